@@ -1,0 +1,5 @@
+"""coordexp teaches a vision-language model to detect objects by training on its own corrected answers."""
+
+from importlib.metadata import version
+
+__version__ = version("coordexp")

@@ -1,0 +1,3 @@
+from coordexp.cli import main
+
+main()

@@ -1,0 +1,42 @@
+"""The `coordexp` command. Each subcommand is a thin module; torch is imported by those that need it only."""
+
+from typing import Annotated
+
+import typer
+
+from coordexp.cli import check, config, demo, doctor, train
+
+app = typer.Typer(
+    name="coordexp",
+    help="Teach a vision-language model to detect objects by training on its own corrected answers.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+)
+app.command("check")(check.check)
+app.command("doctor")(doctor.doctor)
+app.command("train")(train.train)
+app.add_typer(config.app, name="config")
+app.add_typer(demo.app, name="demo")
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        from coordexp import __version__
+
+        typer.echo(f"coordexp {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    """Options before the subcommand."""
+
+
+def main() -> None:
+    app()

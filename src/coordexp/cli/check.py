@@ -1,0 +1,125 @@
+"""`coordexp check`: is this config sound, and what does it come to?"""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.text import Text
+
+from coordexp.cli.console import out, print_violations
+from coordexp.config import ConfigError, Loaded, World, dotted, load_settings
+from coordexp.config.settings import Settings
+from coordexp.config.violations import Key
+
+ConfigOption = Annotated[Path, typer.Option("--config", "-c", help="The YAML file.", show_default=False)]
+
+
+def check(
+    config: ConfigOption,
+    world_size: Annotated[
+        int, typer.Option(min=1, envvar="WORLD_SIZE", help="Learner processes the run will have.")
+    ] = 1,
+    server_world_sizes: Annotated[
+        str | None,
+        typer.Option(help="Devices of each rollout server, e.g. 1,1,2, to check that requests fit."),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    show_all: Annotated[bool, typer.Option("--all", help="Also show untouched training arguments.")] = False,
+) -> None:
+    """Load a config; print all that is wrong with it, or the resolved settings and where each came from.
+
+    Exits 0 when it is sound and 2 when it is not.
+    """
+    world = World(world_size, _sizes(server_world_sizes))
+    try:
+        loaded = load_settings(config, world)
+    except ConfigError as error:
+        if as_json:
+            typer.echo(json.dumps(_error_object(error), indent=2))
+        else:
+            print_violations(error, str(config), out)
+        raise typer.Exit(2) from None
+    if as_json:
+        typer.echo(json.dumps(_sound_object(loaded), indent=2))
+    else:
+        _print_settings(loaded, show_all)
+
+
+def _sizes(text: str | None) -> tuple[int, ...] | None:
+    if text is None:
+        return None
+    parts = text.split(",")
+    if not all(part.strip().isdigit() and int(part) > 0 for part in parts):
+        raise typer.BadParameter(f"{text!r} is not a list of numbers above 0 such as 1,1,2")
+    return tuple(int(part) for part in parts)
+
+
+def _error_object(error: ConfigError) -> dict[str, Any]:
+    return {
+        "ok": False,
+        "violations": [
+            {"path": dotted(v.path), "problem": v.problem, "fix": v.fix, "origin": v.origin}
+            for v in error.violations
+        ],
+    }
+
+
+def _sound_object(loaded: Loaded) -> dict[str, Any]:
+    values = {dotted(path): loaded.origins.get(dotted(path), "default") for path, _ in _values(loaded.settings)}
+    return {
+        "ok": True,
+        "settings": loaded.settings.model_dump(mode="json"),
+        "origins": values,
+        "notes": list(loaded.notes),
+        "files": list(loaded.files),
+    }
+
+
+def _print_settings(loaded: Loaded, show_all: bool) -> None:
+    shown, hidden = [], 0
+    for path, value in _values(loaded.settings):
+        origin = loaded.origins.get(dotted(path), "default")
+        if path[0] == "training" and origin == "default" and not show_all:
+            hidden += 1
+        else:
+            shown.append((path, value, origin))
+    opened: tuple[Key, ...] = ()
+    for path, value, origin in shown:
+        _print_headings(path, opened)
+        opened = path
+        indent = "  " * (len(path) - 1)
+        label = f"{indent}{_label(path[-1])}: {value}"
+        out.print(Text(f"{label:<58}  ").append(origin, style="dim" if origin == "default" else "cyan"))
+    if hidden:
+        out.print(Text(f"({hidden} more training arguments are at their defaults; --all shows them)", style="dim"))
+    for note in loaded.notes:
+        out.print(Text(f"note: {note}", style="yellow"))
+    out.print(Text(f"{loaded.files[-1]}: sound", style="bold green"))
+
+
+def _print_headings(path: tuple[Key, ...], opened: tuple[Key, ...]) -> None:
+    """The names of the sections that begin between one value and the next."""
+    for depth in range(len(path) - 1):
+        if path[: depth + 1] != opened[: depth + 1]:
+            out.print(Text("  " * depth + _label(path[depth]), style="bold"))
+
+
+def _label(key: Key) -> str:
+    return f"[{key}]" if isinstance(key, int) else key
+
+
+def _values(settings: Settings) -> Iterator[tuple[tuple[Key, ...], str]]:
+    yield from _walk((), settings.model_dump(mode="json"))
+
+
+def _walk(path: tuple[Key, ...], value: Any) -> Iterator[tuple[tuple[Key, ...], str]]:
+    if isinstance(value, dict) and value:
+        for key, item in value.items():
+            yield from _walk((*path, key), item)
+    elif isinstance(value, list) and any(isinstance(item, dict) for item in value):
+        for index, item in enumerate(value):
+            yield from _walk((*path, index), item)
+    else:
+        yield path, json.dumps(value, ensure_ascii=False) if not isinstance(value, str) else value

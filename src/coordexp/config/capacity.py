@@ -1,0 +1,36 @@
+"""Arithmetic between the learner's world and the rollout devices, called at load and again at run time."""
+
+from math import gcd
+
+from coordexp.config.rollout import RolloutMatching
+from coordexp.config.violations import ConfigError, Violation
+
+DEFAULT_TENSOR_PARALLEL = 4
+
+
+def default_tensor_parallel_size(learner_world_size: int) -> int:
+    """The largest part of the default that divides the world (D8)."""
+    return gcd(DEFAULT_TENSOR_PARALLEL, learner_world_size)
+
+
+def requests_per_rank(decode_batch_size: int, server_world_sizes: tuple[int, ...], learner_world_size: int) -> int:
+    """How many requests one learner rank may have out at once, so that no rollout device gets more than
+    `decode_batch_size` while all ranks ask together (R15). Raises when not even one fits."""
+    devices = sum(server_world_sizes)
+    if decode_batch_size * devices < learner_world_size:
+        problem = (
+            f"{decode_batch_size} on {devices} rollout devices is {decode_batch_size * devices} requests at "
+            f"once, and {learner_world_size} learner ranks each need one"
+        )
+        least = -(-learner_world_size // max(devices, 1))
+        fix = (
+            f"set decode_batch_size to at least {least}, add rollout devices, or use at most "
+            f"{decode_batch_size * devices} learner ranks"
+        )
+        raise ConfigError([Violation(("rollout_matching", "decode_batch_size"), problem, fix)])
+    return decode_batch_size * devices // learner_world_size
+
+
+def server_base_urls(rollout_matching: RolloutMatching) -> tuple[str, ...]:
+    """The servers a launcher has to reach, in order."""
+    return tuple(server.base_url for server in rollout_matching.vllm.server.servers)

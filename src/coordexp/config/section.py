@@ -1,0 +1,34 @@
+"""The base of every settings class, and the field types they share.
+
+A section is frozen, refuses keys it does not know, and converts nothing: `"4"` is not 4 and `1` is not
+true. What YAML gives is what a setting gets.
+"""
+
+from typing import Annotated, Any
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+
+def _as_tuple(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
+
+
+def _as_whole(value: Any) -> Any:
+    """`null` or an empty mapping for a section means its defaults: `server:` with nothing under it."""
+    return {} if value is None else value
+
+
+# A YAML list, kept as a tuple because settings are frozen.
+from_list = BeforeValidator(_as_tuple)
+from_null = BeforeValidator(_as_whole)
+
+PositiveInt = Annotated[int, Field(ge=1)]
+NonNegativeFloat = Annotated[float, Field(ge=0)]
+PositiveFloat = Annotated[float, Field(gt=0)]
+Fraction = Annotated[float, Field(ge=0, le=1)]
+Port = Annotated[int, Field(ge=1, le=65535)]
+Text = Annotated[str, Field(min_length=1)]

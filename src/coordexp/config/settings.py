@@ -1,0 +1,125 @@
+"""All settings of a run, as one frozen tree. Every key a file may have is a field here or below."""
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from coordexp.config.pipeline import Channel, Pipeline
+from coordexp.config.rollout import RolloutMatching
+from coordexp.config.section import Fraction, PositiveInt, Section, Text, from_null
+from coordexp.config.training_arguments import TransformersArguments
+
+Variant = Literal["stage1_sft", "stage2_rollout_aligned", "stage2_two_channel"]
+
+CHANNELS_OF: dict[Variant, frozenset[Channel]] = {
+    "stage1_sft": frozenset({"A"}),
+    "stage2_rollout_aligned": frozenset({"B"}),
+    "stage2_two_channel": frozenset({"A", "B"}),
+}
+
+
+class Adapter(Section):
+    type: Literal["lora"] = Field("lora", description="Kind of adapter.")
+    rank: PositiveInt = Field(32, description="Rank of the low-rank update.")
+    alpha: PositiveInt = Field(64, description="The update is scaled by alpha / rank.")
+    dropout: Fraction = Field(0.0, description="Dropout on the adapter's input.")
+    dora: bool = Field(False, description="Weight-decomposed LoRA. Syncs to vLLM as merged weights only.")
+    targets: Text = Field(
+        "all-linear", description="Modules to adapt: `all-linear`, or a regular expression on module names."
+    )
+
+
+class Model(Section):
+    path: Text = Field(
+        description="A Hugging Face folder with a Qwen3-VL whose tokenizer has the 1,000 coordinate tokens.",
+        examples=["checkpoints/qwen3-vl-4b-coord"],
+    )
+    dtype: Literal["bfloat16", "float16", "float32"] = Field(
+        "bfloat16", description="Type of the weights in the learner and in the rollout engine."
+    )
+    adapter: Adapter | None = Field(
+        None, description="Train an adapter instead of all weights. null: all weights."
+    )
+
+
+class Custom(Section):
+    trainer_variant: Variant = Field(
+        "stage1_sft",
+        description="Which trainer runs: supervised on ground truth, on corrected rollouts, or both in turn.",
+    )
+    train_jsonl: Text = Field(
+        description="Training records, one JSON object a line.", examples=["data/train.jsonl"]
+    )
+    val_jsonl: Text | None = Field(
+        None, description="Held-out records, for evaluation during training.", examples=["data/val.jsonl"]
+    )
+    object_field_order: Literal["desc_first", "geometry_first"] = Field(
+        "desc_first", description="Order of the two fields of an object in what the model is taught to write."
+    )
+
+
+class Training(TransformersArguments):
+    # Required here; optional in transformers, which would write to `trainer_output`.
+    output_dir: Text = Field(
+        description="Folder for checkpoints, metrics and the resolved settings.", examples=["runs/stage2"]
+    )
+    packing: bool = Field(False, description="Join several answers into one row of up to `global_max_length`.")
+    packing_buffer: PositiveInt = Field(256, description="Segments that may wait for a row, per rank.")
+    packing_min_fill_ratio: Fraction = Field(0.85, description="Warn when rows are filled less than this.")
+    packing_drop_last: bool = Field(
+        True, description="Leave what still waits at the end untrained. Must be true with `packing`."
+    )
+
+
+class Template(Section):
+    max_length: PositiveInt | None = Field(
+        None, description="The same as `global_max_length`, under the name other tools use.", examples=[16000]
+    )
+
+
+class Stage1(Section):
+    pipeline: Pipeline | None = Field(
+        None, description="The declared objective of `stage1_sft`, which has no default one."
+    )
+
+
+class Stage2(Section):
+    b_ratio: Fraction | None = Field(
+        None,
+        description="Share of rollout steps (channel B) in `stage2_two_channel`, which requires it.",
+        examples=[0.5],
+    )
+
+
+class Settings(Section):
+    model: Model = Field(description="The model that is trained.")
+    custom: Custom = Field(description="What is trained on which data.")
+    global_max_length: PositiveInt | None = Field(
+        None,
+        description="Longest sequence, and the length of a packed row. Unset: `template.max_length`. One of the "
+        "two is required.",
+        examples=[16000],
+    )
+    template: Annotated[Template, from_null] = Field(
+        default_factory=Template, description="Encoding of conversations."
+    )
+    training: Training = Field(
+        description="`transformers.TrainingArguments` by their own names, and the packing keys."
+    )
+    stage1: Annotated[Stage1, from_null] = Field(
+        default_factory=Stage1, description="Supervised training on ground truth."
+    )
+    stage2: Annotated[Stage2, from_null] = Field(
+        default_factory=Stage2, description="The mix of ground-truth and rollout steps."
+    )
+    rollout_matching: Annotated[RolloutMatching, from_null] = Field(
+        default_factory=RolloutMatching, description="Rollouts: generation, matching, objective."
+    )
+
+    @property
+    def pipeline(self) -> Pipeline:
+        """The objective of the variant that runs; loading has made sure that there is one."""
+        is_stage1 = self.custom.trainer_variant == "stage1_sft"
+        declared = self.stage1.pipeline if is_stage1 else self.rollout_matching.pipeline
+        assert declared is not None
+        return declared

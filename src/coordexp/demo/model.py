@@ -1,0 +1,129 @@
+"""Makes a tiny Qwen3-VL with random weights and saves it as transformers and vLLM load it."""
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from transformers import (
+    GenerationConfig,
+    PreTrainedTokenizerFast,
+    Qwen3VLConfig,
+    Qwen3VLForConditionalGeneration,
+    Qwen3VLProcessor,
+    Qwen3VLVideoProcessor,
+)
+from transformers.models.qwen2_vl.image_processing_qwen2_vl import Qwen2VLImageProcessor
+
+from coordexp.demo.vocabulary import CHAT_TEMPLATE, Vocabulary, make_tokenizer
+
+PATCH = 16
+MERGE = 2
+
+
+@dataclass(frozen=True)
+class Size:
+    hidden: int = 128
+    layers: int = 3
+    heads: int = 4
+    vision_hidden: int = 64
+    vision_depth: int = 2
+    max_positions: int = 4096
+
+
+def make_model(
+    folder: Path,
+    vocabulary: Vocabulary = "small",
+    *,
+    tied: bool = True,
+    seed: int = 0,
+    spread: float = 1.0,
+    size: Size | None = None,
+) -> Path:
+    """Writes model, tokenizer and processor to `folder`, which must be new or empty.
+
+    `spread` multiplies every weight matrix. At 1 the model is ready to be trained and, untrained, repeats one
+    token whatever it sees; at 6 its answers vary and depend on the image, which tests of generation need.
+    """
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise FileExistsError(f"{folder} is not an empty folder\n  give another folder, or remove this one")
+    tokenizer = make_tokenizer(vocabulary)
+    model = _random_model(_config(tokenizer, size or Size(), tied), seed, spread)
+    model.generation_config = GenerationConfig(
+        do_sample=False, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id
+    )
+    model.save_pretrained(folder)
+    _processor(tokenizer).save_pretrained(folder)
+    return folder
+
+
+def _config(tokenizer: PreTrainedTokenizerFast, size: Size, tied: bool) -> Qwen3VLConfig:
+    head = size.hidden // size.heads
+    height = head // 6
+    token_id = tokenizer.convert_tokens_to_ids
+    rope = {
+        "rope_type": "default",
+        "rope_theta": 10000.0,
+        "mrope_section": [head // 2 - 2 * height, height, height],
+        "mrope_interleaved": True,
+    }
+    return Qwen3VLConfig(
+        text_config={
+            "vocab_size": math.ceil(len(tokenizer) / 64) * 64,
+            "hidden_size": size.hidden,
+            "intermediate_size": 2 * size.hidden,
+            "num_hidden_layers": size.layers,
+            "num_attention_heads": size.heads,
+            "num_key_value_heads": size.heads // 2,
+            "head_dim": head,
+            "rope_parameters": rope,
+            "max_position_embeddings": size.max_positions,
+            "tie_word_embeddings": tied,
+            "eos_token_id": tokenizer.eos_token_id,
+            "pad_token_id": tokenizer.pad_token_id,
+        },
+        vision_config={
+            "depth": size.vision_depth,
+            "hidden_size": size.vision_hidden,
+            "intermediate_size": 2 * size.vision_hidden,
+            "num_heads": 2,
+            "out_hidden_size": size.hidden,
+            "patch_size": PATCH,
+            "spatial_merge_size": MERGE,
+            "temporal_patch_size": 2,
+            "deepstack_visual_indexes": [size.vision_depth - 1],
+            "num_position_embeddings": 256,
+        },
+        image_token_id=token_id("<|image_pad|>"),
+        video_token_id=token_id("<|video_pad|>"),
+        vision_start_token_id=token_id("<|vision_start|>"),
+        vision_end_token_id=token_id("<|vision_end|>"),
+        tie_word_embeddings=tied,
+    )
+
+
+def _random_model(config: Qwen3VLConfig, seed: int, spread: float) -> Qwen3VLForConditionalGeneration:
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        torch.manual_seed(seed)
+        model = Qwen3VLForConditionalGeneration(config).to(torch.float32)
+        for weight in model.parameters():
+            if weight.ndim >= 2:
+                weight.mul_(spread)
+    return model
+
+
+def _processor(tokenizer: PreTrainedTokenizerFast) -> Qwen3VLProcessor:
+    grid = {"patch_size": PATCH, "merge_size": MERGE, "temporal_patch_size": 2}
+    side = PATCH * MERGE
+    images = Qwen2VLImageProcessor(
+        **grid,
+        size={"shortest_edge": side * side, "longest_edge": 1024 * 1024},
+        image_mean=[0.5] * 3,
+        image_std=[0.5] * 3,
+    )
+    return Qwen3VLProcessor(
+        image_processor=images,
+        tokenizer=tokenizer,
+        video_processor=Qwen3VLVideoProcessor(**grid),
+        chat_template=CHAT_TEMPLATE,
+    )

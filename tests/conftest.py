@@ -1,0 +1,28 @@
+"""Scenario marks are checked when tests are collected, and count only when the test has run."""
+
+import os
+from collections.abc import Generator
+
+import pytest
+
+from tests.conformance.page import titles
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    known = titles()
+    for item in items:
+        for mark in item.iter_markers("scenario"):
+            for identity in mark.args:
+                if identity not in known:
+                    raise pytest.UsageError(
+                        f"{item.nodeid}: {identity} is not in tests/conformance/scenarios.yaml"
+                    )
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    report = yield
+    if report.skipped and item.get_closest_marker("scenario") and os.environ.get("CI"):
+        report.outcome = "failed"
+        report.longrepr = f"{item.nodeid} proves a scenario and was skipped in CI"
+    return report

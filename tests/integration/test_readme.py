@@ -1,0 +1,54 @@
+"""The README tells the truth: its commands run, and its terminal blocks are what a terminal shows."""
+
+import re
+import shlex
+import subprocess
+from pathlib import Path
+
+import pytest
+
+README = Path("README.md").read_text()
+
+
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
+
+
+def ladder() -> list[str]:
+    (found,) = [block for block in blocks("bash") if "coordexp --version" in block]
+    return found.strip().splitlines()
+
+
+@pytest.mark.engine
+@pytest.mark.timeout(400)
+def test_every_step_of_the_ladder_works(tmp_path):
+    steps = ladder()
+    assert len(steps) == 6
+    for step in steps:
+        command = shlex.split(step.replace("demo-model", str(tmp_path / "demo-model")))
+        result = subprocess.run(command, capture_output=True, text=True)
+        assert result.returncode == 0, f"{step}\n{result.stdout}\n{result.stderr}"
+    assert "vLLM and transformers agree on all 16 tokens" in result.stdout
+
+
+def test_terminal_blocks_are_what_the_command_prints():
+    (block,) = blocks("console")
+    command, _, shown = block.partition("\n")
+    result = subprocess.run(shlex.split(command.removeprefix("$ ")), capture_output=True, text=True)
+    assert result.returncode == 2
+    assert shown == result.stdout, "stale: run python tools/readme.py"
+
+
+def test_the_tree_names_what_exists_and_every_folder_at_the_top():
+    (tree,) = blocks("text")
+    names = [line.split()[0] for line in tree.splitlines() if not line.startswith(" ")]
+    for name in names:
+        assert Path(name).exists(), name
+    tracked = subprocess.run(["git", "ls-files"], capture_output=True, text=True, check=True).stdout.splitlines()
+    folders = {name.split("/")[0] for name in tracked if "/" in name} - {".github", ".ci"}
+    assert folders <= {name.split("/")[0] for name in names}
+
+
+def test_links_lead_somewhere():
+    for target in re.findall(r"\]\(([^)#:]+)\)", README):
+        assert Path(target).exists(), target

@@ -1,0 +1,34 @@
+"""What a user installs: a wheel, in an environment that has nothing else."""
+
+import json
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path.cwd()
+
+
+@pytest.mark.timeout(300)
+def test_a_wheel_installs_into_an_empty_environment_and_checks_configs_there(tmp_path):
+    def run(*command: str, code: int = 0) -> str:
+        result = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+        assert result.returncode == code, f"{command}\n{result.stdout}\n{result.stderr}"
+        return result.stdout
+
+    run(sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(tmp_path), str(ROOT))
+    (wheel,) = tmp_path.glob("*.whl")
+    names = zipfile.ZipFile(wheel).namelist()
+    assert all(name.startswith("coordexp") for name in names)
+    assert "coordexp/py.typed" in names
+
+    run(sys.executable, "-m", "venv", "empty")
+    run("empty/bin/python", "-m", "pip", "install", "-qq", "-c", str(ROOT / "constraints.txt"), str(wheel))
+    installed = json.loads(run("empty/bin/python", "-m", "pip", "list", "--format", "json"))
+    assert not {"torch", "transformers", "numpy"} & {package["name"].lower() for package in installed}
+    assert "coordexp" in run("empty/bin/coordexp", "--version")
+    run("empty/bin/coordexp", "check", "--config", str(ROOT / "configs/stage2-server-3v1.yaml"))
+    shown = run("empty/bin/coordexp", "check", "--config", str(ROOT / "examples/check/ten-mistakes.yaml"), code=2)
+    assert "10 problems" in shown

@@ -1,0 +1,150 @@
+"""The commands as a person meets them."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import jsonschema
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+from coordexp import __version__
+from coordexp.cli import app
+
+TEN_MISTAKES = "examples/check/ten-mistakes.yaml"
+
+
+def run(*arguments, env=None):
+    return CliRunner().invoke(app, list(arguments), env=env)
+
+
+def test_version():
+    assert run("--version").stdout == f"coordexp {__version__}\n"
+
+
+def test_check_of_a_wrong_config_lists_everything_and_exits_2():
+    result = run("check", "--config", TEN_MISTAKES)
+    assert result.exit_code == 2
+    lines = result.stdout.splitlines()
+    assert lines[-1] == f"{TEN_MISTAKES}: 10 problems"
+    places = [line for line in lines[:-1] if not line.startswith("  ")]
+    assert len(places) == 10
+    assert len(lines) == 21
+    assert any(
+        line.startswith("rollout_matching.vllm.server.servers[0].unknown_flag: unknown key") for line in places
+    )
+
+
+def test_check_of_a_wrong_config_as_json():
+    result = run("check", "--json", "--config", TEN_MISTAKES)
+    assert result.exit_code == 2
+    answer = json.loads(result.stdout)
+    assert answer["ok"] is False
+    assert len(answer["violations"]) == 10
+    assert all(v["path"] and v["problem"] and v["fix"] and v["origin"] for v in answer["violations"])
+
+
+def test_check_of_a_sound_config_shows_each_value_with_its_origin():
+    result = run("check", "--config", "configs/stage2-colocate.yaml", "--world-size", "2")
+    assert result.exit_code == 0
+    shown = [line.split("  ") for line in result.stdout.splitlines()]
+    rows = {line[0] or next(filter(None, line)): line[-1].strip() for line in shown}
+    assert rows["dtype: bfloat16"] == "configs/base.yaml:3"
+    assert rows["decode_batch_size: 4"].startswith("configs/stage2.yaml:")
+    assert rows["gpu_memory_utilization: 0.45"].startswith("configs/stage2-colocate.yaml:")
+    assert rows["tensor_parallel_size: 2"] == "derived: common divisor of 4 and the learner world size 2"
+    assert rows["fp_cost: 1.0"] == "default"
+    assert "adam_beta1" not in result.stdout
+    assert result.stdout.endswith("configs/stage2-colocate.yaml: sound\n")
+    assert "adam_beta1: 0.9" in run("check", "--all", "--config", "configs/stage2-colocate.yaml").stdout
+
+
+def test_check_of_a_sound_config_as_json_has_an_origin_for_every_value():
+    answer = json.loads(run("check", "--json", "--config", "configs/stage2-server-3v1.yaml").stdout)
+    assert answer["ok"] is True
+    assert answer["files"] == ["configs/base.yaml", "configs/stage2.yaml", "configs/stage2-server-3v1.yaml"]
+    place = "rollout_matching.vllm.server.servers[2].group_port"
+    assert answer["origins"][place].startswith("configs/stage2-server-3v1.yaml:")
+    assert answer["origins"]["rollout_matching.fp_cost"] == "default"
+
+
+def test_check_reads_the_world_size_that_torchrun_sets():
+    result = run("check", "--json", "--config", "configs/stage2-colocate.yaml", env={"WORLD_SIZE": "8"})
+    assert json.loads(result.stdout)["settings"]["rollout_matching"]["vllm"]["tensor_parallel_size"] == 4
+
+
+def test_check_can_be_told_the_servers_world_sizes():
+    arguments = ["check", "--config", "configs/stage2-server-3v1.yaml", "--world-size", "16"]
+    assert run(*arguments, "--server-world-sizes", "1,1,1").exit_code == 2
+    assert run(*arguments, "--server-world-sizes", "2,1,1").exit_code == 0
+    assert run(*arguments, "--server-world-sizes", "2,1").exit_code == 2
+    assert "not a list of numbers" in run(*arguments, "--server-world-sizes", "two").output
+
+
+def test_check_answers_within_a_second_and_a_half():
+    command = [sys.executable, "-m", "coordexp", "check", "--config", "configs/stage2-server-3v1.yaml"]
+    times = []
+    for _ in range(3):
+        start = time.perf_counter()
+        subprocess.run(command, check=True, capture_output=True)
+        times.append(time.perf_counter() - start)
+    assert min(times) < 1.5, times
+
+
+def test_schema_is_json_schema_and_can_be_written_to_a_file(tmp_path):
+    target = tmp_path / "deep/schema.json"
+    assert run("config", "schema", "--out", str(target)).exit_code == 0
+    schema = json.loads(target.read_text())
+    jsonschema.Draft202012Validator.check_schema(schema)
+    assert json.loads(run("config", "schema").stdout) == schema
+
+
+@pytest.mark.parametrize("command", [["-m", "src.sft"], ["-m", "coordexp", "train"]])
+def test_train_refuses_a_wrong_config_under_both_names(command):
+    result = subprocess.run([sys.executable, *command, "--config", TEN_MISTAKES], capture_output=True, text=True)
+    assert result.returncode == 2
+    assert "10 problems" in result.stderr
+
+
+def test_train_says_that_it_does_not_train_yet():
+    result = run("train", "--config", "configs/stage1.yaml")
+    assert result.exit_code == 3
+    assert "nothing was trained" in result.output
+
+
+def test_a_config_written_by_hand_from_the_tree_is_sound(tmp_path):
+    answer = json.loads(run("check", "--json", "--config", "configs/stage2-hf.yaml").stdout)
+    again = tmp_path / "again.yaml"
+    again.write_text(yaml.safe_dump(answer["settings"]))
+    repeated = json.loads(run("check", "--json", "--config", str(again)).stdout)
+    assert repeated["settings"] == answer["settings"]
+
+
+def test_output_in_a_narrow_pipe_is_not_wrapped():
+    result = subprocess.run(
+        [sys.executable, "-m", "coordexp", "check", "--config", TEN_MISTAKES],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"COLUMNS": "40"},
+    )
+    assert len(result.stdout.splitlines()) == 21
+
+
+def test_a_missing_file_is_one_line_and_a_way_out():
+    result = run("check", "--config", "none.yaml")
+    assert result.exit_code == 2
+    assert result.stdout.splitlines()[0] == "none.yaml: no such file"
+
+
+def test_a_demo_command_without_its_engine_says_what_to_install(monkeypatch):
+    import importlib.util
+
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    result = run("demo", "model", "--out", "nowhere")
+    assert result.exit_code == 1
+    assert "pip install 'coordexp[train]'" in result.output
+    assert not Path("nowhere").exists()

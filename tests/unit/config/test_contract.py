@@ -1,0 +1,263 @@
+"""The configuration scenarios of the specification."""
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from coordexp.cli import app
+from coordexp.config import RolloutMatching, load_settings, requests_per_rank, server_base_urls
+from coordexp.config.violations import ConfigError
+from tests.unit.config.trees import (
+    BBOX_GEO,
+    COORD_DIAG,
+    COORD_REG,
+    SERVER,
+    TOKEN_CE,
+    changed,
+    load,
+    only_problem,
+    problems,
+    server_mode,
+    stage1,
+    stage2,
+)
+
+MODULES = [TOKEN_CE, COORD_REG, BBOX_GEO]
+
+
+def in_objective(module):
+    return stage2(rollout_matching__pipeline={"objective": [module], "diagnostics": []})
+
+
+@pytest.mark.scenario("R01.S1")
+@pytest.mark.parametrize("variant", ["stage2_rollout_aligned", "stage2_two_channel"])
+def test_stage2_without_a_pipeline_is_refused(variant):
+    tree = stage2(custom__trainer_variant=variant)
+    if variant == "stage2_two_channel":
+        tree["stage2"] = {"b_ratio": 0.5}
+    del tree["rollout_matching"]["pipeline"]
+    path, message = only_problem(tree)
+    assert path == "rollout_matching.pipeline"
+    assert "required" in message
+
+
+def test_stage1_without_a_pipeline_is_refused():
+    tree = stage1()
+    del tree["stage1"]
+    assert only_problem(tree)[0] == "stage1.pipeline"
+
+
+def test_the_old_auxiliary_loss_section_is_refused():
+    path, message = only_problem(stage2(custom__coord_soft_ce_w1={"enabled": True}))
+    assert path == "custom.coord_soft_ce_w1"
+    assert "coord_reg" in message
+
+
+@pytest.mark.scenario("R02")
+@pytest.mark.parametrize("field", ["name", "enabled", "weight", "channels", "config"])
+def test_a_module_entry_must_state_every_field(field):
+    entry = {key: value for key, value in COORD_REG.items() if key != field}
+    path, message = only_problem(in_objective(entry))
+    assert path == f"rollout_matching.pipeline.objective[0].{field}"
+    assert "missing" in message
+
+
+@pytest.mark.scenario("R02")
+@pytest.mark.parametrize(("module", "key"), [(m, key) for m in MODULES for key in m["config"]])
+def test_a_module_config_must_state_every_key(module, key):
+    rest = {name: value for name, value in module["config"].items() if name != key}
+    path, message = only_problem(in_objective({**module, "config": rest}))
+    assert path == f"rollout_matching.pipeline.objective[0].config.{key}"
+    assert "missing" in message
+
+
+@pytest.mark.scenario("R02")
+@pytest.mark.parametrize("channels", [["C"], ["A", "C"], [], "A", ["A", "A"]])
+def test_channels_are_a_subset_of_a_and_b(channels):
+    path, _ = only_problem(in_objective({**TOKEN_CE, "channels": channels}))
+    assert path.startswith("rollout_matching.pipeline.objective[0].channels")
+
+
+@pytest.mark.scenario("R03")
+@pytest.mark.parametrize("module", [*MODULES, COORD_DIAG])
+def test_a_module_config_refuses_unknown_keys(module):
+    entry = {**module, "config": {**module["config"], "zzz": 1.0}}
+    part = "diagnostics" if module is COORD_DIAG else "objective"
+    pipeline = {"objective": [TOKEN_CE], "diagnostics": [], part: [entry]}
+    path, message = only_problem(stage2(rollout_matching__pipeline=pipeline))
+    assert path == f"rollout_matching.pipeline.{part}[0].config.zzz"
+    assert "unknown key" in message
+
+
+@pytest.mark.scenario("R03")
+@pytest.mark.parametrize(
+    ("module", "alias", "canonical"),
+    [
+        (BBOX_GEO, "bbox_smoothl1_weight", "smoothl1_weight"),
+        (BBOX_GEO, "bbox_ciou_weight", "ciou_weight"),
+        (COORD_REG, "coord_soft_ce_weight", "soft_ce_weight"),
+        (COORD_REG, "coord_w1_weight", "w1_weight"),
+    ],
+)
+@pytest.mark.parametrize("also_canonical", [True, False])
+def test_an_alias_key_is_refused_and_names_the_canonical_one(module, alias, canonical, also_canonical):
+    config = {**module["config"], alias: 1.0}
+    if not also_canonical:
+        del config[canonical]
+    path, message = only_problem(in_objective({**module, "config": config}))
+    assert path == f"rollout_matching.pipeline.objective[0].config.{alias}"
+    assert f"use {canonical}" in message
+
+
+@pytest.mark.scenario("R07.S2", "R10.S8")
+@pytest.mark.parametrize("keep_list", [True, False])
+@pytest.mark.parametrize(
+    "old",
+    [
+        {"base_url": "http://127.0.0.1:8000", "group_port": 51216},
+        {"base_url": ["http://127.0.0.1:8000", "http://127.0.0.1:8001"], "group_port": [51216]},
+        {"base_url": ["http://127.0.0.1:8000"]},
+        {"group_port": 51216},
+    ],
+)
+def test_the_paired_list_form_of_servers_is_refused(old, keep_list):
+    tree = server_mode(rollout_matching__vllm__server={**old, **({"servers": [SERVER]} if keep_list else {})})
+    found = problems(tree)
+    old_path = f"rollout_matching.vllm.server.{next(iter(old))}"
+    assert "rollout_matching.vllm.server.servers" in found[old_path]
+    assert set(found) <= {old_path, "rollout_matching.vllm.server.servers"}
+
+
+@pytest.mark.scenario("R07.S10")
+@pytest.mark.parametrize("mode", ["adapter", "auto"])
+def test_adapter_sync_with_several_learner_ranks_is_refused(mode):
+    tree = server_mode(
+        model__adapter={"rank": 8},
+        rollout_matching__vllm__sync__mode=mode,
+        rollout_matching__vllm__enable_lora=True,
+    )
+    path, message = only_problem(tree, learners=2)
+    assert path == "rollout_matching.vllm.sync.mode"
+    assert "sync.mode: full" in message
+    assert load(tree, learners=1).settings.rollout_matching.vllm.sync.mode == "adapter"
+
+
+@pytest.mark.scenario("R10.S1")
+def test_decode_batch_size_reaches_the_rollout_settings():
+    assert load(stage2(rollout_matching__decode_batch_size=4)).settings.rollout_matching.decode_batch_size == 4
+    assert load(stage2()).settings.rollout_matching.decode_batch_size == 1
+
+
+@pytest.mark.scenario("R10.S4", "R10.S5")
+@pytest.mark.parametrize(("key", "value"), [("decode_batch_size", 4), ("rollout_backend", "hf")])
+def test_settings_under_custom_extra_are_refused_with_their_new_path(key, value):
+    path, message = only_problem(stage2(custom__extra={"rollout_matching": {key: value}}))
+    assert path == f"custom.extra.rollout_matching.{key}"
+    assert f"use rollout_matching.{key}" in message
+
+
+def test_each_setting_under_custom_extra_is_named():
+    old = {"decode_batch_size": 4, "decoding": {"temperature": 0.0}, "vllm": {"mode": "colocate"}}
+    found = problems(stage2(custom__extra={"rollout_matching": old}))
+    assert set(found) == {f"custom.extra.rollout_matching.{key}" for key in old}
+
+
+@pytest.mark.scenario("R10.S6")
+def test_an_unknown_rollout_key_is_refused():
+    path, message = only_problem(stage2(rollout_matching__unknown_rollout_key=1))
+    assert path == "rollout_matching.unknown_rollout_key"
+    assert "unknown key" in message
+
+
+@pytest.mark.scenario("R10.S7")
+def test_an_unknown_decoding_key_is_refused_with_its_path():
+    path, _ = only_problem(stage2(rollout_matching__decoding={"unknown_decoding_key": 1}))
+    assert path == "rollout_matching.decoding.unknown_decoding_key"
+
+
+def test_an_unknown_key_in_a_list_entry_has_its_index():
+    tree = server_mode(rollout_matching__vllm__server={"servers": [SERVER | {"unknown_flag": True}]})
+    assert only_problem(tree)[0] == "rollout_matching.vllm.server.servers[0].unknown_flag"
+
+
+@pytest.mark.scenario("R11.S1")
+def test_the_rollout_section_is_the_whole_normalised_contract():
+    tree = server_mode(
+        rollout_matching__decoding={"temperature": 0.7, "top_p": 0.9, "top_k": 50},
+        rollout_matching__repeat_terminate={"enabled": True, "max_object_keys": 500},
+        rollout_matching__vllm__sync__mode="auto",
+        rollout_matching__maskiou_gate=0.4,
+    )
+    contract = load(tree).settings.rollout_matching
+    assert isinstance(contract, RolloutMatching)
+    assert (contract.rollout_backend, contract.vllm.mode, contract.vllm.sync.mode) == (
+        "vllm",
+        "server",
+        "full",
+    )
+    assert contract.vllm.server.servers[0].group_port == 51216
+    assert (contract.decode_mode, contract.decoding.top_k) == ("sampling", 50)
+    assert (contract.repeat_terminate.enabled, contract.repeat_terminate.ngram_size) == (True, 64)
+    assert (contract.maskiou_gate, contract.candidate_top_k) == (0.4, 10)
+    assert contract.vllm.tensor_parallel_size == 1
+    assert contract.vllm.max_model_len == 16000
+
+
+@pytest.mark.scenario("R12.S1")
+def test_preflight_and_runtime_see_the_same_contract():
+    config = Path("configs/stage2-server-3v1.yaml")
+    preflight = json.loads(CliRunner().invoke(app, ["check", "--json", "--config", str(config)]).stdout)
+    runtime = load_settings(config).settings.rollout_matching
+    assert RolloutMatching.model_validate(preflight["settings"]["rollout_matching"]) == runtime
+    listed = preflight["settings"]["rollout_matching"]["vllm"]["server"]["servers"]
+    assert list(server_base_urls(runtime)) == [server["base_url"] for server in listed]
+
+
+@pytest.mark.scenario("R13.S1", "R13.S2")
+@pytest.mark.parametrize("key", ["rollout_generate_batch_size", "rollout_infer_batch_size"])
+def test_old_batch_size_keys_are_refused(key):
+    path, message = only_problem(stage2(**{f"rollout_matching__{key}": 4}))
+    assert path == f"rollout_matching.{key}"
+    assert "rollout_matching.decode_batch_size" in message
+
+
+@pytest.mark.scenario("R14.S1", "R16.S1")
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("post_rollout_pack_scope", "window"), ("rollout_buffer", {"enabled": True, "m_steps": 2})],
+)
+def test_removed_rollout_keys_are_refused(key, value):
+    path, message = only_problem(stage2(**{f"rollout_matching__{key}": value}))
+    assert path == f"rollout_matching.{key}"
+    assert "remove it" in message
+
+
+@pytest.mark.scenario("R15.S1")
+def test_more_learner_ranks_than_decoding_slots_are_refused():
+    two_servers = [SERVER, {"base_url": "http://127.0.0.1:8001", "group_port": 51217}]
+    tree = server_mode(rollout_matching__vllm__server={"servers": two_servers})
+    path, message = only_problem(tree, learners=4, servers=(1, 1))
+    assert path == "rollout_matching.decode_batch_size"
+    for way_out in ("decode_batch_size to at least 2", "add rollout devices", "at most 2 learner ranks"):
+        assert way_out in message
+    load(changed(tree, rollout_matching__decode_batch_size=2), learners=4, servers=(1, 1))
+
+
+@pytest.mark.scenario("R15.S1")
+def test_the_capacity_rule_at_run_time():
+    with pytest.raises(ConfigError, match="decode_batch_size"):
+        requests_per_rank(1, (1, 1), 4)
+    assert requests_per_rank(4, (1, 2), 5) == 2
+    assert requests_per_rank(1, (1,), 1) == 1
+
+
+@pytest.mark.scenario("R32.S1")
+@pytest.mark.parametrize("key", ["temperature", "top_p", "top_k"])
+@pytest.mark.parametrize("home", ["rollout_matching", "custom.extra.rollout_matching"])
+def test_sampling_keys_outside_of_decoding_are_refused(key, home):
+    neutral = {"temperature": 0.0, "top_p": 1.0, "top_k": -1}[key]
+    path, message = only_problem(changed(stage2(), **{f"{home}.{key}".replace(".", "__"): neutral}))
+    assert path == f"{home}.{key}"
+    assert f"rollout_matching.decoding.{key}" in message

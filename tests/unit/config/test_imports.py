@@ -1,0 +1,13 @@
+"""Configuration is light: no torch, and an answer before a person looks away."""
+
+import subprocess
+import sys
+
+
+def test_config_and_command_import_no_engine():
+    code = (
+        "import coordexp.config, coordexp.cli, sys;"
+        "heavy = {'torch', 'transformers', 'vllm', 'numpy', 'PIL'} & set(sys.modules);"
+        "assert not heavy, heavy"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -1,0 +1,88 @@
+"""What a user reads when a config is wrong."""
+
+from pathlib import Path
+
+import pytest
+
+from coordexp.config import ConfigError, dotted, load_settings
+from tests.unit.config.trees import SERVER, only_problem, problems, server_mode, stage2
+
+TEN_MISTAKES = Path("examples/check/ten-mistakes.yaml")
+
+
+def test_ten_mistakes_are_ten_messages_in_the_order_of_the_file():
+    with pytest.raises(ConfigError) as caught:
+        load_settings(TEN_MISTAKES)
+    assert [dotted(violation.path) for violation in caught.value.violations] == [
+        "custom.trainer_variant",
+        "stage1.pipeline.objective[0].config.desc_ce_weight",
+        "stage1.pipeline.objective[1].config.bbox_smoothl1_weight",
+        "rollout_matching.pipeline",
+        "rollout_matching.decode_batch_size",
+        "rollout_matching.decode_mode",
+        "rollout_matching.rollout_buffer",
+        "rollout_matching.vllm.server.base_url",
+        "rollout_matching.vllm.server.servers[0].unknown_flag",
+        "rollout_matching.vllm.sync.mode",
+    ]
+    lines = TEN_MISTAKES.read_text().splitlines()
+    for violation in caught.value.violations:
+        assert violation.fix
+        assert violation.origin is not None
+        line = int(violation.origin.rpartition(":")[2])
+        keys = [key for key in violation.path if isinstance(key, str)][-2:]
+        assert any(key in lines[line - 1] for key in keys), violation
+
+
+@pytest.mark.parametrize(
+    ("tree", "path", "says"),
+    [
+        (stage2(rollout_matching__decode_batch_size="4"), "decode_batch_size", '"4" is not an integer >= 1'),
+        (stage2(rollout_matching__decode_batch_size=True), "decode_batch_size", "true is not an integer"),
+        (stage2(rollout_matching__decode_batch_size=0), "decode_batch_size", "0 is not an integer >= 1"),
+        (stage2(rollout_matching__decode_batch_size=None), "decode_batch_size", "null is not an integer"),
+        (stage2(rollout_matching__maskiou_gate=1.5), "maskiou_gate", "a number >= 0 and <= 1"),
+        (
+            stage2(rollout_matching__rollout_backend="vlm"),
+            "rollout_backend",
+            "did you mean rollout_backend: vllm?",
+        ),
+        (stage2(rollout_matching__vllm=3), "vllm", "3 is not a mapping"),
+        (stage2(rollout_matching__pipeline=[]), "pipeline", "[] is not a mapping or null"),
+        (stage2(training__packing="yes"), "packing", '"yes" is not true or false'),
+        (stage2(training__learning_rate="1e-5x"), "learning_rate", "is not a number"),
+        (stage2(training__optim="adamw_torchfused"), "optim", "did you mean optim: adamw_torch_fused?"),
+        (stage2(training__report_to=[1]), "report_to", "a list of texts"),
+        (stage2(training__learning_rte=1e-5), "learning_rte", "did you mean training.learning_rate?"),
+        (stage2(model__path=""), "path", '"" is not text'),
+    ],
+)
+def test_a_wrong_value_is_shown_with_what_fits(tree, path, says):
+    found, message = only_problem(tree)
+    assert found.rpartition(".")[2].partition("[")[0] == path
+    assert says in message
+
+
+def test_a_missing_key_is_explained_with_an_example():
+    tree = server_mode(rollout_matching__vllm__server={"servers": [SERVER, {"base_url": "http://127.0.0.1:8001"}]})
+    path, message = only_problem(tree)
+    assert path == "rollout_matching.vllm.server.servers[1].group_port"
+    assert message == (
+        "missing\nport for weight transfer to this server; each server needs its own; add e.g. group_port: 51216"
+    )
+
+
+def test_an_unknown_module_is_told_the_known_ones():
+    tree = stage2(rollout_matching__pipeline={"objective": [{"name": "giou"}], "diagnostics": []})
+    path, message = only_problem(tree)
+    assert path == "rollout_matching.pipeline.objective[0].name"
+    assert "token_ce, coord_reg, bbox_geo" in message
+
+
+def test_an_empty_file_asks_for_everything_required():
+    assert set(problems({})) == {"model", "custom", "training", "global_max_length"}
+
+
+def test_infinite_and_nan_weights_are_refused():
+    for value in (float("inf"), float("nan")):
+        assert only_problem(stage2(rollout_matching__fp_cost=value))[0] == "rollout_matching.fp_cost"

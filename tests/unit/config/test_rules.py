@@ -1,0 +1,167 @@
+"""Rules between settings: each refuses what it must and leaves the neighbouring sound case alone."""
+
+import pytest
+
+from tests.unit.config.trees import (
+    COORD_REG,
+    SERVER,
+    TOKEN_CE,
+    changed,
+    load,
+    only_problem,
+    problems,
+    server_mode,
+    stage1,
+    stage2,
+)
+
+
+def rollout(**changes):
+    return stage2(**{f"rollout_matching__{key}": value for key, value in changes.items()})
+
+
+def test_the_sound_configs_are_sound():
+    for tree in (stage1(), stage2(), server_mode()):
+        assert load(tree).notes == ()
+
+
+@pytest.mark.parametrize(
+    ("tree", "path", "says"),
+    [
+        (rollout(decode_mode="beam", num_beams=4), "rollout_matching.decode_mode", "rollout_backend: hf"),
+        (rollout(num_beams=4), "rollout_matching.num_beams", "decode_mode: beam"),
+        (
+            rollout(decode_mode="beam", rollout_backend="hf"),
+            "rollout_matching.num_beams",
+            "add e.g. num_beams: 4",
+        ),
+        (rollout(decode_mode="sampling"), "rollout_matching.decode_mode", "temperature above 0"),
+        (
+            rollout(decode_mode="greedy", decoding={"temperature": 0.5}),
+            "rollout_matching.decoding.temperature",
+            "decode_mode: sampling",
+        ),
+        (rollout(decoding={"top_p": 0.9}), "rollout_matching.decoding.top_p", "no effect with greedy"),
+        (rollout(decoding={"top_k": 0}), "rollout_matching.decoding.top_k", "-1 or an integer >= 1"),
+        (rollout(vllm={"sync": {"mode": "adapter"}}), "rollout_matching.vllm.sync.mode", "enable_lora: true"),
+        (rollout(max_new_tokens=16000), "rollout_matching.max_new_tokens", "less than 16000"),
+        (
+            stage2(training__packing=True, training__packing_drop_last=False),
+            "training.packing_drop_last",
+            "packing_drop_last: true",
+        ),
+        (stage2(stage2__b_ratio=0.5), "stage2.b_ratio", "stage2_two_channel"),
+        (stage2(custom__trainer_variant="stage2_two_channel"), "stage2.b_ratio", "b_ratio: 0.5"),
+        (stage2(template__max_length=8000), "template.max_length", "the same number"),
+        (stage2(training__eval_strategy="steps"), "custom.val_jsonl", "eval_strategy: no"),
+        (
+            stage2(custom__trainer_variant="rollout_matching_sft"),
+            "custom.trainer_variant",
+            "stage2_rollout_aligned",
+        ),
+        (stage2(custom__trainer_variant="nonsense"), "custom.trainer_variant", "one of stage1_sft"),
+        (rollout(vllm={"mode": "server"}), "rollout_matching.vllm.server.servers", "vllm.mode: colocate"),
+        (stage2(training__warmup_ratio=0.1), "training.warmup_ratio", "warmup_steps"),
+        (stage2(training__hub_token="x"), "training.hub_token", "HF_TOKEN"),
+    ],
+)
+def test_a_conflict_is_one_message_with_a_way_out(tree, path, says):
+    if "sync" in path:
+        tree = changed(tree, model__adapter={"rank": 8})
+    found, message = only_problem(tree)
+    assert found == path
+    assert says in message
+
+
+def test_length_must_be_given_once():
+    tree = stage2()
+    del tree["global_max_length"]
+    assert only_problem(tree)[0] == "global_max_length"
+    settings = load(changed(tree, template__max_length=8000)).settings
+    assert (settings.global_max_length, settings.rollout_matching.vllm.max_model_len) == (8000, 8000)
+
+
+@pytest.mark.parametrize("adapter", [None, {"rank": 8, "dora": True}])
+def test_adapter_sync_needs_a_plain_adapter(adapter):
+    tree = rollout(vllm={"enable_lora": True, "sync": {"mode": "adapter"}})
+    path, message = only_problem(changed(tree, model__adapter=adapter))
+    assert path == "rollout_matching.vllm.sync.mode"
+    assert "sync.mode: full" in message
+
+
+@pytest.mark.parametrize(("learners", "resolved"), [(1, 1), (2, 2), (3, 1), (4, 4), (6, 2), (8, 4), (256, 4)])
+def test_tensor_parallel_size_follows_the_learner_world(learners, resolved):
+    loaded = load(stage2(), learners=learners)
+    assert loaded.settings.rollout_matching.vllm.tensor_parallel_size == resolved
+    assert loaded.origins["rollout_matching.vllm.tensor_parallel_size"].startswith("derived")
+
+
+def test_an_explicit_tensor_parallel_size_must_divide_the_learner_world():
+    tree = rollout(vllm={"tensor_parallel_size": 4})
+    path, message = only_problem(tree, learners=6)
+    assert path == "rollout_matching.vllm.tensor_parallel_size"
+    assert "1, 2, 3, 6" in message
+    load(tree, learners=8)
+    load(changed(tree, rollout_matching__rollout_backend="hf"), learners=6)
+
+
+@pytest.mark.parametrize(
+    ("second", "path"),
+    [
+        ({"base_url": "http://127.0.0.1:8000", "group_port": 51217}, "base_url"),
+        ({"base_url": "http://127.0.0.1:8001", "group_port": 51216}, "group_port"),
+        ({"base_url": "http://127.0.0.1:8001", "group_port": 8001}, "group_port"),
+        ({"base_url": "127.0.0.1:8001", "group_port": 51217}, "base_url"),
+        ({"base_url": "ftp://127.0.0.1:8001", "group_port": 51217}, "base_url"),
+        ({"base_url": "http://127.0.0.1:8001", "group_port": 70000}, "group_port"),
+    ],
+)
+def test_servers_do_not_share_addresses(second, path):
+    tree = server_mode(rollout_matching__vllm__server={"servers": [SERVER, second]})
+    assert f"rollout_matching.vllm.server.servers[1].{path}" in problems(tree)
+
+
+def test_servers_on_different_hosts_may_share_a_port():
+    other = {"base_url": "http://10.0.0.2:8000", "group_port": 51216}
+    load(server_mode(rollout_matching__vllm__server={"servers": [SERVER, other]}))
+
+
+def test_a_module_is_declared_once_and_something_is_trained():
+    twice = rollout(pipeline={"objective": [TOKEN_CE, TOKEN_CE], "diagnostics": []})
+    assert only_problem(twice)[0] == "rollout_matching.pipeline.objective[1].name"
+    for off in ({"enabled": False}, {"weight": 0.0}):
+        nothing = rollout(pipeline={"objective": [TOKEN_CE | off], "diagnostics": []})
+        assert only_problem(nothing)[0] == "rollout_matching.pipeline.objective"
+
+
+def test_what_has_no_effect_is_said_and_is_no_error():
+    only_a = {**COORD_REG, "channels": ["A"]}
+    loaded = load(rollout(pipeline={"objective": [TOKEN_CE, only_a], "diagnostics": []}))
+    (note,) = loaded.notes
+    assert "objective[1] (coord_reg) is inactive" in note
+    switched_back = changed(
+        server_mode(), rollout_matching__rollout_backend="hf", rollout_matching__offload__enabled=True
+    )
+    assert [note.split(" is not used")[0] for note in load(switched_back).notes] == [
+        "rollout_matching.vllm",
+        "rollout_matching.offload",
+    ]
+
+
+def test_a_conflict_that_rests_on_a_wrong_value_is_not_reported():
+    tree = rollout(rollout_backend=3, decode_mode="beam", num_beams=4)
+    assert only_problem(tree)[0] == "rollout_matching.rollout_backend"
+
+
+def test_a_misspelt_section_does_not_hide_what_is_in_it():
+    tree = stage2()
+    tree["rollout_maching"] = tree.pop("rollout_matching")
+    path, message = only_problem(tree)
+    assert path == "rollout_maching"
+    assert "did you mean rollout_matching?" in message
+
+
+def test_a_key_in_the_wrong_section_is_told_its_place():
+    path, message = only_problem(stage2(custom__decode_batch_size=4))
+    assert path == "custom.decode_batch_size"
+    assert "did you mean rollout_matching.decode_batch_size?" in message

@@ -1,0 +1,85 @@
+"""The configs a person starts from, and the documents generated from the schema."""
+
+import json
+from pathlib import Path
+
+import jsonschema
+import pytest
+import yaml
+
+from coordexp.config import ConfigError, load_settings, reference, schema
+from tests.unit.config.trees import stage2
+
+CONFIGS = sorted(Path("configs").rglob("*.yaml"))
+PART = Path("configs/base.yaml")
+
+
+def test_there_are_configs_for_every_way_to_start():
+    names = {path.relative_to("configs").as_posix() for path in CONFIGS}
+    assert names >= {
+        "base.yaml",
+        "stage1.yaml",
+        "stage2-hf.yaml",
+        "stage2-colocate.yaml",
+        "stage2-server-3v1.yaml",
+        "stage2-bbox-geo.yaml",
+        "demo/stage1-cpu.yaml",
+    }
+
+
+@pytest.mark.parametrize("path", [path for path in CONFIGS if path != PART], ids=str)
+def test_a_shipped_config_loads_and_nothing_in_it_is_without_effect(path):
+    assert load_settings(path).notes == ()
+
+
+def test_the_shared_part_lacks_only_what_each_run_must_say():
+    with pytest.raises(ConfigError) as caught:
+        load_settings(PART)
+    assert all("missing" in violation.problem for violation in caught.value.violations)
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=str)
+def test_the_editor_schema_accepts_a_shipped_config_as_it_is_written(path):
+    jsonschema.Draft202012Validator(reference.editor_schema()).validate(yaml.safe_load(path.read_text()))
+
+
+@pytest.mark.parametrize(
+    "spoiled",
+    [
+        {"rollout_matching": {"unknown": 1}},
+        {"rollout_matching": {"decode_batch_size": "four"}},
+        {"rollout_matching": {"vllm": {"server": {"servers": [{"base_url": "http://a"}]}}}},
+        {"rollout_matching": {"pipeline": {"objective": [{"name": "token_ce"}]}}},
+    ],
+)
+def test_the_editor_schema_refuses_what_the_loader_refuses(spoiled):
+    with pytest.raises(jsonschema.ValidationError):
+        jsonschema.Draft202012Validator(reference.editor_schema()).validate(spoiled)
+
+
+def test_every_setting_has_a_description():
+    definitions = [schema.root(), *schema.root()["$defs"].values()]
+    nodes = [(key, node) for part in definitions for key, node in part.get("properties", {}).items()]
+    assert len(nodes) > 150
+    assert [key for key, node in nodes if not node.get("description")] == []
+
+
+def test_the_reference_page_is_current():
+    page = Path("docs/reference/config.md").read_text()
+    assert page == reference.page(), "stale: run coordexp config reference --out docs/reference/config.md"
+    for path, _ in schema.leaves():
+        assert f"`{path[-1]}`" in page or path[-1] in ("objective", "diagnostics")
+
+
+def test_settings_survive_a_round_trip_through_json():
+    settings = load_settings("configs/stage2-server-3v1.yaml").settings
+    again = type(settings).model_validate(json.loads(settings.model_dump_json()))
+    assert again == settings
+
+
+def test_examples_and_defaults_fit_their_own_schema():
+    for path, node in schema.leaves():
+        for value in [*node.get("examples", []), *([node["default"]] if "default" in node else [])]:
+            validator = jsonschema.Draft202012Validator({**node, "$defs": schema.root()["$defs"]})
+            assert validator.is_valid(value), (path, value)
+    assert stage2()

@@ -1,0 +1,99 @@
+"""Small sound configs for tests to spoil, and the ways to look at what comes of it."""
+
+from copy import deepcopy
+from typing import Any
+
+import pytest
+
+from coordexp.config import ConfigError, Loaded, World, dotted, parse_settings
+
+Tree = dict[str, Any]
+
+TOKEN_CE: Tree = {
+    "name": "token_ce",
+    "enabled": True,
+    "weight": 1.0,
+    "channels": ["A", "B"],
+    "config": {"struct_ce_weight": 1.0, "desc_ce_weight": 0.0, "eos_ce_weight": 1.0},
+}
+COORD_REG: Tree = {
+    "name": "coord_reg",
+    "enabled": True,
+    "weight": 1.0,
+    "channels": ["B"],
+    "config": {
+        "coord_ce_weight": 0.02,
+        "soft_ce_weight": 1.0,
+        "w1_weight": 1.0,
+        "coord_gate_weight": 1.0,
+        "text_gate_weight": 0.1,
+        "temperature": 1.0,
+        "target_sigma": 2.0,
+        "target_truncate": 8,
+    },
+}
+BBOX_GEO: Tree = {
+    "name": "bbox_geo",
+    "enabled": True,
+    "weight": 1.0,
+    "channels": ["B"],
+    "config": {"smoothl1_weight": 1.0, "ciou_weight": 1.0},
+}
+COORD_DIAG: Tree = {"name": "coord_diag", "enabled": True, "weight": 0.0, "channels": ["B"], "config": {}}
+SERVER: Tree = {"base_url": "http://127.0.0.1:8000", "group_port": 51216}
+
+
+def stage2(**changes: Any) -> Tree:
+    """A sound stage-2 config; `changes` are dotted paths with __ for the dots."""
+    tree: Tree = {
+        "model": {"path": "checkpoints/tiny"},
+        "custom": {"trainer_variant": "stage2_rollout_aligned", "train_jsonl": "train.jsonl"},
+        "global_max_length": 16000,
+        "training": {"output_dir": "runs/test"},
+        "rollout_matching": {"pipeline": {"objective": [TOKEN_CE, COORD_REG], "diagnostics": [COORD_DIAG]}},
+    }
+    return changed(deepcopy(tree), **changes)
+
+
+def stage1(**changes: Any) -> Tree:
+    tree = stage2(custom__trainer_variant="stage1_sft")
+    tree["stage1"] = tree.pop("rollout_matching")
+    for module in (*tree["stage1"]["pipeline"]["objective"], *tree["stage1"]["pipeline"]["diagnostics"]):
+        module["channels"] = ["A"]
+    return changed(tree, **changes)
+
+
+def server_mode(**changes: Any) -> Tree:
+    tree = stage2(
+        rollout_matching__vllm__mode="server", rollout_matching__vllm__server={"servers": [dict(SERVER)]}
+    )
+    return changed(tree, **changes)
+
+
+def changed(tree: Tree, **changes: Any) -> Tree:
+    for path, value in changes.items():
+        *parents, last = path.split("__")
+        here = tree
+        for key in parents:
+            here = here.setdefault(key, {})
+        here[last] = deepcopy(value)
+    return tree
+
+
+def load(tree: Tree, learners: int = 1, servers: tuple[int, ...] | None = None) -> Loaded:
+    return parse_settings(tree, World(learners, servers))
+
+
+def problems(tree: Tree, learners: int = 1, servers: tuple[int, ...] | None = None) -> dict[str, str]:
+    """What is wrong with the config: for each path, the problem and the way out."""
+    with pytest.raises(ConfigError) as caught:
+        load(tree, learners, servers)
+    found = {dotted(v.path): f"{v.problem}\n{v.fix}" for v in caught.value.violations}
+    assert len(found) == len(caught.value.violations), "two messages for one place"
+    return found
+
+
+def only_problem(tree: Tree, learners: int = 1, servers: tuple[int, ...] | None = None) -> tuple[str, str]:
+    found = problems(tree, learners, servers)
+    assert len(found) == 1, found
+    return next(iter(found.items()))

@@ -1,0 +1,99 @@
+"""The two tokenizers: both have the coordinate tokens, and both write exactly what they read."""
+
+import json
+
+import pytest
+from transformers import AutoConfig, AutoProcessor, AutoTokenizer
+
+from coordexp.demo.generate import drawing, prompt
+from coordexp.demo.model import make_model
+from coordexp.demo.vocabulary import COORD_TOKENS, SPECIAL_TOKENS
+
+ANSWER = (
+    '{"object_1": {"desc": "red circle", '
+    '"bbox_2d": ["<|coord_10|>", "<|coord_20|>", "<|coord_999|>", "<|coord_0|>"]}}'
+)
+
+
+@pytest.fixture(scope="module", params=["small", "qwen"])
+def folder(request, tmp_path_factory):
+    return make_model(tmp_path_factory.mktemp("models") / request.param, request.param)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(folder):
+    return AutoTokenizer.from_pretrained(folder)
+
+
+def test_there_are_a_thousand_coordinate_tokens_in_order(tokenizer):
+    ids = tokenizer.convert_tokens_to_ids(list(COORD_TOKENS))
+    assert ids == list(range(ids[0], ids[0] + 1000))
+    assert len(tokenizer) == ids[-1] + 1
+
+
+@pytest.mark.parametrize("text", [ANSWER, " a  b\n\n1234", "猫 🙂 naïve", '{"a": "\\"}}"}'])
+def test_decoding_gives_back_what_was_encoded(tokenizer, text):
+    assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
+
+
+def test_a_coordinate_is_one_token_and_survives_skipping_special_tokens(tokenizer):
+    ids = tokenizer(ANSWER + "<|im_end|>")["input_ids"]
+    assert sum(token in COORD_TOKENS for token in tokenizer.convert_ids_to_tokens(ids)) == 4
+    assert tokenizer.decode(ids, skip_special_tokens=True) == ANSWER
+    assert ids[-1] == tokenizer.eos_token_id
+
+
+def test_the_prompt_holds_one_image_token_per_merged_patch(folder):
+    processor = AutoProcessor.from_pretrained(folder)
+    inputs = processor(text=[prompt(processor)], images=[drawing(side=128)], return_tensors="pt")
+    image_token = processor.tokenizer.convert_tokens_to_ids("<|image_pad|>")
+    assert (inputs["input_ids"] == image_token).sum() == (128 // 32) ** 2
+
+
+def test_the_model_has_a_row_for_every_token(folder, tokenizer):
+    size = AutoConfig.from_pretrained(folder).text_config.vocab_size
+    assert size >= len(tokenizer)
+    assert size % 64 == 0
+
+
+def test_the_folder_has_no_leftover_that_confuses_loading(folder):
+    assert not (folder / "preprocessor_config.json").exists()
+    assert json.loads((folder / "config.json").read_text())["model_type"] == "qwen3_vl"
+
+
+def test_the_real_vocabulary_has_the_published_ids_and_fused_tokens(tmp_path):
+    tokenizer = AutoTokenizer.from_pretrained(make_model(tmp_path / "qwen", "qwen"))
+    published = {"<|endoftext|>": 151643, "<|im_end|>": 151645, "<|image_pad|>": 151655, "</think>": 151668}
+    assert {token: tokenizer.convert_tokens_to_ids(token) for token in published} == published
+    assert tokenizer.convert_tokens_to_ids("<|coord_0|>") == 151669
+    assert tokenizer.convert_tokens_to_ids(list(SPECIAL_TOKENS)) == list(range(151643, 151657))
+    for fused in ("]},", '"],', "}}", '}}"', '{"', '":', ' {"'):
+        assert len(tokenizer(fused)["input_ids"]) == 1, fused
+
+
+def test_a_model_is_the_same_for_the_same_seed_and_does_not_touch_the_generator(tmp_path):
+    import torch
+
+    before = torch.random.get_rng_state()
+    first, second, other = (
+        make_model(tmp_path / name, seed=seed) for name, seed in (("a", 0), ("b", 0), ("c", 1))
+    )
+    assert torch.equal(before, torch.random.get_rng_state())
+    weights = [(folder / "model.safetensors").read_bytes() for folder in (first, second, other)]
+    assert weights[0] == weights[1] != weights[2]
+
+
+def test_a_folder_in_use_is_left_alone(tmp_path):
+    (tmp_path / "note.txt").write_text("mine")
+    with pytest.raises(FileExistsError, match="not an empty folder"):
+        make_model(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["note.txt"]
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_heads_are_tied_or_not_as_asked(tmp_path, tied):
+    from safetensors import safe_open
+
+    folder = make_model(tmp_path / "m", tied=tied)
+    with safe_open(folder / "model.safetensors", "pt") as weights:
+        assert ("lm_head.weight" in weights.keys()) is not tied  # noqa: SIM118
