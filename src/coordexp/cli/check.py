@@ -10,8 +10,8 @@ from rich.text import Text
 
 from coordexp.cli.console import out, print_violations
 from coordexp.config import ConfigError, Loaded, World, dotted, load_settings
+from coordexp.config.paths import Key
 from coordexp.config.settings import Settings
-from coordexp.config.violations import Key
 
 ConfigOption = Annotated[Path, typer.Option("--config", "-c", help="The YAML file.", show_default=False)]
 
@@ -19,8 +19,11 @@ ConfigOption = Annotated[Path, typer.Option("--config", "-c", help="The YAML fil
 def check(
     config: ConfigOption,
     world_size: Annotated[
-        int, typer.Option(min=1, envvar="WORLD_SIZE", help="Learner processes the run will have.")
-    ] = 1,
+        int | None,
+        typer.Option(
+            min=1, envvar="WORLD_SIZE", help="Learner processes the run will have, for the rules between them."
+        ),
+    ] = None,
     server_world_sizes: Annotated[
         str | None,
         typer.Option(help="Devices of each rollout server, e.g. 1,1,2, to check that requests fit."),
@@ -44,14 +47,17 @@ def check(
     if as_json:
         typer.echo(json.dumps(_sound_object(loaded), indent=2))
     else:
-        _print_settings(loaded, show_all)
+        unchecked = (
+            "" if world_size else " (rules on the number of learners unchecked; --world-size N checks them)"
+        )
+        _print_settings(loaded, show_all, unchecked)
 
 
 def _sizes(text: str | None) -> tuple[int, ...] | None:
     if text is None:
         return None
     parts = text.split(",")
-    if not all(part.strip().isdigit() and int(part) > 0 for part in parts):
+    if not all(part.strip().isdecimal() and int(part) > 0 for part in parts):
         raise typer.BadParameter(f"{text!r} is not a list of numbers above 0 such as 1,1,2")
     return tuple(int(part) for part in parts)
 
@@ -77,7 +83,7 @@ def _sound_object(loaded: Loaded) -> dict[str, Any]:
     }
 
 
-def _print_settings(loaded: Loaded, show_all: bool) -> None:
+def _print_settings(loaded: Loaded, show_all: bool, unchecked: str) -> None:
     shown, hidden = [], 0
     for path, value in _values(loaded.settings):
         origin = loaded.origins.get(dotted(path), "default")
@@ -96,7 +102,7 @@ def _print_settings(loaded: Loaded, show_all: bool) -> None:
         out.print(Text(f"({hidden} more training arguments are at their defaults; --all shows them)", style="dim"))
     for note in loaded.notes:
         out.print(Text(f"note: {note}", style="yellow"))
-    out.print(Text(f"{loaded.files[-1]}: sound", style="bold green"))
+    out.print(Text(f"{loaded.files[-1]}: sound", style="bold green").append(unchecked, style="dim"))
 
 
 def _print_headings(path: tuple[Key, ...], opened: tuple[Key, ...]) -> None:

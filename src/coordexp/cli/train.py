@@ -11,7 +11,7 @@ from coordexp.config import ConfigError, World, load_settings
 
 def train(
     config: ConfigOption,
-    world_size: Annotated[int, typer.Option(envvar="WORLD_SIZE", hidden=True)] = 1,
+    world_size: Annotated[int, typer.Option(min=1, envvar="WORLD_SIZE", hidden=True)] = 1,
 ) -> None:
     """Train as a config says. Under torchrun, one process a learner rank.
 

@@ -6,10 +6,11 @@ the same contract.
 
 from coordexp.config.capacity import requests_per_rank, server_base_urls
 from coordexp.config.load import Loaded, load_settings, parse_settings
+from coordexp.config.paths import dotted
 from coordexp.config.rollout import RolloutMatching
 from coordexp.config.rules import World
 from coordexp.config.settings import CHANNELS_OF, Settings
-from coordexp.config.violations import ConfigError, Violation, dotted
+from coordexp.config.violations import ConfigError, Violation
 
 __all__ = [
     "CHANNELS_OF",

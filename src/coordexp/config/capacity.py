@@ -16,19 +16,25 @@ def default_tensor_parallel_size(learner_world_size: int) -> int:
 def requests_per_rank(decode_batch_size: int, server_world_sizes: tuple[int, ...], learner_world_size: int) -> int:
     """How many requests one learner rank may have out at once, so that no rollout device gets more than
     `decode_batch_size` while all ranks ask together (R15). Raises when not even one fits."""
+    if shortage := capacity_shortage(decode_batch_size, server_world_sizes, learner_world_size):
+        raise ConfigError([Violation(("rollout_matching", "decode_batch_size"), *shortage)])
+    return decode_batch_size * sum(server_world_sizes) // learner_world_size
+
+
+def capacity_shortage(
+    decode_batch_size: int, server_world_sizes: tuple[int, ...], learner_world_size: int
+) -> tuple[str, str] | None:
+    """The problem and the ways out when there are more learner ranks than decoding slots."""
     devices = sum(server_world_sizes)
-    if decode_batch_size * devices < learner_world_size:
-        problem = (
-            f"{decode_batch_size} on {devices} rollout devices is {decode_batch_size * devices} requests at "
-            f"once, and {learner_world_size} learner ranks each need one"
-        )
-        least = -(-learner_world_size // max(devices, 1))
-        fix = (
-            f"set decode_batch_size to at least {least}, add rollout devices, or use at most "
-            f"{decode_batch_size * devices} learner ranks"
-        )
-        raise ConfigError([Violation(("rollout_matching", "decode_batch_size"), problem, fix)])
-    return decode_batch_size * devices // learner_world_size
+    slots = decode_batch_size * devices
+    if slots >= learner_world_size:
+        return None
+    least = -(-learner_world_size // max(devices, 1))
+    return (
+        f"{decode_batch_size} on {devices} rollout devices is {slots} requests at once, and "
+        f"{learner_world_size} learner ranks each need one",
+        f"set decode_batch_size to at least {least}, add rollout devices, or use at most {slots} learner ranks",
+    )
 
 
 def server_base_urls(rollout_matching: RolloutMatching) -> tuple[str, ...]:

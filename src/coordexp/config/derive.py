@@ -8,9 +8,9 @@ from typing import Any, TypeVar
 
 from coordexp.config import rules
 from coordexp.config.capacity import default_tensor_parallel_size
-from coordexp.config.rules import World, uses_rollouts, uses_vllm
+from coordexp.config.rules import World, uses_vllm
 from coordexp.config.section import Section
-from coordexp.config.settings import CHANNELS_OF, Settings
+from coordexp.config.settings import Settings
 
 S = TypeVar("S", bound=Section)
 
@@ -32,7 +32,7 @@ def _derived(s: Settings, world: World) -> Iterator[tuple[str, Any, str]]:
         yield "template.max_length", length, "from global_max_length"
     if s.rollout_matching.decode_mode is None:
         yield rules.DECODE_MODE, rules.decode_mode(s), "from the temperature"
-    if vllm.tensor_parallel_size is None and vllm.mode == "colocate":
+    if vllm.tensor_parallel_size is None and vllm.mode == "colocate" and world.learners is not None:
         size = default_tensor_parallel_size(world.learners)
         yield rules.TENSOR_PARALLEL, size, f"common divisor of 4 and the learner world size {world.learners}"
     if vllm.tensor_parallel_size is None and vllm.mode == "server":
@@ -57,23 +57,18 @@ def notes(s: Settings) -> Iterator[str]:
 
 
 def _idle_modules(s: Settings) -> Iterator[str]:
-    path = "rollout_matching.pipeline" if uses_rollouts(s) else "stage1.pipeline"
-    running = CHANNELS_OF[s.custom.trainer_variant]
+    assert s.pipeline is not None
     for part, modules in (("objective", s.pipeline.objective), ("diagnostics", s.pipeline.diagnostics)):
         for index, module in enumerate(modules):
-            here = f"{path}.{part}[{index}] ({module.name})"
-            if not module.enabled:
-                yield f"{here} is disabled"
-            elif not running & set(module.channels):
-                own, others = ", ".join(module.channels), ", ".join(sorted(running))
-                yield f"{here} is inactive: it runs on channel {own}, {s.custom.trainer_variant} on {others}"
+            if reason := rules.idle(module, s):
+                yield f"{s.pipeline_path}.{part}[{index}] ({module.name}) is {reason}"
 
 
 def _idle_sections(s: Settings) -> Iterator[str]:
     rollout, variant = s.rollout_matching, s.custom.trainer_variant
-    if uses_rollouts(s) and s.stage1.pipeline is not None:
+    if s.uses_rollouts and s.stage1.pipeline is not None:
         yield f"stage1.pipeline is not used by {variant}"
-    if not uses_rollouts(s) and rollout.pipeline is not None:
+    if not s.uses_rollouts and rollout.pipeline is not None:
         yield f"rollout_matching.pipeline is not used by {variant}"
     if rollout.rollout_backend == "hf" and "vllm" in rollout.model_fields_set:
         yield "rollout_matching.vllm is not used with rollout_backend: hf"
@@ -81,7 +76,13 @@ def _idle_sections(s: Settings) -> Iterator[str]:
         yield "rollout_matching.vllm.server is not used with vllm.mode: colocate"
     if rollout.offload.enabled and not uses_vllm(s, "colocate"):
         yield "rollout_matching.offload is not used: only colocated vLLM shares memory with the learner"
-    if uses_rollouts(s) and "per_device_eval_batch_size" in s.training.model_fields_set:
+    for name, section in (("offload", rollout.offload), ("repeat_terminate", rollout.repeat_terminate)):
+        if section.model_fields_set - {"enabled"} and not section.enabled:
+            yield f"rollout_matching.{name} is not used: its enabled is false"
+    for name, neutral in (("top_p", 1.0), ("top_k", -1)):
+        if rules.decode_mode(s) != "sampling" and getattr(rollout.decoding, name) != neutral:
+            yield f"rollout_matching.decoding.{name} is not used by {rules.decode_mode(s)} decoding"
+    if s.uses_rollouts and "per_device_eval_batch_size" in s.training.model_fields_set:
         yield (
             "training.per_device_eval_batch_size does not set how rollouts are evaluated; "
             "rollout_matching.decode_batch_size does"

@@ -5,7 +5,6 @@ is replaced by one that fits; conflicts that rest on a replaced value are droppe
 message and not the three that follow from it.
 """
 
-import copy
 import difflib
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -14,13 +13,18 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from coordexp.config import legacy, schema
+from coordexp.config import legacy, paths, schema
 from coordexp.config.derive import derive, notes
+from coordexp.config.legacy import Found
+from coordexp.config.paths import dotted, keys_of, value_at
 from coordexp.config.rules import World, conflicts
 from coordexp.config.settings import Settings
-from coordexp.config.violations import ConfigError, Key, Violation, dotted
-from coordexp.config.wording import close_option, violation_of
+from coordexp.config.violations import ConfigError, Violation
+from coordexp.config.wording import near_option, violation_of
 from coordexp.config.yaml_tree import Document, Tree, read_document
+
+SURELY = 0.9  # how alike two words must be for one to be taken for the other in further checks
+LONG = 25  # keys in a mapping that are too many to list in a message
 
 
 @dataclass(frozen=True)
@@ -43,7 +47,8 @@ def parse_settings(document: Document | Tree, world: World | None = None) -> Loa
     if not isinstance(document, Document):
         document = Document(tree=document)
     world = world or World()
-    settings, violations = _validate(copy.deepcopy(document.tree), world)
+    settings, violations = _validate(paths.unshared(document.tree), world)
+    violations = [*document.violations, *violations]
     if violations:
         raise ConfigError(_in_file_order(violations, document))
     idle = tuple(notes(settings))
@@ -56,71 +61,87 @@ def parse_settings(document: Document | Tree, world: World | None = None) -> Loa
 def _in_file_order(violations: list[Violation], document: Document) -> list[Violation]:
     placed = [(document.origin_of(violation.path), violation) for violation in violations]
     placed.sort(key=lambda pair: (pair[0] is None, pair[0] and (document.files.index(pair[0].file), pair[0].line)))
-    return [replace(violation, origin=str(origin) if origin else None) for origin, violation in placed]
+    return [replace(v, origin=v.origin or (str(origin) if origin else None)) for origin, v in placed]
 
 
 def _validate(tree: Tree, world: World) -> tuple[Settings, list[Violation]]:
-    violations = list(legacy.take_out(tree))
-    violations += _take_out_unknown(tree)
+    found = [*legacy.take_out(tree), *_take_out_unknown(tree)]
     settings, wrong, doubtful = _check_values(tree)
-    violations += wrong
     for conflict in conflicts(settings, world):
-        if not any(_touches(doubt, path) for doubt in doubtful for path in (conflict.path, *conflict.others)):
-            violations.append(Violation(_keys(conflict.path), conflict.problem, conflict.fix))
-    return settings, violations
+        touched = [keys_of(path) for path in (conflict.path, *conflict.others)]
+        if not any(_touches(doubt, path) for doubt in doubtful for path in touched):
+            wrong.append(Violation(keys_of(conflict.path), conflict.problem, conflict.fix))
+    moves = [move for item in found for move in item.moves]
+    return settings, [item.violation for item in found] + [_where_written(v, moves) for v in wrong]
 
 
-def _touches(doubt: str, path: str) -> bool:
+def _touches(doubt: paths.Path, path: paths.Path) -> bool:
     """Whether one is the other, or contains it."""
-    short, long = sorted((doubt, path), key=len)
-    return long == short or long.startswith((f"{short}.", f"{short}[")) or not short
+    return all(left == right for left, right in zip(doubt, path, strict=False))
 
 
-def _keys(path: str) -> tuple[Key, ...]:
-    parts = path.replace("[", ".[").split(".")
-    return tuple(int(part[1:-1]) if part.startswith("[") else part for part in parts)
+def _where_written(violation: Violation, moves: list[tuple[paths.Path, paths.Path]]) -> Violation:
+    """At the path that the file has, where the value was moved for the sake of the checks."""
+    path = violation.path
+    for old, new in reversed(moves):
+        if path[: len(new)] == new:
+            path = (*old, *path[len(new) :])
+    return replace(violation, path=path)
 
 
-def _take_out_unknown(tree: Tree) -> Iterator[Violation]:
+def _take_out_unknown(tree: Tree) -> Iterator[Found]:
     """Removes keys the schema does not have. One that is meant for another gives its value to that one."""
     while unknown := [error for error in _errors(tree) if error["type"] == "extra_forbidden"]:
         path = _tree_path(unknown[0], tree)
         *parent, key = path
-        value = _container(tree, path).pop(key)
+        value = value_at(tree, path[:-1]).pop(key)
         target = _meant(tuple(parent), str(key), tree)
         if target is None:
-            allowed = ", ".join(schema.names_at(tuple(parent), tree)) or "nothing"
-            yield Violation(path, "unknown key", f"allowed here: {allowed}")
+            yield Found(Violation(path, "unknown key", _allowed(tuple(parent), tree)))
             continue
-        yield Violation(path, "unknown key", f"did you mean {dotted(target)}?")
-        if all(isinstance(_at(tree, target[:end]), dict) for end in range(len(target))):
-            _container(tree, target).setdefault(target[-1], value)
+        filled = paths.move(tree, value, target)
+        if filled == [target] and not isinstance(value, dict) and target in _wrong_paths(tree):
+            value_at(tree, target[:-1]).pop(target[-1])  # it does not fit there: a suggestion is all it can be
+            filled = []
+        moves = tuple(((*path, *place[len(target) :]), place) for place in filled)
+        yield Found(Violation(path, "unknown key", f"did you mean {dotted(target)}?"), moves)
 
 
-def _meant(parent: tuple[Key, ...], key: str, tree: Tree) -> tuple[Key, ...] | None:
-    """A key of a similar name beside it, or the only key of this name elsewhere."""
+def _wrong_paths(tree: Tree) -> set[paths.Path]:
+    return {_tree_path(error, tree) for error in _errors(tree)}
+
+
+def _allowed(parent: paths.Path, tree: Tree) -> str:
+    names = schema.names_at(parent, tree)
+    if len(names) > LONG:
+        return f"coordexp config reference lists the {len(names)} keys of {dotted(parent)}"
+    return f"allowed here: {', '.join(names) or 'nothing'}"
+
+
+def _meant(parent: paths.Path, key: str, tree: Tree) -> paths.Path | None:
+    """A key of a similar name beside it, or the only key or section of this name elsewhere."""
     close = difflib.get_close_matches(key, schema.names_at(parent, tree), n=1, cutoff=0.75)
     if close:
         return (*parent, close[0])
-    same = [path for path, _ in schema.leaves() if path[-1] == key]
+    same = [path for path in schema.places() if path[-1] == key]
     return same[0] if len(same) == 1 else None
 
 
-def _check_values(tree: Tree) -> tuple[Settings, list[Violation], list[str]]:
+def _check_values(tree: Tree) -> tuple[Settings, list[Violation], list[paths.Path]]:
     """Settings that stand as far as `tree` allows, what is wrong with the rest of it, and which paths had
     to be filled with something the user may not have meant."""
     errors = _errors(tree)
-    violations: dict[tuple[Key, ...], Violation] = {}
+    violations: dict[paths.Path, Violation] = {}
     for error in errors:
         path = _tree_path(error, tree)
         violations.setdefault(path, violation_of(error, path, tree))
-    doubtful: list[str] = []
+    doubtful: list[paths.Path] = []
     while errors:
         path = _tree_path(errors[0], tree)
-        if guess := close_option(errors[0], path, tree):
-            _container(tree, path)[path[-1]] = guess
+        if guess := near_option(errors[0], path, tree, SURELY):
+            value_at(tree, path[:-1])[path[-1]] = guess
         else:
-            doubtful.append(dotted(_mend(tree, path)))
+            doubtful.append(_mend(tree, path))
         errors = _errors(tree)
     return Settings.model_validate(tree), list(violations.values()), doubtful
 
@@ -129,13 +150,18 @@ def _errors(tree: Tree) -> list[Any]:
     try:
         Settings.model_validate(tree)
     except ValidationError as error:
-        return list(error.errors(include_url=False))
+        return [each for each in error.errors(include_url=False) if not _is_echo(each)]
     return []
 
 
-def _tree_path(error: Any, tree: Any) -> tuple[Key, ...]:
+def _is_echo(error: Any) -> bool:
+    """Pydantic also calls a list too short whose items are wrong."""
+    return error["type"] == "too_short" and bool(len(error["input"]) >= error["ctx"]["min_length"])
+
+
+def _tree_path(error: Any, tree: Any) -> paths.Path:
     """The path in the file for pydantic's location, which also names the branch of a union it tried."""
-    path: list[Key] = []
+    path: list[paths.Key] = []
     for key in error["loc"]:
         is_item = isinstance(tree, list) and isinstance(key, int) and key < len(tree)
         if is_item or (isinstance(tree, dict) and key in tree):
@@ -148,29 +174,14 @@ def _tree_path(error: Any, tree: Any) -> tuple[Key, ...]:
     return tuple(path)
 
 
-def _mend(tree: Tree, path: tuple[Key, ...]) -> tuple[Key, ...]:
+def _mend(tree: Tree, path: paths.Path) -> paths.Path:
     """Puts a fitting value at `path`, or at the nearest place above it that has one; says where."""
     for end in range(len(path), 0, -1):
         here = path[:end]
         node = schema.node_at(here, tree)
         if isinstance(here[-1], int):
             continue
-        if node is not None and (value := schema.stand_in(node)) != _at(tree, here):
-            _container(tree, here)[here[-1]] = copy.deepcopy(value)
+        if node is not None and (value := schema.stand_in(node)) != value_at(tree, here):
+            value_at(tree, here[:-1])[here[-1]] = paths.unshared(value)
             return here
     raise AssertionError(f"no value is known to fit {dotted(path)}")
-
-
-def _container(tree: Any, path: tuple[Key, ...]) -> Any:
-    return _at(tree, path[:-1])
-
-
-def _at(tree: Any, path: tuple[Key, ...]) -> Any:
-    for key in path:
-        if isinstance(tree, dict):
-            tree = tree.get(str(key))
-        elif isinstance(tree, list) and isinstance(key, int) and key < len(tree):
-            tree = tree[key]
-        else:
-            return None
-    return tree

@@ -74,7 +74,7 @@ class ModuleSpec(Section):
     weight: NonNegativeFloat = Field(
         description="Factor on the module's whole contribution to the loss.", examples=[1.0]
     )
-    channels: Annotated[tuple[Channel, ...], from_list, Field(min_length=1)] = Field(
+    channels: Annotated[tuple[Channel, ...], Field(min_length=1), from_list] = Field(
         description="Where it runs: A is the ground-truth sequence, B the rollout sequence.", examples=[["B"]]
     )
 
@@ -99,18 +99,16 @@ class CoordDiag(ModuleSpec):
     config: CoordDiagConfig = Field(description="Always `{}`.", examples=[{}])
 
 
-Objective = Annotated[TokenCE | CoordReg | BBoxGeo, Field(discriminator="name")]
-Diagnostic = CoordDiag
+# Which of the two lists a module may stand in is a rule, so that one in the wrong list gets one message.
+Module = Annotated[TokenCE | CoordReg | BBoxGeo | CoordDiag, Field(discriminator="name")]
+OBJECTIVES = frozenset({"token_ce", "coord_reg", "bbox_geo"})
+DIAGNOSTICS = frozenset({"coord_diag"})
 
 
 class Pipeline(Section):
-    objective: Annotated[tuple[Objective, ...], from_list, Field(min_length=1)] = Field(
+    objective: Annotated[tuple[Module, ...], Field(min_length=1), from_list] = Field(
         description="The modules whose weighted sum is the loss."
     )
-    diagnostics: Annotated[tuple[Diagnostic, ...], from_list] = Field(
+    diagnostics: Annotated[tuple[Module, ...], from_list] = Field(
         description="Modules that only report. `[]` for none."
     )
-
-    @property
-    def modules(self) -> tuple[ModuleSpec, ...]:
-        return (*self.objective, *self.diagnostics)

@@ -23,9 +23,15 @@ from coordexp.config.section import (
 
 
 def _is_http_prefix(value: str) -> str:
-    url = urlsplit(value)
-    if url.scheme not in ("http", "https") or not url.hostname or url.query or url.fragment:
-        raise ValueError("not a URL prefix such as http://127.0.0.1:8000")
+    refusal = "not a URL prefix such as http://127.0.0.1:8000"
+    try:
+        url = urlsplit(value)
+        port = url.port
+    except ValueError as error:
+        raise ValueError(f"{refusal} ({error})") from error
+    spaced = any(character.isspace() for character in value)
+    if url.scheme not in ("http", "https") or not url.hostname or url.query or url.fragment or port == 0 or spaced:
+        raise ValueError(refusal)
     return value.rstrip("/")
 
 
@@ -65,8 +71,9 @@ class Offload(Section):
 
 class Server(Section):
     base_url: BaseUrl = Field(
-        description="URL prefix of a rollout server, e.g. http://127.0.0.1:8000.",
+        description="URL prefix of a rollout server.",
         examples=["http://127.0.0.1:8000"],
+        json_schema_extra={"pattern": "^https?://[^ ]+$"},
     )
     group_port: Port = Field(
         description="Port for weight transfer to this server; each server needs its own.", examples=[51216]

@@ -5,21 +5,21 @@ of those settings is itself in error, so rules need not be defensive. What can b
 (a server's real world size) is a function in `capacity`, called here when the number is given.
 """
 
-from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
-from coordexp.config.capacity import requests_per_rank
+from coordexp.config.capacity import capacity_shortage
+from coordexp.config.pipeline import DIAGNOSTICS, OBJECTIVES, Module
 from coordexp.config.settings import Settings
-from coordexp.config.violations import ConfigError
 
 
 @dataclass(frozen=True)
 class World:
-    """Processes a run will have. `server_world_sizes` is None while nobody has asked the servers."""
+    """Processes a run will have. None while nobody has said, or asked the servers: rules that need the number are
+    then left for later."""
 
-    learners: int = 1
+    learners: int | None = None
     server_world_sizes: tuple[int, ...] | None = None
 
 
@@ -48,10 +48,6 @@ def uses_vllm(s: Settings, mode: str) -> bool:
     return s.rollout_matching.rollout_backend == "vllm" and s.rollout_matching.vllm.mode == mode
 
 
-def uses_rollouts(s: Settings) -> bool:
-    return s.custom.trainer_variant != "stage1_sft"
-
-
 def sync_mode(s: Settings) -> str:
     vllm = s.rollout_matching.vllm
     if vllm.sync.mode != "auto":
@@ -68,43 +64,61 @@ def max_length(s: Settings) -> int | None:
     return s.global_max_length or s.template.max_length
 
 
+def idle(module: Module, s: Settings) -> str | None:
+    """Why a declared module does nothing in this run, if so."""
+    weights = [value for name, value in module.config if name.endswith("_weight")]
+    if not module.enabled:
+        return "disabled"
+    if not s.channels & set(module.channels):
+        own, others = ", ".join(module.channels), ", ".join(sorted(s.channels))
+        return f"inactive: it runs on channel {own}, and this run on {others}"
+    if module.name in OBJECTIVES and (module.weight == 0 or not any(weights)):
+        return "without effect: its weight is 0"
+    return None
+
+
 def _pipeline_is_declared(s: Settings, world: World) -> Iterator[Conflict]:
-    path = "rollout_matching.pipeline" if uses_rollouts(s) else "stage1.pipeline"
-    declared = s.rollout_matching.pipeline if uses_rollouts(s) else s.stage1.pipeline
-    if declared is None:
-        variant = s.custom.trainer_variant
-        fix = f"{variant} has no default objective: declare objective and diagnostics, as in configs/"
-        yield Conflict(path, "required, and missing", fix, (VARIANT,))
+    if s.pipeline is None:
+        fix = (
+            f"{s.custom.trainer_variant} has no default objective: declare objective and diagnostics "
+            "(coordexp config reference lists the modules)"
+        )
+        yield Conflict(s.pipeline_path, "required, and missing", fix, (VARIANT,))
 
 
-def _pipeline_modules_are_distinct(s: Settings, world: World) -> Iterator[Conflict]:
+def _modules_are_in_place(s: Settings, world: World) -> Iterator[Conflict]:
     for path, pipeline in (
         ("rollout_matching.pipeline", s.rollout_matching.pipeline),
         ("stage1.pipeline", s.stage1.pipeline),
     ):
-        if pipeline is None:
-            continue
-        for part in ("objective", "diagnostics"):
-            seen: dict[str, int] = {}
-            for index, module in enumerate(getattr(pipeline, part)):
-                here = f"{path}.{part}[{index}]"
-                if module.name in seen:
-                    problem = f"{module.name} is declared twice, first at [{seen[module.name]}]"
-                    yield Conflict(f"{here}.name", problem, "keep one entry for each module")
-                if len(set(module.channels)) < len(module.channels):
-                    problem = f"{list(module.channels)} names a channel twice"
-                    yield Conflict(f"{here}.channels", problem, "write each channel once")
-                seen.setdefault(module.name, index)
+        if pipeline is not None:
+            yield from _list_is_in_place(f"{path}.objective", pipeline.objective, DIAGNOSTICS, "diagnostics")
+            yield from _list_is_in_place(f"{path}.diagnostics", pipeline.diagnostics, OBJECTIVES, "objective")
+
+
+def _list_is_in_place(
+    path: str, modules: tuple[Module, ...], foreign: frozenset[str], home: str
+) -> Iterator[Conflict]:
+    seen: dict[str, int] = {}
+    for index, module in enumerate(modules):
+        here = f"{path}[{index}]"
+        if module.name in foreign:
+            yield Conflict(f"{here}.name", f"{module.name} does not belong here", f"move the entry to {home}")
+        elif module.name in seen:
+            problem = f"{module.name} is declared twice, first at [{seen[module.name]}]"
+            yield Conflict(f"{here}.name", problem, "keep one entry for each module")
+        if len(set(module.channels)) < len(module.channels):
+            problem = f"{list(module.channels)} names a channel twice"
+            yield Conflict(f"{here}.channels", problem, "write each channel once")
+        seen.setdefault(module.name, index)
 
 
 def _something_is_trained(s: Settings, world: World) -> Iterator[Conflict]:
-    path = "rollout_matching.pipeline" if uses_rollouts(s) else "stage1.pipeline"
-    pipeline = s.rollout_matching.pipeline if uses_rollouts(s) else s.stage1.pipeline
-    if pipeline is None:
-        return
-    if not any(module.enabled and module.weight > 0 for module in pipeline.objective):
-        fix = "enable at least one module with a weight above 0"
-        yield Conflict(f"{path}.objective", "no module is enabled with a weight above 0", fix, (VARIANT,))
+    if s.pipeline is not None and all(idle(module, s) for module in s.pipeline.objective):
+        reasons = "; ".join(f"{module.name} is {idle(module, s)}" for module in s.pipeline.objective)
+        fix = "enable at least one module, with a weight above 0, on a channel that runs"
+        others = (VARIANT, "stage2.b_ratio")
+        yield Conflict(f"{s.pipeline_path}.objective", f"nothing would be trained: {reasons}", fix, others)
 
 
 def _length_is_known(s: Settings, world: World) -> Iterator[Conflict]:
@@ -118,12 +132,25 @@ def _length_is_known(s: Settings, world: World) -> Iterator[Conflict]:
 
 
 def _answers_fit(s: Settings, world: World) -> Iterator[Conflict]:
-    longest, answer = max_length(s), s.rollout_matching.max_new_tokens
-    if uses_rollouts(s) and longest is not None and answer >= longest:
+    longest, answer, engine = (
+        max_length(s),
+        s.rollout_matching.max_new_tokens,
+        s.rollout_matching.vllm.max_model_len,
+    )
+    lengths = ("global_max_length", "template.max_length")
+    if longest is not None and s.uses_rollouts and answer >= longest:
         problem = f"{answer} leaves no room for a prompt in {longest} tokens"
         fix = f"use less than {longest}, or raise global_max_length"
-        others = ("global_max_length", "template.max_length", VARIANT)
-        yield Conflict("rollout_matching.max_new_tokens", problem, fix, others)
+        yield Conflict("rollout_matching.max_new_tokens", problem, fix, (*lengths, VARIANT))
+    elif engine is not None and s.rollout_matching.rollout_backend == "vllm":
+        path = "rollout_matching.vllm.max_model_len"
+        if engine <= answer:
+            problem = f"{engine} leaves no room for a prompt beside max_new_tokens {answer}"
+            fix = f"use more than {answer}, leave it out, or lower max_new_tokens"
+            yield Conflict(path, problem, fix, ("rollout_matching.max_new_tokens", BACKEND))
+        elif longest is not None and engine > longest:
+            problem = f"{engine} allows answers that global_max_length {longest} cannot hold"
+            yield Conflict(path, problem, f"use at most {longest}, or leave it out", (*lengths, BACKEND))
 
 
 def _packing_carries_over(s: Settings, world: World) -> Iterator[Conflict]:
@@ -151,20 +178,21 @@ def _evaluation_has_data(s: Settings, world: World) -> Iterator[Conflict]:
         yield Conflict("custom.val_jsonl", problem, fix, ("training.eval_strategy",))
 
 
+def _precision_is_one(s: Settings, world: World) -> Iterator[Conflict]:
+    if s.training.bf16 and s.training.fp16:
+        yield Conflict("training.fp16", "true, and so is training.bf16", "keep one of the two", ("training.bf16",))
+
+
 def _decoding_agrees(s: Settings, world: World) -> Iterator[Conflict]:
-    rollout, decoding = s.rollout_matching, s.rollout_matching.decoding
-    if decode_mode(s) == "sampling" and decoding.temperature == 0:
+    rollout, temperature = s.rollout_matching, s.rollout_matching.decoding.temperature
+    if rollout.decode_mode == "sampling" and temperature == 0:
         fix = "set rollout_matching.decoding.temperature above 0, or decode_mode: greedy"
         yield Conflict(DECODE_MODE, "sampling at temperature 0 is greedy", fix, (TEMPERATURE,))
-    if decode_mode(s) == "sampling":
-        return
-    neutral = {"temperature": 0.0, "top_p": 1.0, "top_k": -1}
-    for name, value in neutral.items():
-        if getattr(decoding, name) != value:
-            problem = f"{getattr(decoding, name):g} has no effect with {decode_mode(s)} decoding"
-            fix = f"set {name}: {value}, or decode_mode: sampling with a temperature above 0"
-            yield Conflict(f"rollout_matching.decoding.{name}", problem, fix, (DECODE_MODE, TEMPERATURE))
-    if decode_mode(s) == "beam" and rollout.num_beams is None:
+    if rollout.decode_mode in ("greedy", "beam") and temperature > 0:
+        problem = f"{temperature:g}, and decode_mode is {rollout.decode_mode}"
+        fix = "set temperature: 0.0, or decode_mode: sampling"
+        yield Conflict(TEMPERATURE, problem, fix, (DECODE_MODE,))
+    if rollout.decode_mode == "beam" and rollout.num_beams is None:
         fix = "decode_mode: beam needs it; add e.g. num_beams: 4"
         yield Conflict("rollout_matching.num_beams", "missing", fix, (DECODE_MODE,))
 
@@ -181,38 +209,36 @@ def _beams_are_hugging_face(s: Settings, world: World) -> Iterator[Conflict]:
 
 
 def _adapter_sync_is_possible(s: Settings, world: World) -> Iterator[Conflict]:
+    adapter, vllm = s.model.adapter, s.rollout_matching.vllm
     if s.rollout_matching.rollout_backend != "vllm" or sync_mode(s) != "adapter":
         return
-    if not s.rollout_matching.vllm.enable_lora:
+    others = (BACKEND, ENABLE_LORA, "model.adapter")
+    if not vllm.enable_lora:
         fix = "set rollout_matching.vllm.enable_lora: true, or sync.mode: full"
-        yield Conflict(SYNC, "adapter needs an engine with LoRA support", fix, (ENABLE_LORA, BACKEND))
-    if s.model.adapter is None and uses_rollouts(s):
+        yield Conflict(SYNC, "adapter needs an engine with LoRA support", fix, others)
+    elif adapter is None:
         fix = "set sync.mode: full, or train an adapter (model.adapter)"
-        yield Conflict(
-            SYNC, "adapter, and model.adapter is null", fix, ("model.adapter", VARIANT, BACKEND, ENABLE_LORA)
-        )
-    if s.model.adapter is not None and s.model.adapter.dora:
+        yield Conflict(SYNC, "sends adapters, and model.adapter is null", fix, others)
+    elif adapter.dora:
         fix = "set sync.mode: full: vLLM loads no DoRA adapter, merged weights it does"
-        yield Conflict(
-            SYNC, "adapter, and model.adapter.dora is true", fix, ("model.adapter", BACKEND, ENABLE_LORA)
-        )
-
-
-def _ranks_sync_full_weights(s: Settings, world: World) -> Iterator[Conflict]:
-    if uses_vllm(s, "server") and world.learners > 1 and sync_mode(s) == "adapter":
-        given = s.rollout_matching.vllm.sync.mode
-        problem = f"{given} sends adapters, and there are {world.learners} learner ranks"
+        yield Conflict(SYNC, "sends adapters, and model.adapter.dora is true", fix, others)
+    elif world.learners is not None and world.learners > 1 and vllm.mode == "server":
+        problem = f"sends adapters, and there are {world.learners} learner ranks"
         fix = "set sync.mode: full: with several learner ranks the servers get merged weights"
-        yield Conflict(SYNC, problem, fix, (MODE, BACKEND, ENABLE_LORA))
+        yield Conflict(SYNC, problem, fix, (*others, MODE))
+    elif vllm.max_lora_rank is not None and vllm.max_lora_rank < adapter.rank:
+        problem = f"{vllm.max_lora_rank} is below model.adapter.rank {adapter.rank}"
+        fix = f"use at least {adapter.rank}, or leave it out"
+        yield Conflict("rollout_matching.vllm.max_lora_rank", problem, fix, (*others, SYNC))
 
 
 def _tensor_parallel_divides_world(s: Settings, world: World) -> Iterator[Conflict]:
-    size = s.rollout_matching.vllm.tensor_parallel_size
-    if uses_rollouts(s) and uses_vllm(s, "colocate") and size is not None and world.learners % size:
-        problem = f"{size} does not divide the learner world size {world.learners}"
-        divisors = [str(n) for n in range(1, world.learners + 1) if world.learners % n == 0]
-        fix = f"use one of {', '.join(divisors)}, leave it out, or set rollout_backend: hf"
-        yield Conflict(TENSOR_PARALLEL, problem, fix, (MODE, BACKEND, VARIANT))
+    size, learners = s.rollout_matching.vllm.tensor_parallel_size, world.learners
+    if uses_vllm(s, "colocate") and size is not None and learners is not None and learners % size:
+        divisors = ", ".join(str(n) for n in range(1, learners + 1) if learners % n == 0)
+        problem = f"{size} does not divide the learner world size {learners}"
+        fix = f"use one of {divisors}, leave it out, start another number of learners, or set rollout_backend: hf"
+        yield Conflict(TENSOR_PARALLEL, problem, fix, (MODE, BACKEND))
 
 
 def _servers_are_listed(s: Settings, world: World) -> Iterator[Conflict]:
@@ -223,51 +249,49 @@ def _servers_are_listed(s: Settings, world: World) -> Iterator[Conflict]:
             "vllm.mode: colocate or rollout_backend: hf"
         )
         yield Conflict(SERVERS, "missing, and vllm.mode is server", fix, (MODE, BACKEND))
-    urls = Counter(server.base_url for server in servers)
-    ports = Counter((urlsplit(server.base_url).hostname, server.group_port) for server in servers)
+    taken: dict[tuple[str | None, int], str] = {}
     for index, server in enumerate(servers):
         url = urlsplit(server.base_url)
-        if urls[server.base_url] > 1:
-            fix = "list each server once"
-            yield Conflict(f"{SERVERS}[{index}].base_url", f"{server.base_url} is listed twice", fix, (SERVERS,))
-        if ports[url.hostname, server.group_port] > 1:
-            fix = "each server needs its own port for weight transfer"
-            problem = f"{server.group_port} is used by two servers on {url.hostname}"
-            yield Conflict(f"{SERVERS}[{index}].group_port", problem, fix, (SERVERS,))
-        if server.group_port == url.port:
-            fix = "weight transfer needs a port of its own, beside the one for HTTP"
-            yield Conflict(f"{SERVERS}[{index}].group_port", f"{url.port} is also the port of base_url", fix)
+        for key, port in (
+            ("base_url", url.port or {"http": 80, "https": 443}[url.scheme]),
+            ("group_port", server.group_port),
+        ):
+            here = f"{SERVERS}[{index}].{key}"
+            if (url.hostname, port) in taken:
+                problem = f"port {port} on {url.hostname} is taken by {taken[url.hostname, port]}"
+                fix = "each server needs its own port for HTTP and another for weight transfer"
+                yield Conflict(here, problem, fix, (SERVERS,))
+            taken.setdefault((url.hostname, port), f"servers[{index}].{key}")
 
 
 def _requests_fit_devices(s: Settings, world: World) -> Iterator[Conflict]:
-    sizes = world.server_world_sizes
-    if sizes is None or not uses_vllm(s, "server"):
+    sizes, servers = world.server_world_sizes, s.rollout_matching.vllm.server.servers
+    if sizes is None:
         return
-    if len(sizes) != len(s.rollout_matching.vllm.server.servers):
-        problem = f"{len(s.rollout_matching.vllm.server.servers)} servers, and {len(sizes)} world sizes given"
+    if not uses_vllm(s, "server"):
+        yield Conflict(
+            MODE, "there are no servers whose world sizes could be given", "set vllm.mode: server", (BACKEND,)
+        )
+    elif len(sizes) != len(servers):
+        problem = f"{len(servers)} servers, and {len(sizes)} world sizes given"
         yield Conflict(SERVERS, problem, "give one world size for each server", (MODE, BACKEND))
-        return
-    try:
-        requests_per_rank(s.rollout_matching.decode_batch_size, sizes, world.learners)
-    except ConfigError as error:
-        for violation in error.violations:
-            path = "rollout_matching.decode_batch_size"
-            yield Conflict(path, violation.problem, violation.fix, (MODE, BACKEND, SERVERS))
+    elif shortage := capacity_shortage(s.rollout_matching.decode_batch_size, sizes, world.learners or 1):
+        yield Conflict("rollout_matching.decode_batch_size", *shortage, (MODE, BACKEND, SERVERS))
 
 
 RULES: tuple[Rule, ...] = (
     _pipeline_is_declared,
-    _pipeline_modules_are_distinct,
+    _modules_are_in_place,
     _something_is_trained,
     _length_is_known,
     _answers_fit,
     _packing_carries_over,
     _mix_is_stated,
     _evaluation_has_data,
+    _precision_is_one,
     _decoding_agrees,
     _beams_are_hugging_face,
     _adapter_sync_is_possible,
-    _ranks_sync_full_weights,
     _tensor_parallel_divides_world,
     _servers_are_listed,
     _requests_fit_devices,

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
+from coordexp.config.paths import Path, value_at
 from coordexp.config.settings import Settings
-from coordexp.config.violations import Key
 
 Node = dict[str, Any]
 
@@ -19,34 +19,37 @@ def root() -> Node:
     return Settings.model_json_schema()
 
 
-def node_at(path: tuple[Key, ...], tree: Any) -> Node | None:
+def node_at(path: Path, tree: Any) -> Node | None:
     """The schema of the value at `path`; `tree` tells which kind of module a list entry is."""
     node: Node | None = root()
-    for key in path:
+    for depth, key in enumerate(path):
         if node is None:
             return None
-        node = _concrete(node, tree)
+        node = _concrete(node, value_at(tree, path[:depth]))
         node = node.get("items") if isinstance(key, int) else node.get("properties", {}).get(key)
-        tree = _child(tree, key)
     return node
 
 
-def names_at(path: tuple[Key, ...], tree: Any) -> list[str]:
+def names_at(path: Path, tree: Any) -> list[str]:
     """The keys allowed in the mapping at `path`."""
     node = node_at(path, tree)
-    for key in path:
-        tree = _child(tree, key)
-    return list(_concrete(node, tree).get("properties", {})) if node else []
+    return list(_concrete(node, value_at(tree, path)).get("properties", {})) if node else []
 
 
-def has_default(node: Node) -> bool:
-    """Whether the key may be left out of its mapping: given a default here, or a section of such keys."""
-    return "default" in node or not (_concrete(node, None).get("required") or "type" in node or "enum" in node)
+def leaves() -> Iterator[tuple[Path, Node]]:
+    """Every setting outside of lists, with its schema, in the order of the classes."""
+    yield from ((path, node) for path, node, is_section in _walk((), root()) if not is_section)
+
+
+@cache
+def places() -> tuple[Path, ...]:
+    """The paths of all settings and sections outside of lists."""
+    return tuple(path for path, _, _ in _walk((), root()))
 
 
 def describe(node: Node) -> str:
     """In words: `an integer >= 1`, `one of vllm, hf`, `text or null`."""
-    if "$ref" in node or "allOf" in node:
+    if "$ref" in node:
         return describe(resolve(node))
     if "const" in node:
         return _yaml(node["const"])
@@ -68,7 +71,9 @@ def describe(node: Node) -> str:
         case "null":
             return "null"
         case "array":
-            return "a list of " + _plural(describe(node["items"])) if "items" in node else "a list"
+            return "a list of " + {"text": "texts", "a mapping": "mappings"}.get(
+                describe(node["items"]), describe(node["items"])
+            )
     return "a mapping"
 
 
@@ -83,15 +88,14 @@ def stand_in(node: Node) -> Any:
         return node["default"]
     if "examples" in node:
         return node["examples"][0]
-    node = _concrete(node, None)
+    node = resolve(node)
+    if "oneOf" in node:
+        node = resolve(node["oneOf"][0])
     if "const" in node or "enum" in node:
         return node.get("const", node.get("enum", [None])[0])
+    if node.get("type") == "array":
+        return [stand_in(node["items"])] if node.get("minItems") else []
     return {key: stand_in(node["properties"][key]) for key in node.get("required", ())}
-
-
-def leaves(tree: Any = None) -> Iterator[tuple[tuple[Key, ...], Node]]:
-    """Every setting outside of lists, with its schema, in the order of the classes."""
-    yield from _leaves((), root(), tree)
 
 
 def resolve(node: Node) -> Node:
@@ -101,39 +105,27 @@ def resolve(node: Node) -> Node:
     return node
 
 
-def _leaves(path: tuple[Key, ...], node: Node, tree: Any) -> Iterator[tuple[tuple[Key, ...], Node]]:
+def _walk(path: Path, node: Node) -> Iterator[tuple[Path, Node, bool]]:
     for key, child in node["properties"].items():
         inner = _concrete(child, None)
-        if "properties" in inner and not _is_list(inner):
-            yield from _leaves((*path, key), inner, tree)
-        else:
-            yield (*path, key), child
+        is_section = "properties" in inner
+        yield (*path, key), child, is_section
+        if is_section:
+            yield from _walk((*path, key), inner)
 
 
-def _is_list(node: Node) -> bool:
-    return node.get("type") == "array"
-
-
-def _concrete(node: Node, tree: Any) -> Node:
+def _concrete(node: Node, value: Any) -> Node:
     """Through references, `X or null`, and the choice of a module by its name."""
     node = resolve(node)
     if "oneOf" in node:
-        name = tree.get("name") if isinstance(tree, dict) else None
-        target = node["discriminator"]["mapping"].get(name)
+        name = value.get("name") if isinstance(value, dict) else None
+        target = node["discriminator"]["mapping"].get(name) if isinstance(name, str) else None
         return resolve({"$ref": target}) if target else {}
     if "anyOf" in node:
         options = [option for option in node["anyOf"] if option.get("type") != "null"]
         if len(options) == 1:
-            return _concrete(options[0], tree)
+            return _concrete(options[0], value)
     return node
-
-
-def _child(tree: Any, key: Key) -> Any:
-    if isinstance(tree, dict):
-        return tree.get(str(key))
-    if isinstance(tree, list) and isinstance(key, int) and key < len(tree):
-        return tree[key]
-    return None
 
 
 def _bounds(node: Node) -> str:
@@ -142,12 +134,7 @@ def _bounds(node: Node) -> str:
     return " " + " and ".join(found) if found else ""
 
 
-def _plural(text: str) -> str:
-    plurals = {"text": "texts", "a mapping": "mappings"}
-    return plurals.get(text, text)
-
-
 def _yaml(value: Any) -> str:
     if value is None or isinstance(value, bool):
-        return str(value).lower().replace("none", "null")
+        return {None: "null", True: "true", False: "false"}[value]
     return str(value)

@@ -18,7 +18,7 @@ def _as_tuple(value: Any) -> Any:
 
 
 def _as_whole(value: Any) -> Any:
-    """`null` or an empty mapping for a section means its defaults: `server:` with nothing under it."""
+    """`server:` with nothing under it means the defaults of that section."""
     return {} if value is None else value
 
 

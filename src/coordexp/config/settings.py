@@ -6,7 +6,7 @@ from pydantic import Field
 
 from coordexp.config.pipeline import Channel, Pipeline
 from coordexp.config.rollout import RolloutMatching
-from coordexp.config.section import Fraction, PositiveInt, Section, Text, from_null
+from coordexp.config.section import Fraction, NonNegativeFloat, PositiveInt, Section, Text, from_null
 from coordexp.config.training_arguments import TransformersArguments
 
 Variant = Literal["stage1_sft", "stage2_rollout_aligned", "stage2_two_channel"]
@@ -38,7 +38,9 @@ class Model(Section):
         "bfloat16", description="Type of the weights in the learner and in the rollout engine."
     )
     adapter: Adapter | None = Field(
-        None, description="Train an adapter instead of all weights. null: all weights."
+        None,
+        description="Train an adapter instead of all weights. null: all weights.",
+        examples=[{"type": "lora", "rank": 32, "alpha": 64}],
     )
 
 
@@ -63,6 +65,11 @@ class Training(TransformersArguments):
     output_dir: Text = Field(
         description="Folder for checkpoints, metrics and the resolved settings.", examples=["runs/stage2"]
     )
+    # Bounds that transformers checks late or not at all.
+    per_device_train_batch_size: PositiveInt = Field(8, description="Samples per device and micro-step.")
+    per_device_eval_batch_size: PositiveInt = Field(8, description="Samples per device in evaluation by loss.")
+    gradient_accumulation_steps: PositiveInt = Field(1, description="Micro-steps per optimizer step.")
+    learning_rate: NonNegativeFloat = Field(5e-05, description="The initial learning rate for the optimizer.")
     packing: bool = Field(False, description="Join several answers into one row of up to `global_max_length`.")
     packing_buffer: PositiveInt = Field(256, description="Segments that may wait for a row, per rank.")
     packing_min_fill_ratio: Fraction = Field(0.85, description="Warn when rows are filled less than this.")
@@ -117,9 +124,21 @@ class Settings(Section):
     )
 
     @property
-    def pipeline(self) -> Pipeline:
-        """The objective of the variant that runs; loading has made sure that there is one."""
-        is_stage1 = self.custom.trainer_variant == "stage1_sft"
-        declared = self.stage1.pipeline if is_stage1 else self.rollout_matching.pipeline
-        assert declared is not None
-        return declared
+    def uses_rollouts(self) -> bool:
+        return self.custom.trainer_variant != "stage1_sft"
+
+    @property
+    def pipeline_path(self) -> str:
+        """Where the objective of the variant that runs is declared."""
+        return "rollout_matching.pipeline" if self.uses_rollouts else "stage1.pipeline"
+
+    @property
+    def pipeline(self) -> Pipeline | None:
+        return self.rollout_matching.pipeline if self.uses_rollouts else self.stage1.pipeline
+
+    @property
+    def channels(self) -> frozenset[Channel]:
+        """The channels that get any step."""
+        running = CHANNELS_OF[self.custom.trainer_variant]
+        without = {0.0: "B", 1.0: "A"}.get(self.stage2.b_ratio) if self.stage2.b_ratio is not None else None
+        return running - {without} if len(running) > 1 else running

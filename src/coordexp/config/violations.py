@@ -2,20 +2,12 @@
 
 from dataclasses import dataclass
 
-Key = str | int
-
-
-def dotted(path: tuple[Key, ...]) -> str:
-    """("servers", 0, "base_url") is `servers[0].base_url`."""
-    text = ""
-    for key in path:
-        text += f"[{key}]" if isinstance(key, int) else f".{key}" if text else key
-    return text
+from coordexp.config.paths import Path, dotted
 
 
 @dataclass(frozen=True)
 class Violation:
-    path: tuple[Key, ...]
+    path: Path
     problem: str
     fix: str
     origin: str | None = None

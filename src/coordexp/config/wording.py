@@ -2,59 +2,69 @@
 
 import difflib
 import json
+import re
 from typing import Any
 
 from coordexp.config import schema
+from coordexp.config.paths import Path
 from coordexp.config.schema import Node
-from coordexp.config.violations import Key, Violation
+from coordexp.config.violations import Violation
+
+ALIKE = 0.6
 
 
-def violation_of(error: Any, path: tuple[Key, ...], tree: Any) -> Violation:
+def violation_of(error: Any, path: Path, tree: Any) -> Violation:
     node = schema.node_at(path, tree) or {}
-    found = shown(error["input"])
+    found = shown(error["input"], path)
     match error["type"]:
-        case "missing" | "union_tag_not_found":
-            if error["type"] == "union_tag_not_found":
-                path = (*path, "name")
-            return Violation(path, "missing", _add(path, node))
+        case "missing":
+            return Violation(path, "missing", f"{_meaning(node)}add e.g. {path[-1]}: {flow(_sample(node))}")
+        case "union_tag_not_found":
+            return Violation((*path, "name"), "missing", f"write one of {', '.join(schema.module_names(node))}")
         case "union_tag_invalid":
             name, known = error["ctx"]["tag"], schema.module_names(node)
-            near = difflib.get_close_matches(name, known, n=1)
-            fix = f"did you mean name: {near[0]}?" if near else f"write one of {', '.join(known)}"
-            return Violation((*path, "name"), f"{shown(name)} is no module", fix)
+            close = _near(name, known, ALIKE)
+            fix = f"did you mean name: {close}?" if close else f"write one of {', '.join(known)}"
+            return Violation((*path, "name"), f"{shown(name, path)} is no module", fix)
         case "value_error":
             return Violation(path, f"{found}: {error['ctx']['error']}", _example(path, node))
         case "too_short":
             return Violation(path, "is empty", _example(path, node))
     problem = f"{found} is not {schema.describe(node)}"
-    if close := close_option(error, path, tree):
+    if close := near_option(error, path, tree, ALIKE):
         return Violation(path, problem, f"did you mean {path[-1]}: {close}?")
     return Violation(path, problem, _example(path, node))
 
 
-def close_option(error: Any, path: tuple[Key, ...], tree: Any) -> str | None:
+def near_option(error: Any, path: Path, tree: Any, alike: float) -> str | None:
     """The allowed word that a wrong one was probably meant to be."""
     value, node = error["input"], schema.node_at(path, tree)
     if not isinstance(value, str) or node is None:
         return None
-    options = [option for option in _options(node) if isinstance(option, str)]
-    return next(iter(difflib.get_close_matches(value, options, n=1)), None)
+    return _near(value, [option for option in _options(node) if isinstance(option, str)], alike)
 
 
-def shown(value: Any) -> str:
-    """As it would be written in YAML, shortened."""
+def shown(value: Any, path: Path) -> str:
+    """As it would be written in YAML, shortened; nothing that may be a secret."""
+    if any(word in str(key).lower() for key in path for word in ("token", "secret", "password")):
+        return "the value"
     text = json.dumps(value, ensure_ascii=False, default=str)
     return text if len(text) <= 60 else text[:57] + "..."
 
 
-def _add(path: tuple[Key, ...], node: Node) -> str:
-    return f"{_meaning(node)}add e.g. {path[-1]}: {_flow(schema.stand_in(node))}"
+def flow(value: Any) -> str:
+    """In YAML's flow style."""
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{key}: {flow(item)}" for key, item in value.items()) + "}"
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(map(flow, value)) + "]"
+    return value if isinstance(value, str) and value else json.dumps(value)
 
 
-def _example(path: tuple[Key, ...], node: Node) -> str:
-    sample = node["examples"][0] if "examples" in node else schema.stand_in(node)
-    key = f"{path[-1]}: " if isinstance(path[-1], str) else ""
-    return f"{_meaning(node)}write e.g. {key}{_flow(sample)}"
+def _near(word: str, options: list[str], alike: float) -> str | None:
+    folded = {option.casefold(): option for option in options}
+    close = difflib.get_close_matches(word.casefold(), folded, n=1, cutoff=alike)
+    return folded[close[0]] if close else None
 
 
 def _options(node: Node) -> list[Any]:
@@ -65,17 +75,23 @@ def _options(node: Node) -> list[Any]:
     return found
 
 
+def _sample(node: Node) -> Any:
+    return node["examples"][0] if "examples" in node else schema.stand_in(node)
+
+
+def _example(path: Path, node: Node) -> str:
+    sample = _sample(node)
+    if sample == {}:
+        return f"{_meaning(node)}write a mapping of keys to values"
+    key = f"{path[-1]}: " if path and isinstance(path[-1], str) else ""
+    return f"{_meaning(node)}write e.g. {key}{flow(sample)}"
+
+
 def _meaning(node: Node) -> str:
     """The first sentence of the description, as the first half of one."""
-    sentence = schema.resolve(node).get("description", "").partition(". ")[0].rstrip(".")
-    return sentence[:1].lower() + sentence[1:] + "; " if sentence else ""
-
-
-def _flow(value: Any) -> str:
-    if isinstance(value, dict):
-        return "{" + ", ".join(f"{key}: {_flow(item)}" for key, item in value.items()) + "}"
-    if isinstance(value, (list, tuple)):
-        return "[" + ", ".join(map(_flow, value)) + "]"
-    if isinstance(value, str):
-        return value
-    return json.dumps(value)
+    text = schema.resolve(node).get("description", "") if node.get("type") != "object" else ""
+    sentence = re.split(r"\.(?: |$)", text, maxsplit=1)[0]
+    if not sentence:
+        return ""
+    is_word = not sentence[1:2].isupper()
+    return (sentence[0].lower() if is_word else sentence[0]) + sentence[1:] + "; "

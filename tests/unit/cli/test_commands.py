@@ -60,6 +60,7 @@ def test_check_of_a_sound_config_shows_each_value_with_its_origin():
     assert rows["fp_cost: 1.0"] == "default"
     assert "adam_beta1" not in result.stdout
     assert result.stdout.endswith("configs/stage2-colocate.yaml: sound\n")
+    assert "--world-size N" in run("check", "--config", "configs/stage2-colocate.yaml").stdout
     assert "adam_beta1: 0.9" in run("check", "--all", "--config", "configs/stage2-colocate.yaml").stdout
 
 

@@ -2,6 +2,7 @@
 
 import pytest
 
+from coordexp.config import parse_settings
 from tests.unit.config.trees import (
     COORD_REG,
     SERVER,
@@ -9,7 +10,6 @@ from tests.unit.config.trees import (
     changed,
     load,
     only_problem,
-    problems,
     server_mode,
     stage1,
     stage2,
@@ -41,7 +41,6 @@ def test_the_sound_configs_are_sound():
             "rollout_matching.decoding.temperature",
             "decode_mode: sampling",
         ),
-        (rollout(decoding={"top_p": 0.9}), "rollout_matching.decoding.top_p", "no effect with greedy"),
         (rollout(decoding={"top_k": 0}), "rollout_matching.decoding.top_k", "-1 or an integer >= 1"),
         (rollout(vllm={"sync": {"mode": "adapter"}}), "rollout_matching.vllm.sync.mode", "enable_lora: true"),
         (rollout(max_new_tokens=16000), "rollout_matching.max_new_tokens", "less than 16000"),
@@ -111,6 +110,11 @@ def test_an_explicit_tensor_parallel_size_must_divide_the_learner_world():
         ({"base_url": "http://127.0.0.1:8000", "group_port": 51217}, "base_url"),
         ({"base_url": "http://127.0.0.1:8001", "group_port": 51216}, "group_port"),
         ({"base_url": "http://127.0.0.1:8001", "group_port": 8001}, "group_port"),
+        ({"base_url": "http://127.0.0.1:8001", "group_port": 8000}, "group_port"),
+        ({"base_url": "http://127.0.0.1", "group_port": 80}, "group_port"),
+        ({"base_url": "http://127.0.0.1:PORT", "group_port": 51217}, "base_url"),
+        ({"base_url": "http://127.0.0.1:99999", "group_port": 51217}, "base_url"),
+        ({"base_url": "http://a b:8000 ", "group_port": 51217}, "base_url"),
         ({"base_url": "127.0.0.1:8001", "group_port": 51217}, "base_url"),
         ({"base_url": "ftp://127.0.0.1:8001", "group_port": 51217}, "base_url"),
         ({"base_url": "http://127.0.0.1:8001", "group_port": 70000}, "group_port"),
@@ -118,7 +122,7 @@ def test_an_explicit_tensor_parallel_size_must_divide_the_learner_world():
 )
 def test_servers_do_not_share_addresses(second, path):
     tree = server_mode(rollout_matching__vllm__server={"servers": [SERVER, second]})
-    assert f"rollout_matching.vllm.server.servers[1].{path}" in problems(tree)
+    assert only_problem(tree)[0] == f"rollout_matching.vllm.server.servers[1].{path}"
 
 
 def test_servers_on_different_hosts_may_share_a_port():
@@ -129,9 +133,59 @@ def test_servers_on_different_hosts_may_share_a_port():
 def test_a_module_is_declared_once_and_something_is_trained():
     twice = rollout(pipeline={"objective": [TOKEN_CE, TOKEN_CE], "diagnostics": []})
     assert only_problem(twice)[0] == "rollout_matching.pipeline.objective[1].name"
-    for off in ({"enabled": False}, {"weight": 0.0}):
+    silent = {"struct_ce_weight": 0.0, "desc_ce_weight": 0.0, "eos_ce_weight": 0.0}
+    for off in ({"enabled": False}, {"weight": 0.0}, {"channels": ["A"]}, {"config": silent}):
         nothing = rollout(pipeline={"objective": [TOKEN_CE | off], "diagnostics": []})
         assert only_problem(nothing)[0] == "rollout_matching.pipeline.objective"
+
+
+@pytest.mark.parametrize(("b_ratio", "channel"), [(1.0, "A"), (0.0, "B")])
+def test_a_channel_without_steps_is_not_silently_inert(b_ratio, channel):
+    modules = [TOKEN_CE, {**COORD_REG, "channels": [channel]}]
+    tree = stage2(custom__trainer_variant="stage2_two_channel", stage2__b_ratio=b_ratio)
+    (note,) = load(changed(tree, rollout_matching__pipeline={"objective": modules, "diagnostics": []})).notes
+    assert "coord_reg) is inactive" in note
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"offload": {"offload_model": True}},
+        {"repeat_terminate": {"max_object_keys": 5}},
+        {"decoding": {"top_p": 0.9}},
+        {"decoding": {"top_k": 5}},
+    ],
+)
+def test_a_knob_without_its_switch_is_said_to_be_unused(change):
+    (note,) = load(rollout(**change)).notes
+    assert note.startswith(f"rollout_matching.{next(iter(change))}")
+
+
+def test_an_unknown_world_leaves_its_rules_for_later():
+    settings = parse_settings(rollout(vllm={"tensor_parallel_size": 3})).settings
+    assert settings.rollout_matching.vllm.tensor_parallel_size == 3
+    assert parse_settings(stage2()).settings.rollout_matching.vllm.tensor_parallel_size is None
+
+
+@pytest.mark.parametrize(
+    ("tree", "path"),
+    [
+        (rollout(vllm={"max_model_len": 1024}), "rollout_matching.vllm.max_model_len"),
+        (rollout(vllm={"max_model_len": 99999}), "rollout_matching.vllm.max_model_len"),
+        (
+            changed(
+                rollout(vllm={"enable_lora": True, "max_lora_rank": 8, "sync": {"mode": "adapter"}}),
+                model__adapter={"rank": 64},
+            ),
+            "rollout_matching.vllm.max_lora_rank",
+        ),
+        (stage2(training__bf16=True, training__fp16=True), "training.fp16"),
+        (stage2(training__gradient_accumulation_steps=0), "training.gradient_accumulation_steps"),
+        (stage2(training__learning_rate=-1.0), "training.learning_rate"),
+    ],
+)
+def test_numbers_that_cannot_work_are_refused(tree, path):
+    assert only_problem(tree)[0] == path
 
 
 def test_what_has_no_effect_is_said_and_is_no_error():

@@ -1,6 +1,8 @@
 """The configs a person starts from, and the documents generated from the schema."""
 
 import json
+import re
+from collections import Counter
 from pathlib import Path
 
 import jsonschema
@@ -8,7 +10,6 @@ import pytest
 import yaml
 
 from coordexp.config import ConfigError, load_settings, reference, schema
-from tests.unit.config.trees import stage2
 
 CONFIGS = sorted(Path("configs").rglob("*.yaml"))
 PART = Path("configs/base.yaml")
@@ -50,11 +51,29 @@ def test_the_editor_schema_accepts_a_shipped_config_as_it_is_written(path):
         {"rollout_matching": {"decode_batch_size": "four"}},
         {"rollout_matching": {"vllm": {"server": {"servers": [{"base_url": "http://a"}]}}}},
         {"rollout_matching": {"pipeline": {"objective": [{"name": "token_ce"}]}}},
+        {"rollout_matching": {"pipeline": {"objective": []}}},
+        {"rollout_matching": {"vllm": {"server": {"servers": [{"base_url": "nonsense", "group_port": 1}]}}}},
     ],
 )
 def test_the_editor_schema_refuses_what_the_loader_refuses(spoiled):
     with pytest.raises(jsonschema.ValidationError):
         jsonschema.Draft202012Validator(reference.editor_schema()).validate(spoiled)
+
+
+def test_the_editor_schema_accepts_empty_sections():
+    jsonschema.Draft202012Validator(reference.editor_schema()).validate({"rollout_matching": None, "stage1": None})
+
+
+def test_the_reference_page_states_the_defaults_of_the_schema():
+    rows = re.findall(r"^\| `(\w+)` \| .*? \| `([^`]*)` \| ", reference.page(), re.MULTILINE)
+    stated = Counter(rows)
+    expected = Counter(
+        (str(path[-1]), default if isinstance(default, str) and default else json.dumps(default))
+        for path, node in schema.leaves()
+        if (default := node.get("default", ...)) is not ... and path[-1] not in ("objective", "diagnostics")
+    )
+    assert expected - stated == Counter()
+    assert ("decode_batch_size", "1") in stated
 
 
 def test_every_setting_has_a_description():
@@ -82,4 +101,3 @@ def test_examples_and_defaults_fit_their_own_schema():
         for value in [*node.get("examples", []), *([node["default"]] if "default" in node else [])]:
             validator = jsonschema.Draft202012Validator({**node, "$defs": schema.root()["$defs"]})
             assert validator.is_valid(value), (path, value)
-    assert stage2()

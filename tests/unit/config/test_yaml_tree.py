@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from coordexp.config import ConfigError
+from coordexp.config import ConfigError, load_settings
 from coordexp.config.yaml_tree import MAX_BYTES, read_document
 
 
@@ -23,7 +23,7 @@ def write(tmp_path, monkeypatch):
 
 def refused(path):
     with pytest.raises(ConfigError) as caught:
-        read_document(path)
+        load_settings(path)
     return str(caught.value)
 
 
@@ -112,8 +112,8 @@ def test_scalars_follow_yaml_1_2_and_nothing_is_interpolated(write, text, value)
         ("x: !!python/object/apply:os.system [ls]\n", "YAML tag"),
         ("x: !!binary aGk=\n", "YAML tag"),
         ("- 1\n- 2\n", "not a mapping"),
-        ("x: [1\n", "not YAML"),
-        ("x: \x00\n", "not YAML"),
+        ("x: [1\n", "cannot be read"),
+        ("x: \x00\n", "cannot be read"),
         ("&a x: &b [*b]\n", "levels"),
         (
             "a: &a [1,1,1,1,1,1,1,1,1,1]\n"

@@ -1,0 +1,165 @@
+"""One mistake, one message, at the place where it was written, and never a traceback: from real YAML files."""
+
+import pytest
+
+from coordexp.config import ConfigError, dotted, load_settings
+
+HEAD = """\
+model: {path: m, adapter: {rank: 8}}
+custom: {trainer_variant: stage2_rollout_aligned, train_jsonl: t.jsonl}
+global_max_length: 16000
+training: {output_dir: runs}
+"""
+PIPELINE = """\
+  pipeline:
+    objective:
+      - {name: token_ce, enabled: true, weight: 1.0, channels: [B], config: %s}
+    diagnostics: []
+"""
+TEXT_CE = "{struct_ce_weight: 1.0, desc_ce_weight: 0.0, eos_ce_weight: 1.0}"
+ROLLOUT = "rollout_matching:\n" + PIPELINE % TEXT_CE
+SOUND = HEAD + ROLLOUT
+
+
+def messages(tmp_path, text):
+    file = tmp_path / "a.yaml"
+    file.write_text(text, errors="surrogatepass")
+    with pytest.raises(ConfigError) as caught:
+        load_settings(file)
+    return caught.value.violations
+
+
+def test_the_head_is_sound(tmp_path):
+    (tmp_path / "a.yaml").write_text(SOUND)
+    load_settings(tmp_path / "a.yaml")
+
+
+@pytest.mark.parametrize(
+    ("text", "path", "says"),
+    [
+        (SOUND + "  rollout_infer_batch_size: four\n", None, None),
+        (
+            SOUND + "  vllm: {mode: server, server: {base_url: [http://a:1], group_port: [2]}}\n",
+            "vllm.server.base_url",
+            "",
+        ),
+        (SOUND + "  rollout_backend: HF\n", "rollout_backend", "did you mean rollout_backend: hf?"),
+        (SOUND + "  vllm: {sync: {mode: adapter}}\n", "vllm.sync.mode", "enable_lora"),
+        (
+            SOUND.replace(
+                "diagnostics: []",
+                "diagnostics: [{name: token_ce, enabled: true, weight: 1.0, channels: [B], config: "
+                + TEXT_CE
+                + "}]",
+            ),
+            "pipeline.diagnostics[0].name",
+            "move the entry to objective",
+        ),
+        (SOUND.replace("token_ce", "coord_diag").replace(TEXT_CE, "{}"), None, "move the entry to diagnostics"),
+        (
+            SOUND.replace(TEXT_CE, TEXT_CE[:-1] + ", coord_w1_weight: 1.0}"),
+            "pipeline.objective[0].config.coord_w1_weight",
+            "unknown key",
+        ),
+        (SOUND + "  pipelin: 3\n", "pipelin", "did you mean rollout_matching.pipeline?"),
+        (HEAD + "vllm: {mode: colocate}\n" + ROLLOUT, "vllm", "did you mean rollout_matching.vllm?"),
+        (
+            SOUND.replace("output_dir: runs", "output_dir: runs, train_batch_size: 3"),
+            "training.train_batch_size",
+            "",
+        ),
+        (
+            SOUND.replace("output_dir: runs", "output_dir: runs, foobar: 3"),
+            "training.foobar",
+            "coordexp config reference",
+        ),
+        (
+            SOUND.replace("output_dir: runs", "output_dir: runs, push_to_hub_token: hf_S"),
+            "training.push_to_hub_token",
+            "HF_TOKEN",
+        ),
+        (SOUND.replace("rank: 8", "<<: 3"), "model.adapter.<<", "merge keys"),
+        (SOUND.replace("adapter: {rank: 8}", "adapter: lora"), "model.adapter", "write e.g. adapter: {alpha: 64"),
+        (SOUND + "  vllm: {server: [1]}\n", "vllm.server", "write a mapping"),
+        (
+            SOUND.replace("- {name", "- token_ce\n      - {name"),
+            "pipeline.objective[0]",
+            "name: token_ce, config: {struct_ce_weight",
+        ),
+        (
+            SOUND + "  vllm: {server: {servers: [{base_url: http://a:PORT, group_port: 1}]}}\n",
+            "vllm.server.servers[0].base_url",
+            "http://127.0.0.1:8000",
+        ),
+    ],
+)
+def test_one_mistake_is_one_message(tmp_path, text, path, says):
+    found = messages(tmp_path, text)
+    shown = [str(violation) for violation in found]
+    if path is None and says is None:  # two mistakes in one line: an old name and a wrong value
+        assert [v.origin.rpartition(":")[2] for v in found] == [str(len(text.splitlines()))] * 2
+        return
+    relevant = [text for text in shown if "pipeline.objective: nothing would be" not in text]
+    assert len(relevant) == 1, shown
+    assert says in relevant[0]
+    if path is not None:
+        assert dotted(found[0].path).endswith(path), shown
+    assert all(violation.origin for violation in found)
+    assert "hf_S" not in "".join(shown)
+
+
+def test_what_moved_home_is_reported_where_it_was_written(tmp_path):
+    old = "{vllm: {server: {base_url: x}}, decoding: {temperature: -1.0}, rollout_buffer: 1}"
+    text = SOUND.replace("train_jsonl: t.jsonl", f"train_jsonl: t.jsonl, extra: {{rollout_matching: {old}}}")
+    found = {dotted(v.path): v for v in messages(tmp_path, text)}
+    home = "custom.extra.rollout_matching"
+    assert {f"{home}.vllm", f"{home}.decoding", f"{home}.rollout_buffer"} < set(found)
+    assert found[f"{home}.decoding.temperature"].origin.endswith(":2")
+    assert found[f"{home}.rollout_buffer"].problem == "removed"
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        "!!int abc",
+        "!!float abc",
+        "!!bool maybe",
+        "!!int {a: 1}",
+        "!!str {a: 1}",
+        "!!str [a]",
+        "!foo bar",
+        "9" * 5000,
+        "[" * 3000,
+        '"\\uD800"',
+        "{? [a] : 1}",
+        "{? {a: 1} : 1, ? {b: 1} : 2}",
+        "1e999",
+        "&a [*a]",
+    ],
+)
+@pytest.mark.parametrize(
+    "place", ["x: %s\n", "rollout_matching: %s\n", "rollout_matching: {decode_batch_size: %s}\n"]
+)
+def test_no_value_in_a_file_is_a_traceback(tmp_path, value, place):
+    for violation in messages(tmp_path, place % value):
+        str(violation).encode()
+
+
+@pytest.mark.parametrize("text", ['"\\uD800": 1\n', "!foo {a: 1}\n", "extends: " + "a" * 5000, "\x00", "a: b: c"])
+def test_no_file_is_a_traceback(tmp_path, text):
+    assert messages(tmp_path, text)
+
+
+def test_all_that_cannot_be_read_is_said_at_once(tmp_path):
+    (tmp_path / "bad.yaml").write_text("x: [\n")
+    found = messages(tmp_path, "extends: [no1.yaml, no2.yaml, bad.yaml]\nmodel: 1\nmodel: 2\n")
+    assert len(found) == 4
+
+
+def test_extending_a_file_many_times_stays_fast(tmp_path):
+    (tmp_path / "f0.yaml").write_text("model: {path: m}\n")
+    for n in range(1, 40):
+        (tmp_path / f"f{n}.yaml").write_text(f"extends: [f{n - 1}.yaml, f{n - 1}.yaml]\n")
+    with pytest.raises(ConfigError) as caught:
+        load_settings(tmp_path / "f39.yaml")
+    assert "custom" in str(caught.value)
