@@ -50,5 +50,5 @@ def test_the_tree_names_what_exists_and_every_folder_at_the_top():
 
 
 def test_links_lead_somewhere():
-    for target in re.findall(r"\]\(([^)#:]+)\)", README):
+    for target in re.findall(r"\]\(([^)#:]+)[)#]", README):
         assert Path(target).exists(), target

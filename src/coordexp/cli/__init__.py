@@ -10,6 +10,7 @@ app = typer.Typer(
     name="coordexp",
     help="Teach a vision-language model to detect objects by training on its own corrected answers.",
     no_args_is_help=True,
+    context_settings={"help_option_names": ["-h", "--help"]},
     add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",

@@ -10,7 +10,9 @@ from coordexp.config import reference
 
 app = typer.Typer(help="The configuration schema.", no_args_is_help=True)
 
-Out = Annotated[Path | None, typer.Option("--out", "-o", help="Write here instead of to standard output.")]
+Out = Annotated[
+    Path | None, typer.Option("--out", "-o", dir_okay=False, help="Write here instead of to standard output.")
+]
 
 
 @app.command("schema")
@@ -31,3 +33,4 @@ def _write(text: str, out: Path | None) -> None:
     else:
         out.parent.mkdir(parents=True, exist_ok=True)
         out.write_text(text)
+        typer.echo(f"wrote {out}", err=True)

@@ -3,7 +3,7 @@
 import importlib.util
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
@@ -40,12 +40,14 @@ def model(
 ) -> None:
     """Write a tiny random Qwen3-VL that transformers and vLLM load."""
     _need("torch", "transformers", extra="train")
+    if out_folder.exists() and (not out_folder.is_dir() or any(out_folder.iterdir())):
+        _stop(f"{out_folder} exists and is not an empty folder\n  give another one, or remove it")
     with progress("making the model"):
         from coordexp.demo.model import make_model
 
         try:
             make_model(out_folder, vocabulary.value, tied=tied, seed=seed, spread=spread)
-        except (FileExistsError, ModuleNotFoundError) as error:
+        except (OSError, ModuleNotFoundError) as error:
             _stop(str(error))
     out.print(f"wrote {out_folder}")
 
@@ -57,7 +59,9 @@ def generate(
         Backend, typer.Option(help="hf answers with transformers; vllm with vLLM, and compares the two.")
     ] = Backend.hf,
     tokens: Annotated[int, typer.Option(min=1, help="Tokens to generate.")] = 16,
-    image: Annotated[Path | None, typer.Option(help="An image file. Without one, a drawing.")] = None,
+    image: Annotated[
+        Path | None, typer.Option(exists=True, dir_okay=False, help="An image file. Without one, a drawing.")
+    ] = None,
 ) -> None:
     """Answer one image greedily. With vLLM, exits 1 unless it agrees with transformers token for token."""
     _need("torch", "transformers", extra="train")
@@ -70,7 +74,10 @@ def generate(
 
         from coordexp.demo.generate import drawing, start_vllm, stop_vllm, with_transformers, with_vllm
 
-        picture = drawing() if image is None else Image.open(image).convert("RGB")
+        try:
+            picture = drawing() if image is None else Image.open(image).convert("RGB")
+        except OSError as error:
+            _stop(f"{image} is not an image: {error}")
         (expected,) = with_transformers(model_folder, [picture], tokens)
     _show("transformers", expected)
     if backend is Backend.hf:
@@ -96,6 +103,6 @@ def _need(*packages: str, extra: str) -> None:
         _stop(f"this command needs {' and '.join(missing)}\n  pip install 'coordexp[{extra}]'")
 
 
-def _stop(message: str) -> None:
+def _stop(message: str) -> NoReturn:
     err.print(message, markup=False, style="red")
     raise typer.Exit(1)

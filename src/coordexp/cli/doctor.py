@@ -44,7 +44,7 @@ def doctor() -> None:
 
 
 def _package(name: str, tested: str, extra: str) -> Finding:
-    install = f"pip install -c constraints.txt 'coordexp\\[{extra}]'"
+    install = f"pip install 'coordexp\\[{extra}]'"
     distribution = _distribution(name)
     if distribution is None:
         return Finding(name, "missing", tested, install)

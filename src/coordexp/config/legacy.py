@@ -54,6 +54,10 @@ TABLE: tuple[Removed, ...] = (
         "declare a coord_reg module under rollout_matching.pipeline.objective (stage1.pipeline.objective in "
         "stage 1); its config has soft_ce_weight and w1_weight",
     ),
+    # What other tools call them.
+    _moved("training.lr", "training.learning_rate"),
+    _moved("training.batch_size", "training.per_device_train_batch_size"),
+    _moved("training.epochs", "training.num_train_epochs"),
     # Names of transformers 4 that transformers 5 has no more.
     _moved("training.evaluation_strategy", "training.eval_strategy"),
     Removed(

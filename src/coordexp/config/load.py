@@ -20,10 +20,10 @@ from coordexp.config.paths import dotted, keys_of, value_at
 from coordexp.config.rules import World, conflicts
 from coordexp.config.settings import Settings
 from coordexp.config.violations import ConfigError, Violation
-from coordexp.config.wording import near_option, violation_of
+from coordexp.config.wording import near_module, near_option, violation_of
 from coordexp.config.yaml_tree import Document, Tree, read_document
 
-SURELY = 0.9  # how alike two words must be for one to be taken for the other in further checks
+SURELY = 0.85  # how alike two words must be for one to be taken for the other in further checks
 LONG = 25  # keys in a mapping that are too many to list in a message
 
 
@@ -91,7 +91,14 @@ def _where_written(violation: Violation, moves: list[tuple[paths.Path, paths.Pat
 
 def _take_out_unknown(tree: Tree) -> Iterator[Found]:
     """Removes keys the schema does not have. One that is meant for another gives its value to that one."""
-    while unknown := [error for error in _errors(tree) if error["type"] == "extra_forbidden"]:
+    while errors := [e for e in _errors(tree) if e["type"] in ("extra_forbidden", "union_tag_invalid")]:
+        unknown = [error for error in errors if error["type"] == "extra_forbidden"]
+        if not unknown:
+            renamed = [found for error in errors if (found := _rename_module(error, tree))]
+            if not renamed:
+                return
+            yield from renamed
+            continue
         path = _tree_path(unknown[0], tree)
         *parent, key = path
         value = value_at(tree, path[:-1]).pop(key)
@@ -105,6 +112,17 @@ def _take_out_unknown(tree: Tree) -> Iterator[Found]:
             filled = []
         moves = tuple(((*path, *place[len(target) :]), place) for place in filled)
         yield Found(Violation(path, "unknown key", f"did you mean {dotted(target)}?"), moves)
+
+
+def _rename_module(error: Any, tree: Tree) -> Found | None:
+    """A module whose name is nearly right is taken for the one that was meant."""
+    path = _tree_path(error, tree)
+    name = near_module(error, path, tree, SURELY)
+    if name is None:
+        return None
+    violation = violation_of(error, path, tree)
+    value_at(tree, path)["name"] = name
+    return Found(violation)
 
 
 def _wrong_paths(tree: Tree) -> set[paths.Path]:

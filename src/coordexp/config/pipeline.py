@@ -19,8 +19,8 @@ class TokenCEConfig(Section):
         examples=[1.0],
     )
     desc_ce_weight: NonNegativeFloat = Field(
-        description="Weight of cross entropy on `desc` values of the appended tail. 0 masks them.",
-        examples=[0.0],
+        description="Weight of cross entropy on supervised `desc` values. 0 masks them.",
+        examples=[1.0],
     )
     eos_ce_weight: NonNegativeFloat = Field(
         description="Weight of cross entropy on the end-of-turn token: what teaches the model to stop.",
@@ -75,7 +75,7 @@ class ModuleSpec(Section):
         description="Factor on the module's whole contribution to the loss.", examples=[1.0]
     )
     channels: Annotated[tuple[Channel, ...], Field(min_length=1), from_list] = Field(
-        description="Where it runs: A is the ground-truth sequence, B the rollout sequence.", examples=[["B"]]
+        description="Where it runs: A is the ground-truth sequence, B the rollout sequence.", examples=[["A", "B"]]
     )
 
 

@@ -21,6 +21,9 @@ not interpolated. Scalars follow YAML 1.2 (`1e-5` is a number, `no` is a word). 
 twice and values of another type are errors. `coordexp check --config FILE --all` shows every value and where
 it came from.
 
+Paths in a config are relative to the folder a command is run in. Numbers such as D18 are explained in
+[decisions.md](../decisions.md).
+
 For completion and checks in an editor, write the schema with `coordexp config schema --out FILE` and begin a
 config with `# yaml-language-server: $schema=FILE`.
 """
@@ -38,7 +41,7 @@ module: nothing here has a default.
 
 
 def page() -> str:
-    return "\n".join([HEADER, *_sections(), MODULES, *_modules(), *_legacy()])
+    return "\n".join([HEADER, *_sections(), *_servers(), MODULES, *_modules(), *_legacy()])
 
 
 def editor_schema() -> dict[str, Any]:
@@ -122,6 +125,13 @@ def _type(node: Node) -> str:
 
 def _shown(value: Any) -> str:
     return value or '""' if isinstance(value, str) else json.dumps(value)
+
+
+def _servers() -> Iterator[str]:
+    yield "## Each entry of `rollout_matching.vllm.server.servers`\n"
+    yield "| key | type | default | meaning |\n| --- | --- | --- | --- |"
+    yield from (_row(key, node) for key, node in schema.root()["$defs"]["Server"]["properties"].items())
+    yield ""
 
 
 def _modules() -> Iterator[str]:

@@ -269,9 +269,9 @@ def _requests_fit_devices(s: Settings, world: World) -> Iterator[Conflict]:
     if sizes is None:
         return
     if not uses_vllm(s, "server"):
-        yield Conflict(
-            MODE, "there are no servers whose world sizes could be given", "set vllm.mode: server", (BACKEND,)
-        )
+        problem = "this run has no rollout servers whose world sizes could be given"
+        fix = "leave --server-world-sizes out, or set rollout_backend: vllm and vllm.mode: server"
+        yield Conflict(MODE, problem, fix, (BACKEND,))
     elif len(sizes) != len(servers):
         problem = f"{len(servers)} servers, and {len(sizes)} world sizes given"
         yield Conflict(SERVERS, problem, "give one world size for each server", (MODE, BACKEND))

@@ -318,7 +318,7 @@ class TransformersArguments(Section):
     ddp_timeout: int = Field(
         1800, description="The timeout for `torch.distributed.init_process_group` calls (in seconds)."
     )
-    fsdp: str | None = Field(
+    fsdp: bool | str | None = Field(
         None, description="Enable PyTorch Fully Sharded Data Parallel (FSDP) for distributed training."
     )
     fsdp_config: dict[str, Any] | str | None = Field(

@@ -10,7 +10,7 @@ from coordexp.config.paths import Path
 from coordexp.config.schema import Node
 from coordexp.config.violations import Violation
 
-ALIKE = 0.6
+ALIKE = 0.75
 
 
 def violation_of(error: Any, path: Path, tree: Any) -> Violation:
@@ -30,10 +30,22 @@ def violation_of(error: Any, path: Path, tree: Any) -> Violation:
             return Violation(path, f"{found}: {error['ctx']['error']}", _example(path, node))
         case "too_short":
             return Violation(path, "is empty", _example(path, node))
-    problem = f"{found} is not {schema.describe(node)}"
+    problem = f"{found} is not {_shortened(schema.describe(node))}"
     if close := near_option(error, path, tree, ALIKE):
         return Violation(path, problem, f"did you mean {path[-1]}: {close}?")
+    if meant := _meant(error["input"], node):
+        return Violation(path, problem, f"write {path[-1]}: {meant}")
     return Violation(path, problem, _example(path, node))
+
+
+def _meant(value: Any, node: Node) -> str | None:
+    """The number in quotes, or the yes or no, that was surely meant."""
+    kinds = {option.get("type") for option in node.get("anyOf", [node])}
+    text = str(value).lower() if isinstance(value, str | int) else ""
+    if "boolean" in kinds:
+        return {"yes": "true", "on": "true", "1": "true", "no": "false", "off": "false", "0": "false"}.get(text)
+    bare = text.replace("_", "")
+    return bare if kinds & {"integer", "number"} and isinstance(value, str) and bare.isdecimal() else None
 
 
 def near_option(error: Any, path: Path, tree: Any, alike: float) -> str | None:
@@ -44,9 +56,13 @@ def near_option(error: Any, path: Path, tree: Any, alike: float) -> str | None:
     return _near(value, [option for option in _options(node) if isinstance(option, str)], alike)
 
 
+def near_module(error: Any, path: Path, tree: Any, alike: float) -> str | None:
+    return _near(str(error["ctx"]["tag"]), schema.module_names(schema.node_at(path, tree) or {}), alike)
+
+
 def shown(value: Any, path: Path) -> str:
     """As it would be written in YAML, shortened; nothing that may be a secret."""
-    if any(word in str(key).lower() for key in path for word in ("token", "secret", "password")):
+    if path and re.search(r"(^|_)(token|secret|password|key)$", str(path[-1]).lower()):
         return "the value"
     text = json.dumps(value, ensure_ascii=False, default=str)
     return text if len(text) <= 60 else text[:57] + "..."
@@ -61,10 +77,15 @@ def flow(value: Any) -> str:
     return value if isinstance(value, str) and value else json.dumps(value)
 
 
+def _shortened(text: str) -> str:
+    return text if len(text) < 200 else ", ".join(text.split(", ")[:8]) + ", ..."
+
+
 def _near(word: str, options: list[str], alike: float) -> str | None:
     folded = {option.casefold(): option for option in options}
     close = difflib.get_close_matches(word.casefold(), folded, n=1, cutoff=alike)
-    return folded[close[0]] if close else None
+    begun = [option for option in folded if len(word) > 2 and option.startswith(word.casefold())]
+    return folded[(close or begun)[0]] if close or begun else None
 
 
 def _options(node: Node) -> list[Any]:

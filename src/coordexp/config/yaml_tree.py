@@ -104,12 +104,19 @@ class _Reading:
     def _parse(self, path: Path) -> Document:
         name = _shown(path)
         if not path.is_file():
-            return self._refuse((), f"{name}: no such file", "give the path of a YAML file")
+            problem = f"{name} is a folder" if path.is_dir() else f"{name}: no such file"
+            return self._refuse((), problem, "give the path of a YAML file")
         if path.stat().st_size > MAX_BYTES:
             problem = f"{name} has {path.stat().st_size:,} bytes; a config has at most {MAX_BYTES:,}"
             return self._refuse((), problem, "is this the right file?")
         try:
             node = yaml.compose(path.read_text(encoding="utf-8"), Loader=_CoreSchemaLoader)
+        except yaml.MarkedYAMLError as error:
+            mark = error.problem_mark or error.context_mark
+            place = f"{name}:{mark.line + 1}:{mark.column + 1}" if mark else name
+            tab = "\\t" in str(error.problem)
+            fix = "indent with spaces" if tab else "correct the YAML there"
+            return self._refuse((), f"{place} cannot be read: {error.problem or error.context}", fix)
         except (yaml.YAMLError, UnicodeDecodeError, OSError) as error:
             return self._refuse((), f"{name} cannot be read: {error}", "correct the file")
         except RecursionError:

@@ -65,6 +65,7 @@ def start_vllm(folder: Path, *, max_model_len: int = 1024, **settings: Any) -> A
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    os.environ.setdefault("PYTHONWARNINGS", "ignore")  # of the engine's own processes
     from vllm import LLM
 
     defaults: dict[str, Any] = {
