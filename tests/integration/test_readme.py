@@ -3,6 +3,7 @@
 import re
 import shlex
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -29,6 +30,19 @@ def test_every_step_of_the_ladder_works(tmp_path):
         result = subprocess.run(command, capture_output=True, text=True)
         assert result.returncode == 0, f"{step}\n{result.stdout}\n{result.stderr}"
     assert "vLLM and transformers agree on all 16 tokens" in result.stdout
+
+
+def test_the_python_example_prints_what_the_text_says(tmp_path, lively_model):
+    (example,) = blocks("python")
+    (tmp_path / "demo-model").symlink_to(lively_model)
+    run = [sys.executable, "-c", example]
+    result = subprocess.run(run, capture_output=True, text=True, cwd=tmp_path, check=True)
+    roles = [line.split()[-2] for line in result.stdout.splitlines()]
+    targets = [line.split()[-1] for line in result.stdout.splitlines() if "matched_coord" in line]
+    assert targets == ["10", "10", "110", "110"]
+    assert roles.count("tail_coord") == 4
+    assert roles[-1] == "end_of_turn"
+    assert "tail_desc" in roles
 
 
 def test_terminal_blocks_are_what_the_command_prints():

@@ -4,7 +4,7 @@ from typing import Annotated
 
 import typer
 
-from coordexp.cli import check, config, demo, doctor, train
+from coordexp.cli import check, config, demo, doctor, model, train
 
 app = typer.Typer(
     name="coordexp",
@@ -20,6 +20,7 @@ app.command("doctor")(doctor.doctor)
 app.command("train")(train.train)
 app.add_typer(config.app, name="config")
 app.add_typer(demo.app, name="demo")
+app.add_typer(model.app, name="model")
 
 
 def _print_version(wanted: bool) -> None:

@@ -1,7 +1,10 @@
 """What commands print: to a terminal in colour, to a pipe as plain lines that are never wrapped."""
 
+import importlib.util
 from contextlib import AbstractContextManager, nullcontext
+from typing import NoReturn
 
+import typer
 from rich.console import Console
 from rich.text import Text
 
@@ -33,3 +36,15 @@ def progress(message: str) -> AbstractContextManager[object]:
         return err.status(message)
     err.print(message)
     return nullcontext()
+
+
+def need(*packages: str, extra: str) -> None:
+    """Stops unless the packages of an extra are installed."""
+    missing = [name for name in packages if importlib.util.find_spec(name) is None]
+    if missing:
+        stop(f"this command needs {' and '.join(missing)}\n  pip install 'coordexp[{extra}]'")
+
+
+def stop(message: str) -> NoReturn:
+    err.print(message, markup=False, style="red")
+    raise typer.Exit(1)

@@ -1,13 +1,12 @@
 """`coordexp demo`: a tiny model to try everything with, and a first answer from it."""
 
-import importlib.util
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NoReturn
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from coordexp.cli.console import err, out, progress
+from coordexp.cli.console import need, out, progress, stop
 
 if TYPE_CHECKING:
     from coordexp.demo.generate import Answer
@@ -39,16 +38,16 @@ def model(
     ] = 1.0,
 ) -> None:
     """Write a tiny random Qwen3-VL that transformers and vLLM load."""
-    _need("torch", "transformers", extra="train")
+    need("torch", "transformers", extra="train")
     if out_folder.exists() and (not out_folder.is_dir() or any(out_folder.iterdir())):
-        _stop(f"{out_folder} exists and is not an empty folder\n  give another one, or remove it")
+        stop(f"{out_folder} exists and is not an empty folder\n  give another one, or remove it")
     with progress("making the model"):
         from coordexp.demo.model import make_model
 
         try:
             make_model(out_folder, vocabulary.value, tied=tied, seed=seed, spread=spread)
         except (OSError, ModuleNotFoundError) as error:
-            _stop(str(error))
+            stop(str(error))
     out.print(f"wrote {out_folder}")
 
 
@@ -64,11 +63,11 @@ def generate(
     ] = None,
 ) -> None:
     """Answer one image greedily. With vLLM, exits 1 unless it agrees with transformers token for token."""
-    _need("torch", "transformers", extra="train")
+    need("torch", "transformers", extra="train")
     if backend is Backend.vllm:
-        _need("vllm", extra="vllm")
+        need("vllm", extra="vllm")
     if not (model_folder / "config.json").is_file():
-        _stop(f"{model_folder} has no config.json\n  give a model folder, e.g. one made by `coordexp demo model`")
+        stop(f"{model_folder} has no config.json\n  give a model folder, e.g. one made by `coordexp demo model`")
     with progress("loading transformers"):
         from PIL import Image
 
@@ -77,7 +76,7 @@ def generate(
         try:
             picture = drawing() if image is None else Image.open(image).convert("RGB")
         except OSError as error:
-            _stop(f"{image} is not an image: {error}")
+            stop(f"{image} is not an image: {error}")
         (expected,) = with_transformers(model_folder, [picture], tokens)
     _show("transformers", expected)
     if backend is Backend.hf:
@@ -88,21 +87,10 @@ def generate(
         stop_vllm(engine)
     _show("vLLM", answer)
     if answer.prompt_ids != expected.prompt_ids or answer.answer_ids != expected.answer_ids:
-        _stop("vLLM and transformers differ")
+        stop("vLLM and transformers differ")
     out.print(f"vLLM and transformers agree on all {len(answer.answer_ids)} tokens")
 
 
 def _show(name: str, answer: "Answer") -> None:
     out.print(f"{name}: {len(answer.prompt_ids)} prompt tokens, answer {list(answer.answer_ids)}", markup=False)
     out.print(f"  {answer.text!r}", markup=False)
-
-
-def _need(*packages: str, extra: str) -> None:
-    missing = [name for name in packages if importlib.util.find_spec(name) is None]
-    if missing:
-        _stop(f"this command needs {' and '.join(missing)}\n  pip install 'coordexp[{extra}]'")
-
-
-def _stop(message: str) -> NoReturn:
-    err.print(message, markup=False, style="red")
-    raise typer.Exit(1)

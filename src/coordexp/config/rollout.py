@@ -139,10 +139,10 @@ class VLLM(Section):
 class OptimalTransport(Section):
     cost: Literal["l1", "l2"] = Field("l2", description="Ground cost between vertices, in norm1000 space.")
     epsilon: PositiveFloat = Field(
-        0.01, description="Entropic regularisation, relative to the pair's own scale (D18)."
+        0.05, description="Entropic regularisation, relative to the pair's own scale (D18)."
     )
-    max_iterations: PositiveInt = Field(500, description="Sinkhorn iterations at most.")
-    tolerance: PositiveFloat = Field(1e-6, description="Stop when the marginals are met to this error.")
+    max_iterations: PositiveInt = Field(200, description="Sinkhorn iterations at most.")
+    tolerance: PositiveFloat = Field(1e-5, description="Stop when the marginals are met to this error.")
 
 
 class RolloutMatching(Section):

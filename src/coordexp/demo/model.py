@@ -38,16 +38,18 @@ def make_model(
     tied: bool = True,
     seed: int = 0,
     spread: float = 1.0,
+    coords: bool = True,
     size: Size | None = None,
 ) -> Path:
     """Writes model, tokenizer and processor to `folder`, which must be new or empty.
 
     `spread` multiplies every weight matrix. At 1 the model is ready to be trained and, untrained, repeats one
-    token whatever it sees; at 6 its answers vary and depend on the image, which tests of generation need.
+    token whatever it sees; at 6 its answers vary and depend on the image, which tests of generation need. Without
+    `coords` it is a checkpoint as it is before `coordexp model add-coords`.
     """
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise FileExistsError(f"{folder} is not an empty folder\n  give another folder, or remove this one")
-    tokenizer = make_tokenizer(vocabulary)
+    tokenizer = make_tokenizer(vocabulary, coords=coords)
     model = _random_model(_config(tokenizer, size or Size(), tied), seed, spread)
     model.generation_config = GenerationConfig(
         do_sample=False, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id

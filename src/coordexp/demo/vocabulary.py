@@ -17,9 +17,10 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 from transformers import PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import TikTokenConverter
 
+from coordexp.vocab import COORD_TOKENS
+
 Vocabulary = Literal["small", "qwen"]
 
-COORD_TOKENS = tuple(f"<|coord_{bin}|>" for bin in range(1000))
 
 # In Qwen's own order, which gives them Qwen's own ids after its 151,643 ranks.
 SPECIAL_TOKENS = (
@@ -69,11 +70,11 @@ CHAT_TEMPLATE = (
 )
 
 
-def make_tokenizer(vocabulary: Vocabulary) -> PreTrainedTokenizerFast:
+def make_tokenizer(vocabulary: Vocabulary, *, coords: bool = True) -> PreTrainedTokenizerFast:
     core = _train_small() if vocabulary == "small" else _rebuild_qwen()
     added = [*SPECIAL_TOKENS] if vocabulary == "small" else [*SPECIAL_TOKENS, *PLAIN_ADDED_TOKENS]
     core.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIAL_TOKENS])
-    plain = [token for token in added if token not in SPECIAL_TOKENS] + [*COORD_TOKENS]
+    plain = [token for token in added if token not in SPECIAL_TOKENS] + [*(COORD_TOKENS if coords else ())]
     core.add_tokens([AddedToken(token, special=False, normalized=False) for token in plain])
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=core,

@@ -7,7 +7,8 @@ from transformers import AutoConfig, AutoProcessor, AutoTokenizer
 
 from coordexp.demo.generate import drawing, prompt
 from coordexp.demo.model import make_model
-from coordexp.demo.vocabulary import COORD_TOKENS, SPECIAL_TOKENS
+from coordexp.demo.vocabulary import SPECIAL_TOKENS
+from coordexp.vocab import COORD_TOKENS
 
 ANSWER = (
     '{"object_1": {"desc": "red circle", '

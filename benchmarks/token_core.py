@@ -1,0 +1,170 @@
+"""What the token core costs beside the bare engines it stands on, in one run, on the real Qwen vocabulary.
+
+    python benchmarks/token_core.py [--json] [--no-engine]
+
+parse: a multiple of json.loads on the decoded text. match: a multiple of bare pycocotools and scipy on the same
+shapes. total: parse, match and target, as a share of the time vLLM's CPU engine needs for as many tokens on a tiny
+model (time a token measured on 8 sequences of 256 tokens, multiplied). Medians of repeated runs.
+"""
+
+import argparse
+import json
+import random
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import numpy as np
+from pycocotools import mask as rle
+from scipy.optimize import linear_sum_assignment
+from tests.vocabularies import table
+
+from coordexp.config import RolloutMatching
+from coordexp.data import Geometry, TrueObject
+from coordexp.match import match_objects
+from coordexp.parse import parse_rollout
+from coordexp.target import build_segment, serialise
+from coordexp.vocab import VocabularyTable
+
+SETTINGS = RolloutMatching()
+SIZES = (10, 60, 500)
+DESCS = ("red cup", "a man in a blue shirt", "dog", "traffic light", "left-most window of the house")
+
+
+def scene(count: int, vocabulary: VocabularyTable) -> tuple[list[int], str, list[TrueObject]]:
+    """A rollout that finds 90 % of the true objects, a little off."""
+    chooser = random.Random(count)
+    truth, found = [], []
+    for _ in range(count):
+        x, y, w, h = (
+            chooser.randint(0, 880),
+            chooser.randint(0, 880),
+            chooser.randint(20, 110),
+            chooser.randint(20, 110),
+        )
+        desc = chooser.choice(DESCS)
+        truth.append(TrueObject(desc, Geometry("bbox_2d", (x, y, x + w, y + h))))
+        jitter = [min(999, max(0, v + chooser.randint(-3, 3))) for v in (x, y, x + w, y + h)]
+        if chooser.random() < 0.9:
+            found.append(TrueObject(desc, Geometry("bbox_2d", tuple(jitter))))
+    written = serialise(found, after=b"{", first_index=1, order="desc_first", table=vocabulary)
+    text = "{" + written.text.decode()
+    return [*vocabulary.encode(text.encode()), vocabulary.end_of_turn], text, truth
+
+
+def medians_us(calls: dict[str, Callable[[], Any]], seconds: float = 3.0) -> dict[str, float]:
+    """Medians of calls made in turn, so that what else the machine does falls on all of them alike."""
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    end = time.perf_counter() + seconds
+    while time.perf_counter() < end or len(times[next(iter(calls))]) < 7:
+        for name, call in calls.items():
+            start = time.perf_counter()
+            call()
+            times[name].append(time.perf_counter() - start)
+    return {name: statistics.median(each) * 1e6 for name, each in times.items()}
+
+
+def bare_match(predicted: list[Geometry], true: list[Geometry]) -> None:
+    scale = SETTINGS.maskiou_resolution / 1000
+    size = SETTINGS.maskiou_resolution
+    rings = [
+        [
+            [x1 * scale, y1 * scale, x2 * scale, y1 * scale, x2 * scale, y2 * scale, x1 * scale, y2 * scale]
+            for x1, y1, x2, y2 in boxes
+        ]
+        for boxes in ([g.bins for g in predicted], [g.bins for g in true])
+    ]
+    left, right = (rle.frPyObjects(each, size, size) for each in rings)
+    iou = np.asarray(rle.iou(left, right, [0] * len(right)))
+    linear_sum_assignment(np.where(iou >= SETTINGS.maskiou_gate, -1.0 - iou, 0.0))
+
+
+def measure(count: int, vocabulary: VocabularyTable) -> dict[str, float]:
+    ids, text, truth = scene(count, vocabulary)
+    shapes = [found.geometry for found in truth]
+
+    def whole() -> None:
+        parsed = parse_rollout(ids, vocabulary)
+        match = match_objects([found.geometry for found in parsed.valid], shapes, SETTINGS)
+        build_segment((1, 2, 3), parsed, match, truth, table=vocabulary, order="desc_first", settings=SETTINGS)
+
+    predicted = [found.geometry for found in parse_rollout(ids, vocabulary).valid]
+    tokenizer = vocabulary.tokenizer
+    parsing = {
+        "json_us": lambda: json.loads(text),
+        "decode_us": lambda: tokenizer.decode(ids, skip_special_tokens=False),
+        "parse_us": lambda: parse_rollout(ids, vocabulary),
+    }
+    matching = {
+        "bare_us": lambda: bare_match(predicted, shapes),
+        "match_us": lambda: match_objects(predicted, shapes, SETTINGS),
+        "bare_assign_us": lambda: linear_sum_assignment(costs),
+        "total_us": whole,
+    }
+    costs = np.random.default_rng(0).random((count, count))
+    return {"objects": count, "tokens": len(ids), **medians_us(parsing), **medians_us(matching)}
+
+
+def engine_us_per_token() -> float:
+    """Time per generated token of vLLM's CPU engine on the tiny model with the real vocabulary."""
+    from coordexp.demo.generate import drawing, prompt, start_vllm, stop_vllm
+    from coordexp.demo.model import make_model
+
+    with tempfile.TemporaryDirectory() as folder:
+        model = make_model(Path(folder) / "m", "qwen", spread=6.0)
+        from transformers import AutoProcessor
+        from vllm import SamplingParams
+
+        question = prompt(AutoProcessor.from_pretrained(model))
+        engine = start_vllm(model)
+        requests = [{"prompt": question, "multi_modal_data": {"image": drawing(seed)}} for seed in range(8)]
+        greedy = SamplingParams(temperature=0.0, max_tokens=256, ignore_eos=True)
+        engine.generate(requests, greedy, use_tqdm=False)
+        start = time.perf_counter()
+        outputs = engine.generate(requests, greedy, use_tqdm=False)
+        spent = time.perf_counter() - start
+        stop_vllm(engine)
+    return spent * 1e6 / sum(len(output.outputs[0].token_ids) for output in outputs)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--no-engine", action="store_true", help="leave out the share of generation time")
+    options = parser.parse_args()
+    rows = [measure(count, table("qwen")) for count in SIZES]
+    per_token = None if options.no_engine else engine_us_per_token()
+    results: dict[str, dict[str, Any]] = {}
+    for row in rows:
+        name = f"{row['objects']} objects"
+        results[f"parse / json.loads, {name}"] = _goal(row["parse_us"] / row["json_us"], 5.0)
+        results[f"match / bare, {name}"] = _goal(row["match_us"] / row["bare_us"], 1.5)
+        if per_token:
+            results[f"total / generation, {name}"] = _goal(row["total_us"] / (per_token * row["tokens"]), 0.01)
+    small, large = rows[1], rows[2]
+    growth = (large["total_us"] - large["bare_assign_us"]) / (small["total_us"] - small["bare_assign_us"])
+    results["growth 60 to 500 objects without the assignment, per object"] = _goal(growth / (500 / 60), 1.2)
+    if options.json:
+        print(json.dumps(results, indent=2))
+        return
+    for row in rows:
+        print("  ".join(f"{key} {value:,.0f}" for key, value in row.items()))
+    if per_token:
+        print(f"vLLM on this CPU: {per_token:,.0f} us a token")
+    for name, result in results.items():
+        verdict = "ok" if result["ok"] else "not reached"
+        print(f"{name:<62} {result['value']:>8.4g}  goal <= {result['goal']:<5g} {verdict}")
+
+
+def _goal(value: float, goal: float) -> dict[str, Any]:
+    return {"value": round(value, 5), "goal": goal, "ok": value <= goal}
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,168 @@
+"""One entry of an answer, `"object_1": {...}`: what it says, or why it cannot be used.
+
+An entry written as the project writes it is taken by one regular expression (`CANONICAL`); `any_entry` reads
+whatever else is sound JSON. For text that both accept they give the same result.
+"""
+
+import re
+from enum import StrEnum
+from typing import NamedTuple
+
+from coordexp.data import Geometry, degenerate
+from coordexp.parse.json_text import COORD, Value, expect, read_string, read_value, string_content
+from coordexp.vocab.table import COORD_BASE
+
+
+class Reason(StrEnum):
+    """Why an object is not used."""
+
+    truncated = "truncated"  # the answer ends inside of it
+    syntax = "syntax"  # not JSON: it and all that follows is cut off
+    placeholder = "placeholder"  # holds an image or video token, which no training sequence may: cut off
+    bad_key = "bad_key"  # not object_N
+    repeated_key = "repeated_key"
+    not_a_mapping = "not_a_mapping"
+    unexpected_key = "unexpected_key"
+    repeated_field = "repeated_field"
+    missing_desc = "missing_desc"  # absent, or not a string
+    empty_desc = "empty_desc"
+    missing_geometry = "missing_geometry"
+    two_geometries = "two_geometries"
+    bad_geometry = "bad_geometry"  # not a flat list of coordinates
+    wrong_count = "wrong_count"
+    degenerate = "degenerate"  # inverted, or without area
+    stray_coord = "stray_coord"  # a coordinate token outside of the geometry
+    ambiguous = "ambiguous"  # coordinates spelled in ordinary tokens: there is no position to supervise
+
+
+class PredictedObject(NamedTuple):
+    """`coord_indices` are positions in the rollout's ids, in the order of `geometry.bins`; none when not valid."""
+
+    key: str
+    number: int | None  # N of object_N
+    desc: str | None
+    geometry: Geometry | None
+    coord_indices: tuple[int, ...]
+    reason: Reason | None
+
+    @property
+    def valid(self) -> bool:
+        return self.reason is None
+
+
+class Coords(NamedTuple):
+    """The coordinate tokens of a rollout: where they stand, and their bins."""
+
+    indices: list[int]
+    bins: list[int]
+
+
+class Entry(NamedTuple):
+    """`end` is behind the value; `coords` counts all coordinate tokens inside."""
+
+    found: PredictedObject
+    desc_span: tuple[int, int] | None
+    is_mapping: bool
+    coords: int
+    end: int
+
+
+_INDEXED = re.compile(r"object_([0-9]{1,18})")
+_COORDS = re.compile(COORD)
+_SPELLED = re.compile(r"<\|coord_[0-9]{1,3}\|>")
+
+_DESC = r'"desc": "([ !#-\[\]-~]*[!#-\[\]-~])"'
+_LIST = rf'"(bbox_2d|poly)": \["({COORD}(?:", "{COORD})*+)"\]'
+CANONICAL = re.compile(rf'"(object_([0-9]{{1,18}}))": \{{(?:{_DESC}, {_LIST}|{_LIST}, {_DESC})\}}(, (?="))?')
+
+
+def canonical_entry(match: re.Match[str], coords: Coords, passed: int) -> Entry:
+    """What a match of CANONICAL says, with `passed` coordinates before it.
+
+    Nearly every entry of a trained model comes here, hence `tuple.__new__`: it makes the same named tuples without
+    the call in between, which would be a third of the time.
+    """
+    key, digits, desc, kind, array, kind_first, array_first, desc_last, more = match.groups()
+    if desc is None:
+        desc, kind, array, span = desc_last, kind_first, array_first, match.span(8)
+    else:
+        span = match.span(3)
+    count = len(array) // 5 + 1
+    bins = tuple(coords.bins[passed : passed + count])
+    geometry, reason = _checked(kind, bins)
+    indices = tuple(coords.indices[passed : passed + count]) if reason is None else ()
+    found = _new(PredictedObject, (key, int(digits), desc, geometry, indices, reason))
+    return _new(Entry, (found, span, True, count, match.end() - 2 if more else match.end()))
+
+
+_new = tuple.__new__
+
+
+def any_entry(text: str, position: int, coords: Coords, passed: int) -> Entry:
+    """Whatever stands at `position`; raises `Broken` where the text stops being JSON."""
+    key_value = read_string(text, expect(text, position, '"'))
+    value = read_value(text, expect(text, key_value.end, ":") + 1)
+    key = string_content(text, key_value)
+    indexed = _INDEXED.fullmatch(key)
+    fields = [(string_content(text, name), field) for name, field in value.fields]
+    desc_value = next((field for name, field in fields if name == "desc" and field.kind == "string"), None)
+    desc = None if desc_value is None else string_content(text, desc_value)
+    count = len(_COORDS.findall(text, position, value.end))
+    geometry, reason = _content(text, value, fields, desc, count)
+    if indexed is None:
+        geometry, reason = None, Reason.bad_key
+    indices = tuple(coords.indices[passed : passed + count]) if geometry else ()
+    number = int(indexed[1]) if indexed else None
+    desc_span = None if desc_value is None else (desc_value.start + 1, desc_value.end - 1)
+    found = PredictedObject(key, number, desc, geometry, indices, reason)
+    return Entry(found, desc_span, value.kind == "object", count, value.end)
+
+
+def _content(
+    text: str, value: Value, fields: list[tuple[str, Value]], desc: str | None, coords: int
+) -> tuple[Geometry | None, Reason | None]:
+    """The geometry of a sound object, or the first rule it breaks."""
+    names = [name for name, _ in fields]
+    geometries = [(name, field) for name, field in fields if name in ("bbox_2d", "poly")]
+    if value.kind != "object":
+        return None, Reason.not_a_mapping
+    if len(set(names)) < len(names):
+        return None, Reason.repeated_field
+    if not {"desc", "bbox_2d", "poly"}.issuperset(names):
+        return None, Reason.unexpected_key
+    if len(geometries) != 1:
+        return None, Reason.two_geometries if geometries else Reason.missing_geometry
+    if desc is None or not desc.strip():
+        return None, Reason.missing_desc if desc is None else Reason.empty_desc
+    ((kind, array),) = geometries
+    bins, reason = _bins(text, array)
+    if reason is None and coords != len(bins):
+        reason = Reason.stray_coord
+    return (None, reason) if reason else _checked(kind, bins)
+
+
+def _bins(text: str, array: Value) -> tuple[tuple[int, ...], Reason | None]:
+    if array.kind != "array":
+        return (), Reason.bad_geometry
+    bins: list[int] = []
+    spelled = False
+    for item in array.items:
+        inner = text[item.start : item.end].strip('"')
+        if item.kind in ("coord", "string") and _COORDS.fullmatch(inner):
+            bins.append(ord(inner) - COORD_BASE)
+        elif item.kind == "string" and _SPELLED.fullmatch(string_content(text, item)):
+            spelled = True
+        else:
+            return (), Reason.bad_geometry
+    return tuple(bins), Reason.ambiguous if spelled else None
+
+
+def _checked(kind: str, bins: tuple[int, ...]) -> tuple[Geometry | None, Reason | None]:
+    if kind == "bbox_2d":
+        if len(bins) != 4:
+            return None, Reason.wrong_count
+        sound = bins[0] < bins[2] and bins[1] < bins[3]
+        return (_new(Geometry, ("bbox_2d", bins)), None) if sound else (None, Reason.degenerate)
+    if len(bins) < 6 or len(bins) % 2:
+        return None, Reason.wrong_count
+    return (None, Reason.degenerate) if degenerate("poly", bins) else (Geometry("poly", bins), None)

@@ -1,0 +1,139 @@
+"""A strict JSON reader over symbol text (see `vocab.table`), which keeps positions and knows coordinates.
+
+It accepts what RFC 8259 accepts in UTF-8, plus a bare coordinate where a value may stand. A string must be valid
+UTF-8 without raw control characters, bad escapes or lone surrogates. Numbers of more than 1,000 characters and
+nesting deeper than 64 count as errors, as the RFC allows: every JSON reader must be able to read what is kept.
+"""
+
+import json
+import re
+from dataclasses import dataclass
+from typing import Any
+
+from coordexp.vocab.table import COORD_BASE
+
+MAX_DEPTH = 64
+
+COORD = f"[{chr(COORD_BASE)}-{chr(COORD_BASE + 999)}]"
+SPACE = re.compile(r"[ \t\n\r]*")
+_NUMBER = re.compile(r"-?(?:0|[1-9][0-9]{0,500})(?:\.[0-9]{1,250})?(?:[eE][+-]?[0-9]{1,200})?(?![0-9.eE+-])")
+_LITERAL = re.compile(r"true|false|null")
+_HEX = "[0-9a-fA-F]"
+_WIDE = (  # a character of several bytes, by RFC 3629
+    r"[\xc2-\xdf][\x80-\xbf]"
+    r"|\xe0[\xa0-\xbf][\x80-\xbf]|[\xe1-\xec\xee\xef][\x80-\xbf]{2}|\xed[\x80-\x9f][\x80-\xbf]"
+    r"|\xf0[\x90-\xbf][\x80-\xbf]{2}|[\xf1-\xf3][\x80-\xbf]{3}|\xf4[\x80-\x8f][\x80-\xbf]{2}"
+)
+_ESCAPE = (
+    r'\\["\\/bfnrt]'
+    rf"|\\u(?:[0-9a-cefA-CEF]{_HEX}{{3}}|[dD][0-7]{_HEX}{{2}}"
+    rf"|[dD][89abAB]{_HEX}{{2}}\\u[dD][c-fC-F]{_HEX}{{2}})"
+)
+# Possessive: what is inside of a string can be read in one way only, so there is nothing to go back for.
+_INSIDE = rf"(?:[ !#-\[\]-\x7f]++|{_WIDE}|{_ESCAPE}|{COORD})*+"
+_STRING = re.compile(rf'"{_INSIDE}"')
+_CUT_STRING = re.compile(
+    rf'"{_INSIDE}'
+    rf"(?:\\u?{_HEX}{{0,3}}|\\u{_HEX}{{4}}\\?u?{_HEX}{{0,3}}|[\xc2-\xf4][\x80-\xbf]{{0,2}})?\Z"
+)
+_COORD = re.compile(COORD)
+
+
+class Broken(Exception):
+    """The text is not JSON at `position`; `at_end` when it only stops too early."""
+
+    def __init__(self, position: int, at_end: bool) -> None:
+        super().__init__(position, at_end)
+        self.position = position
+        self.at_end = at_end
+
+
+@dataclass(slots=True)
+class Value:
+    """`kind` is string, coord, number, literal, array or object; `start` and `end` bound its text."""
+
+    kind: str
+    start: int
+    end: int
+    items: list["Value"]
+    fields: list[tuple["Value", "Value"]]
+
+
+def read_value(text: str, position: int, depth: int = 0) -> Value:
+    """The value that starts at or after `position`."""
+    position = skip_space(text, position)
+    head = text[position : position + 1]
+    if head in ("{", "["):
+        if depth >= MAX_DEPTH:
+            raise Broken(position, at_end=False)
+        return (_read_object if head == "{" else _read_array)(text, position, depth)
+    if head == '"':
+        return read_string(text, position)
+    for kind, pattern in (("coord", _COORD), ("number", _NUMBER), ("literal", _LITERAL)):
+        if match := pattern.match(text, position):
+            return Value(kind, position, match.end(), [], [])
+    raise Broken(position, at_end=position == len(text))
+
+
+def read_string(text: str, position: int) -> Value:
+    match = _STRING.match(text, position)
+    if match is None:
+        raise Broken(position, at_end=_is_cut_string(text, position))
+    return Value("string", position, match.end(), [], [])
+
+
+def string_content(text: str, value: Value) -> str:
+    """The characters that a string means: escapes and UTF-8 decoded, coordinates as their token text."""
+    raw = text[value.start + 1 : value.end - 1]
+    if _COORD.search(raw):
+        raw = _COORD.sub(lambda match: f"<|coord_{ord(match.group()) - COORD_BASE}|>", raw)
+    decoded = raw.encode("latin-1").decode("utf-8")
+    content: Any = json.loads(f'"{decoded}"') if "\\" in decoded else decoded
+    return str(content)
+
+
+def skip_space(text: str, position: int) -> int:
+    match = SPACE.match(text, position)
+    assert match is not None
+    return match.end()
+
+
+def expect(text: str, position: int, characters: str) -> int:
+    """The position of the next character after space, which must be one of `characters`."""
+    position = skip_space(text, position)
+    if text[position : position + 1] and text[position] in characters:
+        return position
+    raise Broken(position, at_end=position == len(text))
+
+
+def _read_array(text: str, start: int, depth: int) -> Value:
+    items: list[Value] = []
+    position = skip_space(text, start + 1)
+    if text[position : position + 1] == "]":
+        return Value("array", start, position + 1, items, [])
+    while True:
+        items.append(read_value(text, position, depth + 1))
+        position = expect(text, items[-1].end, ",]")
+        if text[position] == "]":
+            return Value("array", start, position + 1, items, [])
+        position += 1
+
+
+def _read_object(text: str, start: int, depth: int) -> Value:
+    fields: list[tuple[Value, Value]] = []
+    position = skip_space(text, start + 1)
+    if text[position : position + 1] == "}":
+        return Value("object", start, position + 1, [], fields)
+    while True:
+        key = read_string(text, expect(text, position, '"'))
+        value = read_value(text, expect(text, key.end, ":") + 1, depth + 1)
+        fields.append((key, value))
+        position = expect(text, value.end, ",}")
+        if text[position] == "}":
+            return Value("object", start, position + 1, [], fields)
+        position += 1
+
+
+def _is_cut_string(text: str, position: int) -> bool:
+    """Whether the text ends inside of a string that has been sound so far."""
+    return _CUT_STRING.match(text, position) is not None

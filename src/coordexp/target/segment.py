@@ -1,0 +1,154 @@
+"""The one sequence that a sample is trained on, with a role for every token (R19, R29).
+
+    prompt | kept prefix of the rollout | what was missed, and the closing brace | end of turn
+
+Ids of the prefix are the rollout's own. Where the cut fell inside of a token, what is kept of it is encoded
+together with the continuation, so that `}}` followed by another object becomes `},`, as the model would have
+written it, and the model is taught to go on where it stopped. Stage 1 is the same with an empty rollout.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+
+import numpy as np
+from numpy.typing import NDArray
+
+from coordexp.config.rollout import RolloutMatching
+from coordexp.data import TrueObject
+from coordexp.match import MatchResult, coord_targets
+from coordexp.parse import ParsedRollout
+from coordexp.target.serialise import FieldOrder, Fragment, serialise
+from coordexp.vocab.table import VocabularyTable
+
+
+class Role(IntEnum):
+    prompt = 0
+    masked_prefix = 1
+    matched_coord = 2
+    tail_structure = 3
+    tail_desc = 4
+    tail_coord = 5
+    end_of_turn = 6
+
+
+class Kind(IntEnum):
+    """What a token of the answer is, supervised or not: the loss terms are normalised by these counts (D19)."""
+
+    none = 0
+    structure = 1
+    desc = 2
+    coord = 3
+    end_of_turn = 4
+
+
+@dataclass(frozen=True, eq=False)
+class Segment:
+    """Streams with one value per token. `coord_targets` is NaN and `weights` 0 where nothing is supervised."""
+
+    ids: NDArray[np.int64]
+    roles: NDArray[np.int8]
+    kinds: NDArray[np.int8]
+    coord_targets: NDArray[np.float32]
+    weights: NDArray[np.float32]
+    prompt_length: int
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+
+def build_segment(
+    prompt_ids: Sequence[int],
+    parsed: ParsedRollout,
+    match: MatchResult,
+    truth: Sequence[TrueObject],
+    *,
+    table: VocabularyTable,
+    order: FieldOrder,
+    settings: RolloutMatching,
+) -> Segment:
+    """The segment of one sample. `match` pairs `parsed.valid` with `truth`."""
+    missed = [truth[j] for j in match.missed]
+    kept_text = table.bytes_of(parsed.prefix_ids[-4:]) + parsed.remainder
+    fragment = serialise(missed, after=kept_text, first_index=parsed.highest_number + 1, order=order, table=table)
+    tail = table.encode(parsed.remainder + fragment.text)
+    start = len(prompt_ids)
+    tail_start = start + len(parsed.prefix_ids)
+    ids = np.array([*prompt_ids, *parsed.prefix_ids, *tail, table.end_of_turn], dtype=np.int64)
+    roles = np.zeros(len(ids), dtype=np.int8)
+    kinds = np.zeros(len(ids), dtype=np.int8)
+    targets = np.full(len(ids), np.nan, dtype=np.float32)
+
+    roles[start:tail_start] = Role.masked_prefix
+    kinds[start:tail_start] = _prefix_kinds(parsed, table)
+    for where, bins in _matched_targets(parsed, match, truth, settings):
+        _check_inside(where, len(parsed.prefix_ids))
+        roles[start + where] = Role.matched_coord
+        targets[start + where] = bins
+
+    tail_kinds = _tail_kinds(tail, fragment, len(parsed.remainder), table)
+    kinds[tail_start:-1] = tail_kinds
+    roles[tail_start:-1] = _TAIL_ROLE[tail_kinds]
+    targets[tail_start:-1][tail_kinds == Kind.coord] = fragment.bins
+    roles[-1], kinds[-1] = Role.end_of_turn, Kind.end_of_turn
+    weights = (roles >= Role.matched_coord).astype(np.float32)
+    return Segment(ids, roles, kinds, targets, weights, start)
+
+
+_TAIL_ROLE = np.zeros(len(Kind), dtype=np.int8)
+_TAIL_ROLE[[Kind.structure, Kind.desc, Kind.coord]] = [Role.tail_structure, Role.tail_desc, Role.tail_coord]
+
+
+def _matched_targets(
+    parsed: ParsedRollout, match: MatchResult, truth: Sequence[TrueObject], settings: RolloutMatching
+) -> list[tuple[NDArray[np.intp], tuple[float, ...]]]:
+    """For each matched pair, the positions of its coordinates in the rollout and their targets."""
+    predicted = parsed.valid
+    shapes = []
+    for i, j in match.pairs:
+        shape = predicted[i].geometry
+        assert shape is not None, "a valid object has a geometry"
+        shapes.append((shape, truth[j].geometry))
+    bins = coord_targets(shapes, settings.optimal_transport)
+    where = [np.array(predicted[i].coord_indices, dtype=np.intp) for i, _ in match.pairs]
+    return list(zip(where, bins, strict=True))
+
+
+def _check_inside(where: NDArray[np.intp], length: int) -> None:
+    if len(where) and not 0 <= where.min() <= where.max() < length:
+        raise ValueError(
+            f"supervised coordinate positions {where.tolist()} leave the kept prefix of {length} tokens: "
+            "the rollout and its parse do not belong together"
+        )
+
+
+def _prefix_kinds(parsed: ParsedRollout, table: VocabularyTable) -> NDArray[np.int8]:
+    symbols = table.symbols
+    ends = np.cumsum([len(symbols[id]) for id in parsed.prefix_ids], dtype=np.int64)
+    ids = np.array(parsed.prefix_ids, dtype=np.int64)
+    return _kinds(ids, ends, parsed.desc_spans, table)
+
+
+def _tail_kinds(tail: Sequence[int], fragment: Fragment, offset: int, table: VocabularyTable) -> NDArray[np.int8]:
+    ends = np.cumsum([len(table.pieces[id]) for id in tail], dtype=np.int64)
+    spans = [(start + offset, end + offset) for start, end in fragment.desc_spans]
+    return _kinds(np.array(tail, dtype=np.int64), ends, spans, table)
+
+
+def _kinds(
+    ids: NDArray[np.int64],
+    ends: NDArray[np.int64],
+    desc_spans: Sequence[tuple[int, int]],
+    table: VocabularyTable,
+) -> NDArray[np.int8]:
+    """Coordinates by their ids, desc by lying wholly inside of a desc value, everything else is structure."""
+    kinds = np.full(len(ids), Kind.structure, dtype=np.int8)
+    if desc_spans:
+        spans = np.array(desc_spans, dtype=np.int64)
+        starts = np.concatenate(([0], ends[:-1]))
+        nearest = np.searchsorted(spans[:, 0], starts, side="right") - 1
+        inside = (nearest >= 0) & (starts < ends) & (ends <= spans[nearest, 1])
+        kinds[inside] = Kind.desc
+    first = table.first_coord
+    kinds[(ids >= first) & (ids < first + 1000)] = Kind.coord
+    return kinds

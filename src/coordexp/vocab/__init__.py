@@ -1,0 +1,5 @@
+"""What each token id is: bytes, a coordinate, a stop. `expand` adds coordinate tokens to a checkpoint."""
+
+from coordexp.vocab.table import COORD_TOKENS, VocabularyError, VocabularyTable
+
+__all__ = ["COORD_TOKENS", "VocabularyError", "VocabularyTable"]

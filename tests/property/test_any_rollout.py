@@ -1,0 +1,77 @@
+"""Whatever a model writes, on any byte-level vocabulary, the core answers and its answer can be trained on."""
+
+import json
+import random
+import re
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import coordexp.parse.rollout
+from coordexp.parse import Reason, parse_rollout
+from tests.rollouts import check_rollout, random_rollout, random_truth
+from tests.vocabularies import encode, table
+
+VOCABULARIES = ["qwen", "small", *(f"random-{seed}" for seed in range(30))]
+
+seeds = st.integers(0, 2**64 - 1)
+
+
+@settings(max_examples=1500, deadline=None)
+@given(st.sampled_from(VOCABULARIES), seeds, st.sampled_from(["desc_first", "geometry_first"]))
+def test_every_rollout_gives_an_answer_that_can_be_trained_on(vocabulary, seed, order):
+    chooser = random.Random(seed)
+    truth = random_truth(chooser)
+    check_rollout(random_rollout(chooser, truth, table(vocabulary)), truth, table(vocabulary), order)
+
+
+@settings(max_examples=400, deadline=None)
+@given(st.sampled_from(VOCABULARIES), st.binary(max_size=60))
+def test_any_bytes_at_all(vocabulary, soup):
+    ids = [table(vocabulary).byte_ids[byte] for byte in b"{" + soup]
+    check_rollout(ids, [], table(vocabulary))
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.sampled_from(VOCABULARIES), seeds)
+def test_the_quick_reading_of_entries_is_the_full_one(vocabulary, seed):
+    chooser = random.Random(seed)
+    ids = random_rollout(chooser, random_truth(chooser), table(vocabulary))
+    quick = parse_rollout(ids, table(vocabulary))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(coordexp.parse.rollout, "CANONICAL", re.compile("(?!)"))
+        assert parse_rollout(ids, table(vocabulary)) == quick
+
+
+values = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
+    max_leaves=8,
+)
+GOOD = '{"desc": "dog", "bbox_2d": ["<|coord_1|>", "<|coord_2|>", "<|coord_30|>", "<|coord_40|>"]}'
+
+
+def _answer(bodies):
+    return "{" + ", ".join(f'"object_{n + 1}": {body}' for n, body in enumerate(bodies)) + "}"
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.sampled_from(["qwen", "small"]), values, st.integers(0, 2), st.booleans())
+def test_a_schema_invalid_entry_changes_nothing_about_its_neighbours(vocabulary, value, place, escape):
+    bodies = [GOOD] * 3
+    bodies[place] = json.dumps(value, ensure_ascii=escape)
+    if re.search("[\ud800-\udfff]", bodies[place]) or "\\ud" in bodies[place]:
+        return  # half a character is a syntax break, not a schema break
+    parsed, sound = (
+        parse_rollout(encode(_answer(each), table(vocabulary)), table(vocabulary)) for each in (bodies, [GOOD] * 3)
+    )
+    assert len(parsed.objects) == 3
+    assert parsed.objects[place].reason not in (None, Reason.syntax, Reason.truncated)
+    for n in {0, 1, 2} - {place}:
+        assert parsed.objects[n]._replace(coord_indices=()) == sound.objects[n]._replace(coord_indices=())
+        assert len(parsed.objects[n].coord_indices) == 4

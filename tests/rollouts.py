@@ -1,0 +1,198 @@
+"""Rollouts as models write them and as they break them, and what must hold for every one.
+
+Used by the property tests and, for a longer run, by benchmarks/fuzz_core.py.
+"""
+
+import json
+import random
+import re
+import unicodedata
+from typing import Any
+
+import numpy as np
+
+from coordexp.config import RolloutMatching
+from coordexp.data import Geometry, TrueObject, degenerate
+from coordexp.match import match_objects
+from coordexp.parse import ParsedRollout, Reason, parse_rollout
+from coordexp.target import Role, Segment, build_segment
+from coordexp.vocab.table import COORD_BASE, VocabularyTable
+
+SETTINGS = RolloutMatching()
+PROMPT = (11, 12, 13)
+DESCS = (
+    "red cup",
+    "dog",
+    'a "quoted" b\\s',
+    "猫 🙂",
+    "e\u0301",
+    "}}]},{",
+    "object_3",
+    "a\nb",
+    "<|im_end|>",
+    "x" * 40,
+)
+SNIPPETS = (
+    *(
+        "{",
+        "}",
+        "[",
+        "]",
+        '"',
+        ",",
+        ":",
+        "\\",
+        "\\u",
+        "\\ud800",
+        "\\ud83d\\ude42",
+        " ",
+        "\n",
+        "}}",
+        "]},",
+        '"]',
+        '{"',
+    ),
+    *('": {"', "true", "null", "NaN", "1e5", "-0", "01", "0" * 30, '"object_7": 3, ', '"object_007": {}, '),
+    *('"object_-1": {}, ', '"object_1": {"desc": "again"}, ', "Sure! ", "```json\n", "é", "🙂", "\x00", "\x1f"),
+    *("\x7f", "[" * 70 + "]" * 70, '{"a": {"b": [1, {"c": "d"}]}}', "object_", '"desc": ', '"poly": ['),
+    *('"bbox_2d": [', "9" * 1500, "// c"),
+)
+
+
+def random_shape(chooser: random.Random) -> Geometry:
+    while True:
+        if chooser.random() < 0.6:
+            (x1, x2), (y1, y2) = (sorted(chooser.sample(range(1000), 2)) for _ in range(2))
+            return Geometry("bbox_2d", (x1, y1, x2, y2))
+        bins = tuple(chooser.randrange(1000) for _ in range(2 * chooser.randint(3, 7)))
+        if not degenerate("poly", bins):
+            return Geometry("poly", bins)
+
+
+def random_truth(chooser: random.Random) -> list[TrueObject]:
+    return [TrueObject(chooser.choice(DESCS), random_shape(chooser)) for _ in range(chooser.randint(0, 4))]
+
+
+def random_rollout(chooser: random.Random, truth: list[TrueObject], table: VocabularyTable) -> list[int]:
+    """Byte soup, or a valid answer, mutated in its text and then in its tokens."""
+    if chooser.random() < 0.1:
+        return [chooser.randrange(len(table.pieces) + 3) for _ in range(chooser.randint(0, 30))]
+    if chooser.random() < 0.1:
+        return [
+            table.byte_ids[chooser.choice(b'{}[]":,\\ aou_1\xc3\xa9\xff')] for _ in range(chooser.randint(0, 40))
+        ]
+    text = _random_answer(chooser, truth)
+    for _ in range(chooser.choice((0, 0, 1, 1, 2, 3))):
+        at, length = chooser.randrange(len(text) + 1), chooser.choice((0, 0, 1, 3))
+        text = text[:at] + chooser.choice((*SNIPPETS, text[at : at + 20])) + text[at + length :]
+    ids = table.tokenizer.encode(text, add_special_tokens=False).ids
+    for _ in range(chooser.choice((0, 0, 1, 1, 2, 4))):
+        ids = _mutated(chooser, ids, table)
+    return ids
+
+
+def check_rollout(
+    ids: list[int], truth: list[TrueObject], table: VocabularyTable, order: Any = "desc_first"
+) -> None:
+    parsed = parse_rollout(ids, table)
+    valid = parsed.valid
+    match = match_objects([found.geometry for found in valid], [found.geometry for found in truth], SETTINGS)
+    segment = build_segment(PROMPT, parsed, match, truth, table=table, order=order, settings=SETTINGS)
+    _ids_are_kept(ids, parsed, segment, table)
+    _is_strict_json(segment, table)
+    _reads_back(parsed, [truth[j] for j in match.missed], segment, table)
+    _supervision_is_in_place(parsed, segment, match.pairs, table)
+
+
+def _random_answer(chooser: random.Random, truth: list[TrueObject]) -> str:
+    entries = []
+    for number in range(1, chooser.randint(0, 5) + 1):
+        near = chooser.choice(truth).geometry if truth and chooser.random() < 0.6 else random_shape(chooser)
+        mark = '"' if chooser.random() < 0.8 else ""
+        coords = ", ".join(f"{mark}<|coord_{bin}|>{mark}" for bin in near.bins)
+        fields = [f'"desc": {json.dumps(chooser.choice(DESCS), ensure_ascii=False)}', f'"{near.kind}": [{coords}]']
+        if chooser.random() < 0.3:
+            fields.reverse()
+        entries.append(f'"object_{number}": {{{", ".join(fields)}}}')
+    return "{" + ", ".join(entries) + "}"
+
+
+def _mutated(chooser: random.Random, ids: list[int], table: VocabularyTable) -> list[int]:
+    if not ids:
+        return ids
+    at, other = chooser.randrange(len(ids)), chooser.randrange(len(ids))
+    match chooser.randrange(7):
+        case 0:
+            return ids[:at] + ids[at + 1 :]
+        case 1:
+            return [*ids[:at], ids[at], *ids[at:]]
+        case 2:
+            ids = list(ids)
+            ids[at], ids[other] = ids[other], ids[at]
+            return ids
+        case 3:
+            return ids[:at]
+        case 4:
+            return [*ids[:at], chooser.randrange(len(table.pieces) + 2), *ids[at:]]
+        case 5:
+            return [*ids[:at], table.first_coord + chooser.randrange(1000), *ids[at:]]
+    return [*ids[:at], table.end_of_turn, *ids[at:]]
+
+
+def _ids_are_kept(ids: list[int], parsed: ParsedRollout, segment: Segment, table: VocabularyTable) -> None:
+    count = len(parsed.prefix_ids)
+    assert list(parsed.prefix_ids) == ids[:count]
+    assert segment.ids[len(PROMPT) : len(PROMPT) + count].tolist() == ids[:count]
+    if not parsed.fallback:
+        following = ids[count : count + 1]
+        assert table.bytes_of([id for id in following if id < len(table.pieces)]).startswith(parsed.remainder)
+    assert (table.bytes_of(parsed.prefix_ids) + parsed.remainder).endswith((b"{", b"}"))
+
+
+def answer_text(segment: Segment, table: VocabularyTable) -> str:
+    """The answer as JSON text: coordinates outside of strings are quoted first (D9)."""
+    symbols = "".join(table.symbols[id] for id in segment.ids[len(PROMPT) : -1])
+    coord = f"[{chr(COORD_BASE)}-{chr(COORD_BASE + 999)}]"
+
+    def spelled(found: "re.Match[str]") -> str:
+        text = re.sub(coord, lambda c: f"<|coord_{ord(c.group()) - COORD_BASE}|>", found.group())
+        return text if text.startswith('"') else f'"{text}"'
+
+    return re.sub(rf'"(?:[^"\\]|\\.)*"|{coord}', spelled, symbols, flags=re.DOTALL).encode("latin-1").decode()
+
+
+def _is_strict_json(segment: Segment, table: VocabularyTable) -> None:
+    def refuse(constant: str) -> None:
+        raise AssertionError(f"{constant} is not JSON")
+
+    value = json.loads(answer_text(segment, table), parse_constant=refuse)
+    assert isinstance(value, dict)
+    json.dumps(value, ensure_ascii=False).encode()  # a lone surrogate cannot be encoded
+
+
+def _reads_back(parsed: ParsedRollout, missed: list[TrueObject], segment: Segment, table: VocabularyTable) -> None:
+    again = parse_rollout(segment.ids[len(PROMPT) :].tolist(), table)
+    assert not again.truncated
+    assert not again.fallback
+    cut = len(again.objects) - len(missed)
+    appended = [(found.desc, found.geometry, found.reason) for found in again.objects[cut:]]
+    assert appended == [(unicodedata.normalize("NFC", true.desc), true.geometry, None) for true in missed]
+    lost = (Reason.truncated, Reason.syntax, Reason.placeholder)
+    kept = [found for found in parsed.objects if found.reason not in lost]
+    assert again.objects[:cut] == tuple(kept[:cut])
+    assert all(not found.valid for found in kept[cut:])
+
+
+def _supervision_is_in_place(parsed: ParsedRollout, segment: Segment, pairs: Any, table: VocabularyTable) -> None:
+    answer = segment.ids[len(PROMPT) :]
+    assert (answer == table.end_of_turn).sum() == 1
+    assert (segment.roles == Role.end_of_turn).nonzero()[0].tolist() == [len(segment) - 1]
+    assert (segment.roles[: len(PROMPT)] == Role.prompt).all()
+    supervised = segment.weights > 0
+    assert supervised[-1]
+    assert not supervised[segment.roles <= Role.masked_prefix].any()
+    with_target = ~np.isnan(segment.coord_targets)
+    assert (with_target == np.isin(segment.roles, (Role.matched_coord, Role.tail_coord))).all()
+    assert all(table.is_coord(id) for id in segment.ids[with_target])
+    expected = sum(len(parsed.valid[i].coord_indices) for i, _ in pairs)
+    assert (segment.roles == Role.matched_coord).sum() == expected

@@ -1,0 +1,93 @@
+"""`coordexp model add-coords` on checkpoints that have no coordinate tokens yet."""
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoProcessor, Qwen3VLForConditionalGeneration
+from typer.testing import CliRunner
+
+from coordexp.cli import app
+from coordexp.demo.generate import drawing, prompt
+from coordexp.demo.model import make_model
+from coordexp.vocab import VocabularyError, VocabularyTable
+from coordexp.vocab.expand import ExpansionError, add_coord_tokens
+
+
+@pytest.fixture(scope="module", params=[True, False], ids=["tied", "untied"])
+def plain(request, tmp_path_factory):
+    return make_model(tmp_path_factory.mktemp("plain") / "m", tied=request.param, spread=6.0, coords=False)
+
+
+def test_the_expanded_model_loads_and_answers_as_before(plain, tmp_path):
+    with pytest.raises(VocabularyError, match="add-coords"):
+        VocabularyTable.from_folder(plain)
+    result = CliRunner().invoke(
+        app, ["model", "add-coords", "--model", str(plain), "--out", str(tmp_path / "out")]
+    )
+    assert result.exit_code == 0, result.output
+    assert "1000 coordinate tokens added" in result.output
+    table = VocabularyTable.from_folder(tmp_path / "out")
+    models = [Qwen3VLForConditionalGeneration.from_pretrained(folder) for folder in (plain, tmp_path / "out")]
+    before, after = models
+    used = table.first_coord
+    old, new = before.get_input_embeddings().weight, after.get_input_embeddings().weight
+    assert torch.equal(old[:used], new[:used])
+    assert after.config.text_config.vocab_size == new.shape[0] >= used + 1000
+    assert after.config.tie_word_embeddings == before.config.tie_word_embeddings
+    tied = after.get_output_embeddings().weight is new
+    assert tied == (before.get_output_embeddings().weight is old)
+    processor = AutoProcessor.from_pretrained(tmp_path / "out")
+    inputs = processor(text=[prompt(processor)], images=[drawing()], return_tensors="pt")
+    with torch.no_grad():
+        logits = [model(**inputs).logits[..., :used] for model in models]
+    assert torch.allclose(*logits, atol=1e-4)
+
+
+def test_new_rows_are_near_the_mean_and_differ(plain, tmp_path):
+    add_coord_tokens(plain, tmp_path / "out")
+    table = VocabularyTable.from_folder(tmp_path / "out")
+    weights = load_file(tmp_path / "out/model.safetensors")
+    (name,) = [name for name in weights if name.endswith("embed_tokens.weight")]
+    rows = weights[name][table.first_coord : table.first_coord + 1000]
+    known = weights[name][: table.first_coord]
+    assert torch.allclose(rows.mean(0), known.mean(0), atol=0.01 * known.std().item())
+    assert rows.std(0).mean() == pytest.approx(0.02 * known.std().item(), rel=0.1)
+    assert len(torch.unique(rows, dim=0)) == 1000
+
+
+def test_expanding_twice_changes_nothing(plain, tmp_path):
+    assert add_coord_tokens(plain, tmp_path / "once") == 1000
+    assert add_coord_tokens(tmp_path / "once", tmp_path / "twice") == 0
+    for file in (tmp_path / "once").iterdir():
+        assert (tmp_path / "twice" / file.name).read_bytes() == file.read_bytes()
+
+
+def test_shards_without_an_embedding_are_copied_and_the_index_stays_true(plain, tmp_path):
+    import json
+    import shutil
+
+    sharded = tmp_path / "sharded"
+    shutil.copytree(plain, sharded)
+    weights = load_file(sharded / "model.safetensors")
+    (sharded / "model.safetensors").unlink()
+    parts = [
+        {n: w for n, w in weights.items() if ("embed" in n or "lm_head" in n) is first} for first in (True, False)
+    ]
+    names = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
+    for part, name in zip(parts, names, strict=True):
+        save_file(part, sharded / name, metadata={"format": "pt"})
+    weight_map = {n: name for part, name in zip(parts, names, strict=True) for n in part}
+    index = {"metadata": {"total_size": 1}, "weight_map": weight_map}
+    (sharded / "model.safetensors.index.json").write_text(json.dumps(index))
+    add_coord_tokens(sharded, tmp_path / "out")
+    assert (tmp_path / "out" / names[1]).read_bytes() == (sharded / names[1]).read_bytes()
+    Qwen3VLForConditionalGeneration.from_pretrained(tmp_path / "out")
+
+
+def test_what_cannot_be_expanded_is_said(plain, tmp_path):
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full/x").write_text("")
+    with pytest.raises(ExpansionError, match="not an empty folder"):
+        add_coord_tokens(plain, tmp_path / "full")
+    with pytest.raises(ExpansionError, match=r"config\.json: no such file"):
+        add_coord_tokens(tmp_path / "full", tmp_path / "out")

@@ -1,0 +1,151 @@
+"""Matching: the cheapest gated assignment, whatever the order of the truth, on masks that are right."""
+
+import itertools
+import random
+
+import numpy as np
+import pytest
+import shapely
+
+from coordexp.config import RolloutMatching
+from coordexp.data import Geometry
+from coordexp.match import assignment, match_objects
+from coordexp.match.assignment import assign
+from coordexp.match.candidates import boxes_of, candidates
+from coordexp.match.masks import mask_iou, rasterise
+from tests.rollouts import random_shape
+from tests.unit.core.conftest import box, poly
+
+
+def least_cost(cost, feasible, fp, fn):
+    """The cheapest way, by trying them all: each row takes a column of its own or none."""
+    n, m = cost.shape
+    best = float("inf")
+    for choice in itertools.product(range(-1, m), repeat=n):
+        taken = [j for j in choice if j >= 0]
+        if len(set(taken)) < len(taken) or not all(feasible[i, j] for i, j in enumerate(choice) if j >= 0):
+            continue
+        total = sum(cost[i, j] for i, j in enumerate(choice) if j >= 0)
+        best = min(best, total + fp * (n - len(taken)) + fn * (m - len(taken)))
+    return best
+
+
+@pytest.mark.timeout(120)
+def test_the_assignment_is_the_one_that_brute_force_finds():
+    chooser = random.Random(0)
+    for case in range(10_000):
+        n, m = (case % 25) // 5 + 1, case % 5 + 1
+        if n * m > 16 and case % 10:
+            n = min(n, 3)
+        iou = np.array([[chooser.choice((0.0, 0.2, 0.3, 0.5, 0.5, 0.9, 1.0)) for _ in range(m)] for _ in range(n)])
+        fp, fn = chooser.choice(((1.0, 1.0), (0.3, 0.2), (0.0, 0.5)))
+        feasible = iou >= 0.3
+        pairs = assign(iou, feasible, fp + fn)
+        total = sum(1 - iou[i, j] for i, j in pairs) + fp * (n - len(pairs)) + fn * (m - len(pairs))
+        assert total == pytest.approx(least_cost(1 - iou, feasible, fp, fn)), (iou, fp, fn)
+        assert all(feasible[i, j] for i, j in pairs)
+
+
+def test_solving_by_groups_costs_as_little_as_solving_at_once(monkeypatch):
+    chooser = np.random.default_rng(4)
+    for _ in range(200):
+        iou = np.where(chooser.random((20, 18)) < 0.08, chooser.choice([0.3, 0.5, 0.5, 0.9], (20, 18)), 0.0)
+        feasible = iou >= 0.3
+        totals = []
+        for small in (0, 10_000):
+            monkeypatch.setattr(assignment, "SMALL", small)
+            pairs = assign(iou, feasible, 2.0)
+            assert len({i for i, _ in pairs}) == len({j for _, j in pairs}) == len(pairs)
+            totals.append((len(pairs), round(sum(iou[i, j] for i, j in pairs), 9)))
+        assert totals[0] == totals[1]
+
+
+def test_the_result_does_not_depend_on_the_order_of_the_truth():
+    chooser = random.Random(1)
+    settings = RolloutMatching(maskiou_gate=0.1)
+    for _ in range(300):
+        truth = list({random_shape(chooser) for _ in range(5)})
+        predicted = [chooser.choice(truth) if chooser.random() < 0.5 else random_shape(chooser) for _ in range(5)]
+        order = chooser.sample(range(len(truth)), len(truth))
+        plain = match_objects(predicted, truth, settings)
+        turned = match_objects(predicted, [truth[j] for j in order], settings)
+        assert {(i, order[j]) for i, j in turned.pairs} == set(plain.pairs)
+        assert {order[j] for j in turned.missed} == set(plain.missed)
+        assert turned.extra == plain.extra
+        assert np.array_equal(turned.iou, plain.iou[:, order], equal_nan=True)
+
+
+def test_two_predictions_of_one_object_give_one_pair_and_one_extra():
+    twice = [box(10, 10, 110, 110), box(10, 10, 110, 110)]
+    result = match_objects(twice, [box(10, 10, 110, 110)], RolloutMatching())
+    assert (result.pairs, result.missed, result.extra) == (((0, 0),), (), (1,))
+
+
+@pytest.mark.parametrize(("predicted", "true"), [([], []), ([box(1, 1, 9, 9)], []), ([], [box(1, 1, 9, 9)])])
+def test_nothing_to_match(predicted, true):
+    result = match_objects(predicted, true, RolloutMatching())
+    assert (result.pairs, len(result.missed), len(result.extra)) == ((), len(true), len(predicted))
+
+
+def test_integer_boxes_are_exact_at_a_thousand():
+    chooser = random.Random(2)
+    for _ in range(500):
+        left, right = (Geometry("bbox_2d", _random_box(chooser)) for _ in range(2))
+        (found,) = mask_iou(rasterise([left], 1000), rasterise([right], 1000))[0]
+        assert found == pytest.approx(_box_iou(left.bins, right.bins), abs=1e-12)
+
+
+@pytest.mark.parametrize("resolution", [256, 1000])
+def test_mask_iou_is_that_of_the_polygons_within_the_raster_error(resolution):
+    chooser = random.Random(3)
+    for _ in range(300):
+        left, right = (_star(chooser) for _ in range(2))
+        (found,) = mask_iou(rasterise([left], resolution), rasterise([right], resolution))[0]
+        shapes = [shapely.Polygon(shape.points) for shape in (left, right)]
+        union = shapes[0].union(shapes[1])
+        exact = shapes[0].intersection(shapes[1]).area / union.area
+        pixel = 1000 / resolution
+        outline = sum(shape.length for shape in shapes)
+        assert found == pytest.approx(exact, abs=pixel * outline / union.area + 1e-9)
+
+
+def test_candidates_are_the_most_overlapping_then_the_nearest_then_the_first():
+    truth = [box(0, 0, 10, 10), box(500, 500, 510, 510), box(20, 0, 30, 10), box(20, 0, 30, 10), box(0, 0, 9, 10)]
+    chosen = candidates(boxes_of([box(0, 0, 10, 10)]), boxes_of(truth), 3)
+    assert np.flatnonzero(chosen[0]).tolist() == [0, 2, 4]
+    assert candidates(boxes_of([box(0, 0, 10, 10)]), boxes_of(truth), 9).all()
+
+
+def test_a_polygon_can_match_a_box():
+    diamond = poly(500, 400, 600, 500, 500, 600, 400, 500)
+    result = match_objects([box(400, 400, 600, 600)], [diamond], RolloutMatching())
+    assert result.pairs == ((0, 0),)
+    assert result.iou[0, 0] == pytest.approx(0.5, abs=0.02)
+
+
+def _random_box(chooser):
+    (x1, x2), (y1, y2) = (sorted(chooser.sample(range(1000), 2)) for _ in range(2))
+    return (x1, y1, x2, y2)
+
+
+def _box_iou(left, right):
+    width = min(left[2], right[2]) - max(left[0], right[0])
+    height = min(left[3], right[3]) - max(left[1], right[1])
+    overlap = max(width, 0) * max(height, 0)
+    areas = [(b[2] - b[0]) * (b[3] - b[1]) for b in (left, right)]
+    return overlap / (sum(areas) - overlap)
+
+
+def _star(chooser):
+    """A simple polygon: vertices around a centre, by angle."""
+    while True:
+        centre = chooser.uniform(300, 700), chooser.uniform(300, 700)
+        angles = sorted(chooser.uniform(0, 6.283) for _ in range(chooser.randint(4, 9)))
+        points = [
+            (centre[0] + r * np.cos(a), centre[1] + r * np.sin(a))
+            for a in angles
+            if (r := chooser.uniform(60, 290))
+        ]
+        shape = Geometry("poly", tuple(int(value) for point in points for value in point))
+        if shapely.Polygon(shape.points).is_valid and shapely.Polygon(shape.points).area > 2000:
+            return shape

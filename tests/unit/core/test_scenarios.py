@@ -1,0 +1,294 @@
+"""The scenarios of the token core, each on the real Qwen vocabulary and on a small trained one."""
+
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from coordexp.data import TrueObject
+from coordexp.match import coord_targets
+from coordexp.parse import Reason, parse_rollout
+from coordexp.target import Kind, Role, build_segment
+from tests.unit.core.conftest import PROMPT, answer, box, coords, entry, poly
+
+CUP = TrueObject("red cup", box(10, 10, 110, 110))
+DOG = TrueObject("dog", box(300, 300, 500, 500))
+ROOF = TrueObject("roof", poly(600, 600, 800, 600, 700, 700))
+NEAR_CUP = box(12, 8, 111, 108)
+
+
+@pytest.mark.scenario("R19.S2")
+def test_the_first_appended_key_follows_the_highest_key_kept_even_of_an_invalid_object(core):
+    text = answer(entry("object_2", "red cup", NEAR_CUP), '"object_9": {"desc": "x"}')
+    parsed, _, segment = core.build(text, [DOG])
+    assert [found.reason for found in parsed.objects] == [None, Reason.missing_geometry]
+    assert parsed.highest_number == 9
+    assert list(core.objects(segment)) == ["object_2", "object_9", "object_10"]
+
+
+@pytest.mark.scenario("R21.S1")
+@pytest.mark.parametrize(
+    "text", ["", "no idea", "{", "{}", answer(entry("object_1", "x", box(900, 900, 990, 990)))]
+)
+def test_all_truth_is_appended_when_nothing_matches(core, text):
+    _, match, segment = core.build(text, [CUP, DOG, ROOF])
+    assert match.missed == (0, 1, 2)
+    written = list(core.objects(segment).values())[-3:]
+    assert [found["desc"] for found in written] == ["red cup", "dog", "roof"]
+
+
+@pytest.mark.scenario("R22.S1")
+def test_geometry_first_changes_only_the_field_order(core):
+    text = answer(entry("object_4", "red cup", NEAR_CUP))
+    *_, plain = core.build(text, [CUP, DOG, ROOF])
+    *_, turned = core.build(text, [CUP, DOG, ROOF], order="geometry_first")
+    assert core.objects(turned) == core.objects(plain)
+    assert list(core.objects(turned)) == ["object_4", "object_5", "object_6"]
+    assert list(core.objects(turned)["object_5"]) == ["bbox_2d", "desc"]
+    assert list(core.objects(turned)["object_6"]) == ["poly", "desc"]
+    assert "geometry" not in core.answer(turned)
+
+
+@pytest.mark.scenario("R22.S2")
+def test_desc_first_is_the_baseline_layout(core):
+    *_, segment = core.build("", [CUP, ROOF])
+    assert core.answer(segment) == answer(
+        entry("object_1", "red cup", CUP.geometry), entry("object_2", "roof", ROOF.geometry)
+    )
+
+
+@pytest.mark.scenario("R23.S1")
+@pytest.mark.parametrize("quoted", [True, False])
+@pytest.mark.parametrize("shape", [NEAR_CUP, ROOF.geometry])
+def test_an_object_with_its_geometry_first_is_valid(core, shape, quoted):
+    (plain,) = core.parse(answer(entry("object_1", "a", shape, quoted=quoted))).objects
+    (turned,) = core.parse(answer(entry("object_1", "a", shape, quoted=quoted, geometry_first=True))).objects
+    assert plain.valid
+    assert turned.valid
+    assert turned[:4] == plain[:4]
+
+
+@pytest.mark.scenario("R24.S1")
+def test_objects_keep_the_order_of_the_text(core):
+    parsed = core.parse(answer(entry("object_10", "a", NEAR_CUP), entry("object_2", "b", DOG.geometry)))
+    assert [found.key for found in parsed.objects] == ["object_10", "object_2"]
+
+
+@pytest.mark.scenario("R25.S1")
+@pytest.mark.parametrize(
+    ("middle", "reason"),
+    [
+        ('{"desc": "a", "bbox_2d": ["<|coord_1|>", "<|coord_2|>", "<|coord_3|>"]}', Reason.wrong_count),
+        (
+            '{"desc": "a", "poly": ["<|coord_1|>", "<|coord_2|>", "<|coord_3|>", "<|coord_9|>"]}',
+            Reason.wrong_count,
+        ),
+        ('{"desc": "a", "bbox_2d": [1, 2, 3, 4]}', Reason.bad_geometry),
+        ('{"desc": "a", "bbox_2d": "<|coord_1|>"}', Reason.bad_geometry),
+        ('{"desc": "a", "bbox_2d": [["<|coord_1|>"]]}', Reason.bad_geometry),
+        ('{"desc": "a"}', Reason.missing_geometry),
+        ("{}", Reason.missing_geometry),
+        ('{"bbox_2d": %s}' % coords(box(1, 2, 3, 4)), Reason.missing_desc),
+        ('{"desc": 3, "bbox_2d": %s}' % coords(box(1, 2, 3, 4)), Reason.missing_desc),
+        ('{"desc": "  ", "bbox_2d": %s}' % coords(box(1, 2, 3, 4)), Reason.empty_desc),
+        ('{"desc": "a", "bbox_2d": %s, "score": 1}' % coords(box(1, 2, 3, 4)), Reason.unexpected_key),
+        ('{"desc": "a", "desc": "b", "bbox_2d": %s}' % coords(box(1, 2, 3, 4)), Reason.repeated_field),
+        ('{"desc": "a", "poly": [], "bbox_2d": %s}' % coords(box(1, 2, 3, 4)), Reason.two_geometries),
+        ('{"desc": "a <|coord_5|>", "bbox_2d": %s}' % coords(box(1, 2, 3, 4)), Reason.stray_coord),
+        ('{"desc": "a", "bbox_2d": %s}' % coords(box(3, 2, 1, 4)), Reason.degenerate),
+        ('{"desc": "a", "bbox_2d": %s}' % coords(box(1, 2, 1, 4)), Reason.degenerate),
+        ('{"desc": "a", "poly": %s}' % coords(poly(1, 1, 2, 2, 3, 3)), Reason.degenerate),
+        ("5", Reason.not_a_mapping),
+        ('["<|coord_1|>"]', Reason.not_a_mapping),
+        ("<|coord_1|>", Reason.not_a_mapping),
+    ],
+)
+def test_a_malformed_middle_object_leaves_its_neighbours_usable(core, middle, reason):
+    text = answer(
+        entry("object_1", "red cup", NEAR_CUP), f'"object_2": {middle}', entry("object_3", "dog", DOG.geometry)
+    )
+    parsed, match, segment = core.build(text, [CUP, DOG, ROOF])
+    assert [found.reason for found in parsed.objects] == [None, reason, None]
+    assert match.pairs == ((0, 0), (1, 1))
+    assert list(core.objects(segment)) == ["object_1", "object_2", "object_3", "object_4"]
+    for found, true in zip(parsed.valid, (NEAR_CUP, DOG.geometry), strict=True):
+        ids = segment.ids[segment.prompt_length :][list(found.coord_indices)] - core.table.first_coord
+        assert tuple(ids.tolist()) == true.bins
+
+
+@pytest.mark.parametrize(
+    ("key", "reason", "highest"),
+    [
+        ("object_007", None, 7),
+        ("object_0", None, 1),
+        ("object_-1", Reason.bad_key, 1),
+        ("object_", Reason.bad_key, 1),
+        ("object_1.5", Reason.bad_key, 1),
+        ("Object_5", Reason.bad_key, 1),
+        ("object_" + "9" * 18, None, 10**18 - 1),
+        ("object_" + "9" * 5000, Reason.bad_key, 1),
+        ("object_1", Reason.repeated_key, 1),
+        ("object\\u005f1", Reason.repeated_key, 1),
+        ("object_٣", Reason.bad_key, 1),
+    ],
+)
+def test_odd_keys(core, key, reason, highest):
+    second = entry("KEY", "dog", DOG.geometry).replace("KEY", key)
+    parsed, _, segment = core.build(answer(entry("object_1", "red cup", NEAR_CUP), second), [ROOF])
+    assert [found.reason for found in parsed.objects] == [None, reason]
+    assert parsed.highest_number == highest
+    assert list(core.objects(segment))[-1] == f"object_{highest + 1}"
+
+
+@pytest.mark.scenario("R25.S2")
+@pytest.mark.parametrize("stop", [True, False])
+def test_a_truncated_answer_is_cut_behind_its_last_whole_object(core, stop):
+    whole = answer(entry("object_1", "red cup", NEAR_CUP), entry("object_2", "dog", DOG.geometry))
+    first_end = whole.index("}") + 1
+    for end in range(len(whole)):
+        if "<|" in whole[:end] and "|>" not in whole[whole.rindex("<|", 0, end) : end]:
+            continue  # half of a coordinate's text is not half of a token
+        parsed, _, segment = core.build(whole[:end], [CUP, DOG], stop=stop)
+        assert parsed.truncated is (end > 0)
+        assert list(core.objects(segment)) == ["object_1", "object_2"]
+        assert len(parsed.valid) == (0 if end < first_end else 1 if end < len(whole) - 1 else 2)
+        kept = core.table.bytes_of(parsed.prefix_ids) + parsed.remainder
+        assert whole.encode().startswith(kept)
+        assert kept.endswith((b"{", b"}"))
+
+
+@pytest.mark.scenario("R26.S1")
+def test_coordinates_spelled_in_ordinary_tokens_are_not_supervised(core):
+    spelled = "".join(f"<|coord_{bin}|>" for bin in NEAR_CUP.bins)
+    ids = []
+    for part in answer(entry("object_1", "red cup", NEAR_CUP)).split("<|coord_"):
+        head, _, tail = part.rpartition("|>")
+        number = [core.table.byte_ids[byte] for byte in f"<|coord_{head}|>".encode()] if head else []
+        ids += number + core.table.encode(tail.encode())
+    assert core.table.bytes_of(ids).decode().count("<|coord_") == spelled.count("<|coord_")
+    parsed = parse_rollout(ids, core.table)
+    (found,) = parsed.objects
+    assert (found.reason, found.coord_indices) == (Reason.ambiguous, ())
+    *_, segment = core.build("", [CUP])
+    match_missed = core.build("", [CUP])[1]
+    segment = build_segment(
+        PROMPT, parsed, match_missed, [CUP], table=core.table, order="desc_first", settings=core.settings
+    )
+    assert Role.matched_coord not in segment.roles
+    assert list(core.objects(segment)) == ["object_1", "object_2"]
+
+
+@pytest.mark.scenario("R27.S1")
+def test_a_prediction_below_the_gate_everywhere_matches_nothing(core):
+    near_miss = box(80, 80, 180, 180)
+    parsed, match, segment = core.build(answer(entry("object_1", "red cup", near_miss)), [CUP, DOG])
+    assert len(parsed.valid) == 1
+    assert (match.pairs, match.missed, match.extra, match.gate_rejections) == ((), (0, 1), (0,), 1)
+    assert list(core.objects(segment)) == ["object_1", "object_2", "object_3"]
+
+
+@pytest.mark.scenario("R28.S1")
+def test_each_vertex_of_a_matched_polygon_gets_a_target_on_the_true_shape(core):
+    predicted = poly(604, 598, 803, 603, 699, 706)
+    parsed, match, segment = core.build(answer(entry("object_1", "roof", predicted)), [ROOF])
+    assert match.pairs == ((0, 0),)
+    where = segment.prompt_length + np.array(parsed.valid[0].coord_indices)
+    assert (segment.roles[where] == Role.matched_coord).all()
+    assert segment.coord_targets[where] == pytest.approx(ROOF.geometry.bins, abs=1)
+    (expected,) = coord_targets([(predicted, ROOF.geometry)], core.settings.optimal_transport)
+    assert segment.coord_targets[where] == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.scenario("R29.S1")
+def test_matched_coordinates_are_supervised_and_the_text_of_the_prefix_is_not(core):
+    extra = box(850, 850, 950, 950)
+    text = answer(entry("object_1", "red cup", NEAR_CUP), entry("object_2", "ghost", extra))
+    parsed, _, segment = core.build(text, [CUP, DOG])
+    start, tail = segment.prompt_length, segment.prompt_length + len(parsed.prefix_ids)
+    supervised = np.flatnonzero(segment.weights)
+    in_prefix = supervised[supervised < tail]
+    assert in_prefix.tolist() == [start + index for index in parsed.valid[0].coord_indices]
+    assert segment.coord_targets[in_prefix].tolist() == list(CUP.geometry.bins)
+    assert (segment.roles[:start] == Role.prompt).all()
+    assert core.tokens(segment, Role.tail_coord) == [f"<|coord_{bin}|>" for bin in DOG.geometry.bins]
+    assert "".join(core.tokens(segment, Role.tail_desc)) == "dog"
+    structure = "".join(core.tokens(segment, Role.tail_structure))
+    assert structure.endswith(', "object_3": {"desc": "", "bbox_2d": ["", "", "", ""]}}')
+    assert core.tokens(segment, Role.end_of_turn) == ["<|im_end|>"]
+    desc = "".join(core.table.pieces[id].decode() for id in segment.ids[segment.kinds == Kind.desc])
+    assert desc == "red cupghostdog"
+    assert (segment.kinds == Kind.coord).sum() == 12
+
+
+@pytest.mark.scenario("R30.S1")
+def test_a_supervised_position_outside_of_the_answer_is_an_error(core):
+    parsed, match, _ = core.build(answer(entry("object_1", "red cup", NEAR_CUP)), [CUP])
+    for indices in ((-1, 2, 3, 4), (1, 2, 3, 10_000)):
+        wrong = parsed.objects[0]._replace(coord_indices=indices)
+        spoiled = type(parsed)((wrong,), *[getattr(parsed, name) for name in list(parsed.__slots__)[1:]])
+        with pytest.raises(ValueError, match="leave the kept prefix"):
+            build_segment(
+                PROMPT, spoiled, match, [CUP], table=core.table, order="desc_first", settings=core.settings
+            )
+
+
+@pytest.mark.scenario("R35.S1")
+def test_parsing_is_importable_without_the_trainer():
+    code = (
+        "import coordexp.parse, coordexp.match, coordexp.target, coordexp.vocab, coordexp.data, sys;"
+        "heavy = {'torch', 'transformers', 'vllm', 'coordexp.train'} & set(sys.modules); assert not heavy, heavy"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_a_model_that_stopped_too_early_is_taught_to_go_on():
+    """On the real vocabulary: `}}` becomes `},`, the token the model should have written there."""
+    from tests.unit.core.conftest import Core
+    from tests.vocabularies import table
+
+    core = Core(table("qwen"))
+    parsed, _, segment = core.build(answer(entry("object_1", "red cup", NEAR_CUP)), [CUP, DOG])
+    assert parsed.remainder == b"}"
+    first_tail = segment.prompt_length + len(parsed.prefix_ids)
+    assert core.table.pieces[segment.ids[first_tail]] == b"},"
+    assert segment.roles[first_tail] == Role.tail_structure
+
+
+def test_nothing_missed_closes_the_answer_and_supervises_the_stop(core):
+    text = answer(entry("object_1", "red cup", NEAR_CUP))
+    _, _, segment = core.build(text, [CUP])
+    assert core.answer(segment) == text
+    assert segment.roles[-1] == Role.end_of_turn
+
+
+def test_what_follows_the_answer_is_trimmed(core):
+    text = answer(entry("object_1", "red cup", NEAR_CUP))
+    for tail in (" and that is all", text, "\n```", "}", "<|im_end|>" + text):
+        parsed, _, segment = core.build(text + tail, [CUP])
+        assert core.answer(segment) == text
+        assert (parsed.truncated, parsed.fallback) == (False, False)
+
+
+def test_an_image_token_cuts_the_answer(core):
+    first = entry("object_1", "red cup", NEAR_CUP)
+    text = answer(
+        first, entry("object_2", "a <|image_pad|> b", DOG.geometry), entry("object_3", "c", DOG.geometry)
+    )
+    parsed, _, segment = core.build(text, [CUP, DOG])
+    assert [found.reason for found in parsed.objects] == [None, Reason.placeholder]
+    assert "image_pad" not in core.answer(segment)
+
+
+@pytest.mark.parametrize(
+    "desc",
+    ['say "hi"', "back\\slash", "<|im_end|>", "<|coord_5|>", "<|image_pad|>", "e\u0301", "猫🙂", "a\nb\tc\x00"],
+)
+def test_any_description_is_written_so_that_it_reads_back(core, desc):
+    import unicodedata
+
+    *_, segment = core.build("", [TrueObject(desc, CUP.geometry)])
+    assert core.objects(segment)["object_1"]["desc"] == unicodedata.normalize("NFC", desc)
+    (found,) = parse_rollout(segment.ids[segment.prompt_length :].tolist(), core.table).objects
+    assert found.valid
+    assert (segment.ids == core.table.end_of_turn).sum() == 1

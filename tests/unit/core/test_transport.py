@@ -1,0 +1,98 @@
+"""Targets of polygon vertices by optimal transport."""
+
+import math
+import random
+
+import numpy as np
+import ot
+import pytest
+
+from coordexp.config.rollout import OptimalTransport
+from coordexp.data import Geometry
+from coordexp.match import coord_targets
+from coordexp.match.transport import _cost, _epsilon, project, transport_plans
+
+DEFAULT = OptimalTransport()
+
+
+def ring(count, size, x=500.0, y=500.0, noise=0.0, seed=0):
+    chooser = random.Random(seed)
+    angles = [2 * math.pi * k / count for k in range(count)]
+    return [
+        (
+            x + size / 2 * math.cos(a) + chooser.gauss(0, noise),
+            y + size / 2 * math.sin(a) + chooser.gauss(0, noise),
+        )
+        for a in angles
+    ]
+
+
+@pytest.mark.parametrize("cost", ["l1", "l2"])
+@pytest.mark.parametrize("seed", range(3))
+def test_plans_agree_with_pot(cost, seed):
+    chooser = random.Random(seed)
+    exact = OptimalTransport(cost=cost, epsilon=0.2, max_iterations=50_000, tolerance=1e-10)
+    problems = [
+        (
+            ring(chooser.randint(3, 9), 60, noise=4, seed=seed),
+            ring(chooser.randint(3, 9), 80, 520, noise=5, seed=seed + 50),
+        )
+        for _ in range(2)
+    ]
+    for problem, plan in zip(problems, transport_plans(problems, exact), strict=True):
+        weights = [np.full(len(points), 1 / len(points)) for points in problem]
+        theirs = ot.sinkhorn(
+            *weights,
+            _cost(problem, cost),
+            _epsilon(problem, exact.epsilon),
+            method="sinkhorn_log",
+            numItermax=50_000,
+            stopThr=1e-10,
+        )
+        assert np.abs(plan - theirs).max() < 1e-6
+
+
+@pytest.mark.parametrize("size", [5, 10, 20, 80])
+@pytest.mark.parametrize("count", [3, 4, 6, 12])
+@pytest.mark.parametrize("cost", ["l1", "l2"])
+def test_a_shape_matched_to_itself_keeps_its_vertices(size, count, cost):
+    points = ring(count, size)
+    (landed,) = project([(points, points)], OptimalTransport(cost=cost))
+    assert np.abs(landed - np.array(points)).max() < 1
+
+
+@pytest.mark.parametrize("cost", ["l1", "l2"])
+@pytest.mark.parametrize("size", [5, 80])
+def test_shapes_far_apart_do_not_collapse(size, cost):
+    here, there = ring(6, size, 50, 50), ring(6, size, 950, 950)
+    (landed,) = project([(here, there)], OptimalTransport(cost=cost))
+    assert np.abs(landed - np.array(there)).max() < 1
+
+
+def test_different_numbers_of_vertices():
+    (landed,) = project([(ring(4, 100), ring(12, 100))], DEFAULT)
+    centre = landed.mean(axis=0)
+    assert centre == pytest.approx([500, 500], abs=1)
+    assert np.ptp(landed, axis=0).min() > 70
+
+
+def test_many_pairs_at_once_are_the_same_as_one_at_a_time():
+    problems = [(ring(3 + k % 7, 50 + k, noise=2, seed=k), ring(3 + k % 5, 60, 510, seed=k)) for k in range(25)]
+    together = project(problems, DEFAULT)
+    for problem, landed in zip(problems, together, strict=True):
+        assert np.allclose(project([problem], DEFAULT)[0], landed, atol=1e-9)
+    assert project([], DEFAULT) == []
+
+
+def test_boxes_take_the_true_box_and_a_polygon_makes_it_transport():
+    true_box = Geometry("bbox_2d", (100, 100, 200, 200))
+    diamond = Geometry("poly", (150, 100, 200, 150, 150, 200, 100, 150))
+    exact, mixed, turned = coord_targets(
+        [(Geometry("bbox_2d", (90, 95, 190, 205)), true_box), (true_box, diamond), (diamond, true_box)], DEFAULT
+    )
+    assert exact == (100.0, 100.0, 200.0, 200.0)
+    assert len(mixed) == 4
+    assert mixed[0] < 150 < mixed[2]
+    assert mixed[1] < 150 < mixed[3]
+    assert len(turned) == 8
+    assert any(value != round(value) for value in (*mixed, *turned))

@@ -1,0 +1,60 @@
+"""Vocabularies for tests: the real Qwen one, the small trained one, and ones with random merges."""
+
+import functools
+import random
+
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+from coordexp.vocab import COORD_TOKENS, VocabularyTable
+
+SAMPLE = (
+    '{"object_1": {"desc": "red cup", "bbox_2d": ["", ""]}, "object_20": {"poly": ["", "", ""], "desc": "a \\" '
+    '\\u00e9 猫 🙂 é"}}, {} ]}, }}" "]}} {"object_3": 5, [[]] true null -1.5e3 \n\t  object_007'
+)
+
+
+@functools.cache
+def table(name: str) -> VocabularyTable:
+    """`small`, `qwen`, or `random-N`."""
+    if name.startswith("random-"):
+        return VocabularyTable.from_tokenizer(_random_tokenizer(int(name.partition("-")[2])))
+    from coordexp.demo.vocabulary import make_tokenizer
+
+    return VocabularyTable.from_tokenizer(make_tokenizer(name).backend_tokenizer)
+
+
+def encode(text: str, vocabulary: VocabularyTable) -> list[int]:
+    return vocabulary.tokenizer.encode(text, add_special_tokens=False).ids
+
+
+def _random_tokenizer(seed: int) -> Tokenizer:
+    """All bytes, and merges from anywhere in answers: across quotes, braces, letters and parts of characters."""
+    chooser = random.Random(seed)
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    words = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False).pre_tokenize_str(SAMPLE)
+    text = "".join(word for word, _ in words)
+    vocabulary = {character: id for id, character in enumerate(alphabet)}
+    merges: list[tuple[str, str]] = []
+    pieces = list(text)
+    for _ in range(chooser.randint(5, 120)):
+        at = chooser.randrange(len(pieces) - 1)
+        left, right = pieces[at], pieces[at + 1]
+        if left + right not in vocabulary:
+            vocabulary[left + right] = len(vocabulary)
+            merges.append((left, right))
+        merged: list[str] = []
+        for piece in pieces:
+            if merged and merged[-1] == left and piece == right:
+                merged[-1] = left + right
+            else:
+                merged.append(piece)
+        pieces = merged
+        if len(pieces) < 2:
+            break
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=merges))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|image_pad|>"]
+    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special])
+    tokenizer.add_tokens([AddedToken(token, special=False, normalized=False) for token in COORD_TOKENS])
+    return tokenizer
