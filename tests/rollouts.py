@@ -15,7 +15,7 @@ from coordexp.config import RolloutMatching
 from coordexp.data import Geometry, TrueObject, degenerate
 from coordexp.match import match_objects
 from coordexp.parse import ParsedRollout, Reason, parse_rollout
-from coordexp.target import Role, Segment, build_segment
+from coordexp.target import Kind, Role, Segment, build_segment
 from coordexp.vocab.table import COORD_BASE, VocabularyTable
 
 SETTINGS = RolloutMatching()
@@ -102,6 +102,7 @@ def check_rollout(
     _is_strict_json(segment, table)
     _reads_back(parsed, [truth[j] for j in match.missed], segment, table)
     _supervision_is_in_place(parsed, segment, match.pairs, table)
+    _kinds_are_right(parsed, segment, table)
 
 
 def _random_answer(chooser: random.Random, truth: list[TrueObject]) -> str:
@@ -181,6 +182,19 @@ def _reads_back(parsed: ParsedRollout, missed: list[TrueObject], segment: Segmen
     kept = [found for found in parsed.objects if found.reason not in lost]
     assert again.objects[:cut] == tuple(kept[:cut])
     assert all(not found.valid for found in kept[cut:])
+
+
+def _kinds_are_right(parsed: ParsedRollout, segment: Segment, table: VocabularyTable) -> None:
+    """In the tail: desc tokens are exactly those that lie wholly inside of a desc value."""
+    start = len(PROMPT) + len(parsed.prefix_ids)
+    pieces = [table.pieces[id] for id in segment.ids[start:-1]]
+    tail = b"".join(pieces)
+    spans = [found.span(1) for found in re.finditer(rb'"desc": "((?:[^"\\]|\\.)*)"', tail)]
+    end = 0
+    for piece, kind in zip(pieces, segment.kinds[start:-1], strict=True):
+        begin, end = end, end + len(piece)
+        inside = any(low <= begin and end <= high for low, high in spans)
+        assert (kind == Kind.desc) == inside
 
 
 def _supervision_is_in_place(parsed: ParsedRollout, segment: Segment, pairs: Any, table: VocabularyTable) -> None:
