@@ -1,6 +1,6 @@
 """One entry of an answer, `"object_1": {...}`: what it says, or why it cannot be used.
 
-An entry written as the project writes it is taken by one regular expression (`CANONICAL`); `any_entry` reads
+Entries written as the project writes them are taken by one regular expression (`canonical_run`); `any_entry` reads
 whatever else is sound JSON. For text that both accept they give the same result.
 """
 
@@ -50,6 +50,9 @@ class PredictedObject(NamedTuple):
         return self.reason is None
 
 
+Span = tuple[int, int]
+
+
 class Coords(NamedTuple):
     """The coordinate tokens of a rollout: where they stand, and their bins."""
 
@@ -73,26 +76,38 @@ _SPELLED = re.compile(r"<\|coord_[0-9]{1,3}\|>")
 
 _DESC = r'"desc": "([ !#-\[\]-~]*[!#-\[\]-~])"'
 _LIST = rf'"(bbox_2d|poly)": \["({COORD}(?:", "{COORD})*+)"\]'
-CANONICAL = re.compile(rf'"(object_([0-9]{{1,18}}))": \{{(?:{_DESC}, {_LIST}|{_LIST}, {_DESC})\}}(, (?="))?')
+_canonical = re.compile(
+    rf'"(object_([0-9]{{1,18}}))": \{{(?:{_DESC}, {_LIST}|{_LIST}, {_DESC})\}}(, (?="))?'
+).match
 
 
-def canonical_entry(match: re.Match[str], coords: Coords, passed: int) -> Entry:
-    """What a match of CANONICAL says, with `passed` coordinates before it.
+def canonical_run(
+    text: str, position: int, coords: Coords, passed: int, objects: list[PredictedObject], spans: list[Span]
+) -> tuple[int, int, int]:
+    """Takes all entries in the project's own form that follow each other at `position`, with `passed` coordinates
+    before them. Gives the position behind the last one, where to read on, and the coordinates passed.
 
-    Nearly every entry of a trained model comes here, hence `tuple.__new__`: it makes the same named tuples without
-    the call in between, which would be a third of the time.
+    Nearly every entry of a trained model comes this way, hence one loop, and `tuple.__new__`, which makes the same
+    named tuples as calling them does in half the time.
     """
-    key, digits, desc, kind, array, kind_first, array_first, desc_last, more = match.groups()
-    if desc is None:
-        desc, kind, array, span = desc_last, kind_first, array_first, match.span(8)
-    else:
-        span = match.span(3)
-    count = len(array) // 5 + 1
-    bins = tuple(coords.bins[passed : passed + count])
-    geometry, reason = _checked(kind, bins)
-    indices = tuple(coords.indices[passed : passed + count]) if reason is None else ()
-    found = _new(PredictedObject, (key, int(digits), desc, geometry, indices, reason))
-    return _new(Entry, (found, span, True, count, match.end() - 2 if more else match.end()))
+    bins, indices, end = coords.bins, coords.indices, position
+    while match := _canonical(text, position):
+        key, digits, desc, kind, array, kind_first, array_first, desc_last, more = match.groups()
+        if desc is None:
+            desc, kind, array = desc_last, kind_first, array_first
+            spans.append(match.span(8))
+        else:
+            spans.append(match.span(3))
+        stop = passed + len(array) // 5 + 1
+        geometry, reason = _checked(kind, tuple(bins[passed:stop]))
+        where = tuple(indices[passed:stop]) if reason is None else ()
+        objects.append(_new(PredictedObject, (key, int(digits), desc, geometry, where, reason)))
+        passed = stop
+        position = end = match.end()
+        if not more:
+            break
+        end -= 2
+    return end, position, passed
 
 
 _new = tuple.__new__

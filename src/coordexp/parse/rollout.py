@@ -12,15 +12,7 @@ from operator import itemgetter
 import numpy as np
 
 from coordexp.data import BINS
-from coordexp.parse.entries import (
-    CANONICAL,
-    Coords,
-    Entry,
-    PredictedObject,
-    Reason,
-    any_entry,
-    canonical_entry,
-)
+from coordexp.parse.entries import Coords, PredictedObject, Reason, Span, any_entry, canonical_run
 from coordexp.parse.json_text import Broken, expect, skip_space
 from coordexp.vocab.table import PLACEHOLDER, STOP, UNKNOWN, VocabularyTable
 
@@ -54,25 +46,23 @@ def parse_rollout(ids: Sequence[int], table: VocabularyTable) -> ParsedRollout:
     start = skip_space(readable, 0)
     if readable[start : start + 1] != "{":
         return FALLBACK
-    entries, lost, closed = _read_entries(readable, start + 1, coords)
-    objects = _without_repeats([entry.found for entry in entries])
-    if lost is not None:
+    reading = _read_entries(readable, start + 1, coords)
+    objects = _without_repeats(reading.objects)
+    if reading.lost is not None:
         cause = Reason.placeholder if blocked else Reason.truncated
-        objects.append(PredictedObject("", None, None, None, (), cause if lost.at_end else Reason.syntax))
-    while entries and not entries[-1].is_mapping:  # a continuation can follow a mapping only
-        entries.pop()
-    cut = entries[-1].end if entries else start + 1
+        lost = cause if reading.lost.at_end else Reason.syntax
+        objects.append(PredictedObject("", None, None, None, (), lost))
     whole, at = len(parts), len(text)
-    while at > cut:
+    while at > reading.cut:
         whole -= 1
         at -= len(parts[whole])
     return ParsedRollout(
         tuple(objects),
         tuple(ids[:whole]),
-        text[at:cut].encode("latin-1"),
-        tuple([entry.desc_span for entry in entries if entry.desc_span]),
-        max([entry.found.number or 0 for entry in entries], default=0),
-        truncated=not closed,
+        text[at : reading.cut].encode("latin-1"),
+        tuple(reading.spans),
+        max([found.number or 0 for found in objects[: reading.kept]], default=0),
+        truncated=not reading.closed,
         fallback=False,
     )
 
@@ -102,36 +92,49 @@ def _readable(text: str) -> tuple[str, bool]:
     return (text[: min(walls)], True) if walls else (text, False)
 
 
-def _read_entries(text: str, position: int, coords: Coords) -> tuple[list[Entry], Broken | None, bool]:
-    """The whole entries; what broke the reading where that lost one; whether the container was closed."""
-    entries: list[Entry] = []
-    passed = 0
-    canonical = CANONICAL.match
+@dataclass(slots=True)
+class _Reading:
+    """What has been read so far. A continuation can follow `cut`, behind the first `kept` objects."""
+
+    cut: int
+    objects: list[PredictedObject]
+    spans: list[Span]
+    kept: int = 0
+    lost: Broken | None = None
+    closed: bool = False
+
+
+def _read_entries(text: str, position: int, coords: Coords) -> _Reading:
+    reading = _Reading(position, [], [])
+    pending: list[Span] = []  # of entries that a continuation cannot follow yet
+    end, passed = position, 0
     try:
         position = expect(text, position, '}"')
         while text[position] != "}":
-            if match := canonical(text, position):
-                entry = canonical_entry(match, coords, passed)
-                position = match.end()
-            else:
+            before = len(reading.objects)
+            end, position, passed = canonical_run(text, position, coords, passed, reading.objects, pending)
+            is_mapping = len(reading.objects) > before
+            if not is_mapping:
                 entry = any_entry(text, position, coords, passed)
-                position = entry.end
-            entries.append(entry)
-            passed += entry.coords
-            if position > entry.end:  # the match took the comma along
+                reading.objects.append(entry.found)
+                pending += [entry.desc_span] if entry.desc_span else []
+                passed += entry.coords
+                is_mapping, end = entry.is_mapping, entry.end
+                position = end
+            if is_mapping:
+                reading.cut, reading.kept = end, len(reading.objects)
+                reading.spans += pending
+                pending = []
+            if position > end:  # the comma was taken along
                 continue
             position = expect(text, position, ",}")
             if text[position] == ",":
                 position = expect(text, position + 1, '"')
+        reading.closed = True
     except Broken as broken:
-        return entries, None if _between_entries(broken, entries, text) else broken, False
-    return entries, None, True
-
-
-def _between_entries(broken: Broken, entries: list[Entry], text: str) -> bool:
-    """Whether the text just stops, behind an entry or the opening brace, so that no object is lost."""
-    rest = text[entries[-1].end :] if entries else text.partition("{")[2]
-    return broken.at_end and not rest.strip(" \t\n\r,")
+        just_stops = broken.at_end and not text[end:].strip(" \t\n\r,")
+        reading.lost = None if just_stops else broken
+    return reading
 
 
 def _without_repeats(objects: list[PredictedObject]) -> list[PredictedObject]:
