@@ -13,7 +13,7 @@ import numpy as np
 
 from coordexp.config import RolloutMatching
 from coordexp.data import Geometry, TrueObject, degenerate
-from coordexp.match import match_objects
+from coordexp.match import coord_targets, match_objects
 from coordexp.parse import ParsedRollout, Reason, parse_rollout
 from coordexp.target import Kind, Role, Segment, build_segment
 from coordexp.vocab.table import COORD_BASE, VocabularyTable
@@ -55,7 +55,7 @@ SNIPPETS = (
     *('": {"', "true", "null", "NaN", "1e5", "-0", "01", "0" * 30, '"object_7": 3, ', '"object_007": {}, '),
     *('"object_-1": {}, ', '"object_1": {"desc": "again"}, ', "Sure! ", "```json\n", "é", "🙂", "\x00", "\x1f"),
     *("\x7f", "[" * 70 + "]" * 70, '{"a": {"b": [1, {"c": "d"}]}}', "object_", '"desc": ', '"poly": ['),
-    *('"bbox_2d": [', "9" * 1500, "// c"),
+    *('"bbox_2d": [', "9" * 1500, "// c", '"object_99999999999999999": {}, ', '"object_999999999999999999": {}, '),
 )
 
 
@@ -101,7 +101,7 @@ def check_rollout(
     _ids_are_kept(ids, parsed, segment, table)
     _is_strict_json(segment, table)
     _reads_back(parsed, [truth[j] for j in match.missed], segment, table)
-    _supervision_is_in_place(parsed, segment, match.pairs, table)
+    _supervision_is_in_place(parsed, segment, match.pairs, truth, table)
     _kinds_are_right(parsed, segment, table)
 
 
@@ -197,7 +197,9 @@ def _kinds_are_right(parsed: ParsedRollout, segment: Segment, table: VocabularyT
         assert (kind == Kind.desc) == inside
 
 
-def _supervision_is_in_place(parsed: ParsedRollout, segment: Segment, pairs: Any, table: VocabularyTable) -> None:
+def _supervision_is_in_place(
+    parsed: ParsedRollout, segment: Segment, pairs: Any, truth: list[TrueObject], table: VocabularyTable
+) -> None:
     answer = segment.ids[len(PROMPT) :]
     assert (answer == table.end_of_turn).sum() == 1
     assert (segment.roles == Role.end_of_turn).nonzero()[0].tolist() == [len(segment) - 1]
@@ -208,5 +210,17 @@ def _supervision_is_in_place(parsed: ParsedRollout, segment: Segment, pairs: Any
     with_target = ~np.isnan(segment.coord_targets)
     assert (with_target == np.isin(segment.roles, (Role.matched_coord, Role.tail_coord))).all()
     assert all(table.is_coord(id) for id in segment.ids[with_target])
-    expected = sum(len(parsed.valid[i].coord_indices) for i, _ in pairs)
-    assert (segment.roles == Role.matched_coord).sum() == expected
+    tail_coords = segment.roles == Role.tail_coord
+    assert (segment.coord_targets[tail_coords] == segment.ids[tail_coords] - table.first_coord).all()
+    valid = parsed.valid
+    shapes = [(valid[i].geometry, truth[j].geometry) for i, j in pairs]
+    matched = {}
+    for (i, _), bins in zip(pairs, coord_targets(shapes, SETTINGS.optimal_transport), strict=True):
+        matched |= zip(valid[i].coord_indices, bins, strict=True)
+    assert (segment.roles == Role.matched_coord).nonzero()[0].tolist() == [
+        len(PROMPT) + at for at in sorted(matched)
+    ]
+    found = segment.coord_targets[segment.roles == Role.matched_coord]
+    assert np.allclose(found, [matched[at] for at in sorted(matched)], atol=1e-3)
+    assert all(0 <= bin <= 999 for bin in matched.values())
+    assert (segment.weights == (segment.roles >= Role.matched_coord)).all()

@@ -47,6 +47,8 @@ class TrueObject:
             raise ValueError(f"{kind} {bins} leaves the bins 0 to {BINS - 1}; quantise with coordexp.data.to_bin")
         if degenerate(kind, bins):
             raise ValueError(f"{kind} {bins} has no area; drop the object")
+        if any("\ud800" <= character <= "\udfff" for character in self.desc):
+            raise ValueError(f"desc {self.desc!r} holds half a character (a lone surrogate); correct the data")
         if not self.desc.strip():
             raise ValueError("desc is empty; every object needs a description")
 

@@ -2,7 +2,7 @@
 
 Leaving a predicted object unmatched costs `fp_cost`, a true one `fn_cost`, a pair `1 - IoU`; a pair below the gate
 is impossible. The result depends on shapes only: true objects are put into an order of their own first, so that
-neither their order in the file nor their `desc` decides a tie.
+neither their order in the file nor their `desc` decides a tie. Of equal shapes the first in the file is taken.
 """
 
 from collections import defaultdict
@@ -17,8 +17,8 @@ from scipy.sparse.csgraph import connected_components
 
 from coordexp.config.rollout import RolloutMatching
 from coordexp.data import Geometry
-from coordexp.match.candidates import Floats, boxes_of, candidates
-from coordexp.match.masks import mask_iou, rasterise
+from coordexp.match.candidates import Floats, box_iou, boxes_of, candidates
+from coordexp.match.masks import is_empty, mask_iou, rasterise
 
 SMALL = 10_000  # pairs up to which looking for groups costs more than it saves
 
@@ -38,10 +38,9 @@ def match_objects(
     predicted: Sequence[Geometry], true: Sequence[Geometry], settings: RolloutMatching
 ) -> MatchResult:
     order = sorted(range(len(true)), key=lambda j: (true[j].bins, true[j].kind))
-    iou = _candidate_iou(predicted, true, settings)
-    in_order = iou[:, order]
-    feasible = in_order >= settings.maskiou_gate  # NaN is not
-    found = assign(in_order, feasible, settings.fp_cost + settings.fn_cost)
+    iou = _candidate_iou(predicted, [true[j] for j in order], settings)
+    feasible = iou >= settings.maskiou_gate  # NaN is not
+    found = assign(iou, feasible, settings.fp_cost + settings.fn_cost)
     pairs = tuple([(i, order[j]) for i, j in found])
     matched_predicted, matched_true = {i for i, _ in pairs}, {j for _, j in pairs}
     return MatchResult(
@@ -49,7 +48,7 @@ def match_objects(
         tuple([j for j in range(len(true)) if j not in matched_true]),
         tuple([i for i in range(len(predicted)) if i not in matched_predicted]),
         int(np.count_nonzero((iou > 0) & (iou < settings.maskiou_gate))),
-        iou,
+        iou[:, np.argsort(order)] if order else iou,
     )
 
 
@@ -87,7 +86,12 @@ def _solve_group(links: list[tuple[int, int]], gain: Floats) -> list[tuple[int, 
 
 
 def _candidate_iou(predicted: Sequence[Geometry], true: Sequence[Geometry], settings: RolloutMatching) -> Floats:
-    chosen = candidates(boxes_of(predicted), boxes_of(true), settings.candidate_top_k)
-    resolution = settings.maskiou_resolution
-    iou = mask_iou(rasterise(predicted, resolution), rasterise(true, resolution))
+    """Mask IoU of the candidates. A shape too thin to cover a pixel of the canvas is compared by its box."""
+    boxes = boxes_of(predicted), boxes_of(true)
+    chosen = candidates(*boxes, settings.candidate_top_k)
+    masks = [rasterise(shapes, settings.maskiou_resolution) for shapes in (predicted, true)]
+    empty = [is_empty(each) for each in masks]
+    iou = mask_iou(*masks)
+    if empty[0].any() or empty[1].any():
+        iou = np.where(np.logical_or.outer(*empty), box_iou(*boxes), iou)
     return np.where(chosen, iou, np.nan)

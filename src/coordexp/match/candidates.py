@@ -27,7 +27,7 @@ def candidates(predicted: Floats, true: Floats, top_k: int) -> NDArray[np.bool_]
     n, m = len(predicted), len(true)
     if top_k >= m or not n:
         return np.ones((n, m), dtype=bool)
-    iou, distance = _box_iou(predicted, true), _centre_distance(predicted, true)
+    iou, distance = box_iou(predicted, true), _centre_distance(predicted, true)
     # One number for the first two: overlapping boxes are below 0, by IoU; the others above, by distance.
     rank = np.where(iou > 0, -iou, distance)
     last = np.partition(rank, top_k - 1, axis=1)[:, top_k - 1 : top_k]
@@ -39,8 +39,10 @@ def candidates(predicted: Floats, true: Floats, top_k: int) -> NDArray[np.bool_]
     return chosen
 
 
-def _box_iou(left: Floats, right: Floats) -> Floats:
+def box_iou(left: Floats, right: Floats) -> Floats:
     """By pycocotools, whose boxes are x, y, width, height."""
+    if not len(left) or not len(right):
+        return np.zeros((len(left), len(right)))
     corner_and_size = [np.hstack((boxes[:, :2], boxes[:, 2:] - boxes[:, :2])) for boxes in (left, right)]
     return np.asarray(rle.iou(*corner_and_size, [0] * len(right)))
 

@@ -24,6 +24,10 @@ def mask_iou(left: list[Any], right: list[Any]) -> NDArray[np.float64]:
     return np.array(rle.iou(left, right, [0] * len(right)), dtype=np.float64)
 
 
+def is_empty(masks: list[Any]) -> NDArray[np.bool_]:
+    return np.asarray(rle.area(masks)) == 0 if masks else np.zeros(0, dtype=bool)
+
+
 def _ring(shape: Geometry, scale: float) -> list[float]:
     if shape.kind == "poly":
         return [bin * scale for bin in shape.bins]

@@ -7,6 +7,7 @@ a shape of 5 bins keeps its vertices as one of 500 does. Centring does the same 
 between which all plans would cost alike. The pairs of a rollout are solved together, each until it has converged.
 """
 
+from collections import defaultdict
 from collections.abc import Sequence
 
 import numpy as np
@@ -44,8 +45,17 @@ def project(problems: Sequence[Problem], settings: OptimalTransport) -> list[Flo
 
 
 def transport_plans(problems: Sequence[Problem], settings: OptimalTransport) -> list[Floats]:
-    if not problems:
-        return []
+    """Problems of about one size are solved together, so that one long polygon does not make all of them large."""
+    buckets: dict[tuple[int, int], list[int]] = defaultdict(list)
+    for k, (here, there) in enumerate(problems):
+        buckets[len(here).bit_length(), len(there).bit_length()].append(k)
+    plans: dict[int, Floats] = {}
+    for members in buckets.values():
+        plans |= zip(members, _solve([problems[k] for k in members], settings), strict=True)
+    return [plans[k] for k in range(len(problems))]
+
+
+def _solve(problems: Sequence[Problem], settings: OptimalTransport) -> list[Floats]:
     costs = [_cost(problem, settings.cost) / _epsilon(problem, settings.epsilon) for problem in problems]
     kernel = _padded([-cost for cost in costs], -np.inf)
     log_rows = _padded([np.full(cost.shape[0], -np.log(cost.shape[0])) for cost in costs], -np.inf)

@@ -32,9 +32,12 @@ _ESCAPE = (
 # Possessive: what is inside of a string can be read in one way only, so there is nothing to go back for.
 _INSIDE = rf"(?:[ !#-\[\]-\x7f]++|{_WIDE}|{_ESCAPE}|{COORD})*+"
 _STRING = re.compile(rf'"{_INSIDE}"')
-_CUT_STRING = re.compile(
-    rf'"{_INSIDE}'
-    rf"(?:\\u?{_HEX}{{0,3}}|\\u{_HEX}{{4}}\\?u?{_HEX}{{0,3}}|[\xc2-\xf4][\x80-\xbf]{{0,2}})?\Z"
+# What a string, a number or a literal looks like when the text stops inside of it.
+_HALF_PAIR = rf"\\u[dD][89abAB]{_HEX}{{2}}(?:\\(?:u(?:[dD](?:[c-fC-F]{_HEX}?)?)?)?)?"
+_HALF_WIDE = r"[\xc2-\xdf]|[\xe0-\xef][\x80-\xbf]?|[\xf0-\xf4][\x80-\xbf]{0,2}"
+_CUT_STRING = re.compile(rf'"{_INSIDE}(?:\\(?:u{_HEX}{{0,3}})?|{_HALF_PAIR}|{_HALF_WIDE})?\Z')
+_CUT_SCALAR = re.compile(
+    r"(?:-|-?(?:0|[1-9][0-9]{0,500})(?:\.[0-9]{0,250})?(?:[eE][+-]?[0-9]{0,200})?|tr?u?|fa?l?s?|nu?l?)\Z"
 )
 _COORD = re.compile(COORD)
 
@@ -72,13 +75,13 @@ def read_value(text: str, position: int, depth: int = 0) -> Value:
     for kind, pattern in (("coord", _COORD), ("number", _NUMBER), ("literal", _LITERAL)):
         if match := pattern.match(text, position):
             return Value(kind, position, match.end(), [], [])
-    raise Broken(position, at_end=position == len(text))
+    raise Broken(position, at_end=position == len(text) or _CUT_SCALAR.match(text, position) is not None)
 
 
 def read_string(text: str, position: int) -> Value:
     match = _STRING.match(text, position)
     if match is None:
-        raise Broken(position, at_end=_is_cut_string(text, position))
+        raise Broken(position, at_end=_CUT_STRING.match(text, position) is not None)
     return Value("string", position, match.end(), [], [])
 
 
@@ -132,8 +135,3 @@ def _read_object(text: str, start: int, depth: int) -> Value:
         if text[position] == "}":
             return Value("object", start, position + 1, [], fields)
         position += 1
-
-
-def _is_cut_string(text: str, position: int) -> bool:
-    """Whether the text ends inside of a string that has been sound so far."""
-    return _CUT_STRING.match(text, position) is not None

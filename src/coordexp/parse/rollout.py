@@ -27,13 +27,15 @@ class ParsedRollout:
     remainder: bytes
     desc_spans: tuple[tuple[int, int], ...]  # where desc values stand in the symbol text of the prefix
     highest_number: int
-    truncated: bool  # the container was never closed
+    truncated: bool  # the text was sound and stopped before the container was closed
     fallback: bool  # no container to continue: the prefix is `{` and nothing of the rollout is used
 
     @property
     def valid(self) -> tuple[PredictedObject, ...]:
         return tuple(found for found in self.objects if found.valid)
 
+
+LARGEST = 10**17  # keys have at most 18 digits
 
 FALLBACK = ParsedRollout((), (), b"{", (), 0, truncated=False, fallback=True)
 
@@ -48,9 +50,7 @@ def parse_rollout(ids: Sequence[int], table: VocabularyTable) -> ParsedRollout:
         return FALLBACK
     reading = _read_entries(readable, start + 1, coords)
     objects = _without_repeats(reading.objects)
-    if reading.lost is not None:
-        cause = Reason.placeholder if blocked else Reason.truncated
-        lost = cause if reading.lost.at_end else Reason.syntax
+    if lost := _lost_to(reading, blocked):
         objects.append(PredictedObject("", None, None, None, (), lost))
     whole, at = len(parts), len(text)
     while at > reading.cut:
@@ -61,10 +61,24 @@ def parse_rollout(ids: Sequence[int], table: VocabularyTable) -> ParsedRollout:
         tuple(ids[:whole]),
         text[at : reading.cut].encode("latin-1"),
         tuple(reading.spans),
-        max([found.number or 0 for found in objects[: reading.kept]], default=0),
-        truncated=not reading.closed,
+        max([_counted(found.number) for found in objects[: reading.kept]], default=0),
+        truncated=not reading.closed and (reading.lost is None or reading.lost.at_end) and not blocked,
         fallback=False,
     )
+
+
+def _lost_to(reading: "_Reading", blocked: bool) -> Reason | None:
+    """Why an object was begun, or was still to come, and is cut off."""
+    if blocked and not reading.closed and (reading.lost is None or reading.lost.at_end):
+        return Reason.placeholder
+    if reading.lost is None:
+        return None
+    return Reason.truncated if reading.lost.at_end else Reason.syntax
+
+
+def _counted(number: int | None) -> int:
+    """A key number that numbering goes on from. A larger one would leave no readable number to go on with."""
+    return number if number is not None and number < LARGEST else 0
 
 
 def _look_up(ids: Sequence[int], table: VocabularyTable) -> tuple[Sequence[str], Coords]:

@@ -15,10 +15,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from coordexp.config.rollout import RolloutMatching
-from coordexp.data import TrueObject
+from coordexp.data import BINS, TrueObject
 from coordexp.match import MatchResult, coord_targets
 from coordexp.parse import ParsedRollout
-from coordexp.target.serialise import FieldOrder, Fragment, serialise
+from coordexp.target.serialise import FieldOrder, serialise
 from coordexp.vocab.table import VocabularyTable
 
 
@@ -69,7 +69,7 @@ def build_segment(
 ) -> Segment:
     """The segment of one sample. `match` pairs `parsed.valid` with `truth`."""
     missed = [truth[j] for j in match.missed]
-    kept_text = table.bytes_of(parsed.prefix_ids[-4:]) + parsed.remainder
+    kept_text = table.bytes_of(parsed.prefix_ids[-1:]) + parsed.remainder
     fragment = serialise(missed, after=kept_text, first_index=parsed.highest_number + 1, order=order, table=table)
     tail = table.encode(parsed.remainder + fragment.text)
     start = len(prompt_ids)
@@ -80,16 +80,19 @@ def build_segment(
     targets = np.full(len(ids), np.nan, dtype=np.float32)
 
     roles[start:tail_start] = Role.masked_prefix
-    kinds[start:tail_start] = _prefix_kinds(parsed, table)
+    kept_ends, tail_ends = _ends(parsed.prefix_ids, table.symbols), _ends(tail, table.pieces)
+    offset = int(kept_ends[-1]) if len(kept_ends) else 0
+    spans = [*parsed.desc_spans, *_shifted(fragment.desc_spans, offset + len(parsed.remainder))]
+    kinds[start:-1] = _kinds(ids[start:-1], np.concatenate((kept_ends, tail_ends + offset)), spans, table)
     for where, bins in _matched_targets(parsed, match, truth, settings):
         _check_inside(where, len(parsed.prefix_ids))
         roles[start + where] = Role.matched_coord
         targets[start + where] = bins
 
-    tail_kinds = _tail_kinds(tail, fragment, len(parsed.remainder), table)
-    kinds[tail_start:-1] = tail_kinds
-    roles[tail_start:-1] = _TAIL_ROLE[tail_kinds]
-    targets[tail_start:-1][tail_kinds == Kind.coord] = fragment.bins
+    roles[tail_start:-1] = _TAIL_ROLE[kinds[tail_start:-1]]
+    targets[tail_start:-1][kinds[tail_start:-1] == Kind.coord] = fragment.bins
+    if not parsed.fallback:  # what the model wrote itself and nothing was added to
+        roles[tail_start:-1][tail_ends <= len(parsed.remainder)] = Role.masked_prefix
     roles[-1], kinds[-1] = Role.end_of_turn, Kind.end_of_turn
     weights = (roles >= Role.matched_coord).astype(np.float32)
     return Segment(ids, roles, kinds, targets, weights, start)
@@ -122,17 +125,13 @@ def _check_inside(where: NDArray[np.intp], length: int) -> None:
         )
 
 
-def _prefix_kinds(parsed: ParsedRollout, table: VocabularyTable) -> NDArray[np.int8]:
-    symbols = table.symbols
-    ends = np.cumsum([len(symbols[id]) for id in parsed.prefix_ids], dtype=np.int64)
-    ids = np.array(parsed.prefix_ids, dtype=np.int64)
-    return _kinds(ids, ends, parsed.desc_spans, table)
+def _ends(ids: Sequence[int], texts: Sequence[str] | Sequence[bytes]) -> NDArray[np.int64]:
+    """Where each token ends in the text of them all."""
+    return np.cumsum([len(texts[id]) for id in ids], dtype=np.int64)
 
 
-def _tail_kinds(tail: Sequence[int], fragment: Fragment, offset: int, table: VocabularyTable) -> NDArray[np.int8]:
-    ends = np.cumsum([len(table.pieces[id]) for id in tail], dtype=np.int64)
-    spans = [(start + offset, end + offset) for start, end in fragment.desc_spans]
-    return _kinds(np.array(tail, dtype=np.int64), ends, spans, table)
+def _shifted(spans: Sequence[tuple[int, int]], offset: int) -> list[tuple[int, int]]:
+    return [(start + offset, end + offset) for start, end in spans]
 
 
 def _kinds(
@@ -150,5 +149,5 @@ def _kinds(
         inside = (nearest >= 0) & (starts < ends) & (ends <= spans[nearest, 1])
         kinds[inside] = Kind.desc
     first = table.first_coord
-    kinds[(ids >= first) & (ids < first + 1000)] = Kind.coord
+    kinds[(ids >= first) & (ids < first + BINS)] = Kind.coord
     return kinds

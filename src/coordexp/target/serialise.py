@@ -56,6 +56,8 @@ def serialise(
 def _escaped(desc: str, table: VocabularyTable) -> str:
     """As the inside of a JSON string, without any text that the tokenizer would take for a token of its own."""
     text = json.dumps(normal_form(desc), ensure_ascii=False)[1:-1]
+    if normal_form(text) != text:  # an accent behind an escape would join its last letter
+        text = json.dumps(normal_form(desc))[1:-1]
     for reserved in table.reserved:
         if reserved in text:
             text = text.replace(reserved, f"\\u{ord(reserved[0]):04x}{reserved[1:]}")

@@ -6,6 +6,7 @@ STOP, an image or video placeholder is PLACEHOLDER, and an id without any text i
 mistaken for one of these, and the text of an answer is the concatenation of its symbols.
 """
 
+import re
 import unicodedata
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -23,6 +24,9 @@ COORD_BASE = 0x1000
 STOP = "\u2000"
 PLACEHOLDER = "\u2001"
 UNKNOWN = "\u2002"
+
+
+_COORD_RUNS = re.compile(rb"(<\|coord_(?:0|[1-9][0-9]{0,2})\|>)")
 
 
 class VocabularyError(ValueError):
@@ -90,8 +94,14 @@ class VocabularyTable:
         except UnicodeDecodeError:
             ids = []
         if self.bytes_of(ids) != text[start:]:
-            ids = [self.byte_ids[byte] for byte in text[start:]]
+            ids = [id for run in _COORD_RUNS.split(text[start:]) for id in self._spelled(run)]
         return head + ids
+
+    def _spelled(self, run: bytes) -> list[int]:
+        """A coordinate as its token, everything else byte by byte."""
+        if match := _COORD_RUNS.fullmatch(run):
+            return [self.first_coord + int(match.group()[8:-2])]
+        return [self.byte_ids[byte] for byte in run]
 
 
 def coord_symbol(bin: int) -> str:

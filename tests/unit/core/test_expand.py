@@ -82,6 +82,57 @@ def test_shards_without_an_embedding_are_copied_and_the_index_stays_true(plain, 
     add_coord_tokens(sharded, tmp_path / "out")
     assert (tmp_path / "out" / names[1]).read_bytes() == (sharded / names[1]).read_bytes()
     Qwen3VLForConditionalGeneration.from_pretrained(tmp_path / "out")
+    stated = json.loads((tmp_path / "out/model.safetensors.index.json").read_text())["metadata"]["total_size"]
+    tensors = [tensor for name in names for tensor in load_file(tmp_path / "out" / name).values()]
+    assert stated == sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+def test_a_tied_head_that_is_also_stored_stays_tied(tmp_path):
+    folder = make_model(tmp_path / "m", spread=6.0, coords=False)
+    weights = load_file(folder / "model.safetensors")
+    (name,) = [name for name in weights if name.endswith("embed_tokens.weight")]
+    save_file({**weights, "lm_head.weight": weights[name].clone()}, folder / "model.safetensors", {"format": "pt"})
+    add_coord_tokens(folder, tmp_path / "out")
+    expanded = load_file(tmp_path / "out/model.safetensors")
+    assert torch.equal(expanded["lm_head.weight"], expanded[name])
+    model = Qwen3VLForConditionalGeneration.from_pretrained(tmp_path / "out")
+    assert model.get_output_embeddings().weight is model.get_input_embeddings().weight
+
+
+def test_padding_rows_of_the_embedding_are_used_and_the_type_is_kept(tmp_path):
+    folder = make_model(tmp_path / "m", coords=False)
+    weights = {name: weight.bfloat16() for name, weight in load_file(folder / "model.safetensors").items()}
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    add_coord_tokens(folder, tmp_path / "out")
+    expanded = load_file(tmp_path / "out/model.safetensors")
+    assert {weight.dtype for weight in expanded.values()} == {torch.bfloat16}
+    table = VocabularyTable.from_folder(tmp_path / "out")
+    (name,) = [name for name in weights if name.endswith("embed_tokens.weight")]
+    assert torch.equal(expanded[name][: table.first_coord], weights[name][: table.first_coord])
+    assert expanded[name].shape[0] % 64 == 0
+
+
+@pytest.mark.parametrize("damage", ["config.json", "tokenizer.json", "model.safetensors"])
+def test_a_damaged_checkpoint_is_said_and_leaves_nothing_behind(plain, tmp_path, damage):
+    import shutil
+
+    shutil.copytree(plain, tmp_path / "bad")
+    (tmp_path / "bad" / damage).write_bytes(b"{ not")
+    command = ["model", "add-coords", "--model", str(tmp_path / "bad"), "--out", str(tmp_path / "out")]
+    result = CliRunner().invoke(app, command)
+    assert result.exit_code == 1
+    assert damage in result.output
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_checkpoint_without_rows_for_its_tokens_is_refused(plain, tmp_path):
+    import shutil
+
+    add_coord_tokens(plain, tmp_path / "whole")
+    shutil.copytree(plain, tmp_path / "bad")
+    shutil.copy(tmp_path / "whole/tokenizer.json", tmp_path / "bad/tokenizer.json")
+    with pytest.raises(ExpansionError, match="it is damaged"):
+        add_coord_tokens(tmp_path / "bad", tmp_path / "out")
 
 
 def test_what_cannot_be_expanded_is_said(plain, tmp_path):

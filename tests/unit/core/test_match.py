@@ -62,8 +62,8 @@ def test_solving_by_groups_costs_as_little_as_solving_at_once(monkeypatch):
 
 def test_the_result_does_not_depend_on_the_order_of_the_truth():
     chooser = random.Random(1)
-    settings = RolloutMatching(maskiou_gate=0.1)
-    for _ in range(300):
+    for case in range(400):
+        settings = RolloutMatching(maskiou_gate=0.1, candidate_top_k=case % 4 + 1)
         truth = list({random_shape(chooser) for _ in range(5)})
         predicted = [chooser.choice(truth) if chooser.random() < 0.5 else random_shape(chooser) for _ in range(5)]
         order = chooser.sample(range(len(truth)), len(truth))
@@ -73,6 +73,29 @@ def test_the_result_does_not_depend_on_the_order_of_the_truth():
         assert {order[j] for j in turned.missed} == set(plain.missed)
         assert turned.extra == plain.extra
         assert np.array_equal(turned.iou, plain.iou[:, order], equal_nan=True)
+
+
+def test_tied_candidates_do_not_depend_on_the_order_of_the_truth():
+    predicted, truth = [box(100, 100, 200, 200)], [box(80, 100, 180, 200), box(120, 100, 220, 200)]
+    settings = RolloutMatching(candidate_top_k=1)
+    matched = [
+        each[match_objects(predicted, each, settings).pairs[0][1]] for each in (truth, list(reversed(truth)))
+    ]
+    assert matched[0] == matched[1]
+
+
+def test_only_candidates_can_match():
+    predicted = [box(100, 100, 200, 200), box(102, 100, 200, 200)]
+    truth = [box(100, 100, 200, 200), box(110, 100, 200, 200)]
+    assert len(match_objects(predicted, truth, RolloutMatching()).pairs) == 2
+    assert len(match_objects(predicted, truth, RolloutMatching(candidate_top_k=1)).pairs) == 1
+
+
+@pytest.mark.parametrize("side", [1, 2, 3])
+def test_a_shape_too_thin_for_the_canvas_matches_itself(side):
+    for start in range(0, 900, 7):
+        for shape in (box(start, 500, start + side, 700), poly(start, 500, start + side, 500, start, 700)):
+            assert match_objects([shape], [shape], RolloutMatching()).pairs == ((0, 0),)
 
 
 def test_two_predictions_of_one_object_give_one_pair_and_one_extra():

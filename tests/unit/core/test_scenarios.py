@@ -126,7 +126,8 @@ def test_a_malformed_middle_object_leaves_its_neighbours_usable(core, middle, re
         ("object_", Reason.bad_key, 1),
         ("object_1.5", Reason.bad_key, 1),
         ("Object_5", Reason.bad_key, 1),
-        ("object_" + "9" * 18, None, 10**18 - 1),
+        ("object_" + "9" * 17, None, 10**17 - 1),
+        ("object_" + "9" * 18, None, 1),
         ("object_" + "9" * 5000, Reason.bad_key, 1),
         ("object_1", Reason.repeated_key, 1),
         ("object\\u005f1", Reason.repeated_key, 1),
@@ -139,6 +140,8 @@ def test_odd_keys(core, key, reason, highest):
     assert [found.reason for found in parsed.objects] == [None, reason]
     assert parsed.highest_number == highest
     assert list(core.objects(segment))[-1] == f"object_{highest + 1}"
+    again = parse_rollout(segment.ids[segment.prompt_length :].tolist(), core.table)
+    assert again.objects[-1].valid
 
 
 @pytest.mark.scenario("R25.S2")
@@ -170,7 +173,6 @@ def test_coordinates_spelled_in_ordinary_tokens_are_not_supervised(core):
     parsed = parse_rollout(ids, core.table)
     (found,) = parsed.objects
     assert (found.reason, found.coord_indices) == (Reason.ambiguous, ())
-    *_, segment = core.build("", [CUP])
     match_missed = core.build("", [CUP])[1]
     segment = build_segment(
         PROMPT, parsed, match_missed, [CUP], table=core.table, order="desc_first", settings=core.settings
@@ -219,6 +221,10 @@ def test_matched_coordinates_are_supervised_and_the_text_of_the_prefix_is_not(co
     desc = "".join(core.table.pieces[id].decode() for id in segment.ids[segment.kinds == Kind.desc])
     assert desc == "red cupghostdog"
     assert (segment.kinds == Kind.coord).sum() == 12
+    tail_coords = segment.roles == Role.tail_coord
+    assert segment.coord_targets[tail_coords].tolist() == list(DOG.geometry.bins)
+    supervised_roles = {Role.matched_coord, Role.tail_structure, Role.tail_desc, Role.tail_coord, Role.end_of_turn}
+    assert [weight == 1 for weight in segment.weights] == [role in supervised_roles for role in segment.roles]
 
 
 @pytest.mark.scenario("R30.S1")
@@ -282,7 +288,18 @@ def test_an_image_token_cuts_the_answer(core):
 
 @pytest.mark.parametrize(
     "desc",
-    ['say "hi"', "back\\slash", "<|im_end|>", "<|coord_5|>", "<|image_pad|>", "e\u0301", "猫🙂", "a\nb\tc\x00"],
+    [
+        'say "hi"',
+        "back\\slash",
+        "<|im_end|>",
+        "<|coord_5|>",
+        "<|image_pad|>",
+        "e\u0301",
+        "猫🙂",
+        "a\nb\tc\x00",
+        "a\n\u0301b",
+        "x\t\u030cy",
+    ],
 )
 def test_any_description_is_written_so_that_it_reads_back(core, desc):
     import unicodedata
@@ -292,3 +309,59 @@ def test_any_description_is_written_so_that_it_reads_back(core, desc):
     (found,) = parse_rollout(segment.ids[segment.prompt_length :].tolist(), core.table).objects
     assert found.valid
     assert (segment.ids == core.table.end_of_turn).sum() == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "reason", "truncated"),
+    [
+        ('{"object_1": tru', Reason.truncated, True),
+        ('{"object_1": -', Reason.truncated, True),
+        ('{"object_1": 1.', Reason.truncated, True),
+        ('{"object_1": {"desc": "a\\u00', Reason.truncated, True),
+        ('{"object_1": {"desc": "a\\ud83d\\u', Reason.truncated, True),
+        ('{"object_1": {"desc": "a\\1', Reason.syntax, False),
+        ('{"object_1": {"desc": "a\\udc00', Reason.syntax, False),
+        ('{"object_1": xyz}', Reason.syntax, False),
+        ('{"object_1": trux', Reason.syntax, False),
+        ('{"object_1": 01}', Reason.syntax, False),
+        ('{"object_1" {', Reason.syntax, False),
+        ('{<|image_pad|>"object_1": {}}', Reason.placeholder, False),
+        ('{"object_1": {}, <|image_pad|>"object_2": {}}', Reason.placeholder, False),
+    ],
+)
+def test_an_answer_that_stops_is_told_from_one_that_breaks(core, text, reason, truncated):
+    parsed = core.parse(text)
+    assert parsed.objects[-1].reason == reason
+    assert parsed.truncated is truncated
+
+
+def test_an_answer_that_just_stops_between_objects_loses_none(core):
+    first = entry("object_1", "red cup", NEAR_CUP)
+    for text in ("{", "{ ", "{" + first, "{" + first + ",", "{" + first + ", "):
+        parsed = core.parse(text)
+        assert parsed.truncated
+        assert all(found.valid for found in parsed.objects)
+
+
+def test_what_the_model_wrote_inside_of_the_cut_token_is_not_supervised():
+    """On the real vocabulary: a token that ends a desc, the object and a line. Its desc part stays masked."""
+    from tests.unit.core.conftest import Core
+    from tests.vocabularies import encode, table
+
+    core = Core(table("qwen"))
+    fused = core.table.pieces.index(b')"},\n')
+    shape = coords(box(850, 850, 950, 950))
+    ids = [*encode('{"object_1": {"bbox_2d": ' + shape + ', "desc": "ghost (x', core.table), fused]
+    parsed = parse_rollout(ids, core.table)
+    assert (parsed.remainder, len(parsed.valid)) == (b')"}', 1)
+    match = core.build("", [CUP])[1]
+    segment = build_segment(
+        PROMPT, parsed, match, [CUP], table=core.table, order="desc_first", settings=core.settings
+    )
+    tail = segment.prompt_length + len(parsed.prefix_ids)
+    written = [
+        (core.table.pieces[id], Role(role))
+        for id, role in zip(segment.ids[tail:], segment.roles[tail:], strict=True)
+    ]
+    assert written[0] == (b')"', Role.masked_prefix)
+    assert written[1] == (b"},", Role.tail_structure)

@@ -2,6 +2,7 @@
 
 import math
 import random
+import time
 
 import numpy as np
 import ot
@@ -96,3 +97,16 @@ def test_boxes_take_the_true_box_and_a_polygon_makes_it_transport():
     assert mixed[1] < 150 < mixed[3]
     assert len(turned) == 8
     assert any(value != round(value) for value in (*mixed, *turned))
+
+
+def test_one_long_polygon_does_not_slow_the_others_down():
+    small = [(ring(12, 50, seed=k), ring(12, 60, seed=k)) for k in range(40)]
+    long = [(ring(400, 300), ring(90, 300))]
+
+    def seconds(problems):
+        start = time.perf_counter()
+        project(problems, DEFAULT)
+        return time.perf_counter() - start
+
+    apart = min(seconds(small) + seconds(long) for _ in range(3))
+    assert min(seconds(small + long) for _ in range(3)) < 3 * apart

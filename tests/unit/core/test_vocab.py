@@ -91,6 +91,19 @@ def test_an_impossible_true_object_is_refused(desc, bins):
         TrueObject(desc, box(*bins))
 
 
+def test_half_a_character_in_the_data_is_refused():
+    with pytest.raises(ValueError, match="lone surrogate"):
+        TrueObject("a\ud800b", box(1, 1, 2, 2))
+
+
+def test_coordinates_stay_tokens_where_text_must_be_spelled_in_bytes():
+    vocabulary = table("qwen")
+    text = 'e\u0301 "<|coord_7|>"'.encode()
+    ids = vocabulary.encode(text)
+    assert vocabulary.first_coord + 7 in ids
+    assert vocabulary.bytes_of(ids) == text
+
+
 def _bare_tokenizer(coords):
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
