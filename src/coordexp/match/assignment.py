@@ -90,7 +90,7 @@ def _candidate_iou(predicted: Sequence[Geometry], true: Sequence[Geometry], sett
     boxes = boxes_of(predicted), boxes_of(true)
     chosen = candidates(*boxes, settings.candidate_top_k)
     masks = [rasterise(shapes, settings.maskiou_resolution) for shapes in (predicted, true)]
-    empty = [is_empty(each) for each in masks]
+    empty = [is_empty(each, settings.maskiou_resolution) for each in masks]
     iou = mask_iou(*masks)
     if empty[0].any() or empty[1].any():
         iou = np.where(np.logical_or.outer(*empty), box_iou(*boxes), iou)

@@ -1,6 +1,7 @@
 """Mask IoU on a square canvas (D16): shapes as polygons, scaled by R / 1000, in half-open pixels, as RLE."""
 
 from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -24,8 +25,15 @@ def mask_iou(left: list[Any], right: list[Any]) -> NDArray[np.float64]:
     return np.array(rle.iou(left, right, [0] * len(right)), dtype=np.float64)
 
 
-def is_empty(masks: list[Any]) -> NDArray[np.bool_]:
-    return np.asarray(rle.area(masks)) == 0 if masks else np.zeros(0, dtype=bool)
+def is_empty(masks: list[Any], resolution: int) -> NDArray[np.bool_]:
+    """By their encoding; pycocotools' own `area` fails on more than 255 masks."""
+    nothing = _nothing(resolution)
+    return np.array([mask["counts"] == nothing for mask in masks], dtype=bool)
+
+
+@cache
+def _nothing(resolution: int) -> Any:
+    return rle.encode(np.zeros((resolution, resolution), dtype=np.uint8, order="F"))["counts"]
 
 
 def _ring(shape: Geometry, scale: float) -> list[float]:

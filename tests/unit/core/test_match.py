@@ -98,6 +98,16 @@ def test_a_shape_too_thin_for_the_canvas_matches_itself(side):
             assert match_objects([shape], [shape], RolloutMatching()).pairs == ((0, 0),)
 
 
+def test_a_scene_of_hundreds_of_objects():
+    truth = [box(x, y, x + 20, y + 20) for x in range(0, 960, 40) for y in range(0, 960, 40)]
+    predicted = [
+        box(x + 1, y, x + 21, y + 20) for x, y, _, _ in (shape.bins for shape in truth[: len(truth) // 2])
+    ]
+    result = match_objects(predicted, truth, RolloutMatching())
+    assert result.pairs == tuple((k, k) for k in range(len(truth) // 2))
+    assert len(result.missed) == len(truth) - len(truth) // 2
+
+
 def test_two_predictions_of_one_object_give_one_pair_and_one_extra():
     twice = [box(10, 10, 110, 110), box(10, 10, 110, 110)]
     result = match_objects(twice, [box(10, 10, 110, 110)], RolloutMatching())
