@@ -84,10 +84,10 @@ def build_segment(
     offset = int(kept_ends[-1]) if len(kept_ends) else 0
     spans = [*parsed.desc_spans, *_shifted(fragment.desc_spans, offset + len(parsed.remainder))]
     kinds[start:-1] = _kinds(ids[start:-1], np.concatenate((kept_ends, tail_ends + offset)), spans, table)
-    for where, bins in _matched_targets(parsed, match, truth, settings):
-        _check_inside(where, len(parsed.prefix_ids))
-        roles[start + where] = Role.matched_coord
-        targets[start + where] = bins
+    where, bins = _matched_targets(parsed, match, truth, settings)
+    _check_inside(where, len(parsed.prefix_ids))
+    roles[start + where] = Role.matched_coord
+    targets[start + where] = bins
 
     roles[tail_start:-1] = _TAIL_ROLE[kinds[tail_start:-1]]
     targets[tail_start:-1][kinds[tail_start:-1] == Kind.coord] = fragment.bins
@@ -104,23 +104,24 @@ _TAIL_ROLE[[Kind.structure, Kind.desc, Kind.coord]] = [Role.tail_structure, Role
 
 def _matched_targets(
     parsed: ParsedRollout, match: MatchResult, truth: Sequence[TrueObject], settings: RolloutMatching
-) -> list[tuple[NDArray[np.intp], tuple[float, ...]]]:
-    """For each matched pair, the positions of its coordinates in the rollout and their targets."""
+) -> tuple[NDArray[np.intp], NDArray[np.float32]]:
+    """Where the coordinates of matched objects stand in the rollout, and their targets."""
     predicted = parsed.valid
     shapes = []
     for i, j in match.pairs:
         shape = predicted[i].geometry
         assert shape is not None, "a valid object has a geometry"
         shapes.append((shape, truth[j].geometry))
-    bins = coord_targets(shapes, settings.optimal_transport)
-    where = [np.array(predicted[i].coord_indices, dtype=np.intp) for i, _ in match.pairs]
-    return list(zip(where, bins, strict=True))
+    targets = coord_targets(shapes, settings.optimal_transport)
+    where = [index for i, _ in match.pairs for index in predicted[i].coord_indices]
+    bins = [bin for target in targets for bin in target]
+    return np.array(where, dtype=np.intp), np.array(bins, dtype=np.float32)
 
 
 def _check_inside(where: NDArray[np.intp], length: int) -> None:
     if len(where) and not 0 <= where.min() <= where.max() < length:
         raise ValueError(
-            f"supervised coordinate positions {where.tolist()} leave the kept prefix of {length} tokens: "
+            f"supervised coordinate positions {where.min()} to {where.max()} leave the kept prefix of {length} tokens: "
             "the rollout and its parse do not belong together"
         )
 
