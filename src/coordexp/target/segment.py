@@ -121,7 +121,7 @@ def _matched_targets(
 def _check_inside(where: NDArray[np.intp], length: int) -> None:
     if len(where) and not 0 <= where.min() <= where.max() < length:
         raise ValueError(
-            f"supervised coordinate positions {where.min()} to {where.max()} leave the kept prefix of {length} tokens: "
+            f"supervised coordinates at {where.min()} to {where.max()} leave the kept prefix of {length} tokens: "
             "the rollout and its parse do not belong together"
         )
 
