@@ -224,3 +224,17 @@ def _supervision_is_in_place(
     assert np.allclose(found, [matched[at] for at in sorted(matched)], atol=1e-3)
     assert all(0 <= bin <= 999 for bin in matched.values())
     assert (segment.weights == (segment.roles >= Role.matched_coord)).all()
+    _sides_are_in_place(parsed, segment, pairs, truth)
+
+
+def _sides_are_in_place(parsed: ParsedRollout, segment: Segment, pairs: Any, truth: list[TrueObject]) -> None:
+    """The four coordinates of each supervised box, in order, and no coordinate of a polygon."""
+    valid, matched = parsed.valid, {j for _, j in pairs}
+    boxes = [list(valid[i].coord_indices) for i, _ in sorted(pairs) if valid[i].geometry.kind == "bbox_2d"]
+    found = segment.sides.nonzero()[0]
+    assert segment.sides[found].tolist() == [1, 2, 3, 4] * (len(found) // 4)
+    groups = (found - len(PROMPT)).reshape(-1, 4).tolist()
+    assert groups[: len(boxes)] == sorted(boxes)
+    appended = [list(true.geometry.bins) for j, true in enumerate(truth) if j not in matched]
+    tail = segment.coord_targets[found].reshape(-1, 4)[len(boxes) :].tolist()
+    assert tail == [bins for bins in appended if len(bins) == 4]

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from coordexp.config.rollout import RolloutMatching
-from coordexp.data import BINS, TrueObject
+from coordexp.data import BINS, Geometry, TrueObject
 from coordexp.match import MatchResult, coord_targets
 from coordexp.parse import ParsedRollout
 from coordexp.target.serialise import FieldOrder, serialise
@@ -44,11 +44,13 @@ class Kind(IntEnum):
 
 @dataclass(frozen=True, eq=False)
 class Segment:
-    """Streams with one value per token. `coord_targets` is NaN and `weights` 0 where nothing is supervised."""
+    """Streams with one value per token. `coord_targets` is NaN and `weights` 0 where nothing is supervised;
+    `sides` is 1 to 4 at x1, y1, x2, y2 of a supervised box, and 0 elsewhere."""
 
     ids: NDArray[np.int64]
     roles: NDArray[np.int8]
     kinds: NDArray[np.int8]
+    sides: NDArray[np.int8]
     coord_targets: NDArray[np.float32]
     weights: NDArray[np.float32]
     prompt_length: int
@@ -88,14 +90,18 @@ def build_segment(
     _check_inside(where, len(parsed.prefix_ids))
     roles[start + where] = Role.matched_coord
     targets[start + where] = bins
+    sides = np.zeros(len(ids), dtype=np.int8)
+    sides[start + where] = _sides([parsed.valid[i].geometry for i, _ in match.pairs])
 
     roles[tail_start:-1] = _TAIL_ROLE[kinds[tail_start:-1]]
-    targets[tail_start:-1][kinds[tail_start:-1] == Kind.coord] = fragment.bins
+    appended = tail_start + np.flatnonzero(kinds[tail_start:-1] == Kind.coord)
+    targets[appended] = fragment.bins
+    sides[appended] = _sides([found.geometry for found in missed])
     if not parsed.fallback:  # what the model wrote itself and nothing was added to
         roles[tail_start:-1][tail_ends <= len(parsed.remainder)] = Role.masked_prefix
     roles[-1], kinds[-1] = Role.end_of_turn, Kind.end_of_turn
     weights = (roles >= Role.matched_coord).astype(np.float32)
-    return Segment(ids, roles, kinds, targets, weights, start)
+    return Segment(ids, roles, kinds, sides, targets, weights, start)
 
 
 _TAIL_ROLE = np.zeros(len(Kind), dtype=np.int8)
@@ -116,6 +122,16 @@ def _matched_targets(
     where = [index for i, _ in match.pairs for index in predicted[i].coord_indices]
     bins = [bin for target in targets for bin in target]
     return np.array(where, dtype=np.intp), np.array(bins, dtype=np.float32)
+
+
+def _sides(shapes: Sequence[Geometry | None]) -> list[int]:
+    """For each coordinate of the shapes, which side of a box it is; 0 in polygons."""
+    return [
+        side
+        for shape in shapes
+        if shape is not None
+        for side in ((1, 2, 3, 4) if shape.kind == "bbox_2d" else (0,) * len(shape.bins))
+    ]
 
 
 def _check_inside(where: NDArray[np.intp], length: int) -> None:

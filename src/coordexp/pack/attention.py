@@ -1,0 +1,65 @@
+"""Block-diagonal attention for packed rows: each segment attends to itself alone, and nothing else is computed.
+
+transformers' own SDPA path builds a dense mask for a packed row, so time and memory grow with the square of the
+row. This one cuts the row where text positions start again at 0 and calls the same SDPA for each piece, as flash
+attention does with its variable lengths. Whatever is not a packed row (padded batches, generation with a cache)
+goes the ordinary SDPA way. Only the language model uses it: the vision tower cuts by image on its own.
+"""
+
+from typing import Any
+
+import torch
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+from transformers.utils import is_flash_attn_2_available
+
+SEGMENTED_SDPA = "coordexp_segmented_sdpa"
+
+
+def attention_for(device: torch.device) -> str | dict[str, str]:
+    """A value for `attn_implementation`: variable-length flash attention where it can run, else segmented SDPA."""
+    if device.type == "cuda" and is_flash_attn_2_available():
+        return "flash_attention_2"
+    return {"text_config": SEGMENTED_SDPA, "vision_config": "sdpa"}
+
+
+def segment_lengths(position_ids: torch.Tensor) -> list[int]:
+    """Lengths of the segments of a row, from text positions of shape [1, tokens] that restart at 0."""
+    starts = torch.nonzero(position_ids[0] == 0)[:, 0].tolist()
+    if not starts or starts[0] != 0:
+        raise ValueError("a packed row must begin at text position 0")
+    return [end - start for start, end in zip(starts, [*starts[1:], position_ids.shape[1]], strict=True)]
+
+
+def _attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    position_ids: torch.Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    packed = attention_mask is None and position_ids is not None and query.shape[2] == key.shape[2] > 1
+    if not packed:
+        return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
+    assert position_ids is not None
+    if len(position_ids) != 1:
+        if (position_ids == 0).sum(1).max() > 1:
+            raise ValueError(f"a packed row stands alone, and this batch has {len(position_ids)} rows")
+        return sdpa_attention_forward(module, query, key, value, None, **kwargs)
+    lengths = segment_lengths(position_ids)
+    pieces = zip(*(states.split(lengths, dim=2) for states in (query, key, value)), strict=True)
+    return torch.cat([sdpa_attention_forward(module, *piece, None, **kwargs)[0] for piece in pieces], dim=1), None
+
+
+def _mask(*, attention_mask: torch.Tensor | None, q_length: int, kv_length: int, **kwargs: Any) -> Any:
+    """No mask for whole rows without padding: `_attention` sees from the positions where segments begin."""
+    if attention_mask is None and q_length == kv_length > 1:
+        return None
+    return sdpa_mask(attention_mask=attention_mask, q_length=q_length, kv_length=kv_length, **kwargs)
+
+
+AttentionInterface.register(SEGMENTED_SDPA, _attention)
+AttentionMaskInterface.register(SEGMENTED_SDPA, _mask)

@@ -1,0 +1,98 @@
+"""The segments of one rank that wait for a row, oldest first (R06).
+
+Whatever a row leaves behind waits for the next one; nothing is split and nothing is dropped. The wait is bounded:
+a segment that arrives behind n others is in one of the next n + 1 rows.
+"""
+
+from collections.abc import Iterable, Sized
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from coordexp.pack.select import require_binpacking, select
+
+T = TypeVar("T", bound=Sized)
+
+
+class PackingError(ValueError):
+    """Segments that cannot be packed under the settings that were given."""
+
+
+@dataclass(frozen=True)
+class RowReport:
+    """`fill` is the share of the row that is used, `oldest_waited` how many rows passed its oldest segment by."""
+
+    fill: float
+    segments: int
+    oldest_waited: int
+    waiting: int
+    underfull: bool
+
+
+@dataclass(frozen=True)
+class PackedRow(Generic[T]):
+    items: tuple[T, ...]
+    report: RowReport
+
+
+class CarryBuffer(Generic[T]):
+    def __init__(self, capacity: int, limit: int, min_fill_ratio: float = 0.0) -> None:
+        """Rows of `capacity` tokens from at most `limit` waiting segments (`training.packing_buffer`)."""
+        require_binpacking()  # now, and not when the first rollouts have been made
+        self.capacity = capacity
+        self.limit = limit
+        self.min_fill_ratio = min_fill_ratio
+        self.rows = 0
+        self._waiting: list[tuple[T, int]] = []  # with the rows drawn before it came
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def tokens(self) -> int:
+        return sum(len(item) for item, _ in self._waiting)
+
+    def add(self, item: T) -> None:
+        if len(item) > self.capacity:
+            raise PackingError(
+                f"a segment of {len(item)} tokens does not fit into a row of {self.capacity}\n"
+                "  raise global_max_length, lower rollout_matching.max_new_tokens, or set training.packing: false"
+            )
+        if not len(item):
+            raise PackingError("a segment without tokens cannot be trained on")
+        if len(self._waiting) >= self.limit:
+            raise PackingError(
+                f"{len(self._waiting)} segments ({self.tokens:,} tokens) wait for rows of {self.capacity:,}, "
+                f"and training.packing_buffer is {self.limit}\n"
+                "  more comes in than rows take out: lower training.per_device_train_batch_size, raise "
+                "global_max_length, or raise training.packing_buffer"
+            )
+        self._waiting.append((item, self.rows))
+
+    def draw(self) -> PackedRow[T]:
+        """The next row. What it leaves goes on waiting."""
+        chosen = select([len(item) for item, _ in self._waiting], self.capacity)
+        items = tuple(self._waiting[index][0] for index in chosen)
+        fill = sum(map(len, items)) / self.capacity
+        report = RowReport(
+            fill=fill,
+            segments=len(items),
+            oldest_waited=self.rows - self._waiting[0][1],
+            waiting=len(self._waiting) - len(items),
+            underfull=fill < self.min_fill_ratio,
+        )
+        taken = set(chosen)
+        self._waiting = [entry for index, entry in enumerate(self._waiting) if index not in taken]
+        self.rows += 1
+        return PackedRow(items, report)
+
+    @property
+    def waiting(self) -> tuple[tuple[T, int], ...]:
+        """What waits, oldest first, each with the number of rows drawn before it came."""
+        return tuple(self._waiting)
+
+    def restore(self, waiting: Iterable[tuple[T, int]], rows: int) -> None:
+        """Goes on from a saved state, under this buffer's own capacity and limit."""
+        self.rows, self._waiting = rows, []
+        for item, arrived in waiting:
+            self.add(item)
+            self._waiting[-1] = (item, arrived)

@@ -1,0 +1,18 @@
+"""What waits for a row: a segment, with what the model needs besides."""
+
+from dataclasses import dataclass
+
+from coordexp.config.pipeline import Channel
+from coordexp.target import Segment
+
+
+@dataclass(frozen=True, eq=False)
+class Example:
+    """`image` says where the pixels are; they are read when the row is made, and do not wait in memory."""
+
+    segment: Segment
+    image: str
+    channel: Channel
+
+    def __len__(self) -> int:
+        return len(self.segment)

@@ -1,0 +1,63 @@
+"""The carry buffer in a checkpoint: one safetensors file with each stream of all segments end to end."""
+
+import json
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
+
+from coordexp.pack.carry import CarryBuffer
+from coordexp.pack.example import Example
+from coordexp.target import Segment
+
+_STREAMS = tuple(field.name for field in fields(Segment) if field.name != "prompt_length")
+_PER_SEGMENT = ("lengths", "prompt_lengths", "arrived")
+
+
+def save_buffer(buffer: CarryBuffer[Example], path: Path) -> None:
+    waiting = buffer.waiting
+    segments = [example.segment for example, _ in waiting]
+    arrays: dict[str, NDArray[Any]] = {
+        "lengths": np.array([len(segment) for segment in segments], dtype=np.int64),
+        "prompt_lengths": np.array([segment.prompt_length for segment in segments], dtype=np.int64),
+        "arrived": np.array([row for _, row in waiting], dtype=np.int64),
+    }
+    for name in _STREAMS:
+        arrays[name] = np.concatenate([getattr(segment, name) for segment in segments] or [np.zeros(0)])
+    sources = [[example.image, example.channel] for example, _ in waiting]
+    save_file(arrays, path, metadata={"rows": str(buffer.rows), "sources": json.dumps(sources)})
+
+
+def load_buffer(buffer: CarryBuffer[Example], path: Path) -> None:
+    """What waited takes its places again, under the capacity and limit that `buffer` has now."""
+    try:
+        arrays, rows, sources = _read(path)
+    except (SafetensorError, KeyError, ValueError) as error:
+        raise ValueError(
+            f"{path} does not hold a carry buffer of this version ({error})\n  resume from another checkpoint"
+        ) from error
+    cuts = np.cumsum(arrays["lengths"])[:-1]
+    streams = {name: np.split(arrays[name], cuts) for name in _STREAMS}
+    waiting = []
+    for k, (image, channel) in enumerate(sources):
+        parts = {name: stream[k] for name, stream in streams.items()}
+        segment = Segment(**parts, prompt_length=int(arrays["prompt_lengths"][k]))
+        waiting.append((Example(segment, image, channel), int(arrays["arrived"][k])))
+    buffer.restore(waiting, rows)
+
+
+def _read(path: Path) -> tuple[dict[str, NDArray[Any]], int, list[Any]]:
+    with safe_open(path, framework="numpy") as file:
+        arrays = {name: file.get_tensor(name) for name in (*_PER_SEGMENT, *_STREAMS)}
+        metadata = file.metadata()
+    rows, sources = int(metadata["rows"]), json.loads(metadata["sources"])
+    total = int(arrays["lengths"].sum())
+    if any(len(arrays[name]) != len(sources) for name in _PER_SEGMENT) or any(
+        len(arrays[name]) != total for name in _STREAMS
+    ):
+        raise ValueError("its streams have different lengths")
+    return arrays, rows, sources

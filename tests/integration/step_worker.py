@@ -1,0 +1,79 @@
+"""One optimizer step of the real objective on one rank: `python step_worker.py PLAN.json`, alone or by torchrun.
+
+The plan gives for each rank its micro-steps, each a list of example seeds that make one row. Rank 0 writes the
+gradients before and after clipping, and what was reported.
+"""
+
+import json
+import sys
+from pathlib import Path
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
+from safetensors.torch import save_file
+from torch.distributed.tensor import DTensor
+
+from coordexp.objective import Tally, reduced_counts
+from coordexp.objective.reduction import gradient_scale
+from tests.rows import Tiny
+
+
+def main(plan: dict) -> None:
+    torch.set_num_threads(1)
+    accelerator = _accelerator(sharded=plan["mode"] == "fsdp2")
+    tiny = Tiny(Path(plan["model"]))
+    rows = [
+        tiny.collate([tiny.example(seed, "AB"[seed % 2]) for seed in seeds])
+        for seeds in plan["ranks"][accelerator.process_index]
+    ]
+    model = tiny.model.train()
+    model, _ = accelerator.prepare(model, torch.optim.SGD(model.parameters()))
+    assert (plan["mode"] == "fsdp2") == all(isinstance(weight, DTensor) for weight in model.parameters())
+    counts = reduced_counts([row.counts for row in rows], accelerator.device)
+    tally = Tally(tiny.objective)
+    for row in rows:
+        logits = model(**row.inputs).logits[0]
+        measures = tiny.objective.measure(logits, row.supervision)
+        accelerator.backward(tiny.objective.loss(measures, counts) * gradient_scale())
+        tally.add(measures)
+    before = _gradients(model)
+    norm = accelerator.clip_grad_norm_(model.parameters(), plan["clip"])
+    norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
+    after, report = _gradients(model), tally.report(counts)
+    if accelerator.is_main_process:
+        out = Path(plan["out"])
+        save_file(before, out / "before.safetensors")
+        save_file(after, out / "after.safetensors")
+        (out / "report.json").write_text(json.dumps({"norm": norm.item(), "losses": report}))
+    accelerator.end_training()
+
+
+def _accelerator(sharded: bool) -> Accelerator:
+    accelerator = Accelerator(cpu=True)
+    if sharded:  # accelerate takes this branch by itself for every device but a CPU
+        accelerator.state.distributed_type = DistributedType.FSDP
+        accelerator.state.fsdp_plugin = _plugin()
+    return accelerator
+
+
+def _plugin() -> FullyShardedDataParallelPlugin:
+    return FullyShardedDataParallelPlugin(
+        fsdp_version=2,
+        auto_wrap_policy="transformer_based_wrap",
+        transformer_cls_names_to_wrap=["Qwen3VLTextDecoderLayer", "Qwen3VLVisionBlock"],
+        reshard_after_forward=True,
+    )
+
+
+def _gradients(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Whole gradients, on every rank."""
+    found = {}
+    for name, weight in model.named_parameters():
+        gradient = weight.grad.full_tensor() if isinstance(weight.grad, DTensor) else weight.grad
+        found[name.removeprefix("module.")] = gradient.clone()
+    return found
+
+
+if __name__ == "__main__":
+    main(json.loads(Path(sys.argv[1]).read_text()))

@@ -1,0 +1,135 @@
+"""A packed row on the real tiny Qwen3-VL equals its segments run alone."""
+
+import pytest
+import torch
+
+from coordexp.demo.generate import drawing, prompt
+from coordexp.demo.model import make_model
+from coordexp.pack import Example
+from coordexp.pack.attention import segment_lengths
+from tests.rows import Tiny
+
+SEEDS = range(6)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return make_model(tmp_path_factory.mktemp("rows") / "model", "small", spread=3.0)
+
+
+@pytest.fixture(scope="module")
+def tiny(folder):
+    return Tiny(folder)
+
+
+def examples(tiny: Tiny) -> list[Example]:
+    return [tiny.example(seed, "AB"[seed % 2]) for seed in SEEDS]
+
+
+@pytest.mark.parametrize("attention", [None, "sdpa", "eager"])
+def test_logits_of_a_packed_row_are_those_of_its_segments_alone(folder, attention):
+    tiny = Tiny(folder, attention=attention)
+    together = tiny.logits(tiny.collate(examples(tiny)))
+    alone = torch.cat([tiny.logits(tiny.collate([one])) for one in examples(tiny)])
+    assert together.shape == alone.shape
+    assert (together - alone).abs().max() <= 1e-5
+    assert alone.std() > 0.1
+
+
+def test_gradients_of_a_packed_row_are_the_sum_of_those_alone(tiny):
+    whole = tiny.collate(examples(tiny))
+    tiny.objective.loss(tiny.objective.measure(tiny.logits(whole), whole.supervision), whole.counts).backward()
+    together = tiny.gradients()
+    for one in examples(tiny):
+        row = tiny.collate([one])
+        tiny.objective.loss(tiny.objective.measure(tiny.logits(row), row.supervision), whole.counts).backward()
+    alone = tiny.gradients()
+    assert max((together[name] - alone[name]).abs().max() for name in alone) <= 1e-5
+    assert all(gradient.abs().max() > 0 for name, gradient in together.items() if "norm" not in name)
+
+
+def test_a_packed_row_equals_the_padded_batch_of_transformers(folder, tiny):
+    """An oracle without any of our collation: left-padded by the processor, masked by transformers."""
+    padded = Tiny(folder, attention="sdpa")
+    ours = [Example(one.segment, one.image, one.channel) for one in examples(tiny)]
+    longest = max(map(len, ours))
+    ids = torch.full((len(ours), longest), padded.table.end_of_turn)
+    mask = torch.zeros_like(ids)
+    for k, one in enumerate(ours):
+        ids[k, -len(one) :] = torch.from_numpy(one.segment.ids)
+        mask[k, -len(one) :] = 1
+    images = [tiny.pixels(one.image) for one in ours]
+    inputs = {
+        "input_ids": ids,
+        "attention_mask": mask,
+        "mm_token_type_ids": (ids == tiny.collate.image_token).int(),
+        "pixel_values": torch.cat([patches for patches, _ in images]),
+        "image_grid_thw": torch.cat([grid for _, grid in images]),
+    }
+    row = tiny.collate(ours)
+    with torch.no_grad():
+        logits = padded.model(**inputs).logits
+        flat = torch.cat([logits[k, -len(one) :] for k, one in enumerate(ours)])
+        assert (flat[row.inputs["logits_to_keep"]] - tiny.logits(row)).abs().max() <= 1e-5
+
+
+def test_a_segment_sees_nothing_of_its_neighbours(tiny):
+    first, second = examples(tiny)[:2]
+    row = tiny.collate([first, second])
+    changed = row.inputs | {"input_ids": row.inputs["input_ids"].clone()}
+    changed["input_ids"][0, len(first) - 3] = 40
+    with torch.no_grad():
+        before, after = tiny.logits(row), tiny.model(**changed).logits[0]
+    behind = row.inputs["logits_to_keep"] >= len(first)
+    assert torch.equal(before[behind], after[behind])
+    assert not torch.equal(before[~behind], after[~behind])
+
+
+def test_segmented_attention_generates_what_sdpa_generates(folder, tiny):
+    """Padded prompts of different length, with a cache: none of it is a packed row."""
+    pictures = [drawing(1, 64), drawing(2, 128)]
+    tiny.processor.tokenizer.padding_side = "left"
+    text = [prompt(tiny.processor)] * 2
+    inputs = tiny.processor(text=text, images=pictures, padding=True, return_tensors="pt")
+    plain = Tiny(folder, attention="sdpa")
+    answers = [
+        model.eval().generate(**inputs, max_new_tokens=20, do_sample=False) for model in (tiny.model, plain.model)
+    ]
+    assert torch.equal(*answers)
+    assert inputs["attention_mask"].min() == 0
+
+
+def test_gradient_checkpointing_changes_nothing(folder):
+    tiny = Tiny(folder)
+    row = tiny.collate(examples(tiny)[:3])
+    found = []
+    for checkpointing in (False, True):
+        if checkpointing:
+            tiny.model.gradient_checkpointing_enable({"use_reentrant": False})
+        tiny.model.train()
+        tiny.objective.loss(tiny.objective.measure(tiny.logits(row), row.supervision), row.counts).backward()
+        found.append(tiny.gradients())
+    assert max((found[0][name] - found[1][name]).abs().max() for name in found[0]) <= 1e-6
+
+
+def test_a_picture_that_does_not_fit_its_prompt_is_named(tiny):
+    one = tiny.example(0)
+    other = Example(one.segment, "4x96", one.channel)
+    with pytest.raises(ValueError, match=r"4x96: the prompt has \d+ image tokens, its picture makes \d+"):
+        tiny.collate([other])
+
+
+def test_packed_rows_in_a_batch_of_several_are_refused(tiny):
+    row = tiny.collate(examples(tiny)[:2])
+    double = {
+        name: torch.cat((row.inputs[name],) * 2, dim=1 if name == "position_ids" else 0)
+        for name in ("input_ids", "position_ids", "mm_token_type_ids", "pixel_values", "image_grid_thw")
+    }
+    with pytest.raises(ValueError, match="a packed row stands alone, and this batch has 2 rows"):
+        tiny.model(**double, use_cache=False)
+
+
+def test_positions_that_do_not_begin_at_zero_are_refused():
+    assert segment_lengths(torch.tensor([[0, 1, 2, 0, 0, 1]])) == [3, 1, 2]
+    with pytest.raises(ValueError, match="begin at text position 0"):
+        segment_lengths(torch.tensor([[3, 4, 0]]))

@@ -1,0 +1,82 @@
+"""One optimizer step has one gradient and one report, however it is packed, accumulated and distributed (D19)."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+
+from coordexp.demo.model import make_model
+
+ROOT = Path(__file__).parents[2]
+WORKER = ROOT / "tests/integration/step_worker.py"
+CLIP = 0.5
+
+PLANS = {
+    "one row": ("none", [[[0, 1, 2, 3, 4, 5, 6, 7]]]),
+    "unpacked": ("none", [[[0], [1], [2], [3], [4], [5], [6], [7]]]),
+    "two micro-steps": ("none", [[[0, 5, 7], [1, 2, 3, 4, 6]]]),
+    "four micro-steps": ("none", [[[7], [0, 1], [2, 3, 4, 5], [6]]]),
+    "ddp, one micro-step": ("ddp", [[[0, 1, 2]], [[3, 4, 5, 6, 7]]]),
+    "ddp, two micro-steps": ("ddp", [[[0], [4, 1, 2]], [[3, 7], [5, 6]]]),
+    "ddp, four micro-steps, unpacked": ("ddp", [[[0], [1], [2], [3]], [[4], [5], [6], [7]]]),
+    "fsdp2, one micro-step": ("fsdp2", [[[0, 1, 2]], [[3, 4, 5, 6, 7]]]),
+    "fsdp2, two micro-steps": ("fsdp2", [[[0], [4, 1, 2]], [[3, 7], [5, 6]]]),
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return make_model(tmp_path_factory.mktemp("step") / "model", "small", spread=3.0)
+
+
+@pytest.fixture(scope="module")
+def run(folder, tmp_path_factory):
+    done = {}
+
+    def once(name):
+        if name not in done:
+            done[name] = _step(name, folder, tmp_path_factory.mktemp("plan"))
+        return done[name]
+
+    return once
+
+
+def _step(name: str, folder: Path, out: Path):
+    mode, ranks = PLANS[name]
+    plan = {"mode": mode, "ranks": ranks, "model": str(folder), "out": str(out), "clip": CLIP}
+    (out / "plan.json").write_text(json.dumps(plan))
+    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={len(ranks)}"]
+    launch = torchrun if len(ranks) > 1 else []
+    environment = os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'src'}", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, *launch, str(WORKER), str(out / "plan.json")]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr[-4000:]
+    report = json.loads((out / "report.json").read_text())
+    return load_file(out / "before.safetensors"), load_file(out / "after.safetensors"), report
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("name", [name for name in PLANS if name != "one row"])
+def test_the_step_has_the_same_gradient_and_report_as_one_row_on_one_process(run, name):
+    expected, found = run("one row"), run(name)
+    for whole, part in zip(expected[:2], found[:2], strict=True):
+        assert whole.keys() == part.keys()
+        for weight in whole:
+            scale = whole[weight].norm()
+            assert (part[weight] - whole[weight]).norm() <= 1e-4 * scale + 1e-12, weight
+    assert found[2]["losses"] == pytest.approx(expected[2]["losses"], rel=1e-5, abs=1e-9)
+    assert found[2]["norm"] == pytest.approx(expected[2]["norm"], rel=1e-4)
+
+
+@pytest.mark.timeout(240)
+def test_clipping_acts_on_the_gradient_of_the_whole_step(run):
+    before, after, report = run("one row")
+    norm = sum(gradient.double().pow(2).sum() for gradient in before.values()).sqrt().item()
+    assert report["norm"] == pytest.approx(norm, rel=1e-4)
+    assert norm > 2 * CLIP
+    clipped = sum(gradient.double().pow(2).sum() for gradient in after.values()).sqrt().item()
+    assert clipped == pytest.approx(CLIP, rel=1e-4)

@@ -1,0 +1,39 @@
+"""What holds for the selection from every buffer (R05)."""
+
+import itertools
+import random
+
+import pytest
+
+from coordexp.pack import select
+from coordexp.pack.select import WINDOW, first_in_first_out
+
+
+@pytest.mark.timeout(240)
+def test_no_selection_is_belowfirst_in_first_out_or_without_the_oldest():
+    chooser = random.Random(11)
+    for _ in range(100_000):
+        capacity = chooser.choice((8, 20, 50, 100))
+        count = (
+            chooser.choice((1, 2, 3, 5, 8, 13, WINDOW + 6)) if chooser.random() < 0.1 else chooser.randint(1, 9)
+        )
+        largest = chooser.choice((capacity, capacity // 2, capacity // 4))
+        lengths = [chooser.randint(1, largest) for _ in range(count)]
+        chosen = select(lengths, capacity)
+        total = sum(lengths[i] for i in chosen)
+        assert chosen[0] == 0
+        assert list(chosen) == sorted(set(chosen))
+        assert sum(lengths[i] for i in first_in_first_out(lengths, capacity)) <= total <= capacity
+
+
+def test_up_to_twelve_segments_no_subset_is_fuller():
+    chooser = random.Random(12)
+    for _ in range(300):
+        capacity = chooser.choice((30, 300, 3000))
+        lengths = [chooser.randint(1, capacity) for _ in range(chooser.randint(1, 12))]
+        rest = lengths[1:]
+        sums = {
+            lengths[0] + sum(part) for size in range(len(rest) + 1) for part in itertools.combinations(rest, size)
+        }
+        best = max(total for total in sums if total <= capacity)
+        assert sum(lengths[i] for i in select(lengths, capacity)) == best

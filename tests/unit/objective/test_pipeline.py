@@ -1,0 +1,271 @@
+"""The objective is what the declared pipeline says, and nothing else (R01 to R04, D5 to D7, D15, D19)."""
+
+import numpy as np
+import pytest
+import torch
+
+from coordexp.data import Geometry, TrueObject
+from coordexp.match import match_objects
+from coordexp.objective import Objective, Tally
+from coordexp.objective.pipeline import BROKEN
+from coordexp.pack import Example
+from coordexp.pack.collate import CHANNELS, Supervision, _counts, _supervision
+from coordexp.parse import parse_rollout
+from coordexp.target import Kind, Role, build_segment
+from tests.rows import DIAGNOSTICS, MATCHING, every, settings
+from tests.unit.config.trees import BBOX_GEO, COORD_REG, TOKEN_CE
+from tests.unit.objective.streams import FIRST, MIXED, SIZE, random_logits, supervision
+from tests.vocabularies import encode, table
+
+COUNTS = torch.zeros(len(CHANNELS), len(Kind), dtype=torch.int64)
+COUNTS[1, Kind.structure], COUNTS[1, Kind.desc], COUNTS[1, Kind.coord], COUNTS[1, Kind.end_of_turn] = 20, 10, 16, 2
+
+
+def objective(*modules, **options):
+    return Objective(settings(*modules, **options), FIRST)
+
+
+def loss(found: Objective, logits=None, s: Supervision = MIXED, counts=COUNTS):
+    logits = random_logits() if logits is None else logits
+    return found.loss(found.measure(logits, s), counts)
+
+
+@pytest.mark.scenario("R01", "R02", "R03")
+def test_only_declared_terms_with_a_weight_are_computed():
+    found = objective(
+        every(TOKEN_CE, desc_ce_weight=0.0), every(COORD_REG, coord_ce_weight=0.0, text_gate_weight=0.0)
+    )
+    names = [term.name for term in found.terms]
+    assert names == [
+        "token_ce/struct_ce",
+        "token_ce/eos_ce",
+        "coord_reg/soft_ce",
+        "coord_reg/w1",
+        "coord_reg/coord_gate",
+    ]
+    assert list(found.measure(random_logits(), MIXED)) == [*names, BROKEN]
+
+
+def test_the_loss_is_the_weighted_sum_of_terms_over_positions_of_their_kind():
+    """D19: divided by all positions of the kind, also by those that nothing is taught at."""
+    modules = (
+        every(TOKEN_CE, desc_ce_weight=0.5) | {"weight": 2.0},
+        every(COORD_REG),
+        every(BBOX_GEO) | {"weight": 0.3},
+    )
+    found = objective(*modules)
+    sums = {name: measure.sum.item() for name, measure in found.measure(random_logits(), MIXED).items()}
+    divisors = {"struct_ce": 20, "desc_ce": 10, "eos_ce": 2, "text_gate": 32}
+    expected = 0.0
+    for module in modules:
+        for key, weight in module["config"].items():
+            if key.endswith("_weight"):
+                term = key.removesuffix("_weight")
+                expected += module["weight"] * weight * sums[f"{module['name']}/{term}"] / divisors.get(term, 16)
+    assert loss(found).item() == pytest.approx(expected, rel=1e-9)
+
+
+def test_one_missed_object_weighs_the_same_however_many_others_were_found():
+    """The counts hold masked positions too, so a single supervised box is not blown up to a whole scene."""
+    one, four = (supervision(*((Role.tail_coord, 50 + k) for k in range(4 * n))) for n in (1, 4))
+    counts = COUNTS.clone()
+    found = objective(every(COORD_REG, text_gate_weight=0.0))
+    logits = random_logits(16)
+    parts = [
+        loss(
+            found,
+            logits[4 * k : 4 * k + 4],
+            supervision(*((Role.tail_coord, 50 + 4 * k + i) for i in range(4))),
+            counts,
+        )
+        for k in range(4)
+    ]
+    assert loss(found, logits[:4], one, counts).item() == pytest.approx(parts[0].item())
+    assert loss(found, logits, four, counts).item() == pytest.approx(sum(part.item() for part in parts))
+
+
+@pytest.mark.parametrize("alone", [TOKEN_CE, COORD_REG, BBOX_GEO])
+def test_modules_do_not_depend_on_each_other(alone):
+    others = [every(module) for module in (TOKEN_CE, COORD_REG, BBOX_GEO) if module["name"] != alone["name"]]
+    alone = every(alone, **({"desc_ce_weight": 1.0} if alone is TOKEN_CE else {}))
+    others = [every(m, desc_ce_weight=1.0) if m["name"] == "token_ce" else m for m in others]
+    by_itself = objective(alone).measure(random_logits(), MIXED)
+    among = objective(alone, *others).measure(random_logits(), MIXED)
+    for name, measure in by_itself.items():
+        assert among[name].sum.item() == pytest.approx(measure.sum.item())
+
+
+@pytest.mark.scenario("R04")
+def test_text_gate_is_there_exactly_when_coordinate_mass_sits_on_supervised_text():
+    found = objective(every(COORD_REG, text_gate_weight=0.1))
+    text, coord = (supervision((role, 2)) for role in (Role.tail_structure, Role.tail_coord))
+    clean, leaking = torch.full((1, SIZE), -1e4), torch.zeros(1, SIZE)
+    clean[0, 2] = 0.0
+    assert found.measure(leaking, text)["coord_reg/text_gate"].sum.item() == pytest.approx(
+        np.log(SIZE / 10), rel=1e-5
+    )
+    assert found.measure(clean, text)["coord_reg/text_gate"].sum.item() == 0.0
+    assert found.measure(leaking, coord)["coord_reg/text_gate"].sum.item() == 0.0
+    without = objective(every(COORD_REG, text_gate_weight=0.0))
+    assert "coord_reg/text_gate" not in without.measure(leaking, text)
+
+
+ROLLOUT = (
+    '{"object_1": {"desc": "cat", "bbox_2d": [<|coord_100|>, <|coord_100|>, <|coord_300|>, <|coord_300|>]}, '
+    '"object_2": {"desc": "ghost", "bbox_2d": [<|coord_700|>, <|coord_700|>, <|coord_800|>, <|coord_800|>]}}'
+)
+TRUTH = [
+    TrueObject("cat", Geometry("bbox_2d", (105, 98, 310, 305))),
+    TrueObject("black dog", Geometry("bbox_2d", (400, 100, 600, 350))),
+]
+
+
+def example(text=ROLLOUT, channel="B"):
+    vocabulary = table("qwen")
+    parsed = parse_rollout(encode(text, vocabulary), vocabulary)
+    match = match_objects([o.geometry for o in parsed.valid], [o.geometry for o in TRUTH], MATCHING)
+    segment = build_segment(
+        (11, 12), parsed, match, TRUTH, table=vocabulary, order="desc_first", settings=MATCHING
+    )
+    return Example(segment, "image.png", channel)
+
+
+def kept_positions(found: Objective, one: Example):
+    wanted = list(found.roles()[one.channel])
+    return np.flatnonzero(np.isin(one.segment.roles, wanted) & (one.segment.weights > 0))
+
+
+@pytest.mark.scenario("R29.S1", "R29")
+@pytest.mark.parametrize("desc_weight", [0.0, 1.0])
+def test_matched_coordinates_and_the_tail_get_a_gradient_and_nothing_else_does(desc_weight):
+    vocabulary, one = table("qwen"), example()
+    found = Objective(
+        settings(every(TOKEN_CE, desc_ce_weight=desc_weight), every(COORD_REG)), vocabulary.first_coord
+    )
+    kept = kept_positions(found, one)
+    roles = one.segment.roles
+    taught = {Role.matched_coord, Role.tail_structure, Role.tail_coord, Role.end_of_turn} | (
+        {Role.tail_desc} if desc_weight else set()
+    )
+    assert kept.tolist() == np.flatnonzero(np.isin(roles, list(taught))).tolist()
+    matched = [vocabulary.pieces[id] for id in one.segment.ids[roles == Role.matched_coord]]
+    assert matched == [b"<|coord_100|>", b"<|coord_100|>", b"<|coord_300|>", b"<|coord_300|>"]
+    logits = torch.zeros(len(kept), len(vocabulary.pieces), requires_grad=True)
+    s = _supervision([one], [kept])
+    found.loss(found.measure(logits, s), _counts([one])).backward()
+    assert (logits.grad.abs().sum(-1) > 0).all()
+
+
+@pytest.mark.scenario("R04")
+def test_false_positives_add_nothing_to_any_term():
+    """A ghost in the prefix changes what the tail follows, not what is supervised."""
+    ghost = ROLLOUT.index(', "object_2"')
+    with_ghost, without = example(), example(ROLLOUT[:ghost] + "}")
+    found = Objective(settings(every(TOKEN_CE), every(COORD_REG)), table("qwen").first_coord)
+    kept = [kept_positions(found, one) for one in (with_ghost, without)]
+    a, b = [one.segment.roles[k].tolist() for one, k in zip((with_ghost, without), kept, strict=True)]
+    assert a.count(Role.matched_coord) == b.count(Role.matched_coord) == 4
+    assert a.count(Role.tail_coord) == b.count(Role.tail_coord) == 4
+    ghosts = np.isin(with_ghost.segment.ids - table("qwen").first_coord, (700, 800))
+    assert ghosts.sum() == 4
+    assert not set(np.flatnonzero(ghosts)) & set(kept[0])
+
+
+def test_masked_desc_takes_no_part_in_the_text_gate_either():
+    masked = objective(every(TOKEN_CE, desc_ce_weight=0.0), every(COORD_REG))
+    taught = objective(every(TOKEN_CE, desc_ce_weight=1.0), every(COORD_REG))
+    counts = [f.measure(random_logits(), MIXED)["coord_reg/text_gate"].count.item() for f in (masked, taught)]
+    assert counts == [3, 4]
+    assert Role.tail_desc not in masked.roles()["B"]
+    assert Role.tail_desc in taught.roles()["B"]
+
+
+def test_a_module_runs_on_its_channels_only_and_an_idle_one_is_named():
+    only_a = every(TOKEN_CE, desc_ce_weight=1.0) | {"channels": ["A"]}
+    found = objective(only_a, every(COORD_REG))
+    mixed = supervision((Role.tail_structure, 2), (Role.tail_structure, 3), channels="AB")
+    measures = found.measure(random_logits(2), mixed)
+    assert measures["token_ce/struct_ce"].count.item() == 1
+    counts = COUNTS.clone()
+    counts[0, Kind.structure] = 7
+    term = next(term for term in found.terms if term.name == "token_ce/struct_ce")
+    assert term.denominator(counts) == 7
+    aligned = objective(
+        only_a, every(COORD_REG), custom__trainer_variant="stage2_rollout_aligned", stage2__b_ratio=None
+    )
+    assert aligned.idle == {"token_ce": "inactive: it runs on channel A, and this run on B"}
+    assert aligned.manifest()["idle"] == aligned.idle
+    assert not aligned.roles()["A"]
+
+
+@pytest.mark.scenario("R29")
+def test_without_bbox_geo_no_coordinate_is_decoded(monkeypatch):
+    """D7: box losses and expectations live in one module, which is not entered."""
+    from coordexp.objective import modules
+
+    def fail(*_):
+        raise AssertionError("decoded")
+
+    monkeypatch.setitem(modules.MODULES, "bbox_geo", modules.ModuleKind(fail, modules.MODULES["bbox_geo"].terms))
+    for declared in (
+        (),
+        (every(BBOX_GEO) | {"weight": 0.0},),
+        (every(BBOX_GEO, smoothl1_weight=0.0, ciou_weight=0.0),),
+    ):
+        found = objective(every(TOKEN_CE), every(COORD_REG), *declared, diagnostics=DIAGNOSTICS)
+        found.measure(random_logits(), MIXED)
+        assert not any("iou" in term.name or "bbox" in term.name for term in found.terms)
+    with pytest.raises(AssertionError, match="decoded"):
+        objective(every(BBOX_GEO)).measure(random_logits(), MIXED)
+
+
+def test_diagnostics_report_and_leave_the_loss_and_its_gradient_alone():
+    with_diagnostics = objective(every(COORD_REG), diagnostics=DIAGNOSTICS)
+    logits = random_logits().requires_grad_()
+    measures = with_diagnostics.measure(logits, MIXED)
+    assert not any(m.sum.requires_grad for name, m in measures.items() if name.startswith("coord_diag"))
+    assert with_diagnostics.loss(measures, COUNTS).item() == pytest.approx(
+        loss(objective(every(COORD_REG))).item()
+    )
+
+
+def test_position_weights_scale_the_terms():
+    half = Supervision(**{**vars(MIXED), "weights": MIXED.weights * 0.5})
+    assert loss(objective(), s=half).item() == pytest.approx(0.5 * loss(objective()).item(), rel=1e-6)
+
+
+def test_a_row_without_any_supervised_position_gives_a_zero_loss_with_a_graph():
+    logits = torch.zeros(0, SIZE, requires_grad=True)
+    empty = Supervision(**{name: stream[:0] for name, stream in vars(MIXED).items()})
+    total = loss(objective(diagnostics=DIAGNOSTICS), logits, empty)
+    assert total.item() == 0.0
+    total.backward()
+    assert logits.grad is not None
+
+
+def test_logits_and_streams_of_different_length_are_refused():
+    with pytest.raises(ValueError, match="3 rows of logits, and 12 supervised positions"):
+        objective().measure(random_logits(3), MIXED)
+
+
+def test_a_tally_reports_sums_over_rows_and_counts_broken_logits():
+    found = objective(every(TOKEN_CE, desc_ce_weight=1.0), every(COORD_REG), diagnostics=DIAGNOSTICS)
+    logits = random_logits()
+    logits[0, 0] = float("nan")
+    tally = Tally(found)
+    for _ in range(2):
+        tally.add(found.measure(logits, MIXED))
+    report, once = tally.report(2 * COUNTS), found.measure(logits, MIXED)
+    assert report["loss"] == pytest.approx(found.loss(once, COUNTS).item())
+    assert report["token_ce/struct_ce"] == pytest.approx(once["token_ce/struct_ce"].sum.item() / 20)
+    assert report["token_ce/struct_ce/mean"] == pytest.approx(once["token_ce/struct_ce"].sum.item() / 2)
+    assert report["coord_diag/entropy"] == pytest.approx(once["coord_diag/entropy"].sum.item() / 8)
+    assert report[BROKEN] == pytest.approx(1 / 12)
+    with pytest.raises(ValueError, match="nothing was added"):
+        Tally(found).report(COUNTS)
+
+
+def test_an_objective_without_a_declared_pipeline_is_refused():
+    bare = settings().model_copy(update={"rollout_matching": MATCHING})
+    with pytest.raises(ValueError, match=r"rollout_matching\.pipeline: missing"):
+        Objective(bare, FIRST)

@@ -1,0 +1,120 @@
+"""The canonical helper for coordinate mass and its numeric fences (R38)."""
+
+import math
+
+import pytest
+import torch
+from torch.autograd import gradcheck
+
+from coordexp.data import BINS
+from coordexp.objective import MODULES, split_vocabulary
+from coordexp.objective.split import _Split
+from tests.unit.objective.streams import FIRST, MIXED, SIZE, random_logits, splitter
+
+COORDS = slice(FIRST, FIRST + BINS)
+IDS = MIXED.ids
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.5, 3.0])
+def test_gates_are_minus_log_of_explicit_probabilities(temperature):
+    logits = random_logits()
+    p = (logits / temperature).softmax(-1)
+    mass = p[:, COORDS].sum(-1)
+    split = split_vocabulary(logits, IDS, FIRST, temperature)
+    assert torch.allclose(split.coord_gate(), -mass.log())
+    assert torch.allclose(split.text_gate(), -(1 - mass).log())
+    assert torch.allclose(split.coord_mass(), mass)
+    assert torch.allclose(split.cross_entropy(), -p[torch.arange(len(IDS)), IDS].log())
+
+
+def test_cross_entropy_and_its_gradient_are_those_of_torch():
+    ours, theirs = (random_logits().requires_grad_() for _ in range(2))
+    split_vocabulary(ours, IDS, FIRST).cross_entropy().sum().backward()
+    torch.nn.functional.cross_entropy(theirs, IDS, reduction="sum").backward()
+    assert torch.allclose(ours.grad, theirs.grad)
+
+
+def test_gates_stay_exact_where_one_side_has_nearly_everything():
+    logits = torch.full((2, SIZE), -40.0)
+    logits[0, FIRST + 7] = logits[1, 2] = 40.0
+    split = split_vocabulary(logits, torch.tensor([2, FIRST]), FIRST)
+    exact = 80 - math.log(SIZE - BINS)
+    assert split.text_gate()[0].item() == pytest.approx(exact, rel=1e-6)
+    assert split.coord_gate()[1].item() == pytest.approx(80 - math.log(BINS), rel=1e-6)
+    assert split.coord_gate()[0].item() == pytest.approx(math.exp(-exact), rel=1e-4)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_finite_differences_agree_with_every_output(temperature):
+    logits = torch.randn(3, SIZE, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    ids = torch.tensor([2, FIRST + 3, 1008])  # text, a coordinate, behind the coordinates
+    narrow = torch.cat((logits[:, :8], logits[:, -6:]), dim=1).requires_grad_()
+
+    def outputs(narrow: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        wide = torch.cat((narrow[:, :8], logits[:, 8:-6], narrow[:, 8:]), dim=1)
+        return _Split.apply(wide, ids, FIRST, temperature)[:3]
+
+    assert gradcheck(outputs, (narrow,))
+
+
+BROKEN = [math.nan, math.inf, -math.inf, 3e38, -3e38]
+
+
+@pytest.mark.parametrize("value", BROKEN)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_broken_logits_stay_finite_and_are_counted(value, dtype):
+    logits = random_logits(dtype=dtype)
+    logits[:, FIRST + 3] = value
+    logits[1] = value
+    logits[3, 2] = logits[7, 1007] = value
+    leaf = logits.clone().requires_grad_()
+    split = split_vocabulary(leaf, IDS, FIRST)
+    assert split.broken.item() == (~(logits.abs() <= 1e4)).sum()
+    values = [split.cross_entropy(), split.coord_gate(), split.text_gate(), split.coord_mass(), split.coord]
+    assert all(torch.isfinite(each).all() for each in values)
+    sum(each.sum() for each in values).backward()
+    assert torch.isfinite(leaf.grad).all()
+    assert (leaf.grad[1] == 0).all()
+
+
+@pytest.mark.parametrize("value", BROKEN)
+@pytest.mark.scenario("R38.S1", "R38")
+def test_every_consumer_sees_the_same_gate_values(value):
+    """Loss terms and diagnostics on the same logits: each equals what the helper says."""
+    logits = random_logits(dtype=torch.float32)
+    logits[0, FIRST + 5] = logits[4, 9] = logits[11, 2] = value
+    helper = split_vocabulary(logits, IDS, FIRST, 2.0)
+    everything = torch.ones(len(IDS), dtype=torch.bool)
+
+    class Config:
+        temperature, target_sigma, target_truncate = 2.0, 2.0, 8
+
+    terms = frozenset({"coord_gate", "text_gate"})
+    trained = MODULES["coord_reg"].run(Config(), terms, splitter(logits, MIXED), MIXED, everything)
+    coord = ~torch.isnan(MIXED.coord_targets)
+    assert trained["coord_gate"].sum.item() == pytest.approx(helper.coord_gate()[coord].sum().item(), rel=1e-6)
+    assert trained["text_gate"].sum.item() == pytest.approx(helper.text_gate()[~coord].sum().item(), rel=1e-6)
+    plain = split_vocabulary(logits, IDS, FIRST)
+    shown = MODULES["coord_diag"].run(
+        None, frozenset({"coord_mass", "text_coord_mass"}), splitter(logits, MIXED), MIXED, everything
+    )
+    assert shown["coord_mass"].sum.item() == pytest.approx(
+        (-plain.coord_gate()[coord]).exp().sum().item(), rel=1e-5
+    )
+    assert shown["text_coord_mass"].sum.item() == pytest.approx(
+        (1 - (-plain.text_gate()[~coord]).exp()).sum().item(), rel=1e-5
+    )
+
+
+def test_bfloat16_logits_are_read_in_float32():
+    logits = random_logits(dtype=torch.bfloat16)
+    rough, exact = (split_vocabulary(each, IDS, FIRST) for each in (logits, logits.float()))
+    assert torch.equal(rough.cross_entropy(), exact.cross_entropy())
+    assert rough.coord.dtype == torch.float32
+
+
+def test_no_position_at_all_is_allowed():
+    logits = torch.zeros(0, SIZE, requires_grad=True)
+    split = split_vocabulary(logits, torch.zeros(0, dtype=torch.int64), FIRST)
+    split.cross_entropy().sum().backward()
+    assert logits.grad.shape == (0, SIZE)

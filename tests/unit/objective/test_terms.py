@@ -1,0 +1,234 @@
+"""Each loss term against an oracle that was written without it, and its gradient against finite differences."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from scipy.stats import wasserstein_distance
+from torch.autograd import gradcheck
+
+from coordexp.config.pipeline import BBoxGeoConfig, CoordRegConfig, TokenCEConfig
+from coordexp.data import BINS
+from coordexp.objective import MODULES
+from coordexp.objective.modules import nearest_bin, soft_target, wasserstein
+from coordexp.target import Role
+from tests.unit.objective.streams import FIRST, MIXED, random_logits, splitter, supervision
+
+EVERYWHERE = torch.ones(len(MIXED.ids), dtype=torch.bool)
+COORD = ~torch.isnan(MIXED.coord_targets)
+CONFIGS = {
+    "token_ce": TokenCEConfig(struct_ce_weight=1.0, desc_ce_weight=1.0, eos_ce_weight=1.0),
+    "bbox_geo": BBoxGeoConfig(smoothl1_weight=1.0, ciou_weight=1.0),
+    "coord_diag": None,
+}
+
+
+def coord_config(**changes):
+    weights = dict.fromkeys(
+        ("coord_ce_weight", "soft_ce_weight", "w1_weight", "coord_gate_weight", "text_gate_weight"), 1.0
+    )
+    return CoordRegConfig(**(weights | {"temperature": 1.5, "target_sigma": 2.0, "target_truncate": 8} | changes))
+
+
+def run(module, logits, s=MIXED, config=None, terms=None):
+    kind = MODULES[module]
+    config = config or CONFIGS.get(module) or coord_config()
+    return kind.run(
+        config, frozenset(terms or kind.terms), splitter(logits, s), s, torch.ones(len(s.ids), dtype=bool)
+    )
+
+
+def explicit_target(t, sigma, truncate):
+    weights = [math.exp(-0.5 * ((i - t) / sigma) ** 2) if abs(i - t) <= truncate else 0.0 for i in range(BINS)]
+    return np.array(weights) / sum(weights)
+
+
+def test_soft_targets_are_truncated_gaussians_around_fractions_of_a_bin():
+    targets = [0.0, 3.4, 500.5, 999.0]
+    found = soft_target(torch.tensor(targets, dtype=torch.float64), 2.0, 8)
+    for row, t in zip(found.numpy(), targets, strict=True):
+        assert row == pytest.approx(explicit_target(t, 2.0, 8), abs=1e-6)
+    assert soft_target(torch.tensor([500.0]), 2.0, None).min() >= 0
+    assert soft_target(torch.tensor([500.0]), 50.0, None)[0, 300] > 0
+
+
+def test_w1_is_scipys_wasserstein_distance_in_units_of_the_side():
+    logits = random_logits()
+    measure = run("coord_reg", logits, terms={"w1"})["w1"]
+    expected = 0.0
+    for row, t in zip(
+        (logits[COORD, FIRST : FIRST + BINS] / 1.5).softmax(-1).numpy(), MIXED.coord_targets[COORD], strict=True
+    ):
+        q = explicit_target(t.item(), 2.0, 8)
+        expected += wasserstein_distance(np.arange(BINS), np.arange(BINS), row, q) / 999
+    assert measure.sum.item() == pytest.approx(expected, rel=1e-6)
+    assert measure.count.item() == COORD.sum().item() == 8
+
+
+def test_w1_of_opposite_corners_is_one_and_of_equals_zero():
+    ends = torch.eye(BINS)[[0, 999]]
+    assert wasserstein(ends, ends.flip(0)).tolist() == pytest.approx([1.0, 1.0], rel=1e-5)
+    assert wasserstein(ends, ends).tolist() == [0.0, 0.0]
+
+
+def test_soft_ce_is_the_explicit_sum():
+    logits = random_logits()
+    measure = run("coord_reg", logits, terms={"soft_ce"})["soft_ce"]
+    expected = 0.0
+    for row, t in zip(logits[COORD, FIRST : FIRST + BINS].numpy() / 1.5, MIXED.coord_targets[COORD], strict=True):
+        log_p = row - row.max() - math.log(np.exp(row - row.max()).sum())
+        expected -= sum(q * lp for q, lp in zip(explicit_target(t.item(), 2.0, 8), log_p, strict=True))
+    assert measure.sum.item() == pytest.approx(expected, rel=1e-6)
+
+
+def test_hard_ce_is_the_limit_of_a_small_sigma():
+    whole = supervision(
+        (Role.tail_coord, 0), (Role.tail_coord, 17), (Role.tail_coord, 17.3), (Role.tail_coord, 999)
+    )
+    logits = random_logits(4)
+    small = run("coord_reg", logits, whole, coord_config(target_sigma=0.01))
+    assert small["soft_ce"].sum.item() == pytest.approx(small["coord_ce"].sum.item(), rel=1e-6)
+    wide = run("coord_reg", logits, whole, coord_config(target_sigma=4.0))
+    assert wide["soft_ce"].sum.item() != pytest.approx(wide["coord_ce"].sum.item(), rel=1e-3)
+
+
+def test_the_nearest_bin_of_a_half_is_the_upper_one():
+    assert nearest_bin(torch.tensor([0.0, 0.49, 0.5, 1.5, 998.6, 999.0])).tolist() == [0, 0, 1, 2, 999, 999]
+
+
+def test_token_ce_is_cross_entropy_of_the_next_token_by_kind():
+    logits = random_logits()
+    log_p = logits.log_softmax(-1)[torch.arange(len(MIXED.ids)), MIXED.ids]
+    found = run("token_ce", logits)
+    roles = {"struct_ce": Role.tail_structure, "desc_ce": Role.tail_desc, "eos_ce": Role.end_of_turn}
+    for name, role in roles.items():
+        here = MIXED.roles == role
+        assert found[name].sum.item() == pytest.approx(-log_p[here].sum().item())
+        assert found[name].count.item() == here.sum().item()
+
+
+def scalar_ciou_loss(a, b, alpha=None):
+    """1 - CIoU of Zheng et al., re-derived on numbers. `alpha` is a constant in its gradient."""
+    inter_w, inter_h = min(a[2], b[2]) - max(a[0], b[0]), min(a[3], b[3]) - max(a[1], b[1])
+    inter = max(inter_w, 0) * max(inter_h, 0)
+    (aw, ah), (bw, bh) = ((box[2] - box[0], box[3] - box[1]) for box in (a, b))
+    iou = inter / (aw * ah + bw * bh - inter)
+    diagonal = (max(a[2], b[2]) - min(a[0], b[0])) ** 2 + (max(a[3], b[3]) - min(a[1], b[1])) ** 2
+    centres = ((a[0] + a[2] - b[0] - b[2]) / 2) ** 2 + ((a[1] + a[3] - b[1] - b[3]) / 2) ** 2
+    v = 4 / math.pi**2 * (math.atan(bw / bh) - math.atan(aw / ah)) ** 2
+    alpha = v / (1 - iou + v) if alpha is None else alpha
+    return 1 - iou + centres / diagonal + alpha * v
+
+
+def box_logits(boxes):
+    """Logits whose expectations are these coordinates: two neighbouring bins share the mass."""
+    logits = torch.full((4 * len(boxes), 1010), -60.0, dtype=torch.float64)
+    for k, value in enumerate(value for box in boxes for value in box):
+        low, part = int(value), value - int(value)
+        logits[k, FIRST + low] = math.log(max(1 - part, 1e-30))
+        if part:
+            logits[k, FIRST + low + 1] = math.log(part)
+    return logits
+
+
+def test_boxes_are_decoded_as_expectations_and_compared_as_the_formulas_say():
+    predicted = [(100.25, 200.0, 300.5, 420.75), (10.0, 10.0, 20.5, 30.0), (500.0, 600.0, 900.0, 700.0)]
+    true = [(110.0, 190.5, 310.0, 400.0), (500.0, 500.0, 900.0, 950.0), (500.5, 600.0, 900.0, 700.0)]
+    s = supervision(*((Role.matched_coord, value) for box in true for value in box))
+    found = run("bbox_geo", box_logits(predicted), s)
+    expected = [scalar_ciou_loss(a, b) for a, b in zip(predicted, true, strict=True)]
+    assert found["ciou"].sum.item() == pytest.approx(4 * sum(expected), rel=1e-5)
+    distances = [abs(x - y) for a, b in zip(predicted, true, strict=True) for x, y in zip(a, b, strict=True)]
+    smooth = [0.5 * d * d if d < 1 else d - 0.5 for d in distances]
+    assert found["smoothl1"].sum.item() == pytest.approx(sum(smooth) / 999, rel=1e-6)
+    assert found["ciou"].count.item() == found["smoothl1"].count.item() == 12
+
+
+def test_inverted_and_flat_predictions_have_finite_losses_and_gradients():
+    s = supervision(*((Role.tail_coord, value) for value in (100, 100, 300, 300) * 3))
+    logits = box_logits([(300.0, 300.0, 100.0, 100.0), (50.0, 50.0, 50.0, 50.0), (100.0, 100.0, 300.0, 300.0)])
+    logits.requires_grad_()
+    found = run("bbox_geo", logits, s)
+    sum(measure.sum for measure in found.values()).backward()
+    assert torch.isfinite(logits.grad).all()
+    assert all(torch.isfinite(measure.sum) for measure in found.values())
+
+
+def test_polygon_coordinates_are_no_boxes():
+    polygon = supervision(*((Role.tail_coord, value) for value in (10, 10, 50, 10, 50, 90)))
+    polygon.sides.zero_()
+    assert run("bbox_geo", random_logits(6), polygon)["ciou"].count.item() == 0
+
+
+@pytest.mark.parametrize("module", ["token_ce", "coord_reg", "bbox_geo"])
+@pytest.mark.parametrize("seed", [0, 1])
+def test_finite_differences_agree_with_the_gradient_of_every_term(module, seed):
+    logits = random_logits(seed=seed)
+    columns = torch.tensor([1, 2, 3, 4, FIRST, FIRST + 10, FIRST + 201, FIRST + 700, FIRST + 999, 1007, 1009])
+    narrow = logits[:, columns].clone().requires_grad_()
+    for name in MODULES[module].terms:
+
+        def value(narrow, name=name):
+            wide = logits.index_copy(1, columns, narrow)
+            return run(module, wide, terms={name})[name].sum
+
+        if name == "ciou":
+            continue  # alpha is a constant there: see below
+        assert gradcheck(value, (narrow,), eps=1e-5, atol=1e-6), name
+        assert torch.autograd.grad(value(narrow), narrow)[0].abs().sum() > 0
+
+
+def test_finite_differences_of_ciou_with_alpha_held_agree_with_its_gradient():
+    true = (110.0, 190.5, 310.0, 400.0)
+    s = supervision(*((Role.matched_coord, value) for value in true))
+    logits = random_logits(4, seed=3).requires_grad_()
+    gradient = torch.autograd.grad(run("bbox_geo", logits, s, terms={"ciou"})["ciou"].sum, logits)[0]
+
+    def box(logits):
+        p = logits[:, FIRST : FIRST + BINS].softmax(-1)
+        x1, y1, x2, y2 = (p @ torch.arange(BINS, dtype=torch.float64)).tolist()
+        return (x1, y1, max(x2, x1 + 1), max(y2, y1 + 1))
+
+    held, step = alpha_of(box(logits.detach()), true), 1e-4
+    for position, column in ((0, FIRST + 3), (1, FIRST + 900), (2, FIRST + 500), (3, FIRST + 10)):
+        moved = logits.detach().clone()
+        moved[position, column] += step
+        above = scalar_ciou_loss(box(moved), true, held)
+        moved[position, column] -= 2 * step
+        slope = 4 * (above - scalar_ciou_loss(box(moved), true, held)) / (2 * step)
+        assert gradient[position, column].item() == pytest.approx(slope, rel=1e-3, abs=1e-8)
+
+
+def alpha_of(a, b):
+    with_alpha, without = scalar_ciou_loss(a, b), scalar_ciou_loss(a, b, 0.0)
+    v = scalar_ciou_loss(a, b, 1.0) - without
+    return (with_alpha - without) / v
+
+
+@pytest.mark.parametrize("module", sorted(MODULES))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_broken_and_half_precision_logits_give_finite_sums_and_gradients(module, dtype, value):
+    logits = random_logits(dtype=dtype)
+    logits[::2, ::3] = value
+    logits[1] = value
+    logits.requires_grad_()
+    found = run(module, logits)
+    total = sum(measure.sum for measure in found.values())
+    assert torch.isfinite(total)
+    total.backward()
+    assert torch.isfinite(logits.grad).all()
+
+
+def test_diagnostics_describe_the_distribution():
+    s = supervision((Role.tail_coord, 5), (Role.tail_structure, 2))
+    logits = torch.zeros(2, 1010, dtype=torch.float64)
+    found = {name: (m.sum.item(), m.count.item()) for name, m in run("coord_diag", logits, s).items()}
+    assert found == {
+        "entropy": (pytest.approx(math.log(1000)), 1),
+        "top_probability": (pytest.approx(1e-3), 1),
+        "target_probability": (pytest.approx(1e-3), 1),
+        "coord_mass": (pytest.approx(1000 / 1010), 1),
+        "text_coord_mass": (pytest.approx(1000 / 1010), 1),
+    }

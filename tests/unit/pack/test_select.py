@@ -1,0 +1,65 @@
+"""Selection of a row's segments from their lengths."""
+
+import itertools
+import subprocess
+import sys
+
+import pytest
+
+from coordexp.pack import CarryBuffer, select
+from coordexp.pack.select import first_in_first_out
+
+
+@pytest.mark.scenario("R05.S1")
+def test_several_short_segments_fill_the_row_better_than_in_order_of_arrival():
+    lengths = [6, 3, 2, 2]
+    assert first_in_first_out(lengths, 10) == (0, 1)
+    assert select(lengths, 10) == (0, 2, 3)
+
+
+@pytest.mark.scenario("R05.S2", "R37.S1", "R37")
+def test_the_same_lengths_give_the_same_selection():
+    lengths = [n * 7919 % 97 + 3 for n in range(300)]
+    assert len({select(list(lengths), 256) for _ in range(5)}) == 1
+
+
+def test_of_equal_totals_fewer_segments_win_and_then_older_ones():
+    assert select([4, 2, 2, 2, 4, 4, 2], 8) == (0, 4)
+    assert select([1, 2, 2, 2], 5) == (0, 1, 2)
+    assert select([4, 3, 2, 1, 3], 10) == (0, 1, 4)
+
+
+def test_a_segment_beyond_the_exact_window_is_still_found_by_binpacking():
+    lengths = [60, *[50] * 100, 40]
+    assert select(lengths, 100) == (0, 101)
+
+
+def test_up_to_nine_segments_the_result_is_what_trying_all_subsets_gives():
+    for seed in range(400):
+        count, capacity = 1 + seed % 9, 20 + seed % 31
+        lengths = [1 + (seed * 31 + k * k * 17 + k * 5) % capacity for k in range(count)]
+        subsets = ((0, *rest) for size in range(count) for rest in itertools.combinations(range(1, count), size))
+        sums = ((sum(lengths[i] for i in subset), subset) for subset in subsets)
+        best = min((-total, len(subset), subset) for total, subset in sums if total <= capacity)
+        assert select(lengths, capacity) == best[2]
+
+
+@pytest.mark.parametrize(("lengths", "words"), [([], "nothing waits"), ([3, 11], "segment 1 has 11"), ([0], "0")])
+def test_what_cannot_be_selected_from_is_refused(lengths, words):
+    with pytest.raises(ValueError, match=words):
+        select(lengths, 10)
+
+
+@pytest.mark.scenario("R05.S4")
+def test_without_binpacking_selection_and_buffer_fail_with_a_way_out(monkeypatch):
+    monkeypatch.setitem(sys.modules, "binpacking", None)  # as if it were not installed
+    for attempt in (lambda: select([3, 4], 10), lambda: CarryBuffer(10, 4)):
+        with pytest.raises(ImportError, match=r"pip install binpacking.*training\.packing: false"):
+            attempt()
+
+
+def test_selection_and_buffer_import_no_torch():
+    check = (
+        "import sys, coordexp.pack; heavy = {'torch', 'transformers'} & set(sys.modules); assert not heavy, heavy"
+    )
+    subprocess.run([sys.executable, "-c", check], check=True, timeout=30)
