@@ -83,6 +83,9 @@ class Tiny:
         encoded = self._encoded(image)
         return encoded["pixel_values"], encoded["image_grid_thw"]
 
+    def prompt_ids(self, image: str) -> list[int]:
+        return self._encoded(image)["input_ids"][0].tolist()
+
     def example(self, seed: int, channel: str = "B") -> Example:
         chooser = random.Random(seed)
         image = f"{seed}x{SIDES[seed % 3]}"
@@ -91,11 +94,27 @@ class Tiny:
         ids = self.table.tokenizer.encode(text, add_special_tokens=False).ids
         parsed = parse_rollout(ids, self.table)
         match = match_objects([o.geometry for o in parsed.valid], [o.geometry for o in truth], MATCHING)
-        prompt_ids = self._encoded(image)["input_ids"][0].tolist()
         segment = build_segment(
-            prompt_ids, parsed, match, truth, table=self.table, order="desc_first", settings=MATCHING
+            self.prompt_ids(image), parsed, match, truth, table=self.table, order="desc_first", settings=MATCHING
         )
         return Example(segment, image, channel)
+
+    def padded(self, examples: Sequence[Example]) -> dict[str, Any]:
+        """The batch as transformers has it, padded on the right: nothing of our collation."""
+        ids = torch.full((len(examples), max(map(len, examples))), self.table.end_of_turn)
+        mask = torch.zeros_like(ids)
+        for k, one in enumerate(examples):
+            ids[k, : len(one)] = torch.from_numpy(one.segment.ids)
+            mask[k, : len(one)] = 1
+        images = [self.pixels(one.image) for one in examples]
+        return {
+            "input_ids": ids,
+            "attention_mask": mask,
+            "mm_token_type_ids": (ids == self.model.config.image_token_id).int(),
+            "pixel_values": torch.cat([patches for patches, _ in images]),
+            "image_grid_thw": torch.cat([grid for _, grid in images]),
+            "use_cache": False,
+        }
 
     def logits(self, row: Row) -> torch.Tensor:
         return self.model(**row.inputs).logits[0]

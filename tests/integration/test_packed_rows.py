@@ -49,27 +49,12 @@ def test_gradients_of_a_packed_row_are_the_sum_of_those_alone(tiny):
 
 
 def test_a_packed_row_equals_the_padded_batch_of_transformers(folder, tiny):
-    """An oracle without any of our collation: left-padded by the processor, masked by transformers."""
-    padded = Tiny(folder, attention="sdpa")
-    ours = [Example(one.segment, one.image, one.channel) for one in examples(tiny)]
-    longest = max(map(len, ours))
-    ids = torch.full((len(ours), longest), padded.table.end_of_turn)
-    mask = torch.zeros_like(ids)
-    for k, one in enumerate(ours):
-        ids[k, -len(one) :] = torch.from_numpy(one.segment.ids)
-        mask[k, -len(one) :] = 1
-    images = [tiny.pixels(one.image) for one in ours]
-    inputs = {
-        "input_ids": ids,
-        "attention_mask": mask,
-        "mm_token_type_ids": (ids == tiny.collate.image_token).int(),
-        "pixel_values": torch.cat([patches for patches, _ in images]),
-        "image_grid_thw": torch.cat([grid for _, grid in images]),
-    }
+    """An oracle without any of our collation or attention."""
+    plain, ours = Tiny(folder, attention="sdpa"), examples(tiny)
     row = tiny.collate(ours)
     with torch.no_grad():
-        logits = padded.model(**inputs).logits
-        flat = torch.cat([logits[k, -len(one) :] for k, one in enumerate(ours)])
+        logits = plain.model(**plain.padded(ours)).logits
+        flat = torch.cat([logits[k, : len(one)] for k, one in enumerate(ours)])
         assert (flat[row.inputs["logits_to_keep"]] - tiny.logits(row)).abs().max() <= 1e-5
 
 

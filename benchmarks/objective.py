@@ -1,0 +1,228 @@
+"""What the objective and the packer cost beside the bare engine, on this machine.
+
+python benchmarks/objective.py            a table
+python benchmarks/objective.py --json     {name: {"value": x, "goal": y, "ok": true}}
+
+Four comparisons, each a ratio within one run:
+- the loss with the vocabulary projected at supervised positions, against all positions projected and the same loss
+  taken from them: bfloat16, 16,000 tokens, 7 % supervised, vocabulary 152,704. Each run is a process of its own,
+  and its memory the growth of its peak resident size.
+- a training step on a packed row, against transformers' padded batch of the same segments with the same loss.
+- a training step with the whole objective, against the same step with `cross_entropy` at the same positions.
+- rows filled from a stream of rollout lengths, against first in first out.
+"""
+
+import argparse
+import json
+import random
+import resource
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import numpy as np
+import torch
+from rich.progress import Progress
+from tests.rows import DIAGNOSTICS, MATCHING, Tiny, every, settings
+from tests.streams import closed_when_full, first_in_first_out, rollout_lengths, stream
+from tests.unit.config.trees import COORD_REG, TOKEN_CE
+
+from coordexp.data import Geometry, TrueObject
+from coordexp.demo.model import Size, make_model
+from coordexp.match import match_objects
+from coordexp.objective import Objective
+from coordexp.pack import Example, select
+from coordexp.pack.collate import Row, Supervision
+from coordexp.parse import parse_rollout
+from coordexp.target import Role, build_segment
+
+VOCABULARY, TOKENS, SUPERVISED, HIDDEN = 152_704, 16_000, 0.07, 64
+FIRST_COORD = VOCABULARY - 1_061
+REPEATS = 5
+DECLARED = (every(TOKEN_CE, desc_ce_weight=1.0), every(COORD_REG))
+
+
+def projection(where: str) -> dict[str, float]:
+    """One loss with its backward, in this process: all logits, or those at supervised positions."""
+    torch.manual_seed(0)
+    hidden = torch.randn(TOKENS, HIDDEN, dtype=torch.bfloat16, requires_grad=True)
+    head = torch.randn(VOCABULARY, HIDDEN, dtype=torch.bfloat16, requires_grad=True)
+    kept = torch.randperm(TOKENS)[: int(TOKENS * SUPERVISED)].sort().values
+    s, objective = _supervision(len(kept)), Objective(settings(*DECLARED), FIRST_COORD)
+    counts = torch.full((2, 5), len(kept))
+    before, start = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.perf_counter()
+    logits = (hidden @ head.T)[kept] if where == "all" else hidden[kept] @ head.T
+    objective.loss(objective.measure(logits, s), counts).backward()
+    spent = time.perf_counter() - start
+    return {"seconds": spent, "gigabytes": (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1e6}
+
+
+def _supervision(count: int) -> Supervision:
+    """A third coordinates, the rest text, as in corrected answers."""
+    maker = torch.Generator().manual_seed(1)
+    coord = torch.rand(count, generator=maker) < 0.33
+    bins = torch.randint(0, 1000, (count,), generator=maker)
+    text = torch.randint(0, FIRST_COORD, (count,), generator=maker)
+    return Supervision(
+        ids=torch.where(coord, FIRST_COORD + bins, text),
+        roles=torch.where(coord, int(Role.tail_coord), int(Role.tail_structure)).to(torch.int8),
+        sides=torch.zeros(count, dtype=torch.int8),
+        coord_targets=torch.where(coord, bins.float(), torch.nan),
+        weights=torch.ones(count),
+        channels=torch.ones(count, dtype=torch.int8),
+    )
+
+
+def in_own_process(where: str) -> dict[str, float]:
+    command = [sys.executable, __file__, "--projection", where]
+    done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=600)
+    return json.loads(done.stdout)
+
+
+def long_example(tiny: Tiny, length: int, seed: int) -> Example:
+    """A segment of about `length` tokens: a rollout of objects that are not there, and boxes that were missed."""
+    chooser = random.Random(seed)
+    image = f"{seed}x128"
+    prompt_ids = tiny.prompt_ids(image)
+    text, ids = "{", []
+    for number in range(1, 10_000):
+        x, y = chooser.randrange(500, 900), chooser.randrange(500, 900)
+        coords = ", ".join(f"<|coord_{bin}|>" for bin in (x, y, x + 50, y + 50))
+        text += f'"object_{number}": {{"desc": "thing", "bbox_2d": [{coords}]}}, '
+        if number % 8 == 0:
+            ids = tiny.table.tokenizer.encode(text, add_special_tokens=False).ids
+            if len(ids) + len(prompt_ids) >= length:
+                break
+    missed = max(1, int(length * SUPERVISED / 30))  # an object is about 30 tokens
+    truth = [TrueObject("cup", Geometry("bbox_2d", (10 + k, 20, 40 + k, 50))) for k in range(missed)]
+    parsed = parse_rollout(ids, tiny.table)
+    match = match_objects([o.geometry for o in parsed.valid], [o.geometry for o in truth], MATCHING)
+    segment = build_segment(
+        prompt_ids, parsed, match, truth, table=tiny.table, order="desc_first", settings=MATCHING
+    )
+    return Example(segment, image, "B")
+
+
+def one_row(tiny: Tiny, capacity: int) -> list[Example]:
+    lengths = [length for length in rollout_lengths(40, seed=2) if length < capacity]
+    return [long_example(tiny, lengths[i], i) for i in select(lengths, capacity)]
+
+
+def packed_step(tiny: Tiny, row: Row) -> None:
+    measures = tiny.objective.measure(tiny.logits(row), row.supervision)
+    tiny.objective.loss(measures, row.counts).backward()
+    tiny.model.zero_grad()
+
+
+def bare_step(tiny: Tiny, row: Row) -> None:
+    torch.nn.functional.cross_entropy(tiny.logits(row), row.supervision.ids).backward()
+    tiny.model.zero_grad()
+
+
+def padded_step(tiny: Tiny, examples: list[Example], inputs: dict[str, Any], row: Row) -> None:
+    """The same loss at the same positions: only the batch differs."""
+    hidden = tiny.model.model(**inputs).last_hidden_state
+    flat = torch.cat([hidden[k, : len(one)] for k, one in enumerate(examples)])
+    logits = tiny.model.lm_head(flat[row.inputs["logits_to_keep"]])
+    tiny.objective.loss(tiny.objective.measure(logits, row.supervision), row.counts).backward()
+    tiny.model.zero_grad()
+
+
+def medians(calls: dict[str, Callable[[], Any]], repeats: int = REPEATS) -> dict[str, float]:
+    """Medians of calls made in turn, after one of each that is not counted."""
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    for round in range(repeats + 1):
+        for name, call in calls.items():
+            start = time.perf_counter()
+            call()
+            if round:
+                times[name].append(time.perf_counter() - start)
+    return {name: statistics.median(each) for name, each in times.items()}
+
+
+def measure(progress: Progress) -> dict[str, dict[str, Any]]:
+    task = progress.add_task("projection", total=4)
+    runs = {where: [in_own_process(where) for _ in range(3)] for where in ("all", "supervised")}
+    middle = {
+        where: {key: statistics.median(run[key] for run in each) for key in ("seconds", "gigabytes")}
+        for where, each in runs.items()
+    }
+    results = {
+        f"all positions / supervised ones, {key}": _at_least(middle["all"][key] / middle["supervised"][key], goal)
+        for key, goal in (("gigabytes", 6.0), ("seconds", 4.0))
+    }
+    progress.update(task, advance=1, description="packed against padded")
+    with tempfile.TemporaryDirectory() as folder:
+        size = Size(max_positions=TOKENS)
+        small = Tiny(make_model(Path(folder) / "small", "small", size=size), settings(*DECLARED))
+        padded = Tiny(Path(folder) / "small", settings(*DECLARED), attention="sdpa")
+        examples = one_row(small, TOKENS)
+        row, inputs = small.collate(examples), padded.padded(examples)
+        share = len(row.supervision.ids) / sum(row.lengths)
+        times = medians(
+            {
+                "packed": lambda: packed_step(small, row),
+                "padded": lambda: padded_step(padded, examples, inputs, row),
+            },
+            repeats=3,
+        )
+        name = f"padded / packed step, {len(examples)} segments, {share:.0%} supervised"
+        results[name] = _at_least(times["padded"] / times["packed"], 1.5)
+        progress.update(task, advance=1, description="objective against cross_entropy")
+        whole = settings(*DECLARED, diagnostics=DIAGNOSTICS)
+        large = Tiny(make_model(Path(folder) / "qwen", "qwen", size=size), whole)
+        row = large.collate(one_row(large, TOKENS))
+        times = medians({"ours": lambda: packed_step(large, row), "bare": lambda: bare_step(large, row)})
+        results["whole objective / cross_entropy, step"] = _at_most(times["ours"] / times["bare"], 1.1)
+    progress.update(task, advance=1, description="rows from a stream")
+    lengths = rollout_lengths(10_000, seed=4)
+    ours, fifo = stream(lengths, select), stream(lengths, first_in_first_out)
+    results["fill"] = _at_least(float(np.mean(ours.fills)), 0.97)
+    results["fill by first in first out with the same buffer"] = _shown(float(np.mean(fifo.fills)))
+    results["fill by first in first out without a buffer"] = _shown(float(np.mean(closed_when_full(lengths))))
+    results["rows that a segment waits at most"] = _at_most(max(ours.waits), 64)
+    progress.update(task, advance=1)
+    return results
+
+
+def _at_least(value: float, goal: float) -> dict[str, Any]:
+    return {"value": round(value, 4), "goal": goal, "ok": value >= goal}
+
+
+def _at_most(value: float, goal: float) -> dict[str, Any]:
+    return {"value": round(value, 4), "goal": goal, "ok": value <= goal}
+
+
+def _shown(value: float) -> dict[str, Any]:
+    return {"value": round(value, 4), "goal": None, "ok": True}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--projection", choices=("all", "supervised"), help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.projection:
+        print(json.dumps(projection(options.projection)))
+        return
+    with Progress(transient=True, disable=options.json) as progress:
+        results = measure(progress)
+    if options.json:
+        print(json.dumps(results, indent=2))
+        return
+    for name, result in results.items():
+        goal = (
+            "" if result["goal"] is None else f"goal {result['goal']:g} {'ok' if result['ok'] else 'not reached'}"
+        )
+        print(f"{name:<62} {result['value']:>9.4g}  {goal}")
+
+
+if __name__ == "__main__":
+    main()
