@@ -36,11 +36,11 @@ def main(plan: dict) -> None:
         logits = model(**row.inputs).logits[0]
         measures = tiny.objective.measure(logits, row.supervision)
         accelerator.backward(tiny.objective.loss(measures, counts) * gradient_scale())
-        tally.add(measures)
+        tally.add(measures, counts)
     before = _gradients(model)
     norm = accelerator.clip_grad_norm_(model.parameters(), plan["clip"])
     norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
-    after, report = _gradients(model), tally.report(counts)
+    after, report = _gradients(model), tally.report()
     if accelerator.is_main_process:
         out = Path(plan["out"])
         save_file(before, out / "before.safetensors")

@@ -32,34 +32,39 @@ def gradient_scale(divided_by: int = 1) -> float:
 
 
 class Tally:
-    """What the terms came to over an optimizer step, for reports."""
+    """What the terms come to over one optimizer step or several, for reports."""
 
     def __init__(self, objective: Objective) -> None:
-        self._objective = objective
+        self._terms = {term.name: term for term in objective.terms}
         self._names: tuple[str, ...] = ()
-        self._sums: Tensor | None = None
+        self._sums: Tensor | None = None  # a row a name: share of the step, sum, count
 
-    def add(self, measures: dict[str, Measure]) -> None:
-        parts = [torch.stack((m.sum.detach().double(), m.count.double())) for m in measures.values()]
+    def add(self, measures: dict[str, Measure], counts: Tensor) -> None:
+        """A row's measures, with the counts of the optimizer step that it belongs to."""
+        parts = []
+        for name, measure in measures.items():
+            total, term = measure.sum.detach().double(), self._terms.get(name)
+            parts.append(
+                torch.stack((total / (term.denominator(counts) if term else 1), total, measure.count.double()))
+            )
         found, self._names = torch.stack(parts), tuple(measures)
         self._sums = found if self._sums is None else self._sums + found
 
-    def report(self, counts: Tensor) -> dict[str, float]:
-        """On every rank the same: `loss`, each term as it enters the loss before its weight, and as a mean over
-        the positions it was computed at (`.../mean`). Diagnostics are means. Call it on all ranks."""
+    def report(self, steps: int = 1) -> dict[str, float]:
+        """On every rank the same, as means over `steps`: `loss`, each term as it enters the loss before its weight,
+        and as a mean over the positions it was computed at (`.../mean`). Diagnostics are means over positions. To be
+        called on all ranks; it starts anew."""
         if self._sums is None:
             raise ValueError("nothing was added to this tally; every rank adds at least one row a step")
-        sums = self._sums.clone()
+        sums, self._sums = self._sums, None
         if dist.is_initialized():
             dist.all_reduce(sums)
         found = {"loss": 0.0}
-        terms = {term.name: term for term in self._objective.terms}
-        for name, (total, count) in zip(self._names, sums.tolist(), strict=True):
-            term, mean = terms.get(name), total / max(count, 1.0)
+        for name, (share, total, count) in zip(self._names, sums.tolist(), strict=True):
+            term, mean = self._terms.get(name), total / max(count, 1.0)
             if term is None or term.weight is None:
                 found[name] = mean
                 continue
-            share = total / term.denominator(counts)
-            found["loss"] += term.weight * share
-            found |= {name: share, f"{name}/mean": mean}
+            found["loss"] += term.weight * share / steps
+            found |= {name: share / steps, f"{name}/mean": mean}
         return found

@@ -254,15 +254,29 @@ def test_a_tally_reports_sums_over_rows_and_counts_broken_logits():
     logits[0, 0] = float("nan")
     tally = Tally(found)
     for _ in range(2):
-        tally.add(found.measure(logits, MIXED))
-    report, once = tally.report(2 * COUNTS), found.measure(logits, MIXED)
+        tally.add(found.measure(logits, MIXED), 2 * COUNTS)
+    report, once = tally.report(), found.measure(logits, MIXED)
     assert report["loss"] == pytest.approx(found.loss(once, COUNTS).item())
     assert report["token_ce/struct_ce"] == pytest.approx(once["token_ce/struct_ce"].sum.item() / 20)
     assert report["token_ce/struct_ce/mean"] == pytest.approx(once["token_ce/struct_ce"].sum.item() / 2)
     assert report["coord_diag/entropy"] == pytest.approx(once["coord_diag/entropy"].sum.item() / 8)
     assert report[BROKEN] == pytest.approx(1 / 12)
     with pytest.raises(ValueError, match="nothing was added"):
-        Tally(found).report(COUNTS)
+        tally.report()
+
+
+def test_a_tally_over_several_steps_is_the_mean_of_theirs():
+    found = objective(every(TOKEN_CE, desc_ce_weight=1.0))
+    steps = [(random_logits(seed=1), COUNTS), (random_logits(seed=2), 3 * COUNTS)]
+    alone, together = [], Tally(found)
+    for logits, counts in steps:
+        one = Tally(found)
+        for tally in (one, together):
+            tally.add(found.measure(logits, MIXED), counts)
+        alone.append(one.report())
+    report = together.report(steps=2)
+    for name in ("loss", "token_ce/struct_ce", "token_ce/struct_ce/mean"):
+        assert report[name] == pytest.approx((alone[0][name] + alone[1][name]) / 2)
 
 
 def test_an_objective_without_a_declared_pipeline_is_refused():
