@@ -51,8 +51,8 @@ class Tally:
         self._sums = found if self._sums is None else self._sums + found
 
     def report(self, steps: int = 1) -> dict[str, float]:
-        """On every rank the same, as means over `steps`: `loss`, each term as it enters the loss before its weight,
-        and as a mean over the positions it was computed at (`.../mean`). Diagnostics are means over positions. To be
+        """On every rank the same, as means over `steps`: `loss`, each term as it enters the loss before its
+        weight, and as a mean over the positions it was computed at (`.../mean`). Diagnostics are such means. To be
         called on all ranks; it starts anew."""
         if self._sums is None:
             raise ValueError("nothing was added to this tally; every rank adds at least one row a step")
