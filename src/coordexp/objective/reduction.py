@@ -25,10 +25,9 @@ def reduced_counts(counts: Sequence[Tensor], device: torch.device) -> Tensor:
     return total.cpu()
 
 
-def gradient_scale(divided_by: int = 1) -> float:
-    """What a micro-step's share is multiplied with before `backward`, because DDP and FSDP take the mean over
-    ranks, and a loop may divide by its number of micro-steps (`divided_by`)."""
-    return float((dist.get_world_size() if dist.is_initialized() else 1) * divided_by)
+def gradient_scale() -> float:
+    """What a micro-step's share is multiplied with before `backward`: DDP and FSDP take the mean over ranks."""
+    return float(dist.get_world_size()) if dist.is_initialized() else 1.0
 
 
 class Tally:

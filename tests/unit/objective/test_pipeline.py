@@ -180,6 +180,56 @@ def test_masked_desc_takes_no_part_in_the_text_gate_either():
     assert Role.tail_desc in taught.roles()["B"]
 
 
+def test_desc_is_masked_on_the_channels_of_the_token_ce_that_masks_it():
+    on_a = every(TOKEN_CE, desc_ce_weight=0.0) | {"channels": ["A"]}
+    found = objective(on_a, every(COORD_REG))
+    assert Role.tail_desc not in found.roles()["A"]
+    assert Role.tail_desc in found.roles()["B"]
+    mixed = supervision((Role.tail_desc, 2), (Role.tail_desc, 3), channels="AB")
+    assert found.measure(random_logits(2), mixed)["coord_reg/text_gate"].count.item() == 1
+    assert found.manifest()["masked_desc"] == ["A"]
+
+
+def test_a_position_of_weight_zero_is_not_counted():
+    light = Supervision(**{**vars(MIXED), "weights": MIXED.weights.clone()})
+    light.weights[0] = light.weights[4] = 0.0
+    measures = objective(every(TOKEN_CE), every(COORD_REG)).measure(random_logits(), light)
+    assert measures["coord_reg/w1"].count.item() == 7
+    assert measures["token_ce/struct_ce"].count.item() == 1
+
+
+def test_a_kind_that_no_answer_has_does_not_divide_by_zero():
+    found = objective(every(TOKEN_CE, desc_ce_weight=1.0), every(COORD_REG))
+    only_text = supervision((Role.end_of_turn, 4))
+    counts = torch.zeros_like(COUNTS)
+    counts[1, Kind.end_of_turn] = 1
+    measures = found.measure(random_logits(1), only_text)
+    assert torch.isfinite(found.loss(measures, counts))
+    tally = Tally(found)
+    tally.add(measures, counts)
+    report = tally.report()
+    assert report["coord_reg/w1"] == report["coord_reg/w1/mean"] == 0.0
+
+
+def test_without_a_gradient_nothing_keeps_a_graph():
+    logits = random_logits().requires_grad_()
+    found = objective()
+    with torch.no_grad():
+        assert not any(m.sum.requires_grad for m in found.measure(logits, MIXED).values())
+    tally = Tally(found)
+    tally.add(found.measure(logits, MIXED), COUNTS)
+    assert not tally._sums.requires_grad
+
+
+def test_the_manifest_says_what_every_term_is_divided_by():
+    described = {
+        term["term"]: term["divided_by"] for term in objective(diagnostics=DIAGNOSTICS).manifest()["terms"]
+    }
+    assert described["token_ce/struct_ce"] == ["structure"]
+    assert described["coord_reg/text_gate"] == ["desc", "end_of_turn", "structure"]
+    assert described["coord_diag/entropy"] == "positions"
+
+
 def test_a_module_runs_on_its_channels_only_and_an_idle_one_is_named():
     only_a = every(TOKEN_CE, desc_ce_weight=1.0) | {"channels": ["A"]}
     found = objective(only_a, every(COORD_REG))

@@ -118,3 +118,27 @@ def test_no_position_at_all_is_allowed():
     split = split_vocabulary(logits, torch.zeros(0, dtype=torch.int64), FIRST)
     split.cross_entropy().sum().backward()
     assert logits.grad.shape == (0, SIZE)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 2.0])
+def test_logits_in_several_chunks_give_what_one_chunk_gives(monkeypatch, temperature):
+    found = []
+    for chunk in (1 << 20, 2 * SIZE + 1):
+        monkeypatch.setattr("coordexp.objective.split._CHUNK", chunk)
+        logits = random_logits().requires_grad_()
+        split = split_vocabulary(logits, IDS, FIRST, temperature)
+        weights = torch.linspace(0.5, 2, len(IDS))
+        ((split.cross_entropy() + split.coord_gate() + split.coord.square().sum(-1)) * weights).sum().backward()
+        found.append((split.log_text.detach(), logits.grad))
+    assert torch.allclose(found[0][0], found[1][0])
+    assert torch.allclose(found[0][1], found[1][1])
+
+
+def test_the_fence_is_ten_thousand_and_what_is_no_number_counts_as_zero():
+    broken, mended = random_logits(), random_logits()
+    for column, (value, instead) in enumerate(((math.nan, 0.0), (math.inf, 1e4), (-math.inf, -1e4), (3e4, 1e4))):
+        broken[column, FIRST + 2], mended[column, FIRST + 2] = value, instead
+    one, other = (split_vocabulary(each, IDS, FIRST) for each in (broken, mended))
+    assert torch.equal(one.coord, other.coord)
+    assert torch.equal(one.text_gate(), other.text_gate())
+    assert (one.broken.item(), other.broken.item()) == (4, 0)

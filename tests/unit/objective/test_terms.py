@@ -93,6 +93,15 @@ def test_hard_ce_is_the_limit_of_a_small_sigma():
     assert wide["soft_ce"].sum.item() != pytest.approx(wide["coord_ce"].sum.item(), rel=1e-3)
 
 
+def test_hard_ce_is_on_the_nearest_bin_of_a_fractional_target():
+    s = supervision((Role.matched_coord, 17.6))
+    logits = random_logits(1)
+    log_p = (logits[0, FIRST : FIRST + BINS] / 1.5).log_softmax(-1)
+    assert run("coord_reg", logits, s, terms={"coord_ce"})["coord_ce"].sum.item() == pytest.approx(
+        -log_p[18].item()
+    )
+
+
 def test_the_nearest_bin_of_a_half_is_the_upper_one():
     assert nearest_bin(torch.tensor([0.0, 0.49, 0.5, 1.5, 998.6, 999.0])).tolist() == [0, 0, 1, 2, 999, 999]
 
@@ -153,6 +162,31 @@ def test_inverted_and_flat_predictions_have_finite_losses_and_gradients():
     sum(measure.sum for measure in found.values()).backward()
     assert torch.isfinite(logits.grad).all()
     assert all(torch.isfinite(measure.sum) for measure in found.values())
+
+
+def test_a_flat_target_has_a_finite_loss():
+    s = supervision(*((Role.matched_coord, value) for value in (100, 100, 100, 300)))
+    logits = box_logits([(90.0, 90.0, 200.0, 200.0)]).requires_grad_()
+    loss = run("bbox_geo", logits, s)["ciou"].sum
+    assert loss.item() == pytest.approx(4 * scalar_ciou_loss((90, 90, 200, 200), (100, 100, 101, 300)), rel=1e-4)
+
+
+def test_a_box_weighs_the_mean_of_its_positions():
+    s = supervision(*((Role.matched_coord, value) for value in (110, 190, 310, 400)))
+    s.weights.copy_(torch.tensor([0.0, 1.0, 1.0, 0.5]))
+    whole = supervision(*((Role.matched_coord, value) for value in (110, 190, 310, 400)))
+    logits = box_logits([(100.0, 200.0, 300.0, 420.0)])
+    weighed, plain = (run("bbox_geo", logits, each)["ciou"].sum.item() for each in (s, whole))
+    assert weighed == pytest.approx(0.625 * plain)
+
+
+@pytest.mark.parametrize("module", sorted(MODULES))
+def test_a_module_uses_the_positions_that_it_is_allowed_and_no_others(module):
+    allowed = torch.zeros(len(MIXED.ids), dtype=torch.bool)
+    kind, logits = MODULES[module], random_logits()
+    config = CONFIGS.get(module) or coord_config()
+    found = kind.run(config, frozenset(kind.terms), splitter(logits, MIXED), MIXED, allowed)
+    assert all(measure.sum.item() == 0 and measure.count.item() == 0 for measure in found.values())
 
 
 def test_polygon_coordinates_are_no_boxes():

@@ -58,7 +58,12 @@ def test_a_segment_without_tokens_is_refused():
         filled([]).add(range(0))
 
 
+def test_a_report_counts_what_still_waits():
+    assert filled([9, 9, 9]).draw().report.waiting == 2
+
+
 def test_a_row_below_the_wanted_fill_says_so():
+    assert not filled([5], min_fill_ratio=0.5).draw().report.underfull
     assert filled([5], min_fill_ratio=0.85).draw().report.underfull
     assert not filled([9], min_fill_ratio=0.85).draw().report.underfull
 
@@ -115,6 +120,21 @@ def test_a_file_that_is_no_buffer_is_refused_with_its_name(tmp_path):
     broken.write_bytes(b"nothing of the kind")
     with pytest.raises(ValueError, match=r"carry\.safetensors does not hold a carry buffer"):
         load_buffer(CarryBuffer(16, 50), broken)
+
+
+def test_streams_of_different_length_are_refused(tmp_path):
+    from safetensors.numpy import load_file, save_file
+
+    buffer: CarryBuffer[Example] = CarryBuffer(16, 50)
+    buffer.add(example(0))
+    file = tmp_path / "carry.safetensors"
+    save_buffer(buffer, file)
+    arrays = load_file(file)
+    for name, cut in (("roles", arrays["roles"][:-1]), ("arrived", arrays["arrived"][:0])):
+        sources = '[["a.png", "B"]]'
+        save_file(arrays | {name: cut}, file, metadata={"rows": "1", "sources": sources})
+        with pytest.raises(ValueError, match="different lengths"):
+            load_buffer(CarryBuffer(16, 50), file)
 
 
 def test_a_restored_segment_that_no_longer_fits_is_refused(tmp_path):

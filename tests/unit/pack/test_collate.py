@@ -1,0 +1,66 @@
+"""The tensors of a row, from segments, without a model: what is kept, counted and refused."""
+
+import numpy as np
+import pytest
+import torch
+
+from coordexp.pack import Example
+from coordexp.pack.collate import Collator
+from coordexp.target import Kind, Role, Segment
+
+IMAGE = 9
+ROLES = {"A": frozenset({Role.tail_structure}), "B": frozenset({Role.tail_structure, Role.tail_coord})}
+
+
+def fake_rope_index(ids, mm_token_type_ids, image_grid_thw):
+    return torch.arange(ids.shape[1]).expand(3, 1, -1) + 100, None
+
+
+def collator() -> Collator:
+    return Collator(fake_rope_index, IMAGE, 2, lambda _: (torch.ones(4, 3), torch.tensor([[1, 2, 2]])), ROLES)
+
+
+def example(channel: str = "B", **changes) -> Example:
+    """Prompt of three with one image token, then structure, a coordinate, structure."""
+    streams = {
+        "ids": np.array([1, IMAGE, 2, 20, 500, 21]),
+        "roles": np.array([0, 0, 0, Role.tail_structure, Role.tail_coord, Role.tail_structure], dtype=np.int8),
+        "kinds": np.array([0, 0, 0, Kind.structure, Kind.coord, Kind.structure], dtype=np.int8),
+        "sides": np.zeros(6, dtype=np.int8),
+        "coord_targets": np.array([np.nan] * 4 + [7.5, np.nan], dtype=np.float32),
+        "weights": np.array([0, 0, 0, 1, 1, 1], dtype=np.float32),
+    }
+    return Example(Segment(**(streams | changes), prompt_length=3), "a.png", channel)
+
+
+def test_the_position_before_a_supervised_token_is_kept_and_offset_by_its_segment():
+    row = collator()([example("B"), example("A")])
+    assert row.inputs["logits_to_keep"].tolist() == [2, 3, 4, 8, 10]
+    assert row.supervision.ids.tolist() == [20, 500, 21, 20, 21]
+    assert row.supervision.channels.tolist() == [1, 1, 1, 0, 0]
+    assert row.supervision.coord_targets[1] == 7.5
+    assert row.inputs["position_ids"][:, 0, 6:].tolist() == [list(range(6)), *[list(range(100, 106))] * 3]
+    assert row.inputs["image_grid_thw"].shape == (2, 3)
+
+
+def test_answers_are_counted_by_channel_and_kind():
+    counts = collator()([example("B"), example("B"), example("A")]).counts
+    assert counts[:, [Kind.structure, Kind.coord]].tolist() == [[2, 1], [4, 2]]
+
+
+def test_a_token_of_weight_zero_is_not_kept():
+    weights = np.array([0, 0, 0, 0, 1, 1], dtype=np.float32)
+    assert collator()([example(weights=weights)]).inputs["logits_to_keep"].tolist() == [3, 4]
+
+
+def test_supervision_inside_of_the_prompt_is_refused():
+    roles, weights = example().segment.roles.copy(), np.ones(6, dtype=np.float32)
+    roles[2] = Role.tail_structure
+    with pytest.raises(ValueError, match=r"a\.png: token 2 is supervised and lies in the prompt"):
+        collator()([example(roles=roles, weights=weights)])
+
+
+def test_a_picture_with_other_tokens_than_its_prompt_is_refused():
+    ids = np.array([1, IMAGE, IMAGE, 20, 500, 21])
+    with pytest.raises(ValueError, match=r"a\.png: the prompt has 2 image tokens, its picture makes 1"):
+        collator()([example(ids=ids)])
