@@ -56,7 +56,7 @@ def projection(where: str) -> dict[str, float]:
     head = torch.randn(VOCABULARY, HIDDEN, dtype=torch.bfloat16, requires_grad=True)
     kept = torch.randperm(TOKENS)[: int(TOKENS * SUPERVISED)].sort().values
     s, objective = _supervision(len(kept)), Objective(settings(*DECLARED), FIRST_COORD)
-    counts = torch.full((2, 5), len(kept))
+    counts = torch.full((5,), len(kept))
     before, start = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.perf_counter()
     logits = (hidden @ head.T)[kept] if where == "all" else hidden[kept] @ head.T
     objective.loss(objective.measure(logits, s), counts).backward()

@@ -46,6 +46,8 @@ def main(plan: dict) -> None:
         save_file(before, out / "before.safetensors")
         save_file(after, out / "after.safetensors")
         (out / "report.json").write_text(json.dumps({"norm": norm.item(), "losses": report}))
+    del model, logits, measures  # a DDP wrapper that outlives its process group can wait for it forever
+    accelerator.wait_for_everyone()
     accelerator.end_training()
 
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -53,8 +54,20 @@ def _step(name: str, folder: Path, out: Path):
     launch = torchrun if len(ranks) > 1 else []
     environment = os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'src'}", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, *launch, str(WORKER), str(out / "plan.json")]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr[-4000:]
+    worker = subprocess.Popen(
+        command,
+        env=environment,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        _, errors = worker.communicate(timeout=120)
+    finally:
+        if worker.poll() is None:
+            os.killpg(worker.pid, signal.SIGKILL)
+    assert worker.returncode == 0, errors[-4000:]
     report = json.loads((out / "report.json").read_text())
     return load_file(out / "before.safetensors"), load_file(out / "after.safetensors"), report
 

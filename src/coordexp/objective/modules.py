@@ -5,6 +5,7 @@ use, and returns for each of its terms the sum over positions and their number. 
 its business: that is the number of positions of the term's kinds in the whole optimizer step (D19).
 """
 
+import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -88,7 +89,7 @@ def bbox_geo(
     are divided by coordinates as every other one."""
     from torchvision.ops import complete_box_iou_loss
 
-    sides = torch.stack([torch.nonzero(allowed & (s.sides == side))[:, 0] for side in (1, 2, 3, 4)], dim=1)
+    sides = _boxes(s, allowed)
     p = split(1.0).coord[sides].softmax(-1)
     boxes = (p * torch.arange(BINS, device=p.device, dtype=p.dtype)).sum(-1)
     truth, weights = s.coord_targets[sides].to(boxes), s.weights[sides]
@@ -142,6 +143,16 @@ def wasserstein(p: Tensor, q: Tensor) -> Tensor:
     return (p - q).cumsum(-1).abs().sum(-1) / (BINS - 1)
 
 
+def _boxes(s: Supervision, allowed: Tensor) -> Tensor:
+    """[boxes, 4]: where the sides of each box stand, of the boxes that are allowed whole."""
+    where = torch.nonzero(s.sides)[:, 0]
+    whole = len(where) % 4 == 0
+    sides = where.view(-1, 4) if whole else where[:0].view(0, 4)
+    if not whole or not torch.equal(s.sides[sides], torch.tensor([1, 2, 3, 4]).to(s.sides).expand_as(sides)):
+        raise ValueError("a box is supervised in part: its four coordinates are taught together or not at all")
+    return sides[allowed[sides].all(1)]
+
+
 def _upright(boxes: Tensor) -> Tensor:
     """At least one bin wide and high: an inverted or flat box becomes a small one, and every loss is defined."""
     corner = boxes[:, :2]
@@ -149,7 +160,8 @@ def _upright(boxes: Tensor) -> Tensor:
 
 
 def _has(s: Supervision, roles: frozenset[Role]) -> Tensor:
-    return torch.isin(s.roles, torch.tensor(sorted(roles), dtype=s.roles.dtype, device=s.roles.device))
+    """Compared one by one: no tensor has to travel to the device."""
+    return functools.reduce(torch.logical_or, [s.roles == role for role in sorted(roles)])
 
 
 def _over(values: Tensor, s: Supervision, mask: Tensor) -> Measure:

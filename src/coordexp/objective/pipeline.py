@@ -12,7 +12,7 @@ from coordexp.config.pipeline import Channel, Module
 from coordexp.config.rules import idle
 from coordexp.config.settings import Settings
 from coordexp.objective.modules import MODULES, Measure, ModuleKind
-from coordexp.objective.split import split_vocabulary
+from coordexp.objective.split import VocabularySplit, split_vocabulary
 from coordexp.pack.collate import CHANNELS, Supervision
 from coordexp.target import Kind, Role
 
@@ -30,9 +30,8 @@ class Term:
     kinds: frozenset[Kind]
 
     def denominator(self, counts: Tensor) -> int:
-        """How many positions of its kinds the answers have, on the channels that it runs on (D19); 1 if none."""
-        rows = [CHANNELS.index(channel) for channel in sorted(self.channels)]
-        return max(1, int(counts[rows][:, sorted(self.kinds)].sum()))
+        """Positions of its kinds in the answers, supervised or masked, on any channel (D19); at least 1."""
+        return max(1, int(counts[sorted(self.kinds)].sum()))
 
 
 @dataclass(frozen=True)
@@ -81,9 +80,12 @@ class Objective:
         if len(logits) != len(supervision.ids):
             raise ValueError(f"{len(logits)} rows of logits, and {len(supervision.ids)} supervised positions")
 
-        @functools.cache
-        def split(temperature: float) -> Any:
-            return split_vocabulary(logits, supervision.ids, self.first_coord, temperature)
+        splits: dict[float, VocabularySplit] = {}
+
+        def split(temperature: float) -> VocabularySplit:
+            if temperature not in splits:
+                splits[temperature] = split_vocabulary(logits, supervision.ids, self.first_coord, temperature)
+            return splits[temperature]
 
         found: dict[str, Measure] = {}
         for entry in self.entries:
@@ -91,8 +93,7 @@ class Objective:
             with torch.set_grad_enabled(torch.is_grad_enabled() and not _is_diagnostic(entry)):
                 measures = run(supervision, self._allowed(entry, supervision))
             found |= {f"{entry.module.name}/{name}": measures[name] for name in entry.terms}
-        positions = torch.tensor(len(logits), device=logits.device)
-        return found | {BROKEN: Measure(split(1.0).broken, positions)}
+        return found | {BROKEN: Measure(*_broken(splits, logits))}
 
     def loss(self, measures: dict[str, Measure], counts: Tensor) -> Tensor:
         """The weighted sum of the terms, each divided by its positions in the whole optimizer step (D19)."""
@@ -117,10 +118,9 @@ class Objective:
         return {"terms": runs, "idle": self.idle, "masked_desc": sorted(self._masked)}
 
     def _allowed(self, entry: Entry, s: Supervision) -> Tensor:
-        allowed = torch.isin(s.channels, _channel_tensor(entry.channels, s.channels)) & (s.weights > 0)
+        allowed = _on(entry.channels, s) & (s.weights > 0)
         if self._masked:
-            hidden = torch.isin(s.channels, _channel_tensor(self._masked, s.channels))
-            allowed &= ~(hidden & (s.roles == Role.tail_desc))
+            allowed &= ~(_on(self._masked, s) & (s.roles == Role.tail_desc))
         return allowed
 
 
@@ -151,5 +151,12 @@ def _masked_desc(entries: Sequence[Entry]) -> frozenset[Channel]:
     return frozenset().union(*masked)
 
 
-def _channel_tensor(channels: frozenset[Channel], like: Tensor) -> Tensor:
-    return torch.tensor([CHANNELS.index(c) for c in sorted(channels)], dtype=like.dtype, device=like.device)
+def _on(channels: frozenset[Channel], s: Supervision) -> Tensor:
+    return functools.reduce(
+        torch.logical_or, [s.channels == CHANNELS.index(channel) for channel in sorted(channels)]
+    )
+
+
+def _broken(splits: dict[float, VocabularySplit], logits: Tensor) -> tuple[Tensor, Tensor]:
+    """Of any temperature: the fence comes first."""
+    return next(iter(splits.values())).broken, torch.tensor(len(logits), device=logits.device)

@@ -12,13 +12,14 @@ from torch import Tensor
 from torch import distributed as dist
 
 from coordexp.objective.modules import Measure
-from coordexp.objective.pipeline import Objective
+from coordexp.objective.pipeline import BROKEN, Objective
+from coordexp.target import Kind
 
 
 def reduced_counts(counts: Sequence[Tensor], device: torch.device) -> Tensor:
     """The counts of all micro-steps of this rank, added up over the ranks. One small collective a step,
     on `device`, where the backend wants it."""
-    total = torch.stack(list(counts)).sum(0)
+    total = sum(counts, torch.zeros(len(Kind), dtype=torch.int64))
     if dist.is_initialized():
         total = total.to(device)
         dist.all_reduce(total)
@@ -35,27 +36,27 @@ class Tally:
 
     def __init__(self, objective: Objective) -> None:
         self._terms = {term.name: term for term in objective.terms}
-        self._names: tuple[str, ...] = ()
+        self._names = (*self._terms, BROKEN)
         self._sums: Tensor | None = None  # a row a name: share of the step, sum, count
 
     def add(self, measures: dict[str, Measure], counts: Tensor) -> None:
         """A row's measures, with the counts of the optimizer step that it belongs to."""
         parts = []
-        for name, measure in measures.items():
-            total, term = measure.sum.detach().double(), self._terms.get(name)
+        for name in self._names:
+            measure, term = measures[name], self._terms.get(name)
+            total = measure.sum.detach().double()
             parts.append(
                 torch.stack((total / (term.denominator(counts) if term else 1), total, measure.count.double()))
             )
-        found, self._names = torch.stack(parts), tuple(measures)
+        found = torch.stack(parts)
         self._sums = found if self._sums is None else self._sums + found
 
     def report(self, steps: int = 1) -> dict[str, float]:
         """On every rank the same, as means over `steps`: `loss`, each term as it enters the loss before its
         weight, and as a mean over the positions it was computed at (`.../mean`). Diagnostics are such means. To be
         called on all ranks; it starts anew."""
-        if self._sums is None:
-            raise ValueError("nothing was added to this tally; every rank adds at least one row a step")
-        sums, self._sums = self._sums, None
+        sums = self._sums if self._sums is not None else torch.zeros(len(self._names), 3, dtype=torch.float64)
+        self._sums = None
         if dist.is_initialized():
             dist.all_reduce(sums)
         found = {"loss": 0.0}

@@ -17,15 +17,14 @@ from torch.nn.functional import softplus
 from coordexp.data import BINS
 
 FENCE = 1e4
-_CHUNK = 1 << 20  # logits handled at once: some megabytes, which stay in a processor's cache
+_CHUNK = 1 << 20  # logits handled at once: some megabytes, which stay in a processor's cache; more on a GPU
 
 
 @dataclass(frozen=True)
 class VocabularySplit:
-    """For each position: fenced logits of the coordinate tokens and of the token that follows, and log masses.
-
-    All are divided by the temperature. `broken` counts the logits that were outside of the fence.
-    """
+    """For each position: fenced logits of the coordinate tokens and of the token that follows, and the log mass of
+    all other tokens. They are divided by the temperature, and relative to the largest of the position: only
+    differences mean anything. `broken` counts the logits that were outside of the fence."""
 
     coord: Tensor
     target: Tensor
@@ -66,19 +65,22 @@ class _Split(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, ids: Tensor, first: int, temperature: float) -> tuple[Tensor, ...]:
         clean = _is_clean(logits)
-        broken = logits.new_zeros((), dtype=torch.int64) if clean else _outside(logits).sum()
+        broken = logits.new_zeros((), dtype=torch.int64)
         coord = _fenced(logits[:, first : first + BINS], clean) / temperature
         target = _fenced(logits.gather(1, ids[:, None])[:, 0], clean) / temperature
-        log_text = target.new_empty(len(logits))
+        log_text, largest = target.new_empty(len(logits)), target.new_empty(len(logits))
         for rows in _chunks(logits):
+            if not clean:
+                broken += _outside(logits[rows]).count_nonzero()
             scaled = _fenced(logits[rows], clean)
             scaled = scaled if temperature == 1.0 else scaled / temperature
             parts = scaled[:, :first].logsumexp(-1), scaled[:, first + BINS :].logsumexp(-1)
             torch.logaddexp(*parts, out=log_text[rows])
+            torch.amax(scaled, -1, out=largest[rows])
         ctx.save_for_backward(logits, ids, log_text)
         ctx.settings = first, temperature, clean
         ctx.mark_non_differentiable(broken)
-        return coord, target, log_text, broken
+        return coord - largest[:, None], target - largest, log_text - largest, broken
 
     @staticmethod
     def backward(ctx: Any, *of: Tensor) -> tuple[Tensor, None, None, None]:
@@ -121,5 +123,5 @@ def _fenced(logits: Tensor, clean: bool, copy: bool = False) -> Tensor:
 
 
 def _chunks(logits: Tensor) -> list[slice]:
-    step = len(logits) if logits.is_cuda else max(1, _CHUNK // logits.shape[1])
-    return [slice(start, start + step) for start in range(0, len(logits), max(1, step))]
+    step = max(1, (_CHUNK * 64 if logits.is_cuda else _CHUNK) // logits.shape[1])
+    return [slice(start, start + step) for start in range(0, len(logits), step)]

@@ -6,6 +6,7 @@ attention does with its variable lengths. Whatever is not a packed row (padded b
 goes the ordinary SDPA way. Only the language model uses it: the vision tower cuts by image on its own.
 """
 
+import weakref
 from typing import Any
 
 import torch
@@ -25,7 +26,20 @@ def attention_for(device: torch.device) -> str | dict[str, str]:
 
 
 def segment_lengths(position_ids: torch.Tensor) -> list[int]:
-    """Lengths of the segments of a row, from text positions of shape [1, tokens] that restart at 0."""
+    """Lengths of the segments of a row, from text positions of shape [1, tokens] that restart at 0.
+
+    All layers of a forward pass ask with the same tensor: only the first one waits for the device.
+    """
+    global _last
+    if _last is None or _last[0]() is not position_ids:
+        _last = weakref.ref(position_ids), _lengths(position_ids)
+    return _last[1]
+
+
+_last: tuple["weakref.ref[torch.Tensor]", list[int]] | None = None
+
+
+def _lengths(position_ids: torch.Tensor) -> list[int]:
     starts = torch.nonzero(position_ids[0] == 0)[:, 0].tolist()
     if not starts or starts[0] != 0:
         raise ValueError("a packed row must begin at text position 0")

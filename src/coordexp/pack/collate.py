@@ -40,7 +40,7 @@ class Supervision:
 
 @dataclass(frozen=True)
 class Row:
-    """`inputs` go to the model as they are; `counts[channel, kind]` counts the tokens of the answers (D19)."""
+    """`inputs` go to the model as they are; `counts` has the tokens of the answers by kind (D19)."""
 
     inputs: dict[str, Any]
     supervision: Supervision
@@ -75,7 +75,7 @@ class Collator:
         kept = [self._kept(example) for example in examples]
         predicted = np.concatenate([where + start for where, start in zip(kept, starts, strict=True)])
         inputs |= {"logits_to_keep": torch.from_numpy(predicted - 1), "use_cache": False}
-        return Row(inputs, _supervision(examples, kept), _counts(examples), lengths)
+        return Row(inputs, _supervision(examples, kept), kind_counts(examples), lengths)
 
     def _inputs(self, example: Example) -> dict[str, Tensor]:
         ids = torch.from_numpy(example.segment.ids)[None]
@@ -120,8 +120,7 @@ def _supervision(examples: Sequence[Example], kept: Sequence[np.ndarray]) -> Sup
     return Supervision(**streams, channels=torch.from_numpy(channels))
 
 
-def _counts(examples: Sequence[Example]) -> Tensor:
-    counts = np.zeros((len(CHANNELS), len(Kind)), dtype=np.int64)
-    for example in examples:
-        counts[CHANNELS.index(example.channel)] += np.bincount(example.segment.kinds, minlength=len(Kind))
-    return torch.from_numpy(counts)
+def kind_counts(examples: Sequence[Example]) -> Tensor:
+    """How many tokens of each kind the answers have, supervised or masked. Needs no picture: the counts of a
+    whole optimizer step can be known before its first row is made."""
+    return torch.from_numpy(sum(np.bincount(one.segment.kinds, minlength=len(Kind)) for one in examples))

@@ -51,8 +51,10 @@ def test_finite_differences_agree_with_every_output(temperature):
     narrow = torch.cat((logits[:, :8], logits[:, -6:]), dim=1).requires_grad_()
 
     def outputs(narrow: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """All differences between the three outputs, which are what anything is made of."""
         wide = torch.cat((narrow[:, :8], logits[:, 8:-6], narrow[:, 8:]), dim=1)
-        return _Split.apply(wide, ids, FIRST, temperature)[:3]
+        coord, target, log_text, _ = _Split.apply(wide, ids, FIRST, temperature)
+        return coord - log_text[:, None], target - log_text, coord - target[:, None]
 
     assert gradcheck(outputs, (narrow,))
 
@@ -140,5 +142,18 @@ def test_the_fence_is_ten_thousand_and_what_is_no_number_counts_as_zero():
         broken[column, FIRST + 2], mended[column, FIRST + 2] = value, instead
     one, other = (split_vocabulary(each, IDS, FIRST) for each in (broken, mended))
     assert torch.equal(one.coord, other.coord)
+    assert torch.equal(one.cross_entropy(), other.cross_entropy())
     assert torch.equal(one.text_gate(), other.text_gate())
     assert (one.broken.item(), other.broken.item()) == (4, 0)
+
+
+@pytest.mark.parametrize("offset", [30.0, 3000.0])
+def test_a_common_offset_of_all_logits_costs_no_precision(offset):
+    found = []
+    for shift in (0.0, offset):
+        logits = (
+            ((random_logits() * 8).round() / 8 + shift).float().requires_grad_()
+        )  # exact in float32 with the offset
+        split_vocabulary(logits, IDS, FIRST).cross_entropy().sum().backward()
+        found.append(logits.grad)
+    assert torch.allclose(*found, rtol=1e-5, atol=1e-7)

@@ -180,6 +180,25 @@ def test_a_box_weighs_the_mean_of_its_positions():
     assert weighed == pytest.approx(0.625 * plain)
 
 
+def test_a_box_that_is_supervised_in_part_is_refused():
+    s = supervision(*((Role.matched_coord, value) for value in (110, 190, 310, 400, 1, 2, 3, 4)))
+    s.sides[[2, 7]] = 0
+    with pytest.raises(ValueError, match="supervised in part"):
+        run("bbox_geo", random_logits(8), s)
+    s.sides[[0, 5]] = 0  # one side of each is left out: their number fits again
+    with pytest.raises(ValueError, match="supervised in part"):
+        run("bbox_geo", random_logits(8), s)
+
+
+def test_a_box_is_used_when_all_of_it_is_allowed():
+    s = supervision(*((Role.matched_coord, value) for value in (110, 190, 310, 400, 1, 2, 3, 4)))
+    allowed = torch.ones(8, dtype=torch.bool)
+    allowed[2] = False
+    kind = MODULES["bbox_geo"]
+    found = kind.run(CONFIGS["bbox_geo"], frozenset(kind.terms), splitter(random_logits(8), s), s, allowed)
+    assert found["ciou"].count.item() == 4
+
+
 @pytest.mark.parametrize("module", sorted(MODULES))
 def test_a_module_uses_the_positions_that_it_is_allowed_and_no_others(module):
     allowed = torch.zeros(len(MIXED.ids), dtype=torch.bool)

@@ -30,8 +30,9 @@ def test_of_equal_totals_fewer_segments_win_and_then_older_ones():
 
 
 def test_a_segment_beyond_the_exact_window_is_still_found_by_binpacking():
-    lengths = [60, *[50] * 100, 40]
-    assert select(lengths, 100) == (0, 101)
+    lengths = [60, 30, *[50] * 100, 40]
+    assert first_in_first_out(lengths, 100) == (0, 1)
+    assert select(lengths, 100) == (0, 102)
 
 
 def test_up_to_nine_segments_the_result_is_what_trying_all_subsets_gives():
