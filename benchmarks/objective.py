@@ -107,7 +107,7 @@ def long_example(tiny: Tiny, length: int, seed: int) -> Example:
     segment = build_segment(
         prompt_ids, parsed, match, truth, table=tiny.table, order="desc_first", settings=MATCHING
     )
-    return Example(segment, image, "B")
+    return Example(segment, image, (128, 128), "B")
 
 
 def one_row(tiny: Tiny, capacity: int) -> list[Example]:

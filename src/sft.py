@@ -2,7 +2,7 @@
 
 import sys
 
-from coordexp.cli import app
+from coordexp.cli import main
 
 if __name__ == "__main__":
-    app(["train", *sys.argv[1:]], prog_name="python -m src.sft")
+    main(["train", *sys.argv[1:]], "python -m src.sft")

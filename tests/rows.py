@@ -79,7 +79,7 @@ class Tiny:
         picture = drawing(seed, side).resize((side, side + 32 * (seed % 3)))
         return self.processor(text=[prompt(self.processor)], images=[picture], return_tensors="pt")
 
-    def pixels(self, image: str) -> tuple[torch.Tensor, torch.Tensor]:
+    def pixels(self, image: str, size: tuple[int, int] = (0, 0)) -> tuple[torch.Tensor, torch.Tensor]:
         encoded = self._encoded(image)
         return encoded["pixel_values"], encoded["image_grid_thw"]
 
@@ -97,7 +97,7 @@ class Tiny:
         segment = build_segment(
             self.prompt_ids(image), parsed, match, truth, table=self.table, order="desc_first", settings=MATCHING
         )
-        return Example(segment, image, channel)
+        return Example(segment, image, (0, 0), channel)
 
     def padded(self, examples: Sequence[Example]) -> dict[str, Any]:
         """The batch as transformers has it, padded on the right: nothing of our collation."""

@@ -99,7 +99,7 @@ def test_gradient_checkpointing_changes_nothing(folder):
 
 def test_a_picture_that_does_not_fit_its_prompt_is_named(tiny):
     one = tiny.example(0)
-    other = Example(one.segment, "4x96", one.channel)
+    other = Example(one.segment, "4x96", one.size, one.channel)
     with pytest.raises(ValueError, match=r"4x96: the prompt has \d+ image tokens, its picture makes \d+"):
         tiny.collate([other])
 

@@ -1,10 +1,12 @@
 """The `coordexp` command. Each subcommand is a thin module; torch is imported by those that need it only."""
 
+import sys
 from typing import Annotated
 
 import typer
 
-from coordexp.cli import check, config, demo, doctor, model, train
+from coordexp.cli import check, config, console, data, demo, doctor, evaluate, model, predict, train
+from coordexp.errors import DataError
 
 app = typer.Typer(
     name="coordexp",
@@ -17,8 +19,11 @@ app = typer.Typer(
 )
 app.command("check")(check.check)
 app.command("doctor")(doctor.doctor)
+app.command("evaluate")(evaluate.evaluate)
 app.command("train")(train.train)
+app.command("predict")(predict.predict)
 app.add_typer(config.app, name="config")
+app.add_typer(data.app, name="data")
 app.add_typer(demo.app, name="demo")
 app.add_typer(model.app, name="model")
 
@@ -40,5 +45,10 @@ def options(
     """Options before the subcommand."""
 
 
-def main() -> None:
-    app()
+def main(arguments: list[str] | None = None, name: str = "coordexp") -> None:
+    """What cannot be read or written, and what is wrong with the data, is told without a traceback."""
+    try:
+        app(arguments, prog_name=name)
+    except (OSError, DataError) as error:
+        console.err.print(str(error), markup=False, style="red")
+        sys.exit(1)

@@ -1,11 +1,14 @@
 """What commands print: to a terminal in colour, to a pipe as plain lines that are never wrapped."""
 
 import importlib.util
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
 from typing import NoReturn
 
 import typer
 from rich.console import Console
+from rich.progress import Progress
 from rich.text import Text
 
 from coordexp.config import ConfigError, dotted
@@ -36,6 +39,39 @@ def progress(message: str) -> AbstractContextManager[object]:
         return err.status(message)
     err.print(message)
     return nullcontext()
+
+
+@contextmanager
+def bar(message: str, total: int) -> Iterator[Callable[[], None]]:
+    """A progress bar on standard error; what comes back moves it by one. In a log, the message once."""
+    with Progress(console=err, transient=True, disable=not err.is_terminal) as shown:
+        task = shown.add_task(message, total=total)
+        if not err.is_terminal:
+            err.print(message)
+        yield lambda: shown.advance(task)
+
+
+@contextmanager
+def telling(message: str) -> Iterator[Callable[[str], None]]:
+    """A spinner whose message goes on with what it is told; in a log, the message once."""
+    if not err.is_terminal:
+        err.print(message)
+        yield lambda more: None
+        return
+    with err.status(message) as status:
+        yield lambda more: status.update(f"{message}: {more}")
+
+
+def printable(text: str) -> str:
+    """Text from data, without what could steer a terminal, and not endless."""
+    text = text if len(text) <= 160 else f"{text[:157]}..."
+    return "".join(character if character.isprintable() else "?" for character in text)
+
+
+def need_new(folder: Path) -> None:
+    """Stops unless the folder is new or empty."""
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        stop(f"{folder} exists and is not an empty folder\n  give another one, or remove it")
 
 
 def need(*packages: str, extra: str) -> None:

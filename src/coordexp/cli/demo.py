@@ -6,12 +6,12 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from coordexp.cli.console import need, out, progress, stop
+from coordexp.cli.console import bar, need, need_new, out, progress, stop
 
 if TYPE_CHECKING:
     from coordexp.demo.generate import Answer
 
-app = typer.Typer(help="A tiny Qwen3-VL, made on the spot.", no_args_is_help=True)
+app = typer.Typer(help="A tiny Qwen3-VL and scenes to train it on, made on the spot.", no_args_is_help=True)
 
 
 class Vocabulary(StrEnum):
@@ -36,19 +36,58 @@ def model(
         float,
         typer.Option(min=0.0, help="Factor on the weights. 1 to train; 6 for varied answers untrained."),
     ] = 1.0,
+    scenes: Annotated[
+        bool,
+        typer.Option("--scenes", help="Ready to learn `demo scenes`: small patches, and weights that start well."),
+    ] = False,
 ) -> None:
     """Write a tiny random Qwen3-VL that transformers and vLLM load."""
     need("torch", "transformers", extra="train")
-    if out_folder.exists() and (not out_folder.is_dir() or any(out_folder.iterdir())):
-        stop(f"{out_folder} exists and is not an empty folder\n  give another one, or remove it")
+    need_new(out_folder)
+    if scenes and spread != 1.0:
+        stop("--scenes brings its own --spread\n  leave one of the two out")
     with progress("making the model"):
-        from coordexp.demo.model import make_model
+        from coordexp.demo.model import SCENES, make_model
 
         try:
-            make_model(out_folder, vocabulary.value, tied=tied, seed=seed, spread=spread)
+            if scenes:
+                make_model(
+                    out_folder, vocabulary.value, tied=tied, seed=seed, spread=3.0, ordinal=True, size=SCENES
+                )
+            else:
+                make_model(out_folder, vocabulary.value, tied=tied, seed=seed, spread=spread)
         except (OSError, ModuleNotFoundError) as error:
             stop(str(error))
     out.print(f"wrote {out_folder}")
+
+
+@app.command("scenes")
+def scenes(
+    out_folder: Annotated[Path, typer.Option("--out", "-o", help="A new folder.", show_default=False)],
+    train: Annotated[int, typer.Option(min=1, help="Scenes to train on.")] = 2000,
+    val: Annotated[int, typer.Option(min=1, help="Held-out scenes.")] = 200,
+    seed: Annotated[int, typer.Option(help="Everything follows from it.")] = 0,
+    side: Annotated[int, typer.Option(min=32, max=4096, help="Width and height in pixels.")] = 64,
+    objects: Annotated[str, typer.Option(help="Least and most objects of a scene.")] = "1-4",
+    empty: Annotated[float, typer.Option(min=0, max=1, help="Share of scenes with nothing in them.")] = 0.0,
+    rare: Annotated[float, typer.Option(min=0, max=1, help="Share of objects of rare shapes.")] = 0.0,
+    polygons: Annotated[float, typer.Option(min=0, max=1, help="Share of objects given as polygons.")] = 0.0,
+    rotated: Annotated[float, typer.Option(min=0, max=1, help="Share of objects that are turned.")] = 0.0,
+    overlap: Annotated[float, typer.Option(min=0, max=1, help="Share of a box that others may cover.")] = 0.0,
+) -> None:
+    """Draw scenes with exact boxes: records for training, COCO files for other tools."""
+    need("PIL", extra="train")
+    from coordexp.demo.scenes import SceneSettings
+    from coordexp.demo.write_scenes import write_scenes
+
+    least, _, most = objects.partition("-")
+    if not (least.isdigit() and (most or least).isdigit() and 1 <= int(least) <= int(most or least) <= 100):
+        stop(f"--objects {objects} is not a range such as 1-4, from 1 to 100")
+    need_new(out_folder)
+    settings = SceneSettings(side, (int(least), int(most or least)), empty, rare, polygons, rotated, overlap)
+    with bar("drawing", train + val) as advance:
+        write_scenes(out_folder, settings, train=train, val=val, seed=seed, advance=advance)
+    out.print(f"wrote {train} + {val} scenes to {out_folder}")
 
 
 @app.command("generate")

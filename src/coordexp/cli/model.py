@@ -1,11 +1,12 @@
 """`coordexp model`: make a checkpoint ready for coordinates."""
 
+import json
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from coordexp.cli.console import need, out, progress, stop
+from coordexp.cli.console import need, need_new, out, progress, stop
 
 app = typer.Typer(help="Prepare model checkpoints.", no_args_is_help=True)
 
@@ -19,6 +20,10 @@ def add_coords(
     noise: Annotated[
         float, typer.Option(min=0.0, help="Noise on new rows, in standard deviations of old ones.")
     ] = 0.02,
+    ordinal: Annotated[
+        bool,
+        typer.Option("--ordinal", help="Start with neighbouring bins alike, instead of all 1,000 nearly equal."),
+    ] = False,
     seed: Annotated[int, typer.Option(help="Seed of the noise.")] = 0,
 ) -> None:
     """Copy a checkpoint and give it the 1,000 coordinate tokens. One that has them is copied as it is."""
@@ -27,7 +32,33 @@ def add_coords(
         from coordexp.vocab.expand import ExpansionError, add_coord_tokens
 
         try:
-            added = add_coord_tokens(model_folder, out_folder, noise=noise, seed=seed)
+            added = add_coord_tokens(model_folder, out_folder, noise=noise, ordinal=ordinal, seed=seed)
         except (ExpansionError, OSError) as error:
             stop(str(error))
     out.print(f"wrote {out_folder}: {added} coordinate tokens added")
+
+
+@app.command("merge")
+def merge(
+    adapter: Annotated[
+        Path, typer.Option("--adapter", "-a", exists=True, file_okay=False, help="A checkpoint with an adapter.")
+    ],
+    out_folder: Annotated[Path, typer.Option("--out", "-o", help="A new folder.")],
+    model_folder: Annotated[
+        Path | None, typer.Option("--model", "-m", help="The base model. Unset: the one the adapter names.")
+    ] = None,
+) -> None:
+    """Write a whole model from a base model and a LoRA or DoRA adapter trained on it."""
+    need("torch", "peft", extra="train")
+    file = adapter / "adapter_config.json"
+    if not file.is_file():
+        stop(f"{adapter} has no adapter_config.json\n  give a checkpoint of a run with model.adapter")
+    need_new(out_folder)
+    base = model_folder or Path(json.loads(file.read_text())["base_model_name_or_path"])
+    if not (base / "config.json").is_file():
+        stop(f"{base} is not a model folder\n  give the base model with --model")
+    with progress("merging"):
+        from coordexp.train.adapter import merge_adapter
+
+        merge_adapter(base, adapter, out_folder)
+    out.print(f"wrote {out_folder}")

@@ -1,21 +1,25 @@
 """`coordexp train`, and `python -m src.sft`, which is the same."""
 
+import os
 from typing import Annotated
 
 import typer
 
 from coordexp.cli.check import ConfigOption
-from coordexp.cli.console import err, print_violations
-from coordexp.config import ConfigError, World, load_settings
+from coordexp.cli.console import err, need, out, print_violations, progress, stop
+from coordexp.config import ConfigError, Loaded, World, load_settings
 
 
 def train(
     config: ConfigOption,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on from the newest checkpoint of training.output_dir.")
+    ] = False,
     world_size: Annotated[int, typer.Option(min=1, envvar="WORLD_SIZE", hidden=True)] = 1,
 ) -> None:
     """Train as a config says. Under torchrun, one process a learner rank.
 
-    This version checks the config and stops: it has no trainer yet.
+    This version has the stage-1 trainer. SIGTERM finishes the step, saves a checkpoint and exits 0.
     """
     try:
         loaded = load_settings(config, World(world_size))
@@ -23,7 +27,32 @@ def train(
         print_violations(error, str(config), err)
         raise typer.Exit(2) from None
     variant = loaded.settings.custom.trainer_variant
-    err.print(
-        f"{config} is sound, and this version of coordexp has no {variant} trainer yet: nothing was trained."
-    )
-    raise typer.Exit(3)
+    if variant != "stage1_sft":
+        err.print(
+            f"{config} is sound, and this version of coordexp has no {variant} trainer yet: nothing was trained."
+        )
+        raise typer.Exit(3)
+    need("torch", "transformers", "peft", extra="train")
+    _run(loaded, resume)
+
+
+def _run(loaded: Loaded, resume: bool) -> None:
+    first = os.environ.get("RANK", "0") == "0"
+    for note in loaded.notes if first else ():
+        err.print(f"note: {note}", markup=False)
+    with progress("loading"):
+        from coordexp.data import DataError
+        from coordexp.pack import PackingError
+        from coordexp.train.run import prepare
+
+        try:
+            trainer = prepare(loaded, resume)
+        except (OSError, ValueError) as error:
+            stop(str(error))
+    try:
+        outcome = trainer()
+    except (DataError, PackingError) as error:
+        stop(str(error))
+    if first:
+        ending = "stopped by a signal after" if outcome.stopped else "done:"
+        out.print(f"{ending} step {outcome.steps}; see {outcome.folder}")

@@ -160,6 +160,34 @@ def _packing_carries_over(s: Settings, world: World) -> Iterator[Conflict]:
         yield Conflict("training.packing_drop_last", problem, fix, ("training.packing",))
 
 
+def _steps_are_known(s: Settings, world: World) -> Iterator[Conflict]:
+    if s.training.packing and s.training.max_steps <= 0:
+        problem = "missing, and training.packing is true"
+        fix = "how many rows an epoch makes is not known before; add e.g. max_steps: 2000, or set packing: false"
+        yield Conflict("training.max_steps", problem, fix, ("training.packing",))
+
+
+def _trainer_honours(s: Settings, world: World) -> Iterator[Conflict]:
+    """Arguments of transformers that have no meaning for rows, or that nothing here reads."""
+    if s.training.train_sampling_strategy not in ("random", "sequential"):
+        problem = f"{s.training.train_sampling_strategy} is not supported"
+        yield Conflict(
+            "training.train_sampling_strategy", problem, "use random, or sequential for the file's order"
+        )
+    for name in ("eval_strategy", "save_strategy", "logging_strategy"):
+        if getattr(s.training, name) == "epoch":
+            fix = f"use steps with {name.replace('strategy', 'steps')}: rows have no epochs"
+            yield Conflict(f"training.{name}", "epoch is not supported", fix)
+    for name in ("save_only_model", "resume_from_checkpoint", "ignore_data_skip"):
+        if getattr(s.training, name):
+            fix = "leave it out: every checkpoint is whole, and coordexp train --resume goes on exactly"
+            yield Conflict(f"training.{name}", f"{getattr(s.training, name)} is not supported", fix)
+    for name in ("auto_find_batch_size", "label_smoothing_factor", "neftune_noise_alpha", "use_liger_kernel"):
+        if getattr(s.training, name, None):
+            problem = f"{getattr(s.training, name)} is not supported"
+            yield Conflict(f"training.{name}", problem, "leave it out")
+
+
 def _mix_is_stated(s: Settings, world: World) -> Iterator[Conflict]:
     two_channel = s.custom.trainer_variant == "stage2_two_channel"
     if two_channel and s.stage2.b_ratio is None:
@@ -286,6 +314,8 @@ RULES: tuple[Rule, ...] = (
     _length_is_known,
     _answers_fit,
     _packing_carries_over,
+    _steps_are_known,
+    _trainer_honours,
     _mix_is_stated,
     _evaluation_has_data,
     _precision_is_one,

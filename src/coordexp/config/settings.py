@@ -6,7 +6,7 @@ from pydantic import Field
 
 from coordexp.config.pipeline import Channel, Pipeline
 from coordexp.config.rollout import RolloutMatching
-from coordexp.config.section import Fraction, NonNegativeFloat, PositiveInt, Section, Text, from_null
+from coordexp.config.section import Fraction, NonNegativeFloat, PositiveInt, Section, Text, from_list, from_null
 from coordexp.config.training_arguments import TransformersArguments
 
 Variant = Literal["stage1_sft", "stage2_rollout_aligned", "stage2_two_channel"]
@@ -44,6 +44,11 @@ class Model(Section):
     )
 
 
+class CurriculumStage(Section):
+    objects: PositiveInt = Field(description="Only records with at most so many objects.", examples=[1])
+    samples: PositiveInt = Field(description="For so many samples, over all ranks.", examples=[8000])
+
+
 class Custom(Section):
     trainer_variant: Variant = Field(
         "stage1_sft",
@@ -54,6 +59,14 @@ class Custom(Section):
     )
     val_jsonl: Text | None = Field(
         None, description="Held-out records, for evaluation during training.", examples=["data/val.jsonl"]
+    )
+    prompt: Text = Field(
+        "Detect all objects.", description="The question that goes with every picture, in training and after it."
+    )
+    curriculum: Annotated[tuple[CurriculumStage, ...], from_list] = Field(
+        (),
+        description="What training begins with, one stage after the other; after them, all records.",
+        examples=[[{"objects": 1, "samples": 8000}]],
     )
     object_field_order: Literal["desc_first", "geometry_first"] = Field(
         "desc_first", description="Order of the two fields of an object in what the model is taught to write."

@@ -23,7 +23,15 @@ class Geometry(NamedTuple):
         return ((x1, y1), (x2, y1), (x2, y2), (x1, y2))
 
 
-def degenerate(kind: GeometryKind, bins: tuple[int, ...]) -> bool:
+COUNT_RULE = "a box has 4, a polygon an even number from 6"
+
+
+def count_fits(kind: GeometryKind, count: int) -> bool:
+    """Whether a shape of this kind can have so many coordinates."""
+    return count == 4 if kind == "bbox_2d" else count >= 6 and count % 2 == 0
+
+
+def degenerate(kind: GeometryKind, bins: tuple[float, ...]) -> bool:
     """Whether the shape has no inside: a box inverted or flat, a ring whose signed area is zero."""
     if kind == "bbox_2d":
         x1, y1, x2, y2 = bins
@@ -40,9 +48,8 @@ class TrueObject:
 
     def __post_init__(self) -> None:
         kind, bins = self.geometry.kind, self.geometry.bins
-        count_fits = len(bins) == 4 if kind == "bbox_2d" else len(bins) >= 6 and len(bins) % 2 == 0
-        if not count_fits:
-            raise ValueError(f"{kind} has {len(bins)} coordinates; a box has 4, a polygon an even number from 6")
+        if not count_fits(kind, len(bins)):
+            raise ValueError(f"{kind} has {len(bins)} coordinates; {COUNT_RULE}")
         if not all(0 <= bin < BINS for bin in bins):
             raise ValueError(f"{kind} {bins} leaves the bins 0 to {BINS - 1}; quantise with coordexp.data.to_bin")
         if degenerate(kind, bins):

@@ -14,13 +14,15 @@ import torch
 from torch import Tensor
 
 from coordexp.config.pipeline import Channel
+from coordexp.data import DataError
 from coordexp.pack.example import Example
 from coordexp.target import Kind, Role
 
 CHANNELS: tuple[Channel, ...] = ("A", "B")
 
-# From an image reference: patches [patches, values] and their grid [images, 3], as Qwen3-VL's processor has them.
-Pixels = Callable[[str], tuple[Tensor, Tensor]]
+# From an image reference and the size it must have: patches [patches, values] and their grid [images, 3], as
+# Qwen3-VL's processor has them.
+Pixels = Callable[[str, tuple[int, int]], tuple[Tensor, Tensor]]
 
 
 @dataclass(frozen=True)
@@ -46,6 +48,13 @@ class Row:
     supervision: Supervision
     counts: Tensor
     lengths: tuple[int, ...]
+
+    def to(self, device: torch.device) -> "Row":
+        inputs = {
+            name: value.to(device, non_blocking=True) if isinstance(value, Tensor) else value
+            for name, value in self.inputs.items()
+        }
+        return Row(inputs, self.supervision.to(device), self.counts, self.lengths)
 
 
 @dataclass(frozen=True)
@@ -80,10 +89,10 @@ class Collator:
     def _inputs(self, example: Example) -> dict[str, Tensor]:
         ids = torch.from_numpy(example.segment.ids)[None]
         images = (ids == self.image_token).to(torch.int32)
-        patches, grid = self.pixels(example.image)
+        patches, grid = self.pixels(example.image, example.size)
         expected = int(grid.prod(-1).sum()) // self.merge**2
         if expected != int(images.sum()):
-            raise ValueError(
+            raise DataError(
                 f"{example.image}: the prompt has {int(images.sum())} image tokens, its picture makes {expected}\n"
                 "  it was resized otherwise when the prompt was made, or has changed since"
             )

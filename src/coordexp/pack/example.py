@@ -8,10 +8,12 @@ from coordexp.target import Segment
 
 @dataclass(frozen=True, eq=False)
 class Example:
-    """`image` says where the pixels are; they are read when the row is made, and do not wait in memory."""
+    """`image` says where the pixels are; they are read when the row is made, and do not wait in memory. `size` is
+    the width and height that the prompt was made for."""
 
     segment: Segment
     image: str
+    size: tuple[int, int]
     channel: Channel
 
     def __len__(self) -> int:

@@ -28,7 +28,7 @@ def save_buffer(buffer: CarryBuffer[Example], path: Path) -> None:
     }
     for name in _STREAMS:
         arrays[name] = np.concatenate([getattr(segment, name) for segment in segments] or [np.zeros(0)])
-    sources = [[example.image, example.channel] for example, _ in waiting]
+    sources = [[example.image, *example.size, example.channel] for example, _ in waiting]
     save_file(arrays, path, metadata={"rows": str(buffer.rows), "sources": json.dumps(sources)})
 
 
@@ -43,10 +43,10 @@ def load_buffer(buffer: CarryBuffer[Example], path: Path) -> None:
     cuts = np.cumsum(arrays["lengths"])[:-1]
     streams = {name: np.split(arrays[name], cuts) for name in _STREAMS}
     waiting = []
-    for k, (image, channel) in enumerate(sources):
+    for k, (image, width, height, channel) in enumerate(sources):
         parts = {name: stream[k] for name, stream in streams.items()}
         segment = Segment(**parts, prompt_length=int(arrays["prompt_lengths"][k]))
-        waiting.append((Example(segment, image, channel), int(arrays["arrived"][k])))
+        waiting.append((Example(segment, image, (width, height), channel), int(arrays["arrived"][k])))
     buffer.restore(waiting, rows)
 
 

@@ -1,7 +1,8 @@
 """Gives a Qwen3-VL checkpoint the 1,000 coordinate tokens: tokenizer, embeddings, config; the rest is copied.
 
 Works on the files, shard by shard: only the shards that hold an embedding or the output head are read, so a model
-of any size needs the memory of its largest shard. New rows are the mean of the old ones with a little noise.
+of any size needs the memory of its largest shard. New rows are the mean of the old ones with a little
+noise or, if `ordinal`, with a part in which neighbouring bins are alike.
 """
 
 import json
@@ -16,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from tokenizers import AddedToken, Tokenizer
 
 from coordexp.data import BINS
+from coordexp.vocab.ordinal import ordinal_rows
 from coordexp.vocab.table import COORD_TOKENS, VocabularyError, VocabularyTable
 
 EMBEDDING = "embed_tokens.weight"
@@ -27,7 +29,9 @@ class ExpansionError(ValueError):
     pass
 
 
-def add_coord_tokens(source: Path, target: Path, *, noise: float = 0.02, seed: int = 0) -> int:
+def add_coord_tokens(
+    source: Path, target: Path, *, noise: float = 0.02, ordinal: bool = False, seed: int = 0
+) -> int:
     """Writes the expanded checkpoint to `target`, a new folder, and says how many tokens were added."""
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise ExpansionError(f"{target} exists and is not an empty folder\n  give another one, or remove it")
@@ -54,7 +58,7 @@ def add_coord_tokens(source: Path, target: Path, *, noise: float = 0.02, seed: i
         _write_json(partial / "config.json", _with_rows(config, max(rows, needed)))
     for shard in shards:
         if missing:
-            _expand_shard(shard, partial / shard.name, used, max(rows, needed), noise, seed)
+            _expand_shard(shard, partial / shard.name, used, max(rows, needed), (noise, ordinal), seed)
         else:
             shutil.copyfile(shard, partial / shard.name)
     if missing:
@@ -104,7 +108,7 @@ def _expandable(shard: Path) -> list[str]:
     return [name for name in names if name.endswith((EMBEDDING, HEAD)) and "visual" not in name]
 
 
-def _expand_shard(shard: Path, target: Path, used: int, rows: int, noise: float, seed: int) -> None:
+def _expand_shard(shard: Path, target: Path, used: int, rows: int, start: tuple[float, bool], seed: int) -> None:
     """A copy in which the embedding and the head, where the shard has them, end in fresh rows. The noise is the
     same for both, so that a head stored beside the embedding it is tied to stays equal to it."""
     names = _expandable(shard)
@@ -117,9 +121,12 @@ def _expand_shard(shard: Path, target: Path, used: int, rows: int, noise: float,
     for name in names:
         old = tensors[name]
         known = old[:used].float()
-        fresh = torch.randn((rows - used, old.shape[1]), generator=torch.Generator().manual_seed(seed))
+        noise, ordinal = start
+        fresh = noise * torch.randn((rows - used, old.shape[1]), generator=torch.Generator().manual_seed(seed))
+        if ordinal:
+            fresh[:BINS] += ordinal_rows(old.shape[1], seed)
         mean, spread = known.mean(dim=0), known.std()
-        tensors[name] = torch.cat([old[:used], (mean + noise * spread * fresh).to(old.dtype)]).contiguous()
+        tensors[name] = torch.cat([old[:used], (mean + spread * fresh).to(old.dtype)]).contiguous()
     save_file(tensors, target, metadata=metadata)
 
 

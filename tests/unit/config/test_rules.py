@@ -45,9 +45,16 @@ def test_the_sound_configs_are_sound():
         (rollout(vllm={"sync": {"mode": "adapter"}}), "rollout_matching.vllm.sync.mode", "enable_lora: true"),
         (rollout(max_new_tokens=16000), "rollout_matching.max_new_tokens", "less than 16000"),
         (
-            stage2(training__packing=True, training__packing_drop_last=False),
+            stage2(training__packing=True, training__packing_drop_last=False, training__max_steps=10),
             "training.packing_drop_last",
             "packing_drop_last: true",
+        ),
+        (stage2(training__packing=True), "training.max_steps", "max_steps: 2000"),
+        (stage2(training__label_smoothing_factor=0.1), "training.label_smoothing_factor", "leave it out"),
+        (
+            stage2(training__train_sampling_strategy="group_by_length"),
+            "training.train_sampling_strategy",
+            "use random",
         ),
         (stage2(stage2__b_ratio=0.5), "stage2.b_ratio", "stage2_two_channel"),
         (stage2(custom__trainer_variant="stage2_two_channel"), "stage2.b_ratio", "b_ratio: 0.5"),

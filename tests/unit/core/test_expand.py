@@ -55,6 +55,19 @@ def test_new_rows_are_near_the_mean_and_differ(plain, tmp_path):
     assert len(torch.unique(rows, dim=0)) == 1000
 
 
+def test_ordinal_rows_are_like_their_neighbours_and_unlike_far_ones(plain, tmp_path):
+    add_coord_tokens(plain, tmp_path / "out", ordinal=True)
+    table = VocabularyTable.from_folder(tmp_path / "out")
+    weights = load_file(tmp_path / "out/model.safetensors")
+    (name,) = [name for name in weights if name.endswith("embed_tokens.weight")]
+    known = weights[name][: table.first_coord]
+    rows = weights[name][table.first_coord : table.first_coord + 1000] - known.mean(0)
+    alike = torch.nn.functional.cosine_similarity(rows[500][None], rows)
+    assert alike[501] > 0.95
+    assert alike[501] > alike[520] > alike[600] > alike[0]
+    assert rows.std() == pytest.approx(known.std().item(), rel=0.2)
+
+
 def test_expanding_twice_changes_nothing(plain, tmp_path):
     assert add_coord_tokens(plain, tmp_path / "once") == 1000
     assert add_coord_tokens(tmp_path / "once", tmp_path / "twice") == 0

@@ -128,7 +128,7 @@ def example(text=ROLLOUT, channel="B"):
     segment = build_segment(
         (11, 12), parsed, match, TRUTH, table=vocabulary, order="desc_first", settings=MATCHING
     )
-    return Example(segment, "image.png", channel)
+    return Example(segment, "image.png", (64, 64), channel)
 
 
 def kept_positions(found: Objective, one: Example):

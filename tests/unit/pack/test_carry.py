@@ -77,7 +77,7 @@ def example(seed: int) -> Example:
     segment = Segment(
         maker.integers(0, 1000, length), **streams, coord_targets=targets, weights=weights, prompt_length=2
     )
-    return Example(segment, f"images/{seed}\u00e9.png", "AB"[seed % 2])
+    return Example(segment, f"images/{seed}\u00e9.png", (seed + 1, 9), "AB"[seed % 2])
 
 
 def same(one: Example, other: Example) -> bool:
@@ -87,8 +87,9 @@ def same(one: Example, other: Example) -> bool:
         and getattr(one.segment, name).dtype == getattr(other.segment, name).dtype
         for name in streams
     )
-    rest = (one.image, one.channel, one.segment.prompt_length) == (
+    rest = (one.image, one.size, one.channel, one.segment.prompt_length) == (
         other.image,
+        other.size,
         other.channel,
         other.segment.prompt_length,
     )
@@ -134,7 +135,7 @@ def test_streams_of_different_length_are_refused(tmp_path):
     save_buffer(buffer, file)
     arrays = load_file(file)
     for name, cut in (("roles", arrays["roles"][:-1]), ("arrived", arrays["arrived"][:0])):
-        sources = '[["a.png", "B"]]'
+        sources = '[["a.png", 4, 4, "B"]]'
         save_file(arrays | {name: cut}, file, metadata={"rows": "1", "sources": sources})
         with pytest.raises(ValueError, match="different lengths"):
             load_buffer(CarryBuffer(16, 50), file)

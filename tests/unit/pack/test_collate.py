@@ -17,7 +17,7 @@ def fake_rope_index(ids, mm_token_type_ids, image_grid_thw):
 
 
 def collator() -> Collator:
-    return Collator(fake_rope_index, IMAGE, 2, lambda _: (torch.ones(4, 3), torch.tensor([[1, 2, 2]])), ROLES)
+    return Collator(fake_rope_index, IMAGE, 2, lambda *_: (torch.ones(4, 3), torch.tensor([[1, 2, 2]])), ROLES)
 
 
 def example(channel: str = "B", **changes) -> Example:
@@ -30,7 +30,7 @@ def example(channel: str = "B", **changes) -> Example:
         "coord_targets": np.array([np.nan] * 4 + [7.5, np.nan], dtype=np.float32),
         "weights": np.array([0, 0, 0, 1, 1, 1], dtype=np.float32),
     }
-    return Example(Segment(**(streams | changes), prompt_length=3), "a.png", channel)
+    return Example(Segment(**(streams | changes), prompt_length=3), "a.png", (32, 32), channel)
 
 
 def test_the_position_before_a_supervised_token_is_kept_and_offset_by_its_segment():

@@ -1,0 +1,31 @@
+"""`coordexp data view`: records as a page to look at."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from coordexp.cli.console import need, out, stop, telling
+
+
+def view(
+    file: Annotated[
+        Path, typer.Argument(exists=True, dir_okay=False, help="A JSONL file of records.", show_default=False)
+    ],
+    target: Annotated[Path, typer.Option("--out", "-o", help="The HTML file to write.", show_default=False)],
+    limit: Annotated[int, typer.Option(min=1, help="Records to show, from the start of the file.")] = 200,
+    problems: Annotated[bool, typer.Option("--problems", help="Show only records with a problem.")] = False,
+) -> None:
+    """Write one HTML page with pictures, shapes and problems. It needs no server and loads nothing."""
+    need("PIL", extra="train")
+    from coordexp.data.view import page, read_cards
+
+    if target.suffix.lower() not in (".html", ".htm"):
+        stop(f"{target}: a page is an .html file\n  give e.g. --out {target.with_suffix('.html')}")
+    with telling(f"reading {file}") as tell:
+        cards = list(read_cards(file, limit, problems_only=problems, tell=lambda line: tell(f"line {line:,}")))
+        kind = "records with problems" if problems else "records"
+        scope = f"{'the first' if len(cards) == limit else 'all'} {len(cards):,} {kind}"
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_text(page(cards, str(file), scope), encoding="utf-8")
+    out.print(f"wrote {target}: {scope}", markup=False)

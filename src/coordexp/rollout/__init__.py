@@ -1,0 +1,1 @@
+"""Prompts, and later the engines that answer them."""

@@ -1,0 +1,57 @@
+"""The prompt of a picture: token ids from its size alone, patches when they are needed.
+
+The model's own processor decides both, so training, evaluation and generation cannot disagree on how a picture is
+resized or how many tokens it has.
+"""
+
+from pathlib import Path
+from typing import Any
+
+from PIL import Image, ImageOps
+from torch import Tensor
+
+from coordexp.data import DataError
+
+
+class PromptBuilder:
+    def __init__(self, processor: Any, question: str) -> None:
+        content = [{"type": "image"}, {"type": "text", "text": question}]
+        messages = [{"role": "user", "content": content}]
+        self.processor = processor
+        self.text = str(processor.apply_chat_template(messages, add_generation_prompt=True, tokenize=False))
+        self._ids: list[int] = processor.tokenizer(self.text, add_special_tokens=False)["input_ids"]
+        image_token = processor.tokenizer.convert_tokens_to_ids(processor.image_token)
+        if self._ids.count(image_token) != 1:
+            raise ValueError(
+                f"the chat template writes {self._ids.count(image_token)} image tokens for one picture\n"
+                "  use a processor whose template writes one, as Qwen3-VL's does"
+            )
+        self.image_token = image_token
+        self._at = self._ids.index(image_token)
+
+    def ids(self, width: int, height: int) -> list[int]:
+        """Of a picture of this size."""
+        images = self.processor.image_processor
+        patches = images.get_number_of_image_patches(height, width, {})
+        room = [self.image_token] * (patches // images.merge_size**2)
+        return [*self._ids[: self._at], *room, *self._ids[self._at + 1 :]]
+
+    def pixels(self, path: str | Path, size: tuple[int, int]) -> tuple[Tensor, Tensor]:
+        """Patches and their grid, as the model takes them."""
+        found = self.processor.image_processor(images=[open_image(path, size)], return_tensors="pt")
+        return found["pixel_values"], found["image_grid_thw"]
+
+
+def open_image(path: str | Path, size: tuple[int, int]) -> Image.Image:
+    """Turned as its EXIF data says. A picture of another size than its record has would move every coordinate."""
+    try:
+        with Image.open(path) as image:
+            found = ImageOps.exif_transpose(image).convert("RGB")
+    except (OSError, Image.DecompressionBombError) as error:
+        raise DataError(f"{path}: not a readable picture ({error})\n  run `coordexp data doctor`") from error
+    if found.size != size:
+        raise DataError(
+            f"{path}: the record says {size[0]} x {size[1]}, the picture is {found.width} x {found.height}\n"
+            "  correct the record (its size is that after EXIF turning); `coordexp data doctor` finds all of them"
+        )
+    return found

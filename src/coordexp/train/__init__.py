@@ -1,0 +1,1 @@
+"""Training: the Hugging Face Trainer on rows, with exact resume and a run folder that says what was run."""

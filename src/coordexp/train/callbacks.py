@@ -1,0 +1,115 @@
+"""What a run says and how it ends: a line of metrics, a bar on the terminal, an orderly stop on SIGTERM."""
+
+import json
+import math
+import signal
+import time
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from torch import distributed as dist
+from transformers import TrainerCallback
+
+
+class MetricsFile(TrainerCallback):
+    """Everything that is logged, as one JSON object a line. A resumed run goes on in the same file."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._before = 0.0  # seconds of the runs that this one goes on from
+        self._start = time.time()
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """What an interrupted run did after its last checkpoint is done again, and so logged again."""
+        if state.is_world_process_zero and self.path.is_file():
+            lines = self.path.read_text().splitlines()
+            kept = [line for line in lines if json.loads(line)["step"] <= state.global_step]
+            self._before = json.loads(kept[-1])["seconds"] if kept else 0.0
+            self.path.write_text("".join(f"{line}\n" for line in kept))
+        self._start = time.time()
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float] | None = None, **_: Any) -> None:
+        if state.is_world_process_zero and logs:
+            seconds = round(self._before + time.time() - self._start, 3)
+            values = {name: value if math.isfinite(value) else None for name, value in logs.items()}
+            with self.path.open("a") as file:
+                file.write(json.dumps({"step": state.global_step, "seconds": seconds, **values}) + "\n")
+
+
+class Bar(TrainerCallback):
+    """Steps, rate and time left, with the loss; results of evaluations above it. In a log, plain lines."""
+
+    def __init__(self) -> None:
+        self._progress: Progress | None = None
+        self._task: Any = None
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if not state.is_world_process_zero:
+            return
+        columns = (
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[rate]}"),
+            TimeRemainingColumn(elapsed_when_finished=True),
+        )
+        self._progress = Progress(*columns)
+        self._task = self._progress.add_task(
+            "training", total=state.max_steps, completed=state.global_step, rate=""
+        )
+        self._start = time.time(), state.global_step
+        if self._progress.console.is_terminal:
+            self._progress.start()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if self._progress is not None:
+            since, first = self._start
+            rate = (time.time() - since) / max(1, state.global_step - first)
+            self._progress.update(self._task, completed=state.global_step, rate=f"{rate:.2f} s/step")
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float] | None = None, **_: Any) -> None:
+        if self._progress is None or not logs:
+            return
+        if "loss" in logs:
+            self._progress.update(self._task, description=f"loss {logs['loss']:.4f}")
+        evaluated = "  ".join(
+            f"{name.removeprefix('eval_')} {value:.3f}"
+            for name, value in logs.items()
+            if name in ("eval_f1_50", "eval_recall_50", "eval_precision_50", "eval_ap")
+        )
+        if evaluated:
+            self._progress.console.print(f"step {state.global_step}: {evaluated}")
+        elif not self._progress.console.is_terminal and "loss" in logs:
+            self._progress.console.print(f"step {state.global_step}/{state.max_steps}  loss {logs['loss']:.4f}")
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if self._progress is not None:
+            self._progress.stop()
+
+
+class StopOnSignal(TrainerCallback):
+    """SIGTERM or SIGINT: finish the step, save, end. All ranks agree on the step, whichever of them was told."""
+
+    def __init__(self) -> None:
+        self.stopped = False
+        self._told = False
+
+    def listen(self) -> None:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self._note)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        told = torch.tensor(float(self._told), device=args.device)
+        if dist.is_initialized():
+            dist.all_reduce(told)
+        if told > 0:
+            self.stopped = True
+            control.should_save = True
+            control.should_training_stop = True
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self._told = True
+        signal.signal(number, signal.SIG_DFL)  # a second one ends it at once

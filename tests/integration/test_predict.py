@@ -1,0 +1,101 @@
+"""Answers with scores: by transformers, by a real vLLM engine, and as files that can be measured."""
+
+import json
+
+import pytest
+from PIL import Image
+from transformers import AutoProcessor, Qwen3VLForConditionalGeneration
+from typer.testing import CliRunner
+
+from coordexp.cli import app
+from coordexp.data import DataError
+from coordexp.demo.scenes import SceneSettings
+from coordexp.demo.write_scenes import write_scenes
+from coordexp.rollout.generate import generate
+from coordexp.rollout.generated import Picture
+from coordexp.rollout.prompt import PromptBuilder
+from coordexp.rollout.vllm import generate_with_vllm
+from coordexp.vocab import VocabularyTable
+
+pytestmark = pytest.mark.timeout(300)
+
+
+@pytest.fixture(scope="module")
+def pictures(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("pictures")
+    write_scenes(folder / "a", SceneSettings(side=96), train=1, val=25, seed=0, advance=lambda: None)
+    write_scenes(folder / "b", SceneSettings(side=64), train=1, val=25, seed=1, advance=lambda: None)
+    files = sorted(folder.glob("*/images/val/*.png"))
+    return [
+        Picture(file.name, str(file), side, side) for file in files for side in [96 if "/a/" in str(file) else 64]
+    ]
+
+
+def test_vllm_and_transformers_write_the_same_tokens_for_fifty_pictures(lively_model, lively_engine, pictures):
+    table = VocabularyTable.from_folder(lively_model)
+    prompts = PromptBuilder(AutoProcessor.from_pretrained(lively_model), "Detect all objects.")
+    options = {"max_new_tokens": 32, "end_of_turn": table.end_of_turn}
+    model = Qwen3VLForConditionalGeneration.from_pretrained(lively_model, dtype="float32")
+    ours = [one for k in range(0, 50, 10) for one in generate(model, prompts, pictures[k : k + 10], **options)]
+    theirs = generate_with_vllm(lively_engine, prompts, pictures, **options)
+    assert len(ours) == len(theirs) == 50
+    assert [one.ids for one in ours] == [one.ids for one in theirs]
+    assert [one.finish_reason for one in ours] == [one.finish_reason for one in theirs]
+    assert len({one.ids for one in ours}) > 10
+    for one, other in zip(ours, theirs, strict=True):
+        assert one.logprobs == pytest.approx(other.logprobs, abs=2e-3)
+
+
+def test_a_prompt_is_what_the_processor_makes(lively_model, pictures):
+    processor = AutoProcessor.from_pretrained(lively_model)
+    prompts = PromptBuilder(processor, "Detect all objects.")
+    from coordexp.rollout.prompt import open_image
+
+    for picture in pictures[::10]:
+        whole = processor(
+            text=[prompts.text],
+            images=[open_image(picture.path, (picture.width, picture.height))],
+            return_tensors="pt",
+        )
+        assert whole["input_ids"][0].tolist() == prompts.ids(picture.width, picture.height)
+
+
+def test_predictions_are_written_and_measured(lively_model, tmp_path):
+    write_scenes(tmp_path / "s", SceneSettings(), train=1, val=6, seed=0, advance=lambda: None)
+    data, preds = tmp_path / "s/val.jsonl", tmp_path / "preds.json"
+    words = ["predict", "--model", str(lively_model), "--data", str(data), "--out", str(preds)]
+    some = CliRunner().invoke(app, [*words, "--max-new-tokens", "12", "--limit", "2"])
+    assert some.exit_code == 0, some.output
+    partly = ["evaluate", "--data", str(data), "--preds", str(preds), "--answered-only"]
+    assert CliRunner().invoke(app, partly).exit_code == 0
+    result = CliRunner().invoke(app, [*words, "--max-new-tokens", "12", "--batch", "4"])
+    assert result.exit_code == 0, result.output
+    assert isinstance(json.loads(preds.read_text()), list)
+    answers = [json.loads(line) for line in (tmp_path / "preds.answers.jsonl").read_text().splitlines()]
+    assert [answer["image_id"] for answer in answers] == [1, 2, 3, 4, 5, 6]
+    assert {answer["finish_reason"] for answer in answers} <= {"stop", "length"}
+    result = CliRunner().invoke(app, ["evaluate", "--data", str(data), "--preds", str(preds)])
+    assert result.exit_code == 0, result.output
+    assert "truncated" in result.output
+
+
+def test_a_folder_without_a_model_is_refused(tmp_path):
+    (tmp_path / "d.jsonl").write_text("{}")
+    result = CliRunner().invoke(
+        app,
+        ["predict", "--model", str(tmp_path), "--data", str(tmp_path / "d.jsonl"), "--out", str(tmp_path / "p")],
+    )
+    assert result.exit_code == 1
+    assert "has no config.json" in result.output
+
+
+def test_a_picture_of_another_size_than_its_record_is_refused(lively_model, tmp_path):
+    """Also one that is only turned: the number of its tokens would be the same."""
+    stored = Image.new("RGB", (96, 32))
+    exif = stored.getexif()
+    exif[0x0112] = 6  # to be turned by a quarter
+    stored.save(tmp_path / "turned.jpg", exif=exif)
+    prompts = PromptBuilder(AutoProcessor.from_pretrained(lively_model), "Detect all objects.")
+    with pytest.raises(DataError, match="the record says 96 x 32, the picture is 32 x 96"):
+        prompts.pixels(tmp_path / "turned.jpg", (96, 32))
+    assert prompts.pixels(tmp_path / "turned.jpg", (32, 96))[1].tolist() == [[1, 6, 2]]

@@ -1,0 +1,261 @@
+"""Stage 1 on real parts: transformers, peft, two processes, signals; on a tiny model and drawn scenes."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file
+
+from coordexp.demo.model import Size, make_model
+from coordexp.demo.scenes import SceneSettings
+from coordexp.demo.write_scenes import write_scenes
+
+ROOT = Path(__file__).parents[2]
+pytestmark = pytest.mark.timeout(240)
+
+
+@pytest.fixture(scope="module")
+def parts(tmp_path_factory):
+    """A folder with a tiny model and 40 scenes."""
+    folder = tmp_path_factory.mktemp("stage1")
+    write_scenes(
+        folder / "data",
+        SceneSettings(objects=(1, 3), polygons=0.3, empty=0.1),
+        train=40,
+        val=6,
+        seed=1,
+        advance=lambda: None,
+    )
+    make_model(folder / "model", "small", ordinal=True, size=Size(hidden=64, layers=2, patch=8, vision_hidden=32))
+    return folder
+
+
+def config(parts: Path, name: str, **training) -> Path:
+    pipeline = yaml.safe_load((ROOT / "configs/stage1.yaml").read_text())["stage1"]["pipeline"]
+    adapter = training.pop("adapter", None)
+    tree = {
+        "model": {"path": str(parts / "model"), "dtype": "float32", "adapter": adapter},
+        "custom": {"train_jsonl": str(parts / "data/train.jsonl"), "val_jsonl": str(parts / "data/val.jsonl")},
+        "global_max_length": 512,
+        "stage1": {"pipeline": pipeline},
+        "rollout_matching": {"rollout_backend": "hf", "decode_batch_size": 4, "max_new_tokens": 24},
+        "training": {
+            "output_dir": str(parts / name),
+            "use_cpu": True,
+            "max_steps": 8,
+            "save_steps": 4,
+            "logging_steps": 1,
+            "learning_rate": 1e-3,
+            "per_device_train_batch_size": 3,
+            "gradient_accumulation_steps": 2,
+            "packing": True,
+            "packing_buffer": 32,
+            "report_to": "none",
+            **training,
+        },
+    }
+    file = parts / f"{name}.yaml"
+    file.write_text(yaml.safe_dump(tree))
+    return file
+
+
+def command(file: Path, *options: str, processes: int = 1) -> list[str]:
+    launch = (
+        ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"] if processes > 1 else []
+    )
+    return [sys.executable, *launch, "-m", "src.sft", "--config", str(file), *options]
+
+
+def environment() -> dict[str, str]:
+    return os.environ | {"PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
+
+
+def train(file: Path, *options: str, processes: int = 1) -> str:
+    done = subprocess.run(
+        command(file, *options, processes=processes),
+        env=environment(),
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    assert done.returncode == 0, done.stderr[-3000:] + done.stdout[-2000:]
+    return done.stdout
+
+
+def weights(folder: Path, name: str = "model.safetensors") -> dict[str, torch.Tensor]:
+    return load_file(folder / name)
+
+
+def metrics(folder: Path) -> list[dict]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(parts):
+    """With packing, a carry buffer that holds segments at the cut, and the dropout of an adapter."""
+    lora = {"rank": 4, "alpha": 8, "dropout": 0.2}
+    settings = {"adapter": lora, "lr_scheduler_type": "constant"}
+    train(config(parts, "whole", **settings))
+    assert len(load_file(parts / "whole/checkpoint-4/carry_0.safetensors")["lengths"]) > 0
+    cut = config(parts, "cut", max_steps=4, **settings)
+    train(cut)
+    config(parts, "cut", **settings)
+    train(cut, "--resume")
+    expected, found = (
+        weights(parts / name / "checkpoint-8", "adapter_model.safetensors") for name in ("whole", "cut")
+    )
+    assert expected.keys() == found.keys()
+    assert all(torch.equal(expected[name], found[name]) for name in expected)
+    losses = [[line["loss"] for line in metrics(parts / name) if "loss" in line] for name in ("whole", "cut")]
+    assert losses[0] == losses[1]
+    assert len(losses[0]) == 8
+
+
+LEARNS = {
+    "max_steps": 30,
+    "learning_rate": 5e-3,
+    "eval_strategy": "steps",
+    "eval_steps": 15,
+    "save_steps": 30,
+    "report_to": "tensorboard",
+}
+
+
+def test_a_run_learns_and_says_what_it_did(parts):
+    shown = train(config(parts, "learns", **LEARNS))
+    folder = parts / "learns"
+    lines = metrics(folder)
+    losses = [line["loss"] for line in lines if "loss" in line]
+    assert losses[-1] < 0.8 * losses[0]
+    assert [line["step"] for line in lines if "eval_f1_50" in line] == [15, 30]
+    assert (folder / "evaluations/step-30.json").is_file()
+    assert list(folder.glob("runs/*/events.out.tfevents.*"))
+    described = json.loads((folder / "run.json").read_text())[0]
+    assert described["data"]["train"]["records"] == 40
+    assert described["objective"]["terms"]
+    assert described["packages"]["transformers"]
+    again = yaml.safe_load((folder / "resolved.yaml").read_text())
+    assert again["training"]["max_steps"] == 30
+    assert "step 30" in shown
+
+
+def test_sigterm_saves_and_exits_zero_and_the_run_can_go_on(parts):
+    file = config(parts, "told", max_steps=4000, save_steps=4000)
+    process = subprocess.Popen(
+        command(file), env=environment(), cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    log = parts / "told/metrics.jsonl"
+    deadline = time.time() + 100
+    while time.time() < deadline and not (log.is_file() and log.read_text().count("\n") > 2):
+        time.sleep(0.2)
+    process.send_signal(signal.SIGTERM)
+    shown, _ = process.communicate(timeout=60)
+    assert process.returncode == 0, shown
+    assert "stopped by a signal" in shown
+    (checkpoint,) = (parts / "told").glob("checkpoint-*")
+    step = int(checkpoint.name.split("-")[1])
+    config(parts, "told", max_steps=step + 2)
+    assert f"step {step + 2}" in train(file, "--resume")
+
+
+def test_a_folder_with_checkpoints_is_not_overwritten(parts):
+    file = config(parts, "twice", max_steps=1, save_steps=1)
+    train(file)
+    done = subprocess.run(command(file), env=environment(), cwd=ROOT, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 1
+    assert "already holds checkpoint-1" in done.stderr
+    assert "--resume" in done.stderr
+
+
+@pytest.mark.parametrize("dora", [False, True])
+def test_a_merged_model_answers_as_the_adapter_does(parts, dora, tmp_path):
+    from peft import PeftModel
+    from transformers import Qwen3VLForConditionalGeneration
+
+    name = f"adapter-{dora}"
+    adapter = {"rank": 4, "alpha": 8, "dora": dora}
+    train(config(parts, name, adapter=adapter, max_steps=6, save_steps=6, learning_rate=1e-2))
+    checkpoint = parts / name / "checkpoint-6"
+    words = ["model", "merge", "--adapter", str(checkpoint), "--out", str(tmp_path / "merged")]
+    subprocess.run(
+        [sys.executable, "-m", "coordexp", *words],
+        env=environment(),
+        check=True,
+        timeout=100,
+    )
+    base = Qwen3VLForConditionalGeneration.from_pretrained(parts / "model", dtype=torch.float32)
+    adapted = PeftModel.from_pretrained(base, checkpoint).eval()
+    merged = Qwen3VLForConditionalGeneration.from_pretrained(tmp_path / "merged", dtype=torch.float32).eval()
+    plain = Qwen3VLForConditionalGeneration.from_pretrained(parts / "model", dtype=torch.float32).eval()
+    ids = torch.arange(5, 60)[None]
+    with torch.no_grad():
+        expected, found, before = (model(input_ids=ids).logits for model in (adapted, merged, plain))
+    assert torch.allclose(expected, found, atol=1e-4)
+    assert not torch.allclose(expected, before, atol=1e-2)
+
+
+def test_two_processes_train_as_one_does_on_the_same_samples(parts):
+    """In file order and unpacked, two ranks of three samples take what one rank of six takes."""
+    same = {
+        "packing": False,
+        "train_sampling_strategy": "sequential",
+        "gradient_accumulation_steps": 1,
+        "max_steps": 3,
+        "eval_strategy": "steps",
+        "eval_steps": 3,
+    }
+    train(config(parts, "one", per_device_train_batch_size=6, save_steps=3, **same))
+    train(config(parts, "two", per_device_train_batch_size=3, save_steps=3, **same), processes=2)
+    expected, found = (weights(parts / name / "checkpoint-3") for name in ("one", "two"))
+    for name in expected:
+        assert torch.allclose(expected[name], found[name], rtol=1e-3, atol=1e-5), name
+    assert [line["loss"] for line in metrics(parts / "two") if "loss" in line] == pytest.approx(
+        [line["loss"] for line in metrics(parts / "one") if "loss" in line], rel=1e-4
+    )
+    answers = [(parts / name / "evaluations/step-3.answers.jsonl").read_text() for name in ("one", "two")]
+    assert answers[0].count("\n") == answers[1].count("\n") == 6
+    evaluated = [[line for line in metrics(parts / name) if "eval_f1_50" in line] for name in ("one", "two")]
+    assert len(evaluated[0]) == len(evaluated[1]) == 1
+
+
+def test_a_finished_run_is_not_trained_further_by_a_resume(parts):
+    file = config(parts, "finished", max_steps=2, save_steps=2)
+    train(file)
+    assert "step 2" in train(file, "--resume")
+    assert [path.name for path in (parts / "finished").glob("checkpoint-*")] == ["checkpoint-2"]
+
+
+@pytest.mark.parametrize(
+    ("spoil", "words"),
+    [
+        (lambda data: (data / "images/train/0000003.png").unlink(), "0000003.png: not a readable picture"),
+        (
+            lambda data: (data / "train.jsonl").write_text(
+                (data / "train.jsonl").read_text().replace('"width": 64', '"width": 640')
+            ),
+            "the record says 640 x 64, the picture is 64 x 64",
+        ),
+        (lambda data: (data / "train.jsonl").write_text("{}\n" * 40), "train.jsonl:1: no height"),
+        (lambda data: (data / "train.jsonl").unlink(), "train.jsonl"),
+    ],
+)
+def test_faults_of_the_data_are_told_without_a_traceback(parts, tmp_path, spoil, words):
+    shutil.copytree(parts / "data", tmp_path / "data")
+    spoil(tmp_path / "data")
+    settings = {"packing": False, "per_device_train_batch_size": 16, "train_sampling_strategy": "sequential"}
+    file = config(parts, tmp_path.name, **settings)
+    tree = yaml.safe_load(file.read_text())
+    tree["custom"]["train_jsonl"] = str(tmp_path / "data/train.jsonl")
+    file.write_text(yaml.safe_dump(tree))
+    done = subprocess.run(command(file), env=environment(), cwd=ROOT, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 1
+    assert words in done.stderr
+    assert "Traceback" not in done.stderr

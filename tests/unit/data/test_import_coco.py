@@ -1,0 +1,292 @@
+"""COCO and LVIS to records, with every oddity handled, counted or refused."""
+
+import numpy as np
+import pytest
+from pycocotools import mask as rle
+
+from coordexp.data.importers import SourceError
+from tests.unit.data.sources import annotation, coco, counts, imported, imported_lvis, picture, shapes
+
+BOX = ("bbox_2d", (8, 6, 24, 18))
+SQUARE = [10, 10, 20, 10, 20, 20, 10, 20]
+SMALL = [30, 30, 34, 30, 34, 34, 30, 34]
+
+
+def mask_of(*rectangles):
+    mask = np.zeros((48, 64), dtype=np.uint8)
+    for x1, y1, x2, y2 in rectangles:
+        mask[y1:y2, x1:x2] = 1
+    return mask
+
+
+def packed(mask):
+    encoded = rle.encode(np.asfortranarray(mask))
+    return {"size": list(encoded["size"]), "counts": encoded["counts"].decode()}
+
+
+def test_boxes_come_in_source_order_with_paths_relative_to_the_file(tmp_path):
+    picture(tmp_path / "images/sub/a.png")
+    images = [{"id": 7, "file_name": "sub/a.png", "width": 64, "height": 48}]
+    found = [annotation(5, image_id=7, category_id=90), annotation(3, image_id=7, bbox=[0, 0, 64, 48])]
+    categories = [{"id": 90, "name": "\u732b \U0001f642"}, {"id": 1, "name": "dog"}]
+    records, tally = imported(tmp_path, coco(found, images, categories))
+    assert [(r.image, r.width, r.height, r.space) for r in records] == [("images/sub/a.png", 64, 48, "pixel")]
+    assert [found.desc for found in records[0].objects] == ["\u732b \U0001f642", "dog"]
+    assert shapes(records) == [BOX, ("bbox_2d", (0, 0, 64, 48))]
+    assert (tally.images, tally.objects, tally.entries) == (1, 2, ())
+
+
+def test_a_polygon_is_taken_where_there_is_one_unless_boxes_are_wanted(tmp_path):
+    document = coco([annotation(segmentation=[SQUARE]), annotation(2)])
+    picture(tmp_path / "images/a.png")
+    assert shapes(imported(tmp_path, document)[0]) == [("poly", tuple(SQUARE)), BOX]
+    assert shapes(imported(tmp_path, document, geometry="box")[0]) == [BOX, BOX]
+    records, tally = imported(tmp_path, document, geometry="poly")
+    assert shapes(records) == [("poly", tuple(SQUARE))]
+    assert counts(tally) == {"dropped: object without a usable polygon (--geometry poly)": 1}
+
+
+def test_a_segmentation_without_its_outer_list_is_one_ring(tmp_path):
+    assert shapes(imported(tmp_path, coco([annotation(segmentation=SQUARE)]))[0]) == [("poly", tuple(SQUARE))]
+
+
+def test_a_box_is_made_from_the_polygon_when_there_is_none(tmp_path):
+    document = coco([annotation(bbox=None, segmentation=[SQUARE, SMALL])])
+    assert shapes(imported(tmp_path, document, geometry="box")[0]) == [("bbox_2d", (10, 10, 34, 34))]
+
+
+@pytest.mark.parametrize(
+    ("multipart", "expected", "reason"),
+    [
+        ("largest", [("poly", tuple(SQUARE))], "changed: object of several parts: the largest is taken"),
+        ("box", [BOX], "changed: object of several parts: its box is taken"),
+        (
+            "split",
+            [("poly", tuple(SMALL)), ("poly", tuple(SQUARE))],
+            "changed: object of several parts: split into one object each",
+        ),
+        ("drop", [], "dropped: object of several parts (--multipart drop)"),
+    ],
+)
+def test_an_object_of_several_parts_goes_by_the_rule(tmp_path, multipart, expected, reason):
+    picture(tmp_path / "images/a.png")
+    document = coco([annotation(segmentation=[SMALL, SQUARE])])
+    records, tally = imported(tmp_path, document, multipart=multipart)
+    assert shapes(records) == expected
+    assert counts(tally)[reason] == 1
+
+
+@pytest.mark.parametrize("form", ["packed", "plain"])
+def test_a_mask_becomes_its_outline(tmp_path, form):
+    mask = mask_of((10, 10, 20, 20))
+    plain = {"size": [48, 64], "counts": [10 * 48 + 10, *[10, 38] * 9, 10, 64 * 48 - 19 * 48 - 20]}
+    segmentation = packed(mask) if form == "packed" else plain
+    records, tally = imported(tmp_path, coco([annotation(segmentation=segmentation)]))
+    assert shapes(records) == [("poly", (10, 10, 20, 10, 20, 20, 10, 20))]
+    assert [entry.effect for entry in tally.entries] == ["noted"]  # the image file is not there
+
+
+def test_a_tolerance_takes_vertices_away_and_is_counted(tmp_path):
+    document = coco([annotation(segmentation=[[10, 10, 15, 10.2, 20, 10, 20, 20, 10, 20]])])
+    assert len(shapes(imported(tmp_path, document)[0])[0][1]) == 10
+    records, tally = imported(tmp_path, document, tolerance=0.5)
+    assert shapes(records) == [("poly", tuple(SQUARE))]
+    assert counts(tally)["changed: polygon drawn with fewer vertices (--tolerance)"] == 1
+
+
+def test_a_mask_of_two_parts_with_a_hole_is_counted_for_both(tmp_path):
+    mask = mask_of((10, 10, 20, 20), (30, 30, 33, 33))
+    mask[15, 15] = 0
+    records, tally = imported(tmp_path, coco([annotation(segmentation=packed(mask))]))
+    assert shapes(records) == [("poly", (10, 10, 20, 10, 20, 20, 10, 20))]
+    assert counts(tally)["changed: mask with a hole: the hole is filled"] == 1
+    assert counts(tally)["changed: object of several parts: the largest is taken"] == 1
+
+
+@pytest.mark.parametrize(
+    ("segmentation", "reason"),
+    [
+        ([[1, 2, 3, 4]], "dropped: ring with an odd number of numbers or with fewer than 6"),
+        ([[1, 2, 3, 4, 5, 6, 7]], "dropped: ring with an odd number of numbers or with fewer than 6"),
+        ([[1, 1, 2, 2, 3, 3]], "dropped: ring without area"),
+        ([["a", 1, 2, 2, 3, 3]], "dropped: ring that is not a list of numbers"),
+        ([[float("nan"), 1, 2, 2, 3, 3]], "dropped: ring that is not a list of numbers"),
+        ("polygon", "dropped: ring that is not a list of numbers"),
+        ({"size": [2, 2], "counts": [4]}, "dropped: mask: the size of a mask is not that of its image"),
+        ({"size": [48, 64], "counts": "~~"}, "dropped: mask: the packed runs of a mask cannot be read"),
+        (packed(mask_of()), "dropped: mask without a pixel"),
+    ],
+)
+def test_a_segmentation_that_cannot_be_used_is_counted_and_the_box_is_taken(tmp_path, segmentation, reason):
+    records, tally = imported(tmp_path, coco([annotation(segmentation=segmentation)]))
+    assert shapes(records) == [BOX]
+    assert counts(tally)[reason] == 1
+
+
+def test_crowds_are_dropped_or_kept_and_counted(tmp_path):
+    document = coco([annotation(iscrowd=1, segmentation=packed(mask_of((10, 10, 20, 20))))])
+    records, tally = imported(tmp_path, document)
+    assert shapes(records) == []
+    assert counts(tally)["dropped: crowd (--crowd drop)"] == 1
+    records, tally = imported(tmp_path, document, crowd="keep")
+    assert len(shapes(records)) == 1
+    assert counts(tally)["noted: crowd: kept as one object"] == 1
+
+
+def test_images_without_objects_are_kept_or_dropped_and_counted(tmp_path):
+    records, tally = imported(tmp_path, coco([]))
+    assert len(records) == 1
+    assert counts(tally)["noted: image without objects: kept"] == 1
+    records, tally = imported(tmp_path, coco([]), empty="drop")
+    assert records == []
+    assert counts(tally)["dropped: image without objects (--empty drop)"] == 1
+
+
+def test_a_box_that_leaves_the_image_goes_by_the_rule(tmp_path):
+    document = coco([annotation(bbox=[-10, 40, 20, 20])])
+    records, tally = imported(tmp_path, document)
+    assert shapes(records) == [("bbox_2d", (0, 40, 10, 48))]
+    assert counts(tally)["changed: object that leaves the image: clipped"] == 1
+    records, tally = imported(tmp_path, document, outside="drop")
+    assert shapes(records) == []
+    assert counts(tally)["dropped: object that leaves the image (--outside drop)"] == 1
+    with pytest.raises(
+        SourceError, match=r"annotation 1 of image 1: bbox_2d .* by 12\.0 pixels[\s\S]*--outside clip"
+    ):
+        imported(tmp_path, document, outside="refuse")
+
+
+def test_a_polygon_is_cut_at_the_border_and_keeps_its_area_inside(tmp_path):
+    document = coco([annotation(segmentation=[[60, 10, 70, 10, 70, 20, 60, 20]])])
+    ((kind, coords),) = shapes(imported(tmp_path, document)[0])
+    assert kind == "poly"
+    assert set(zip(coords[::2], coords[1::2], strict=True)) == {(60, 10), (64, 10), (64, 20), (60, 20)}
+
+
+def test_a_box_put_outside_by_rounding_is_moved_onto_the_border_whatever_the_rule(tmp_path):
+    document = coco([annotation(bbox=[40.04, 30.02, 24.01, 18.03])])
+    records, tally = imported(tmp_path, document, outside="refuse")
+    assert shapes(records) == [("bbox_2d", (40.04, 30.02, 64, 48))]
+    assert counts(tally)["changed: object put outside the image by rounding: moved onto the border"] == 1
+
+
+@pytest.mark.parametrize(
+    ("bbox", "reason"),
+    [
+        ([8, 6, 0, 12], "dropped: box whose width or height is not above 0"),
+        ([8, 6, -4, 12], "dropped: box whose width or height is not above 0"),
+        ([8, 6, 0.01, 12], "dropped: object that has no area in 1,000 bins"),
+        ([70, 6, 10, 12], "dropped: object with no part inside the image"),
+        ([8, 6, 16], "dropped: bbox that is not four numbers"),
+        ([8, 6, 16, None], "dropped: bbox that is not four numbers"),
+        (None, "dropped: object without a usable box"),
+    ],
+)
+def test_a_box_that_cannot_be_used_is_dropped_and_counted(tmp_path, bbox, reason):
+    records, tally = imported(tmp_path, coco([annotation(bbox=bbox)]))
+    assert shapes(records) == []
+    assert counts(tally)[reason] == 1
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"image_id": 99}, "dropped: annotation of an unknown image"),
+        ({"image_id": [1]}, "dropped: annotation of an unknown image"),
+        ({"category_id": 99}, "dropped: annotation of an unknown category"),
+        ({"category_id": None}, "dropped: annotation of an unknown category"),
+        ({"id": 1, "bbox": [8, 6, 16, 12]}, "dropped: annotation that is there twice"),
+    ],
+)
+def test_an_annotation_that_belongs_nowhere_is_dropped_and_counted(tmp_path, changes, reason):
+    records, tally = imported(tmp_path, coco([annotation(1), annotation(2) | changes]))
+    assert shapes(records) == [BOX]
+    assert counts(tally)[reason] == 1
+
+
+def test_another_annotation_with_the_same_id_is_kept_and_noted(tmp_path):
+    records, tally = imported(tmp_path, coco([annotation(1), annotation(1, bbox=[0, 0, 9, 9])]))
+    assert len(shapes(records)) == 2
+    assert counts(tally)["noted: annotation with the id of another: both are kept"] == 1
+
+
+def test_a_size_that_is_missing_is_read_from_the_image(tmp_path):
+    picture(tmp_path / "images/a.png", (100, 50))
+    records, tally = imported(tmp_path, coco([annotation()], [{"id": 1, "file_name": "a.png"}]))
+    assert (records[0].width, records[0].height) == (100, 50)
+    assert counts(tally) == {"changed: image without width and height: read from its file": 1}
+
+
+def test_the_same_image_or_category_twice_is_counted(tmp_path):
+    document = coco([annotation(), annotation(2, category_id=2)])
+    document["images"] *= 2
+    document["categories"] = [*document["categories"] * 2, {"id": 2, "name": "cat"}]
+    records, tally = imported(tmp_path, document)
+    assert len(records) == 1
+    assert counts(tally)["dropped: image that is there twice"] == 1
+    assert counts(tally)["dropped: category that is there twice"] == 1
+    assert counts(tally)["noted: category with the name of another: they become one"] == 1
+
+
+def test_two_images_of_one_file_are_noted(tmp_path):
+    images = [{"id": k, "file_name": "a.png", "width": 64, "height": 48} for k in (1, 2)]
+    records, tally = imported(tmp_path, coco([annotation()], images))
+    assert len(records) == 2
+    assert counts(tally)["noted: file that two images share: both are kept"] == 1
+
+
+def test_backslashes_are_folders_and_counted(tmp_path):
+    images = [{"id": 1, "file_name": "sub\\a.png", "width": 64, "height": 48}]
+    records, tally = imported(tmp_path, coco([annotation()], images))
+    assert records[0].image == "images/sub/a.png"
+    assert counts(tally)["changed: backslashes in a file name read as folders"] == 1
+
+
+SIZES = {"width": 64, "height": 48}
+
+
+@pytest.mark.parametrize(
+    ("document", "words"),
+    [
+        ("{", "not a JSON document"),
+        ("[]", "no list of images"),
+        ({"images": [], "annotations": []}, "no list of categories"),
+        ({"images": [], "annotations": [3], "categories": []}, "no list of annotations"),
+        (coco([], [{"id": 1, "file_name": "../a.png"} | SIZES]), "leads out of the folder"),
+        (coco([], [{"id": 1, "file_name": "sub\\..\\..\\a.png"} | SIZES]), "leads out of the folder"),
+        (coco([], [{"id": 1, "file_name": "/etc/a.png"} | SIZES]), "leads out of the folder"),
+        (coco([], [{"id": 1, "file_name": "C:\\a.png"} | SIZES]), "leads out of the folder"),
+        (coco([], [{"id": 1} | SIZES]), "None is not a file name"),
+        (coco([], [{"id": 1, "file_name": "a.png"}]), "no width and height, and .*a.png cannot be read"),
+        (coco([], [{"id": 1, "file_name": "a.png", "width": "64", "height": 48}]), "width '64' and height 48"),
+        (coco([], [{"id": 1, "file_name": "a.png", "width": 0, "height": 48}]), "not positive whole numbers"),
+        (coco([], [{"file_name": "a.png"} | SIZES]), "the id None is not a number or a text"),
+        (coco([], [{"id": 1, "file_name": f} | SIZES for f in "ab"]), "image id 1 is taken twice"),
+        (coco([], None, [{"id": 1, "name": n} for n in "ab"]), "category id 1 is taken twice"),
+        (coco([], None, [{"id": 1, "name": " "}]), "category 1: ' ' is not a name"),
+        (coco([], None, [{"id": 1, "name": "\ud800"}]), "lone surrogate"),
+    ],
+)
+def test_what_would_need_a_guess_stops_the_import_and_writes_nothing(tmp_path, document, words):
+    with pytest.raises(SourceError, match=words):
+        imported(tmp_path, document)
+    assert not list(tmp_path.glob("*out.jsonl*"))
+
+
+def test_lvis_names_its_images_by_their_address_and_its_lists_are_noted(tmp_path):
+    picture(tmp_path / "images/val2017/9.png")
+    entry = {"id": 1, "coco_url": "http://images.cocodataset.org/val2017/9.png"} | SIZES
+    entry |= {"neg_category_ids": [3], "not_exhaustive_category_ids": [1]}
+    records, tally = imported_lvis(tmp_path, coco([annotation(segmentation=[SQUARE])], [entry]))
+    assert records[0].image == "images/val2017/9.png"
+    assert shapes(records) == [("poly", tuple(SQUARE))]
+    assert sorted(reason[:30] for reason in counts(tally)) == [
+        "noted: image in which not all ",
+        "noted: image with a list of ab",
+    ]
+
+
+@pytest.mark.parametrize("url", ["http://x/../../a.png", "http://x/%2e%2e/a.png", None])
+def test_lvis_addresses_that_lead_elsewhere_are_refused(tmp_path, url):
+    with pytest.raises(SourceError, match=r"leads out|not a file name"):
+        imported_lvis(tmp_path, coco([], [{"id": 1, "coco_url": url} | SIZES]))

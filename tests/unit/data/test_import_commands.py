@@ -1,0 +1,91 @@
+"""`coordexp data import` as a person meets it."""
+
+import json
+import os
+
+import pytest
+from typer.testing import CliRunner
+
+from coordexp.cli import app
+from coordexp.data import read_records
+from tests.unit.data.sources import annotation, coco, picture
+
+
+def run(*arguments):
+    return CliRunner().invoke(app, ["data", "import", *map(str, arguments)])
+
+
+@pytest.fixture
+def source(tmp_path):
+    picture(tmp_path / "images/a.png")
+    (tmp_path / "coco.json").write_text(json.dumps(coco([annotation(), annotation(2, iscrowd=1)])))
+    return tmp_path
+
+
+def test_the_account_is_printed_and_the_file_can_be_trained_on(source):
+    out = source / "deep/train.jsonl"
+    result = run("coco", source / "coco.json", "--images", source / "images", "--out", out)
+    assert result.exit_code == 0, result.output
+    line = next(line for line in result.stdout.splitlines() if line.startswith("dropped"))
+    assert line.split(maxsplit=2)[1:] == ["1", "crowd (--crowd drop)  annotation 2 of image 1"]
+    assert f"wrote {out}: 1 images, 1 objects" in result.stdout
+    ((_, record),) = read_records(out)
+    assert (out.parent / record.image).samefile(source / "images/a.png")
+    assert CliRunner().invoke(app, ["data", "doctor", str(out)]).exit_code == 0
+
+
+def test_options_reach_the_rules(source):
+    out = source / "train.jsonl"
+    run("coco", source / "coco.json", "--images", source / "images", "--out", out, "--crowd", "keep")
+    ((_, record),) = read_records(out)
+    assert len(record.objects) == 2
+
+
+def test_a_file_that_exists_is_not_overwritten(source):
+    out = source / "train.jsonl"
+    out.write_text("mine")
+    result = run("coco", source / "coco.json", "--images", source / "images", "--out", out)
+    assert result.exit_code == 1
+    assert "exists" in result.output
+    assert out.read_text() == "mine"
+
+
+def test_a_source_that_cannot_be_imported_leaves_nothing(source):
+    (source / "coco.json").write_text(json.dumps(coco([], [{"id": 1, "file_name": "../a.png"}])))
+    result = run("coco", source / "coco.json", "--images", source / "images", "--out", source / "train.jsonl")
+    assert result.exit_code == 1
+    assert "leads out of the folder of images" in result.output
+    assert sorted(path.name for path in source.iterdir()) == ["coco.json", "images"]
+
+
+def test_nothing_left_out_is_said_too(source):
+    (source / "labels").mkdir()
+    (source / "labels/a.txt").write_text("0 0.5 0.5 0.5 0.5")
+    (source / "labels/classes.txt").write_text("cat")
+    result = run("yolo", source / "labels", "--images", source / "images", "--out", source / "train.jsonl")
+    assert result.exit_code == 0, result.output
+    assert "nothing was dropped or changed" in result.stdout
+
+
+def test_lvis_and_labelme_are_commands_too(source):
+    document = coco([annotation()], [{"id": 1, "coco_url": "http://x/images/a.png", "width": 64, "height": 48}])
+    (source / "lvis.json").write_text(json.dumps(document))
+    result = run("lvis", source / "lvis.json", "--images", source, "--out", source / "lvis.jsonl")
+    assert result.exit_code == 0, result.output
+    shape = {"label": "cat", "points": [[1, 1], [9, 9]], "shape_type": "rectangle"}
+    (source / "images/a.json").write_text(json.dumps({"imagePath": "a.png", "shapes": [shape]}))
+    result = run("labelme", source / "images", "--out", source / "labelme.jsonl")
+    assert result.exit_code == 0, result.output
+    for name in ("lvis.jsonl", "labelme.jsonl"):
+        ((_, record),) = read_records(source / name)
+        assert record.image == "images/a.png"
+        assert len(record.objects) == 1
+
+
+def test_an_output_behind_a_link_finds_its_images(source):
+    (source / "real/place").mkdir(parents=True)
+    (source / "link").symlink_to(source / "real/place")
+    out = source / "link/train.jsonl"
+    run("coco", source / "coco.json", "--images", source / "images", "--out", out)
+    ((_, record),) = read_records(out)
+    assert os.path.exists(out.parent / record.image)  # noqa: PTH110  (as the system follows it)

@@ -1,0 +1,116 @@
+"""labelme JSON files to records."""
+
+import json
+
+import pytest
+
+from coordexp.data.images import image_size
+from coordexp.data.importers import SourceError, Tally, read_labelme
+from tests.unit.data.sources import collected, counts, picture, shapes
+
+
+def shape(kind, points, label="cat", **more):
+    return {"label": label, "points": points, "shape_type": kind, **more}
+
+
+def imported(folder, found, images=None, rules=None, **changes):
+    document = {"imagePath": "a.png", "imageWidth": 64, "imageHeight": 48, "imageData": None, "shapes": found}
+    (folder / "labels").mkdir(exist_ok=True)
+    (folder / "labels/a.json").write_text(json.dumps(document | changes))
+    tally = Tally()
+    return collected(
+        folder, read_labelme(folder / "labels", images, tally, image_size), tally, **rules or {}
+    ), tally
+
+
+def test_rectangles_and_polygons_are_kept_in_order(tmp_path):
+    picture(tmp_path / "labels/a.png")
+    found = [
+        shape("rectangle", [[40, 30], [10, 20]], "dog"),
+        shape("polygon", [[1, 1], [9, 1], [9, 9]]),
+        {"label": "old", "points": [[1, 1], [9, 1], [9, 9]]},
+    ]
+    records, tally = imported(tmp_path, found)
+    assert records[0].image == "labels/a.png"
+    assert [found.desc for found in records[0].objects] == ["dog", "cat", "old"]
+    assert shapes(records)[:2] == [("bbox_2d", (10, 20, 40, 30)), ("poly", (1, 1, 9, 1, 9, 9))]
+    assert tally.entries == ()
+
+
+def test_a_circle_is_a_polygon_of_32_points_at_its_radius(tmp_path):
+    ((kind, coords),) = shapes(imported(tmp_path, [shape("circle", [[30, 20], [40, 20]])])[0])
+    assert kind == "poly"
+    assert len(coords) == 64
+    radii = [((x - 30) ** 2 + (y - 20) ** 2) ** 0.5 for x, y in zip(coords[::2], coords[1::2], strict=True)]
+    assert radii == pytest.approx([10] * 32, abs=0.001)
+
+
+@pytest.mark.parametrize("kind", ["point", "line", "linestrip", "mask", "points"])
+def test_other_shapes_are_dropped_and_counted(tmp_path, kind):
+    records, tally = imported(tmp_path, [shape(kind, [[1, 1], [9, 1]])])
+    assert shapes(records) == []
+    assert counts(tally)[f"dropped: shape of the type {kind}: not a rectangle, polygon or circle"] == 1
+
+
+@pytest.mark.parametrize(
+    ("found", "reason"),
+    [
+        ("circle", "dropped: shape that is not a JSON object"),
+        (shape("circle", [[1, 1]]), "dropped: circle whose points cannot be read"),
+        (shape("rectangle", [[1, 1, 3]]), "dropped: rectangle whose points cannot be read"),
+        (shape("polygon", None), "dropped: polygon whose points cannot be read"),
+        (shape("rectangle", [[5, 5], [5, 9]]), "dropped: box whose width or height is not above 0"),
+        (shape("polygon", [[5, 5], [5, 9]]), "dropped: ring with an odd number of numbers or with fewer than 6"),
+    ],
+)
+def test_a_shape_that_cannot_be_used_is_dropped_and_counted(tmp_path, found, reason):
+    records, tally = imported(tmp_path, [found])
+    assert shapes(records) == []
+    assert counts(tally)[reason] == 1
+
+
+def test_shapes_of_one_group_are_parts_of_one_object(tmp_path):
+    parts = [
+        shape("polygon", [[1, 1], [9, 1], [9, 9]], group_id=3),
+        shape("rectangle", [[20, 20], [40, 40]], group_id=3),
+    ]
+    records, tally = imported(tmp_path, [*parts, shape("rectangle", [[0, 0], [5, 5]], "dog", group_id=3)])
+    assert shapes(records) == [("poly", (20, 20, 40, 20, 40, 40, 20, 40)), ("bbox_2d", (0, 0, 5, 5))]
+    assert counts(tally)["changed: object of several parts: the largest is taken"] == 1
+
+
+def test_a_size_that_is_missing_is_read_from_the_image(tmp_path):
+    picture(tmp_path / "labels/a.png", (30, 20))
+    records, tally = imported(tmp_path, [], imageWidth=None)
+    assert (records[0].width, records[0].height) == (30, 20)
+    assert counts(tally)["changed: image without width and height: read from its file"] == 1
+
+
+def test_images_elsewhere_are_found_by_their_name(tmp_path):
+    picture(tmp_path / "images/a.png")
+    records, _ = imported(tmp_path, [], images=tmp_path / "images", imagePath="..\\photos\\a.png")
+    assert records[0].image == "images/a.png"
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"imagePath": "../images/a.png"}, "leads out of the folder[\\s\\S]*--images"),
+        ({"imageHeight": None}, "no imageWidth and imageHeight"),
+        ({"shapes": [shape("rectangle", [[1, 1], [9, 9]], "")]}, "is not a name"),
+    ],
+)
+def test_what_would_need_a_guess_stops_the_import(tmp_path, changes, words):
+    with pytest.raises(SourceError, match=words):
+        imported(tmp_path, [], **changes)
+
+
+def test_files_of_others_are_counted_and_a_folder_without_any_is_refused(tmp_path):
+    (tmp_path / "labels").mkdir()
+    with pytest.raises(SourceError, match=r"no \.json files"):
+        list(read_labelme(tmp_path / "labels", None, Tally(), image_size))
+    (tmp_path / "labels/settings.json").write_text("{}")
+    (tmp_path / "labels/torn.json").write_text('{"imagePath":')
+    records, tally = imported(tmp_path, [])
+    assert len(records) == 1
+    assert counts(tally)["dropped: file that is not one of labelme's"] == 2

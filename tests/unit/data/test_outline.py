@@ -1,0 +1,90 @@
+"""Masks to outlines: exact, whatever the mask."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra.numpy import arrays
+from pycocotools import mask as rle
+
+from coordexp.data.importers.outline import decode, trace
+
+MASKS = st.tuples(st.integers(1, 9), st.integers(1, 9)).flatmap(lambda shape: arrays(np.bool_, shape))
+
+
+def filled(ring, shape):
+    """Pixels whose centre is inside, by the number of upright edges at their left."""
+    xs, ys = np.array(ring[::2]), np.array(ring[1::2])
+    inside = np.zeros(shape, dtype=bool)
+    for x, y, next_y in zip(xs, ys, np.roll(ys, -1), strict=True):
+        rows = slice(int(min(y, next_y)), int(max(y, next_y)))
+        inside[rows, int(x) :] ^= True
+    return inside
+
+
+def without_holes(mask):
+    """Everything that cannot be reached from outside by steps up, down, left and right."""
+    outside = np.pad(np.zeros_like(mask), 1, constant_values=True)
+    free = ~np.pad(mask, 1)
+    while True:
+        grown = outside.copy()
+        grown[1:] |= outside[:-1]
+        grown[:-1] |= outside[1:]
+        grown[:, 1:] |= outside[:, :-1]
+        grown[:, :-1] |= outside[:, 1:]
+        grown &= free
+        if (grown == outside).all():
+            return ~outside[1:-1, 1:-1]
+        outside = grown
+
+
+@given(MASKS)
+def test_rings_enclose_exactly_the_pixels_of_the_mask_and_of_its_holes(mask):
+    rings, holes = trace(mask)
+    inside = np.zeros(mask.shape, dtype=bool)
+    for ring in rings:
+        inside |= filled(ring, mask.shape)
+    assert (inside == without_holes(mask)).all()
+    assert (holes > 0) == (without_holes(mask) != mask).any()
+
+
+@given(MASKS)
+def test_packed_and_plain_runs_give_the_mask_that_was_encoded(mask):
+    packed = rle.encode(np.asfortranarray(mask.astype(np.uint8)))
+    flat = mask.T.ravel().astype(int)
+    runs = np.diff(np.flatnonzero(np.diff(np.concatenate([[2], flat, [2]])))).tolist()
+    plain = [0, *runs] if flat[0] else runs
+    height, width = mask.shape
+    for counts in (packed["counts"].decode(), plain):
+        assert (decode({"size": [height, width], "counts": counts}, width, height) == mask).all()
+
+
+def test_corners_only_are_kept_and_pixels_that_touch_at_a_corner_are_one_part():
+    square = np.ones((3, 4), dtype=bool)
+    assert trace(square) == ([(0, 0, 4, 0, 4, 3, 0, 3)], 0)
+    assert len(trace(np.eye(4, dtype=bool))[0]) == 1
+    assert len(trace(np.array([[True, False, True]]))[0]) == 2
+
+
+def test_a_hole_is_counted():
+    ring = np.ones((3, 3), dtype=bool)
+    ring[1, 1] = False
+    assert trace(ring) == ([(0, 0, 3, 0, 3, 3, 0, 3)], 1)
+
+
+@pytest.mark.parametrize(
+    ("segmentation", "words"),
+    [
+        ({"size": [3, 4], "counts": [12]}, "not that of its image"),
+        ({"size": [4, 3], "counts": [11]}, "do not add up"),
+        ({"size": [4, 3], "counts": [-1, 13]}, "whole numbers"),
+        ({"size": [4, 3], "counts": [12.0]}, "whole numbers"),
+        ({"size": [4, 3]}, "whole numbers"),
+        ({"size": [4, 3], "counts": "\u00e9"}, "cannot be read"),
+        ({"size": [4, 3], "counts": "o" * 40}, "cannot be read"),
+        ({"size": [4, 3], "counts": "P"}, "in the middle of a number"),
+    ],
+)
+def test_a_broken_mask_says_what_is_wrong(segmentation, words):
+    with pytest.raises(ValueError, match=words):
+        decode(segmentation, 3, 4)

@@ -1,0 +1,171 @@
+"""The page shows records and their problems, and nothing in the data can act in it."""
+
+import json
+import re
+from html.parser import HTMLParser
+
+import pytest
+from typer.testing import CliRunner
+
+from coordexp.cli import app
+from tests.unit.data.planted import HEIGHT, WIDTH, clean
+
+HOSTILE = (
+    "<script>alert(1)</script>",
+    '"><img src=x onerror=alert(1)>',
+    "' onmouseover='alert(1)",
+    "</title></style></option><svg onload=alert(1)>",
+    "&lt;b&gt; \u732b",
+)
+
+
+class Reader(HTMLParser):
+    """Every element of a page with its attributes, and the text of some."""
+
+    def __init__(self, page):
+        super().__init__()
+        self.elements, self.texts, self._open = [], {}, []
+        self.feed(page)
+
+    def handle_starttag(self, tag, attributes):
+        self.elements.append((tag, dict(attributes)))
+        self._open.append(tag)
+
+    def handle_endtag(self, tag):
+        if tag in self._open:
+            del self._open[len(self._open) - 1 - self._open[::-1].index(tag) :]
+
+    def handle_data(self, data):
+        if self._open:
+            self.texts.setdefault(self._open[-1], []).append(data)
+
+    def all(self, tag):
+        return [attributes for name, attributes in self.elements if name == tag]
+
+
+@pytest.fixture
+def planted(tmp_path):
+    return clean(tmp_path)
+
+
+def view(planted, *options):
+    target = planted.folder / "page.html"
+    result = CliRunner().invoke(app, ["data", "view", str(planted.write()), "--out", str(target), *options])
+    assert result.exit_code == 0, result.output
+    return Reader(target.read_text(encoding="utf-8"))
+
+
+def cards(page):
+    return page.all("article")
+
+
+def test_each_record_is_a_card_with_its_picture_and_shapes(planted):
+    page = view(planted)
+    assert len(cards(page)) == 40
+    assert len(page.all("rect")) == 120
+    assert len(page.all("polygon")) == 40
+    assert all(image["src"].startswith("data:image/png;base64,") for image in page.all("img"))
+    assert page.all("svg")[0]["viewbox"] == f"0 0 {WIDTH} {HEIGHT}"
+    first = page.all("rect")[0]
+    assert [first[key] for key in ("x", "y", "width", "height")] == ["0", "0", str(WIDTH), str(HEIGHT)]
+
+
+def test_shapes_are_in_pixels_whatever_the_space(planted):
+    planted.scale(1 / WIDTH, 1 / HEIGHT, "unit")
+    assert view(planted).all("rect")[0]["width"] == str(WIDTH)
+
+
+def test_a_class_and_a_problem_can_be_chosen_with_their_counts(planted):
+    planted.rows[3]["objects"][0]["bbox_2d"] = [40, 10, 20, 30]
+    planted.rows.insert(5, "{")
+    page = view(planted)
+    assert "leaf (40)" in page.texts["option"]
+    assert "inverted (1)" in page.texts["option"]
+    assert "any problem (2)" in page.texts["option"]
+    assert "no problem (39)" in page.texts["option"]
+    assert [card["data-problems"] for card in cards(page) if card["data-problems"]] == ["inverted", "broken-line"]
+    values = [option["value"] for option in page.all("option")]
+    leaf = values[page.texts["option"].index("leaf (40)")]
+    assert sum(leaf in card["data-classes"].split() for card in cards(page)) == 40
+
+
+def plant_text(planted, text):
+    planted.rows[0]["objects"][0]["desc"] = text
+    planted.rows[1]["image"] = text
+    planted.rows[2] = json.dumps({text: 1})
+
+
+@pytest.mark.parametrize("text", HOSTILE)
+def test_text_from_the_data_stays_text(planted, text):
+    plant_text(planted, "harmless")
+    harmless = view(planted)
+    plant_text(planted, text)
+    page = view(planted)
+    assert text in page.texts["title"]
+    assert text in page.texts["span"]
+    assert f"{text} (1)" in page.texts["option"]
+    kept = [[tag for tag, _ in each.elements if tag != "li"] for each in (page, harmless)]
+    assert kept[0] == kept[1]
+    for _, attributes in page.elements:
+        assert not [name for name in attributes if name.startswith("on")]
+
+
+def test_half_a_character_is_shown_as_a_question_mark(planted):
+    planted.rows[0]["objects"][0]["desc"] = "cup \ud800"
+    page = view(planted)
+    assert "cup ?" in page.texts["title"]
+    assert cards(page)[0]["data-problems"] == "desc-broken"
+
+
+def test_a_hostile_file_name_stays_text(planted):
+    file = planted.write().rename(planted.folder / "<img src=x onerror=alert(1)>.jsonl")
+    target = planted.folder / "page.html"
+    CliRunner().invoke(app, ["data", "view", str(file), "--out", str(target)])
+    page = Reader(target.read_text(encoding="utf-8"))
+    assert page.texts["h1"] == [str(file)]
+    assert not [image for image in page.all("img") if not image["src"].startswith("data:")]
+
+
+def test_the_page_loads_nothing_and_allows_no_script_but_its_own(planted):
+    page = view(planted)
+    (policy,) = [meta["content"] for meta in page.all("meta") if "http-equiv" in meta]
+    assert policy.startswith("default-src 'none'; img-src data:;")
+    assert re.search(r"script-src 'sha256-[\w+/=]+'$", policy)
+    assert not page.all("link")
+    assert not [a for _, a in page.elements if {"href", "srcset"} & set(a) or a.get("src", "data:")[:5] != "data:"]
+
+
+def test_a_missing_or_broken_image_is_told_and_its_shapes_are_drawn(planted):
+    (planted.folder / "images/0.png").unlink()
+    (planted.folder / "images/1.png").write_text("no")
+    page = view(planted)
+    assert [card["data-problems"] for card in cards(page)][:3] == ["image-missing", "image-unreadable", ""]
+    assert len(page.all("img")) == 38
+    assert len(page.all("rect")) == 120
+
+
+def test_large_pictures_become_thumbnails_of_480_pixels(planted):
+    import base64
+    import io
+
+    from PIL import Image
+
+    from tests.unit.data.sources import picture
+
+    picture(planted.folder / "images/0.png", (1200, 600))
+    planted.rows[0] |= {"width": 1200, "height": 600}
+    source = view(planted, "--limit", "1").all("img")[0]["src"]
+    assert source.startswith("data:image/jpeg;base64,")
+    assert Image.open(io.BytesIO(base64.b64decode(source.partition(",")[2]))).size == (480, 240)
+
+
+def test_the_limit_counts_cards_and_the_rest_is_not_read(planted):
+    planted.rows[30]["objects"][0]["desc"] = "-"
+    assert len(cards(view(planted, "--limit", "7"))) == 7
+    assert [card["data-problems"] for card in cards(view(planted, "--problems"))] == ["desc-thin"]
+
+
+def test_a_page_is_an_html_file(planted):
+    result = CliRunner().invoke(app, ["data", "view", str(planted.write()), "--out", "train.jsonl"])
+    assert result.exit_code == 1
+    assert "a page is an .html file" in result.output

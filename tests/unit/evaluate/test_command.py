@@ -1,0 +1,141 @@
+"""`coordexp evaluate` as a person meets it."""
+
+import json
+import re
+import subprocess
+import sys
+
+import pytest
+from typer.testing import CliRunner
+
+from coordexp.cli import app
+from coordexp.cli.evaluate import Scores
+from coordexp.evaluate import ScoreMode, evaluate, write_predictions
+from tests.unit.evaluate.scenes import BOX, FAR, answer, crowd, record, said
+
+
+def run(folder, *more):
+    files = ["--data", str(folder / "val.jsonl"), "--preds", str(folder / "preds.json")]
+    return CliRunner().invoke(app, ["evaluate", *files, *more])
+
+
+def write(folder, truth, answers):
+    (folder / "val.jsonl").write_text("".join(f"{one.as_json()}\n" for _, one in truth))
+    write_predictions(folder / "preds.json", answers, truth)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    write(tmp_path, *crowd(2))
+    return tmp_path
+
+
+def numbers(folder, *more):
+    result = run(folder, "--out", str(folder / "new/report.json"), *more)
+    assert result.exit_code == 0, result.output
+    return json.loads((folder / "new/report.json").read_text())
+
+
+def test_the_table_shows_the_numbers_of_the_report(folder):
+    result = run(folder)
+    assert result.exit_code == 0
+    truth, answers = crowd(2)
+    flat = evaluate(truth, answers).flat()
+    rows = {line[:16].strip(): line[16:].split() for line in result.stdout.splitlines()}
+    assert rows["IoU 0.50"][0] == f"{flat['f1_50']:.3f}"
+    assert rows["IoU 0.50"][3] == f"{flat['f1_50_any_class']:.3f}"
+    assert re.search(r"^boxes +(\S+)", result.stdout, re.M)[1] == f"{flat['ap']:.3f}"
+    assert f"{100 * flat['duplicates']:.1f} %" in result.stdout
+
+
+def test_the_table_keeps_all_digits_in_a_narrow_pipe(folder, monkeypatch):
+    wide = run(folder).stdout
+    monkeypatch.setenv("COLUMNS", "30")
+    assert run(folder).stdout == wide
+
+
+def test_the_json_has_every_number_with_its_counts(folder):
+    report = numbers(folder)
+    truth, answers = crowd(2)
+    assert report["numbers"] == evaluate(truth, answers).flat()
+    rate = report["behaviour"]["duplicates"]
+    assert rate["rate"] == rate["count"] / rate["of"]
+    assert len(report["thresholds"]) == 10
+    assert set(report["classes"]) == {"cat", "cup", "dog"}
+    assert report["curve"][-1]["f1"] == report["numbers"]["f1_50"]
+    assert report["scores"] == "own"
+
+
+def test_names_that_training_logs():
+    flat = evaluate(*crowd(2)).flat()
+    wanted = "f1_50 f1_95 f1 precision_50 recall_50 f1_50_any_class mean_iou ap ap_50 ap_75 ar_100 best_f1_50"
+    wanted += " duplicates invalid truncated early_stop over_count boxes_on_empty oversized unknown_class"
+    assert set(wanted.split()) <= set(flat)
+    assert all(type(value) is float for value in flat.values())
+
+
+def test_the_scores_option_changes_ap_and_not_f1(folder):
+    own, constant, shuffled = (numbers(folder, "--scores", mode)["numbers"] for mode in Scores)
+    assert len({own["ap"], constant["ap"], shuffled["ap"]}) == 3
+    assert own["f1_50"] == constant["f1_50"] == shuffled["f1_50"]
+    assert "note: all scores are equal" in run(folder, "--scores", "constant").stdout
+    assert [mode.value for mode in Scores] == [mode.value for mode in ScoreMode]
+    assert shuffled["ap"] != numbers(folder, "--scores", "shuffled", "--seed", "1")["numbers"]["ap"]
+
+
+def test_a_page_is_written_without_a_single_image_on_disk(folder):
+    assert run(folder, "--page", str(folder / "page.html"), "--images", "3").exit_code == 0
+    assert (folder / "page.html").read_text().count("<article") == 3
+
+
+def refusal(folder, *more):
+    result = run(folder, *more)
+    assert result.exit_code == 1, result.output
+    return result.output
+
+
+def test_data_that_was_not_predicted_on_is_refused(folder):
+    lines = (folder / "val.jsonl").read_text().splitlines(keepends=True)
+    (folder / "val.jsonl").write_text("".join(lines[:5]))
+    assert "image_id 6 (6.png) is not in the data" in refusal(folder)
+    (folder / "val.jsonl").write_text("".join([lines[1], lines[0], *lines[2:]]))
+    assert "image_id 1 is '1.png' in the answers and '2.png' in the data" in refusal(folder)
+    (folder / "val.jsonl").write_text("{}\n")
+    assert "val.jsonl:1: no height" in refusal(folder)
+
+
+def test_images_without_an_answer_are_refused_unless_they_are_left_out(tmp_path):
+    truth = [(1, record(("cat", BOX))), (2, record(("cat", FAR))), (3, record(("dog", FAR)))]
+    write(tmp_path, truth, [answer(said("cat", BOX))])
+    assert "2 image_ids (2, 3) without an answer" in refusal(tmp_path)
+    report = numbers(tmp_path, "--answered-only")
+    assert report["images"] == 1
+    assert report["numbers"]["recall_50"] == 1.0
+
+
+def test_missing_or_mixed_files_are_refused(folder):
+    beside = folder / "preds.answers.jsonl"
+    text = beside.read_text()
+    beside.write_text("".join(text.splitlines(keepends=True)[1:]))
+    assert "valid objects in the answers" in refusal(folder)
+    beside.write_text("")
+    (folder / "preds.json").write_text("[]")
+    assert "no image to evaluate" in refusal(folder, "--answered-only")
+    beside.unlink()
+    assert "preds.answers.jsonl: no such file" in refusal(folder)
+
+
+def test_without_its_packages_the_command_says_what_to_install(folder, monkeypatch):
+    import importlib.util
+
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert "pip install 'coordexp[evaluate]'" in refusal(folder)
+
+
+@pytest.mark.parametrize(
+    ("module", "heavy"),
+    [("coordexp.cli", "{'hotcoco', 'numpy', 'PIL'}"), ("coordexp.evaluate.page", "{'torch', 'transformers'}")],
+)
+def test_nothing_heavy_is_imported_before_it_is_needed(module, heavy):
+    code = f"import {module}, sys; found = {heavy} & set(sys.modules); assert not found, found"
+    subprocess.run([sys.executable, "-c", code], check=True)

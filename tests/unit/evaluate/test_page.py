@@ -1,0 +1,171 @@
+"""The page: one file that needs nothing else, whatever users write into it."""
+
+import base64
+import io
+import re
+from html.parser import HTMLParser
+from importlib.resources import files
+
+import pytest
+from PIL import Image
+
+from coordexp.evaluate import evaluate
+from coordexp.evaluate.page import KINDS, Origin, page, write_page
+from coordexp.evaluate.page.pictures import overlay, worst_images
+from tests.unit.evaluate.scenes import BOX, FAR, answer, crowd, record, refused, said
+
+NASTY = '"><script>alert(1)</script>&amp; <img src=x onerror=alert(2)>'
+
+
+class Reader(HTMLParser):
+    """Tags with their attributes, and the text outside of style and script."""
+
+    def __init__(self, html):
+        super().__init__()
+        self.tags, self.texts, self._quiet = [], [], 0
+        self.feed(html)
+
+    def handle_starttag(self, tag, attributes):
+        self.tags.append((tag, dict(attributes)))
+        self._quiet += tag in ("style", "script")
+
+    def handle_endtag(self, tag):
+        self._quiet -= tag in ("style", "script")
+
+    def handle_data(self, data):
+        if not self._quiet:
+            self.texts.append(data)
+
+    def all(self, name, **wanted):
+        return [found for tag, found in self.tags if tag == name and wanted.items() <= found.items()]
+
+
+@pytest.fixture
+def nasty(tmp_path):
+    """Text of users in every place there is, and three images: a large one, one of another size, none."""
+    for name, size in (("large.png", (1600, 800)), ("other.png", (10, 20))):
+        Image.new("RGB", size, "navy").save(tmp_path / name)
+    truth = [
+        (1, record((NASTY, BOX), ("cup", FAR), image="large.png", width=1600, height=800)),
+        (2, record(("cup", BOX), image="other.png")),
+        (3, record(("cup", BOX), image=NASTY)),
+    ]
+    answers = [
+        answer(
+            said(NASTY, BOX), said(f"ghost {NASTY}", FAR), refused(NASTY), image="large.png", text=f"{{{NASTY}"
+        ),
+        answer(image_id=2, image="other.png", finish="length"),
+        answer(said("cup", FAR), image_id=3, image=NASTY, finish=NASTY),
+    ]
+    return Origin(tmp_path, f"preds of {NASTY}"), evaluate(truth, answers)
+
+
+def read(nasty, most=9):
+    origin, report = nasty
+    return Reader(page(report, origin, most))
+
+
+def test_text_of_users_is_text_and_nothing_else(nasty):
+    origin, report = nasty
+    html = page(report, origin, 9)
+    assert html.count("<script") == 1
+    assert "<img src=x" not in html
+    found = Reader(html)
+    assert not [names for _, names in found.tags if any(name.startswith("on") for name in names)]
+    assert all(image["src"].startswith("data:image/jpeg;base64,") for image in found.all("img"))
+    assert "".join(found.texts).count(NASTY) >= 6  # title, class, reason, unknown class, image, answer
+
+
+def test_nothing_is_loaded_from_elsewhere(nasty):
+    found = read(nasty)
+    (policy,) = found.all("meta", **{"http-equiv": "Content-Security-Policy"})
+    assert policy["content"].startswith("default-src 'none'")
+    addresses = [names[key] for _, names in found.tags for key in ("src", "href", "action") if key in names]
+    assert all(address.startswith("data:") for address in addresses)
+    assert "url(" not in files("coordexp.evaluate.page").joinpath("page.css").read_text()
+    assert not found.all("link")
+
+
+def test_thumbnails_are_at_most_480_pixels_and_keep_their_shape(nasty):
+    sizes = [
+        Image.open(io.BytesIO(base64.b64decode(image["src"].split(",")[1]))).size
+        for image in read(nasty).all("img")
+    ]
+    assert sorted(sizes) == [(480, 240), (480, 480)]
+
+
+def test_an_image_that_is_missing_or_of_another_size_is_remarked_on(nasty):
+    text = "".join(read(nasty).texts)
+    assert "image not shown: No such file or directory" in text
+    assert "the file is 10 x 20, its record says 999 x 999" in text
+
+
+def test_cards_carry_the_flags_that_the_filter_looks_for(nasty):
+    found = read(nasty)
+    flags = {card["data-flags"] for card in found.all("article")}
+    assert flags == {"misses extras invalid", "misses truncated", "misses extras"}
+    asked = {button["data-filter"] for button in found.all("button")}
+    assert asked == {"", "misses", "extras", "invalid", "truncated"}
+
+
+def test_the_four_kinds_of_outlines_differ_in_dashes_not_in_colour_alone():
+    style = files("coordexp.evaluate.page").joinpath("page.css").read_text()
+    dashes = {
+        kind: re.search(rf"\n\.{kind} polygon {{[^}}]*?(dasharray: [0-9. ]+|}})", style)[1] for kind in KINDS
+    }
+    assert len(set(dashes.values())) == 4
+
+
+def test_an_overlay_draws_each_object_once_by_its_kind():
+    truth = [(1, record(("cat", BOX), ("cat", FAR)))]
+    (image,) = evaluate(truth, [answer(said("cat", BOX), said("dog", (0, 0, 50, 100), 0.25))]).images
+    drawn = Reader(overlay(image, (333, 333)))
+    assert [g["class"] for g in drawn.all("g")] == ["true", "matched", "missed", "extra"]
+    assert "extra: dog 0.25" in drawn.texts
+    assert drawn.all("polygon")[-1]["points"] == "0.0,0.0 16.7,0.0 16.7,33.3 0.0,33.3"
+
+
+def test_the_worst_images_are_those_of_lowest_f1_and_those_of_most_errors():
+    many = [said("cat", (k, 0, k + 9, 9)) for k in range(0, 400, 20)]
+    truth = [
+        (1, record(("cat", BOX), image="0")),
+        (2, record(*[("cat", one.bins) for one in many], image="0")),
+        (3, record(("cat", BOX), ("cat", FAR), image="0")),
+        (4, record(("cat", BOX), image="0")),
+    ]
+    answers = [
+        answer(said("cat", BOX), image="0"),  # right
+        answer(*many[:15], image_id=2, image="0"),  # 5 errors, F1 0.86
+        answer(said("cat", BOX), image_id=3, image="0"),  # 1 error, F1 0.67
+        answer(image_id=4, image="0"),  # 1 error, F1 0
+    ]
+    images = evaluate(truth, answers).images
+    assert [image.scene.image_id for image in worst_images(images, 9)] == [4, 3, 2]
+    assert [image.scene.image_id for image in worst_images(images, 2)] == [4, 2]
+
+
+def test_a_page_has_curves_with_three_named_lines(tmp_path):
+    found = Reader(page(evaluate(*crowd(1)), Origin(tmp_path, "a"), 2))
+    styles = [line["class"] for line in found.all("polyline")]
+    assert styles == ["line-f1", "line-precision", "line-recall", "line-f1"]
+    assert len(found.all("article")) == 2
+
+
+@pytest.mark.parametrize(
+    ("answers", "words"),
+    [
+        ([answer(said("cat", BOX, None))], "No curve: it takes objects, and a score"),
+        ([answer()], "No curve"),
+        ([answer(said("cat", BOX, -3.5))], "keeping objects that score at least -3.5"),
+        ([answer(said("cat", BOX))], "No image has an error"),
+    ],
+)
+def test_a_page_can_be_made_of_very_little(answers, words, tmp_path):
+    report = evaluate([(1, record(("cat", BOX)))], answers)
+    assert words in " ".join("".join(Reader(page(report, Origin(tmp_path, "a"), 5)).texts).split())
+
+
+def test_half_a_character_in_an_answer_does_not_stop_the_page(tmp_path):
+    report = evaluate([(1, record(("cat", BOX)))], [answer(text="{\ud83d")])
+    write_page(tmp_path / "deep/page.html", report, Origin(tmp_path, "a"), 5)
+    assert "{&#55357;" in (tmp_path / "deep/page.html").read_text()
