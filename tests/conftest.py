@@ -3,6 +3,8 @@
 import os
 from collections.abc import Generator
 
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # tiny tensors: threads would wait for each other on a busy machine
+
 import pytest
 
 from tests.conformance.page import titles

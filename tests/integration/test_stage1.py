@@ -243,7 +243,7 @@ def test_a_finished_run_is_not_trained_further_by_a_resume(parts):
             ),
             "the record says 640 x 64, the picture is 64 x 64",
         ),
-        (lambda data: (data / "train.jsonl").write_text("{}\n" * 40), "train.jsonl:1: no height"),
+        (lambda data: (data / "train.jsonl").write_text("{}\n" * 40), "train.jsonl:1: missing keys: height"),
         (lambda data: (data / "train.jsonl").unlink(), "train.jsonl"),
     ],
 )

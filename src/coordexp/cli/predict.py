@@ -1,6 +1,7 @@
 """`coordexp predict`: a model's answers to a file of records, as COCO detections and as they were written."""
 
 import json
+import os
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -38,9 +39,9 @@ def predict(
     if backend is Backend.vllm:
         need("vllm", extra="vllm")
     if not (model / "config.json").is_file():
-        stop(
-            f"{model} has no config.json\n  give a model folder; an adapter is merged first (coordexp model merge)"
-        )
+        inside = sorted(path.name for path in model.glob("checkpoint-*"))
+        way_out = "give a model folder; an adapter is merged first (coordexp model merge)"
+        stop(f"{model} has no config.json\n  {f'it holds {inside[-1]}: give that' if inside else way_out}")
     with progress("loading"):
         from coordexp.data import RecordError, RecordFile
         from coordexp.evaluate import write_predictions
@@ -50,9 +51,10 @@ def predict(
             records, table = RecordFile(data), VocabularyTable.from_folder(model)
             truth = [records.numbered(k) for k in range(len(records))]
             to.parent.mkdir(parents=True, exist_ok=True)
-            to.touch()  # now, and not after hours of answering
         except (OSError, RecordError, VocabularyError) as error:
             stop(str(error))
+        if to.is_dir() or not os.access(to.parent, os.W_OK):
+            stop(f"{to} cannot be written\n  give another --out")
         wanted = truth[:limit]
         sizes = {(record.width, record.height) for _, record in wanted}
         answer, close = _engine(backend, model, prompt or _prompt_of(model), max_new_tokens, table, batch, sizes)

@@ -1,13 +1,15 @@
 """`coordexp train`, and `python -m src.sft`, which is the same."""
 
 import os
+import signal
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from coordexp.cli.check import ConfigOption
 from coordexp.cli.console import err, need, out, print_violations, progress, stop
-from coordexp.config import ConfigError, Loaded, World, load_settings
+from coordexp.config import ConfigError, Loaded, Settings, World, load_settings
 
 
 def train(
@@ -19,7 +21,8 @@ def train(
 ) -> None:
     """Train as a config says. Under torchrun, one process a learner rank.
 
-    This version has the stage-1 trainer. SIGTERM finishes the step, saves a checkpoint and exits 0.
+    This version has the stage-1 trainer. SIGTERM finishes the step, saves a
+    checkpoint and exits 0; Ctrl-C does the same and exits 130.
     """
     try:
         loaded = load_settings(config, World(world_size))
@@ -40,19 +43,41 @@ def _run(loaded: Loaded, resume: bool) -> None:
     first = os.environ.get("RANK", "0") == "0"
     for note in loaded.notes if first else ():
         err.print(f"note: {note}", markup=False)
+    _need_files(loaded.settings)
     with progress("loading"):
         from coordexp.data import DataError
         from coordexp.pack import PackingError
         from coordexp.train.run import prepare
 
         try:
-            trainer = prepare(loaded, resume)
+            run, checkpoint = prepare(loaded, resume)
         except (OSError, ValueError) as error:
             stop(str(error))
+    if resume and first:
+        folder = loaded.settings.training.output_dir
+        out.print(
+            f"going on from {checkpoint}" if checkpoint else f"no checkpoint in {folder}: from the beginning"
+        )
     try:
-        outcome = trainer()
+        outcome = run()
     except (DataError, PackingError) as error:
         stop(str(error))
     if first:
-        ending = "stopped by a signal after" if outcome.stopped else "done:"
-        out.print(f"{ending} step {outcome.steps}; see {outcome.folder}")
+        ending = f"done: step {outcome.steps}"
+        if outcome.stopped_by:
+            ending = f"stopped by a signal after step {outcome.steps}, which is saved; --resume goes on"
+        out.print(f"{ending}; see {outcome.folder}")
+    if outcome.stopped_by == signal.SIGINT:
+        raise typer.Exit(130)
+
+
+def _need_files(settings: Settings) -> None:
+    """Before anything heavy is imported."""
+    paths = {
+        "model.path": settings.model.path,
+        "custom.train_jsonl": settings.custom.train_jsonl,
+        "custom.val_jsonl": settings.custom.val_jsonl,
+    }
+    for key, path in paths.items():
+        if path is not None and not Path(path).exists():
+            stop(f"{key}: {path} does not exist\n  paths are relative to the folder that the command runs in")

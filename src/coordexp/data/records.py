@@ -87,7 +87,11 @@ def parse_record(line: str | bytes) -> Record:
     missing = sorted({"image", "width", "height", "space", "objects"} - set(value))
     if unknown or missing:
         raise ValueError(
-            "; ".join(f"{what} {', '.join(k)}" for what, k in (("unknown", unknown), ("no", missing)) if k)
+            "; ".join(
+                f"{what} {', '.join(k)}"
+                for what, k in (("unknown keys:", unknown), ("missing keys:", missing))
+                if k
+            )
         )
     image, width, height, space, objects = (value[k] for k in ("image", "width", "height", "space", "objects"))
     if not isinstance(image, str) or not image:

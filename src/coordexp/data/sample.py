@@ -53,7 +53,9 @@ class TrueObject:
         if not all(0 <= bin < BINS for bin in bins):
             raise ValueError(f"{kind} {bins} leaves the bins 0 to {BINS - 1}; quantise with coordexp.data.to_bin")
         if degenerate(kind, bins):
-            raise ValueError(f"{kind} {bins} has no area; drop the object")
+            raise ValueError(
+                f"{kind} {bins} has no area, or its corners are in the wrong order; correct the record"
+            )
         if any("\ud800" <= character <= "\udfff" for character in self.desc):
             raise ValueError(f"desc {self.desc!r} holds half a character (a lone surrogate); correct the data")
         if not self.desc.strip():

@@ -94,8 +94,8 @@ class StopOnSignal(TrainerCallback):
     """SIGTERM or SIGINT: finish the step, save, end. All ranks agree on the step, whichever of them was told."""
 
     def __init__(self) -> None:
-        self.stopped = False
-        self._told = False
+        self.stopped_by: int | None = None
+        self._told = 0
 
     def listen(self) -> None:
         for number in (signal.SIGTERM, signal.SIGINT):
@@ -106,10 +106,10 @@ class StopOnSignal(TrainerCallback):
         if dist.is_initialized():
             dist.all_reduce(told)
         if told > 0:
-            self.stopped = True
+            self.stopped_by = self._told or int(signal.SIGTERM)
             control.should_save = True
             control.should_training_stop = True
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        self._told = True
+        self._told = number
         signal.signal(number, signal.SIG_DFL)  # a second one ends it at once

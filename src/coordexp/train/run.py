@@ -34,13 +34,13 @@ OURS = ("packing", "packing_buffer", "packing_min_fill_ratio", "packing_drop_las
 @dataclass(frozen=True)
 class Outcome:
     steps: int
-    stopped: bool
+    stopped_by: int | None  # a signal
     folder: Path
 
 
-def prepare(loaded: Loaded, resume: bool) -> Callable[[], Outcome]:
-    """Loads and checks all that a stage-1 run needs; what comes back runs it. With `resume`, from the newest
-    checkpoint of the run folder, if there is one."""
+def prepare(loaded: Loaded, resume: bool) -> tuple[Callable[[], Outcome], Path | None]:
+    """Loads and checks all that a stage-1 run needs. What comes back runs it, and says from which checkpoint: with
+    `resume`, the newest of the run folder, if there is one."""
     settings = loaded.settings
     folder = Path(settings.training.output_dir)
     train = RecordFile(Path(settings.custom.train_jsonl))
@@ -48,7 +48,7 @@ def prepare(loaded: Loaded, resume: bool) -> Callable[[], Outcome]:
     arguments = training_arguments(settings, len(train))
     checkpoint = _checkpoint(folder, resume)
     if checkpoint is not None and _step(checkpoint) >= arguments.max_steps:
-        return lambda: Outcome(_step(checkpoint), stopped=False, folder=folder)
+        return (lambda: Outcome(_step(checkpoint), stopped_by=None, folder=folder)), checkpoint
     set_seed(settings.training.seed)
     trainer, stop = _trainer(settings, arguments, train, held_out)
     if checkpoint is not None:
@@ -60,9 +60,9 @@ def prepare(loaded: Loaded, resume: bool) -> Callable[[], Outcome]:
     def run() -> Outcome:
         stop.listen()
         trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
-        return Outcome(trainer.state.global_step, stop.stopped, folder)
+        return Outcome(trainer.state.global_step, stop.stopped_by, folder)
 
-    return run
+    return run, checkpoint
 
 
 def training_arguments(settings: Settings, samples: int) -> TrainingArguments:
@@ -174,6 +174,15 @@ def _checkpoint(folder: Path, resume: bool) -> Path | None:
             f"{folder} already holds {newest.name}\n"
             "  add --resume to go on from there, or set training.output_dir to a new folder"
         )
+    if newest:
+        missing = [
+            name for name in ("optimizer*", "scheduler.pt", "trainer_state.json") if not any(newest.glob(name))
+        ]
+        if missing:
+            raise FileNotFoundError(
+                f"{newest} has no {' and no '.join(missing)}: going on from it would not be exact\n"
+                "  copy the checkpoint again, or remove it to resume from the one before"
+            )
     return newest
 
 

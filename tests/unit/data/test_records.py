@@ -48,8 +48,8 @@ def test_every_space_gives_the_same_bins_and_pixels(space, box):
     [
         ("[]", "a record is a JSON object"),
         ("{", "Expecting property name"),
-        (json.dumps({"image": "a"}), "no height, objects, space, width"),
-        (changed(bbox=1), "unknown bbox"),
+        (json.dumps({"image": "a"}), "missing keys: height, objects, space, width"),
+        (changed(bbox=1), "unknown keys: bbox"),
         (changed(width="640"), "not positive whole numbers"),
         (changed(height=0), "not positive whole numbers"),
         (changed(width=True), "not positive whole numbers"),
@@ -80,7 +80,7 @@ def test_any_line_is_found_and_a_broken_one_is_named(tmp_path):
     assert records[3].image == "2.png"
     assert records[1].image == "1.png"
     assert records.image_path(records[0]) == tmp_path / "0.png"
-    with pytest.raises(RecordError, match=r"train\.jsonl:4: no height[\s\S]*coordexp data doctor"):
+    with pytest.raises(RecordError, match=r"train\.jsonl:4: missing keys: height[\s\S]*coordexp data doctor"):
         records[2]
     with pytest.raises(RecordError, match=r"train\.jsonl:4"):
         list(read_records(file))

@@ -101,7 +101,7 @@ def test_data_that_was_not_predicted_on_is_refused(folder):
     (folder / "val.jsonl").write_text("".join([lines[1], lines[0], *lines[2:]]))
     assert "image_id 1 is '1.png' in the answers and '2.png' in the data" in refusal(folder)
     (folder / "val.jsonl").write_text("{}\n")
-    assert "val.jsonl:1: no height" in refusal(folder)
+    assert "val.jsonl:1: missing keys: height" in refusal(folder)
 
 
 def test_images_without_an_answer_are_refused_unless_they_are_left_out(tmp_path):
