@@ -228,9 +228,23 @@ def test_two_processes_train_as_one_does_on_the_same_samples(parts):
 
 def test_a_finished_run_is_not_trained_further_by_a_resume(parts):
     file = config(parts, "finished", max_steps=2, save_steps=2)
-    train(file)
-    assert "step 2" in train(file, "--resume")
+    assert "from the beginning" in train(file, "--resume")
+    shown = train(file, "--resume")
+    assert "going on from" in shown
+    assert "step 2" in shown
     assert [path.name for path in (parts / "finished").glob("checkpoint-*")] == ["checkpoint-2"]
+
+
+def test_a_damaged_checkpoint_is_refused(parts):
+    file = config(parts, "damaged", max_steps=1, save_steps=1)
+    train(file)
+    (parts / "damaged/checkpoint-1/scheduler.pt").unlink()
+    config(parts, "damaged", max_steps=2, save_steps=1)
+    done = subprocess.run(
+        command(file, "--resume"), env=environment(), cwd=ROOT, capture_output=True, text=True, timeout=100
+    )
+    assert done.returncode == 1
+    assert "has no scheduler.pt: going on from it would not be exact" in done.stderr
 
 
 @pytest.mark.parametrize(
