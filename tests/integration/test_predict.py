@@ -26,9 +26,7 @@ def pictures(tmp_path_factory):
     write_scenes(folder / "a", SceneSettings(side=96), train=1, val=25, seed=0, advance=lambda: None)
     write_scenes(folder / "b", SceneSettings(side=64), train=1, val=25, seed=1, advance=lambda: None)
     files = sorted(folder.glob("*/images/val/*.png"))
-    return [
-        Picture(file.name, str(file), side, side) for file in files for side in [96 if "/a/" in str(file) else 64]
-    ]
+    return [Picture(str(file), side, side) for file in files for side in [96 if "/a/" in str(file) else 64]]
 
 
 def test_vllm_and_transformers_write_the_same_tokens_for_fifty_pictures(lively_model, lively_engine, pictures):

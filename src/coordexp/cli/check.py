@@ -100,13 +100,14 @@ def _print_settings(loaded: Loaded, show_all: bool, unchecked: str) -> None:
         out.print(Text(f"{label:<58}  ").append(origin, style="dim" if origin == "default" else "cyan"))
     if hidden:
         out.print(Text(f"({hidden} more training arguments are at their defaults; --all shows them)", style="dim"))
-    for note in (*loaded.notes, *_absent(loaded.settings)):
+    absent = [f"{setting}: {name} does not exist here" for setting, name in absent_files(loaded.settings)]
+    for note in (*loaded.notes, *absent):
         out.print(Text(f"note: {note}", style="yellow"))
     out.print(Text(f"{loaded.files[-1]}: sound", style="bold green").append(unchecked, style="dim"))
 
 
-def _absent(settings: Settings) -> Iterator[str]:
-    """Files a run would read that are not here: no error, since a config may be checked on another machine."""
+def absent_files(settings: Settings) -> Iterator[tuple[str, str]]:
+    """Settings that name a file which is not here. No error in a check, which may be made on another machine."""
     named = {
         "model.path": settings.model.path,
         "custom.train_jsonl": settings.custom.train_jsonl,
@@ -114,7 +115,7 @@ def _absent(settings: Settings) -> Iterator[str]:
     }
     for setting, name in named.items():
         if name is not None and not Path(name).exists():
-            yield f"{setting}: {name} does not exist here"
+            yield setting, name
 
 
 def _print_headings(path: tuple[Key, ...], opened: tuple[Key, ...]) -> None:

@@ -12,6 +12,7 @@ from rich.progress import Progress
 from rich.text import Text
 
 from coordexp.config import ConfigError, dotted
+from coordexp.folders import is_free
 
 out = Console(soft_wrap=True, highlight=False)
 err = Console(soft_wrap=True, highlight=False, stderr=True)
@@ -70,7 +71,7 @@ def printable(text: str) -> str:
 
 def need_new(folder: Path) -> None:
     """Stops unless the folder is new or empty."""
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+    if not is_free(folder):
         stop(f"{folder} exists and is not an empty folder\n  give another one, or remove it")
 
 

@@ -31,8 +31,8 @@ def predict(
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens an answer may have.")] = 1024,
     limit: Annotated[int | None, typer.Option(min=1, help="Only the first records.")] = None,
     prompt: Annotated[
-        str, typer.Option(help="The question: custom.prompt of the training.")
-    ] = "Detect all objects.",
+        str | None, typer.Option(help="The question. Unset: the one the model was trained with.")
+    ] = None,
 ) -> None:
     """Answer every picture greedily. Scores are token probabilities."""
     need("torch", "transformers", extra="train")
@@ -77,7 +77,7 @@ def _answers(
     with bar("answering", len(truth)) as advance:
         for start in range(0, len(truth), batch):
             part = truth[start : start + batch]
-            pictures = [Picture(r.image, str(records.image_path(r)), r.width, r.height) for _, r in part]
+            pictures = [Picture.of(records, record) for _, record in part]
             try:
                 found = answer(pictures)
             except DataError as error:

@@ -2,14 +2,13 @@
 
 import os
 import signal
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from coordexp.cli.check import ConfigOption
+from coordexp.cli.check import ConfigOption, absent_files
 from coordexp.cli.console import err, need, out, print_violations, progress, stop
-from coordexp.config import ConfigError, Loaded, Settings, World, load_settings
+from coordexp.config import ConfigError, Loaded, World, load_settings
 
 
 def train(
@@ -43,7 +42,8 @@ def _run(loaded: Loaded, resume: bool) -> None:
     first = os.environ.get("RANK", "0") == "0"
     for note in loaded.notes if first else ():
         err.print(f"note: {note}", markup=False)
-    _need_files(loaded.settings)
+    for setting, name in absent_files(loaded.settings):  # before anything heavy is imported
+        stop(f"{setting}: {name} does not exist\n  paths are relative to the folder that the command runs in")
     with progress("loading"):
         from coordexp.data import DataError
         from coordexp.pack import PackingError
@@ -69,15 +69,3 @@ def _run(loaded: Loaded, resume: bool) -> None:
         out.print(f"{ending}; see {outcome.folder}")
     if outcome.stopped_by == signal.SIGINT:
         raise typer.Exit(130)
-
-
-def _need_files(settings: Settings) -> None:
-    """Before anything heavy is imported."""
-    paths = {
-        "model.path": settings.model.path,
-        "custom.train_jsonl": settings.custom.train_jsonl,
-        "custom.val_jsonl": settings.custom.val_jsonl,
-    }
-    for key, path in paths.items():
-        if path is not None and not Path(path).exists():
-            stop(f"{key}: {path} does not exist\n  paths are relative to the folder that the command runs in")

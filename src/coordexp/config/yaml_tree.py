@@ -13,6 +13,7 @@ import yaml
 
 from coordexp.config import paths
 from coordexp.config.violations import ConfigError, Violation
+from coordexp.text import encodable
 
 MAX_BYTES = 1_000_000
 MAX_DEPTH = 32
@@ -190,7 +191,7 @@ class _Builder:
     def mapping(self, node: yaml.MappingNode, path: paths.Path) -> Tree:
         result: Tree = {}
         for key_node, value_node in node.value:
-            if not isinstance(key_node, yaml.ScalarNode) or not _encodable(key_node.value):
+            if not isinstance(key_node, yaml.ScalarNode) or not encodable(key_node.value):
                 self._complain(path, "has a key that is not plain text", "write plain keys", key_node)
                 continue
             key = key_node.value
@@ -224,7 +225,7 @@ class _Builder:
     def _scalar(self, node: yaml.ScalarNode, path: paths.Path) -> Any:
         text, kind = node.value, node.tag.removeprefix(_TAG)
         if kind == "str":
-            if not _encodable(text):
+            if not encodable(text):
                 return self._complain(path, "holds half a character (a lone surrogate)", "write it whole", node)
             return text
         if kind not in _SCALARS or not _SCALARS[kind][0].match(text):
@@ -243,10 +244,6 @@ class _Builder:
 
     def _origin(self, node: yaml.Node) -> Origin:
         return Origin(self._file, node.start_mark.line + 1)
-
-
-def _encodable(text: str) -> bool:
-    return not any("\ud800" <= character <= "\udfff" for character in text)
 
 
 def _merge(onto: Document, over: Document) -> None:

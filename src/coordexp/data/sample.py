@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from coordexp.data.coordinates import BINS
+from coordexp.text import encodable
 
 GeometryKind = Literal["bbox_2d", "poly"]
 
@@ -56,7 +57,7 @@ class TrueObject:
             raise ValueError(
                 f"{kind} {bins} has no area, or its corners are in the wrong order; correct the record"
             )
-        if any("\ud800" <= character <= "\udfff" for character in self.desc):
+        if not encodable(self.desc):
             raise ValueError(f"desc {self.desc!r} holds half a character (a lone surrogate); correct the data")
         if not self.desc.strip():
             raise ValueError("desc is empty; every object needs a description")

@@ -10,7 +10,10 @@ import torch
 from PIL import Image, ImageDraw
 from transformers import AutoProcessor, Qwen3VLForConditionalGeneration
 
-QUESTION = "Detect all objects."
+from coordexp.config.settings import Custom
+from coordexp.rollout.prompt import PromptBuilder
+
+QUESTION: str = Custom.model_fields["prompt"].default
 
 
 @dataclass(frozen=True)
@@ -22,9 +25,7 @@ class Answer:
 
 def prompt(processor: Any) -> str:
     """The conversation as the model's own chat template renders it."""
-    content = [{"type": "image"}, {"type": "text", "text": QUESTION}]
-    messages = [{"role": "user", "content": content}]
-    return str(processor.apply_chat_template(messages, add_generation_prompt=True, tokenize=False))
+    return PromptBuilder(processor, QUESTION).text
 
 
 def drawing(seed: int = 0, side: int = 128) -> Image.Image:

@@ -17,6 +17,7 @@ from transformers.models.qwen2_vl.image_processing_qwen2_vl import Qwen2VLImageP
 
 from coordexp.data import BINS
 from coordexp.demo.vocabulary import CHAT_TEMPLATE, Vocabulary, make_tokenizer
+from coordexp.folders import is_free
 from coordexp.vocab import COORD_TOKENS
 from coordexp.vocab.ordinal import ordinal_rows, start_ordinal
 
@@ -61,7 +62,7 @@ def make_model(
     `coords` it is a checkpoint as it is before `coordexp model add-coords`. With `ordinal`, neighbouring
     coordinate tokens start alike, and so do neighbouring places of the picture.
     """
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+    if not is_free(folder):
         raise FileExistsError(f"{folder} is not an empty folder\n  give another folder, or remove this one")
     size = size or Size()
     tokenizer = make_tokenizer(vocabulary, coords=coords)

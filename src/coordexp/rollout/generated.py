@@ -3,17 +3,22 @@
 from dataclasses import dataclass
 from typing import Literal
 
+from coordexp.data import Record, RecordFile
+
 FinishReason = Literal["stop", "length"]
 
 
 @dataclass(frozen=True)
 class Picture:
-    """`name` is the path as the data has it, `path` where the file is."""
+    """A file, and the size it must have."""
 
-    name: str
     path: str
     width: int
     height: int
+
+    @classmethod
+    def of(cls, records: RecordFile, record: Record) -> "Picture":
+        return cls(str(records.image_path(record)), record.width, record.height)
 
 
 @dataclass(frozen=True)

@@ -50,10 +50,7 @@ class AnswerEvaluation:
 
     def _answers(self, model: Any, indices: Sequence[int], lockstep: bool) -> list[Answer]:
         numbered = [self.records.numbered(index) for index in indices]
-        pictures = [
-            Picture(record.image, str(self.records.image_path(record)), record.width, record.height)
-            for _, record in numbered
-        ]
+        pictures = [Picture.of(self.records, record) for _, record in numbered]
         found = generate(
             model,
             self.prompts,

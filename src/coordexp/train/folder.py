@@ -1,5 +1,6 @@
 """The run folder: what was run, with which versions, on which data. Written before the first step."""
 
+import functools
 import hashlib
 import json
 import platform
@@ -36,6 +37,7 @@ def write_run_folder(folder: Path, loaded: Loaded, data: dict[str, RecordFile], 
     file.write_text(json.dumps([*runs, described], indent=2) + "\n")
 
 
+@functools.cache  # of a large file it is worth making once
 def fingerprint(records: RecordFile) -> dict[str, Any]:
     with records.path.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()

@@ -46,6 +46,7 @@ class RowTrainer(Trainer):
         self.tally = Tally(objective)
         self.tokens = self.steps = 0
         self.loss_is_scaled_for_ga = True  # by the counts of the whole optimizer step
+        self._parameters = sum(weight.numel() for weight in self.model.parameters())
         self._images = ThreadPoolExecutor(image_threads) if image_threads else None
 
     def get_train_dataloader(self) -> Any:
@@ -109,7 +110,7 @@ class RowTrainer(Trainer):
 
     def floating_point_ops(self, inputs: tuple[Example, ...]) -> int:
         """Six operations a parameter and token, by the usual estimate."""
-        return 6 * sum(map(len, inputs)) * sum(weight.numel() for weight in self.model.parameters())
+        return 6 * sum(map(len, inputs)) * self._parameters
 
     def _track_num_input_tokens(self, inputs: tuple[Example, ...]) -> None:
         self.state.num_input_tokens_seen += sum(map(len, inputs)) * self.args.world_size

@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from tokenizers import AddedToken, Tokenizer
 
 from coordexp.data import BINS
+from coordexp.folders import is_free
 from coordexp.vocab.ordinal import ordinal_rows
 from coordexp.vocab.table import COORD_TOKENS, VocabularyError, VocabularyTable
 
@@ -33,7 +34,7 @@ def add_coord_tokens(
     source: Path, target: Path, *, noise: float = 0.02, ordinal: bool = False, seed: int = 0
 ) -> int:
     """Writes the expanded checkpoint to `target`, a new folder, and says how many tokens were added."""
-    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+    if not is_free(target):
         raise ExpansionError(f"{target} exists and is not an empty folder\n  give another one, or remove it")
     config = _read_json(source / "config.json")
     shards = _shards(source)

@@ -9,6 +9,7 @@ from coordexp.data.coordinates import BINS, to_bin
 from coordexp.data.images import ImageFacts
 from coordexp.data.records import Record, RecordObject
 from coordexp.data.sample import degenerate
+from coordexp.text import encodable
 
 FAR = 0.01  # share of the image by which a shape may leave it before it is an error
 HALF_A_BIN = 0.5 / (BINS - 1)
@@ -84,7 +85,7 @@ def _over(values: tuple[float, ...], size: float) -> float:
 
 @lru_cache(maxsize=65536)
 def _desc_code(desc: str) -> str | None:
-    if any("\ud800" <= character <= "\udfff" for character in desc):
+    if not encodable(desc):
         return "desc-broken"
     word = desc.strip()
     thin = word.lower() in THIN or not re.search(r"\w", word) or (len(word) == 1 and word.isascii())

@@ -12,6 +12,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any, Literal
 
 from coordexp.data.importers.tally import Tally
+from coordexp.text import encodable
 
 Ring = tuple[float, ...]
 Box = tuple[float, float, float, float]
@@ -72,7 +73,7 @@ def text_of(value: Any, where: str) -> str:
         raise SourceError(
             f"{where}: {value!r} is not a name\n  every class needs a text; quote it if it is a number"
         )
-    if any("\ud800" <= character <= "\udfff" for character in value):
+    if not encodable(value):
         raise SourceError(f"{where}: {value!r} holds half a character (a lone surrogate)\n  correct the name")
     return value
 

@@ -1,0 +1,13 @@
+"""`predict` asks what the model was trained with, unless told otherwise."""
+
+import inspect
+import json
+
+from coordexp.cli.predict import _prompt_of, predict
+
+
+def test_the_prompt_is_the_one_noted_with_the_model_and_else_the_default(tmp_path):
+    assert _prompt_of(tmp_path) == "Detect all objects."
+    (tmp_path / "coordexp.json").write_text(json.dumps({"prompt": "Find the cups."}))
+    assert _prompt_of(tmp_path) == "Find the cups."
+    assert inspect.signature(predict).parameters["prompt"].default is None
