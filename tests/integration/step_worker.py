@@ -21,7 +21,7 @@ from tests.rows import Tiny
 
 def main(plan: dict) -> None:
     torch.set_num_threads(1)
-    accelerator = _accelerator(sharded=plan["mode"] == "fsdp2")
+    accelerator = accelerated(sharded=plan["mode"] == "fsdp2")
     tiny = Tiny(Path(plan["model"]))
     rows = [
         tiny.collate([tiny.example(seed, "AB"[seed % 2]) for seed in seeds])
@@ -51,15 +51,15 @@ def main(plan: dict) -> None:
     accelerator.end_training()
 
 
-def _accelerator(sharded: bool) -> Accelerator:
+def accelerated(sharded: bool) -> Accelerator:
     accelerator = Accelerator(cpu=True)
     if sharded:  # accelerate takes this branch by itself for every device but a CPU
         accelerator.state.distributed_type = DistributedType.FSDP
-        accelerator.state.fsdp_plugin = _plugin()
+        accelerator.state.fsdp_plugin = sharding()
     return accelerator
 
 
-def _plugin() -> FullyShardedDataParallelPlugin:
+def sharding() -> FullyShardedDataParallelPlugin:
     return FullyShardedDataParallelPlugin(
         fsdp_version=2,
         auto_wrap_policy="transformer_based_wrap",

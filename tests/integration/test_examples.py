@@ -1,4 +1,4 @@
-"""The example's own commands, at a reduced size, from nothing to a measured model."""
+"""The examples' own commands, at a reduced size."""
 
 import re
 import shlex
@@ -10,31 +10,46 @@ import pytest
 import yaml
 
 ROOT = Path(__file__).parents[2]
-README = (ROOT / "examples/scenes-cpu/README.md").read_text()
-SMALLER = {"--train 20000 --val 200": "--train 60 --val 6", "checkpoint-7000": "checkpoint-6"}
 
 
-def commands() -> list[str]:
-    blocks = re.findall(r"^```bash\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
+def commands(example: str) -> list[str]:
+    text = (ROOT / f"examples/{example}/README.md").read_text()
+    blocks = re.findall(r"^```bash\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
     return [line for block in blocks for line in block.strip().splitlines()]
 
 
-@pytest.mark.timeout(400)
-def test_every_command_of_the_example_runs(tmp_path):
-    found = commands()
-    assert len(found) == 7
-    (tmp_path / "configs").symlink_to(ROOT / "configs")
-    training = {"max_steps": 6, "save_steps": 6, "eval_steps": 6, "report_to": "none"}
-    small = {"extends": ["configs/demo/scenes-cpu.yaml"], "training": training}
-    (tmp_path / "small.yaml").write_text(yaml.safe_dump(small))
-    for command in found:
-        for large, reduced in SMALLER.items():
+def run_all(example: str, folder: Path, config: str, steps: int, smaller: dict[str, str]) -> list[str]:
+    """What each command printed."""
+    (folder / "configs").symlink_to(ROOT / "configs")
+    (folder / "examples").symlink_to(ROOT / "examples")
+    training = {"max_steps": steps, "save_steps": steps, "eval_steps": steps, "report_to": "none"}
+    (folder / "small.yaml").write_text(yaml.safe_dump({"extends": [config], "training": training}))
+    shown = []
+    for command in commands(example):
+        for large, reduced in (smaller | {config: "small.yaml"}).items():
             command = command.replace(large, reduced)
-        words = shlex.split(command.replace("configs/demo/scenes-cpu.yaml", "small.yaml"))
+        words = shlex.split(command)
         assert words[0] == "coordexp"
         done = subprocess.run(
-            [sys.executable, "-m", *words], cwd=tmp_path, capture_output=True, text=True, timeout=200
+            [sys.executable, "-m", *words], cwd=folder, capture_output=True, text=True, timeout=200
         )
         assert done.returncode == 0, f"{command}\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}"
+        shown.append(done.stdout)
+    return shown
+
+
+@pytest.mark.timeout(400)
+def test_from_nothing_to_a_measured_model(tmp_path):
+    smaller = {"--train 20000 --val 200": "--train 60 --val 6", "checkpoint-7000": "checkpoint-6"}
+    shown = run_all("scenes-cpu", tmp_path, "configs/demo/scenes-cpu.yaml", 6, smaller)
+    assert len(shown) == 7
     assert (tmp_path / "scenes/evaluate.html").is_file()
-    assert "f1" in done.stdout.lower()
+    assert "f1" in shown[-1].lower()
+
+
+@pytest.mark.timeout(400)
+def test_from_a_trained_model_to_its_own_answers(tmp_path):
+    smaller = {"--train 600 --val 240": "--train 24 --val 4"}
+    shown = run_all("stage2-cpu", tmp_path, "configs/demo/stage2-hf.yaml", 4, smaller)
+    assert re.search(r"step 4/4 .* 16 answers: found \d+ of \d+", shown[1])
+    assert "4 examples of 1 steps come out the same" in shown[2]

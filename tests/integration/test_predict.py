@@ -11,8 +11,8 @@ from coordexp.cli import app
 from coordexp.data import DataError
 from coordexp.demo.scenes import SceneSettings
 from coordexp.demo.write_scenes import write_scenes
-from coordexp.rollout.generate import generate
-from coordexp.rollout.generated import Picture
+from coordexp.rollout.backend import Decode, Picture, Request
+from coordexp.rollout.hugging_face import HuggingFaceBackend
 from coordexp.rollout.prompt import PromptBuilder
 from coordexp.rollout.vllm import generate_with_vllm
 from coordexp.vocab import VocabularyTable
@@ -34,7 +34,8 @@ def test_vllm_and_transformers_write_the_same_tokens_for_fifty_pictures(lively_m
     prompts = PromptBuilder(AutoProcessor.from_pretrained(lively_model), "Detect all objects.")
     options = {"max_new_tokens": 32, "end_of_turn": table.end_of_turn}
     model = Qwen3VLForConditionalGeneration.from_pretrained(lively_model, dtype="float32")
-    ours = [one for k in range(0, 50, 10) for one in generate(model, prompts, pictures[k : k + 10], **options)]
+    backend = HuggingFaceBackend(lambda: model, prompts, table, decode_batch_size=10)
+    ours = backend.generate([Request(picture, Decode.greedy(32)) for picture in pictures])
     theirs = generate_with_vllm(lively_engine, prompts, pictures, **options)
     assert len(ours) == len(theirs) == 50
     assert [one.ids for one in ours] == [one.ids for one in theirs]

@@ -14,9 +14,12 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
+from coordexp.config import World, load_settings
 from coordexp.demo.model import Size, make_model
 from coordexp.demo.scenes import SceneSettings
 from coordexp.demo.write_scenes import write_scenes
+from coordexp.train.run import prepare
+from coordexp.train.stream import RowStream
 
 ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.timeout(240)
@@ -233,6 +236,27 @@ def test_a_finished_run_is_not_trained_further_by_a_resume(parts):
     assert "going on from" in shown
     assert "step 2" in shown
     assert [path.name for path in (parts / "finished").glob("checkpoint-*")] == ["checkpoint-2"]
+
+
+def test_an_older_checkpoint_goes_only_when_the_newer_one_is_whole(parts, monkeypatch):
+    file = config(parts, "rotated", max_steps=3, save_steps=1, save_total_limit=1)
+    whole, saved = RowStream.save, []
+
+    def save(self, folder):
+        saved.append(folder.name)
+        if len(saved) == 3:
+            raise OSError("no space left")
+        whole(self, folder)
+
+    monkeypatch.setattr(RowStream, "save", save)
+    run, _ = prepare(load_settings(file, World(1)), resume=False)
+    with pytest.raises(OSError, match="no space left"):
+        run()
+    assert sorted(path.name for path in (parts / "rotated").glob("checkpoint-*")) == [
+        "checkpoint-2",
+        "checkpoint-3",
+    ]
+    assert prepare(load_settings(file, World(1)), resume=True)[1].name == "checkpoint-2"
 
 
 def test_a_damaged_checkpoint_is_refused(parts):

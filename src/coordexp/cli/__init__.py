@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from coordexp.cli import check, config, console, data, demo, doctor, evaluate, model, predict, train
+from coordexp.cli import check, config, console, data, demo, doctor, evaluate, model, predict, replay, train
 from coordexp.errors import DataError
 
 app = typer.Typer(
@@ -22,6 +22,7 @@ app.command("doctor")(doctor.doctor)
 app.command("evaluate")(evaluate.evaluate)
 app.command("train")(train.train)
 app.command("predict")(predict.predict)
+app.command("replay")(replay.replay)
 app.add_typer(config.app, name="config")
 app.add_typer(data.app, name="data")
 app.add_typer(demo.app, name="demo")

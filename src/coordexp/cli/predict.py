@@ -16,10 +16,10 @@ if TYPE_CHECKING:
     from coordexp.data import RecordFile
     from coordexp.evaluate import Answer
     from coordexp.evaluate.predictions import Truth
-    from coordexp.rollout.generated import Generated, Picture
+    from coordexp.rollout.backend import Picture, Rollout
     from coordexp.vocab import VocabularyTable
 
-Answering = Callable[[Sequence["Picture"]], list["Generated"]]
+Answering = Callable[[Sequence["Picture"]], list["Rollout"]]
 
 
 def predict(
@@ -71,7 +71,7 @@ def _answers(
 ) -> list["Answer"]:
     from coordexp.data import DataError
     from coordexp.evaluate.tokens import answer_of
-    from coordexp.rollout.generated import Picture
+    from coordexp.rollout.backend import Picture
 
     answers = []
     with bar("answering", len(truth)) as advance:
@@ -82,8 +82,8 @@ def _answers(
                 found = answer(pictures)
             except DataError as error:
                 stop(str(error))
-            for (number, record), generated in zip(part, found, strict=True):
-                answers.append(answer_of(number, record.image, generated, table))
+            for (number, record), rollout in zip(part, found, strict=True):
+                answers.append(answer_of(number, record.image, rollout, table))
                 advance()
     return answers
 
@@ -108,7 +108,8 @@ def _engine(
     import torch
     from transformers import AutoProcessor, Qwen3VLForConditionalGeneration
 
-    from coordexp.rollout.generate import generate
+    from coordexp.rollout.backend import Decode, Request
+    from coordexp.rollout.hugging_face import HuggingFaceBackend
     from coordexp.rollout.prompt import PromptBuilder
 
     prompts = PromptBuilder(AutoProcessor.from_pretrained(model), prompt)
@@ -126,4 +127,6 @@ def _engine(
         )
         return (lambda p: generate_with_vllm(engine, prompts, p, **options)), partial(stop_vllm, engine)
     loaded = Qwen3VLForConditionalGeneration.from_pretrained(model, dtype=dtype).to(device)
-    return (lambda p: generate(loaded, prompts, p, **options)), lambda: None
+    answering = HuggingFaceBackend(lambda: loaded, prompts, table, batch)
+    greedy = Decode.greedy(max_new_tokens)
+    return (lambda p: answering.generate([Request(picture, greedy) for picture in p])), answering.close

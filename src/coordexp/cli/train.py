@@ -20,7 +20,7 @@ def train(
 ) -> None:
     """Train as a config says. Under torchrun, one process a learner rank.
 
-    This version has the stage-1 trainer. SIGTERM finishes the step, saves a
+    This version makes rollouts with rollout_backend: hf. SIGTERM finishes the step, saves a
     checkpoint and exits 0; Ctrl-C does the same and exits 130.
     """
     try:
@@ -28,10 +28,11 @@ def train(
     except ConfigError as error:
         print_violations(error, str(config), err)
         raise typer.Exit(2) from None
-    variant = loaded.settings.custom.trainer_variant
-    if variant != "stage1_sft":
+    settings = loaded.settings
+    if settings.uses_rollouts and settings.rollout_matching.rollout_backend != "hf":
         err.print(
-            f"{config} is sound, and this version of coordexp has no {variant} trainer yet: nothing was trained."
+            f"rollout_matching.rollout_backend: {config} asks for vllm, and this version of coordexp makes "
+            "rollouts by transformers only: nothing was trained\n  set rollout_matching.rollout_backend: hf"
         )
         raise typer.Exit(3)
     need("torch", "transformers", "peft", extra="train")
@@ -47,6 +48,7 @@ def _run(loaded: Loaded, resume: bool) -> None:
     with progress("loading"):
         from coordexp.data import DataError
         from coordexp.pack import PackingError
+        from coordexp.ranks import RankError, RankLostError, lost_rank
         from coordexp.train.run import prepare
 
         try:
@@ -60,8 +62,12 @@ def _run(loaded: Loaded, resume: bool) -> None:
         )
     try:
         outcome = run()
-    except (DataError, PackingError) as error:
+    except (DataError, PackingError, RankError, RankLostError) as error:
         stop(str(error))
+    except RuntimeError as error:
+        if lost := lost_rank(error):
+            stop(str(lost))
+        raise
     if first:
         ending = f"done: step {outcome.steps}"
         if outcome.stopped_by:

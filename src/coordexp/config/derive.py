@@ -66,6 +66,8 @@ def _idle_modules(s: Settings) -> Iterator[str]:
 
 def _idle_sections(s: Settings) -> Iterator[str]:
     rollout, variant = s.rollout_matching, s.custom.trainer_variant
+    if "B" not in s.channels and s.stage2.model_fields_set & {"dump_every", "dump_samples"}:
+        yield "stage2.dump_every and dump_samples are not used: there are no rollouts to dump"
     if s.uses_rollouts and s.stage1.pipeline is not None:
         yield f"stage1.pipeline is not used by {variant}"
     if not s.uses_rollouts and rollout.pipeline is not None:

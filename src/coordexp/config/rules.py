@@ -188,6 +188,17 @@ def _trainer_honours(s: Settings, world: World) -> Iterator[Conflict]:
             yield Conflict(f"training.{name}", problem, "leave it out")
 
 
+def _seeds_are_enough(s: Settings, world: World) -> Iterator[Conflict]:
+    training = s.training
+    for name, limit in (("gradient_accumulation_steps", 512), ("per_device_train_batch_size", 4095)):
+        if s.uses_rollouts and (value := getattr(training, name)) > limit:
+            fix = f"use at most {limit}: beyond it, rollouts of one step would share seeds"
+            yield Conflict(f"training.{name}", f"{value} is too many for rollouts", fix, (VARIANT,))
+    if s.uses_rollouts and world.learners is not None and world.learners > 1024:
+        problem = f"{world.learners} learner ranks are too many for rollouts"
+        yield Conflict("training", problem, "use at most 1024: beyond it, ranks would share seeds", (VARIANT,))
+
+
 def _mix_is_stated(s: Settings, world: World) -> Iterator[Conflict]:
     two_channel = s.custom.trainer_variant == "stage2_two_channel"
     if two_channel and s.stage2.b_ratio is None:
@@ -230,6 +241,11 @@ def _beams_are_hugging_face(s: Settings, world: World) -> Iterator[Conflict]:
     if rollout.decode_mode == "beam" and rollout.rollout_backend == "vllm":
         fix = "set rollout_backend: hf for beam search, or decode_mode: greedy"
         yield Conflict(DECODE_MODE, "vLLM has no beam search", fix, (BACKEND,))
+    elif rollout.decode_mode == "beam" and (rollout.num_beams or 0) > rollout.decode_batch_size:
+        problem = f"{rollout.num_beams} beams, and decode_batch_size is {rollout.decode_batch_size}"
+        fix = "every beam is a sequence that is decoded: use fewer, or raise decode_batch_size"
+        others = ("rollout_matching.decode_batch_size", DECODE_MODE, BACKEND)
+        yield Conflict("rollout_matching.num_beams", problem, fix, others)
     if rollout.num_beams is not None and decode_mode(s) != "beam":
         problem = f"{rollout.num_beams} has no effect with {decode_mode(s)} decoding"
         fix = "remove it, or set decode_mode: beam"
@@ -317,6 +333,7 @@ RULES: tuple[Rule, ...] = (
     _steps_are_known,
     _trainer_honours,
     _mix_is_stated,
+    _seeds_are_enough,
     _evaluation_has_data,
     _precision_is_one,
     _decoding_agrees,

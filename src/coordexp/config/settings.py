@@ -109,6 +109,12 @@ class Stage2(Section):
         description="Share of rollout steps (channel B) in `stage2_two_channel`, which requires it.",
         examples=[0.5],
     )
+    dump_every: PositiveInt | None = Field(
+        100,
+        description="Of every so many steps, write whole examples of the first one with rollouts to `dumps` in "
+        "the run folder, for `coordexp replay`. null: never.",
+    )
+    dump_samples: PositiveInt = Field(4, description="Examples of a step that are dumped, at most.")
 
 
 class Settings(Section):

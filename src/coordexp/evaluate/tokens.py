@@ -13,18 +13,18 @@ from collections.abc import Sequence
 
 from coordexp.evaluate.answer import Answer, AnswerObject
 from coordexp.parse import PredictedObject, parse_rollout
-from coordexp.rollout.generated import Generated
+from coordexp.rollout.backend import Rollout
 from coordexp.vocab import VocabularyTable
 
 
-def answer_of(image_id: int, image: str, generated: Generated, table: VocabularyTable) -> Answer:
-    parsed = parse_rollout(generated.ids, table)
+def answer_of(image_id: int, image: str, rollout: Rollout, table: VocabularyTable) -> Answer:
+    parsed = parse_rollout(rollout.ids, table)
     objects = [
-        AnswerObject.of(found, _score(found, generated.logprobs, window) if found.valid else None)
-        for found, window in zip(parsed.objects, _windows(generated.ids, parsed.objects, table), strict=True)
+        AnswerObject.of(found, _score(found, rollout.logprobs, window) if found.valid else None)
+        for found, window in zip(parsed.objects, _windows(rollout.ids, parsed.objects, table), strict=True)
     ]
-    text = table.bytes_of([id for id in generated.ids if id < len(table.pieces)]).decode(errors="replace")
-    return Answer(image_id, image, text, generated.finish_reason, len(generated.ids), tuple(objects))
+    text = table.bytes_of([id for id in rollout.ids if id < len(table.pieces)]).decode(errors="replace")
+    return Answer(image_id, image, text, rollout.finish_reason, len(rollout.ids), tuple(objects))
 
 
 def _windows(ids: Sequence[int], objects: Sequence[PredictedObject], table: VocabularyTable) -> list[range]:

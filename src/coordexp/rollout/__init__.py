@@ -1,1 +1,1 @@
-"""Prompts, and later the engines that answer them."""
+"""From pictures to answers: prompts, seeds, the repeat guard, and the engines behind one interface."""

@@ -4,6 +4,7 @@ The model's own processor decides both, so training, evaluation and generation c
 resized or how many tokens it has.
 """
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,22 @@ class PromptBuilder:
         """Patches and their grid, as the model takes them."""
         found = self.processor.image_processor(images=[open_image(path, size)], return_tensors="pt")
         return found["pixel_values"], found["image_grid_thw"]
+
+
+def check_prompt(image: str, engine: Sequence[int], ours: Sequence[int]) -> None:
+    """An engine has to read a prompt as training does, token by token (R30)."""
+    if tuple(engine) == tuple(ours):
+        return
+    at = next(
+        (k for k, (a, b) in enumerate(zip(engine, ours, strict=False)) if a != b), min(len(engine), len(ours))
+    )
+    theirs, wanted = (list(ids[at : at + 4]) or "the end" for ids in (engine, ours))
+    raise DataError(
+        f"{image}: the engine's prompt ({len(engine)} tokens) is not the one that is trained on ({len(ours)})\n"
+        f"  they differ from token {at} on: {theirs} where {wanted} should be\n"
+        "  the record's width and height must be those of the picture (run `coordexp data doctor`), and the "
+        "engine must use the same processor"
+    )
 
 
 def open_image(path: str | Path, size: tuple[int, int]) -> Image.Image:

@@ -3,14 +3,13 @@
 from collections.abc import Sequence
 from typing import Any
 
-from coordexp.data import DataError
-from coordexp.rollout.generated import FinishReason, Generated, Picture
-from coordexp.rollout.prompt import PromptBuilder, open_image
+from coordexp.rollout.backend import FinishReason, Picture, Rollout
+from coordexp.rollout.prompt import PromptBuilder, check_prompt, open_image
 
 
 def generate_with_vllm(
     engine: Any, prompts: PromptBuilder, pictures: Sequence[Picture], *, max_new_tokens: int, end_of_turn: int
-) -> list[Generated]:
+) -> list[Rollout]:
     """Checks that the engine reads a prompt as training does: the same token ids."""
     from vllm import SamplingParams
 
@@ -27,24 +26,14 @@ def generate_with_vllm(
     outputs = engine.generate(requests, greedy, use_tqdm=False)
     found = []
     for picture, output in zip(pictures, outputs, strict=True):
-        _check_prompt(picture, list(output.prompt_token_ids), prompts.ids(picture.width, picture.height))
-        found.append(_generated(output.outputs[0], end_of_turn))
+        check_prompt(picture.path, output.prompt_token_ids, prompts.ids(picture.width, picture.height))
+        found.append(_rollout(output.prompt_token_ids, output.outputs[0], end_of_turn))
     return found
 
 
-def _generated(answer: Any, end_of_turn: int) -> Generated:
+def _rollout(prompt: Sequence[int], answer: Any, end_of_turn: int) -> Rollout:
     ids = list(answer.token_ids)
     logprobs = [step[id].logprob for step, id in zip(answer.logprobs, ids, strict=True)]
     length = ids.index(end_of_turn) if end_of_turn in ids else len(ids)
     reason: FinishReason = "length" if answer.finish_reason == "length" else "stop"
-    return Generated(tuple(ids[:length]), tuple(logprobs[:length]), reason)
-
-
-def _check_prompt(picture: Picture, engine: list[int], ours: list[int]) -> None:
-    if engine != ours:
-        pairs = zip(engine, ours, strict=False)
-        at = next((k for k, (a, b) in enumerate(pairs) if a != b), min(len(engine), len(ours)))
-        raise DataError(
-            f"{picture.path}: vLLM's prompt ({len(engine)} tokens) is not ours ({len(ours)}), from token {at} on\n"
-            "  the record's width and height must be those of the picture: run `coordexp data doctor`"
-        )
+    return Rollout(tuple(prompt), tuple(ids[:length]), tuple(logprobs[:length]), reason)

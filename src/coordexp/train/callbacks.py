@@ -82,12 +82,34 @@ class Bar(TrainerCallback):
         )
         if evaluated:
             self._progress.console.print(f"step {state.global_step}: {evaluated}")
+        elif "loss" in logs and (story := rollout_story(logs)):
+            self._progress.console.print(f"step {state.global_step}/{state.max_steps}  {story}", soft_wrap=True)
         elif not self._progress.console.is_terminal and "loss" in logs:
             self._progress.console.print(f"step {state.global_step}/{state.max_steps}  loss {logs['loss']:.4f}")
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if self._progress is not None:
             self._progress.stop()
+
+
+def rollout_story(logs: dict[str, float]) -> str | None:
+    """One line on what the model answered, what was made of it, and where the time went. None without answers."""
+    if "rollout/answers" not in logs:
+        return None
+    true, matched = int(logs["match/true"]), int(logs["match/matched"])
+    odd = {
+        "invalid": logs["parse/invalid"],
+        "unreadable": logs["rollout/unreadable"],
+        "cut off": logs["rollout/cut_off"],
+        "looped": logs["rollout/looped"],
+    }
+    times = [f"{name} {logs.get(f'time/{name}', 0.0):.1f}" for name in ("rollout", "compute", "waited")]
+    parts = [
+        f"loss {logs['loss']:.4f}",
+        f"{int(logs['rollout/answers'])} answers: found {matched} of {true}, {int(logs['match/extra'])} extra",
+        *(f"{int(count)} {name}" for name, count in odd.items() if count),
+    ]
+    return f"{', '.join(parts)}  [{logs.get('time/step', 0.0):.1f} s: {', '.join(times)}]"
 
 
 class StopOnSignal(TrainerCallback):

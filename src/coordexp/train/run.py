@@ -1,13 +1,16 @@
 """Puts a run together from its settings, trains, and leaves a folder with all of it."""
 
+import json
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import AutoProcessor, PrinterCallback, Qwen3VLForConditionalGeneration, TrainingArguments
 from transformers.trainer_utils import set_seed
 
@@ -18,10 +21,15 @@ from coordexp.objective import Objective
 from coordexp.pack import CarryBuffer, Example
 from coordexp.pack.attention import attention_for
 from coordexp.pack.collate import Collator
+from coordexp.rollout.backend import Decode, RolloutBackend, Weights
+from coordexp.rollout.hugging_face import HuggingFaceBackend
 from coordexp.rollout.prompt import PromptBuilder
+from coordexp.target.dump import READ
 from coordexp.train.adapter import with_adapter
 from coordexp.train.callbacks import Bar, MetricsFile, StopOnSignal
-from coordexp.train.encode import GroundTruth
+from coordexp.train.counters import Ledger
+from coordexp.train.dump import Dumps
+from coordexp.train.encode import Alternate, Casebook, CorrectedRollouts, Encode, GroundTruth
 from coordexp.train.evaluation import AnswerEvaluation
 from coordexp.train.folder import fingerprint, write_run_folder
 from coordexp.train.stream import Order, RowStream, Stage
@@ -39,7 +47,7 @@ class Outcome:
 
 
 def prepare(loaded: Loaded, resume: bool) -> tuple[Callable[[], Outcome], Path | None]:
-    """Loads and checks all that a stage-1 run needs. What comes back runs it, and says from which checkpoint: with
+    """Loads and checks all that a run needs. What comes back runs it, and says from which checkpoint: with
     `resume`, the newest of the run folder, if there is one."""
     settings = loaded.settings
     folder = Path(settings.training.output_dir)
@@ -55,11 +63,15 @@ def prepare(loaded: Loaded, resume: bool) -> tuple[Callable[[], Outcome], Path |
         trainer.stream.load(checkpoint)
     if trainer.is_world_process_zero():
         data = {"train": train} | ({"val": held_out} if held_out else {})
-        write_run_folder(folder, loaded, data, trainer.objective.manifest())
+        rollouts = _described(settings) if settings.uses_rollouts else None
+        write_run_folder(folder, loaded, data, trainer.objective.manifest(), rollouts)
 
     def run() -> Outcome:
         stop.listen()
-        trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
+        try:
+            trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
+        finally:
+            trainer.backend.close()
         return Outcome(trainer.state.global_step, stop.stopped_by, folder)
 
     return run, checkpoint
@@ -101,12 +113,22 @@ def _trainer(
     prompts = PromptBuilder(processor, settings.custom.prompt)
     collate = Collator.for_model(base, prompts.pixels, objective.roles())
     model = with_adapter(base, settings.model.adapter, table.first_coord)
+    rollout = settings.rollout_matching
+    backend = HuggingFaceBackend(lambda: trainer.model, prompts, table, rollout.decode_batch_size)
+
+    def weights() -> Iterator[tuple[str, Tensor]]:
+        if settings.model.adapter is not None:
+            raise ValueError(
+                "an engine of its own needs merged weights, and adapters are not merged on the fly yet"
+            )
+        return iter(trainer.model.state_dict().items())
+
     evaluation = None
     if held_out is not None and arguments.eval_strategy != "no":
-        evaluation = AnswerEvaluation(
-            held_out, prompts, table, settings.rollout_matching, Path(arguments.output_dir)
-        )
-    stop = StopOnSignal()
+        evaluation = AnswerEvaluation(held_out, backend, weights, table, rollout, Path(arguments.output_dir))
+    ledger, stop = Ledger(), StopOnSignal()
+    cases = Casebook(train, prompts, table, settings.custom.object_field_order, rollout)
+    encode = _encode(settings, arguments, cases, backend, weights, ledger)
     trainer = RowTrainer(
         model=model,
         args=arguments,
@@ -114,38 +136,95 @@ def _trainer(
         eval_dataset=held_out,
         callbacks=[MetricsFile(Path(arguments.output_dir) / "metrics.jsonl"), Bar(), stop],
         objective=objective,
-        stream=_stream(settings, arguments, GroundTruth(train, prompts, table, settings)),
+        stream=_stream(settings, arguments, train, encode, ledger),
         collate=collate,
         evaluation=evaluation,
+        backend=backend,
         about={"prompt": settings.custom.prompt},
+        rollout_matching_cfg=rollout,
         image_threads=settings.training.dataloader_num_workers,
     )
     trainer.remove_callback(PrinterCallback)
     return trainer, stop
 
 
-def _stream(settings: Settings, arguments: TrainingArguments, encode: GroundTruth) -> RowStream:
+def _encode(
+    settings: Settings,
+    arguments: TrainingArguments,
+    cases: Casebook,
+    backend: RolloutBackend,
+    weights: Weights,
+    ledger: Ledger,
+) -> Encode:
+    """Channel A, channel B, or both in turn."""
+    ground_truth = GroundTruth(cases)
+    if settings.channels == {"A"}:
+        return ground_truth
+    stage2, folder = settings.stage2, Path(arguments.output_dir) / "dumps"
+    rollouts = CorrectedRollouts(
+        cases,
+        backend,
+        weights,
+        settings.rollout_matching,
+        settings.training.seed,
+        arguments.process_index,
+        ledger,
+        watch=Dumps(folder, Path(settings.model.path), cases, stage2.dump_every, stage2.dump_samples)
+        if stage2.dump_every and arguments.process_index == 0
+        else lambda *_: None,
+    )
+    if settings.channels == {"B"}:
+        return rollouts
+    return Alternate(ground_truth, rollouts, Fraction(str(stage2.b_ratio)))
+
+
+def _described(settings: Settings) -> dict[str, Any]:
+    decode = Decode.of(settings.rollout_matching)
+    return {"backend": settings.rollout_matching.rollout_backend, "decode_mode": decode.mode}
+
+
+def _stream(
+    settings: Settings, arguments: TrainingArguments, records: RecordFile, encode: Encode, ledger: Ledger
+) -> RowStream:
     training, length = settings.training, max_length(settings)
     assert length is not None
     order = Order(
-        len(encode.records),
+        len(records),
         arguments.process_index,
         arguments.world_size,
         seed=training.data_seed if training.data_seed is not None else training.seed,
         shuffled=training.train_sampling_strategy == "random",
-        stages=_stages(settings, encode.records),
+        stages=_stages(settings, records),
     )
     buffer: CarryBuffer[Example] | None = None
     if training.packing:
         buffer = CarryBuffer(length, training.packing_buffer, training.packing_min_fill_ratio)
-    about = {
-        "data": fingerprint(encode.records)["sha256"],
-        "accumulation": training.gradient_accumulation_steps,
+    return RowStream(
+        order,
+        encode,
+        training.per_device_train_batch_size,
+        buffer,
+        max_length=length,
+        accumulation=training.gradient_accumulation_steps,
+        ledger=ledger,
+        about=_identity(settings, records),
+    )
+
+
+def _identity(settings: Settings, records: RecordFile) -> dict[str, Any]:
+    """What must be the same after a resume, besides order and sizes."""
+    found = {
+        "data": fingerprint(records)["sha256"],
         "prompt": settings.custom.prompt,
         "object_field_order": settings.custom.object_field_order,
+        "channels": sorted(settings.channels),
     }
-    batch = training.per_device_train_batch_size
-    return RowStream(order, encode, batch, buffer, max_length=length, about=about)
+    if "B" in settings.channels:
+        rollout = settings.rollout_matching.model_dump(mode="json")
+        kept = (*READ, "max_new_tokens", "decoding", "decode_mode", "num_beams", "repeat_terminate")
+        found |= {"training.seed": settings.training.seed, "stage2.b_ratio": settings.stage2.b_ratio}
+        found |= {f"rollout_matching.{name}": rollout[name] for name in kept}
+    return found
 
 
 def _stages(settings: Settings, records: RecordFile) -> list[Stage]:
@@ -166,9 +245,14 @@ def _stages(settings: Settings, records: RecordFile) -> list[Stage]:
 
 
 def _checkpoint(folder: Path, resume: bool) -> Path | None:
-    """The newest one that is whole: the stream's state is written last."""
-    whole = [path for path in folder.glob("checkpoint-*") if (path / "stream_0.json").is_file()]
-    newest = max(whole, key=_step, default=None)
+    """The newest one that is whole: every rank writes the state of its stream last."""
+    found = list(folder.glob("checkpoint-*"))
+    newest = max(filter(_is_whole, found), key=_step, default=None)
+    if found and newest is None and resume:
+        raise FileNotFoundError(
+            f"{folder} holds {max(found, key=_step).name}, and no checkpoint that was written to its end\n"
+            "  remove it to start from the beginning, or set training.output_dir to a new folder"
+        )
     if newest and not resume:
         raise FileExistsError(
             f"{folder} already holds {newest.name}\n"
@@ -184,6 +268,12 @@ def _checkpoint(folder: Path, resume: bool) -> Path | None:
                 "  copy the checkpoint again, or remove it to resume from the one before"
             )
     return newest
+
+
+def _is_whole(checkpoint: Path) -> bool:
+    first = checkpoint / "stream_0.json"
+    ranks = json.loads(first.read_text())["order"]["ranks"] if first.is_file() else 1
+    return all((checkpoint / f"stream_{rank}.json").is_file() for rank in range(ranks))
 
 
 def _step(checkpoint: Path) -> int:

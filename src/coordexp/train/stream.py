@@ -1,20 +1,22 @@
 """The rows of one rank, one after the other, without an end: order, encoding, packing, and where it all stands.
 
-The order of samples is a pure function of seed and epoch. What is saved is how many were taken and what waits in
-the carry buffer, so a resumed stream gives the very rows that the interrupted one would have given. Nothing is
-read ahead, and no picture is read here.
+The order of samples is a pure function of seed and epoch. What is saved is how many samples were taken, how many
+rows were made and what waits in the carry buffer, so a resumed stream gives the very rows that the interrupted one
+would have given. Nothing is read ahead.
 """
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from coordexp.pack import CarryBuffer, Example, PackingError, RowReport
+from coordexp.pack import CarryBuffer, Example, PackingError
 from coordexp.pack.state import load_buffer, save_buffer
+from coordexp.train.counters import Ledger
+from coordexp.train.encode import Encode, Moment
 
 
 @dataclass(frozen=True)
@@ -60,28 +62,37 @@ class Order:
 
 
 class RowStream:
-    """Without a `buffer`, a row is one micro-batch. With it, up to one micro-batch of samples joins what waits, as
-    long as that is less than two rows, and the next row is drawn. `about` is what must be the same after a resume,
-    besides order and sizes."""
+    """Without a `buffer`, a row is one micro-batch. With it, one micro-batch of samples joins what waits, unless
+    that is two rows already, and the next row is drawn. `accumulation` rows make an optimizer step. `about` is
+    what must be the same after a resume, besides order and sizes."""
 
     def __init__(
         self,
         order: Order,
-        encode: Callable[[int], Example],
+        encode: Encode,
         batch: int,
         buffer: CarryBuffer[Example] | None,
         *,
         max_length: int,
+        accumulation: int = 1,
+        ledger: Ledger | None = None,
         about: dict[str, Any] | None = None,
     ) -> None:
         self.order = order
-        self.taken = 0
+        self.taken = self.rows = 0
         self.buffer = buffer
-        self.last_report: RowReport | None = None
+        self.ledger = ledger or Ledger()
         self._encode = encode
         self._batch = batch
         self._max_length = max_length
-        self._about = {"batch": batch, "max_length": max_length, "packing": buffer is not None, **(about or {})}
+        self._accumulation = accumulation
+        self._about = {
+            "batch": batch,
+            "accumulation": accumulation,
+            "max_length": max_length,
+            "packing": buffer is not None,
+            **(about or {}),
+        }
 
     @property
     def epoch(self) -> float:
@@ -95,44 +106,52 @@ class RowStream:
         rank = self.order.rank
         if self.buffer is not None:
             save_buffer(self.buffer, folder / f"carry_{rank}.safetensors")
-        state = {"taken": self.taken, "order": self.order.described(), **self._about}
-        (folder / f"stream_{rank}.json").write_text(json.dumps(state) + "\n")
+        state = {"taken": self.taken, "rows": self.rows, "order": self.order.described(), **self._about}
+        partial = folder / f"stream_{rank}.json.partial"
+        partial.write_text(json.dumps(state) + "\n")
+        partial.rename(folder / f"stream_{rank}.json")
 
     def load(self, folder: Path) -> None:
         file = folder / f"stream_{self.order.rank}.json"
         if not file.is_file():
             raise ValueError(f"{file}: missing\n  resume with as many processes as the checkpoint was written by")
         state = json.loads(file.read_text())
-        for what, value in {"order": self.order.described(), **self._about}.items():
-            if state.get(what) != value:
+        saved = state["order"] | state
+        for what, value in (self.order.described() | self._about).items():
+            if saved.get(what) != value:
                 raise ValueError(
-                    f"{file}: the checkpoint has {what} {state.get(what)}, this run {value}\n"
+                    f"{file}: the checkpoint has {what} {saved.get(what)}, this run {value}\n"
                     "  resume with the same data, settings and number of processes, or start a new run from "
                     "the checkpoint's weights (model.path)"
                 )
-        self.taken = state["taken"]
+        self.taken, self.rows = state["taken"], state["rows"]
         if self.buffer is not None:
             load_buffer(self.buffer, folder / f"carry_{self.order.rank}.safetensors")
 
     def _row(self) -> tuple[Example, ...]:
+        moment = Moment(*divmod(self.rows, self._accumulation))
+        self.rows += 1
         if self.buffer is None:
-            return tuple(self._fitting(self._next()) for _ in range(self._batch))
-        for _ in range(self._batch):
-            if self.buffer.tokens >= 2 * self.buffer.capacity or len(self.buffer) >= self.buffer.limit:
-                break
-            self.buffer.add(self._next())
+            return tuple(self._fitting(each) for each in self._next(self._batch, moment))
+        full = self.buffer.tokens >= 2 * self.buffer.capacity
+        room = 0 if full else min(self._batch, self.buffer.limit - len(self.buffer))
+        for each in self._next(room, moment):
+            self.buffer.add(each)
         row = self.buffer.draw()
-        self.last_report = row.report
+        self.ledger.packed(row.report)
         return row.items
 
     def _fitting(self, example: Example) -> Example:
         if len(example) > self._max_length:
             raise PackingError(
                 f"{example.image}: {len(example)} tokens, and global_max_length is {self._max_length}\n"
-                "  raise global_max_length, or take the record out of the data"
+                "  raise global_max_length, lower rollout_matching.max_new_tokens if it is an answer, or take the "
+                "record out of the data"
             )
         return example
 
-    def _next(self) -> Example:
-        self.taken += 1
-        return self._encode(self.order.index(self.taken - 1))
+    def _next(self, count: int, moment: Moment) -> list[Example]:
+        """Also asked for none: a sharded model needs every rank while others answer."""
+        indices = [self.order.index(self.taken + k) for k in range(count)]
+        self.taken += count
+        return self._encode(indices, moment)

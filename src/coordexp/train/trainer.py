@@ -10,19 +10,24 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import Tensor
 from transformers import Trainer
+from transformers.trainer_utils import rotate_checkpoints
 
+from coordexp.config import RolloutMatching
 from coordexp.objective import Objective, Tally, reduced_counts
 from coordexp.objective.reduction import gradient_scale
 from coordexp.pack import Example
 from coordexp.pack.collate import Collator, Row, kind_counts
+from coordexp.ranks import together
+from coordexp.rollout.backend import RolloutBackend
 from coordexp.train.stream import RowStream
 
 ABOUT = "coordexp.json"  # in every checkpoint: what to ask the model
-Evaluation = Callable[[Any, int], dict[str, float]]
+T = TypeVar("T")
+Evaluation = Callable[[int], dict[str, float]]
 
 
 class RowTrainer(Trainer):
@@ -33,7 +38,9 @@ class RowTrainer(Trainer):
         stream: RowStream,
         collate: Collator,
         evaluation: Evaluation | None,
+        backend: RolloutBackend,
         about: dict[str, Any],
+        rollout_matching_cfg: RolloutMatching,
         image_threads: int = 0,
         **kwargs: Any,
     ) -> None:
@@ -42,7 +49,10 @@ class RowTrainer(Trainer):
         self.stream = stream
         self.collate = collate
         self.evaluation = evaluation
+        self.backend = backend
         self.about = about
+        self.rollout_matching_cfg = rollout_matching_cfg
+        self.ledger = stream.ledger
         self.tally = Tally(objective)
         self.tokens = self.steps = 0
         self.loss_is_scaled_for_ga = True  # by the counts of the whole optimizer step
@@ -54,8 +64,9 @@ class RowTrainer(Trainer):
 
     def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, device: Any) -> Any:
         """The examples of one optimizer step, and the counts of all of them on all ranks. Pictures are read when
-        their row is made."""
-        rows = [next(epoch_iterator) for _ in range(num_batches)]
+        their row is made. With rollouts, this is where the model answers: all of a step with the same weights."""
+        self.ledger.step_begins()
+        rows = self._together(lambda: [next(epoch_iterator) for _ in range(num_batches)])
         self.steps += 1
         self.tokens += sum(len(example) for row in rows for example in row)
         return rows, reduced_counts([kind_counts(row) for row in rows], device)
@@ -70,8 +81,9 @@ class RowTrainer(Trainer):
         return self.objective.loss(measures, num_items_in_batch) * gradient_scale()
 
     def evaluate(self, eval_dataset: Any = None, ignore_keys: Any = None, metric_key_prefix: str = "eval") -> Any:
-        assert self.evaluation is not None, "evaluation was asked for without data"
-        found = self.evaluation(self.model, self.state.global_step)
+        evaluation = self.evaluation
+        assert evaluation is not None, "evaluation was asked for without data"
+        found = evaluation(self.state.global_step)
         metrics = {f"{metric_key_prefix}_{name}": value for name, value in found.items()}
         self.log(metrics)
         self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
@@ -81,14 +93,17 @@ class RowTrainer(Trainer):
         """Adds what the objective and the packer have to say to the Trainer's own line."""
         if "loss" in logs:
             logs |= self.tally.report(self.steps) | {"tokens": float(self.tokens)}
+            logs |= self.ledger.report(self.steps)
             self.tokens = self.steps = 0
-            if (row := self.stream.last_report) is not None:
-                logs |= {f"packing/{name}": float(value) for name, value in vars(row).items()}
         if self.state.epoch is not None:
             self.state.epoch = self.stream.epoch
         super().log(logs, start_time)
 
     def _row(self, examples: tuple[Example, ...]) -> Row:
+        with self.ledger.timed("pictures"):
+            return self._collated(examples)
+
+    def _collated(self, examples: tuple[Example, ...]) -> Row:
         if self._images is None:
             return self.collate(examples)
         sources = [(example.image, example.size) for example in examples]
@@ -98,15 +113,32 @@ class RowTrainer(Trainer):
         return replace(self.collate, pixels=lambda *source: loaded[source])(examples)
 
     def _prepare_inputs(self, inputs: tuple[Example, ...]) -> Row:
-        return self._row(inputs).to(self.args.device)
+        return self._together(lambda: self._row(inputs)).to(self.args.device)
+
+    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
+        with self.ledger.timed("compute", without=("pictures", "waited")):
+            return super().training_step(model, inputs, num_items_in_batch)
+
+    def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
+        self.ledger.step_ends()
+        super()._maybe_log_save_evaluate(*args, **kwargs)
+
+    def _together(self, work: Callable[[], T]) -> T:
+        return together(work, waited=lambda seconds: self.ledger.spent("waited", seconds))
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        """The stream comes last: a checkpoint that has it is whole."""
+        """The streams come last: a checkpoint that has them is whole. Older ones go only after that."""
+        limit, self.args.save_total_limit = self.args.save_total_limit, None
         super()._save_checkpoint(model, trial)
-        folder = Path(self._get_output_dir(trial=trial)) / f"checkpoint-{self.state.global_step}"
+        self.args.save_total_limit = limit
+        folder = Path(self._get_output_dir(trial=trial))
+        checkpoint = folder / f"checkpoint-{self.state.global_step}"
         if self.is_world_process_zero():
-            (folder / ABOUT).write_text(json.dumps(self.about) + "\n")
-        self.stream.save(folder)
+            (checkpoint / ABOUT).write_text(json.dumps(self.about) + "\n")
+        together(lambda: self.stream.save(checkpoint))
+        if self.args.should_save:
+            best = self.state.best_model_checkpoint
+            rotate_checkpoints(str(folder), save_total_limit=limit, best_model_checkpoint=best, use_mtime=True)
 
     def floating_point_ops(self, inputs: tuple[Example, ...]) -> int:
         """Six operations a parameter and token, by the usual estimate."""

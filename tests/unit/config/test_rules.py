@@ -31,6 +31,12 @@ def test_the_sound_configs_are_sound():
         (rollout(decode_mode="beam", num_beams=4), "rollout_matching.decode_mode", "rollout_backend: hf"),
         (rollout(num_beams=4), "rollout_matching.num_beams", "decode_mode: beam"),
         (
+            rollout(decode_mode="beam", rollout_backend="hf", num_beams=4, decode_batch_size=3),
+            "rollout_matching.num_beams",
+            "raise decode_batch_size",
+        ),
+        (stage2(training__gradient_accumulation_steps=513), "training.gradient_accumulation_steps", "at most 512"),
+        (
             rollout(decode_mode="beam", rollout_backend="hf"),
             "rollout_matching.num_beams",
             "add e.g. num_beams: 4",

@@ -1,0 +1,105 @@
+"""What every engine takes and gives back, and the interface that it is used through. Imports no torch."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal, Protocol
+
+from coordexp.config.rollout import RepeatTerminate, RolloutMatching
+from coordexp.data import Record, RecordFile
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+DecodeMode = Literal["greedy", "sampling", "beam"]
+FinishReason = Literal["stop", "length", "repeat"]  # by itself, at the token limit, by the repeat guard
+
+
+@dataclass(frozen=True)
+class Picture:
+    """A file, and the size it must have."""
+
+    path: str
+    width: int
+    height: int
+
+    @classmethod
+    def of(cls, records: RecordFile, record: Record) -> "Picture":
+        return cls(str(records.image_path(record)), record.width, record.height)
+
+
+@dataclass(frozen=True)
+class Decode:
+    """How tokens are chosen, and when an answer ends. `greedy(n)` is what evaluation and `predict` use."""
+
+    max_new_tokens: int
+    mode: DecodeMode = "greedy"
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = -1
+    num_beams: int = 1
+    guard: RepeatTerminate = field(default_factory=RepeatTerminate)
+
+    @classmethod
+    def greedy(cls, max_new_tokens: int) -> "Decode":
+        return cls(max_new_tokens)
+
+    @classmethod
+    def of(cls, settings: RolloutMatching) -> "Decode":
+        """As a run's settings have it, for training."""
+        sampling = settings.decoding
+        mode: DecodeMode = settings.decode_mode or ("sampling" if sampling.temperature > 0 else "greedy")
+        return cls(
+            settings.max_new_tokens,
+            mode,
+            sampling.temperature,
+            sampling.top_p,
+            sampling.top_k,
+            settings.num_beams or 1,
+            settings.repeat_terminate,
+        )
+
+
+@dataclass(frozen=True)
+class Request:
+    """One picture to answer. `seed` alone decides what is drawn when sampling, whatever else is in the batch."""
+
+    picture: Picture
+    decode: Decode
+    seed: int = 1
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """`ids` are without the stop token. `logprobs` are of the model itself, before any sampling setting; there are
+    none of beam search. `version` is of the weights that made it."""
+
+    prompt_ids: tuple[int, ...]
+    ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    finish_reason: FinishReason
+    version: int = 0
+
+
+# Whole tensors under the checkpoint's names, made when they are asked for.
+Weights = Callable[[], Iterator[tuple[str, "Tensor"]]]
+
+
+class RolloutBackend(Protocol):
+    """Nothing outside of this package asks which one it is. All ranks make the same calls in the same order."""
+
+    def generate(self, requests: Sequence[Request]) -> list[Rollout]:
+        """One answer a request, in their order. All requests of a call decode alike."""
+
+    def sync(self, weights: Weights, version: int) -> None:
+        """From here on answers come from these weights, and carry `version`."""
+
+    def close(self) -> None:
+        """Ends what the backend started."""
+
+
+def one_decode(requests: Sequence[Request]) -> Decode:
+    """How all requests of a call decode."""
+    found = {request.decode for request in requests}
+    if len(found) != 1:
+        raise ValueError(f"{len(found)} ways of decoding in one call; make one call for each")
+    return found.pop()

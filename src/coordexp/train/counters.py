@@ -1,0 +1,133 @@
+"""What happened to the rollouts of a step, as sums over micro-steps and ranks (R31). Rates are ratios of sums.
+
+No geometry value is among them: how well shapes overlap is for evaluation to say (D7).
+"""
+
+import time
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+from coordexp.data import TrueObject
+from coordexp.pack import RowReport
+from coordexp.parse import Reason
+from coordexp.ranks import sum_over_ranks
+from coordexp.rollout.backend import DecodeMode, Rollout
+from coordexp.target import Correction
+
+SUMS = (
+    *("rollout/answers", "rollout/tokens", "rollout/stopped", "rollout/cut_off", "rollout/looped"),
+    *("rollout/unreadable", "rollout/early_stops", "rollout/over_counts"),
+    *(f"rollout/decoded/{mode}" for mode in ("greedy", "sampling", "beam")),
+    *("parse/objects", "parse/valid", "parse/invalid", "parse/ambiguous", "parse/repeats"),
+    *(f"parse/invalid/{reason.value}" for reason in Reason),
+    *("match/true", "match/matched", "match/missed", "match/extra", "match/gate_rejections"),
+    *("target/prefix_tokens", "target/appended_tokens"),
+)
+PACKING = ("rows", "fill", "segments", "waiting", "oldest_waited", "underfull")
+PHASES = ("rollout", "correct", "waited", "pictures", "compute", "step")
+RATES = {
+    "match/recall": ("match/matched", "match/true"),
+    "match/precision": ("match/matched", "parse/valid"),
+    "parse/invalid_rate": ("parse/invalid", "parse/objects"),
+    "rollout/cut_off_rate": ("rollout/cut_off", "rollout/answers"),
+    "rollout/early_stop_rate": ("rollout/early_stops", "rollout/stopped"),
+    "rollout/over_count_rate": ("rollout/over_counts", "rollout/answers"),
+    "rollout/mean_tokens": ("rollout/tokens", "rollout/answers"),
+    "target/mean_prefix_tokens": ("target/prefix_tokens", "rollout/answers"),
+    "target/mean_appended_tokens": ("target/appended_tokens", "rollout/answers"),
+}
+
+
+def counted(
+    rollout: Rollout, mode: DecodeMode, correction: Correction, truth: Sequence[TrueObject]
+) -> Counter[str]:
+    """The counters of one answer."""
+    parsed, match = correction.parsed, correction.match
+    valid, reasons = parsed.valid, Counter(found.reason for found in parsed.objects if found.reason is not None)
+    stopped = rollout.finish_reason == "stop"
+    found = Counter(
+        {
+            "rollout/answers": 1,
+            "rollout/tokens": len(rollout.ids),
+            "rollout/stopped": int(stopped),
+            "rollout/cut_off": int(rollout.finish_reason == "length"),
+            "rollout/looped": int(rollout.finish_reason == "repeat"),
+            "rollout/unreadable": int(parsed.fallback),
+            "rollout/early_stops": int(stopped and len(valid) < len(truth)),
+            "rollout/over_counts": int(len(valid) > len(truth)),
+            f"rollout/decoded/{mode}": 1,
+            "parse/objects": len(parsed.objects),
+            "parse/valid": len(valid),
+            "parse/invalid": reasons.total(),
+            "parse/ambiguous": reasons[Reason.ambiguous],
+            "parse/repeats": len(valid) - len({(one.desc, one.geometry) for one in valid}),
+            "match/true": len(truth),
+            "match/matched": len(match.pairs),
+            "match/missed": len(match.missed),
+            "match/extra": len(match.extra),
+            "match/gate_rejections": match.gate_rejections,
+            "target/prefix_tokens": len(parsed.prefix_ids),
+            "target/appended_tokens": len(correction.segment)
+            - correction.segment.prompt_length
+            - len(parsed.prefix_ids),
+        }
+    )
+    found.update({f"parse/invalid/{reason.value}": count for reason, count in reasons.items()})
+    return found
+
+
+class Ledger:
+    """Of one rank, since the last report: counters, seconds by phase, and how rows were packed."""
+
+    def __init__(self) -> None:
+        self._sums: Counter[str] = Counter()
+        self._seconds: dict[str, float] = defaultdict(float)
+        self._packing: dict[str, float] = defaultdict(float)
+        self._began: float | None = None
+
+    def add(self, counts: Mapping[str, int]) -> None:
+        self._sums.update(counts)
+
+    def packed(self, row: RowReport) -> None:
+        for name, value in {"rows": 1, **vars(row)}.items():
+            self._packing[name] += value
+
+    def spent(self, phase: str, seconds: float) -> None:
+        self._seconds[phase] += seconds
+
+    @contextmanager
+    def timed(self, phase: str, without: Sequence[str] = ()) -> Iterator[None]:
+        """`without` names the phases inside of it that are counted by themselves."""
+        since, inside = time.perf_counter(), sum(self._seconds[name] for name in without)
+        yield
+        inside = sum(self._seconds[name] for name in without) - inside
+        self.spent(phase, time.perf_counter() - since - inside)
+
+    def step_begins(self) -> None:
+        self._began = time.perf_counter()
+
+    def step_ends(self) -> None:
+        if self._began is not None:
+            self.spent("step", time.perf_counter() - self._began)
+            self._began = None
+
+    def report(self, steps: int) -> dict[str, float]:
+        """Over all ranks, on every rank the same; it starts anew. Times are means over steps and ranks."""
+        names = (*SUMS, *PACKING, *PHASES, "ranks")
+        own = [
+            *(self._sums[name] for name in SUMS),
+            *(self._packing[name] for name in PACKING),
+            *(self._seconds[name] for name in PHASES),
+            1,
+        ]
+        total = dict(zip(names, sum_over_ranks([float(value) for value in own]), strict=True))
+        self._sums, self._seconds, self._packing = Counter(), defaultdict(float), defaultdict(float)
+        found: dict[str, float] = {}
+        if total["rollout/answers"]:
+            found |= {name: total[name] for name in SUMS}
+            found |= {name: total[top] / total[below] for name, (top, below) in RATES.items() if total[below]}
+        if rows := total["rows"]:
+            found |= {f"packing/{name}": total[name] / rows for name in PACKING if name != "rows"}
+        found |= {f"time/{phase}": total[phase] / (steps * total["ranks"]) for phase in PHASES if total[phase]}
+        return found

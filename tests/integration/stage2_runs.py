@@ -1,0 +1,163 @@
+"""Stage-2 runs on the committed model and drawn scenes: their configs, their processes, and what they leave.
+
+Every process carries a mark in its environment, and so do its children, whichever process group they are in. By it
+they are found, and ended: torchrun gives each of its workers a session of its own.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from safetensors.torch import load_file
+
+from coordexp.demo.scenes import SceneSettings
+from coordexp.demo.write_scenes import write_scenes
+from tests.unit.config.trees import changed
+
+ROOT = Path(__file__).parents[2]
+MODEL = ROOT / "examples/scenes-cpu/model"
+MARK = "COORDEXP_TEST_RUN"
+
+
+def draw(folder: Path) -> Path:
+    """40 scenes of one or two objects. The model has been taught such scenes, and finds most of the objects."""
+    write_scenes(folder / "data", SceneSettings(objects=(1, 2)), train=40, val=6, seed=1, advance=lambda: None)
+    return folder
+
+
+def config(folder: Path, name: str, **changes: Any) -> Path:
+    """A run called `name` on the scenes of `folder`, with the shipped objective. Answers of two objects are cut
+    off. `changes` are dotted paths with __ for the dots."""
+    rollout = yaml.safe_load((ROOT / "configs/stage2.yaml").read_text())["rollout_matching"]
+    tree: dict[str, Any] = {
+        "model": {"path": str(MODEL), "dtype": "float32"},
+        "custom": {
+            "trainer_variant": "stage2_rollout_aligned",
+            "train_jsonl": str(folder / "data/train.jsonl"),
+            "val_jsonl": str(folder / "data/val.jsonl"),
+        },
+        "global_max_length": 256,
+        "rollout_matching": rollout | {"rollout_backend": "hf", "decode_batch_size": 4, "max_new_tokens": 48},
+        "training": {
+            "output_dir": str(folder / name),
+            "use_cpu": True,
+            "max_steps": 4,
+            "save_steps": 4,
+            "logging_steps": 1,
+            "learning_rate": 5e-4,
+            "per_device_train_batch_size": 3,
+            "gradient_accumulation_steps": 2,
+            "packing": True,
+            "packing_buffer": 32,
+            "packing_min_fill_ratio": 0.5,
+            "report_to": "none",
+        },
+    }
+    file = folder / f"{name}.yaml"
+    file.write_text(yaml.safe_dump(changed(tree, **changes)))
+    return file
+
+
+def training(file: Path, *options: str) -> list[str]:
+    return ["-m", "src.sft", "--config", str(file), *options]
+
+
+@dataclass
+class Started:
+    process: subprocess.Popen[bytes]
+    log: Path
+    mark: str
+    began: float
+
+    def wait(self, seconds: float) -> int:
+        return self.process.wait(timeout=seconds)
+
+    @property
+    def shown(self) -> str:
+        return self.log.read_text(errors="replace")
+
+    @property
+    def seconds(self) -> float:
+        return time.monotonic() - self.began
+
+    def left(self) -> dict[int, dict[str, str]]:
+        """The processes of this run that are alive, each with its environment."""
+        return {pid: found for pid, found in _environments() if found.get(MARK) == self.mark}
+
+    def rank(self, rank: int) -> int:
+        """The process of a rank."""
+        (pid,) = [pid for pid, found in self.left().items() if found.get("RANK") == str(rank)]
+        return pid
+
+
+@contextmanager
+def started(words: list[str], processes: int = 1, **variables: str) -> Iterator[Started]:
+    """Python with these words, alone or by torchrun. Whatever is left of it at the end is killed."""
+    launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
+    mark = uuid.uuid4().hex
+    paths = f"{ROOT}:{ROOT / 'src'}"
+    environment = os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1", MARK: mark} | variables
+    with tempfile.TemporaryDirectory() as folder:
+        log = Path(folder) / "shown"
+        with log.open("wb") as file:
+            process = subprocess.Popen(
+                [sys.executable, *(launch if processes > 1 else []), *words],
+                env=environment,
+                cwd=ROOT,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        run = Started(process, log, mark, time.monotonic())
+        try:
+            yield run
+        finally:
+            for pid in run.left():
+                os.kill(pid, signal.SIGKILL)
+            process.wait(timeout=20)
+
+
+def finish(words: list[str], processes: int = 1, seconds: float = 200, **variables: str) -> str:
+    """Runs it to its end, which must be a good one. What it has shown."""
+    with started(words, processes, **variables) as run:
+        code = run.wait(seconds)
+        assert code == 0, run.shown[-5000:]
+        return run.shown
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    return load_file(folder / "model.safetensors")
+
+
+def metrics(folder: Path) -> list[dict[str, Any]]:
+    """The lines of a run's steps and evaluations, without what a clock has measured."""
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    timed = ("seconds", "time/", "train_")
+    return [{name: value for name, value in line.items() if not name.startswith(timed)} for line in lines]
+
+
+def steps(folder: Path) -> list[dict[str, Any]]:
+    return [line for line in metrics(folder) if "loss" in line]
+
+
+def _environments() -> Iterator[tuple[int, dict[str, str]]]:
+    for path in Path("/proc").glob("[0-9]*"):
+        try:
+            text = (path / "environ").read_bytes().decode(errors="replace")
+            gone = (path / "stat").read_text().rpartition(")")[2].split()[0] == "Z"
+        except OSError:  # it has ended, or belongs to somebody else
+            continue
+        if not gone:
+            yield int(path.name), dict(pair.split("=", 1) for pair in text.split("\0") if "=" in pair)

@@ -1,0 +1,386 @@
+"""Stage 2 with real processes: the committed model answers drawn scenes and is trained on its corrected answers.
+
+Runs take long to start, so they are shared: one process makes all watched runs of one rank, and one pair of
+processes those of two.
+"""
+
+import json
+import math
+import os
+import re
+import shutil
+import signal
+import time
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file
+from typer.testing import CliRunner
+
+from coordexp.cli import app
+from tests.integration.answers import answers, backend, whole_model
+from tests.integration.stage2_runs import (
+    MODEL,
+    ROOT,
+    config,
+    draw,
+    finish,
+    metrics,
+    started,
+    steps,
+    training,
+    weights,
+)
+
+pytestmark = pytest.mark.timeout(240)
+
+SHORT = {"training__max_steps": 3, "training__save_steps": 3}
+EVALUATED = {**SHORT, "training__eval_strategy": "steps", "training__eval_steps": 3}
+BOTH_CHANNELS = {"custom__trainer_variant": "stage2_two_channel"}
+MIXED = {
+    **BOTH_CHANNELS,
+    "stage2__b_ratio": 0.5,
+    "training__max_steps": 6,
+    "training__save_steps": 3,
+    "training__lr_scheduler_type": "constant",
+}
+# One step on the same six samples, however they are dealt; the gradient is clipped.
+SIX_SAMPLES = {
+    "training__packing": False,
+    "training__max_steps": 1,
+    "training__save_strategy": "no",
+    "training__max_grad_norm": 0.2,
+}
+ONE_BY_ONE = {"training__per_device_train_batch_size": 1, "training__gradient_accumulation_steps": 6}
+IN_ONE_ROW = {
+    "training__per_device_train_batch_size": 6,
+    "training__gradient_accumulation_steps": 1,
+    "training__packing": True,
+    "global_max_length": 1024,
+}
+# In file order, two ranks of batch 3: rank 1 has records 1, 3 and 5 in the first step and record 9 in the second.
+IN_ORDER = {"training__train_sampling_strategy": "sequential", "training__gradient_accumulation_steps": 1}
+
+
+@pytest.fixture(scope="module")
+def parts(tmp_path_factory):
+    return draw(tmp_path_factory.mktemp("stage2"))
+
+
+class Watched:
+    """What each rank of a watched run saw."""
+
+    def __init__(self, folder: Path, jobs: list[dict], processes: int = 1) -> None:
+        self.folder = folder
+        plan = folder / f"plan-{processes}.json"
+        plan.write_text(json.dumps(jobs))
+        finish([str(ROOT / "tests/integration/stage2_worker.py"), str(plan)], processes)
+
+    def __call__(self, name: str, rank: int = 0) -> dict:
+        return json.loads((self.folder / f"{name}-{rank}.json").read_text())
+
+    def gradients(self, name: str) -> dict[str, torch.Tensor]:
+        return load_file(self.folder / f"{name}.safetensors")
+
+
+def job(folder: Path, name: str, *given: dict, resume: bool = False, sharded: bool = False, **changes) -> dict:
+    merged = {key: value for each in (*given, changes) for key, value in each.items()}
+    return {"name": name, "config": str(config(folder, name, **merged)), "resume": resume, "sharded": sharded}
+
+
+@pytest.fixture(scope="module")
+def by_one(parts):
+    pipeline = yaml.safe_load((ROOT / "configs/stage2.yaml").read_text())["rollout_matching"]["pipeline"]
+    stage1 = {"custom__trainer_variant": "stage1_sft", "stage1__pipeline": pipeline}
+    resumed = str(parts / "mixed-resumed")
+    jobs = [
+        job(parts, "aligned", EVALUATED, training__per_device_eval_batch_size=1),
+        job(parts, "all-b", EVALUATED, BOTH_CHANNELS, stage2__b_ratio=1.0, training__per_device_eval_batch_size=7),
+        job(parts, "all-a", SHORT, BOTH_CHANNELS, stage2__b_ratio=0.0),
+        job(parts, "stage1", SHORT, stage1),
+        job(parts, "mixed", MIXED),
+        job(parts, "mixed-cut", MIXED, training__max_steps=3, training__output_dir=resumed),
+        job(parts, "mixed-resumed", MIXED, resume=True),
+        job(parts, "micro-steps", SIX_SAMPLES),
+        job(parts, "one-by-one", SIX_SAMPLES, ONE_BY_ONE),
+        job(parts, "in-one-row", SIX_SAMPLES, IN_ONE_ROW),
+    ]
+    return Watched(parts, jobs)
+
+
+def calls(parts: Path) -> list[dict]:
+    """What two ranks ask, call by call."""
+    pictures = [str(parts / f"data/images/train/{k:07d}.png") for k in range(8)]
+    sampling, beam = {"mode": "sampling", "temperature": 1.0}, {"mode": "beam", "num_beams": 2}
+    return [
+        {"decode": {}, "pictures": [pictures[:3], []]},
+        {"decode": {}, "pictures": [[], pictures[3:4]]},
+        {"decode": sampling, "pictures": [pictures[4:5], pictures[5:8]]},
+        {"decode": beam, "pictures": [pictures[:2], pictures[2:3]]},
+    ]
+
+
+def asks(parts: Path, mode: str) -> dict:
+    (parts / "damaged.png").write_bytes(b"not a picture")
+    damaged = [[str(parts / "data/images/train/0000000.png")], [str(parts / "damaged.png")]]
+    held = {"folder": str(MODEL), "mode": mode, "calls": calls(parts), "damaged": damaged}
+    return {"name": f"held-{mode}", "held": held}
+
+
+@pytest.fixture(scope="module")
+def by_two(parts):
+    """The last ones fail, on both ranks."""
+    picture, record = (shutil.copytree(parts / "data", parts / name) for name in ("no-picture", "no-record"))
+    (picture / "images/val/0000001.png").write_bytes(b"not a picture")
+    lines = (record / "train.jsonl").read_text().splitlines()
+    lines[9] = json.dumps(json.loads(lines[9]) | {"objects": [{"desc": "", "bbox_2d": [0, 0, 9, 9]}]})
+    (record / "train.jsonl").write_text("".join(f"{line}\n" for line in lines))
+    half = {"training__gradient_accumulation_steps": 1}
+    jobs = [
+        asks(parts, "ddp"),
+        asks(parts, "fsdp2"),
+        job(parts, "ddp", SIX_SAMPLES, half),
+        job(parts, "fsdp2", SIX_SAMPLES, half, sharded=True),
+        job(parts, "mixed-by-two", MIXED),
+        job(parts, "damaged-picture", EVALUATED, IN_ORDER, custom__val_jsonl=str(picture / "val.jsonl")),
+        job(
+            parts, "damaged-record", SHORT, IN_ORDER, sharded=True, custom__train_jsonl=str(record / "train.jsonl")
+        ),
+    ]
+    return Watched(parts, jobs, processes=2)
+
+
+@pytest.fixture(scope="module")
+def trained(parts):
+    """A run from the command line."""
+    finish(training(config(parts, "trained", **EVALUATED, stage2__dump_every=2)))
+    return parts / "trained"
+
+
+@pytest.mark.scenario("R18.S1")
+def test_the_variant_alone_makes_the_command_train_on_rollouts(trained):
+    lines = steps(trained)
+    assert [line["step"] for line in lines] == [1, 2, 3]
+    assert all(line["rollout/answers"] == 6 for line in lines)
+    assert sum(line["match/matched"] for line in lines) > sum(line["match/missed"] for line in lines) > 0
+    assert 0 < sum(line["rollout/cut_off"] for line in lines) < 18
+    before, after = load_file(MODEL / "model.safetensors"), weights(trained / "checkpoint-3")
+    assert any(not torch.equal(before[name].float(), after[name]) for name in before)
+    assert json.loads((trained / "run.json").read_text())[0]["rollouts"]["backend"] == "hf"
+
+
+def test_dumped_examples_come_out_the_same_when_they_are_corrected_again(trained):
+    assert sorted(path.name for path in (trained / "dumps").glob("step-*")) == [
+        "step-000000.jsonl",
+        "step-000002.jsonl",
+    ]
+    done = CliRunner().invoke(app, ["replay", str(trained / "dumps")])
+    assert done.exit_code == 0, done.output
+    assert "8 examples of 2 steps come out the same" in done.output
+
+
+@pytest.mark.scenario("R06.S1")
+def test_a_packed_step_has_the_gradient_of_its_samples_one_by_one(parts, by_one):
+    lines = steps(parts / "aligned")
+    assert all(math.isfinite(value) for line in lines for value in line.values())
+    assert all(line["packing/segments"] > 1 and 0.5 < line["packing/fill"] <= 1 for line in lines)
+    assert [len(row) for row in by_one("in-one-row")["trained"]] == [6]
+    assert [len(row) for row in by_one("one-by-one")["trained"]] == [1] * 6
+    same_step(parts, by_one, "one-by-one", by_one, "in-one-row")
+
+
+@pytest.mark.scenario("R19.S1")
+def test_a_row_is_one_forward_pass_and_a_sample_is_in_one_row(by_one):
+    seen = by_one("aligned")
+    assert len(seen["forwards"]) == len(seen["trained"]) == 3 * 2  # micro-steps
+    assert {channel for row in seen["trained"] for _, channel in row} == {"B"}
+    trained = Counter(picture for row in seen["trained"] for picture, _ in row)
+    assert trained + Counter(seen["waiting"]) == Counter(seen["taken"])
+    assert max(trained.values()) == 1
+
+
+@pytest.mark.scenario("R10.S3")
+def test_evaluation_decodes_by_decode_batch_size_whatever_the_evaluation_batch_is(parts, by_one):
+    for name in ("aligned", "all-b"):  # with evaluation batches of 1 and of 7
+        at_the_end = [pictures for step, pictures in by_one(name)["decoded"] if step == 3]
+        assert at_the_end == [4, 2]
+    for file in ("step-3.json", "step-3.answers.jsonl"):
+        one, seven = ((parts / name / "evaluations" / file).read_bytes() for name in ("aligned", "all-b"))
+        assert one == seven
+
+
+@pytest.mark.scenario("R10.S3")
+def test_an_evaluation_writes_what_predict_writes_from_its_checkpoint(parts, trained, tmp_path):
+    words = ["--model", trained / "checkpoint-3", "--data", parts / "data/val.jsonl", "--out", tmp_path / "p.json"]
+    limits = ["--batch", 4, "--max-new-tokens", 48]
+    done = CliRunner().invoke(app, ["predict", *map(str, words + limits)])
+    assert done.exit_code == 0, done.output
+    for suffix in ("json", "answers.jsonl"):
+        found = (trained / f"evaluations/step-3.{suffix}").read_text()
+        assert found == (tmp_path / f"p.{suffix}").read_text()
+    assert found.count("\n") == 6
+
+
+def same_step(parts: Path, first: Watched, one: str, second: Watched, other: str) -> None:
+    """The step of `other` is the step of `one`: its gradient after clipping, its norm before, and its loss."""
+    expected, found = first.gradients(one), second.gradients(other)
+    assert expected.keys() == found.keys()
+    for name in expected:
+        assert (found[name] - expected[name]).norm() <= 1e-5 * expected[name].norm() + 1e-12, name
+    (whole,), (part,) = (steps(parts / name) for name in (one, other))
+    counted = [name for name in whole if name.startswith(("rollout/", "parse/", "match/", "target/"))]
+    assert {name: part[name] for name in counted} == {name: whole[name] for name in counted}
+    assert whole["match/missed"] > 0
+    assert part["loss"] == pytest.approx(whole["loss"], rel=1e-6)
+    assert part["grad_norm"] == pytest.approx(whole["grad_norm"], rel=1e-5)
+    assert whole["grad_norm"] > 2 * SIX_SAMPLES["training__max_grad_norm"]
+
+
+@pytest.mark.parametrize("mode", ["ddp", "fsdp2"])
+def test_two_processes_take_the_step_that_one_takes_on_the_same_samples(parts, by_one, by_two, mode):
+    assert all(by_two(mode, rank)["sharded"] == (mode == "fsdp2") for rank in range(2))
+    together = [picture for rank in range(2) for picture in by_two(mode, rank)["taken"]]
+    assert sorted(together) == sorted(by_one("micro-steps")["taken"])
+    same_step(parts, by_one, "micro-steps", by_two, mode)
+
+
+def same_run(one: Path, other: Path, last: int) -> None:
+    expected, found = (weights(folder / f"checkpoint-{last}") for folder in (one, other))
+    assert expected.keys() == found.keys()
+    assert all(torch.equal(expected[name], found[name]) for name in expected)
+    assert steps(one) == steps(other)
+    assert [line["step"] for line in steps(one)] == list(range(1, last + 1))
+
+
+def test_a_mix_of_rollouts_alone_is_the_rollout_trainer_bit_for_bit(parts, by_one):
+    same_run(parts / "aligned", parts / "all-b", last=3)
+
+
+def test_a_mix_without_rollouts_is_stage_1_bit_for_bit(parts, by_one):
+    same_run(parts / "stage1", parts / "all-a", last=3)
+    assert not any("rollout/answers" in line for line in steps(parts / "all-a"))
+
+
+@pytest.mark.parametrize("name", ["mixed", "mixed-resumed", "mixed-by-two"])
+def test_which_steps_take_rollouts_depends_on_their_number_alone(parts, by_one, by_two, name):
+    lines = steps(parts / name)
+    assert [line["step"] for line in lines if "rollout/answers" in line] == [2, 4, 6]
+    assert len(lines) == 6
+    seen = (by_two if name == "mixed-by-two" else by_one)(name)
+    assert {channel for row in seen["trained"] for _, channel in row} == {"A", "B"}
+
+
+def test_a_mixed_run_that_is_resumed_is_the_uninterrupted_one(parts, by_one):
+    assert json.loads((parts / "mixed-resumed/checkpoint-3/stream_0.json").read_text())["rows"] == 6
+    assert len(by_one("mixed-resumed")["trained"]) == 6
+    same_run(parts / "mixed", parts / "mixed-resumed", last=6)
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("damaged-picture", "images/val/0000001.png: not a readable picture"),
+        ("damaged-record", "no-record/train.jsonl"),
+    ],
+)
+def test_an_error_of_one_rank_is_the_same_error_on_all(by_two, name, words):
+    """In evaluation, and on the way to an answer of a sharded model."""
+    told, own = (by_two(name, rank)["error"] for rank in range(2))
+    assert words in own
+    assert told == f"RankError: rank 1 failed, and with it all others\n  {own}"
+
+
+def test_a_damaged_picture_of_one_rank_ends_all_of_them_with_its_name(parts):
+    data = shutil.copytree(parts / "data", parts / "damaged-data")
+    (data / "images/train/0000009.png").write_bytes(b"not a picture")
+    file = config(parts, "damaged", **IN_ORDER, custom__train_jsonl=str(data / "train.jsonl"))
+    with started(training(file), processes=2) as run:
+        code = run.wait(60)
+        shown, left = run.shown, run.left()
+    assert code != 0
+    assert not left
+    assert [line["step"] for line in metrics(parts / "damaged")] == [1]
+    assert shown.count("images/train/0000009.png: not a readable picture") == 2
+    assert shown.count("rank 1 failed, and with it all others") == 1
+    assert set(re.findall(r"rank      : (\d)", shown)) == {"0", "1"}  # in torchrun's list of failures
+    assert "]: Traceback" not in shown  # of a rank; torchrun has its own
+
+
+SAMPLED = {
+    "global_max_length": 160,
+    "rollout_matching__decoding__temperature": 0.7,
+    "training__max_steps": 20,
+    "training__save_steps": 10,
+    "training__gradient_accumulation_steps": 1,
+    "training__per_device_train_batch_size": 2,
+}
+
+
+@pytest.fixture(scope="module")
+def twenty(parts):
+    """Twenty steps of two processes that sample."""
+    finish(training(config(parts, "twenty", **SAMPLED)), processes=2)
+    return parts / "twenty"
+
+
+@pytest.fixture(scope="module")
+def killed(parts):
+    """The same run, whose rank 1 is killed after the checkpoint in the middle: what the run showed and left."""
+    log = parts / "killed/metrics.jsonl"
+    with started(training(config(parts, "killed", **SAMPLED)), processes=2) as run:
+        while not (log.is_file() and log.read_text().count("\n") >= 12):
+            assert run.process.poll() is None, run.shown
+            assert run.seconds < 150, run.shown
+            time.sleep(0.1)
+        pid = run.rank(1)
+        os.kill(pid, signal.SIGKILL)
+        code = run.wait(60)
+        return {"pid": pid, "code": code, "shown": run.shown, "left": run.left()}
+
+
+def test_a_killed_rank_ends_the_run_within_a_minute_and_leaves_nothing(killed):
+    assert killed["code"] != 0
+    assert not killed["left"]
+    assert "rank 0 lost another rank and cannot go on" in killed["shown"]
+    assert f"exitcode  : -9 (pid: {killed['pid']})" in killed["shown"]
+
+
+def test_a_killed_run_that_goes_on_from_its_checkpoint_does_what_the_uninterrupted_one_does(parts, twenty, killed):
+    """Bit for bit, with segments that wait at the checkpoint on both ranks."""
+    for rank in range(2):
+        assert len(load_file(parts / f"killed/checkpoint-10/carry_{rank}.safetensors")["lengths"]) > 0
+    assert "checkpoint-10" in finish(training(parts / "killed.yaml", "--resume"), processes=2)
+    same_run(twenty, parts / "killed", last=20)
+
+
+def test_sampled_answers_differ_over_ranks_and_steps(twenty):
+    """Otherwise a resumed run would sample the same whatever its seeds were made of."""
+    lines = [line for line in steps(twenty) if "rollout/answers" in line]  # in others enough was waiting
+    assert all(line["rollout/decoded/sampling"] == line["rollout/answers"] > 0 for line in lines)
+    assert len({line["rollout/tokens"] for line in lines}) > 5
+
+
+@pytest.mark.parametrize("mode", ["ddp", "fsdp2"])
+def test_a_model_that_two_processes_hold_answers_as_it_does_in_one(parts, by_two, mode):
+    """Also when one of them has less to ask than the other, or nothing, even at the first call."""
+    alone = backend(MODEL, whole_model(MODEL))
+    reasons = set()
+    for rank in range(2):
+        for call, found in zip(calls(parts), by_two(f"held-{mode}", rank)["calls"], strict=True):
+            expected = answers(alone, call["pictures"][rank], call["decode"])
+            assert [(ids, reason) for ids, _, reason in found] == [(ids, reason) for ids, _, reason in expected]
+            for (_, logprobs, reason), (_, own, _) in zip(found, expected, strict=True):
+                assert logprobs == pytest.approx(own, abs=1e-4)
+                reasons.add(reason)
+    assert reasons == {"stop", "length"}
+
+
+@pytest.mark.parametrize("mode", ["ddp", "fsdp2"])
+def test_ranks_that_fail_together_while_they_answer_are_still_in_step(by_two, mode):
+    told, own = (by_two(f"held-{mode}", rank) for rank in range(2))
+    assert "damaged.png: not a readable picture" in own["error"]
+    assert told["error"] == f"RankError: rank 1 failed, and with it all others\n  {own['error']}"
+    assert all(seen["after"] == seen["calls"][0] for seen in (told, own))

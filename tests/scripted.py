@@ -1,0 +1,75 @@
+"""A rollout backend that is a fake: it answers what a test tells it to, and remembers what it was asked.
+
+For the logic around generation only. Whatever depends on how a model answers is tested with real ones.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from coordexp.config import RolloutMatching
+from coordexp.data import RecordFile, TrueObject
+from coordexp.rollout.backend import FinishReason, Request, Rollout, Weights
+from coordexp.train.encode import Casebook
+from coordexp.vocab import VocabularyTable
+from tests.rollouts import PROMPT
+from tests.vocabularies import encode
+
+
+@dataclass(frozen=True)
+class Said:
+    """An answer: its text, or its ids where the text cannot say it."""
+
+    text: str = ""
+    finish_reason: FinishReason = "stop"
+    ids: tuple[int, ...] | None = None
+
+
+@dataclass
+class ScriptedBackend:
+    """Answers each picture with what the script has for the name of its file."""
+
+    script: Mapping[str, Said]
+    table: VocabularyTable
+    prompt_ids: tuple[int, ...] = PROMPT
+    version: int | None = None  # instead of that of the last sync
+    calls: list[list[Request]] = field(default_factory=list)
+    synced: list[tuple[Weights, int]] = field(default_factory=list)
+
+    def generate(self, requests: Sequence[Request]) -> list[Rollout]:
+        self.calls.append(list(requests))
+        return [self._answer(self.script[Path(request.picture.path).name]) for request in requests]
+
+    def sync(self, weights: Weights, version: int) -> None:
+        self.synced.append((weights, version))
+
+    def close(self) -> None:
+        pass
+
+    def _answer(self, said: Said) -> Rollout:
+        ids = tuple(encode(said.text, self.table)) if said.ids is None else said.ids
+        version = self.synced[-1][1] if self.version is None else self.version
+        return Rollout(self.prompt_ids, ids, (-0.5,) * len(ids), said.finish_reason, version)
+
+
+class OnePrompt:
+    """Stands for the prompt builder: the same few tokens for every picture."""
+
+    def ids(self, width: int, height: int) -> list[int]:
+        return list(PROMPT)
+
+
+def casebook(
+    folder: Path, truth: Mapping[str, Sequence[TrueObject]], table: VocabularyTable, **settings: Any
+) -> Casebook:
+    """A file with a record for each picture, in their order."""
+    file = folder / "train.jsonl"
+    file.write_text("".join(_record(image, objects) + "\n" for image, objects in truth.items()))
+    return Casebook(RecordFile(file), OnePrompt(), table, "desc_first", RolloutMatching(**settings))
+
+
+def _record(image: str, objects: Sequence[TrueObject]) -> str:
+    listed = [{"desc": one.desc, one.geometry.kind: list(one.geometry.bins)} for one in objects]
+    return json.dumps({"image": image, "width": 64, "height": 48, "space": "bin", "objects": listed})

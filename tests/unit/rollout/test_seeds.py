@@ -1,0 +1,81 @@
+"""The seed of every request: told apart within a step, and the same in a repeated run."""
+
+from itertools import product
+
+import numpy as np
+import pytest
+
+from coordexp.rollout.seeds import MICRO_STEPS, RANKS, REQUESTS, request_seed
+
+CORNERS = list(
+    product(
+        (0, 1, MICRO_STEPS // 2, MICRO_STEPS - 2, MICRO_STEPS - 1),
+        (0, 1, 511, RANKS - 2, RANKS - 1),
+        (0, 1, 2, 2047, REQUESTS - 2, REQUESTS - 1),
+    )
+)
+
+
+PRIME = 2**31 - 1
+
+
+def test_a_seed_has_31_bits_and_is_never_0():
+    seeds = [request_seed(run, step, *place) for run in (0, 17, 2**32) for step in (0, 999) for place in CORNERS]
+    assert all(type(seed) is int and 1 <= seed < 2**31 for seed in seeds)
+
+
+@pytest.mark.parametrize("seed", [1, PRIME])
+def test_the_lowest_and_the_highest_seed_of_a_step_are_as_they_should_be(seed):
+    """Seeds are evenly apart modulo a prime, so the place that has this one can be computed."""
+    first = request_seed(17, 3, 0, 0, 0)
+    apart = request_seed(17, 3, 0, 0, 1) - first
+    place, request = divmod((seed - first) * pow(apart, -1, PRIME) % PRIME, REQUESTS)
+    assert request_seed(17, 3, *divmod(place, RANKS), request) == seed
+
+
+@pytest.mark.scenario("R39.S1")
+def test_no_two_places_of_a_step_share_a_seed_and_a_repeated_run_has_the_same():
+    dense = list(product(range(8), range(32), range(400)))
+    chooser = np.random.default_rng(0)
+    far = chooser.integers(0, (MICRO_STEPS, RANKS, REQUESTS), (100_000, 3)).tolist()
+    places = {*dense, *CORNERS, *map(tuple, far)}
+    first, again = ([request_seed(17, 3, *place) for place in places] for _ in range(2))
+    assert len(set(first)) == len(places) > 190_000
+    assert first == again
+
+
+def test_all_places_of_a_step_are_told_apart_by_construction():
+    """Places are numbered without a gap, below the prime that seeds are taken modulo of."""
+    assert MICRO_STEPS * RANKS * REQUESTS < PRIME
+    first, following = request_seed(17, 3, 0, 0, 0), request_seed(17, 3, 0, 0, 1)
+    last_request, next_rank = request_seed(17, 3, 0, 0, REQUESTS - 1), request_seed(17, 3, 0, 1, 0)
+    last_rank, next_micro = request_seed(17, 3, 0, RANKS - 1, REQUESTS - 1), request_seed(17, 3, 1, 0, 0)
+    for low, high in ((last_request, next_rank), (last_rank, next_micro)):
+        assert (high - low - (following - first)) % PRIME == 0
+
+
+@pytest.mark.parametrize("other", [(18, 3), (17, 4), (1, 73), (3, 17)])
+def test_another_run_seed_or_step_gives_other_seeds(other):
+    own, others = ({request_seed(*which, 0, 0, request) for request in range(2000)} for which in ((17, 3), other))
+    assert len(own & others) <= 1
+
+
+def test_seeds_stay_as_they_are_so_that_old_runs_can_be_repeated():
+    """In every process, too: Python's own hash would differ."""
+    assert (request_seed(17, 3, 0, 0, 0), request_seed(17, 3, 2, 1, 5)) == (1161564359, 1386066773)
+
+
+@pytest.mark.parametrize(
+    ("place", "words"),
+    [
+        ((MICRO_STEPS, 0, 0), f"micro-step {MICRO_STEPS}: .* first {MICRO_STEPS} of a step"),
+        ((-1, 0, 0), "micro-step -1"),
+        ((0, RANKS, 0), f"rank {RANKS}: .* first {RANKS} of a step"),
+        ((0, -1, 0), "rank -1"),
+        ((0, 0, REQUESTS), f"request {REQUESTS}: .* first {REQUESTS} of a micro-step"),
+        ((0, 0, -1), "request -1"),
+    ],
+)
+def test_a_place_out_of_range_is_refused(place, words):
+    with pytest.raises(ValueError, match=words):
+        request_seed(17, 3, *place)

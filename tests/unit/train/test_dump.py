@@ -1,0 +1,182 @@
+"""Whole examples at chosen steps: what a line says, how many there are, and a disk that is full."""
+
+import errno
+import json
+import logging
+import shutil
+from dataclasses import replace
+from fractions import Fraction
+from pathlib import Path
+
+import pytest
+
+from coordexp.config.rollout import RepeatTerminate
+from coordexp.rollout.seeds import request_seed
+from coordexp.target.dump import READ, replay
+from coordexp.train.encode import Moment, takes_rollouts
+from coordexp.vocab import VocabularyTable
+from tests.dumped import NEAR_CUP, SCRIPT, SMALL, TRUTH, dump_of, dumping
+from tests.rollouts import PROMPT
+from tests.scripted import Said
+from tests.vocabularies import encode
+
+
+def images(file: Path) -> list[str]:
+    return [Path(json.loads(line)["picture"]["path"]).name for line in file.read_text().splitlines()]
+
+
+@pytest.mark.parametrize("image", TRUTH)
+def test_a_dumped_example_corrected_again_comes_out_the_same(tmp_path, image):
+    lines = dump_of(tmp_path).read_text().splitlines()
+    line = lines[list(TRUTH).index(image)]
+    assert replay(line, SMALL) == []
+    assert replay(line, VocabularyTable.from_folder(tmp_path / "dumps")) == []
+
+
+OTHERS = (
+    {"candidate_top_k": 1},
+    {"maskiou_gate": 0.99},
+    {"maskiou_resolution": 16},
+    {"fp_cost": 0.0, "fn_cost": 0.01},
+    {"optimal_transport": {"epsilon": 1.0}},
+)
+
+
+@pytest.mark.parametrize("settings", OTHERS, ids=lambda settings: ",".join(settings))
+def test_all_settings_that_correcting_reads_are_in_the_dump(tmp_path, settings):
+    assert {name for each in OTHERS for name in each} == set(READ)
+    usual = json.loads(dump_of(tmp_path).read_text().splitlines()[0])
+    line = dump_of(tmp_path, **settings).read_text().splitlines()[0]
+    assert json.loads(line)["result"] != usual["result"], "the setting matters"
+    assert replay(line, SMALL) == []
+
+
+def test_a_line_says_what_was_asked_answered_and_made_of_it(tmp_path):
+    found = json.loads(dump_of(tmp_path).read_text().splitlines()[0])
+    text = SCRIPT["partly.png"].text
+    assert found["place"] == {"step": 0, "micro": 0, "rank": 0, "record": 0}
+    assert found["picture"] == {"path": str(tmp_path / "partly.png"), "width": 64, "height": 48}
+    assert found["seed"] == request_seed(17, 0, 0, 0, 0)
+    assert found["decode"]["mode"] == "greedy"
+    assert found["decode"]["guard"] == RepeatTerminate().model_dump()
+    assert found["rollout"]["ids"] == encode(text, SMALL)
+    assert found["rollout"]["text"] == text
+    assert found["rollout"]["prompt_ids"] == list(PROMPT)
+    assert (found["rollout"]["finish_reason"], found["rollout"]["version"]) == ("stop", 0)
+    assert [(one["desc"], tuple(one["bins"])) for one in found["truth"]] == [
+        (one.desc, one.geometry.bins) for one in TRUTH["partly.png"]
+    ]
+    assert set(found["settings"]) == set(READ)
+    result = found["result"]
+    assert [one["reason"] for one in result["objects"]] == [None] * 3
+    assert result["objects"][0]["bins"] == list(NEAR_CUP.bins)
+    assert (result["pairs"], result["missed"], result["extra"]) == ([[0, 0], [1, 2]], [1], [2])
+    assert {len(stream) for stream in result["streams"].values()} == {len(result["streams"]["ids"])}
+
+
+def test_what_no_text_can_hold_is_dumped_as_ids(tmp_path):
+    found = json.loads(dump_of(tmp_path).read_text().splitlines()[1])
+    assert found["rollout"]["ids"] == list(SCRIPT["garbage.png"].ids)
+    assert found["rollout"]["text"] == "I see \ufffd"
+    assert found["result"]["fallback"] is True
+
+
+def test_at_most_so_many_examples_of_a_step_and_only_of_chosen_steps(tmp_path):
+    step, _ = dumping(tmp_path, every=3, samples=4)
+    for number in range(8):
+        for micro in range(2):
+            step([0, 1, 2], Moment(number, micro))
+    files = sorted((tmp_path / "dumps").glob("*"))
+    assert [file.name for file in files] == [f"step-{number:06d}.jsonl" for number in (0, 3, 6)] + [
+        "tokenizer.json"
+    ]
+    for file in files[:-1]:
+        assert images(file) == ["partly.png", "garbage.png", "cut.png", "partly.png"]
+        places = [json.loads(line)["place"] for line in file.read_text().splitlines()]
+        assert [place["micro"] for place in places] == [0, 0, 0, 1]
+        assert {place["step"] for place in places} == {int(file.stem.partition("-")[2])}
+
+
+def test_a_resumed_run_writes_its_steps_anew(tmp_path):
+    first, _ = dumping(tmp_path, samples=2)
+    for number in (0, 1):
+        first([0, 1], Moment(number, 0))
+    resumed, _ = dumping(tmp_path, samples=2)
+    resumed([2], Moment(1, 0))
+    assert images(tmp_path / "dumps/step-000000.jsonl") == ["partly.png", "garbage.png"]
+    assert images(tmp_path / "dumps/step-000001.jsonl") == ["cut.png"]
+
+
+def full(*_, **__):
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def test_a_full_disk_does_not_stop_the_run_and_is_said_once(tmp_path, monkeypatch, caplog):
+    step, _ = dumping(tmp_path)
+    plain, disk = Path.open, {"full": True}
+
+    def opened(path, mode="r", *options, **more):
+        if disk["full"] and path.parent.name == "dumps":
+            full()
+        return plain(path, mode, *options, **more)
+
+    monkeypatch.setattr(Path, "open", opened)
+    with caplog.at_level(logging.WARNING):
+        for number in range(3):
+            assert len(step([0, 1, 2], Moment(number, 0))) == 3
+    (told,) = caplog.records
+    assert told.message == "dumps are not written: [Errno 28] No space left on device; training goes on"
+    assert list((tmp_path / "dumps").glob("step-*")) == []
+    disk["full"] = False
+    step([0, 1, 2], Moment(3, 0))
+    assert images(tmp_path / "dumps/step-000003.jsonl") == list(TRUTH)
+
+
+def test_a_tokenizer_that_is_copied_in_part_is_copied_again(tmp_path, monkeypatch):
+    """Half a tokenizer would make every dump of the folder unreadable."""
+    step, _ = dumping(tmp_path)
+
+    def half(source, target):
+        Path(target).write_text(Path(source).read_text()[:1000])
+        full()
+
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "copyfile", half)
+        step([0], Moment(0, 0))
+    step([0], Moment(1, 0))
+    assert VocabularyTable.from_folder(tmp_path / "dumps") == SMALL
+
+
+def test_dumping_changes_nothing_about_the_examples(tmp_path):
+    (tmp_path / "with").mkdir()
+    (tmp_path / "without").mkdir()
+    with_dumps, _ = dumping(tmp_path / "with")
+    dumps = tmp_path / "without/dumps"
+    without = replace(dumping(tmp_path / "without")[0], watch=lambda *_: None)
+    made = [each([0, 1, 2], Moment(1, 0)) for each in (with_dumps, without)]
+    assert [example.segment.ids.tolist() for example in made[0]] == [
+        example.segment.ids.tolist() for example in made[1]
+    ]
+    assert (tmp_path / "with/dumps").exists()
+    assert not dumps.exists()
+
+
+def test_with_two_channels_the_first_rollout_step_of_every_window_is_dumped(tmp_path):
+    """The steps that `dump_every` divides are all ground truth when every second step is."""
+    step, _ = dumping(tmp_path, every=4)
+    for number in range(12):
+        if takes_rollouts(number, Fraction("0.5")):
+            step([0], Moment(number, 0))
+    assert [file.stem for file in sorted((tmp_path / "dumps").glob("step-*"))] == [
+        "step-000001",
+        "step-000005",
+        "step-000009",
+    ]
+
+
+def test_a_text_with_any_characters_is_one_line(tmp_path):
+    step, _ = dumping(tmp_path, script=SCRIPT | {"partly.png": Said('{"object_1": "\u2028 \x0b \x85 é"')})
+    step([0], Moment(0, 0))
+    (line,) = (tmp_path / "dumps/step-000000.jsonl").read_text().splitlines()
+    assert json.loads(line)["rollout"]["text"] == '{"object_1": "\u2028 \x0b \x85 é"'
+    assert replay(line, SMALL) == []

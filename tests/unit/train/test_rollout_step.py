@@ -1,0 +1,422 @@
+"""One step of channel B: answers are asked for, checked, corrected and counted. The backend is a fake."""
+
+import json
+from fractions import Fraction
+
+import numpy as np
+import pytest
+
+from coordexp.config.rollout import Decoding, RepeatTerminate
+from coordexp.data import DataError, RecordError, TrueObject
+from coordexp.demo.model import Size, make_model
+from coordexp.parse import Reason
+from coordexp.rollout.backend import Decode
+from coordexp.rollout.seeds import request_seed
+from coordexp.target import Role
+from coordexp.train import run
+from coordexp.train.counters import RATES, SUMS, Ledger
+from coordexp.train.encode import Alternate, CorrectedRollouts, GroundTruth, Moment, takes_rollouts
+from tests.rollouts import PROMPT, answer_text
+from tests.scripted import Said, ScriptedBackend, casebook
+from tests.unit.config.trees import load, stage2
+from tests.unit.core.conftest import answer, box, coords, entry
+from tests.vocabularies import table
+
+QWEN = table("qwen")
+CUP = TrueObject("cup", box(10, 10, 110, 110))
+DOG = TrueObject("dog", box(300, 300, 500, 500))
+FIRST = Moment(0, 0)
+
+
+def weights():
+    raise AssertionError("the fake takes none")
+
+
+class Step:
+    """Channel B on records with these true objects, and answers to them."""
+
+    def __init__(self, folder, truth, script, *, rank=0, ledger=None, cfg=None, **backend) -> None:
+        self.cases = casebook(folder, truth, QWEN)
+        self.backend = ScriptedBackend(script, QWEN, **backend)
+        self.ledger = ledger or Ledger()
+        self.seen = []
+        self.encode = CorrectedRollouts(
+            self.cases,
+            self.backend,
+            weights,
+            rollout_matching_cfg=cfg or self.cases.settings,
+            seed=17,
+            rank=rank,
+            ledger=self.ledger,
+            watch=lambda *whole: self.seen.append(whole),
+        )
+
+    def __call__(self, moment=FIRST, indices=None):
+        return self.encode(range(len(self.cases.records)) if indices is None else indices, moment)
+
+
+def written(*objects: TrueObject) -> str:
+    return answer(*(entry(f"object_{k}", one.desc, one.geometry) for k, one in enumerate(objects, start=1)))
+
+
+# In Qwen's vocabulary an answer of n boxes, each with a desc of one token, is 30 n tokens: 29 up to the `"]` of an
+# object, then `},` or, at the end, `}}`.
+TRUTH = {"garbage.png": (CUP, DOG), "empty.png": (CUP,), "right.png": (CUP, DOG), "cut.png": (CUP, DOG)}
+SCRIPT = {
+    # `Sure` and `!`. Nothing to keep: both objects are appended to an empty prefix, 60 tokens and the end of turn.
+    "garbage.png": Said("Sure!"),
+    # No container either. One object is appended: 30 + 1.
+    "empty.png": Said(""),
+    # 60 tokens. Cut behind the last object, inside of its `}}`: 59 are kept, `}}` and the end of turn appended.
+    "right.png": Said(written(DOG, CUP)),
+    # The first object is 29 tokens and `},`; ` "object_2": {"desc": "dog", "bbox_2d": [` is 18, then `3` and `0`:
+    # 50. Cut inside of `},`: 29 are kept; `},`, the 29 of the dog, `}}` and the end of turn are appended.
+    "cut.png": Said(
+        "{" + entry("object_1", "cup", CUP.geometry) + ', "object_2": {"desc": "dog", "bbox_2d": [30', "length"
+    ),
+}
+COUNTED = {
+    "rollout/answers": 4,
+    "rollout/tokens": 2 + 0 + 60 + 50,
+    "rollout/stopped": 3,
+    "rollout/cut_off": 1,  # cut
+    "rollout/unreadable": 2,  # garbage and empty have no container
+    "rollout/early_stops": 2,  # they stopped by themselves with less than there is
+    "rollout/decoded/greedy": 4,
+    "parse/objects": 2 + 2,  # right; cut, of which one is lost
+    "parse/valid": 2 + 1,
+    "parse/invalid": 1,
+    "parse/invalid/truncated": 1,
+    "match/true": 2 + 1 + 2 + 2,
+    "match/matched": 2 + 1,
+    "match/missed": 2 + 1 + 0 + 1,
+    "target/prefix_tokens": 0 + 0 + 59 + 29,
+    "target/appended_tokens": 61 + 31 + 2 + 32,
+}
+
+
+@pytest.mark.scenario("R31.S1")
+def test_garbage_nothing_all_right_and_cut_off_in_one_batch_are_trained_on_and_counted(tmp_path):
+    step = Step(tmp_path, TRUTH, SCRIPT)
+    examples = step()
+    assert [example.channel for example in examples] == ["B"] * 4
+    report = step.ledger.report(steps=1)
+    assert {name: report[name] for name in SUMS if name != "target/answers"} == {
+        name: COUNTED.get(name, 0) for name in SUMS if name != "target/answers"
+    }
+    rates = {
+        "match/recall": 3 / 7,
+        "match/precision": 3 / 3,
+        "parse/invalid_rate": 1 / 4,
+        "rollout/cut_off_rate": 1 / 4,
+        "rollout/early_stop_rate": 2 / 3,
+        "rollout/over_count_rate": 0 / 4,
+        "rollout/mean_tokens": 112 / 4,
+        "target/mean_prefix_tokens": 88 / 4,
+        "target/mean_appended_tokens": 126 / 4,
+    }
+    assert {name: report[name] for name in RATES} == pytest.approx(rates)
+    assert set(report) == {*SUMS, *RATES, "time/rollout", "time/correct"} - {"target/answers"}
+
+
+def test_loops_repeats_overlaps_and_too_many_objects_are_counted(tmp_path):
+    """Two cups where there is one, looped; a box that overlaps too little; and one that is nowhere near."""
+    near, far = TrueObject("cup", box(80, 80, 180, 180)), TrueObject("dog", box(700, 700, 900, 900))
+    truth = {"looped.png": (CUP,), "near.png": (CUP,), "far.png": (CUP, DOG), "none.png": ()}
+    script = {
+        "looped.png": Said(written(CUP, CUP), "repeat"),
+        "near.png": Said(written(near)),
+        "far.png": Said(written(CUP, far, DOG)),
+        "none.png": Said("{}"),
+    }
+    step = Step(tmp_path, truth, script, cfg=sampled(temperature=0.5))
+    step()
+    report = step.ledger.report(steps=1)
+    expected = {
+        "rollout/answers": 4,
+        "rollout/tokens": 60 + 30 + 90 + 1,
+        "rollout/stopped": 3,
+        "rollout/looped": 1,
+        "rollout/early_stops": 0,
+        "rollout/over_counts": 1 + 0 + 1 + 0,
+        "rollout/decoded/sampling": 4,
+        "parse/objects": 2 + 1 + 3 + 0,
+        "parse/valid": 2 + 1 + 3 + 0,
+        "parse/repeats": 1,
+        "match/true": 1 + 1 + 2 + 0,
+        "match/matched": 1 + 0 + 2 + 0,
+        "match/missed": 0 + 1 + 0 + 0,
+        "match/extra": 1 + 1 + 1 + 0,
+        "match/gate_rejections": 0 + 1 + 0 + 0,
+        # Kept up to the last object's `}`, inside of `}}`. `{}` is one token, of which the `{` is kept and `{}`
+        # written anew; behind the near one a cup is appended: `},` and 29 more.
+        "target/prefix_tokens": 59 + 29 + 89 + 0,
+        "target/appended_tokens": (1 + 1) + (1 + 29 + 1 + 1) + (1 + 1) + (1 + 1),
+    }
+    assert {name: report[name] for name in SUMS if name != "target/answers"} == {
+        name: expected.get(name, 0) for name in SUMS if name != "target/answers"
+    }
+    assert report["rollout/over_count_rate"] == 2 / 4
+    assert report["match/precision"] == 3 / 6
+
+
+SHAPE = coords(box(1, 2, 3, 4))
+ENTRIES = {
+    Reason.bad_key: '"thing_1": {"desc": "a", "bbox_2d": %s}' % SHAPE,
+    Reason.repeated_key: '"object_1": {"desc": "a", "bbox_2d": %s}' % SHAPE,
+    Reason.not_a_mapping: '"object_3": 5',
+    Reason.unexpected_key: '"object_4": {"desc": "a", "bbox_2d": %s, "score": 1}' % SHAPE,
+    Reason.repeated_field: '"object_5": {"desc": "a", "desc": "a", "bbox_2d": %s}' % SHAPE,
+    Reason.missing_desc: '"object_6": {"bbox_2d": %s}' % SHAPE,
+    Reason.empty_desc: '"object_7": {"desc": "", "bbox_2d": %s}' % SHAPE,
+    Reason.missing_geometry: '"object_8": {"desc": "a"}',
+    Reason.two_geometries: '"object_9": {"desc": "a", "poly": [], "bbox_2d": %s}' % SHAPE,
+    Reason.bad_geometry: '"object_10": {"desc": "a", "bbox_2d": [1, 2, 3, 4]}',
+    Reason.wrong_count: '"object_11": {"desc": "a", "bbox_2d": ["<|coord_1|>"]}',
+    Reason.degenerate: '"object_12": {"desc": "a", "bbox_2d": %s}' % coords(box(3, 2, 1, 4)),
+    Reason.stray_coord: '"object_13": {"desc": "<|coord_1|>", "bbox_2d": %s}' % SHAPE,
+    Reason.ambiguous: '"object_14": {"desc": "a", "bbox_2d": ["\\u003c|coord_1|>"]}',
+}
+ENDINGS = {
+    Reason.syntax: ', "object_15": nonsense}',
+    Reason.truncated: ', "object_15": {"desc": "a',
+    Reason.placeholder: ', "object_15": {"desc": "<|image_pad|>"}}',
+}
+
+
+@pytest.mark.parametrize("ending", ENDINGS)
+def test_each_reason_for_which_an_object_is_not_used_has_a_counter(tmp_path, ending):
+    assert set(ENTRIES) | set(ENDINGS) == set(Reason)
+    text = "{" + entry("object_1", "cup", CUP.geometry) + ", " + ", ".join(ENTRIES.values()) + ENDINGS[ending]
+    step = Step(tmp_path, {"a.png": (CUP,)}, {"a.png": Said(text)})
+    step()
+    report = step.ledger.report(steps=1)
+    found = {reason for reason in Reason for _ in range(int(report[f"parse/invalid/{reason.value}"]))}
+    assert found == {*ENTRIES, ending}
+    assert (
+        report["parse/invalid"] == len(ENTRIES) + 1 == sum(report[f"parse/invalid/{one.value}"] for one in Reason)
+    )
+    assert (report["parse/valid"], report["parse/objects"]) == (1, len(ENTRIES) + 2)
+    assert report["parse/ambiguous"] == 1
+    # An unusable object is none too many, and an answer that ends early by itself is not cut off.
+    assert (report["rollout/over_counts"], report["rollout/cut_off"]) == (0, 0)
+
+
+@pytest.mark.scenario("R36.S1")
+def test_another_backend_behind_the_same_interface_gives_valid_supervision(tmp_path):
+    step = Step(tmp_path, TRUTH, SCRIPT)
+    for example, (image, truth) in zip(step(), TRUTH.items(), strict=True):
+        segment = example.segment
+        assert example.image.endswith(image)
+        assert example.size == (64, 48)
+        assert segment.ids[: segment.prompt_length].tolist() == list(PROMPT)
+        said = json.loads(answer_text(segment, QWEN))
+        assert sorted(one["desc"] for one in said.values()) == sorted(true.desc for true in truth)
+        assert segment.ids[-1] == QWEN.end_of_turn
+        assert segment.weights[-1] == 1
+        assert not segment.weights[: segment.prompt_length].any()
+        with_target = ~np.isnan(segment.coord_targets)
+        assert sorted(segment.coord_targets[with_target].tolist()) == sorted(
+            bin for true in truth for bin in true.geometry.bins
+        )
+        assert all(QWEN.is_coord(id) for id in segment.ids[with_target])
+    # What the model wrote itself is context; of it only the coordinates of matched objects are trained.
+    assert [int((example.segment.roles == Role.matched_coord).sum()) for example in step()] == [0, 0, 8, 4]
+
+
+def sampled(**decoding):
+    tree = stage2(rollout_matching__rollout_backend="hf", rollout_matching__decoding=decoding)
+    return load(tree).settings.rollout_matching
+
+
+@pytest.mark.scenario("R12.S2")
+def test_rollout_settings_reach_the_step_from_the_loader_as_rollout_matching_cfg(tmp_path):
+    guard = {"enabled": True, "max_object_keys": 9}
+    tree = stage2(
+        rollout_matching__rollout_backend="hf",
+        rollout_matching__max_new_tokens=77,
+        rollout_matching__decoding={"temperature": 0.7, "top_p": 0.9, "top_k": 5},
+        rollout_matching__repeat_terminate=guard,
+    )
+    cfg = load(tree).settings.rollout_matching
+    step = Step(tmp_path, {"empty.png": (CUP,)}, SCRIPT, cfg=cfg)
+    assert step.encode.rollout_matching_cfg is cfg
+    step()
+    ((request,),) = step.backend.calls
+    assert request.decode == Decode(
+        77, "sampling", 0.7, 0.9, 5, guard=RepeatTerminate(enabled=True, max_object_keys=9)
+    )
+
+
+@pytest.mark.scenario("R12.S2")
+def test_the_trainer_and_its_stream_are_given_the_loaders_own_settings(tmp_path, monkeypatch):
+    make_model(tmp_path / "model", "small", size=Size(hidden=64, layers=1, vision_hidden=32, vision_depth=1))
+    casebook(tmp_path, TRUTH, QWEN)
+    loaded = load(
+        stage2(
+            model={"path": str(tmp_path / "model"), "dtype": "float32"},
+            custom__train_jsonl=str(tmp_path / "train.jsonl"),
+            training={"output_dir": str(tmp_path / "run"), "use_cpu": True, "max_steps": 1, "report_to": "none"},
+            rollout_matching__rollout_backend="hf",
+        )
+    )
+    given = {}
+
+    def trainer(**options):
+        given.update(options)
+        raise InterruptedError
+
+    monkeypatch.setattr(run, "RowTrainer", trainer)
+    with pytest.raises(InterruptedError):
+        run.prepare(loaded, resume=False)
+    assert given["rollout_matching_cfg"] is loaded.settings.rollout_matching
+    assert given["stream"]._encode.rollout_matching_cfg is loaded.settings.rollout_matching
+
+
+@pytest.mark.parametrize(
+    ("settings", "decode"),
+    [
+        ({}, Decode(2048, "greedy")),
+        ({"decode_mode": "greedy"}, Decode(2048, "greedy")),
+        ({"decoding": Decoding(temperature=0.5)}, Decode(2048, "sampling", 0.5)),
+        ({"decode_mode": "beam", "num_beams": 3, "decode_batch_size": 3}, Decode(2048, "beam", num_beams=3)),
+    ],
+)
+def test_how_to_decode_follows_from_the_settings(tmp_path, settings, decode):
+    step = Step(tmp_path, {"empty.png": (CUP,)}, SCRIPT)
+    assert Decode.of(step.cases.settings.model_copy(update=settings)) == decode
+
+
+def test_a_prompt_that_the_engine_reads_otherwise_is_refused_with_the_first_difference(tmp_path):
+    for ids, words in (
+        ((11, 99, 13), r"they differ from token 1 on: \[99, 13\] where \[12, 13\] should be"),
+        ((11, 12), r"\(2 tokens\) is not the one .*\(3\)\n  they differ from token 2 on: the end where \[13\]"),
+        ((11, 12, 13, 14, 15), r"they differ from token 3 on: \[14, 15\] where the end should be"),
+    ):
+        step = Step(tmp_path, {"right.png": (CUP, DOG)}, SCRIPT, prompt_ids=ids)
+        with pytest.raises(DataError, match=words) as caught:
+            step()
+        assert "right.png" in str(caught.value)
+        assert step.ledger.report(steps=1).keys() <= {"time/rollout", "time/correct"}
+
+
+def test_an_answer_of_other_weights_is_refused(tmp_path):
+    step = Step(tmp_path, {"empty.png": (CUP,)}, SCRIPT, version=4)
+    assert len(step(Moment(4, 0))) == 1
+    with pytest.raises(RuntimeError, match="version 4, and this step trains version 5"):
+        step(Moment(5, 0))
+
+
+def test_a_backend_that_loses_an_answer_is_refused(tmp_path, monkeypatch):
+    step = Step(tmp_path, TRUTH, SCRIPT)
+    plain = step.backend.generate
+    monkeypatch.setattr(step.backend, "generate", lambda requests: plain(requests)[1:])
+    with pytest.raises(ValueError, match="shorter"):
+        step()
+
+
+@pytest.mark.parametrize("rank", [0, 3])
+def test_each_request_has_the_seed_of_its_place(tmp_path, rank):
+    step = Step(tmp_path, TRUTH, SCRIPT, rank=rank, version=2)
+    for micro in range(3):
+        step(Moment(2, micro))
+    assert [[request.seed for request in call] for call in step.backend.calls] == [
+        [request_seed(17, 2, micro, rank, k) for k in range(4)] for micro in range(3)
+    ]
+
+
+def test_weights_are_sent_once_a_step_and_before_its_first_answer(tmp_path):
+    step = Step(tmp_path, TRUTH, SCRIPT)
+    for number in (5, 6):
+        for micro in range(3):
+            step(Moment(number, micro))
+    assert step.backend.synced == [(weights, 5), (weights, 6)]
+
+
+def test_also_without_a_record_the_backend_is_asked(tmp_path):
+    """A sharded model needs every rank while others answer."""
+    step = Step(tmp_path, TRUTH, SCRIPT)
+    assert step(Moment(3, 0), []) == []
+    assert step.backend.calls == [[]]
+    assert step.backend.synced == [(weights, 3)]
+
+
+def test_all_that_belongs_to_an_example_is_shown_to_the_watcher(tmp_path):
+    step = Step(tmp_path, TRUTH, SCRIPT)
+    examples = step(FIRST, [2, 0])
+    assert [case.index for _, case, *_ in step.seen] == [2, 0]
+    for (moment, case, request, rollout, correction), example in zip(step.seen, examples, strict=True):
+        assert moment == FIRST
+        assert request.picture == case.picture
+        assert rollout.prompt_ids == case.prompt_ids
+        assert correction.segment is example.segment
+
+
+def test_a_record_that_cannot_be_trained_on_is_named(tmp_path):
+    step = Step(tmp_path, {"right.png": (CUP,), "flat.png": (CUP,)}, SCRIPT)
+    file = step.cases.records.path
+    sound, flat = file.read_text().splitlines()
+    file.write_text(f"{sound}\n{flat.replace('110, 110]', '10, 110]')}\n")
+    with pytest.raises(RecordError, match=r"record 2 \(flat\.png\)[\s\S]*coordexp data doctor"):
+        step()
+    assert step.backend.calls == []
+
+
+def test_ground_truth_is_the_correction_of_an_empty_answer(tmp_path):
+    step = Step(tmp_path, TRUTH, SCRIPT)
+    (true,), (corrected,) = GroundTruth(step.cases)([1], FIRST), step(FIRST, [1])
+    assert (true.channel, corrected.channel) == ("A", "B")
+    for name in ("ids", "roles", "kinds", "sides", "coord_targets", "weights"):
+        assert np.array_equal(getattr(true.segment, name), getattr(corrected.segment, name), equal_nan=True)
+
+
+RATIOS = ["0", "1", "0.5", "0.3", "0.333", "0.29", "0.001", "0.999", "1/3"]
+
+
+@pytest.mark.parametrize("ratio", RATIOS)
+def test_of_the_first_n_steps_the_share_of_rollouts_is_exact_for_every_n(ratio):
+    share, taken = Fraction(ratio), 0
+    for step in range(1000):
+        taken += takes_rollouts(step, share)
+        assert taken == ((step + 1) * share.numerator) // share.denominator
+
+
+def test_which_channel_a_step_takes_depends_on_its_number_alone():
+    def channel(name):
+        return lambda indices, moment: [(name, moment)] * len(indices)
+
+    alternate = Alternate(channel("A"), channel("B"), Fraction("0.4"))
+    steps = [7, 3, 0, 4, 9, 1, 2, 3, 3]
+    found = [alternate([5] * (1 + micro), Moment(step, micro)) for step in steps for micro in (1, 0)]
+    assert found == [
+        [("B" if takes_rollouts(step, Fraction("0.4")) else "A", Moment(step, micro))] * (1 + micro)
+        for step in steps
+        for micro in (1, 0)
+    ]
+    assert {name for made in found for name, _ in made} == {"A", "B"}
+
+
+def test_sums_are_sums_and_rates_are_ratios_of_sums_and_a_report_starts_anew():
+    """Not means of rates: 1 of 2 and 9 of 90 are 10 of 92."""
+    ledger = Ledger()
+    ledger.add({"rollout/answers": 1, "match/matched": 1, "match/true": 2})
+    ledger.add({"rollout/answers": 3, "match/matched": 9, "match/true": 90})
+    report = ledger.report(steps=2)
+    assert (report["rollout/answers"], report["match/matched"], report["match/true"]) == (4, 10, 92)
+    assert report["match/recall"] == pytest.approx(10 / 92)
+    assert "match/precision" not in report, "nothing was predicted, so there is none"
+    assert ledger.report(steps=2) == {}
+    ledger.add({"rollout/answers": 1, "match/true": 5})
+    assert ledger.report(steps=1)["match/recall"] == 0
+
+
+def test_a_report_without_rollouts_has_no_counters():
+    ledger = Ledger()
+    ledger.spent("compute", 3.0)
+    ledger.spent("compute", 1.0)
+    assert ledger.report(steps=2) == {"time/compute": 2.0}
+
+
+def test_no_counter_is_a_value_of_geometry():
+    """How well shapes overlap is for evaluation to say (D7)."""
+    assert not [name for name in (*SUMS, *RATES) if "iou" in name or "distance" in name]

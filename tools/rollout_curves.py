@@ -1,0 +1,86 @@
+"""Draws what rollouts did over the steps of several runs: recall and precision of training answers, early stops
+and answers with too many objects, each smoothed over 8 steps with rollouts.
+
+    python tools/rollout_curves.py OUT.svg NAME=RUN_FOLDER [NAME=RUN_FOLDER ...]
+"""
+
+import argparse
+import json
+from html import escape
+from pathlib import Path
+
+WIDTH, HEIGHT, GAP, TOP, BOTTOM = 380, 230, 46, 40, 40
+PANELS = {
+    "match/recall": "recall of the answers",
+    "match/precision": "precision of the answers",
+    "rollout/early_stop_rate": "stopped early",
+    "rollout/over_count_rate": "too many objects",
+}
+STYLES = (("#1f5fbf", ""), ("#b3541e", "7 3"), ("#2e8b57", "2 3"), ("#7a3fa0", "8 3 2 3"))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("runs", nargs="+", metavar="NAME=RUN_FOLDER")
+    options = parser.parse_args()
+    runs = {name: read(Path(folder)) for name, _, folder in (text.partition("=") for text in options.runs)}
+    options.out.write_text(draw(runs))
+
+
+def read(folder: Path) -> list[dict[str, float]]:
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [line for line in lines if "rollout/answers" in line]
+
+
+def smooth(lines: list[dict[str, float]], name: str, window: int = 8) -> list[tuple[float, float]]:
+    points = [(line["step"], line[name]) for line in lines if name in line]
+    return [
+        (points[k][0], sum(value for _, value in points[max(0, k + 1 - window) : k + 1]) / min(window, k + 1))
+        for k in range(len(points))
+    ]
+
+
+def draw(runs: dict[str, list[dict[str, float]]]) -> str:
+    most = max(line["step"] for lines in runs.values() for line in lines)
+    whole = (2 * WIDTH + 3 * GAP, 2 * (HEIGHT + BOTTOM) + TOP)
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {whole[0]} {whole[1]}" font-family="sans-serif" '
+        f'font-size="12"><rect width="{whole[0]}" height="{whole[1]}" fill="white"/>'
+    ]
+    for k, name in enumerate(runs):
+        colour, dashes = STYLES[k % len(STYLES)]
+        x = GAP + 190 * k
+        parts.append(
+            f'<line x1="{x}" x2="{x + 28}" y1="16" y2="16" stroke="{colour}" stroke-width="2" '
+            f'stroke-dasharray="{dashes}"/><text x="{x + 34}" y="20">{escape(name)}</text>'
+        )
+    for k, (metric, title) in enumerate(PANELS.items()):
+        left, top = GAP + (k % 2) * (WIDTH + GAP), TOP + (k // 2) * (HEIGHT + BOTTOM)
+        parts += panel(left, top, title, most, [smooth(lines, metric) for lines in runs.values()])
+    return "".join(parts) + "</svg>\n"
+
+
+def panel(left: float, top: float, title: str, most: float, curves: list[list[tuple[float, float]]]) -> list[str]:
+    height = HEIGHT - 20
+    parts = [f'<text x="{left}" y="{top + 12}" font-weight="bold">{escape(title)}</text>']
+    for tenth in range(0, 11, 2):
+        y = top + 20 + height * (1 - tenth / 10)
+        parts.append(f'<line x1="{left}" x2="{left + WIDTH}" y1="{y:.1f}" y2="{y:.1f}" stroke="#ddd"/>')
+        parts.append(f'<text x="{left - 6}" y="{y + 4:.1f}" text-anchor="end">{tenth / 10}</text>')
+    for share in (0, 0.5, 1):
+        x = left + WIDTH * share
+        parts.append(f'<text x="{x:.0f}" y="{top + HEIGHT + 16}" text-anchor="middle">{most * share:.0f}</text>')
+    for (colour, dashes), points in zip(STYLES, curves, strict=False):
+        drawn = " ".join(
+            f"{left + WIDTH * step / most:.1f},{top + 20 + height * (1 - value):.1f}" for step, value in points
+        )
+        parts.append(
+            f'<polyline points="{drawn}" fill="none" stroke="{colour}" stroke-width="2" '
+            f'stroke-dasharray="{dashes}"/>'
+        )
+    return parts
+
+
+if __name__ == "__main__":
+    main()
