@@ -79,42 +79,30 @@ ToleranceOption = Annotated[
 ]
 
 
-@app.command("coco")
-def coco(
-    annotations: AnnotationsArgument,
-    images: ImagesOption,
-    target: OutOption,
-    geometry: ShapesOption = Shapes.auto,
-    multipart: MultipartOption = Multipart.largest,
-    crowd: CrowdOption = Crowd.drop,
-    empty: EmptyOption = Empty.keep,
-    outside: OutsideOption = Outside.clip,
-    tolerance: ToleranceOption = 0.0,
-) -> None:
-    """COCO instances: boxes, polygons, masks."""
-    from coordexp.data.importers import Rules, read_coco
+def _instances(name: str, about: str) -> None:
+    """A command for each of the two formats that are COCO's instances, with the same options."""
 
-    rules = Rules(geometry.value, multipart.value, crowd.value, empty.value, outside.value, tolerance)
-    _import(lambda rules, tally: read_coco(annotations, images, rules, tally, _size), target, rules)
+    @app.command(name, help=about)
+    def command(
+        annotations: AnnotationsArgument,
+        images: ImagesOption,
+        target: OutOption,
+        geometry: ShapesOption = Shapes.auto,
+        multipart: MultipartOption = Multipart.largest,
+        crowd: CrowdOption = Crowd.drop,
+        empty: EmptyOption = Empty.keep,
+        outside: OutsideOption = Outside.clip,
+        tolerance: ToleranceOption = 0.0,
+    ) -> None:
+        from coordexp.data.importers import Rules, read_coco, read_lvis
+
+        read = {"coco": read_coco, "lvis": read_lvis}[name]
+        rules = Rules(geometry.value, multipart.value, crowd.value, empty.value, outside.value, tolerance)
+        _import(lambda rules, tally: read(annotations, images, rules, tally, _size), target, rules)
 
 
-@app.command("lvis")
-def lvis(
-    annotations: AnnotationsArgument,
-    images: ImagesOption,
-    target: OutOption,
-    geometry: ShapesOption = Shapes.auto,
-    multipart: MultipartOption = Multipart.largest,
-    crowd: CrowdOption = Crowd.drop,
-    empty: EmptyOption = Empty.keep,
-    outside: OutsideOption = Outside.clip,
-    tolerance: ToleranceOption = 0.0,
-) -> None:
-    """LVIS instances. --images is the folder that holds train2017 and val2017."""
-    from coordexp.data.importers import Rules, read_lvis
-
-    rules = Rules(geometry.value, multipart.value, crowd.value, empty.value, outside.value, tolerance)
-    _import(lambda rules, tally: read_lvis(annotations, images, rules, tally, _size), target, rules)
+_instances("coco", "COCO instances: boxes, polygons, masks.")
+_instances("lvis", "LVIS instances. --images is the folder that holds train2017 and val2017.")
 
 
 @app.command("yolo")

@@ -31,7 +31,7 @@ def _derived(s: Settings, world: World) -> Iterator[tuple[str, Any, str]]:
     if s.template.max_length is None:
         yield "template.max_length", length, "from global_max_length"
     if s.rollout_matching.decode_mode is None:
-        yield rules.DECODE_MODE, rules.decode_mode(s), "from the temperature"
+        yield rules.DECODE_MODE, s.rollout_matching.mode_of_decoding, "from the temperature"
     if vllm.tensor_parallel_size is None and vllm.mode == "colocate" and world.learners is not None:
         size = default_tensor_parallel_size(world.learners)
         yield rules.TENSOR_PARALLEL, size, f"common divisor of 4 and the learner world size {world.learners}"
@@ -82,8 +82,8 @@ def _idle_sections(s: Settings) -> Iterator[str]:
         if section.model_fields_set - {"enabled"} and not section.enabled:
             yield f"rollout_matching.{name} is not used: its enabled is false"
     for name, neutral in (("top_p", 1.0), ("top_k", -1)):
-        if rules.decode_mode(s) != "sampling" and getattr(rollout.decoding, name) != neutral:
-            yield f"rollout_matching.decoding.{name} is not used by {rules.decode_mode(s)} decoding"
+        if rollout.mode_of_decoding != "sampling" and getattr(rollout.decoding, name) != neutral:
+            yield f"rollout_matching.decoding.{name} is not used by {rollout.mode_of_decoding} decoding"
     if s.uses_rollouts and "per_device_eval_batch_size" in s.training.model_fields_set:
         yield (
             "training.per_device_eval_batch_size does not set how rollouts are evaluated; "

@@ -35,6 +35,7 @@ def _is_http_prefix(value: str) -> str:
     return value.rstrip("/")
 
 
+DecodeMode = Literal["greedy", "sampling", "beam"]
 BaseUrl = Annotated[str, AfterValidator(_is_http_prefix)]
 
 
@@ -154,7 +155,7 @@ class RolloutMatching(Section):
         examples=[4],
     )
     max_new_tokens: PositiveInt = Field(2048, description="Tokens an answer may have before it counts as cut off.")
-    decode_mode: Literal["greedy", "sampling", "beam"] | None = Field(
+    decode_mode: DecodeMode | None = Field(
         None,
         description="How tokens are chosen. Unset: greedy at temperature 0, else sampling. Beam needs "
         "`rollout_backend: hf`.",
@@ -189,3 +190,7 @@ class RolloutMatching(Section):
         None,
         description="The declared objective. Required by the stage-2 variants, which have no default one.",
     )
+
+    @property
+    def mode_of_decoding(self) -> DecodeMode:
+        return self.decode_mode or ("sampling" if self.decoding.temperature > 0 else "greedy")

@@ -55,11 +55,6 @@ def sync_mode(s: Settings) -> str:
     return "adapter" if vllm.enable_lora else "full"
 
 
-def decode_mode(s: Settings) -> str:
-    rollout = s.rollout_matching
-    return rollout.decode_mode or ("sampling" if rollout.decoding.temperature > 0 else "greedy")
-
-
 def max_length(s: Settings) -> int | None:
     return s.global_max_length or s.template.max_length
 
@@ -246,8 +241,8 @@ def _beams_are_hugging_face(s: Settings, world: World) -> Iterator[Conflict]:
         fix = "every beam is a sequence that is decoded: use fewer, or raise decode_batch_size"
         others = ("rollout_matching.decode_batch_size", DECODE_MODE, BACKEND)
         yield Conflict("rollout_matching.num_beams", problem, fix, others)
-    if rollout.num_beams is not None and decode_mode(s) != "beam":
-        problem = f"{rollout.num_beams} has no effect with {decode_mode(s)} decoding"
+    if rollout.num_beams is not None and rollout.mode_of_decoding != "beam":
+        problem = f"{rollout.num_beams} has no effect with {rollout.mode_of_decoding} decoding"
         fix = "remove it, or set decode_mode: beam"
         yield Conflict("rollout_matching.num_beams", problem, fix, (DECODE_MODE, TEMPERATURE))
 

@@ -23,7 +23,7 @@ def answer_of(image_id: int, image: str, rollout: Rollout, table: VocabularyTabl
         AnswerObject.of(found, _score(found, rollout.logprobs, window) if found.valid else None)
         for found, window in zip(parsed.objects, _windows(rollout.ids, parsed.objects, table), strict=True)
     ]
-    text = table.bytes_of([id for id in rollout.ids if id < len(table.pieces)]).decode(errors="replace")
+    text = table.text_of(rollout.ids)
     return Answer(image_id, image, text, rollout.finish_reason, len(rollout.ids), tuple(objects))
 
 

@@ -4,13 +4,12 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, Protocol
 
-from coordexp.config.rollout import RepeatTerminate, RolloutMatching
+from coordexp.config.rollout import DecodeMode, RepeatTerminate, RolloutMatching
 from coordexp.data import Record, RecordFile
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-DecodeMode = Literal["greedy", "sampling", "beam"]
 FinishReason = Literal["stop", "length", "repeat"]  # by itself, at the token limit, by the repeat guard
 
 
@@ -21,6 +20,10 @@ class Picture:
     path: str
     width: int
     height: int
+
+    @property
+    def size(self) -> tuple[int, int]:
+        return self.width, self.height
 
     @classmethod
     def of(cls, records: RecordFile, record: Record) -> "Picture":
@@ -47,10 +50,9 @@ class Decode:
     def of(cls, settings: RolloutMatching) -> "Decode":
         """As a run's settings have it, for training."""
         sampling = settings.decoding
-        mode: DecodeMode = settings.decode_mode or ("sampling" if sampling.temperature > 0 else "greedy")
         return cls(
             settings.max_new_tokens,
-            mode,
+            settings.mode_of_decoding,
             sampling.temperature,
             sampling.top_p,
             sampling.top_k,

@@ -59,7 +59,7 @@ class HuggingFaceBackend:
 
     def _answers(self, model: Any, requests: Sequence[Request], lockstep: bool) -> list[Rollout]:
         decode, stop = one_decode(requests), self.table.end_of_turn
-        rows = [self.prompts.ids(one.picture.width, one.picture.height) for one in requests]
+        rows = [self.prompts.ids(*one.picture.size) for one in requests]
         inputs = _padded(self.prompts, requests, rows, pad=stop, device=model.device)
         if lockstep:  # all ranks have read their pictures
             together(lambda: None)
@@ -154,7 +154,7 @@ def _padded(
     longest = max(map(len, rows))
     ids = torch.tensor([[pad] * (longest - len(row)) + row for row in rows], device=device)
     mask = torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in rows], device=device)
-    pixels = [prompts.pixels(one.picture.path, (one.picture.width, one.picture.height)) for one in requests]
+    pixels = [prompts.pixels(one.picture.path, one.picture.size) for one in requests]
     whole: dict[str, Tensor] = {
         "input_ids": ids,
         "attention_mask": mask,

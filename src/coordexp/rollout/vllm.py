@@ -19,14 +19,14 @@ def generate_with_vllm(
     requests = [
         {
             "prompt": prompts.text,
-            "multi_modal_data": {"image": open_image(picture.path, (picture.width, picture.height))},
+            "multi_modal_data": {"image": open_image(picture.path, picture.size)},
         }
         for picture in pictures
     ]
     outputs = engine.generate(requests, greedy, use_tqdm=False)
     found = []
     for picture, output in zip(pictures, outputs, strict=True):
-        check_prompt(picture.path, output.prompt_token_ids, prompts.ids(picture.width, picture.height))
+        check_prompt(picture.path, output.prompt_token_ids, prompts.ids(*picture.size))
         found.append(_rollout(output.prompt_token_ids, output.outputs[0], end_of_turn))
     return found
 

@@ -51,17 +51,13 @@ def to_line(
         "picture": asdict(request.picture),
         "decode": decode,
         "seed": request.seed,
-        "rollout": asdict(rollout) | {"text": text_of(rollout.ids, table)},
+        "rollout": asdict(rollout) | {"text": table.text_of(rollout.ids)},
         "truth": [{"desc": one.desc, "kind": one.geometry.kind, "bins": one.geometry.bins} for one in truth],
         "order": order,
-        "settings": {name: settings.model_dump(mode="json")[name] for name in READ},
+        "settings": settings.model_dump(mode="json", include=set(READ)),
         "result": described(correction),
     }
     return json.dumps(whole)
-
-
-def text_of(ids: tuple[int, ...], table: VocabularyTable) -> str:
-    return table.bytes_of([id for id in ids if id < len(table.pieces)]).decode(errors="replace")
 
 
 def described(correction: Correction) -> dict[str, Any]:

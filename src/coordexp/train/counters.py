@@ -8,11 +8,12 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
+from coordexp.config.rollout import DecodeMode
 from coordexp.data import TrueObject
 from coordexp.pack import RowReport
 from coordexp.parse import Reason
 from coordexp.ranks import sum_over_ranks
-from coordexp.rollout.backend import DecodeMode, Rollout
+from coordexp.rollout.backend import Rollout
 from coordexp.target import Correction
 
 SUMS = (

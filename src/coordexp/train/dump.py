@@ -5,7 +5,7 @@ Rank 0 alone, a bounded number a step. A disk that is full costs the dump and no
 
 import logging
 import shutil
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from coordexp.rollout.backend import Request, Rollout
@@ -29,7 +29,7 @@ class Dumps:
     samples: int
     _step: int = -1
     _written: int = 0
-    _failed: str | None = field(default=None, repr=False)
+    _failed: bool = False
 
     def __call__(
         self, moment: Moment, case: Case, request: Request, rollout: Rollout, correction: Correction
@@ -64,6 +64,6 @@ class Dumps:
             with (self.folder / f"step-{moment.step:06d}.jsonl").open("a" if self._written else "w") as file:
                 file.write(line + "\n")
         except OSError as error:
-            if self._failed is None:
+            if not self._failed:
                 logger.warning("dumps are not written: %s; training goes on", error)
-            self._failed = str(error)
+            self._failed = True

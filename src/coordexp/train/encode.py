@@ -69,7 +69,7 @@ class Casebook:
 
 
 def example(case: Case, correction: Correction, channel: Channel) -> Example:
-    return Example(correction.segment, case.picture.path, (case.picture.width, case.picture.height), channel)
+    return Example(correction.segment, case.picture.path, case.picture.size, channel)
 
 
 @dataclass(frozen=True)

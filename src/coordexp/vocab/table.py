@@ -80,6 +80,10 @@ class VocabularyTable:
     def bytes_of(self, ids: Sequence[int]) -> bytes:
         return b"".join([self.pieces[id] for id in ids])
 
+    def text_of(self, ids: Sequence[int]) -> str:
+        """For people: ids that no token has are left out, bytes that are no text are replaced."""
+        return self.bytes_of([id for id in ids if id < len(self.pieces)]).decode(errors="replace")
+
     def encode(self, text: bytes) -> list[int]:
         """Ids whose bytes are exactly `text`: the tokenizer's own where it keeps every byte, else byte by byte.
 
