@@ -21,7 +21,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +28,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import numpy as np
 import torch
+from ratios import at_least, at_most, medians, show, shown
 from rich.progress import Progress
 from tests.rows import DIAGNOSTICS, MATCHING, Tiny, every, settings
 from tests.streams import closed_when_full, first_in_first_out, rollout_lengths, stream
@@ -45,7 +45,6 @@ from coordexp.target import Role, build_segment
 
 VOCABULARY, TOKENS, SUPERVISED, HIDDEN = 152_704, 16_000, 0.07, 64
 FIRST_COORD = VOCABULARY - 1_061
-REPEATS = 5
 DECLARED = (every(TOKEN_CE, desc_ce_weight=1.0), every(COORD_REG))
 
 
@@ -135,18 +134,6 @@ def padded_step(tiny: Tiny, examples: list[Example], inputs: dict[str, Any], row
     tiny.model.zero_grad()
 
 
-def medians(calls: dict[str, Callable[[], Any]], repeats: int = REPEATS) -> dict[str, float]:
-    """Medians of calls made in turn, after one of each that is not counted."""
-    times: dict[str, list[float]] = {name: [] for name in calls}
-    for round in range(repeats + 1):
-        for name, call in calls.items():
-            start = time.perf_counter()
-            call()
-            if round:
-                times[name].append(time.perf_counter() - start)
-    return {name: statistics.median(each) for name, each in times.items()}
-
-
 def measure(progress: Progress) -> dict[str, dict[str, Any]]:
     task = progress.add_task("projection", total=4)
     runs = {where: [in_own_process(where) for _ in range(3)] for where in ("all", "supervised")}
@@ -155,7 +142,7 @@ def measure(progress: Progress) -> dict[str, dict[str, Any]]:
         for where, each in runs.items()
     }
     results = {
-        f"all positions / supervised ones, {key}": _at_least(middle["all"][key] / middle["supervised"][key], goal)
+        f"all positions / supervised ones, {key}": at_least(middle["all"][key] / middle["supervised"][key], goal)
         for key, goal in (("gigabytes", 6.0), ("seconds", 4.0))
     }
     progress.update(task, advance=1, description="packed against padded")
@@ -174,34 +161,22 @@ def measure(progress: Progress) -> dict[str, dict[str, Any]]:
             repeats=3,
         )
         name = f"padded / packed step, {len(examples)} segments, {share:.0%} supervised"
-        results[name] = _at_least(times["padded"] / times["packed"], 1.5)
+        results[name] = at_least(times["padded"] / times["packed"], 1.5)
         progress.update(task, advance=1, description="objective against cross_entropy")
         whole = settings(*DECLARED, diagnostics=DIAGNOSTICS)
         large = Tiny(make_model(Path(folder) / "qwen", "qwen", size=size), whole)
         row = large.collate(one_row(large, TOKENS))
         times = medians({"ours": lambda: packed_step(large, row), "bare": lambda: bare_step(large, row)})
-        results["whole objective / cross_entropy, step"] = _at_most(times["ours"] / times["bare"], 1.1)
+        results["whole objective / cross_entropy, step"] = at_most(times["ours"] / times["bare"], 1.1)
     progress.update(task, advance=1, description="rows from a stream")
     lengths = rollout_lengths(10_000, seed=4)
     ours, fifo = stream(lengths, select), stream(lengths, first_in_first_out)
-    results["fill"] = _at_least(float(np.mean(ours.fills)), 0.97)
-    results["fill by first in first out with the same buffer"] = _shown(float(np.mean(fifo.fills)))
-    results["fill by first in first out without a buffer"] = _shown(float(np.mean(closed_when_full(lengths))))
-    results["rows that a segment waits at most"] = _at_most(max(ours.waits), 64)
+    results["fill"] = at_least(float(np.mean(ours.fills)), 0.97)
+    results["fill by first in first out with the same buffer"] = shown(float(np.mean(fifo.fills)))
+    results["fill by first in first out without a buffer"] = shown(float(np.mean(closed_when_full(lengths))))
+    results["rows that a segment waits at most"] = at_most(max(ours.waits), 64)
     progress.update(task, advance=1)
     return results
-
-
-def _at_least(value: float, goal: float) -> dict[str, Any]:
-    return {"value": round(value, 4), "goal": goal, "ok": value >= goal}
-
-
-def _at_most(value: float, goal: float) -> dict[str, Any]:
-    return {"value": round(value, 4), "goal": goal, "ok": value <= goal}
-
-
-def _shown(value: float) -> dict[str, Any]:
-    return {"value": round(value, 4), "goal": None, "ok": True}
 
 
 def main() -> None:
@@ -214,14 +189,7 @@ def main() -> None:
         return
     with Progress(transient=True, disable=options.json) as progress:
         results = measure(progress)
-    if options.json:
-        print(json.dumps(results, indent=2))
-        return
-    for name, result in results.items():
-        goal = (
-            "" if result["goal"] is None else f"goal {result['goal']:g} {'ok' if result['ok'] else 'not reached'}"
-        )
-        print(f"{name:<62} {result['value']:>9.4g}  {goal}")
+    show(results, options.json)
 
 
 if __name__ == "__main__":

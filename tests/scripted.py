@@ -5,6 +5,7 @@ For the logic around generation only. Whatever depends on how a model answers is
 
 import json
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -41,6 +42,9 @@ class ScriptedBackend:
     def generate(self, requests: Sequence[Request]) -> list[Rollout]:
         self.calls.append(list(requests))
         return [self._answer(self.script[Path(request.picture.path).name]) for request in requests]
+
+    def session(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def sync(self, weights: Weights, version: int) -> None:
         self.synced.append((weights, version))

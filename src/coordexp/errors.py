@@ -3,3 +3,7 @@
 
 class DataError(ValueError):
     """Something about the data that only its owner can mend."""
+
+
+class EngineError(RuntimeError):
+    """A rollout engine that could not be started, or failed."""

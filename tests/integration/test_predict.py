@@ -14,7 +14,7 @@ from coordexp.demo.write_scenes import write_scenes
 from coordexp.rollout.backend import Decode, Picture, Request
 from coordexp.rollout.hugging_face import HuggingFaceBackend
 from coordexp.rollout.prompt import PromptBuilder
-from coordexp.rollout.vllm import generate_with_vllm
+from coordexp.rollout.vllm import answers
 from coordexp.vocab import VocabularyTable
 
 pytestmark = pytest.mark.timeout(300)
@@ -32,11 +32,11 @@ def pictures(tmp_path_factory):
 def test_vllm_and_transformers_write_the_same_tokens_for_fifty_pictures(lively_model, lively_engine, pictures):
     table = VocabularyTable.from_folder(lively_model)
     prompts = PromptBuilder(AutoProcessor.from_pretrained(lively_model), "Detect all objects.")
-    options = {"max_new_tokens": 32, "end_of_turn": table.end_of_turn}
     model = Qwen3VLForConditionalGeneration.from_pretrained(lively_model, dtype="float32")
     backend = HuggingFaceBackend(lambda: model, prompts, table, decode_batch_size=10)
-    ours = backend.generate([Request(picture, Decode.greedy(32)) for picture in pictures])
-    theirs = generate_with_vllm(lively_engine, prompts, pictures, **options)
+    requests = [Request(picture, Decode.greedy(32)) for picture in pictures]
+    ours = backend.generate(requests)
+    theirs = answers(lively_engine, prompts, table, requests)
     assert len(ours) == len(theirs) == 50
     assert [one.ids for one in ours] == [one.ids for one in theirs]
     assert [one.finish_reason for one in ours] == [one.finish_reason for one in theirs]

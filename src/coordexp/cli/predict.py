@@ -115,18 +115,20 @@ def _engine(
     prompts = PromptBuilder(AutoProcessor.from_pretrained(model), prompt)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     dtype: Any = "float32" if device == "cpu" else "auto"
-    options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "end_of_turn": table.end_of_turn}
+    greedy = Decode.greedy(max_new_tokens)
     if backend is Backend.vllm:
         from coordexp.demo.generate import start_vllm, stop_vllm
-        from coordexp.rollout.vllm import generate_with_vllm
+        from coordexp.rollout.vllm import answers
 
         longest = max(len(prompts.ids(*size)) for size in sizes) + max_new_tokens
         share = 0.2 if device == "cpu" else 0.9
         engine = start_vllm(
             model, max_model_len=longest, max_num_seqs=batch, dtype=dtype, gpu_memory_utilization=share
         )
-        return (lambda p: generate_with_vllm(engine, prompts, p, **options)), partial(stop_vllm, engine)
+        return (
+            lambda p: answers(engine, prompts, table, [Request(picture, greedy) for picture in p]),
+            partial(stop_vllm, engine),
+        )
     loaded = Qwen3VLForConditionalGeneration.from_pretrained(model, dtype=dtype).to(device)
     answering = HuggingFaceBackend(lambda: loaded, prompts, table, batch)
-    greedy = Decode.greedy(max_new_tokens)
     return (lambda p: answering.generate([Request(picture, greedy) for picture in p])), answering.close

@@ -9,6 +9,9 @@ import typer
 from coordexp.cli.check import ConfigOption, absent_files
 from coordexp.cli.console import err, need, out, print_violations, progress, stop
 from coordexp.config import ConfigError, Loaded, World, load_settings
+from coordexp.config.rules import uses_vllm
+from coordexp.errors import EngineError
+from coordexp.rollout.installed import check_vllm
 
 
 def train(
@@ -20,8 +23,9 @@ def train(
 ) -> None:
     """Train as a config says. Under torchrun, one process a learner rank.
 
-    This version makes rollouts with rollout_backend: hf. SIGTERM finishes the step, saves a
-    checkpoint and exits 0; Ctrl-C does the same and exits 130.
+    This version makes rollouts by transformers and by a vLLM engine beside the learner; rollout
+    servers it cannot use yet. SIGTERM finishes the step, saves a checkpoint and exits 0; Ctrl-C
+    does the same and exits 130.
     """
     try:
         loaded = load_settings(config, World(world_size))
@@ -29,13 +33,19 @@ def train(
         print_violations(error, str(config), err)
         raise typer.Exit(2) from None
     settings = loaded.settings
-    if settings.uses_rollouts and settings.rollout_matching.rollout_backend != "hf":
+    if settings.uses_rollouts and uses_vllm(settings, "server"):
         err.print(
-            f"rollout_matching.rollout_backend: {config} asks for vllm, and this version of coordexp makes "
-            "rollouts by transformers only: nothing was trained\n  set rollout_matching.rollout_backend: hf"
+            f"rollout_matching.vllm.mode: {config} asks for rollout servers, which this version of coordexp "
+            "cannot use yet: nothing was trained\n  set rollout_matching.vllm.mode: colocate, or "
+            "rollout_matching.rollout_backend: hf"
         )
         raise typer.Exit(3)
     need("torch", "transformers", "peft", extra="train")
+    if settings.uses_rollouts and uses_vllm(settings, "colocate"):
+        try:
+            check_vllm()
+        except EngineError as error:
+            stop(str(error))
     _run(loaded, resume)
 
 
@@ -53,7 +63,7 @@ def _run(loaded: Loaded, resume: bool) -> None:
 
         try:
             run, checkpoint = prepare(loaded, resume)
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, EngineError) as error:
             stop(str(error))
     if resume and first:
         folder = loaded.settings.training.output_dir
@@ -62,7 +72,7 @@ def _run(loaded: Loaded, resume: bool) -> None:
         )
     try:
         outcome = run()
-    except (DataError, PackingError, RankError, RankLostError) as error:
+    except (DataError, PackingError, EngineError, RankError, RankLostError) as error:
         stop(str(error))
     except RuntimeError as error:
         if lost := lost_rank(error):

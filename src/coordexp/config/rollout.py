@@ -105,6 +105,14 @@ class Sync(Section):
     fallback_to_full: bool = Field(
         True, description="When an adapter sync fails: warn and send full weights from then on, or stop."
     )
+    timeout_s: PositiveFloat = Field(
+        240.0, description="Seconds that sending weights may take before the run stops."
+    )
+    canary_every: PositiveInt = Field(
+        100,
+        description="At the first sync, and at the first one after this many steps, the engine and the learner "
+        "answer the same picture, and must agree.",
+    )
 
 
 class VLLM(Section):

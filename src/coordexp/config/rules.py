@@ -226,6 +226,9 @@ def _decoding_agrees(s: Settings, world: World) -> Iterator[Conflict]:
         problem = f"{temperature:g}, and decode_mode is {rollout.decode_mode}"
         fix = "set temperature: 0.0, or decode_mode: sampling"
         yield Conflict(TEMPERATURE, problem, fix, (DECODE_MODE,))
+    if rollout.rollout_backend == "vllm" and 0 < temperature < 0.01:
+        problem = f"{temperature:g}, which vLLM would raise to 0.01"
+        yield Conflict(TEMPERATURE, problem, "use 0.0 (greedy), 0.01 or more, or rollout_backend: hf", (BACKEND,))
     if rollout.decode_mode == "beam" and rollout.num_beams is None:
         fix = "decode_mode: beam needs it; add e.g. num_beams: 4"
         yield Conflict("rollout_matching.num_beams", "missing", fix, (DECODE_MODE,))

@@ -1,6 +1,7 @@
 """What every engine takes and gives back, and the interface that it is used through. Imports no torch."""
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, Protocol
 
@@ -92,8 +93,12 @@ class RolloutBackend(Protocol):
     def generate(self, requests: Sequence[Request]) -> list[Rollout]:
         """One answer a request, in their order. All requests of a call decode alike."""
 
+    def session(self) -> AbstractContextManager[None]:
+        """Around what belongs together: syncs and answers, with no training between. A backend that needs the
+        learner's memory has it until the end."""
+
     def sync(self, weights: Weights, version: int) -> None:
-        """From here on answers come from these weights, and carry `version`."""
+        """From here on answers come from these weights, and carry `version`, which no other weights have."""
 
     def close(self) -> None:
         """Ends what the backend started."""

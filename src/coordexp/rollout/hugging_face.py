@@ -6,22 +6,21 @@ before afterwards, whatever happens.
 
 import json
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch import distributed as dist
-from torch.distributed.fsdp import FullyShardedDataParallel, register_fsdp_forward_method
-from torch.distributed.tensor import DTensor
+from torch.distributed.fsdp import register_fsdp_forward_method
 from transformers import GenerationConfig, GenerationMixin, LogitsProcessorList
 
 from coordexp.ranks import gather_texts, together
-from coordexp.rollout.backend import Decode, FinishReason, Picture, Request, Rollout, Weights, one_decode
-from coordexp.rollout.guard import count_keys, key_pattern, loop_in
+from coordexp.rollout.backend import Decode, Picture, Request, Rollout, Weights, one_decode
+from coordexp.rollout.guard import ended, key_pattern
 from coordexp.rollout.processors import Guard, Recorder, Sampler
 from coordexp.rollout.prompt import PromptBuilder
+from coordexp.sharding import is_sharded
 from coordexp.vocab import VocabularyTable
 
 
@@ -39,7 +38,7 @@ class HuggingFaceBackend:
 
     def generate(self, requests: Sequence[Request]) -> list[Rollout]:
         model = self.model()
-        sharded = _is_sharded(model)
+        sharded = is_sharded(model)
         size = max(1, self.decode_batch_size // (one_decode(requests).num_beams if requests else 1))
         batches = [requests[start : start + size] for start in range(0, len(requests), size)]
         company = _company(model, batches) if sharded else []
@@ -50,6 +49,9 @@ class HuggingFaceBackend:
             for request in company:
                 self._answers(model, [request], lockstep=True)
         return found
+
+    def session(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def sync(self, weights: Weights, version: int) -> None:
         self.version = version
@@ -96,13 +98,8 @@ class HuggingFaceBackend:
         return chain
 
     def _rollout(self, prompt: list[int], ids: list[int], logprobs: list[float], decode: Decode) -> Rollout:
-        stop = self.table.end_of_turn
-        length = ids.index(stop) if stop in ids else len(ids)
-        reason: FinishReason = "stop" if stop in ids else "length"
-        ids = ids[:length]
-        if reason == "stop" and loop_in(ids, count_keys(ids, self._pattern) if self._pattern else 0, decode.guard):
-            reason = "repeat"
-        return Rollout(tuple(prompt), tuple(ids), tuple(logprobs[:length]), reason, self.version)
+        ids, reason = ended(ids, self.table.end_of_turn, decode.guard, self._pattern)
+        return Rollout(tuple(prompt), tuple(ids), tuple(logprobs[: len(ids)]), reason, self.version)
 
 
 @contextmanager
@@ -120,18 +117,6 @@ def answering(model: Any) -> Iterator[None]:
         asked.generation_config = own
         for module in training:
             module.training = True
-
-
-def _is_sharded(model: Any) -> bool:
-    """By FSDP2. What others share out cannot answer here: forwards would have to be counted on all ranks."""
-    flat = any(isinstance(module, FullyShardedDataParallel) for module in model.modules())
-    if flat or any(hasattr(weight, "ds_id") for weight in model.parameters()):
-        how = "FSDP version 1" if flat else "ZeRO stage 3"
-        raise RuntimeError(
-            f"a model that is sharded by {how} cannot answer by transformers\n"
-            "  use FSDP2 (training.fsdp_config: {version: 2}), ZeRO up to stage 2, or DDP"
-        )
-    return dist.is_initialized() and any(isinstance(weight, DTensor) for weight in model.parameters())
 
 
 def _company(model: Any, batches: Sequence[Sequence[Request]]) -> list[Request]:

@@ -1,39 +1,80 @@
-"""Answers of a vLLM engine to pictures: the same prompts, greedy, with the log probability of each token."""
+"""Answers of a vLLM engine to pictures, whose prompts must be those that training uses, token by token."""
 
 from collections.abc import Sequence
 from typing import Any
 
-from coordexp.rollout.backend import FinishReason, Picture, Rollout
+from coordexp.errors import DataError, EngineError
+from coordexp.rollout.backend import Decode, Request, Rollout, one_decode
+from coordexp.rollout.guard import ended, guard_arguments, key_pattern
 from coordexp.rollout.prompt import PromptBuilder, check_prompt, open_image
+from coordexp.vocab import VocabularyTable
 
 
-def generate_with_vllm(
-    engine: Any, prompts: PromptBuilder, pictures: Sequence[Picture], *, max_new_tokens: int, end_of_turn: int
+def answers(
+    engine: Any, prompts: PromptBuilder, table: VocabularyTable, requests: Sequence[Request]
 ) -> list[Rollout]:
-    """Checks that the engine reads a prompt as training does: the same token ids."""
-    from vllm import SamplingParams
-
-    greedy = SamplingParams(
-        temperature=0.0, max_tokens=max_new_tokens, logprobs=0, ignore_eos=True, stop_token_ids=[end_of_turn]
-    )
-    requests = [
+    """In the order of the requests, all of which decode alike. The engine must read each prompt as training does:
+    the same token ids."""
+    if not requests:
+        return []
+    decode = one_decode(requests)
+    pattern = key_pattern(table) if decode.guard.enabled and decode.guard.max_object_keys is not None else ()
+    for one in requests:
+        check_length(one, len(prompts.ids(*one.picture.size)), engine.llm_engine.model_config.max_model_len)
+    asked = [
         {
             "prompt": prompts.text,
-            "multi_modal_data": {"image": open_image(picture.path, picture.size)},
+            "multi_modal_data": {"image": open_image(one.picture.path, one.picture.size)},
         }
-        for picture in pictures
+        for one in requests
     ]
-    outputs = engine.generate(requests, greedy, use_tqdm=False)
+    sampling = [_sampling(decode, pattern, table.end_of_turn, one.seed) for one in requests]
+    outputs = engine.generate(asked, sampling, use_tqdm=False)
     found = []
-    for picture, output in zip(pictures, outputs, strict=True):
+    for request, output in zip(requests, outputs, strict=True):
+        picture = request.picture
         check_prompt(picture.path, output.prompt_token_ids, prompts.ids(*picture.size))
-        found.append(_rollout(output.prompt_token_ids, output.outputs[0], end_of_turn))
+        found.append(_rollout(output, decode, pattern, table.end_of_turn))
     return found
 
 
-def _rollout(prompt: Sequence[int], answer: Any, end_of_turn: int) -> Rollout:
-    ids = list(answer.token_ids)
-    logprobs = [step[id].logprob for step, id in zip(answer.logprobs, ids, strict=True)]
-    length = ids.index(end_of_turn) if end_of_turn in ids else len(ids)
-    reason: FinishReason = "length" if answer.finish_reason == "length" else "stop"
-    return Rollout(tuple(prompt), tuple(ids[:length]), tuple(logprobs[:length]), reason)
+def check_length(request: Request, prompt: int, most: int) -> None:
+    if prompt >= most:
+        raise DataError(
+            f"{request.picture.path}: the engine takes {most} tokens, and its prompt alone has {prompt}\n"
+            "  raise global_max_length (and rollout_matching.vllm.max_model_len, if it is set), or use a smaller "
+            "picture"
+        )
+
+
+def _sampling(decode: Decode, pattern: Sequence[int], end_of_turn: int, seed: int) -> Any:
+    from vllm import SamplingParams
+
+    drawn = {"temperature": decode.temperature, "top_p": decode.top_p, "top_k": decode.top_k, "seed": seed}
+    return SamplingParams(
+        **(drawn if decode.mode == "sampling" else {"temperature": 0.0}),
+        max_tokens=decode.max_new_tokens,
+        logprobs=0,
+        ignore_eos=True,
+        stop_token_ids=[end_of_turn],
+        detokenize=False,
+        extra_args=guard_arguments(decode.guard, pattern, end_of_turn) or None,
+    )
+
+
+def _rollout(output: Any, decode: Decode, pattern: Sequence[int], end_of_turn: int) -> Rollout:
+    answer = output.outputs[0]
+    if answer.finish_reason not in ("stop", "length"):
+        raise EngineError(f"vLLM ended an answer by itself ({answer.finish_reason})")
+    logprobs = [step[id].logprob for step, id in zip(answer.logprobs, answer.token_ids, strict=True)]
+    ids, reason = ended(answer.token_ids, end_of_turn, decode.guard, pattern)
+    prompt = tuple(output.prompt_token_ids)
+    return Rollout(prompt, tuple(ids), tuple(logprobs[: len(ids)]), reason, _version(answer.weight_versions))
+
+
+def _version(spans: Sequence[Any] | None) -> int:
+    """Of the weights that made an answer; 0 for those that the engine was started with."""
+    versions = {span.version for span in spans or ()}
+    if len(versions) > 1:
+        raise RuntimeError(f"an answer was made by weights of versions {', '.join(sorted(versions))}")
+    return int(versions.pop()) if versions - {"default"} else 0

@@ -1,4 +1,4 @@
-"""What a run says and how it ends: a line of metrics, a bar on the terminal, an orderly stop on SIGTERM."""
+"""How a run begins, what it says and how it ends: an engine that is ready, metrics, a bar, a stop on SIGTERM."""
 
 import json
 import math
@@ -9,9 +9,32 @@ from types import FrameType
 from typing import Any
 
 import torch
+from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import distributed as dist
 from transformers import TrainerCallback
+
+from coordexp.ranks import together
+from coordexp.rollout.backend import RolloutBackend, Weights
+
+
+def say(message: str) -> None:
+    Console(stderr=True, soft_wrap=True, highlight=False).print(message, markup=False)
+
+
+class FirstSync(TrainerCallback):
+    """An engine is started and given its weights before the first step, so that what is wrong with it is told
+    then."""
+
+    def __init__(self, backend: RolloutBackend, weights: Weights) -> None:
+        self.backend, self.weights = backend, weights
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        together(lambda: self._sync(state.global_step))
+
+    def _sync(self, version: int) -> None:
+        with self.backend.session():
+            self.backend.sync(self.weights, version)
 
 
 class MetricsFile(TrainerCallback):
@@ -103,7 +126,8 @@ def rollout_story(logs: dict[str, float]) -> str | None:
         "cut off": logs["rollout/cut_off"],
         "looped": logs["rollout/looped"],
     }
-    times = [f"{name} {logs.get(f'time/{name}', 0.0):.1f}" for name in ("rollout", "compute", "waited")]
+    spent = {name: logs.get(f"time/{name}", 0.0) for name in ("sync", "rollout", "compute", "waited")}
+    times = [f"{name} {seconds:.1f}" for name, seconds in spent.items() if name != "sync" or seconds >= 0.05]
     parts = [
         f"loss {logs['loss']:.4f}",
         f"{int(logs['rollout/answers'])} answers: found {matched} of {true}, {int(logs['match/extra'])} extra",

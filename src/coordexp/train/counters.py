@@ -26,7 +26,7 @@ SUMS = (
     *("target/prefix_tokens", "target/appended_tokens"),
 )
 PACKING = ("rows", "fill", "segments", "waiting", "oldest_waited", "underfull")
-PHASES = ("rollout", "correct", "waited", "pictures", "compute", "step")
+PHASES = ("sync", "rollout", "correct", "waited", "pictures", "compute", "step")
 RATES = {
     "match/recall": ("match/matched", "match/true"),
     "match/precision": ("match/matched", "parse/valid"),

@@ -107,9 +107,10 @@ class CorrectedRollouts:
             Request(case.picture, decode, request_seed(self.seed, moment.step, moment.micro, self.rank, k))
             for k, case in enumerate(cases)
         ]
-        with self.ledger.timed("rollout"):
-            if moment.micro == 0:
+        if moment.micro == 0:
+            with self.ledger.timed("sync"):
                 self.backend.sync(self.weights, version=moment.step)
+        with self.ledger.timed("rollout"):
             rollouts = self.backend.generate(requests)
         examples = []
         with self.ledger.timed("correct"):

@@ -42,10 +42,10 @@ class AnswerEvaluation:
     def _answers(self, indices: Sequence[int], step: int) -> list[Answer]:
         numbered = [self.records.numbered(index) for index in indices]
         decode = Decode.greedy(self.rollout_matching_cfg.max_new_tokens)
-        self.backend.sync(self.weights, version=step)
-        rollouts = self.backend.generate(
-            [Request(Picture.of(self.records, record), decode) for _, record in numbered]
-        )
+        requests = [Request(Picture.of(self.records, record), decode) for _, record in numbered]
+        with self.backend.session():
+            self.backend.sync(self.weights, version=step)
+            rollouts = self.backend.generate(requests)
         return [
             answer_of(number, record.image, rollout, self.table)
             for (number, record), rollout in zip(numbered, rollouts, strict=True)

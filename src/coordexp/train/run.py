@@ -22,18 +22,22 @@ from coordexp.pack import CarryBuffer, Example
 from coordexp.pack.attention import attention_for
 from coordexp.pack.collate import Collator
 from coordexp.rollout.backend import Decode, RolloutBackend, Weights
+from coordexp.rollout.colocate import ColocateBackend
+from coordexp.rollout.engine import Colocated
 from coordexp.rollout.hugging_face import HuggingFaceBackend
 from coordexp.rollout.prompt import PromptBuilder
 from coordexp.target.dump import READ
 from coordexp.train.adapter import with_adapter
-from coordexp.train.callbacks import Bar, MetricsFile, StopOnSignal
+from coordexp.train.callbacks import Bar, FirstSync, MetricsFile, StopOnSignal, say
 from coordexp.train.counters import Ledger
 from coordexp.train.dump import Dumps
 from coordexp.train.encode import Alternate, Casebook, CorrectedRollouts, Encode, GroundTruth
 from coordexp.train.evaluation import AnswerEvaluation
 from coordexp.train.folder import fingerprint, write_run_folder
+from coordexp.train.offload import offloaded
 from coordexp.train.stream import Order, RowStream, Stage
 from coordexp.train.trainer import RowTrainer
+from coordexp.train.weights import learner_weights
 from coordexp.vocab import VocabularyTable
 
 OURS = ("packing", "packing_buffer", "packing_min_fill_ratio", "packing_drop_last")
@@ -114,27 +118,28 @@ def _trainer(
     collate = Collator.for_model(base, prompts.pixels, objective.roles())
     model = with_adapter(base, settings.model.adapter, table.first_coord)
     rollout = settings.rollout_matching
-    backend = HuggingFaceBackend(lambda: trainer.model, prompts, table, rollout.decode_batch_size)
+    cases = Casebook(train, prompts, table, settings.custom.object_field_order, rollout)
+    backend = _backend(settings, arguments, cases, lambda: trainer)
 
     def weights() -> Iterator[tuple[str, Tensor]]:
-        if settings.model.adapter is not None:
-            raise ValueError(
-                "an engine of its own needs merged weights, and adapters are not merged on the fly yet"
-            )
-        return iter(trainer.model.state_dict().items())
+        return learner_weights(trainer.model)
 
     evaluation = None
     if held_out is not None and arguments.eval_strategy != "no":
         evaluation = AnswerEvaluation(held_out, backend, weights, table, rollout, Path(arguments.output_dir))
     ledger, stop = Ledger(), StopOnSignal()
-    cases = Casebook(train, prompts, table, settings.custom.object_field_order, rollout)
     encode = _encode(settings, arguments, cases, backend, weights, ledger)
     trainer = RowTrainer(
         model=model,
         args=arguments,
         processing_class=processor,
         eval_dataset=held_out,
-        callbacks=[MetricsFile(Path(arguments.output_dir) / "metrics.jsonl"), Bar(), stop],
+        callbacks=[
+            FirstSync(backend, weights),
+            MetricsFile(Path(arguments.output_dir) / "metrics.jsonl"),
+            Bar(),
+            stop,
+        ],
         objective=objective,
         stream=_stream(settings, arguments, train, encode, ledger),
         collate=collate,
@@ -146,6 +151,26 @@ def _trainer(
     )
     trainer.remove_callback(PrinterCallback)
     return trainer, stop
+
+
+def _backend(
+    settings: Settings, arguments: TrainingArguments, cases: Casebook, trainer: Callable[[], RowTrainer]
+) -> RolloutBackend:
+    """What makes rollouts. Without them, only evaluation asks, and the learner answers itself."""
+    rollout, prompts, table = settings.rollout_matching, cases.prompts, cases.table
+    learner = HuggingFaceBackend(lambda: trainer().model, prompts, table, rollout.decode_batch_size)
+    if not settings.uses_rollouts or rollout.rollout_backend == "hf":
+        return learner
+    folder = Path(arguments.output_dir)
+    precision = "bfloat16" if arguments.bf16 else "float16" if arguments.fp16 else settings.model.dtype
+    return ColocateBackend(
+        Colocated(Path(settings.model.path), settings.model.dtype, rollout, table, arguments.device, precision),
+        prompts,
+        learner,
+        probe=cases[0].picture,
+        room=lambda: offloaded(rollout.offload, trainer().model, trainer().optimizer, folder),
+        tell=say if arguments.process_index == 0 else lambda message: None,
+    )
 
 
 def _encode(
@@ -179,8 +204,11 @@ def _encode(
 
 
 def _described(settings: Settings) -> dict[str, Any]:
-    decode = Decode.of(settings.rollout_matching)
-    return {"backend": settings.rollout_matching.rollout_backend, "decode_mode": decode.mode}
+    rollout = settings.rollout_matching
+    found: dict[str, Any] = {"backend": rollout.rollout_backend, "decode_mode": Decode.of(rollout).mode}
+    if rollout.rollout_backend == "vllm":
+        found |= {"mode": rollout.vllm.mode, "tensor_parallel_size": rollout.vllm.tensor_parallel_size}
+    return found
 
 
 def _stream(

@@ -66,10 +66,14 @@ class RowTrainer(Trainer):
         """The examples of one optimizer step, and the counts of all of them on all ranks. Pictures are read when
         their row is made. With rollouts, this is where the model answers: all of a step with the same weights."""
         self.ledger.step_begins()
-        rows = self._together(lambda: [next(epoch_iterator) for _ in range(num_batches)])
+        rows = self._together(lambda: self._taken(epoch_iterator, num_batches))
         self.steps += 1
         self.tokens += sum(len(example) for row in rows for example in row)
         return rows, reduced_counts([kind_counts(row) for row in rows], device)
+
+    def _taken(self, epoch_iterator: Iterator[Any], count: int) -> list[Any]:
+        with self.backend.session():
+            return [next(epoch_iterator) for _ in range(count)]
 
     def compute_loss(
         self, model: Any, inputs: Row, return_outputs: bool = False, num_items_in_batch: Tensor | None = None

@@ -49,7 +49,10 @@ class VocabularyTable:
         file = Path(folder) / "tokenizer.json"
         if not file.is_file():
             raise VocabularyError(f"{file}: no such file; save the tokenizer in its fast form there")
-        return cls.from_tokenizer(Tokenizer.from_file(str(file)))
+        try:
+            return cls.from_tokenizer(Tokenizer.from_file(str(file)))
+        except VocabularyError as error:
+            raise VocabularyError(f"{folder}: {error}") from None
 
     @classmethod
     def from_tokenizer(cls, tokenizer: Tokenizer) -> "VocabularyTable":

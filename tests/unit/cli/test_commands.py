@@ -111,8 +111,8 @@ def test_train_refuses_a_wrong_config_under_both_names(command):
     assert "10 problems" in result.stderr
 
 
-def test_train_says_that_it_makes_no_rollouts_with_vllm_yet():
-    result = run("train", "--config", "configs/stage2-colocate.yaml")
+def test_train_says_that_it_cannot_use_servers_yet():
+    result = run("train", "--config", "configs/stage2-server-3v1.yaml")
     assert result.exit_code == 3
     assert "nothing was trained" in result.output
 

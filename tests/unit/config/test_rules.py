@@ -43,6 +43,11 @@ def test_the_sound_configs_are_sound():
         ),
         (rollout(decode_mode="sampling"), "rollout_matching.decode_mode", "temperature above 0"),
         (
+            rollout(rollout_backend="vllm", decoding={"temperature": 0.001}),
+            "rollout_matching.decoding.temperature",
+            "0.01 or more",
+        ),
+        (
             rollout(decode_mode="greedy", decoding={"temperature": 0.5}),
             "rollout_matching.decoding.temperature",
             "decode_mode: sampling",

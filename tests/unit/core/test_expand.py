@@ -19,7 +19,9 @@ def plain(request, tmp_path_factory):
 
 
 def test_the_expanded_model_loads_and_answers_as_before(plain, tmp_path):
-    with pytest.raises(VocabularyError, match="add-coords"):
+    with pytest.raises(
+        VocabularyError, match=r"/m: 1000 of the 1000 .*\n  add them with: coordexp model add-coords"
+    ):
         VocabularyTable.from_folder(plain)
     result = CliRunner().invoke(
         app, ["model", "add-coords", "--model", str(plain), "--out", str(tmp_path / "out")]

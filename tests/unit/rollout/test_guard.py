@@ -1,5 +1,6 @@
 """The repeat guard: when it ends a sequence, how it counts objects, and that both of its forms decide alike."""
 
+import json
 import random
 from collections import Counter
 
@@ -7,7 +8,16 @@ import pytest
 import torch
 
 from coordexp.config.rollout import RepeatTerminate
-from coordexp.rollout.guard import count_keys, key_pattern, loop_in
+from coordexp.rollout.guard import (
+    ARGUMENT,
+    EngineGuard,
+    KeyCounter,
+    count_keys,
+    ended,
+    guard_arguments,
+    key_pattern,
+    loop_in,
+)
 from coordexp.rollout.processors import Guard
 from tests.rollouts import random_shape
 from tests.vocabularies import encode, table
@@ -155,3 +165,79 @@ def test_the_prompt_is_no_part_of_what_is_looked_at():
     scores = torch.zeros(1, 10)
     assert torch.equal(Guard(rule, (5,), prompt_length=3, end_of_turn=9)(ids, scores), scores)
     assert not torch.equal(Guard(rule, (5,), prompt_length=2, end_of_turn=9)(ids, scores), scores)
+
+
+def test_keys_of_a_sequence_that_grows_are_counted_as_those_of_the_whole_one():
+    chooser = random.Random(3)
+    for _ in range(300):
+        pattern = [chooser.randrange(2) for _ in range(chooser.randint(1, 3))]
+        counter, ids = KeyCounter(pattern), []
+        for _ in range(20):
+            ids = [*ids, *(chooser.randrange(2) for _ in range(chooser.randint(0, 4)))]
+            if chooser.random() < 0.1:
+                ids = ids[: chooser.randint(0, len(ids))]
+            assert counter.count(ids) == count_keys(ids, pattern)
+    assert KeyCounter(()).count([1, 2, 3]) == 0
+
+
+@pytest.mark.parametrize(
+    ("ids", "rule", "expected"),
+    [
+        ([1, 2, 9, 9, 9], guard(max_consecutive_token_repeats=2), ([1, 2], "stop")),
+        ([1, 2, 2, 9, 9], guard(max_consecutive_token_repeats=2), ([1, 2, 2], "repeat")),
+        ([1, 2, 2], guard(max_consecutive_token_repeats=2), ([1, 2, 2], "length")),
+        ([1, 2, 2, 9], RepeatTerminate(max_consecutive_token_repeats=2, min_new_tokens=0), ([1, 2, 2], "stop")),
+        ([3, 1, 3, 9], guard(max_object_keys=1), ([3, 1, 3], "repeat")),
+        ([3, 1, 1, 9], guard(max_object_keys=1), ([3, 1, 1], "stop")),
+        ([9], guard(), ([], "stop")),
+        ([], guard(), ([], "length")),
+    ],
+)
+def test_an_answer_ends_before_its_end_of_turn_and_for_one_of_three_reasons(ids, rule, expected):
+    assert ended(tuple(ids), 9, rule, (3,)) == expected
+
+
+def test_a_guard_that_went_with_a_request_is_the_one_that_was_sent():
+    rule = guard(max_object_keys=7)
+    sent = json.loads(json.dumps(guard_arguments(rule, (3, 4), 9)))
+    found = EngineGuard.of(sent)
+    assert RepeatTerminate(**found.model_dump(include=set(RepeatTerminate.model_fields))) == rule
+    assert (found.key_pattern, found.end_of_turn) == ((3, 4), 9)
+
+
+def test_a_request_without_a_guard_or_with_a_disabled_one_sends_nothing():
+    assert guard_arguments(RepeatTerminate(), (3,), 9) == {}
+    for arguments in (None, {}, {"another": 1}):
+        assert EngineGuard.of(arguments) is None
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"min_new_tokens": -1}, r"min_new_tokens: .*greater than or equal to 0 \(-1\)"),
+        ({"ngram_size": "64"}, r"ngram_size: .*valid integer \('64'\)"),
+        ({"key_pattern": [3, -1]}, r"key_pattern.1: .*greater than or equal to 0 \(-1\)"),
+        ({"end_of_turn": None}, r"end_of_turn: .*valid integer \(None\)"),
+        ({"key_pattern": []}, "max_object_keys needs a key_pattern"),
+        ({"seed": 3}, "seed: Extra inputs are not permitted"),
+    ],
+)
+def test_a_malformed_guard_of_a_request_is_refused_and_says_what_is_wrong(change, message):
+    sent = guard_arguments(guard(max_object_keys=7), (3, 4), 9)
+    sent[ARGUMENT] |= change
+    with pytest.raises(ValueError, match=rf"^extra_args\['coordexp_guard'\]: .*{message}"):
+        EngineGuard.of(sent)
+
+
+@pytest.mark.parametrize("name", list(EngineGuard.model_fields))
+def test_no_part_of_a_guard_of_a_request_may_be_missing(name):
+    sent = guard_arguments(guard(max_object_keys=7), (3, 4), 9)
+    del sent[ARGUMENT][name]
+    with pytest.raises(ValueError, match=f"{name}: missing\n  make it with"):
+        EngineGuard.of(sent)
+
+
+@pytest.mark.parametrize("whole", [None, [], "on", 3])
+def test_a_guard_of_a_request_that_is_no_mapping_is_refused(whole):
+    with pytest.raises(ValueError, match=r"^extra_args\['coordexp_guard'\]: Input should be a valid dictionary"):
+        EngineGuard.of({ARGUMENT: whole})

@@ -116,7 +116,7 @@ def test_garbage_nothing_all_right_and_cut_off_in_one_batch_are_trained_on_and_c
         "target/mean_appended_tokens": 126 / 4,
     }
     assert {name: report[name] for name in RATES} == pytest.approx(rates)
-    assert set(report) == {*SUMS, *RATES, "time/rollout", "time/correct"} - {"target/answers"}
+    assert set(report) == {*SUMS, *RATES, "time/sync", "time/rollout", "time/correct"} - {"target/answers"}
 
 
 def test_loops_repeats_overlaps_and_too_many_objects_are_counted(tmp_path):
@@ -297,7 +297,7 @@ def test_a_prompt_that_the_engine_reads_otherwise_is_refused_with_the_first_diff
         with pytest.raises(DataError, match=words) as caught:
             step()
         assert "right.png" in str(caught.value)
-        assert step.ledger.report(steps=1).keys() <= {"time/rollout", "time/correct"}
+        assert step.ledger.report(steps=1).keys() <= {"time/sync", "time/rollout", "time/correct"}
 
 
 def test_an_answer_of_other_weights_is_refused(tmp_path):

@@ -1,0 +1,47 @@
+"""How benchmarks measure and tell: medians of calls made in turn, and values beside their goals."""
+
+import json
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+REPEATS = 5
+
+
+def medians(
+    calls: dict[str, Callable[[], Any]], repeats: int = REPEATS, before: Callable[[], None] = lambda: None
+) -> dict[str, float]:
+    """Seconds, after one call of each that is not counted. `before` each, outside of the time."""
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    for round in range(repeats + 1):
+        for name, call in calls.items():
+            before()
+            start = time.perf_counter()
+            call()
+            if round:
+                times[name].append(time.perf_counter() - start)
+    return {name: statistics.median(each) for name, each in times.items()}
+
+
+def at_least(value: float, goal: float) -> dict[str, Any]:
+    return {"value": round(value, 4), "goal": goal, "ok": value >= goal}
+
+
+def at_most(value: float, goal: float) -> dict[str, Any]:
+    return {"value": round(value, 4), "goal": goal, "ok": value <= goal}
+
+
+def shown(value: float) -> dict[str, Any]:
+    return {"value": round(value, 4), "goal": None, "ok": True}
+
+
+def show(results: dict[str, dict[str, Any]], as_json: bool) -> None:
+    if as_json:
+        print(json.dumps(results, indent=2))
+        return
+    for name, result in results.items():
+        goal = (
+            "" if result["goal"] is None else f"goal {result['goal']:g} {'ok' if result['ok'] else 'not reached'}"
+        )
+        print(f"{name:<62} {result['value']:>9.4g}  {goal}")

@@ -1,0 +1,143 @@
+"""Rollouts by a vLLM engine that shares the learner's devices, and gets its weights in memory (R07, D23).
+
+An engine serves `tensor_parallel_size` neighbouring ranks; the first of them speaks with it for the others. It is
+started when it is first needed, after the learner has made room for it.
+"""
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import Any, Protocol
+
+from coordexp.config.rollout import Sync
+from coordexp.errors import EngineError
+from coordexp.ranks import together
+from coordexp.rollout.backend import Decode, Picture, Request, Rollout, RolloutBackend, Weights
+from coordexp.rollout.canary import PROBE, difference
+from coordexp.rollout.connection import Connection, asked
+from coordexp.rollout.engine import Colocated, start_engine, stop_engine
+from coordexp.rollout.group import Group
+from coordexp.rollout.installed import OTHERWISE
+from coordexp.rollout.prompt import PromptBuilder
+from coordexp.rollout.vllm import answers
+
+
+def instead_of_adapters(sync: Sync) -> str | None:
+    """What to say to a run that asks for adapters to be sent, which cannot be (R07)."""
+    if sync.mode != "adapter":
+        return None
+    why = (
+        "rollout_matching.vllm.sync.mode: an adapter alone cannot be sent, since the rows of the coordinate "
+        "tokens are trained beside it, and vLLM's LoRA has no place for them"
+    )
+    if not sync.fallback_to_full:
+        raise EngineError(f"{why}\n  set sync.mode: full, or sync.fallback_to_full: true, {OTHERWISE}")
+    return f"warning: {why}; the whole merged weights are sent instead"
+
+
+class Room(Protocol):
+    def drop(self) -> None:
+        """Frees what reading the learner's weights has brought back into memory."""
+
+
+class ColocateBackend:
+    """`learner` answers with the learner's own model, and `probe` is the picture that both are asked to see that
+    the engine has the same weights. Inside `room`, the learner is out of the engine's way; its weights can still
+    be read. `tell` hears what takes long."""
+
+    def __init__(
+        self,
+        about: Colocated,
+        prompts: PromptBuilder,
+        learner: RolloutBackend,
+        probe: Picture,
+        room: Callable[[], AbstractContextManager[Room]],
+        tell: Callable[[str], None] = lambda _: None,
+    ) -> None:
+        self.about, self.prompts, self.learner, self.probe = about, prompts, learner, probe
+        self.room, self.tell = room, tell
+        if told := instead_of_adapters(about.settings.vllm.sync):
+            tell(told)
+        self.group = Group.of(about.settings.vllm.tensor_parallel_size or 1)
+        self.engine: Any = None
+        self.version: int | None = None
+        self._probed: int | None = None
+        self._connection: Connection | None = None
+        self._session: ExitStack | None = None
+        self._away: Room | None = None
+
+    @contextmanager
+    def session(self) -> Iterator[None]:
+        """The learner makes room when the engine is first needed in it, and is back at its end."""
+        assert self._session is None, "sessions are not nested"
+        try:
+            with ExitStack() as self._session:
+                yield
+        finally:
+            self._session = None
+
+    def generate(self, requests: Sequence[Request]) -> list[Rollout]:
+        self._make_room()
+        return self.group.answered(requests, self._answers)
+
+    def sync(self, weights: Weights, version: int) -> None:
+        """A transaction (D23): all ranks begin it together, and end it with the new version or the same error. A
+        version that the engine has is not sent again."""
+        if version == self.version:
+            return
+        due = self._probed is None or version - self._probed >= self.about.settings.vllm.sync.canary_every
+        assert not due or self._away is None, "the learner answers before it makes room"
+        probe = [Request(self.probe, Decode.greedy(PROBE))]
+        own = self.learner.generate(probe) if due else []
+        together(self._make_room)
+        self.version = None
+        together(self._start)
+        together(lambda: self._send(weights, version))
+        assert self._away is not None
+        self._away.drop()
+        if due:
+            theirs = self.generate(probe)
+            together(lambda: self._compare(own[0], theirs[0]))
+            self._probed = version
+        self.version = version
+
+    def close(self) -> None:
+        if self.engine is not None:
+            stop_engine(self.engine)
+        self.engine = self.version = self._connection = None
+
+    def _make_room(self) -> None:
+        if self._away is None:
+            assert self._session is not None, "outside of a session"
+            self._away = self._session.enter_context(self.room())
+            self._session.callback(setattr, self, "_away", None)
+
+    def _start(self) -> None:
+        if self._connection is not None:
+            return
+        if self.group.leads:
+            since = time.perf_counter()
+            self.tell(f"starting vLLM (tensor_parallel_size {self.group.size}), which takes about a minute")
+            self.engine = start_engine(self.about)
+            self.tell(f"vLLM is ready after {time.perf_counter() - since:.0f} s")
+        self._connection = Connection(self.engine, self.about.device, self.about.settings.vllm.sync.timeout_s)
+
+    def _send(self, weights: Weights, version: int) -> None:
+        assert self._connection is not None
+        try:
+            self._connection.send(weights, version, self.group.place)
+        except EngineError:
+            self.close()  # it has neither the old weights nor the new ones
+            raise
+
+    def _answers(self, requests: Sequence[Request]) -> list[Rollout]:
+        if self.engine is None:
+            raise EngineError("answers were asked for before any weights were sent")
+        return asked(self.engine, lambda: answers(self.engine, self.prompts, self.about.table, requests))
+
+    def _compare(self, learner: Rollout, engine: Rollout) -> None:
+        if told := difference(learner, engine, self.about.precision or self.about.dtype):
+            raise EngineError(
+                f"the engine does not have the learner's weights: to {self.probe.path}, with version "
+                f"{engine.version}, {told}\n  this should not happen; please report it, {OTHERWISE}"
+            )

@@ -1,0 +1,131 @@
+"""The learner's connection to its engine, over which weights are sent: one transaction, with a deadline (D23)."""
+
+import math
+import time
+from collections.abc import Callable
+from threading import Event, Thread
+from typing import Any, TypeVar
+
+import torch
+
+from coordexp.errors import EngineError
+from coordexp.rollout.backend import Weights
+from coordexp.rollout.engine import has_ended
+from coordexp.rollout.installed import OTHERWISE
+
+T = TypeVar("T")
+
+
+class Connection:
+    """The learner's end of the weight transfer, in which no call takes longer than a deadline allows."""
+
+    def __init__(self, engine: Any, device: torch.device, timeout: float) -> None:
+        self.engine, self.device, self.timeout = engine, device, timeout
+        self._until = 0.0
+        self._version = ""
+        self._failed: EngineError | None = None
+        self._sender: Any = None
+
+    def send(self, weights: Weights, version: int, place: int) -> None:
+        """On every rank; `place` 0 speaks with the engine."""
+        from coordexp.rollout.transfer import LearnerWeights, connect
+
+        self._until, self._version, self._failed = time.monotonic() + self.timeout, str(version), None
+        if self._sender is None:
+            self._sender = connect(self.device, place, self, LearnerWeights(weights))
+        self._sender.source = LearnerWeights(weights)
+        self._sender.send_weights()
+        if self._failed is not None:
+            raise self._failed
+        if place == 0:
+            self._commit()
+
+    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
+        self._unless_failed(lambda: self.engine.init_weight_transfer_engine({"init_info": init_info}))
+
+    def start_weight_update(self) -> None:
+        assert not self.engine.llm_engine.has_unfinished_requests(), "weights come between answers"
+        self._unless_failed(self.engine.start_weight_update)
+
+    def update_weights(self, update_info: Any) -> None:
+        self._unless_failed(lambda: self.engine.update_weights({"update_info": update_info}))
+
+    def finish_weight_update(self, weight_version: str | None = None) -> None:
+        self._unless_failed(self.engine.finish_weight_update)
+
+    def _unless_failed(self, work: Callable[[], None]) -> None:
+        """After a failure the pass over the weights goes on without the engine: other ranks may take part in
+        gathering them."""
+        if self._failed is None:
+            try:
+                self._call(work)
+            except EngineError as error:
+                self._failed = error
+
+    def _commit(self) -> None:
+        """What was computed with the old weights is forgotten before the new version is given out."""
+        core = self.engine.llm_engine
+        if not self._call(core.reset_prefix_cache):
+            raise EngineError("vLLM could not forget the prompts that it computed with the old weights")
+        self._call(core.reset_mm_cache)
+        self._call(core.reset_encoder_cache)
+        self._call(lambda: core.set_weight_version(self._version))
+        if (found := self._call(core.get_weight_version)) != self._version:
+            raise EngineError(f"weights of version {self._version} were sent, and the engine says it has {found}")
+
+    def _call(self, work: Callable[[], T]) -> T:
+        try:
+            return asked(self.engine, work, self._until)
+        except TimeoutError:
+            raise EngineError(
+                f"sending weights to vLLM took longer than {self.timeout:g} s\n"
+                "  if the model is large, raise rollout_matching.vllm.sync.timeout_s; else look at the memory and "
+                f"load of this machine; {OTHERWISE}"
+            ) from None
+        except EngineError:
+            raise
+        except Exception as error:
+            raise EngineError(
+                f"sending weights to vLLM failed: {_inner(str(error))}\n"
+                f"  this should not happen; please report it, {OTHERWISE}"
+            ) from error
+
+
+def _inner(told: str) -> str:
+    """Without what vLLM puts around the error of a worker."""
+    told = told.removeprefix("Call to collective_rpc method failed: ")
+    return told.removeprefix("Worker failed with error '").removesuffix(_ABOVE)
+
+
+_ABOVE = "', please check the stack trace above for the root cause"
+
+
+def asked(engine: Any, work: Callable[[], T], until: float = math.inf) -> T:
+    """What `work` gives, which asks the engine. vLLM by itself waits without an end for an engine that does not
+    answer, even for one that has ended."""
+    found: list[T] = []
+    failed: list[Exception] = []
+    done = Event()
+
+    def run() -> None:
+        try:
+            found.append(work())
+        except Exception as error:  # noqa: BLE001 - raised below, in the thread that waits for it
+            failed.append(error)
+        done.set()
+
+    Thread(target=run, daemon=True).start()
+    while not done.wait(max(0.0, min(0.2, until - time.monotonic()))):
+        if has_ended(engine):
+            break
+        if time.monotonic() >= until:
+            raise TimeoutError
+    if found:
+        return found[0]
+    if failed and not has_ended(engine):
+        raise failed[0]
+    raise EngineError(
+        "the vLLM engine has ended\n  what it printed above may say why; if there is nothing, the system may have "
+        "killed it for its memory: lower rollout_matching.vllm.gpu_memory_utilization, "
+        f"{OTHERWISE}; --resume goes on from the last checkpoint"
+    ) from None

@@ -1,0 +1,204 @@
+"""Starts and ends a vLLM engine that lives with the learner, and says what to do when it cannot.
+
+The engine is a process of its own beside the learner's. Signals that ask the learner to finish its step do not
+reach it, and it ends when the learner does, however that is.
+"""
+
+import json
+import os
+import re
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from multiprocessing import resource_tracker
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+
+from coordexp.config import RolloutMatching
+from coordexp.errors import EngineError
+from coordexp.rollout.guard import ENGINE_GUARD
+from coordexp.rollout.installed import OTHERWISE
+from coordexp.vocab import COORD_TOKENS, VocabularyTable
+
+# What torchrun tells its own processes: an engine that heard it would wait for them.
+LAUNCHER = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "GROUP_", "LOCAL_", "ROLE_", "TORCHELASTIC_")
+
+
+@dataclass(frozen=True)
+class Colocated:
+    """What an engine is started with: the checkpoint that the learner was, how it is served, and the learner's
+    device."""
+
+    folder: Path
+    dtype: str
+    settings: RolloutMatching
+    table: VocabularyTable
+    device: torch.device
+    precision: str = ""  # that the learner computes in, where it is not that of its weights
+
+    @property
+    def size(self) -> int:
+        return self.settings.vllm.tensor_parallel_size or 1
+
+
+def start_engine(about: Colocated) -> Any:
+    """On the device of this rank, and those of the ranks after it that it shares the engine with."""
+    settings, vllm = about.settings, about.settings.vllm
+    with _surroundings(about.device.type == "cuda", _devices(about)), _hearing() as (logging, heard):
+        from vllm import LLM
+
+        from coordexp.rollout.transfer import CUDA_IPC, ENGINE_SIDE, SHARED_MEMORY
+
+        try:
+            engine = LLM(
+                str(about.folder),
+                dtype=about.dtype,
+                tensor_parallel_size=about.size,
+                gpu_memory_utilization=vllm.gpu_memory_utilization,
+                max_model_len=vllm.max_model_len,
+                max_num_seqs=settings.decode_batch_size * about.size,
+                enforce_eager=vllm.enforce_eager,
+                enable_prefix_caching=vllm.enable_prefix_caching,
+                limit_mm_per_prompt={"image": 1, "video": 0},
+                use_tqdm_on_load=False,
+                seed=0,
+                logits_processors=[ENGINE_GUARD] if settings.repeat_terminate.enabled else None,
+                weight_transfer_config={"backend": CUDA_IPC if about.device.type == "cuda" else SHARED_MEMORY},
+                worker_extension_cls=ENGINE_SIDE,
+                logging_config=logging,
+            )
+        except (RuntimeError, ValueError, OSError) as error:
+            told = _cause(heard.read_text()) or _told(str(error))
+            raise EngineError(f"vLLM did not start: {told}\n  {_way_out(told)}") from error
+    engine.collective_rpc("coordexp_ends_with", args=(os.getpid(),))
+    check_vocabulary(engine.get_tokenizer(), engine.llm_engine.model_config.get_vocab_size(), about.table)
+    return engine
+
+
+def check_vocabulary(tokenizer: Any, size: int, table: VocabularyTable) -> None:
+    """The coordinate tokens must be those of the learner."""
+    ours = list(range(table.first_coord, table.first_coord + len(COORD_TOKENS)))
+    if tokenizer.convert_tokens_to_ids(list(COORD_TOKENS)) != ours or size <= ours[-1]:
+        raise EngineError(
+            f"the engine's vocabulary ({size} tokens) does not have the learner's coordinate tokens, "
+            f"{ours[0]} to {ours[-1]}\n  run `coordexp model add-coords` on the checkpoint, and set model.path to "
+            "what it writes"
+        )
+
+
+def _devices(about: Colocated) -> range:
+    """By local rank."""
+    first = int(os.environ.get("LOCAL_RANK", "0"))
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    if first + about.size > here:
+        raise EngineError(
+            f"rollout_matching.vllm.tensor_parallel_size: {about.size} ranks from local rank {first} on share an "
+            f"engine, and this machine has {here}\n  set it to a divisor of the ranks of each machine, {OTHERWISE}"
+        )
+    return range(first, first + about.size)
+
+
+def has_ended(engine: Any) -> bool:
+    resources = engine.llm_engine.engine_core.resources
+    manager = resources.engine_manager
+    return resources.engine_dead or manager is None or not all(one.is_alive() for one in manager.processes)
+
+
+def stop_engine(engine: Any) -> None:
+    """At once: it has nothing to save. Its workers too, which would wait for it if they were stopped."""
+    import psutil
+
+    core = engine.llm_engine.engine_core
+    for process in core.resources.engine_manager.processes if core.resources.engine_manager else ():
+        with suppress(psutil.NoSuchProcess):
+            for worker in psutil.Process(process.pid).children(recursive=True):
+                worker.kill()
+        process.kill()
+    core.shutdown()
+
+
+@contextmanager
+def _hearing() -> Iterator[tuple[Any, Path]]:
+    """A way of logging by which the errors of vLLM's processes come to a file too: its own exception says only
+    that there was one."""
+    from vllm.config.logging import LoggingConfig
+    from vllm.logger import DEFAULT_LOGGING_CONFIG as usual
+
+    with TemporaryDirectory(prefix="coordexp-") as folder:
+        config, heard = Path(folder) / "logging.json", Path(folder) / "errors"
+        heard.touch()
+        if os.environ.get("VLLM_LOGGING_CONFIG_PATH"):  # the user's own
+            yield None, heard
+            return
+        level = os.environ["VLLM_LOGGING_LEVEL"]  # what was usual is from when vLLM was imported
+        handlers = {
+            "vllm": usual["handlers"]["vllm"] | {"level": level},
+            "file": {"class": "logging.FileHandler", "filename": str(heard), "level": "ERROR"},
+        }
+        logger = {"handlers": list(handlers), "level": level, "propagate": False}
+        config.write_text(json.dumps(usual | {"handlers": handlers, "loggers": {"vllm": logger}}))
+        yield LoggingConfig(pylogging_config_file=str(config)), heard
+
+
+def _cause(heard: str) -> str | None:
+    """The first exception in a log, which the others followed from."""
+    found = re.search(r"^(?:[\w.]+\.)?(\w*(?:Error|Exception)): (.+)$", heard, re.MULTILINE)
+    return found and (found[2] if found[1] in ("ValueError", "RuntimeError") else f"{found[1]}: {found[2]}")
+
+
+def _told(error: str) -> str:
+    """pydantic's first line only counts, and its last names the type."""
+    if found := re.search(r"Value error, (.+?)(?: \[type=|$)", error, re.MULTILINE):
+        return found[1]
+    return next((line.strip() for line in error.splitlines() if line.strip()), "it did not say why")
+
+
+def _way_out(told: str) -> str:
+    if "derived max_model_len" in told:
+        return f"lower rollout_matching.vllm.max_model_len, or global_max_length, {OTHERWISE}"
+    if "cache" in told.lower():  # what is left of its share after the model
+        return (
+            "raise rollout_matching.vllm.gpu_memory_utilization, or lower max_model_len or decode_batch_size, "
+            f"{OTHERWISE}"
+        )
+    if "memory" in told.lower():
+        return (
+            "lower rollout_matching.vllm.gpu_memory_utilization or max_model_len, set "
+            f"rollout_matching.offload.enabled: true, {OTHERWISE}"
+        )
+    if "divisible" in told or "parallel" in told:
+        return f"set rollout_matching.vllm.tensor_parallel_size to what divides it, {OTHERWISE}"
+    return (
+        "what it printed above says why; if it is memory, lower rollout_matching.vllm.gpu_memory_utilization or "
+        f"max_model_len; {OTHERWISE}"
+    )
+
+
+@contextmanager
+def _surroundings(on_cuda: bool, devices: range) -> Iterator[None]:
+    """What the engine's processes inherit, for as long as they are started."""
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+    os.environ.setdefault("PYTHONWARNINGS", "ignore")
+    theirs = {"VLLM_WORKER_MULTIPROC_METHOD": "spawn"}  # a fork would hold on to the learner's memory
+    if on_cuda:  # of those that the learner sees
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        known = visible.split(",") if visible else [str(k) for k in range(torch.cuda.device_count())]
+        theirs["CUDA_VISIBLE_DEVICES"] = ",".join(known[k] for k in devices)
+    before = dict(os.environ)
+    for name in [name for name in os.environ if name.startswith(LAUNCHER)]:
+        del os.environ[name]
+    os.environ.update(theirs)
+    resource_tracker.ensure_running()  # it would unblock signals when it is started
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+        os.environ.update(before)
+        for name in theirs.keys() - before.keys():
+            del os.environ[name]

@@ -1,0 +1,185 @@
+"""The engine's end of the weight transfer. Its workers import this module by name; the learner does not.
+
+On a CPU, for which vLLM ships no transfer, weights are read from memory that the learner maps too; on GPUs they
+come by vLLM's CUDA IPC.
+"""
+
+import os
+import select
+import signal
+import threading
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
+from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+from vllm.distributed.weight_transfer.ipc_engine import IPCWeightTransferEngine, IPCWeightTransferUpdateInfo
+from vllm.distributed.weight_transfer.packed_tensor import packed_ipc_consumer
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+
+from coordexp.rollout.memory_file import MemoryFile
+from coordexp.rollout.transfer import CUDA_IPC, SHARED_MEMORY
+
+
+class EngineSide:
+    """What the learner may ask every worker of the engine, by name."""
+
+    def coordexp_ends_with(self, learner: int) -> None:
+        """However the learner ends, so does this engine, and not before: vLLM's would go on with its memory."""
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # it may be for all processes of a job
+        above = os.getppid()  # with several workers, the engine is their parent
+        watched = os.pidfd_open(learner)
+        engine = None if above == learner else os.pidfd_open(above)
+        threading.Thread(target=_end_with, args=(watched, engine), daemon=True).start()
+
+
+def _end_with(learner: int, engine: int | None) -> None:
+    select.select([learner], [], [])
+    if engine is not None:
+        with suppress(ProcessLookupError):
+            signal.pidfd_send_signal(engine, signal.SIGKILL)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+class Reload:
+    """Takes weights under the names of the checkpoint, and takes care that they are all there afterwards."""
+
+    model: Any
+    model_config: Any
+
+    def start_weight_update(self) -> None:
+        self._wanted = {name for name, _ in self.model.named_parameters()}  # of tied ones, the first
+        initialize_layerwise_reload(self.model)
+
+    def take(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        at = ""
+
+        def passing() -> Iterator[tuple[str, Tensor]]:
+            nonlocal at
+            for at, weight in weights:  # noqa: UP028 - `at` names the weight that cannot be taken
+                yield at, weight
+
+        try:
+            self._wanted -= self.model.load_weights(passing())
+        except Exception as error:
+            raise ValueError(f"at {at}: {str(error) or type(error).__name__}") from error
+
+    def finish_weight_update(self) -> None:
+        finalize_layerwise_reload(self.model, self.model_config)
+        rebuild_heads(self.model)
+        if self._wanted:
+            some = ", ".join(sorted(self._wanted)[:3])
+            raise ValueError(f"{len(self._wanted)} weights of the engine were not sent, among them {some}")
+
+
+def rebuild_heads(model: torch.nn.Module) -> None:
+    """On a CPU a head multiplies by a packed copy of its weight, which the reload leaves as it was where the
+    weight is the embedding's."""
+    for module in model.modules():
+        if isinstance(module, ParallelLMHead):
+            module.quant_method.process_weights_after_loading(module)
+
+
+@dataclass
+class NothingToAgree(WeightTransferInitInfo):
+    pass
+
+
+@dataclass
+class SharedUpdate(WeightTransferUpdateInfo):
+    """Where the tensors of a bucket begin in the learner's memory file: its process, descriptor and size."""
+
+    file: tuple[int, int, int]
+    names: list[str]
+    dtype_names: list[str]
+    shapes: list[list[int]]
+    offsets: list[int]
+
+
+class SharedMemoryReceiver(Reload, WeightTransferEngine[NothingToAgree, SharedUpdate]):
+    init_info_cls, update_info_cls = NothingToAgree, SharedUpdate
+
+    def init_transfer_engine(self, init_info: NothingToAgree) -> None:
+        self._files: dict[tuple[int, int], MemoryFile] = {}
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        self.receive_weights(self.parse_update_info(update_info))  # vLLM's would wait for an accelerator
+
+    def receive_weights(self, update_info: SharedUpdate) -> None:
+        file = self._mapped(*update_info.file)
+        told = (update_info.names, update_info.dtype_names, update_info.shapes, update_info.offsets)
+        self.take(
+            (name, file.tensor(offset, getattr(torch, dtype), shape))
+            for name, dtype, shape, offset in zip(*told, strict=True)
+        )
+        keep_what_waits(self.model, file)
+
+    def _mapped(self, pid: int, fd: int, size: int) -> MemoryFile:
+        if (pid, fd) not in self._files:
+            self._files[pid, fd] = MemoryFile.of_process(pid, fd, size)
+        file = self._files[pid, fd]
+        if file.size != size:
+            file.grown(size)
+        return file
+
+    def shutdown(self) -> None:
+        self._files = {}
+
+
+def keep_what_waits(model: torch.nn.Module, file: MemoryFile) -> None:
+    """The reload keeps a layer's weights as they were given until the last of them has come, which may be in a
+    later bucket, or at the end; and the learner writes to the file again as soon as it has been read."""
+    for module in model.modules():
+        for _, given in get_layerwise_info(module).loaded_weights:
+            for name, value in given.arguments.items():
+                if isinstance(value, Tensor) and not value.is_meta and file.holds(value):
+                    given.arguments[name] = value.clone()
+
+
+class CudaReceiver(Reload, IPCWeightTransferEngine):
+    """vLLM's own, whose handles come as plain values: nothing is unpickled."""
+
+    def parse_update_info(self, update_dict: dict[str, Any]) -> IPCWeightTransferUpdateInfo:
+        handles = {device: cuda_handle(values) for device, values in update_dict["ipc_handles"].items()}
+        return super().parse_update_info(update_dict | {"ipc_handles": handles})
+
+    def receive_weights(self, update_info: IPCWeightTransferUpdateInfo) -> None:
+        assert isinstance(update_info.ipc_handles, dict)
+        self.take(
+            packed_ipc_consumer(
+                ipc_handle=update_info.ipc_handles,
+                names=update_info.names,
+                shapes=update_info.shapes,
+                dtype_names=update_info.dtype_names,
+                tensor_sizes=update_info.tensor_sizes,
+                device_index=self.device.index,
+                importer=self._packed_importer,
+            )
+        )
+
+    def finish_weight_update(self) -> None:
+        super().finish_weight_update()
+        self._packed_importer.close()
+
+
+def cuda_handle(values: Sequence[Any]) -> tuple[Any, ...]:
+    size, stride, offset, dtype, *rest = values
+    shape = torch.Size(size)
+    return (torch.Tensor, shape, tuple(stride), offset, torch.storage.TypedStorage, getattr(torch, dtype), *rest)
+
+
+WeightTransferEngineFactory.register_engine(SHARED_MEMORY, SharedMemoryReceiver)
+WeightTransferEngineFactory.register_engine(CUDA_IPC, CudaReceiver)
+# Workers inherit that signals are blocked (`engine._surroundings`). Until the engine is ready they need this one:
+# by it, an engine that cannot be started ends them.
+signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})

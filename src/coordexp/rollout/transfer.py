@@ -1,0 +1,151 @@
+"""The learner's end of the weight transfer, by vLLM's own interface.
+
+Weights go bucket by bucket: while the engine takes one in, the learner fills the next.
+"""
+
+import os
+from collections import deque
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any, ClassVar, Self
+
+import torch
+from torch import Tensor
+from vllm.distributed.weight_transfer.base import (
+    ParamMeta,
+    TrainerInitInfo,
+    TrainerWeightTransferEngine,
+    VLLMWeightSyncClient,
+    WeightSource,
+)
+from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
+from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo, IPCTrainerWeightTransferEngine
+
+from coordexp.rollout.backend import Weights
+from coordexp.rollout.memory_file import MemoryFile
+
+ENGINE_SIDE = "coordexp.rollout.engine_side.EngineSide"  # what the engine's workers import
+SHARED_MEMORY, CUDA_IPC = "coordexp_shared_memory", "coordexp_cuda_ipc"
+BUCKET_BYTES = 64 * 2**20
+ALIGNMENT = 64
+
+
+class LearnerWeights(WeightSource):
+    """A fresh pass over the learner's weights each time."""
+
+    def __init__(self, weights: Weights) -> None:
+        self.weights = weights
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        return self.weights()
+
+    def metadata(self) -> list[ParamMeta]:
+        return [ParamMeta(name, weight.dtype, tuple(weight.shape)) for name, weight in self]
+
+
+@dataclass
+class SharedMemory(TrainerInitInfo):
+    backend: ClassVar[str] = SHARED_MEMORY
+
+
+class SharedMemorySender(TrainerWeightTransferEngine[SharedMemory]):
+    init_info_cls = SharedMemory
+
+    @classmethod
+    def trainer_init(
+        cls, init_info: SharedMemory, *, client: VLLMWeightSyncClient, source: WeightSource | None = None
+    ) -> Self:
+        engine = cls(client=client, source=source, is_sender=init_info.is_sender)
+        engine.files = [MemoryFile.new(BUCKET_BYTES), MemoryFile.new(BUCKET_BYTES)]
+        if engine.is_sender:
+            client.init_weight_transfer_engine({})
+        return engine
+
+    def send_weights(self) -> None:
+        """Where weights are gathered from all ranks, those that send nothing take part."""
+        assert self.source is not None
+        passing = buckets(iter(self.source), BUCKET_BYTES)
+        if not self.is_sender:
+            deque(passing, maxlen=0)
+            return
+        self.client.start_weight_update()
+        with ThreadPoolExecutor(1) as pool:
+            sent: list[Future[None]] = []
+            for number, bucket in enumerate(passing):
+                if number >= len(self.files):  # the engine has read what lies there
+                    sent[number - len(self.files)].result()
+                told = self._filled(number % len(self.files), bucket)
+                sent.append(pool.submit(self.client.update_weights, told))
+            for one in sent:
+                one.result()
+        self.client.finish_weight_update()
+
+    def _filled(self, number: int, bucket: "Bucket") -> dict[str, Any]:
+        offsets = [0, *accumulate(-(-weight.nbytes // ALIGNMENT) * ALIGNMENT for _, weight in bucket)]
+        if offsets[-1] > self.files[number].size:
+            self.files[number].grow(offsets[-1])
+        file = self.files[number]
+        for (_, weight), offset in zip(bucket, offsets, strict=False):
+            file.tensor(offset, weight.dtype, weight.shape).copy_(weight)
+        return {
+            "file": (os.getpid(), file.fd, file.size),
+            "names": [name for name, _ in bucket],
+            "dtype_names": [str(weight.dtype).removeprefix("torch.") for _, weight in bucket],
+            "shapes": [list(weight.shape) for _, weight in bucket],
+            "offsets": offsets[:-1],
+        }
+
+
+Bucket = list[tuple[str, Tensor]]
+
+
+def buckets(weights: Iterator[tuple[str, Tensor]], size: int) -> Iterator[Bucket]:
+    """In their order. One has more than `size` bytes only if its only tensor has."""
+    bucket: Bucket = []
+    room = size
+    for name, weight in weights:
+        if bucket and weight.nbytes > room:
+            yield bucket
+            bucket, room = [], size
+        bucket.append((name, weight))
+        room -= weight.nbytes + ALIGNMENT
+    if bucket:
+        yield bucket
+
+
+class CudaSender(IPCTrainerWeightTransferEngine):
+    """vLLM's own, whose handles leave as plain values."""
+
+    def _do_send(self, *args: Any, ipc_handles: Any, **kwargs: Any) -> None:
+        plain = {device: plain_handle(handle) for device, handle in ipc_handles.items()}
+        super()._do_send(*args, ipc_handles=plain, **kwargs)
+
+
+@dataclass
+class CudaIpc(IPCTrainerInitInfo):
+    backend: ClassVar[str] = CUDA_IPC
+    packed: bool = True
+
+
+def plain_handle(handle: Sequence[Any]) -> list[Any]:
+    """What torch makes of a tensor that is shared between processes, as numbers, text and bytes."""
+    kind, size, stride, offset, storage, dtype, *rest = handle
+    assert kind is torch.Tensor and storage is torch.storage.TypedStorage, (kind, storage)
+    return [list(size), list(stride), offset, str(dtype).removeprefix("torch."), *rest]
+
+
+def connect(
+    device: torch.device, rank: int, client: VLLMWeightSyncClient, source: LearnerWeights
+) -> TrainerWeightTransferEngine:
+    """The learner's end, on every rank; `rank` is 0 where the engine is spoken with."""
+    if device.type != "cuda":
+        return WeightTransferTrainerFactory.trainer_init(SharedMemory(rank=rank), client=client, source=source)
+    largest = max(meta.dtype.itemsize * torch.Size(meta.shape).numel() for meta in source.metadata())
+    info = CudaIpc(rank=rank, packed_buffer_size_bytes=max(largest, CudaIpc.packed_buffer_size_bytes))
+    return WeightTransferTrainerFactory.trainer_init(info, client=client, source=source)
+
+
+WeightTransferTrainerFactory.register_engine(SHARED_MEMORY, SharedMemorySender)
+WeightTransferTrainerFactory.register_engine(CUDA_IPC, CudaSender)

@@ -1,0 +1,20 @@
+"""What tests ask the engine's processes beside what a learner asks them, and the faults that they make there.
+
+The engine imports this module by name, in place of the one whose class it extends.
+"""
+
+from coordexp.rollout import engine_side
+
+ENGINE_SIDE = "tests.integration.engine_faults.FaultyEngineSide"
+
+
+class FaultyEngineSide(engine_side.EngineSide):
+    def encoded_pictures(self) -> int:
+        """Pictures whose features are kept."""
+        return len(self.model_runner.encoder_cache)
+
+    def fault_heads_stay_as_they_are(self, on: bool) -> None:
+        engine_side.rebuild_heads = (lambda model: None) if on else REBUILD_HEADS
+
+
+REBUILD_HEADS = engine_side.rebuild_heads

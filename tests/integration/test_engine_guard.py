@@ -1,0 +1,129 @@
+"""The repeat guard in a real vLLM engine ends what it ends by transformers: the same ids, for the same reason."""
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoProcessor, Qwen3VLForConditionalGeneration
+
+from coordexp.config.rollout import RepeatTerminate
+from coordexp.demo.generate import drawing, start_vllm, stop_vllm
+from coordexp.rollout.backend import Decode, FinishReason, Picture, Request
+from coordexp.rollout.guard import ARGUMENT, ENGINE_GUARD, ended, guard_arguments, loop_in
+from coordexp.rollout.hugging_face import HuggingFaceBackend
+from coordexp.rollout.prompt import PromptBuilder, open_image
+from coordexp.vocab import VocabularyTable
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
+
+LIMIT = 64
+OFTEN = 473  # a token that this random model writes often; it stands for an object key
+RULES = {
+    "token": {"max_consecutive_token_repeats": 4},
+    "ngram": {"ngram_size": 2, "ngram_repeats": 2},
+    "keys": {"max_object_keys": 1},
+    "token, late": {"max_consecutive_token_repeats": 2, "min_new_tokens": 25},
+}
+OFF = RepeatTerminate()
+
+
+def guard(**changes: int) -> RepeatTerminate:
+    wide = {"min_new_tokens": 0, "max_consecutive_token_repeats": 1000, "ngram_size": 1000}
+    return RepeatTerminate(enabled=True, **(wide | changes))
+
+
+Answers = list[tuple[tuple[int, ...], FinishReason]]
+
+
+class Both:
+    """The same model behind transformers and behind vLLM."""
+
+    def __init__(self, folder: Path, engine: Any) -> None:
+        self.engine, self.table = engine, VocabularyTable.from_folder(folder)
+        self.prompts = PromptBuilder(AutoProcessor.from_pretrained(folder), "Detect all objects.")
+        model = Qwen3VLForConditionalGeneration.from_pretrained(folder, dtype=torch.float32)
+        self.backend = HuggingFaceBackend(lambda: model, self.prompts, self.table, decode_batch_size=12)
+
+    def by_transformers(self, pictures: Sequence[Picture], guard: RepeatTerminate) -> Answers:
+        found = self.backend.generate([Request(picture, Decode(LIMIT, guard=guard)) for picture in pictures])
+        return [(one.ids, one.finish_reason) for one in found]
+
+    def by_vllm(self, pictures: Sequence[Picture], guards: Sequence[RepeatTerminate]) -> Answers:
+        """In one call, whichever guard each of them has."""
+        stop = self.table.end_of_turn
+        prompts = [
+            {"prompt": self.prompts.text, "multi_modal_data": {"image": open_image(one.path, one.size)}}
+            for one in pictures
+        ]
+        asked = [self.greedy(guard_arguments(guard, [OFTEN], stop)) for guard in guards]
+        outputs = self.engine.generate(prompts, asked, use_tqdm=False)
+        found = [
+            ended(output.outputs[0].token_ids, stop, guard, [OFTEN])
+            for output, guard in zip(outputs, guards, strict=True)
+        ]
+        return [(tuple(ids), reason) for ids, reason in found]
+
+    def greedy(self, arguments: dict[str, Any]) -> Any:
+        from vllm import SamplingParams
+
+        return SamplingParams(
+            temperature=0.0,
+            max_tokens=LIMIT,
+            ignore_eos=True,
+            stop_token_ids=[self.table.end_of_turn],
+            extra_args=arguments,
+        )
+
+
+@pytest.fixture(scope="module")
+def both(lively_model: Path) -> Iterator[Both]:
+    engine = start_vllm(lively_model, logits_processors=[ENGINE_GUARD])
+    yield Both(lively_model, engine)
+    stop_vllm(engine)
+
+
+@pytest.fixture(scope="module")
+def pictures(tmp_path_factory: pytest.TempPathFactory) -> list[Picture]:
+    """More of them than the engine answers at once, so that rows of its batch change hands."""
+    folder, found = tmp_path_factory.mktemp("drawings"), []
+    for seed in range(12):
+        side = (128, 96, 160, 64)[seed % 4]
+        drawing(seed, side).save(folder / f"{seed}.png")
+        found.append(Picture(str(folder / f"{seed}.png"), side, side))
+    return found
+
+
+@pytest.mark.scenario("R34.S1")
+def test_the_engine_ends_the_answers_that_transformers_ends_at_the_same_token_for_the_same_reason(
+    both, pictures, monkeypatch
+):
+    monkeypatch.setattr("coordexp.rollout.hugging_face.key_pattern", lambda table: (OFTEN,))
+    guards = [guard(**rule) for rule in RULES.values()] + [OFF]
+    expected = [both.by_transformers(pictures, one) for one in guards]
+    asked = [(picture, one) for picture in pictures for one in guards]  # all rules side by side in one batch
+    answers = both.by_vllm([picture for picture, _ in asked], [one for _, one in asked])
+    found = [answers[k :: len(guards)] for k in range(len(guards))]
+    assert found == expected
+    free = found.pop()
+    assert Counter(reason for _, reason in free) == {"length": len(pictures)}
+    assert {len(ids) for ids, _ in free} == {LIMIT}
+    for name, rule, rows in zip(RULES, guards, found, strict=False):
+        loops = {loop_in(ids, ids.count(OFTEN), rule): ids for ids, reason in rows if reason == "repeat"}
+        assert list(loops) == [name.partition(",")[0]]
+        assert 2 <= sum(reason == "repeat" for _, reason in rows) < len(pictures), name
+        for (ids, reason), (whole, _) in zip(rows, free, strict=True):
+            assert ids == whole[: len(ids)]
+            assert (len(ids) < LIMIT) == (reason == "repeat")
+
+
+def test_a_malformed_guard_is_refused_with_the_request_and_the_engine_goes_on(both, pictures):
+    from vllm.exceptions import VLLMValidationError
+
+    broken = guard_arguments(guard(), [OFTEN], both.table.end_of_turn)
+    broken[ARGUMENT]["ngram_size"] = 0
+    with pytest.raises(VLLMValidationError, match=r"extra_args\['coordexp_guard'\]: ngram_size: .* \(0\)"):
+        both.engine.generate([{"prompt": "x"}], both.greedy(broken), use_tqdm=False)
+    assert both.by_vllm(pictures[:1], [OFF]) == both.by_transformers(pictures[:1], OFF)

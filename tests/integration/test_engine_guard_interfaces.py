@@ -1,0 +1,360 @@
+"""The engine's repeat guard through both of vLLM's interfaces, without an engine: which requests it knows, what it
+reads of them, and that it decides as the pure function does after every token."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from vllm import SamplingParams
+from vllm.exceptions import VLLMValidationError
+from vllm.v1.sample.logits_processor import (
+    BatchUpdate,
+    LogitsProcessors,
+    MoveDirectionality,
+    _load_custom_logitsprocs,
+    _load_logitsprocs_by_fqcns,
+)
+from vllm.v1.worker.gpu.sample.logits_processor.interface import LogitsContext, LogitsProcRequestState
+from vllm.v1.worker.gpu.sample.logits_processor.loader import (
+    _load_v2_logitsprocs_by_fqcns,
+    build_custom_logits_processors_params_validator,
+)
+
+from coordexp.config.rollout import RepeatTerminate
+from coordexp.rollout.engine_guard import RepeatGuard
+from coordexp.rollout.guard import ARGUMENT, ENGINE_GUARD, count_keys, guard_arguments, loop_in
+
+VOCABULARY, STOP = 12, 11
+ONE_WAY, SWAP = MoveDirectionality.UNIDIRECTIONAL, MoveDirectionality.SWAP
+
+
+def guard(**changes) -> RepeatTerminate:
+    """Every rule out of reach, but for the changes."""
+    wide = {"min_new_tokens": 0, "max_consecutive_token_repeats": 1000, "ngram_size": 1000}
+    return RepeatTerminate(enabled=True, **(wide | changes))
+
+
+THRICE = guard(max_consecutive_token_repeats=3)
+
+
+def params(rule: RepeatTerminate | None = THRICE, pattern=(), stop: int = STOP) -> SamplingParams:
+    return SamplingParams(extra_args=guard_arguments(rule, pattern, stop) if rule else None)
+
+
+def scores(rows: int) -> torch.Tensor:
+    return torch.randn(rows, VOCABULARY, generator=torch.Generator().manual_seed(rows))
+
+
+def looping(before: torch.Tensor, after: torch.Tensor, stop: int = STOP) -> list[bool]:
+    """Of each row, whether only its end of turn is left; all else must be as it was."""
+    ended = []
+    for row, untouched in zip(after, before, strict=True):
+        ended.append(not torch.equal(row, untouched))
+        expected = torch.full_like(untouched, -torch.inf) if ended[-1] else untouched.clone()
+        expected[stop] = untouched[stop]
+        assert torch.equal(row, expected)
+    return ended
+
+
+class FirstRunner:
+    """Tells the guard of its batch as vLLM's V1 runner does."""
+
+    def __init__(self) -> None:
+        self.guard = RepeatGuard(None, torch.device("cpu"), False)
+
+    def update(self, removed=(), added=(), moved=()) -> None:
+        added = [(row, sampling, [7, 7, 7], ids) for row, sampling, ids in added]
+        self.guard.update_state(BatchUpdate(8, list(removed), added, list(moved)))
+
+    def looping(self, rows: int) -> list[bool]:
+        before = scores(rows)
+        return looping(before, self.guard.apply(before.clone()))
+
+
+class FakeBuffer:
+    """One of the V2 runner's buffers per slot, in plain memory. What is read of `gpu` a real one waits for."""
+
+    def __init__(self, *size: int) -> None:
+        self._gpu = torch.zeros(size, dtype=torch.int32)
+        self.np = self._gpu.numpy()
+        self.waits = 0
+
+    @property
+    def gpu(self) -> torch.Tensor:
+        self.waits += 1
+        return self._gpu
+
+
+class FakeSecondRunner:
+    """Slots and rows as vLLM's V2 runner has them, in buffers that are fakes."""
+
+    def __init__(self, slots: int = 5, longest: int = 200) -> None:
+        self.tokens, self.prompt, self.total = FakeBuffer(slots, longest), FakeBuffer(slots), FakeBuffer(slots)
+        self.tokens.np[:] = 7  # what others have left
+        state = LogitsProcRequestState(
+            device=torch.device("cpu"),
+            max_num_reqs=slots,
+            vocab_size=VOCABULARY,
+            all_token_ids=self.tokens,
+            prompt_len=self.prompt,
+            prefill_len=self.prompt,
+            total_len=self.total,
+        )
+        self.guard = RepeatGuard(None, state)
+
+    def add(self, slot: int, sampling: SamplingParams, prompt=(7, 7, 7), resumed=()) -> bool:
+        self.prompt.np[slot], self.total.np[slot] = len(prompt), len(prompt)
+        self.tokens.np[slot, : len(prompt)] = prompt
+        self.commit(slot, resumed)
+        return self.guard.add_request(slot, sampling)
+
+    def commit(self, slot: int, ids) -> None:
+        total = int(self.total.np[slot])
+        self.tokens.np[slot, total : total + len(ids)] = ids
+        self.total.np[slot] += len(ids)
+
+    def looping(self, slots, drafts=None) -> list[bool]:
+        drafts = drafts or {}
+        rows = [(slot, k) for slot in slots for k in range(1 + len(drafts.get(slot, ())))]
+        inputs = [([self.tokens.np[slot, self.total.np[slot] - 1], *drafts.get(slot, ())])[k] for slot, k in rows]
+        most = [int(self.total.np[slot]) + len(drafts.get(slot, ())) for slot in slots]
+        batch = LogitsContext(
+            expanded_idx_mapping=torch.tensor([slot for slot, _ in rows], dtype=torch.int32),
+            idx_mapping=torch.tensor(list(slots), dtype=torch.int32),
+            idx_mapping_np=np.array(list(slots), dtype=np.int32),
+            expanded_local_pos=torch.tensor([k for _, k in rows], dtype=torch.int32),
+            input_ids=torch.tensor(np.array(inputs), dtype=torch.int32),
+            pos=torch.tensor([int(self.total.np[slot]) - 1 + k for slot, k in rows]),
+            seq_lens_upper_bound_np=np.array([*most, 0, 0], dtype=np.int32),  # padded, as a real one is
+        )
+        before = scores(len(rows))
+        return looping(before, self.guard.apply(before.clone(), batch))
+
+    @property
+    def waits(self) -> int:
+        return self.tokens.waits + self.total.waits
+
+
+def test_both_of_vllms_loaders_take_the_class_by_its_name():
+    assert _load_logitsprocs_by_fqcns([ENGINE_GUARD]) == [RepeatGuard]
+    assert RepeatGuard in _load_custom_logitsprocs([ENGINE_GUARD])
+    assert _load_v2_logitsprocs_by_fqcns([ENGINE_GUARD]) == [RepeatGuard]
+
+
+def test_greedy_decoding_asks_the_guard_too():
+    """vLLM leaves out, when it decodes greedily, what says that it changes no best token."""
+    built = LogitsProcessors([FirstRunner().guard])
+    assert len(built.non_argmax_invariant) == 1
+    assert not built.argmax_invariant
+
+
+def test_a_malformed_guard_is_refused_before_it_reaches_an_engine():
+    validate = build_custom_logits_processors_params_validator([ENGINE_GUARD])
+    for fine in (params(), params(None), SamplingParams(extra_args={"another": 1})):
+        validate(fine)
+    broken = params()
+    del broken.extra_args[ARGUMENT]["end_of_turn"]
+    with pytest.raises(VLLMValidationError, match=r"extra_args\['coordexp_guard'\]: .*end_of_turn: missing"):
+        validate(broken)
+
+
+def test_the_list_of_tokens_is_live_and_the_prompt_is_no_part_of_it():
+    runner, ids = FirstRunner(), []
+    runner.update(added=[(0, params(), ids)])
+    found = []
+    for id in (7, 7, 7, 7, 1, 7, 7, 7):
+        found.append(runner.looping(1)[0])
+        ids.append(id)
+        runner.guard.update_state(None)
+    assert found == [False, False, False, True, True, False, False, False]
+    assert runner.looping(1) == [True]
+
+
+def test_requests_without_a_guard_or_with_a_disabled_one_are_left_alone():
+    runner, loop = FirstRunner(), [7] * 9
+    disabled = params()
+    disabled.extra_args[ARGUMENT]["enabled"] = False
+    runner.update(added=[(0, params(None), loop), (1, params(), loop), (2, disabled, loop)])
+    assert runner.looping(3) == [False, True, False]
+
+
+def test_each_request_ends_with_its_own_end_of_turn():
+    runner, before = FirstRunner(), scores(3)
+    runner.update(added=[(row, params(stop=row + 4), [7] * 3) for row in range(3)])
+    after = runner.guard.apply(before.clone())
+    assert [row.isfinite().nonzero().flatten().tolist() for row in after] == [[4], [5], [6]]
+    assert torch.equal(after.diagonal(4)[:3], before.diagonal(4)[:3])
+
+
+def test_a_row_that_is_removed_and_used_again_has_only_its_new_request():
+    runner, loop = FirstRunner(), [7] * 3
+    runner.update(added=[(0, params(), loop), (1, params(), loop)])
+    runner.update(removed=[1])
+    assert runner.looping(2) == [True, False]
+    runner.update(removed=[0], added=[(0, params(), [1, 2])])  # in one step
+    assert runner.looping(2) == [False, False]
+    runner.update(added=[(0, params(), loop)])  # replaced without a removal
+    assert runner.looping(2) == [True, False]
+    runner.update(added=[(0, params(None), loop)])
+    assert runner.looping(2) == [False, False]
+
+
+def test_requests_move_and_change_places():
+    runner = FirstRunner()
+    runner.update(added=[(0, params(), [1]), (1, params(None), [7] * 3), (2, params(), [7] * 3)])
+    assert runner.looping(4) == [False, False, True, False]
+    runner.update(moved=[(2, 3, ONE_WAY)])
+    assert runner.looping(4) == [False, False, False, True]
+    runner.update(moved=[(3, 0, SWAP)])
+    assert runner.looping(4) == [True, False, False, False]
+    runner.update(moved=[(0, 1, SWAP)])  # with one that has no guard
+    assert runner.looping(4) == [False, True, False, False]
+    runner.update(moved=[(3, 1, ONE_WAY)])  # over one that loops
+    assert runner.looping(4) == [False] * 4
+    runner.update(removed=[3], added=[(3, params(), [7] * 3)], moved=[(3, 2, ONE_WAY)])
+    assert runner.looping(4) == [False, False, True, False]
+
+
+def test_tokens_that_are_not_known_yet_are_not_looked_at():
+    runner, ids = FirstRunner(), [7, 7, -1]
+    runner.update(added=[(0, params(), ids)])
+    assert runner.looping(1) == [False]
+    ids[2:] = [7, -1, -1]
+    assert runner.looping(1) == [True]
+    ids[3:] = [1, -1]
+    assert runner.looping(1) == [False]
+    unknown = [-1, -1, -1]
+    runner.update(added=[(1, params(), unknown)])
+    assert runner.looping(2) == [False, False]
+
+
+def test_keys_are_counted_anew_when_the_engine_takes_tokens_back():
+    runner, ids = FirstRunner(), [5, 6, 5, 6]
+    runner.update(added=[(0, params(guard(max_object_keys=2), (5, 6)), ids)])
+    assert runner.looping(1) == [False]
+    del ids[3:]
+    assert runner.looping(1) == [False]
+    ids.append(6)
+    assert runner.looping(1) == [False]
+    ids += [5, 6]
+    assert runner.looping(1) == [True]
+
+
+def test_a_slot_is_read_from_its_prompts_end_to_its_last_token():
+    runner = FakeSecondRunner()
+    assert runner.add(3, params())
+    found = []
+    for id in (7, 7, 7, 7, 1, 7):
+        found += runner.looping([3])
+        runner.commit(3, [id])
+    assert found == [False, False, False, True, True, False]
+
+
+def test_a_slot_that_is_used_again_has_only_its_new_request():
+    runner = FakeSecondRunner()
+    runner.add(1, params())
+    runner.commit(1, [7] * 3)
+    assert runner.looping([1]) == [True]
+    runner.add(1, params())
+    assert runner.looping([1]) == [False]
+    runner.commit(1, [7] * 3)
+    assert runner.looping([1]) == [True]
+    assert not runner.add(1, params(None))
+    runner.commit(1, [7] * 3)
+    assert runner.looping([1]) == [False]
+
+
+def test_a_request_that_is_resumed_comes_with_what_it_had_written():
+    runner = FakeSecondRunner()
+    runner.add(2, params(guard(max_object_keys=2), (5,)), resumed=[5, 1, 5])
+    assert runner.looping([2]) == [False]
+    runner.commit(2, [5])
+    assert runner.looping([2]) == [True]
+
+
+def test_rows_stand_for_slots_in_any_order():
+    runner = FakeSecondRunner()
+    for slot, rule in ((0, THRICE), (1, None), (2, THRICE), (4, THRICE)):
+        runner.add(slot, params(rule))
+        runner.commit(slot, [7] * 3 if slot != 2 else [7, 7, 1])
+    assert runner.looping([0, 1, 2, 4]) == [True, False, False, True]
+    assert runner.looping([4, 2, 1, 0]) == [True, False, False, True]
+    assert runner.looping([2, 4]) == [False, True]
+    assert runner.looping([1, 2]) == [False, False]
+
+
+def test_a_drafted_row_is_decided_by_the_drafts_before_it_which_may_be_rejected():
+    runner = FakeSecondRunner()
+    runner.add(0, params())
+    runner.add(1, params(guard(max_object_keys=1), (5, 6)))
+    runner.commit(0, [1, 7])
+    runner.commit(1, [5, 6, 5])
+    drafts = {0: [7, 7, 7, 2], 1: [6, 1]}
+    assert runner.looping([1, 0], drafts) == [False, True, True, False, False, True, True, False]
+    runner.commit(0, [3])  # all drafts rejected
+    runner.commit(1, [1])
+    assert runner.looping([1, 0]) == [False, False]
+
+
+def test_keys_in_rejected_drafts_are_not_counted():
+    runner = FakeSecondRunner()
+    runner.add(0, params(guard(max_object_keys=1), (5,)))
+    runner.commit(0, [5])
+    assert runner.looping([0], {0: [5]}) == [False, True]
+    runner.commit(0, [1])  # in the draft's place
+    assert runner.looping([0]) == [False]
+
+
+def test_the_device_is_not_waited_for_where_no_guard_is_due():
+    runner = FakeSecondRunner()
+    runner.add(0, params(None))
+    runner.add(1, params(guard(max_consecutive_token_repeats=3, min_new_tokens=20)))
+    for _ in range(20):
+        assert runner.looping([0, 1]) == [False, False]
+        runner.commit(1, [7])
+    assert runner.waits == 0
+    assert runner.looping([0, 1]) == [False, True]
+    assert runner.waits == 2
+
+
+rules = st.builds(
+    guard,
+    min_new_tokens=st.integers(0, 8),
+    max_consecutive_token_repeats=st.integers(2, 5),
+    ngram_size=st.integers(1, 4),
+    ngram_repeats=st.integers(2, 3),
+    max_object_keys=st.none() | st.integers(1, 3),
+)
+patterns = st.lists(st.integers(0, 2), min_size=1, max_size=3)
+sequences = st.lists(st.integers(0, 2) | st.integers(0, 10), max_size=60)
+
+
+@given(rules, patterns, sequences, st.integers(0, 2))
+@settings(deadline=None)
+def test_after_every_token_the_first_runner_is_told_what_the_pure_function_says(rule, pattern, ids, unknown):
+    runner, live = FirstRunner(), [-1] * unknown
+    runner.update(added=[(0, params(rule, pattern), live)])
+    for end in range(len(ids) + 1):
+        live[:] = [*ids[:end], *[-1] * unknown]
+        expected = loop_in(ids[:end], count_keys(ids[:end], pattern), rule) is not None
+        assert runner.looping(1) == [expected]
+
+
+@given(rules, patterns, sequences, st.data())
+@settings(deadline=None)
+def test_after_every_token_the_second_runner_is_told_what_the_pure_function_says(rule, pattern, ids, data):
+    """Also behind drafts, right ones and wrong ones. The prompt is a loop of its own."""
+    runner, end = FakeSecondRunner(), 0
+    runner.add(0, params(rule, pattern), prompt=[0] * 9)
+    while True:
+        right = ids[end : end + data.draw(st.integers(0, 3))]
+        drafts = [*right, *data.draw(st.lists(st.integers(0, 2), max_size=2))]
+        written = [[*ids[:end], *drafts[:count]] for count in range(len(drafts) + 1)]
+        expected = [loop_in(row, count_keys(row, pattern), rule) is not None for row in written]
+        assert runner.looping([0], {0: drafts}) == expected
+        if end == len(ids):
+            break
+        taken = ids[end : end + data.draw(st.integers(1, len(right) + 1))]
+        runner.commit(0, taken)
+        end += len(taken)

@@ -1,0 +1,140 @@
+"""The parts of the weight transfer that need no engine: buckets, memory files, handles as plain values."""
+
+import os
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+from vllm.model_executor.model_loader.reload import record_metadata_for_reloading
+
+from coordexp.rollout.engine_side import NothingToAgree, SharedMemoryReceiver, cuda_handle
+from coordexp.rollout.memory_file import MemoryFile
+from coordexp.rollout.transfer import ALIGNMENT, buckets, plain_handle
+
+pytestmark = pytest.mark.timeout(120)
+
+
+def named(*sizes):
+    return [(f"w{k}", torch.full((size,), float(k))) for k, size in enumerate(sizes)]
+
+
+def test_buckets_keep_the_order_and_their_size_unless_one_weight_has_more():
+    weights = named(10, 20, 300, 5, 5, 90)
+    found = list(buckets(iter(weights), 400))
+    assert [name for bucket in found for name, _ in bucket] == [name for name, _ in weights]
+    assert [[name for name, _ in bucket] for bucket in found] == [["w0", "w1"], ["w2"], ["w3", "w4"], ["w5"]]
+    for bucket in found:
+        assert len(bucket) == 1 or sum(weight.nbytes + ALIGNMENT for _, weight in bucket) <= 400 + ALIGNMENT
+    assert list(buckets(iter([]), 400)) == []
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64])
+@pytest.mark.parametrize("shape", [(3, 5), (7,), ()])
+def test_what_was_written_is_read_through_the_descriptor(dtype, shape):
+    file, wanted = MemoryFile.new(4096), torch.arange(torch.Size(shape).numel()).to(dtype).view(shape)
+    file.tensor(128, dtype, shape).copy_(wanted)
+    other = MemoryFile.of_process(os.getpid(), file.fd, 4096)
+    assert torch.equal(other.tensor(128, dtype, list(shape)), wanted)
+
+
+def test_another_process_reads_it_too():
+    file = MemoryFile.new(4096)
+    file.tensor(64, torch.bfloat16, (2, 2)).copy_(torch.tensor([[1.0, 2.0], [3.0, 4.0]]))
+    code = (
+        "import sys, torch; from coordexp.rollout.memory_file import MemoryFile; pid, fd = map(int, sys.argv[1:]);"
+        "print(MemoryFile.of_process(pid, fd, 4096).tensor(64, torch.bfloat16, (2, 2)).tolist())"
+    )
+    command = [sys.executable, "-c", code, str(os.getpid()), str(file.fd)]
+    told = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    assert told.stdout.splitlines()[-1:] == ["[[1.0, 2.0], [3.0, 4.0]]"], told.stderr
+
+
+def test_a_handle_survives_as_plain_values():
+    """As torch makes one of a tensor on a GPU; no GPU is needed to take it apart."""
+    handle = (
+        *(torch.Tensor, torch.Size([4, 2]), (2, 1), 3, torch.storage.TypedStorage, torch.bfloat16),
+        *(0, b"\x01handle", 4096, 512, False, b"counter", 7, b"event", True),
+    )
+    plain = plain_handle(handle)
+    assert {type(value) for value in plain} <= {list, int, str, bytes, bool}
+    assert cuda_handle(plain) == handle
+
+
+class FakeModel(nn.Module):
+    """Loads as vLLM's models do: a weight that is fused of two, and one that has rows which no checkpoint has."""
+
+    def __init__(self):
+        super().__init__()
+        self.fused, self.padded = nn.Module(), nn.Module()
+        self.fused.weight = nn.Parameter(torch.zeros(2, 4), requires_grad=False)
+        self.fused.weight.weight_loader = lambda param, weight, row: param.data[row].copy_(weight)
+        self.padded.weight = nn.Parameter(torch.zeros(8, 4), requires_grad=False)
+        self.padded.weight.weight_loader = lambda param, weight: param.data[:5].copy_(weight)
+
+    def load_weights(self, weights):
+        found = set()
+        for name, weight in weights:
+            if name == "padded":
+                self.padded.weight.weight_loader(self.padded.weight, weight)
+            else:
+                self.fused.weight.weight_loader(self.fused.weight, weight, int(name))
+            found.add("padded.weight" if name == "padded" else "fused.weight")
+        return found
+
+
+def receiver(model):
+    record_metadata_for_reloading(model)
+    found = SharedMemoryReceiver.__new__(SharedMemoryReceiver)
+    found.model, found.model_config = model, SimpleNamespace(dtype=torch.float32)
+    found.init_transfer_engine(NothingToAgree())
+    return found
+
+
+def give(engine, file, **weights):
+    """As the learner does: into the file, then told."""
+    offsets = [256 * k for k in range(len(weights))]
+    for offset, weight in zip(offsets, weights.values(), strict=True):
+        file.tensor(offset, weight.dtype, weight.shape).copy_(weight)
+    engine.update_weights(
+        {
+            "file": (os.getpid(), file.fd, file.size),
+            "names": list(weights),
+            "dtype_names": ["float32"] * len(weights),
+            "shapes": [list(weight.shape) for weight in weights.values()],
+            "offsets": offsets,
+        }
+    )
+
+
+def test_weights_that_wait_for_others_survive_the_next_bucket():
+    """The reload takes a fused weight when its last part has come, and a padded one at the end."""
+    model, first, second = FakeModel(), MemoryFile.new(4096), MemoryFile.new(4096)
+    engine = receiver(model)
+    with torch.device("cpu"):
+        engine.start_weight_update()
+        give(engine, first, padded=torch.full((5, 4), 7.0), **{"0": torch.full((4,), 1.0)})
+        first.tensor(0, torch.float32, (1024,)).fill_(-99.0)  # the learner's next bucket
+        give(engine, second, **{"1": torch.full((4,), 2.0)})
+        engine.finish_weight_update()
+    assert model.fused.weight.tolist() == [[1.0] * 4, [2.0] * 4]
+    assert model.padded.weight[:5].eq(7.0).all()
+
+
+def test_a_weight_that_was_not_sent_is_named():
+    engine, file = receiver(FakeModel()), MemoryFile.new(4096)
+    with torch.device("cpu"):
+        engine.start_weight_update()
+        give(engine, file, padded=torch.full((5, 4), 7.0))
+        with pytest.raises(ValueError, match=r"1 weights of the engine were not sent, among them fused\.weight"):
+            engine.finish_weight_update()
+
+
+def test_a_file_that_grows_is_mapped_again_by_both():
+    engine, file = receiver(FakeModel()), MemoryFile.new(1024)
+    engine._mapped(os.getpid(), file.fd, file.size)
+    file.grow(65536)
+    file.tensor(60000, torch.uint8, (3,)).copy_(torch.tensor([1, 2, 3]))
+    assert engine._mapped(os.getpid(), file.fd, file.size).tensor(60000, torch.uint8, (3,)).tolist() == [1, 2, 3]

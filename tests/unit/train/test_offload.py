@@ -1,0 +1,313 @@
+"""While a colocated engine answers, the learner is out of memory, can be read, and comes back bit for bit."""
+
+import errno
+import json
+import subprocess
+import sys
+from copy import deepcopy
+from pathlib import Path
+
+import pytest
+import torch
+from accelerate import Accelerator
+from torch import distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from transformers import Qwen3VLForConditionalGeneration
+
+from coordexp.config.rollout import Offload
+from coordexp.config.settings import Adapter
+from coordexp.demo.model import Size, make_model
+from coordexp.errors import EngineError
+from coordexp.train import spill
+from coordexp.train.adapter import with_adapter
+from coordexp.train.offload import check_offload, offloaded
+from coordexp.train.spill import MappedFile, gone
+from coordexp.train.weights import learner_weights
+from coordexp.vocab import VocabularyTable
+
+BOTH = Offload(enabled=True, offload_model=True, offload_optimizer=True)
+WORKER = Path(__file__).parent / "offload_worker.py"
+
+
+class Toy(nn.Module):
+    """With tied weights, two dtypes, a buffer of whole numbers, and two parameters that are views of one storage,
+    of which one is not contiguous."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(40, 32)
+        self.head = nn.Linear(32, 40, bias=False)
+        self.head.weight = self.embed.weight
+        flat = torch.randn(2 * 32 * 32)
+        self.left = nn.Parameter(flat[: 32 * 32].view(32, 32))
+        self.right = nn.Parameter(flat[32 * 32 :].view(32, 32).t())
+        self.narrow = nn.Linear(32, 32, dtype=torch.bfloat16)
+        self.register_buffer("counts", torch.arange(500))
+
+    def forward(self, ids):
+        hidden = self.embed(ids) @ self.left + self.embed(ids) @ self.right
+        return self.head(self.narrow(hidden.bfloat16()).float())
+
+
+@pytest.fixture
+def learner():
+    torch.manual_seed(0)
+    model = Toy()
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+
+def train(model, optimizer, steps, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    for _ in range(steps):
+        ids = torch.randint(0, 40, (64,), generator=generator)
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(ids), ids.roll(1)).backward()
+        optimizer.step()
+
+
+def state(model, optimizer):
+    found = dict(model.named_parameters()) | dict(model.named_buffers())
+    found |= {f"{name}.grad": weight.grad for name, weight in model.named_parameters() if weight.grad is not None}
+    for number, slot in enumerate(optimizer.state.values()):
+        found |= {f"{number}.{name}": value for name, value in slot.items()}
+    return found
+
+
+def bits(tensors):
+    return {
+        name: (tensor.dtype, tensor.stride(), tensor.detach().contiguous().view(-1).view(torch.uint8).tolist())
+        for name, tensor in tensors.items()
+    }
+
+
+def test_everything_is_the_same_object_and_the_same_bits_afterwards(learner, tmp_path):
+    model, optimizer = learner
+    train(model, optimizer, 2)
+    with torch.no_grad():
+        model.left.view(torch.int32)[0, :3] = torch.tensor([0x7FC12345, 0x7F800001, -0x80000000])  # NaNs, -0.0
+    alias = model.left.data.view(-1)
+    before, objects = bits(state(model, optimizer)), state(model, optimizer)
+    with offloaded(BOTH, model, optimizer, tmp_path):
+        pass
+    after = state(model, optimizer)
+    assert bits(after) == before
+    assert all(after[name] is tensor for name, tensor in objects.items())
+    assert model.head.weight is model.embed.weight
+    assert model.left.untyped_storage()._cdata == model.right.untyped_storage()._cdata
+    assert alias.data_ptr() == model.left.data_ptr()
+
+
+def test_memory_is_free_and_the_model_readable_while_away(learner, tmp_path):
+    model, optimizer = learner
+    train(model, optimizer, 2)
+    before, tensors = bits(model.state_dict()), state(model, optimizer)
+    assert len([name for name in tensors if name.endswith("grad")]) == 5
+    with offloaded(BOTH, model, optimizer, tmp_path) as away:
+        large = {name: tensor for name, tensor in tensors.items() if tensor.numel() > 100}
+        assert large.keys() >= {
+            "embed.weight",
+            "left",
+            "right",
+            "narrow.weight",
+            "counts",
+            "left.grad",
+            "0.exp_avg",
+        }
+        assert all(tensor.untyped_storage().nbytes() == 0 for tensor in large.values())
+        assert bits(model.state_dict()) == before
+        away.drop()
+        assert bits(model.state_dict()) == before
+        assert model.head.weight is model.embed.weight
+        assert [weight.requires_grad for weight in model.parameters()] == [True] * 5
+        assert not torch.is_grad_enabled()
+        assert not list(tmp_path.iterdir())
+    assert torch.is_grad_enabled()
+
+
+@pytest.mark.parametrize("part", ["model", "optimizer"])
+def test_only_what_is_asked_for_goes(learner, tmp_path, part):
+    model, optimizer = learner
+    train(model, optimizer, 1)
+    slot = optimizer.state[model.left]
+    settings = Offload(enabled=True, **{f"offload_{part}": True})
+    weight = model.left
+    with offloaded(settings, model, optimizer, tmp_path):
+        assert (weight.untyped_storage().nbytes() == 0) == (part == "model")
+        assert (model.left is weight) == (part != "model")
+        assert (slot["exp_avg"].untyped_storage().nbytes() == 0) == (part == "optimizer")
+
+
+def test_nothing_happens_if_it_is_not_enabled(learner, tmp_path):
+    model, optimizer = learner
+    weight = model.left
+    settings = Offload(enabled=False, offload_model=True, offload_optimizer=True)
+    with offloaded(settings, model, optimizer, tmp_path / "missing") as away:
+        away.drop()
+        assert model.left is weight
+        assert weight.untyped_storage().nbytes() > 0
+
+
+def test_training_goes_on_as_if_nothing_had_been(learner, tmp_path):
+    plain = deepcopy(learner[0])
+    plain_optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-2)
+    train(plain, plain_optimizer, 2, seed=0)
+    train(plain, plain_optimizer, 2, seed=1)
+    model, optimizer = learner[0], Accelerator(cpu=True).prepare(learner[1])  # as the Trainer has it
+    for seed in range(2):
+        with offloaded(BOTH, model, optimizer, tmp_path):  # at first without any state of the optimizer
+            model.state_dict()
+        train(model, optimizer, 2, seed)
+    assert bits(state(model, optimizer)) == bits(state(plain, plain_optimizer))
+
+
+def test_hooks_on_gradients_stay(learner, tmp_path):
+    model, optimizer = learner
+    accumulator = model.left.expand_as(model.left).grad_fn.next_functions[0][0]  # as DDP reaches it
+    seen = []
+    accumulator.register_hook(lambda *_: seen.append("left"))
+    with offloaded(BOTH, model, optimizer, tmp_path):
+        pass
+    train(model, optimizer, 1)
+    assert seen == ["left"]
+
+
+def test_an_error_inside_brings_everything_back(learner, tmp_path):
+    model, optimizer = learner
+    train(model, optimizer, 1)
+    before = bits(state(model, optimizer))
+    with pytest.raises(KeyboardInterrupt), offloaded(BOTH, model, optimizer, tmp_path):
+        raise KeyboardInterrupt
+    assert bits(state(model, optimizer)) == before
+
+
+class FakeFullDisk(MappedFile):
+    """Takes two storages."""
+
+    def put(self, storage):
+        if self.end > 6000:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return super().put(storage)
+
+
+def test_a_disk_that_fills_up_half_way_brings_everything_back_and_says_so(learner, tmp_path, monkeypatch):
+    model, optimizer = learner
+    train(model, optimizer, 1)
+    before = bits(state(model, optimizer))
+    monkeypatch.setattr(spill, "MappedFile", FakeFullDisk)
+    with (
+        pytest.raises(
+            RuntimeError, match=r"rollout_matching.offload: .* GB .*No space left(?s:.*)training.output_dir"
+        ),
+        offloaded(BOTH, model, optimizer, tmp_path),
+    ):
+        raise AssertionError("not reached")
+    assert bits(state(model, optimizer)) == before
+
+
+def test_borrowed_memory_is_exchanged_once_and_still_shared(tmp_path):
+    borrowed = torch.randn(1000)
+    borrowed.numpy()
+    assert not borrowed.untyped_storage().resizable()
+    pair = [nn.Parameter(borrowed[:600]), nn.Parameter(borrowed[400:])]
+    before = borrowed.clone()
+    for _ in range(2):
+        with gone(pair, tmp_path) as away:
+            assert pair[0].untyped_storage().nbytes() == 0
+            assert away.view(pair[1]).equal(before[400:])
+        home = pair[0].untyped_storage()._cdata
+    assert pair[0].equal(before[:600])
+    assert pair[1].untyped_storage()._cdata == home
+    assert pair[1].storage_offset() == 400
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("adapter", [None, Adapter(rank=4, alpha=8)], ids=["whole", "lora"])
+def test_a_loaded_qwen_goes_and_comes_back(tmp_path_factory, tmp_path, dtype, adapter):
+    size = Size(hidden=64, layers=2, patch=8, vision_hidden=32)
+    folder = make_model(tmp_path_factory.mktemp("offload") / "model", "small", size=size)
+    base = Qwen3VLForConditionalGeneration.from_pretrained(folder, dtype=dtype)
+    model = with_adapter(base, adapter, VocabularyTable.from_folder(folder).first_coord)
+    optimizer = torch.optim.AdamW([weight for weight in model.parameters() if weight.requires_grad])
+    ids = torch.arange(5, 40)[None]
+    model(input_ids=ids).logits.float().square().mean().backward()
+    optimizer.step()
+    before, weights = bits(state(model, optimizer)), bits(model.state_dict())
+    logits, large = model(input_ids=ids).logits, [weight for weight in model.parameters() if weight.nbytes >= 1024]
+    with offloaded(BOTH, model, optimizer, tmp_path):
+        assert all(weight.untyped_storage().nbytes() == 0 for weight in large)
+        assert bits(model.state_dict()) == weights
+        if adapter is not None:
+            merged = deepcopy(model).merge_and_unload()
+    assert bits(state(model, optimizer)) == before
+    assert model(input_ids=ids).logits.equal(logits)
+    if adapter is not None and dtype == torch.float32:
+        assert torch.allclose(merged(input_ids=ids).logits, logits, rtol=1e-4, atol=1e-4)
+
+
+def test_zero_3_and_deepspeeds_optimizer_are_refused_with_a_way_out(learner):
+    model, optimizer = learner
+    fake = type("FakeZeroOptimizer", (), {"__module__": "deepspeed.runtime.zero.stage_1_and_2", "state": {}})()
+    wrapped = type("FakeWrapper", (), {"optimizer": fake})()
+    with pytest.raises(EngineError, match=r"offload_optimizer: DeepSpeed's(?s:.*)rollout_backend: hf"):
+        check_offload(BOTH, model, wrapped)
+    check_offload(Offload(enabled=True, offload_model=True), model, wrapped)
+    model.left.ds_id = 0
+    with pytest.raises(EngineError, match=r"offload_model: ZeRO stage 3(?s:.*)use FSDP2"):
+        check_offload(BOTH, model, optimizer)
+    check_offload(Offload(enabled=True, offload_optimizer=True), model, None)
+    check_offload(Offload(enabled=False, offload_model=True), model, optimizer)
+
+
+@pytest.fixture
+def one_rank(tmp_path):
+    dist.init_process_group("gloo", f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_fsdp_1_is_refused(one_rank):
+    model = FullyShardedDataParallel(nn.Linear(32, 32), device_id=torch.device("cpu"))
+    with pytest.raises(EngineError, match="offload_model: FSDP version 1"):
+        check_offload(BOTH, model, None)
+
+
+@pytest.mark.parametrize("reshard", [True, False])
+def test_shards_of_fsdp_2_go_and_come_back_even_after_a_forward_that_kept_what_it_gathered(
+    one_rank, tmp_path, reshard
+):
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
+    model = deepcopy(plain)
+    for layer in [*model, model]:
+        fully_shard(layer, reshard_after_forward=reshard)
+    learners = [(one, torch.optim.AdamW(one.parameters(), lr=1e-2)) for one in (plain, model)]
+    inputs = torch.randn(8, 32)
+    for _ in range(2):
+        for one, optimizer in learners:
+            optimizer.zero_grad()
+            one(inputs).square().mean().backward()
+            optimizer.step()
+            one(inputs)
+        with offloaded(BOTH, *learners[1], tmp_path) as away:
+            away.drop()
+            assert {name: weight.tolist() for name, weight in learner_weights(model)} == {
+                name: weight.tolist() for name, weight in plain.state_dict().items()
+            }
+            shards = [shard for shard in learners[1][1].param_groups[0]["params"] if shard.ndim == 2]
+            slots = [learners[1][1].state[shard]["exp_avg"] for shard in shards]
+            assert {part.to_local().untyped_storage().nbytes() for part in shards + slots} == {0}
+    assert model(inputs).equal(plain(inputs))
+
+
+def test_resident_memory_falls_by_nearly_all_of_it():
+    done = subprocess.run([sys.executable, str(WORKER)], capture_output=True, text=True, timeout=55)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["megabytes"] > 300
+    for moment in ("away", "read and dropped"):
+        assert found[moment]["freed"] >= 0.95 * found["megabytes"], found
+    assert found["back"] < found["full"] + 0.05 * found["megabytes"]
+    assert found["readable"]
+    assert found["restored"]
