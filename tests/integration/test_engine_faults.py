@@ -210,6 +210,16 @@ def test_signals_to_all_processes_of_a_run_save_the_step_and_end_the_engine(part
     assert "stopped by a signal after step" in shown and "Traceback" not in shown
 
 
+def test_an_engine_that_is_being_started_ends_with_its_learner(parts):
+    with running(training(with_engine(parts, "gone")), until="starting vLLM") as (run, _):
+        while not named(family(run.process.pid), "EngineCore"):
+            assert run.seconds < 100, run.shown[-3000:]
+            time.sleep(0.1)
+        everything = family(run.process.pid)
+        run.process.kill()
+        assert gone(everything, seconds=60)
+
+
 def test_two_ranks_with_an_engine_each_train_as_without_and_end_together_when_one_engine_hangs(parts, losses):
     vllm = {"tensor_parallel_size": 1, "sync": {"timeout_s": 12}}
     words = training(with_engine(parts, "two", vllm, **MIXED))

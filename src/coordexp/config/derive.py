@@ -76,8 +76,12 @@ def _idle_sections(s: Settings) -> Iterator[str]:
         yield "rollout_matching.vllm is not used with rollout_backend: hf"
     elif rollout.vllm.mode == "colocate" and rollout.vllm.server.servers:
         yield "rollout_matching.vllm.server is not used with vllm.mode: colocate"
+    if rollout.vllm.enable_lora and uses_vllm(s, "colocate"):
+        yield "rollout_matching.vllm.enable_lora is not used with vllm.mode: colocate, which sends merged weights"
     if rollout.offload.enabled and not uses_vllm(s, "colocate"):
         yield "rollout_matching.offload is not used: only colocated vLLM shares memory with the learner"
+    elif rollout.offload.enabled and not (rollout.offload.offload_model or rollout.offload.offload_optimizer):
+        yield "rollout_matching.offload moves nothing: set offload_model, offload_optimizer or both"
     for name, section in (("offload", rollout.offload), ("repeat_terminate", rollout.repeat_terminate)):
         if section.model_fields_set - {"enabled"} and not section.enabled:
             yield f"rollout_matching.{name} is not used: its enabled is false"

@@ -117,10 +117,10 @@ class Sync(Section):
 
 class VLLM(Section):
     mode: Literal["colocate", "server"] = Field(
-        "colocate", description="An engine in the learner's process group, or separate rollout servers."
+        "colocate", description="An engine beside the learner, on its devices, or separate rollout servers."
     )
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = Field(
-        0.45, description="Share of each GPU's memory the engine may take."
+        0.45, description="Share of each GPU's memory the engine may take; on a CPU, of the machine's."
     )
     tensor_parallel_size: PositiveInt | None = Field(
         None,
@@ -131,7 +131,7 @@ class VLLM(Section):
     max_model_len: PositiveInt | None = Field(
         None, description="Longest prompt plus answer the engine accepts. Unset: `global_max_length`."
     )
-    enforce_eager: bool = Field(False, description="Run without CUDA graphs: starts faster, generates slower.")
+    enforce_eager: bool = Field(False, description="Run without compiling: starts faster, generates slower.")
     enable_prefix_caching: bool = Field(True, description="Reuse the computed prompt of a sample seen before.")
     enable_lora: bool = Field(False, description="Load the engine with LoRA support, for adapter sync.")
     max_lora_rank: PositiveInt | None = Field(

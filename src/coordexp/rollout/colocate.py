@@ -98,6 +98,8 @@ class ColocateBackend:
         if due:
             theirs = self.generate(probe)
             together(lambda: self._compare(own[0], theirs[0]))
+            if self._probed is None:
+                self.tell("the engine answers as the learner does")
             self._probed = version
         self.version = version
 

@@ -127,5 +127,5 @@ def asked(engine: Any, work: Callable[[], T], until: float = math.inf) -> T:
     raise EngineError(
         "the vLLM engine has ended\n  what it printed above may say why; if there is nothing, the system may have "
         "killed it for its memory: lower rollout_matching.vllm.gpu_memory_utilization, "
-        f"{OTHERWISE}; --resume goes on from the last checkpoint"
+        f"{OTHERWISE}; --resume goes on from the last checkpoint, if there is one"
     ) from None

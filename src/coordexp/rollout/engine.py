@@ -24,6 +24,7 @@ from coordexp.rollout.guard import ENGINE_GUARD
 from coordexp.rollout.installed import OTHERWISE
 from coordexp.vocab import COORD_TOKENS, VocabularyTable
 
+LEARNER = "COORDEXP_LEARNER"  # in the environment of the engine's processes: that of the learner
 # What torchrun tells its own processes: an engine that heard it would wait for them.
 LAUNCHER = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "GROUP_", "LOCAL_", "ROLE_", "TORCHELASTIC_")
 
@@ -74,7 +75,7 @@ def start_engine(about: Colocated) -> Any:
         except (RuntimeError, ValueError, OSError) as error:
             told = _cause(heard.read_text()) or _told(str(error))
             raise EngineError(f"vLLM did not start: {told}\n  {_way_out(told)}") from error
-    engine.collective_rpc("coordexp_ends_with", args=(os.getpid(),))
+    engine.collective_rpc("coordexp_is_ready")
     check_vocabulary(engine.get_tokenizer(), engine.llm_engine.model_config.get_vocab_size(), about.table)
     return engine
 
@@ -167,8 +168,8 @@ def _way_out(told: str) -> str:
         )
     if "memory" in told.lower():
         return (
-            "lower rollout_matching.vllm.gpu_memory_utilization or max_model_len, set "
-            f"rollout_matching.offload.enabled: true, {OTHERWISE}"
+            "lower rollout_matching.vllm.gpu_memory_utilization, let the learner make room "
+            f"(rollout_matching.offload), {OTHERWISE}"
         )
     if "divisible" in told or "parallel" in told:
         return f"set rollout_matching.vllm.tensor_parallel_size to what divides it, {OTHERWISE}"
@@ -184,7 +185,10 @@ def _surroundings(on_cuda: bool, devices: range) -> Iterator[None]:
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     os.environ.setdefault("PYTHONWARNINGS", "ignore")
-    theirs = {"VLLM_WORKER_MULTIPROC_METHOD": "spawn"}  # a fork would hold on to the learner's memory
+    theirs = {
+        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # a fork would hold on to the learner's memory
+        LEARNER: str(os.getpid()),
+    }
     if on_cuda:  # of those that the learner sees
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         known = visible.split(",") if visible else [str(k) for k in range(torch.cuda.device_count())]

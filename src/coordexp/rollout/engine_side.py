@@ -27,6 +27,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
+from coordexp.rollout.engine import LEARNER
 from coordexp.rollout.memory_file import MemoryFile
 from coordexp.rollout.transfer import CUDA_IPC, SHARED_MEMORY
 
@@ -34,16 +35,24 @@ from coordexp.rollout.transfer import CUDA_IPC, SHARED_MEMORY
 class EngineSide:
     """What the learner may ask every worker of the engine, by name."""
 
-    def coordexp_ends_with(self, learner: int) -> None:
-        """However the learner ends, so does this engine, and not before: vLLM's would go on with its memory."""
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # it may be for all processes of a job
-        above = os.getppid()  # with several workers, the engine is their parent
+    def coordexp_is_ready(self) -> None:
+        """From here on only the learner ends the engine: SIGTERM may be for all processes of a job."""
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+
+
+def end_with(learner: int) -> None:
+    """However the learner ends, so does this engine: vLLM's would go on, and keep its memory."""
+    above = os.getppid()  # with workers, the engine is their parent
+    try:
         watched = os.pidfd_open(learner)
-        engine = None if above == learner else os.pidfd_open(above)
-        threading.Thread(target=_end_with, args=(watched, engine), daemon=True).start()
+    except ProcessLookupError:  # it has ended already; without its worker, so does the engine
+        os.kill(os.getpid(), signal.SIGKILL)
+        raise
+    engine = None if above == learner else os.pidfd_open(above)
+    threading.Thread(target=_wait_and_end, args=(watched, engine), daemon=True).start()
 
 
-def _end_with(learner: int, engine: int | None) -> None:
+def _wait_and_end(learner: int, engine: int | None) -> None:
     select.select([learner], [], [])
     if engine is not None:
         with suppress(ProcessLookupError):
@@ -183,3 +192,5 @@ WeightTransferEngineFactory.register_engine(CUDA_IPC, CudaReceiver)
 # Workers inherit that signals are blocked (`engine._surroundings`). Until the engine is ready they need this one:
 # by it, an engine that cannot be started ends them.
 signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
+if LEARNER in os.environ:
+    end_with(int(os.environ[LEARNER]))

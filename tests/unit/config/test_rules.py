@@ -237,3 +237,14 @@ def test_a_key_in_the_wrong_section_is_told_its_place():
     path, message = only_problem(stage2(custom__decode_batch_size=4))
     assert path == "custom.decode_batch_size"
     assert "did you mean rollout_matching.decode_batch_size?" in message
+
+
+def test_an_engine_beside_the_learner_is_not_started_with_lora_and_that_is_said():
+    tree = rollout(vllm={"enable_lora": True})
+    assert any("vllm.enable_lora is not used with vllm.mode: colocate" in note for note in load(tree).notes)
+    assert not any("enable_lora" in note for note in load(rollout(vllm={"enable_lora": False})).notes)
+
+
+def test_an_offload_that_moves_nothing_is_said():
+    (note,) = load(rollout(offload={"enabled": True})).notes
+    assert note == "rollout_matching.offload moves nothing: set offload_model, offload_optimizer or both"
