@@ -12,7 +12,6 @@ Each is a ratio within one run, medians of calls made in turn:
 - the time until an engine is ready, against that of a bare one with the same settings, each in its own process.
 """
 
-import argparse
 import json
 import os
 import statistics
@@ -21,12 +20,13 @@ import sys
 import tempfile
 import time
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import yaml
-from ratios import at_least, at_most, medians, show, shown
+from ratios import at_least, at_most, main, medians, shown
 from rich.progress import Progress
 from transformers import AutoProcessor, Qwen3VLForConditionalGeneration
 
@@ -221,18 +221,5 @@ def measure(progress: Progress) -> dict[str, dict[str, Any]]:
     return results
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", action="store_true")
-    parser.add_argument("--start", choices=("ours", "bare"), help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    if options.start:
-        print(start(options.start, DEMO))
-        return
-    with Progress(transient=True, disable=options.json) as progress:
-        results = measure(progress)
-    show(results, options.json)
-
-
 if __name__ == "__main__":
-    main()
+    main(__doc__, measure, "--start", {kind: partial(start, kind, DEMO) for kind in ("ours", "bare")})

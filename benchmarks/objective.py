@@ -12,7 +12,6 @@ Four comparisons, each a ratio within one run:
 - rows filled from a stream of rollout lengths, against first in first out.
 """
 
-import argparse
 import json
 import random
 import resource
@@ -21,6 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import numpy as np
 import torch
-from ratios import at_least, at_most, medians, show, shown
+from ratios import at_least, at_most, main, medians, shown
 from rich.progress import Progress
 from tests.rows import DIAGNOSTICS, MATCHING, Tiny, every, settings
 from tests.streams import closed_when_full, first_in_first_out, rollout_lengths, stream
@@ -179,18 +179,5 @@ def measure(progress: Progress) -> dict[str, dict[str, Any]]:
     return results
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", action="store_true")
-    parser.add_argument("--projection", choices=("all", "supervised"), help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    if options.projection:
-        print(json.dumps(projection(options.projection)))
-        return
-    with Progress(transient=True, disable=options.json) as progress:
-        results = measure(progress)
-    show(results, options.json)
-
-
 if __name__ == "__main__":
-    main()
+    main(__doc__, measure, "--projection", {where: partial(projection, where) for where in ("all", "supervised")})

@@ -1,10 +1,13 @@
 """How benchmarks measure and tell: medians of calls made in turn, and values beside their goals."""
 
+import argparse
 import json
 import statistics
 import time
 from collections.abc import Callable
 from typing import Any
+
+from rich.progress import Progress
 
 REPEATS = 5
 
@@ -36,7 +39,26 @@ def shown(value: float) -> dict[str, Any]:
     return {"value": round(value, 4), "goal": None, "ok": True}
 
 
-def show(results: dict[str, dict[str, Any]], as_json: bool) -> None:
+Results = dict[str, dict[str, Any]]
+
+
+def main(
+    about: str, measure: Callable[[Progress], Results], part: str, parts: dict[str, Callable[[], Any]]
+) -> None:
+    """The command of a benchmark. `parts` are what it runs in processes of its own, by the option `part`."""
+    parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument(part, dest="part", choices=tuple(parts), help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.part:
+        print(json.dumps(parts[options.part]()))
+        return
+    with Progress(transient=True, disable=options.json) as progress:
+        results = measure(progress)
+    show(results, options.json)
+
+
+def show(results: Results, as_json: bool) -> None:
     if as_json:
         print(json.dumps(results, indent=2))
         return

@@ -1,19 +1,14 @@
 """One optimizer step has one gradient and one report, however it is packed, accumulated and distributed (D19)."""
 
 import json
-import os
-import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file
 
 from coordexp.demo.model import make_model
+from tests.integration.workers import run_worker
 
-ROOT = Path(__file__).parents[2]
-WORKER = ROOT / "tests/integration/step_worker.py"
 CLIP = 0.5
 
 PLANS = {
@@ -50,24 +45,7 @@ def _step(name: str, folder: Path, out: Path):
     mode, ranks = PLANS[name]
     plan = {"mode": mode, "ranks": ranks, "model": str(folder), "out": str(out), "clip": CLIP}
     (out / "plan.json").write_text(json.dumps(plan))
-    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={len(ranks)}"]
-    launch = torchrun if len(ranks) > 1 else []
-    environment = os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'src'}", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, *launch, str(WORKER), str(out / "plan.json")]
-    worker = subprocess.Popen(
-        command,
-        env=environment,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
-    try:
-        _, errors = worker.communicate(timeout=120)
-    finally:
-        if worker.poll() is None:
-            os.killpg(worker.pid, signal.SIGKILL)
-    assert worker.returncode == 0, errors[-4000:]
+    run_worker("step_worker.py", str(out / "plan.json"), processes=len(ranks), timeout=120)
     report = json.loads((out / "report.json").read_text())
     return load_file(out / "before.safetensors"), load_file(out / "after.safetensors"), report
 

@@ -31,9 +31,10 @@ class Connection:
         from coordexp.rollout.transfer import LearnerWeights, connect
 
         self._until, self._version, self._failed = time.monotonic() + self.timeout, str(version), None
+        source = LearnerWeights(weights)
         if self._sender is None:
-            self._sender = connect(self.device, place, self, LearnerWeights(weights))
-        self._sender.source = LearnerWeights(weights)
+            self._sender = connect(self.device, place, self, source)
+        self._sender.source = source
         self._sender.send_weights()
         if self._failed is not None:
             raise self._failed

@@ -9,6 +9,13 @@ from typing import Self
 import torch
 from torch import Tensor
 
+ALIGNMENT = 64
+
+
+def aligned(nbytes: int) -> int:
+    """The room that so many bytes take where tensors lie one behind the other."""
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT
+
 
 class MemoryFile:
     """It has a descriptor and no name: nothing is left of it when the processes that map it have ended. It may

@@ -24,12 +24,11 @@ from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactor
 from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo, IPCTrainerWeightTransferEngine
 
 from coordexp.rollout.backend import Weights
-from coordexp.rollout.memory_file import MemoryFile
+from coordexp.rollout.memory_file import ALIGNMENT, MemoryFile, aligned
 
 ENGINE_SIDE = "coordexp.rollout.engine_side.EngineSide"  # what the engine's workers import
 SHARED_MEMORY, CUDA_IPC = "coordexp_shared_memory", "coordexp_cuda_ipc"
 BUCKET_BYTES = 64 * 2**20
-ALIGNMENT = 64
 
 
 class LearnerWeights(WeightSource):
@@ -83,7 +82,7 @@ class SharedMemorySender(TrainerWeightTransferEngine[SharedMemory]):
         self.client.finish_weight_update()
 
     def _filled(self, number: int, bucket: "Bucket") -> dict[str, Any]:
-        offsets = [0, *accumulate(-(-weight.nbytes // ALIGNMENT) * ALIGNMENT for _, weight in bucket)]
+        offsets = [0, *accumulate(aligned(weight.nbytes) for _, weight in bucket)]
         if offsets[-1] > self.files[number].size:
             self.files[number].grow(offsets[-1])
         file = self.files[number]

@@ -19,8 +19,9 @@ def answers(
         return []
     decode = one_decode(requests)
     pattern = key_pattern(table) if decode.guard.enabled and decode.guard.max_object_keys is not None else ()
-    for one in requests:
-        check_length(one, len(prompts.ids(*one.picture.size)), engine.llm_engine.model_config.max_model_len)
+    wanted = [prompts.ids(*one.picture.size) for one in requests]
+    for one, ids in zip(requests, wanted, strict=True):
+        check_length(one, len(ids), engine.llm_engine.model_config.max_model_len)
     asked = [
         {
             "prompt": prompts.text,
@@ -28,12 +29,12 @@ def answers(
         }
         for one in requests
     ]
-    sampling = [_sampling(decode, pattern, table.end_of_turn, one.seed) for one in requests]
+    guard = guard_arguments(decode.guard, pattern, table.end_of_turn)
+    sampling = [_sampling(decode, guard, table.end_of_turn, one.seed) for one in requests]
     outputs = engine.generate(asked, sampling, use_tqdm=False)
     found = []
-    for request, output in zip(requests, outputs, strict=True):
-        picture = request.picture
-        check_prompt(picture.path, output.prompt_token_ids, prompts.ids(*picture.size))
+    for one, ids, output in zip(requests, wanted, outputs, strict=True):
+        check_prompt(one.picture.path, output.prompt_token_ids, ids)
         found.append(_rollout(output, decode, pattern, table.end_of_turn))
     return found
 
@@ -47,7 +48,7 @@ def check_length(request: Request, prompt: int, most: int) -> None:
         )
 
 
-def _sampling(decode: Decode, pattern: Sequence[int], end_of_turn: int, seed: int) -> Any:
+def _sampling(decode: Decode, guard: dict[str, Any], end_of_turn: int, seed: int) -> Any:
     from vllm import SamplingParams
 
     drawn = {"temperature": decode.temperature, "top_p": decode.top_p, "top_k": decode.top_k, "seed": seed}
@@ -58,7 +59,7 @@ def _sampling(decode: Decode, pattern: Sequence[int], end_of_turn: int, seed: in
         ignore_eos=True,
         stop_token_ids=[end_of_turn],
         detokenize=False,
-        extra_args=guard_arguments(decode.guard, pattern, end_of_turn) or None,
+        extra_args=guard or None,
     )
 
 

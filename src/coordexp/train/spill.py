@@ -18,9 +18,9 @@ from torch import Tensor, UntypedStorage
 from torch.distributed.tensor import DTensor
 
 from coordexp.errors import EngineError
+from coordexp.rollout.memory_file import aligned
 
 SMALL = 1024  # bytes: such storages stay, except in a mapped file, of which one would hold all
-ALIGNMENT = 64
 
 
 class Place(Protocol):
@@ -62,7 +62,7 @@ def gone(tensors: Iterable[Tensor], folder: Path) -> Iterator[Away]:
     """Without the memory under these tensors, whose file is in `folder`. Inside they are read by `view`: reading
     one of them itself ends the process."""
     groups = _by_storage(tensors)
-    size = sum(_aligned(group[0].untyped_storage().nbytes()) for group in groups)
+    size = sum(aligned(group[0].untyped_storage().nbytes()) for group in groups)
     with ExitStack() as back:
         try:
             away = _go(groups, size, folder, back)
@@ -137,10 +137,6 @@ def _over(storage: UntypedStorage, like: Tensor) -> Tensor:
     return empty.set_(storage, like.storage_offset(), like.size(), like.stride())
 
 
-def _aligned(nbytes: int) -> int:
-    return -(-nbytes // ALIGNMENT) * ALIGNMENT
-
-
 class MappedFile:
     """In a file without a name, of which nothing is left however the process ends. Its space is reserved first:
     a mapping on a full disk would end the process."""
@@ -156,7 +152,7 @@ class MappedFile:
         # Five times faster than a copy to new pages of the mapping; `Tensor.numpy` would forbid resizing.
         self.file.write((ctypes.c_char * size).from_address(storage.data_ptr()))
         self.file.flush()
-        self.end += _aligned(size)
+        self.end += aligned(size)
         return torch.frombuffer(self.mapping, dtype=torch.uint8, count=size, offset=start).untyped_storage()
 
     def drop(self) -> None:
