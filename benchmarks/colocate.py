@@ -26,6 +26,7 @@ from typing import Any
 
 import torch
 import yaml
+from bare import Bare, bare_engine, written
 from ratios import at_least, at_most, main, medians, shown
 from rich.progress import Progress
 from transformers import AutoProcessor, Qwen3VLForConditionalGeneration
@@ -37,9 +38,10 @@ from coordexp.demo.scenes import SceneSettings
 from coordexp.demo.write_scenes import write_scenes
 from coordexp.rollout.backend import Decode, Picture, Request
 from coordexp.rollout.colocate import ColocateBackend
-from coordexp.rollout.engine import Colocated, start_engine, stop_engine
+from coordexp.rollout.engine import start_engine, stop_engine
 from coordexp.rollout.hugging_face import HuggingFaceBackend
-from coordexp.rollout.prompt import PromptBuilder, open_image
+from coordexp.rollout.prompt import PromptBuilder
+from coordexp.rollout.setup import Setup
 from coordexp.vocab import VocabularyTable
 
 ROOT = Path(__file__).parents[1]
@@ -79,44 +81,26 @@ class Beside:
             self.backend.sync(self.weights, self.version)
 
 
-def _about(folder: Path) -> Colocated:
-    return Colocated(folder, "float32", SETTINGS, VocabularyTable.from_folder(folder), torch.device("cpu"))
+def _about(folder: Path) -> Setup:
+    return Setup(folder, "float32", SETTINGS, VocabularyTable.from_folder(folder), torch.device("cpu"))
 
 
 def generation(beside: Beside, pictures: list[Picture]) -> dict[str, Any]:
     """Greedy answers have the same tokens both ways, so the ratio of times is that of tokens a second."""
-    from vllm import SamplingParams
-
-    engine, end = beside.backend.engine, beside.backend.about.table.end_of_turn
+    end = beside.backend.about.table.end_of_turn
+    bare = Bare(beside.backend.engine, beside.prompts, end, pictures, TOKENS)
     requests = [Request(picture, Decode.greedy(TOKENS)) for picture in pictures]
-    plain = SamplingParams(
-        temperature=0.0, max_tokens=TOKENS, logprobs=0, stop_token_ids=[end], ignore_eos=True, detokenize=False
-    )
-    asked = [
-        {"prompt": beside.prompts.text, "multi_modal_data": {"image": open_image(one.path, one.size)}}
-        for one in pictures
-    ]
-    tokens: dict[str, int] = {}
-
-    def bare() -> None:
-        outputs = engine.generate(asked, plain, use_tqdm=False)
-        tokens["bare"] = sum(len(output.outputs[0].token_ids) for output in outputs)
+    tokens = [0]
 
     def ours() -> None:
         with beside.backend.session():
-            found = beside.backend.generate(requests)
-        tokens["ours"] = sum(len(one.ids) + (one.finish_reason == "stop") for one in found)
+            tokens[0] = written(beside.backend.generate(requests))
 
-    def forget() -> None:
-        engine.llm_engine.reset_prefix_cache()
-        engine.llm_engine.reset_mm_cache()
-        engine.llm_engine.reset_encoder_cache()
-
-    times = medians({"bare": bare, "ours": ours}, before=forget)
-    assert tokens["bare"] == tokens["ours"], tokens
+    times = medians({"bare": bare.generate, "ours": ours}, before=bare.forget)
+    assert bare.tokens == tokens[0], (bare.tokens, tokens)
     return {
         "tokens a second / bare LLM.generate": at_least(times["bare"] / times["ours"], 0.95),
-        "tokens a second": shown(tokens["ours"] / times["ours"]),
+        "tokens a second": shown(tokens[0] / times["ours"]),
     }
 
 
@@ -168,22 +152,12 @@ def start(kind: str, folder: Path) -> float:
     if kind == "ours":
         engine = start_engine(_about(folder))
     else:
-        os.environ |= {"VLLM_WORKER_MULTIPROC_METHOD": "spawn", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
-        from vllm import LLM
-
         vllm = SETTINGS.vllm
-        engine = LLM(
-            str(folder),
-            dtype="float32",
-            gpu_memory_utilization=vllm.gpu_memory_utilization,
-            max_model_len=vllm.max_model_len,
-            max_num_seqs=SETTINGS.decode_batch_size,
-            enforce_eager=True,
-            limit_mm_per_prompt={"image": 1, "video": 0},
-            use_tqdm_on_load=False,
-        )
+        assert vllm.max_model_len is not None
+        most = SETTINGS.decode_batch_size
+        engine = bare_engine(folder, most, vllm.max_model_len, vllm.gpu_memory_utilization)
     spent = time.perf_counter() - since
-    stop_engine(engine)
+    stop_engine(engine.llm_engine.engine_core)
     return spent
 
 

@@ -14,9 +14,9 @@ from coordexp.demo.scenes import SceneSettings
 from coordexp.demo.write_scenes import write_scenes
 from coordexp.rollout.backend import Decode, Picture, Request, Rollout
 from coordexp.rollout.colocate import ColocateBackend
-from coordexp.rollout.engine import Colocated
 from coordexp.rollout.hugging_face import HuggingFaceBackend
 from coordexp.rollout.prompt import PromptBuilder
+from coordexp.rollout.setup import Setup
 from coordexp.train.spill import Away
 from coordexp.train.weights import learner_weights
 from coordexp.vocab import VocabularyTable
@@ -53,7 +53,7 @@ class Colocation:
         self.model: Any = whole_model(folder)
         self.room: Callable[[], AbstractContextManager[Away]] = lambda: nullcontext(Away())
         self.learner = HuggingFaceBackend(lambda: self.model, self.prompts, self.table, 16)
-        about = Colocated(folder, "float32", SETTINGS, self.table, torch.device("cpu"))
+        about = Setup(folder, "float32", SETTINGS, self.table, torch.device("cpu"))
         self.backend = ColocateBackend(about, self.prompts, self.learner, pictures[0], room=lambda: self.room())
         self.version = 0
 

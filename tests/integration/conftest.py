@@ -8,6 +8,7 @@ import pytest
 
 from coordexp.demo.generate import start_vllm, stop_vllm
 from coordexp.demo.model import make_model
+from tests.integration.servers import Fleet
 
 
 @pytest.fixture(scope="session")
@@ -21,3 +22,11 @@ def lively_engine(lively_model: Path) -> Iterator[Any]:
     engine = start_vllm(lively_model)
     yield engine
     stop_vllm(engine)
+
+
+@pytest.fixture(scope="session")
+def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+    """Rollout servers for all tests that need some. Each asks for as many as it needs (`ensure`)."""
+    servers = Fleet(tmp_path_factory.mktemp("fleet"), 2)
+    yield servers
+    servers.close()

@@ -51,7 +51,7 @@ def colocation(request, pictures, tmp_path_factory) -> Iterator[Colocation]:
     make_model(folder, "small", tied=request.param == "tied", spread=spread, size=size)
     found = Colocation(folder, pictures)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("coordexp.rollout.transfer.ENGINE_SIDE", engine_faults.ENGINE_SIDE)
+        patch.setattr("coordexp.rollout.engine.ENGINE_SIDE", engine_faults.ENGINE_SIDE)
         patch.setattr("coordexp.rollout.transfer.BUCKET_BYTES", 2**18)
         with found.backend.session():
             found.sync(0)

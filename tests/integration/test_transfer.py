@@ -10,9 +10,10 @@ import torch
 from torch import nn
 from vllm.model_executor.model_loader.reload import record_metadata_for_reloading
 
+from coordexp.rollout.buckets import buckets
 from coordexp.rollout.engine_side import NothingToAgree, SharedMemoryReceiver, cuda_handle
-from coordexp.rollout.memory_file import MemoryFile
-from coordexp.rollout.transfer import ALIGNMENT, buckets, plain_handle
+from coordexp.rollout.memory_file import ALIGNMENT, MemoryFile
+from coordexp.rollout.transfer import plain_handle
 
 pytestmark = pytest.mark.timeout(120)
 

@@ -5,7 +5,21 @@ from typing import Annotated
 
 import typer
 
-from coordexp.cli import check, config, console, data, demo, doctor, evaluate, model, predict, replay, train
+from coordexp.cli import (
+    check,
+    config,
+    console,
+    data,
+    demo,
+    doctor,
+    evaluate,
+    launch,
+    model,
+    predict,
+    replay,
+    serve,
+    train,
+)
 from coordexp.errors import DataError
 
 app = typer.Typer(
@@ -20,6 +34,8 @@ app = typer.Typer(
 app.command("check")(check.check)
 app.command("doctor")(doctor.doctor)
 app.command("evaluate")(evaluate.evaluate)
+app.command("launch")(launch.launch)
+app.command("serve")(serve.serve)
 app.command("train")(train.train)
 app.command("predict")(predict.predict)
 app.command("replay")(replay.replay)

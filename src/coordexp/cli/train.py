@@ -23,9 +23,9 @@ def train(
 ) -> None:
     """Train as a config says. Under torchrun, one process a learner rank.
 
-    This version makes rollouts by transformers and by a vLLM engine beside the learner; rollout
-    servers it cannot use yet. SIGTERM finishes the step, saves a checkpoint and exits 0; Ctrl-C
-    does the same and exits 130.
+    Rollouts are made by transformers, by a vLLM engine beside the learner, or by rollout servers,
+    which have to be started (coordexp serve). SIGTERM finishes the step, saves a checkpoint and
+    exits 0; Ctrl-C does the same and exits 130.
     """
     try:
         loaded = load_settings(config, World(world_size))
@@ -33,14 +33,7 @@ def train(
         print_violations(error, str(config), err)
         raise typer.Exit(2) from None
     settings = loaded.settings
-    if settings.uses_rollouts and uses_vllm(settings, "server"):
-        err.print(
-            f"rollout_matching.vllm.mode: {config} asks for rollout servers, which this version of coordexp "
-            "cannot use yet: nothing was trained\n  set rollout_matching.vllm.mode: colocate, or "
-            "rollout_matching.rollout_backend: hf"
-        )
-        raise typer.Exit(3)
-    need("torch", "transformers", "peft", extra="train")
+    need("torch", "transformers", "peft", "httpx", extra="train")
     if settings.uses_rollouts and uses_vllm(settings, "colocate"):
         try:
             check_vllm()

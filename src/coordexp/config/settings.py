@@ -27,6 +27,11 @@ class Adapter(Section):
     targets: Text = Field(
         "all-linear", description="Modules to adapt: `all-linear`, or a regular expression on module names."
     )
+    train_coord_rows: bool = Field(
+        True,
+        description="Train the rows of the coordinate tokens beside the adapter. false trains the adapter alone, "
+        "for a checkpoint whose rows have been trained before; only so can adapters be sent alone (`sync.mode`).",
+    )
 
 
 class Model(Section):

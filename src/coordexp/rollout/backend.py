@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from coordexp.config.rollout import DecodeMode, RepeatTerminate, RolloutMatching
 from coordexp.data import Record, RecordFile
@@ -85,6 +85,8 @@ class Rollout:
 
 # Whole tensors under the checkpoint's names, made when they are asked for.
 Weights = Callable[[], Iterator[tuple[str, "Tensor"]]]
+AdapterConfig = dict[str, Any]  # as peft writes it
+AdapterWeights = tuple[AdapterConfig, Iterator[tuple[str, "Tensor"]]]
 
 
 class RolloutBackend(Protocol):

@@ -9,30 +9,18 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, Protocol
 
-from coordexp.config.rollout import Sync
 from coordexp.errors import EngineError
 from coordexp.ranks import together
+from coordexp.rollout.adapter_fallback import COLOCATED, instead_of_adapters
 from coordexp.rollout.backend import Decode, Picture, Request, Rollout, RolloutBackend, Weights
 from coordexp.rollout.canary import PROBE, difference
 from coordexp.rollout.connection import Connection, asked
-from coordexp.rollout.engine import Colocated, start_engine, stop_engine
+from coordexp.rollout.engine import start_engine, stop_engine
 from coordexp.rollout.group import Group
 from coordexp.rollout.installed import OTHERWISE
 from coordexp.rollout.prompt import PromptBuilder
+from coordexp.rollout.setup import Setup
 from coordexp.rollout.vllm import answers
-
-
-def instead_of_adapters(sync: Sync) -> str | None:
-    """What to say to a run that asks for adapters to be sent, which cannot be (R07)."""
-    if sync.mode != "adapter":
-        return None
-    why = (
-        "rollout_matching.vllm.sync.mode: an adapter alone cannot be sent, since the rows of the coordinate "
-        "tokens are trained beside it, and vLLM's LoRA has no place for them"
-    )
-    if not sync.fallback_to_full:
-        raise EngineError(f"{why}\n  set sync.mode: full, or sync.fallback_to_full: true, {OTHERWISE}")
-    return f"warning: {why}; the whole merged weights are sent instead"
 
 
 class Room(Protocol):
@@ -47,7 +35,7 @@ class ColocateBackend:
 
     def __init__(
         self,
-        about: Colocated,
+        about: Setup,
         prompts: PromptBuilder,
         learner: RolloutBackend,
         probe: Picture,
@@ -56,7 +44,7 @@ class ColocateBackend:
     ) -> None:
         self.about, self.prompts, self.learner, self.probe = about, prompts, learner, probe
         self.room, self.tell = room, tell
-        if told := instead_of_adapters(about.settings.vllm.sync):
+        if told := instead_of_adapters(about.settings.vllm.sync, COLOCATED):
             tell(told)
         self.group = Group.of(about.settings.vllm.tensor_parallel_size or 1)
         self.engine: Any = None
@@ -105,7 +93,7 @@ class ColocateBackend:
 
     def close(self) -> None:
         if self.engine is not None:
-            stop_engine(self.engine)
+            stop_engine(self.engine.llm_engine.engine_core)
         self.engine = self.version = self._connection = None
 
     def _make_room(self) -> None:

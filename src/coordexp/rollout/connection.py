@@ -10,7 +10,7 @@ import torch
 
 from coordexp.errors import EngineError
 from coordexp.rollout.backend import Weights
-from coordexp.rollout.engine import has_ended
+from coordexp.rollout.engine import cause, has_ended
 from coordexp.rollout.installed import OTHERWISE
 
 T = TypeVar("T")
@@ -87,18 +87,9 @@ class Connection:
             raise
         except Exception as error:
             raise EngineError(
-                f"sending weights to vLLM failed: {_inner(str(error))}\n"
+                f"sending weights to vLLM failed: {cause(str(error))}\n"
                 f"  this should not happen; please report it, {OTHERWISE}"
             ) from error
-
-
-def _inner(told: str) -> str:
-    """Without what vLLM puts around the error of a worker."""
-    told = told.removeprefix("Call to collective_rpc method failed: ")
-    return told.removeprefix("Worker failed with error '").removesuffix(_ABOVE)
-
-
-_ABOVE = "', please check the stack trace above for the root cause"
 
 
 def asked(engine: Any, work: Callable[[], T], until: float = math.inf) -> T:
@@ -117,13 +108,13 @@ def asked(engine: Any, work: Callable[[], T], until: float = math.inf) -> T:
 
     Thread(target=run, daemon=True).start()
     while not done.wait(max(0.0, min(0.2, until - time.monotonic()))):
-        if has_ended(engine):
+        if has_ended(engine.llm_engine.engine_core):
             break
         if time.monotonic() >= until:
             raise TimeoutError
     if found:
         return found[0]
-    if failed and not has_ended(engine):
+    if failed and not has_ended(engine.llm_engine.engine_core):
         raise failed[0]
     raise EngineError(
         "the vLLM engine has ended\n  what it printed above may say why; if there is nothing, the system may have "

@@ -1,7 +1,7 @@
-"""Starts and ends a vLLM engine that lives with the learner, and says what to do when it cannot.
+"""Starts and ends a vLLM engine, and says what to do when it cannot.
 
-The engine is a process of its own beside the learner's. Signals that ask the learner to finish its step do not
-reach it, and it ends when the learner does, however that is.
+The engine is a process of its own beside its owner's: a learner, or a rollout server. Signals that ask the owner
+to finish do not reach it, and it ends when the owner does, however that is.
 """
 
 import json
@@ -10,7 +10,6 @@ import re
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from multiprocessing import resource_tracker
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -18,66 +17,60 @@ from typing import Any
 
 import torch
 
-from coordexp.config import RolloutMatching
 from coordexp.errors import EngineError
 from coordexp.rollout.guard import ENGINE_GUARD
 from coordexp.rollout.installed import OTHERWISE
+from coordexp.rollout.setup import Setup
 from coordexp.vocab import COORD_TOKENS, VocabularyTable
 
-LEARNER = "COORDEXP_LEARNER"  # in the environment of the engine's processes: that of the learner
+# How weights come, and what the workers of an engine import for it.
+SHARED_MEMORY, CUDA_IPC = "coordexp_shared_memory", "coordexp_cuda_ipc"
+ENGINE_SIDE = "coordexp.rollout.engine_side.EngineSide"
+OWNER = "COORDEXP_ENGINE_OWNER"  # in the environment of the engine's processes: the process that they belong to
 # What torchrun tells its own processes: an engine that heard it would wait for them.
 LAUNCHER = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "GROUP_", "LOCAL_", "ROLE_", "TORCHELASTIC_")
 
 
-@dataclass(frozen=True)
-class Colocated:
-    """What an engine is started with: the checkpoint that the learner was, how it is served, and the learner's
-    device."""
-
-    folder: Path
-    dtype: str
-    settings: RolloutMatching
-    table: VocabularyTable
-    device: torch.device
-    precision: str = ""  # that the learner computes in, where it is not that of its weights
-
-    @property
-    def size(self) -> int:
-        return self.settings.vllm.tensor_parallel_size or 1
-
-
-def start_engine(about: Colocated) -> Any:
+def start_engine(about: Setup) -> Any:
     """On the device of this rank, and those of the ranks after it that it shares the engine with."""
-    settings, vllm = about.settings, about.settings.vllm
-    with _surroundings(about.device.type == "cuda", _devices(about)), _hearing() as (logging, heard):
+    on_cuda = about.device.type == "cuda"
+    visible = _visible(_devices(about)) if on_cuda else None
+    with starting(about, CUDA_IPC if on_cuda else SHARED_MEMORY, ENGINE_SIDE, visible) as arguments:
         from vllm import LLM
 
-        from coordexp.rollout.transfer import CUDA_IPC, ENGINE_SIDE, SHARED_MEMORY
-
-        try:
-            engine = LLM(
-                str(about.folder),
-                dtype=about.dtype,
-                tensor_parallel_size=about.size,
-                gpu_memory_utilization=vllm.gpu_memory_utilization,
-                max_model_len=vllm.max_model_len,
-                max_num_seqs=settings.decode_batch_size * about.size,
-                enforce_eager=vllm.enforce_eager,
-                enable_prefix_caching=vllm.enable_prefix_caching,
-                limit_mm_per_prompt={"image": 1, "video": 0},
-                use_tqdm_on_load=False,
-                seed=0,
-                logits_processors=[ENGINE_GUARD] if settings.repeat_terminate.enabled else None,
-                weight_transfer_config={"backend": CUDA_IPC if about.device.type == "cuda" else SHARED_MEMORY},
-                worker_extension_cls=ENGINE_SIDE,
-                logging_config=logging,
-            )
-        except (RuntimeError, ValueError, OSError) as error:
-            told = _cause(heard.read_text()) or _told(str(error))
-            raise EngineError(f"vLLM did not start: {told}\n  {_way_out(told)}") from error
+        engine = LLM(**arguments)
     engine.collective_rpc("coordexp_is_ready")
     check_vocabulary(engine.get_tokenizer(), engine.llm_engine.model_config.get_vocab_size(), about.table)
     return engine
+
+
+@contextmanager
+def starting(about: Setup, transfer: str, side: str, visible: str | None = None) -> Iterator[dict[str, Any]]:
+    """vLLM's arguments, to start an engine with inside of this: its processes get the surroundings they need, and
+    what stops them is told. `transfer` is how it gets weights, `side` what its workers import."""
+    settings, vllm = about.settings, about.settings.vllm
+    with _surroundings(visible), _hearing() as (logging, heard):
+        try:
+            yield {
+                "model": str(about.folder),
+                "dtype": about.dtype,
+                "tensor_parallel_size": about.size,
+                "gpu_memory_utilization": vllm.gpu_memory_utilization,
+                "max_model_len": vllm.max_model_len,
+                "max_num_seqs": settings.decode_batch_size * about.size,
+                "enforce_eager": vllm.enforce_eager,
+                "enable_prefix_caching": vllm.enable_prefix_caching,
+                "limit_mm_per_prompt": {"image": 1, "video": 0},
+                "use_tqdm_on_load": False,
+                "seed": 0,
+                "logits_processors": [ENGINE_GUARD] if settings.repeat_terminate.enabled else None,
+                "weight_transfer_config": {"backend": transfer},
+                "worker_extension_cls": side,
+                "logging_config": logging,
+            }
+        except (RuntimeError, ValueError, OSError) as error:
+            told = _cause(heard.read_text()) or _told(str(error))
+            raise EngineError(f"vLLM did not start: {told}\n  {_way_out(told)}") from error
 
 
 def check_vocabulary(tokenizer: Any, size: int, table: VocabularyTable) -> None:
@@ -91,7 +84,7 @@ def check_vocabulary(tokenizer: Any, size: int, table: VocabularyTable) -> None:
         )
 
 
-def _devices(about: Colocated) -> range:
+def _devices(about: Setup) -> range:
     """By local rank."""
     first = int(os.environ.get("LOCAL_RANK", "0"))
     here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
@@ -103,17 +96,32 @@ def _devices(about: Colocated) -> range:
     return range(first, first + about.size)
 
 
-def has_ended(engine: Any) -> bool:
-    resources = engine.llm_engine.engine_core.resources
+def _visible(devices: range) -> str:
+    """Of the GPUs that the learner sees."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    known = visible.split(",") if visible else [str(k) for k in range(torch.cuda.device_count())]
+    return ",".join(known[k] for k in devices)
+
+
+def has_ended(core: Any) -> bool:
+    """`core` is how vLLM's front speaks with an engine."""
+    resources = core.resources
     manager = resources.engine_manager
     return resources.engine_dead or manager is None or not all(one.is_alive() for one in manager.processes)
 
 
-def stop_engine(engine: Any) -> None:
+def cause(told: str) -> str:
+    """Without what vLLM puts around the error of a worker."""
+    told = told.removeprefix("Call to collective_rpc method failed: ")
+    return told.removeprefix("Worker failed with error '").removesuffix(
+        "', please check the stack trace above for the root cause"
+    )
+
+
+def stop_engine(core: Any) -> None:
     """At once: it has nothing to save. Its workers too, which would wait for it if they were stopped."""
     import psutil
 
-    core = engine.llm_engine.engine_core
     for process in core.resources.engine_manager.processes if core.resources.engine_manager else ():
         with suppress(psutil.NoSuchProcess):
             for worker in psutil.Process(process.pid).children(recursive=True):
@@ -180,19 +188,17 @@ def _way_out(told: str) -> str:
 
 
 @contextmanager
-def _surroundings(on_cuda: bool, devices: range) -> Iterator[None]:
-    """What the engine's processes inherit, for as long as they are started."""
+def _surroundings(visible: str | None) -> Iterator[None]:
+    """What the engine's processes inherit, for as long as they are started. `visible` are its GPUs, if not all."""
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     os.environ.setdefault("PYTHONWARNINGS", "ignore")
     theirs = {
         "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # a fork would hold on to the learner's memory
-        LEARNER: str(os.getpid()),
+        OWNER: str(os.getpid()),
     }
-    if on_cuda:  # of those that the learner sees
-        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-        known = visible.split(",") if visible else [str(k) for k in range(torch.cuda.device_count())]
-        theirs["CUDA_VISIBLE_DEVICES"] = ",".join(known[k] for k in devices)
+    if visible is not None:
+        theirs["CUDA_VISIBLE_DEVICES"] = visible
     before = dict(os.environ)
     for name in [name for name in os.environ if name.startswith(LAUNCHER)]:
         del os.environ[name]

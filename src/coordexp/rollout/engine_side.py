@@ -8,7 +8,7 @@ import os
 import select
 import signal
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -27,33 +27,32 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
-from coordexp.rollout.engine import LEARNER
+from coordexp.rollout.engine import CUDA_IPC, OWNER, SHARED_MEMORY
 from coordexp.rollout.memory_file import MemoryFile
-from coordexp.rollout.transfer import CUDA_IPC, SHARED_MEMORY
 
 
 class EngineSide:
-    """What the learner may ask every worker of the engine, by name."""
+    """What its owner may ask every worker of the engine, by name."""
 
     def coordexp_is_ready(self) -> None:
-        """From here on only the learner ends the engine: SIGTERM may be for all processes of a job."""
+        """From here on only its owner ends the engine: SIGTERM may be for all processes of a job."""
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
-def end_with(learner: int) -> None:
-    """However the learner ends, so does this engine: vLLM's would go on, and keep its memory."""
+def end_with(owner: int) -> None:
+    """However its owner ends, so does this engine: vLLM's would go on, and keep its memory."""
     above = os.getppid()  # with workers, the engine is their parent
     try:
-        watched = os.pidfd_open(learner)
+        watched = os.pidfd_open(owner)
     except ProcessLookupError:  # it has ended already; without its worker, so does the engine
         os.kill(os.getpid(), signal.SIGKILL)
         raise
-    engine = None if above == learner else os.pidfd_open(above)
+    engine = None if above == owner else os.pidfd_open(above)
     threading.Thread(target=_wait_and_end, args=(watched, engine), daemon=True).start()
 
 
-def _wait_and_end(learner: int, engine: int | None) -> None:
-    select.select([learner], [], [])
+def _wait_and_end(owner: int, engine: int | None) -> None:
+    select.select([owner], [], [])
     if engine is not None:
         with suppress(ProcessLookupError):
             signal.pidfd_send_signal(engine, signal.SIGKILL)
@@ -131,7 +130,7 @@ class SharedMemoryReceiver(Reload, WeightTransferEngine[NothingToAgree, SharedUp
             (name, file.tensor(offset, getattr(torch, dtype), shape))
             for name, dtype, shape, offset in zip(*told, strict=True)
         )
-        keep_what_waits(self.model, file)
+        keep_what_waits(self.model, file.holds)
 
     def _mapped(self, pid: int, fd: int, size: int) -> MemoryFile:
         if (pid, fd) not in self._files:
@@ -145,13 +144,13 @@ class SharedMemoryReceiver(Reload, WeightTransferEngine[NothingToAgree, SharedUp
         self._files = {}
 
 
-def keep_what_waits(model: torch.nn.Module, file: MemoryFile) -> None:
+def keep_what_waits(model: torch.nn.Module, is_held: Callable[[Tensor], bool]) -> None:
     """The reload keeps a layer's weights as they were given until the last of them has come, which may be in a
-    later bucket, or at the end; and the learner writes to the file again as soon as it has been read."""
+    later bucket, or at the end; and what `is_held` is written to again as soon as it has been read."""
     for module in model.modules():
         for _, given in get_layerwise_info(module).loaded_weights:
             for name, value in given.arguments.items():
-                if isinstance(value, Tensor) and not value.is_meta and file.holds(value):
+                if isinstance(value, Tensor) and not value.is_meta and is_held(value):
                     given.arguments[name] = value.clone()
 
 
@@ -192,5 +191,5 @@ WeightTransferEngineFactory.register_engine(CUDA_IPC, CudaReceiver)
 # Workers inherit that signals are blocked (`engine._surroundings`). Until the engine is ready they need this one:
 # by it, an engine that cannot be started ends them.
 signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
-if LEARNER in os.environ:
-    end_with(int(os.environ[LEARNER]))
+if OWNER in os.environ:
+    end_with(int(os.environ[OWNER]))

@@ -6,19 +6,21 @@ resized or how many tokens it has.
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from PIL import Image, ImageOps
 from torch import Tensor
 
 from coordexp.data import DataError
 
+MOST_PIXELS = 2**27  # of a picture: some kilobytes of file can be gigabytes of it
+
 
 class PromptBuilder:
     def __init__(self, processor: Any, question: str) -> None:
         content = [{"type": "image"}, {"type": "text", "text": question}]
         messages = [{"role": "user", "content": content}]
-        self.processor = processor
+        self.processor, self.question = processor, question
         self.text = str(processor.apply_chat_template(messages, add_generation_prompt=True, tokenize=False))
         self._ids: list[int] = processor.tokenizer(self.text, add_special_tokens=False)["input_ids"]
         image_token = processor.tokenizer.convert_tokens_to_ids(processor.image_token)
@@ -60,15 +62,22 @@ def check_prompt(image: str, engine: Sequence[int], ours: Sequence[int]) -> None
 
 
 def open_image(path: str | Path, size: tuple[int, int]) -> Image.Image:
-    """Turned as its EXIF data says. A picture of another size than its record has would move every coordinate."""
-    try:
-        with Image.open(path) as image:
-            found = ImageOps.exif_transpose(image).convert("RGB")
-    except (OSError, Image.DecompressionBombError) as error:
-        raise DataError(f"{path}: not a readable picture ({error})\n  run `coordexp data doctor`") from error
+    """A picture of another size than its record has would move every coordinate."""
+    found = read_image(path, str(path))
     if found.size != size:
         raise DataError(
             f"{path}: the record says {size[0]} x {size[1]}, the picture is {found.width} x {found.height}\n"
             "  correct the record (its size is that after EXIF turning); `coordexp data doctor` finds all of them"
         )
     return found
+
+
+def read_image(source: str | Path | IO[bytes], name: str) -> Image.Image:
+    """Turned as its EXIF data says."""
+    try:
+        with Image.open(source) as image:
+            if image.width * image.height > MOST_PIXELS:
+                raise ValueError(f"{image.width} x {image.height} are more than {MOST_PIXELS} pixels")
+            return ImageOps.exif_transpose(image).convert("RGB")
+    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
+        raise DataError(f"{name}: not a readable picture ({error})\n  run `coordexp data doctor`") from error

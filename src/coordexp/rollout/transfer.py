@@ -24,11 +24,9 @@ from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactor
 from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo, IPCTrainerWeightTransferEngine
 
 from coordexp.rollout.backend import Weights
-from coordexp.rollout.memory_file import ALIGNMENT, MemoryFile, aligned
-
-ENGINE_SIDE = "coordexp.rollout.engine_side.EngineSide"  # what the engine's workers import
-SHARED_MEMORY, CUDA_IPC = "coordexp_shared_memory", "coordexp_cuda_ipc"
-BUCKET_BYTES = 64 * 2**20
+from coordexp.rollout.buckets import BUCKET_BYTES, Bucket, buckets
+from coordexp.rollout.engine import CUDA_IPC, SHARED_MEMORY
+from coordexp.rollout.memory_file import MemoryFile, aligned
 
 
 class LearnerWeights(WeightSource):
@@ -81,7 +79,7 @@ class SharedMemorySender(TrainerWeightTransferEngine[SharedMemory]):
                 one.result()
         self.client.finish_weight_update()
 
-    def _filled(self, number: int, bucket: "Bucket") -> dict[str, Any]:
+    def _filled(self, number: int, bucket: Bucket) -> dict[str, Any]:
         offsets = [0, *accumulate(aligned(weight.nbytes) for _, weight in bucket)]
         if offsets[-1] > self.files[number].size:
             self.files[number].grow(offsets[-1])
@@ -95,23 +93,6 @@ class SharedMemorySender(TrainerWeightTransferEngine[SharedMemory]):
             "shapes": [list(weight.shape) for _, weight in bucket],
             "offsets": offsets[:-1],
         }
-
-
-Bucket = list[tuple[str, Tensor]]
-
-
-def buckets(weights: Iterator[tuple[str, Tensor]], size: int) -> Iterator[Bucket]:
-    """In their order. One has more than `size` bytes only if its only tensor has."""
-    bucket: Bucket = []
-    room = size
-    for name, weight in weights:
-        if bucket and weight.nbytes > room:
-            yield bucket
-            bucket, room = [], size
-        bucket.append((name, weight))
-        room -= weight.nbytes + ALIGNMENT
-    if bucket:
-        yield bucket
 
 
 class CudaSender(IPCTrainerWeightTransferEngine):

@@ -1,4 +1,5 @@
-"""LoRA and DoRA by peft. The rows of the coordinate tokens, which no adapter reaches, are trained beside it."""
+"""LoRA and DoRA by peft. The rows of the coordinate tokens, which no adapter reaches, are trained beside it, if
+they are to be."""
 
 import shutil
 from pathlib import Path
@@ -13,18 +14,21 @@ def with_adapter(model: Any, adapter: Adapter | None, first_coord: int) -> Any:
         return model
     from peft import LoraConfig, get_peft_model
 
-    rows = list(range(first_coord, first_coord + BINS))
-    tied = model.config.tie_word_embeddings
     config = LoraConfig(
         r=adapter.rank,
         lora_alpha=adapter.alpha,
         lora_dropout=adapter.dropout,
         use_dora=adapter.dora,
         target_modules=adapter.targets,
-        trainable_token_indices={"embed_tokens": rows} | ({} if tied else {"lm_head": rows}),
+        trainable_token_indices=_rows(model, first_coord) if adapter.train_coord_rows else None,
         task_type="CAUSAL_LM",
     )
     return get_peft_model(model, config)
+
+
+def _rows(model: Any, first_coord: int) -> dict[str, list[int]]:
+    rows = list(range(first_coord, first_coord + BINS))
+    return {"embed_tokens": rows} | ({} if model.config.tie_word_embeddings else {"lm_head": rows})
 
 
 def merge_adapter(base: Path, adapter: Path, to: Path) -> None:

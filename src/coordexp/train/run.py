@@ -21,20 +21,17 @@ from coordexp.objective import Objective
 from coordexp.pack import CarryBuffer, Example
 from coordexp.pack.attention import attention_for
 from coordexp.pack.collate import Collator
-from coordexp.rollout.backend import Decode, RolloutBackend, Weights
-from coordexp.rollout.colocate import ColocateBackend
-from coordexp.rollout.engine import Colocated
-from coordexp.rollout.hugging_face import HuggingFaceBackend
+from coordexp.rollout.backend import RolloutBackend, Weights
 from coordexp.rollout.prompt import PromptBuilder
 from coordexp.target.dump import READ
 from coordexp.train.adapter import with_adapter
-from coordexp.train.callbacks import Bar, FirstSync, MetricsFile, StopOnSignal, say
+from coordexp.train.backends import backend_for, described
+from coordexp.train.callbacks import Bar, FirstSync, MetricsFile, StopOnSignal
 from coordexp.train.counters import Ledger
 from coordexp.train.dump import Dumps
 from coordexp.train.encode import Alternate, Casebook, CorrectedRollouts, Encode, GroundTruth
 from coordexp.train.evaluation import AnswerEvaluation
 from coordexp.train.folder import fingerprint, write_run_folder
-from coordexp.train.offload import offloaded
 from coordexp.train.stream import Order, RowStream, Stage
 from coordexp.train.trainer import RowTrainer
 from coordexp.train.weights import learner_weights
@@ -67,7 +64,7 @@ def prepare(loaded: Loaded, resume: bool) -> tuple[Callable[[], Outcome], Path |
         trainer.stream.load(checkpoint)
     if trainer.is_world_process_zero():
         data = {"train": train} | ({"val": held_out} if held_out else {})
-        rollouts = _described(settings) if settings.uses_rollouts else None
+        rollouts = described(settings, trainer.backend) if settings.uses_rollouts else None
         write_run_folder(folder, loaded, data, trainer.objective.manifest(), rollouts)
 
     def run() -> Outcome:
@@ -119,7 +116,7 @@ def _trainer(
     model = with_adapter(base, settings.model.adapter, table.first_coord)
     rollout = settings.rollout_matching
     cases = Casebook(train, prompts, table, settings.custom.object_field_order, rollout)
-    backend = _backend(settings, arguments, cases, lambda: trainer)
+    backend = backend_for(settings, arguments, cases, lambda: trainer)
 
     def weights() -> Iterator[tuple[str, Tensor]]:
         return learner_weights(trainer.model)
@@ -153,26 +150,6 @@ def _trainer(
     return trainer, stop
 
 
-def _backend(
-    settings: Settings, arguments: TrainingArguments, cases: Casebook, trainer: Callable[[], RowTrainer]
-) -> RolloutBackend:
-    """What makes rollouts. Without them, only evaluation asks, and the learner answers itself."""
-    rollout, prompts, table = settings.rollout_matching, cases.prompts, cases.table
-    learner = HuggingFaceBackend(lambda: trainer().model, prompts, table, rollout.decode_batch_size)
-    if not settings.uses_rollouts or rollout.rollout_backend == "hf":
-        return learner
-    folder = Path(arguments.output_dir)
-    precision = "bfloat16" if arguments.bf16 else "float16" if arguments.fp16 else settings.model.dtype
-    return ColocateBackend(
-        Colocated(Path(settings.model.path), settings.model.dtype, rollout, table, arguments.device, precision),
-        prompts,
-        learner,
-        probe=cases[0].picture,
-        room=lambda: offloaded(rollout.offload, trainer().model, trainer().optimizer, folder),
-        tell=say if arguments.process_index == 0 else lambda message: None,
-    )
-
-
 def _encode(
     settings: Settings,
     arguments: TrainingArguments,
@@ -201,14 +178,6 @@ def _encode(
     if settings.channels == {"B"}:
         return rollouts
     return Alternate(ground_truth, rollouts, Fraction(str(stage2.b_ratio)))
-
-
-def _described(settings: Settings) -> dict[str, Any]:
-    rollout = settings.rollout_matching
-    found: dict[str, Any] = {"backend": rollout.rollout_backend, "decode_mode": Decode.of(rollout).mode}
-    if rollout.rollout_backend == "vllm":
-        found |= {"mode": rollout.vllm.mode, "tensor_parallel_size": rollout.vllm.tensor_parallel_size}
-    return found
 
 
 def _stream(

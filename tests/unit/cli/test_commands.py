@@ -111,12 +111,6 @@ def test_train_refuses_a_wrong_config_under_both_names(command):
     assert "10 problems" in result.stderr
 
 
-def test_train_says_that_it_cannot_use_servers_yet():
-    result = run("train", "--config", "configs/stage2-server-3v1.yaml")
-    assert result.exit_code == 3
-    assert "nothing was trained" in result.output
-
-
 def test_a_config_written_by_hand_from_the_tree_is_sound(tmp_path):
     answer = json.loads(run("check", "--json", "--config", "configs/stage2-hf.yaml").stdout)
     again = tmp_path / "again.yaml"

@@ -33,7 +33,14 @@ def test_another_token_with_another_probability_is_one():
 
 
 def test_after_a_choice_between_equals_nothing_is_compared():
-    assert difference(OWN, answer([5, 9, 1], [-0.1, -0.2, -7.0]), "float32") is None
+    own = answer([5, 6, 7], [-0.1, -0.8, -0.3])
+    assert difference(own, answer([5, 9, 1], [-0.1, -0.8, -7.0]), "float32") is None
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_two_tokens_that_are_both_near_certain_are_of_two_models(dtype):
+    told = difference(answer([5], [-0.01]), answer([9], [-0.01]), dtype)
+    assert told is not None and told.startswith("token 0 is 5 with probability 0.990 by the learner, and 9 with")
 
 
 def test_an_answer_that_ends_earlier_is_one_where_rounding_cannot_be_why():

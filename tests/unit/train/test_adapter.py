@@ -1,12 +1,16 @@
 """Adapters train the rows of the coordinate tokens, of the head too where it has its own, and merge exactly."""
 
+import json
+
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import Qwen3VLForConditionalGeneration
 
 from coordexp.config.settings import Adapter
 from coordexp.demo.model import Size, make_model
 from coordexp.train.adapter import with_adapter
+from coordexp.train.adapter_weights import learner_adapter
 from coordexp.vocab import VocabularyTable
 
 
@@ -35,3 +39,38 @@ def test_coordinate_rows_are_trained_and_the_merged_model_is_the_same(folder, do
         assert torch.allclose(merged(input_ids=ids).logits, adapted, rtol=1e-4, atol=1e-4)
     rows = merged.lm_head.weight[first : first + 1000]
     assert not torch.allclose(rows, before, atol=1e-6)
+
+
+def test_without_the_coordinate_rows_the_adapter_alone_is_trained(folder):
+    first = VocabularyTable.from_folder(folder).first_coord
+    base = Qwen3VLForConditionalGeneration.from_pretrained(folder, dtype=torch.float32)
+    model = with_adapter(base, Adapter(rank=4, alpha=8, train_coord_rows=False), first)
+    trained = [name for name, weight in model.named_parameters() if weight.requires_grad]
+    assert trained and all(".lora_A." in name or ".lora_B." in name for name in trained)
+
+
+@pytest.mark.parametrize("targets", ["all-linear", r".*language_model.*\.(q_proj|v_proj)"])
+def test_an_adapter_is_given_as_peft_saves_it(folder, targets, tmp_path):
+    first = VocabularyTable.from_folder(folder).first_coord
+    base = Qwen3VLForConditionalGeneration.from_pretrained(folder, dtype=torch.float32)
+    adapter = Adapter(rank=4, alpha=8, targets=targets, train_coord_rows=False)
+    model = with_adapter(base, adapter, first)
+    config, weights = learner_adapter(model)
+    given = dict(weights)
+    model.save_pretrained(tmp_path)
+    saved = load_file(tmp_path / "adapter_model.safetensors")
+    assert given.keys() == saved.keys() and all(torch.equal(given[name], saved[name]) for name in saved)
+    assert not any(weight.requires_grad for weight in given.values())
+    told, written = json.loads(json.dumps(config)), json.loads((tmp_path / "adapter_config.json").read_text())
+    unordered = ("target_modules", "inference_mode", "auto_mapping")
+    assert {name: told[name] for name in written if name not in unordered} == {
+        name: value for name, value in written.items() if name not in unordered
+    }
+    assert sorted(told["target_modules"]) == sorted(written["target_modules"])
+
+
+def test_an_adapter_with_more_trained_beside_it_is_not_given_alone(folder):
+    first = VocabularyTable.from_folder(folder).first_coord
+    base = Qwen3VLForConditionalGeneration.from_pretrained(folder, dtype=torch.float32)
+    with pytest.raises(AssertionError, match="beside the adapter"):
+        learner_adapter(with_adapter(base, Adapter(rank=4, alpha=8), first))

@@ -1,0 +1,59 @@
+"""The bare engine that served and colocated rollouts are compared with: the same requests, pictures in memory."""
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from coordexp.rollout.backend import Picture, Rollout
+from coordexp.rollout.prompt import PromptBuilder, open_image
+
+
+def bare_engine(folder: Path, most: int, length: int, share: float) -> Any:
+    """As `LLM` makes it, for `most` sequences of `length` tokens at once."""
+    os.environ |= {"VLLM_WORKER_MULTIPROC_METHOD": "spawn", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    from vllm import LLM
+
+    return LLM(
+        str(folder),
+        dtype="float32",
+        gpu_memory_utilization=share,
+        max_model_len=length,
+        max_num_seqs=most,
+        enforce_eager=True,
+        limit_mm_per_prompt={"image": 1, "video": 0},
+        use_tqdm_on_load=False,
+    )
+
+
+class Bare:
+    """Greedy answers of `LLM.generate`, and how many tokens they had."""
+
+    def __init__(
+        self, engine: Any, prompts: PromptBuilder, end: int, pictures: Sequence[Picture], most: int
+    ) -> None:
+        from vllm import SamplingParams
+
+        self.engine = engine
+        self.plain = SamplingParams(
+            temperature=0.0, max_tokens=most, logprobs=0, stop_token_ids=[end], ignore_eos=True, detokenize=False
+        )
+        self.asked = [
+            {"prompt": prompts.text, "multi_modal_data": {"image": open_image(one.path, one.size)}}
+            for one in pictures
+        ]
+        self.tokens = 0
+
+    def generate(self) -> None:
+        outputs = self.engine.generate(self.asked, self.plain, use_tqdm=False)
+        self.tokens = sum(len(output.outputs[0].token_ids) for output in outputs)
+
+    def forget(self) -> None:
+        for name in ("prefix", "mm", "encoder"):
+            getattr(self.engine.llm_engine, f"reset_{name}_cache")()
+
+
+def written(rollouts: Sequence[Rollout]) -> int:
+    """Tokens, with those that ended an answer."""
+    return sum(len(one.ids) + (one.finish_reason == "stop") for one in rollouts)

@@ -1,0 +1,100 @@
+"""`coordexp serve`: one of the rollout servers that a config lists."""
+
+import os
+from pathlib import Path
+from typing import Annotated
+from urllib.parse import urlsplit
+
+import typer
+
+from coordexp.cli.check import ConfigOption, absent_files
+from coordexp.cli.console import err, need, print_violations, progress, stop
+from coordexp.config import ConfigError, Settings, load_settings
+from coordexp.config.rules import uses_vllm
+from coordexp.errors import EngineError
+from coordexp.launch.plan import is_loopback
+from coordexp.rollout.installed import check_vllm
+
+LOOPBACK = "127.0.0.1"
+
+
+def serve(
+    config: ConfigOption,
+    index: Annotated[int, typer.Option(min=0, help="Which of rollout_matching.vllm.server.servers to be.")] = 0,
+    host: Annotated[
+        str | None,
+        typer.Option(
+            help="Address to listen on. Without it, this machine's own (127.0.0.1) only.", metavar="ADDRESS"
+        ),
+    ] = None,
+    images: Annotated[
+        list[Path] | None,
+        typer.Option(
+            help="Folder below which pictures may be read, besides those of the data files. Can be repeated."
+        ),
+    ] = None,
+) -> None:
+    """Serve rollouts by vLLM to the learner that trains with the same config.
+
+    The port is the one in base_url. With COORDEXP_SERVER_TOKEN set, every route but /health/ wants
+    that token; learners read it from the same variable. SIGTERM or Ctrl-C ends the server and its
+    engine.
+    """
+    try:
+        settings = load_settings(config).settings
+    except ConfigError as error:
+        print_violations(error, str(config), err)
+        raise typer.Exit(2) from None
+    address, port = _place(settings, str(config), index, host)
+    need("torch", "transformers", extra="vllm")
+    for setting, name in absent_files(settings):
+        stop(f"{setting}: {name} does not exist\n  paths are relative to the folder that the command runs in")
+    data = [Path(name).parent for name in (settings.custom.train_jsonl, settings.custom.val_jsonl) if name]
+    folders = tuple(dict.fromkeys(folder.resolve() for folder in (*data, *(images or ()))))
+    try:
+        check_vllm()
+        _serve(settings, index, address, port, folders)
+    except (EngineError, ValueError, OSError) as error:
+        stop(str(error))
+
+
+def _serve(settings: Settings, index: int, address: str, port: int, images: tuple[Path, ...]) -> None:
+    with progress(f"starting rollout server {index} on {address}:{port} (vLLM takes about a minute)"):
+        os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+        from coordexp.serve.guard import hand_over
+        from coordexp.serve.listening import bound
+
+        rollout = settings.rollout_matching
+        listening = bound(address, port)
+        hand_over(rollout.repeat_terminate)
+
+        from coordexp.serve.run import Serving, serve
+
+    about = Serving(Path(settings.model.path), settings.model.dtype, rollout, listening, images)
+    shown = f"[{address}]" if ":" in address else address
+
+    def ready(size: int) -> None:
+        err.print(f"rollout server {index} ready at http://{shown}:{port} (world size {size})", markup=False)
+
+    serve(about, ready)
+
+
+def _place(settings: Settings, config: str, index: int, host: str | None) -> tuple[str, int]:
+    servers = settings.rollout_matching.vllm.server.servers
+    if not uses_vllm(settings, "server"):
+        stop(
+            f"rollout_matching.vllm.mode: {config} has no rollout servers\n"
+            "  set rollout_backend: vllm and vllm.mode: server, and list vllm.server.servers"
+        )
+    if index >= len(servers):
+        stop(f"--index {index}: {config} lists {len(servers)} servers\n  the first one is 0")
+    url = urlsplit(servers[index].base_url)
+    assert url.hostname is not None
+    port = url.port or (443 if url.scheme == "https" else 80)
+    if host is None and not is_loopback(servers[index].base_url):
+        stop(
+            f"servers[{index}].base_url is on {url.hostname}, and without --host a server listens on "
+            f"{LOOPBACK} only\n  add --host {url.hostname} (or 0.0.0.0 for every address), and set "
+            "COORDEXP_SERVER_TOKEN, since who reaches the port can ask it and send it weights"
+        )
+    return host or ("::1" if url.hostname == "::1" else LOOPBACK), port

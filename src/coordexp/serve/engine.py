@@ -1,0 +1,148 @@
+"""The vLLM engine of a rollout server: vLLM's own asynchronous one, with a way in for weights."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from coordexp.config.rollout import VLLM
+from coordexp.errors import EngineError
+from coordexp.rollout.engine import cause, check_vocabulary, has_ended, starting, stop_engine
+from coordexp.rollout.setup import Setup
+from coordexp.serve.answering import RefusedByEngine
+
+BROADCAST = "coordexp_broadcast"
+SERVER_SIDE = "coordexp.serve.worker.ServerSide"
+RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM knows for adapters
+IN_MEMORY = "/given-in-memory"  # where vLLM would look for an adapter that it does not have: it always has
+
+
+class ServedEngine:
+    """What the server asks of its engine. Everything is awaited, so that nothing holds up the others."""
+
+    def __init__(self, about: Setup) -> None:
+        self.about = about
+        with starting(about, BROADCAST, SERVER_SIDE) as arguments:
+            from vllm import AsyncEngineArgs
+            from vllm.v1.engine.async_llm import AsyncLLM
+
+            arguments |= lora_arguments(about.settings.vllm)
+            self.vllm: Any = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
+        self.takes_adapters = about.settings.vllm.enable_lora
+        self._adapter: Any = None  # that answers are made with
+        self._adapters = 0
+        self.max_model_len: int = self.vllm.model_config.max_model_len
+        self.most_at_once: int = self.vllm.vllm_config.scheduler_config.max_num_seqs
+        self.defaults: dict[str, Any] = self.vllm.model_config.get_diff_sampling_param()
+        check_vocabulary(self.vllm.get_tokenizer(), self.vllm.model_config.get_vocab_size(), about.table)
+
+    @property
+    def has_ended(self) -> bool:
+        return bool(self.vllm.errored) or has_ended(self.vllm.engine_core)
+
+    async def ready(self) -> None:
+        await self.vllm.collective_rpc("coordexp_is_ready")
+
+    async def answer(self, prompt: dict[str, Any], sampling: dict[str, Any], id: str) -> Any:
+        """vLLM's output, when it is whole."""
+        from vllm import SamplingParams
+        from vllm.exceptions import VLLMClientError
+        from vllm.sampling_params import RequestOutputKind
+
+        try:
+            drawn = SamplingParams(**sampling, output_kind=RequestOutputKind.FINAL_ONLY)
+            asked = self.vllm.generate(prompt, drawn, id, lora_request=self._adapter)
+            (output,) = [output async for output in asked]
+        except (VLLMClientError, ValueError) as error:
+            raise RefusedByEngine(str(error)) from error
+        return output
+
+    async def join(self, host: str, port: int, world_size: int, timeout: float, plain: bool) -> None:
+        told = {"host": host, "port": port, "world_size": world_size, "timeout_s": timeout, "plain": plain}
+        await self._ask("init_weight_transfer_engine", told)
+
+    async def leave(self) -> None:
+        await self._ask("coordexp_leave")
+
+    async def begin(self) -> None:
+        """Of whole weights: an adapter belongs to those before."""
+        self._adapter = None
+        if self.takes_adapters:
+            await self._ask("coordexp_remove_adapter")
+        await self._ask("start_weight_update")
+
+    async def take(self, metadatas: Sequence[dict[str, Any]], next_bytes: int) -> None:
+        told = {"metadatas": list(metadatas), "next_bytes": next_bytes}
+        await self._ask("update_weights", told)
+
+    async def finish(self, version: str) -> None:
+        """What was computed with the old weights is forgotten before the new version is given out (D23)."""
+        await self._ask("finish_weight_update")
+        await self._commit(version)
+
+    async def _commit(self, version: str) -> None:
+        await self.forget()
+        await self.vllm.update_weight_version(version)
+        if (found := await self.vllm.get_weight_version()) != version:
+            raise EngineError(f"weights of version {version} were sent, and the engine says it has {found}")
+
+    async def abandon(self) -> None:
+        await self._ask("coordexp_abandon")
+
+    async def begin_adapter(self) -> None:
+        await self._ask("coordexp_forget_adapter")
+
+    async def take_adapter(self, metadatas: Sequence[dict[str, Any]]) -> None:
+        await self._ask("coordexp_take_adapter", list(metadatas))
+
+    async def build_adapter(self, config: dict[str, Any]) -> None:
+        """All that can be wrong with it is found here, while answers are still made as before."""
+        self._adapters += 1
+        await self._ask("coordexp_build_adapter", config, self._adapters)
+
+    async def finish_adapter(self, version: str) -> None:
+        from vllm.lora.request import LoRARequest
+
+        self._adapter = None
+        await self._ask("coordexp_use_adapter")
+        await self._commit(version)
+        self._adapter = LoRARequest(f"adapter-{self._adapters}", self._adapters, IN_MEMORY)
+
+    async def abandon_adapter(self) -> None:
+        await self._ask("coordexp_forget_adapter")
+
+    async def forget(self) -> None:
+        if not await self.vllm.reset_prefix_cache():
+            raise EngineError("vLLM could not forget the prompts that it computed with the old weights")
+        await self.vllm.reset_mm_cache()
+        await self.vllm.reset_encoder_cache()
+
+    async def state_keys(self) -> list[str]:
+        return list((await self.vllm.collective_rpc("coordexp_state_keys"))[0])
+
+    def close(self) -> None:
+        stop_engine(self.vllm.engine_core)
+
+    async def _ask(self, method: str, *arguments: Any) -> None:
+        """Every worker. What went wrong in one comes as its answer: vLLM would raise it, and leave the answers of
+        the others to be taken for those of the next question."""
+        try:
+            said = await self.vllm.collective_rpc("coordexp_try", args=(method, *arguments))
+        except Exception as error:
+            raise EngineError(cause(str(error)) or type(error).__name__) from error
+        for wrong in said:
+            if wrong is not None:
+                raise EngineError(wrong)
+
+
+def lora_arguments(vllm: VLLM) -> dict[str, Any]:
+    """vLLM's, for one adapter at a time, on the vision tower too. It knows a few ranks: the next one is taken."""
+    if not vllm.enable_lora:
+        return {}
+    found: dict[str, Any] = {"enable_lora": True, "max_loras": 1, "enable_tower_connector_lora": True}
+    if (rank := vllm.max_lora_rank) is None:
+        return found
+    if rank > RANKS[-1]:
+        raise EngineError(
+            f"rollout_matching.vllm.max_lora_rank: {rank}, and vLLM takes adapters up to rank {RANKS[-1]}\n"
+            "  use a lower model.adapter.rank, or set enable_lora: false, which sends whole weights"
+        )
+    return found | {"max_lora_rank": min(one for one in RANKS if one >= rank)}

@@ -1,0 +1,183 @@
+"""The workers' end of a weight transfer to a rollout server. vLLM's workers import this module by name.
+
+Each bucket comes as one broadcast. A learner that says how long the next one is has it received while this one is
+taken in.
+"""
+
+import traceback
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from vllm.config import set_current_vllm_config
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
+from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
+from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+
+from coordexp.rollout.broadcast import Metadata, Place, WeightGroup, join, unflattened
+from coordexp.rollout.engine_side import EngineSide, Reload, keep_what_waits
+from coordexp.serve.engine import BROADCAST
+from coordexp.serve.worker_adapter import Unwrapped, built, plain_name, put_in_place
+
+
+class ServerSide(EngineSide):
+    """What the server may ask every worker of its engine, by name."""
+
+    weight_transfer_engine: Any
+    model_runner: Any
+    vllm_config: Any
+    _weight_update_active: bool
+    _adapter: dict[str, Tensor]
+    _built: Any
+
+    def coordexp_try(self, method: str, *arguments: Any) -> str | None:
+        """What went wrong, if something did."""
+        try:
+            getattr(self, method)(*arguments)
+        except Exception as error:  # noqa: BLE001 - told to the server
+            traceback.print_exc()
+            return str(error) or type(error).__name__
+        return None
+
+    def coordexp_state_keys(self) -> list[str]:
+        return [plain_name(name) for name, _ in self.model_runner.get_model().named_parameters()]
+
+    def coordexp_abandon(self) -> None:
+        """Leaves a model that holds neither the old weights nor the new ones, but can be given whole ones."""
+        with set_current_vllm_config(self.vllm_config):
+            self.weight_transfer_engine.abandon()
+        self._weight_update_active = False
+
+    def coordexp_leave(self) -> None:
+        self.weight_transfer_engine.shutdown()
+
+    def coordexp_take_adapter(self, metadatas: list[Metadata]) -> None:
+        self._adapter.update(self.weight_transfer_engine.receive_adapter(metadatas))
+
+    def coordexp_build_adapter(self, config: dict[str, Any], id: int) -> None:
+        """Of what was taken. Answers are still made as before."""
+        self._built = built(self.model_runner.lora_manager, self._adapter, config, id)
+        self._adapter = {}
+
+    def coordexp_use_adapter(self) -> None:
+        adapter, self._built = self._built, None
+        put_in_place(self.model_runner.lora_manager, adapter)
+
+    def coordexp_forget_adapter(self) -> None:
+        """One that was taken, or built, and is not in use."""
+        self._adapter, self._built = {}, None
+
+    def coordexp_remove_adapter(self) -> None:
+        self.coordexp_forget_adapter()
+        self.model_runner.lora_manager.remove_all_adapters()
+
+
+@dataclass
+class Joining(WeightTransferInitInfo):
+    host: str
+    port: int
+    world_size: int
+    timeout_s: float
+    plain: bool = False  # with a client of ms-swift
+
+
+@dataclass
+class Bucket(WeightTransferUpdateInfo):
+    metadatas: list[Metadata]
+    next_bytes: int = 0  # of the bucket after this one, if it comes at once
+
+
+class BroadcastReceiver(Reload, WeightTransferEngine[Joining, Bucket]):
+    init_info_cls, update_info_cls = Joining, Bucket
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._group: WeightGroup | None = None
+        self._ahead: Future[Tensor] | None = None
+        self._buffers: list[Tensor] = []
+        self._unwrapped: Unwrapped | None = None
+
+    def init_transfer_engine(self, init_info: Joining) -> None:
+        self.shutdown()
+        told = (init_info.host, init_info.port, self.parallel_config.rank, init_info.world_size)
+        self._group = join(*told, self.device, init_info.timeout_s, init_info.plain)
+        self._receiver = ThreadPoolExecutor(1)
+        self._buffers = [torch.empty(0, dtype=torch.uint8, device=self.device)] * 2
+
+    def start_weight_update(self) -> None:
+        self._unwrapped = Unwrapped(self.model)
+        super().start_weight_update()
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        self.receive_weights(self.parse_update_info(update_info))  # vLLM's would wait for an accelerator
+
+    def receive_weights(self, update_info: Bucket) -> None:
+        places, size = _places(update_info.metadatas)
+        coming, self._ahead = self._ahead, None
+        buffer = coming.result() if coming else self._received(size)
+        if buffer.numel() != size:
+            raise ValueError(f"a bucket of {size} bytes was announced as {buffer.numel()}")
+        if update_info.next_bytes:
+            self._ahead = self._receiver.submit(self._received, update_info.next_bytes)
+        self.take(unflattened(places, buffer))
+        start = buffer.untyped_storage().data_ptr()
+        keep_what_waits(self.model, lambda tensor: tensor.untyped_storage().data_ptr() == start)
+        if self.device.type == "cuda":  # the buffer is written to again
+            torch.cuda.current_stream(self.device).synchronize()
+
+    def receive_adapter(self, metadatas: list[Metadata]) -> dict[str, Tensor]:
+        """Tensors of their own, on the host, where vLLM keeps adapters."""
+        places, size = _places(metadatas)
+        return {name: part.to("cpu", copy=True) for name, part in unflattened(places, self._received(size))}
+
+    def finish_weight_update(self) -> None:
+        super().finish_weight_update()
+        self._wrap()
+
+    def abandon(self) -> None:
+        """The learner has left, or has stopped sending: a bucket that was announced does not come."""
+        self.shutdown()
+        for module in self.model.modules():  # what has come of a layer in part may be what was wrong
+            waiting = get_layerwise_info(module)
+            waiting.loaded_weights.clear()
+            waiting.load_numel = 0
+        finalize_layerwise_reload(self.model, self.model_config)
+        self._wrap()
+
+    def shutdown(self) -> None:
+        """What is being received ends with the group's connections, or at its deadline."""
+        if self._group is not None:
+            self._group.close()
+            self._receiver.shutdown(wait=False, cancel_futures=True)
+        self._group, self._ahead, self._buffers = None, None, []
+
+    def _wrap(self) -> None:
+        if self._unwrapped is not None:
+            self._unwrapped.back()
+        self._unwrapped = None
+
+    def _received(self, size: int) -> Tensor:
+        if self._group is None:
+            raise RuntimeError("no learner has joined: weights come after /init_communicator/")
+        buffer = self._buffers.pop(0)  # not the one that the last bucket is still taken from
+        if buffer.numel() < size:
+            buffer = torch.empty(size, dtype=torch.uint8, device=self.device)
+        self._buffers.append(buffer)
+        self._group.broadcast(buffer[:size])
+        return buffer[:size]
+
+
+def _places(metadatas: list[Metadata]) -> tuple[list[Place], int]:
+    """In a bucket, and its length."""
+    places = [Place.of(told) for told in metadatas]
+    return places, max(place.end for place in places)
+
+
+WeightTransferEngineFactory.register_engine(BROADCAST, BroadcastReceiver)

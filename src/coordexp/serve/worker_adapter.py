@@ -1,0 +1,73 @@
+"""Adapters in a worker of a rollout server. vLLM's own way in is a folder on a disk; here they come as tensors.
+
+A model that vLLM has made ready for adapters has a wrapper around each layer that can have one, which a checkpoint
+does not know of.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+from torch.nn import Module
+from vllm.lora.layers import BaseLayerWithLoRA
+from vllm.lora.lora_model import LoRAModel
+from vllm.lora.peft_helper import PEFTHelper
+
+
+def built(manager: Any, tensors: Mapping[str, Tensor], config: dict[str, Any], id: int) -> LoRAModel:
+    """What vLLM makes of an adapter, by a worker's LoRA `manager`. Nothing of it may be left out: vLLM by itself
+    would answer without the modules that it has no place for."""
+    helper = PEFTHelper.from_dict(config)
+    helper.validate_legal(manager.lora_config)
+    places = manager._adapter_manager
+    mapper = getattr(places.model, "hf_to_vllm_mapper", None)
+    adapter = LoRAModel.from_lora_tensors(
+        id,
+        dict(tensors),
+        helper,
+        device="cpu",
+        dtype=manager.lora_config.lora_dtype,
+        model_vocab_size=manager.vocab_size,
+        weights_mapper=mapper.get_rename_mapper() if mapper is not None else None,
+    )
+    known = {part for name in places.modules for part in places.packed_modules.get(name, [name])}
+    if missing := sorted(adapter.loras.keys() - known):
+        raise ValueError(f"{len(missing)} adapted modules have no place in vLLM, among them {missing[0]}")
+    if halves := [name for name, one in adapter.loras.items() if one.lora_a is None or one.lora_b is None]:
+        raise ValueError(f"of {halves[0]} only one of the two matrices was sent")
+    if not adapter.loras:
+        raise ValueError("nothing was sent of it")
+    return adapter
+
+
+def put_in_place(manager: Any, adapter: LoRAModel) -> None:
+    """Instead of the one before."""
+    manager.remove_all_adapters()
+    places = manager._adapter_manager
+    places.add_adapter(adapter)
+    places.activate_adapter(adapter.id)
+
+
+class Unwrapped:
+    """The model without the wrappers, from here until `back`: weights are taken in under the names of the
+    checkpoint, as without them."""
+
+    def __init__(self, model: Module) -> None:
+        self._wrappers = [
+            (parent, name, child)
+            for parent in model.modules()
+            for name, child in parent.named_children()
+            if isinstance(child, BaseLayerWithLoRA)
+        ]
+        for parent, name, wrapper in self._wrappers:
+            setattr(parent, name, wrapper.base_layer)
+
+    def back(self) -> None:
+        for parent, name, wrapper in self._wrappers:
+            setattr(parent, name, wrapper)
+        self._wrappers = []
+
+
+def plain_name(name: str) -> str:
+    """Of a parameter, in the checkpoint's terms."""
+    return name.replace(".base_layer.", ".")

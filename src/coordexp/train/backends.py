@@ -1,0 +1,102 @@
+"""Which backend makes a run's rollouts, and what a run with servers leaves in its folder (R09)."""
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from transformers import TrainingArguments
+
+from coordexp.config import Settings
+from coordexp.config.settings import Adapter
+from coordexp.rollout.backend import Decode, RolloutBackend
+from coordexp.rollout.colocate import ColocateBackend
+from coordexp.rollout.hugging_face import HuggingFaceBackend
+from coordexp.rollout.installed import check_vllm
+from coordexp.rollout.setup import Setup
+from coordexp.train.adapter_weights import learner_adapter
+from coordexp.train.callbacks import say
+from coordexp.train.encode import Casebook
+from coordexp.train.offload import offloaded
+from coordexp.train.trainer import RowTrainer
+
+
+def backend_for(
+    settings: Settings, arguments: TrainingArguments, cases: Casebook, trainer: Callable[[], RowTrainer]
+) -> RolloutBackend:
+    """What makes rollouts. Without them, only evaluation asks, and the learner answers itself."""
+    rollout, prompts, table = settings.rollout_matching, cases.prompts, cases.table
+    learner = HuggingFaceBackend(lambda: trainer().model, prompts, table, rollout.decode_batch_size)
+    if not settings.uses_rollouts or rollout.rollout_backend == "hf":
+        return learner
+    folder, model, dtype = Path(arguments.output_dir), Path(settings.model.path), settings.model.dtype
+    precision = "bfloat16" if arguments.bf16 else "float16" if arguments.fp16 else dtype
+    tell = say if arguments.process_index == 0 else lambda message: None
+    if rollout.vllm.mode == "server":
+        from coordexp.rollout.server_backend import ServerBackend  # httpx is for it alone
+
+        if arguments.device.type == "cuda":
+            check_vllm()  # weights go over its NCCL
+        return ServerBackend(
+            Setup(model, dtype, rollout, table, arguments.device, precision),
+            prompts,
+            learner,
+            probe=cases[0].picture,
+            tell=tell,
+            record=ServerLog(folder, arguments.process_index),
+            adapter=(lambda: learner_adapter(trainer().model)) if _is_all(settings.model.adapter) else None,
+        )
+    return ColocateBackend(
+        Setup(model, dtype, rollout, table, arguments.device, precision),
+        prompts,
+        learner,
+        probe=cases[0].picture,
+        room=lambda: offloaded(rollout.offload, trainer().model, trainer().optimizer, folder),
+        tell=tell,
+    )
+
+
+def _is_all(adapter: Adapter | None) -> bool:
+    """That is trained, in a form that vLLM takes."""
+    return adapter is not None and not adapter.train_coord_rows and not adapter.dora
+
+
+def described(settings: Settings, backend: RolloutBackend) -> dict[str, Any]:
+    """For `run.json`. What only the servers know is added when they have been asked."""
+    rollout = settings.rollout_matching
+    found: dict[str, Any] = {"backend": rollout.rollout_backend, "decode_mode": Decode.of(rollout).mode}
+    if rollout.rollout_backend == "vllm":
+        found |= {"mode": rollout.vllm.mode, "tensor_parallel_size": rollout.vllm.tensor_parallel_size}
+    if rollout.rollout_backend == "vllm" and rollout.vllm.mode == "server":
+        found |= backend.described()  # type: ignore[attr-defined]
+    return found
+
+
+@dataclass
+class ServerLog:
+    """`servers.jsonl`: every sync, and every call for answers with its seeds; of other ranks than the first,
+    `servers_1.jsonl` and so on. The first sync's facts go to `run.json` too."""
+
+    folder: Path
+    rank: int
+    _told: bool = False
+
+    def __call__(self, event: dict[str, Any]) -> None:
+        name = f"servers_{self.rank}.jsonl" if self.rank else "servers.jsonl"
+        self.folder.mkdir(parents=True, exist_ok=True)
+        with (self.folder / name).open("a") as file:
+            file.write(json.dumps(event) + "\n")
+        if event["event"] == "sync" and not self._told:
+            self._told = True
+            self._complete({name: event[name] for name in ("servers", "sync_mode", "fallbacks")})
+
+    def _complete(self, facts: dict[str, Any]) -> None:
+        file = self.folder / "run.json"
+        if not file.is_file():
+            return
+        *before, run = json.loads(file.read_text())
+        run["rollouts"] = (run["rollouts"] or {}) | facts
+        partial = file.with_name("run.json.partial")
+        partial.write_text(json.dumps([*before, run], indent=2) + "\n")
+        partial.rename(file)

@@ -1,0 +1,354 @@
+"""A rollout server that is a fake: real HTTP, a real group for weights, no model. It fails as a test tells it to.
+
+For faults and for the logic around a server only. What depends on how a model answers is tested with real engines.
+"""
+
+import json
+import random
+import select
+import socket
+import threading
+import time
+from collections import defaultdict, deque
+from collections.abc import Callable
+from contextlib import suppress
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+from uuid import uuid4
+
+import torch
+
+from coordexp.rollout.broadcast import Place, WeightGroup, join, unflattened
+
+CPU = torch.device("cpu")
+ROUTES_OF_OURS = ("/version/", "/session/", "/start_update/", "/finish_update/", "/abandon_update/")
+Action = Callable[["Handler"], bool]  # True: it has answered
+
+
+def free_port() -> int:
+    """Below those that the system gives to connections: one of them could take it while a server is away."""
+    while True:
+        port = random.randrange(12_000, 32_000)
+        with socket.socket() as one, suppress(OSError):
+            one.bind(("127.0.0.1", port))
+            return port
+
+
+def _until_free(port: int) -> None:
+    until = time.monotonic() + 5
+    while time.monotonic() < until:
+        with suppress(OSError), socket.socket() as one:
+            one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            one.bind(("127.0.0.1", port))
+            return
+        time.sleep(0.01)
+
+
+def answer_ids(seed: int) -> list[int]:
+    """What a fake model writes: its seed decides."""
+    return [3 + seed % 90, 5, 3 + seed // 90 % 90]
+
+
+class FakeRolloutServer:
+    """`foreign` behaves as `swift rollout`: no routes of ours, one thing at a time, health too, and 200 whatever a
+    worker did. `faults[path]` are done one after the other, each instead of, or before, an answer."""
+
+    def __init__(
+        self,
+        about: dict[str, Any],
+        *,
+        end_of_turn: int,
+        prompt_ids: tuple[int, ...],
+        foreign: bool = False,
+        world_size: int = 1,
+        token: str | None = None,
+        max_model_len: int = 1000,
+    ) -> None:
+        self.about, self.end_of_turn, self.prompt_ids = about, end_of_turn, prompt_ids
+        self.foreign, self.world_size, self.token, self.max_model_len = foreign, world_size, token, max_model_len
+        self.port, self.group_port = free_port(), free_port()
+        self.faults: dict[str, deque[Action]] = defaultdict(deque)
+        self.calls: list[tuple[str, dict[str, Any]]] = []
+        self.headers: list[tuple[str, str | None]] = []
+        self.leaving, self.dying = threading.Lock(), threading.Lock()
+        self.start()
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def start(self) -> None:
+        """As it is after its start: with the weights of its checkpoint."""
+        self.boot, self.version = uuid4().hex, "default"
+        self.weights: dict[str, torch.Tensor] = {}
+        self.adapter: dict[str, Any] | None = None  # peft's config of it
+        self.lora, self.base_changed = True, False
+        self.announced = 0
+        self.session: str | None = None
+        self.groups: list[WeightGroup] = []
+        self.thawed, self.one = threading.Event(), threading.Lock()
+        self.thawed.set()
+        self.sockets: list[socket.socket] = []
+        handler = type("Bound", (Handler,), {"fake": self})
+        self.http = _Listener(("127.0.0.1", self.port), handler)
+        self.http.fake = self
+        self.up = True
+        threading.Thread(target=self.http.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
+
+    def die(self) -> None:
+        """As a process that is killed: its connections break."""
+        with self.dying:
+            if not self.up:
+                return
+            self.up = False
+            self.http.shutdown()
+            self.http.server_close()
+            for one in self.sockets:
+                with suppress(OSError):
+                    one.shutdown(socket.SHUT_RDWR)
+            self.leave(self.session)
+
+    def leave(self, session: str | None) -> None:
+        """The next session finds the port of the group free."""
+        with self.leaving:
+            if session == self.session:
+                self.groups.clear()
+                _until_free(self.group_port)
+                self.session = None
+
+    def restart(self) -> None:
+        self.die()
+        self.faults.clear()
+        _until_free(self.group_port)  # the group of before goes in a thread
+        self.start()
+
+    def freeze(self) -> None:
+        """As a process that is stopped: it listens, and answers nothing."""
+        self.thawed.clear()
+
+    def paths(self) -> list[str]:
+        return [path for path, _ in self.calls]
+
+    def asked(self) -> list[list[int]]:
+        """The seeds of the requests of each call for answers that came."""
+        found = [body["infer_requests"] for path, body in self.calls if path == "/infer/"]
+        return [[one["data_dict"]["coordexp"]["seed"] for one in part] for part in found]
+
+    def receive(self, metadatas: list[dict[str, Any]], next_bytes: int) -> None:
+        """What was announced with the bucket before must be what comes."""
+        places = [Place.of(one) for one in metadatas]
+        length = max(place.end for place in places)
+        assert self.announced in (0, length), (self.announced, length)
+        self.announced = next_bytes
+        buffers = [torch.empty(length, dtype=torch.uint8) for _ in self.groups]
+        threads = [
+            threading.Thread(target=group.broadcast, args=(buffer,), daemon=True)
+            for group, buffer in zip(self.groups, buffers, strict=True)
+        ]
+        for one in threads:
+            one.start()
+        for one in threads:
+            one.join()
+        self.weights |= {name: weight.clone() for name, weight in unflattened(places, buffers[0])}
+
+    def join(self, body: dict[str, Any]) -> None:
+        self.groups = [None] * self.world_size  # type: ignore[list-item]
+        timeout = body.get("timeout_s", 5)
+
+        def one(rank: int) -> None:
+            self.groups[rank] = join(body["host"], body["port"], rank, body["world_size"], CPU, timeout)
+
+        others = [threading.Thread(target=one, args=(rank,), daemon=True) for rank in range(1, self.world_size)]
+        for thread in others:
+            thread.start()
+        one(0)
+        for thread in others:
+            thread.join()
+
+    def item(self, request: dict[str, Any], config: dict[str, Any]) -> dict[str, Any]:
+        seed = config["seed"] if self.foreign else request["data_dict"]["coordexp"]["seed"]
+        ids = [*answer_ids(seed), self.end_of_turn][: config["max_tokens"]]
+        choice = {
+            "index": 0,
+            "message": {"role": "assistant", "content": ""},
+            "finish_reason": "stop" if ids[-1] == self.end_of_turn else "length",
+            "token_ids": ids,
+            "logprobs": {"content": [{"token": "", "logprob": -0.5} for _ in ids]},
+        }
+        response = {"id": "1", "object": "chat.completion", "created": 0, "model": "fake", "usage": {}}
+        found = {"response": response | {"prompt_token_ids": list(self.prompt_ids), "choices": [choice]}}
+        return found if self.foreign else found | {"rollout_infos": {"weight_version": self.version}}
+
+
+class _Listener(ThreadingHTTPServer):
+    daemon_threads = True
+    request_queue_size = 128
+    fake: FakeRolloutServer
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        self.fake.sockets.append(request)
+        super().process_request(request, client_address)
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        pass
+
+
+class Handler(BaseHTTPRequestHandler):
+    fake: FakeRolloutServer
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+    def do_GET(self) -> None:
+        self._handle({})
+
+    def do_POST(self) -> None:
+        self._handle(json.loads(self.rfile.read(int(self.headers["Content-Length"] or 0)) or b"{}"))
+
+    def give(self, status: int, told: Any) -> None:
+        self.give_bytes(status, json.dumps(told).encode())
+
+    def give_bytes(self, status: int, body: bytes) -> None:
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def refuse(self, status: int, code: str, message: str = "so it is", fix: str = "mend it") -> None:
+        self.give(status, {"error": {"code": code, "message": message, "fix": fix}})
+
+    def _handle(self, body: dict[str, Any]) -> None:
+        fake = self.fake
+        fake.thawed.wait()
+        fake.calls.append((self.path, body))
+        fake.headers.append((self.path, self.headers["Authorization"]))
+        if fake.token and self.path != "/health/" and self.headers["Authorization"] != f"Bearer {fake.token}":
+            self.refuse(401, "unauthorized", "no valid token")
+            return
+        if fake.foreign and self.path in ROUTES_OF_OURS:
+            self.give(404, {"detail": "Not Found"})
+            return
+        if fake.foreign:
+            with fake.one:
+                self._answer(body)
+        else:
+            self._answer(body)
+
+    def _answer(self, body: dict[str, Any]) -> None:
+        faults = self.fake.faults[self.path]
+        if faults and faults.popleft()(self):
+            return
+        name = self.path.strip("/")
+        getattr(self, f"on_{name}", self._on_other)(body)
+
+    def _on_other(self, body: dict[str, Any]) -> None:
+        self.give(200, {"message": "done"})
+
+    def on_health(self, body: dict[str, Any]) -> None:
+        self.give(200, {"status": "ok"})
+
+    def on_get_world_size(self, body: dict[str, Any]) -> None:
+        self.give(200, {"world_size": self.fake.world_size})
+
+    def on_version(self, body: dict[str, Any]) -> None:
+        fake = self.fake
+        fixed = {"server": "coordexp", "release": "0.1.0", "protocol": 1, "devices": [], "lora": fake.lora}
+        now = {"world_size": fake.world_size, "max_model_len": fake.max_model_len, "boot": fake.boot}
+        weights = {"weight_version": fake.version, "updating": False, "session": fake.session}
+        self.give(200, fixed | now | weights | fake.about)
+
+    def on_session(self, body: dict[str, Any]) -> None:
+        fake = self.fake
+        if fake.session is not None:
+            self.refuse(409, "session_taken", "learner host:1 has it", "end that one")
+            return
+        fake.session = body["session"]
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(json.dumps({"session": fake.session}).encode() + b"\n")
+        with suppress(OSError, ValueError):
+            while not select.select([self.connection], [], [], 0.05)[0]:
+                self.wfile.write(b"\n")
+        fake.leave(body["session"])
+
+    def on_init_communicator(self, body: dict[str, Any]) -> None:
+        self.fake.join(body)
+        self.give(200, {"message": "joined"})
+
+    def on_start_update(self, body: dict[str, Any]) -> None:
+        if body["session"] != self.fake.session:
+            self.refuse(409, "no_session")
+            return
+        if body.get("adapter") and (self.fake.base_changed or not self.fake.lora):
+            self.refuse(409, "base_changed" if self.fake.lora else "no_lora")
+            return
+        if not body.get("adapter"):
+            self.fake.base_changed = True
+        self.fake.weights, self.fake.announced, self.fake.adapter = {}, 0, None
+        self.give(200, {"message": "begun"})
+
+    def on_update_flattened_params(self, body: dict[str, Any]) -> None:
+        self.fake.receive(body["metadatas"], body.get("next_bytes", 0))
+        self.give(200, {"message": "taken"})
+
+    def on_update_adapter_flattened_param(self, body: dict[str, Any]) -> None:
+        self.fake.receive(body["metadatas"], 0)
+        self.fake.adapter = body["peft_config"]
+        self.give(200, {"message": "taken"})
+
+    def on_finish_update(self, body: dict[str, Any]) -> None:
+        self.fake.version = body["version"]
+        self.give(200, {"weight_version": self.fake.version})
+
+    def on_infer(self, body: dict[str, Any]) -> None:
+        self.give(200, [self.fake.item(one, body["request_config"]) for one in body["infer_requests"]])
+
+
+# Faults
+
+
+def status(code: int, kind: str = "fault") -> Action:
+    def act(handler: Handler) -> bool:
+        handler.refuse(code, kind)
+        return True
+
+    return act
+
+
+def garbage(body: bytes = b"<html>Bad Gateway") -> Action:
+    def act(handler: Handler) -> bool:
+        handler.give_bytes(200, body)
+        return True
+
+    return act
+
+
+def slow(seconds: float) -> Action:
+    def act(handler: Handler) -> bool:
+        time.sleep(seconds)
+        return False
+
+    return act
+
+
+def dies(handler: Handler) -> bool:
+    handler.fake.die()
+    return True
+
+
+def freezes(handler: Handler) -> bool:
+    handler.fake.freeze()
+    handler.fake.thawed.wait(20)
+    return True
+
+
+def changed(change: Callable[[list[Any]], Any]) -> Action:
+    """An answer to /infer/ after this change."""
+
+    def act(handler: Handler) -> bool:
+        body = handler.fake.calls[-1][1]
+        items = [handler.fake.item(one, body["request_config"]) for one in body["infer_requests"]]
+        handler.give(200, change(items))
+        return True
+
+    return act

@@ -1,0 +1,226 @@
+"""Real rollout servers, each a process of its own with its engine, and a learner's end in plain HTTP."""
+
+import base64
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import torch
+from torch import Tensor
+from transformers import Qwen3VLForConditionalGeneration
+
+from coordexp.rollout.broadcast import flattened, join
+from coordexp.train.weights import learner_weights
+from tests.integration.stage2_runs import MODEL, Started, config, draw, started
+
+SERVE = ["-c", "import sys; from coordexp.cli import main; main(sys.argv[1:])", "serve"]
+GUARD = {
+    "enabled": True,
+    "min_new_tokens": 8,
+    "max_consecutive_token_repeats": 6,
+    "ngram_size": 6,
+    "ngram_repeats": 3,
+    "max_object_keys": 40,
+}
+GREEDY = {
+    "max_tokens": 40,
+    "temperature": 0.0,
+    "top_k": -1,
+    "top_p": 1.0,
+    "repetition_penalty": 1.0,
+    "stop": [],
+    "seed": 5,
+    "n": 1,
+    "return_details": True,
+    "logprobs": True,
+}
+START = 150.0  # seconds
+
+
+def free_ports(count: int) -> list[int]:
+    with ExitStack() as stack:
+        taken = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for one in taken:
+            one.bind(("127.0.0.1", 0))
+        return [int(one.getsockname()[1]) for one in taken]
+
+
+class Fleet:
+    """Servers on the committed model, on ports that were free, with a guard that its answers do not wake."""
+
+    def __init__(self, folder: Path, count: int, **vllm: Any) -> None:
+        self.folder, self.vllm = draw(folder), vllm
+        ports = free_ports(2 * count)
+        self.ports = ports[:count]
+        self.servers = [
+            {"base_url": f"http://127.0.0.1:{http}", "group_port": group}
+            for http, group in zip(ports[:count], ports[count:], strict=True)
+        ]
+        self.file = self.config("fleet")
+        self._running: dict[int, tuple[ExitStack, Started]] = {}
+
+    def config(self, name: str, count: int | None = None, **changes: Any) -> Path:
+        """Of a run that uses the first `count` servers."""
+        vllm = {
+            "mode": "server",
+            "gpu_memory_utilization": 0.1,
+            "enforce_eager": True,
+            "server": {"servers": self.servers[:count], "timeout_s": 60.0},
+            "sync": {"timeout_s": 30.0},
+        } | self.vllm
+        ours = {
+            "rollout_matching__rollout_backend": "vllm",
+            "rollout_matching__vllm": vllm,
+            "rollout_matching__repeat_terminate": GUARD,
+        }
+        return config(self.folder, name, **(ours | changes))
+
+    def start(self, *indices: int) -> None:
+        """Side by side."""
+        for index in indices:
+            stack = ExitStack()
+            words = [*SERVE, "--config", str(self.file), "--index", str(index)]
+            self._running[index] = (stack, stack.enter_context(started(words)))
+        for index in indices:
+            wait_for(lambda index=index: self.is_ready(index), START, lambda index=index: self[index].shown)
+
+    def is_ready(self, index: int) -> bool:
+        if self[index].process.poll() is not None:
+            raise AssertionError(f"server {index} has ended:\n{self[index].shown[-3000:]}")
+        try:
+            return httpx.get(f"{self.url(index)}/health/", timeout=5, trust_env=False).status_code == 200
+        except httpx.HTTPError:
+            return False
+
+    def ensure(self, count: int) -> None:
+        """That the first servers run, whatever a test has done to them."""
+        dead = [
+            index
+            for index in range(count)
+            if index not in self._running or self[index].process.poll() is not None or not self.is_ready(index)
+        ]
+        for index in dead:
+            self.stop(index)
+        self.start(*dead)
+
+    def __getitem__(self, index: int) -> Started:
+        return self._running[index][1]
+
+    def url(self, index: int) -> str:
+        return str(self.servers[index]["base_url"])
+
+    def stop(self, index: int) -> None:
+        """Kills it, and all of its processes."""
+        if index in self._running:
+            self._running.pop(index)[0].close()
+
+    def signal(self, index: int, number: signal.Signals) -> None:
+        """To all of its processes."""
+        for pid in self[index].left():
+            os.kill(pid, number)
+
+    def close(self) -> None:
+        for index in list(self._running):
+            self.stop(index)
+
+    def pictures(self) -> list[str]:
+        return sorted(map(str, (self.folder / "data/images/train").glob("*.png")))
+
+
+def wait_for(done: Callable[[], bool], seconds: float, shown: Callable[[], str] = lambda: "") -> None:
+    until = time.monotonic() + seconds
+    while not done():
+        assert time.monotonic() < until, f"waited for {seconds} s\n{shown()[-3000:]}"
+        time.sleep(0.2)
+
+
+def asked(picture: str, **own: Any) -> dict[str, Any]:
+    """A request as ms-swift writes it; `own` is what only our learner says."""
+    request = {"messages": [{"role": "user", "content": "<image>Detect all objects."}], "images": [picture]}
+    return request | ({"data_dict": {"coordexp": own}} if own else {})
+
+
+def base64_of(picture: str) -> str:
+    return base64.b64encode(Path(picture).read_bytes()).decode()
+
+
+def good(answer: httpx.Response) -> None:
+    assert answer.status_code == 200, answer.text
+
+
+class PlainClient:
+    """A client of the ms-swift contract, written from its description. With a session, it is our learner's end."""
+
+    def __init__(self, url: str, port: int, token: str | None = None) -> None:
+        headers = {"Authorization": f"Bearer {token}"} if token else {}
+        self.http = httpx.Client(base_url=url, timeout=60, trust_env=False, headers=headers)
+        self.url, self.port = url, port
+        self.group: Any = None
+
+    def post(self, path: str, **body: Any) -> httpx.Response:
+        return self.http.post(path, json=body)
+
+    def infer(self, requests: Sequence[dict[str, Any]], **changes: Any) -> list[dict[str, Any]]:
+        answer = self.post("/infer/", infer_requests=list(requests), request_config=GREEDY | changes)
+        assert answer.status_code == 200, answer.text
+        return list(answer.json())
+
+    def join(self, **more: Any) -> httpx.Response:
+        size = int(self.http.get("/get_world_size/").json()["world_size"]) + 1
+        body = {"host": "0.0.0.0", "port": self.port, "world_size": size, **more}
+        with concurrently(lambda: self.post("/init_communicator/", **body)) as answer:
+            self.group = join("127.0.0.1", self.port, size - 1, size, torch.device("cpu"), 20.0)
+        return answer[0]
+
+    def send(self, weights: Sequence[tuple[str, Tensor]], **more: Any) -> httpx.Response:
+        told, buffer = flattened(weights, torch.empty(0, dtype=torch.uint8))
+        with concurrently(lambda: self.post("/update_flattened_params/", metadatas=told, **more)) as answer:
+            self.group.broadcast(buffer)
+        return answer[0]
+
+    def update(self, weights: Sequence[tuple[str, Tensor]], version: str, session: str) -> None:
+        good(self.post("/start_update/", session=session, version=version))
+        good(self.send(weights, session=session))
+        good(self.post("/finish_update/", session=session, version=version))
+
+    @contextmanager
+    def session(self, name: str) -> Iterator[str]:
+        """Held as long as the block."""
+        with self.http.stream("POST", "/session/", json={"session": name, "learner": "test:1"}) as held:
+            assert held.status_code == 200, held.read()
+            lines = held.iter_lines()  # the connection closes with it
+            assert next(lines) == f'{{"session": "{name}"}}'
+            yield name
+
+    def close(self) -> None:
+        if self.group is not None:
+            self.group.close()
+        self.http.close()
+
+
+@contextmanager
+def concurrently(work: Callable[[], Any]) -> Iterator[list[Any]]:
+    """What `work` gives is there after the block."""
+    found: list[Any] = []
+    thread = threading.Thread(target=lambda: found.append(work()), daemon=True)
+    thread.start()
+    yield found
+    thread.join(60)
+    assert found, "the other end did not come back"
+
+
+def model_weights(noise: float = 0.0, seed: int = 0) -> list[tuple[str, Tensor]]:
+    """Of the committed model; with noise, of one that babbles."""
+    model = Qwen3VLForConditionalGeneration.from_pretrained(MODEL, dtype=torch.float32)
+    draws = torch.Generator().manual_seed(seed)
+    return [
+        (name, weight + noise * weight.std() * torch.randn(weight.shape, generator=draws) if noise else weight)
+        for name, weight in learner_weights(model)
+    ]

@@ -1,0 +1,36 @@
+"""`coordexp doctor` with real engines, as a user runs it."""
+
+import pytest
+
+from tests.integration.servers import wait_for
+from tests.integration.stage2_runs import started
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(360)]
+
+CHECKED = (
+    "learner",
+    "rollout server",
+    "parity",
+    "sync",
+    "answers after sync",
+    "health in answers",
+    "other weights noticed",
+    "repeat guard",
+    "server killed",
+    "server restarted",
+    "server ended",
+    "nothing left",
+)
+
+
+def states(shown):
+    rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in shown.splitlines() if line[:1] == "│"]
+    return {name: state for name, _, state in rows}
+
+
+def test_the_doctor_finds_a_cpu_well_and_leaves_no_process():
+    with started(["-m", "coordexp", "doctor", "--cpu"]) as run:
+        code = run.wait(300)
+        assert code == 0, run.shown[-5000:]
+        assert states(run.shown) == dict.fromkeys(CHECKED, "ok") | {"colocated engine": "not checked"}
+        wait_for(lambda: not run.left(), 10)

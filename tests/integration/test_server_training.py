@@ -1,0 +1,117 @@
+"""Training on the answers of rollout servers is training on the learner's own: the same losses, the same counters.
+Servers and learner are processes of their own."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from coordexp.cli import app
+from coordexp.rollout.seeds import request_seed
+from tests.integration.servers import GUARD, Fleet
+from tests.integration.stage2_runs import config, finish, steps, training
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
+
+STEPS = 10
+RUN = {"training__max_steps": STEPS, "training__save_steps": STEPS, "stage2__dump_every": 5}
+
+
+class Pair:
+    """A run by servers, which were started before, and the same by the learner alone."""
+
+    def __init__(self, fleet: Fleet, name: str, servers: int, ranks: int) -> None:
+        fleet.ensure(servers)
+        file = str(fleet.config(name, servers, **RUN))
+        launch = ["-m", "coordexp", "launch", "--config", file, "--cpu", "--no-servers", "--learners", str(ranks)]
+        self.shown = finish(launch)
+        self.folder = fleet.folder / name
+        own = {"rollout_matching__repeat_terminate": GUARD}
+        finish(training(config(fleet.folder, f"{name}-own", **RUN, **own)), ranks)
+        self.own = fleet.folder / f"{name}-own"
+        self.servers, self.ranks, self.fleet = servers, ranks, fleet
+
+    def events(self, kind: str, rank: int = 0) -> list[dict[str, Any]]:
+        file = self.folder / (f"servers_{rank}.jsonl" if rank else "servers.jsonl")
+        return [event for line in file.read_text().splitlines() if (event := json.loads(line))["event"] == kind]
+
+
+@pytest.fixture(scope="module")
+def two_servers(fleet: Fleet) -> Pair:
+    return Pair(fleet, "two-servers", servers=2, ranks=1)
+
+
+@pytest.fixture(scope="module")
+def two_ranks(fleet: Fleet) -> Pair:
+    return Pair(fleet, "two-ranks", servers=1, ranks=2)
+
+
+def check_losses(run: Path, own: Path) -> None:
+    expected, found = steps(own), steps(run)
+    assert len(found) == len(expected) == STEPS
+    apart = max(abs(one["loss"] - other["loss"]) for one, other in zip(found, expected, strict=True))
+    print(f"largest difference of a loss: {apart:.1e}")
+    assert apart <= 1e-5
+    assert len({line["loss"] for line in expected}) == STEPS
+    for one, other in zip(found, expected, strict=True):
+        counters = [name for name in other if name.startswith(("rollout/", "parse/", "match/", "packing/"))]
+        assert "rollout/answers" in counters
+        assert {name: one[name] for name in counters} == {name: other[name] for name in counters}
+
+
+@pytest.mark.scenario("R08.S1", "R34.S1")
+def test_two_servers_and_a_learner_give_the_losses_of_the_learners_own_answers(two_servers):
+    check_losses(two_servers.folder, two_servers.own)
+
+
+@pytest.mark.scenario("R07.S9")
+def test_one_server_and_two_ranks_give_the_losses_of_their_own_answers(two_ranks):
+    check_losses(two_ranks.folder, two_ranks.own)
+    for rank in (0, 1):
+        calls = [call for event in two_ranks.events("rollouts", rank) for call in event["calls"]]
+        assert calls and {call["server"] for call in calls} == {0}
+    assert len(two_ranks.events("sync")) == STEPS and not two_ranks.events("sync", 1)
+
+
+@pytest.mark.scenario("R07.S5")
+def test_answers_of_servers_are_aligned_strictly_and_come_out_the_same_when_corrected_again(two_servers):
+    done = CliRunner().invoke(app, ["replay", str(two_servers.folder / "dumps")])
+    assert done.exit_code == 0, done.output
+    assert "examples of 2 steps come out the same" in done.output
+
+
+def test_every_rollout_carries_the_version_of_its_step_and_both_servers_have_made_some(two_servers):
+    syncs = two_servers.events("sync")
+    assert [event["version"] for event in syncs] == list(range(STEPS))
+    assert all(event["synced"] == [0, 1] and event["bytes"] > 3_000_000 for event in syncs)
+    rollouts = two_servers.events("rollouts")
+    assert sorted({event["version"] for event in rollouts}) == list(range(STEPS))
+    assert {call["server"] for event in rollouts for call in event["calls"]} == {0, 1}
+
+
+@pytest.mark.scenario("R09.S1", "R39.S1")
+def test_what_is_needed_to_repeat_the_run_is_in_its_folder(two_servers, two_ranks):
+    rollouts = json.loads((two_servers.folder / "run.json").read_text())[0]["rollouts"]
+    known = [{"base_url": one["base_url"], "group_port": one["group_port"]} for one in rollouts["servers"]]
+    assert known == two_servers.fleet.servers
+    assert {one["world_size"] for one in rollouts["servers"]} == {1}
+    assert (rollouts["mode"], rollouts["sync_mode"], rollouts["fallbacks"]) == ("server", "full", [])
+    possible = {request_seed(42, 0, micro, 0, k) for micro in range(2) for k in range(64)}
+    first = two_servers.events("rollouts")[0]
+    assert first["sync_mode"] == "full" and {call["seed"] for call in first["calls"]} <= possible
+    calls = [call for event in two_servers.events("rollouts") for call in event["calls"]]
+    calls += [call for rank in (0, 1) for event in two_ranks.events("rollouts", rank) for call in event["calls"]]
+    assert all(call["base_url"].startswith("http://127.0.0.1:") for call in calls)
+    of_ranks = [
+        {call["seed"] for event in two_ranks.events("rollouts", rank) for call in event["calls"]}
+        for rank in (0, 1)
+    ]
+    assert not of_ranks[0] & of_ranks[1]
+
+
+def test_a_run_says_that_it_connects_and_that_the_servers_answer_as_the_learner(two_servers):
+    assert "connecting to rollout server 0 (http://127.0.0.1:" in two_servers.shown
+    assert "the rollout servers answer as the learner does" in two_servers.shown
+    assert "Traceback" not in two_servers.shown and "warning" not in two_servers.shown.lower()

@@ -1,0 +1,283 @@
+"""What is looked at before anything is started, on a machine that a test furnishes."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+from coordexp.cli import app
+from coordexp.config import World, load_settings
+from coordexp.launch import memory, preflight
+from coordexp.launch.memory import Device
+from coordexp.launch.plan import Asked, make_plan
+from tests.vocabularies import table
+
+CONFIG = Path("configs/stage2-server-3v1.yaml").resolve()
+RECORD = {"image": "1.png", "width": 8, "height": 8, "space": "pixel", "objects": []}
+SHAPES = {"model.embed_tokens.weight": (1000, 1000), "model.layers.0.q_proj.weight": (3000, 1000)}
+GB = 10**9
+
+
+def free_ports(count):
+    probes = [socket.create_server(("", 0)) for _ in range(count)]
+    ports = [probe.getsockname()[1] for probe in probes]
+    for probe in probes:
+        probe.close()
+    return ports
+
+
+@pytest.fixture
+def config(tmp_path):
+    """Model, data and a config of three servers that fit together."""
+    folder = tmp_path / "model"
+    folder.mkdir()
+    table("random-1").tokenizer.save(str(folder / "tokenizer.json"))
+    text = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
+    (folder / "config.json").write_text(json.dumps({"text_config": text}))
+    header = json.dumps(
+        {"__metadata__": {}} | {name: {"dtype": "BF16", "shape": shape} for name, shape in SHAPES.items()}
+    ).encode()
+    (folder / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
+    (tmp_path / "train.jsonl").write_text(json.dumps(RECORD))
+    (tmp_path / "1.png").touch()
+    ports = free_ports(6)
+    tree = {
+        "extends": [os.path.relpath(CONFIG, tmp_path)],
+        "model": {"path": str(folder)},
+        "custom": {"train_jsonl": str(tmp_path / "train.jsonl"), "val_jsonl": str(tmp_path / "train.jsonl")},
+        "rollout_matching": {"vllm": {"gpu_memory_utilization": 0.1, "server": {"servers": [
+            {"base_url": f"http://127.0.0.1:{ports[2 * k]}", "group_port": ports[2 * k + 1]} for k in range(3)
+        ]}}},
+    }  # fmt: skip
+    path = tmp_path / "run.yaml"
+    path.write_text(yaml.safe_dump(tree))
+    return path
+
+
+def loaded(config):
+    return load_settings(config, World(1)).settings
+
+
+def told(problems):
+    return "\n".join(map(str, problems))
+
+
+def test_what_fits_has_no_problems(config):
+    wanted = loaded(config)
+    assert told(preflight.settings_problems(wanted, Asked("x"))) == ""
+    assert told(preflight.port_problems(wanted, Asked(str(config), cpu=True))) == ""
+
+
+def test_a_port_that_something_listens_at_is_told_with_its_setting(config):
+    servers = loaded(config).rollout_matching.vllm.server.servers
+    http = int(servers[1].base_url.rpartition(":")[2])
+    with socket.create_server(("127.0.0.1", http)), socket.create_server(("", servers[2].group_port)):
+        found = told(preflight.port_problems(loaded(config), Asked(str(config), cpu=True)))
+        assert f"servers[1].base_url: port {http}: address already in use" in found
+        assert f"servers[2].group_port: port {servers[2].group_port}: address already in use" in found
+        assert "servers[0]" not in found
+        elsewhere = Asked(str(config), cpu=True, start_servers=False)
+        assert told(preflight.port_problems(loaded(config), elsewhere)) == ""
+
+
+def test_absent_files_a_wrong_vocabulary_and_bad_records_are_all_told(config, tmp_path):
+    (tmp_path / "model/tokenizer.json").unlink()
+    (tmp_path / "train.jsonl").write_text('{"image": 5}')
+    found = told(preflight.settings_problems(loaded(config), Asked("x")))
+    assert "tokenizer.json: no such file" in found
+    assert "coordexp model add-coords" in found
+    assert "custom.train_jsonl:" in found
+    assert "train.jsonl:1: missing keys" in found
+    (tmp_path / "train.jsonl").unlink()
+    assert "train.jsonl does not exist" in told(preflight.settings_problems(loaded(config), Asked("x")))
+
+
+def test_pictures_that_servers_may_not_read_are_told_with_the_way_out(config, tmp_path):
+    elsewhere = tmp_path.parent / f"{tmp_path.name}-elsewhere"
+    elsewhere.mkdir()
+    (tmp_path / "1.png").rename(elsewhere / "1.png")
+    (tmp_path / "1.png").symlink_to(elsewhere / "1.png")
+    found = told(preflight.settings_problems(loaded(config), Asked("x")))
+    assert "which servers may not read" in found and f"--images {elsewhere}" in found
+    assert told(preflight.settings_problems(loaded(config), Asked("x", images=(str(elsewhere),)))) == ""
+
+
+def test_pictures_of_the_first_records_must_be_there(config, tmp_path):
+    (tmp_path / "1.png").unlink()
+    assert "train.jsonl: 1.png does not exist\n" in told(preflight.settings_problems(loaded(config), Asked("x")))
+    (tmp_path / "train.jsonl").write_text("")
+    assert "has no records" in told(preflight.settings_problems(loaded(config), Asked("x")))
+
+
+def test_gpus_must_be_there_and_allowed(monkeypatch):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    four = {gpu: Device(80 * GB, 80 * GB) for gpu in range(4)}
+    asked = Asked("x.yaml", "0,1,2", "3")
+    assert told(preflight.gpu_problems(asked, four)) == ""
+    assert "--train-gpus: 3: this machine has GPUs 0, 1" in told(
+        preflight.gpu_problems(asked, {0: four[0], 1: four[1]})
+    )
+    assert "has no GPU that can be seen" in told(preflight.gpu_problems(asked, {}))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,3")
+    assert "--server-gpus: 2 is not in CUDA_VISIBLE_DEVICES=0,1,3" in told(preflight.gpu_problems(asked, four))
+
+
+def test_memory_is_counted_from_headers(config):
+    wanted = loaded(config)
+    plan = make_plan(wanted, Asked(str(config), cpu=True))
+    needed = {need.part: need.bytes for need in memory.needs(plan, wanted, config.parent / "model")}
+    cache = 2 * 2 * 2 * 8 * wanted.rollout_matching.vllm.max_model_len * 2
+    assert needed["server 0"] == 4_000_000 * 2 + cache
+    assert needed["learner"] == 4_000_000 * 2 * 4  # weights, gradients, two states of Adam
+
+
+def test_of_a_learner_with_an_adapter_only_the_adapter_has_an_optimizer(config):
+    tree = yaml.safe_load(config.read_text())
+    tree["model"]["adapter"] = {"type": "lora", "rank": 4, "alpha": 8}
+    config.write_text(yaml.safe_dump(tree))
+    plan = make_plan(loaded(config), Asked(str(config), cpu=True))
+    learner = memory.needs(plan, loaded(config), config.parent / "model")[-1]
+    assert learner.bytes == 4_000_000 * 2 + 4 * (3000 + 1000) * 4 * 4
+
+
+@pytest.mark.parametrize(
+    ("gpu", "problem"),
+    [
+        (Device(GB, GB), ""),
+        (Device(GB, GB // 20), "GPU 0 has 50.0 MB free of 1.0 GB, and server 0 takes a share of 0.1 (100.0 MB)"),
+        (
+            Device(GB // 20, GB // 20),
+            "server 0 needs at least 10.0 MB (weights 8.0 MB, one longest sequence 2.0 MB)",
+        ),
+        (
+            Device(GB // 50, GB // 50),
+            "learner needs at least 32.0 MB (weights 8.0 MB, gradients and optimizer 24.0 MB)",
+        ),
+        (Device(GB // 25, GB // 25), "GPU 3 has 40.0 MB: little is left for activations"),
+    ],
+)
+def test_memory_that_is_not_there_is_told_with_the_numbers(config, gpu, problem):
+    wanted = loaded(config)
+    plan = make_plan(wanted, Asked(str(config), "0,1,2", "3"))
+    _, found = preflight.memory_problems(plan, wanted, dict.fromkeys(range(4), gpu))
+    assert problem in told(found) if problem else not found
+
+
+def test_on_the_cpu_all_parts_share_the_memory(config):
+    wanted = loaded(config)
+    plan = make_plan(wanted, Asked(str(config), cpu=True))
+    needed = memory.needs(plan, wanted, config.parent / "model")
+    (refusal,) = memory.machine_problems(plan, wanted, needed, Device(GB, 60_000_000))
+    assert "the parts need at least 6" in str(refusal)
+    (warning,) = memory.machine_problems(plan, wanted, needed, Device(GB, GB // 5))
+    assert isinstance(warning, str)
+    assert "each of 3 servers may take a share of 0.1" in warning
+    assert list(memory.machine_problems(plan, wanted, needed, Device(GB, GB))) == []
+
+
+def test_gpus_are_found_by_nvidia_smi(tmp_path, monkeypatch):
+    smi = tmp_path / "nvidia-smi"
+    smi.write_text("#!/bin/sh\nprintf '0, 81920, 81000\\n1, 81920, 5\\n'\n")
+    smi.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    assert preflight.find_gpus() == {0: Device(81920 * 2**20, 81000 * 2**20), 1: Device(81920 * 2**20, 5 * 2**20)}
+
+
+def test_check_only_prints_the_plan_and_starts_nothing(config):
+    result = CliRunner().invoke(
+        app, ["launch", "--config", str(config), "--cpu", "--learners", "2", "--check-only"]
+    )
+    assert result.exit_code == 0, result.output
+    assert "server 2" in result.output
+    assert f"serve --config {config} --index 2" in result.output
+    assert "--nproc_per_node 2 -m coordexp train" in result.output
+
+
+def test_a_launch_that_cannot_be_tells_everything_and_starts_nothing(config):
+    command = ["launch", "--config", str(config), "--server-gpus", "0,1", "--train-gpus", "1"]
+    (config.parent / "train.jsonl").unlink()
+    result = CliRunner().invoke(app, command)
+    assert result.exit_code == 2
+    for problem in ("2 GPUs, and the config has 3", "GPU 1 is in --server-gpus too", "train.jsonl does not exist"):
+        assert problem in result.output
+    assert result.output.endswith("nothing was started\n")
+
+
+def test_a_wrong_config_is_told_with_the_wrong_command_line():
+    result = CliRunner().invoke(
+        app, ["launch", "--config", "examples/check/ten-mistakes.yaml", "--server-gpus", "x"]
+    )
+    assert result.exit_code == 2
+    assert "--server-gpus: 'x' is not a list of GPU numbers" in result.output
+    assert "servers[0].unknown_flag: unknown key" in result.output
+
+
+def test_the_launcher_imports_no_torch(config):
+    code = (
+        "import sys; from coordexp.cli import app; "
+        f"app(['launch', '--config', {str(config)!r}, '--cpu', '--check-only'], standalone_mode=False); "
+        "import coordexp.launch.processes; assert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
+
+
+def test_a_launch_hands_its_parts_a_token_of_its_own_and_gives_back_the_exit_code(config, tmp_path):
+    """The whole command, with a small package in place of coordexp's serve and train."""
+    stand_in = tmp_path / "stand_in.py"
+    stand_in.write_text(STAND_IN)
+    run = subprocess.run(
+        [sys.executable, str(stand_in), "launch", "--config", str(config), "--cpu", "--learners", "1"],
+        env={k: v for k, v in os.environ.items() if k != "COORDEXP_SERVER_TOKEN"},
+        capture_output=True,
+        text=True,
+        timeout=40,
+    )
+    assert run.returncode == 5, run.stdout + run.stderr
+    assert "server 2 | serving with a token of 43 characters" in run.stdout
+    assert "learner  | training with a token of 43 characters" in run.stdout
+
+
+STAND_IN = """
+import os, sys
+from pathlib import Path
+from urllib.parse import urlsplit
+
+def serve(config, index):
+    from http.server import BaseHTTPRequestHandler, HTTPServer
+    from coordexp.config import load_settings
+    class FakeServer(BaseHTTPRequestHandler):
+        def do_GET(self):
+            allowed = self.path == "/health/" or self.headers["Authorization"] == "Bearer " + token
+            self.send_response(200 if allowed else 401)
+            self.end_headers()
+            self.wfile.write(b'{"world_size": 1}')
+        def log_message(self, *_):
+            pass
+    server = load_settings(config).settings.rollout_matching.vllm.server.servers[index]
+    print("serving with a token of", len(token), "characters")
+    HTTPServer(("127.0.0.1", urlsplit(server.base_url).port), FakeServer).serve_forever()
+
+token = os.environ.get("COORDEXP_SERVER_TOKEN", "")
+if sys.argv[1] == "serve":
+    serve(sys.argv[3], int(sys.argv[5]))
+elif sys.argv[1] == "train":
+    print("training with a token of", len(token), "characters")
+    sys.exit(5)
+else:
+    from coordexp.cli import main
+    from coordexp.launch import plan
+    from coordexp.launch.part import Running
+    started = Running.__init__
+    def instead(self, part, extra):
+        words = part.command[part.command.index("coordexp") + 1:]
+        started(self, plan.Part(part.name, (sys.executable, __file__, *words), part.env), extra)
+        self.part = part
+    Running.__init__ = instead
+    main(sys.argv[1:])
+"""

@@ -1,0 +1,328 @@
+"""A launcher and its parts as real processes: who is ended when, exit codes, and that none of them is left."""
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+import uuid
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+import pytest
+
+ROOT = Path(__file__).parents[3]
+FAKE = [sys.executable, str(Path(__file__).with_name("fake_server.py"))]
+MARK = "COORDEXP_TEST_MARK"
+
+DONE = "print('step 1'); print('step 2')"
+SAVES = """
+import signal, sys, time
+def stop(*_):
+    sys.stdout.write('saved\\n')  # in one piece: another rank may write too
+    sys.exit(0)
+signal.signal(signal.SIGTERM, stop)
+sys.stdout.write('training\\n')
+time.sleep(60)
+"""
+IGNORES = """
+import signal, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+print('training', flush=True)
+time.sleep(60)
+"""
+
+pytestmark = pytest.mark.timeout(30)
+
+
+def free_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def fake(*options, **more):
+    port = free_port()
+    return {"port": port, "command": [*FAKE, str(port), *options], **more}
+
+
+class Launched:
+    """A launcher, its lines so far, and whatever carries its mark."""
+
+    def __init__(self, learner, servers, ranks=False, before=(), **patience):
+        self.mark = uuid.uuid4().hex
+        asked = {
+            "servers": servers,
+            "learner": [sys.executable, "-c", learner] if isinstance(learner, str) else learner,
+            "ranks": ranks,
+            "patience": {"server_s": 5.0, "back_off_s": [0.1, 0.1, 0.1]} | patience,
+        }
+        self.process = subprocess.Popen(
+            [*before, sys.executable, "-m", "tests.unit.launch.launcher", json.dumps(asked)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            cwd=ROOT,
+            env=os.environ | {MARK: self.mark, "PYTHONPATH": f"{ROOT}:{ROOT / 'src'}", "RANK": "5"},
+        )
+        self.text = ""
+
+    def until(self, pattern):
+        for line in self.process.stdout:
+            self.text += line
+            if re.search(pattern, line):
+                return line
+        raise AssertionError(f"{pattern} was not said:\n{self.text}")
+
+    def end(self):
+        self.text += self.process.communicate(timeout=25)[0]
+        return self.process.returncode
+
+    def left(self):
+        return [process for process in psutil.process_iter() if self._is_ours(process)]
+
+    def _is_ours(self, process):
+        try:
+            return process.environ().get(MARK) == self.mark and process.status() != psutil.STATUS_ZOMBIE
+        except psutil.Error:
+            return False
+
+
+@contextmanager
+def launched(*arguments, **options):
+    run = Launched(*arguments, **options)
+    try:
+        yield run
+        assert run.left() == []
+    finally:
+        for process in (run.process, *run.left()):
+            process.kill()
+        run.process.communicate()
+
+
+def test_when_the_learner_is_done_all_ends_with_0_and_nothing_is_left():
+    with launched(DONE, [fake("--spawn"), fake()]) as run:
+        assert run.end() == 0, run.text
+        lines = run.text.splitlines()
+        assert "server 0 | starting the engine" in lines
+        assert "server 1 | starting the engine" in lines
+        assert "launch   | world sizes of the servers: 1, 1" in lines
+        assert lines.index("learner  | step 1") > lines.index("launch   | world sizes of the servers: 1, 1")
+        assert "secret-token" not in run.text
+        assert "\x1b" not in run.text
+
+
+def test_a_part_gets_the_token_and_no_terminal_and_nothing_of_another_torchrun():
+    learner = """
+import os, sys
+print(os.environ['COORDEXP_SERVER_TOKEN'] == 'secret-token', sys.stdout.isatty(), 'RANK' in os.environ)
+"""
+    with launched(learner, [fake()]) as run:
+        assert run.end() == 0
+        assert "learner  | True False False" in run.text
+
+
+def test_a_learner_that_fails_ends_all_with_its_code_and_its_last_lines_are_told_again():
+    with launched("import sys; print('bad data'); sys.exit(7)", [fake("--spawn")]) as run:
+        assert run.end() == 7, run.text
+        told = run.text.split("the last lines of learner:")[1]
+        assert "learner  | bad data" in told
+
+
+def test_a_server_that_ends_at_the_start_ends_all_before_anything_is_trained():
+    with launched(DONE, [fake(), fake("--at-start", "3", "--spawn")]) as run:
+        assert run.end() == 1
+        told = run.text.split("the last lines of server 1:")[1]
+        assert "server 1 | no room for the engine" in told
+        assert "exit code 3" in told
+        assert "step 1" not in run.text
+
+
+def test_ctrl_c_lets_the_learner_save_before_servers_end_and_gives_130():
+    with launched(SAVES, [fake("--spawn")]) as run:
+        run.until("training")
+        run.process.send_signal(signal.SIGINT)
+        assert run.end() == 130, run.text
+        assert "learner  | saved" in run.text
+
+
+def test_sigterm_lets_the_learner_save_and_gives_its_exit_code():
+    with launched(SAVES, [fake()]) as run:
+        run.until("training")
+        run.process.send_signal(signal.SIGTERM)
+        assert run.end() == 0, run.text
+        assert "learner  | saved" in run.text
+
+
+def test_a_learner_that_does_not_end_is_killed_after_the_grace():
+    with launched(IGNORES, [fake()], learner_s=0.5) as run:
+        run.until("training")
+        run.process.send_signal(signal.SIGTERM)
+        assert run.end() == 128 + signal.SIGTERM
+        assert "did not end in 0.5 s" in run.text
+
+
+def test_a_second_ctrl_c_ends_all_at_once():
+    with launched(IGNORES, [fake("--spawn", "--stubborn")], learner_s=60.0, server_s=20.0) as run:
+        run.until("training")
+        run.process.send_signal(signal.SIGINT)
+        run.until("finishes its step")
+        since = time.monotonic()
+        run.process.send_signal(signal.SIGINT)
+        assert run.end() == 130
+        assert time.monotonic() - since < 4
+
+
+def test_a_server_that_does_not_end_in_time_is_killed():
+    with launched(DONE, [fake("--stubborn")], server_s=0.5) as run:
+        assert run.end() == 0, run.text
+
+
+def test_ctrl_c_while_servers_start_ends_them():
+    silent = {"port": free_port(), "command": [sys.executable, "-c", "import time; time.sleep(60)"]}
+    with launched(DONE, [silent]) as run:
+        run.until("waiting for server 0")
+        run.process.send_signal(signal.SIGINT)
+        assert run.end() == 130
+        assert "step 1" not in run.text
+
+
+def test_nothing_outlives_a_launcher_that_is_killed():
+    with launched(IGNORES, [fake("--spawn"), fake()]) as run:
+        run.until("training")
+        assert len(run.left()) >= 9  # launcher; three tethers; two servers, learner; two engines
+        run.process.kill()
+        run.process.wait()
+        until = time.monotonic() + 5
+        while run.left() and time.monotonic() < until:
+            time.sleep(0.05)
+
+
+def test_a_part_whose_tether_is_killed_leaves_nothing_and_is_restarted():
+    with launched(SAVES, [fake("--spawn")]) as run:
+        tether = int(re.search(r"process (\d+)", run.until("started server 0"))[1])
+        run.until("training")
+        below = psutil.Process(tether).children(recursive=True)
+        assert len(below) >= 3
+        os.kill(tether, signal.SIGKILL)
+        run.until("started server 0")
+        assert not any(process in run.left() for process in below)
+        run.until("starting the engine")
+        run.process.send_signal(signal.SIGTERM)
+        assert run.end() == 0, run.text
+
+
+def test_what_a_shell_started_before_it_became_the_launcher_is_left_alone():
+    shell = ["sh", "-c", f'env -u {MARK} sleep 600 & exec "$@"', "sh"]
+    with launched(DONE, [fake()], before=shell) as run:
+        run.until("waiting")
+        (other,) = [child for child in psutil.Process(run.process.pid).children() if child.name() == "sleep"]
+        try:
+            run.until("exit code 0")
+            run.process.wait(timeout=20)
+            assert other.is_running()
+        finally:
+            other.kill()
+
+
+def test_a_server_that_ends_is_restarted_so_often_and_then_given_up(tmp_path):
+    with launched(SAVES, [fake("--die-when", str(tmp_path / "now"))], back_off_s=[0.1, 0.2]) as run:
+        run.until("training")
+        (tmp_path / "now").touch()
+        assert run.end() == 1, run.text
+        assert run.text.count("started server 0") == 3
+        assert "restart 2 of 2 in 0.2 s" in run.text
+        assert "it was restarted 2 times, and is given up" in run.text
+        assert "no rollout server is left" in run.text
+        assert "learner  | saved" in run.text
+
+
+def test_a_learner_goes_on_with_the_servers_that_are_left(tmp_path):
+    with launched(SAVES, [fake("--die-when", str(tmp_path / "now")), fake()], back_off_s=[0.1]) as run:
+        run.until("training")
+        (tmp_path / "now").touch()
+        run.until("it was restarted 1 times, and is given up")
+        assert "saved" not in run.text
+        run.process.send_signal(signal.SIGTERM)
+        assert run.end() == 0, run.text
+        assert "learner  | saved" in run.text
+
+
+def test_a_server_of_another_world_size_than_planned_stops_the_launch():
+    with launched(DONE, [fake("--size", "2")]) as run:
+        assert run.end() == 1
+        assert "has world size 2, and the plan 1" in run.text
+        assert "step 1" not in run.text
+
+
+def test_servers_that_never_answer_end_the_launch_in_time():
+    silent = {"port": free_port(), "command": [sys.executable, "-c", "import time; time.sleep(60)"]}
+    with launched(DONE, [silent], start_s=1.0) as run:
+        assert run.end() == 1
+        assert "after 1 s there is no answer from server 0" in run.text
+
+
+def test_a_server_that_runs_elsewhere_is_used_and_not_ended():
+    port = free_port()
+    elsewhere = subprocess.Popen([*FAKE, str(port), "--size", "4"])
+    try:
+        with launched(DONE, [{"port": port, "command": None, "planned": None}]) as run:
+            assert run.end() == 0, run.text
+            assert "world sizes of the servers: 4" in run.text
+            assert elsewhere.poll() is None
+    finally:
+        elsewhere.kill()
+        elsewhere.wait()
+
+
+def test_progress_bars_become_few_whole_lines():
+    learner = """
+import sys, time
+for k in range(200):
+    sys.stderr.write(f'\\r{k / 2}% \\x1b[2K\\x1b[1A|###')
+sys.stderr.write('\\r100%\\n')
+sys.stdout.write('no newline at the end')
+"""
+    with launched(learner, [fake()]) as run:
+        assert run.end() == 0
+        said = [line for line in run.text.splitlines() if line.startswith("learner")]
+        assert said[-1] == "learner  | no newline at the end"
+        assert said[-2] == "learner  | 100%"
+        assert len(said) <= 4
+        assert "\x1b" not in run.text
+        assert "\r" not in run.text
+
+
+def test_a_reader_that_goes_away_stops_no_part(tmp_path):
+    learner = f"import time\nfor k in range(400): print('x' * 1000)\nopen({str(tmp_path / 'done')!r}, 'w').close()"
+    with launched(learner, [fake()]) as run:
+        run.until("waiting")
+        run.process.stdout.close()
+        assert run.process.wait(timeout=20) == 0
+        assert (tmp_path / "done").exists()
+        run.process.stdout = None
+
+
+@pytest.mark.timeout(60)
+def test_ranks_of_torchrun_are_told_to_end_and_torchrun_ends_with_0(tmp_path):
+    script = tmp_path / "rank.py"
+    script.write_text(SAVES)
+    torchrun = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc_per_node",
+        "2",
+        str(script),
+    ]
+    with launched(torchrun, [fake()], ranks=True) as run:
+        run.until("training")
+        run.until("training")
+        run.process.send_signal(signal.SIGTERM)
+        assert run.end() == 0, run.text
+        assert run.text.count("saved") == 2

@@ -1,0 +1,129 @@
+"""What goes to a rollout server and what is read from it, without one."""
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+
+from coordexp.config.rollout import RepeatTerminate
+from coordexp.errors import EngineError
+from coordexp.rollout.backend import Decode, Picture, Request
+from coordexp.rollout.wire import (
+    Answer,
+    RequestFailed,
+    infer_payload,
+    model_difference,
+    model_fingerprint,
+    rollout,
+)
+from coordexp.rollout.wire import read_answers as read
+from tests.vocabularies import table
+
+TABLE = table("small")
+END, OTHER_END = TABLE.end_of_turn, TABLE.tokenizer.token_to_id("<|endoftext|>")
+GUARD = RepeatTerminate(enabled=True, min_new_tokens=2, max_consecutive_token_repeats=2)
+
+
+def request(seed=1, path="a.png", **decode):
+    return Request(Picture(path, 8, 8), Decode(**({"max_new_tokens": 9} | decode)), seed)
+
+
+def test_it_imports_no_torch():
+    code = "import coordexp.rollout.wire, coordexp.rollout.pool, sys; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_a_payload_has_every_sampling_field_and_absolute_paths(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    drawn = {"mode": "sampling", "temperature": 0.5, "top_p": 0.9, "top_k": 7, "guard": GUARD}
+    found = infer_payload([request(5, "é.png", **drawn), request(6, "/b.png", **drawn)], "find all")
+    assert json.loads(json.dumps(found)) == {
+        "infer_requests": [
+            {
+                "messages": [{"role": "user", "content": "<image>find all"}],
+                "images": [path],
+                "data_dict": {"coordexp": {"seed": seed, "guard": True, "size": [8, 8]}},
+            }
+            for path, seed in ((str(tmp_path / "é.png"), 5), ("/b.png", 6))
+        ],
+        "request_config": {
+            "max_tokens": 9,
+            "temperature": 0.5,
+            "top_k": 7,
+            "top_p": 0.9,
+            "repetition_penalty": 1.0,
+            "stop": [],
+            "seed": 5,
+            "n": 1,
+            "return_details": True,
+            "logprobs": True,
+        },
+    }
+
+
+def test_greedy_leaves_nothing_to_a_models_own_settings():
+    config = infer_payload([request(temperature=0.9, top_k=3, top_p=0.2)], "q")["request_config"]
+    assert (config["temperature"], config["top_k"], config["top_p"]) == (0.0, -1, 1.0)
+
+
+def test_a_question_with_a_place_for_a_picture_is_refused():
+    with pytest.raises(EngineError, match=r"custom\.prompt: it contains <image>"):
+        infer_payload([request()], "what is <image>?")
+
+
+def test_a_request_that_failed_alone_says_which_and_why():
+    body = json.dumps([{"error": {"code": "bad_request", "message": "no such file", "fix": "copy it"}}]).encode()
+    with pytest.raises(RequestFailed) as error:
+        read(body, 1, "server")
+    assert (error.value.index, error.value.message, error.value.fix) == (0, "no such file", "copy it")
+
+
+@pytest.mark.parametrize(
+    ("ids", "said", "kept", "reason"),
+    [
+        ([5, 6, END], "stop", 2, "stop"),
+        ([5, 6], "stop", 2, "stop"),  # without the stop token (D26)
+        ([5, 6, OTHER_END], "stop", 2, "stop"),
+        ([5, 6], "length", 2, "length"),
+        ([5, 7, 7, END], "repeat", 3, "repeat"),
+        ([END], "stop", 0, "stop"),
+    ],
+)
+def test_an_answer_is_without_its_stop_token_and_says_how_it_ended(ids, said, kept, reason):
+    answer = Answer((1, 2), tuple(ids), tuple(-0.1 * k for k in range(len(ids))), said, "3")
+    found = rollout(answer, GUARD, (), TABLE, version=3)
+    assert found.ids == tuple(ids[:kept])
+    assert (len(found.logprobs), found.finish_reason, found.version, found.prompt_ids) == (kept, reason, 3, (1, 2))
+
+
+def test_a_fingerprint_tells_models_apart_and_not_who_saved_them(tmp_path):
+    def model(name, **config):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(json.dumps(config))
+        TABLE.tokenizer.save(str(tmp_path / name / "tokenizer.json"))
+        return model_fingerprint(tmp_path / name)
+
+    text = {"hidden": 8, "layers": ["a", "b"], "dtype": "float32"}
+    first = model("first", transformers_version="5.1", text=text, eos=3)
+    again = model("again", transformers_version="5.2", text=text | {"dtype": "bfloat16"}, eos=3)
+    other = model("other", text=text | {"layers": ["a", "c"]}, eos=4)
+    assert model_difference(first, again) is None
+    assert model_difference(first, other).startswith("config.eos is 4 there and 3 here; config.text.layers is ")
+    assert first["tokenizer.first_coord"] == TABLE.first_coord
+    assert model_difference(first, json.loads(json.dumps(first))) is None
+
+
+def test_one_call_decodes_in_one_way():
+    with pytest.raises(ValueError, match="2 ways of decoding"):
+        infer_payload([request(), replace(request(), decode=Decode.greedy(5))], "q")
+
+
+def test_payloads_fit_the_dataclasses_of_ms_swift_where_it_is_installed():
+    """Their constructors know every field that we send."""
+    protocol = pytest.importorskip("swift.infer_engine.protocol", reason="ms-swift is not installed")
+    payload = infer_payload([request(5), request(6)], "Detect all objects.")
+    for one in payload["infer_requests"]:
+        assert protocol.RolloutInferRequest(**one).images == one["images"]
+    assert protocol.RequestConfig(**payload["request_config"]).seed == payload["request_config"]["seed"]

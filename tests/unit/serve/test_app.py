@@ -1,0 +1,241 @@
+"""The door and the routes of a server, over real HTTP. The engine is a fake."""
+
+import asyncio
+import json
+import socket
+import statistics
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import httpx
+import pytest
+import uvicorn
+from prometheus_client import CollectorRegistry
+
+from coordexp.serve import app as routes
+from coordexp.serve.app import RolloutApp
+from coordexp.serve.listening import bound
+from coordexp.serve.metrics import Metrics
+from tests.unit.serve.test_updates import FakeEngine
+
+TOKEN = "a token"
+
+
+class FakeAnswering:
+    async def one(self, given: Any, config: Any, version: str) -> tuple[dict[str, Any], int]:
+        await asyncio.sleep(given.get("seconds", 0))
+        if given.get("fails"):
+            raise RuntimeError("the engine failed")
+        return {"response": given, "rollout_infos": {"weight_version": version}}, 3
+
+
+class Server:
+    """In a thread of this process."""
+
+    def __init__(self, token: str | None) -> None:
+        self.engine: Any = FakeEngine()
+        self.engine.has_ended = False
+        self.app: Any = None
+        self.listening = bound("127.0.0.1", 0)
+        self.url = f"http://127.0.0.1:{self.listening.getsockname()[1]}"
+        self.thread = threading.Thread(target=lambda: asyncio.run(self._serve(token)))
+        self.thread.start()
+        while self.app is None or not self.uvicorn.started:
+            self.thread.join(0.01)
+            assert self.thread.is_alive()
+
+    async def _serve(self, token: str | None) -> None:
+        about = {"server": "coordexp", "protocol": 1}
+        places = {"host": "127.0.0.1", "world_size": 1, "token": token}
+        metrics = Metrics(CollectorRegistry())
+        app = RolloutApp(self.engine, FakeAnswering(), about, **places, metrics=metrics)  # type: ignore[arg-type]
+        self.uvicorn = uvicorn.Server(uvicorn.Config(app.api, log_level="error", timeout_graceful_shutdown=1))
+        self.uvicorn.install_signal_handlers = lambda: None  # type: ignore[attr-defined]
+        self.app, self.loop = app, asyncio.get_running_loop()
+        await self.uvicorn.serve(sockets=[self.listening])
+
+    def client(self, **headers: str) -> httpx.Client:
+        return httpx.Client(base_url=self.url, headers=headers, trust_env=False, timeout=10)
+
+    def close(self) -> None:
+        self.uvicorn.should_exit = True
+        self.thread.join(10)
+
+
+@pytest.fixture
+def server() -> Iterator[Server]:
+    found = Server(None)
+    yield found
+    found.close()
+
+
+def code(answer: httpx.Response) -> tuple[int, str]:
+    told = answer.json()["error"]
+    assert told["message"] and set(told) == {"code", "message", "fix"}
+    return answer.status_code, told["code"]
+
+
+@pytest.mark.timeout(60)
+def test_with_a_token_every_route_but_health_wants_it():
+    server = Server(TOKEN)
+    try:
+        with server.client() as http, server.client(Authorization=f"Bearer {TOKEN}") as known:
+            paths = [(method, path) for method, path, _ in server.app._routes()]
+            assert len(paths) == 20
+            for method, path in paths:
+                answer = http.request(method, path, json={})
+                assert (answer.status_code == 200) if path == "/health/" else (code(answer) == (401, "no_token"))
+            wrong = {"Authorization": "Bearer other"}
+            assert code(http.get("/version/", headers=wrong)) == (401, "no_token")
+            assert known.get("/version/").json()["server"] == "coordexp"
+    finally:
+        server.close()
+
+
+@pytest.mark.timeout(60)
+def test_a_route_without_its_slash_is_redirected_as_the_contract_has_it(server):
+    with server.client() as http:
+        assert http.get("/get_world_size").status_code == 307
+        assert http.get("/get_world_size", follow_redirects=True).json() == {"world_size": 1}
+
+
+@pytest.mark.timeout(60)
+def test_calls_that_are_too_large_or_cannot_be_read_are_refused_with_words(server, monkeypatch):
+    monkeypatch.setattr(routes, "MOST_BYTES", 1000)
+    with server.client() as http:
+        assert code(http.post("/infer/", content=b"x" * 1001)) == (413, "too_large")
+
+        def chunks() -> Iterator[bytes]:
+            for _ in range(30):
+                yield b" " * 100
+
+        assert code(http.post("/infer/", content=chunks())) == (413, "too_large")
+        assert code(http.post("/infer/", content=b"{garbage")) == (422, "bad_request")
+        assert code(http.post("/infer/", json={"infer_requests": 3})) == (422, "bad_request")
+        assert code(http.post("/start_update/", json={})) == (422, "bad_request")
+        told = {"port": 5, "world_size": 4}
+        assert code(http.post("/init_communicator/", json=told)) == (400, "world_size")
+        assert http.post("/infer/", json={"infer_requests": []}).json() == []
+        assert code(http.get("/infer/")) == (405, "no_route")
+        assert code(http.get("/nothing/")) == (404, "no_route")
+
+
+@pytest.mark.timeout(60)
+def test_a_session_is_held_by_its_connection(server):
+    with server.client() as http, server.client() as other:
+        with http.stream("POST", "/session/", json={"session": "a", "learner": "host:1"}) as held:
+            lines = held.iter_lines()
+            assert json.loads(next(lines)) == {"session": "a"}
+            assert other.get("/version/").json()["session"] == "a"
+            refused = other.post("/session/", json={"session": "b"})
+            assert code(refused) == (409, "session_taken") and "host:1" in refused.text
+        for _ in range(200):
+            if other.get("/version/").json()["session"] is None:
+                break
+        with other.stream("POST", "/session/", json={"session": "b"}) as held:
+            assert held.status_code == 200
+
+
+@pytest.mark.timeout(60)
+def test_a_call_whose_client_goes_away_is_not_answered_to_its_end(server):
+    with server.client() as http:
+        with pytest.raises(httpx.ReadTimeout):
+            http.post("/infer/", json={"infer_requests": [{"seconds": 30}]}, timeout=0.3)
+        for _ in range(300):
+            if server.app.updates.answering == 0:
+                break
+            http.get("/health/")
+        assert server.app.updates.answering == 0
+
+
+@pytest.mark.timeout(60)
+def test_a_server_that_is_ending_sends_all_home(server):
+    given = {"infer_requests": [{"seconds": 30}]}
+    with server.client() as http, server.client() as other:
+        with http.stream("POST", "/session/", json={"session": "a"}) as held, ThreadPoolExecutor(1) as pool:
+            lines = held.iter_lines()
+            next(lines)
+            call = pool.submit(lambda: other.post("/infer/", json=given))
+            while server.app.updates.answering == 0:
+                assert not call.done()
+            server.loop.call_soon_threadsafe(server.app.ending.set)
+            assert code(call.result(5)) == (503, "ending")
+            assert not any(lines)  # and no error
+        assert server.app.updates.answering == 0
+
+
+@pytest.mark.timeout(60)
+def test_an_engine_that_has_ended_is_told_by_health(server):
+    with server.client() as http:
+        assert http.get("/health/").json() == {"status": "ok"}
+        server.engine.has_ended = True
+        assert code(http.get("/health/")) == (503, "engine_ended")
+
+
+@pytest.mark.timeout(60)
+def test_requests_and_updates_are_counted(server):
+    with server.client() as http:
+        http.post("/infer/", json={"infer_requests": [{}, {}]})
+        told = http.get("/metrics").text
+    assert 'coordexp_requests_total{outcome="answered"} 2.0' in told
+    assert "coordexp_generated_tokens_total 6.0" in told
+
+
+def test_the_kernel_watches_over_held_connections():
+    listening = bound("127.0.0.1", 0)
+    assert listening.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
+    listening.close()
+
+
+@pytest.mark.timeout(60)
+def test_answers_do_not_wait_for_the_acknowledgement_of_their_first_half(server):
+    """With Nagle's algorithm, the second of two packets waits 40 ms for it."""
+    with server.client() as http:
+        taken = []
+        for _ in range(20):
+            since = time.perf_counter()
+            http.get("/health/")
+            taken.append(time.perf_counter() - since)
+    assert statistics.median(taken) < 0.03
+
+
+@pytest.mark.timeout(60)
+def test_an_adapter_is_an_update_like_others_and_the_version_route_tells_of_the_base(server):
+    told = [{"name": "a", "shape": [2], "dtype": "torch.float32", "start_idx": 0, "end_idx": 8, "numel": 2}]
+    with server.client() as http:
+
+        def post(path: str, **body: Any) -> httpx.Response:
+            return http.post(path, json=body | {"session": "a"})
+
+        def state() -> tuple[str, str]:
+            found = http.get("/version/").json()
+            return found["weight_version"], found["base"]
+
+        with http.stream("POST", "/session/", json={"session": "a"}) as held:
+            lines = held.iter_lines()  # the connection closes with it
+            assert next(lines)
+            assert post("/start_update/", version="1", adapter=True).status_code == 200
+            assert code(post("/update_flattened_params/", metadatas=told)) == (409, "other_kind")
+            assert code(post("/update_adapter_flattened_param/", metadatas=told)) == (422, "bad_request")
+            sent = post("/update_adapter_flattened_param/", metadatas=told, peft_config={"r": 4})
+            assert sent.status_code == 200
+            assert state() == ("default", "original")
+            assert post("/finish_update/", version="1").json() == {"weight_version": "1"}
+            assert state() == ("1", "original")
+            post("/start_update/", version="2")
+            post("/update_flattened_params/", metadatas=told)
+            assert post("/finish_update/", version="2").status_code == 200
+            assert state() == ("2", "changed")
+            assert code(post("/start_update/", version="3", adapter=True)) == (409, "base_changed")
+
+
+@pytest.mark.timeout(60)
+def test_an_answer_that_fails_whole_does_not_open_the_gate_before_the_others_have_ended(server):
+    with server.client() as http:
+        since = time.perf_counter()
+        answer = http.post("/infer/", json={"infer_requests": [{"fails": True}, {"seconds": 0.5}]})
+        assert code(answer) == (500, "unexpected") and time.perf_counter() - since > 0.4
+        assert server.app.updates.answering == 0

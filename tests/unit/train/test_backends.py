@@ -1,0 +1,83 @@
+"""Which backend a run has, and what one with servers leaves in its folder."""
+
+import json
+
+import pytest
+
+from coordexp.demo.model import Size, make_model
+from coordexp.rollout.server_backend import ServerBackend
+from coordexp.train import run
+from coordexp.train.backends import ServerLog, described
+from tests.scripted import casebook
+from tests.unit.config.trees import load, stage2
+from tests.unit.train.test_rollout_step import QWEN, TRUTH
+
+SERVERS = [{"base_url": f"http://127.0.0.1:{8000 + k}", "group_port": 51216 + k} for k in range(2)]
+
+
+def prepared(tmp_path, monkeypatch, **changes):
+    """The settings of a run with servers, and its backend."""
+    make_model(tmp_path / "model", "small", size=Size(hidden=64, layers=1, vision_hidden=32, vision_depth=1))
+    casebook(tmp_path, TRUTH, QWEN)
+    loaded = load(
+        stage2(
+            model={"path": str(tmp_path / "model"), "dtype": "float32"},
+            custom__train_jsonl=str(tmp_path / "train.jsonl"),
+            training={"output_dir": str(tmp_path / "run"), "use_cpu": True, "max_steps": 1, "report_to": "none"},
+            rollout_matching__vllm={"mode": "server", "server": {"servers": SERVERS}},
+            **changes,
+        )
+    )
+    given = {}
+
+    def trainer(**options):
+        given.update(options)
+        raise InterruptedError
+
+    monkeypatch.setattr(run, "RowTrainer", trainer)
+    with pytest.raises(InterruptedError):
+        run.prepare(loaded, resume=False)
+    assert isinstance(given["backend"], ServerBackend)
+    return loaded.settings, given["backend"]
+
+
+def test_a_run_with_servers_has_a_backend_that_asks_them_and_a_manifest_that_names_them(tmp_path, monkeypatch):
+    settings, backend = prepared(tmp_path, monkeypatch)
+    assert backend.about.settings is settings.rollout_matching
+    told = described(settings, backend)
+    assert (told["mode"], told["sync_mode"], told["fallbacks"]) == ("server", "full", [])
+    assert [(one["base_url"], one["group_port"]) for one in told["servers"]] == [
+        (one["base_url"], one["group_port"]) for one in SERVERS
+    ]
+    backend.close()
+
+
+@pytest.mark.parametrize("rows", [True, False])
+def test_an_adapter_is_sent_alone_unless_coordinate_rows_are_trained_beside_it(tmp_path, monkeypatch, rows):
+    settings, backend = prepared(
+        tmp_path,
+        monkeypatch,
+        model__adapter={"rank": 4, "alpha": 8, "train_coord_rows": rows},
+        rollout_matching__vllm__enable_lora=True,
+        rollout_matching__vllm__sync={"mode": "auto"},
+    )
+    told = described(settings, backend)
+    assert (told["sync_mode"], len(told["fallbacks"])) == (("full", 1) if rows else ("adapter", 0))
+    assert (backend.adapter is None) == rows
+    backend.close()
+
+
+@pytest.mark.scenario("R09.S1")
+def test_what_servers_say_of_themselves_goes_to_the_manifest_and_every_event_to_a_file_of_its_rank(tmp_path):
+    (tmp_path / "run.json").write_text(json.dumps([{"rollouts": {"mode": "server"}}, {"rollouts": None}]))
+    facts = {"servers": [{"base_url": "u", "boot": "b"}], "sync_mode": "full", "fallbacks": []}
+    log = ServerLog(tmp_path, 0)
+    log({"event": "sync", "version": 0} | facts)
+    log({"event": "rollouts", "version": 0, "calls": [{"server": 0, "seed": 7}]})
+    log({"event": "sync", "version": 1} | facts | {"servers": []})
+    ServerLog(tmp_path, 3)({"event": "rollouts", "calls": []})
+    runs = json.loads((tmp_path / "run.json").read_text())
+    assert runs == [{"rollouts": {"mode": "server"}}, {"rollouts": facts}]
+    lines = (tmp_path / "servers.jsonl").read_text().splitlines()
+    assert [json.loads(line)["event"] for line in lines] == ["sync", "rollouts", "sync"]
+    assert (tmp_path / "servers_3.jsonl").is_file()
