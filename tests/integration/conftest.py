@@ -26,7 +26,10 @@ def lively_engine(lively_model: Path) -> Iterator[Any]:
 
 @pytest.fixture(scope="session")
 def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
-    """Rollout servers for all tests that need some. Each asks for as many as it needs (`ensure`)."""
+    """Two rollout servers for all tests that need some. One that is not sure of them says so (`ensure`)."""
     servers = Fleet(tmp_path_factory.mktemp("fleet"), 2)
-    yield servers
-    servers.close()
+    try:
+        servers.start(0, 1)  # side by side, which takes less time than one after the other
+        yield servers
+    finally:
+        servers.close()
