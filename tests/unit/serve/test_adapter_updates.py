@@ -6,7 +6,7 @@ import asyncio
 import pytest
 
 from coordexp.serve.updates import Updates
-from tests.unit.serve.test_updates import ONE, A, FakeEngine, refused, run, soon, version_seen
+from tests.unit.serve.test_updates import ONE, A, FakeEngine, refused, run, soon, version_seen, waiting
 
 CONFIG = {"r": 4, "lora_alpha": 8}
 
@@ -137,16 +137,7 @@ def test_no_adapter_is_taken_after_whole_weights_have_begun_to_come(fails):
 def test_whole_weights_that_were_given_up_before_they_began_leave_adapters_possible():
     async def work() -> None:
         updates = await held()
-        ended = asyncio.Event()
-
-        async def answer() -> None:
-            async with updates.answers():
-                await ended.wait()
-
-        running = asyncio.create_task(answer())
-        await soon(lambda: updates.answering == 1)
-        begun = asyncio.create_task(updates.begin("a", "1"))
-        await soon(lambda: updates.update is not None)
+        running, begun, ended = await waiting(updates)
         await updates.abandon("a")
         with refused("update_failed"):
             await begun

@@ -88,6 +88,22 @@ async def version_seen(updates: Updates) -> str:
         return version
 
 
+async def waiting(updates: Updates) -> tuple[asyncio.Task[str], asyncio.Task[None], asyncio.Event]:
+    """An answer that runs until the event, and an update by session a that waits for its end."""
+    ended = asyncio.Event()
+
+    async def answer() -> str:
+        async with updates.answers() as version:
+            await ended.wait()
+            return version
+
+    running = asyncio.create_task(answer())
+    await soon(lambda: updates.answering == 1)
+    begun = asyncio.create_task(updates.begin("a", "1"))
+    await soon(lambda: updates.update is not None)
+    return running, begun, ended
+
+
 @contextmanager
 def refused(code: str) -> Iterator[None]:
     with pytest.raises(Refusal) as found:
@@ -99,17 +115,7 @@ def test_an_update_begins_when_running_answers_have_ended_and_new_ones_wait_for_
     async def work() -> None:
         updates = Updates(FakeEngine())
         await updates.claim(A)
-        ended = asyncio.Event()
-
-        async def answer() -> str:
-            async with updates.answers() as version:
-                await ended.wait()
-                return version
-
-        old = asyncio.create_task(answer())
-        await soon(lambda: updates.answering == 1)
-        begun = asyncio.create_task(updates.begin("a", "1"))
-        await soon(lambda: updates.update is not None)
+        old, begun, ended = await waiting(updates)
         new = asyncio.create_task(version_seen(updates))
         await asyncio.sleep(0.02)
         assert not begun.done() and not new.done() and "begin" not in updates.engine.asked
@@ -180,16 +186,7 @@ def test_a_learner_that_leaves_while_it_waits_for_answers_to_end_leaves_the_old_
     async def work() -> None:
         updates = Updates(FakeEngine())
         await updates.claim(A)
-        ended = asyncio.Event()
-
-        async def answer() -> None:
-            async with updates.answers():
-                await ended.wait()
-
-        running = asyncio.create_task(answer())
-        await soon(lambda: updates.answering == 1)
-        begun = asyncio.create_task(updates.begin("a", "1"))
-        await soon(lambda: updates.update is not None)
+        running, begun, ended = await waiting(updates)
         await updates.release(A)
         with refused("update_failed"):
             await begun
@@ -304,16 +301,7 @@ def test_weights_that_come_before_running_answers_have_ended_are_refused():
     async def work() -> None:
         updates = Updates(FakeEngine())
         await updates.claim(A)
-        ended = asyncio.Event()
-
-        async def answer() -> None:
-            async with updates.answers():
-                await ended.wait()
-
-        running = asyncio.create_task(answer())
-        await soon(lambda: updates.answering == 1)
-        begun = asyncio.create_task(updates.begin("a", "1"))
-        await soon(lambda: updates.update is not None)
+        running, begun, ended = await waiting(updates)
         with refused("no_update"):
             await updates.take("a", ONE)
         ended.set()
