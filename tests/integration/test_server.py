@@ -223,13 +223,14 @@ def test_an_update_during_32_running_requests_mixes_no_versions(client, fleet):
 
         def call() -> None:
             with httpx.Client(base_url=client.url, timeout=60, trust_env=False) as http:
-                body = {"infer_requests": [asked(one, guard=False) for one in pictures], "request_config": GREEDY}
+                many = [asked(one, guard=False) for one in pictures * 3]  # enough to be seen running
+                body = {"infer_requests": many, "request_config": GREEDY}
                 found.append(http.post("/infer/", json=body).json())
 
         callers = [threading.Thread(target=call) for _ in range(4)]
         for caller in callers[:2]:
             caller.start()
-        wait_for(lambda: "coordexp_running_requests 2.0" in client.http.get("/metrics").text, 20)
+        wait_for(lambda: "coordexp_running_requests 0.0" not in client.http.get("/metrics").text, 20)
         with concurrently(lambda: client.post("/start_update/", session=session, version="later")) as first:
             wait_for(lambda: client.http.get("/version/").json()["updating"], 20)
             second = client.post("/start_update/", session=session, version="other")
@@ -246,7 +247,7 @@ def test_an_update_during_32_running_requests_mixes_no_versions(client, fleet):
     for items in found:
         (version,) = {item["rollout_infos"]["weight_version"] for item in items}
         seen.add(version)
-        assert [ids(item) for item in items] == expected["old" if version == "old" else "new"]
+        assert [ids(item) for item in items] == expected["old" if version == "old" else "new"] * 3
     assert seen == {"old", "later"}
 
 
