@@ -1,12 +1,18 @@
 """The bare engine that served and colocated rollouts are compared with: the same requests, pictures in memory."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import Tensor
+from transformers import AutoProcessor, Qwen3VLForConditionalGeneration
+
 from coordexp.rollout.backend import Picture, Rollout
+from coordexp.rollout.hugging_face import HuggingFaceBackend
 from coordexp.rollout.prompt import PromptBuilder, open_image
+from coordexp.vocab import VocabularyTable
 
 
 def bare_engine(folder: Path, most: int, length: int, share: float) -> Any:
@@ -25,6 +31,19 @@ def bare_engine(folder: Path, most: int, length: int, share: float) -> Any:
         limit_mm_per_prompt={"image": 1, "video": 0},
         use_tqdm_on_load=False,
     )
+
+
+class Learning:
+    """A learner as rollouts need it: its model, its prompts, and its own answers."""
+
+    def __init__(self, folder: Path) -> None:
+        self.prompts = PromptBuilder(AutoProcessor.from_pretrained(folder), "Detect all objects.")
+        self.model = Qwen3VLForConditionalGeneration.from_pretrained(folder, dtype=torch.float32)
+        self.table = VocabularyTable.from_folder(folder)
+        self.own = HuggingFaceBackend(lambda: self.model, self.prompts, self.table, 16)
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        return iter([(name, weight.detach()) for name, weight in self.model.named_parameters()])
 
 
 class Bare:

@@ -26,10 +26,9 @@ from typing import Any
 
 import torch
 import yaml
-from bare import Bare, bare_engine, written
+from bare import Bare, Learning, bare_engine, written
 from ratios import at_least, at_most, main, medians, shown
 from rich.progress import Progress
-from transformers import AutoProcessor, Qwen3VLForConditionalGeneration
 
 from coordexp.config.rollout import VLLM, RolloutMatching
 from coordexp.data import RecordFile
@@ -39,8 +38,6 @@ from coordexp.demo.write_scenes import write_scenes
 from coordexp.rollout.backend import Decode, Picture, Request
 from coordexp.rollout.colocate import ColocateBackend
 from coordexp.rollout.engine import start_engine, stop_engine
-from coordexp.rollout.hugging_face import HuggingFaceBackend
-from coordexp.rollout.prompt import PromptBuilder
 from coordexp.rollout.setup import Setup
 from coordexp.vocab import VocabularyTable
 
@@ -60,20 +57,15 @@ class Nothing:
         pass
 
 
-class Beside:
+class Beside(Learning):
     """A learner and its engine."""
 
     def __init__(self, folder: Path, pictures: list[Picture]) -> None:
-        self.prompts = PromptBuilder(AutoProcessor.from_pretrained(folder), "Detect all objects.")
-        self.model = Qwen3VLForConditionalGeneration.from_pretrained(folder, dtype=torch.float32)
-        about = _about(folder)
-        learner = HuggingFaceBackend(lambda: self.model, self.prompts, about.table, 16)
-        self.backend = ColocateBackend(about, self.prompts, learner, pictures[0], lambda: nullcontext(Nothing()))
+        super().__init__(folder)
+        room = lambda: nullcontext(Nothing())  # noqa: E731
+        self.backend = ColocateBackend(_about(folder), self.prompts, self.own, pictures[0], room)
         self.version = 0
         self.sync()
-
-    def weights(self) -> Any:
-        return iter([(name, weight.detach()) for name, weight in self.model.named_parameters()])
 
     def sync(self) -> None:
         self.version += 1

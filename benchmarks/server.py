@@ -33,10 +33,9 @@ from typing import Any
 import httpx
 import torch
 import yaml
-from bare import Bare, bare_engine, written
+from bare import Bare, Learning, bare_engine, written
 from ratios import Results, at_least, at_most, main, medians, shown
 from rich.progress import Progress
-from transformers import AutoProcessor, Qwen3VLForConditionalGeneration
 
 from coordexp.config import load_settings
 from coordexp.data import RecordFile
@@ -46,11 +45,8 @@ from coordexp.demo.write_scenes import write_scenes
 from coordexp.rollout.backend import Decode, Picture, Request
 from coordexp.rollout.broadcast import join
 from coordexp.rollout.engine import stop_engine
-from coordexp.rollout.hugging_face import HuggingFaceBackend
-from coordexp.rollout.prompt import PromptBuilder
 from coordexp.rollout.server_backend import ServerBackend
 from coordexp.rollout.setup import Setup
-from coordexp.vocab import VocabularyTable
 
 ROOT = Path(__file__).parents[1]
 DEMO = ROOT / "examples/stage2-cpu/model"
@@ -106,24 +102,18 @@ def server(file: Path) -> Iterator[str]:
         process.wait(30)
 
 
-class Served:
+class Served(Learning):
     """A learner, by its backend, with the server of a config."""
 
     def __init__(self, file: Path, url: str, pictures: list[Picture]) -> None:
         settings = load_settings(file).settings
         folder = Path(settings.model.path)
+        super().__init__(folder)
         self.url, self.folder = url, folder
-        self.prompts = PromptBuilder(AutoProcessor.from_pretrained(folder), "Detect all objects.")
-        self.model = Qwen3VLForConditionalGeneration.from_pretrained(folder, dtype=torch.float32)
-        self.table = VocabularyTable.from_folder(folder)
         about = Setup(folder, "float32", settings.rollout_matching, self.table, torch.device("cpu"))
-        own = HuggingFaceBackend(lambda: self.model, self.prompts, self.table, 16)
-        self.backend = ServerBackend(about, self.prompts, own, pictures[0])
+        self.backend = ServerBackend(about, self.prompts, self.own, pictures[0])
         self.version = 0
         self.sync()
-
-    def weights(self) -> Any:
-        return iter([(name, weight.detach()) for name, weight in self.model.named_parameters()])
 
     def sync(self) -> None:
         self.version += 1

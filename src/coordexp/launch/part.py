@@ -11,14 +11,14 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 
+from coordexp import torchrun
 from coordexp.launch.log import Lines, Log
 from coordexp.launch.plan import Part
 from coordexp.launch.tether import exit_code
 
 TOLD = 20  # last lines of a part that are told again when it fails
 SWEPT_S = 35.0  # that a tether may take to end all below it
-# What torchrun tells its own processes, and what would make a part believe that it writes to a terminal.
-NOT_PASSED_ON = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "GROUP_", "LOCAL_", "ROLE_", "TORCHELASTIC_")
+# What would make a part believe that it writes to a terminal.
 TERMINAL = ("FORCE_COLOR", "CLICOLOR_FORCE", "TTY_COMPATIBLE", "TTY_INTERACTIVE")
 
 
@@ -100,6 +100,6 @@ def environment(part: Part, extra: Mapping[str, str]) -> dict[str, str]:
     passed_on = {
         name: value
         for name, value in os.environ.items()
-        if not name.startswith(NOT_PASSED_ON) and name not in TERMINAL
+        if not name.startswith(torchrun.VARIABLES) and name not in TERMINAL
     }
     return passed_on | {"PYTHONUNBUFFERED": "1"} | dict(extra) | dict(part.env)

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from coordexp import torchrun
 from coordexp.errors import EngineError
 from coordexp.rollout.guard import ENGINE_GUARD
 from coordexp.rollout.installed import OTHERWISE
@@ -27,8 +28,6 @@ from coordexp.vocab import COORD_TOKENS, VocabularyTable
 SHARED_MEMORY, CUDA_IPC = "coordexp_shared_memory", "coordexp_cuda_ipc"
 ENGINE_SIDE = "coordexp.rollout.engine_side.EngineSide"
 OWNER = "COORDEXP_ENGINE_OWNER"  # in the environment of the engine's processes: the process that they belong to
-# What torchrun tells its own processes: an engine that heard it would wait for them.
-LAUNCHER = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "GROUP_", "LOCAL_", "ROLE_", "TORCHELASTIC_")
 
 
 def start_engine(about: Setup) -> Any:
@@ -200,7 +199,7 @@ def _surroundings(visible: str | None) -> Iterator[None]:
     if visible is not None:
         theirs["CUDA_VISIBLE_DEVICES"] = visible
     before = dict(os.environ)
-    for name in [name for name in os.environ if name.startswith(LAUNCHER)]:
+    for name in [name for name in os.environ if name.startswith(torchrun.VARIABLES)]:
         del os.environ[name]
     os.environ.update(theirs)
     resource_tracker.ensure_running()  # it would unblock signals when it is started

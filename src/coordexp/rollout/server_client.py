@@ -23,19 +23,10 @@ from coordexp.config.rollout import Server
 from coordexp.errors import EngineError
 from coordexp.rollout.broadcast import WeightGroup, join
 from coordexp.rollout.tasks import Task
-from coordexp.rollout.wire import TOKEN, ServerFacts, error_told, read_facts, read_field
+from coordexp.rollout.wire import KEEP_ALIVE, TOKEN, ServerFacts, error_told, read_facts, read_field
 
 LARGEST = 2**30  # bytes of an answer
 LATE = 0.5  # seconds, in which a thread that waits as long as we do ends by itself
-# By these the kernel notices that a machine is gone, also while its server is busy and says nothing.
-KEEP_ALIVE = [
-    (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
-    (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 10),
-    (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 5),
-    (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3),
-    (socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 25_000),
-    (socket.IPPROTO_TCP, socket.TCP_NODELAY, 1),
-]
 Health = Literal["ok", "refused", "silent", "failed"]
 
 
@@ -90,7 +81,7 @@ class ServerClient:
             transport=httpx.HTTPTransport(
                 verify=ssl.create_default_context(),
                 limits=httpx.Limits(max_connections=None, max_keepalive_connections=0),
-                socket_options=KEEP_ALIVE,
+                socket_options=[*KEEP_ALIVE, (socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)],
             ),
         )
 

@@ -6,6 +6,7 @@ error that names the server and the field.
 
 import hashlib
 import json
+import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +25,14 @@ IMAGE = "<image>"
 UNSYNCED = "default"  # the version of the weights that a server was started with
 MINE = "coordexp"  # in `data_dict`
 ENGINE = "engine"  # the code of a request that failed by no fault of its own
+# By these the kernel notices that a machine is gone, also while its server is busy and says nothing.
+KEEP_ALIVE = [
+    (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 10),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 5),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3),
+    (socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 25_000),
+]
 # Of a config, what says who wrote it and how it is computed, and nothing about the weights.
 VOLATILE = frozenset(
     {"transformers_version", "_name_or_path", "dtype", "torch_dtype", "use_cache", "_attn_implementation"}

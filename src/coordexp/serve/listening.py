@@ -3,6 +3,7 @@
 import socket
 
 from coordexp.errors import EngineError
+from coordexp.rollout.wire import KEEP_ALIVE
 
 
 def bound(host: str, port: int) -> socket.socket:
@@ -12,9 +13,8 @@ def bound(host: str, port: int) -> socket.socket:
     # With its protocol named, or asyncio would leave Nagle's algorithm on, and every answer wait for 40 ms.
     listening = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    listening.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for option, value in (("KEEPIDLE", 10), ("KEEPINTVL", 5), ("KEEPCNT", 3), ("USER_TIMEOUT", 25_000)):
-        listening.setsockopt(socket.IPPROTO_TCP, getattr(socket, f"TCP_{option}"), value)
+    for option in KEEP_ALIVE:
+        listening.setsockopt(*option)
     try:
         listening.bind((host, port))
     except OSError as error:

@@ -6,7 +6,7 @@ import asyncio
 import pytest
 
 from coordexp.serve.updates import Updates
-from tests.unit.serve.test_updates import ONE, A, FakeEngine, refused, run, soon, version_seen, waiting
+from tests.unit.serve.test_updates import ONE, A, FakeEngine, refused, run, version_seen, waiting
 
 CONFIG = {"r": 4, "lora_alpha": 8}
 
@@ -48,17 +48,7 @@ def test_adapters_one_after_the_other_are_versions_like_others():
 def test_an_adapter_waits_for_running_answers_and_new_ones_wait_for_it():
     async def work() -> None:
         updates = await held()
-        ended = asyncio.Event()
-
-        async def answer() -> str:
-            async with updates.answers() as version:
-                await ended.wait()
-                return version
-
-        old = asyncio.create_task(answer())
-        await soon(lambda: updates.answering == 1)
-        begun = asyncio.create_task(updates.begin("a", "1", adapter=True))
-        await soon(lambda: updates.update is not None)
+        old, begun, ended = await waiting(updates, adapter=True)
         new = asyncio.create_task(version_seen(updates))
         await asyncio.sleep(0.02)
         assert not begun.done() and not new.done()

@@ -88,7 +88,9 @@ async def version_seen(updates: Updates) -> str:
         return version
 
 
-async def waiting(updates: Updates) -> tuple[asyncio.Task[str], asyncio.Task[None], asyncio.Event]:
+async def waiting(
+    updates: Updates, adapter: bool = False
+) -> tuple[asyncio.Task[str], asyncio.Task[None], asyncio.Event]:
     """An answer that runs until the event, and an update by session a that waits for its end."""
     ended = asyncio.Event()
 
@@ -99,7 +101,7 @@ async def waiting(updates: Updates) -> tuple[asyncio.Task[str], asyncio.Task[Non
 
     running = asyncio.create_task(answer())
     await soon(lambda: updates.answering == 1)
-    begun = asyncio.create_task(updates.begin("a", "1"))
+    begun = asyncio.create_task(updates.begin("a", "1", adapter))
     await soon(lambda: updates.update is not None)
     return running, begun, ended
 

@@ -4,41 +4,19 @@ import json
 
 import pytest
 
-from coordexp.demo.model import Size, make_model
 from coordexp.rollout.server_backend import ServerBackend
-from coordexp.train import run
 from coordexp.train.backends import ServerLog, described
-from tests.scripted import casebook
-from tests.unit.config.trees import load, stage2
-from tests.unit.train.test_rollout_step import QWEN, TRUTH
+from tests.unit.train.test_rollout_step import handed_over
 
 SERVERS = [{"base_url": f"http://127.0.0.1:{8000 + k}", "group_port": 51216 + k} for k in range(2)]
 
 
 def prepared(tmp_path, monkeypatch, **changes):
     """The settings of a run with servers, and its backend."""
-    make_model(tmp_path / "model", "small", size=Size(hidden=64, layers=1, vision_hidden=32, vision_depth=1))
-    casebook(tmp_path, TRUTH, QWEN)
-    loaded = load(
-        stage2(
-            model={"path": str(tmp_path / "model"), "dtype": "float32"},
-            custom__train_jsonl=str(tmp_path / "train.jsonl"),
-            training={"output_dir": str(tmp_path / "run"), "use_cpu": True, "max_steps": 1, "report_to": "none"},
-            rollout_matching__vllm={"mode": "server", "server": {"servers": SERVERS}},
-            **changes,
-        )
-    )
-    given = {}
-
-    def trainer(**options):
-        given.update(options)
-        raise InterruptedError
-
-    monkeypatch.setattr(run, "RowTrainer", trainer)
-    with pytest.raises(InterruptedError):
-        run.prepare(loaded, resume=False)
+    servers = {"mode": "server", "server": {"servers": SERVERS}}
+    settings, given = handed_over(tmp_path, monkeypatch, rollout_matching__vllm=servers, **changes)
     assert isinstance(given["backend"], ServerBackend)
-    return loaded.settings, given["backend"]
+    return settings, given["backend"]
 
 
 def test_a_run_with_servers_has_a_backend_that_asks_them_and_a_manifest_that_names_them(tmp_path, monkeypatch):

@@ -248,8 +248,8 @@ def test_rollout_settings_reach_the_step_from_the_loader_as_rollout_matching_cfg
     )
 
 
-@pytest.mark.scenario("R12.S2")
-def test_the_trainer_and_its_stream_are_given_the_loaders_own_settings(tmp_path, monkeypatch):
+def handed_over(tmp_path, monkeypatch, **changes):
+    """The settings of a run, and what its trainer is given."""
     make_model(tmp_path / "model", "small", size=Size(hidden=64, layers=1, vision_hidden=32, vision_depth=1))
     casebook(tmp_path, TRUTH, QWEN)
     loaded = load(
@@ -257,7 +257,7 @@ def test_the_trainer_and_its_stream_are_given_the_loaders_own_settings(tmp_path,
             model={"path": str(tmp_path / "model"), "dtype": "float32"},
             custom__train_jsonl=str(tmp_path / "train.jsonl"),
             training={"output_dir": str(tmp_path / "run"), "use_cpu": True, "max_steps": 1, "report_to": "none"},
-            rollout_matching__rollout_backend="hf",
+            **changes,
         )
     )
     given = {}
@@ -269,8 +269,14 @@ def test_the_trainer_and_its_stream_are_given_the_loaders_own_settings(tmp_path,
     monkeypatch.setattr(run, "RowTrainer", trainer)
     with pytest.raises(InterruptedError):
         run.prepare(loaded, resume=False)
-    assert given["rollout_matching_cfg"] is loaded.settings.rollout_matching
-    assert given["stream"]._encode.rollout_matching_cfg is loaded.settings.rollout_matching
+    return loaded.settings, given
+
+
+@pytest.mark.scenario("R12.S2")
+def test_the_trainer_and_its_stream_are_given_the_loaders_own_settings(tmp_path, monkeypatch):
+    settings, given = handed_over(tmp_path, monkeypatch, rollout_matching__rollout_backend="hf")
+    assert given["rollout_matching_cfg"] is settings.rollout_matching
+    assert given["stream"]._encode.rollout_matching_cfg is settings.rollout_matching
 
 
 @pytest.mark.parametrize(
