@@ -96,6 +96,13 @@ class Started:
         """The processes of this run that are alive, each with its environment."""
         return {pid: found for pid, found in _environments() if found.get(MARK) == self.mark}
 
+    def remains(self, seconds: float = 10) -> dict[int, dict[str, str]]:
+        """What is left when it had so long to end: Python's own trackers end a moment after their process."""
+        until = time.monotonic() + seconds
+        while (left := self.left()) and time.monotonic() < until:
+            time.sleep(0.1)
+        return left
+
     def rank(self, rank: int) -> int:
         """The process of a rank."""
         (pid,) = [pid for pid, found in self.left().items() if found.get("RANK") == str(rank)]

@@ -2,7 +2,6 @@
 
 import pytest
 
-from tests.integration.servers import wait_for
 from tests.integration.stage2_runs import started
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(360)]
@@ -33,4 +32,4 @@ def test_the_doctor_finds_a_cpu_well_and_leaves_no_process():
         code = run.wait(300)
         assert code == 0, run.shown[-5000:]
         assert states(run.shown) == dict.fromkeys(CHECKED, "ok") | {"colocated engine": "not checked"}
-        wait_for(lambda: not run.left(), 10)
+        assert run.remains() == {}

@@ -332,7 +332,7 @@ def test_a_guard_that_cannot_be_loaded_stops_the_server_at_its_start_with_the_re
             "class": "coordexp.nothing:Guard cannot be loaded: No module named 'coordexp.nothing'",
         }[reason]
         assert told in run.shown and "Traceback" not in run.shown
-        assert run.left() == {}
+        assert run.remains() == {}
 
 
 FREE = {"base_url": "http://127.0.0.1:1", "group_port": 2}
@@ -348,7 +348,7 @@ def test_a_server_whose_port_is_taken_says_so_before_it_starts_an_engine(fleet):
         with started([*SERVE, "--config", str(other)]) as run:
             assert run.wait(60) == 1
             assert f"127.0.0.1:{port} cannot be listened on (Address already in use)" in run.shown
-            assert run.left() == {}
+            assert run.remains() == {}
 
 
 @pytest.mark.scenario("R33.S4")

@@ -103,7 +103,7 @@ class Learning:
     def ends(self, code: int, seconds: float = 60) -> str:
         """With this code, without a process left. What it has shown."""
         assert self.run.wait(seconds) == code, self.run.shown[-3000:]
-        wait_for(lambda: self.run.left() == {}, 5, lambda: str(self.run.left()))
+        assert self.run.remains() == {}
         shown = self.run.shown
         own = shown.partition("torch/distributed/elastic")[0]  # torchrun has a traceback of its own
         assert "Traceback" not in own, own[-3000:]
@@ -391,7 +391,7 @@ def test_when_the_only_server_is_ended_while_it_answers_all_ranks_end_in_time_wi
         kill_while_it_answers(fleet, 0, TERM)()
         assert server.wait(30) == 0
         began = time.monotonic()
-        assert server.left() == {} and server.shown == before
+        assert server.remains() == {} and server.shown == before
         shown = learner.ends(1)
     print(f"ended {time.monotonic() - began:.1f} s after its server")
     assert time.monotonic() - began < 5 + 8
@@ -424,7 +424,7 @@ def test_a_server_that_is_asked_to_end_while_it_takes_weights_does_and_leaves_no
         assert server.wait(20) == 0
         print(f"ended after {time.monotonic() - began:.1f} s")
         assert time.monotonic() - began < 8
-        assert server.left() == {}
+        assert server.remains() == {}
     assert server.shown == before
     client.close()
 

@@ -299,7 +299,7 @@ def test_a_damaged_picture_of_one_rank_ends_all_of_them_with_its_name(parts):
     file = config(parts, "damaged", **IN_ORDER, custom__train_jsonl=str(data / "train.jsonl"))
     with started(training(file), processes=2) as run:
         code = run.wait(60)
-        shown, left = run.shown, run.left()
+        shown, left = run.shown, run.remains()
     assert code != 0
     assert not left
     assert [line["step"] for line in metrics(parts / "damaged")] == [1]
@@ -338,7 +338,7 @@ def killed(parts):
         pid = run.rank(1)
         os.kill(pid, signal.SIGKILL)
         code = run.wait(60)
-        return {"pid": pid, "code": code, "shown": run.shown, "left": run.left()}
+        return {"pid": pid, "code": code, "shown": run.shown, "left": run.remains()}
 
 
 def test_a_killed_rank_ends_the_run_within_a_minute_and_leaves_nothing(killed):
