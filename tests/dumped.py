@@ -6,6 +6,7 @@ from typing import Any
 from coordexp.data import TrueObject
 from coordexp.train.counters import Ledger
 from coordexp.train.dump import Dumps
+from coordexp.train.dump_folder import DumpFolder
 from coordexp.train.encode import CorrectedRollouts, Moment
 from tests.scripted import Said, ScriptedBackend, casebook
 from tests.unit.core.conftest import answer, box, entry, poly
@@ -35,7 +36,7 @@ def dumping(
     (folder / "model").mkdir(exist_ok=True)
     SMALL.tokenizer.save(str(folder / "model/tokenizer.json"))
     cases = casebook(folder, TRUTH, SMALL, **settings)
-    dumps = Dumps(folder / "dumps", folder / "model", cases, every, samples)
+    dumps = Dumps(DumpFolder(folder / "dumps", folder / "model"), cases, every, samples)
     backend = ScriptedBackend(script, SMALL)
     encode = CorrectedRollouts(cases, backend, lambda: iter(()), cases.settings, 17, 0, Ledger(), watch=dumps)
     return encode, dumps

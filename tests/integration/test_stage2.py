@@ -97,7 +97,7 @@ def by_one(parts):
     stage1 = {"custom__trainer_variant": "stage1_sft", "stage1__pipeline": pipeline}
     resumed = str(parts / "mixed-resumed")
     jobs = [
-        job(parts, "aligned", EVALUATED, training__per_device_eval_batch_size=1),
+        job(parts, "aligned", EVALUATED, training__per_device_eval_batch_size=1, stage2__dump_every=None),
         job(parts, "all-b", EVALUATED, BOTH_CHANNELS, stage2__b_ratio=1.0, training__per_device_eval_batch_size=7),
         job(parts, "all-a", SHORT, BOTH_CHANNELS, stage2__b_ratio=0.0),
         job(parts, "stage1", SHORT, stage1),
@@ -180,6 +180,45 @@ def test_dumped_examples_come_out_the_same_when_they_are_corrected_again(trained
     done = CliRunner().invoke(app, ["replay", str(trained / "dumps")])
     assert done.exit_code == 0, done.output
     assert "8 examples of 2 steps come out the same" in done.output
+
+
+def test_a_dumped_example_has_what_the_model_said_of_it_when_it_was_trained(trained):
+    """Every one that did not still wait for its row at the end of the run."""
+    waiting = load_file(trained / "checkpoint-3/carry_0.safetensors")["lengths"]
+    found = 0
+    for file in sorted((trained / "dumps").glob("step-*")):
+        dumped = [json.loads(line) for line in file.read_text().splitlines()]
+        lines = file.with_name(file.name.replace("step", "trained")).read_text().splitlines()
+        for line in map(json.loads, lines):
+            example = dumped[line["example"]]
+            assert line["step"] > example["place"]["step"]
+            assert sum(line["terms"].values()) == pytest.approx(line["loss"], rel=1e-5)
+            weights = example["result"]["streams"]["weights"]
+            assert set(line["where"]) <= {at for at, weight in enumerate(weights) if weight}
+            assert len(line["where"]) == len(line["nll"]) == len(line["mass"])
+            assert len(line["bins"]) == sum(target is not None for target in targets(example))
+            found += 1
+    assert 8 - len(waiting) <= found <= 8
+
+
+def targets(example: dict) -> list[float | None]:
+    return example["result"]["streams"]["coord_targets"]
+
+
+def test_a_run_with_dumps_is_the_one_without_bit_for_bit(parts, by_one, trained):
+    assert not (parts / "aligned/dumps").exists()
+    same_run(parts / "aligned", trained, last=3)
+
+
+def test_a_run_becomes_a_report_of_what_it_logged(trained, tmp_path):
+    done = CliRunner().invoke(app, ["report", str(trained), "--out", str(tmp_path / "report.html")])
+    assert done.exit_code == 0, done.output
+    page = (tmp_path / "report.html").read_text()
+    found = json.loads(re.search(r'id="curves">(.*?)</script>', page)[1])
+    (recall,) = found["charts"]["recall:match/recall"]
+    assert found["steps"][recall["x"]] == [1, 2, 3]
+    assert recall["v"][0] == pytest.approx([line["match/recall"] for line in steps(trained)], rel=1e-3)
+    assert "eval:eval_f1_50" in found["charts"] and "coordexp inspect" in page
 
 
 @pytest.mark.scenario("R06.S1")

@@ -1,5 +1,6 @@
 """Whatever a model writes, on any byte-level vocabulary, the core answers and its answer can be trained on."""
 
+import itertools
 import json
 import random
 import re
@@ -10,6 +11,8 @@ from hypothesis import strategies as st
 
 import coordexp.parse.entries
 from coordexp.parse import Reason, parse_rollout
+from coordexp.parse.rollout import LOST
+from coordexp.parse.spans import entry_spans
 from tests.rollouts import check_rollout, random_rollout, random_truth
 from tests.vocabularies import encode, table
 
@@ -42,6 +45,26 @@ def test_the_quick_reading_of_entries_is_the_full_one(vocabulary, seed):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(coordexp.parse.entries, "_canonical", re.compile("(?!)").match)
         assert parse_rollout(ids, table(vocabulary)) == quick
+
+
+@settings(max_examples=3000, deadline=None)
+@given(st.sampled_from(VOCABULARIES), seeds)
+def test_every_object_has_its_range_of_tokens(vocabulary, seed):
+    """In order; a range shares at most one token with the next, and has the coordinates of its object."""
+    chooser = random.Random(seed)
+    ids = random_rollout(chooser, random_truth(chooser), table(vocabulary))
+    objects, spans = parse_rollout(ids, table(vocabulary)).objects, entry_spans(ids, table(vocabulary))
+    assert len(spans) == len(objects)
+    assert all(0 <= start <= end <= len(ids) for start, end in spans)
+    assert all(start < end for (start, end), found in zip(spans, objects, strict=True) if found.reason not in LOST)
+    assert all(end - 1 <= start for (_, end), (start, _) in itertools.pairwise(spans))
+    for found, (start, end) in zip(objects, spans, strict=True):
+        assert all(start <= at < end for at in found.coord_indices)
+        written = [table(vocabulary).pieces[id] for id in ids[start:end] if id < len(table(vocabulary).pieces)]
+        if found.reason not in LOST:
+            assert b'"' in written[0]
+            if found.key.isascii() and found.key.isidentifier() and "\\" not in str(written):
+                assert f'"{found.key}"'.encode() in b"".join(written)
 
 
 values = st.recursive(

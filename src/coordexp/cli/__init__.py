@@ -13,10 +13,12 @@ from coordexp.cli import (
     demo,
     doctor,
     evaluate,
+    inspect,
     launch,
     model,
     predict,
     replay,
+    report,
     serve,
     train,
 )
@@ -34,11 +36,13 @@ app = typer.Typer(
 app.command("check")(check.check)
 app.command("doctor")(doctor.doctor)
 app.command("evaluate")(evaluate.evaluate)
+app.command("inspect")(inspect.inspect)
 app.command("launch")(launch.launch)
 app.command("serve")(serve.serve)
 app.command("train")(train.train)
 app.command("predict")(predict.predict)
 app.command("replay")(replay.replay)
+app.command("report")(report.report)
 app.add_typer(config.app, name="config")
 app.add_typer(data.app, name="data")
 app.add_typer(demo.app, name="demo")

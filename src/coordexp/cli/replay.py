@@ -21,16 +21,19 @@ def replay(
     Exits 1 if anything differs: the code or the tokenizer is not the run's.
     """
     need("tokenizers", extra="train")
+    from coordexp.target.dump import FOLLOWED, step_files
     from coordexp.target.dump import replay as again
     from coordexp.vocab import VocabularyError, VocabularyTable
 
-    files = sorted(dump.glob("step-*.jsonl")) if dump.is_dir() else [dump]
+    folders = (dump, dump / FOLLOWED)
+    files = [file for each in folders for file in step_files(each).values()] if dump.is_dir() else [dump]
     if not files:
         inside = dump / "dumps"
         way_out = f"give {inside}" if inside.is_dir() else "a run with stage2.dump_every writes them to RUN/dumps"
         stop(f"{dump} holds no step-*.jsonl\n  {way_out}")
+    beside = files[0].parent
     try:
-        table = VocabularyTable.from_folder(tokenizer or files[0].parent)
+        table = VocabularyTable.from_folder(tokenizer or (beside.parent if beside.name == FOLLOWED else beside))
     except VocabularyError as error:
         stop(f"{error}\n  give the folder of the run's model: --tokenizer DIR")
     examples = different = 0
@@ -47,4 +50,4 @@ def replay(
     if different:
         err.print(f"{different} of {examples} examples come out differently")
         raise typer.Exit(1)
-    out.print(f"{examples} examples of {len(files)} steps come out the same")
+    out.print(f"{examples} examples of {len({file.name for file in files})} steps come out the same")

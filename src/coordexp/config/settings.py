@@ -117,9 +117,13 @@ class Stage2(Section):
     dump_every: PositiveInt | None = Field(
         100,
         description="Of every so many steps, write whole examples of the first one with rollouts to `dumps` in "
-        "the run folder, for `coordexp replay`. null: never.",
+        "the run folder, with what the model said of them when it was trained on them, for people and for "
+        "`coordexp replay`. The pictures of the first dump are followed: every later answer to them is written "
+        "too. null: never.",
     )
-    dump_samples: PositiveInt = Field(4, description="Examples of a step that are dumped, at most.")
+    dump_samples: PositiveInt = Field(
+        4, description="Examples of a step that are dumped, and pictures that are followed, at most."
+    )
 
 
 class Settings(Section):

@@ -54,25 +54,36 @@ class Behaviour:
 
 
 def observe(scenes: Sequence[Scene], matchings: Sequence[Matching]) -> Behaviour:
-    known = {one.desc for scene in scenes for one in scene.true}
     reasons = Counter(one.reason for scene in scenes for one in scene.answer.objects if one.reason is not None)
+    known = known_classes(scenes)
     unknown = Counter(one.desc for scene in scenes for one in scene.found if one.desc not in known)
-    valid = sum(len(scene.found) for scene in scenes)
-    both = list(zip(scenes, matchings, strict=True))
-    ended = [scene for scene in scenes if scene.answer.finish_reason == "stop"]
-    empty = [scene for scene in scenes if not scene.true]
+    images = [observe_image(*each, known) for each in zip(scenes, matchings, strict=True)]
     rates = {
-        "duplicates": Rate(sum(len(duplicates(*each)) for each in both), valid),
-        "invalid": Rate(reasons.total(), valid + reasons.total()),
-        "unknown_class": Rate(unknown.total(), valid),
-        "oversized": Rate(sum(len(oversized(*each)) for each in both), valid),
-        "truncated": Rate(sum(scene.answer.truncated for scene in scenes), len(scenes)),
-        "unreadable": Rate(sum(not scene.answer.text.lstrip().startswith("{") for scene in scenes), len(scenes)),
-        "early_stop": Rate(sum(len(scene.found) < len(scene.true) for scene in ended), len(ended)),
-        "over_count": Rate(sum(len(scene.found) > len(scene.true) for scene in scenes), len(scenes)),
-        "boxes_on_empty": Rate(sum(bool(scene.found) for scene in empty), len(empty)),
+        name: Rate(sum(image[name].count for image in images), sum(image[name].of for image in images))
+        for name in DEFINITIONS
     }
     return Behaviour(rates, dict(reasons.most_common()), dict(unknown.most_common()))
+
+
+def known_classes(scenes: Sequence[Scene]) -> frozenset[str]:
+    return frozenset(one.desc for scene in scenes for one in scene.true)
+
+
+def observe_image(scene: Scene, matching: Matching, known: frozenset[str]) -> dict[str, Rate]:
+    """What one image adds to each rate. `known` are the classes of the whole data."""
+    valid, true, refused = len(scene.found), len(scene.true), len(scene.answer.objects) - len(scene.found)
+    stopped = scene.answer.finish_reason == "stop"
+    return {
+        "duplicates": Rate(len(duplicates(scene, matching)), valid),
+        "invalid": Rate(refused, valid + refused),
+        "unknown_class": Rate(sum(one.desc not in known for one in scene.found), valid),
+        "oversized": Rate(len(oversized(scene, matching)), valid),
+        "truncated": Rate(int(scene.answer.truncated), 1),
+        "unreadable": Rate(int(not scene.answer.text.lstrip().startswith("{")), 1),
+        "early_stop": Rate(int(stopped and valid < true), int(stopped)),
+        "over_count": Rate(int(valid > true), 1),
+        "boxes_on_empty": Rate(int(not true and valid > 0), int(not true)),
+    }
 
 
 def duplicates(scene: Scene, matching: Matching) -> tuple[int, ...]:

@@ -71,12 +71,12 @@ class Matching:
     any_class: tuple[tuple[Pair, ...], ...]
 
 
-def match_scene(scene: Scene) -> Matching:
+def match_scene(scene: Scene, thresholds: Sequence[float] = THRESHOLDS) -> Matching:
     if not scene.overlap.size:
-        nothing: tuple[tuple[Pair, ...], ...] = ((),) * len(THRESHOLDS)
+        nothing: tuple[tuple[Pair, ...], ...] = ((),) * len(thresholds)
         return Matching(nothing, nothing)
     same = np.equal.outer([one.desc for one in scene.found], [one.desc for one in scene.true])
-    return Matching(_at_all(np.where(same, scene.overlap, 0.0)), _at_all(scene.overlap))
+    return Matching(_at_all(np.where(same, scene.overlap, 0.0), thresholds), _at_all(scene.overlap, thresholds))
 
 
 def score(scenes: Sequence[Scene], matchings: Sequence[Matching], *, with_class: bool) -> Scores:
@@ -104,9 +104,9 @@ def score_by_class(scenes: Sequence[Scene], matchings: Sequence[Matching]) -> di
     }
 
 
-def _at_all(overlap: Floats) -> tuple[tuple[Pair, ...], ...]:
+def _at_all(overlap: Floats, thresholds: Sequence[float]) -> tuple[tuple[Pair, ...], ...]:
     result: list[tuple[Pair, ...]] = []
-    for threshold in THRESHOLDS:
+    for threshold in thresholds:
         possible = overlap >= threshold
         result.append(tuple(assign(overlap, possible, MANY)) if possible.any() else ())
     return tuple(result)

@@ -97,12 +97,15 @@ class Objective:
 
     def loss(self, measures: dict[str, Measure], counts: Tensor) -> Tensor:
         """The weighted sum of the terms, each divided by its positions in the whole optimizer step (D19)."""
-        parts = [
-            term.weight * measures[term.name].sum / term.denominator(counts)
+        return torch.stack(list(self.shares(measures, counts).values())).sum()
+
+    def shares(self, measures: dict[str, Measure], counts: Tensor) -> dict[str, Tensor]:
+        """What each term adds to the loss."""
+        return {
+            term.name: term.weight * measures[term.name].sum / term.denominator(counts)
             for term in self.terms
             if term.weight is not None
-        ]
-        return torch.stack(parts).sum()
+        }
 
     def manifest(self) -> dict[str, Any]:
         """What runs and what does not, for the log and the run folder (D6)."""

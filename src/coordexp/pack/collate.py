@@ -6,7 +6,7 @@ is supervised: position t - 1 predicts token t, and `Supervision` holds the stre
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import numpy as np
@@ -39,22 +39,38 @@ class Supervision:
     def to(self, device: torch.device) -> "Supervision":
         return Supervision(**{f.name: getattr(self, f.name).to(device, non_blocking=True) for f in fields(self)})
 
+    def at(self, kept: slice) -> "Supervision":
+        return Supervision(**{f.name: getattr(self, f.name)[kept] for f in fields(self)})
+
+
+@dataclass(frozen=True, eq=False)
+class Watched:
+    """An example of the row that was dumped. `kept` are its own among the supervised positions of the row, `where`
+    the tokens of its segment that they predict, and `counts` those of its answer alone."""
+
+    dumped: str
+    kept: slice
+    where: np.ndarray
+    counts: Tensor
+
 
 @dataclass(frozen=True)
 class Row:
-    """`inputs` go to the model as they are; `counts` has the tokens of the answers by kind (D19)."""
+    """`inputs` go to the model as they are; `counts` has the tokens of the answers by kind (D19). `watched` are
+    those of its examples that were dumped: seldom any."""
 
     inputs: dict[str, Any]
     supervision: Supervision
     counts: Tensor
     lengths: tuple[int, ...]
+    watched: tuple[Watched, ...] = ()
 
     def to(self, device: torch.device) -> "Row":
         inputs = {
             name: value.to(device, non_blocking=True) if isinstance(value, Tensor) else value
             for name, value in self.inputs.items()
         }
-        return Row(inputs, self.supervision.to(device), self.counts, self.lengths)
+        return replace(self, inputs=inputs, supervision=self.supervision.to(device))
 
 
 @dataclass(frozen=True)
@@ -84,7 +100,8 @@ class Collator:
         kept = [self._kept(example) for example in examples]
         predicted = np.concatenate([where + start for where, start in zip(kept, starts, strict=True)])
         inputs |= {"logits_to_keep": torch.from_numpy(predicted - 1), "use_cache": False}
-        return Row(inputs, _supervision(examples, kept), kind_counts(examples), lengths)
+        watched = _watched(examples, kept) if any(example.dumped for example in examples) else ()
+        return Row(inputs, _supervision(examples, kept), kind_counts(examples), lengths, watched)
 
     def _inputs(self, example: Example) -> dict[str, Tensor]:
         ids = torch.from_numpy(example.segment.ids)[None]
@@ -127,6 +144,15 @@ def _supervision(examples: Sequence[Example], kept: Sequence[np.ndarray]) -> Sup
     channels = np.repeat(np.array(of_channel, dtype=np.int8), [len(where) for where in kept])
     streams = {f.name: stream(f.name) for f in fields(Supervision) if f.name != "channels"}
     return Supervision(**streams, channels=torch.from_numpy(channels))
+
+
+def _watched(examples: Sequence[Example], kept: Sequence[np.ndarray]) -> tuple[Watched, ...]:
+    ends = np.cumsum([len(where) for where in kept]).tolist()
+    return tuple(
+        Watched(example.dumped, slice(end - len(where), end), where, kind_counts([example]))
+        for example, where, end in zip(examples, kept, ends, strict=True)
+        if example.dumped
+    )
 
 
 def kind_counts(examples: Sequence[Example]) -> Tensor:

@@ -16,6 +16,7 @@ from coordexp.target import Segment
 
 _STREAMS = tuple(field.name for field in fields(Segment) if field.name != "prompt_length")
 _PER_SEGMENT = ("lengths", "prompt_lengths", "arrived")
+_SOURCE = ("image", "width", "height", "channel", "dumped")
 
 
 def save_buffer(buffer: CarryBuffer[Example], path: Path) -> None:
@@ -28,7 +29,7 @@ def save_buffer(buffer: CarryBuffer[Example], path: Path) -> None:
     }
     for name in _STREAMS:
         arrays[name] = np.concatenate([getattr(segment, name) for segment in segments] or [np.zeros(0)])
-    sources = [[example.image, *example.size, example.channel] for example, _ in waiting]
+    sources = [[one.image, *one.size, one.channel, one.dumped] for one, _ in waiting]
     save_file(arrays, path, metadata={"rows": str(buffer.rows), "sources": json.dumps(sources)})
 
 
@@ -43,10 +44,11 @@ def load_buffer(buffer: CarryBuffer[Example], path: Path) -> None:
     cuts = np.cumsum(arrays["lengths"])[:-1]
     streams = {name: np.split(arrays[name], cuts) for name in _STREAMS}
     waiting = []
-    for k, (image, width, height, channel) in enumerate(sources):
+    for k, (image, width, height, channel, dumped) in enumerate(sources):
         parts = {name: stream[k] for name, stream in streams.items()}
         segment = Segment(**parts, prompt_length=int(arrays["prompt_lengths"][k]))
-        waiting.append((Example(segment, image, (width, height), channel), int(arrays["arrived"][k])))
+        example = Example(segment, image, (width, height), channel, dumped)
+        waiting.append((example, int(arrays["arrived"][k])))
     buffer.restore(waiting, rows)
 
 
@@ -60,4 +62,6 @@ def _read(path: Path) -> tuple[dict[str, NDArray[Any]], int, list[Any]]:
         len(arrays[name]) != total for name in _STREAMS
     ):
         raise ValueError("its streams have different lengths")
+    if any(len(source) != len(_SOURCE) for source in sources):
+        raise ValueError(f"its sources are not {', '.join(_SOURCE)}")
     return arrays, rows, sources

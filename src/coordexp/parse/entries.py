@@ -9,7 +9,7 @@ from enum import StrEnum
 from typing import NamedTuple
 
 from coordexp.data import Geometry, degenerate
-from coordexp.parse.json_text import COORD, Value, expect, read_string, read_value, string_content
+from coordexp.parse.json_text import COORD, Value, read_pair, string_content
 from coordexp.vocab.table import COORD_BASE
 
 
@@ -115,8 +115,7 @@ _new = tuple.__new__
 
 def any_entry(text: str, position: int, coords: Coords, passed: int) -> Entry:
     """Whatever stands at `position`; raises `Broken` where the text stops being JSON."""
-    key_value = read_string(text, expect(text, position, '"'))
-    value = read_value(text, expect(text, key_value.end, ":") + 1)
+    key_value, value = read_pair(text, position)
     key = string_content(text, key_value)
     indexed = _INDEXED.fullmatch(key)
     fields = [(string_content(text, name), field) for name, field in value.fields]

@@ -78,6 +78,12 @@ def read_value(text: str, position: int, depth: int = 0) -> Value:
     raise Broken(position, at_end=position == len(text) or _CUT_SCALAR.match(text, position) is not None)
 
 
+def read_pair(text: str, position: int, depth: int = 0) -> tuple[Value, Value]:
+    """A key and its value; the key starts at or after `position`."""
+    key = read_string(text, expect(text, position, '"'))
+    return key, read_value(text, expect(text, key.end, ":") + 1, depth)
+
+
 def read_string(text: str, position: int) -> Value:
     match = _STRING.match(text, position)
     if match is None:
@@ -128,8 +134,7 @@ def _read_object(text: str, start: int, depth: int) -> Value:
     if text[position : position + 1] == "}":
         return Value("object", start, position + 1, [], fields)
     while True:
-        key = read_string(text, expect(text, position, '"'))
-        value = read_value(text, expect(text, key.end, ":") + 1, depth + 1)
+        key, value = read_pair(text, position, depth + 1)
         fields.append((key, value))
         position = expect(text, value.end, ",}")
         if text[position] == "}":

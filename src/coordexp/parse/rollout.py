@@ -36,19 +36,20 @@ class ParsedRollout:
 
 
 LARGEST = 10**17  # keys have at most 18 digits
+LOST = frozenset({Reason.truncated, Reason.syntax, Reason.placeholder})  # of an object that is cut off: the last
 
 FALLBACK = ParsedRollout((), (), b"{", (), 0, truncated=False, fallback=True)
 
 
 def parse_rollout(ids: Sequence[int], table: VocabularyTable) -> ParsedRollout:
     """Never raises, whatever the ids."""
-    parts, coords = _look_up(ids, table)
+    parts, coords = look_up(ids, table)
     text = "".join(parts)
-    readable, blocked = _readable(text)
-    start = skip_space(readable, 0)
-    if readable[start : start + 1] != "{":
+    sound, blocked = readable(text)
+    start = skip_space(sound, 0)
+    if sound[start : start + 1] != "{":
         return FALLBACK
-    reading = _read_entries(readable, start + 1, coords)
+    reading = _read_entries(sound, start + 1, coords)
     objects = _without_repeats(reading.objects)
     if lost := _lost_to(reading, blocked):
         objects.append(PredictedObject("", None, None, None, (), lost))
@@ -81,7 +82,7 @@ def _counted(number: int | None) -> int:
     return number if number is not None and number < LARGEST else 0
 
 
-def _look_up(ids: Sequence[int], table: VocabularyTable) -> tuple[Sequence[str], Coords]:
+def look_up(ids: Sequence[int], table: VocabularyTable) -> tuple[Sequence[str], Coords]:
     """The symbols of the ids, and the coordinates among them."""
     try:
         values = np.frombuffer(array("I", ids), dtype=np.uint32)  # raises for an id below 0
@@ -98,7 +99,7 @@ def _each(ids: Sequence[int], table: VocabularyTable) -> list[str]:
     return [table.symbols[id] if id < len(table.symbols) else UNKNOWN for id in ids]
 
 
-def _readable(text: str) -> tuple[str, bool]:
+def readable(text: str) -> tuple[str, bool]:
     """The text up to the first stop, and whether something that cannot be trained on ended it before that."""
     stop = text.find(STOP)
     text = text if stop < 0 else text[:stop]

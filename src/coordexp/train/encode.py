@@ -68,8 +68,8 @@ class Casebook:
         )
 
 
-def example(case: Case, correction: Correction, channel: Channel) -> Example:
-    return Example(correction.segment, case.picture.path, case.picture.size, channel)
+def example(case: Case, correction: Correction, channel: Channel, dumped: str = "") -> Example:
+    return Example(correction.segment, case.picture.path, case.picture.size, channel, dumped)
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,8 @@ class GroundTruth:
         return [example(case, self.cases.correct(case, ()), "A") for case in cases]
 
 
-Watch = Callable[[Moment, Case, Request, Rollout, Correction], None]
+# Says where it has written the example, or nothing.
+Watch = Callable[[Moment, Case, Request, Rollout, Correction], str]
 
 
 @dataclass(frozen=True)
@@ -98,7 +99,7 @@ class CorrectedRollouts:
     seed: int
     rank: int
     ledger: Ledger
-    watch: Watch = lambda *_: None
+    watch: Watch = lambda *_: ""
 
     def __call__(self, indices: Sequence[int], moment: Moment) -> list[Example]:
         decode = Decode.of(self.rollout_matching_cfg)
@@ -119,8 +120,8 @@ class CorrectedRollouts:
                 _check_version(rollout, moment.step)
                 correction = self.cases.correct(case, rollout.ids)
                 self.ledger.add(counted(rollout, decode.mode, correction, case.truth))
-                self.watch(moment, case, request, rollout, correction)
-                examples.append(example(case, correction, "B"))
+                dumped = self.watch(moment, case, request, rollout, correction)
+                examples.append(example(case, correction, "B", dumped))
         return examples
 
 

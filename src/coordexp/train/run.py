@@ -29,10 +29,12 @@ from coordexp.train.backends import backend_for, described
 from coordexp.train.callbacks import Bar, FirstSync, MetricsFile, StopOnSignal
 from coordexp.train.counters import Ledger
 from coordexp.train.dump import Dumps
+from coordexp.train.dump_folder import DumpFolder
 from coordexp.train.encode import Alternate, Casebook, CorrectedRollouts, Encode, GroundTruth
 from coordexp.train.evaluation import AnswerEvaluation
 from coordexp.train.folder import fingerprint, write_run_folder
 from coordexp.train.stream import Order, RowStream, Stage
+from coordexp.train.trace import Traces
 from coordexp.train.trainer import RowTrainer
 from coordexp.train.weights import learner_weights
 from coordexp.vocab import VocabularyTable
@@ -125,7 +127,8 @@ def _trainer(
     if held_out is not None and arguments.eval_strategy != "no":
         evaluation = AnswerEvaluation(held_out, backend, weights, table, rollout, Path(arguments.output_dir))
     ledger, stop = Ledger(), StopOnSignal()
-    encode = _encode(settings, arguments, cases, backend, weights, ledger)
+    dumps = _dump_folder(settings, arguments)
+    encode = _encode(settings, arguments, cases, backend, weights, ledger, dumps)
     trainer = RowTrainer(
         model=model,
         args=arguments,
@@ -145,9 +148,17 @@ def _trainer(
         about={"prompt": settings.custom.prompt},
         rollout_matching_cfg=rollout,
         image_threads=settings.training.dataloader_num_workers,
+        trace=Traces(objective, dumps) if dumps else lambda *_: None,
     )
     trainer.remove_callback(PrinterCallback)
     return trainer, stop
+
+
+def _dump_folder(settings: Settings, arguments: TrainingArguments) -> DumpFolder | None:
+    """Of rank 0, in runs with rollouts."""
+    if not settings.stage2.dump_every or "B" not in settings.channels or arguments.process_index != 0:
+        return None
+    return DumpFolder(Path(arguments.output_dir) / "dumps", Path(settings.model.path))
 
 
 def _encode(
@@ -157,12 +168,13 @@ def _encode(
     backend: RolloutBackend,
     weights: Weights,
     ledger: Ledger,
+    dumps: DumpFolder | None,
 ) -> Encode:
     """Channel A, channel B, or both in turn."""
     ground_truth = GroundTruth(cases)
     if settings.channels == {"A"}:
         return ground_truth
-    stage2, folder = settings.stage2, Path(arguments.output_dir) / "dumps"
+    stage2 = settings.stage2
     rollouts = CorrectedRollouts(
         cases,
         backend,
@@ -171,9 +183,9 @@ def _encode(
         settings.training.seed,
         arguments.process_index,
         ledger,
-        watch=Dumps(folder, Path(settings.model.path), cases, stage2.dump_every, stage2.dump_samples)
-        if stage2.dump_every and arguments.process_index == 0
-        else lambda *_: None,
+        watch=Dumps(dumps, cases, stage2.dump_every, stage2.dump_samples)
+        if dumps and stage2.dump_every
+        else lambda *_: "",
     )
     if settings.channels == {"B"}:
         return rollouts

@@ -20,7 +20,7 @@ from coordexp.config import RolloutMatching
 from coordexp.objective import Objective, Tally, reduced_counts
 from coordexp.objective.reduction import gradient_scale
 from coordexp.pack import Example
-from coordexp.pack.collate import Collator, Row, kind_counts
+from coordexp.pack.collate import Collator, Row, Supervision, Watched, kind_counts
 from coordexp.ranks import together
 from coordexp.rollout.backend import RolloutBackend
 from coordexp.train.stream import RowStream
@@ -28,6 +28,8 @@ from coordexp.train.stream import RowStream
 ABOUT = "coordexp.json"  # in every checkpoint: what to ask the model
 T = TypeVar("T")
 Evaluation = Callable[[int], dict[str, float]]
+# Gets an example that was dumped, its logits and supervision, and the optimizer step as the log counts it.
+Trace = Callable[[Watched, Tensor, Supervision, int], None]
 
 
 class RowTrainer(Trainer):
@@ -42,6 +44,7 @@ class RowTrainer(Trainer):
         about: dict[str, Any],
         rollout_matching_cfg: RolloutMatching,
         image_threads: int = 0,
+        trace: Trace = lambda *_: None,
         **kwargs: Any,
     ) -> None:
         super().__init__(**kwargs)
@@ -52,6 +55,7 @@ class RowTrainer(Trainer):
         self.backend = backend
         self.about = about
         self.rollout_matching_cfg = rollout_matching_cfg
+        self.trace = trace
         self.ledger = stream.ledger
         self.tally = Tally(objective)
         self.tokens = self.steps = 0
@@ -82,7 +86,12 @@ class RowTrainer(Trainer):
         logits = model(**inputs.inputs).logits[0]
         measures = self.objective.measure(logits, inputs.supervision)
         self.tally.add(measures, num_items_in_batch)
+        self._trace_watched(inputs, logits.detach())
         return self.objective.loss(measures, num_items_in_batch) * gradient_scale()
+
+    def _trace_watched(self, row: Row, logits: Tensor) -> None:
+        for one in row.watched:
+            self.trace(one, logits[one.kept], row.supervision.at(one.kept), self.state.global_step + 1)
 
     def evaluate(self, eval_dataset: Any = None, ignore_keys: Any = None, metric_key_prefix: str = "eval") -> Any:
         evaluation = self.evaluation

@@ -134,7 +134,11 @@ def test_without_its_packages_the_command_says_what_to_install(folder, monkeypat
 
 @pytest.mark.parametrize(
     ("module", "heavy"),
-    [("coordexp.cli", "{'hotcoco', 'numpy', 'PIL'}"), ("coordexp.evaluate.page", "{'torch', 'transformers'}")],
+    [
+        ("coordexp.cli", "{'hotcoco', 'numpy', 'PIL'}"),
+        ("coordexp.evaluate.page", "{'torch', 'transformers'}"),
+        ("coordexp.inspector.report", "{'torch', 'transformers', 'hotcoco', 'scipy', 'PIL'}"),
+    ],
 )
 def test_nothing_heavy_is_imported_before_it_is_needed(module, heavy):
     code = f"import {module}, sys; found = {heavy} & set(sys.modules); assert not found, found"

@@ -1,5 +1,7 @@
 """The tensors of a row, from segments, without a model: what is kept, counted and refused."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -64,3 +66,16 @@ def test_a_picture_with_other_tokens_than_its_prompt_is_refused():
     ids = np.array([1, IMAGE, IMAGE, 20, 500, 21])
     with pytest.raises(ValueError, match=r"a\.png: the prompt has 2 image tokens, its picture makes 1"):
         collator()([example(ids=ids)])
+
+
+def test_a_dumped_example_knows_its_own_positions_in_the_row():
+    first, second = replace(example("B"), dumped="step-000001.jsonl:0"), replace(example("A"), dumped="x:7")
+    row = collator()([first, example("B"), second])
+    assert [watched.dumped for watched in row.watched] == ["step-000001.jsonl:0", "x:7"]
+    assert [watched.kept for watched in row.watched] == [slice(0, 3), slice(6, 8)]
+    assert [watched.where.tolist() for watched in row.watched] == [[3, 4, 5], [3, 5]]
+    for watched in row.watched:
+        assert row.supervision.at(watched.kept).ids.tolist() == first.segment.ids[watched.where].tolist()
+        assert watched.counts[[Kind.structure, Kind.coord]].tolist() == [2, 1]
+    assert row.to(torch.device("cpu")).watched is row.watched
+    assert collator()([example("B")]).watched == ()

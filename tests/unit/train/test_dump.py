@@ -13,6 +13,7 @@ import pytest
 from coordexp.config.rollout import RepeatTerminate
 from coordexp.rollout.seeds import request_seed
 from coordexp.target.dump import READ, replay
+from coordexp.train.dump_folder import DumpFolder
 from coordexp.train.encode import Moment, takes_rollouts
 from coordexp.vocab import VocabularyTable
 from tests.dumped import NEAR_CUP, SCRIPT, SMALL, TRUTH, dump_of, dumping
@@ -86,7 +87,7 @@ def test_at_most_so_many_examples_of_a_step_and_only_of_chosen_steps(tmp_path):
     for number in range(8):
         for micro in range(2):
             step([0, 1, 2], Moment(number, micro))
-    files = sorted((tmp_path / "dumps").glob("*"))
+    files = sorted((tmp_path / "dumps").glob("*.json*"))
     assert [file.name for file in files] == [f"step-{number:06d}.jsonl" for number in (0, 3, 6)] + [
         "tokenizer.json"
     ]
@@ -105,6 +106,80 @@ def test_a_resumed_run_writes_its_steps_anew(tmp_path):
     resumed([2], Moment(1, 0))
     assert images(tmp_path / "dumps/step-000000.jsonl") == ["partly.png", "garbage.png"]
     assert images(tmp_path / "dumps/step-000001.jsonl") == ["cut.png"]
+
+
+def test_a_dump_that_is_begun_anew_forgets_what_training_said_of_the_old_one(tmp_path):
+    first, _ = dumping(tmp_path)
+    first([0], Moment(0, 0))
+    first([0], Moment(1, 0))
+    for name in ("trained-000000.jsonl", "trained-000001.jsonl", "followed/trained-000001.jsonl"):
+        (tmp_path / "dumps" / name).parent.mkdir(exist_ok=True)
+        (tmp_path / "dumps" / name).write_text("{}\n")
+    resumed, _ = dumping(tmp_path)
+    resumed([0, 1], Moment(1, 0))
+    left = sorted(str(path.relative_to(tmp_path / "dumps")) for path in (tmp_path / "dumps").rglob("trained-*"))
+    assert left == ["followed/trained-000001.jsonl", "trained-000000.jsonl"]
+
+
+def test_an_example_says_where_it_is_dumped(tmp_path):
+    step, _ = dumping(tmp_path, every=2, samples=2)
+    made = [example.dumped for micro in range(2) for example in step([0, 1], Moment(2, micro))]
+    assert made == ["step-000002.jsonl:0", "step-000002.jsonl:1", "", ""]
+
+
+def followed(folder: Path) -> dict[str, list[str]]:
+    return {file.stem: images(file) for file in sorted((folder / "dumps/followed").glob("*"))}
+
+
+def test_the_pictures_of_the_first_dump_are_dumped_whenever_they_are_answered_again(tmp_path):
+    step, _ = dumping(tmp_path, every=4, samples=1)
+    for number, indices in enumerate([[1, 0], [2], [0, 1], [1, 2], [0, 1], [0, 1]]):
+        made = [example.dumped for example in step(indices, Moment(number, 0))]
+        if number == 4:  # dumps one, which is not followed; the followed one comes too late for it
+            assert made == ["step-000004.jsonl:0", "followed/step-000004.jsonl:0"]
+    assert images(tmp_path / "dumps/step-000000.jsonl") == ["garbage.png"]
+    once = ["garbage.png"]
+    assert followed(tmp_path) == {f"step-00000{number}": once for number in (2, 3, 4, 5)}
+    places = [json.loads(file.read_text())["place"]["step"] for file in (tmp_path / "dumps/followed").iterdir()]
+    assert sorted(places) == [2, 3, 4, 5]
+
+
+def test_a_picture_that_its_step_dumps_anyway_is_not_dumped_twice(tmp_path):
+    step, _ = dumping(tmp_path, every=2)
+    for number in range(3):
+        step([0, 1], Moment(number, 0))
+    assert followed(tmp_path) == {"step-000001": ["partly.png", "garbage.png"]}
+    assert images(tmp_path / "dumps/step-000002.jsonl") == ["partly.png", "garbage.png"]
+
+
+def test_a_resumed_run_follows_the_pictures_of_the_first_dump(tmp_path):
+    first, _ = dumping(tmp_path, every=10, samples=1)
+    for number, index in enumerate([2, 0, 1]):
+        first([index], Moment(number, 0))
+    resumed, _ = dumping(tmp_path, every=10, samples=1)
+    for number in (1, 2, 3):
+        resumed([0, 2, 1], Moment(number, 0))
+    assert images(tmp_path / "dumps/step-000001.jsonl") == ["partly.png"], "the first of this process"
+    assert followed(tmp_path) == {f"step-00000{number}": ["cut.png"] for number in (1, 2, 3)}
+
+
+def test_a_run_that_begins_again_follows_its_own_first_dump(tmp_path):
+    """What an earlier run left in the folder is of no step before."""
+    for index in (0, 1):
+        step, _ = dumping(tmp_path, every=10, samples=1)
+        step([index], Moment(0, 0))
+        step([0, 1], Moment(1, 0))
+    assert followed(tmp_path) == {"step-000001": ["garbage.png"]}
+
+
+def test_a_first_dump_that_cannot_be_read_is_named_and_nothing_is_followed(tmp_path, caplog):
+    dump_of(tmp_path).write_text("{}\n")
+    step, _ = dumping(tmp_path, every=10)
+    for number in (1, 2):
+        step([0], Moment(number, 0))
+    (told,) = caplog.records
+    assert "step-000000.jsonl cannot be read (KeyError('place')): no picture is followed" in told.message
+    assert followed(tmp_path) == {}
 
 
 def full(*_, **__):
@@ -132,6 +207,36 @@ def test_a_full_disk_does_not_stop_the_run_and_is_said_once(tmp_path, monkeypatc
     assert images(tmp_path / "dumps/step-000003.jsonl") == list(TRUTH)
 
 
+def test_a_line_that_the_disk_took_half_of_does_not_spoil_the_next(tmp_path, monkeypatch):
+    folder = DumpFolder(tmp_path / "dumps", tmp_path)
+    (tmp_path / "tokenizer.json").touch()
+    assert folder.add("step-000000.jsonl", "one") == "step-000000.jsonl:0"
+    plain = Path.open
+
+    class Half:
+        def __init__(self, path) -> None:
+            self.file = plain(path, "ab")
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *_):
+            self.file.close()
+
+        def write(self, line) -> None:
+            self.file.write(line[: len(line) // 2])
+            full()
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "open", lambda path, *_, **__: Half(path))
+        assert folder.add("step-000000.jsonl", "two") == ""
+        folder.add_trained("step-000000.jsonl", "of one")
+    assert folder.add("step-000000.jsonl", "three") == "step-000000.jsonl:1"
+    folder.add_trained("step-000000.jsonl", "of three")
+    assert (tmp_path / "dumps/step-000000.jsonl").read_text() == "one\nthree\n"
+    assert (tmp_path / "dumps/trained-000000.jsonl").read_text() == "of three\n"
+
+
 def test_a_tokenizer_that_is_copied_in_part_is_copied_again(tmp_path, monkeypatch):
     """Half a tokenizer would make every dump of the folder unreadable."""
     step, _ = dumping(tmp_path)
@@ -152,7 +257,7 @@ def test_dumping_changes_nothing_about_the_examples(tmp_path):
     (tmp_path / "without").mkdir()
     with_dumps, _ = dumping(tmp_path / "with")
     dumps = tmp_path / "without/dumps"
-    without = replace(dumping(tmp_path / "without")[0], watch=lambda *_: None)
+    without = replace(dumping(tmp_path / "without")[0], watch=lambda *_: "")
     made = [each([0, 1, 2], Moment(1, 0)) for each in (with_dumps, without)]
     assert [example.segment.ids.tolist() for example in made[0]] == [
         example.segment.ids.tolist() for example in made[1]

@@ -1,0 +1,72 @@
+"""`coordexp inspect`: look at single rollouts of a run, and at why each token was trained as it was."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from coordexp.cli.console import need, out, progress, stop
+
+PORT = 8421
+
+
+def inspect(
+    run: Annotated[
+        Path, typer.Argument(exists=True, file_okay=False, help="The folder of a run.", show_default=False)
+    ],
+    target: Annotated[
+        Path | None, typer.Option("--out", "-o", help="The HTML file to write. Unset: RUN/inspect.html.")
+    ] = None,
+    samples: Annotated[int, typer.Option(min=1, help="Dumped examples in the page, at most.")] = 200,
+    serve: Annotated[
+        bool, typer.Option("--serve", help="Serve the pages to this machine while the run goes on.")
+    ] = False,
+    port: Annotated[
+        int | None, typer.Option(min=0, max=65535, help=f"With --serve. Unset: {PORT}. 0: a free one.")
+    ] = None,
+) -> None:
+    """Write one HTML page with dumped rollouts: pictures, tokens with their roles, matches and losses.
+
+    The page needs no server and loads nothing. With --serve, it and the report are served on 127.0.0.1 instead.
+    """
+    need("PIL", extra="evaluate")
+    if serve:
+        if target is not None:
+            stop("--out and --serve do not go together\n  leave one of them out")
+        _serve(run, samples, PORT if port is None else port)
+        return
+    if port is not None:
+        stop("--port is for --serve\n  add --serve, or leave --port out")
+    _write(run, target or run / "inspect.html", samples)
+
+
+def _write(folder: Path, target: Path, samples: int) -> None:
+    from coordexp.inspector.rollouts import inspector_page
+    from coordexp.inspector.run import read_run
+
+    if target.suffix.lower() not in (".html", ".htm"):
+        stop(f"{target}: a page is an .html file\n  give e.g. --out {target.with_suffix('.html')}")
+    run = read_run(folder)
+    report = "report.html" if (target.parent / "report.html").is_file() else None
+    with progress(f"reading {folder}"):
+        text = inspector_page(run, samples, report=report)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    target.write_text(text, encoding="utf-8")
+    out.print(f"wrote {target}", markup=False)
+
+
+def _serve(folder: Path, samples: int, port: int) -> None:
+    from coordexp.inspector.live import HOST, listen, run_pages
+    from coordexp.inspector.run import read_run
+
+    read_run(folder)  # so that a wrong folder is told now
+    try:
+        server = listen(run_pages(folder, samples), port)
+    except OSError as error:
+        stop(f"{HOST}:{port} cannot be listened on ({error.strerror})\n  give another --port, or 0 for a free one")
+    with server:
+        out.print(f"{folder} at http://{HOST}:{server.server_port}/  (Ctrl-C ends it)", markup=False)
+        try:
+            server.serve_forever()
+        except KeyboardInterrupt:
+            out.print("ended")

@@ -1,0 +1,64 @@
+"use strict";
+// Distributions over the 1000 bins of a coordinate: what the model gave, and the soft target it is trained towards.
+const distribution = (() => {
+  const BINS = 1000;
+  const nearest = (target) => Math.min(BINS - 1, Math.max(0, Math.floor(target + 0.5)));
+
+  // From runs of [first bin, ten-thousandths...]. `known` is what they hold: small ones were left out.
+  function given(runs) {
+    const p = new Float64Array(BINS);
+    let known = 0;
+    for (const [first, ...shares] of runs) {
+      shares.forEach((share, k) => {
+        p[first + k] = share / 10000;
+        known += share / 10000;
+      });
+    }
+    return { p, known };
+  }
+
+  // The Gaussian of the loss: it sums to one over the bins that are not too far away.
+  function soft(target, { sigma, truncate }) {
+    const q = new Float64Array(BINS);
+    let sum = 0;
+    for (let bin = 0; bin < BINS; bin += 1) {
+      const distance = Math.abs(bin - target);
+      if (truncate !== null && distance > truncate) continue;
+      q[bin] = Math.exp(-0.5 * (distance / sigma) ** 2);
+      sum += q[bin];
+    }
+    return q.map((value) => value / sum);
+  }
+
+  function expected(p) {
+    let sum = 0;
+    let weighed = 0;
+    p.forEach((share, bin) => {
+      sum += share;
+      weighed += share * bin;
+    });
+    return sum ? weighed / sum : null;
+  }
+
+  // Wasserstein-1 in bins, of p as far as it is known.
+  function apart(p, q, known) {
+    let difference = 0;
+    let total = 0;
+    for (let bin = 0; bin < BINS; bin += 1) {
+      difference += p[bin] / known - q[bin];
+      total += Math.abs(difference);
+    }
+    return total;
+  }
+
+  // Bins between which all but a hundredth of p lies.
+  function body(p, known) {
+    let low = 0;
+    let high = BINS - 1;
+    for (let sum = p[low]; sum < 0.005 * known; sum += p[low]) low += 1;
+    for (let sum = p[high]; sum < 0.005 * known; sum += p[high]) high -= 1;
+    return [low, high];
+  }
+
+  return { BINS, nearest, given, soft, expected, apart, body };
+})();

@@ -1,0 +1,83 @@
+"use strict";
+// What is said of a sample as a whole: its name and counts, what its loss is made of, and where it comes from.
+const head = (() => {
+  function start() {
+    find("kinds").append(...Object.entries(KINDS).map(([kind, words]) => {
+      const box = element("input");
+      box.type = "checkbox";
+      box.checked = true;
+      box.dataset.kind = kind;
+      box.addEventListener("change", () => find("stage").classList.toggle(`hide-${kind}`, !box.checked));
+      return element("label", "", box, drawn(kind), words, element("b"));
+    }));
+  }
+
+  function drawn(kind) {
+    const points = "2,3 34,3 34,15 2,15";
+    const lines = [svg("polygon", { class: "halo", points }), svg("polygon", { points })];
+    const frame = { viewBox: "0 0 36 18", class: "sample", "aria-hidden": "true" };
+    return svg("svg", frame, svg("g", { class: `shape ${kind}` }, ...lines));
+  }
+
+  function show(entry, sample) {
+    find("name").replaceChildren(`Step ${entry.step} `, element("small", "", element("bdi", "", entry.image)));
+    find("tally").replaceChildren(...tally(entry).map(([words, style]) => element("span", style, words)));
+    find("notes").replaceChildren(...sample.notes.map((note) => element("p", "note", note)));
+    const counts = { true: entry.matched, matched: entry.matched, missed: entry.missed, extra: entry.extra };
+    for (const box of find("kinds").querySelectorAll("input")) {
+      box.parentNode.lastChild.textContent = counts[box.dataset.kind];
+    }
+    const { roles } = sample.tokens;
+    const [all, trained] = [roles.length, roles.filter(data.isTrained).length].map((n) => n.toLocaleString("en"));
+    const prompt = many(sample.prompt_tokens, "token");
+    find("length").textContent = `${all}, of them ${trained} trained, after ${prompt} of prompt`;
+    legend(roles);
+    const facts = sample.facts.map(([name, value]) => [name, element("bdi", "", value)]);
+    find("about").replaceChildren(element("div", "", ...loss(sample.trained)), origin(facts));
+  }
+
+  function tally(entry) {
+    const words = [[`${entry.matched} of ${entry.true} found`, "matched"]];
+    if (entry.missed) words.push([`${entry.missed} missed`, "missed"]);
+    if (entry.extra) words.push([`${entry.extra} extra`, "extra"]);
+    if (entry.invalid) words.push([`${entry.invalid} invalid`, "invalid"]);
+    if (entry.truncated) words.push(["truncated", "invalid"]);
+    if (entry.fallback) words.push(["unreadable: all true objects added", "invalid"]);
+    words.push([entry.loss === null ? "loss not known" : `loss ${entry.loss.toFixed(3)}`, "plain"]);
+    return words;
+  }
+
+  function legend(roles) {
+    const counts = {};
+    for (const role of roles) counts[role] = (counts[role] ?? 0) + 1;
+    find("roles").replaceChildren(...Object.entries(ROLES).map(([role, [style, name, meaning]]) => {
+      const shape = { coord: "512", added: "512", end: "end" }[style] ?? "abc";
+      const sign = element("span", `token ${style}${shape === "512" ? " bin" : ""}`, shape);
+      const count = counts[role] ?? 0;
+      const term = element("dt", "", sign, element("b", "", count.toLocaleString("en")), name);
+      const row = element("div", count ? "" : "absent", term, element("dd", "", meaning));
+      row.dataset.role = role;
+      return row;
+    }));
+  }
+
+  function loss(trained) {
+    if (trained === null) {
+      const why = "Not known: this sample was not trained yet, or the run wrote no traces.";
+      return [element("h3", "", "Loss"), element("p", "silent", why)];
+    }
+    const terms = Object.entries(trained.terms).sort((a, b) => Math.abs(b[1]) - Math.abs(a[1]));
+    const most = Math.max(1e-9, ...terms.map(([, value]) => Math.abs(value)));
+    const rows = terms.map(([name, value]) => {
+      const bar = element("i");
+      bar.style.width = `${(100 * Math.abs(value)) / most}%`;
+      return [name, element("span", "bar", bar), value.toFixed(4)];
+    });
+    const when = element("small", "", `at step ${trained.step}, of this sample alone`);
+    return [element("h3", "", `Loss ${trained.loss.toFixed(3)} `, when), list("terms", rows)];
+  }
+
+  const origin = (facts) => element("div", "", element("h3", "", "Origin"), list("facts", facts));
+
+  return { start, show };
+})();

@@ -1,0 +1,95 @@
+"use strict";
+// A picture with shapes over it, large with names and small without, and the marks of one coordinate along its edges.
+const picture = (() => {
+  const TALLEST = 400; // pixels of the large one
+  const NAMED = 24; // shapes up to which each is named; of more, those that are lit
+  const scaled = (bin, side) => (bin / 999) * side;
+
+  function frame(host, entry, sample) {
+    host.style.aspectRatio = `${sample.width} / ${sample.height}`;
+    const source = data.picture(entry);
+    const image = element("img");
+    image.alt = "";
+    if (source !== null) image.src = source;
+    const over = svg("svg", { viewBox: `0 0 ${sample.width} ${sample.height}`, preserveAspectRatio: "none" });
+    host.replaceChildren(source === null ? element("span", "blank", "no image") : image, over);
+    return over;
+  }
+
+  function outline(shape, sample) {
+    let bins = shape.bins;
+    if (shape.form === "bbox_2d") bins = [bins[0], bins[1], bins[2], bins[1], bins[2], bins[3], bins[0], bins[3]];
+    const points = [];
+    for (let k = 0; k + 1 < bins.length; k += 2) {
+      points.push(`${scaled(bins[k], sample.width).toFixed(2)},${scaled(bins[k + 1], sample.height).toFixed(2)}`);
+    }
+    const line = () => svg("polygon", { points: points.join(" ") });
+    const halo = line();
+    halo.setAttribute("class", "halo");
+    return svg("g", { class: `shape ${shape.kind}` }, halo, line());
+  }
+
+  // Over its shape, or inside of it where there is no room above.
+  function name(shape, height) {
+    const tag = element("span", `tag ${shape.kind}`, described(clipped(shape.desc ?? "", 48)));
+    tag.dataset.owner = shape.owner;
+    const [left, top, right] = shape.box.map((bin) => (100 * bin) / 999);
+    if (left > 55) tag.style.right = `${Math.max(0, 100 - right)}%`;
+    else tag.style.left = `${left}%`;
+    tag.style.maxWidth = `${left > 55 ? Math.max(20, right) : 100 - left}%`;
+    tag.style.top = `${top}%`;
+    tag.classList.toggle("inside", (top / 100) * height < 18);
+    return tag;
+  }
+
+  function large(entry, sample) {
+    const host = find("stage");
+    const over = frame(host, entry, sample);
+    host.style.maxWidth = `${Math.round((TALLEST * sample.width) / sample.height)}px`;
+    const shapes = data.shapes(sample);
+    host.classList.toggle("many", shapes.length > NAMED);
+    for (const shape of shapes) {
+      const drawn = outline(shape, sample);
+      drawn.dataset.owner = shape.owner;
+      drawn.prepend(svg("title", {}, `${KINDS[shape.kind]}: ${clipped(shape.desc ?? "", 200)}`));
+      over.append(drawn);
+    }
+    over.append(svg("g", { id: "guides" }));
+    const height = host.clientHeight;
+    host.append(...shapes.filter((shape) => shape.kind !== "true").map((shape) => name(shape, height)));
+    over.setAttribute("role", "img");
+    over.setAttribute("aria-label", `${entry.matched} matched, ${entry.missed} missed, ${entry.extra} extra`);
+    find("remark").hidden = entry.remark === null;
+    find("remark").textContent = entry.remark ?? "";
+  }
+
+  function small(host, entry, sample) {
+    const over = frame(host, entry, sample);
+    for (const shape of data.shapes(sample)) over.append(outline(shape, sample));
+  }
+
+  // Where a coordinate was written and where it should be, as lines, and along the edge how likely each place was.
+  function guide(sample, axis, written, target, p) {
+    const across = axis === "x";
+    const [along, depth] = across ? [sample.width, sample.height] : [sample.height, sample.width];
+    const parts = [];
+    if (p) {
+      const top = Math.max(...p);
+      const points = [`0,0`];
+      p.forEach((share, bin) => points.push(`${scaled(bin, along)},${((share / top) * depth) / 7}`));
+      points.push(`${along},0`);
+      const turned = across ? `translate(0 ${depth}) scale(1 -1)` : "matrix(0 1 1 0 0 0)";
+      parts.push(svg("polygon", { class: "likely", points: points.join(" "), transform: turned }));
+    }
+    const rule = (bin, style) => {
+      const at = scaled(bin, along);
+      const ends = across ? { x1: at, x2: at, y1: 0, y2: depth } : { x1: 0, x2: depth, y1: at, y2: at };
+      return svg("line", { class: style, ...ends });
+    };
+    if (target !== null) parts.push(rule(target, "target"));
+    parts.push(rule(written, "written"));
+    find("guides").replaceChildren(...parts);
+  }
+
+  return { large, small, guide, clear: () => find("guides")?.replaceChildren() };
+})();

@@ -1,0 +1,71 @@
+"""A run folder as it is read: settings, beginnings, files of lines; of a run that goes on, what is there."""
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from coordexp.errors import DataError
+
+METRICS, RESOLVED, MANIFEST = "metrics.jsonl", "resolved.yaml", "run.json"
+
+
+@dataclass(frozen=True)
+class Run:
+    """`settings` is the tree of `resolved.yaml`; `beginnings` has an entry for each start and resume."""
+
+    folder: Path
+    settings: dict[str, Any]
+    beginnings: tuple[dict[str, Any], ...]
+
+    @property
+    def name(self) -> str:
+        return self.folder.resolve().name
+
+
+def read_run(folder: Path) -> Run:
+    """DataError when the folder is no run's."""
+    missing = [name for name in (RESOLVED, MANIFEST) if not (folder / name).is_file()]
+    if missing:
+        raise DataError(
+            f"{folder}: not the folder of a run, it has no {' and no '.join(missing)}\n"
+            "  give the folder that training.output_dir names"
+        )
+    settings = _read(folder / RESOLVED, yaml.safe_load, dict)
+    beginnings = _read(folder / MANIFEST, json.loads, list)
+    return Run(folder, settings, tuple(beginnings))
+
+
+def read_lines(path: Path) -> tuple[dict[str, Any], ...]:
+    """The objects of a JSONL file; none without one."""
+    return tuple(each_line(path))
+
+
+def each_line(path: Path) -> Iterator[dict[str, Any]]:
+    """One after the other. The last line of a run that is going on may be half there."""
+    if not path.is_file():
+        return
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            if not line.endswith(b"\n"):
+                return
+            try:
+                value = json.loads(line)
+            except ValueError as error:
+                raise DataError(f"{path}, line {number}: not JSON ({error})") from error
+            if not isinstance(value, dict):
+                raise DataError(f"{path}, line {number}: not a JSON object")
+            yield value
+
+
+def _read(path: Path, parse: Any, kind: type) -> Any:
+    try:
+        value = parse(path.read_text(encoding="utf-8"))
+    except (ValueError, yaml.YAMLError) as error:
+        raise DataError(f"{path}: cannot be read ({error})") from error
+    if not isinstance(value, kind):
+        raise DataError(f"{path}: a {kind.__name__} is expected, and this is a {type(value).__name__}")
+    return value

@@ -1,0 +1,386 @@
+"""The rollout inspector's page in a browser: what lights what, ways through the samples, keys and numbers."""
+
+import pytest
+from playwright.sync_api import Page, expect
+
+from tests.browser.books import demo_book
+from tests.browser.conftest import Open
+from tests.browser.samples import PREFIX, Book, Found, True_
+
+pytestmark = pytest.mark.timeout(60)
+
+CUP_Y1 = '#strip .token[data-owner="0"].bin >> nth=1'  # of the sample at step 100
+
+
+def lit_shapes(page: Page) -> set[tuple[str, str]]:
+    """Owner and kind of each shape that is lit."""
+    found = page.locator("#stage .shape.lit").evaluate_all(
+        "all => all.map(one => [one.dataset.owner, one.classList[1]])"
+    )
+    return {(owner, kind) for owner, kind in found}
+
+
+def lit_tokens(page: Page) -> set[str]:
+    return set(page.locator("#strip .token.lit").evaluate_all("all => all.map(one => one.dataset.owner)"))
+
+
+def where(page: Page) -> str:
+    return page.locator("#where").inner_text()
+
+
+def shown(page: Page) -> str:
+    return str(page.evaluate("location.hash.slice(1)"))
+
+
+def focused(page: Page, what: str) -> str | None:
+    return page.evaluate("name => document.activeElement.getAttribute(name)", what)  # type: ignore[no-any-return]
+
+
+# What lights what
+
+
+def test_a_coordinate_lights_its_own_shape_and_the_true_one_of_its_pair_and_no_other(opened: Open) -> None:
+    page = opened(demo_book(), "#99.0.12")
+    page.locator('#strip .token.bin[data-owner="1"]').first.hover()
+    assert lit_shapes(page) == {("1", "matched"), ("1", "true")}
+    assert lit_tokens(page) == {"1"}
+    page.locator('#strip .token.bin[data-owner="3"]').first.hover()
+    assert lit_shapes(page) == {("3", "extra")}
+
+
+def test_an_added_token_lights_the_missed_object_it_stands_for(opened: Open) -> None:
+    page = opened(demo_book(), "#99.0.12")
+    page.locator('#strip .token.desc[data-owner="-6"]').first.hover()
+    assert lit_shapes(page) == {("-6", "missed")}
+    assert page.locator(".object.lit .desc").all_inner_texts() == ["bottle of water"]
+
+
+def test_a_shape_lights_its_tokens_and_its_row(opened: Open) -> None:
+    page = opened(demo_book(), "#99.0.12")
+    page.locator('#stage .shape.missed[data-owner="-4"] polygon >> nth=1').hover()
+    assert lit_tokens(page) == {"-4"}
+    assert page.locator(".object.lit .desc").all_inner_texts() == ["spoon"]
+
+
+def test_what_is_no_longer_pointed_at_gives_way_to_what_was_chosen(opened: Open) -> None:
+    page = opened(demo_book(), "#99.0.12")
+    page.locator('#strip .token.bin[data-owner="2"]').first.click()
+    page.locator('#strip .token.bin[data-owner="3"]').first.hover()
+    page.locator("#name").hover()
+    assert {owner for owner, _ in lit_shapes(page)} == {"2"}
+
+
+def test_a_cell_of_the_overlap_lights_both_of_its_objects(opened: Open) -> None:
+    page = opened(demo_book(), "#99.0.12")
+    page.locator('#matrix td[data-row="3"][data-column="-6"]').hover()
+    assert {owner for owner, _ in lit_shapes(page)} == {"3", "-6"}
+
+
+def test_an_invalid_object_has_no_shape_and_says_why(opened: Open) -> None:
+    page = opened(demo_book(), "#49.0.12")
+    row = page.locator(".object.invalid")
+    expect(row).to_contain_text("a box has four coordinates, and this has 3")
+    row.hover()
+    assert lit_shapes(page) == set()
+    assert lit_tokens(page) == {"1"}
+    assert page.locator('#stage .shape[data-owner="1"]').count() == 0
+
+
+def test_an_unmatched_and_cut_off_answer_is_marked_as_cut(opened: Open) -> None:
+    page = opened(demo_book(), "#49.1.13")
+    assert page.locator("#strip .token.cut").count() > 5
+    assert page.locator("#strip .token.masked").count() > 0
+    expect(page.locator("#tally")).to_contain_text("truncated")
+
+
+def test_a_hidden_kind_of_shape_is_not_drawn(opened: Open) -> None:
+    page = opened(demo_book(), "#99.0.12")
+    page.locator("#kinds [data-kind=missed]").uncheck()
+    expect(page.locator("#stage .shape.missed").first).to_be_hidden()
+    expect(page.locator("#stage .shape.extra").first).to_be_visible()
+    page.locator("#on").click()
+    expect(page.locator("#stage .shape.missed").first).to_be_hidden()
+
+
+# Ways through the samples
+
+
+def test_next_and_previous_switch_the_sample(opened: Open) -> None:
+    page = opened(demo_book())
+    assert (where(page), shown(page)) == ("1 of 7", "0.0.12")
+    expect(page.locator("#back")).to_be_disabled()
+    page.locator("#on").click()
+    assert (where(page), shown(page)) == ("2 of 7", "49.0.12")
+    expect(page.locator("#name")).to_contain_text("Step 50")
+    assert page.locator("#stage .shape.matched").count() == 1
+    page.locator("#back").click()
+    assert shown(page) == "0.0.12"
+
+
+@pytest.mark.parametrize(
+    ("choice", "ids"),
+    [
+        ("invalid", ["49.0.12", "49.1.13"]),
+        ("truncated", ["49.1.13"]),
+        ("misses", ["0.0.12", "49.0.12", "49.1.13", "99.0.12", "149.0.12", "199.1.14"]),
+        ("extra", ["0.0.12", "49.0.12", "99.0.12"]),
+        ("all", ["0.0.12", "49.0.12", "49.1.13", "99.0.12", "149.0.12", "199.0.12", "199.1.14"]),
+    ],
+)
+def test_a_filter_leaves_its_samples_and_goes_to_the_first(opened: Open, choice: str, ids: list[str]) -> None:
+    page = opened(demo_book(), "#199.1.14")
+    if choice == "all":
+        page.locator("#filter").select_option("extra")
+    page.locator("#filter").select_option(choice)
+    assert walk(page) == ids
+
+
+@pytest.mark.parametrize(
+    ("choice", "ids"),
+    [
+        ("missed", ["0.0.12", "49.0.12", "49.1.13", "99.0.12", "149.0.12", "199.1.14", "199.0.12"]),
+        ("loss", ["0.0.12", "49.1.13", "49.0.12", "99.0.12", "149.0.12", "199.0.12", "199.1.14"]),
+    ],
+)
+def test_an_order_puts_the_worst_first_and_what_is_not_known_last(
+    opened: Open, choice: str, ids: list[str]
+) -> None:
+    page = opened(demo_book(), "#99.0.12")
+    page.locator("#order").select_option(choice)
+    assert walk(page) == ids
+
+
+def walk(page: Page) -> list[str]:
+    found = [shown(page)]
+    while page.locator("#on").is_enabled():
+        page.locator("#on").click()
+        found.append(shown(page))
+    assert where(page) == f"{len(found)} of {len(found)}"
+    return found
+
+
+def test_a_filter_that_leaves_nothing_says_so(opened: Open) -> None:
+    book = Book()
+    book.add("0.0.1", [], [])
+    page = opened(book)
+    page.locator("#filter").select_option("truncated")
+    expect(page.locator("#nothing")).to_be_visible()
+    assert where(page) == "0 of 0"
+    page.locator("#filter").select_option("all")
+    expect(page.locator("#sample")).to_be_visible()
+
+
+def test_the_address_names_a_sample_or_a_step(opened: Open) -> None:
+    page = opened(demo_book(), "#149.0.12")
+    expect(page.locator("#name")).to_contain_text("Step 150")
+    page.evaluate("location.hash = 'step=60'")
+    expect(page.locator("#name")).to_contain_text("Step 100")
+    page.locator("#filter").select_option("truncated")
+    page.evaluate("location.hash = '199.0.12'")
+    expect(page.locator("#name")).to_contain_text("Step 200")
+    assert where(page) == "6 of 7"
+
+
+def test_the_same_picture_at_other_steps_leads_there(opened: Open) -> None:
+    page = opened(demo_book(), "#99.0.12")
+    assert page.locator(".step b").all_inner_texts() == ["step 1", "step 50", "step 100", "step 150", "step 200"]
+    expect(page.locator(".step[aria-current]")).to_contain_text("3 of 5 found")
+    assert page.locator(".step .shape.missed").count() == 5 + 4 + 2 + 1
+    page.locator(".step").last.click()
+    assert shown(page) == "199.0.12"
+    expect(page.locator(".step[aria-current]")).to_contain_text("loss 0.127")
+
+
+def test_of_many_steps_those_around_the_current_one_are_drawn(opened: Open) -> None:
+    book = Book()
+    for step in range(200):
+        book.add(f"{step}.0.5", [True_("cup", (1, 1, 500, 500))], [])
+    page = opened(book, "#100.0.5")
+    assert page.locator(".step b").all_inner_texts() == [f"step {step}" for step in range(95, 107)]
+    expect(page.locator("#alone")).to_contain_text("12 of 200")
+
+
+# Keys
+
+
+def test_all_of_it_can_be_done_by_keys_alone(opened: Open) -> None:
+    page = opened(demo_book(), "#99.0.12")
+    for _ in range(30):
+        page.keyboard.press("Tab")
+        if focused(page, "data-i"):
+            break
+    assert page.evaluate("document.activeElement.matches('#strip .token:focus-visible')")
+    page.keyboard.press("Control+Home")
+    assert focused(page, "data-i") == "0"
+    for _ in range(3):
+        page.keyboard.press("ArrowDown")
+    page.keyboard.press("End")
+    assert focused(page, "data-owner") == "-1" or lit_shapes(page) == {("3", "extra")}
+    page.keyboard.press("Home")
+    assert lit_shapes(page) == {("3", "extra")}
+    page.keyboard.press("ArrowDown")
+    assert lit_shapes(page) == {("-4", "missed")}
+    page.keyboard.press("j")
+    assert shown(page) == "149.0.12"
+    assert page.evaluate("document.activeElement.matches('#strip .token')"), "the focus stays among the tokens"
+    page.keyboard.press("k")
+    assert shown(page) == "99.0.12"
+
+
+def test_rows_cells_and_steps_are_reached_by_keys(opened: Open) -> None:
+    page = opened(demo_book(), "#99.0.12")
+    page.keyboard.press("o")
+    page.keyboard.press("ArrowDown")
+    assert {owner for owner, _ in lit_shapes(page)} == {"1"}
+    page.keyboard.press("End")
+    assert lit_shapes(page) == {("-6", "missed")}
+    page.keyboard.press("Tab")
+    assert focused(page, "data-row") == "0"
+    page.keyboard.press("ArrowRight")
+    page.keyboard.press("ArrowDown")
+    assert (focused(page, "data-row"), focused(page, "data-column")) == ("1", "1")
+    page.keyboard.press("s")
+    page.keyboard.press("Shift+Tab")
+    page.keyboard.press("Enter")
+    assert shown(page) == "49.0.12"
+
+
+def test_a_filter_is_chosen_by_keys_and_letters_there_turn_no_page(opened: Open) -> None:
+    page = opened(demo_book(), "#99.0.12")
+    page.keyboard.press("Tab")
+    assert focused(page, "id") == "filter"
+    page.keyboard.press("ArrowDown")
+    assert where(page) == "1 of 6"
+    page.keyboard.press("k")
+    assert where(page) == "1 of 6"
+
+
+def test_the_keys_are_listed_on_demand(opened: Open) -> None:
+    page = opened(demo_book())
+    page.keyboard.press("?")
+    expect(page.locator("#keys")).to_be_visible()
+    page.keyboard.press("j")
+    assert where(page) == "1 of 7"
+    page.keyboard.press("Escape")
+    expect(page.locator("#keys")).to_be_hidden()
+
+
+# Numbers
+
+
+def numbers(page: Page) -> dict[str, str]:
+    names = page.locator(".numbers dt").all_inner_texts()
+    return dict(zip(names, page.locator(".numbers dd").all_inner_texts(), strict=True))
+
+
+def test_a_coordinate_shows_its_distribution_in_numbers(opened: Open) -> None:
+    book = Book()
+    sample = book.add("99.0.1", [True_("cup", (100, 100, 400, 400))], [Found("cup", (90, 110, 390, 400), 0, 0.8)])
+    first = sample["tokens"]["roles"].index(2)
+    sample["trained"]["bins"][str(first)] = [[90, 5000], [100, 2500, 2500]]
+    sample["trained"]["nll"][str(first)] = 0.6931
+    sample["trained"]["mass"][str(first)] = 0.9
+    page = opened(book)
+    page.locator(f'#strip [data-i="{first}"]').hover()
+    told = numbers(page)
+    assert told["written bin"] == "90"
+    assert told["target"] == "100"
+    assert told["on the target bin"] == "25.0 %"
+    assert told["expected bin"] == "95.3"  # (90 * 2 + 100 + 101) / 4
+    assert told["on coordinates"] == "90.0 %"
+    assert told["on what it wrote"] == "50.0 %"
+    assert float(told["apart (W1)"].removesuffix(" bins")) == pytest.approx(w1_of_example(), abs=0.051)
+    expect(page.locator(".whose")).to_contain_text("x1 of object_1, cup (matched)")
+
+
+def w1_of_example(sigma: float = 8.0) -> float:
+    """Against a Gaussian around 100, by sums of differences."""
+    from math import exp
+
+    weights = [exp(-0.5 * ((bin - 100) / sigma) ** 2) for bin in range(1000)]
+    model = {90: 0.5, 100: 0.25, 101: 0.25}
+    difference = total = 0.0
+    for bin, weight in enumerate(weights):
+        difference += model.get(bin, 0.0) - weight / sum(weights)
+        total += abs(difference)
+    return total
+
+
+def test_the_truncated_soft_target_ends_where_the_loss_ends_it(opened: Open) -> None:
+    page = opened(demo_book(), "#99.0.12")
+    q = page.evaluate("Array.from(distribution.soft(100.5, {sigma: 8, truncate: 3}))")
+    assert [bin for bin, share in enumerate(q) if share] == [98, 99, 100, 101, 102, 103]
+    assert sum(q) == pytest.approx(1.0)
+
+
+def test_a_text_token_shows_what_it_is_and_how_likely_it_was(opened: Open) -> None:
+    book = demo_book()
+    sample = book.samples[3]
+    page = opened(book, "#99.0.12")
+    page.locator("#strip .token.desc").first.hover()
+    at = sample["tokens"]["roles"].index(4)
+    told = numbers(page)
+    assert told["token id"] == str(sample["tokens"]["ids"][at])
+    assert told["-log p"] == f"{sample['trained']['nll'][str(at)]:.4f}"
+    expect(page.locator("#detail h3")).to_contain_text("added description")
+
+
+def test_a_sample_that_was_not_trained_says_so(opened: Open) -> None:
+    page = opened(demo_book(), "#199.1.14")
+    page.locator("#strip .token.coord").first.hover()
+    expect(page.locator("#detail .silent")).to_contain_text("not trained yet")
+    expect(page.locator("#about")).to_contain_text("Not known")
+
+
+def test_pointing_at_an_object_explains_its_first_coordinate(opened: Open) -> None:
+    page = opened(demo_book(), "#99.0.12")
+    page.locator('.object[data-owner="2"]').first.hover()
+    expect(page.locator(".whose")).to_contain_text("x of point 1 of object_3, green leaf")
+    assert numbers(page)["written bin"] == "515"
+    assert page.locator("#guides .written").count() == 1
+
+
+def test_without_a_soft_target_the_model_is_shown_alone(opened: Open) -> None:
+    book = demo_book()
+    book.more = {"target": None}
+    page = opened(book, "#99.0.12")
+    page.locator(CUP_Y1).hover()
+    assert page.locator(".chart .given").count() == 2
+    assert page.locator(".chart .wanted").count() == 0
+    assert "apart (W1)" not in numbers(page)
+
+
+def test_a_page_without_samples_says_so_and_takes_keys(opened: Open) -> None:
+    page = opened(Book())
+    expect(page.locator("#nothing")).to_be_visible()
+    for key in ("j", "t", "o", "m", "s", "Escape"):
+        page.keyboard.press(key)
+
+
+def test_a_target_between_two_bins_is_told_as_it_is(opened: Open) -> None:
+    book = Book()
+    sample = book.add("0.0.1", [True_("cup", (100, 100, 400, 400))], [Found("cup", (90, 110, 390, 400), 0, 0.8)])
+    first = sample["tokens"]["roles"].index(2)
+    sample["tokens"]["target"][first] = 99.5
+    sample["trained"]["bins"][str(first)] = [[99, 1000, 3000]]
+    page = opened(book)
+    page.locator(f'#strip [data-i="{first}"]').hover()
+    assert numbers(page)["target"] == "99.5"
+    assert numbers(page)["on the target bin"] == "30.0 %"  # half-way it is the upper one, as in the loss
+    assert numbers(page)["in the chart"] == "40.0 %"
+
+
+def test_roles_are_counted(opened: Open) -> None:
+    book = demo_book()
+    page = opened(book, "#99.0.12")
+    roles = book.samples[3]["tokens"]["roles"]
+    told = page.locator(f'#roles [data-role="{PREFIX}"] b').inner_text()
+    assert int(told) == roles.count(PREFIX)
+
+
+def test_a_missing_picture_says_why_and_keeps_its_shapes(opened: Open) -> None:
+    book = Book()
+    book.add("0.0.1", [True_("cup", (100, 100, 400, 400))], [])
+    page = opened(book)
+    expect(page.locator("#remark")).to_have_text("image not shown: No such file")
+    assert page.locator("#stage .shape.missed").count() == 1

@@ -1,0 +1,276 @@
+"""The rollout inspector's page at its limits: without colour, enlarged, with hostile text, huge, and live."""
+
+import json
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from itertools import combinations
+from typing import Any
+
+import pytest
+from playwright.sync_api import Browser, Page, expect
+
+from tests.browser.books import HOSTILE, LONG, TWISTED, demo_book, hostile_book, huge_book
+from tests.browser.conftest import WIDE, Heard, Open
+from tests.browser.samples import Book, True_
+
+pytestmark = pytest.mark.timeout(60)
+
+ENLARGED = {"width": 640, "height": 450}  # a window of 1280 x 900 at 200 %
+FORM = """one => {
+  const style = getComputedStyle(one);
+  return ["borderTopStyle", "borderBottomStyle", "borderBottomWidth", "borderTopWidth", "textDecorationLine",
+    "borderTopLeftRadius", "strokeDasharray", "backgroundImage"].map((name) =>
+      name === "backgroundImage" ? style[name] !== "none" : style[name]).join("; ")
+}"""
+
+
+# Without colour
+
+
+def test_roles_of_tokens_differ_by_more_than_colour(opened: Open) -> None:
+    page = opened(demo_book())
+    signs = page.locator("#roles .token").all()
+    forms = {sign.get_attribute("class"): sign.evaluate(FORM) for sign in signs}
+    assert len(forms) == 8
+    for (one, form), (other, its) in combinations(forms.items(), 2):
+        assert form != its, f"{one} looks like {other}"
+
+
+def test_kinds_of_shapes_differ_by_more_than_colour(opened: Open) -> None:
+    page = opened(demo_book(), "#99.0.12")
+    kinds = ("true", "matched", "missed", "extra")
+    dashes = [page.locator(f"#stage .shape.{kind} polygon >> nth=1").evaluate(FORM) for kind in kinds]
+    assert len(set(dashes)) == 4
+
+
+def test_the_two_distributions_differ_by_more_than_colour(opened: Open) -> None:
+    page = opened(demo_book(), "#99.0.12")
+    model, target = page.locator(".chart .given").first, page.locator(".chart .wanted").first
+    assert model.evaluate("one => getComputedStyle(one).fill") != "none"
+    assert target.evaluate("one => getComputedStyle(one).fill") == "none"
+    assert target.evaluate("one => getComputedStyle(one).strokeDasharray") != "none"
+
+
+# Enlarged, dark
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("make", [demo_book, hostile_book], ids=["ordinary", "hostile"])
+def test_at_twice_the_size_nothing_is_lost_to_the_right_and_all_can_be_read(
+    opened: Open, make: Any, scheme: str
+) -> None:
+    page = opened(make(), viewport=ENLARGED, color_scheme=scheme)
+    assert page.evaluate("document.documentElement.scrollWidth") <= ENLARGED["width"]
+    assert page.evaluate(OUTSIDE) == []
+    assert page.evaluate(TOO_SMALL) == []
+    assert page.evaluate(TOO_FAINT) == []
+
+
+# Elements that reach beyond the window, and are in nothing that scrolls.
+OUTSIDE = """() => [...document.querySelectorAll("body *")]
+  .filter((one) => !one.closest("#matrix, #steps, svg, dialog, #stage") && one.getClientRects().length)
+  .filter((one) => one.getBoundingClientRect().right > innerWidth + 0.5)
+  .filter((one) => getComputedStyle(one.parentNode).overflowX === "visible")
+  .map((one) => `${one.tagName} ${one.className}`)"""
+
+# Text under 11 pixels, in charts as they are scaled.
+TOO_SMALL = """() => [...document.querySelectorAll("body *")]
+  .filter((one) => [...one.childNodes].some((node) => node.nodeType === 3 && node.textContent.trim()))
+  .filter((one) => one.getClientRects().length && !one.closest("script, title"))
+  .map((one) => {
+    const drawing = one.ownerSVGElement;
+    const scale = drawing ? drawing.getBoundingClientRect().width / drawing.viewBox.baseVal.width : 1;
+    return [one, parseFloat(getComputedStyle(one).fontSize) * scale];
+  })
+  .filter(([, size]) => size < 10.9)
+  .map(([one, size]) => `${one.tagName} ${one.className} ${size}`)"""
+
+# Words on a plain ground of the page with less contrast than 4.5, unless they say that something is absent.
+TOO_FAINT = """() => {
+  const canvas = document.createElement("canvas").getContext("2d", { willReadFrequently: true });
+  const light = (colour) => {
+    canvas.clearRect(0, 0, 1, 1);
+    canvas.fillStyle = colour;
+    canvas.fillRect(0, 0, 1, 1);
+    const [r, g, b] = [...canvas.getImageData(0, 0, 1, 1).data].slice(0, 3).map((value) => {
+      const share = value / 255;
+      return share <= 0.04045 ? share / 12.92 : ((share + 0.055) / 1.055) ** 2.4;
+    });
+    return 0.2126 * r + 0.7152 * g + 0.0722 * b;
+  };
+  const ground = light(getComputedStyle(document.getElementById("detail")).backgroundColor);
+  const places = ".object span, .margin, .saying, dt, dd, small, .caption, #tally span, #rule, .token.prefix, "
+    + ".token.desc";
+  return [...document.querySelectorAll(places)]
+    .filter((one) => one.getClientRects().length && !one.closest(".absent, .token.end, dialog, #bar"))
+    .map((one) => {
+      const own = light(getComputedStyle(one).color);
+      return [one, (Math.max(own, ground) + 0.05) / (Math.min(own, ground) + 0.05)];
+    })
+    .filter(([, contrast]) => contrast < 4.5)
+    .map(([one, contrast]) => `${one.tagName} ${one.className} ${contrast}`);
+}"""
+
+
+# Hostile
+
+
+def test_hostile_text_is_shown_as_text(opened: Open) -> None:
+    page = opened(hostile_book())
+    assert page.locator("#objects .desc").all_text_contents() == [HOSTILE, TWISTED, "", HOSTILE, LONG, TWISTED]
+    assert page.locator("#run").text_content() == 'runs/<b>"bold"</b>'
+    assert page.locator(".object.invalid .saying").text_content() == "<i>no description</i>"
+    assert page.locator(".object.invalid .name").text_content() == HOSTILE
+    assert page.locator("body img").count() == 0
+    assert page.locator("b:text('bold')").count() == 0
+    assert page.title() == 'Rollouts of runs/<b>"bold"</b>'
+
+
+@pytest.mark.parametrize("height", [480, 100, 1900], ids=["ordinary", "flat", "upright"])
+def test_a_long_name_stays_inside_of_the_picture_and_of_its_row(opened: Open, height: int) -> None:
+    book = hostile_book()
+    book.samples[0]["height"] = height
+    page = opened(book)
+    inside = """() => [...document.querySelectorAll("#stage .tag")].filter((one) => {
+      const [tag, stage] = [one.getBoundingClientRect(), document.getElementById("stage").getBoundingClientRect()];
+      return tag.left < stage.left - 1 || tag.right > stage.right + 1 || tag.top < stage.top - 1;
+    }).map((one) => one.textContent)"""
+    assert page.evaluate(inside) == []
+    for row in page.locator(".object:not(.invalid)").all():
+        assert row.bounding_box()["height"] < 60  # type: ignore[index]
+
+
+# Huge
+
+
+def test_500_objects_open_within_two_seconds(opened: Open) -> None:
+    page = opened(huge_book())
+    assert page.evaluate("performance.getEntriesByName('ready')[0].startTime") < 2000
+    expect(page.locator("#length")).to_contain_text("32,251")
+
+
+def test_only_tokens_near_the_window_have_elements_and_scrolling_is_smooth(opened: Open) -> None:
+    page = opened(huge_book())
+    told = page.evaluate(
+        """async () => {
+          const strip = document.getElementById("strip");
+          const [times, counts] = [[], []];
+          let last = performance.now();
+          for (let k = 0; k < 90; k += 1) {
+            strip.scrollTop = k < 60 ? strip.scrollTop + 180 : (strip.scrollHeight * (k - 59)) / 30;
+            await new Promise(requestAnimationFrame);
+            const now = performance.now();
+            times.push(now - last);
+            last = now;
+            counts.push(strip.querySelectorAll(".token").length);
+          }
+          await new Promise((done) => setTimeout(done, 300));
+          const rect = strip.getBoundingClientRect();
+          const seen = document.elementFromPoint(rect.x + 200, rect.y + rect.height / 2);
+          times.sort((a, b) => a - b);
+          return { median: times[45], most: Math.max(...counts), end: !!seen.closest(".line") };
+        }"""
+    )
+    assert told["most"] < 4000
+    assert told["median"] < 60
+    assert told["end"], "where the strip was scrolled to, tokens are shown"
+
+
+def test_a_shape_far_away_brings_its_tokens_its_row_and_its_pair_into_view(opened: Open) -> None:
+    page = opened(huge_book(), viewport={"width": 1400, "height": 1600})
+    page.locator('#stage .shape.extra[data-owner="480"] polygon >> nth=1').click()
+    token = page.locator('#strip .token.bin[data-owner="480"]').first
+    expect(token).to_be_in_viewport()
+    assert "lit" in (token.get_attribute("class") or "")
+    expect(page.locator('#matrix th[scope=row][data-owner="480"]')).to_be_visible()
+    expect(page.locator("#scale")).to_contain_text("500 by 500 is too large to read")
+    assert page.locator("#matrix td[data-row]").count() <= 12 * 14
+    expect(page.locator('.object[data-owner="480"]')).to_be_in_viewport()
+    page.locator('#stage .shape.matched[data-owner="200"] polygon >> nth=1').click()
+    expect(page.locator('#matrix td.chosen[data-row="200"]')).to_be_in_viewport()
+
+
+def test_the_token_with_the_focus_is_kept_when_it_is_scrolled_away(opened: Open) -> None:
+    page = opened(huge_book())
+    page.keyboard.press("t")
+    page.keyboard.press("Control+Home")
+    page.wait_for_timeout(300)  # until the browser has told which chunks are near
+    page.evaluate("document.getElementById('strip').scrollTop = 1e6")
+    page.wait_for_timeout(300)
+    page.keyboard.press("ArrowRight")
+    assert page.evaluate("document.activeElement.dataset.i") == "1"
+    expect(page.locator('#strip [data-i="1"]')).to_be_in_viewport()
+
+
+def test_200_samples_open_at_once_because_they_are_parsed_when_shown(opened: Open) -> None:
+    book = Book()
+    for step in range(200):
+        truth = [True_(f"cup {k}", (k * 40, 10, k * 40 + 30, 500)) for k in range(20)]
+        book.add(f"{step}.0.{step}", truth, [])
+    page = opened(book)
+    assert page.evaluate("performance.getEntriesByName('ready')[0].startTime") < 2000
+    for _ in range(40):
+        page.keyboard.press("j")
+    expect(page.locator("#where")).to_have_text("41 of 200")
+
+
+# Live
+
+
+class Server(ThreadingHTTPServer):
+    daemon_threads = True
+
+    def __init__(self, html: str) -> None:
+        super().__init__(("127.0.0.1", 0), Answer)
+        self.html, self.asked, self.changed = html, [], False
+        self.address = f"http://127.0.0.1:{self.server_address[1]}/"
+
+
+class Answer(BaseHTTPRequestHandler):
+    server: Server
+
+    def do_GET(self) -> None:
+        page = self.path == "/"
+        if not page:
+            self.server.asked.append(self.path)
+        body = self.server.html if page else json.dumps({"changed": self.server.changed, "step": 120})
+        self.send_response(200)
+        self.send_header("Content-Type", "text/html; charset=utf-8" if page else "application/json")
+        self.end_headers()
+        self.wfile.write(body.encode())
+
+    def log_message(self, format: str, *args: Any) -> None:
+        pass
+
+
+@pytest.fixture
+def server() -> Iterator[Server]:
+    server = Server(demo_book().html(live=True, stamp="a b"))
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
+    thread.start()
+    yield server
+    server.shutdown()
+    thread.join(10)
+    server.server_close()
+
+
+def test_a_served_page_asks_for_news_and_shows_them_at_the_same_sample(browser: Browser, server: Server) -> None:
+    context, heard = browser.new_context(viewport=WIDE), Heard()  # type: ignore[arg-type]
+    page: Page = context.new_page()
+    heard.listen(page)
+    page.clock.install()
+    page.goto(server.address + "#99.0.12")
+    with page.expect_response("**/changed?*"):
+        page.clock.run_for(3100)
+    assert server.asked == ["/changed?since=a%20b"]
+    expect(page.locator("#news")).to_be_hidden()
+    server.changed = True
+    page.clock.run_for(3100)
+    expect(page.locator("#news")).to_have_text("New answers, up to step 120: show")
+    page.locator("#news").click()
+    page.wait_for_load_state()
+    expect(page.locator("#name")).to_contain_text("Step 100")
+    expect(page.locator("#news")).to_be_hidden()
+    context.close()
+    assert heard.complaints == []

@@ -1,0 +1,74 @@
+"""Pages made from run folders: from a dumped example to what a person points at, and a run that goes on."""
+
+import json
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from playwright.sync_api import Browser, expect
+
+from coordexp.inspector.live import listen, run_pages
+from coordexp.inspector.rollouts import inspector_page
+from coordexp.inspector.run import read_run
+from tests.browser.conftest import Open
+from tests.unit.inspector.run_folders import write_dumped_run
+
+pytestmark = pytest.mark.timeout(60)
+
+
+@dataclass(frozen=True)
+class Inspected:
+    """The page of a run folder."""
+
+    folder: Path
+
+    def save(self, path: Path) -> Path:
+        path.write_text(inspector_page(read_run(self.folder), 200))
+        return path
+
+
+def test_each_coordinate_of_a_dumped_answer_lights_the_shape_that_it_writes(opened: Open, tmp_path: Path) -> None:
+    folder = write_dumped_run(tmp_path / "run", steps=(0,))
+    page = opened(Inspected(folder), "#0.0.0")
+    whole = json.loads((folder / "dumps/step-000000.jsonl").read_text().splitlines()[0])
+    objects, pairs = whole["result"]["objects"], dict(whole["result"]["pairs"])
+    for k, one in enumerate(objects):
+        for at in one["at"]:
+            token = page.locator(f'#strip .token[data-i="{at}"]')
+            assert token.inner_text() == str(one["bins"][one["at"].index(at)])
+            token.hover()
+            lit = page.locator("#stage .shape.lit").evaluate_all("all => all.map(one => one.dataset.owner)")
+            assert set(lit) == {str(k)} and len(lit) == (2 if k in pairs else 1)
+
+
+def test_what_was_missed_is_lit_by_what_was_appended_for_it(opened: Open, tmp_path: Path) -> None:
+    page = opened(Inspected(write_dumped_run(tmp_path / "run", steps=(0,))), "#0.0.0")
+    page.locator('#strip .token.bin[data-owner="-3"]').first.hover()
+    lit = page.locator("#stage .shape.lit")
+    expect(lit).to_have_count(1)
+    assert lit.get_attribute("data-owner") == "-3"
+
+
+def test_a_served_page_offers_what_was_written_since(browser: Browser, tmp_path: Path) -> None:
+    folder = write_dumped_run(tmp_path / "run", steps=(0,))
+    server = listen(run_pages(folder, 200), 0)
+    thread = threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True)
+    thread.start()
+    page = browser.new_page()
+    try:
+        page.goto(f"http://127.0.0.1:{server.server_port}/#0.0.1")
+        expect(page.locator("#where")).to_have_text("2 of 3")
+        write_dumped_run(folder, steps=(1,))
+        page.locator("#news").click(timeout=20_000)
+        expect(page.locator("#where")).to_have_text("2 of 6")
+        assert page.url.endswith("#0.0.1")
+        page.locator("#report").click()
+        expect(page.locator("h1")).to_have_text("run")
+        page.get_by_role("link", name="run", exact=True).click()
+        expect(page.locator("#where")).to_have_text("1 of 6")
+    finally:
+        page.close()
+        server.shutdown()
+        server.server_close()
+        thread.join(5)

@@ -1,0 +1,100 @@
+"""Which dumped examples a page shows."""
+
+import json
+
+import pytest
+
+from coordexp.errors import DataError
+from coordexp.inspector.dumps import choose, last_step, mark_of_dumps
+
+
+def dump(run, step, records=(0, 1), folder="dumps"):
+    file = run / folder / f"step-{step:06d}.jsonl"
+    file.parent.mkdir(parents=True, exist_ok=True)
+    lines = [{"format": 1, "place": {"step": step, "micro": 0, "record": record}} for record in records]
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return file
+
+
+def steps(found):
+    return [one.whole["place"]["step"] for one in found]
+
+
+def test_all_examples_are_shown_in_the_order_of_steps_when_they_fit(tmp_path):
+    for step in (20, 0, 10):
+        dump(tmp_path, step)
+    found, total = choose(tmp_path, 200)
+    assert steps(found) == [0, 0, 10, 10, 20, 20]
+    assert total == 6
+
+
+def test_of_a_long_run_steps_are_taken_evenly_with_the_first_and_the_last(tmp_path):
+    for step in range(1000):
+        dump(tmp_path, step)
+    found, total = choose(tmp_path, 20)
+    assert sorted(set(steps(found))) == [0, 111, 222, 333, 444, 555, 666, 777, 888, 999]
+    assert len(found) == 20
+    assert total == 2000
+
+
+def test_files_that_are_not_shown_are_not_read(tmp_path):
+    for step in range(100):
+        dump(tmp_path, step)
+    (tmp_path / "dumps/step-000050.jsonl").write_text("broken\n")
+    assert len(choose(tmp_path, 4)[0]) == 4
+
+
+def test_followed_records_are_marked_and_take_at_most_half_of_the_page(tmp_path):
+    dump(tmp_path, 0, (5, 6))
+    for step in range(1, 40):
+        dump(tmp_path, step, (9,))
+        dump(tmp_path, step, (5,), "dumps/followed")
+    found, _ = choose(tmp_path, 20)
+    assert len(found) <= 20
+    assert sum(one.followed for one in found) == 12  # half of the page, and the first step's two
+    assert {one.whole["place"]["record"] for one in found if one.followed} == {5, 6}
+
+
+def test_an_example_has_the_last_trace_that_was_written_of_it(tmp_path):
+    dump(tmp_path, 3)
+    lines = [{"format": 1, "example": 1, "loss": loss} for loss in (2.0, 1.0)]
+    (tmp_path / "dumps/trained-000003.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    found, _ = choose(tmp_path, 9)
+    assert [one.trained and one.trained["loss"] for one in found] == [None, 1.0]
+
+
+def test_a_line_that_is_being_written_is_not_there_yet(tmp_path):
+    file = dump(tmp_path, 3)
+    file.write_text(file.read_text() + '{"format": 1, "pla')
+    assert len(choose(tmp_path, 9)[0]) == 2
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("broken\n", "line 1: not JSON"),
+        ("[]\n", "line 1: not a JSON object"),
+        ('{"format": 9}\n', "a dump of format 9; this version reads 1"),
+    ],
+)
+def test_a_damaged_dump_is_named_with_its_line(tmp_path, text, told):
+    dump(tmp_path, 3).write_text(text)
+    with pytest.raises(DataError, match=told) as error:
+        choose(tmp_path, 9)
+    assert "step-000003.jsonl" in str(error.value)
+
+
+def test_a_run_without_dumps_says_where_they_come_from(tmp_path):
+    with pytest.raises(DataError, match=r"stage2\.dump_every"):
+        choose(tmp_path, 9)
+
+
+def test_the_mark_of_a_run_changes_with_what_is_written(tmp_path):
+    dump(tmp_path, 3)
+    before = mark_of_dumps(tmp_path)
+    assert mark_of_dumps(tmp_path) == before
+    file = dump(tmp_path, 4)
+    more = mark_of_dumps(tmp_path)
+    assert more != before and last_step(tmp_path) == 5
+    file.with_name("trained-000004.jsonl").write_text("{}\n")
+    assert mark_of_dumps(tmp_path) not in (before, more)

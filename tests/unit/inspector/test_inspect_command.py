@@ -1,0 +1,114 @@
+"""`coordexp inspect`: the page of a run folder, and what it refuses."""
+
+import json
+import re
+import socket
+
+import pytest
+from typer.testing import CliRunner
+
+from coordexp.cli import app
+from tests.dumped import TRUTH
+from tests.unit.inspector.run_folders import write_dumped_run
+
+
+def run(*arguments):
+    return CliRunner().invoke(app, ["inspect", *map(str, arguments)])
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return write_dumped_run(tmp_path_factory.mktemp("runs") / "demo")
+
+
+FIRST = "dumps/step-000000.jsonl"
+
+
+def element(text: str, name: str):
+    return json.loads(re.search(rf'<script type="application/json" id="{name}">(.*?)</script>', text)[1])
+
+
+def test_a_page_is_written_beside_the_run_with_all_of_its_examples(folder):
+    result = run(folder)
+    assert (result.exit_code, result.stdout) == (0, f"wrote {folder / 'inspect.html'}\n")
+    text = (folder / "inspect.html").read_text()
+    index = element(text, "index")
+    assert index["run"] == "demo" and index["live"] is False
+    assert index["target"] == {"sigma": 8.0, "truncate": 24, "temperature": 1.0}
+    assert [(one["step"], one["image"]) for one in index["samples"]] == [
+        (step, name) for step in (1, 2) for name in TRUTH
+    ]
+    assert {one["picture"] for one in index["samples"]} == {"picture-0", "picture-1", "picture-2"}
+    assert element(text, "picture-0").startswith("data:image/png;base64,")
+    assert element(text, "sample-5")["id"] == index["samples"][5]["id"] == "1.0.2"
+
+
+def test_bytes_that_are_no_text_and_ids_of_no_token_are_written_out(folder):
+    run(folder)
+    pieces = element((folder / "inspect.html").read_text(), "index")["pieces"]
+    assert "\\xff" in pieces.values() and "<id 1000000>" in pieces.values()
+    assert all(text.isprintable() for text in pieces.values())
+
+
+def test_at_most_so_many_examples_are_taken_as_were_asked_for(folder, tmp_path):
+    run(folder, "--samples", 2, "--out", tmp_path / "few.html")
+    index = element((tmp_path / "few.html").read_text(), "index")
+    assert len(index["samples"]) == 2 and index["total"] == 6
+
+
+def test_a_picture_that_cannot_be_read_is_told_in_its_place(tmp_path):
+    folder = write_dumped_run(tmp_path / "demo", steps=(0,))
+    (folder / "partly.png").unlink()
+    (folder / "cut.png").write_bytes(b"no picture")
+    run(folder)
+    samples = element((folder / "inspect.html").read_text(), "index")["samples"]
+    assert [one["picture"] for one in samples] == [None, "picture-1", None]
+    assert "No such file" in samples[0]["remark"] and "cannot identify" in samples[2]["remark"]
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--out", "page.pdf"], "a page is an .html file"),
+        (["--port", "9"], "--port is for --serve"),
+        (["--serve", "--out", "page.html"], "--out and --serve do not go together"),
+    ],
+)
+def test_options_that_do_not_fit_are_refused_with_a_way_out(folder, words, told):
+    result = run(folder, *words)
+    assert result.exit_code == 1 and told in result.stderr and "\n  " in result.stderr
+
+
+def test_a_port_that_is_taken_is_told_with_a_way_out(folder):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        result = run(folder, "--serve", "--port", taken.getsockname()[1])
+    assert result.exit_code == 1
+    assert "cannot be listened on (Address already in use)\n  give another --port" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("spoil", "told"),
+    [
+        (lambda folder: (folder / "run.json").unlink(), "not the folder of a run, it has no run.json"),
+        (lambda folder: (folder / "resolved.yaml").write_text("a: [b"), "resolved.yaml: cannot be read"),
+        (lambda folder: (folder / "run.json").write_text("{}"), "run.json: a list is expected"),
+        (lambda folder: (folder / "dumps/tokenizer.json").unlink(), "tokenizer.json: no such file"),
+        (lambda folder: (folder / FIRST).write_text("{}\n"), "a dump of format None"),
+        (lambda folder: (folder / FIRST).write_text('{"format": 1}\n'), "not a dumped example (it has no place)"),
+        (
+            lambda folder: (folder / FIRST).write_text('{"format": 1, "place": {}}\n'),
+            "not a dumped example (KeyError",
+        ),
+    ],
+)
+def test_a_folder_that_is_no_runs_is_refused_by_name_without_a_traceback(tmp_path, spoil, told, capsys):
+    folder = write_dumped_run(tmp_path / "demo", steps=(0,))
+    spoil(folder)
+    from coordexp.cli import main
+
+    with pytest.raises(SystemExit) as end:
+        main(["inspect", str(folder)])
+    assert end.value.code == 1
+    assert told in capsys.readouterr().err

@@ -1,0 +1,167 @@
+"""Intervals of differences: against what is known, paired, and as sure as the data allow."""
+
+import time
+
+import numpy as np
+import pytest
+
+from coordexp.inspector.report.bootstrap import compare, over_seeds, resampled_sums
+
+
+def shares(hits):
+    """A rate of 0 or 1 an image."""
+    hits = np.asarray(hits, np.int64)
+    return {"rate": np.stack([hits, np.ones_like(hits)], axis=1)}
+
+
+def hard_and_easy(rng, images, ease=0.0, noise=0.1):
+    """Two answers to the same images: whether an image is hard decides for both, `noise` of them aside."""
+    easy = rng.random(images)
+    first = (easy + noise * rng.normal(size=images)) > 0.5
+    second = (easy + ease + noise * rng.normal(size=images)) > 0.5
+    return shares(first), shares(second)
+
+
+def one(base, other, resamples=2000):
+    (found,) = compare(base, other, resamples=resamples)
+    return found
+
+
+def test_a_run_compared_with_itself_differs_by_exactly_nothing():
+    run, _ = hard_and_easy(np.random.default_rng(0), 500)
+    found = one([run], [run])
+    assert (found.value, found.images, found.agreeing, found.clear) == (0.0, (0.0, 0.0), None, False)
+
+
+def test_one_more_hit_in_every_image_is_a_difference_without_doubt():
+    nothing, everything = shares(np.zeros(50)), shares(np.ones(50))
+    found = one([nothing], [everything])
+    assert (found.value, found.images, found.agreeing) == (1.0, (1.0, 1.0), 1.0)
+    assert found.clear
+
+
+def test_the_interval_of_a_mean_is_the_normal_one():
+    """The difference of two shares of the same images is a mean, and its interval 1.96 standard errors."""
+    base, other = hard_and_easy(np.random.default_rng(1), 4000, ease=0.05)
+    found = one([base], [other], resamples=8000)
+    each = other["rate"][:, 0] - base["rate"][:, 0]
+    half = 1.96 * each.std() / np.sqrt(len(each))
+    low, high = found.images
+    assert low == pytest.approx(each.mean() - half, abs=0.05 * half)
+    assert high == pytest.approx(each.mean() + half, abs=0.05 * half)
+
+
+def test_the_interval_of_a_ratio_is_that_of_its_linear_form():
+    """F1 and its like: sums above and below both vary. By the delta method, (count - rate * of) / mean of."""
+    rng = np.random.default_rng(2)
+    of = rng.integers(1, 20, 5000)
+    base, other = ({"f1": np.stack([rng.binomial(of, p), of], axis=1)} for p in (0.6, 0.62))
+    found = one([base], [other], resamples=8000)
+
+    def linear(run):
+        count, below = run["f1"].T
+        return (count - count.sum() / below.sum() * below) / below.mean()
+
+    half = 1.96 * (linear(other) - linear(base)).std() / np.sqrt(5000)
+    assert found.images[1] - found.images[0] == pytest.approx(2 * half, rel=0.05)
+
+
+def test_pairing_makes_the_interval_narrower_than_that_of_two_sets_of_images():
+    rng = np.random.default_rng(3)
+    base, other = hard_and_easy(rng, 2000)
+    low, high = one([base], [other]).images
+    mixed = {"rate": rng.permutation(other["rate"])}
+    apart = one([base], [mixed]).images
+    assert (high - low) < 0.6 * (apart[1] - apart[0])
+
+
+def test_nineteen_of_twenty_intervals_hold_the_truth():
+    rng = np.random.default_rng(4)
+    expected, held = _expected(0.03, noise=0.2), 0
+    for _ in range(300):
+        base, other = hard_and_easy(rng, 300, ease=0.03, noise=0.2)
+        low, high = one([base], [other], resamples=400).images
+        held += low <= expected <= high
+    assert 0.91 <= held / 300 <= 0.98
+
+
+def _expected(ease, noise):
+    easy = np.random.default_rng(5).random(400_000)
+    moved = noise * np.random.default_rng(6).normal(size=400_000)
+    return float(((easy + ease + moved) > 0.5).mean() - ((easy + moved) > 0.5).mean())
+
+
+def test_seeds_are_averaged_before_they_are_compared():
+    rng = np.random.default_rng(7)
+    runs = [shares(rng.random(200) < p) for p in (0.2, 0.4, 0.6, 0.8)]
+    found = one(runs[:2], runs[2:])
+    means = [run["rate"][:, 0].mean() for run in runs]
+    assert found.base == pytest.approx(np.mean(means[:2])) and found.other == pytest.approx(np.mean(means[2:]))
+
+
+def test_two_seeds_say_nothing_of_others_and_three_do():
+    rng = np.random.default_rng(8)
+    runs = [shares(rng.random(100) < 0.5) for _ in range(6)]
+    assert one(runs[:2], runs[2:]).with_seeds is None
+    low, high = one(runs[:3], runs[3:]).with_seeds
+    within = one(runs[:3], runs[3:]).images
+    assert low < within[0] and high > within[1]
+
+
+def test_without_images_to_vary_the_interval_over_seeds_is_welch_s():
+    from scipy.stats import ttest_ind
+
+    base, other = np.array([0.70, 0.72, 0.69]), np.array([0.74, 0.73, 0.78, 0.75])
+    low, high = over_seeds(base, other, images=0.0)
+    known = ttest_ind(other, base, equal_var=False).confidence_interval(0.95)
+    assert (low, high) == pytest.approx((known.low, known.high))
+
+
+def test_the_interval_over_seeds_holds_the_truth_of_other_seeds_where_that_over_images_does_not():
+    rng = np.random.default_rng(9)
+    held = {"images": 0, "seeds": 0}
+    for _ in range(200):
+        groups = [[shares(rng.random(400) < 0.5 + 0.05 * rng.normal()) for _ in range(3)] for _ in range(2)]
+        found = one(*groups, resamples=200)
+        for name, (low, high) in (("images", found.images), ("seeds", found.with_seeds)):
+            held[name] += low <= 0.0 <= high
+    assert held["seeds"] / 200 >= 0.93
+    assert held["images"] / 200 < 0.8
+
+
+def test_what_is_seeds_alone_does_not_call_a_difference_clear():
+    groups = [[shares(np.arange(100) < hits) for hits in each] for each in ((40, 60, 50), (52, 72, 62))]
+    found = one(*groups)
+    assert found.images[0] > 0 and found.with_seeds[0] < 0
+    assert not found.clear
+
+
+def test_a_rate_of_nothing_is_left_out_and_a_rare_one_has_no_interval():
+    none = {"rate": shares(np.ones(40))["rate"], "never": np.zeros((40, 2), np.int64)}
+    rare = np.zeros((40, 2), np.int64)
+    rare[0] = 1, 1
+    found = compare([none | {"rare": rare}], [none | {"rare": rare}], resamples=200)
+    assert [row.name for row in found] == ["rate", "rare"]
+    assert found[1].images is None and not found[1].clear
+
+
+def test_the_same_resamples_come_again():
+    columns = np.random.default_rng(0).random((50, 3))
+    assert np.array_equal(resampled_sums(columns, 100, 1), resampled_sums(columns, 100, 1))
+    assert not np.array_equal(resampled_sums(columns, 100, 1), resampled_sums(columns, 100, 2))
+
+
+def test_a_resample_draws_as_many_images_as_there_are():
+    ones = np.ones((37, 1))
+    assert set(resampled_sums(ones, 60, 0)[:, 0]) == {37.0}
+
+
+def test_two_thousand_resamples_of_five_thousand_images_take_under_two_seconds():
+    rng = np.random.default_rng(0)
+    names = [f"rate {k}" for k in range(15)]
+    runs = [
+        {name: np.stack([rng.integers(0, 9, 5000), np.full(5000, 9)], axis=1) for name in names} for _ in range(2)
+    ]
+    since = time.process_time()
+    compare(runs[:1], runs[1:], resamples=2000)
+    assert time.process_time() - since < 2
