@@ -6,7 +6,7 @@ from typing import Any
 from coordexp.data import TrueObject
 from coordexp.train.counters import Ledger
 from coordexp.train.dump import Dumps
-from coordexp.train.dump_folder import DumpFolder
+from coordexp.train.dump_folder import DumpFolder, forget_from
 from coordexp.train.encode import CorrectedRollouts, Moment
 from tests.scripted import Said, ScriptedBackend, casebook
 from tests.unit.core.conftest import answer, box, entry, poly
@@ -44,6 +44,7 @@ def dumping(
 
 def dump_of(folder: Path, **settings: Any) -> Path:
     """One step, in which each of the answers was given."""
+    forget_from(folder / "dumps", 0)
     encode, _ = dumping(folder, **settings)
     encode(range(len(TRUTH)), Moment(0, 0))
     return folder / "dumps/step-000000.jsonl"

@@ -67,7 +67,7 @@ def inspector(browser: Browser, work: Path, runs: Sequence[Path]) -> None:
     ):
         found = max(filter(fits, wholes), key=lambda whole: len(whole["result"]["pairs"]))
         place = found["place"]
-        address = f"#{place['step']}.{place['micro']}.{place['record']}"
+        address = f"#{place['step'] + 1}.{place['micro']}.{place['record']}"
         take(browser, work / "inspect.html", f"inspect-{name}.png", (1400, 960), address, point)
 
 

@@ -285,11 +285,12 @@ def test_a_coordinate_shows_its_distribution_in_numbers(opened: Open) -> None:
     told = numbers(page)
     assert told["written bin"] == "90"
     assert told["target"] == "100"
-    assert told["on the target bin"] == "25.0 %"
+    assert told["probability of the target bin"] == "25.0 %"
     assert told["expected bin"] == "95.3"  # (90 * 2 + 100 + 101) / 4
-    assert told["on coordinates"] == "90.0 %"
-    assert told["on what it wrote"] == "50.0 %"
-    assert float(told["apart (W1)"].removesuffix(" bins")) == pytest.approx(w1_of_example(), abs=0.051)
+    assert told["probability of any coordinate"] == "90.0 %"
+    assert told["probability of the written bin"] == "50.0 %"
+    apart = told["distance to the target (W1)"].removesuffix(" bins")
+    assert float(apart) == pytest.approx(w1_of_example(), abs=0.051)
     expect(page.locator(".whose")).to_contain_text("x1 of object_1, cup (matched)")
 
 
@@ -347,7 +348,7 @@ def test_without_a_soft_target_the_model_is_shown_alone(opened: Open) -> None:
     page.locator(CUP_Y1).hover()
     assert page.locator(".chart .given").count() == 2
     assert page.locator(".chart .wanted").count() == 0
-    assert "apart (W1)" not in numbers(page)
+    assert "distance to the target (W1)" not in numbers(page)
 
 
 def test_a_page_without_samples_says_so_and_takes_keys(opened: Open) -> None:
@@ -366,8 +367,8 @@ def test_a_target_between_two_bins_is_told_as_it_is(opened: Open) -> None:
     page = opened(book)
     page.locator(f'#strip [data-i="{first}"]').hover()
     assert numbers(page)["target"] == "99.5"
-    assert numbers(page)["on the target bin"] == "30.0 %"  # half-way it is the upper one, as in the loss
-    assert numbers(page)["in the chart"] == "40.0 %"
+    assert numbers(page)["probability of the target bin"] == "30.0 %"  # half-way it is the upper one
+    assert numbers(page)["in the chart (bins under 0.05 % are not stored)"] == "40.0 %"
 
 
 def test_roles_are_counted(opened: Open) -> None:
@@ -384,3 +385,38 @@ def test_a_missing_picture_says_why_and_keeps_its_shapes(opened: Open) -> None:
     page = opened(book)
     expect(page.locator("#remark")).to_have_text("image not shown: No such file")
     assert page.locator("#stage .shape.missed").count() == 1
+
+
+def test_what_was_no_number_is_said_to_be_none(opened: Open) -> None:
+    book = demo_book()
+    sample = next(one for one in book.samples if one["id"] == "99.0.12")
+    trained = sample["trained"]
+    trained |= {"nll": dict.fromkeys(trained["nll"]), "mass": dict.fromkeys(trained["mass"]), "bins": {}}
+    trained |= {"loss": None, "terms": {**trained["terms"], "coord_reg/w1": None}}
+    page = opened(book, "#99.0.12")
+    expect(page.locator("#about")).to_contain_text("Loss was no number")
+    page.locator("#strip .token.structure").first.hover()
+    expect(page.locator("#detail")).to_contain_text("its logits were NaN or infinite here")
+    page.locator('#strip .token.bin[data-owner="0"]').first.hover()
+    assert "%" not in " ".join(numbers(page).values())
+
+
+def test_an_address_that_is_not_on_the_page_is_said_to_be_none(opened: Open) -> None:
+    page = opened(demo_book(), "#step=100")
+    expect(page.locator("#astray")).to_be_hidden()
+    page.evaluate("location.hash = 'step=101'")
+    expect(page.locator("#astray")).to_contain_text("step=101 is not on this page, which holds 7 answers")
+    assert shown(page) == "149.0.12"
+
+
+def test_a_pair_of_different_names_says_so(opened: Open) -> None:
+    page = opened(demo_book(), "#49.0.12")
+    expect(page.locator(".object.matched .saying")).to_have_text(["true 1, which is called red cup, IoU 0.78"])
+
+
+def test_where_the_mouse_rests_does_not_hide_what_keys_choose(opened: Open) -> None:
+    page = opened(demo_book(), "#99.0.12")
+    page.locator("#strip .token").nth(3).hover()
+    page.keyboard.press("t")
+    page.keyboard.press("Control+End")
+    expect(page.locator("#detail")).to_contain_text("end of turn")

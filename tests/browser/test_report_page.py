@@ -68,9 +68,9 @@ def test_the_values_of_a_step_are_read_out_by_keys_alone(opened: Open, two: Repo
         pytest.fail("no key leads to the slider")
     for _ in range(5):
         page.keyboard.press("ArrowLeft")
-    assert page.locator("main").inner_text() != before
+    page.wait_for_function("before => document.querySelector('main').innerText !== before", arg=before)
     page.keyboard.press("Escape")
-    assert page.locator("main").inner_text() == before
+    page.wait_for_function("before => document.querySelector('main').innerText === before", arg=before)
 
 
 def test_groups_differ_by_more_than_colour(opened: Open, two: Reported) -> None:

@@ -24,13 +24,13 @@ class Inspected:
     folder: Path
 
     def save(self, path: Path) -> Path:
-        path.write_text(inspector_page(read_run(self.folder), 200))
+        path.write_text(inspector_page(read_run(self.folder), 200).text)
         return path
 
 
 def test_each_coordinate_of_a_dumped_answer_lights_the_shape_that_it_writes(opened: Open, tmp_path: Path) -> None:
     folder = write_dumped_run(tmp_path / "run", steps=(0,))
-    page = opened(Inspected(folder), "#0.0.0")
+    page = opened(Inspected(folder), "#1.0.0")
     whole = json.loads((folder / "dumps/step-000000.jsonl").read_text().splitlines()[0])
     objects, pairs = whole["result"]["objects"], dict(whole["result"]["pairs"])
     for k, one in enumerate(objects):
@@ -43,7 +43,7 @@ def test_each_coordinate_of_a_dumped_answer_lights_the_shape_that_it_writes(open
 
 
 def test_what_was_missed_is_lit_by_what_was_appended_for_it(opened: Open, tmp_path: Path) -> None:
-    page = opened(Inspected(write_dumped_run(tmp_path / "run", steps=(0,))), "#0.0.0")
+    page = opened(Inspected(write_dumped_run(tmp_path / "run", steps=(0,))), "#1.0.0")
     page.locator('#strip .token.bin[data-owner="-3"]').first.hover()
     lit = page.locator("#stage .shape.lit")
     expect(lit).to_have_count(1)
@@ -57,12 +57,12 @@ def test_a_served_page_offers_what_was_written_since(browser: Browser, tmp_path:
     thread.start()
     page = browser.new_page()
     try:
-        page.goto(f"http://127.0.0.1:{server.server_port}/#0.0.1")
+        page.goto(f"http://127.0.0.1:{server.server_port}/#1.0.1")
         expect(page.locator("#where")).to_have_text("2 of 3")
         write_dumped_run(folder, steps=(1,))
         page.locator("#news").click(timeout=20_000)
         expect(page.locator("#where")).to_have_text("2 of 6")
-        assert page.url.endswith("#0.0.1")
+        assert page.url.endswith("#1.0.1")
         page.locator("#report").click()
         expect(page.locator("h1")).to_have_text("run")
         page.get_by_role("link", name="run", exact=True).click()

@@ -5,9 +5,10 @@ from typing import Annotated
 
 import typer
 
-from coordexp.cli.console import need, out, progress, stop
+from coordexp.cli.console import err, need, out, progress, stop
 
 PORT = 8421
+SAMPLES = "Dumped examples in the page, at most: the first step, the last, pictures that come again, then evenly."
 
 
 def inspect(
@@ -17,7 +18,13 @@ def inspect(
     target: Annotated[
         Path | None, typer.Option("--out", "-o", help="The HTML file to write. Unset: RUN/inspect.html.")
     ] = None,
-    samples: Annotated[int, typer.Option(min=1, help="Dumped examples in the page, at most.")] = 200,
+    samples: Annotated[
+        int,
+        typer.Option(
+            min=1,
+            help=SAMPLES,
+        ),
+    ] = 200,
     serve: Annotated[
         bool, typer.Option("--serve", help="Serve the pages to this machine while the run goes on.")
     ] = False,
@@ -41,6 +48,7 @@ def inspect(
 
 
 def _write(folder: Path, target: Path, samples: int) -> None:
+    from coordexp.document import save
     from coordexp.inspector.rollouts import inspector_page
     from coordexp.inspector.run import read_run
 
@@ -49,10 +57,13 @@ def _write(folder: Path, target: Path, samples: int) -> None:
     run = read_run(folder)
     report = "report.html" if (target.parent / "report.html").is_file() else None
     with progress(f"reading {folder}"):
-        text = inspector_page(run, samples, report=report)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    target.write_text(text, encoding="utf-8")
-    out.print(f"wrote {target}", markup=False)
+        made = inspector_page(run, samples, report=report)
+    save(target, made.text)
+    if made.remarks:
+        err.print(f"{len(made.remarks)} of {made.held} have no picture, e.g. {made.remarks[0]}", markup=False)
+        err.print("  paths are as seen from where the run was started: go there, or put the pictures back")
+    part = f"{made.held:,} of about {made.total:,}" if made.total > made.held else f"all {made.held:,}"
+    out.print(f"wrote {target}: {part} dumped examples", markup=False)
 
 
 def _serve(folder: Path, samples: int, port: int) -> None:

@@ -21,14 +21,14 @@ def replay(
     Exits 1 if anything differs: the code or the tokenizer is not the run's.
     """
     need("tokenizers", extra="train")
-    from coordexp.target.dump import FOLLOWED, step_files
+    from coordexp.dump_files import FOLDER, FOLLOWED, step_files
     from coordexp.target.dump import replay as again
     from coordexp.vocab import VocabularyError, VocabularyTable
 
     folders = (dump, dump / FOLLOWED)
     files = [file for each in folders for file in step_files(each).values()] if dump.is_dir() else [dump]
     if not files:
-        inside = dump / "dumps"
+        inside = dump / FOLDER
         way_out = f"give {inside}" if inside.is_dir() else "a run with stage2.dump_every writes them to RUN/dumps"
         stop(f"{dump} holds no step-*.jsonl\n  {way_out}")
     beside = files[0].parent

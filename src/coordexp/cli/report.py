@@ -5,14 +5,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from coordexp.cli.console import err, need, out, printable, stop, telling
 
 if TYPE_CHECKING:
-    from coordexp.inspector.report import Compared, Dumped, Group
+    from coordexp.inspector.report import Compared, Comparison, Examples, Group
 
+NARROWEST = 100  # columns that a table needs; narrower, numbers would lose their digits
+DATA = "Where the held-out records are now. Unset: where run.json says."
 SHOWN = (
     "f1_50",
     "recall_50",
@@ -27,7 +30,13 @@ SHOWN = (
 
 def report(
     runs: Annotated[
-        list[Path], typer.Argument(help="Run folders. The group of the first is the baseline.", show_default=False)
+        list[Path],
+        typer.Argument(
+            exists=True,
+            file_okay=False,
+            help="Run folders. The group of the first is the baseline.",
+            show_default=False,
+        ),
     ],
     page_file: Annotated[
         Path | None,
@@ -40,7 +49,14 @@ def report(
     ] = "last",
     resamples: Annotated[int, typer.Option(min=100, help="Resamples of the bootstrap.")] = 2000,
     data: Annotated[
-        Path | None, typer.Option("--data", "-d", exists=True, dir_okay=False, help="The held-out records.")
+        Path | None,
+        typer.Option(
+            "--data",
+            "-d",
+            exists=True,
+            dir_okay=False,
+            help=DATA,
+        ),
     ] = None,
 ) -> None:
     """Make a page of curves, times, settings and notes; of several runs, also paired intervals of differences.
@@ -49,7 +65,10 @@ def report(
     """
     file = _checked_file(page_file, runs)
     step = _checked_step(at)
-    from coordexp.inspector.report import dumped, grouped, read_logged, report_page, write_report
+    if len(runs) == 1 and (at != "last" or data is not None):
+        stop("--at and --data are for a comparison\n  give two runs or more, or leave them out")
+    from coordexp.document import save
+    from coordexp.inspector.report import dumped, grouped, read_logged, report_page
 
     with telling("reading") as tell:
         found = []
@@ -60,7 +79,7 @@ def report(
     result = _compare(groups, at, step, resamples, data)
     with telling("drawing"):
         links = dumped(groups, file)
-        write_report(file, report_page(groups, result, links))
+        save(file, report_page(groups, result, links))
     _tell(groups, result, links)
     out.print(f"wrote {file}", markup=False)
 
@@ -96,7 +115,7 @@ def _compare(
         return compared(groups, Request(step, resamples, data), tell)
 
 
-def _tell(groups: "Sequence[Group]", result: "Compared | str", links: "Sequence[Dumped]") -> None:
+def _tell(groups: "Sequence[Group]", result: "Compared | str", links: "Sequence[Examples]") -> None:
     from coordexp.inspector.report import way_to_inspect
 
     for group in groups:
@@ -115,28 +134,33 @@ def _tell(groups: "Sequence[Group]", result: "Compared | str", links: "Sequence[
 
 
 def _print(found: "Compared") -> None:
+    wide = Console(width=max(out.width, NARROWEST), highlight=False)
     for one in found.comparisons:
-        out.print()
-        table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold underline")
-        heads = (
-            f"{found.images} images",
-            one.base.letter,
-            one.other.letter,
-            "difference",
-            "95 % over images",
-            "sign",
-        )
-        for k, head in enumerate(heads):
-            table.add_column(head, justify="right" if k else "left", no_wrap=True)
-        rows = {row.name: row for row in one.rows}
-        for name in SHOWN:
-            if row := rows.get(name):
-                interval = "-" if row.images is None else f"{row.images[0]:+.4f} to {row.images[1]:+.4f}"
-                agreeing = "-" if row.agreeing is None else f"{100 * row.agreeing:.1f} %"
-                style = "bold" if row.clear else ""
-                words = (f"{row.base:.4f}", f"{row.other:.4f}", f"{row.value:+.4f}", interval, agreeing)
-                table.add_row(Text(name.replace("_", " ")), *words, style=style)
-        out.print(table)
+        wide.print()
+        wide.print(_table(one, found.images))
     for note in found.notes:
         err.print(printable(note), markup=False, style="yellow")
     out.print()
+
+
+def _table(one: "Comparison", images: int) -> Table:
+    """A row is bold when every interval that it has leaves out 0."""
+    from coordexp.inspector.report.families import EVALUATED
+
+    known = {row.name: row for row in one.rows}
+    rows = [known[name] for name in SHOWN if name in known]
+    seeds = any(row.with_seeds is not None for row in rows)
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold underline")
+    heads = [f"{images} images", one.base.letter, one.other.letter, "difference", "95 % over images"]
+    for k, head in enumerate([*heads, *(["95 % with seeds"] if seeds else []), "same sign"]):
+        table.add_column(head, justify="right" if k else "left", no_wrap=True)
+    for row in rows:
+        words = [f"{row.base:.4f}", f"{row.other:.4f}", f"{row.value:+.4f}", _interval(row.images)]
+        words += [_interval(row.with_seeds)] if seeds else []
+        words.append("-" if row.agreeing is None else f"{100 * row.agreeing:.1f} %")
+        table.add_row(Text(EVALUATED[row.name][0]), *words, style="bold" if row.clear else "")
+    return table
+
+
+def _interval(interval: tuple[float, float] | None) -> str:
+    return "-" if interval is None else f"{interval[0]:+.4f} to {interval[1]:+.4f}"

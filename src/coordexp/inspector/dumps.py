@@ -4,16 +4,21 @@ A long run dumps more than a page can hold. Steps are taken evenly, with the fir
 the run follows come before others, as they show one picture over the steps.
 """
 
+import contextlib
+import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+from coordexp.dump_files import FOLDER, FOLLOWED, step_files, trained_file
 from coordexp.errors import DataError
 from coordexp.inspector.run import read_lines
-from coordexp.target.dump import FOLLOWED, FORMAT, TRACE_FORMAT, step_files, trained_file
+from coordexp.target.dump import FORMAT, TRACE_FORMAT
 
-FOLDER = "dumps"
+PLACE = ("step", "micro", "record")
+LATEST = 100  # files that may still grow: an example can wait some steps for its row
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -42,31 +47,32 @@ def choose(run: Path, most: int) -> tuple[list[Dumped], int]:
         )
     first = list(_read(chosen[0], followed=False))
     records = {_record(one) for one in first}
-    later = [one for file in _evenly(followed, max(1, most // 2)) for one in _read(file, followed=True)]
-    later = later[: most // 2]
+    share = min(most // 2, max(0, most - 2 * len(first)))  # the first step and the last come before them
+    later = [one for file in _evenly(followed, max(1, share)) for one in _read(file, followed=True)]
+    later = _evenly(later, share)
     room = max(1, (most - len(later)) // max(1, len(first)))
     files = _evenly(chosen, room)
-    others = [one for file in files for one in _read(file, followed=False)][: most - len(later)]
+    read = [one for file in files for one in _read(file, followed=False)]
+    others = _evenly(read, most - len(later))
     marked = [replace(one, followed=_record(one) in records) for one in others]
-    total = (len(others) if len(files) == len(chosen) else len(chosen) * len(first)) + len(followed)
+    total = (len(read) if len(files) == len(chosen) else len(chosen) * len(first)) + len(followed)
     return sorted([*marked, *later], key=_moment), max(total, len(marked) + len(later))
 
 
-def _record(one: Dumped) -> Any:
-    return one.whole["place"].get("record")
+def _record(one: Dumped) -> int:
+    return int(one.whole["place"]["record"])
 
 
 def _moment(one: Dumped) -> tuple[int, int]:
-    place = one.whole["place"]
-    return int(place.get("step", 0)), int(place.get("micro", 0))
+    return int(one.whole["place"]["step"]), int(one.whole["place"]["micro"])
 
 
-def _evenly(files: list[Path], most: int) -> list[Path]:
+def _evenly(files: list[T], most: int) -> list[T]:
     """At most so many, with the first and the last."""
     if len(files) <= most:
         return files
-    if most == 1:
-        return files[-1:]
+    if most < 2:
+        return files[-1:] if most else []
     return [files[round(k * (len(files) - 1) / (most - 1))] for k in range(most)]
 
 
@@ -76,8 +82,9 @@ def _read(file: Path, *, followed: bool) -> Iterator[Dumped]:
         where = f"{file}, line {number + 1}"
         if whole.get("format") != FORMAT:
             raise DataError(f"{where}: a dump of format {whole.get('format')}; this version reads {FORMAT}")
-        if not isinstance(whole.get("place"), dict):
-            raise DataError(f"{where}: not a dumped example (it has no place)")
+        place = whole.get("place")
+        if not isinstance(place, dict) or not all(isinstance(place.get(name), int) for name in PLACE):
+            raise DataError(f"{where}: not a dumped example (its place has no {', '.join(PLACE)})")
         yield Dumped(where, whole, traces.get(number), followed)
 
 
@@ -98,12 +105,22 @@ def last_step(run: Path) -> int:
 
 def mark(files: Iterable[Path]) -> str:
     """Of what a page is made from: another one when there is more. A file that goes meanwhile does not count."""
-    facts = [(file.stat().st_mtime_ns, file.stat().st_size) for file in files if file.is_file()]
-    return f"{len(facts)}-{max(facts, default=(0, 0))[0]}-{sum(size for _, size in facts)}"
+    facts = []
+    for file in files:
+        with contextlib.suppress(FileNotFoundError):
+            facts.append(file.stat())
+    return f"{len(facts)}-{max((one.st_mtime_ns for one in facts), default=0)}-{sum(one.st_size for one in facts)}"
 
 
 def mark_of_dumps(run: Path) -> str:
-    return mark(file for folder in _folders(run) for file in folder.glob("*.jsonl"))
+    """By how many files there are, and by the latest: only to those anything is added."""
+    parts = []
+    for folder in _folders(run):
+        names = sorted(os.listdir(folder)) if folder.is_dir() else []  # noqa: PTH208, ten times as fast
+        for kind in ("step-", "trained-"):
+            own = [name for name in names if name.startswith(kind)]
+            parts.append(f"{len(own)}-{mark(folder / name for name in own[-LATEST:])}")
+    return " ".join(parts)
 
 
 def _folders(run: Path) -> tuple[Path, Path]:

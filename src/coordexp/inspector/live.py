@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
+from coordexp.document import document, written
 from coordexp.errors import DataError
-from coordexp.inspector.document import document, written
 from coordexp.inspector.dumps import last_step, mark, mark_of_dumps
 from coordexp.inspector.report import dumped, grouped, read_logged, report_page, why_not
 from coordexp.inspector.rollouts import inspector_page
@@ -29,7 +29,7 @@ def run_pages(folder: Path, samples: int) -> "Pages":
     return Pages(
         folder,
         {
-            "/": lambda dumps: inspector_page(read_run(folder), samples, stamp=dumps, report="report"),
+            "/": lambda dumps: inspector_page(read_run(folder), samples, stamp=dumps, report="report").text,
             "/report": lambda _: _report(folder),
         },
     )
@@ -57,19 +57,25 @@ class Pages:
         with self._lock:
             dumps = mark_of_dumps(self.folder)
             now = f"{dumps} {mark([self.folder / METRICS])}"
-            if self._made.get(address, ("", ""))[0] != now:
-                self._made[address] = now, self._page(address, dumps)
-            return self._made[address][1]
+            made, page = self._made.get(address, ("", ""))
+            if made != now:
+                try:
+                    page = self._makers[address](dumps)
+                except (DataError, OSError) as error:  # a run that has just begun, or is writing a file
+                    return _not_yet(str(error), [other for other in self._makers if other != address])
+                self._made[address] = now, page
+            return page
 
     def changed(self, since: str) -> dict[str, Any]:
         """Whether there are other examples than when a page was made, and up to which step."""
         return {"changed": mark_of_dumps(self.folder) != since, "step": last_step(self.folder)}
 
-    def _page(self, address: str, now: str) -> str:
-        try:
-            return self._makers[address](now)
-        except DataError as error:  # a run that has just begun has written nothing yet
-            return document("coordexp", f"<pre>{written(str(error))}</pre>", styles=(), scripts=())
+
+def _not_yet(why: str, others: list[str]) -> str:
+    """Looks again by itself."""
+    ways = "".join(f'<p><a href="{written(each)}">{written(each)}</a></p>' for each in others)
+    words = f"<p>Nothing to show yet. This page looks again every few seconds.</p><pre>{written(why)}</pre>"
+    return document("coordexp", f'<meta http-equiv="refresh" content="3">{words}{ways}', styles=(), scripts=())
 
 
 def listen(pages: Pages, port: int) -> ThreadingHTTPServer:
@@ -77,6 +83,7 @@ def listen(pages: Pages, port: int) -> ThreadingHTTPServer:
 
     class Handler(BaseHTTPRequestHandler):
         server_version, sys_version = "coordexp", ""
+        timeout = 30  # seconds for a client that says nothing
 
         def do_GET(self) -> None:
             address = urlsplit(self.path)

@@ -25,6 +25,16 @@ class Run:
     def name(self) -> str:
         return self.folder.resolve().name
 
+    @property
+    def started_in(self) -> Path | None:
+        """Paths in what the run wrote are as seen from there. Known when its folder is still where
+        `training.output_dir` said."""
+        said = Path(str((self.settings.get("training") or {}).get("output_dir") or ""))
+        folder = self.folder.resolve()
+        if said.is_absolute() or not said.parts or folder.parts[-len(said.parts) :] != said.parts:
+            return None
+        return Path(*folder.parts[: -len(said.parts)])
+
 
 def read_run(folder: Path) -> Run:
     """DataError when the folder is no run's."""
@@ -32,7 +42,7 @@ def read_run(folder: Path) -> Run:
     if missing:
         raise DataError(
             f"{folder}: not the folder of a run, it has no {' and no '.join(missing)}\n"
-            "  give the folder that training.output_dir names"
+            "  give the folder that training.output_dir names; a run that has just begun writes them soon"
         )
     settings = _read(folder / RESOLVED, yaml.safe_load, dict)
     beginnings = _read(folder / MANIFEST, json.loads, list)
@@ -54,7 +64,7 @@ def each_line(path: Path) -> Iterator[dict[str, Any]]:
                 return
             try:
                 value = json.loads(line)
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 raise DataError(f"{path}, line {number}: not JSON ({error})") from error
             if not isinstance(value, dict):
                 raise DataError(f"{path}, line {number}: not a JSON object")
@@ -64,7 +74,7 @@ def each_line(path: Path) -> Iterator[dict[str, Any]]:
 def _read(path: Path, parse: Any, kind: type) -> Any:
     try:
         value = parse(path.read_text(encoding="utf-8"))
-    except (ValueError, yaml.YAMLError) as error:
+    except (ValueError, RecursionError, yaml.YAMLError) as error:
         raise DataError(f"{path}: cannot be read ({error})") from error
     if not isinstance(value, kind):
         raise DataError(f"{path}: a {kind.__name__} is expected, and this is a {type(value).__name__}")

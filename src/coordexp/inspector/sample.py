@@ -8,7 +8,7 @@ behind the cut.
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from coordexp.inspector.words import REASONS, facts, notes
+from coordexp.inspector.words import REASONS, facts, is_cut, notes
 from coordexp.parse import Reason
 from coordexp.parse.spans import entry_spans
 from coordexp.target import Role
@@ -30,7 +30,7 @@ def summary(whole: Mapping[str, Any], trained: Mapping[str, Any] | None) -> dict
         "extra": len(result["extra"]),
         "invalid": sum(one["reason"] is not None for one in result["objects"]),
         "tokens": len(rollout["ids"]),
-        "truncated": result["truncated"],
+        "truncated": is_cut(whole),
         "fallback": result["fallback"],
         "finish": rollout["finish_reason"],
         "loss": trained["loss"] if trained else None,
@@ -52,7 +52,7 @@ def shown(
         "objects": _objects(whole),
         "match": {
             "rows": [k for k, one in enumerate(result["objects"]) if one["reason"] is None],
-            "iou": [[None if value is None else round(value, 3) for value in row] for row in result["iou"]],
+            "iou": [[None if value is None else round(value, 6) for value in row] for row in result["iou"]],
             "gate": whole["settings"]["maskiou_gate"],
             "top_k": whole["settings"]["candidate_top_k"],
             "rejections": result["gate_rejections"],
@@ -110,7 +110,8 @@ class Strip:
         kept = len(written) - len(self.missed)
         for k, (start, end) in enumerate(written):
             if k == kept:
-                start = self.prefix  # the comma before it is there for it
+                own = (p for p in range(self.prefix, end) if self.streams["roles"][p] != Role.masked_prefix)
+                start = next(own)  # the comma before it is there for it
             whose = k if k < kept else -2 - self.missed[k - kept]
             for position in range(max(start, self.prefix), end):
                 owner[self.of_target(position)] = whose
@@ -136,7 +137,7 @@ def _objects(whole: Mapping[str, Any]) -> list[dict[str, Any]]:
         found.append(
             {name: one[name] for name in ("desc", "kind", "bins", "reason")}
             | {"key": one["key"] or "cut off"}  # what is not read to its end has no key
-            | {"of": true, "iou": None if iou is None else round(iou, 3)}
+            | {"of": true, "iou": None if iou is None else round(iou, 6)}
             | {"words": REASONS[Reason(one["reason"])] if one["reason"] else None}
         )
     return found

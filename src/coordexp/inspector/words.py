@@ -31,14 +31,19 @@ ENDED = {
 }
 
 
+def is_cut(whole: Mapping[str, Any]) -> bool:
+    """Whether the answer came to the limit of tokens, or just stops."""
+    return bool(whole["rollout"]["finish_reason"] == "length" or whole["result"]["truncated"])
+
+
 def facts(whole: Mapping[str, Any]) -> list[list[str]]:
     """Rows of a name and a value: how the answer was made."""
     rollout, place = whole["rollout"], whole["place"]
     return [
-        ["answered by", f"the weights after {place['step']:,} updates"],
+        ["answered by", f"the weights after {place['step']:,} update{'' if place['step'] == 1 else 's'}"],
         ["decoding", decoding(whole["decode"])],
         ["seed", str(whole["seed"])],
-        ["ended", f"{ENDED.get(rollout['finish_reason'], rollout['finish_reason'])}"],
+        ["ended", str(ENDED.get(rollout["finish_reason"], rollout["finish_reason"]))],
         ["answer", f"{len(rollout['ids']):,} tokens, {whole['result']['prefix_tokens']:,} of them kept"],
         ["prompt", f"{whole['result']['prompt_length']:,} tokens"],
         ["place", f"record {place['record']}, micro-step {place['micro']}, rank {place['rank']}"],

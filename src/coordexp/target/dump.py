@@ -4,10 +4,8 @@ model."""
 import itertools
 import json
 import math
-import re
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,10 +18,8 @@ from coordexp.target.serialise import FieldOrder
 from coordexp.vocab.table import VocabularyTable
 
 FORMAT = TRACE_FORMAT = 1
-FOLLOWED = "followed"  # a folder inside of the dumps: later answers to the records of the first dump
 # What correcting an answer reads of the settings.
 READ = ("candidate_top_k", "maskiou_gate", "maskiou_resolution", "fp_cost", "fn_cost", "optimal_transport")
-_STEP_FILE = re.compile(r"step-(\d+)\.jsonl")
 _STREAMS = ("ids", "roles", "kinds", "sides", "coord_targets", "weights")
 
 
@@ -35,22 +31,6 @@ class Place:
     micro: int
     rank: int
     record: int
-
-
-def step_file(step: int) -> str:
-    return f"step-{step:06d}.jsonl"
-
-
-def step_files(folder: Path) -> dict[int, Path]:
-    """The files of examples in one folder, by step."""
-    named = [(_STEP_FILE.fullmatch(file.name), file) for file in folder.glob("step-*.jsonl")]
-    return dict(sorted((int(match[1]), file) for match, file in named if match))
-
-
-def trained_file(file: str) -> str:
-    """Beside a file of examples: what the model said of them when it was trained on them."""
-    folder, slash, name = file.rpartition("/")
-    return f"{folder}{slash}{name.replace('step-', 'trained-', 1)}"
 
 
 def to_line(

@@ -9,9 +9,10 @@ import logging
 from dataclasses import dataclass
 from pathlib import Path
 
+from coordexp.dump_files import FOLLOWED, step_file, step_files
 from coordexp.rollout.backend import Request, Rollout
 from coordexp.target import Correction
-from coordexp.target.dump import FOLLOWED, Place, step_file, step_files, to_line
+from coordexp.target.dump import Place, to_line
 from coordexp.train.dump_folder import DumpFolder
 from coordexp.train.encode import Case, Casebook, Moment
 

@@ -9,10 +9,19 @@ import shutil
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from coordexp.target.dump import trained_file
+from coordexp.dump_files import FOLLOWED, step_files, trained_file
 
 logger = logging.getLogger(__name__)
 TOKENIZER = "tokenizer.json"
+
+
+def forget_from(folder: Path, step: int) -> None:
+    """What an interrupted run did after its last checkpoint is done again, and so dumped again."""
+    for each in (folder, folder / FOLLOWED):
+        for at, file in step_files(each).items():
+            if at >= step:
+                file.unlink()
+                file.with_name(trained_file(file.name)).unlink(missing_ok=True)
 
 
 @dataclass
@@ -29,10 +38,9 @@ class DumpFolder:
         return self._lines.get(file, 0)
 
     def add(self, file: str, line: str) -> str:
-        """Where the line stands then, as `step-000099.jsonl:2`; nothing if it could not be written. The first line
-        of a file begins it anew: a resumed run makes the steps after its checkpoint again."""
+        """Where the line stands then, as `step-000099.jsonl:2`; nothing if it could not be written."""
         number = self.lines(file)
-        if not self._append(file, line, anew=number == 0):
+        if not self._append(file, line):
             return ""
         self._lines[file] = number + 1
         return f"{file}:{number}"
@@ -42,14 +50,11 @@ class DumpFolder:
         again, and has two lines: the last one counts."""
         self._append(trained_file(file), line)
 
-    def _append(self, file: str, line: str, anew: bool = False) -> bool:
+    def _append(self, file: str, line: str) -> bool:
         path = self.path / file
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             self._copy_tokenizer()
-            if anew:
-                (self.path / trained_file(file)).unlink(missing_ok=True)
-                path.unlink(missing_ok=True)
             _append_whole(path, f"{line}\n".encode())
         except OSError as error:
             if not self._failed:

@@ -17,6 +17,7 @@ from transformers.trainer_utils import set_seed
 from coordexp.config import Loaded, Settings
 from coordexp.config.rules import max_length
 from coordexp.data import RecordFile, read_records
+from coordexp.dump_files import FOLDER
 from coordexp.objective import Objective
 from coordexp.pack import CarryBuffer, Example
 from coordexp.pack.attention import attention_for
@@ -29,7 +30,7 @@ from coordexp.train.backends import backend_for, described
 from coordexp.train.callbacks import Bar, FirstSync, MetricsFile, StopOnSignal
 from coordexp.train.counters import Ledger
 from coordexp.train.dump import Dumps
-from coordexp.train.dump_folder import DumpFolder
+from coordexp.train.dump_folder import DumpFolder, forget_from
 from coordexp.train.encode import Alternate, Casebook, CorrectedRollouts, Encode, GroundTruth
 from coordexp.train.evaluation import AnswerEvaluation
 from coordexp.train.folder import fingerprint, write_run_folder
@@ -68,6 +69,7 @@ def prepare(loaded: Loaded, resume: bool) -> tuple[Callable[[], Outcome], Path |
         data = {"train": train} | ({"val": held_out} if held_out else {})
         rollouts = described(settings, trainer.backend) if settings.uses_rollouts else None
         write_run_folder(folder, loaded, data, trainer.objective.manifest(), rollouts)
+        forget_from(folder / FOLDER, _step(checkpoint) if checkpoint else 0)
 
     def run() -> Outcome:
         stop.listen()
@@ -158,7 +160,7 @@ def _dump_folder(settings: Settings, arguments: TrainingArguments) -> DumpFolder
     """Of rank 0, in runs with rollouts."""
     if not settings.stage2.dump_every or "B" not in settings.channels or arguments.process_index != 0:
         return None
-    return DumpFolder(Path(arguments.output_dir) / "dumps", Path(settings.model.path))
+    return DumpFolder(Path(arguments.output_dir) / FOLDER, Path(settings.model.path))
 
 
 def _encode(

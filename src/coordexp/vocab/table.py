@@ -50,7 +50,11 @@ class VocabularyTable:
         if not file.is_file():
             raise VocabularyError(f"{file}: no such file; save the tokenizer in its fast form there")
         try:
-            return cls.from_tokenizer(Tokenizer.from_file(str(file)))
+            tokenizer = Tokenizer.from_file(str(file))
+        except Exception as error:  # tokenizers has no narrower one
+            raise VocabularyError(f"{file}: not a saved tokenizer ({error})") from error
+        try:
+            return cls.from_tokenizer(tokenizer)
         except VocabularyError as error:
             raise VocabularyError(f"{folder}: {error}") from None
 

@@ -83,7 +83,7 @@ def test_nothing_is_loaded_from_elsewhere(nasty):
     addresses = [names[key] for _, names in found.tags for key in ("src", "href", "action") if key in names]
     assert all(address.startswith("data:") for address in addresses)
     assert "url(" not in files("coordexp.evaluate.page").joinpath("page.css").read_text()
-    assert not found.all("link")
+    assert found.all("link") == [{"rel": "icon", "href": "data:,"}]  # an empty one: none is asked for
 
 
 def test_thumbnails_are_at_most_480_pixels_and_keep_their_shape(nasty):

@@ -93,7 +93,13 @@ COORD_REG = {
     "enabled": True,
     "weight": 1.0,
     "channels": ["B"],
-    "config": {"target_sigma": 8.0, "target_truncate": 24, "temperature": 1.0},
+    "config": {
+        "soft_ce_weight": 1.0,
+        "w1_weight": 0.0,
+        "target_sigma": 8.0,
+        "target_truncate": 24,
+        "temperature": 1.0,
+    },
 }
 
 

@@ -1,5 +1,6 @@
 """Which dumped examples a page shows."""
 
+import itertools
 import json
 
 import pytest
@@ -53,6 +54,32 @@ def test_followed_records_are_marked_and_take_at_most_half_of_the_page(tmp_path)
     assert len(found) <= 20
     assert sum(one.followed for one in found) == 12  # half of the page, and the first step's two
     assert {one.whole["place"]["record"] for one in found if one.followed} == {5, 6}
+
+
+def test_the_end_of_a_run_is_shown_however_many_examples_its_steps_have(tmp_path):
+    dump(tmp_path, 0, (5,))
+    for step in range(1, 100):
+        dump(tmp_path, step, (5, 6, 7, 8))
+        dump(tmp_path, step, (1, 2, 3, 4), "dumps/followed")
+    found, total = choose(tmp_path, 20)
+    assert len(found) == 20 and total > 20
+    for followed in (True, False):
+        shown = [one.whole["place"]["step"] for one in found if (one.whole["place"]["record"] < 5) == followed]
+        assert shown[-1] == 99 and max(late - early for early, late in itertools.pairwise(shown)) <= 12
+
+
+def test_a_page_that_cannot_hold_a_step_says_so(tmp_path):
+    dump(tmp_path, 0, (1, 2, 3, 4))
+    found, total = choose(tmp_path, 2)
+    assert (len(found), total) == (2, 4)
+
+
+def test_followed_records_do_not_push_out_the_first_step_and_the_last(tmp_path):
+    for step in range(10):
+        dump(tmp_path, step, (1, 2, 3))
+        dump(tmp_path, step, (4,), "dumps/followed")
+    found, _ = choose(tmp_path, 6)
+    assert steps(found) == [0, 0, 0, 9, 9, 9]
 
 
 def test_an_example_has_the_last_trace_that_was_written_of_it(tmp_path):

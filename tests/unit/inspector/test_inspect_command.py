@@ -2,14 +2,17 @@
 
 import json
 import re
+import shutil
 import socket
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
 from coordexp.cli import app
+from coordexp.inspector.rollouts import soft_target
 from tests.dumped import TRUTH
-from tests.unit.inspector.run_folders import write_dumped_run
+from tests.unit.inspector.run_folders import COORD_REG, write_dumped_run
 
 
 def run(*arguments):
@@ -22,6 +25,7 @@ def folder(tmp_path_factory):
 
 
 FIRST = "dumps/step-000000.jsonl"
+NO_MORE = json.dumps({"format": 1, "place": {"step": 0, "micro": 0, "record": 0}})
 
 
 def element(text: str, name: str):
@@ -30,7 +34,7 @@ def element(text: str, name: str):
 
 def test_a_page_is_written_beside_the_run_with_all_of_its_examples(folder):
     result = run(folder)
-    assert (result.exit_code, result.stdout) == (0, f"wrote {folder / 'inspect.html'}\n")
+    assert (result.exit_code, result.stdout) == (0, f"wrote {folder / 'inspect.html'}: all 6 dumped examples\n")
     text = (folder / "inspect.html").read_text()
     index = element(text, "index")
     assert index["run"] == "demo" and index["live"] is False
@@ -40,7 +44,7 @@ def test_a_page_is_written_beside_the_run_with_all_of_its_examples(folder):
     ]
     assert {one["picture"] for one in index["samples"]} == {"picture-0", "picture-1", "picture-2"}
     assert element(text, "picture-0").startswith("data:image/png;base64,")
-    assert element(text, "sample-5")["id"] == index["samples"][5]["id"] == "1.0.2"
+    assert element(text, "sample-5")["id"] == index["samples"][5]["id"] == "2.0.2"
 
 
 def test_bytes_that_are_no_text_and_ids_of_no_token_are_written_out(folder):
@@ -48,6 +52,16 @@ def test_bytes_that_are_no_text_and_ids_of_no_token_are_written_out(folder):
     pieces = element((folder / "inspect.html").read_text(), "index")["pieces"]
     assert "\\xff" in pieces.values() and "<id 1000000>" in pieces.values()
     assert all(text.isprintable() for text in pieces.values())
+
+
+def test_pictures_are_found_from_where_the_run_was_started(tmp_path, monkeypatch):
+    (tmp_path / "runs").mkdir()
+    monkeypatch.chdir(tmp_path)
+    folder = write_dumped_run(Path("runs/demo"), steps=(0,))
+    for place in (tmp_path, tmp_path / "runs", Path("/")):
+        monkeypatch.chdir(place)
+        result = run(tmp_path / folder)
+        assert result.exit_code == 0 and "no picture" not in result.stderr
 
 
 def test_at_most_so_many_examples_are_taken_as_were_asked_for(folder, tmp_path):
@@ -60,7 +74,8 @@ def test_a_picture_that_cannot_be_read_is_told_in_its_place(tmp_path):
     folder = write_dumped_run(tmp_path / "demo", steps=(0,))
     (folder / "partly.png").unlink()
     (folder / "cut.png").write_bytes(b"no picture")
-    run(folder)
+    result = run(folder)
+    assert "2 of 3 have no picture, e.g. picture not shown: No such file or directory" in result.stderr
     samples = element((folder / "inspect.html").read_text(), "index")["samples"]
     assert [one["picture"] for one in samples] == [None, "picture-1", None]
     assert "No such file" in samples[0]["remark"] and "cannot identify" in samples[2]["remark"]
@@ -96,10 +111,16 @@ def test_a_port_that_is_taken_is_told_with_a_way_out(folder):
         (lambda folder: (folder / "run.json").write_text("{}"), "run.json: a list is expected"),
         (lambda folder: (folder / "dumps/tokenizer.json").unlink(), "tokenizer.json: no such file"),
         (lambda folder: (folder / FIRST).write_text("{}\n"), "a dump of format None"),
-        (lambda folder: (folder / FIRST).write_text('{"format": 1}\n'), "not a dumped example (it has no place)"),
+        (lambda folder: (folder / FIRST).write_text('{"format": 1}\n'), "(its place has no step, micro, record)"),
+        (lambda folder: (folder / FIRST).write_text(f"{NO_MORE}\n"), "not a dumped example (KeyError"),
+        (lambda folder: (folder / "run.json").write_text("[1]"), "run.json is not what a run writes"),
         (
-            lambda folder: (folder / FIRST).write_text('{"format": 1, "place": {}}\n'),
-            "not a dumped example (KeyError",
+            lambda folder: (folder / "resolved.yaml").write_text("custom: 3"),
+            "or run.json is not what",
+        ),
+        (
+            lambda folder: (folder / "dumps/tokenizer.json").write_text("{"),
+            "not a saved tokenizer",
         ),
     ],
 )
@@ -112,3 +133,40 @@ def test_a_folder_that_is_no_runs_is_refused_by_name_without_a_traceback(tmp_pat
         main(["inspect", str(folder)])
     assert end.value.code == 1
     assert told in capsys.readouterr().err
+
+
+def test_a_record_that_comes_twice_in_a_step_has_two_addresses(tmp_path):
+    folder = write_dumped_run(tmp_path / "demo", steps=(0,))
+    file = folder / FIRST
+    file.write_text(file.read_text() * 2)
+    run(folder)
+    text = (folder / "inspect.html").read_text()
+    ids = [one["id"] for one in element(text, "index")["samples"]]
+    assert ids == ["1.0.0", "1.0.1", "1.0.2", "1.0.0.2", "1.0.1.2", "1.0.2.2"]
+    assert [element(text, f"sample-{k}")["id"] for k in range(6)] == ids
+
+
+def test_class_names_are_marked_as_masked_when_the_objective_masks_them(folder, tmp_path):
+    other = shutil.copytree(folder, tmp_path / "masked")
+    manifest = json.loads((other / "run.json").read_text())
+    manifest[-1]["objective"]["masked_desc"] = ["B"]
+    (other / "run.json").write_text(json.dumps(manifest))
+    for each, masked in ((folder, False), (other, True)):
+        run(each)
+        roles = element((each / "inspect.html").read_text(), "sample-0")["tokens"]["roles"]
+        assert (8 in roles) == masked and (4 in roles) != masked
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"enabled": False},
+        {"weight": 0.0},
+        {"channels": ["A"]},
+        {"name": "token_ce"},
+        {"config": COORD_REG["config"] | {"soft_ce_weight": 0.0, "w1_weight": 0.0}},
+    ],
+)
+def test_a_soft_target_that_is_in_no_loss_of_rollouts_is_not_drawn(change):
+    assert soft_target([COORD_REG]) == {"sigma": 8.0, "truncate": 24, "temperature": 1.0}
+    assert soft_target([COORD_REG | change]) is None

@@ -82,6 +82,21 @@ def test_another_sites_name_that_leads_here_is_refused_and_a_forwarded_port_is_n
     assert served[2].get("/", headers={"Host": host}).status_code == status
 
 
+def test_a_page_that_could_not_be_made_is_tried_again(tmp_path):
+    tries = []
+
+    def maker(now):
+        tries.append(now)
+        if len(tries) == 1:
+            raise DataError("half a file")
+        return "whole"
+
+    pages = Pages(tmp_path, {"/": maker})
+    assert "half a file" in pages.get("/")
+    assert pages.get("/") == pages.get("/") == "whole"
+    assert len(tries) == 2
+
+
 def test_what_is_missing_yet_is_told_as_text(served):
     text = served[2].get("/report").text
     assert "nothing &lt;b&gt;yet&lt;/b&gt;" in text

@@ -16,6 +16,7 @@ from coordexp.evaluate import evaluate
 from tests.unit.evaluate.scenes import crowd
 from tests.unit.inspector.run_folders import (
     END,
+    TERMS,
     evaluated,
     lines,
     manifest,
@@ -24,6 +25,8 @@ from tests.unit.inspector.run_folders import (
     write_evaluation,
     write_run,
 )
+
+MANY = "a0: &a0 [1, 1]\n" + "".join(f"a{k}: &a{k} [*a{k - 1}, *a{k - 1}]\n" for k in range(1, 40))
 
 
 def run(*words):
@@ -137,13 +140,14 @@ def test_a_run_that_goes_on_is_read_up_to_its_last_whole_line(tmp_path):
 
 def test_a_run_that_has_logged_nothing_yet_has_a_page(tmp_path):
     text = page_of(write_run(tmp_path / "one", []))
-    assert "no step was logged" in text and "<b>Loss</b>: nothing was logged yet" in text
+    assert "no step was logged" in text and "<b>Loss</b>: no step was logged: the run has just begun" in text
+    assert "<b>Training answers: recall</b>: no step was logged" in text
 
 
 def test_a_loss_of_no_number_is_a_gap_and_a_cross(tmp_path):
     found = [line | ({"loss": None} if line["step"] == 5 else {}) for line in lines()]
     text = page_of(write_run(tmp_path / "one", found))
-    assert 'class="broken"' in text and "loss was no number in 1 line (step 5)" in text
+    assert 'class="broken"' in text and "loss was NaN or infinite in 1 line (step 5)" in text
 
 
 def test_everything_from_the_run_is_written_as_text(tmp_path):
@@ -188,7 +192,7 @@ def test_groups_differ_in_colour_dashes_and_marks(tmp_path):
 def test_the_table_and_the_page_tell_the_difference(tmp_path):
     runs = compared_runs(tmp_path)
     result = run(*runs, "--out", tmp_path / "all.html", "--resamples", 300)
-    row = next(line for line in result.stdout.splitlines() if line.startswith("f1 50 "))
+    row = next(line for line in result.stdout.splitlines() if line.startswith("F1 "))
     truth, answers = crowd(2)
     assert f"{evaluate(truth, answers).flat()['f1_50']:.4f}" in row
     text = (tmp_path / "all.html").read_text()
@@ -198,8 +202,16 @@ def test_the_table_and_the_page_tell_the_difference(tmp_path):
 
 
 def test_three_seeds_on_both_sides_have_an_interval_with_seeds(tmp_path):
-    run(*compared_runs(tmp_path, seeds=3), "--out", tmp_path / "all.html", "--resamples", 200)
-    assert "95 % with seeds" in (tmp_path / "all.html").read_text()
+    stdout = run(*compared_runs(tmp_path, seeds=3), "--out", tmp_path / "all.html", "--resamples", 200).stdout
+    text = (tmp_path / "all.html").read_text()
+    assert "95 % with seeds" in text and "95 % with seeds" in stdout
+    images, seeds = re.search(r"^F1 .* (\S+ to \S+) +(\S+ to \S+) +\S+ %", stdout, re.M).groups()
+    assert images != seeds and f"<td>{images}</td><td>{seeds}</td>" in text
+
+
+def test_with_fewer_seeds_the_table_has_no_column_for_them(tmp_path):
+    stdout = run(*compared_runs(tmp_path, seeds=2), "--out", tmp_path / "all.html", "--resamples", 200).stdout
+    assert "95 % over images" in stdout and "with seeds" not in stdout
 
 
 def test_the_first_group_is_the_baseline(tmp_path):
@@ -207,7 +219,7 @@ def test_the_first_group_is_the_baseline(tmp_path):
     values = []
     for pair in ((base, other), (other, base)):
         stdout = run(*pair, "--out", tmp_path / "all.html").stdout
-        values.append(float(re.search(r"^f1 50 +\S+ +\S+ +(\S+)", stdout, re.M)[1]))
+        values.append(float(re.search(r"^F1 +\S+ +\S+ +(\S+)", stdout, re.M)[1]))
     assert values[0] == -values[1] != 0
 
 
@@ -300,13 +312,48 @@ def test_a_folder_that_is_no_run_s_is_named(tmp_path, capsys):
         ("resolved.yaml", "training: [1]", "training: [1] is not an object"),
         ("metrics.jsonl", "{\n", "line 1: not JSON"),
         ("metrics.jsonl", '{"step": -1}\n', "step -1 is not"),
-        ("servers.jsonl", '{"event": "sync"}\n', "servers*.jsonl: not what a run writes"),
+        ("metrics.jsonl", '{"step": 1, "x": 1%s}\n' % ("0" * 400), "line 1: x 1000"),
+        ("metrics.jsonl", '{"step": 1, "loss": -1e308}\n', "line 1: loss -1e+308 is not a number"),
+        ("metrics.jsonl", '{"step": 1, "x": %s\n' % ("[" * 200_000), "line 1: not JSON"),
+        ("metrics.jsonl", '{"step": 1, "x": %s%s}\n' % ("[" * 300, "]" * 300), "line 1: x [[[[[["),
+        ("run.json", "[" * 200_000, "run.json: cannot be read"),
+        ("run.json", "[%s%s]" % ('{"a":' * 300 + "1", "}" * 300), "[0]: more than 64 objects and lists inside"),
+        ("resolved.yaml", "[" * 3000, "resolved.yaml: cannot be read"),
+        ("resolved.yaml", "a: &a\n  b: *a\n", "resolved.yaml: more than 64 objects and lists inside"),
+        ("resolved.yaml", MANY, "resolved.yaml: more than 100,000 values"),
+        ("servers.jsonl", '{"event": "sync"}\n', "servers.jsonl, line 1: servers None is not what a run writes"),
     ],
 )
 def test_files_that_no_run_writes_are_named(tmp_path, capsys, file, text, told):
     folder = write_run(tmp_path / "one")
     (folder / file).write_text(text)
     assert told in refusal(capsys, folder)
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"command": 3}, ": command 3"),
+        ({"command": [3]}, ": command [3]"),
+        ({"files": 3}, ": files 3"),
+        ({"packages": [3]}, ": packages [3]"),
+        ({"objective": {"terms": [], "masked_desc": 3}}, ".objective: masked_desc 3"),
+        ({"objective": {"terms": [], "masked_desc": [3]}}, ".objective: masked_desc [3]"),
+        ({"objective": {"terms": [], "idle": [3]}}, ".objective: idle [3]"),
+        ({"objective": {"terms": [TERMS[0] | {"channels": [1]}]}}, ".objective.terms[0]: channels [1]"),
+        ({"objective": {"terms": [TERMS[0] | {"divided_by": [1]}]}}, ".objective.terms[0]: divided_by [1]"),
+        ({"objective": {"terms": [TERMS[0] | {"weight": 1e300}]}}, ".objective.terms[0]: weight 1e+300"),
+    ],
+)
+def test_a_manifest_that_no_run_writes_is_named_with_the_place(tmp_path, capsys, changes, told):
+    folder = write_run(tmp_path / "one", beginnings=[manifest(**changes)])
+    assert f"run.json: [0]{told} is not what a run writes" in refusal(capsys, folder)
+
+
+@pytest.mark.parametrize("step", [None, -1.0])
+def test_times_that_are_none_are_named_as_absent(tmp_path, step):
+    found = {"step": 1, "loss": 1.0, "seconds": None, "time/step": step}
+    assert "<b>Where the time goes</b>: no step was timed" in page_of(write_run(tmp_path / "one", [found]))
 
 
 def test_a_run_given_twice_is_refused(tmp_path, capsys):
@@ -320,9 +367,9 @@ def test_dumped_steps_lead_into_the_inspector_as_the_log_counts(tmp_path):
     for step in (0, 4):
         (folder / "dumps" / f"step-{step:06}.jsonl").write_text("")
     result = run(folder)
-    assert f"`coordexp inspect {folder}` makes it" in result.stdout
+    assert f"`coordexp inspect '{folder}'` makes it" in result.stdout
     text = (folder / "report.html").read_text()
-    assert "coordexp inspect" in text and "inspect.html" not in text
+    assert f"<code>coordexp inspect &#x27;{folder}&#x27;</code>" in text and "inspect.html" not in text
     (folder / "inspect.html").write_text("")
     (tmp_path / "pages").mkdir()
     run(folder, "--out", tmp_path / "pages" / "r.html")

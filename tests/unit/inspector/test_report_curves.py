@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from coordexp.errors import DataError
-from coordexp.inspector.report.axes import Scale, number, powers, roomy, tick, ticks
+from coordexp.inspector.report.axes import Scale, labels, number, powers, roomy, tick, ticks
 from coordexp.inspector.report.curves import MOST_POINTS, Stretches, curve, smoothed, stretches
 from coordexp.inspector.report.series import Series, ratio, series_of
 from tests.unit.inspector.run_folders import series
@@ -23,12 +23,23 @@ def test_null_stays_as_a_value_that_is_no_number():
     assert found.broken.tolist() == [1] and found.last == 1.0
 
 
+def test_endless_values_are_no_numbers():
+    found = series_of([{"step": 1, "loss": math.inf}, {"step": 2, "loss": -math.inf}], "m")["loss"]
+    assert np.isnan(found.values).all()
+
+
 def test_of_a_step_that_was_logged_twice_the_last_counts():
     found = series_of([{"step": 1, "loss": 9.0}, {"step": 2, "loss": 8.0}, {"step": 1, "loss": 1.0}], "m")["loss"]
     assert found.steps.tolist() == [1, 2] and found.values.tolist() == [1.0, 8.0]
 
 
-@pytest.mark.parametrize("line", [{"loss": 1.0}, {"step": "1", "loss": 1.0}, {"step": 1, "loss": "much"}])
+@pytest.mark.parametrize(
+    "line",
+    [
+        *({"loss": 1.0}, {"step": "1", "loss": 1.0}, {"step": 1, "loss": "much"}, {"step": 1, "loss": True}),
+        *({"step": 1, "loss": 10**400}, {"step": 1, "loss": 1e308}, {"step": 1, "loss": -1e308}),
+    ],
+)
 def test_a_line_that_no_run_writes_is_named(line):
     with pytest.raises(DataError, match=r"metrics.jsonl, line 1: \w+ .* is not a"):
         series_of([line], "metrics.jsonl")
@@ -113,6 +124,27 @@ def test_ticks_are_round_and_inside():
     assert ticks(3.0, 3.0, 4) == [3.0]
 
 
+@pytest.mark.parametrize(
+    ("low", "high"),
+    [(1e5, 1.01e5), (1e6, 1e6 + 10), (1e9, 1e9 + 3), (-2e7 - 5, -2e7), (0, 3e5), (1.2e-4, 1.21e-4), (0, 1e-14)],
+)
+def test_every_tick_is_labelled_with_its_own_number(low, high):
+    found = ticks(low, high, 5)
+    assert len(found) > 2 and len(set(labels(found))) == len(found)
+    assert [float(label) for label in labels(found)] == pytest.approx(found, abs=(found[1] - found[0]) / 100)
+
+
+def test_ticks_are_as_short_as_their_distance_allows():
+    assert labels([0.0, 1e5, 2e5]) == ["0", "1e5", "2e5"]
+    assert labels([1e5, 100250.0, 100500.0]) == ["100000", "100250", "100500"]
+    assert labels([]) == []
+
+
+def test_the_smallest_numbers_there_are_have_ticks():
+    for high in (5e-324, 1e-322, 1e-310):
+        assert len(ticks(0.0, high, 4)) == 1
+
+
 def test_a_logarithmic_scale_has_powers_of_ten_at_equal_distances():
     up = Scale(1e-6, 1.0, 100.0, 40.0, log=True)
     assert [round(up.at(value), 6) for value in (1e-6, 1e-3, 1.0)] == [100.0, 70.0, 40.0]
@@ -125,6 +157,7 @@ def test_shares_stay_within_0_and_1():
     assert roomy([0.9, 1.0], share=True)[1] == 1.0
     assert roomy([0.0, 0.0], share=True) == (0.0, 0.05)
     assert roomy([0.0, 1.4], share=True)[1] > 1.4
+    assert roomy([-2.0, -1.0], share=True) == pytest.approx((-2.06, -0.94))
 
 
 def test_numbers_have_four_digits_that_count():

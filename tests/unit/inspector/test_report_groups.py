@@ -19,8 +19,13 @@ def test_runs_that_differ_in_seeds_and_names_alone_are_one_group():
 
 
 def test_another_setting_makes_another_group_in_the_order_given():
-    groups = grouped([run("b", learning_rate=2), run("a", learning_rate=1), run("c", learning_rate=2)])
+    groups = grouped([run("b", learning_rate=2), run("a", learning_rate=1), run("c", learning_rate=2, seed=9)])
     assert [[one.run.name for one in group.runs] for group in groups] == [["b", "c"], ["a"]]
+
+
+def test_a_copy_of_a_run_is_no_other_seed():
+    with pytest.raises(DataError, match=r"the same settings, data and seed \(1\)\n  they count as one run"):
+        grouped([run("a-1", seed=1), run("a-2", seed=2), run("copy", seed=1)])
 
 
 def test_data_that_changed_under_the_same_settings_makes_another_group():
@@ -46,6 +51,26 @@ def test_groups_of_the_same_name_are_told_apart():
 def test_names_without_anything_in_common_are_counted():
     (group,) = grouped([run("first", seed=1), run("other", seed=2)])
     assert group.name == "first and 1 more"
+
+
+@pytest.mark.parametrize(
+    ("names", "shared"),
+    [
+        (("classes-0", "classes-1"), "classes"),
+        (("boss_1", "boss_2"), "boss"),
+        (("boss1", "boss2"), "boss"),
+        (("x-seed1", "x-seed2"), "x"),
+        (("x-10", "x-11"), "x"),
+        (("x-seed10", "x-seed11"), "x"),
+        (("stage2a", "stage2b"), "stage2"),
+        (("x_s-1", "x_s-2"), "x"),
+        (("x.seed_1", "x.seed_2"), "x"),
+        (("seed-1", "seed-2"), "seed-1 and 1 more"),
+    ],
+)
+def test_a_group_is_called_what_its_runs_share_without_the_word_for_a_seed(names, shared):
+    (group,) = grouped([run(name, seed=seed) for seed, name in enumerate(names)])
+    assert group.name == shared
 
 
 def test_differences_name_members_of_lists_and_leave_out_seeds():

@@ -25,25 +25,51 @@ def changed(step, **values):
 
 
 def test_a_run_that_is_well_gets_no_note():
-    assert notes_on(grouped([logged()])[0]) == []
+    assert notes_on(grouped([logged(tree=settings(max_steps=10))])[0]) == []
 
 
 def test_a_run_without_an_end_is_named_with_its_last_step():
-    assert not_finished(logged(lines(7))) == ["has not ended by itself: the last line is of step 7"]
+    assert not_finished(logged(lines(7))) == ["is not finished, or goes on: the last line is of step 7 of 40"]
     assert not_finished(logged([])) == ["no step was logged"]
 
 
+def test_a_runtime_before_the_steps_that_were_asked_for_is_of_an_interruption():
+    assert not_finished(logged([*lines(10), END], tree=settings(max_steps=11))) == [
+        "is not finished, or goes on: the last line is of step 10 of 11"
+    ]
+    assert not_finished(logged([*lines(10), END], tree=settings(max_steps=10))) == []
+
+
+def test_steps_behind_a_runtime_are_of_a_resume_that_goes_on():
+    for most in (12, -1):
+        assert not_finished(logged([*lines(10), END, *lines(12)], tree=settings(max_steps=most)))
+
+
+def test_a_runtime_counts_at_its_own_step_where_not_every_step_is_logged():
+    found = [line for line in lines(10) if line["step"] % 4 == 0]
+    assert not_finished(logged([*found, END], tree=settings(max_steps=10))) == []
+
+
+def test_of_epochs_the_runtime_alone_is_the_end():
+    assert not_finished(logged([*lines(10), END], tree=settings(max_steps=-1))) == []
+    assert not_finished(logged(lines(10), tree=settings(max_steps=-1))) == [
+        "is not finished, or goes on: the last line is of step 10"
+    ]
+
+
 def test_a_loss_that_is_no_number_is_named_with_its_step():
-    assert no_numbers(logged(changed(4, loss=None))) == ["loss was no number in 1 line (step 4)"]
+    assert no_numbers(logged(changed(4, loss=None))) == ["loss was NaN or infinite in 1 line (step 4)"]
 
 
 def test_broken_logits_are_named_from_the_first():
-    assert broken_logits(logged(changed(3, broken_logits=0.01))) == ["logits were no numbers in 1 line (step 3)"]
+    assert broken_logits(logged(changed(3, broken_logits=0.01))) == [
+        "logits were NaN or infinite in 1 line (step 3)"
+    ]
 
 
 def test_many_lines_are_counted_and_the_first_three_named():
     found = [line | {"broken_logits": 1.0} for line in lines()]
-    assert broken_logits(logged(found)) == ["logits were no numbers in 10 lines (steps 1, 2, 3, ...)"]
+    assert broken_logits(logged(found)) == ["logits were NaN or infinite in 10 lines (steps 1, 2, 3, ...)"]
 
 
 def test_a_gradient_norm_far_over_its_median_is_named():
@@ -100,5 +126,6 @@ def test_runs_of_other_code_are_told():
 
 
 def test_notes_name_the_run_where_a_group_has_several():
-    runs = [logged([*lines(), END]), logged(changed(4, loss=None), tree=settings(seed=2), folder="runs/two")]
+    trees = [settings(seed=seed, max_steps=10) for seed in (1, 2)]
+    runs = [logged(tree=trees[0]), logged(changed(4, loss=None), tree=trees[1], folder="runs/two")]
     assert notes_on(grouped(runs)[0])[0].startswith("two: ")

@@ -5,6 +5,7 @@ import json
 import numpy as np
 import pytest
 
+from coordexp.errors import DataError
 from coordexp.inspector.report import grouped
 from coordexp.inspector.report.curves import Stretches
 from coordexp.inspector.report.servers import read_fleet
@@ -52,6 +53,18 @@ def test_a_run_that_timed_nothing_has_no_times():
     assert spent(grouped([run])[0], Stretches(1, 1, 1)) is None
 
 
+@pytest.mark.parametrize("step", [None, 0.0, -1.0])
+def test_steps_that_took_no_time_have_no_times(step):
+    run = logged([{"step": 1, "seconds": None, "loss": 2.0, "time/step": step}])
+    assert spent(grouped([run])[0], Stretches(1, 1, 1)) is None
+
+
+def test_a_line_of_step_0_is_of_no_step():
+    found = [{"step": k, "seconds": 1.0 + k, "loss": 2.0, "time/step": 1.0} for k in (0, 1)]
+    assert spent(grouped([logged(found[:1])])[0], Stretches(0, 0, 1)) is None
+    assert spent(grouped([logged(found)])[0], Stretches(0, 1, 2)).steps.tolist() == [1.0]
+
+
 def servers(*addresses):
     return [{"base_url": address, "group_port": 1, "world_size": 1, "boot": "b"} for address in addresses]
 
@@ -82,6 +95,38 @@ def test_calls_answers_and_failures_are_counted_by_server(tmp_path):
     assert (two.calls, two.answers, two.lost, two.synced, two.failed) == (0, 0, 1, 1, 1)
     assert found.why == (("server 1: no answer", 1),) and found.fallbacks == ("slow",)
     assert (found.sync_seconds, found.round_seconds, found.megabytes) == ((2.0, 3.0), (3.0, 4.0), 2.0)
+
+
+def test_a_failure_without_words_is_counted_too(tmp_path):
+    sync = {"event": "sync", "seconds": 1.0, "bytes": 1, "servers": servers("one"), "synced": []}
+    (tmp_path / "servers.jsonl").write_text(json.dumps(sync | {"failed": {"0": ""}}) + "\n")
+    assert read_fleet(tmp_path).why == (("no reason was given", 1),)
+
+
+SYNC = {"event": "sync", "seconds": 1.0, "bytes": 1, "servers": [], "synced": [], "failed": {}}
+CALL = {"server": 0, "base_url": "one", "count": 1}
+
+
+@pytest.mark.parametrize(
+    ("event", "told"),
+    [
+        ({"event": "sync"}, "servers None"),
+        (SYNC | {"seconds": "x"}, "seconds 'x'"),
+        (SYNC | {"bytes": None}, "bytes None"),
+        (SYNC | {"synced": ["0"]}, r"synced \['0'\]"),
+        (SYNC | {"failed": {"x": "y"}}, "failed {'x': 'y'}"),
+        (SYNC | {"failed": {"0": 3}}, "failed {'0': 3}"),
+        (SYNC | {"servers": [{}]}, "base_url None"),
+        (SYNC | {"fallbacks": 3}, "fallbacks 3"),
+        ({"event": "rollouts", "seconds": 1.0, "calls": [CALL | {"server": [1]}]}, r"calls\[0\]: server \[1\]"),
+        ({"event": "rollouts", "seconds": 1.0, "calls": [CALL | {"count": "y"}]}, r"calls\[0\]: count 'y'"),
+    ],
+)
+def test_what_no_server_log_has_is_named_with_its_line(tmp_path, event, told):
+    good = {"event": "rollouts", "seconds": 1.0, "calls": [CALL]}
+    (tmp_path / "servers_1.jsonl").write_text(f"{json.dumps(good)}\n{json.dumps(event)}\n")
+    with pytest.raises(DataError, match=rf"servers_1.jsonl, line 2.*: {told} is not what a run writes\n  "):
+        read_fleet(tmp_path)
 
 
 def test_without_servers_there_is_no_fleet(tmp_path):

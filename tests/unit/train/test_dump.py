@@ -13,7 +13,7 @@ import pytest
 from coordexp.config.rollout import RepeatTerminate
 from coordexp.rollout.seeds import request_seed
 from coordexp.target.dump import READ, replay
-from coordexp.train.dump_folder import DumpFolder
+from coordexp.train.dump_folder import DumpFolder, forget_from
 from coordexp.train.encode import Moment, takes_rollouts
 from coordexp.vocab import VocabularyTable
 from tests.dumped import NEAR_CUP, SCRIPT, SMALL, TRUTH, dump_of, dumping
@@ -102,23 +102,26 @@ def test_a_resumed_run_writes_its_steps_anew(tmp_path):
     first, _ = dumping(tmp_path, samples=2)
     for number in (0, 1):
         first([0, 1], Moment(number, 0))
+    forget_from(tmp_path / "dumps", 1)
     resumed, _ = dumping(tmp_path, samples=2)
     resumed([2], Moment(1, 0))
     assert images(tmp_path / "dumps/step-000000.jsonl") == ["partly.png", "garbage.png"]
     assert images(tmp_path / "dumps/step-000001.jsonl") == ["cut.png"]
 
 
-def test_a_dump_that_is_begun_anew_forgets_what_training_said_of_the_old_one(tmp_path):
-    first, _ = dumping(tmp_path)
-    first([0], Moment(0, 0))
-    first([0], Moment(1, 0))
-    for name in ("trained-000000.jsonl", "trained-000001.jsonl", "followed/trained-000001.jsonl"):
-        (tmp_path / "dumps" / name).parent.mkdir(exist_ok=True)
-        (tmp_path / "dumps" / name).write_text("{}\n")
-    resumed, _ = dumping(tmp_path)
-    resumed([0, 1], Moment(1, 0))
-    left = sorted(str(path.relative_to(tmp_path / "dumps")) for path in (tmp_path / "dumps").rglob("trained-*"))
-    assert left == ["followed/trained-000001.jsonl", "trained-000000.jsonl"]
+def test_what_was_dumped_after_the_checkpoint_is_forgotten_with_its_traces(tmp_path):
+    first, _ = dumping(tmp_path, every=2)
+    for step in range(6):
+        first([0], Moment(step, 0))
+    for file in list((tmp_path / "dumps").rglob("step-*")):
+        file.with_name(file.name.replace("step", "trained")).write_text("{}\n")
+    forget_from(tmp_path / "dumps", 3)
+    left = sorted(str(path.relative_to(tmp_path / "dumps")) for path in (tmp_path / "dumps").rglob("*.jsonl"))
+    kept = ["followed/step-000001", "followed/trained-000001", "step-000000", "step-000002"]
+    assert left == [f"{name}.jsonl" for name in [*kept, "trained-000000", "trained-000002"]]
+    forget_from(tmp_path / "dumps", 0)
+    forget_from(tmp_path / "nothing", 0)
+    assert list((tmp_path / "dumps").rglob("*.jsonl")) == []
 
 
 def test_an_example_says_where_it_is_dumped(tmp_path):
@@ -156,6 +159,7 @@ def test_a_resumed_run_follows_the_pictures_of_the_first_dump(tmp_path):
     first, _ = dumping(tmp_path, every=10, samples=1)
     for number, index in enumerate([2, 0, 1]):
         first([index], Moment(number, 0))
+    forget_from(tmp_path / "dumps", 1)
     resumed, _ = dumping(tmp_path, every=10, samples=1)
     for number in (1, 2, 3):
         resumed([0, 2, 1], Moment(number, 0))
@@ -166,6 +170,7 @@ def test_a_resumed_run_follows_the_pictures_of_the_first_dump(tmp_path):
 def test_a_run_that_begins_again_follows_its_own_first_dump(tmp_path):
     """What an earlier run left in the folder is of no step before."""
     for index in (0, 1):
+        forget_from(tmp_path / "dumps", 0)
         step, _ = dumping(tmp_path, every=10, samples=1)
         step([index], Moment(0, 0))
         step([0, 1], Moment(1, 0))

@@ -1,19 +1,17 @@
-"""Cards to one HTML page. All text from the data is escaped, and the page allows no script but its own.
+"""Cards to one HTML page, whose text from the data is escaped.
 
 Shapes are SVG in the pixels of the record, stretched over its thumbnail. Without JavaScript the page shows all
 cards; with it, cards can be filtered by class and by problem and turned over with the arrow keys.
 """
 
-import base64
-import hashlib
 from collections import Counter
 from collections.abc import Sequence
-from html import escape
 from importlib.resources import files
 
 from coordexp.data.doctor import KINDS
 from coordexp.data.records import Record, RecordObject
 from coordexp.data.view.cards import Card
+from coordexp.document import document, written
 
 MOST_TAGS = 40  # names drawn over one picture; all are in its list
 
@@ -22,22 +20,14 @@ def page(cards: Sequence[Card], title: str, scope: str) -> str:
     """`scope` says what part of the file this is."""
     here = files("coordexp.data.view")
     style, script = (here.joinpath(name).read_text(encoding="utf-8") for name in ("page.css", "page.js"))
-    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    policy = f"default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src 'sha256-{digest}'"
     classes = Counter(found.desc for card in cards if card.record for found in card.record.objects)
     numbers = {desc: k for k, (desc, _) in enumerate(classes.most_common())}
-    return "\n".join(
-        [
-            '<!doctype html><html lang="en"><head><meta charset="utf-8">',
-            f'<meta http-equiv="Content-Security-Policy" content="{policy}">',
-            '<meta name="viewport" content="width=device-width, initial-scale=1">',
-            f"<title>{_text(title)}</title><style>{style}</style></head><body>",
-            _toolbar(cards, title, scope, classes),
-            f'<main id="cards">{"".join(_card(card, numbers) for card in cards)}</main>',
-            '<p id="nothing" hidden>No record has both. Choose another class or problem.</p>',
-            f"<script>{script}</script></body></html>",
-        ]
+    body = (
+        f"{_toolbar(cards, title, scope, classes)}\n"
+        f'<main id="cards">{"".join(_card(card, numbers) for card in cards)}</main>\n'
+        '<p id="nothing" hidden>No record has both. Choose another class or problem.</p>'
     )
+    return document(title, body, styles=[style], scripts=[script])
 
 
 def _toolbar(cards: Sequence[Card], title: str, scope: str, classes: Counter[str]) -> str:
@@ -48,7 +38,7 @@ def _toolbar(cards: Sequence[Card], title: str, scope: str, classes: Counter[str
     problems += [(code, code, codes[code]) for code in KINDS if codes[code]]
     objects = f"{classes.total():,} objects of {len(classes):,} classes, {len(cards) - healthy:,} with problems"
     return (
-        f'<header id="bar"><div><h1>{_text(title)}</h1><p>{_text(scope)}, {objects}</p></div>'
+        f'<header id="bar"><div><h1>{written(title)}</h1><p>{written(scope)}, {objects}</p></div>'
         f"<label>class {_select('class', 'all classes', names)}</label>"
         f"<label>problem {_select('problem', 'all records', problems)}</label>"
         '<label><input type="checkbox" id="tags" checked> names</label>'
@@ -58,7 +48,9 @@ def _toolbar(cards: Sequence[Card], title: str, scope: str, classes: Counter[str
 
 
 def _select(id: str, everything: str, options: Sequence[tuple[str, str, int]]) -> str:
-    rows = [f'<option value="{_text(value)}">{_text(name)} ({count:,})</option>' for value, name, count in options]
+    rows = [
+        f'<option value="{written(value)}">{written(name)} ({count:,})</option>' for value, name, count in options
+    ]
     return f'<select id="{id}"><option value="">{everything}</option>{"".join(rows)}</select>'
 
 
@@ -66,7 +58,7 @@ def _card(card: Card, numbers: dict[str, int]) -> str:
     record = card.record
     codes = " ".join(sorted({problem.code for problem in card.problems}))
     items = [
-        f'<li class="{KINDS[problem.code].severity}"><b>{problem.code}</b> {_text(problem.detail)}</li>'
+        f'<li class="{KINDS[problem.code].severity}"><b>{problem.code}</b> {written(problem.detail)}</li>'
         for problem in card.problems
     ]
     problems = f'<ul class="problems">{"".join(items)}</ul>' if items else ""
@@ -75,7 +67,7 @@ def _card(card: Card, numbers: dict[str, int]) -> str:
         return f'<article class="card" data-classes="" data-problems="{codes}">{head}</article>'
     classes = " ".join(map(str, sorted({numbers[found.desc] for found in record.objects})))
     facts = f"{record.width} x {record.height}, {record.space}, {_many(len(record.objects), 'object')}"
-    head = f'<h2>line {card.line} <span>{_text(record.image)}</span></h2><p class="facts">{facts}</p>'
+    head = f'<h2>line {card.line} <span>{written(record.image)}</span></h2><p class="facts">{facts}</p>'
     body = _stage(card, record, numbers) + problems + _list(record, numbers)
     return f'<article class="card" data-classes="{classes}" data-problems="{codes}">{head}{body}</article>'
 
@@ -86,12 +78,12 @@ def _stage(card: Card, record: Record, numbers: dict[str, int]) -> str:
     for k, found in enumerate(record.objects):
         coords, number = record.in_pixels(found), numbers[found.desc]
         paint = f'data-class="{number}" data-object="{k}" style="--hue:{_hue(number)}"'
-        shapes.append(f"<g {paint}><title>{_text(found.desc)}</title>{_shape(found, coords)}</g>")
+        shapes.append(f"<g {paint}><title>{written(found.desc)}</title>{_shape(found, coords)}</g>")
         if k < MOST_TAGS:
             left, top = _percent(min(coords[::2]), record.width), _percent(min(coords[1::2]), record.height)
             place = f"left:{left:.2f}%;top:{top:.2f}%;--hue:{_hue(number)}"
             tags.append(
-                f'<span data-class="{number}" data-object="{k}" style="{place}">{_text(found.desc)}</span>'
+                f'<span data-class="{number}" data-object="{k}" style="{place}">{written(found.desc)}</span>'
             )
     picture = f'<img alt="" src="{card.picture}">' if card.picture else '<p class="none">no image</p>'
     box = f"0 0 {record.width} {record.height}"
@@ -118,7 +110,7 @@ def _list(record: Record, numbers: dict[str, int]) -> str:
         name = "box" if found.kind == "bbox_2d" else f"polygon of {len(found.coords) // 2}"
         items.append(
             f'<li data-class="{number}" data-object="{k}" style="--hue:{_hue(number)}">'
-            f"{_text(found.desc)} <small>{name}</small></li>"
+            f"{written(found.desc)} <small>{name}</small></li>"
         )
     return f'<ol class="objects" start="0">{"".join(items)}</ol>' if items else ""
 
@@ -130,10 +122,6 @@ def _hue(number: int) -> int:
 
 def _percent(value: float, size: float) -> float:
     return min(96.0, max(0.0, 100 * value / size))
-
-
-def _text(value: str) -> str:
-    return escape(value.encode("utf-8", "replace").decode("utf-8"), quote=True)
 
 
 def _many(count: int, what: str) -> str:

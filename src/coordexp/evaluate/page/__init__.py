@@ -1,13 +1,11 @@
-"""A report as one HTML file that needs nothing else: style, script and pictures are inside of it.
-
-The page cannot load anything from elsewhere, by its own content policy. `page.css` and `page.js` are its parts.
-"""
+"""A report as one HTML file with pictures inside of it. `page.css` and `page.js` are its parts."""
 
 from dataclasses import dataclass
 from html import escape
 from importlib.resources import files
 from pathlib import Path
 
+from coordexp.document import document
 from coordexp.evaluate.page.charts import precision_recall_chart, threshold_chart
 from coordexp.evaluate.page.pictures import card, worst_images
 from coordexp.evaluate.page.tables import behaviour, by_class, by_threshold, tiles
@@ -26,7 +24,6 @@ KINDS = {
     "missed": "missed: true, and not found",
     "extra": "extra: found, and not true",
 }
-POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src 'unsafe-inline'"
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,20 +44,15 @@ def page(report: Report, origin: Origin, most: int) -> str:
     tally = report.with_class.at(0.5)
     counts = f"{len(report.images)} images, {tally.true} true objects, {tally.found} valid predicted ones"
     notes = "".join(f'<p class="note">{escape(note)}</p>' for note in report.notes)
-    return f"""<!doctype html>
-<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width,initial-scale=1">
-<meta http-equiv="Content-Security-Policy" content="{POLICY}">
-<title>Evaluation: {escape(origin.words)}</title><style>{_part("page.css")}</style></head><body>
-<h1>Evaluation</h1><p class="origin">{escape(origin.words)}<br>{counts}</p>{notes}
+    body = f"""<h1>Evaluation</h1><p class="origin">{escape(origin.words)}<br>{counts}</p>{notes}
 {tiles(report)}
 {_curves(report)}
 <h2>Behaviour</h2>{behaviour(report)}
 <h2>By IoU</h2><p>Best assignment in each image, whatever the scores. Left with class, right without.</p>
 {by_threshold(report)}
 <h2>By class</h2><p>Click a column to sort by it.</p>{by_class(report)}
-{_images(report, origin.folder, most)}
-<script>{_part("page.js")}</script></body></html>
-"""
+{_images(report, origin.folder, most)}"""
+    return document(f"Evaluation: {origin.words}", body, styles=[_part("page.css")], scripts=[_part("page.js")])
 
 
 def _curves(report: Report) -> str:

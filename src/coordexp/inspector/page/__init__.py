@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from importlib.resources import files
 from typing import Any
 
-from coordexp.inspector.document import document
+from coordexp.document import document
 
 STYLES = ("page.css", "picture.css", "strip.css", "panels.css")
 SCRIPTS = (

@@ -7,11 +7,11 @@ const ROLES = {
   4: ["desc", "added description", "trained: cross entropy"],
   5: ["added", "added coordinate", "trained towards the true place"],
   6: ["end", "end of turn", "trained: cross entropy"],
-  7: ["cut", "cut off", "broken or unfinished; removed, not trained"],
+  7: ["cut", "removed", "broken, unfinished, or the closing brace, which is written again as trained"],
   8: ["masked", "masked description", "added, left out of the loss"],
 };
 const KINDS = {
-  true: "true",
+  true: "true shape of a match",
   matched: "matched",
   missed: "missed",
   extra: "extra",

@@ -78,23 +78,23 @@ const detail = (() => {
   }
 
   function coordFacts({ role, written, target, p, q, known, nll, mass }) {
-    const rows = [["written bin", written]];
+    const rows = role === 5 ? [] : [["written bin", written]]; // the model wrote no added one
     if (target !== null) rows.push(["target", +target.toFixed(2)]);
     if (p && target !== null) {
       const at = p[distribution.nearest(target)];
-      rows.push(["on the target bin", at ? percent(at) : "< 0.05 %"]);
+      rows.push(["probability of the target bin", at ? percent(at) : "< 0.05 %"]);
     }
     if (p) rows.push(["expected bin", distribution.expected(p).toFixed(1)]);
-    if (p && q) rows.push(["apart (W1)", `${distribution.apart(p, q, known).toFixed(1)} bins`]);
-    if (mass !== undefined) rows.push(["on coordinates", percent(mass)]);
-    if (nll !== undefined && role === 2) rows.push(["on what it wrote", percent(Math.exp(-nll))]);
-    if (p && known < 0.98) rows.push(["in the chart", percent(known)]);
+    if (p && q) rows.push(["distance to the target (W1)", `${distribution.apart(p, q, known).toFixed(1)} bins`]);
+    if (mass != null) rows.push(["probability of any coordinate", percent(mass)]);
+    if (nll != null && role === 2) rows.push(["probability of the written bin", percent(Math.exp(-nll))]);
+    if (p && known < 0.98) rows.push(["in the chart (bins under 0.05 % are not stored)", percent(known)]);
     return rows;
   }
 
   function textFacts({ sample, i, id, nll }) {
     const rows = [["token id", id], ["place", `${i + 1} of ${sample.tokens.ids.length}`]];
-    if (nll !== undefined) rows.push(["probability", percent(Math.exp(-nll))], ["-log p", nll.toFixed(4)]);
+    if (nll != null) rows.push(["probability", percent(Math.exp(-nll))], ["-log p", nll.toFixed(4)]);
     return rows;
   }
 
@@ -118,6 +118,7 @@ const detail = (() => {
     if (!data.isTrained(role)) return null;
     const untold = "What the model thought here is not known: ";
     if (sample.trained === null) return `${untold}this sample was not trained yet, or the run wrote no traces.`;
+    if (nll === null) return `${untold}its logits were NaN or infinite here.`;
     return nll === undefined && !p ? "No loss of this run looks at this token." : null;
   }
 

@@ -20,11 +20,12 @@ const distribution = (() => {
   // The Gaussian of the loss: it sums to one over the bins that are not too far away.
   function soft(target, { sigma, truncate }) {
     const q = new Float64Array(BINS);
+    const least = Math.abs(nearest(target) - target);
     let sum = 0;
     for (let bin = 0; bin < BINS; bin += 1) {
       const distance = Math.abs(bin - target);
       if (truncate !== null && distance > truncate) continue;
-      q[bin] = Math.exp(-0.5 * (distance / sigma) ** 2);
+      q[bin] = Math.exp((-0.5 * (distance ** 2 - least ** 2)) / sigma ** 2);
       sum += q[bin];
     }
     return q.map((value) => value / sum);

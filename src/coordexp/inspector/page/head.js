@@ -71,10 +71,11 @@ const head = (() => {
     const rows = terms.map(([name, value]) => {
       const bar = element("i");
       bar.style.width = `${(100 * Math.abs(value)) / most}%`;
-      return [name, element("span", "bar", bar), value.toFixed(4)];
+      return [name, element("span", "bar", bar), value === null ? "no number" : value.toFixed(4)];
     });
     const when = element("small", "", `at step ${trained.step}, of this sample alone`);
-    return [element("h3", "", `Loss ${trained.loss.toFixed(3)} `, when), list("terms", rows)];
+    const whole = trained.loss === null ? "was no number" : trained.loss.toFixed(3);
+    return [element("h3", "", `Loss ${whole} `, when), list("terms", rows)];
   }
 
   const origin = (facts) => element("div", "", element("h3", "", "Origin"), list("facts", facts));

@@ -15,8 +15,9 @@ const matrix = (() => {
     find("scale").textContent = `${rows.length} by ${sample.truth.length} is too large to read. Shown: the rows `
       + "around the chosen object, and the columns that overlap them most.";
     const compared = rows.length > 0 && sample.truth.length > 0;
-    find("rule").textContent = compared ? `Outlined: the pairs. Hatched: under ${gate}, too little to pair. Empty: `
-      + `no candidate; the best ${top_k} of a row are. ${many(rejections, "candidate")} turned down.`
+    find("rule").textContent = compared ? `Outlined: the pairs, by shape alone. Hatched: under the gate of `
+      + `${gate}. Only the best ${top_k} of a row are candidates; other cells are empty. `
+      + `${many(rejections, "overlapping pair")} ${rejections === 1 ? "is" : "are"} under the gate.`
       : "Nothing to compare: no predicted object is valid, or none is true.";
     draw(large ? part(0, null) : { rows: rows.map((_, r) => r), columns: sample.truth.map((_, j) => j) });
   }

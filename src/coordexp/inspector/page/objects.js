@@ -22,7 +22,9 @@ const objects = (() => {
     if (one.reason !== null) return one.words ?? one.reason;
     if (one.of === null) return "fits none";
     const iou = one.iou === null ? "" : `, IoU ${one.iou.toFixed(2)}`;
-    return `true ${one.of + 1}${iou}`;
+    const wanted = sample.truth[one.of].desc;
+    const other = wanted === one.desc ? "" : `, which is called ${clipped(wanted, 40)}`;
+    return `true ${one.of + 1}${other}${iou}`;
   }
 
   function group(name, rows, none) {

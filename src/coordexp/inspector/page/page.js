@@ -68,14 +68,23 @@ const inspector = (() => {
 
   const tokenTarget = (i) => ({ owners: [sample.tokens.owner[i]], token: i });
 
-  // The coordinate that the model was furthest from, if that is known.
-  function worst() {
+  // In bins, from the target: a coordinate that the model wrote, or what it expected where one was added.
+  function far(i) {
     const { ids, roles, target } = sample.tokens;
-    const nll = sample.trained?.nll ?? {};
+    if (target[i] === null) return -1;
+    if (roles[i] === 2) return Math.abs(ids[i] - index.coord0 - target[i]);
+    const runs = sample.trained?.bins[i];
+    return runs ? Math.abs(distribution.expected(distribution.given(runs).p) - target[i]) : 0;
+  }
+
+  // The coordinate that the model was furthest from.
+  function worst() {
+    const { ids } = sample.tokens;
     let found = Math.max(0, ids.findIndex((id) => data.isCoord(id)));
+    let most = far(found);
     ids.forEach((_, i) => {
-      const better = target[i] !== null && (target[found] === null || (nll[i] ?? -1) > (nll[found] ?? -1));
-      if ((roles[i] === 2 || roles[i] === 5) && better) found = i;
+      const now = far(i);
+      if (now > most) [found, most] = [i, now];
     });
     return found;
   }
@@ -93,6 +102,7 @@ const inspector = (() => {
 
   // A cell of the matrix leaves the matrix as it is.
   function choose(target) {
+    pointed = null; // what was chosen counts, wherever the mouse rests
     chosen = { ...target, token: tokenOf(target) };
     if (chosen.token !== null && target.token !== strip.active()) strip.reveal(chosen.token);
     if (!target.from) matrix.follow(target.owners[0]);
@@ -134,6 +144,11 @@ const inspector = (() => {
 
   function follow() {
     const k = addressed();
+    const asked = location.hash.slice(1);
+    const there = k >= 0 && (!asked.startsWith("step=") || index.samples[k].step === Number(asked.slice(5)));
+    find("astray").hidden = there || !asked;
+    find("astray").textContent = `${clipped(asked, 40)} is not on this page, which holds ${find("scope").textContent}`
+      + ` (coordexp inspect --samples): this is ${k >= 0 ? "the next one" : "another one"}.`;
     if (k >= 0) go(k);
     else show(shown ?? list[0]);
   }

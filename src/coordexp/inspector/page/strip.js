@@ -123,7 +123,7 @@ const strip = (() => {
     made.ariaPosInSet = i + 1;
     made.ariaSetSize = ids.length;
     const nll = sample.trained?.nll[i];
-    if (nll !== undefined) made.style.setProperty("--heat", `${Math.round(Math.min(1, nll / 5) * 55)}%`);
+    if (nll != null) made.style.setProperty("--heat", `${Math.round(Math.min(1, nll / 5) * 55)}%`);
     made.classList.toggle("lit", lit.has(owner[i]));
     return made;
   }

@@ -4,15 +4,16 @@ It has curves with seeds as bands, time by phase, what to look at, how the runs 
 their differences on the same images.
 """
 
-from coordexp.inspector.report.compare import Compared, Request, compared, why_not
+from coordexp.inspector.report.compare import Compared, Comparison, Request, compared, why_not
 from coordexp.inspector.report.groups import Group, Logged, grouped
-from coordexp.inspector.report.links import Dumped, dumped, way_to_inspect
-from coordexp.inspector.report.page import report_page, write_report
+from coordexp.inspector.report.links import Examples, dumped, way_to_inspect
+from coordexp.inspector.report.page import report_page
 from coordexp.inspector.report.reading import read_logged
 
 __all__ = [
     "Compared",
-    "Dumped",
+    "Comparison",
+    "Examples",
     "Group",
     "Logged",
     "Request",
@@ -23,5 +24,4 @@ __all__ = [
     "report_page",
     "way_to_inspect",
     "why_not",
-    "write_report",
 ]

@@ -1,10 +1,13 @@
 """Scales, ticks and numbers as charts write them."""
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 STEPS_OF_TEN = (1.0, 2.0, 2.5, 5.0, 10.0)
+FEWEST = 3  # digits of a tick
+SMALLEST = 1e-300  # distance of ticks
 
 
 @dataclass(frozen=True)
@@ -29,11 +32,11 @@ def ticks(low: float, high: float, about: int) -> list[float]:
     """Round numbers inside of the range, about that many."""
     if not high > low:
         return [low]
-    rough = (high - low) / max(1, about)
+    rough = max((high - low) / max(1, about), SMALLEST)
     ten = 10.0 ** math.floor(math.log10(rough))
     gap = next(each * ten for each in STEPS_OF_TEN if each * ten >= rough * 0.999)
     first = math.ceil(low / gap - 1e-9)
-    return [round(k * gap, 12) for k in range(first, math.floor(high / gap + 1e-9) + 1)]
+    return [float(f"{k * gap:.12g}") for k in range(first, math.floor(high / gap + 1e-9) + 1)]
 
 
 def powers(low: float, high: float, about: int) -> list[float]:
@@ -46,8 +49,8 @@ def powers(low: float, high: float, about: int) -> list[float]:
 
 
 def roomy(values: Sequence[float], share: bool) -> tuple[float, float]:
-    """A range with some room around the values. Of shares it stays within 0 and 1; a range that comes near 0
-    begins there."""
+    """A range with some room around the values. Of shares it stays within 0 and 1, if they do; a range that
+    comes near 0 begins there."""
     low, high = min(values), max(values)
     room = (high - low) * 0.06 or abs(high) * 0.1 or (0.05 if share else 0.5)
     below, above = low - room, high + room
@@ -55,7 +58,10 @@ def roomy(values: Sequence[float], share: bool) -> tuple[float, float]:
         below = 0.0
     if high <= 0 and low < 0:
         above = min(above, 0.0)
-    return (max(0.0, below), min(1.0, above) if high <= 1 else above) if share else (below, above)
+    if share:
+        below = max(0.0, below) if low >= 0 else below
+        above = min(1.0, above) if high <= 1 else above
+    return below, above
 
 
 def number(value: float | None) -> str:
@@ -72,11 +78,23 @@ def number(value: float | None) -> str:
     return f"{value:.4g}" if size >= 1 else f"{value:.{3 - min(0, math.floor(math.log10(size)) + 1)}f}"
 
 
-def tick(value: float) -> str:
-    if value and (abs(value) >= 1e5 or abs(value) < 1e-3):
-        mantissa, exponent = f"{value:.2e}".split("e")
-        return f"{float(mantissa):g}e{int(exponent)}"
-    return f"{value:g}"
+def labels(values: Sequence[float]) -> list[str]:
+    """Of the ticks of an axis, with as many digits as it takes to tell them apart."""
+    near = min((b - a for a, b in itertools.pairwise(values)), default=math.inf) / 100
+    for digits in range(FEWEST, 17):
+        found = [tick(value, digits) for value in values]
+        if all(abs(float(label) - value) <= near for label, value in zip(found, values, strict=True)):
+            return found
+    return [tick(value, 17) for value in values]
+
+
+def tick(value: float, digits: int = FEWEST) -> str:
+    """Far from 1 by a power of ten, unless it takes so many digits that the number itself is as short."""
+    size = abs(value)
+    if value and (size < 1e-3 or size >= (1e5 if digits == FEWEST else 1e9)):
+        mantissa, exponent = f"{value:.{digits - 1}e}".split("e")
+        return f"{float(mantissa):.{digits}g}e{int(exponent)}"
+    return f"{value:.{max(9, digits)}g}"
 
 
 def duration(seconds: float) -> str:

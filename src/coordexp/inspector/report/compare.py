@@ -90,9 +90,16 @@ def why_not(groups: Sequence[Group]) -> str | None:
                 return f"{one.run.name} has no evaluation in {one.run.folder / 'evaluations'}"
     found = {(about := _held_out(one))["sha256"]: (one.run.name, about) for g in groups for one in g.runs}
     if len(found) > 1:
-        told = "; ".join(f"{name}: {about['file']}, {about['records']} records" for name, about in found.values())
+        told = "; ".join(
+            f"{name}: {about['file']}, {about['records']} records, sha256 {about['sha256'][:8]}"
+            for name, about in found.values()
+        )
         return f"the runs were evaluated on different data ({told})"
     return None
+
+
+def _data_words(about: dict[str, Any]) -> str:
+    return f"{about['file']}, {about['records']} records, sha256 {about['sha256'][:8]}"
 
 
 def evaluated_steps(run: Run) -> tuple[int, ...]:
@@ -118,7 +125,8 @@ def held_out(logged: Logged, given: Path | None) -> Path:
     run's."""
     about = _held_out(logged)
     named = Path(about["file"])
-    places = [given] if given else [named, *(root / named for root in _roots(logged.run))]
+    root = logged.run.started_in
+    places = [given] if given else [named, *([root / named] if root else [])]
     there = next((place for place in places if place.is_file()), None)
     if there is None:
         raise DataError(
@@ -146,15 +154,6 @@ def _held_out(logged: Logged) -> dict[str, Any]:
             "  leave out the comparison with --at none"
         )
     return dict(about)
-
-
-def _roots(run: Run) -> list[Path]:
-    """Where the run was started, when its folder is still where `training.output_dir` said from there."""
-    said = Path(str((run.settings.get("training") or {}).get("output_dir") or ""))
-    folder = run.folder.resolve()
-    if said.is_absolute() or not said.parts or folder.parts[-len(said.parts) :] != said.parts:
-        return []
-    return [Path(*folder.parts[: -len(said.parts)])]
 
 
 def _predictions(run: Run, step: int) -> Path:

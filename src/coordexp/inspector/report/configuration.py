@@ -7,11 +7,12 @@ from typing import Any
 
 import yaml
 
-from coordexp.inspector.document import written
+from coordexp.document import written
 from coordexp.inspector.report.groups import Group, Logged, differences, without_secrets
 from coordexp.inspector.report.tables import table
 
 WORD = 90  # letters of a value in a table
+CHANNELS = {"A": "ground truth", "B": "rollouts"}  # groups of runs have letters too
 
 
 def configuration(groups: Sequence[Group]) -> str:
@@ -50,7 +51,7 @@ def _objective(one: Logged) -> str:
         (
             f"<code>{written(str(term['term']))}</code>",
             _weight(term["weight"]),
-            written(", ".join(term["channels"])),
+            written(", ".join(CHANNELS.get(each, each) for each in term["channels"])),
             written(_over(term["divided_by"])),
         )
         for term in about.get("terms", ())
@@ -61,7 +62,7 @@ def _objective(one: Logged) -> str:
     )
     masked = about.get("masked_desc") or []
     idle += f"<li>desc is masked on channel {written(', '.join(masked))}</li>" if masked else ""
-    return table(("term", "weight", "channels", "divided by"), rows) + (f"<ul>{idle}</ul>" if idle else "")
+    return table(("term", "weight", "on", "divided by"), rows) + (f"<ul>{idle}</ul>" if idle else "")
 
 
 def _weight(weight: float | None) -> str:
@@ -84,8 +85,8 @@ def _made(one: Logged) -> str:
 def _facts(about: dict[str, Any]) -> str:
     packages = ", ".join(f"{name} {version}" for name, version in (about.get("packages") or {}).items())
     facts = {
-        "command": shlex.join(map(str, about.get("command") or ())),
-        "files": ", ".join(map(str, about.get("files") or ())),
+        "command": shlex.join(about.get("command") or ()),
+        "files": ", ".join(about.get("files") or ()),
         "python": str(about.get("python", "")),
         "packages": packages,
         "git": _git(about.get("git")),
@@ -99,7 +100,7 @@ def _git(state: Any) -> str:
     if not isinstance(state, dict):
         return "not started in a repository"
     changed = state.get("changed_files")
-    return f"{state.get('commit')}" + (f", {changed} changed files" if changed else "")
+    return f"{state.get('commit')}" + (f", {changed} changed file{'' if changed == 1 else 's'}" if changed else "")
 
 
 def _data(found: Any) -> str:

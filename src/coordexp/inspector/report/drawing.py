@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from coordexp.inspector.document import written
-from coordexp.inspector.report.axes import Scale, roomy, tick
+from coordexp.document import written
+from coordexp.inspector.report.axes import Scale, labels, roomy
 from coordexp.inspector.report.curves import SMOOTH_FROM, Curve, smoothed
 from coordexp.inspector.report.series import Floats
 
@@ -131,16 +131,17 @@ def _extent(curve: Curve) -> list[float]:
 def _grid(frame: Frame, up: Scale) -> list[str]:
     across, bottom, right = frame.across, frame.height - BOTTOM, frame.width - RIGHT
     parts = []
-    for value in up.ticks(4 if frame.height < 180 else 5):
+    rows = up.ticks(4 if frame.height < 180 else 5)
+    for value, label in zip(rows, labels(rows), strict=True):
         y = up.at(value)
         parts.append(f'<line class="grid" x1="{LEFT}" x2="{right}" y1="{y:.1f}" y2="{y:.1f}"/>')
-        parts.append(f'<text x="{LEFT - 6}" y="{y + 3.5:.1f}" text-anchor="end">{tick(value)}</text>')
-    for value in across.ticks(4 if frame.width < 400 else 8):
-        if value == int(value):
-            x = across.at(value)
-            end = ' text-anchor="end"' if x > right - 12 else ' text-anchor="middle"'
-            parts.append(f'<path class="axis" d="M{x:.1f} {bottom}v3"/>')
-            parts.append(f'<text x="{min(x, right):.1f}" y="{bottom + 14}"{end}>{tick(value)}</text>')
+        parts.append(f'<text x="{LEFT - 6}" y="{y + 3.5:.1f}" text-anchor="end">{label}</text>')
+    columns = [value for value in across.ticks(4 if frame.width < 400 else 8) if value == int(value)]
+    for value, label in zip(columns, labels(columns), strict=True):
+        x = across.at(value)
+        end = ' text-anchor="end"' if x > right - 12 else ' text-anchor="middle"'
+        parts.append(f'<path class="axis" d="M{x:.1f} {bottom}v3"/>')
+        parts.append(f'<text x="{min(x, right):.1f}" y="{bottom + 14}"{end}>{label}</text>')
     parts.append(f'<path class="axis" d="M{LEFT} {bottom}H{right}"/>')
     return parts
 

@@ -5,7 +5,7 @@ are those of `metrics.jsonl`; counts of objects are divided by answers, since a 
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -42,12 +42,22 @@ class Family:
 def families(groups: Sequence[Group]) -> tuple[Family, ...]:
     logs = [logged.log for group in groups for logged in group.runs]
     names = dict.fromkeys(name for log in logs for name in log)
+    found = _declared(groups, names, logs)
+    if "loss" in names:
+        return found
+    return tuple(replace(family, absent=NOTHING_LOGGED) for family in found)
+
+
+NOTHING_LOGGED = "no step was logged: the run has just begun, or training.logging_steps is above its steps"
+
+
+def _declared(groups: Sequence[Group], names: dict[str, None], logs: Sequence[Log]) -> tuple[Family, ...]:
     return (
-        Family("loss", "Loss", LOSS, "nothing was logged yet", (_loss(), *_terms(groups))),
+        Family("loss", "Loss", LOSS, NOTHING_LOGGED, (_loss(), *_terms(groups))),
         Family("eval", "Evaluation on held-out images", EVALUATION, NO_EVALUATION, tuple(_evaluation(names))),
         Family("recall", "Training answers: recall", ANSWERS, NO_ROLLOUTS, RECALL),
         Family("precision", "Training answers: precision", ANSWERS, NO_ROLLOUTS, PRECISION),
-        Family("ends", "Training answers: ends and refusals", ENDS, NO_ROLLOUTS, _ends(names, logs)),
+        Family("ends", "Training answers: how they ended", ENDS, NO_ROLLOUTS, _ends(names, logs)),
         Family("lengths", "Lengths in tokens", "", "no steps were logged", LENGTHS),
         Family("packing", "Packing", "Means over packed rows.", "training.packing is off", PACKING),
         Family("optimizer", "Optimizer", "", "no steps were logged", OPTIMIZER),

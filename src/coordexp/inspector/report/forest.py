@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from coordexp.inspector.document import written
+from coordexp.document import written
 from coordexp.inspector.report.axes import Scale, ticks
 from coordexp.inspector.report.bootstrap import Difference
 from coordexp.inspector.report.compare import Compared, Comparison
@@ -13,8 +13,8 @@ FOUND = ("f1_50", "recall_50", "precision_50", "f1_50_any_class", "recall_50_any
 METHOD = (
     "Paired bootstrap over images: {resamples:,} times, as many images as there are ({images:,}) are drawn with "
     "replacement, the same for every run; rates are ratios of sums over the drawn images, averaged over seeds. "
-    "The bar is the middle 95 % of the differences: it speaks of other images, with these very weights. Of "
-    "twenty rates that do not differ, one interval will leave out 0."
+    "The bar is the middle 95 % of the differences: what to expect on other images, of these same "
+    "weights. Of twenty rates that do not differ, about one interval leaves out 0 by chance."
 )
 SEEDS = (
     " The thin line adds other seeds: the variance over images plus that of the means over seeds, with Student's "

@@ -69,6 +69,8 @@ def grouped(runs: Sequence[Logged]) -> tuple[Group, ...]:
             f"{len(found)} groups of runs with different settings\n"
             f"  a page compares up to {len(LETTERS)}; give fewer runs"
         )
+    for group in found.values():
+        _check_seeds(group)
     names = _unlike([_name(group) for group in found.values()])
     return tuple(
         Group(letter, name, tuple(group))
@@ -118,6 +120,19 @@ def _check_once(runs: Sequence[Logged]) -> None:
         seen.add(place)
 
 
+def _check_seeds(group: Sequence[Logged]) -> None:
+    """A copy of a run says nothing about other seeds."""
+    seen: dict[str, Logged] = {}
+    for logged in group:
+        seeds = repr([flat(logged.run.settings).get(path) for path in SEEDS])
+        if other := seen.get(seeds):
+            raise DataError(
+                f"{logged.run.folder} and {other.run.folder}: the same settings, data and seed ({logged.seed})\n"
+                "  they count as one run; leave one out, or give runs of other seeds"
+            )
+        seen[seeds] = logged
+
+
 def _identity(logged: Logged) -> str:
     """Data that was changed between two runs makes them different, whatever their settings."""
     settings = flat(logged.run.settings)
@@ -131,7 +146,7 @@ def _name(group: Sequence[Logged]) -> str:
     if len(names) == 1:
         return names[0]
     alike = itertools.takewhile(lambda letters: len(set(letters)) == 1, zip(*names, strict=False))
-    shared = re.sub(r"[-_. ]*(seed|s)?[-_. ]*$", "", "".join(letters[0] for letters in alike))
+    shared = re.sub(r"((^|[-_. ]+)(seed|s)\d*)?([-_. ]+\d*)?$", "", "".join(letters[0] for letters in alike))
     return shared or f"{names[0]} and {len(names) - 1} more"
 
 

@@ -35,12 +35,16 @@ def notes_on(group: Group) -> list[str]:
 
 
 def not_finished(one: Logged) -> list[str]:
-    steps = one.log.get("loss", NOTHING).steps
-    if "train_runtime" in one.log:
+    """Training logs its runtime however it ends, so the steps that were asked for must be there too."""
+    if not len(one.log.get("loss", NOTHING)):
+        return ["no step was logged"]
+    last = max(int(series.steps[-1]) for series in one.log.values())
+    ends = one.log.get("train_runtime", NOTHING).steps
+    asked = (one.run.settings.get("training") or {}).get("max_steps")
+    most = asked if type(asked) is int and asked > 0 else 0  # by epochs, nothing says how many steps they are
+    if len(ends) and ends[-1] == last and last >= most:
         return []
-    return [
-        f"has not ended by itself: the last line is of step {steps[-1]}" if len(steps) else "no step was logged"
-    ]
+    return [f"is not finished, or goes on: the last line is of step {last}" + (f" of {most}" if most else "")]
 
 
 def no_numbers(one: Logged) -> list[str]:
@@ -48,14 +52,14 @@ def no_numbers(one: Logged) -> list[str]:
     found = []
     for name, title in (("loss", "loss"), ("grad_norm", "gradient norm")):
         if len(steps := one.log.get(name, NOTHING).broken):
-            found.append(f"{title} was no number in {_lines(steps)}")
+            found.append(f"{title} was NaN or infinite in {_lines(steps)}")
     return found
 
 
 def broken_logits(one: Logged) -> list[str]:
     series = one.log.get("broken_logits", NOTHING)
     steps = series.steps[series.values > 0]
-    return [f"logits were no numbers in {_lines(steps)}"] if len(steps) else []
+    return [f"logits were NaN or infinite in {_lines(steps)}"] if len(steps) else []
 
 
 def gradient_spikes(one: Logged) -> list[str]:

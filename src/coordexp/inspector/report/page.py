@@ -3,9 +3,8 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.resources import files
-from pathlib import Path
 
-from coordexp.inspector.document import document, written
+from coordexp.document import document, written
 from coordexp.inspector.report.compare import Compared
 from coordexp.inspector.report.configuration import configuration
 from coordexp.inspector.report.curves import SMOOTH_FROM, Stretches, stretches
@@ -13,7 +12,7 @@ from coordexp.inspector.report.drawing import LEFT, RIGHT, mark_shape
 from coordexp.inspector.report.families import families
 from coordexp.inspector.report.forest import comparison_section
 from coordexp.inspector.report.groups import Group
-from coordexp.inspector.report.links import Dumped, links, step_marks
+from coordexp.inspector.report.links import Examples, links, step_marks
 from coordexp.inspector.report.sections import Drawn, ReadOut, draw_family, draw_servers, draw_times
 from coordexp.inspector.report.series import NOTHING, Series
 from coordexp.inspector.report.summary import summary
@@ -48,7 +47,7 @@ class Section:
         return f'<section id="{self.key}"><h2>{written(self.title)}</h2>{self.inside}</section>'
 
 
-def report_page(groups: Sequence[Group], result: Compared | str, runs: Sequence[Dumped]) -> str:
+def report_page(groups: Sequence[Group], result: Compared | str, runs: Sequence[Examples]) -> str:
     """`result` is the comparison, or why there is none."""
     logged = [one.log.get("loss", NOTHING) for group in groups for one in group.runs]
     out = ReadOut(stretches([*logged, *_evaluated(groups)], len(groups)))
@@ -88,13 +87,6 @@ def _title(names: Sequence[str]) -> str:
     return told if len(told) <= LONGEST else f"{names[0]} and {len(names) - 1} others"
 
 
-def write_report(path: Path, page: str) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(path.name + ".partial")
-    partial.write_text(page, encoding="utf-8")
-    partial.replace(path)
-
-
 def _evaluated(groups: Sequence[Group]) -> list[Series]:
     return [one.log.get("eval_f1_50", NOTHING) for group in groups for one in group.runs]
 
@@ -132,7 +124,7 @@ def _bar(groups: Sequence[Group], over: Stretches) -> str:
 
 def _reading(groups: Sequence[Group], over: Stretches) -> str:
     several = max(len(group.runs) for group in groups) > 1
-    parts = ["Across are optimizer steps."]
+    parts = ["The x axis is optimizer steps."]
     if several:
         counts = ", ".join(f"{group.letter} {len(group.runs)}" for group in groups)
         parts.append(
@@ -155,7 +147,7 @@ def _reading(groups: Sequence[Group], over: Stretches) -> str:
             "points, fewer at the ends; the thin one is as logged."
         )
     parts.append(
-        "Steps without a value are passed over; a cross marks a value that was no number, and a gap is left."
+        "Steps without a value are passed over; a cross marks one that was NaN or infinite, and a gap is left."
     )
     return " ".join(parts)
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from coordexp.inspector.document import written
+from coordexp.document import written
 from coordexp.inspector.report.axes import duration, number
 from coordexp.inspector.report.curves import Curve, Stretches, curve
 from coordexp.inspector.report.drawing import (

@@ -4,6 +4,7 @@ The file is read line by line and never held, so that a million lines are a matt
 value that was logged as null was no number: it stays, as nan. Of two values for a step the last counts.
 """
 
+import reprlib
 from array import array
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from coordexp.errors import DataError
+from coordexp.inspector.report.forms import LARGEST, is_count, logged_number
 from coordexp.inspector.run import each_line
 
 Floats = NDArray[np.float64]
@@ -59,8 +61,8 @@ def series_of(lines: Iterable[Mapping[str, Any]], where: str) -> dict[str, Serie
     found: dict[str, tuple[array[int], array[float]]] = {}
     for number, line in enumerate(lines, start=1):
         step = line.get("step")
-        if type(step) is not int or not 0 <= step < 2**53:
-            raise DataError(f"{where}, line {number}: step {step!r} is not a whole number")
+        if not is_count(step):
+            raise DataError(f"{where}, line {number}: step {reprlib.repr(step)} is not a whole number")
         for name, value in line.items():
             if name == "step":
                 continue
@@ -68,12 +70,10 @@ def series_of(lines: Iterable[Mapping[str, Any]], where: str) -> dict[str, Serie
                 found[name] = array("q"), array("d")
             steps, values = found[name]
             steps.append(step)
-            if type(value) is float or type(value) is int:
+            if (type(value) is float or type(value) is int) and -LARGEST <= value <= LARGEST:
                 values.append(value)
-            elif value is None:
-                values.append(float("nan"))
             else:
-                raise DataError(f"{where}, line {number}: {name} {value!r} is not a number")
+                values.append(logged_number(value, f"{where}, line {number}: {name}"))
     return {name: _series(*columns) for name, columns in found.items()}
 
 

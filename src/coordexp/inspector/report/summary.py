@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from coordexp.inspector.document import written
+from coordexp.document import written
 from coordexp.inspector.report.axes import duration, number
 from coordexp.inspector.report.groups import Group, Logged
 from coordexp.inspector.report.notes import notes_on

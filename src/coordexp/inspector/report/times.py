@@ -39,7 +39,7 @@ class Spent:
 
 
 def spent(group: Group, over: Stretches) -> Spent | None:
-    """None when no step was timed. Means over the runs of the group."""
+    """None when no step was timed, or none took time. Means over the runs of the group."""
     few = Stretches(over.first, over.last, min(over.count, MOST))
     tables = [found for one in group.runs if (found := _by_stretch(one.log, few)) is not None]
     if not tables:
@@ -52,6 +52,8 @@ def spent(group: Group, over: Stretches) -> Spent | None:
     totals = [total for one in group.runs if (total := totals_of(one.log)) is not None]
     whole = {name: sum(total[name] for total in totals) for name in totals[0]}
     everything = sum(whole.values())
+    if everything <= 0:
+        return None
     steps = sum(int(one.log["loss"].steps[-1]) for one in group.runs if len(one.log.get("loss", NOTHING)))
     within = everything - whole["between"]
     shares = {name: value / everything for name, value in whole.items()}
@@ -99,12 +101,15 @@ def _aligned(series: Series, steps: Steps) -> Floats:
 
 
 def _by_stretch(log: Log, over: Stretches) -> tuple[Steps, Floats] | None:
-    """Which stretches, and [phases and the middle step, stretches], each line counting as the steps it is of."""
+    """Which stretches, and [phases and the middle step, stretches], each line counting as the steps it is of. A
+    line of step 0 is of none."""
     table = _phases(log)
-    if table is None:
+    weights = steps_of_lines(log).astype(float)
+    some = weights > 0
+    if table is None or not some.any():
         return None
-    steps, weights = log["loss"].steps, steps_of_lines(log).astype(float)
+    steps, weights = log["loss"].steps[some], weights[some]
     where, first = np.unique(over.of(steps), return_index=True)
-    rows = np.concatenate([table, steps[None].astype(float)])
+    rows = np.concatenate([table[:, some], steps[None].astype(float)])
     sums = np.add.reduceat(rows * weights, first, axis=1) / np.add.reduceat(weights, first)
     return where, sums

@@ -1,7 +1,8 @@
 """One HTML file that needs nothing else: style, script and data are inside of it.
 
 By its own content policy the page runs no script but its own and loads nothing. Values go into it as JSON in which
-no `<` is left, so that nothing in them can end the element they stand in; the script writes them as text.
+no `<` is left, so that nothing in them can end the element they stand in; the script writes them as text. Imports
+nothing heavy, so that every package can make a page.
 """
 
 import base64
@@ -9,6 +10,7 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from html import escape
+from pathlib import Path
 from typing import Any
 
 
@@ -38,6 +40,14 @@ def document(
         '<meta name="viewport" content="width=device-width, initial-scale=1"><link rel="icon" href="data:,">'
         f"<title>{written(title)}</title>{style}</head><body>\n{body}\n{elements}{script}</body></html>\n"
     )
+
+
+def save(path: Path, page: str) -> None:
+    """Whole or not at all: a page that is open somewhere is not written over half-way."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f"{path.name}.partial")
+    partial.write_text(page, encoding="utf-8")
+    partial.replace(path)
 
 
 def as_json(value: Any) -> str:

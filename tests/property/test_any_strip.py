@@ -1,0 +1,43 @@
+"""Whose each token of the inspector's strip is, over random answers: right ones, wrong ones and soup."""
+
+import random
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from coordexp.config.rollout import RolloutMatching
+from coordexp.inspector.sample import CUT, Strip
+from coordexp.target import Role, correct
+from coordexp.target.dump import described
+from tests.rollouts import PROMPT, random_rollout, random_truth
+from tests.vocabularies import table
+
+VOCABULARIES = ["qwen", "small", *(f"random-{k}" for k in range(30))]
+
+
+@settings(max_examples=1500, deadline=None)
+@given(st.sampled_from(VOCABULARIES), st.integers(0, 2**60), st.sampled_from(["desc_first", "geometry_first"]))
+def test_every_token_belongs_to_the_object_that_it_writes(vocabulary, seed, order):
+    chooser, words = random.Random(seed), table(vocabulary)
+    truth = random_truth(chooser)
+    ids = random_rollout(chooser, truth, words)
+    found = correct(list(PROMPT), ids, truth, table=words, order=order, settings=RolloutMatching())
+    result = described(found)
+    strip = Strip({"result": result, "rollout": {"ids": list(ids)}})
+    tokens = strip.tokens(words, desc_is_masked=False)
+    owners = tokens["owner"]
+    for k, one in enumerate(result["objects"]):
+        assert all(owners[at] == k for at in one["at"])
+    for j in result["missed"]:
+        own = [
+            id for id, owner in zip(tokens["ids"], owners, strict=True) if owner == -2 - j and words.is_coord(id)
+        ]
+        assert [id - words.first_coord for id in own] == list(truth[j].geometry.bins)
+    valid = [k for k, one in enumerate(result["objects"]) if one["reason"] is None]
+    matched = {valid[i] for i, _ in result["pairs"]}
+    for at, (role, owner) in enumerate(zip(tokens["roles"], owners, strict=True)):
+        assert (role == CUT) == (strip.prefix <= at < strip.prefix + strip.cut)
+        assert role != Role.matched_coord or owner in matched
+        assert role not in (Role.tail_coord, Role.tail_desc) or owner <= -2
+        assert role not in (Role.masked_prefix, CUT) or owner >= -1
+        assert (role == Role.end_of_turn) == (at == len(owners) - 1)
