@@ -65,7 +65,7 @@ def report(
     """
     file = _checked_file(page_file, runs)
     step = _checked_step(at)
-    if len(runs) == 1 and (at != "last" or data is not None):
+    if len(runs) == 1 and (step is not None or data is not None):
         stop("--at and --data are for a comparison\n  give two runs or more, or leave them out")
     from coordexp.document import save
     from coordexp.inspector.report import dumped, grouped, read_logged, report_page

@@ -3,6 +3,7 @@
 A page is made when it is asked for and there is more to see than the last time. `changed` says whether there is.
 """
 
+import contextlib
 import json
 import threading
 from collections.abc import Callable
@@ -106,7 +107,8 @@ def listen(pages: Pages, port: int) -> ThreadingHTTPServer:
             self.send_header("Cache-Control", "no-store")
             self.send_header("X-Content-Type-Options", "nosniff")
             self.end_headers()
-            self.wfile.write(body)
+            with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # the reader has gone on
+                self.wfile.write(body)
 
         def log_message(self, format: str, *args: object) -> None:
             """Says nothing: a page asks every few seconds."""
