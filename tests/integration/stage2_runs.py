@@ -6,6 +6,7 @@ they are found, and ended: torchrun gives each of its workers a session of its o
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -134,6 +135,12 @@ def started(words: list[str], processes: int = 1, **variables: str) -> Iterator[
             for pid in run.left():
                 os.kill(pid, signal.SIGKILL)
             process.wait(timeout=20)
+
+
+def replayed_steps(shown: str) -> int:
+    """Of which dumps came out the same. Pictures that come again are dumped at more than the chosen steps."""
+    (steps,) = re.findall(r"^\d+ examples of (\d+) steps come out the same$", shown, re.MULTILINE)
+    return int(steps)
 
 
 def finish(words: list[str], processes: int = 1, seconds: float = 200, **variables: str) -> str:

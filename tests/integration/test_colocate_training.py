@@ -15,7 +15,17 @@ from coordexp.rollout.backend import Decode, Picture, Request
 from coordexp.rollout.prompt import PromptBuilder
 from coordexp.rollout.vllm import answers
 from coordexp.vocab import VocabularyTable
-from tests.integration.stage2_runs import MODEL, config, draw, finish, metrics, steps, training, weights
+from tests.integration.stage2_runs import (
+    MODEL,
+    config,
+    draw,
+    finish,
+    metrics,
+    replayed_steps,
+    steps,
+    training,
+    weights,
+)
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(240)]
 
@@ -87,7 +97,7 @@ def test_without_a_mode_the_engine_runs_with_the_learner(colocated):
 def test_answers_of_an_engine_are_aligned_strictly_and_come_out_the_same_when_corrected_again(colocated):
     done = CliRunner().invoke(app, ["replay", str(colocated / "dumps")])
     assert done.exit_code == 0, done.output
-    assert "examples of 4 steps come out the same" in done.output
+    assert replayed_steps(done.output) >= 4
 
 
 @pytest.mark.scenario("R07.S7")

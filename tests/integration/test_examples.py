@@ -52,4 +52,5 @@ def test_from_a_trained_model_to_its_own_answers(tmp_path):
     smaller = {"--train 600 --val 240": "--train 24 --val 4"}
     shown = run_all("stage2-cpu", tmp_path, "configs/demo/stage2-hf.yaml", 4, smaller)
     assert re.search(r"step 4/4 .* 16 answers: found \d+ of \d+", shown[1])
-    assert "4 examples of 1 steps come out the same" in shown[2]
+    assert "6 examples of 1 steps come out the same" in shown[-1]
+    assert all((tmp_path / "runs/scenes-stage2" / name).is_file() for name in ("inspect.html", "report.html"))

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 from coordexp.cli import app
 from coordexp.rollout.seeds import request_seed
 from tests.integration.servers import GUARD, Fleet
-from tests.integration.stage2_runs import config, finish, steps, training
+from tests.integration.stage2_runs import config, finish, replayed_steps, steps, training
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
 
@@ -79,7 +79,7 @@ def test_one_server_and_two_ranks_give_the_losses_of_their_own_answers(two_ranks
 def test_answers_of_servers_are_aligned_strictly_and_come_out_the_same_when_corrected_again(two_servers):
     done = CliRunner().invoke(app, ["replay", str(two_servers.folder / "dumps")])
     assert done.exit_code == 0, done.output
-    assert "examples of 2 steps come out the same" in done.output
+    assert replayed_steps(done.output) >= 2
 
 
 def test_every_rollout_carries_the_version_of_its_step_and_both_servers_have_made_some(two_servers):
