@@ -138,6 +138,7 @@ def test_without_its_packages_the_command_says_what_to_install(folder, monkeypat
         ("coordexp.cli", "{'hotcoco', 'numpy', 'PIL'}"),
         ("coordexp.evaluate.page", "{'torch', 'transformers'}"),
         ("coordexp.inspector.report", "{'torch', 'transformers', 'hotcoco', 'scipy', 'PIL'}"),
+        ("coordexp.inspector.live", "{'torch', 'transformers', 'hotcoco'}"),
     ],
 )
 def test_nothing_heavy_is_imported_before_it_is_needed(module, heavy):
