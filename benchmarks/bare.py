@@ -9,10 +9,21 @@ import torch
 from torch import Tensor
 from transformers import AutoProcessor, Qwen3VLForConditionalGeneration
 
+from coordexp.data import RecordFile
+from coordexp.demo.scenes import SceneSettings
+from coordexp.demo.write_scenes import write_scenes
 from coordexp.rollout.backend import Picture, Rollout
 from coordexp.rollout.hugging_face import HuggingFaceBackend
 from coordexp.rollout.prompt import PromptBuilder, open_image
 from coordexp.vocab import VocabularyTable
+
+
+def drawn_pictures(folder: Path, count: int) -> list[Picture]:
+    """Of crowded scenes, which are written to `folder`."""
+    scenes = SceneSettings(objects=(3, 8), side=128)
+    write_scenes(folder, scenes, train=64, val=count, seed=9, advance=lambda: None)
+    records = RecordFile(folder / "val.jsonl")
+    return [Picture.of(records, records[k]) for k in range(count)]
 
 
 def bare_engine(folder: Path, most: int, length: int, share: float) -> Any:

@@ -26,15 +26,12 @@ from typing import Any
 
 import torch
 import yaml
-from bare import Bare, Learning, bare_engine, written
+from bare import Bare, Learning, bare_engine, drawn_pictures, written
 from ratios import at_least, at_most, main, medians, shown
 from rich.progress import Progress
 
 from coordexp.config.rollout import VLLM, RolloutMatching
-from coordexp.data import RecordFile
 from coordexp.demo.model import Size, make_model
-from coordexp.demo.scenes import SceneSettings
-from coordexp.demo.write_scenes import write_scenes
 from coordexp.rollout.backend import Decode, Picture, Request
 from coordexp.rollout.colocate import ColocateBackend
 from coordexp.rollout.engine import start_engine, stop_engine
@@ -169,10 +166,7 @@ def measure(progress: Progress) -> dict[str, dict[str, Any]]:
     results = start_up()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        scenes = SceneSettings(objects=(3, 8), side=128)
-        write_scenes(folder / "data", scenes, train=64, val=REQUESTS, seed=9, advance=lambda: None)
-        records = RecordFile(folder / "data/val.jsonl")
-        pictures = [Picture.of(records, records[k]) for k in range(REQUESTS)]
+        pictures = drawn_pictures(folder / "data", REQUESTS)
         progress.update(task, advance=1, description="generation")
         small = Beside(DEMO, pictures)
         results |= generation(small, pictures) | sending(small, "2 MB", None)

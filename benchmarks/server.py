@@ -33,15 +33,12 @@ from typing import Any
 import httpx
 import torch
 import yaml
-from bare import Bare, Learning, bare_engine, written
+from bare import Bare, Learning, bare_engine, drawn_pictures, written
 from ratios import Results, at_least, at_most, main, medians, shown
 from rich.progress import Progress
 
 from coordexp.config import load_settings
-from coordexp.data import RecordFile
 from coordexp.demo.model import Size, make_model
-from coordexp.demo.scenes import SceneSettings
-from coordexp.demo.write_scenes import write_scenes
 from coordexp.rollout.backend import Decode, Picture, Request
 from coordexp.rollout.broadcast import join
 from coordexp.rollout.engine import stop_engine
@@ -217,10 +214,7 @@ def measure(progress: Progress) -> Results:
     task = progress.add_task("a server", total=4)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        scenes = SceneSettings(objects=(3, 8), side=128)
-        write_scenes(folder / "data", scenes, train=64, val=REQUESTS, seed=9, advance=lambda: None)
-        records = RecordFile(folder / "data/val.jsonl")
-        pictures = [Picture.of(records, records[k]) for k in range(REQUESTS)]
+        pictures = drawn_pictures(folder / "data", REQUESTS)
         requests = [Request(picture, Decode.greedy(TOKENS)) for picture in pictures]
         file = config(folder, DEMO, "small")
         with server(file) as url:

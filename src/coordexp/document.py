@@ -10,6 +10,7 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from html import escape
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -42,11 +43,17 @@ def document(
     )
 
 
+def part(package: str, name: str) -> str:
+    """A style, a script or a body that lies beside the modules of a package."""
+    return files(package).joinpath(name).read_text(encoding="utf-8")
+
+
 def save(path: Path, page: str) -> None:
-    """Whole or not at all: a page that is open somewhere is not written over half-way."""
+    """Whole or not at all: a page that is open somewhere is not written over half-way. Half of a character, which
+    UTF-8 cannot say, is written as its number."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f"{path.name}.partial")
-    partial.write_text(page, encoding="utf-8")
+    partial.write_text(page, encoding="utf-8", errors="xmlcharrefreplace")
     partial.replace(path)
 
 

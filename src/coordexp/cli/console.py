@@ -75,6 +75,12 @@ def need_new(folder: Path) -> None:
         stop(f"{folder} exists and is not an empty folder\n  give another one, or remove it")
 
 
+def need_page(file: Path) -> None:
+    """Stops unless the file is named as a page."""
+    if file.suffix.lower() not in (".html", ".htm"):
+        stop(f"{file}: a page is an .html file\n  give e.g. --out {file.with_suffix('.html')}")
+
+
 def need(*packages: str, extra: str) -> None:
     """Stops unless the packages of an extra are installed."""
     missing = [name for name in packages if importlib.util.find_spec(name) is None]

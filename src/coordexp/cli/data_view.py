@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from coordexp.cli.console import need, out, stop, telling
+from coordexp.cli.console import need, need_page, out, telling
 
 
 def view(
@@ -19,13 +19,12 @@ def view(
     """Write one HTML page with pictures, shapes and problems. It needs no server and loads nothing."""
     need("PIL", extra="train")
     from coordexp.data.view import page, read_cards
+    from coordexp.document import save
 
-    if target.suffix.lower() not in (".html", ".htm"):
-        stop(f"{target}: a page is an .html file\n  give e.g. --out {target.with_suffix('.html')}")
+    need_page(target)
     with telling(f"reading {file}") as tell:
         cards = list(read_cards(file, limit, problems_only=problems, tell=lambda line: tell(f"line {line:,}")))
         kind = "records with problems" if problems else "records"
         scope = f"{'the first' if len(cards) == limit else 'all'} {len(cards):,} {kind}"
-        target.parent.mkdir(parents=True, exist_ok=True)
-        target.write_text(page(cards, str(file), scope), encoding="utf-8")
+        save(target, page(cards, str(file), scope))
     out.print(f"wrote {target}: {scope}", markup=False)

@@ -5,7 +5,8 @@ from typing import Annotated
 
 import typer
 
-from coordexp.cli.console import err, need, out, progress, stop
+from coordexp.cli.console import err, need, need_page, out, progress, stop
+from coordexp.inspector.run import INSPECTOR, REPORT, read_run
 
 PORT = 8421
 SAMPLES = "Dumped examples in the page, at most: the first step, the last, pictures that come again, then evenly."
@@ -44,18 +45,16 @@ def inspect(
         return
     if port is not None:
         stop("--port is for --serve\n  add --serve, or leave --port out")
-    _write(run, target or run / "inspect.html", samples)
+    _write(run, target or run / INSPECTOR, samples)
 
 
 def _write(folder: Path, target: Path, samples: int) -> None:
     from coordexp.document import save
     from coordexp.inspector.rollouts import inspector_page
-    from coordexp.inspector.run import read_run
 
-    if target.suffix.lower() not in (".html", ".htm"):
-        stop(f"{target}: a page is an .html file\n  give e.g. --out {target.with_suffix('.html')}")
+    need_page(target)
     run = read_run(folder)
-    report = "report.html" if (target.parent / "report.html").is_file() else None
+    report = REPORT if (target.parent / REPORT).is_file() else None
     with progress(f"reading {folder}"):
         made = inspector_page(run, samples, report=report)
     save(target, made.text)
@@ -68,7 +67,6 @@ def _write(folder: Path, target: Path, samples: int) -> None:
 
 def _serve(folder: Path, samples: int, port: int) -> None:
     from coordexp.inspector.live import HOST, listen, run_pages
-    from coordexp.inspector.run import read_run
 
     read_run(folder)  # so that a wrong folder is told now
     try:

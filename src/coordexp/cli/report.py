@@ -10,6 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from coordexp.cli.console import err, need, out, printable, stop, telling
+from coordexp.inspector.run import REPORT
 
 if TYPE_CHECKING:
     from coordexp.inspector.report import Compared, Comparison, Examples, Group
@@ -85,7 +86,7 @@ def report(
 
 
 def _checked_file(given: Path | None, runs: Sequence[Path]) -> Path:
-    file = given or (runs[0] / "report.html" if len(runs) == 1 else Path("report.html"))
+    file = given or (runs[0] / REPORT if len(runs) == 1 else Path(REPORT))
     if file.suffix != ".html":
         stop(
             f"--out {file}: the suffix is {file.suffix or 'missing'}\n"

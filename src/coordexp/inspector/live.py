@@ -19,7 +19,7 @@ from coordexp.errors import DataError
 from coordexp.inspector.dumps import last_step, mark, mark_of_dumps
 from coordexp.inspector.report import dumped, grouped, read_logged, report_page, why_not
 from coordexp.inspector.rollouts import inspector_page
-from coordexp.inspector.run import METRICS, read_run
+from coordexp.inspector.run import METRICS, REPORT, read_run
 
 HOST = "127.0.0.1"
 Make = Callable[[str], str]  # from the mark of the dumps to a page
@@ -38,7 +38,7 @@ def run_pages(folder: Path, samples: int) -> "Pages":
 
 def _report(folder: Path) -> str:
     groups = grouped([read_logged(folder)])
-    links = [replace(one, page="/") for one in dumped(groups, folder / "report.html")]
+    links = [replace(one, page="/") for one in dumped(groups, folder / REPORT)]
     return report_page(groups, why_not(groups) or "", links)
 
 

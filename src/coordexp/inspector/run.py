@@ -11,6 +11,7 @@ import yaml
 from coordexp.errors import DataError
 
 METRICS, RESOLVED, MANIFEST = "metrics.jsonl", "resolved.yaml", "run.json"
+INSPECTOR, REPORT = "inspect.html", "report.html"  # where the pages of a run are looked for
 
 
 @dataclass(frozen=True)

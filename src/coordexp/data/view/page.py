@@ -6,20 +6,18 @@ cards; with it, cards can be filtered by class and by problem and turned over wi
 
 from collections import Counter
 from collections.abc import Sequence
-from importlib.resources import files
 
 from coordexp.data.doctor import KINDS
 from coordexp.data.records import Record, RecordObject
 from coordexp.data.view.cards import Card
-from coordexp.document import document, written
+from coordexp.document import document, part, written
 
 MOST_TAGS = 40  # names drawn over one picture; all are in its list
 
 
 def page(cards: Sequence[Card], title: str, scope: str) -> str:
     """`scope` says what part of the file this is."""
-    here = files("coordexp.data.view")
-    style, script = (here.joinpath(name).read_text(encoding="utf-8") for name in ("page.css", "page.js"))
+    style, script = (part("coordexp.data.view", name) for name in ("page.css", "page.js"))
     classes = Counter(found.desc for card in cards if card.record for found in card.record.objects)
     numbers = {desc: k for k, (desc, _) in enumerate(classes.most_common())}
     body = (

@@ -2,10 +2,9 @@
 
 from dataclasses import dataclass
 from html import escape
-from importlib.resources import files
 from pathlib import Path
 
-from coordexp.document import document
+from coordexp.document import document, part, save
 from coordexp.evaluate.page.charts import precision_recall_chart, threshold_chart
 from coordexp.evaluate.page.pictures import card, worst_images
 from coordexp.evaluate.page.tables import behaviour, by_class, by_threshold, tiles
@@ -36,8 +35,7 @@ class Origin:
 
 def write_page(path: Path, report: Report, origin: Origin, most: int) -> None:
     """With at most `most` images."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(page(report, origin, most), encoding="utf-8", errors="xmlcharrefreplace")
+    save(path, page(report, origin, most))
 
 
 def page(report: Report, origin: Origin, most: int) -> str:
@@ -52,7 +50,12 @@ def page(report: Report, origin: Origin, most: int) -> str:
 {by_threshold(report)}
 <h2>By class</h2><p>Click a column to sort by it.</p>{by_class(report)}
 {_images(report, origin.folder, most)}"""
-    return document(f"Evaluation: {origin.words}", body, styles=[_part("page.css")], scripts=[_part("page.js")])
+    return document(
+        f"Evaluation: {origin.words}",
+        body,
+        styles=[part(__name__, "page.css")],
+        scripts=[part(__name__, "page.js")],
+    )
 
 
 def _curves(report: Report) -> str:
@@ -92,7 +95,3 @@ def _legend() -> str:
         f'<g class="{kind}">{sample}</g></svg>{words}</label>'
         for kind, words in KINDS.items()
     )
-
-
-def _part(name: str) -> str:
-    return files(__name__).joinpath(name).read_text(encoding="utf-8")

@@ -5,10 +5,9 @@ that are parsed when they are looked at, so that a page of hundreds of them open
 """
 
 from collections.abc import Iterable, Mapping
-from importlib.resources import files
 from typing import Any
 
-from coordexp.document import document
+from coordexp.document import document, part
 
 STYLES = ("page.css", "picture.css", "strip.css", "panels.css")
 SCRIPTS = (
@@ -37,13 +36,9 @@ def page(
     data.update(pictures)
     return document(
         f"Rollouts of {index['run']}",
-        _part("page.html"),
-        styles=[_part(name) for name in STYLES],
-        scripts=[_part(name) for name in SCRIPTS],
+        part(__name__, "page.html"),
+        styles=[part(__name__, name) for name in STYLES],
+        scripts=[part(__name__, name) for name in SCRIPTS],
         data=data,
         live=live,
     )
-
-
-def _part(name: str) -> str:
-    return files(__name__).joinpath(name).read_text(encoding="utf-8")

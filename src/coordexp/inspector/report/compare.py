@@ -90,10 +90,7 @@ def why_not(groups: Sequence[Group]) -> str | None:
                 return f"{one.run.name} has no evaluation in {one.run.folder / 'evaluations'}"
     found = {(about := _held_out(one))["sha256"]: (one.run.name, about) for g in groups for one in g.runs}
     if len(found) > 1:
-        told = "; ".join(
-            f"{name}: {about['file']}, {about['records']} records, sha256 {about['sha256'][:8]}"
-            for name, about in found.values()
-        )
+        told = "; ".join(f"{name}: {_data_words(about)}" for name, about in found.values())
         return f"the runs were evaluated on different data ({told})"
     return None
 

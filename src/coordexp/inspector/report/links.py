@@ -11,9 +11,8 @@ from coordexp.document import written
 from coordexp.dump_files import FOLDER, step_files
 from coordexp.inspector.report.drawing import StepMark
 from coordexp.inspector.report.groups import Group
-from coordexp.inspector.run import Run
+from coordexp.inspector.run import INSPECTOR, Run
 
-PAGE = "inspect.html"
 MOST_MARKS = 120  # of a run
 MOST_ROWS = 8
 
@@ -35,7 +34,7 @@ def dumped(groups: Sequence[Group], report: Path) -> list[Examples]:
     for group in groups:
         for one in group.runs:
             steps = dumped_steps(one.run)
-            page = one.run.folder / PAGE
+            page = one.run.folder / INSPECTOR
             if steps or page.is_file():
                 address = _address(page, report) if page.is_file() else None
                 found.append(Examples(one.run.name, one.run.folder, group.letter, steps, address))

@@ -2,9 +2,8 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib.resources import files
 
-from coordexp.document import document, written
+from coordexp.document import document, part, written
 from coordexp.inspector.report.compare import Compared
 from coordexp.inspector.report.configuration import configuration
 from coordexp.inspector.report.curves import SMOOTH_FROM, Stretches, stretches
@@ -76,8 +75,8 @@ def report_page(groups: Sequence[Group], result: Compared | str, runs: Sequence[
     return document(
         f"Run report: {name}",
         body,
-        styles=[_part("report.css")],
-        scripts=[_part("report.js")],
+        styles=[part(__package__, "report.css")],
+        scripts=[part(__package__, "report.js")],
         data={"curves": data | {"steps": out.steps, "charts": out.charts}},
     )
 
@@ -169,7 +168,3 @@ def _absent(drawn: Sequence[Drawn], times: str | None, servers: str | None) -> s
     missing += [("Rollout servers", NO_SERVERS)] if servers is None else []
     lines = "".join(f"<li><b>{written(title)}</b>: {written(why)}</li>" for title, why in missing)
     return f"<ul>{lines}</ul>" if missing else None
-
-
-def _part(name: str) -> str:
-    return files(__package__).joinpath(name).read_text(encoding="utf-8")
