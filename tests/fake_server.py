@@ -51,7 +51,8 @@ def answer_ids(seed: int) -> list[int]:
 
 class FakeRolloutServer:
     """`foreign` behaves as `swift rollout`: no routes of ours, one thing at a time, health too, and 200 whatever a
-    worker did. `faults[path]` are done one after the other, each instead of, or before, an answer."""
+    worker did. With a `prefix`, all routes are below it and nothing else is served. `faults[path]` are done one
+    after the other, each instead of, or before, an answer."""
 
     def __init__(
         self,
@@ -63,9 +64,11 @@ class FakeRolloutServer:
         world_size: int = 1,
         token: str | None = None,
         max_model_len: int = 1000,
+        prefix: str = "",
     ) -> None:
         self.about, self.end_of_turn, self.prompt_ids = about, end_of_turn, prompt_ids
         self.foreign, self.world_size, self.token, self.max_model_len = foreign, world_size, token, max_model_len
+        self.prefix = prefix
         self.port, self.group_port = free_port(), free_port()
         self.faults: dict[str, deque[Action]] = defaultdict(deque)
         self.calls: list[tuple[str, dict[str, Any]]] = []
@@ -75,7 +78,7 @@ class FakeRolloutServer:
 
     @property
     def url(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
+        return f"http://127.0.0.1:{self.port}{self.prefix}"
 
     def start(self) -> None:
         """As it is after its start: with the weights of its checkpoint."""
@@ -220,6 +223,10 @@ class Handler(BaseHTTPRequestHandler):
     def _handle(self, body: dict[str, Any]) -> None:
         fake = self.fake
         fake.thawed.wait()
+        if not self.path.startswith(fake.prefix + "/"):
+            self.give(404, {"detail": "Not Found"})
+            return
+        self.path = self.path.removeprefix(fake.prefix)
         fake.calls.append((self.path, body))
         fake.headers.append((self.path, self.headers["Authorization"]))
         if fake.token and self.path != "/health/" and self.headers["Authorization"] != f"Bearer {fake.token}":

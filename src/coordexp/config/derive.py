@@ -10,9 +10,12 @@ from coordexp.config import rules
 from coordexp.config.capacity import default_tensor_parallel_size
 from coordexp.config.rules import World, uses_vllm
 from coordexp.config.section import Section
-from coordexp.config.settings import Settings
+from coordexp.config.settings import Settings, Training
 
 S = TypeVar("S", bound=Section)
+
+TRACKIO = ("project", "trackio_space_id", "trackio_bucket_id", "trackio_static_space_id", "hub_private_repo")
+READ_BY_EVALUATION = {"decode_batch_size", "max_new_tokens"}  # in every trainer variant
 
 
 def derive(settings: Settings, world: World) -> tuple[Settings, dict[str, str]]:
@@ -54,6 +57,7 @@ def notes(s: Settings) -> Iterator[str]:
     """What is written and will do nothing: said once, never an error (R17, D6)."""
     yield from _idle_modules(s)
     yield from _idle_sections(s)
+    yield from _idle_arguments(s.training)
 
 
 def _idle_modules(s: Settings) -> Iterator[str]:
@@ -68,14 +72,21 @@ def _idle_sections(s: Settings) -> Iterator[str]:
     rollout, variant = s.rollout_matching, s.custom.trainer_variant
     if "B" not in s.channels and s.stage2.model_fields_set & {"dump_every", "dump_samples"}:
         yield "stage2.dump_every and dump_samples are not used: there are no rollouts to dump"
-    if s.uses_rollouts and s.stage1.pipeline is not None:
+    elif s.stage2.dump_every is None and "dump_samples" in _changed(s.stage2):
+        yield "stage2.dump_samples is not used: stage2.dump_every is null"
+    if not s.uses_rollouts:
+        hugging_face = {"rollout_backend"} if rollout.rollout_backend == "hf" else set()
+        for name in sorted(_changed(rollout) - READ_BY_EVALUATION - hugging_face):
+            yield f"rollout_matching.{name} is not used by {variant}"
+        return
+    if s.stage1.pipeline is not None:
         yield f"stage1.pipeline is not used by {variant}"
-    if not s.uses_rollouts and rollout.pipeline is not None:
-        yield f"rollout_matching.pipeline is not used by {variant}"
     if rollout.rollout_backend == "hf" and "vllm" in rollout.model_fields_set:
         yield "rollout_matching.vllm is not used with rollout_backend: hf"
-    elif rollout.vllm.mode == "colocate" and rollout.vllm.server.servers:
+    elif rollout.vllm.mode == "colocate" and "server" in _changed(rollout.vllm):
         yield "rollout_matching.vllm.server is not used with vllm.mode: colocate"
+    if "max_lora_rank" in _changed(rollout.vllm) and not rollout.vllm.enable_lora:
+        yield "rollout_matching.vllm.max_lora_rank is not used: enable_lora is false"
     if rollout.vllm.enable_lora and uses_vllm(s, "colocate"):
         yield "rollout_matching.vllm.enable_lora is not used with vllm.mode: colocate, which sends merged weights"
     if rollout.offload.enabled and not uses_vllm(s, "colocate"):
@@ -88,8 +99,41 @@ def _idle_sections(s: Settings) -> Iterator[str]:
     for name, neutral in (("top_p", 1.0), ("top_k", -1)):
         if rollout.mode_of_decoding != "sampling" and getattr(rollout.decoding, name) != neutral:
             yield f"rollout_matching.decoding.{name} is not used by {rollout.mode_of_decoding} decoding"
-    if s.uses_rollouts and "per_device_eval_batch_size" in s.training.model_fields_set:
-        yield (
-            "training.per_device_eval_batch_size does not set how rollouts are evaluated; "
-            "rollout_matching.decode_batch_size does"
-        )
+
+
+def _changed(section: Section) -> set[str]:
+    """Return the keys whose values are not the defaults."""
+    return {
+        name
+        for name, field in type(section).model_fields.items()
+        if getattr(section, name) != field.get_default(call_default_factory=True)
+    }
+
+
+def _idle_arguments(training: Training) -> Iterator[str]:
+    """Training arguments that another one makes idle. They stay, so that the other can be switched by itself."""
+    reports = training.report_to or ()
+    reports = (reports,) if isinstance(reports, str) else reports
+    trackio = bool({"trackio", "all"} & set(reports))
+    evaluates = training.eval_strategy != "no"
+    galore = training.optim.startswith(("galore", "apollo"))
+    idle = {
+        "per_device_eval_batch_size": "rollout_matching.decode_batch_size sets how evaluation generates answers",
+        "num_train_epochs": training.max_steps > 0 and "training.max_steps is set",
+        "eval_steps": not evaluates and "training.eval_strategy is no",
+        "eval_delay": not evaluates and "training.eval_strategy is no",
+        "metric_for_best_model": not evaluates and "training.eval_strategy is no",
+        "greater_is_better": training.metric_for_best_model is None
+        and "training.metric_for_best_model is not set",
+        "save_steps": training.save_strategy != "steps" and f"training.save_strategy is {training.save_strategy}",
+        "gradient_checkpointing_kwargs": not training.gradient_checkpointing
+        and "training.gradient_checkpointing is false",
+        "optim_target_modules": not galore and f"training.optim is {training.optim}",
+        "fsdp_config": not training.fsdp and "training.fsdp is not set",
+        "ddp_timeout": training.use_cpu and "with training.use_cpu, transformers sets no timeout",
+        "run_name": set(reports) <= {"none", "tensorboard"} and "training.report_to names nothing that shows it",
+        **dict.fromkeys(TRACKIO, not trackio and "training.report_to does not name trackio"),
+    }
+    for name, reason in idle.items():
+        if reason and name in _changed(training):
+            yield f"training.{name} is not used: {reason}"

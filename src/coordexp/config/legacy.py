@@ -66,17 +66,13 @@ TABLE: tuple[Removed, ...] = (
         "training.warmup_steps",
     ),
     _moved("training.no_cuda", "training.use_cpu"),
-    Removed("training.group_by_length", "use training.train_sampling_strategy: group_by_length"),
+    Removed(
+        "training.group_by_length", "remove it: samples are not grouped by length; training.packing fills rows"
+    ),
     Removed("training.overwrite_output_dir", "remove it: transformers 5 has no such argument"),
     Removed("training.save_safetensors", "remove it: checkpoints are always safetensors"),
     Removed("training.logging_dir", "remove it: transformers 5 logs below training.output_dir"),
-    # Arguments that a file cannot or should not hold.
-    Removed(
-        "training.hub_token", "set the HF_TOKEN environment variable: settings are logged, tokens must not be"
-    ),
     Removed("training.push_to_hub_token", "set the HF_TOKEN environment variable: settings are logged"),
-    Removed("training.local_rank", "remove it: torchrun tells each process its rank"),
-    Removed("training.parallelism_config", "remove it: use training.fsdp or training.deepspeed"),
 )
 
 # Old names of module weights: they mean something only in their own module.

@@ -1,4 +1,4 @@
-"""From a YAML file to settings: read, take out legacy keys, check keys and values, check rules, derive.
+"""From a YAML file to settings: read, take out legacy and refused keys, check values, check rules, derive.
 
 Every violation is collected before anything is reported (D4). To be able to go on after one, a wrong value
 is replaced by one that fits; conflicts that rest on a replaced value are dropped, so a mistake gives one
@@ -17,6 +17,7 @@ from coordexp.config import legacy, paths, schema
 from coordexp.config.derive import derive, notes
 from coordexp.config.legacy import Found
 from coordexp.config.paths import dotted, keys_of, value_at
+from coordexp.config.refused import take_out_refused
 from coordexp.config.rules import World, conflicts
 from coordexp.config.settings import Settings
 from coordexp.config.violations import ConfigError, Violation
@@ -65,7 +66,7 @@ def _in_file_order(violations: list[Violation], document: Document) -> list[Viol
 
 
 def _validate(tree: Tree, world: World) -> tuple[Settings, list[Violation]]:
-    found = [*legacy.take_out(tree), *_take_out_unknown(tree)]
+    found = [*legacy.take_out(tree), *map(Found, take_out_refused(tree)), *_take_out_unknown(tree)]
     settings, wrong, doubtful = _check_values(tree)
     for conflict in conflicts(settings, world):
         touched = [keys_of(path) for path in (conflict.path, *conflict.others)]

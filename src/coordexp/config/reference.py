@@ -7,6 +7,7 @@ from typing import Any
 
 from coordexp.config import legacy, schema
 from coordexp.config.paths import Path
+from coordexp.config.refused import REFUSED
 from coordexp.config.schema import Node
 from coordexp.config.settings import Training
 from coordexp.config.training_arguments import TRANSFORMERS_VERSION
@@ -41,7 +42,7 @@ module: nothing here has a default.
 
 
 def page() -> str:
-    return "\n".join([HEADER, *_sections(), *_servers(), MODULES, *_modules(), *_legacy()])
+    return "\n".join([HEADER, *_sections(), *_servers(), MODULES, *_modules(), *_refused(), *_legacy()])
 
 
 def editor_schema() -> dict[str, Any]:
@@ -108,7 +109,8 @@ def _heading(path: tuple[Any, ...]) -> Iterator[str]:
         yield node["description"] + "\n"
     if path == ("training",):
         own, theirs = len(Training.__annotations__), TRANSFORMERS_VERSION
-        yield f"The first {own} are coordexp's own, or bounded by it; the rest is transformers {theirs}.\n"
+        yield f"The first {own} are coordexp's own, or bounded by it; the rest is transformers {theirs}."
+        yield "Arguments of transformers that have no effect here are refused: see Refused training arguments.\n"
     yield "| key | type | default | meaning |\n| --- | --- | --- | --- |"
 
 
@@ -147,6 +149,15 @@ def _modules() -> Iterator[str]:
         if keys:
             yield "| key of `config` | type | default | meaning |\n| --- | --- | --- | --- |"
         yield from (_row(key, node) for key, node in keys.items())
+    yield ""
+
+
+def _refused() -> Iterator[str]:
+    yield "## Refused training arguments\n"
+    yield "Arguments of `transformers.TrainingArguments` that `training` may not have. Each is an error.\n"
+    yield "| argument | reason | way out |\n| --- | --- | --- |"
+    for name, refusal in REFUSED.items():
+        yield f"| `{name}` | {refusal.reason} | {refusal.way_out} |"
     yield ""
 
 

@@ -42,6 +42,8 @@ SYNC = "rollout_matching.vllm.sync.mode"
 ENABLE_LORA = "rollout_matching.vllm.enable_lora"
 TENSOR_PARALLEL = "rollout_matching.vllm.tensor_parallel_size"
 TEMPERATURE = "rollout_matching.decoding.temperature"
+METRIC = "name a metric of evaluation, e.g. metric_for_best_model: f1_50"
+SYNC_EACH_BATCH = tuple({"gradient_accumulation_kwargs": {"sync_each_batch": flag}} for flag in (True, False))
 
 
 def uses_vllm(s: Settings, mode: str) -> bool:
@@ -163,24 +165,47 @@ def _steps_are_known(s: Settings, world: World) -> Iterator[Conflict]:
 
 
 def _trainer_honours(s: Settings, world: World) -> Iterator[Conflict]:
-    """Arguments of transformers that have no meaning for rows, or that nothing here reads."""
-    if s.training.train_sampling_strategy not in ("random", "sequential"):
-        problem = f"{s.training.train_sampling_strategy} is not supported"
+    """Values that the trainer cannot honour, of arguments of which it honours others."""
+    training = s.training
+    if training.train_sampling_strategy not in ("random", "sequential"):
+        problem = f"{training.train_sampling_strategy} is not supported"
         yield Conflict(
             "training.train_sampling_strategy", problem, "use random, or sequential for the file's order"
         )
     for name in ("eval_strategy", "save_strategy", "logging_strategy"):
-        if getattr(s.training, name) == "epoch":
+        if getattr(training, name) == "epoch":
             fix = f"use steps with {name.replace('strategy', 'steps')}: rows have no epochs"
             yield Conflict(f"training.{name}", "epoch is not supported", fix)
-    for name in ("save_only_model", "resume_from_checkpoint", "ignore_data_skip"):
-        if getattr(s.training, name):
-            fix = "leave it out: every checkpoint is whole, and coordexp train --resume goes on exactly"
-            yield Conflict(f"training.{name}", f"{getattr(s.training, name)} is not supported", fix)
-    for name in ("auto_find_batch_size", "label_smoothing_factor", "neftune_noise_alpha", "use_liger_kernel"):
-        if getattr(s.training, name, None):
-            problem = f"{getattr(s.training, name)} is not supported"
-            yield Conflict(f"training.{name}", problem, "leave it out")
+    if training.accelerator_config not in (None, *SYNC_EACH_BATCH):
+        problem = "only gradient_accumulation_kwargs.sync_each_batch has an effect: there is no DataLoader"
+        fix = "write accelerator_config: {gradient_accumulation_kwargs: {sync_each_batch: true}}, or leave it out"
+        yield Conflict("training.accelerator_config", problem, fix)
+    if "tpu_metrics_debug" in training.debug:
+        problem = "tpu_metrics_debug has no effect: it belongs to an evaluation that coordexp does not use"
+        yield Conflict("training.debug", problem, "use underflow_overflow, or leave it out")
+
+
+def _best_is_measured(s: Settings, world: World) -> Iterator[Conflict]:
+    """What follows the best metric needs evaluation, and a metric that evaluation has: there is no loss in it."""
+    training, others = (
+        s.training,
+        ("training.eval_strategy", "training.save_strategy", "training.lr_scheduler_type"),
+    )
+    followers = {"lr_scheduler_type": ("reduce_lr_on_plateau", "greedy"), "save_strategy": ("best",)}
+    for name, values in followers.items():
+        if (value := getattr(training, name)) not in values:
+            continue
+        if training.eval_strategy == "no":
+            problem = f"{value} follows a metric of evaluation, and training.eval_strategy is no"
+            yield Conflict(
+                f"training.{name}", problem, "set training.eval_strategy: steps, or use another", others
+            )
+        elif training.metric_for_best_model is None:
+            problem = f"missing, and training.{name} is {value}"
+            yield Conflict("training.metric_for_best_model", problem, METRIC, others)
+    if (metric := training.metric_for_best_model) and metric.removeprefix("eval_") == "loss":
+        problem = f"{metric} is no metric of evaluation, which scores answers and has no loss"
+        yield Conflict("training.metric_for_best_model", problem, METRIC)
 
 
 def _seeds_are_enough(s: Settings, world: World) -> Iterator[Conflict]:
@@ -210,6 +235,10 @@ def _evaluation_has_data(s: Settings, world: World) -> Iterator[Conflict]:
         problem = f"missing, and training.eval_strategy is {s.training.eval_strategy}"
         fix = "name a file of held-out records, or set eval_strategy: no"
         yield Conflict("custom.val_jsonl", problem, fix, ("training.eval_strategy",))
+    if s.training.eval_on_start and s.training.eval_strategy == "no":
+        problem = "true, and training.eval_strategy is no"
+        fix = "set eval_strategy: steps with eval_steps, or leave eval_on_start out"
+        yield Conflict("training.eval_on_start", problem, fix, ("training.eval_strategy",))
 
 
 def _precision_is_one(s: Settings, world: World) -> Iterator[Conflict]:
@@ -330,6 +359,7 @@ RULES: tuple[Rule, ...] = (
     _packing_carries_over,
     _steps_are_known,
     _trainer_honours,
+    _best_is_measured,
     _mix_is_stated,
     _seeds_are_enough,
     _evaluation_has_data,

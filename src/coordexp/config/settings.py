@@ -6,7 +6,16 @@ from pydantic import Field
 
 from coordexp.config.pipeline import Channel, Pipeline
 from coordexp.config.rollout import RolloutMatching
-from coordexp.config.section import Fraction, NonNegativeFloat, PositiveInt, Section, Text, from_list, from_null
+from coordexp.config.section import (
+    Fraction,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveInt,
+    Section,
+    Text,
+    from_list,
+    from_null,
+)
 from coordexp.config.training_arguments import TransformersArguments
 
 Variant = Literal["stage1_sft", "stage2_rollout_aligned", "stage2_two_channel"]
@@ -85,9 +94,22 @@ class Training(TransformersArguments):
     )
     # Bounds that transformers checks late or not at all.
     per_device_train_batch_size: PositiveInt = Field(8, description="Samples per device and micro-step.")
-    per_device_eval_batch_size: PositiveInt = Field(8, description="Samples per device in evaluation by loss.")
+    per_device_eval_batch_size: PositiveInt = Field(
+        8,
+        description="Without effect: `rollout_matching.decode_batch_size` sets how many answers evaluation "
+        "generates at once.",
+    )
     gradient_accumulation_steps: PositiveInt = Field(1, description="Micro-steps per optimizer step.")
     learning_rate: NonNegativeFloat = Field(5e-05, description="The initial learning rate for the optimizer.")
+    dataloader_num_workers: NonNegativeInt = Field(
+        0, description="Threads per rank that read images. 0: images are read one after the other."
+    )
+    include_num_input_tokens_seen: bool | Literal["all", "non_padding", "no"] = Field(
+        "no", description="Log the number of tokens trained on; true, all and non_padding are the same on rows."
+    )
+    hub_private_repo: bool | None = Field(
+        None, description="Whether the Space of `trackio_space_id` is private. null: the default of its owner."
+    )
     packing: bool = Field(False, description="Join several answers into one row of up to `global_max_length`.")
     packing_buffer: PositiveInt = Field(256, description="Segments that may wait for a row, per rank.")
     packing_min_fill_ratio: Fraction = Field(0.85, description="Warn when rows are filled less than this.")
@@ -139,7 +161,7 @@ class Settings(Section):
         default_factory=Template, description="Encoding of conversations."
     )
     training: Training = Field(
-        description="`transformers.TrainingArguments` by their own names, and the packing keys."
+        description="The `transformers.TrainingArguments` that have an effect, by their own names, and packing."
     )
     stage1: Annotated[Stage1, from_null] = Field(
         default_factory=Stage1, description="Supervised training on ground truth."

@@ -93,8 +93,13 @@ def training_arguments(settings: Settings, samples: int) -> TrainingArguments:
         per_step = settings.training.per_device_train_batch_size * settings.training.gradient_accumulation_steps
         ranks = int(os.environ.get("WORLD_SIZE", "1"))
         given["max_steps"] = math.ceil(given["num_train_epochs"] * samples / (ranks * per_step))
-    # Rows are no dict of columns; the stream finds its own place after a resume; the bar is ours.
-    ours = {"remove_unused_columns": False, "ignore_data_skip": True, "disable_tqdm": True}
+    # Rows are no dict of columns; the stream finds its own place after a resume; the bar is ours; NaN is logged.
+    ours = {
+        "remove_unused_columns": False,
+        "ignore_data_skip": True,
+        "disable_tqdm": True,
+        "logging_nan_inf_filter": False,
+    }
     arguments = TrainingArguments(**(given | ours))
     if arguments.n_gpu > 1:
         raise ValueError(

@@ -20,6 +20,10 @@ def rollout(**changes):
     return stage2(**{f"rollout_matching__{key}": value for key, value in changes.items()})
 
 
+def evaluated(**changes):
+    return stage2(custom__val_jsonl="val.jsonl", training__eval_strategy="steps", **changes)
+
+
 def test_the_sound_configs_are_sound():
     for tree in (stage1(), stage2(), server_mode()):
         assert load(tree).notes == ()
@@ -61,7 +65,21 @@ def test_the_sound_configs_are_sound():
             "packing_drop_last: true",
         ),
         (stage2(training__packing=True), "training.max_steps", "max_steps: 2000"),
-        (stage2(training__label_smoothing_factor=0.1), "training.label_smoothing_factor", "leave it out"),
+        (
+            stage2(training__accelerator_config={"split_batches": True}),
+            "training.accelerator_config",
+            "leave it out",
+        ),
+        (stage2(training__debug="tpu_metrics_debug"), "training.debug", "underflow_overflow"),
+        (stage2(training__eval_on_start=True), "training.eval_on_start", "eval_strategy: steps"),
+        (stage2(training__save_strategy="best"), "training.save_strategy", "eval_strategy: steps"),
+        (
+            evaluated(training__lr_scheduler_type="reduce_lr_on_plateau"),
+            "training.metric_for_best_model",
+            "metric_for_best_model: f1_50",
+        ),
+        (evaluated(training__metric_for_best_model="loss"), "training.metric_for_best_model", "e.g."),
+        (stage2(training__include_num_input_tokens_seen="some"), "training.include_num_input_tokens_seen", "e.g."),
         (
             stage2(training__train_sampling_strategy="group_by_length"),
             "training.train_sampling_strategy",
@@ -172,11 +190,29 @@ def test_a_channel_without_steps_is_not_silently_inert(b_ratio, channel):
         {"repeat_terminate": {"max_object_keys": 5}},
         {"decoding": {"top_p": 0.9}},
         {"decoding": {"top_k": 5}},
+        {"vllm": {"server": {"infer_timeout_s": 5.0}}},
+        {"vllm": {"max_lora_rank": 8}},
     ],
 )
 def test_a_knob_without_its_switch_is_said_to_be_unused(change):
     (note,) = load(rollout(**change)).notes
     assert note.startswith(f"rollout_matching.{next(iter(change))}")
+
+
+def test_dumped_samples_without_dumps_are_said_to_be_unused():
+    (note,) = load(stage2(stage2__dump_every=None, stage2__dump_samples=2)).notes
+    assert note == "stage2.dump_samples is not used: stage2.dump_every is null"
+
+
+def test_stage1_says_which_rollout_settings_it_does_not_read():
+    section = {"decoding": {"temperature": 0.5}, "vllm": {"mode": "server"}, "repeat_terminate": {"enabled": True}}
+    tree = stage1(
+        rollout_matching=section | {"decode_batch_size": 4, "max_new_tokens": 64, "rollout_backend": "hf"}
+    )
+    assert load(tree).notes == tuple(
+        f"rollout_matching.{name} is not used by stage1_sft" for name in ("decoding", "repeat_terminate", "vllm")
+    )
+    assert load(stage1(rollout_matching={"rollout_backend": "hf"})).notes == ()
 
 
 def test_an_unknown_world_leaves_its_rules_for_later():

@@ -1,11 +1,41 @@
-"""The mirror of transformers' arguments."""
+"""The mirror of transformers' arguments, and those that are refused."""
 
 import dataclasses
 import importlib.util
+import json
 from pathlib import Path
 
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+from coordexp.cli import app
 from coordexp.config import training_arguments
+from coordexp.config.refused import REFUSED
 from coordexp.config.training_arguments import TransformersArguments
+from tests.unit.config.trees import changed, load, only_problem, stage1, stage2
+
+# Found to be accepted and then ignored, with a value that differs from the default.
+ONCE_IGNORED = {
+    "dataloader_pin_memory": False,
+    "dataloader_drop_last": True,
+    "dataloader_persistent_workers": True,
+    "dataloader_in_order": False,
+    "remove_unused_columns": False,
+    "disable_tqdm": True,
+    "prediction_loss_only": True,
+    "eval_accumulation_steps": 4,
+    "eval_do_concat_batches": False,
+    "batch_eval_metrics": True,
+    "include_for_metrics": ["inputs"],
+    "eval_use_gather_object": True,
+    "bf16_full_eval": True,
+    "label_names": ["labels"],
+    "length_column_name": "tokens",
+    "do_eval": True,
+    "do_predict": True,
+    "average_tokens_across_devices": False,
+}
 
 
 def test_the_mirror_is_what_the_installed_transformers_has():
@@ -26,3 +56,79 @@ def test_transformers_accepts_every_default_of_the_mirror(tmp_path):
     names = {field.name for field in dataclasses.fields(TrainingArguments)}
     assert arguments.learning_rate == 5e-5
     assert set(values) < names
+
+
+def test_every_argument_of_transformers_is_either_mirrored_or_refused():
+    from transformers import TrainingArguments
+
+    arguments = {field.name for field in dataclasses.fields(TrainingArguments) if field.init}
+    mirrored = set(TransformersArguments.model_fields)
+    assert mirrored | set(REFUSED) == arguments
+    assert not mirrored & set(REFUSED)
+
+
+def test_check_refuses_each_refused_argument_with_its_reason_and_way_out(tmp_path):
+    for name, refusal in REFUSED.items():
+        config = tmp_path / "config.yaml"
+        config.write_text(yaml.safe_dump(stage2(**{f"training__{name}": None})))
+        result = CliRunner().invoke(app, ["check", "--json", "--config", str(config)])
+        assert result.exit_code == 2, name
+        (violation,) = json.loads(result.stdout)["violations"]
+        assert violation["path"] == f"training.{name}"
+        assert (violation["problem"], violation["fix"]) == (refusal.reason, refusal.way_out)
+        assert violation["origin"].startswith(str(config))
+
+
+def test_each_refusal_says_more_than_that_the_key_is_unknown():
+    for name, (reason, way_out) in REFUSED.items():
+        verdict, _, because = reason.partition(": ")
+        assert verdict in ("has no effect", "is not supported", "is not accepted"), name
+        assert len(because.split()) > 3, name
+        assert way_out.startswith(("remove it", "set ")), name
+
+
+@pytest.mark.parametrize(("name", "value"), ONCE_IGNORED.items())
+def test_an_argument_that_nothing_reads_is_refused(name, value):
+    path, message = only_problem(stage2(**{f"training__{name}": value}))
+    assert path == f"training.{name}"
+    assert "has no effect: " in message
+    assert "remove it" in message
+
+
+def test_all_refused_arguments_of_a_file_are_reported_at_once(tmp_path):
+    config = tmp_path / "config.yaml"
+    config.write_text(yaml.safe_dump(changed(stage1(), training=stage1()["training"] | ONCE_IGNORED)))
+    result = CliRunner().invoke(app, ["check", "--json", "--config", str(config)])
+    paths = [violation["path"] for violation in json.loads(result.stdout)["violations"]]
+    assert sorted(paths) == sorted(f"training.{name}" for name in ONCE_IGNORED)
+
+
+@pytest.mark.parametrize(
+    ("idle", "switch"),
+    [
+        ({"eval_steps": 10}, {"eval_strategy": "steps"}),
+        ({"eval_delay": 10}, {"eval_strategy": "steps"}),
+        ({"metric_for_best_model": "ap"}, {"eval_strategy": "steps"}),
+        ({"save_strategy": "no", "save_steps": 10}, {"save_strategy": "steps"}),
+        ({"max_steps": 10, "num_train_epochs": 2.0}, {"max_steps": -1}),
+        ({"gradient_checkpointing_kwargs": {"use_reentrant": False}}, {"gradient_checkpointing": True}),
+        ({"fsdp_config": {"version": 2}}, {"fsdp": True}),
+        ({"optim_target_modules": ["attn"]}, {"optim": "galore_adamw"}),
+        ({"use_cpu": True, "ddp_timeout": 60}, {"use_cpu": False}),
+        ({"report_to": "tensorboard", "run_name": "x"}, {"report_to": "wandb"}),
+        ({"report_to": ["wandb"], "trackio_space_id": "x"}, {"report_to": ["wandb", "trackio"]}),
+    ],
+)
+def test_an_argument_that_another_one_makes_idle_is_a_note(idle, switch):
+    tree = stage2(custom__val_jsonl="val.jsonl")
+    name = list(idle)[-1]
+    (note,) = load(changed(tree, **{f"training__{key}": value for key, value in idle.items()})).notes
+    assert note.startswith(f"training.{name} is not used: ")
+    assert load(changed(tree, **{f"training__{key}": value for key, value in switch.items()})).notes == ()
+
+
+@pytest.mark.parametrize("tree", [stage1(), stage2()])
+def test_the_batch_size_of_a_loss_evaluation_is_a_note(tree):
+    """The specification has runs with this argument, so it is accepted (R10)."""
+    (note,) = load(changed(tree, training__per_device_eval_batch_size=2)).notes
+    assert note.startswith("training.per_device_eval_batch_size is not used: rollout_matching.decode_batch_size")
