@@ -85,6 +85,7 @@ class FakeRolloutServer:
         self.boot, self.version = uuid4().hex, "default"
         self.weights: dict[str, torch.Tensor] = {}
         self.adapter: dict[str, Any] | None = None  # peft's config of it
+        self.plugin: dict[str, Any] | None = None  # what the route of our plugin in ms-swift answers
         self.lora, self.base_changed = True, False
         self.announced = 0
         self.session: str | None = None
@@ -256,6 +257,9 @@ class Handler(BaseHTTPRequestHandler):
 
     def on_get_world_size(self, body: dict[str, Any]) -> None:
         self.give(200, {"world_size": self.fake.world_size})
+
+    def on_coordexp_repeat_guard(self, body: dict[str, Any]) -> None:
+        self.give(*((200, self.fake.plugin) if self.fake.plugin else (404, {"detail": "Not Found"})))
 
     def on_version(self, body: dict[str, Any]) -> None:
         fake = self.fake

@@ -13,6 +13,19 @@ class FaultyEngineSide(engine_side.EngineSide):
         """Pictures whose features are kept."""
         return len(self.model_runner.encoder_cache)
 
+    def watch_batches(self) -> None:
+        """Count the sequences of every batch that the engine computes from now on."""
+        run, self.batches = self.model_runner.execute_model, []
+
+        def counted(scheduled, *arguments, **named):
+            self.batches.append(len(scheduled.num_scheduled_tokens))
+            return run(scheduled, *arguments, **named)
+
+        self.model_runner.execute_model = counted
+
+    def watched_batches(self) -> list[int]:
+        return list(self.batches)
+
     def fault_heads_stay_as_they_are(self, on: bool) -> None:
         engine_side.rebuild_heads = (lambda model: None) if on else REBUILD_HEADS
 

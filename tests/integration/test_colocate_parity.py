@@ -140,6 +140,23 @@ def test_a_sync_leaves_nothing_in_the_three_caches_of_the_engine(colocation, mon
             cached.clear()
 
 
+@only_tied
+@pytest.mark.scenario("R10", "R10.S2")
+def test_the_engine_computes_as_many_sequences_at_once_as_decode_batch_size_allows_and_no_more(colocation):
+    engine, size = colocation.backend.engine, colocation.backend.about.settings.decode_batch_size
+    assert engine.llm_engine.vllm_config.scheduler_config.max_num_seqs == size == 16
+    learn(colocation)
+    requests = colocation.requests(TOKENS)
+    with colocation.backend.session():
+        colocation.sync()
+        expected = ids(colocation.backend.generate(requests[:4]))
+        engine.collective_rpc("watch_batches")
+        found = ids(colocation.backend.generate(requests * 3))  # 48 at once
+    (batches,) = engine.collective_rpc("watched_batches")
+    assert max(batches) == size
+    assert [len(one) for one in found] == [TOKENS] * 48 and found[:4] == expected
+
+
 def fault_nothing_is_sent(colocation: Colocation, patch: pytest.MonkeyPatch) -> None:
     def only_the_version(self, weights, version, place):
         self.engine.llm_engine.set_weight_version(str(version))

@@ -7,15 +7,19 @@ from typing import Any
 
 import pytest
 import torch
+from fastapi.testclient import TestClient
 from transformers import AutoProcessor, Qwen3VLForConditionalGeneration
 
 from coordexp.config.rollout import RepeatTerminate
 from coordexp.demo.generate import drawing, start_vllm, stop_vllm
+from coordexp.plugins import SWIFT_REPEAT_GUARD
 from coordexp.rollout.backend import Decode, FinishReason, Picture, Request
-from coordexp.rollout.guard import ARGUMENT, ENGINE_GUARD, ended, guard_arguments, loop_in
+from coordexp.rollout.guard import ARGUMENT, EngineGuard, ended, loop_in
 from coordexp.rollout.hugging_face import HuggingFaceBackend
 from coordexp.rollout.prompt import PromptBuilder, open_image
+from coordexp.rollout.wire import GUARD_ROUTE
 from coordexp.vocab import VocabularyTable
+from tests.fake_swift import FakeSwiftRollout
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
 
@@ -58,7 +62,7 @@ class Both:
             {"prompt": self.prompts.text, "multi_modal_data": {"image": open_image(one.path, one.size)}}
             for one in pictures
         ]
-        asked = [self.greedy(guard_arguments(guard, [OFTEN], stop)) for guard in guards]
+        asked = [self.greedy(self.arguments(guard)) for guard in guards]
         outputs = self.engine.generate(prompts, asked, use_tqdm=False)
         found = [
             ended(output.outputs[0].token_ids, stop, guard, [OFTEN])
@@ -66,7 +70,12 @@ class Both:
         ]
         return [(tuple(ids), reason) for ids, reason in found]
 
-    def greedy(self, arguments: dict[str, Any]) -> Any:
+    def arguments(self, guard: RepeatTerminate) -> dict[str, Any]:
+        """All settings, also those of a guard that is disabled: without any, the plugin's hold."""
+        whole = EngineGuard(**guard.model_dump(), key_pattern=(OFTEN,), end_of_turn=self.table.end_of_turn)
+        return {ARGUMENT: whole.model_dump(mode="json")}
+
+    def greedy(self, arguments: dict[str, Any] | None) -> Any:
         from vllm import SamplingParams
 
         return SamplingParams(
@@ -80,9 +89,13 @@ class Both:
 
 @pytest.fixture(scope="module")
 def both(lively_model: Path) -> Iterator[Both]:
-    engine = start_vllm(lively_model, logits_processors=[ENGINE_GUARD])
-    yield Both(lively_model, engine)
-    stop_vllm(engine)
+    """The engine is started as in a server of ms-swift: the plugin alone gives it the guard. Requests may carry
+    other settings, or say that they want no guard."""
+    with FakeSwiftRollout(guard(**RULES["token"])) as swift:
+        swift.import_external_plugins([SWIFT_REPEAT_GUARD])
+        engine = start_vllm(lively_model)
+        yield Both(lively_model, engine)
+        stop_vllm(engine)
 
 
 @pytest.fixture(scope="module")
@@ -94,6 +107,22 @@ def pictures(tmp_path_factory: pytest.TempPathFactory) -> list[Picture]:
         drawing(seed, side).save(folder / f"{seed}.png")
         found.append(Picture(str(folder / f"{seed}.png"), side, side))
     return found
+
+
+@pytest.mark.scenario("R33", "R33.S3")
+def test_an_engine_that_was_started_with_the_plugin_guards_requests_that_know_nothing_of_it(both, pictures):
+    prompts = [
+        {"prompt": both.prompts.text, "multi_modal_data": {"image": open_image(one.path, one.size)}}
+        for one in pictures
+    ]
+    outputs = both.engine.generate(prompts, both.greedy(None), use_tqdm=False)
+    rule, stop = guard(**RULES["token"]), both.table.end_of_turn
+    found = [ended(output.outputs[0].token_ids, stop, rule, ()) for output in outputs]
+    assert [(tuple(ids), reason) for ids, reason in found] == both.by_transformers(pictures, rule)
+    assert 2 <= sum(reason == "repeat" for _, reason in found) < len(pictures)
+    with TestClient(FakeSwiftRollout.app(world_size=1)) as client:
+        answer = client.get(GUARD_ROUTE).json()
+    assert answer == {"guard": rule.model_dump(mode="json"), "workers": 1}
 
 
 @pytest.mark.scenario("R34.S1")
@@ -122,7 +151,7 @@ def test_the_engine_ends_the_answers_that_transformers_ends_at_the_same_token_fo
 def test_a_malformed_guard_is_refused_with_the_request_and_the_engine_goes_on(both, pictures):
     from vllm.exceptions import VLLMValidationError
 
-    broken = guard_arguments(guard(), [OFTEN], both.table.end_of_turn)
+    broken = both.arguments(guard())
     broken[ARGUMENT]["ngram_size"] = 0
     with pytest.raises(VLLMValidationError, match=r"extra_args\['coordexp_guard'\]: ngram_size: .* \(0\)"):
         both.engine.generate([{"prompt": "x"}], both.greedy(broken), use_tqdm=False)

@@ -203,6 +203,7 @@ def test_generation_takes_one_padded_row_a_picture_and_no_packed_one(parts, pict
     assert not packed & set(inputs)
 
 
+@pytest.mark.scenario("R20")
 @pytest.mark.parametrize("fails", [False, True])
 def test_answers_have_no_gradient_and_every_modules_mode_is_as_before(parts, pictures, fails):
     model, seen = parts.model.train(), []

@@ -12,15 +12,12 @@ import pytest
 import torch
 from transformers import AutoProcessor, Qwen3VLForConditionalGeneration
 
-from coordexp.config.rollout import RepeatTerminate, RolloutMatching
+from coordexp.config.rollout import RepeatTerminate
 from coordexp.rollout.backend import Decode, Picture, Request
 from coordexp.rollout.broadcast import flattened
-from coordexp.rollout.engine import ENGINE_SIDE, SHARED_MEMORY, starting
-from coordexp.rollout.guard import ENGINE_GUARD, KeyCounter, guard_arguments, key_pattern, loop_in
+from coordexp.rollout.guard import KeyCounter, key_pattern, loop_in
 from coordexp.rollout.hugging_face import HuggingFaceBackend
 from coordexp.rollout.prompt import PromptBuilder
-from coordexp.rollout.setup import Setup
-from coordexp.serve.guard import TEXT
 from coordexp.vocab import VocabularyTable
 from tests.integration.servers import (
     GREEDY,
@@ -251,6 +248,20 @@ def test_an_update_during_32_running_requests_mixes_no_versions(client, fleet):
     assert seen == {"old", "later"}
 
 
+@pytest.mark.scenario("R10", "R10.S2")
+def test_a_server_decodes_as_many_answers_at_once_as_decode_batch_size_allows_and_no_more(client, fleet):
+    """The fleet's is 4 on one device. vLLM's own gauge tells how many sequences it is computing."""
+    running: list[float] = []
+    many = [asked(one, guard=False) for one in fleet.pictures()[:8] * 6]
+    with concurrently(lambda: client.infer(many)) as items:
+        while not items:
+            lines = httpx.get(f"{client.url}/metrics", timeout=20, trust_env=False).text.splitlines()
+            running += [float(line.split()[-1]) for line in lines if line.startswith("vllm:num_requests_running")]
+    assert max(running) == 4
+    (answers,) = items
+    assert [ids(one) for one in answers] == [ids(one) for one in client.infer(many[:8])] * 6
+
+
 def test_health_is_told_at_once_during_answers_and_updates(client, fleet):
     weights = model_weights()
     taken: list[float] = []
@@ -349,19 +360,6 @@ def test_a_server_whose_port_is_taken_says_so_before_it_starts_an_engine(fleet):
             assert run.wait(60) == 1
             assert f"127.0.0.1:{port} cannot be listened on (Address already in use)" in run.shown
             assert run.remains() == {}
-
-
-@pytest.mark.scenario("R33.S4")
-def test_what_a_server_gets_by_its_environment_changes_nothing_for_an_engine_beside_the_learner(monkeypatch):
-    monkeypatch.setenv(TEXT, RepeatTerminate(**GUARD).model_dump_json())
-    table = VocabularyTable.from_folder(MODEL)
-    for guard, processors in ((RepeatTerminate(), None), (RepeatTerminate(**GUARD), [ENGINE_GUARD])):
-        settings = RolloutMatching(repeat_terminate=guard)
-        about = Setup(MODEL, "float32", settings, table, torch.device("cpu"))
-        with starting(about, SHARED_MEMORY, ENGINE_SIDE) as arguments:
-            assert arguments["logits_processors"] == processors
-        asked = guard_arguments(Decode.of(settings).guard, key_pattern(table), table.end_of_turn)
-        assert bool(asked) == guard.enabled
 
 
 def test_two_workers_that_share_a_model_take_weights_and_fail_together(tmp_path_factory):

@@ -24,6 +24,7 @@ def test_every_request_has_one_server(count, sizes):
     assert all(share >= 0 for share in found)
 
 
+@pytest.mark.scenario("R07")
 @given(st.integers(1, 300), st.integers(1, 8), st.integers(1, 70))
 def test_equal_servers_get_chunks_of_the_rounded_up_size(count, size, servers):
     """As the specification writes it: server i gets [i * chunk : (i + 1) * chunk]."""
@@ -33,6 +34,7 @@ def test_equal_servers_get_chunks_of_the_rounded_up_size(count, size, servers):
     assert found == [len(places[i * chunk : (i + 1) * chunk]) for i in range(servers)]
 
 
+@pytest.mark.scenario("R15")
 @given(st.integers(1, 300), SIZES.filter(lambda sizes: len(set(sizes)) > 1))
 def test_unequal_servers_get_their_proportion_to_less_than_one_request(count, sizes):
     for share, size in zip(shares(count, sizes), sizes, strict=True):

@@ -23,6 +23,8 @@ from coordexp.rollout.guard import EngineGuard, KeyCounter, loop_in
 class RepeatGuard(LogitsProcessor, SlotLogitsProcessor):
     """Where a request loops, nothing but its end of turn is left to choose, with the score that it had."""
 
+    _default: EngineGuard | None = None  # the settings of a request that carries none
+
     def __init__(self, vllm_config: Any, *runner: Any) -> None:
         """`runner` is (device, is_pin_memory) of V1, or (req_states,) of V2."""
         self._watched: dict[int, _Watched] = {}  # by row of the batch in V1, by slot in V2
@@ -65,7 +67,7 @@ class RepeatGuard(LogitsProcessor, SlotLogitsProcessor):
         return logits
 
     def _watch(self, index: int, params: SamplingParams, ids: list[int]) -> bool:
-        settings = EngineGuard.of(params.extra_args)
+        settings = EngineGuard.of(params.extra_args) or self._default
         if settings is None or not settings.enabled:
             self._watched.pop(index, None)
             return False

@@ -33,7 +33,7 @@ from coordexp.rollout.pool import Chunk, Out, Pool, Up, answered
 from coordexp.rollout.prompt import PromptBuilder, check_prompt
 from coordexp.rollout.server_adapter import WHOLE, AdapterRefused, send_adapter
 from coordexp.rollout.server_check import OTHERWISE, own_device
-from coordexp.rollout.server_client import Patience, ServerClient, ServerLost
+from coordexp.rollout.server_client import Patience, ServerClient, ServerFault, ServerLost
 from coordexp.rollout.server_links import Links
 from coordexp.rollout.server_weights import Sent, send, take_part
 from coordexp.rollout.setup import Setup
@@ -42,6 +42,7 @@ from coordexp.rollout.vllm import check_length
 from coordexp.rollout.wire import ENGINE, Answer, RequestFailed, infer_payload, read_answers, rollout
 
 AGAIN = 1.0  # seconds between two attempts to find a server
+HTTP_FAULT = "http_500"  # the kind of a retry after an HTTP error of the server
 
 
 class ServerBackend:
@@ -253,7 +254,8 @@ class ServerBackend:
 
     @property
     def _probe(self) -> Request:
-        return Request(self.probe, Decode.greedy(PROBE))
+        """The run's guard applies to it: a server of ms-swift guards every answer."""
+        return Request(self.probe, Decode(PROBE, guard=self.about.settings.repeat_terminate))
 
     # Answers
 
@@ -295,7 +297,7 @@ class ServerBackend:
         if (most := self._lengths[server]) is not None:
             for one, ids in zip(requests, wanted, strict=True):
                 check_length(one, len(ids), most)
-        answers = self._read(client, requests, again=True)
+        answers = self._read(client, requests, version)
         found = []
         for one, ids, answer in zip(requests, wanted, answers, strict=True):
             if not client.foreign and answer.version != self._named(version):
@@ -307,17 +309,33 @@ class ServerBackend:
             found.append(rollout(answer, decode.guard, self._pattern, self.about.table, version))
         return found
 
-    def _read(self, client: ServerClient, requests: Sequence[Request], again: bool) -> list[Answer]:
-        """A failure of the server itself is forgiven once."""
-        try:
-            return read_answers(
-                client.infer(infer_payload(requests, self.prompts.question)), len(requests), client.name
-            )
-        except RequestFailed as failed:
-            if failed.code == ENGINE and again:
-                return self._read(client, requests, again=False)
-            path = requests[failed.index].picture.path
-            raise EngineError(f"{path}: {client.name} could not answer it: {failed}") from failed
+    def _read(self, client: ServerClient, requests: Sequence[Request], version: int) -> list[Answer]:
+        """Return the answers of one call. A failure of the server itself (HTTP 500, or an `engine` error of one
+        request) is retried once with the same requests, and every retry is recorded (R32)."""
+        payload = infer_payload(requests, self.prompts.question)
+        retried: set[str] = set()
+        while True:
+            try:
+                return read_answers(client.infer(payload), len(requests), client.name)
+            except ServerFault as fault:
+                if fault.status != 500 or HTTP_FAULT in retried:  # other codes: it has no weights, or no engine
+                    raise
+                kind, reason = HTTP_FAULT, str(fault)
+            except RequestFailed as failed:
+                image = requests[failed.index].picture.path
+                if failed.code != ENGINE or ENGINE in retried:
+                    raise EngineError(f"{image}: {client.name} could not answer it: {failed}") from failed
+                kind, reason = ENGINE, f"{image}: {failed}"
+            retried.add(kind)
+            self._record_retry(client, requests, version, kind, reason)
+
+    def _record_retry(
+        self, client: ServerClient, requests: Sequence[Request], version: int, kind: str, reason: str
+    ) -> None:
+        """Record which requests are sent a second time. Their seeds stay the same."""
+        sent = [{"image": request.picture.path, "seed": request.seed} for request in requests]
+        place = {"server": client.index, "base_url": client.url, "version": version}
+        self.record({"event": "retry", **place, "kind": kind, "reason": reason, "requests": sent})
 
     def _agree(self, agreed: Pool, losses: dict[int, str]) -> None:
         """A server that one rank has lost, all leave out."""

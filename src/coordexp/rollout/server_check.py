@@ -15,14 +15,8 @@ OTHERWISE = f"or {ALTERNATIVES}"
 
 def check_server(who: str, facts: ServerFacts, learner: Setup, devices: Sequence[str]) -> None:
     """`devices` are those of all learner ranks."""
-    guard = learner.settings.repeat_terminate
     if facts.foreign:
-        if guard.enabled:
-            raise EngineError(
-                f"{who}: it is a server of ms-swift, which has no repeat guard, and "
-                "rollout_matching.repeat_terminate.enabled is true\n"
-                f"  start it with `coordexp serve`, or set enabled: false, {OTHERWISE}"
-            )
+        _check_plugin(who, facts, learner)
         return
     if told := model_difference(model_fingerprint(learner.folder), facts.model or {}):
         raise EngineError(
@@ -40,17 +34,35 @@ def check_server(who: str, facts: ServerFacts, learner: Setup, devices: Sequence
             f"{who}: its max_model_len is {facts.max_model_len}, and the learner's {wanted}\n"
             "  start it with the config that the learner has"
         )
-    theirs, ours = dict(facts.guard or {}), guard.model_dump(mode="json")
+    _check_guard(who, facts, learner)
+    if shared := {plain(one) for one in facts.devices} & {plain(one) for one in devices if one}:
+        raise EngineError(
+            f"{who}: it is on {', '.join(sorted(shared))}, where a learner rank is too\n"
+            "  give them GPUs of their own (CUDA_VISIBLE_DEVICES), or set rollout_matching.vllm.mode: colocate"
+        )
+
+
+def _check_plugin(who: str, facts: ServerFacts, learner: Setup) -> None:
+    """A server of ms-swift has the guard only by our plugin, which it must prove."""
+    if facts.guard is not None:
+        _check_guard(who, facts, learner)
+    elif learner.settings.repeat_terminate.enabled:
+        raise EngineError(
+            f"{who}: it is a server of ms-swift that does not tell of a repeat guard, and "
+            "rollout_matching.repeat_terminate.enabled is true\n"
+            "  start it with `swift rollout --external_plugins FILE`, where FILE is coordexp.plugins."
+            "SWIFT_REPEAT_GUARD, as docs/operations.md shows; start it with `coordexp serve`; set enabled: false; "
+            f"{OTHERWISE}"
+        )
+
+
+def _check_guard(who: str, facts: ServerFacts, learner: Setup) -> None:
+    theirs, ours = dict(facts.guard or {}), learner.settings.repeat_terminate.model_dump(mode="json")
     if other := sorted(name for name in {*theirs, *ours} if theirs.get(name) != ours.get(name)):
         name = other[0]
         raise EngineError(
             f"{who}: its repeat_terminate.{name} is {theirs.get(name)}, and the learner's {ours.get(name)}\n"
             "  a server loads its guard when it starts: start it with the config that the learner has"
-        )
-    if shared := {plain(one) for one in facts.devices} & {plain(one) for one in devices if one}:
-        raise EngineError(
-            f"{who}: it is on {', '.join(sorted(shared))}, where a learner rank is too\n"
-            "  give them GPUs of their own (CUDA_VISIBLE_DEVICES), or set rollout_matching.vllm.mode: colocate"
         )
 
 

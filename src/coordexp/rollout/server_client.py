@@ -8,10 +8,9 @@ import os
 import socket
 import ssl
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 from threading import Event
 from typing import Any, Literal
 from urllib.parse import urlsplit
@@ -23,7 +22,16 @@ from coordexp.config.rollout import Server
 from coordexp.errors import EngineError
 from coordexp.rollout.broadcast import WeightGroup, join
 from coordexp.rollout.tasks import Task
-from coordexp.rollout.wire import KEEP_ALIVE, TOKEN, ServerFacts, error_told, read_facts, read_field
+from coordexp.rollout.wire import (
+    GUARD_ROUTE,
+    KEEP_ALIVE,
+    TOKEN,
+    ServerFacts,
+    error_told,
+    read_facts,
+    read_field,
+    read_plugin_guard,
+)
 
 LARGEST = 2**30  # bytes of an answer
 LATE = 0.5  # seconds, in which a thread that waits as long as we do ends by itself
@@ -109,13 +117,22 @@ class ServerClient:
             if refused.status != 404:
                 raise
             self.foreign = True
-            return ServerFacts(size, foreign=True)
+            return ServerFacts(size, foreign=True, guard=self._plugin_guard(size))
         if told.world_size != size:
             raise EngineError(
                 f"{self.name}: /get_world_size/ says {size}, and /version/ {told.world_size}\n"
                 "  this should not happen; start the server again"
             )
         return told
+
+    def _plugin_guard(self, world_size: int) -> Mapping[str, Any] | None:
+        """Return the guard of a server of ms-swift, or None if it has not loaded our plugin."""
+        try:
+            return read_plugin_guard(self.get(GUARD_ROUTE), self.name, world_size)
+        except Refused as refused:
+            if refused.status != 404:
+                raise
+            return None
 
     def weight_version(self) -> str | None:
         """That it says it has; None while it has no whole weights."""
@@ -129,14 +146,8 @@ class ServerClient:
         return self._asked("POST", path, body, seconds)
 
     def infer(self, payload: dict[str, Any]) -> bytes:
-        """A fault is forgiven once: the same call is made again."""
-        call = partial(self._asked, "POST", "/infer/", payload, self._infer_timeout)
-        try:
-            return call()
-        except ServerFault as fault:
-            if fault.status != 500:  # it has no weights, or no engine
-                raise
-            return call()
+        """Return the server's answer. `infer_timeout_s` limits this call alone."""
+        return self._asked("POST", "/infer/", payload, self._infer_timeout)
 
     def close(self) -> None:
         self._http.close()

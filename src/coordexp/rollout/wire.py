@@ -24,6 +24,7 @@ TOKEN = "COORDEXP_SERVER_TOKEN"  # noqa: S105 - the variable that holds it, at b
 IMAGE = "<image>"
 UNSYNCED = "default"  # the version of the weights that a server was started with
 MINE = "coordexp"  # in `data_dict`
+GUARD_ROUTE = "/coordexp_repeat_guard/"  # of a server of ms-swift that has loaded our plugin
 ENGINE = "engine"  # the code of a request that failed by no fault of its own
 # By these the kernel notices that a machine is gone, also while its server is busy and says nothing.
 KEEP_ALIVE = [
@@ -60,7 +61,8 @@ class Answer:
 
 @dataclass(frozen=True)
 class ServerFacts:
-    """What a server says of itself. One of ms-swift says only its world size."""
+    """What a server says of itself. One of ms-swift says only its world size, and with our plugin
+    its guard."""
 
     world_size: int
     foreign: bool = False
@@ -191,6 +193,19 @@ def read_facts(body: bytes, who: str) -> ServerFacts:
         devices=tuple(map(str, read.field(told, at, "devices", list))),
         lora=read.field(told, at, "lora", bool),
     )
+
+
+def read_plugin_guard(body: bytes, who: str, world_size: int) -> Mapping[str, Any]:
+    """Return the settings of the guard that a server of ms-swift has loaded. Raise EngineError unless all of its
+    workers have."""
+    read, answer = _Reader(who, GUARD_ROUTE), read_json(body, who, GUARD_ROUTE)
+    workers = read.field(answer, "", "workers", int)
+    if workers < world_size:
+        raise EngineError(
+            f"{who}: the repeat guard of its plugin is active in {workers} of its {world_size} workers\n"
+            "  start it again and see what it printed; the plugin was written for ms-swift 4.6"
+        )
+    return dict(read.field(answer, "", "guard", dict))
 
 
 def read_field(body: bytes, who: str, what: str, name: str, kind: type) -> Any:

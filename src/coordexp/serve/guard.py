@@ -9,9 +9,13 @@ from pydantic import ValidationError
 
 from coordexp.config.rollout import RepeatTerminate
 from coordexp.errors import EngineError
-from coordexp.rollout.guard import ENGINE_GUARD
 
 TEXT, FILE = "COORDEXP_VLLM_REPEAT_TERMINATE_CONFIG_JSON", "COORDEXP_VLLM_REPEAT_TERMINATE_CONFIG_JSON_PATH"
+STARTUP_GUARD = "coordexp.serve.startup_guard:StartupRepeatGuard"  # for requests that carry no settings
+LOADED = (
+    "COORDEXP_REPEAT_GUARD_LOADED"  # a folder in which each worker that has loaded STARTUP_GUARD leaves a file
+)
+UNSET = "unset it: `coordexp serve` sets it from rollout_matching.repeat_terminate"
 
 
 def hand_over(guard: RepeatTerminate) -> None:
@@ -25,19 +29,19 @@ def hand_over(guard: RepeatTerminate) -> None:
         )
 
 
-def check_class() -> None:
-    """What vLLM's workers will import by name; here it is told at once."""
-    module, _, name = ENGINE_GUARD.partition(":")
+def check_class(qualified: str) -> None:
+    """Raise EngineError if vLLM's workers could not import the guard by this name."""
+    module, _, name = qualified.partition(":")
     try:
         getattr(import_module(module), name)
     except (ImportError, AttributeError) as error:
         raise EngineError(
-            f"rollout_matching.repeat_terminate is enabled, and {ENGINE_GUARD} cannot be loaded: {error}\n"
+            f"rollout_matching.repeat_terminate is enabled, and {qualified} cannot be loaded: {error}\n"
             "  `coordexp doctor` says whether vLLM's release is the one that is needed; or set enabled: false"
         ) from error
 
 
-def from_environment() -> RepeatTerminate:
+def from_environment(fix: str = UNSET) -> RepeatTerminate:
     """All of it must be there: a guard that is read by half would be another guard."""
     name = TEXT if TEXT in os.environ else FILE
     try:
@@ -48,7 +52,8 @@ def from_environment() -> RepeatTerminate:
             raise ValueError(f"{', '.join(missing)}: missing")
         return RepeatTerminate.model_validate(given)
     except (KeyError, OSError, TypeError, ValueError, ValidationError) as error:
-        raise EngineError(
-            f"{name}: the repeat guard cannot be loaded ({error})\n"
-            "  unset it: `coordexp serve` sets it from rollout_matching.repeat_terminate"
-        ) from error
+        raise EngineError(f"{name}: the repeat guard cannot be loaded ({_told(error)})\n  {fix}") from error
+
+
+def _told(error: Exception) -> str:
+    return "it is not set" if isinstance(error, KeyError) else str(error)

@@ -22,7 +22,7 @@ MOST_ANSWERS = 64  # to one request
 TAG = "<image>"
 Whole = Annotated[int, Field(ge=-(2**63), lt=2**63)]
 # What clients may say of sampling beyond what is served, and the value by which nothing is asked for.
-NEUTRAL = {
+NEUTRAL: dict[str, int | None] = {
     "num_beams": 1,
     "best_of": 1,
     "length_penalty": 1,
@@ -30,6 +30,8 @@ NEUTRAL = {
     "frequency_penalty": 0,
     "min_p": 0,
     "top_logprobs": 0,
+    "prompt_logprobs": None,
+    "structured_outputs_regex": None,
 }
 
 
@@ -58,6 +60,7 @@ class InferRequest(_Loose):
     tools: Any = None
     objects: Any = None
     chat_template_kwargs: Any = None
+    add_eos: bool | str | None = None
     uuid: str | None = None
     data_dict: dict[str, Any] | None = None
 
@@ -151,7 +154,7 @@ def _decoded(source: str) -> bytes:
 
 def parts(request: InferRequest) -> tuple[list[dict[str, Any]], list[str]]:
     """The conversation as chat templates take it, and its pictures."""
-    for name in ("audios", "videos", "tools", "objects", "chat_template_kwargs"):
+    for name in ("audios", "videos", "tools", "objects", "chat_template_kwargs", "add_eos"):
         if getattr(request, name):
             raise bad_request(f"{name}: not served here", "send text and one picture")
     conversation: list[dict[str, Any]] = []

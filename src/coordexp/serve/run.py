@@ -17,6 +17,7 @@ from transformers import AutoProcessor
 
 from coordexp.config.rollout import RolloutMatching
 from coordexp.errors import EngineError
+from coordexp.rollout.guard import ENGINE_GUARD
 from coordexp.rollout.setup import Setup
 from coordexp.rollout.wire import PROTOCOL, TOKEN, model_fingerprint
 from coordexp.serve.answering import Answering
@@ -46,7 +47,7 @@ def serve(about: Serving, ready: Callable[[int], None]) -> None:
     or if its engine ends before it."""
     guard = from_environment()
     if guard.enabled:
-        check_class()
+        check_class(ENGINE_GUARD)
     table = VocabularyTable.from_folder(about.folder)
     processor = AutoProcessor.from_pretrained(about.folder)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")

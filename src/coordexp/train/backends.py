@@ -75,8 +75,9 @@ def described(settings: Settings, backend: RolloutBackend) -> dict[str, Any]:
 
 @dataclass
 class ServerLog:
-    """`servers.jsonl`: every sync, and every call for answers with its seeds; of other ranks than the first,
-    `servers_1.jsonl` and so on. The first sync's facts go to `run.json` too."""
+    """`servers.jsonl`: every sync, every call for answers with its seeds, and every retry; of other ranks than the
+    first, `servers_1.jsonl` and so on. The first sync's facts go to `run.json` too. Each event is
+    one write, because several threads may record at once."""
 
     folder: Path
     rank: int

@@ -10,6 +10,7 @@ import time
 import pytest
 import torch
 
+from coordexp.config.rollout import RepeatTerminate
 from coordexp.errors import DataError, EngineError
 from coordexp.rollout import server_backend, server_weights
 from tests.fake_server import (
@@ -90,6 +91,7 @@ def test_requests_go_to_the_same_servers_every_time_and_come_back_in_order(run):
     assert it.servers[1].asked() == [[103, 104]] * 2
 
 
+@pytest.mark.scenario("R15")
 def test_servers_of_unequal_size_get_requests_in_proportion(run):
     it = run(sizes=[1, 3], decode_batch_size=2)
     it.sync(1)
@@ -98,6 +100,7 @@ def test_servers_of_unequal_size_get_requests_in_proportion(run):
     assert [len(call) for one in it.servers for call in one.asked()] == [2, 6]
 
 
+@pytest.mark.scenario("R10", "R15")
 def test_no_rank_has_more_requests_out_than_the_devices_decode_at_once(run):
     it = run(servers=2, decode_batch_size=2)
     it.sync(1)
@@ -143,12 +146,14 @@ def test_a_wrong_token_is_told(run, monkeypatch):
 # What stops a run
 
 
-@pytest.mark.scenario("R07.S6")
-def test_a_server_that_cannot_be_reached_stops_the_run_and_names_the_alternatives(run):
+@pytest.mark.scenario("R07", "R07.S6")
+def test_a_server_that_cannot_be_reached_in_timeout_s_stops_the_run_and_names_the_alternatives(run):
     it = run(timeout_s=0.3)
     it.servers[1].die()
+    began = time.monotonic()
     with pytest.raises(EngineError) as error:
         it.sync(0)
+    assert 0.3 <= time.monotonic() - began < 3.0
     told = str(error.value)
     for part in (it.servers[1].url, "nothing listens", "0 s", "coordexp serve", "--index 1", "mode: colocate"):
         assert part in told
@@ -156,11 +161,18 @@ def test_a_server_that_cannot_be_reached_stops_the_run_and_names_the_alternative
     assert it.servers[0].session is None or _soon(lambda: it.servers[0].session is None)
 
 
-def test_a_group_port_that_nothing_opens_stops_the_run(run):
+@pytest.mark.scenario("R07", "R07.S6")
+def test_a_group_port_that_nothing_opens_in_timeout_s_stops_the_run_and_names_the_alternatives(run):
     it = run(servers=1, timeout_s=0.4)
     it.servers[0].faults["/init_communicator/"].append(slow(5))
-    with pytest.raises(EngineError, match=f"group_port {it.servers[0].group_port}.*\n.*port must be free"):
+    began = time.monotonic()
+    with pytest.raises(
+        EngineError, match=f"group_port {it.servers[0].group_port}.*\n.*port must be free"
+    ) as error:
         it.sync(0)
+    assert 0.4 <= time.monotonic() - began < 3.0
+    assert "rollout_matching.vllm.mode: colocate" in str(error.value)
+    assert "rollout_matching.rollout_backend: hf" in str(error.value)
 
 
 def test_another_model_is_refused_with_what_differs(run):
@@ -269,6 +281,7 @@ def test_an_answer_that_cannot_be_read_is_one_error_with_server_and_field(run, f
     assert it.servers[0].url in str(error.value)
 
 
+@pytest.mark.scenario("R07.S5")
 def test_another_prompt_than_that_of_training_is_refused(run):
     it = run(servers=1)
     it.sync(1)
@@ -287,13 +300,34 @@ def test_a_server_without_the_learners_weights_is_found_by_the_probe(run):
 # What a run survives
 
 
-def test_one_fault_is_forgiven(run):
-    it = run(servers=1)
-    it.sync(1)
+ENGINE_FAILED = {"error": {"code": "engine", "message": "vLLM ended an answer by itself", "fix": "ask again"}}
+RETRIES = {
+    "http_500": (status(500), "/infer/ answered 500"),
+    "engine": (changed(lambda items: [items[0], ENGINE_FAILED]), "3.png: vLLM ended an answer by itself"),
+}
+
+
+@pytest.mark.scenario("R32")
+@pytest.mark.parametrize("kind", RETRIES)
+def test_a_call_that_the_server_failed_at_is_retried_once_with_the_same_seeds_and_the_retry_is_recorded(run, kind):
+    it = run(servers=2, decode_batch_size=2)
+    it.sync(5)
     it.forget()
-    it.servers[0].faults["/infer/"].append(status(500))
-    assert right(it.generate(2), 1)
-    assert it.servers[0].asked() == [[100, 101]] * 2
+    fault, reason = RETRIES[kind]
+    it.servers[1].faults["/infer/"].append(fault)
+    assert right(it.generate(4), 5)
+    assert it.servers[0].asked() == [[100, 101]] and it.servers[1].asked() == [[102, 103]] * 2
+    (retry,) = [event for event in it.recorded if event["event"] == "retry"]
+    assert reason in retry.pop("reason")
+    assert retry == {
+        "event": "retry",
+        "server": 1,
+        "base_url": it.servers[1].url,
+        "version": 5,
+        "kind": kind,
+        "requests": [{"image": "2.png", "seed": 102}, {"image": "3.png", "seed": 103}],
+    }
+    json.dumps(it.recorded)
 
 
 def test_requests_of_a_server_that_fails_twice_go_to_the_others(run):
@@ -324,12 +358,40 @@ def test_a_server_that_is_slow_and_alive_is_waited_for(run):
     assert not any("left out" in one for one in it.said)
 
 
+@pytest.mark.scenario("R07")
+@pytest.mark.parametrize("seconds", [None, 0, -1])
+def test_a_generation_call_has_no_timeout_when_infer_timeout_s_is_null_or_not_positive(run, seconds):
+    """The call also takes longer than `timeout_s`, which is not for generation."""
+    it = run(servers=1, infer_timeout_s=seconds, timeout_s=1.0)
+    it.sync(1)
+    it.forget()
+    it.servers[0].faults["/infer/"].append(slow(1.5))
+    assert right(it.generate(2), 1)
+    assert it.servers[0].paths().count("/infer/") == 1
+    assert not any("left out" in one for one in it.said)
+
+
+@pytest.mark.scenario("R07")
 def test_a_server_that_takes_longer_than_the_timeout_that_was_set_is_lost(run):
     it = run(infer_timeout_s=1.0)
     it.sync(1)
     it.servers[0].faults["/infer/"].append(slow(3))
+    began = time.monotonic()
     assert right(it.generate(4), 1)
+    assert 1.0 <= time.monotonic() - began < 3.0
     assert it.backend.pool.usable == (1,)
+    assert any("no answer in 1.0 s (in /infer/)" in one for one in it.said)
+
+
+@pytest.mark.scenario("R07")
+def test_a_positive_infer_timeout_s_limits_no_other_call_than_generation(run):
+    it = run(servers=1, infer_timeout_s=0.3)
+    others = ["/get_world_size/", "/version/", "/init_communicator/", "/start_update/", "/finish_update/"]
+    for path in others:
+        it.servers[0].faults[path].append(slow(0.5))
+    it.sync(1)
+    assert it.has(it.servers[0], 1) and set(others) <= set(it.servers[0].paths())
+    assert right(it.generate(2), 1)
 
 
 @pytest.mark.parametrize("fault", [dies, status(500, "update_failed")], ids=["dies", "fails"])
@@ -474,10 +536,40 @@ def test_an_older_server_of_ms_swift_is_told_of(run):
     assert any("has no /reset_encoder_cache/" in one for one in it.said)
 
 
-def test_a_server_of_ms_swift_cannot_have_the_guard(run):
+@pytest.mark.scenario("R33.S2")
+def test_a_server_of_ms_swift_that_does_not_prove_its_guard_is_refused_and_the_plugin_is_named(run):
     it = run(servers=1, each={"foreign": True}, guard={"enabled": True})
-    with pytest.raises(EngineError, match="has no repeat guard"):
+    with pytest.raises(EngineError, match="does not tell of a repeat guard") as error:
         it.sync(0)
+    assert "swift rollout --external_plugins" in str(error.value)
+    assert "coordexp.plugins.SWIFT_REPEAT_GUARD" in str(error.value)
+
+
+PLUGIN_FAULTS = {
+    "a worker lacks it": ({"workers": 1}, "active in 1 of its 2 workers"),
+    "another threshold": ({"guard": {"enabled": True, "ngram_size": 3}}, "its repeat_terminate.ngram_size is 3"),
+    "no settings": ({"guard": None}, "guard is None, which is no dict"),
+}
+
+
+@pytest.mark.scenario("R33.S2")
+@pytest.mark.parametrize(("change", "reason"), PLUGIN_FAULTS.values(), ids=PLUGIN_FAULTS)
+def test_a_server_of_ms_swift_whose_guard_is_not_active_everywhere_or_another_one_is_refused(run, change, reason):
+    it = run(sizes=[2], each={"foreign": True}, guard={"enabled": True})
+    whole = RepeatTerminate(enabled=True).model_dump(mode="json")
+    told = {"guard": whole, "workers": 2} | change
+    it.servers[0].plugin = told | ({"guard": whole | told["guard"]} if told["guard"] else {})
+    with pytest.raises(EngineError) as error:
+        it.sync(0)
+    assert reason in str(error.value)
+
+
+@pytest.mark.scenario("R33")
+def test_a_server_of_ms_swift_with_the_plugin_in_all_of_its_workers_may_be_used_with_the_guard(run):
+    it = run(sizes=[2], each={"foreign": True}, guard={"enabled": True})
+    it.servers[0].plugin = {"guard": RepeatTerminate(enabled=True).model_dump(mode="json"), "workers": 2}
+    it.sync(3)
+    assert len(it.generate(2)) == 2
 
 
 # What is written down
@@ -547,14 +639,11 @@ def test_answers_of_another_learner_at_the_same_step_are_not_taken_for_ones_own(
     other.close()
 
 
-def test_a_request_that_the_servers_own_engine_failed_at_is_asked_again_once(run):
-    failed = {"error": {"code": "engine", "message": "vLLM ended an answer by itself", "fix": "ask again"}}
+def test_a_request_that_the_servers_own_engine_fails_at_twice_ends_the_run(run):
     it = run(1)
     it.sync(1)
-    it.servers[0].faults["/infer/"].append(changed(lambda items: [failed, *items[1:]]))
-    assert right(it.generate(4), 1)
     for _ in range(2):
-        it.servers[0].faults["/infer/"].append(changed(lambda items: [failed, *items[1:]]))
+        it.servers[0].faults["/infer/"].append(changed(lambda items: [ENGINE_FAILED, *items[1:]]))
     with pytest.raises(EngineError, match=r"0\.png: .* could not answer it: vLLM ended an answer by itself"):
         it.generate(4)
 

@@ -4,8 +4,10 @@ import json
 import subprocess
 import sys
 from dataclasses import replace
+from typing import Any, Literal
 
 import pytest
+from pydantic import TypeAdapter
 
 from coordexp.config.rollout import RepeatTerminate
 from coordexp.errors import EngineError
@@ -19,6 +21,7 @@ from coordexp.rollout.wire import (
     rollout,
 )
 from coordexp.rollout.wire import read_answers as read
+from coordexp.serve.requests import NEUTRAL, InferRequest, RequestConfig
 from tests.vocabularies import table
 
 TABLE = table("small")
@@ -120,10 +123,61 @@ def test_one_call_decodes_in_one_way():
         infer_payload([request(), replace(request(), decode=Decode.greedy(5))], "q")
 
 
-def test_payloads_fit_the_dataclasses_of_ms_swift_where_it_is_installed():
-    """Their constructors know every field that we send."""
-    protocol = pytest.importorskip("swift.infer_engine.protocol", reason="ms-swift is not installed")
-    payload = infer_payload([request(5), request(6)], "Detect all objects.")
-    for one in payload["infer_requests"]:
-        assert protocol.RolloutInferRequest(**one).images == one["images"]
-    assert protocol.RequestConfig(**payload["request_config"]).seed == payload["request_config"]["seed"]
+# The fields of ms-swift 4.6.0 (`swift.infer_engine.protocol`), recorded from its source with their types.
+RECORDED_ROLLOUT_INFER_REQUEST = {
+    "messages": list[dict[str, Any]],
+    "images": list[str],
+    "audios": list[str],
+    "videos": list[str],
+    "tools": list[dict[str, Any]] | None,
+    "objects": dict[str, Any],
+    "chat_template_kwargs": dict[str, Any],
+    "data_dict": dict[str, Any],
+    "uuid": str | None,
+    "add_eos": bool | Literal["auto"] | None,
+}
+RECORDED_REQUEST_CONFIG = {
+    "max_tokens": int | None,
+    "temperature": float | None,
+    "top_k": int | None,
+    "top_p": float | None,
+    "min_p": float | None,
+    "repetition_penalty": float | None,
+    "num_beams": int,
+    "stop": list[str] | None,
+    "seed": int | None,
+    "stream": bool,
+    "logprobs": bool,
+    "top_logprobs": int | None,
+    "prompt_logprobs": int | None,
+    "n": int,
+    "best_of": int | None,
+    "presence_penalty": float,
+    "frequency_penalty": float,
+    "length_penalty": float,
+    "return_details": bool,
+    "structured_outputs_regex": str | None,
+}
+
+
+@pytest.mark.scenario("R40")
+@pytest.mark.parametrize("mode", ["greedy", "sampling"])
+def test_payloads_are_json_with_fields_and_types_of_the_recorded_dataclasses_of_ms_swift(mode):
+    payload = infer_payload([request(5, mode=mode), request(6, mode=mode)], "Detect all objects.")
+    payload = json.loads(json.dumps(payload))
+    assert payload.keys() == {"infer_requests", "request_config"}
+    for sent in payload["infer_requests"]:
+        assert "messages" in sent  # the one field without a default
+        assert_fits(sent, RECORDED_ROLLOUT_INFER_REQUEST)
+    assert_fits(payload["request_config"], RECORDED_REQUEST_CONFIG)
+
+
+def assert_fits(sent: dict[str, Any], fields: dict[str, Any]) -> None:
+    for name, value in sent.items():
+        TypeAdapter(fields[name]).validate_python(value, strict=True)
+
+
+@pytest.mark.scenario("R40")
+def test_the_server_serves_or_refuses_every_recorded_field_of_ms_swift():
+    assert set(InferRequest.model_fields) == set(RECORDED_ROLLOUT_INFER_REQUEST)
+    assert set(RequestConfig.model_fields) | set(NEUTRAL) == set(RECORDED_REQUEST_CONFIG)

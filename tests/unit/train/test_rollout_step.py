@@ -252,10 +252,10 @@ def test_rollout_settings_reach_the_step_from_the_loader_as_rollout_matching_cfg
     )
 
 
-def handed_over(tmp_path, monkeypatch, **changes):
+def handed_over(tmp_path, monkeypatch, truth=TRUTH, **changes):
     """The settings of a run, and what its trainer is given."""
     make_model(tmp_path / "model", "small", size=Size(hidden=64, layers=1, vision_hidden=32, vision_depth=1))
-    casebook(tmp_path, TRUTH, QWEN)
+    casebook(tmp_path, truth, QWEN)
     loaded = load(
         stage2(
             model={"path": str(tmp_path / "model"), "dtype": "float32"},
@@ -274,6 +274,34 @@ def handed_over(tmp_path, monkeypatch, **changes):
     with pytest.raises(InterruptedError):
         run.prepare(loaded, resume=False)
     return loaded.settings, given
+
+
+def boxes(side: int, count: int) -> dict[str, tuple[TrueObject, ...]]:
+    cup = TrueObject("cup", box(100, 100, 100 + side, 100 + side))
+    return {f"{side}-{k}.png": (cup,) for k in range(count)}
+
+
+@pytest.mark.parametrize(
+    ("truth", "resolution", "said"),
+    [
+        (boxes(19, 3) | boxes(500, 2), 256, True),
+        (boxes(19, 2) | boxes(500, 3), 256, False),
+        (boxes(20, 3), 256, False),
+        (boxes(19, 3), 1000, False),
+        (boxes(500, 6) | boxes(19, 20), 256, False),  # only the first records are measured
+    ],
+)
+def test_a_run_says_once_that_a_finer_canvas_is_exact_when_the_median_side_is_under_20_bins(
+    tmp_path, monkeypatch, capsys, truth, resolution, said
+):
+    """D16."""
+    monkeypatch.setattr(run, "MEASURED", 10)
+    changes = {"rollout_backend": "hf", "maskiou_resolution": resolution}
+    handed_over(tmp_path, monkeypatch, truth, **{f"rollout_matching__{name}": v for name, v in changes.items()})
+    shown = " ".join(capsys.readouterr().err.split())
+    assert shown.count("the median side of the objects") == said
+    assert ("is 19 bins" in shown) == said
+    assert ("1000 is exact for boxes, and matching costs about 2.5 times as much" in shown) == said
 
 
 @pytest.mark.scenario("R12.S2")

@@ -1,0 +1,23 @@
+"""The repeat guard for servers whose requests cannot carry its settings, such as those of ms-swift. The settings
+come from the server's environment instead, and hold for every request."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+from coordexp.rollout.engine_guard import RepeatGuard
+from coordexp.rollout.guard import EngineGuard, key_pattern
+from coordexp.serve.guard import LOADED, from_environment
+from coordexp.vocab import VocabularyTable
+
+
+class StartupRepeatGuard(RepeatGuard):
+    def __init__(self, vllm_config: Any, *runner: Any) -> None:
+        super().__init__(vllm_config, *runner)
+        guard = from_environment()
+        table = VocabularyTable.from_folder(Path(vllm_config.model_config.model))
+        pattern = key_pattern(table) if guard.max_object_keys is not None else ()
+        self._default = EngineGuard(
+            **guard.model_dump(), key_pattern=tuple(pattern), end_of_turn=table.end_of_turn
+        )
+        (Path(os.environ[LOADED]) / str(os.getpid())).touch()  # how the server proves that its engines have it
