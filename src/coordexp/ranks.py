@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import distributed as dist
@@ -51,16 +51,30 @@ def together(work: Callable[[], T], waited: Callable[[float], None] = lambda sec
 
 
 def sum_over_ranks(values: Sequence[float]) -> list[float]:
+    return _reduce_over_ranks(values, dist.ReduceOp.SUM)
+
+
+def max_over_ranks(value: int, waited: Callable[[float], None] = lambda seconds: None) -> int:
+    """Return the largest value of all ranks. `waited` gets the seconds that other ranks took longer."""
+    if not dist.is_initialized():
+        return value
+    since = time.perf_counter()
+    largest = int(_reduce_over_ranks([value], dist.ReduceOp.MAX)[0])
+    waited(time.perf_counter() - since)
+    return largest
+
+
+def _reduce_over_ranks(values: Sequence[float], operation: Any) -> list[float]:
     if not dist.is_initialized():
         return list(values)
-    total = torch.tensor(values, dtype=torch.float64, device=_device())
+    reduced = torch.tensor(values, dtype=torch.float64, device=_device())
     try:
-        dist.all_reduce(total)
+        dist.all_reduce(reduced, operation)
     except RuntimeError as error:
         if lost := lost_rank(error):
             raise lost from error
         raise
-    return total.tolist()
+    return reduced.tolist()
 
 
 def gather_texts(text: str) -> list[str]:

@@ -60,7 +60,11 @@ IN_ONE_ROW = {
     "training__gradient_accumulation_steps": 1,
     "training__packing": True,
     "global_max_length": 1024,
+    "training__packing_min_fill_ratio": 0.85,
 }
+# The samples have 118, 115, 81, 118, 115 and 81 tokens. Of two ranks, which take turns, one needs two rows for its
+# three samples, and the other three.
+HALF = {"global_max_length": 198, "training__gradient_accumulation_steps": 1}
 # In file order, two ranks of batch 3: rank 1 has records 1, 3 and 5 in the first step and record 9 in the second.
 IN_ORDER = {"training__train_sampling_strategy": "sequential", "training__gradient_accumulation_steps": 1}
 
@@ -77,7 +81,7 @@ class Watched:
         self.folder = folder
         plan = folder / f"plan-{processes}.json"
         plan.write_text(json.dumps(jobs))
-        finish([str(ROOT / "tests/integration/stage2_worker.py"), str(plan)], processes)
+        self.shown = finish([str(ROOT / "tests/integration/stage2_worker.py"), str(plan)], processes)
 
     def __call__(self, name: str, rank: int = 0) -> dict:
         return json.loads((self.folder / f"{name}-{rank}.json").read_text())
@@ -138,12 +142,11 @@ def by_two(parts):
     lines = (record / "train.jsonl").read_text().splitlines()
     lines[9] = json.dumps(json.loads(lines[9]) | {"objects": [{"desc": "", "bbox_2d": [0, 0, 9, 9]}]})
     (record / "train.jsonl").write_text("".join(f"{line}\n" for line in lines))
-    half = {"training__gradient_accumulation_steps": 1}
     jobs = [
         asks(parts, "ddp"),
         asks(parts, "fsdp2"),
-        job(parts, "ddp", SIX_SAMPLES, half),
-        job(parts, "fsdp2", SIX_SAMPLES, half, sharded=True),
+        job(parts, "ddp", SIX_SAMPLES, HALF),
+        job(parts, "fsdp2", SIX_SAMPLES, HALF, sharded=True),
         job(parts, "mixed-by-two", MIXED),
         job(parts, "damaged-picture", EVALUATED, IN_ORDER, custom__val_jsonl=str(picture / "val.jsonl")),
         job(
@@ -229,6 +232,33 @@ def test_a_packed_step_has_the_gradient_of_its_samples_one_by_one(parts, by_one)
     assert [len(row) for row in by_one("in-one-row")["trained"]] == [6]
     assert [len(row) for row in by_one("one-by-one")["trained"]] == [1] * 6
     same_step(parts, by_one, "one-by-one", by_one, "in-one-row")
+
+
+@pytest.mark.scenario("R05")
+def test_without_packing_a_micro_batch_is_cut_into_rows_under_the_cap_and_keeps_its_gradient(parts, by_one):
+    assert by_one("one-by-one")["forwards"] == [118, 115, 81, 118, 115, 81]
+    assert by_one("micro-steps")["forwards"] == [118 + 115, 81] * 2  # a row has at most 256 tokens
+    same_step(parts, by_one, "one-by-one", by_one, "micro-steps")
+
+
+@pytest.mark.scenario("R05")
+@pytest.mark.parametrize("mode", ["ddp", "fsdp2"])
+def test_two_ranks_cut_their_micro_batches_into_the_same_number_of_rows(parts, by_two, mode):
+    first, second = (by_two(mode, rank) for rank in range(2))
+    assert first["error"] is second["error"] is None
+    assert first["forwards"] == [118, 81, 115]  # 81 and 115 would fit into one row of 198
+    assert second["forwards"] == [115, 118, 81]
+
+
+@pytest.mark.scenario("R05")
+def test_a_run_warns_of_rows_that_are_filled_less_than_the_ratio_and_of_no_others(parts, by_one):
+    (line,) = steps(parts / "in-one-row")
+    assert 0.5 < line["packing/fill"] < 0.85
+    warnings = [shown for shown in by_one.shown.splitlines() if "packed rows are filled" in shown]
+    assert warnings == [
+        f"warning: step 1: packed rows are filled to {line['packing/fill']:.3f} on average, and "
+        "training.packing_min_fill_ratio is 0.85"
+    ]
 
 
 @pytest.mark.scenario("R19.S1")

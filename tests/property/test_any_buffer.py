@@ -9,8 +9,9 @@ from coordexp.pack import select
 from coordexp.pack.select import WINDOW, first_in_first_out
 
 
+@pytest.mark.scenario("R05", "R05.S1")
 @pytest.mark.timeout(240)
-def test_no_selection_is_belowfirst_in_first_out_or_without_the_oldest():
+def test_no_selection_is_below_first_in_first_out_above_the_cap_or_without_the_oldest():
     chooser = random.Random(11)
     for _ in range(100_000):
         capacity = chooser.choice((8, 20, 50, 100))

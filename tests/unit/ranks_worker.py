@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import distributed as dist
 
-from coordexp.ranks import gather_texts, sum_over_ranks, together
+from coordexp.ranks import gather_texts, max_over_ranks, sum_over_ranks, together
 
 
 def success(rank: int) -> Any:
@@ -68,7 +68,7 @@ def texts(rank: int) -> Any:
 
 
 def sums(rank: int) -> Any:
-    return sum_over_ranks([1.0 + rank, 2.0**52])
+    return [*sum_over_ranks([1.0 + rank, 2.0**52]), max_over_ranks(7 - rank)]
 
 
 def killed(rank: int) -> Any:

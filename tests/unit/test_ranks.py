@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from coordexp.ranks import gather_texts, sum_over_ranks, together
+from coordexp.ranks import gather_texts, max_over_ranks, sum_over_ranks, together
 
 WORKER = Path(__file__).parent / "ranks_worker.py"
 
@@ -72,10 +72,10 @@ def test_a_rank_is_told_how_long_it_waited_for_the_others(came_of):
     assert last < 0.3
 
 
-def test_texts_and_sums_of_all_ranks_are_the_same_on_all(came_of):
+def test_texts_sums_and_maxima_of_all_ranks_are_the_same_on_all(came_of):
     for rank in came_of:
         assert rank["texts"]["gave"] == ["cup é 🙂" * 1000, ""]
-        assert rank["sums"]["gave"] == [3.0, 2.0**53]
+        assert rank["sums"]["gave"] == [3.0, 2.0**53, 7]
 
 
 def test_a_rank_that_is_gone_is_a_lost_rank_for_the_other_within_seconds(came_of):
@@ -90,6 +90,7 @@ def test_a_rank_that_is_gone_is_a_lost_rank_for_the_other_within_seconds(came_of
 def test_one_process_alone_needs_no_other():
     assert together(lambda: 5) == 5
     assert sum_over_ranks([1.5]) == [1.5]
+    assert max_over_ranks(3) == 3
     assert gather_texts("a") == ["a"]
     with pytest.raises(KeyError, match="mine"):
         together(lambda: {}["mine"])

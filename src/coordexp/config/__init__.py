@@ -7,7 +7,7 @@ the same contract.
 from coordexp.config.capacity import requests_per_rank, server_base_urls
 from coordexp.config.load import Loaded, load_settings, parse_settings
 from coordexp.config.paths import dotted
-from coordexp.config.rollout import RolloutMatching
+from coordexp.config.rollout import RolloutContract, RolloutMatching
 from coordexp.config.rules import World
 from coordexp.config.settings import CHANNELS_OF, Settings
 from coordexp.config.violations import ConfigError, Violation
@@ -16,6 +16,7 @@ __all__ = [
     "CHANNELS_OF",
     "ConfigError",
     "Loaded",
+    "RolloutContract",
     "RolloutMatching",
     "Settings",
     "Violation",

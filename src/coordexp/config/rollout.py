@@ -1,7 +1,7 @@
 """Settings under `rollout_matching`: how rollouts are made, read and matched, and what is trained on them.
 
-This section, validated and with derived values filled in, is the one object that rollout-aware trainers
-receive as `rollout_matching_cfg` (D27).
+This section, validated, with derived values filled in and with the packing keys of `training`, is the one object
+that rollout-aware trainers receive as `rollout_matching_cfg`: the `RolloutContract` (D27).
 """
 
 from typing import Annotated, Literal
@@ -202,3 +202,14 @@ class RolloutMatching(Section):
     @property
     def mode_of_decoding(self) -> DecodeMode:
         return self.decode_mode or ("sampling" if self.decoding.temperature > 0 else "greedy")
+
+
+class RolloutContract(RolloutMatching):
+    """All that a rollout-aware trainer reads, wherever a file has it. `Settings.rollout_matching_cfg` makes it; a
+    file cannot: it writes the packing keys under `training`, and `packing_length` as `global_max_length`."""
+
+    packing: bool
+    packing_buffer: PositiveInt
+    packing_min_fill_ratio: Fraction
+    packing_drop_last: bool
+    packing_length: PositiveInt

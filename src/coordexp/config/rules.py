@@ -155,6 +155,12 @@ def _packing_carries_over(s: Settings, world: World) -> Iterator[Conflict]:
         problem = "false, and training.packing is true"
         fix = "set packing_drop_last: true; segments that still wait at the end get no extra step"
         yield Conflict("training.packing_drop_last", problem, fix, ("training.packing",))
+    buffer, batch = s.training.packing_buffer, s.training.per_device_train_batch_size
+    if s.training.packing and buffer < batch:
+        problem = f"{buffer} cannot hold one micro-batch: training.per_device_train_batch_size is {batch}"
+        fix = f"use at least {batch}, better several times that, or lower per_device_train_batch_size"
+        others = ("training.packing", "training.per_device_train_batch_size")
+        yield Conflict("training.packing_buffer", problem, fix, others)
 
 
 def _steps_are_known(s: Settings, world: World) -> Iterator[Conflict]:

@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from coordexp.config.pipeline import Channel, Pipeline
-from coordexp.config.rollout import RolloutMatching
+from coordexp.config.rollout import RolloutContract, RolloutMatching
 from coordexp.config.section import (
     Fraction,
     NonNegativeFloat,
@@ -111,11 +111,23 @@ class Training(TransformersArguments):
         None, description="Whether the Space of `trackio_space_id` is private. null: the default of its owner."
     )
     packing: bool = Field(False, description="Join several answers into one row of up to `global_max_length`.")
-    packing_buffer: PositiveInt = Field(256, description="Segments that may wait for a row, per rank.")
-    packing_min_fill_ratio: Fraction = Field(0.85, description="Warn when rows are filled less than this.")
+    packing_buffer: PositiveInt = Field(
+        256,
+        description="Segments that may wait for a row, per rank. With `packing`, at least "
+        "`per_device_train_batch_size`; the run stops when more would wait.",
+    )
+    packing_min_fill_ratio: Fraction = Field(
+        0.85,
+        description="Warn when the rows between two log lines are filled less than this on average; once, until "
+        "they are filled enough again.",
+    )
     packing_drop_last: bool = Field(
         True, description="Leave what still waits at the end untrained. Must be true with `packing`."
     )
+
+
+# The keys of `training` that are not transformers'.
+PACKING_KEYS = ("packing", "packing_buffer", "packing_min_fill_ratio", "packing_drop_last")
 
 
 class Template(Section):
@@ -153,8 +165,8 @@ class Settings(Section):
     custom: Custom = Field(description="What is trained on which data.")
     global_max_length: PositiveInt | None = Field(
         None,
-        description="Longest sequence, and the length of a packed row. Unset: `template.max_length`. One of the "
-        "two is required.",
+        description="Longest sequence, and the most tokens of one row, packed or not. Unset: "
+        "`template.max_length`. One of the two is required.",
         examples=[16000],
     )
     template: Annotated[Template, from_null] = Field(
@@ -185,6 +197,13 @@ class Settings(Section):
     @property
     def pipeline(self) -> Pipeline | None:
         return self.rollout_matching.pipeline if self.uses_rollouts else self.stage1.pipeline
+
+    @property
+    def rollout_matching_cfg(self) -> RolloutContract:
+        """The contract of rollout-aware trainers. Needs settings from the loader, which has derived the length."""
+        assert self.global_max_length is not None, "settings that did not come from the loader"
+        packing = {name: getattr(self.training, name) for name in PACKING_KEYS}
+        return RolloutContract(**dict(self.rollout_matching), **packing, packing_length=self.global_max_length)
 
     @property
     def channels(self) -> frozenset[Channel]:

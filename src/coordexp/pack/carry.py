@@ -55,7 +55,8 @@ class CarryBuffer(Generic[T]):
         if len(item) > self.capacity:
             raise PackingError(
                 f"a segment of {len(item)} tokens does not fit into a row of {self.capacity}\n"
-                "  raise global_max_length, lower rollout_matching.max_new_tokens, or set training.packing: false"
+                "  raise global_max_length, lower rollout_matching.max_new_tokens if it is an answer, or take the "
+                "record out of the data"
             )
         if not len(item):
             raise PackingError("a segment without tokens cannot be trained on")
@@ -63,8 +64,8 @@ class CarryBuffer(Generic[T]):
             raise PackingError(
                 f"{len(self._waiting)} segments ({self.tokens:,} tokens) wait for rows of {self.capacity:,}, "
                 f"and training.packing_buffer is {self.limit}\n"
-                "  more comes in than rows take out: lower training.per_device_train_batch_size, raise "
-                "global_max_length, or raise training.packing_buffer"
+                "  raise training.packing_buffer, with which the run can be resumed, or start a new run with a "
+                "smaller training.per_device_train_batch_size"
             )
         self._waiting.append((item, self.rows))
 

@@ -54,6 +54,19 @@ def first_in_first_out(lengths: Sequence[int], capacity: int) -> tuple[int, ...]
     return tuple(chosen)
 
 
+def split_in_order(lengths: Sequence[int], capacity: int, at_least: int = 1) -> list[slice]:
+    """Cut segments, in order of arrival, into rows of at most `capacity` tokens: as few as possible, but no fewer
+    than `at_least`. No row is empty, so there must be that many segments, and each must fit into a row."""
+    starts, used = [0], lengths[0]
+    for index, length in enumerate(lengths[1:], start=1):
+        one_each = len(lengths) - index <= at_least - len(starts)
+        if one_each or used + length > capacity:
+            starts.append(index)
+            used = 0
+        used += length
+    return [slice(start, end) for start, end in zip(starts, [*starts[1:], len(lengths)], strict=True)]
+
+
 def _constant_volume(lengths: Sequence[int], capacity: int) -> tuple[int, ...]:
     """The oldest, with the fullest bin that the others make in the room it leaves."""
     room = capacity - lengths[0]

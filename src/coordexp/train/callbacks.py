@@ -136,6 +136,40 @@ def rollout_story(logs: dict[str, float]) -> str | None:
     return f"{', '.join(parts)}  [{logs.get('time/step', 0.0):.1f} s: {', '.join(times)}]"
 
 
+class FillWarning(TrainerCallback):
+    """Warns when packed rows are filled less than `packing_min_fill_ratio`, on average over the rows of all ranks
+    between two log lines. It warns once, and again only after rows were filled enough in between."""
+
+    def __init__(self, min_fill_ratio: float) -> None:
+        self._min_fill_ratio = min_fill_ratio
+        self._warned = False
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float] | None = None, **_: Any) -> None:
+        if not state.is_world_process_zero or not logs or "packing/fill" not in logs:
+            return
+        underfull = logs["packing/fill"] < self._min_fill_ratio
+        if underfull and not self._warned:
+            say(
+                fill_warning(
+                    state.global_step, logs["packing/fill"], logs["packing/waiting"], self._min_fill_ratio
+                )
+            )
+        self._warned = underfull
+
+
+def fill_warning(step: int, fill: float, waiting: float, min_fill_ratio: float) -> str:
+    """What to do depends on what rows leave behind: nothing, or segments that are too long to share a row."""
+    advice = (
+        "few segments wait for a row: raise training.per_device_train_batch_size, or lower global_max_length"
+        if waiting < 1
+        else f"{waiting:.1f} segments wait that did not fit in: raise global_max_length, so that more share a row"
+    )
+    return (
+        f"warning: step {step}: packed rows are filled to {fill:.3f} on average, and "
+        f"training.packing_min_fill_ratio is {min_fill_ratio:g}\n  {advice}"
+    )
+
+
 class StopOnSignal(TrainerCallback):
     """SIGTERM or SIGINT: finish the step, save, end. All ranks agree on the step, whichever of them was told."""
 

@@ -15,8 +15,8 @@ from torch import Tensor
 from transformers import AutoProcessor, PrinterCallback, Qwen3VLForConditionalGeneration, TrainingArguments
 from transformers.trainer_utils import set_seed
 
-from coordexp.config import Loaded, Settings
-from coordexp.config.rules import max_length
+from coordexp.config import Loaded, RolloutContract, Settings
+from coordexp.config.settings import PACKING_KEYS
 from coordexp.data import RecordFile, read_records
 from coordexp.data.doctor.measures import SMALL, Sizes
 from coordexp.dump_files import FOLDER
@@ -29,7 +29,7 @@ from coordexp.rollout.prompt import PromptBuilder
 from coordexp.target.dump import READ
 from coordexp.train.adapter import with_adapter
 from coordexp.train.backends import backend_for, described
-from coordexp.train.callbacks import Bar, FirstSync, MetricsFile, StopOnSignal, say
+from coordexp.train.callbacks import Bar, FillWarning, FirstSync, MetricsFile, StopOnSignal, say
 from coordexp.train.counters import Ledger
 from coordexp.train.dump import Dumps
 from coordexp.train.dump_folder import DumpFolder, forget_from
@@ -44,7 +44,6 @@ from coordexp.vocab import VocabularyTable
 
 EXACT = 1000  # side of the mask IoU canvas on which every box is exact
 MEASURED = 1000  # records whose objects are measured at the start of a run
-OURS = ("packing", "packing_buffer", "packing_min_fill_ratio", "packing_drop_last")
 
 
 @dataclass(frozen=True)
@@ -107,7 +106,7 @@ def training_arguments(settings: Settings, samples: int) -> TrainingArguments:
     given: dict[str, Any] = {
         name: list(value) if isinstance(value, tuple) else value
         for name, value in settings.training
-        if name not in OURS
+        if name not in PACKING_KEYS
     }
     if given["max_steps"] <= 0:
         per_step = settings.training.per_device_train_batch_size * settings.training.gradient_accumulation_steps
@@ -143,8 +142,8 @@ def _trainer(
     prompts = PromptBuilder(processor, settings.custom.prompt)
     collate = Collator.for_model(base, prompts.pixels, objective.roles())
     model = with_adapter(base, settings.model.adapter, table.first_coord)
-    rollout = settings.rollout_matching
-    cases = Casebook(train, prompts, table, settings.custom.object_field_order, rollout)
+    contract = settings.rollout_matching_cfg
+    cases = Casebook(train, prompts, table, settings.custom.object_field_order, contract)
     backend = backend_for(settings, arguments, cases, lambda: trainer)
 
     def weights() -> Iterator[tuple[str, Tensor]]:
@@ -152,10 +151,10 @@ def _trainer(
 
     evaluation = None
     if held_out is not None and arguments.eval_strategy != "no":
-        evaluation = AnswerEvaluation(held_out, backend, weights, table, rollout, Path(arguments.output_dir))
+        evaluation = AnswerEvaluation(held_out, backend, weights, table, contract, Path(arguments.output_dir))
     ledger, stop = Ledger(), StopOnSignal()
     dumps = _dump_folder(settings, arguments)
-    encode = _encode(settings, arguments, cases, backend, weights, ledger, dumps)
+    encode = _encode(settings, contract, arguments, cases, backend, weights, ledger, dumps)
     trainer = RowTrainer(
         model=model,
         args=arguments,
@@ -165,15 +164,16 @@ def _trainer(
             FirstSync(backend, weights),
             MetricsFile(Path(arguments.output_dir) / "metrics.jsonl"),
             Bar(),
+            *([FillWarning(contract.packing_min_fill_ratio)] if contract.packing else []),
             stop,
         ],
         objective=objective,
-        stream=_stream(settings, arguments, train, encode, ledger),
+        stream=_stream(settings, contract, arguments, train, encode, ledger),
         collate=collate,
         evaluation=evaluation,
         backend=backend,
         about={"prompt": settings.custom.prompt},
-        rollout_matching_cfg=rollout,
+        rollout_matching_cfg=contract,
         image_threads=settings.training.dataloader_num_workers,
         trace=Traces(objective, dumps) if dumps else lambda *_: None,
     )
@@ -190,6 +190,7 @@ def _dump_folder(settings: Settings, arguments: TrainingArguments) -> DumpFolder
 
 def _encode(
     settings: Settings,
+    contract: RolloutContract,
     arguments: TrainingArguments,
     cases: Casebook,
     backend: RolloutBackend,
@@ -206,7 +207,7 @@ def _encode(
         cases,
         backend,
         weights,
-        settings.rollout_matching,
+        contract,
         settings.training.seed,
         arguments.process_index,
         ledger,
@@ -220,10 +221,14 @@ def _encode(
 
 
 def _stream(
-    settings: Settings, arguments: TrainingArguments, records: RecordFile, encode: Encode, ledger: Ledger
+    settings: Settings,
+    contract: RolloutContract,
+    arguments: TrainingArguments,
+    records: RecordFile,
+    encode: Encode,
+    ledger: Ledger,
 ) -> RowStream:
-    training, length = settings.training, max_length(settings)
-    assert length is not None
+    training = settings.training
     order = Order(
         len(records),
         arguments.process_index,
@@ -233,14 +238,14 @@ def _stream(
         stages=_stages(settings, records),
     )
     buffer: CarryBuffer[Example] | None = None
-    if training.packing:
-        buffer = CarryBuffer(length, training.packing_buffer, training.packing_min_fill_ratio)
+    if contract.packing:
+        buffer = CarryBuffer(contract.packing_length, contract.packing_buffer, contract.packing_min_fill_ratio)
     return RowStream(
         order,
         encode,
         training.per_device_train_batch_size,
         buffer,
-        max_length=length,
+        max_length=contract.packing_length,
         accumulation=training.gradient_accumulation_steps,
         ledger=ledger,
         about=_identity(settings, records),

@@ -63,8 +63,9 @@ class Order:
 
 class RowStream:
     """Without a `buffer`, a row is one micro-batch. With it, one micro-batch of samples joins what waits, unless
-    that is two rows already, and the next row is drawn. `accumulation` rows make an optimizer step. `about` is
-    what must be the same after a resume, besides order and sizes."""
+    that is two rows already, and the next row is drawn. A micro-batch that the buffer cannot hold stops the run.
+    `accumulation` rows make an optimizer step. `about` is what must be the same after a resume, besides order and
+    sizes."""
 
     def __init__(
         self,
@@ -133,10 +134,9 @@ class RowStream:
         self.rows += 1
         if self.buffer is None:
             return tuple(self._fitting(each) for each in self._next(self._batch, moment))
-        full = self.buffer.tokens >= 2 * self.buffer.capacity
-        room = 0 if full else min(self._batch, self.buffer.limit - len(self.buffer))
-        for each in self._next(room, moment):
-            self.buffer.add(each)
+        enough = self.buffer.tokens >= 2 * self.buffer.capacity
+        for example in self._next(0 if enough else self._batch, moment):
+            self.buffer.add(example)
         row = self.buffer.draw()
         self.ledger.packed(row.report)
         return row.items

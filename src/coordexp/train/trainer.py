@@ -12,16 +12,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
+import torch
 from torch import Tensor
 from transformers import Trainer
 from transformers.trainer_utils import rotate_checkpoints
 
-from coordexp.config import RolloutMatching
+from coordexp.config import RolloutContract
 from coordexp.objective import Objective, Tally, reduced_counts
 from coordexp.objective.reduction import gradient_scale
-from coordexp.pack import Example
+from coordexp.pack import Example, PackingError, split_in_order
 from coordexp.pack.collate import Collator, Row, Supervision, Watched, kind_counts
-from coordexp.ranks import together
+from coordexp.ranks import max_over_ranks, together
 from coordexp.rollout.backend import RolloutBackend
 from coordexp.train.stream import RowStream
 
@@ -42,7 +43,7 @@ class RowTrainer(Trainer):
         evaluation: Evaluation | None,
         backend: RolloutBackend,
         about: dict[str, Any],
-        rollout_matching_cfg: RolloutMatching,
+        rollout_matching_cfg: RolloutContract,
         image_threads: int = 0,
         trace: Trace = lambda *_: None,
         **kwargs: Any,
@@ -129,15 +130,41 @@ class RowTrainer(Trainer):
         return self._together(lambda: self._row(inputs)).to(self.args.device)
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
+        """Run a forward and a backward pass for each row of the micro-step. Their losses are shares of the loss of
+        the optimizer step, so their gradients add up to that of the micro-step, in however many rows it is."""
+        loss = torch.zeros((), device=self.args.device)
         with self.ledger.timed("compute", without=("pictures", "waited")):
-            return super().training_step(model, inputs, num_items_in_batch)
+            for row in self._rows_of(inputs):
+                loss += super().training_step(model, row, num_items_in_batch)
+        return loss
+
+    def _rows_of(self, micro_step: tuple[Example, ...]) -> list[tuple[Example, ...]]:
+        """Return the rows of a micro-step. With packing it is one, which was drawn under the cap. Without packing,
+        a micro-batch with more tokens than a row may have is cut into several. DDP and FSDP need as many passes on
+        every rank, so all ranks make as many rows as the one that needs most."""
+        contract = self.rollout_matching_cfg
+        if contract.packing:
+            return [micro_step]
+        lengths, cap = [len(example) for example in micro_step], contract.packing_length
+        passes = max_over_ranks(len(split_in_order(lengths, cap)), waited=self._waited)
+        if passes > 1 and self.is_deepspeed_enabled:
+            raise PackingError(
+                f"a micro-batch has more tokens than one row may have (global_max_length {cap}), and DeepSpeed "
+                "would step its optimizer after each of several rows\n"
+                "  lower training.per_device_train_batch_size, raise global_max_length, or set training.packing: "
+                "true"
+            )
+        return [micro_step[part] for part in split_in_order(lengths, cap, at_least=passes)]
 
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
         self.ledger.step_ends()
         super()._maybe_log_save_evaluate(*args, **kwargs)
 
     def _together(self, work: Callable[[], T]) -> T:
-        return together(work, waited=lambda seconds: self.ledger.spent("waited", seconds))
+        return together(work, waited=self._waited)
+
+    def _waited(self, seconds: float) -> None:
+        self.ledger.spent("waited", seconds)
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         """The streams come last: a checkpoint that has them is whole. Older ones go only after that."""

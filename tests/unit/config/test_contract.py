@@ -7,7 +7,13 @@ import pytest
 from typer.testing import CliRunner
 
 from coordexp.cli import app
-from coordexp.config import RolloutMatching, load_settings, requests_per_rank, server_base_urls
+from coordexp.config import (
+    RolloutContract,
+    RolloutMatching,
+    load_settings,
+    requests_per_rank,
+    server_base_urls,
+)
 from coordexp.config.violations import ConfigError
 from tests.unit.config.trees import (
     BBOX_GEO,
@@ -181,16 +187,16 @@ def test_an_unknown_key_in_a_list_entry_has_its_index():
     assert only_problem(tree)[0] == "rollout_matching.vllm.server.servers[0].unknown_flag"
 
 
-@pytest.mark.scenario("R11.S1")
-def test_the_rollout_section_is_the_whole_normalised_contract():
+@pytest.mark.scenario("R11", "R11.S1")
+def test_the_contract_holds_every_rollout_setting_normalised():
     tree = server_mode(
         rollout_matching__decoding={"temperature": 0.7, "top_p": 0.9, "top_k": 50},
         rollout_matching__repeat_terminate={"enabled": True, "max_object_keys": 500},
         rollout_matching__vllm__sync__mode="auto",
         rollout_matching__maskiou_gate=0.4,
     )
-    contract = load(tree).settings.rollout_matching
-    assert isinstance(contract, RolloutMatching)
+    contract = load(tree).settings.rollout_matching_cfg
+    assert isinstance(contract, RolloutContract)
     assert (contract.rollout_backend, contract.vllm.mode, contract.vllm.sync.mode) == (
         "vllm",
         "server",
@@ -202,6 +208,50 @@ def test_the_rollout_section_is_the_whole_normalised_contract():
     assert (contract.maskiou_gate, contract.candidate_top_k) == (0.4, 10)
     assert contract.vllm.tensor_parallel_size == 1
     assert contract.vllm.max_model_len == 16000
+
+
+PACKING = {
+    "packing": True,
+    "packing_buffer": 31,
+    "packing_min_fill_ratio": 0.5,
+    "packing_drop_last": True,
+}
+
+
+def packed(**changes):
+    training = {f"training__{name}": value for name, value in PACKING.items()}
+    return stage2(training__max_steps=10, **training, **changes)
+
+
+@pytest.mark.scenario("R11", "R11.S1")
+def test_the_contract_has_the_packing_settings_that_a_file_writes_under_training():
+    contract = load(packed()).settings.rollout_matching_cfg
+    assert {name: getattr(contract, name) for name in PACKING} == PACKING
+    assert contract.packing_length == 16000
+
+
+@pytest.mark.scenario("R11")
+def test_the_contract_does_not_tell_under_which_key_the_length_was_written():
+    tree = packed(template__max_length=16000)
+    del tree["global_max_length"]
+    assert load(tree).settings.rollout_matching_cfg == load(packed()).settings.rollout_matching_cfg
+
+
+@pytest.mark.scenario("R11")
+@pytest.mark.parametrize("name", [*PACKING, "packing_length"])
+def test_a_file_cannot_write_the_packing_part_of_the_contract(name):
+    path, message = only_problem(packed(**{f"rollout_matching__{name}": PACKING.get(name, 16000)}))
+    assert path == f"rollout_matching.{name}"
+    assert "unknown key" in message
+    assert name == "packing_length" or f"did you mean training.{name}?" in message
+
+
+@pytest.mark.scenario("R11")
+def test_resolved_settings_load_again_and_give_the_same_contract():
+    settings = load(packed()).settings
+    again = load(settings.model_dump(mode="json")).settings
+    assert again == settings
+    assert again.rollout_matching_cfg == settings.rollout_matching_cfg
 
 
 @pytest.mark.scenario("R12.S1")

@@ -64,6 +64,11 @@ def test_the_sound_configs_are_sound():
             "training.packing_drop_last",
             "packing_drop_last: true",
         ),
+        (
+            stage2(training__packing=True, training__packing_buffer=7, training__max_steps=10),
+            "training.packing_buffer",
+            "use at least 8",
+        ),
         (stage2(training__packing=True), "training.max_steps", "max_steps: 2000"),
         (
             stage2(training__accelerator_config={"split_batches": True}),
@@ -106,6 +111,26 @@ def test_a_conflict_is_one_message_with_a_way_out(tree, path, says):
     found, message = only_problem(tree)
     assert found == path
     assert says in message
+
+
+@pytest.mark.scenario("R06")
+def test_packing_needs_packing_drop_last_since_nothing_is_trained_after_the_last_step():
+    tree = stage2(training__packing=True, training__max_steps=10)
+    path, message = only_problem(changed(tree, training__packing_drop_last=False))
+    assert path == "training.packing_drop_last"
+    assert "set packing_drop_last: true" in message
+    load(changed(tree, training__packing_drop_last=True))
+
+
+@pytest.mark.scenario("R06.S4")
+def test_a_buffer_that_cannot_hold_one_micro_batch_is_refused_at_load():
+    tree = stage2(training__packing=True, training__packing_buffer=4, training__max_steps=10)
+    path, message = only_problem(changed(tree, training__per_device_train_batch_size=5))
+    assert path == "training.packing_buffer"
+    assert "use at least 5" in message
+    assert "lower per_device_train_batch_size" in message
+    load(changed(tree, training__per_device_train_batch_size=4))
+    load(changed(tree, training__per_device_train_batch_size=5, training__packing=False))
 
 
 def test_length_must_be_given_once():

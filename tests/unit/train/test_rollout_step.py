@@ -6,9 +6,11 @@ from fractions import Fraction
 import numpy as np
 import pytest
 
+from coordexp.config import Settings
 from coordexp.config.rollout import Decoding, RepeatTerminate
 from coordexp.data import DataError, RecordError, TrueObject
 from coordexp.demo.model import Size, make_model
+from coordexp.pack import CarryBuffer, PackingError
 from coordexp.parse import Reason
 from coordexp.rollout.backend import Decode
 from coordexp.rollout.seeds import request_seed
@@ -16,6 +18,7 @@ from coordexp.target import Role
 from coordexp.train import run
 from coordexp.train.counters import RATES, SUMS, Ledger
 from coordexp.train.encode import Alternate, CorrectedRollouts, GroundTruth, Moment, takes_rollouts
+from coordexp.train.stream import Order, RowStream
 from tests.rollouts import PROMPT, answer_text
 from tests.scripted import Said, ScriptedBackend, casebook
 from tests.unit.config.trees import load, stage2
@@ -254,13 +257,14 @@ def test_rollout_settings_reach_the_step_from_the_loader_as_rollout_matching_cfg
 
 def handed_over(tmp_path, monkeypatch, truth=TRUTH, **changes):
     """The settings of a run, and what its trainer is given."""
+    training = {"output_dir": str(tmp_path / "run"), "use_cpu": True, "max_steps": 1, "report_to": "none"}
     make_model(tmp_path / "model", "small", size=Size(hidden=64, layers=1, vision_hidden=32, vision_depth=1))
     casebook(tmp_path, truth, QWEN)
     loaded = load(
         stage2(
             model={"path": str(tmp_path / "model"), "dtype": "float32"},
             custom__train_jsonl=str(tmp_path / "train.jsonl"),
-            training={"output_dir": str(tmp_path / "run"), "use_cpu": True, "max_steps": 1, "report_to": "none"},
+            **{f"training__{name}": value for name, value in training.items()},
             **changes,
         )
     )
@@ -304,11 +308,56 @@ def test_a_run_says_once_that_a_finer_canvas_is_exact_when_the_median_side_is_un
     assert ("1000 is exact for boxes, and matching costs about 2.5 times as much" in shown) == said
 
 
-@pytest.mark.scenario("R12.S2")
-def test_the_trainer_and_its_stream_are_given_the_loaders_own_settings(tmp_path, monkeypatch):
+@pytest.mark.scenario("R12.S2", "R11.S1")
+def test_the_trainer_and_its_rollouts_are_given_the_loaders_own_contract(tmp_path, monkeypatch):
     settings, given = handed_over(tmp_path, monkeypatch, rollout_matching__rollout_backend="hf")
-    assert given["rollout_matching_cfg"] is settings.rollout_matching
-    assert given["stream"]._encode.rollout_matching_cfg is settings.rollout_matching
+    contract = given["rollout_matching_cfg"]
+    assert contract == settings.rollout_matching_cfg
+    assert given["stream"]._encode.rollout_matching_cfg is contract
+    assert given["stream"]._encode.cases.settings is contract
+
+
+PACKED = {
+    "training__packing": True,
+    "training__packing_buffer": 4,
+    "training__packing_min_fill_ratio": 0.5,
+    "training__per_device_train_batch_size": 4,
+}
+
+
+@pytest.mark.scenario("R11", "R06")
+def test_the_stream_packs_as_the_contract_says(tmp_path, monkeypatch):
+    _, given = handed_over(tmp_path, monkeypatch, rollout_matching__rollout_backend="hf", **PACKED)
+    contract, buffer = given["rollout_matching_cfg"], given["stream"].buffer
+    assert contract.packing
+    assert (buffer.limit, buffer.min_fill_ratio, buffer.capacity) == (4, 0.5, 16000)
+    assert (contract.packing_buffer, contract.packing_min_fill_ratio, contract.packing_length) == (4, 0.5, 16000)
+
+
+@pytest.mark.scenario("R11")
+def test_packing_is_read_from_the_contract_and_not_from_the_training_section(tmp_path, monkeypatch):
+    written = Settings.rollout_matching_cfg.fget
+
+    def other(settings):
+        return written(settings).model_copy(update={"packing_buffer": 9, "packing_length": 777})
+
+    monkeypatch.setattr(Settings, "rollout_matching_cfg", property(other))
+    _, given = handed_over(tmp_path, monkeypatch, rollout_matching__rollout_backend="hf", **PACKED)
+    assert (given["stream"].buffer.limit, given["stream"].buffer.capacity) == (9, 777)
+
+
+@pytest.mark.scenario("R06.S4")
+def test_a_run_whose_buffer_would_overflow_stops_with_a_way_out(tmp_path, monkeypatch):
+    """On channel A, which takes the road of channel B without an engine."""
+    mixed = {"custom__trainer_variant": "stage2_two_channel", "stage2__b_ratio": 0.0}
+    short = {"rollout_matching__rollout_backend": "hf", "rollout_matching__max_new_tokens": 16}
+    _, given = handed_over(tmp_path, monkeypatch, global_max_length=200, **mixed, **short, **PACKED)
+    stream = given["stream"]
+    rows = iter(stream)
+    assert 0 < len(next(rows)) < 4, "the row leaves some of the first four samples"
+    assert stream.buffer.tokens < 2 * 200
+    with pytest.raises(PackingError, match=r"packing_buffer is 4\n  raise training\.packing_buffer"):
+        next(rows)
 
 
 @pytest.mark.parametrize(
@@ -325,6 +374,71 @@ def test_how_to_decode_follows_from_the_settings(tmp_path, settings, decode):
     assert Decode.of(step.cases.settings.model_copy(update=settings)) == decode
 
 
+class RecordingBuffer(CarryBuffer):
+    """Writes down each row that is drawn, beside the calls of the backend."""
+
+    def __init__(self, capacity: int, events: list) -> None:
+        super().__init__(capacity, limit=50)
+        self.events = events
+
+    def draw(self):
+        self.events.append(("draw", [len(item) for item, _ in self.waiting]))
+        return super().draw()
+
+
+def packed_stream(encode, capacity: int, events: list | None = None) -> RowStream:
+    """Four samples, in file order, a micro-step."""
+    order = Order(4, 0, 1, seed=0, shuffled=False)
+    buffer = RecordingBuffer(capacity, [] if events is None else events)
+    return RowStream(order, encode, 4, buffer, max_length=capacity)
+
+
+@pytest.mark.scenario("R06", "R06.S2")
+def test_all_answers_of_a_micro_step_are_made_and_corrected_before_its_row_is_packed(tmp_path, monkeypatch):
+    step, events = Step(tmp_path, TRUTH, SCRIPT), []
+    generate = step.backend.generate
+    monkeypatch.setattr(
+        step.backend,
+        "generate",
+        lambda requests: events.append(("generate", [r.picture.path for r in requests])) or generate(requests),
+    )
+    row = next(iter(packed_stream(step.encode, 200, events)))
+    (asked, pictures), (drawn, lengths) = events
+    assert (asked, drawn) == ("generate", "draw")
+    assert [path.rpartition("/")[2] for path in pictures] == list(TRUTH), "one request a sample"
+    assert lengths == [len(correction.segment) for *_, correction in step.seen]
+    assert 1 < len(row) < 4
+    assert sum(map(len, row)) <= 200
+
+
+@pytest.mark.scenario("R06")
+def test_rows_are_packed_by_the_lengths_that_the_answers_have_made(tmp_path):
+    """The records are the same. With other answers, other segments share a row."""
+
+    def first_row(said: str) -> list[str]:
+        truth = {f"{name}.png": (CUP,) for name in "abcd"}
+        step = Step(tmp_path, truth, {name: Said("{}") for name in truth} | {"b.png": Said(said)})
+        row = next(iter(packed_stream(step.encode, 80)))
+        return [example.image.rpartition("/")[2] for example in row]
+
+    far = TrueObject("dog", box(700, 700, 900, 900))
+    assert first_row("{}") == ["a.png", "b.png"]
+    assert first_row(written(far)) == ["a.png", "c.png"], "b has a false positive now, and is too long"
+
+
+@pytest.mark.scenario("R37")
+def test_ground_truth_and_rollouts_are_packed_by_the_same_scheduler_into_the_same_rows(tmp_path):
+    """Answers that say nothing are corrected into the ground truth, so that the segments are the same."""
+    step = Step(tmp_path, TRUTH, {name: Said("") for name in TRUTH})
+    made = []
+    for encode in (GroundTruth(step.cases), step.encode):
+        rows = iter(packed_stream(encode, 200))
+        made.append([[(example.image, len(example)) for example in next(rows)] for _ in range(12)])
+    assert made[0] == made[1]
+    assert len({len(row) for row in made[0]}) > 1
+
+
+@pytest.mark.scenario("R06")
 def test_a_prompt_that_the_engine_reads_otherwise_is_refused_with_the_first_difference(tmp_path):
     for ids, words in (
         ((11, 99, 13), r"they differ from token 1 on: \[99, 13\] where \[12, 13\] should be"),

@@ -1,6 +1,8 @@
-"""The line that a rollout step gets on a terminal."""
+"""What a run says on a terminal: the line of a rollout step, and the warning about rows that are not full."""
 
-from coordexp.train.callbacks import rollout_story
+from types import SimpleNamespace
+
+from coordexp.train.callbacks import FillWarning, rollout_story
 
 LOGS = {
     "loss": 4.29218,
@@ -27,3 +29,36 @@ def test_a_line_tells_what_was_answered_what_was_odd_and_where_the_time_went():
 
 def test_a_step_without_answers_has_no_such_line():
     assert rollout_story({"loss": 4.3, "time/step": 0.4}) is None
+
+
+def warnings(capsys, *fills: float, rank: int = 0, waiting: float = 0.0) -> list[str]:
+    """What is shown after each log line, of a run with packing_min_fill_ratio 0.85."""
+    callback, shown = FillWarning(0.85), []
+    for step, fill in enumerate(fills, start=1):
+        state = SimpleNamespace(is_world_process_zero=rank == 0, global_step=step)
+        callback.on_log(None, state, None, logs={"packing/fill": fill, "packing/waiting": waiting})
+        shown.append(capsys.readouterr().err)
+    return shown
+
+
+def test_rows_that_are_filled_too_little_give_one_warning_until_they_are_filled_again(capsys):
+    first, second, third, fourth = warnings(capsys, 0.6, 0.5, 0.85, 0.849)
+    assert first.startswith("warning: step 1: packed rows are filled to 0.600 on average, and")
+    assert "packing_min_fill_ratio is 0.85\n" in first
+    assert (second, third) == ("", "")
+    assert fourth.startswith("warning: step 4: packed rows are filled to 0.849")
+
+
+def test_the_warning_says_what_helps(capsys):
+    (nothing_waits,) = warnings(capsys, 0.6)
+    assert "raise training.per_device_train_batch_size, or lower global_max_length" in nothing_waits
+    (much_waits,) = warnings(capsys, 0.6, waiting=3.0)
+    assert "3.0 segments wait that did not fit in: raise global_max_length" in much_waits
+
+
+def test_full_rows_other_ranks_and_lines_without_rows_give_no_warning(capsys):
+    assert warnings(capsys, 0.85, 0.99) == ["", ""]
+    assert warnings(capsys, 0.1, rank=1) == [""]
+    callback = FillWarning(0.85)
+    callback.on_log(None, SimpleNamespace(is_world_process_zero=True, global_step=1), None, logs={"eval_f1": 0.1})
+    assert capsys.readouterr().err == ""

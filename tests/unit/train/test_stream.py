@@ -91,6 +91,67 @@ def test_with_packing_rows_are_full_and_nothing_is_lost_or_repeated():
     assert of.ledger.report(steps=1)["packing/fill"] > 0.9
 
 
+def with_limit(limit: int) -> RowStream:
+    """Micro-batches of 8 segments of 3 to 7 tokens, for rows of 16: more comes in than a row takes out."""
+    return RowStream(order(), encode, 8, CarryBuffer(16, limit), max_length=16)
+
+
+@pytest.mark.scenario("R06.S4", "R06")
+def test_a_micro_batch_that_the_buffer_cannot_hold_stops_the_run_with_a_way_out():
+    of = with_limit(8)
+    rows = iter(of)
+    next(rows)
+    left = len(of.buffer)
+    assert 0 < left < 8
+    assert of.buffer.tokens < 2 * 16, "so the next micro-step takes another micro-batch"
+    with pytest.raises(
+        PackingError, match=r"8 segments.*packing_buffer is 8\n.*raise training\.packing_buffer"
+    ) as no:
+        next(rows)
+    assert "smaller training.per_device_train_batch_size" in str(no.value)
+    assert of.taken == 16, "the whole micro-batch was made, and not only what fits"
+
+
+def test_each_micro_step_takes_a_whole_micro_batch_or_none_as_two_rows_wait_or_not():
+    of = with_limit(18)  # fewer than 32 tokens are at most 10 segments
+    rows, took = iter(of), []
+    for _ in range(60):
+        before, enough = of.taken, of.buffer.tokens >= 2 * 16
+        next(rows)
+        took.append(of.taken - before)
+        assert took[-1] == (0 if enough else 8)
+    assert set(took) == {0, 8}
+
+
+def test_the_way_out_of_an_overflow_is_a_larger_buffer_with_which_the_run_goes_on(tmp_path):
+    of = with_limit(8)
+    rows = iter(of)
+    next(rows)
+    of.save(tmp_path)
+    with pytest.raises(PackingError, match="packing_buffer is 8"):
+        next(rows)
+    again = with_limit(18)
+    again.load(tmp_path)
+    assert taken(1, with_limit(18)) + taken(20, again) == taken(21, with_limit(18))
+
+
+@pytest.mark.scenario("R06")
+def test_each_rank_has_a_carry_buffer_of_its_own_samples_alone(tmp_path):
+    ranks = [stream(rank=rank, ranks=2) for rank in range(2)]
+    assert ranks[0].buffer is not ranks[1].buffer
+    for of in ranks:
+        drawn = [name for row in taken(15, of) for name in row]
+        waiting = [example.image for example, _ in of.buffer.waiting]
+        assert Counter(drawn + waiting) == Counter(f"{of.order.index(k)}.png" for k in range(of.taken))
+        of.save(tmp_path)
+    for of in ranks:
+        again = stream(rank=of.order.rank, ranks=2)
+        again.load(tmp_path)
+        assert [example.image for example, _ in again.buffer.waiting] == [
+            example.image for example, _ in of.buffer.waiting
+        ]
+
+
 def test_a_checkpoint_of_another_order_is_refused(tmp_path):
     stream().save(tmp_path)
     with pytest.raises(ValueError, match=r"has seed 3, this run 9[\s\S]*same data, settings"):
