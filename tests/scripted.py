@@ -55,7 +55,7 @@ class ScriptedBackend:
     def _answer(self, said: Said) -> Rollout:
         ids = tuple(encode(said.text, self.table)) if said.ids is None else said.ids
         version = self.synced[-1][1] if self.version is None else self.version
-        return Rollout(self.prompt_ids, ids, (-0.5,) * len(ids), said.finish_reason, version)
+        return Rollout.of(self.table, self.prompt_ids, ids, (-0.5,) * len(ids), said.finish_reason, version)
 
 
 class OnePrompt:

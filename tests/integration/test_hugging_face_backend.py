@@ -1,5 +1,6 @@
 """Rollouts by transformers on a real, tiny Qwen3-VL: batches, beams, sampling, the guard, and what is left."""
 
+import json
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,6 +22,7 @@ from coordexp.rollout.prompt import PromptBuilder
 from coordexp.train.adapter import with_adapter
 from coordexp.train.counters import Ledger
 from coordexp.train.encode import Casebook, CorrectedRollouts, Moment
+from coordexp.train.evaluation import AnswerEvaluation
 from coordexp.vocab import VocabularyTable
 from tests.scripted import Said, ScriptedBackend
 
@@ -102,7 +104,7 @@ def watching(model, monkeypatch) -> Iterator[list[dict]]:
         yield calls
 
 
-@pytest.mark.scenario("R20.S1")
+@pytest.mark.scenario("R20.S1", "R20")
 def test_beam_search_gives_one_answer_and_it_is_the_most_probable_of_the_beams(stopping, pictures):
     """Each finalist is scored by the model itself, in one forward pass."""
     stopping.model.lm_head.register_forward_hook(lambda *given: 6 * given[-1])  # surer, so that long beams can win
@@ -204,6 +206,15 @@ def test_generation_takes_one_padded_row_a_picture_and_no_packed_one(parts, pict
 
 
 @pytest.mark.scenario("R20")
+@pytest.mark.parametrize("decode", [Decode.greedy(16), Decode(16, "beam", num_beams=2)])
+def test_an_answer_is_ids_and_the_text_that_the_tokenizer_decodes_them_to(stopping, pictures, decode):
+    found = stopping.backend().generate(requests(pictures, decode))
+    for one in found:
+        assert one.text == stopping.table.tokenizer.decode(list(one.ids), skip_special_tokens=False)
+    assert len({one.text for one in found}) > 6
+
+
+@pytest.mark.scenario("R20")
 @pytest.mark.parametrize("fails", [False, True])
 def test_answers_have_no_gradient_and_every_modules_mode_is_as_before(parts, pictures, fails):
     model, seen = parts.model.train(), []
@@ -263,6 +274,28 @@ def test_the_guard_ends_a_looping_sequence_and_leaves_the_others_bit_identical(p
             assert after == before
     disabled = replace(free, guard=GUARD.model_copy(update={"enabled": False}))
     assert parts.backend().generate(requests(pictures, disabled)) == plain
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_the_guard_of_the_settings_ends_looping_answers_in_evaluation_when_it_is_enabled(
+    parts, pictures, tmp_path, enabled
+):
+    file = tmp_path / "val.jsonl"
+    records = [
+        {"image": one.path, "width": one.width, "height": one.height, "space": "bin", "objects": []}
+        for one in pictures
+    ]
+    file.write_text("".join(json.dumps(record) + "\n" for record in records))
+    cfg = RolloutMatching(max_new_tokens=40, repeat_terminate=GUARD.model_copy(update={"enabled": enabled}))
+    evaluation = AnswerEvaluation(
+        RecordFile(file), parts.backend(), lambda: iter(()), parts.table, cfg, tmp_path / "run"
+    )
+    evaluation(3)
+    lines = (tmp_path / "run/evaluations/step-3.answers.jsonl").read_text().splitlines()
+    reasons = Counter(json.loads(line)["finish_reason"] for line in lines)
+    assert reasons.total() == len(pictures)
+    assert (reasons["repeat"] >= 2) == enabled
+    assert ("repeat" in reasons) == enabled
 
 
 def test_the_guard_ends_an_answer_with_too_many_objects(parts, pictures, monkeypatch):

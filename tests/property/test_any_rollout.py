@@ -67,6 +67,27 @@ def test_every_object_has_its_range_of_tokens(vocabulary, seed):
                 assert f'"{found.key}"'.encode() in b"".join(written)
 
 
+@settings(max_examples=300, deadline=None)
+@given(st.sampled_from(["qwen", "small"]), seeds, st.integers(1, 8), st.sampled_from(["!", "{,}", "[1 2]", "tru"]))
+def test_every_object_that_was_written_is_counted_wherever_the_answer_breaks(vocabulary, seed, count, broken):
+    """Valid objects, the broken one and those that are not read behind it are all that were written."""
+    at = random.Random(seed).randrange(count)
+    bodies = [broken if n == at else GOOD for n in range(count)]
+    parsed = parse_rollout(encode(_answer(bodies), table(vocabulary)), table(vocabulary))
+    assert len(parsed.valid) == at
+    assert [found.reason for found in parsed.objects[at:]] == [Reason.syntax]
+    assert len(parsed.objects) + parsed.unread == count
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.sampled_from(VOCABULARIES), seeds)
+def test_no_object_is_counted_that_has_no_key_in_the_text(vocabulary, seed):
+    chooser = random.Random(seed)
+    ids = random_rollout(chooser, random_truth(chooser), table(vocabulary))
+    text = table(vocabulary).text_of(ids)
+    assert 0 <= parse_rollout(ids, table(vocabulary)).unread <= len(re.findall(r'"object_[0-9]+"\s*:', text))
+
+
 values = st.recursive(
     st.none()
     | st.booleans()

@@ -23,8 +23,7 @@ def answer_of(image_id: int, image: str, rollout: Rollout, table: VocabularyTabl
         AnswerObject.of(found, _score(found, rollout.logprobs, window) if found.valid else None)
         for found, window in zip(parsed.objects, _windows(rollout.ids, parsed.objects, table), strict=True)
     ]
-    text = table.text_of(rollout.ids)
-    return Answer(image_id, image, text, rollout.finish_reason, len(rollout.ids), tuple(objects))
+    return Answer(image_id, image, rollout.text, rollout.finish_reason, len(rollout.ids), tuple(objects))
 
 
 def _windows(ids: Sequence[int], objects: Sequence[PredictedObject], table: VocabularyTable) -> list[range]:

@@ -8,7 +8,7 @@ behind the cut.
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from coordexp.inspector.words import REASONS, facts, is_cut, notes
+from coordexp.inspector.words import REASONS, count_invalid, facts, is_cut, notes
 from coordexp.parse import Reason
 from coordexp.parse.spans import entry_spans
 from coordexp.target import Role
@@ -28,7 +28,7 @@ def summary(whole: Mapping[str, Any], trained: Mapping[str, Any] | None) -> dict
         "matched": len(result["pairs"]),
         "missed": len(result["missed"]),
         "extra": len(result["extra"]),
-        "invalid": sum(one["reason"] is not None for one in result["objects"]),
+        "invalid": count_invalid(result),
         "tokens": len(rollout["ids"]),
         "truncated": is_cut(whole),
         "fallback": result["fallback"],

@@ -36,6 +36,12 @@ def is_cut(whole: Mapping[str, Any]) -> bool:
     return bool(whole["rollout"]["finish_reason"] == "length" or whole["result"]["truncated"])
 
 
+def count_invalid(result: Mapping[str, Any]) -> int:
+    """Return how many objects of the answer are not used: those with a reason, and those in text that is not read,
+    which dumps of earlier releases do not count."""
+    return sum(one["reason"] is not None for one in result["objects"]) + int(result.get("unread", 0))
+
+
 def facts(whole: Mapping[str, Any]) -> list[list[str]]:
     """Rows of a name and a value: how the answer was made."""
     rollout, place = whole["rollout"], whole["place"]
@@ -73,9 +79,11 @@ def notes(whole: Mapping[str, Any]) -> list[str]:
         found.append("The answer stops before it is closed: what stands behind its last whole object is cut off.")
     elif any(one["reason"] in (Reason.syntax, Reason.placeholder) for one in result["objects"]):
         found.append(f"The answer cannot be read to its end: its last {cut:,} tokens are cut off.")
-    invalid = sum(one["reason"] is not None for one in result["objects"])
+    invalid = count_invalid(result)
     if invalid == 1:
         found.append("One object of the answer cannot be used, and is not matched.")
     elif invalid:
         found.append(f"{invalid:,} objects of the answer cannot be used, and are not matched.")
+    if unread := result.get("unread"):
+        found.append(f"Objects in text that is not read, counted by their keys: {unread:,}.")
     return found

@@ -4,9 +4,10 @@ One pass: the ids become symbol text (`vocab.table`), the text is read entry by 
 last whole object is where a continuation may start. Ids before that place are never changed.
 """
 
+import re
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import itemgetter
 
 import numpy as np
@@ -29,16 +30,20 @@ class ParsedRollout:
     highest_number: int
     truncated: bool  # the text was sound and stopped before the container was closed
     fallback: bool  # no container to continue: the prefix is `{` and nothing of the rollout is used
+    unread: int  # objects that the rollout wrote in text that is not read, seen by their keys alone
 
     @property
     def valid(self) -> tuple[PredictedObject, ...]:
         return tuple(found for found in self.objects if found.valid)
 
 
+# Every part is possessive, so that counting takes one pass over the text.
+_OBJECT_KEY = re.compile(r'"object_[0-9]{1,18}+"[ \t\n\r]*+:')
+
 LARGEST = 10**17  # keys have at most 18 digits
 LOST = frozenset({Reason.truncated, Reason.syntax, Reason.placeholder})  # of an object that is cut off: the last
 
-FALLBACK = ParsedRollout((), (), b"{", (), 0, truncated=False, fallback=True)
+FALLBACK = ParsedRollout((), (), b"{", (), 0, truncated=False, fallback=True, unread=0)
 
 
 def parse_rollout(ids: Sequence[int], table: VocabularyTable) -> ParsedRollout:
@@ -48,7 +53,7 @@ def parse_rollout(ids: Sequence[int], table: VocabularyTable) -> ParsedRollout:
     sound, blocked = readable(text)
     start = skip_space(sound, 0)
     if sound[start : start + 1] != "{":
-        return FALLBACK
+        return replace(FALLBACK, unread=_keys_behind(text, 0))
     reading = _read_entries(sound, start + 1, coords)
     objects = _without_repeats(reading.objects)
     if lost := _lost_to(reading, blocked):
@@ -65,7 +70,15 @@ def parse_rollout(ids: Sequence[int], table: VocabularyTable) -> ParsedRollout:
         max([_counted(found.number) for found in objects[: reading.kept]], default=0),
         truncated=not reading.closed and (reading.lost is None or reading.lost.at_end) and not blocked,
         fallback=False,
+        unread=max(0, _keys_behind(text, reading.end) - (lost is not None)),
     )
+
+
+def _keys_behind(text: str, position: int) -> int:
+    """Count the object keys from `position` up to the end of turn. They are found by their spelling, because text
+    that is not JSON has no structure to go by."""
+    stop = text.find(STOP, position)
+    return len(_OBJECT_KEY.findall(text, position, len(text) if stop < 0 else stop))
 
 
 def _lost_to(reading: "_Reading", blocked: bool) -> Reason | None:
@@ -109,9 +122,11 @@ def readable(text: str) -> tuple[str, bool]:
 
 @dataclass(slots=True)
 class _Reading:
-    """What has been read so far. A continuation can follow `cut`, behind the first `kept` objects."""
+    """What has been read so far. A continuation can follow `cut`, behind the first `kept` objects; `end` is behind
+    the last entry that was read."""
 
     cut: int
+    end: int
     objects: list[PredictedObject]
     spans: list[Span]
     kept: int = 0
@@ -120,7 +135,7 @@ class _Reading:
 
 
 def _read_entries(text: str, position: int, coords: Coords) -> _Reading:
-    reading = _Reading(position, [], [])
+    reading = _Reading(position, position, [], [])
     pending: list[Span] = []  # of entries that a continuation cannot follow yet
     end, passed = position, 0
     try:
@@ -149,6 +164,7 @@ def _read_entries(text: str, position: int, coords: Coords) -> _Reading:
     except Broken as broken:
         just_stops = broken.at_end and not text[end:].strip(" \t\n\r,")
         reading.lost = None if just_stops else broken
+    reading.end = end
     return reading
 
 

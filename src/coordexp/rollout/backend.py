@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from coordexp.config.rollout import DecodeMode, RepeatTerminate, RolloutMatching
 from coordexp.data import Record, RecordFile
+from coordexp.vocab.table import VocabularyTable
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -33,7 +34,7 @@ class Picture:
 
 @dataclass(frozen=True)
 class Decode:
-    """How tokens are chosen, and when an answer ends. `greedy(n)` is what evaluation and `predict` use."""
+    """How tokens are chosen, and when an answer ends. `greedy(n)` is what `predict` uses."""
 
     max_new_tokens: int
     mode: DecodeMode = "greedy"
@@ -61,6 +62,11 @@ class Decode:
             settings.repeat_terminate,
         )
 
+    @classmethod
+    def for_evaluation(cls, settings: RolloutMatching) -> "Decode":
+        """Return greedy decoding with the token limit and the repeat guard of the settings."""
+        return cls(settings.max_new_tokens, guard=settings.repeat_terminate)
+
 
 @dataclass(frozen=True)
 class Request:
@@ -73,14 +79,30 @@ class Request:
 
 @dataclass(frozen=True)
 class Rollout:
-    """`ids` are without the stop token. `logprobs` are of the model itself, before any sampling setting; there are
-    none of beam search. `version` is of the weights that made it."""
+    """One answer. `ids` are without the stop token, and `text` is their decoded text; backends use `of`, which
+    makes it. `logprobs` are of the model itself, before any sampling setting; there are none of beam search.
+    `version` is of the weights that made it."""
 
     prompt_ids: tuple[int, ...]
     ids: tuple[int, ...]
+    text: str
     logprobs: tuple[float, ...]
     finish_reason: FinishReason
     version: int = 0
+
+    @classmethod
+    def of(
+        cls,
+        table: VocabularyTable,
+        prompt_ids: Sequence[int],
+        ids: Sequence[int],
+        logprobs: Sequence[float],
+        finish_reason: FinishReason,
+        version: int = 0,
+    ) -> "Rollout":
+        """Return the rollout of `ids`, with their text. `logprobs` may go on behind the last id."""
+        text = table.text_of(ids)
+        return cls(tuple(prompt_ids), tuple(ids), text, tuple(logprobs[: len(ids)]), finish_reason, version)
 
 
 # Whole tensors under the checkpoint's names, made when they are asked for.

@@ -99,7 +99,7 @@ class HuggingFaceBackend:
 
     def _rollout(self, prompt: list[int], ids: list[int], logprobs: list[float], decode: Decode) -> Rollout:
         ids, reason = ended(ids, self.table.end_of_turn, decode.guard, self._pattern)
-        return Rollout(tuple(prompt), tuple(ids), tuple(logprobs[: len(ids)]), reason, self.version)
+        return Rollout.of(self.table, prompt, ids, logprobs, reason, self.version)
 
 
 @contextmanager

@@ -35,7 +35,7 @@ def answers(
     found = []
     for one, ids, output in zip(requests, wanted, outputs, strict=True):
         check_prompt(one.picture.path, output.prompt_token_ids, ids)
-        found.append(_rollout(output, decode, pattern, table.end_of_turn))
+        found.append(_rollout(output, decode, pattern, table))
     return found
 
 
@@ -63,14 +63,13 @@ def _sampling(decode: Decode, guard: dict[str, Any], end_of_turn: int, seed: int
     )
 
 
-def _rollout(output: Any, decode: Decode, pattern: Sequence[int], end_of_turn: int) -> Rollout:
+def _rollout(output: Any, decode: Decode, pattern: Sequence[int], table: VocabularyTable) -> Rollout:
     answer = output.outputs[0]
     if answer.finish_reason not in ("stop", "length"):
         raise EngineError(f"vLLM ended an answer by itself ({answer.finish_reason})")
     logprobs = [step[id].logprob for step, id in zip(answer.logprobs, answer.token_ids, strict=True)]
-    ids, reason = ended(answer.token_ids, end_of_turn, decode.guard, pattern)
-    prompt = tuple(output.prompt_token_ids)
-    return Rollout(prompt, tuple(ids), tuple(logprobs[: len(ids)]), reason, _version(answer.weight_versions))
+    ids, reason = ended(answer.token_ids, table.end_of_turn, decode.guard, pattern)
+    return Rollout.of(table, output.prompt_token_ids, ids, logprobs, reason, _version(answer.weight_versions))
 
 
 def _version(spans: Sequence[Any] | None) -> int:

@@ -171,7 +171,7 @@ def rollout(
         reason = "repeat" if answer.finish_reason == "repeat" else "stop"
         other = [table.tokenizer.token_to_id(name) for name in STOP_TOKENS]
         ids = ids[:-1] if ids and ids[-1] in other else ids
-    return Rollout(answer.prompt_ids, tuple(ids), answer.logprobs[: len(ids)], reason, version)
+    return Rollout.of(table, answer.prompt_ids, ids, answer.logprobs, reason, version)
 
 
 def read_facts(body: bytes, who: str) -> ServerFacts:

@@ -40,7 +40,6 @@ def to_line(
     truth: tuple[TrueObject, ...],
     correction: Correction,
     *,
-    table: VocabularyTable,
     order: FieldOrder,
     settings: RolloutMatching,
 ) -> str:
@@ -51,7 +50,7 @@ def to_line(
         "picture": asdict(request.picture),
         "decode": decode,
         "seed": request.seed,
-        "rollout": asdict(rollout) | {"text": table.text_of(rollout.ids)},
+        "rollout": asdict(rollout),
         "truth": [{"desc": one.desc, "kind": one.geometry.kind, "bins": one.geometry.bins} for one in truth],
         "order": order,
         "settings": settings.model_dump(mode="json", include=set(READ)),
@@ -79,6 +78,7 @@ def described(correction: Correction) -> dict[str, Any]:
         "remainder": parsed.remainder.decode("latin-1"),
         "truncated": parsed.truncated,
         "fallback": parsed.fallback,
+        "unread": parsed.unread,
         "pairs": [list(pair) for pair in match.pairs],
         "missed": list(match.missed),
         "extra": list(match.extra),
@@ -104,7 +104,10 @@ def replay(line: str | bytes, table: VocabularyTable) -> list[str]:
         order=whole["order"],
         settings=RolloutMatching.model_validate(whole["settings"]),
     )
-    return list(_differences("result", whole["result"], described(again)))
+    made = described(again)
+    if "unread" not in whole["result"]:  # a dump of an earlier release, which did not count these objects
+        del made["unread"]
+    return list(_differences("result", whole["result"], made))
 
 
 def _plain(values: np.ndarray) -> list[Any]:

@@ -72,7 +72,6 @@ class Dumps:
             rollout,
             case.truth,
             correction,
-            table=cases.table,
             order=cases.order,
             settings=cases.settings,
         )

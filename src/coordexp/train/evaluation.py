@@ -19,8 +19,8 @@ from coordexp.vocab import VocabularyTable
 
 @dataclass(frozen=True)
 class AnswerEvaluation:
-    """Greedy, as `coordexp predict` is. The backend's `decode_batch_size` alone sets how many sequences are
-    decoded at once (R10.S3)."""
+    """Greedy, as `coordexp predict` is, with the repeat guard if the settings enable it. The backend's
+    `decode_batch_size` alone sets how many sequences are decoded at once (R10.S3)."""
 
     records: RecordFile
     backend: RolloutBackend
@@ -41,7 +41,7 @@ class AnswerEvaluation:
 
     def _answers(self, indices: Sequence[int], step: int) -> list[Answer]:
         numbered = [self.records.numbered(index) for index in indices]
-        decode = Decode.greedy(self.rollout_matching_cfg.max_new_tokens)
+        decode = Decode.for_evaluation(self.rollout_matching_cfg)
         requests = [Request(Picture.of(self.records, record), decode) for _, record in numbered]
         with self.backend.session():
             self.backend.sync(self.weights, version=step)

@@ -89,7 +89,9 @@ class VocabularyTable:
 
     def text_of(self, ids: Sequence[int]) -> str:
         """For people: ids that no token has are left out, bytes that are no text are replaced."""
-        return self.bytes_of([id for id in ids if id < len(self.pieces)]).decode(errors="replace")
+        if max(ids, default=0) >= len(self.pieces):
+            ids = [id for id in ids if id < len(self.pieces)]
+        return self.bytes_of(ids).decode(errors="replace")
 
     def encode(self, text: bytes) -> list[int]:
         """Ids whose bytes are exactly `text`: the tokenizer's own where it keeps every byte, else byte by byte.

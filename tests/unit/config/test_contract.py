@@ -37,7 +37,7 @@ def in_objective(module):
     return stage2(rollout_matching__pipeline={"objective": [module], "diagnostics": []})
 
 
-@pytest.mark.scenario("R01.S1")
+@pytest.mark.scenario("R01.S1", "R01")
 @pytest.mark.parametrize("variant", ["stage2_rollout_aligned", "stage2_two_channel"])
 def test_stage2_without_a_pipeline_is_refused(variant):
     tree = stage2(custom__trainer_variant=variant)
@@ -55,10 +55,26 @@ def test_stage1_without_a_pipeline_is_refused():
     assert only_problem(tree)[0] == "stage1.pipeline"
 
 
+@pytest.mark.scenario("R01")
 def test_the_old_auxiliary_loss_section_is_refused():
     path, message = only_problem(stage2(custom__coord_soft_ce_w1={"enabled": True}))
     assert path == "custom.coord_soft_ce_w1"
     assert "coord_reg" in message
+
+
+@pytest.mark.scenario("R22.S2", "R22")
+def test_objects_are_written_with_desc_first_unless_the_config_says_otherwise():
+    orders = [load(tree).settings.custom.object_field_order for tree in (stage2(), stage1())]
+    assert orders == ["desc_first", "desc_first"]
+    turned = load(stage2(custom__object_field_order="geometry_first")).settings.custom.object_field_order
+    assert turned == "geometry_first"
+
+
+@pytest.mark.scenario("R27")
+def test_matching_has_the_specified_defaults():
+    cfg = load(stage2()).settings.rollout_matching
+    assert (cfg.maskiou_resolution, cfg.maskiou_gate, cfg.candidate_top_k) == (256, 0.3, 10)
+    assert (cfg.fp_cost, cfg.fn_cost) == (1.0, 1.0)
 
 
 @pytest.mark.scenario("R02")

@@ -28,6 +28,7 @@ def ring(count, size, x=500.0, y=500.0, noise=0.0, seed=0):
     ]
 
 
+@pytest.mark.scenario("R28")
 @pytest.mark.parametrize("cost", ["l1", "l2"])
 @pytest.mark.parametrize("seed", range(3))
 def test_plans_agree_with_pot(cost, seed):

@@ -11,7 +11,7 @@ from coordexp.rollout.backend import Rollout
 
 
 def answer(ids, logprobs=None, reason="length"):
-    return Rollout((1,), tuple(ids), tuple(logprobs or [-2.0] * len(ids)), reason)
+    return Rollout((1,), tuple(ids), "text", tuple(logprobs or [-2.0] * len(ids)), reason)
 
 
 def test_equal_answers_are_parity():

@@ -13,7 +13,7 @@ ENTRY = '"object_%d": {"desc": "cup", "bbox_2d": ["<|coord_1|>", "<|coord_2|>", 
 
 def generated(text, logprob=lambda id: 0.0):
     ids = encode(text, table("qwen"))
-    return Rollout((), tuple(ids), tuple(logprob(id) for id in ids), "stop")
+    return Rollout.of(table("qwen"), (), ids, [logprob(id) for id in ids], "stop")
 
 
 FIRST_GEOMETRY = (
@@ -52,7 +52,7 @@ def test_the_choice_to_go_on_counts_for_the_object_that_follows():
     ids = encode(text, vocabulary)
     going_on = next(k for k, id in enumerate(ids) if vocabulary.pieces[id].endswith(b"},"))
     logprobs = tuple(math.log(0.25) if k == going_on else 0.0 for k in range(len(ids)))
-    answer = answer_of(1, "a.png", Rollout((), tuple(ids), logprobs, "stop"), vocabulary)
+    answer = answer_of(1, "a.png", Rollout.of(vocabulary, (), ids, logprobs, "stop"), vocabulary)
     assert [found.score for found in answer.objects] == pytest.approx([1.0, 0.25])
 
 

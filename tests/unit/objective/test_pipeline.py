@@ -30,7 +30,7 @@ def loss(found: Objective, logits=None, s: Supervision = MIXED, counts=COUNTS):
     return found.loss(found.measure(logits, s), counts)
 
 
-@pytest.mark.scenario("R01", "R02", "R03")
+@pytest.mark.scenario("R01")
 def test_only_declared_terms_with_a_weight_are_computed():
     found = objective(
         every(TOKEN_CE, desc_ce_weight=0.0), every(COORD_REG, coord_ce_weight=0.0, text_gate_weight=0.0)
@@ -46,6 +46,7 @@ def test_only_declared_terms_with_a_weight_are_computed():
     assert list(found.measure(random_logits(), MIXED)) == [*names, BROKEN]
 
 
+@pytest.mark.scenario("R01", "R29")
 def test_the_loss_is_the_weighted_sum_of_terms_over_positions_of_their_kind():
     """D19: divided by all positions of the kind, also by those that nothing is taught at."""
     modules = (

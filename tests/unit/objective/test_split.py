@@ -15,6 +15,7 @@ COORDS = slice(FIRST, FIRST + BINS)
 IDS = MIXED.ids
 
 
+@pytest.mark.scenario("R29", "R38")
 @pytest.mark.parametrize("temperature", [1.0, 0.5, 3.0])
 def test_gates_are_minus_log_of_explicit_probabilities(temperature):
     logits = random_logits()
@@ -136,6 +137,7 @@ def test_logits_in_several_chunks_give_what_one_chunk_gives(monkeypatch, tempera
     assert torch.allclose(found[0][1], found[1][1])
 
 
+@pytest.mark.scenario("R38")
 def test_the_fence_is_ten_thousand_and_what_is_no_number_counts_as_zero():
     broken, mended = random_logits(), random_logits()
     for column, (value, instead) in enumerate(((math.nan, 0.0), (math.inf, 1e4), (-math.inf, -1e4), (3e4, 1e4))):

@@ -36,7 +36,7 @@ class OwnModel:
 
     def generate(self, requests):
         self.asked += 1
-        return [Rollout(PROMPT, tuple(answer_ids(1)), (self.logprob,) * 3, "stop") for _ in requests]
+        return [Rollout(PROMPT, tuple(answer_ids(1)), "text", (self.logprob,) * 3, "stop") for _ in requests]
 
 
 class Run:

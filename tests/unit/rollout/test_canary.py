@@ -7,7 +7,7 @@ from coordexp.rollout.canary import difference
 
 
 def answer(ids, logprobs):
-    return Rollout((1, 2), tuple(ids), tuple(logprobs), "length")
+    return Rollout((1, 2), tuple(ids), "text", tuple(logprobs), "length")
 
 
 OWN = answer([5, 6, 7], [-0.1, -0.2, -0.3])

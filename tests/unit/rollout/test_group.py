@@ -51,7 +51,7 @@ def request(rank: int, number: int) -> Request:
 
 
 def answer(one: Request) -> Rollout:
-    return Rollout((1, 2), (one.seed, 7), (-0.1, -1 / 3), "stop", version=4)
+    return Rollout((1, 2), (one.seed, 7), f'é "{one.seed}"\n', (-0.1, -1 / 3), "stop", version=4)
 
 
 @pytest.mark.parametrize(

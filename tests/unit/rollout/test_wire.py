@@ -101,6 +101,14 @@ def test_an_answer_is_without_its_stop_token_and_says_how_it_ended(ids, said, ke
     assert (len(found.logprobs), found.finish_reason, found.version, found.prompt_ids) == (kept, reason, 3, (1, 2))
 
 
+@pytest.mark.scenario("R20")
+def test_the_answer_of_a_server_has_its_text_without_the_stop_token():
+    ids = TABLE.encode('{"object_1": {"desc": "猫 <|coord_5|>'.encode())
+    answer = Answer((1, 2), (*ids, END), (-0.1,) * (len(ids) + 1), "stop", "3")
+    found = rollout(answer, GUARD, (), TABLE, version=3)
+    assert (found.text, found.ids) == ('{"object_1": {"desc": "猫 <|coord_5|>', tuple(ids))
+
+
 def test_a_fingerprint_tells_models_apart_and_not_who_saved_them(tmp_path):
     def model(name, **config):
         (tmp_path / name).mkdir()

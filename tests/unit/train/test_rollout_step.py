@@ -102,8 +102,8 @@ COUNTED = {
 }
 
 
-@pytest.mark.scenario("R31.S1")
-def test_garbage_nothing_all_right_and_cut_off_in_one_batch_are_trained_on_and_counted(tmp_path):
+@pytest.mark.scenario("R31")
+def test_garbage_nothing_all_right_and_cut_off_answers_in_one_batch_become_examples_and_are_counted(tmp_path):
     step = Step(tmp_path, TRUTH, SCRIPT)
     examples = step()
     assert [example.channel for example in examples] == ["B"] * 4
@@ -126,6 +126,7 @@ def test_garbage_nothing_all_right_and_cut_off_in_one_batch_are_trained_on_and_c
     assert set(report) == {*SUMS, *RATES, "time/sync", "time/rollout", "time/correct"} - {"target/answers"}
 
 
+@pytest.mark.scenario("R31")
 def test_loops_repeats_overlaps_and_too_many_objects_are_counted(tmp_path):
     """Two cups where there is one, looped; a box that overlaps too little; and one that is nowhere near."""
     near, far = TrueObject("cup", box(80, 80, 180, 180)), TrueObject("dog", box(700, 700, 900, 900))
@@ -192,6 +193,7 @@ ENDINGS = {
 
 
 @pytest.mark.parametrize("ending", ENDINGS)
+@pytest.mark.scenario("R31")
 def test_each_reason_for_which_an_object_is_not_used_has_a_counter(tmp_path, ending):
     assert set(ENTRIES) | set(ENDINGS) == set(Reason)
     text = "{" + entry("object_1", "cup", CUP.geometry) + ", " + ", ".join(ENTRIES.values()) + ENDINGS[ending]
@@ -207,6 +209,18 @@ def test_each_reason_for_which_an_object_is_not_used_has_a_counter(tmp_path, end
     assert report["parse/ambiguous"] == 1
     # An unusable object is none too many, and an answer that ends early by itself is not cut off.
     assert (report["rollout/over_counts"], report["rollout/cut_off"]) == (0, 0)
+
+
+@pytest.mark.scenario("R31")
+def test_of_five_written_objects_broken_at_the_second_four_are_invalid_and_all_are_counted(tmp_path):
+    entries = [entry(f"object_{k}", "cup", box(100 * k, 10, 100 * k + 90, 100)) for k in range(1, 6)]
+    entries[1] = entries[1].replace("[", "[[", 1)
+    step = Step(tmp_path, {"a.png": (CUP,)}, {"a.png": Said(answer(*entries))})
+    step()
+    report = step.ledger.report(steps=1)
+    assert (report["parse/objects"], report["parse/valid"], report["parse/invalid"]) == (5, 1, 4)
+    assert (report["parse/invalid/syntax"], report["parse/invalid/unread"]) == (1, 3)
+    assert report["parse/invalid_rate"] == 4 / 5
 
 
 @pytest.mark.scenario("R36.S1")
@@ -439,6 +453,7 @@ def test_ground_truth_and_rollouts_are_packed_by_the_same_scheduler_into_the_sam
 
 
 @pytest.mark.scenario("R06")
+@pytest.mark.scenario("R30")
 def test_a_prompt_that_the_engine_reads_otherwise_is_refused_with_the_first_difference(tmp_path):
     for ids, words in (
         ((11, 99, 13), r"they differ from token 1 on: \[99, 13\] where \[12, 13\] should be"),
@@ -569,6 +584,7 @@ def test_a_report_without_rollouts_has_no_counters():
     assert ledger.report(steps=2) == {"time/compute": 2.0}
 
 
+@pytest.mark.scenario("R31")
 def test_no_counter_is_a_value_of_geometry():
     """How well shapes overlap is for evaluation to say (D7)."""
     assert not [name for name in (*SUMS, *RATES) if "iou" in name or "distance" in name]

@@ -1,0 +1,152 @@
+"""The append fragment and the prefix that it continues (R19), clause by clause."""
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from coordexp.data import TrueObject
+from coordexp.parse import parse_rollout
+from coordexp.target import Role, build_segment
+from coordexp.target.correct import correct
+from coordexp.target.serialise import serialise
+from tests.unit.core.conftest import PROMPT, answer, box, entry, poly
+from tests.vocabularies import table
+
+CUP = TrueObject("red cup", box(10, 10, 110, 110))
+ROOF = TrueObject("roof", poly(600, 600, 800, 600, 700, 700))
+SMALL = table("small")
+
+
+def fragment(after: bytes, *objects: TrueObject, first_index: int = 1) -> str:
+    made = serialise(objects, after=after, first_index=first_index, order="desc_first", table=SMALL)
+    return made.text.decode()
+
+
+@pytest.mark.scenario("R19")
+@pytest.mark.parametrize(
+    ("after", "comma"),
+    [
+        (b"{", False),
+        (b"{ \n\t", False),
+        (b'{"object_1": {},', False),
+        (b"}, \r\n", False),
+        (b'{"object_1": {}', True),
+        (b"}", True),
+        (b"} \n", True),
+    ],
+)
+def test_a_leading_comma_is_written_behind_a_closing_brace_and_nowhere_else(after, comma):
+    assert fragment(after, CUP).startswith(', "object_1": {' if comma else '"object_1": {')
+
+
+@pytest.mark.scenario("R19")
+@pytest.mark.parametrize("after", [b"", b" ", b'"', b'{"object_1"', b"]", b":", b"5", b"<|coord_5|>", b"\xc3"])
+@pytest.mark.parametrize("objects", [(), (CUP,)])
+def test_a_prefix_that_is_not_append_ready_is_an_error(after, objects):
+    with pytest.raises(ValueError, match="an answer can be continued behind"):
+        fragment(after, *objects)
+
+
+@pytest.mark.scenario("R19")
+def test_a_segment_is_not_built_on_a_prefix_that_is_not_append_ready(core):
+    """Also when an object is missed: the error comes before anything is made of the prefix."""
+    parsed, match, _ = core.build(answer(entry("object_1", "red cup", CUP.geometry)), [CUP, ROOF])
+    spoiled = replace(parsed, remainder=parsed.remainder + b' "desc"')
+    with pytest.raises(ValueError, match="the prefix ends in b'\"'"):
+        build_segment(
+            PROMPT, spoiled, match, [CUP, ROOF], table=core.table, order="desc_first", settings=core.settings
+        )
+
+
+@pytest.mark.scenario("R19")
+@pytest.mark.parametrize("objects", [(), (CUP,), (CUP, ROOF), (CUP, ROOF, CUP)])
+def test_a_fragment_is_entries_without_an_outer_brace_and_one_brace_that_closes_the_answer(objects):
+    text = fragment(b"{", *objects, first_index=4)
+    assert not text.startswith("{")
+    assert list(json.loads("{" + text)) == [f"object_{4 + k}" for k in range(len(objects))]
+    assert text.endswith("}")
+    with pytest.raises(json.JSONDecodeError, match="Expecting"):
+        json.loads("{" + text[:-1])  # without its last brace the answer stays open
+
+
+@pytest.mark.scenario("R19")
+@pytest.mark.parametrize(
+    ("text", "first"),
+    [
+        ("", 1),
+        ("{}", 1),
+        (answer(entry("thing_5", "x", box(1, 1, 9, 9))), 1),
+        (answer(entry("object_x", "x", box(1, 1, 9, 9)), entry("object_-3", "x", box(1, 1, 9, 9))), 1),
+        (answer(entry("object_3", "x", box(1, 1, 9, 9))), 4),
+        ("{" + entry("object_3", "x", box(1, 1, 9, 9)) + ', "object_8": {"desc": "cut', 4),  # not retained
+    ],
+)
+def test_keys_go_on_from_the_highest_in_the_prefix_and_from_one_when_it_has_none(core, text, first):
+    *_, segment = core.build(text, [CUP, ROOF])
+    assert list(core.objects(segment))[-2:] == [f"object_{first}", f"object_{first + 1}"]
+
+
+@pytest.mark.scenario("R19")
+@pytest.mark.parametrize("text", ["", "no idea", "[]", '"object_1": {}', "Sure: {}", "}", "<|coord_5|>"])
+def test_without_an_opening_brace_the_prefix_is_one_brace_and_all_truth_is_appended(core, text):
+    parsed, match, segment = core.build(text, [CUP, ROOF])
+    assert (parsed.prefix_ids, parsed.remainder, parsed.fallback) == ((), b"{", True)
+    assert core.answer(segment) == answer(
+        entry("object_1", "red cup", CUP.geometry), entry("object_2", "roof", ROOF.geometry)
+    )
+    assert match.missed == (0, 1)
+    assert not {Role.masked_prefix, Role.matched_coord} & set(segment.roles.tolist())
+
+
+def spelled_out(text: str, core) -> list[int]:
+    """Ids that no tokenizer writes for this text: one per byte, and coordinates as their tokens."""
+    return [
+        id
+        for run in text.split("~")
+        for id in (
+            core.table.encode(run.encode())
+            if run[:2] == "<|"
+            else [core.table.byte_ids[byte] for byte in run.encode()]
+        )
+    ]
+
+
+@pytest.mark.scenario("R19", "R24", "R25")
+def test_no_token_before_the_cut_is_changed_whatever_its_tokenisation_and_layout(core):
+    """Odd white space, keys out of order and bytes where the tokenizer has longer tokens all stay as they are."""
+    coords = " , ".join(f'"~<|coord_{bin}|>~"' for bin in CUP.geometry.bins)
+    text = '{\n\t"object_7" :{ "bbox_2d":[' + coords + '],"desc":  "red cup" } ,\n "object_2": {"desc": "x"}\n}'
+    ids = spelled_out(text, core)
+    assert core.table.encode(text.replace("~", "").encode()) != ids
+    made = correct(PROMPT, ids, [CUP, ROOF], table=core.table, order="desc_first", settings=core.settings)
+    kept = ids[: len(ids) - 2]  # all but the line break and the closing brace
+    assert made.segment.ids[len(PROMPT) :][: len(kept)].tolist() == kept
+    assert [found.key for found in made.parsed.objects] == ["object_7", "object_2"]
+    assert core.answer(made.segment) == (
+        text.replace("~", "")[:-2] + ", " + entry("object_8", "roof", ROOF.geometry) + "}"
+    )
+
+
+@pytest.mark.scenario("R19")
+def test_only_the_token_that_the_cut_falls_into_is_written_anew():
+    """On the real vocabulary the last token is `}}`, of which the first brace is kept."""
+    qwen = table("qwen")
+    text = answer(entry("object_1", "red cup", CUP.geometry))
+    ids = qwen.encode(text.encode())
+    assert qwen.pieces[ids[-1]] == b"}}"
+    parsed = parse_rollout([*ids, qwen.end_of_turn], qwen)
+    assert (list(parsed.prefix_ids), parsed.remainder) == (ids[:-1], b"}")
+
+
+@pytest.mark.scenario("R19")
+@pytest.mark.parametrize("behind", ["", "\n", answer(entry("object_9", "x", box(1, 1, 9, 9))), "<|im_end|>"])
+def test_the_end_of_turn_and_all_behind_it_are_stripped(core, behind):
+    """Closed or not, the answer ends at the first end of turn, and the segment has one of its own."""
+    first = entry("object_1", "red cup", CUP.geometry)
+    for text in (answer(first), "{" + first, "{" + first + ", "):
+        ids = [*core.table.encode(text.encode()), core.table.end_of_turn, *core.table.encode(behind.encode())]
+        made = correct(PROMPT, ids, [CUP, ROOF], table=core.table, order="desc_first", settings=core.settings)
+        assert list(core.objects(made.segment)) == ["object_1", "object_2"]
+        assert np.flatnonzero(made.segment.ids == core.table.end_of_turn).tolist() == [len(made.segment) - 1]

@@ -1,0 +1,154 @@
+"""What a matched polygon is taught, from the rollout's text to the soft labels in the loss (R28).
+
+Expected values are computed here: the transport plan by POT, its projection and the soft labels by numpy.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import ot
+import pytest
+import torch
+from numpy.typing import NDArray
+from scipy.spatial.distance import cdist
+
+from coordexp.config.rollout import OptimalTransport, RolloutMatching
+from coordexp.data import BINS, Geometry, TrueObject
+from coordexp.match import coord_targets
+from coordexp.objective import Objective
+from coordexp.pack import Example
+from coordexp.pack.collate import _supervision, kind_counts
+from coordexp.target import Role
+from coordexp.target.correct import correct
+from tests.rows import every, settings
+from tests.unit.config.trees import COORD_REG
+from tests.unit.core.conftest import PROMPT, answer, box, entry, poly
+from tests.vocabularies import table
+
+Floats = NDArray[np.float64]
+SMALL = table("small")
+
+TRIANGLE = poly(604, 598, 803, 603, 699, 706)
+HEPTAGON = poly(600, 610, 690, 570, 790, 590, 830, 650, 770, 720, 680, 730, 610, 690)
+PENTAGON = poly(605, 600, 720, 560, 820, 620, 780, 715, 630, 720)
+BOX = box(590, 575, 835, 735)
+PAIRS = {
+    "poly to poly with more vertices": (TRIANGLE, HEPTAGON),
+    "poly to poly with fewer vertices": (HEPTAGON, PENTAGON),
+    "poly to box": (PENTAGON, BOX),
+    "box to poly": (BOX, HEPTAGON),
+}
+TRANSPORT = {
+    "default": OptimalTransport(max_iterations=20_000, tolerance=1e-9),
+    "soft plan by l1": OptimalTransport(cost="l1", epsilon=0.3, max_iterations=20_000, tolerance=1e-9),
+}
+
+
+def points_of(shape: Geometry) -> Floats:
+    if shape.kind == "poly":
+        return np.array(shape.bins, dtype=np.float64).reshape(-1, 2)
+    x1, y1, x2, y2 = shape.bins
+    return np.array([(x1, y1), (x2, y1), (x2, y2), (x1, y2)], dtype=np.float64)
+
+
+@dataclass(frozen=True)
+class Expected:
+    """Targets by barycentric projection, and those that each vertex's most likely partner alone would give."""
+
+    barycentric: Floats
+    argmax: Floats
+
+
+def expected_targets(predicted: Geometry, true: Geometry, transport: OptimalTransport) -> Expected:
+    """Both shapes centred, epsilon relative to the smaller one (D18), uniform weights; the plan is POT's."""
+    here, there = points_of(predicted), points_of(true)
+    centred = [points - (points.min(axis=0) + points.max(axis=0)) / 2 for points in (here, there)]
+    epsilon = transport.epsilon * min(np.ptp(points, axis=0).max() for points in (here, there))
+    plan = ot.sinkhorn(
+        np.full(len(here), 1 / len(here)),
+        np.full(len(there), 1 / len(there)),
+        cdist(*centred, metric="cityblock" if transport.cost == "l1" else "euclidean"),
+        epsilon,
+        method="sinkhorn_log",
+        numItermax=20_000,
+        stopThr=1e-10,
+    )
+    shares = plan / plan.sum(axis=1, keepdims=True)
+    return Expected(*(per_token(predicted, landed) for landed in (shares @ there, there[shares.argmax(axis=1)])))
+
+
+def per_token(predicted: Geometry, landed: Floats) -> Floats:
+    """One target for each coordinate token. The corners of a box are x1y1, x2y1, x2y2, x1y2: the target of a token
+    is the mean of the two corners that share it."""
+    if predicted.kind == "poly":
+        return landed.reshape(-1)
+    (ax, ay), (bx, by), (cx, cy), (dx, dy) = landed
+    return np.array([(ax + dx) / 2, (ay + by) / 2, (bx + cx) / 2, (cy + dy) / 2])
+
+
+@pytest.mark.scenario("R28")
+@pytest.mark.parametrize("transport", TRANSPORT)
+@pytest.mark.parametrize("pair", PAIRS)
+def test_targets_are_the_barycentric_projection_of_pots_plan(pair, transport):
+    predicted, true = PAIRS[pair]
+    wanted = expected_targets(predicted, true, TRANSPORT[transport])
+    apart = np.abs(wanted.barycentric - wanted.argmax).max()
+    assert apart > 4, "with these shapes a mixture with the most likely vertex is seen"
+    (found,) = coord_targets([(predicted, true)], TRANSPORT[transport])
+    assert np.abs(np.array(found) - wanted.barycentric).max() < 1e-3
+
+
+@pytest.mark.scenario("R28")
+def test_the_tokens_of_a_box_are_left_top_right_and_bottom():
+    """A true polygon with four sides at different distances tells them apart."""
+    predicted, true = box(100, 200, 300, 400), poly(90, 190, 330, 190, 330, 450, 90, 450)
+    (found,) = coord_targets([(predicted, true)], TRANSPORT["default"])
+    assert found == pytest.approx((90, 190, 330, 450), abs=1)
+
+
+def soft_labels(example: Example) -> tuple[NDArray[np.int64], Floats]:
+    """The labels that the loss uses, read off its gradient: where all logits are alike, the gradient of soft cross
+    entropy is the uniform distribution minus the label."""
+    only_soft = dict.fromkeys(("coord_ce_weight", "w1_weight", "coord_gate_weight", "text_gate_weight"), 0.0)
+    objective = Objective(settings(every(COORD_REG, soft_ce_weight=1.0, **only_soft)), SMALL.first_coord)
+    kept = np.flatnonzero(np.isin(example.segment.roles, (Role.matched_coord, Role.tail_coord)))
+    counts = kind_counts([example])
+    logits = torch.zeros(len(kept), len(SMALL.pieces), dtype=torch.float64, requires_grad=True)
+    objective.loss(objective.measure(logits, _supervision([example], [kept])), counts).backward()
+    assert logits.grad is not None
+    gradient = logits.grad[:, SMALL.first_coord : SMALL.first_coord + BINS].numpy() * len(kept)
+    return kept, 1 / BINS - gradient
+
+
+def gaussian(target: float, sigma: float, truncate: int) -> Floats:
+    distance = np.arange(BINS) - target
+    label = np.where(np.abs(distance) <= truncate, np.exp(-0.5 * (distance / sigma) ** 2), 0.0)
+    return label / label.sum()
+
+
+@pytest.mark.scenario("R28.S1", "R28")
+@pytest.mark.parametrize("pair", PAIRS)
+def test_each_coordinate_token_of_a_matched_shape_is_taught_a_soft_label_around_its_projection(pair):
+    predicted, true = PAIRS[pair]
+    transport = TRANSPORT["default"]
+    wanted = expected_targets(predicted, true, transport)
+    text = answer(entry("object_1", "roof", predicted))
+    made = correct(
+        PROMPT,
+        SMALL.encode(text.encode()),
+        [TrueObject("roof", true)],
+        table=SMALL,
+        order="desc_first",
+        settings=RolloutMatching(optimal_transport=transport, maskiou_gate=0.1),
+    )
+    assert made.match.pairs == ((0, 0),)
+    where = len(PROMPT) + np.array(made.parsed.valid[0].coord_indices)
+    assert (made.segment.ids[where] - SMALL.first_coord).tolist() == list(predicted.bins)
+    kept, labels = soft_labels(Example(made.segment, "image.png", (64, 64), "B"))
+    assert kept.tolist() == where.tolist(), "each of its coordinates, and no other token"
+    for target, label in zip(wanted.barycentric, labels, strict=True):
+        assert np.abs(label - gaussian(target, sigma=2.0, truncate=8)).max() < 1e-3
+        peak = int(label.argmax())
+        assert (np.diff(label[: peak + 1]) >= -1e-9).all()
+        assert (np.diff(label[peak:]) <= 1e-9).all(), "one mode"
+        assert abs(peak - target) <= 0.51
