@@ -17,6 +17,7 @@ from coordexp.rollout.colocate import ColocateBackend
 from coordexp.rollout.hugging_face import HuggingFaceBackend
 from coordexp.rollout.prompt import PromptBuilder
 from coordexp.rollout.setup import Setup
+from coordexp.train.adapter_weights import learner_adapter
 from coordexp.train.spill import Away
 from coordexp.train.weights import learner_weights
 from coordexp.vocab import VocabularyTable
@@ -45,16 +46,35 @@ def draw_pictures(folder: Path) -> list[Picture]:
     ]
 
 
+def with_adapter_sync(settings: RolloutMatching, rank: int) -> RolloutMatching:
+    """The settings of a run whose engine takes adapters up to this rank."""
+    sync = settings.vllm.sync.model_copy(update={"mode": "adapter"})
+    vllm = settings.vllm.model_copy(update={"enable_lora": True, "max_lora_rank": rank, "sync": sync})
+    return settings.model_copy(update={"vllm": vllm})
+
+
 class Colocation:
-    def __init__(self, folder: Path, pictures: Sequence[Picture]) -> None:
+    """`said` and `recorded` are what the backend tells the user and writes to the run's manifest."""
+
+    def __init__(self, folder: Path, pictures: Sequence[Picture], settings: RolloutMatching = SETTINGS) -> None:
         self.folder, self.pictures = folder, pictures
+        self.said: list[str] = []
+        self.recorded: list[dict[str, Any]] = []
         self.prompts = PromptBuilder(AutoProcessor.from_pretrained(folder), "Detect all objects.")
         self.table = VocabularyTable.from_folder(folder)
         self.model: Any = whole_model(folder)
         self.room: Callable[[], AbstractContextManager[Away]] = lambda: nullcontext(Away())
         self.learner = HuggingFaceBackend(lambda: self.model, self.prompts, self.table, 16)
-        about = Setup(folder, "float32", SETTINGS, self.table, torch.device("cpu"))
-        self.backend = ColocateBackend(about, self.prompts, self.learner, pictures[0], room=lambda: self.room())
+        self.backend = ColocateBackend(
+            Setup(folder, "float32", settings, self.table, torch.device("cpu")),
+            self.prompts,
+            self.learner,
+            pictures[0],
+            room=lambda: self.room(),
+            tell=self.said.append,
+            adapter=lambda: learner_adapter(self.model),
+            record=self.recorded.append,
+        )
         self.version = 0
 
     @property

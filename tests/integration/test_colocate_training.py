@@ -88,7 +88,8 @@ def test_a_learner_that_leaves_memory_at_every_step_is_trained_to_the_same_bits(
 @pytest.mark.scenario("R07.S1")
 def test_without_a_mode_the_engine_runs_with_the_learner(colocated):
     rollouts = json.loads((colocated / "run.json").read_text())[0]["rollouts"]
-    assert rollouts == {"backend": "vllm", "decode_mode": "greedy", "mode": "colocate", "tensor_parallel_size": 1}
+    engine = {"backend": "vllm", "decode_mode": "greedy", "mode": "colocate", "tensor_parallel_size": 1}
+    assert rollouts == engine | {"sync_mode": "full", "fallbacks": []}
     shown = (colocated / "shown").read_text()
     assert shown.count("starting vLLM (tensor_parallel_size 1)") == shown.count("vLLM is ready after") == 1
 
@@ -122,7 +123,7 @@ class FakeEngine:
     def __init__(self, prompt: list[int]) -> None:
         self.prompt = prompt
 
-    def generate(self, prompts: list[Any], sampling: list[Any], use_tqdm: bool) -> list[Any]:
+    def generate(self, prompts: list[Any], sampling: list[Any], use_tqdm: bool, lora_request: None) -> list[Any]:
         logprobs = [{id: SimpleNamespace(logprob=-1.0)} for id in (3, 4)]
         versions = [SimpleNamespace(version="7")]
         answer = SimpleNamespace(

@@ -6,17 +6,20 @@ import sys
 from pathlib import Path
 
 import torch
+from peft import get_peft_model_state_dict
 from torch.distributed.tensor import DTensor
 from transformers import Qwen3VLForConditionalGeneration
 
 from coordexp.config.settings import Adapter
 from coordexp.train.adapter import with_adapter
+from coordexp.train.adapter_weights import learner_adapter
 from coordexp.train.weights import learner_weights
 from coordexp.vocab import VocabularyTable
 from tests.integration.step_worker import accelerated
 
 LORA = Adapter(rank=3, alpha=8)
-ADAPTERS = (None, LORA, LORA.model_copy(update={"dora": True}))
+ALONE = LORA.model_copy(update={"train_coord_rows": False})
+ADAPTERS = (None, LORA, LORA.model_copy(update={"dora": True}), ALONE)
 
 
 def check(folder: Path, adapter: Adapter | None, mode: str) -> None:
@@ -33,6 +36,8 @@ def check(folder: Path, adapter: Adapter | None, mode: str) -> None:
     model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
     assert (mode == "fsdp2") == all(isinstance(weight, DTensor) for weight in model.parameters())
     assert_equal(model, whole, exact=True)
+    if adapter == ALONE:
+        assert_equal_adapter(model, whole)
     for one, its in ((model, optimizer), (whole, torch.optim.SGD(whole.parameters(), lr=0.1))):
         one(input_ids=torch.arange(5, 40)[None]).logits.log_softmax(-1)[0, :, 7].mean().neg().backward()
         its.step()
@@ -52,6 +57,16 @@ def assert_equal(model: torch.nn.Module, whole: torch.nn.Module, exact: bool) ->
         assert not weight.requires_grad
         same = torch.equal if exact else torch.allclose
         assert same(weight, expected[name]), name
+
+
+def assert_equal_adapter(model: torch.nn.Module, whole: torch.nn.Module) -> None:
+    """The adapter of a learner on several ranks is the one that peft saves in one process."""
+    _, weights = learner_adapter(model)
+    found, expected = dict(weights), get_peft_model_state_dict(whole, save_embedding_layers=False)
+    assert list(found) == list(expected), set(found) ^ set(expected)
+    for name, weight in found.items():
+        assert not isinstance(weight, DTensor)
+        assert torch.equal(weight, expected[name]), name
 
 
 if __name__ == "__main__":

@@ -87,8 +87,11 @@ def _idle_sections(s: Settings) -> Iterator[str]:
         yield "rollout_matching.vllm.server is not used with vllm.mode: colocate"
     if "max_lora_rank" in _changed(rollout.vllm) and not rollout.vllm.enable_lora:
         yield "rollout_matching.vllm.max_lora_rank is not used: enable_lora is false"
-    if rollout.vllm.enable_lora and uses_vllm(s, "colocate"):
-        yield "rollout_matching.vllm.enable_lora is not used with vllm.mode: colocate, which sends merged weights"
+    if rollout.vllm.enable_lora and uses_vllm(s, "colocate") and rules.sync_mode(s) == "full":
+        yield (
+            "rollout_matching.vllm.enable_lora is not used: a colocated engine loads adapters only with sync.mode "
+            "adapter or auto"
+        )
     if rollout.offload.enabled and not uses_vllm(s, "colocate"):
         yield "rollout_matching.offload is not used: only colocated vLLM shares memory with the learner"
     elif rollout.offload.enabled and not (rollout.offload.offload_model or rollout.offload.offload_optimizer):

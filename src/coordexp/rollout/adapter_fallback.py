@@ -1,22 +1,50 @@
-"""What a run is told that asks for adapters to be sent alone (R07)."""
+"""Whether engines get the learner's adapter alone or whole weights, and why a run fell back to whole weights."""
+
+from collections.abc import Callable
+from typing import Any, Literal
 
 from coordexp.config.rollout import Sync
 from coordexp.errors import EngineError
-from coordexp.rollout.installed import OTHERWISE
 
 # Why an adapter cannot be sent alone.
 COORD_ROWS = (
     "since the rows of the coordinate tokens are trained beside it, and vLLM's LoRA has no place for them "
     "(model.adapter.train_coord_rows)"
 )
-COLOCATED = "since an engine beside the learner gets whole weights, by memory that both see"
+WAYS_OUT = "set rollout_matching.vllm.sync.mode: full, or sync.fallback_to_full: true"
 
 
-def instead_of_adapters(sync: Sync, because: str) -> str | None:
-    """What to say to a run that asks for adapters to be sent alone, which cannot be."""
-    if sync.mode != "adapter":
-        return None
-    why = f"rollout_matching.vllm.sync.mode: an adapter alone cannot be sent, {because}"
-    if not sync.fallback_to_full:
-        raise EngineError(f"{why}\n  set sync.mode: full, or sync.fallback_to_full: true, {OTHERWISE}")
-    return f"warning: {why}; the whole merged weights are sent instead"
+class AdapterRefused(EngineError):
+    """The engine cannot use the adapter, and can still be given whole weights."""
+
+
+class SyncMode:
+    """What is sent after each update. It changes at most once, from the adapter to whole weights.
+
+    `has_adapter` says that the adapter is all that is trained. `otherwise` ends the message to a run that may not
+    fall back."""
+
+    def __init__(self, sync: Sync, has_adapter: bool, tell: Callable[[str], None], otherwise: str) -> None:
+        self.sync, self.tell, self.otherwise = sync, tell, otherwise
+        self.mode: Literal["full", "adapter"] = "adapter" if sync.mode == "adapter" else "full"
+        self.fallbacks: list[str] = []
+        if self.mode == "adapter" and not has_adapter:
+            problem = f"rollout_matching.vllm.sync.mode: an adapter alone cannot be sent, {COORD_ROWS}"
+            self.fall_back(problem, "the whole merged weights are sent instead")
+
+    @property
+    def is_adapter(self) -> bool:
+        return self.mode == "adapter"
+
+    def fall_back(self, reason: str, instead: str = "whole weights are sent from here on") -> None:
+        """Change to whole weights for good, with a warning. Raise EngineError if the settings do not allow it."""
+        if not self.sync.fallback_to_full:
+            raise EngineError(f"{reason}\n  {WAYS_OUT}, {self.otherwise}")
+        self.mode = "full"
+        warning = f"warning: {reason}; {instead}"
+        self.fallbacks.append(warning)
+        self.tell(warning)
+
+    def described(self) -> dict[str, Any]:
+        """Return the facts that the run's manifest records."""
+        return {"sync_mode": self.mode, "fallbacks": list(self.fallbacks)}

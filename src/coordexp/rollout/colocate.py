@@ -10,9 +10,17 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, Protocol
 
 from coordexp.errors import EngineError
-from coordexp.ranks import together
-from coordexp.rollout.adapter_fallback import COLOCATED, instead_of_adapters
-from coordexp.rollout.backend import Decode, Picture, Request, Rollout, RolloutBackend, Weights
+from coordexp.ranks import gather_texts, together
+from coordexp.rollout.adapter_fallback import AdapterRefused, SyncMode
+from coordexp.rollout.backend import (
+    AdapterWeights,
+    Decode,
+    Picture,
+    Request,
+    Rollout,
+    RolloutBackend,
+    Weights,
+)
 from coordexp.rollout.canary import PROBE, difference
 from coordexp.rollout.connection import Connection, asked
 from coordexp.rollout.engine import start_engine, stop_engine
@@ -31,7 +39,8 @@ class Room(Protocol):
 class ColocateBackend:
     """`learner` answers with the learner's own model, and `probe` is the picture that both are asked to see that
     the engine has the same weights. Inside `room`, the learner is out of the engine's way; its weights can still
-    be read. `tell` hears what takes long."""
+    be read. `tell` hears what takes long. `adapter` gives the learner's adapter, where it can be sent alone; the
+    engine is then started with a place for it. `record` gets the facts of the run's manifest when they change."""
 
     def __init__(
         self,
@@ -41,11 +50,13 @@ class ColocateBackend:
         probe: Picture,
         room: Callable[[], AbstractContextManager[Room]],
         tell: Callable[[str], None] = lambda _: None,
+        adapter: Callable[[], AdapterWeights] | None = None,
+        record: Callable[[dict[str, Any]], None] = lambda _: None,
     ) -> None:
         self.about, self.prompts, self.learner, self.probe = about, prompts, learner, probe
         self.room, self.tell = room, tell
-        if told := instead_of_adapters(about.settings.vllm.sync, COLOCATED):
-            tell(told)
+        self.adapter, self.record = adapter, record
+        self.sync_mode = SyncMode(about.settings.vllm.sync, adapter is not None, tell, OTHERWISE)
         self.group = Group.of(about.settings.vllm.tensor_parallel_size or 1)
         self.engine: Any = None
         self.version: int | None = None
@@ -80,7 +91,7 @@ class ColocateBackend:
         together(self._make_room)
         self.version = None
         together(self._start)
-        together(lambda: self._send(weights, version))
+        self._send(weights, version)
         assert self._away is not None
         self._away.drop()
         if due:
@@ -96,6 +107,10 @@ class ColocateBackend:
             stop_engine(self.engine.llm_engine.engine_core)
         self.engine = self.version = self._connection = None
 
+    def described(self) -> dict[str, Any]:
+        """Return the facts that the run's manifest records."""
+        return self.sync_mode.described()
+
     def _make_room(self) -> None:
         if self._away is None:
             assert self._session is not None, "outside of a session"
@@ -108,11 +123,38 @@ class ColocateBackend:
         if self.group.leads:
             since = time.perf_counter()
             self.tell(f"starting vLLM (tensor_parallel_size {self.group.size}), which takes about a minute")
-            self.engine = start_engine(self.about)
+            self.engine = start_engine(self.about, adapters=self.sync_mode.is_adapter)
             self.tell(f"vLLM is ready after {time.perf_counter() - since:.0f} s")
         self._connection = Connection(self.engine, self.about.device, self.about.settings.vllm.sync.timeout_s)
 
     def _send(self, weights: Weights, version: int) -> None:
+        """The adapter alone, or whole weights. If one engine refuses the adapter, all get whole weights."""
+        if self.sync_mode.is_adapter:
+            refusal = together(lambda: self._send_adapter(version))
+            refusals = [text for text in gather_texts(refusal) if text]
+            if not refusals:
+                return
+            self.sync_mode.fall_back(refusals[0])
+            self.record(self.described())
+        together(lambda: self._send_whole(weights, version))
+
+    def _send_adapter(self, version: int) -> str:
+        """Return why this rank's engine refuses the adapter, or nothing if it has it."""
+        assert self._connection is not None and self.adapter is not None
+        config, weights = self.adapter()
+        tensors = list(weights)  # where they are sharded, all ranks take part in gathering them
+        if not self.group.leads:
+            return ""
+        try:
+            self._connection.send_adapter(config, tensors, version)
+        except AdapterRefused as error:
+            return str(error)
+        except EngineError:
+            self.close()
+            raise
+        return ""
+
+    def _send_whole(self, weights: Weights, version: int) -> None:
         assert self._connection is not None
         try:
             self._connection.send(weights, version, self.group.place)
@@ -121,9 +163,12 @@ class ColocateBackend:
             raise
 
     def _answers(self, requests: Sequence[Request]) -> list[Rollout]:
-        if self.engine is None:
+        if self.engine is None or self._connection is None:
             raise EngineError("answers were asked for before any weights were sent")
-        return asked(self.engine, lambda: answers(self.engine, self.prompts, self.about.table, requests))
+        lora_request = self._connection.lora_request
+        return asked(
+            self.engine, lambda: answers(self.engine, self.prompts, self.about.table, requests, lora_request)
+        )
 
     def _compare(self, learner: Rollout, engine: Rollout) -> None:
         if told := difference(learner, engine, self.about.precision or self.about.dtype):

@@ -1,17 +1,21 @@
-"""The learner's connection to its engine, over which weights are sent: one transaction, with a deadline (D23)."""
+"""The learner's connection to its engine, over which whole weights or adapters are sent: one transaction, with a
+deadline (D23)."""
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from threading import Event, Thread
 from typing import Any, TypeVar
 
 import torch
+from torch import Tensor
 
 from coordexp.errors import EngineError
-from coordexp.rollout.backend import Weights
-from coordexp.rollout.engine import cause, has_ended
+from coordexp.rollout.adapter_fallback import AdapterRefused
+from coordexp.rollout.backend import AdapterConfig, Weights
+from coordexp.rollout.engine import cause, has_ended, lora_request
 from coordexp.rollout.installed import OTHERWISE
+from coordexp.rollout.memory_file import ALIGNMENT, MemoryFile, write_tensors
 
 T = TypeVar("T")
 
@@ -25,12 +29,14 @@ class Connection:
         self._version = ""
         self._failed: EngineError | None = None
         self._sender: Any = None
+        self._adapters = 0  # that were sent
+        self.lora_request: Any = None  # of the adapter that answers are made with
 
     def send(self, weights: Weights, version: int, place: int) -> None:
         """On every rank; `place` 0 speaks with the engine."""
         from coordexp.rollout.transfer import LearnerWeights, connect
 
-        self._until, self._version, self._failed = time.monotonic() + self.timeout, str(version), None
+        self._begin(version)
         source = LearnerWeights(weights)
         if self._sender is None:
             self._sender = connect(self.device, place, self, source)
@@ -41,11 +47,33 @@ class Connection:
         if place == 0:
             self._commit()
 
+    def send_adapter(self, config: AdapterConfig, tensors: Sequence[tuple[str, Tensor]], version: int) -> None:
+        """Send an adapter for the weights that the engine was started with. Call it on the rank that speaks with
+        the engine. Raise AdapterRefused if the engine cannot use the adapter: whole weights can still be sent."""
+        assert self._sender is None, "whole weights were sent: an adapter belongs to those of the start"
+        self._begin(version)
+        self._adapters += 1
+        file = MemoryFile.new(ALIGNMENT)
+        self._ask_workers("coordexp_read_adapter", write_tensors(file, tensors))
+        self._ask_workers("coordexp_build_adapter", config, self._adapters)
+        self.lora_request = None
+        self._ask_workers("coordexp_use_adapter")
+        self._commit()
+        self.lora_request = lora_request(self._adapters)
+
+    def _begin(self, version: int) -> None:
+        assert self.engine is None or not self.engine.llm_engine.has_unfinished_requests(), (
+            "weights come between answers"
+        )
+        self._until, self._version, self._failed = time.monotonic() + self.timeout, str(version), None
+
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
         self._unless_failed(lambda: self.engine.init_weight_transfer_engine({"init_info": init_info}))
 
     def start_weight_update(self) -> None:
-        assert not self.engine.llm_engine.has_unfinished_requests(), "weights come between answers"
+        if self._adapters:  # an adapter belongs to the weights before
+            self.lora_request = None
+            self._unless_failed(lambda: self.engine.collective_rpc("coordexp_remove_adapter"))
         self._unless_failed(self.engine.start_weight_update)
 
     def update_weights(self, update_info: Any) -> None:
@@ -54,7 +82,7 @@ class Connection:
     def finish_weight_update(self, weight_version: str | None = None) -> None:
         self._unless_failed(self.engine.finish_weight_update)
 
-    def _unless_failed(self, work: Callable[[], None]) -> None:
+    def _unless_failed(self, work: Callable[[], Any]) -> None:
         """After a failure the pass over the weights goes on without the engine: other ranks may take part in
         gathering them."""
         if self._failed is None:
@@ -62,6 +90,14 @@ class Connection:
                 self._call(work)
             except EngineError as error:
                 self._failed = error
+
+    def _ask_workers(self, method: str, *arguments: Any) -> None:
+        """Call a method about adapters in every worker. What goes wrong there is returned, not raised: vLLM would
+        leave the answers of the other workers in their queues."""
+        refusals = self._call(lambda: self.engine.collective_rpc("coordexp_try", args=(method, *arguments)))
+        for refusal in refusals:
+            if refusal is not None:
+                raise AdapterRefused(f"the engine cannot use the adapter: {refusal}")
 
     def _commit(self) -> None:
         """What was computed with the old weights is forgotten before the new version is given out."""

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from coordexp import torchrun
+from coordexp.config.rollout import VLLM
 from coordexp.errors import EngineError
 from coordexp.rollout.guard import ENGINE_GUARD
 from coordexp.rollout.installed import OTHERWISE
@@ -27,16 +28,21 @@ from coordexp.vocab import COORD_TOKENS, VocabularyTable
 # How weights come, and what the workers of an engine import for it.
 SHARED_MEMORY, CUDA_IPC = "coordexp_shared_memory", "coordexp_cuda_ipc"
 ENGINE_SIDE = "coordexp.rollout.engine_side.EngineSide"
+RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM knows for adapters
+IN_MEMORY = "/given-in-memory"  # where vLLM would look for an adapter that it does not have: it always has
 OWNER = "COORDEXP_ENGINE_OWNER"  # in the environment of the engine's processes: the process that they belong to
 
 
-def start_engine(about: Setup) -> Any:
-    """On the device of this rank, and those of the ranks after it that it shares the engine with."""
+def start_engine(about: Setup, adapters: bool = False) -> Any:
+    """On the device of this rank, and those of the ranks after it that it shares the engine with. With `adapters`
+    it has a place for one."""
     on_cuda = about.device.type == "cuda"
     visible = _visible(_devices(about)) if on_cuda else None
     with starting(about, CUDA_IPC if on_cuda else SHARED_MEMORY, ENGINE_SIDE, visible) as arguments:
         from vllm import LLM
 
+        if adapters:
+            arguments |= lora_arguments(about.settings.vllm)
         engine = LLM(**arguments)
     engine.collective_rpc("coordexp_is_ready")
     check_vocabulary(engine.get_tokenizer(), engine.llm_engine.model_config.get_vocab_size(), about.table)
@@ -70,6 +76,28 @@ def starting(about: Setup, transfer: str, side: str, visible: str | None = None)
         except (RuntimeError, ValueError, OSError) as error:
             told = _cause(heard.read_text()) or _told(str(error))
             raise EngineError(f"vLLM did not start: {told}\n  {_way_out(told)}") from error
+
+
+def lora_arguments(vllm: VLLM) -> dict[str, Any]:
+    """vLLM's, for one adapter at a time, on the vision tower too. It knows a few ranks: the next one is taken."""
+    if not vllm.enable_lora:
+        return {}
+    found: dict[str, Any] = {"enable_lora": True, "max_loras": 1, "enable_tower_connector_lora": True}
+    if (rank := vllm.max_lora_rank) is None:
+        return found
+    if rank > RANKS[-1]:
+        raise EngineError(
+            f"rollout_matching.vllm.max_lora_rank: {rank}, and vLLM takes adapters up to rank {RANKS[-1]}\n"
+            "  use a lower model.adapter.rank, or set enable_lora: false, which sends whole weights"
+        )
+    return found | {"max_lora_rank": min(one for one in RANKS if one >= rank)}
+
+
+def lora_request(id: int) -> Any:
+    """Return what vLLM's `generate` takes to answer with the adapter that the workers have under this id."""
+    from vllm.lora.request import LoRARequest
+
+    return LoRARequest(f"adapter-{id}", id, IN_MEMORY)
 
 
 def check_vocabulary(tokenizer: Any, size: int, table: VocabularyTable) -> None:

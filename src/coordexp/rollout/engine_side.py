@@ -10,7 +10,7 @@ import signal
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -28,10 +28,11 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
 from coordexp.rollout.engine import CUDA_IPC, OWNER, SHARED_MEMORY
-from coordexp.rollout.memory_file import MemoryFile
+from coordexp.rollout.engine_adapter import AdapterSide, Unwrapped
+from coordexp.rollout.memory_file import MemoryFile, tensors_in
 
 
-class EngineSide:
+class EngineSide(AdapterSide):
     """What its owner may ask every worker of the engine, by name."""
 
     def coordexp_is_ready(self) -> None:
@@ -60,12 +61,15 @@ def _wait_and_end(owner: int, engine: int | None) -> None:
 
 
 class Reload:
-    """Takes weights under the names of the checkpoint, and takes care that they are all there afterwards."""
+    """Takes weights under the names of the checkpoint, and takes care that they are all there afterwards. In an
+    update the model is without vLLM's LoRA wrappers, if it has any."""
 
     model: Any
     model_config: Any
+    _unwrapped: Unwrapped | None = None
 
     def start_weight_update(self) -> None:
+        self._unwrapped = Unwrapped(self.model)
         self._wanted = {name for name, _ in self.model.named_parameters()}  # of tied ones, the first
         initialize_layerwise_reload(self.model)
 
@@ -85,9 +89,16 @@ class Reload:
     def finish_weight_update(self) -> None:
         finalize_layerwise_reload(self.model, self.model_config)
         rebuild_heads(self.model)
+        self.wrap()
         if self._wanted:
             some = ", ".join(sorted(self._wanted)[:3])
             raise ValueError(f"{len(self._wanted)} weights of the engine were not sent, among them {some}")
+
+    def wrap(self) -> None:
+        """Put the LoRA wrappers back after an update."""
+        if self._unwrapped is not None:
+            self._unwrapped.back()
+        self._unwrapped = None
 
 
 def rebuild_heads(model: torch.nn.Module) -> None:
@@ -125,11 +136,7 @@ class SharedMemoryReceiver(Reload, WeightTransferEngine[NothingToAgree, SharedUp
 
     def receive_weights(self, update_info: SharedUpdate) -> None:
         file = self._mapped(*update_info.file)
-        told = (update_info.names, update_info.dtype_names, update_info.shapes, update_info.offsets)
-        self.take(
-            (name, file.tensor(offset, getattr(torch, dtype), shape))
-            for name, dtype, shape, offset in zip(*told, strict=True)
-        )
+        self.take(tensors_in(file, asdict(update_info)))
         keep_what_waits(self.model, file.holds)
 
     def _mapped(self, pid: int, fd: int, size: int) -> MemoryFile:

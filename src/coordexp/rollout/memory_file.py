@@ -3,8 +3,9 @@
 import mmap
 import os
 import weakref
-from collections.abc import Sequence
-from typing import Self
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import accumulate
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -55,3 +56,32 @@ class MemoryFile:
 
     def _map(self) -> None:
         self._bytes = torch.frombuffer(mmap.mmap(self.fd, self.size), dtype=torch.uint8)
+
+
+def write_tensors(file: MemoryFile, tensors: Sequence[tuple[str, Tensor]]) -> dict[str, Any]:
+    """Write the tensors to the file, which grows if it has to. Return plain values that describe its contents to
+    another process."""
+    offsets = [0, *accumulate(aligned(tensor.nbytes) for _, tensor in tensors)]
+    if offsets[-1] > file.size:
+        file.grow(offsets[-1])
+    for (_, tensor), offset in zip(tensors, offsets, strict=False):
+        file.tensor(offset, tensor.dtype, tensor.shape).copy_(tensor)
+    return {
+        "file": (os.getpid(), file.fd, file.size),
+        "names": [name for name, _ in tensors],
+        "dtype_names": [str(tensor.dtype).removeprefix("torch.") for _, tensor in tensors],
+        "shapes": [list(tensor.shape) for _, tensor in tensors],
+        "offsets": offsets[:-1],
+    }
+
+
+def tensors_in(file: MemoryFile, contents: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
+    """Yield views of the tensors that `write_tensors` described, from a file that is mapped in this process."""
+    columns = (contents[key] for key in ("names", "dtype_names", "shapes", "offsets"))
+    for name, dtype, shape, offset in zip(*columns, strict=True):
+        yield name, file.tensor(offset, getattr(torch, dtype), shape)
+
+
+def read_tensors(contents: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
+    """Map the file that `write_tensors` described in another process, and yield views of its tensors."""
+    return tensors_in(MemoryFile.of_process(*contents["file"]), contents)

@@ -4,17 +4,12 @@ from collections.abc import Sequence
 
 import torch
 
-from coordexp.errors import EngineError
+from coordexp.rollout.adapter_fallback import AdapterRefused
 from coordexp.rollout.backend import AdapterWeights
 from coordexp.rollout.server_weights import Link, Sent, send
 
-WHOLE = "set rollout_matching.vllm.sync.mode: full, or sync.fallback_to_full: true"
 # A server that says one of these would say it again. One that says anything else is left out until it is back.
 FOR_GOOD = frozenset({"no_lora", "base_changed", "adapter_refused", "update_failed", "bad_request", "no_route"})
-
-
-class AdapterRefused(EngineError):
-    """By a server, which whole weights can still be sent to."""
 
 
 def send_adapter(

@@ -16,7 +16,7 @@ from torch import distributed as dist
 
 from coordexp.errors import EngineError
 from coordexp.ranks import gather_texts, sum_over_ranks, together
-from coordexp.rollout.adapter_fallback import COORD_ROWS, instead_of_adapters
+from coordexp.rollout.adapter_fallback import AdapterRefused, SyncMode
 from coordexp.rollout.backend import (
     AdapterWeights,
     Decode,
@@ -31,7 +31,7 @@ from coordexp.rollout.canary import PROBE, difference
 from coordexp.rollout.guard import key_pattern
 from coordexp.rollout.pool import Chunk, Out, Pool, Up, answered
 from coordexp.rollout.prompt import PromptBuilder, check_prompt
-from coordexp.rollout.server_adapter import WHOLE, AdapterRefused, send_adapter
+from coordexp.rollout.server_adapter import send_adapter
 from coordexp.rollout.server_check import OTHERWISE, own_device
 from coordexp.rollout.server_client import Patience, ServerClient, ServerFault, ServerLost
 from coordexp.rollout.server_links import Links
@@ -64,10 +64,7 @@ class ServerBackend:
         self.about, self.prompts, self.learner, self.probe = about, prompts, learner, probe
         self.tell, self.record, self.adapter = tell, record, adapter
         self.settings = about.settings.vllm
-        self.fallbacks: list[str] = []
-        self.mode = "adapter" if self.settings.sync.mode == "adapter" and adapter else "full"
-        if adapter is None and (told := instead_of_adapters(self.settings.sync, COORD_ROWS)):
-            self._fall_back(told)
+        self.sync_mode = SyncMode(self.settings.sync, adapter is not None, tell, OTHERWISE)
         pool = self.settings.server
         self.clients = [ServerClient(k, one, pool.infer_timeout_s, patience) for k, one in enumerate(pool.servers)]
         self.rank, self.ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
@@ -130,8 +127,7 @@ class ServerBackend:
                 {"base_url": one.url, "group_port": one.group_port, "world_size": size, "boot": boot}
                 for one, size, boot in zip(self.clients, sizes, self._boots, strict=True)
             ],
-            "sync_mode": self.mode,
-            "fallbacks": list(self.fallbacks),
+            **self.sync_mode.described(),
         }
 
     # Weights
@@ -213,15 +209,12 @@ class ServerBackend:
             take_part(self._weights())
             return None
         links, seconds = [self.links.open[k] for k in targets], self.settings.sync.timeout_s
-        if self.mode == "adapter":
+        if self.sync_mode.is_adapter:
             assert self.adapter is not None
             try:
                 return send_adapter(links, self.adapter(), self._named(version), self.about.device, seconds)
             except AdapterRefused as error:
-                if not self.settings.sync.fallback_to_full:
-                    raise EngineError(f"{error}\n  {WHOLE}, {OTHERWISE}") from error
-                self.mode = "full"
-                self._fall_back(f"warning: {error}; whole weights are sent from here on")
+                self.sync_mode.fall_back(str(error))
         return send(links, self._weights(), self._named(version), self.about.device, seconds, self.tell)
 
     def _committed(self, sent: Sent | None, own: list[Rollout], probed: Sequence[int]) -> dict[str, Any]:
@@ -358,14 +351,10 @@ class ServerBackend:
         self.tell(f"warning: {why}\n  the server is left out until it is back and has the weights")
         self.links.drop(index)
 
-    def _fall_back(self, told: str) -> None:
-        self.tell(told)
-        self.fallbacks.append(told)
-
     def _recorded(self, calls: list[dict[str, Any]], seconds: float) -> None:
         assert self.pool is not None
         told = [call | {"base_url": self.clients[call["server"]].url} for call in calls]
-        about = {"version": self.pool.version, "sync_mode": self.mode, "seconds": round(seconds, 4)}
+        about = {"version": self.pool.version, "sync_mode": self.sync_mode.mode, "seconds": round(seconds, 4)}
         self.record({"event": "rollouts", **about, "calls": told})
 
 

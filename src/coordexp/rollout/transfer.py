@@ -3,12 +3,10 @@
 Weights go bucket by bucket: while the engine takes one in, the learner fills the next.
 """
 
-import os
 from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from itertools import accumulate
 from typing import Any, ClassVar, Self
 
 import torch
@@ -24,9 +22,9 @@ from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactor
 from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo, IPCTrainerWeightTransferEngine
 
 from coordexp.rollout.backend import Weights
-from coordexp.rollout.buckets import BUCKET_BYTES, Bucket, buckets
+from coordexp.rollout.buckets import BUCKET_BYTES, buckets
 from coordexp.rollout.engine import CUDA_IPC, SHARED_MEMORY
-from coordexp.rollout.memory_file import MemoryFile, aligned
+from coordexp.rollout.memory_file import MemoryFile, write_tensors
 
 
 class LearnerWeights(WeightSource):
@@ -73,26 +71,11 @@ class SharedMemorySender(TrainerWeightTransferEngine[SharedMemory]):
             for number, bucket in enumerate(passing):
                 if number >= len(self.files):  # the engine has read what lies there
                     sent[number - len(self.files)].result()
-                told = self._filled(number % len(self.files), bucket)
-                sent.append(pool.submit(self.client.update_weights, told))
+                contents = write_tensors(self.files[number % len(self.files)], bucket)
+                sent.append(pool.submit(self.client.update_weights, contents))
             for one in sent:
                 one.result()
         self.client.finish_weight_update()
-
-    def _filled(self, number: int, bucket: Bucket) -> dict[str, Any]:
-        offsets = [0, *accumulate(aligned(weight.nbytes) for _, weight in bucket)]
-        if offsets[-1] > self.files[number].size:
-            self.files[number].grow(offsets[-1])
-        file = self.files[number]
-        for (_, weight), offset in zip(bucket, offsets, strict=False):
-            file.tensor(offset, weight.dtype, weight.shape).copy_(weight)
-        return {
-            "file": (os.getpid(), file.fd, file.size),
-            "names": [name for name, _ in bucket],
-            "dtype_names": [str(weight.dtype).removeprefix("torch.") for _, weight in bucket],
-            "shapes": [list(weight.shape) for _, weight in bucket],
-            "offsets": offsets[:-1],
-        }
 
 
 class CudaSender(IPCTrainerWeightTransferEngine):

@@ -11,10 +11,14 @@ from coordexp.vocab import VocabularyTable
 
 
 def answers(
-    engine: Any, prompts: PromptBuilder, table: VocabularyTable, requests: Sequence[Request]
+    engine: Any,
+    prompts: PromptBuilder,
+    table: VocabularyTable,
+    requests: Sequence[Request],
+    lora_request: Any = None,
 ) -> list[Rollout]:
     """In the order of the requests, all of which decode alike. The engine must read each prompt as training does:
-    the same token ids."""
+    the same token ids. It answers with the adapter of `lora_request`, if there is one."""
     if not requests:
         return []
     decode = one_decode(requests)
@@ -31,7 +35,7 @@ def answers(
     ]
     guard = guard_arguments(decode.guard, pattern, table.end_of_turn)
     sampling = [_sampling(decode, guard, table.end_of_turn, one.seed) for one in requests]
-    outputs = engine.generate(asked, sampling, use_tqdm=False)
+    outputs = engine.generate(asked, sampling, use_tqdm=False, lora_request=lora_request)
     found = []
     for one, ids, output in zip(requests, wanted, outputs, strict=True):
         check_prompt(one.picture.path, output.prompt_token_ids, ids)

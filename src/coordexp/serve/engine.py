@@ -3,16 +3,21 @@
 from collections.abc import Sequence
 from typing import Any
 
-from coordexp.config.rollout import VLLM
 from coordexp.errors import EngineError
-from coordexp.rollout.engine import cause, check_vocabulary, has_ended, starting, stop_engine
+from coordexp.rollout.engine import (
+    cause,
+    check_vocabulary,
+    has_ended,
+    lora_arguments,
+    lora_request,
+    starting,
+    stop_engine,
+)
 from coordexp.rollout.setup import Setup
 from coordexp.serve.answering import RefusedByEngine
 
 BROADCAST = "coordexp_broadcast"
 SERVER_SIDE = "coordexp.serve.worker.ServerSide"
-RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM knows for adapters
-IN_MEMORY = "/given-in-memory"  # where vLLM would look for an adapter that it does not have: it always has
 
 
 class ServedEngine:
@@ -99,12 +104,10 @@ class ServedEngine:
         await self._ask("coordexp_build_adapter", config, self._adapters)
 
     async def finish_adapter(self, version: str) -> None:
-        from vllm.lora.request import LoRARequest
-
         self._adapter = None
         await self._ask("coordexp_use_adapter")
         await self._commit(version)
-        self._adapter = LoRARequest(f"adapter-{self._adapters}", self._adapters, IN_MEMORY)
+        self._adapter = lora_request(self._adapters)
 
     async def abandon_adapter(self) -> None:
         await self._ask("coordexp_forget_adapter")
@@ -131,18 +134,3 @@ class ServedEngine:
         for wrong in said:
             if wrong is not None:
                 raise EngineError(wrong)
-
-
-def lora_arguments(vllm: VLLM) -> dict[str, Any]:
-    """vLLM's, for one adapter at a time, on the vision tower too. It knows a few ranks: the next one is taken."""
-    if not vllm.enable_lora:
-        return {}
-    found: dict[str, Any] = {"enable_lora": True, "max_loras": 1, "enable_tower_connector_lora": True}
-    if (rank := vllm.max_lora_rank) is None:
-        return found
-    if rank > RANKS[-1]:
-        raise EngineError(
-            f"rollout_matching.vllm.max_lora_rank: {rank}, and vLLM takes adapters up to rank {RANKS[-1]}\n"
-            "  use a lower model.adapter.rank, or set enable_lora: false, which sends whole weights"
-        )
-    return found | {"max_lora_rank": min(one for one in RANKS if one >= rank)}

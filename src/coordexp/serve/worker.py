@@ -4,7 +4,6 @@ Each bucket comes as one broadcast. A learner that says how long the next one is
 taken in.
 """
 
-import traceback
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -22,29 +21,17 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
 from coordexp.rollout.broadcast import Metadata, Place, WeightGroup, join, unflattened
+from coordexp.rollout.engine_adapter import plain_name
 from coordexp.rollout.engine_side import EngineSide, Reload, keep_what_waits
 from coordexp.serve.engine import BROADCAST
-from coordexp.serve.worker_adapter import Unwrapped, built, plain_name, put_in_place
 
 
 class ServerSide(EngineSide):
     """What the server may ask every worker of its engine, by name."""
 
     weight_transfer_engine: Any
-    model_runner: Any
     vllm_config: Any
     _weight_update_active: bool
-    _adapter: dict[str, Tensor]
-    _built: Any
-
-    def coordexp_try(self, method: str, *arguments: Any) -> str | None:
-        """What went wrong, if something did."""
-        try:
-            getattr(self, method)(*arguments)
-        except Exception as error:  # noqa: BLE001 - told to the server
-            traceback.print_exc()
-            return str(error) or type(error).__name__
-        return None
 
     def coordexp_state_keys(self) -> list[str]:
         return [plain_name(name) for name, _ in self.model_runner.get_model().named_parameters()]
@@ -60,23 +47,6 @@ class ServerSide(EngineSide):
 
     def coordexp_take_adapter(self, metadatas: list[Metadata]) -> None:
         self._adapter.update(self.weight_transfer_engine.receive_adapter(metadatas))
-
-    def coordexp_build_adapter(self, config: dict[str, Any], id: int) -> None:
-        """Of what was taken. Answers are still made as before."""
-        self._built = built(self.model_runner.lora_manager, self._adapter, config, id)
-        self._adapter = {}
-
-    def coordexp_use_adapter(self) -> None:
-        adapter, self._built = self._built, None
-        put_in_place(self.model_runner.lora_manager, adapter)
-
-    def coordexp_forget_adapter(self) -> None:
-        """One that was taken, or built, and is not in use."""
-        self._adapter, self._built = {}, None
-
-    def coordexp_remove_adapter(self) -> None:
-        self.coordexp_forget_adapter()
-        self.model_runner.lora_manager.remove_all_adapters()
 
 
 @dataclass
@@ -102,7 +72,6 @@ class BroadcastReceiver(Reload, WeightTransferEngine[Joining, Bucket]):
         self._group: WeightGroup | None = None
         self._ahead: Future[Tensor] | None = None
         self._buffers: list[Tensor] = []
-        self._unwrapped: Unwrapped | None = None
 
     def init_transfer_engine(self, init_info: Joining) -> None:
         self.shutdown()
@@ -110,10 +79,6 @@ class BroadcastReceiver(Reload, WeightTransferEngine[Joining, Bucket]):
         self._group = join(*told, self.device, init_info.timeout_s, init_info.plain)
         self._receiver = ThreadPoolExecutor(1)
         self._buffers = [torch.empty(0, dtype=torch.uint8, device=self.device)] * 2
-
-    def start_weight_update(self) -> None:
-        self._unwrapped = Unwrapped(self.model)
-        super().start_weight_update()
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
         self.receive_weights(self.parse_update_info(update_info))  # vLLM's would wait for an accelerator
@@ -137,10 +102,6 @@ class BroadcastReceiver(Reload, WeightTransferEngine[Joining, Bucket]):
         places, size = _places(metadatas)
         return {name: part.to("cpu", copy=True) for name, part in unflattened(places, self._received(size))}
 
-    def finish_weight_update(self) -> None:
-        super().finish_weight_update()
-        self._wrap()
-
     def abandon(self) -> None:
         """The learner has left, or has stopped sending: a bucket that was announced does not come."""
         self.shutdown()
@@ -149,7 +110,7 @@ class BroadcastReceiver(Reload, WeightTransferEngine[Joining, Bucket]):
             waiting.loaded_weights.clear()
             waiting.load_numel = 0
         finalize_layerwise_reload(self.model, self.model_config)
-        self._wrap()
+        self.wrap()
 
     def shutdown(self) -> None:
         """What is being received ends with the group's connections, or at its deadline."""
@@ -157,11 +118,6 @@ class BroadcastReceiver(Reload, WeightTransferEngine[Joining, Bucket]):
             self._group.close()
             self._receiver.shutdown(wait=False, cancel_futures=True)
         self._group, self._ahead, self._buffers = None, None, []
-
-    def _wrap(self) -> None:
-        if self._unwrapped is not None:
-            self._unwrapped.back()
-        self._unwrapped = None
 
     def _received(self, size: int) -> Tensor:
         if self._group is None:

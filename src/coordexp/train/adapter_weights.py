@@ -7,17 +7,21 @@ from accelerate.utils import extract_model_from_parallel
 from peft import PeftModel, get_peft_model_state_dict
 
 from coordexp.rollout.backend import AdapterWeights
+from coordexp.sharding import is_sharded
+from coordexp.train.weights import whole
 
 
 def learner_adapter(model: Any) -> AdapterWeights:
-    """As in `adapter_config.json` and `adapter_model.safetensors`. The learner is only read, on one rank."""
+    """As in `adapter_config.json` and `adapter_model.safetensors`. The learner is only read. Where it is sharded,
+    each weight is gathered when it is asked for: all ranks must ask for all of them."""
+    is_sharded(model)  # refuses what cannot be gathered
     model = extract_model_from_parallel(model, keep_torch_compile=False)
     assert isinstance(model, PeftModel)
     config = model.peft_config[model.active_adapter]
     assert not config.trainable_token_indices, "what is trained beside the adapter would be left out"
     weights = get_peft_model_state_dict(model, adapter_name=model.active_adapter, save_embedding_layers=False)
     plain = {name: _plain(value) for name, value in config.to_dict().items()}
-    return plain, ((name, weight.detach()) for name, weight in weights.items())
+    return plain, ((name, whole(weight)) for name, weight in weights.items())
 
 
 def _plain(value: Any) -> Any:

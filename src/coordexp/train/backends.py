@@ -1,8 +1,8 @@
-"""Which backend makes a run's rollouts, and what a run with servers leaves in its folder (R09)."""
+"""Which backend makes a run's rollouts, and what its weight syncs leave in the run folder (R09)."""
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,7 @@ def backend_for(
     folder, model, dtype = Path(arguments.output_dir), Path(settings.model.path), settings.model.dtype
     precision = "bfloat16" if arguments.bf16 else "float16" if arguments.fp16 else dtype
     tell = say if arguments.process_index == 0 else lambda message: None
+    adapter = (lambda: learner_adapter(trainer().model)) if _adapter_suffices(settings.model.adapter) else None
     if rollout.vllm.mode == "server":
         from coordexp.rollout.server_backend import ServerBackend  # httpx is for it alone
 
@@ -45,7 +46,7 @@ def backend_for(
             probe=cases[0].picture,
             tell=tell,
             record=ServerLog(folder, arguments.process_index),
-            adapter=(lambda: learner_adapter(trainer().model)) if _is_all(settings.model.adapter) else None,
+            adapter=adapter,
         )
     return ColocateBackend(
         Setup(model, dtype, rollout, table, arguments.device, precision),
@@ -54,11 +55,13 @@ def backend_for(
         probe=cases[0].picture,
         room=lambda: offloaded(rollout.offload, trainer().model, trainer().optimizer, folder),
         tell=tell,
+        adapter=adapter,
+        record=Manifest(folder) if arguments.process_index == 0 else lambda facts: None,
     )
 
 
-def _is_all(adapter: Adapter | None) -> bool:
-    """That is trained, in a form that vLLM takes."""
+def _adapter_suffices(adapter: Adapter | None) -> bool:
+    """Return True if every trained parameter can be expressed as a vLLM LoRA adapter."""
     return adapter is not None and not adapter.train_coord_rows and not adapter.dora
 
 
@@ -68,31 +71,41 @@ def described(settings: Settings, backend: RolloutBackend) -> dict[str, Any]:
     found: dict[str, Any] = {"backend": rollout.rollout_backend, "decode_mode": Decode.of(rollout).mode}
     if rollout.rollout_backend == "vllm":
         found |= {"mode": rollout.vllm.mode, "tensor_parallel_size": rollout.vllm.tensor_parallel_size}
-    if rollout.rollout_backend == "vllm" and rollout.vllm.mode == "server":
         found |= backend.described()  # type: ignore[attr-defined]
     return found
 
 
 @dataclass
 class ServerLog:
-    """`servers.jsonl`: every sync, every call for answers with its seeds, and every retry; of other ranks than the
-    first, `servers_1.jsonl` and so on. The first sync's facts go to `run.json` too. Each event is
-    one write, because several threads may record at once."""
+    """Writes `servers.jsonl`: every sync, every call for answers with its seeds, and every retry; for ranks other
+    than the first, `servers_1.jsonl` and so on. `run.json` gets the servers as the first sync found them, and the
+    sync mode and its fallbacks as the latest one has them. Each event is one write, because several threads may
+    record at once."""
 
     folder: Path
     rank: int
-    _told: bool = False
+    _recorded: dict[str, Any] = field(default_factory=dict)
 
     def __call__(self, event: dict[str, Any]) -> None:
         name = f"servers_{self.rank}.jsonl" if self.rank else "servers.jsonl"
         self.folder.mkdir(parents=True, exist_ok=True)
         with (self.folder / name).open("a") as file:
             file.write(json.dumps(event) + "\n")
-        if event["event"] == "sync" and not self._told:
-            self._told = True
-            self._complete({name: event[name] for name in ("servers", "sync_mode", "fallbacks")})
+        if event["event"] == "sync":
+            facts = {"servers": event["servers"]} | self._recorded  # what was recorded of them stays
+            facts |= {name: event[name] for name in ("sync_mode", "fallbacks")}
+            if facts != self._recorded:
+                Manifest(self.folder)(facts)
+                self._recorded = facts
 
-    def _complete(self, facts: dict[str, Any]) -> None:
+
+@dataclass(frozen=True)
+class Manifest:
+    """Adds facts about rollouts to the latest run in `run.json`, if there is one."""
+
+    folder: Path
+
+    def __call__(self, facts: dict[str, Any]) -> None:
         file = self.folder / "run.json"
         if not file.is_file():
             return

@@ -44,7 +44,7 @@ def _weights(module: Module, prefix: str, given: dict[Parameter, str]) -> Iterat
     for name, weight in module.named_parameters(recurse=False):
         if weight not in given:
             given[weight] = prefix + name
-            yield prefix + name, _whole(weight)
+            yield prefix + name, whole(weight)
     for name, child in module.named_children():
         yield from _weights(child, prefix if name in _UNNAMED else f"{prefix}{name}.", given)
 
@@ -83,14 +83,15 @@ def _twin(module: Any) -> Any:
     """A module with modules and parameters of its own, which hold the same weights."""
     twin = copy.copy(module)
     twin._parameters = {
-        name: weight if weight is None else Parameter(_whole(weight), requires_grad=False)
+        name: weight if weight is None else Parameter(whole(weight), requires_grad=False)
         for name, weight in module._parameters.items()
     }
     twin._modules = {name: _twin(child) for name, child in module._modules.items()}
     return twin
 
 
-def _whole(weight: Tensor) -> Tensor:
+def whole(weight: Tensor) -> Tensor:
+    """Return the weight without its gradient. A sharded one is gathered, in which all ranks must take part."""
     weight = weight.detach()
     if not isinstance(weight, DTensor):
         return weight

@@ -300,10 +300,19 @@ def test_a_key_in_the_wrong_section_is_told_its_place():
     assert "did you mean rollout_matching.decode_batch_size?" in message
 
 
-def test_an_engine_beside_the_learner_is_not_started_with_lora_and_that_is_said():
-    tree = rollout(vllm={"enable_lora": True})
-    assert any("vllm.enable_lora is not used with vllm.mode: colocate" in note for note in load(tree).notes)
-    assert not any("enable_lora" in note for note in load(rollout(vllm={"enable_lora": False})).notes)
+@pytest.mark.parametrize(
+    ("vllm", "idle"),
+    [
+        ({"enable_lora": True}, True),
+        ({"enable_lora": True, "sync": {"mode": "full"}}, True),
+        ({"enable_lora": True, "sync": {"mode": "adapter"}}, False),
+        ({"enable_lora": True, "sync": {"mode": "auto"}}, False),
+        ({"enable_lora": False}, False),
+    ],
+)
+def test_lora_support_that_a_colocated_engine_does_not_use_is_said(vllm, idle):
+    notes = load(changed(rollout(vllm=vllm), model__adapter={"rank": 8})).notes
+    assert any("vllm.enable_lora is not used: a colocated engine" in note for note in notes) == idle
 
 
 def test_an_offload_that_moves_nothing_is_said():

@@ -94,7 +94,7 @@ def test_a_server_that_refuses_an_adapter_on_its_way_is_joined_anew_for_whole_we
     it.sync(3)
     assert all(it.has(server, 3) for server in it.servers) and right(it.generate(6), 3)
     assert it.servers[1].paths().count("/init_communicator/") == 2
-    assert it.backend.mode == "full" and len(it.backend.described()["fallbacks"]) == 1
+    assert it.backend.sync_mode.mode == "full" and len(it.backend.described()["fallbacks"]) == 1
 
 
 def test_a_run_that_may_not_fall_back_stops_with_the_ways_out(adapting):
@@ -117,7 +117,7 @@ def test_a_server_that_dies_in_an_adapter_sync_is_no_reason_to_fall_back(adaptin
     it.servers[1].restart()
     it.sync(3)
     assert all(has_adapter(server, it.backend._named(3)) for server in it.servers) and right(it.generate(4), 3)
-    assert it.backend.mode == "adapter" and it.backend.described()["fallbacks"] == []
+    assert it.backend.sync_mode.mode == "adapter" and it.backend.described()["fallbacks"] == []
 
 
 def test_to_a_server_of_ms_swift_whole_weights_are_sent(adapting):

@@ -1,9 +1,11 @@
 """Which backend a run has, and what one with servers leaves in its folder."""
 
 import json
+from pathlib import Path
 
 import pytest
 
+from coordexp.rollout.colocate import ColocateBackend
 from coordexp.rollout.server_backend import ServerBackend
 from coordexp.train.backends import ServerLog, described
 from tests.unit.train.test_rollout_step import handed_over
@@ -43,6 +45,42 @@ def test_an_adapter_is_sent_alone_unless_coordinate_rows_are_trained_beside_it(t
     assert (told["sync_mode"], len(told["fallbacks"])) == (("full", 1) if rows else ("adapter", 0))
     assert (backend.adapter is None) == rows
     backend.close()
+
+
+@pytest.mark.scenario("R09")
+def test_a_fallback_after_the_first_sync_changes_the_sync_mode_of_the_manifest(tmp_path):
+    (tmp_path / "run.json").write_text(json.dumps([{"rollouts": {"mode": "server"}}]))
+    log = ServerLog(tmp_path, 0)
+    servers = [{"base_url": "u", "boot": "b"}]
+    warning = "warning: server 0: base_changed; whole weights are sent from here on"
+    for version, mode, fallbacks in ((1, "adapter", []), (2, "adapter", []), (3, "full", [warning])):
+        facts = {"servers": servers, "sync_mode": mode, "fallbacks": fallbacks}
+        log({"event": "sync", "version": version} | facts)
+        log({"event": "rollouts", "version": version, "sync_mode": mode, "calls": []})
+        (run,) = json.loads((tmp_path / "run.json").read_text())
+        assert run == {"rollouts": {"mode": "server"} | facts}
+
+
+@pytest.mark.scenario("R09")
+def test_a_fallback_of_a_colocated_run_changes_the_sync_mode_of_the_manifest(tmp_path, monkeypatch):
+    settings, given = handed_over(
+        tmp_path,
+        monkeypatch,
+        model__adapter={"rank": 4, "alpha": 8, "train_coord_rows": False},
+        rollout_matching__vllm={"mode": "colocate", "enable_lora": True, "sync": {"mode": "auto"}},
+    )
+    backend = given["backend"]
+    assert isinstance(backend, ColocateBackend)
+    facts = described(settings, backend)
+    assert (facts["mode"], facts["sync_mode"], facts["fallbacks"]) == ("colocate", "adapter", [])
+    folder = Path(settings.training.output_dir)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "run.json").write_text(json.dumps([{"rollouts": facts}]))
+    backend.sync_mode.fall_back("the engine cannot use the adapter: its rank")
+    backend.record(backend.described())
+    (run,) = json.loads((folder / "run.json").read_text())
+    assert run["rollouts"]["sync_mode"] == "full" and run["rollouts"]["mode"] == "colocate"
+    assert run["rollouts"]["fallbacks"] == backend.described()["fallbacks"] != []
 
 
 @pytest.mark.scenario("R09.S1")

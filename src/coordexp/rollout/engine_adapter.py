@@ -1,9 +1,11 @@
-"""Adapters in a worker of a rollout server. vLLM's own way in is a folder on a disk; here they come as tensors.
+"""Adapters in the workers of an engine, colocated or of a rollout server. vLLM's own way in is a folder on a disk;
+here they come as tensors.
 
 A model that vLLM has made ready for adapters has a wrapper around each layer that can have one, which a checkpoint
 does not know of.
 """
 
+import traceback
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,6 +14,48 @@ from torch.nn import Module
 from vllm.lora.layers import BaseLayerWithLoRA
 from vllm.lora.lora_model import LoRAModel
 from vllm.lora.peft_helper import PEFTHelper
+
+from coordexp.rollout.memory_file import read_tensors
+
+
+class AdapterSide:
+    """The methods that the owner of an engine may call in every worker, by name, to exchange its adapter.
+
+    An adapter is received beside the one that answers are made with, built, and then put in its place."""
+
+    model_runner: Any
+    _adapter: dict[str, Tensor]
+    _built: Any
+
+    def coordexp_try(self, method: str, *arguments: Any) -> str | None:
+        """Call another method of the worker. Return what went wrong, or None."""
+        try:
+            getattr(self, method)(*arguments)
+        except Exception as error:  # noqa: BLE001 - told to the owner
+            traceback.print_exc()
+            return str(error) or type(error).__name__
+        return None
+
+    def coordexp_read_adapter(self, contents: dict[str, Any]) -> None:
+        """Copy the adapter's tensors out of a memory file of the owner."""
+        self._adapter = {name: tensor.clone() for name, tensor in read_tensors(contents)}
+
+    def coordexp_build_adapter(self, config: dict[str, Any], id: int) -> None:
+        """Build vLLM's adapter from the tensors that were received. Answers are still made as before."""
+        self._built = built(self.model_runner.lora_manager, self._adapter, config, id)
+        self._adapter = {}
+
+    def coordexp_use_adapter(self) -> None:
+        adapter, self._built = self._built, None
+        put_in_place(self.model_runner.lora_manager, adapter)
+
+    def coordexp_forget_adapter(self) -> None:
+        """Forget an adapter that was received or built and is not in use."""
+        self._adapter, self._built = {}, None
+
+    def coordexp_remove_adapter(self) -> None:
+        self.coordexp_forget_adapter()
+        self.model_runner.lora_manager.remove_all_adapters()
 
 
 def built(manager: Any, tensors: Mapping[str, Tensor], config: dict[str, Any], id: int) -> LoRAModel:

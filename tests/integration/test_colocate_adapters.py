@@ -1,0 +1,269 @@
+"""A colocated engine that is given the learner's adapter alone answers as the learner does. One that refuses it is
+given whole weights for good.
+
+The first test starts an engine of its own. The others share one, in their order: the test of the fallback leaves
+it with whole weights.
+"""
+
+import json
+from collections.abc import Iterator
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from coordexp.config.rollout import Offload
+from coordexp.config.settings import Adapter
+from coordexp.demo.model import Size, make_model
+from coordexp.errors import EngineError
+from coordexp.rollout import colocate
+from coordexp.train.adapter import with_adapter
+from coordexp.train.adapter_weights import learner_adapter
+from coordexp.train.offload import offloaded
+from coordexp.train.spill import SMALL, Away
+from tests.integration import engine_faults
+from tests.integration.answers import whole_model
+from tests.integration.colocation import SETTINGS, Colocation, draw_pictures, ids, with_adapter_sync
+from tests.integration.stage2_runs import config, draw, finish, training
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(240)]
+
+TOKENS = 10
+LORA = Adapter(rank=4, alpha=8, train_coord_rows=False)
+TOO_LARGE = LORA.model_copy(update={"rank": 16})  # the engine is started for rank 4, which vLLM makes 8 of
+BOTH = Offload(enabled=True, offload_model=True, offload_optimizer=True)
+
+
+class Memory:
+    """The memory of a learner: bytes of the tensors that offloading moves, looked at from inside the backend."""
+
+    def __init__(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        slots = [value for slot in optimizer.state.values() for value in slot.values()]
+        self.tensors: list[Tensor] = [one for one in [*model.parameters(), *slots] if one.nbytes >= SMALL]
+        self.seen: list[tuple[str, int]] = []
+
+    @property
+    def bytes(self) -> int:
+        return sum(tensor.untyped_storage().nbytes() for tensor in self.tensors)
+
+    def look(self, when: str) -> None:
+        self.seen.append((when, self.bytes))
+
+
+class Sent:
+    """What the learner asks of the workers of its engine, with the bytes of each adapter."""
+
+    def __init__(self, engine: Any, patch: pytest.MonkeyPatch) -> None:
+        self.adapters: list[int] = []
+        self.buckets = 0
+        self._rpc, self._update = engine.collective_rpc, engine.update_weights
+        patch.setattr(engine, "collective_rpc", self._spied_rpc)
+        patch.setattr(engine, "update_weights", self._spied_update)
+
+    def _spied_rpc(self, method: str, args: tuple[Any, ...] = (), **named: Any) -> Any:
+        if args and args[0] == "coordexp_read_adapter":
+            shapes = zip(args[1]["shapes"], args[1]["dtype_names"], strict=True)
+            sizes = [torch.Size(shape).numel() * getattr(torch, dtype).itemsize for shape, dtype in shapes]
+            self.adapters.append(sum(sizes))
+        return self._rpc(method, args=args, **named)
+
+    def _spied_update(self, *given: Any) -> Any:
+        self.buckets += 1
+        return self._update(*given)
+
+
+def learn(colocation: Colocation, adapter: Adapter = LORA) -> torch.optim.Optimizer:
+    """Give the engine a new learner, on the weights that the engine was started with. Return its optimizer."""
+    torch.manual_seed(0)
+    colocation.model = with_adapter(whole_model(colocation.folder), adapter, colocation.table.first_coord)
+    trained = [weight for weight in colocation.model.parameters() if weight.requires_grad]
+    return torch.optim.AdamW(trained, lr=1e-2)
+
+
+@pytest.mark.scenario("R07")
+def test_a_run_that_trains_an_adapter_alone_sends_it_alone_to_its_colocated_engine(tmp_path):
+    """The engine's answers are compared with the learner's after every sync."""
+    changes = {
+        "model__adapter": {"rank": 4, "alpha": 8, "train_coord_rows": False},
+        "rollout_matching__rollout_backend": "vllm",
+        "rollout_matching__vllm": {"gpu_memory_utilization": 0.1, "enforce_eager": True, "enable_lora": True},
+        "rollout_matching__vllm__sync": {"mode": "auto", "canary_every": 1, "fallback_to_full": False},
+        "rollout_matching__offload": {"enabled": True, "offload_model": True, "offload_optimizer": True},
+        "training__max_steps": 3,
+        "training__save_steps": 3,
+        "training__learning_rate": 1e-2,
+    }
+    shown = finish(training(config(draw(tmp_path), "alone", **changes)))
+    assert "warning: r" not in shown
+    rollouts = json.loads((tmp_path / "alone/run.json").read_text())[0]["rollouts"]
+    assert (rollouts["mode"], rollouts["sync_mode"], rollouts["fallbacks"]) == ("colocate", "adapter", [])
+
+
+@pytest.fixture(scope="module")
+def adapting(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Colocation, Memory]]:
+    """The engine was started while the learner was out of memory, and has answered to the canary."""
+    folder = tmp_path_factory.mktemp("adapting")
+    make_model(folder / "model", "small", tied=True, spread=6.0, size=Size(patch=8))
+    pictures = draw_pictures(folder / "pictures")
+    colocation = Colocation(folder / "model", pictures, with_adapter_sync(SETTINGS, LORA.rank))
+    optimizer = learn(colocation)
+    colocation.train(optimizer, 0)
+    memory = Memory(colocation.model, optimizer)
+    colocation.room = lambda: offloaded(BOTH, colocation.model, optimizer, folder)
+
+    def start_engine(*given: Any, **named: Any) -> Any:
+        memory.look("before the start")
+        engine = plain(*given, **named)
+        memory.look("after the start")
+        return engine
+
+    plain = colocate.start_engine
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("coordexp.rollout.engine.ENGINE_SIDE", engine_faults.ENGINE_SIDE)
+        patch.setattr(colocate, "start_engine", start_engine)
+        with colocation.backend.session():
+            colocation.sync(1)
+        colocation.room = lambda: nullcontext(Away())
+        yield colocation, memory
+    colocation.backend.close()
+
+
+@pytest.fixture
+def colocation(adapting: tuple[Colocation, Memory]) -> Colocation:
+    return adapting[0]
+
+
+@pytest.mark.scenario("R17")
+def test_the_learner_is_out_of_memory_while_the_engine_starts(adapting):
+    _, memory = adapting
+    assert memory.seen[:2] == [("before the start", 0), ("after the start", 0)]
+    assert memory.bytes > 2**20
+
+
+@pytest.mark.scenario("R07")
+def test_after_each_of_four_updates_the_engine_answers_as_the_learner_and_was_sent_the_adapter_alone(
+    colocation, monkeypatch
+):
+    sent = Sent(colocation.backend.engine, monkeypatch)
+    optimizer, requests = learn(colocation), colocation.requests(TOKENS)
+    last = ids(colocation.learner.generate(requests))
+    for number in range(4):
+        colocation.train(optimizer, number)
+        with colocation.backend.session():
+            colocation.sync()
+            answers = colocation.backend.generate(requests)
+        own = colocation.learner.generate(requests)
+        assert ids(answers) == ids(own)
+        for one, other in zip(answers, own, strict=True):
+            assert one.version == other.version == colocation.version
+            assert one.logprobs == pytest.approx(other.logprobs, abs=2e-3)
+        different = sum(one != other for one, other in zip(ids(own), last, strict=True))
+        assert different > 8, "answers of the last step would pass for those of this one"
+        last = ids(own)
+    size = sum(weight.nbytes for _, weight in learner_adapter(colocation.model)[1])
+    whole = sum(weight.nbytes for _, weight in colocation.weights())
+    assert sent.adapters == [size] * 4 and sent.buckets == 0 and 4 * size < whole
+    assert colocation.backend.described() == {"sync_mode": "adapter", "fallbacks": []}
+
+
+def test_an_adapter_sync_leaves_nothing_in_the_three_caches_of_the_engine(colocation, monkeypatch):
+    engine, requests = colocation.backend.engine, colocation.requests(TOKENS)
+    optimizer = learn(colocation)
+    with colocation.cached_tokens(monkeypatch) as cached, colocation.backend.session():
+        for number in range(2):
+            colocation.train(optimizer, number)
+            colocation.sync()
+            pictures = len(engine.llm_engine.renderer.mm_processor_cache._cache)
+            assert (pictures, *engine.collective_rpc("encoded_pictures")) == (0, 0)
+            colocation.backend.generate(requests)
+            assert cached == [0] * 16
+            cached.clear()
+
+
+@pytest.mark.scenario("R17")
+def test_the_learner_is_out_of_memory_while_the_engine_takes_the_adapter_and_is_restored(
+    colocation, tmp_path, monkeypatch
+):
+    optimizer, requests = learn(colocation), colocation.requests(TOKENS)
+    colocation.train(optimizer, 0)
+    expected = ids(colocation.learner.generate(requests))
+    memory = Memory(colocation.model, optimizer)
+    full, before = memory.bytes, [tensor.detach().clone() for tensor in memory.tensors]
+    plain = colocation.backend.engine.collective_rpc
+
+    def spied(method: str, args: tuple[Any, ...] = ()) -> Any:
+        memory.look(args[0] if args else method)
+        return plain(method, args=args)
+
+    monkeypatch.setattr(colocation.backend.engine, "collective_rpc", spied)
+    monkeypatch.setattr(colocation, "room", lambda: offloaded(BOTH, colocation.model, optimizer, tmp_path))
+    with colocation.backend.session():
+        colocation.sync()
+        assert ids(colocation.backend.generate(requests)) == expected
+    asked = ["coordexp_read_adapter", "coordexp_build_adapter", "coordexp_use_adapter"]
+    assert memory.seen == [(method, 0) for method in asked]
+    assert memory.bytes == full > 2**20
+    assert all(torch.equal(one, other) for one, other in zip(memory.tensors, before, strict=True))
+
+
+@pytest.mark.scenario("R07")
+def test_the_canary_stops_a_run_whose_learner_has_not_the_weights_that_the_engine_was_started_with(colocation):
+    due = colocation.backend.about.settings.vllm.sync.canary_every * (1 + colocation.version)
+    learn(colocation)
+    with torch.no_grad():
+        for weight in colocation.model.parameters():
+            if not weight.requires_grad and weight.ndim == 2:
+                weight.add_(0.5 * weight.std() * torch.randn_like(weight))
+    stops = pytest.raises(EngineError, match="the engine does not have the learner's weights")
+    with stops, colocation.backend.session():
+        colocation.sync(due)
+    learn(colocation)
+    with colocation.backend.session():
+        colocation.sync(2 * due)
+
+
+@pytest.mark.scenario("R07")
+@pytest.mark.scenario("R07.S8")
+def test_an_engine_that_refuses_the_adapter_stops_a_run_that_may_not_fall_back(colocation, monkeypatch):
+    sync = colocation.backend.sync_mode.sync.model_copy(update={"fallback_to_full": False})
+    sent = Sent(colocation.backend.engine, monkeypatch)
+    with monkeypatch.context() as patch:
+        patch.setattr(colocation.backend.sync_mode, "sync", sync)
+        learn(colocation, TOO_LARGE)
+        with pytest.raises(EngineError) as error, colocation.backend.session():
+            colocation.sync()
+    problem, ways = str(error.value).splitlines()
+    assert problem.startswith("the engine cannot use the adapter:") and "16" in problem
+    assert "sync.mode: full, or sync.fallback_to_full: true" in ways and "rollout_backend: hf" in ways
+    assert sent.buckets == 0 and colocation.recorded == []
+    assert colocation.backend.described() == {"sync_mode": "adapter", "fallbacks": []}
+
+
+@pytest.mark.scenario("R07")
+@pytest.mark.scenario("R07.S4")
+def test_an_engine_that_refuses_an_adapter_is_given_whole_weights_for_good(colocation, monkeypatch):
+    """The engine has vLLM's LoRA wrappers and the adapter of an earlier learner, which must not stay."""
+    sent = Sent(colocation.backend.engine, monkeypatch)
+    requests = colocation.requests(TOKENS)
+    optimizer = learn(colocation)
+    colocation.train(optimizer, 0)
+    with colocation.backend.session():
+        colocation.sync()
+        adapted = ids(colocation.backend.generate(requests))
+    assert len(sent.adapters) == 1 and sent.buckets == 0
+    for number, adapter in enumerate((TOO_LARGE, LORA, LORA), start=1):
+        optimizer = learn(colocation, adapter)
+        for step in range(number):
+            colocation.train(optimizer, 3 + step)
+        with colocation.backend.session():
+            colocation.sync()
+            answers = ids(colocation.backend.generate(requests))
+        assert answers == ids(colocation.learner.generate(requests)) != adapted
+    assert len(sent.adapters) == 2 and sent.buckets == 3, "the refused adapter was not the last that was sent"
+    (warning,) = [said for said in colocation.said if said.startswith("warning")]
+    assert warning.startswith("warning: the engine cannot use the adapter:")
+    assert warning.endswith("; whole weights are sent from here on")
+    facts = {"sync_mode": "full", "fallbacks": [warning]}
+    assert colocation.backend.described() == facts and colocation.recorded == [facts]
