@@ -31,7 +31,9 @@ def launch(
     config: ConfigOption,
     server_gpus: Annotated[
         str | None,
-        typer.Option(help="GPUs of the servers, e.g. 0,1,2: tensor_parallel_size of them each, in order."),
+        typer.Option(
+            help="GPUs of the servers, e.g. 0,1,2, in order: tensor_parallel_size * data_parallel_size each."
+        ),
     ] = None,
     train_gpus: Annotated[str | None, typer.Option(help="GPUs of the learners, e.g. 3: one each.")] = None,
     cpu: Annotated[bool, typer.Option("--cpu", help="Run all of it without GPUs.")] = False,

@@ -128,6 +128,12 @@ class VLLM(Section):
         "learner world size; with server, 1.",
         examples=[1],
     )
+    data_parallel_size: PositiveInt = Field(
+        1,
+        description="Engine replicas in one rollout server, each on `tensor_parallel_size` GPUs of its own. The "
+        "server deals requests among them. Server mode only.",
+        examples=[1],
+    )
     max_model_len: PositiveInt | None = Field(
         None, description="Longest prompt plus answer the engine accepts. Unset: `global_max_length`."
     )
@@ -143,6 +149,11 @@ class VLLM(Section):
     sync: Annotated[Sync, from_null] = Field(
         default_factory=Sync, description="How updated weights reach the engine."
     )
+
+    @property
+    def devices_per_server(self) -> int:
+        """The world size of one rollout server: the devices of all its replicas."""
+        return (self.tensor_parallel_size or 1) * self.data_parallel_size
 
 
 class OptimalTransport(Section):

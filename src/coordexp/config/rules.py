@@ -41,6 +41,7 @@ SERVERS = "rollout_matching.vllm.server.servers"
 SYNC = "rollout_matching.vllm.sync.mode"
 ENABLE_LORA = "rollout_matching.vllm.enable_lora"
 TENSOR_PARALLEL = "rollout_matching.vllm.tensor_parallel_size"
+DATA_PARALLEL = "rollout_matching.vllm.data_parallel_size"
 TEMPERATURE = "rollout_matching.decoding.temperature"
 METRIC = "name a metric of evaluation, e.g. metric_for_best_model: f1_50"
 SYNC_EACH_BATCH = tuple({"gradient_accumulation_kwargs": {"sync_each_batch": flag}} for flag in (True, False))
@@ -318,6 +319,14 @@ def _tensor_parallel_divides_world(s: Settings, world: World) -> Iterator[Confli
         yield Conflict(TENSOR_PARALLEL, problem, fix, (MODE, BACKEND))
 
 
+def _replicas_are_in_servers(s: Settings, world: World) -> Iterator[Conflict]:
+    replicas = s.rollout_matching.vllm.data_parallel_size
+    if uses_vllm(s, "colocate") and replicas != 1:
+        problem = f"{replicas}, and vllm.mode is colocate, which has one engine for each group of learner ranks"
+        fix = "remove it, or set vllm.mode: server and list the servers in vllm.server.servers"
+        yield Conflict(DATA_PARALLEL, problem, fix, (MODE, BACKEND))
+
+
 def _servers_are_listed(s: Settings, world: World) -> Iterator[Conflict]:
     servers = s.rollout_matching.vllm.server.servers
     if uses_vllm(s, "server") and not servers:
@@ -374,6 +383,7 @@ RULES: tuple[Rule, ...] = (
     _beams_are_hugging_face,
     _adapter_sync_is_possible,
     _tensor_parallel_divides_world,
+    _replicas_are_in_servers,
     _servers_are_listed,
     _requests_fit_devices,
 )

@@ -54,8 +54,8 @@ def needs(plan: Plan, settings: Settings, folder: Path) -> list[Need]:
         return []
     weights = sum(map(math.prod, shapes.values())) * BYTES[settings.model.dtype]
     found = []
+    size = settings.rollout_matching.vllm.tensor_parallel_size or 1  # devices that share one copy of the weights
     for server in plan.started:
-        size = server.world_size or 1
         cache = _sequence_bytes(settings, folder)
         what = f"weights {amount(weights / size)}, one longest sequence {amount(cache / size)}"
         found.append(Need(server.name, (weights + cache) / size, what))
@@ -91,7 +91,8 @@ def machine_problems(
     plan: Plan, settings: Settings, needed: list[Need], machine: Device
 ) -> Iterator[Violation | str]:
     """On the CPU, where all parts share the memory."""
-    each = {need.part: need.bytes * (plan.learners if need.part == "learner" else 1) for need in needed}
+    devices = {server.name: server.world_size or 1 for server in plan.started} | {"learner": plan.learners}
+    each = {need.part: need.bytes * devices[need.part] for need in needed}
     if not each:
         return
     if sum(each.values()) > machine.free:
@@ -104,10 +105,11 @@ def machine_problems(
         )
         return
     share = settings.rollout_matching.vllm.gpu_memory_utilization
-    reserved = share * machine.total * len(plan.started) + each["learner"]
+    workers = sum(server.world_size or 1 for server in plan.started)
+    reserved = share * machine.total * workers + each["learner"]
     if reserved > machine.free:
         yield (
-            f"each of {len(plan.started)} servers may take a share of {share:g} of the machine's "
+            f"each of {workers} workers of the servers may take a share of {share:g} of the machine's "
             f"{amount(machine.total)}, with the learners {amount(reserved)}, and {amount(machine.free)} are "
             "available: lower rollout_matching.vllm.gpu_memory_utilization if a server does not start"
         )

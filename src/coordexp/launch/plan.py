@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 from coordexp.config import ConfigError, Settings, Violation
 from coordexp.config.capacity import capacity_shortage
 from coordexp.config.paths import keys_of
-from coordexp.config.rules import MODE, SERVERS, TENSOR_PARALLEL, uses_vllm
+from coordexp.config.rules import DATA_PARALLEL, MODE, SERVERS, TENSOR_PARALLEL, uses_vllm
 
 LISTENS_AT = ("127.0.0.1", "localhost", "::1")  # a server that is told no address
 SERVER_GPUS, TRAIN_GPUS = "--server-gpus", "--train-gpus"
@@ -83,7 +83,7 @@ def make_plan(settings: Settings, asked: Asked) -> Plan:
     violations = [*asked_violations(asked), *_config_violations(settings, asked)]
     if violations:
         raise ConfigError(violations)
-    size = settings.rollout_matching.vllm.tensor_parallel_size or 1
+    size = settings.rollout_matching.vllm.devices_per_server
     gpus = gpu_ids(asked.server_gpus)
     servers = []
     for index, server in enumerate(settings.rollout_matching.vllm.server.servers):
@@ -167,7 +167,7 @@ def _config_violations(settings: Settings, asked: Asked) -> Iterator[Violation]:
     if asked.start_servers:
         servers = settings.rollout_matching.vllm.server.servers
         if all(is_loopback(server.base_url) for server in servers):
-            size = settings.rollout_matching.vllm.tensor_parallel_size or 1
+            size = settings.rollout_matching.vllm.devices_per_server
             yield from capacity_violations(settings, (size,) * len(servers), number_of_learners(asked))
 
 
@@ -194,15 +194,20 @@ def _server_violations(settings: Settings, asked: Asked) -> Iterator[Violation]:
 
 
 def _gpus_fit(settings: Settings, asked: Asked, here: int) -> Iterator[Violation]:
-    size = settings.rollout_matching.vllm.tensor_parallel_size or 1
+    vllm = settings.rollout_matching.vllm
+    size = vllm.devices_per_server
     found = len(gpu_ids(asked.server_gpus))
     if found == here * size:
         return
-    each = "one GPU each" if size == 1 else f"{size} GPUs each ({TENSOR_PARALLEL})"
+    each = "one GPU each" if size == 1 else f"{size} GPUs each ({TENSOR_PARALLEL} * {DATA_PARALLEL})"
     problem = f"{found} GPUs, and the config has {here} servers on this machine with {each}"
     fix = f"give {here * size} GPUs"
     if found and found % size == 0:
         fix += f", or list {found // size} servers in {SERVERS}"
-    if found and found % here == 0:
-        fix += f", or set vllm.tensor_parallel_size: {found // here}"
+    for name, other in (
+        ("data_parallel_size", vllm.tensor_parallel_size or 1),
+        ("tensor_parallel_size", vllm.data_parallel_size),
+    ):
+        if found and found % (here * other) == 0:
+            fix += f", or set vllm.{name}: {found // (here * other)}"
     yield Violation((SERVER_GPUS,), "missing" if asked.server_gpus is None else problem, fix)

@@ -7,7 +7,9 @@ to finish do not reach it, and it ends when the owner does, however that is.
 import json
 import os
 import re
+import select
 import signal
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from multiprocessing import resource_tracker
@@ -130,11 +132,32 @@ def _visible(devices: range) -> str:
     return ",".join(known[k] for k in devices)
 
 
+def end_with(owner: int) -> None:
+    """End this process when its owner ends, however that is. vLLM's would go on, and keep their memory."""
+    above = os.getppid()  # with workers, the engine is their parent
+    try:
+        watched = os.pidfd_open(owner)
+    except ProcessLookupError:  # it has ended already; without its worker, so does the engine
+        os.kill(os.getpid(), signal.SIGKILL)
+        raise
+    engine = None if above == owner else os.pidfd_open(above)
+    threading.Thread(target=_wait_and_end, args=(watched, engine), daemon=True).start()
+
+
+def _wait_and_end(owner: int, engine: int | None) -> None:
+    select.select([owner], [], [])
+    if engine is not None:
+        with suppress(ProcessLookupError):
+            signal.pidfd_send_signal(engine, signal.SIGKILL)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
 def has_ended(core: Any) -> bool:
     """`core` is how vLLM's front speaks with an engine."""
     resources = core.resources
-    manager = resources.engine_manager
-    return resources.engine_dead or manager is None or not all(one.is_alive() for one in manager.processes)
+    if resources.engine_dead or resources.engine_manager is None:
+        return True
+    return not all(process.is_alive() for process in _processes(core))
 
 
 def cause(told: str) -> str:
@@ -149,12 +172,19 @@ def stop_engine(core: Any) -> None:
     """At once: it has nothing to save. Its workers too, which would wait for it if they were stopped."""
     import psutil
 
-    for process in core.resources.engine_manager.processes if core.resources.engine_manager else ():
+    for process in _processes(core):
         with suppress(psutil.NoSuchProcess):
             for worker in psutil.Process(process.pid).children(recursive=True):
                 worker.kill()
         process.kill()
     core.shutdown()
+
+
+def _processes(core: Any) -> list[Any]:
+    """Return the processes of the engine: one for each replica, and with several of them vLLM's coordinator, which
+    counts their requests."""
+    manager, coordinator = core.resources.engine_manager, core.resources.coordinator
+    return [*(manager.processes if manager else ()), *([coordinator.proc] if coordinator else ())]
 
 
 @contextmanager

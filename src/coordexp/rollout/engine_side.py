@@ -5,11 +5,8 @@ come by vLLM's CUDA IPC.
 """
 
 import os
-import select
 import signal
-import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -27,7 +24,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
-from coordexp.rollout.engine import CUDA_IPC, OWNER, SHARED_MEMORY
+from coordexp.rollout.engine import CUDA_IPC, OWNER, SHARED_MEMORY, end_with
 from coordexp.rollout.engine_adapter import AdapterSide, Unwrapped
 from coordexp.rollout.memory_file import MemoryFile, tensors_in
 
@@ -38,26 +35,6 @@ class EngineSide(AdapterSide):
     def coordexp_is_ready(self) -> None:
         """From here on only its owner ends the engine: SIGTERM may be for all processes of a job."""
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
-
-
-def end_with(owner: int) -> None:
-    """However its owner ends, so does this engine: vLLM's would go on, and keep its memory."""
-    above = os.getppid()  # with workers, the engine is their parent
-    try:
-        watched = os.pidfd_open(owner)
-    except ProcessLookupError:  # it has ended already; without its worker, so does the engine
-        os.kill(os.getpid(), signal.SIGKILL)
-        raise
-    engine = None if above == owner else os.pidfd_open(above)
-    threading.Thread(target=_wait_and_end, args=(watched, engine), daemon=True).start()
-
-
-def _wait_and_end(owner: int, engine: int | None) -> None:
-    select.select([owner], [], [])
-    if engine is not None:
-        with suppress(ProcessLookupError):
-            signal.pidfd_send_signal(engine, signal.SIGKILL)
-    os.kill(os.getpid(), signal.SIGKILL)
 
 
 class Reload:

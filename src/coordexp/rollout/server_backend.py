@@ -218,23 +218,27 @@ class ServerBackend:
         return send(links, self._weights(), self._named(version), self.about.device, seconds, self.tell)
 
     def _committed(self, sent: Sent | None, own: list[Rollout], probed: Sequence[int]) -> dict[str, Any]:
-        """By the first rank. Those that are to be probed must answer as the learner does."""
+        """By the first rank. Those that are to be probed must answer as the learner does. A server gets the probe
+        once for each of its devices, so that each of its replicas answers it."""
         assert sent is not None and self.pool is not None and self.pool.version is not None
         version, failed = self.pool.version, dict(sent.failed)
         asked = {
-            k: Task(partial(self._answers, k, [self._probe], version)) for k in sent.servers if own and k in probed
+            k: Task(partial(self._answers, k, [self._probe] * self.pool.world_sizes[k], version))
+            for k in sent.servers
+            if own and k in probed
         }
         for index, task in asked.items():
             try:
-                theirs = task.result()[0]
+                theirs = task.result()
             except ServerLost as lost:
                 failed[index] = str(lost)
                 continue
-            if told := difference(own[0], theirs, self.about.precision or self.about.dtype):
-                raise EngineError(
-                    f"{self.clients[index].name} does not have the learner's weights: to {self.probe.path}, with "
-                    f"version {version}, {told}\n  this should not happen; please report it, {OTHERWISE}"
-                )
+            for answer in theirs:
+                if told := difference(own[0], answer, self.about.precision or self.about.dtype):
+                    raise EngineError(
+                        f"{self.clients[index].name} does not have the learner's weights: to {self.probe.path}, "
+                        f"with version {version}, {told}\n  this should not happen; please report it, {OTHERWISE}"
+                    )
         for index, why in failed.items():
             self._left_out(index, why)
         synced = [k for k in sent.servers if k not in failed]

@@ -24,3 +24,13 @@ class Setup:
     def size(self) -> int:
         """Devices that share one engine."""
         return self.settings.vllm.tensor_parallel_size or 1
+
+    @property
+    def replicas(self) -> int:
+        """Engines of one rollout server, each with all weights."""
+        return self.settings.vllm.data_parallel_size
+
+    @property
+    def world_size(self) -> int:
+        """Devices of one rollout server."""
+        return self.settings.vllm.devices_per_server

@@ -1,4 +1,8 @@
-"""The vLLM engine of a rollout server: vLLM's own asynchronous one, with a way in for weights."""
+"""The vLLM engine of a rollout server: vLLM's own asynchronous one, with a way in for weights.
+
+With `data_parallel_size` above 1 it has that many replicas. vLLM deals the requests among them; everything about
+weights, versions and caches goes to all of them.
+"""
 
 from collections.abc import Sequence
 from typing import Any
@@ -29,13 +33,13 @@ class ServedEngine:
             from vllm import AsyncEngineArgs
             from vllm.v1.engine.async_llm import AsyncLLM
 
-            arguments |= lora_arguments(about.settings.vllm)
+            arguments |= lora_arguments(about.settings.vllm) | replica_arguments(about)
             self.vllm: Any = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
         self.takes_adapters = about.settings.vllm.enable_lora
         self._adapter: Any = None  # that answers are made with
         self._adapters = 0
         self.max_model_len: int = self.vllm.model_config.max_model_len
-        self.most_at_once: int = self.vllm.vllm_config.scheduler_config.max_num_seqs
+        self.most_at_once: int = self.vllm.vllm_config.scheduler_config.max_num_seqs * about.replicas
         self.defaults: dict[str, Any] = self.vllm.model_config.get_diff_sampling_param()
         check_vocabulary(self.vllm.get_tokenizer(), self.vllm.model_config.get_vocab_size(), about.table)
 
@@ -44,7 +48,7 @@ class ServedEngine:
         return bool(self.vllm.errored) or has_ended(self.vllm.engine_core)
 
     async def ready(self) -> None:
-        await self.vllm.collective_rpc("coordexp_is_ready")
+        await self._call_workers("coordexp_is_ready")
 
     async def answer(self, prompt: dict[str, Any], sampling: dict[str, Any], id: str) -> Any:
         """vLLM's output, when it is whole."""
@@ -119,7 +123,7 @@ class ServedEngine:
         await self.vllm.reset_encoder_cache()
 
     async def state_keys(self) -> list[str]:
-        return list((await self.vllm.collective_rpc("coordexp_state_keys"))[0])
+        return list((await self._call_workers("coordexp_state_keys"))[0])
 
     def close(self) -> None:
         stop_engine(self.vllm.engine_core)
@@ -128,9 +132,36 @@ class ServedEngine:
         """Every worker. What went wrong in one comes as its answer: vLLM would raise it, and leave the answers of
         the others to be taken for those of the next question."""
         try:
-            said = await self.vllm.collective_rpc("coordexp_try", args=(method, *arguments))
+            said = await self._call_workers("coordexp_try", method, *arguments)
         except Exception as error:
             raise EngineError(cause(str(error)) or type(error).__name__) from error
         for wrong in said:
             if wrong is not None:
                 raise EngineError(wrong)
+
+    async def _call_workers(self, method: str, *arguments: Any) -> list[Any]:
+        """Call a method of every worker of every replica and return all results, in the order of the ranks.
+        `AsyncLLM.collective_rpc` also calls them all, but drops the results of every replica but the first."""
+        core = self.vllm.engine_core
+        by_replica = await core.call_utility_all_async("collective_rpc", method, None, arguments, None)
+        return [result for results in by_replica for result in results]
+
+
+def check_devices(about: Setup, gpus: int) -> None:
+    """Raise `EngineError` if a server on GPUs sees fewer of them than its replicas need."""
+    if about.device.type == "cuda" and gpus < about.world_size:
+        raise EngineError(
+            f"rollout_matching.vllm: tensor_parallel_size {about.size} * data_parallel_size {about.replicas} is "
+            f"{about.world_size} GPUs, and this server sees {gpus}\n  give it {about.world_size} GPUs "
+            "(CUDA_VISIBLE_DEVICES, or `coordexp launch --server-gpus`), or lower data_parallel_size"
+        )
+
+
+def replica_arguments(about: Setup) -> dict[str, Any]:
+    """Return vLLM's arguments for data-parallel replicas, which it starts side by side."""
+    if about.replicas == 1:
+        return {}
+    from coordexp.serve.coordinator import tie_coordinator_to_server
+
+    tie_coordinator_to_server()
+    return {"data_parallel_size": about.replicas}

@@ -22,7 +22,7 @@ from coordexp.rollout.setup import Setup
 from coordexp.rollout.wire import PROTOCOL, TOKEN, model_fingerprint
 from coordexp.serve.answering import Answering
 from coordexp.serve.app import RolloutApp
-from coordexp.serve.engine import ServedEngine
+from coordexp.serve.engine import ServedEngine, check_devices
 from coordexp.serve.guard import check_class, from_environment
 from coordexp.serve.metrics import Metrics
 from coordexp.serve.requests import Pictures
@@ -51,20 +51,22 @@ def serve(about: Serving, ready: Callable[[int], None]) -> None:
     table = VocabularyTable.from_folder(about.folder)
     processor = AutoProcessor.from_pretrained(about.folder)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    engine = ServedEngine(Setup(about.folder, about.dtype, about.settings, table, device))
+    setup = Setup(about.folder, about.dtype, about.settings, table, device)
+    check_devices(setup, torch.cuda.device_count())
+    engine = ServedEngine(setup)
     try:
         app = RolloutApp(
             engine,
             Answering(engine, processor, table, guard, Pictures(about.images), engine.most_at_once),
             _described(about, engine, guard.model_dump(mode="json")),
             host=str(about.listening.getsockname()[0]),
-            world_size=engine.about.size,
+            world_size=engine.about.world_size,
             token=os.environ.get(TOKEN) or None,
             metrics=Metrics(),
         )
         config = uvicorn.Config(app.api, log_level="warning", access_log=False, timeout_graceful_shutdown=3)
         asyncio.run(
-            _served(_Server(config, app.ending), about.listening, engine, lambda: ready(engine.about.size))
+            _served(_Server(config, app.ending), about.listening, engine, lambda: ready(engine.about.world_size))
         )
     finally:
         engine.close()
@@ -116,7 +118,7 @@ def _described(about: Serving, engine: ServedEngine, guard: dict[str, Any]) -> d
         "boot": secrets.token_hex(8),
         "model": model_fingerprint(about.folder),
         "dtype": about.dtype,
-        "world_size": engine.about.size,
+        "world_size": engine.about.world_size,
         "max_model_len": engine.max_model_len,
         "guard": guard,
         "lora": about.settings.vllm.enable_lora,

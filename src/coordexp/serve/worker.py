@@ -75,7 +75,7 @@ class BroadcastReceiver(Reload, WeightTransferEngine[Joining, Bucket]):
 
     def init_transfer_engine(self, init_info: Joining) -> None:
         self.shutdown()
-        told = (init_info.host, init_info.port, self.parallel_config.rank, init_info.world_size)
+        told = (init_info.host, init_info.port, rank_in_server(self.parallel_config), init_info.world_size)
         self._group = join(*told, self.device, init_info.timeout_s, init_info.plain)
         self._receiver = ThreadPoolExecutor(1)
         self._buffers = [torch.empty(0, dtype=torch.uint8, device=self.device)] * 2
@@ -128,6 +128,12 @@ class BroadcastReceiver(Reload, WeightTransferEngine[Joining, Bucket]):
         self._buffers.append(buffer)
         self._group.broadcast(buffer[:size])
         return buffer[:size]
+
+
+def rank_in_server(parallel_config: Any) -> int:
+    """Return the rank of a worker among all workers of its server. vLLM numbers the workers of each replica from
+    0, and keeps the number of the replica as `data_parallel_index`."""
+    return int(parallel_config.data_parallel_index * parallel_config.world_size + parallel_config.rank)
 
 
 def _places(metadatas: list[Metadata]) -> tuple[list[Place], int]:

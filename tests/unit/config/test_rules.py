@@ -165,6 +165,20 @@ def test_an_explicit_tensor_parallel_size_must_divide_the_learner_world():
     load(changed(tree, rollout_matching__rollout_backend="hf"), learners=6)
 
 
+@pytest.mark.scenario("R07")
+def test_replicas_are_for_servers_only():
+    replicas = {"rollout_matching__vllm__data_parallel_size": 2}
+    path, message = only_problem(changed(rollout(), **replicas))
+    assert path == "rollout_matching.vllm.data_parallel_size"
+    assert "2, and vllm.mode is colocate" in message
+    assert "remove it, or set vllm.mode: server" in message
+    load(changed(rollout(), rollout_matching__vllm__data_parallel_size=1))
+    vllm = load(server_mode(**replicas)).settings.rollout_matching.vllm
+    assert (vllm.data_parallel_size, vllm.devices_per_server) == (2, 2)
+    assert load(server_mode()).settings.rollout_matching.vllm.data_parallel_size == 1
+    assert only_problem(server_mode(rollout_matching__vllm__data_parallel_size=0))[0] == path
+
+
 @pytest.mark.parametrize(
     ("second", "path"),
     [

@@ -51,6 +51,29 @@ def test_gpus_are_split_by_the_tensor_parallel_size():
     assert [server.world_size for server in plan.servers] == [2, 2, 2]
 
 
+@pytest.mark.scenario("R08")
+def test_one_server_over_three_gpus_has_three_replicas():
+    one = settings(data_parallel_size=3, server=servers("http://127.0.0.1:8000"))
+    plan = make_plan(one, Asked(CONFIG, "0,1,2", "3"))
+    assert [server.part.env["CUDA_VISIBLE_DEVICES"] for server in plan.servers] == ["0,1,2"]
+    assert [server.world_size for server in plan.servers] == [3]
+    assert plan.learner.env["CUDA_VISIBLE_DEVICES"] == "3"
+
+
+def test_replicas_of_several_gpus_get_all_of_theirs():
+    two = settings(
+        tensor_parallel_size=2,
+        data_parallel_size=2,
+        server=servers("http://127.0.0.1:8000", "http://127.0.0.1:8001"),
+    )
+    plan = make_plan(two, Asked(CONFIG, "0,1,2,3,4,5,6,7", "8"))
+    assert [server.part.gpus for server in plan.servers] == [(0, 1, 2, 3), (4, 5, 6, 7)]
+    told = refused(two, server_gpus="0,1,2,3", train_gpus="8")
+    assert "4 GPUs, and the config has 2 servers on this machine with 4 GPUs each" in told
+    assert "give 8 GPUs, or list 1 servers" in told
+    assert "set vllm.data_parallel_size: 1, or set vllm.tensor_parallel_size: 1" in told
+
+
 def test_several_learners_run_under_torchrun():
     plan = make_plan(settings(), Asked(CONFIG, "0,1,2", "3, 4", resume=True))
     torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2")
@@ -102,7 +125,7 @@ def test_a_command_line_that_does_not_fit_is_refused(asked, problem):
 def test_the_number_of_gpus_is_explained_with_ways_out():
     told = refused(settings(), server_gpus="0,1,2,4,5,6", train_gpus="3")
     assert "give 3 GPUs, or list 6 servers" in told
-    assert "set vllm.tensor_parallel_size: 2" in told
+    assert "set vllm.data_parallel_size: 2, or set vllm.tensor_parallel_size: 2" in told
 
 
 def test_all_that_is_wrong_is_told_at_once():
@@ -117,6 +140,14 @@ def test_more_learners_than_decoding_slots_are_refused_before_the_start():
     told = refused(wanted, cpu=True, learners=13)
     assert "4 on 3 rollout devices is 12 requests at once, and 13 learner ranks each need one" in told
     assert make_plan(wanted, Asked(CONFIG, cpu=True, learners=12)).learners == 12
+
+
+@pytest.mark.scenario("R15")
+def test_replicas_are_decoding_slots_of_their_own():
+    wanted = settings(learners=12, data_parallel_size=3, server=servers("http://127.0.0.1:8000"))
+    assert make_plan(wanted, Asked(CONFIG, cpu=True, learners=12)).learners == 12
+    told = refused(wanted, cpu=True, learners=13)
+    assert "4 on 3 rollout devices is 12 requests at once, and 13 learner ranks each need one" in told
 
 
 def test_a_run_without_servers_is_refused():

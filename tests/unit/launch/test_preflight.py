@@ -137,6 +137,22 @@ def test_memory_is_counted_from_headers(config):
     assert needed["learner"] == 4_000_000 * 2 * 4  # weights, gradients, two states of Adam
 
 
+def test_every_replica_has_all_weights(config):
+    tree = yaml.safe_load(config.read_text())
+    tree["rollout_matching"]["vllm"] |= {"data_parallel_size": 2}
+    config.write_text(yaml.safe_dump(tree))
+    wanted = loaded(config)
+    plan = make_plan(wanted, Asked(str(config), cpu=True))
+    needed = memory.needs(plan, wanted, config.parent / "model")
+    assert "weights 8.0 MB" in str(needed[0])  # on each device
+    servers, learner = 2 * sum(need.bytes for need in needed[:-1]), needed[-1].bytes
+    total = memory.amount(servers + learner)
+    (refusal,) = memory.machine_problems(plan, wanted, needed, Device(GB, 90_000_000))
+    assert f"the parts need at least {total}" in str(refusal)
+    (warning,) = memory.machine_problems(plan, wanted, needed, Device(GB, GB // 2))
+    assert "each of 6 workers of the servers may take a share of 0.1" in str(warning)
+
+
 def test_of_a_learner_with_an_adapter_only_the_adapter_has_an_optimizer(config):
     tree = yaml.safe_load(config.read_text())
     tree["model"]["adapter"] = {"type": "lora", "rank": 4, "alpha": 8}
@@ -177,7 +193,7 @@ def test_on_the_cpu_all_parts_share_the_memory(config):
     assert "the parts need at least 6" in str(refusal)
     (warning,) = memory.machine_problems(plan, wanted, needed, Device(GB, GB // 5))
     assert isinstance(warning, str)
-    assert "each of 3 servers may take a share of 0.1" in warning
+    assert "each of 3 workers of the servers may take a share of 0.1" in warning
     assert list(memory.machine_problems(plan, wanted, needed, Device(GB, GB))) == []
 
 

@@ -21,7 +21,8 @@ class Process:
 
 
 def engine(process: Process):
-    resources = SimpleNamespace(engine_dead=False, engine_manager=SimpleNamespace(processes=[process]))
+    manager = SimpleNamespace(processes=[process])
+    resources = SimpleNamespace(engine_dead=False, engine_manager=manager, coordinator=None)
     return SimpleNamespace(llm_engine=SimpleNamespace(engine_core=SimpleNamespace(resources=resources)))
 
 

@@ -297,6 +297,21 @@ def test_a_server_without_the_learners_weights_is_found_by_the_probe(run):
         it.sync(1)
 
 
+@pytest.mark.parametrize("replica", [0, 2])
+def test_the_probe_is_answered_by_each_device_of_a_server(run, replica):
+    it = run(sizes=[3])
+    it.servers[0].faults["/infer/"].append(changed(lambda items: _less_likely(items, replica)))
+    with pytest.raises(EngineError, match="does not have the learner's weights"):
+        it.sync(1)
+    assert [len(call) for call in it.servers[0].asked()] == [3]
+
+
+def _less_likely(items, at):
+    for entry in items[at]["response"]["choices"][0]["logprobs"]["content"]:
+        entry["logprob"] -= 1.0
+    return items
+
+
 # What a run survives
 
 

@@ -1,0 +1,153 @@
+"""A real rollout server with data-parallel replicas: weights and adapters reach each of them, a learner trains on
+their answers, and the death of one of them ends the server."""
+
+import json
+import os
+import re
+import signal
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+
+from coordexp.train.weights import learner_weights
+from tests.integration.servers import GUARD, Fleet, PlainClient, asked, concurrently, good, model_weights, wait_for
+from tests.integration.stage2_runs import config, finish, steps, training
+from tests.integration.test_server import by_transformers, ids
+from tests.integration.test_server_adapters import adapted, update
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
+
+REPLICAS = 2
+
+
+@pytest.fixture(scope="module")
+def replicated(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+    """One server with three replicas, which takes adapters too."""
+    own = {"data_parallel_size": REPLICAS, "enable_lora": True, "max_lora_rank": 4, "gpu_memory_utilization": 0.05}
+    fleet = Fleet(tmp_path_factory.mktemp("replicated"), 1, **own)
+    try:
+        yield fleet
+    finally:
+        fleet.close()
+
+
+@pytest.fixture
+def client(replicated: Fleet) -> Iterator[PlainClient]:
+    replicated.ensure(1)
+    found = PlainClient(replicated.url(0), replicated.servers[0]["group_port"])
+    wait_for(lambda: found.http.get("/version/").json()["session"] is None, 20)
+    yield found
+    found.close()
+
+
+def answered_by_replica(client: PlainClient) -> list[int]:
+    """Requests that each replica has answered so far, by vLLM's own count."""
+    counts = [0] * REPLICAS
+    for line in client.http.get("/metrics").text.splitlines():
+        if line.startswith("vllm:request_success_total{") and (found := re.search(r'engine="(\d+)"', line)):
+            counts[int(found[1])] += int(float(line.rpartition(" ")[2]))
+    return counts
+
+
+def check_every_replica(client: PlainClient, weights: list[Any], pictures: list[str]) -> None:
+    """Assert that every replica answers some of the requests, and that all answers are those of `weights`."""
+    before = answered_by_replica(client)
+    found = [ids(item) for item in client.infer([asked(one, guard=False) for one in pictures])]
+    made = [now - then for now, then in zip(answered_by_replica(client), before, strict=True)]
+    print("answers by replica:", made)
+    assert sum(made) == len(pictures) and min(made) > 0
+    assert found == by_transformers(weights, pictures)
+
+
+def test_the_world_size_of_a_server_counts_the_devices_of_all_replicas(client):
+    assert client.http.get("/get_world_size/").json() == {"world_size": REPLICAS}
+    assert client.http.get("/version/").json()["world_size"] == REPLICAS
+
+
+def test_every_replica_gets_the_adapter(client, replicated):
+    with client.session("learner") as session:
+        good(client.join(session=session))
+        for version, seed in (("1", 1), ("2", 2)):
+            model = adapted(seed)
+            update(client, model, version, session)
+            check_every_replica(client, list(learner_weights(model)), replicated.pictures()[:12])
+
+
+@pytest.mark.scenario("R07", "R08")
+def test_every_replica_answers_as_the_learner_after_each_weight_sync(client, replicated):
+    with client.session("learner") as session:
+        good(client.join(session=session))
+        for version, seed in (("1", 1), ("2", 2)):
+            weights = model_weights(0.3, seed=seed)
+            client.update(weights, version, session)
+            assert client.http.get("/version/").json()["weight_version"] == version
+            check_every_replica(client, weights, replicated.pictures()[:12])
+
+
+@pytest.mark.scenario("R08.S1")
+def test_one_server_over_three_rollout_devices_and_a_learner_train_as_the_learner_alone(client, replicated):
+    before, run = answered_by_replica(client), {"training__max_steps": 2, "training__save_steps": 2}
+    shown = finish(training(replicated.config("three-devices", **run)))
+    made = [now - then for now, then in zip(answered_by_replica(client), before, strict=True)]
+    assert min(made) > 0, made
+    assert "the rollout servers answer as the learner does" in shown
+    folder = replicated.folder / "three-devices"
+    (known,) = json.loads((folder / "run.json").read_text())[0]["rollouts"]["servers"]
+    assert known["world_size"] == REPLICAS
+    events = [json.loads(line) for line in (folder / "servers.jsonl").read_text().splitlines()]
+    syncs = [event for event in events if event["event"] == "sync"]
+    assert [(one["version"], one["sync_mode"], one["synced"]) for one in syncs] == [
+        (0, "full", [0]),
+        (1, "full", [0]),
+    ]
+    finish(training(config(replicated.folder, "alone", **run, rollout_matching__repeat_terminate=GUARD)))
+    expected = [line["loss"] for line in steps(replicated.folder / "alone")]
+    assert [line["loss"] for line in steps(folder)] == pytest.approx(expected, abs=1e-5)
+    assert len(set(expected)) == 2
+
+
+def test_a_server_ends_with_an_error_when_one_of_its_replicas_dies(client, replicated):
+    """In the middle of answers, which end with it."""
+    server = replicated[0]
+    babbling = [asked(one, guard=False) for one in replicated.pictures()]
+    config = {"max_tokens": 200, "temperature": 1.0}
+
+    def ask() -> Any:
+        try:
+            return client.post("/infer/", infer_requests=babbling, request_config=config).status_code
+        except httpx.HTTPError as error:
+            return type(error).__name__
+
+    with concurrently(ask) as answer:
+        wait_for(lambda: running(client) > 0, 20)
+        os.kill(replica(server.process.pid, REPLICAS - 1), signal.SIGKILL)
+        assert server.wait(20) != 0
+    assert answer[0] != 200
+    assert "the vLLM engine has ended" in server.shown
+    assert not server.remains()
+
+
+def test_no_process_of_a_killed_server_is_left(client, replicated):
+    server = replicated[0]
+    assert len(psutil.Process(server.process.pid).children(recursive=True)) > REPLICAS
+    server.process.kill()
+    server.wait(10)
+    assert not server.remains()
+
+
+def running(client: PlainClient) -> float:
+    (line,) = re.findall(r"^coordexp_running_requests (.+)$", client.http.get("/metrics").text, re.MULTILINE)
+    return float(line)
+
+
+def replica(server: int, index: int) -> int:
+    """The process of a replica, by the title that vLLM gives it."""
+    (found,) = [
+        process.pid
+        for process in psutil.Process(server).children()
+        if process.cmdline() and process.cmdline()[0].endswith(f"EngineCore_DP{index}")
+    ]
+    return found

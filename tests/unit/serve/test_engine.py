@@ -1,0 +1,81 @@
+"""How a rollout server asks its vLLM engine, which has one replica or several. vLLM is a fake here."""
+
+import asyncio
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from coordexp.config import RolloutMatching
+from coordexp.errors import EngineError
+from coordexp.rollout.engine import has_ended
+from coordexp.rollout.setup import Setup
+from coordexp.serve.engine import ServedEngine, check_devices
+from tests.vocabularies import table
+
+
+class FakeCore:
+    """vLLM's client of two replicas with a worker each, which give these results."""
+
+    def __init__(self, *results: Any) -> None:
+        self.results, self.asked = results, []
+
+    async def call_utility_all_async(self, *call: Any) -> list[list[Any]]:
+        self.asked.append(call)
+        return [[result] for result in self.results]
+
+
+def engine_of(core: FakeCore) -> ServedEngine:
+    engine = object.__new__(ServedEngine)
+    engine.vllm = SimpleNamespace(engine_core=core)
+    return engine
+
+
+@pytest.mark.scenario("R07")
+@pytest.mark.parametrize("results", [("out of memory", None), (None, "out of memory")])
+def test_an_update_that_fails_in_any_replica_has_failed(results):
+    with pytest.raises(EngineError, match="out of memory"):
+        asyncio.run(engine_of(FakeCore(*results)).take([], 0))
+
+
+def test_every_replica_is_asked():
+    core = FakeCore(None, None)
+    asyncio.run(engine_of(core).leave())
+    assert core.asked == [("collective_rpc", "coordexp_try", None, ("coordexp_leave",), None)]
+
+
+def setup(device: str, **vllm: Any) -> Setup:
+    settings = RolloutMatching(vllm={"mode": "server", **vllm})
+    return Setup(Path("model"), "float32", settings, table("small"), torch.device(device))
+
+
+@pytest.mark.scenario("R15")
+def test_the_world_size_counts_the_devices_of_all_replicas():
+    assert setup("cpu").world_size == 1
+    assert setup("cpu", tensor_parallel_size=2, data_parallel_size=3).world_size == 6
+    assert setup("cpu", tensor_parallel_size=2, data_parallel_size=3).size == 2
+
+
+def test_too_few_gpus_for_the_replicas_are_told_before_vllm_is_started():
+    with pytest.raises(EngineError) as error:
+        check_devices(setup("cuda", data_parallel_size=3), 2)
+    assert "data_parallel_size 3 is 3 GPUs, and this server sees 2\n  give it 3 GPUs" in str(error.value)
+    check_devices(setup("cuda", data_parallel_size=3), 3)
+    check_devices(setup("cpu", data_parallel_size=3), 0)
+
+
+@pytest.mark.parametrize("dead", ["nothing", "a replica", "the coordinator"])
+def test_an_engine_has_ended_when_one_of_its_processes_has(dead):
+    def process(name: str) -> Any:
+        return SimpleNamespace(is_alive=lambda: name != dead)
+
+    core = SimpleNamespace(
+        resources=SimpleNamespace(
+            engine_dead=False,
+            engine_manager=SimpleNamespace(processes=[process("the first replica"), process("a replica")]),
+            coordinator=SimpleNamespace(proc=process("the coordinator")),
+        )
+    )
+    assert has_ended(core) == (dead != "nothing")
