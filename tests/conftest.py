@@ -7,18 +7,25 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # tiny tensors: threads would wai
 
 import pytest
 
-from tests.conformance.page import titles
+from tests.conformance.page import KINDS, parts
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    known = titles()
+    known = set(parts())
     for item in items:
         for mark in item.iter_markers("scenario"):
             for identity in mark.args:
                 if identity not in known:
                     raise pytest.UsageError(
-                        f"{item.nodeid}: {identity} is not in tests/conformance/scenarios.yaml"
+                        f"{item.nodeid}: {identity} is neither in tests/conformance/scenarios.yaml nor in "
+                        "clauses.yaml, or a whole requirement"
                     )
+            kind, starts_engine = mark.kwargs.get("on"), item.get_closest_marker("engine") is not None
+            if kind not in KINDS or (kind == "engine") != starts_engine:
+                raise pytest.UsageError(
+                    f"{item.nodeid}: on={kind!r} must be one of {', '.join(KINDS)}, and 'engine' exactly for "
+                    "tests that start a vLLM engine (pytest.mark.engine)"
+                )
 
 
 @pytest.hookimpl(wrapper=True)

@@ -1,12 +1,14 @@
 """Vocabularies for tests: the real Qwen one, the small trained one, and ones with random merges."""
 
 import functools
+import os
 import random
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from coordexp.vocab import COORD_TOKENS, VocabularyTable
 
+CACHE = "COORDEXP_TEST_TOKENIZERS"  # a variable of the environment
 SAMPLE = (
     '{"object_1": {"desc": "red cup", "bbox_2d": ["", ""]}, "object_20": {"poly": ["", "", ""], "desc": "a \\" '
     '\\u00e9 猫 🙂 é"}}, {} ]}, }}" "]}} {"object_3": 5, [[]] true null -1.5e3 \n\t  object_007'
@@ -18,9 +20,16 @@ def table(name: str) -> VocabularyTable:
     """`small`, `qwen`, or `random-N`."""
     if name.startswith("random-"):
         return VocabularyTable.from_tokenizer(_random_tokenizer(int(name.partition("-")[2])))
+    return VocabularyTable.from_tokenizer(_tokenizer(name))
+
+
+def _tokenizer(name: str) -> Tokenizer:
+    """Build a tokenizer, or read it from the folder that CACHE names: building Qwen's takes ten seconds."""
+    if folder := os.environ.get(CACHE):
+        return Tokenizer.from_file(f"{folder}/{name}.json")
     from coordexp.demo.vocabulary import make_tokenizer
 
-    return VocabularyTable.from_tokenizer(make_tokenizer(name).backend_tokenizer)
+    return make_tokenizer(name).backend_tokenizer
 
 
 def encode(text: str, vocabulary: VocabularyTable) -> list[int]:

@@ -1,5 +1,7 @@
 import re
 
+import pytest
+
 from tests.conformance import page
 
 
@@ -7,15 +9,49 @@ def test_the_page_is_what_the_tests_claim() -> None:
     assert page.PAGE.read_text() == page.render(), "stale: run python tests/conformance/page.py"
 
 
-def test_every_claimed_id_is_known() -> None:
-    unknown = set(page.claims()) - set(page.titles())
-    assert not unknown, f"not in tests/conformance/scenarios.yaml: {sorted(unknown)}"
+def test_every_claimed_id_is_a_clause_or_a_scenario() -> None:
+    unknown = set(page.claims()) - set(page.parts())
+    assert not unknown, f"in neither clauses.yaml nor scenarios.yaml, or a whole requirement: {sorted(unknown)}"
 
 
-def test_ids_are_unique_and_in_order() -> None:
-    identities = re.findall(
-        r"^(R\S+):", (page.ROOT / "tests/conformance/scenarios.yaml").read_text(), re.MULTILINE
+def test_every_claim_says_what_it_ran_on() -> None:
+    wrong = [
+        f"{claim.test}: {identity} on={claim.kind!r}"
+        for identity, claims in page.claims().items()
+        for claim in claims
+        if claim.kind not in page.KINDS
+    ]
+    assert not wrong, f"on= must be one of {', '.join(page.KINDS)}: {wrong}"
+
+
+def test_every_part_is_proven_or_a_deviation() -> None:
+    missing = [identity for identity in page.parts() if identity not in page.claims()]
+    assert not set(missing) - set(page.deviations()), missing
+
+
+def test_every_requirement_has_a_part_that_can_be_proven() -> None:
+    requirements = {identity for identity in page.titles() if "." not in identity}
+    assert requirements == {part.partition(".")[0] for part in page.parts()}
+
+
+@pytest.mark.parametrize("name", ["scenarios.yaml", "clauses.yaml", "deviations.yaml"])
+def test_ids_are_unique_and_in_order(name: str) -> None:
+    text = (page.ROOT / "tests/conformance" / name).read_text()
+    identities = re.findall(r"^(R[\w.]+):", text, re.MULTILINE)
+    assert [page.sort_key(identity) for identity in identities] == sorted(
+        {page.sort_key(identity) for identity in identities}
     )
-    numbers = [tuple(map(int, re.findall(r"\d+", identity))) for identity in identities]
-    assert numbers == sorted(set(numbers))
-    assert len(numbers) == 107
+
+
+def test_the_specification_has_107_requirements_and_scenarios_and_164_further_clauses() -> None:
+    clauses = [part for part in page.parts() if ".C" in part]
+    assert (len(page.titles()) - len(clauses), len(clauses)) == (107, 164)
+
+
+def test_decisions_name_every_deviation() -> None:
+    decisions = (page.ROOT / "docs/decisions.md").read_text()
+    assert set(page.deviations()) <= set(page.parts())
+    missing = [
+        identity for identity in page.deviations() if not re.search(rf"\b{re.escape(identity)}\b", decisions)
+    ]
+    assert not missing, f"docs/decisions.md does not name {missing}"

@@ -41,7 +41,7 @@ GREEDY = {
     "return_details": True,
     "logprobs": True,
 }
-START = 600.0  # seconds
+START = 300.0  # seconds
 
 
 def free_ports(count: int) -> list[int]:

@@ -25,6 +25,7 @@ from safetensors.torch import load_file
 
 from coordexp.demo.scenes import SceneSettings
 from coordexp.demo.write_scenes import write_scenes
+from tests.source import SOURCE
 from tests.unit.config.trees import changed
 
 ROOT = Path(__file__).parents[2]
@@ -115,7 +116,7 @@ def started(words: list[str], processes: int = 1, **variables: str) -> Iterator[
     """Python with these words, alone or by torchrun. Whatever is left of it at the end is killed."""
     launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
     mark = uuid.uuid4().hex
-    paths = f"{ROOT}:{ROOT / 'src'}"
+    paths = f"{ROOT}:{SOURCE}"
     environment = os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1", MARK: mark} | variables
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "shown"

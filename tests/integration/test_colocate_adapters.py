@@ -82,7 +82,7 @@ def learn(colocation: Colocation, adapter: Adapter = LORA) -> torch.optim.Optimi
     return torch.optim.AdamW(trained, lr=1e-2)
 
 
-@pytest.mark.scenario("R07")
+@pytest.mark.scenario("R07.C21", on="engine")
 def test_a_run_that_trains_an_adapter_alone_sends_it_alone_to_its_colocated_engine(tmp_path):
     """The engine's answers are compared with the learner's after every sync."""
     changes = {
@@ -135,14 +135,14 @@ def colocation(adapting: tuple[Colocation, Memory]) -> Colocation:
     return adapting[0]
 
 
-@pytest.mark.scenario("R17")
+@pytest.mark.scenario("R17.C4", on="engine")
 def test_the_learner_is_out_of_memory_while_the_engine_starts(adapting):
     _, memory = adapting
     assert memory.seen[:2] == [("before the start", 0), ("after the start", 0)]
     assert memory.bytes > 2**20
 
 
-@pytest.mark.scenario("R07")
+@pytest.mark.scenario("R07.C21", on="engine")
 def test_after_each_of_four_updates_the_engine_answers_as_the_learner_and_was_sent_the_adapter_alone(
     colocation, monkeypatch
 ):
@@ -182,7 +182,7 @@ def test_an_adapter_sync_leaves_nothing_in_the_three_caches_of_the_engine(coloca
             cached.clear()
 
 
-@pytest.mark.scenario("R17")
+@pytest.mark.scenario("R17.C4", on="engine")
 def test_the_learner_is_out_of_memory_while_the_engine_takes_the_adapter_and_is_restored(
     colocation, tmp_path, monkeypatch
 ):
@@ -208,7 +208,6 @@ def test_the_learner_is_out_of_memory_while_the_engine_takes_the_adapter_and_is_
     assert all(torch.equal(one, other) for one, other in zip(memory.tensors, before, strict=True))
 
 
-@pytest.mark.scenario("R07")
 def test_the_canary_stops_a_run_whose_learner_has_not_the_weights_that_the_engine_was_started_with(colocation):
     due = colocation.backend.about.settings.vllm.sync.canary_every * (1 + colocation.version)
     learn(colocation)
@@ -224,8 +223,7 @@ def test_the_canary_stops_a_run_whose_learner_has_not_the_weights_that_the_engin
         colocation.sync(2 * due)
 
 
-@pytest.mark.scenario("R07")
-@pytest.mark.scenario("R07.S8")
+@pytest.mark.scenario("R07.C23", "R07.S8", on="engine")
 def test_an_engine_that_refuses_the_adapter_stops_a_run_that_may_not_fall_back(colocation, monkeypatch):
     sync = colocation.backend.sync_mode.sync.model_copy(update={"fallback_to_full": False})
     sent = Sent(colocation.backend.engine, monkeypatch)
@@ -241,8 +239,7 @@ def test_an_engine_that_refuses_the_adapter_stops_a_run_that_may_not_fall_back(c
     assert colocation.backend.described() == {"sync_mode": "adapter", "fallbacks": []}
 
 
-@pytest.mark.scenario("R07")
-@pytest.mark.scenario("R07.S4")
+@pytest.mark.scenario("R07.S4", on="engine")
 def test_an_engine_that_refuses_an_adapter_is_given_whole_weights_for_good(colocation, monkeypatch):
     """The engine has vLLM's LoRA wrappers and the adapter of an earlier learner, which must not stay."""
     sent = Sent(colocation.backend.engine, monkeypatch)

@@ -83,7 +83,7 @@ def changed(before: dict[str, torch.Tensor], after: dict[str, torch.Tensor]) -> 
     return {name for name in before if not torch.equal(before[name], after[name])}
 
 
-@pytest.mark.scenario("R07.S7")
+@pytest.mark.scenario("R07.C5", "R07.S7", on="engine")
 @pytest.mark.parametrize("kind", KINDS)
 def test_after_each_of_five_steps_the_engine_answers_pictures_it_has_seen_as_the_learner_does(colocation, kind):
     optimizer = learn(colocation, kind)
@@ -140,8 +140,8 @@ def test_a_sync_leaves_nothing_in_the_three_caches_of_the_engine(colocation, mon
             cached.clear()
 
 
+@pytest.mark.scenario("R10.C6", "R10.S2", on="engine")
 @only_tied
-@pytest.mark.scenario("R10", "R10.S2")
 def test_the_engine_computes_as_many_sequences_at_once_as_decode_batch_size_allows_and_no_more(colocation):
     engine, size = colocation.backend.engine, colocation.backend.about.settings.decode_batch_size
     assert engine.llm_engine.vllm_config.scheduler_config.max_num_seqs == size == 16
@@ -258,7 +258,7 @@ class Watched:
             self.most = max(self.most, resident())
 
 
-@pytest.mark.scenario("R17.S1")
+@pytest.mark.scenario("R17.S1", on="engine")
 @only_untied
 @pytest.mark.parametrize("fails", [False, True])
 def test_the_learner_is_out_of_memory_while_the_engine_answers_and_is_restored(

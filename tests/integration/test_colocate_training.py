@@ -59,7 +59,7 @@ def colocated(parts):
     return parts / "colocated"
 
 
-@pytest.mark.scenario("R36.S1")
+@pytest.mark.scenario("R36.S1", on="engine")
 def test_an_engine_gives_the_losses_and_the_counters_of_the_learners_own_answers(own, colocated):
     expected, found = steps(own), steps(colocated)
     assert len(found) == STEPS
@@ -75,7 +75,7 @@ def test_an_engine_gives_the_losses_and_the_counters_of_the_learners_own_answers
     assert sum(line["match/matched"] for line in expected) > 0
 
 
-@pytest.mark.scenario("R17.S1")
+@pytest.mark.scenario("R17.S1", on="engine")
 def test_a_learner_that_leaves_memory_at_every_step_is_trained_to_the_same_bits(own, colocated):
     expected, found = weights(own / f"checkpoint-{STEPS}"), weights(colocated / f"checkpoint-{STEPS}")
     assert [name for name in expected if not torch.equal(expected[name], found[name])] == []
@@ -85,7 +85,7 @@ def test_a_learner_that_leaves_memory_at_every_step_is_trained_to_the_same_bits(
     assert metrics(own)[-1]["step"] == STEPS
 
 
-@pytest.mark.scenario("R07.S1")
+@pytest.mark.scenario("R07.S1", on="engine")
 def test_without_a_mode_the_engine_runs_with_the_learner(colocated):
     rollouts = json.loads((colocated / "run.json").read_text())[0]["rollouts"]
     engine = {"backend": "vllm", "decode_mode": "greedy", "mode": "colocate", "tensor_parallel_size": 1}
@@ -94,14 +94,14 @@ def test_without_a_mode_the_engine_runs_with_the_learner(colocated):
     assert shown.count("starting vLLM (tensor_parallel_size 1)") == shown.count("vLLM is ready after") == 1
 
 
-@pytest.mark.scenario("R07.S7")
+@pytest.mark.scenario("R07.S7", on="engine")
 def test_answers_of_an_engine_are_aligned_strictly_and_come_out_the_same_when_corrected_again(colocated):
     done = CliRunner().invoke(app, ["replay", str(colocated / "dumps")])
     assert done.exit_code == 0, done.output
     assert replayed_steps(done.output) >= 4
 
 
-@pytest.mark.scenario("R07.S7")
+@pytest.mark.scenario("R07.S7", on="engine")
 @pytest.mark.parametrize("change", ["other", "shorter", "longer"])
 def test_an_engine_that_reads_a_prompt_otherwise_than_training_is_refused(parts, change):
     prompts = PromptBuilder(AutoProcessor.from_pretrained(MODEL), "Detect all objects.")

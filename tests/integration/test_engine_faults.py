@@ -143,7 +143,7 @@ def test_an_engine_that_is_killed_while_it_answers_is_an_error_within_seconds(ba
 # Engines that do not start
 
 
-@pytest.mark.scenario("R07.S8")
+@pytest.mark.scenario("R07.S8", on="engine")
 @pytest.mark.parametrize(
     ("vllm", "says"),
     [

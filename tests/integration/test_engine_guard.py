@@ -109,7 +109,7 @@ def pictures(tmp_path_factory: pytest.TempPathFactory) -> list[Picture]:
     return found
 
 
-@pytest.mark.scenario("R33", "R33.S3")
+@pytest.mark.scenario("R33.C3", "R33.S3", on="engine")
 def test_an_engine_that_was_started_with_the_plugin_guards_requests_that_know_nothing_of_it(both, pictures):
     prompts = [
         {"prompt": both.prompts.text, "multi_modal_data": {"image": open_image(one.path, one.size)}}
@@ -125,7 +125,7 @@ def test_an_engine_that_was_started_with_the_plugin_guards_requests_that_know_no
     assert answer == {"guard": rule.model_dump(mode="json"), "workers": 1}
 
 
-@pytest.mark.scenario("R34.S1")
+@pytest.mark.scenario("R34.S1", on="engine")
 def test_the_engine_ends_the_answers_that_transformers_ends_at_the_same_token_for_the_same_reason(
     both, pictures, monkeypatch
 ):

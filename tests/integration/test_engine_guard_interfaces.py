@@ -330,6 +330,7 @@ patterns = st.lists(st.integers(0, 2), min_size=1, max_size=3)
 sequences = st.lists(st.integers(0, 2) | st.integers(0, 10), max_size=60)
 
 
+@pytest.mark.scenario("R33.C1", on="fake")
 @given(rules, patterns, sequences, st.integers(0, 2))
 @settings(deadline=None)
 def test_after_every_token_the_first_runner_is_told_what_the_pure_function_says(rule, pattern, ids, unknown):

@@ -104,7 +104,7 @@ def watching(model, monkeypatch) -> Iterator[list[dict]]:
         yield calls
 
 
-@pytest.mark.scenario("R20.S1", "R20")
+@pytest.mark.scenario("R20.C5", "R20.S1", on="model")
 def test_beam_search_gives_one_answer_and_it_is_the_most_probable_of_the_beams(stopping, pictures):
     """Each finalist is scored by the model itself, in one forward pass."""
     stopping.model.lm_head.register_forward_hook(lambda *given: 6 * given[-1])  # surer, so that long beams can win
@@ -159,7 +159,7 @@ def test_a_beam_is_better_than_the_greedy_answer_and_is_not_the_same(parts, pict
     assert [one.ids for one in greedy] != [one.ids for one in beam]
 
 
-@pytest.mark.scenario("R10.S2")
+@pytest.mark.scenario("R10.C1", "R10.C5", "R10.S2", on="model")
 @pytest.mark.parametrize("size", [1, 2, 5, 7, 12, 50])
 def test_no_more_sequences_than_allowed_are_decoded_at_once_and_answers_are_the_same(
     parts, pictures, monkeypatch, size
@@ -186,7 +186,7 @@ def test_each_beam_counts_as_a_sequence(parts, pictures, monkeypatch, size, rows
     assert max(len(call["input_ids"]) for call in calls) == rows
 
 
-@pytest.mark.scenario("R06.S2")
+@pytest.mark.scenario("R06.S2", on="model")
 def test_generation_takes_one_padded_row_a_picture_and_no_packed_one(parts, pictures, monkeypatch):
     with watching(parts.model, monkeypatch) as calls:
         parts.backend(12).generate(requests(pictures, Decode.greedy(2)))
@@ -205,7 +205,7 @@ def test_generation_takes_one_padded_row_a_picture_and_no_packed_one(parts, pict
     assert not packed & set(inputs)
 
 
-@pytest.mark.scenario("R20")
+@pytest.mark.scenario("R20.C3", on="model")
 @pytest.mark.parametrize("decode", [Decode.greedy(16), Decode(16, "beam", num_beams=2)])
 def test_an_answer_is_ids_and_the_text_that_the_tokenizer_decodes_them_to(stopping, pictures, decode):
     found = stopping.backend().generate(requests(pictures, decode))
@@ -214,7 +214,7 @@ def test_an_answer_is_ids_and_the_text_that_the_tokenizer_decodes_them_to(stoppi
     assert len({one.text for one in found}) > 6
 
 
-@pytest.mark.scenario("R20")
+@pytest.mark.scenario("R20.C2", on="model")
 @pytest.mark.parametrize("fails", [False, True])
 def test_answers_have_no_gradient_and_every_modules_mode_is_as_before(parts, pictures, fails):
     model, seen = parts.model.train(), []
@@ -276,6 +276,7 @@ def test_the_guard_ends_a_looping_sequence_and_leaves_the_others_bit_identical(p
     assert parts.backend().generate(requests(pictures, disabled)) == plain
 
 
+@pytest.mark.scenario("R34.C1", on="model")
 @pytest.mark.parametrize("enabled", [True, False])
 def test_the_guard_of_the_settings_ends_looping_answers_in_evaluation_when_it_is_enabled(
     parts, pictures, tmp_path, enabled
@@ -372,6 +373,7 @@ def test_two_ways_of_decoding_in_one_call_are_refused(parts, pictures):
             parts.backend(size).generate(asked)
 
 
+@pytest.mark.scenario("R20.C1", on="model")
 def test_answers_carry_the_version_of_the_weights_and_their_prompt(parts, pictures):
     backend = parts.backend()
     assert backend.generate([]) == []
@@ -382,7 +384,7 @@ def test_answers_carry_the_version_of_the_weights_and_their_prompt(parts, pictur
         assert list(one.prompt_ids) == parts.prompts.ids(pictures[0].width, pictures[0].height)
 
 
-@pytest.mark.scenario("R36.S1")
+@pytest.mark.scenario("R36.S1", on="model")
 def test_another_backend_with_the_same_answers_gives_the_same_examples_and_counters(parts, tmp_path):
     write_scenes(tmp_path / "s", SceneSettings(), train=1, val=5, seed=0, advance=lambda: None)
     cfg = RolloutMatching(rollout_backend="hf", max_new_tokens=16)

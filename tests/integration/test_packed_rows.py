@@ -36,6 +36,7 @@ def test_logits_of_a_packed_row_are_those_of_its_segments_alone(folder, attentio
     assert alone.std() > 0.1
 
 
+@pytest.mark.scenario("R05.C8", "R06.C6", on="model")
 def test_gradients_of_a_packed_row_are_the_sum_of_those_alone(tiny):
     whole = tiny.collate(examples(tiny))
     tiny.objective.loss(tiny.objective.measure(tiny.logits(whole), whole.supervision), whole.counts).backward()

@@ -45,6 +45,7 @@ def test_vllm_and_transformers_write_the_same_tokens_for_fifty_pictures(lively_m
         assert one.logprobs == pytest.approx(other.logprobs, abs=2e-3)
 
 
+@pytest.mark.scenario("R30.C1", on="model")
 def test_a_prompt_is_what_the_processor_makes(lively_model, pictures):
     processor = AutoProcessor.from_pretrained(lively_model)
     prompts = PromptBuilder(processor, "Detect all objects.")

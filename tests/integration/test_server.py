@@ -112,7 +112,7 @@ def test_the_recorded_calls_of_an_ms_swift_client_are_answered_in_its_form(clien
     assert http.post("/infer/", json={"infer_requests": [], "request_config": config}).json() == []
 
 
-@pytest.mark.scenario("R40.S1")
+@pytest.mark.scenario("R40.S1", on="engine")
 def test_a_local_path_and_base64_give_the_same_prompt_and_answer(client, fleet):
     picture = fleet.pictures()[0]
     sources = [picture, base64_of(picture), f"data:image/png;base64,{base64_of(picture)}"]
@@ -248,7 +248,7 @@ def test_an_update_during_32_running_requests_mixes_no_versions(client, fleet):
     assert seen == {"old", "later"}
 
 
-@pytest.mark.scenario("R10", "R10.S2")
+@pytest.mark.scenario("R10.C6", "R10.S2", on="engine")
 def test_a_server_decodes_as_many_answers_at_once_as_decode_batch_size_allows_and_no_more(client, fleet):
     """The fleet's is 4 on one device. vLLM's own gauge tells how many sequences it is computing."""
     running: list[float] = []
@@ -288,7 +288,7 @@ def test_health_is_told_at_once_during_answers_and_updates(client, fleet):
     assert len(taken) > 5 and statistics.quantiles(taken, n=20)[-1] < 0.1
 
 
-@pytest.mark.scenario("R33.S1", "R33.S3")
+@pytest.mark.scenario("R33.S1", "R33.S3", on="engine")
 def test_one_looping_answer_of_eight_ends_and_the_others_are_bit_identical(client, fleet):
     """The guard is the server's own: nothing of it is said by the request."""
     table, guard = VocabularyTable.from_folder(MODEL), RepeatTerminate(**GUARD)
@@ -320,7 +320,7 @@ def test_one_looping_answer_of_eight_ends_and_the_others_are_bit_identical(clien
         assert choice["finish_reason"] == "stop" and one["rollout_infos"]["ended_by_guard"] == [True]
 
 
-@pytest.mark.scenario("R33.S2")
+@pytest.mark.scenario("R33.S2", on="engine")
 @pytest.mark.parametrize("reason", ["settings", "file", "disagree", "class"])
 def test_a_guard_that_cannot_be_loaded_stops_the_server_at_its_start_with_the_reason(fleet, tmp_path, reason):
     name = "COORDEXP_VLLM_REPEAT_TERMINATE_CONFIG_JSON"
@@ -332,7 +332,7 @@ def test_a_guard_that_cannot_be_loaded_stops_the_server_at_its_start_with_the_re
     }[reason]
     words = [*SERVE]
     if reason == "class":
-        words[1] = f"import coordexp.serve.guard as g; g.ENGINE_GUARD = 'coordexp.nothing:Guard'; {words[1]}"
+        words[1] = f"import coordexp.serve.run as r; r.ENGINE_GUARD = 'coordexp.nothing:Guard'; {words[1]}"
     other = fleet.config("guarded", rollout_matching__vllm__server__servers=[FREE])
     with started([*words, "--config", str(other)], **variables) as run:
         assert run.wait(120) == 1

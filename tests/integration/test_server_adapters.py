@@ -96,6 +96,7 @@ def told(client: PlainClient) -> tuple[str | None, str]:
     return found["weight_version"], found["base"]
 
 
+@pytest.mark.scenario("R07.C21", on="engine")
 def test_a_run_that_trains_an_adapter_alone_sends_it_alone(adapting):
     """The server's answers are compared with the learner's after every sync."""
     changes = {
@@ -160,7 +161,7 @@ def test_a_client_of_the_plain_contract_sends_an_adapter(client, adapting):
     assert answers(client, pictures) == expected(model, pictures)
 
 
-@pytest.mark.scenario("R07.S4")
+@pytest.mark.scenario("R07.S4", on="engine")
 def test_a_server_that_got_whole_weights_takes_no_adapter_and_the_run_goes_on_with_whole_ones(client, adapting):
     pictures = adapting.pictures()[:8]
     model = adapted(7)

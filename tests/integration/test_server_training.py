@@ -61,12 +61,12 @@ def check_losses(run: Path, own: Path) -> None:
         assert {name: one[name] for name in counters} == {name: other[name] for name in counters}
 
 
-@pytest.mark.scenario("R08.S1", "R34.S1")
+@pytest.mark.scenario("R07.C9", "R08.C1", "R34.S1", on="engine")
 def test_two_servers_and_a_learner_give_the_losses_of_the_learners_own_answers(two_servers):
     check_losses(two_servers.folder, two_servers.own)
 
 
-@pytest.mark.scenario("R07.S9")
+@pytest.mark.scenario("R07.S9", on="engine")
 def test_one_server_and_two_ranks_give_the_losses_of_their_own_answers(two_ranks):
     check_losses(two_ranks.folder, two_ranks.own)
     for rank in (0, 1):
@@ -75,13 +75,14 @@ def test_one_server_and_two_ranks_give_the_losses_of_their_own_answers(two_ranks
     assert len(two_ranks.events("sync")) == STEPS and not two_ranks.events("sync", 1)
 
 
-@pytest.mark.scenario("R07.S5")
+@pytest.mark.scenario("R07.C5", "R07.S5", on="engine")
 def test_answers_of_servers_are_aligned_strictly_and_come_out_the_same_when_corrected_again(two_servers):
     done = CliRunner().invoke(app, ["replay", str(two_servers.folder / "dumps")])
     assert done.exit_code == 0, done.output
     assert replayed_steps(done.output) >= 2
 
 
+@pytest.mark.scenario("R08.C2", on="engine")
 def test_every_rollout_carries_the_version_of_its_step_and_both_servers_have_made_some(two_servers):
     syncs = two_servers.events("sync")
     assert [event["version"] for event in syncs] == list(range(STEPS))
@@ -91,7 +92,7 @@ def test_every_rollout_carries_the_version_of_its_step_and_both_servers_have_mad
     assert {call["server"] for event in rollouts for call in event["calls"]} == {0, 1}
 
 
-@pytest.mark.scenario("R09.S1", "R39.S1")
+@pytest.mark.scenario("R09.S1", "R39.S1", on="engine")
 def test_what_is_needed_to_repeat_the_run_is_in_its_folder(two_servers, two_ranks):
     rollouts = json.loads((two_servers.folder / "run.json").read_text())[0]["rollouts"]
     known = [{"base_url": one["base_url"], "group_port": one["group_port"]} for one in rollouts["servers"]]

@@ -20,6 +20,7 @@ from coordexp.demo.scenes import SceneSettings
 from coordexp.demo.write_scenes import write_scenes
 from coordexp.train.run import prepare
 from coordexp.train.stream import RowStream
+from tests.source import SOURCE
 
 ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.timeout(240)
@@ -78,7 +79,7 @@ def command(file: Path, *options: str, processes: int = 1) -> list[str]:
 
 
 def environment() -> dict[str, str]:
-    return os.environ | {"PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
+    return os.environ | {"PYTHONPATH": str(SOURCE), "OMP_NUM_THREADS": "1"}
 
 
 def train(file: Path, *options: str, processes: int = 1) -> str:

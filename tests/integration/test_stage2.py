@@ -163,7 +163,7 @@ def trained(parts):
     return parts / "trained"
 
 
-@pytest.mark.scenario("R18.S1")
+@pytest.mark.scenario("R08.C1", "R18.S1", on="processes")
 def test_the_variant_alone_makes_the_command_train_on_rollouts(trained):
     lines = steps(trained)
     assert [line["step"] for line in lines] == [1, 2, 3]
@@ -224,7 +224,7 @@ def test_a_run_becomes_a_report_of_what_it_logged(trained, tmp_path):
     assert "eval:eval_f1_50" in found["charts"] and "coordexp inspect" in page
 
 
-@pytest.mark.scenario("R06.S1")
+@pytest.mark.scenario("R06.C6", "R06.S1", on="processes")
 def test_a_packed_step_has_the_gradient_of_its_samples_one_by_one(parts, by_one):
     lines = steps(parts / "aligned")
     assert all(math.isfinite(value) for line in lines for value in line.values())
@@ -234,14 +234,14 @@ def test_a_packed_step_has_the_gradient_of_its_samples_one_by_one(parts, by_one)
     same_step(parts, by_one, "one-by-one", by_one, "in-one-row")
 
 
-@pytest.mark.scenario("R05")
+@pytest.mark.scenario("R05.C2", on="processes")
 def test_without_packing_a_micro_batch_is_cut_into_rows_under_the_cap_and_keeps_its_gradient(parts, by_one):
     assert by_one("one-by-one")["forwards"] == [118, 115, 81, 118, 115, 81]
     assert by_one("micro-steps")["forwards"] == [118 + 115, 81] * 2  # a row has at most 256 tokens
     same_step(parts, by_one, "one-by-one", by_one, "micro-steps")
 
 
-@pytest.mark.scenario("R05")
+@pytest.mark.scenario("R05.C2", on="processes")
 @pytest.mark.parametrize("mode", ["ddp", "fsdp2"])
 def test_two_ranks_cut_their_micro_batches_into_the_same_number_of_rows(parts, by_two, mode):
     first, second = (by_two(mode, rank) for rank in range(2))
@@ -250,7 +250,7 @@ def test_two_ranks_cut_their_micro_batches_into_the_same_number_of_rows(parts, b
     assert second["forwards"] == [115, 118, 81]
 
 
-@pytest.mark.scenario("R05")
+@pytest.mark.scenario("R05.C10", on="processes")
 def test_a_run_warns_of_rows_that_are_filled_less_than_the_ratio_and_of_no_others(parts, by_one):
     (line,) = steps(parts / "in-one-row")
     assert 0.5 < line["packing/fill"] < 0.85
@@ -261,7 +261,7 @@ def test_a_run_warns_of_rows_that_are_filled_less_than_the_ratio_and_of_no_other
     ]
 
 
-@pytest.mark.scenario("R19.S1")
+@pytest.mark.scenario("R19.S1", on="processes")
 def test_a_row_is_one_forward_pass_and_a_sample_is_in_one_row(by_one):
     seen = by_one("aligned")
     assert len(seen["forwards"]) == len(seen["trained"]) == 3 * 2  # micro-steps
@@ -271,7 +271,7 @@ def test_a_row_is_one_forward_pass_and_a_sample_is_in_one_row(by_one):
     assert max(trained.values()) == 1
 
 
-@pytest.mark.scenario("R10.S3")
+@pytest.mark.scenario("R10.C9", "R10.S3", on="processes")
 def test_evaluation_decodes_by_decode_batch_size_whatever_the_evaluation_batch_is(parts, by_one):
     for name in ("aligned", "all-b"):  # with evaluation batches of 1 and of 7
         at_the_end = [pictures for step, pictures in by_one(name)["decoded"] if step == 3]
@@ -281,7 +281,7 @@ def test_evaluation_decodes_by_decode_batch_size_whatever_the_evaluation_batch_i
         assert one == seven
 
 
-@pytest.mark.scenario("R10.S3")
+@pytest.mark.scenario("R10.S3", on="processes")
 def test_an_evaluation_writes_what_predict_writes_from_its_checkpoint(parts, trained, tmp_path):
     words = ["--model", trained / "checkpoint-3", "--data", parts / "data/val.jsonl", "--out", tmp_path / "p.json"]
     limits = ["--batch", 4, "--max-new-tokens", 48]
@@ -348,6 +348,7 @@ def test_a_mixed_run_that_is_resumed_is_the_uninterrupted_one(parts, by_one):
     same_run(parts / "mixed", parts / "mixed-resumed", last=6)
 
 
+@pytest.mark.scenario("R07.C11", on="processes")
 @pytest.mark.parametrize(
     ("name", "words"),
     [

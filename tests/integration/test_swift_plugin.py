@@ -18,7 +18,7 @@ from tests.integration.stage2_runs import MODEL
 ENABLED = RepeatTerminate(enabled=True, max_object_keys=40)
 
 
-@pytest.mark.scenario("R33", "R33.S3")
+@pytest.mark.scenario("R33.C3", "R33.S3", on="recorded")
 @pytest.mark.parametrize("use_async_engine", [True, False])
 def test_engine_arguments_that_are_built_after_the_plugin_was_loaded_have_the_guard(use_async_engine):
     """ms-swift is a recorded fake; vLLM's argument classes are the installed ones."""
@@ -32,7 +32,7 @@ def test_engine_arguments_that_are_built_after_the_plugin_was_loaded_have_the_gu
         assert config.logits_processors == [STARTUP_GUARD]
 
 
-@pytest.mark.scenario("R33")
+@pytest.mark.scenario("R33.C2", on="recorded")
 def test_the_settings_may_come_from_a_file_and_a_disabled_guard_changes_nothing(tmp_path, monkeypatch):
     file = tmp_path / "guard.json"
     monkeypatch.setenv(FILE, str(file))
@@ -45,7 +45,7 @@ def test_the_settings_may_come_from_a_file_and_a_disabled_guard_changes_nothing(
                 assert client.get(GUARD_ROUTE).status_code == (200 if guard.enabled else 404)
 
 
-@pytest.mark.scenario("R33")
+@pytest.mark.scenario("R33.C3", on="recorded")
 def test_the_route_of_the_plugin_counts_no_worker_before_an_engine_has_loaded_the_guard():
     with FakeSwiftRollout(ENABLED) as swift:
         swift.import_external_plugins([SWIFT_REPEAT_GUARD])
@@ -62,7 +62,7 @@ FAULTS = {
 }
 
 
-@pytest.mark.scenario("R33.S2")
+@pytest.mark.scenario("R33.S2", on="recorded")
 @pytest.mark.parametrize(("variables", "reason"), FAULTS.values(), ids=FAULTS)
 def test_settings_that_cannot_be_read_stop_the_server_when_it_loads_the_plugin(monkeypatch, variables, reason):
     for name, value in variables.items():
@@ -73,7 +73,7 @@ def test_settings_that_cannot_be_read_stop_the_server_when_it_loads_the_plugin(m
     assert f"set {TEXT} to the whole rollout_matching.repeat_terminate" in str(error.value)
 
 
-@pytest.mark.scenario("R33.S2")
+@pytest.mark.scenario("R33.S2", on="recorded")
 def test_a_guard_that_vllm_could_not_load_stops_the_server_when_it_loads_the_plugin(monkeypatch):
     monkeypatch.setitem(sys.modules, "coordexp.serve.startup_guard", None)
     with FakeSwiftRollout(ENABLED) as swift:
@@ -82,7 +82,7 @@ def test_a_guard_that_vllm_could_not_load_stops_the_server_when_it_loads_the_plu
         assert swift.engine_arguments(MODEL, True).logits_processors is None
 
 
-@pytest.mark.scenario("R33.S2")
+@pytest.mark.scenario("R33.S2", on="recorded")
 def test_a_vllm_without_startup_processors_stops_the_server_when_it_loads_the_plugin(monkeypatch):
     from vllm.engine.arg_utils import EngineArgs
 

@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tests.source import SOURCE
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -15,7 +17,7 @@ def run_worker(script: str, *words: str, processes: int, timeout: float) -> None
     launch = torchrun if processes > 1 else []
     worker = subprocess.Popen(
         [sys.executable, *launch, str(ROOT / "tests/integration" / script), *words],
-        env=os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'src'}", "OMP_NUM_THREADS": "1"},
+        env=os.environ | {"PYTHONPATH": f"{ROOT}:{SOURCE}", "OMP_NUM_THREADS": "1"},
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         text=True,

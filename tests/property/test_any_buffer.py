@@ -9,7 +9,7 @@ from coordexp.pack import select
 from coordexp.pack.select import WINDOW, first_in_first_out
 
 
-@pytest.mark.scenario("R05", "R05.S1")
+@pytest.mark.scenario("R05.C2", "R05.C4", "R05.C5", "R05.S1", on="pure")
 @pytest.mark.timeout(240)
 def test_no_selection_is_below_first_in_first_out_above_the_cap_or_without_the_oldest():
     chooser = random.Random(11)

@@ -24,7 +24,7 @@ def test_every_request_has_one_server(count, sizes):
     assert all(share >= 0 for share in found)
 
 
-@pytest.mark.scenario("R07")
+@pytest.mark.scenario("R07.C17", on="pure")
 @given(st.integers(1, 300), st.integers(1, 8), st.integers(1, 70))
 def test_equal_servers_get_chunks_of_the_rounded_up_size(count, size, servers):
     """As the specification writes it: server i gets [i * chunk : (i + 1) * chunk]."""
@@ -34,7 +34,7 @@ def test_equal_servers_get_chunks_of_the_rounded_up_size(count, size, servers):
     assert found == [len(places[i * chunk : (i + 1) * chunk]) for i in range(servers)]
 
 
-@pytest.mark.scenario("R15")
+@pytest.mark.scenario("R15.C3", on="pure")
 @given(st.integers(1, 300), SIZES.filter(lambda sizes: len(set(sizes)) > 1))
 def test_unequal_servers_get_their_proportion_to_less_than_one_request(count, sizes):
     for share, size in zip(shares(count, sizes), sizes, strict=True):
@@ -46,7 +46,7 @@ def test_what_is_left_goes_to_the_largest_remainder_and_of_equal_ones_to_the_fir
     assert shares(1, [2, 2, 1]) == [1, 0, 0]
 
 
-@pytest.mark.scenario("R07.S3")
+@pytest.mark.scenario("R07.S3", on="pure")
 @given(st.integers(0, 80), SIZES, st.integers(0, 15), st.integers(1, 16))
 def test_chunks_are_contiguous_in_order_and_the_same_every_time(count, sizes, rank, learners):
     pool, places = ready(sizes), tuple(range(count))

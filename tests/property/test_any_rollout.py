@@ -21,6 +21,7 @@ VOCABULARIES = ["qwen", "small", *(f"random-{seed}" for seed in range(30))]
 seeds = st.integers(0, 2**64 - 1)
 
 
+@pytest.mark.scenario("R19.C2", "R19.C10", "R19.C11", on="pure")
 @settings(max_examples=1500, deadline=None)
 @given(st.sampled_from(VOCABULARIES), seeds, st.sampled_from(["desc_first", "geometry_first"]))
 def test_every_rollout_gives_an_answer_that_can_be_trained_on(vocabulary, seed, order):
@@ -29,6 +30,7 @@ def test_every_rollout_gives_an_answer_that_can_be_trained_on(vocabulary, seed, 
     check_rollout(random_rollout(chooser, truth, table(vocabulary)), truth, table(vocabulary), order)
 
 
+@pytest.mark.scenario("R19.C10", on="pure")
 @settings(max_examples=400, deadline=None)
 @given(st.sampled_from(VOCABULARIES), st.binary(max_size=60))
 def test_any_bytes_at_all(vocabulary, soup):

@@ -4,7 +4,7 @@
 the same contract.
 """
 
-from coordexp.config.capacity import requests_per_rank, server_base_urls
+from coordexp.config.capacity import requests_per_rank
 from coordexp.config.load import Loaded, load_settings, parse_settings
 from coordexp.config.paths import dotted
 from coordexp.config.rollout import RolloutContract, RolloutMatching
@@ -25,5 +25,4 @@ __all__ = [
     "load_settings",
     "parse_settings",
     "requests_per_rank",
-    "server_base_urls",
 ]

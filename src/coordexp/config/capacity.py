@@ -2,7 +2,6 @@
 
 from math import gcd
 
-from coordexp.config.rollout import RolloutMatching
 from coordexp.config.violations import ConfigError, Violation
 
 DEFAULT_TENSOR_PARALLEL = 4
@@ -35,8 +34,3 @@ def capacity_shortage(
         f"{learner_world_size} learner ranks each need one",
         f"set decode_batch_size to at least {least}, add rollout devices, or use at most {slots} learner ranks",
     )
-
-
-def server_base_urls(rollout_matching: RolloutMatching) -> tuple[str, ...]:
-    """The servers a launcher has to reach, in order."""
-    return tuple(server.base_url for server in rollout_matching.vllm.server.servers)

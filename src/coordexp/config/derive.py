@@ -10,12 +10,12 @@ from coordexp.config import rules
 from coordexp.config.capacity import default_tensor_parallel_size
 from coordexp.config.rules import World, uses_vllm
 from coordexp.config.section import Section
-from coordexp.config.settings import Settings, Training
+from coordexp.config.settings import PACKING_KEYS, Settings, Training
 
 S = TypeVar("S", bound=Section)
 
 TRACKIO = ("project", "trackio_space_id", "trackio_bucket_id", "trackio_static_space_id", "hub_private_repo")
-READ_BY_EVALUATION = {"decode_batch_size", "max_new_tokens"}  # in every trainer variant
+READ_BY_EVALUATION = {"decode_batch_size", "max_new_tokens", "repeat_terminate"}  # in every trainer variant
 
 
 def derive(settings: Settings, world: World) -> tuple[Settings, dict[str, str]]:
@@ -129,6 +129,10 @@ def _idle_arguments(training: Training) -> Iterator[str]:
         "greater_is_better": training.metric_for_best_model is None
         and "training.metric_for_best_model is not set",
         "save_steps": training.save_strategy != "steps" and f"training.save_strategy is {training.save_strategy}",
+        "save_total_limit": training.save_strategy == "no" and "training.save_strategy is no",
+        "logging_steps": training.logging_strategy != "steps"
+        and f"training.logging_strategy is {training.logging_strategy}",
+        **dict.fromkeys(PACKING_KEYS[1:], not training.packing and "training.packing is false"),
         "gradient_checkpointing_kwargs": not training.gradient_checkpointing
         and "training.gradient_checkpointing is false",
         "optim_target_modules": not galore and f"training.optim is {training.optim}",

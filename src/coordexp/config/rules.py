@@ -172,8 +172,11 @@ def _steps_are_known(s: Settings, world: World) -> Iterator[Conflict]:
 
 
 def _trainer_honours(s: Settings, world: World) -> Iterator[Conflict]:
-    """Values that the trainer cannot honour, of arguments of which it honours others."""
+    """Refuse values that the trainer cannot honour, of arguments whose other values it honours."""
     training = s.training
+    if training.optim in ("lomo", "adalomo"):
+        problem = f"{training.optim} updates weights during every backward pass, so rows cannot be accumulated"
+        yield Conflict("training.optim", problem, "use another optimizer, e.g. adamw_torch_fused or adafactor")
     if training.train_sampling_strategy not in ("random", "sequential"):
         problem = f"{training.train_sampling_strategy} is not supported"
         yield Conflict(
@@ -183,7 +186,7 @@ def _trainer_honours(s: Settings, world: World) -> Iterator[Conflict]:
         if getattr(training, name) == "epoch":
             fix = f"use steps with {name.replace('strategy', 'steps')}: rows have no epochs"
             yield Conflict(f"training.{name}", "epoch is not supported", fix)
-    if training.accelerator_config not in (None, *SYNC_EACH_BATCH):
+    if training.accelerator_config not in (None, {}, *SYNC_EACH_BATCH):
         problem = "only gradient_accumulation_kwargs.sync_each_batch has an effect: there is no DataLoader"
         fix = "write accelerator_config: {gradient_accumulation_kwargs: {sync_each_batch: true}}, or leave it out"
         yield Conflict("training.accelerator_config", problem, fix)
@@ -193,7 +196,8 @@ def _trainer_honours(s: Settings, world: World) -> Iterator[Conflict]:
 
 
 def _best_is_measured(s: Settings, world: World) -> Iterator[Conflict]:
-    """What follows the best metric needs evaluation, and a metric that evaluation has: there is no loss in it."""
+    """Refuse settings that follow the best metric without evaluation, or without one of its metrics. Evaluation
+    has no loss."""
     training, others = (
         s.training,
         ("training.eval_strategy", "training.save_strategy", "training.lr_scheduler_type"),

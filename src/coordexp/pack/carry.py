@@ -64,8 +64,8 @@ class CarryBuffer(Generic[T]):
             raise PackingError(
                 f"{len(self._waiting)} segments ({self.tokens:,} tokens) wait for rows of {self.capacity:,}, "
                 f"and training.packing_buffer is {self.limit}\n"
-                "  raise training.packing_buffer, with which the run can be resumed, or start a new run with a "
-                "smaller training.per_device_train_batch_size"
+                "  raise training.packing_buffer and continue with --resume, or start a new run with a smaller "
+                "training.per_device_train_batch_size"
             )
         self._waiting.append((item, self.rows))
 

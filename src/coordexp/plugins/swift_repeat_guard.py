@@ -65,14 +65,15 @@ def guard_engines() -> None:
 
 
 def add_route(guard: RepeatTerminate) -> None:
-    """Add a route to every FastAPI application that is made from now on. It tells the settings, and how many
-    worker processes of the engines have loaded the guard."""
+    """Add a route to every FastAPI application that is made from now on. It returns the settings, and how many of
+    the engines' running worker processes have loaded the guard."""
     from fastapi import FastAPI
 
     initialise, folder = FastAPI.__init__, Path(os.environ[LOADED])
 
     def describe() -> dict[str, Any]:
-        return {"guard": guard.model_dump(mode="json"), "workers": len(list(folder.iterdir()))}
+        running = [file.name for file in folder.iterdir() if Path("/proc", file.name).exists()]
+        return {"guard": guard.model_dump(mode="json"), "workers": len(running)}
 
     @wraps(initialise)
     def initialise_with_route(self: FastAPI, *arguments: Any, **named: Any) -> None:

@@ -100,7 +100,8 @@ class Rollout:
         finish_reason: FinishReason,
         version: int = 0,
     ) -> "Rollout":
-        """Return the rollout of `ids`, with their text. `logprobs` may go on behind the last id."""
+        """Return the rollout of `ids`, with their text. `logprobs` may be longer than `ids`; the rest is
+        dropped."""
         text = table.text_of(ids)
         return cls(tuple(prompt_ids), tuple(ids), text, tuple(logprobs[: len(ids)]), finish_reason, version)
 

@@ -128,7 +128,8 @@ class ColocateBackend:
         self._connection = Connection(self.engine, self.about.device, self.about.settings.vllm.sync.timeout_s)
 
     def _send(self, weights: Weights, version: int) -> None:
-        """The adapter alone, or whole weights. If one engine refuses the adapter, all get whole weights."""
+        """Send the adapter alone, or whole weights. If any engine refuses the adapter, all engines get whole
+        weights."""
         if self.sync_mode.is_adapter:
             refusal = together(lambda: self._send_adapter(version))
             refusals = [text for text in gather_texts(refusal) if text]
@@ -139,7 +140,7 @@ class ColocateBackend:
         together(lambda: self._send_whole(weights, version))
 
     def _send_adapter(self, version: int) -> str:
-        """Return why this rank's engine refuses the adapter, or nothing if it has it."""
+        """Return the reason why this rank's engine refused the adapter, or an empty string."""
         assert self._connection is not None and self.adapter is not None
         config, weights = self.adapter()
         tensors = list(weights)  # where they are sharded, all ranks take part in gathering them

@@ -29,7 +29,7 @@ class Connection:
         self._version = ""
         self._failed: EngineError | None = None
         self._sender: Any = None
-        self._adapters = 0  # that were sent
+        self._adapters = 0  # adapters sent so far; also the id of the latest
         self.lora_request: Any = None  # of the adapter that answers are made with
 
     def send(self, weights: Weights, version: int, place: int) -> None:

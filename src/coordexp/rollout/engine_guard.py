@@ -1,5 +1,6 @@
 """The repeat guard inside a vLLM engine. It is loaded by name when the engine starts (`guard.ENGINE_GUARD`), and
-what it looks for comes with each request (`guard.guard_arguments`); a request without is left alone.
+what it looks for comes with each request (`guard.guard_arguments`). A request without settings gets those of
+`_default`, if the class has any; otherwise it is not watched.
 
 One class serves both of vLLM's model runners. The first (V1) tells of every change of its batch, and shares each
 request's list of new tokens. The second (V2, the default on GPUs) numbers requests by slots, and has their tokens

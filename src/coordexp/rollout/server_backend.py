@@ -210,7 +210,7 @@ class ServerBackend:
             return None
         links, seconds = [self.links.open[k] for k in targets], self.settings.sync.timeout_s
         if self.sync_mode.is_adapter:
-            assert self.adapter is not None
+            assert self.adapter is not None and self.ranks == 1  # other ranks take no part in gathering it
             try:
                 return send_adapter(links, self.adapter(), self._named(version), self.about.device, seconds)
             except AdapterRefused as error:
@@ -308,7 +308,7 @@ class ServerBackend:
 
     def _read(self, client: ServerClient, requests: Sequence[Request], version: int) -> list[Answer]:
         """Return the answers of one call. A failure of the server itself (HTTP 500, or an `engine` error of one
-        request) is retried once with the same requests, and every retry is recorded (R32)."""
+        request) is retried with the same requests, once for each of the two kinds, and every retry is recorded."""
         payload = infer_payload(requests, self.prompts.question)
         retried: set[str] = set()
         while True:

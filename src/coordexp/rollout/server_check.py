@@ -43,15 +43,16 @@ def check_server(who: str, facts: ServerFacts, learner: Setup, devices: Sequence
 
 
 def _check_plugin(who: str, facts: ServerFacts, learner: Setup) -> None:
-    """A server of ms-swift has the guard only by our plugin, which it must prove."""
+    """Raise EngineError if the run needs the repeat guard and this ms-swift server does not run our plugin with
+    the learner's settings."""
     if facts.guard is not None:
         _check_guard(who, facts, learner)
     elif learner.settings.repeat_terminate.enabled:
         raise EngineError(
-            f"{who}: it is a server of ms-swift that does not tell of a repeat guard, and "
+            f"{who}: this ms-swift server reports no repeat guard, and "
             "rollout_matching.repeat_terminate.enabled is true\n"
             "  start it with `swift rollout --external_plugins FILE`, where FILE is coordexp.plugins."
-            "SWIFT_REPEAT_GUARD, as docs/operations.md shows; start it with `coordexp serve`; set enabled: false; "
+            "SWIFT_REPEAT_GUARD, as docs/operations.md shows, or with `coordexp serve`, or set enabled: false, "
             f"{OTHERWISE}"
         )
 

@@ -196,8 +196,8 @@ def read_facts(body: bytes, who: str) -> ServerFacts:
 
 
 def read_plugin_guard(body: bytes, who: str, world_size: int) -> Mapping[str, Any]:
-    """Return the settings of the guard that a server of ms-swift has loaded. Raise EngineError unless all of its
-    workers have."""
+    """Return the settings of the guard that an ms-swift server has loaded. Raise EngineError unless all its
+    workers have loaded it."""
     read, answer = _Reader(who, GUARD_ROUTE), read_json(body, who, GUARD_ROUTE)
     workers = read.field(answer, "", "workers", int)
     if workers < world_size:

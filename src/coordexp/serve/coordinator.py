@@ -5,6 +5,7 @@ vLLM does not end it when the server is killed, so vLLM is given another functio
 """
 
 import os
+import signal
 from typing import Any
 
 from vllm.v1.engine.coordinator import DPCoordinatorProc
@@ -13,7 +14,9 @@ from coordexp.rollout.engine import OWNER, end_with
 
 
 def run_coordinator(**arguments: Any) -> None:
-    """Run vLLM's coordinator, in its process, until the server ends."""
+    """Run vLLM's coordinator, in its process, until the server ends. Signals are blocked while an engine starts;
+    vLLM ends the coordinator of one that does not start by SIGTERM."""
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
     end_with(int(os.environ[OWNER]))
     DPCoordinatorProc.run_coordinator(**arguments)
 

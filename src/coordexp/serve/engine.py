@@ -126,7 +126,21 @@ class ServedEngine:
         return list((await self._call_workers("coordexp_state_keys"))[0])
 
     def close(self) -> None:
+        """End the engine and close its sockets. When a replica has died, vLLM leaves them to the event loop, which
+        has ended by now, and a socket that is open keeps this process from ending."""
+        from vllm.utils.network_utils import close_sockets
+
         stop_engine(self.vllm.engine_core)
+        left = self.vllm.engine_core.resources
+        close_sockets(
+            (
+                left.output_socket,
+                left.input_socket,
+                left.first_req_send_socket,
+                left.first_req_rcv_socket,
+                left.stats_update_socket,
+            )
+        )
 
     async def _ask(self, method: str, *arguments: Any) -> None:
         """Every worker. What went wrong in one comes as its answer: vLLM would raise it, and leave the answers of

@@ -12,9 +12,8 @@ from coordexp.errors import EngineError
 
 TEXT, FILE = "COORDEXP_VLLM_REPEAT_TERMINATE_CONFIG_JSON", "COORDEXP_VLLM_REPEAT_TERMINATE_CONFIG_JSON_PATH"
 STARTUP_GUARD = "coordexp.serve.startup_guard:StartupRepeatGuard"  # for requests that carry no settings
-LOADED = (
-    "COORDEXP_REPEAT_GUARD_LOADED"  # a folder in which each worker that has loaded STARTUP_GUARD leaves a file
-)
+# A folder in which each worker that has loaded STARTUP_GUARD leaves a file.
+LOADED = "COORDEXP_REPEAT_GUARD_LOADED"
 UNSET = "unset it: `coordexp serve` sets it from rollout_matching.repeat_terminate"
 
 

@@ -12,6 +12,8 @@ from coordexp.vocab import VocabularyTable
 
 
 class StartupRepeatGuard(RepeatGuard):
+    """The guard with the settings of the server's environment, for every request."""
+
     def __init__(self, vllm_config: Any, *runner: Any) -> None:
         super().__init__(vllm_config, *runner)
         guard = from_environment()

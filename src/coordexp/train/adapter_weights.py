@@ -12,8 +12,8 @@ from coordexp.train.weights import whole
 
 
 def learner_adapter(model: Any) -> AdapterWeights:
-    """As in `adapter_config.json` and `adapter_model.safetensors`. The learner is only read. Where it is sharded,
-    each weight is gathered when it is asked for: all ranks must ask for all of them."""
+    """Return the adapter's config and weights, named as in `adapter_config.json` and `adapter_model.safetensors`.
+    If the learner is sharded, every rank must iterate over all weights: each is gathered from all ranks."""
     is_sharded(model)  # refuses what cannot be gathered
     model = extract_model_from_parallel(model, keep_torch_compile=False)
     assert isinstance(model, PeftModel)

@@ -26,7 +26,7 @@ def backend_for(
     settings: Settings, arguments: TrainingArguments, cases: Casebook, trainer: Callable[[], RowTrainer]
 ) -> RolloutBackend:
     """What makes rollouts. Without them, only evaluation asks, and the learner answers itself."""
-    rollout, prompts, table = settings.rollout_matching, cases.prompts, cases.table
+    rollout, prompts, table = settings.rollout_matching_cfg, cases.prompts, cases.table
     learner = HuggingFaceBackend(lambda: trainer().model, prompts, table, rollout.decode_batch_size)
     if not settings.uses_rollouts or rollout.rollout_backend == "hf":
         return learner

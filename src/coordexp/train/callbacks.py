@@ -158,11 +158,13 @@ class FillWarning(TrainerCallback):
 
 
 def fill_warning(step: int, fill: float, waiting: float, min_fill_ratio: float) -> str:
-    """What to do depends on what rows leave behind: nothing, or segments that are too long to share a row."""
+    """Return the warning, with advice that depends on whether segments are waiting."""
     advice = (
-        "few segments wait for a row: raise training.per_device_train_batch_size, or lower global_max_length"
+        "few segments wait for a row: start a new run with a larger training.per_device_train_batch_size or a "
+        "smaller global_max_length"
         if waiting < 1
-        else f"{waiting:.1f} segments wait that did not fit in: raise global_max_length, so that more share a row"
+        else f"{waiting:.1f} segments are waiting because they did not fit: start a new run with a larger "
+        "global_max_length, so that more of them share a row"
     )
     return (
         f"warning: step {step}: packed rows are filled to {fill:.3f} on average, and "

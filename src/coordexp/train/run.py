@@ -4,6 +4,7 @@ import json
 import math
 import os
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from fractions import Fraction
 from itertools import islice
@@ -88,12 +89,14 @@ def prepare(loaded: Loaded, resume: bool) -> tuple[Callable[[], Outcome], Path |
 
 
 def _say_if_canvas_is_coarse(records: RecordFile, resolution: int) -> None:
-    """Say that a finer canvas is exact when the median side of the objects is too small for this one (D16). Only
-    the first records are read."""
+    """Print a note if the median object of the first records is too small for the mask IoU canvas (D16)."""
+    if resolution >= EXACT:
+        return
     sizes = Sizes()
-    for _, record in islice(read_records(records.path), MEASURED):
-        sizes.add(record)
-    if resolution < EXACT and sizes.median is not None and sizes.median < SMALL:
+    with suppress(ValueError):  # a record that cannot be read is reported, on all ranks, when it is trained on
+        for _, record in islice(read_records(records.path), MEASURED):
+            sizes.add(record)
+    if sizes.median is not None and sizes.median < SMALL:
         say(
             f"note: the median side of the objects in {records.path} is {sizes.median} bins (of the first "
             f"{MEASURED:,} records), and rollout_matching.maskiou_resolution is {resolution}, which is coarse for "
@@ -112,7 +115,7 @@ def training_arguments(settings: Settings, samples: int) -> TrainingArguments:
         per_step = settings.training.per_device_train_batch_size * settings.training.gradient_accumulation_steps
         ranks = int(os.environ.get("WORLD_SIZE", "1"))
         given["max_steps"] = math.ceil(given["num_train_epochs"] * samples / (ranks * per_step))
-    # Rows are no dict of columns; the stream finds its own place after a resume; the bar is ours; NaN is logged.
+    # Rows are not dicts of columns; the stream finds its own place after a resume; the bar is ours; NaN is logged.
     ours = {
         "remove_unused_columns": False,
         "ignore_data_skip": True,

@@ -62,10 +62,10 @@ class Order:
 
 
 class RowStream:
-    """Without a `buffer`, a row is one micro-batch. With it, one micro-batch of samples joins what waits, unless
-    that is two rows already, and the next row is drawn. A micro-batch that the buffer cannot hold stops the run.
-    `accumulation` rows make an optimizer step. `about` is what must be the same after a resume, besides order and
-    sizes."""
+    """Without a `buffer`, the stream yields whole micro-batches, which the trainer may cut into rows. With it, one
+    micro-batch of samples joins what waits, unless that is two rows already, and the next row is drawn. A
+    micro-batch that the buffer cannot hold stops the run. `accumulation` rows make an optimizer step. `about` is
+    what must be the same after a resume, besides order and sizes."""
 
     def __init__(
         self,

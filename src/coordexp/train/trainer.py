@@ -140,10 +140,10 @@ class RowTrainer(Trainer):
 
     def _rows_of(self, micro_step: tuple[Example, ...]) -> list[tuple[Example, ...]]:
         """Return the rows of a micro-step. With packing it is one, which was drawn under the cap. Without packing,
-        a micro-batch with more tokens than a row may have is cut into several. DDP and FSDP need as many passes on
-        every rank, so all ranks make as many rows as the one that needs most."""
+        a micro-batch with more tokens than a row may have is cut into several. DDP and FSDP need the same number
+        of passes on every rank, so every rank makes as many rows as the rank that needs the most."""
         contract = self.rollout_matching_cfg
-        if contract.packing:
+        if contract.packing or len(micro_step) == 1:  # all ranks have as many samples
             return [micro_step]
         lengths, cap = [len(example) for example in micro_step], contract.packing_length
         passes = max_over_ranks(len(split_in_order(lengths, cap)), waited=self._waited)

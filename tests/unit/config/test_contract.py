@@ -1,18 +1,10 @@
 """The configuration scenarios of the specification."""
 
-import json
-from pathlib import Path
-
 import pytest
-from typer.testing import CliRunner
 
-from coordexp.cli import app
 from coordexp.config import (
     RolloutContract,
-    RolloutMatching,
-    load_settings,
     requests_per_rank,
-    server_base_urls,
 )
 from coordexp.config.violations import ConfigError
 from tests.unit.config.trees import (
@@ -37,7 +29,7 @@ def in_objective(module):
     return stage2(rollout_matching__pipeline={"objective": [module], "diagnostics": []})
 
 
-@pytest.mark.scenario("R01.S1", "R01")
+@pytest.mark.scenario("R01.S1", on="pure")
 @pytest.mark.parametrize("variant", ["stage2_rollout_aligned", "stage2_two_channel"])
 def test_stage2_without_a_pipeline_is_refused(variant):
     tree = stage2(custom__trainer_variant=variant)
@@ -55,14 +47,14 @@ def test_stage1_without_a_pipeline_is_refused():
     assert only_problem(tree)[0] == "stage1.pipeline"
 
 
-@pytest.mark.scenario("R01")
+@pytest.mark.scenario("R01.C2", on="pure")
 def test_the_old_auxiliary_loss_section_is_refused():
     path, message = only_problem(stage2(custom__coord_soft_ce_w1={"enabled": True}))
     assert path == "custom.coord_soft_ce_w1"
     assert "coord_reg" in message
 
 
-@pytest.mark.scenario("R22.S2", "R22")
+@pytest.mark.scenario("R22.S2", on="pure")
 def test_objects_are_written_with_desc_first_unless_the_config_says_otherwise():
     orders = [load(tree).settings.custom.object_field_order for tree in (stage2(), stage1())]
     assert orders == ["desc_first", "desc_first"]
@@ -70,14 +62,14 @@ def test_objects_are_written_with_desc_first_unless_the_config_says_otherwise():
     assert turned == "geometry_first"
 
 
-@pytest.mark.scenario("R27")
+@pytest.mark.scenario("R27.C2", on="pure")
 def test_matching_has_the_specified_defaults():
     cfg = load(stage2()).settings.rollout_matching
     assert (cfg.maskiou_resolution, cfg.maskiou_gate, cfg.candidate_top_k) == (256, 0.3, 10)
     assert (cfg.fp_cost, cfg.fn_cost) == (1.0, 1.0)
 
 
-@pytest.mark.scenario("R02")
+@pytest.mark.scenario("R02.C1", on="pure")
 @pytest.mark.parametrize("field", ["name", "enabled", "weight", "channels", "config"])
 def test_a_module_entry_must_state_every_field(field):
     entry = {key: value for key, value in COORD_REG.items() if key != field}
@@ -86,7 +78,7 @@ def test_a_module_entry_must_state_every_field(field):
     assert "missing" in message
 
 
-@pytest.mark.scenario("R02")
+@pytest.mark.scenario("R02.C3", "R04.C1", on="pure")
 @pytest.mark.parametrize(("module", "key"), [(m, key) for m in MODULES for key in m["config"]])
 def test_a_module_config_must_state_every_key(module, key):
     rest = {name: value for name, value in module["config"].items() if name != key}
@@ -95,14 +87,14 @@ def test_a_module_config_must_state_every_key(module, key):
     assert "missing" in message
 
 
-@pytest.mark.scenario("R02")
+@pytest.mark.scenario("R02.C2", on="pure")
 @pytest.mark.parametrize("channels", [["C"], ["A", "C"], [], "A", ["B", "B"]])
 def test_channels_are_a_subset_of_a_and_b(channels):
     path, _ = only_problem(in_objective({**TOKEN_CE, "channels": channels}))
     assert path.startswith("rollout_matching.pipeline.objective[0].channels")
 
 
-@pytest.mark.scenario("R03")
+@pytest.mark.scenario("R02.C4", "R03.C1", "R03.C2", on="pure")
 @pytest.mark.parametrize("module", [*MODULES, COORD_DIAG])
 def test_a_module_config_refuses_unknown_keys(module):
     entry = {**module, "config": {**module["config"], "zzz": 1.0}}
@@ -113,7 +105,7 @@ def test_a_module_config_refuses_unknown_keys(module):
     assert "unknown key" in message
 
 
-@pytest.mark.scenario("R03")
+@pytest.mark.scenario("R03.C3", on="pure")
 @pytest.mark.parametrize(
     ("module", "alias", "canonical"),
     [
@@ -133,7 +125,7 @@ def test_an_alias_key_is_refused_and_names_the_canonical_one(module, alias, cano
     assert f"use {canonical}" in message
 
 
-@pytest.mark.scenario("R07.S2", "R10.S8")
+@pytest.mark.scenario("R07.S2", "R10.S8", on="pure")
 @pytest.mark.parametrize("keep_list", [True, False])
 @pytest.mark.parametrize(
     "old",
@@ -151,7 +143,7 @@ def test_the_paired_list_form_of_servers_is_refused(old, keep_list):
     assert "rollout_matching.vllm.server.servers" in message
 
 
-@pytest.mark.scenario("R07.S10")
+@pytest.mark.scenario("R07.S10", on="pure")
 @pytest.mark.parametrize("mode", ["adapter", "auto"])
 def test_adapter_sync_with_several_learner_ranks_is_refused(mode):
     tree = server_mode(
@@ -165,13 +157,13 @@ def test_adapter_sync_with_several_learner_ranks_is_refused(mode):
     assert load(tree, learners=1).settings.rollout_matching.vllm.sync.mode == "adapter"
 
 
-@pytest.mark.scenario("R10.S1")
+@pytest.mark.scenario("R10.C4", "R10.C7", "R10.S1", on="pure")
 def test_decode_batch_size_reaches_the_rollout_settings():
     assert load(stage2(rollout_matching__decode_batch_size=4)).settings.rollout_matching.decode_batch_size == 4
     assert load(stage2()).settings.rollout_matching.decode_batch_size == 1
 
 
-@pytest.mark.scenario("R10.S4", "R10.S5")
+@pytest.mark.scenario("R10.S4", "R10.S5", on="pure")
 @pytest.mark.parametrize(("key", "value"), [("decode_batch_size", 4), ("rollout_backend", "hf")])
 def test_settings_under_custom_extra_are_refused_with_their_new_path(key, value):
     path, message = only_problem(stage2(custom__extra={"rollout_matching": {key: value}}))
@@ -179,31 +171,33 @@ def test_settings_under_custom_extra_are_refused_with_their_new_path(key, value)
     assert f"use rollout_matching.{key}" in message
 
 
+@pytest.mark.scenario("R07.C1", "R10.C3", on="pure")
 def test_each_setting_under_custom_extra_is_named():
     old = {"decode_batch_size": 4, "decoding": {"temperature": 0.0}, "vllm": {"mode": "colocate"}}
     found = problems(stage2(custom__extra={"rollout_matching": old}))
     assert set(found) == {f"custom.extra.rollout_matching.{key}" for key in old}
 
 
-@pytest.mark.scenario("R10.S6")
+@pytest.mark.scenario("R10.S6", on="pure")
 def test_an_unknown_rollout_key_is_refused():
     path, message = only_problem(stage2(rollout_matching__unknown_rollout_key=1))
     assert path == "rollout_matching.unknown_rollout_key"
     assert "unknown key" in message
 
 
-@pytest.mark.scenario("R10.S7")
+@pytest.mark.scenario("R10.S7", on="pure")
 def test_an_unknown_decoding_key_is_refused_with_its_path():
     path, _ = only_problem(stage2(rollout_matching__decoding={"unknown_decoding_key": 1}))
     assert path == "rollout_matching.decoding.unknown_decoding_key"
 
 
+@pytest.mark.scenario("R10.C2", on="pure")
 def test_an_unknown_key_in_a_list_entry_has_its_index():
     tree = server_mode(rollout_matching__vllm__server={"servers": [SERVER | {"unknown_flag": True}]})
     assert only_problem(tree)[0] == "rollout_matching.vllm.server.servers[0].unknown_flag"
 
 
-@pytest.mark.scenario("R11", "R11.S1")
+@pytest.mark.scenario("R11.C1", "R11.S1", on="pure")
 def test_the_contract_holds_every_rollout_setting_normalised():
     tree = server_mode(
         rollout_matching__decoding={"temperature": 0.7, "top_p": 0.9, "top_k": 50},
@@ -239,21 +233,21 @@ def packed(**changes):
     return stage2(training__max_steps=10, **training, **changes)
 
 
-@pytest.mark.scenario("R11", "R11.S1")
+@pytest.mark.scenario("R11.C1", "R11.S1", on="pure")
 def test_the_contract_has_the_packing_settings_that_a_file_writes_under_training():
     contract = load(packed()).settings.rollout_matching_cfg
     assert {name: getattr(contract, name) for name in PACKING} == PACKING
     assert contract.packing_length == 16000
 
 
-@pytest.mark.scenario("R11")
+@pytest.mark.scenario("R11.C2", on="pure")
 def test_the_contract_does_not_tell_under_which_key_the_length_was_written():
     tree = packed(template__max_length=16000)
     del tree["global_max_length"]
     assert load(tree).settings.rollout_matching_cfg == load(packed()).settings.rollout_matching_cfg
 
 
-@pytest.mark.scenario("R11")
+@pytest.mark.scenario("R11.C1", on="pure")
 @pytest.mark.parametrize("name", [*PACKING, "packing_length"])
 def test_a_file_cannot_write_the_packing_part_of_the_contract(name):
     path, message = only_problem(packed(**{f"rollout_matching__{name}": PACKING.get(name, 16000)}))
@@ -262,7 +256,7 @@ def test_a_file_cannot_write_the_packing_part_of_the_contract(name):
     assert name == "packing_length" or f"did you mean training.{name}?" in message
 
 
-@pytest.mark.scenario("R11")
+@pytest.mark.scenario("R11.C1", on="pure")
 def test_resolved_settings_load_again_and_give_the_same_contract():
     settings = load(packed()).settings
     again = load(settings.model_dump(mode="json")).settings
@@ -270,17 +264,7 @@ def test_resolved_settings_load_again_and_give_the_same_contract():
     assert again.rollout_matching_cfg == settings.rollout_matching_cfg
 
 
-@pytest.mark.scenario("R12.S1")
-def test_preflight_and_runtime_see_the_same_contract():
-    config = Path("configs/stage2-server-3v1.yaml")
-    preflight = json.loads(CliRunner().invoke(app, ["check", "--json", "--config", str(config)]).stdout)
-    runtime = load_settings(config).settings.rollout_matching
-    assert RolloutMatching.model_validate(preflight["settings"]["rollout_matching"]) == runtime
-    listed = preflight["settings"]["rollout_matching"]["vllm"]["server"]["servers"]
-    assert list(server_base_urls(runtime)) == [server["base_url"] for server in listed]
-
-
-@pytest.mark.scenario("R13.S1", "R13.S2")
+@pytest.mark.scenario("R13.S1", "R13.S2", on="pure")
 @pytest.mark.parametrize("key", ["rollout_generate_batch_size", "rollout_infer_batch_size"])
 def test_old_batch_size_keys_are_refused(key):
     path, message = only_problem(stage2(**{f"rollout_matching__{key}": 4}))
@@ -288,7 +272,7 @@ def test_old_batch_size_keys_are_refused(key):
     assert "rollout_matching.decode_batch_size" in message
 
 
-@pytest.mark.scenario("R14.S1", "R16.S1")
+@pytest.mark.scenario("R14.S1", "R16.S1", on="pure")
 @pytest.mark.parametrize(
     ("key", "value"),
     [("post_rollout_pack_scope", "window"), ("rollout_buffer", {"enabled": True, "m_steps": 2})],
@@ -299,7 +283,7 @@ def test_removed_rollout_keys_are_refused(key, value):
     assert "remove it" in message
 
 
-@pytest.mark.scenario("R15.S1")
+@pytest.mark.scenario("R15.S1", on="pure")
 def test_more_learner_ranks_than_decoding_slots_are_refused():
     two_servers = [SERVER, {"base_url": "http://127.0.0.1:8001", "group_port": 51217}]
     tree = server_mode(rollout_matching__vllm__server={"servers": two_servers})
@@ -310,7 +294,7 @@ def test_more_learner_ranks_than_decoding_slots_are_refused():
     load(changed(tree, rollout_matching__decode_batch_size=2), learners=4, servers=(1, 1))
 
 
-@pytest.mark.scenario("R15.S1")
+@pytest.mark.scenario("R15.C2", "R15.S1", on="pure")
 def test_the_capacity_rule_at_run_time():
     with pytest.raises(ConfigError, match="decode_batch_size"):
         requests_per_rank(1, (1, 1), 4)
@@ -318,7 +302,7 @@ def test_the_capacity_rule_at_run_time():
     assert requests_per_rank(1, (1,), 1) == 1
 
 
-@pytest.mark.scenario("R32.S1")
+@pytest.mark.scenario("R32.C3", "R32.S1", on="pure")
 @pytest.mark.parametrize("key", ["temperature", "top_p", "top_k"])
 @pytest.mark.parametrize("home", ["rollout_matching", "custom.extra.rollout_matching"])
 def test_sampling_keys_outside_of_decoding_are_refused(key, home):

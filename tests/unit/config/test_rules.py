@@ -29,6 +29,7 @@ def test_the_sound_configs_are_sound():
         assert load(tree).notes == ()
 
 
+@pytest.mark.scenario("R06.C3", on="pure")
 @pytest.mark.parametrize(
     ("tree", "path", "says"),
     [
@@ -113,7 +114,7 @@ def test_a_conflict_is_one_message_with_a_way_out(tree, path, says):
     assert says in message
 
 
-@pytest.mark.scenario("R06")
+@pytest.mark.scenario("R06.C3", on="pure")
 def test_packing_needs_packing_drop_last_since_nothing_is_trained_after_the_last_step():
     tree = stage2(training__packing=True, training__max_steps=10)
     path, message = only_problem(changed(tree, training__packing_drop_last=False))
@@ -122,7 +123,7 @@ def test_packing_needs_packing_drop_last_since_nothing_is_trained_after_the_last
     load(changed(tree, training__packing_drop_last=True))
 
 
-@pytest.mark.scenario("R06.S4")
+@pytest.mark.scenario("R06.S4", on="pure")
 def test_a_buffer_that_cannot_hold_one_micro_batch_is_refused_at_load():
     tree = stage2(training__packing=True, training__packing_buffer=4, training__max_steps=10)
     path, message = only_problem(changed(tree, training__per_device_train_batch_size=5))
@@ -141,6 +142,7 @@ def test_length_must_be_given_once():
     assert (settings.global_max_length, settings.rollout_matching.vllm.max_model_len) == (8000, 8000)
 
 
+@pytest.mark.scenario("R07.C21", on="pure")
 @pytest.mark.parametrize("adapter", [None, {"rank": 8, "dora": True}])
 def test_adapter_sync_needs_a_plain_adapter(adapter):
     tree = rollout(vllm={"enable_lora": True, "sync": {"mode": "adapter"}})
@@ -149,6 +151,7 @@ def test_adapter_sync_needs_a_plain_adapter(adapter):
     assert "sync.mode: full" in message
 
 
+@pytest.mark.scenario("R07.C7", on="pure")
 @pytest.mark.parametrize(("learners", "resolved"), [(1, 1), (2, 2), (3, 1), (4, 4), (6, 2), (8, 4), (256, 4)])
 def test_tensor_parallel_size_follows_the_learner_world(learners, resolved):
     loaded = load(stage2(), learners=learners)
@@ -165,7 +168,6 @@ def test_an_explicit_tensor_parallel_size_must_divide_the_learner_world():
     load(changed(tree, rollout_matching__rollout_backend="hf"), learners=6)
 
 
-@pytest.mark.scenario("R07")
 def test_replicas_are_for_servers_only():
     replicas = {"rollout_matching__vllm__data_parallel_size": 2}
     path, message = only_problem(changed(rollout(), **replicas))
@@ -249,7 +251,7 @@ def test_stage1_says_which_rollout_settings_it_does_not_read():
         rollout_matching=section | {"decode_batch_size": 4, "max_new_tokens": 64, "rollout_backend": "hf"}
     )
     assert load(tree).notes == tuple(
-        f"rollout_matching.{name} is not used by stage1_sft" for name in ("decoding", "repeat_terminate", "vllm")
+        f"rollout_matching.{name} is not used by stage1_sft" for name in ("decoding", "vllm")
     )
     assert load(stage1(rollout_matching={"rollout_backend": "hf"})).notes == ()
 
@@ -281,6 +283,7 @@ def test_numbers_that_cannot_work_are_refused(tree, path):
     assert only_problem(tree)[0] == path
 
 
+@pytest.mark.scenario("R17.C3", on="pure")
 def test_what_has_no_effect_is_said_and_is_no_error():
     only_a = {**COORD_REG, "channels": ["A"]}
     loaded = load(rollout(pipeline={"objective": [TOKEN_CE, only_a], "diagnostics": []}))

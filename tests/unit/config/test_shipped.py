@@ -44,6 +44,7 @@ def test_the_editor_schema_accepts_a_shipped_config_as_it_is_written(path):
     jsonschema.Draft202012Validator(reference.editor_schema()).validate(yaml.safe_load(path.read_text()))
 
 
+@pytest.mark.scenario("R12.C1", on="pure")
 @pytest.mark.parametrize(
     "spoiled",
     [

@@ -132,3 +132,13 @@ def test_the_batch_size_of_a_loss_evaluation_is_a_note(tree):
     """The specification has runs with this argument, so it is accepted (R10)."""
     (note,) = load(changed(tree, training__per_device_eval_batch_size=2)).notes
     assert note.startswith("training.per_device_eval_batch_size is not used: rollout_matching.decode_batch_size")
+
+
+def test_the_trainer_is_given_the_arguments_of_the_file_and_filters_no_loss(tmp_path):
+    from coordexp.train.run import training_arguments
+
+    given = {"output_dir": str(tmp_path), "use_cpu": True, "adam_beta2": 0.98, "max_steps": 3, "optim": "sgd"}
+    settings = load(stage2(training=given)).settings
+    arguments = training_arguments(settings, samples=8)
+    assert {name: getattr(arguments, name) for name in given} == given
+    assert arguments.logging_nan_inf_filter is False

@@ -58,7 +58,7 @@ class Core:
         ]
 
 
-@pytest.fixture(params=["qwen", "small"])
+@pytest.fixture(params=["small", "qwen"])
 def core(request: pytest.FixtureRequest) -> Core:
     return Core(table(request.param))
 

@@ -17,6 +17,7 @@ from tests.vocabularies import table
 CUP = TrueObject("red cup", box(10, 10, 110, 110))
 ROOF = TrueObject("roof", poly(600, 600, 800, 600, 700, 700))
 SMALL = table("small")
+MORE = entry("object_9", "x", box(1, 1, 9, 9))
 
 
 def fragment(after: bytes, *objects: TrueObject, first_index: int = 1) -> str:
@@ -24,7 +25,7 @@ def fragment(after: bytes, *objects: TrueObject, first_index: int = 1) -> str:
     return made.text.decode()
 
 
-@pytest.mark.scenario("R19")
+@pytest.mark.scenario("R19.C7", on="pure")
 @pytest.mark.parametrize(
     ("after", "comma"),
     [
@@ -41,7 +42,7 @@ def test_a_leading_comma_is_written_behind_a_closing_brace_and_nowhere_else(afte
     assert fragment(after, CUP).startswith(', "object_1": {' if comma else '"object_1": {')
 
 
-@pytest.mark.scenario("R19")
+@pytest.mark.scenario("R19.C8", on="pure")
 @pytest.mark.parametrize("after", [b"", b" ", b'"', b'{"object_1"', b"]", b":", b"5", b"<|coord_5|>", b"\xc3"])
 @pytest.mark.parametrize("objects", [(), (CUP,)])
 def test_a_prefix_that_is_not_append_ready_is_an_error(after, objects):
@@ -49,7 +50,7 @@ def test_a_prefix_that_is_not_append_ready_is_an_error(after, objects):
         fragment(after, *objects)
 
 
-@pytest.mark.scenario("R19")
+@pytest.mark.scenario("R19.C8", on="pure")
 def test_a_segment_is_not_built_on_a_prefix_that_is_not_append_ready(core):
     """Also when an object is missed: the error comes before anything is made of the prefix."""
     parsed, match, _ = core.build(answer(entry("object_1", "red cup", CUP.geometry)), [CUP, ROOF])
@@ -60,7 +61,7 @@ def test_a_segment_is_not_built_on_a_prefix_that_is_not_append_ready(core):
         )
 
 
-@pytest.mark.scenario("R19")
+@pytest.mark.scenario("R19.C6", on="pure")
 @pytest.mark.parametrize("objects", [(), (CUP,), (CUP, ROOF), (CUP, ROOF, CUP)])
 def test_a_fragment_is_entries_without_an_outer_brace_and_one_brace_that_closes_the_answer(objects):
     text = fragment(b"{", *objects, first_index=4)
@@ -71,7 +72,7 @@ def test_a_fragment_is_entries_without_an_outer_brace_and_one_brace_that_closes_
         json.loads("{" + text[:-1])  # without its last brace the answer stays open
 
 
-@pytest.mark.scenario("R19")
+@pytest.mark.scenario("R19.C9", on="pure")
 @pytest.mark.parametrize(
     ("text", "first"),
     [
@@ -88,7 +89,7 @@ def test_keys_go_on_from_the_highest_in_the_prefix_and_from_one_when_it_has_none
     assert list(core.objects(segment))[-2:] == [f"object_{first}", f"object_{first + 1}"]
 
 
-@pytest.mark.scenario("R19")
+@pytest.mark.scenario("R19.C5", on="pure")
 @pytest.mark.parametrize("text", ["", "no idea", "[]", '"object_1": {}', "Sure: {}", "}", "<|coord_5|>"])
 def test_without_an_opening_brace_the_prefix_is_one_brace_and_all_truth_is_appended(core, text):
     parsed, match, segment = core.build(text, [CUP, ROOF])
@@ -113,7 +114,7 @@ def spelled_out(text: str, core) -> list[int]:
     ]
 
 
-@pytest.mark.scenario("R19", "R24", "R25")
+@pytest.mark.scenario("R19.C2", "R24.C1", "R25.C3", on="pure")
 def test_no_token_before_the_cut_is_changed_whatever_its_tokenisation_and_layout(core):
     """Odd white space, keys out of order and bytes where the tokenizer has longer tokens all stay as they are."""
     coords = " , ".join(f'"~<|coord_{bin}|>~"' for bin in CUP.geometry.bins)
@@ -129,7 +130,7 @@ def test_no_token_before_the_cut_is_changed_whatever_its_tokenisation_and_layout
     )
 
 
-@pytest.mark.scenario("R19")
+@pytest.mark.scenario("R19.C4", on="pure")
 def test_only_the_token_that_the_cut_falls_into_is_written_anew():
     """On the real vocabulary the last token is `}}`, of which the first brace is kept."""
     qwen = table("qwen")
@@ -140,8 +141,8 @@ def test_only_the_token_that_the_cut_falls_into_is_written_anew():
     assert (list(parsed.prefix_ids), parsed.remainder) == (ids[:-1], b"}")
 
 
-@pytest.mark.scenario("R19")
-@pytest.mark.parametrize("behind", ["", "\n", answer(entry("object_9", "x", box(1, 1, 9, 9))), "<|im_end|>"])
+@pytest.mark.scenario("R19.C3", on="pure")
+@pytest.mark.parametrize("behind", ["", "\n", answer(MORE), MORE + "}", ", " + MORE + "}", "<|im_end|>"])
 def test_the_end_of_turn_and_all_behind_it_are_stripped(core, behind):
     """Closed or not, the answer ends at the first end of turn, and the segment has one of its own."""
     first = entry("object_1", "red cup", CUP.geometry)

@@ -30,7 +30,7 @@ def least_cost(cost, feasible, fp, fn):
     return best
 
 
-@pytest.mark.scenario("R27")
+@pytest.mark.scenario("R27.C3", on="pure")
 @pytest.mark.timeout(120)
 def test_the_assignment_is_the_one_that_brute_force_finds():
     chooser = random.Random(0)
@@ -85,7 +85,7 @@ def test_tied_candidates_do_not_depend_on_the_order_of_the_truth():
     assert matched[0] == matched[1]
 
 
-@pytest.mark.scenario("R27")
+@pytest.mark.scenario("R27.C1", "R27.C6", on="pure")
 def test_only_candidates_can_match():
     predicted = [box(100, 100, 200, 200), box(102, 100, 200, 200)]
     truth = [box(100, 100, 200, 200), box(110, 100, 200, 200)]
@@ -110,7 +110,7 @@ def test_a_scene_of_hundreds_of_objects():
     assert len(result.missed) == len(truth) - len(truth) // 2
 
 
-@pytest.mark.scenario("R27")
+@pytest.mark.scenario("R27.C3", on="pure")
 def test_two_predictions_of_one_object_give_one_pair_and_one_extra():
     twice = [box(10, 10, 110, 110), box(10, 10, 110, 110)]
     result = match_objects(twice, [box(10, 10, 110, 110)], RolloutMatching())
@@ -123,7 +123,7 @@ def test_nothing_to_match(predicted, true):
     assert (result.pairs, len(result.missed), len(result.extra)) == ((), len(true), len(predicted))
 
 
-@pytest.mark.scenario("R27")
+@pytest.mark.scenario("R27.C2", on="pure")
 def test_integer_boxes_are_exact_at_a_thousand():
     chooser = random.Random(2)
     for _ in range(500):
@@ -132,7 +132,7 @@ def test_integer_boxes_are_exact_at_a_thousand():
         assert found == pytest.approx(_box_iou(left.bins, right.bins), abs=1e-12)
 
 
-@pytest.mark.scenario("R27")
+@pytest.mark.scenario("R27.C2", on="pure")
 @pytest.mark.parametrize("resolution", [256, 1000])
 def test_mask_iou_is_that_of_the_polygons_within_the_raster_error(resolution):
     chooser = random.Random(3)
@@ -147,7 +147,7 @@ def test_mask_iou_is_that_of_the_polygons_within_the_raster_error(resolution):
         assert found == pytest.approx(exact, abs=pixel * outline / union.area + 1e-9)
 
 
-@pytest.mark.scenario("R27")
+@pytest.mark.scenario("R27.C1", on="pure")
 def test_candidates_are_the_most_overlapping_then_the_nearest_then_the_first():
     truth = [box(0, 0, 10, 10), box(500, 500, 510, 510), box(20, 0, 30, 10), box(20, 0, 30, 10), box(0, 0, 9, 10)]
     chosen = candidates(boxes_of([box(0, 0, 10, 10)]), boxes_of(truth), 3)
@@ -155,7 +155,6 @@ def test_candidates_are_the_most_overlapping_then_the_nearest_then_the_first():
     assert candidates(boxes_of([box(0, 0, 10, 10)]), boxes_of(truth), 9).all()
 
 
-@pytest.mark.scenario("R27")
 def test_a_polygon_can_match_a_box():
     diamond = poly(500, 400, 600, 500, 500, 600, 400, 500)
     result = match_objects([box(400, 400, 600, 600)], [diamond], RolloutMatching())

@@ -20,7 +20,7 @@ ROOF = TrueObject("roof", poly(600, 600, 800, 600, 700, 700))
 NEAR_CUP = box(12, 8, 111, 108)
 
 
-@pytest.mark.scenario("R19.S2", "R19")
+@pytest.mark.scenario("R19.S2", on="pure")
 def test_the_first_appended_key_follows_the_highest_key_kept_even_of_an_invalid_object(core):
     text = answer(entry("object_2", "red cup", NEAR_CUP), '"object_9": {"desc": "x"}')
     parsed, _, segment = core.build(text, [DOG])
@@ -29,7 +29,7 @@ def test_the_first_appended_key_follows_the_highest_key_kept_even_of_an_invalid_
     assert list(core.objects(segment)) == ["object_2", "object_9", "object_10"]
 
 
-@pytest.mark.scenario("R21.S1", "R21")
+@pytest.mark.scenario("R21.C1", "R21.S1", on="pure")
 @pytest.mark.parametrize(
     "text", ["", "no idea", "{", "{}", answer(entry("object_1", "x", box(900, 900, 990, 990)))]
 )
@@ -40,7 +40,7 @@ def test_all_truth_is_appended_when_nothing_matches(core, text):
     assert [found["desc"] for found in written] == ["red cup", "dog", "roof"]
 
 
-@pytest.mark.scenario("R22.S1", "R22")
+@pytest.mark.scenario("R22.C1", "R22.C3", "R22.S1", on="pure")
 def test_geometry_first_changes_only_the_field_order(core):
     text = answer(entry("object_4", "red cup", NEAR_CUP))
     *_, plain = core.build(text, [CUP, DOG, ROOF])
@@ -52,7 +52,7 @@ def test_geometry_first_changes_only_the_field_order(core):
     assert "geometry" not in core.answer(turned)
 
 
-@pytest.mark.scenario("R22.S2", "R22")
+@pytest.mark.scenario("R22.C1", "R22.S2", on="pure")
 def test_desc_first_is_the_baseline_layout(core):
     *_, segment = core.build("", [CUP, ROOF])
     assert core.answer(segment) == answer(
@@ -60,7 +60,7 @@ def test_desc_first_is_the_baseline_layout(core):
     )
 
 
-@pytest.mark.scenario("R23.S1", "R23")
+@pytest.mark.scenario("R23.C1", "R23.S1", on="pure")
 @pytest.mark.parametrize("quoted", [True, False])
 @pytest.mark.parametrize("shape", [NEAR_CUP, ROOF.geometry])
 def test_an_object_with_its_geometry_first_is_valid(core, shape, quoted):
@@ -71,13 +71,21 @@ def test_an_object_with_its_geometry_first_is_valid(core, shape, quoted):
     assert turned[:4] == plain[:4]
 
 
-@pytest.mark.scenario("R24.S1", "R24")
-def test_objects_keep_the_order_of_the_text(core):
-    parsed = core.parse(answer(entry("object_10", "a", NEAR_CUP), entry("object_2", "b", DOG.geometry)))
-    assert [found.key for found in parsed.objects] == ["object_10", "object_2"]
+@pytest.mark.scenario("R24.S1", on="pure")
+@pytest.mark.parametrize("numbers", [(10, 2), (2, 10), (3, 20, 1), (20, 3, 100)])
+def test_objects_keep_the_order_of_the_text(core, numbers):
+    """Neither the order of the numbers nor that of the keys as texts: each is another order for one of these."""
+    keys = [f"object_{number}" for number in numbers]
+    places = [box(10 + 300 * k, 10, 200 + 300 * k, 110) for k in range(len(keys))]
+    text = answer(*(entry(key, "cup", place) for key, place in zip(keys, places, strict=True)))
+    parsed, match, segment = core.build(text, [TrueObject("cup", place) for place in reversed(places)])
+    assert [found.key for found in parsed.objects] == keys
+    assert [found.geometry for found in parsed.valid] == places
+    assert match.pairs == tuple((k, len(keys) - 1 - k) for k in range(len(keys)))
+    assert list(core.objects(segment)) == keys
 
 
-@pytest.mark.scenario("R25.S1", "R25")
+@pytest.mark.scenario("R25.C2", "R25.S1", on="pure")
 @pytest.mark.parametrize(
     ("middle", "reason"),
     [
@@ -119,6 +127,7 @@ def test_a_malformed_middle_object_leaves_its_neighbours_usable(core, middle, re
         assert tuple(ids.tolist()) == true.bins
 
 
+@pytest.mark.scenario("R19.C9", on="pure")
 @pytest.mark.parametrize(
     ("key", "reason", "highest"),
     [
@@ -146,7 +155,7 @@ def test_odd_keys(core, key, reason, highest):
     assert again.objects[-1].valid
 
 
-@pytest.mark.scenario("R25.S2", "R25")
+@pytest.mark.scenario("R25.S2", "R26.C5", on="pure")
 @pytest.mark.parametrize("stop", [True, False])
 def test_a_truncated_answer_is_cut_behind_its_last_whole_object(core, stop):
     whole = answer(entry("object_1", "red cup", NEAR_CUP), entry("object_2", "dog", DOG.geometry))
@@ -179,7 +188,7 @@ def spelled_ids(core, text: str, which: slice) -> list[int]:
     ]
 
 
-@pytest.mark.scenario("R26.S1", "R26")
+@pytest.mark.scenario("R26.S1", on="pure")
 @pytest.mark.parametrize("which", [slice(None), slice(1), slice(2, 3), slice(3, None)])
 @pytest.mark.parametrize("shape", [box(10, 12, 111, 113), poly(600, 601, 802, 603, 704, 705)])
 def test_an_object_whose_coordinates_are_spelled_in_ordinary_tokens_is_left_out_and_its_truth_appended(
@@ -216,7 +225,7 @@ def test_an_object_whose_coordinates_are_spelled_in_ordinary_tokens_is_left_out_
     assert in_tokens.match.pairs == ((0, 0), (1, 1)), "the same text in coordinate tokens is matched"
 
 
-@pytest.mark.scenario("R26")
+@pytest.mark.scenario("R26.C1", on="pure")
 @pytest.mark.parametrize("shape", [NEAR_CUP, poly(600, 601, 802, 603, 704, 705, 650, 690)])
 @pytest.mark.parametrize("geometry_first", [True, False])
 @pytest.mark.parametrize("quoted", [True, False])
@@ -234,7 +243,7 @@ def test_coordinate_positions_come_from_the_place_in_the_structure_and_not_from_
     ]
 
 
-@pytest.mark.scenario("R27.S1", "R27")
+@pytest.mark.scenario("R27.S1", on="pure")
 def test_a_prediction_below_the_gate_everywhere_matches_nothing(core):
     near_miss = box(80, 80, 180, 180)
     parsed, match, segment = core.build(answer(entry("object_1", "red cup", near_miss)), [CUP, DOG])
@@ -243,7 +252,7 @@ def test_a_prediction_below_the_gate_everywhere_matches_nothing(core):
     assert list(core.objects(segment)) == ["object_1", "object_2", "object_3"]
 
 
-@pytest.mark.scenario("R29.S1", "R29")
+@pytest.mark.scenario("R19.C1", "R29.S1", on="pure")
 def test_matched_coordinates_are_supervised_and_the_text_of_the_prefix_is_not(core):
     extra = box(850, 850, 950, 950)
     text = answer(entry("object_1", "red cup", NEAR_CUP), entry("object_2", "ghost", extra))
@@ -268,7 +277,7 @@ def test_matched_coordinates_are_supervised_and_the_text_of_the_prefix_is_not(co
     assert [weight == 1 for weight in segment.weights] == [role in supervised_roles for role in segment.roles]
 
 
-@pytest.mark.scenario("R30.S1", "R30")
+@pytest.mark.scenario("R30.S1", on="pure")
 def test_a_supervised_position_outside_of_the_answer_is_an_error(core):
     parsed, match, _ = core.build(answer(entry("object_1", "red cup", NEAR_CUP)), [CUP])
     for indices in ((-1, 2, 3, 4), (1, 2, 3, 10_000)):
@@ -280,7 +289,7 @@ def test_a_supervised_position_outside_of_the_answer_is_an_error(core):
             )
 
 
-@pytest.mark.scenario("R30")
+@pytest.mark.scenario("R30.C2", on="pure")
 def test_no_token_of_the_prompt_is_supervised_even_where_it_is_a_coordinate(core):
     prompt = [*PROMPT, *core.table.encode(answer(entry("object_1", "red cup", NEAR_CUP)).encode())]
     ids = core.table.encode(answer(entry("object_1", "red cup", NEAR_CUP)).encode())
@@ -293,7 +302,7 @@ def test_no_token_of_the_prompt_is_supervised_even_where_it_is_a_coordinate(core
     assert (made.roles == Role.matched_coord).sum() == 4
 
 
-@pytest.mark.scenario("R35.S1", "R35")
+@pytest.mark.scenario("R35.S1", on="pure")
 def test_parsing_is_importable_without_the_trainer():
     code = (
         "import coordexp.parse, coordexp.match, coordexp.target, coordexp.vocab, coordexp.data, sys;"
@@ -322,6 +331,7 @@ def test_nothing_missed_closes_the_answer_and_supervises_the_stop(core):
     assert segment.roles[-1] == Role.end_of_turn
 
 
+@pytest.mark.scenario("R19.C3", on="pure")
 def test_what_follows_the_answer_is_trimmed(core):
     text = answer(entry("object_1", "red cup", NEAR_CUP))
     for tail in (" and that is all", text, "\n```", "}", "<|im_end|>" + text):
@@ -403,7 +413,7 @@ IMAGE_IN_DESC = FIVE[1].replace("cup", "<|image_pad|>")
 NESTED = '"object_1": {"desc": "a", "object_2": {"desc": "b"}}'
 
 
-@pytest.mark.scenario("R31")
+@pytest.mark.scenario("R31.C1", on="pure")
 @pytest.mark.parametrize(
     ("text", "valid", "reasons", "unread"),
     [

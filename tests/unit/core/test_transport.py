@@ -28,7 +28,7 @@ def ring(count, size, x=500.0, y=500.0, noise=0.0, seed=0):
     ]
 
 
-@pytest.mark.scenario("R28")
+@pytest.mark.scenario("R28.C2", on="pure")
 @pytest.mark.parametrize("cost", ["l1", "l2"])
 @pytest.mark.parametrize("seed", range(3))
 def test_plans_agree_with_pot(cost, seed):
@@ -86,6 +86,7 @@ def test_many_pairs_at_once_are_the_same_as_one_at_a_time():
     assert project([], DEFAULT) == []
 
 
+@pytest.mark.scenario("R28.C1", "R28.C5", on="pure")
 def test_boxes_take_the_true_box_and_a_polygon_makes_it_transport():
     true_box = Geometry("bbox_2d", (100, 100, 200, 200))
     diamond = Geometry("poly", (150, 100, 200, 150, 150, 200, 100, 150))

@@ -12,6 +12,7 @@ from tests.vocabularies import encode, table
 DOG = TrueObject("dog", box(300, 300, 500, 500))
 
 
+@pytest.mark.scenario("R26.C4", on="pure")
 @pytest.mark.parametrize("name", ["qwen", "small", "random-3"])
 @pytest.mark.parametrize("text", ['{"a": [1]}', "猫 🙂 é", "<|coord_7|> <|im_end|>x", "\n\t  \x00\x7f"])
 def test_pieces_are_the_bytes_of_the_text(name, text):
@@ -34,6 +35,7 @@ def test_any_bytes_can_be_encoded_exactly(name, text):
     assert table(name).bytes_of(table(name).encode(text)) == text
 
 
+@pytest.mark.scenario("R19.C4", on="pure")
 def test_a_cut_inside_any_closing_token_keeps_earlier_ids_and_exactly_the_needed_bytes():
     """Every token of the real vocabulary with a brace or bracket, wherever a whole object can end inside of it."""
     vocabulary = table("qwen")

@@ -29,6 +29,7 @@ def refused(wanted, **asked):
     return str(caught.value)
 
 
+@pytest.mark.scenario("R10.C8", on="pure")
 def test_each_server_gets_its_gpu_and_its_index_and_the_learner_the_rest():
     plan = make_plan(settings(), Asked(CONFIG, "0,1,2", "3"))
     assert [server.part.env["CUDA_VISIBLE_DEVICES"] for server in plan.servers] == ["0", "1", "2"]
@@ -51,7 +52,7 @@ def test_gpus_are_split_by_the_tensor_parallel_size():
     assert [server.world_size for server in plan.servers] == [2, 2, 2]
 
 
-@pytest.mark.scenario("R08")
+@pytest.mark.scenario("R08.S1", on="pure")
 def test_one_server_over_three_gpus_has_three_replicas():
     one = settings(data_parallel_size=3, server=servers("http://127.0.0.1:8000"))
     plan = make_plan(one, Asked(CONFIG, "0,1,2", "3"))
@@ -142,7 +143,7 @@ def test_more_learners_than_decoding_slots_are_refused_before_the_start():
     assert make_plan(wanted, Asked(CONFIG, cpu=True, learners=12)).learners == 12
 
 
-@pytest.mark.scenario("R15")
+@pytest.mark.scenario("R15.C2", on="pure")
 def test_replicas_are_decoding_slots_of_their_own():
     wanted = settings(learners=12, data_parallel_size=3, server=servers("http://127.0.0.1:8000"))
     assert make_plan(wanted, Asked(CONFIG, cpu=True, learners=12)).learners == 12

@@ -15,6 +15,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.source import SOURCE
+
 ROOT = Path(__file__).parents[3]
 FAKE = [sys.executable, str(Path(__file__).with_name("fake_server.py"))]
 MARK = "COORDEXP_TEST_MARK"
@@ -67,7 +69,7 @@ class Launched:
             stderr=subprocess.STDOUT,
             text=True,
             cwd=ROOT,
-            env=os.environ | {MARK: self.mark, "PYTHONPATH": f"{ROOT}:{ROOT / 'src'}", "RANK": "5"},
+            env=os.environ | {MARK: self.mark, "PYTHONPATH": f"{ROOT}:{SOURCE}", "RANK": "5"},
         )
         self.text = ""
 

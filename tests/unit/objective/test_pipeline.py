@@ -30,7 +30,7 @@ def loss(found: Objective, logits=None, s: Supervision = MIXED, counts=COUNTS):
     return found.loss(found.measure(logits, s), counts)
 
 
-@pytest.mark.scenario("R01")
+@pytest.mark.scenario("R01.C1", on="pure")
 def test_only_declared_terms_with_a_weight_are_computed():
     found = objective(
         every(TOKEN_CE, desc_ce_weight=0.0), every(COORD_REG, coord_ce_weight=0.0, text_gate_weight=0.0)
@@ -46,7 +46,7 @@ def test_only_declared_terms_with_a_weight_are_computed():
     assert list(found.measure(random_logits(), MIXED)) == [*names, BROKEN]
 
 
-@pytest.mark.scenario("R01", "R29")
+@pytest.mark.scenario("R01.C1", "R29.C1", on="pure")
 def test_the_loss_is_the_weighted_sum_of_terms_over_positions_of_their_kind():
     """D19: divided by all positions of the kind, also by those that nothing is taught at."""
     modules = (
@@ -97,7 +97,7 @@ def test_modules_do_not_depend_on_each_other(alone):
         assert among[name].sum.item() == pytest.approx(measure.sum.item())
 
 
-@pytest.mark.scenario("R04")
+@pytest.mark.scenario("R04.C2", on="pure")
 def test_text_gate_is_there_exactly_when_coordinate_mass_sits_on_supervised_text():
     found = objective(every(COORD_REG, text_gate_weight=0.1))
     text, coord = (supervision((role, 2)) for role in (Role.tail_structure, Role.tail_coord))
@@ -137,7 +137,7 @@ def kept_positions(found: Objective, one: Example):
     return np.flatnonzero(np.isin(one.segment.roles, wanted) & (one.segment.weights > 0))
 
 
-@pytest.mark.scenario("R29.S1", "R29")
+@pytest.mark.scenario("R29.C1", "R29.S1", on="pure")
 @pytest.mark.parametrize("desc_weight", [0.0, 1.0])
 def test_matched_coordinates_and_the_tail_get_a_gradient_and_nothing_else_does(desc_weight):
     vocabulary, one = table("qwen"), example()
@@ -158,7 +158,7 @@ def test_matched_coordinates_and_the_tail_get_a_gradient_and_nothing_else_does(d
     assert (logits.grad.abs().sum(-1) > 0).all()
 
 
-@pytest.mark.scenario("R04")
+@pytest.mark.scenario("R04.C3", on="pure")
 def test_false_positives_add_nothing_to_any_term():
     """A ghost in the prefix changes what the tail follows, not what is supervised."""
     ghost = ROLLOUT.index(', "object_2"')
@@ -184,6 +184,7 @@ def test_masked_desc_takes_no_part_in_the_text_gate_either():
     assert Role.tail_desc in taught.roles()["B"]
 
 
+@pytest.mark.scenario("R29.C5", on="pure")
 def test_desc_is_masked_on_the_channels_of_the_token_ce_that_masks_it():
     on_a = every(TOKEN_CE, desc_ce_weight=0.0) | {"channels": ["A"]}
     found = objective(on_a, every(COORD_REG))
@@ -252,7 +253,7 @@ def test_a_module_runs_on_its_channels_only_and_an_idle_one_is_named():
     assert not aligned.roles()["A"]
 
 
-@pytest.mark.scenario("R29")
+@pytest.mark.scenario("R29.C6", on="pure")
 def test_without_bbox_geo_no_coordinate_is_decoded(monkeypatch):
     """D7: box losses and expectations live in one module, which is not entered."""
     from coordexp.objective import modules

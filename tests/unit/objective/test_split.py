@@ -15,7 +15,7 @@ COORDS = slice(FIRST, FIRST + BINS)
 IDS = MIXED.ids
 
 
-@pytest.mark.scenario("R29", "R38")
+@pytest.mark.scenario("R29.C3", on="pure")
 @pytest.mark.parametrize("temperature", [1.0, 0.5, 3.0])
 def test_gates_are_minus_log_of_explicit_probabilities(temperature):
     logits = random_logits()
@@ -28,6 +28,7 @@ def test_gates_are_minus_log_of_explicit_probabilities(temperature):
     assert torch.allclose(split.cross_entropy(), -p[torch.arange(len(IDS)), IDS].log())
 
 
+@pytest.mark.scenario("R29.C4", on="pure")
 def test_cross_entropy_and_its_gradient_are_those_of_torch():
     ours, theirs = (random_logits().requires_grad_() for _ in range(2))
     split_vocabulary(ours, IDS, FIRST).cross_entropy().sum().backward()
@@ -80,8 +81,8 @@ def test_broken_logits_stay_finite_and_are_counted(value, dtype):
     assert (leaf.grad[1] == 0).all()
 
 
+@pytest.mark.scenario("R38.C1", "R38.S1", on="pure")
 @pytest.mark.parametrize("value", BROKEN)
-@pytest.mark.scenario("R38.S1", "R38")
 def test_every_consumer_sees_the_same_gate_values(value):
     """Loss terms and diagnostics on the same logits: each equals what the helper says."""
     logits = random_logits(dtype=torch.float32)
@@ -137,7 +138,7 @@ def test_logits_in_several_chunks_give_what_one_chunk_gives(monkeypatch, tempera
     assert torch.allclose(found[0][1], found[1][1])
 
 
-@pytest.mark.scenario("R38")
+@pytest.mark.scenario("R38.C1", on="pure")
 def test_the_fence_is_ten_thousand_and_what_is_no_number_counts_as_zero():
     broken, mended = random_logits(), random_logits()
     for column, (value, instead) in enumerate(((math.nan, 0.0), (math.inf, 1e4), (-math.inf, -1e4), (3e4, 1e4))):

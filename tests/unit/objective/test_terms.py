@@ -44,7 +44,7 @@ def explicit_target(t, sigma, truncate):
     return np.array(weights) / sum(weights)
 
 
-@pytest.mark.scenario("R29")
+@pytest.mark.scenario("R29.C2", on="pure")
 def test_soft_targets_are_truncated_gaussians_around_fractions_of_a_bin():
     targets = [0.0, 3.4, 500.5, 999.0]
     found = soft_target(torch.tensor(targets, dtype=torch.float64), 2.0, 8)
@@ -54,7 +54,7 @@ def test_soft_targets_are_truncated_gaussians_around_fractions_of_a_bin():
     assert soft_target(torch.tensor([500.0]), 50.0, None)[0, 300] > 0
 
 
-@pytest.mark.scenario("R29")
+@pytest.mark.scenario("R29.C1", on="pure")
 def test_w1_is_scipys_wasserstein_distance_in_units_of_the_side():
     logits = random_logits()
     measure = run("coord_reg", logits, terms={"w1"})["w1"]
@@ -74,7 +74,7 @@ def test_w1_of_opposite_corners_is_one_and_of_equals_zero():
     assert wasserstein(ends, ends).tolist() == [0.0, 0.0]
 
 
-@pytest.mark.scenario("R29")
+@pytest.mark.scenario("R29.C2", on="pure")
 def test_soft_ce_is_the_explicit_sum():
     logits = random_logits()
     measure = run("coord_reg", logits, terms={"soft_ce"})["soft_ce"]
@@ -109,7 +109,7 @@ def test_the_nearest_bin_of_a_half_is_the_upper_one():
     assert nearest_bin(torch.tensor([0.0, 0.49, 0.5, 1.5, 998.6, 999.0])).tolist() == [0, 0, 1, 2, 999, 999]
 
 
-@pytest.mark.scenario("R29")
+@pytest.mark.scenario("R29.C4", on="pure")
 def test_token_ce_is_cross_entropy_of_the_next_token_by_kind():
     logits = random_logits()
     log_p = logits.log_softmax(-1)[torch.arange(len(MIXED.ids)), MIXED.ids]

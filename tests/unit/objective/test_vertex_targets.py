@@ -86,7 +86,7 @@ def per_token(predicted: Geometry, landed: Floats) -> Floats:
     return np.array([(ax + dx) / 2, (ay + by) / 2, (bx + cx) / 2, (cy + dy) / 2])
 
 
-@pytest.mark.scenario("R28")
+@pytest.mark.scenario("R28.C1", "R28.C3", on="pure")
 @pytest.mark.parametrize("transport", TRANSPORT)
 @pytest.mark.parametrize("pair", PAIRS)
 def test_targets_are_the_barycentric_projection_of_pots_plan(pair, transport):
@@ -98,7 +98,7 @@ def test_targets_are_the_barycentric_projection_of_pots_plan(pair, transport):
     assert np.abs(np.array(found) - wanted.barycentric).max() < 1e-3
 
 
-@pytest.mark.scenario("R28")
+@pytest.mark.scenario("R28.C1", "R28.C5", on="pure")
 def test_the_tokens_of_a_box_are_left_top_right_and_bottom():
     """A true polygon with four sides at different distances tells them apart."""
     predicted, true = box(100, 200, 300, 400), poly(90, 190, 330, 190, 330, 450, 90, 450)
@@ -126,7 +126,7 @@ def gaussian(target: float, sigma: float, truncate: int) -> Floats:
     return label / label.sum()
 
 
-@pytest.mark.scenario("R28.S1", "R28")
+@pytest.mark.scenario("R28.S1", on="pure")
 @pytest.mark.parametrize("pair", PAIRS)
 def test_each_coordinate_token_of_a_matched_shape_is_taught_a_soft_label_around_its_projection(pair):
     predicted, true = PAIRS[pair]

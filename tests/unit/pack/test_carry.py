@@ -16,7 +16,7 @@ def filled(lengths, *, capacity=10, limit=50, **settings):
     return buffer
 
 
-@pytest.mark.scenario("R06.S3", "R05")
+@pytest.mark.scenario("R05.C3", "R06.S3", on="pure")
 def test_what_a_row_leaves_waits_whole_for_the_next_ones():
     lengths = [7, 6, 5, 4, 3, 3]
     buffer = filled(lengths)
@@ -37,7 +37,7 @@ def test_a_row_leaves_what_does_not_fit_and_later_arrivals_queue_behind_it():
     assert row.report.waiting == 0
 
 
-@pytest.mark.scenario("R05.S3")
+@pytest.mark.scenario("R05.S3", on="pure")
 def test_an_oversized_segment_is_refused_when_it_comes_and_told_how_to_get_in():
     buffer = filled([3])
     with pytest.raises(PackingError, match=r"11 tokens.*row of 10[\s\S]*global_max_length[\s\S]*max_new_tokens"):

@@ -35,7 +35,7 @@ def example(channel: str = "B", **changes) -> Example:
     return Example(Segment(**(streams | changes), prompt_length=3), "a.png", (32, 32), channel)
 
 
-@pytest.mark.scenario("R05", "R06")
+@pytest.mark.scenario("R05.C8", on="pure")
 def test_the_position_before_a_supervised_token_is_kept_and_offset_by_its_segment():
     row = collator()([example("B"), example("A")])
     assert row.inputs["logits_to_keep"].tolist() == [2, 3, 4, 8, 10]
@@ -56,7 +56,7 @@ def test_a_token_of_weight_zero_is_not_kept():
     assert collator()([example(weights=weights)]).inputs["logits_to_keep"].tolist() == [3, 4]
 
 
-@pytest.mark.scenario("R06")
+@pytest.mark.scenario("R06.C4", "R30.C2", on="pure")
 def test_supervision_inside_of_the_prompt_is_refused():
     roles, weights = example().segment.roles.copy(), np.ones(6, dtype=np.float32)
     roles[2] = Role.tail_structure

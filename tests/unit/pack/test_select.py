@@ -11,20 +11,20 @@ from coordexp.pack import CarryBuffer, select, split_in_order
 from coordexp.pack.select import first_in_first_out
 
 
-@pytest.mark.scenario("R05.S1")
+@pytest.mark.scenario("R05.S1", on="pure")
 def test_several_short_segments_fill_the_row_better_than_in_order_of_arrival():
     lengths = [6, 3, 2, 2]
     assert first_in_first_out(lengths, 10) == (0, 1)
     assert select(lengths, 10) == (0, 2, 3)
 
 
-@pytest.mark.scenario("R05.S2", "R37.S1", "R37")
+@pytest.mark.scenario("R05.S2", "R37.S1", on="pure")
 def test_the_same_lengths_give_the_same_selection():
     lengths = [n * 7919 % 97 + 3 for n in range(300)]
     assert len({select(list(lengths), 256) for _ in range(5)}) == 1
 
 
-@pytest.mark.scenario("R05", "R05.S2", "R37.S1")
+@pytest.mark.scenario("R05.C6", "R05.S2", "R37.S1", on="pure")
 def test_another_process_draws_the_same_rows_whatever_its_hash_seed():
     program = (
         "from coordexp.pack import CarryBuffer\n"
@@ -46,19 +46,21 @@ def test_another_process_draws_the_same_rows_whatever_its_hash_seed():
     assert len(shown) == 1
 
 
-@pytest.mark.scenario("R05")
+@pytest.mark.scenario("R05.C6", on="pure")
 def test_of_equal_totals_fewer_segments_win_and_then_older_ones():
     assert select([4, 2, 2, 2, 4, 4, 2], 8) == (0, 4)
     assert select([1, 2, 2, 2], 5) == (0, 1, 2)
     assert select([4, 3, 2, 1, 3], 10) == (0, 1, 4)
 
 
+@pytest.mark.scenario("R05.C7", on="pure")
 def test_a_segment_beyond_the_exact_window_is_still_found_by_binpacking():
     lengths = [60, 30, *[50] * 100, 40]
     assert first_in_first_out(lengths, 100) == (0, 1)
     assert select(lengths, 100) == (0, 102)
 
 
+@pytest.mark.scenario("R05.C6", on="pure")
 def test_up_to_nine_segments_the_result_is_what_trying_all_subsets_gives():
     for seed in range(400):
         count, capacity = 1 + seed % 9, 20 + seed % 31
@@ -69,7 +71,7 @@ def test_up_to_nine_segments_the_result_is_what_trying_all_subsets_gives():
         assert select(lengths, capacity) == best[2]
 
 
-@pytest.mark.scenario("R05")
+@pytest.mark.scenario("R05.C2", on="pure")
 def test_a_micro_batch_is_cut_in_order_into_the_fewest_rows_under_the_cap():
     for seed in range(300):
         count, capacity = 1 + seed % 9, 10 + seed % 21
@@ -102,7 +104,7 @@ def test_what_cannot_be_selected_from_is_refused(lengths, words):
         select(lengths, 10)
 
 
-@pytest.mark.scenario("R05.S4")
+@pytest.mark.scenario("R05.S4", on="pure")
 def test_without_binpacking_selection_and_buffer_fail_with_a_way_out(monkeypatch):
     monkeypatch.setitem(sys.modules, "binpacking", None)  # as if it were not installed
     for attempt in (lambda: select([3, 4], 10), lambda: CarryBuffer(10, 4)):

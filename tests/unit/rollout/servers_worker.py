@@ -100,13 +100,21 @@ def faults_in_sync(rank, it):
     return {"right": [right(it.generate(3), 2)], "usable": [it.backend.pool.usable]}
 
 
+def no_weight_group(rank, it):
+    """The port of the weight group of one server never opens."""
+    if rank == 0:
+        it.servers[1].faults["/init_communicator/"].append(slow(5))
+    it.sync(1)
+
+
 SCENES = (
     in_turn, lost_by_one, all_lost, none_comes_back, another_model, unreadable, one_bad_request, faults_in_sync,
+    no_weight_group,
 )  # fmt: skip
 
 
 def play(scene, rank, folder):
-    changes = {"timeout_s": 1.5} if scene is none_comes_back else {}
+    changes = {"timeout_s": 1.5} if scene in (none_comes_back, no_weight_group) else {}
     it = Run(folder, **changes) if rank == 0 else None
     addresses = json.dumps([[one.url, one.group_port] for one in it.servers]) if it else ""
     at = json.loads(gather_texts(addresses)[0])

@@ -13,6 +13,7 @@ import torch
 from coordexp.config.rollout import Offload
 from coordexp.errors import EngineError
 from coordexp.train.offload import offloaded
+from tests.source import SOURCE
 from tests.unit.config.trees import load, stage2
 from tests.unit.rollout.fake_engine import ADAPTER, WEIGHTS, Run
 
@@ -28,7 +29,7 @@ def settled(mode: str, **more: bool) -> dict[str, object]:
     return load(tree).settings.rollout_matching.vllm.sync.model_dump()
 
 
-@pytest.mark.scenario("R07")
+@pytest.mark.scenario("R07.C21", on="fake")
 @pytest.mark.parametrize("mode", ["adapter", "auto"])
 def test_the_adapter_alone_is_sent_and_answers_are_made_with_it(monkeypatch, mode):
     run = Run(monkeypatch, settled(mode))
@@ -48,8 +49,7 @@ def test_whole_weights_are_sent_without_a_word_to_an_engine_without_a_place_for_
     assert run.warnings == [] and run.backend.described() == {"sync_mode": "full", "fallbacks": []}
 
 
-@pytest.mark.scenario("R07")
-@pytest.mark.scenario("R07.S4")
+@pytest.mark.scenario("R07.S4", on="fake")
 def test_a_refused_adapter_turns_the_run_to_whole_weights_for_good(monkeypatch):
     run = Run(monkeypatch, settled("adapter"))
     run.step(1)
@@ -65,8 +65,7 @@ def test_a_refused_adapter_turns_the_run_to_whole_weights_for_good(monkeypatch):
     assert run.recorded == [facts] and run.backend.described() == facts
 
 
-@pytest.mark.scenario("R07")
-@pytest.mark.scenario("R07.S8")
+@pytest.mark.scenario("R07.C23", "R07.S8", on="fake")
 def test_a_refused_adapter_stops_a_run_that_may_not_fall_back_with_the_ways_out(monkeypatch):
     run = Run(monkeypatch, settled("adapter", fallback_to_full=False))
     run.refusal = REFUSAL
@@ -90,7 +89,7 @@ def test_a_run_with_coordinate_rows_beside_its_adapter_is_told_once_that_it_gets
     assert run.backend.described() == {"sync_mode": "full", "fallbacks": [warning]}
 
 
-@pytest.mark.scenario("R07.S8")
+@pytest.mark.scenario("R07.S8", on="fake")
 @pytest.mark.parametrize("mode", ["adapter", "auto"])
 def test_a_run_with_coordinate_rows_that_may_not_fall_back_stops_with_the_ways_out(monkeypatch, mode):
     with pytest.raises(EngineError) as error:
@@ -104,8 +103,7 @@ WAYS_OUT = (
 )
 
 
-@pytest.mark.scenario("R17")
-@pytest.mark.scenario("R17.S1")
+@pytest.mark.scenario("R17.C4", "R17.S1", on="fake")
 @pytest.mark.parametrize("mode", ["adapter", "full"])
 def test_the_learner_is_out_of_memory_before_a_fake_engine_starts_until_it_has_answered(
     monkeypatch, tmp_path, mode
@@ -136,7 +134,7 @@ def test_the_learner_is_out_of_memory_before_a_fake_engine_starts_until_it_has_a
     assert all(torch.equal(one, other) for one, other in zip(tensors, before, strict=True))
 
 
-@pytest.mark.scenario("R07")
+@pytest.mark.scenario("R07.C11", on="fake")
 @pytest.mark.timeout(120)
 def test_when_the_fake_engine_of_one_rank_refuses_the_adapter_both_ranks_send_whole_weights(tmp_path):
     """Real processes that talk by gloo. Each has an engine of its own."""
@@ -144,7 +142,7 @@ def test_when_the_fake_engine_of_one_rank_refuses_the_adapter_both_ranks_send_wh
         subprocess.Popen(
             [sys.executable, "-m", "tests.unit.rollout.colocate_worker", str(rank), str(tmp_path)],
             cwd=ROOT,
-            env=os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'src'}"},
+            env=os.environ | {"PYTHONPATH": f"{ROOT}:{SOURCE}"},
             stderr=subprocess.PIPE,
             text=True,
         )

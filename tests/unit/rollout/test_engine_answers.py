@@ -19,14 +19,14 @@ def fake_output(ids: list[int]) -> SimpleNamespace:
     return SimpleNamespace(prompt_token_ids=[1, 2], outputs=[answer])
 
 
-@pytest.mark.scenario("R20")
+@pytest.mark.scenario("R07.C5", "R20.C3", on="fake")
 def test_the_answer_of_an_engine_has_its_text_without_the_stop_token():
     ids = TABLE.encode(TEXT.encode())
     found = _rollout(fake_output([*ids, TABLE.end_of_turn]), Decode.greedy(99), (), TABLE)
     assert found == Rollout((1, 2), tuple(ids), TEXT, (-0.5,) * len(ids), "stop", 0)
 
 
-@pytest.mark.scenario("R20")
+@pytest.mark.scenario("R20.C3", on="fake")
 def test_text_is_decoded_from_bytes_also_where_a_character_is_split_over_tokens_or_cut():
     """Half a character is one replacement character, and what no token stands for is left out."""
     split = [TABLE.byte_ids[byte] for byte in "猫".encode()]

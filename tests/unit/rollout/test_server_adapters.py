@@ -43,6 +43,7 @@ def warnings(it) -> list[str]:
     return [said for said in it.said if said.startswith("warning")]
 
 
+@pytest.mark.scenario("R07.C21", on="fake")
 def test_the_adapter_alone_goes_to_every_server_and_this_is_recorded(adapting):
     it = adapting()
     for version in (1, 2):
@@ -56,7 +57,7 @@ def test_the_adapter_alone_goes_to_every_server_and_this_is_recorded(adapting):
     assert it.backend.described()["fallbacks"] == []
 
 
-@pytest.mark.scenario("R07.S4")
+@pytest.mark.scenario("R07.S4", "R09.C1", on="fake")
 @pytest.mark.parametrize(
     ("path", "code", "number"),
     [
@@ -97,6 +98,7 @@ def test_a_server_that_refuses_an_adapter_on_its_way_is_joined_anew_for_whole_we
     assert it.backend.sync_mode.mode == "full" and len(it.backend.described()["fallbacks"]) == 1
 
 
+@pytest.mark.scenario("R07.C23", on="fake")
 def test_a_run_that_may_not_fall_back_stops_with_the_ways_out(adapting):
     it = adapting(sync={"fallback_to_full": False})
     it.servers[0].faults[START].append(status(409, "base_changed"))

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.source import SOURCE
+
 pytestmark = pytest.mark.timeout(120)
 ROOT = Path(__file__).parents[3]
 
@@ -23,7 +25,7 @@ def came_of(tmp_path_factory) -> list[dict]:
         subprocess.Popen(
             [*command, str(rank), str(folder)],
             cwd=ROOT,
-            env=os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'src'}"},
+            env=os.environ | {"PYTHONPATH": f"{ROOT}:{SOURCE}"},
             stderr=subprocess.PIPE,
             text=True,
         )
@@ -43,6 +45,7 @@ def test_no_scene_leaves_a_rank_behind(came_of):
     assert max(found["seconds"] for rank in came_of for found in rank.values()) < 10
 
 
+@pytest.mark.scenario("R07.C10", on="fake")
 def test_both_ranks_get_the_answers_to_their_own_requests_and_the_first_alone_sends_weights(came_of):
     for rank in came_of:
         assert rank["in_turn"]["gave"]["right"] == [True] * 4
@@ -68,6 +71,7 @@ def test_a_server_that_fails_in_a_sync_is_left_out_by_both(came_of):
         assert rank["faults_in_sync"]["gave"] == {"right": [True], "usable": [[1]]}
 
 
+@pytest.mark.scenario("R07.C11", on="fake")
 @pytest.mark.parametrize(
     ("scene", "told"),
     [
@@ -82,3 +86,10 @@ def test_an_error_is_the_same_on_both_ranks(came_of, scene, told):
     assert told in came_of[1][scene]["text"]
     assert came_of[0][scene]["raised"] == "EngineError"
     assert came_of[1][scene]["raised"] in ("EngineError", "RankError")
+
+
+@pytest.mark.scenario("R07.C25", on="fake")
+def test_a_weight_group_that_cannot_be_opened_stops_both_ranks_with_a_way_out(came_of):
+    for rank in came_of:
+        assert "no group for weights" in rank["no_weight_group"]["text"]
+        assert "port must be free" in rank["no_weight_group"]["text"]

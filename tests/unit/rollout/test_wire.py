@@ -38,6 +38,7 @@ def test_it_imports_no_torch():
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
+@pytest.mark.scenario("R40.C1", "R40.C4", on="pure")
 def test_a_payload_has_every_sampling_field_and_absolute_paths(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     drawn = {"mode": "sampling", "temperature": 0.5, "top_p": 0.9, "top_k": 7, "guard": GUARD}
@@ -83,6 +84,7 @@ def test_a_request_that_failed_alone_says_which_and_why():
     assert (error.value.index, error.value.message, error.value.fix) == (0, "no such file", "copy it")
 
 
+@pytest.mark.scenario("R07.C5", on="pure")
 @pytest.mark.parametrize(
     ("ids", "said", "kept", "reason"),
     [
@@ -101,7 +103,7 @@ def test_an_answer_is_without_its_stop_token_and_says_how_it_ended(ids, said, ke
     assert (len(found.logprobs), found.finish_reason, found.version, found.prompt_ids) == (kept, reason, 3, (1, 2))
 
 
-@pytest.mark.scenario("R20")
+@pytest.mark.scenario("R20.C3", on="pure")
 def test_the_answer_of_a_server_has_its_text_without_the_stop_token():
     ids = TABLE.encode('{"object_1": {"desc": "猫 <|coord_5|>'.encode())
     answer = Answer((1, 2), (*ids, END), (-0.1,) * (len(ids) + 1), "stop", "3")
@@ -168,7 +170,7 @@ RECORDED_REQUEST_CONFIG = {
 }
 
 
-@pytest.mark.scenario("R40")
+@pytest.mark.scenario("R40.C2", "R40.C1", on="pure")
 @pytest.mark.parametrize("mode", ["greedy", "sampling"])
 def test_payloads_are_json_with_fields_and_types_of_the_recorded_dataclasses_of_ms_swift(mode):
     payload = infer_payload([request(5, mode=mode), request(6, mode=mode)], "Detect all objects.")
@@ -185,7 +187,7 @@ def assert_fits(sent: dict[str, Any], fields: dict[str, Any]) -> None:
         TypeAdapter(fields[name]).validate_python(value, strict=True)
 
 
-@pytest.mark.scenario("R40")
+@pytest.mark.scenario("R40.C1", on="pure")
 def test_the_server_serves_or_refuses_every_recorded_field_of_ms_swift():
     assert set(InferRequest.model_fields) == set(RECORDED_ROLLOUT_INFER_REQUEST)
     assert set(RequestConfig.model_fields) | set(NEUTRAL) == set(RECORDED_REQUEST_CONFIG)

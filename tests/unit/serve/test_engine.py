@@ -33,7 +33,7 @@ def engine_of(core: FakeCore) -> ServedEngine:
     return engine
 
 
-@pytest.mark.scenario("R07")
+@pytest.mark.scenario("R07.C9", on="fake")
 @pytest.mark.parametrize("results", [("out of memory", None), (None, "out of memory")])
 def test_an_update_that_fails_in_any_replica_has_failed(results):
     with pytest.raises(EngineError, match="out of memory"):
@@ -51,7 +51,7 @@ def setup(device: str, **vllm: Any) -> Setup:
     return Setup(Path("model"), "float32", settings, table("small"), torch.device(device))
 
 
-@pytest.mark.scenario("R15")
+@pytest.mark.scenario("R15.C1", on="fake")
 def test_the_world_size_counts_the_devices_of_all_replicas():
     assert setup("cpu").world_size == 1
     assert setup("cpu", tensor_parallel_size=2, data_parallel_size=3).world_size == 6

@@ -26,14 +26,14 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-@pytest.mark.scenario("R40")
+@pytest.mark.scenario("R40.C2", on="pure")
 @pytest.mark.parametrize("kind", ["png", "jpeg"])  # that of a JPEG begins with a slash, as a path does
 @pytest.mark.parametrize("before", ["", "data:image/x;base64,"])
 def test_a_picture_may_come_along_as_base64(kind, before):
     assert Pictures(()).open(before + encoded(kind)).size == (5, 4)
 
 
-@pytest.mark.scenario("R40")
+@pytest.mark.scenario("R40.C2", on="pure")
 def test_a_picture_may_lie_below_an_allowed_folder_and_nowhere_else(folder):
     pictures = Pictures(((folder / "in").resolve(),))
     assert pictures.open(str(folder / "in/a.png")).size == (5, 4)
@@ -44,7 +44,7 @@ def test_a_picture_may_lie_below_an_allowed_folder_and_nowhere_else(folder):
         pictures.open(str(folder / "in/nothing.png"))
 
 
-@pytest.mark.scenario("R40")
+@pytest.mark.scenario("R40.C2", on="pure")
 @pytest.mark.parametrize("source", ["http://127.0.0.1/a.png", "https://x/a", "file:///etc/passwd", "ftp://x/y"])
 def test_an_image_url_is_refused_with_what_to_send_instead(source):
     """A deviation (D34): the specification allows URLs."""

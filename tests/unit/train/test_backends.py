@@ -21,15 +21,25 @@ def prepared(tmp_path, monkeypatch, **changes):
     return settings, given["backend"]
 
 
+@pytest.mark.scenario("R07.C8", on="fake")
 def test_a_run_with_servers_has_a_backend_that_asks_them_and_a_manifest_that_names_them(tmp_path, monkeypatch):
     settings, backend = prepared(tmp_path, monkeypatch)
-    assert backend.about.settings is settings.rollout_matching
+    assert backend.about.settings == settings.rollout_matching_cfg
     told = described(settings, backend)
     assert (told["mode"], told["sync_mode"], told["fallbacks"]) == ("server", "full", [])
     assert [(one["base_url"], one["group_port"]) for one in told["servers"]] == [
         (one["base_url"], one["group_port"]) for one in SERVERS
     ]
     backend.close()
+
+
+@pytest.mark.scenario("R10.C9", "R10.S3", on="fake")
+def test_rollouts_and_evaluation_decode_by_decode_batch_size_whatever_the_evaluation_batch_is(
+    tmp_path, monkeypatch
+):
+    changes = {"rollout_matching__rollout_backend": "hf", "rollout_matching__decode_batch_size": 3}
+    _, given = handed_over(tmp_path, monkeypatch, training__per_device_eval_batch_size=7, **changes)
+    assert given["backend"].decode_batch_size == 3
 
 
 @pytest.mark.parametrize("rows", [True, False])
@@ -47,7 +57,7 @@ def test_an_adapter_is_sent_alone_unless_coordinate_rows_are_trained_beside_it(t
     backend.close()
 
 
-@pytest.mark.scenario("R09")
+@pytest.mark.scenario("R09.C1", on="fake")
 def test_a_fallback_after_the_first_sync_changes_the_sync_mode_of_the_manifest(tmp_path):
     (tmp_path / "run.json").write_text(json.dumps([{"rollouts": {"mode": "server"}}]))
     log = ServerLog(tmp_path, 0)
@@ -61,7 +71,7 @@ def test_a_fallback_after_the_first_sync_changes_the_sync_mode_of_the_manifest(t
         assert run == {"rollouts": {"mode": "server"} | facts}
 
 
-@pytest.mark.scenario("R09")
+@pytest.mark.scenario("R09.C1", on="fake")
 def test_a_fallback_of_a_colocated_run_changes_the_sync_mode_of_the_manifest(tmp_path, monkeypatch):
     settings, given = handed_over(
         tmp_path,
@@ -83,7 +93,7 @@ def test_a_fallback_of_a_colocated_run_changes_the_sync_mode_of_the_manifest(tmp
     assert run["rollouts"]["fallbacks"] == backend.described()["fallbacks"] != []
 
 
-@pytest.mark.scenario("R09.S1")
+@pytest.mark.scenario("R09.S1", on="fake")
 def test_what_servers_say_of_themselves_goes_to_the_manifest_and_every_event_to_a_file_of_its_rank(tmp_path):
     (tmp_path / "run.json").write_text(json.dumps([{"rollouts": {"mode": "server"}}, {"rollouts": None}]))
     facts = {"servers": [{"base_url": "u", "boot": "b"}], "sync_mode": "full", "fallbacks": []}

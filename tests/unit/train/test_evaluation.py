@@ -14,6 +14,7 @@ SMALL = table("small")
 GUARD = RepeatTerminate(enabled=True, min_new_tokens=5, max_object_keys=9)
 
 
+@pytest.mark.scenario("R34.C1", on="fake")
 @pytest.mark.parametrize("guard", [GUARD, RepeatTerminate(), GUARD.model_copy(update={"enabled": False})])
 def test_evaluation_decodes_greedily_with_the_limit_and_the_guard_of_the_settings(tmp_path, guard):
     cases = casebook(tmp_path, {"a.png": (TrueObject("cup", box(1, 1, 9, 9)),)}, SMALL)

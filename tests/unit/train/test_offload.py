@@ -81,6 +81,7 @@ def bits(tensors):
     }
 
 
+@pytest.mark.scenario("R17.C2", on="model")
 def test_everything_is_the_same_object_and_the_same_bits_afterwards(learner, tmp_path):
     model, optimizer = learner
     train(model, optimizer, 2)
@@ -98,6 +99,7 @@ def test_everything_is_the_same_object_and_the_same_bits_afterwards(learner, tmp
     assert alias.data_ptr() == model.left.data_ptr()
 
 
+@pytest.mark.scenario("R17.C2", on="model")
 def test_memory_is_free_and_the_model_readable_while_away(learner, tmp_path):
     model, optimizer = learner
     train(model, optimizer, 2)
@@ -245,6 +247,7 @@ def test_a_loaded_qwen_goes_and_comes_back(tmp_path_factory, tmp_path, dtype, ad
         assert torch.allclose(merged(input_ids=ids).logits, logits, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.scenario("R17.C5", on="model")
 def test_zero_3_and_deepspeeds_optimizer_are_refused_with_a_way_out(learner):
     model, optimizer = learner
     fake = type("FakeZeroOptimizer", (), {"__module__": "deepspeed.runtime.zero.stage_1_and_2", "state": {}})()
@@ -266,6 +269,7 @@ def one_rank(tmp_path):
     dist.destroy_process_group()
 
 
+@pytest.mark.scenario("R17.C5", on="model")
 @pytest.mark.filterwarnings("ignore")
 def test_fsdp_1_is_refused(one_rank):
     model = FullyShardedDataParallel(nn.Linear(32, 32), device_id=torch.device("cpu"))

@@ -102,7 +102,7 @@ COUNTED = {
 }
 
 
-@pytest.mark.scenario("R31")
+@pytest.mark.scenario("R31.C3", "R31.C4", "R31.C6", on="fake")
 def test_garbage_nothing_all_right_and_cut_off_answers_in_one_batch_become_examples_and_are_counted(tmp_path):
     step = Step(tmp_path, TRUTH, SCRIPT)
     examples = step()
@@ -126,7 +126,7 @@ def test_garbage_nothing_all_right_and_cut_off_answers_in_one_batch_become_examp
     assert set(report) == {*SUMS, *RATES, "time/sync", "time/rollout", "time/correct"} - {"target/answers"}
 
 
-@pytest.mark.scenario("R31")
+@pytest.mark.scenario("R31.C5", on="fake")
 def test_loops_repeats_overlaps_and_too_many_objects_are_counted(tmp_path):
     """Two cups where there is one, looped; a box that overlaps too little; and one that is nowhere near."""
     near, far = TrueObject("cup", box(80, 80, 180, 180)), TrueObject("dog", box(700, 700, 900, 900))
@@ -192,8 +192,8 @@ ENDINGS = {
 }
 
 
+@pytest.mark.scenario("R31.C2", on="fake")
 @pytest.mark.parametrize("ending", ENDINGS)
-@pytest.mark.scenario("R31")
 def test_each_reason_for_which_an_object_is_not_used_has_a_counter(tmp_path, ending):
     assert set(ENTRIES) | set(ENDINGS) == set(Reason)
     text = "{" + entry("object_1", "cup", CUP.geometry) + ", " + ", ".join(ENTRIES.values()) + ENDINGS[ending]
@@ -211,7 +211,7 @@ def test_each_reason_for_which_an_object_is_not_used_has_a_counter(tmp_path, end
     assert (report["rollout/over_counts"], report["rollout/cut_off"]) == (0, 0)
 
 
-@pytest.mark.scenario("R31")
+@pytest.mark.scenario("R31.C1", on="fake")
 def test_of_five_written_objects_broken_at_the_second_four_are_invalid_and_all_are_counted(tmp_path):
     entries = [entry(f"object_{k}", "cup", box(100 * k, 10, 100 * k + 90, 100)) for k in range(1, 6)]
     entries[1] = entries[1].replace("[", "[[", 1)
@@ -223,7 +223,7 @@ def test_of_five_written_objects_broken_at_the_second_four_are_invalid_and_all_a
     assert report["parse/invalid_rate"] == 4 / 5
 
 
-@pytest.mark.scenario("R36.S1")
+@pytest.mark.scenario("R36.S1", on="fake")
 def test_another_backend_behind_the_same_interface_gives_valid_supervision(tmp_path):
     step = Step(tmp_path, TRUTH, SCRIPT)
     for example, (image, truth) in zip(step(), TRUTH.items(), strict=True):
@@ -250,7 +250,7 @@ def sampled(**decoding):
     return load(tree).settings.rollout_matching
 
 
-@pytest.mark.scenario("R12.S2")
+@pytest.mark.scenario("R12.S2", on="fake")
 def test_rollout_settings_reach_the_step_from_the_loader_as_rollout_matching_cfg(tmp_path):
     guard = {"enabled": True, "max_object_keys": 9}
     tree = stage2(
@@ -322,7 +322,7 @@ def test_a_run_says_once_that_a_finer_canvas_is_exact_when_the_median_side_is_un
     assert ("1000 is exact for boxes, and matching costs about 2.5 times as much" in shown) == said
 
 
-@pytest.mark.scenario("R12.S2", "R11.S1")
+@pytest.mark.scenario("R11.S1", "R12.S2", on="fake")
 def test_the_trainer_and_its_rollouts_are_given_the_loaders_own_contract(tmp_path, monkeypatch):
     settings, given = handed_over(tmp_path, monkeypatch, rollout_matching__rollout_backend="hf")
     contract = given["rollout_matching_cfg"]
@@ -339,7 +339,7 @@ PACKED = {
 }
 
 
-@pytest.mark.scenario("R11", "R06")
+@pytest.mark.scenario("R06.C2", on="fake")
 def test_the_stream_packs_as_the_contract_says(tmp_path, monkeypatch):
     _, given = handed_over(tmp_path, monkeypatch, rollout_matching__rollout_backend="hf", **PACKED)
     contract, buffer = given["rollout_matching_cfg"], given["stream"].buffer
@@ -348,7 +348,7 @@ def test_the_stream_packs_as_the_contract_says(tmp_path, monkeypatch):
     assert (contract.packing_buffer, contract.packing_min_fill_ratio, contract.packing_length) == (4, 0.5, 16000)
 
 
-@pytest.mark.scenario("R11")
+@pytest.mark.scenario("R11.C1", on="fake")
 def test_packing_is_read_from_the_contract_and_not_from_the_training_section(tmp_path, monkeypatch):
     written = Settings.rollout_matching_cfg.fget
 
@@ -360,7 +360,7 @@ def test_packing_is_read_from_the_contract_and_not_from_the_training_section(tmp
     assert (given["stream"].buffer.limit, given["stream"].buffer.capacity) == (9, 777)
 
 
-@pytest.mark.scenario("R06.S4")
+@pytest.mark.scenario("R06.S4", on="fake")
 def test_a_run_whose_buffer_would_overflow_stops_with_a_way_out(tmp_path, monkeypatch):
     """On channel A, which takes the road of channel B without an engine."""
     mixed = {"custom__trainer_variant": "stage2_two_channel", "stage2__b_ratio": 0.0}
@@ -374,6 +374,7 @@ def test_a_run_whose_buffer_would_overflow_stops_with_a_way_out(tmp_path, monkey
         next(rows)
 
 
+@pytest.mark.scenario("R20.C4", on="fake")
 @pytest.mark.parametrize(
     ("settings", "decode"),
     [
@@ -407,7 +408,7 @@ def packed_stream(encode, capacity: int, events: list | None = None) -> RowStrea
     return RowStream(order, encode, 4, buffer, max_length=capacity)
 
 
-@pytest.mark.scenario("R06", "R06.S2")
+@pytest.mark.scenario("R06.C1", "R06.S2", "R14.C1", on="fake")
 def test_all_answers_of_a_micro_step_are_made_and_corrected_before_its_row_is_packed(tmp_path, monkeypatch):
     step, events = Step(tmp_path, TRUTH, SCRIPT), []
     generate = step.backend.generate
@@ -425,7 +426,7 @@ def test_all_answers_of_a_micro_step_are_made_and_corrected_before_its_row_is_pa
     assert sum(map(len, row)) <= 200
 
 
-@pytest.mark.scenario("R06")
+@pytest.mark.scenario("R06.C1", on="fake")
 def test_rows_are_packed_by_the_lengths_that_the_answers_have_made(tmp_path):
     """The records are the same. With other answers, other segments share a row."""
 
@@ -440,7 +441,7 @@ def test_rows_are_packed_by_the_lengths_that_the_answers_have_made(tmp_path):
     assert first_row(written(far)) == ["a.png", "c.png"], "b has a false positive now, and is too long"
 
 
-@pytest.mark.scenario("R37")
+@pytest.mark.scenario("R37.C1", on="fake")
 def test_ground_truth_and_rollouts_are_packed_by_the_same_scheduler_into_the_same_rows(tmp_path):
     """Answers that say nothing are corrected into the ground truth, so that the segments are the same."""
     step = Step(tmp_path, TRUTH, {name: Said("") for name in TRUTH})
@@ -452,8 +453,7 @@ def test_ground_truth_and_rollouts_are_packed_by_the_same_scheduler_into_the_sam
     assert len({len(row) for row in made[0]}) > 1
 
 
-@pytest.mark.scenario("R06")
-@pytest.mark.scenario("R30")
+@pytest.mark.scenario("R06.C4", "R30.C3", on="fake")
 def test_a_prompt_that_the_engine_reads_otherwise_is_refused_with_the_first_difference(tmp_path):
     for ids, words in (
         ((11, 99, 13), r"they differ from token 1 on: \[99, 13\] where \[12, 13\] should be"),
@@ -467,6 +467,7 @@ def test_a_prompt_that_the_engine_reads_otherwise_is_refused_with_the_first_diff
         assert step.ledger.report(steps=1).keys() <= {"time/sync", "time/rollout", "time/correct"}
 
 
+@pytest.mark.scenario("R20.C1", on="fake")
 def test_an_answer_of_other_weights_is_refused(tmp_path):
     step = Step(tmp_path, {"empty.png": (CUP,)}, SCRIPT, version=4)
     assert len(step(Moment(4, 0))) == 1
@@ -482,6 +483,7 @@ def test_a_backend_that_loses_an_answer_is_refused(tmp_path, monkeypatch):
         step()
 
 
+@pytest.mark.scenario("R39.C1", on="fake")
 @pytest.mark.parametrize("rank", [0, 3])
 def test_each_request_has_the_seed_of_its_place(tmp_path, rank):
     step = Step(tmp_path, TRUTH, SCRIPT, rank=rank, version=2)
@@ -492,6 +494,7 @@ def test_each_request_has_the_seed_of_its_place(tmp_path, rank):
     ]
 
 
+@pytest.mark.scenario("R08.C2", on="fake")
 def test_weights_are_sent_once_a_step_and_before_its_first_answer(tmp_path):
     step = Step(tmp_path, TRUTH, SCRIPT)
     for number in (5, 6):
@@ -584,7 +587,7 @@ def test_a_report_without_rollouts_has_no_counters():
     assert ledger.report(steps=2) == {"time/compute": 2.0}
 
 
-@pytest.mark.scenario("R31")
+@pytest.mark.scenario("R29.C6", "R31.C7", on="fake")
 def test_no_counter_is_a_value_of_geometry():
     """How well shapes overlap is for evaluation to say (D7)."""
     assert not [name for name in (*SUMS, *RATES) if "iou" in name or "distance" in name]

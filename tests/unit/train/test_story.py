@@ -2,6 +2,8 @@
 
 from types import SimpleNamespace
 
+import pytest
+
 from coordexp.train.callbacks import FillWarning, rollout_story
 
 LOGS = {
@@ -41,6 +43,7 @@ def warnings(capsys, *fills: float, rank: int = 0, waiting: float = 0.0) -> list
     return shown
 
 
+@pytest.mark.scenario("R05.C10", on="fake")
 def test_rows_that_are_filled_too_little_give_one_warning_until_they_are_filled_again(capsys):
     first, second, third, fourth = warnings(capsys, 0.6, 0.5, 0.85, 0.849)
     assert first.startswith("warning: step 1: packed rows are filled to 0.600 on average, and")
@@ -51,9 +54,10 @@ def test_rows_that_are_filled_too_little_give_one_warning_until_they_are_filled_
 
 def test_the_warning_says_what_helps(capsys):
     (nothing_waits,) = warnings(capsys, 0.6)
-    assert "raise training.per_device_train_batch_size, or lower global_max_length" in nothing_waits
+    assert "a larger training.per_device_train_batch_size or a smaller global_max_length" in nothing_waits
     (much_waits,) = warnings(capsys, 0.6, waiting=3.0)
-    assert "3.0 segments wait that did not fit in: raise global_max_length" in much_waits
+    assert "3.0 segments are waiting because they did not fit" in much_waits
+    assert "a larger global_max_length" in much_waits
 
 
 def test_full_rows_other_ranks_and_lines_without_rows_give_no_warning(capsys):

@@ -51,6 +51,7 @@ def test_every_epoch_has_every_record_once_in_another_order():
     assert [order(seed=4).index(k) for k in range(10)] != epochs[0]
 
 
+@pytest.mark.scenario("R05.C1", on="pure")
 def test_ranks_share_out_each_epoch_and_nothing_is_left_over():
     ranks = [order(rank=rank, ranks=3) for rank in range(3)]
     first = [one.index(k) for k in range(10) for one in ranks]
@@ -82,6 +83,7 @@ def test_without_packing_a_row_is_one_micro_batch():
     assert [len(row) for row in taken(5, stream(packing=False))] == [4] * 5
 
 
+@pytest.mark.scenario("R14.C1", on="pure")
 def test_with_packing_rows_are_full_and_nothing_is_lost_or_repeated():
     of = stream()
     drawn = [name for row in taken(30, of) for name in row]
@@ -96,7 +98,7 @@ def with_limit(limit: int) -> RowStream:
     return RowStream(order(), encode, 8, CarryBuffer(16, limit), max_length=16)
 
 
-@pytest.mark.scenario("R06.S4", "R06")
+@pytest.mark.scenario("R06.S4", on="pure")
 def test_a_micro_batch_that_the_buffer_cannot_hold_stops_the_run_with_a_way_out():
     of = with_limit(8)
     rows = iter(of)
@@ -135,7 +137,7 @@ def test_the_way_out_of_an_overflow_is_a_larger_buffer_with_which_the_run_goes_o
     assert taken(1, with_limit(18)) + taken(20, again) == taken(21, with_limit(18))
 
 
-@pytest.mark.scenario("R06")
+@pytest.mark.scenario("R05.C1", "R06.C2", on="pure")
 def test_each_rank_has_a_carry_buffer_of_its_own_samples_alone(tmp_path):
     ranks = [stream(rank=rank, ranks=2) for rank in range(2)]
     assert ranks[0].buffer is not ranks[1].buffer

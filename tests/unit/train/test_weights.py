@@ -113,6 +113,7 @@ def test_names_shapes_and_types_are_those_of_the_checkpoint(folder, adapter, dty
     assert not any(weight.requires_grad for _, weight in learner_weights(model))
 
 
+@pytest.mark.scenario("R07.C20", on="model")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_values_are_bit_for_bit_those_that_peft_merges(folder, adapter, dtype):
     model = learner(folder, adapter, dtype)

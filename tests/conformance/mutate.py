@@ -1,0 +1,274 @@
+"""Breaks the code, one small change at a time, and shows that a test which claims the broken part fails.
+
+    python tests/conformance/mutate.py               all mutations
+    python tests/conformance/mutate.py --quick       those that CI runs
+    python tests/conformance/mutate.py R28 R07.C14   those of some requirements or parts
+
+The mutations are data: `mutations.yaml` names the part of the specification, the file, the text and what replaces
+it. A mutation is caught when a test that carries the part's mark fails with it and passes without it. Tests that
+start a vLLM engine are not run here. Ends with exit code 1 unless every mutation is caught.
+
+Each mutation is applied to a copy of `src`. Python, torch and pytest are imported once; every test run is a fork
+of that process, which takes about a second instead of ten.
+"""
+
+import argparse
+import ast
+import gc
+import json
+import multiprocessing
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT))
+
+from tests.conformance import page  # noqa: E402
+
+DATA = ROOT / "tests/conformance/mutations.yaml"
+WORKERS = 2
+DEADLINE_S = 150  # for the tests of one file
+# Imported once, before the forks. Nothing of coordexp is among them: each fork imports its own, mutated copy.
+WARM = (
+    "numpy", "scipy.optimize", "ot", "hypothesis", "pydantic", "typer", "httpx", "fastapi", "uvicorn", "torch",
+    "torchvision.ops", "torch.distributed.fsdp", "transformers.trainer", "peft", "accelerate", "vllm.config",
+    "pycocotools.mask",
+)  # fmt: skip
+CACHE = "COORDEXP_TEST_TOKENIZERS"  # the folder from which tests/vocabularies.py reads tokenizers
+# Plugins of pytest are among what was imported early, and cannot have their assertions rewritten any more.
+OPTIONS = ("-x", "-q", "-p", "no:cacheprovider", "-W", "ignore::pytest.PytestAssertRewriteWarning")
+
+
+_workplace = Path()  # of this worker: its copy of `src`, and what its last test run printed
+
+
+@dataclass(frozen=True)
+class Mutation:
+    """`old` occurs exactly once in `file`. `says` is what the mutated code does wrong."""
+
+    id: str
+    says: str
+    file: str
+    old: str
+    new: str
+    quick: bool = False
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """`caught_by` is None when no test failed; `error` says why the mutation could not be judged."""
+
+    mutation: Mutation
+    caught_by: str | None
+    seconds: float
+    error: str | None = None
+
+
+def mutations() -> list[Mutation]:
+    """Return the mutations of `mutations.yaml` in the order of the specification."""
+    entries = [Mutation(**entry) for entry in yaml.safe_load(DATA.read_text())]
+    return sorted(entries, key=lambda mutation: page.sort_key(mutation.id))
+
+
+def provable_without_engine() -> set[str]:
+    """Return the parts that at least one test proves without starting a vLLM engine."""
+    return {part for part, claims in page.claims().items() if any(claim.kind != "engine" for claim in claims)}
+
+
+def claiming_tests(identity: str) -> list[list[str]]:
+    """Return the tests that claim a part without an engine, one list per file, the cheapest files first."""
+    by_file: dict[str, list[str]] = {}
+    for claim in page.claims().get(identity, []):
+        if claim.kind != "engine":
+            by_file.setdefault(claim.test.partition("::")[0], []).append(claim.test)
+    return [tests for _, tests in sorted(by_file.items(), key=lambda item: ("integration" in item[0], item[0]))]
+
+
+def is_python(text: str) -> bool:
+    """Return whether a file can be parsed. One that cannot would fail every test, and prove nothing."""
+    try:
+        ast.parse(text)
+    except SyntaxError:
+        return False
+    return True
+
+
+def judge(mutation: Mutation) -> Verdict:
+    """Run the claiming tests on mutated code until one fails, and make sure that it passes on the original."""
+    since = time.perf_counter()
+
+    def verdict(caught_by: str | None, error: str | None = None) -> Verdict:
+        return Verdict(mutation, caught_by, time.perf_counter() - since, error)
+
+    source = _workplace / mutation.file
+    original = source.read_text()
+    if original.count(mutation.old) != 1:
+        return verdict(None, f"its text occurs {original.count(mutation.old)} times in {mutation.file}")
+    if not is_python(mutated := original.replace(mutation.old, mutation.new)):
+        return verdict(None, "the mutated file is not Python")
+    groups = claiming_tests(mutation.id)
+    if not groups:
+        return verdict(None, "no test without an engine claims it")
+    failed = error = None
+    _write(source, mutated)
+    try:
+        for tests in groups:
+            failed, error = _run(tests)
+            if failed or error:
+                break
+    finally:
+        _write(source, original)
+    if error:
+        return verdict(None, error)
+    if failed and not _passes_unmutated(failed):
+        return verdict(None, f"{failed} fails without the mutation, too")
+    return verdict(failed)
+
+
+def _prepare_worker(folder: str) -> None:
+    """Give this process its own copy of `src` below `folder`."""
+    global _workplace
+    _workplace = Path(folder) / str(os.getpid())
+    shutil.copytree(ROOT / "src", _workplace / "src", ignore=shutil.ignore_patterns("__pycache__"))
+
+
+def _build_tokenizers(folder: str) -> None:
+    """Build the tokenizers that tests would otherwise build again and again. Another process imports coordexp."""
+    code = (
+        "from coordexp.demo.vocabulary import make_tokenizer\n"
+        "for name in ('qwen', 'small'):\n"
+        f"    make_tokenizer(name).backend_tokenizer.save({folder!r} + f'/{{name}}.json')"
+    )
+    environment = os.environ | {"PYTHONPATH": str(ROOT / "src")}
+    subprocess.run([sys.executable, "-c", code], check=True, env=environment)
+    os.environ[CACHE] = folder
+
+
+def _write(source: Path, text: str) -> None:
+    """Write a source file and remove its byte code, whose time stamp is too coarse for two writes in a second."""
+    source.write_text(text)
+    for compiled in (source.parent / "__pycache__").glob(f"{source.stem}.*.pyc"):
+        compiled.unlink()
+
+
+@cache
+def _passes_unmutated(test: str) -> bool:
+    return _run([test]) == (None, None)
+
+
+def _run(tests: Sequence[str]) -> tuple[str | None, str | None]:
+    """Run tests in a fork. Return the first one that fails, or why they could not be run."""
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.close(reading)
+        os.setpgid(0, 0)
+        _run_and_exit(tests, writing)
+    os.close(writing)
+    signal.signal(signal.SIGALRM, lambda *_: os.killpg(child, signal.SIGKILL))
+    signal.alarm(DEADLINE_S)
+    with os.fdopen(reading) as pipe:
+        output = pipe.read()
+    os.waitpid(child, 0)
+    signal.alarm(0)
+    if not output:
+        return f"{tests[0]} (did not end within {DEADLINE_S} s, or crashed)", None
+    outcome: dict[str, Any] = json.loads(output)
+    if outcome["exit"] not in (0, 1):
+        last = " | ".join((_workplace / "output").read_text(errors="replace").strip().splitlines()[-3:])
+        return None, f"pytest could not run {tests[0]} (exit code {outcome['exit']}): {last}"
+    return outcome["failed"], None
+
+
+def _run_and_exit(tests: Sequence[str], writing: int) -> None:
+    """Run in the fork: import coordexp from the copy, tell the pipe what failed, and end the process."""
+    output = os.open(_workplace / "output", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    os.chdir(ROOT)
+    os.environ["PYTHONPATH"] = str(_workplace / "src")
+    sys.path.insert(0, str(_workplace / "src"))
+    failures = _Failures()
+    try:
+        code = pytest.main([*OPTIONS, f"--basetemp={_workplace}/files", *tests], plugins=[failures])
+    except BaseException:  # noqa: BLE001 - told by the exit code and the output
+        traceback.print_exc()
+        code = 70
+    with os.fdopen(writing, "w") as pipe:
+        json.dump({"exit": int(code), "failed": failures.first}, pipe)
+    os._exit(0)
+
+
+class _Failures:
+    """A pytest plugin that remembers the first test that failed."""
+
+    first: str | None = None
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.failed and self.first is None:
+            self.first = report.nodeid
+
+
+def _selected(arguments: argparse.Namespace) -> list[Mutation]:
+    chosen = mutations()
+    if arguments.quick:
+        chosen = [mutation for mutation in chosen if mutation.quick]
+    if arguments.ids:
+        wanted = set(arguments.ids)
+        chosen = [m for m in chosen if m.id in wanted or m.id.partition(".")[0] in wanted]
+    return chosen
+
+
+def _line(verdict: Verdict) -> str:
+    outcome = verdict.error or verdict.caught_by or "NOT CAUGHT"
+    mark = "caught" if verdict.caught_by else "ERROR" if verdict.error else "SURVIVED"
+    return f"{verdict.mutation.id:8} {mark:8} {verdict.seconds:5.1f} s  {verdict.mutation.says}\n{'':26}{outcome}"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("ids", nargs="*", help="requirements (R28) or parts (R28.C3); all without any")
+    parser.add_argument("--quick", action="store_true", help="only the mutations that CI runs")
+    chosen = _selected(parser.parse_args())
+    print(f"{len(chosen)} mutations, {WORKERS} at a time", flush=True)
+    since = time.perf_counter()
+    for name in WARM:
+        __import__(name)
+    page.claims()
+    gc.freeze()  # pytest collects garbage at the end of every run: not in what was imported here
+    verdicts = []
+    with tempfile.TemporaryDirectory(prefix="coordexp-mutate-") as folder:
+        _build_tokenizers(folder)
+        with multiprocessing.get_context("fork").Pool(WORKERS, _prepare_worker, (folder,)) as pool:
+            for verdict in pool.imap_unordered(judge, chosen):
+                verdicts.append(verdict)
+                print(f"[{len(verdicts)}/{len(chosen)}] {_line(verdict)}", flush=True)
+    missed = [verdict for verdict in verdicts if not verdict.caught_by]
+    if missed:
+        print("\nNot caught:\n" + "\n".join(map(_line, missed)))
+    count = len({verdict.mutation.id for verdict in verdicts})
+    print(
+        f"\n{len(verdicts)} mutations of {count} parts, {len(verdicts) - len(missed)} caught, {len(missed)} not, "
+        f"{time.perf_counter() - since:.0f} s"
+    )
+    return 1 if missed or not verdicts else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
