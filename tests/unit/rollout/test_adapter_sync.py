@@ -1,23 +1,16 @@
 """A colocated engine is sent the adapter alone, or whole weights where that cannot be. The run is told so, or it
 stops if it may not fall back. The engine is a fake."""
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 
 from coordexp.config.rollout import Offload
 from coordexp.errors import EngineError
 from coordexp.train.offload import offloaded
-from tests.source import SOURCE
 from tests.unit.config.trees import load, stage2
 from tests.unit.rollout.fake_engine import ADAPTER, WEIGHTS, Run
+from tests.unit.rollout.ranks import run_two_ranks
 
-ROOT = Path(__file__).parents[3]
 BOTH = Offload(enabled=True, offload_model=True, offload_optimizer=True)
 REFUSAL = "the engine cannot use the adapter: LoRA rank 16 is greater than max_lora_rank 8"
 
@@ -138,24 +131,7 @@ def test_the_learner_is_out_of_memory_before_a_fake_engine_starts_until_it_has_a
 @pytest.mark.timeout(120)
 def test_when_the_fake_engine_of_one_rank_refuses_the_adapter_both_ranks_send_whole_weights(tmp_path):
     """Real processes that talk by gloo. Each has an engine of its own."""
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-m", "tests.unit.rollout.colocate_worker", str(rank), str(tmp_path)],
-            cwd=ROOT,
-            env=os.environ | {"PYTHONPATH": f"{ROOT}:{SOURCE}"},
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    try:
-        errors = [rank.communicate(timeout=110)[1][-3000:] for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-    assert [rank.returncode for rank in ranks] == [0, 0], errors
-    for rank in range(2):
-        came_of = json.loads((tmp_path / f"rank-{rank}.json").read_text())
+    for came_of in run_two_ranks("tests.unit.rollout.colocate_worker", tmp_path):
         assert came_of["sent"][0] == [1, list(ADAPTER)]
         assert came_of["sent"][-2:] == [[2, list(WEIGHTS)], [3, list(WEIGHTS)]]
         assert came_of["warnings"] == [f"warning: {REFUSAL}; whole weights are sent from here on"]

@@ -3,41 +3,16 @@
 Real processes that talk by gloo; the servers are fakes.
 """
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 
-from tests.source import SOURCE
+from tests.unit.rollout.ranks import run_two_ranks
 
 pytestmark = pytest.mark.timeout(120)
-ROOT = Path(__file__).parents[3]
 
 
 @pytest.fixture(scope="module")
 def came_of(tmp_path_factory) -> list[dict]:
-    folder = tmp_path_factory.mktemp("ranks")
-    command = [sys.executable, "-m", "tests.unit.rollout.servers_worker"]
-    ranks = [
-        subprocess.Popen(
-            [*command, str(rank), str(folder)],
-            cwd=ROOT,
-            env=os.environ | {"PYTHONPATH": f"{ROOT}:{SOURCE}"},
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    try:
-        errors = [rank.communicate(timeout=110)[1][-3000:] for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-    assert [rank.returncode for rank in ranks] == [0, 0], errors
-    return [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(2)]
+    return run_two_ranks("tests.unit.rollout.servers_worker", tmp_path_factory.mktemp("ranks"))
 
 
 def test_no_scene_leaves_a_rank_behind(came_of):
