@@ -1,6 +1,11 @@
 """Answers with scores: by transformers, by a real vLLM engine, and as files that can be measured."""
 
 import json
+import os
+import signal
+import subprocess
+import sys
+import time
 
 import pytest
 from PIL import Image
@@ -16,6 +21,7 @@ from coordexp.rollout.hugging_face import HuggingFaceBackend
 from coordexp.rollout.prompt import PromptBuilder
 from coordexp.rollout.vllm import answers
 from coordexp.vocab import VocabularyTable
+from tests.source import SOURCE
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -99,3 +105,98 @@ def test_a_picture_of_another_size_than_its_record_is_refused(lively_model, tmp_
     with pytest.raises(DataError, match="the record says 96 x 32, the picture is 32 x 96"):
         prompts.pixels(tmp_path / "turned.jpg", (96, 32))
     assert prompts.pixels(tmp_path / "turned.jpg", (32, 96))[1].tolist() == [[1, 6, 2]]
+
+
+def predicting(model, folder, *more):
+    return [
+        *(
+            "predict",
+            "--model",
+            str(model),
+            "--data",
+            str(folder / "s/val.jsonl"),
+            "--out",
+            str(folder / "preds.json"),
+        ),
+        *("--max-new-tokens", "24", "--batch", "2", *more),
+    ]
+
+
+@pytest.fixture
+def eight_scenes(tmp_path):
+    write_scenes(tmp_path / "s", SceneSettings(), train=1, val=8, seed=0, advance=lambda: None)
+    return tmp_path
+
+
+def test_a_picture_that_cannot_be_read_is_an_answer_that_says_so(lively_model, eight_scenes):
+    whole = CliRunner().invoke(app, predicting(lively_model, eight_scenes))
+    assert whole.exit_code == 0, whole.output
+    undisturbed = (eight_scenes / "preds.answers.jsonl").read_text().splitlines()
+
+    broken = sorted((eight_scenes / "s/images/val").iterdir())[2]
+    broken.write_bytes(broken.read_bytes()[:40])
+    result = CliRunner().invoke(app, predicting(lively_model, eight_scenes))
+    assert result.exit_code == 0, result.output
+    assert f"{broken}: not a readable picture" in result.output
+    assert "1 of 8 pictures could not be read" in result.output
+    lines = (eight_scenes / "preds.answers.jsonl").read_text().splitlines()
+    assert json.loads(lines[2])["finish_reason"] == "image_unreadable"
+    assert [line for k, line in enumerate(lines) if k != 2] == [
+        line for k, line in enumerate(undisturbed) if k != 2
+    ]
+    measured = [
+        "evaluate",
+        "--data",
+        str(eight_scenes / "s/val.jsonl"),
+        "--preds",
+        str(eight_scenes / "preds.json"),
+    ]
+    result = CliRunner().invoke(app, measured)
+    assert result.exit_code == 0, result.output
+    assert "1 image could not be read" in result.output
+
+    for picture in (eight_scenes / "s/images/val").iterdir():
+        picture.unlink()
+    result = CliRunner().invoke(app, predicting(lively_model, eight_scenes))
+    assert result.exit_code == 1
+    assert "8 of 8 pictures could not be read" in result.output
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
+def test_predictions_that_were_interrupted_are_resumed(lively_model, eight_scenes, number):
+    whole = CliRunner().invoke(app, predicting(lively_model, eight_scenes))
+    assert whole.exit_code == 0, whole.output
+    files = [eight_scenes / "preds.json", eight_scenes / "preds.answers.jsonl"]
+    undisturbed = [file.read_text() for file in files]
+    for file in files:
+        file.unlink()
+
+    unfinished = eight_scenes / "preds.unfinished.jsonl"
+    code = "import sys; from coordexp.cli import app; app(sys.argv[1:])"
+    words = [sys.executable, "-c", code, *predicting(lively_model, eight_scenes)]
+    environment = os.environ | {"PYTHONPATH": str(SOURCE)}
+    process = subprocess.Popen(words, stderr=subprocess.PIPE, text=True, env=environment)
+    deadline = time.monotonic() + 120
+    while not (
+        unfinished.is_file() and unfinished.read_bytes().count(b"\n") >= 3
+    ):  # one batch, and what was asked
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.002)
+    process.send_signal(number)
+    _, said = process.communicate(timeout=60)
+    if number == signal.SIGINT:
+        assert process.returncode == 130, said
+        assert "of 8 pictures; their answers are in" in said
+        assert "--resume goes on from there" in said
+    assert not files[0].exists()
+    before = CliRunner().invoke(app, predicting(lively_model, eight_scenes))
+    assert before.exit_code == 1
+    assert "add --resume" in before.output
+    other = CliRunner().invoke(app, predicting(lively_model, eight_scenes, "--resume", "--max-new-tokens", "25"))
+    assert other.exit_code == 1
+    assert "made with another max_new_tokens" in other.output
+    result = CliRunner().invoke(app, predicting(lively_model, eight_scenes, "--resume"))
+    assert result.exit_code == 0, result.output
+    assert "of 8 pictures have been answered already" in result.output
+    assert [file.read_text() for file in files] == undisturbed
+    assert not unfinished.exists()

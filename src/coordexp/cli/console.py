@@ -43,10 +43,10 @@ def progress(message: str) -> AbstractContextManager[object]:
 
 
 @contextmanager
-def bar(message: str, total: int) -> Iterator[Callable[[], None]]:
+def bar(message: str, total: int, done: int = 0) -> Iterator[Callable[[], None]]:
     """A progress bar on standard error; what comes back moves it by one. In a log, the message once."""
     with Progress(console=err, transient=True, disable=not err.is_terminal) as shown:
-        task = shown.add_task(message, total=total)
+        task = shown.add_task(message, total=total, completed=done)
         if not err.is_terminal:
             err.print(message)
         yield lambda: shown.advance(task)

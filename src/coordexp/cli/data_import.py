@@ -41,6 +41,11 @@ class Empty(StrEnum):
     drop = "drop"
 
 
+class Missing(StrEnum):
+    refuse = "refuse"
+    keep = "keep"
+
+
 class Outside(StrEnum):
     clip = "clip"
     drop = "drop"
@@ -70,6 +75,9 @@ MultipartOption = Annotated[
 ]
 CrowdOption = Annotated[Crowd, typer.Option(help="Annotations of a crowd.")]
 EmptyOption = Annotated[Empty, typer.Option(help="Images without objects.")]
+MissingOption = Annotated[
+    Missing, typer.Option(help="When more than half of the image files are not there: stop, or write the records.")
+]
 OutsideOption = Annotated[Outside, typer.Option(help="Objects that leave their image.")]
 ToleranceOption = Annotated[
     float,
@@ -93,11 +101,20 @@ def _instances(name: str, about: str) -> None:
         empty: EmptyOption = Empty.keep,
         outside: OutsideOption = Outside.clip,
         tolerance: ToleranceOption = 0.0,
+        missing: MissingOption = Missing.refuse,
     ) -> None:
         from coordexp.data.importers import Rules, read_coco, read_lvis
 
         read = {"coco": read_coco, "lvis": read_lvis}[name]
-        rules = Rules(geometry.value, multipart.value, crowd.value, empty.value, outside.value, tolerance)
+        rules = Rules(
+            geometry.value,
+            multipart.value,
+            crowd.value,
+            empty.value,
+            missing.value,
+            outside.value,
+            tolerance,
+        )
         _import(lambda rules, tally: read(annotations, images, rules, tally, _size), target, rules)
 
 
@@ -144,11 +161,19 @@ def labelme(
     empty: EmptyOption = Empty.keep,
     outside: OutsideOption = Outside.clip,
     tolerance: ToleranceOption = 0.0,
+    missing: MissingOption = Missing.refuse,
 ) -> None:
     """labelme JSON files: rectangles, polygons and circles (as polygons)."""
     from coordexp.data.importers import Rules, read_labelme
 
-    rules = Rules(geometry.value, multipart.value, empty=empty.value, outside=outside.value, tolerance=tolerance)
+    rules = Rules(
+        geometry.value,
+        multipart.value,
+        empty=empty.value,
+        missing=missing.value,
+        outside=outside.value,
+        tolerance=tolerance,
+    )
     _import(lambda rules, tally: read_labelme(labels, images, tally, _size), target, rules)
 
 

@@ -80,12 +80,12 @@ def _write_page(path: Path, report: "Report", folder: Path, words: str, most: in
 
 
 def _read(data: Path, preds: Path, answered_only: bool) -> "tuple[Truth, tuple[Answer, ...]]":
-    from coordexp.data import RecordError, read_records
-    from coordexp.evaluate import PredictionError, check_predictions, read_predictions
+    from coordexp.data import RecordError, RecordFile
+    from coordexp.evaluate import PredictionError, check_predictions, read_predictions, read_truth
 
     try:
         predictions = read_predictions(preds)
-        truth = list(read_records(data))
+        truth = read_truth(RecordFile(data))
         check_predictions(predictions, truth)
     except (RecordError, PredictionError) as error:
         stop(str(error))

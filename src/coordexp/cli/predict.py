@@ -1,5 +1,6 @@
 """`coordexp predict`: a model's answers to a file of records, as COCO detections and as they were written."""
 
+import hashlib
 import json
 import os
 from collections.abc import Callable, Sequence
@@ -9,13 +10,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from coordexp.cli.console import bar, err, need, out, progress, stop
+from coordexp.cli.console import bar, err, need, out, printable, progress, stop
 from coordexp.cli.demo import Backend
 
 if TYPE_CHECKING:
     from coordexp.data import RecordFile
     from coordexp.evaluate import Answer
-    from coordexp.evaluate.predictions import Truth
+    from coordexp.evaluate.predictions import Truth, Unfinished
     from coordexp.rollout.backend import Picture, Rollout
     from coordexp.vocab import VocabularyTable
 
@@ -33,6 +34,7 @@ def predict(
     prompt: Annotated[
         str | None, typer.Option(help="The question. Unset: the one the model was trained with.")
     ] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on after an interruption.")] = False,
 ) -> None:
     """Answer every picture greedily. Scores are token probabilities."""
     need("torch", "transformers", extra="train")
@@ -42,50 +44,139 @@ def predict(
         inside = sorted(path.name for path in model.glob("checkpoint-*"))
         way_out = "give a model folder; an adapter is merged first (coordexp model merge)"
         stop(f"{model} has no config.json\n  {f'it holds {inside[-1]}: give that' if inside else way_out}")
+    question = prompt or _prompt_of(model)
     with progress("loading"):
         from coordexp.data import RecordError, RecordFile
-        from coordexp.evaluate import write_predictions
+        from coordexp.evaluate import PredictionError, read_truth, write_predictions
+        from coordexp.evaluate.predictions import Unfinished
         from coordexp.vocab import VocabularyError, VocabularyTable
 
         try:
             records, table = RecordFile(data), VocabularyTable.from_folder(model)
-            truth = [records.numbered(k) for k in range(len(records))]
+            truth = read_truth(records)
             to.parent.mkdir(parents=True, exist_ok=True)
-        except (OSError, RecordError, VocabularyError) as error:
+            if to.is_dir() or not os.access(to.parent, os.W_OK):
+                stop(f"{to} cannot be written\n  give another --out")
+            unfinished = Unfinished(to, _asked(model, data, question, max_new_tokens))
+            answers = _begin(unfinished, truth[:limit], batch, resume)
+        except (OSError, RecordError, PredictionError, VocabularyError) as error:
             stop(str(error))
-        if to.is_dir() or not os.access(to.parent, os.W_OK):
-            stop(f"{to} cannot be written\n  give another --out")
         wanted = truth[:limit]
         sizes = {(record.width, record.height) for _, record in wanted}
-        answer, close = _engine(backend, model, prompt or _prompt_of(model), max_new_tokens, table, batch, sizes)
-    answers = _answers(records, wanted, table, answer, batch)
-    close()
+        answer, close = _engine(backend, model, question, max_new_tokens, table, batch, sizes)
+    try:
+        _predict(answers, unfinished, records, wanted, table, answer, batch)
+    except KeyboardInterrupt:
+        err.print(
+            f"interrupted after {len(answers)} of {len(wanted)} pictures; their answers are in {unfinished.path}\n"
+            "  the same command with --resume goes on from there",
+            markup=False,
+        )
+        raise typer.Exit(130) from None
+    finally:
+        close()
     write_predictions(to, answers, truth)
+    unfinished.remove()
     out.print(f"{sum(len(each.valid) for each in answers)} objects in {len(answers)} pictures: {to}")
     if cut := sum(each.truncated for each in answers):
         err.print(f"{cut} answers were cut off at {max_new_tokens} tokens; --max-new-tokens allows more")
+    _stop_if_most_are_unread(answers)
 
 
-def _answers(
-    records: "RecordFile", truth: "Truth", table: "VocabularyTable", answer: Answering, batch: int
-) -> list["Answer"]:
-    from coordexp.data import DataError
+def _begin(unfinished: "Unfinished", wanted: "Truth", batch: int, resume: bool) -> list["Answer"]:
+    """Return the answers of an interrupted run, in whole batches, so that the others are asked in the batches that
+    they would have been asked in."""
+    if not (resume and unfinished.path.is_file()):
+        unfinished.begin()
+        if resume:
+            err.print(f"{unfinished.path} is not there: from the beginning", markup=False)
+        return []
+    found = unfinished.resume()[: len(wanted)]
+    kept = found if len(found) == len(wanted) else found[: len(found) // batch * batch]
+    unfinished.keep(kept)
+    err.print(f"{len(kept)} of {len(wanted)} pictures have been answered already", markup=False)
+    return kept
+
+
+def _predict(
+    answers: list["Answer"],
+    unfinished: "Unfinished",
+    records: "RecordFile",
+    wanted: "Truth",
+    table: "VocabularyTable",
+    answer: Answering,
+    batch: int,
+) -> None:
+    """Add the missing answers, batch by batch, in memory and on disk."""
+    from coordexp.evaluate.answer import NO_IMAGE, Answer
     from coordexp.evaluate.tokens import answer_of
     from coordexp.rollout.backend import Picture
 
-    answers = []
-    with bar("answering", len(truth)) as advance:
-        for start in range(0, len(truth), batch):
-            part = truth[start : start + batch]
-            pictures = [Picture.of(records, record) for _, record in part]
-            try:
-                found = answer(pictures)
-            except DataError as error:
-                stop(str(error))
-            for (number, record), rollout in zip(part, found, strict=True):
-                answers.append(answer_of(number, record.image, rollout, table))
+    with bar("answering", len(wanted), len(answers)) as advance:
+        for start in range(len(answers), len(wanted), batch):
+            part = wanted[start : start + batch]
+            rollouts = _rollouts([Picture.of(records, record) for _, record in part], answer)
+            found = [
+                Answer(number, record.image, "", NO_IMAGE, 0, ())
+                if rollout is None
+                else answer_of(number, record.image, rollout, table)
+                for (number, record), rollout in zip(part, rollouts, strict=True)
+            ]
+            unfinished.add(found)
+            answers += found
+            for _ in found:
                 advance()
-    return answers
+
+
+def _rollouts(pictures: Sequence["Picture"], answer: Answering) -> list["Rollout | None"]:
+    """Return the answer to each picture, or None for one that cannot be read: its batch is asked without it."""
+    from coordexp.data import DataError
+    from coordexp.rollout.prompt import open_image
+
+    try:
+        return list(answer(pictures))
+    except DataError as error:
+        first = error
+    faults: dict[int, DataError] = {}
+    for k, picture in enumerate(pictures):
+        try:
+            open_image(picture.path, (picture.width, picture.height))
+        except DataError as error:
+            faults[k] = error
+    if not faults:  # the fault is not in a file
+        stop(str(first))
+    for fault in faults.values():
+        err.print(printable(str(fault).partition("\n")[0]), markup=False, style="yellow")
+    readable = [picture for k, picture in enumerate(pictures) if k not in faults]
+    found = iter(answer(readable) if readable else ())
+    return [None if k in faults else next(found) for k in range(len(pictures))]
+
+
+def _stop_if_most_are_unread(answers: Sequence["Answer"]) -> None:
+    unread = sum(not each.was_asked for each in answers)
+    if not unread:
+        return
+    message = (
+        f"{unread} of {len(answers)} pictures could not be read; their answers say finish_reason image_unreadable"
+    )
+    if unread * 2 > len(answers):
+        stop(f"{message}\n  run `coordexp data doctor` on the data: it says what is wrong with each picture")
+    err.print(message, style="yellow")
+
+
+def _asked(model: Path, data: Path, prompt: str, max_new_tokens: int) -> dict[str, Any]:
+    """Return what makes predictions the same ones, with a name for each part that an error can show."""
+    weights = sorted(
+        (file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in model.glob("*.safetensors")
+    )
+    with data.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    return {
+        "model": [str(model.resolve()), *map(list, weights)],
+        "data": digest,
+        "prompt": prompt,
+        "max_new_tokens": max_new_tokens,
+    }
 
 
 def _prompt_of(model: Path) -> str:

@@ -3,6 +3,9 @@
     {"image": "images/7.png", "width": 640, "height": 480, "space": "pixel",
      "objects": [{"desc": "red cup", "bbox_2d": [10, 20, 110, 220]}, {"desc": "leaf", "poly": [1, 2, 9, 4, 5, 9]}]}
 
+A record may have the `image_id` and an object the `category_id` that a COCO file gave it: training does not use
+them, and predictions carry them, so that COCO tools find the same images and classes.
+
 Image paths are relative to the folder of the file. Files stream; `RecordFile` finds any line without reading the
 others. A line that breaks a rule is a `RecordError` with its file, its number and the way out.
 """
@@ -23,6 +26,8 @@ from coordexp.errors import DataError
 Space = Literal["pixel", "unit", "norm1000", "bin"]
 SPACES: tuple[Space, ...] = get_args(Space)
 KINDS: tuple[GeometryKind, ...] = get_args(GeometryKind)
+KEYS = {"image", "width", "height", "space", "objects"}
+LARGEST_ID = 2**63  # ids are 64-bit numbers in COCO's tools
 LARGEST = 1e12  # beyond any coordinate; keeps infinity, NaN and whole numbers that no float can hold away
 
 
@@ -37,6 +42,7 @@ class RecordObject:
     desc: str
     kind: GeometryKind
     coords: tuple[float, ...]
+    category_id: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +52,7 @@ class Record:
     height: int
     space: Space
     objects: tuple[RecordObject, ...]
+    image_id: int | None = None
 
     @property
     def extent(self) -> tuple[float, float]:
@@ -73,22 +80,30 @@ class Record:
         return Sample(self.image, self.width, self.height, tuple(objects))
 
     def as_json(self) -> str:
-        objects = [{"desc": found.desc, found.kind: [_short(v) for v in found.coords]} for found in self.objects]
+        objects = [
+            {"desc": found.desc, found.kind: [_short(v) for v in found.coords]}
+            | ({} if found.category_id is None else {"category_id": found.category_id})
+            for found in self.objects
+        ]
+        named = {} if self.image_id is None else {"image_id": self.image_id}
         head = {"image": self.image, "width": self.width, "height": self.height, "space": self.space}
-        return json.dumps(head | {"objects": objects}, ensure_ascii=False)
+        return json.dumps(head | named | {"objects": objects}, ensure_ascii=False)
 
 
 def parse_record(line: str | bytes) -> Record:
     """ValueError says what is wrong with the line."""
-    value = json.loads(line)
+    try:
+        value = json.loads(line, object_pairs_hook=_without_repeats)
+    except RecursionError as error:
+        raise ValueError("brackets are nested too deeply") from error
     if not isinstance(value, dict):
         raise ValueError("a record is a JSON object")
-    unknown = sorted(set(value) - {"image", "width", "height", "space", "objects"})
-    missing = sorted({"image", "width", "height", "space", "objects"} - set(value))
+    unknown = sorted(set(value) - KEYS - {"image_id"})
+    missing = sorted(KEYS - set(value))
     if unknown or missing:
         raise ValueError(
             "; ".join(
-                f"{what} {', '.join(k)}"
+                f"{what} {', '.join(map(_shown, k))}"
                 for what, k in (("unknown keys:", unknown), ("missing keys:", missing))
                 if k
             )
@@ -102,7 +117,9 @@ def parse_record(line: str | bytes) -> Record:
         raise ValueError(f"space {space!r} is not one of {', '.join(SPACES)}")
     if not isinstance(objects, list):
         raise ValueError("objects is not a list")
-    return Record(image, width, height, space, tuple(_object(found, k) for k, found in enumerate(objects)))
+    image_id = _id(value, "image_id", "image_id")
+    found = tuple(_object(each, k) for k, each in enumerate(objects))
+    return Record(image, width, height, space, found, image_id)
 
 
 def read_records(path: Path) -> Iterator[tuple[int, Record]]:
@@ -131,8 +148,10 @@ class RecordFile:
             return _parsed(self.path, int(self._numbers[index]), file.readline())
 
     def numbered(self, index: int) -> tuple[int, Record]:
-        """With its line number, which names its image in predictions."""
-        return int(self._numbers[index]), self[index]
+        """Return a record with the number that names its image in predictions: its `image_id`, or else the number
+        of its line."""
+        record = self[index]
+        return int(self._numbers[index]) if record.image_id is None else record.image_id, record
 
     def image_path(self, record: Record) -> Path:
         return self.path.parent / record.image
@@ -150,9 +169,10 @@ def _object(value: Any, index: int) -> RecordObject:
     if not isinstance(value, dict):
         raise ValueError(f"{where} is not a JSON object")
     kinds = [kind for kind in KINDS if kind in value]
-    if set(value) != {"desc", *kinds} or len(kinds) != 1:
+    if set(value) - {"category_id"} != {"desc", *kinds} or len(kinds) != 1:
         raise ValueError(
-            f"{where} has the keys {', '.join(sorted(value))}; it needs desc and one of {', '.join(KINDS)}"
+            f"{where} has the keys {', '.join(map(_shown, sorted(value)))}; "
+            f"it needs desc and one of {', '.join(KINDS)}, and may have a category_id"
         )
     desc, coords = value["desc"], value[kinds[0]]
     if not isinstance(desc, str) or not desc.strip():
@@ -162,7 +182,28 @@ def _object(value: Any, index: int) -> RecordObject:
         raise ValueError(f"{where}.{kinds[0]} is not a list of numbers")
     if not count_fits(kinds[0], len(coords)):
         raise ValueError(f"{where}.{kinds[0]} has {len(coords)} numbers; {COUNT_RULE}")
-    return RecordObject(desc, kinds[0], tuple(map(float, coords)))
+    category_id = _id(value, "category_id", f"{where}.category_id")
+    return RecordObject(desc, kinds[0], tuple(map(float, coords)), category_id)
+
+
+def _id(value: dict[str, Any], key: str, where: str) -> int | None:
+    found = value.get(key)
+    if key in value and (type(found) is not int or not 0 <= found < LARGEST_ID):
+        raise ValueError(f"{where} {found!r} is not a whole number from 0")
+    return found
+
+
+def _shown(key: str) -> str:
+    return key if key.isprintable() else repr(key)
+
+
+def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return a JSON object as a dict. ValueError for a key that is there twice: JSON would keep the last."""
+    value = dict(pairs)
+    if len(value) < len(pairs):
+        keys = [key for key, _ in pairs]
+        raise ValueError(f"the key {next(key for key in keys if keys.count(key) > 1)!r} is there twice")
+    return value
 
 
 def _short(value: float) -> float | int:

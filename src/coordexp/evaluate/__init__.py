@@ -11,6 +11,7 @@ from coordexp.evaluate.predictions import (
     Predictions,
     check_predictions,
     read_predictions,
+    read_truth,
     write_predictions,
 )
 from coordexp.evaluate.report import Report, evaluate
@@ -27,6 +28,7 @@ __all__ = [
     "check_predictions",
     "evaluate",
     "read_predictions",
+    "read_truth",
     "rescored",
     "write_predictions",
 ]

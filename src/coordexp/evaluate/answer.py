@@ -15,6 +15,8 @@ from coordexp.data.records import KINDS
 from coordexp.data.sample import COUNT_RULE, count_fits
 from coordexp.parse import PredictedObject
 
+NO_IMAGE = "image_unreadable"
+
 
 @dataclass(frozen=True, slots=True)
 class AnswerObject:
@@ -48,7 +50,8 @@ class AnswerObject:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """`finish_reason` is stop when the model ended by itself, length when it was cut off."""
+    """`finish_reason` is stop when the model ended by itself, length when it was cut off, and `NO_IMAGE` when it
+    was not asked, because the image cannot be read."""
 
     image_id: int
     image: str
@@ -64,6 +67,10 @@ class Answer:
     @property
     def truncated(self) -> bool:
         return self.finish_reason == "length"
+
+    @property
+    def was_asked(self) -> bool:
+        return self.finish_reason != NO_IMAGE
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +113,7 @@ def parse_answer(line: str | bytes) -> Answer:
         except ValueError as error:
             raise ValueError(f"objects[{k}]: {error}") from error
     return Answer(
-        _whole(value, "image_id", at_least=1),
+        _whole(value, "image_id", at_least=0),
         _text(value, "image"),
         _text(value, "text"),
         _text(value, "finish_reason"),
@@ -127,7 +134,7 @@ def parse_detection(value: Any) -> Detection:
         raise ValueError(f"score {value['score']!r} is not a number")
     x, y, width, height = map(float, value["bbox"])
     return Detection(
-        _whole(value, "image_id", at_least=1),
+        _whole(value, "image_id", at_least=0),
         _whole(value, "category_id", at_least=0),
         _text(value, "desc"),
         (x, y, width, height),

@@ -72,17 +72,17 @@ def known_classes(scenes: Sequence[Scene]) -> frozenset[str]:
 def observe_image(scene: Scene, matching: Matching, known: frozenset[str]) -> dict[str, Rate]:
     """What one image adds to each rate. `known` are the classes of the whole data."""
     valid, true, refused = len(scene.found), len(scene.true), len(scene.answer.objects) - len(scene.found)
-    stopped = scene.answer.finish_reason == "stop"
+    stopped, asked = scene.answer.finish_reason == "stop", int(scene.answer.was_asked)
     return {
         "duplicates": Rate(len(duplicates(scene, matching)), valid),
         "invalid": Rate(refused, valid + refused),
         "unknown_class": Rate(sum(one.desc not in known for one in scene.found), valid),
         "oversized": Rate(len(oversized(scene, matching)), valid),
-        "truncated": Rate(int(scene.answer.truncated), 1),
-        "unreadable": Rate(int(not scene.answer.text.lstrip().startswith("{")), 1),
+        "truncated": Rate(int(scene.answer.truncated), asked),
+        "unreadable": Rate(int(asked and not scene.answer.text.lstrip().startswith("{")), asked),
         "early_stop": Rate(int(stopped and valid < true), int(stopped)),
-        "over_count": Rate(int(valid > true), 1),
-        "boxes_on_empty": Rate(int(not true and valid > 0), int(not true)),
+        "over_count": Rate(int(valid > true), asked),
+        "boxes_on_empty": Rate(int(not true and valid > 0), int(not true and asked)),
     }
 
 

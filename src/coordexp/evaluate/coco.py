@@ -10,7 +10,7 @@ from typing import Any
 
 from hotcoco import COCO, COCOeval
 
-from coordexp.evaluate.predictions import UNKNOWN_CATEGORY, Detection, category_ids
+from coordexp.evaluate.predictions import Detection, category_ids, unknown_category
 from coordexp.evaluate.scene import Labelled, Scene
 from coordexp.evaluate.shapes import mask_area, mask_of
 
@@ -42,7 +42,8 @@ def coco_scores(scenes: Sequence[Scene], detections: Sequence[Detection], kind: 
     """`kind` is bbox or segm. A class that the truth does not have is in no category and costs nothing here."""
     categories = category_ids([(scene.image_id, scene.record) for scene in scenes])
     truth = COCO(coco_truth(scenes))
-    known = [found.as_dict() for found in detections if found.category_id != UNKNOWN_CATEGORY]
+    unknown = unknown_category(categories)
+    known = [found.as_dict() for found in detections if found.category_id != unknown]
     evaluation = COCOeval(truth, truth.load_res(known), kind)
     evaluation.evaluate()
     evaluation.accumulate()

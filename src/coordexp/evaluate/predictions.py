@@ -5,39 +5,46 @@
     preds.answers.jsonl  {"image_id": 7, "image": "images/7.png", "text": "{...", "finish_reason": "stop",
                           "tokens": 120, "objects": [{"desc", "kind", "bins", "score", "reason"}, ...]}
 
+    preds.unfinished.jsonl  while predictions are made: what is asked of which model, then the answers so far
+
 The answers say everything, also what the parser refused; the detections are what other COCO tools read, in pixels.
-An image is named by the line number of its record. Reading is strict: what breaks a rule is a `PredictionError`.
+An image is named by the `image_id` of its record, and without one by the number of its line; a class has the
+`category_id` of its objects, or else a number of its own. Reading is strict: what breaks a rule is a
+`PredictionError`.
 """
 
+import itertools
 import json
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from coordexp.data import Record
+from coordexp.data import Record, RecordFile
 from coordexp.evaluate.answer import Answer, AnswerObject, Detection, in_pixels, parse_answer, parse_detection
 
 __all__ = [
-    "UNKNOWN_CATEGORY",
     "Answer",
     "AnswerObject",
     "Detection",
     "PredictionError",
     "Predictions",
     "Truth",
+    "Unfinished",
     "answers_path",
     "category_ids",
     "check_image",
     "check_predictions",
     "detections_of",
     "read_predictions",
+    "read_truth",
+    "unknown_category",
     "write_predictions",
 ]
 
-UNKNOWN_CATEGORY = 0  # of a desc that no true object has
-
-Truth = Sequence[tuple[int, Record]]  # line numbers with their records, as `read_records` gives them
+Truth = Sequence[tuple[int, Record]]  # records with the numbers that name their images
+HOW_NAMED = "an image_id is that of a record, or the number of its line if it has none"
 T = TypeVar("T")
 
 
@@ -55,10 +62,43 @@ def answers_path(path: Path) -> Path:
     return path.with_suffix(".answers.jsonl")
 
 
+def read_truth(records: RecordFile) -> Truth:
+    """Return all records with the numbers that name their images. Two records may not have the same number."""
+    truth = [records.numbered(index) for index in range(len(records))]
+    counted = Counter(number for number, _ in truth)
+    if len(counted) < len(truth):
+        number = next(number for number, count in counted.items() if count > 1)
+        raise PredictionError(
+            f"{records.path}: {counted[number]} records have the image_id {number} (a record without an image_id "
+            "has the number of its line)\n"
+            "  give every record an image_id of its own, or remove image_id from all of them"
+        )
+    return truth
+
+
 def category_ids(truth: Truth) -> dict[str, int]:
-    """From 1, by the sorted desc of all true objects."""
-    names = sorted({found.desc for _, record in truth for found in record.objects})
-    return {name: number for number, name in enumerate(names, start=1)}
+    """Return the number of every class of the data, by its desc: the smallest `category_id` that its objects have.
+    A class without one gets the next number that is free, in the order of the descs; so a file without any is
+    numbered from 1."""
+    objects = [found for _, record in truth for found in record.objects]
+    given: dict[str, int] = {}
+    for found in objects:
+        if found.category_id is not None:
+            given[found.desc] = min(found.category_id, given.get(found.desc, found.category_id))
+    descs: dict[int, str] = {}
+    for desc, number in given.items():
+        if descs.setdefault(number, desc) != desc:
+            raise PredictionError(
+                f"category_id {number} is the class {descs[number]!r} and the class {desc!r}\n"
+                "  an id names one class: correct the records, or remove category_id from all of them"
+            )
+    free = itertools.count(max(descs, default=0) + 1)
+    return {desc: given[desc] if desc in given else next(free) for desc in sorted({o.desc for o in objects})}
+
+
+def unknown_category(categories: dict[str, int]) -> int:
+    """Return the `category_id` of a desc that no true object has: 0, or the next free number if 0 is a class."""
+    return 0 if 0 not in categories.values() else max(categories.values()) + 1
 
 
 def detections_of(answers: Sequence[Answer], truth: Truth) -> Iterator[Detection]:
@@ -69,7 +109,7 @@ def detections_of(answers: Sequence[Answer], truth: Truth) -> Iterator[Detection
         if record is None:
             raise PredictionError(
                 f"image_id {answer.image_id} ({answer.image}) is not in the data\n"
-                "  an image_id is the line number of a record; give the file that was predicted on"
+                f"  {HOW_NAMED}; give the file that was predicted on"
             )
         check_image(answer, record)
         for found in answer.valid:
@@ -84,12 +124,56 @@ def check_image(answer: Answer, record: Record) -> None:
         )
 
 
+class Unfinished:
+    """The answers of predictions that are being made, on disk after every batch. The first line says what is asked
+    of which model, so that only the same predictions are resumed."""
+
+    def __init__(self, predictions: Path, asked: dict[str, Any]) -> None:
+        self.path, self.asked = predictions.with_suffix(".unfinished.jsonl"), asked
+
+    def begin(self) -> None:
+        """Write the first line. PredictionError if answers of an interrupted run are there."""
+        if self.path.exists():
+            raise PredictionError(
+                f"{self.path} has the answers of predictions that were interrupted\n"
+                "  add --resume to go on from there, or remove the file to begin again"
+            )
+        self.keep(())
+
+    def resume(self) -> list[Answer]:
+        """Return the answers that are there, without a last line that was not written to its end. PredictionError
+        if they are answers to something else."""
+        whole, _, _ = self.path.read_bytes().rpartition(b"\n")
+        lines = whole.split(b"\n")
+        asked = _read(json.loads, lines[0] or b"null", f"{self.path}:1")
+        if asked != self.asked:
+            names = sorted(name for name in self.asked if not asked or asked.get(name) != self.asked[name])
+            raise PredictionError(
+                f"{self.path} was made with another {' and another '.join(names)}\n"
+                "  give the same as before, or remove the file to begin again"
+            )
+        return [_read(parse_answer, line, f"{self.path}:{k}") for k, line in enumerate(lines[1:], start=2)]
+
+    def keep(self, answers: Sequence[Answer]) -> None:
+        """Write the file with these answers only, whole or not at all."""
+        part = self.path.with_name(f"{self.path.name}.partial")
+        _write(part, f"{_json(self.asked)}\n" + "".join(map(_line, answers)))
+        part.replace(self.path)
+
+    def add(self, answers: Sequence[Answer]) -> None:
+        with self.path.open("ab") as file:
+            file.write("".join(map(_line, answers)).encode("utf-8", errors="backslashreplace"))
+
+    def remove(self) -> None:
+        self.path.unlink()
+
+
 def write_predictions(path: Path, answers: Sequence[Answer], truth: Truth) -> None:
     """Writes both files. Every valid object needs a score: COCO results have no detection without one."""
     detections = [detection.as_dict() for detection in detections_of(answers, truth)]
     path.parent.mkdir(parents=True, exist_ok=True)
     _write(path, "[" + ",\n".join(map(_json, detections)) + "]\n")
-    _write(answers_path(path), "".join(f"{_json(asdict(answer))}\n" for answer in answers))
+    _write(answers_path(path), "".join(map(_line, answers)))
 
 
 def read_predictions(path: Path) -> Predictions:
@@ -133,7 +217,7 @@ def _detection(found: AnswerObject, image_id: int, record: Record, categories: d
     ring = in_pixels(found.bins, record)
     xs, ys = ring[::2], ring[1::2]
     box = (min(xs), min(ys), max(xs) - min(xs), max(ys) - min(ys))
-    category = categories.get(found.desc, UNKNOWN_CATEGORY)
+    category = categories.get(found.desc, unknown_category(categories))
     return Detection(image_id, category, found.desc, box, (ring,) if found.kind == "poly" else None, found.score)
 
 
@@ -148,6 +232,10 @@ def _same(left: Detection, right: Detection) -> bool:
 
 def _json(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False)
+
+
+def _line(answer: Answer) -> str:
+    return f"{_json(asdict(answer))}\n"
 
 
 def _write(path: Path, text: str) -> None:

@@ -126,8 +126,16 @@ def evaluate(truth: Truth, answers: Sequence[Answer]) -> Report:
         score_curve(scenes),
         observe(scenes, matchings),
         tuple(ImageReport(*each) for each in zip(scenes, _loosest(matchings), strict=True)),
-        notes,
+        (*notes, *_unread(answers)),
     )
+
+
+def _unread(answers: Sequence[Answer]) -> tuple[str, ...]:
+    unread = [answer.image for answer in answers if not answer.was_asked]
+    if not unread:
+        return ()
+    count = f"{len(unread)} image{'s' if len(unread) > 1 else ''} could not be read ({unread[0]})"
+    return (f"{count}: the model was not asked, and their true objects count as missed",)
 
 
 def _coco(

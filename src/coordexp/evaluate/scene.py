@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from coordexp.data import Record, RecordObject
 from coordexp.evaluate.answer import Answer, in_pixels
-from coordexp.evaluate.predictions import PredictionError, Truth, check_image
+from coordexp.evaluate.predictions import HOW_NAMED, PredictionError, Truth, check_image
 from coordexp.evaluate.shapes import Shape, iou
 from coordexp.match.candidates import Floats
 
@@ -48,8 +48,7 @@ def _check_ids(truth: Truth, answers: Sequence[Answer]) -> None:
             raise PredictionError(f"{_some(twice)} more than once in the {name}\n  give every image once")
     if unknown := sorted(set(answered) - set(asked)):
         raise PredictionError(
-            f"{_some(unknown)} not in the data\n"
-            "  an image_id is the line number of a record; give the file that was predicted on"
+            f"{_some(unknown)} not in the data\n  {HOW_NAMED}; give the file that was predicted on"
         )
     if missing := sorted(set(asked) - set(answered)):
         raise PredictionError(

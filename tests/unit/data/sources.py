@@ -35,7 +35,7 @@ def imported(folder: Path, document, reader=read_coco, **rules) -> tuple[list[Re
     (folder / "images").mkdir(exist_ok=True)
     source, target, tally = folder / "source.json", folder / "out.jsonl", Tally()
     source.write_text(document if isinstance(document, str) else json.dumps(document))
-    chosen = Rules(**rules)
+    chosen = Rules(**{"missing": "keep"} | rules)
     write_records(
         reader(source, folder / "images", chosen, tally, image_size), target, chosen, tally, lambda n: None
     )
@@ -48,7 +48,7 @@ def imported_lvis(folder: Path, document, **rules):
 
 def collected(folder: Path, images, tally: Tally, **rules) -> list[Record]:
     """What another reader gives, written and read back."""
-    chosen = Rules(**rules)
+    chosen = Rules(**{"missing": "keep"} | rules)
     write_records(images, folder / "out.jsonl", chosen, tally, lambda n: None)
     return [record for _, record in read_records(folder / "out.jsonl")]
 

@@ -290,3 +290,21 @@ def test_lvis_names_its_images_by_their_address_and_its_lists_are_noted(tmp_path
 def test_lvis_addresses_that_lead_elsewhere_are_refused(tmp_path, url):
     with pytest.raises(SourceError, match=r"leads out|not a file name"):
         imported_lvis(tmp_path, coco([], [{"id": 1, "coco_url": url} | SIZES]))
+
+
+def test_ids_of_images_and_categories_are_kept(tmp_path):
+    images = [{"id": 4900, "file_name": "a.png", "width": 64, "height": 48}]
+    found = [annotation(image_id=4900, category_id=7, segmentation=[SMALL, SQUARE])]
+    document = coco(found, images, [{"id": 7, "name": "cat"}])
+    (record,), _ = imported(tmp_path, document, multipart="split")
+    assert record.image_id == 4900
+    assert [each.category_id for each in record.objects] == [7, 7]
+
+
+def test_ids_that_are_texts_are_not_kept_and_that_is_counted(tmp_path):
+    images = [{"id": "x", "file_name": "a.png", "width": 64, "height": 48}]
+    document = coco([annotation(image_id="x", category_id="c")], images, [{"id": "c", "name": "cat"}])
+    (record,), tally = imported(tmp_path, document)
+    assert (record.image_id, record.objects[0].category_id) == (None, None)
+    assert counts(tally)["noted: image id that is not a whole number from 0: it is not kept"] == 1
+    assert counts(tally)["noted: category id that is not a whole number from 0: it is not kept"] == 1

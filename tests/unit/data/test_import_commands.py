@@ -89,3 +89,25 @@ def test_an_output_behind_a_link_finds_its_images(source):
     run("coco", source / "coco.json", "--images", source / "images", "--out", out)
     ((_, record),) = read_records(out)
     assert os.path.exists(out.parent / record.image)  # noqa: PTH110  (as the system follows it)
+
+
+def test_an_import_stops_when_most_image_files_are_not_there(source):
+    entries = [{"id": k, "file_name": f"{name}.png", "width": 64, "height": 48} for k, name in enumerate("abc", 1)]
+    words = ["coco", source / "coco.json", "--images", source / "images", "--out", source / "train.jsonl"]
+
+    (source / "coco.json").write_text(json.dumps(coco([annotation()], entries[:2])))
+    result = run(*words)  # one of two is there
+    assert result.exit_code == 0, result.output
+    assert "image file that is not there: its record is written" in result.output
+    (source / "train.jsonl").unlink()
+
+    (source / "coco.json").write_text(json.dumps(coco([annotation()], entries)))
+    result = run(*words)
+    assert result.exit_code == 1
+    assert f"2 of 3 image files are not there, the first is {source}/images/b.png" in result.output
+    assert "--missing keep" in result.output
+    assert "nothing was written" in result.output
+    assert not (source / "train.jsonl").exists()
+
+    assert run(*words, "--missing", "keep").exit_code == 0
+    assert len(list(read_records(source / "train.jsonl"))) == 3

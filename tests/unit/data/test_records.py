@@ -64,6 +64,17 @@ def test_every_space_gives_the_same_bins_and_pixels(space, box):
         (changed(objects=[{"desc": "a", "bbox_2d": [1, 2, 3, None]}]), "not a list of numbers"),
         (changed(objects=["a"]), r"objects\[0\] is not a JSON object"),
         (json.dumps(LINE).replace("64,", "NaN,"), "not a list of numbers"),
+        (json.dumps(LINE).replace('"width"', '"height": 9, "width"'), "the key 'height' is there twice"),
+        ("[" * 100_000, "nested too deeply"),
+        (changed(**{"a\0": 1}), r"unknown keys: 'a\\x00'"),
+        (changed(image_id=-1), "image_id -1 is not a whole number from 0"),
+        (changed(image_id="7"), "image_id '7' is not a whole number from 0"),
+        (changed(image_id=None), "image_id None is not a whole number from 0"),
+        (changed(image_id=2**63), "is not a whole number from 0"),
+        (
+            changed(objects=[{"desc": "a", "bbox_2d": [1, 2, 3, 4], "category_id": 1.0}]),
+            r"objects\[0\].category_id 1.0 is not a whole number from 0",
+        ),
     ],
 )
 def test_a_broken_record_says_what_is_wrong(line, words):
@@ -96,3 +107,13 @@ def test_a_shape_without_area_cannot_become_a_sample():
     flat = Record("a.png", 10, 10, "pixel", (RecordObject("line", "bbox_2d", (1.0, 1.0, 1.0, 5.0)),))
     with pytest.raises(ValueError, match="has no area"):
         flat.sample()
+
+
+def test_ids_of_coco_are_kept_and_name_the_image(tmp_path):
+    line = changed(image_id=0, objects=[{"desc": "a", "bbox_2d": [1, 2, 3, 4], "category_id": 7}])
+    record = parse_record(line)
+    assert (record.image_id, record.objects[0].category_id) == (0, 7)
+    assert parse_record(record.as_json()) == record
+    (tmp_path / "a.jsonl").write_text(f"{json.dumps(LINE)}\n{line}\n")
+    records = RecordFile(tmp_path / "a.jsonl")
+    assert [records.numbered(k)[0] for k in range(2)] == [1, 0]

@@ -4,17 +4,24 @@ import json
 from dataclasses import replace
 
 import pytest
+from pycocotools.coco import COCO
+from pycocotools.cocoeval import COCOeval
 
-from coordexp.data import Geometry
+from coordexp.data import Geometry, RecordFile
 from coordexp.evaluate import (
     Answer,
     AnswerObject,
     PredictionError,
     check_predictions,
+    evaluate,
     read_predictions,
+    read_truth,
     write_predictions,
 )
+from coordexp.evaluate.answer import NO_IMAGE
+from coordexp.evaluate.predictions import Unfinished, category_ids
 from coordexp.parse import PredictedObject, Reason
+from tests.unit.data.sources import coco, imported
 from tests.unit.evaluate.scenes import BOX, FAR, answer, record, refused, said
 
 POLY = (10, 20, 110, 20, 60, 220)
@@ -107,7 +114,7 @@ OBJECT = {"desc": "cat", "kind": "bbox_2d", "bins": list(BOX), "score": 0.5, "re
         ("[]", "not a JSON object"),
         (json.dumps(LINE | {"extra": 1}), "unknown extra"),
         (json.dumps({"image_id": 1}), "no finish_reason, image, objects, text, tokens"),
-        (json.dumps(LINE | {"image_id": 0}), "image_id 0 is not a whole number from 1"),
+        (json.dumps(LINE | {"image_id": -1}), "image_id -1 is not a whole number from 0"),
         (json.dumps(LINE | {"image_id": True}), "image_id True is not a whole number"),
         (json.dumps(LINE | {"tokens": 1.5}), "tokens 1.5 is not a whole number from 0"),
         (json.dumps(LINE | {"text": None}), "text None is not a text"),
@@ -181,3 +188,88 @@ def test_an_answer_knows_what_is_valid_and_whether_it_was_cut():
     assert cut.valid == (said("cat", BOX),)
     assert cut.truncated
     assert not answer().truncated
+
+
+def with_ids(record, image_id, *category_ids):
+    objects = [replace(found, category_id=id) for found, id in zip(record.objects, category_ids, strict=True)]
+    return image_id, replace(record, image_id=image_id, objects=tuple(objects))
+
+
+def test_pycocotools_finds_predictions_in_the_coco_file_that_was_imported(tmp_path):
+    """Ids that are no line numbers, 0 among them, and classes that are not in the order of their names."""
+    names = {0: "zebra", 7: "ant", 90: "cow"}
+    boxes = [[8, 6, 16, 12], [30, 20, 20, 20], [2, 30, 10, 10]]
+    images = [{"id": id, "file_name": f"{id}.png", "width": 64, "height": 48} for id in (6000, 0, 4900)]
+    annotations = [
+        {"id": k, "image_id": image["id"], "category_id": category, "bbox": box, "area": 192, "iscrowd": 0}
+        for k, (image, category, box) in enumerate(zip(images, names, boxes, strict=True), start=1)
+    ]
+    document = coco(annotations, images, [{"id": id, "name": name} for id, name in names.items()])
+    imported(tmp_path, document)
+    truth = read_truth(RecordFile(tmp_path / "out.jsonl"))
+    answers = [
+        answer(said(found.desc, bins.geometry.bins), image_id=id, image=each.image)
+        for id, each in truth
+        for found, bins in zip(each.objects, each.sample().objects, strict=True)
+    ]
+    answers[0] = replace(answers[0], objects=(*answers[0].objects, said("unicorn", FAR)))
+    write_predictions(tmp_path / "preds.json", answers, truth)
+    detections = json.loads((tmp_path / "preds.json").read_text())
+    assert [(found["image_id"], found["category_id"]) for found in detections] == [
+        (6000, 0),
+        (6000, 91),  # a class that the data does not have
+        (0, 7),
+        (4900, 90),
+    ]
+    original = COCO(str(tmp_path / "source.json"))
+    scores = COCOeval(original, original.loadRes([d for d in detections if d["category_id"] != 91]), "bbox")
+    scores.evaluate()
+    scores.accumulate()
+    scores.summarize()
+    assert scores.stats[1] == pytest.approx(1.0)
+    check_predictions(read_predictions(tmp_path / "preds.json"), truth)
+    assert evaluate(truth, answers).flat()["ap_50"] == pytest.approx(1.0)
+
+
+def test_classes_without_an_id_get_the_next_free_numbers():
+    truth = [with_ids(record(("b", BOX), ("a", FAR), ("b", FAR), ("c", BOX)), 5, 40, None, 3, None)]
+    assert category_ids(truth) == {"a": 4, "b": 3, "c": 5}
+
+
+def test_an_id_of_two_classes_or_of_two_images_is_refused(tmp_path):
+    with pytest.raises(PredictionError, match="category_id 1 is the class 'a' and the class 'b'"):
+        category_ids([with_ids(record(("a", BOX), ("b", FAR)), 5, 1, 1)])
+    twice = [record(("a", BOX)), with_ids(record(("a", BOX)), 1, None)[1]]
+    (tmp_path / "a.jsonl").write_text("".join(f"{each.as_json()}\n" for each in twice))
+    with pytest.raises(PredictionError, match="2 records have the image_id 1 "):
+        read_truth(RecordFile(tmp_path / "a.jsonl"))
+
+
+def test_an_image_that_could_not_be_read_is_noted_and_its_objects_are_missed():
+    truth = [(1, record(("cat", BOX))), (2, record(("cat", BOX), image="b.png"))]
+    answers = [answer(said("cat", BOX)), answer(image_id=2, image="b.png", text="", finish=NO_IMAGE)]
+    report = evaluate(truth, answers)
+    assert report.flat()["recall_50"] == 0.5
+    assert report.behaviour.rates["unreadable"].of == 1
+    assert report.behaviour.rates["early_stop"].of == 1
+    assert any("1 image could not be read (b.png)" in note for note in report.notes)
+
+
+def test_unfinished_predictions_go_on_where_they_were_cut(tmp_path):
+    asked = {"model": "m", "prompt": "p"}
+    unfinished = Unfinished(tmp_path / "preds.json", asked)
+    unfinished.begin()
+    unfinished.add(ANSWERS)
+    with unfinished.path.open("ab") as file:
+        file.write(b'{"image_id": 9, "ima')
+    assert Unfinished(tmp_path / "preds.json", asked).resume() == list(ANSWERS)
+    unfinished.keep(ANSWERS[:1])
+    unfinished.add(ANSWERS[1:])
+    assert unfinished.resume() == list(ANSWERS)
+    with pytest.raises(PredictionError, match=r"interrupted\n  add --resume"):
+        unfinished.begin()
+    with pytest.raises(PredictionError, match="made with another prompt\n"):
+        Unfinished(tmp_path / "preds.json", asked | {"prompt": "q"}).resume()
+    unfinished.path.write_text("")
+    with pytest.raises(PredictionError, match="made with another model and another prompt"):
+        unfinished.resume()

@@ -1,7 +1,8 @@
 """COCO instances: one JSON document with images, categories and annotations, in any order and with any ids.
 
 An annotation without an image or a category is dropped and counted. What would need a guess - two different
-images with one id, a size that nobody states, a file name that leads elsewhere - stops the import.
+images with one id, a size that nobody states, a file name that leads elsewhere - stops the import. The ids of
+images and categories are kept in the records.
 """
 
 import json
@@ -23,6 +24,7 @@ from coordexp.data.importers.source import (
     text_of,
 )
 from coordexp.data.importers.tally import Tally
+from coordexp.data.records import LARGEST_ID
 
 Entry = dict[str, Any]
 
@@ -73,7 +75,7 @@ def read_document(
             _object(found, names[found["category_id"]], (width, height), rules, tally)
             for found in grouped.pop(id, ())
         ]
-        yield SourceImage(path, width, height, tuple(objects))
+        yield SourceImage(path, width, height, tuple(objects), _kept(id, "image", tally))
 
 
 def _categories(entries: list[Entry], tally: Tally) -> dict[Any, str]:
@@ -155,7 +157,15 @@ def _object(found: Entry, desc: str, size: tuple[int, int], rules: Rules, tally:
     box = _box(found.get("bbox"), where, tally)
     wanted = rules.geometry != "box" or box is None
     rings = _rings(found.get("segmentation"), size, where, tally) if wanted else ()
-    return SourceObject(desc, where, box, rings)
+    return SourceObject(desc, where, box, rings, _kept(found["category_id"], "category", tally))
+
+
+def _kept(id: int | str, what: str, tally: Tally) -> int | None:
+    """Return the id that goes into the record, from where predictions take it. COCO's tools know whole numbers."""
+    if isinstance(id, int) and 0 <= id < LARGEST_ID:
+        return id
+    tally.add("noted", f"{what} id that is not a whole number from 0: it is not kept", f"{what} {id!r}")
+    return None
 
 
 def _where(found: Entry) -> str:

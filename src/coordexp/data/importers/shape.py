@@ -33,7 +33,7 @@ def settle(found: SourceObject, size: tuple[int, int], rules: Rules, tally: Tall
         if degenerate(kind, tuple(to_bin(value, size[k % 2]) for k, value in enumerate(rounded))):
             tally.add("dropped", "object that has no area in 1,000 bins", found.where)
             continue
-        yield RecordObject(found.desc, kind, rounded)
+        yield RecordObject(found.desc, kind, rounded, found.category_id)
 
 
 def _chosen(found: SourceObject, rules: Rules, tally: Tally) -> list[Shape]:

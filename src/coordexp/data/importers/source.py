@@ -30,6 +30,7 @@ class Rules:
     multipart: Literal["largest", "box", "split", "drop"] = "largest"
     crowd: Literal["drop", "keep"] = "drop"
     empty: Literal["keep", "drop"] = "keep"
+    missing: Literal["refuse", "keep"] = "refuse"  # when more than half of the image files are not there
     outside: Literal["clip", "drop", "refuse"] = "clip"
     tolerance: float = 0.0  # pixels by which a polygon may be moved to save vertices
 
@@ -42,6 +43,7 @@ class SourceObject:
     where: str
     box: Box | None
     rings: tuple[Ring, ...] = ()
+    category_id: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +52,7 @@ class SourceImage:
     width: int
     height: int
     objects: tuple[SourceObject, ...]
+    image_id: int | None = None
 
 
 def inside(folder: Path, name: Any, where: str, tally: Tally) -> Path:

@@ -8,15 +8,18 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from coordexp.data.importers.shape import settle
-from coordexp.data.importers.source import Rules, SourceImage
+from coordexp.data.importers.source import Rules, SourceError, SourceImage
 from coordexp.data.importers.tally import Tally
 from coordexp.data.records import Record
+
+MISSING = "image file that is not there: its record is written"
 
 
 def write_records(
     images: Iterable[SourceImage], target: Path, rules: Rules, tally: Tally, tell: Callable[[int], None]
 ) -> None:
-    """`tell` hears the number of images read so far."""
+    """`tell` hears the number of images read so far. SourceError if most of the image files are not there: then
+    the folder of images is wrong."""
     target.parent.mkdir(parents=True, exist_ok=True)
     part = target.with_name(f".{target.name}.part")
     try:
@@ -28,6 +31,7 @@ def write_records(
                     file.write(record.as_json() + "\n")
                     tally.images += 1
                     tally.objects += len(record.objects)
+        _check_missing(tally, rules)
         part.replace(target)
     finally:
         part.unlink(missing_ok=True)
@@ -42,8 +46,18 @@ def _record(image: SourceImage, folder: Path, rules: Rules, tally: Tally) -> Rec
     if not objects:
         tally.add("noted", "image without objects: kept", str(image.path))
     if not image.path.is_file():
-        tally.add("noted", "image file that is not there: its record is written", str(image.path))
-    return Record(_relative(image.path, folder), *size, "pixel", objects)
+        tally.add("noted", MISSING, str(image.path))
+    return Record(_relative(image.path, folder), *size, "pixel", objects, image.image_id)
+
+
+def _check_missing(tally: Tally, rules: Rules) -> None:
+    missing = next((entry for entry in tally.entries if entry.reason == MISSING), None)
+    if rules.missing == "keep" or missing is None or missing.count * 2 <= tally.images:
+        return
+    raise SourceError(
+        f"{missing.count:,} of {tally.images:,} image files are not there, the first is {missing.first}\n"
+        "  give the folder of the images with --images; --missing keep writes the records without their files"
+    )
 
 
 def _relative(path: Path, folder: Path) -> str:

@@ -1,0 +1,49 @@
+"""What CI installs and runs is fixed: packages by hash, actions by commit, no rights but to read."""
+
+import re
+from pathlib import Path
+
+import yaml
+
+ROOT = Path(__file__).parents[2]
+WORKFLOWS = sorted((ROOT / ".github/workflows").glob("*.yml"))
+
+
+def test_every_package_of_the_tested_set_has_a_hash():
+    versions = re.findall(r"^([\w.-]+)==(\S+)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
+    blocks = (ROOT / "constraints-hashes.txt").read_text().replace("\\\n", " ").splitlines()
+    hashed = {}
+    for line in blocks:
+        if not line.startswith("#"):
+            pin, *hashes = line.split()
+            assert hashes and all(re.fullmatch("--hash=sha256:[0-9a-f]{64}", each) for each in hashes), line
+            name, version = pin.split("==")
+            hashed[_normal(name)] = version
+    assert hashed == {_normal(name): version for name, version in versions}
+
+
+def test_ci_installs_only_by_hash():
+    installs = [
+        line for line in (ROOT / ".ci/env").read_text().splitlines() if line.lstrip().startswith("pip install")
+    ]
+    assert len(installs) == 3
+    assert [line for line in installs if "--require-hashes" not in line] == [
+        line for line in installs if "--no-build-isolation" in line and "$root" in line
+    ]
+
+
+def test_actions_are_pinned_by_commit_and_may_only_read():
+    assert WORKFLOWS
+    for file in WORKFLOWS:
+        workflow = yaml.safe_load(file.read_text())
+        assert workflow["permissions"] == {"contents": "read"}
+        for job in workflow["jobs"].values():
+            assert "permissions" not in job
+            used = [step for step in job["steps"] if "uses" in step]
+            assert all(re.fullmatch(r"[\w/-]+@[0-9a-f]{40}", step["uses"]) for step in used)
+            checkouts = [step for step in used if step["uses"].startswith("actions/checkout@")]
+            assert all(step["with"]["persist-credentials"] is False for step in checkouts)
+
+
+def _normal(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower()

@@ -1,0 +1,55 @@
+"""Write `constraints-hashes.txt`: the packages of `constraints.txt`, each with the sha256 of its wheels.
+
+    python tools/hash_constraints.py --wheel torch-2.13.0+cpu-cp311-cp311-manylinux_2_28_x86_64.whl
+
+Needs `uv`, which asks the package index for the wheels that fit Linux on x86_64 and Python 3.11. `--wheel` adds
+the hash of a file from elsewhere: torch's CPU build is not on the index.
+"""
+
+import argparse
+import hashlib
+import subprocess
+import tomllib
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+HEAD = """\
+# The packages of constraints.txt with the sha256 of their wheels (Linux x86_64, Python 3.11), for .ci/env.
+# Made by tools/hash_constraints.py.
+"""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument(
+        "--wheel", type=Path, action="append", default=[], help="A wheel that is not on the index."
+    )
+    elsewhere = parser.parse_args().wheel
+    hashes = _on_the_index()
+    for wheel in elsewhere:
+        name, version = wheel.name.split("-")[:2]
+        requirement = f"{name.lower().replace('_', '-')}=={version.partition('+')[0]}"
+        hashes[requirement].add(hashlib.sha256(wheel.read_bytes()).hexdigest())
+    lines = [
+        f"{requirement} \\\n" + " \\\n".join(f"    --hash=sha256:{digest}" for digest in sorted(found))
+        for requirement, found in sorted(hashes.items())
+    ]
+    (ROOT / "constraints-hashes.txt").write_text(HEAD + "\n".join(lines) + "\n")
+    print(f"wrote constraints-hashes.txt: {len(hashes)} packages, {sum(map(len, hashes.values()))} hashes")
+
+
+def _on_the_index() -> dict[str, set[str]]:
+    command = ["uv", "pip", "compile", "--quiet", "--no-deps", "--native-tls", "--format", "pylock.toml"]
+    platform = ["--python-version", "3.11", "--python-platform", "x86_64-manylinux_2_40"]
+    done = subprocess.run([*command, *platform, ROOT / "constraints.txt"], check=True, capture_output=True)
+    packages = tomllib.loads(done.stdout.decode())["packages"]
+    return {f"{package['name']}=={package['version']}": _digests(package) for package in packages}
+
+
+def _digests(package: dict) -> set[str]:
+    files = package.get("wheels") or [package["sdist"]]  # a package without a wheel is built from its source
+    return {file["hashes"]["sha256"] for file in files}
+
+
+if __name__ == "__main__":
+    main()
