@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from coordexp.cli.console import need, need_new, out, progress, stop
+from coordexp.folders import how_to_find
 
 app = typer.Typer(help="Prepare model checkpoints.", no_args_is_help=True)
 
@@ -14,7 +15,7 @@ app = typer.Typer(help="Prepare model checkpoints.", no_args_is_help=True)
 @app.command("add-coords")
 def add_coords(
     model_folder: Annotated[
-        Path, typer.Option("--model", "-m", exists=True, file_okay=False, help="A Hugging Face Qwen3-VL folder.")
+        Path, typer.Option("--model", "-m", file_okay=False, help="A Hugging Face Qwen3-VL folder.")
     ],
     out_folder: Annotated[Path, typer.Option("--out", "-o", help="A new folder.")],
     noise: Annotated[
@@ -28,6 +29,8 @@ def add_coords(
 ) -> None:
     """Copy a checkpoint and give it the 1,000 coordinate tokens. One that has them is copied as it is."""
     need("torch", "safetensors", extra="train")
+    if not model_folder.is_dir():
+        stop(f"{model_folder} does not exist\n  {how_to_find('model.path', str(model_folder))}")
     with progress(f"expanding {model_folder}"):
         from coordexp.vocab.expand import ExpansionError, add_coord_tokens
 

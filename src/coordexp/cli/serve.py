@@ -12,6 +12,7 @@ from coordexp.cli.console import err, need, print_violations, progress, stop
 from coordexp.config import ConfigError, Settings, load_settings
 from coordexp.config.rules import uses_vllm
 from coordexp.errors import EngineError
+from coordexp.folders import how_to_find
 from coordexp.launch.plan import is_loopback
 from coordexp.rollout.installed import check_vllm
 
@@ -48,7 +49,7 @@ def serve(
     address, port = _place(settings, str(config), index, host)
     need("torch", "transformers", extra="vllm")
     for setting, name in absent_files(settings):
-        stop(f"{setting}: {name} does not exist\n  paths are relative to the folder that the command runs in")
+        stop(f"{setting}: {name} does not exist\n  {how_to_find(setting, name)}")
     data = [Path(name).parent for name in (settings.custom.train_jsonl, settings.custom.val_jsonl) if name]
     folders = tuple(dict.fromkeys(folder.resolve() for folder in (*data, *(images or ()))))
     try:

@@ -11,6 +11,7 @@ from coordexp.cli.console import err, need, out, print_violations, progress, sto
 from coordexp.config import ConfigError, Loaded, World, load_settings
 from coordexp.config.rules import uses_vllm
 from coordexp.errors import EngineError
+from coordexp.folders import how_to_find
 from coordexp.rollout.installed import check_vllm
 
 
@@ -47,7 +48,7 @@ def _run(loaded: Loaded, resume: bool) -> None:
     for note in loaded.notes if first else ():
         err.print(f"note: {note}", markup=False)
     for setting, name in absent_files(loaded.settings):  # before anything heavy is imported
-        stop(f"{setting}: {name} does not exist\n  paths are relative to the folder that the command runs in")
+        stop(f"{setting}: {name} does not exist\n  {how_to_find(setting, name)}")
     with progress("loading"):
         from coordexp.data import DataError
         from coordexp.pack import PackingError

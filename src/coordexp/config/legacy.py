@@ -58,6 +58,9 @@ TABLE: tuple[Removed, ...] = (
     _moved("training.lr", "training.learning_rate"),
     _moved("training.batch_size", "training.per_device_train_batch_size"),
     _moved("training.epochs", "training.num_train_epochs"),
+    _moved("model.adapter.r", "model.adapter.rank"),
+    _moved("model.adapter.lora_alpha", "model.adapter.alpha"),
+    _moved("model.adapter.lora_dropout", "model.adapter.dropout"),
     # Names of transformers 4 that transformers 5 has no more.
     _moved("training.evaluation_strategy", "training.eval_strategy"),
     Removed(

@@ -14,6 +14,7 @@ from coordexp.config import Settings, Violation
 from coordexp.config.paths import keys_of
 from coordexp.config.rules import SERVERS, uses_vllm
 from coordexp.errors import DataError, EngineError
+from coordexp.folders import how_to_find
 from coordexp.launch import memory
 from coordexp.launch.memory import Device, Need
 from coordexp.launch.plan import Asked, Plan, gpu_ids, is_loopback
@@ -125,8 +126,7 @@ def find_gpus() -> dict[int, Device]:
 
 
 def _absent(setting: str, name: str) -> Violation:
-    fix = "paths are relative to the folder that the command runs in"
-    return Violation(keys_of(setting), f"{name} does not exist", fix)
+    return Violation(keys_of(setting), f"{name} does not exist", how_to_find(setting, name))
 
 
 def _data_problems(setting: str, name: str, folders: Sequence[Path]) -> Iterator[Violation]:

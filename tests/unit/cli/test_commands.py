@@ -135,6 +135,18 @@ def test_a_missing_file_is_one_line_and_a_way_out():
     assert result.stdout.splitlines()[0] == "none.yaml: no such file"
 
 
+def test_a_model_named_as_on_the_hub_is_told_how_to_get_it(tmp_path):
+    result = run("model", "add-coords", "--model", "Qwen/Qwen3-VL-4B-Instruct", "--out", str(tmp_path / "new"))
+    assert result.exit_code == 1
+    assert "hf download Qwen/Qwen3-VL-4B-Instruct --local-dir DIR" in result.output
+    config = tmp_path / "run.yaml"
+    demo = os.path.relpath("configs/demo/stage1-cpu.yaml", tmp_path)
+    config.write_text(yaml.safe_dump({"extends": [demo], "model": {"path": "Qwen/Qwen3-VL-4B-Instruct"}}))
+    result = run("train", "--config", str(config))
+    assert result.exit_code == 1
+    assert "coordexp model add-coords --model DIR --out NEW" in result.output
+
+
 def test_a_demo_command_without_its_engine_says_what_to_install(monkeypatch):
     import importlib.util
 

@@ -54,6 +54,8 @@ def test_ten_mistakes_are_ten_messages_in_the_order_of_the_file():
         (stage2(training__optim="adamw_torchfused"), "optim", "did you mean optim: adamw_torch_fused?"),
         (stage2(training__report_to=[1]), "report_to", "a list of texts"),
         (stage2(training__learning_rte=1e-5), "learning_rte", "did you mean training.learning_rate?"),
+        (stage2(model__adapter={"r": 8}), "r", "use model.adapter.rank instead"),
+        (stage2(model__adapter={"lora_alpha": 8}), "lora_alpha", "use model.adapter.alpha instead"),
         (stage2(model__path=""), "path", '"" is not text'),
     ],
 )

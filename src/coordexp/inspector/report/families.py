@@ -75,7 +75,10 @@ def _declared(groups: Sequence[Group], names: dict[str, None], logs: Sequence[Lo
 
 LOSS = "Each term times its weight, as it enters the loss: the terms add up to it. Every chart has its own scale."
 EVALUATION = "Greedy answers to the held-out images, at IoU 0.5 unless named otherwise."
-NO_EVALUATION = "no evaluation was logged: custom.val_jsonl is not set, or training.eval_steps not reached"
+NO_EVALUATION = (
+    'no evaluation was logged: custom.val_jsonl is not set, training.eval_strategy is "no", or the first '
+    "evaluation is still to come"
+)
 ANSWERS = "Of training rollouts, before they are corrected, without class. Steps on the ground truth have none."
 ENDS = "Shares of answers, and of the objects in them."
 NO_ROLLOUTS = "no step had rollouts: all so far were on the ground truth"
