@@ -2,8 +2,9 @@
 
     python tools/hash_constraints.py --wheel torch-2.13.0+cpu-cp311-cp311-manylinux_2_28_x86_64.whl
 
-Needs `uv`, which asks the package index for the wheels that fit Linux on x86_64 and Python 3.11. `--wheel` adds
-the hash of a file from elsewhere: torch's CPU build is not on the index.
+Needs `uv`, which asks the package index for the wheels that fit Linux on x86_64 and Python 3.11. `--wheel` gives
+the file of a package whose tested build is not on the index, as torch's CPU build. Its hash is then the only one:
+pip would prefer a file of the index with a known hash.
 """
 
 import argparse
@@ -29,7 +30,7 @@ def main() -> None:
     for wheel in elsewhere:
         name, version = wheel.name.split("-")[:2]
         requirement = f"{name.lower().replace('_', '-')}=={version.partition('+')[0]}"
-        hashes[requirement].add(hashlib.sha256(wheel.read_bytes()).hexdigest())
+        hashes[requirement] = {hashlib.sha256(wheel.read_bytes()).hexdigest()}
     lines = [
         f"{requirement} \\\n" + " \\\n".join(f"    --hash=sha256:{digest}" for digest in sorted(found))
         for requirement, found in sorted(hashes.items())
