@@ -14,6 +14,8 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+from coordexp.files import write_whole
+
 
 def document(
     title: str,
@@ -52,9 +54,7 @@ def save(path: Path, page: str) -> None:
     """Whole or not at all: a page that is open somewhere is not written over half-way. Half of a character, which
     UTF-8 cannot say, is written as its number."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f"{path.name}.partial")
-    partial.write_text(page, encoding="utf-8", errors="xmlcharrefreplace")
-    partial.replace(path)
+    write_whole(path, page.encode("utf-8", "xmlcharrefreplace"))
 
 
 def as_json(value: Any) -> str:

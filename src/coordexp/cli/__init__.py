@@ -19,6 +19,7 @@ from coordexp.cli import (
     predict,
     replay,
     report,
+    run,
     serve,
     train,
 )
@@ -47,6 +48,7 @@ app.add_typer(config.app, name="config")
 app.add_typer(data.app, name="data")
 app.add_typer(demo.app, name="demo")
 app.add_typer(model.app, name="model")
+app.add_typer(run.app, name="run")
 
 
 def _print_version(wanted: bool) -> None:

@@ -57,7 +57,7 @@ def _run(loaded: Loaded, resume: bool) -> None:
 
         try:
             run, checkpoint = prepare(loaded, resume)
-        except (OSError, ValueError, EngineError) as error:
+        except (OSError, ValueError, EngineError, RankError, RankLostError) as error:
             stop(str(error))
     if resume and first:
         folder = loaded.settings.training.output_dir
@@ -66,7 +66,7 @@ def _run(loaded: Loaded, resume: bool) -> None:
         )
     try:
         outcome = run()
-    except (DataError, PackingError, EngineError, RankError, RankLostError) as error:
+    except (OSError, DataError, PackingError, EngineError, RankError, RankLostError) as error:
         stop(str(error))
     except RuntimeError as error:
         if lost := lost_rank(error):

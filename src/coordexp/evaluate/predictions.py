@@ -23,6 +23,7 @@ from typing import Any, TypeVar
 
 from coordexp.data import Record, RecordFile
 from coordexp.evaluate.answer import Answer, AnswerObject, Detection, in_pixels, parse_answer, parse_detection
+from coordexp.files import write_whole
 
 __all__ = [
     "Answer",
@@ -240,7 +241,7 @@ def _line(answer: Answer) -> str:
 
 def _write(path: Path, text: str) -> None:
     """Half a character, which UTF-8 cannot say, becomes its JSON escape."""
-    path.write_text(text, encoding="utf-8", errors="backslashreplace")
+    write_whole(path, text.encode("utf-8", "backslashreplace"))
 
 
 def _read_answers(path: Path) -> Iterator[Answer]:

@@ -1,7 +1,6 @@
 """A run folder as it is read: settings, beginnings, files of lines; of a run that goes on, what is there."""
 
 import json
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -9,6 +8,7 @@ from typing import Any
 import yaml
 
 from coordexp.errors import DataError
+from coordexp.files import read_json_lines
 
 METRICS, RESOLVED, MANIFEST = "metrics.jsonl", "resolved.yaml", "run.json"
 INSPECTOR, REPORT = "inspect.html", "report.html"  # where the pages of a run are looked for
@@ -51,25 +51,9 @@ def read_run(folder: Path) -> Run:
 
 
 def read_lines(path: Path) -> tuple[dict[str, Any], ...]:
-    """The objects of a JSONL file; none without one."""
-    return tuple(each_line(path))
-
-
-def each_line(path: Path) -> Iterator[dict[str, Any]]:
-    """One after the other. The last line of a run that is going on may be half there."""
-    if not path.is_file():
-        return
-    with path.open("rb") as file:
-        for number, line in enumerate(file, start=1):
-            if not line.endswith(b"\n"):
-                return
-            try:
-                value = json.loads(line)
-            except (ValueError, RecursionError) as error:
-                raise DataError(f"{path}, line {number}: not JSON ({error})") from error
-            if not isinstance(value, dict):
-                raise DataError(f"{path}, line {number}: not a JSON object")
-            yield value
+    """Return the objects of a JSONL file; none without one. The last line of a run that is going on, or that was
+    killed, may be half there, and is left out."""
+    return tuple(read_json_lines(path))
 
 
 def _read(path: Path, parse: Any, kind: type) -> Any:

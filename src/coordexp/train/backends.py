@@ -10,6 +10,7 @@ from transformers import TrainingArguments
 
 from coordexp.config import Settings
 from coordexp.config.settings import Adapter
+from coordexp.files import BestEffort, append_line, drop_torn_line, write_json
 from coordexp.rollout.backend import Decode, RolloutBackend
 from coordexp.rollout.colocate import ColocateBackend
 from coordexp.rollout.hugging_face import HuggingFaceBackend
@@ -18,6 +19,7 @@ from coordexp.rollout.setup import Setup
 from coordexp.train.adapter_weights import learner_adapter
 from coordexp.train.callbacks import say
 from coordexp.train.encode import Casebook
+from coordexp.train.folder import read_starts
 from coordexp.train.offload import offloaded
 from coordexp.train.trainer import RowTrainer
 
@@ -80,17 +82,16 @@ class ServerLog:
     """Writes `servers.jsonl`: every sync, every call for answers with its seeds, and every retry; for ranks other
     than the first, `servers_1.jsonl` and so on. `run.json` gets the servers as the first sync found them, and the
     sync mode and its fallbacks as the latest one has them. Each event is one write, because several threads may
-    record at once."""
+    record at once. A full disk costs events, not the run."""
 
     folder: Path
     rank: int
     _recorded: dict[str, Any] = field(default_factory=dict)
+    _writes: BestEffort = field(default_factory=lambda: BestEffort("server events", say))
+    _is_open: bool = False
 
     def __call__(self, event: dict[str, Any]) -> None:
-        name = f"servers_{self.rank}.jsonl" if self.rank else "servers.jsonl"
-        self.folder.mkdir(parents=True, exist_ok=True)
-        with (self.folder / name).open("a") as file:
-            file.write(json.dumps(event) + "\n")
+        self._writes.attempt(lambda: self._append(json.dumps(event)))
         if event["event"] == "sync":
             facts = {"servers": event["servers"]} | self._recorded  # what was recorded of them stays
             facts |= {name: event[name] for name in ("sync_mode", "fallbacks")}
@@ -98,10 +99,19 @@ class ServerLog:
                 Manifest(self.folder)(facts)
                 self._recorded = facts
 
+    def _append(self, line: str) -> None:
+        path = self.folder / (f"servers_{self.rank}.jsonl" if self.rank else "servers.jsonl")
+        self.folder.mkdir(parents=True, exist_ok=True)
+        if not self._is_open and drop_torn_line(path):
+            say(f"note: {path}: its last line was torn by a crash and is dropped")
+        self._is_open = True
+        append_line(path, line)
+
 
 @dataclass(frozen=True)
 class Manifest:
-    """Adds facts about rollouts to the latest run in `run.json`, if there is one."""
+    """Adds facts about rollouts to the latest run in `run.json`, if there is one. A full disk costs the facts, not
+    the run."""
 
     folder: Path
 
@@ -109,8 +119,6 @@ class Manifest:
         file = self.folder / "run.json"
         if not file.is_file():
             return
-        *before, run = json.loads(file.read_text())
+        *before, run = read_starts(file)
         run["rollouts"] = (run["rollouts"] or {}) | facts
-        partial = file.with_name("run.json.partial")
-        partial.write_text(json.dumps([*before, run], indent=2) + "\n")
-        partial.rename(file)
+        BestEffort("facts about rollouts", say).attempt(lambda: write_json(file, [*before, run]))

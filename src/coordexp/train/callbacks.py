@@ -2,8 +2,10 @@
 
 import json
 import math
+import os
 import signal
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -13,7 +15,10 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import distributed as dist
 from transformers import TrainerCallback
+from transformers.integrations import TensorBoardCallback
 
+from coordexp.errors import DataError
+from coordexp.files import BestEffort, append_line, drop_torn_line, json_object
 from coordexp.ranks import together
 from coordexp.rollout.backend import RolloutBackend, Weights
 
@@ -37,29 +42,76 @@ class FirstSync(TrainerCallback):
             self.backend.sync(self.weights, version)
 
 
+def cut_metrics(path: Path, step: int) -> float:
+    """Drop the lines of later steps, which an interrupted run repeats, and a last line that a crash left torn.
+    Return the seconds that the run had taken at the last line that stays. The file is cut, not rewritten: that
+    needs no room, and no crash can leave it half done."""
+    if not path.is_file():
+        return 0.0
+    if drop_torn_line(path):
+        say(f"note: {path}: its last line was torn by a crash and is dropped")
+    end, seconds = 0, 0.0
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            try:
+                values = json_object(line, f"{path}, line {number}")
+                at, taken = int(values["step"]), float(values["seconds"])
+            except (DataError, KeyError, TypeError, ValueError) as error:
+                reason = error if isinstance(error, DataError) else f"{path}, line {number}: no step and seconds"
+                raise DataError(
+                    f"{reason}\n  remove that line, or move the file away: the run goes on without it"
+                ) from error
+            if at > step:
+                break
+            end, seconds = end + len(line), taken
+    os.truncate(path, end)
+    return seconds
+
+
 class MetricsFile(TrainerCallback):
-    """Everything that is logged, as one JSON object a line. A resumed run goes on in the same file."""
+    """Everything that is logged, as one JSON object a line. A resumed run goes on in the same file. A full disk
+    costs lines, not the run."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self._before = 0.0  # seconds of the runs that this one goes on from
         self._start = time.time()
+        self._writes = BestEffort("metrics", say)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """What an interrupted run did after its last checkpoint is done again, and so logged again."""
-        if state.is_world_process_zero and self.path.is_file():
-            lines = self.path.read_text().splitlines()
-            kept = [line for line in lines if json.loads(line)["step"] <= state.global_step]
-            self._before = json.loads(kept[-1])["seconds"] if kept else 0.0
-            self.path.write_text("".join(f"{line}\n" for line in kept))
+        if state.is_world_process_zero:
+            self._before = cut_metrics(self.path, state.global_step)
         self._start = time.time()
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float] | None = None, **_: Any) -> None:
         if state.is_world_process_zero and logs:
             seconds = round(self._before + time.time() - self._start, 3)
             values = {name: value if math.isfinite(value) else None for name, value in logs.items()}
-            with self.path.open("a") as file:
-                file.write(json.dumps({"step": state.global_step, "seconds": seconds, **values}) + "\n")
+            line = json.dumps({"step": state.global_step, "seconds": seconds, **values})
+            self._writes.attempt(lambda: append_line(self.path, line))
+
+
+class TensorBoard(TensorBoardCallback):
+    """transformers' callback, for which a full disk costs events, not the run. Its writer is of no use after an
+    error: its thread has ended and raises the same error for good. So each attempt begins a new event file, which
+    TensorBoard shows as one with the others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._writes = BestEffort("TensorBoard events", say)
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._attempt(lambda: super(TensorBoard, self).on_train_begin(args, state, control, **kwargs))
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        self._attempt(lambda: super(TensorBoard, self).on_log(args, state, control, logs=logs, **kwargs))
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._attempt(lambda: super(TensorBoard, self).on_train_end(args, state, control, **kwargs))
+
+    def _attempt(self, write: Callable[[], None]) -> None:
+        if not self._writes.attempt(write):
+            self.tb_writer = None
 
 
 class Bar(TrainerCallback):

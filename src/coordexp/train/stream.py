@@ -13,8 +13,10 @@ from typing import Any
 
 import numpy as np
 
+from coordexp.files import write_whole
 from coordexp.pack import CarryBuffer, Example, PackingError
 from coordexp.pack.state import load_buffer, save_buffer
+from coordexp.train.checkpoints import ANNOUNCED
 from coordexp.train.counters import Ledger
 from coordexp.train.encode import Encode, Moment
 
@@ -108,9 +110,7 @@ class RowStream:
         if self.buffer is not None:
             save_buffer(self.buffer, folder / f"carry_{rank}.safetensors")
         state = {"taken": self.taken, "rows": self.rows, "order": self.order.described(), **self._about}
-        partial = folder / f"stream_{rank}.json.partial"
-        partial.write_text(json.dumps(state) + "\n")
-        partial.rename(folder / f"stream_{rank}.json")
+        write_whole(folder / f"stream_{rank}.json", json.dumps(state | {ANNOUNCED: True}) + "\n")
 
     def load(self, folder: Path) -> None:
         file = folder / f"stream_{self.order.rank}.json"

@@ -15,15 +15,17 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 from transformers import Trainer
-from transformers.trainer_utils import rotate_checkpoints
 
 from coordexp.config import RolloutContract
+from coordexp.files import write_whole
 from coordexp.objective import Objective, Tally, reduced_counts
 from coordexp.objective.reduction import gradient_scale
 from coordexp.pack import Example, PackingError, split_in_order
 from coordexp.pack.collate import Collator, Row, Supervision, Watched, kind_counts
 from coordexp.ranks import max_over_ranks, together
 from coordexp.rollout.backend import RolloutBackend
+from coordexp.train.callbacks import say
+from coordexp.train.checkpoints import clear, rotate, saving, sync_checkpoint, write_manifest
 from coordexp.train.stream import RowStream
 
 ABOUT = "coordexp.json"  # in every checkpoint: what to ask the model
@@ -167,18 +169,21 @@ class RowTrainer(Trainer):
         self.ledger.spent("waited", seconds)
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        """The streams come last: a checkpoint that has them is whole. Older ones go only after that."""
+        """The manifest comes last: a checkpoint that has it is complete. Older ones go only after that."""
+        checkpoint = Path(self._get_output_dir(trial=trial)) / f"checkpoint-{self.state.global_step}"
+        first = self.is_world_process_zero()
         limit, self.args.save_total_limit = self.args.save_total_limit, None
-        super()._save_checkpoint(model, trial)
-        self.args.save_total_limit = limit
-        folder = Path(self._get_output_dir(trial=trial))
-        checkpoint = folder / f"checkpoint-{self.state.global_step}"
-        if self.is_world_process_zero():
-            (checkpoint / ABOUT).write_text(json.dumps(self.about) + "\n")
-        together(lambda: self.stream.save(checkpoint))
+        with saving(checkpoint):
+            together(lambda: clear(checkpoint) if first else None)  # was passed over: damaged or unfinished
+            super()._save_checkpoint(model, trial)
+            self.args.save_total_limit = limit
+            if first:
+                write_whole(checkpoint / ABOUT, json.dumps(self.about) + "\n")
+            together(lambda: self.stream.save(checkpoint))
+            together(lambda: sync_checkpoint(checkpoint) if self.args.local_process_index == 0 else None)
+            together(lambda: write_manifest(checkpoint, say) if first else None)
         if self.args.should_save:
-            best = self.state.best_model_checkpoint
-            rotate_checkpoints(str(folder), save_total_limit=limit, best_model_checkpoint=best, use_mtime=True)
+            rotate(checkpoint, limit, self.state.best_model_checkpoint)
 
     def floating_point_ops(self, inputs: tuple[Example, ...]) -> int:
         """Six operations a parameter and token, by the usual estimate."""

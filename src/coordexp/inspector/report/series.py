@@ -15,8 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from coordexp.errors import DataError
+from coordexp.files import read_json_lines
 from coordexp.inspector.report.forms import LARGEST, is_count, logged_number
-from coordexp.inspector.run import each_line
 
 Floats = NDArray[np.float64]
 Steps = NDArray[np.int64]
@@ -54,7 +54,7 @@ NOTHING = Series(np.zeros(0, np.int64), np.zeros(0))
 
 def read_log(path: Path) -> dict[str, Series]:
     """Every name of `metrics.jsonl`, in the order in which they first come."""
-    return series_of(each_line(path), str(path))
+    return series_of(read_json_lines(path), str(path))
 
 
 def series_of(lines: Iterable[Mapping[str, Any]], where: str) -> dict[str, Series]:

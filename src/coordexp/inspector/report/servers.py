@@ -6,8 +6,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from coordexp.files import read_json_lines
 from coordexp.inspector.report.forms import Is, check_form, is_count, is_list_of, is_number, is_object, is_text
-from coordexp.inspector.run import each_line
 
 NO_REASON = "no reason was given"
 
@@ -40,7 +40,7 @@ def read_fleet(folder: Path) -> Fleet | None:
     """Of all processes of the learner; None when the run had no servers. DataError for what no run writes."""
     events = []
     for file in sorted(folder.glob("servers*.jsonl")):
-        for number, event in enumerate(each_line(file), start=1):
+        for number, event in enumerate(read_json_lines(file), start=1):
             _check_event(event, f"{file}, line {number}")
             events.append(event)
     return _fleet(events) if events else None
