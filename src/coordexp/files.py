@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from coordexp.errors import DataError
 
@@ -125,7 +125,7 @@ def read_json_lines(path: Path) -> Iterator[dict[str, Any]]:
     if path.is_file():
         with path.open("rb") as file:
             for number, line in enumerate(file, start=1):
-                if is_torn(line) and not file.peek(1):  # type: ignore[attr-defined]
+                if is_torn(line) and not file.peek(1):
                     return
                 yield json_object(line, f"{path}, line {number}")
 
@@ -173,7 +173,7 @@ def free_space(folder: Path) -> str:
     return f"{shutil.disk_usage(folder).free / 1e9:.3f} GB are free"
 
 
-def _last_line(file: Any, end: int) -> int:
+def _last_line(file: BinaryIO, end: int) -> int:
     """Return where the last line begins."""
     at = max(0, end - 1)  # its own line break does not count
     while at > 0:

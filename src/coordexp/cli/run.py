@@ -15,7 +15,8 @@ app = typer.Typer(help="Look after run folders.", no_args_is_help=True)
 @app.command("verify")
 def verify(
     folder: Annotated[
-        Path, typer.Argument(exists=True, file_okay=False, help="A run folder, or a checkpoint.", show_default=False)
+        Path,
+        typer.Argument(exists=True, file_okay=False, help="A run folder, or a checkpoint.", show_default=False),
     ],
 ) -> None:
     """Compare every file of each checkpoint with its manifest, newest first, as --resume does.
@@ -24,7 +25,10 @@ def verify(
     """
     found = checkpoints(folder) or ([folder] if is_finished(folder) or step_of(folder) is not None else [])
     if not found:
-        stop(f"{folder} holds no checkpoint-<number>\n  give a folder that training.output_dir names, or a checkpoint")
+        stop(
+            f"{folder} holds no checkpoint-<number>\n"
+            "  give the folder that training.output_dir names, or a checkpoint"
+        )
     intact = []
     for checkpoint in found:
         verdict = examine(checkpoint, lambda message: err.print(message, markup=False))

@@ -1,9 +1,11 @@
 """How a run begins, what it says and how it ends: an engine that is ready, metrics, a bar, a stop on SIGTERM."""
 
+import functools
 import json
 import math
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -99,6 +101,7 @@ class TensorBoard(TensorBoardCallback):
     def __init__(self) -> None:
         super().__init__()
         self._writes = BestEffort("TensorBoard events", say)
+        threading.excepthook = functools.partial(_without_tensorboard, threading.excepthook)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._attempt(lambda: super(TensorBoard, self).on_train_begin(args, state, control, **kwargs))
@@ -112,6 +115,12 @@ class TensorBoard(TensorBoardCallback):
     def _attempt(self, write: Callable[[], None]) -> None:
         if not self._writes.attempt(write):
             self.tb_writer = None
+
+
+def _without_tensorboard(report: Callable[[Any], None], failure: Any) -> None:
+    """Report an exception that ended a thread, except for TensorBoard's, which the callback has warned of."""
+    if type(failure.thread).__name__ != "_AsyncWriterThread" or not isinstance(failure.exc_value, OSError):
+        report(failure)
 
 
 class Bar(TrainerCallback):

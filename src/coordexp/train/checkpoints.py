@@ -10,6 +10,7 @@ import os
 import re
 import shutil
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
@@ -64,17 +65,19 @@ def checkpoints(folder: Path) -> list[Path]:
 
 
 def newest_intact(folder: Path, tell: Tell) -> Path | None:
-    """Return the newest checkpoint that a run can go on from, None if there are none at all. Whatever is passed
-    over is told. Only as many as needed are read. Raise FileNotFoundError if every one has a fault."""
-    faulty = []
+    """Return the newest checkpoint that a run can go on from, None if there are none at all. Tell which ones were
+    passed over, and why. Only as many as needed are read. Raise FileNotFoundError if every one has a fault."""
+    faulty: list[Verdict] = []
     for checkpoint in checkpoints(folder):
         verdict = examine(checkpoint, tell)
-        if not verdict.fault:
-            if faulty or not verdict.has_manifest:
-                tell(f"note: {verdict}")
-            return checkpoint
-        faulty.append(verdict)
-        tell(f"warning: {verdict}\n  it is left as it is until the run saves that step again")
+        if verdict.fault:
+            faulty.append(verdict)
+            continue
+        for other in faulty:
+            tell(f"warning: {other}\n  it is left as it is until the run saves that step again")
+        if faulty or not verdict.has_manifest:
+            tell(f"note: {verdict}")
+        return checkpoint
     if faulty:
         raise FileNotFoundError(
             f"{folder} has no checkpoint to go on from: {'; '.join(map(str, faulty))}\n"
@@ -212,7 +215,8 @@ def _refusal(error: Exception, checkpoint: Path) -> str | None:
         return text
     if type(error).__name__ == "SafetensorError" and "I/O error" in text:
         return text
-    if isinstance(error, RuntimeError) and ("inline_container" in text or "PytorchStreamWriter" in text):
+    frames = (frame.f_globals["__name__"] for frame, _ in traceback.walk_tb(error.__traceback__))
+    if isinstance(error, RuntimeError) and "torch.serialization" in frames:  # whose errors have no number
         latest = max(_files(checkpoint), key=lambda file: file.stat().st_mtime_ns, default=checkpoint)
         return f"torch could not write {latest.name} to its end ({text})"
     return None

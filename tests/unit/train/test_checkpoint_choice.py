@@ -1,0 +1,305 @@
+"""Which checkpoint a run goes on from, and what is said of those that it does not."""
+
+import errno
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from coordexp.cli import app
+from coordexp.train import checkpoints
+from coordexp.train.callbacks import cut_metrics
+from coordexp.train.checkpoints import (
+    ANNOUNCED,
+    MANIFEST,
+    SaveError,
+    clear,
+    examine,
+    hash_files,
+    newest_intact,
+    rotate,
+    saving,
+    sync_checkpoint,
+    write_manifest,
+)
+from coordexp.train.run import _checkpoint
+from tests.source import SOURCE
+from tests.unit.rollout.ranks import run_two_ranks
+
+pytestmark = pytest.mark.timeout(60)
+FILES = ("model.safetensors", "optimizer.pt", "scheduler.pt", "trainer_state.json", "global_step4/shard.pt")
+
+
+def silent(message: str) -> None:
+    """For what is told elsewhere."""
+
+
+def saved(run: Path, step: int, manifest: bool = True) -> Path:
+    """A checkpoint as a run leaves it. Without a manifest, as versions before it did."""
+    folder = run / f"checkpoint-{step}"
+    for name in FILES:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(f"{name} of step {step}".encode() * 50)
+    state = {"order": {"ranks": 1}} | ({ANNOUNCED: True} if manifest else {})
+    (folder / "stream_0.json").write_text(json.dumps(state))
+    if manifest:
+        sync_checkpoint(folder)
+        write_manifest(folder, silent)
+    return folder
+
+
+def flip(file: Path) -> None:
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+
+
+DAMAGES = {
+    "cut": (lambda folder: os.truncate(folder / "optimizer.pt", 9), "optimizer.pt has 9 bytes, not 1100"),
+    "flipped": (
+        lambda folder: flip(folder / "model.safetensors"),
+        "model.safetensors has other bytes than were saved",
+    ),
+    "inside": (lambda folder: flip(folder / "global_step4/shard.pt"), "global_step4/shard.pt has other bytes"),
+    "empty": (lambda folder: os.truncate(folder / "stream_0.json", 0), "stream_0.json has 0 bytes"),
+    "gone": (
+        lambda folder: (folder / "scheduler.pt").unlink(),
+        "checkpoint-8 has no scheduler.pt: going on from it",
+    ),
+    "no manifest": (lambda folder: (folder / MANIFEST).unlink(), "checkpoint-8 was not written to its end"),
+    "cut manifest": (lambda folder: os.truncate(folder / MANIFEST, 40), "manifest.json cannot be read"),
+    "other manifest": (lambda folder: (folder / MANIFEST).write_text("[]"), "manifest.json cannot be read"),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGES)
+def test_a_damaged_checkpoint_is_named_and_the_newest_intact_one_is_taken(tmp_path, capsys, name):
+    damage, words = DAMAGES[name]
+    for step in (4, 8):
+        saved(tmp_path, step)
+    assert _checkpoint(tmp_path, resume=True) == tmp_path / "checkpoint-8"
+    assert capsys.readouterr().err == ""
+    damage(tmp_path / "checkpoint-8")
+    assert _checkpoint(tmp_path, resume=True) == tmp_path / "checkpoint-4"
+    told = capsys.readouterr().err
+    assert words in told
+    assert "note: checkpoint-4 is intact" in told
+
+
+def test_without_an_intact_checkpoint_every_fault_is_named_with_a_way_out(tmp_path):
+    for step in (4, 8):
+        os.truncate(saved(tmp_path, step) / "optimizer.pt", step)
+    with pytest.raises(FileNotFoundError) as raised:
+        _checkpoint(tmp_path, resume=True)
+    problem, fix = str(raised.value).splitlines()
+    for step in (4, 8):
+        assert f"checkpoint-{step}/optimizer.pt has {step} bytes, not 1100" in problem
+    assert "copy a checkpoint there again, remove them to start from the beginning" in fix
+
+
+def test_only_as_many_checkpoints_as_needed_are_read(tmp_path, monkeypatch):
+    for step in (4, 8, 12):
+        saved(tmp_path, step)
+    flip(tmp_path / "checkpoint-12/model.safetensors")
+    read = []
+    monkeypatch.setattr(
+        checkpoints, "hash_files", lambda folder, *rest: read.append(folder.name) or hash_files(folder, *rest)
+    )
+    assert newest_intact(tmp_path, silent) == tmp_path / "checkpoint-8"
+    assert read == ["checkpoint-12", "checkpoint-8"]
+
+
+def test_names_that_are_no_number_are_skipped_and_numbers_are_compared_as_such(tmp_path):
+    for step in (9, 10):
+        saved(tmp_path, step)
+    for name in ("checkpoint-best", "checkpoint-11.partial", "checkpoint-12-copy", "checkpoint-"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "checkpoint-13").write_text("a file")
+    assert _checkpoint(tmp_path, resume=True) == tmp_path / "checkpoint-10"
+
+
+def test_a_checkpoint_of_an_earlier_version_is_taken_with_a_note(tmp_path, capsys):
+    saved(tmp_path, 4, manifest=False)
+    assert _checkpoint(tmp_path, resume=True) == tmp_path / "checkpoint-4"
+    assert "note: checkpoint-4 has no manifest.json (of an earlier version)" in capsys.readouterr().err
+
+
+def test_a_new_run_does_not_take_a_folder_with_a_finished_checkpoint_and_reads_none(tmp_path, monkeypatch):
+    assert _checkpoint(tmp_path, resume=False) is None
+    flip(saved(tmp_path, 4) / "model.safetensors")
+    monkeypatch.setattr(checkpoints, "hash_files", None)
+    with pytest.raises(FileExistsError, match="already holds checkpoint-4"):
+        _checkpoint(tmp_path, resume=False)
+
+
+def test_files_that_were_added_to_a_checkpoint_do_not_matter(tmp_path):
+    (saved(tmp_path, 4) / "preds.json").write_text("[]")
+    assert not examine(tmp_path / "checkpoint-4", silent).fault
+
+
+def test_files_that_safetensors_makes_private_get_the_mode_of_the_others(tmp_path):
+    folder = saved(tmp_path, 4)
+    (folder / "model.safetensors").chmod(0o600)
+    (folder / "stream_0.json").chmod(0o640)
+    sync_checkpoint(folder)
+    assert (folder / "model.safetensors").stat().st_mode & 0o777 == 0o640
+
+
+def test_of_older_checkpoints_the_unfinished_go_first_and_other_folders_stay(tmp_path):
+    for step in (2, 4, 8):
+        saved(tmp_path, step)
+    (tmp_path / "checkpoint-6").mkdir()  # was not written to its end
+    (tmp_path / "checkpoint-best").mkdir()
+    saved(tmp_path, 12)  # was passed over: the run goes on from an older one
+    rotate(tmp_path / "checkpoint-8", 3, None)
+    assert left(tmp_path) == ["checkpoint-12", "checkpoint-2", "checkpoint-4", "checkpoint-8", "checkpoint-best"]
+    rotate(tmp_path / "checkpoint-8", 2, str(tmp_path / "checkpoint-2"))
+    assert left(tmp_path) == ["checkpoint-12", "checkpoint-2", "checkpoint-8", "checkpoint-best"]
+    rotate(tmp_path / "checkpoint-8", None, None)
+    rotate(tmp_path / "checkpoint-8", 1, None)
+    assert left(tmp_path) == ["checkpoint-12", "checkpoint-8", "checkpoint-best"]
+
+
+def left(run: Path) -> list[str]:
+    return sorted(path.name for path in run.iterdir())
+
+
+def test_what_is_left_of_a_checkpoint_goes_before_it_is_written_again(tmp_path):
+    clear(tmp_path / "checkpoint-4")
+    folder = saved(tmp_path, 4)
+    clear(folder)
+    assert not folder.exists()
+
+
+def test_a_full_disk_at_a_save_says_what_to_do_and_what_to_go_on_from(tmp_path):
+    saved(tmp_path, 4)
+    (tmp_path / "checkpoint-8").mkdir()
+    for older, words in (
+        (True, "--resume then goes on from checkpoint-4"),
+        (False, "there is no earlier checkpoint"),
+    ):
+        with pytest.raises(SaveError) as raised, saving(tmp_path / "checkpoint-8"):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        problem, fix = str(raised.value).splitlines()
+        assert problem == f"{tmp_path}/checkpoint-8 cannot be saved: [Errno 28] No space left on device"
+        assert "make room on that disk (" in fix and "GB are free" in fix and words in fix
+        if older:
+            clear(tmp_path / "checkpoint-4")
+
+
+def test_other_errors_of_a_save_stay_what_they_are(tmp_path):
+    for error in (RuntimeError("CUDA out of memory"), ConnectionResetError("a rank"), KeyError("x")):
+        with pytest.raises(type(error)) as raised, saving(tmp_path):
+            raise error
+        assert raised.value is error
+
+
+def test_progress_of_a_long_hash_is_told(tmp_path, monkeypatch):
+    folder = saved(tmp_path, 4)
+    monkeypatch.setattr(checkpoints, "_QUIET_S", 0.0)
+    told: list[str] = []
+    assert not examine(folder, told.append).fault
+    assert told == [] or told[0].startswith("hashing checkpoint-4: ")
+
+
+def run_verify(folder: Path):
+    return CliRunner().invoke(app, ["run", "verify", str(folder)])
+
+
+def test_verify_says_one_line_a_checkpoint_and_exits_by_the_newest(tmp_path):
+    for step in (4, 8, 12):
+        saved(tmp_path, step)
+    saved(tmp_path, 2, manifest=False)
+    flip(tmp_path / "checkpoint-4/model.safetensors")
+    result = run_verify(tmp_path)
+    assert result.exit_code == 0
+    assert [line.partition(":")[0] for line in result.stdout.splitlines()] == [
+        "checkpoint-12 is intact",
+        "checkpoint-8 is intact",
+        "checkpoint-4 is damaged",
+        "checkpoint-2 has no manifest.json (of an earlier version)",
+    ]
+    assert f"{tmp_path}/checkpoint-4/model.safetensors has other bytes" in result.stdout
+    (tmp_path / "checkpoint-12" / MANIFEST).unlink()
+    result = run_verify(tmp_path)
+    assert result.exit_code == 1
+    assert result.stdout.startswith("checkpoint-12 was not written to its end: it has no manifest.json\n")
+
+
+@pytest.mark.parametrize(("damaged", "code"), [(False, 0), (True, 1)])
+def test_verify_takes_a_single_checkpoint(tmp_path, damaged, code):
+    folder = saved(tmp_path, 4)
+    if damaged:
+        flip(folder / "optimizer.pt")
+    elsewhere = folder.rename(tmp_path / "copied")
+    result = run_verify(elsewhere)
+    assert result.exit_code == code
+    assert result.stdout.count("\n") == 1
+
+
+def test_verify_of_another_folder_says_what_to_give(tmp_path):
+    result = run_verify(tmp_path)
+    assert result.exit_code == 1
+    assert "holds no checkpoint-<number>" in result.stderr
+
+
+def test_verify_needs_no_torch(tmp_path):
+    saved(tmp_path, 4)
+    code = (
+        "import sys; from coordexp.cli import main\n"
+        f"try: main(['run', 'verify', {str(tmp_path)!r}])\n"
+        "except SystemExit as end: assert not end.code, end.code\n"
+        "heavy = {'torch', 'transformers', 'safetensors'} & set(sys.modules); assert not heavy, heavy"
+    )
+    subprocess.run(
+        [sys.executable, "-c", code], check=True, timeout=50, env=os.environ | {"PYTHONPATH": str(SOURCE)}
+    )
+
+
+def lines(*steps: int) -> bytes:
+    return b"".join(
+        json.dumps({"step": step, "seconds": step / 2, "loss": 1.0}).encode() + b"\n" for step in steps
+    )
+
+
+@pytest.mark.parametrize("tail", [b"", b'{"step": 3, "sec', b"\0" * 512, b'{"step": 9}\0\0\n'])
+def test_metrics_after_the_checkpoint_and_a_torn_last_line_are_dropped(tmp_path, capsys, tail):
+    file = tmp_path / "metrics.jsonl"
+    file.write_bytes(lines(1, 2, 2, 3) + tail)
+    assert cut_metrics(file, 2) == 1.0
+    assert file.read_bytes() == lines(1, 2, 2)
+    assert ("its last line was torn by a crash and is dropped" in capsys.readouterr().err) == bool(tail)
+    assert cut_metrics(tmp_path / "nothing.jsonl", 2) == 0.0
+
+
+@pytest.mark.parametrize("line", [b"{broken\n", b"[1]\n", b'{"loss": 1}\n', b"\0\0\n"])
+def test_a_broken_line_of_the_metrics_is_named_with_a_way_out_and_nothing_is_changed(tmp_path, line):
+    file = tmp_path / "metrics.jsonl"
+    content = lines(1) + line + lines(2)
+    file.write_bytes(content)
+    with pytest.raises(ValueError, match="line 2") as raised:
+        cut_metrics(file, 2)
+    problem, fix = str(raised.value).splitlines()
+    assert problem.startswith(f"{file}, line 2: ")
+    assert "remove that line, or move the file away" in fix
+    assert file.read_bytes() == content
+
+
+@pytest.mark.timeout(150)
+def test_every_rank_follows_the_first_one_which_alone_reads(tmp_path):
+    for run, steps in (("damaged", (4, 8)), ("hopeless", (4,))):
+        for step in steps:
+            saved(tmp_path / run, step)
+        flip(tmp_path / run / f"checkpoint-{steps[-1]}/model.safetensors")
+    ranks = run_two_ranks("tests.unit.train.checkpoint_worker", tmp_path)
+    assert [rank["damaged"] for rank in ranks] == [str(tmp_path / "damaged/checkpoint-4")] * 2
+    assert ranks[0]["hopeless"].startswith(
+        f"FileNotFoundError: {tmp_path}/hopeless has no checkpoint to go on from"
+    )
+    assert ranks[1]["hopeless"].startswith(
+        "RankError: rank 0 failed, and with it all others\n  FileNotFoundError: "
+    )
