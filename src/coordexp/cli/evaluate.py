@@ -1,6 +1,5 @@
 """`coordexp evaluate`: how good are these predictions, in a table, as JSON and as a page to look at?"""
 
-import json
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -11,6 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from coordexp.cli.console import need, out, progress, stop
+from coordexp.files import write_json
 
 if TYPE_CHECKING:
     from coordexp.evaluate import Answer, Report
@@ -64,7 +64,7 @@ def evaluate(
     if report_file is not None:
         report_file.parent.mkdir(parents=True, exist_ok=True)
         head = {"data": str(data), "preds": str(preds), "scores": scores.value}
-        report_file.write_text(json.dumps(head | report.as_dict(), indent=2) + "\n")
+        write_json(report_file, head | report.as_dict())
         out.print(f"wrote {report_file}", markup=False)
     if page_file is not None:
         words = f"{preds.name} on {data.name}" + ("" if scores is Scores.own else f", {scores.value} scores")
