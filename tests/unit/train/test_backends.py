@@ -107,3 +107,31 @@ def test_what_servers_say_of_themselves_goes_to_the_manifest_and_every_event_to_
     lines = (tmp_path / "servers.jsonl").read_text().splitlines()
     assert [json.loads(line)["event"] for line in lines] == ["sync", "rollouts", "sync"]
     assert (tmp_path / "servers_3.jsonl").is_file()
+
+
+def test_a_torn_last_event_is_dropped_when_a_run_goes_on_and_earlier_ones_stay(tmp_path, capsys):
+    file = tmp_path / "servers.jsonl"
+    file.write_bytes(b'{"event": "rollouts", "calls": [1]}\n{"event": "roll\0\0\0')
+    log = ServerLog(tmp_path, 0)
+    for calls in ([2], [3]):
+        log({"event": "rollouts", "calls": calls})
+    assert [json.loads(line)["calls"] for line in file.read_text().splitlines()] == [[1], [2], [3]]
+    assert capsys.readouterr().err == f"note: {file}: its last line was torn by a crash and is dropped\n"
+
+
+def test_a_full_disk_costs_server_events_and_facts_and_not_the_run(tmp_path, capsys):
+    """/dev/full has no room, as a full disk."""
+    (tmp_path / "servers.jsonl").symlink_to("/dev/full")
+    (tmp_path / "run.json").write_text(json.dumps([{"rollouts": None}]))
+    log = ServerLog(tmp_path, 0)
+    for _ in range(3):
+        log({"event": "sync", "servers": [], "sync_mode": "full", "fallbacks": []})
+    told = capsys.readouterr().err
+    assert told.count("warning: server events are not written: ") == 1
+    assert f"{tmp_path}/servers.jsonl cannot be written: No space left on device; training goes on" in told
+    assert json.loads((tmp_path / "run.json").read_text())[0]["rollouts"]["sync_mode"] == "full"
+    (tmp_path / "run.json").unlink()
+    (tmp_path / "run.json.partial").mkdir()  # so that it cannot be written
+    (tmp_path / "run.json").write_text(json.dumps([{"rollouts": None}]))
+    ServerLog(tmp_path, 0)({"event": "sync", "servers": [], "sync_mode": "full", "fallbacks": []})
+    assert "warning: facts about rollouts are not written: " in capsys.readouterr().err

@@ -1,0 +1,66 @@
+"""A full disk costs metrics and TensorBoard events, not the run; what is in the way of a resume is named."""
+
+import json
+from types import SimpleNamespace
+
+import pytest
+
+from coordexp.errors import DataError
+from coordexp.train.callbacks import MetricsFile, TensorBoard
+from coordexp.train.folder import read_starts
+
+pytestmark = pytest.mark.timeout(60)
+STATE = SimpleNamespace(
+    is_world_process_zero=True, global_step=0, is_hyper_param_search=False, trial_name=None, max_steps=3
+)
+
+
+def test_metrics_that_have_no_room_are_warned_of_once(tmp_path, capsys):
+    """/dev/full has no room, as a full disk."""
+    file = tmp_path / "metrics.jsonl"
+    metrics = MetricsFile(file)
+    metrics.on_train_begin(None, STATE, None)
+    file.symlink_to("/dev/full")
+    for _ in range(3):
+        metrics.on_log(None, STATE, None, {"loss": 1.0})
+    file.unlink()
+    metrics.on_log(None, STATE, None, {"loss": float("nan")})
+    assert capsys.readouterr().err.splitlines() == [
+        f"warning: metrics are not written: {file} cannot be written: No space left on device; training goes on",
+        "  make room on that disk, or raise the quota or limit",
+        "note: metrics are written again; what came in between is missing",
+    ]
+    assert json.loads(file.read_text())["loss"] is None
+
+
+def test_tensorboard_without_room_is_warned_of_once_and_begins_a_new_file_later(tmp_path, capsys, monkeypatch):
+    """Its writer works in a thread, whose traceback is not shown either."""
+    arguments = SimpleNamespace(output_dir=str(tmp_path), to_json_string=lambda: "{}")
+    board = TensorBoard()
+    board.logging_dir = str(tmp_path / "runs")
+    board.on_train_begin(arguments, STATE, None)
+    (file,) = (tmp_path / "runs").iterdir()
+    file.unlink()
+    file.symlink_to("/dev/full")
+    monkeypatch.setattr("socket.gethostname", lambda: "same")  # the names of later files
+    for _ in range(2):
+        board.on_log(arguments, STATE, None, logs={"loss": 1.0})
+    board.on_train_end(arguments, STATE, None)
+    told = capsys.readouterr().err
+    assert "Traceback" not in told
+    assert told.splitlines()[0] == (
+        "warning: TensorBoard events are not written: [Errno 28] No space left on device; training goes on"
+    )
+    assert told.splitlines()[1:] == ["note: TensorBoard events are written again; what came in between is missing"]
+    assert len(list((tmp_path / "runs").iterdir())) == 2
+
+
+@pytest.mark.parametrize("content", ["", '[{"command"', "{}", "[1]", "\0\0\0"])
+def test_a_run_json_that_cannot_be_read_is_named_with_a_way_out(tmp_path, content):
+    file = tmp_path / "run.json"
+    file.write_text(content)
+    with pytest.raises(DataError) as raised:
+        read_starts(file)
+    problem, fix = str(raised.value).splitlines()
+    assert problem.startswith(str(file))
+    assert "move it away" in fix
