@@ -97,10 +97,11 @@ class FaultAtWrite:
         name = self._key(path)
         if name is None or self.fault == "unrenamed":
             return
-        if name != self.name or self.fired:
+        if name != self.name:
             resource.setrlimit(resource.RLIMIT_FSIZE, self.unlimited)
+        if name != self.name or self.fired:  # the first time only: the run may go on
             return
-        self.fired = True  # the first time only: the run may go on
+        self.fired = True
         grows = name.endswith(".jsonl") or name == "runs/events"
         before = Path(path).stat().st_size if grows and Path(path).exists() else 0
         limit = before + 9 if grows else self.size // 2

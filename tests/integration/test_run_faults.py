@@ -65,20 +65,23 @@ def test_whatever_happens_to_a_file_of_a_run_it_resumes_exactly_or_the_file_is_n
         folder = tmp_path / str(part)
         folder.mkdir()
         words = ["-m", "tests.integration.run_faults", file, folder, part, WORKERS]
-        workers.append(
-            subprocess.Popen(
-                [sys.executable, *map(str, words)],
-                env=os.environ | {"PYTHONPATH": f"{SOURCE}:{ROOT}", "OMP_NUM_THREADS": "1"},
-                cwd=ROOT,
-                stdout=subprocess.PIPE,
-                text=True,
+        with (folder / "outcomes.jsonl").open("w") as told:
+            workers.append(
+                subprocess.Popen(
+                    [sys.executable, *map(str, words)],
+                    env=os.environ | {"PYTHONPATH": f"{SOURCE}:{ROOT}", "OMP_NUM_THREADS": "1"},
+                    cwd=ROOT,
+                    stdout=told,
+                )
             )
-        )
     try:
-        rows = [json.loads(line) for worker in workers for line in worker.communicate()[0].splitlines()]
+        for worker in workers:
+            worker.wait()
     finally:
         for worker in workers:
             worker.kill()
+    told = [line for file in sorted(tmp_path.glob("*/outcomes.jsonl")) for line in file.read_text().splitlines()]
+    rows = [json.loads(line) for line in told]
     assert [worker.returncode for worker in workers] == [0] * WORKERS
     table: dict[str, dict[str, str]] = defaultdict(dict)
     for row in rows:

@@ -88,7 +88,14 @@ class ServerLog:
     rank: int
     _recorded: dict[str, Any] = field(default_factory=dict)
     _writes: BestEffort = field(default_factory=lambda: BestEffort("server events", say))
-    _is_open: bool = False
+
+    def __post_init__(self) -> None:
+        if drop_torn_line(self._path):
+            say(f"note: {self._path}: its last line was torn by a crash and is dropped")
+
+    @property
+    def _path(self) -> Path:
+        return self.folder / (f"servers_{self.rank}.jsonl" if self.rank else "servers.jsonl")
 
     def __call__(self, event: dict[str, Any]) -> None:
         self._writes.attempt(lambda: self._append(json.dumps(event)))
@@ -100,12 +107,8 @@ class ServerLog:
                 self._recorded = facts
 
     def _append(self, line: str) -> None:
-        path = self.folder / (f"servers_{self.rank}.jsonl" if self.rank else "servers.jsonl")
         self.folder.mkdir(parents=True, exist_ok=True)
-        if not self._is_open and drop_torn_line(path):
-            say(f"note: {path}: its last line was torn by a crash and is dropped")
-        self._is_open = True
-        append_line(path, line)
+        append_line(self._path, line)
 
 
 @dataclass(frozen=True)

@@ -120,8 +120,8 @@ def is_finished(checkpoint: Path) -> bool:
 
 @contextmanager
 def saving(checkpoint: Path) -> Iterator[None]:
-    """Turn the errors by which a disk refuses a checkpoint into a SaveError. safetensors and torch raise their own
-    kinds for a full disk."""
+    """Turn the errors by which a disk refuses a checkpoint into a SaveError. safetensors, tokenizers and torch
+    raise their own kinds for a full disk."""
     try:
         yield
     except Exception as error:
@@ -213,7 +213,7 @@ def _refusal(error: Exception, checkpoint: Path) -> str | None:
     text = str(error).partition("\n")[0]
     if isinstance(error, OSError) and not isinstance(error, ConnectionError):
         return text
-    if type(error).__name__ == "SafetensorError" and "I/O error" in text:
+    if re.search(r"\(os error \d+\)", text):  # Rust's words, in safetensors and tokenizers
         return text
     frames = (frame.f_globals["__name__"] for frame, _ in traceback.walk_tb(error.__traceback__))
     if isinstance(error, RuntimeError) and "torch.serialization" in frames:  # whose errors have no number

@@ -85,12 +85,15 @@ def prepare(loaded: Loaded, resume: bool) -> tuple[Callable[[], Outcome], Path |
     trainer, stop = _trainer(settings, arguments, train, held_out)
     if checkpoint is not None:
         trainer.stream.load(checkpoint)
-    if trainer.is_world_process_zero():
+
+    def begin() -> None:
         data = {"train": train} | ({"val": held_out} if held_out else {})
         rollouts = described(settings, trainer.backend) if settings.uses_rollouts else None
         write_run_folder(folder, loaded, data, trainer.objective.manifest(), rollouts)
         cut_metrics(folder / METRICS, step)
         forget_from(folder / FOLDER, step)
+
+    together(lambda: begin() if trainer.is_world_process_zero() else None)
 
     def run() -> Outcome:
         stop.listen()

@@ -191,6 +191,27 @@ def test_a_full_disk_at_a_save_says_what_to_do_and_what_to_go_on_from(tmp_path):
             clear(tmp_path / "checkpoint-4")
 
 
+@pytest.mark.parametrize("kind", ["safetensors", "tokenizers", "torch"])
+def test_a_disk_without_room_is_recognised_in_the_errors_of_every_library(tmp_path, kind):
+    """/dev/full has no room, as a full disk."""
+    import safetensors.torch
+    import tokenizers
+    import torch
+
+    folder = tmp_path / "checkpoint-8"
+    folder.mkdir()
+    (folder / "full").symlink_to("/dev/full")
+    tensors = {"a": torch.zeros(100_000)}
+    with pytest.raises(SaveError, match="checkpoint-8 cannot be saved: "), saving(folder):
+        if kind == "safetensors":  # writes beside the file and renames: a folder in its way stands for a full disk
+            (folder / "model.safetensors").mkdir()
+            safetensors.torch.save_file(tensors, folder / "model.safetensors")
+        elif kind == "tokenizers":
+            tokenizers.Tokenizer(tokenizers.models.BPE()).save(str(folder / "full"))
+        else:
+            torch.save(tensors, folder / "full")
+
+
 def test_other_errors_of_a_save_stay_what_they_are(tmp_path):
     for error in (RuntimeError("CUDA out of memory"), ConnectionResetError("a rank"), KeyError("x")):
         with pytest.raises(type(error)) as raised, saving(tmp_path):
