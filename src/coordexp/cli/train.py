@@ -53,6 +53,7 @@ def _run(loaded: Loaded, resume: bool) -> None:
         from coordexp.data import DataError
         from coordexp.pack import PackingError
         from coordexp.ranks import RankError, RankLostError, lost_rank
+        from coordexp.train.divergence import DivergenceError
         from coordexp.train.run import prepare
 
         try:
@@ -66,7 +67,15 @@ def _run(loaded: Loaded, resume: bool) -> None:
         )
     try:
         outcome = run()
-    except (OSError, DataError, PackingError, EngineError, RankError, RankLostError) as error:
+    except (
+        OSError,
+        DataError,
+        DivergenceError,
+        PackingError,
+        EngineError,
+        RankError,
+        RankLostError,
+    ) as error:
         stop(str(error))
     except RuntimeError as error:
         if lost := lost_rank(error):

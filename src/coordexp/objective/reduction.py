@@ -10,6 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 from torch import distributed as dist
+from torch.distributed.tensor import DTensor
 
 from coordexp.objective.modules import Measure
 from coordexp.objective.pipeline import BROKEN, Objective
@@ -38,6 +39,7 @@ class Tally:
         self._terms = {term.name: term for term in objective.terms}
         self._names = (*self._terms, BROKEN)
         self._sums: Tensor | None = None  # a row a name: share of the step, sum, count
+        self._step: Tensor | None = None  # the sums of the current optimizer step
 
     def add(self, measures: dict[str, Measure], counts: Tensor) -> None:
         """A row's measures, with the counts of the optimizer step that it belongs to."""
@@ -50,6 +52,26 @@ class Tally:
             )
         found = torch.stack(parts)
         self._sums = found if self._sums is None else self._sums + found
+        self._step = found[:, 1] if self._step is None else self._step + found[:, 1]
+
+    def end_step(self, grad_norm: Tensor | float | None) -> tuple[dict[str, float], int, float | None]:
+        """Return each loss term's sum over the optimizer step, the number of broken logits, and the gradient norm.
+        All are over all ranks: what is not finite on one of them is not finite here. To be called on all ranks
+        once per step; it costs one collective and one copy from the device."""
+        assert self._step is not None, "a step without a row"
+        norm = 0.0 if grad_norm is None else grad_norm
+        if isinstance(norm, DTensor):
+            norm = norm.full_tensor()
+        numbers = torch.cat((self._step, torch.as_tensor(norm, device=self._step.device).double().reshape(1)))
+        self._step = None
+        ranks = 1
+        if dist.is_initialized():
+            dist.all_reduce(numbers)
+            ranks = dist.get_world_size()
+        *sums, total_norm = numbers.tolist()
+        found = dict(zip(self._names, sums, strict=True))
+        terms = {name: found[name] for name, term in self._terms.items() if term.weight is not None}
+        return terms, int(found[BROKEN]), None if grad_norm is None else total_norm / ranks
 
     def report(self, steps: int = 1) -> dict[str, float]:
         """On every rank the same, as means over `steps`: `loss`, each term as it enters the loss before its

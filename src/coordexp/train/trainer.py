@@ -2,7 +2,7 @@
 
 What differs from the plain Trainer: rows come from a `RowStream` that is part of every checkpoint, the loss is the
 declared objective, normalised over all rows of the optimizer step on all ranks (D19), and evaluation lets the
-model answer.
+model answer. A step that comes to a value which is not finite is not applied, and nothing such is saved.
 """
 
 import json
@@ -26,6 +26,14 @@ from coordexp.ranks import max_over_ranks, together
 from coordexp.rollout.backend import RolloutBackend
 from coordexp.train.callbacks import say
 from coordexp.train.checkpoints import clear, rotate, saving, sync_checkpoint, write_manifest
+from coordexp.train.divergence import (
+    WAY_OUT,
+    DivergenceError,
+    Health,
+    StepNumbers,
+    check_weights,
+    describe_broken,
+)
 from coordexp.train.stream import RowStream
 
 ABOUT = "coordexp.json"  # in every checkpoint: what to ask the model
@@ -61,6 +69,9 @@ class RowTrainer(Trainer):
         self.trace = trace
         self.ledger = stream.ledger
         self.tally = Tally(objective)
+        self.health = Health()
+        self.saved: int | None = None  # the step of the newest checkpoint
+        self._rotation_is_due = False
         self.tokens = self.steps = 0
         self.loss_is_scaled_for_ga = True  # by the counts of the whole optimizer step
         self._parameters = sum(weight.numel() for weight in self.model.parameters())
@@ -91,6 +102,33 @@ class RowTrainer(Trainer):
         self.tally.add(measures, num_items_in_batch)
         self._trace_watched(inputs, logits.detach())
         return self.objective.loss(measures, num_items_in_batch) * gradient_scale()
+
+    def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
+        """Return the gradient norm. Raise DivergenceError, before the optimizer step, if the step is broken.
+        (DeepSpeed has stepped by now; it is the check of the weights that keeps the update from being saved.)"""
+        grad_norm = super()._get_grad_norm(model, grad_norm)
+        terms, broken_logits, norm = self.tally.end_step(grad_norm)
+        scaled = self.accelerator.scaler is not None
+        numbers = StepNumbers(self.state.global_step + 1, terms, norm, broken_logits, scaled)
+        self.health = self._health_after(numbers)
+        if broken_logits and self.is_world_process_zero():
+            say(
+                f"warning: step {numbers.step}: {describe_broken(broken_logits)}; they count as 0 or as the bound "
+                "and get no gradient"
+            )
+        self._rotate()
+        return grad_norm
+
+    def _health_after(self, numbers: StepNumbers) -> Health:
+        try:
+            return self.health.after(numbers)
+        except DivergenceError as error:
+            if self.saved is not None and self.saved == self.state.global_step:
+                raise DivergenceError(
+                    f"{error}\n  checkpoint-{self.saved} holds the weights of this step; if they are the cause, "
+                    "remove it to resume from an older one"
+                ) from None
+            raise
 
     def _trace_watched(self, row: Row, logits: Tensor) -> None:
         for one in row.watched:
@@ -169,8 +207,13 @@ class RowTrainer(Trainer):
         self.ledger.spent("waited", seconds)
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        """The manifest comes last: a checkpoint that has it is complete. Older ones go only after that."""
-        checkpoint = Path(self._get_output_dir(trial=trial)) / f"checkpoint-{self.state.global_step}"
+        """Save weights that are finite. The manifest comes last: a checkpoint that has it is complete. Older ones go
+        only when another step has shown that the new weights work."""
+        if self.health.broken_steps:
+            self._leave_out_checkpoint()
+            return
+        check_weights(self.model, self.state.global_step)
+        checkpoint = self._checkpoint(self.state.global_step)
         first = self.is_world_process_zero()
         limit, self.args.save_total_limit = self.args.save_total_limit, None
         with saving(checkpoint):
@@ -182,8 +225,27 @@ class RowTrainer(Trainer):
             together(lambda: self.stream.save(checkpoint))
             together(lambda: sync_checkpoint(checkpoint) if self.args.local_process_index == 0 else None)
             together(lambda: write_manifest(checkpoint, say) if first else None)
-        if self.args.should_save:
-            rotate(checkpoint, limit, self.state.best_model_checkpoint)
+        self.saved, self._rotation_is_due = self.state.global_step, True
+        if self.state.global_step >= self.state.max_steps:
+            self._rotate()
+
+    def _rotate(self) -> None:
+        """Remove the oldest checkpoints beyond `save_total_limit`, if one was saved since."""
+        due, self._rotation_is_due = self._rotation_is_due, False
+        if due and self.saved is not None and self.args.should_save:
+            rotate(self._checkpoint(self.saved), self.args.save_total_limit, self.state.best_model_checkpoint)
+
+    def _checkpoint(self, step: int) -> Path:
+        return Path(self.args.output_dir) / f"checkpoint-{step}"
+
+    def _leave_out_checkpoint(self) -> None:
+        step = self.state.global_step
+        if step >= self.state.max_steps:
+            raise DivergenceError(
+                f"step {step}: the logits of the last step were broken, so it is not saved\n  {WAY_OUT}"
+            )
+        if self.is_world_process_zero():
+            say(f"step {step}: no checkpoint is saved, because the logits of this step were broken")
 
     def floating_point_ops(self, inputs: tuple[Example, ...]) -> int:
         """Six operations a parameter and token, by the usual estimate."""

@@ -1,0 +1,41 @@
+"""A run in which the logits of the last rank are broken from a step on: `python divergence_worker.py CONFIG STEP`.
+
+That is fault injection; all else is the command itself.
+"""
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from coordexp.cli.train import train
+from coordexp.train.trainer import RowTrainer
+
+CONFIG, STEP = Path(sys.argv[1]), int(sys.argv[2])
+RANK, RANKS = (int(os.environ.get(name, default)) for name, default in (("RANK", "0"), ("WORLD_SIZE", "1")))
+
+
+class FaultyTrainer(RowTrainer):
+    def compute_loss(self, model: Any, inputs: Any, *words: Any, **named: Any) -> Any:
+        if self.state.global_step + 1 < STEP or RANK != RANKS - 1:
+            return super().compute_loss(model, inputs, *words, **named)
+        hook = model.register_forward_hook(_break_logits)
+        try:
+            return super().compute_loss(model, inputs, *words, **named)
+        finally:
+            hook.remove()
+
+
+def _break_logits(model: Any, inputs: Any, output: Any) -> Any:
+    output.logits = output.logits.index_fill(-1, torch.tensor([3]), torch.nan)
+    return output
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    import coordexp.train.run
+
+    coordexp.train.run.RowTrainer = FaultyTrainer  # type: ignore[misc]
+    train(CONFIG, resume=False, world_size=RANKS)

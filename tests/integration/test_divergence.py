@@ -1,0 +1,108 @@
+"""Runs that diverge stop with the step and the reason, and leave only finite checkpoints. On a tiny model."""
+
+import json
+import math
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from coordexp.demo.model import Size, make_model
+from coordexp.demo.scenes import SceneSettings
+from coordexp.demo.write_scenes import write_scenes
+from coordexp.train.divergence import MAX_BROKEN_STEPS
+from tests.integration.stage2_runs import started
+from tests.integration.test_stage1 import ROOT, command, config, environment, metrics, train
+
+pytestmark = pytest.mark.timeout(240)
+CONSTANT = {"lr_scheduler_type": "constant"}
+
+
+@pytest.fixture(scope="module")
+def parts(tmp_path_factory):
+    """A folder with a tiny model and 40 scenes."""
+    folder = tmp_path_factory.mktemp("diverges")
+    write_scenes(folder / "data", SceneSettings(objects=(1, 3)), train=40, val=6, seed=1, advance=lambda: None)
+    make_model(folder / "model", "small", ordinal=True, size=Size(hidden=64, layers=2, patch=8, vision_hidden=32))
+    return folder
+
+
+def failing(file: Path, *options: str, processes: int = 1) -> str:
+    """Run it; it must exit 1, without a traceback of its own. Return what it has shown."""
+    done = subprocess.run(
+        command(file, *options, processes=processes),
+        env=environment(),
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    shown = done.stdout + done.stderr
+    assert done.returncode == 1, shown[-3000:]
+    assert "Traceback" not in shown or processes > 1, shown[-3000:]
+    return shown
+
+
+def checkpoints(folder: Path) -> list[int]:
+    return sorted(int(path.name.split("-")[1]) for path in folder.glob("checkpoint-*"))
+
+
+def is_finite(folder: Path) -> bool:
+    """Return True if all weights and the optimizer's state are finite."""
+    states = torch.load(folder / "optimizer.pt", weights_only=True)["state"].values()
+    tensors = [value for state in states for value in state.values() if isinstance(value, torch.Tensor)]
+    tensors += load_file(folder / "model.safetensors").values()
+    return all(tensor.isfinite().all() for tensor in tensors)
+
+
+def test_a_run_that_diverges_stops_and_its_good_checkpoint_can_be_resumed(parts):
+    """With one checkpoint to be kept: that of step 2, whose weights are finite and far too large, must not replace
+    it. Warm-up begins with a learning rate of 0, so the first step is good."""
+    name = "explodes"
+    warm = {"lr_scheduler_type": "constant_with_warmup", "warmup_steps": 4, "learning_rate": 1e20}
+    settings = warm | {"save_steps": 1, "save_total_limit": 1}
+    file = config(parts, name, max_steps=8, **settings)
+    shown = failing(file)
+    assert re.search(r"step 3: the gradient norm is (NaN|Inf)", shown), shown
+    assert "lower training.learning_rate" in shown and "done" not in shown
+    assert "checkpoint-2 holds the weights of this step" in shown
+    assert checkpoints(parts / name) == [1, 2]
+    assert all(is_finite(parts / name / f"checkpoint-{step}") for step in (1, 2))
+    assert [line["step"] for line in metrics(parts / name)] == [1, 2]
+    shutil.rmtree(parts / name / "checkpoint-2")
+    config(parts, name, max_steps=2, **settings)
+    assert "going on from" in train(file, "--resume")
+    assert checkpoints(parts / name) == [2]
+
+
+def test_a_learning_rate_of_1e20_stops_the_run(parts):
+    shown = failing(config(parts, "huge", learning_rate=1e20, max_steps=12, save_steps=2, **CONSTANT))
+    assert re.search(r"step \d: the gradient norm is (NaN|Inf)", shown), shown
+    assert "training.learning_rate" in shown and "done" not in shown
+    assert all(is_finite(parts / "huge" / f"checkpoint-{step}") for step in checkpoints(parts / "huge"))
+    assert all(math.isfinite(line["loss"]) for line in metrics(parts / "huge") if "loss" in line)
+    assert json.loads((parts / "huge/run.json").read_text())
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_broken_logits_of_one_rank_are_told_and_not_saved_and_stop_all_ranks(parts, processes):
+    file = config(parts, f"broken-{processes}", max_steps=20, save_steps=1, **CONSTANT)
+    with started([str(ROOT / "tests/integration/divergence_worker.py"), str(file), "3"], processes) as run:
+        assert run.wait(150) == 1, run.shown[-3000:]
+        shown = run.shown
+    for step in range(3, 3 + MAX_BROKEN_STEPS - 1):
+        told = re.findall(rf"warning: step {step}: ([\d,]+) logits were NaN, infinite or beyond \+-10,000", shown)
+        assert len(told) == 1 and int(told[0].replace(",", "")) > 0
+        assert (
+            shown.count(f"step {step}: no checkpoint is saved, because the logits of this step were broken") == 1
+        )
+    assert shown.count(f"step {2 + MAX_BROKEN_STEPS}: logits were broken in {MAX_BROKEN_STEPS} steps in a row") > 0
+    assert "lost another rank" not in shown
+    folder = parts / f"broken-{processes}"
+    assert checkpoints(folder) == [1, 2]
+    assert is_finite(folder / "checkpoint-2")
+    assert "done" in train(config(parts, folder.name, max_steps=3, **CONSTANT), "--resume", processes=processes)

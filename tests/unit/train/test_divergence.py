@@ -1,0 +1,86 @@
+"""When a run stops because a value is not finite, and what it says then."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from coordexp.train.divergence import (
+    MAX_BROKEN_STEPS,
+    MAX_SKIPPED_STEPS,
+    DivergenceError,
+    Health,
+    StepNumbers,
+    check_weights,
+)
+
+TERMS = {"token_ce/struct_ce": 1.0, "coord_reg/w1": 0.5}
+
+
+def step(**changes) -> StepNumbers:
+    return StepNumbers(**{"step": 7, "terms": TERMS, "grad_norm": 1.0, "broken_logits": 0} | changes)
+
+
+def test_a_finite_step_changes_nothing():
+    assert Health().after(step()) == Health()
+    assert Health().after(step(grad_norm=None)) == Health()
+
+
+@pytest.mark.parametrize(("value", "name"), [(math.nan, "NaN"), (math.inf, "Inf"), (-math.inf, "-Inf")])
+def test_a_term_that_is_not_finite_is_named_with_the_step_and_the_way_out(value, name):
+    with pytest.raises(DivergenceError) as caught:
+        Health().after(step(terms=TERMS | {"coord_reg/w1": value}))
+    problem, *way_out = str(caught.value).splitlines()
+    assert problem == f"step 7: the loss is not finite: coord_reg/w1 is {name}; the run stops"
+    assert "training.learning_rate" in way_out[0] and "float16" in way_out[0] and "data doctor" in way_out[0]
+
+
+def test_a_gradient_norm_that_is_not_finite_stops_the_run_at_once():
+    with pytest.raises(DivergenceError, match=r"^step 7: the gradient norm is NaN; the run stops"):
+        Health().after(step(grad_norm=math.nan))
+
+
+def test_broken_logits_are_told_with_the_gradient_norm():
+    with pytest.raises(
+        DivergenceError, match=r"norm is Inf \(1,200 logits were NaN, infinite or beyond \+-10,000"
+    ):
+        Health().after(step(grad_norm=math.inf, broken_logits=1200))
+
+
+def test_a_gradient_scaler_may_skip_some_steps_in_a_row_and_no_more():
+    health = Health()
+    for _ in range(MAX_SKIPPED_STEPS - 1):
+        health = health.after(step(grad_norm=math.inf, scaled=True))
+    assert health.after(step(scaled=True)) == Health()
+    with pytest.raises(DivergenceError, match=f"norm is Inf for {MAX_SKIPPED_STEPS} steps in a row"):
+        health.after(step(grad_norm=math.inf, scaled=True))
+
+
+def test_a_loss_that_is_not_finite_stops_a_run_with_a_gradient_scaler_at_once():
+    with pytest.raises(DivergenceError, match="the loss is not finite"):
+        Health().after(step(terms={"token_ce/eos_ce": math.nan}, scaled=True))
+
+
+def test_logits_may_be_broken_for_some_steps_in_a_row_and_no_more():
+    health = Health()
+    for count in range(1, MAX_BROKEN_STEPS):
+        health = health.after(step(broken_logits=3))
+        assert health.broken_steps == count
+    assert health.after(step()) == Health()
+    with pytest.raises(DivergenceError, match=f"logits were broken in {MAX_BROKEN_STEPS} steps in a row"):
+        health.after(step(broken_logits=3))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_a_trained_weight_that_is_not_finite_is_named(value, dtype):
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2)).to(dtype)
+    model.register_parameter("empty", nn.Parameter(torch.zeros(0, dtype=dtype)))  # as a shard may be
+    check_weights(model, 5)
+    with torch.no_grad():
+        model[1].bias[1] = value
+    with pytest.raises(DivergenceError, match=r"^step 5: the weight 1\.bias has NaN or infinite values"):
+        check_weights(model, 5)
+    model[1].bias.requires_grad_(False)
+    check_weights(model, 5)
