@@ -36,6 +36,7 @@ class ScriptedBackend:
     table: VocabularyTable
     prompt_ids: tuple[int, ...] = PROMPT
     version: int | None = None  # instead of that of the last sync
+    requests_per_call: int = 2
     calls: list[list[Request]] = field(default_factory=list)
     synced: list[tuple[Weights, int]] = field(default_factory=list)
 

@@ -5,15 +5,14 @@ That is fault injection; all else is the command itself.
 
 import os
 import sys
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from coordexp.cli.train import train
+from coordexp.cli import main
 from coordexp.train.trainer import RowTrainer
 
-CONFIG, STEP = Path(sys.argv[1]), int(sys.argv[2])
+CONFIG, STEP = sys.argv[1], int(sys.argv[2])
 RANK, RANKS = (int(os.environ.get(name, default)) for name, default in (("RANK", "0"), ("WORLD_SIZE", "1")))
 
 
@@ -38,4 +37,4 @@ if __name__ == "__main__":
     import coordexp.train.run
 
     coordexp.train.run.RowTrainer = FaultyTrainer  # type: ignore[misc]
-    train(CONFIG, resume=False, world_size=RANKS)
+    main(["train", "--config", CONFIG])

@@ -101,7 +101,7 @@ def test_broken_logits_of_one_rank_are_told_and_not_saved_and_stop_all_ranks(par
             shown.count(f"step {step}: no checkpoint is saved, because the logits of this step were broken") == 1
         )
     assert shown.count(f"step {2 + MAX_BROKEN_STEPS}: logits were broken in {MAX_BROKEN_STEPS} steps in a row") > 0
-    assert "lost another rank" not in shown
+    assert "lost another rank" not in shown and ("Traceback" not in shown or processes > 1)  # torchrun has its own
     folder = parts / f"broken-{processes}"
     assert checkpoints(folder) == [1, 2]
     assert is_finite(folder / "checkpoint-2")

@@ -10,6 +10,7 @@ from rich.text import Text
 
 from coordexp.cli.console import out, print_violations
 from coordexp.config import ConfigError, Loaded, World, dotted, load_settings
+from coordexp.config.capacity import describe_evaluation
 from coordexp.config.paths import Key
 from coordexp.config.settings import Settings
 
@@ -103,7 +104,17 @@ def _print_settings(loaded: Loaded, show_all: bool, unchecked: str) -> None:
     absent = [f"{setting}: {name} does not exist here" for setting, name in absent_files(loaded.settings)]
     for note in (*loaded.notes, *absent):
         out.print(Text(f"note: {note}", style="yellow"))
+    if cost := describe_evaluation(loaded.settings, _records(loaded.settings.custom.val_jsonl)):
+        out.print(cost, markup=False)
     out.print(Text(f"{loaded.files[-1]}: sound", style="bold green").append(unchecked, style="dim"))
+
+
+def _records(file: str | None) -> int | None:
+    """Return how many records the file has. None if there is no file here."""
+    if file is None or not Path(file).is_file():
+        return None
+    with Path(file).open("rb") as lines:
+        return sum(1 for line in lines if line.strip())
 
 
 def absent_files(settings: Settings) -> Iterator[tuple[str, str]]:

@@ -1,8 +1,7 @@
 """`coordexp train`, and `python -m src.sft`, which is the same."""
 
 import os
-import signal
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -13,6 +12,9 @@ from coordexp.config.rules import uses_vllm
 from coordexp.errors import EngineError
 from coordexp.folders import how_to_find
 from coordexp.rollout.installed import check_vllm
+
+if TYPE_CHECKING:
+    from coordexp.train.run import Outcome
 
 
 def train(
@@ -26,7 +28,8 @@ def train(
 
     Rollouts are made by transformers, by a vLLM engine beside the learner, or by rollout servers,
     which have to be started (coordexp serve). SIGTERM finishes the step, saves a checkpoint and
-    exits 0; Ctrl-C does the same and exits 130.
+    exits 0; Ctrl-C does the same and exits 130; an evaluation is abandoned. A second one ends the
+    run at once. A run that diverges exits 1 and saves nothing that is not finite.
     """
     try:
         loaded = load_settings(config, World(world_size))
@@ -55,6 +58,7 @@ def _run(loaded: Loaded, resume: bool) -> None:
         from coordexp.ranks import RankError, RankLostError, lost_rank
         from coordexp.train.divergence import DivergenceError
         from coordexp.train.run import prepare
+        from coordexp.train.stopping import exit_code
 
         try:
             run, checkpoint = prepare(loaded, resume)
@@ -82,9 +86,19 @@ def _run(loaded: Loaded, resume: bool) -> None:
             stop(str(lost))
         raise
     if first:
-        ending = f"done: step {outcome.steps}"
-        if outcome.stopped_by:
-            ending = f"stopped by a signal after step {outcome.steps}, which is saved; --resume goes on"
-        out.print(f"{ending}; see {outcome.folder}")
-    if outcome.stopped_by == signal.SIGINT:
-        raise typer.Exit(130)
+        out.print(f"{_ending(outcome)}; see {outcome.folder}")
+    if outcome.stopped_by and (code := exit_code(outcome.stopped_by)):
+        raise typer.Exit(code)
+
+
+def _ending(outcome: "Outcome") -> str:
+    if not outcome.stopped_by:
+        return f"done: step {outcome.steps}"
+    if not outcome.steps:
+        return "stopped by a signal before the first step, so there is nothing to save"
+    if outcome.saved:
+        return f"stopped by a signal after step {outcome.steps}, which is saved; --resume goes on"
+    return (
+        f"stopped by a signal after step {outcome.steps}, which is not saved; --resume goes on from the newest "
+        "checkpoint, if there is one"
+    )

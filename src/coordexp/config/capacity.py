@@ -1,8 +1,13 @@
-"""Arithmetic between the learner's world and the rollout devices, called at load and again at run time."""
+"""Arithmetic between the learner's world and the rollout devices, called at load and again at run time; and what
+an evaluation costs."""
 
 from math import gcd
+from typing import TYPE_CHECKING
 
 from coordexp.config.violations import ConfigError, Violation
+
+if TYPE_CHECKING:
+    from coordexp.config.settings import Settings
 
 DEFAULT_TENSOR_PARALLEL = 4
 
@@ -34,3 +39,35 @@ def capacity_shortage(
         f"{learner_world_size} learner ranks each need one",
         f"set decode_batch_size to at least {least}, add rollout devices, or use at most {slots} learner ranks",
     )
+
+
+def describe_evaluation(settings: "Settings", records: int | None) -> str | None:
+    """Return what an evaluation during training costs, in one line, with a hint below it if images are answered
+    one at a time. `records` are the held-out ones, if they can be counted. None if the run does not evaluate."""
+    training, rollout, limit = settings.training, settings.rollout_matching, settings.custom.eval_samples
+    if settings.custom.val_jsonl is None or training.eval_strategy == "no":
+        return None
+    all_images = "all held-out images" if records is None else f"{records:,} image{'s' if records != 1 else ''}"
+    images = f"{limit:,} of {all_images}" if limit is not None and (records or limit + 1) > limit else all_images
+    at_once = rollout.decode_batch_size
+    answered_by = ""
+    if not settings.uses_rollouts:
+        answered_by = ", answered with transformers"
+        if rollout.rollout_backend != "hf":
+            answered_by += f" (rollout_backend: {rollout.rollout_backend} has no effect in stage1_sft)"
+    line = (
+        f"evaluation: {images}, {at_once} at a time{' on each device' if at_once > 1 else ''}, up to "
+        f"{rollout.max_new_tokens:,} tokens each, {_when(settings)}{answered_by}"
+    )
+    if at_once > 1:
+        return line
+    return (
+        f"{line}\n  raise rollout_matching.decode_batch_size to answer several images at once; "
+        "custom.eval_samples limits their number"
+    )
+
+
+def _when(settings: "Settings") -> str:
+    steps = settings.training.eval_steps
+    steps = settings.training.logging_steps if steps is None else steps
+    return f"every {steps:,.0f} steps" if steps >= 1 else f"every {steps:g} of all steps"

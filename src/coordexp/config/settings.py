@@ -74,6 +74,12 @@ class Custom(Section):
     val_jsonl: Text | None = Field(
         None, description="Held-out records, for evaluation during training.", examples=["data/val.jsonl"]
     )
+    eval_samples: PositiveInt | None = Field(
+        None,
+        description="Evaluate on at most so many of the held-out records: evenly spaced over the file, the same "
+        "ones every time. null: all.",
+        examples=[500],
+    )
     prompt: Text = Field(
         "Detect all objects.", description="The question that goes with every picture, in training and after it."
     )

@@ -115,6 +115,11 @@ AdapterWeights = tuple[AdapterConfig, Iterator[tuple[str, "Tensor"]]]
 class RolloutBackend(Protocol):
     """Nothing outside of this package asks which one it is. All ranks make the same calls in the same order."""
 
+    @property
+    def requests_per_call(self) -> int:
+        """How many requests of a rank to pass to `generate`, for a caller that has many and wants to look up
+        between calls: enough to keep the devices busy. The same on all ranks, and known after the first sync."""
+
     def generate(self, requests: Sequence[Request]) -> list[Rollout]:
         """One answer a request, in their order. All requests of a call decode alike."""
 

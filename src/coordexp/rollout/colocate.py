@@ -30,6 +30,8 @@ from coordexp.rollout.prompt import PromptBuilder
 from coordexp.rollout.setup import Setup
 from coordexp.rollout.vllm import answers
 
+WAVES = 8  # full batches of a call: the engine fills up as answers end, so only the end of a call is slow
+
 
 class Room(Protocol):
     def drop(self) -> None:
@@ -78,6 +80,10 @@ class ColocateBackend:
     def generate(self, requests: Sequence[Request]) -> list[Rollout]:
         self._make_room()
         return self.group.answered(requests, self._answers)
+
+    @property
+    def requests_per_call(self) -> int:
+        return WAVES * self.about.settings.decode_batch_size
 
     def sync(self, weights: Weights, version: int) -> None:
         """A transaction (D23): all ranks begin it together, and end it with the new version or the same error. A

@@ -50,6 +50,10 @@ class HuggingFaceBackend:
                 self._answers(model, [request], lockstep=True)
         return found
 
+    @property
+    def requests_per_call(self) -> int:
+        return self.decode_batch_size
+
     def session(self) -> AbstractContextManager[None]:
         return nullcontext()
 

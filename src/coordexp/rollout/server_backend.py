@@ -42,6 +42,7 @@ from coordexp.rollout.vllm import check_length
 from coordexp.rollout.wire import ENGINE, Answer, RequestFailed, infer_payload, read_answers, rollout
 
 AGAIN = 1.0  # seconds between two attempts to find a server
+WAVES = 4  # of requests in a call that is one of many
 HTTP_FAULT = "http_500"  # the kind of a retry after an HTTP error of the server
 
 
@@ -113,6 +114,11 @@ class ServerBackend:
         if requests:
             self._recorded(calls, time.monotonic() - began)
         return [found[place] for place in range(len(requests))]
+
+    @property
+    def requests_per_call(self) -> int:
+        assert self.pool is not None, "before the first sync"
+        return WAVES * self.pool.capacity(self.about.settings.decode_batch_size, self.ranks)
 
     def close(self) -> None:
         self.links.close()

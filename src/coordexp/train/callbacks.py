@@ -1,21 +1,17 @@
-"""How a run begins, what it says and how it ends: an engine that is ready, metrics, a bar, a stop on SIGTERM."""
+"""How a run begins and what it says: an engine that is ready, metrics, a bar."""
 
 import functools
 import json
 import math
 import os
-import signal
 import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
-import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from torch import distributed as dist
 from transformers import TrainerCallback
 from transformers.integrations import TensorBoardCallback
 
@@ -23,6 +19,10 @@ from coordexp.errors import DataError
 from coordexp.files import BestEffort, append_line, drop_torn_line, json_object
 from coordexp.ranks import together
 from coordexp.rollout.backend import RolloutBackend, Weights
+from coordexp.train.stopping import StopOnSignal, Stopped
+
+QUIET = 2.0  # seconds of an evaluation in which nothing is said of its progress
+TELL_EVERY = 30.0  # seconds between two lines on the progress of an evaluation, in a log
 
 
 def say(message: str) -> None:
@@ -31,13 +31,18 @@ def say(message: str) -> None:
 
 class FirstSync(TrainerCallback):
     """An engine is started and given its weights before the first step, so that what is wrong with it is told
-    then."""
+    then. A start that fails because a signal has cut it off is no error."""
 
-    def __init__(self, backend: RolloutBackend, weights: Weights) -> None:
-        self.backend, self.weights = backend, weights
+    def __init__(self, backend: RolloutBackend, weights: Weights, stop: StopOnSignal) -> None:
+        self.backend, self.weights, self.stop = backend, weights, stop
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        together(lambda: self._sync(state.global_step))
+        try:
+            together(lambda: self._sync(state.global_step))
+        except Exception:  # on all ranks, or none
+            if self.stop.agreed():
+                raise Stopped from None
+            raise
 
     def _sync(self, version: int) -> None:
         with self.backend.session():
@@ -129,6 +134,8 @@ class Bar(TrainerCallback):
     def __init__(self) -> None:
         self._progress: Progress | None = None
         self._task: Any = None
+        self._description = "training"
+        self._tell_at = 0.0  # when the progress of an evaluation is worth the next line
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if not state.is_world_process_zero:
@@ -142,7 +149,7 @@ class Bar(TrainerCallback):
         )
         self._progress = Progress(*columns)
         self._task = self._progress.add_task(
-            "training", total=state.max_steps, completed=state.global_step, rate=""
+            self._description, total=state.max_steps, completed=state.global_step, rate=""
         )
         self._start = time.time(), state.global_step
         if self._progress.console.is_terminal:
@@ -158,7 +165,8 @@ class Bar(TrainerCallback):
         if self._progress is None or not logs:
             return
         if "loss" in logs:
-            self._progress.update(self._task, description=f"loss {logs['loss']:.4f}")
+            self._description = f"loss {logs['loss']:.4f}"
+            self._progress.update(self._task, description=self._description)
         evaluated = "  ".join(
             f"{name.removeprefix('eval_')} {value:.3f}"
             for name, value in logs.items()
@@ -171,7 +179,24 @@ class Bar(TrainerCallback):
         elif not self._progress.console.is_terminal and "loss" in logs:
             self._progress.console.print(f"step {state.global_step}/{state.max_steps}  loss {logs['loss']:.4f}")
 
-    def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+    def evaluating(self, done: int, total: int) -> None:
+        """Show how far an evaluation is, beginning with 0 images done: in the bar, or in a log as a line now and
+        then. A short evaluation is not mentioned."""
+        if self._progress is None:
+            return
+        now, text = time.monotonic(), f"evaluating {done:,} of {total:,}"
+        if done == 0:
+            self._tell_at = now + QUIET
+        elif done >= total:
+            self._progress.update(self._task, description=self._description)
+        elif now >= self._tell_at and self._progress.console.is_terminal:
+            self._progress.update(self._task, description=text)
+        elif now >= self._tell_at:
+            self._tell_at = now + TELL_EVERY
+            self._progress.console.print(text)
+
+    def close(self) -> None:
+        """Leave the terminal as it was, however the run ends."""
         if self._progress is not None:
             self._progress.stop()
 
@@ -231,28 +256,3 @@ def fill_warning(step: int, fill: float, waiting: float, min_fill_ratio: float) 
         f"warning: step {step}: packed rows are filled to {fill:.3f} on average, and "
         f"training.packing_min_fill_ratio is {min_fill_ratio:g}\n  {advice}"
     )
-
-
-class StopOnSignal(TrainerCallback):
-    """SIGTERM or SIGINT: finish the step, save, end. All ranks agree on the step, whichever of them was told."""
-
-    def __init__(self) -> None:
-        self.stopped_by: int | None = None
-        self._told = 0
-
-    def listen(self) -> None:
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, self._note)
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        told = torch.tensor(float(self._told), device=args.device)
-        if dist.is_initialized():
-            dist.all_reduce(told)
-        if told > 0:
-            self.stopped_by = self._told or int(signal.SIGTERM)
-            control.should_save = True
-            control.should_training_stop = True
-
-    def _note(self, number: int, frame: FrameType | None) -> None:
-        self._told = number
-        signal.signal(number, signal.SIG_DFL)  # a second one ends it at once

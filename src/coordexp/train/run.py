@@ -18,6 +18,7 @@ from transformers.integrations import TensorBoardCallback
 from transformers.trainer_utils import set_seed
 
 from coordexp.config import Loaded, RolloutContract, Settings
+from coordexp.config.capacity import describe_evaluation
 from coordexp.config.settings import PACKING_KEYS
 from coordexp.data import RecordFile, read_records
 from coordexp.data.doctor.measures import SMALL, Sizes
@@ -32,16 +33,7 @@ from coordexp.rollout.prompt import PromptBuilder
 from coordexp.target.dump import READ
 from coordexp.train.adapter import with_adapter
 from coordexp.train.backends import backend_for, described
-from coordexp.train.callbacks import (
-    Bar,
-    FillWarning,
-    FirstSync,
-    MetricsFile,
-    StopOnSignal,
-    TensorBoard,
-    cut_metrics,
-    say,
-)
+from coordexp.train.callbacks import Bar, FillWarning, FirstSync, MetricsFile, TensorBoard, cut_metrics, say
 from coordexp.train.checkpoints import checkpoints, is_finished, newest_intact, step_of
 from coordexp.train.counters import Ledger
 from coordexp.train.dump import Dumps
@@ -49,6 +41,7 @@ from coordexp.train.dump_folder import DumpFolder, forget_from
 from coordexp.train.encode import Alternate, Casebook, CorrectedRollouts, Encode, GroundTruth
 from coordexp.train.evaluation import AnswerEvaluation
 from coordexp.train.folder import fingerprint, write_run_folder
+from coordexp.train.stopping import StopOnSignal, Stopped
 from coordexp.train.stream import Order, RowStream, Stage
 from coordexp.train.trace import Traces
 from coordexp.train.trainer import RowTrainer
@@ -65,6 +58,7 @@ class Outcome:
     steps: int
     stopped_by: int | None  # a signal
     folder: Path
+    saved: bool = True  # the last step
 
 
 def prepare(loaded: Loaded, resume: bool) -> tuple[Callable[[], Outcome], Path | None]:
@@ -75,14 +69,17 @@ def prepare(loaded: Loaded, resume: bool) -> tuple[Callable[[], Outcome], Path |
     train = RecordFile(Path(settings.custom.train_jsonl))
     held_out = RecordFile(Path(settings.custom.val_jsonl)) if settings.custom.val_jsonl else None
     arguments = training_arguments(settings, len(train))
-    if settings.uses_rollouts and arguments.process_index == 0:
-        _say_if_canvas_is_coarse(train, settings.rollout_matching.maskiou_resolution)
+    if arguments.process_index == 0:
+        if settings.uses_rollouts:
+            _say_if_canvas_is_coarse(train, settings.rollout_matching.maskiou_resolution)
+        if held_out is not None and (cost := describe_evaluation(settings, len(held_out))):
+            say(cost)
     checkpoint = _checkpoint(folder, resume)
     step = (step_of(checkpoint) or 0) if checkpoint else 0
     if checkpoint is not None and step >= arguments.max_steps:
         return (lambda: Outcome(step, stopped_by=None, folder=folder)), checkpoint
     set_seed(settings.training.seed)
-    trainer, stop = _trainer(settings, arguments, train, held_out)
+    trainer, stop, bar = _trainer(settings, arguments, train, held_out)
     if checkpoint is not None:
         trainer.stream.load(checkpoint)
         trainer.saved = step_of(checkpoint)
@@ -100,9 +97,14 @@ def prepare(loaded: Loaded, resume: bool) -> tuple[Callable[[], Outcome], Path |
         stop.listen()
         try:
             trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
+        except Stopped:  # before the first step
+            pass
         finally:
+            bar.close()
             trainer.backend.close()
-        return Outcome(trainer.state.global_step, stop.stopped_by, folder)
+            stop.close()
+        steps = trainer.state.global_step
+        return Outcome(steps, stop.stopped_by, folder, saved=trainer.saved == steps)
 
     return run, checkpoint
 
@@ -153,7 +155,7 @@ def training_arguments(settings: Settings, samples: int) -> TrainingArguments:
 
 def _trainer(
     settings: Settings, arguments: TrainingArguments, train: RecordFile, held_out: RecordFile | None
-) -> tuple[RowTrainer, StopOnSignal]:
+) -> tuple[RowTrainer, StopOnSignal, Bar]:
     folder = Path(settings.model.path)
     table = VocabularyTable.from_folder(folder)
     processor = AutoProcessor.from_pretrained(folder)
@@ -171,10 +173,21 @@ def _trainer(
     def weights() -> Iterator[tuple[str, Tensor]]:
         return learner_weights(trainer.model)
 
+    stop, bar = StopOnSignal(), Bar()
     evaluation = None
     if held_out is not None and arguments.eval_strategy != "no":
-        evaluation = AnswerEvaluation(held_out, backend, weights, table, contract, Path(arguments.output_dir))
-    ledger, stop = Ledger(), StopOnSignal()
+        evaluation = AnswerEvaluation(
+            held_out,
+            backend,
+            weights,
+            table,
+            contract,
+            Path(arguments.output_dir),
+            settings.custom.eval_samples,
+            stop.agreed,
+            bar.evaluating,
+        )
+    ledger = Ledger()
     dumps = _dump_folder(settings, arguments)
     encode = _encode(settings, contract, arguments, cases, backend, weights, ledger, dumps)
     trainer = RowTrainer(
@@ -183,9 +196,9 @@ def _trainer(
         processing_class=processor,
         eval_dataset=held_out,
         callbacks=[
-            FirstSync(backend, weights),
+            FirstSync(backend, weights, stop),
             MetricsFile(Path(arguments.output_dir) / METRICS),
-            Bar(),
+            bar,
             *([FillWarning(contract.packing_min_fill_ratio)] if contract.packing else []),
             stop,
         ],
@@ -194,6 +207,7 @@ def _trainer(
         collate=collate,
         evaluation=evaluation,
         backend=backend,
+        stop=stop,
         about={"prompt": settings.custom.prompt},
         rollout_matching_cfg=contract,
         image_threads=settings.training.dataloader_num_workers,
@@ -202,7 +216,7 @@ def _trainer(
     trainer.remove_callback(PrinterCallback)
     if trainer.pop_callback(TensorBoardCallback):
         trainer.add_callback(TensorBoard)
-    return trainer, stop
+    return trainer, stop, bar
 
 
 def _dump_folder(settings: Settings, arguments: TrainingArguments) -> DumpFolder | None:

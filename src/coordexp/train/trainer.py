@@ -34,6 +34,7 @@ from coordexp.train.divergence import (
     check_weights,
     describe_broken,
 )
+from coordexp.train.stopping import StopOnSignal, Stopped
 from coordexp.train.stream import RowStream
 
 ABOUT = "coordexp.json"  # in every checkpoint: what to ask the model
@@ -52,6 +53,7 @@ class RowTrainer(Trainer):
         collate: Collator,
         evaluation: Evaluation | None,
         backend: RolloutBackend,
+        stop: StopOnSignal,
         about: dict[str, Any],
         rollout_matching_cfg: RolloutContract,
         image_threads: int = 0,
@@ -64,6 +66,7 @@ class RowTrainer(Trainer):
         self.collate = collate
         self.evaluation = evaluation
         self.backend = backend
+        self.stop = stop
         self.about = about
         self.rollout_matching_cfg = rollout_matching_cfg
         self.trace = trace
@@ -137,7 +140,8 @@ class RowTrainer(Trainer):
     def evaluate(self, eval_dataset: Any = None, ignore_keys: Any = None, metric_key_prefix: str = "eval") -> Any:
         evaluation = self.evaluation
         assert evaluation is not None, "evaluation was asked for without data"
-        found = evaluation(self.state.global_step)
+        with self.stop.during("evaluation"):
+            found = evaluation(self.state.global_step)
         metrics = {f"{metric_key_prefix}_{name}": value for name, value in found.items()}
         self.log(metrics)
         self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
@@ -197,8 +201,19 @@ class RowTrainer(Trainer):
         return [micro_step[part] for part in split_in_order(lengths, cap, at_least=passes)]
 
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
+        """Log, evaluate and save, as is due. If the run is asked to stop meanwhile, it stops after this step: the
+        evaluation is abandoned, and the step is saved."""
         self.ledger.step_ends()
-        super()._maybe_log_save_evaluate(*args, **kwargs)
+        stops = self.stop.stopped_by is not None
+        lasts = self.control.should_evaluate or self.control.should_save
+        try:
+            super()._maybe_log_save_evaluate(*args, **kwargs)
+        except Stopped:
+            self.control.should_evaluate = False
+        if lasts and not stops and self.stop.agreed():
+            self.control.should_training_stop = True
+            self.control.should_save = self.saved != self.state.global_step
+            super()._maybe_log_save_evaluate(*args, **kwargs)
 
     def _together(self, work: Callable[[], T]) -> T:
         return together(work, waited=self._waited)
@@ -213,6 +228,10 @@ class RowTrainer(Trainer):
             self._leave_out_checkpoint()
             return
         check_weights(self.model, self.state.global_step)
+        with self.stop.during("save"):
+            self._save_whole(model, trial)
+
+    def _save_whole(self, model: Any, trial: Any) -> None:
         checkpoint = self._checkpoint(self.state.global_step)
         first = self.is_world_process_zero()
         limit, self.args.save_total_limit = self.args.save_total_limit, None

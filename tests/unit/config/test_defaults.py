@@ -43,6 +43,10 @@ def test_one_sequence_is_decoded_at_once(tree):
     assert load(tree).settings.rollout_matching.decode_batch_size == 1
 
 
+def test_all_held_out_records_are_evaluated():
+    assert load(stage1()).settings.custom.eval_samples is None
+
+
 @pytest.mark.scenario("R17.C1", on="pure")
 def test_nothing_is_offloaded(rollout):
     assert rollout.offload.model_dump() == {"enabled": False, "offload_model": False, "offload_optimizer": False}

@@ -40,6 +40,12 @@ def test_a_runtime_before_the_steps_that_were_asked_for_is_of_an_interruption():
     assert not_finished(logged([*lines(10), END], tree=settings(max_steps=10))) == []
 
 
+def test_a_run_that_was_cut_off_after_its_last_step_is_said_to_be():
+    assert not_finished(logged(lines(10), tree=settings(max_steps=10))) == [
+        "was cut off after its last step, or still evaluates or saves: step 10 of 10"
+    ]
+
+
 def test_steps_behind_a_runtime_are_of_a_resume_that_goes_on():
     for most in (12, -1):
         assert not_finished(logged([*lines(10), END, *lines(12)], tree=settings(max_steps=most)))

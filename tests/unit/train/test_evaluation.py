@@ -1,11 +1,14 @@
 """How evaluation asks for answers. The backend is a fake that remembers what it was asked."""
 
+import json
+
 import pytest
 
 from coordexp.config.rollout import Decoding, RepeatTerminate, RolloutMatching
 from coordexp.data import TrueObject
 from coordexp.rollout.backend import Decode
-from coordexp.train.evaluation import AnswerEvaluation
+from coordexp.train.evaluation import AnswerEvaluation, evenly_spaced
+from coordexp.train.stopping import Stopped
 from tests.scripted import Said, ScriptedBackend, casebook
 from tests.unit.core.conftest import box
 from tests.vocabularies import table
@@ -24,3 +27,56 @@ def test_evaluation_decodes_greedily_with_the_limit_and_the_guard_of_the_setting
     ((request,),) = backend.calls
     assert request.decode == Decode(77, "greedy", guard=guard)
     assert backend.synced[0][1] == 4
+
+
+NAMES = [f"{k}.png" for k in range(5)]
+
+
+def evaluation(tmp_path, **named):
+    cases = casebook(tmp_path, {name: (TrueObject("cup", box(1, 1, 9, 9)),) for name in NAMES}, SMALL)
+    backend = ScriptedBackend({name: Said("{}") for name in NAMES}, SMALL)
+    cfg = RolloutMatching(max_new_tokens=77)
+    return backend, AnswerEvaluation(cases.records, backend, lambda: iter(()), SMALL, cfg, tmp_path, **named)
+
+
+def asked(backend):
+    return [[int(request.picture.path.split("/")[-1][0]) for request in call] for call in backend.calls]
+
+
+def test_images_are_asked_for_in_calls_and_progress_is_told_after_each(tmp_path):
+    told = []
+    backend, evaluate = evaluation(tmp_path, progress=lambda *numbers: told.append(numbers))
+    evaluate(step=1)
+    assert asked(backend) == [[0, 1], [2, 3], [4]]
+    assert told == [(0, 5), (2, 5), (4, 5), (5, 5)]
+
+
+def test_an_evaluation_is_abandoned_between_two_calls_and_leaves_nothing(tmp_path):
+    answers = iter((False, False, True))
+    backend, evaluate = evaluation(tmp_path, stopping=lambda: next(answers))
+    with pytest.raises(Stopped):
+        evaluate(step=1)
+    assert asked(backend) == [[0, 1], [2, 3]]
+    assert not (tmp_path / "evaluations").exists()
+
+
+def test_a_part_of_the_records_is_evaluated_and_written(tmp_path):
+    backend, evaluate = evaluation(tmp_path, samples=3)
+    evaluate(step=1)
+    assert asked(backend) == [[0, 1], [3]]
+    lines = (tmp_path / "evaluations/step-1.answers.jsonl").read_text().splitlines()
+    assert [json.loads(line)["image_id"] for line in lines] == [1, 2, 4]
+
+
+@pytest.mark.parametrize(
+    ("count", "most", "chosen"),
+    [
+        (5, None, [0, 1, 2, 3, 4]),
+        (5, 9, [0, 1, 2, 3, 4]),
+        (5, 5, [0, 1, 2, 3, 4]),
+        (10, 4, [0, 2, 5, 7]),
+        (7, 1, [0]),
+    ],
+)
+def test_records_are_chosen_evenly_over_the_file(count, most, chosen):
+    assert evenly_spaced(count, most) == chosen

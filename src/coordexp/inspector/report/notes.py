@@ -44,7 +44,10 @@ def not_finished(one: Logged) -> list[str]:
     most = asked if type(asked) is int and asked > 0 else 0  # by epochs, nothing says how many steps they are
     if len(ends) and ends[-1] == last and last >= most:
         return []
-    return [f"is not finished, or goes on: the last line is of step {last}" + (f" of {most}" if most else "")]
+    told = f"step {last}" + (f" of {most}" if most else "")
+    if most and last >= most:
+        return [f"was cut off after its last step, or still evaluates or saves: {told}"]
+    return [f"is not finished, or goes on: the last line is of {told}"]
 
 
 def no_numbers(one: Logged) -> list[str]:

@@ -1,0 +1,112 @@
+"""Signals to real runs, in an evaluation, in a save and twice. On a tiny model whose answers never end."""
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+from coordexp.demo.model import Size, make_model
+from coordexp.demo.scenes import SceneSettings
+from coordexp.demo.write_scenes import write_scenes
+from tests.integration.stage2_runs import Started, started, training
+from tests.integration.test_stage1 import ROOT, config, metrics, train, weights
+
+pytestmark = pytest.mark.timeout(240)
+HELD_OUT = 120
+
+
+@pytest.fixture(scope="module")
+def parts(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("stopped")
+    scenes = SceneSettings(objects=(1, 3))
+    write_scenes(folder / "data", scenes, train=40, val=HELD_OUT, seed=1, advance=lambda: None)
+    make_model(folder / "model", "small", ordinal=True, size=Size(hidden=64, layers=2, patch=8, vision_hidden=32))
+    return folder
+
+
+def evaluating(parts: Path, name: str, at_once: int, **changes: object) -> Path:
+    """A run of six steps with an evaluation after the third that takes minutes."""
+    file = config(parts, name, max_steps=6, save_steps=100, eval_strategy="steps", eval_steps=3, **changes)
+    tree = yaml.safe_load(file.read_text())
+    tree["rollout_matching"] |= {"decode_batch_size": at_once, "max_new_tokens": 1500}
+    file.write_text(yaml.safe_dump(tree))
+    return file
+
+
+def wait_until(run: Started, true: Callable[[], bool], seconds: float = 120) -> float:
+    """Wait until it is true, and return how long it took."""
+    since = time.monotonic()
+    while not true():
+        assert run.process.poll() is None and time.monotonic() - since < seconds, run.shown[-3000:]
+        time.sleep(0.02)
+    return time.monotonic() - since
+
+
+def is_evaluating(folder: Path) -> Callable[[], bool]:
+    log = folder / "metrics.jsonl"
+    return lambda: log.is_file() and log.read_text().count("\n") >= 3
+
+
+def test_sigterm_abandons_an_evaluation_and_saves_and_the_run_goes_on_exactly(parts):
+    file = evaluating(parts, "abandoned", at_once=2)
+    with started(training(file)) as run:
+        wait_until(run, lambda: f" of {HELD_OUT}\n" in run.shown)
+        assert "evaluating" in run.shown
+        os.kill(run.process.pid, signal.SIGTERM)
+        line = "stopping (SIGTERM): the evaluation is abandoned after its current batch, then step 3 is saved; "
+        assert wait_until(run, lambda: line in run.shown, 10) < 1.0
+        assert run.wait(60) == 0, run.shown[-3000:]
+        assert "stopped by a signal after step 3, which is saved; --resume goes on" in run.shown
+        assert not run.remains()
+    folder = parts / "abandoned"
+    assert (folder / "checkpoint-3/stream_0.json").is_file()
+    assert not (folder / "evaluations").exists()
+    train(config(parts, "abandoned", max_steps=6, save_steps=100), "--resume")
+    train(config(parts, "undisturbed", max_steps=6, save_steps=100))
+    both = ("undisturbed", "abandoned")
+    expected, found = (weights(parts / name / "checkpoint-6") for name in both)
+    assert all(torch.equal(expected[name], found[name]) for name in expected)
+    losses = [[line["loss"] for line in metrics(parts / name) if "loss" in line] for name in both]
+    assert losses[0] == losses[1] and len(losses[0]) == 6
+
+
+def test_a_second_signal_ends_the_run_at_once(parts):
+    file = evaluating(parts, "twice", at_once=HELD_OUT)
+    with started(training(file)) as run:
+        wait_until(run, is_evaluating(parts / "twice"))
+        os.kill(run.process.pid, signal.SIGINT)
+        wait_until(run, lambda: "send the signal again to end at once, without saving" in run.shown, 5)
+        os.kill(run.process.pid, signal.SIGINT)
+        assert run.wait(3) == 130, run.shown[-3000:]
+        assert "SIGINT: ended at once, without saving" in run.shown
+    assert not list((parts / "twice").glob("checkpoint-*"))
+
+
+def test_a_signal_to_one_rank_abandons_the_evaluation_of_all(parts):
+    file = evaluating(parts, "ranks", at_once=2)
+    with started(training(file), processes=2) as run:
+        wait_until(run, lambda: f" of {HELD_OUT}\n" in run.shown)
+        os.kill(run.rank(1), signal.SIGTERM)
+        assert run.wait(60) == 0, run.shown[-3000:]
+        assert "stopped by a signal after step 3, which is saved" in run.shown
+    assert all((parts / f"ranks/checkpoint-3/stream_{rank}.json").is_file() for rank in (0, 1))
+
+
+def test_a_signal_while_a_checkpoint_is_saved_ends_the_run_with_that_checkpoint(parts):
+    file = config(parts, "saving", max_steps=6, save_steps=2)
+    with started([str(ROOT / "tests/integration/slow_save_worker.py"), str(file), "4"]) as run:
+        checkpoint = parts / "saving/checkpoint-2"
+        wait_until(run, lambda: (checkpoint / "trainer_state.json").is_file())
+        os.kill(run.process.pid, signal.SIGTERM)
+        line = "stopping (SIGTERM): the checkpoint of step 2 is finished first; "
+        assert wait_until(run, lambda: line in run.shown, 10) < 1.0
+        assert run.wait(30) == 0, run.shown[-3000:]
+        assert "stopped by a signal after step 2, which is saved" in run.shown
+    assert (checkpoint / "stream_0.json").is_file()
+    assert [line["step"] for line in metrics(parts / "saving") if "loss" in line] == [1, 2]
+    assert "step 4" in train(config(parts, "saving", max_steps=4, save_steps=2), "--resume")
