@@ -106,3 +106,20 @@ def test_broken_logits_of_one_rank_are_told_and_not_saved_and_stop_all_ranks(par
     assert checkpoints(folder) == [1, 2]
     assert is_finite(folder / "checkpoint-2")
     assert "done" in train(config(parts, folder.name, max_steps=3, **CONSTANT), "--resume", processes=processes)
+
+
+def test_weights_that_are_not_finite_are_not_saved(parts):
+    """The first update overflows, by weight decay. Loss and gradient, which came before it, are finite."""
+    settings = {"learning_rate": 1e30, "weight_decay": 1e20, "max_steps": 4, "save_steps": 1}
+    shown = failing(config(parts, "overflows", **settings, **CONSTANT))
+    assert re.search(
+        r"step 1: the weight [\w.]+ has NaN or infinite values after the update; it is not saved", shown
+    )
+    assert "lower training.learning_rate" in shown
+    assert checkpoints(parts / "overflows") == []
+
+
+def test_without_clipping_the_gradient_norm_is_looked_at_too(parts):
+    shown = failing(config(parts, "unclipped", learning_rate=1e20, max_grad_norm=0.0, save_steps=50, **CONSTANT))
+    assert re.search(r"step \d: the gradient norm is (NaN|Inf)", shown), shown
+    assert checkpoints(parts / "unclipped") == []
