@@ -90,7 +90,9 @@ def test_a_learning_rate_of_1e20_stops_the_run(parts):
 
 @pytest.mark.parametrize("processes", [1, 2])
 def test_broken_logits_of_one_rank_are_told_and_not_saved_and_stop_all_ranks(parts, processes):
-    file = config(parts, f"broken-{processes}", max_steps=20, save_steps=1, **CONSTANT)
+    """The step after the newest checkpoint is broken, so the one before it is kept, whatever save_total_limit is."""
+    settings = {"save_steps": 1, "save_total_limit": 1} | CONSTANT
+    file = config(parts, f"broken-{processes}", max_steps=20, **settings)
     with started([str(ROOT / "tests/integration/divergence_worker.py"), str(file), "3"], processes) as run:
         assert run.wait(150) == 1, run.shown[-3000:]
         shown = run.shown
@@ -105,7 +107,8 @@ def test_broken_logits_of_one_rank_are_told_and_not_saved_and_stop_all_ranks(par
     folder = parts / f"broken-{processes}"
     assert checkpoints(folder) == [1, 2]
     assert is_finite(folder / "checkpoint-2")
-    assert "done" in train(config(parts, folder.name, max_steps=3, **CONSTANT), "--resume", processes=processes)
+    assert "done" in train(config(parts, folder.name, max_steps=3, **settings), "--resume", processes=processes)
+    assert checkpoints(folder) == [3]
 
 
 def test_weights_that_are_not_finite_are_not_saved(parts):

@@ -13,6 +13,7 @@ import yaml
 from coordexp.demo.model import Size, make_model
 from coordexp.demo.scenes import SceneSettings
 from coordexp.demo.write_scenes import write_scenes
+from coordexp.train.stopping import SAME
 from tests.integration.stage2_runs import Started, started, training
 from tests.integration.test_stage1 import ROOT, config, metrics, train, weights
 
@@ -81,6 +82,9 @@ def test_a_second_signal_ends_the_run_at_once(parts):
         wait_until(run, is_evaluating(parts / "twice"))
         os.kill(run.process.pid, signal.SIGINT)
         wait_until(run, lambda: "send the signal again to end at once, without saving" in run.shown, 5)
+        os.kill(run.process.pid, signal.SIGTERM)  # at the same time: a scheduler and torchrun may both send one
+        time.sleep(SAME + 0.2)
+        assert run.process.poll() is None and run.shown.count("stopping") == 1
         os.kill(run.process.pid, signal.SIGINT)
         assert run.wait(3) == 130, run.shown[-3000:]
         assert "SIGINT: ended at once, without saving" in run.shown

@@ -7,6 +7,7 @@ the signal.
 
 import os
 import signal
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from threading import Event, Lock, Thread
@@ -17,6 +18,7 @@ from transformers import TrainerCallback
 from coordexp.ranks import max_over_ranks
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
+SAME = 1.0  # seconds in which more signals count as the same one: a scheduler and torchrun may both send it
 START_GRACE = 15.0  # seconds for a start that was cut off to clean up, before the process ends regardless
 Phase = Literal["start", "step", "evaluation", "save"]
 
@@ -102,13 +104,15 @@ class StopOnSignal(TrainerCallback):
             control.should_training_stop = True
 
     def _hear(self, reading: int) -> None:
+        first = 0.0
         while heard := os.read(reading, 1):
             number = heard[0]
-            if number not in SIGNALS:
+            if number not in SIGNALS or (self._heard and time.monotonic() - first < SAME):
                 continue
             if self._heard:
                 _write(f"{signal.Signals(number).name}: ended at once, without saving")
                 os._exit(128 + number)
+            first = time.monotonic()
             with self._lock:
                 self._heard, phase = number, self._phase
             _write(stop_line(number, phase, self._state.global_step if self._state else 0))

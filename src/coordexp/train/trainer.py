@@ -119,7 +119,8 @@ class RowTrainer(Trainer):
                 f"warning: step {numbers.step}: {describe_broken(broken_logits)}; they count as 0 or as the bound "
                 "and get no gradient"
             )
-        self._rotate()
+        if self.health == Health():  # the weights of the newest checkpoint have worked
+            self._rotate()
         return grad_norm
 
     def _health_after(self, numbers: StepNumbers) -> Health:
