@@ -108,14 +108,14 @@ def generate(
     if not (model_folder / "config.json").is_file():
         stop(f"{model_folder} has no config.json\n  give a model folder, e.g. one made by `coordexp demo model`")
     with progress("loading transformers"):
-        from PIL import Image
-
         from coordexp.demo.generate import drawing, start_vllm, stop_vllm, with_transformers, with_vllm
+        from coordexp.errors import DataError
+        from coordexp.rollout.prompt import read_image
 
         try:
-            picture = drawing() if image is None else Image.open(image).convert("RGB")
-        except OSError as error:
-            stop(f"{image} is not an image: {error}")
+            picture = drawing() if image is None else read_image(image, str(image))
+        except DataError as error:
+            stop(str(error))
         (expected,) = with_transformers(model_folder, [picture], tokens)
     _show("transformers", expected)
     if backend is Backend.hf:

@@ -1,4 +1,5 @@
-"""Image files, at the edge: their size as people see it, whether they can be read, and a mark of their content.
+"""Image files, at the edge: the one place that opens them, their size as people see it, whether they can be read,
+and a mark of their content.
 
 A photo may be stored on its side and say so in its EXIF data; its size is the one after turning, as vision
 processors have it. Needs Pillow, which is imported when the first file is read.
@@ -6,10 +7,20 @@ processors have it. Needs Pillow, which is imported when the first file is read.
 
 import hashlib
 import os
-import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO, TYPE_CHECKING
 
+if TYPE_CHECKING:
+    from PIL import Image
+
+# Pillow goes by the content of a file, not by its name, and knows formats that start other programs (EPS starts
+# Ghostscript). Only these are ever tried.
+FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF", "TIFF")
+MOST_PIXELS = 2**27  # of an image: a file of some kilobytes can be gigabytes of pixels
+MOST_RATIO = 200  # of the longer side to the shorter one; the image processors of Qwen-VL refuse more
 _ORIENTATION = 0x0112
 _ENDS = 4096  # bytes from both ends of a file that make its mark
 
@@ -26,6 +37,50 @@ class ImageFacts:
     mark: bytes  # two files of different marks differ; two of the same are almost surely the same
 
 
+def size_problem(width: int, height: int) -> str | None:
+    """Return why no model can be given an image of this size, or None. The doctor, training and the rollout server
+    all ask here."""
+    if _is_bomb(width, height):
+        return f"{width} x {height} are more than {MOST_PIXELS} pixels"
+    if max(width, height) > MOST_RATIO * min(width, height):
+        return f"{width} x {height}: the longer side is more than {MOST_RATIO} times the shorter one"
+    return None
+
+
+def _is_bomb(width: int, height: int) -> bool:
+    return width * height > MOST_PIXELS
+
+
+@contextmanager
+def opened_image(source: Path | IO[bytes]) -> "Iterator[Image.Image]":
+    """Open an image by its header; its pixels are decoded when they are used. Raise ImageError if the content is
+    of another format than `FORMATS`, has too many pixels or is broken, also when that shows inside the block."""
+    from PIL import Image, UnidentifiedImageError
+
+    Image.MAX_IMAGE_PIXELS = None  # ours is the limit here: an error, and no warning below it
+    try:
+        with Image.open(source, formats=FORMATS) as image:
+            if _is_bomb(*image.size):
+                raise ImageError(size_problem(*image.size))
+            yield image
+    except FileNotFoundError:
+        raise
+    except UnidentifiedImageError as error:
+        raise ImageError(f"not a {', '.join(FORMATS[:-1])} or {FORMATS[-1]} image") from error
+    except (OSError, ValueError, SyntaxError, EOFError) as error:
+        raise ImageError(getattr(error, "strerror", None) or str(error) or type(error).__name__) from error
+
+
+def upright_size(image: "Image.Image") -> tuple[int, int, bool]:
+    """Return width and height after turning by EXIF data, and whether it is stored on its side, undecoded."""
+    from PIL import Image
+
+    width, height = image.size
+    exif = Image.Image.getexif(image)  # that of PNG files would decode all pixels
+    turned = exif.get(_ORIENTATION, 1) in (5, 6, 7, 8) and image.format != "TIFF"  # Pillow turns a TIFF itself
+    return (height, width, turned) if turned else (width, height, turned)
+
+
 def image_size(path: Path) -> tuple[int, int]:
     facts = image_facts(path)
     return facts.width, facts.height
@@ -33,21 +88,12 @@ def image_size(path: Path) -> tuple[int, int]:
 
 def image_facts(path: Path, *, decode: bool = False) -> ImageFacts:
     """From the head of the file. The pixels are decoded when asked for, or when the file seems cut off."""
-    from PIL import Image
-
     mark, whole = _mark(path)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", Image.DecompressionBombWarning)
-        try:
-            with Image.open(path) as image:
-                width, height = image.size
-                exif = Image.Image.getexif(image)  # that of PNG files would decode all pixels
-                turned = exif.get(_ORIENTATION, 1) in (5, 6, 7, 8)
-                if decode or not whole:
-                    image.load()
-        except (OSError, ValueError, SyntaxError, EOFError, Image.DecompressionBombError) as error:
-            raise ImageError(str(error) or type(error).__name__) from error
-    return ImageFacts(*((height, width) if turned else (width, height)), turned, mark)
+    with opened_image(path) as image:
+        width, height, turned = upright_size(image)
+        if decode or not whole:
+            image.load()
+    return ImageFacts(width, height, turned, mark)
 
 
 def _mark(path: Path) -> tuple[bytes, bool]:

@@ -65,7 +65,7 @@ class HuggingFaceBackend:
 
     def _answers(self, model: Any, requests: Sequence[Request], lockstep: bool) -> list[Rollout]:
         decode, stop = one_decode(requests), self.table.end_of_turn
-        rows = [self.prompts.ids(*one.picture.size) for one in requests]
+        rows = [self.prompts.ids(*one.picture.size, one.picture.path) for one in requests]
         inputs = _padded(self.prompts, requests, rows, pad=stop, device=model.device)
         if lockstep:  # all ranks have read their pictures
             together(lambda: None)

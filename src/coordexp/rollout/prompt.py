@@ -12,8 +12,9 @@ from PIL import Image, ImageOps
 from torch import Tensor
 
 from coordexp.data import DataError
+from coordexp.data.images import ImageError, opened_image, size_problem
 
-MOST_PIXELS = 2**27  # of a picture: some kilobytes of file can be gigabytes of it
+UNUSABLE = "cut the image into tiles, or remove the record; `coordexp data doctor` finds all of them"
 
 
 class PromptBuilder:
@@ -32,17 +33,24 @@ class PromptBuilder:
         self.image_token = image_token
         self._at = self._ids.index(image_token)
 
-    def ids(self, width: int, height: int) -> list[int]:
-        """Of a picture of this size."""
-        images = self.processor.image_processor
-        patches = images.get_number_of_image_patches(height, width, {})
-        room = [self.image_token] * (patches // images.merge_size**2)
+    def ids(self, width: int, height: int, image: str | Path = "the image") -> list[int]:
+        """Return the token ids of the prompt with an image of this size; `image` is its name in an error."""
+        room = [self.image_token] * image_tokens(self.processor, width, height, image)
         return [*self._ids[: self._at], *room, *self._ids[self._at + 1 :]]
 
     def pixels(self, path: str | Path, size: tuple[int, int]) -> tuple[Tensor, Tensor]:
         """Patches and their grid, as the model takes them."""
         found = self.processor.image_processor(images=[open_image(path, size)], return_tensors="pt")
         return found["pixel_values"], found["image_grid_thw"]
+
+
+def image_tokens(processor: Any, width: int, height: int, image: str | Path) -> int:
+    """Return how many tokens an image of this size has in a prompt, by the processor's own rule of resizing. Raise
+    DataError if no model can be given it."""
+    if problem := size_problem(width, height):
+        raise DataError(f"{image}: {problem}\n  {UNUSABLE}")
+    images = processor.image_processor
+    return int(images.get_number_of_image_patches(height, width, {}) // images.merge_size**2)
 
 
 def check_prompt(image: str, engine: Sequence[int], ours: Sequence[int]) -> None:
@@ -73,11 +81,14 @@ def open_image(path: str | Path, size: tuple[int, int]) -> Image.Image:
 
 
 def read_image(source: str | Path | IO[bytes], name: str) -> Image.Image:
-    """Turned as its EXIF data says."""
+    """Return the image in RGB, turned as its EXIF data says. What cannot be used is not decoded."""
     try:
-        with Image.open(source) as image:
-            if image.width * image.height > MOST_PIXELS:
-                raise ValueError(f"{image.width} x {image.height} are more than {MOST_PIXELS} pixels")
-            return ImageOps.exif_transpose(image).convert("RGB")
-    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
-        raise DataError(f"{name}: not a readable picture ({error})\n  run `coordexp data doctor`") from error
+        with opened_image(Path(source) if isinstance(source, str) else source) as image:
+            if problem := size_problem(*image.size):
+                raise ImageError(problem)
+            ImageOps.exif_transpose(image, in_place=True)  # a copy would be as large again
+            return image.convert("RGB")
+    except OSError as error:
+        raise DataError(
+            f"{name}: not a readable picture ({error.strerror or error})\n  run `coordexp data doctor`"
+        ) from error

@@ -296,7 +296,7 @@ class ServerBackend:
         """Of one call to one server: whole, of the right version, and to the prompts that training uses."""
         client, decode = self.clients[server], one_decode(requests)
         assert not decode.guard.enabled or decode.guard == self.about.settings.repeat_terminate, "another guard"
-        wanted = [self.prompts.ids(*one.picture.size) for one in requests]
+        wanted = [self.prompts.ids(*one.picture.size, one.picture.path) for one in requests]
         if (most := self._lengths[server]) is not None:
             for one, ids in zip(requests, wanted, strict=True):
                 check_length(one, len(ids), most)

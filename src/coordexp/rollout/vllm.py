@@ -23,7 +23,7 @@ def answers(
         return []
     decode = one_decode(requests)
     pattern = key_pattern(table) if decode.guard.enabled and decode.guard.max_object_keys is not None else ()
-    wanted = [prompts.ids(*one.picture.size) for one in requests]
+    wanted = [prompts.ids(*one.picture.size, one.picture.path) for one in requests]
     for one, ids in zip(requests, wanted, strict=True):
         check_length(one, len(ids), engine.llm_engine.model_config.max_model_len)
     asked = [

@@ -17,8 +17,8 @@ from starlette.exceptions import HTTPException
 
 from coordexp.serve.answering import Answering
 from coordexp.serve.metrics import Metrics
-from coordexp.serve.refusal import Refusal
-from coordexp.serve.requests import MOST_BYTES, InferCall
+from coordexp.serve.refusal import Refusal, bad_request
+from coordexp.serve.requests import MOST_BYTES, MOST_REQUESTS, InferCall
 from coordexp.serve.updates import TIMEOUT, Session, Updates
 
 LEAVING = 0.5  # seconds; what a session leaves is cleared by workers that may wait for weights
@@ -159,7 +159,7 @@ class RolloutApp:
         if unfinished:
             return Response(status_code=499)
         # One by one, since `dumps` lets no other thread in.
-        items = await asyncio.to_thread(lambda: [json.dumps(item) for item in work.result()])
+        items = await asyncio.to_thread(lambda: [json.dumps(item, allow_nan=False) for item in work.result()])
         body = f"[{','.join(items)}]".encode()
         return Response(body, media_type="application/json")
 
@@ -334,15 +334,15 @@ class _Door:
             return Refusal(401, "no_token", "this server wants a token", "set COORDEXP_SERVER_TOKEN on both ends")
         length = headers.get(b"content-length", b"0")
         if not length.isdigit() or int(length) > MOST_BYTES:
-            return _too_large()
+            return _too_large(f"{MOST_BYTES} bytes")
         return None
 
 
 _ENDING = Refusal(503, "ending", "this server was asked to end", "start it again")
 
 
-def _too_large() -> Refusal:
-    return Refusal(413, "too_large", f"more than {MOST_BYTES} bytes", "send fewer requests in a call, or paths")
+def _too_large(what: str) -> Refusal:
+    return Refusal(413, "too_large", f"more than {what} in one call", "send fewer requests in a call, or paths")
 
 
 def _refusal(refusal: Refusal) -> JSONResponse:
@@ -357,8 +357,10 @@ async def _refused(_: Request, error: Exception) -> Response:
 async def _unknown(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     if error.status_code == 413:
-        return _refusal(_too_large())
+        return _refusal(_too_large(f"{MOST_BYTES} bytes"))
     told = f"{request.method} {request.url.path}: {error.detail}"
+    if error.status_code == 400:  # bytes that are no UTF-8, or JSON that is too deep or has too long a number
+        return _refusal(bad_request(told, "send a body of JSON; see the contract in docs/operations.md"))
     return _refusal(Refusal(error.status_code, "no_route", told, "see the contract in docs/operations.md"))
 
 
@@ -371,5 +373,7 @@ async def _unexpected(_: Request, error: Exception) -> Response:
 async def _unreadable(_: Request, error: Exception) -> Response:
     assert isinstance(error, RequestValidationError)
     first = error.errors()[0]
+    if first["type"] == "too_long" and first["loc"][-1] == "infer_requests":
+        return _refusal(_too_large(f"{MOST_REQUESTS} requests"))
     told = f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
     return _refusal(Refusal(422, "bad_request", told, "see the contract in docs/operations.md"))

@@ -50,8 +50,20 @@ class ServedEngine:
     async def ready(self) -> None:
         await self._call_workers("coordexp_is_ready")
 
-    async def answer(self, prompt: dict[str, Any], sampling: dict[str, Any], id: str) -> Any:
-        """vLLM's output, when it is whole."""
+    async def render(self, prompt: dict[str, Any]) -> Any:
+        """Return the prompt as token ids and patches, after which its image is not needed any more."""
+        from vllm.exceptions import VLLMClientError
+        from vllm.renderers.inputs.preprocess import parse_model_prompt
+
+        try:
+            parsed = parse_model_prompt(self.vllm.model_config, prompt)
+            (rendered,) = await self.vllm.renderer.render_cmpl_async([parsed])
+        except (VLLMClientError, ValueError) as error:
+            raise RefusedByEngine(str(error)) from error
+        return rendered
+
+    async def answer(self, prompt: Any, sampling: dict[str, Any], id: str) -> Any:
+        """vLLM's output, when it is whole. `prompt` is a rendered one."""
         from vllm import SamplingParams
         from vllm.exceptions import VLLMClientError
         from vllm.sampling_params import RequestOutputKind

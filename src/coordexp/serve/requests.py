@@ -10,17 +10,29 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from PIL import Image
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
+from coordexp.data.images import opened_image, size_problem, upright_size
 from coordexp.errors import DataError
-from coordexp.rollout.prompt import read_image
+from coordexp.rollout.prompt import UNUSABLE, read_image
 from coordexp.serve.refusal import bad_request
+from coordexp.text import encodable
 
 MOST_REQUESTS = 4096  # in one call
 MOST_BYTES = 256 * 2**20  # of one call's body
 MOST_ANSWERS = 64  # to one request
 TAG = "<image>"
 Whole = Annotated[int, Field(ge=-(2**63), lt=2**63)]
+
+
+def _is_utf8(text: str) -> str:
+    if not encodable(text):
+        raise ValueError(HALF)
+    return text
+
+
+HALF = "text with half a character (a lone surrogate), which UTF-8 cannot say"
+Text = Annotated[str, AfterValidator(_is_utf8)]
 # What clients may say of sampling beyond what is served, and the value by which nothing is asked for.
 NEUTRAL: dict[str, int | None] = {
     "num_beams": 1,
@@ -39,12 +51,29 @@ class _Loose(BaseModel):
     model_config = ConfigDict(extra="ignore", frozen=True)
 
 
+class _Strict(_Loose):
+    """What is not known is refused by its name, unless it is null, which asks for nothing."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _is_served(cls, given: Any) -> Any:
+        neutral = NEUTRAL if cls is RequestConfig else {}
+        for name, value in given.items() if isinstance(given, dict) else ():
+            if (
+                name not in cls.model_fields
+                and value is not None
+                and not (name in neutral and value == neutral[name])
+            ):
+                raise ValueError(f"{str(name)[:80]}: not served here; leave it out")
+        return given
+
+
 class Message(_Loose):
-    role: str
+    role: Text
     content: str | list[dict[str, Any]]
 
 
-class OurOwn(_Loose):
+class OurOwn(_Strict):
     """What only a coordexp learner says of a request."""
 
     seed: Whole | None = None
@@ -52,7 +81,7 @@ class OurOwn(_Loose):
     size: tuple[int, int] | None = None  # width and height that the picture must have
 
 
-class InferRequest(_Loose):
+class InferRequest(_Strict):
     messages: Annotated[list[Message], Field(min_length=1)]
     images: list[str] = []
     audios: list[Any] | None = None
@@ -69,34 +98,31 @@ class InferRequest(_Loose):
         return OurOwn.model_validate((self.data_dict or {}).get("coordexp") or {})
 
 
-class RequestConfig(_Loose):
+class RequestConfig(_Strict):
     """A sampling field that is not set is that of the model's `generation_config.json`."""
 
     max_tokens: Annotated[int, Field(ge=1, le=2**31)] | None = None
     temperature: float | None = None
-    top_k: int | None = None
+    top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
     top_p: float | None = None
     repetition_penalty: float | None = None
-    stop: list[str] | None = None
+    stop: list[Text] | None = None
     seed: Whole | None = None
     n: Annotated[int, Field(ge=1, le=MOST_ANSWERS)] = 1
     logprobs: bool = False
     return_details: bool = False
     stream: bool = False
 
-    @model_validator(mode="before")
-    @classmethod
-    def _is_served(cls, given: Any) -> Any:
-        if isinstance(given, dict):
-            for name, neutral in NEUTRAL.items():
-                if given.get(name) not in (None, neutral):
-                    raise ValueError(f"{name} {given[name]}: not served here; leave it out")
-        return given
 
+class InferCall(_Strict):
+    """ms-swift's own client also sends what it counts and whether it shows its progress, which change no answer."""
 
-class InferCall(_Loose):
     infer_requests: Annotated[list[Any], Field(max_length=MOST_REQUESTS)]
-    request_config: RequestConfig = RequestConfig()
+    request_config: Annotated[RequestConfig, BeforeValidator(lambda given: {} if given is None else given)] = (
+        RequestConfig()
+    )
+    metrics: Any = None
+    use_tqdm: Any = None
 
 
 @dataclass(frozen=True)
@@ -105,19 +131,28 @@ class Pictures:
 
     folders: tuple[Path, ...]
 
-    def open(self, source: str, size: tuple[int, int] | None = None) -> Image.Image:
-        """`size` is what its record says, if that was told."""
-        found = self._found(source)
-        if size is not None and found.size != size:
+    def look(self, source: str, size: tuple[int, int] | None = None) -> "FoundPicture":
+        """Return the picture without decoding it; its header tells whether it can be used. `size` is what its record
+        says, if that was told."""
+        content, name = self._found(source)
+        try:
+            with opened_image(content if isinstance(content, Path) else io.BytesIO(content)) as image:
+                width, height, _ = upright_size(image)
+        except OSError as error:
+            told = f"{name}: not a readable picture ({error.strerror or error})"
+            raise bad_request(told, "run `coordexp data doctor`") from error
+        if problem := size_problem(width, height):
+            raise bad_request(f"{name}: {problem}", UNUSABLE)
+        if size is not None and (width, height) != size:
             raise bad_request(
-                f"the picture is {found.width} x {found.height}, and its record says {size[0]} x {size[1]}",
+                f"the picture is {width} x {height}, and its record says {size[0]} x {size[1]}",
                 "correct the record; `coordexp data doctor` finds all of them",
             )
-        return found
+        return FoundPicture(content, name, width, height)
 
-    def _found(self, source: str) -> Image.Image:
+    def _found(self, source: str) -> tuple[Path | bytes, str]:
         if source.startswith("data:") or not _is_path(source):
-            return self._opened(io.BytesIO(_decoded(source)), "the base64 picture")
+            return _decoded(source), "the base64 picture"
         if "://" in source:
             raise bad_request(f"{source[:80]}: pictures are not fetched from elsewhere", "send a path, or base64")
         try:
@@ -130,14 +165,34 @@ class Pictures:
                 f"{source}: this server reads pictures below {known} only",
                 "start it with --images FOLDER (may be given several times), or send base64",
             )
-        return self._opened(path, source)
+        return path, source
 
-    def _opened(self, source: Path | io.BytesIO, name: str) -> Image.Image:
+
+@dataclass(frozen=True)
+class FoundPicture:
+    """A picture of which only the header was read, and its size after turning."""
+
+    content: Path | bytes
+    name: str
+    width: int
+    height: int
+
+    @property
+    def pixels(self) -> int:
+        return self.width * self.height
+
+    def decode(self) -> Image.Image:
         try:
-            return read_image(source, name)
+            image = read_image(
+                self.content if isinstance(self.content, Path) else io.BytesIO(self.content), self.name
+            )
         except DataError as error:
             message, _, fix = str(error).partition("\n  ")
             raise bad_request(message, fix) from error
+        if image.size != (self.width, self.height):
+            told = f"{self.name}: {image.width} x {image.height}, and its header said {self.width} x {self.height}"
+            raise bad_request(told, "do not replace pictures while they are used")
+        return image
 
 
 def _is_path(source: str) -> bool:
@@ -164,6 +219,8 @@ def parts(request: InferRequest) -> tuple[list[dict[str, Any]], list[str]]:
         inline += [str(part["image"]) for part in content if part.get("type") == "image" and part.get("image")]
         if any(part.get("type") != "image" and not _is_text(part) for part in content):
             raise bad_request("messages: a content part is neither text nor image", "send text and one picture")
+        if any(part["type"] == "text" and not encodable(part["text"]) for part in content):
+            raise bad_request(f"messages: {HALF}", "send UTF-8")
         plain = [part if part["type"] == "text" else {"type": "image"} for part in content]
         conversation.append({"role": message.role, "content": plain})
     pictures = inline or request.images

@@ -59,8 +59,8 @@ class Casebook:
                 f"{self.records.path}, record {index + 1} ({record.image}): {error}\n"
                 f"  run `coordexp data doctor {self.records.path}`"
             ) from error
-        prompt = self.prompts.ids(record.width, record.height)
-        return Case(index, Picture.of(self.records, record), tuple(prompt), tuple(truth))
+        picture = Picture.of(self.records, record)
+        return Case(index, picture, tuple(self.prompts.ids(*picture.size, picture.path)), tuple(truth))
 
     def correct(self, case: Case, answer: Sequence[int]) -> Correction:
         return correct(

@@ -30,18 +30,18 @@ def folder(tmp_path: Path) -> Path:
 @pytest.mark.parametrize("kind", ["png", "jpeg"])  # that of a JPEG begins with a slash, as a path does
 @pytest.mark.parametrize("before", ["", "data:image/x;base64,"])
 def test_a_picture_may_come_along_as_base64(kind, before):
-    assert Pictures(()).open(before + encoded(kind)).size == (5, 4)
+    assert Pictures(()).look(before + encoded(kind)).decode().size == (5, 4)
 
 
 @pytest.mark.scenario("R40.C2", on="pure")
 def test_a_picture_may_lie_below_an_allowed_folder_and_nowhere_else(folder):
     pictures = Pictures(((folder / "in").resolve(),))
-    assert pictures.open(str(folder / "in/a.png")).size == (5, 4)
+    assert pictures.look(str(folder / "in/a.png")).decode().size == (5, 4)
     for name in ("out.png", "in/../out.png", "in/link.png", "in/../../../../etc/passwd", "nothing.png"):
         with pytest.raises(Refusal, match="reads pictures below"):
-            pictures.open(str(folder / name))
+            pictures.look(str(folder / name))
     with pytest.raises(Refusal, match="not a readable picture"):
-        pictures.open(str(folder / "in/nothing.png"))
+        pictures.look(str(folder / "in/nothing.png"))
 
 
 @pytest.mark.scenario("R40.C2", on="pure")
@@ -49,14 +49,14 @@ def test_a_picture_may_lie_below_an_allowed_folder_and_nowhere_else(folder):
 def test_an_image_url_is_refused_with_what_to_send_instead(source):
     """A deviation (D34): the specification allows URLs."""
     with pytest.raises(Refusal, match="not fetched") as error:
-        Pictures((Path("/"),)).open(source)
+        Pictures((Path("/"),)).look(source)
     assert error.value.fix == "send a path, or base64"
 
 
 @pytest.mark.parametrize("source", ["", "AAAA", "%%%%", "data:image/png;base64,", "data:image/png;base64,!"])
 def test_what_is_no_picture_is_refused_with_words(source):
     with pytest.raises(Refusal) as error:
-        Pictures(()).open(source)
+        Pictures(()).look(source)
     assert error.value.status == 400 and len(error.value.message) < 200
 
 
@@ -111,7 +111,7 @@ def test_a_sampling_field_that_is_not_set_is_the_models_own():
 def test_what_is_no_path_is_refused_with_words(folder, name):
     (folder / "loop").symlink_to(folder / "loop")
     with pytest.raises(Refusal) as error:
-        Pictures((folder.resolve(),)).open(f"{folder}/{name}")
+        Pictures((folder.resolve(),)).look(f"{folder}/{name}")
     assert error.value.status == 400
 
 
@@ -120,13 +120,13 @@ def test_a_picture_that_is_broken_or_too_large_or_of_another_size_is_refused(fol
     whole = (folder / "in/a.png").read_bytes()
     (folder / "broken.png").write_bytes(whole[:40] + b"x" * 20)
     with pytest.raises(Refusal, match="not a readable picture"):
-        pictures.open(str(folder / "broken.png"))
-    assert pictures.open(str(folder / "in/a.png"), (5, 4)).size == (5, 4)
+        pictures.look(str(folder / "broken.png"))
+    assert pictures.look(str(folder / "in/a.png"), (5, 4)).decode().size == (5, 4)
     with pytest.raises(Refusal, match="5 x 4, and its record says 4 x 5"):
-        pictures.open(str(folder / "in/a.png"), (4, 5))
-    monkeypatch.setattr("coordexp.rollout.prompt.MOST_PIXELS", 19)
+        pictures.look(str(folder / "in/a.png"), (4, 5))
+    monkeypatch.setattr("coordexp.data.images.MOST_PIXELS", 19)
     with pytest.raises(Refusal, match="more than 19 pixels"):
-        pictures.open(str(folder / "in/a.png"))
+        pictures.look(str(folder / "in/a.png"))
 
 
 @pytest.mark.parametrize("name", sorted(NEUTRAL))

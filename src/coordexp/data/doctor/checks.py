@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from coordexp.data.coordinates import BINS, to_bin
-from coordexp.data.images import ImageFacts
+from coordexp.data.images import ImageFacts, size_problem
 from coordexp.data.records import Record, RecordObject
 from coordexp.data.sample import degenerate
 from coordexp.text import encodable
@@ -27,6 +27,8 @@ class Problem:
 def check_record(record: Record) -> tuple[Problem, ...]:
     """A record without an error among these can become a sample."""
     problems: list[Problem] = []
+    if unusable := size_problem(record.width, record.height):
+        problems.append(Problem("image-size", f"{record.image!r}: {unusable}"))
     seen: dict[tuple[object, ...], int] = {}
     for index, found in enumerate(record.objects):
         bins = bins_of(record, found)

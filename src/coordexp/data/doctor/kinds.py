@@ -53,6 +53,9 @@ KINDS: dict[str, Kind] = {
         "width and height are not those of the image",
         "write the real size; if the image was resized, scale the coordinates with it",
     ),
+    "image-size": Kind(
+        "error", "image that no model can be given, by its size", "cut it into tiles, or remove the record"
+    ),
     "suspect-xywh": Kind(
         "error",
         "boxes look like x, y, width, height",

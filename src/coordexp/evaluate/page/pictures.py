@@ -10,9 +10,10 @@ from collections.abc import Sequence
 from html import escape
 from pathlib import Path
 
-from PIL import Image, ImageOps
+from PIL import ImageOps
 
 from coordexp.data import Record
+from coordexp.data.images import opened_image
 from coordexp.evaluate.report import ImageReport
 from coordexp.evaluate.scene import Labelled
 
@@ -120,12 +121,12 @@ def _shown_size(record: Record) -> tuple[int, int]:
 def _thumbnail(path: Path, record: Record, size: tuple[int, int]) -> tuple[str, str]:
     """The image as a data address, and what is to be remarked about it."""
     try:
-        with Image.open(path) as opened:
+        with opened_image(path) as opened:
             turned = ImageOps.exif_transpose(opened)
             found = turned.size
             picture = turned.convert("RGB").resize(size)
-    except (OSError, SyntaxError, Image.DecompressionBombError) as error:  # SyntaxError is of a broken PNG
-        return "", f"image not shown: {getattr(error, 'strerror', None) or type(error).__name__}"
+    except OSError as error:
+        return "", f"image not shown: {error.strerror or error}"
     buffer = io.BytesIO()
     picture.save(buffer, "JPEG", quality=80)
     remark = "" if found == (record.width, record.height) else _other_size(found, record)

@@ -1,0 +1,152 @@
+"""Images are opened in one place, in a fixed list of formats, and what cannot be used is told from the header."""
+
+import ast
+import base64
+import json
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+from PIL import Image
+from typer.testing import CliRunner
+
+from coordexp.cli import app
+from coordexp.data.images import FORMATS, MOST_PIXELS, ImageError, image_facts, size_problem
+from coordexp.data.view.thumbnail import thumbnail
+from coordexp.errors import DataError
+from coordexp.evaluate.page.pictures import _thumbnail
+from coordexp.rollout.prompt import open_image, read_image
+from coordexp.serve.refusal import Refusal
+from coordexp.serve.requests import Pictures
+from tests.source import SOURCE
+
+EPS = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 64 64\n%%EndComments\n0 0 64 64 rectfill\nshowpage\n%%EOF\n"
+
+
+def one_record(folder: Path, image: str, size: tuple[int, int]) -> Path:
+    objects = [{"desc": "cat", "bbox_2d": [0, 0, 900, 900]}]
+    record = {"image": image, "width": size[0], "height": size[1], "space": "norm1000", "objects": objects}
+    file = folder / "data.jsonl"
+    file.write_text(json.dumps(record) + "\n")
+    return file
+
+
+@pytest.fixture
+def ghostscript(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return the mark that a planted `gs` leaves when anything starts it."""
+    folder, mark = tmp_path / "bin", tmp_path / "gs-was-started"
+    folder.mkdir()
+    (folder / "gs").write_text(f"#!/bin/sh\ntouch {mark}\nexit 1\n")
+    (folder / "gs").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.setattr("PIL.EpsImagePlugin.gs_binary", None)  # so that it is looked for again
+    return mark
+
+
+@pytest.mark.timeout(60)
+def test_an_eps_is_an_unknown_format_everywhere_and_starts_no_ghostscript(tmp_path, ghostscript):
+    file = tmp_path / "a.png"
+    file.write_bytes(EPS)
+    with pytest.raises((OSError, subprocess.SubprocessError)), Image.open(file) as image:
+        image.load()  # what Pillow does by itself
+    assert ghostscript.exists()
+    ghostscript.unlink()
+
+    record = one_record(tmp_path, "a.png", (64, 64))
+    told = "not a PNG, JPEG, WEBP, BMP, GIF or TIFF image"
+    for look in (image_facts, lambda path: image_facts(path, decode=True), thumbnail):
+        with pytest.raises(ImageError, match=told):
+            look(file)
+    with pytest.raises(DataError, match=told):
+        open_image(file, (64, 64))
+    for source in (str(file), base64.b64encode(EPS).decode()):
+        with pytest.raises(Refusal, match=told):
+            Pictures((tmp_path.resolve(),)).look(source)
+    assert _thumbnail(file, None, (10, 10)) == ("", f"image not shown: {told}")  # type: ignore[arg-type]
+    run = CliRunner().invoke(app, ["data", "doctor", "--images", "decode", str(record)])
+    assert run.exit_code == 1 and "image-unreadable" in run.output
+    assert not ghostscript.exists()
+
+
+def test_only_one_module_opens_images():
+    """Pillow tries every format that it knows, unless it is told which."""
+    openers = []
+    for file in (SOURCE / "coordexp").rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if (
+                isinstance(node, ast.Attribute)
+                and node.attr == "open"
+                and ast.unparse(node.value).endswith("Image")
+            ):
+                openers.append(file.name)
+            if isinstance(node, ast.ImportFrom) and node.module == "PIL.Image":
+                openers += [file.name for alias in node.names if alias.name == "open"]
+    assert openers == ["images.py"]
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+@pytest.mark.parametrize("orientation", [1, 3, 6, 8])
+def test_the_header_tells_the_size_that_decoding_gives(tmp_path, kind, orientation):
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    file = tmp_path / "a"
+    Image.new("RGB", (40, 20)).save(file, kind, exif=exif)
+    facts = image_facts(file)
+    assert (facts.width, facts.height) == read_image(file, "a").size
+
+
+@pytest.mark.parametrize(
+    ("size", "problem"),
+    [
+        ((2, 1000), "2 x 1000: the longer side is more than 200 times the shorter one"),
+        ((201, 1), "201 x 1: the longer side is more than 200 times the shorter one"),
+        ((200, 1), None),
+        ((5, 1000), None),
+        ((2**14, 2**13), None),
+        ((2**14, 2**13 + 1), f"16384 x 8193 are more than {MOST_PIXELS} pixels"),
+    ],
+)
+def test_what_no_model_can_be_given_is_told_by_its_size(size, problem):
+    assert size_problem(*size) == problem
+
+
+def test_the_rule_of_the_aspect_ratio_is_that_of_the_image_processor():
+    from transformers.models.qwen2_vl.image_processing_qwen2_vl import smart_resize
+
+    for short in (1, 2, 5):
+        assert size_problem(short, 200 * short) is None and smart_resize(200 * short, short)
+        assert size_problem(short, 200 * short + 1) is not None
+        with pytest.raises(ValueError, match="aspect ratio"):
+            smart_resize(200 * short + 1, short)
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("images", ["head", "skip"])
+def test_the_doctor_reports_an_image_that_training_would_refuse(tmp_path, images):
+    Image.new("RGB", (1000, 2)).save(tmp_path / "a.png")
+    record = one_record(tmp_path, "a.png", (1000, 2))
+    run = CliRunner().invoke(app, ["data", "doctor", "--json", "--images", images, str(record)])
+    (finding,) = [found for found in json.loads(run.stdout)["findings"] if found["severity"] == "error"]
+    assert run.exit_code == 1 and finding["code"] == "image-size"
+    assert (
+        finding["examples"][0]["detail"]
+        == "'a.png': 1000 x 2: the longer side is more than 200 times the shorter one"
+    )
+
+
+def test_pixels_of_an_image_that_is_too_large_are_not_decoded(tmp_path, monkeypatch):
+    Image.new("RGB", (50, 40)).save(tmp_path / "a.png")
+    monkeypatch.setattr("coordexp.data.images.MOST_PIXELS", 1999)
+
+    def load(self: object) -> None:
+        raise AssertionError("it was decoded")
+
+    monkeypatch.setattr("PIL.ImageFile.ImageFile.load", load)
+    monkeypatch.setattr("PIL.PngImagePlugin.PngImageFile.load", load)
+    with pytest.raises(ImageError, match="more than 1999 pixels"):
+        image_facts(tmp_path / "a.png", decode=True)
+    with pytest.raises(OSError, match="more than 1999 pixels"):
+        thumbnail(tmp_path / "a.png")
+    with pytest.raises(DataError, match="more than 1999 pixels"):
+        read_image(tmp_path / "a.png", "a.png")

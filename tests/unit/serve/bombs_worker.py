@@ -1,0 +1,63 @@
+"""Answers eight image bombs in one process with the real image processor and a fake engine, and prints its memory."""
+
+import asyncio
+import base64
+import json
+import sys
+import time
+from typing import Any
+
+from transformers import AutoProcessor
+
+from coordexp.config.rollout import RepeatTerminate
+from coordexp.serve.answering import Answering, RefusedByEngine
+from coordexp.serve.requests import Pictures, RequestConfig
+from coordexp.vocab import VocabularyTable
+from tests.unit.serve.bombs import memory, png_bomb
+
+
+class FakeEngine:
+    """Makes patches as vLLM does, with the same processor in a thread, and answers nothing. Its context is so long
+    that no picture is refused by its tokens."""
+
+    max_model_len = 10**9
+    defaults: dict[str, Any] = {}
+    has_ended = False
+
+    def __init__(self, processor: Any) -> None:
+        self.processor = processor
+
+    async def render(self, prompt: dict[str, Any]) -> Any:
+        image = prompt["multi_modal_data"]["image"]
+        return await asyncio.to_thread(self.processor.image_processor, images=[image], return_tensors="pt")
+
+    async def answer(self, prompt: Any, sampling: dict[str, Any], id: str) -> Any:
+        raise RefusedByEngine(f"{len(prompt['pixel_values'])} patches")
+
+
+async def main(model: str) -> None:
+    processor = AutoProcessor.from_pretrained(model)
+    engine = FakeEngine(processor)
+    guard = RepeatTerminate()
+    answering = Answering(engine, processor, VocabularyTable.from_folder(model), guard, Pictures(()), 64)
+    image = base64.b64encode(png_bomb(11585, 11585)).decode()
+    request = {"messages": [{"role": "user", "content": "<image>What?"}], "images": [image]}
+    before = memory("self", "VmHWM")
+    gaps: list[float] = []
+    watch = asyncio.ensure_future(watch_loop(gaps))
+    found = await asyncio.gather(*(answering.one(request, RequestConfig(), "1") for _ in range(8)))
+    watch.cancel()
+    told = [item["error"]["message"] for item, _ in found]
+    print(json.dumps({"before": before, "peak": memory("self", "VmHWM"), "told": told, "gap": max(gaps)}))
+
+
+async def watch_loop(gaps: list[float]) -> None:
+    """Note how long the event loop did nothing else."""
+    while True:
+        since = time.perf_counter()
+        await asyncio.sleep(0.01)
+        gaps.append(time.perf_counter() - since)
+
+
+if __name__ == "__main__":
+    asyncio.run(main(sys.argv[1]))
