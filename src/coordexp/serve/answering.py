@@ -44,7 +44,7 @@ class Answers(Protocol):
 
 
 class PixelBudget:
-    """Room for so many pixels, given out in the order of arrival. An image larger than all of it gets all of it."""
+    """Room for so many pixels, given out in the order of arrival. An image larger than that gets all of it."""
 
     def __init__(self, pixels: int) -> None:
         self.pixels = self.free = pixels

@@ -59,11 +59,7 @@ class _Strict(_Loose):
     def _is_served(cls, given: Any) -> Any:
         neutral = NEUTRAL if cls is RequestConfig else {}
         for name, value in given.items() if isinstance(given, dict) else ():
-            if (
-                name not in cls.model_fields
-                and value is not None
-                and not (name in neutral and value == neutral[name])
-            ):
+            if name not in cls.model_fields and value not in (None, neutral.get(name)):
                 raise ValueError(f"{str(name)[:80]}: not served here; leave it out")
         return given
 
@@ -115,7 +111,7 @@ class RequestConfig(_Strict):
 
 
 class InferCall(_Strict):
-    """ms-swift's own client also sends what it counts and whether it shows its progress, which change no answer."""
+    """ms-swift's own client also sends what it counts and whether it shows progress, which change no answer."""
 
     infer_requests: Annotated[list[Any], Field(max_length=MOST_REQUESTS)]
     request_config: Annotated[RequestConfig, BeforeValidator(lambda given: {} if given is None else given)] = (
@@ -132,8 +128,8 @@ class Pictures:
     folders: tuple[Path, ...]
 
     def look(self, source: str, size: tuple[int, int] | None = None) -> "FoundPicture":
-        """Return the picture without decoding it; its header tells whether it can be used. `size` is what its record
-        says, if that was told."""
+        """Return the picture without decoding it; its header tells whether it can be used. `size` is what its
+        record says, if that was told."""
         content, name = self._found(source)
         try:
             with opened_image(content if isinstance(content, Path) else io.BytesIO(content)) as image:

@@ -2,6 +2,7 @@
 
 import struct
 import zlib
+from pathlib import Path
 
 
 def png_bomb(width: int, height: int) -> bytes:
@@ -20,5 +21,5 @@ def _chunk(kind: bytes, content: bytes) -> bytes:
 
 def memory(pid: int | str, name: str) -> int:
     """Return VmHWM (the peak) or VmRSS of a process, in MiB."""
-    with open(f"/proc/{pid}/status") as file:
+    with Path(f"/proc/{pid}/status").open() as file:
         return next(int(line.split()[1]) >> 10 for line in file if line.startswith(f"{name}:"))

@@ -1,11 +1,11 @@
-"""Answers eight image bombs in one process with the real image processor and a fake engine, and prints its memory."""
+"""Answers eight image bombs with the real image processor and a fake engine, and prints its own peak memory."""
 
 import asyncio
 import base64
 import json
 import sys
 import time
-from typing import Any
+from typing import Any, ClassVar
 
 from transformers import AutoProcessor
 
@@ -21,7 +21,7 @@ class FakeEngine:
     that no picture is refused by its tokens."""
 
     max_model_len = 10**9
-    defaults: dict[str, Any] = {}
+    defaults: ClassVar[dict[str, Any]] = {}
     has_ended = False
 
     def __init__(self, processor: Any) -> None:

@@ -10,7 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 from PIL import Image
@@ -108,7 +108,7 @@ def test_a_request_that_is_given_up_while_it_waits_leaves_no_room_taken(let_in_a
 class FakeEngine:
     """Answers one token. Waits in `render` while `gate` is closed."""
 
-    defaults: dict[str, Any] = {}
+    defaults: ClassVar[dict[str, Any]] = {}
     has_ended = False
 
     def __init__(self, max_model_len: int = 256, logprob: float = -0.5) -> None:

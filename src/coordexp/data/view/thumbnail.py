@@ -11,7 +11,7 @@ PLAIN = 128  # up to this side a picture is kept without loss: it is a drawing, 
 
 
 def thumbnail(path: Path, side: int = SIDE) -> str:
-    """Return a data address of the image with sides of at most `side` pixels. Raise OSError if it is unreadable."""
+    """Return a data address of the image with sides of at most `side` pixels. Raise OSError if it is broken."""
     from PIL import ImageOps
 
     with opened_image(path) as image:
