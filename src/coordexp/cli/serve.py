@@ -13,10 +13,11 @@ from coordexp.config import ConfigError, Settings, load_settings
 from coordexp.config.rules import uses_vllm
 from coordexp.errors import EngineError
 from coordexp.folders import how_to_find
-from coordexp.launch.plan import is_loopback
+from coordexp.launch.plan import is_loopback, is_loopback_host
 from coordexp.rollout.installed import check_vllm
 
 LOOPBACK = "127.0.0.1"
+TOKEN = "COORDEXP_SERVER_TOKEN"  # noqa: S105 - as in rollout/wire.py, which takes long to import
 
 
 def serve(
@@ -38,8 +39,8 @@ def serve(
     """Serve rollouts by vLLM to the learner that trains with the same config.
 
     The port is the one in base_url. With COORDEXP_SERVER_TOKEN set, every route but /health/ wants
-    that token; learners read it from the same variable. SIGTERM or Ctrl-C ends the server and its
-    engine.
+    that token; learners read it from the same variable. Without it, a server listens on this
+    machine's own addresses only. SIGTERM or Ctrl-C ends the server and its engine.
     """
     try:
         settings = load_settings(config).settings
@@ -98,4 +99,11 @@ def _place(settings: Settings, config: str, index: int, host: str | None) -> tup
             f"{LOOPBACK} only\n  add --host {url.hostname} (or 0.0.0.0 for every address), and set "
             "COORDEXP_SERVER_TOKEN, since who reaches the port can ask it and send it weights"
         )
-    return host or ("::1" if url.hostname == "::1" else LOOPBACK), port
+    address = host or ("::1" if url.hostname == "::1" else LOOPBACK)
+    if not is_loopback_host(address) and not os.environ.get(TOKEN):
+        stop(
+            f"--host {address}: {TOKEN} is not set, and who reaches this address could ask the server and send "
+            f"it weights\n  set {TOKEN} to the same secret here and for the learner, or leave --host out to "
+            f"listen on {LOOPBACK} only"
+        )
+    return address, port

@@ -65,6 +65,8 @@ def shown(value: Any, path: Path) -> str:
     if path and re.search(r"(^|_)(token|secret|password|key)$", str(path[-1]).lower()):
         return "the value"
     text = json.dumps(value, ensure_ascii=False, default=str)
+    begin = '"' if path and path[-1] == "base_url" else "://"
+    text = re.sub(begin + r'(?:[^"\\]|\\.)*@', f"{begin}...@", text)  # the user and password of a URL
     return text if len(text) <= 60 else text[:57] + "..."
 
 

@@ -97,11 +97,15 @@ def make_plan(settings: Settings, asked: Asked) -> Plan:
 
 
 def is_loopback(base_url: str) -> bool:
-    host = urlsplit(base_url).hostname or ""
+    return is_loopback_host(urlsplit(base_url).hostname or "")
+
+
+def is_loopback_host(host: str) -> bool:
+    """Return whether an address, or the name localhost, can be reached from this machine only."""
     try:
         return ip_address(host).is_loopback
     except ValueError:
-        return host == "localhost"
+        return host.lower() == "localhost"
 
 
 def capacity_violations(settings: Settings, sizes: tuple[int, ...], learners: int) -> Iterator[Violation]:

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from coordexp.config import ConfigError, dotted, load_settings
+from coordexp.config.rollout import Server
 from tests.unit.config.trees import SERVER, only_problem, problems, server_mode, stage2
 
 TEN_MISTAKES = Path("examples/check/ten-mistakes.yaml")
@@ -88,3 +89,46 @@ def test_an_empty_file_asks_for_everything_required():
 def test_infinite_and_nan_weights_are_refused():
     for value in (float("inf"), float("nan")):
         assert only_problem(stage2(rollout_matching__fp_cost=value))[0] == "rollout_matching.fp_cost"
+
+
+SECRET = "hunter2"
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        f"http://user:{SECRET}@127.0.0.1:8000",
+        f"http://{SECRET}@127.0.0.1:8000",
+        f"http://user:{SECRET}/more@127.0.0.1:8000",
+        f"http://user:{SECRET} more@127.0.0.1:8000",
+        f'http://user:{SECRET}"more@127.0.0.1:8000',
+        f"http://user:{SECRET}{'x' * 80}@127.0.0.1:8000",
+        f"user:{SECRET}@127.0.0.1:8000",
+    ],
+)
+def test_a_password_in_a_url_is_refused_with_a_way_out_and_not_printed_back(url):
+    tree = server_mode(rollout_matching__vllm__server={"servers": [SERVER | {"base_url": url}]})
+    path, message = only_problem(tree)
+    assert path == "rollout_matching.vllm.server.servers[0].base_url"
+    assert "COORDEXP_SERVER_TOKEN" in message and "127.0.0.1" in message and SECRET not in message
+
+
+@pytest.mark.parametrize(
+    "server",
+    [
+        {"base_url": f"http://user:{SECRET}@127.0.0.1:8000"},
+        {"servers": {"base_url": f"http://user:{SECRET}@127.0.0.1:8000"}},
+        {"servers": [f"http://user:{SECRET}@127.0.0.1:8000"]},
+        {"servers": [SERVER | {"base_url": [f"http://user:{SECRET}@127.0.0.1:8000"]}]},
+        {"servers": f"http://user:{SECRET}@127.0.0.1:8000"},
+    ],
+)
+def test_a_password_in_a_url_at_the_wrong_place_is_not_printed_back(server):
+    found = problems(server_mode(rollout_matching__vllm__server=server))
+    assert found and SECRET not in str(found)
+
+
+def test_pydantics_own_error_does_not_print_values_back():
+    with pytest.raises(ValueError, match="base_url") as error:
+        Server(base_url=f"http://user:{SECRET}@127.0.0.1:8000", group_port=5)
+    assert SECRET not in str(error.value)

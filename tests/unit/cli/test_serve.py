@@ -1,0 +1,64 @@
+"""Who may reach a rollout server: without a token, only this machine."""
+
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+from coordexp.cli import app
+from coordexp.rollout.wire import TOKEN
+from tests.unit.config.trees import server_mode
+
+
+@pytest.fixture
+def serve(tmp_path, monkeypatch):
+    """Run the command up to where it would listen, and return its exit code, what it said and where it would."""
+    monkeypatch.delenv(TOKEN, raising=False)
+    places = []
+    monkeypatch.setattr("coordexp.cli.serve.need", lambda *_, **__: None)
+    monkeypatch.setattr("coordexp.cli.serve.absent_files", lambda _: [])
+    monkeypatch.setattr("coordexp.cli.serve.check_vllm", lambda: None)
+    monkeypatch.setattr("coordexp.cli.serve._serve", lambda *given: places.append(given[2:4]))
+
+    def run(url, *options):
+        server = {"base_url": url, "group_port": 51216}
+        tree = server_mode(rollout_matching__vllm__server={"servers": [server]})
+        file = tmp_path / "run.yaml"
+        file.write_text(yaml.safe_dump(tree))
+        done = CliRunner().invoke(app, ["serve", "--config", str(file), *options])
+        return done.exit_code, done.output, places
+
+    return run
+
+
+@pytest.mark.parametrize(
+    "host", ["0.0.0.0", "::", "10.0.0.5", "example.org", "0", "127.1", "::ffff:10.0.0.5", "localhost.example.org"]
+)
+def test_a_server_refuses_to_listen_beyond_this_machine_without_a_token(serve, monkeypatch, host):
+    for empty in (False, True):
+        if empty:
+            monkeypatch.setenv(TOKEN, "")
+        code, shown, places = serve("http://127.0.0.1:8000", "--host", host)
+        told = " ".join(shown.split())
+        assert code == 1 and not places
+        assert f"--host {host}: {TOKEN} is not set" in told and "leave --host out" in told
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.1.2.3", "::1", "localhost", "LOCALHOST"])
+def test_every_address_of_this_machine_alone_needs_no_token(serve, host):
+    code, shown, places = serve("http://127.0.0.1:8000", "--host", host)
+    assert code == 0, shown
+    assert places == [(host, 8000)]
+
+
+@pytest.mark.parametrize("url", ["http://127.0.0.1:8000", "http://localhost:8000", "http://[::1]:8000"])
+def test_without_host_a_server_is_on_this_machine_alone(serve, url):
+    code, shown, places = serve(url)
+    assert code == 0, shown
+    assert places == [("::1" if "::1" in url else "127.0.0.1", 8000)]
+
+
+def test_with_a_token_a_server_listens_where_it_is_told_to(serve, monkeypatch):
+    monkeypatch.setenv(TOKEN, "a token")
+    code, shown, places = serve("http://10.0.0.5:8000", "--host", "0.0.0.0")
+    assert code == 0, shown
+    assert places == [("0.0.0.0", 8000)]
