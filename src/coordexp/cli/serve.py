@@ -10,6 +10,7 @@ import typer
 from coordexp.cli.check import ConfigOption, absent_files
 from coordexp.cli.console import err, need, print_violations, progress, stop
 from coordexp.config import ConfigError, Settings, load_settings
+from coordexp.config.rollout import TOKEN
 from coordexp.config.rules import uses_vllm
 from coordexp.errors import EngineError
 from coordexp.folders import how_to_find
@@ -17,7 +18,6 @@ from coordexp.launch.plan import is_loopback, is_loopback_host
 from coordexp.rollout.installed import check_vllm
 
 LOOPBACK = "127.0.0.1"
-TOKEN = "COORDEXP_SERVER_TOKEN"  # noqa: S105 - as in rollout/wire.py, which takes long to import
 
 
 def serve(

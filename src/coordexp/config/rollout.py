@@ -21,13 +21,15 @@ from coordexp.config.section import (
     from_null,
 )
 
+TOKEN = "COORDEXP_SERVER_TOKEN"  # noqa: S105 - the variable that holds it, at both ends
+
 
 def _is_http_prefix(value: str) -> str:
     refusal = "not a URL prefix such as http://127.0.0.1:8000"
     if "@" in value:  # before anything can quote it
         raise ValueError(
             "a URL with a user or a password in it, which would be written into the run folder; remove what is "
-            "before the @ and set COORDEXP_SERVER_TOKEN on both ends"
+            f"before the @ and set {TOKEN} on both ends"
         )
     try:
         url = urlsplit(value)

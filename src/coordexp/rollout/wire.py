@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from coordexp.config.rollout import TOKEN as TOKEN
 from coordexp.config.rollout import RepeatTerminate
 from coordexp.errors import EngineError
 from coordexp.rollout.backend import Request, Rollout, one_decode
@@ -20,7 +21,6 @@ from coordexp.vocab import COORD_TOKENS, VocabularyTable
 from coordexp.vocab.table import STOP_TOKENS
 
 PROTOCOL = 1
-TOKEN = "COORDEXP_SERVER_TOKEN"  # noqa: S105 - the variable that holds it, at both ends
 IMAGE = "<image>"
 UNSYNCED = "default"  # the version of the weights that a server was started with
 MINE = "coordexp"  # in `data_dict`

@@ -16,6 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from starlette.exceptions import HTTPException
 
 from coordexp.serve.answering import Answering
+from coordexp.serve.connections import CONNECTION
 from coordexp.serve.metrics import Metrics
 from coordexp.serve.refusal import Refusal, bad_request
 from coordexp.serve.requests import MOST_BYTES, MOST_REQUESTS, InferCall
@@ -289,9 +290,12 @@ class _Door:
             await self.app(scope, receive, send)
             return
         headers = dict(scope["headers"])
-        if refusal := self._refusal(scope["path"], headers):
+        is_known = self._is_known(headers)
+        if refusal := self._refusal(scope["path"], headers, is_known):
             await _refusal(refusal)(scope, receive, send)
             return
+        if is_known and CONNECTION in scope:
+            scope[CONNECTION].is_known = True
         left = MOST_BYTES
 
         async def limited() -> Any:
@@ -327,10 +331,12 @@ class _Door:
         elif sent[0]["type"] == "http.response.start" or sent[0].get("more_body"):
             await send(_chunk("", last=True))
 
-    def _refusal(self, path: str, headers: dict[bytes, bytes]) -> Refusal | None:
-        given = headers.get(b"authorization", b"")
-        wanted = f"Bearer {self.token}".encode()
-        if self.token and path.rstrip("/") != "/health" and not hmac.compare_digest(given, wanted):
+    def _is_known(self, headers: dict[bytes, bytes]) -> bool:
+        given, expected = headers.get(b"authorization", b""), f"Bearer {self.token}".encode()
+        return bool(self.token) and hmac.compare_digest(given, expected)
+
+    def _refusal(self, path: str, headers: dict[bytes, bytes], is_known: bool) -> Refusal | None:
+        if self.token and path.rstrip("/") != "/health" and not is_known:
             return Refusal(401, "no_token", "this server wants a token", "set COORDEXP_SERVER_TOKEN on both ends")
         length = headers.get(b"content-length", b"0")
         if not length.isdigit() or int(length) > MOST_BYTES:

@@ -22,6 +22,7 @@ from coordexp.rollout.setup import Setup
 from coordexp.rollout.wire import PROTOCOL, TOKEN, model_fingerprint
 from coordexp.serve.answering import Answering
 from coordexp.serve.app import RolloutApp
+from coordexp.serve.connections import UVICORN, raise_file_limit
 from coordexp.serve.engine import ServedEngine, check_devices
 from coordexp.serve.guard import check_class, from_environment
 from coordexp.serve.metrics import Metrics
@@ -45,6 +46,7 @@ class Serving:
 def serve(about: Serving, ready: Callable[[int], None]) -> None:
     """`ready` hears the engine's world size when the server can be asked. Raises `EngineError` if it cannot start,
     or if its engine ends before it."""
+    raise_file_limit()
     guard = from_environment()
     if guard.enabled:
         check_class(ENGINE_GUARD)
@@ -64,7 +66,7 @@ def serve(about: Serving, ready: Callable[[int], None]) -> None:
             token=os.environ.get(TOKEN) or None,
             metrics=Metrics(),
         )
-        config = uvicorn.Config(app.api, log_level="warning", access_log=False, timeout_graceful_shutdown=3)
+        config = uvicorn.Config(app.api, **UVICORN)
         asyncio.run(
             _served(_Server(config, app.ending), about.listening, engine, lambda: ready(engine.about.world_size))
         )

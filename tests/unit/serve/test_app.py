@@ -17,6 +17,7 @@ from prometheus_client import CollectorRegistry
 
 from coordexp.serve import app as routes
 from coordexp.serve.app import RolloutApp
+from coordexp.serve.connections import UVICORN
 from coordexp.serve.listening import bound
 from coordexp.serve.metrics import Metrics
 from tests.unit.serve.test_updates import FakeEngine
@@ -32,12 +33,26 @@ class FakeAnswering:
         return {"response": given, "rollout_infos": {"weight_version": version}}, 3
 
 
+def rollout_app(token: str | None, engine: Any = None) -> RolloutApp:
+    about = {"server": "coordexp", "protocol": 1}
+    places: dict[str, Any] = {"host": "127.0.0.1", "world_size": 1, "token": token}
+    metrics = Metrics(CollectorRegistry())
+    answering: Any = FakeAnswering()
+    return RolloutApp(engine or fake_engine(), answering, about, **places, metrics=metrics)
+
+
+def fake_engine() -> Any:
+    engine: Any = FakeEngine()
+    engine.has_ended = False
+    return engine
+
+
 class Server:
     """In a thread of this process."""
 
-    def __init__(self, token: str | None) -> None:
-        self.engine: Any = FakeEngine()
-        self.engine.has_ended = False
+    def __init__(self, token: str | None, http: Any = UVICORN["http"]) -> None:
+        self.http = http
+        self.engine = fake_engine()
         self.app: Any = None
         self.listening = bound("127.0.0.1", 0)
         self.url = f"http://127.0.0.1:{self.listening.getsockname()[1]}"
@@ -48,11 +63,9 @@ class Server:
             assert self.thread.is_alive()
 
     async def _serve(self, token: str | None) -> None:
-        about = {"server": "coordexp", "protocol": 1}
-        places = {"host": "127.0.0.1", "world_size": 1, "token": token}
-        metrics = Metrics(CollectorRegistry())
-        app = RolloutApp(self.engine, FakeAnswering(), about, **places, metrics=metrics)  # type: ignore[arg-type]
-        self.uvicorn = uvicorn.Server(uvicorn.Config(app.api, log_level="error", timeout_graceful_shutdown=1))
+        app = rollout_app(token, self.engine)
+        settings = UVICORN | {"log_level": "error", "timeout_graceful_shutdown": 1, "http": self.http}
+        self.uvicorn = uvicorn.Server(uvicorn.Config(app.api, **settings))
         self.uvicorn.install_signal_handlers = lambda: None  # type: ignore[attr-defined]
         self.app, self.loop = app, asyncio.get_running_loop()
         await self.uvicorn.serve(sockets=[self.listening])
@@ -121,6 +134,52 @@ def test_calls_that_are_too_large_or_cannot_be_read_are_refused_with_words(serve
         assert http.post("/infer/", json={"infer_requests": []}).json() == []
         assert code(http.get("/infer/")) == (405, "no_route")
         assert code(http.get("/nothing/")) == (404, "no_route")
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("body", [b"[" * 100_000, b'{"a": "\xff\xfe"}', b"9" * 5000, b"{", b"\0", b""])
+def test_a_body_that_cannot_be_parsed_is_a_bad_request_and_no_missing_route(server, body):
+    with server.client() as http:
+        status, told = code(http.post("/infer/", content=body, headers={"content-type": "application/json"}))
+    assert status in (400, 422) and told == "bad_request"
+
+
+@pytest.mark.timeout(60)
+def test_4096_requests_are_a_call_and_one_more_is_too_large(server):
+    with server.client() as http:
+        assert len(http.post("/infer/", json={"infer_requests": [{}] * 4096}).json()) == 4096
+        answer = http.post("/infer/", json={"infer_requests": [{}] * 4097})
+        assert code(answer) == (413, "too_large") and "4096 requests" in answer.text
+
+
+UNKNOWN = {
+    "logit_bias": {"5": 1},
+    "min_tokens": 5,
+    "bad_words": ["x"],
+    "response_format": {"type": "json_object"},
+    "ignore_eos": True,
+    "anything": 0,
+}
+
+
+@pytest.mark.timeout(60)
+def test_what_is_not_known_is_refused_by_name_and_what_ms_swift_sends_is_taken(server):
+    with server.client() as http:
+        for name, value in UNKNOWN.items():
+            for body in ({"request_config": {name: value}}, {name: value}):
+                answer = http.post("/infer/", json={"infer_requests": [{}]} | body)
+                assert code(answer) == (422, "bad_request")
+                assert f"{name}: not served here; leave it out" in answer.text
+        for name, value in {"top_k": 1e20, "temperature": "hot", "stop": ["\ud83d"]}.items():
+            content = json.dumps({"infer_requests": [{}], "request_config": {name: value}})
+            answer = http.post("/infer/", content=content, headers={"content-type": "application/json"})
+            assert code(answer) == (422, "bad_request") and name in answer.text
+        # All that ms-swift's client sends beside the requests.
+        more = {"metrics": None, "template": None, "use_tqdm": False, "adapter_request": None}
+        for config in (None, {"num_beams": 1, "presence_penalty": 0.0, "structured_outputs_regex": None}):
+            body = {"infer_requests": [{}], "request_config": config} | more
+            assert http.post("/infer/", json=body).status_code == 200
+        assert code(http.post("/infer/", json=body | {"adapter_request": {"name": "x"}})) == (422, "bad_request")
 
 
 @pytest.mark.timeout(60)
