@@ -1,5 +1,8 @@
 """A real rollout server, spoken to as ms-swift's clients do, in plain HTTP and a real group for the weights."""
 
+import base64
+import io
+import json
 import socket
 import statistics
 import threading
@@ -10,6 +13,7 @@ from typing import Any
 import httpx
 import pytest
 import torch
+from PIL import Image
 from transformers import AutoProcessor, Qwen3VLForConditionalGeneration
 
 from coordexp.config.rollout import RepeatTerminate
@@ -33,6 +37,8 @@ from tests.integration.servers import (
     wait_for,
 )
 from tests.integration.stage2_runs import MODEL, started
+from tests.unit.data.test_images import EPS
+from tests.unit.serve.bombs import memory, png_bomb
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(240)]
 
@@ -139,6 +145,42 @@ def test_a_bad_request_fails_alone_and_says_why(client, fleet):
         assert item["error"]["code"] == "bad_request" and item["error"]["message"]
     (long,) = client.infer([asked(fleet.pictures()[0]) | {"messages": [LONG]}])
     assert "256" in long["error"]["message"]
+
+
+def test_eight_image_bombs_in_one_call_are_refused_from_their_headers(client, fleet):
+    """Each is a file of 16 KB and 2^27 pixels. Decoded at once, they took 6 GB."""
+    bomb = base64.b64encode(png_bomb(11585, 11585)).decode()
+    server = fleet[0].process.pid
+    before = memory(server, "VmHWM")
+    items = client.infer([asked(bomb)] * 8)
+    after = memory(server, "VmHWM")
+    print(f"peak memory of the server: {before} MiB before, {after} MiB after")
+    for item in items:
+        assert (
+            item["error"]["code"] == "bad_request" and "tokens, and prompt and answer" in item["error"]["message"]
+        )
+    assert after - before < 300
+    assert ids(client.infer([asked(fleet.pictures()[0])])[0])
+
+
+def test_what_the_engine_could_not_take_is_refused_by_name(client, fleet):
+    picture = fleet.pictures()[0]
+    thin = io.BytesIO()
+    Image.new("RGB", (1, 5000)).save(thin, "PNG")
+    bad = {
+        "not a PNG, JPEG, WEBP, BMP, GIF or TIFF image": asked(base64.b64encode(EPS).decode()),
+        "the longer side is more than 200 times": asked(base64.b64encode(thin.getvalue()).decode()),
+        "half a character": asked(picture) | {"messages": [{"role": "user", "content": "<image>caf\ud83d"}]},
+        "labels: not served here": asked(picture) | {"labels": [1]},
+    }
+    body = {"infer_requests": list(bad.values()), "request_config": GREEDY}
+    headers = {"content-type": "application/json"}
+    items = client.http.post("/infer/", content=json.dumps(body), headers=headers).json()
+    for told, item in zip(bad, items, strict=True):
+        assert item["error"]["code"] == "bad_request" and told in item["error"]["message"]
+    for changes in ({"top_k": 1e20}, {"logit_bias": {"5": 1}}, {"ignore_eos": True}):
+        answer = client.post("/infer/", infer_requests=[asked(picture)], request_config=GREEDY | changes)
+        assert answer.status_code == 422 and next(iter(changes)) in answer.json()["error"]["message"]
 
 
 LONG = {"role": "user", "content": "<image>" + "Detect all objects. " * 200}

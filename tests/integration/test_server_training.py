@@ -2,6 +2,9 @@
 Servers and learner are processes of their own."""
 
 import json
+import secrets
+import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +14,7 @@ from typer.testing import CliRunner
 from coordexp.cli import app
 from coordexp.rollout.seeds import request_seed
 from tests.integration.servers import GUARD, Fleet
-from tests.integration.stage2_runs import config, finish, replayed_steps, steps, training
+from tests.integration.stage2_runs import config, finish, replayed_steps, started, steps, training
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
 
@@ -116,3 +119,33 @@ def test_a_run_says_that_it_connects_and_that_the_servers_answer_as_the_learner(
     assert "connecting to rollout server 0 (http://127.0.0.1:" in two_servers.shown
     assert "the rollout servers answer as the learner does" in two_servers.shown
     assert "Traceback" not in two_servers.shown and "warning" not in two_servers.shown.lower()
+
+
+@pytest.mark.timeout(500)
+def test_the_token_of_a_launch_is_in_no_argument_no_log_and_no_folder(tmp_path_factory):
+    folder, token = tmp_path_factory.mktemp("token"), secrets.token_urlsafe(32)
+    (folder / "temporary").mkdir()
+    steps_of = {"training__max_steps": 2, "training__save_steps": 2, "stage2__dump_every": 1}
+    file = Fleet(folder, 1).config("launched", **steps_of)
+    variables = {"COORDEXP_SERVER_TOKEN": token, "TMPDIR": str(folder / "temporary")}
+    commands: set[bytes] = set()
+    with started(["-m", "coordexp", "launch", "--config", str(file), "--cpu"], **variables) as run:
+        while run.process.poll() is None:
+            commands |= set(command_lines(run.left()))
+            time.sleep(0.3)
+        assert run.process.returncode == 0, run.shown[-3000:]
+        shown = run.shown
+    assert any(b"serve" in command for command in commands) and any(b"train" in command for command in commands)
+    assert not [command for command in commands if token.encode() in command]
+    assert token not in shown
+    written = [path for path in folder.rglob("*") if path.is_file()]
+    assert {"run.json", "servers.jsonl", "resolved.yaml"} <= {path.name for path in written}
+    assert not [path for path in written if token.encode() in path.read_bytes()]
+
+
+def command_lines(processes: dict[int, Any]) -> Iterator[bytes]:
+    for pid in processes:
+        try:
+            yield Path(f"/proc/{pid}/cmdline").read_bytes()
+        except OSError:  # it has ended
+            continue

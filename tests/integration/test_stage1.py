@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from PIL import Image
 from safetensors.torch import load_file
 
 from coordexp.config import World, load_settings
@@ -272,9 +273,21 @@ def test_a_damaged_checkpoint_is_refused(parts):
     assert "has no scheduler.pt: going on from it would not be exact" in done.stderr
 
 
+def make_thin(data: Path) -> None:
+    """Give the fourth record a picture that no model can be given."""
+    lines = (data / "train.jsonl").read_text().splitlines()
+    record = json.loads(lines[3]) | {"width": 1000, "height": 2, "objects": []}
+    Image.new("RGB", (1000, 2)).save(data / record["image"])
+    (data / "train.jsonl").write_text("\n".join([*lines[:3], json.dumps(record), *lines[4:]]))
+
+
 @pytest.mark.parametrize(
     ("spoil", "words"),
     [
+        (
+            make_thin,
+            "1000 x 2: the longer side is more than 200 times the shorter one\n  cut the image into tiles",
+        ),
         (lambda data: (data / "images/train/0000003.png").unlink(), "0000003.png: not a readable picture"),
         (
             lambda data: (data / "train.jsonl").write_text(

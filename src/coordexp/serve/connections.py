@@ -31,8 +31,8 @@ def most_strangers() -> int:
 
 class Deadlines:
     """What is added to a connection of uvicorn, of either implementation of HTTP. A stranger is one that has not
-    shown a token and has no request that is being answered. When there are too many of them, the one that came first
-    is cut off: a client that means it sends its header at once, and does not wait behind those that do not."""
+    shown a token and has no request that is being answered. When there are too many of them, the one that came
+    first is cut off: an honest client sends its header at once, and does not wait behind those that do not."""
 
     is_known = False  # by its token; the app says so
     loop: Any

@@ -1,5 +1,5 @@
-"""Slow connections are cut off, and those without a token cannot shut others out. The app and uvicorn are real, only
-the engine is a fake."""
+"""Slow connections are cut off, and those without a token cannot shut others out. App and uvicorn are real; the
+engine is a fake."""
 
 import os
 import resource
