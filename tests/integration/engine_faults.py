@@ -29,5 +29,18 @@ class FaultyEngineSide(engine_side.EngineSide):
     def fault_heads_stay_as_they_are(self, on: bool) -> None:
         engine_side.rebuild_heads = (lambda model: None) if on else REBUILD_HEADS
 
+    def fault_load_what_is_not_finite(self, on: bool) -> None:
+        engine_side.check_finite = (lambda weights: None) if on else CHECK_FINITE
 
+    def fault_keep_the_kv_cache(self, on: bool) -> None:
+        engine_side.clear_kv_caches = (lambda caches: None) if on else CLEAR_KV_CACHES
+
+    def non_finite_in_kv_cache(self) -> int:
+        return sum(int(cache.isfinite().logical_not().sum()) for cache in self.model_runner.kv_caches)
+
+    def non_zero_in_kv_cache(self) -> int:
+        return sum(int(cache.count_nonzero()) for cache in self.model_runner.kv_caches)
+
+
+CHECK_FINITE, CLEAR_KV_CACHES = engine_side.check_finite, engine_side.clear_kv_caches
 REBUILD_HEADS = engine_side.rebuild_heads

@@ -19,6 +19,7 @@ from coordexp.config.settings import Adapter
 from coordexp.demo.model import Size, make_model
 from coordexp.errors import EngineError
 from coordexp.rollout import colocate
+from coordexp.rollout.adapter_fallback import AdapterRefused
 from coordexp.train.adapter import with_adapter
 from coordexp.train.adapter_weights import learner_adapter
 from coordexp.train.offload import offloaded
@@ -202,7 +203,7 @@ def test_the_learner_is_out_of_memory_while_the_engine_takes_the_adapter_and_is_
     with colocation.backend.session():
         colocation.sync()
         assert ids(colocation.backend.generate(requests)) == expected
-    asked = ["coordexp_read_adapter", "coordexp_build_adapter", "coordexp_use_adapter"]
+    asked = ["coordexp_read_adapter", "coordexp_build_adapter", "coordexp_use_adapter", "coordexp_clear_kv_cache"]
     assert memory.seen == [(method, 0) for method in asked]
     assert memory.bytes == full > 2**20
     assert all(torch.equal(one, other) for one, other in zip(memory.tensors, before, strict=True))
@@ -221,6 +222,25 @@ def test_the_canary_stops_a_run_whose_learner_has_not_the_weights_that_the_engin
     learn(colocation)
     with colocation.backend.session():
         colocation.sync(2 * due)
+
+
+def test_an_adapter_with_a_nan_is_sent_to_no_engine_and_refused_by_one_that_gets_it(colocation, monkeypatch):
+    optimizer = learn(colocation)
+    colocation.train(optimizer, 0)
+    name, weight = list(learner_adapter(colocation.model)[1])[-1]
+    broken = [(name, torch.full_like(weight, float("inf")))]
+    connection = colocation.backend._connection
+    with pytest.raises(
+        EngineError, match=f"weights were not sent: {name} has NaN or Inf values\n.*lower training"
+    ):
+        connection.send_adapter({}, broken, 1)
+    monkeypatch.setattr("coordexp.rollout.connection.non_finite", lambda weights: None)
+    with pytest.raises(AdapterRefused, match=f"cannot use the adapter: {name} has NaN or Inf values"):
+        connection.send_adapter({}, broken, 1)
+    with colocation.backend.session():
+        colocation.sync()
+        answers = ids(colocation.backend.generate(colocation.requests(TOKENS)))
+    assert answers == ids(colocation.learner.generate(colocation.requests(TOKENS)))
 
 
 @pytest.mark.scenario("R07.C23", "R07.S8", on="engine")
@@ -264,3 +284,48 @@ def test_an_engine_that_refuses_an_adapter_is_given_whole_weights_for_good(coloc
     assert warning.endswith("; whole weights are sent from here on")
     facts = {"sync_mode": "full", "fallbacks": [warning]}
     assert colocation.backend.described() == facts and colocation.recorded == [facts]
+
+
+def broken_weights(colocation: Colocation) -> Iterator[tuple[str, Tensor]]:
+    return ((name, torch.full_like(weight, float("nan"))) for name, weight in colocation.weights())
+
+
+def test_two_hundred_answers_after_weights_with_nan_are_those_of_the_good_weights_that_followed(
+    colocation, monkeypatch
+):
+    """Neither end refuses the NaN here. It stays in the unused slots of the KV cache unless that is cleared."""
+    engine, connection = colocation.backend.engine, colocation.backend._connection
+    requests = colocation.requests(TOKENS)
+    expected = ids(colocation.learner.generate(requests))
+
+    def wrong_after_nan(rounds: int) -> int:
+        connection.send(lambda: broken_weights(colocation), 1000, 0)
+        assert {one for answer in ids(colocation.backend.generate(requests * 3)) for one in answer} == {0}
+        assert engine.collective_rpc("non_finite_in_kv_cache")[0] > 0
+        connection.send(colocation.weights, 1001, 0)
+        answers = [one for _ in range(rounds) for one in ids(colocation.backend.generate(requests))]
+        return sum(one != other for one, other in zip(answers, expected * rounds, strict=True))
+
+    monkeypatch.setattr("coordexp.rollout.connection.non_finite", lambda weights: None)
+    engine.collective_rpc("fault_load_what_is_not_finite", args=(True,))
+    with colocation.backend.session():
+        colocation.sync()
+        engine.collective_rpc("fault_keep_the_kv_cache", args=(True,))
+        assert wrong_after_nan(2) > 0
+        engine.collective_rpc("fault_keep_the_kv_cache", args=(False,))
+        assert wrong_after_nan(13) == 0
+        assert engine.collective_rpc("non_finite_in_kv_cache") == [0]
+        connection.send(colocation.weights, 1002, 0)
+        assert engine.collective_rpc("non_zero_in_kv_cache") == [0]
+    engine.collective_rpc("fault_load_what_is_not_finite", args=(False,))
+
+
+def test_whole_weights_with_a_nan_end_the_run_before_they_reach_the_engine_and_are_refused_by_one_that_gets_them(
+    colocation, monkeypatch
+):
+    name, connection = next(colocation.weights())[0], colocation.backend._connection
+    with pytest.raises(EngineError, match=f"^the learner's weights were not sent: {name} has NaN or Inf values\n"):
+        connection.send(lambda: broken_weights(colocation), 2000, 0)
+    monkeypatch.setattr("coordexp.rollout.connection.non_finite", lambda weights: None)
+    with pytest.raises(EngineError, match=f"sending weights to vLLM failed: {name} has NaN or Inf values"):
+        connection.send(lambda: broken_weights(colocation), 2001, 0)

@@ -248,6 +248,27 @@ def test_weights_that_are_not_whole_or_do_not_fit_are_refused_with_their_name(cl
     assert client.infer([asked(fleet.pictures()[0])])[0]["rollout_infos"]["weight_version"] == "3"
 
 
+def test_a_bucket_with_a_nan_is_refused_with_the_name_of_the_weight_and_the_server_takes_whole_weights_after_it(
+    client, fleet
+):
+    weights, request = model_weights(), [asked(fleet.pictures()[0])]
+    before = [ids(item) for item in client.infer(request)]
+    name, tensor = weights[30]
+    broken = tensor.clone()
+    broken.view(-1)[-1] = float("nan")
+    with client.session("learner") as session:
+        good(client.join(session=session))
+        good(client.post("/start_update/", session=session, version="1"))
+        told = client.send([*weights[:30], (name, broken)], session=session).json()["error"]
+        assert told["code"] == "update_failed" and f"{name} has NaN or Inf values" in told["message"]
+        assert "lower training.learning_rate" in told["fix"] and "a full sync brings it back" in told["fix"]
+        assert client.http.get("/version/").json()["weight_version"] is None
+        client.group.close()
+        good(client.join(session=session))
+        client.update(weights, "2", session)
+    assert [ids(item) for item in client.infer(request)] == before
+
+
 def test_an_update_during_32_running_requests_mixes_no_versions(client, fleet):
     pictures = fleet.pictures()[:8]
     versions = {"old": model_weights(), "new": model_weights(0.3)}

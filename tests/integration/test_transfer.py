@@ -10,8 +10,8 @@ import torch
 from torch import nn
 from vllm.model_executor.model_loader.reload import record_metadata_for_reloading
 
-from coordexp.rollout.buckets import buckets
-from coordexp.rollout.engine_side import NothingToAgree, SharedMemoryReceiver, cuda_handle
+from coordexp.rollout.buckets import buckets, non_finite
+from coordexp.rollout.engine_side import NothingToAgree, SharedMemoryReceiver, clear_kv_caches, cuda_handle
 from coordexp.rollout.memory_file import ALIGNMENT, MemoryFile
 from coordexp.rollout.transfer import plain_handle
 
@@ -139,3 +139,43 @@ def test_a_file_that_grows_is_mapped_again_by_both():
     file.grow(65536)
     file.tensor(60000, torch.uint8, (3,)).copy_(torch.tensor([1, 2, 3]))
     assert engine._mapped(os.getpid(), file.fd, file.size).tensor(60000, torch.uint8, (3,)).tolist() == [1, 2, 3]
+
+
+FLOATS = [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2]
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("value", ["nan", "inf", "-inf"])
+def test_the_first_weight_that_is_not_finite_is_named(dtype, value):
+    if dtype is torch.float8_e4m3fn and value != "nan":
+        pytest.skip("this dtype has no Inf")
+    good, broken = torch.ones(3, 5, dtype=dtype), torch.ones(3, 5)
+    broken[1, 2] = float(value)
+    weights = [
+        ("a", good),
+        ("b", broken.to(dtype)),
+        ("c", broken.to(dtype)),
+        ("d", torch.ones(2, dtype=torch.int64)),
+    ]
+    assert non_finite(weights) == "b"
+    assert non_finite(weights[:1]) is None
+
+
+def test_weights_without_a_nan_or_inf_are_finite_whatever_their_dtype_and_size():
+    large = torch.tensor([torch.finfo(torch.float32).max, torch.finfo(torch.float32).min])
+    integers = [torch.ones(2, dtype=dtype) for dtype in (torch.int8, torch.uint8, torch.int64, torch.bool)]
+    packed = torch.zeros(4, dtype=torch.uint8).view(torch.float4_e2m1fn_x2)
+    weights = [large, torch.empty(0), torch.tensor(1.0), packed, *integers]
+    assert non_finite((str(k), weight) for k, weight in enumerate(weights)) is None
+    assert non_finite([]) is None
+
+
+@pytest.mark.parametrize("size", [1, 4095, 4096, 40_000, 2**21 + 3])
+def test_a_cleared_kv_cache_is_zero_to_its_ends_and_nothing_beside_it_is_touched(size):
+    memory = torch.full((size + 8192,), 7, dtype=torch.uint8)
+    plain = torch.full((size,), float("nan"), dtype=torch.bfloat16)
+    views = [plain[: size // 2], plain[size // 2 :]]
+    clear_kv_caches(views)
+    assert plain.count_nonzero() == 0
+    assert bool((memory == 7).all())
+    clear_kv_caches([])

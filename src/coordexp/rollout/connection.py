@@ -3,7 +3,7 @@ deadline (D23)."""
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from threading import Event, Thread
 from typing import Any, TypeVar
 
@@ -13,6 +13,7 @@ from torch import Tensor
 from coordexp.errors import EngineError
 from coordexp.rollout.adapter_fallback import AdapterRefused
 from coordexp.rollout.backend import AdapterConfig, Weights
+from coordexp.rollout.buckets import non_finite, not_sent
 from coordexp.rollout.engine import cause, has_ended, lora_request
 from coordexp.rollout.installed import OTHERWISE
 from coordexp.rollout.memory_file import ALIGNMENT, MemoryFile, write_tensors
@@ -37,7 +38,7 @@ class Connection:
         from coordexp.rollout.transfer import LearnerWeights, connect
 
         self._begin(version)
-        source = LearnerWeights(weights)
+        source = LearnerWeights(lambda: self._checked(weights()))
         if self._sender is None:
             self._sender = connect(self.device, place, self, source)
         self._sender.source = source
@@ -52,6 +53,8 @@ class Connection:
         the engine. Raise AdapterRefused if the engine cannot use the adapter: whole weights can still be sent."""
         assert self._sender is None, "whole weights were sent: an adapter belongs to those of the start"
         self._begin(version)
+        if (name := non_finite(tensors)) is not None:
+            raise not_sent(name)
         self._adapters += 1
         file = MemoryFile.new(ALIGNMENT)
         self._ask_workers("coordexp_read_adapter", write_tensors(file, tensors))
@@ -60,6 +63,13 @@ class Connection:
         self._ask_workers("coordexp_use_adapter")
         self._commit()
         self.lora_request = lora_request(self._adapters)
+
+    def _checked(self, weights: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """Pass the weights on. A weight that is not finite fails the update before its bucket is sent."""
+        for name, weight in weights:
+            if self._failed is None and non_finite([(name, weight)]) is not None:
+                self._failed = not_sent(name)
+            yield name, weight
 
     def _begin(self, version: int) -> None:
         assert self.engine is None or not self.engine.llm_engine.has_unfinished_requests(), (
@@ -100,8 +110,10 @@ class Connection:
                 raise AdapterRefused(f"the engine cannot use the adapter: {refusal}")
 
     def _commit(self) -> None:
-        """What was computed with the old weights is forgotten before the new version is given out."""
+        """What was computed with the old weights is forgotten before the new version is given out. vLLM's own
+        calls forget what the blocks of the KV cache hold, and leave it in them."""
         core = self.engine.llm_engine
+        self._call(lambda: self.engine.collective_rpc("coordexp_clear_kv_cache"))
         if not self._call(core.reset_prefix_cache):
             raise EngineError("vLLM could not forget the prompts that it computed with the old weights")
         self._call(core.reset_mm_cache)

@@ -15,6 +15,7 @@ from vllm.lora.layers import BaseLayerWithLoRA
 from vllm.lora.lora_model import LoRAModel
 from vllm.lora.peft_helper import PEFTHelper
 
+from coordexp.rollout.buckets import check_finite
 from coordexp.rollout.memory_file import read_tensors
 
 
@@ -60,7 +61,8 @@ class AdapterSide:
 
 def built(manager: Any, tensors: Mapping[str, Tensor], config: dict[str, Any], id: int) -> LoRAModel:
     """What vLLM makes of an adapter, by a worker's LoRA `manager`. Nothing of it may be left out: vLLM by itself
-    would answer without the modules that it has no place for."""
+    would answer without the modules that it has no place for. No value of it may be NaN or Inf."""
+    check_finite(tensors.items())
     helper = PEFTHelper.from_dict(config)
     helper.validate_legal(manager.lora_config)
     places = manager._adapter_manager

@@ -4,6 +4,8 @@ On a CPU, for which vLLM ships no transfer, weights are read from memory that th
 come by vLLM's CUDA IPC.
 """
 
+import ctypes
+import mmap
 import os
 import signal
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -24,9 +26,14 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
+from coordexp.rollout.buckets import check_finite
 from coordexp.rollout.engine import CUDA_IPC, OWNER, SHARED_MEMORY, end_with
 from coordexp.rollout.engine_adapter import AdapterSide, Unwrapped
 from coordexp.rollout.memory_file import MemoryFile, tensors_in
+
+
+LIBC = ctypes.CDLL(None)
+LIBC.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 
 class EngineSide(AdapterSide):
@@ -35,6 +42,10 @@ class EngineSide(AdapterSide):
     def coordexp_is_ready(self) -> None:
         """From here on only its owner ends the engine: SIGTERM may be for all processes of a job."""
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
+
+    def coordexp_clear_kv_cache(self) -> None:
+        """Call it when the weights have changed and no request runs."""
+        clear_kv_caches(self.model_runner.kv_caches)
 
 
 class Reload:
@@ -50,8 +61,10 @@ class Reload:
         self._wanted = {name for name, _ in self.model.named_parameters()}  # of tied ones, the first
         initialize_layerwise_reload(self.model)
 
-    def take(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        at = ""
+    def take(self, given: Iterable[tuple[str, Tensor]]) -> None:
+        """Load the weights of a bucket. If one of them is not finite, nothing of the bucket is loaded."""
+        weights, at = list(given), ""
+        check_finite(weights)
 
         def passing() -> Iterator[tuple[str, Tensor]]:
             nonlocal at
@@ -76,6 +89,30 @@ class Reload:
         if self._unwrapped is not None:
             self._unwrapped.back()
         self._unwrapped = None
+
+
+def clear_kv_caches(caches: Iterable[Tensor]) -> None:
+    """Set all bytes of an engine's KV caches to 0.
+
+    Attention multiplies the values in the unused slots of a block by a probability of 0, and 0 * NaN is NaN: what
+    weights with NaN have left there would spoil later answers until the slots are written to again. On a GPU this
+    is a memset, at about 1 TB/s. On a CPU the pages go back to the system and come again as zeros when they are
+    used: writing zeros would claim memory that the engine may never use."""
+    storages = {cache.untyped_storage().data_ptr(): cache.untyped_storage() for cache in caches}
+    for storage in storages.values():
+        data = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+        start, end = whole_pages(data) if data.device.type == "cpu" else (0, 0)
+        data[:start].zero_()
+        data[end:].zero_()
+        if start < end and LIBC.madvise(data.data_ptr() + start, end - start, mmap.MADV_DONTNEED):
+            data[start:end].zero_()
+
+
+def whole_pages(data: Tensor) -> tuple[int, int]:
+    """Return the part of the bytes that consists of whole pages of memory."""
+    first = -data.data_ptr() % mmap.PAGESIZE
+    length = max(0, data.numel() - first) // mmap.PAGESIZE * mmap.PAGESIZE
+    return (first, first + length) if length else (0, 0)
 
 
 def rebuild_heads(model: torch.nn.Module) -> None:

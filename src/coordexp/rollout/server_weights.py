@@ -21,7 +21,7 @@ from torch import Tensor
 from coordexp.errors import EngineError
 from coordexp.rollout.backend import AdapterConfig
 from coordexp.rollout.broadcast import Metadata, WeightGroup, flat_bytes, flattened
-from coordexp.rollout.buckets import BUCKET_BYTES, Bucket, buckets
+from coordexp.rollout.buckets import BUCKET_BYTES, Bucket, buckets, non_finite, not_sent
 from coordexp.rollout.server_client import Refused, ServerClient, ServerFault, ServerLost, Session
 from coordexp.rollout.tasks import Task
 from coordexp.rollout.wire import ServerFacts, read_field
@@ -218,17 +218,22 @@ def send(
     tell: Callable[[str], None] = lambda _: None,
     adapter: AdapterConfig | None = None,
 ) -> Sent:
-    """To all of them, in `seconds`. With the config of an `adapter`, the weights are an adapter's."""
+    """To all of them, in `seconds`. With the config of an `adapter`, the weights are an adapter's. Raise EngineError
+    if a weight has a NaN or an Inf: its bucket is sent to nobody."""
     began = time.monotonic()
     until = began + seconds
     changed, keep = Condition(), seconds * STRAGGLING
     going = [_Delivery(link, version, until, changed, tell, adapter) for link in links]
     memory = [torch.empty(0, dtype=torch.uint8, device=device)] * BUFFERS
-    total = 0
+    total, broken = 0, None
     for number, (bucket, following) in enumerate(_with_next(_told_of(weights, going))):
         _wait(going, partial(_has_room, number), changed, until, keep)
         if all(one.error for one in going):
             continue  # to its end, for the other ranks
+        if (broken := non_finite(bucket)) is not None:
+            for one in going:
+                one.fail(str(not_sent(broken)))
+            continue
         place = number % BUFFERS
         if memory[place].numel() == 0:
             memory[place] = torch.empty(BUCKET_BYTES + SLACK, dtype=torch.uint8, device=device)
@@ -243,6 +248,8 @@ def send(
     for one in going:
         one.put(None)
     _wait(going, lambda one: one.over, changed, until, keep=math.inf)
+    if broken is not None:
+        raise not_sent(broken)
     failed = {one.link.client.index: one.error for one in going if one.error}
     servers = tuple(one.link.client.index for one in going if not one.error)
     codes = {one.link.client.index: one.code for one in going if one.code}

@@ -100,6 +100,7 @@ class ServedEngine:
         await self._commit(version)
 
     async def _commit(self, version: str) -> None:
+        await self._ask("coordexp_clear_kv_cache")
         await self.forget()
         await self.vllm.update_weight_version(version)
         if (found := await self.vllm.get_weight_version()) != version:

@@ -303,11 +303,15 @@ def _length(metadatas: Sequence[dict[str, Any]]) -> int:
 
 
 def _update_failed(error: EngineError) -> Refusal:
-    return Refusal(500, "update_failed", f"the weights were not taken: {error}", _SYNC)
+    problem, _, fix = str(error).partition("\n  ")
+    return Refusal(
+        500, "update_failed", f"the weights were not taken: {problem}", f"{fix}; {_SYNC}" if fix else _SYNC
+    )
 
 
 def _adapter_refused(error: EngineError) -> Refusal:
-    return Refusal(409, "adapter_refused", f"the adapter cannot be used: {error}", "send whole weights")
+    problem, _, fix = str(error).partition("\n  ")
+    return Refusal(409, "adapter_refused", f"the adapter cannot be used: {problem}", fix or "send whole weights")
 
 
 _PORT = "group_port of the config must be free on the server's machine and open to the learner's"
