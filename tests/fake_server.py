@@ -160,7 +160,9 @@ class FakeRolloutServer:
         timeout = body.get("timeout_s", 5)
 
         def one(rank: int) -> None:
-            self.groups[rank] = join(body["host"], body["port"], rank, body["world_size"], CPU, timeout)
+            self.groups[rank] = join(
+                body["host"], body["port"], rank, body["world_size"], CPU, timeout, self.foreign
+            )
 
         others = [threading.Thread(target=one, args=(rank,), daemon=True) for rank in range(1, self.world_size)]
         for thread in others:
@@ -263,7 +265,7 @@ class Handler(BaseHTTPRequestHandler):
 
     def on_version(self, body: dict[str, Any]) -> None:
         fake = self.fake
-        fixed = {"server": "coordexp", "release": "0.1.0", "protocol": 1, "devices": [], "lora": fake.lora}
+        fixed = {"server": "coordexp", "release": "0.1.0", "protocol": 2, "devices": [], "lora": fake.lora}
         now = {"world_size": fake.world_size, "max_model_len": fake.max_model_len, "boot": fake.boot}
         weights = {"weight_version": fake.version, "updating": False, "session": fake.session}
         self.give(200, fixed | now | weights | fake.about)

@@ -176,7 +176,8 @@ class PlainClient:
         size = int(self.http.get("/get_world_size/").json()["world_size"]) + 1
         body = {"host": "0.0.0.0", "port": self.port, "world_size": size, **more}
         with concurrently(lambda: self.post("/init_communicator/", **body)) as answer:
-            self.group = join("127.0.0.1", self.port, size - 1, size, torch.device("cpu"), 20.0)
+            plain = "session" not in more
+            self.group = join("127.0.0.1", self.port, size - 1, size, torch.device("cpu"), 20.0, plain)
         return answer[0]
 
     def send(self, weights: Sequence[tuple[str, Tensor]], **more: Any) -> httpx.Response:

@@ -320,12 +320,15 @@ def test_two_hundred_answers_after_weights_with_nan_are_those_of_the_good_weight
     engine.collective_rpc("fault_load_what_is_not_finite", args=(False,))
 
 
-def test_whole_weights_with_a_nan_end_the_run_before_they_reach_the_engine_and_are_refused_by_one_that_gets_them(
+def test_whole_weights_with_a_nan_are_refused_by_an_engine_and_not_sent_by_a_learner_that_looks(
     colocation, monkeypatch
 ):
+    """It ends the run, and the engine: this is the last test that needs it."""
     name, connection = next(colocation.weights())[0], colocation.backend._connection
-    with pytest.raises(EngineError, match=f"^the learner's weights were not sent: {name} has NaN or Inf values\n"):
-        connection.send(lambda: broken_weights(colocation), 2000, 0)
-    monkeypatch.setattr("coordexp.rollout.connection.non_finite", lambda weights: None)
-    with pytest.raises(EngineError, match=f"sending weights to vLLM failed: {name} has NaN or Inf values"):
+    says = f"{name} has NaN or Inf values(, and was not loaded)?\n  the training has diverged: resume from "
+    with monkeypatch.context() as patch:
+        patch.setattr("coordexp.rollout.connection.non_finite", lambda weights: None)
+        with pytest.raises(EngineError, match=f"^sending weights to vLLM failed: {says}"):
+            connection.send(lambda: broken_weights(colocation), 2000, 0)
+    with pytest.raises(EngineError, match=f"^the learner's weights were not sent: {says}"):
         connection.send(lambda: broken_weights(colocation), 2001, 0)

@@ -269,6 +269,58 @@ def test_a_bucket_with_a_nan_is_refused_with_the_name_of_the_weight_and_the_serv
     assert [ids(item) for item in client.infer(request)] == before
 
 
+def shorter(buffer: torch.Tensor) -> torch.Tensor:
+    return buffer[:-300]
+
+
+def longer(buffer: torch.Tensor) -> torch.Tensor:
+    return torch.cat([buffer, buffer[-300:]])
+
+
+@pytest.mark.parametrize(("spoil", "differs"), [(longer, 300), (shorter, -300)])
+def test_more_or_fewer_bytes_than_told_are_an_error_at_both_ends_and_the_server_goes_on(
+    client, fleet, spoil, differs
+):
+    weights, request = model_weights(), [asked(fleet.pictures()[0])]
+    before = [ids(item) for item in client.infer(request)]
+    told, buffer = flattened(weights, torch.empty(0, dtype=torch.uint8))
+    size = buffer.numel()
+    with client.session("learner") as session:
+        good(client.join(session=session))
+        good(client.post("/start_update/", session=session, version="1"))
+        body = {"session": session, "metadatas": told}
+        began = time.monotonic()
+        with concurrently(lambda: client.post("/update_flattened_params/", **body)) as answer:
+            says = f"this end expects a bucket of {size + differs} bytes, and the other end one of {size} bytes"
+            with pytest.raises(ValueError, match=says):
+                client.group.broadcast(spoil(buffer))
+        assert time.monotonic() - began < 5
+        error = answer[0].json()["error"]
+        assert error["code"] == "update_failed"
+        assert f"expects a bucket of {size} bytes, and the other end one of {size + differs}" in error["message"]
+        client.group.close()
+        good(client.join(session=session))
+        client.update(weights, "2", session)
+    assert [ids(item) for item in client.infer(request)] == before
+
+
+def test_a_bucket_that_is_told_and_never_sent_ends_the_update_in_time_and_the_server_goes_on(client, fleet):
+    weights, request = model_weights(), [asked(fleet.pictures()[0])]
+    before = [ids(item) for item in client.infer(request)]
+    told, _ = flattened(weights, torch.empty(0, dtype=torch.uint8))
+    with client.session("learner") as session:
+        good(client.join(session=session, timeout_s=3.0))
+        good(client.post("/start_update/", session=session, version="1"))
+        began = time.monotonic()
+        answer = client.post("/update_flattened_params/", session=session, metadatas=told)
+        assert time.monotonic() - began < 8
+        assert (answer.status_code, answer.json()["error"]["code"]) == (500, "update_failed")
+        client.group.close()
+        good(client.join(session=session))
+        client.update(weights, "2", session)
+    assert [ids(item) for item in client.infer(request)] == before
+
+
 def test_an_update_during_32_running_requests_mixes_no_versions(client, fleet):
     pictures = fleet.pictures()[:8]
     versions = {"old": model_weights(), "new": model_weights(0.3)}

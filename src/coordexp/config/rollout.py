@@ -98,6 +98,11 @@ class ServerPool(Section):
         240.0,
         description="Seconds to wait for a server to be reachable and to join the weight-transfer group.",
     )
+    hung_after_s: PositiveFloat = Field(
+        60.0,
+        description="Seconds without any progress of its engine after which a server says so and ends itself. "
+        "Raise it where one step takes longer, such as that of a large model on a CPU.",
+    )
     infer_timeout_s: float | None = Field(
         None, description="HTTP timeout of one generation call in seconds. null, 0 or less: none."
     )

@@ -3,6 +3,10 @@
 The server's first worker keeps the store that the group meets at; its workers are the first ranks and the learner
 is the last one, as ms-swift has it. Weights go bucket by bucket, each as one buffer of bytes: by NCCL between
 GPUs, by gloo between CPUs.
+
+Before each bucket the ranks agree on its length. Without that, gloo aborts the process of a worker that is sent
+more bytes than it expects, and NCCL waits for those that do not come. A client of ms-swift does not take part in
+that, so with one (`plain`) there is no such check.
 """
 
 import socket
@@ -24,7 +28,8 @@ Metadata = dict[str, Any]
 
 class WeightGroup(Protocol):
     def broadcast(self, buffer: Tensor) -> None:
-        """Fills the buffers of all ranks with the learner's, and is done when it returns."""
+        """Fills the buffers of all ranks with the learner's, and is done when it returns. Raise ValueError on
+        every rank, before anything is sent, if their buffers differ in length."""
 
     def close(self) -> None: ...
 
@@ -35,8 +40,9 @@ def join(
     """Blocks until all ranks are there. Rank 0 listens on `host`, the others look for it there. `plain` is with
     one of ms-swift, which on GPUs has vLLM's own group, and by that unpickles what the first rank says."""
     if device.type != "cuda":
-        return _Gloo(host, port, rank, size, timeout)
-    return _Nccl(_plain_nccl if plain else _nccl, (host, port, rank, size, device), timeout)
+        return _Gloo(host, port, rank, size, timeout, agree=not plain)
+    made = _plain_nccl if plain else _nccl
+    return _Nccl(made, (host, port, rank, size, device), timeout, agree=not plain)
 
 
 def _store(host: str, port: int, rank: int, size: int, timeout: float) -> Any:
@@ -53,15 +59,21 @@ def _store(host: str, port: int, rank: int, size: int, timeout: float) -> Any:
 
 
 class _Gloo:
-    def __init__(self, host: str, port: int, rank: int, size: int, timeout: float) -> None:
+    def __init__(self, host: str, port: int, rank: int, size: int, timeout: float, agree: bool) -> None:
         self._store = _store(host, port, rank, size, timeout)
         options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         options._devices = [dist.ProcessGroupGloo.create_device(hostname=_own_address(host, port))]
         options._timeout = timedelta(seconds=timeout)
         self._group: Any = dist.ProcessGroupGloo(self._store, rank, size, options)
-        self._learner = size - 1
+        self._learner, self._agree = size - 1, agree
 
     def broadcast(self, buffer: Tensor) -> None:
+        if self._agree:
+            lengths = _lengths(buffer)
+            options = dist.AllreduceOptions()
+            options.reduceOp = dist.ReduceOp.MAX  # type: ignore[assignment]
+            self._group.allreduce([lengths], options).wait()
+            check_agreement(lengths, buffer)
         self._group.broadcast(buffer, self._learner).wait()
 
     def close(self) -> None:
@@ -75,17 +87,24 @@ class _Nccl:
     """On a stream of its own, so that a peer that is stuck holds up nothing else, and with a deadline, which NCCL
     does not have. How long it takes to come together has none. Not run: no GPU was at hand."""
 
-    def __init__(self, made: Callable[[Joined, float], Any], at: Joined, timeout: float) -> None:
+    def __init__(self, made: Callable[[Joined, float], Any], at: Joined, timeout: float, agree: bool) -> None:
         self._nccl = made(at, timeout)
         if not self._nccl.available or self._nccl.disabled:  # it would broadcast nothing, and say nothing
             raise RuntimeError(f"NCCL does not work on {at[-1]}")
-        self._learner, self._device, self._timeout = at[3] - 1, at[-1], timeout
+        self._learner, self._device, self._timeout, self._agree = at[3] - 1, at[-1], timeout, agree
         self._stream = torch.cuda.Stream(self._device)
 
     def broadcast(self, buffer: Tensor) -> None:
+        if self._agree:
+            lengths, highest = _lengths(buffer), torch.empty(2, dtype=torch.int64, device=self._device)
+            self._finish(lambda: self._nccl.all_reduce(lengths, highest, dist.ReduceOp.MAX, self._stream))
+            check_agreement(highest, buffer)
+        self._finish(lambda: self._nccl.broadcast(buffer, src=self._learner, stream=self._stream))
+
+    def _finish(self, work: Callable[[], object]) -> None:
         with torch.cuda.device(self._device):
             self._stream.wait_stream(torch.cuda.current_stream(self._device))
-            self._nccl.broadcast(buffer, src=self._learner, stream=self._stream)
+            work()
             done, until = torch.cuda.Event(), time.monotonic() + self._timeout
             done.record(self._stream)
         while not done.query():
@@ -96,6 +115,23 @@ class _Nccl:
 
     def close(self) -> None:
         self._nccl.destroy()
+
+
+def _lengths(buffer: Tensor) -> Tensor:
+    """Return the length of a buffer and its negative. Their maxima over all ranks tell the longest buffer and the
+    shortest."""
+    return torch.tensor([buffer.numel(), -buffer.numel()], dtype=torch.int64, device=buffer.device)
+
+
+def check_agreement(lengths: Tensor, buffer: Tensor) -> None:
+    """Raise ValueError if the ranks' buffers differ. `lengths` are the maxima of what `_lengths` gives on each."""
+    longest, shortest = int(lengths[0]), -int(lengths[1])
+    if longest != shortest:
+        other = longest if buffer.numel() == shortest else shortest
+        raise ValueError(
+            f"this end expects a bucket of {buffer.numel()} bytes, and the other end one of {other} bytes: "
+            "nothing of it was sent"
+        )
 
 
 def _nccl(at: Joined, timeout: float) -> Any:

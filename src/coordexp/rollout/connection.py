@@ -107,7 +107,7 @@ class Connection:
         refusals = self._call(lambda: self.engine.collective_rpc("coordexp_try", args=(method, *arguments)))
         for refusal in refusals:
             if refusal is not None:
-                raise AdapterRefused(f"the engine cannot use the adapter: {refusal}")
+                raise AdapterRefused(f"the engine cannot use the adapter: {refusal.partition(chr(10))[0]}")
 
     def _commit(self) -> None:
         """What was computed with the old weights is forgotten before the new version is given out. vLLM's own
@@ -134,9 +134,10 @@ class Connection:
         except EngineError:
             raise
         except Exception as error:
+            problem, _, fix = cause(str(error)).partition("\n  ")
             raise EngineError(
-                f"sending weights to vLLM failed: {cause(str(error))}\n"
-                f"  this should not happen; please report it, {OTHERWISE}"
+                f"sending weights to vLLM failed: {problem}\n"
+                f"  {fix or f'this should not happen; please report it, {OTHERWISE}'}"
             ) from error
 
 

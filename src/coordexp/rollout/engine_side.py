@@ -31,7 +31,6 @@ from coordexp.rollout.engine import CUDA_IPC, OWNER, SHARED_MEMORY, end_with
 from coordexp.rollout.engine_adapter import AdapterSide, Unwrapped
 from coordexp.rollout.memory_file import MemoryFile, tensors_in
 
-
 LIBC = ctypes.CDLL(None)
 LIBC.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
@@ -42,6 +41,9 @@ class EngineSide(AdapterSide):
     def coordexp_is_ready(self) -> None:
         """From here on only its owner ends the engine: SIGTERM may be for all processes of a job."""
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
+
+    def coordexp_ping(self) -> None:
+        """Answer, which only a worker that goes on can."""
 
     def coordexp_clear_kv_cache(self) -> None:
         """Call it when the weights have changed and no request runs."""

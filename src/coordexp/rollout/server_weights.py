@@ -218,8 +218,8 @@ def send(
     tell: Callable[[str], None] = lambda _: None,
     adapter: AdapterConfig | None = None,
 ) -> Sent:
-    """To all of them, in `seconds`. With the config of an `adapter`, the weights are an adapter's. Raise EngineError
-    if a weight has a NaN or an Inf: its bucket is sent to nobody."""
+    """To all of them, in `seconds`. With the config of an `adapter`, the weights are an adapter's. Raise
+    EngineError if a weight has a NaN or an Inf: its bucket is sent to nobody."""
     began = time.monotonic()
     until = began + seconds
     changed, keep = Condition(), seconds * STRAGGLING

@@ -20,7 +20,7 @@ from coordexp.rollout.guard import ended
 from coordexp.vocab import COORD_TOKENS, VocabularyTable
 from coordexp.vocab.table import STOP_TOKENS
 
-PROTOCOL = 1
+PROTOCOL = 2
 IMAGE = "<image>"
 UNSYNCED = "default"  # the version of the weights that a server was started with
 MINE = "coordexp"  # in `data_dict`

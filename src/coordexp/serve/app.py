@@ -4,6 +4,7 @@ No handler blocks: what takes long is awaited in the engine or done in a thread,
 """
 
 import asyncio
+import hashlib
 import hmac
 import json
 from collections.abc import Awaitable, Callable, Sequence
@@ -17,14 +18,17 @@ from starlette.exceptions import HTTPException
 
 from coordexp.serve.answering import Answering
 from coordexp.serve.connections import CONNECTION
+from coordexp.serve.engine import engine_ended
 from coordexp.serve.metrics import Metrics
 from coordexp.serve.refusal import Refusal, bad_request
 from coordexp.serve.requests import MOST_BYTES, MOST_REQUESTS, InferCall
-from coordexp.serve.updates import TIMEOUT, Session, Updates
+from coordexp.serve.updates import TIMEOUT, Session, Updates, no_weights
+from coordexp.serve.watchdog import Watchdog
 
 LEAVING = 0.5  # seconds; what a session leaves is cleared by workers that may wait for weights
 BEAT = 5.0  # seconds between the signs of life in a session's stream
 Port = Annotated[int, Field(ge=1, le=65535)]
+PROBES = ("/health", "/ready")  # routes without a token
 EVERYWHERE = ("0.0.0.0", "::")  # noqa: S104 - there, workers are met at the address that was asked
 T = TypeVar("T")
 Handler = Callable[..., Awaitable[Any]]
@@ -84,10 +88,12 @@ class RolloutApp:
         world_size: int,
         token: str | None,
         metrics: Metrics,
+        hung_after_s: float = 60.0,
     ) -> None:
         self.engine, self.answering, self.about = engine, answering, about
         self.host, self.world_size, self.metrics = host, world_size, metrics
         self.updates = Updates(engine, metrics.updated)
+        self.watchdog = Watchdog(engine.ping, hung_after_s, lambda: self.updates.patience)
         self.ending = asyncio.Event()
         self.api = FastAPI(title="coordexp rollout server", docs_url=None, redoc_url=None, openapi_url=None)
         self.api.exception_handler(Refusal)(_refused)
@@ -96,11 +102,12 @@ class RolloutApp:
         self.api.exception_handler(RequestValidationError)(_unreadable)
         for method, path, handler in self._routes():
             self.api.add_api_route(path, handler, methods=[method], response_model=None)
-        self.api.add_middleware(_Door, token=token, ending=self.ending)
+        self.api.add_middleware(_Door, token=token, ending=self.ending, why=lambda: self.problem or _ENDING)
 
     def _routes(self) -> list[tuple[str, str, Handler]]:
         return [
             ("GET", "/health/", self.health),
+            ("GET", "/ready/", self.ready),
             ("GET", "/version/", self.version),
             ("GET", "/metrics", self.told_metrics),
             ("GET", "/get_world_size/", self.told_world_size),
@@ -122,10 +129,23 @@ class RolloutApp:
             ("POST", "/reset_encoder_cache/", self.forget),
         ]
 
+    @property
+    def problem(self) -> Refusal | None:
+        """The reason why this server cannot go on, if there is one."""
+        return engine_ended() if self.engine.has_ended else self.watchdog.problem
+
     async def health(self) -> Response:
-        if self.engine.has_ended:
-            return _refusal(Refusal(503, "engine_ended", "the engine has ended", "see this server's output"))
-        return JSONResponse({"status": "ok"})
+        """Liveness: the server answers, and its engine is there and makes progress."""
+        return _refusal(self.problem) if self.problem else JSONResponse({"status": "ok"})
+
+    async def ready(self) -> Response:
+        """Readiness: a request that came now would be answered at once, since no update of the weights runs."""
+        problem = self.problem
+        if problem is None and self.updates.update is not None:
+            problem = _UPDATING
+        if problem is None and self.updates.version is None:
+            problem = no_weights()
+        return _refusal(problem) if problem else JSONResponse({"status": "ready"})
 
     async def version(self) -> dict[str, Any]:
         updates = self.updates
@@ -133,7 +153,7 @@ class RolloutApp:
             "weight_version": updates.version if updates.update is None or not updates.update.touched else None,
             "base": "changed" if updates.base_changed else "original",
             "updating": updates.update is not None,
-            "session": updates.session.id if updates.session else None,
+            "session": _hash(updates.session.id) if updates.session else None,  # by the id, it could be used
         }
 
     async def told_metrics(self) -> Response:
@@ -229,6 +249,10 @@ class RolloutApp:
         return {"message": "done"}
 
 
+def _hash(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
 def _alone(body: Named) -> dict[str, Any]:
     """A tensor that comes by itself, as a bucket of one."""
     import torch
@@ -282,8 +306,8 @@ class _Door:
     """Lets in who has the token, if there is one, and no body that is too large. When the server is `ending`, it
     sends all home."""
 
-    def __init__(self, app: Any, token: str | None, ending: asyncio.Event) -> None:
-        self.app, self.token, self.ending = app, token, ending
+    def __init__(self, app: Any, token: str | None, ending: asyncio.Event, why: Callable[[], Refusal]) -> None:
+        self.app, self.token, self.ending, self.why = app, token, ending, why
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] != "http":
@@ -327,7 +351,7 @@ class _Door:
             work.cancel()
         await asyncio.wait({work}, timeout=LEAVING)
         if not sent:
-            await _refusal(_ENDING)(scope, receive, send)
+            await _refusal(self.why())(scope, receive, send)
         elif sent[0]["type"] == "http.response.start" or sent[0].get("more_body"):
             await send(_chunk("", last=True))
 
@@ -336,7 +360,7 @@ class _Door:
         return bool(self.token) and hmac.compare_digest(given, expected)
 
     def _refusal(self, path: str, headers: dict[bytes, bytes], is_known: bool) -> Refusal | None:
-        if self.token and path.rstrip("/") != "/health" and not is_known:
+        if self.token and path.rstrip("/") not in PROBES and not is_known:
             return Refusal(401, "no_token", "this server wants a token", "set COORDEXP_SERVER_TOKEN on both ends")
         length = headers.get(b"content-length", b"0")
         if not length.isdigit() or int(length) > MOST_BYTES:
@@ -344,6 +368,7 @@ class _Door:
         return None
 
 
+_UPDATING = Refusal(503, "updating", "weights are being sent to this server", "ask again when they are there")
 _ENDING = Refusal(503, "ending", "this server was asked to end", "start it again")
 
 

@@ -4,6 +4,8 @@ With `data_parallel_size` above 1 it has that many replicas. vLLM deals the requ
 weights, versions and caches goes to all of them.
 """
 
+import asyncio
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,9 +21,11 @@ from coordexp.rollout.engine import (
 )
 from coordexp.rollout.setup import Setup
 from coordexp.serve.answering import RefusedByEngine
+from coordexp.serve.refusal import Refusal
 
 BROADCAST = "coordexp_broadcast"
 SERVER_SIDE = "coordexp.serve.worker.ServerSide"
+ENDING = 3.0  # seconds in which the process of an engine that refuses calls ends, if it does
 
 
 class ServedEngine:
@@ -49,6 +53,10 @@ class ServedEngine:
 
     async def ready(self) -> None:
         await self._call_workers("coordexp_is_ready")
+
+    async def ping(self) -> None:
+        """Return when every worker has answered."""
+        await self._call_workers("coordexp_ping")
 
     async def render(self, prompt: dict[str, Any]) -> Any:
         """Return the prompt as token ids and patches, after which its image is not needed any more."""
@@ -161,10 +169,20 @@ class ServedEngine:
         try:
             said = await self._call_workers("coordexp_try", method, *arguments)
         except Exception as error:
+            if await self._ends():
+                raise engine_ended(f"it ended while its workers were asked for {method}") from error
             raise EngineError(cause(str(error)) or type(error).__name__) from error
         for wrong in said:
             if wrong is not None:
                 raise EngineError(wrong)
+
+    async def _ends(self) -> bool:
+        """Return True if the engine has ended, or does so now: vLLM refuses calls a moment before its process
+        ends, with a message about something else."""
+        until = time.monotonic() + ENDING
+        while not self.has_ended and time.monotonic() < until:
+            await asyncio.sleep(0.05)
+        return self.has_ended
 
     async def _call_workers(self, method: str, *arguments: Any) -> list[Any]:
         """Call a method of every worker of every replica and return all results, in the order of the ranks.
@@ -172,6 +190,11 @@ class ServedEngine:
         core = self.vllm.engine_core
         by_replica = await core.call_utility_all_async("collective_rpc", method, None, arguments, None)
         return [result for results in by_replica for result in results]
+
+
+def engine_ended(when: str = "") -> Refusal:
+    message = "the vLLM engine has ended: one of its processes has died" + (f"; {when}" if when else "")
+    return Refusal(503, "engine_ended", message, "this server's output may say why; start the server again")
 
 
 def check_devices(about: Setup, gpus: int) -> None:

@@ -65,10 +65,11 @@ def serve(about: Serving, ready: Callable[[int], None]) -> None:
             world_size=engine.about.world_size,
             token=os.environ.get(TOKEN) or None,
             metrics=Metrics(),
+            hung_after_s=about.settings.vllm.server.hung_after_s,
         )
         config = uvicorn.Config(app.api, **UVICORN)
         asyncio.run(
-            _served(_Server(config, app.ending), about.listening, engine, lambda: ready(engine.about.world_size))
+            _served(_Server(config, app.ending), about.listening, app, lambda: ready(engine.about.world_size))
         )
     finally:
         engine.close()
@@ -94,21 +95,21 @@ class _Server(uvicorn.Server):
 
 
 async def _served(
-    server: uvicorn.Server, listening: socket.socket, engine: ServedEngine, ready: Callable[[], None]
+    server: uvicorn.Server, listening: socket.socket, app: RolloutApp, ready: Callable[[], None]
 ) -> None:
-    await engine.ready()
+    await app.engine.ready()
+    watching = asyncio.ensure_future(app.watchdog.run())
     work = asyncio.ensure_future(server.serve(sockets=[listening]))
     while not work.done():
         if server.started and ready is not None:
             ready()
             ready = None  # type: ignore[assignment]
-        if engine.has_ended:
+        if (problem := app.problem) is not None:
             server.should_exit = True
             await work
-            raise EngineError(
-                "the vLLM engine has ended\n  what it printed above may say why; start the server again"
-            )
+            raise EngineError(f"{problem.message}\n  {problem.fix}")
         await asyncio.wait({work}, timeout=LOOKS)
+    watching.cancel()
     await work
 
 

@@ -81,18 +81,25 @@ class Updates:
         """Inside, weights do not change. Gives their version."""
         async with self._changed:
             await self._changed.wait_for(lambda: self.update is None)
-            if self.version is None:
-                raise Refusal(503, "no_weights", "the last update of the weights failed, so there are none", _SYNC)
+            if (version := self.version) is None:
+                raise no_weights()
             self.answering += 1
         try:
-            yield self.version
+            yield version
         finally:
             async with self._changed:
                 self.answering -= 1
                 self._changed.notify_all()
 
+    @property
+    def patience(self) -> float:
+        """The seconds for which a call about weights may keep the workers waiting for the learner, if one runs."""
+        return self._timeout if self._engine.locked() else 0.0
+
     async def claim(self, session: Session) -> None:
-        if self.session is not None and self.session.id != session.id:
+        """Let the session hold the server. Its connection is open as long as it does, so another claim, also one
+        under the same name, is a stranger's."""
+        if self.session is not None:
             raise Refusal(
                 409,
                 "session_taken",
@@ -262,6 +269,9 @@ class Updates:
         except EngineError as error:
             await self._fail(update)
             raise refusal(error) from error
+        except Refusal:  # the engine has ended
+            await self._fail(update)
+            raise
 
     async def _fail(self, update: Update) -> None:
         async with self._engine:
@@ -296,6 +306,10 @@ class Updates:
             update.watch.cancel()
         loop = asyncio.get_running_loop()
         update.watch = loop.call_later(self._timeout, lambda: loop.create_task(self._fail(update)))
+
+
+def no_weights() -> Refusal:
+    return Refusal(503, "no_weights", "the last update of the weights failed, so there are none", _SYNC)
 
 
 def _length(metadatas: Sequence[dict[str, Any]]) -> int:

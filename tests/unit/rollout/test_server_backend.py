@@ -189,7 +189,7 @@ def test_another_model_is_refused_with_what_differs(run):
     [
         ({"dtype": "bfloat16"}, "its weights are bfloat16, and model.dtype is float32"),
         ({"guard": {"enabled": True}}, "its repeat_terminate.enabled is True, and the learner's False"),
-        ({"protocol": 2}, "with protocol 2, and this learner speaks coordexp's protocol 1"),
+        ({"protocol": 1}, "with protocol 1, and this learner speaks coordexp's protocol 2"),
         ({"world_size": 3}, "/get_world_size/ says 1, and /version/ 3"),
         ({"boot": None}, "/version/ cannot be read: boot is None, which is no str"),
     ],

@@ -92,15 +92,18 @@ def code(answer: httpx.Response) -> tuple[int, str]:
 
 
 @pytest.mark.timeout(60)
-def test_with_a_token_every_route_but_health_wants_it():
+def test_with_a_token_every_route_but_health_and_readiness_wants_it():
     server = Server(TOKEN)
     try:
         with server.client() as http, server.client(Authorization=f"Bearer {TOKEN}") as known:
             paths = [(method, path) for method, path, _ in server.app._routes()]
-            assert len(paths) == 20
+            assert len(paths) == 21
             for method, path in paths:
                 answer = http.request(method, path, json={})
-                assert (answer.status_code == 200) if path == "/health/" else (code(answer) == (401, "no_token"))
+                if path in ("/health/", "/ready/"):
+                    assert answer.status_code == 200
+                else:
+                    assert code(answer) == (401, "no_token")
             wrong = {"Authorization": "Bearer other"}
             assert code(http.get("/version/", headers=wrong)) == (401, "no_token")
             assert known.get("/version/").json()["server"] == "coordexp"
@@ -188,7 +191,9 @@ def test_a_session_is_held_by_its_connection(server):
         with http.stream("POST", "/session/", json={"session": "a", "learner": "host:1"}) as held:
             lines = held.iter_lines()
             assert json.loads(next(lines)) == {"session": "a"}
-            assert other.get("/version/").json()["session"] == "a"
+            told = other.get("/version/")
+            assert told.json()["session"] and '"a"' not in told.text  # whoever knows the name could use it
+            assert code(other.post("/session/", json={"session": "a"})) == (409, "session_taken")
             refused = other.post("/session/", json={"session": "b"})
             assert code(refused) == (409, "session_taken") and "host:1" in refused.text
         for _ in range(200):
@@ -298,3 +303,23 @@ def test_an_answer_that_fails_whole_does_not_open_the_gate_before_the_others_hav
         answer = http.post("/infer/", json={"infer_requests": [{"fails": True}, {"seconds": 0.5}]})
         assert code(answer) == (500, "unexpected") and time.perf_counter() - since > 0.4
         assert server.app.updates.answering == 0
+
+
+@pytest.mark.timeout(60)
+def test_a_server_is_alive_and_not_ready_while_it_has_no_weights_or_gets_some(server):
+    with server.client() as http:
+        assert http.get("/ready/").json() == {"status": "ready"}
+        good(http.post("/start_update/", json={"version": "1"}))
+        assert code(http.get("/ready/")) == (503, "updating") and http.get("/health/").status_code == 200
+        good(http.post("/abandon_update/", json={}))
+        assert code(http.get("/ready/")) == (503, "no_weights") and http.get("/health/").status_code == 200
+        server.engine.has_ended = True
+        assert code(http.get("/ready/")) == code(http.get("/health/")) == (503, "engine_ended")
+        server.engine.has_ended = False
+        server.app.watchdog.silent = 61.0
+        assert code(http.get("/ready/")) == code(http.get("/health/")) == (503, "engine_hung")
+        assert "no progress for 61 s" in http.get("/health/").text
+
+
+def good(answer: httpx.Response) -> None:
+    assert answer.status_code == 200, answer.text

@@ -32,6 +32,9 @@ class FakeEngine:
         if what == self.fails:
             raise EngineError(f"{what} went wrong")
 
+    async def ping(self) -> None:
+        await self._ask("ping")
+
     async def join(self, host: str, port: int, world_size: int, timeout: float, plain: bool) -> None:
         await self._ask("join")
 
