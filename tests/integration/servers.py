@@ -64,6 +64,7 @@ class Fleet:
             for http, group in zip(ports[:count], ports[count:], strict=True)
         ]
         self.file = self.config("fleet")
+        self.variables: dict[str, str] = {}  # of the servers' environment
         self._running: dict[int, tuple[ExitStack, Started]] = {}
 
     def config(self, name: str, count: int | None = None, **changes: Any) -> Path:
@@ -87,7 +88,7 @@ class Fleet:
         for index in indices:
             stack = ExitStack()
             words = [*SERVE, "--config", str(self.file), "--index", str(index)]
-            self._running[index] = (stack, stack.enter_context(started(words)))
+            self._running[index] = (stack, stack.enter_context(started(words, **self.variables)))
         for index in indices:
             wait_for(lambda index=index: self.is_ready(index), START, lambda index=index: self[index].shown)
 

@@ -29,6 +29,7 @@ from coordexp.train.stopping import START_GRACE
 from coordexp.train.weights import learner_weights
 from coordexp.vocab import VocabularyTable
 from tests.integration.answers import whole_model
+from tests.integration.leavings import leavings
 from tests.integration.stage2_runs import MODEL, ROOT, config, draw, finish, started, steps, training
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(240)]
@@ -61,9 +62,9 @@ def gone(processes: list[psutil.Process], seconds: float = 10) -> bool:
 
 
 @contextmanager
-def running(words, until, processes: int = 1):
+def running(words, until, processes: int = 1, **variables: str):
     """A run that has shown `until`, and its processes, which are killed at the end whatever becomes of it."""
-    with started(words, processes) as run:
+    with started(words, processes, **variables) as run:
         while until not in run.shown:
             assert run.process.poll() is None, run.shown[-3000:]
             assert run.seconds < 200, run.shown[-3000:]
@@ -216,13 +217,18 @@ def test_signals_to_all_processes_of_a_run_end_its_start_or_save_the_step_and_en
 
 
 def test_an_engine_that_is_being_started_ends_with_its_learner(parts):
-    with running(training(with_engine(parts, "gone")), until="starting vLLM") as (run, _):
+    with (
+        leavings() as places,
+        running(training(with_engine(parts, "gone")), until="starting vLLM", **places.variables) as (run, _),
+    ):
         while not named(family(run.process.pid), "EngineCore"):
             assert run.seconds < 100, run.shown[-3000:]
             time.sleep(0.1)
         everything = family(run.process.pid)
+        places.look(run.process.pid)
         run.process.kill()
         assert gone(everything, seconds=60)
+        assert places.left() == []
 
 
 def test_two_ranks_with_an_engine_each_train_as_without_and_end_together_when_one_engine_hangs(parts, losses):
@@ -256,10 +262,16 @@ def test_sharded_ranks_that_share_an_engine_train_as_without_and_take_it_with_th
     plan = parts / "plan.json"
     plan.write_text(json.dumps([{"name": "shared", "config": str(file), "resume": False, "sharded": True}]))
     words = [str(ROOT / "tests/integration/stage2_worker.py"), str(plan)]
-    with running(words, until="step 5/", processes=2) as (run, everything):
+    with (
+        leavings() as places,
+        running(words, until="step 5/", processes=2, **places.variables) as (run, everything),
+    ):
         assert len(named(everything, "EngineCore")) == 1
         assert len(named(everything, "Worker")) == 2
+        places.look(run.process.pid)
+        assert places.sockets() and places.segments
         os.kill(run.rank(0), signal.SIGKILL)
         assert run.wait(60) == 1, run.shown[-3000:]
         assert gone(everything)
+        assert places.left() == []
     assert [line["loss"] for line in steps(parts / "shared")][:5] == pytest.approx(losses, rel=1e-5)

@@ -3,12 +3,13 @@
 Standard input is a pipe that only the starter holds open. When it closes, however the starter ended, the command
 and all that came from it are killed; what the command leaves when it ends is killed too. Nothing can get away: a
 process that loses its parent becomes a child of the tether, in whichever session it is. SIGTERM is passed on to
-the command.
+the command. At the end the tether removes the sockets, temporary files and shared memory of engines below it.
 """
 
 import ctypes
 import os
 import select
+import shutil
 import signal
 import socket
 import subprocess
@@ -18,6 +19,8 @@ from contextlib import suppress
 from types import FrameType
 
 import psutil
+
+from coordexp import leftovers
 
 SET_PARENT_DEATH_SIGNAL, SET_CHILD_SUBREAPER = 1, 36  # of prctl, see linux/prctl.h
 UNKILLABLE_S = 30.0  # a process that a driver holds ends when the driver lets go of it: no use to wait longer
@@ -30,6 +33,8 @@ def main(words: list[str]) -> int:
     adopt_orphans()
     heard: list[int] = []
     woken = _listen(heard)
+    folder = leftovers.make_folder()
+    os.environ[leftovers.RUN_FOLDER] = str(folder)
     # A process of one thread: what runs between fork and exec meets no lock that another thread holds.
     child = subprocess.Popen(command, stdin=subprocess.DEVNULL, preexec_fn=_end_with_parent)  # noqa: S603
     code = None
@@ -43,7 +48,9 @@ def main(words: list[str]) -> int:
             heard.remove(signal.SIGTERM)
             _pass_on(child.pid, ranks)
         code = reap(child.pid)
-    kill_children()
+    segments = kill_children()
+    leftovers.remove_unused_segments(segments)
+    shutil.rmtree(folder, ignore_errors=True)
     child.returncode = code if code is not None else BY_SIGNAL + signal.SIGKILL
     return child.returncode
 
@@ -53,15 +60,19 @@ def adopt_orphans() -> None:
     _prctl(SET_CHILD_SUBREAPER, 1)
 
 
-def kill_children() -> None:
-    """All processes below this one, again and again until there are none: they may be making new ones."""
+def kill_children() -> set[str]:
+    """Kill all processes below this one, again and again until there are none: they may be making new ones. Return
+    the names of the shared memory that they had mapped."""
     until = time.monotonic() + UNKILLABLE_S
+    segments: set[str] = set()
     while (found := psutil.Process().children(recursive=True)) and time.monotonic() < until:
         for process in found:
+            segments |= leftovers.mapped_segments(process.pid)
             with suppress(psutil.NoSuchProcess):
                 process.kill()
         reap(0)
         time.sleep(0.005)
+    return segments
 
 
 def reap(wanted: int) -> int | None:

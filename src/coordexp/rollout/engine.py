@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from coordexp import torchrun
+from coordexp import leftovers, torchrun
 from coordexp.config.rollout import VLLM
 from coordexp.errors import EngineError
 from coordexp.rollout.guard import ENGINE_GUARD
@@ -138,17 +138,20 @@ def end_with(owner: int) -> None:
     try:
         watched = os.pidfd_open(owner)
     except ProcessLookupError:  # it has ended already; without its worker, so does the engine
+        leftovers.remove_engine(os.getpid())
         os.kill(os.getpid(), signal.SIGKILL)
         raise
-    engine = None if above == owner else os.pidfd_open(above)
+    engine = None if above == owner else (above, os.pidfd_open(above))
     threading.Thread(target=_wait_and_end, args=(watched, engine), daemon=True).start()
 
 
-def _wait_and_end(owner: int, engine: int | None) -> None:
+def _wait_and_end(owner: int, engine: tuple[int, int] | None) -> None:
+    """Nobody else is left to remove what the engine leaves."""
     select.select([owner], [], [])
+    leftovers.remove_engine(os.getpid(), *([engine[0]] if engine else []))
     if engine is not None:
         with suppress(ProcessLookupError):
-            signal.pidfd_send_signal(engine, signal.SIGKILL)
+            signal.pidfd_send_signal(engine[1], signal.SIGKILL)
     os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -172,12 +175,16 @@ def stop_engine(core: Any) -> None:
     """At once: it has nothing to save. Its workers too, which would wait for it if they were stopped."""
     import psutil
 
+    segments: set[str] = set()
     for process in _processes(core):
         with suppress(psutil.NoSuchProcess):
+            segments |= leftovers.mapped_segments(process.pid)
             for worker in psutil.Process(process.pid).children(recursive=True):
+                segments |= leftovers.mapped_segments(worker.pid)
                 worker.kill()
         process.kill()
     core.shutdown()
+    leftovers.remove_segments(segments)
 
 
 def _processes(core: Any) -> list[Any]:
@@ -194,7 +201,7 @@ def _hearing() -> Iterator[tuple[Any, Path]]:
     from vllm.config.logging import LoggingConfig
     from vllm.logger import DEFAULT_LOGGING_CONFIG as usual
 
-    with TemporaryDirectory(prefix="coordexp-") as folder:
+    with TemporaryDirectory(dir=leftovers.engine_folder()) as folder:
         config, heard = Path(folder) / "logging.json", Path(folder) / "errors"
         heard.touch()
         if os.environ.get("VLLM_LOGGING_CONFIG_PATH"):  # the user's own
@@ -253,6 +260,8 @@ def _surroundings(visible: str | None) -> Iterator[None]:
     theirs = {
         "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # a fork would hold on to the learner's memory
         OWNER: str(os.getpid()),
+        leftovers.ENGINE_FOLDER: str(leftovers.engine_folder()),
+        "VLLM_RPC_BASE_PATH": str(leftovers.engine_folder()),
     }
     if visible is not None:
         theirs["CUDA_VISIBLE_DEVICES"] = visible

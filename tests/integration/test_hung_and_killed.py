@@ -1,0 +1,120 @@
+"""A server whose engine hangs says so and ends itself. Servers that are killed, by themselves or with their launcher,
+leave nothing: no process, no socket, no shared memory, no temporary file.
+
+Engines take long to start, so the servers are started side by side.
+"""
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+
+from tests.integration.leavings import Leavings, leavings
+from tests.integration.servers import GREEDY, Fleet, asked, wait_for
+from tests.integration.stage2_runs import Started, started
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
+
+HUNG_AFTER = 4.0  # seconds
+BUSY, IDLE, KILLED = 0, 1, 2  # servers
+
+
+@pytest.fixture(scope="module")
+def places() -> Iterator[Leavings]:
+    with leavings() as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def servers(tmp_path_factory: pytest.TempPathFactory, places: Leavings) -> Iterator[Fleet]:
+    fleet = Fleet(tmp_path_factory.mktemp("hung"), 3)
+    fleet.vllm = {"server": {"servers": fleet.servers, "hung_after_s": HUNG_AFTER}}
+    fleet.file = fleet.config("hung")
+    fleet.variables = places.variables
+    try:
+        fleet.start(BUSY, IDLE, KILLED)
+        for index in (BUSY, IDLE, KILLED):
+            places.look(fleet[index].process.pid)
+        assert places.sockets() and places.segments
+        yield fleet
+    finally:
+        fleet.close()
+
+
+def engine_process(server: Started, name: str) -> psutil.Process:
+    """An engine's processes have no environment to find them by."""
+    below = psutil.Process(server.process.pid).children(recursive=True)
+    (found,) = [one for one in below if one.cmdline() and one.cmdline()[0].startswith(f"VLLM::{name}")]
+    return found
+
+
+def ends_as_hung(fleet: Fleet, index: int) -> float:
+    """Return the seconds until the server has ended by itself."""
+    server, began = fleet[index], time.monotonic()
+    below = psutil.Process(server.process.pid).children(recursive=True)
+    assert server.wait(40) == 1, server.shown[-3000:]
+    seconds = time.monotonic() - began
+    assert not psutil.wait_procs(below, timeout=10)[1]
+    assert "engine_hung: no progress for " in server.shown and "hung_after_s" in server.shown
+    assert "Traceback" not in server.shown
+    return seconds
+
+
+def test_a_server_whose_worker_stands_still_tells_those_who_wait_and_ends_itself(servers):
+    url = servers.url(BUSY)
+    answers: list[httpx.Response] = []
+    body: dict[str, Any] = {
+        "infer_requests": [asked(one, guard=False) for one in servers.pictures() * 4],
+        "request_config": GREEDY | {"max_tokens": 200},
+    }
+
+    def ask() -> None:
+        answers.append(httpx.post(f"{url}/infer/", json=body, timeout=60, trust_env=False))
+
+    asking = threading.Thread(target=ask)
+    asking.start()
+    wait_for(lambda: "coordexp_running_requests 1.0" in httpx.get(f"{url}/metrics", trust_env=False).text, 20)
+    worker = engine_process(servers[BUSY], "Worker")
+    worker.suspend()
+    assert httpx.get(f"{url}/health/", trust_env=False).status_code == 200
+    seconds = ends_as_hung(servers, BUSY)
+    print(f"ended after {seconds:.1f} s")
+    assert HUNG_AFTER - 1 < seconds < HUNG_AFTER + 12
+    asking.join(10)
+    told = answers[0].json()["error"]
+    assert (answers[0].status_code, told["code"]) == (503, "engine_hung"), told
+    assert told["message"].startswith("engine_hung: no progress for ")
+
+
+def test_a_server_whose_engine_stands_still_while_nobody_asks_ends_itself_too(servers):
+    engine_process(servers[IDLE], "EngineCore").suspend()
+    assert ends_as_hung(servers, IDLE) < HUNG_AFTER + 12
+
+
+def test_servers_that_hung_or_were_killed_leave_nothing(servers, places):
+    server = servers[KILLED]
+    below = psutil.Process(server.process.pid).children(recursive=True)
+    server.process.kill()
+    assert server.wait(10) == -signal.SIGKILL
+    assert not psutil.wait_procs(below, timeout=15)[1]
+    wait_for(lambda: not places.left(), 5, lambda: str(places.left()))
+
+
+def test_a_launcher_that_is_killed_leaves_nothing(tmp_path_factory):
+    with leavings() as places:
+        fleet = Fleet(tmp_path_factory.mktemp("launched"), 1)
+        words = ["-m", "coordexp", "launch", "--config", str(fleet.file), "--cpu", "--learners", "1"]
+        with started(words, **places.variables) as run:
+            wait_for(lambda: "started learner" in run.shown, 200, lambda: run.shown)
+            places.look(run.process.pid)
+            assert places.sockets() and places.segments
+            below = psutil.Process(run.process.pid).children(recursive=True)
+            os.kill(run.process.pid, signal.SIGKILL)
+            assert not psutil.wait_procs(below, timeout=20)[1]
+            wait_for(lambda: not places.left(), 5, lambda: str(places.left()))
