@@ -1,5 +1,5 @@
-"""What the processes of a run leave on the machine, apart from what others do at the same time: temporary files go to a
-folder of the run's own, and shared memory is known by the processes that have mapped it."""
+"""What the processes of a run leave on the machine, apart from what others do at the same time: temporary files go
+to a folder of the run's own, and shared memory is known by the processes that have mapped it."""
 
 import shutil
 import tempfile

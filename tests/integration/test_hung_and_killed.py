@@ -1,5 +1,5 @@
-"""A server whose engine hangs says so and ends itself. Servers that are killed, by themselves or with their launcher,
-leave nothing: no process, no socket, no shared memory, no temporary file.
+"""A server whose engine hangs says so and ends itself. Servers that are killed, by themselves or with their
+launcher, leave nothing: no process, no socket, no shared memory, no temporary file.
 
 Engines take long to start, so the servers are started side by side.
 """

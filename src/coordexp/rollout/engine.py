@@ -12,9 +12,10 @@ import signal
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from getpass import getuser
 from multiprocessing import resource_tracker
 from pathlib import Path
-from tempfile import TemporaryDirectory
+from tempfile import TemporaryDirectory, gettempdir
 from typing import Any
 
 import torch
@@ -257,11 +258,15 @@ def _surroundings(visible: str | None) -> Iterator[None]:
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     os.environ.setdefault("PYTHONWARNINGS", "ignore")
+    folder = str(leftovers.engine_folder())
+    compiled = f"{gettempdir()}/torchinductor_{getuser()}"  # where torch would keep it without our TMPDIR
     theirs = {
         "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # a fork would hold on to the learner's memory
         OWNER: str(os.getpid()),
-        leftovers.ENGINE_FOLDER: str(leftovers.engine_folder()),
-        "VLLM_RPC_BASE_PATH": str(leftovers.engine_folder()),
+        leftovers.ENGINE_FOLDER: folder,
+        "VLLM_RPC_BASE_PATH": folder,
+        "TMPDIR": folder,
+        "TORCHINDUCTOR_CACHE_DIR": os.environ.get("TORCHINDUCTOR_CACHE_DIR", compiled),
     }
     if visible is not None:
         theirs["CUDA_VISIBLE_DEVICES"] = visible
