@@ -12,7 +12,6 @@ import signal
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from getpass import getuser
 from multiprocessing import resource_tracker
 from pathlib import Path
 from tempfile import TemporaryDirectory, gettempdir
@@ -259,7 +258,7 @@ def _surroundings(visible: str | None) -> Iterator[None]:
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     os.environ.setdefault("PYTHONWARNINGS", "ignore")
     folder = str(leftovers.engine_folder())
-    compiled = f"{gettempdir()}/torchinductor_{getuser()}"  # where torch would keep it without our TMPDIR
+    compiled = f"{gettempdir()}/torchinductor_{os.getuid()}"  # which is kept between runs
     theirs = {
         "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # a fork would hold on to the learner's memory
         OWNER: str(os.getpid()),

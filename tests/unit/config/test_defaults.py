@@ -35,6 +35,7 @@ def test_a_server_has_240_seconds_to_be_reachable_and_no_limit_to_answer():
     server = load(server_mode(rollout_matching__vllm__server={"servers": [SERVER]})).settings
     assert server.rollout_matching.vllm.server.timeout_s == 240.0
     assert server.rollout_matching.vllm.server.infer_timeout_s is None
+    assert server.rollout_matching.vllm.server.hung_after_s == 60.0
 
 
 @pytest.mark.scenario("R10.C7", on="pure")

@@ -34,7 +34,7 @@ class FakeAnswering:
 
 
 def rollout_app(token: str | None, engine: Any = None) -> RolloutApp:
-    about = {"server": "coordexp", "protocol": 1}
+    about = {"server": "coordexp", "protocol": 2}
     places: dict[str, Any] = {"host": "127.0.0.1", "world_size": 1, "token": token}
     metrics = Metrics(CollectorRegistry())
     answering: Any = FakeAnswering()
