@@ -19,10 +19,11 @@ class Leavings:
         self.folder, self.variables = folder, {"TMPDIR": str(folder)}
         self.segments: set[str] = set()
 
-    def look(self, pid: int) -> None:
-        """Note the shared memory of a process and of all below it."""
+    def look(self, pid: int) -> set[str]:
+        """Note the shared memory of a process and of all below it. Return all that was noted so far."""
         for process in (psutil.Process(pid), *psutil.Process(pid).children(recursive=True)):
             self.segments |= mapped_segments(process.pid)
+        return self.segments
 
     def files(self) -> list[str]:
         return sorted(str(path.relative_to(self.folder)) for path in self.folder.rglob("*"))

@@ -225,7 +225,7 @@ class ServerClient:
         if health == "refused":
             raise ServerLost(f"{self.name}: it has ended")
         if health == "failed" and not self.foreign:
-            raise ServerLost(f"{self.name}: its engine has ended")
+            raise ServerLost(f"{self.name}: its engine has ended, or hangs")
         if health == "ok" or self.foreign:
             return time.monotonic()
         if (silent := time.monotonic() - heard) >= self.patience.silence:

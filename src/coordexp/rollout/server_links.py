@@ -149,7 +149,7 @@ class Links:
 _WHY = {
     "refused": "nothing listens there",
     "silent": "it does not answer",
-    "failed": "it says that its engine has ended",
+    "failed": "it says that its engine has ended, or hangs",
 }
 
 

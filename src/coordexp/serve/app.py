@@ -98,7 +98,7 @@ class RolloutApp:
         self.api = FastAPI(title="coordexp rollout server", docs_url=None, redoc_url=None, openapi_url=None)
         self.api.exception_handler(Refusal)(_refused)
         self.api.exception_handler(HTTPException)(_unknown)
-        self.api.exception_handler(Exception)(_unexpected)
+        self.api.exception_handler(Exception)(self._unexpected)
         self.api.exception_handler(RequestValidationError)(_unreadable)
         for method, path, handler in self._routes():
             self.api.add_api_route(path, handler, methods=[method], response_model=None)
@@ -241,6 +241,13 @@ class RolloutApp:
     async def finish_plain(self) -> dict[str, str]:
         await self.updates.finish_plain()
         return {"message": "done"}
+
+    async def _unexpected(self, _: Request, error: Exception) -> Response:
+        """The server prints it, with its traceback. What vLLM says of an engine that has ended is seldom to the
+        point."""
+        told = f"{type(error).__name__}: {error}"
+        unexpected = Refusal(500, "unexpected", told, "see this server's output, and please report it")
+        return _refusal(self.problem or unexpected)
 
     async def forget(self) -> dict[str, str]:
         await self.updates.finish_plain()
@@ -393,12 +400,6 @@ async def _unknown(request: Request, error: Exception) -> Response:
     if error.status_code == 400:  # bytes that are no UTF-8, or JSON that is too deep or has too long a number
         return _refusal(bad_request(told, "send a body of JSON; see the contract in docs/operations.md"))
     return _refusal(Refusal(error.status_code, "no_route", told, "see the contract in docs/operations.md"))
-
-
-async def _unexpected(_: Request, error: Exception) -> Response:
-    """The server prints it, with its traceback."""
-    told = f"{type(error).__name__}: {error}"
-    return _refusal(Refusal(500, "unexpected", told, "see this server's output, and please report it"))
 
 
 async def _unreadable(_: Request, error: Exception) -> Response:
