@@ -13,6 +13,7 @@ from coordexp.errors import EngineError
 from coordexp.rollout.engine import has_ended
 from coordexp.rollout.setup import Setup
 from coordexp.serve.engine import ServedEngine, check_devices
+from coordexp.serve.refusal import Refusal
 from tests.vocabularies import table
 
 
@@ -44,6 +45,36 @@ def test_every_replica_is_asked():
     core = FakeCore(None, None)
     asyncio.run(engine_of(core).leave())
     assert core.asked == [("collective_rpc", "coordexp_try", None, ("coordexp_leave",), None)]
+
+
+class DeadCore(FakeCore):
+    """vLLM's client of an engine whose worker has died: it refuses calls before the engine's process ends."""
+
+    def __init__(self, ends: bool) -> None:
+        super().__init__()
+        self.resources = SimpleNamespace(engine_dead=False, engine_manager=SimpleNamespace(processes=[]))
+        self.resources.coordinator = None
+        self.ends = ends
+
+    async def call_utility_all_async(self, *call: Any) -> list[list[Any]]:
+        asyncio.get_running_loop().call_later(0.2, setattr, self.resources, "engine_dead", self.ends)
+        raise RuntimeError("Call to collective_rpc method failed: collective_rpc should not be called on follower")
+
+
+def dying(ends: bool) -> ServedEngine:
+    engine = engine_of(DeadCore(ends))
+    engine.vllm.errored = False
+    return engine
+
+
+def test_an_engine_that_ends_in_a_call_is_told_as_that_and_not_in_words_about_something_else(monkeypatch):
+    monkeypatch.setattr("coordexp.serve.engine.ENDING", 1.0)
+    with pytest.raises(Refusal) as refusal:
+        asyncio.run(dying(ends=True).leave())
+    assert (refusal.value.status, refusal.value.code) == (503, "engine_ended")
+    assert "follower" not in refusal.value.message and "coordexp_leave" in refusal.value.message
+    with pytest.raises(EngineError, match=r"^collective_rpc should not be called on follower"):
+        asyncio.run(dying(ends=False).leave())
 
 
 def setup(device: str, **vllm: Any) -> Setup:

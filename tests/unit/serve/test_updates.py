@@ -161,6 +161,43 @@ def test_a_failed_update_leaves_a_server_that_says_so_until_a_whole_one_comes(fa
     run(work)
 
 
+class EndingEngine(FakeEngine):
+    """Ends in `take`, and refuses everything from then on."""
+
+    async def _ask(self, what: str) -> None:
+        self.asked.append(what)
+        if "take" in self.asked:
+            raise Refusal(503, "engine_ended", "the engine has ended")
+
+
+def test_an_engine_that_ends_in_an_update_is_told_as_that_and_holds_up_nobody():
+    async def work() -> None:
+        updates = Updates(EndingEngine())
+        await updates.claim(A)
+        await updates.begin("a", "1")
+        with refused("engine_ended"):
+            await updates.take("a", ONE)
+        assert updates.update is None and updates.patience == 0
+        with refused("no_weights"):
+            await version_seen(updates)
+
+    run(work)
+
+
+def test_a_session_that_is_held_cannot_be_claimed_again_by_whoever_knows_its_name():
+    async def work() -> None:
+        updates = Updates(FakeEngine())
+        await updates.claim(A)
+        await updates.begin("a", "1")
+        with refused("session_taken"):
+            await updates.claim(Session("a", "stranger:1"))
+        assert updates.session is A and updates.update is not None
+        await updates.release(A)
+        await updates.claim(Session("a", "host:1"))
+
+    run(work)
+
+
 def test_a_second_live_learner_is_refused_and_takes_over_when_the_first_is_gone():
     async def work() -> None:
         engine = FakeEngine()
