@@ -93,14 +93,15 @@ class Reload:
         self._unwrapped = None
 
 
-def clear_kv_caches(caches: Iterable[Tensor]) -> None:
-    """Set all bytes of an engine's KV caches to 0.
+def clear_kv_caches(caches: Iterable[Tensor | list[Tensor]]) -> None:
+    """Set all bytes of an engine's KV caches to 0. A layer has one tensor, or a list of them.
 
     Attention multiplies the values in the unused slots of a block by a probability of 0, and 0 * NaN is NaN: what
     weights with NaN have left there would spoil later answers until the slots are written to again. On a GPU this
     is a memset, at about 1 TB/s. On a CPU the pages go back to the system and come again as zeros when they are
     used: writing zeros would claim memory that the engine may never use."""
-    storages = {cache.untyped_storage().data_ptr(): cache.untyped_storage() for cache in caches}
+    tensors = [one for cache in caches for one in (cache if isinstance(cache, list) else [cache])]
+    storages = {one.untyped_storage().data_ptr(): one.untyped_storage() for one in tensors}
     for storage in storages.values():
         data = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
         start, end = whole_pages(data) if data.device.type == "cpu" else (0, 0)
@@ -108,6 +109,8 @@ def clear_kv_caches(caches: Iterable[Tensor]) -> None:
         data[end:].zero_()
         if start < end and LIBC.madvise(data.data_ptr() + start, end - start, mmap.MADV_DONTNEED):
             data[start:end].zero_()
+    for device in {storage.device for storage in storages.values() if storage.device.type == "cuda"}:
+        torch.cuda.synchronize(device)  # the engine may compute on another stream
 
 
 def whole_pages(data: Tensor) -> tuple[int, int]:
