@@ -70,9 +70,9 @@ def remove_unused_segments(names: set[str]) -> None:
         remove_segments(names.difference(*map(mapped_segments, psutil.pids())))
 
 
-def remove_engine(*pids: int) -> None:
-    """Remove what an engine would leave whose owner is gone. Call it in one of its processes; `pids` are those
-    that have mapped its segments."""
-    remove_segments(set().union(*map(mapped_segments, pids)))
+def remove_engine(segments: Iterable[str]) -> None:
+    """Remove what an engine would leave whose owner is gone: its segments and its folder. Call it in one of its
+    processes."""
+    remove_segments(segments)
     if folder := os.environ.get(ENGINE_FOLDER):
         shutil.rmtree(folder, ignore_errors=True)

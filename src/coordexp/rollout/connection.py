@@ -107,7 +107,7 @@ class Connection:
         refusals = self._call(lambda: self.engine.collective_rpc("coordexp_try", args=(method, *arguments)))
         for refusal in refusals:
             if refusal is not None:
-                raise AdapterRefused(f"the engine cannot use the adapter: {refusal.partition(chr(10))[0]}")
+                raise AdapterRefused(f"the engine cannot use the adapter: {refusal.splitlines()[0]}")
 
     def _commit(self) -> None:
         """What was computed with the old weights is forgotten before the new version is given out. vLLM's own

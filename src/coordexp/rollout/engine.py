@@ -138,7 +138,7 @@ def end_with(owner: int) -> None:
     try:
         watched = os.pidfd_open(owner)
     except ProcessLookupError:  # it has ended already; without its worker, so does the engine
-        leftovers.remove_engine(os.getpid())
+        leftovers.remove_engine(leftovers.mapped_segments(os.getpid()))
         os.kill(os.getpid(), signal.SIGKILL)
         raise
     engine = None if above == owner else (above, os.pidfd_open(above))
@@ -148,10 +148,12 @@ def end_with(owner: int) -> None:
 def _wait_and_end(owner: int, engine: tuple[int, int] | None) -> None:
     """Nobody else is left to remove what the engine leaves."""
     select.select([owner], [], [])
-    leftovers.remove_engine(os.getpid(), *([engine[0]] if engine else []))
+    segments = leftovers.mapped_segments(os.getpid())
     if engine is not None:
+        segments |= leftovers.mapped_segments(engine[0])
         with suppress(ProcessLookupError):
             signal.pidfd_send_signal(engine[1], signal.SIGKILL)
+    leftovers.remove_engine(segments)
     os.kill(os.getpid(), signal.SIGKILL)
 
 
