@@ -86,8 +86,8 @@ class FaultAtWrite:
         return call
 
     def _audit(self, event: str, arguments: tuple[Any, ...]) -> None:
-        if event == "open" and isinstance(arguments[0], str) and arguments[2] & (os.O_WRONLY | os.O_RDWR):
-            self._written(arguments[0])
+        if event == "open" and isinstance(arguments[0], str | bytes) and arguments[2] & (os.O_WRONLY | os.O_RDWR):
+            self._written(os.fsdecode(arguments[0]))
         elif (
             event == "os.rename" and self.fault == "unrenamed" and self._key(os.fspath(arguments[1])) == self.name
         ):
