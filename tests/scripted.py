@@ -62,7 +62,7 @@ class ScriptedBackend:
 class OnePrompt:
     """Stands for the prompt builder: the same few tokens for every picture."""
 
-    def ids(self, width: int, height: int) -> list[int]:
+    def ids(self, width: int, height: int, image: str = "") -> list[int]:
         return list(PROMPT)
 
 
