@@ -157,9 +157,7 @@ class Unfinished:
 
     def keep(self, answers: Sequence[Answer]) -> None:
         """Write the file with these answers only, whole or not at all."""
-        part = self.path.with_name(f"{self.path.name}.partial")
-        _write(part, f"{_json(self.asked)}\n" + "".join(map(_line, answers)))
-        part.replace(self.path)
+        _write(self.path, f"{_json(self.asked)}\n" + "".join(map(_line, answers)))
 
     def add(self, answers: Sequence[Answer]) -> None:
         with self.path.open("ab") as file:

@@ -122,7 +122,7 @@ class TensorBoard(TensorBoardCallback):
             self.tb_writer = None
 
 
-def _without_tensorboard(report: Callable[[Any], None], failure: Any) -> None:
+def _without_tensorboard(report: Callable[[Any], object], failure: Any) -> None:
     """Report an exception that ended a thread, except for TensorBoard's, which the callback has warned of."""
     if type(failure.thread).__name__ != "_AsyncWriterThread" or not isinstance(failure.exc_value, OSError):
         report(failure)

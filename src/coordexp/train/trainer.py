@@ -223,8 +223,8 @@ class RowTrainer(Trainer):
         self.ledger.spent("waited", seconds)
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        """Save weights that are finite. The manifest comes last: a checkpoint that has it is complete. Older ones go
-        only when another step has shown that the new weights work."""
+        """Save weights that are finite. The manifest comes last: a checkpoint that has it is complete. Older ones
+        go only when another step has shown that the new weights work."""
         if self.health.broken_steps:
             self._leave_out_checkpoint()
             return
