@@ -90,7 +90,7 @@ def test_a_learning_rate_of_1e20_stops_the_run(parts):
 
 @pytest.mark.parametrize("processes", [1, 2])
 def test_broken_logits_of_one_rank_are_told_and_not_saved_and_stop_all_ranks(parts, processes):
-    """The step after the newest checkpoint is broken, so the one before is kept, whatever save_total_limit is."""
+    """The step after the newest checkpoint is broken, so the one before it is kept beyond save_total_limit."""
     settings = {"save_steps": 1, "save_total_limit": 1} | CONSTANT
     file = config(parts, f"broken-{processes}", max_steps=20, **settings)
     with started([str(ROOT / "tests/integration/divergence_worker.py"), str(file), "3"], processes) as run:
