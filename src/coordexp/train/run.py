@@ -136,6 +136,13 @@ def training_arguments(settings: Settings, samples: int) -> TrainingArguments:
         per_step = settings.training.per_device_train_batch_size * settings.training.gradient_accumulation_steps
         ranks = int(os.environ.get("WORLD_SIZE", "1"))
         given["max_steps"] = math.ceil(given["num_train_epochs"] * samples / (ranks * per_step))
+    half = next((name for name in ("bf16", "fp16") if given[name]), None)
+    if half and not given["use_cpu"] and not torch.accelerator.is_available():
+        raise ValueError(
+            f"training.{half}: true needs a GPU, and torch sees none\n"
+            f"  to train on a CPU, set training.use_cpu: true and training.{half}: false, as "
+            "configs/demo/stage1-cpu.yaml does; `coordexp doctor` says what torch sees"
+        )
     # Rows are not dicts of columns; the stream finds its own place after a resume; the bar is ours; NaN is logged.
     ours = {
         "remove_unused_columns": False,
