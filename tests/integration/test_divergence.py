@@ -69,7 +69,7 @@ def test_a_run_that_diverges_stops_and_its_good_checkpoint_can_be_resumed(parts)
     shown = failing(file)
     assert re.search(r"step 3: the gradient norm is (NaN|Inf)", shown), shown
     assert "lower training.learning_rate" in shown and "done" not in shown
-    assert "checkpoint-2 holds the weights of this step" in shown
+    assert "checkpoint-2 holds the weights that this began with" in shown
     assert checkpoints(parts / name) == [1, 2]
     assert all(is_finite(parts / name / f"checkpoint-{step}") for step in (1, 2))
     assert [line["step"] for line in metrics(parts / name)] == [1, 2]

@@ -195,6 +195,9 @@ def test_predictions_that_were_interrupted_are_resumed(lively_model, eight_scene
     other = CliRunner().invoke(app, predicting(lively_model, eight_scenes, "--resume", "--max-new-tokens", "25"))
     assert other.exit_code == 1
     assert "made with another max_new_tokens" in other.output
+    fewer = CliRunner().invoke(app, predicting(lively_model, eight_scenes, "--resume", "--limit", "1"))
+    assert fewer.exit_code == 1
+    assert "--limit asks for 1" in fewer.output
     result = CliRunner().invoke(app, predicting(lively_model, eight_scenes, "--resume"))
     assert result.exit_code == 0, result.output
     assert "of 8 pictures have been answered already" in result.output

@@ -91,7 +91,12 @@ def _begin(unfinished: "Unfinished", wanted: "Truth", batch: int, resume: bool) 
         if resume:
             err.print(f"{unfinished.path} is not there: from the beginning", markup=False)
         return []
-    found = unfinished.resume()[: len(wanted)]
+    found = unfinished.resume()
+    if len(found) > len(wanted):
+        stop(
+            f"{unfinished.path} has {len(found)} answers, and --limit asks for {len(wanted)}\n"
+            "  raise --limit, or give another --out"
+        )
     kept = found if len(found) == len(wanted) else found[: len(found) // batch * batch]
     unfinished.keep(kept)
     err.print(f"{len(kept)} of {len(wanted)} pictures have been answered already", markup=False)

@@ -48,7 +48,9 @@ def describe_evaluation(settings: "Settings", records: int | None) -> str | None
     if settings.custom.val_jsonl is None or training.eval_strategy == "no":
         return None
     all_images = "all held-out images" if records is None else f"{records:,} image{'s' if records != 1 else ''}"
-    images = f"{limit:,} of {all_images}" if limit is not None and (records or limit + 1) > limit else all_images
+    images = (
+        f"{limit:,} of {all_images}" if limit is not None and (records is None or records > limit) else all_images
+    )
     at_once = rollout.decode_batch_size
     answered_by = ""
     if not settings.uses_rollouts:

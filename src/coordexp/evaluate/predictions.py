@@ -64,7 +64,8 @@ def answers_path(path: Path) -> Path:
 
 
 def read_truth(records: RecordFile) -> Truth:
-    """Return all records with the numbers that name their images. Two records may not have the same number."""
+    """Return all records with the numbers that name their images. PredictionError, before anything is asked of a
+    model, if two records have the same number or two classes the same `category_id`."""
     truth = [records.numbered(index) for index in range(len(records))]
     counted = Counter(number for number, _ in truth)
     if len(counted) < len(truth):
@@ -74,6 +75,7 @@ def read_truth(records: RecordFile) -> Truth:
             "has the number of its line)\n"
             "  give every record an image_id of its own, or remove image_id from all of them"
         )
+    category_ids(truth)
     return truth
 
 
@@ -105,6 +107,7 @@ def unknown_category(categories: dict[str, int]) -> int:
 def detections_of(answers: Sequence[Answer], truth: Truth) -> Iterator[Detection]:
     """The valid objects of the answers, in their order, in the pixels of the true images."""
     categories, records = category_ids(truth), dict(truth)
+    unknown = unknown_category(categories)
     for answer in answers:
         record = records.get(answer.image_id)
         if record is None:
@@ -114,7 +117,7 @@ def detections_of(answers: Sequence[Answer], truth: Truth) -> Iterator[Detection
             )
         check_image(answer, record)
         for found in answer.valid:
-            yield _detection(found, answer.image_id, record, categories)
+            yield _detection(found, answer.image_id, record, categories.get(found.desc or "", unknown))
 
 
 def check_image(answer: Answer, record: Record) -> None:
@@ -134,7 +137,7 @@ class Unfinished:
 
     def begin(self) -> None:
         """Write the first line. PredictionError if answers of an interrupted run are there."""
-        if self.path.exists():
+        if self.path.exists() and self.path.read_bytes().count(b"\n") > 1:
             raise PredictionError(
                 f"{self.path} has the answers of predictions that were interrupted\n"
                 "  add --resume to go on from there, or remove the file to begin again"
@@ -206,7 +209,7 @@ def check_predictions(predictions: Predictions, truth: Truth) -> None:
             )
 
 
-def _detection(found: AnswerObject, image_id: int, record: Record, categories: dict[str, int]) -> Detection:
+def _detection(found: AnswerObject, image_id: int, record: Record, category: int) -> Detection:
     assert found.desc is not None and found.bins is not None
     if found.score is None:
         raise PredictionError(
@@ -216,7 +219,6 @@ def _detection(found: AnswerObject, image_id: int, record: Record, categories: d
     ring = in_pixels(found.bins, record)
     xs, ys = ring[::2], ring[1::2]
     box = (min(xs), min(ys), max(xs) - min(xs), max(ys) - min(ys))
-    category = categories.get(found.desc, unknown_category(categories))
     return Detection(image_id, category, found.desc, box, (ring,) if found.kind == "poly" else None, found.score)
 
 

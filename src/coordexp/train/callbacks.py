@@ -17,11 +17,12 @@ from transformers.integrations import TensorBoardCallback
 
 from coordexp.errors import DataError
 from coordexp.files import BestEffort, append_line, drop_torn_line, json_object
-from coordexp.ranks import together
+from coordexp.ranks import RankLostError, together
 from coordexp.rollout.backend import RolloutBackend, Weights
 from coordexp.train.stopping import StopOnSignal, Stopped
 
 QUIET = 2.0  # seconds of an evaluation in which nothing is said of its progress
+RETRY = 60.0  # seconds after which TensorBoard events are tried again on a disk that was full
 TELL_EVERY = 30.0  # seconds between two lines on the progress of an evaluation, in a log
 
 
@@ -39,6 +40,8 @@ class FirstSync(TrainerCallback):
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         try:
             together(lambda: self._sync(state.global_step))
+        except RankLostError:  # no rank can agree with one that is gone
+            raise
         except Exception:  # on all ranks, or none
             if self.stop.agreed():
                 raise Stopped from None
@@ -100,12 +103,13 @@ class MetricsFile(TrainerCallback):
 
 class TensorBoard(TensorBoardCallback):
     """transformers' callback, for which a full disk costs events, not the run. Its writer is of no use after an
-    error: its thread has ended and raises the same error for good. So each attempt begins a new event file, which
-    TensorBoard shows as one with the others."""
+    error: its thread has ended and raises the same error for good. So a new attempt, at most one a minute, begins
+    a new event file, which TensorBoard shows as one with the others."""
 
     def __init__(self) -> None:
         super().__init__()
         self._writes = BestEffort("TensorBoard events", say)
+        self._not_before = 0.0
         threading.excepthook = functools.partial(_without_tensorboard, threading.excepthook)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -118,8 +122,8 @@ class TensorBoard(TensorBoardCallback):
         self._attempt(lambda: super(TensorBoard, self).on_train_end(args, state, control, **kwargs))
 
     def _attempt(self, write: Callable[[], None]) -> None:
-        if not self._writes.attempt(write):
-            self.tb_writer = None
+        if time.monotonic() >= self._not_before and not self._writes.attempt(write):
+            self.tb_writer, self._not_before = None, time.monotonic() + RETRY
 
 
 def _without_tensorboard(report: Callable[[Any], object], failure: Any) -> None:

@@ -13,7 +13,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -48,7 +48,7 @@ class Verdict:
         if self.fault:
             return f"{self.checkpoint.name} {self.fault}"
         if not self.has_manifest:
-            return f"{self.checkpoint.name} has no {MANIFEST} (of an earlier version): its files were not verified"
+            return f"{self.checkpoint.name} has no {MANIFEST}, as in earlier versions: its files were not verified"
         return f"{self.checkpoint.name} is intact: {self.files} files, {self.size / 1e9:.3f} GB"
 
 
@@ -89,6 +89,13 @@ def newest_intact(folder: Path, tell: Tell) -> Path | None:
 
 def examine(checkpoint: Path, tell: Tell) -> Verdict:
     """Compare the files of a checkpoint with its manifest: sizes first, then every byte."""
+    try:
+        return _examine(checkpoint, tell)
+    except OSError as error:
+        return Verdict(checkpoint, f"is damaged: {error.strerror or error}")
+
+
+def _examine(checkpoint: Path, tell: Tell) -> Verdict:
     path = checkpoint / MANIFEST
     if not path.is_file():
         return Verdict(checkpoint, _fault_without_manifest(checkpoint), has_manifest=False)
@@ -103,10 +110,7 @@ def examine(checkpoint: Path, tell: Tell) -> Verdict:
         found = (checkpoint / name).stat().st_size
         if found != size:
             return Verdict(checkpoint, f"is damaged: {checkpoint / name} has {found} bytes, not {size}")
-    try:
-        digests = hash_files(checkpoint, list(listed), tell)
-    except OSError as error:
-        return Verdict(checkpoint, f"is damaged: {error.strerror}")
+    digests = hash_files(checkpoint, list(listed), tell)
     for name, (_, digest) in listed.items():
         if digests[name] != digest:
             return Verdict(checkpoint, f"is damaged: {checkpoint / name} has other bytes than were saved (sha256)")
@@ -128,8 +132,10 @@ def saving(checkpoint: Path) -> Iterator[None]:
         reason = _refusal(error, checkpoint)
         if reason is None:
             raise
+        step = step_of(checkpoint) or 0
         older = next(
-            (path for path in checkpoints(checkpoint.parent) if path != checkpoint and is_finished(path)), None
+            (path for path in checkpoints(checkpoint.parent) if (step_of(path) or 0) < step and is_finished(path)),
+            None,
         )
         then = f"--resume then goes on from {older.name}" if older else "there is no earlier checkpoint"
         raise SaveError(
@@ -141,6 +147,7 @@ def saving(checkpoint: Path) -> Iterator[None]:
 def clear(checkpoint: Path) -> None:
     """Remove what is left of a checkpoint of this step that was damaged or not finished, if there is one."""
     if checkpoint.exists():
+        (checkpoint / MANIFEST).unlink(missing_ok=True)  # first, so that half of it does not count as a whole
         shutil.rmtree(checkpoint)
 
 
@@ -153,7 +160,8 @@ def sync_checkpoint(checkpoint: Path) -> None:
     own = next((file for file in files if file.name == "stream_0.json"), None)
     for file in files:
         if own and file.suffix == ".safetensors":
-            file.chmod(own.stat().st_mode & 0o777)
+            with suppress(OSError):  # not every file system knows modes
+                file.chmod(own.stat().st_mode & 0o777)
         sync(file)
     for folder in {file.parent for file in files} | {checkpoint, checkpoint.parent}:
         sync_folder(folder)
@@ -205,7 +213,8 @@ def rotate(newest: Path, limit: int | None, best: str | None) -> None:
     kept = {newest, Path(best)} if best else {newest}
     excess = 1 + len(older) - max(limit, len(kept))
     for path in sorted((path for path in older if path not in kept), key=_worth)[: max(0, excess)]:
-        shutil.rmtree(path, ignore_errors=True)
+        with suppress(OSError):
+            clear(path)
 
 
 def _refusal(error: Exception, checkpoint: Path) -> str | None:
@@ -248,8 +257,8 @@ def _fault_of_streams(checkpoint: Path) -> str:
     try:
         state = json.loads(first.read_text())
         ranks = int(state["order"]["ranks"])
-    except (ValueError, KeyError, TypeError) as error:
-        return f"is damaged: {first} cannot be read ({error!r})"
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        return f"is damaged: {first} cannot be read ({type(error).__name__}: {error})"
     if state.get(ANNOUNCED) or not all((checkpoint / f"stream_{rank}.json").is_file() for rank in range(ranks)):
         return unfinished
     return ""

@@ -112,5 +112,5 @@ def check_weights(model: nn.Module, step: int) -> None:
 
 
 def _local(weight: Tensor) -> Tensor:
-    weight = weight.detach()
+    weight = getattr(weight, "ds_tensor", weight).detach()  # ZeRO stage 3 leaves the weight itself empty
     return weight.to_local() if isinstance(weight, DTensor) else weight

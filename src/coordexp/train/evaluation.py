@@ -3,15 +3,15 @@
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 
 from torch import distributed as dist
 
 from coordexp.config import RolloutMatching
 from coordexp.data import RecordFile
-from coordexp.evaluate import Answer, evaluate, write_predictions
+from coordexp.evaluate import Answer, evaluate, read_truth, write_predictions
 from coordexp.evaluate.answer import parse_answer
-from coordexp.evaluate.predictions import Truth
 from coordexp.evaluate.tokens import answer_of
 from coordexp.files import BestEffort
 from coordexp.ranks import gather_texts, together
@@ -47,14 +47,16 @@ class AnswerEvaluation:
         ordered = sorted(answers, key=lambda answer: answer.image_id)
         truth = [self.records.numbered(index) for index in chosen]
         file = self.folder / "evaluations" / f"step-{step}.json"
-        together(lambda: self._write(file, ordered, truth) if rank == 0 else None)
+        together(lambda: self._write(file, ordered) if rank == 0 else None)
         return evaluate(truth, ordered).flat()
 
-    def _write(self, file: Path, answers: Sequence[Answer], truth: Truth) -> None:
+    def _write(self, file: Path, answers: Sequence[Answer]) -> None:
+        """Write the predictions with the classes of all records, as `coordexp predict` numbers them."""
+        truth = read_truth(self.records)
         BestEffort("predictions", say).attempt(lambda: write_predictions(file, answers, truth))
 
     def _answers(self, chosen: Sequence[int], rank: int, ranks: int, step: int) -> list[Answer]:
-        numbered = [self.records.numbered(index) for index in chosen[rank::ranks]]
+        numbered = together(lambda: [self.records.numbered(index) for index in chosen[rank::ranks]])
         decode = Decode.for_evaluation(self.rollout_matching_cfg)
         requests = [Request(Picture.of(self.records, record), decode) for _, record in numbered]
         with self.backend.session():
@@ -73,10 +75,14 @@ class AnswerEvaluation:
         for start in range(0, -(-total // ranks), size):
             if self.stopping():
                 raise Stopped
-            part = requests[start : start + size]
-            found += together(lambda part=part: self.backend.generate(part))  # type: ignore[misc]
-            self.progress(min(total, (start + size) * ranks), total)
+            done = min(total, (start + size) * ranks)
+            found += together(partial(self._call, requests[start : start + size], done, total))
         return found
+
+    def _call(self, requests: Sequence[Request], done: int, total: int) -> list[Rollout]:
+        rollouts = self.backend.generate(requests)
+        self.progress(done, total)
+        return rollouts
 
 
 def evenly_spaced(count: int, most: int | None) -> Sequence[int]:

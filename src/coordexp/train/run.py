@@ -3,7 +3,7 @@
 import math
 import os
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from fractions import Fraction
 from itertools import islice
@@ -23,6 +23,7 @@ from coordexp.config.settings import PACKING_KEYS
 from coordexp.data import RecordFile, read_records
 from coordexp.data.doctor.measures import SMALL, Sizes
 from coordexp.dump_files import FOLDER
+from coordexp.evaluate import read_truth
 from coordexp.objective import Objective
 from coordexp.pack import CarryBuffer, Example
 from coordexp.pack.attention import attention_for
@@ -74,6 +75,10 @@ def prepare(loaded: Loaded, resume: bool) -> tuple[Callable[[], Outcome], Path |
             _say_if_canvas_is_coarse(train, settings.rollout_matching.maskiou_resolution)
         if held_out is not None and (cost := describe_evaluation(settings, len(held_out))):
             say(cost)
+    if (
+        held_out is not None and arguments.eval_strategy != "no"
+    ):  # a fault is told now, not at the first evaluation
+        together(lambda: read_truth(held_out) if arguments.process_index == 0 else None)
     checkpoint = _checkpoint(folder, resume)
     step = (step_of(checkpoint) or 0) if checkpoint else 0
     if checkpoint is not None and step >= arguments.max_steps:
@@ -101,8 +106,8 @@ def prepare(loaded: Loaded, resume: bool) -> tuple[Callable[[], Outcome], Path |
             pass
         finally:
             bar.close()
-            trainer.backend.close()
-            stop.close()
+            with closing(stop):
+                trainer.backend.close()
         steps = trainer.state.global_step
         return Outcome(steps, stop.stopped_by, folder, saved=trainer.saved == steps)
 
@@ -223,6 +228,8 @@ def _trainer(
     trainer.remove_callback(PrinterCallback)
     if trainer.pop_callback(TensorBoardCallback):
         trainer.add_callback(TensorBoard)
+        trainer.remove_callback(stop)
+        trainer.add_callback(stop)  # which has to be the last one
     return trainer, stop, bar
 
 

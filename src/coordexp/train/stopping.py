@@ -20,7 +20,7 @@ from coordexp.ranks import max_over_ranks
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 SAME = 1.0  # seconds in which more signals count as the same one: a scheduler and torchrun may both send it
 START_GRACE = 15.0  # seconds for a start that was cut off to clean up, before the process ends regardless
-Phase = Literal["start", "step", "evaluation", "save"]
+Phase = Literal["start", "step", "evaluation", "save", "end"]
 
 
 class Stopped(Exception):
@@ -35,8 +35,10 @@ def exit_code(number: int) -> int:
 def stop_line(number: int, phase: Phase, step: int) -> str:
     """Return the line that is printed when the signal comes. `step` is the last one that is done."""
     name = signal.Signals(number).name
-    if phase == "start":
+    if phase == "start" or (phase == "evaluation" and step == 0):
         return f"stopping ({name}): no step was trained yet, so there is nothing to save"
+    if phase == "end":
+        return f"stopping ({name}): all steps are done; the run is ending"
     first = {
         "step": f"step {step + 1} is finished and saved first",
         "evaluation": f"the evaluation is abandoned after its current batch, then step {step} is saved",
@@ -102,6 +104,9 @@ class StopOnSignal(TrainerCallback):
             control.should_save = True
             control.should_evaluate = False
             control.should_training_stop = True
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self._phase = "end"
 
     def _hear(self, reading: int) -> None:
         first = 0.0

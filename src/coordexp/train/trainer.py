@@ -74,6 +74,10 @@ class RowTrainer(Trainer):
         self.tally = Tally(objective)
         self.health = Health()
         self.saved: int | None = None  # the step of the newest checkpoint
+        self._checkpoint_limit, self.args.save_total_limit = (
+            self.args.save_total_limit,
+            None,
+        )  # `_rotate` alone removes
         self._rotation_is_due = False
         self.tokens = self.steps = 0
         self.loss_is_scaled_for_ga = True  # by the counts of the whole optimizer step
@@ -116,8 +120,8 @@ class RowTrainer(Trainer):
         self.health = self._health_after(numbers)
         if broken_logits and self.is_world_process_zero():
             say(
-                f"warning: step {numbers.step}: {describe_broken(broken_logits)}; they count as 0 or as the bound "
-                "and get no gradient"
+                f"warning: step {numbers.step}: {describe_broken(broken_logits)}; NaN counts as 0, the others as "
+                "the bound, and none of them gets a gradient"
             )
         if self.health == Health():  # the weights of the newest checkpoint have worked
             self._rotate()
@@ -127,10 +131,12 @@ class RowTrainer(Trainer):
         try:
             return self.health.after(numbers)
         except DivergenceError as error:
-            if self.saved is not None and self.saved == self.state.global_step:
+            if (
+                self.saved == self.state.global_step - self.health.broken_steps
+            ):  # of the first step that was broken
                 raise DivergenceError(
-                    f"{error}\n  checkpoint-{self.saved} holds the weights of this step; if they are the cause, "
-                    "remove it to resume from an older one"
+                    f"{error}\n  checkpoint-{self.saved} holds the weights that this began with; if they are the "
+                    "cause, remove it to resume from an older one"
                 ) from None
             raise
 
@@ -235,13 +241,18 @@ class RowTrainer(Trainer):
     def _save_whole(self, model: Any, trial: Any) -> None:
         checkpoint = self._checkpoint(self.state.global_step)
         first = self.is_world_process_zero()
-        limit, self.args.save_total_limit = self.args.save_total_limit, None
-        with saving(checkpoint):
-            together(lambda: clear(checkpoint) if first else None)  # was passed over: damaged or unfinished
-            super()._save_checkpoint(model, trial)
-            self.args.save_total_limit = limit
+
+        def write() -> None:
+            super(RowTrainer, self)._save_checkpoint(model, trial)
             if first:
                 write_whole(checkpoint / ABOUT, json.dumps(self.about) + "\n")
+
+        with saving(checkpoint):
+            together(lambda: clear(checkpoint) if first else None)  # was passed over: damaged or unfinished
+            if self.is_fsdp_enabled or self.is_deepspeed_enabled:  # they have collectives of their own in it
+                write()
+            else:
+                together(write)
             together(lambda: self.stream.save(checkpoint))
             together(lambda: sync_checkpoint(checkpoint) if self.args.local_process_index == 0 else None)
             together(lambda: write_manifest(checkpoint, say) if first else None)
@@ -253,7 +264,7 @@ class RowTrainer(Trainer):
         """Remove the oldest checkpoints beyond `save_total_limit`, if one was saved since."""
         due, self._rotation_is_due = self._rotation_is_due, False
         if due and self.saved is not None and self.args.should_save:
-            rotate(self._checkpoint(self.saved), self.args.save_total_limit, self.state.best_model_checkpoint)
+            rotate(self._checkpoint(self.saved), self._checkpoint_limit, self.state.best_model_checkpoint)
 
     def _checkpoint(self, step: int) -> Path:
         return Path(self.args.output_dir) / f"checkpoint-{step}"

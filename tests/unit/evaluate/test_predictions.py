@@ -237,8 +237,10 @@ def test_classes_without_an_id_get_the_next_free_numbers():
 
 
 def test_an_id_of_two_classes_or_of_two_images_is_refused(tmp_path):
+    mixed = with_ids(record(("a", BOX), ("b", FAR)), 5, 1, 1)[1]
+    (tmp_path / "a.jsonl").write_text(f"{mixed.as_json()}\n")
     with pytest.raises(PredictionError, match="category_id 1 is the class 'a' and the class 'b'"):
-        category_ids([with_ids(record(("a", BOX), ("b", FAR)), 5, 1, 1)])
+        read_truth(RecordFile(tmp_path / "a.jsonl"))
     twice = [record(("a", BOX)), with_ids(record(("a", BOX)), 1, None)[1]]
     (tmp_path / "a.jsonl").write_text("".join(f"{each.as_json()}\n" for each in twice))
     with pytest.raises(PredictionError, match="2 records have the image_id 1 "):
@@ -259,6 +261,7 @@ def test_unfinished_predictions_go_on_where_they_were_cut(tmp_path):
     asked = {"model": "m", "prompt": "p"}
     unfinished = Unfinished(tmp_path / "preds.json", asked)
     unfinished.begin()
+    unfinished.begin()  # no answer was lost
     unfinished.add(ANSWERS)
     with unfinished.path.open("ab") as file:
         file.write(b'{"image_id": 9, "ima')

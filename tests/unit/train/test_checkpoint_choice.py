@@ -125,7 +125,7 @@ def test_names_that_are_no_number_are_skipped_and_numbers_are_compared_as_such(t
 def test_a_checkpoint_of_an_earlier_version_is_taken_with_a_note(tmp_path, capsys):
     saved(tmp_path, 4, manifest=False)
     assert _checkpoint(tmp_path, resume=True) == tmp_path / "checkpoint-4"
-    assert "note: checkpoint-4 has no manifest.json (of an earlier version)" in capsys.readouterr().err
+    assert "note: checkpoint-4 has no manifest.json, as in earlier versions" in capsys.readouterr().err
 
 
 def test_a_new_run_does_not_take_a_folder_with_a_finished_checkpoint_and_reads_none(tmp_path, monkeypatch):
@@ -242,7 +242,7 @@ def test_verify_says_one_line_a_checkpoint_and_exits_by_the_newest(tmp_path):
         "checkpoint-12 is intact",
         "checkpoint-8 is intact",
         "checkpoint-4 is damaged",
-        "checkpoint-2 has no manifest.json (of an earlier version)",
+        "checkpoint-2 has no manifest.json, as in earlier versions",
     ]
     assert f"{tmp_path}/checkpoint-4/model.safetensors has other bytes" in result.stdout
     (tmp_path / "checkpoint-12" / MANIFEST).unlink()

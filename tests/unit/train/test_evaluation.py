@@ -6,11 +6,13 @@ import pytest
 
 from coordexp.config.rollout import Decoding, RepeatTerminate, RolloutMatching
 from coordexp.data import TrueObject
+from coordexp.evaluate import check_predictions, read_predictions, read_truth
 from coordexp.rollout.backend import Decode
 from coordexp.train.evaluation import AnswerEvaluation, evenly_spaced
 from coordexp.train.stopping import Stopped
 from tests.scripted import Said, ScriptedBackend, casebook
 from tests.unit.core.conftest import box
+from tests.unit.rollout.ranks import run_two_ranks
 from tests.vocabularies import table
 
 SMALL = table("small")
@@ -30,6 +32,7 @@ def test_evaluation_decodes_greedily_with_the_limit_and_the_guard_of_the_setting
 
 
 NAMES = [f"{k}.png" for k in range(5)]
+CORNERS = ["<|coord_1|>", "<|coord_1|>", "<|coord_9|>", "<|coord_9|>"]
 
 
 def evaluation(tmp_path, **named):
@@ -80,3 +83,27 @@ def test_a_part_of_the_records_is_evaluated_and_written(tmp_path):
 )
 def test_records_are_chosen_evenly_over_the_file(count, most, chosen):
     assert evenly_spaced(count, most) == chosen
+
+
+def test_predictions_of_a_part_are_numbered_by_the_classes_of_all_records(tmp_path):
+    """So that `coordexp evaluate` takes them with the whole file."""
+    names = dict(zip(NAMES, ("zebra", "ant", "cow", "bee", "dog"), strict=True))
+    cases = casebook(tmp_path, {name: (TrueObject(desc, box(1, 1, 9, 9)),) for name, desc in names.items()}, SMALL)
+    said = {
+        name: Said(json.dumps({"object_1": {"desc": desc, "bbox_2d": CORNERS}})) for name, desc in names.items()
+    }
+    backend = ScriptedBackend(said, SMALL)
+    cfg = RolloutMatching(max_new_tokens=77)
+    AnswerEvaluation(cases.records, backend, lambda: iter(()), SMALL, cfg, tmp_path, samples=2)(step=1)
+    written = read_predictions(tmp_path / "evaluations/step-1.json")
+    assert len(written.detections) == 2
+    check_predictions(written, read_truth(cases.records))
+
+
+def test_a_record_that_one_rank_cannot_read_ends_the_evaluation_of_all(tmp_path):
+    good = '{"image": "a.png", "width": 10, "height": 10, "space": "pixel", "objects": []}\n'
+    (tmp_path / "val.jsonl").write_text(good + good.replace("pixel", "pixxel") + good + good)
+    first, second = run_two_ranks("tests.unit.train.evaluation_worker", tmp_path)
+    assert first["error"].startswith("RankError: rank 1 failed, and with it all others\n  RecordError: ")
+    assert second["error"].startswith("RecordError: ") and "val.jsonl:2: space 'pixxel'" in second["error"]
+    assert first["stopped_by"] is second["stopped_by"] is None

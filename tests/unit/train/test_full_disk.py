@@ -1,12 +1,13 @@
 """A full disk costs metrics and TensorBoard events, not the run; what is in the way of a resume is named."""
 
 import json
+import time
 from types import SimpleNamespace
 
 import pytest
 
 from coordexp.errors import DataError
-from coordexp.train.callbacks import MetricsFile, TensorBoard
+from coordexp.train.callbacks import RETRY, MetricsFile, TensorBoard
 from coordexp.train.folder import read_starts
 
 pytestmark = pytest.mark.timeout(60)
@@ -43,8 +44,12 @@ def test_tensorboard_without_room_is_warned_of_once_and_begins_a_new_file_later(
     file.unlink()
     file.symlink_to("/dev/full")
     monkeypatch.setattr("socket.gethostname", lambda: "same")  # the names of later files
-    for _ in range(2):
+    for _ in range(3):
         board.on_log(arguments, STATE, None, logs={"loss": 1.0})
+    assert len(list((tmp_path / "runs").iterdir())) == 1  # it is too early for another attempt
+    clock = time.monotonic
+    monkeypatch.setattr("time.monotonic", lambda: clock() + RETRY)
+    board.on_log(arguments, STATE, None, logs={"loss": 1.0})
     board.on_train_end(arguments, STATE, None)
     told = capsys.readouterr().err
     assert "Traceback" not in told
