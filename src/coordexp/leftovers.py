@@ -76,3 +76,6 @@ def remove_engine(segments: Iterable[str]) -> None:
     remove_segments(segments)
     if folder := os.environ.get(ENGINE_FOLDER):
         shutil.rmtree(folder, ignore_errors=True)
+    if above := os.environ.get(RUN_FOLDER):  # a tether that lives removes it itself
+        with suppress(OSError):
+            Path(above).rmdir()

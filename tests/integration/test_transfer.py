@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from vllm.model_executor.model_loader.reload import record_metadata_for_reloading
 
+from coordexp.rollout.broadcast import check_agreement
 from coordexp.rollout.buckets import buckets, non_finite
 from coordexp.rollout.engine_side import NothingToAgree, SharedMemoryReceiver, clear_kv_caches, cuda_handle
 from coordexp.rollout.memory_file import ALIGNMENT, MemoryFile
@@ -175,3 +176,12 @@ def test_a_cleared_kv_cache_is_zero_to_its_ends_and_nothing_beside_it_is_touched
     clear_kv_caches([[cache[: size // 2]], cache[size // 2 :]])
     assert memory == b"\x07" * 100 + bytes(size) + b"\x07" * (8192 - 100)
     clear_kv_caches([])
+
+
+@pytest.mark.parametrize("reduced", [(8, -6), (10, -8), (9, -9), (0, 0), (-1, -1)])
+def test_lengths_that_differ_or_were_never_reduced_are_an_error(reduced):
+    """(0, 0) and (-1, -1) are what is left of memory when NCCL has done nothing."""
+    buffer = torch.zeros(8, dtype=torch.uint8)
+    with pytest.raises(ValueError, match="this end expects a bucket of 8 bytes"):
+        check_agreement(torch.tensor(reduced), buffer)
+    check_agreement(torch.tensor((8, -8)), buffer)

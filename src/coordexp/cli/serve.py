@@ -38,9 +38,9 @@ def serve(
 ) -> None:
     """Serve rollouts by vLLM to the learner that trains with the same config.
 
-    The port is the one in base_url. With COORDEXP_SERVER_TOKEN set, every route but /health/ wants
-    that token; learners read it from the same variable. Without it, a server listens on this
-    machine's own addresses only. SIGTERM or Ctrl-C ends the server and its engine.
+    The port is the one in base_url. With COORDEXP_SERVER_TOKEN set, every route but /health/ and
+    /ready/ requires that token; learners read it from the same variable. Without it, a server
+    listens on this machine's own addresses only. SIGTERM or Ctrl-C ends the server and its engine.
     """
     try:
         settings = load_settings(config).settings

@@ -7,6 +7,7 @@ processors have it. Needs Pillow, which is imported when the first file is read.
 
 import hashlib
 import os
+import struct
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -21,7 +22,9 @@ if TYPE_CHECKING:
 FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF", "TIFF")
 MOST_PIXELS = 2**27  # of an image: a file of some kilobytes can be gigabytes of pixels
 MOST_RATIO = 200  # of the longer side to the shorter one; the image processors of Qwen-VL refuse more
-_ORIENTATION = 0x0112
+LARGEST_TILE = 2**20  # pixels of a tile of a TIFF, which may be larger than a small image
+_ORIENTATION, _TILE_WIDTH, _TILE_LENGTH = 0x0112, 322, 323
+_BROKEN = (TypeError, KeyError, IndexError, OverflowError, struct.error)  # of Pillow, for tags with wrong values
 _ENDS = 4096  # bytes from both ends of a file that make its mark
 
 
@@ -62,13 +65,25 @@ def opened_image(source: Path | IO[bytes]) -> "Iterator[Image.Image]":
         with Image.open(source, formats=FORMATS) as image:
             if _is_bomb(*image.size):
                 raise ImageError(size_problem(*image.size))
+            if image.format == "TIFF":
+                _check_tiles(image)
             yield image
     except FileNotFoundError:
         raise
     except UnidentifiedImageError as error:
         raise ImageError(f"not a {', '.join(FORMATS[:-1])} or {FORMATS[-1]} image") from error
-    except (OSError, ValueError, SyntaxError, EOFError) as error:
+    except (OSError, ValueError, SyntaxError, EOFError, *_BROKEN) as error:
         raise ImageError(getattr(error, "strerror", None) or str(error) or type(error).__name__) from error
+
+
+def _check_tiles(image: "Image.Image") -> None:
+    """Raise ImageError if a tile of a TIFF is far larger than its image: whole tiles are decoded."""
+    tags = image.tag_v2  # type: ignore[attr-defined]
+    width, height = tags.get(_TILE_WIDTH, 1), tags.get(_TILE_LENGTH, 1)
+    if width * height > max(image.width * image.height, LARGEST_TILE):
+        raise ImageError(
+            f"its tiles of {width} x {height} are larger than the image, {image.width} x {image.height}"
+        )
 
 
 def upright_size(image: "Image.Image") -> tuple[int, int, bool]:

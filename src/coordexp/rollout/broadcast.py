@@ -96,7 +96,7 @@ class _Nccl:
 
     def broadcast(self, buffer: Tensor) -> None:
         if self._agree:
-            lengths, highest = _lengths(buffer), torch.empty(2, dtype=torch.int64, device=self._device)
+            lengths, highest = _lengths(buffer), torch.full((2,), -1, device=self._device)
             self._finish(lambda: self._nccl.all_reduce(lengths, highest, dist.ReduceOp.MAX, self._stream))
             check_agreement(highest, buffer)
         self._finish(lambda: self._nccl.broadcast(buffer, src=self._learner, stream=self._stream))
@@ -126,7 +126,7 @@ def _lengths(buffer: Tensor) -> Tensor:
 def check_agreement(lengths: Tensor, buffer: Tensor) -> None:
     """Raise ValueError if the ranks' buffers differ. `lengths` are the maxima of what `_lengths` gives on each."""
     longest, shortest = int(lengths[0]), -int(lengths[1])
-    if longest != shortest:
+    if not longest == shortest == buffer.numel():
         other = longest if buffer.numel() == shortest else shortest
         raise ValueError(
             f"this end expects a bucket of {buffer.numel()} bytes, and the other end one of {other} bytes: "

@@ -34,7 +34,7 @@ def non_finite(weights: Iterable[tuple[str, Tensor]]) -> str | None:
     """Return the name of the first weight that has a NaN or an Inf, or None.
 
     Minimum and maximum of a tensor are one pass over it without a temporary copy, and a NaN becomes both of them.
-    The host waits for the device once for all weights."""
+    The host waits for the device once, for all weights that are given."""
     names: list[str] = []
     extremes: list[Tensor] = []
     for name, weight in weights:
@@ -44,6 +44,8 @@ def non_finite(weights: Iterable[tuple[str, Tensor]]) -> str | None:
             extremes.append(torch.stack(torch.aminmax(comparable)).double())
     if not names:
         return None
+    if len({one.device for one in extremes}) > 1:
+        extremes = [one.cpu() for one in extremes]
     finite = torch.stack(extremes).isfinite().all(dim=1).tolist()
     return next((name for name, is_finite in zip(names, finite, strict=True) if not is_finite), None)
 

@@ -149,7 +149,7 @@ def _wait_and_end(owner: int, engine: tuple[int, int] | None) -> None:
     """Nobody else is left to remove what the engine leaves."""
     select.select([owner], [], [])
     segments = leftovers.mapped_segments(os.getpid())
-    if engine is not None:
+    if engine is not None and not select.select([engine[1]], [], [], 0)[0]:  # its number is still its own
         segments |= leftovers.mapped_segments(engine[0])
         with suppress(ProcessLookupError):
             signal.pidfd_send_signal(engine[1], signal.SIGKILL)

@@ -98,7 +98,7 @@ def clear_kv_caches(caches: Iterable[Tensor | list[Tensor]]) -> None:
 
     Attention multiplies the values in the unused slots of a block by a probability of 0, and 0 * NaN is NaN: what
     weights with NaN have left there would spoil later answers until the slots are written to again. On a GPU this
-    is a memset, at about 1 TB/s. On a CPU the pages go back to the system and come again as zeros when they are
+    is a memset. On a CPU the pages go back to the system and come again as zeros when they are
     used: writing zeros would claim memory that the engine may never use."""
     tensors = [one for cache in caches for one in (cache if isinstance(cache, list) else [cache])]
     storages = {one.untyped_storage().data_ptr(): one.untyped_storage() for one in tensors}

@@ -86,7 +86,7 @@ def read_image(source: str | Path | IO[bytes], name: str) -> Image.Image:
         with opened_image(Path(source) if isinstance(source, str) else source) as image:
             if problem := size_problem(*image.size):
                 raise ImageError(problem)
-            ImageOps.exif_transpose(image, in_place=True)  # a copy would be as large again
+            ImageOps.exif_transpose(image, in_place=True)
             return image.convert("RGB")
     except OSError as error:
         raise DataError(

@@ -21,7 +21,8 @@ from coordexp.serve.requests import FoundPicture, InferRequest, Pictures, Reques
 from coordexp.vocab import VocabularyTable
 
 # All pictures that are being decoded or made into patches, of all calls, have at most this many pixels together. A
-# pixel takes 10 to 16 bytes on its way: the file's own mode, RGB, the array and the tensor.
+# pixel of a picture that is scaled down takes 10 to 16 bytes on its way: the file's own mode, RGB, the array and
+# the tensor. Patches stay until the answer is there; their number is bounded by the context and by `most_at_once`.
 PIXELS_AT_ONCE = MOST_PIXELS
 BLOCK = 2**26  # bytes that Pillow asks for at once; smaller ones would stay with the thread that has freed them
 log = logging.getLogger(__name__)
@@ -44,7 +45,7 @@ class Answers(Protocol):
 
 
 class PixelBudget:
-    """Room for so many pixels, given out in the order of arrival. An image larger than that gets all of it."""
+    """Room for so many pixels, given out in the order of arrival. An image that is larger waits for all of it."""
 
     def __init__(self, pixels: int) -> None:
         self.pixels = self.free = pixels

@@ -43,7 +43,7 @@ class Communicator(_Body):
     host: str = ""
     port: Port
     world_size: Annotated[int, Field(ge=2)]
-    timeout_s: Annotated[float, Field(gt=0)] = TIMEOUT
+    timeout_s: Annotated[float, Field(gt=0, le=86400, allow_inf_nan=False)] = TIMEOUT
 
 
 class Opening(_Body):
@@ -310,8 +310,8 @@ def _chunk(text: str, last: bool = False) -> dict[str, Any]:
 
 
 class _Door:
-    """Lets in who has the token, if there is one, and no body that is too large. When the server is `ending`, it
-    sends all home."""
+    """Refuses requests without the token, if there is one, and bodies that are too large. When the server is
+    `ending`, it refuses every request."""
 
     def __init__(self, app: Any, token: str | None, ending: asyncio.Event, why: Callable[[], Refusal]) -> None:
         self.app, self.token, self.ending, self.why = app, token, ending, why

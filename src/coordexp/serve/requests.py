@@ -31,7 +31,7 @@ def _is_utf8(text: str) -> str:
     return text
 
 
-HALF = "text with half a character (a lone surrogate), which UTF-8 cannot say"
+HALF = "text with half a character (a lone surrogate), which UTF-8 cannot encode"
 Text = Annotated[str, AfterValidator(_is_utf8)]
 # What clients may say of sampling beyond what is served, and the value by which nothing is asked for.
 NEUTRAL: dict[str, int | None] = {
@@ -60,7 +60,7 @@ class _Strict(_Loose):
         neutral = NEUTRAL if cls is RequestConfig else {}
         for name, value in given.items() if isinstance(given, dict) else ():
             if name not in cls.model_fields and value not in (None, neutral.get(name)):
-                raise ValueError(f"{str(name)[:80]}: not served here; leave it out")
+                raise ValueError(f"{ascii(str(name))[1:-1][:80]}: not served here; leave it out")
         return given
 
 
@@ -187,7 +187,9 @@ class FoundPicture:
             raise bad_request(message, fix) from error
         if image.size != (self.width, self.height):
             told = f"{self.name}: {image.width} x {image.height}, and its header said {self.width} x {self.height}"
-            raise bad_request(told, "do not replace pictures while they are used")
+            raise bad_request(
+                told, "save the picture again; if it was replaced meanwhile, do not do that in a run"
+            )
         return image
 
 

@@ -94,7 +94,8 @@ class Updates:
     @property
     def patience(self) -> float:
         """The seconds for which a call about weights may keep the workers waiting for the learner, if one runs."""
-        return self._timeout if self._engine.locked() else 0.0
+        # Agreeing on the length of a bucket and sending it may take the whole deadline each.
+        return 2 * self._timeout if self._engine.locked() else 0.0
 
     async def claim(self, session: Session) -> None:
         """Let the session hold the server. Its connection is open as long as it does, so another claim, also one

@@ -23,12 +23,13 @@ class Watchdog:
     def __init__(self, ping: Callable[[], Awaitable[None]], deadline: float, busy: Callable[[], float]) -> None:
         self._ping, self._deadline, self._busy = ping, deadline, busy
         self.silent = 0.0  # seconds for which a question has been out
+        self._allowed = 0.0  # seconds more that it may be, because workers have waited meanwhile
 
     @property
     def problem(self) -> Refusal | None:
-        if self.silent <= self._deadline + self._busy():
+        if self.silent <= self._deadline + max(self._allowed, self._busy()):
             return None
-        message = f"engine_hung: no progress for {self.silent:.0f} s, and its processes are still there"
+        message = f"the engine hangs: its processes are alive and have not answered for {self.silent:.0f} s"
         fix = (
             "the server ends itself: start it again, as `coordexp launch` does; if a step takes that long here, "
             "raise rollout_matching.vllm.server.hung_after_s"
@@ -45,7 +46,7 @@ class Watchdog:
                 asked.cancel()
             if asked.cancelled() or asked.exception() is not None:
                 return
-            self.silent = 0.0
+            self.silent = self._allowed = 0.0
             await asyncio.sleep(min(PING, self._deadline / 4))
 
     async def _until_answered(self, asked: "asyncio.Future[None]") -> None:
@@ -54,5 +55,7 @@ class Watchdog:
         look = min(LOOK, self._deadline / 4)
         while not asked.done():
             began = time.monotonic()
+            self._allowed = max(self._allowed, self._busy())
             await asyncio.wait({asked}, timeout=look)
+            self._allowed = max(self._allowed, self._busy())
             self.silent += min(time.monotonic() - began, 2 * look)

@@ -4,7 +4,9 @@ import ast
 import base64
 import json
 import os
+import struct
 import subprocess
+import zlib
 from pathlib import Path
 
 import pytest
@@ -150,3 +152,23 @@ def test_pixels_of_an_image_that_is_too_large_are_not_decoded(tmp_path, monkeypa
         thumbnail(tmp_path / "a.png")
     with pytest.raises(DataError, match="more than 1999 pixels"):
         read_image(tmp_path / "a.png", "a.png")
+
+
+def tiled_tiff(width: int, height: int, tile: tuple[int, int]) -> bytes:
+    """A TIFF whose only tile is all zeros, deflated."""
+    data = zlib.compress(bytes(tile[0] * tile[1]), 9)
+    tags = [(256, width), (257, height), (258, 8), (259, 8), (262, 1), (277, 1), (322, tile[0]), (323, tile[1])]
+    tags += [(324, 8), (325, len(data))]
+    entries = b"".join(struct.pack("<HHII", tag, 4, 1, value) for tag, value in tags)
+    return (
+        struct.pack("<2sHI", b"II", 42, 8 + len(data)) + data + struct.pack("<H", len(tags)) + entries + bytes(4)
+    )
+
+
+def test_a_tiff_whose_tiles_are_far_larger_than_its_image_is_not_decoded(tmp_path):
+    file = tmp_path / "tiles.tif"
+    file.write_bytes(tiled_tiff(64, 64, (8192, 8192)))
+    with pytest.raises(ImageError, match="its tiles of 8192 x 8192 are larger than the image, 64 x 64"):
+        image_facts(file, decode=True)
+    file.write_bytes(tiled_tiff(64, 64, (256, 256)))
+    assert image_facts(file, decode=True).width == 64

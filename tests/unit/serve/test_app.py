@@ -318,7 +318,7 @@ def test_a_server_is_alive_and_not_ready_while_it_has_no_weights_or_gets_some(se
         server.engine.has_ended = False
         server.app.watchdog.silent = 61.0
         assert code(http.get("/ready/")) == code(http.get("/health/")) == (503, "engine_hung")
-        assert "no progress for 61 s" in http.get("/health/").text
+        assert "have not answered for 61 s" in http.get("/health/").text
 
 
 def good(answer: httpx.Response) -> None:

@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import httpx
@@ -94,6 +94,22 @@ def test_a_body_that_stops_is_closed_and_one_that_comes_slowly_is_not(server):
             one.sendall(body[byte : byte + 5])
             time.sleep(0.6)  # together longer than both deadlines
         assert b"200 OK" in one.recv(65536)
+
+
+@pytest.mark.timeout(60)
+def test_a_client_that_takes_no_answer_is_closed(server):
+    """It asks 5,000 times and never reads, so the answers wait at the server."""
+    host, _, port = server.url.removeprefix("http://").partition(":")
+    with socket.socket() as one:
+        one.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        one.settimeout(5.0)
+        one.connect((host, int(port)))
+        with suppress(OSError):
+            one.sendall(b"GET /health/ HTTP/1.1\r\nHost: x\r\n\r\n" * 5000)
+        since = time.monotonic()
+        while server.uvicorn.server_state.connections:
+            assert time.monotonic() - since < 30, "it was never closed"
+            time.sleep(0.1)
 
 
 @pytest.mark.timeout(60)

@@ -45,7 +45,7 @@ def test_an_engine_that_does_not_answer_is_said_to_hang_after_the_deadline():
     assert watched(never, DEADLINE / 2).problem is None
     problem = watched(never, 1.2).problem
     assert problem is not None and (problem.status, problem.code) == (503, "engine_hung")
-    assert "no progress for 1 s" in problem.message and "hung_after_s" in problem.fix
+    assert "have not answered for 1 s" in problem.message and "hung_after_s" in problem.fix
 
 
 @pytest.mark.parametrize("ping", [at_once, slowly])
@@ -56,6 +56,21 @@ def test_an_engine_that_answers_does_not_hang_however_long_it_is_watched(ping):
 def test_workers_that_wait_for_weights_may_be_silent_for_as_long_as_that_may_take():
     assert watched(never, 0.8, busy=5.0).problem is None
     assert watched(never, 0.8, busy=0.1).problem is not None
+
+
+def test_what_was_allowed_while_workers_waited_counts_until_they_have_answered():
+    """The question is answered a moment after a long call about weights, when nothing is waited for any more."""
+
+    async def run() -> None:
+        waiting = [5.0]
+        watchdog = Watchdog(never, DEADLINE, lambda: waiting[0])
+        watching = asyncio.ensure_future(watchdog.run())
+        await asyncio.sleep(0.8)
+        waiting[0] = 0.0
+        assert watchdog.silent > DEADLINE and watchdog.problem is None
+        watching.cancel()
+
+    asyncio.run(run())
 
 
 def test_an_engine_that_has_ended_is_no_matter_of_the_watchdog():
