@@ -162,7 +162,7 @@ def test_a_picture_that_cannot_be_read_is_an_answer_that_says_so(lively_model, e
     assert "8 of 8 pictures could not be read" in result.output
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM])
 def test_predictions_that_were_interrupted_are_resumed(lively_model, eight_scenes, number):
     whole = CliRunner().invoke(app, predicting(lively_model, eight_scenes))
     assert whole.exit_code == 0, whole.output
@@ -184,8 +184,8 @@ def test_predictions_that_were_interrupted_are_resumed(lively_model, eight_scene
         time.sleep(0.002)
     process.send_signal(number)
     _, said = process.communicate(timeout=60)
-    if number == signal.SIGINT:
-        assert process.returncode == 130, said
+    if number != signal.SIGKILL:
+        assert process.returncode == 128 + number, said
         assert "of 8 pictures; their answers are in" in said
         assert "--resume goes on from there" in said
     assert not files[0].exists()
@@ -203,3 +203,6 @@ def test_predictions_that_were_interrupted_are_resumed(lively_model, eight_scene
     assert "of 8 pictures have been answered already" in result.output
     assert [file.read_text() for file in files] == undisturbed
     assert not unfinished.exists()
+    result = CliRunner().invoke(app, predicting(lively_model, eight_scenes, "--resume", "--limit", "2"))
+    assert result.exit_code == 0 and f"{files[0]} is complete: nothing to do" in result.output
+    assert [file.read_text() for file in files] == undisturbed

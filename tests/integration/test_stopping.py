@@ -77,7 +77,7 @@ def test_a_second_signal_ends_the_run_at_once(parts):
         checkpoint = parts / "twice/checkpoint-2"
         wait_until(run, lambda: (checkpoint / "trainer_state.json").is_file())
         os.kill(run.process.pid, signal.SIGINT)
-        wait_until(run, lambda: "send the signal again to end at once, without saving" in run.shown, 5)
+        wait_until(run, lambda: "again to end at once, without saving" in run.shown, 5)
         os.kill(run.process.pid, signal.SIGTERM)  # at the same time: a scheduler and torchrun may both send one
         time.sleep(SAME + 0.2)
         assert run.process.poll() is None and run.shown.count("stopping") == 1

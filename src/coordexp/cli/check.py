@@ -13,6 +13,7 @@ from coordexp.config import ConfigError, Loaded, World, dotted, load_settings
 from coordexp.config.capacity import describe_evaluation
 from coordexp.config.paths import Key
 from coordexp.config.settings import Settings
+from coordexp.folders import how_to_find
 
 ConfigOption = Annotated[Path, typer.Option("--config", "-c", help="The YAML file.", show_default=False)]
 
@@ -101,7 +102,10 @@ def _print_settings(loaded: Loaded, show_all: bool, unchecked: str) -> None:
         out.print(Text(f"{label:<58}  ").append(origin, style="dim" if origin == "default" else "cyan"))
     if hidden:
         out.print(Text(f"({hidden} more training arguments are at their defaults; --all shows them)", style="dim"))
-    absent = [f"{setting}: {name} does not exist here" for setting, name in absent_files(loaded.settings)]
+    absent = [
+        f"{setting}: {name} does not exist here; {how_to_find(setting, name)}"
+        for setting, name in absent_files(loaded.settings)
+    ]
     for note in (*loaded.notes, *absent):
         out.print(Text(f"note: {note}", style="yellow"))
     if cost := describe_evaluation(loaded.settings, _records(loaded.settings.custom.val_jsonl)):

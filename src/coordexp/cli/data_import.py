@@ -44,6 +44,7 @@ class Empty(StrEnum):
 class Missing(StrEnum):
     refuse = "refuse"
     keep = "keep"
+    drop = "drop"
 
 
 class Outside(StrEnum):
@@ -76,7 +77,11 @@ MultipartOption = Annotated[
 CrowdOption = Annotated[Crowd, typer.Option(help="Annotations of a crowd.")]
 EmptyOption = Annotated[Empty, typer.Option(help="Images without objects.")]
 MissingOption = Annotated[
-    Missing, typer.Option(help="When more than half of the image files are not there: stop, or write the records.")
+    Missing,
+    typer.Option(
+        help="Image files that are not there. refuse: stop if they are more than half. keep: write their records "
+        "all the same. drop: leave their records out, and stop if they are more than half."
+    ),
 ]
 OutsideOption = Annotated[Outside, typer.Option(help="Objects that leave their image.")]
 ToleranceOption = Annotated[

@@ -3,9 +3,11 @@
 import hashlib
 import json
 import os
+import signal
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -19,6 +21,8 @@ if TYPE_CHECKING:
     from coordexp.evaluate.predictions import Truth, Unfinished
     from coordexp.rollout.backend import Picture, Rollout
     from coordexp.vocab import VocabularyTable
+
+END = 2**20  # bytes from both ends of a file of weights that tell it from another
 
 Answering = Callable[[Sequence["Picture"]], list["Rollout"]]
 
@@ -64,15 +68,16 @@ def predict(
         wanted = truth[:limit]
         sizes = {(record.width, record.height) for _, record in wanted}
         answer, close = _engine(backend, model, question, max_new_tokens, table, batch, sizes)
+    signal.signal(signal.SIGTERM, _interrupt)
     try:
         _predict(answers, unfinished, records, wanted, table, answer, batch)
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as interruption:
         err.print(
             f"interrupted after {len(answers)} of {len(wanted)} pictures; their answers are in {unfinished.path}\n"
             "  the same command with --resume goes on from there",
             markup=False,
         )
-        raise typer.Exit(130) from None
+        raise typer.Exit(143 if interruption.args else 130) from None
     finally:
         close()
     write_predictions(to, answers, truth)
@@ -83,9 +88,16 @@ def predict(
     _stop_if_most_are_unread(answers)
 
 
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    raise KeyboardInterrupt(number)
+
+
 def _begin(unfinished: "Unfinished", wanted: "Truth", batch: int, resume: bool) -> list["Answer"]:
     """Return the answers of an interrupted run, in whole batches, so that the others are asked in the batches that
     they would have been asked in."""
+    if resume and unfinished.predictions.is_file() and not unfinished.path.is_file():
+        out.print(f"{unfinished.predictions} is complete: nothing to do", markup=False)
+        raise typer.Exit
     if not (resume and unfinished.path.is_file()):
         unfinished.begin()
         if resume:
@@ -169,15 +181,22 @@ def _stop_if_most_are_unread(answers: Sequence["Answer"]) -> None:
     err.print(message, style="yellow")
 
 
+def _mark(file: Path) -> str:
+    """Return a hash of the size and of both ends of a file. A copy has the same one, and other weights another."""
+    with file.open("rb") as opened:
+        head = opened.read(END)
+        size = opened.seek(0, os.SEEK_END)
+        opened.seek(max(0, size - END))
+        return hashlib.sha256(head + opened.read() + size.to_bytes(8, "big")).hexdigest()
+
+
 def _asked(model: Path, data: Path, prompt: str, max_new_tokens: int) -> dict[str, Any]:
     """Return what makes predictions the same ones, with a name for each part that an error can show."""
-    weights = sorted(
-        (file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in model.glob("*.safetensors")
-    )
+    weights = [_mark(file) for file in sorted(model.glob("*.safetensors"))]
     with data.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
     return {
-        "model": [str(model.resolve()), *map(list, weights)],
+        "model": weights,
         "data": digest,
         "prompt": prompt,
         "max_new_tokens": max_new_tokens,

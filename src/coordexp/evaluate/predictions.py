@@ -133,7 +133,8 @@ class Unfinished:
     of which model, so that only the same predictions are resumed."""
 
     def __init__(self, predictions: Path, asked: dict[str, Any]) -> None:
-        self.path, self.asked = predictions.with_suffix(".unfinished.jsonl"), asked
+        self.predictions, self.asked = predictions, asked
+        self.path = predictions.with_suffix(".unfinished.jsonl")
 
     def begin(self) -> None:
         """Write the first line. PredictionError if answers of an interrupted run are there."""
@@ -151,9 +152,16 @@ class Unfinished:
         lines = whole.split(b"\n")
         asked = _read(json.loads, lines[0] or b"null", f"{self.path}:1")
         if asked != self.asked:
-            names = sorted(name for name in self.asked if not asked or asked.get(name) != self.asked[name])
+            before = asked if isinstance(asked, dict) else {}
+            names = sorted(name for name in self.asked if before.get(name) != self.asked[name])
+            values = [
+                f"{name} {before.get(name)!r} is now {self.asked[name]!r}"
+                for name in names
+                if name in ("prompt", "max_new_tokens")
+            ]
             raise PredictionError(
-                f"{self.path} was made with another {' and another '.join(names)}\n"
+                f"{self.path} was made with another {' and another '.join(names)}"
+                f"{': ' if values else ''}{', '.join(values)}\n"
                 "  give the same as before, or remove the file to begin again"
             )
         return [_read(parse_answer, line, f"{self.path}:{k}") for k, line in enumerate(lines[1:], start=2)]

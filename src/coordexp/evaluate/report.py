@@ -134,7 +134,7 @@ def _unread(answers: Sequence[Answer]) -> tuple[str, ...]:
     unread = [answer.image for answer in answers if not answer.was_asked]
     if not unread:
         return ()
-    count = f"{len(unread)} image{'s' if len(unread) > 1 else ''} could not be read ({unread[0]})"
+    count = f"{len(unread)} image{'s' if len(unread) > 1 else ''} could not be read (the first is {unread[0]})"
     return (f"{count}: the model was not asked, and their true objects count as missed",)
 
 

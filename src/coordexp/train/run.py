@@ -87,7 +87,7 @@ def prepare(loaded: Loaded, resume: bool) -> tuple[Callable[[], Outcome], Path |
     trainer, stop, bar = _trainer(settings, arguments, train, held_out)
     if checkpoint is not None:
         trainer.stream.load(checkpoint)
-        trainer.saved = step_of(checkpoint)
+        trainer.saved, trainer.rotation_is_due = step_of(checkpoint), True
 
     def begin() -> None:
         data = {"train": train} | ({"val": held_out} if held_out else {})

@@ -44,7 +44,8 @@ def stop_line(number: int, phase: Phase, step: int) -> str:
         "evaluation": f"the evaluation is abandoned after its current batch, then step {step} is saved",
         "save": f"the checkpoint of step {step} is finished first",
     }[phase]
-    return f"stopping ({name}): {first}; send the signal again to end at once, without saving"
+    again = "press Ctrl-C again" if number == signal.SIGINT else "send the signal again"
+    return f"stopping ({name}): {first}; {again} to end at once, without saving"
 
 
 class StopOnSignal(TrainerCallback):

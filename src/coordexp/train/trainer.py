@@ -78,7 +78,7 @@ class RowTrainer(Trainer):
             self.args.save_total_limit,
             None,
         )  # `_rotate` alone removes
-        self._rotation_is_due = False
+        self.rotation_is_due = False
         self.tokens = self.steps = 0
         self.loss_is_scaled_for_ga = True  # by the counts of the whole optimizer step
         self._parameters = sum(weight.numel() for weight in self.model.parameters())
@@ -256,13 +256,13 @@ class RowTrainer(Trainer):
             together(lambda: self.stream.save(checkpoint))
             together(lambda: sync_checkpoint(checkpoint) if self.args.local_process_index == 0 else None)
             together(lambda: write_manifest(checkpoint, say) if first else None)
-        self.saved, self._rotation_is_due = self.state.global_step, True
+        self.saved, self.rotation_is_due = self.state.global_step, True
         if self.state.global_step >= self.state.max_steps:
             self._rotate()
 
     def _rotate(self) -> None:
         """Remove the oldest checkpoints beyond `save_total_limit`, if one was saved since."""
-        due, self._rotation_is_due = self._rotation_is_due, False
+        due, self.rotation_is_due = self.rotation_is_due, False
         if due and self.saved is not None and self.args.should_save:
             rotate(self._checkpoint(self.saved), self._checkpoint_limit, self.state.best_model_checkpoint)
 
@@ -277,6 +277,12 @@ class RowTrainer(Trainer):
             )
         if self.is_world_process_zero():
             say(f"step {step}: no checkpoint is saved, because the logits of this step were broken")
+
+    def _issue_warnings_after_load(self, load_result: Any) -> None:
+        """Weights that are tied to others are saved once, and so are not missing."""
+        tied = self.accelerator.unwrap_model(self.model).all_tied_weights_keys
+        missing = [name for name in load_result.missing_keys if name not in tied]
+        super()._issue_warnings_after_load(load_result._replace(missing_keys=missing))
 
     def floating_point_ops(self, inputs: tuple[Example, ...]) -> int:
         """Six operations a parameter and token, by the usual estimate."""

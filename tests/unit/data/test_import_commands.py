@@ -109,5 +109,15 @@ def test_an_import_stops_when_most_image_files_are_not_there(source):
     assert "nothing was written" in result.output
     assert not (source / "train.jsonl").exists()
 
+    result = run(*words, "--missing", "drop")
+    assert result.exit_code == 1
+    assert "2 of 3 image files are not there" in result.output
+    picture(source / "images/b.png")
+    result = run(*words, "--missing", "drop")
+    assert result.exit_code == 0, result.output
+    assert len(list(read_records(source / "train.jsonl"))) == 2
+    (source / "train.jsonl").unlink()
+    (source / "images/b.png").unlink()
+
     assert run(*words, "--missing", "keep").exit_code == 0
     assert len(list(read_records(source / "train.jsonl"))) == 3

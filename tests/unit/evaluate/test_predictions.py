@@ -254,7 +254,7 @@ def test_an_image_that_could_not_be_read_is_noted_and_its_objects_are_missed():
     assert report.flat()["recall_50"] == 0.5
     assert report.behaviour.rates["unreadable"].of == 1
     assert report.behaviour.rates["early_stop"].of == 1
-    assert any("1 image could not be read (b.png)" in note for note in report.notes)
+    assert any("1 image could not be read (the first is b.png)" in note for note in report.notes)
 
 
 def test_unfinished_predictions_go_on_where_they_were_cut(tmp_path):
@@ -271,7 +271,7 @@ def test_unfinished_predictions_go_on_where_they_were_cut(tmp_path):
     assert unfinished.resume() == list(ANSWERS)
     with pytest.raises(PredictionError, match=r"interrupted\n  add --resume"):
         unfinished.begin()
-    with pytest.raises(PredictionError, match="made with another prompt\n"):
+    with pytest.raises(PredictionError, match="made with another prompt: prompt 'p' is now 'q'\n"):
         Unfinished(tmp_path / "preds.json", asked | {"prompt": "q"}).resume()
     unfinished.path.write_text("")
     with pytest.raises(PredictionError, match="made with another model and another prompt"):

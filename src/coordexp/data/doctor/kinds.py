@@ -45,7 +45,9 @@ KINDS: dict[str, Kind] = {
         "correct or remove the line; one record is one JSON object on one line",
     ),
     "image-missing": Kind(
-        "error", "image that is not there", "image paths are relative to the folder of the JSONL file"
+        "error",
+        "image that is not there",
+        "image paths are relative to the folder of the JSONL file; fetch the images, or remove their records",
     ),
     "image-unreadable": Kind("error", "image that cannot be read", "replace the file or remove the record"),
     "size-mismatch": Kind(

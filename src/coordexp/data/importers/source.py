@@ -30,7 +30,7 @@ class Rules:
     multipart: Literal["largest", "box", "split", "drop"] = "largest"
     crowd: Literal["drop", "keep"] = "drop"
     empty: Literal["keep", "drop"] = "keep"
-    missing: Literal["refuse", "keep"] = "refuse"  # when more than half of the image files are not there
+    missing: Literal["refuse", "keep", "drop"] = "refuse"  # refuse: if more than half of the files are not there
     outside: Literal["clip", "drop", "refuse"] = "clip"
     tolerance: float = 0.0  # pixels by which a polygon may be moved to save vertices
 

@@ -18,6 +18,8 @@ class Tally:
     def __init__(self) -> None:
         self.images = 0
         self.objects = 0
+        self.missing = 0  # image files that are not there
+        self.first_missing = ""
         self._counts: dict[tuple[Effect, str], int] = {}
         self._firsts: dict[tuple[Effect, str], str] = {}
 

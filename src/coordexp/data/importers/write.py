@@ -12,8 +12,6 @@ from coordexp.data.importers.source import Rules, SourceError, SourceImage
 from coordexp.data.importers.tally import Tally
 from coordexp.data.records import Record
 
-MISSING = "image file that is not there: its record is written"
-
 
 def write_records(
     images: Iterable[SourceImage], target: Path, rules: Rules, tally: Tally, tell: Callable[[int], None]
@@ -46,16 +44,25 @@ def _record(image: SourceImage, folder: Path, rules: Rules, tally: Tally) -> Rec
     if not objects:
         tally.add("noted", "image without objects: kept", str(image.path))
     if not image.path.is_file():
-        tally.add("noted", MISSING, str(image.path))
+        tally.missing += 1
+        tally.first_missing = tally.first_missing or str(image.path)
+        if rules.missing == "drop":
+            tally.add("dropped", "image file that is not there (--missing drop)", str(image.path))
+            return None
+        tally.add(
+            "noted",
+            "image file that is not there: its record is written, and training would stop at it",
+            str(image.path),
+        )
     return Record(_relative(image.path, folder), *size, "pixel", objects, image.image_id)
 
 
 def _check_missing(tally: Tally, rules: Rules) -> None:
-    missing = next((entry for entry in tally.entries if entry.reason == MISSING), None)
-    if rules.missing == "keep" or missing is None or missing.count * 2 <= tally.images:
+    images = tally.images + (tally.missing if rules.missing == "drop" else 0)
+    if rules.missing == "keep" or tally.missing * 2 <= images:
         return
     raise SourceError(
-        f"{missing.count:,} of {tally.images:,} image files are not there, the first is {missing.first}\n"
+        f"{tally.missing:,} of {images:,} image files are not there, the first is {tally.first_missing}\n"
         "  give the folder of the images with --images; --missing keep writes the records without their files"
     )
 
