@@ -100,6 +100,15 @@ def sync_folder(folder: Path) -> None:
             raise
 
 
+def both_ends(path: Path, length: int) -> tuple[bytes, bytes, int]:
+    """Return the first and the last `length` bytes of a file, which overlap in a short one, and its size."""
+    with path.open("rb") as file:
+        head = file.read(length)
+        size = file.seek(0, os.SEEK_END)
+        file.seek(max(0, size - length))
+        return head, file.read(), size
+
+
 def is_torn(line: bytes) -> bool:
     """Return True if a crash cut this line short, or left NULs where its content was to come."""
     return not line.endswith(b"\n") or b"\0" in line

@@ -4,7 +4,6 @@ import json
 import math
 import re
 import shutil
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -16,7 +15,7 @@ from coordexp.demo.scenes import SceneSettings
 from coordexp.demo.write_scenes import write_scenes
 from coordexp.train.divergence import MAX_BROKEN_STEPS
 from tests.integration.stage2_runs import started
-from tests.integration.test_stage1 import ROOT, command, config, environment, metrics, train
+from tests.integration.test_stage1 import ROOT, config, metrics, ran, train
 
 pytestmark = pytest.mark.timeout(240)
 CONSTANT = {"lr_scheduler_type": "constant"}
@@ -33,14 +32,7 @@ def parts(tmp_path_factory):
 
 def failing(file: Path, *options: str, processes: int = 1) -> str:
     """Run it; it must exit 1, without a traceback of its own. Return what it has shown."""
-    done = subprocess.run(
-        command(file, *options, processes=processes),
-        env=environment(),
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=200,
-    )
+    done = ran(file, *options, processes=processes)
     shown = done.stdout + done.stderr
     assert done.returncode == 1, shown[-3000:]
     assert "Traceback" not in shown or processes > 1, shown[-3000:]

@@ -83,8 +83,8 @@ def environment() -> dict[str, str]:
     return os.environ | {"PYTHONPATH": str(SOURCE), "OMP_NUM_THREADS": "1"}
 
 
-def train(file: Path, *options: str, processes: int = 1) -> str:
-    done = subprocess.run(
+def ran(file: Path, *options: str, processes: int = 1) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
         command(file, *options, processes=processes),
         env=environment(),
         cwd=ROOT,
@@ -92,6 +92,10 @@ def train(file: Path, *options: str, processes: int = 1) -> str:
         text=True,
         timeout=200,
     )
+
+
+def train(file: Path, *options: str, processes: int = 1) -> str:
+    done = ran(file, *options, processes=processes)
     assert done.returncode == 0, done.stderr[-3000:] + done.stdout[-2000:]
     return done.stdout
 

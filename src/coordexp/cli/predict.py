@@ -14,6 +14,7 @@ import typer
 
 from coordexp.cli.console import bar, err, need, out, printable, progress, stop
 from coordexp.cli.demo import Backend
+from coordexp.files import both_ends
 
 if TYPE_CHECKING:
     from coordexp.data import RecordFile
@@ -61,11 +62,11 @@ def predict(
             to.parent.mkdir(parents=True, exist_ok=True)
             if to.is_dir() or not os.access(to.parent, os.W_OK):
                 stop(f"{to} cannot be written\n  give another --out")
-            unfinished = Unfinished(to, _asked(model, data, question, max_new_tokens))
-            answers = _begin(unfinished, truth[:limit], batch, resume)
+            wanted = truth[:limit]
+            unfinished = Unfinished(to, _asked(model, records, question, max_new_tokens))
+            answers = _begin(unfinished, wanted, batch, resume)
         except (OSError, RecordError, PredictionError, VocabularyError) as error:
             stop(str(error))
-        wanted = truth[:limit]
         sizes = {(record.width, record.height) for _, record in wanted}
         answer, close = _engine(backend, model, question, max_new_tokens, table, batch, sizes)
     signal.signal(signal.SIGTERM, _interrupt)
@@ -183,21 +184,17 @@ def _stop_if_most_are_unread(answers: Sequence["Answer"]) -> None:
 
 def _mark(file: Path) -> str:
     """Return a hash of the size and of both ends of a file. A copy has the same one, and other weights another."""
-    with file.open("rb") as opened:
-        head = opened.read(END)
-        size = opened.seek(0, os.SEEK_END)
-        opened.seek(max(0, size - END))
-        return hashlib.sha256(head + opened.read() + size.to_bytes(8, "big")).hexdigest()
+    head, tail, size = both_ends(file, END)
+    return hashlib.sha256(head + tail + size.to_bytes(8, "big")).hexdigest()
 
 
-def _asked(model: Path, data: Path, prompt: str, max_new_tokens: int) -> dict[str, Any]:
+def _asked(model: Path, records: "RecordFile", prompt: str, max_new_tokens: int) -> dict[str, Any]:
     """Return what makes predictions the same ones, with a name for each part that an error can show."""
-    weights = [_mark(file) for file in sorted(model.glob("*.safetensors"))]
-    with data.open("rb") as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    from coordexp.train.folder import fingerprint
+
     return {
-        "model": weights,
-        "data": digest,
+        "model": [_mark(file) for file in sorted(model.glob("*.safetensors"))],
+        "data": fingerprint(records)["sha256"],
         "prompt": prompt,
         "max_new_tokens": max_new_tokens,
     }

@@ -6,13 +6,14 @@ processors have it. Needs Pillow, which is imported when the first file is read.
 """
 
 import hashlib
-import os
 import struct
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, TYPE_CHECKING
+
+from coordexp.files import both_ends
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -113,10 +114,6 @@ def image_facts(path: Path, *, decode: bool = False) -> ImageFacts:
 
 def _mark(path: Path) -> tuple[bytes, bool]:
     """The mark of the content, and whether the file ends as a JPEG or a PNG does."""
-    with path.open("rb") as file:
-        head = file.read(_ENDS)
-        size = file.seek(0, os.SEEK_END)
-        file.seek(max(0, size - _ENDS))
-        tail = file.read()
+    head, tail, size = both_ends(path, _ENDS)
     mark = hashlib.blake2b(head + tail + size.to_bytes(8, "big"), digest_size=12).digest()
     return mark, tail.rstrip(b"\0").endswith((b"\xff\xd9", b"IEND\xaeB`\x82"))
