@@ -26,7 +26,9 @@ class Leavings:
         return self.segments
 
     def files(self) -> list[str]:
-        return sorted(str(path.relative_to(self.folder)) for path in self.folder.rglob("*"))
+        """Return all files in the run's temporary folder, except the log folder that torchrun itself leaves there."""
+        names = (str(path.relative_to(self.folder)) for path in self.folder.rglob("*"))
+        return sorted(name for name in names if not name.startswith("torchelastic_"))
 
     def sockets(self) -> list[Path]:
         return [path for path in self.folder.rglob("*") if path.is_socket()]
