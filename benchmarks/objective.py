@@ -34,14 +34,12 @@ from tests.rows import DIAGNOSTICS, MATCHING, Tiny, every, settings
 from tests.streams import closed_when_full, first_in_first_out, rollout_lengths, stream
 from tests.unit.config.trees import COORD_REG, TOKEN_CE
 
+from coordexp.correction import Role, build_segment, match_objects, parse_rollout
 from coordexp.data import Geometry, TrueObject
 from coordexp.demo.model import Size, make_model
-from coordexp.match import match_objects
 from coordexp.objective import Objective
 from coordexp.pack import Example, select
 from coordexp.pack.collate import Row, Supervision
-from coordexp.parse import parse_rollout
-from coordexp.target import Role, build_segment
 
 VOCABULARY, TOKENS, SUPERVISED, HIDDEN = 152_704, 16_000, 0.07, 64
 FIRST_COORD = VOCABULARY - 1_061

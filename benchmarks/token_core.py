@@ -26,11 +26,9 @@ from scipy.optimize import linear_sum_assignment
 from tests.vocabularies import table
 
 from coordexp.config import RolloutMatching
+from coordexp.correction import build_segment, match_objects, parse_rollout, serialise
+from coordexp.correction.match import assign
 from coordexp.data import Geometry, TrueObject
-from coordexp.match import match_objects
-from coordexp.match.assignment import assign
-from coordexp.parse import parse_rollout
-from coordexp.target import build_segment, serialise
 from coordexp.vocab import VocabularyTable
 
 SETTINGS = RolloutMatching()

@@ -9,7 +9,7 @@ from coordexp.train.dump import Dumps
 from coordexp.train.dump_folder import DumpFolder, forget_from
 from coordexp.train.encode import CorrectedRollouts, Moment
 from tests.scripted import Said, ScriptedBackend, casebook
-from tests.unit.core.conftest import answer, box, entry, poly
+from tests.unit.correction.conftest import answer, box, entry, poly
 from tests.vocabularies import table
 
 SMALL = table("small")

@@ -12,10 +12,18 @@ from typing import Any
 import numpy as np
 
 from coordexp.config import RolloutMatching
+from coordexp.correction import (
+    Kind,
+    ParsedRollout,
+    Reason,
+    Role,
+    Segment,
+    build_segment,
+    coord_targets,
+    match_objects,
+    parse_rollout,
+)
 from coordexp.data import Geometry, TrueObject, degenerate
-from coordexp.match import coord_targets, match_objects
-from coordexp.parse import ParsedRollout, Reason, parse_rollout
-from coordexp.target import Kind, Role, Segment, build_segment
 from coordexp.vocab.table import COORD_BASE, VocabularyTable
 
 SETTINGS = RolloutMatching()

@@ -1,9 +1,23 @@
-"""Errors that a command tells without a traceback. Imports nothing, so that every module and every command can."""
+"""Errors that the user can mend. Commands print them without a traceback, in one place (`coordexp.cli.main`).
+
+This module imports nothing, so every package and every command may import it.
+"""
 
 
-class DataError(ValueError):
-    """Something about the data that only its owner can mend."""
+class UserError(Exception):
+    """A problem and what to do about it. `fix` is empty where the problem itself says what to do."""
+
+    def __init__(self, problem: str, fix: str = "") -> None:
+        super().__init__(problem, fix)
+        self.problem, self.fix = problem, fix
+
+    def __str__(self) -> str:
+        return f"{self.problem}\n  {self.fix}" if self.fix else self.problem
 
 
-class EngineError(RuntimeError):
-    """A rollout engine that could not be started, or failed."""
+class DataError(UserError, ValueError):
+    """A problem in the user's data or files."""
+
+
+class EngineError(UserError, RuntimeError):
+    """A rollout engine or server could not be started, or failed."""

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from coordexp.errors import DataError
+from coordexp.errors import DataError, UserError
 
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _NO_SYNC = (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS)  # file systems that cannot sync a folder
@@ -22,7 +22,7 @@ _BLOCK = 1 << 16
 _appending = threading.Lock()  # a failed append cuts its half line off again, and must not cut another one's
 
 
-class WriteError(OSError):
+class WriteError(UserError, OSError):
     """A file that could not be written. The message has the path, the reason and a way out."""
 
 

@@ -7,15 +7,17 @@ from typing import Any, TypeVar
 import torch
 from torch import distributed as dist
 
+from coordexp.errors import UserError
+
 T = TypeVar("T")
 _TOLD = "All other ranks were told, and end too."
 
 
-class RankError(RuntimeError):
+class RankError(UserError, RuntimeError):
     """What went wrong on another rank, raised on this one too."""
 
 
-class RankLostError(RuntimeError):
+class RankLostError(UserError, RuntimeError):
     """Another rank does not answer any more."""
 
 

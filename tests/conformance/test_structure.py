@@ -38,14 +38,12 @@ def test_a_server_has_no_code_that_reads_data_or_corrects_answers() -> None:
     imports, directly or not, belongs to that."""
     modules = _reached_from("coordexp.serve.run")
     assert "coordexp.serve.app" in modules
-    owned = ("coordexp.train", "coordexp.parse", "coordexp.match", "coordexp.target", "coordexp.objective")
+    owned = ("coordexp.train", "coordexp.correction", "coordexp.objective")
     assert not [name for name in modules if name.startswith(owned)]
 
 
 @pytest.mark.scenario("R35.C1", on="pure")
-@pytest.mark.parametrize(
-    "module", ["coordexp.parse", "coordexp.match", "coordexp.target", "coordexp.pack", "coordexp.rollout.backend"]
-)
+@pytest.mark.parametrize("module", ["coordexp.correction", "coordexp.pack", "coordexp.rollout.backend"])
 def test_a_contract_is_importable_without_the_trainer(module: str) -> None:
     code = (
         f"import {module}, sys;"
@@ -56,7 +54,7 @@ def test_a_contract_is_importable_without_the_trainer(module: str) -> None:
 
 @pytest.mark.scenario("R28.C4", on="pure")
 def test_transport_plans_are_made_without_torch_so_that_no_gradient_can_flow_through_them() -> None:
-    _run_python("import coordexp.match.transport, sys; assert 'torch' not in sys.modules")
+    _run_python("import coordexp.correction.transport, sys; assert 'torch' not in sys.modules")
 
 
 @pytest.mark.scenario("R36.C1", on="pure")
@@ -76,7 +74,7 @@ def test_a_training_step_knows_the_backend_by_its_interface_alone(module: str) -
 def test_the_trainer_module_uses_no_parsing_matching_packing_or_backend_code() -> None:
     """It handles rows and interfaces. What makes them lives in packages of its own."""
     imported = set(_imports(_tree("coordexp.train.trainer"), "coordexp.train.trainer"))
-    owners = ("parse", "match", "target", "pack.carry", "pack.select", "rollout.colocate", "rollout.hugging_face")
+    owners = ("correction", "pack.carry", "pack.select", "rollout.colocate", "rollout.hugging_face")
     assert "coordexp.rollout.backend" in imported
     assert not imported & {f"coordexp.{owner}" for owner in owners}
 

@@ -26,7 +26,7 @@ class Leavings:
         return self.segments
 
     def files(self) -> list[str]:
-        """Return all files in the run's temporary folder, except the log folder that torchrun itself leaves there."""
+        """Return all files in the run's temporary folder, except the log folder that torchrun leaves."""
         names = (str(path.relative_to(self.folder)) for path in self.folder.rglob("*"))
         return sorted(name for name in names if not name.startswith("torchelastic_"))
 

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import coordexp.parse.entries
-from coordexp.parse import Reason, parse_rollout
-from coordexp.parse.rollout import LOST
-from coordexp.parse.spans import entry_spans
+import coordexp.correction.entries
+from coordexp.correction import Reason, parse_rollout
+from coordexp.correction.parse import LOST
+from coordexp.correction.spans import entry_spans
 from tests.rollouts import check_rollout, random_rollout, random_truth
 from tests.vocabularies import encode, table
 
@@ -45,7 +45,7 @@ def test_the_quick_reading_of_entries_is_the_full_one(vocabulary, seed):
     ids = random_rollout(chooser, random_truth(chooser), table(vocabulary))
     quick = parse_rollout(ids, table(vocabulary))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(coordexp.parse.entries, "_canonical", re.compile("(?!)").match)
+        patch.setattr(coordexp.correction.entries, "_canonical", re.compile("(?!)").match)
         assert parse_rollout(ids, table(vocabulary)) == quick
 
 

@@ -6,9 +6,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from coordexp.config.rollout import RolloutMatching
+from coordexp.correction import Role, correct
+from coordexp.dumps import described
 from coordexp.inspector.sample import CUT, Strip
-from coordexp.target import Role, correct
-from coordexp.target.dump import described
 from tests.rollouts import PROMPT, random_rollout, random_truth
 from tests.vocabularies import table
 

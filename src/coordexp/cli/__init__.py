@@ -1,9 +1,9 @@
 """The `coordexp` command. Each subcommand is a thin module; torch is imported by those that need it only."""
 
-import sys
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
 from coordexp.cli import (
     check,
@@ -23,9 +23,27 @@ from coordexp.cli import (
     serve,
     train,
 )
-from coordexp.errors import DataError
+from coordexp.config import ConfigError
+from coordexp.errors import UserError
+
+
+class Commands(TyperGroup):
+    """The one place that turns errors of the user's making into a message and an exit code: 2 for a config that
+    cannot be used, 1 for everything else. Other exceptions are bugs and keep their traceback."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except ConfigError as error:
+            console.print_violations(error, console.err)
+            raise typer.Exit(2) from None
+        except (UserError, OSError) as error:
+            console.err.print(str(error), markup=False, style="red")
+            raise typer.Exit(1) from None
+
 
 app = typer.Typer(
+    cls=Commands,
     name="coordexp",
     help="Teach a vision-language model to detect objects by training on its own corrected answers.",
     no_args_is_help=True,
@@ -69,9 +87,5 @@ def options(
 
 
 def main(arguments: list[str] | None = None, name: str = "coordexp") -> None:
-    """What cannot be read or written, and what is wrong with the data, is told without a traceback."""
-    try:
-        app(arguments, prog_name=name)
-    except (OSError, DataError) as error:
-        console.err.print(str(error), markup=False, style="red")
-        sys.exit(1)
+    """Run a command as the shell does."""
+    app(arguments, prog_name=name)

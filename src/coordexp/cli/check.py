@@ -44,7 +44,7 @@ def check(
         if as_json:
             typer.echo(json.dumps(_error_object(error), indent=2))
         else:
-            print_violations(error, str(config), out)
+            print_violations(error, out)
         raise typer.Exit(2) from None
     if as_json:
         typer.echo(json.dumps(_sound_object(loaded), indent=2))

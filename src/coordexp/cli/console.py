@@ -6,20 +6,20 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import NoReturn
 
-import typer
 from rich.console import Console
 from rich.progress import Progress
 from rich.text import Text
 
 from coordexp.config import ConfigError, dotted
+from coordexp.errors import UserError
 from coordexp.folders import is_free
 
 out = Console(soft_wrap=True, highlight=False)
 err = Console(soft_wrap=True, highlight=False, stderr=True)
 
 
-def print_violations(error: ConfigError, file: str, console: Console) -> None:
-    """One block a violation: the place and the problem, then the way out."""
+def print_violations(error: ConfigError, console: Console) -> None:
+    """Print one block per violation: the setting and the problem, then the fix."""
     for violation in error.violations:
         line = Text()
         if violation.path:
@@ -31,7 +31,7 @@ def print_violations(error: ConfigError, file: str, console: Console) -> None:
         console.print(line)
         console.print(Text(f"  {violation.fix}", style="green"))
     count = len(error.violations)
-    console.print(Text(f"{file}: {count} problem{'s' if count > 1 else ''}", style="bold red"))
+    console.print(Text(f"{error.file}: {count} problem{'s' if count > 1 else ''}", style="bold red"))
 
 
 def progress(message: str) -> AbstractContextManager[object]:
@@ -88,6 +88,6 @@ def need(*packages: str, extra: str) -> None:
         stop(f"this command needs {' and '.join(missing)}\n  pip install 'coordexp[{extra}]'")
 
 
-def stop(message: str) -> NoReturn:
-    err.print(message, markup=False, style="red")
-    raise typer.Exit(1)
+def stop(problem: str, fix: str = "") -> NoReturn:
+    """End the command with exit code 1 and this message."""
+    raise UserError(problem, fix)

@@ -14,7 +14,7 @@ from coordexp.cli.console import need, out, printable, stop, telling
 
 if TYPE_CHECKING:
     from coordexp.data.doctor import Finding, Report
-    from coordexp.vocab import VocabularyTable
+    from coordexp.data.doctor.measures import CountTokens
 
 SHOWN_CLASSES = 10
 RARE = 10  # objects
@@ -54,10 +54,14 @@ def doctor(
     from coordexp.data.images import image_facts
 
     look = None if images is Images.skip else partial(image_facts, decode=images is Images.decode)
-    table = None if model is None else _table(model)
+    count_tokens = None if model is None else _token_counter(model)
     with telling(f"reading {file}") as tell:
         report = examine(
-            file, look=look, table=table, max_length=max_length, tell=lambda share: tell(f"{share:.0%}")
+            file,
+            look=look,
+            count_tokens=count_tokens,
+            max_length=max_length,
+            tell=lambda share: tell(f"{share:.0%}"),
         )
     if as_json:
         typer.echo(json.dumps(_object(report), indent=2))
@@ -66,13 +70,12 @@ def doctor(
     raise typer.Exit(1 if report.errors else 0)
 
 
-def _table(folder: Path) -> "VocabularyTable":
-    from coordexp.vocab import VocabularyError, VocabularyTable
+def _token_counter(folder: Path) -> "CountTokens":
+    """Return a function that counts the tokens of an answer with the tokenizer in `folder`."""
+    from coordexp.correction.serialise import count_answer_tokens
+    from coordexp.vocab import VocabularyTable
 
-    try:
-        return VocabularyTable.from_folder(folder)
-    except VocabularyError as error:
-        stop(str(error))
+    return partial(count_answer_tokens, table=VocabularyTable.from_folder(folder))
 
 
 def _object(report: "Report") -> dict[str, Any]:

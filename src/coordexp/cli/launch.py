@@ -137,7 +137,7 @@ def _checked(loaded: Loaded, asked: Asked) -> tuple[Plan, list["Need"]]:
 
 
 def _stop(asked: Asked, wrong: list[Violation], code: int) -> NoReturn:
-    print_violations(ConfigError(wrong), asked.config, err)
+    print_violations(ConfigError(wrong, asked.config), err)
     err.print("nothing was started")
     raise typer.Exit(code)
 

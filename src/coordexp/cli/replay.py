@@ -22,7 +22,7 @@ def replay(
     """
     need("tokenizers", extra="train")
     from coordexp.dump_files import FOLDER, FOLLOWED, step_files
-    from coordexp.target.dump import replay as again
+    from coordexp.dumps import replay as again
     from coordexp.vocab import VocabularyError, VocabularyTable
 
     folders = (dump, dump / FOLLOWED)

@@ -8,8 +8,8 @@ from urllib.parse import urlsplit
 import typer
 
 from coordexp.cli.check import ConfigOption, absent_files
-from coordexp.cli.console import err, need, print_violations, progress, stop
-from coordexp.config import ConfigError, Settings, load_settings
+from coordexp.cli.console import err, need, progress, stop
+from coordexp.config import Settings, load_settings
 from coordexp.config.rollout import TOKEN
 from coordexp.config.rules import uses_vllm
 from coordexp.errors import EngineError
@@ -42,11 +42,7 @@ def serve(
     /ready/ requires that token; learners read it from the same variable. Without it, a server
     listens on this machine's own addresses only. SIGTERM or Ctrl-C ends the server and its engine.
     """
-    try:
-        settings = load_settings(config).settings
-    except ConfigError as error:
-        print_violations(error, str(config), err)
-        raise typer.Exit(2) from None
+    settings = load_settings(config).settings
     address, port = _place(settings, str(config), index, host)
     need("torch", "transformers", extra="vllm")
     for setting, name in absent_files(settings):

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from coordexp.cli.check import ConfigOption, absent_files
-from coordexp.cli.console import err, need, out, print_violations, progress, stop
-from coordexp.config import ConfigError, Loaded, World, load_settings
+from coordexp.cli.console import err, need, out, progress, stop
+from coordexp.config import Loaded, World, load_settings
 from coordexp.config.rules import uses_vllm
 from coordexp.errors import EngineError
 from coordexp.folders import how_to_find
@@ -31,18 +31,11 @@ def train(
     exits 0; Ctrl-C does the same and exits 130; an evaluation is abandoned. A second one ends the
     run at once. A run that diverges exits 1 and saves nothing that is not finite.
     """
-    try:
-        loaded = load_settings(config, World(world_size))
-    except ConfigError as error:
-        print_violations(error, str(config), err)
-        raise typer.Exit(2) from None
+    loaded = load_settings(config, World(world_size))
     settings = loaded.settings
     need("torch", "transformers", "peft", "httpx", extra="train")
     if settings.uses_rollouts and uses_vllm(settings, "colocate"):
-        try:
-            check_vllm()
-        except EngineError as error:
-            stop(str(error))
+        check_vllm()
     _run(loaded, resume)
 
 

@@ -40,10 +40,10 @@ class Loaded:
 
 def load_settings(path: Path | str, world: World | None = None) -> Loaded:
     """The settings in a YAML file and the files it extends, or a ConfigError with all that is wrong."""
-    return parse_settings(read_document(Path(path)), world)
+    return parse_settings(read_document(Path(path)), world, file=str(path))
 
 
-def parse_settings(document: Document | Tree, world: World | None = None) -> Loaded:
+def parse_settings(document: Document | Tree, world: World | None = None, file: str = "") -> Loaded:
     """The same for a tree that is already in memory."""
     if not isinstance(document, Document):
         document = Document(tree=document)
@@ -51,7 +51,7 @@ def parse_settings(document: Document | Tree, world: World | None = None) -> Loa
     settings, violations = _validate(paths.unshared(document.tree), world)
     violations = [*document.violations, *violations]
     if violations:
-        raise ConfigError(_in_file_order(violations, document))
+        raise ConfigError(_in_file_order(violations, document), file)
     idle = tuple(notes(settings))
     settings, reasons = derive(settings, world)
     origins = {dotted(path): str(origin) for path, origin in document.origins.items()}

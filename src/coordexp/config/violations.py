@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from coordexp.config.paths import Path, dotted
+from coordexp.errors import UserError
 
 
 @dataclass(frozen=True)
@@ -18,9 +19,9 @@ class Violation:
         return f"{place}{self.problem}{where}\n  {self.fix}"
 
 
-class ConfigError(ValueError):
-    """Every violation found, at once (D4)."""
+class ConfigError(UserError, ValueError):
+    """All violations of a config at once, so that they can be mended at once. `file` is the config."""
 
-    def __init__(self, violations: list[Violation]) -> None:
-        self.violations = tuple(violations)
+    def __init__(self, violations: list[Violation], file: str = "") -> None:
         super().__init__("\n".join(map(str, violations)))
+        self.violations, self.file = tuple(violations), file

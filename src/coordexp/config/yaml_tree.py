@@ -58,7 +58,7 @@ def read_document(path: Path) -> Document:
     reading = _Reading()
     document = reading.read(path, chain=())
     if reading.unreadable:
-        raise ConfigError([*reading.unreadable, *document.violations])
+        raise ConfigError([*reading.unreadable, *document.violations], str(path))
     return document
 
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
+from coordexp.errors import UserError
 from coordexp.files import both_ends
 
 if TYPE_CHECKING:
@@ -29,7 +30,7 @@ _BROKEN = (TypeError, KeyError, IndexError, OverflowError, struct.error)  # of P
 _ENDS = 4096  # bytes from both ends of a file that make its mark
 
 
-class ImageError(OSError):
+class ImageError(UserError, OSError):
     """A file that is not a readable image."""
 
 
@@ -44,15 +45,16 @@ class ImageFacts:
 def size_problem(width: int, height: int) -> str | None:
     """Return why no model can be given an image of this size, or None. The doctor, training and the rollout server
     all ask here."""
-    if _is_bomb(width, height):
-        return f"{width} x {height} are more than {MOST_PIXELS} pixels"
+    if problem := _pixel_problem(width, height):
+        return problem
     if max(width, height) > MOST_RATIO * min(width, height):
         return f"{width} x {height}: the longer side is more than {MOST_RATIO} times the shorter one"
     return None
 
 
-def _is_bomb(width: int, height: int) -> bool:
-    return width * height > MOST_PIXELS
+def _pixel_problem(width: int, height: int) -> str | None:
+    too_many = width * height > MOST_PIXELS
+    return f"{width} x {height} are more than {MOST_PIXELS} pixels" if too_many else None
 
 
 @contextmanager
@@ -64,8 +66,8 @@ def opened_image(source: Path | IO[bytes]) -> "Iterator[Image.Image]":
     Image.MAX_IMAGE_PIXELS = None  # ours is the limit here: an error, and no warning below it
     try:
         with Image.open(source, formats=FORMATS) as image:
-            if _is_bomb(*image.size):
-                raise ImageError(size_problem(*image.size))
+            if problem := _pixel_problem(*image.size):
+                raise ImageError(problem)
             if image.format == "TIFF":
                 _check_tiles(image)
             yield image

@@ -10,10 +10,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from coordexp.correction import PredictedObject
 from coordexp.data import BINS, GeometryKind, Record, degenerate, to_pixels
 from coordexp.data.records import KINDS
 from coordexp.data.sample import COUNT_RULE, count_fits
-from coordexp.parse import PredictedObject
 
 NO_IMAGE = "image_unreadable"
 

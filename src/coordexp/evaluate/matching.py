@@ -11,9 +11,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from coordexp.correction.candidates import Floats
+from coordexp.correction.match import assign
 from coordexp.evaluate.scene import Scene
-from coordexp.match.assignment import assign
-from coordexp.match.candidates import Floats
 
 THRESHOLDS = tuple(k / 100 for k in range(50, 100, 5))
 MANY = 1e6  # what leaving two objects alone costs: more than any sum of IoUs can win

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from coordexp.data import Record, RecordFile
+from coordexp.errors import UserError
 from coordexp.evaluate.answer import Answer, AnswerObject, Detection, in_pixels, parse_answer, parse_detection
 from coordexp.files import write_whole
 
@@ -49,7 +50,7 @@ HOW_NAMED = "an image_id is that of a record, or the number of its line if it ha
 T = TypeVar("T")
 
 
-class PredictionError(ValueError):
+class PredictionError(UserError, ValueError):
     """Predictions that cannot be used as they stand."""
 
 

@@ -8,11 +8,11 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from coordexp.correction.candidates import Floats
 from coordexp.data import Record, RecordObject
 from coordexp.evaluate.answer import Answer, in_pixels
 from coordexp.evaluate.predictions import HOW_NAMED, PredictionError, Truth, check_image
 from coordexp.evaluate.shapes import Shape, iou
-from coordexp.match.candidates import Floats
 
 
 @dataclass(frozen=True, slots=True)

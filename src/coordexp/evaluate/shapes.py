@@ -9,9 +9,9 @@ from dataclasses import dataclass
 import numpy as np
 from pycocotools import mask as rle
 
+from coordexp.correction.candidates import Floats, box_iou
+from coordexp.correction.masks import mask_iou
 from coordexp.data import GeometryKind
-from coordexp.match.candidates import Floats, box_iou
-from coordexp.match.masks import mask_iou
 
 
 @dataclass(frozen=True, slots=True)

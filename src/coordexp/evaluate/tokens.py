@@ -11,8 +11,8 @@ import json
 import math
 from collections.abc import Sequence
 
+from coordexp.correction import PredictedObject, parse_rollout
 from coordexp.evaluate.answer import Answer, AnswerObject
-from coordexp.parse import PredictedObject, parse_rollout
 from coordexp.rollout.backend import Rollout
 from coordexp.vocab import VocabularyTable
 

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from coordexp.dump_files import FOLDER, FOLLOWED, step_files, trained_file
+from coordexp.dumps import FORMAT, TRACE_FORMAT
 from coordexp.errors import DataError
 from coordexp.inspector.run import read_lines
-from coordexp.target.dump import FORMAT, TRACE_FORMAT
 
 PLACE = ("step", "micro", "record")
 LATEST = 100  # files that may still grow: an example can wait some steps for its row

@@ -8,10 +8,9 @@ behind the cut.
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from coordexp.correction import Reason, Role
+from coordexp.correction.spans import entry_spans
 from coordexp.inspector.words import REASONS, count_invalid, facts, is_cut, notes
-from coordexp.parse import Reason
-from coordexp.parse.spans import entry_spans
-from coordexp.target import Role
 from coordexp.vocab import VocabularyTable
 
 CUT, MASKED_DESC = 7, 8  # roles of the page alone, behind those of `Role`

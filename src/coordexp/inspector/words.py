@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from coordexp.parse import Reason
+from coordexp.correction import Reason
 
 REASONS = {
     Reason.truncated: "the answer ends inside of it",

@@ -16,10 +16,10 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy, smooth_l1_loss
 
 from coordexp.config.pipeline import CoordRegConfig
+from coordexp.correction import Kind, Role
 from coordexp.data import BINS
 from coordexp.objective.split import VocabularySplit
 from coordexp.pack.collate import Supervision
-from coordexp.target import Kind, Role
 
 COORD_ROLES = frozenset({Role.matched_coord, Role.tail_coord})
 TEXT_ROLES = frozenset({Role.tail_structure, Role.tail_desc, Role.end_of_turn})

@@ -11,10 +11,10 @@ from torch import Tensor
 from coordexp.config.pipeline import Channel, Module
 from coordexp.config.rules import idle
 from coordexp.config.settings import Settings
+from coordexp.correction import Kind, Role
 from coordexp.objective.modules import MODULES, Measure, ModuleKind
 from coordexp.objective.split import VocabularySplit, split_vocabulary
 from coordexp.pack.collate import CHANNELS, Supervision
-from coordexp.target import Kind, Role
 
 # Reported by every pipeline: logits that were no numbers, or too large to be any, a position.
 BROKEN = "broken_logits"

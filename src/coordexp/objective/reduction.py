@@ -12,9 +12,9 @@ from torch import Tensor
 from torch import distributed as dist
 from torch.distributed.tensor import DTensor
 
+from coordexp.correction import Kind
 from coordexp.objective.modules import Measure
 from coordexp.objective.pipeline import BROKEN, Objective
-from coordexp.target import Kind
 
 
 def reduced_counts(counts: Sequence[Tensor], device: torch.device) -> Tensor:

@@ -8,12 +8,13 @@ from collections.abc import Iterable, Sized
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
+from coordexp.errors import UserError
 from coordexp.pack.select import require_binpacking, select
 
 T = TypeVar("T", bound=Sized)
 
 
-class PackingError(ValueError):
+class PackingError(UserError, ValueError):
     """Segments that cannot be packed under the settings that were given."""
 
 

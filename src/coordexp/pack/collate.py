@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from coordexp.config.pipeline import Channel
+from coordexp.correction import Kind, Role
 from coordexp.data import DataError
 from coordexp.pack.example import Example
-from coordexp.target import Kind, Role
 
 CHANNELS: tuple[Channel, ...] = ("A", "B")
 

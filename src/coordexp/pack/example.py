@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from coordexp.config.pipeline import Channel
-from coordexp.target import Segment
+from coordexp.correction import Segment
 
 
 @dataclass(frozen=True, eq=False)

@@ -10,9 +10,9 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
+from coordexp.correction import Segment
 from coordexp.pack.carry import CarryBuffer
 from coordexp.pack.example import Example
-from coordexp.target import Segment
 
 _STREAMS = tuple(field.name for field in fields(Segment) if field.name != "prompt_length")
 _PER_SEGMENT = ("lengths", "prompt_lengths", "arrived")

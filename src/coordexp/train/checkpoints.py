@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from coordexp.errors import UserError
 from coordexp.files import free_space, sync, sync_folder, write_json
 
 MANIFEST = "manifest.json"
@@ -30,7 +31,7 @@ _QUIET_S, _EVERY_S = 2.0, 30.0  # progress is told after so long, and then so of
 Tell = Callable[[str], None]
 
 
-class SaveError(OSError):
+class SaveError(UserError, OSError):
     """A checkpoint that could not be written. The message says what is in the way, and what to go on from."""
 
 

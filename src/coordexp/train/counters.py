@@ -9,12 +9,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 from coordexp.config.rollout import DecodeMode
+from coordexp.correction import Correction, Reason
 from coordexp.data import TrueObject
 from coordexp.pack import RowReport
-from coordexp.parse import Reason
 from coordexp.ranks import sum_over_ranks
 from coordexp.rollout.backend import Rollout
-from coordexp.target import Correction
 
 SUMS = (
     *("rollout/answers", "rollout/tokens", "rollout/stopped", "rollout/cut_off", "rollout/looped"),

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from coordexp.errors import UserError
 from coordexp.objective.split import FENCE
 from coordexp.ranks import gather_texts
 
@@ -28,7 +29,7 @@ WAY_OUT = (
 )
 
 
-class DivergenceError(Exception):
+class DivergenceError(UserError):
     """A loss term, a gradient norm or a weight is not finite, or logits stay broken."""
 
 

@@ -9,10 +9,10 @@ import logging
 from dataclasses import dataclass
 from pathlib import Path
 
+from coordexp.correction import Correction
 from coordexp.dump_files import FOLLOWED, step_file, step_files
+from coordexp.dumps import Place, to_line
 from coordexp.rollout.backend import Request, Rollout
-from coordexp.target import Correction
-from coordexp.target.dump import Place, to_line
 from coordexp.train.dump_folder import DumpFolder
 from coordexp.train.encode import Case, Casebook, Moment
 

@@ -9,12 +9,12 @@ from fractions import Fraction
 
 from coordexp.config import RolloutMatching
 from coordexp.config.pipeline import Channel
+from coordexp.correction import Correction, FieldOrder, correct
 from coordexp.data import RecordError, RecordFile, TrueObject
 from coordexp.pack import Example
 from coordexp.rollout.backend import Decode, Picture, Request, Rollout, RolloutBackend, Weights
 from coordexp.rollout.prompt import PromptBuilder, check_prompt
 from coordexp.rollout.seeds import request_seed
-from coordexp.target import Correction, FieldOrder, correct
 from coordexp.train.counters import Ledger, counted
 from coordexp.vocab import VocabularyTable
 

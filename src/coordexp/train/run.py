@@ -23,6 +23,7 @@ from coordexp.config.settings import PACKING_KEYS
 from coordexp.data import RecordFile, read_records
 from coordexp.data.doctor.measures import SMALL, Sizes
 from coordexp.dump_files import FOLDER
+from coordexp.dumps import READ
 from coordexp.evaluate import read_truth
 from coordexp.objective import Objective
 from coordexp.pack import CarryBuffer, Example
@@ -31,7 +32,6 @@ from coordexp.pack.collate import Collator
 from coordexp.ranks import gather_texts, together
 from coordexp.rollout.backend import RolloutBackend, Weights
 from coordexp.rollout.prompt import PromptBuilder
-from coordexp.target.dump import READ
 from coordexp.train.adapter import with_adapter
 from coordexp.train.backends import backend_for, described
 from coordexp.train.callbacks import Bar, FillWarning, FirstSync, MetricsFile, TensorBoard, cut_metrics, say

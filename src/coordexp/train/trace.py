@@ -14,9 +14,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from coordexp.dumps import TRACE_FORMAT
 from coordexp.objective import Objective, split_vocabulary
 from coordexp.pack.collate import Supervision, Watched
-from coordexp.target.dump import TRACE_FORMAT
 from coordexp.train.dump_folder import DumpFolder
 
 UNIT = 10_000  # probabilities of bins are whole numbers of 1/UNIT

@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from tokenizers import AddedToken, Tokenizer
 
 from coordexp.data import BINS
+from coordexp.errors import UserError
 from coordexp.folders import is_free
 from coordexp.vocab.ordinal import ordinal_rows
 from coordexp.vocab.table import COORD_TOKENS, VocabularyError, VocabularyTable
@@ -26,7 +27,7 @@ HEAD = "lm_head.weight"
 ROWS_ARE_A_MULTIPLE_OF = 64
 
 
-class ExpansionError(ValueError):
+class ExpansionError(UserError, ValueError):
     pass
 
 

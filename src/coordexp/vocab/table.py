@@ -15,6 +15,7 @@ from pathlib import Path
 from tokenizers import Tokenizer
 
 from coordexp.data import BINS
+from coordexp.errors import UserError
 
 COORD_TOKENS = tuple(f"<|coord_{bin}|>" for bin in range(BINS))
 STOP_TOKENS = ("<|im_end|>", "<|endoftext|>")
@@ -29,7 +30,7 @@ UNKNOWN = "\u2002"
 _COORD_RUNS = re.compile(rb"(<\|coord_(?:0|[1-9][0-9]{0,2})\|>)")
 
 
-class VocabularyError(ValueError):
+class VocabularyError(UserError, ValueError):
     pass
 
 

@@ -5,6 +5,7 @@ import json
 import shutil
 import subprocess
 import sys
+from functools import partial
 
 import pytest
 from hypothesis import given
@@ -12,12 +13,15 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from coordexp.cli import app
+from coordexp.correction.serialise import count_answer_tokens
 from coordexp.data import Record, RecordObject
 from coordexp.data.doctor import KINDS, check_record, examine
 from coordexp.data.images import image_facts
 from tests.unit.data.planted import HEIGHT, WIDTH, clean
 from tests.unit.data.sources import picture
 from tests.vocabularies import table
+
+count_tokens = partial(count_answer_tokens, table=table("small"))
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +43,12 @@ def found_in(planted, **options):
 
 
 def test_clean_data_has_no_findings(planted):
-    report = examine(planted.write(), look=image_facts, table=table("small"), max_length=1000)
+    report = examine(
+        planted.write(),
+        look=image_facts,
+        count_tokens=count_tokens,
+        max_length=1000,
+    )
     assert report.findings == ()
     assert (report.records, report.objects, report.errors) == (40, 160, 0)
 
@@ -225,7 +234,7 @@ def test_small_objects_bring_the_warning_about_the_resolution(planted):
 
 def test_answers_over_the_length_are_found_with_their_tokens(planted):
     planted.rows[10]["objects"] += [{"desc": "dog", "bbox_2d": [k, k, k + 20, k + 9]} for k in range(30)]
-    report = examine(planted.write(), table=table("small"), max_length=400)
+    report = examine(planted.write(), count_tokens=count_tokens, max_length=400)
     assert [(finding.code, finding.count) for finding in report.findings] == [("too-long", 1)]
     assert report.findings[0].examples[0].line == 11
     assert report.tokens.records == 40

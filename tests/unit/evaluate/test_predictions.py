@@ -7,6 +7,7 @@ import pytest
 from pycocotools.coco import COCO
 from pycocotools.cocoeval import COCOeval
 
+from coordexp.correction import PredictedObject, Reason
 from coordexp.data import Geometry, RecordFile
 from coordexp.evaluate import (
     Answer,
@@ -20,7 +21,6 @@ from coordexp.evaluate import (
 )
 from coordexp.evaluate.answer import NO_IMAGE
 from coordexp.evaluate.predictions import Unfinished, category_ids
-from coordexp.parse import PredictedObject, Reason
 from tests.unit.data.sources import coco, imported
 from tests.unit.evaluate.scenes import BOX, FAR, answer, record, refused, said
 

@@ -4,8 +4,8 @@ import json
 
 import pytest
 
+from coordexp.correction import Role
 from coordexp.inspector.sample import CUT, MASKED_DESC, shown, summary
-from coordexp.target import Role
 from tests.dumped import SMALL, dump_of
 
 TRACE = {"format": 1, "example": 0, "step": 1, "loss": 2.5, "terms": {"token_ce/struct_ce": 2.5}}

@@ -1,7 +1,7 @@
 """What a dump says in codes, in words."""
 
+from coordexp.correction import Reason
 from coordexp.inspector.words import REASONS, count_invalid, decoding, notes
-from coordexp.parse import Reason
 
 
 def test_every_reason_has_words():

@@ -17,7 +17,7 @@ from coordexp.train import run
 from tests import source
 from tests.scripted import casebook
 from tests.unit.config.trees import stage2
-from tests.unit.core.conftest import box
+from tests.unit.correction.conftest import box
 from tests.unit.launch.test_preflight import free_ports
 from tests.vocabularies import table
 

@@ -4,9 +4,9 @@ from typing import Any
 
 import torch
 
+from coordexp.correction import Role
 from coordexp.objective.split import VocabularySplit, split_vocabulary
 from coordexp.pack.collate import Supervision
-from coordexp.target import Role
 
 FIRST = 5
 SIZE = 1010

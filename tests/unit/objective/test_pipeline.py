@@ -4,14 +4,12 @@ import numpy as np
 import pytest
 import torch
 
+from coordexp.correction import Kind, Role, build_segment, match_objects, parse_rollout
 from coordexp.data import Geometry, TrueObject
-from coordexp.match import match_objects
 from coordexp.objective import Objective, Tally
 from coordexp.objective.pipeline import BROKEN
 from coordexp.pack import Example
 from coordexp.pack.collate import Supervision, _supervision, kind_counts
-from coordexp.parse import parse_rollout
-from coordexp.target import Kind, Role, build_segment
 from tests.rows import DIAGNOSTICS, MATCHING, every, settings
 from tests.unit.config.trees import BBOX_GEO, COORD_REG, TOKEN_CE
 from tests.unit.objective.streams import FIRST, MIXED, SIZE, random_logits, supervision

@@ -9,10 +9,10 @@ from scipy.stats import wasserstein_distance
 from torch.autograd import gradcheck
 
 from coordexp.config.pipeline import BBoxGeoConfig, CoordRegConfig, TokenCEConfig
+from coordexp.correction import Role
 from coordexp.data import BINS
 from coordexp.objective import MODULES
 from coordexp.objective.modules import nearest_bin, soft_target, wasserstein
-from coordexp.target import Role
 from tests.unit.objective.streams import FIRST, MIXED, random_logits, splitter, supervision
 
 EVERYWHERE = torch.ones(len(MIXED.ids), dtype=torch.bool)

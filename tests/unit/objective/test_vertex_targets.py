@@ -13,16 +13,15 @@ from numpy.typing import NDArray
 from scipy.spatial.distance import cdist
 
 from coordexp.config.rollout import OptimalTransport, RolloutMatching
+from coordexp.correction import Role, coord_targets
+from coordexp.correction.correct import correct
 from coordexp.data import BINS, Geometry, TrueObject
-from coordexp.match import coord_targets
 from coordexp.objective import Objective
 from coordexp.pack import Example
 from coordexp.pack.collate import _supervision, kind_counts
-from coordexp.target import Role
-from coordexp.target.correct import correct
 from tests.rows import every, settings
 from tests.unit.config.trees import COORD_REG
-from tests.unit.core.conftest import PROMPT, answer, box, entry, poly
+from tests.unit.correction.conftest import PROMPT, answer, box, entry, poly
 from tests.vocabularies import table
 
 Floats = NDArray[np.float64]

@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
+from coordexp.correction import Segment
 from coordexp.pack import CarryBuffer, Example, PackingError, select
 from coordexp.pack.state import load_buffer, save_buffer
-from coordexp.target import Segment
 from tests.streams import WAITING, closed_when_full, first_in_first_out, rollout_lengths, stream
 
 

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
+from coordexp.correction import Kind, Role, Segment
 from coordexp.pack import Example
 from coordexp.pack.collate import Collator
-from coordexp.target import Kind, Role, Segment
 
 IMAGE = 9
 ROLES = {"A": frozenset({Role.tail_structure}), "B": frozenset({Role.tail_structure, Role.tail_coord})}

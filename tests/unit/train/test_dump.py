@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from coordexp.config.rollout import RepeatTerminate
+from coordexp.dumps import READ, replay
 from coordexp.rollout.seeds import request_seed
-from coordexp.target.dump import READ, replay
 from coordexp.train.dump_folder import DumpFolder, forget_from
 from coordexp.train.encode import Moment, takes_rollouts
 from coordexp.vocab import VocabularyTable

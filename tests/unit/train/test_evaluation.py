@@ -11,7 +11,7 @@ from coordexp.rollout.backend import Decode
 from coordexp.train.evaluation import AnswerEvaluation, evenly_spaced
 from coordexp.train.stopping import Stopped
 from tests.scripted import Said, ScriptedBackend, casebook
-from tests.unit.core.conftest import box
+from tests.unit.correction.conftest import box
 from tests.unit.rollout.ranks import run_two_ranks
 from tests.vocabularies import table
 

@@ -16,7 +16,7 @@ from coordexp.train import run
 from coordexp.vocab import VocabularyTable
 from tests.scripted import Said, ScriptedBackend, casebook
 from tests.unit.config.trees import load, stage2
-from tests.unit.core.conftest import answer, box, entry
+from tests.unit.correction.conftest import answer, box, entry
 
 CUP = TrueObject("cup", box(10, 10, 110, 110))
 DOG = TrueObject("dog", box(300, 300, 500, 500))

@@ -8,13 +8,12 @@ import pytest
 
 from coordexp.config import Settings
 from coordexp.config.rollout import Decoding, RepeatTerminate
+from coordexp.correction import Reason, Role
 from coordexp.data import DataError, RecordError, TrueObject
 from coordexp.demo.model import Size, make_model
 from coordexp.pack import CarryBuffer, PackingError
-from coordexp.parse import Reason
 from coordexp.rollout.backend import Decode
 from coordexp.rollout.seeds import request_seed
-from coordexp.target import Role
 from coordexp.train import run
 from coordexp.train.counters import RATES, SUMS, Ledger
 from coordexp.train.encode import Alternate, CorrectedRollouts, GroundTruth, Moment, takes_rollouts
@@ -22,7 +21,7 @@ from coordexp.train.stream import Order, RowStream
 from tests.rollouts import PROMPT, answer_text
 from tests.scripted import Said, ScriptedBackend, casebook
 from tests.unit.config.trees import load, stage2
-from tests.unit.core.conftest import answer, box, coords, entry
+from tests.unit.correction.conftest import answer, box, coords, entry
 from tests.vocabularies import table
 
 QWEN = table("qwen")

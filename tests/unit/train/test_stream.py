@@ -5,8 +5,8 @@ from collections import Counter
 import numpy as np
 import pytest
 
+from coordexp.correction import Segment
 from coordexp.pack import CarryBuffer, Example, PackingError
-from coordexp.target import Segment
 from coordexp.train.stream import Order, RowStream, Stage
 
 

@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 import torch
 
+from coordexp.correction import Role
 from coordexp.data import BINS
 from coordexp.objective import Objective, Tally
 from coordexp.pack import CarryBuffer
 from coordexp.pack.collate import Collator
-from coordexp.target import Role
 from coordexp.train.dump_folder import DumpFolder
 from coordexp.train.encode import Moment
 from coordexp.train.stream import Order, RowStream

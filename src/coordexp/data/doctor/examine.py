@@ -10,11 +10,10 @@ from pathlib import Path
 
 from coordexp.data.doctor.checks import Problem, check_image, check_record
 from coordexp.data.doctor.kinds import KINDS, Example, Finding
-from coordexp.data.doctor.measures import Classes, Sizes, TokenCount, Tokens
+from coordexp.data.doctor.measures import Classes, CountTokens, Sizes, TokenCount, Tokens
 from coordexp.data.doctor.suspicion import Suspicions
 from coordexp.data.images import ImageFacts
 from coordexp.data.records import Record, parse_record
-from coordexp.vocab import VocabularyTable
 
 EXAMPLES = 5
 
@@ -42,12 +41,12 @@ def examine(
     path: Path,
     *,
     look: Look | None = None,
-    table: VocabularyTable | None = None,
+    count_tokens: CountTokens | None = None,
     max_length: int | None = None,
     tell: Callable[[float], None] = lambda share: None,
 ) -> Report:
     """`tell` hears the share of the file that is done."""
-    run = _Examination(path, look, None if table is None else Tokens(table), max_length)
+    run = _Examination(path, look, None if count_tokens is None else Tokens(count_tokens), max_length)
     size, done = max(1, path.stat().st_size), 0
     with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
@@ -81,7 +80,7 @@ class _Examination:
         for measure in (self._classes, self._sizes, self._suspicions):
             measure.add(record)
         if self._tokens and not any(KINDS[problem.code].severity == "error" for problem in problems):
-            self._length(number, self._tokens.add(record.sample()))
+            self._length(number, self._tokens.add(record.sample().objects))
 
     def report(self) -> Report:
         if not self._records and not self._found:

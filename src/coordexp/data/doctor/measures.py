@@ -2,18 +2,18 @@
 
 import math
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
 from coordexp.data.coordinates import BINS
 from coordexp.data.doctor.checks import Problem
 from coordexp.data.records import Record
-from coordexp.data.sample import Sample
-from coordexp.target.serialise import serialise
-from coordexp.vocab import VocabularyTable
+from coordexp.data.sample import TrueObject
 
 MOST_CLASSES = 100_000  # different descriptions that are counted; free text may have as many as objects
+# Counts the tokens of the answer with these objects.
+CountTokens = Callable[[Sequence[TrueObject]], int]
 STEPS = (0, 5, 10, 20, 50, 100, 200, 500, BINS)
 SMALL = 20
 
@@ -79,16 +79,15 @@ class TokenCount:
 class Tokens:
     """Of the answers as they are trained on, with the end of the turn; image and prompt come on top."""
 
-    def __init__(self, table: VocabularyTable) -> None:
-        self._table = table
+    def __init__(self, count_tokens: CountTokens) -> None:
+        self._count_tokens = count_tokens
         self._lengths: Counter[int] = Counter()
         self._objects = 0
 
-    def add(self, sample: Sample) -> int:
-        text = serialise(sample.objects, after=b"{", first_index=1, order="desc_first", table=self._table).text
-        length = len(self._table.encode(b"{" + text)) + 1
+    def add(self, objects: Sequence[TrueObject]) -> int:
+        length = self._count_tokens(objects)
         self._lengths[length] += 1
-        self._objects += len(sample.objects)
+        self._objects += len(objects)
         return length
 
     @property

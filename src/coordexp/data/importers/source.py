@@ -12,6 +12,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any, Literal
 
 from coordexp.data.importers.tally import Tally
+from coordexp.errors import UserError
 from coordexp.text import encodable
 
 Ring = tuple[float, ...]
@@ -20,7 +21,7 @@ SizeOf = Callable[[Path], tuple[int, int]]
 """The width and height of an image file; OSError when it cannot be read."""
 
 
-class SourceError(ValueError):
+class SourceError(UserError, ValueError):
     """The source cannot be imported as it stands."""
 
 

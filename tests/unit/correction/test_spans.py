@@ -2,9 +2,9 @@
 
 import pytest
 
-from coordexp.parse import Reason, parse_rollout
-from coordexp.parse.spans import entry_spans
-from tests.unit.core.conftest import answer, box, entry
+from coordexp.correction import Reason, parse_rollout
+from coordexp.correction.spans import entry_spans
+from tests.unit.correction.conftest import answer, box, entry
 from tests.vocabularies import encode, table
 
 SMALL = table("small")

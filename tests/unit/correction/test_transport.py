@@ -9,9 +9,9 @@ import ot
 import pytest
 
 from coordexp.config.rollout import OptimalTransport
+from coordexp.correction import coord_targets
+from coordexp.correction.transport import _cost, _epsilon, project, transport_plans
 from coordexp.data import Geometry
-from coordexp.match import coord_targets
-from coordexp.match.transport import _cost, _epsilon, project, transport_plans
 
 DEFAULT = OptimalTransport()
 

@@ -8,10 +8,16 @@ from typing import Any
 import pytest
 
 from coordexp.config import RolloutMatching
+from coordexp.correction import (
+    MatchResult,
+    ParsedRollout,
+    Role,
+    Segment,
+    build_segment,
+    match_objects,
+    parse_rollout,
+)
 from coordexp.data import Geometry, TrueObject
-from coordexp.match import MatchResult, match_objects
-from coordexp.parse import ParsedRollout, parse_rollout
-from coordexp.target import Role, Segment, build_segment
 from coordexp.vocab import VocabularyTable
 from tests.vocabularies import encode, table
 

@@ -8,13 +8,14 @@ import pytest
 import shapely
 
 from coordexp.config import RolloutMatching
+from coordexp.correction import match as assignment
+from coordexp.correction import match_objects
+from coordexp.correction.candidates import boxes_of, candidates
+from coordexp.correction.masks import mask_iou, rasterise
+from coordexp.correction.match import assign
 from coordexp.data import Geometry
-from coordexp.match import assignment, match_objects
-from coordexp.match.assignment import assign
-from coordexp.match.candidates import boxes_of, candidates
-from coordexp.match.masks import mask_iou, rasterise
 from tests.rollouts import random_shape
-from tests.unit.core.conftest import box, poly
+from tests.unit.correction.conftest import box, poly
 
 
 def least_cost(cost, feasible, fp, fn):

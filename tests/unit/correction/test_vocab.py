@@ -3,10 +3,10 @@
 import pytest
 from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 
+from coordexp.correction import parse_rollout
 from coordexp.data import TrueObject, to_bin, to_pixels
-from coordexp.parse import parse_rollout
 from coordexp.vocab import COORD_TOKENS, VocabularyError, VocabularyTable
-from tests.unit.core.conftest import Core, answer, box, entry
+from tests.unit.correction.conftest import Core, answer, box, entry
 from tests.vocabularies import encode, table
 
 DOG = TrueObject("dog", box(300, 300, 500, 500))

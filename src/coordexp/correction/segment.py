@@ -15,10 +15,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from coordexp.config.rollout import RolloutMatching
+from coordexp.correction.match import MatchResult
+from coordexp.correction.parse import ParsedRollout
+from coordexp.correction.serialise import FieldOrder, serialise
+from coordexp.correction.transport import coord_targets
 from coordexp.data import BINS, Geometry, TrueObject
-from coordexp.match import MatchResult, coord_targets
-from coordexp.parse import ParsedRollout
-from coordexp.target.serialise import FieldOrder, serialise
 from coordexp.vocab.table import VocabularyTable
 
 

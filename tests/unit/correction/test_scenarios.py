@@ -8,11 +8,10 @@ import time
 import numpy as np
 import pytest
 
+from coordexp.correction import Kind, Reason, Role, build_segment, parse_rollout
+from coordexp.correction.correct import correct
 from coordexp.data import TrueObject
-from coordexp.parse import Reason, parse_rollout
-from coordexp.target import Kind, Role, build_segment
-from coordexp.target.correct import correct
-from tests.unit.core.conftest import PROMPT, answer, box, coords, entry, poly
+from tests.unit.correction.conftest import PROMPT, answer, box, coords, entry, poly
 
 CUP = TrueObject("red cup", box(10, 10, 110, 110))
 DOG = TrueObject("dog", box(300, 300, 500, 500))
@@ -305,7 +304,7 @@ def test_no_token_of_the_prompt_is_supervised_even_where_it_is_a_coordinate(core
 @pytest.mark.scenario("R35.S1", on="pure")
 def test_parsing_is_importable_without_the_trainer():
     code = (
-        "import coordexp.parse, coordexp.match, coordexp.target, coordexp.vocab, coordexp.data, sys;"
+        "import coordexp.correction, coordexp.correction, coordexp.correction, coordexp.vocab, coordexp.data, sys;"
         "heavy = {'torch', 'transformers', 'vllm', 'coordexp.train'} & set(sys.modules); assert not heavy, heavy"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
@@ -313,7 +312,7 @@ def test_parsing_is_importable_without_the_trainer():
 
 def test_a_model_that_stopped_too_early_is_taught_to_go_on():
     """On the real vocabulary: `}}` becomes `},`, the token the model should have written there."""
-    from tests.unit.core.conftest import Core
+    from tests.unit.correction.conftest import Core
     from tests.vocabularies import table
 
     core = Core(table("qwen"))
@@ -458,7 +457,7 @@ def test_counting_keys_takes_one_pass_whatever_the_text(core):
 
 def test_what_the_model_wrote_inside_of_the_cut_token_is_not_supervised():
     """On the real vocabulary: a token that ends a desc, the object and a line. Its desc part stays masked."""
-    from tests.unit.core.conftest import Core
+    from tests.unit.correction.conftest import Core
     from tests.vocabularies import encode, table
 
     core = Core(table("qwen"))

@@ -5,11 +5,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from coordexp.config.rollout import RolloutMatching
+from coordexp.correction.match import MatchResult, match_objects
+from coordexp.correction.parse import ParsedRollout, parse_rollout
+from coordexp.correction.segment import Segment, build_segment
+from coordexp.correction.serialise import FieldOrder
 from coordexp.data import TrueObject
-from coordexp.match import MatchResult, match_objects
-from coordexp.parse import ParsedRollout, parse_rollout
-from coordexp.target.segment import Segment, build_segment
-from coordexp.target.serialise import FieldOrder
 from coordexp.vocab.table import VocabularyTable
 
 

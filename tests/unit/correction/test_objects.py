@@ -2,10 +2,10 @@
 
 import pytest
 
+from coordexp.correction import match_objects
 from coordexp.data import Geometry, TrueObject
-from coordexp.match import match_objects
 from coordexp.vocab import COORD_TOKENS
-from tests.unit.core.conftest import Core, answer, box, coords, entry, poly
+from tests.unit.correction.conftest import Core, answer, box, coords, entry, poly
 from tests.vocabularies import encode
 
 CUP = box(10, 10, 110, 110)

@@ -16,9 +16,9 @@ from scipy.sparse import coo_array
 from scipy.sparse.csgraph import connected_components
 
 from coordexp.config.rollout import RolloutMatching
+from coordexp.correction.candidates import Floats, box_iou, boxes_of, candidates
+from coordexp.correction.masks import is_empty, mask_iou, rasterise
 from coordexp.data import Geometry
-from coordexp.match.candidates import Floats, box_iou, boxes_of, candidates
-from coordexp.match.masks import is_empty, mask_iou, rasterise
 
 SMALL = 10_000  # pairs up to which looking for groups costs more than it saves
 

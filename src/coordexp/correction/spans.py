@@ -8,8 +8,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from coordexp.parse.json_text import expect, read_pair
-from coordexp.parse.rollout import LOST, look_up, parse_rollout, readable
+from coordexp.correction.json_text import expect, read_pair
+from coordexp.correction.parse import LOST, look_up, parse_rollout, readable
 from coordexp.vocab.table import VocabularyTable
 
 

@@ -8,8 +8,8 @@ import re
 from enum import StrEnum
 from typing import NamedTuple
 
+from coordexp.correction.json_text import COORD, Value, read_pair, string_content
 from coordexp.data import Geometry, degenerate
-from coordexp.parse.json_text import COORD, Value, read_pair, string_content
 from coordexp.vocab.table import COORD_BASE
 
 

@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 
 from coordexp.config.rollout import RolloutMatching
+from coordexp.correction.correct import Correction, correct
+from coordexp.correction.serialise import FieldOrder
 from coordexp.data import Geometry, TrueObject
 from coordexp.rollout.backend import Request, Rollout
-from coordexp.target.correct import Correction, correct
-from coordexp.target.serialise import FieldOrder
 from coordexp.vocab.table import VocabularyTable
 
 FORMAT = TRACE_FORMAT = 1

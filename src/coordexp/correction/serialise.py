@@ -53,6 +53,12 @@ def serialise(
     return Fragment(bytes(text + b"}"), tuple(spans), tuple(bins))
 
 
+def count_answer_tokens(objects: Sequence[TrueObject], table: VocabularyTable) -> int:
+    """Return the number of tokens of the ground-truth answer with these objects, including the end of the turn."""
+    text = serialise(objects, after=b"{", first_index=1, order="desc_first", table=table).text
+    return len(table.encode(b"{" + text)) + 1
+
+
 def _escaped(desc: str, table: VocabularyTable) -> str:
     """As the inside of a JSON string, without any text that the tokenizer would take for a token of its own."""
     text = json.dumps(normal_form(desc), ensure_ascii=False)[1:-1]

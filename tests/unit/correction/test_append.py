@@ -6,12 +6,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from coordexp.correction import Role, build_segment, parse_rollout
+from coordexp.correction.correct import correct
+from coordexp.correction.serialise import serialise
 from coordexp.data import TrueObject
-from coordexp.parse import parse_rollout
-from coordexp.target import Role, build_segment
-from coordexp.target.correct import correct
-from coordexp.target.serialise import serialise
-from tests.unit.core.conftest import PROMPT, answer, box, entry, poly
+from tests.unit.correction.conftest import PROMPT, answer, box, entry, poly
 from tests.vocabularies import table
 
 CUP = TrueObject("red cup", box(10, 10, 110, 110))

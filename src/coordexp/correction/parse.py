@@ -12,9 +12,9 @@ from operator import itemgetter
 
 import numpy as np
 
+from coordexp.correction.entries import Coords, PredictedObject, Reason, Span, any_entry, canonical_run
+from coordexp.correction.json_text import Broken, expect, skip_space
 from coordexp.data import BINS
-from coordexp.parse.entries import Coords, PredictedObject, Reason, Span, any_entry, canonical_run
-from coordexp.parse.json_text import Broken, expect, skip_space
 from coordexp.vocab.table import PLACEHOLDER, STOP, UNKNOWN, VocabularyTable
 
 

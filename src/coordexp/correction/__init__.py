@@ -1,0 +1,32 @@
+"""Turn a rollout into a training target: parse its token ids strictly, match its objects with the ground truth,
+and build the corrected answer with a role for every token.
+
+Everything here is a pure function of token ids, a vocabulary table and settings. Nothing imports torch.
+"""
+
+from coordexp.correction.correct import Correction, correct
+from coordexp.correction.entries import PredictedObject, Reason
+from coordexp.correction.match import MatchResult, match_objects
+from coordexp.correction.parse import ParsedRollout, parse_rollout
+from coordexp.correction.segment import Kind, Role, Segment, build_segment
+from coordexp.correction.serialise import FieldOrder, Fragment, serialise
+from coordexp.correction.transport import coord_targets
+
+__all__ = [
+    "Correction",
+    "FieldOrder",
+    "Fragment",
+    "Kind",
+    "MatchResult",
+    "ParsedRollout",
+    "PredictedObject",
+    "Reason",
+    "Role",
+    "Segment",
+    "build_segment",
+    "coord_targets",
+    "correct",
+    "match_objects",
+    "parse_rollout",
+    "serialise",
+]
