@@ -1,12 +1,11 @@
-"""Configuration: YAML in, frozen and validated settings out. Imports neither torch nor transformers.
+"""Configuration: read YAML and return frozen, validated settings. Imports neither torch nor transformers.
 
-`load_settings` is the one way in. The launcher, the trainer and `coordexp check` all use it, so they see
-the same contract.
+The launcher, the trainer and `coordexp check` all call `load_settings`, so the same rules hold everywhere.
 """
 
 from coordexp.config.capacity import requests_per_rank
 from coordexp.config.load import Loaded, load_settings, parse_settings
-from coordexp.config.paths import dotted
+from coordexp.config.paths import format_path
 from coordexp.config.rollout import RolloutContract, RolloutMatching
 from coordexp.config.rules import World
 from coordexp.config.settings import CHANNELS_OF, Settings
@@ -21,7 +20,7 @@ __all__ = [
     "Settings",
     "Violation",
     "World",
-    "dotted",
+    "format_path",
     "load_settings",
     "parse_settings",
     "requests_per_rank",

@@ -1,5 +1,7 @@
-"""Arithmetic between the learner's world and the rollout devices, called at load and again at run time; and what
-an evaluation costs."""
+"""How many requests the rollout devices can take from the learner ranks, and what an evaluation costs.
+
+The first is computed when a config is loaded and again at run time, when the servers have told their real sizes.
+"""
 
 from math import gcd
 from typing import TYPE_CHECKING
@@ -13,13 +15,16 @@ DEFAULT_TENSOR_PARALLEL = 4
 
 
 def default_tensor_parallel_size(learner_world_size: int) -> int:
-    """The largest part of the default that divides the world (D8)."""
+    """Return the largest divisor of the default size that also divides the learner world size."""
     return gcd(DEFAULT_TENSOR_PARALLEL, learner_world_size)
 
 
 def requests_per_rank(decode_batch_size: int, server_world_sizes: tuple[int, ...], learner_world_size: int) -> int:
-    """How many requests one learner rank may have out at once, so that no rollout device gets more than
-    `decode_batch_size` while all ranks ask together (R15). Raises when not even one fits."""
+    """Return how many requests one learner rank may have in flight.
+
+    With that number, no rollout device decodes more than `decode_batch_size` sequences even if all ranks ask at
+    the same time. Raise ConfigError if there are fewer decoding slots than ranks.
+    """
     if shortage := capacity_shortage(decode_batch_size, server_world_sizes, learner_world_size):
         raise ConfigError([Violation(("rollout_matching", "decode_batch_size"), *shortage)])
     return decode_batch_size * sum(server_world_sizes) // learner_world_size
@@ -28,7 +33,7 @@ def requests_per_rank(decode_batch_size: int, server_world_sizes: tuple[int, ...
 def capacity_shortage(
     decode_batch_size: int, server_world_sizes: tuple[int, ...], learner_world_size: int
 ) -> tuple[str, str] | None:
-    """The problem and the ways out when there are more learner ranks than decoding slots."""
+    """Return the problem and the fix if there are more learner ranks than decoding slots, else None."""
     devices = sum(server_world_sizes)
     slots = decode_batch_size * devices
     if slots >= learner_world_size:
@@ -42,15 +47,17 @@ def capacity_shortage(
 
 
 def describe_evaluation(settings: "Settings", records: int | None) -> str | None:
-    """Return what an evaluation during training costs, in one line, with a hint below it if images are answered
-    one at a time. `records` are the held-out ones, if they can be counted. None if the run does not evaluate."""
+    """Return one line on what an evaluation during training costs, or None if the run does not evaluate.
+
+    A second line says what to change if images are answered one at a time. `records` is the number of held-out
+    records, or None if they cannot be counted.
+    """
     training, rollout, limit = settings.training, settings.rollout_matching, settings.custom.eval_samples
     if settings.custom.val_jsonl is None or training.eval_strategy == "no":
         return None
     all_images = "all held-out images" if records is None else f"{records:,} image{'s' if records != 1 else ''}"
-    images = (
-        f"{limit:,} of {all_images}" if limit is not None and (records is None or records > limit) else all_images
-    )
+    is_limited = limit is not None and (records is None or records > limit)
+    images = f"{limit:,} of {all_images}" if is_limited else all_images
     at_once = rollout.decode_batch_size
     answered_by = ""
     if not settings.uses_rollouts:
@@ -63,10 +70,10 @@ def describe_evaluation(settings: "Settings", records: int | None) -> str | None
     )
     if at_once > 1:
         return line
-    return (
-        f"{line}\n  raise rollout_matching.decode_batch_size to answer several images at once; "
-        "custom.eval_samples limits their number"
+    hint = (
+        "  raise rollout_matching.decode_batch_size to answer several images at once, or limit their number with "
     )
+    return f"{line}\n{hint}custom.eval_samples"
 
 
 def _when(settings: "Settings") -> str:

@@ -1,8 +1,8 @@
-"""From a YAML file to settings: read, take out legacy and refused keys, check values, check rules, derive.
+"""Loads settings: read the YAML, take out legacy and refused keys, check values, check rules, derive values.
 
-Every violation is collected before anything is reported (D4). To be able to go on after one, a wrong value
-is replaced by one that fits; conflicts that rest on a replaced value are dropped, so a mistake gives one
-message and not the three that follow from it.
+All violations are collected before any is reported. To go on after a wrong value, it is replaced by a valid one,
+and conflicts that involve a replaced value are dropped. So each mistake gives one message, without follow-up
+errors.
 """
 
 import difflib
@@ -13,24 +13,25 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from coordexp.config import legacy, paths, schema
-from coordexp.config.derive import derive, notes
-from coordexp.config.legacy import Found
-from coordexp.config.paths import dotted, keys_of, value_at
+from coordexp.config import paths, schema
+from coordexp.config.derive import derive, idle_settings
+from coordexp.config.legacy import RejectedKey, take_out_legacy
+from coordexp.config.paths import Key, KeyPath, format_path, parse_path, value_at
 from coordexp.config.refused import take_out_refused
-from coordexp.config.rules import World, conflicts
+from coordexp.config.rules import World, find_conflicts
 from coordexp.config.settings import Settings
 from coordexp.config.violations import ConfigError, Violation
-from coordexp.config.wording import near_module, near_option, violation_of
+from coordexp.config.wording import closest_module, closest_option, explain_error
 from coordexp.config.yaml_tree import Document, Tree, read_document
 
-SURELY = 0.85  # how alike two words must be for one to be taken for the other in further checks
-LONG = 25  # keys in a mapping that are too many to list in a message
+# How similar a wrong word must be to an allowed one to be replaced by it in further checks.
+CERTAIN_SIMILARITY = 0.85
+MAX_LISTED_KEYS = 25  # A message does not list the keys of a larger section.
 
 
 @dataclass(frozen=True)
 class Loaded:
-    """Validated settings; `origins` says of each value where it came from, `notes` what has no effect."""
+    """Validated settings. `origins` maps each value to where it came from; `notes` name what has no effect."""
 
     settings: Settings
     origins: dict[str, str]
@@ -39,50 +40,60 @@ class Loaded:
 
 
 def load_settings(path: Path | str, world: World | None = None) -> Loaded:
-    """The settings in a YAML file and the files it extends, or a ConfigError with all that is wrong."""
+    """Return the settings of a YAML file and of the files it extends. Raise ConfigError with all violations."""
     return parse_settings(read_document(Path(path)), world, file=str(path))
 
 
 def parse_settings(document: Document | Tree, world: World | None = None, file: str = "") -> Loaded:
-    """The same for a tree that is already in memory."""
+    """Return the settings of a tree in memory. Raise ConfigError with all violations."""
     if not isinstance(document, Document):
         document = Document(tree=document)
     world = world or World()
-    settings, violations = _validate(paths.unshared(document.tree), world)
+    settings, violations = _validate(paths.copy_tree(document.tree), world)
     violations = [*document.violations, *violations]
     if violations:
         raise ConfigError(_in_file_order(violations, document), file)
-    idle = tuple(notes(settings))
+    notes = tuple(idle_settings(settings))
     settings, reasons = derive(settings, world)
-    origins = {dotted(path): str(origin) for path, origin in document.origins.items()}
+    origins = {format_path(path): str(origin) for path, origin in document.origins.items()}
     origins |= {path: f"derived: {reason}" for path, reason in reasons.items()}
-    return Loaded(settings, origins, idle, tuple(document.files))
+    return Loaded(settings, origins, notes, tuple(document.files))
 
 
 def _in_file_order(violations: list[Violation], document: Document) -> list[Violation]:
-    placed = [(document.origin_of(violation.path), violation) for violation in violations]
-    placed.sort(key=lambda pair: (pair[0] is None, pair[0] and (document.files.index(pair[0].file), pair[0].line)))
-    return [replace(v, origin=v.origin or (str(origin) if origin else None)) for origin, v in placed]
+    """Return the violations with their origins, sorted by file and line. Those without an origin come last."""
+
+    def position(violation: Violation) -> tuple[int, int]:
+        origin = document.origin_of(violation.path)
+        return (document.files.index(origin.file), origin.line) if origin else (len(document.files), 0)
+
+    ordered = sorted(violations, key=position)
+    return [replace(v, origin=v.origin or _origin_text(document, v.path)) for v in ordered]
+
+
+def _origin_text(document: Document, path: KeyPath) -> str | None:
+    origin = document.origin_of(path)
+    return str(origin) if origin else None
 
 
 def _validate(tree: Tree, world: World) -> tuple[Settings, list[Violation]]:
-    found = [*legacy.take_out(tree), *map(Found, take_out_refused(tree)), *_take_out_unknown(tree)]
-    settings, wrong, doubtful = _check_values(tree)
-    for conflict in conflicts(settings, world):
-        touched = [keys_of(path) for path in (conflict.path, *conflict.others)]
-        if not any(_touches(doubt, path) for doubt in doubtful for path in touched):
-            wrong.append(Violation(keys_of(conflict.path), conflict.problem, conflict.fix))
-    moves = [move for item in found for move in item.moves]
-    return settings, [item.violation for item in found] + [_where_written(v, moves) for v in wrong]
+    rejected = [*take_out_legacy(tree), *map(RejectedKey, take_out_refused(tree)), *_take_out_unknown(tree)]
+    settings, violations, replaced = _check_values(tree)
+    for conflict in find_conflicts(settings, world):
+        involved = [parse_path(path) for path in (conflict.path, *conflict.others)]
+        if not any(_overlap(left, right) for left in replaced for right in involved):
+            violations.append(Violation(parse_path(conflict.path), conflict.problem, conflict.fix))
+    moves = [move for key in rejected for move in key.moves]
+    return settings, [key.violation for key in rejected] + [_at_written_path(v, moves) for v in violations]
 
 
-def _touches(doubt: paths.Path, path: paths.Path) -> bool:
-    """Whether one is the other, or contains it."""
-    return all(left == right for left, right in zip(doubt, path, strict=False))
+def _overlap(left: KeyPath, right: KeyPath) -> bool:
+    """Return whether the paths are equal or one of them contains the other."""
+    return all(key == other for key, other in zip(left, right, strict=False))
 
 
-def _where_written(violation: Violation, moves: list[tuple[paths.Path, paths.Path]]) -> Violation:
-    """At the path that the file has, where the value was moved for the sake of the checks."""
+def _at_written_path(violation: Violation, moves: list[tuple[KeyPath, KeyPath]]) -> Violation:
+    """Return the violation at the path that the file has, if its value was moved for further checks."""
     path = violation.path
     for old, new in reversed(moves):
         if path[: len(new)] == new:
@@ -90,12 +101,12 @@ def _where_written(violation: Violation, moves: list[tuple[paths.Path, paths.Pat
     return replace(violation, path=path)
 
 
-def _take_out_unknown(tree: Tree) -> Iterator[Found]:
-    """Removes keys the schema does not have. One that is meant for another gives its value to that one."""
+def _take_out_unknown(tree: Tree) -> Iterator[RejectedKey]:
+    """Remove keys that the schema does not have. The value of a misspelt key moves to the key that was meant."""
     while errors := [e for e in _errors(tree) if e["type"] in ("extra_forbidden", "union_tag_invalid")]:
         unknown = [error for error in errors if error["type"] == "extra_forbidden"]
         if not unknown:
-            renamed = [found for error in errors if (found := _rename_module(error, tree))]
+            renamed = [rejected for error in errors if (rejected := _rename_module(error, tree))]
             if not renamed:
                 return
             yield from renamed
@@ -103,84 +114,83 @@ def _take_out_unknown(tree: Tree) -> Iterator[Found]:
         path = _tree_path(unknown[0], tree)
         *parent, key = path
         value = value_at(tree, path[:-1]).pop(key)
-        target = _meant(tuple(parent), str(key), tree)
+        target = _intended_key(tuple(parent), str(key), tree)
         if target is None:
-            yield Found(Violation(path, "unknown key", _allowed(tuple(parent), tree)))
+            yield RejectedKey(Violation(path, "unknown key", _list_keys(tuple(parent), tree)))
             continue
-        filled = paths.move(tree, value, target)
-        if filled == [target] and not isinstance(value, dict) and target in _wrong_paths(tree):
-            value_at(tree, target[:-1]).pop(target[-1])  # it does not fit there: a suggestion is all it can be
-            filled = []
-        moves = tuple(((*path, *place[len(target) :]), place) for place in filled)
-        yield Found(Violation(path, "unknown key", f"did you mean {dotted(target)}?"), moves)
+        written = paths.fill(tree, value, target)
+        if written == [target] and not isinstance(value, dict) and target in _wrong_paths(tree):
+            value_at(tree, target[:-1]).pop(target[-1])  # The value is wrong there, so only suggest the key.
+            written = []
+        moves = tuple(((*path, *place[len(target) :]), place) for place in written)
+        yield RejectedKey(Violation(path, "unknown key", f"did you mean {format_path(target)}?"), moves)
 
 
-def _rename_module(error: Any, tree: Tree) -> Found | None:
-    """A module whose name is nearly right is taken for the one that was meant."""
+def _rename_module(error: Any, tree: Tree) -> RejectedKey | None:
+    """Correct the name of a module that is almost right and return the violation, or None if no name is close."""
     path = _tree_path(error, tree)
-    name = near_module(error, path, tree, SURELY)
+    name = closest_module(error, path, tree, CERTAIN_SIMILARITY)
     if name is None:
         return None
-    violation = violation_of(error, path, tree)
+    violation = explain_error(error, path, tree)
     value_at(tree, path)["name"] = name
-    return Found(violation)
+    return RejectedKey(violation)
 
 
-def _wrong_paths(tree: Tree) -> set[paths.Path]:
+def _wrong_paths(tree: Tree) -> set[KeyPath]:
     return {_tree_path(error, tree) for error in _errors(tree)}
 
 
-def _allowed(parent: paths.Path, tree: Tree) -> str:
+def _list_keys(parent: KeyPath, tree: Tree) -> str:
     names = schema.names_at(parent, tree)
-    if len(names) > LONG:
-        return f"coordexp config reference lists the {len(names)} keys of {dotted(parent)}"
+    if len(names) > MAX_LISTED_KEYS:
+        return f"coordexp config reference lists the {len(names)} keys of {format_path(parent)}"
     return f"allowed here: {', '.join(names) or 'nothing'}"
 
 
-def _meant(parent: paths.Path, key: str, tree: Tree) -> paths.Path | None:
-    """A key of a similar name beside it, or the only key or section of this name elsewhere."""
+def _intended_key(parent: KeyPath, key: str, tree: Tree) -> KeyPath | None:
+    """Return a key of the same section with a similar name, or else the only setting elsewhere with this name."""
     close = difflib.get_close_matches(key, schema.names_at(parent, tree), n=1, cutoff=0.75)
     if close:
         return (*parent, close[0])
-    same = [path for path in schema.places() if path[-1] == key]
+    same = [path for path in schema.all_paths() if path[-1] == key]
     return same[0] if len(same) == 1 else None
 
 
-def _check_values(tree: Tree) -> tuple[Settings, list[Violation], list[paths.Path]]:
-    """Settings that stand as far as `tree` allows, what is wrong with the rest of it, and which paths had
-    to be filled with something the user may not have meant."""
+def _check_values(tree: Tree) -> tuple[Settings, list[Violation], list[KeyPath]]:
+    """Return settings, the violations of single values, and the paths at which a value had to be replaced."""
     errors = _errors(tree)
-    violations: dict[paths.Path, Violation] = {}
+    violations: dict[KeyPath, Violation] = {}
     for error in errors:
         path = _tree_path(error, tree)
-        violations.setdefault(path, violation_of(error, path, tree))
-    doubtful: list[paths.Path] = []
+        violations.setdefault(path, explain_error(error, path, tree))
+    replaced: list[KeyPath] = []
     while errors:
         path = _tree_path(errors[0], tree)
-        if guess := near_option(errors[0], path, tree, SURELY):
-            value_at(tree, path[:-1])[path[-1]] = guess
+        if option := closest_option(errors[0], path, tree, CERTAIN_SIMILARITY):
+            value_at(tree, path[:-1])[path[-1]] = option
         else:
-            doubtful.append(_mend(tree, path))
+            replaced.append(_replace_with_valid(tree, path))
         errors = _errors(tree)
-    return Settings.model_validate(tree), list(violations.values()), doubtful
+    return Settings.model_validate(tree), list(violations.values()), replaced
 
 
 def _errors(tree: Tree) -> list[Any]:
     try:
         Settings.model_validate(tree)
-    except ValidationError as error:
-        return [each for each in error.errors(include_url=False) if not _is_echo(each)]
+    except ValidationError as invalid:
+        return [error for error in invalid.errors(include_url=False) if not _is_follow_up(error)]
     return []
 
 
-def _is_echo(error: Any) -> bool:
-    """Pydantic also calls a list too short whose items are wrong."""
+def _is_follow_up(error: Any) -> bool:
+    """Return whether pydantic only calls a list too short because its items are wrong."""
     return error["type"] == "too_short" and bool(len(error["input"]) >= error["ctx"]["min_length"])
 
 
-def _tree_path(error: Any, tree: Any) -> paths.Path:
-    """The path in the file for pydantic's location, which also names the branch of a union it tried."""
-    path: list[paths.Key] = []
+def _tree_path(error: Any, tree: Any) -> KeyPath:
+    """Return the path in the file for pydantic's location, which also names the union member that it tried."""
+    path: list[Key] = []
     for key in error["loc"]:
         is_item = isinstance(tree, list) and isinstance(key, int) and key < len(tree)
         if is_item or (isinstance(tree, dict) and key in tree):
@@ -193,14 +203,14 @@ def _tree_path(error: Any, tree: Any) -> paths.Path:
     return tuple(path)
 
 
-def _mend(tree: Tree, path: paths.Path) -> paths.Path:
-    """Puts a fitting value at `path`, or at the nearest place above it that has one; says where."""
+def _replace_with_valid(tree: Tree, path: KeyPath) -> KeyPath:
+    """Write a valid value at `path`, or at the nearest path above it that has one. Return the path written."""
     for end in range(len(path), 0, -1):
         here = path[:end]
         node = schema.node_at(here, tree)
         if isinstance(here[-1], int):
             continue
-        if node is not None and (value := schema.stand_in(node)) != value_at(tree, here):
-            value_at(tree, here[:-1])[here[-1]] = paths.unshared(value)
+        if node is not None and (value := schema.valid_value(node)) != value_at(tree, here):
+            value_at(tree, here[:-1])[here[-1]] = paths.copy_tree(value)
             return here
-    raise AssertionError(f"no value is known to fit {dotted(path)}")
+    raise AssertionError(f"no valid value is known for {format_path(path)}")

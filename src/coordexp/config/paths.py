@@ -1,27 +1,27 @@
-"""Paths into a tree of mappings and lists: how they are written, followed and changed."""
+"""Paths of keys and list indices into a tree of mappings and lists."""
 
 from typing import Any
 
 Key = str | int
-Path = tuple[Key, ...]
+KeyPath = tuple[Key, ...]
 
 
-def dotted(path: Path) -> str:
-    """("servers", 0, "base_url") is `servers[0].base_url`."""
+def format_path(path: KeyPath) -> str:
+    """Return a path as text: ("servers", 0, "base_url") becomes `servers[0].base_url`."""
     text = ""
     for key in path:
         text += f"[{key}]" if isinstance(key, int) else f".{key}" if text else key
     return text
 
 
-def keys_of(text: str) -> Path:
-    """The other way round."""
+def parse_path(text: str) -> KeyPath:
+    """Return the path that `format_path` writes as `text`."""
     parts = text.replace("[", ".[").split(".")
     return tuple(int(part[1:-1]) if part.startswith("[") else part for part in parts)
 
 
-def value_at(tree: Any, path: Path) -> Any:
-    """What stands at `path`, or None."""
+def value_at(tree: Any, path: KeyPath) -> Any:
+    """Return the value at `path`, or None if the tree has no such path."""
     for key in path:
         is_item = isinstance(tree, list) and isinstance(key, int) and key < len(tree)
         if not is_item and not (isinstance(tree, dict) and key in tree):
@@ -30,16 +30,21 @@ def value_at(tree: Any, path: Path) -> Any:
     return tree
 
 
-def unshared(tree: Any) -> Any:
-    """A copy in which no part stands in two places, so that a change of one place is a change of one."""
+def copy_tree(tree: Any) -> Any:
+    """Return a copy in which no two places share an object, so that a change at one place cannot show at another.
+
+    `copy.deepcopy` would keep what YAML aliases share.
+    """
     if isinstance(tree, dict):
-        return {key: unshared(item) for key, item in tree.items()}
-    return [unshared(item) for item in tree] if isinstance(tree, list) else tree
+        return {key: copy_tree(item) for key, item in tree.items()}
+    return [copy_tree(item) for item in tree] if isinstance(tree, list) else tree
 
 
-def move(tree: Any, value: Any, path: Path) -> list[Path]:
-    """Puts `value` at `path` as far as nothing stands there yet, and says which paths it filled. A mapping is
-    merged into one that is there."""
+def fill(tree: Any, value: Any, path: KeyPath) -> list[KeyPath]:
+    """Write `value` at `path` unless a value is there already, and return the paths that were written.
+
+    A mapping is merged into an existing mapping, key by key.
+    """
     *parents, last = path
     for key in parents:
         if isinstance(tree, dict) and tree.get(key) is None:
@@ -49,7 +54,7 @@ def move(tree: Any, value: Any, path: Path) -> list[Path]:
             return []
     present = value_at(tree, (last,))
     if isinstance(present, dict) and isinstance(value, dict):
-        return [(*path[:-1], *filled) for key, item in value.items() for filled in move(tree, item, (last, key))]
+        return [(*path[:-1], *written) for key, item in value.items() for written in fill(tree, item, (last, key))]
     if present is not None or not isinstance(tree, dict):
         return []
     tree[last] = value

@@ -1,7 +1,7 @@
-"""Settings under `rollout_matching`: how rollouts are made, read and matched, and what is trained on them.
+"""Settings under `rollout_matching`: how rollouts are generated, parsed and matched, and the objective for them.
 
-This section, validated, with derived values filled in and with the packing keys of `training`, is the one object
-that rollout-aware trainers receive as `rollout_matching_cfg`: the `RolloutContract` (D27).
+Trainers that use rollouts receive a single object, `rollout_matching_cfg`. This `RolloutContract` is the validated
+section with derived values filled in, together with the packing keys of `training`.
 """
 
 from typing import Annotated, Literal
@@ -16,82 +16,90 @@ from coordexp.config.section import (
     Port,
     PositiveFloat,
     PositiveInt,
-    Section,
+    SettingsSection,
     from_list,
     from_null,
 )
 
-TOKEN = "COORDEXP_SERVER_TOKEN"  # noqa: S105 - the variable that holds it, at both ends
+TOKEN = "COORDEXP_SERVER_TOKEN"  # noqa: S105 - the environment variable of learner and server
 
 
-def _is_http_prefix(value: str) -> str:
-    refusal = "not a URL prefix such as http://127.0.0.1:8000"
-    if "@" in value:  # before anything can quote it
+def _check_base_url(value: str) -> str:
+    """Return the URL without a trailing slash. Raise ValueError if it is not a plain HTTP address."""
+    problem = "not a URL prefix such as http://127.0.0.1:8000"
+    if "@" in value:  # Checked first, before a message can quote the password.
         raise ValueError(
-            "a URL with a user or a password in it, which would be written into the run folder; remove what is "
-            f"before the @ and set {TOKEN} on both ends"
+            "a URL with a user or a password, which would be written into the run folder; remove the part before "
+            f"the @ and set {TOKEN} for the learner and the server"
         )
     try:
         url = urlsplit(value)
         port = url.port
     except ValueError as error:
-        raise ValueError(f"{refusal} ({error})") from error
+        raise ValueError(f"{problem} ({error})") from error
     spaced = any(character.isspace() for character in value)
     if url.scheme not in ("http", "https") or not url.hostname or url.query or url.fragment or port == 0 or spaced:
-        raise ValueError(refusal)
+        raise ValueError(problem)
     return value.rstrip("/")
 
 
 DecodeMode = Literal["greedy", "sampling", "beam"]
-BaseUrl = Annotated[str, AfterValidator(_is_http_prefix)]
+BaseUrl = Annotated[str, AfterValidator(_check_base_url)]
 
 
-class Decoding(Section):
-    temperature: NonNegativeFloat = Field(0.0, description="Sampling temperature. 0 is greedy.")
-    top_p: Annotated[float, Field(gt=0, le=1)] = Field(1.0, description="Nucleus sampling mass.")
+class Decoding(SettingsSection):
+    temperature: NonNegativeFloat = Field(0.0, description="Sampling temperature. 0: greedy decoding.")
+    top_p: Annotated[float, Field(gt=0, le=1)] = Field(
+        1.0,
+        description="Sample from the most likely tokens whose probabilities add up to this (nucleus sampling).",
+    )
     top_k: Literal[-1] | PositiveInt = Field(
-        -1, description="Sample among this many best tokens. -1 is all of them."
+        -1, description="Sample from this many of the most likely tokens. -1: all."
     )
 
 
-class RepeatTerminate(Section):
-    enabled: bool = Field(False, description="End a sequence that has begun to loop, and only that one.")
+class RepeatTerminate(SettingsSection):
+    enabled: bool = Field(
+        False, description="End a rollout that repeats itself. Other rollouts of the batch go on."
+    )
     min_new_tokens: Annotated[int, Field(ge=0)] = Field(
-        256, description="The guard looks at nothing before this many new tokens."
+        256, description="Do not check a rollout before it has this many tokens."
     )
     max_consecutive_token_repeats: PositiveInt = Field(
-        64, description="End after this many repeats of one token in a row."
+        64, description="End a rollout when one token is repeated this many times in a row."
     )
-    ngram_size: PositiveInt = Field(64, description="Length of the token run whose repetition is looked for.")
+    ngram_size: PositiveInt = Field(
+        64, description="Length of the token sequences that are checked for repetition."
+    )
     ngram_repeats: Annotated[int, Field(ge=2)] = Field(
-        2, description="End when the last `ngram_size` tokens stand this many times in a row."
+        2, description="End a rollout when its last `ngram_size` tokens occur this many times in a row."
     )
     max_object_keys: PositiveInt | None = Field(
-        None, description="End after this many object keys. null sets no limit."
+        None, description="End a rollout after this many object keys. null: no limit."
     )
 
 
-class Offload(Section):
-    enabled: bool = Field(False, description="Free training memory while a colocated engine generates.")
-    offload_model: bool = Field(False, description="Move the learner's parameters out.")
-    offload_optimizer: bool = Field(False, description="Move the optimizer's state out.")
+class Offload(SettingsSection):
+    enabled: bool = Field(False, description="Free memory of the learner while a colocated engine generates.")
+    offload_model: bool = Field(False, description="Offload the parameters of the learner.")
+    offload_optimizer: bool = Field(False, description="Offload the state of the optimizer.")
 
 
-class Server(Section):
+class ServerEndpoint(SettingsSection):
     base_url: BaseUrl = Field(
         description="URL prefix of a rollout server.",
         examples=["http://127.0.0.1:8000"],
         json_schema_extra={"pattern": "^https?://[^ ]+$"},
     )
     group_port: Port = Field(
-        description="Port for weight transfer to this server; each server needs its own.", examples=[51216]
+        description="Port for weight transfer to this server, different for each server.", examples=[51216]
     )
 
 
-class ServerPool(Section):
-    servers: Annotated[tuple[Server, ...], from_list] = Field(
+class ServerPool(SettingsSection):
+    servers: Annotated[tuple[ServerEndpoint, ...], from_list] = Field(
         (),
-        description="The rollout servers, in the order requests are dealt to them. Required in server mode.",
+        description="The rollout servers, in the order in which they get requests. Required in server mode.",
         examples=[[{"base_url": "http://127.0.0.1:8000", "group_port": 51216}]],
     )
     timeout_s: PositiveFloat = Field(
@@ -100,60 +108,68 @@ class ServerPool(Section):
     )
     hung_after_s: PositiveFloat = Field(
         60.0,
-        description="Seconds without any progress of its engine after which a server says so and ends itself. "
-        "Raise it where one step takes longer, such as that of a large model on a CPU.",
+        description="Seconds without progress of its engine after which a server reports that it hangs and exits. "
+        "Raise it if one engine step takes longer, for example with a large model on a CPU.",
     )
     infer_timeout_s: float | None = Field(
-        None, description="HTTP timeout of one generation call in seconds. null, 0 or less: none."
+        None, description="HTTP timeout of one generation call, in seconds. null, 0 or less: no timeout."
     )
 
 
-class Sync(Section):
+class Sync(SettingsSection):
     mode: Literal["full", "adapter", "auto"] = Field(
         "full",
-        description="What is sent after an update: merged weights, or adapters only (needs `enable_lora`). "
-        "`auto` is adapter with `enable_lora`, else full.",
+        description="What a weight sync sends: all weights with adapters merged (full), or adapters only "
+        "(adapter, which needs `enable_lora`). `auto`: adapter with `enable_lora`, else full.",
     )
     fallback_to_full: bool = Field(
-        True, description="When an adapter sync fails: warn and send full weights from then on, or stop."
+        True, description="If an adapter sync fails, warn and send full weights from then on. false: stop the run."
     )
     timeout_s: PositiveFloat = Field(
-        240.0, description="Seconds that sending weights may take before the run stops."
+        240.0, description="Seconds that a weight sync may take before the run stops."
     )
     canary_every: PositiveInt = Field(
         100,
-        description="At the first sync, and at the first one after this many steps, the engine and the learner "
-        "answer the same picture, and must agree.",
+        description="Steps between two canary checks. At the first weight sync, and again after this many steps, "
+        "the engine and the learner continue the same prompt and must agree.",
     )
 
 
-class VLLM(Section):
+class VLLM(SettingsSection):
     mode: Literal["colocate", "server"] = Field(
-        "colocate", description="An engine beside the learner, on its devices, or separate rollout servers."
+        "colocate",
+        description="Where vLLM runs: on the devices of the learner (colocate), or in rollout servers (server).",
     )
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = Field(
-        0.45, description="Share of each GPU's memory the engine may take; on a CPU, of the machine's."
+        0.45,
+        description="Share of the memory of each GPU that the engine may use. On a CPU: of the machine's memory.",
     )
     tensor_parallel_size: PositiveInt | None = Field(
         None,
-        description="GPUs that share one engine. Unset: with colocate, the greatest common divisor of 4 and the "
-        "learner world size; with server, 1.",
+        description="GPUs per engine. Unset: with colocate, the greatest common divisor of 4 and the learner "
+        "world size; with server, 1.",
         examples=[1],
     )
     data_parallel_size: PositiveInt = Field(
         1,
         description="Engine replicas in one rollout server, each on `tensor_parallel_size` GPUs of its own. The "
-        "server deals requests among them. Server mode only.",
+        "server distributes requests among them. Server mode only.",
         examples=[1],
     )
     max_model_len: PositiveInt | None = Field(
-        None, description="Longest prompt plus answer the engine accepts. Unset: `global_max_length`."
+        None,
+        description="Most tokens of prompt and answer together that the engine accepts. Unset: "
+        "`global_max_length`.",
     )
-    enforce_eager: bool = Field(False, description="Run without compiling: starts faster, generates slower.")
-    enable_prefix_caching: bool = Field(True, description="Reuse the computed prompt of a sample seen before.")
-    enable_lora: bool = Field(False, description="Load the engine with LoRA support, for adapter sync.")
+    enforce_eager: bool = Field(
+        False, description="Run the engine without compilation: it starts faster and generates more slowly."
+    )
+    enable_prefix_caching: bool = Field(
+        True, description="Reuse the cached prompt of a sample that was seen before."
+    )
+    enable_lora: bool = Field(False, description="Start the engine with LoRA support, which adapter sync needs.")
     max_lora_rank: PositiveInt | None = Field(
-        None, description="Largest adapter rank the engine accepts. Unset: `model.adapter.rank`."
+        None, description="Largest adapter rank that the engine accepts. Unset: `model.adapter.rank`."
     )
     server: Annotated[ServerPool, from_null] = Field(
         default_factory=ServerPool, description="The rollout servers (server mode)."
@@ -164,49 +180,52 @@ class VLLM(Section):
 
     @property
     def devices_per_server(self) -> int:
-        """The world size of one rollout server: the devices of all its replicas."""
+        """Return the world size of one rollout server: the devices of all its replicas."""
         return (self.tensor_parallel_size or 1) * self.data_parallel_size
 
 
-class OptimalTransport(Section):
-    cost: Literal["l1", "l2"] = Field("l2", description="Ground cost between vertices, in norm1000 space.")
-    epsilon: PositiveFloat = Field(
-        0.05, description="Entropic regularisation, relative to the pair's own scale (D18)."
+class OptimalTransport(SettingsSection):
+    cost: Literal["l1", "l2"] = Field("l2", description="Distance between vertices: the L1 or the L2 norm.")
+    epsilon: PositiveFloat = Field(0.05, description="Entropic regularisation, relative to the size of the pair.")
+    max_iterations: PositiveInt = Field(200, description="Maximum number of Sinkhorn iterations.")
+    tolerance: PositiveFloat = Field(1e-5, description="Stop when the error of the marginals is below this.")
+
+
+class RolloutMatching(SettingsSection):
+    rollout_backend: Literal["vllm", "hf"] = Field(
+        "vllm", description="Engine that generates rollouts: vLLM, or transformers (hf)."
     )
-    max_iterations: PositiveInt = Field(200, description="Sinkhorn iterations at most.")
-    tolerance: PositiveFloat = Field(1e-5, description="Stop when the marginals are met to this error.")
-
-
-class RolloutMatching(Section):
-    rollout_backend: Literal["vllm", "hf"] = Field("vllm", description="What generates rollouts.")
     decode_batch_size: PositiveInt = Field(
         1,
-        description="Sequences decoded at once per rollout device. It alone sets decoding parallelism, in "
-        "training and in evaluation.",
+        description="Sequences that each rollout device decodes at once. No other setting changes the "
+        "parallelism of decoding, in training and in evaluation.",
         examples=[4],
     )
-    max_new_tokens: PositiveInt = Field(2048, description="Tokens an answer may have before it counts as cut off.")
+    max_new_tokens: PositiveInt = Field(2048, description="Most tokens of an answer. A longer one is cut off.")
     decode_mode: DecodeMode | None = Field(
         None,
-        description="How tokens are chosen. Unset: greedy at temperature 0, else sampling. Beam needs "
+        description="How tokens are chosen. Unset: greedy at temperature 0, else sampling. beam needs "
         "`rollout_backend: hf`.",
         examples=["greedy"],
     )
     num_beams: Annotated[int, Field(ge=2)] | None = Field(
-        None, description="Beams of `decode_mode: beam`; the best one is trained on.", examples=[4]
+        None, description="Number of beams of `decode_mode: beam`. The best beam is trained on.", examples=[4]
     )
     decoding: Annotated[Decoding, from_null] = Field(default_factory=Decoding, description="Sampling parameters.")
     candidate_top_k: PositiveInt = Field(
-        10, description="True objects considered for each predicted one, by box overlap then distance."
+        10,
+        description="True objects that are considered for each prediction, chosen by box overlap, then by "
+        "distance.",
     )
-    maskiou_gate: Fraction = Field(0.3, description="A pair below this mask IoU cannot match.")
+    maskiou_gate: Fraction = Field(0.3, description="Least mask IoU of a matched pair.")
     maskiou_resolution: Annotated[int, Field(ge=16, le=4096)] = Field(
-        256, description="Side of the square canvas for mask IoU. 1000 is exact for boxes."
+        256, description="Side of the square canvas for mask IoU, in pixels. 1000 is exact for boxes."
     )
-    fp_cost: NonNegativeFloat = Field(1.0, description="Cost of leaving a predicted object unmatched.")
-    fn_cost: NonNegativeFloat = Field(1.0, description="Cost of leaving a true object unmatched.")
+    fp_cost: NonNegativeFloat = Field(1.0, description="Matching cost of a prediction without a true object.")
+    fn_cost: NonNegativeFloat = Field(1.0, description="Matching cost of a true object without a prediction.")
     optimal_transport: Annotated[OptimalTransport, from_null] = Field(
-        default_factory=OptimalTransport, description="How polygon vertices get their targets."
+        default_factory=OptimalTransport,
+        description="Optimal transport, which sets the targets of polygon vertices.",
     )
     vllm: Annotated[VLLM, from_null] = Field(
         default_factory=VLLM, description="The vLLM engine (`rollout_backend: vllm`)."
@@ -215,21 +234,25 @@ class RolloutMatching(Section):
         default_factory=RepeatTerminate, description="The repeat guard, the same for every backend."
     )
     offload: Annotated[Offload, from_null] = Field(
-        default_factory=Offload, description="Memory relief during colocated rollouts."
+        default_factory=Offload, description="Offloading of the learner during colocated rollouts."
     )
     pipeline: Pipeline | None = Field(
         None,
-        description="The declared objective. Required by the stage-2 variants, which have no default one.",
+        description="The declared objective. Required in Stage 2: there is no default.",
     )
 
     @property
-    def mode_of_decoding(self) -> DecodeMode:
+    def effective_decode_mode(self) -> DecodeMode:
+        """Return the decoding mode, also if it is unset and follows from the temperature."""
         return self.decode_mode or ("sampling" if self.decoding.temperature > 0 else "greedy")
 
 
 class RolloutContract(RolloutMatching):
-    """All that a rollout-aware trainer reads, wherever a file has it. `Settings.rollout_matching_cfg` makes it; a
-    file cannot: it writes the packing keys under `training`, and `packing_length` as `global_max_length`."""
+    """All settings that a trainer with rollouts reads. `Settings.rollout_matching_cfg` creates it.
+
+    It is not a section of a file: a file has the packing keys under `training`, and `packing_length` is its
+    `global_max_length`.
+    """
 
     packing: bool
     packing_buffer: PositiveInt

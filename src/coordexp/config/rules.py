@@ -1,8 +1,8 @@
-"""Rules between settings: pure functions from settings and world to conflicts.
+"""Rules between settings: pure functions that take settings and world sizes and yield conflicts.
 
-A conflict names the setting to change and the others it clashes with. The loader drops a conflict when one
-of those settings is itself in error, so rules need not be defensive. What can be known only while running
-(a server's real world size) is a function in `capacity`, called here when the number is given.
+A conflict names the setting to change and the other settings that it conflicts with. The loader drops a conflict
+if one of these settings is wrong itself, so rules may assume valid values. Rules on the real world sizes of
+servers, which are known only at run time, are functions in `capacity` and are checked here if the sizes are given.
 """
 
 from collections.abc import Callable, Iterator
@@ -16,8 +16,10 @@ from coordexp.config.settings import Settings
 
 @dataclass(frozen=True)
 class World:
-    """Processes a run will have. None while nobody has said, or asked the servers: rules that need the number are
-    then left for later."""
+    """The number of learner ranks and of devices of each rollout server.
+
+    Rules that need a number are skipped while it is None, that is, not known yet.
+    """
 
     learners: int | None = None
     server_world_sizes: tuple[int, ...] | None = None
@@ -25,6 +27,11 @@ class World:
 
 @dataclass(frozen=True)
 class Conflict:
+    """A problem between settings.
+
+    `path` is the setting to change, `others` are the settings that it depends on.
+    """
+
     path: str
     problem: str
     fix: str
@@ -43,7 +50,8 @@ ENABLE_LORA = "rollout_matching.vllm.enable_lora"
 TENSOR_PARALLEL = "rollout_matching.vllm.tensor_parallel_size"
 DATA_PARALLEL = "rollout_matching.vllm.data_parallel_size"
 TEMPERATURE = "rollout_matching.decoding.temperature"
-METRIC = "name a metric of evaluation, e.g. metric_for_best_model: f1_50"
+METRIC_FIX = "name a metric of evaluation, e.g. metric_for_best_model: f1_50"
+# The values of `accelerator_config` that have an effect.
 SYNC_EACH_BATCH = tuple({"gradient_accumulation_kwargs": {"sync_each_batch": flag}} for flag in (True, False))
 
 
@@ -62,8 +70,8 @@ def max_length(s: Settings) -> int | None:
     return s.global_max_length or s.template.max_length
 
 
-def idle(module: Module, s: Settings) -> str | None:
-    """Why a declared module does nothing in this run, if so."""
+def idle_reason(module: Module, s: Settings) -> str | None:
+    """Return why a declared module has no effect in this run, or None if it has one."""
     weights = [value for name, value in module.config if name.endswith("_weight")]
     if not module.enabled:
         return "disabled"
@@ -84,24 +92,28 @@ def _pipeline_is_declared(s: Settings, world: World) -> Iterator[Conflict]:
         yield Conflict(s.pipeline_path, "required, and missing", fix, (VARIANT,))
 
 
-def _modules_are_in_place(s: Settings, world: World) -> Iterator[Conflict]:
+def _modules_are_in_the_right_list(s: Settings, world: World) -> Iterator[Conflict]:
     for path, pipeline in (
         ("rollout_matching.pipeline", s.rollout_matching.pipeline),
         ("stage1.pipeline", s.stage1.pipeline),
     ):
         if pipeline is not None:
-            yield from _list_is_in_place(f"{path}.objective", pipeline.objective, DIAGNOSTICS, "diagnostics")
-            yield from _list_is_in_place(f"{path}.diagnostics", pipeline.diagnostics, OBJECTIVES, "objective")
+            yield from _modules_belong_to_list(f"{path}.objective", pipeline.objective, DIAGNOSTICS, "diagnostics")
+            yield from _modules_belong_to_list(
+                f"{path}.diagnostics", pipeline.diagnostics, OBJECTIVES, "objective"
+            )
 
 
-def _list_is_in_place(
+def _modules_belong_to_list(
     path: str, modules: tuple[Module, ...], foreign: frozenset[str], home: str
 ) -> Iterator[Conflict]:
     seen: dict[str, int] = {}
     for index, module in enumerate(modules):
         here = f"{path}[{index}]"
         if module.name in foreign:
-            yield Conflict(f"{here}.name", f"{module.name} does not belong here", f"move the entry to {home}")
+            yield Conflict(
+                f"{here}.name", f"{module.name} does not belong in this list", f"move the entry to {home}"
+            )
         elif module.name in seen:
             problem = f"{module.name} is declared twice, first at [{seen[module.name]}]"
             yield Conflict(f"{here}.name", problem, "keep one entry for each module")
@@ -112,21 +124,21 @@ def _list_is_in_place(
 
 
 def _something_is_trained(s: Settings, world: World) -> Iterator[Conflict]:
-    if s.pipeline is not None and all(idle(module, s) for module in s.pipeline.objective):
-        reasons = "; ".join(f"{module.name} is {idle(module, s)}" for module in s.pipeline.objective)
-        fix = "enable at least one module, with a weight above 0, on a channel that runs"
+    if s.pipeline is not None and all(idle_reason(module, s) for module in s.pipeline.objective):
+        reasons = "; ".join(f"{module.name} is {idle_reason(module, s)}" for module in s.pipeline.objective)
+        fix = "enable at least one module with a weight above 0 on a channel of this run"
         others = (VARIANT, "stage2.b_ratio")
         yield Conflict(f"{s.pipeline_path}.objective", f"nothing would be trained: {reasons}", fix, others)
 
 
 def _length_is_known(s: Settings, world: World) -> Iterator[Conflict]:
-    ours, theirs = s.global_max_length, s.template.max_length
-    if ours is None and theirs is None:
-        fix = "the longest sequence, in tokens; add e.g. global_max_length: 16000"
+    length, template = s.global_max_length, s.template.max_length
+    if length is None and template is None:
+        fix = "this is the longest sequence in tokens; add e.g. global_max_length: 16000"
         yield Conflict("global_max_length", "missing", fix, ("template.max_length",))
-    elif ours is not None and theirs is not None and ours != theirs:
-        problem = f"{theirs}, and global_max_length is {ours}"
-        yield Conflict("template.max_length", problem, "write one of the two, or the same number in both")
+    elif length is not None and template is not None and length != template:
+        problem = f"{template}, and global_max_length is {length}"
+        yield Conflict("template.max_length", problem, "write only one of the two, or the same number in both")
 
 
 def _answers_fit(s: Settings, world: World) -> Iterator[Conflict]:
@@ -151,15 +163,15 @@ def _answers_fit(s: Settings, world: World) -> Iterator[Conflict]:
             yield Conflict(path, problem, f"use at most {longest}, or leave it out", (*lengths, BACKEND))
 
 
-def _packing_carries_over(s: Settings, world: World) -> Iterator[Conflict]:
+def _packing_can_work(s: Settings, world: World) -> Iterator[Conflict]:
     if s.training.packing and not s.training.packing_drop_last:
         problem = "false, and training.packing is true"
-        fix = "set packing_drop_last: true; segments that still wait at the end get no extra step"
+        fix = "set packing_drop_last: true; segments that still wait at the end of a run are not trained on"
         yield Conflict("training.packing_drop_last", problem, fix, ("training.packing",))
     buffer, batch = s.training.packing_buffer, s.training.per_device_train_batch_size
     if s.training.packing and buffer < batch:
         problem = f"{buffer} cannot hold one micro-batch: training.per_device_train_batch_size is {batch}"
-        fix = f"use at least {batch}, better several times that, or lower per_device_train_batch_size"
+        fix = f"use at least {batch}, better several times as many, or lower per_device_train_batch_size"
         others = ("training.packing", "training.per_device_train_batch_size")
         yield Conflict("training.packing_buffer", problem, fix, others)
 
@@ -167,12 +179,14 @@ def _packing_carries_over(s: Settings, world: World) -> Iterator[Conflict]:
 def _steps_are_known(s: Settings, world: World) -> Iterator[Conflict]:
     if s.training.packing and s.training.max_steps <= 0:
         problem = "missing, and training.packing is true"
-        fix = "how many rows an epoch makes is not known before; add e.g. max_steps: 2000, or set packing: false"
+        fix = (
+            "the number of rows per epoch is not known in advance; add e.g. max_steps: 2000, or set packing: false"
+        )
         yield Conflict("training.max_steps", problem, fix, ("training.packing",))
 
 
-def _trainer_honours(s: Settings, world: World) -> Iterator[Conflict]:
-    """Refuse values that the trainer cannot honour, of arguments whose other values it honours."""
+def _trainer_supports_values(s: Settings, world: World) -> Iterator[Conflict]:
+    """Refuse single values that the trainer does not support, of arguments that it supports otherwise."""
     training = s.training
     if training.optim in ("lomo", "adalomo"):
         problem = f"{training.optim} updates weights during every backward pass, so rows cannot be accumulated"
@@ -184,7 +198,7 @@ def _trainer_honours(s: Settings, world: World) -> Iterator[Conflict]:
         )
     for name in ("eval_strategy", "save_strategy", "logging_strategy"):
         if getattr(training, name) == "epoch":
-            fix = f"use steps with {name.replace('strategy', 'steps')}: rows have no epochs"
+            fix = f"use steps with {name.replace('strategy', 'steps')}: rows are not counted in epochs"
             yield Conflict(f"training.{name}", "epoch is not supported", fix)
     if training.accelerator_config not in (None, {}, *SYNC_EACH_BATCH):
         problem = "only gradient_accumulation_kwargs.sync_each_batch has an effect: there is no DataLoader"
@@ -196,8 +210,10 @@ def _trainer_honours(s: Settings, world: World) -> Iterator[Conflict]:
 
 
 def _best_is_measured(s: Settings, world: World) -> Iterator[Conflict]:
-    """Refuse settings that follow the best metric without evaluation, or without one of its metrics. Evaluation
-    has no loss."""
+    """Refuse settings that follow a metric if the run does not evaluate or names no metric of evaluation.
+
+    Evaluation has no loss.
+    """
     training, others = (
         s.training,
         ("training.eval_strategy", "training.save_strategy", "training.lr_scheduler_type"),
@@ -209,25 +225,25 @@ def _best_is_measured(s: Settings, world: World) -> Iterator[Conflict]:
         if training.eval_strategy == "no":
             problem = f"{value} follows a metric of evaluation, and training.eval_strategy is no"
             yield Conflict(
-                f"training.{name}", problem, "set training.eval_strategy: steps, or use another", others
+                f"training.{name}", problem, "set training.eval_strategy: steps, or use another value", others
             )
         elif training.metric_for_best_model is None:
             problem = f"missing, and training.{name} is {value}"
-            yield Conflict("training.metric_for_best_model", problem, METRIC, others)
+            yield Conflict("training.metric_for_best_model", problem, METRIC_FIX, others)
     if (metric := training.metric_for_best_model) and metric.removeprefix("eval_") == "loss":
-        problem = f"{metric} is no metric of evaluation, which scores answers and has no loss"
-        yield Conflict("training.metric_for_best_model", problem, METRIC)
+        problem = f"{metric} is not a metric of evaluation, which scores answers and has no loss"
+        yield Conflict("training.metric_for_best_model", problem, METRIC_FIX)
 
 
 def _seeds_are_enough(s: Settings, world: World) -> Iterator[Conflict]:
     training = s.training
     for name, limit in (("gradient_accumulation_steps", 512), ("per_device_train_batch_size", 4095)):
         if s.uses_rollouts and (value := getattr(training, name)) > limit:
-            fix = f"use at most {limit}: beyond it, rollouts of one step would share seeds"
+            fix = f"use at most {limit}: with more, rollouts of one step would share seeds"
             yield Conflict(f"training.{name}", f"{value} is too many for rollouts", fix, (VARIANT,))
     if s.uses_rollouts and world.learners is not None and world.learners > 1024:
         problem = f"{world.learners} learner ranks are too many for rollouts"
-        yield Conflict("training", problem, "use at most 1024: beyond it, ranks would share seeds", (VARIANT,))
+        yield Conflict("training", problem, "use at most 1024: with more, ranks would share seeds", (VARIANT,))
 
 
 def _mix_is_stated(s: Settings, world: World) -> Iterator[Conflict]:
@@ -274,18 +290,18 @@ def _decoding_agrees(s: Settings, world: World) -> Iterator[Conflict]:
         yield Conflict("rollout_matching.num_beams", "missing", fix, (DECODE_MODE,))
 
 
-def _beams_are_hugging_face(s: Settings, world: World) -> Iterator[Conflict]:
+def _beams_are_supported(s: Settings, world: World) -> Iterator[Conflict]:
     rollout = s.rollout_matching
     if rollout.decode_mode == "beam" and rollout.rollout_backend == "vllm":
         fix = "set rollout_backend: hf for beam search, or decode_mode: greedy"
         yield Conflict(DECODE_MODE, "vLLM has no beam search", fix, (BACKEND,))
     elif rollout.decode_mode == "beam" and (rollout.num_beams or 0) > rollout.decode_batch_size:
         problem = f"{rollout.num_beams} beams, and decode_batch_size is {rollout.decode_batch_size}"
-        fix = "every beam is a sequence that is decoded: use fewer, or raise decode_batch_size"
+        fix = "each beam is one decoded sequence: use fewer, or raise decode_batch_size"
         others = ("rollout_matching.decode_batch_size", DECODE_MODE, BACKEND)
         yield Conflict("rollout_matching.num_beams", problem, fix, others)
-    if rollout.num_beams is not None and rollout.mode_of_decoding != "beam":
-        problem = f"{rollout.num_beams} has no effect with {rollout.mode_of_decoding} decoding"
+    if rollout.num_beams is not None and rollout.effective_decode_mode != "beam":
+        problem = f"{rollout.num_beams} has no effect with {rollout.effective_decode_mode} decoding"
         fix = "remove it, or set decode_mode: beam"
         yield Conflict("rollout_matching.num_beams", problem, fix, (DECODE_MODE, TEMPERATURE))
 
@@ -302,11 +318,11 @@ def _adapter_sync_is_possible(s: Settings, world: World) -> Iterator[Conflict]:
         fix = "set sync.mode: full, or train an adapter (model.adapter)"
         yield Conflict(SYNC, "sends adapters, and model.adapter is null", fix, others)
     elif adapter.dora:
-        fix = "set sync.mode: full: vLLM loads no DoRA adapter, merged weights it does"
+        fix = "set sync.mode: full: vLLM cannot load DoRA adapters, only merged weights"
         yield Conflict(SYNC, "sends adapters, and model.adapter.dora is true", fix, others)
     elif world.learners is not None and world.learners > 1 and vllm.mode == "server":
         problem = f"sends adapters, and there are {world.learners} learner ranks"
-        fix = "set sync.mode: full: with several learner ranks the servers get merged weights"
+        fix = "set sync.mode: full: several learner ranks can only send merged weights to servers"
         yield Conflict(SYNC, problem, fix, (*others, MODE))
     elif vllm.max_lora_rank is not None and vllm.max_lora_rank < adapter.rank:
         problem = f"{vllm.max_lora_rank} is below model.adapter.rank {adapter.rank}"
@@ -359,7 +375,7 @@ def _requests_fit_devices(s: Settings, world: World) -> Iterator[Conflict]:
     if sizes is None:
         return
     if not uses_vllm(s, "server"):
-        problem = "this run has no rollout servers whose world sizes could be given"
+        problem = "world sizes of rollout servers are given, and this run has no rollout servers"
         fix = "leave --server-world-sizes out, or set rollout_backend: vllm and vllm.mode: server"
         yield Conflict(MODE, problem, fix, (BACKEND,))
     elif len(sizes) != len(servers):
@@ -371,20 +387,20 @@ def _requests_fit_devices(s: Settings, world: World) -> Iterator[Conflict]:
 
 RULES: tuple[Rule, ...] = (
     _pipeline_is_declared,
-    _modules_are_in_place,
+    _modules_are_in_the_right_list,
     _something_is_trained,
     _length_is_known,
     _answers_fit,
-    _packing_carries_over,
+    _packing_can_work,
     _steps_are_known,
-    _trainer_honours,
+    _trainer_supports_values,
     _best_is_measured,
     _mix_is_stated,
     _seeds_are_enough,
     _evaluation_has_data,
     _precision_is_one,
     _decoding_agrees,
-    _beams_are_hugging_face,
+    _beams_are_supported,
     _adapter_sync_is_possible,
     _tensor_parallel_divides_world,
     _replicas_are_in_servers,
@@ -393,6 +409,6 @@ RULES: tuple[Rule, ...] = (
 )
 
 
-def conflicts(settings: Settings, world: World) -> Iterator[Conflict]:
+def find_conflicts(settings: Settings, world: World) -> Iterator[Conflict]:
     for rule in RULES:
         yield from rule(settings, world)

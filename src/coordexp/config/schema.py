@@ -1,14 +1,14 @@
-"""The settings classes seen as one JSON Schema: what may stand at a path, in words and by example.
+"""The settings classes as one JSON Schema: what is allowed at a path, in words and as an example value.
 
-Error messages, recovery after an error, the reference page and the editor schema all read it, so that a
-name, a default or a description is written once, in the settings classes.
+Error messages, recovery after an error, the reference page and the editor schema all read it. So a name, a default
+or a description is written only once, in the settings classes.
 """
 
 from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
-from coordexp.config.paths import Path, value_at
+from coordexp.config.paths import KeyPath, value_at
 from coordexp.config.settings import Settings
 
 Node = dict[str, Any]
@@ -19,8 +19,8 @@ def root() -> Node:
     return Settings.model_json_schema()
 
 
-def node_at(path: Path, tree: Any) -> Node | None:
-    """The schema of the value at `path`; `tree` tells which kind of module a list entry is."""
+def node_at(path: KeyPath, tree: Any) -> Node | None:
+    """Return the schema of the value at `path`, or None. `tree` tells which kind of module a list entry is."""
     node: Node | None = root()
     for depth, key in enumerate(path):
         if node is None:
@@ -30,25 +30,25 @@ def node_at(path: Path, tree: Any) -> Node | None:
     return node
 
 
-def names_at(path: Path, tree: Any) -> list[str]:
-    """The keys allowed in the mapping at `path`."""
+def names_at(path: KeyPath, tree: Any) -> list[str]:
+    """Return the keys that are allowed in the mapping at `path`."""
     node = node_at(path, tree)
     return list(_concrete(node, value_at(tree, path)).get("properties", {})) if node else []
 
 
-def leaves() -> Iterator[tuple[Path, Node]]:
-    """Every setting outside of lists, with its schema, in the order of the classes."""
+def leaves() -> Iterator[tuple[KeyPath, Node]]:
+    """Yield the path and the schema of every setting that is not inside a list, in the order of the classes."""
     yield from ((path, node) for path, node, is_section in _walk((), root()) if not is_section)
 
 
 @cache
-def places() -> tuple[Path, ...]:
-    """The paths of all settings and sections outside of lists."""
+def all_paths() -> tuple[KeyPath, ...]:
+    """Return the paths of all settings and sections that are not inside a list."""
     return tuple(path for path, _, _ in _walk((), root()))
 
 
 def describe(node: Node) -> str:
-    """In words: `an integer >= 1`, `one of vllm, hf`, `text or null`."""
+    """Return the type of a value in words: `an integer >= 1`, `one of vllm, hf`, `text or null`."""
     if "$ref" in node:
         return describe(resolve(node))
     if "const" in node:
@@ -78,12 +78,12 @@ def describe(node: Node) -> str:
 
 
 def module_names(node: Node) -> list[str]:
-    """The modules that may stand where `node` is the choice among them."""
+    """Return the names of the modules that a list entry with the schema `node` may have."""
     return [resolve(option)["properties"]["name"]["const"] for option in node["oneOf"]]
 
 
-def stand_in(node: Node) -> Any:
-    """A value that fits: the default, else an example. Used to go on checking after an error."""
+def valid_value(node: Node) -> Any:
+    """Return a value that the schema accepts: the default if there is one, else an example."""
     if "default" in node:
         return node["default"]
     if "examples" in node:
@@ -94,18 +94,19 @@ def stand_in(node: Node) -> Any:
     if "const" in node or "enum" in node:
         return node.get("const", node.get("enum", [None])[0])
     if node.get("type") == "array":
-        return [stand_in(node["items"])] if node.get("minItems") else []
-    return {key: stand_in(node["properties"][key]) for key in node.get("required", ())}
+        return [valid_value(node["items"])] if node.get("minItems") else []
+    return {key: valid_value(node["properties"][key]) for key in node.get("required", ())}
 
 
 def resolve(node: Node) -> Node:
+    """Return the definition that a `$ref` points to, or the node itself if it is not a reference."""
     while "$ref" in node:
         rest = {key: value for key, value in node.items() if key != "$ref"}
         node = {**root()["$defs"][node["$ref"].rpartition("/")[2]], **rest}
     return node
 
 
-def _walk(path: Path, node: Node) -> Iterator[tuple[Path, Node, bool]]:
+def _walk(path: KeyPath, node: Node) -> Iterator[tuple[KeyPath, Node, bool]]:
     for key, child in node["properties"].items():
         inner = _concrete(child, None)
         is_section = "properties" in inner
@@ -115,7 +116,7 @@ def _walk(path: Path, node: Node) -> Iterator[tuple[Path, Node, bool]]:
 
 
 def _concrete(node: Node, value: Any) -> Node:
-    """Through references, `X or null`, and the choice of a module by its name."""
+    """Return the schema behind references, behind `X or null`, and of the module that `value` names."""
     node = resolve(node)
     if "oneOf" in node:
         name = value.get("name") if isinstance(value, dict) else None
@@ -130,8 +131,8 @@ def _concrete(node: Node, value: Any) -> Node:
 
 def _bounds(node: Node) -> str:
     signs = {"minimum": ">=", "exclusiveMinimum": ">", "maximum": "<=", "exclusiveMaximum": "<"}
-    found = [f"{sign} {node[key]:g}" for key, sign in signs.items() if key in node]
-    return " " + " and ".join(found) if found else ""
+    bounds = [f"{sign} {node[key]:g}" for key, sign in signs.items() if key in node]
+    return " " + " and ".join(bounds) if bounds else ""
 
 
 def _yaml(value: Any) -> str:

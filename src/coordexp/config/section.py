@@ -1,7 +1,6 @@
-"""The base of every settings class, and the field types they share.
+"""The base class of all settings classes, and the field types that they share.
 
-A section is frozen, refuses keys it does not know, and converts nothing: `"4"` is not 4 and `1` is not
-true. What YAML gives is what a setting gets.
+A section is frozen, refuses unknown keys and converts no values: `"4"` is not accepted for 4, nor `1` for true.
 """
 
 from typing import Annotated, Any
@@ -9,28 +8,27 @@ from typing import Annotated, Any
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 
-class Section(BaseModel):
+class SettingsSection(BaseModel):
     model_config = ConfigDict(
         frozen=True,
         extra="forbid",
         strict=True,
         allow_inf_nan=False,
-        hide_input_in_errors=True,  # a value may be a secret; `wording.shown` knows which
+        hide_input_in_errors=True,  # A value may be a secret. `wording.quote_value` knows which.
     )
 
 
-def _as_tuple(value: Any) -> Any:
+def _list_to_tuple(value: Any) -> Any:
     return tuple(value) if isinstance(value, list) else value
 
 
-def _as_whole(value: Any) -> Any:
-    """`server:` with nothing under it means the defaults of that section."""
+def _null_to_defaults(value: Any) -> Any:
+    """Read `server:` with nothing under it as the defaults of that section."""
     return {} if value is None else value
 
 
-# A YAML list, kept as a tuple because settings are frozen.
-from_list = BeforeValidator(_as_tuple)
-from_null = BeforeValidator(_as_whole)
+from_list = BeforeValidator(_list_to_tuple)  # Settings are frozen, so a YAML list becomes a tuple.
+from_null = BeforeValidator(_null_to_defaults)
 
 PositiveInt = Annotated[int, Field(ge=1)]
 NonNegativeInt = Annotated[int, Field(ge=0)]

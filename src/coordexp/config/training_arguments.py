@@ -8,12 +8,12 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from coordexp.config.section import Section, from_list
+from coordexp.config.section import SettingsSection, from_list
 
 TRANSFORMERS_VERSION = "5.19.0"
 
 
-class TransformersArguments(Section):
+class TransformersArguments(SettingsSection):
     output_dir: str | None = Field(
         None, description="The output directory where the model predictions and checkpoints will be written."
     )

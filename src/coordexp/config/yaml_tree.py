@@ -1,9 +1,10 @@
-"""Reads a YAML file and the files it extends into one tree of plain values, each with its origin.
+"""Reads a YAML file and the files that it extends into one tree of plain values, each with its origin.
 
-Scalars follow the YAML 1.2 core schema: `no` is a word and `1e-5` is a number, which YAML 1.1 has the
-other way round. Environment variables are not interpolated. A key written twice is an error.
+Scalars follow the YAML 1.2 core schema: `no` is text and `1e-5` is a number, the opposite of YAML 1.1. Environment
+variables are not interpolated. A key that is written twice is an error.
 """
 
+import os
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Any
 
 import yaml
 
-from coordexp.config import paths
+from coordexp.config.paths import KeyPath, copy_tree
 from coordexp.config.violations import ConfigError, Violation
 from coordexp.text import encodable
 
@@ -24,7 +25,9 @@ Tree = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Origin:
+class SourceLine:
+    """The line of a file where a value was written."""
+
     file: str
     line: int
 
@@ -34,15 +37,15 @@ class Origin:
 
 @dataclass
 class Document:
-    """A merged tree. `origins` has an entry for every key and list item, by its path."""
+    """A merged tree. `origins` has an entry for the path of every key and list item."""
 
     tree: Tree
-    origins: dict[paths.Path, Origin] = field(default_factory=dict)
+    origins: dict[KeyPath, SourceLine] = field(default_factory=dict)
     files: list[str] = field(default_factory=list)
     violations: list[Violation] = field(default_factory=list)
 
-    def origin_of(self, path: paths.Path) -> Origin | None:
-        """Where the value at `path`, or the nearest thing around it, was written."""
+    def origin_of(self, path: KeyPath) -> SourceLine | None:
+        """Return where the value at `path` was written, or the nearest value around it that has an origin."""
         for end in range(len(path), 0, -1):
             if path[:end] in self.origins:
                 return self.origins[path[:end]]
@@ -50,20 +53,21 @@ class Document:
 
 
 def read_document(path: Path) -> Document:
-    """The file at `path` over the files it extends: later ones win, mappings merge, lists are replaced.
+    """Return the file at `path` merged over the files that it extends.
 
-    Raises when a file cannot be read, with all that is wrong in any of them; what is wrong and does not stop the
-    reading (a key written twice) is in the document's `violations`.
+    Later files win, mappings are merged and lists are replaced. Raise ConfigError, with the violations of all
+    files, if one of them cannot be read. Violations that do not prevent reading, such as a key that is written
+    twice, are returned in the document.
     """
-    reading = _Reading()
-    document = reading.read(path, chain=())
-    if reading.unreadable:
-        raise ConfigError([*reading.unreadable, *document.violations], str(path))
+    reader = _DocumentReader()
+    document = reader.read(path, chain=())
+    if reader.unreadable:
+        raise ConfigError([*reader.unreadable, *document.violations], str(path))
     return document
 
 
-class _Reading:
-    """One load: each file is read once, however often it is extended."""
+class _DocumentReader:
+    """Reads each file once, however often it is extended."""
 
     def __init__(self) -> None:
         self.unreadable: list[Violation] = []
@@ -78,17 +82,16 @@ class _Reading:
         own = self._parse(path)
         merged = Document(tree={})
         for entry in self._bases(own):
-            base = path.parent / entry
-            problem, fix = _base_problem(entry, base, (*chain, where))
+            problem, fix = _base_problem(path, entry, (*chain, where))
             if problem:
-                self._refuse(("extends",), problem, fix, _shown(path))
+                self._refuse(("extends",), problem, fix, _display_path(path))
             else:
-                _merge(merged, self.read(base, (*chain, where)))
+                _merge(merged, self.read(path.parent / entry, (*chain, where)))
         _merge(merged, own)
         self._done[where] = merged
         return merged
 
-    def _refuse(self, path: paths.Path, problem: str, fix: str, origin: str | None = None) -> Document:
+    def _refuse(self, path: KeyPath, problem: str, fix: str, origin: str | None = None) -> Document:
         self.unreadable.append(Violation(path, problem, fix, origin))
         return Document(tree={})
 
@@ -103,13 +106,13 @@ class _Reading:
         return []
 
     def _parse(self, path: Path) -> Document:
-        name = _shown(path)
+        name = _display_path(path)
         if not path.is_file():
             problem = f"{name} is a folder" if path.is_dir() else f"{name}: no such file"
             return self._refuse((), problem, "give the path of a YAML file")
         if path.stat().st_size > MAX_BYTES:
             problem = f"{name} has {path.stat().st_size:,} bytes; a config has at most {MAX_BYTES:,}"
-            return self._refuse((), problem, "is this the right file?")
+            return self._refuse((), problem, "give the path of a config")
         try:
             node = yaml.compose(path.read_text(encoding="utf-8"), Loader=_CoreSchemaLoader)
         except yaml.MarkedYAMLError as error:
@@ -127,24 +130,25 @@ class _Reading:
             return document
         if not isinstance(node, yaml.MappingNode) or node.tag != f"{_TAG}map":
             return self._refuse((), f"{name} is not a mapping of keys to values", "write e.g. model: ...")
-        try:
-            document.tree = _Builder(name, document).mapping(node, ())
-        except _TooLarge as error:
-            return self._refuse(error.path, str(error), "do not nest aliases")
+        builder = _TreeBuilder(name, document)
+        document.tree = builder.mapping(node, ())
+        if builder.too_large_at is not None:
+            problem = f"{name} has more than {MAX_VALUES:,} values or {MAX_DEPTH} levels"
+            return self._refuse(builder.too_large_at, problem, "do not nest aliases")
         return document
 
 
-def _base_problem(entry: str, base: Path, chain: tuple[Path, ...]) -> tuple[str, str]:
+def _base_problem(path: Path, entry: str, chain: tuple[Path, ...]) -> tuple[str, str]:
+    """Return the problem and the fix of a file that cannot be extended, or two empty texts."""
     if Path(entry).is_absolute():
         return f"{entry} is absolute", "write a path relative to this file, so that configs can be moved"
-    try:
-        is_file, where = base.is_file(), base.resolve()
-    except OSError as error:
-        return f"{entry[:60]}: {error.strerror}", "correct the path"
-    if not is_file:
-        return f"{entry} is not a file", f"it is looked for in {_shown(base.parent)}; correct the path"
+    base = path.parent / entry
+    if not os.path.isfile(base):  # noqa: PTH113 - Path.is_file raises OSError for names that are too long
+        problem = f"{entry[:200]} is not a file"
+        return problem, f"correct the path; it is relative to {_display_path(path.parent)}"
+    where = base.resolve()
     if where in chain:
-        loop = " -> ".join(_shown(file) for file in (*chain[chain.index(where) :], where))
+        loop = " -> ".join(_display_path(file) for file in (*chain[chain.index(where) :], where))
         return f"the files form a cycle: {loop}", "remove one of the links"
     return "", ""
 
@@ -153,7 +157,7 @@ _TAG = "tag:yaml.org,2002:"
 
 
 class _CoreSchemaLoader(yaml.SafeLoader):
-    """Safe, with the implicit types of YAML 1.2."""
+    """A safe loader with the implicit types of YAML 1.2."""
 
     yaml_implicit_resolvers: dict[str, list[tuple[str, re.Pattern[str]]]] = {}  # noqa: RUF012
 
@@ -174,30 +178,30 @@ for _kind, (_pattern, _first) in _SCALARS.items():
     _CoreSchemaLoader.add_implicit_resolver(_TAG + _kind, _pattern, _first)
 
 
-class _TooLarge(Exception):
-    def __init__(self, path: paths.Path, file: str) -> None:
-        super().__init__(f"{file} has more than {MAX_VALUES:,} values or {MAX_DEPTH} levels")
-        self.path = path
+class _TreeBuilder:
+    """Turns composed nodes into values and records where each was written.
 
-
-class _Builder:
-    """Turns composed nodes into values and notes where each was written."""
+    `too_large_at` is the path at which the file exceeded a limit. From there on, nothing more is read.
+    """
 
     def __init__(self, file: str, document: Document) -> None:
         self._file = file
         self._document = document
         self._values = 0
+        self.too_large_at: KeyPath | None = None
 
-    def mapping(self, node: yaml.MappingNode, path: paths.Path) -> Tree:
+    def mapping(self, node: yaml.MappingNode, path: KeyPath) -> Tree:
         result: Tree = {}
         for key_node, value_node in node.value:
             if not isinstance(key_node, yaml.ScalarNode) or not encodable(key_node.value):
-                self._complain(path, "has a key that is not plain text", "write plain keys", key_node)
+                self._complain(path, "has a key that is not plain text", "use plain text for keys", key_node)
                 continue
             key = key_node.value
             here = (*path, key)
             if key == "<<":
-                self._complain(here, "merge keys are not part of YAML 1.2", "use extends, or repeat", key_node)
+                self._complain(
+                    here, "merge keys are not part of YAML 1.2", "use extends, or repeat the values", key_node
+                )
                 continue
             if key in result:
                 problem = f"written twice, first at {self._document.origins[here]}"
@@ -206,10 +210,12 @@ class _Builder:
             result[key] = self._value(value_node, here)
         return result
 
-    def _value(self, node: yaml.Node, path: paths.Path) -> Any:
+    def _value(self, node: yaml.Node, path: KeyPath) -> Any:
         self._values += 1
-        if self._values > MAX_VALUES or len(path) > MAX_DEPTH:
-            raise _TooLarge(path, self._file)
+        if self.too_large_at is None and (self._values > MAX_VALUES or len(path) > MAX_DEPTH):
+            self.too_large_at = path
+        if self.too_large_at is not None:
+            return None
         if isinstance(node, yaml.MappingNode) and node.tag == f"{_TAG}map":
             return self.mapping(node, path)
         if isinstance(node, yaml.SequenceNode) and node.tag == f"{_TAG}seq":
@@ -218,15 +224,17 @@ class _Builder:
             return self._scalar(node, path)
         return self._complain(path, f"has the YAML tag {node.tag}", "write a plain value", node)
 
-    def _item(self, node: yaml.Node, path: paths.Path) -> Any:
+    def _item(self, node: yaml.Node, path: KeyPath) -> Any:
         self._document.origins[path] = self._origin(node)
         return self._value(node, path)
 
-    def _scalar(self, node: yaml.ScalarNode, path: paths.Path) -> Any:
+    def _scalar(self, node: yaml.ScalarNode, path: KeyPath) -> Any:
         text, kind = node.value, node.tag.removeprefix(_TAG)
         if kind == "str":
             if not encodable(text):
-                return self._complain(path, "holds half a character (a lone surrogate)", "write it whole", node)
+                return self._complain(
+                    path, "has half a character (a lone surrogate)", "write the whole character", node
+                )
             return text
         if kind not in _SCALARS or not _SCALARS[kind][0].match(text):
             return self._complain(path, f"{text[:40]!r} has the YAML tag {node.tag}", "write a plain value", node)
@@ -239,11 +247,11 @@ class _Builder:
                 return int(text, 0) if text[:2] in ("0o", "0x") else int(text)
         return float(re.sub(r"\.(?=inf|nan)", "", text.lower()))
 
-    def _complain(self, path: paths.Path, problem: str, fix: str, node: yaml.Node) -> None:
+    def _complain(self, path: KeyPath, problem: str, fix: str, node: yaml.Node) -> None:
         self._document.violations.append(Violation(path, problem, fix, str(self._origin(node))))
 
-    def _origin(self, node: yaml.Node) -> Origin:
-        return Origin(self._file, node.start_mark.line + 1)
+    def _origin(self, node: yaml.Node) -> SourceLine:
+        return SourceLine(self._file, node.start_mark.line + 1)
 
 
 def _merge(onto: Document, over: Document) -> None:
@@ -252,7 +260,7 @@ def _merge(onto: Document, over: Document) -> None:
     _merge_trees(onto, over, onto.tree, over.tree, ())
 
 
-def _merge_trees(onto: Document, over: Document, left: Tree, right: Tree, path: paths.Path) -> None:
+def _merge_trees(onto: Document, over: Document, left: Tree, right: Tree, path: KeyPath) -> None:
     for key, value in right.items():
         here = (*path, key)
         if isinstance(value, dict) and isinstance(left.get(key), dict):
@@ -260,19 +268,17 @@ def _merge_trees(onto: Document, over: Document, left: Tree, right: Tree, path: 
         else:
             for stale in _inside(onto.origins, here) if isinstance(left.get(key), dict | list) else ():
                 del onto.origins[stale]
-            left[key] = paths.unshared(value)
+            left[key] = copy_tree(value)
             if isinstance(value, dict | list):
                 onto.origins |= {inner: over.origins[inner] for inner in _inside(over.origins, here)}
         onto.origins[here] = over.origins[here]
 
 
-def _inside(origins: dict[paths.Path, Origin], path: paths.Path) -> list[paths.Path]:
+def _inside(origins: dict[KeyPath, SourceLine], path: KeyPath) -> list[KeyPath]:
     return [inner for inner in origins if inner[: len(path)] == path]
 
 
-def _shown(path: Path) -> str:
-    """Relative to the working folder where that is shorter."""
-    try:
-        return str(path.resolve().relative_to(Path.cwd()))
-    except ValueError:
-        return str(path)
+def _display_path(path: Path) -> str:
+    """Return the path relative to the working directory if it is inside it, else the path itself."""
+    where = path.resolve()
+    return str(where.relative_to(Path.cwd())) if where.is_relative_to(Path.cwd()) else str(path)

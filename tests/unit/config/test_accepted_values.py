@@ -1,4 +1,4 @@
-"""Which values and keys of a rollout config are accepted, stated literally from the specification."""
+"""The values and keys that a rollout config accepts, listed as in the specification."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ from tests.unit.config.trees import (
     COORD_REG,
     SERVER,
     TOKEN_CE,
-    changed,
+    apply_changes,
     load,
     only_problem,
     problems,
@@ -23,7 +23,7 @@ from tests.unit.config.trees import (
 
 
 def rollout(tree: dict[str, Any], **changes: Any) -> RolloutMatching:
-    return load(changed(tree, **changes)).settings.rollout_matching
+    return load(apply_changes(tree, **changes)).settings.rollout_matching
 
 
 @pytest.mark.scenario("R02.C1", on="pure")
@@ -97,12 +97,12 @@ def test_a_choice_has_its_default_and_its_values_and_no_others(
     sound = server_mode(model__adapter={"rank": 8}, rollout_matching__vllm__enable_lora=True)
     unset = stage2()
     unset["rollout_matching"] = {"pipeline": unset["rollout_matching"]["pipeline"]}
-    assert _at(load(unset).settings.rollout_matching, setting) == default
+    assert _setting_at(load(unset).settings.rollout_matching, setting) == default
     for value in accepted:
-        resolved = _at(rollout(sound, **{path: value}), setting)
+        resolved = _setting_at(rollout(sound, **{path: value}), setting)
         assert resolved == ("adapter" if value == "auto" else value)
     for value in refused:
-        assert path.replace("__", ".") in problems(changed(sound, **{path: value}))
+        assert path.replace("__", ".") in problems(apply_changes(sound, **{path: value}))
 
 
 @pytest.mark.scenario("R07.C12", on="pure")
@@ -174,7 +174,7 @@ def test_the_settings_classes_alone_say_which_keys_a_section_has(section: str) -
     place = ("rollout_matching", *(section.split(".") if section else ()))
     known = names_at(place, {})
     assert known
-    tree = changed(server_mode(), **{"__".join((*place, "zzz")): 1})
+    tree = apply_changes(server_mode(), **{"__".join((*place, "zzz")): 1})
     path, message = only_problem(tree)
     assert path == ".".join((*place, "zzz"))
     assert "unknown key" in message
@@ -193,10 +193,10 @@ def test_rollouts_are_opt_in() -> None:
 
 @pytest.mark.scenario("R17.C3", on="pure")
 @pytest.mark.parametrize("backend", ["server", "hf"])
-def test_without_a_colocated_engine_offload_is_accepted_and_said_to_do_nothing(backend: str) -> None:
+def test_without_a_colocated_engine_offload_is_accepted_with_a_note(backend: str) -> None:
     tree = server_mode(rollout_matching__offload={"enabled": True, "offload_model": True})
     if backend == "hf":
-        tree = changed(tree, rollout_matching__rollout_backend="hf")
+        tree = apply_changes(tree, rollout_matching__rollout_backend="hf")
     assert any(note.startswith("rollout_matching.offload is not used") for note in load(tree).notes)
 
 
@@ -219,7 +219,7 @@ def test_sampling_has_the_bounds_and_defaults_of_the_specification(
         assert only_problem(stage2(**{f"rollout_matching__decoding__{key}": value}))[0].endswith(key)
 
 
-def _at(settings: Any, path: str) -> Any:
+def _setting_at(settings: Any, path: str) -> Any:
     for name in path.split("__"):
         settings = getattr(settings, name)
     return settings

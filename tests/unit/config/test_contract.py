@@ -13,7 +13,7 @@ from tests.unit.config.trees import (
     COORD_REG,
     SERVER,
     TOKEN_CE,
-    changed,
+    apply_changes,
     load,
     only_problem,
     problems,
@@ -58,8 +58,8 @@ def test_the_old_auxiliary_loss_section_is_refused():
 def test_objects_are_written_with_desc_first_unless_the_config_says_otherwise():
     orders = [load(tree).settings.custom.object_field_order for tree in (stage2(), stage1())]
     assert orders == ["desc_first", "desc_first"]
-    turned = load(stage2(custom__object_field_order="geometry_first")).settings.custom.object_field_order
-    assert turned == "geometry_first"
+    reordered = load(stage2(custom__object_field_order="geometry_first")).settings.custom.object_field_order
+    assert reordered == "geometry_first"
 
 
 @pytest.mark.scenario("R27.C2", on="pure")
@@ -116,7 +116,7 @@ def test_a_module_config_refuses_unknown_keys(module):
     ],
 )
 @pytest.mark.parametrize("also_canonical", [True, False])
-def test_an_alias_key_is_refused_and_names_the_canonical_one(module, alias, canonical, also_canonical):
+def test_an_alias_key_is_refused_with_the_canonical_name(module, alias, canonical, also_canonical):
     config = {**module["config"], alias: 1.0}
     if not also_canonical:
         del config[canonical]
@@ -174,8 +174,8 @@ def test_settings_under_custom_extra_are_refused_with_their_new_path(key, value)
 @pytest.mark.scenario("R07.C1", "R10.C3", on="pure")
 def test_each_setting_under_custom_extra_is_named():
     old = {"decode_batch_size": 4, "decoding": {"temperature": 0.0}, "vllm": {"mode": "colocate"}}
-    found = problems(stage2(custom__extra={"rollout_matching": old}))
-    assert set(found) == {f"custom.extra.rollout_matching.{key}" for key in old}
+    messages = problems(stage2(custom__extra={"rollout_matching": old}))
+    assert set(messages) == {f"custom.extra.rollout_matching.{key}" for key in old}
 
 
 @pytest.mark.scenario("R10.S6", on="pure")
@@ -228,29 +228,29 @@ PACKING = {
 }
 
 
-def packed(**changes):
+def with_packing(**changes):
     training = {f"training__{name}": value for name, value in PACKING.items()}
     return stage2(training__max_steps=10, **training, **changes)
 
 
 @pytest.mark.scenario("R11.C1", "R11.S1", on="pure")
 def test_the_contract_has_the_packing_settings_that_a_file_writes_under_training():
-    contract = load(packed()).settings.rollout_matching_cfg
+    contract = load(with_packing()).settings.rollout_matching_cfg
     assert {name: getattr(contract, name) for name in PACKING} == PACKING
     assert contract.packing_length == 16000
 
 
 @pytest.mark.scenario("R11.C2", on="pure")
-def test_the_contract_does_not_tell_under_which_key_the_length_was_written():
-    tree = packed(template__max_length=16000)
+def test_the_contract_is_the_same_whichever_key_sets_the_length():
+    tree = with_packing(template__max_length=16000)
     del tree["global_max_length"]
-    assert load(tree).settings.rollout_matching_cfg == load(packed()).settings.rollout_matching_cfg
+    assert load(tree).settings.rollout_matching_cfg == load(with_packing()).settings.rollout_matching_cfg
 
 
 @pytest.mark.scenario("R11.C1", on="pure")
 @pytest.mark.parametrize("name", [*PACKING, "packing_length"])
 def test_a_file_cannot_write_the_packing_part_of_the_contract(name):
-    path, message = only_problem(packed(**{f"rollout_matching__{name}": PACKING.get(name, 16000)}))
+    path, message = only_problem(with_packing(**{f"rollout_matching__{name}": PACKING.get(name, 16000)}))
     assert path == f"rollout_matching.{name}"
     assert "unknown key" in message
     assert name == "packing_length" or f"did you mean training.{name}?" in message
@@ -258,7 +258,7 @@ def test_a_file_cannot_write_the_packing_part_of_the_contract(name):
 
 @pytest.mark.scenario("R11.C1", on="pure")
 def test_resolved_settings_load_again_and_give_the_same_contract():
-    settings = load(packed()).settings
+    settings = load(with_packing()).settings
     again = load(settings.model_dump(mode="json")).settings
     assert again == settings
     assert again.rollout_matching_cfg == settings.rollout_matching_cfg
@@ -289,9 +289,9 @@ def test_more_learner_ranks_than_decoding_slots_are_refused():
     tree = server_mode(rollout_matching__vllm__server={"servers": two_servers})
     path, message = only_problem(tree, learners=4, servers=(1, 1))
     assert path == "rollout_matching.decode_batch_size"
-    for way_out in ("decode_batch_size to at least 2", "add rollout devices", "at most 2 learner ranks"):
-        assert way_out in message
-    load(changed(tree, rollout_matching__decode_batch_size=2), learners=4, servers=(1, 1))
+    for fix in ("decode_batch_size to at least 2", "add rollout devices", "at most 2 learner ranks"):
+        assert fix in message
+    load(apply_changes(tree, rollout_matching__decode_batch_size=2), learners=4, servers=(1, 1))
 
 
 @pytest.mark.scenario("R15.C2", "R15.S1", on="pure")
@@ -304,9 +304,9 @@ def test_the_capacity_rule_at_run_time():
 
 @pytest.mark.scenario("R32.C3", "R32.S1", on="pure")
 @pytest.mark.parametrize("key", ["temperature", "top_p", "top_k"])
-@pytest.mark.parametrize("home", ["rollout_matching", "custom.extra.rollout_matching"])
-def test_sampling_keys_outside_of_decoding_are_refused(key, home):
+@pytest.mark.parametrize("section", ["rollout_matching", "custom.extra.rollout_matching"])
+def test_sampling_keys_outside_decoding_are_refused(key, section):
     neutral = {"temperature": 0.0, "top_p": 1.0, "top_k": -1}[key]
-    path, message = only_problem(changed(stage2(), **{f"{home}.{key}".replace(".", "__"): neutral}))
-    assert path == f"{home}.{key}"
+    path, message = only_problem(apply_changes(stage2(), **{f"{section}.{key}".replace(".", "__"): neutral}))
+    assert path == f"{section}.{key}"
     assert f"rollout_matching.decoding.{key}" in message

@@ -1,4 +1,4 @@
-"""The defaults that the specification states, literally, and those that it leaves to us (D8, D17, D25)."""
+"""The defaults that the specification states, and those that it leaves open (D8, D17, D25)."""
 
 import pytest
 
@@ -7,7 +7,7 @@ from tests.unit.config.trees import SERVER, load, server_mode, stage1, stage2
 
 @pytest.fixture
 def rollout():
-    """The section of a config that says nothing but its pipeline, on one learner."""
+    """Return the `rollout_matching` section of a config that sets only the pipeline, with one learner."""
     return load(stage2()).settings.rollout_matching
 
 
@@ -31,11 +31,12 @@ def test_full_weights_are_synced_and_an_adapter_sync_falls_back_to_them(rollout)
 
 
 @pytest.mark.scenario("R07.C13", "R07.C14", on="pure")
-def test_a_server_has_240_seconds_to_be_reachable_and_no_limit_to_answer():
-    server = load(server_mode(rollout_matching__vllm__server={"servers": [SERVER]})).settings
-    assert server.rollout_matching.vllm.server.timeout_s == 240.0
-    assert server.rollout_matching.vllm.server.infer_timeout_s is None
-    assert server.rollout_matching.vllm.server.hung_after_s == 60.0
+def test_a_server_has_240_seconds_to_be_reachable_and_no_time_limit_for_answers():
+    settings = load(server_mode(rollout_matching__vllm__server={"servers": [SERVER]})).settings
+    pool = settings.rollout_matching.vllm.server
+    assert pool.timeout_s == 240.0
+    assert pool.infer_timeout_s is None
+    assert pool.hung_after_s == 60.0
 
 
 @pytest.mark.scenario("R10.C7", on="pure")

@@ -1,4 +1,4 @@
-"""Configuration is light: no torch, and an answer before a person looks away."""
+"""Importing the configuration is fast, because it imports neither torch nor any other large package."""
 
 import subprocess
 import sys

@@ -1,11 +1,11 @@
-"""What a user reads when a config is wrong."""
+"""The messages that a user reads when a config is wrong."""
 
 from pathlib import Path
 
 import pytest
 
-from coordexp.config import ConfigError, dotted, load_settings
-from coordexp.config.rollout import Server
+from coordexp.config import ConfigError, format_path, load_settings
+from coordexp.config.rollout import ServerEndpoint
 from tests.unit.config.trees import SERVER, only_problem, problems, server_mode, stage2
 
 TEN_MISTAKES = Path("examples/check/ten-mistakes.yaml")
@@ -14,7 +14,7 @@ TEN_MISTAKES = Path("examples/check/ten-mistakes.yaml")
 def test_ten_mistakes_are_ten_messages_in_the_order_of_the_file():
     with pytest.raises(ConfigError) as caught:
         load_settings(TEN_MISTAKES)
-    assert [dotted(violation.path) for violation in caught.value.violations] == [
+    assert [format_path(violation.path) for violation in caught.value.violations] == [
         "custom.trainer_variant",
         "stage1.pipeline.objective[0].config.desc_ce_weight",
         "stage1.pipeline.objective[1].config.bbox_smoothl1_weight",
@@ -61,8 +61,8 @@ def test_ten_mistakes_are_ten_messages_in_the_order_of_the_file():
     ],
 )
 def test_a_wrong_value_is_shown_with_what_fits(tree, path, says):
-    found, message = only_problem(tree)
-    assert found.rpartition(".")[2].partition("[")[0] == path
+    wrong_path, message = only_problem(tree)
+    assert wrong_path.rpartition(".")[2].partition("[")[0] == path
     assert says in message
 
 
@@ -71,11 +71,11 @@ def test_a_missing_key_is_explained_with_an_example():
     path, message = only_problem(tree)
     assert path == "rollout_matching.vllm.server.servers[1].group_port"
     assert message == (
-        "missing\nport for weight transfer to this server; each server needs its own; add e.g. group_port: 51216"
+        "missing\nport for weight transfer to this server, different for each server; add e.g. group_port: 51216"
     )
 
 
-def test_an_unknown_module_is_told_the_known_ones():
+def test_the_message_on_an_unknown_module_lists_the_known_ones():
     tree = stage2(rollout_matching__pipeline={"objective": [{"name": "giou"}], "diagnostics": []})
     path, message = only_problem(tree)
     assert path == "rollout_matching.pipeline.objective[0].name"
@@ -106,7 +106,7 @@ SECRET = "hunter2"
         f"user:{SECRET}@127.0.0.1:8000",
     ],
 )
-def test_a_password_in_a_url_is_refused_with_a_way_out_and_not_printed_back(url):
+def test_a_password_in_a_url_is_refused_with_a_fix_and_not_printed(url):
     tree = server_mode(rollout_matching__vllm__server={"servers": [SERVER | {"base_url": url}]})
     path, message = only_problem(tree)
     assert path == "rollout_matching.vllm.server.servers[0].base_url"
@@ -123,12 +123,12 @@ def test_a_password_in_a_url_is_refused_with_a_way_out_and_not_printed_back(url)
         {"servers": f"http://user:{SECRET}@127.0.0.1:8000"},
     ],
 )
-def test_a_password_in_a_url_at_the_wrong_place_is_not_printed_back(server):
-    found = problems(server_mode(rollout_matching__vllm__server=server))
-    assert found and SECRET not in str(found)
+def test_a_password_in_a_url_at_the_wrong_place_is_not_printed(server):
+    messages = problems(server_mode(rollout_matching__vllm__server=server))
+    assert messages and SECRET not in str(messages)
 
 
-def test_pydantics_own_error_does_not_print_values_back():
+def test_pydantics_own_error_does_not_print_values():
     with pytest.raises(ValueError, match="base_url") as error:
-        Server(base_url=f"http://user:{SECRET}@127.0.0.1:8000", group_port=5)
+        ServerEndpoint(base_url=f"http://user:{SECRET}@127.0.0.1:8000", group_port=5)
     assert SECRET not in str(error.value)

@@ -1,8 +1,8 @@
-"""One mistake, one message, at the place where it was written, and never a traceback: from real YAML files."""
+"""One mistake in a YAML file gives one message, at the line where it was written, and never a traceback."""
 
 import pytest
 
-from coordexp.config import ConfigError, dotted, load_settings
+from coordexp.config import ConfigError, format_path, load_settings
 
 HEAD = """\
 model: {path: m, adapter: {rank: 8}}
@@ -21,7 +21,7 @@ ROLLOUT = "rollout_matching:\n" + PIPELINE % TEXT_CE
 SOUND = HEAD + ROLLOUT
 
 
-def messages(tmp_path, text):
+def violations_of(tmp_path, text):
     file = tmp_path / "a.yaml"
     file.write_text(text, errors="surrogatepass")
     with pytest.raises(ConfigError) as caught:
@@ -94,28 +94,28 @@ def test_the_head_is_sound(tmp_path):
     ],
 )
 def test_one_mistake_is_one_message(tmp_path, text, path, says):
-    found = messages(tmp_path, text)
-    shown = [str(violation) for violation in found]
+    violations = violations_of(tmp_path, text)
+    messages = [str(violation) for violation in violations]
     if path is None and says is None:  # two mistakes in one line: an old name and a wrong value
-        assert [v.origin.rpartition(":")[2] for v in found] == [str(len(text.splitlines()))] * 2
+        assert [v.origin.rpartition(":")[2] for v in violations] == [str(len(text.splitlines()))] * 2
         return
-    relevant = [text for text in shown if "pipeline.objective: nothing would be" not in text]
-    assert len(relevant) == 1, shown
+    relevant = [message for message in messages if "pipeline.objective: nothing would be" not in message]
+    assert len(relevant) == 1, messages
     assert says in relevant[0]
     if path is not None:
-        assert dotted(found[0].path).endswith(path), shown
-    assert all(violation.origin for violation in found)
-    assert "hf_S" not in "".join(shown)
+        assert format_path(violations[0].path).endswith(path), messages
+    assert all(violation.origin for violation in violations)
+    assert "hf_S" not in "".join(messages)
 
 
-def test_what_moved_home_is_reported_where_it_was_written(tmp_path):
+def test_a_setting_under_the_old_section_is_reported_where_it_was_written(tmp_path):
     old = "{vllm: {server: {base_url: x}}, decoding: {temperature: -1.0}, rollout_buffer: 1}"
     text = SOUND.replace("train_jsonl: t.jsonl", f"train_jsonl: t.jsonl, extra: {{rollout_matching: {old}}}")
-    found = {dotted(v.path): v for v in messages(tmp_path, text)}
-    home = "custom.extra.rollout_matching"
-    assert {f"{home}.vllm", f"{home}.decoding", f"{home}.rollout_buffer"} < set(found)
-    assert found[f"{home}.decoding.temperature"].origin.endswith(":2")
-    assert found[f"{home}.rollout_buffer"].problem == "removed"
+    violations = {format_path(v.path): v for v in violations_of(tmp_path, text)}
+    section = "custom.extra.rollout_matching"
+    assert {f"{section}.vllm", f"{section}.decoding", f"{section}.rollout_buffer"} < set(violations)
+    assert violations[f"{section}.decoding.temperature"].origin.endswith(":2")
+    assert violations[f"{section}.rollout_buffer"].problem == "removed"
 
 
 @pytest.mark.parametrize(
@@ -140,20 +140,20 @@ def test_what_moved_home_is_reported_where_it_was_written(tmp_path):
 @pytest.mark.parametrize(
     "place", ["x: %s\n", "rollout_matching: %s\n", "rollout_matching: {decode_batch_size: %s}\n"]
 )
-def test_no_value_in_a_file_is_a_traceback(tmp_path, value, place):
-    for violation in messages(tmp_path, place % value):
+def test_no_value_in_a_file_causes_a_traceback(tmp_path, value, place):
+    for violation in violations_of(tmp_path, place % value):
         str(violation).encode()
 
 
 @pytest.mark.parametrize("text", ['"\\uD800": 1\n', "!foo {a: 1}\n", "extends: " + "a" * 5000, "\x00", "a: b: c"])
 def test_no_file_is_a_traceback(tmp_path, text):
-    assert messages(tmp_path, text)
+    assert violations_of(tmp_path, text)
 
 
-def test_all_that_cannot_be_read_is_said_at_once(tmp_path):
+def test_all_unreadable_files_are_reported_at_once(tmp_path):
     (tmp_path / "bad.yaml").write_text("x: [\n")
-    found = messages(tmp_path, "extends: [no1.yaml, no2.yaml, bad.yaml]\nmodel: 1\nmodel: 2\n")
-    assert len(found) == 4
+    violations = violations_of(tmp_path, "extends: [no1.yaml, no2.yaml, bad.yaml]\nmodel: 1\nmodel: 2\n")
+    assert len(violations) == 4
 
 
 def test_extending_a_file_many_times_stays_fast(tmp_path):

@@ -1,4 +1,4 @@
-"""Rules between settings: each refuses what it must and leaves the neighbouring sound case alone."""
+"""Rules between settings: each refuses what it must and accepts the valid config next to it."""
 
 import pytest
 
@@ -7,7 +7,7 @@ from tests.unit.config.trees import (
     COORD_REG,
     SERVER,
     TOKEN_CE,
-    changed,
+    apply_changes,
     load,
     only_problem,
     server_mode,
@@ -17,10 +17,11 @@ from tests.unit.config.trees import (
 
 
 def rollout(**changes):
+    """Return a valid Stage 2 config with these changes under `rollout_matching`."""
     return stage2(**{f"rollout_matching__{key}": value for key, value in changes.items()})
 
 
-def evaluated(**changes):
+def with_evaluation(**changes):
     return stage2(custom__val_jsonl="val.jsonl", training__eval_strategy="steps", **changes)
 
 
@@ -80,11 +81,11 @@ def test_the_sound_configs_are_sound():
         (stage2(training__eval_on_start=True), "training.eval_on_start", "eval_strategy: steps"),
         (stage2(training__save_strategy="best"), "training.save_strategy", "eval_strategy: steps"),
         (
-            evaluated(training__lr_scheduler_type="reduce_lr_on_plateau"),
+            with_evaluation(training__lr_scheduler_type="reduce_lr_on_plateau"),
             "training.metric_for_best_model",
             "metric_for_best_model: f1_50",
         ),
-        (evaluated(training__metric_for_best_model="loss"), "training.metric_for_best_model", "e.g."),
+        (with_evaluation(training__metric_for_best_model="loss"), "training.metric_for_best_model", "e.g."),
         (stage2(training__include_num_input_tokens_seen="some"), "training.include_num_input_tokens_seen", "e.g."),
         (
             stage2(training__train_sampling_strategy="group_by_length"),
@@ -106,39 +107,39 @@ def test_the_sound_configs_are_sound():
         (stage2(training__hub_token="x"), "training.hub_token", "HF_TOKEN"),
     ],
 )
-def test_a_conflict_is_one_message_with_a_way_out(tree, path, says):
+def test_a_conflict_is_one_message_with_a_fix(tree, path, says):
     if "sync" in path:
-        tree = changed(tree, model__adapter={"rank": 8})
-    found, message = only_problem(tree)
-    assert found == path
+        tree = apply_changes(tree, model__adapter={"rank": 8})
+    wrong_path, message = only_problem(tree)
+    assert wrong_path == path
     assert says in message
 
 
 @pytest.mark.scenario("R06.C3", on="pure")
 def test_packing_needs_packing_drop_last_since_nothing_is_trained_after_the_last_step():
     tree = stage2(training__packing=True, training__max_steps=10)
-    path, message = only_problem(changed(tree, training__packing_drop_last=False))
+    path, message = only_problem(apply_changes(tree, training__packing_drop_last=False))
     assert path == "training.packing_drop_last"
     assert "set packing_drop_last: true" in message
-    load(changed(tree, training__packing_drop_last=True))
+    load(apply_changes(tree, training__packing_drop_last=True))
 
 
 @pytest.mark.scenario("R06.S4", on="pure")
 def test_a_buffer_that_cannot_hold_one_micro_batch_is_refused_at_load():
     tree = stage2(training__packing=True, training__packing_buffer=4, training__max_steps=10)
-    path, message = only_problem(changed(tree, training__per_device_train_batch_size=5))
+    path, message = only_problem(apply_changes(tree, training__per_device_train_batch_size=5))
     assert path == "training.packing_buffer"
     assert "use at least 5" in message
     assert "lower per_device_train_batch_size" in message
-    load(changed(tree, training__per_device_train_batch_size=4))
-    load(changed(tree, training__per_device_train_batch_size=5, training__packing=False))
+    load(apply_changes(tree, training__per_device_train_batch_size=4))
+    load(apply_changes(tree, training__per_device_train_batch_size=5, training__packing=False))
 
 
 def test_length_must_be_given_once():
     tree = stage2()
     del tree["global_max_length"]
     assert only_problem(tree)[0] == "global_max_length"
-    settings = load(changed(tree, template__max_length=8000)).settings
+    settings = load(apply_changes(tree, template__max_length=8000)).settings
     assert (settings.global_max_length, settings.rollout_matching.vllm.max_model_len) == (8000, 8000)
 
 
@@ -146,7 +147,7 @@ def test_length_must_be_given_once():
 @pytest.mark.parametrize("adapter", [None, {"rank": 8, "dora": True}])
 def test_adapter_sync_needs_a_plain_adapter(adapter):
     tree = rollout(vllm={"enable_lora": True, "sync": {"mode": "adapter"}})
-    path, message = only_problem(changed(tree, model__adapter=adapter))
+    path, message = only_problem(apply_changes(tree, model__adapter=adapter))
     assert path == "rollout_matching.vllm.sync.mode"
     assert "sync.mode: full" in message
 
@@ -165,16 +166,16 @@ def test_an_explicit_tensor_parallel_size_must_divide_the_learner_world():
     assert path == "rollout_matching.vllm.tensor_parallel_size"
     assert "1, 2, 3, 6" in message
     load(tree, learners=8)
-    load(changed(tree, rollout_matching__rollout_backend="hf"), learners=6)
+    load(apply_changes(tree, rollout_matching__rollout_backend="hf"), learners=6)
 
 
 def test_replicas_are_for_servers_only():
     replicas = {"rollout_matching__vllm__data_parallel_size": 2}
-    path, message = only_problem(changed(rollout(), **replicas))
+    path, message = only_problem(apply_changes(rollout(), **replicas))
     assert path == "rollout_matching.vllm.data_parallel_size"
     assert "2, and vllm.mode is colocate" in message
     assert "remove it, or set vllm.mode: server" in message
-    load(changed(rollout(), rollout_matching__vllm__data_parallel_size=1))
+    load(apply_changes(rollout(), rollout_matching__vllm__data_parallel_size=1))
     vllm = load(server_mode(**replicas)).settings.rollout_matching.vllm
     assert (vllm.data_parallel_size, vllm.devices_per_server) == (2, 2)
     assert load(server_mode()).settings.rollout_matching.vllm.data_parallel_size == 1
@@ -217,10 +218,10 @@ def test_a_module_is_declared_once_and_something_is_trained():
 
 
 @pytest.mark.parametrize(("b_ratio", "channel"), [(1.0, "A"), (0.0, "B")])
-def test_a_channel_without_steps_is_not_silently_inert(b_ratio, channel):
+def test_a_note_says_that_a_module_on_a_channel_without_steps_is_inactive(b_ratio, channel):
     modules = [TOKEN_CE, {**COORD_REG, "channels": [channel]}]
     tree = stage2(custom__trainer_variant="stage2_two_channel", stage2__b_ratio=b_ratio)
-    (note,) = load(changed(tree, rollout_matching__pipeline={"objective": modules, "diagnostics": []})).notes
+    (note,) = load(apply_changes(tree, rollout_matching__pipeline={"objective": modules, "diagnostics": []})).notes
     assert "coord_reg) is inactive" in note
 
 
@@ -235,17 +236,17 @@ def test_a_channel_without_steps_is_not_silently_inert(b_ratio, channel):
         {"vllm": {"max_lora_rank": 8}},
     ],
 )
-def test_a_knob_without_its_switch_is_said_to_be_unused(change):
+def test_a_note_says_that_a_setting_without_its_switch_is_not_used(change):
     (note,) = load(rollout(**change)).notes
     assert note.startswith(f"rollout_matching.{next(iter(change))}")
 
 
-def test_dumped_samples_without_dumps_are_said_to_be_unused():
+def test_a_note_says_that_dump_samples_is_not_used_without_dumps():
     (note,) = load(stage2(stage2__dump_every=None, stage2__dump_samples=2)).notes
     assert note == "stage2.dump_samples is not used: stage2.dump_every is null"
 
 
-def test_stage1_says_which_rollout_settings_it_does_not_read():
+def test_notes_name_the_rollout_settings_that_stage1_does_not_read():
     section = {"decoding": {"temperature": 0.5}, "vllm": {"mode": "server"}, "repeat_terminate": {"enabled": True}}
     tree = stage1(
         rollout_matching=section | {"decode_batch_size": 4, "max_new_tokens": 64, "rollout_backend": "hf"}
@@ -256,7 +257,7 @@ def test_stage1_says_which_rollout_settings_it_does_not_read():
     assert load(stage1(rollout_matching={"rollout_backend": "hf"})).notes == ()
 
 
-def test_an_unknown_world_leaves_its_rules_for_later():
+def test_rules_on_world_sizes_are_skipped_while_the_sizes_are_unknown():
     settings = parse_settings(rollout(vllm={"tensor_parallel_size": 3})).settings
     assert settings.rollout_matching.vllm.tensor_parallel_size == 3
     assert parse_settings(stage2()).settings.rollout_matching.vllm.tensor_parallel_size is None
@@ -268,7 +269,7 @@ def test_an_unknown_world_leaves_its_rules_for_later():
         (rollout(vllm={"max_model_len": 1024}), "rollout_matching.vllm.max_model_len"),
         (rollout(vllm={"max_model_len": 99999}), "rollout_matching.vllm.max_model_len"),
         (
-            changed(
+            apply_changes(
                 rollout(vllm={"enable_lora": True, "max_lora_rank": 8, "sync": {"mode": "adapter"}}),
                 model__adapter={"rank": 64},
             ),
@@ -284,12 +285,12 @@ def test_numbers_that_cannot_work_are_refused(tree, path):
 
 
 @pytest.mark.scenario("R17.C3", on="pure")
-def test_what_has_no_effect_is_said_and_is_no_error():
+def test_a_setting_without_effect_is_a_note_and_not_an_error():
     only_a = {**COORD_REG, "channels": ["A"]}
     loaded = load(rollout(pipeline={"objective": [TOKEN_CE, only_a], "diagnostics": []}))
     (note,) = loaded.notes
     assert "objective[1] (coord_reg) is inactive" in note
-    switched_back = changed(
+    switched_back = apply_changes(
         server_mode(), rollout_matching__rollout_backend="hf", rollout_matching__offload__enabled=True
     )
     assert [note.split(" is not used")[0] for note in load(switched_back).notes] == [
@@ -298,7 +299,7 @@ def test_what_has_no_effect_is_said_and_is_no_error():
     ]
 
 
-def test_a_conflict_that_rests_on_a_wrong_value_is_not_reported():
+def test_a_conflict_that_involves_a_wrong_value_is_not_reported():
     tree = rollout(rollout_backend=3, decode_mode="beam", num_beams=4)
     assert only_problem(tree)[0] == "rollout_matching.rollout_backend"
 
@@ -311,7 +312,7 @@ def test_a_misspelt_section_does_not_hide_what_is_in_it():
     assert "did you mean rollout_matching?" in message
 
 
-def test_a_key_in_the_wrong_section_is_told_its_place():
+def test_the_message_on_a_key_in_the_wrong_section_names_the_right_path():
     path, message = only_problem(stage2(custom__decode_batch_size=4))
     assert path == "custom.decode_batch_size"
     assert "did you mean rollout_matching.decode_batch_size?" in message
@@ -327,11 +328,11 @@ def test_a_key_in_the_wrong_section_is_told_its_place():
         ({"enable_lora": False}, False),
     ],
 )
-def test_lora_support_that_a_colocated_engine_does_not_use_is_said(vllm, idle):
-    notes = load(changed(rollout(vllm=vllm), model__adapter={"rank": 8})).notes
+def test_a_note_says_that_a_colocated_engine_does_not_use_lora_support(vllm, idle):
+    notes = load(apply_changes(rollout(vllm=vllm), model__adapter={"rank": 8})).notes
     assert any("vllm.enable_lora is not used: a colocated engine" in note for note in notes) == idle
 
 
-def test_an_offload_that_moves_nothing_is_said():
+def test_a_note_says_that_offload_moves_nothing():
     (note,) = load(rollout(offload={"enabled": True})).notes
     assert note == "rollout_matching.offload moves nothing: set offload_model, offload_optimizer or both"

@@ -1,4 +1,4 @@
-"""The configs a person starts from, and the documents generated from the schema."""
+"""The shipped configs, and the documents that are generated from the schema."""
 
 import json
 import re
@@ -15,7 +15,7 @@ CONFIGS = sorted(Path("configs").rglob("*.yaml"))
 PART = Path("configs/base.yaml")
 
 
-def test_there_are_configs_for_every_way_to_start():
+def test_there_is_a_config_for_every_kind_of_run():
     names = {path.relative_to("configs").as_posix() for path in CONFIGS}
     assert names >= {
         "base.yaml",
@@ -33,7 +33,7 @@ def test_a_shipped_config_loads_and_nothing_in_it_is_without_effect(path):
     assert load_settings(path).notes == ()
 
 
-def test_the_shared_part_lacks_only_what_each_run_must_say():
+def test_the_shared_part_lacks_only_what_each_run_must_set():
     with pytest.raises(ConfigError) as caught:
         load_settings(PART)
     assert all("missing" in violation.problem for violation in caught.value.violations)
@@ -46,7 +46,7 @@ def test_the_editor_schema_accepts_a_shipped_config_as_it_is_written(path):
 
 @pytest.mark.scenario("R12.C1", on="pure")
 @pytest.mark.parametrize(
-    "spoiled",
+    "invalid",
     [
         {"rollout_matching": {"unknown": 1}},
         {"rollout_matching": {"decode_batch_size": "four"}},
@@ -56,9 +56,9 @@ def test_the_editor_schema_accepts_a_shipped_config_as_it_is_written(path):
         {"rollout_matching": {"vllm": {"server": {"servers": [{"base_url": "nonsense", "group_port": 1}]}}}},
     ],
 )
-def test_the_editor_schema_refuses_what_the_loader_refuses(spoiled):
+def test_the_editor_schema_refuses_what_the_loader_refuses(invalid):
     with pytest.raises(jsonschema.ValidationError):
-        jsonschema.Draft202012Validator(reference.editor_schema()).validate(spoiled)
+        jsonschema.Draft202012Validator(reference.editor_schema()).validate(invalid)
 
 
 def test_the_editor_schema_accepts_empty_sections():
@@ -66,7 +66,7 @@ def test_the_editor_schema_accepts_empty_sections():
 
 
 def test_the_reference_page_states_the_defaults_of_the_schema():
-    rows = re.findall(r"^\| `(\w+)` \| .*? \| `([^`]*)` \| ", reference.page(), re.MULTILINE)
+    rows = re.findall(r"^\| `(\w+)` \| .*? \| `([^`]*)` \| ", reference.render_page(), re.MULTILINE)
     stated = Counter(rows)
     expected = Counter(
         (str(path[-1]), default if isinstance(default, str) and default else json.dumps(default))
@@ -86,7 +86,7 @@ def test_every_setting_has_a_description():
 
 def test_the_reference_page_is_current():
     page = Path("docs/reference/config.md").read_text()
-    assert page == reference.page(), "stale: run coordexp config reference --out docs/reference/config.md"
+    assert page == reference.render_page(), "stale: run coordexp config reference --out docs/reference/config.md"
     for path, _ in schema.leaves():
         assert f"`{path[-1]}`" in page or path[-1] in ("objective", "diagnostics")
 

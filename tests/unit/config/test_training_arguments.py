@@ -1,4 +1,4 @@
-"""The mirror of transformers' arguments, and those that are refused."""
+"""The training arguments that are mirrored from transformers, and those that are refused."""
 
 import dataclasses
 import importlib.util
@@ -13,9 +13,9 @@ from coordexp.cli import app
 from coordexp.config import training_arguments
 from coordexp.config.refused import REFUSED
 from coordexp.config.training_arguments import TransformersArguments
-from tests.unit.config.trees import changed, load, only_problem, stage1, stage2
+from tests.unit.config.trees import apply_changes, load, only_problem, stage1, stage2
 
-# Found to be accepted and then ignored, with a value that differs from the default.
+# Arguments that were accepted and then ignored before, each with a value that differs from the default.
 ONCE_IGNORED = {
     "dataloader_pin_memory": False,
     "dataloader_drop_last": True,
@@ -67,24 +67,24 @@ def test_every_argument_of_transformers_is_either_mirrored_or_refused():
     assert not mirrored & set(REFUSED)
 
 
-def test_check_refuses_each_refused_argument_with_its_reason_and_way_out(tmp_path):
-    for name, refusal in REFUSED.items():
+def test_check_refuses_each_refused_argument_with_its_problem_and_fix(tmp_path):
+    for name, refused in REFUSED.items():
         config = tmp_path / "config.yaml"
         config.write_text(yaml.safe_dump(stage2(**{f"training__{name}": None})))
         result = CliRunner().invoke(app, ["check", "--json", "--config", str(config)])
         assert result.exit_code == 2, name
         (violation,) = json.loads(result.stdout)["violations"]
         assert violation["path"] == f"training.{name}"
-        assert (violation["problem"], violation["fix"]) == (refusal.reason, refusal.way_out)
+        assert (violation["problem"], violation["fix"]) == (refused.problem, refused.fix)
         assert violation["origin"].startswith(str(config))
 
 
-def test_each_refusal_says_more_than_that_the_key_is_unknown():
-    for name, (reason, way_out) in REFUSED.items():
-        verdict, _, because = reason.partition(": ")
+def test_each_refused_argument_has_a_reason_and_a_fix():
+    for name, (problem, fix) in REFUSED.items():
+        verdict, _, reason = problem.partition(": ")
         assert verdict in ("has no effect", "is not supported", "is not accepted"), name
-        assert len(because.split()) > 3, name
-        assert way_out.startswith(("remove it", "set ")), name
+        assert len(reason.split()) > 3, name
+        assert fix.startswith(("remove it", "set ")), name
 
 
 @pytest.mark.parametrize(("name", "value"), ONCE_IGNORED.items())
@@ -97,7 +97,7 @@ def test_an_argument_that_nothing_reads_is_refused(name, value):
 
 def test_all_refused_arguments_of_a_file_are_reported_at_once(tmp_path):
     config = tmp_path / "config.yaml"
-    config.write_text(yaml.safe_dump(changed(stage1(), training=stage1()["training"] | ONCE_IGNORED)))
+    config.write_text(yaml.safe_dump(apply_changes(stage1(), training=stage1()["training"] | ONCE_IGNORED)))
     result = CliRunner().invoke(app, ["check", "--json", "--config", str(config)])
     paths = [violation["path"] for violation in json.loads(result.stdout)["violations"]]
     assert sorted(paths) == sorted(f"training.{name}" for name in ONCE_IGNORED)
@@ -119,18 +119,18 @@ def test_all_refused_arguments_of_a_file_are_reported_at_once(tmp_path):
         ({"report_to": ["wandb"], "trackio_space_id": "x"}, {"report_to": ["wandb", "trackio"]}),
     ],
 )
-def test_an_argument_that_another_one_makes_idle_is_a_note(idle, switch):
+def test_a_note_names_an_argument_that_another_one_makes_ineffective(idle, switch):
     tree = stage2(custom__val_jsonl="val.jsonl")
     name = list(idle)[-1]
-    (note,) = load(changed(tree, **{f"training__{key}": value for key, value in idle.items()})).notes
+    (note,) = load(apply_changes(tree, **{f"training__{key}": value for key, value in idle.items()})).notes
     assert note.startswith(f"training.{name} is not used: ")
-    assert load(changed(tree, **{f"training__{key}": value for key, value in switch.items()})).notes == ()
+    assert load(apply_changes(tree, **{f"training__{key}": value for key, value in switch.items()})).notes == ()
 
 
 @pytest.mark.parametrize("tree", [stage1(), stage2()])
-def test_the_batch_size_of_a_loss_evaluation_is_a_note(tree):
+def test_a_note_says_that_the_evaluation_batch_size_is_not_used(tree):
     """The specification has runs with this argument, so it is accepted (R10)."""
-    (note,) = load(changed(tree, training__per_device_eval_batch_size=2)).notes
+    (note,) = load(apply_changes(tree, training__per_device_eval_batch_size=2)).notes
     assert note.startswith("training.per_device_eval_batch_size is not used: rollout_matching.decode_batch_size")
 
 

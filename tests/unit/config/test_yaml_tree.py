@@ -1,4 +1,4 @@
-"""Files to trees: what extends means, how scalars are read, and where each value came from."""
+"""Reading YAML files: what `extends` means, how scalars are read, and the origin of each value."""
 
 import math
 
@@ -21,7 +21,7 @@ def write(tmp_path, monkeypatch):
     return _write
 
 
-def refused(path):
+def error_of(path):
     with pytest.raises(ConfigError) as caught:
         load_settings(path)
     return str(caught.value)
@@ -40,13 +40,13 @@ def test_later_files_win_mappings_merge_and_lists_are_replaced(write):
     }
 
 
-def test_extends_is_relative_to_the_file_that_says_it(write):
-    write("one/base.yaml", "x: 1\n")
-    write("one/mid.yaml", "extends: base.yaml\ny: 2\n")
-    assert read_document(write("two/top.yaml", "extends: ../one/mid.yaml\n")).tree == {"x": 1, "y": 2}
+def test_extends_is_relative_to_the_file_that_contains_it(write):
+    write("first/base.yaml", "x: 1\n")
+    write("first/mid.yaml", "extends: base.yaml\ny: 2\n")
+    assert read_document(write("second/top.yaml", "extends: ../first/mid.yaml\n")).tree == {"x": 1, "y": 2}
 
 
-def test_null_takes_a_section_back(write):
+def test_null_removes_a_section_of_an_extended_file(write):
     write("a.yaml", "adapter: {rank: 8}\n")
     document = read_document(write("b.yaml", "extends: a.yaml\nadapter: null\n"))
     assert document.tree == {"adapter": None}
@@ -55,11 +55,11 @@ def test_null_takes_a_section_back(write):
 
 def test_a_cycle_is_named(write):
     write("a.yaml", "extends: b.yaml\n")
-    message = refused(write("b.yaml", "extends: a.yaml\n"))
+    message = error_of(write("b.yaml", "extends: a.yaml\n"))
     assert "cycle: b.yaml -> a.yaml -> b.yaml" in message
 
 
-def test_two_ways_to_the_same_base_are_no_cycle(write):
+def test_two_ways_to_the_same_base_are_not_a_cycle(write):
     write("base.yaml", "x: 1\n")
     write("a.yaml", "extends: base.yaml\n")
     write("b.yaml", "extends: base.yaml\n")
@@ -67,8 +67,8 @@ def test_two_ways_to_the_same_base_are_no_cycle(write):
 
 
 @pytest.mark.parametrize("entry", ["missing.yaml", "/etc/base.yaml", "{a: 1}", "[1]", "."])
-def test_a_bad_base_is_refused(write, entry):
-    assert refused(write("a.yaml", f"extends: {entry}\n")).startswith("extends: ")
+def test_a_bad_base_is_error_of(write, entry):
+    assert error_of(write("a.yaml", f"extends: {entry}\n")).startswith("extends: ")
 
 
 @pytest.mark.parametrize(
@@ -124,13 +124,13 @@ def test_scalars_follow_yaml_1_2_and_nothing_is_interpolated(write, text, value)
         ),
     ],
 )
-def test_what_is_not_a_plain_tree_is_refused(write, text, says):
-    assert says in refused(write("a.yaml", text))
+def test_anything_but_a_plain_tree_is_error_of(write, text, says):
+    assert says in error_of(write("a.yaml", text))
 
 
-def test_a_file_that_is_missing_or_too_large_is_refused(write, tmp_path):
-    assert "no such file" in refused(tmp_path / "none.yaml")
-    assert "bytes" in refused(write("big.yaml", "# " + "x" * MAX_BYTES))
+def test_a_file_that_is_missing_or_too_large_is_error_of(write, tmp_path):
+    assert "no such file" in error_of(tmp_path / "none.yaml")
+    assert "bytes" in error_of(write("big.yaml", "# " + "x" * MAX_BYTES))
 
 
 def test_an_empty_file_is_an_empty_tree(write):

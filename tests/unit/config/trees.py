@@ -1,11 +1,11 @@
-"""Small sound configs for tests to spoil, and the ways to look at what comes of it."""
+"""Small valid configs that tests change, and functions that return what loading them gives."""
 
 from copy import deepcopy
 from typing import Any
 
 import pytest
 
-from coordexp.config import ConfigError, Loaded, World, dotted, parse_settings
+from coordexp.config import ConfigError, Loaded, World, format_path, parse_settings
 
 Tree = dict[str, Any]
 
@@ -44,7 +44,7 @@ SERVER: Tree = {"base_url": "http://127.0.0.1:8000", "group_port": 51216}
 
 
 def stage2(**changes: Any) -> Tree:
-    """A sound stage-2 config; `changes` are dotted paths with __ for the dots."""
+    """Return a valid Stage 2 config with `changes`: keyword names are paths, with __ for the dots."""
     tree: Tree = {
         "model": {"path": "checkpoints/tiny"},
         "custom": {"trainer_variant": "stage2_rollout_aligned", "train_jsonl": "train.jsonl"},
@@ -52,7 +52,7 @@ def stage2(**changes: Any) -> Tree:
         "training": {"output_dir": "runs/test"},
         "rollout_matching": {"pipeline": {"objective": [TOKEN_CE, COORD_REG], "diagnostics": [COORD_DIAG]}},
     }
-    return changed(deepcopy(tree), **changes)
+    return apply_changes(deepcopy(tree), **changes)
 
 
 def stage1(**changes: Any) -> Tree:
@@ -60,17 +60,18 @@ def stage1(**changes: Any) -> Tree:
     tree["stage1"] = tree.pop("rollout_matching")
     for module in (*tree["stage1"]["pipeline"]["objective"], *tree["stage1"]["pipeline"]["diagnostics"]):
         module["channels"] = ["A"]
-    return changed(tree, **changes)
+    return apply_changes(tree, **changes)
 
 
 def server_mode(**changes: Any) -> Tree:
     tree = stage2(
         rollout_matching__vllm__mode="server", rollout_matching__vllm__server={"servers": [dict(SERVER)]}
     )
-    return changed(tree, **changes)
+    return apply_changes(tree, **changes)
 
 
-def changed(tree: Tree, **changes: Any) -> Tree:
+def apply_changes(tree: Tree, **changes: Any) -> Tree:
+    """Write each value at its path, whose dots are written as __, and return the tree."""
     for path, value in changes.items():
         *parents, last = path.split("__")
         here = tree
@@ -85,15 +86,16 @@ def load(tree: Tree, learners: int = 1, servers: tuple[int, ...] | None = None) 
 
 
 def problems(tree: Tree, learners: int = 1, servers: tuple[int, ...] | None = None) -> dict[str, str]:
-    """What is wrong with the config: for each path, the problem and the way out."""
+    """Return the problem and the fix of every violation, by its path."""
     with pytest.raises(ConfigError) as caught:
         load(tree, learners, servers)
-    found = {dotted(v.path): f"{v.problem}\n{v.fix}" for v in caught.value.violations}
-    assert len(found) == len(caught.value.violations), "two messages for one place"
-    return found
+    messages = {format_path(v.path): f"{v.problem}\n{v.fix}" for v in caught.value.violations}
+    assert len(messages) == len(caught.value.violations), "two messages for one path"
+    return messages
 
 
 def only_problem(tree: Tree, learners: int = 1, servers: tuple[int, ...] | None = None) -> tuple[str, str]:
-    found = problems(tree, learners, servers)
-    assert len(found) == 1, found
-    return next(iter(found.items()))
+    """Return the path and the message of the only violation."""
+    messages = problems(tree, learners, servers)
+    assert len(messages) == 1, messages
+    return next(iter(messages.items()))
