@@ -1,4 +1,4 @@
-"""Whatever a file holds, loading ends in settings or in violations that say what to do."""
+"""Whatever a file contains, loading gives settings or violations with a fix."""
 
 import copy
 from pathlib import Path
@@ -12,7 +12,7 @@ from coordexp.config import ConfigError, parse_settings
 from tests.unit.config.trees import server_mode, stage1, stage2
 
 TEN_MISTAKES = yaml.safe_load(Path("examples/check/ten-mistakes.yaml").read_text())
-SOUND = [stage1(), stage2(), server_mode()]
+VALID = [stage1(), stage2(), server_mode()]
 
 words = st.sampled_from(
     ["vllm", "adapter", "auto", "beam", "server", "A", "name", "token_ce", "x", "", "hf", "config"]
@@ -23,19 +23,19 @@ values = st.recursive(
 )
 
 
-def places(tree: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+def all_paths(tree: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
     items = tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, list) else ()
-    return [path] * bool(path) + [place for key, item in items for place in places(item, (*path, key))]
+    return [path] * bool(path) + [inner for key, item in items for inner in all_paths(item, (*path, key))]
 
 
 @given(st.data())
 def test_any_mutation_of_a_config_is_accepted_or_explained(data):
-    tree = copy.deepcopy(data.draw(st.sampled_from([*SOUND, TEN_MISTAKES])))
+    tree = copy.deepcopy(data.draw(st.sampled_from([*VALID, TEN_MISTAKES])))
     for _ in range(data.draw(st.integers(0, 4))):
-        found = places(tree)
-        if not found:
+        paths = all_paths(tree)
+        if not paths:
             break
-        *parents, last = data.draw(st.sampled_from(found))
+        *parents, last = data.draw(st.sampled_from(paths))
         here = tree
         for key in parents:
             here = here[key]

@@ -22,8 +22,8 @@ are not interpolated. Scalars follow YAML 1.2 (`1e-5` is a number, `no` is text)
 written twice and values of the wrong type are errors. `coordexp check --config FILE --all` shows every value and
 where it came from.
 
-Paths in a config are relative to the folder that a command is run in. [decisions.md](../decisions.md) explains why
-settings are as they are.
+Paths in a config are relative to the folder that a command is run in. [decisions.md](../decisions.md) explains the
+decisions behind the settings.
 
 For completion and checks in an editor, write the schema with `coordexp config schema --out FILE` and begin a
 config with `# yaml-language-server: $schema=FILE`.
@@ -114,10 +114,9 @@ def _heading(path: tuple[Any, ...]) -> Iterator[str]:
     if path and node and "description" in node:
         yield node["description"] + "\n"
     if path == ("training",):
-        own = len(Training.__annotations__)
-        yield f"The first {own} are defined or restricted by coordexp. The others are from transformers"
-        yield f"{TRANSFORMERS_VERSION}. Arguments of transformers that have no effect are refused: see Refused"
-        yield "training arguments.\n"
+        own, version = len(Training.__annotations__), TRANSFORMERS_VERSION
+        yield f"The first {own} are defined or restricted by coordexp, the others are from transformers {version}."
+        yield "Arguments of transformers that have no effect are refused: see Refused training arguments.\n"
     yield "| key | type | default | meaning |\n| --- | --- | --- | --- |"
 
 

@@ -37,8 +37,15 @@ def _check_base_url(value: str) -> str:
         port = url.port
     except ValueError as error:
         raise ValueError(f"{problem} ({error})") from error
-    spaced = any(character.isspace() for character in value)
-    if url.scheme not in ("http", "https") or not url.hostname or url.query or url.fragment or port == 0 or spaced:
+    has_space = any(character.isspace() for character in value)
+    if (
+        url.scheme not in ("http", "https")
+        or not url.hostname
+        or url.query
+        or url.fragment
+        or port == 0
+        or has_space
+    ):
         raise ValueError(problem)
     return value.rstrip("/")
 
@@ -51,7 +58,8 @@ class Decoding(SettingsSection):
     temperature: NonNegativeFloat = Field(0.0, description="Sampling temperature. 0: greedy decoding.")
     top_p: Annotated[float, Field(gt=0, le=1)] = Field(
         1.0,
-        description="Sample from the most likely tokens whose probabilities add up to this (nucleus sampling).",
+        description="Sample from the most likely tokens whose probabilities add up to this share (nucleus "
+        "sampling).",
     )
     top_k: Literal[-1] | PositiveInt = Field(
         -1, description="Sample from this many of the most likely tokens. -1: all."
@@ -131,7 +139,7 @@ class Sync(SettingsSection):
     canary_every: PositiveInt = Field(
         100,
         description="Steps between two canary checks. At the first weight sync, and again after this many steps, "
-        "the engine and the learner continue the same prompt and must agree.",
+        "the engine and the learner answer the same prompt and must agree.",
     )
 
 
@@ -158,8 +166,7 @@ class VLLM(SettingsSection):
     )
     max_model_len: PositiveInt | None = Field(
         None,
-        description="Most tokens of prompt and answer together that the engine accepts. Unset: "
-        "`global_max_length`.",
+        description="Maximum number of tokens in prompt and answer together. Unset: `global_max_length`.",
     )
     enforce_eager: bool = Field(
         False, description="Run the engine without compilation: it starts faster and generates more slowly."
@@ -201,7 +208,9 @@ class RolloutMatching(SettingsSection):
         "parallelism of decoding, in training and in evaluation.",
         examples=[4],
     )
-    max_new_tokens: PositiveInt = Field(2048, description="Most tokens of an answer. A longer one is cut off.")
+    max_new_tokens: PositiveInt = Field(
+        2048, description="Maximum number of tokens in an answer. A longer answer is cut off."
+    )
     decode_mode: DecodeMode | None = Field(
         None,
         description="How tokens are chosen. Unset: greedy at temperature 0, else sampling. beam needs "
@@ -217,7 +226,7 @@ class RolloutMatching(SettingsSection):
         description="True objects that are considered for each prediction, chosen by box overlap, then by "
         "distance.",
     )
-    maskiou_gate: Fraction = Field(0.3, description="Least mask IoU of a matched pair.")
+    maskiou_gate: Fraction = Field(0.3, description="Minimum mask IoU of a matched pair.")
     maskiou_resolution: Annotated[int, Field(ge=16, le=4096)] = Field(
         256, description="Side of the square canvas for mask IoU, in pixels. 1000 is exact for boxes."
     )

@@ -86,10 +86,10 @@ def idle_reason(module: Module, s: Settings) -> str | None:
 def _pipeline_is_declared(s: Settings, world: World) -> Iterator[Conflict]:
     if s.pipeline is None:
         fix = (
-            f"{s.custom.trainer_variant} has no default objective: declare objective and diagnostics "
-            "(coordexp config reference lists the modules)"
+            "there is no default objective: declare objective and diagnostics (coordexp config reference lists "
+            "the modules)"
         )
-        yield Conflict(s.pipeline_path, "required, and missing", fix, (VARIANT,))
+        yield Conflict(s.pipeline_path, f"missing, and required by {s.custom.trainer_variant}", fix, (VARIANT,))
 
 
 def _modules_are_in_the_right_list(s: Settings, world: World) -> Iterator[Conflict]:
@@ -98,21 +98,19 @@ def _modules_are_in_the_right_list(s: Settings, world: World) -> Iterator[Confli
         ("stage1.pipeline", s.stage1.pipeline),
     ):
         if pipeline is not None:
-            yield from _modules_belong_to_list(f"{path}.objective", pipeline.objective, DIAGNOSTICS, "diagnostics")
-            yield from _modules_belong_to_list(
-                f"{path}.diagnostics", pipeline.diagnostics, OBJECTIVES, "objective"
-            )
+            yield from _check_module_list(f"{path}.objective", pipeline.objective, DIAGNOSTICS, "diagnostics")
+            yield from _check_module_list(f"{path}.diagnostics", pipeline.diagnostics, OBJECTIVES, "objective")
 
 
-def _modules_belong_to_list(
-    path: str, modules: tuple[Module, ...], foreign: frozenset[str], home: str
+def _check_module_list(
+    path: str, modules: tuple[Module, ...], misplaced: frozenset[str], right_list: str
 ) -> Iterator[Conflict]:
     seen: dict[str, int] = {}
     for index, module in enumerate(modules):
         here = f"{path}[{index}]"
-        if module.name in foreign:
+        if module.name in misplaced:
             yield Conflict(
-                f"{here}.name", f"{module.name} does not belong in this list", f"move the entry to {home}"
+                f"{here}.name", f"{module.name} does not belong in this list", f"move the entry to {right_list}"
             )
         elif module.name in seen:
             problem = f"{module.name} is declared twice, first at [{seen[module.name]}]"

@@ -70,7 +70,7 @@ class CurriculumStage(SettingsSection):
 class Custom(SettingsSection):
     trainer_variant: Variant = Field(
         "stage1_sft",
-        description="What is trained on: the ground truth, corrected rollouts, or both in turn.",
+        description="What the model is trained on: the ground truth, corrected rollouts, or both in turn.",
     )
     train_jsonl: Text = Field(
         description="Training records, one JSON object per line.", examples=["data/train.jsonl"]
@@ -130,7 +130,7 @@ class Training(TransformersArguments):
     )
     packing_buffer: PositiveInt = Field(
         256,
-        description="Most segments per rank that may wait for a row. With `packing`, at least "
+        description="Maximum number of segments per rank that wait for a row. With `packing`, at least "
         "`per_device_train_batch_size`. The run stops if more would have to wait.",
     )
     packing_min_fill_ratio: Fraction = Field(
@@ -173,7 +173,9 @@ class Stage2(SettingsSection):
         "and `coordexp replay`. The images of the first dump are followed: every later answer to them is written "
         "too. null: never.",
     )
-    dump_samples: PositiveInt = Field(4, description="Most examples per dump, and most images that are followed.")
+    dump_samples: PositiveInt = Field(
+        4, description="Maximum number of examples per dump, and of images that are followed."
+    )
 
 
 class Settings(SettingsSection):
@@ -181,8 +183,8 @@ class Settings(SettingsSection):
     custom: Custom = Field(description="The kind of training and its data.")
     global_max_length: PositiveInt | None = Field(
         None,
-        description="Most tokens of a sequence, and of a row, packed or not. Unset: `template.max_length`. One "
-        "of the two is required.",
+        description="Maximum number of tokens in a sequence and in a row, packed or not. Unset: "
+        "`template.max_length`. One of the two is required.",
         examples=[16000],
     )
     template: Annotated[Template, from_null] = Field(
