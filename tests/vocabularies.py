@@ -1,4 +1,4 @@
-"""Vocabularies for tests: the real Qwen one, the small trained one, and ones with random merges."""
+"""Vocabularies for tests: that of Qwen, the small trained one, and some with random merges."""
 
 import functools
 import os
@@ -8,7 +8,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from coordexp.vocab import COORD_TOKENS, VocabularyTable
 
-CACHE = "COORDEXP_TEST_TOKENIZERS"  # a variable of the environment
+CACHE = "COORDEXP_TEST_TOKENIZERS"  # an environment variable: a folder with saved tokenizers
 SAMPLE = (
     '{"object_1": {"desc": "red cup", "bbox_2d": ["", ""]}, "object_20": {"poly": ["", "", ""], "desc": "a \\" '
     '\\u00e9 猫 🙂 é"}}, {} ]}, }}" "]}} {"object_3": 5, [[]] true null -1.5e3 \n\t  object_007'
@@ -17,14 +17,14 @@ SAMPLE = (
 
 @functools.cache
 def table(name: str) -> VocabularyTable:
-    """`small`, `qwen`, or `random-N`."""
+    """Return the vocabulary `small`, `qwen`, or `random-N` with the seed N."""
     if name.startswith("random-"):
         return VocabularyTable.from_tokenizer(_random_tokenizer(int(name.partition("-")[2])))
     return VocabularyTable.from_tokenizer(_tokenizer(name))
 
 
 def _tokenizer(name: str) -> Tokenizer:
-    """Build a tokenizer, or read it from the folder that CACHE names: building Qwen's takes ten seconds."""
+    """Build a tokenizer, or read it from the folder in CACHE, because building that of Qwen takes ten seconds."""
     if folder := os.environ.get(CACHE):
         return Tokenizer.from_file(f"{folder}/{name}.json")
     from coordexp.demo.vocabulary import make_tokenizer
@@ -37,7 +37,10 @@ def encode(text: str, vocabulary: VocabularyTable) -> list[int]:
 
 
 def _random_tokenizer(seed: int) -> Tokenizer:
-    """All bytes, and merges from anywhere in answers: across quotes, braces, letters and parts of characters."""
+    """Return a tokenizer with all bytes and with random merges from an answer.
+
+    The merges cross quotes, braces, letters and parts of characters.
+    """
     chooser = random.Random(seed)
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     words = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False).pre_tokenize_str(SAMPLE)

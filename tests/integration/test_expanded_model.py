@@ -1,4 +1,4 @@
-"""A checkpoint that was given coordinate tokens serves in vLLM as it does in transformers."""
+"""A checkpoint with added coordinate tokens gives the same answers in vLLM and in transformers."""
 
 import pytest
 
@@ -10,7 +10,7 @@ from coordexp.vocab.expand import add_coord_tokens
 
 @pytest.mark.engine
 @pytest.mark.timeout(300)
-def test_vllm_serves_an_expanded_checkpoint(tmp_path):
+def test_vllm_and_transformers_agree_on_an_expanded_checkpoint(tmp_path):
     plain = make_model(tmp_path / "plain", tied=False, spread=6.0, coords=False)
     add_coord_tokens(plain, tmp_path / "expanded", noise=1.0)
     table = VocabularyTable.from_folder(tmp_path / "expanded")

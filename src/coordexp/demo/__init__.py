@@ -1,1 +1,1 @@
-"""A tiny but real Qwen3-VL, made here, so that everything runs on a laptop CPU and nothing is downloaded."""
+"""A tiny Qwen3-VL and drawn scenes to train it on, created locally: runs on a laptop CPU, downloads nothing."""

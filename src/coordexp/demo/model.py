@@ -1,6 +1,7 @@
-"""Makes a tiny Qwen3-VL with random weights and saves it as transformers and vLLM load it."""
+"""Creates a tiny Qwen3-VL with random weights and saves it in a form that transformers and vLLM can load."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,13 +18,15 @@ from transformers.models.qwen2_vl.image_processing_qwen2_vl import Qwen2VLImageP
 
 from coordexp.data import BINS
 from coordexp.demo.vocabulary import CHAT_TEMPLATE, Vocabulary, make_tokenizer
+from coordexp.errors import UserError
 from coordexp.folders import is_free
 from coordexp.vocab import COORD_TOKENS
-from coordexp.vocab.ordinal import ordinal_rows, start_ordinal
+from coordexp.vocab.expand import ordinal_rows
 
 MERGE = 2
-# How strong the ordinal rows of coordinates and image positions are at the start. On scenes with one object, after
-# 200 steps of 16: W1 0.090 without both, 0.057 with positions at 0.5, 0.039 with 1.0 and coordinates at 0.15.
+# Standard deviations of the ordinal rows of coordinates and of image positions before training. On scenes with one
+# object, after 200 steps of 16 scenes, W1 was 0.090 without both, 0.057 with positions at 0.5, and 0.039 with
+# positions at 1.0 and coordinates at 0.15.
 COORD_DEVIATION = 0.15
 POSITION_DEVIATION = 0.7
 
@@ -40,7 +43,7 @@ class Size:
     max_positions: int = 4096
 
 
-# For scenes of 64 pixels: an image token for every 16 of them.
+# The size for scenes of 64 x 64 pixels. Each image token covers 16 x 16 pixels.
 SCENES = Size(patch=8, vision_hidden=64)
 
 
@@ -55,22 +58,22 @@ def make_model(
     ordinal: bool = False,
     size: Size | None = None,
 ) -> Path:
-    """Writes model, tokenizer and processor to `folder`, which must be new or empty.
+    """Write model, tokenizer and processor to `folder`, which must be new or empty, and return the folder.
 
-    `spread` multiplies every weight matrix. At 1 the model is ready to be trained and, untrained, repeats one
-    token whatever it sees; at 6 its answers vary and depend on the image, which tests of generation need. Without
-    `coords` it is a checkpoint as it is before `coordexp model add-coords`. With `ordinal`, neighbouring
-    coordinate tokens start alike, and so do neighbouring places of the picture.
+    `spread` multiplies every weight matrix. At 1 the model is ready for training; untrained, it repeats one token
+    for any image. At 6 its answers vary and depend on the image, which tests of generation need. Without `coords`
+    the model has no coordinate tokens, like a checkpoint before `coordexp model add-coords`. With `ordinal`,
+    neighbouring coordinate tokens start with similar embeddings, and so do neighbouring positions of the image.
     """
     if not is_free(folder):
-        raise FileExistsError(f"{folder} is not an empty folder\n  give another folder, or remove this one")
+        raise UserError(f"{folder} is not an empty folder", "give another folder, or remove this one")
     size = size or Size()
     tokenizer = make_tokenizer(vocabulary, coords=coords)
     model = _random_model(_config(tokenizer, size, tied), seed, spread)
     if ordinal:
         first = tokenizer.convert_tokens_to_ids(COORD_TOKENS[0])
-        start_ordinal(model, range(first, first + len(COORD_TOKENS)), seed, COORD_DEVIATION)
-        _start_positions(model, seed)
+        _make_coordinates_ordinal(model, range(first, first + len(COORD_TOKENS)), seed)
+        _make_positions_ordinal(model, seed)
     model.generation_config = GenerationConfig(
         do_sample=False, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id
     )
@@ -134,13 +137,30 @@ def _random_model(config: Qwen3VLConfig, seed: int, spread: float) -> Qwen3VLFor
     return model
 
 
-def _start_positions(model: Qwen3VLForConditionalGeneration, seed: int) -> None:
-    """Row and column of an image patch, as the coordinates have them, so that a place can be read off from the
-    first step on."""
+def _make_coordinates_ordinal(model: Qwen3VLForConditionalGeneration, ids: Sequence[int], seed: int) -> None:
+    """Set the embeddings of the coordinate tokens to ordinal rows around the mean of all other embeddings.
+
+    The input and the output embedding get the same rows, whether they are tied or not.
+    """
+    layers = (model.get_input_embeddings(), model.get_output_embeddings())
+    with torch.no_grad():
+        for layer in {id(layer.weight): layer for layer in layers}.values():
+            others = torch.ones(len(layer.weight), dtype=torch.bool)
+            others[list(ids)] = False
+            mean = layer.weight[others].float().mean(0)
+            rows = ordinal_rows(layer.weight.shape[1], seed) * COORD_DEVIATION + mean
+            layer.weight[list(ids)] = rows.to(layer.weight)
+
+
+def _make_positions_ordinal(model: Qwen3VLForConditionalGeneration, seed: int) -> None:
+    """Set the position embedding of an image patch to the sum of ordinal rows for its row and its column.
+
+    With that, the model can read positions from the first step on.
+    """
     rows = model.model.visual.pos_embed.weight
     side = math.isqrt(len(rows))
-    places = torch.arange(side) * (BINS - 1) // (side - 1)
-    down, across = (ordinal_rows(rows.shape[1], seed + k)[places] for k in (1, 2))
+    bins = torch.arange(side) * (BINS - 1) // (side - 1)
+    down, across = (ordinal_rows(rows.shape[1], seed + k)[bins] for k in (1, 2))
     with torch.no_grad():
         rows.copy_(((down[:, None] + across[None]) / math.sqrt(2) * POSITION_DEVIATION).flatten(0, 1))
 

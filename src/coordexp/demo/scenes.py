@@ -1,13 +1,18 @@
-"""Drawn scenes with exact boxes and polygons: coloured shapes on a pale ground, from none to dozens.
+"""Drawn scenes with exact boxes and polygons: up to dozens of coloured shapes on a pale background.
 
-Everything follows from one seed. Objects are listed in reading order (by top edge, then left edge), which is the
-order that a model is taught to write them in. An object that others cover keeps its whole outline.
+A scene depends on nothing but the seed and its index. Objects are listed in reading order (by top edge, then by
+left edge), which is the order that a model learns to write them in. An object that is partly covered keeps its
+whole outline. `write_scenes` writes images and records, and the same objects as COCO files for other tools.
 """
 
+import json
 import math
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
+from pathlib import Path
+from typing import Any
 
 from PIL import Image, ImageDraw
 
@@ -23,12 +28,17 @@ COLOURS = {
 }
 COMMON = ("circle", "square", "triangle")
 RARE = ("star", "cross")
-_SMOOTH = 4  # shapes are drawn this much larger and scaled down, so that edges fall between pixels
+CLASSES = sorted(f"{colour} {shape}" for colour in COLOURS for shape in (*COMMON, *RARE))
+_OVERSAMPLING = 4  # Shapes are drawn this much larger and scaled down, so that edges can fall between pixels.
 
 
 @dataclass(frozen=True)
 class SceneSettings:
-    """`objects` is the least and the most of them, `overlap` the share of a box that others may cover."""
+    """What scenes look like.
+
+    `objects` is the minimum and the maximum number of objects, and `overlap` the share of a box that another one
+    may cover. The other numbers, except `side`, are shares of scenes or objects.
+    """
 
     side: int = 64
     objects: tuple[int, int] = (1, 4)
@@ -44,100 +54,174 @@ Box = tuple[float, float, float, float]
 
 
 @dataclass(frozen=True)
-class Scene:
+class DrawnScene:
     image: Image.Image
     record: Record
 
 
-def scenes(count: int, settings: SceneSettings, *, seed: int, folder: str) -> Iterator[Scene]:
-    """`count` scenes whose images are to be saved as `folder`/0000000.png and so on."""
+@dataclass(frozen=True)
+class _Shape:
+    """An object of a scene: what the record says of it, and how it is drawn."""
+
+    record: RecordObject
+    outline: Points
+    box: Box
+    colour: tuple[int, int, int]
+
+    @property
+    def reading_order(self) -> tuple[float, float]:
+        left, top, _, _ = self.box
+        return top, left
+
+
+def draw_scenes(count: int, settings: SceneSettings, *, seed: int, folder: str) -> Iterator[DrawnScene]:
+    """Yield `count` scenes. Their records name the images `folder`/0000000.png and so on."""
     for index in range(count):
         chooser = random.Random(f"{seed} {index}")  # noqa: S311
-        yield draw(chooser, settings, f"{folder}/{index:07d}.png")
+        yield _draw_scene(chooser, settings, f"{folder}/{index:07d}.png")
 
 
-def draw(chooser: random.Random, settings: SceneSettings, path: str) -> Scene:
+def write_scenes(
+    folder: Path,
+    settings: SceneSettings,
+    *,
+    train: int,
+    val: int,
+    seed: int,
+    advance: Callable[[], None] | None = None,
+) -> None:
+    """Write `train.jsonl`, `val.jsonl`, `*.coco.json` and `images/`. Call `advance` after every scene, if given.
+
+    Training and held-out scenes are drawn with different seeds.
+    """
+    for part, count, own_seed in (("train", train, 2 * seed), ("val", val, 2 * seed + 1)):
+        (folder / "images" / part).mkdir(parents=True)
+        records = []
+        for scene in draw_scenes(count, settings, seed=own_seed, folder=f"images/{part}"):
+            scene.image.save(folder / scene.record.image)
+            records.append(scene.record)
+            if advance is not None:
+                advance()
+        lines = "".join(record.as_json() + "\n" for record in records)
+        (folder / f"{part}.jsonl").write_text(lines, encoding="utf-8")
+        (folder / f"{part}.coco.json").write_text(json.dumps(_to_coco(records)))
+
+
+def _draw_scene(chooser: random.Random, settings: SceneSettings, path: str) -> DrawnScene:
     side = settings.side
-    wanted = 0 if chooser.random() < settings.empty else chooser.randint(*settings.objects)
-    placed: list[tuple[RecordObject, Points, tuple[int, int, int], Box]] = []
-    for _ in range(40 * wanted):
-        if len(placed) == wanted:
+    count = 0 if chooser.random() < settings.empty else chooser.randint(*settings.objects)
+    shapes: list[_Shape] = []
+    for _ in range(40 * count):
+        if len(shapes) == count:
             break
-        shape = chooser.choice(RARE if chooser.random() < settings.rare else COMMON)
+        name = chooser.choice(RARE if chooser.random() < settings.rare else COMMON)
         colour = chooser.choice(tuple(COLOURS))
-        outline = _placed(chooser, shape, settings, wanted)
-        box = _box(outline)
-        if all(_covered(box, other) <= settings.overlap for *_, other in placed):
+        outline = _place_outline(chooser, name, settings, count)
+        box = _bounding_box(outline)
+        if all(_overlap(box, other.box) <= settings.overlap for other in shapes):
             kind: GeometryKind = "poly" if chooser.random() < settings.polygons else "bbox_2d"
             coords = tuple(v for point in outline for v in point) if kind == "poly" else box
-            found = RecordObject(f"{colour} {shape}", kind, tuple(round(v, 2) for v in coords))
-            placed.append((found, outline, COLOURS[colour], box))
-    image = _drawn(chooser, side, [(outline, colour) for _, outline, colour, _ in placed])
-    ordered = sorted(placed, key=lambda each: (each[3][1], each[3][0]))
-    return Scene(image, Record(path, side, side, "pixel", tuple(found for found, *_ in ordered)))
+            record = RecordObject(f"{colour} {name}", kind, tuple(round(v, 2) for v in coords))
+            shapes.append(_Shape(record, outline, box, COLOURS[colour]))
+    image = _draw_shapes(chooser, side, shapes)
+    ordered = sorted(shapes, key=attrgetter("reading_order"))
+    return DrawnScene(image, Record(path, side, side, "pixel", tuple(shape.record for shape in ordered)))
 
 
-def _placed(chooser: random.Random, shape: str, settings: SceneSettings, count: int) -> Points:
-    """An outline somewhere inside of the picture; smaller where there are to be many."""
+def _place_outline(chooser: random.Random, shape: str, settings: SceneSettings, count: int) -> Points:
+    """Return the outline of a shape at a random place inside the image. Shapes are smaller in crowded scenes."""
     side = settings.side
     scale = min(1.0, math.sqrt(5 / max(count, 1)))
     width, height = (chooser.uniform(0.16, 0.4) * side * scale for _ in range(2))
     height = width if chooser.random() < 0.5 else height
     angle = chooser.uniform(0, 2 * math.pi) if chooser.random() < settings.rotated else 0.0
-    turned = [
+    rotated = [
         (
             x * width / 2 * math.cos(angle) - y * height / 2 * math.sin(angle),
             x * width / 2 * math.sin(angle) + y * height / 2 * math.cos(angle),
         )
         for x, y in OUTLINES[shape]
     ]
-    left, top, right, bottom = _box(turned)
+    left, top, right, bottom = _bounding_box(rotated)
     x = chooser.uniform(-left, side - right)
     y = chooser.uniform(-top, side - bottom)
-    return [(px + x, py + y) for px, py in turned]
+    return [(px + x, py + y) for px, py in rotated]
 
 
-def _drawn(chooser: random.Random, side: int, shapes: list[tuple[Points, tuple[int, int, int]]]) -> Image.Image:
-    ground = tuple(chooser.randint(222, 255) for _ in range(3))
-    image = Image.new("RGB", (side * _SMOOTH, side * _SMOOTH), ground)
+def _draw_shapes(chooser: random.Random, side: int, shapes: Sequence[_Shape]) -> Image.Image:
+    background = tuple(chooser.randint(222, 255) for _ in range(3))
+    image = Image.new("RGB", (side * _OVERSAMPLING, side * _OVERSAMPLING), background)
     pen = ImageDraw.Draw(image)
-    for outline, colour in shapes:
-        shade = tuple(min(255, max(0, channel + chooser.randint(-18, 18))) for channel in colour)
-        pen.polygon([(x * _SMOOTH, y * _SMOOTH) for x, y in outline], fill=shade)
+    for shape in shapes:
+        shade = tuple(min(255, max(0, channel + chooser.randint(-18, 18))) for channel in shape.colour)
+        pen.polygon([(x * _OVERSAMPLING, y * _OVERSAMPLING) for x, y in shape.outline], fill=shade)
     return image.resize((side, side), Image.Resampling.BOX)
 
 
-def _box(points: Points) -> Box:
+def _bounding_box(points: Points) -> Box:
     xs, ys = [x for x, _ in points], [y for _, y in points]
     return min(xs), min(ys), max(xs), max(ys)
 
 
-def _covered(one: Box, other: Box) -> float:
-    """The larger share of either box that lies in both."""
-    width = min(one[2], other[2]) - max(one[0], other[0])
-    height = min(one[3], other[3]) - max(one[1], other[1])
+def _overlap(first: Box, second: Box) -> float:
+    """Return the intersection of two boxes as a share of the smaller one."""
+    width = min(first[2], second[2]) - max(first[0], second[0])
+    height = min(first[3], second[3]) - max(first[1], second[1])
     if width <= 0 or height <= 0:
         return 0.0
-    smaller = min((box[2] - box[0]) * (box[3] - box[1]) for box in (one, other))
+    smaller = min((box[2] - box[0]) * (box[3] - box[1]) for box in (first, second))
     return width * height / smaller
 
 
-def _regular(corners: int, inner: float = 1.0) -> Points:
-    """Corners on the unit circle; with `inner`, every other one pulled in, as in a star."""
+def _regular_polygon(corners: int, inner: float = 1.0) -> Points:
+    """Return corners on the unit circle. With `inner`, a star whose inner corners have this radius."""
     count = corners if inner == 1.0 else 2 * corners
     radii = [1.0 if k % 2 == 0 else inner for k in range(count)]
-    turn = [2 * math.pi * k / count - math.pi / 2 for k in range(count)]
-    return [(radius * math.cos(a), radius * math.sin(a)) for radius, a in zip(radii, turn, strict=True)]
+    angles = [2 * math.pi * k / count - math.pi / 2 for k in range(count)]
+    return [(radius * math.cos(a), radius * math.sin(a)) for radius, a in zip(radii, angles, strict=True)]
 
 
-_A = 0.34
+_ARM = 0.34  # half the width of an arm of the cross
 OUTLINES: dict[str, Points] = {
-    "circle": _regular(24),
+    "circle": _regular_polygon(24),
     "square": [(-1, -1), (1, -1), (1, 1), (-1, 1)],
     "triangle": [(0, -1), (1, 1), (-1, 1)],
-    "star": _regular(5, 0.45),
+    "star": _regular_polygon(5, 0.45),
     "cross": [
-        *[(-_A, -1), (_A, -1), (_A, -_A), (1, -_A), (1, _A), (_A, _A)],
-        *[(_A, 1), (-_A, 1), (-_A, _A), (-1, _A), (-1, -_A), (-_A, -_A)],
+        *[(-_ARM, -1), (_ARM, -1), (_ARM, -_ARM), (1, -_ARM), (1, _ARM), (_ARM, _ARM)],
+        *[(_ARM, 1), (-_ARM, 1), (-_ARM, _ARM), (-1, _ARM), (-1, -_ARM), (-_ARM, -_ARM)],
     ],
 }
+
+
+def _to_coco(records: Sequence[Record]) -> dict[str, Any]:
+    images: list[dict[str, Any]] = []
+    annotations: list[dict[str, Any]] = []
+    for number, record in enumerate(records, start=1):
+        images.append({"id": number, "file_name": record.image, "width": record.width, "height": record.height})
+        for item in record.objects:
+            annotations.append(_annotation(len(annotations) + 1, number, record, item))
+    categories = [{"id": number, "name": name} for number, name in enumerate(CLASSES, start=1)]
+    return {"images": images, "annotations": annotations, "categories": categories}
+
+
+def _annotation(number: int, image: int, record: Record, item: RecordObject) -> dict[str, Any]:
+    coords = record.in_pixels(item)
+    xs, ys = coords[::2], coords[1::2]
+    x, y, width, height = min(xs), min(ys), max(xs) - min(xs), max(ys) - min(ys)
+    ring = list(coords) if item.kind == "poly" else [x, y, x + width, y, x + width, y + height, x, y + height]
+    return {
+        "id": number,
+        "image_id": image,
+        "category_id": CLASSES.index(item.desc) + 1,
+        "bbox": [x, y, width, height],
+        "segmentation": [ring] if item.kind == "poly" else [],
+        "area": _area(ring),
+        "iscrowd": 0,
+    }
+
+
+def _area(ring: Sequence[float]) -> float:
+    xs, ys = ring[::2], ring[1::2]
+    edges = zip(xs, ys, [*xs[1:], xs[0]], [*ys[1:], ys[0]], strict=True)
+    return abs(sum(x * next_y - next_x * y for x, y, next_x, next_y in edges)) / 2

@@ -1,9 +1,9 @@
-"""Two tokenizers with the 1,000 coordinate tokens: a small one to train with, and the real Qwen one.
+"""Two tokenizers with the 1,000 coordinate tokens: a small one for training, and the real one of Qwen.
 
-Both are byte-level BPE with Qwen's chat and vision tokens. The small one, about 1,300 entries, is trained on
-answers as the project writes them; from scratch on a CPU a real vocabulary's 152,669 logits would be most of the
-cost. The real one is rebuilt from the ranks that the `dashscope` wheel carries and is for token-level tests: it
-fuses punctuation as Qwen3-VL does.
+Both are byte-level BPE with Qwen's chat and vision tokens. The small one has about 1,300 entries and is trained on
+answers in the format of this project. With the real one, most of the cost of training on a CPU would be its
+152,669 logits. The real one is rebuilt from the ranks in the `dashscope` wheel and is used in token-level tests,
+because it merges punctuation as Qwen3-VL does.
 """
 
 import importlib.util
@@ -17,12 +17,12 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 from transformers import PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import TikTokenConverter
 
+from coordexp.errors import UserError
 from coordexp.vocab import COORD_TOKENS
 
 Vocabulary = Literal["small", "qwen"]
 
-
-# In Qwen's own order, which gives them Qwen's own ids after its 151,643 ranks.
+# In Qwen's order, so that they get the same ids as in Qwen, after its 151,643 ranks.
 SPECIAL_TOKENS = (
     "<|endoftext|>",
     "<|im_start|>",
@@ -54,7 +54,7 @@ PLAIN_ADDED_TOKENS = (
     "</think>",
 )
 
-# How Qwen splits text before merging: contractions, words, single digits, punctuation, white space.
+# How Qwen splits text before it merges bytes: contractions, words, single digits, punctuation, white space.
 SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -71,6 +71,7 @@ CHAT_TEMPLATE = (
 
 
 def make_tokenizer(vocabulary: Vocabulary, *, coords: bool = True) -> PreTrainedTokenizerFast:
+    """Return one of the two tokenizers, with or without the coordinate tokens."""
     core = _train_small() if vocabulary == "small" else _rebuild_qwen()
     added = [*SPECIAL_TOKENS] if vocabulary == "small" else [*SPECIAL_TOKENS, *PLAIN_ADDED_TOKENS]
     core.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIAL_TOKENS])
@@ -88,12 +89,12 @@ def make_tokenizer(vocabulary: Vocabulary, *, coords: bool = True) -> PreTrained
 
 
 def qwen_ranks_file() -> Path:
-    """`qwen.tiktoken` inside of the installed dashscope, found without importing it."""
+    """Return the path of `qwen.tiktoken` in the installed dashscope package, without importing the package."""
     spec = importlib.util.find_spec("dashscope")
     if spec is None or not spec.submodule_search_locations:
-        raise ModuleNotFoundError(
-            "the real Qwen vocabulary is read from the dashscope package, which is not installed\n"
-            "  pip install dashscope, or use the small vocabulary"
+        raise UserError(
+            "the real Qwen vocabulary is read from the dashscope package, which is not installed",
+            "run pip install dashscope, or use the small vocabulary",
         )
     return Path(spec.submodule_search_locations[0]) / "resources" / "qwen.tiktoken"
 
@@ -124,7 +125,7 @@ def _byte_level() -> pre_tokenizers.ByteLevel:
 
 
 def _corpus() -> Iterator[str]:
-    """Answers without their coordinates, and the words around them. Deterministic."""
+    """Yield answers without their coordinates, and prompts. The same ones every time."""
     colours = ("red", "green", "blue", "yellow", "purple", "orange", "black", "white")
     shapes = ("circle", "square", "triangle", "star", "hexagon", "cross")
     names = [f"{colour} {shape}" for colour, shape in itertools.product(colours, shapes)]

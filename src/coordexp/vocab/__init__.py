@@ -1,4 +1,4 @@
-"""What each token id is: bytes, a coordinate, a stop. `expand` adds coordinate tokens to a checkpoint."""
+"""The meaning of each token id: bytes, a coordinate or a stop. `expand` adds coordinate tokens to a checkpoint."""
 
 from coordexp.vocab.table import COORD_TOKENS, VocabularyError, VocabularyTable
 

@@ -1,8 +1,8 @@
-"""Gives a Qwen3-VL checkpoint the 1,000 coordinate tokens: tokenizer, embeddings, config; the rest is copied.
+"""Adds the 1,000 coordinate tokens to a Qwen3-VL checkpoint: to its tokenizer, embeddings and config.
 
-Works on the files, shard by shard: only the shards that hold an embedding or the output head are read, so a model
-of any size needs the memory of its largest shard. New rows are the mean of the old ones with a little
-noise or, if `ordinal`, with a part in which neighbouring bins are alike.
+It works on the files, shard by shard. Only shards with an embedding or the output head are loaded, so the memory
+of the largest shard is enough for a model of any size. All other files are copied. New rows are the mean of the
+old rows plus a little noise or, with `ordinal`, plus a part that is similar for neighbouring bins.
 """
 
 import json
@@ -15,41 +15,37 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from tokenizers import AddedToken, Tokenizer
+from torch import Tensor
 
 from coordexp.data import BINS
-from coordexp.errors import UserError
+from coordexp.files import json_object
 from coordexp.folders import is_free
-from coordexp.vocab.ordinal import ordinal_rows
-from coordexp.vocab.table import COORD_TOKENS, VocabularyError, VocabularyTable
+from coordexp.vocab.table import COORD_TOKENS, VocabularyError, VocabularyTable, read_tokenizer
 
 EMBEDDING = "embed_tokens.weight"
 HEAD = "lm_head.weight"
 ROWS_ARE_A_MULTIPLE_OF = 64
 
-
-class ExpansionError(UserError, ValueError):
-    pass
+# Periods per side of the image, from a quarter to 32, so that bins can be told apart at every scale.
+_FREQUENCIES = (0.25, 0.5, 1, 1.5, 2, 3, 4, 6, 8, 12, 16, 24, 32)
 
 
 def add_coord_tokens(
     source: Path, target: Path, *, noise: float = 0.02, ordinal: bool = False, seed: int = 0
 ) -> int:
-    """Writes the expanded checkpoint to `target`, a new folder, and says how many tokens were added."""
+    """Write the expanded checkpoint to `target`, a new folder, and return the number of added tokens."""
     if not is_free(target):
-        raise ExpansionError(f"{target} exists and is not an empty folder\n  give another one, or remove it")
+        raise VocabularyError(f"{target} exists and is not an empty folder", "give another one, or remove it")
     config = _read_json(source / "config.json")
     shards = _shards(source)
-    tokenizer, missing = _tokenizer(source)
-    used, rows = tokenizer.get_vocab_size(with_added_tokens=True), _rows(config)
+    tokenizer = read_tokenizer(source)
+    missing = _missing_coord_tokens(tokenizer, source)
+    used, rows = tokenizer.get_vocab_size(with_added_tokens=True), _rows(config, source)
     if not missing and rows < used:
-        raise ExpansionError(
-            f"{source} has coordinate tokens but only {rows} rows for {used} tokens: it is damaged"
-        )
+        problem = f"{source} has coordinate tokens but only {rows} rows for {used} tokens: it is damaged"
+        raise VocabularyError(problem, "start from the original checkpoint")
     tokenizer.add_tokens([AddedToken(token, special=False, normalized=False) for token in missing])
-    try:
-        table = VocabularyTable.from_tokenizer(tokenizer)
-    except VocabularyError as error:
-        raise ExpansionError(str(error)) from error
+    table = VocabularyTable.from_tokenizer(tokenizer, str(source))
     needed = math.ceil(len(table.pieces) / ROWS_ARE_A_MULTIPLE_OF) * ROWS_ARE_A_MULTIPLE_OF
     partial = target.with_name(target.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
@@ -71,49 +67,59 @@ def add_coord_tokens(
     return len(missing)
 
 
+def ordinal_rows(width: int, seed: int) -> Tensor:
+    """Return one row per bin, [1000, width], with mean 0 and standard deviation 1. Neighbouring bins are similar.
+
+    A row has the sines and cosines of the bin in random directions. High frequencies weigh less, so that the
+    similarity of two rows falls with the distance of their bins.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    angles = torch.arange(BINS) / BINS * 2 * math.pi
+    frequencies = torch.tensor(_FREQUENCIES)
+    waves = torch.cat((torch.sin(angles[:, None] * frequencies), torch.cos(angles[:, None] * frequencies)), dim=1)
+    waves = waves / (1 + frequencies.repeat(2)).sqrt()
+    rows = waves @ torch.randn(waves.shape[1], width, generator=generator)
+    return (rows - rows.mean(0)) / rows.std()
+
+
 def _shards(source: Path) -> list[Path]:
     shards = sorted(source.glob("*.safetensors"))
     if not shards:
-        raise ExpansionError(
-            f"{source} has no *.safetensors\n  save the model with safetensors; pickles are not read"
+        raise VocabularyError(
+            f"{source} has no *.safetensors", "save the model with safetensors; pickles are not read"
         )
-    if not any(_expandable(shard) for shard in shards):
-        raise ExpansionError(
-            f"{source} has no weight named ...{EMBEDDING}\n  give the folder of a whole Qwen3-VL model"
+    if not any(_expandable_weights(shard) for shard in shards):
+        raise VocabularyError(
+            f"{source} has no weight named ...{EMBEDDING}", "give the folder of a whole Qwen3-VL model"
         )
     return shards
 
 
-def _tokenizer(source: Path) -> tuple[Tokenizer, list[str]]:
-    """The tokenizer, and the coordinate tokens that it lacks: all of them or none."""
-    file = source / "tokenizer.json"
-    if not file.is_file():
-        raise ExpansionError(f"{file}: no such file\n  save the tokenizer in its fast form there")
-    try:
-        tokenizer = Tokenizer.from_file(str(file))
-    except Exception as error:  # tokenizers raises nothing narrower
-        raise ExpansionError(f"{file} is not a tokenizer: {error}") from error
+def _missing_coord_tokens(tokenizer: Tokenizer, source: Path) -> list[str]:
+    """Return the coordinate tokens that the tokenizer lacks: all of them or none. Raise if it lacks only some."""
     missing = [token for token in COORD_TOKENS if tokenizer.token_to_id(token) is None]
     if missing and len(missing) < BINS:
-        has = BINS - len(missing)
-        raise ExpansionError(f"{source} has {has} of the {BINS} coordinate tokens\n  start from one with none")
-    return tokenizer, missing
+        problem = f"{source} has {BINS - len(missing)} of the {BINS} coordinate tokens"
+        raise VocabularyError(problem, "start from a checkpoint without coordinate tokens")
+    return missing
 
 
-def _expandable(shard: Path) -> list[str]:
-    """The weights of a shard that have a row for every token."""
+def _expandable_weights(shard: Path) -> list[str]:
+    """Return the names of the weights in a shard that have a row for every token."""
     try:
         with safe_open(shard, "pt") as opened:
             names = list(opened.keys())
     except SafetensorError as error:
-        raise ExpansionError(f"{shard} cannot be read: {error}\n  copy the checkpoint again") from error
+        raise VocabularyError(f"{shard} cannot be read: {error}", "copy the checkpoint again") from error
     return [name for name in names if name.endswith((EMBEDDING, HEAD)) and "visual" not in name]
 
 
 def _expand_shard(shard: Path, target: Path, used: int, rows: int, start: tuple[float, bool], seed: int) -> None:
-    """A copy in which the embedding and the head, where the shard has them, end in fresh rows. The noise is the
-    same for both, so that a head stored beside the embedding it is tied to stays equal to it."""
-    names = _expandable(shard)
+    """Copy a shard and append new rows to its embedding and head, if it has them.
+
+    Both get the same noise, so that a head that is stored beside the embedding it is tied to stays equal to it.
+    """
+    names = _expandable_weights(shard)
     if not names:
         shutil.copyfile(shard, target)
         return
@@ -139,6 +145,7 @@ def _copy_other_files(source: Path, target: Path) -> None:
 
 
 def _correct_index(target: Path) -> None:
+    """Write the new total size into the index of a sharded checkpoint."""
     index = target / "model.safetensors.index.json"
     if index.is_file():
         content = _read_json(index)
@@ -148,16 +155,17 @@ def _correct_index(target: Path) -> None:
 
 
 def _tensor_bytes(shard: Path) -> int:
-    """The file without its header, whose length its first eight bytes give."""
+    """Return the size of a file without its header, whose length is in the first eight bytes."""
     with shard.open("rb") as opened:
         header = int.from_bytes(opened.read(8), "little")
     return shard.stat().st_size - 8 - header
 
 
-def _rows(config: dict[str, Any]) -> int:
+def _rows(config: dict[str, Any], source: Path) -> int:
     text = config.get("text_config", config)
     if "vocab_size" not in text:
-        raise ExpansionError("config.json names no vocab_size\n  give the folder of a Qwen3-VL model")
+        problem = f"{source / 'config.json'} has no vocab_size"
+        raise VocabularyError(problem, "give the folder of a Qwen3-VL model")
     return int(text["vocab_size"])
 
 
@@ -172,12 +180,8 @@ def _with_rows(config: dict[str, Any], rows: int) -> dict[str, Any]:
 
 def _read_json(file: Path) -> dict[str, Any]:
     if not file.is_file():
-        raise ExpansionError(f"{file}: no such file\n  give the folder of a Hugging Face model")
-    try:
-        content: dict[str, Any] = json.loads(file.read_text())
-    except ValueError as error:
-        raise ExpansionError(f"{file} is not JSON: {error}") from error
-    return content
+        raise VocabularyError(f"{file}: no such file", "give the folder of a Hugging Face model")
+    return json_object(file.read_bytes(), str(file))
 
 
 def _write_json(file: Path, content: dict[str, Any]) -> None:

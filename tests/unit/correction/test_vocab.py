@@ -1,4 +1,4 @@
-"""The vocabulary table, and every closing token of the real vocabulary that a cut can fall into."""
+"""The vocabulary table, and cuts inside each closing token of the real vocabulary."""
 
 import pytest
 from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
@@ -37,7 +37,7 @@ def test_any_bytes_can_be_encoded_exactly(name, text):
 
 @pytest.mark.scenario("R19.C4", on="pure")
 def test_a_cut_inside_any_closing_token_keeps_earlier_ids_and_exactly_the_needed_bytes():
-    """Every token of the real vocabulary with a brace or bracket, wherever a whole object can end inside of it."""
+    """Try every token of the real vocabulary with a brace or a bracket inside which a whole object can end."""
     vocabulary = table("qwen")
     core = Core(vocabulary)
     closing = [
@@ -65,7 +65,7 @@ def test_a_cut_inside_any_closing_token_keeps_earlier_ids_and_exactly_the_needed
     assert cut_inside > 20
 
 
-def test_what_is_missing_or_out_of_order_is_said_with_a_way_out():
+def test_missing_and_misordered_tokens_are_refused():
     with pytest.raises(VocabularyError, match="1000 of the 1000 coordinate tokens are missing"):
         VocabularyTable.from_tokenizer(_bare_tokenizer([]))
     with pytest.raises(VocabularyError, match="consecutive ids in order; <\\|coord_1\\|>"):
@@ -98,7 +98,7 @@ def test_half_a_character_in_the_data_is_refused():
         TrueObject("a\ud800b", box(1, 1, 2, 2))
 
 
-def test_coordinates_stay_tokens_where_text_must_be_spelled_in_bytes():
+def test_coordinates_stay_tokens_if_text_must_be_encoded_byte_by_byte():
     vocabulary = table("qwen")
     text = 'e\u0301 "<|coord_7|>"'.encode()
     ids = vocabulary.encode(text)

@@ -1,4 +1,4 @@
-"""Drawn scenes: exact shapes, the promised mix, and nothing but the seed decides."""
+"""Drawn scenes: exact shapes, the requested shares of object kinds, and the same scenes for the same seed."""
 
 import json
 from pathlib import Path
@@ -10,67 +10,68 @@ from typer.testing import CliRunner
 
 from coordexp.cli import app
 from coordexp.data import read_records
-from coordexp.demo.scenes import COLOURS, RARE, SceneSettings, scenes
-from coordexp.demo.write_scenes import write_scenes
+from coordexp.demo.scenes import COLOURS, RARE, SceneSettings, draw_scenes, write_scenes
 
 RICH = SceneSettings(side=96, objects=(1, 30), empty=0.1, rare=0.1, polygons=0.5, rotated=0.5, overlap=0.4)
 
 
-def written(folder: Path, settings: SceneSettings = RICH, seed: int = 5) -> Path:
-    write_scenes(folder, settings, train=30, val=10, seed=seed, advance=lambda: None)
+def write_rich_scenes(folder: Path, settings: SceneSettings = RICH, seed: int = 5) -> Path:
+    write_scenes(folder, settings, train=30, val=10, seed=seed)
     return folder
 
 
-def test_one_seed_gives_the_same_files_and_another_seed_others(tmp_path):
-    one, same, other = (written(tmp_path / name, seed=seed) for name, seed in (("a", 5), ("b", 5), ("c", 6)))
-    files = sorted(path.relative_to(one) for path in one.rglob("*") if path.is_file())
+def test_the_same_seed_gives_the_same_files_and_another_seed_different_ones(tmp_path):
+    first, same, other = (
+        write_rich_scenes(tmp_path / name, seed=seed) for name, seed in (("a", 5), ("b", 5), ("c", 6))
+    )
+    files = sorted(path.relative_to(first) for path in first.rglob("*") if path.is_file())
     assert len(files) == 40 + 4
-    assert all((one / file).read_bytes() == (same / file).read_bytes() for file in files)
-    assert (one / "train.jsonl").read_bytes() != (other / "train.jsonl").read_bytes()
-    assert (one / "train.jsonl").read_text().splitlines()[0] != (one / "val.jsonl").read_text().splitlines()[0]
+    assert all((first / file).read_bytes() == (same / file).read_bytes() for file in files)
+    assert (first / "train.jsonl").read_bytes() != (other / "train.jsonl").read_bytes()
+    assert (first / "train.jsonl").read_text().splitlines()[0] != (first / "val.jsonl").read_text().splitlines()[0]
 
 
-def test_shapes_stand_where_their_records_say():
-    """A lone shape's own colour fills its outline and nothing outside of its box."""
-    alone = SceneSettings(side=64, objects=(1, 1), polygons=1.0, rotated=1.0)
-    for scene in scenes(20, alone, seed=1, folder="x"):
-        (found,) = scene.record.objects
+def test_shapes_are_drawn_where_their_records_say():
+    """The colour of a single shape fills its outline and nothing outside its box."""
+    single = SceneSettings(side=64, objects=(1, 1), polygons=1.0, rotated=1.0)
+    for scene in draw_scenes(20, single, seed=1, folder="x"):
+        (shape,) = scene.record.objects
         pixels = np.asarray(scene.image).astype(int)
-        ground = pixels[0, 0] if _outside(found.coords, (0, 0)) else pixels[-1, -1]
-        painted = np.abs(pixels - ground).sum(-1) > 60
+        background = pixels[0, 0] if _outside(shape.coords, (0, 0)) else pixels[-1, -1]
+        painted = np.abs(pixels - background).sum(-1) > 60
         mask = Image.new("1", (64, 64))
-        ImageDraw.Draw(mask).polygon(list(found.coords), fill=1)
+        ImageDraw.Draw(mask).polygon(list(shape.coords), fill=1)
         drawn = np.asarray(mask)
         assert (painted & drawn).sum() / (painted | drawn).sum() > 0.8
         ys, xs = painted.nonzero()
-        assert abs(xs.min() - min(found.coords[::2])) <= 1.5
-        assert abs(ys.max() + 1 - max(found.coords[1::2])) <= 1.5
+        assert abs(xs.min() - min(shape.coords[::2])) <= 1.5
+        assert abs(ys.max() + 1 - max(shape.coords[1::2])) <= 1.5
 
 
 def _outside(coords, point):
     return min(coords[::2]) > point[0] + 2 or min(coords[1::2]) > point[1] + 2
 
 
-def test_the_mix_is_as_asked_for():
-    records = [scene.record for scene in scenes(300, RICH, seed=2, folder="x")]
+def test_the_shares_of_object_kinds_are_as_requested():
+    records = [scene.record for scene in draw_scenes(300, RICH, seed=2, folder="x")]
     counts = [len(record.objects) for record in records]
     assert 0.05 < np.mean([count == 0 for count in counts]) < 0.16
     assert max(counts) > 20
-    objects = [found for record in records for found in record.objects]
-    assert 0.4 < np.mean([found.kind == "poly" for found in objects]) < 0.6
-    assert 0.06 < np.mean([found.desc.split()[1] in RARE for found in objects]) < 0.14
-    assert {found.desc.split()[0] for found in objects} == set(COLOURS)
+    objects = [item for record in records for item in record.objects]
+    assert 0.4 < np.mean([item.kind == "poly" for item in objects]) < 0.6
+    assert 0.06 < np.mean([item.desc.split()[1] in RARE for item in objects]) < 0.14
+    assert {item.desc.split()[0] for item in objects} == set(COLOURS)
 
 
 def test_records_can_be_trained_on_and_are_in_reading_order():
-    for scene in scenes(100, RICH, seed=3, folder="x"):
+    for scene in draw_scenes(100, RICH, seed=3, folder="x"):
         assert len(scene.record.sample().objects) == len(scene.record.objects)
-        tops = [min(found.coords[1::2]) for found in scene.record.objects]
+        tops = [min(item.coords[1::2]) for item in scene.record.objects]
         assert tops == sorted(tops)
 
 
 def test_the_coco_file_imports_to_the_same_records(tmp_path):
-    folder = written(tmp_path / "scenes")
+    folder = write_rich_scenes(tmp_path / "scenes")
     words = ["data", "import", "coco", str(folder / "train.coco.json"), "--images", str(folder)]
     result = CliRunner().invoke(app, [*words, "--out", str(folder / "again.jsonl")])
     assert result.exit_code == 0, result.output
@@ -78,13 +79,13 @@ def test_the_coco_file_imports_to_the_same_records(tmp_path):
     assert again.keys() == records.keys()
     for number, record in records.items():
         assert (again[number].image, again[number].width) == (record.image, record.width)
-        for found, copy in zip(record.objects, again[number].objects, strict=True):
-            assert (copy.desc, copy.kind) == (found.desc, found.kind)
-            assert copy.coords == pytest.approx(found.coords, abs=1e-6)
+        for item, copy in zip(record.objects, again[number].objects, strict=True):
+            assert (copy.desc, copy.kind) == (item.desc, item.kind)
+            assert copy.coords == pytest.approx(item.coords, abs=1e-6)
 
 
 def test_the_doctor_finds_no_fault_in_scenes(tmp_path):
-    folder = written(tmp_path / "scenes", SceneSettings(objects=(1, 4)))
+    folder = write_rich_scenes(tmp_path / "scenes", SceneSettings(objects=(1, 4)))
     result = CliRunner().invoke(app, ["data", "doctor", str(folder / "train.jsonl"), "--json"])
     assert result.exit_code == 0, result.output
     assert not [finding for finding in json.loads(result.stdout)["findings"] if finding["level"] == "error"]

@@ -1,4 +1,4 @@
-"""The two tokenizers: both have the coordinate tokens, and both write exactly what they read."""
+"""The two tokenizers, and the tiny models that are made with them."""
 
 import json
 
@@ -8,6 +8,7 @@ from transformers import AutoConfig, AutoProcessor, AutoTokenizer
 from coordexp.demo.generate import drawing, prompt
 from coordexp.demo.model import make_model
 from coordexp.demo.vocabulary import SPECIAL_TOKENS
+from coordexp.errors import UserError
 from coordexp.vocab import COORD_TOKENS
 
 ANSWER = (
@@ -44,7 +45,7 @@ def test_a_coordinate_is_one_token_and_survives_skipping_special_tokens(tokenize
     assert ids[-1] == tokenizer.eos_token_id
 
 
-def test_the_prompt_holds_one_image_token_per_merged_patch(folder):
+def test_the_prompt_has_one_image_token_per_merged_patch(folder):
     processor = AutoProcessor.from_pretrained(folder)
     inputs = processor(text=[prompt(processor)], images=[drawing(side=128)], return_tensors="pt")
     image_token = processor.tokenizer.convert_tokens_to_ids("<|image_pad|>")
@@ -57,22 +58,22 @@ def test_the_model_has_a_row_for_every_token(folder, tokenizer):
     assert size % 64 == 0
 
 
-def test_the_folder_has_no_leftover_that_confuses_loading(folder):
+def test_the_folder_has_no_file_that_prevents_loading(folder):
     assert not (folder / "preprocessor_config.json").exists()
     assert json.loads((folder / "config.json").read_text())["model_type"] == "qwen3_vl"
 
 
-def test_the_real_vocabulary_has_the_published_ids_and_fused_tokens(tmp_path):
+def test_the_real_vocabulary_has_the_published_ids_and_merged_tokens(tmp_path):
     tokenizer = AutoTokenizer.from_pretrained(make_model(tmp_path / "qwen", "qwen"))
     published = {"<|endoftext|>": 151643, "<|im_end|>": 151645, "<|image_pad|>": 151655, "</think>": 151668}
     assert {token: tokenizer.convert_tokens_to_ids(token) for token in published} == published
     assert tokenizer.convert_tokens_to_ids("<|coord_0|>") == 151669
     assert tokenizer.convert_tokens_to_ids(list(SPECIAL_TOKENS)) == list(range(151643, 151657))
-    for fused in ("]},", '"],', "}}", '}}"', '{"', '":', ' {"'):
-        assert len(tokenizer(fused)["input_ids"]) == 1, fused
+    for merged in ("]},", '"],', "}}", '}}"', '{"', '":', ' {"'):
+        assert len(tokenizer(merged)["input_ids"]) == 1, merged
 
 
-def test_a_model_is_the_same_for_the_same_seed_and_does_not_touch_the_generator(tmp_path):
+def test_a_model_is_the_same_for_the_same_seed_and_does_not_change_the_random_state(tmp_path):
     import torch
 
     before = torch.random.get_rng_state()
@@ -86,13 +87,13 @@ def test_a_model_is_the_same_for_the_same_seed_and_does_not_touch_the_generator(
 
 def test_a_folder_in_use_is_left_alone(tmp_path):
     (tmp_path / "note.txt").write_text("mine")
-    with pytest.raises(FileExistsError, match="not an empty folder"):
+    with pytest.raises(UserError, match="not an empty folder"):
         make_model(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["note.txt"]
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_heads_are_tied_or_not_as_asked(tmp_path, tied):
+def test_heads_are_tied_or_not_as_requested(tmp_path, tied):
     from safetensors import safe_open
 
     folder = make_model(tmp_path / "m", tied=tied)
