@@ -114,7 +114,7 @@ def _take_out_unknown(tree: Tree) -> Iterator[RejectedKey]:
         path = _tree_path(unknown[0], tree)
         *parent, key = path
         value = value_at(tree, path[:-1]).pop(key)
-        target = _intended_key(tuple(parent), str(key), tree)
+        target = _guess_key(tuple(parent), str(key), tree)
         if target is None:
             yield RejectedKey(Violation(path, "unknown key", _list_keys(tuple(parent), tree)))
             continue
@@ -148,7 +148,7 @@ def _list_keys(parent: KeyPath, tree: Tree) -> str:
     return f"allowed here: {', '.join(names) or 'nothing'}"
 
 
-def _intended_key(parent: KeyPath, key: str, tree: Tree) -> KeyPath | None:
+def _guess_key(parent: KeyPath, key: str, tree: Tree) -> KeyPath | None:
     """Return a key of the same section with a similar name, or else the only setting elsewhere with this name."""
     close = difflib.get_close_matches(key, schema.names_at(parent, tree), n=1, cutoff=0.75)
     if close:

@@ -34,12 +34,12 @@ def explain_error(error: Any, path: KeyPath, tree: Any) -> Violation:
     problem = f"{value} is not {_shorten(schema.describe(node))}"
     if close := closest_option(error, path, tree, SIMILARITY):
         return Violation(path, problem, f"did you mean {path[-1]}: {close}?")
-    if intended := _intended_value(error["input"], node):
-        return Violation(path, problem, f"write {path[-1]}: {intended}")
+    if guess := _guess_value(error["input"], node):
+        return Violation(path, problem, f"write {path[-1]}: {guess}")
     return Violation(path, problem, _example(path, node))
 
 
-def _intended_value(value: Any, node: Node) -> str | None:
+def _guess_value(value: Any, node: Node) -> str | None:
     """Return the number for a number in quotes, true or false for words such as yes and no, else None."""
     kinds = {option.get("type") for option in node.get("anyOf", [node])}
     text = str(value).lower() if isinstance(value, str | int) else ""

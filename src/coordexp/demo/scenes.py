@@ -34,7 +34,7 @@ _OVERSAMPLING = 4  # Shapes are drawn this much larger and scaled down, so that 
 
 @dataclass(frozen=True)
 class SceneSettings:
-    """What scenes look like.
+    """The look of the scenes.
 
     `objects` is the minimum and the maximum number of objects, and `overlap` the share of a box that another one
     may cover. The other numbers, except `side`, are shares of scenes or objects.
