@@ -89,7 +89,7 @@ def _pipeline_is_declared(s: Settings, world: World) -> Iterator[Conflict]:
             "there is no default objective: declare objective and diagnostics (coordexp config reference lists "
             "the modules)"
         )
-        yield Conflict(s.pipeline_path, f"missing, and required by {s.custom.trainer_variant}", fix, (VARIANT,))
+        yield Conflict(s.pipeline_path, f"missing, but required by {s.custom.trainer_variant}", fix, (VARIANT,))
 
 
 def _modules_are_in_the_right_list(s: Settings, world: World) -> Iterator[Conflict]:
@@ -135,11 +135,11 @@ def _length_is_known(s: Settings, world: World) -> Iterator[Conflict]:
         fix = "this is the longest sequence in tokens; add e.g. global_max_length: 16000"
         yield Conflict("global_max_length", "missing", fix, ("template.max_length",))
     elif length is not None and template is not None and length != template:
-        problem = f"{template}, and global_max_length is {length}"
+        problem = f"{template}, but global_max_length is {length}"
         yield Conflict("template.max_length", problem, "write only one of the two, or the same number in both")
 
 
-def _answers_fit(s: Settings, world: World) -> Iterator[Conflict]:
+def _answers_fit_in_length(s: Settings, world: World) -> Iterator[Conflict]:
     longest, answer, engine = (
         max_length(s),
         s.rollout_matching.max_new_tokens,
@@ -163,7 +163,7 @@ def _answers_fit(s: Settings, world: World) -> Iterator[Conflict]:
 
 def _packing_can_work(s: Settings, world: World) -> Iterator[Conflict]:
     if s.training.packing and not s.training.packing_drop_last:
-        problem = "false, and training.packing is true"
+        problem = "false, but training.packing is true"
         fix = "set packing_drop_last: true; segments that still wait at the end of a run are not trained on"
         yield Conflict("training.packing_drop_last", problem, fix, ("training.packing",))
     buffer, batch = s.training.packing_buffer, s.training.per_device_train_batch_size
@@ -174,9 +174,9 @@ def _packing_can_work(s: Settings, world: World) -> Iterator[Conflict]:
         yield Conflict("training.packing_buffer", problem, fix, others)
 
 
-def _steps_are_known(s: Settings, world: World) -> Iterator[Conflict]:
+def _number_of_steps_is_known(s: Settings, world: World) -> Iterator[Conflict]:
     if s.training.packing and s.training.max_steps <= 0:
-        problem = "missing, and training.packing is true"
+        problem = "missing, but required with training.packing: true"
         fix = (
             "the number of rows per epoch is not known in advance; add e.g. max_steps: 2000, or set packing: false"
         )
@@ -207,7 +207,7 @@ def _trainer_supports_values(s: Settings, world: World) -> Iterator[Conflict]:
         yield Conflict("training.debug", problem, "use underflow_overflow, or leave it out")
 
 
-def _best_is_measured(s: Settings, world: World) -> Iterator[Conflict]:
+def _best_metric_is_evaluated(s: Settings, world: World) -> Iterator[Conflict]:
     """Refuse settings that follow a metric if the run does not evaluate or names no metric of evaluation.
 
     Evaluation has no loss.
@@ -221,19 +221,19 @@ def _best_is_measured(s: Settings, world: World) -> Iterator[Conflict]:
         if (value := getattr(training, name)) not in values:
             continue
         if training.eval_strategy == "no":
-            problem = f"{value} follows a metric of evaluation, and training.eval_strategy is no"
+            problem = f"{value} follows a metric of evaluation, but training.eval_strategy is no"
             yield Conflict(
                 f"training.{name}", problem, "set training.eval_strategy: steps, or use another value", others
             )
         elif training.metric_for_best_model is None:
-            problem = f"missing, and training.{name} is {value}"
+            problem = f"missing, but required with training.{name}: {value}"
             yield Conflict("training.metric_for_best_model", problem, METRIC_FIX, others)
     if (metric := training.metric_for_best_model) and metric.removeprefix("eval_") == "loss":
         problem = f"{metric} is not a metric of evaluation, which scores answers and has no loss"
         yield Conflict("training.metric_for_best_model", problem, METRIC_FIX)
 
 
-def _seeds_are_enough(s: Settings, world: World) -> Iterator[Conflict]:
+def _seeds_are_unique(s: Settings, world: World) -> Iterator[Conflict]:
     training = s.training
     for name, limit in (("gradient_accumulation_steps", 512), ("per_device_train_batch_size", 4095)):
         if s.uses_rollouts and (value := getattr(training, name)) > limit:
@@ -244,7 +244,7 @@ def _seeds_are_enough(s: Settings, world: World) -> Iterator[Conflict]:
         yield Conflict("training", problem, "use at most 1024: with more, ranks would share seeds", (VARIANT,))
 
 
-def _mix_is_stated(s: Settings, world: World) -> Iterator[Conflict]:
+def _share_of_rollouts_is_set(s: Settings, world: World) -> Iterator[Conflict]:
     two_channel = s.custom.trainer_variant == "stage2_two_channel"
     if two_channel and s.stage2.b_ratio is None:
         fix = "stage2_two_channel needs the share of rollout steps; add e.g. b_ratio: 0.5"
@@ -257,34 +257,34 @@ def _mix_is_stated(s: Settings, world: World) -> Iterator[Conflict]:
 
 def _evaluation_has_data(s: Settings, world: World) -> Iterator[Conflict]:
     if s.training.eval_strategy != "no" and s.custom.val_jsonl is None:
-        problem = f"missing, and training.eval_strategy is {s.training.eval_strategy}"
+        problem = f"missing, but training.eval_strategy is {s.training.eval_strategy}"
         fix = "name a file of held-out records, or set eval_strategy: no"
         yield Conflict("custom.val_jsonl", problem, fix, ("training.eval_strategy",))
     if s.training.eval_on_start and s.training.eval_strategy == "no":
-        problem = "true, and training.eval_strategy is no"
+        problem = "true, but training.eval_strategy is no"
         fix = "set eval_strategy: steps with eval_steps, or leave eval_on_start out"
         yield Conflict("training.eval_on_start", problem, fix, ("training.eval_strategy",))
 
 
-def _precision_is_one(s: Settings, world: World) -> Iterator[Conflict]:
+def _one_precision_is_set(s: Settings, world: World) -> Iterator[Conflict]:
     if s.training.bf16 and s.training.fp16:
         yield Conflict("training.fp16", "true, and so is training.bf16", "keep one of the two", ("training.bf16",))
 
 
-def _decoding_agrees(s: Settings, world: World) -> Iterator[Conflict]:
+def _decoding_settings_agree(s: Settings, world: World) -> Iterator[Conflict]:
     rollout, temperature = s.rollout_matching, s.rollout_matching.decoding.temperature
     if rollout.decode_mode == "sampling" and temperature == 0:
         fix = "set rollout_matching.decoding.temperature above 0, or decode_mode: greedy"
         yield Conflict(DECODE_MODE, "sampling at temperature 0 is greedy", fix, (TEMPERATURE,))
     if rollout.decode_mode in ("greedy", "beam") and temperature > 0:
-        problem = f"{temperature:g}, and decode_mode is {rollout.decode_mode}"
+        problem = f"{temperature:g}, but decode_mode is {rollout.decode_mode}"
         fix = "set temperature: 0.0, or decode_mode: sampling"
         yield Conflict(TEMPERATURE, problem, fix, (DECODE_MODE,))
     if rollout.rollout_backend == "vllm" and 0 < temperature < 0.01:
         problem = f"{temperature:g}, which vLLM would raise to 0.01"
         yield Conflict(TEMPERATURE, problem, "use 0.0 (greedy), 0.01 or more, or rollout_backend: hf", (BACKEND,))
     if rollout.decode_mode == "beam" and rollout.num_beams is None:
-        fix = "decode_mode: beam needs it; add e.g. num_beams: 4"
+        fix = "decode_mode: beam needs the number of beams; add e.g. num_beams: 4"
         yield Conflict("rollout_matching.num_beams", "missing", fix, (DECODE_MODE,))
 
 
@@ -294,7 +294,7 @@ def _beams_are_supported(s: Settings, world: World) -> Iterator[Conflict]:
         fix = "set rollout_backend: hf for beam search, or decode_mode: greedy"
         yield Conflict(DECODE_MODE, "vLLM has no beam search", fix, (BACKEND,))
     elif rollout.decode_mode == "beam" and (rollout.num_beams or 0) > rollout.decode_batch_size:
-        problem = f"{rollout.num_beams} beams, and decode_batch_size is {rollout.decode_batch_size}"
+        problem = f"{rollout.num_beams} beams, but decode_batch_size is {rollout.decode_batch_size}"
         fix = "each beam is one decoded sequence: use fewer, or raise decode_batch_size"
         others = ("rollout_matching.decode_batch_size", DECODE_MODE, BACKEND)
         yield Conflict("rollout_matching.num_beams", problem, fix, others)
@@ -314,12 +314,12 @@ def _adapter_sync_is_possible(s: Settings, world: World) -> Iterator[Conflict]:
         yield Conflict(SYNC, "adapter needs an engine with LoRA support", fix, others)
     elif adapter is None:
         fix = "set sync.mode: full, or train an adapter (model.adapter)"
-        yield Conflict(SYNC, "sends adapters, and model.adapter is null", fix, others)
+        yield Conflict(SYNC, "sends adapters, but model.adapter is null", fix, others)
     elif adapter.dora:
         fix = "set sync.mode: full: vLLM cannot load DoRA adapters, only merged weights"
-        yield Conflict(SYNC, "sends adapters, and model.adapter.dora is true", fix, others)
+        yield Conflict(SYNC, "sends adapters, but model.adapter.dora is true", fix, others)
     elif world.learners is not None and world.learners > 1 and vllm.mode == "server":
-        problem = f"sends adapters, and there are {world.learners} learner ranks"
+        problem = f"sends adapters, but there are {world.learners} learner ranks"
         fix = "set sync.mode: full: several learner ranks can only send merged weights to servers"
         yield Conflict(SYNC, problem, fix, (*others, MODE))
     elif vllm.max_lora_rank is not None and vllm.max_lora_rank < adapter.rank:
@@ -340,7 +340,7 @@ def _tensor_parallel_divides_world(s: Settings, world: World) -> Iterator[Confli
 def _replicas_are_in_servers(s: Settings, world: World) -> Iterator[Conflict]:
     replicas = s.rollout_matching.vllm.data_parallel_size
     if uses_vllm(s, "colocate") and replicas != 1:
-        problem = f"{replicas}, and vllm.mode is colocate, which has one engine for each group of learner ranks"
+        problem = f"{replicas}, but vllm.mode is colocate, which has one engine per group of learner ranks"
         fix = "remove it, or set vllm.mode: server and list the servers in vllm.server.servers"
         yield Conflict(DATA_PARALLEL, problem, fix, (MODE, BACKEND))
 
@@ -352,7 +352,7 @@ def _servers_are_listed(s: Settings, world: World) -> Iterator[Conflict]:
             "list at least one, e.g. servers: [{base_url: http://127.0.0.1:8000, group_port: 51216}], or set "
             "vllm.mode: colocate or rollout_backend: hf"
         )
-        yield Conflict(SERVERS, "missing, and vllm.mode is server", fix, (MODE, BACKEND))
+        yield Conflict(SERVERS, "missing, but required with vllm.mode: server", fix, (MODE, BACKEND))
     taken: dict[tuple[str | None, int], str] = {}
     for index, server in enumerate(servers):
         url = urlsplit(server.base_url)
@@ -373,11 +373,11 @@ def _requests_fit_devices(s: Settings, world: World) -> Iterator[Conflict]:
     if sizes is None:
         return
     if not uses_vllm(s, "server"):
-        problem = "world sizes of rollout servers are given, and this run has no rollout servers"
+        problem = "world sizes of rollout servers are given, but this run has no rollout servers"
         fix = "leave --server-world-sizes out, or set rollout_backend: vllm and vllm.mode: server"
         yield Conflict(MODE, problem, fix, (BACKEND,))
     elif len(sizes) != len(servers):
-        problem = f"{len(servers)} servers, and {len(sizes)} world sizes given"
+        problem = f"{len(servers)} servers, but {len(sizes)} world sizes are given"
         yield Conflict(SERVERS, problem, "give one world size for each server", (MODE, BACKEND))
     elif shortage := capacity_shortage(s.rollout_matching.decode_batch_size, sizes, world.learners or 1):
         yield Conflict("rollout_matching.decode_batch_size", *shortage, (MODE, BACKEND, SERVERS))
@@ -388,16 +388,16 @@ RULES: tuple[Rule, ...] = (
     _modules_are_in_the_right_list,
     _something_is_trained,
     _length_is_known,
-    _answers_fit,
+    _answers_fit_in_length,
     _packing_can_work,
-    _steps_are_known,
+    _number_of_steps_is_known,
     _trainer_supports_values,
-    _best_is_measured,
-    _mix_is_stated,
-    _seeds_are_enough,
+    _best_metric_is_evaluated,
+    _share_of_rollouts_is_set,
+    _seeds_are_unique,
     _evaluation_has_data,
-    _precision_is_one,
-    _decoding_agrees,
+    _one_precision_is_set,
+    _decoding_settings_agree,
     _beams_are_supported,
     _adapter_sync_is_possible,
     _tensor_parallel_divides_world,

@@ -173,7 +173,7 @@ def test_replicas_are_for_servers_only():
     replicas = {"rollout_matching__vllm__data_parallel_size": 2}
     path, message = only_problem(apply_changes(rollout(), **replicas))
     assert path == "rollout_matching.vllm.data_parallel_size"
-    assert "2, and vllm.mode is colocate" in message
+    assert "2, but vllm.mode is colocate" in message
     assert "remove it, or set vllm.mode: server" in message
     load(apply_changes(rollout(), rollout_matching__vllm__data_parallel_size=1))
     vllm = load(server_mode(**replicas)).settings.rollout_matching.vllm
