@@ -1,6 +1,7 @@
 """How many requests the rollout devices can take from the learner ranks, and what an evaluation costs.
 
-The first is computed when a config is loaded and again at run time, when the servers have told their real sizes.
+The first is computed when a config is loaded and again at run time, when the servers have reported their world
+sizes.
 """
 
 from math import gcd

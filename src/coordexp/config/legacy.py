@@ -169,4 +169,4 @@ def _move(tree: Tree, value: Any, old: KeyPath, new: str | KeyPath | None) -> tu
     if new is None:
         return ()
     target = parse_path(new) if isinstance(new, str) else new
-    return tuple(((*old, *written[len(target) :]), written) for written in fill(tree, value, target))
+    return tuple(((*old, *filled[len(target) :]), filled) for filled in fill(tree, value, target))

@@ -118,11 +118,11 @@ def _take_out_unknown(tree: Tree) -> Iterator[RejectedKey]:
         if target is None:
             yield RejectedKey(Violation(path, "unknown key", _list_keys(tuple(parent), tree)))
             continue
-        written = paths.fill(tree, value, target)
-        if written == [target] and not isinstance(value, dict) and target in _wrong_paths(tree):
+        filled = paths.fill(tree, value, target)
+        if filled == [target] and not isinstance(value, dict) and target in _wrong_paths(tree):
             value_at(tree, target[:-1]).pop(target[-1])  # The value is wrong there, so only suggest the key.
-            written = []
-        moves = tuple(((*path, *place[len(target) :]), place) for place in written)
+            filled = []
+        moves = tuple(((*path, *new[len(target) :]), new) for new in filled)
         yield RejectedKey(Violation(path, "unknown key", f"did you mean {format_path(target)}?"), moves)
 
 

@@ -41,7 +41,7 @@ def copy_tree(tree: Any) -> Any:
 
 
 def fill(tree: Any, value: Any, path: KeyPath) -> list[KeyPath]:
-    """Write `value` at `path` unless a value is there already, and return the paths that were written.
+    """Write `value` at `path` unless a value is there already, and return the paths that were filled.
 
     A mapping is merged into an existing mapping, key by key.
     """
@@ -54,7 +54,7 @@ def fill(tree: Any, value: Any, path: KeyPath) -> list[KeyPath]:
             return []
     present = value_at(tree, (last,))
     if isinstance(present, dict) and isinstance(value, dict):
-        return [(*path[:-1], *written) for key, item in value.items() for written in fill(tree, item, (last, key))]
+        return [(*path[:-1], *filled) for key, item in value.items() for filled in fill(tree, item, (last, key))]
     if present is not None or not isinstance(tree, dict):
         return []
     tree[last] = value

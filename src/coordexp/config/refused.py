@@ -53,7 +53,8 @@ REFUSED: dict[str, RefusedArgument] = {
         "remove it; if memory runs out, lower training.per_device_train_batch_size or global_max_length",
     ),
     "dataloader_drop_last": RefusedArgument(
-        "has no effect: the stream of samples goes on into the next epoch, so no batch is incomplete", "remove it"
+        "has no effect: the stream of samples continues into the next epoch, so no batch is incomplete",
+        "remove it",
     ),
     "dataloader_pin_memory": RefusedArgument(_NO_LOADER, "remove it"),
     "dataloader_persistent_workers": RefusedArgument(_NO_LOADER, _THREADS),
@@ -79,7 +80,7 @@ REFUSED: dict[str, RefusedArgument] = {
     "batch_eval_metrics": RefusedArgument(_NO_LOOP, "remove it"),
     "bf16_full_eval": RefusedArgument(_NO_LOOP, "remove it; model.dtype sets the data type of the weights"),
     "fp16_full_eval": RefusedArgument(_NO_LOOP, "remove it; model.dtype sets the data type of the weights"),
-    # What is logged and shown.
+    # Logs and the progress bar.
     "logging_nan_inf_filter": RefusedArgument(
         "has no effect: the loss of the objective is logged unfiltered, including NaN and Inf", "remove it"
     ),

@@ -194,18 +194,18 @@ class _TreeBuilder:
         result: Tree = {}
         for key_node, value_node in node.value:
             if not isinstance(key_node, yaml.ScalarNode) or not encodable(key_node.value):
-                self._complain(path, "has a key that is not plain text", "use plain text for keys", key_node)
+                self._report(path, "has a key that is not plain text", "use plain text for keys", key_node)
                 continue
             key = key_node.value
             here = (*path, key)
             if key == "<<":
-                self._complain(
+                self._report(
                     here, "merge keys are not part of YAML 1.2", "use extends, or repeat the values", key_node
                 )
                 continue
             if key in result:
                 problem = f"written twice, first at {self._document.origins[here]}"
-                self._complain(here, problem, "keep one of the two", key_node)
+                self._report(here, problem, "keep one of the two", key_node)
             self._document.origins[here] = self._origin(key_node)
             result[key] = self._value(value_node, here)
         return result
@@ -222,7 +222,7 @@ class _TreeBuilder:
             return [self._item(item, (*path, index)) for index, item in enumerate(node.value)]
         if isinstance(node, yaml.ScalarNode):
             return self._scalar(node, path)
-        return self._complain(path, f"has the YAML tag {node.tag}", "write a plain value", node)
+        return self._report(path, f"has the YAML tag {node.tag}", "write a plain value", node)
 
     def _item(self, node: yaml.Node, path: KeyPath) -> Any:
         self._document.origins[path] = self._origin(node)
@@ -232,12 +232,12 @@ class _TreeBuilder:
         text, kind = node.value, node.tag.removeprefix(_TAG)
         if kind == "str":
             if not encodable(text):
-                return self._complain(
+                return self._report(
                     path, "has half a character (a lone surrogate)", "write the whole character", node
                 )
             return text
         if kind not in _SCALARS or not _SCALARS[kind][0].match(text):
-            return self._complain(path, f"{text[:40]!r} has the YAML tag {node.tag}", "write a plain value", node)
+            return self._report(path, f"{text[:40]!r} has the YAML tag {node.tag}", "write a plain value", node)
         match kind:
             case "null":
                 return None
@@ -247,34 +247,37 @@ class _TreeBuilder:
                 return int(text, 0) if text[:2] in ("0o", "0x") else int(text)
         return float(re.sub(r"\.(?=inf|nan)", "", text.lower()))
 
-    def _complain(self, path: KeyPath, problem: str, fix: str, node: yaml.Node) -> None:
+    def _report(self, path: KeyPath, problem: str, fix: str, node: yaml.Node) -> None:
         self._document.violations.append(Violation(path, problem, fix, str(self._origin(node))))
 
     def _origin(self, node: yaml.Node) -> SourceLine:
         return SourceLine(self._file, node.start_mark.line + 1)
 
 
-def _merge(onto: Document, over: Document) -> None:
-    onto.files += [name for name in over.files if name not in onto.files]
-    onto.violations += [violation for violation in over.violations if violation not in onto.violations]
-    _merge_trees(onto, over, onto.tree, over.tree, ())
+def _merge(base: Document, overlay: Document) -> None:
+    """Change `base` so that the values of `overlay` win. Mappings are merged, and lists are replaced."""
+    base.files += [name for name in overlay.files if name not in base.files]
+    base.violations += [violation for violation in overlay.violations if violation not in base.violations]
+    _merge_trees(base, overlay, base.tree, overlay.tree, ())
 
 
-def _merge_trees(onto: Document, over: Document, left: Tree, right: Tree, path: KeyPath) -> None:
-    for key, value in right.items():
+def _merge_trees(base: Document, overlay: Document, old: Tree, new: Tree, path: KeyPath) -> None:
+    """Merge `new`, the part of `overlay` at `path`, into `old`, the part of `base` there."""
+    for key, value in new.items():
         here = (*path, key)
-        if isinstance(value, dict) and isinstance(left.get(key), dict):
-            _merge_trees(onto, over, left[key], value, here)
+        if isinstance(value, dict) and isinstance(old.get(key), dict):
+            _merge_trees(base, overlay, old[key], value, here)
         else:
-            for stale in _inside(onto.origins, here) if isinstance(left.get(key), dict | list) else ():
-                del onto.origins[stale]
-            left[key] = copy_tree(value)
+            for stale in _paths_below(base.origins, here) if isinstance(old.get(key), dict | list) else ():
+                del base.origins[stale]
+            old[key] = copy_tree(value)
             if isinstance(value, dict | list):
-                onto.origins |= {inner: over.origins[inner] for inner in _inside(over.origins, here)}
-        onto.origins[here] = over.origins[here]
+                inner = _paths_below(overlay.origins, here)
+                base.origins |= {inner_path: overlay.origins[inner_path] for inner_path in inner}
+        base.origins[here] = overlay.origins[here]
 
 
-def _inside(origins: dict[KeyPath, SourceLine], path: KeyPath) -> list[KeyPath]:
+def _paths_below(origins: dict[KeyPath, SourceLine], path: KeyPath) -> list[KeyPath]:
     return [inner for inner in origins if inner[: len(path)] == path]
 
 

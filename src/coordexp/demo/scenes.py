@@ -61,7 +61,7 @@ class DrawnScene:
 
 @dataclass(frozen=True)
 class _Shape:
-    """An object of a scene: what the record says of it, and how it is drawn."""
+    """An object of a scene: its entry in the record, and how it is drawn."""
 
     record: RecordObject
     outline: Points

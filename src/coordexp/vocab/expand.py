@@ -26,7 +26,7 @@ EMBEDDING = "embed_tokens.weight"
 HEAD = "lm_head.weight"
 ROWS_ARE_A_MULTIPLE_OF = 64
 
-# Periods per side of the image, from a quarter to 32, so that bins can be told apart at every scale.
+# Periods per side of the image. Low ones separate bins that are far apart, high ones separate neighbours.
 _FREQUENCIES = (0.25, 0.5, 1, 1.5, 2, 3, 4, 6, 8, 12, 16, 24, 32)
 
 

@@ -94,15 +94,15 @@ def test_a_choice_has_its_default_and_its_values_and_no_others(
     setting: str, default: Any, accepted: list[Any], refused: list[Any]
 ) -> None:
     path = f"rollout_matching__{setting}"
-    sound = server_mode(model__adapter={"rank": 8}, rollout_matching__vllm__enable_lora=True)
+    valid = server_mode(model__adapter={"rank": 8}, rollout_matching__vllm__enable_lora=True)
     unset = stage2()
     unset["rollout_matching"] = {"pipeline": unset["rollout_matching"]["pipeline"]}
     assert _setting_at(load(unset).settings.rollout_matching, setting) == default
     for value in accepted:
-        resolved = _setting_at(rollout(sound, **{path: value}), setting)
+        resolved = _setting_at(rollout(valid, **{path: value}), setting)
         assert resolved == ("adapter" if value == "auto" else value)
     for value in refused:
-        assert path.replace("__", ".") in problems(apply_changes(sound, **{path: value}))
+        assert path.replace("__", ".") in problems(apply_changes(valid, **{path: value}))
 
 
 @pytest.mark.scenario("R07.C12", on="pure")

@@ -36,7 +36,7 @@ def test_ten_mistakes_are_ten_messages_in_the_order_of_the_file():
 
 
 @pytest.mark.parametrize(
-    ("tree", "path", "says"),
+    ("tree", "path", "expected"),
     [
         (stage2(rollout_matching__decode_batch_size="4"), "decode_batch_size", '"4" is not an integer >= 1'),
         (stage2(rollout_matching__decode_batch_size=True), "decode_batch_size", "true is not an integer"),
@@ -60,10 +60,10 @@ def test_ten_mistakes_are_ten_messages_in_the_order_of_the_file():
         (stage2(model__path=""), "path", '"" is not text'),
     ],
 )
-def test_a_wrong_value_is_shown_with_what_fits(tree, path, says):
+def test_the_message_on_a_wrong_value_says_what_is_allowed(tree, path, expected):
     wrong_path, message = only_problem(tree)
     assert wrong_path.rpartition(".")[2].partition("[")[0] == path
-    assert says in message
+    assert expected in message
 
 
 def test_a_missing_key_is_explained_with_an_example():

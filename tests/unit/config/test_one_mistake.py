@@ -18,7 +18,7 @@ PIPELINE = """\
 """
 TEXT_CE = "{struct_ce_weight: 1.0, desc_ce_weight: 0.0, eos_ce_weight: 1.0}"
 ROLLOUT = "rollout_matching:\n" + PIPELINE % TEXT_CE
-SOUND = HEAD + ROLLOUT
+VALID = HEAD + ROLLOUT
 
 
 def violations_of(tmp_path, text):
@@ -29,24 +29,24 @@ def violations_of(tmp_path, text):
     return caught.value.violations
 
 
-def test_the_head_is_sound(tmp_path):
-    (tmp_path / "a.yaml").write_text(SOUND)
+def test_the_unchanged_config_is_valid(tmp_path):
+    (tmp_path / "a.yaml").write_text(VALID)
     load_settings(tmp_path / "a.yaml")
 
 
 @pytest.mark.parametrize(
-    ("text", "path", "says"),
+    ("text", "path", "expected"),
     [
-        (SOUND + "  rollout_infer_batch_size: four\n", None, None),
+        (VALID + "  rollout_infer_batch_size: four\n", None, None),
         (
-            SOUND + "  vllm: {mode: server, server: {base_url: [http://a:1], group_port: [2]}}\n",
+            VALID + "  vllm: {mode: server, server: {base_url: [http://a:1], group_port: [2]}}\n",
             "vllm.server.base_url",
             "",
         ),
-        (SOUND + "  rollout_backend: HF\n", "rollout_backend", "did you mean rollout_backend: hf?"),
-        (SOUND + "  vllm: {sync: {mode: adapter}}\n", "vllm.sync.mode", "enable_lora"),
+        (VALID + "  rollout_backend: HF\n", "rollout_backend", "did you mean rollout_backend: hf?"),
+        (VALID + "  vllm: {sync: {mode: adapter}}\n", "vllm.sync.mode", "enable_lora"),
         (
-            SOUND.replace(
+            VALID.replace(
                 "diagnostics: []",
                 "diagnostics: [{name: token_ce, enabled: true, weight: 1.0, channels: [B], config: "
                 + TEXT_CE
@@ -55,53 +55,53 @@ def test_the_head_is_sound(tmp_path):
             "pipeline.diagnostics[0].name",
             "move the entry to objective",
         ),
-        (SOUND.replace("token_ce", "coord_diag").replace(TEXT_CE, "{}"), None, "move the entry to diagnostics"),
+        (VALID.replace("token_ce", "coord_diag").replace(TEXT_CE, "{}"), None, "move the entry to diagnostics"),
         (
-            SOUND.replace(TEXT_CE, TEXT_CE[:-1] + ", coord_w1_weight: 1.0}"),
+            VALID.replace(TEXT_CE, TEXT_CE[:-1] + ", coord_w1_weight: 1.0}"),
             "pipeline.objective[0].config.coord_w1_weight",
             "unknown key",
         ),
-        (SOUND + "  pipelin: 3\n", "pipelin", "did you mean rollout_matching.pipeline?"),
+        (VALID + "  pipelin: 3\n", "pipelin", "did you mean rollout_matching.pipeline?"),
         (HEAD + "vllm: {mode: colocate}\n" + ROLLOUT, "vllm", "did you mean rollout_matching.vllm?"),
         (
-            SOUND.replace("output_dir: runs", "output_dir: runs, train_batch_size: 3"),
+            VALID.replace("output_dir: runs", "output_dir: runs, train_batch_size: 3"),
             "training.train_batch_size",
             "",
         ),
         (
-            SOUND.replace("output_dir: runs", "output_dir: runs, foobar: 3"),
+            VALID.replace("output_dir: runs", "output_dir: runs, foobar: 3"),
             "training.foobar",
             "coordexp config reference",
         ),
         (
-            SOUND.replace("output_dir: runs", "output_dir: runs, push_to_hub_token: hf_S"),
+            VALID.replace("output_dir: runs", "output_dir: runs, push_to_hub_token: hf_S"),
             "training.push_to_hub_token",
             "HF_TOKEN",
         ),
-        (SOUND.replace("rank: 8", "<<: 3"), "model.adapter.<<", "merge keys"),
-        (SOUND.replace("adapter: {rank: 8}", "adapter: lora"), "model.adapter", "write e.g. adapter: {alpha: 64"),
-        (SOUND + "  vllm: {server: [1]}\n", "vllm.server", "write a mapping"),
+        (VALID.replace("rank: 8", "<<: 3"), "model.adapter.<<", "merge keys"),
+        (VALID.replace("adapter: {rank: 8}", "adapter: lora"), "model.adapter", "write e.g. adapter: {alpha: 64"),
+        (VALID + "  vllm: {server: [1]}\n", "vllm.server", "write a mapping"),
         (
-            SOUND.replace("- {name", "- token_ce\n      - {name"),
+            VALID.replace("- {name", "- token_ce\n      - {name"),
             "pipeline.objective[0]",
             "name: token_ce, config: {struct_ce_weight",
         ),
         (
-            SOUND + "  vllm: {server: {servers: [{base_url: http://a:PORT, group_port: 1}]}}\n",
+            VALID + "  vllm: {server: {servers: [{base_url: http://a:PORT, group_port: 1}]}}\n",
             "vllm.server.servers[0].base_url",
             "http://127.0.0.1:8000",
         ),
     ],
 )
-def test_one_mistake_is_one_message(tmp_path, text, path, says):
+def test_one_mistake_is_one_message(tmp_path, text, path, expected):
     violations = violations_of(tmp_path, text)
     messages = [str(violation) for violation in violations]
-    if path is None and says is None:  # two mistakes in one line: an old name and a wrong value
+    if path is None and expected is None:  # two mistakes in one line: an old name and a wrong value
         assert [v.origin.rpartition(":")[2] for v in violations] == [str(len(text.splitlines()))] * 2
         return
     relevant = [message for message in messages if "pipeline.objective: nothing would be" not in message]
     assert len(relevant) == 1, messages
-    assert says in relevant[0]
+    assert expected in relevant[0]
     if path is not None:
         assert format_path(violations[0].path).endswith(path), messages
     assert all(violation.origin for violation in violations)
@@ -110,7 +110,7 @@ def test_one_mistake_is_one_message(tmp_path, text, path, says):
 
 def test_a_setting_under_the_old_section_is_reported_where_it_was_written(tmp_path):
     old = "{vllm: {server: {base_url: x}}, decoding: {temperature: -1.0}, rollout_buffer: 1}"
-    text = SOUND.replace("train_jsonl: t.jsonl", f"train_jsonl: t.jsonl, extra: {{rollout_matching: {old}}}")
+    text = VALID.replace("train_jsonl: t.jsonl", f"train_jsonl: t.jsonl, extra: {{rollout_matching: {old}}}")
     violations = {format_path(v.path): v for v in violations_of(tmp_path, text)}
     section = "custom.extra.rollout_matching"
     assert {f"{section}.vllm", f"{section}.decoding", f"{section}.rollout_buffer"} < set(violations)

@@ -25,14 +25,14 @@ def with_evaluation(**changes):
     return stage2(custom__val_jsonl="val.jsonl", training__eval_strategy="steps", **changes)
 
 
-def test_the_sound_configs_are_sound():
+def test_the_valid_configs_load_without_notes():
     for tree in (stage1(), stage2(), server_mode()):
         assert load(tree).notes == ()
 
 
 @pytest.mark.scenario("R06.C3", on="pure")
 @pytest.mark.parametrize(
-    ("tree", "path", "says"),
+    ("tree", "path", "expected"),
     [
         (rollout(decode_mode="beam", num_beams=4), "rollout_matching.decode_mode", "rollout_backend: hf"),
         (rollout(num_beams=4), "rollout_matching.num_beams", "decode_mode: beam"),
@@ -107,12 +107,12 @@ def test_the_sound_configs_are_sound():
         (stage2(training__hub_token="x"), "training.hub_token", "HF_TOKEN"),
     ],
 )
-def test_a_conflict_is_one_message_with_a_fix(tree, path, says):
+def test_a_conflict_is_one_message_with_a_fix(tree, path, expected):
     if "sync" in path:
         tree = apply_changes(tree, model__adapter={"rank": 8})
     wrong_path, message = only_problem(tree)
     assert wrong_path == path
-    assert says in message
+    assert expected in message
 
 
 @pytest.mark.scenario("R06.C3", on="pure")

@@ -67,7 +67,7 @@ def test_two_ways_to_the_same_base_are_not_a_cycle(write):
 
 
 @pytest.mark.parametrize("entry", ["missing.yaml", "/etc/base.yaml", "{a: 1}", "[1]", "."])
-def test_a_bad_base_is_error_of(write, entry):
+def test_a_bad_base_is_refused(write, entry):
     assert error_of(write("a.yaml", f"extends: {entry}\n")).startswith("extends: ")
 
 
@@ -105,7 +105,7 @@ def test_scalars_follow_yaml_1_2_and_nothing_is_interpolated(write, text, value)
 
 
 @pytest.mark.parametrize(
-    ("text", "says"),
+    ("text", "expected"),
     [
         ("x: 1\ny: 2\nx: 3\n", "x: written twice, first at a.yaml:1  (a.yaml:3)"),
         ("m: {x: 1, x: 2}\n", "m.x: written twice"),
@@ -124,11 +124,11 @@ def test_scalars_follow_yaml_1_2_and_nothing_is_interpolated(write, text, value)
         ),
     ],
 )
-def test_anything_but_a_plain_tree_is_error_of(write, text, says):
-    assert says in error_of(write("a.yaml", text))
+def test_anything_but_a_plain_tree_is_refused(write, text, expected):
+    assert expected in error_of(write("a.yaml", text))
 
 
-def test_a_file_that_is_missing_or_too_large_is_error_of(write, tmp_path):
+def test_a_file_that_is_missing_or_too_large_is_refused(write, tmp_path):
     assert "no such file" in error_of(tmp_path / "none.yaml")
     assert "bytes" in error_of(write("big.yaml", "# " + "x" * MAX_BYTES))
 
