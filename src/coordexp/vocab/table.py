@@ -28,7 +28,6 @@ UNKNOWN = "\u2002"
 
 USE_QWEN = "use the tokenizer of a Qwen3-VL model"
 
-
 _COORD_RUNS = re.compile(rb"(<\|coord_(?:0|[1-9][0-9]{0,2})\|>)")
 
 
