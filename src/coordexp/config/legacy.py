@@ -55,7 +55,7 @@ LEGACY_KEYS: tuple[LegacyKey, ...] = (
     LegacyKey(
         "custom.coord_soft_ce_w1",
         "declare a coord_reg module under rollout_matching.pipeline.objective (stage1.pipeline.objective in "
-        "stage 1); its config has soft_ce_weight and w1_weight",
+        "Stage 1); its config has soft_ce_weight and w1_weight",
     ),
     # Names that other tools use.
     _rename("training.lr", "training.learning_rate"),

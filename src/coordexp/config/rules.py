@@ -164,7 +164,7 @@ def _answers_fit_in_length(s: Settings, world: World) -> Iterator[Conflict]:
 def _packing_can_work(s: Settings, world: World) -> Iterator[Conflict]:
     if s.training.packing and not s.training.packing_drop_last:
         problem = "false, but training.packing is true"
-        fix = "set packing_drop_last: true; segments that still wait at the end of a run are not trained on"
+        fix = "set packing_drop_last: true; examples that still wait at the end of a run are not trained on"
         yield Conflict("training.packing_drop_last", problem, fix, ("training.packing",))
     buffer, batch = s.training.packing_buffer, s.training.per_device_train_batch_size
     if s.training.packing and buffer < batch:

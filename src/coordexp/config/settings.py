@@ -130,7 +130,7 @@ class Training(TransformersArguments):
     )
     packing_buffer: PositiveInt = Field(
         256,
-        description="Maximum number of segments per rank that wait for a row. With `packing`, at least "
+        description="Maximum number of examples per rank that wait for a row. With `packing`, at least "
         "`per_device_train_batch_size`. The run stops if more would have to wait.",
     )
     packing_min_fill_ratio: Fraction = Field(
@@ -140,7 +140,7 @@ class Training(TransformersArguments):
     )
     packing_drop_last: bool = Field(
         True,
-        description="Do not train on segments that still wait at the end of the run. Must be true with `packing`.",
+        description="Do not train on examples that still wait at the end of the run. Must be true with `packing`.",
     )
 
 
@@ -194,7 +194,7 @@ class Settings(SettingsSection):
         description="The arguments of `transformers.TrainingArguments` that have an effect, and packing."
     )
     stage1: Annotated[Stage1, from_null] = Field(
-        default_factory=Stage1, description="Supervised training on ground truth."
+        default_factory=Stage1, description="Supervised training on the ground truth."
     )
     stage2: Annotated[Stage2, from_null] = Field(
         default_factory=Stage2, description="Training on rollouts: their share of the steps, and dumps."
