@@ -8,21 +8,28 @@ from coordexp.correction.correct import Correction, correct
 from coordexp.correction.entries import PredictedObject, Reason
 from coordexp.correction.match import MatchResult, match_objects
 from coordexp.correction.parse import ParsedRollout, parse_rollout
-from coordexp.correction.segment import Kind, Role, Segment, build_segment
-from coordexp.correction.serialise import FieldOrder, Fragment, serialise
+from coordexp.correction.segment import (
+    FieldOrder,
+    Fragment,
+    Role,
+    Segment,
+    TokenKind,
+    build_segment,
+    serialise,
+)
 from coordexp.correction.transport import coord_targets
 
 __all__ = [
     "Correction",
     "FieldOrder",
     "Fragment",
-    "Kind",
     "MatchResult",
     "ParsedRollout",
     "PredictedObject",
     "Reason",
     "Role",
     "Segment",
+    "TokenKind",
     "build_segment",
     "coord_targets",
     "correct",

@@ -1,5 +1,8 @@
-"""From an answer to what is trained on: read it, match it, append what was missed. Pure, and the same in training
-and in `coordexp replay`. Ground truth alone is the case of an empty answer."""
+"""Correct an answer: parse it, match its objects, and append the missed ones.
+
+The function is pure, and training and `coordexp replay` share it. Training on the ground truth alone is the case
+of an empty answer.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -7,15 +10,14 @@ from dataclasses import dataclass
 from coordexp.config.rollout import RolloutMatching
 from coordexp.correction.match import MatchResult, match_objects
 from coordexp.correction.parse import ParsedRollout, parse_rollout
-from coordexp.correction.segment import Segment, build_segment
-from coordexp.correction.serialise import FieldOrder
+from coordexp.correction.segment import FieldOrder, Segment, build_segment
 from coordexp.data import TrueObject
 from coordexp.vocab.table import VocabularyTable
 
 
 @dataclass(frozen=True, eq=False)
 class Correction:
-    """`match` pairs `parsed.valid` with the true objects."""
+    """A corrected answer with the steps that led to it. `match` pairs `parsed.valid` with the true objects."""
 
     parsed: ParsedRollout
     match: MatchResult
@@ -31,8 +33,9 @@ def correct(
     order: FieldOrder,
     settings: RolloutMatching,
 ) -> Correction:
+    """Return the correction of an answer, given the token ids of its prompt and the true objects of its image."""
     parsed = parse_rollout(answer_ids, table)
-    predicted = [found.geometry for found in parsed.valid if found.geometry is not None]
+    predicted = [prediction.geometry for prediction in parsed.valid if prediction.geometry is not None]
     match = match_objects(predicted, [true.geometry for true in truth], settings)
     segment = build_segment(prompt_ids, parsed, match, truth, table=table, order=order, settings=settings)
     return Correction(parsed, match, segment)

@@ -1,7 +1,7 @@
-"""One entry of an answer, `"object_1": {...}`: what it says, or why it cannot be used.
+"""Read a single entry of an answer, `"object_1": {...}`: its content, or the reason why it cannot be used.
 
-Entries written as the project writes them are taken by one regular expression (`canonical_run`); `any_entry` reads
-whatever else is sound JSON. For text that both accept they give the same result.
+Entries in the project's own format are read with one regular expression (`read_canonical_run`). `read_any_entry`
+reads any other valid JSON. For text that both accept they give the same result.
 """
 
 import re
@@ -14,12 +14,12 @@ from coordexp.vocab.table import COORD_BASE
 
 
 class Reason(StrEnum):
-    """Why an object is not used."""
+    """The reason why an object is not used."""
 
-    truncated = "truncated"  # the answer ends inside of it
-    syntax = "syntax"  # not JSON: it and all that follows is cut off
-    placeholder = "placeholder"  # holds an image or video token, which no training sequence may: cut off
-    bad_key = "bad_key"  # not object_N
+    truncated = "truncated"  # the answer ends inside the object
+    syntax = "syntax"  # not JSON; the object and everything behind it are cut off
+    placeholder = "placeholder"  # contains an image or video token, which no training sequence may have; cut off
+    bad_key = "bad_key"  # the key is not object_N
     repeated_key = "repeated_key"
     not_a_mapping = "not_a_mapping"
     unexpected_key = "unexpected_key"
@@ -31,12 +31,16 @@ class Reason(StrEnum):
     bad_geometry = "bad_geometry"  # not a flat list of coordinates
     wrong_count = "wrong_count"
     degenerate = "degenerate"  # inverted, or without area
-    stray_coord = "stray_coord"  # a coordinate token outside of the geometry
-    ambiguous = "ambiguous"  # coordinates spelled in ordinary tokens: there is no position to supervise
+    stray_coord = "stray_coord"  # a coordinate token outside the geometry
+    ambiguous = "ambiguous"  # coordinates spelled in ordinary tokens, so there is no single position to supervise
 
 
 class PredictedObject(NamedTuple):
-    """`coord_indices` are positions in the rollout's ids, in the order of `geometry.bins`; none when not valid."""
+    """An object that was read from a rollout.
+
+    `coord_indices` are the positions of its coordinate tokens in the rollout's ids, in the order of
+    `geometry.bins`. An object that is not valid has none.
+    """
 
     key: str
     number: int | None  # N of object_N
@@ -46,7 +50,7 @@ class PredictedObject(NamedTuple):
     reason: Reason | None
 
     @property
-    def valid(self) -> bool:
+    def is_valid(self) -> bool:
         return self.reason is None
 
 
@@ -54,17 +58,18 @@ Span = tuple[int, int]
 
 
 class Coords(NamedTuple):
-    """The coordinate tokens of a rollout: where they stand, and their bins."""
+    """The coordinate tokens of a rollout: their positions in its ids, and their bins."""
 
     indices: list[int]
     bins: list[int]
 
 
-class Entry(NamedTuple):
-    """`end` is behind the value; `coords` counts all coordinate tokens inside."""
+class ParsedEntry(NamedTuple):
+    """An entry with its place in the text. `coords` counts the coordinate tokens in it. `end` is the position
+    behind its value."""
 
-    found: PredictedObject
-    desc_span: tuple[int, int] | None
+    prediction: PredictedObject
+    desc_span: Span | None
     is_mapping: bool
     coords: int
     end: int
@@ -81,14 +86,17 @@ _canonical = re.compile(
 ).match
 
 
-def canonical_run(
+def read_canonical_run(
     text: str, position: int, coords: Coords, passed: int, objects: list[PredictedObject], spans: list[Span]
 ) -> tuple[int, int, int]:
-    """Takes all entries in the project's own form that follow each other at `position`, with `passed` coordinates
-    before them. Gives the position behind the last one, where to read on, and the coordinates passed.
+    """Read consecutive entries in the project's own format, and append them to `objects` and their desc to
+    `spans`.
 
-    Nearly every entry of a trained model comes this way, hence one loop, and `tuple.__new__`, which makes the same
-    named tuples as calling them does in half the time.
+    `passed` is the number of coordinate tokens before `position`. Return the position behind the last entry, the
+    position to continue reading at, and the number of coordinate tokens passed by then.
+
+    Nearly every entry of a trained model is read here. Hence the single loop, and `tuple.__new__`, which creates
+    the same named tuples in half the time of a normal call.
     """
     bins, indices, end = coords.bins, coords.indices, position
     while match := _canonical(text, position):
@@ -99,7 +107,7 @@ def canonical_run(
         else:
             spans.append(match.span(3))
         stop = passed + len(array) // 5 + 1
-        geometry, reason = _checked(kind, tuple(bins[passed:stop]))
+        geometry, reason = _make_geometry(kind, tuple(bins[passed:stop]))
         where = tuple(indices[passed:stop]) if reason is None else ()
         objects.append(_new(PredictedObject, (key, int(digits), desc, geometry, where, reason)))
         passed = stop
@@ -113,8 +121,8 @@ def canonical_run(
 _new = tuple.__new__
 
 
-def any_entry(text: str, position: int, coords: Coords, passed: int) -> Entry:
-    """Whatever stands at `position`; raises `Broken` where the text stops being JSON."""
+def read_any_entry(text: str, position: int, coords: Coords, passed: int) -> ParsedEntry:
+    """Return the entry at `position`, in whatever form. Raise `Broken` where the text stops being JSON."""
     key_value, value = read_pair(text, position)
     key = string_content(text, key_value)
     indexed = _INDEXED.fullmatch(key)
@@ -122,20 +130,20 @@ def any_entry(text: str, position: int, coords: Coords, passed: int) -> Entry:
     desc_value = next((field for name, field in fields if name == "desc" and field.kind == "string"), None)
     desc = None if desc_value is None else string_content(text, desc_value)
     count = len(_COORDS.findall(text, position, value.end))
-    geometry, reason = _content(text, value, fields, desc, count)
+    geometry, reason = _read_content(text, value, fields, desc, count)
     if indexed is None:
         geometry, reason = None, Reason.bad_key
     indices = tuple(coords.indices[passed : passed + count]) if geometry else ()
     number = int(indexed[1]) if indexed else None
     desc_span = None if desc_value is None else (desc_value.start + 1, desc_value.end - 1)
-    found = PredictedObject(key, number, desc, geometry, indices, reason)
-    return Entry(found, desc_span, value.kind == "object", count, value.end)
+    prediction = PredictedObject(key, number, desc, geometry, indices, reason)
+    return ParsedEntry(prediction, desc_span, value.kind == "object", count, value.end)
 
 
-def _content(
+def _read_content(
     text: str, value: Value, fields: list[tuple[str, Value]], desc: str | None, coords: int
 ) -> tuple[Geometry | None, Reason | None]:
-    """The geometry of a sound object, or the first rule it breaks."""
+    """Return the geometry of a valid object, or the first rule that it breaks."""
     names = [name for name, _ in fields]
     geometries = [(name, field) for name, field in fields if name in ("bbox_2d", "poly")]
     if value.kind != "object":
@@ -149,34 +157,35 @@ def _content(
     if desc is None or not desc.strip():
         return None, Reason.missing_desc if desc is None else Reason.empty_desc
     ((kind, array),) = geometries
-    bins, reason = _bins(text, array)
+    bins, reason = _read_bins(text, array)
     if reason is None and coords != len(bins):
         reason = Reason.stray_coord
-    return (None, reason) if reason else _checked(kind, bins)
+    return (None, reason) if reason else _make_geometry(kind, bins)
 
 
-def _bins(text: str, array: Value) -> tuple[tuple[int, ...], Reason | None]:
+def _read_bins(text: str, array: Value) -> tuple[tuple[int, ...], Reason | None]:
     if array.kind != "array":
         return (), Reason.bad_geometry
     bins: list[int] = []
-    spelled = False
+    is_spelled = False
     for item in array.items:
         inner = text[item.start : item.end].strip('"')
         if item.kind in ("coord", "string") and _COORDS.fullmatch(inner):
             bins.append(ord(inner) - COORD_BASE)
         elif item.kind == "string" and _SPELLED.fullmatch(string_content(text, item)):
-            spelled = True
+            is_spelled = True
         else:
             return (), Reason.bad_geometry
-    return tuple(bins), Reason.ambiguous if spelled else None
+    return tuple(bins), Reason.ambiguous if is_spelled else None
 
 
-def _checked(kind: str, bins: tuple[int, ...]) -> tuple[Geometry | None, Reason | None]:
+def _make_geometry(kind: str, bins: tuple[int, ...]) -> tuple[Geometry | None, Reason | None]:
+    """Return the geometry with these bins, or the reason why there is none."""
     if kind == "bbox_2d":
         if len(bins) != 4:
             return None, Reason.wrong_count
-        sound = bins[0] < bins[2] and bins[1] < bins[3]
-        return (_new(Geometry, ("bbox_2d", bins)), None) if sound else (None, Reason.degenerate)
+        has_area = bins[0] < bins[2] and bins[1] < bins[3]
+        return (_new(Geometry, ("bbox_2d", bins)), None) if has_area else (None, Reason.degenerate)
     if len(bins) < 6 or len(bins) % 2:
         return None, Reason.wrong_count
     return (None, Reason.degenerate) if degenerate("poly", bins) else (Geometry("poly", bins), None)

@@ -1,8 +1,9 @@
-"""A strict JSON reader over symbol text (see `vocab.table`), which keeps positions and knows coordinates.
+"""Read JSON strictly from symbol text (see `vocab.table`), with the position of every value.
 
-It accepts what RFC 8259 accepts in UTF-8, plus a bare coordinate where a value may stand. A string must be valid
-UTF-8 without raw control characters, bad escapes or lone surrogates. Numbers of more than 1,000 characters and
-nesting deeper than 64 count as errors, as the RFC allows: every JSON reader must be able to read what is kept.
+The reader accepts what RFC 8259 accepts in UTF-8, and in addition a bare coordinate in place of a value. A
+string must be valid UTF-8 without raw control characters, bad escapes or lone surrogates. Numbers of more than
+about 1,000 characters and nesting deeper than 64 levels are errors, as the RFC allows. So every JSON reader can
+read the text that this one accepts.
 """
 
 import json
@@ -19,7 +20,7 @@ SPACE = re.compile(r"[ \t\n\r]*")
 _NUMBER = re.compile(r"-?(?:0|[1-9][0-9]{0,500})(?:\.[0-9]{1,250})?(?:[eE][+-]?[0-9]{1,200})?(?![0-9.eE+-])")
 _LITERAL = re.compile(r"true|false|null")
 _HEX = "[0-9a-fA-F]"
-_WIDE = (  # a character of several bytes, by RFC 3629
+_WIDE = (  # a character of several bytes, as RFC 3629 defines it
     r"[\xc2-\xdf][\x80-\xbf]"
     r"|\xe0[\xa0-\xbf][\x80-\xbf]|[\xe1-\xec\xee\xef][\x80-\xbf]{2}|\xed[\x80-\x9f][\x80-\xbf]"
     r"|\xf0[\x90-\xbf][\x80-\xbf]{2}|[\xf1-\xf3][\x80-\xbf]{3}|\xf4[\x80-\x8f][\x80-\xbf]{2}"
@@ -29,10 +30,10 @@ _ESCAPE = (
     rf"|\\u(?:[0-9a-cefA-CEF]{_HEX}{{3}}|[dD][0-7]{_HEX}{{2}}"
     rf"|[dD][89abAB]{_HEX}{{2}}\\u[dD][c-fC-F]{_HEX}{{2}})"
 )
-# Possessive: what is inside of a string can be read in one way only, so there is nothing to go back for.
+# Possessive: the inside of a string can be read in one way only, so backtracking is never needed.
 _INSIDE = rf"(?:[ !#-\[\]-\x7f]++|{_WIDE}|{_ESCAPE}|{COORD})*+"
 _STRING = re.compile(rf'"{_INSIDE}"')
-# What a string, a number or a literal looks like when the text stops inside of it.
+# A string, a number or a literal that the end of the text cuts off.
 _HALF_PAIR = rf"\\u[dD][89abAB]{_HEX}{{2}}(?:\\(?:u(?:[dD](?:[c-fC-F]{_HEX}?)?)?)?)?"
 _HALF_WIDE = r"[\xc2-\xdf]|[\xe0-\xef][\x80-\xbf]?|[\xf0-\xf4][\x80-\xbf]{0,2}"
 _CUT_STRING = re.compile(rf'"{_INSIDE}(?:\\(?:u{_HEX}{{0,3}})?|{_HALF_PAIR}|{_HALF_WIDE})?\Z')
@@ -43,7 +44,7 @@ _COORD = re.compile(COORD)
 
 
 class Broken(Exception):
-    """The text is not JSON at `position`; `at_end` when it only stops too early."""
+    """The text is not JSON at `position`. If `at_end`, it is valid so far and only stops too early."""
 
     def __init__(self, position: int, at_end: bool) -> None:
         super().__init__(position, at_end)
@@ -53,7 +54,7 @@ class Broken(Exception):
 
 @dataclass(slots=True)
 class Value:
-    """`kind` is string, coord, number, literal, array or object; `start` and `end` bound its text."""
+    """A JSON value, at text[start:end]. `kind` is string, coord, number, literal, array or object."""
 
     kind: str
     start: int
@@ -63,7 +64,8 @@ class Value:
 
 
 def read_value(text: str, position: int, depth: int = 0) -> Value:
-    """The value that starts at or after `position`."""
+    """Return the value that starts at `position`, or behind white space there. Raise `Broken` if it is not
+    JSON."""
     position = skip_space(text, position)
     head = text[position : position + 1]
     if head in ("{", "["):
@@ -79,7 +81,7 @@ def read_value(text: str, position: int, depth: int = 0) -> Value:
 
 
 def read_pair(text: str, position: int, depth: int = 0) -> tuple[Value, Value]:
-    """A key and its value; the key starts at or after `position`."""
+    """Return a key and its value. The key starts at `position`, or behind white space there."""
     key = read_string(text, expect(text, position, '"'))
     return key, read_value(text, expect(text, key.end, ":") + 1, depth)
 
@@ -92,13 +94,18 @@ def read_string(text: str, position: int) -> Value:
 
 
 def string_content(text: str, value: Value) -> str:
-    """The characters that a string means: escapes and UTF-8 decoded, coordinates as their token text."""
+    """Return the text that a string stands for: escapes and UTF-8 are decoded, coordinates are their token
+    text."""
     raw = text[value.start + 1 : value.end - 1]
     if _COORD.search(raw):
-        raw = _COORD.sub(lambda match: f"<|coord_{ord(match.group()) - COORD_BASE}|>", raw)
+        raw = _COORD.sub(_spell_coord, raw)
     decoded = raw.encode("latin-1").decode("utf-8")
     content: Any = json.loads(f'"{decoded}"') if "\\" in decoded else decoded
     return str(content)
+
+
+def _spell_coord(match: re.Match[str]) -> str:
+    return f"<|coord_{ord(match.group()) - COORD_BASE}|>"
 
 
 def skip_space(text: str, position: int) -> int:
@@ -108,7 +115,8 @@ def skip_space(text: str, position: int) -> int:
 
 
 def expect(text: str, position: int, characters: str) -> int:
-    """The position of the next character after space, which must be one of `characters`."""
+    """Return the position of the next character behind white space. Raise `Broken` if it is not in
+    `characters`."""
     position = skip_space(text, position)
     if text[position : position + 1] and text[position] in characters:
         return position

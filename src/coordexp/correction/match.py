@@ -1,36 +1,47 @@
-"""Which predicted object is which true one: gated mask IoU, then the cheapest assignment with dummies.
+"""Match predicted objects with true ones, one to one, by mask IoU.
 
-Leaving a predicted object unmatched costs `fp_cost`, a true one `fn_cost`, a pair `1 - IoU`; a pair below the gate
-is impossible. The result depends on shapes only: true objects are put into an order of their own first, so that
-neither their order in the file nor their `desc` decides a tie. Of equal shapes the first in the file is taken.
+Pairing two objects costs `1 - IoU`. Leaving a predicted object unmatched costs `fp_cost`, leaving a true one
+unmatched costs `fn_cost`. A pair with an IoU below the gate is impossible. The assignment with the lowest total
+cost wins. The result depends on shapes only: the true objects are sorted by shape first, so that neither their
+order in the file nor their `desc` decides a tie. Among true objects of the same shape, the first in the file is
+taken.
+
+Masks are drawn on a square canvas of `maskiou_resolution` pixels. Only pairs that are close by their bounding
+boxes (`candidate_top_k`) can match.
 """
 
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from pycocotools import mask as rle
 from scipy.optimize import linear_sum_assignment
 from scipy.sparse import coo_array
 from scipy.sparse.csgraph import connected_components
 
 from coordexp.config.rollout import RolloutMatching
-from coordexp.correction.candidates import Floats, box_iou, boxes_of, candidates
-from coordexp.correction.masks import is_empty, mask_iou, rasterise
-from coordexp.data import Geometry
+from coordexp.data import BINS, Geometry
 
-SMALL = 10_000  # pairs up to which looking for groups costs more than it saves
+Floats = NDArray[np.float64]
+
+SMALL = 10_000  # number of pairs up to which looking for groups costs more than it saves
 
 
 @dataclass(frozen=True, eq=False)
 class MatchResult:
-    """Indices into the predicted and the true shapes. `iou` is NaN where a pair was no candidate."""
+    """The pairs of a match, as indices into the predicted and the true shapes, and what is left over.
+
+    `iou` has a row per predicted and a column per true shape. It is NaN where a pair was no candidate.
+    """
 
     pairs: tuple[tuple[int, int], ...]
     missed: tuple[int, ...]
-    extra: tuple[int, ...]
-    gate_rejections: int  # candidates that overlap, but less than the gate asks
+    false_positives: tuple[int, ...]
+    gate_rejections: int  # candidate pairs that overlap, but less than the gate requires
     iou: Floats
 
 
@@ -39,9 +50,9 @@ def match_objects(
 ) -> MatchResult:
     order = sorted(range(len(true)), key=lambda j: (true[j].bins, true[j].kind))
     iou = _candidate_iou(predicted, [true[j] for j in order], settings)
-    feasible = iou >= settings.maskiou_gate  # NaN is not
-    found = assign(iou, feasible, settings.fp_cost + settings.fn_cost)
-    pairs = tuple([(i, order[j]) for i, j in found])
+    feasible = iou >= settings.maskiou_gate  # False for NaN
+    assignment = assign(iou, feasible, settings.fp_cost + settings.fn_cost)
+    pairs = tuple([(i, order[j]) for i, j in assignment])
     matched_predicted, matched_true = {i for i, _ in pairs}, {j for _, j in pairs}
     return MatchResult(
         pairs,
@@ -53,11 +64,12 @@ def match_objects(
 
 
 def assign(iou: Floats, feasible: NDArray[np.bool_], unmatched_cost: float) -> list[tuple[int, int]]:
-    """The feasible pairs of least total cost, when two unmatched objects cost `unmatched_cost` together.
+    """Return the feasible pairs with the lowest total cost.
 
-    With dummies, a pair changes the total by `1 - iou - unmatched_cost` and is worth having when that is negative.
-    So the dummies need no rows of their own: what gains nothing is no pair. Objects that share no possible pair do
-    not influence each other, so in a large scene each connected group is solved by itself.
+    `unmatched_cost` is the cost of leaving one predicted and one true object unmatched. Pairing them instead
+    changes the total by `1 - iou - unmatched_cost`, so a pair is only worth having if that is negative. This
+    makes dummy rows and columns for unmatched objects unnecessary. Objects that share no possible pair do not
+    influence each other, so each connected group of a large scene is solved separately.
     """
     gain = np.where(feasible, np.minimum(1.0 - iou - unmatched_cost, 0.0), 0.0)
     if gain.size <= SMALL:
@@ -86,12 +98,101 @@ def _solve_group(links: list[tuple[int, int]], gain: Floats) -> list[tuple[int, 
 
 
 def _candidate_iou(predicted: Sequence[Geometry], true: Sequence[Geometry], settings: RolloutMatching) -> Floats:
-    """Mask IoU of the candidates. A shape too thin to cover a pixel of the canvas is compared by its box."""
-    boxes = boxes_of(predicted), boxes_of(true)
-    chosen = candidates(*boxes, settings.candidate_top_k)
+    """Return the mask IoU of all candidate pairs, and NaN for the others.
+
+    A shape that is too thin to cover a pixel of the canvas is compared by its bounding box.
+    """
+    boxes = bounding_boxes(predicted), bounding_boxes(true)
+    chosen = choose_candidates(*boxes, settings.candidate_top_k)
     masks = [rasterise(shapes, settings.maskiou_resolution) for shapes in (predicted, true)]
-    empty = [is_empty(each, settings.maskiou_resolution) for each in masks]
+    empty = [is_empty(side, settings.maskiou_resolution) for side in masks]
     iou = mask_iou(*masks)
     if empty[0].any() or empty[1].any():
         iou = np.where(np.logical_or.outer(*empty), box_iou(*boxes), iou)
     return np.where(chosen, iou, np.nan)
+
+
+def bounding_boxes(shapes: Sequence[Geometry]) -> Floats:
+    """Return the bounding box of each shape as a row x1, y1, x2, y2."""
+    rows = [
+        shape.bins
+        if shape.kind == "bbox_2d"
+        else (min(shape.bins[::2]), min(shape.bins[1::2]), max(shape.bins[::2]), max(shape.bins[1::2]))
+        for shape in shapes
+    ]
+    return np.array(rows, dtype=np.float64).reshape(-1, 4)
+
+
+def choose_candidates(predicted: Floats, true: Floats, top_k: int) -> NDArray[np.bool_]:
+    """Return a boolean matrix with at most `top_k` candidates per predicted box.
+
+    The candidates are the true boxes with the largest IoU, then those with the nearest centre, then those with the
+    lowest index.
+    """
+    n, m = len(predicted), len(true)
+    if top_k >= m or not n:
+        return np.ones((n, m), dtype=bool)
+    iou, distance = box_iou(predicted, true), _centre_distance(predicted, true)
+    # A single rank for both criteria: overlapping boxes are negative, by IoU; the others positive, by distance.
+    rank = np.where(iou > 0, -iou, distance)
+    last = np.partition(rank, top_k - 1, axis=1)[:, top_k - 1 : top_k]
+    chosen = rank <= last
+    for i in np.flatnonzero(chosen.sum(axis=1) > top_k):  # several boxes tie for the last place
+        best = np.lexsort((np.arange(m), distance[i], rank[i]))[:top_k]
+        chosen[i] = False
+        chosen[i, best] = True
+    return chosen
+
+
+def box_iou(left: Floats, right: Floats) -> Floats:
+    """Return the IoU of every box in `left` with every box in `right`. Boxes are x1, y1, x2, y2."""
+    if not len(left) or not len(right):
+        return np.zeros((len(left), len(right)))
+    # pycocotools expects x, y, width, height.
+    corner_and_size = [np.hstack((boxes[:, :2], boxes[:, 2:] - boxes[:, :2])) for boxes in (left, right)]
+    return np.asarray(rle.iou(*corner_and_size, [0] * len(right)))
+
+
+def _centre_distance(left: Floats, right: Floats) -> Floats:
+    """Return a measure that orders pairs of boxes by the distance of their centres: four times its square."""
+    x, y = (np.subtract.outer(left[:, a] + left[:, a + 2], right[:, a] + right[:, a + 2]) for a in (0, 1))
+    return np.asarray(x * x + y * y)
+
+
+def rasterise(shapes: Sequence[Geometry], resolution: int) -> list[Any]:
+    """Return the run-length masks of the shapes on a square canvas of `resolution` pixels.
+
+    Boxes are drawn as polygons too, so that a box and a polygon with the same corners have the same mask. Pixels
+    are half-open intervals, so that shapes side by side do not overlap.
+    """
+    scale = resolution / BINS
+    rings = [_ring(shape, scale) for shape in shapes]
+    return list(rle.frPyObjects(rings, resolution, resolution)) if rings else []
+
+
+def mask_iou(left: list[Any], right: list[Any]) -> Floats:
+    """Return the IoU of every mask in `left` with every mask in `right`."""
+    if not left or not right:
+        return np.zeros((len(left), len(right)))
+    return np.array(rle.iou(left, right, [0] * len(right)), dtype=np.float64)
+
+
+def is_empty(masks: list[Any], resolution: int) -> NDArray[np.bool_]:
+    """Return for each mask whether it covers no pixel.
+
+    The encodings are compared because pycocotools' own `area` fails for more than 255 masks.
+    """
+    empty = _empty_encoding(resolution)
+    return np.array([mask["counts"] == empty for mask in masks], dtype=bool)
+
+
+@cache
+def _empty_encoding(resolution: int) -> Any:
+    return rle.encode(np.zeros((resolution, resolution), dtype=np.uint8, order="F"))["counts"]
+
+
+def _ring(shape: Geometry, scale: float) -> list[float]:
+    if shape.kind == "poly":
+        return [bin * scale for bin in shape.bins]
+    x1, y1, x2, y2 = [bin * scale for bin in shape.bins]
+    return [x1, y1, x2, y1, x2, y2, x1, y2]

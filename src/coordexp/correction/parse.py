@@ -1,7 +1,8 @@
-"""From a rollout's ids to its objects, in the order they appear, and to the prefix that can be continued.
+"""Parse the token ids of a rollout: return its objects in order, and the prefix that an answer can be continued
+from.
 
-One pass: the ids become symbol text (`vocab.table`), the text is read entry by entry, and the place behind the
-last whole object is where a continuation may start. Ids before that place are never changed.
+The ids become symbol text (`vocab.table`), and the text is read entry by entry in one pass. The kept prefix ends
+behind the last complete object. The ids before that point are never changed.
 """
 
 import re
@@ -12,51 +13,61 @@ from operator import itemgetter
 
 import numpy as np
 
-from coordexp.correction.entries import Coords, PredictedObject, Reason, Span, any_entry, canonical_run
-from coordexp.correction.json_text import Broken, expect, skip_space
+from coordexp.correction.entries import (
+    Coords,
+    PredictedObject,
+    Reason,
+    Span,
+    read_any_entry,
+    read_canonical_run,
+)
+from coordexp.correction.json_text import Broken, expect, read_pair, skip_space
 from coordexp.data import BINS
 from coordexp.vocab.table import PLACEHOLDER, STOP, UNKNOWN, VocabularyTable
 
 
 @dataclass(frozen=True, slots=True)
 class ParsedRollout:
-    """`prefix_ids` are ids of the rollout as they are. Where the cut falls inside of the token behind them,
-    `remainder` is what is kept of it. The two together end in `{` or `}`, ready for a continuation."""
+    """The objects of a rollout and its kept prefix.
+
+    `prefix_ids` are the rollout's own ids. If the cut falls inside the next token, `remainder` is the kept part of
+    that token. Together they end in `{` or `}`, so that an answer can be continued there.
+    """
 
     objects: tuple[PredictedObject, ...]
     prefix_ids: tuple[int, ...]
     remainder: bytes
-    desc_spans: tuple[tuple[int, int], ...]  # where desc values stand in the symbol text of the prefix
+    desc_spans: tuple[Span, ...]  # positions of the desc values in the symbol text of the prefix
     highest_number: int
-    truncated: bool  # the text was sound and stopped before the container was closed
-    fallback: bool  # no container to continue: the prefix is `{` and nothing of the rollout is used
-    unread: int  # objects that the rollout wrote in text that is not read, seen by their keys alone
+    truncated: bool  # the text was valid up to its end, but the outer brace was not closed
+    fallback: bool  # no outer brace to continue: the prefix is `{` and nothing of the rollout is used
+    unread: int  # number of objects in text that could not be read, counted by their keys
 
     @property
     def valid(self) -> tuple[PredictedObject, ...]:
-        return tuple(found for found in self.objects if found.valid)
+        return tuple(prediction for prediction in self.objects if prediction.is_valid)
 
 
 # Every part is possessive, so that counting takes one pass over the text.
 _OBJECT_KEY = re.compile(r'"object_[0-9]{1,18}+"[ \t\n\r]*+:')
 
 LARGEST = 10**17  # keys have at most 18 digits
-LOST = frozenset({Reason.truncated, Reason.syntax, Reason.placeholder})  # of an object that is cut off: the last
+LOST = frozenset({Reason.truncated, Reason.syntax, Reason.placeholder})  # reasons of a last object only
 
 FALLBACK = ParsedRollout((), (), b"{", (), 0, truncated=False, fallback=True, unread=0)
 
 
 def parse_rollout(ids: Sequence[int], table: VocabularyTable) -> ParsedRollout:
-    """Never raises, whatever the ids."""
-    parts, coords = look_up(ids, table)
+    """Parse any sequence of ids. This function never raises an error."""
+    parts, coords = _look_up(ids, table)
     text = "".join(parts)
-    sound, blocked = readable(text)
+    sound, is_blocked = _readable_text(text)
     start = skip_space(sound, 0)
     if sound[start : start + 1] != "{":
-        return replace(FALLBACK, unread=_keys_behind(text, 0))
+        return replace(FALLBACK, unread=_count_keys(text, 0))
     reading = _read_entries(sound, start + 1, coords)
-    objects = _without_repeats(reading.objects)
-    if lost := _lost_to(reading, blocked):
+    objects = _reject_repeats(reading.objects)
+    if lost := _reason_for_cut(reading, is_blocked):
         objects.append(PredictedObject("", None, None, None, (), lost))
     whole, at = len(parts), len(text)
     while at > reading.cut:
@@ -67,86 +78,126 @@ def parse_rollout(ids: Sequence[int], table: VocabularyTable) -> ParsedRollout:
         tuple(ids[:whole]),
         text[at : reading.cut].encode("latin-1"),
         tuple(reading.spans),
-        max([_counted(found.number) for found in objects[: reading.kept]], default=0),
-        truncated=not reading.closed and (reading.lost is None or reading.lost.at_end) and not blocked,
+        max([_usable_number(prediction) for prediction in objects[: reading.kept]], default=0),
+        truncated=not reading.is_closed and (reading.error is None or reading.error.at_end) and not is_blocked,
         fallback=False,
-        unread=max(0, _keys_behind(text, reading.end) - (lost is not None)),
+        unread=max(0, _count_keys(text, reading.end) - (lost is not None)),
     )
 
 
-def _keys_behind(text: str, position: int) -> int:
+def entry_spans(ids: Sequence[int], table: VocabularyTable) -> tuple[Span, ...]:
+    """Return the range of tokens [start, end) of each object that `parse_rollout` returns, for people who look
+    at it.
+
+    A range begins with the token that has the first quote of the key and ends behind the token that has the end
+    of the value. A token with the end of one entry and the beginning of the next belongs to both. The range of a
+    last object that is cut off extends to the end of the readable text. It is empty if nothing of that object
+    was written. Training does not need the ranges, so `parse_rollout` does not spend time on them.
+    """
+    parts, _ = _look_up(ids, table)
+    text, _ = _readable_text("".join(parts))
+    ends = np.cumsum([len(part) for part in parts])
+
+    def token_at(position: int) -> int:
+        return int(np.searchsorted(ends, position, side="right"))
+
+    is_lost = [prediction.reason in LOST for prediction in parse_rollout(ids, table).objects]
+    spans = _spans_in_text(text, is_lost.count(False), any(is_lost))
+    return tuple(
+        (token_at(start), token_at(end - 1) + 1 if end > start else token_at(start)) for start, end in spans
+    )
+
+
+def _spans_in_text(text: str, complete: int, is_last_lost: bool) -> list[Span]:
+    """Return the positions of the complete entries in the text, and of a last one that is cut off."""
+    spans: list[Span] = []
+    position = text.find("{") + 1
+    for _ in range(complete):
+        key, value = read_pair(text, position if not spans else expect(text, position, ",") + 1)
+        spans.append((key.start, value.end))
+        position = value.end
+    if is_last_lost:
+        spans.append((len(text) - len(text[position:].lstrip(" \t\n\r,")), len(text)))
+    return spans
+
+
+def _count_keys(text: str, position: int) -> int:
     """Count the object keys from `position` up to the end of turn. They are found by their spelling, because text
     that is not JSON has no structure to go by."""
     stop = text.find(STOP, position)
     return len(_OBJECT_KEY.findall(text, position, len(text) if stop < 0 else stop))
 
 
-def _lost_to(reading: "_Reading", blocked: bool) -> Reason | None:
-    """Why an object was begun, or was still to come, and is cut off."""
-    if blocked and not reading.closed and (reading.lost is None or reading.lost.at_end):
+def _reason_for_cut(reading: "_EntryReading", is_blocked: bool) -> Reason | None:
+    """Return why an object is cut off at the end of the reading, or None if none is."""
+    if is_blocked and not reading.is_closed and (reading.error is None or reading.error.at_end):
         return Reason.placeholder
-    if reading.lost is None:
+    if reading.error is None:
         return None
-    return Reason.truncated if reading.lost.at_end else Reason.syntax
+    return Reason.truncated if reading.error.at_end else Reason.syntax
 
 
-def _counted(number: int | None) -> int:
-    """A key number that numbering goes on from. A larger one would leave no readable number to go on with."""
+def _usable_number(prediction: PredictedObject) -> int:
+    """Return the number of a key if appended keys can continue from it, else 0. Keys behind a very large number
+    would have too many digits to be read again."""
+    number = prediction.number
     return number if number is not None and number < LARGEST else 0
 
 
-def look_up(ids: Sequence[int], table: VocabularyTable) -> tuple[Sequence[str], Coords]:
-    """The symbols of the ids, and the coordinates among them."""
+def _look_up(ids: Sequence[int], table: VocabularyTable) -> tuple[Sequence[str], Coords]:
+    """Return the symbols of the ids, and the coordinates among them."""
     try:
-        values = np.frombuffer(array("I", ids), dtype=np.uint32)  # raises for an id below 0
-        parts: Sequence[str] = itemgetter(*ids)(table.symbols) if len(ids) > 1 else _each(ids, table)
+        values = np.frombuffer(array("I", ids), dtype=np.uint32)  # raises for a negative id
+        parts: Sequence[str] = itemgetter(*ids)(table.symbols) if len(ids) > 1 else _look_up_slowly(ids, table)
     except (OverflowError, IndexError):
         known = [id if 0 <= id < len(table.symbols) else len(table.symbols) for id in ids]
-        values, parts = np.array(known, dtype=np.uint32), _each(known, table)
+        values, parts = np.array(known, dtype=np.uint32), _look_up_slowly(known, table)
     first = np.uint32(table.first_coord)
-    indices = np.flatnonzero(values - first < BINS)  # what lies before the first wraps around
+    indices = np.flatnonzero(values - first < BINS)  # ids below the first wrap around to large numbers
     return parts, Coords(indices.tolist(), (values[indices] - first).tolist())
 
 
-def _each(ids: Sequence[int], table: VocabularyTable) -> list[str]:
+def _look_up_slowly(ids: Sequence[int], table: VocabularyTable) -> list[str]:
+    """Return the symbols of any number of ids, including unknown ones."""
     return [table.symbols[id] if id < len(table.symbols) else UNKNOWN for id in ids]
 
 
-def readable(text: str) -> tuple[str, bool]:
-    """The text up to the first stop, and whether something that cannot be trained on ended it before that."""
+def _readable_text(text: str) -> tuple[str, bool]:
+    """Return the text up to the first end of turn, and whether a symbol that cannot be trained on ended it
+    earlier."""
     stop = text.find(STOP)
     text = text if stop < 0 else text[:stop]
-    walls = [at for at in (text.find(PLACEHOLDER), text.find(UNKNOWN)) if at >= 0]
-    return (text[: min(walls)], True) if walls else (text, False)
+    barriers = [at for at in (text.find(PLACEHOLDER), text.find(UNKNOWN)) if at >= 0]
+    return (text[: min(barriers)], True) if barriers else (text, False)
 
 
 @dataclass(slots=True)
-class _Reading:
-    """What has been read so far. A continuation can follow `cut`, behind the first `kept` objects; `end` is behind
-    the last entry that was read."""
+class _EntryReading:
+    """The entries that have been read so far. An answer can be continued at `cut`, behind the first `kept`
+    objects. `end` is the position behind the last entry."""
 
     cut: int
     end: int
     objects: list[PredictedObject]
     spans: list[Span]
     kept: int = 0
-    lost: Broken | None = None
-    closed: bool = False
+    error: Broken | None = None
+    is_closed: bool = False
 
 
-def _read_entries(text: str, position: int, coords: Coords) -> _Reading:
-    reading = _Reading(position, position, [], [])
-    pending: list[Span] = []  # of entries that a continuation cannot follow yet
+def _read_entries(text: str, position: int, coords: Coords) -> _EntryReading:
+    reading = _EntryReading(position, position, [], [])
+    pending: list[Span] = []  # spans of entries behind which an answer cannot be continued yet
     end, passed = position, 0
     try:
         position = expect(text, position, '}"')
         while text[position] != "}":
             before = len(reading.objects)
-            end, position, passed = canonical_run(text, position, coords, passed, reading.objects, pending)
+            end, position, passed = read_canonical_run(text, position, coords, passed, reading.objects, pending)
             is_mapping = len(reading.objects) > before
             if not is_mapping:
-                entry = any_entry(text, position, coords, passed)
-                reading.objects.append(entry.found)
+                entry = read_any_entry(text, position, coords, passed)
+                reading.objects.append(entry.prediction)
                 pending += [entry.desc_span] if entry.desc_span else []
                 passed += entry.coords
                 is_mapping, end = entry.is_mapping, entry.end
@@ -155,28 +206,28 @@ def _read_entries(text: str, position: int, coords: Coords) -> _Reading:
                 reading.cut, reading.kept = end, len(reading.objects)
                 reading.spans += pending
                 pending = []
-            if position > end:  # the comma was taken along
+            if position > end:  # the comma has been read already
                 continue
             position = expect(text, position, ",}")
             if text[position] == ",":
                 position = expect(text, position + 1, '"')
-        reading.closed = True
+        reading.is_closed = True
     except Broken as broken:
-        just_stops = broken.at_end and not text[end:].strip(" \t\n\r,")
-        reading.lost = None if just_stops else broken
+        stops_between_entries = broken.at_end and not text[end:].strip(" \t\n\r,")
+        reading.error = None if stops_between_entries else broken
     reading.end = end
     return reading
 
 
-def _without_repeats(objects: list[PredictedObject]) -> list[PredictedObject]:
-    """A key written before makes an object invalid."""
-    if len({found.key for found in objects}) == len(objects):
+def _reject_repeats(objects: list[PredictedObject]) -> list[PredictedObject]:
+    """Return the objects, with those marked as not valid whose key was written before."""
+    if len({prediction.key for prediction in objects}) == len(objects):
         return objects
     seen: set[str] = set()
     result = []
-    for found in objects:
-        if found.key in seen and found.reason is not Reason.bad_key:
-            found = found._replace(geometry=None, coord_indices=(), reason=Reason.repeated_key)
-        seen.add(found.key)
-        result.append(found)
+    for prediction in objects:
+        if prediction.key in seen and prediction.reason is not Reason.bad_key:
+            prediction = prediction._replace(geometry=None, coord_indices=(), reason=Reason.repeated_key)
+        seen.add(prediction.key)
+        result.append(prediction)
     return result

@@ -1,29 +1,38 @@
-"""The one sequence that a sample is trained on, with a role for every token (R19, R29).
+"""Build the training sequence of a sample, with a role for every token.
 
-    prompt | kept prefix of the rollout | what was missed, and the closing brace | end of turn
+    prompt | kept prefix of the rollout | missed objects and the closing brace | end of turn
 
-Ids of the prefix are the rollout's own. Where the cut fell inside of a token, what is kept of it is encoded
-together with the continuation, so that `}}` followed by another object becomes `},`, as the model would have
-written it, and the model is taught to go on where it stopped. Stage 1 is the same with an empty rollout.
+The ids of the prefix are the rollout's own. If the cut falls inside a token, the kept part of that token is
+encoded together with the continuation. So `}}` followed by another object becomes `},`, as the model would have
+written it, and the model learns to continue where it stopped. Stage 1 is the same with an empty rollout.
+
+Missed objects are written as `"object_1": {"desc": "red cup", "bbox_2d": ["<|coord_10|>", ...]}`. Separators are
+`, ` and `: `, coordinates are quoted, so that the text is plain JSON, and `poly` is one flat list.
 """
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from coordexp.config.rollout import RolloutMatching
+from coordexp.correction.entries import Span
 from coordexp.correction.match import MatchResult
 from coordexp.correction.parse import ParsedRollout
-from coordexp.correction.serialise import FieldOrder, serialise
 from coordexp.correction.transport import coord_targets
 from coordexp.data import BINS, Geometry, TrueObject
-from coordexp.vocab.table import VocabularyTable
+from coordexp.vocab.table import VocabularyTable, normal_form
+
+FieldOrder = Literal["desc_first", "geometry_first"]
 
 
 class Role(IntEnum):
+    """What a token of a segment is for. Tokens from `matched_coord` on are supervised."""
+
     prompt = 0
     masked_prefix = 1
     matched_coord = 2
@@ -33,8 +42,9 @@ class Role(IntEnum):
     end_of_turn = 6
 
 
-class Kind(IntEnum):
-    """What a token of the answer is, supervised or not: the loss terms are normalised by these counts (D19)."""
+class TokenKind(IntEnum):
+    """What a token of the answer is, whether it is supervised or not. Loss terms are divided by the number of
+    tokens of their kinds, so that a single missed object weighs the same however many others were found."""
 
     none = 0
     structure = 1
@@ -45,8 +55,11 @@ class Kind(IntEnum):
 
 @dataclass(frozen=True, eq=False)
 class Segment:
-    """Streams with one value per token. `coord_targets` is NaN and `weights` 0 where nothing is supervised;
-    `sides` is 1 to 4 at x1, y1, x2, y2 of a supervised box, and 0 elsewhere."""
+    """A training sequence: arrays with one value per token.
+
+    `coord_targets` is NaN where no coordinate is supervised, and `weights` is 0 where nothing is. `sides` is 1
+    to 4 at x1, y1, x2, y2 of a supervised box, and 0 elsewhere.
+    """
 
     ids: NDArray[np.int64]
     roles: NDArray[np.int8]
@@ -70,7 +83,7 @@ def build_segment(
     order: FieldOrder,
     settings: RolloutMatching,
 ) -> Segment:
-    """The segment of one sample. `match` pairs `parsed.valid` with `truth`."""
+    """Return the segment of one sample. `match` pairs `parsed.valid` with `truth`."""
     missed = [truth[j] for j in match.missed]
     kept_text = table.bytes_of(parsed.prefix_ids[-1:]) + parsed.remainder
     fragment = serialise(missed, after=kept_text, first_index=parsed.highest_number + 1, order=order, table=table)
@@ -85,9 +98,9 @@ def build_segment(
     roles[start:tail_start] = Role.masked_prefix
     kept_ends, tail_ends = _ends(parsed.prefix_ids, table.symbols), _ends(tail, table.pieces)
     offset = int(kept_ends[-1]) if len(kept_ends) else 0
-    spans = [*parsed.desc_spans, *_shifted(fragment.desc_spans, offset + len(parsed.remainder))]
+    spans = [*parsed.desc_spans, *_shift(fragment.desc_spans, offset + len(parsed.remainder))]
     kinds[start:-1] = _kinds(ids[start:-1], np.concatenate((kept_ends, tail_ends + offset)), spans, table)
-    where, bins = _matched_targets(parsed, match, truth, settings)
+    where, bins = _targets_of_matches(parsed, match, truth, settings)
     _check_inside(where, len(parsed.prefix_ids))
     roles[start + where] = Role.matched_coord
     targets[start + where] = bins
@@ -95,24 +108,28 @@ def build_segment(
     sides[start + where] = _sides([parsed.valid[i].geometry for i, _ in match.pairs])
 
     roles[tail_start:-1] = _TAIL_ROLE[kinds[tail_start:-1]]
-    appended = tail_start + np.flatnonzero(kinds[tail_start:-1] == Kind.coord)
+    appended = tail_start + np.flatnonzero(kinds[tail_start:-1] == TokenKind.coord)
     targets[appended] = fragment.bins
-    sides[appended] = _sides([found.geometry for found in missed])
-    if not parsed.fallback:  # what the model wrote itself and nothing was added to
+    sides[appended] = _sides([true.geometry for true in missed])
+    if not parsed.fallback:  # tokens that consist only of text by the model itself
         roles[tail_start:-1][tail_ends <= len(parsed.remainder)] = Role.masked_prefix
-    roles[-1], kinds[-1] = Role.end_of_turn, Kind.end_of_turn
+    roles[-1], kinds[-1] = Role.end_of_turn, TokenKind.end_of_turn
     weights = (roles >= Role.matched_coord).astype(np.float32)
     return Segment(ids, roles, kinds, sides, targets, weights, start)
 
 
-_TAIL_ROLE = np.zeros(len(Kind), dtype=np.int8)
-_TAIL_ROLE[[Kind.structure, Kind.desc, Kind.coord]] = [Role.tail_structure, Role.tail_desc, Role.tail_coord]
+_TAIL_ROLE = np.zeros(len(TokenKind), dtype=np.int8)
+_TAIL_ROLE[[TokenKind.structure, TokenKind.desc, TokenKind.coord]] = [
+    Role.tail_structure,
+    Role.tail_desc,
+    Role.tail_coord,
+]
 
 
-def _matched_targets(
+def _targets_of_matches(
     parsed: ParsedRollout, match: MatchResult, truth: Sequence[TrueObject], settings: RolloutMatching
 ) -> tuple[NDArray[np.intp], NDArray[np.float32]]:
-    """Where the coordinates of matched objects stand in the rollout, and their targets."""
+    """Return the positions of the coordinates of matched objects in the rollout, and their targets."""
     predicted = parsed.valid
     shapes = []
     for i, j in match.pairs:
@@ -126,7 +143,7 @@ def _matched_targets(
 
 
 def _sides(shapes: Sequence[Geometry | None]) -> list[int]:
-    """For each coordinate of the shapes, which side of a box it is; 0 in polygons."""
+    """Return, for each coordinate of the shapes, which side of a box it is, and 0 for polygons."""
     return [
         side
         for shape in shapes
@@ -144,28 +161,83 @@ def _check_inside(where: NDArray[np.intp], length: int) -> None:
 
 
 def _ends(ids: Sequence[int], texts: Sequence[str] | Sequence[bytes]) -> NDArray[np.int64]:
-    """Where each token ends in the text of them all."""
+    """Return the position at which each token ends in the joined text."""
     return np.cumsum([len(texts[id]) for id in ids], dtype=np.int64)
 
 
-def _shifted(spans: Sequence[tuple[int, int]], offset: int) -> list[tuple[int, int]]:
+def _shift(spans: Sequence[Span], offset: int) -> list[Span]:
     return [(start + offset, end + offset) for start, end in spans]
 
 
 def _kinds(
-    ids: NDArray[np.int64],
-    ends: NDArray[np.int64],
-    desc_spans: Sequence[tuple[int, int]],
-    table: VocabularyTable,
+    ids: NDArray[np.int64], ends: NDArray[np.int64], desc_spans: Sequence[Span], table: VocabularyTable
 ) -> NDArray[np.int8]:
-    """Coordinates by their ids, desc by lying wholly inside of a desc value, everything else is structure."""
-    kinds = np.full(len(ids), Kind.structure, dtype=np.int8)
+    """Return the kind of each token. Coordinates are recognised by their ids. A token is desc if it lies entirely
+    inside a desc value. Everything else is structure."""
+    kinds = np.full(len(ids), TokenKind.structure, dtype=np.int8)
     if desc_spans:
         spans = np.array(desc_spans, dtype=np.int64)
         starts = np.concatenate(([0], ends[:-1]))
         nearest = np.searchsorted(spans[:, 0], starts, side="right") - 1
         inside = (nearest >= 0) & (starts < ends) & (ends <= spans[nearest, 1])
-        kinds[inside] = Kind.desc
+        kinds[inside] = TokenKind.desc
     first = table.first_coord
-    kinds[(ids >= first) & (ids < first + BINS)] = Kind.coord
+    kinds[(ids >= first) & (ids < first + BINS)] = TokenKind.coord
     return kinds
+
+
+@dataclass(frozen=True)
+class Fragment:
+    """Text that continues an answer. `desc_spans` are the positions of its desc values, and `bins` its
+    coordinates in order."""
+
+    text: bytes
+    desc_spans: tuple[Span, ...]
+    bins: tuple[int, ...]
+
+
+def serialise(
+    objects: Sequence[TrueObject],
+    *,
+    after: bytes,
+    first_index: int,
+    order: FieldOrder,
+    table: VocabularyTable,
+) -> Fragment:
+    """Write `objects` as the continuation of the text `after`, and close the answer. Keys are numbered from
+    `first_index`."""
+    last = after.rstrip(b" \t\n\r")[-1:]
+    if last not in (b"{", b"}", b","):
+        raise ValueError(f"the prefix ends in {last!r}; an answer can be continued behind {{ , or }} only")
+    text = bytearray()
+    spans: list[Span] = []
+    bins: list[int] = []
+    for offset, true in enumerate(objects):
+        if offset or last == b"}":
+            text += b", "
+        desc = f'"desc": "{_escape(true.desc, table)}"'.encode()
+        coords = ", ".join([f'"<|coord_{bin}|>"' for bin in true.geometry.bins])
+        geometry = f'"{true.geometry.kind}": [{coords}]'.encode()
+        text += f'"object_{first_index + offset}": {{'.encode()
+        text += b"" if order == "desc_first" else geometry + b", "
+        spans.append((len(text) + len(b'"desc": "'), len(text) + len(desc) - 1))
+        text += desc + (b", " + geometry if order == "desc_first" else b"") + b"}"
+        bins.extend(true.geometry.bins)
+    return Fragment(bytes(text + b"}"), tuple(spans), tuple(bins))
+
+
+def count_answer_tokens(objects: Sequence[TrueObject], table: VocabularyTable) -> int:
+    """Return the number of tokens of the ground-truth answer with these objects, including the end of turn."""
+    text = serialise(objects, after=b"{", first_index=1, order="desc_first", table=table).text
+    return len(table.encode(b"{" + text)) + 1
+
+
+def _escape(desc: str, table: VocabularyTable) -> str:
+    """Return `desc` as the inside of a JSON string that contains no text of a special token."""
+    text = json.dumps(normal_form(desc), ensure_ascii=False)[1:-1]
+    if normal_form(text) != text:  # an accent behind an escape would combine with the last letter of the escape
+        text = json.dumps(normal_form(desc))[1:-1]
+    for reserved in table.reserved:
+        if reserved in text:
+            text = text.replace(reserved, f"\\u{ord(reserved[0]):04x}{reserved[1:]}")
+    return text

@@ -1,10 +1,12 @@
-"""Coordinate targets of a matched pair: the true box itself or, where a polygon takes part, vertices by transport.
+"""Compute the coordinate targets of matched pairs. For two boxes, the target is the true box. If one of the
+shapes is a polygon, the targets come from optimal transport between the vertices.
 
-For polygons the two shapes are uniform point sets, each moved to its own centre. An entropic transport plan
-between them, by Sinkhorn in the log domain, says which true vertices a predicted one goes to; its target is their
-mean under the plan (barycentric projection and nothing else, R28). Epsilon is relative to the smaller shape (D18):
-a shape of 5 bins keeps its vertices as one of 500 does. Centring does the same for shapes that are far apart,
-between which all plans would cost alike. The pairs of a rollout are solved together, each until it has converged.
+Each shape is a set of points of equal weight, moved so that its centre is the origin. Sinkhorn's algorithm in
+the log domain finds an entropic transport plan between the two sets. The target of a predicted vertex is the
+mean of the true vertices under that plan (the barycentric projection), not mixed with anything else. Epsilon is
+relative to the smaller shape, so that a shape of 5 bins keeps its vertices as well as one of 500. Shapes are
+centred because all plans between two distant shapes would cost nearly the same. All pairs of a rollout are
+solved together, each until it has converged.
 """
 
 from collections import defaultdict
@@ -26,7 +28,8 @@ _CHECK_EVERY = 10
 def coord_targets(
     pairs: Sequence[tuple[Geometry, Geometry]], settings: OptimalTransport
 ) -> list[tuple[float, ...]]:
-    """For each (predicted, true) pair, a target in bins for every coordinate token of the predicted shape."""
+    """Return, for each (predicted, true) pair, a target in bins for every coordinate token of the predicted
+    shape."""
     by_transport = [k for k, (predicted, true) in enumerate(pairs) if "poly" in (predicted.kind, true.kind)]
     targets = [tuple(map(float, true.bins)) for _, true in pairs]
     problems = [(pairs[k][0].points, pairs[k][1].points) for k in by_transport]
@@ -36,7 +39,7 @@ def coord_targets(
 
 
 def project(problems: Sequence[Problem], settings: OptimalTransport) -> list[Floats]:
-    """For each (from, to) pair of point sets, where every `from` point lands on average."""
+    """Return, for each (from, to) pair of point sets, the mean position to which every `from` point is moved."""
     plans = transport_plans(problems, settings)
     return [
         plan @ np.asarray(to, dtype=np.float64) / plan.sum(axis=1, keepdims=True)
@@ -45,7 +48,8 @@ def project(problems: Sequence[Problem], settings: OptimalTransport) -> list[Flo
 
 
 def transport_plans(problems: Sequence[Problem], settings: OptimalTransport) -> list[Floats]:
-    """Problems of about one size are solved together, so that one long polygon does not make all of them large."""
+    """Return the transport plan of each problem. Only problems of similar size are solved together, so that one
+    long polygon does not make all of them large."""
     buckets: dict[tuple[int, int], list[int]] = defaultdict(list)
     for k, (here, there) in enumerate(problems):
         buckets[len(here).bit_length(), len(there).bit_length()].append(k)
@@ -57,29 +61,30 @@ def transport_plans(problems: Sequence[Problem], settings: OptimalTransport) -> 
 
 def _solve(problems: Sequence[Problem], settings: OptimalTransport) -> list[Floats]:
     costs = [_cost(problem, settings.cost) / _epsilon(problem, settings.epsilon) for problem in problems]
-    kernel = _padded([-cost for cost in costs], -np.inf)
-    log_rows = _padded([np.full(cost.shape[0], -np.log(cost.shape[0])) for cost in costs], -np.inf)
-    log_columns = _padded([np.full(cost.shape[1], -np.log(cost.shape[1])) for cost in costs], -np.inf)
+    kernel = _pad([-cost for cost in costs], -np.inf)
+    log_rows = _pad([np.full(cost.shape[0], -np.log(cost.shape[0])) for cost in costs], -np.inf)
+    log_columns = _pad([np.full(cost.shape[1], -np.log(cost.shape[1])) for cost in costs], -np.inf)
     f, g = _sinkhorn(kernel, log_rows, log_columns, settings.max_iterations, settings.tolerance)
     plans = np.exp(kernel + f[:, :, None] + g[:, None, :])
     return [plan[: cost.shape[0], : cost.shape[1]] for plan, cost in zip(plans, costs, strict=True)]
 
 
 def _cost(problem: Problem, kind: str) -> Floats:
-    here, there = (_centred(points) for points in problem)
+    here, there = (_centre(points) for points in problem)
     difference = here[:, None, :] - there[None, :, :]
     cost: Floats = np.abs(difference).sum(-1) if kind == "l1" else np.sqrt(np.square(difference).sum(-1))
     return cost
 
 
-def _centred(points: Points) -> Floats:
+def _centre(points: Points) -> Floats:
     values: Floats = np.asarray(points, dtype=np.float64)
     centre: Floats = (values.min(axis=0) + values.max(axis=0)) / 2
     return values - centre
 
 
 def _epsilon(problem: Problem, relative: float) -> float:
-    """In bins: a share of the longer side of the smaller shape, at least of one bin."""
+    """Return epsilon in bins: `relative` times the longer side of the smaller shape, which counts as at least 1
+    bin."""
     sides = [float(np.ptp(np.asarray(points), axis=0).max()) for points in problem]
     return relative * max(1.0, min(sides))
 
@@ -87,7 +92,8 @@ def _epsilon(problem: Problem, relative: float) -> float:
 def _sinkhorn(
     kernel: Floats, log_rows: Floats, log_columns: Floats, iterations: int, tolerance: float
 ) -> tuple[Floats, Floats]:
-    """Potentials, divided by epsilon, of every problem; those that have converged are left alone."""
+    """Return the potentials of every problem, divided by epsilon. Problems that have converged take no further
+    part."""
     f, g = np.zeros(log_rows.shape), np.zeros(log_columns.shape)
     active = np.arange(len(kernel))
     k, rows, columns = kernel, log_rows, log_columns
@@ -99,27 +105,28 @@ def _sinkhorn(
             continue
         f[active], g[active] = u, v
         reached = np.exp(k + u[:, :, None] + v[:, None, :]).sum(axis=1)
-        going_on = np.abs(reached - np.exp(columns)).max(axis=1) >= tolerance
-        if not going_on.any():
+        unfinished = np.abs(reached - np.exp(columns)).max(axis=1) >= tolerance
+        if not unfinished.any():
             break
-        active, k, rows, columns, u = (part[going_on] for part in (active, k, rows, columns, u))
+        active, k, rows, columns, u = (part[unfinished] for part in (active, k, rows, columns, u))
     return f, g
 
 
 def _finite(values: Floats) -> Floats:
-    """Padding has weight 0; its potential is of no consequence and must not be NaN."""
+    """Replace the potentials of padding by 0. Padding has no weight, so they do not matter, but they must not be
+    NaN."""
     return np.where(np.isfinite(values), values, 0.0)
 
 
 def _log_sum(values: Floats, axis: int) -> Floats:
-    """The logarithm of the sum of exponentials; 0 for padding, where there is nothing to sum."""
+    """Return the logarithm of the sum of exponentials, and 0 for padding, where there is nothing to sum."""
     top = values.max(axis=axis, keepdims=True)
     top = np.where(np.isfinite(top), top, 0.0)
     total: Floats = np.exp(values - top).sum(axis=axis)
     return np.where(total > 0, np.log(np.where(total > 0, total, 1.0)) + top.squeeze(axis), 0.0)
 
 
-def _padded(arrays: Sequence[Floats], filling: float) -> Floats:
+def _pad(arrays: Sequence[Floats], filling: float) -> Floats:
     shape = np.max([array.shape for array in arrays], axis=0)
     result = np.full((len(arrays), *shape), filling)
     for k, array in enumerate(arrays):
@@ -129,7 +136,8 @@ def _padded(arrays: Sequence[Floats], filling: float) -> Floats:
 
 
 def _per_token(predicted: Geometry, landed: Floats) -> tuple[float, ...]:
-    """A polygon's tokens are its vertices; a box's four tokens are each shared by two corners."""
+    """Return a target per token. The tokens of a polygon are its vertices. Each token of a box belongs to two
+    corners, and its target is the mean of theirs."""
     if predicted.kind == "poly":
         return tuple(landed.reshape(-1).tolist())
     left, right = landed[[0, 3], 0].mean(), landed[[1, 2], 0].mean()

@@ -1,17 +1,17 @@
-"""From logits at supervised positions to a loss: exactly what the declared pipeline says. Imports torch."""
+"""Compute the loss from the logits at supervised positions, exactly as the pipeline declares it. Imports torch."""
 
 from coordexp.objective.modules import MODULES, Measure
 from coordexp.objective.pipeline import Objective, Term
-from coordexp.objective.reduction import Tally, reduced_counts
+from coordexp.objective.reduction import LossTally, reduce_counts
 from coordexp.objective.split import VocabularySplit, split_vocabulary
 
 __all__ = [
     "MODULES",
+    "LossTally",
     "Measure",
     "Objective",
-    "Tally",
     "Term",
     "VocabularySplit",
-    "reduced_counts",
+    "reduce_counts",
     "split_vocabulary",
 ]

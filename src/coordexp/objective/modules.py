@@ -1,8 +1,9 @@
-"""The modules of the objective (D5): each from logits and streams to named sums, with the positions they are over.
+"""The modules of the objective. Each computes its loss terms or diagnostics from the logits of one row.
 
-A module is a function. It gets its own settings, the split logits, the streams, and a mask of the positions it may
-use, and returns for each of its terms the sum over positions and their number. What the sum is divided by is not
-its business: that is the number of positions of the term's kinds in the whole optimizer step (D19).
+A module is a function. Its arguments are its own settings, the names of its active terms, the split logits, the
+supervision of the row, and a mask of the positions it may use. It returns, for each term, the sum over positions
+and their number. It does not divide the sum: the denominator is the number of positions of the term's kinds in
+the whole optimizer step, which no single row knows.
 """
 
 import functools
@@ -16,19 +17,19 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy, smooth_l1_loss
 
 from coordexp.config.pipeline import CoordRegConfig
-from coordexp.correction import Kind, Role
+from coordexp.correction import Role, TokenKind
 from coordexp.data import BINS
 from coordexp.objective.split import VocabularySplit
 from coordexp.pack.collate import Supervision
 
 COORD_ROLES = frozenset({Role.matched_coord, Role.tail_coord})
 TEXT_ROLES = frozenset({Role.tail_structure, Role.tail_desc, Role.end_of_turn})
-TEXT_KINDS = frozenset({Kind.structure, Kind.desc, Kind.end_of_turn})
+TEXT_KINDS = frozenset({TokenKind.structure, TokenKind.desc, TokenKind.end_of_turn})
 
 
 @dataclass(frozen=True)
 class Measure:
-    """A sum over positions, and how many they are."""
+    """A sum over positions, and the number of positions."""
 
     sum: Tensor
     count: Tensor
@@ -36,14 +37,14 @@ class Measure:
 
 @dataclass(frozen=True)
 class TermSpec:
-    """`weight` names the setting that weighs the term; None in diagnostics."""
+    """A term of a module. `weight` is the name of the setting with its weight, or None for a diagnostic."""
 
     weight: str | None
     roles: frozenset[Role]
-    kinds: frozenset[Kind]
+    kinds: frozenset[TokenKind]
 
 
-Split = Callable[[float], VocabularySplit]  # by temperature
+Split = Callable[[float], VocabularySplit]  # the argument is a temperature
 Run = Callable[[Any, frozenset[str], Split, Supervision, Tensor], dict[str, Measure]]
 
 
@@ -56,57 +57,64 @@ class ModuleKind:
 def token_ce(
     config: Any, terms: frozenset[str], split: Split, s: Supervision, allowed: Tensor
 ) -> dict[str, Measure]:
-    """Cross entropy of the next token over the full vocabulary: structure, desc and end of turn apart (D15)."""
+    """Cross entropy of the next token over the full vocabulary. Structure, desc and end of turn are separate
+    terms, so that each has a weight of its own."""
     values = split(1.0).cross_entropy()
-    return {name: _over(values, s, allowed & _has(s, TOKEN_CE[name].roles)) for name in sorted(terms)}
+    return {name: _measure(values, s, allowed & _has_role(s, TOKEN_CE[name].roles)) for name in sorted(terms)}
 
 
 def coord_reg(
     config: CoordRegConfig, terms: frozenset[str], split: Split, s: Supervision, allowed: Tensor
 ) -> dict[str, Measure]:
-    """Losses on the distribution over bins at coordinates, and on mass on the wrong side of the vocabulary."""
+    """Losses on the distribution over bins at coordinate positions, and on probability mass in the wrong part of
+    the vocabulary."""
     at_temperature = split(config.temperature)
-    here = allowed & _has(s, COORD_ROLES)
-    ours, targets, weights = at_temperature.where(here), s.coord_targets[here], s.weights[here]
-    log_p = ours.coord.log_softmax(-1)
+    here = allowed & _has_role(s, COORD_ROLES)
+    at_coords, targets, weights = at_temperature.where(here), s.coord_targets[here], s.weights[here]
+    log_p = at_coords.coord.log_softmax(-1)
     q = soft_target(targets, config.target_sigma, config.target_truncate).to(log_p)
-    values: dict[str, Callable[[], Tensor]] = {
-        "coord_ce": lambda: cross_entropy(log_p, nearest_bin(targets), reduction="none"),
-        "soft_ce": lambda: -(q * log_p).sum(-1),
-        "w1": lambda: wasserstein(log_p.exp(), q),
-        "coord_gate": ours.coord_gate,
-    }
-    found = {name: Measure((values[name]() * weights).sum(), here.sum()) for name in sorted(terms - {"text_gate"})}
+    values: dict[str, Tensor] = {}
+    if "coord_ce" in terms:
+        values["coord_ce"] = cross_entropy(log_p, nearest_bin(targets), reduction="none")
+    if "coord_gate" in terms:
+        values["coord_gate"] = at_coords.coord_gate()
+    if "soft_ce" in terms:
+        values["soft_ce"] = -(q * log_p).sum(-1)
+    if "w1" in terms:
+        values["w1"] = wasserstein(log_p.exp(), q)
+    measures = {name: Measure((value * weights).sum(), here.sum()) for name, value in values.items()}
     if "text_gate" in terms:
-        found["text_gate"] = _over(at_temperature.text_gate(), s, allowed & _has(s, TEXT_ROLES))
-    return found
+        measures["text_gate"] = _measure(at_temperature.text_gate(), s, allowed & _has_role(s, TEXT_ROLES))
+    return measures
 
 
 def bbox_geo(
     config: Any, terms: frozenset[str], split: Split, s: Supervision, allowed: Tensor
 ) -> dict[str, Measure]:
-    """Losses on boxes decoded as expectations over bins. A box counts as its four positions, so that both terms
-    are divided by coordinates as every other one."""
+    """Losses on boxes whose sides are decoded as expectations over bins. A box counts as four positions, so that
+    both terms are divided by a number of coordinates, like the terms of the other modules."""
     from torchvision.ops import complete_box_iou_loss
 
     sides = _boxes(s, allowed)
     p = split(1.0).coord[sides].softmax(-1)
     boxes = (p * torch.arange(BINS, device=p.device, dtype=p.dtype)).sum(-1)
     truth, weights = s.coord_targets[sides].to(boxes), s.weights[sides]
-    values = {
-        "smoothl1": lambda: smooth_l1_loss(boxes, truth, reduction="none") / (BINS - 1) * weights,
-        "ciou": lambda: complete_box_iou_loss(_upright(boxes), _upright(truth)) * weights.mean(1) * 4,
-    }
+    values: dict[str, Tensor] = {}
+    if "ciou" in terms:
+        values["ciou"] = complete_box_iou_loss(_upright(boxes), _upright(truth)) * weights.mean(1) * 4
+    if "smoothl1" in terms:
+        values["smoothl1"] = smooth_l1_loss(boxes, truth, reduction="none") / (BINS - 1) * weights
     count = torch.tensor(sides.numel(), device=p.device)
-    return {name: Measure(values[name]().sum(), count) for name in sorted(terms)}
+    return {name: Measure(value.sum(), count) for name, value in values.items()}
 
 
 def coord_diag(
     config: Any, terms: frozenset[str], split: Split, s: Supervision, allowed: Tensor
 ) -> dict[str, Measure]:
-    """How coordinate distributions look, without a gradient and without decoding a coordinate (D7)."""
+    """Diagnostics of the distributions over bins. They have no gradient, and they do not decode a coordinate:
+    that is left to `bbox_geo`, so that a pipeline without it never computes one."""
     whole = split(1.0)
-    here, text = allowed & _has(s, COORD_ROLES), allowed & _has(s, TEXT_ROLES)
+    here, text = allowed & _has_role(s, COORD_ROLES), allowed & _has_role(s, TEXT_ROLES)
     log_p = whole.coord[here].log_softmax(-1)
     p = log_p.exp()
     target = nearest_bin(s.coord_targets[here])[:, None]
@@ -124,7 +132,7 @@ def coord_diag(
 
 
 def soft_target(targets: Tensor, sigma: float, truncate: int | None) -> Tensor:
-    """A Gaussian over the bins around each target, which may lie between two; each row sums to 1."""
+    """Return a Gaussian over the bins around each target, which may lie between two bins. Each row sums to 1."""
     bins = torch.arange(BINS, device=targets.device, dtype=torch.float32)
     distance = bins - targets[:, None]
     score = -0.5 * (distance / sigma) ** 2
@@ -134,65 +142,69 @@ def soft_target(targets: Tensor, sigma: float, truncate: int | None) -> Tensor:
 
 
 def nearest_bin(targets: Tensor) -> Tensor:
-    """Half-way between two bins it is the upper one, so that a shape shifts as a whole."""
+    """Return the bin nearest to each target. A target half-way between two bins takes the upper one, so that all
+    coordinates of a shape are rounded in the same direction."""
     return (targets + 0.5).floor().clamp(0, BINS - 1).long()
 
 
 def wasserstein(p: Tensor, q: Tensor) -> Tensor:
-    """Wasserstein-1 between distributions over bins, in units of the picture's side."""
+    """Return the Wasserstein-1 distance between distributions over bins, in units of the side of the image."""
     return (p - q).cumsum(-1).abs().sum(-1) / (BINS - 1)
 
 
 def _boxes(s: Supervision, allowed: Tensor) -> Tensor:
-    """[boxes, 4]: where the sides of each box stand, of the boxes that are allowed whole."""
+    """Return the positions of the sides of each box, as [boxes, 4], for boxes whose positions are all allowed."""
     where = torch.nonzero(s.sides)[:, 0]
-    whole = len(where) % 4 == 0
-    sides = where.view(-1, 4) if whole else where[:0].view(0, 4)
-    if not whole or not torch.equal(s.sides[sides], torch.tensor([1, 2, 3, 4]).to(s.sides).expand_as(sides)):
-        raise ValueError("a box is supervised in part: its four coordinates are taught together or not at all")
+    is_whole = len(where) % 4 == 0
+    sides = where.view(-1, 4) if is_whole else where[:0].view(0, 4)
+    if not is_whole or not torch.equal(s.sides[sides], torch.tensor([1, 2, 3, 4]).to(s.sides).expand_as(sides)):
+        raise ValueError("a box is supervised in part: supervise all four of its coordinates, or none")
     return sides[allowed[sides].all(1)]
 
 
 def _upright(boxes: Tensor) -> Tensor:
-    """At least one bin wide and high: an inverted or flat box becomes a small one, and every loss is defined."""
+    """Return the boxes, made at least one bin wide and high, so that the loss of an inverted or flat box is
+    defined."""
     corner = boxes[:, :2]
     return torch.cat((corner, torch.maximum(boxes[:, 2:], corner + 1.0)), dim=1)
 
 
-def _has(s: Supervision, roles: frozenset[Role]) -> Tensor:
-    """Compared one by one: no tensor has to travel to the device."""
+def _has_role(s: Supervision, roles: frozenset[Role]) -> Tensor:
+    """Return a mask of the positions with one of the roles. Roles are compared one after the other, because a
+    tensor of them would have to be copied to the device."""
     return functools.reduce(torch.logical_or, [s.roles == role for role in sorted(roles)])
 
 
-def _over(values: Tensor, s: Supervision, mask: Tensor) -> Measure:
+def _measure(values: Tensor, s: Supervision, mask: Tensor) -> Measure:
+    """Return the weighted sum of the values at the positions in `mask`."""
     return Measure((values[mask] * s.weights[mask]).sum(), mask.sum())
 
 
-def _coord(weight: str | None) -> TermSpec:
-    return TermSpec(weight, COORD_ROLES, frozenset({Kind.coord}))
+def _coord_term(weight: str | None) -> TermSpec:
+    return TermSpec(weight, COORD_ROLES, frozenset({TokenKind.coord}))
 
 
-def _text(weight: str | None) -> TermSpec:
+def _text_term(weight: str | None) -> TermSpec:
     return TermSpec(weight, TEXT_ROLES, TEXT_KINDS)
 
 
 TOKEN_CE = {
-    "struct_ce": TermSpec("struct_ce_weight", frozenset({Role.tail_structure}), frozenset({Kind.structure})),
-    "desc_ce": TermSpec("desc_ce_weight", frozenset({Role.tail_desc}), frozenset({Kind.desc})),
-    "eos_ce": TermSpec("eos_ce_weight", frozenset({Role.end_of_turn}), frozenset({Kind.end_of_turn})),
+    "struct_ce": TermSpec("struct_ce_weight", frozenset({Role.tail_structure}), frozenset({TokenKind.structure})),
+    "desc_ce": TermSpec("desc_ce_weight", frozenset({Role.tail_desc}), frozenset({TokenKind.desc})),
+    "eos_ce": TermSpec("eos_ce_weight", frozenset({Role.end_of_turn}), frozenset({TokenKind.end_of_turn})),
 }
 
 MODULES: dict[str, ModuleKind] = {
     "token_ce": ModuleKind(token_ce, TOKEN_CE),
     "coord_reg": ModuleKind(
         coord_reg,
-        {name: _coord(f"{name}_weight") for name in ("coord_ce", "soft_ce", "w1", "coord_gate")}
-        | {"text_gate": _text("text_gate_weight")},
+        {name: _coord_term(f"{name}_weight") for name in ("coord_ce", "soft_ce", "w1", "coord_gate")}
+        | {"text_gate": _text_term("text_gate_weight")},
     ),
-    "bbox_geo": ModuleKind(bbox_geo, {name: _coord(f"{name}_weight") for name in ("smoothl1", "ciou")}),
+    "bbox_geo": ModuleKind(bbox_geo, {name: _coord_term(f"{name}_weight") for name in ("smoothl1", "ciou")}),
     "coord_diag": ModuleKind(
         coord_diag,
-        {name: _coord(None) for name in ("entropy", "top_probability", "target_probability", "coord_mass")}
-        | {"text_coord_mass": _text(None)},
+        {name: _coord_term(None) for name in ("entropy", "top_probability", "target_probability", "coord_mass")}
+        | {"text_coord_mass": _text_term(None)},
     ),
 }

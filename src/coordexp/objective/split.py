@@ -1,10 +1,11 @@
-"""The one place that reads full-vocabulary logits: how much goes to coordinates, how much to text (R38).
+"""Split the probability mass of the full vocabulary into coordinate tokens and text tokens.
 
-Every loss and every diagnostic takes what it needs from a `VocabularySplit`, so the numeric fences (what is not a
-number counts as 0, everything is clamped to +-FENCE, temperature divides after that) are the same for all of them.
-The two log masses are kept apart: their difference is exact also where one of them is nearly everything, which
-log(1 - p) is not. Written as one autograd function because it then needs two passes over the logits and no copy of
-them; `torch.logsumexp` on slices needs five of their size.
+This is the only place that reads full-vocabulary logits. Every loss and every diagnostic uses a
+`VocabularySplit`, so they can never disagree about the treatment of extreme values: NaN counts as 0, everything
+else is clamped to +-FENCE, and only then divided by the temperature. The log masses of the two parts are kept
+separate. Their difference is exact even if one part has nearly all of the mass, and log(1 - p) is not. The split
+is a single autograd function, because it then needs two passes over the logits and no copy of them.
+`torch.logsumexp` on slices would need five copies.
 """
 
 from dataclasses import dataclass, fields
@@ -17,14 +18,18 @@ from torch.nn.functional import softplus
 from coordexp.data import BINS
 
 FENCE = 1e4
-_CHUNK = 1 << 20  # logits handled at once: some megabytes, which stay in a processor's cache; more on a GPU
+_CHUNK = 1 << 20  # logits per chunk: a few megabytes, which fit in the cache of a CPU; a GPU takes larger ones
 
 
 @dataclass(frozen=True)
 class VocabularySplit:
-    """For each position: fenced logits of the coordinate tokens and of the token that follows, and the log mass of
-    all other tokens. They are divided by the temperature, and relative to the largest of the position: only
-    differences mean anything. `broken` counts the logits that were outside of the fence."""
+    """The split logits of each position.
+
+    `coord` has the logits of the coordinate tokens, `target` the logit of the token that follows, and `log_text`
+    the log mass of all text tokens. All are clamped, divided by the temperature, and relative to the largest
+    logit of the position, so only differences are meaningful. `broken` counts the logits that were NaN or
+    outside the fence.
+    """
 
     coord: Tensor
     target: Tensor
@@ -36,28 +41,29 @@ class VocabularySplit:
         return self.coord.logsumexp(-1)
 
     def cross_entropy(self) -> Tensor:
-        """Of the token that follows, over the full vocabulary."""
+        """Return the cross entropy of the token that follows, over the full vocabulary."""
         return torch.logaddexp(self.log_coord, self.log_text) - self.target
 
     def coord_gate(self) -> Tensor:
-        """-log of the mass on coordinate tokens: what a coordinate position pays for leaking to text."""
+        """Return -log of the mass on coordinate tokens: the loss of a coordinate position whose mass leaks to
+        text."""
         return softplus(self.log_text - self.log_coord)
 
     def text_gate(self) -> Tensor:
-        """-log of the mass on everything else: what a text position pays for leaking to coordinates."""
+        """Return -log of the mass on text tokens: the loss of a text position whose mass leaks to coordinates."""
         return softplus(self.log_coord - self.log_text)
 
     def coord_mass(self) -> Tensor:
         return torch.sigmoid(self.log_coord - self.log_text)
 
     def where(self, mask: Tensor) -> "VocabularySplit":
-        """The positions in `mask`."""
+        """Return the split of the positions in `mask`."""
         parts = {field.name: getattr(self, field.name)[mask] for field in fields(self) if field.name != "broken"}
         return VocabularySplit(**parts, broken=self.broken)
 
 
 def split_vocabulary(logits: Tensor, ids: Tensor, first_coord: int, temperature: float = 1.0) -> VocabularySplit:
-    """`logits` is [positions, vocabulary], `ids` the token that follows each position."""
+    """Split `logits`, which are [positions, vocabulary]. `ids` are the tokens that follow each position."""
     return VocabularySplit(*_Split.apply(logits, ids, first_coord, temperature))
 
 
@@ -66,13 +72,13 @@ class _Split(torch.autograd.Function):
     def forward(ctx: Any, logits: Tensor, ids: Tensor, first: int, temperature: float) -> tuple[Tensor, ...]:
         clean = _is_clean(logits)
         broken = logits.new_zeros((), dtype=torch.int64)
-        coord = _fenced(logits[:, first : first + BINS], clean) / temperature
-        target = _fenced(logits.gather(1, ids[:, None])[:, 0], clean) / temperature
+        coord = _clamp(logits[:, first : first + BINS], clean) / temperature
+        target = _clamp(logits.gather(1, ids[:, None])[:, 0], clean) / temperature
         log_text, largest = target.new_empty(len(logits)), target.new_empty(len(logits))
         for rows in _chunks(logits):
             if not clean:
                 broken += _outside(logits[rows]).count_nonzero()
-            scaled = _fenced(logits[rows], clean)
+            scaled = _clamp(logits[rows], clean)
             scaled = scaled if temperature == 1.0 else scaled / temperature
             parts = scaled[:, :first].logsumexp(-1), scaled[:, first + BINS :].logsumexp(-1)
             torch.logaddexp(*parts, out=log_text[rows])
@@ -83,13 +89,13 @@ class _Split(torch.autograd.Function):
         return coord - largest[:, None], target - largest, log_text - largest, broken
 
     @staticmethod
-    def backward(ctx: Any, *of: Tensor) -> tuple[Tensor, None, None, None]:
-        of_coord, of_target, of_log_text, _ = of
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
+        of_coord, of_target, of_log_text, _ = gradients
         logits, ids, log_text = ctx.saved_tensors
         first, temperature, clean = ctx.settings
         gradient = torch.empty_like(logits)
         for rows in _chunks(logits):
-            part = _fenced(logits[rows], clean, copy=True)
+            part = _clamp(logits[rows], clean, copy=True)
             if temperature != 1.0:
                 part /= temperature
             part -= log_text[rows, None]
@@ -105,7 +111,7 @@ class _Split(torch.autograd.Function):
 
 
 def _is_clean(logits: Tensor) -> bool:
-    """Whether every logit is a number inside of the fence: one cheap look, which spares two passes."""
+    """Return whether every logit is inside the fence. This check is cheap and saves two passes."""
     if not logits.numel():
         return True
     low, high = torch.aminmax(logits)
@@ -116,8 +122,9 @@ def _outside(logits: Tensor) -> Tensor:
     return ~(logits.abs() <= FENCE)
 
 
-def _fenced(logits: Tensor, clean: bool, copy: bool = False) -> Tensor:
-    """In float32, or float64 if they are; without a copy where none is needed and none is asked for."""
+def _clamp(logits: Tensor, clean: bool, copy: bool = False) -> Tensor:
+    """Return the logits with NaN as 0 and the others clamped, as float64 if they are, else as float32. They are
+    copied only if that is necessary or `copy` is set."""
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32), copy=copy)
     return wide if clean else wide.clamp(-FENCE, FENCE).nan_to_num_(0.0)
 
