@@ -31,7 +31,7 @@ FieldOrder = Literal["desc_first", "geometry_first"]
 
 
 class Role(IntEnum):
-    """What a token of a segment is for. Tokens from `matched_coord` on are supervised."""
+    """The purpose of a token in a segment. Tokens from `matched_coord` on are supervised."""
 
     prompt = 0
     masked_prefix = 1
@@ -43,8 +43,9 @@ class Role(IntEnum):
 
 
 class TokenKind(IntEnum):
-    """What a token of the answer is, whether it is supervised or not. Loss terms are divided by the number of
-    tokens of their kinds, so that a single missed object weighs the same however many others were found."""
+    """The content of a token of the answer, whether it is supervised or not. Loss terms are divided by the
+    number of tokens of their kinds, so that a single missed object weighs the same however many others were
+    found."""
 
     none = 0
     structure = 1
