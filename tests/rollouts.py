@@ -1,6 +1,6 @@
-"""Rollouts as models write them and as they break them, and what must hold for every one.
+"""Random rollouts, valid and broken, and a check of the properties that hold for all of them.
 
-Used by the property tests and, for a longer run, by benchmarks/fuzz_core.py.
+The property tests use them, and benchmarks/fuzz_core.py does for a longer run.
 """
 
 import json
@@ -13,11 +13,11 @@ import numpy as np
 
 from coordexp.config import RolloutMatching
 from coordexp.correction import (
-    Kind,
     ParsedRollout,
     Reason,
     Role,
     Segment,
+    TokenKind,
     build_segment,
     coord_targets,
     match_objects,
@@ -82,7 +82,7 @@ def random_truth(chooser: random.Random) -> list[TrueObject]:
 
 
 def random_rollout(chooser: random.Random, truth: list[TrueObject], table: VocabularyTable) -> list[int]:
-    """Byte soup, or a valid answer, mutated in its text and then in its tokens."""
+    """Return random tokens or bytes, or a valid answer with mutations in its text and then in its tokens."""
     if chooser.random() < 0.1:
         return [chooser.randrange(len(table.pieces) + 3) for _ in range(chooser.randint(0, 30))]
     if chooser.random() < 0.1:
@@ -95,22 +95,23 @@ def random_rollout(chooser: random.Random, truth: list[TrueObject], table: Vocab
         text = text[:at] + chooser.choice((*SNIPPETS, text[at : at + 20])) + text[at + length :]
     ids = table.tokenizer.encode(text, add_special_tokens=False).ids
     for _ in range(chooser.choice((0, 0, 1, 1, 2, 4))):
-        ids = _mutated(chooser, ids, table)
+        ids = _mutate(chooser, ids, table)
     return ids
 
 
 def check_rollout(
     ids: list[int], truth: list[TrueObject], table: VocabularyTable, order: Any = "desc_first"
 ) -> None:
+    """Correct a rollout, and raise AssertionError if the result breaks a property."""
     parsed = parse_rollout(ids, table)
-    valid = parsed.valid
-    match = match_objects([found.geometry for found in valid], [found.geometry for found in truth], SETTINGS)
+    predicted = [prediction.geometry for prediction in parsed.valid]
+    match = match_objects(predicted, [true.geometry for true in truth], SETTINGS)
     segment = build_segment(PROMPT, parsed, match, truth, table=table, order=order, settings=SETTINGS)
-    _ids_are_kept(ids, parsed, segment, table)
-    _is_strict_json(segment, table)
-    _reads_back(parsed, [truth[j] for j in match.missed], segment, table)
-    _supervision_is_in_place(parsed, segment, match.pairs, truth, table)
-    _kinds_are_right(parsed, segment, table)
+    _check_kept_ids(ids, parsed, segment, table)
+    _check_strict_json(segment, table)
+    _check_second_parse(parsed, [truth[j] for j in match.missed], segment, table)
+    _check_supervision(parsed, segment, match.pairs, truth, table)
+    _check_kinds(parsed, segment, table)
 
 
 def _random_answer(chooser: random.Random, truth: list[TrueObject]) -> str:
@@ -126,7 +127,7 @@ def _random_answer(chooser: random.Random, truth: list[TrueObject]) -> str:
     return "{" + ", ".join(entries) + "}"
 
 
-def _mutated(chooser: random.Random, ids: list[int], table: VocabularyTable) -> list[int]:
+def _mutate(chooser: random.Random, ids: list[int], table: VocabularyTable) -> list[int]:
     if not ids:
         return ids
     at, other = chooser.randrange(len(ids)), chooser.randrange(len(ids))
@@ -148,7 +149,7 @@ def _mutated(chooser: random.Random, ids: list[int], table: VocabularyTable) -> 
     return [*ids[:at], table.end_of_turn, *ids[at:]]
 
 
-def _ids_are_kept(ids: list[int], parsed: ParsedRollout, segment: Segment, table: VocabularyTable) -> None:
+def _check_kept_ids(ids: list[int], parsed: ParsedRollout, segment: Segment, table: VocabularyTable) -> None:
     count = len(parsed.prefix_ids)
     assert list(parsed.prefix_ids) == ids[:count]
     assert segment.ids[len(PROMPT) : len(PROMPT) + count].tolist() == ids[:count]
@@ -159,18 +160,18 @@ def _ids_are_kept(ids: list[int], parsed: ParsedRollout, segment: Segment, table
 
 
 def answer_text(segment: Segment, table: VocabularyTable) -> str:
-    """The answer as JSON text: coordinates outside of strings are quoted first (D9)."""
+    """Return the answer as JSON text, with quotes around the coordinates outside strings."""
     symbols = "".join(table.symbols[id] for id in segment.ids[len(PROMPT) : -1])
     coord = f"[{chr(COORD_BASE)}-{chr(COORD_BASE + 999)}]"
 
-    def spelled(found: "re.Match[str]") -> str:
-        text = re.sub(coord, lambda c: f"<|coord_{ord(c.group()) - COORD_BASE}|>", found.group())
+    def spell(match: "re.Match[str]") -> str:
+        text = re.sub(coord, lambda c: f"<|coord_{ord(c.group()) - COORD_BASE}|>", match.group())
         return text if text.startswith('"') else f'"{text}"'
 
-    return re.sub(rf'"(?:[^"\\]|\\.)*"|{coord}', spelled, symbols, flags=re.DOTALL).encode("latin-1").decode()
+    return re.sub(rf'"(?:[^"\\]|\\.)*"|{coord}', spell, symbols, flags=re.DOTALL).encode("latin-1").decode()
 
 
-def _is_strict_json(segment: Segment, table: VocabularyTable) -> None:
+def _check_strict_json(segment: Segment, table: VocabularyTable) -> None:
     def refuse(constant: str) -> None:
         raise AssertionError(f"{constant} is not JSON")
 
@@ -179,33 +180,35 @@ def _is_strict_json(segment: Segment, table: VocabularyTable) -> None:
     json.dumps(value, ensure_ascii=False).encode()  # a lone surrogate cannot be encoded
 
 
-def _reads_back(parsed: ParsedRollout, missed: list[TrueObject], segment: Segment, table: VocabularyTable) -> None:
+def _check_second_parse(
+    parsed: ParsedRollout, missed: list[TrueObject], segment: Segment, table: VocabularyTable
+) -> None:
     again = parse_rollout(segment.ids[len(PROMPT) :].tolist(), table)
     assert not again.truncated
     assert not again.fallback
     cut = len(again.objects) - len(missed)
-    appended = [(found.desc, found.geometry, found.reason) for found in again.objects[cut:]]
+    appended = [(item.desc, item.geometry, item.reason) for item in again.objects[cut:]]
     assert appended == [(unicodedata.normalize("NFC", true.desc), true.geometry, None) for true in missed]
     lost = (Reason.truncated, Reason.syntax, Reason.placeholder)
-    kept = [found for found in parsed.objects if found.reason not in lost]
+    kept = [prediction for prediction in parsed.objects if prediction.reason not in lost]
     assert again.objects[:cut] == tuple(kept[:cut])
-    assert all(not found.valid for found in kept[cut:])
+    assert all(not prediction.is_valid for prediction in kept[cut:])
 
 
-def _kinds_are_right(parsed: ParsedRollout, segment: Segment, table: VocabularyTable) -> None:
-    """In the tail: desc tokens are exactly those that lie wholly inside of a desc value."""
+def _check_kinds(parsed: ParsedRollout, segment: Segment, table: VocabularyTable) -> None:
+    """In the tail, the desc tokens are exactly those that lie entirely inside a desc value."""
     start = len(PROMPT) + len(parsed.prefix_ids)
     pieces = [table.pieces[id] for id in segment.ids[start:-1]]
     tail = b"".join(pieces)
-    spans = [found.span(1) for found in re.finditer(rb'"desc": "((?:[^"\\]|\\.)*)"', tail)]
+    spans = [match.span(1) for match in re.finditer(rb'"desc": "((?:[^"\\]|\\.)*)"', tail)]
     end = 0
     for piece, kind in zip(pieces, segment.kinds[start:-1], strict=True):
         begin, end = end, end + len(piece)
         inside = any(low <= begin and end <= high for low, high in spans)
-        assert (kind == Kind.desc) == inside
+        assert (kind == TokenKind.desc) == inside
 
 
-def _supervision_is_in_place(
+def _check_supervision(
     parsed: ParsedRollout, segment: Segment, pairs: Any, truth: list[TrueObject], table: VocabularyTable
 ) -> None:
     answer = segment.ids[len(PROMPT) :]
@@ -228,21 +231,21 @@ def _supervision_is_in_place(
     assert (segment.roles == Role.matched_coord).nonzero()[0].tolist() == [
         len(PROMPT) + at for at in sorted(matched)
     ]
-    found = segment.coord_targets[segment.roles == Role.matched_coord]
-    assert np.allclose(found, [matched[at] for at in sorted(matched)], atol=1e-3)
+    targets = segment.coord_targets[segment.roles == Role.matched_coord]
+    assert np.allclose(targets, [matched[at] for at in sorted(matched)], atol=1e-3)
     assert all(0 <= bin <= 999 for bin in matched.values())
     assert (segment.weights == (segment.roles >= Role.matched_coord)).all()
-    _sides_are_in_place(parsed, segment, pairs, truth)
+    _check_sides(parsed, segment, pairs, truth)
 
 
-def _sides_are_in_place(parsed: ParsedRollout, segment: Segment, pairs: Any, truth: list[TrueObject]) -> None:
-    """The four coordinates of each supervised box, in order, and no coordinate of a polygon."""
+def _check_sides(parsed: ParsedRollout, segment: Segment, pairs: Any, truth: list[TrueObject]) -> None:
+    """The sides mark the four coordinates of each supervised box, in order, and no coordinate of a polygon."""
     valid, matched = parsed.valid, {j for _, j in pairs}
     boxes = [list(valid[i].coord_indices) for i, _ in sorted(pairs) if valid[i].geometry.kind == "bbox_2d"]
-    found = segment.sides.nonzero()[0]
-    assert segment.sides[found].tolist() == [1, 2, 3, 4] * (len(found) // 4)
-    groups = (found - len(PROMPT)).reshape(-1, 4).tolist()
+    positions = segment.sides.nonzero()[0]
+    assert segment.sides[positions].tolist() == [1, 2, 3, 4] * (len(positions) // 4)
+    groups = (positions - len(PROMPT)).reshape(-1, 4).tolist()
     assert groups[: len(boxes)] == sorted(boxes)
     appended = [list(true.geometry.bins) for j, true in enumerate(truth) if j not in matched]
-    tail = segment.coord_targets[found].reshape(-1, 4)[len(boxes) :].tolist()
+    tail = segment.coord_targets[positions].reshape(-1, 4)[len(boxes) :].tolist()
     assert tail == [bins for bins in appended if len(bins) == 4]

@@ -1,4 +1,4 @@
-"""Real examples for the tiny Qwen3-VL: drawn images, partly right rollouts, and their corrected answers."""
+"""Real examples for the tiny Qwen3-VL: drawn images, partly right rollouts, and their corrections."""
 
 import functools
 import random
@@ -27,36 +27,40 @@ SIDES = (64, 96, 128)
 
 
 def settings(*objective: dict[str, Any], diagnostics: Sequence[dict[str, Any]] = (), **changes: Any) -> Settings:
-    """Stage-2 settings for both channels, with these modules, or with all of them."""
-    modules = objective or (every(TOKEN_CE, desc_ce_weight=0.5), every(COORD_REG), every(BBOX_GEO))
+    """Return Stage 2 settings for both channels with these modules, or with all modules if none is given."""
+    modules = objective or (
+        on_both_channels(TOKEN_CE, desc_ce_weight=0.5),
+        on_both_channels(COORD_REG),
+        on_both_channels(BBOX_GEO),
+    )
     pipeline = {"objective": list(modules), "diagnostics": list(diagnostics)}
     both = {"custom__trainer_variant": "stage2_two_channel", "stage2__b_ratio": 0.5}
     return parse_settings(stage2(rollout_matching__pipeline=pipeline, **(both | changes))).settings
 
 
-def every(module: dict[str, Any], **config: Any) -> dict[str, Any]:
-    """The module on both channels, with changes to its config."""
-    found = deepcopy(module) | {"channels": ["A", "B"]}
-    found["config"] |= config
-    return found
+def on_both_channels(module: dict[str, Any], **config: Any) -> dict[str, Any]:
+    """Return the declaration of a module on both channels, with changes to its config."""
+    declared = deepcopy(module) | {"channels": ["A", "B"]}
+    declared["config"] |= config
+    return declared
 
 
-DIAGNOSTICS = (every(COORD_DIAG),)
+DIAGNOSTICS = (on_both_channels(COORD_DIAG),)
 
 
-def _partly_right(chooser: random.Random, truth: Sequence[TrueObject]) -> str:
-    """The last true object a little off, some of the others, and one that is not there."""
-    found = [true.geometry for true in truth[:-1] if chooser.random() < 0.5]
-    found += [Geometry("bbox_2d", (110, 205, 395, 480)), random_shape(chooser)]
+def _write_partly_right(chooser: random.Random, truth: Sequence[TrueObject]) -> str:
+    """Return an answer with the last true object slightly shifted, some of the others, and a false positive."""
+    shapes = [true.geometry for true in truth[:-1] if chooser.random() < 0.5]
+    shapes += [Geometry("bbox_2d", (110, 205, 395, 480)), random_shape(chooser)]
     entries = []
-    for k, shape in enumerate(found, start=1):
+    for k, shape in enumerate(shapes, start=1):
         coords = ", ".join(f"<|coord_{bin}|>" for bin in shape.bins)
         entries.append(f'"object_{k}": {{"desc": "thing", "{shape.kind}": [{coords}]}}')
     return "{" + ", ".join(entries) + "}"
 
 
 class Tiny:
-    """A tiny model with its processor, and examples made for it."""
+    """A tiny model with its processor, its objective, and examples for it."""
 
     def __init__(self, folder: Path, objective_settings: Settings | None = None, attention: Any = None) -> None:
         torch.manual_seed(0)
@@ -72,39 +76,41 @@ class Tiny:
         self.collate = Collator.for_model(self.model, self.pixels, self.objective.roles())
 
     @functools.cache  # noqa: B019
-    def _encoded(self, image: str) -> Any:
+    def _encode(self, image: str) -> Any:
         seed, side = map(int, image.split("x"))
-        picture = drawing(seed, side).resize((side, side + 32 * (seed % 3)))
-        return self.processor(text=[prompt(self.processor)], images=[picture], return_tensors="pt")
+        drawn = drawing(seed, side).resize((side, side + 32 * (seed % 3)))
+        return self.processor(text=[prompt(self.processor)], images=[drawn], return_tensors="pt")
 
     def pixels(self, image: str, size: tuple[int, int] = (0, 0)) -> tuple[torch.Tensor, torch.Tensor]:
-        encoded = self._encoded(image)
+        encoded = self._encode(image)
         return encoded["pixel_values"], encoded["image_grid_thw"]
 
     def prompt_ids(self, image: str) -> list[int]:
-        return self._encoded(image)["input_ids"][0].tolist()
+        return self._encode(image)["input_ids"][0].tolist()
 
     def example(self, seed: int, channel: str = "B") -> Example:
         chooser = random.Random(seed)
         image = f"{seed}x{SIDES[seed % 3]}"
         truth = [*random_truth(chooser), TrueObject("cup", Geometry("bbox_2d", (100, 200, 400, 500 + seed)))]
-        text = "" if channel == "A" else _partly_right(chooser, truth)
+        text = "" if channel == "A" else _write_partly_right(chooser, truth)
         ids = self.table.tokenizer.encode(text, add_special_tokens=False).ids
         parsed = parse_rollout(ids, self.table)
-        match = match_objects([o.geometry for o in parsed.valid], [o.geometry for o in truth], MATCHING)
+        match = match_objects(
+            [prediction.geometry for prediction in parsed.valid], [true.geometry for true in truth], MATCHING
+        )
         segment = build_segment(
             self.prompt_ids(image), parsed, match, truth, table=self.table, order="desc_first", settings=MATCHING
         )
         return Example(segment, image, (0, 0), channel)
 
-    def padded(self, examples: Sequence[Example]) -> dict[str, Any]:
-        """The batch as transformers has it, padded on the right: nothing of our collation."""
+    def pad(self, examples: Sequence[Example]) -> dict[str, Any]:
+        """Return the batch in the form of transformers, padded on the right, without our collation."""
         ids = torch.full((len(examples), max(map(len, examples))), self.table.end_of_turn)
         mask = torch.zeros_like(ids)
-        for k, one in enumerate(examples):
-            ids[k, : len(one)] = torch.from_numpy(one.segment.ids)
-            mask[k, : len(one)] = 1
-        images = [self.pixels(one.image) for one in examples]
+        for k, example in enumerate(examples):
+            ids[k, : len(example)] = torch.from_numpy(example.segment.ids)
+            mask[k, : len(example)] = 1
+        images = [self.pixels(example.image) for example in examples]
         return {
             "input_ids": ids,
             "attention_mask": mask,
@@ -118,6 +124,6 @@ class Tiny:
         return self.model(**row.inputs).logits[0]
 
     def gradients(self) -> dict[str, torch.Tensor]:
-        found = {name: weight.grad.clone() for name, weight in self.model.named_parameters()}
+        gradients = {name: weight.grad.clone() for name, weight in self.model.named_parameters()}
         self.model.zero_grad()
-        return found
+        return gradients

@@ -1,7 +1,7 @@
-"""One optimizer step of the real objective on one rank: `python step_worker.py PLAN.json`, alone or by torchrun.
+"""Run one optimizer step of the real objective: `python step_worker.py PLAN.json`, alone or with torchrun.
 
-The plan gives for each rank its micro-steps, each a list of example seeds that make one row. Rank 0 writes the
-gradients before and after clipping, and what was reported.
+The plan lists the micro-steps of each rank. A micro-step is a list of example seeds that make one row. Rank 0
+writes the gradients before and after clipping, and the report.
 """
 
 import json
@@ -14,14 +14,14 @@ from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 from safetensors.torch import save_file
 from torch.distributed.tensor import DTensor
 
-from coordexp.objective import Tally, reduced_counts
+from coordexp.objective import LossTally, reduce_counts
 from coordexp.objective.reduction import gradient_scale
 from tests.rows import Tiny
 
 
 def main(plan: dict) -> None:
     torch.set_num_threads(1)
-    accelerator = accelerated(sharded=plan["mode"] == "fsdp2")
+    accelerator = make_accelerator(sharded=plan["mode"] == "fsdp2")
     tiny = Tiny(Path(plan["model"]))
     rows = [
         tiny.collate([tiny.example(seed, "AB"[seed % 2]) for seed in seeds])
@@ -30,8 +30,8 @@ def main(plan: dict) -> None:
     model = tiny.model.train()
     model, _ = accelerator.prepare(model, torch.optim.SGD(model.parameters()))
     assert (plan["mode"] == "fsdp2") == all(isinstance(weight, DTensor) for weight in model.parameters())
-    counts = reduced_counts([row.counts for row in rows], accelerator.device)
-    tally = Tally(tiny.objective)
+    counts = reduce_counts([row.counts for row in rows], accelerator.device)
+    tally = LossTally(tiny.objective)
     for row in rows:
         logits = model(**row.inputs).logits[0]
         measures = tiny.objective.measure(logits, row.supervision)
@@ -51,15 +51,15 @@ def main(plan: dict) -> None:
     accelerator.end_training()
 
 
-def accelerated(sharded: bool) -> Accelerator:
+def make_accelerator(sharded: bool) -> Accelerator:
     accelerator = Accelerator(cpu=True)
-    if sharded:  # accelerate takes this branch by itself for every device but a CPU
+    if sharded:  # accelerate does this itself for every device except a CPU
         accelerator.state.distributed_type = DistributedType.FSDP
-        accelerator.state.fsdp_plugin = sharding()
+        accelerator.state.fsdp_plugin = shard_layers()
     return accelerator
 
 
-def sharding() -> FullyShardedDataParallelPlugin:
+def shard_layers() -> FullyShardedDataParallelPlugin:
     return FullyShardedDataParallelPlugin(
         fsdp_version=2,
         auto_wrap_policy="transformer_based_wrap",
@@ -69,12 +69,12 @@ def sharding() -> FullyShardedDataParallelPlugin:
 
 
 def _gradients(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Whole gradients, on every rank."""
-    found = {}
+    """Return the whole gradients, on every rank."""
+    gradients = {}
     for name, weight in model.named_parameters():
         gradient = weight.grad.full_tensor() if isinstance(weight.grad, DTensor) else weight.grad
-        found[name.removeprefix("module.")] = gradient.clone()
-    return found
+        gradients[name.removeprefix("module.")] = gradient.clone()
+    return gradients
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""Ten steps of stage 2 come out as they always have: a change of numbers is never an accident.
+"""Ten steps of Stage 2 give the stored numbers, so that no change of them goes unnoticed.
 
-`python -m tests.integration.test_golden` prints the trace of this checkout, to be stored below when it was meant
-to change.
+`python -m tests.integration.test_golden` prints the trace of this checkout. Store it below if a change is
+intended.
 """
 
 import tempfile
@@ -11,10 +11,10 @@ import pytest
 
 from tests.integration.stage2_runs import config, draw, finish, steps, training
 
-# One thread, and the instructions that all x86 processors of the last ten years have.
+# One thread, and only instructions that all x86 processors of the last ten years have.
 REPEATABLE = {"ATEN_CPU_CAPABILITY": "avx2", "MKL_CBWR": "AVX2", "ONEDNN_MAX_CPU_ISA": "AVX2"}
 
-# The loss of each step, the tokens of its answers, and how many of the objects they found.
+# The loss of each step, the number of tokens of its rollouts, and the number of matched objects.
 TRACE = [
     (3.83551, 346, 10),
     (3.95604, 309, 9),
@@ -31,7 +31,7 @@ TRACE = [
 
 def trace(folder: Path) -> list[tuple[float, int, int]]:
     changes = {
-        "rollout_matching__max_new_tokens": 72,  # some answers of two objects are cut off, and some are not
+        "rollout_matching__max_new_tokens": 72,  # cuts off some answers with two objects, but not all
         "training__max_steps": 10,
         "training__learning_rate": 1e-3,
         "training__save_strategy": "no",
@@ -45,10 +45,10 @@ def trace(folder: Path) -> list[tuple[float, int, int]]:
 
 
 @pytest.mark.timeout(240)
-def test_ten_steps_have_the_losses_that_are_stored(tmp_path):
-    found = trace(tmp_path)
-    assert [rest for _, *rest in found] == [rest for _, *rest in TRACE]
-    assert [loss for loss, *_ in found] == pytest.approx([loss for loss, *_ in TRACE], abs=1.1e-5)
+def test_ten_steps_have_the_stored_losses(tmp_path):
+    steps_now = trace(tmp_path)
+    assert [rest for _, *rest in steps_now] == [rest for _, *rest in TRACE]
+    assert [loss for loss, *_ in steps_now] == pytest.approx([loss for loss, *_ in TRACE], abs=1.1e-5)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""One optimizer step has one gradient and one report, however it is packed, accumulated and distributed (D19)."""
+"""An optimizer step has the same gradient and report, however it is packed, accumulated and distributed (D19)."""
 
 import json
 from pathlib import Path
@@ -31,17 +31,17 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def run(folder, tmp_path_factory):
-    done = {}
+    results = {}
 
-    def once(name):
-        if name not in done:
-            done[name] = _step(name, folder, tmp_path_factory.mktemp("plan"))
-        return done[name]
+    def run_once(name):
+        if name not in results:
+            results[name] = _run_step(name, folder, tmp_path_factory.mktemp("plan"))
+        return results[name]
 
-    return once
+    return run_once
 
 
-def _step(name: str, folder: Path, out: Path):
+def _run_step(name: str, folder: Path, out: Path):
     mode, ranks = PLANS[name]
     plan = {"mode": mode, "ranks": ranks, "model": str(folder), "out": str(out), "clip": CLIP}
     (out / "plan.json").write_text(json.dumps(plan))
@@ -53,14 +53,14 @@ def _step(name: str, folder: Path, out: Path):
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("name", [name for name in PLANS if name != "one row"])
 def test_the_step_has_the_same_gradient_and_report_as_one_row_on_one_process(run, name):
-    expected, found = run("one row"), run(name)
-    for whole, part in zip(expected[:2], found[:2], strict=True):
+    expected, actual = run("one row"), run(name)
+    for whole, part in zip(expected[:2], actual[:2], strict=True):
         assert whole.keys() == part.keys()
         for weight in whole:
             scale = whole[weight].norm()
             assert (part[weight] - whole[weight]).norm() <= 1e-4 * scale + 1e-12, weight
-    assert found[2]["losses"] == pytest.approx(expected[2]["losses"], rel=1e-5, abs=1e-9)
-    assert found[2]["norm"] == pytest.approx(expected[2]["norm"], rel=1e-4)
+    assert actual[2]["losses"] == pytest.approx(expected[2]["losses"], rel=1e-5, abs=1e-9)
+    assert actual[2]["norm"] == pytest.approx(expected[2]["norm"], rel=1e-4)
 
 
 @pytest.mark.timeout(240)

@@ -1,4 +1,4 @@
-"""What holds for the selection from every buffer (R05)."""
+"""Properties of the selection from any buffer (R05)."""
 
 import itertools
 import random
@@ -27,7 +27,7 @@ def test_no_selection_is_below_first_in_first_out_above_the_cap_or_without_the_o
         assert sum(lengths[i] for i in first_in_first_out(lengths, capacity)) <= total <= capacity
 
 
-def test_up_to_twelve_segments_no_subset_is_fuller():
+def test_with_up_to_twelve_segments_no_subset_is_fuller():
     chooser = random.Random(12)
     for _ in range(300):
         capacity = chooser.choice((30, 300, 3000))

@@ -1,4 +1,4 @@
-"""Whatever a model writes, on any byte-level vocabulary, the core answers and its answer can be trained on."""
+"""Whatever a model writes, on any byte-level vocabulary, the correction succeeds and can be trained on."""
 
 import itertools
 import json
@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 
 import coordexp.correction.entries
 from coordexp.correction import Reason, parse_rollout
-from coordexp.correction.parse import LOST
-from coordexp.correction.spans import entry_spans
+from coordexp.correction.parse import LOST, entry_spans
 from tests.rollouts import check_rollout, random_rollout, random_truth
 from tests.vocabularies import encode, table
 
@@ -24,7 +23,7 @@ seeds = st.integers(0, 2**64 - 1)
 @pytest.mark.scenario("R19.C2", "R19.C10", "R19.C11", on="pure")
 @settings(max_examples=1500, deadline=None)
 @given(st.sampled_from(VOCABULARIES), seeds, st.sampled_from(["desc_first", "geometry_first"]))
-def test_every_rollout_gives_an_answer_that_can_be_trained_on(vocabulary, seed, order):
+def test_the_correction_of_every_rollout_can_be_trained_on(vocabulary, seed, order):
     chooser = random.Random(seed)
     truth = random_truth(chooser)
     check_rollout(random_rollout(chooser, truth, table(vocabulary)), truth, table(vocabulary), order)
@@ -33,14 +32,14 @@ def test_every_rollout_gives_an_answer_that_can_be_trained_on(vocabulary, seed, 
 @pytest.mark.scenario("R19.C10", on="pure")
 @settings(max_examples=400, deadline=None)
 @given(st.sampled_from(VOCABULARIES), st.binary(max_size=60))
-def test_any_bytes_at_all(vocabulary, soup):
-    ids = [table(vocabulary).byte_ids[byte] for byte in b"{" + soup]
+def test_the_correction_of_any_bytes_can_be_trained_on(vocabulary, content):
+    ids = [table(vocabulary).byte_ids[byte] for byte in b"{" + content]
     check_rollout(ids, [], table(vocabulary))
 
 
 @settings(max_examples=300, deadline=None)
 @given(st.sampled_from(VOCABULARIES), seeds)
-def test_the_quick_reading_of_entries_is_the_full_one(vocabulary, seed):
+def test_the_quick_reader_of_entries_gives_the_result_of_the_full_one(vocabulary, seed):
     chooser = random.Random(seed)
     ids = random_rollout(chooser, random_truth(chooser), table(vocabulary))
     quick = parse_rollout(ids, table(vocabulary))
@@ -52,38 +51,38 @@ def test_the_quick_reading_of_entries_is_the_full_one(vocabulary, seed):
 @settings(max_examples=3000, deadline=None)
 @given(st.sampled_from(VOCABULARIES), seeds)
 def test_every_object_has_its_range_of_tokens(vocabulary, seed):
-    """In order; a range shares at most one token with the next, and has the coordinates of its object."""
+    """Ranges are in order, share at most one token with the next, and contain the coordinates of their object."""
     chooser = random.Random(seed)
     ids = random_rollout(chooser, random_truth(chooser), table(vocabulary))
     objects, spans = parse_rollout(ids, table(vocabulary)).objects, entry_spans(ids, table(vocabulary))
     assert len(spans) == len(objects)
     assert all(0 <= start <= end <= len(ids) for start, end in spans)
-    assert all(start < end for (start, end), found in zip(spans, objects, strict=True) if found.reason not in LOST)
+    assert all(start < end for (start, end), item in zip(spans, objects, strict=True) if item.reason not in LOST)
     assert all(end - 1 <= start for (_, end), (start, _) in itertools.pairwise(spans))
-    for found, (start, end) in zip(objects, spans, strict=True):
-        assert all(start <= at < end for at in found.coord_indices)
+    for prediction, (start, end) in zip(objects, spans, strict=True):
+        assert all(start <= at < end for at in prediction.coord_indices)
         written = [table(vocabulary).pieces[id] for id in ids[start:end] if id < len(table(vocabulary).pieces)]
-        if found.reason not in LOST:
+        if prediction.reason not in LOST:
             assert b'"' in written[0]
-            if found.key.isascii() and found.key.isidentifier() and "\\" not in str(written):
-                assert f'"{found.key}"'.encode() in b"".join(written)
+            if prediction.key.isascii() and prediction.key.isidentifier() and "\\" not in str(written):
+                assert f'"{prediction.key}"'.encode() in b"".join(written)
 
 
 @settings(max_examples=300, deadline=None)
 @given(st.sampled_from(["qwen", "small"]), seeds, st.integers(1, 8), st.sampled_from(["!", "{,}", "[1 2]", "tru"]))
 def test_every_object_that_was_written_is_counted_wherever_the_answer_breaks(vocabulary, seed, count, broken):
-    """Valid objects, the broken one and those that are not read behind it are all that were written."""
+    """The valid objects, the broken one and the unread ones behind it add up to the number of written objects."""
     at = random.Random(seed).randrange(count)
     bodies = [broken if n == at else GOOD for n in range(count)]
     parsed = parse_rollout(encode(_answer(bodies), table(vocabulary)), table(vocabulary))
     assert len(parsed.valid) == at
-    assert [found.reason for found in parsed.objects[at:]] == [Reason.syntax]
+    assert [prediction.reason for prediction in parsed.objects[at:]] == [Reason.syntax]
     assert len(parsed.objects) + parsed.unread == count
 
 
 @settings(max_examples=300, deadline=None)
 @given(st.sampled_from(VOCABULARIES), seeds)
-def test_no_object_is_counted_that_has_no_key_in_the_text(vocabulary, seed):
+def test_no_object_without_a_key_in_the_text_is_counted(vocabulary, seed):
     chooser = random.Random(seed)
     ids = random_rollout(chooser, random_truth(chooser), table(vocabulary))
     text = table(vocabulary).text_of(ids)
@@ -108,16 +107,17 @@ def _answer(bodies):
 
 @settings(max_examples=300, deadline=None)
 @given(st.sampled_from(["qwen", "small"]), values, st.integers(0, 2), st.booleans())
-def test_a_schema_invalid_entry_changes_nothing_about_its_neighbours(vocabulary, value, place, escape):
+def test_an_entry_that_breaks_the_schema_does_not_affect_its_neighbours(vocabulary, value, place, escape):
     bodies = [GOOD] * 3
     bodies[place] = json.dumps(value, ensure_ascii=escape)
     if re.search("[\ud800-\udfff]", bodies[place]) or "\\ud" in bodies[place]:
         return  # half a character is a syntax break, not a schema break
-    parsed, sound = (
-        parse_rollout(encode(_answer(each), table(vocabulary)), table(vocabulary)) for each in (bodies, [GOOD] * 3)
+    parsed, undamaged = (
+        parse_rollout(encode(_answer(entries), table(vocabulary)), table(vocabulary))
+        for entries in (bodies, [GOOD] * 3)
     )
     assert len(parsed.objects) == 3
     assert parsed.objects[place].reason not in (None, Reason.syntax, Reason.truncated)
     for n in {0, 1, 2} - {place}:
-        assert parsed.objects[n]._replace(coord_indices=()) == sound.objects[n]._replace(coord_indices=())
+        assert parsed.objects[n]._replace(coord_indices=()) == undamaged.objects[n]._replace(coord_indices=())
         assert len(parsed.objects[n].coord_indices) == 4

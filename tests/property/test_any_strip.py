@@ -1,4 +1,4 @@
-"""Whose each token of the inspector's strip is, over random answers: right ones, wrong ones and soup."""
+"""The inspector assigns every token to the object that it belongs to, for random answers, valid and broken."""
 
 import random
 
@@ -18,22 +18,24 @@ VOCABULARIES = ["qwen", "small", *(f"random-{k}" for k in range(30))]
 @settings(max_examples=1500, deadline=None)
 @given(st.sampled_from(VOCABULARIES), st.integers(0, 2**60), st.sampled_from(["desc_first", "geometry_first"]))
 def test_every_token_belongs_to_the_object_that_it_writes(vocabulary, seed, order):
-    chooser, words = random.Random(seed), table(vocabulary)
+    chooser, vocabulary_table = random.Random(seed), table(vocabulary)
     truth = random_truth(chooser)
-    ids = random_rollout(chooser, truth, words)
-    found = correct(list(PROMPT), ids, truth, table=words, order=order, settings=RolloutMatching())
-    result = described(found)
+    ids = random_rollout(chooser, truth, vocabulary_table)
+    correction = correct(list(PROMPT), ids, truth, table=vocabulary_table, order=order, settings=RolloutMatching())
+    result = described(correction)
     strip = Strip({"result": result, "rollout": {"ids": list(ids)}})
-    tokens = strip.tokens(words, desc_is_masked=False)
+    tokens = strip.tokens(vocabulary_table, desc_is_masked=False)
     owners = tokens["owner"]
-    for k, one in enumerate(result["objects"]):
-        assert all(owners[at] == k for at in one["at"])
+    for k, prediction in enumerate(result["objects"]):
+        assert all(owners[at] == k for at in prediction["at"])
     for j in result["missed"]:
         own = [
-            id for id, owner in zip(tokens["ids"], owners, strict=True) if owner == -2 - j and words.is_coord(id)
+            id
+            for id, owner in zip(tokens["ids"], owners, strict=True)
+            if owner == -2 - j and vocabulary_table.is_coord(id)
         ]
-        assert [id - words.first_coord for id in own] == list(truth[j].geometry.bins)
-    valid = [k for k, one in enumerate(result["objects"]) if one["reason"] is None]
+        assert [id - vocabulary_table.first_coord for id in own] == list(truth[j].geometry.bins)
+    valid = [k for k, prediction in enumerate(result["objects"]) if prediction["reason"] is None]
     matched = {valid[i] for i, _ in result["pairs"]}
     for at, (role, owner) in enumerate(zip(tokens["roles"], owners, strict=True)):
         assert (role == CUT) == (strip.prefix <= at < strip.prefix + strip.cut)

@@ -26,7 +26,7 @@ PROMPT = [5, 6, 7]
 
 @dataclass(frozen=True)
 class Core:
-    """The whole way from a rollout's text to its segment."""
+    """All steps from the text of a rollout to its segment, on one vocabulary."""
 
     table: VocabularyTable
     settings: RolloutMatching = field(default_factory=RolloutMatching)
@@ -40,7 +40,7 @@ class Core:
     ) -> tuple[ParsedRollout, MatchResult, Segment]:
         parsed = self.parse(text, stop=stop)
         match = match_objects(
-            [found.geometry for found in parsed.valid], [found.geometry for found in truth], self.settings
+            [prediction.geometry for prediction in parsed.valid], [true.geometry for true in truth], self.settings
         )
         segment = build_segment(
             PROMPT, parsed, match, truth, table=self.table, order=order, settings=self.settings
@@ -48,7 +48,7 @@ class Core:
         return parsed, match, segment
 
     def answer(self, segment: Segment) -> str:
-        """The text of the answer, without its end of turn."""
+        """Return the text of the answer, without its end of turn."""
         *ids, last = segment.ids[segment.prompt_length :].tolist()
         assert last == self.table.end_of_turn
         return self.table.bytes_of(ids).decode()
@@ -59,8 +59,8 @@ class Core:
     def tokens(self, segment: Segment, role: Role) -> list[str]:
         return [
             self.table.pieces[id].decode(errors="replace")
-            for id, found in zip(segment.ids, segment.roles, strict=True)
-            if found == role
+            for id, token_role in zip(segment.ids, segment.roles, strict=True)
+            if token_role == role
         ]
 
 
@@ -70,7 +70,8 @@ def core(request: pytest.FixtureRequest) -> Core:
 
 
 def quote_bare_coords(text: str) -> str:
-    """Coordinate tokens outside of strings as strings, as every JSON check takes them (D9)."""
+    """Return the text with quotes around the coordinate tokens outside strings, so that a JSON reader
+    accepts it."""
     pattern = r'"(?:[^"\\]|\\.)*"|<\|coord_[0-9]+\|>'
     return re.sub(pattern, lambda m: m.group() if m.group().startswith('"') else f'"{m.group()}"', text)
 

@@ -1,4 +1,4 @@
-"""The append fragment and the prefix that it continues (R19), clause by clause."""
+"""The text that is appended to an answer and the prefix that it continues (R19), clause by clause."""
 
 import json
 from dataclasses import replace
@@ -8,7 +8,7 @@ import pytest
 
 from coordexp.correction import Role, build_segment, parse_rollout
 from coordexp.correction.correct import correct
-from coordexp.correction.serialise import serialise
+from coordexp.correction.segment import serialise
 from coordexp.data import TrueObject
 from tests.unit.correction.conftest import PROMPT, answer, box, entry, poly
 from tests.vocabularies import table
@@ -20,8 +20,8 @@ MORE = entry("object_9", "x", box(1, 1, 9, 9))
 
 
 def fragment(after: bytes, *objects: TrueObject, first_index: int = 1) -> str:
-    made = serialise(objects, after=after, first_index=first_index, order="desc_first", table=SMALL)
-    return made.text.decode()
+    appended = serialise(objects, after=after, first_index=first_index, order="desc_first", table=SMALL)
+    return appended.text.decode()
 
 
 @pytest.mark.scenario("R19.C7", on="pure")
@@ -51,7 +51,7 @@ def test_a_prefix_that_is_not_append_ready_is_an_error(after, objects):
 
 @pytest.mark.scenario("R19.C8", on="pure")
 def test_a_segment_is_not_built_on_a_prefix_that_is_not_append_ready(core):
-    """Also when an object is missed: the error comes before anything is made of the prefix."""
+    """The error is raised although an object is missed, so the prefix is never used."""
     parsed, match, _ = core.build(answer(entry("object_1", "red cup", CUP.geometry)), [CUP, ROOF])
     spoiled = replace(parsed, remainder=parsed.remainder + b' "desc"')
     with pytest.raises(ValueError, match="the prefix ends in b'\"'"):
@@ -100,8 +100,8 @@ def test_without_an_opening_brace_the_prefix_is_one_brace_and_all_truth_is_appen
     assert not {Role.masked_prefix, Role.matched_coord} & set(segment.roles.tolist())
 
 
-def spelled_out(text: str, core) -> list[int]:
-    """Ids that no tokenizer writes for this text: one per byte, and coordinates as their tokens."""
+def spell_out(text: str, core) -> list[int]:
+    """Return ids that no tokenizer writes for this text: one per byte, and coordinates as their tokens."""
     return [
         id
         for run in text.split("~")
@@ -114,24 +114,25 @@ def spelled_out(text: str, core) -> list[int]:
 
 
 @pytest.mark.scenario("R19.C2", "R24.C1", "R25.C3", on="pure")
-def test_no_token_before_the_cut_is_changed_whatever_its_tokenisation_and_layout(core):
-    """Odd white space, keys out of order and bytes where the tokenizer has longer tokens all stay as they are."""
+def test_no_token_before_the_cut_is_changed_whatever_the_tokenisation_and_layout(core):
+    """Odd white space, keys out of order, and single bytes for which the tokenizer has longer tokens are all
+    kept."""
     coords = " , ".join(f'"~<|coord_{bin}|>~"' for bin in CUP.geometry.bins)
     text = '{\n\t"object_7" :{ "bbox_2d":[' + coords + '],"desc":  "red cup" } ,\n "object_2": {"desc": "x"}\n}'
-    ids = spelled_out(text, core)
+    ids = spell_out(text, core)
     assert core.table.encode(text.replace("~", "").encode()) != ids
-    made = correct(PROMPT, ids, [CUP, ROOF], table=core.table, order="desc_first", settings=core.settings)
+    correction = correct(PROMPT, ids, [CUP, ROOF], table=core.table, order="desc_first", settings=core.settings)
     kept = ids[: len(ids) - 2]  # all but the line break and the closing brace
-    assert made.segment.ids[len(PROMPT) :][: len(kept)].tolist() == kept
-    assert [found.key for found in made.parsed.objects] == ["object_7", "object_2"]
-    assert core.answer(made.segment) == (
+    assert correction.segment.ids[len(PROMPT) :][: len(kept)].tolist() == kept
+    assert [prediction.key for prediction in correction.parsed.objects] == ["object_7", "object_2"]
+    assert core.answer(correction.segment) == (
         text.replace("~", "")[:-2] + ", " + entry("object_8", "roof", ROOF.geometry) + "}"
     )
 
 
 @pytest.mark.scenario("R19.C4", on="pure")
-def test_only_the_token_that_the_cut_falls_into_is_written_anew():
-    """On the real vocabulary the last token is `}}`, of which the first brace is kept."""
+def test_only_the_token_that_the_cut_falls_into_is_replaced():
+    """On the real vocabulary the last token is `}}`. Its first brace is kept."""
     qwen = table("qwen")
     text = answer(entry("object_1", "red cup", CUP.geometry))
     ids = qwen.encode(text.encode())
@@ -142,11 +143,15 @@ def test_only_the_token_that_the_cut_falls_into_is_written_anew():
 
 @pytest.mark.scenario("R19.C3", on="pure")
 @pytest.mark.parametrize("behind", ["", "\n", answer(MORE), MORE + "}", ", " + MORE + "}", "<|im_end|>"])
-def test_the_end_of_turn_and_all_behind_it_are_stripped(core, behind):
-    """Closed or not, the answer ends at the first end of turn, and the segment has one of its own."""
+def test_the_end_of_turn_and_everything_behind_it_are_removed(core, behind):
+    """The answer ends at the first end of turn, closed or not, and the segment has a new end of turn."""
     first = entry("object_1", "red cup", CUP.geometry)
     for text in (answer(first), "{" + first, "{" + first + ", "):
         ids = [*core.table.encode(text.encode()), core.table.end_of_turn, *core.table.encode(behind.encode())]
-        made = correct(PROMPT, ids, [CUP, ROOF], table=core.table, order="desc_first", settings=core.settings)
-        assert list(core.objects(made.segment)) == ["object_1", "object_2"]
-        assert np.flatnonzero(made.segment.ids == core.table.end_of_turn).tolist() == [len(made.segment) - 1]
+        correction = correct(
+            PROMPT, ids, [CUP, ROOF], table=core.table, order="desc_first", settings=core.settings
+        )
+        assert list(core.objects(correction.segment)) == ["object_1", "object_2"]
+        assert np.flatnonzero(correction.segment.ids == core.table.end_of_turn).tolist() == [
+            len(correction.segment) - 1
+        ]

@@ -45,7 +45,7 @@ def test_the_expanded_model_loads_and_answers_as_before(plain, tmp_path):
     assert torch.allclose(*logits, atol=1e-4)
 
 
-def test_new_rows_are_near_the_mean_and_differ(plain, tmp_path):
+def test_new_rows_are_near_the_mean_and_all_different(plain, tmp_path):
     add_coord_tokens(plain, tmp_path / "out")
     table = VocabularyTable.from_folder(tmp_path / "out")
     weights = load_file(tmp_path / "out/model.safetensors")
@@ -57,7 +57,7 @@ def test_new_rows_are_near_the_mean_and_differ(plain, tmp_path):
     assert len(torch.unique(rows, dim=0)) == 1000
 
 
-def test_ordinal_rows_are_like_their_neighbours_and_unlike_far_ones(plain, tmp_path):
+def test_ordinal_rows_are_similar_to_their_neighbours_and_not_to_distant_rows(plain, tmp_path):
     add_coord_tokens(plain, tmp_path / "out", ordinal=True)
     table = VocabularyTable.from_folder(tmp_path / "out")
     weights = load_file(tmp_path / "out/model.safetensors")
@@ -77,7 +77,7 @@ def test_expanding_twice_changes_nothing(plain, tmp_path):
         assert (tmp_path / "twice" / file.name).read_bytes() == file.read_bytes()
 
 
-def test_shards_without_an_embedding_are_copied_and_the_index_stays_true(plain, tmp_path):
+def test_shards_without_an_embedding_are_copied_and_the_index_stays_correct(plain, tmp_path):
     import json
     import shutil
 
@@ -114,7 +114,7 @@ def test_a_tied_head_that_is_also_stored_stays_tied(tmp_path):
     assert model.get_output_embeddings().weight is model.get_input_embeddings().weight
 
 
-def test_padding_rows_of_the_embedding_are_used_and_the_type_is_kept(tmp_path):
+def test_padding_rows_of_the_embedding_are_used_and_the_dtype_is_kept(tmp_path):
     folder = make_model(tmp_path / "m", coords=False)
     weights = {name: weight.bfloat16() for name, weight in load_file(folder / "model.safetensors").items()}
     save_file(weights, folder / "model.safetensors", {"format": "pt"})
@@ -128,7 +128,7 @@ def test_padding_rows_of_the_embedding_are_used_and_the_type_is_kept(tmp_path):
 
 
 @pytest.mark.parametrize("damage", ["config.json", "tokenizer.json", "model.safetensors"])
-def test_a_damaged_checkpoint_is_said_and_leaves_nothing_behind(plain, tmp_path, damage):
+def test_a_damaged_checkpoint_is_named_and_no_output_is_left_behind(plain, tmp_path, damage):
     import shutil
 
     shutil.copytree(plain, tmp_path / "bad")
@@ -150,7 +150,7 @@ def test_a_checkpoint_without_rows_for_its_tokens_is_refused(plain, tmp_path):
         add_coord_tokens(tmp_path / "bad", tmp_path / "out")
 
 
-def test_what_cannot_be_expanded_is_said(plain, tmp_path):
+def test_a_full_output_folder_and_a_missing_checkpoint_are_refused(plain, tmp_path):
     (tmp_path / "full").mkdir()
     (tmp_path / "full/x").write_text("")
     with pytest.raises(ExpansionError, match="not an empty folder"):

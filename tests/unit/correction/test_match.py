@@ -1,4 +1,5 @@
-"""Matching: the cheapest gated assignment, whatever the order of the truth, on masks that are right."""
+"""Matching finds the cheapest gated assignment, whatever the order of the true objects, and its masks are
+exact."""
 
 import itertools
 import random
@@ -10,16 +11,14 @@ import shapely
 from coordexp.config import RolloutMatching
 from coordexp.correction import match as assignment
 from coordexp.correction import match_objects
-from coordexp.correction.candidates import boxes_of, candidates
-from coordexp.correction.masks import mask_iou, rasterise
-from coordexp.correction.match import assign
+from coordexp.correction.match import assign, bounding_boxes, choose_candidates, mask_iou, rasterise
 from coordexp.data import Geometry
 from tests.rollouts import random_shape
 from tests.unit.correction.conftest import box, poly
 
 
 def least_cost(cost, feasible, fp, fn):
-    """The cheapest way, by trying them all: each row takes a column of its own or none."""
+    """Return the lowest cost of all ways to give each row a column of its own or none."""
     n, m = cost.shape
     best = float("inf")
     for choice in itertools.product(range(-1, m), repeat=n):
@@ -70,18 +69,18 @@ def test_the_result_does_not_depend_on_the_order_of_the_truth():
         predicted = [chooser.choice(truth) if chooser.random() < 0.5 else random_shape(chooser) for _ in range(5)]
         order = chooser.sample(range(len(truth)), len(truth))
         plain = match_objects(predicted, truth, settings)
-        turned = match_objects(predicted, [truth[j] for j in order], settings)
-        assert {(i, order[j]) for i, j in turned.pairs} == set(plain.pairs)
-        assert {order[j] for j in turned.missed} == set(plain.missed)
-        assert turned.extra == plain.extra
-        assert np.array_equal(turned.iou, plain.iou[:, order], equal_nan=True)
+        reordered = match_objects(predicted, [truth[j] for j in order], settings)
+        assert {(i, order[j]) for i, j in reordered.pairs} == set(plain.pairs)
+        assert {order[j] for j in reordered.missed} == set(plain.missed)
+        assert reordered.false_positives == plain.false_positives
+        assert np.array_equal(reordered.iou, plain.iou[:, order], equal_nan=True)
 
 
 def test_tied_candidates_do_not_depend_on_the_order_of_the_truth():
     predicted, truth = [box(100, 100, 200, 200)], [box(80, 100, 180, 200), box(120, 100, 220, 200)]
     settings = RolloutMatching(candidate_top_k=1)
     matched = [
-        each[match_objects(predicted, each, settings).pairs[0][1]] for each in (truth, list(reversed(truth)))
+        shapes[match_objects(predicted, shapes, settings).pairs[0][1]] for shapes in (truth, list(reversed(truth)))
     ]
     assert matched[0] == matched[1]
 
@@ -101,7 +100,7 @@ def test_a_shape_too_thin_for_the_canvas_matches_itself(side):
             assert match_objects([shape], [shape], RolloutMatching()).pairs == ((0, 0),)
 
 
-def test_a_scene_of_hundreds_of_objects():
+def test_a_scene_of_hundreds_of_objects_is_matched():
     truth = [box(x, y, x + 20, y + 20) for x in range(0, 960, 40) for y in range(0, 960, 40)]
     predicted = [
         box(x + 1, y, x + 21, y + 20) for x, y, _, _ in (shape.bins for shape in truth[: len(truth) // 2])
@@ -112,48 +111,48 @@ def test_a_scene_of_hundreds_of_objects():
 
 
 @pytest.mark.scenario("R27.C3", on="pure")
-def test_two_predictions_of_one_object_give_one_pair_and_one_extra():
+def test_two_predictions_of_one_object_give_one_pair_and_one_false_positive():
     twice = [box(10, 10, 110, 110), box(10, 10, 110, 110)]
     result = match_objects(twice, [box(10, 10, 110, 110)], RolloutMatching())
-    assert (result.pairs, result.missed, result.extra) == (((0, 0),), (), (1,))
+    assert (result.pairs, result.missed, result.false_positives) == (((0, 0),), (), (1,))
 
 
 @pytest.mark.parametrize(("predicted", "true"), [([], []), ([box(1, 1, 9, 9)], []), ([], [box(1, 1, 9, 9)])])
-def test_nothing_to_match(predicted, true):
+def test_without_predictions_or_true_objects_nothing_is_matched(predicted, true):
     result = match_objects(predicted, true, RolloutMatching())
-    assert (result.pairs, len(result.missed), len(result.extra)) == ((), len(true), len(predicted))
+    assert (result.pairs, len(result.missed), len(result.false_positives)) == ((), len(true), len(predicted))
 
 
 @pytest.mark.scenario("R27.C2", on="pure")
-def test_integer_boxes_are_exact_at_a_thousand():
+def test_the_iou_of_integer_boxes_is_exact_at_a_resolution_of_1000():
     chooser = random.Random(2)
     for _ in range(500):
         left, right = (Geometry("bbox_2d", _random_box(chooser)) for _ in range(2))
-        (found,) = mask_iou(rasterise([left], 1000), rasterise([right], 1000))[0]
-        assert found == pytest.approx(_box_iou(left.bins, right.bins), abs=1e-12)
+        (iou,) = mask_iou(rasterise([left], 1000), rasterise([right], 1000))[0]
+        assert iou == pytest.approx(_box_iou(left.bins, right.bins), abs=1e-12)
 
 
 @pytest.mark.scenario("R27.C2", on="pure")
 @pytest.mark.parametrize("resolution", [256, 1000])
-def test_mask_iou_is_that_of_the_polygons_within_the_raster_error(resolution):
+def test_mask_iou_is_the_iou_of_the_polygons_within_the_raster_error(resolution):
     chooser = random.Random(3)
     for _ in range(300):
         left, right = (_star(chooser) for _ in range(2))
-        (found,) = mask_iou(rasterise([left], resolution), rasterise([right], resolution))[0]
+        (iou,) = mask_iou(rasterise([left], resolution), rasterise([right], resolution))[0]
         shapes = [shapely.Polygon(shape.points) for shape in (left, right)]
         union = shapes[0].union(shapes[1])
         exact = shapes[0].intersection(shapes[1]).area / union.area
         pixel = 1000 / resolution
         outline = sum(shape.length for shape in shapes)
-        assert found == pytest.approx(exact, abs=pixel * outline / union.area + 1e-9)
+        assert iou == pytest.approx(exact, abs=pixel * outline / union.area + 1e-9)
 
 
 @pytest.mark.scenario("R27.C1", on="pure")
 def test_candidates_are_the_most_overlapping_then_the_nearest_then_the_first():
     truth = [box(0, 0, 10, 10), box(500, 500, 510, 510), box(20, 0, 30, 10), box(20, 0, 30, 10), box(0, 0, 9, 10)]
-    chosen = candidates(boxes_of([box(0, 0, 10, 10)]), boxes_of(truth), 3)
+    chosen = choose_candidates(bounding_boxes([box(0, 0, 10, 10)]), bounding_boxes(truth), 3)
     assert np.flatnonzero(chosen[0]).tolist() == [0, 2, 4]
-    assert candidates(boxes_of([box(0, 0, 10, 10)]), boxes_of(truth), 9).all()
+    assert choose_candidates(bounding_boxes([box(0, 0, 10, 10)]), bounding_boxes(truth), 9).all()
 
 
 def test_a_polygon_can_match_a_box():
@@ -177,7 +176,7 @@ def _box_iou(left, right):
 
 
 def _star(chooser):
-    """A simple polygon: vertices around a centre, by angle."""
+    """Return a simple polygon: vertices around a centre, sorted by angle."""
     while True:
         centre = chooser.uniform(300, 700), chooser.uniform(300, 700)
         angles = sorted(chooser.uniform(0, 6.283) for _ in range(chooser.randint(4, 9)))

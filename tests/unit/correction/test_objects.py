@@ -1,4 +1,4 @@
-"""Which predicted objects are valid, where their coordinates stand, and what becomes of their true objects."""
+"""The validity of predicted objects, the positions of their coordinates, and the fate of their true objects."""
 
 import pytest
 
@@ -31,13 +31,13 @@ def bins(*numbers: int) -> str:
         f'{{"desc": "a", "geometry": {SQUARE}}}',  # invalid geometry key
         f'{{"bbox_2d": {SQUARE}}}',  # missing desc
         f'{{"desc": "", "bbox_2d": {SQUARE}}}',  # empty desc
-        f'{{"desc": 5, "bbox_2d": {SQUARE}}}',  # desc that is no text
+        f'{{"desc": 5, "bbox_2d": {SQUARE}}}',  # a desc that is not text
     ],
 )
-def test_an_object_with_a_fault_of_syntax_or_schema_is_invalid(core: Core, body: str) -> None:
+def test_an_object_that_breaks_the_syntax_or_the_schema_is_invalid(core: Core, body: str) -> None:
     parsed = core.parse(answer(entry("object_1", "cup", CUP), f'"object_2": {body}'))
-    assert [found.key for found in parsed.valid] == ["object_1"]
-    assert any(not found.valid for found in parsed.objects)
+    assert [prediction.key for prediction in parsed.valid] == ["object_1"]
+    assert any(not prediction.is_valid for prediction in parsed.objects)
 
 
 @pytest.mark.scenario("R26.C2", on="pure")
@@ -61,9 +61,9 @@ def test_a_box_has_four_coordinates_and_a_polygon_an_even_number_of_at_least_six
     corners = (100, 100, 400, 300) if kind == "bbox_2d" else (100, 100, 400, 100, 400, 400, 100, 400)
     numbers = (*corners, 7, 9)[:count]
     parsed = core.parse(answer(f'"object_1": {{"desc": "a", "{kind}": {bins(*numbers)}}}'))
-    (found,) = parsed.objects
-    assert found.valid == is_valid
-    assert len(found.coord_indices) == (count if is_valid else 0)
+    (prediction,) = parsed.objects
+    assert prediction.is_valid == is_valid
+    assert len(prediction.coord_indices) == (count if is_valid else 0)
 
 
 @pytest.mark.scenario("R26.C3", on="pure")
@@ -78,19 +78,19 @@ def test_a_box_has_four_coordinates_and_a_polygon_an_even_number_of_at_least_six
         f'{{"desc": "a", "bbox_2d": {SQUARE[:-1]}',
     ],
 )
-def test_an_object_without_one_plain_closed_geometry_is_invalid(core: Core, body: str) -> None:
+def test_an_object_without_exactly_one_flat_closed_geometry_is_invalid(core: Core, body: str) -> None:
     parsed = core.parse(answer(entry("object_1", "cup", CUP), f'"object_2": {body}'))
-    assert [found.key for found in parsed.valid] == ["object_1"]
-    assert not any(found.coord_indices for found in parsed.objects if not found.valid)
+    assert [prediction.key for prediction in parsed.valid] == ["object_1"]
+    assert not any(prediction.coord_indices for prediction in parsed.objects if not prediction.is_valid)
 
 
 @pytest.mark.scenario("R23.C2", on="pure")
 @pytest.mark.parametrize("geometry", [CUP, ROOF])
-def test_a_polygon_as_well_as_a_box_may_stand_before_its_description(core: Core, geometry: Geometry) -> None:
+def test_the_geometry_of_a_polygon_or_a_box_may_precede_its_description(core: Core, geometry: Geometry) -> None:
     for geometry_first in (False, True):
         parsed = core.parse(answer(entry("object_1", "a", geometry, geometry_first=geometry_first)))
-        (found,) = parsed.valid
-        assert (found.desc, found.geometry) == ("a", geometry)
+        (prediction,) = parsed.valid
+        assert (prediction.desc, prediction.geometry) == ("a", geometry)
 
 
 @pytest.mark.scenario("R23.C1", on="pure")
@@ -104,24 +104,24 @@ def test_a_polygon_as_well_as_a_box_may_stand_before_its_description(core: Core,
         '{"bbox_2d": [1, 2, 3, 4], "desc": "a"}',
     ],
 )
-def test_the_strict_checks_hold_with_the_geometry_first(core: Core, body: str) -> None:
+def test_the_strict_checks_also_apply_with_the_geometry_first(core: Core, body: str) -> None:
     parsed = core.parse(answer(entry("object_1", "cup", CUP), f'"object_2": {body}'))
-    assert [found.key for found in parsed.valid] == ["object_1"]
+    assert [prediction.key for prediction in parsed.valid] == ["object_1"]
 
 
 @pytest.mark.scenario("R26.C6", on="pure")
 @pytest.mark.parametrize("quoted", [True, False])
 @pytest.mark.parametrize("geometry", [CUP, ROOF])
-def test_every_coordinate_token_of_the_geometry_is_a_position(
+def test_every_coordinate_token_of_the_geometry_has_a_position(
     core: Core, geometry: Geometry, quoted: bool
 ) -> None:
     text = answer(entry("object_1", "a", geometry, quoted=quoted))
     ids = encode(text, core.table)
-    (found,) = core.parse(text).valid
+    (prediction,) = core.parse(text).valid
     first = core.table.first_coord
     positions = [place for place, id in enumerate(ids) if first <= id < first + len(COORD_TOKENS)]
-    assert list(found.coord_indices) == positions
-    assert tuple(ids[place] - first for place in found.coord_indices) == geometry.bins
+    assert list(prediction.coord_indices) == positions
+    assert tuple(ids[place] - first for place in prediction.coord_indices) == geometry.bins
 
 
 @pytest.mark.scenario("R22.C2", on="pure")

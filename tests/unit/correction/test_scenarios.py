@@ -8,7 +8,7 @@ import time
 import numpy as np
 import pytest
 
-from coordexp.correction import Kind, Reason, Role, build_segment, parse_rollout
+from coordexp.correction import Reason, Role, TokenKind, build_segment, parse_rollout
 from coordexp.correction.correct import correct
 from coordexp.data import TrueObject
 from tests.unit.correction.conftest import PROMPT, answer, box, coords, entry, poly
@@ -23,7 +23,7 @@ NEAR_CUP = box(12, 8, 111, 108)
 def test_the_first_appended_key_follows_the_highest_key_kept_even_of_an_invalid_object(core):
     text = answer(entry("object_2", "red cup", NEAR_CUP), '"object_9": {"desc": "x"}')
     parsed, _, segment = core.build(text, [DOG])
-    assert [found.reason for found in parsed.objects] == [None, Reason.missing_geometry]
+    assert [prediction.reason for prediction in parsed.objects] == [None, Reason.missing_geometry]
     assert parsed.highest_number == 9
     assert list(core.objects(segment)) == ["object_2", "object_9", "object_10"]
 
@@ -32,23 +32,23 @@ def test_the_first_appended_key_follows_the_highest_key_kept_even_of_an_invalid_
 @pytest.mark.parametrize(
     "text", ["", "no idea", "{", "{}", answer(entry("object_1", "x", box(900, 900, 990, 990)))]
 )
-def test_all_truth_is_appended_when_nothing_matches(core, text):
+def test_all_true_objects_are_appended_when_nothing_matches(core, text):
     _, match, segment = core.build(text, [CUP, DOG, ROOF])
     assert match.missed == (0, 1, 2)
     written = list(core.objects(segment).values())[-3:]
-    assert [found["desc"] for found in written] == ["red cup", "dog", "roof"]
+    assert [item["desc"] for item in written] == ["red cup", "dog", "roof"]
 
 
 @pytest.mark.scenario("R22.C1", "R22.C3", "R22.S1", on="pure")
 def test_geometry_first_changes_only_the_field_order(core):
     text = answer(entry("object_4", "red cup", NEAR_CUP))
     *_, plain = core.build(text, [CUP, DOG, ROOF])
-    *_, turned = core.build(text, [CUP, DOG, ROOF], order="geometry_first")
-    assert core.objects(turned) == core.objects(plain)
-    assert list(core.objects(turned)) == ["object_4", "object_5", "object_6"]
-    assert list(core.objects(turned)["object_5"]) == ["bbox_2d", "desc"]
-    assert list(core.objects(turned)["object_6"]) == ["poly", "desc"]
-    assert "geometry" not in core.answer(turned)
+    *_, swapped = core.build(text, [CUP, DOG, ROOF], order="geometry_first")
+    assert core.objects(swapped) == core.objects(plain)
+    assert list(core.objects(swapped)) == ["object_4", "object_5", "object_6"]
+    assert list(core.objects(swapped)["object_5"]) == ["bbox_2d", "desc"]
+    assert list(core.objects(swapped)["object_6"]) == ["poly", "desc"]
+    assert "geometry" not in core.answer(swapped)
 
 
 @pytest.mark.scenario("R22.C1", "R22.S2", on="pure")
@@ -64,22 +64,23 @@ def test_desc_first_is_the_baseline_layout(core):
 @pytest.mark.parametrize("shape", [NEAR_CUP, ROOF.geometry])
 def test_an_object_with_its_geometry_first_is_valid(core, shape, quoted):
     (plain,) = core.parse(answer(entry("object_1", "a", shape, quoted=quoted))).objects
-    (turned,) = core.parse(answer(entry("object_1", "a", shape, quoted=quoted, geometry_first=True))).objects
-    assert plain.valid
-    assert turned.valid
-    assert turned[:4] == plain[:4]
+    (swapped,) = core.parse(answer(entry("object_1", "a", shape, quoted=quoted, geometry_first=True))).objects
+    assert plain.is_valid
+    assert swapped.is_valid
+    assert swapped[:4] == plain[:4]
 
 
 @pytest.mark.scenario("R24.S1", on="pure")
 @pytest.mark.parametrize("numbers", [(10, 2), (2, 10), (3, 20, 1), (20, 3, 100)])
 def test_objects_keep_the_order_of_the_text(core, numbers):
-    """Neither the order of the numbers nor that of the keys as texts: each is another order for one of these."""
+    """This is neither the order of the numbers nor the order of the keys as text: each is wrong for one of
+    the cases."""
     keys = [f"object_{number}" for number in numbers]
     places = [box(10 + 300 * k, 10, 200 + 300 * k, 110) for k in range(len(keys))]
     text = answer(*(entry(key, "cup", place) for key, place in zip(keys, places, strict=True)))
     parsed, match, segment = core.build(text, [TrueObject("cup", place) for place in reversed(places)])
-    assert [found.key for found in parsed.objects] == keys
-    assert [found.geometry for found in parsed.valid] == places
+    assert [prediction.key for prediction in parsed.objects] == keys
+    assert [prediction.geometry for prediction in parsed.valid] == places
     assert match.pairs == tuple((k, len(keys) - 1 - k) for k in range(len(keys)))
     assert list(core.objects(segment)) == keys
 
@@ -118,11 +119,11 @@ def test_a_malformed_middle_object_leaves_its_neighbours_usable(core, middle, re
         entry("object_1", "red cup", NEAR_CUP), f'"object_2": {middle}', entry("object_3", "dog", DOG.geometry)
     )
     parsed, match, segment = core.build(text, [CUP, DOG, ROOF])
-    assert [found.reason for found in parsed.objects] == [None, reason, None]
+    assert [prediction.reason for prediction in parsed.objects] == [None, reason, None]
     assert match.pairs == ((0, 0), (1, 1))
     assert list(core.objects(segment)) == ["object_1", "object_2", "object_3", "object_4"]
-    for found, true in zip(parsed.valid, (NEAR_CUP, DOG.geometry), strict=True):
-        ids = segment.ids[segment.prompt_length :][list(found.coord_indices)] - core.table.first_coord
+    for prediction, true in zip(parsed.valid, (NEAR_CUP, DOG.geometry), strict=True):
+        ids = segment.ids[segment.prompt_length :][list(prediction.coord_indices)] - core.table.first_coord
         assert tuple(ids.tolist()) == true.bins
 
 
@@ -144,19 +145,21 @@ def test_a_malformed_middle_object_leaves_its_neighbours_usable(core, middle, re
         ("object_٣", Reason.bad_key, 1),
     ],
 )
-def test_odd_keys(core, key, reason, highest):
+def test_only_keys_of_the_form_object_n_are_valid_and_numbering_continues_from_the_highest(
+    core, key, reason, highest
+):
     second = entry("KEY", "dog", DOG.geometry).replace("KEY", key)
     parsed, _, segment = core.build(answer(entry("object_1", "red cup", NEAR_CUP), second), [ROOF])
-    assert [found.reason for found in parsed.objects] == [None, reason]
+    assert [prediction.reason for prediction in parsed.objects] == [None, reason]
     assert parsed.highest_number == highest
     assert list(core.objects(segment))[-1] == f"object_{highest + 1}"
     again = parse_rollout(segment.ids[segment.prompt_length :].tolist(), core.table)
-    assert again.objects[-1].valid
+    assert again.objects[-1].is_valid
 
 
 @pytest.mark.scenario("R25.S2", "R26.C5", on="pure")
 @pytest.mark.parametrize("stop", [True, False])
-def test_a_truncated_answer_is_cut_behind_its_last_whole_object(core, stop):
+def test_a_truncated_answer_is_cut_behind_its_last_complete_object(core, stop):
     whole = answer(entry("object_1", "red cup", NEAR_CUP), entry("object_2", "dog", DOG.geometry))
     first_end = whole.index("}") + 1
     for end in range(len(whole)):
@@ -171,8 +174,8 @@ def test_a_truncated_answer_is_cut_behind_its_last_whole_object(core, stop):
         assert kept.endswith((b"{", b"}"))
 
 
-def spelled_ids(core, text: str, which: slice) -> list[int]:
-    """The ids of `text`, with the coordinates of `which` spelled byte by byte in ordinary tokens."""
+def spell_coords(core, text: str, which: slice) -> list[int]:
+    """Return the ids of `text`, with the coordinates in `which` spelled byte by byte in ordinary tokens."""
     runs = re.split(r"(<\|coord_[0-9]+\|>)", text)
     spelled = set(runs[1::2][which])
     assert spelled
@@ -190,29 +193,29 @@ def spelled_ids(core, text: str, which: slice) -> list[int]:
 @pytest.mark.scenario("R26.S1", on="pure")
 @pytest.mark.parametrize("which", [slice(None), slice(1), slice(2, 3), slice(3, None)])
 @pytest.mark.parametrize("shape", [box(10, 12, 111, 113), poly(600, 601, 802, 603, 704, 705)])
-def test_an_object_whose_coordinates_are_spelled_in_ordinary_tokens_is_left_out_and_its_truth_appended(
+def test_an_object_with_coordinates_in_ordinary_tokens_is_not_matched_and_its_true_object_is_appended(
     core, which, shape
 ):
-    """From ids to segment. Its geometry can be read and is exactly the true one, but a coordinate that is
-    spelled in several tokens has no one position to supervise."""
+    """From ids to segment. The geometry can be read and is exactly the true one, but a coordinate that is
+    spelled in several tokens has no single position to supervise."""
     true = TrueObject("red cup", shape)
     text = answer(entry("object_1", "red cup", shape), entry("object_2", "dog", DOG.geometry))
-    ids = spelled_ids(core, text, slice(*which.indices(len(shape.bins))))
+    ids = spell_coords(core, text, slice(*which.indices(len(shape.bins))))
     assert core.table.bytes_of(ids).decode() == text
-    made = correct(PROMPT, ids, [true, DOG], table=core.table, order="desc_first", settings=core.settings)
-    found, dog = made.parsed.objects
-    assert (found.reason, found.valid, found.coord_indices) == (Reason.ambiguous, False, ())
-    assert (made.match.pairs, made.match.missed) == (((0, 1),), (0,))
-    tail = len(PROMPT) + len(made.parsed.prefix_ids)
-    supervised = np.flatnonzero(made.segment.weights[:tail])
+    correction = correct(PROMPT, ids, [true, DOG], table=core.table, order="desc_first", settings=core.settings)
+    prediction, dog = correction.parsed.objects
+    assert (prediction.reason, prediction.is_valid, prediction.coord_indices) == (Reason.ambiguous, False, ())
+    assert (correction.match.pairs, correction.match.missed) == (((0, 1),), (0,))
+    tail = len(PROMPT) + len(correction.parsed.prefix_ids)
+    supervised = np.flatnonzero(correction.segment.weights[:tail])
     assert supervised.tolist() == [len(PROMPT) + index for index in dog.coord_indices]
-    assert np.flatnonzero(~np.isnan(made.segment.coord_targets[:tail])).tolist() == supervised.tolist()
-    written = core.objects(made.segment)
+    assert np.flatnonzero(~np.isnan(correction.segment.coord_targets[:tail])).tolist() == supervised.tolist()
+    written = core.objects(correction.segment)
     assert list(written) == ["object_1", "object_2", "object_3"]
     assert written["object_3"] == written["object_1"], "the true object, in coordinate tokens"
-    appended = made.segment.roles == Role.tail_coord
-    assert made.segment.coord_targets[appended].tolist() == list(shape.bins)
-    assert (made.segment.ids[appended] - core.table.first_coord).tolist() == list(shape.bins)
+    appended = correction.segment.roles == Role.tail_coord
+    assert correction.segment.coord_targets[appended].tolist() == list(shape.bins)
+    assert (correction.segment.ids[appended] - core.table.first_coord).tolist() == list(shape.bins)
     in_tokens = correct(
         PROMPT,
         core.table.encode(text.encode()),
@@ -228,16 +231,16 @@ def test_an_object_whose_coordinates_are_spelled_in_ordinary_tokens_is_left_out_
 @pytest.mark.parametrize("shape", [NEAR_CUP, poly(600, 601, 802, 603, 704, 705, 650, 690)])
 @pytest.mark.parametrize("geometry_first", [True, False])
 @pytest.mark.parametrize("quoted", [True, False])
-def test_coordinate_positions_come_from_the_place_in_the_structure_and_not_from_a_search(
+def test_coordinate_positions_come_from_the_structure_of_the_answer_and_not_from_a_search(
     core, shape, geometry_first, quoted
 ):
-    """The same bins stand in every object; each object has its own positions, one for each of its coordinates."""
+    """Every object has the same bins, but its own positions, one per coordinate."""
     entries = [entry(f"object_{k}", "cup", shape, geometry_first=geometry_first, quoted=quoted) for k in (1, 2, 3)]
     text = answer(*entries)
     ids = core.table.encode(text.encode())
     coords = [index for index, id in enumerate(ids) if core.table.is_coord(id)]
     count = len(shape.bins)
-    assert [found.coord_indices for found in parse_rollout(ids, core.table).objects] == [
+    assert [prediction.coord_indices for prediction in parse_rollout(ids, core.table).objects] == [
         tuple(coords[count * k : count * (k + 1)]) for k in range(3)
     ]
 
@@ -247,14 +250,14 @@ def test_a_prediction_below_the_gate_everywhere_matches_nothing(core):
     near_miss = box(80, 80, 180, 180)
     parsed, match, segment = core.build(answer(entry("object_1", "red cup", near_miss)), [CUP, DOG])
     assert len(parsed.valid) == 1
-    assert (match.pairs, match.missed, match.extra, match.gate_rejections) == ((), (0, 1), (0,), 1)
+    assert (match.pairs, match.missed, match.false_positives, match.gate_rejections) == ((), (0, 1), (0,), 1)
     assert list(core.objects(segment)) == ["object_1", "object_2", "object_3"]
 
 
 @pytest.mark.scenario("R19.C1", "R29.S1", on="pure")
 def test_matched_coordinates_are_supervised_and_the_text_of_the_prefix_is_not(core):
-    extra = box(850, 850, 950, 950)
-    text = answer(entry("object_1", "red cup", NEAR_CUP), entry("object_2", "ghost", extra))
+    ghost = box(850, 850, 950, 950)
+    text = answer(entry("object_1", "red cup", NEAR_CUP), entry("object_2", "ghost", ghost))
     parsed, _, segment = core.build(text, [CUP, DOG])
     start, tail = segment.prompt_length, segment.prompt_length + len(parsed.prefix_ids)
     supervised = np.flatnonzero(segment.weights)
@@ -267,9 +270,9 @@ def test_matched_coordinates_are_supervised_and_the_text_of_the_prefix_is_not(co
     structure = "".join(core.tokens(segment, Role.tail_structure))
     assert structure.endswith(', "object_3": {"desc": "", "bbox_2d": ["", "", "", ""]}}')
     assert core.tokens(segment, Role.end_of_turn) == ["<|im_end|>"]
-    desc = "".join(core.table.pieces[id].decode() for id in segment.ids[segment.kinds == Kind.desc])
+    desc = "".join(core.table.pieces[id].decode() for id in segment.ids[segment.kinds == TokenKind.desc])
     assert desc == "red cupghostdog"
-    assert (segment.kinds == Kind.coord).sum() == 12
+    assert (segment.kinds == TokenKind.coord).sum() == 12
     tail_coords = segment.roles == Role.tail_coord
     assert segment.coord_targets[tail_coords].tolist() == list(DOG.geometry.bins)
     supervised_roles = {Role.matched_coord, Role.tail_structure, Role.tail_desc, Role.tail_coord, Role.end_of_turn}
@@ -277,7 +280,7 @@ def test_matched_coordinates_are_supervised_and_the_text_of_the_prefix_is_not(co
 
 
 @pytest.mark.scenario("R30.S1", on="pure")
-def test_a_supervised_position_outside_of_the_answer_is_an_error(core):
+def test_a_supervised_position_outside_the_answer_is_an_error(core):
     parsed, match, _ = core.build(answer(entry("object_1", "red cup", NEAR_CUP)), [CUP])
     for indices in ((-1, 2, 3, 4), (1, 2, 3, 10_000)):
         wrong = parsed.objects[0]._replace(coord_indices=indices)
@@ -292,26 +295,28 @@ def test_a_supervised_position_outside_of_the_answer_is_an_error(core):
 def test_no_token_of_the_prompt_is_supervised_even_where_it_is_a_coordinate(core):
     prompt = [*PROMPT, *core.table.encode(answer(entry("object_1", "red cup", NEAR_CUP)).encode())]
     ids = core.table.encode(answer(entry("object_1", "red cup", NEAR_CUP)).encode())
-    made = correct(prompt, ids, [CUP, DOG], table=core.table, order="desc_first", settings=core.settings).segment
-    assert made.ids[: len(prompt)].tolist() == prompt
-    assert made.prompt_length == len(prompt)
-    assert not made.weights[: len(prompt)].any()
-    assert np.isnan(made.coord_targets[: len(prompt)]).all()
-    assert (made.roles[: len(prompt)] == Role.prompt).all()
-    assert (made.roles == Role.matched_coord).sum() == 4
+    segment = correct(
+        prompt, ids, [CUP, DOG], table=core.table, order="desc_first", settings=core.settings
+    ).segment
+    assert segment.ids[: len(prompt)].tolist() == prompt
+    assert segment.prompt_length == len(prompt)
+    assert not segment.weights[: len(prompt)].any()
+    assert np.isnan(segment.coord_targets[: len(prompt)]).all()
+    assert (segment.roles[: len(prompt)] == Role.prompt).all()
+    assert (segment.roles == Role.matched_coord).sum() == 4
 
 
 @pytest.mark.scenario("R35.S1", on="pure")
 def test_parsing_is_importable_without_the_trainer():
     code = (
-        "import coordexp.correction, coordexp.correction, coordexp.correction, coordexp.vocab, coordexp.data, sys;"
+        "import coordexp.correction, coordexp.vocab, coordexp.data, sys;"
         "heavy = {'torch', 'transformers', 'vllm', 'coordexp.train'} & set(sys.modules); assert not heavy, heavy"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_a_model_that_stopped_too_early_is_taught_to_go_on():
-    """On the real vocabulary: `}}` becomes `},`, the token the model should have written there."""
+    """On the real vocabulary, `}}` becomes `},`, the token that the model should have written there."""
     from tests.unit.correction.conftest import Core
     from tests.vocabularies import table
 
@@ -331,7 +336,7 @@ def test_nothing_missed_closes_the_answer_and_supervises_the_stop(core):
 
 
 @pytest.mark.scenario("R19.C3", on="pure")
-def test_what_follows_the_answer_is_trimmed(core):
+def test_text_behind_the_answer_is_removed(core):
     text = answer(entry("object_1", "red cup", NEAR_CUP))
     for tail in (" and that is all", text, "\n```", "}", "<|im_end|>" + text):
         parsed, _, segment = core.build(text + tail, [CUP])
@@ -345,7 +350,7 @@ def test_an_image_token_cuts_the_answer(core):
         first, entry("object_2", "a <|image_pad|> b", DOG.geometry), entry("object_3", "c", DOG.geometry)
     )
     parsed, _, segment = core.build(text, [CUP, DOG])
-    assert [found.reason for found in parsed.objects] == [None, Reason.placeholder]
+    assert [prediction.reason for prediction in parsed.objects] == [None, Reason.placeholder]
     assert "image_pad" not in core.answer(segment)
 
 
@@ -369,8 +374,8 @@ def test_any_description_is_written_so_that_it_reads_back(core, desc):
 
     *_, segment = core.build("", [TrueObject(desc, CUP.geometry)])
     assert core.objects(segment)["object_1"]["desc"] == unicodedata.normalize("NFC", desc)
-    (found,) = parse_rollout(segment.ids[segment.prompt_length :].tolist(), core.table).objects
-    assert found.valid
+    (prediction,) = parse_rollout(segment.ids[segment.prompt_length :].tolist(), core.table).objects
+    assert prediction.is_valid
     assert (segment.ids == core.table.end_of_turn).sum() == 1
 
 
@@ -392,18 +397,18 @@ def test_any_description_is_written_so_that_it_reads_back(core, desc):
         ('{"object_1": {}, <|image_pad|>"object_2": {}}', Reason.placeholder, False),
     ],
 )
-def test_an_answer_that_stops_is_told_from_one_that_breaks(core, text, reason, truncated):
+def test_an_answer_that_stops_is_distinguished_from_one_that_breaks(core, text, reason, truncated):
     parsed = core.parse(text)
     assert parsed.objects[-1].reason == reason
     assert parsed.truncated is truncated
 
 
-def test_an_answer_that_just_stops_between_objects_loses_none(core):
+def test_an_answer_that_stops_between_objects_loses_none(core):
     first = entry("object_1", "red cup", NEAR_CUP)
     for text in ("{", "{ ", "{" + first, "{" + first + ",", "{" + first + ", "):
         parsed = core.parse(text)
         assert parsed.truncated
-        assert all(found.valid for found in parsed.objects)
+        assert all(prediction.is_valid for prediction in parsed.objects)
 
 
 FIVE = [entry(f"object_{n}", "cup", box(10 * n, 10, 10 * n + 9, 20)) for n in range(1, 6)]
@@ -418,10 +423,10 @@ NESTED = '"object_1": {"desc": "a", "object_2": {"desc": "b"}}'
     [
         (answer(*FIVE), 5, [], 0),
         (answer(FIVE[0], '"object_2": nonsense', *FIVE[2:]), 1, [Reason.syntax], 3),
-        (answer(FIVE[0], FIVE[1][:-1], *FIVE[2:]), 1, [Reason.unexpected_key], 0),  # the rest is inside of it
+        (answer(FIVE[0], FIVE[1][:-1], *FIVE[2:]), 1, [Reason.unexpected_key], 0),  # the rest is inside object 2
         (answer(FIVE[0] + " " + FIVE[1], *FIVE[2:]), 1, [Reason.syntax], 3),
         (answer(FIVE[0], "and so on", *FIVE[1:]), 1, [Reason.syntax], 3),  # one of the four stands for the break
-        (answer(FIVE[0], NO_COLON, *FIVE[2:]), 1, [Reason.syntax], 2),  # `"object_2" {` is no key
+        (answer(FIVE[0], NO_COLON, *FIVE[2:]), 1, [Reason.syntax], 2),  # `"object_2" {` is not a key
         (answer(FIVE[0], IMAGE_IN_DESC, *FIVE[2:]), 1, [Reason.placeholder], 3),
         (answer('"object_1": 5', '"object_2": !', *FIVE[2:]), 0, [Reason.not_a_mapping, Reason.syntax], 3),
         ("{" + ", ".join(FIVE)[:-10], 4, [Reason.truncated], 0),
@@ -441,12 +446,12 @@ NESTED = '"object_1": {"desc": "a", "object_2": {"desc": "b"}}'
 def test_objects_behind_a_break_are_counted_by_their_keys(core, text, valid, reasons, unread):
     parsed = core.parse(text)
     assert len(parsed.valid) == valid
-    assert [found.reason for found in parsed.objects if not found.valid] == reasons
+    assert [prediction.reason for prediction in parsed.objects if not prediction.is_valid] == reasons
     assert parsed.unread == unread
 
 
 def test_counting_keys_takes_one_pass_whatever_the_text(core):
-    """A million bytes that look like the beginning of a key again and again take well below a second."""
+    """A million bytes of text that looks like the beginning of a key again and again take well below a second."""
     spaces = " " * 10**6
     for soup in ('"object_1" ' * 100_000, '"object_' * 120_000, f'"object_1"{spaces}', '"object_1":' * 100_000):
         began = time.perf_counter()
@@ -455,8 +460,8 @@ def test_counting_keys_takes_one_pass_whatever_the_text(core):
         assert parsed.unread == soup.count('"object_1":')
 
 
-def test_what_the_model_wrote_inside_of_the_cut_token_is_not_supervised():
-    """On the real vocabulary: a token that ends a desc, the object and a line. Its desc part stays masked."""
+def test_the_part_of_the_cut_token_that_the_model_wrote_is_not_supervised():
+    """On the real vocabulary, one token ends a desc, the object and a line. Its desc part stays masked."""
     from tests.unit.correction.conftest import Core
     from tests.vocabularies import encode, table
 

@@ -1,4 +1,4 @@
-"""Targets of polygon vertices by optimal transport."""
+"""The targets of polygon vertices, from optimal transport."""
 
 import math
 import random
@@ -71,14 +71,14 @@ def test_shapes_far_apart_do_not_collapse(size, cost):
     assert np.abs(landed - np.array(there)).max() < 1
 
 
-def test_different_numbers_of_vertices():
+def test_shapes_with_different_numbers_of_vertices_keep_their_centre_and_size():
     (landed,) = project([(ring(4, 100), ring(12, 100))], DEFAULT)
     centre = landed.mean(axis=0)
     assert centre == pytest.approx([500, 500], abs=1)
     assert np.ptp(landed, axis=0).min() > 70
 
 
-def test_many_pairs_at_once_are_the_same_as_one_at_a_time():
+def test_many_pairs_at_once_have_the_same_targets_as_one_at_a_time():
     problems = [(ring(3 + k % 7, 50 + k, noise=2, seed=k), ring(3 + k % 5, 60, 510, seed=k)) for k in range(25)]
     together = project(problems, DEFAULT)
     for problem, landed in zip(problems, together, strict=True):
@@ -87,18 +87,18 @@ def test_many_pairs_at_once_are_the_same_as_one_at_a_time():
 
 
 @pytest.mark.scenario("R28.C1", "R28.C5", on="pure")
-def test_boxes_take_the_true_box_and_a_polygon_makes_it_transport():
+def test_a_pair_of_boxes_takes_the_true_box_and_a_pair_with_a_polygon_is_transported():
     true_box = Geometry("bbox_2d", (100, 100, 200, 200))
     diamond = Geometry("poly", (150, 100, 200, 150, 150, 200, 100, 150))
-    exact, mixed, turned = coord_targets(
+    exact, box_to_polygon, polygon_to_box = coord_targets(
         [(Geometry("bbox_2d", (90, 95, 190, 205)), true_box), (true_box, diamond), (diamond, true_box)], DEFAULT
     )
     assert exact == (100.0, 100.0, 200.0, 200.0)
-    assert len(mixed) == 4
-    assert mixed[0] < 150 < mixed[2]
-    assert mixed[1] < 150 < mixed[3]
-    assert len(turned) == 8
-    assert any(value != round(value) for value in (*mixed, *turned))
+    assert len(box_to_polygon) == 4
+    assert box_to_polygon[0] < 150 < box_to_polygon[2]
+    assert box_to_polygon[1] < 150 < box_to_polygon[3]
+    assert len(polygon_to_box) == 8
+    assert any(value != round(value) for value in (*box_to_polygon, *polygon_to_box))
 
 
 def test_one_long_polygon_does_not_slow_the_others_down():

@@ -13,7 +13,8 @@ SIZE = 1010
 
 
 def supervision(*entries: tuple[Role, float | int], channels: str | None = None) -> Supervision:
-    """One entry a position: a coordinate role with its target bin, a text role with its token id."""
+    """Return the supervision of these positions. An entry is a coordinate role with its target bin, or a
+    text role with its token id."""
     coord = [role in (Role.matched_coord, Role.tail_coord) for role, _ in entries]
     sides, box = [], 0
     for is_coord in coord:

@@ -1,39 +1,39 @@
-"""The objective is what the declared pipeline says, and nothing else (R01 to R04, D5 to D7, D15, D19)."""
+"""The objective computes what the pipeline declares and nothing else (R01 to R04, D5 to D7, D15, D19)."""
 
 import numpy as np
 import pytest
 import torch
 
-from coordexp.correction import Kind, Role, build_segment, match_objects, parse_rollout
+from coordexp.correction import Role, TokenKind, build_segment, match_objects, parse_rollout
 from coordexp.data import Geometry, TrueObject
-from coordexp.objective import Objective, Tally
+from coordexp.objective import LossTally, Objective
 from coordexp.objective.pipeline import BROKEN
 from coordexp.pack import Example
 from coordexp.pack.collate import Supervision, _supervision, kind_counts
-from tests.rows import DIAGNOSTICS, MATCHING, every, settings
+from tests.rows import DIAGNOSTICS, MATCHING, on_both_channels, settings
 from tests.unit.config.trees import BBOX_GEO, COORD_REG, TOKEN_CE
 from tests.unit.objective.streams import FIRST, MIXED, SIZE, random_logits, supervision
 from tests.vocabularies import encode, table
 
-COUNTS = torch.zeros(len(Kind), dtype=torch.int64)
-COUNTS[Kind.structure], COUNTS[Kind.desc], COUNTS[Kind.coord], COUNTS[Kind.end_of_turn] = 20, 10, 16, 2
+COUNTS = torch.tensor([0, 20, 10, 16, 2])  # in the order of TokenKind: none, structure, desc, coord, end_of_turn
 
 
-def objective(*modules, **options):
+def make_objective(*modules, **options):
     return Objective(settings(*modules, **options), FIRST)
 
 
-def loss(found: Objective, logits=None, s: Supervision = MIXED, counts=COUNTS):
+def compute_loss(objective: Objective, logits=None, s: Supervision = MIXED, counts=COUNTS):
     logits = random_logits() if logits is None else logits
-    return found.loss(found.measure(logits, s), counts)
+    return objective.loss(objective.measure(logits, s), counts)
 
 
 @pytest.mark.scenario("R01.C1", on="pure")
 def test_only_declared_terms_with_a_weight_are_computed():
-    found = objective(
-        every(TOKEN_CE, desc_ce_weight=0.0), every(COORD_REG, coord_ce_weight=0.0, text_gate_weight=0.0)
+    objective = make_objective(
+        on_both_channels(TOKEN_CE, desc_ce_weight=0.0),
+        on_both_channels(COORD_REG, coord_ce_weight=0.0, text_gate_weight=0.0),
     )
-    names = [term.name for term in found.terms]
+    names = [term.name for term in objective.terms]
     assert names == [
         "token_ce/struct_ce",
         "token_ce/eos_ce",
@@ -41,19 +41,19 @@ def test_only_declared_terms_with_a_weight_are_computed():
         "coord_reg/w1",
         "coord_reg/coord_gate",
     ]
-    assert list(found.measure(random_logits(), MIXED)) == [*names, BROKEN]
+    assert list(objective.measure(random_logits(), MIXED)) == [*names, BROKEN]
 
 
 @pytest.mark.scenario("R01.C1", "R29.C1", on="pure")
 def test_the_loss_is_the_weighted_sum_of_terms_over_positions_of_their_kind():
-    """D19: divided by all positions of the kind, also by those that nothing is taught at."""
+    """D19: a term is divided by all positions of its kind, including those that are not supervised."""
     modules = (
-        every(TOKEN_CE, desc_ce_weight=0.5) | {"weight": 2.0},
-        every(COORD_REG),
-        every(BBOX_GEO) | {"weight": 0.3},
+        on_both_channels(TOKEN_CE, desc_ce_weight=0.5) | {"weight": 2.0},
+        on_both_channels(COORD_REG),
+        on_both_channels(BBOX_GEO) | {"weight": 0.3},
     )
-    found = objective(*modules)
-    sums = {name: measure.sum.item() for name, measure in found.measure(random_logits(), MIXED).items()}
+    objective = make_objective(*modules)
+    sums = {name: measure.sum.item() for name, measure in objective.measure(random_logits(), MIXED).items()}
     divisors = {"struct_ce": 20, "desc_ce": 10, "eos_ce": 2, "text_gate": 32}
     expected = 0.0
     for module in modules:
@@ -61,52 +61,56 @@ def test_the_loss_is_the_weighted_sum_of_terms_over_positions_of_their_kind():
             if key.endswith("_weight"):
                 term = key.removesuffix("_weight")
                 expected += module["weight"] * weight * sums[f"{module['name']}/{term}"] / divisors.get(term, 16)
-    assert loss(found).item() == pytest.approx(expected, rel=1e-9)
+    assert compute_loss(objective).item() == pytest.approx(expected, rel=1e-9)
 
 
 def test_one_missed_object_weighs_the_same_however_many_others_were_found():
-    """The counts hold masked positions too, so a single supervised box is not blown up to a whole scene."""
-    one, four = (supervision(*((Role.tail_coord, 50 + k) for k in range(4 * n))) for n in (1, 4))
+    """The counts include masked positions, so a single supervised box does not weigh as much as a whole scene."""
+    single, four = (supervision(*((Role.tail_coord, 50 + k) for k in range(4 * n))) for n in (1, 4))
     counts = COUNTS.clone()
-    found = objective(every(COORD_REG, text_gate_weight=0.0))
+    objective = make_objective(on_both_channels(COORD_REG, text_gate_weight=0.0))
     logits = random_logits(16)
     parts = [
-        loss(
-            found,
+        compute_loss(
+            objective,
             logits[4 * k : 4 * k + 4],
             supervision(*((Role.tail_coord, 50 + 4 * k + i) for i in range(4))),
             counts,
         )
         for k in range(4)
     ]
-    assert loss(found, logits[:4], one, counts).item() == pytest.approx(parts[0].item())
-    assert loss(found, logits, four, counts).item() == pytest.approx(sum(part.item() for part in parts))
+    assert compute_loss(objective, logits[:4], single, counts).item() == pytest.approx(parts[0].item())
+    assert compute_loss(objective, logits, four, counts).item() == pytest.approx(
+        sum(part.item() for part in parts)
+    )
 
 
 @pytest.mark.parametrize("alone", [TOKEN_CE, COORD_REG, BBOX_GEO])
 def test_modules_do_not_depend_on_each_other(alone):
-    """But for one thing: where token_ce masks desc, nothing is supervised at desc (tested below)."""
-    others = [every(module) for module in (TOKEN_CE, COORD_REG, BBOX_GEO) if module["name"] != alone["name"]]
-    alone = every(alone, **({"desc_ce_weight": 1.0} if alone is TOKEN_CE else {}))
-    others = [every(m, desc_ce_weight=1.0) if m["name"] == "token_ce" else m for m in others]
-    by_itself = objective(alone).measure(random_logits(), MIXED)
-    among = objective(alone, *others).measure(random_logits(), MIXED)
+    """There is one exception: where token_ce masks desc, no module supervises it (tested below)."""
+    others = [
+        on_both_channels(module) for module in (TOKEN_CE, COORD_REG, BBOX_GEO) if module["name"] != alone["name"]
+    ]
+    alone = on_both_channels(alone, **({"desc_ce_weight": 1.0} if alone is TOKEN_CE else {}))
+    others = [on_both_channels(m, desc_ce_weight=1.0) if m["name"] == "token_ce" else m for m in others]
+    by_itself = make_objective(alone).measure(random_logits(), MIXED)
+    among = make_objective(alone, *others).measure(random_logits(), MIXED)
     for name, measure in by_itself.items():
         assert among[name].sum.item() == pytest.approx(measure.sum.item())
 
 
 @pytest.mark.scenario("R04.C2", on="pure")
-def test_text_gate_is_there_exactly_when_coordinate_mass_sits_on_supervised_text():
-    found = objective(every(COORD_REG, text_gate_weight=0.1))
+def test_the_text_gate_is_positive_exactly_where_supervised_text_has_coordinate_mass():
+    objective = make_objective(on_both_channels(COORD_REG, text_gate_weight=0.1))
     text, coord = (supervision((role, 2)) for role in (Role.tail_structure, Role.tail_coord))
     clean, leaking = torch.full((1, SIZE), -1e4), torch.zeros(1, SIZE)
     clean[0, 2] = 0.0
-    assert found.measure(leaking, text)["coord_reg/text_gate"].sum.item() == pytest.approx(
+    assert objective.measure(leaking, text)["coord_reg/text_gate"].sum.item() == pytest.approx(
         np.log(SIZE / 10), rel=1e-5
     )
-    assert found.measure(clean, text)["coord_reg/text_gate"].sum.item() == 0.0
-    assert found.measure(leaking, coord)["coord_reg/text_gate"].sum.item() == 0.0
-    without = objective(every(COORD_REG, text_gate_weight=0.0))
+    assert objective.measure(clean, text)["coord_reg/text_gate"].sum.item() == 0.0
+    assert objective.measure(leaking, coord)["coord_reg/text_gate"].sum.item() == 0.0
+    without = make_objective(on_both_channels(COORD_REG, text_gate_weight=0.0))
     assert "coord_reg/text_gate" not in without.measure(leaking, text)
 
 
@@ -120,95 +124,103 @@ TRUTH = [
 ]
 
 
-def example(text=ROLLOUT, channel="B"):
+def make_example(text=ROLLOUT, channel="B"):
     vocabulary = table("qwen")
     parsed = parse_rollout(encode(text, vocabulary), vocabulary)
-    match = match_objects([o.geometry for o in parsed.valid], [o.geometry for o in TRUTH], MATCHING)
+    match = match_objects(
+        [prediction.geometry for prediction in parsed.valid], [true.geometry for true in TRUTH], MATCHING
+    )
     segment = build_segment(
         (11, 12), parsed, match, TRUTH, table=vocabulary, order="desc_first", settings=MATCHING
     )
     return Example(segment, "image.png", (64, 64), channel)
 
 
-def kept_positions(found: Objective, one: Example):
-    wanted = list(found.roles()[one.channel])
-    return np.flatnonzero(np.isin(one.segment.roles, wanted) & (one.segment.weights > 0))
+def positions_to_keep(objective: Objective, example: Example):
+    roles = list(objective.roles()[example.channel])
+    return np.flatnonzero(np.isin(example.segment.roles, roles) & (example.segment.weights > 0))
 
 
 @pytest.mark.scenario("R29.C1", "R29.S1", on="pure")
 @pytest.mark.parametrize("desc_weight", [0.0, 1.0])
 def test_matched_coordinates_and_the_tail_get_a_gradient_and_nothing_else_does(desc_weight):
-    vocabulary, one = table("qwen"), example()
-    found = Objective(
-        settings(every(TOKEN_CE, desc_ce_weight=desc_weight), every(COORD_REG)), vocabulary.first_coord
+    vocabulary, example = table("qwen"), make_example()
+    objective = Objective(
+        settings(on_both_channels(TOKEN_CE, desc_ce_weight=desc_weight), on_both_channels(COORD_REG)),
+        vocabulary.first_coord,
     )
-    kept = kept_positions(found, one)
-    roles = one.segment.roles
-    taught = {Role.matched_coord, Role.tail_structure, Role.tail_coord, Role.end_of_turn} | (
+    kept = positions_to_keep(objective, example)
+    roles = example.segment.roles
+    supervised = {Role.matched_coord, Role.tail_structure, Role.tail_coord, Role.end_of_turn} | (
         {Role.tail_desc} if desc_weight else set()
     )
-    assert kept.tolist() == np.flatnonzero(np.isin(roles, list(taught))).tolist()
-    matched = [vocabulary.pieces[id] for id in one.segment.ids[roles == Role.matched_coord]]
+    assert kept.tolist() == np.flatnonzero(np.isin(roles, list(supervised))).tolist()
+    matched = [vocabulary.pieces[id] for id in example.segment.ids[roles == Role.matched_coord]]
     assert matched == [b"<|coord_100|>", b"<|coord_100|>", b"<|coord_300|>", b"<|coord_300|>"]
     logits = torch.zeros(len(kept), len(vocabulary.pieces), requires_grad=True)
-    s = _supervision([one], [kept])
-    found.loss(found.measure(logits, s), kind_counts([one])).backward()
+    s = _supervision([example], [kept])
+    objective.loss(objective.measure(logits, s), kind_counts([example])).backward()
     assert (logits.grad.abs().sum(-1) > 0).all()
 
 
 @pytest.mark.scenario("R04.C3", on="pure")
 def test_false_positives_add_nothing_to_any_term():
-    """A ghost in the prefix changes what the tail follows, not what is supervised."""
+    """A ghost in the prefix precedes the tail, but changes nothing about which tokens are supervised."""
     ghost = ROLLOUT.index(', "object_2"')
-    with_ghost, without = example(), example(ROLLOUT[:ghost] + "}")
-    found = Objective(settings(every(TOKEN_CE), every(COORD_REG)), table("qwen").first_coord)
-    kept = [kept_positions(found, one) for one in (with_ghost, without)]
-    a, b = [one.segment.roles[k].tolist() for one, k in zip((with_ghost, without), kept, strict=True)]
+    with_ghost, without = make_example(), make_example(ROLLOUT[:ghost] + "}")
+    objective = Objective(
+        settings(on_both_channels(TOKEN_CE), on_both_channels(COORD_REG)), table("qwen").first_coord
+    )
+    kept = [positions_to_keep(objective, example) for example in (with_ghost, without)]
+    a, b = [example.segment.roles[k].tolist() for example, k in zip((with_ghost, without), kept, strict=True)]
     assert a.count(Role.matched_coord) == b.count(Role.matched_coord) == 4
     assert a.count(Role.tail_coord) == b.count(Role.tail_coord) == 4
     ghosts = np.isin(with_ghost.segment.ids - table("qwen").first_coord, (700, 800))
     assert ghosts.sum() == 4
     assert not set(np.flatnonzero(ghosts)) & set(kept[0])
-    extra = kind_counts([with_ghost]) - kind_counts([without])
-    assert extra[Kind.coord] == 4  # it counts in what the sums are divided by, as every masked token does (D19)
+    added = kind_counts([with_ghost]) - kind_counts([without])
+    assert added[TokenKind.coord] == 4  # it counts in the denominators, as every masked token does (D19)
 
 
 def test_masked_desc_takes_no_part_in_the_text_gate_either():
-    masked = objective(every(TOKEN_CE, desc_ce_weight=0.0), every(COORD_REG))
-    taught = objective(every(TOKEN_CE, desc_ce_weight=1.0), every(COORD_REG))
-    counts = [f.measure(random_logits(), MIXED)["coord_reg/text_gate"].count.item() for f in (masked, taught)]
+    masked = make_objective(on_both_channels(TOKEN_CE, desc_ce_weight=0.0), on_both_channels(COORD_REG))
+    supervised = make_objective(on_both_channels(TOKEN_CE, desc_ce_weight=1.0), on_both_channels(COORD_REG))
+    measures = [objective.measure(random_logits(), MIXED) for objective in (masked, supervised)]
+    counts = [measure["coord_reg/text_gate"].count.item() for measure in measures]
     assert counts == [3, 4]
     assert Role.tail_desc not in masked.roles()["B"]
-    assert Role.tail_desc in taught.roles()["B"]
+    assert Role.tail_desc in supervised.roles()["B"]
 
 
 @pytest.mark.scenario("R29.C5", on="pure")
 def test_desc_is_masked_on_the_channels_of_the_token_ce_that_masks_it():
-    on_a = every(TOKEN_CE, desc_ce_weight=0.0) | {"channels": ["A"]}
-    found = objective(on_a, every(COORD_REG))
-    assert Role.tail_desc not in found.roles()["A"]
-    assert Role.tail_desc in found.roles()["B"]
+    on_a = on_both_channels(TOKEN_CE, desc_ce_weight=0.0) | {"channels": ["A"]}
+    objective = make_objective(on_a, on_both_channels(COORD_REG))
+    assert Role.tail_desc not in objective.roles()["A"]
+    assert Role.tail_desc in objective.roles()["B"]
     mixed = supervision((Role.tail_desc, 2), (Role.tail_desc, 3), channels="AB")
-    assert found.measure(random_logits(2), mixed)["coord_reg/text_gate"].count.item() == 1
-    assert found.manifest()["masked_desc"] == ["A"]
+    assert objective.measure(random_logits(2), mixed)["coord_reg/text_gate"].count.item() == 1
+    assert objective.manifest()["masked_desc"] == ["A"]
 
 
 def test_a_position_of_weight_zero_is_not_counted():
     light = Supervision(**{**vars(MIXED), "weights": MIXED.weights.clone()})
     light.weights[0] = light.weights[4] = 0.0
-    measures = objective(every(TOKEN_CE), every(COORD_REG)).measure(random_logits(), light)
+    measures = make_objective(on_both_channels(TOKEN_CE), on_both_channels(COORD_REG)).measure(
+        random_logits(), light
+    )
     assert measures["coord_reg/w1"].count.item() == 7
     assert measures["token_ce/struct_ce"].count.item() == 1
 
 
-def test_a_kind_that_no_answer_has_does_not_divide_by_zero():
-    found = objective(every(TOKEN_CE, desc_ce_weight=1.0), every(COORD_REG))
+def test_a_kind_without_any_token_does_not_cause_a_division_by_zero():
+    objective = make_objective(on_both_channels(TOKEN_CE, desc_ce_weight=1.0), on_both_channels(COORD_REG))
     only_text = supervision((Role.end_of_turn, 4))
     counts = torch.zeros_like(COUNTS)
-    counts[Kind.end_of_turn] = 1
-    measures = found.measure(random_logits(1), only_text)
-    assert torch.isfinite(found.loss(measures, counts))
-    tally = Tally(found)
+    counts[TokenKind.end_of_turn] = 1
+    measures = objective.measure(random_logits(1), only_text)
+    assert torch.isfinite(objective.loss(measures, counts))
+    tally = LossTally(objective)
     tally.add(measures, counts)
     report = tally.report()
     assert report["coord_reg/w1"] == report["coord_reg/w1/mean"] == 0.0
@@ -216,35 +228,35 @@ def test_a_kind_that_no_answer_has_does_not_divide_by_zero():
 
 def test_without_a_gradient_nothing_keeps_a_graph():
     logits = random_logits().requires_grad_()
-    found = objective()
+    objective = make_objective()
     with torch.no_grad():
-        assert not any(m.sum.requires_grad for m in found.measure(logits, MIXED).values())
-    tally = Tally(found)
-    tally.add(found.measure(logits, MIXED), COUNTS)
+        assert not any(m.sum.requires_grad for m in objective.measure(logits, MIXED).values())
+    tally = LossTally(objective)
+    tally.add(objective.measure(logits, MIXED), COUNTS)
     assert not tally._sums.requires_grad
 
 
-def test_the_manifest_says_what_every_term_is_divided_by():
-    described = {
-        term["term"]: term["divided_by"] for term in objective(diagnostics=DIAGNOSTICS).manifest()["terms"]
+def test_the_manifest_names_what_every_term_is_divided_by():
+    divisors = {
+        term["term"]: term["divided_by"] for term in make_objective(diagnostics=DIAGNOSTICS).manifest()["terms"]
     }
-    assert described["token_ce/struct_ce"] == ["structure"]
-    assert described["coord_reg/text_gate"] == ["desc", "end_of_turn", "structure"]
-    assert described["coord_diag/entropy"] == "positions"
+    assert divisors["token_ce/struct_ce"] == ["structure"]
+    assert divisors["coord_reg/text_gate"] == ["desc", "end_of_turn", "structure"]
+    assert divisors["coord_diag/entropy"] == "positions"
 
 
 def test_a_module_runs_on_its_channels_only_and_an_idle_one_is_named():
-    only_a = every(TOKEN_CE, desc_ce_weight=1.0) | {"channels": ["A"]}
-    found = objective(only_a, every(COORD_REG))
+    only_a = on_both_channels(TOKEN_CE, desc_ce_weight=1.0) | {"channels": ["A"]}
+    objective = make_objective(only_a, on_both_channels(COORD_REG))
     mixed = supervision((Role.tail_structure, 2), (Role.tail_structure, 3), channels="AB")
-    measures = found.measure(random_logits(2), mixed)
+    measures = objective.measure(random_logits(2), mixed)
     assert measures["token_ce/struct_ce"].count.item() == 1
-    assert found.roles()["B"] >= {Role.tail_structure, Role.tail_coord}
+    assert objective.roles()["B"] >= {Role.tail_structure, Role.tail_coord}
     coords = supervision((Role.tail_coord, 2), (Role.tail_coord, 3), channels="AB")
-    alone = objective(every(COORD_REG) | {"channels": ["A"]}).measure(random_logits(2), coords)
+    alone = make_objective(on_both_channels(COORD_REG) | {"channels": ["A"]}).measure(random_logits(2), coords)
     assert alone["coord_reg/w1"].count.item() == 1
-    aligned = objective(
-        only_a, every(COORD_REG), custom__trainer_variant="stage2_rollout_aligned", stage2__b_ratio=None
+    aligned = make_objective(
+        only_a, on_both_channels(COORD_REG), custom__trainer_variant="stage2_rollout_aligned", stage2__b_ratio=None
     )
     assert aligned.idle == {"token_ce": "inactive: it runs on channel A, and this run on B"}
     assert aligned.manifest()["idle"] == aligned.idle
@@ -253,7 +265,7 @@ def test_a_module_runs_on_its_channels_only_and_an_idle_one_is_named():
 
 @pytest.mark.scenario("R29.C6", on="pure")
 def test_without_bbox_geo_no_coordinate_is_decoded(monkeypatch):
-    """D7: box losses and expectations live in one module, which is not entered."""
+    """D7: box losses and expectations are computed by one module, which is not called."""
     from coordexp.objective import modules
 
     def fail(*_):
@@ -262,70 +274,76 @@ def test_without_bbox_geo_no_coordinate_is_decoded(monkeypatch):
     monkeypatch.setitem(modules.MODULES, "bbox_geo", modules.ModuleKind(fail, modules.MODULES["bbox_geo"].terms))
     for declared in (
         (),
-        (every(BBOX_GEO) | {"weight": 0.0},),
-        (every(BBOX_GEO, smoothl1_weight=0.0, ciou_weight=0.0),),
+        (on_both_channels(BBOX_GEO) | {"weight": 0.0},),
+        (on_both_channels(BBOX_GEO, smoothl1_weight=0.0, ciou_weight=0.0),),
     ):
-        found = objective(every(TOKEN_CE), every(COORD_REG), *declared, diagnostics=DIAGNOSTICS)
-        found.measure(random_logits(), MIXED)
-        assert not any("iou" in term.name or "bbox" in term.name for term in found.terms)
+        objective = make_objective(
+            on_both_channels(TOKEN_CE), on_both_channels(COORD_REG), *declared, diagnostics=DIAGNOSTICS
+        )
+        objective.measure(random_logits(), MIXED)
+        assert not any("iou" in term.name or "bbox" in term.name for term in objective.terms)
     with pytest.raises(AssertionError, match="decoded"):
-        objective(every(BBOX_GEO)).measure(random_logits(), MIXED)
+        make_objective(on_both_channels(BBOX_GEO)).measure(random_logits(), MIXED)
 
 
-def test_diagnostics_report_and_leave_the_loss_and_its_gradient_alone():
-    with_diagnostics = objective(every(COORD_REG), diagnostics=DIAGNOSTICS)
+def test_diagnostics_do_not_change_the_loss_or_its_gradient():
+    with_diagnostics = make_objective(on_both_channels(COORD_REG), diagnostics=DIAGNOSTICS)
     logits = random_logits().requires_grad_()
     measures = with_diagnostics.measure(logits, MIXED)
     assert not any(m.sum.requires_grad for name, m in measures.items() if name.startswith("coord_diag"))
     assert with_diagnostics.loss(measures, COUNTS).item() == pytest.approx(
-        loss(objective(every(COORD_REG))).item()
+        compute_loss(make_objective(on_both_channels(COORD_REG))).item()
     )
 
 
 def test_position_weights_scale_the_terms():
     half = Supervision(**{**vars(MIXED), "weights": MIXED.weights * 0.5})
-    assert loss(objective(), s=half).item() == pytest.approx(0.5 * loss(objective()).item(), rel=1e-6)
+    assert compute_loss(make_objective(), s=half).item() == pytest.approx(
+        0.5 * compute_loss(make_objective()).item(), rel=1e-6
+    )
 
 
 def test_a_row_without_any_supervised_position_gives_a_zero_loss_with_a_graph():
     logits = torch.zeros(0, SIZE, requires_grad=True)
     empty = Supervision(**{name: stream[:0] for name, stream in vars(MIXED).items()})
-    total = loss(objective(diagnostics=DIAGNOSTICS), logits, empty)
+    total = compute_loss(make_objective(diagnostics=DIAGNOSTICS), logits, empty)
     assert total.item() == 0.0
     total.backward()
     assert logits.grad is not None
 
 
-def test_logits_and_streams_of_different_length_are_refused():
-    with pytest.raises(ValueError, match="3 rows of logits, and 12 supervised positions"):
-        objective().measure(random_logits(3), MIXED)
+def test_logits_and_supervision_of_different_length_are_refused():
+    with pytest.raises(ValueError, match="3 rows of logits for 12 supervised positions"):
+        make_objective().measure(random_logits(3), MIXED)
 
 
 def test_a_tally_reports_sums_over_rows_and_counts_broken_logits():
-    found = objective(every(TOKEN_CE, desc_ce_weight=1.0), every(COORD_REG), diagnostics=DIAGNOSTICS)
+    objective = make_objective(
+        on_both_channels(TOKEN_CE, desc_ce_weight=1.0), on_both_channels(COORD_REG), diagnostics=DIAGNOSTICS
+    )
     logits = random_logits()
     logits[0, 0] = float("nan")
-    tally = Tally(found)
+    tally = LossTally(objective)
     for _ in range(2):
-        tally.add(found.measure(logits, MIXED), 2 * COUNTS)
-    report, once = tally.report(), found.measure(logits, MIXED)
-    assert report["loss"] == pytest.approx(found.loss(once, COUNTS).item())
+        tally.add(objective.measure(logits, MIXED), 2 * COUNTS)
+    report, once = tally.report(), objective.measure(logits, MIXED)
+    assert report["loss"] == pytest.approx(objective.loss(once, COUNTS).item())
     assert report["token_ce/struct_ce"] == pytest.approx(once["token_ce/struct_ce"].sum.item() / 20)
     assert report["token_ce/struct_ce/mean"] == pytest.approx(once["token_ce/struct_ce"].sum.item() / 2)
     assert report["coord_diag/entropy"] == pytest.approx(once["coord_diag/entropy"].sum.item() / 8)
     assert report[BROKEN] == pytest.approx(1 / 12)
-    assert set(tally.report().values()) == {0.0}  # a rank that adds nothing takes part with nothing
+    assert set(tally.report().values()) == {0.0}  # a rank without rows adds zeros
 
 
-def test_a_tally_over_several_steps_is_the_mean_of_theirs():
-    found = objective(every(TOKEN_CE, desc_ce_weight=1.0))
+def test_a_tally_over_several_steps_reports_the_mean_of_their_reports():
+    objective = make_objective(on_both_channels(TOKEN_CE, desc_ce_weight=1.0))
     steps = [(random_logits(seed=1), COUNTS), (random_logits(seed=2), 3 * COUNTS)]
-    alone, together = [], Tally(found)
+    alone, together = [], LossTally(objective)
     for logits, counts in steps:
-        one = Tally(found)
-        for tally in (one, together):
-            tally.add(found.measure(logits, MIXED), counts)
-        alone.append(one.report())
+        single = LossTally(objective)
+        for tally in (single, together):
+            tally.add(objective.measure(logits, MIXED), counts)
+        alone.append(single.report())
     report = together.report(steps=2)
     for name in ("loss", "token_ce/struct_ce", "token_ce/struct_ce/mean"):
         assert report[name] == pytest.approx((alone[0][name] + alone[1][name]) / 2)

@@ -1,4 +1,4 @@
-"""The canonical helper for coordinate mass and its numeric fences (R38)."""
+"""The split of the vocabulary that all losses and diagnostics use, and how it treats extreme logits (R38)."""
 
 import math
 
@@ -29,14 +29,14 @@ def test_gates_are_minus_log_of_explicit_probabilities(temperature):
 
 
 @pytest.mark.scenario("R29.C4", on="pure")
-def test_cross_entropy_and_its_gradient_are_those_of_torch():
+def test_cross_entropy_and_its_gradient_are_equal_to_those_of_torch():
     ours, theirs = (random_logits().requires_grad_() for _ in range(2))
     split_vocabulary(ours, IDS, FIRST).cross_entropy().sum().backward()
     torch.nn.functional.cross_entropy(theirs, IDS, reduction="sum").backward()
     assert torch.allclose(ours.grad, theirs.grad)
 
 
-def test_gates_stay_exact_where_one_side_has_nearly_everything():
+def test_gates_stay_exact_where_one_side_has_nearly_all_mass():
     logits = torch.full((2, SIZE), -40.0)
     logits[0, FIRST + 7] = logits[1, 2] = 40.0
     split = split_vocabulary(logits, torch.tensor([2, FIRST]), FIRST)
@@ -53,7 +53,7 @@ def test_finite_differences_agree_with_every_output(temperature):
     narrow = torch.cat((logits[:, :8], logits[:, -6:]), dim=1).requires_grad_()
 
     def outputs(narrow: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """All differences between the three outputs, which are what anything is made of."""
+        """Return all differences between the three outputs. Losses depend on nothing else."""
         wide = torch.cat((narrow[:, :8], logits[:, 8:-6], narrow[:, 8:]), dim=1)
         coord, target, log_text, _ = _Split.apply(wide, ids, FIRST, temperature)
         return coord - log_text[:, None], target - log_text, coord - target[:, None]
@@ -66,7 +66,7 @@ BROKEN = [math.nan, math.inf, -math.inf, 3e38, -3e38]
 
 @pytest.mark.parametrize("value", BROKEN)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-def test_broken_logits_stay_finite_and_are_counted(value, dtype):
+def test_broken_logits_give_finite_outputs_and_are_counted(value, dtype):
     logits = random_logits(dtype=dtype)
     logits[:, FIRST + 3] = value
     logits[1] = value
@@ -74,9 +74,9 @@ def test_broken_logits_stay_finite_and_are_counted(value, dtype):
     leaf = logits.clone().requires_grad_()
     split = split_vocabulary(leaf, IDS, FIRST)
     assert split.broken.item() == (~(logits.abs() <= 1e4)).sum()
-    values = [split.cross_entropy(), split.coord_gate(), split.text_gate(), split.coord_mass(), split.coord]
-    assert all(torch.isfinite(each).all() for each in values)
-    sum(each.sum() for each in values).backward()
+    outputs = [split.cross_entropy(), split.coord_gate(), split.text_gate(), split.coord_mass(), split.coord]
+    assert all(torch.isfinite(output).all() for output in outputs)
+    sum(output.sum() for output in outputs).backward()
     assert torch.isfinite(leaf.grad).all()
     assert (leaf.grad[1] == 0).all()
 
@@ -84,7 +84,7 @@ def test_broken_logits_stay_finite_and_are_counted(value, dtype):
 @pytest.mark.scenario("R38.C1", "R38.S1", on="pure")
 @pytest.mark.parametrize("value", BROKEN)
 def test_every_consumer_sees_the_same_gate_values(value):
-    """Loss terms and diagnostics on the same logits: each equals what the helper says."""
+    """Loss terms and diagnostics on the same logits equal the values of the split."""
     logits = random_logits(dtype=torch.float32)
     logits[0, FIRST + 5] = logits[4, 9] = logits[11, 2] = value
     helper = split_vocabulary(logits, IDS, FIRST, 2.0)
@@ -99,25 +99,25 @@ def test_every_consumer_sees_the_same_gate_values(value):
     assert trained["coord_gate"].sum.item() == pytest.approx(helper.coord_gate()[coord].sum().item(), rel=1e-6)
     assert trained["text_gate"].sum.item() == pytest.approx(helper.text_gate()[~coord].sum().item(), rel=1e-6)
     plain = split_vocabulary(logits, IDS, FIRST)
-    shown = MODULES["coord_diag"].run(
+    diagnostics = MODULES["coord_diag"].run(
         None, frozenset({"coord_mass", "text_coord_mass"}), splitter(logits, MIXED), MIXED, everything
     )
-    assert shown["coord_mass"].sum.item() == pytest.approx(
+    assert diagnostics["coord_mass"].sum.item() == pytest.approx(
         (-plain.coord_gate()[coord]).exp().sum().item(), rel=1e-5
     )
-    assert shown["text_coord_mass"].sum.item() == pytest.approx(
+    assert diagnostics["text_coord_mass"].sum.item() == pytest.approx(
         (1 - (-plain.text_gate()[~coord]).exp()).sum().item(), rel=1e-5
     )
 
 
 def test_bfloat16_logits_are_read_in_float32():
     logits = random_logits(dtype=torch.bfloat16)
-    rough, exact = (split_vocabulary(each, IDS, FIRST) for each in (logits, logits.float()))
+    rough, exact = (split_vocabulary(values, IDS, FIRST) for values in (logits, logits.float()))
     assert torch.equal(rough.cross_entropy(), exact.cross_entropy())
     assert rough.coord.dtype == torch.float32
 
 
-def test_no_position_at_all_is_allowed():
+def test_logits_without_any_position_are_allowed():
     logits = torch.zeros(0, SIZE, requires_grad=True)
     split = split_vocabulary(logits, torch.zeros(0, dtype=torch.int64), FIRST)
     split.cross_entropy().sum().backward()
@@ -125,38 +125,38 @@ def test_no_position_at_all_is_allowed():
 
 
 @pytest.mark.parametrize("temperature", [1.0, 2.0])
-def test_logits_in_several_chunks_give_what_one_chunk_gives(monkeypatch, temperature):
-    found = []
+def test_logits_in_several_chunks_give_the_result_of_one_chunk(monkeypatch, temperature):
+    results = []
     for chunk in (1 << 20, 2 * SIZE + 1):
         monkeypatch.setattr("coordexp.objective.split._CHUNK", chunk)
         logits = random_logits().requires_grad_()
         split = split_vocabulary(logits, IDS, FIRST, temperature)
         weights = torch.linspace(0.5, 2, len(IDS))
         ((split.cross_entropy() + split.coord_gate() + split.coord.square().sum(-1)) * weights).sum().backward()
-        found.append((split.log_text.detach(), logits.grad))
-    assert torch.allclose(found[0][0], found[1][0])
-    assert torch.allclose(found[0][1], found[1][1])
+        results.append((split.log_text.detach(), logits.grad))
+    assert torch.allclose(results[0][0], results[1][0])
+    assert torch.allclose(results[0][1], results[1][1])
 
 
 @pytest.mark.scenario("R38.C1", on="pure")
-def test_the_fence_is_ten_thousand_and_what_is_no_number_counts_as_zero():
+def test_logits_are_clamped_to_ten_thousand_and_nan_counts_as_zero():
     broken, mended = random_logits(), random_logits()
     for column, (value, instead) in enumerate(((math.nan, 0.0), (math.inf, 1e4), (-math.inf, -1e4), (3e4, 1e4))):
         broken[column, FIRST + 2], mended[column, FIRST + 2] = value, instead
-    one, other = (split_vocabulary(each, IDS, FIRST) for each in (broken, mended))
-    assert torch.equal(one.coord, other.coord)
-    assert torch.equal(one.cross_entropy(), other.cross_entropy())
-    assert torch.equal(one.text_gate(), other.text_gate())
-    assert (one.broken.item(), other.broken.item()) == (4, 0)
+    of_broken, of_mended = (split_vocabulary(logits, IDS, FIRST) for logits in (broken, mended))
+    assert torch.equal(of_broken.coord, of_mended.coord)
+    assert torch.equal(of_broken.cross_entropy(), of_mended.cross_entropy())
+    assert torch.equal(of_broken.text_gate(), of_mended.text_gate())
+    assert (of_broken.broken.item(), of_mended.broken.item()) == (4, 0)
 
 
 @pytest.mark.parametrize("offset", [30.0, 3000.0])
 def test_a_common_offset_of_all_logits_costs_no_precision(offset):
-    found = []
+    gradients = []
     for shift in (0.0, offset):
         logits = (
             ((random_logits() * 8).round() / 8 + shift).float().requires_grad_()
         )  # exact in float32 with the offset
         split_vocabulary(logits, IDS, FIRST).cross_entropy().sum().backward()
-        found.append(logits.grad)
-    assert torch.allclose(*found, rtol=1e-5, atol=1e-7)
+        gradients.append(logits.grad)
+    assert torch.allclose(*gradients, rtol=1e-5, atol=1e-7)

@@ -1,4 +1,4 @@
-"""Each loss term against an oracle that was written without it, and its gradient against finite differences."""
+"""Each loss term is compared with an independent computation, and its gradient with finite differences."""
 
 import math
 
@@ -47,8 +47,8 @@ def explicit_target(t, sigma, truncate):
 @pytest.mark.scenario("R29.C2", on="pure")
 def test_soft_targets_are_truncated_gaussians_around_fractions_of_a_bin():
     targets = [0.0, 3.4, 500.5, 999.0]
-    found = soft_target(torch.tensor(targets, dtype=torch.float64), 2.0, 8)
-    for row, t in zip(found.numpy(), targets, strict=True):
+    rows = soft_target(torch.tensor(targets, dtype=torch.float64), 2.0, 8)
+    for row, t in zip(rows.numpy(), targets, strict=True):
         assert row == pytest.approx(explicit_target(t, 2.0, 8), abs=1e-6)
     assert soft_target(torch.tensor([500.0]), 2.0, None).min() >= 0
     assert soft_target(torch.tensor([500.0]), 50.0, None)[0, 300] > 0
@@ -68,7 +68,7 @@ def test_w1_is_scipys_wasserstein_distance_in_units_of_the_side():
     assert measure.count.item() == COORD.sum().item() == 8
 
 
-def test_w1_of_opposite_corners_is_one_and_of_equals_zero():
+def test_w1_is_one_for_opposite_corners_and_zero_for_equal_distributions():
     ends = torch.eye(BINS)[[0, 999]]
     assert wasserstein(ends, ends.flip(0)).tolist() == pytest.approx([1.0, 1.0], rel=1e-5)
     assert wasserstein(ends, ends).tolist() == [0.0, 0.0]
@@ -113,16 +113,17 @@ def test_the_nearest_bin_of_a_half_is_the_upper_one():
 def test_token_ce_is_cross_entropy_of_the_next_token_by_kind():
     logits = random_logits()
     log_p = logits.log_softmax(-1)[torch.arange(len(MIXED.ids)), MIXED.ids]
-    found = run("token_ce", logits)
+    measures = run("token_ce", logits)
     roles = {"struct_ce": Role.tail_structure, "desc_ce": Role.tail_desc, "eos_ce": Role.end_of_turn}
     for name, role in roles.items():
         here = MIXED.roles == role
-        assert found[name].sum.item() == pytest.approx(-log_p[here].sum().item())
-        assert found[name].count.item() == here.sum().item()
+        assert measures[name].sum.item() == pytest.approx(-log_p[here].sum().item())
+        assert measures[name].count.item() == here.sum().item()
 
 
 def scalar_ciou_loss(a, b, alpha=None):
-    """1 - CIoU of Zheng et al., re-derived on numbers. `alpha` is a constant in its gradient."""
+    """Return 1 - CIoU as defined by Zheng et al., computed on numbers. Its gradient treats `alpha` as a
+    constant."""
     inter_w, inter_h = min(a[2], b[2]) - max(a[0], b[0]), min(a[3], b[3]) - max(a[1], b[1])
     inter = max(inter_w, 0) * max(inter_h, 0)
     (aw, ah), (bw, bh) = ((box[2] - box[0], box[3] - box[1]) for box in (a, b))
@@ -135,7 +136,7 @@ def scalar_ciou_loss(a, b, alpha=None):
 
 
 def box_logits(boxes):
-    """Logits whose expectations are these coordinates: two neighbouring bins share the mass."""
+    """Return logits whose expectations are these coordinates: two neighbouring bins share the mass."""
     logits = torch.full((4 * len(boxes), 1010), -60.0, dtype=torch.float64)
     for k, value in enumerate(value for box in boxes for value in box):
         low, part = int(value), value - int(value)
@@ -145,27 +146,27 @@ def box_logits(boxes):
     return logits
 
 
-def test_boxes_are_decoded_as_expectations_and_compared_as_the_formulas_say():
+def test_boxes_are_decoded_as_expectations_and_compared_by_the_formulas():
     predicted = [(100.25, 200.0, 300.5, 420.75), (10.0, 10.0, 20.5, 30.0), (500.0, 600.0, 900.0, 700.0)]
     true = [(110.0, 190.5, 310.0, 400.0), (500.0, 500.0, 900.0, 950.0), (500.5, 600.0, 900.0, 700.0)]
     s = supervision(*((Role.matched_coord, value) for box in true for value in box))
-    found = run("bbox_geo", box_logits(predicted), s)
+    measures = run("bbox_geo", box_logits(predicted), s)
     expected = [scalar_ciou_loss(a, b) for a, b in zip(predicted, true, strict=True)]
-    assert found["ciou"].sum.item() == pytest.approx(4 * sum(expected), rel=1e-5)
+    assert measures["ciou"].sum.item() == pytest.approx(4 * sum(expected), rel=1e-5)
     distances = [abs(x - y) for a, b in zip(predicted, true, strict=True) for x, y in zip(a, b, strict=True)]
     smooth = [0.5 * d * d if d < 1 else d - 0.5 for d in distances]
-    assert found["smoothl1"].sum.item() == pytest.approx(sum(smooth) / 999, rel=1e-6)
-    assert found["ciou"].count.item() == found["smoothl1"].count.item() == 12
+    assert measures["smoothl1"].sum.item() == pytest.approx(sum(smooth) / 999, rel=1e-6)
+    assert measures["ciou"].count.item() == measures["smoothl1"].count.item() == 12
 
 
 def test_inverted_and_flat_predictions_have_finite_losses_and_gradients():
     s = supervision(*((Role.tail_coord, value) for value in (100, 100, 300, 300) * 3))
     logits = box_logits([(300.0, 300.0, 100.0, 100.0), (50.0, 50.0, 50.0, 50.0), (100.0, 100.0, 300.0, 300.0)])
     logits.requires_grad_()
-    found = run("bbox_geo", logits, s)
-    sum(measure.sum for measure in found.values()).backward()
+    measures = run("bbox_geo", logits, s)
+    sum(measure.sum for measure in measures.values()).backward()
     assert torch.isfinite(logits.grad).all()
-    assert all(torch.isfinite(measure.sum) for measure in found.values())
+    assert all(torch.isfinite(measure.sum) for measure in measures.values())
 
 
 def test_a_flat_target_has_a_finite_loss():
@@ -180,7 +181,7 @@ def test_a_box_weighs_the_mean_of_its_positions():
     s.weights.copy_(torch.tensor([0.0, 1.0, 1.0, 0.5]))
     whole = supervision(*((Role.matched_coord, value) for value in (110, 190, 310, 400)))
     logits = box_logits([(100.0, 200.0, 300.0, 420.0)])
-    weighed, plain = (run("bbox_geo", logits, each)["ciou"].sum.item() for each in (s, whole))
+    weighed, plain = (run("bbox_geo", logits, boxes)["ciou"].sum.item() for boxes in (s, whole))
     assert weighed == pytest.approx(0.625 * plain)
 
 
@@ -189,30 +190,30 @@ def test_a_box_that_is_supervised_in_part_is_refused():
     s.sides[[2, 7]] = 0
     with pytest.raises(ValueError, match="supervised in part"):
         run("bbox_geo", random_logits(8), s)
-    s.sides[[0, 5]] = 0  # one side of each is left out: their number fits again
+    s.sides[[0, 5]] = 0  # two sides of each box are missing, so that their number is a multiple of four again
     with pytest.raises(ValueError, match="supervised in part"):
         run("bbox_geo", random_logits(8), s)
 
 
-def test_a_box_is_used_when_all_of_it_is_allowed():
+def test_a_box_is_used_if_all_of_its_positions_are_allowed():
     s = supervision(*((Role.matched_coord, value) for value in (110, 190, 310, 400, 1, 2, 3, 4)))
     allowed = torch.ones(8, dtype=torch.bool)
     allowed[2] = False
     kind = MODULES["bbox_geo"]
-    found = kind.run(CONFIGS["bbox_geo"], frozenset(kind.terms), splitter(random_logits(8), s), s, allowed)
-    assert found["ciou"].count.item() == 4
+    measures = kind.run(CONFIGS["bbox_geo"], frozenset(kind.terms), splitter(random_logits(8), s), s, allowed)
+    assert measures["ciou"].count.item() == 4
 
 
 @pytest.mark.parametrize("module", sorted(MODULES))
-def test_a_module_uses_the_positions_that_it_is_allowed_and_no_others(module):
+def test_a_module_uses_allowed_positions_only(module):
     allowed = torch.zeros(len(MIXED.ids), dtype=torch.bool)
     kind, logits = MODULES[module], random_logits()
     config = CONFIGS.get(module) or coord_config()
-    found = kind.run(config, frozenset(kind.terms), splitter(logits, MIXED), MIXED, allowed)
-    assert all(measure.sum.item() == 0 and measure.count.item() == 0 for measure in found.values())
+    measures = kind.run(config, frozenset(kind.terms), splitter(logits, MIXED), MIXED, allowed)
+    assert all(measure.sum.item() == 0 and measure.count.item() == 0 for measure in measures.values())
 
 
-def test_polygon_coordinates_are_no_boxes():
+def test_polygons_are_not_used_as_boxes():
     polygon = supervision(*((Role.tail_coord, value) for value in (10, 10, 50, 10, 50, 90)))
     polygon.sides.zero_()
     assert run("bbox_geo", random_logits(6), polygon)["ciou"].count.item() == 0
@@ -231,7 +232,7 @@ def test_finite_differences_agree_with_the_gradient_of_every_term(module, seed):
             return run(module, wide, terms={name})[name].sum
 
         if name == "ciou":
-            continue  # alpha is a constant there: see below
+            continue  # its gradient treats alpha as a constant: see the next test
         assert gradcheck(value, (narrow,), eps=1e-5, atol=1e-6), name
         assert torch.autograd.grad(value(narrow), narrow)[0].abs().sum() > 0
 
@@ -271,8 +272,8 @@ def test_broken_and_half_precision_logits_give_finite_sums_and_gradients(module,
     logits[::2, ::3] = value
     logits[1] = value
     logits.requires_grad_()
-    found = run(module, logits)
-    total = sum(measure.sum for measure in found.values())
+    measures = run(module, logits)
+    total = sum(measure.sum for measure in measures.values())
     assert torch.isfinite(total)
     total.backward()
     assert torch.isfinite(logits.grad).all()
@@ -281,8 +282,8 @@ def test_broken_and_half_precision_logits_give_finite_sums_and_gradients(module,
 def test_diagnostics_describe_the_distribution():
     s = supervision((Role.tail_coord, 5), (Role.tail_structure, 2))
     logits = torch.zeros(2, 1010, dtype=torch.float64)
-    found = {name: (m.sum.item(), m.count.item()) for name, m in run("coord_diag", logits, s).items()}
-    assert found == {
+    measures = {name: (m.sum.item(), m.count.item()) for name, m in run("coord_diag", logits, s).items()}
+    assert measures == {
         "entropy": (pytest.approx(math.log(1000)), 1),
         "top_probability": (pytest.approx(1e-3), 1),
         "target_probability": (pytest.approx(1e-3), 1),

@@ -1,6 +1,7 @@
-"""What a matched polygon is taught, from the rollout's text to the soft labels in the loss (R28).
+"""The targets of a matched polygon, from the text of the rollout to the soft labels in the loss (R28).
 
-Expected values are computed here: the transport plan by POT, its projection and the soft labels by numpy.
+The expected values are computed independently: the transport plan with POT, its projection and the soft labels
+with numpy.
 """
 
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ from coordexp.data import BINS, Geometry, TrueObject
 from coordexp.objective import Objective
 from coordexp.pack import Example
 from coordexp.pack.collate import _supervision, kind_counts
-from tests.rows import every, settings
+from tests.rows import on_both_channels, settings
 from tests.unit.config.trees import COORD_REG
 from tests.unit.correction.conftest import PROMPT, answer, box, entry, poly
 from tests.vocabularies import table
@@ -52,14 +53,15 @@ def points_of(shape: Geometry) -> Floats:
 
 @dataclass(frozen=True)
 class Expected:
-    """Targets by barycentric projection, and those that each vertex's most likely partner alone would give."""
+    """The targets from the barycentric projection, and those from the most likely partner of each vertex alone."""
 
     barycentric: Floats
     argmax: Floats
 
 
-def expected_targets(predicted: Geometry, true: Geometry, transport: OptimalTransport) -> Expected:
-    """Both shapes centred, epsilon relative to the smaller one (D18), uniform weights; the plan is POT's."""
+def compute_expected(predicted: Geometry, true: Geometry, transport: OptimalTransport) -> Expected:
+    """Compute targets with POT. Both shapes are centred, epsilon is relative to the smaller one (D18), and
+    all points have the same weight."""
     here, there = points_of(predicted), points_of(true)
     centred = [points - (points.min(axis=0) + points.max(axis=0)) / 2 for points in (here, there)]
     epsilon = transport.epsilon * min(np.ptp(points, axis=0).max() for points in (here, there))
@@ -77,8 +79,8 @@ def expected_targets(predicted: Geometry, true: Geometry, transport: OptimalTran
 
 
 def per_token(predicted: Geometry, landed: Floats) -> Floats:
-    """One target for each coordinate token. The corners of a box are x1y1, x2y1, x2y2, x1y2: the target of a token
-    is the mean of the two corners that share it."""
+    """Return one target per coordinate token. The corners of a box are x1y1, x2y1, x2y2, x1y2. The target of
+    a token is the mean of the two corners that share it."""
     if predicted.kind == "poly":
         return landed.reshape(-1)
     (ax, ay), (bx, by), (cx, cy), (dx, dy) = landed
@@ -90,26 +92,28 @@ def per_token(predicted: Geometry, landed: Floats) -> Floats:
 @pytest.mark.parametrize("pair", PAIRS)
 def test_targets_are_the_barycentric_projection_of_pots_plan(pair, transport):
     predicted, true = PAIRS[pair]
-    wanted = expected_targets(predicted, true, TRANSPORT[transport])
-    apart = np.abs(wanted.barycentric - wanted.argmax).max()
-    assert apart > 4, "with these shapes a mixture with the most likely vertex is seen"
-    (found,) = coord_targets([(predicted, true)], TRANSPORT[transport])
-    assert np.abs(np.array(found) - wanted.barycentric).max() < 1e-3
+    expected = compute_expected(predicted, true, TRANSPORT[transport])
+    apart = np.abs(expected.barycentric - expected.argmax).max()
+    assert apart > 4, "with these shapes, a mixture with the most likely vertex would be noticed"
+    (targets,) = coord_targets([(predicted, true)], TRANSPORT[transport])
+    assert np.abs(np.array(targets) - expected.barycentric).max() < 1e-3
 
 
 @pytest.mark.scenario("R28.C1", "R28.C5", on="pure")
 def test_the_tokens_of_a_box_are_left_top_right_and_bottom():
-    """A true polygon with four sides at different distances tells them apart."""
+    """The true polygon has its four sides at different distances, so that no two tokens have the same target."""
     predicted, true = box(100, 200, 300, 400), poly(90, 190, 330, 190, 330, 450, 90, 450)
-    (found,) = coord_targets([(predicted, true)], TRANSPORT["default"])
-    assert found == pytest.approx((90, 190, 330, 450), abs=1)
+    (targets,) = coord_targets([(predicted, true)], TRANSPORT["default"])
+    assert targets == pytest.approx((90, 190, 330, 450), abs=1)
 
 
 def soft_labels(example: Example) -> tuple[NDArray[np.int64], Floats]:
-    """The labels that the loss uses, read off its gradient: where all logits are alike, the gradient of soft cross
+    """Return the labels that the loss uses, from its gradient. If all logits are equal, the gradient of soft cross
     entropy is the uniform distribution minus the label."""
     only_soft = dict.fromkeys(("coord_ce_weight", "w1_weight", "coord_gate_weight", "text_gate_weight"), 0.0)
-    objective = Objective(settings(every(COORD_REG, soft_ce_weight=1.0, **only_soft)), SMALL.first_coord)
+    objective = Objective(
+        settings(on_both_channels(COORD_REG, soft_ce_weight=1.0, **only_soft)), SMALL.first_coord
+    )
     kept = np.flatnonzero(np.isin(example.segment.roles, (Role.matched_coord, Role.tail_coord)))
     counts = kind_counts([example])
     logits = torch.zeros(len(kept), len(SMALL.pieces), dtype=torch.float64, requires_grad=True)
@@ -127,12 +131,12 @@ def gaussian(target: float, sigma: float, truncate: int) -> Floats:
 
 @pytest.mark.scenario("R28.S1", on="pure")
 @pytest.mark.parametrize("pair", PAIRS)
-def test_each_coordinate_token_of_a_matched_shape_is_taught_a_soft_label_around_its_projection(pair):
+def test_each_coordinate_token_of_a_matched_shape_has_a_soft_label_around_its_projection(pair):
     predicted, true = PAIRS[pair]
     transport = TRANSPORT["default"]
-    wanted = expected_targets(predicted, true, transport)
+    expected = compute_expected(predicted, true, transport)
     text = answer(entry("object_1", "roof", predicted))
-    made = correct(
+    correction = correct(
         PROMPT,
         SMALL.encode(text.encode()),
         [TrueObject("roof", true)],
@@ -140,12 +144,12 @@ def test_each_coordinate_token_of_a_matched_shape_is_taught_a_soft_label_around_
         order="desc_first",
         settings=RolloutMatching(optimal_transport=transport, maskiou_gate=0.1),
     )
-    assert made.match.pairs == ((0, 0),)
-    where = len(PROMPT) + np.array(made.parsed.valid[0].coord_indices)
-    assert (made.segment.ids[where] - SMALL.first_coord).tolist() == list(predicted.bins)
-    kept, labels = soft_labels(Example(made.segment, "image.png", (64, 64), "B"))
+    assert correction.match.pairs == ((0, 0),)
+    where = len(PROMPT) + np.array(correction.parsed.valid[0].coord_indices)
+    assert (correction.segment.ids[where] - SMALL.first_coord).tolist() == list(predicted.bins)
+    kept, labels = soft_labels(Example(correction.segment, "image.png", (64, 64), "B"))
     assert kept.tolist() == where.tolist(), "each of its coordinates, and no other token"
-    for target, label in zip(wanted.barycentric, labels, strict=True):
+    for target, label in zip(expected.barycentric, labels, strict=True):
         assert np.abs(label - gaussian(target, sigma=2.0, truncate=8)).max() < 1e-3
         peak = int(label.argmax())
         assert (np.diff(label[: peak + 1]) >= -1e-9).all()
