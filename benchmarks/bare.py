@@ -1,4 +1,5 @@
-"""The bare engine that served and colocated rollouts are compared with: the same requests, pictures in memory."""
+"""The bare engine with which served and colocated rollouts are compared. It gets the same requests, with the
+images in memory."""
 
 import os
 from collections.abc import Iterator, Sequence
@@ -18,16 +19,16 @@ from coordexp.rollout.prompt import PromptBuilder, open_image
 from coordexp.vocab import VocabularyTable
 
 
-def drawn_pictures(folder: Path, count: int) -> list[Picture]:
-    """Of crowded scenes, which are written to `folder`."""
+def draw_images(folder: Path, count: int) -> list[Picture]:
+    """Write crowded scenes to `folder`, and return their images."""
     scenes = SceneSettings(objects=(3, 8), side=128)
     write_scenes(folder, scenes, train=64, val=count, seed=9, advance=lambda: None)
     records = RecordFile(folder / "val.jsonl")
     return [Picture.of(records, records[k]) for k in range(count)]
 
 
-def bare_engine(folder: Path, most: int, length: int, share: float) -> Any:
-    """As `LLM` makes it, for `most` sequences of `length` tokens at once."""
+def start_bare_engine(folder: Path, most: int, length: int, share: float) -> Any:
+    """Start `vllm.LLM` for at most `most` sequences of `length` tokens at once, with this share of the memory."""
     os.environ |= {"VLLM_WORKER_MULTIPROC_METHOD": "spawn", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     from vllm import LLM
@@ -44,8 +45,9 @@ def bare_engine(folder: Path, most: int, length: int, share: float) -> Any:
     )
 
 
-class Learning:
-    """A learner as rollouts need it: its model, its prompts, and its own answers."""
+class BenchmarkLearner:
+    """The parts of a learner that rollouts need: its model, its prompts, and a backend that generates with
+    the model itself."""
 
     def __init__(self, folder: Path) -> None:
         self.prompts = PromptBuilder(AutoProcessor.from_pretrained(folder), "Detect all objects.")
@@ -57,33 +59,33 @@ class Learning:
         return iter([(name, weight.detach()) for name, weight in self.model.named_parameters()])
 
 
-class Bare:
-    """Greedy answers of `LLM.generate`, and how many tokens they had."""
+class BareGeneration:
+    """Greedy generation with `LLM.generate`, which counts the tokens of the last call."""
 
     def __init__(
-        self, engine: Any, prompts: PromptBuilder, end: int, pictures: Sequence[Picture], most: int
+        self, engine: Any, prompts: PromptBuilder, end: int, images: Sequence[Picture], most: int
     ) -> None:
         from vllm import SamplingParams
 
         self.engine = engine
-        self.plain = SamplingParams(
+        self.sampling = SamplingParams(
             temperature=0.0, max_tokens=most, logprobs=0, stop_token_ids=[end], ignore_eos=True, detokenize=False
         )
-        self.asked = [
-            {"prompt": prompts.text, "multi_modal_data": {"image": open_image(one.path, one.size)}}
-            for one in pictures
+        self.requests = [
+            {"prompt": prompts.text, "multi_modal_data": {"image": open_image(image.path, image.size)}}
+            for image in images
         ]
         self.tokens = 0
 
     def generate(self) -> None:
-        outputs = self.engine.generate(self.asked, self.plain, use_tqdm=False)
+        outputs = self.engine.generate(self.requests, self.sampling, use_tqdm=False)
         self.tokens = sum(len(output.outputs[0].token_ids) for output in outputs)
 
-    def forget(self) -> None:
+    def reset_caches(self) -> None:
         for name in ("prefix", "mm", "encoder"):
             getattr(self.engine.llm_engine, f"reset_{name}_cache")()
 
 
-def written(rollouts: Sequence[Rollout]) -> int:
-    """Tokens, with those that ended an answer."""
-    return sum(len(one.ids) + (one.finish_reason == "stop") for one in rollouts)
+def count_tokens(rollouts: Sequence[Rollout]) -> int:
+    """Return the number of tokens, including those that ended an answer."""
+    return sum(len(rollout.ids) + (rollout.finish_reason == "stop") for rollout in rollouts)

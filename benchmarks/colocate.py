@@ -1,15 +1,14 @@
-"""What a vLLM engine beside the learner costs against the bare engine, on this machine.
+"""Compare a vLLM engine on the same device as the learner with the bare engine, on this machine.
 
 python benchmarks/colocate.py            a table
 python benchmarks/colocate.py --json     {name: {"value": x, "goal": y, "ok": true}}
 
-Each is a ratio within one run, medians of calls made in turn:
-- tokens a second by the backend, against `LLM.generate` on the same requests with the pictures in memory. Caches
-  are emptied before each.
-- bytes a second of a sync (from the learner's weights to a committed version), against a copy of the same bytes
-  within the learner; on a model of 460 MB, and on the demo's of 2 MB, where it is a matter of calls.
-- the share of a training step that the sync takes, by the demo's Stage 2.
-- the time until an engine is ready, against that of a bare one with the same settings, each in its own process.
+Each figure is a ratio within one run, of the medians of calls that take turns: - tokens per second of the
+backend, compared with `LLM.generate` on the same requests with the images in memory. Caches are emptied before
+each call. - bytes per second of a sync (from the learner's weights to a committed version), compared with a copy
+of the same bytes within the learner. Measured on a model of 460 MB, and on the demo model of 2 MB, where the
+cost of calls dominates. - the share of a training step that the sync takes, in Stage 2 of the demo. - the time
+until an engine is ready, compared with a bare engine with the same settings, each in its own process.
 """
 
 import json
@@ -26,8 +25,8 @@ from typing import Any
 
 import torch
 import yaml
-from bare import Bare, Learning, bare_engine, drawn_pictures, written
-from ratios import at_least, at_most, main, medians, shown
+from bare import BareGeneration, BenchmarkLearner, count_tokens, draw_images, start_bare_engine
+from ratios import at_least, at_most, main, medians, without_goal
 from rich.progress import Progress
 
 from coordexp.config.rollout import VLLM, RolloutMatching
@@ -49,18 +48,20 @@ SETTINGS = RolloutMatching(
 )
 
 
-class Nothing:
+class NothingToDrop:
+    """Stands for the memory that a learner offloads. There is none on this CPU."""
+
     def drop(self) -> None:
         pass
 
 
-class Beside(Learning):
-    """A learner and its engine."""
+class ColocatedLearner(BenchmarkLearner):
+    """A learner with an engine on the same device."""
 
-    def __init__(self, folder: Path, pictures: list[Picture]) -> None:
+    def __init__(self, folder: Path, images: list[Picture]) -> None:
         super().__init__(folder)
-        room = lambda: nullcontext(Nothing())  # noqa: E731
-        self.backend = ColocateBackend(_about(folder), self.prompts, self.own, pictures[0], room)
+        offload = partial(nullcontext, NothingToDrop())
+        self.backend = ColocateBackend(_engine_setup(folder), self.prompts, self.own, images[0], offload)
         self.version = 0
         self.sync()
 
@@ -70,53 +71,53 @@ class Beside(Learning):
             self.backend.sync(self.weights, self.version)
 
 
-def _about(folder: Path) -> Setup:
+def _engine_setup(folder: Path) -> Setup:
     return Setup(folder, "float32", SETTINGS, VocabularyTable.from_folder(folder), torch.device("cpu"))
 
 
-def generation(beside: Beside, pictures: list[Picture]) -> dict[str, Any]:
-    """Greedy answers have the same tokens both ways, so the ratio of times is that of tokens a second."""
-    end = beside.backend.about.table.end_of_turn
-    bare = Bare(beside.backend.engine, beside.prompts, end, pictures, TOKENS)
-    requests = [Request(picture, Decode.greedy(TOKENS)) for picture in pictures]
+def measure_generation(learner: ColocatedLearner, images: list[Picture]) -> dict[str, Any]:
+    """Greedy answers have the same tokens in both cases, so the ratio of times is the ratio of tokens per
+    second."""
+    bare = BareGeneration(learner.backend.engine, learner.prompts, learner.table.end_of_turn, images, TOKENS)
+    requests = [Request(image, Decode.greedy(TOKENS)) for image in images]
     tokens = [0]
 
     def ours() -> None:
-        with beside.backend.session():
-            tokens[0] = written(beside.backend.generate(requests))
+        with learner.backend.session():
+            tokens[0] = count_tokens(learner.backend.generate(requests))
 
-    times = medians({"bare": bare.generate, "ours": ours}, before=bare.forget)
+    times = medians({"bare": bare.generate, "ours": ours}, before=bare.reset_caches)
     assert bare.tokens == tokens[0], (bare.tokens, tokens)
     return {
         "tokens a second / bare LLM.generate": at_least(times["bare"] / times["ours"], 0.95),
-        "tokens a second": shown(tokens[0] / times["ours"]),
+        "tokens a second": without_goal(tokens[0] / times["ours"]),
     }
 
 
-def sending(beside: Beside, name: str, goal: float | None) -> dict[str, Any]:
-    weights = [weight for _, weight in beside.weights()]
+def measure_sync(learner: ColocatedLearner, name: str, goal: float | None) -> dict[str, Any]:
+    weights = [weight for _, weight in learner.weights()]
     copies = [torch.zeros_like(weight) for weight in weights]
 
     def copy() -> None:
-        for to, weight in zip(copies, weights, strict=True):
-            to.copy_(weight)
+        for target, weight in zip(copies, weights, strict=True):
+            target.copy_(weight)
 
-    times = medians({"copy": copy, "sync": beside.sync})
+    times = medians({"copy": copy, "sync": learner.sync})
     size = sum(weight.nbytes for weight in weights)
     ratio = times["copy"] / times["sync"]
     return {
-        f"bytes a second of a sync / copy, {name}": shown(ratio) if goal is None else at_least(ratio, goal),
-        f"megabytes a second of a sync, {name}": shown(size / times["sync"] / 1e6),
+        f"bytes a second of a sync / copy, {name}": without_goal(ratio) if goal is None else at_least(ratio, goal),
+        f"megabytes a second of a sync, {name}": without_goal(size / times["sync"] / 1e6),
     }
 
 
-def share_of_step(folder: Path) -> dict[str, Any]:
-    """As `time/sync` and `time/step` of a run have it, without the first step."""
-    drawn = {f"{name}_jsonl": str(folder / f"data/{name}.jsonl") for name in ("train", "val")}
+def measure_share_of_step(folder: Path) -> dict[str, Any]:
+    """Return the median of `time/sync` divided by `time/step` over the steps of a run, except the first."""
+    data = {f"{name}_jsonl": str(folder / f"data/{name}.jsonl") for name in ("train", "val")}
     tree = {
         "extends": [os.path.relpath(ROOT / "configs/demo/stage2-vllm.yaml", folder)],
         "model": {"path": str(DEMO)},
-        "custom": {"trainer_variant": "stage2_rollout_aligned", **drawn},
+        "custom": {"trainer_variant": "stage2_rollout_aligned", **data},
         "stage2": None,
         "training": {
             "output_dir": str(folder / "run"),
@@ -132,54 +133,54 @@ def share_of_step(folder: Path) -> dict[str, Any]:
     lines = [json.loads(line) for line in (folder / "run/metrics.jsonl").read_text().splitlines()]
     steps = [line for line in lines if "time/step" in line][1:]
     shares = [line["time/sync"] / line["time/step"] for line in steps]
-    return {"share of a training step that the sync takes": shown(statistics.median(shares))}
+    return {"share of a training step that the sync takes": without_goal(statistics.median(shares))}
 
 
-def start(kind: str, folder: Path) -> float:
-    """In this process, from before vLLM is imported."""
-    since = time.perf_counter()
+def time_start(kind: str, folder: Path) -> float:
+    """Start an engine in this process, and return the seconds since before the import of vLLM."""
+    began = time.perf_counter()
     if kind == "ours":
-        engine = start_engine(_about(folder))
+        engine = start_engine(_engine_setup(folder))
     else:
         vllm = SETTINGS.vllm
         assert vllm.max_model_len is not None
         most = SETTINGS.decode_batch_size
-        engine = bare_engine(folder, most, vllm.max_model_len, vllm.gpu_memory_utilization)
-    spent = time.perf_counter() - since
+        engine = start_bare_engine(folder, most, vllm.max_model_len, vllm.gpu_memory_utilization)
+    seconds = time.perf_counter() - began
     stop_engine(engine.llm_engine.engine_core)
-    return spent
+    return seconds
 
 
-def start_up() -> dict[str, Any]:
+def measure_start_up() -> dict[str, Any]:
     times: dict[str, list[float]] = {"bare": [], "ours": []}
     for round in range(REPEATS):
         for kind in sorted(times, reverse=round % 2 == 1):
             command = [sys.executable, __file__, "--start", kind]
-            done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=300)
-            times[kind].append(float(done.stdout.splitlines()[-1]))
-    bare, ours = (statistics.median(found) for found in times.values())
-    return {"start-up / bare engine": at_most(ours / bare, 1.05), "start-up, seconds": shown(ours)}
+            result = subprocess.run(command, check=True, capture_output=True, text=True, timeout=300)
+            times[kind].append(float(result.stdout.splitlines()[-1]))
+    bare, ours = (statistics.median(seconds) for seconds in times.values())
+    return {"start-up / bare engine": at_most(ours / bare, 1.05), "start-up, seconds": without_goal(ours)}
 
 
 def measure(progress: Progress) -> dict[str, dict[str, Any]]:
     task = progress.add_task("start-up", total=4)
-    results = start_up()
+    results = measure_start_up()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        pictures = drawn_pictures(folder / "data", REQUESTS)
+        images = draw_images(folder / "data", REQUESTS)
         progress.update(task, advance=1, description="generation")
-        small = Beside(DEMO, pictures)
-        results |= generation(small, pictures) | sending(small, "2 MB", None)
+        small = ColocatedLearner(DEMO, images)
+        results |= measure_generation(small, images) | measure_sync(small, "2 MB", None)
         small.backend.close()
         progress.update(task, advance=1, description="sync")
-        large = Beside(make_model(folder / "large", "small", size=LARGE), pictures)
-        results |= sending(large, "460 MB", 0.5)
+        large = ColocatedLearner(make_model(folder / "large", "small", size=LARGE), images)
+        results |= measure_sync(large, "460 MB", 0.5)
         large.backend.close()
         progress.update(task, advance=1, description="training")
-        results |= share_of_step(folder)
+        results |= measure_share_of_step(folder)
         progress.update(task, advance=1)
     return results
 
 
 if __name__ == "__main__":
-    main(__doc__, measure, "--start", {kind: partial(start, kind, DEMO) for kind in ("ours", "bare")})
+    main(__doc__, measure, "--start", {kind: partial(time_start, kind, DEMO) for kind in ("ours", "bare")})

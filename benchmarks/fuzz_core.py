@@ -1,9 +1,9 @@
-"""Mutated rollouts through the token core, each checked as the property tests check it.
+"""Correct mutated rollouts, and check each as the property tests do.
 
     python benchmarks/fuzz_core.py --count 1000000
 
-Prints progress, and stops at the first rollout that breaks a property, with the seed that makes it again
-(`--seed N --count 1`).
+The command prints its progress. It stops at the first rollout that breaks a property and prints the seed, with
+which `--seed N --count 1` makes the rollout again.
 """
 
 import argparse
@@ -24,7 +24,8 @@ VOCABULARIES = ["qwen", "small", *(f"random-{seed}" for seed in range(200))]
 BATCH = 500
 
 
-def run(first: int, count: int) -> int:
+def check_seeds(first: int, count: int) -> int:
+    """Check the rollouts of these seeds, and return their number."""
     for seed in range(first, first + count):
         chooser = random.Random(seed)
         vocabulary = table(VOCABULARIES[seed % len(VOCABULARIES)])
@@ -46,22 +47,24 @@ def main() -> None:
     options = parser.parse_args()
     ends = [*range(options.seed, options.seed + options.count, BATCH), options.seed + options.count]
     batches = [(start, end - start) for start, end in itertools.pairwise(ends)]
-    done, started, shown = 0, time.time(), 0.0
+    done, started, last_print = 0, time.time(), 0.0
     with multiprocessing.get_context("spawn").Pool(options.processes) as pool:
-        for count in pool.imap_unordered(_run, batches):
+        for count in pool.imap_unordered(_check_batch, batches):
             done += count
-            if time.time() - shown > 10 or done == options.count:
-                shown = time.time()
-                rate = done / (shown - started)
-                print(f"{done:,} of {options.count:,} sound, {rate:,.0f} a second", file=sys.stderr, flush=True)
+            if time.time() - last_print > 10 or done == options.count:
+                last_print = time.time()
+                rate = done / (last_print - started)
+                print(
+                    f"{done:,} of {options.count:,} checked, {rate:,.0f} per second", file=sys.stderr, flush=True
+                )
     result = {
         "mutated rollouts without a broken property": {"value": done, "goal": 1_000_000, "ok": done >= 1_000_000}
     }
     print(json.dumps(result) if options.json else f"{done:,} rollouts, no property broken")
 
 
-def _run(batch: tuple[int, int]) -> int:
-    return run(*batch)
+def _check_batch(batch: tuple[int, int]) -> int:
+    return check_seeds(*batch)
 
 
 if __name__ == "__main__":

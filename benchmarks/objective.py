@@ -1,15 +1,14 @@
-"""What the objective and the packer cost beside the bare engine, on this machine.
+"""Compare the cost of the objective and of packing with simpler alternatives, on this machine.
 
 python benchmarks/objective.py            a table
 python benchmarks/objective.py --json     {name: {"value": x, "goal": y, "ok": true}}
 
-Four comparisons, each a ratio within one run:
-- the loss with the vocabulary projected at supervised positions, against all positions projected and the same loss
-  taken from them: bfloat16, 16,000 tokens, 7 % supervised, vocabulary 152,704. Each run is a process of its own,
-  and its memory the growth of its peak resident size.
-- a training step on a packed row, against transformers' padded batch of the same segments with the same loss.
-- a training step with the whole objective, against the same step with `cross_entropy` at the same positions.
-- rows filled from a stream of rollout lengths, against first in first out.
+There are four comparisons, each a ratio within one run: - the loss with logits at supervised positions only,
+compared with the same loss from the logits of all positions: bfloat16, 16,000 tokens, 7 % supervised, vocabulary
+152,704. Each run is a process of its own. Its memory is the growth of its peak resident size. - a training step
+on a packed row, compared with a padded batch of transformers with the same segments and loss. - a training step
+with the whole objective, compared with the same step with `cross_entropy` at the same positions. - the fill of
+rows from a stream of rollout lengths, compared with first in, first out.
 """
 
 import json
@@ -28,9 +27,9 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import numpy as np
 import torch
-from ratios import at_least, at_most, main, medians, shown
+from ratios import at_least, at_most, main, medians, without_goal
 from rich.progress import Progress
-from tests.rows import DIAGNOSTICS, MATCHING, Tiny, every, settings
+from tests.rows import DIAGNOSTICS, MATCHING, Tiny, on_both_channels, settings
 from tests.streams import closed_when_full, first_in_first_out, rollout_lengths, stream
 from tests.unit.config.trees import COORD_REG, TOKEN_CE
 
@@ -43,30 +42,32 @@ from coordexp.pack.collate import Row, Supervision
 
 VOCABULARY, TOKENS, SUPERVISED, HIDDEN = 152_704, 16_000, 0.07, 64
 FIRST_COORD = VOCABULARY - 1_061
-DECLARED = (every(TOKEN_CE, desc_ce_weight=1.0), every(COORD_REG))
+DECLARED = (on_both_channels(TOKEN_CE, desc_ce_weight=1.0), on_both_channels(COORD_REG))
 
 
-def projection(where: str) -> dict[str, float]:
-    """One loss with its backward, in this process: all logits, or those at supervised positions."""
+def measure_projection(where: str) -> dict[str, float]:
+    """Compute one loss with its backward pass in this process, from all logits or from those at supervised
+    positions."""
     torch.manual_seed(0)
     hidden = torch.randn(TOKENS, HIDDEN, dtype=torch.bfloat16, requires_grad=True)
     head = torch.randn(VOCABULARY, HIDDEN, dtype=torch.bfloat16, requires_grad=True)
     kept = torch.randperm(TOKENS)[: int(TOKENS * SUPERVISED)].sort().values
     s, objective = _supervision(len(kept)), Objective(settings(*DECLARED), FIRST_COORD)
     counts = torch.full((5,), len(kept))
-    before, start = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.perf_counter()
+    memory_before, began = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.perf_counter()
     logits = (hidden @ head.T)[kept] if where == "all" else hidden[kept] @ head.T
     objective.loss(objective.measure(logits, s), counts).backward()
-    spent = time.perf_counter() - start
-    return {"seconds": spent, "gigabytes": (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1e6}
+    seconds = time.perf_counter() - began
+    memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - memory_before
+    return {"seconds": seconds, "gigabytes": memory / 1e6}
 
 
 def _supervision(count: int) -> Supervision:
-    """A third coordinates, the rest text, as in corrected answers."""
-    maker = torch.Generator().manual_seed(1)
-    coord = torch.rand(count, generator=maker) < 0.33
-    bins = torch.randint(0, 1000, (count,), generator=maker)
-    text = torch.randint(0, FIRST_COORD, (count,), generator=maker)
+    """Return supervision with one third coordinates and the rest text, as in corrected answers."""
+    generator = torch.Generator().manual_seed(1)
+    coord = torch.rand(count, generator=generator) < 0.33
+    bins = torch.randint(0, 1000, (count,), generator=generator)
+    text = torch.randint(0, FIRST_COORD, (count,), generator=generator)
     return Supervision(
         ids=torch.where(coord, FIRST_COORD + bins, text),
         roles=torch.where(coord, int(Role.tail_coord), int(Role.tail_structure)).to(torch.int8),
@@ -77,14 +78,14 @@ def _supervision(count: int) -> Supervision:
     )
 
 
-def in_own_process(where: str) -> dict[str, float]:
+def run_projection(where: str) -> dict[str, float]:
     command = [sys.executable, __file__, "--projection", where]
-    done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=600)
-    return json.loads(done.stdout)
+    result = subprocess.run(command, check=True, capture_output=True, text=True, timeout=600)
+    return json.loads(result.stdout)
 
 
-def long_example(tiny: Tiny, length: int, seed: int) -> Example:
-    """A segment of about `length` tokens: a rollout of objects that are not there, and boxes that were missed."""
+def make_long_example(tiny: Tiny, length: int, seed: int) -> Example:
+    """Return a segment of about `length` tokens: a rollout with false positives, and boxes that it missed."""
     chooser = random.Random(seed)
     image = f"{seed}x128"
     prompt_ids = tiny.prompt_ids(image)
@@ -100,33 +101,35 @@ def long_example(tiny: Tiny, length: int, seed: int) -> Example:
     missed = max(1, int(length * SUPERVISED / 30))  # an object is about 30 tokens
     truth = [TrueObject("cup", Geometry("bbox_2d", (10 + k, 20, 40 + k, 50))) for k in range(missed)]
     parsed = parse_rollout(ids, tiny.table)
-    match = match_objects([o.geometry for o in parsed.valid], [o.geometry for o in truth], MATCHING)
+    match = match_objects(
+        [prediction.geometry for prediction in parsed.valid], [true.geometry for true in truth], MATCHING
+    )
     segment = build_segment(
         prompt_ids, parsed, match, truth, table=tiny.table, order="desc_first", settings=MATCHING
     )
     return Example(segment, image, (128, 128), "B")
 
 
-def one_row(tiny: Tiny, capacity: int) -> list[Example]:
+def fill_row(tiny: Tiny, capacity: int) -> list[Example]:
     lengths = [length for length in rollout_lengths(40, seed=2) if length < capacity]
-    return [long_example(tiny, lengths[i], i) for i in select(lengths, capacity)]
+    return [make_long_example(tiny, lengths[i], i) for i in select(lengths, capacity)]
 
 
-def packed_step(tiny: Tiny, row: Row) -> None:
+def run_packed_step(tiny: Tiny, row: Row) -> None:
     measures = tiny.objective.measure(tiny.logits(row), row.supervision)
     tiny.objective.loss(measures, row.counts).backward()
     tiny.model.zero_grad()
 
 
-def bare_step(tiny: Tiny, row: Row) -> None:
+def run_bare_step(tiny: Tiny, row: Row) -> None:
     torch.nn.functional.cross_entropy(tiny.logits(row), row.supervision.ids).backward()
     tiny.model.zero_grad()
 
 
-def padded_step(tiny: Tiny, examples: list[Example], inputs: dict[str, Any], row: Row) -> None:
-    """The same loss at the same positions: only the batch differs."""
+def run_padded_step(tiny: Tiny, examples: list[Example], inputs: dict[str, Any], row: Row) -> None:
+    """Compute the same loss at the same positions. Only the batch is different."""
     hidden = tiny.model.model(**inputs).last_hidden_state
-    flat = torch.cat([hidden[k, : len(one)] for k, one in enumerate(examples)])
+    flat = torch.cat([hidden[k, : len(example)] for k, example in enumerate(examples)])
     logits = tiny.model.lm_head(flat[row.inputs["logits_to_keep"]])
     tiny.objective.loss(tiny.objective.measure(logits, row.supervision), row.counts).backward()
     tiny.model.zero_grad()
@@ -134,10 +137,10 @@ def padded_step(tiny: Tiny, examples: list[Example], inputs: dict[str, Any], row
 
 def measure(progress: Progress) -> dict[str, dict[str, Any]]:
     task = progress.add_task("projection", total=4)
-    runs = {where: [in_own_process(where) for _ in range(3)] for where in ("all", "supervised")}
+    runs = {where: [run_projection(where) for _ in range(3)] for where in ("all", "supervised")}
     middle = {
-        where: {key: statistics.median(run[key] for run in each) for key in ("seconds", "gigabytes")}
-        for where, each in runs.items()
+        where: {key: statistics.median(result[key] for result in results) for key in ("seconds", "gigabytes")}
+        for where, results in runs.items()
     }
     results = {
         f"all positions / supervised ones, {key}": at_least(middle["all"][key] / middle["supervised"][key], goal)
@@ -148,13 +151,13 @@ def measure(progress: Progress) -> dict[str, dict[str, Any]]:
         size = Size(max_positions=TOKENS)
         small = Tiny(make_model(Path(folder) / "small", "small", size=size), settings(*DECLARED))
         padded = Tiny(Path(folder) / "small", settings(*DECLARED), attention="sdpa")
-        examples = one_row(small, TOKENS)
-        row, inputs = small.collate(examples), padded.padded(examples)
+        examples = fill_row(small, TOKENS)
+        row, inputs = small.collate(examples), padded.pad(examples)
         share = len(row.supervision.ids) / sum(row.lengths)
         times = medians(
             {
-                "packed": lambda: packed_step(small, row),
-                "padded": lambda: padded_step(padded, examples, inputs, row),
+                "packed": partial(run_packed_step, small, row),
+                "padded": partial(run_padded_step, padded, examples, inputs, row),
             },
             repeats=3,
         )
@@ -163,19 +166,26 @@ def measure(progress: Progress) -> dict[str, dict[str, Any]]:
         progress.update(task, advance=1, description="objective against cross_entropy")
         whole = settings(*DECLARED, diagnostics=DIAGNOSTICS)
         large = Tiny(make_model(Path(folder) / "qwen", "qwen", size=size), whole)
-        row = large.collate(one_row(large, TOKENS))
-        times = medians({"ours": lambda: packed_step(large, row), "bare": lambda: bare_step(large, row)})
+        row = large.collate(fill_row(large, TOKENS))
+        times = medians({"ours": partial(run_packed_step, large, row), "bare": partial(run_bare_step, large, row)})
         results["whole objective / cross_entropy, step"] = at_most(times["ours"] / times["bare"], 1.1)
     progress.update(task, advance=1, description="rows from a stream")
     lengths = rollout_lengths(10_000, seed=4)
     ours, fifo = stream(lengths, select), stream(lengths, first_in_first_out)
     results["fill"] = at_least(float(np.mean(ours.fills)), 0.97)
-    results["fill by first in first out with the same buffer"] = shown(float(np.mean(fifo.fills)))
-    results["fill by first in first out without a buffer"] = shown(float(np.mean(closed_when_full(lengths))))
+    results["fill by first in first out with the same buffer"] = without_goal(float(np.mean(fifo.fills)))
+    results["fill by first in first out without a buffer"] = without_goal(
+        float(np.mean(closed_when_full(lengths)))
+    )
     results["rows that a segment waits at most"] = at_most(max(ours.waits), 64)
     progress.update(task, advance=1)
     return results
 
 
 if __name__ == "__main__":
-    main(__doc__, measure, "--projection", {where: partial(projection, where) for where in ("all", "supervised")})
+    main(
+        __doc__,
+        measure,
+        "--projection",
+        {where: partial(measure_projection, where) for where in ("all", "supervised")},
+    )

@@ -1,4 +1,4 @@
-"""How benchmarks measure and tell: medians of calls made in turn, and values beside their goals."""
+"""Measure calls in turn, and print values with their goals. All benchmarks use this."""
 
 import argparse
 import json
@@ -13,18 +13,21 @@ REPEATS = 5
 
 
 def medians(
-    calls: dict[str, Callable[[], Any]], repeats: int = REPEATS, before: Callable[[], None] = lambda: None
+    calls: dict[str, Callable[[], Any]], repeats: int = REPEATS, before: Callable[[], None] | None = None
 ) -> dict[str, float]:
-    """Seconds, after one call of each that is not counted. `before` each, outside of the time."""
+    """Return the median seconds of each call. The calls take turns, so that other load on the machine
+    affects all of them. The first round is not counted. `before` runs before every call, and its time is not
+    counted either."""
     times: dict[str, list[float]] = {name: [] for name in calls}
     for round in range(repeats + 1):
         for name, call in calls.items():
-            before()
+            if before is not None:
+                before()
             start = time.perf_counter()
             call()
             if round:
                 times[name].append(time.perf_counter() - start)
-    return {name: statistics.median(each) for name, each in times.items()}
+    return {name: statistics.median(seconds) for name, seconds in times.items()}
 
 
 def at_least(value: float, goal: float) -> dict[str, Any]:
@@ -35,7 +38,7 @@ def at_most(value: float, goal: float) -> dict[str, Any]:
     return {"value": round(value, 4), "goal": goal, "ok": value <= goal}
 
 
-def shown(value: float) -> dict[str, Any]:
+def without_goal(value: float) -> dict[str, Any]:
     return {"value": round(value, 4), "goal": None, "ok": True}
 
 
@@ -43,10 +46,11 @@ Results = dict[str, dict[str, Any]]
 
 
 def main(
-    about: str, measure: Callable[[Progress], Results], part: str, parts: dict[str, Callable[[], Any]]
+    description: str, measure: Callable[[Progress], Results], part: str, parts: dict[str, Callable[[], Any]]
 ) -> None:
-    """The command of a benchmark. `parts` are what it runs in processes of its own, by the option `part`."""
-    parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
+    """Run the command of a benchmark. It runs itself in another process, with the option `part`, for each of the
+    `parts` that need a process of their own."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true")
     parser.add_argument(part, dest="part", choices=tuple(parts), help=argparse.SUPPRESS)
     options = parser.parse_args()

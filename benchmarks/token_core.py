@@ -1,10 +1,11 @@
-"""What the token core costs beside the bare engines it stands on, in one run, on the real Qwen vocabulary.
+"""Compare the cost of correcting an answer with the bare libraries that it uses, on the real Qwen vocabulary.
 
     python benchmarks/token_core.py [--json] [--no-engine]
 
-parse: a multiple of json.loads on the decoded text. match: a multiple of bare pycocotools and scipy on the same
-shapes. total: parse, match and target, as a share of the time vLLM's CPU engine needs for as many tokens on a tiny
-model (time a token measured on 8 sequences of 256 tokens, multiplied). Medians of repeated runs.
+`parse` is a multiple of json.loads on the decoded text. `match` is a multiple of bare pycocotools and scipy on
+the same shapes. `total` is parsing, matching and building the segment, as a share of the time in which vLLM's
+CPU engine generates as many tokens with a tiny model (the time per token is measured on 8 sequences of 256
+tokens). All are medians of repeated runs.
 """
 
 import argparse
@@ -15,6 +16,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,10 +38,10 @@ SIZES = (10, 60, 500)
 DESCS = ("red cup", "a man in a blue shirt", "dog", "traffic light", "left-most window of the house")
 
 
-def scene(count: int, vocabulary: VocabularyTable) -> tuple[list[int], str, list[TrueObject]]:
-    """A rollout that finds 90 % of the true objects, a little off."""
+def make_scene(count: int, vocabulary: VocabularyTable) -> tuple[list[int], str, list[TrueObject]]:
+    """Return a rollout that finds 90 % of the true objects, slightly shifted, its text, and the true objects."""
     chooser = random.Random(count)
-    truth, found = [], []
+    truth, predicted = [], []
     for _ in range(count):
         x, y, w, h = (
             chooser.randint(0, 880),
@@ -51,25 +53,26 @@ def scene(count: int, vocabulary: VocabularyTable) -> tuple[list[int], str, list
         truth.append(TrueObject(desc, Geometry("bbox_2d", (x, y, x + w, y + h))))
         jitter = [min(999, max(0, v + chooser.randint(-3, 3))) for v in (x, y, x + w, y + h)]
         if chooser.random() < 0.9:
-            found.append(TrueObject(desc, Geometry("bbox_2d", tuple(jitter))))
-    written = serialise(found, after=b"{", first_index=1, order="desc_first", table=vocabulary)
-    text = "{" + written.text.decode()
+            predicted.append(TrueObject(desc, Geometry("bbox_2d", tuple(jitter))))
+    answer = serialise(predicted, after=b"{", first_index=1, order="desc_first", table=vocabulary)
+    text = "{" + answer.text.decode()
     return [*vocabulary.encode(text.encode()), vocabulary.end_of_turn], text, truth
 
 
-def medians_us(calls: dict[str, Callable[[], Any]], seconds: float = 3.0) -> dict[str, float]:
-    """Medians of calls made in turn, so that what else the machine does falls on all of them alike."""
+def medians_us(calls: dict[str, Callable[[], Any]], duration: float = 3.0) -> dict[str, float]:
+    """Return the median microseconds of calls that take turns, so that other load on the machine affects all
+    of them."""
     times: dict[str, list[float]] = {name: [] for name in calls}
-    end = time.perf_counter() + seconds
+    end = time.perf_counter() + duration
     while time.perf_counter() < end or len(times[next(iter(calls))]) < 7:
         for name, call in calls.items():
             start = time.perf_counter()
             call()
             times[name].append(time.perf_counter() - start)
-    return {name: statistics.median(each) * 1e6 for name, each in times.items()}
+    return {name: statistics.median(seconds) * 1e6 for name, seconds in times.items()}
 
 
-def bare_match(predicted: list[Geometry], true: list[Geometry]) -> None:
+def match_bare(predicted: list[Geometry], true: list[Geometry]) -> None:
     scale = SETTINGS.maskiou_resolution / 1000
     size = SETTINGS.maskiou_resolution
     rings = [
@@ -79,40 +82,40 @@ def bare_match(predicted: list[Geometry], true: list[Geometry]) -> None:
         ]
         for boxes in ([g.bins for g in predicted], [g.bins for g in true])
     ]
-    left, right = (rle.frPyObjects(each, size, size) for each in rings)
+    left, right = (rle.frPyObjects(side, size, size) for side in rings)
     iou = np.asarray(rle.iou(left, right, [0] * len(right)))
     linear_sum_assignment(np.where(iou >= SETTINGS.maskiou_gate, -1.0 - iou, 0.0))
 
 
 def measure(count: int, vocabulary: VocabularyTable) -> dict[str, float]:
-    ids, text, truth = scene(count, vocabulary)
-    shapes = [found.geometry for found in truth]
+    ids, text, truth = make_scene(count, vocabulary)
+    shapes = [true.geometry for true in truth]
 
-    def whole() -> None:
+    def correct_answer() -> None:
         parsed = parse_rollout(ids, vocabulary)
-        match = match_objects([found.geometry for found in parsed.valid], shapes, SETTINGS)
+        match = match_objects([prediction.geometry for prediction in parsed.valid], shapes, SETTINGS)
         build_segment((1, 2, 3), parsed, match, truth, table=vocabulary, order="desc_first", settings=SETTINGS)
 
-    predicted = [found.geometry for found in parse_rollout(ids, vocabulary).valid]
+    predicted = [prediction.geometry for prediction in parse_rollout(ids, vocabulary).valid]
     tokenizer = vocabulary.tokenizer
     iou = match_objects(predicted, shapes, SETTINGS).iou
     feasible = iou >= SETTINGS.maskiou_gate
     parsing = {
-        "json_us": lambda: json.loads(text),
-        "decode_us": lambda: tokenizer.decode(ids, skip_special_tokens=False),
-        "parse_us": lambda: parse_rollout(ids, vocabulary),
+        "json_us": partial(json.loads, text),
+        "decode_us": partial(tokenizer.decode, ids, skip_special_tokens=False),
+        "parse_us": partial(parse_rollout, ids, vocabulary),
     }
     matching = {
-        "bare_us": lambda: bare_match(predicted, shapes),
-        "match_us": lambda: match_objects(predicted, shapes, SETTINGS),
-        "assign_us": lambda: assign(iou, feasible, SETTINGS.fp_cost + SETTINGS.fn_cost),
-        "total_us": whole,
+        "bare_us": partial(match_bare, predicted, shapes),
+        "match_us": partial(match_objects, predicted, shapes, SETTINGS),
+        "assign_us": partial(assign, iou, feasible, SETTINGS.fp_cost + SETTINGS.fn_cost),
+        "total_us": correct_answer,
     }
     return {"objects": count, "tokens": len(ids), **medians_us(parsing), **medians_us(matching)}
 
 
-def engine_us_per_token() -> float:
-    """Time per generated token of vLLM's CPU engine on the tiny model with the real vocabulary."""
+def measure_engine_us_per_token() -> float:
+    """Return the time per generated token of vLLM's CPU engine, with a tiny model that has the real vocabulary."""
     from coordexp.demo.generate import drawing, prompt, start_vllm, stop_vllm
     from coordexp.demo.model import make_model
 
@@ -126,11 +129,11 @@ def engine_us_per_token() -> float:
         requests = [{"prompt": question, "multi_modal_data": {"image": drawing(seed)}} for seed in range(8)]
         greedy = SamplingParams(temperature=0.0, max_tokens=256, ignore_eos=True)
         engine.generate(requests, greedy, use_tqdm=False)
-        start = time.perf_counter()
+        began = time.perf_counter()
         outputs = engine.generate(requests, greedy, use_tqdm=False)
-        spent = time.perf_counter() - start
+        seconds = time.perf_counter() - began
         stop_vllm(engine)
-    return spent * 1e6 / sum(len(output.outputs[0].token_ids) for output in outputs)
+    return seconds * 1e6 / sum(len(output.outputs[0].token_ids) for output in outputs)
 
 
 def main() -> None:
@@ -139,7 +142,7 @@ def main() -> None:
     parser.add_argument("--no-engine", action="store_true", help="leave out the share of generation time")
     options = parser.parse_args()
     rows = [measure(count, table("qwen")) for count in SIZES]
-    per_token = None if options.no_engine else engine_us_per_token()
+    per_token = None if options.no_engine else measure_engine_us_per_token()
     results: dict[str, dict[str, Any]] = {}
     for row in rows:
         name = f"{row['objects']} objects"
@@ -156,7 +159,7 @@ def main() -> None:
     for row in rows:
         print("  ".join(f"{key} {value:,.0f}" for key, value in row.items()))
     if per_token:
-        print(f"vLLM on this CPU: {per_token:,.0f} us a token")
+        print(f"vLLM on this CPU: {per_token:,.0f} us per token")
     for name, result in results.items():
         verdict = "ok" if result["ok"] else "not reached"
         print(f"{name:<62} {result['value']:>8.4g}  goal <= {result['goal']:<5g} {verdict}")

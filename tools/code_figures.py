@@ -33,7 +33,7 @@ PARTICIPLE = re.compile(
 
 @dataclass
 class Figures:
-    """What one tree of Python files looks like. `places` lists the names and docstrings that are counted."""
+    """The measurements of one tree of Python files. `places` lists the names and docstrings that are counted."""
 
     files: list[int] = field(default_factory=list)
     functions: list[int] = field(default_factory=list)
@@ -62,9 +62,9 @@ class Figures:
             self.functions.append((node.end_lineno or node.lineno) - node.lineno + 1)
             if PARTICIPLE.match(node.name.strip("_").split("_")[0]):
                 self.places["participles"].append(f"{file}:{node.lineno} {node.name}")
-        for bound in bound_names(node):
-            if bound in DIALECT:
-                self.places["dialect"].append(f"{file}:{getattr(node, 'lineno', 0)} {bound}")
+        for name in names_bound_by(node):
+            if name in DIALECT:
+                self.places["dialect"].append(f"{file}:{getattr(node, 'lineno', 0)} {name}")
 
     def _add_docstring(
         self, file: str, node: ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Module
@@ -100,7 +100,7 @@ class Figures:
         )
 
 
-def bound_names(node: ast.AST) -> Iterator[str]:
+def names_bound_by(node: ast.AST) -> Iterator[str]:
     """Yield the names that a node binds: variables, arguments and fields."""
     if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
         yield node.id.strip("_")
@@ -111,6 +111,7 @@ def bound_names(node: ast.AST) -> Iterator[str]:
 
 
 def spread(values: Sequence[int]) -> str:
+    """Return the median, the 90th percentile and the maximum."""
     high = sorted(values)[int(0.9 * (len(values) - 1))]
     return f"{statistics.median(values):g} / {high} / {max(values)}"
 

@@ -1,4 +1,4 @@
-"""Draws the learning curve of a run: what its evaluations measured, over minutes, as an SVG.
+"""Draw the learning curve of a run as an SVG: the results of its evaluations over minutes.
 
 python tools/curve.py RUN_FOLDER OUT.svg [--goal 0.85]
 """
@@ -18,22 +18,22 @@ LINES = {
 Points = list[tuple[float, float]]
 
 
-def read(folder: Path) -> dict[str, Points]:
-    found: dict[str, Points] = {name: [] for name in LINES}
+def read_curves(folder: Path) -> dict[str, Points]:
+    curves: dict[str, Points] = {name: [] for name in LINES}
     for line in (folder / "metrics.jsonl").read_text().splitlines():
         values = json.loads(line)
         for name in LINES:
             if name in values:
-                found[name].append((values["seconds"] / 60, values[name]))
-    return found
+                curves[name].append((values["seconds"] / 60, values[name]))
+    return curves
 
 
 def draw(curves: dict[str, Points], title: str, goal: float | None) -> str:
-    most = max(minute for points in curves.values() for minute, _ in points)
-    step = next(s for s in (1, 2, 5, 10, 20, 50) if most / s <= 10)
+    last_minute = max(minute for points in curves.values() for minute, _ in points)
+    step = next(s for s in (1, 2, 5, 10, 20, 50) if last_minute / s <= 10)
 
     def x(minute: float) -> float:
-        return LEFT + minute / most * (WIDTH - LEFT - RIGHT)
+        return LEFT + minute / last_minute * (WIDTH - LEFT - RIGHT)
 
     def y(value: float) -> float:
         return HEIGHT - BOTTOM - value * (HEIGHT - TOP - BOTTOM)
@@ -47,7 +47,7 @@ def draw(curves: dict[str, Points], title: str, goal: float | None) -> str:
         at = y(tenth / 10)
         parts.append(f'<line x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{at:.1f}" y2="{at:.1f}" stroke="#ddd"/>')
         parts.append(f'<text x="{LEFT - 8}" y="{at + 4:.1f}" text-anchor="end">{tenth / 10}</text>')
-    for minute in range(0, int(most) + 1, step):
+    for minute in range(0, int(last_minute) + 1, step):
         parts.append(f'<text x="{x(minute):.1f}" y="{HEIGHT - BOTTOM + 18}" text-anchor="middle">{minute}</text>')
     parts.append(f'<text x="{(LEFT + WIDTH - RIGHT) / 2}" y="{HEIGHT - 8}" text-anchor="middle">minutes</text>')
     if goal is not None:
@@ -73,7 +73,7 @@ def main() -> None:
     parser.add_argument("--title", default="Held-out scenes")
     parser.add_argument("--goal", type=float)
     options = parser.parse_args()
-    options.out.write_text(draw(read(options.folder), options.title, options.goal))
+    options.out.write_text(draw(read_curves(options.folder), options.title, options.goal))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Writes a trained checkpoint as a small asset: bfloat16 safetensors, tokenizer, processor, nothing else.
+"""Write a trained checkpoint as a small asset: bfloat16 safetensors, tokenizer and processor, and nothing else.
 
 python tools/demo_asset.py CHECKPOINT OUT
 """

@@ -2,9 +2,9 @@
 
     python tools/hash_constraints.py --wheel torch-2.13.0+cpu-cp311-cp311-manylinux_2_28_x86_64.whl
 
-Needs `uv`, which asks the package index for the wheels that fit Linux on x86_64 and Python 3.11. `--wheel` gives
-the file of a package whose tested build is not on the index, as torch's CPU build. Its hash is then the only one:
-pip would prefer a file of the index with a known hash.
+This needs `uv`, which asks the package index for the wheels for Linux on x86_64 and Python 3.11. `--wheel` is
+the file of a package whose tested build is not on the index, such as the CPU build of torch. Only the hash of
+that file is then written, because pip would prefer a file from the index if it knew its hash.
 """
 
 import argparse
@@ -25,25 +25,25 @@ def main() -> None:
     parser.add_argument(
         "--wheel", type=Path, action="append", default=[], help="A wheel that is not on the index."
     )
-    elsewhere = parser.parse_args().wheel
-    hashes = _on_the_index()
-    for wheel in elsewhere:
+    local_wheels = parser.parse_args().wheel
+    hashes = _ask_index()
+    for wheel in local_wheels:
         name, version = wheel.name.split("-")[:2]
         requirement = f"{name.lower().replace('_', '-')}=={version.partition('+')[0]}"
         hashes[requirement] = {hashlib.sha256(wheel.read_bytes()).hexdigest()}
     lines = [
-        f"{requirement} \\\n" + " \\\n".join(f"    --hash=sha256:{digest}" for digest in sorted(found))
-        for requirement, found in sorted(hashes.items())
+        f"{requirement} \\\n" + " \\\n".join(f"    --hash=sha256:{digest}" for digest in sorted(digests))
+        for requirement, digests in sorted(hashes.items())
     ]
     (ROOT / "constraints-hashes.txt").write_text(HEAD + "\n".join(lines) + "\n")
     print(f"wrote constraints-hashes.txt: {len(hashes)} packages, {sum(map(len, hashes.values()))} hashes")
 
 
-def _on_the_index() -> dict[str, set[str]]:
+def _ask_index() -> dict[str, set[str]]:
     command = ["uv", "pip", "compile", "--quiet", "--no-deps", "--native-tls", "--format", "pylock.toml"]
     platform = ["--python-version", "3.11", "--python-platform", "x86_64-manylinux_2_40"]
-    done = subprocess.run([*command, *platform, ROOT / "constraints.txt"], check=True, capture_output=True)
-    packages = tomllib.loads(done.stdout.decode())["packages"]
+    result = subprocess.run([*command, *platform, ROOT / "constraints.txt"], check=True, capture_output=True)
+    packages = tomllib.loads(result.stdout.decode())["packages"]
     return {f"{package['name']}=={package['version']}": _digests(package) for package in packages}
 
 

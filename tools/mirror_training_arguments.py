@@ -1,7 +1,7 @@
-"""Writes src/coordexp/config/training_arguments.py from the installed transformers.
+"""Write src/coordexp/config/training_arguments.py from the installed transformers.
 
-`coordexp.config` must not import transformers, so the names, types, defaults and help texts of
-`transformers.TrainingArguments` are mirrored once, here. A test fails when the mirror is stale.
+`coordexp.config` must not import transformers, so this script copies the names, types, defaults and help texts of
+`transformers.TrainingArguments`. A test fails if the copy is out of date.
 
     python tools/mirror_training_arguments.py
 """
@@ -23,7 +23,7 @@ from coordexp.config.refused import REFUSED
 
 TARGET = Path(__file__).parents[1] / "src/coordexp/config/training_arguments.py"
 
-# Accepted by transformers 5.19 although its annotation does not say so.
+# Types that transformers 5.19 accepts although its annotations do not include them.
 WIDER = {"fsdp": "bool | str | None"}
 
 HEADER = '''"""The `transformers.TrainingArguments` {version} that have an effect: names, types, defaults, help.
@@ -46,6 +46,7 @@ class TransformersArguments(Section):
 
 
 def render() -> str:
+    """Return the source of the mirrored module."""
     fields = [f for f in dataclasses.fields(TrainingArguments) if f.init and f.name not in REFUSED]
     source = HEADER.format(version=transformers.__version__) + "\n".join(map(_field, fields))
     ruff = [sys.executable, "-m", "ruff", "format", "--stdin-filename", str(TARGET), "-"]
@@ -64,7 +65,7 @@ def _field(field: "dataclasses.Field[Any]") -> str:
 
 
 def _help(field: "dataclasses.Field[Any]") -> str:
-    """The first sentence, in ASCII, on one line."""
+    """Return the first sentence of the help text, in ASCII, on one line."""
     text = re.sub(r"\s+", " ", field.metadata.get("help") or f"transformers' `{field.name}`.").strip()
     text = text.encode("ascii", "replace").decode()
     sentence = re.match(r".*?[a-z`')0-9][.](?=\s+[A-Z`]|$)", text)
@@ -78,8 +79,12 @@ def _annotation(kind: Any, choices: Any) -> str:
         allowed = list(choices or [member.value for member in enums[0]])
         text = f"Literal[{', '.join(map(repr, allowed))}]"
         return text + (" | None" if type(None) in members else "")
-    rendered = " | ".join(sorted(map(_member, members), key=lambda text: (text == "None", text)))
+    rendered = " | ".join(sorted(map(_member, members), key=_none_last))
     return f"Annotated[{rendered}, from_list]" if "tuple" in rendered else rendered
+
+
+def _none_last(text: str) -> tuple[bool, str]:
+    return text == "None", text
 
 
 def _is_union(kind: Any) -> bool:

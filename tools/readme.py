@@ -1,4 +1,4 @@
-"""Puts the current output of each `$ command` into the terminal blocks of README.md.
+"""Run each `$ command` in the terminal blocks of README.md, and put its current output there.
 
 python tools/readme.py
 """
@@ -11,11 +11,11 @@ from pathlib import Path
 README = Path(__file__).parents[1] / "README.md"
 
 
-def _filled(block: re.Match[str]) -> str:
+def _fill_block(block: re.Match[str]) -> str:
     command = block.group(1)
-    shown = subprocess.run(shlex.split(command), capture_output=True, text=True, cwd=README.parent).stdout
-    return f"```console\n$ {command}\n{shown}```"
+    output = subprocess.run(shlex.split(command), capture_output=True, text=True, cwd=README.parent).stdout
+    return f"```console\n$ {command}\n{output}```"
 
 
 if __name__ == "__main__":
-    README.write_text(re.sub(r"```console\n\$ (.*?)\n.*?```", _filled, README.read_text(), flags=re.DOTALL))
+    README.write_text(re.sub(r"```console\n\$ (.*?)\n.*?```", _fill_block, README.read_text(), flags=re.DOTALL))

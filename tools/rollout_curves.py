@@ -1,5 +1,5 @@
-"""Draws what rollouts did over the steps of several runs: recall and precision of training answers, early stops
-and answers with too many objects, each smoothed over 8 steps with rollouts.
+"""Draw the quality of rollouts over the steps of several runs as an SVG: recall and precision of the rollouts, the
+share that stopped early, and the share with too many objects. Each is smoothed over 8 steps with rollouts.
 
     python tools/rollout_curves.py OUT.svg NAME=RUN_FOLDER [NAME=RUN_FOLDER ...]
 """
@@ -24,11 +24,11 @@ def main() -> None:
     parser.add_argument("out", type=Path)
     parser.add_argument("runs", nargs="+", metavar="NAME=RUN_FOLDER")
     options = parser.parse_args()
-    runs = {name: read(Path(folder)) for name, _, folder in (text.partition("=") for text in options.runs)}
+    runs = {name: read_metrics(Path(folder)) for name, _, folder in (text.partition("=") for text in options.runs)}
     options.out.write_text(draw(runs))
 
 
-def read(folder: Path) -> list[dict[str, float]]:
+def read_metrics(folder: Path) -> list[dict[str, float]]:
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     return [line for line in lines if "rollout/answers" in line]
 
@@ -42,11 +42,11 @@ def smooth(lines: list[dict[str, float]], name: str, window: int = 8) -> list[tu
 
 
 def draw(runs: dict[str, list[dict[str, float]]]) -> str:
-    most = max(line["step"] for lines in runs.values() for line in lines)
-    whole = (2 * WIDTH + 3 * GAP, 2 * (HEIGHT + BOTTOM) + TOP)
+    last_step = max(line["step"] for lines in runs.values() for line in lines)
+    size = (2 * WIDTH + 3 * GAP, 2 * (HEIGHT + BOTTOM) + TOP)
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {whole[0]} {whole[1]}" font-family="sans-serif" '
-        f'font-size="12"><rect width="{whole[0]}" height="{whole[1]}" fill="white"/>'
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {size[0]} {size[1]}" font-family="sans-serif" '
+        f'font-size="12"><rect width="{size[0]}" height="{size[1]}" fill="white"/>'
     ]
     for k, name in enumerate(runs):
         colour, dashes = STYLES[k % len(STYLES)]
@@ -57,11 +57,13 @@ def draw(runs: dict[str, list[dict[str, float]]]) -> str:
         )
     for k, (metric, title) in enumerate(PANELS.items()):
         left, top = GAP + (k % 2) * (WIDTH + GAP), TOP + (k // 2) * (HEIGHT + BOTTOM)
-        parts += panel(left, top, title, most, [smooth(lines, metric) for lines in runs.values()])
+        parts += draw_panel(left, top, title, last_step, [smooth(lines, metric) for lines in runs.values()])
     return "".join(parts) + "</svg>\n"
 
 
-def panel(left: float, top: float, title: str, most: float, curves: list[list[tuple[float, float]]]) -> list[str]:
+def draw_panel(
+    left: float, top: float, title: str, last_step: float, curves: list[list[tuple[float, float]]]
+) -> list[str]:
     height = HEIGHT - 20
     parts = [f'<text x="{left}" y="{top + 12}" font-weight="bold">{escape(title)}</text>']
     for tenth in range(0, 11, 2):
@@ -70,13 +72,16 @@ def panel(left: float, top: float, title: str, most: float, curves: list[list[tu
         parts.append(f'<text x="{left - 6}" y="{y + 4:.1f}" text-anchor="end">{tenth / 10}</text>')
     for share in (0, 0.5, 1):
         x = left + WIDTH * share
-        parts.append(f'<text x="{x:.0f}" y="{top + HEIGHT + 16}" text-anchor="middle">{most * share:.0f}</text>')
+        parts.append(
+            f'<text x="{x:.0f}" y="{top + HEIGHT + 16}" text-anchor="middle">{last_step * share:.0f}</text>'
+        )
     for (colour, dashes), points in zip(STYLES, curves, strict=False):
-        drawn = " ".join(
-            f"{left + WIDTH * step / most:.1f},{top + 20 + height * (1 - value):.1f}" for step, value in points
+        coordinates = " ".join(
+            f"{left + WIDTH * step / last_step:.1f},{top + 20 + height * (1 - value):.1f}"
+            for step, value in points
         )
         parts.append(
-            f'<polyline points="{drawn}" fill="none" stroke="{colour}" stroke-width="2" '
+            f'<polyline points="{coordinates}" fill="none" stroke="{colour}" stroke-width="2" '
             f'stroke-dasharray="{dashes}"/>'
         )
     return parts

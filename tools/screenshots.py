@@ -1,11 +1,11 @@
-"""Takes the pictures of pages that the docs show, with headless Chromium.
+"""Take the screenshots of pages that the documentation shows, with headless Chromium.
 
     python tools/screenshots.py data                        # with the committed demo model
-    python tools/screenshots.py inspector RUN               # of configs/demo/stage2-polygons-cpu.yaml
-    python tools/screenshots.py report RUN                  # of configs/demo/stage2-hf.yaml
+    python tools/screenshots.py inspector RUN               # a run of configs/demo/stage2-polygons-cpu.yaml
+    python tools/screenshots.py report RUN                  # a run of configs/demo/stage2-hf.yaml
     python tools/screenshots.py comparison RUN RUN [RUN ...]
 
-Runs are made from a folder of their own, so that no page shows where that is.
+Commands run inside the folder of their files, so that no page shows an absolute path.
 """
 
 import argparse
@@ -30,82 +30,98 @@ FLAGS = (
     *("--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--hide-scrollbars"),
     *("--disable-background-networking", "--disable-component-update", "--disable-sync"),
 )
-Pointing = Callable[[Page], None]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("data", "inspector", "report", "comparison"))
+    parser.add_argument("what", choices=tuple(CAPTURES))
     parser.add_argument("runs", nargs="*", type=Path)
-    given = parser.parse_args()
+    options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder, chromium() as browser:
         work = Path(folder)
-        {"data": data, "inspector": inspector, "report": report, "comparison": comparison}[given.what](
-            browser, work, given.runs
-        )
+        CAPTURES[options.what](browser, work, options.runs)
 
 
-def data(browser: Browser, work: Path, runs: Sequence[Path]) -> None:
+def capture_data(browser: Browser, work: Path, runs: Sequence[Path]) -> None:
     coordexp(work, "demo", "scenes", "--out", "scenes", "--train", 1, "--val", 60, "--polygons", 0.2, "--seed", 3)
     coordexp(work, "data", "view", "scenes/val.jsonl", "--out", "view.html")
-    words = ["--data", "scenes/val.jsonl", "--max-new-tokens", 256, "--batch", 60]
-    coordexp(work, "predict", "--model", MODEL, *words, "--out", "preds.json")
+    options = ["--data", "scenes/val.jsonl", "--max-new-tokens", 256, "--batch", 60]
+    coordexp(work, "predict", "--model", MODEL, *options, "--out", "preds.json")
     coordexp(work, "evaluate", "--data", "scenes/val.jsonl", "--preds", "preds.json", "--page", "evaluate.html")
     take(browser, work / "view.html", "view.png", (1200, 900))
     take(browser, work / "evaluate.html", "evaluate.png", (1200, 1500))
 
 
-def inspector(browser: Browser, work: Path, runs: Sequence[Path]) -> None:
-    """Of three rollouts, each the first with the most matches of those that show something."""
+def capture_inspector(browser: Browser, work: Path, runs: Sequence[Path]) -> None:
+    """Capture three rollouts. Each shows one feature of the page, and has the most matches among those that do."""
     (run,) = runs
     coordexp(Path.cwd(), "inspect", run, "--out", work / "inspect.html", "--samples", 10_000)
-    wholes = [one.whole for one in choose(run, 10_000)[0]]
-    for name, fits, point in (
-        ("polygon", matched_polygon, point_at_a_polygon),
-        ("malformed", malformed_middle, lambda page: page.locator(".object.invalid").first.hover()),
-        ("truncated", truncated_tail, lambda page: page.locator("#strip .token.cut").last.hover()),
+    dumps = [dump.whole for dump in choose(run, 10_000)[0]]
+    for name, has_feature, point in (
+        ("polygon", has_matched_polygon, point_at_polygon),
+        ("malformed", has_malformed_middle, point_at_invalid_object),
+        ("truncated", has_truncated_tail, point_at_cut_token),
     ):
-        found = max(filter(fits, wholes), key=lambda whole: len(whole["result"]["pairs"]))
-        place = found["place"]
+        place = max(filter(has_feature, dumps), key=count_matches)["place"]
         address = f"#{place['step'] + 1}.{place['micro']}.{place['record']}"
         take(browser, work / "inspect.html", f"inspect-{name}.png", (1400, 960), address, point)
 
 
-def matched_polygon(whole: dict[str, Any]) -> bool:
-    result = whole["result"]
-    valid = [one for one in result["objects"] if one["reason"] is None]
-    drawn = any(valid[i]["kind"] == whole["truth"][j]["kind"] == "poly" for i, j in result["pairs"])
-    return bool(drawn and result["missed"] and result["extra"] and not result["truncated"])
+def has_matched_polygon(dump: dict[str, Any]) -> bool:
+    result = dump["result"]
+    valid = [prediction for prediction in result["objects"] if prediction["reason"] is None]
+    has_pair = any(valid[i]["kind"] == dump["truth"][j]["kind"] == "poly" for i, j in result["pairs"])
+    return bool(has_pair and result["missed"] and result["extra"] and not result["truncated"])
 
 
-def malformed_middle(whole: dict[str, Any]) -> bool:
-    reasons = [one["reason"] for one in whole["result"]["objects"]]
-    return any(reasons[1:-1]) and len(whole["result"]["pairs"]) >= 2 and not whole["result"]["truncated"]
+def has_malformed_middle(dump: dict[str, Any]) -> bool:
+    reasons = [prediction["reason"] for prediction in dump["result"]["objects"]]
+    return any(reasons[1:-1]) and count_matches(dump) >= 2 and not dump["result"]["truncated"]
 
 
-def truncated_tail(whole: dict[str, Any]) -> bool:
-    result = whole["result"]
+def has_truncated_tail(dump: dict[str, Any]) -> bool:
+    result = dump["result"]
     return bool(
-        result["truncated"] and result["missed"] and len(whole["rollout"]["ids"]) - result["prefix_tokens"] >= 10
+        result["truncated"] and result["missed"] and len(dump["rollout"]["ids"]) - result["prefix_tokens"] >= 10
     )
 
 
-def point_at_a_polygon(page: Page) -> None:
-    """At a coordinate of the first matched object with more than four."""
-    marks = page.locator("#strip .token.bin").evaluate_all("all => all.map(one => one.dataset.owner)")
-    owner = next(each for each in marks if marks.count(each) > 4 and int(each) >= 0)
-    page.locator(f'#strip .token.bin[data-owner="{owner}"]').nth(1).hover()
+def count_matches(dump: dict[str, Any]) -> int:
+    return len(dump["result"]["pairs"])
 
 
-def report(browser: Browser, work: Path, runs: Sequence[Path]) -> None:
+def point_at_polygon(page: Page) -> None:
+    """Point at a coordinate of the first matched object that has more than four."""
+    owners = page.locator("#strip .token.bin").evaluate_all("tokens => tokens.map(token => token.dataset.owner)")
+    polygon = next(owner for owner in owners if owners.count(owner) > 4 and int(owner) >= 0)
+    page.locator(f'#strip .token.bin[data-owner="{polygon}"]').nth(1).hover()
+
+
+def point_at_invalid_object(page: Page) -> None:
+    page.locator(".object.invalid").first.hover()
+
+
+def point_at_cut_token(page: Page) -> None:
+    page.locator("#strip .token.cut").last.hover()
+
+
+def capture_report(browser: Browser, work: Path, runs: Sequence[Path]) -> None:
     (run,) = runs
     coordexp(Path.cwd(), "report", run, "--out", work / "report.html")
     take(browser, work / "report.html", "report.png", (1300, 1900))
 
 
-def comparison(browser: Browser, work: Path, runs: Sequence[Path]) -> None:
+def capture_comparison(browser: Browser, work: Path, runs: Sequence[Path]) -> None:
     coordexp(Path.cwd(), "report", *runs, "--out", work / "report.html")
     take(browser, work / "report.html", "report-comparison.png", (1300, 2050))
+
+
+CAPTURES = {
+    "data": capture_data,
+    "inspector": capture_inspector,
+    "report": capture_report,
+    "comparison": capture_comparison,
+}
 
 
 def take(
@@ -114,11 +130,13 @@ def take(
     name: str,
     size: tuple[int, int],
     address: str = "",
-    point: Pointing = lambda page: None,
+    point: Callable[[Page], None] | None = None,
 ) -> None:
+    """Open a page, move the pointer if `point` is given, and save a screenshot."""
     page = browser.new_page(viewport={"width": size[0], "height": size[1]})
     page.goto(page_file.as_uri() + address)
-    point(page)
+    if point is not None:
+        point(page)
     page.wait_for_timeout(500)
     page.screenshot(path=IMAGES / name)
     page.close()
@@ -133,7 +151,7 @@ def chromium() -> Iterator[Browser]:
 
 
 def coordexp(folder: Path, *words: object) -> None:
-    """In the folder itself, so that no page shows where that is."""
+    """Run a `coordexp` command inside `folder`, so that no page shows an absolute path."""
     command = [sys.executable, "-m", "coordexp", *map(str, words)]
     subprocess.run(
         command, cwd=folder, check=True, timeout=600, env=os.environ | {"PYTHONPATH": str(ROOT / "src")}

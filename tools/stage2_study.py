@@ -1,10 +1,10 @@
-"""Runs Stage 1 continued and Stage 2 from the same start, with variations and seeds, and prints the tables.
+"""Continue Stage 1 and run Stage 2 from the same model, with variations and seeds, and print a table of results.
 
     python tools/stage2_study.py --config configs/demo/stage2-hf.yaml --out runs/study --seeds 3 \
         --variants continued stage2 two-channel
 
-Each run is a folder `VARIANT-SEED` with what `coordexp train` writes; a whole one is not run again. `start` is
-the evaluation of the model that all of them start from.
+Each run is a folder `VARIANT-SEED`, written by `coordexp train`. A complete run is not repeated. The variant
+`start` evaluates the model that all runs start from.
 """
 
 import argparse
@@ -22,29 +22,29 @@ import yaml
 ALIGNED = {"custom": {"trainer_variant": "stage2_rollout_aligned"}, "stage2": {"b_ratio": None}}
 
 
-def mixed(ratio: float) -> dict[str, Any]:
+def mix_channels(ratio: float) -> dict[str, Any]:
     return {"custom": {"trainer_variant": "stage2_two_channel"}, "stage2": {"b_ratio": ratio}}
 
 
 VARIANTS: dict[str, dict[str, Any]] = {
-    "start": mixed(0.0) | {"training": {"max_steps": 1, "learning_rate": 0.0, "warmup_steps": 0}},
-    "continued": mixed(0.0),
+    "start": mix_channels(0.0) | {"training": {"max_steps": 1, "learning_rate": 0.0, "warmup_steps": 0}},
+    "continued": mix_channels(0.0),
     "stage2": ALIGNED,
     "stage2-lr-1e-4": ALIGNED | {"training": {"learning_rate": 1e-4}},
     "stage2-sampled-1.0": ALIGNED | {"rollout_matching": {"decoding": {"temperature": 1.0}}},
     "stage2-sampled-1.2": ALIGNED | {"rollout_matching": {"decoding": {"temperature": 1.2}}},
     "stage2-desc-0": ALIGNED | {"token_ce": {"desc_ce_weight": 0.0}, "training": {"learning_rate": 1e-4}},
-    "two-channel": mixed(0.5),
-    "b-0.25": mixed(0.25),
-    "b-0.75": mixed(0.75),
-    "gate-0.1": mixed(0.5) | {"rollout_matching": {"maskiou_gate": 0.1}},
-    "gate-0.5": mixed(0.5) | {"rollout_matching": {"maskiou_gate": 0.5}},
-    "desc-0": mixed(0.5) | {"token_ce": {"desc_ce_weight": 0.0}},
-    "sampled-0.5": mixed(0.5) | {"rollout_matching": {"decoding": {"temperature": 0.5}}},
-    "sampled-1.0": mixed(0.5) | {"rollout_matching": {"decoding": {"temperature": 1.0}}},
-    "sampled-1.2": mixed(0.5) | {"rollout_matching": {"decoding": {"temperature": 1.2}}},
-    "lr-1e-4": mixed(0.5) | {"training": {"learning_rate": 1e-4}},
-    "lr-1e-3": mixed(0.5) | {"training": {"learning_rate": 1e-3}},
+    "two-channel": mix_channels(0.5),
+    "b-0.25": mix_channels(0.25),
+    "b-0.75": mix_channels(0.75),
+    "gate-0.1": mix_channels(0.5) | {"rollout_matching": {"maskiou_gate": 0.1}},
+    "gate-0.5": mix_channels(0.5) | {"rollout_matching": {"maskiou_gate": 0.5}},
+    "desc-0": mix_channels(0.5) | {"token_ce": {"desc_ce_weight": 0.0}},
+    "sampled-0.5": mix_channels(0.5) | {"rollout_matching": {"decoding": {"temperature": 0.5}}},
+    "sampled-1.0": mix_channels(0.5) | {"rollout_matching": {"decoding": {"temperature": 1.0}}},
+    "sampled-1.2": mix_channels(0.5) | {"rollout_matching": {"decoding": {"temperature": 1.2}}},
+    "lr-1e-4": mix_channels(0.5) | {"training": {"learning_rate": 1e-4}},
+    "lr-1e-3": mix_channels(0.5) | {"training": {"learning_rate": 1e-3}},
 }
 COLUMNS = {
     "F1@0.5": "eval_f1_50",
@@ -67,7 +67,11 @@ def main() -> None:
     parser.add_argument("--variants", nargs="+", default=["start", "continued", "stage2", "two-channel"])
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument(
-        "--set", action="append", default=[], metavar="KEY=VALUE", help="For every run, before its variant."
+        "--set",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="A setting for every run, which its variant may override.",
     )
     parser.add_argument("--table-only", action="store_true")
     options = parser.parse_args()
@@ -78,44 +82,46 @@ def main() -> None:
         if not options.table_only:
             for seed in seeds:
                 run(options, name, seed)
-        found = [last for seed in seeds if (last := result(options.out / f"{name}-{seed}"))]
-        if found:
-            rows[name] = found
-    print(table(rows))
+        results = [last for seed in seeds if (last := read_result(options.out / f"{name}-{seed}"))]
+        if results:
+            rows[name] = results
+    print(write_table(rows))
 
 
 def run(options: argparse.Namespace, name: str, seed: int) -> None:
     folder = options.out / f"{name}-{seed}"
-    if result(folder):
+    if read_result(folder):
         return
     tree: dict[str, Any] = {"extends": [os.path.relpath(options.config, options.out)], "training": {}}
     for text in options.set:
-        merge(tree, nested(*text.split("=", 1)))
+        merge(tree, nest(*text.split("=", 1)))
     change = deepcopy(VARIANTS[name])
-    given = change.pop("token_ce", None)
+    token_ce = change.pop("token_ce", None)
     merge(tree, change)
-    if given:
-        tree.setdefault("rollout_matching", {})["pipeline"] = changed_pipeline(options.config, given)
-    steps = tree["training"].get("max_steps", resolved(options.config)["training"]["max_steps"])
-    last = {"output_dir": str(folder), "seed": 100 + seed, "save_steps": steps, "eval_steps": steps}
-    merge(tree, {"training": last | {"report_to": "none", "save_total_limit": 1}})
+    if token_ce:
+        tree.setdefault("rollout_matching", {})["pipeline"] = change_pipeline(options.config, token_ce)
+    steps = tree["training"].get("max_steps", resolve(options.config)["training"]["max_steps"])
+    training = {"output_dir": str(folder), "seed": 100 + seed, "save_steps": steps, "eval_steps": steps}
+    merge(tree, {"training": training | {"report_to": "none", "save_total_limit": 1}})
     file = options.out / f"{name}-{seed}.yaml"
     file.write_text(yaml.safe_dump(tree))
     print(f"{name}, seed {seed}", file=sys.stderr, flush=True)
     with (options.out / f"{name}-{seed}.log").open("w") as log:
-        words = [sys.executable, "-m", "coordexp", "train", "--resume", "--config", str(file)]
-        subprocess.run(words, check=True, stdout=log, stderr=log)
+        command = [sys.executable, "-m", "coordexp", "train", "--resume", "--config", str(file)]
+        subprocess.run(command, check=True, stdout=log, stderr=log)
 
 
-def resolved(config: Path) -> dict[str, Any]:
+def resolve(config: Path) -> dict[str, Any]:
+    """Return all settings of a config, with their defaults."""
     from coordexp.config import World, load_settings
 
     return load_settings(config, World(1)).settings.model_dump(mode="json")
 
 
-def changed_pipeline(config: Path, given: dict[str, float]) -> dict[str, Any]:
-    pipeline: dict[str, Any] = resolved(config)["rollout_matching"]["pipeline"]
-    next(one for one in pipeline["objective"] if one["name"] == "token_ce")["config"] |= given
+def change_pipeline(config: Path, token_ce: dict[str, float]) -> dict[str, Any]:
+    """Return the pipeline of a config with other settings for its token_ce."""
+    pipeline: dict[str, Any] = resolve(config)["rollout_matching"]["pipeline"]
+    next(module for module in pipeline["objective"] if module["name"] == "token_ce")["config"] |= token_ce
     return pipeline
 
 
@@ -127,29 +133,30 @@ def merge(tree: dict[str, Any], change: dict[str, Any]) -> None:
             tree[key] = deepcopy(value)
 
 
-def nested(path: str, value: str) -> dict[str, Any]:
-    found: Any = yaml.safe_load(value)
+def nest(path: str, value: str) -> dict[str, Any]:
+    """Return the tree of settings that has `value` at the dotted `path`."""
+    tree: Any = yaml.safe_load(value)
     for key in reversed(path.split(".")):
-        found = {key: found}
-    return found  # type: ignore[no-any-return]
+        tree = {key: tree}
+    return tree  # type: ignore[no-any-return]
 
 
-def result(folder: Path) -> dict[str, float] | None:
-    """The last evaluation of a run that is whole."""
+def read_result(folder: Path) -> dict[str, float] | None:
+    """Return the last evaluation of a complete run, or None."""
     file = folder / "metrics.jsonl"
     lines = [json.loads(line) for line in file.read_text().splitlines()] if file.is_file() else []
-    found = [line for line in lines if "eval_f1_50" in line]
-    if not found or not any("train_runtime" in line for line in lines):
+    evaluations = [line for line in lines if "eval_f1_50" in line]
+    if not evaluations or not any("train_runtime" in line for line in lines):
         return None
-    last: dict[str, float] = found[-1]
+    last: dict[str, float] = evaluations[-1]
     last["class_accuracy"] = last["eval_recall_50"] / max(last["eval_recall_50_any_class"], 1e-9)
     return last
 
 
-def table(rows: dict[str, list[dict[str, float]]]) -> str:
+def write_table(rows: dict[str, list[dict[str, float]]]) -> str:
     lines = ["| | " + " | ".join(COLUMNS) + " |", "| --- |" + " --- |" * len(COLUMNS)]
-    for name, found in rows.items():
-        cells = [spread([run[key] for run in found]) for key in COLUMNS.values()]
+    for name, results in rows.items():
+        cells = [spread([result[key] for result in results]) for key in COLUMNS.values()]
         lines.append(f"| {name} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
