@@ -33,7 +33,7 @@ SMALL = 10_000  # number of pairs up to which looking for groups costs more than
 
 @dataclass(frozen=True, eq=False)
 class MatchResult:
-    """The pairs of a match, as indices into the predicted and the true shapes, and what is left over.
+    """The pairs of a match, as indices into the predicted and the true shapes, and the objects without a partner.
 
     `iou` has a row per predicted and a column per true shape. It is NaN where a pair was no candidate.
     """

@@ -64,9 +64,9 @@ def test_ordinal_rows_are_similar_to_their_neighbours_and_not_to_distant_rows(pl
     (name,) = [name for name in weights if name.endswith("embed_tokens.weight")]
     known = weights[name][: table.first_coord]
     rows = weights[name][table.first_coord : table.first_coord + 1000] - known.mean(0)
-    alike = torch.nn.functional.cosine_similarity(rows[500][None], rows)
-    assert alike[501] > 0.95
-    assert alike[501] > alike[520] > alike[600] > alike[0]
+    similarity = torch.nn.functional.cosine_similarity(rows[500][None], rows)
+    assert similarity[501] > 0.95
+    assert similarity[501] > similarity[520] > similarity[600] > similarity[0]
     assert rows.std() == pytest.approx(known.std().item(), rel=0.2)
 
 

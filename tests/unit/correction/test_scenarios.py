@@ -315,7 +315,7 @@ def test_parsing_is_importable_without_the_trainer():
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-def test_a_model_that_stopped_too_early_is_taught_to_go_on():
+def test_a_model_that_stopped_too_early_learns_to_continue():
     """On the real vocabulary, `}}` becomes `},`, the token that the model should have written there."""
     from tests.unit.correction.conftest import Core
     from tests.vocabularies import table
@@ -425,7 +425,12 @@ NESTED = '"object_1": {"desc": "a", "object_2": {"desc": "b"}}'
         (answer(FIVE[0], '"object_2": nonsense', *FIVE[2:]), 1, [Reason.syntax], 3),
         (answer(FIVE[0], FIVE[1][:-1], *FIVE[2:]), 1, [Reason.unexpected_key], 0),  # the rest is inside object 2
         (answer(FIVE[0] + " " + FIVE[1], *FIVE[2:]), 1, [Reason.syntax], 3),
-        (answer(FIVE[0], "and so on", *FIVE[1:]), 1, [Reason.syntax], 3),  # one of the four stands for the break
+        (
+            answer(FIVE[0], "and so on", *FIVE[1:]),
+            1,
+            [Reason.syntax],
+            3,
+        ),  # one of the four counts as the break
         (answer(FIVE[0], NO_COLON, *FIVE[2:]), 1, [Reason.syntax], 2),  # `"object_2" {` is not a key
         (answer(FIVE[0], IMAGE_IN_DESC, *FIVE[2:]), 1, [Reason.placeholder], 3),
         (answer('"object_1": 5', '"object_2": !', *FIVE[2:]), 0, [Reason.not_a_mapping, Reason.syntax], 3),
