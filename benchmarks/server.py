@@ -107,8 +107,8 @@ class ServedLearner(BenchmarkLearner):
         folder = Path(settings.model.path)
         super().__init__(folder)
         self.url, self.folder = url, folder
-        engine = Setup(folder, "float32", settings.rollout_matching, self.table, torch.device("cpu"))
-        self.backend = ServerBackend(engine, self.prompts, self.own, images[0])
+        setup = Setup(folder, "float32", settings.rollout_matching, self.table, torch.device("cpu"))
+        self.backend = ServerBackend(setup, self.prompts, self.own, images[0])
         self.version = 0
         self.sync()
 
