@@ -1,8 +1,7 @@
-"""Samples and geometry: what a detection problem is made of, before any token. Imports no torch."""
+"""Records and geometry: a detection problem before it becomes tokens. Imports no torch."""
 
-from coordexp.data.coordinates import BINS, to_bin, to_pixels
-from coordexp.data.records import Record, RecordError, RecordFile, RecordObject, Space, parse_record, read_records
-from coordexp.data.sample import Geometry, GeometryKind, Sample, TrueObject, degenerate
+from coordexp.data.geometry import BINS, Geometry, GeometryKind, TrueObject, is_degenerate, to_bin, to_pixels
+from coordexp.data.records import Record, RecordFile, RecordObject, Space, parse_record, read_records
 from coordexp.errors import DataError
 
 __all__ = [
@@ -11,13 +10,11 @@ __all__ = [
     "Geometry",
     "GeometryKind",
     "Record",
-    "RecordError",
     "RecordFile",
     "RecordObject",
-    "Sample",
     "Space",
     "TrueObject",
-    "degenerate",
+    "is_degenerate",
     "parse_record",
     "read_records",
     "to_bin",

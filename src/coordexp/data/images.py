@@ -1,8 +1,7 @@
-"""Image files, at the edge: the one place that opens them, their size as people see it, whether they can be read,
-and a mark of their content.
+"""The one place that opens image files: it reads their size, whether they can be decoded, and a content hash.
 
-A photo may be stored on its side and say so in its EXIF data; its size is the one after turning, as vision
-processors have it. Needs Pillow, which is imported when the first file is read.
+A photo may be stored on its side, with EXIF data that say how to rotate it. Its size here is the one after
+rotation, which is also what vision processors use. Needs Pillow, which is imported when the first file is read.
 """
 
 import hashlib
@@ -19,32 +18,35 @@ from coordexp.files import both_ends
 if TYPE_CHECKING:
     from PIL import Image
 
-# Pillow goes by the content of a file, not by its name, and knows formats that start other programs (EPS starts
-# Ghostscript). Only these are ever tried.
+# Pillow chooses a decoder by the content of a file, not by its name, and some decoders start other programs (EPS
+# starts Ghostscript). Only these formats are ever tried.
 FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF", "TIFF")
-MOST_PIXELS = 2**27  # of an image: a file of some kilobytes can be gigabytes of pixels
-MOST_RATIO = 200  # of the longer side to the shorter one; the image processors of Qwen-VL refuse more
-LARGEST_TILE = 2**20  # pixels of a tile of a TIFF, which may be larger than a small image
+MOST_PIXELS = 2**27  # per image: a file of a few kilobytes can decode to gigabytes
+MOST_RATIO = 200  # longer side to shorter side; the image processors of Qwen-VL refuse more
+LARGEST_TILE = 2**20  # pixels; a tile of a TIFF may be larger than a small image
 _ORIENTATION, _TILE_WIDTH, _TILE_LENGTH = 0x0112, 322, 323
-_BROKEN = (TypeError, KeyError, IndexError, OverflowError, struct.error)  # of Pillow, for tags with wrong values
-_ENDS = 4096  # bytes from both ends of a file that make its mark
+# Pillow raises these for tags with wrong values.
+_BROKEN = (TypeError, KeyError, IndexError, OverflowError, struct.error)
+_ENDS = 4096  # bytes from each end of a file that are hashed
 
 
 class ImageError(UserError, OSError):
-    """A file that is not a readable image."""
+    """A file that is not a readable image. It is also an OSError, like the error for a missing file."""
 
 
 @dataclass(frozen=True, slots=True)
 class ImageFacts:
+    """What the doctor knows about an image file: the size after rotation, and a hash of both ends of the file."""
+
     width: int
     height: int
-    turned: bool  # stored on its side
-    mark: bytes  # two files of different marks differ; two of the same are almost surely the same
+    is_rotated: bool  # stored on its side
+    content_hash: bytes  # files with different hashes differ; with the same hash they are almost surely the same
 
 
 def size_problem(width: int, height: int) -> str | None:
-    """Return why no model can be given an image of this size, or None. The doctor, training and the rollout server
-    all ask here."""
+    """Return why no model accepts an image of this size, or None. The doctor, training and the rollout server
+    share this rule."""
     if problem := _pixel_problem(width, height):
         return problem
     if max(width, height) > MOST_RATIO * min(width, height):
@@ -54,16 +56,17 @@ def size_problem(width: int, height: int) -> str | None:
 
 def _pixel_problem(width: int, height: int) -> str | None:
     too_many = width * height > MOST_PIXELS
-    return f"{width} x {height} are more than {MOST_PIXELS} pixels" if too_many else None
+    return f"{width} x {height} is more than {MOST_PIXELS} pixels" if too_many else None
 
 
 @contextmanager
-def opened_image(source: Path | IO[bytes]) -> "Iterator[Image.Image]":
-    """Open an image by its header; its pixels are decoded when they are used. Raise ImageError if the content is
-    of another format than `FORMATS`, has too many pixels or is broken, also when that shows inside the block."""
+def open_image_file(source: Path | IO[bytes]) -> "Iterator[Image.Image]":
+    """Open an image and read its header; its pixels are decoded when they are used. Raise ImageError if the format
+    is not in `FORMATS`, if there are too many pixels, or if the file is broken, even if that shows inside the
+    block."""
     from PIL import Image, UnidentifiedImageError
 
-    Image.MAX_IMAGE_PIXELS = None  # ours is the limit here: an error, and no warning below it
+    Image.MAX_IMAGE_PIXELS = None  # our own limit applies: an error above it, and no warning below it
     try:
         with Image.open(source, formats=FORMATS) as image:
             if problem := _pixel_problem(*image.size):
@@ -80,7 +83,7 @@ def opened_image(source: Path | IO[bytes]) -> "Iterator[Image.Image]":
 
 
 def _check_tiles(image: "Image.Image") -> None:
-    """Raise ImageError if a tile of a TIFF is far larger than its image: whole tiles are decoded."""
+    """Raise ImageError if a tile of a TIFF is far larger than its image, because whole tiles are decoded."""
     tags = image.tag_v2  # type: ignore[attr-defined]
     width, height = tags.get(_TILE_WIDTH, 1), tags.get(_TILE_LENGTH, 1)
     if width * height > max(image.width * image.height, LARGEST_TILE):
@@ -90,32 +93,36 @@ def _check_tiles(image: "Image.Image") -> None:
 
 
 def upright_size(image: "Image.Image") -> tuple[int, int, bool]:
-    """Return width and height after turning by EXIF data, and whether it is stored on its side, undecoded."""
+    """Return width and height after rotation by EXIF data, and whether the image is stored on its side. Decode
+    nothing."""
     from PIL import Image
 
     width, height = image.size
-    exif = Image.Image.getexif(image)  # that of PNG files would decode all pixels
-    turned = exif.get(_ORIENTATION, 1) in (5, 6, 7, 8) and image.format != "TIFF"  # Pillow turns a TIFF itself
-    return (height, width, turned) if turned else (width, height, turned)
+    exif = Image.Image.getexif(image)  # the method of PNG files would decode all pixels
+    is_rotated = (
+        exif.get(_ORIENTATION, 1) in (5, 6, 7, 8) and image.format != "TIFF"
+    )  # Pillow rotates a TIFF itself
+    return (height, width, is_rotated) if is_rotated else (width, height, is_rotated)
 
 
-def image_size(path: Path) -> tuple[int, int]:
-    facts = image_facts(path)
+def read_image_size(path: Path) -> tuple[int, int]:
+    facts = read_image_facts(path)
     return facts.width, facts.height
 
 
-def image_facts(path: Path, *, decode: bool = False) -> ImageFacts:
-    """From the head of the file. The pixels are decoded when asked for, or when the file seems cut off."""
-    mark, whole = _mark(path)
-    with opened_image(path) as image:
-        width, height, turned = upright_size(image)
-        if decode or not whole:
+def read_image_facts(path: Path, *, decode: bool = False) -> ImageFacts:
+    """Read the header of an image file. Decode its pixels too if `decode` is set or the file seems to be cut
+    off."""
+    content_hash, is_complete = _hash_ends(path)
+    with open_image_file(path) as image:
+        width, height, is_rotated = upright_size(image)
+        if decode or not is_complete:
             image.load()
-    return ImageFacts(width, height, turned, mark)
+    return ImageFacts(width, height, is_rotated, content_hash)
 
 
-def _mark(path: Path) -> tuple[bytes, bool]:
-    """The mark of the content, and whether the file ends as a JPEG or a PNG does."""
+def _hash_ends(path: Path) -> tuple[bytes, bool]:
+    """Return a hash of the size and both ends of a file, and whether it ends like a complete JPEG or PNG."""
     head, tail, size = both_ends(path, _ENDS)
-    mark = hashlib.blake2b(head + tail + size.to_bytes(8, "big"), digest_size=12).digest()
-    return mark, tail.rstrip(b"\0").endswith((b"\xff\xd9", b"IEND\xaeB`\x82"))
+    content_hash = hashlib.blake2b(head + tail + size.to_bytes(8, "big"), digest_size=12).digest()
+    return content_hash, tail.rstrip(b"\0").endswith((b"\xff\xd9", b"IEND\xaeB`\x82"))

@@ -1,43 +1,49 @@
-"""Records on disk: one JSON object a line, with the space of its coordinates stated and never guessed.
+"""Records on disk: one JSON object per line, which states the space of its coordinates.
 
     {"image": "images/7.png", "width": 640, "height": 480, "space": "pixel",
      "objects": [{"desc": "red cup", "bbox_2d": [10, 20, 110, 220]}, {"desc": "leaf", "poly": [1, 2, 9, 4, 5, 9]}]}
 
-A record may have the `image_id` and an object the `category_id` that a COCO file gave it: training does not use
-them, and predictions carry them, so that COCO tools find the same images and classes.
+A record may have an `image_id` and an object a `category_id`, as in the COCO file that they come from. Training
+does not use them. Predictions carry them, so that COCO tools recognise the same images and classes.
 
-Image paths are relative to the folder of the file. Files stream; `RecordFile` finds any line without reading the
-others. A line that breaks a rule is a `RecordError` with its file, its number and the way out.
+Image paths are relative to the folder of the file. Files are streamed, and `RecordFile` reads any line without the
+others. A line that breaks a rule is a `DataError` that names the file and the line number.
 """
 
 import json
+import reprlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Annotated, Any, Literal, NotRequired, get_args
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import ConfigDict, Field, Strict, TypeAdapter, ValidationError, with_config
+from typing_extensions import TypedDict  # pydantic needs this one before Python 3.12, and brings the package
 
-from coordexp.data.coordinates import BINS, to_bin
-from coordexp.data.sample import COUNT_RULE, Geometry, GeometryKind, Sample, TrueObject, count_fits
+from coordexp.data.geometry import (
+    BINS,
+    COUNT_RULE,
+    GEOMETRY_KINDS,
+    Geometry,
+    GeometryKind,
+    TrueObject,
+    is_valid_count,
+    to_bin,
+)
 from coordexp.errors import DataError
 
 Space = Literal["pixel", "unit", "norm1000", "bin"]
 SPACES: tuple[Space, ...] = get_args(Space)
-KINDS: tuple[GeometryKind, ...] = get_args(GeometryKind)
-KEYS = {"image", "width", "height", "space", "objects"}
 LARGEST_ID = 2**63  # ids are 64-bit numbers in COCO's tools
-LARGEST = 1e12  # beyond any coordinate; keeps infinity, NaN and whole numbers that no float can hold away
-
-
-class RecordError(DataError):
-    """A line that cannot be used as it stands."""
+LARGEST = 1e12  # larger than any coordinate; excludes infinity, NaN and integers that no float can hold
+SHOWN_PROBLEMS = 3  # of the wrong values of one line
 
 
 @dataclass(frozen=True, slots=True)
 class RecordObject:
-    """An object as the file has it: coordinates in the space of its record."""
+    """An object of a record, with its coordinates in the space of the record."""
 
     desc: str
     kind: GeometryKind
@@ -47,6 +53,8 @@ class RecordObject:
 
 @dataclass(frozen=True, slots=True)
 class Record:
+    """One line of a data file: an image and its objects."""
+
     image: str
     width: int
     height: int
@@ -56,7 +64,7 @@ class Record:
 
     @property
     def extent(self) -> tuple[float, float]:
-        """The far edges, in the record's own space."""
+        """The coordinates of the right and the bottom edge, in the space of the record."""
         sizes: dict[Space, tuple[float, float]] = {
             "pixel": (self.width, self.height),
             "unit": (1.0, 1.0),
@@ -65,79 +73,90 @@ class Record:
         }
         return sizes[self.space]
 
-    def in_pixels(self, found: RecordObject) -> tuple[float, ...]:
+    def in_pixels(self, item: RecordObject) -> tuple[float, ...]:
         width, height = self.extent
         scale = (self.width / width, self.height / height)
-        return tuple(value * scale[k % 2] for k, value in enumerate(found.coords))
+        return tuple(value * scale[k % 2] for k, value in enumerate(item.coords))
 
-    def sample(self) -> Sample:
-        """In bins, ready to be matched and trained on. ValueError for a shape that cannot be."""
+    def in_bins(self, item: RecordObject) -> tuple[int, ...]:
         extent = self.extent
-        objects = []
-        for found in self.objects:
-            bins = tuple(to_bin(value, extent[k % 2]) for k, value in enumerate(found.coords))
-            objects.append(TrueObject(found.desc, Geometry(found.kind, bins)))
-        return Sample(self.image, self.width, self.height, tuple(objects))
+        return tuple(to_bin(value, extent[k % 2]) for k, value in enumerate(item.coords))
+
+    def true_objects(self) -> tuple[TrueObject, ...]:
+        """Return the objects in bins, ready for matching and training. Raise ValueError if one cannot be used."""
+        return tuple(TrueObject(item.desc, Geometry(item.kind, self.in_bins(item))) for item in self.objects)
 
     def as_json(self) -> str:
         objects = [
-            {"desc": found.desc, found.kind: [_short(v) for v in found.coords]}
-            | ({} if found.category_id is None else {"category_id": found.category_id})
-            for found in self.objects
+            {"desc": item.desc, item.kind: [_shorten(value) for value in item.coords]}
+            | ({} if item.category_id is None else {"category_id": item.category_id})
+            for item in self.objects
         ]
-        named = {} if self.image_id is None else {"image_id": self.image_id}
+        image_id = {} if self.image_id is None else {"image_id": self.image_id}
         head = {"image": self.image, "width": self.width, "height": self.height, "space": self.space}
-        return json.dumps(head | named | {"objects": objects}, ensure_ascii=False)
+        return json.dumps(head | image_id | {"objects": objects}, ensure_ascii=False)
+
+
+# The keys of a line, as pydantic checks them. A key that is NotRequired may be absent, but not null.
+_Side = Annotated[int, Strict(), Field(gt=0)]
+_Id = Annotated[int, Strict(), Field(ge=0, lt=LARGEST_ID)]
+_Coordinates = list[Annotated[float, Strict(), Field(gt=-LARGEST, lt=LARGEST)]]
+
+
+@with_config(ConfigDict(extra="forbid"))
+class _ObjectLine(TypedDict):
+    desc: Annotated[str, Strict()]
+    bbox_2d: NotRequired[_Coordinates]
+    poly: NotRequired[_Coordinates]
+    category_id: NotRequired[_Id]
+
+
+@with_config(ConfigDict(extra="forbid"))
+class _RecordLine(TypedDict):
+    image: Annotated[str, Strict()]
+    width: _Side
+    height: _Side
+    space: Space
+    objects: list[_ObjectLine]
+    image_id: NotRequired[_Id]
+
+
+_RECORD_LINE = TypeAdapter(_RecordLine)
 
 
 def parse_record(line: str | bytes) -> Record:
-    """ValueError says what is wrong with the line."""
+    """Return the record of a line. Raise ValueError with what is wrong with it.
+
+    The line is not read with pydantic's own JSON parser: that one accepts a key twice, and refuses a lone
+    surrogate, which the doctor reports with a better message."""
     try:
-        value = json.loads(line, object_pairs_hook=_without_repeats)
+        value = _RECORD_LINE.validate_python(json.loads(line, object_pairs_hook=_refuse_repeated_keys))
     except RecursionError as error:
         raise ValueError("brackets are nested too deeply") from error
-    if not isinstance(value, dict):
-        raise ValueError("a record is a JSON object")
-    unknown = sorted(set(value) - KEYS - {"image_id"})
-    missing = sorted(KEYS - set(value))
-    if unknown or missing:
-        raise ValueError(
-            "; ".join(
-                f"{what} {', '.join(map(_shown, k))}"
-                for what, k in (("unknown keys:", unknown), ("missing keys:", missing))
-                if k
-            )
-        )
-    image, width, height, space, objects = (value[k] for k in ("image", "width", "height", "space", "objects"))
-    if not isinstance(image, str) or not image:
-        raise ValueError("image is not a path")
-    if not all(type(side) is int and side > 0 for side in (width, height)):
-        raise ValueError(f"width {width!r} and height {height!r} are not positive whole numbers")
-    if space not in SPACES:
-        raise ValueError(f"space {space!r} is not one of {', '.join(SPACES)}")
-    if not isinstance(objects, list):
-        raise ValueError("objects is not a list")
-    image_id = _id(value, "image_id", "image_id")
-    found = tuple(_object(each, k) for k, each in enumerate(objects))
-    return Record(image, width, height, space, found, image_id)
+    except ValidationError as error:
+        raise ValueError(describe_problems(error)) from error
+    if not value["image"]:
+        raise ValueError("image is empty; it is the path of the image, relative to the folder of this file")
+    objects = tuple(_read_object(item, f"objects[{k}]") for k, item in enumerate(value["objects"]))
+    return Record(value["image"], value["width"], value["height"], value["space"], objects, value.get("image_id"))
 
 
 def read_records(path: Path) -> Iterator[tuple[int, Record]]:
-    """Line numbers, from 1, with their records. Blank lines are skipped."""
+    """Yield the records with their line numbers, from 1. Blank lines are skipped."""
     with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
             if line.strip():
-                yield number, _parsed(path, number, line)
+                yield number, _parse_line(path, number, line)
 
 
 class RecordFile:
-    """Any record of a file by its index, with one offset a line in memory."""
+    """Random access to the records of a file. Only the offset and the number of each line are held in memory."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._offsets, self._numbers = _offsets(path)
+        self._offsets, self._numbers = _find_lines(path)
         if not len(self._offsets):
-            raise RecordError(f"{path}: no records\n  write one JSON object a line (see `coordexp data import`)")
+            raise DataError(f"{path}: no records", "write one JSON object per line (see `coordexp data import`)")
 
     def __len__(self) -> int:
         return len(self._offsets)
@@ -145,9 +164,9 @@ class RecordFile:
     def __getitem__(self, index: int) -> Record:
         with self.path.open("rb") as file:
             file.seek(int(self._offsets[index]))
-            return _parsed(self.path, int(self._numbers[index]), file.readline())
+            return _parse_line(self.path, int(self._numbers[index]), file.readline())
 
-    def numbered(self, index: int) -> tuple[int, Record]:
+    def read_with_image_id(self, index: int) -> tuple[int, Record]:
         """Return a record with the number that names its image in predictions: its `image_id`, or else the number
         of its line."""
         record = self[index]
@@ -157,65 +176,82 @@ class RecordFile:
         return self.path.parent / record.image
 
 
-def _parsed(path: Path, number: int, line: bytes) -> Record:
+def describe_problems(error: ValidationError) -> str:
+    """Return in one line what is wrong with a JSON value that pydantic refused."""
+    problems = error.errors(include_url=False)
+    parts = []
+    for title, types in (
+        ("unknown keys", ("extra_forbidden", "unexpected_keyword_argument")),
+        ("missing keys", ("missing",)),
+    ):
+        if keys := sorted(_format_place(problem["loc"]) for problem in problems if problem["type"] in types):
+            parts.append(f"{title}: {', '.join(keys)}")
+        problems = [problem for problem in problems if problem["type"] not in types]
+    for problem in problems[:SHOWN_PROBLEMS]:
+        place, value, rule = _format_place(problem["loc"]), problem["input"], problem["msg"]
+        if problem["type"] in ("dict_type", "dataclass_type"):
+            parts.append(f"{place or 'this'} is not a JSON object")
+        elif problem["type"] == "value_error":
+            parts.append(f"{place}: {problem['ctx']['error']}")
+        else:
+            rule = rule.replace("valid tuple", "list").replace("valid list", "list")
+            parts.append(f"{place} {reprlib.repr(value)}: {rule[0].lower()}{rule[1:]}")
+    if len(problems) > SHOWN_PROBLEMS:
+        parts.append(f"and {len(problems) - SHOWN_PROBLEMS} more")
+    return "; ".join(parts)
+
+
+def _format_place(location: tuple[int | str, ...]) -> str:
+    text = ""
+    for step in location:
+        if isinstance(step, int):
+            text += f"[{step}]"
+        else:
+            text += f"{'.' if text else ''}{step if step.isprintable() else repr(step)}"
+    return text
+
+
+def _parse_line(path: Path, number: int, line: bytes) -> Record:
     try:
         return parse_record(line)
     except ValueError as error:
-        raise RecordError(f"{path}:{number}: {error}\n  run `coordexp data doctor {path}`") from error
+        raise DataError(f"{path}:{number}: {error}", f"run `coordexp data doctor {path}`") from error
 
 
-def _object(value: Any, index: int) -> RecordObject:
-    where = f"objects[{index}]"
-    if not isinstance(value, dict):
-        raise ValueError(f"{where} is not a JSON object")
-    kinds = [kind for kind in KINDS if kind in value]
-    if set(value) - {"category_id"} != {"desc", *kinds} or len(kinds) != 1:
-        raise ValueError(
-            f"{where} has the keys {', '.join(map(_shown, sorted(value)))}; "
-            f"it needs desc and one of {', '.join(KINDS)}, and may have a category_id"
-        )
-    desc, coords = value["desc"], value[kinds[0]]
-    if not isinstance(desc, str) or not desc.strip():
-        raise ValueError(f"{where}.desc is not a text")
-    numbers = isinstance(coords, list) and all(type(v) in (int, float) and abs(v) < LARGEST for v in coords)
-    if not numbers:
-        raise ValueError(f"{where}.{kinds[0]} is not a list of numbers")
-    if not count_fits(kinds[0], len(coords)):
-        raise ValueError(f"{where}.{kinds[0]} has {len(coords)} numbers; {COUNT_RULE}")
-    category_id = _id(value, "category_id", f"{where}.category_id")
-    return RecordObject(desc, kinds[0], tuple(map(float, coords)), category_id)
+def _read_object(line: _ObjectLine, place: str) -> RecordObject:
+    kinds = [kind for kind in GEOMETRY_KINDS if kind in line]
+    if len(kinds) != 1:
+        shapes = " and ".join(kinds) or "no shape"
+        raise ValueError(f"{place} has {shapes}; it needs exactly one of {', '.join(GEOMETRY_KINDS)}")
+    if not line["desc"].strip():
+        raise ValueError(f"{place}.desc is empty; describe the object in a word or two")
+    coords = line[kinds[0]]
+    if not is_valid_count(kinds[0], len(coords)):
+        raise ValueError(f"{place}.{kinds[0]} has {len(coords)} numbers; {COUNT_RULE}")
+    return RecordObject(line["desc"], kinds[0], tuple(coords), line.get("category_id"))
 
 
-def _id(value: dict[str, Any], key: str, where: str) -> int | None:
-    found = value.get(key)
-    if key in value and (type(found) is not int or not 0 <= found < LARGEST_ID):
-        raise ValueError(f"{where} {found!r} is not a whole number from 0")
-    return found
-
-
-def _shown(key: str) -> str:
-    return key if key.isprintable() else repr(key)
-
-
-def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return a JSON object as a dict. ValueError for a key that is there twice: JSON would keep the last."""
+def _refuse_repeated_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return a JSON object as a dict. Raise ValueError for a key that occurs twice, of which JSON keeps the
+    last."""
     value = dict(pairs)
     if len(value) < len(pairs):
         keys = [key for key, _ in pairs]
-        raise ValueError(f"the key {next(key for key in keys if keys.count(key) > 1)!r} is there twice")
+        raise ValueError(f"the key {next(key for key in keys if keys.count(key) > 1)!r} occurs twice")
     return value
 
 
-def _short(value: float) -> float | int:
+def _shorten(value: float) -> float | int:
     return int(value) if value == int(value) else value
 
 
-def _offsets(path: Path) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    offsets, numbers, at = [], [], 0
+def _find_lines(path: Path) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Return the byte offsets and the numbers of all lines that are not blank."""
+    offsets, numbers, offset = [], [], 0
     with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
             if line.strip():
-                offsets.append(at)
+                offsets.append(offset)
                 numbers.append(number)
-            at += len(line)
+            offset += len(line)
     return np.array(offsets, dtype=np.int64), np.array(numbers, dtype=np.int64)

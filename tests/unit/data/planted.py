@@ -1,4 +1,4 @@
-"""A clean set of 40 records with real images, and faults to plant in it, one at a time."""
+"""A clean data file of 40 records with real images, in which tests plant one mistake at a time."""
 
 import copy
 import json
@@ -6,7 +6,7 @@ import random
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.unit.data.sources import picture
+from tests.unit.data.sources import write_image
 
 WIDTH, HEIGHT = 96, 64
 NAMES = ("red cup", "dog", "\u732b")
@@ -14,7 +14,7 @@ NAMES = ("red cup", "dog", "\u732b")
 
 @dataclass
 class Planted:
-    """Rows are lines to be; a text is written as it is."""
+    """Rows of a data file to be. A row that is a text is written unchanged."""
 
     folder: Path
     rows: list
@@ -26,24 +26,24 @@ class Planted:
         return file
 
     def boxes(self):
-        return [found["bbox_2d"] for row in self.rows for found in row["objects"] if "bbox_2d" in found]
+        return [item["bbox_2d"] for row in self.rows for item in row["objects"] if "bbox_2d" in item]
 
     def scale(self, x, y, space):
-        """All coordinates times factors, said to be in a space."""
+        """Multiply all coordinates by factors and state another space."""
         for row in self.rows:
             row["space"] = space
-            for found in row["objects"]:
-                for values in (found[key] for key in found if key != "desc"):
+            for item in row["objects"]:
+                for values in (item[key] for key in item if key != "desc"):
                     values[:] = [value * (y if k % 2 else x) for k, value in enumerate(values)]
 
 
-def clean(folder: Path) -> Planted:
-    chooser = random.Random(7)
+def write_clean(folder: Path) -> Planted:
+    rng = random.Random(7)
     rows = []
     for k in range(40):
-        picture(folder / f"images/{k}.png", (WIDTH, HEIGHT), (k, 2 * k, 255 - k))
-        objects = [{"desc": chooser.choice(NAMES), "bbox_2d": _box(chooser)} for _ in range(3)]
-        x1, y1, x2, y2 = _box(chooser)
+        write_image(folder / f"images/{k}.png", (WIDTH, HEIGHT), (k, 2 * k, 255 - k))
+        objects = [{"desc": rng.choice(NAMES), "bbox_2d": _box(rng)} for _ in range(3)]
+        x1, y1, x2, y2 = _box(rng)
         objects.append({"desc": "leaf", "poly": [x1, y1, x2, y1, x2, y2]})
         rows.append(
             {"image": f"images/{k}.png", "width": WIDTH, "height": HEIGHT, "space": "pixel", "objects": objects}
@@ -52,7 +52,7 @@ def clean(folder: Path) -> Planted:
     return Planted(folder, copy.deepcopy(rows))
 
 
-def _box(chooser: random.Random) -> list[int]:
-    width, height = chooser.randint(8, 40), chooser.randint(8, 30)
-    x, y = chooser.randint(0, WIDTH - width), chooser.randint(0, HEIGHT - height)
+def _box(rng: random.Random) -> list[int]:
+    width, height = rng.randint(8, 40), rng.randint(8, 30)
+    x, y = rng.randint(0, WIDTH - width), rng.randint(0, HEIGHT - height)
     return [x, y, x + width, y + height]

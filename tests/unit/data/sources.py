@@ -1,4 +1,4 @@
-"""Small sources to import: pictures of 64 x 48 pixels and the files around them."""
+"""Small sources to import: images of 64 x 48 pixels and the files around them."""
 
 import json
 from pathlib import Path
@@ -6,13 +6,13 @@ from pathlib import Path
 from PIL import Image
 
 from coordexp.data import Record, read_records
-from coordexp.data.images import image_size
-from coordexp.data.importers import Rules, Tally, read_coco, read_lvis, write_records
+from coordexp.data.images import read_image_size
+from coordexp.data.importers import ImportCounts, Rules, read_coco, read_lvis, write_records
 
 WIDTH, HEIGHT = 64, 48
 
 
-def picture(path: Path, size: tuple[int, int] = (WIDTH, HEIGHT), color: object = "white") -> Path:
+def write_image(path: Path, size: tuple[int, int] = (WIDTH, HEIGHT), color: object = "white") -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     Image.new("RGB", size, color).save(path)
     return path
@@ -30,32 +30,28 @@ def coco(annotations, images=None, categories=None):
     }
 
 
-def imported(folder: Path, document, reader=read_coco, **rules) -> tuple[list[Record], Tally]:
-    """A COCO or LVIS document through the importer, beside a folder of images."""
+def import_coco(folder: Path, document, reader=read_coco, **rules) -> tuple[list[Record], ImportCounts]:
+    """Import a COCO or LVIS document, with a folder of images beside it."""
     (folder / "images").mkdir(exist_ok=True)
-    source, target, tally = folder / "source.json", folder / "out.jsonl", Tally()
+    source, counts = folder / "source.json", ImportCounts()
     source.write_text(document if isinstance(document, str) else json.dumps(document))
-    chosen = Rules(**{"missing": "keep"} | rules)
-    write_records(
-        reader(source, folder / "images", chosen, tally, image_size), target, chosen, tally, lambda n: None
-    )
-    return [record for _, record in read_records(target)], tally
+    images = reader(source, folder / "images", Rules(**{"missing": "keep"} | rules), counts, read_image_size)
+    return write_and_read(folder, images, counts, **rules), counts
 
 
-def imported_lvis(folder: Path, document, **rules):
-    return imported(folder, document, read_lvis, **rules)
+def import_lvis(folder: Path, document, **rules):
+    return import_coco(folder, document, read_lvis, **rules)
 
 
-def collected(folder: Path, images, tally: Tally, **rules) -> list[Record]:
-    """What another reader gives, written and read back."""
-    chosen = Rules(**{"missing": "keep"} | rules)
-    write_records(images, folder / "out.jsonl", chosen, tally, lambda n: None)
+def write_and_read(folder: Path, images, counts: ImportCounts, **rules) -> list[Record]:
+    """Write the images of a reader as records and read these back."""
+    write_records(images, folder / "out.jsonl", Rules(**{"missing": "keep"} | rules), counts, lambda number: None)
     return [record for _, record in read_records(folder / "out.jsonl")]
 
 
-def counts(tally: Tally) -> dict[str, int]:
-    return {f"{entry.effect}: {entry.reason}": entry.count for entry in tally.entries}
+def count_reasons(counts: ImportCounts) -> dict[str, int]:
+    return {f"{entry.effect}: {entry.reason}": entry.count for entry in counts.entries}
 
 
-def shapes(records):
-    return [(found.kind, found.coords) for record in records for found in record.objects]
+def list_shapes(records):
+    return [(item.kind, item.coords) for record in records for item in record.objects]

@@ -1,4 +1,4 @@
-"""The doctor finds each fault that is planted, and nothing in clean data."""
+"""The doctor reports each planted mistake, and nothing in clean data."""
 
 import dataclasses
 import json
@@ -16,9 +16,9 @@ from coordexp.cli import app
 from coordexp.correction.serialise import count_answer_tokens
 from coordexp.data import Record, RecordObject
 from coordexp.data.doctor import KINDS, check_record, examine
-from coordexp.data.images import image_facts
-from tests.unit.data.planted import HEIGHT, WIDTH, clean
-from tests.unit.data.sources import picture
+from coordexp.data.images import read_image_facts
+from tests.unit.data.planted import HEIGHT, WIDTH, write_clean
+from tests.unit.data.sources import write_image
 from tests.vocabularies import table
 
 count_tokens = partial(count_answer_tokens, table=table("small"))
@@ -26,8 +26,7 @@ count_tokens = partial(count_answer_tokens, table=table("small"))
 
 @pytest.fixture(scope="module")
 def prepared(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("clean")
-    return clean(folder)
+    return write_clean(tmp_path_factory.mktemp("clean"))
 
 
 @pytest.fixture
@@ -37,15 +36,16 @@ def planted(prepared, tmp_path):
     return dataclasses.replace(prepared, folder=tmp_path / "set", rows=rows)
 
 
-def found_in(planted, **options):
-    report = examine(planted.write(), look=image_facts, **options)
+def examine_planted(planted, **options):
+    """Return the findings by their codes."""
+    report = examine(planted.write(), look=read_image_facts, **options)
     return {finding.code: finding for finding in report.findings}
 
 
 def test_clean_data_has_no_findings(planted):
     report = examine(
         planted.write(),
-        look=image_facts,
+        look=read_image_facts,
         count_tokens=count_tokens,
         max_length=1000,
     )
@@ -53,22 +53,22 @@ def test_clean_data_has_no_findings(planted):
     assert (report.records, report.objects, report.errors) == (40, 160, 0)
 
 
-def first_box(planted, box, line=11):
+def replace_first_box(planted, box, line=11):
     planted.rows[line - 1]["objects"][0] = {"desc": "dog", "bbox_2d": box}
 
 
-def cut_file(planted):
+def cut_image_file(planted):
     file = planted.folder / "images/10.png"
-    picture(file, (400, 300), "red")
+    write_image(file, (400, 300), "red")
     file.write_bytes(file.read_bytes()[:-30])
     planted.rows[10] |= {"width": 400, "height": 300}
 
 
-def set_row(**changes):
+def change_row(**changes):
     return lambda planted: planted.rows[10].update(changes)
 
 
-def set_desc(desc):
+def change_desc(desc):
     return lambda planted: planted.rows[10]["objects"][0].update(desc=desc)
 
 
@@ -77,71 +77,71 @@ ONE_LINE = {
         lambda planted: planted.rows.insert(10, '{"image": "a.png",'),
         lambda planted: planted.rows.insert(10, "[" * 100_000),
         lambda planted: planted.rows.insert(10, json.dumps({"image": "a.png", "boxes": []})),
-        lambda planted: first_box(planted, [1, 2, 3]),
-        lambda planted: first_box(planted, [1, 2, 3, 10**400]),
+        lambda planted: replace_first_box(planted, [1, 2, 3]),
+        lambda planted: replace_first_box(planted, [1, 2, 3, 10**400]),
     ],
     "image-missing": [lambda planted: (planted.folder / "images/10.png").unlink()],
     "image-unreadable": [
-        lambda planted: (planted.folder / "images/10.png").write_text("no picture"),
-        cut_file,
-        set_row(image="images"),
-        set_row(image="a\0.png"),
+        lambda planted: (planted.folder / "images/10.png").write_text("not an image"),
+        cut_image_file,
+        change_row(image="images"),
+        change_row(image="a\0.png"),
     ],
     "size-mismatch": [
-        lambda planted: picture(planted.folder / "images/10.png", (WIDTH + 1, HEIGHT), "red"),
-        lambda planted: picture(planted.folder / "images/10.png", (HEIGHT, WIDTH), "red"),
+        lambda planted: write_image(planted.folder / "images/10.png", (WIDTH + 1, HEIGHT), "red"),
+        lambda planted: write_image(planted.folder / "images/10.png", (HEIGHT, WIDTH), "red"),
     ],
-    "inverted": [lambda planted: first_box(planted, [40, 10, 20, 30])],
+    "inverted": [lambda planted: replace_first_box(planted, [40, 10, 20, 30])],
     "outside": [
-        lambda planted: first_box(planted, [10, 10, 30, HEIGHT + 5]),
-        lambda planted: first_box(planted, [-5, 10, 30, 30]),
-        lambda planted: first_box(planted, [WIDTH + 10, 10, WIDTH + 20, 20]),
+        lambda planted: replace_first_box(planted, [10, 10, 30, HEIGHT + 5]),
+        lambda planted: replace_first_box(planted, [-5, 10, 30, 30]),
+        lambda planted: replace_first_box(planted, [WIDTH + 10, 10, WIDTH + 20, 20]),
     ],
-    "over-the-edge": [lambda planted: first_box(planted, [10, 10, WIDTH + 0.5, 30])],
+    "over-the-edge": [lambda planted: replace_first_box(planted, [10, 10, WIDTH + 0.5, 30])],
     "no-area": [
-        lambda planted: first_box(planted, [10, 10, 10, 30]),
-        set_row(objects=[{"desc": "line", "poly": [1, 1, 5, 5, 10, 10]}]),
+        lambda planted: replace_first_box(planted, [10, 10, 10, 30]),
+        change_row(objects=[{"desc": "line", "poly": [1, 1, 5, 5, 10, 10]}]),
     ],
-    "no-area-in-bins": [lambda planted: first_box(planted, [10, 10, 10.01, 30])],
-    "duplicate-image": [set_row(image="./images/3.png")],
+    "no-area-in-bins": [lambda planted: replace_first_box(planted, [10, 10, 10.01, 30])],
+    "duplicate-image": [change_row(image="./images/3.png")],
     "duplicate-content": [
         lambda planted: shutil.copy(planted.folder / "images/3.png", planted.folder / "images/10.png")
     ],
     "duplicate-object": [lambda planted: planted.rows[10]["objects"].append(planted.rows[10]["objects"][1])],
-    "desc-thin": [set_desc("-"), set_desc("x"), set_desc("N/A")],
-    "desc-broken": [set_desc("cup \ud83d")],
+    "desc-thin": [change_desc("-"), change_desc("x"), change_desc("N/A")],
+    "desc-broken": [change_desc("cup \ud83d")],
 }
 
 
 @pytest.mark.parametrize(
     ("code", "plant"), [(code, plant) for code, plants in ONE_LINE.items() for plant in plants]
 )
-def test_a_fault_in_one_line_is_found_there_and_nothing_else_is(planted, code, plant):
+def test_a_mistake_in_one_line_is_reported_there_and_nothing_else_is(planted, code, plant):
     plant(planted)
-    found = found_in(planted)
-    assert set(found) == {code}
-    assert found[code].count == 1
-    assert [example.line for example in found[code].examples] == [11]
+    findings = examine_planted(planted)
+    assert set(findings) == {code}
+    assert findings[code].count == 1
+    assert [example.line for example in findings[code].examples] == [11]
 
 
-def as_sizes(planted):
+def write_sizes(planted):
     for box in planted.boxes():
         box[2:] = [box[2] - box[0], box[3] - box[1]]
 
 
-def as_centres(planted):
+def write_centres(planted):
     for box in planted.boxes():
         box[:] = [(box[0] + box[2]) / 2, (box[1] + box[3]) / 2, box[2] - box[0], box[3] - box[1]]
 
 
-def swapped(planted):
+def swap_axes(planted):
     for row in planted.rows:
-        for found in row["objects"]:
-            for values in (found[key] for key in found if key != "desc"):
+        for item in row["objects"]:
+            for values in (item[key] for key in item if key != "desc"):
                 values[::2], values[1::2] = values[1::2], values[::2]
 
 
-def said_to_be(x, y, space):
+def state_as(x, y, space):
     return lambda planted: planted.scale(x, y, space)
 
 
@@ -151,58 +151,58 @@ UNIT, NORM = (1 / WIDTH, 1 / HEIGHT), (1000 / WIDTH, 1000 / HEIGHT)
 @pytest.mark.parametrize(
     ("code", "plant", "words"),
     [
-        ("suspect-xywh", as_sizes, "of 120 boxes are inverted; read so, 120 are sound"),
-        ("suspect-centre", as_centres, "of 120 boxes are inverted; read so, 120 are sound"),
-        ("suspect-swapped", swapped, "of 160 objects leave their images; swapped, 160 fit"),
+        ("suspect-xywh", write_sizes, "of 120 boxes are inverted; read this way, 120 are valid"),
+        ("suspect-centre", write_centres, "of 120 boxes are inverted; read this way, 120 are valid"),
+        ("suspect-swapped", swap_axes, "of 160 objects exceed their images; swapped, 160 fit"),
         (
             "suspect-space",
-            said_to_be(*UNIT, "pixel"),
+            state_as(*UNIT, "pixel"),
             "stated pixel: no coordinate is above 1; they look like unit",
         ),
-        ("suspect-space", said_to_be(*UNIT, "norm1000"), "stated norm1000: no coordinate is above 1"),
-        ("suspect-space", said_to_be(*NORM, "pixel"), "as norm1000 or bin, 40 fit"),
-        ("suspect-space", said_to_be(*NORM, "unit"), "as norm1000 or bin, 40 fit"),
-        ("suspect-space", said_to_be(1, 1, "unit"), "as pixel, 40 fit"),
-        ("maybe-space", said_to_be(1, 1, "norm1000"), "never go beyond 10% x 6% of it, and just fill pixel"),
-        ("maybe-space", said_to_be(1, 1, "bin"), "just fill pixel"),
+        ("suspect-space", state_as(*UNIT, "norm1000"), "stated norm1000: no coordinate is above 1"),
+        ("suspect-space", state_as(*NORM, "pixel"), "as norm1000 or bin, 40 fit"),
+        ("suspect-space", state_as(*NORM, "unit"), "as norm1000 or bin, 40 fit"),
+        ("suspect-space", state_as(1, 1, "unit"), "as pixel, 40 fit"),
+        ("maybe-space", state_as(1, 1, "norm1000"), "never go beyond 10% x 6% of it, and just fill pixel"),
+        ("maybe-space", state_as(1, 1, "bin"), "just fill pixel"),
     ],
 )
 def test_a_wrong_format_of_the_whole_file_is_suspected_and_no_other_is(planted, code, plant, words):
     plant(planted)
-    found = found_in(planted)
-    assert {name for name in found if name.startswith(("suspect", "maybe"))} == {code}
-    assert words in found[code].examples[0].detail
-    assert found[code].examples[0].line is None
+    findings = examine_planted(planted)
+    assert {name for name in findings if name.startswith(("suspect", "maybe"))} == {code}
+    assert words in findings[code].examples[0].detail
+    assert findings[code].examples[0].line is None
 
 
 @pytest.mark.parametrize(("factors", "space"), [(UNIT, "unit"), (NORM, "norm1000")])
 def test_clean_data_in_another_space_has_no_findings(planted, factors, space):
     planted.scale(*factors, space)
-    assert found_in(planted) == {}
+    assert examine_planted(planted) == {}
 
 
 def test_a_few_inverted_or_outside_boxes_are_no_suspicion(planted):
     for line in range(2, 7):
-        first_box(planted, [40, 10, 20, 30], line)
+        replace_first_box(planted, [40, 10, 20, 30], line)
     for line in range(10, 15):
-        first_box(planted, [10, 10, 200, 30], line)
-    assert set(found_in(planted)) == {"inverted", "outside"}
+        replace_first_box(planted, [10, 10, 200, 30], line)
+    assert set(examine_planted(planted)) == {"inverted", "outside"}
 
 
 def test_a_few_inverted_boxes_among_ones_that_would_fit_as_sizes_are_no_suspicion(planted):
     planted.scale(0.5, 0.5, "pixel")
     for line in range(2, 6):
-        first_box(planted, [20, 5, 10, 15], line)
-    assert set(found_in(planted)) == {"inverted"}
+        replace_first_box(planted, [20, 5, 10, 15], line)
+    assert set(examine_planted(planted)) == {"inverted"}
 
 
 def test_boxes_whose_corners_are_all_inverted_are_not_taken_for_sizes(planted):
     planted.scale(1, 0.5, "pixel")
     for box in planted.boxes():
         box[0], box[2] = box[2], max(1, box[0])
-    found = found_in(planted)
-    assert set(found) == {"inverted"}
-    assert found["inverted"].count == 120
+    findings = examine_planted(planted)
+    assert set(findings) == {"inverted"}
+    assert findings["inverted"].count == 120
 
 
 def test_images_of_about_a_thousand_pixels_are_not_taken_for_another_space(planted):
@@ -212,27 +212,27 @@ def test_images_of_about_a_thousand_pixels_are_not_taken_for_another_space(plant
     assert examine(planted.write()).findings == ()
 
 
-def test_classes_that_differ_in_case_or_spaces_are_told(planted):
-    set_desc("Red  Cup")(planted)
-    found = found_in(planted)
-    assert set(found) == {"desc-spelling"}
-    assert "'Red  Cup' (1)" in found["desc-spelling"].examples[0].detail
+def test_classes_that_differ_in_case_or_spaces_are_reported(planted):
+    change_desc("Red  Cup")(planted)
+    findings = examine_planted(planted)
+    assert set(findings) == {"desc-spelling"}
+    assert "'Red  Cup' (1)" in findings["desc-spelling"].examples[0].detail
 
 
 def test_small_objects_bring_the_warning_about_the_resolution(planted):
     for row in planted.rows:
-        for found, k in zip(row["objects"], range(9), strict=False):
-            found.pop("poly", None)
-            found["bbox_2d"] = [20 * k + 1, 10, 20 * k + 2, 11]
-    found = found_in(planted)
-    assert set(found) == {"small-objects"}
-    kind = found["small-objects"].kind
+        for item, k in zip(row["objects"], range(9), strict=False):
+            item.pop("poly", None)
+            item["bbox_2d"] = [20 * k + 1, 10, 20 * k + 2, 11]
+    findings = examine_planted(planted)
+    assert set(findings) == {"small-objects"}
+    kind = findings["small-objects"].kind
     assert kind.severity == "warning"
     assert "maskiou_resolution 256 is too coarse" in kind.fix
     assert "1000 is exact for boxes and costs about 2.5 times as much" in kind.fix
 
 
-def test_answers_over_the_length_are_found_with_their_tokens(planted):
+def test_answers_over_the_length_are_reported_with_their_tokens(planted):
     planted.rows[10]["objects"] += [{"desc": "dog", "bbox_2d": [k, k, k + 20, k + 9]} for k in range(30)]
     report = examine(planted.write(), count_tokens=count_tokens, max_length=400)
     assert [(finding.code, finding.count) for finding in report.findings] == [("too-long", 1)]
@@ -246,10 +246,10 @@ def test_answers_over_the_length_are_found_with_their_tokens(planted):
 
 def test_at_most_five_examples_are_kept_and_all_are_counted(planted):
     for line in range(1, 10):
-        first_box(planted, [40, 10, 20, 30], line)
-    found = found_in(planted)["inverted"]
-    assert found.count == 9
-    assert [example.line for example in found.examples] == [1, 2, 3, 4, 5]
+        replace_first_box(planted, [40, 10, 20, 30], line)
+    finding = examine_planted(planted)["inverted"]
+    assert finding.count == 9
+    assert [example.line for example in finding.examples] == [1, 2, 3, 4, 5]
 
 
 def test_an_empty_file_is_an_error(tmp_path):
@@ -259,16 +259,16 @@ def test_an_empty_file_is_an_error(tmp_path):
     assert report.errors == 1
 
 
-def test_a_picture_stored_on_its_side_explains_the_size(planted):
+def test_an_image_stored_on_its_side_explains_the_size(planted):
     from PIL import Image
 
     turned = Image.Exif()
     turned[0x0112] = 8
     Image.new("RGB", (WIDTH, HEIGHT), "red").save(planted.folder / "images/10.png", exif=turned)
-    assert "EXIF" in found_in(planted)["size-mismatch"].examples[0].detail
+    assert "EXIF" in examine_planted(planted)["size-mismatch"].examples[0].detail
 
 
-def test_errors_are_told_before_warnings():
+def test_errors_come_before_warnings():
     severities = [kind.severity for kind in KINDS.values()]
     assert severities == sorted(severities)
 
@@ -282,11 +282,11 @@ objects = st.builds(RecordObject, st.text(min_size=1).filter(str.strip), st.just
 
 
 @given(st.lists(objects, max_size=3), st.sampled_from(["pixel", "unit", "norm1000", "bin"]))
-def test_a_record_without_an_error_can_be_trained_on(found, space):
-    record = Record("a.png", 100, 80, space, tuple(found))
+def test_a_record_without_an_error_can_be_trained_on(items, space):
+    record = Record("a.png", 100, 80, space, tuple(items))
     problems = check_record(record)
     if not any(KINDS[problem.code].severity == "error" for problem in problems):
-        assert len(record.sample().objects) == len(found)
+        assert len(record.true_objects()) == len(items)
 
 
 def run(*arguments):
@@ -295,11 +295,11 @@ def run(*arguments):
 
 def test_the_command_exits_1_on_errors_only_and_names_the_lines(planted):
     assert run(planted.write()).exit_code == 0
-    set_desc("-")(planted)
+    change_desc("-")(planted)
     result = run(planted.write())
     assert result.exit_code == 0
     assert "warning desc-thin: desc that says next to nothing (1)" in result.stdout
-    first_box(planted, [40, 10, 20, 30], 3)
+    replace_first_box(planted, [40, 10, 20, 30], 3)
     result = run(planted.write())
     assert result.exit_code == 1
     assert "train.jsonl:3: objects[0] 'dog' bbox_2d [40, 10, 20, 30]" in result.stdout
@@ -308,7 +308,7 @@ def test_the_command_exits_1_on_errors_only_and_names_the_lines(planted):
 
 def test_the_report_as_json_has_findings_classes_sizes_and_tokens(planted, tmp_path):
     table("small").tokenizer.save(str(tmp_path / "tokenizer.json"))
-    first_box(planted, [40, 10, 20, 30], 3)
+    replace_first_box(planted, [40, 10, 20, 30], 3)
     result = run(planted.write(), "--json", "--model", tmp_path, "--max-length", 4000)
     answer = json.loads(result.stdout)
     assert answer["ok"] is False
@@ -330,7 +330,7 @@ def test_images_can_be_skipped_and_a_length_needs_a_model(planted):
 def test_what_could_steer_a_terminal_is_not_printed(planted):
     planted.rows.insert(0, json.dumps({"\x1b[2J": 1}).replace("\\u001b", "\x1b"))
     planted.rows.insert(0, json.dumps({"\x1b[2J": 1}))
-    set_desc("\x1b[2J")(planted)
+    change_desc("\x1b[2J")(planted)
     assert "\x1b" not in run(planted.write()).output
 
 

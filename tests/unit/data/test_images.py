@@ -1,4 +1,4 @@
-"""Images are opened in one place, in a fixed list of formats, and what cannot be used is told from the header."""
+"""Images are opened in one place, in a fixed list of formats, and an unusable one is recognised by its header."""
 
 import ast
 import base64
@@ -7,6 +7,7 @@ import os
 import struct
 import subprocess
 import zlib
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from PIL import Image
 from typer.testing import CliRunner
 
 from coordexp.cli import app
-from coordexp.data.images import FORMATS, MOST_PIXELS, ImageError, image_facts, size_problem
+from coordexp.data.images import FORMATS, MOST_PIXELS, ImageError, read_image_facts, size_problem
 from coordexp.data.view.thumbnail import thumbnail
 from coordexp.errors import DataError
 from coordexp.evaluate.page.pictures import _thumbnail
@@ -26,7 +27,7 @@ from tests.source import SOURCE
 EPS = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 64 64\n%%EndComments\n0 0 64 64 rectfill\nshowpage\n%%EOF\n"
 
 
-def one_record(folder: Path, image: str, size: tuple[int, int]) -> Path:
+def write_record(folder: Path, image: str, size: tuple[int, int]) -> Path:
     objects = [{"desc": "cat", "bbox_2d": [0, 0, 900, 900]}]
     record = {"image": image, "width": size[0], "height": size[1], "space": "norm1000", "objects": objects}
     file = folder / "data.jsonl"
@@ -36,14 +37,14 @@ def one_record(folder: Path, image: str, size: tuple[int, int]) -> Path:
 
 @pytest.fixture
 def ghostscript(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Return the mark that a planted `gs` leaves when anything starts it."""
-    folder, mark = tmp_path / "bin", tmp_path / "gs-was-started"
+    """Put a fake `gs` on the PATH and return the file that it creates when anything starts it."""
+    folder, trace = tmp_path / "bin", tmp_path / "gs-was-started"
     folder.mkdir()
-    (folder / "gs").write_text(f"#!/bin/sh\ntouch {mark}\nexit 1\n")
+    (folder / "gs").write_text(f"#!/bin/sh\ntouch {trace}\nexit 1\n")
     (folder / "gs").chmod(0o755)
     monkeypatch.setenv("PATH", f"{folder}{os.pathsep}{os.environ['PATH']}")
-    monkeypatch.setattr("PIL.EpsImagePlugin.gs_binary", None)  # so that it is looked for again
-    return mark
+    monkeypatch.setattr("PIL.EpsImagePlugin.gs_binary", None)  # so that Pillow searches the PATH again
+    return trace
 
 
 @pytest.mark.timeout(60)
@@ -51,28 +52,28 @@ def test_an_eps_is_an_unknown_format_everywhere_and_starts_no_ghostscript(tmp_pa
     file = tmp_path / "a.png"
     file.write_bytes(EPS)
     with pytest.raises((OSError, subprocess.SubprocessError)), Image.open(file) as image:
-        image.load()  # what Pillow does by itself
+        image.load()  # Pillow alone starts Ghostscript
     assert ghostscript.exists()
     ghostscript.unlink()
 
-    record = one_record(tmp_path, "a.png", (64, 64))
-    told = "not a PNG, JPEG, WEBP, BMP, GIF or TIFF image"
-    for look in (image_facts, lambda path: image_facts(path, decode=True), thumbnail):
-        with pytest.raises(ImageError, match=told):
-            look(file)
-    with pytest.raises(DataError, match=told):
+    record = write_record(tmp_path, "a.png", (64, 64))
+    problem = "not a PNG, JPEG, WEBP, BMP, GIF or TIFF image"
+    for read in (read_image_facts, partial(read_image_facts, decode=True), thumbnail):
+        with pytest.raises(ImageError, match=problem):
+            read(file)
+    with pytest.raises(DataError, match=problem):
         open_image(file, (64, 64))
     for source in (str(file), base64.b64encode(EPS).decode()):
-        with pytest.raises(Refusal, match=told):
+        with pytest.raises(Refusal, match=problem):
             Pictures((tmp_path.resolve(),)).look(source)
-    assert _thumbnail(file, None, (10, 10)) == ("", f"image not shown: {told}")  # type: ignore[arg-type]
+    assert _thumbnail(file, None, (10, 10)) == ("", f"image not shown: {problem}")  # type: ignore[arg-type]
     run = CliRunner().invoke(app, ["data", "doctor", "--images", "decode", str(record)])
     assert run.exit_code == 1 and "image-unreadable" in run.output
     assert not ghostscript.exists()
 
 
 def test_only_one_module_opens_images():
-    """Pillow tries every format that it knows, unless it is told which."""
+    """Pillow tries every format that it knows unless it is given a list."""
     openers = []
     for file in (SOURCE / "coordexp").rglob("*.py"):
         for node in ast.walk(ast.parse(file.read_text())):
@@ -89,12 +90,12 @@ def test_only_one_module_opens_images():
 
 @pytest.mark.parametrize("kind", FORMATS)
 @pytest.mark.parametrize("orientation", [1, 3, 6, 8])
-def test_the_header_tells_the_size_that_decoding_gives(tmp_path, kind, orientation):
+def test_the_size_in_the_header_is_the_size_after_decoding(tmp_path, kind, orientation):
     exif = Image.Exif()
     exif[0x0112] = orientation
     file = tmp_path / "a"
     Image.new("RGB", (40, 20)).save(file, kind, exif=exif)
-    facts = image_facts(file)
+    facts = read_image_facts(file)
     assert (facts.width, facts.height) == read_image(file, "a").size
 
 
@@ -106,10 +107,10 @@ def test_the_header_tells_the_size_that_decoding_gives(tmp_path, kind, orientati
         ((200, 1), None),
         ((5, 1000), None),
         ((2**14, 2**13), None),
-        ((2**14, 2**13 + 1), f"16384 x 8193 are more than {MOST_PIXELS} pixels"),
+        ((2**14, 2**13 + 1), f"16384 x 8193 is more than {MOST_PIXELS} pixels"),
     ],
 )
-def test_what_no_model_can_be_given_is_told_by_its_size(size, problem):
+def test_a_size_that_no_model_accepts_is_a_problem(size, problem):
     assert size_problem(*size) == problem
 
 
@@ -127,9 +128,9 @@ def test_the_rule_of_the_aspect_ratio_is_that_of_the_image_processor():
 @pytest.mark.parametrize("images", ["head", "skip"])
 def test_the_doctor_reports_an_image_that_training_would_refuse(tmp_path, images):
     Image.new("RGB", (1000, 2)).save(tmp_path / "a.png")
-    record = one_record(tmp_path, "a.png", (1000, 2))
+    record = write_record(tmp_path, "a.png", (1000, 2))
     run = CliRunner().invoke(app, ["data", "doctor", "--json", "--images", images, str(record)])
-    (finding,) = [found for found in json.loads(run.stdout)["findings"] if found["severity"] == "error"]
+    (finding,) = [finding for finding in json.loads(run.stdout)["findings"] if finding["severity"] == "error"]
     assert run.exit_code == 1 and finding["code"] == "image-size"
     assert (
         finding["examples"][0]["detail"]
@@ -142,12 +143,12 @@ def test_pixels_of_an_image_that_is_too_large_are_not_decoded(tmp_path, monkeypa
     monkeypatch.setattr("coordexp.data.images.MOST_PIXELS", 1999)
 
     def load(self: object) -> None:
-        raise AssertionError("it was decoded")
+        raise AssertionError("the pixels were decoded")
 
     monkeypatch.setattr("PIL.ImageFile.ImageFile.load", load)
     monkeypatch.setattr("PIL.PngImagePlugin.PngImageFile.load", load)
     with pytest.raises(ImageError, match="more than 1999 pixels"):
-        image_facts(tmp_path / "a.png", decode=True)
+        read_image_facts(tmp_path / "a.png", decode=True)
     with pytest.raises(OSError, match="more than 1999 pixels"):
         thumbnail(tmp_path / "a.png")
     with pytest.raises(DataError, match="more than 1999 pixels"):
@@ -155,7 +156,7 @@ def test_pixels_of_an_image_that_is_too_large_are_not_decoded(tmp_path, monkeypa
 
 
 def tiled_tiff(width: int, height: int, tile: tuple[int, int]) -> bytes:
-    """A TIFF whose only tile is all zeros, deflated."""
+    """Return a TIFF whose only tile is all zeros, compressed."""
     data = zlib.compress(bytes(tile[0] * tile[1]), 9)
     tags = [(256, width), (257, height), (258, 8), (259, 8), (262, 1), (277, 1), (322, tile[0]), (323, tile[1])]
     tags += [(324, 8), (325, len(data))]
@@ -169,6 +170,6 @@ def test_a_tiff_whose_tiles_are_far_larger_than_its_image_is_not_decoded(tmp_pat
     file = tmp_path / "tiles.tif"
     file.write_bytes(tiled_tiff(64, 64, (8192, 8192)))
     with pytest.raises(ImageError, match="its tiles of 8192 x 8192 are larger than the image, 64 x 64"):
-        image_facts(file, decode=True)
+        read_image_facts(file, decode=True)
     file.write_bytes(tiled_tiff(64, 64, (256, 256)))
-    assert image_facts(file, decode=True).width == 64
+    assert read_image_facts(file, decode=True).width == 64

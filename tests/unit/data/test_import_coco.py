@@ -4,8 +4,16 @@ import numpy as np
 import pytest
 from pycocotools import mask as rle
 
-from coordexp.data.importers import SourceError
-from tests.unit.data.sources import annotation, coco, counts, imported, imported_lvis, picture, shapes
+from coordexp.errors import DataError
+from tests.unit.data.sources import (
+    annotation,
+    coco,
+    count_reasons,
+    import_coco,
+    import_lvis,
+    list_shapes,
+    write_image,
+)
 
 BOX = ("bbox_2d", (8, 6, 24, 18))
 SQUARE = [10, 10, 20, 10, 20, 20, 10, 20]
@@ -19,40 +27,42 @@ def mask_of(*rectangles):
     return mask
 
 
-def packed(mask):
+def compress(mask):
     encoded = rle.encode(np.asfortranarray(mask))
     return {"size": list(encoded["size"]), "counts": encoded["counts"].decode()}
 
 
 def test_boxes_come_in_source_order_with_paths_relative_to_the_file(tmp_path):
-    picture(tmp_path / "images/sub/a.png")
+    write_image(tmp_path / "images/sub/a.png")
     images = [{"id": 7, "file_name": "sub/a.png", "width": 64, "height": 48}]
-    found = [annotation(5, image_id=7, category_id=90), annotation(3, image_id=7, bbox=[0, 0, 64, 48])]
+    annotations = [annotation(5, image_id=7, category_id=90), annotation(3, image_id=7, bbox=[0, 0, 64, 48])]
     categories = [{"id": 90, "name": "\u732b \U0001f642"}, {"id": 1, "name": "dog"}]
-    records, tally = imported(tmp_path, coco(found, images, categories))
+    records, counts = import_coco(tmp_path, coco(annotations, images, categories))
     assert [(r.image, r.width, r.height, r.space) for r in records] == [("images/sub/a.png", 64, 48, "pixel")]
-    assert [found.desc for found in records[0].objects] == ["\u732b \U0001f642", "dog"]
-    assert shapes(records) == [BOX, ("bbox_2d", (0, 0, 64, 48))]
-    assert (tally.images, tally.objects, tally.entries) == (1, 2, ())
+    assert [item.desc for item in records[0].objects] == ["\u732b \U0001f642", "dog"]
+    assert list_shapes(records) == [BOX, ("bbox_2d", (0, 0, 64, 48))]
+    assert (counts.images, counts.objects, counts.entries) == (1, 2, ())
 
 
-def test_a_polygon_is_taken_where_there_is_one_unless_boxes_are_wanted(tmp_path):
+def test_a_polygon_is_taken_where_there_is_one_unless_boxes_are_chosen(tmp_path):
     document = coco([annotation(segmentation=[SQUARE]), annotation(2)])
-    picture(tmp_path / "images/a.png")
-    assert shapes(imported(tmp_path, document)[0]) == [("poly", tuple(SQUARE)), BOX]
-    assert shapes(imported(tmp_path, document, geometry="box")[0]) == [BOX, BOX]
-    records, tally = imported(tmp_path, document, geometry="poly")
-    assert shapes(records) == [("poly", tuple(SQUARE))]
-    assert counts(tally) == {"dropped: object without a usable polygon (--geometry poly)": 1}
+    write_image(tmp_path / "images/a.png")
+    assert list_shapes(import_coco(tmp_path, document)[0]) == [("poly", tuple(SQUARE)), BOX]
+    assert list_shapes(import_coco(tmp_path, document, geometry="box")[0]) == [BOX, BOX]
+    records, counts = import_coco(tmp_path, document, geometry="poly")
+    assert list_shapes(records) == [("poly", tuple(SQUARE))]
+    assert count_reasons(counts) == {"dropped: object without a usable polygon (--geometry poly)": 1}
 
 
 def test_a_segmentation_without_its_outer_list_is_one_ring(tmp_path):
-    assert shapes(imported(tmp_path, coco([annotation(segmentation=SQUARE)]))[0]) == [("poly", tuple(SQUARE))]
+    assert list_shapes(import_coco(tmp_path, coco([annotation(segmentation=SQUARE)]))[0]) == [
+        ("poly", tuple(SQUARE))
+    ]
 
 
 def test_a_box_is_made_from_the_polygon_when_there_is_none(tmp_path):
     document = coco([annotation(bbox=None, segmentation=[SQUARE, SMALL])])
-    assert shapes(imported(tmp_path, document, geometry="box")[0]) == [("bbox_2d", (10, 10, 34, 34))]
+    assert list_shapes(import_coco(tmp_path, document, geometry="box")[0]) == [("bbox_2d", (10, 10, 34, 34))]
 
 
 @pytest.mark.parametrize(
@@ -69,38 +79,38 @@ def test_a_box_is_made_from_the_polygon_when_there_is_none(tmp_path):
     ],
 )
 def test_an_object_of_several_parts_goes_by_the_rule(tmp_path, multipart, expected, reason):
-    picture(tmp_path / "images/a.png")
+    write_image(tmp_path / "images/a.png")
     document = coco([annotation(segmentation=[SMALL, SQUARE])])
-    records, tally = imported(tmp_path, document, multipart=multipart)
-    assert shapes(records) == expected
-    assert counts(tally)[reason] == 1
+    records, counts = import_coco(tmp_path, document, multipart=multipart)
+    assert list_shapes(records) == expected
+    assert count_reasons(counts)[reason] == 1
 
 
-@pytest.mark.parametrize("form", ["packed", "plain"])
+@pytest.mark.parametrize("form", ["compressed", "plain"])
 def test_a_mask_becomes_its_outline(tmp_path, form):
     mask = mask_of((10, 10, 20, 20))
     plain = {"size": [48, 64], "counts": [10 * 48 + 10, *[10, 38] * 9, 10, 64 * 48 - 19 * 48 - 20]}
-    segmentation = packed(mask) if form == "packed" else plain
-    records, tally = imported(tmp_path, coco([annotation(segmentation=segmentation)]))
-    assert shapes(records) == [("poly", (10, 10, 20, 10, 20, 20, 10, 20))]
-    assert [entry.effect for entry in tally.entries] == ["noted"]  # the image file is not there
+    segmentation = compress(mask) if form == "compressed" else plain
+    records, counts = import_coco(tmp_path, coco([annotation(segmentation=segmentation)]))
+    assert list_shapes(records) == [("poly", (10, 10, 20, 10, 20, 20, 10, 20))]
+    assert [entry.effect for entry in counts.entries] == ["noted"]  # the image file does not exist
 
 
 def test_a_tolerance_takes_vertices_away_and_is_counted(tmp_path):
     document = coco([annotation(segmentation=[[10, 10, 15, 10.2, 20, 10, 20, 20, 10, 20]])])
-    assert len(shapes(imported(tmp_path, document)[0])[0][1]) == 10
-    records, tally = imported(tmp_path, document, tolerance=0.5)
-    assert shapes(records) == [("poly", tuple(SQUARE))]
-    assert counts(tally)["changed: polygon drawn with fewer vertices (--tolerance)"] == 1
+    assert len(list_shapes(import_coco(tmp_path, document)[0])[0][1]) == 10
+    records, counts = import_coco(tmp_path, document, tolerance=0.5)
+    assert list_shapes(records) == [("poly", tuple(SQUARE))]
+    assert count_reasons(counts)["changed: polygon drawn with fewer vertices (--tolerance)"] == 1
 
 
 def test_a_mask_of_two_parts_with_a_hole_is_counted_for_both(tmp_path):
     mask = mask_of((10, 10, 20, 20), (30, 30, 33, 33))
     mask[15, 15] = 0
-    records, tally = imported(tmp_path, coco([annotation(segmentation=packed(mask))]))
-    assert shapes(records) == [("poly", (10, 10, 20, 10, 20, 20, 10, 20))]
-    assert counts(tally)["changed: mask with a hole: the hole is filled"] == 1
-    assert counts(tally)["changed: object of several parts: the largest is taken"] == 1
+    records, counts = import_coco(tmp_path, coco([annotation(segmentation=compress(mask))]))
+    assert list_shapes(records) == [("poly", (10, 10, 20, 10, 20, 20, 10, 20))]
+    assert count_reasons(counts)["changed: mask with a hole: the hole is filled"] == 1
+    assert count_reasons(counts)["changed: object of several parts: the largest is taken"] == 1
 
 
 @pytest.mark.parametrize(
@@ -112,62 +122,62 @@ def test_a_mask_of_two_parts_with_a_hole_is_counted_for_both(tmp_path):
         ([["a", 1, 2, 2, 3, 3]], "dropped: ring that is not a list of numbers"),
         ([[float("nan"), 1, 2, 2, 3, 3]], "dropped: ring that is not a list of numbers"),
         ("polygon", "dropped: ring that is not a list of numbers"),
-        ({"size": [2, 2], "counts": [4]}, "dropped: mask: the size of a mask is not that of its image"),
-        ({"size": [48, 64], "counts": "~~"}, "dropped: mask: the packed runs of a mask cannot be read"),
-        (packed(mask_of()), "dropped: mask without a pixel"),
+        ({"size": [2, 2], "counts": [4]}, "dropped: mask: the size of a mask differs from that of its image"),
+        ({"size": [48, 64], "counts": "~~"}, "dropped: mask: the compressed runs of a mask cannot be read"),
+        (compress(mask_of()), "dropped: mask without a pixel"),
     ],
 )
 def test_a_segmentation_that_cannot_be_used_is_counted_and_the_box_is_taken(tmp_path, segmentation, reason):
-    records, tally = imported(tmp_path, coco([annotation(segmentation=segmentation)]))
-    assert shapes(records) == [BOX]
-    assert counts(tally)[reason] == 1
+    records, counts = import_coco(tmp_path, coco([annotation(segmentation=segmentation)]))
+    assert list_shapes(records) == [BOX]
+    assert count_reasons(counts)[reason] == 1
 
 
 def test_crowds_are_dropped_or_kept_and_counted(tmp_path):
-    document = coco([annotation(iscrowd=1, segmentation=packed(mask_of((10, 10, 20, 20))))])
-    records, tally = imported(tmp_path, document)
-    assert shapes(records) == []
-    assert counts(tally)["dropped: crowd (--crowd drop)"] == 1
-    records, tally = imported(tmp_path, document, crowd="keep")
-    assert len(shapes(records)) == 1
-    assert counts(tally)["noted: crowd: kept as one object"] == 1
+    document = coco([annotation(iscrowd=1, segmentation=compress(mask_of((10, 10, 20, 20))))])
+    records, counts = import_coco(tmp_path, document)
+    assert list_shapes(records) == []
+    assert count_reasons(counts)["dropped: crowd (--crowd drop)"] == 1
+    records, counts = import_coco(tmp_path, document, crowd="keep")
+    assert len(list_shapes(records)) == 1
+    assert count_reasons(counts)["noted: crowd: kept as one object"] == 1
 
 
 def test_images_without_objects_are_kept_or_dropped_and_counted(tmp_path):
-    records, tally = imported(tmp_path, coco([]))
+    records, counts = import_coco(tmp_path, coco([]))
     assert len(records) == 1
-    assert counts(tally)["noted: image without objects: kept"] == 1
-    records, tally = imported(tmp_path, coco([]), empty="drop")
+    assert count_reasons(counts)["noted: image without objects: kept"] == 1
+    records, counts = import_coco(tmp_path, coco([]), empty="drop")
     assert records == []
-    assert counts(tally)["dropped: image without objects (--empty drop)"] == 1
+    assert count_reasons(counts)["dropped: image without objects (--empty drop)"] == 1
 
 
 def test_a_box_that_leaves_the_image_goes_by_the_rule(tmp_path):
     document = coco([annotation(bbox=[-10, 40, 20, 20])])
-    records, tally = imported(tmp_path, document)
-    assert shapes(records) == [("bbox_2d", (0, 40, 10, 48))]
-    assert counts(tally)["changed: object that leaves the image: clipped"] == 1
-    records, tally = imported(tmp_path, document, outside="drop")
-    assert shapes(records) == []
-    assert counts(tally)["dropped: object that leaves the image (--outside drop)"] == 1
+    records, counts = import_coco(tmp_path, document)
+    assert list_shapes(records) == [("bbox_2d", (0, 40, 10, 48))]
+    assert count_reasons(counts)["changed: object that extends beyond the image: clipped"] == 1
+    records, counts = import_coco(tmp_path, document, outside="drop")
+    assert list_shapes(records) == []
+    assert count_reasons(counts)["dropped: object that extends beyond the image (--outside drop)"] == 1
     with pytest.raises(
-        SourceError, match=r"annotation 1 of image 1: bbox_2d .* by 12\.0 pixels[\s\S]*--outside clip"
+        DataError, match=r"annotation 1 of image 1: bbox_2d .* by 12\.0 pixels[\s\S]*--outside clip"
     ):
-        imported(tmp_path, document, outside="refuse")
+        import_coco(tmp_path, document, outside="refuse")
 
 
 def test_a_polygon_is_cut_at_the_border_and_keeps_its_area_inside(tmp_path):
     document = coco([annotation(segmentation=[[60, 10, 70, 10, 70, 20, 60, 20]])])
-    ((kind, coords),) = shapes(imported(tmp_path, document)[0])
+    ((kind, coords),) = list_shapes(import_coco(tmp_path, document)[0])
     assert kind == "poly"
     assert set(zip(coords[::2], coords[1::2], strict=True)) == {(60, 10), (64, 10), (64, 20), (60, 20)}
 
 
 def test_a_box_put_outside_by_rounding_is_moved_onto_the_border_whatever_the_rule(tmp_path):
     document = coco([annotation(bbox=[40.04, 30.02, 24.01, 18.03])])
-    records, tally = imported(tmp_path, document, outside="refuse")
-    assert shapes(records) == [("bbox_2d", (40.04, 30.02, 64, 48))]
-    assert counts(tally)["changed: object put outside the image by rounding: moved onto the border"] == 1
+    records, counts = import_coco(tmp_path, document, outside="refuse")
+    assert list_shapes(records) == [("bbox_2d", (40.04, 30.02, 64, 48))]
+    assert count_reasons(counts)["changed: object put outside the image by rounding: moved onto the border"] == 1
 
 
 @pytest.mark.parametrize(
@@ -183,9 +193,9 @@ def test_a_box_put_outside_by_rounding_is_moved_onto_the_border_whatever_the_rul
     ],
 )
 def test_a_box_that_cannot_be_used_is_dropped_and_counted(tmp_path, bbox, reason):
-    records, tally = imported(tmp_path, coco([annotation(bbox=bbox)]))
-    assert shapes(records) == []
-    assert counts(tally)[reason] == 1
+    records, counts = import_coco(tmp_path, coco([annotation(bbox=bbox)]))
+    assert list_shapes(records) == []
+    assert count_reasons(counts)[reason] == 1
 
 
 @pytest.mark.parametrize(
@@ -195,51 +205,51 @@ def test_a_box_that_cannot_be_used_is_dropped_and_counted(tmp_path, bbox, reason
         ({"image_id": [1]}, "dropped: annotation of an unknown image"),
         ({"category_id": 99}, "dropped: annotation of an unknown category"),
         ({"category_id": None}, "dropped: annotation of an unknown category"),
-        ({"id": 1, "bbox": [8, 6, 16, 12]}, "dropped: annotation that is there twice"),
+        ({"id": 1, "bbox": [8, 6, 16, 12]}, "dropped: annotation that occurs twice"),
     ],
 )
 def test_an_annotation_that_belongs_nowhere_is_dropped_and_counted(tmp_path, changes, reason):
-    records, tally = imported(tmp_path, coco([annotation(1), annotation(2) | changes]))
-    assert shapes(records) == [BOX]
-    assert counts(tally)[reason] == 1
+    records, counts = import_coco(tmp_path, coco([annotation(1), annotation(2) | changes]))
+    assert list_shapes(records) == [BOX]
+    assert count_reasons(counts)[reason] == 1
 
 
 def test_another_annotation_with_the_same_id_is_kept_and_noted(tmp_path):
-    records, tally = imported(tmp_path, coco([annotation(1), annotation(1, bbox=[0, 0, 9, 9])]))
-    assert len(shapes(records)) == 2
-    assert counts(tally)["noted: annotation with the id of another: both are kept"] == 1
+    records, counts = import_coco(tmp_path, coco([annotation(1), annotation(1, bbox=[0, 0, 9, 9])]))
+    assert len(list_shapes(records)) == 2
+    assert count_reasons(counts)["noted: annotation with the id of another: both are kept"] == 1
 
 
 def test_a_size_that_is_missing_is_read_from_the_image(tmp_path):
-    picture(tmp_path / "images/a.png", (100, 50))
-    records, tally = imported(tmp_path, coco([annotation()], [{"id": 1, "file_name": "a.png"}]))
+    write_image(tmp_path / "images/a.png", (100, 50))
+    records, counts = import_coco(tmp_path, coco([annotation()], [{"id": 1, "file_name": "a.png"}]))
     assert (records[0].width, records[0].height) == (100, 50)
-    assert counts(tally) == {"changed: image without width and height: read from its file": 1}
+    assert count_reasons(counts) == {"changed: image without width and height: read from its file": 1}
 
 
 def test_the_same_image_or_category_twice_is_counted(tmp_path):
     document = coco([annotation(), annotation(2, category_id=2)])
     document["images"] *= 2
     document["categories"] = [*document["categories"] * 2, {"id": 2, "name": "cat"}]
-    records, tally = imported(tmp_path, document)
+    records, counts = import_coco(tmp_path, document)
     assert len(records) == 1
-    assert counts(tally)["dropped: image that is there twice"] == 1
-    assert counts(tally)["dropped: category that is there twice"] == 1
-    assert counts(tally)["noted: category with the name of another: they become one"] == 1
+    assert count_reasons(counts)["dropped: image that occurs twice"] == 1
+    assert count_reasons(counts)["dropped: category that occurs twice"] == 1
+    assert count_reasons(counts)["noted: category with the name of another: they become one"] == 1
 
 
 def test_two_images_of_one_file_are_noted(tmp_path):
     images = [{"id": k, "file_name": "a.png", "width": 64, "height": 48} for k in (1, 2)]
-    records, tally = imported(tmp_path, coco([annotation()], images))
+    records, counts = import_coco(tmp_path, coco([annotation()], images))
     assert len(records) == 2
-    assert counts(tally)["noted: file that two images share: both are kept"] == 1
+    assert count_reasons(counts)["noted: file that two images share: both are kept"] == 1
 
 
 def test_backslashes_are_folders_and_counted(tmp_path):
     images = [{"id": 1, "file_name": "sub\\a.png", "width": 64, "height": 48}]
-    records, tally = imported(tmp_path, coco([annotation()], images))
+    records, counts = import_coco(tmp_path, coco([annotation()], images))
     assert records[0].image == "images/sub/a.png"
-    assert counts(tally)["changed: backslashes in a file name read as folders"] == 1
+    assert count_reasons(counts)["changed: backslashes in a file name read as folders"] == 1
 
 
 SIZES = {"width": 64, "height": 48}
@@ -261,26 +271,26 @@ SIZES = {"width": 64, "height": 48}
         (coco([], [{"id": 1, "file_name": "a.png", "width": "64", "height": 48}]), "width '64' and height 48"),
         (coco([], [{"id": 1, "file_name": "a.png", "width": 0, "height": 48}]), "not positive whole numbers"),
         (coco([], [{"file_name": "a.png"} | SIZES]), "the id None is not a number or a text"),
-        (coco([], [{"id": 1, "file_name": f} | SIZES for f in "ab"]), "image id 1 is taken twice"),
-        (coco([], None, [{"id": 1, "name": n} for n in "ab"]), "category id 1 is taken twice"),
+        (coco([], [{"id": 1, "file_name": f} | SIZES for f in "ab"]), "image id 1 is used twice"),
+        (coco([], None, [{"id": 1, "name": n} for n in "ab"]), "category id 1 is used twice"),
         (coco([], None, [{"id": 1, "name": " "}]), "category 1: ' ' is not a name"),
         (coco([], None, [{"id": 1, "name": "\ud800"}]), "lone surrogate"),
     ],
 )
 def test_what_would_need_a_guess_stops_the_import_and_writes_nothing(tmp_path, document, words):
-    with pytest.raises(SourceError, match=words):
-        imported(tmp_path, document)
+    with pytest.raises(DataError, match=words):
+        import_coco(tmp_path, document)
     assert not list(tmp_path.glob("*out.jsonl*"))
 
 
 def test_lvis_names_its_images_by_their_address_and_its_lists_are_noted(tmp_path):
-    picture(tmp_path / "images/val2017/9.png")
+    write_image(tmp_path / "images/val2017/9.png")
     entry = {"id": 1, "coco_url": "http://images.cocodataset.org/val2017/9.png"} | SIZES
     entry |= {"neg_category_ids": [3], "not_exhaustive_category_ids": [1]}
-    records, tally = imported_lvis(tmp_path, coco([annotation(segmentation=[SQUARE])], [entry]))
+    records, counts = import_lvis(tmp_path, coco([annotation(segmentation=[SQUARE])], [entry]))
     assert records[0].image == "images/val2017/9.png"
-    assert shapes(records) == [("poly", tuple(SQUARE))]
-    assert sorted(reason[:30] for reason in counts(tally)) == [
+    assert list_shapes(records) == [("poly", tuple(SQUARE))]
+    assert sorted(reason[:30] for reason in count_reasons(counts)) == [
         "noted: image in which not all ",
         "noted: image with a list of ab",
     ]
@@ -288,23 +298,23 @@ def test_lvis_names_its_images_by_their_address_and_its_lists_are_noted(tmp_path
 
 @pytest.mark.parametrize("url", ["http://x/../../a.png", "http://x/%2e%2e/a.png", None])
 def test_lvis_addresses_that_lead_elsewhere_are_refused(tmp_path, url):
-    with pytest.raises(SourceError, match=r"leads out|not a file name"):
-        imported_lvis(tmp_path, coco([], [{"id": 1, "coco_url": url} | SIZES]))
+    with pytest.raises(DataError, match=r"leads out|not a file name"):
+        import_lvis(tmp_path, coco([], [{"id": 1, "coco_url": url} | SIZES]))
 
 
 def test_ids_of_images_and_categories_are_kept(tmp_path):
     images = [{"id": 4900, "file_name": "a.png", "width": 64, "height": 48}]
-    found = [annotation(image_id=4900, category_id=7, segmentation=[SMALL, SQUARE])]
-    document = coco(found, images, [{"id": 7, "name": "cat"}])
-    (record,), _ = imported(tmp_path, document, multipart="split")
+    annotations = [annotation(image_id=4900, category_id=7, segmentation=[SMALL, SQUARE])]
+    document = coco(annotations, images, [{"id": 7, "name": "cat"}])
+    (record,), _ = import_coco(tmp_path, document, multipart="split")
     assert record.image_id == 4900
-    assert [each.category_id for each in record.objects] == [7, 7]
+    assert [item.category_id for item in record.objects] == [7, 7]
 
 
 def test_ids_that_are_texts_are_not_kept_and_that_is_counted(tmp_path):
     images = [{"id": "x", "file_name": "a.png", "width": 64, "height": 48}]
     document = coco([annotation(image_id="x", category_id="c")], images, [{"id": "c", "name": "cat"}])
-    (record,), tally = imported(tmp_path, document)
+    (record,), counts = import_coco(tmp_path, document)
     assert (record.image_id, record.objects[0].category_id) == (None, None)
-    assert counts(tally)["noted: image id that is not a whole number from 0: it is not kept"] == 1
-    assert counts(tally)["noted: category id that is not a whole number from 0: it is not kept"] == 1
+    assert count_reasons(counts)["noted: image id that is not a whole number from 0: it is not kept"] == 1
+    assert count_reasons(counts)["noted: category id that is not a whole number from 0: it is not kept"] == 1

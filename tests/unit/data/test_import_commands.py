@@ -8,7 +8,7 @@ from typer.testing import CliRunner
 
 from coordexp.cli import app
 from coordexp.data import read_records
-from tests.unit.data.sources import annotation, coco, picture
+from tests.unit.data.sources import annotation, coco, write_image
 
 
 def run(*arguments):
@@ -17,12 +17,12 @@ def run(*arguments):
 
 @pytest.fixture
 def source(tmp_path):
-    picture(tmp_path / "images/a.png")
+    write_image(tmp_path / "images/a.png")
     (tmp_path / "coco.json").write_text(json.dumps(coco([annotation(), annotation(2, iscrowd=1)])))
     return tmp_path
 
 
-def test_the_account_is_printed_and_the_file_can_be_trained_on(source):
+def test_the_counts_are_printed_and_the_file_can_be_trained_on(source):
     out = source / "deep/train.jsonl"
     result = run("coco", source / "coco.json", "--images", source / "images", "--out", out)
     assert result.exit_code == 0, result.output
@@ -58,7 +58,7 @@ def test_a_source_that_cannot_be_imported_leaves_nothing(source):
     assert sorted(path.name for path in source.iterdir()) == ["coco.json", "images"]
 
 
-def test_nothing_left_out_is_said_too(source):
+def test_an_import_that_left_nothing_out_says_so(source):
     (source / "labels").mkdir()
     (source / "labels/a.txt").write_text("0 0.5 0.5 0.5 0.5")
     (source / "labels/classes.txt").write_text("cat")
@@ -91,28 +91,28 @@ def test_an_output_behind_a_link_finds_its_images(source):
     assert os.path.exists(out.parent / record.image)  # noqa: PTH110  (as the system follows it)
 
 
-def test_an_import_stops_when_most_image_files_are_not_there(source):
+def test_an_import_stops_when_most_image_files_do_not_exist(source):
     entries = [{"id": k, "file_name": f"{name}.png", "width": 64, "height": 48} for k, name in enumerate("abc", 1)]
     words = ["coco", source / "coco.json", "--images", source / "images", "--out", source / "train.jsonl"]
 
     (source / "coco.json").write_text(json.dumps(coco([annotation()], entries[:2])))
-    result = run(*words)  # one of two is there
+    result = run(*words)  # one of the two files exists
     assert result.exit_code == 0, result.output
-    assert "image file that is not there: its record is written" in result.output
+    assert "image file that does not exist: its record is written" in result.output
     (source / "train.jsonl").unlink()
 
     (source / "coco.json").write_text(json.dumps(coco([annotation()], entries)))
     result = run(*words)
     assert result.exit_code == 1
-    assert f"2 of 3 image files are not there, the first is {source}/images/b.png" in result.output
+    assert f"2 of 3 image files do not exist; the first is {source}/images/b.png" in result.output
     assert "--missing keep" in result.output
     assert "nothing was written" in result.output
     assert not (source / "train.jsonl").exists()
 
     result = run(*words, "--missing", "drop")
     assert result.exit_code == 1
-    assert "2 of 3 image files are not there" in result.output
-    picture(source / "images/b.png")
+    assert "2 of 3 image files do not exist" in result.output
+    write_image(source / "images/b.png")
     result = run(*words, "--missing", "drop")
     assert result.exit_code == 0, result.output
     assert len(list(read_records(source / "train.jsonl"))) == 2

@@ -4,41 +4,42 @@ import json
 
 import pytest
 
-from coordexp.data.images import image_size
-from coordexp.data.importers import SourceError, Tally, read_labelme
-from tests.unit.data.sources import collected, counts, picture, shapes
+from coordexp.data.images import read_image_size
+from coordexp.data.importers import ImportCounts, read_labelme
+from coordexp.errors import DataError
+from tests.unit.data.sources import count_reasons, list_shapes, write_and_read, write_image
 
 
 def shape(kind, points, label="cat", **more):
     return {"label": label, "points": points, "shape_type": kind, **more}
 
 
-def imported(folder, found, images=None, rules=None, **changes):
-    document = {"imagePath": "a.png", "imageWidth": 64, "imageHeight": 48, "imageData": None, "shapes": found}
+def import_files(folder, drawn, images=None, rules=None, **changes):
+    document = {"imagePath": "a.png", "imageWidth": 64, "imageHeight": 48, "imageData": None, "shapes": drawn}
     (folder / "labels").mkdir(exist_ok=True)
     (folder / "labels/a.json").write_text(json.dumps(document | changes))
-    tally = Tally()
-    return collected(
-        folder, read_labelme(folder / "labels", images, tally, image_size), tally, **rules or {}
-    ), tally
+    counts = ImportCounts()
+    return write_and_read(
+        folder, read_labelme(folder / "labels", images, counts, read_image_size), counts, **rules or {}
+    ), counts
 
 
 def test_rectangles_and_polygons_are_kept_in_order(tmp_path):
-    picture(tmp_path / "labels/a.png")
-    found = [
+    write_image(tmp_path / "labels/a.png")
+    drawn = [
         shape("rectangle", [[40, 30], [10, 20]], "dog"),
         shape("polygon", [[1, 1], [9, 1], [9, 9]]),
         {"label": "old", "points": [[1, 1], [9, 1], [9, 9]]},
     ]
-    records, tally = imported(tmp_path, found)
+    records, counts = import_files(tmp_path, drawn)
     assert records[0].image == "labels/a.png"
-    assert [found.desc for found in records[0].objects] == ["dog", "cat", "old"]
-    assert shapes(records)[:2] == [("bbox_2d", (10, 20, 40, 30)), ("poly", (1, 1, 9, 1, 9, 9))]
-    assert tally.entries == ()
+    assert [item.desc for item in records[0].objects] == ["dog", "cat", "old"]
+    assert list_shapes(records)[:2] == [("bbox_2d", (10, 20, 40, 30)), ("poly", (1, 1, 9, 1, 9, 9))]
+    assert counts.entries == ()
 
 
 def test_a_circle_is_a_polygon_of_32_points_at_its_radius(tmp_path):
-    ((kind, coords),) = shapes(imported(tmp_path, [shape("circle", [[30, 20], [40, 20]])])[0])
+    ((kind, coords),) = list_shapes(import_files(tmp_path, [shape("circle", [[30, 20], [40, 20]])])[0])
     assert kind == "poly"
     assert len(coords) == 64
     radii = [((x - 30) ** 2 + (y - 20) ** 2) ** 0.5 for x, y in zip(coords[::2], coords[1::2], strict=True)]
@@ -47,13 +48,13 @@ def test_a_circle_is_a_polygon_of_32_points_at_its_radius(tmp_path):
 
 @pytest.mark.parametrize("kind", ["point", "line", "linestrip", "mask", "points"])
 def test_other_shapes_are_dropped_and_counted(tmp_path, kind):
-    records, tally = imported(tmp_path, [shape(kind, [[1, 1], [9, 1]])])
-    assert shapes(records) == []
-    assert counts(tally)[f"dropped: shape of the type {kind}: not a rectangle, polygon or circle"] == 1
+    records, counts = import_files(tmp_path, [shape(kind, [[1, 1], [9, 1]])])
+    assert list_shapes(records) == []
+    assert count_reasons(counts)[f"dropped: shape of the type {kind}: not a rectangle, polygon or circle"] == 1
 
 
 @pytest.mark.parametrize(
-    ("found", "reason"),
+    ("drawn", "reason"),
     [
         ("circle", "dropped: shape that is not a JSON object"),
         (shape("circle", [[1, 1]]), "dropped: circle whose points cannot be read"),
@@ -63,10 +64,10 @@ def test_other_shapes_are_dropped_and_counted(tmp_path, kind):
         (shape("polygon", [[5, 5], [5, 9]]), "dropped: ring with an odd number of numbers or with fewer than 6"),
     ],
 )
-def test_a_shape_that_cannot_be_used_is_dropped_and_counted(tmp_path, found, reason):
-    records, tally = imported(tmp_path, [found])
-    assert shapes(records) == []
-    assert counts(tally)[reason] == 1
+def test_a_shape_that_cannot_be_used_is_dropped_and_counted(tmp_path, drawn, reason):
+    records, counts = import_files(tmp_path, [drawn])
+    assert list_shapes(records) == []
+    assert count_reasons(counts)[reason] == 1
 
 
 def test_shapes_of_one_group_are_parts_of_one_object(tmp_path):
@@ -74,21 +75,21 @@ def test_shapes_of_one_group_are_parts_of_one_object(tmp_path):
         shape("polygon", [[1, 1], [9, 1], [9, 9]], group_id=3),
         shape("rectangle", [[20, 20], [40, 40]], group_id=3),
     ]
-    records, tally = imported(tmp_path, [*parts, shape("rectangle", [[0, 0], [5, 5]], "dog", group_id=3)])
-    assert shapes(records) == [("poly", (20, 20, 40, 20, 40, 40, 20, 40)), ("bbox_2d", (0, 0, 5, 5))]
-    assert counts(tally)["changed: object of several parts: the largest is taken"] == 1
+    records, counts = import_files(tmp_path, [*parts, shape("rectangle", [[0, 0], [5, 5]], "dog", group_id=3)])
+    assert list_shapes(records) == [("poly", (20, 20, 40, 20, 40, 40, 20, 40)), ("bbox_2d", (0, 0, 5, 5))]
+    assert count_reasons(counts)["changed: object of several parts: the largest is taken"] == 1
 
 
 def test_a_size_that_is_missing_is_read_from_the_image(tmp_path):
-    picture(tmp_path / "labels/a.png", (30, 20))
-    records, tally = imported(tmp_path, [], imageWidth=None)
+    write_image(tmp_path / "labels/a.png", (30, 20))
+    records, counts = import_files(tmp_path, [], imageWidth=None)
     assert (records[0].width, records[0].height) == (30, 20)
-    assert counts(tally)["changed: image without width and height: read from its file"] == 1
+    assert count_reasons(counts)["changed: image without width and height: read from its file"] == 1
 
 
-def test_images_elsewhere_are_found_by_their_name(tmp_path):
-    picture(tmp_path / "images/a.png")
-    records, _ = imported(tmp_path, [], images=tmp_path / "images", imagePath="..\\photos\\a.png")
+def test_images_in_another_folder_are_located_by_their_name(tmp_path):
+    write_image(tmp_path / "images/a.png")
+    records, _ = import_files(tmp_path, [], images=tmp_path / "images", imagePath="..\\photos\\a.png")
     assert records[0].image == "images/a.png"
 
 
@@ -101,16 +102,16 @@ def test_images_elsewhere_are_found_by_their_name(tmp_path):
     ],
 )
 def test_what_would_need_a_guess_stops_the_import(tmp_path, changes, words):
-    with pytest.raises(SourceError, match=words):
-        imported(tmp_path, [], **changes)
+    with pytest.raises(DataError, match=words):
+        import_files(tmp_path, [], **changes)
 
 
 def test_files_of_others_are_counted_and_a_folder_without_any_is_refused(tmp_path):
     (tmp_path / "labels").mkdir()
-    with pytest.raises(SourceError, match=r"no \.json files"):
-        list(read_labelme(tmp_path / "labels", None, Tally(), image_size))
+    with pytest.raises(DataError, match=r"no \.json files"):
+        list(read_labelme(tmp_path / "labels", None, ImportCounts(), read_image_size))
     (tmp_path / "labels/settings.json").write_text("{}")
     (tmp_path / "labels/torn.json").write_text('{"imagePath":')
-    records, tally = imported(tmp_path, [])
+    records, counts = import_files(tmp_path, [])
     assert len(records) == 1
-    assert counts(tally)["dropped: file that is not one of labelme's"] == 2
+    assert count_reasons(counts)["dropped: file that is not one of labelme's"] == 2

@@ -2,44 +2,45 @@
 
 import pytest
 
-from coordexp.data.images import image_size
-from coordexp.data.importers import SourceError, Tally, read_yolo
-from tests.unit.data.sources import collected, counts, picture, shapes
+from coordexp.data.images import read_image_size
+from coordexp.data.importers import ImportCounts, read_yolo
+from coordexp.errors import DataError
+from tests.unit.data.sources import count_reasons, list_shapes, write_and_read, write_image
 
 
 @pytest.fixture
 def folder(tmp_path):
-    picture(tmp_path / "images/a.png")
+    write_image(tmp_path / "images/a.png")
     (tmp_path / "labels").mkdir()
     (tmp_path / "data.yaml").write_text("names: {0: cat, 4: '\u72ac'}\n", encoding="utf-8")
     return tmp_path
 
 
-def imported(folder, text=None, names=None, **rules):
-    tally = Tally()
+def import_files(folder, text=None, names=None, **rules):
+    counts = ImportCounts()
     if text is not None:
         (folder / "labels/a.txt").write_text(text)
-    images = read_yolo(folder / "labels", folder / "images", names, tally, image_size)
-    return collected(folder, images, tally, **rules), tally
+    images = read_yolo(folder / "labels", folder / "images", names, counts, read_image_size)
+    return write_and_read(folder, images, counts, **rules), counts
 
 
 def test_boxes_and_polygons_become_pixels(folder):
-    records, tally = imported(folder, "4 0.5 0.5 0.25 0.5\n\n0 0.25 0.25 0.5 0.25 0.5 0.75\n")
+    records, counts = import_files(folder, "4 0.5 0.5 0.25 0.5\n\n0 0.25 0.25 0.5 0.25 0.5 0.75\n")
     assert records[0].image == "images/a.png"
-    assert [found.desc for found in records[0].objects] == ["\u72ac", "cat"]
-    assert shapes(records) == [("bbox_2d", (24, 12, 40, 36)), ("poly", (16, 12, 32, 12, 32, 36))]
-    assert tally.entries == ()
+    assert [item.desc for item in records[0].objects] == ["\u72ac", "cat"]
+    assert list_shapes(records) == [("bbox_2d", (24, 12, 40, 36)), ("poly", (16, 12, 32, 12, 32, 36))]
+    assert counts.entries == ()
 
 
 def test_polygons_become_boxes_when_asked(folder):
-    records, _ = imported(folder, "0 0.25 0.25 0.5 0.25 0.5 0.75\n", geometry="box")
-    assert shapes(records) == [("bbox_2d", (16, 12, 32, 36))]
+    records, _ = import_files(folder, "0 0.25 0.25 0.5 0.25 0.5 0.75\n", geometry="box")
+    assert list_shapes(records) == [("bbox_2d", (16, 12, 32, 36))]
 
 
 def test_a_box_over_the_border_is_clipped_and_counted(folder):
-    records, tally = imported(folder, "0 0.95 0.5 0.2 0.5\n")
-    assert shapes(records) == [("bbox_2d", (54.4, 12, 64, 36))]
-    assert counts(tally) == {"changed: object that leaves the image: clipped": 1}
+    records, counts = import_files(folder, "0 0.95 0.5 0.2 0.5\n")
+    assert list_shapes(records) == [("bbox_2d", (54.4, 12, 64, 36))]
+    assert count_reasons(counts) == {"changed: object that extends beyond the image: clipped": 1}
 
 
 @pytest.mark.parametrize(
@@ -56,32 +57,32 @@ def test_a_box_over_the_border_is_clipped_and_counted(folder):
     ],
 )
 def test_a_line_that_cannot_be_used_is_dropped_and_counted(folder, line, reason):
-    records, tally = imported(folder, line)
-    assert shapes(records) == []
-    assert counts(tally)[reason] == 1
+    records, counts = import_files(folder, line)
+    assert list_shapes(records) == []
+    assert count_reasons(counts)[reason] == 1
 
 
 def test_labels_without_images_and_images_without_labels_are_counted(folder):
     (folder / "labels/other.txt").write_text("0 0.5 0.5 0.1 0.1")
-    records, tally = imported(folder)
+    records, counts = import_files(folder)
     assert len(records) == 1
-    assert counts(tally)["dropped: file of labels without an image"] == 1
-    assert counts(tally)["noted: image without a file of labels: no objects"] == 1
+    assert count_reasons(counts)["dropped: file of labels without an image"] == 1
+    assert count_reasons(counts)["noted: image without a file of labels: no objects"] == 1
 
 
-def test_a_picture_that_cannot_be_read_is_counted(folder):
+def test_an_image_that_cannot_be_read_is_counted(folder):
     (folder / "images/b.png").write_text("no")
-    records, tally = imported(folder, "0 0.5 0.5 0.1 0.1")
+    records, counts = import_files(folder, "0 0.5 0.5 0.1 0.1")
     assert len(records) == 1
-    assert counts(tally) == {"dropped: image that cannot be read": 1}
+    assert count_reasons(counts) == {"dropped: image that cannot be read": 1}
 
 
-def test_names_come_from_classes_txt_one_a_line(folder):
+def test_names_come_from_classes_txt_one_per_line(folder):
     (folder / "data.yaml").unlink()
     (folder / "labels/classes.txt").write_text("dog\ncat\n")
-    records, tally = imported(folder, "1 0.5 0.5 0.1 0.1")
+    records, counts = import_files(folder, "1 0.5 0.5 0.1 0.1")
     assert records[0].objects[0].desc == "cat"
-    assert tally.entries == ()
+    assert counts.entries == ()
 
 
 @pytest.mark.parametrize(
@@ -93,33 +94,33 @@ def test_names_come_from_classes_txt_one_a_line(folder):
         ("names: [", "cannot be read"),
     ],
 )
-def test_names_that_are_none_are_refused(folder, yaml, words):
+def test_a_file_without_valid_names_is_refused(folder, yaml, words):
     (folder / "data.yaml").write_text(yaml)
-    with pytest.raises(SourceError, match=words):
-        imported(folder, "0 0.5 0.5 0.1 0.1")
+    with pytest.raises(DataError, match=words):
+        import_files(folder, "0 0.5 0.5 0.1 0.1")
 
 
-def test_names_are_looked_for_once_and_never_chosen_between(folder):
+def test_more_than_one_file_of_names_or_none_is_refused(folder):
     (folder / "classes.txt").write_text("dog")
-    with pytest.raises(SourceError, match="more than one file with the names"):
-        imported(folder)
-    assert imported(folder, names=folder / "classes.txt")
+    with pytest.raises(DataError, match="more than one file with the names"):
+        import_files(folder)
+    assert import_files(folder, names=folder / "classes.txt")
     (folder / "classes.txt").unlink()
     (folder / "data.yaml").unlink()
-    with pytest.raises(SourceError, match="no file with the names"):
-        imported(folder)
+    with pytest.raises(DataError, match="no file with the names"):
+        import_files(folder)
 
 
 def test_two_images_for_one_file_of_labels_are_refused(folder):
-    picture(folder / "images/a.jpg")
-    with pytest.raises(SourceError, match=r"would share the labels a\.txt"):
-        imported(folder)
+    write_image(folder / "images/a.jpg")
+    with pytest.raises(DataError, match=r"would share the labels a\.txt"):
+        import_files(folder)
 
 
 def test_a_folder_without_images_is_refused(folder):
     (folder / "images/a.png").unlink()
-    with pytest.raises(SourceError, match="no images"):
-        imported(folder)
+    with pytest.raises(DataError, match="no images"):
+        import_files(folder)
 
 
 def test_a_photo_on_its_side_has_the_size_that_people_see(folder):
@@ -128,5 +129,5 @@ def test_a_photo_on_its_side_has_the_size_that_people_see(folder):
     turned = Image.Exif()
     turned[0x0112] = 6
     Image.new("RGB", (64, 48)).save(folder / "images/a.png", exif=turned)
-    records, _ = imported(folder, "0 0.5 0.5 0.5 0.5")
+    records, _ = import_files(folder, "0 0.5 0.5 0.5 0.5")
     assert (records[0].width, records[0].height) == (48, 64)

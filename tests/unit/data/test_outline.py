@@ -1,4 +1,4 @@
-"""Masks to outlines: exact, whatever the mask."""
+"""Outlines enclose exactly the pixels of any mask."""
 
 import numpy as np
 import pytest
@@ -7,13 +7,13 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 from pycocotools import mask as rle
 
-from coordexp.data.importers.outline import decode, trace
+from coordexp.data.importers.outline import decode_mask, trace_outlines
 
 MASKS = st.tuples(st.integers(1, 9), st.integers(1, 9)).flatmap(lambda shape: arrays(np.bool_, shape))
 
 
-def filled(ring, shape):
-    """Pixels whose centre is inside, by the number of upright edges at their left."""
+def fill(ring, shape):
+    """Return the pixels whose centre is inside, by the number of upright edges to their left."""
     xs, ys = np.array(ring[::2]), np.array(ring[1::2])
     inside = np.zeros(shape, dtype=bool)
     for x, y, next_y in zip(xs, ys, np.roll(ys, -1), strict=True):
@@ -22,8 +22,8 @@ def filled(ring, shape):
     return inside
 
 
-def without_holes(mask):
-    """Everything that cannot be reached from outside by steps up, down, left and right."""
+def fill_holes(mask):
+    """Return every pixel that cannot be reached from outside by steps up, down, left and right."""
     outside = np.pad(np.zeros_like(mask), 1, constant_values=True)
     free = ~np.pad(mask, 1)
     while True:
@@ -40,42 +40,42 @@ def without_holes(mask):
 
 @given(MASKS)
 def test_rings_enclose_exactly_the_pixels_of_the_mask_and_of_its_holes(mask):
-    rings, holes = trace(mask)
+    rings, holes = trace_outlines(mask)
     inside = np.zeros(mask.shape, dtype=bool)
     for ring in rings:
-        inside |= filled(ring, mask.shape)
-    assert (inside == without_holes(mask)).all()
-    assert (holes > 0) == (without_holes(mask) != mask).any()
+        inside |= fill(ring, mask.shape)
+    assert (inside == fill_holes(mask)).all()
+    assert (holes > 0) == (fill_holes(mask) != mask).any()
 
 
 @given(MASKS)
-def test_packed_and_plain_runs_give_the_mask_that_was_encoded(mask):
-    packed = rle.encode(np.asfortranarray(mask.astype(np.uint8)))
+def test_compressed_and_plain_runs_give_the_mask_that_was_encoded(mask):
+    compressed = rle.encode(np.asfortranarray(mask.astype(np.uint8)))
     flat = mask.T.ravel().astype(int)
     runs = np.diff(np.flatnonzero(np.diff(np.concatenate([[2], flat, [2]])))).tolist()
     plain = [0, *runs] if flat[0] else runs
     height, width = mask.shape
-    for counts in (packed["counts"].decode(), plain):
-        assert (decode({"size": [height, width], "counts": counts}, width, height) == mask).all()
+    for counts in (compressed["counts"].decode(), plain):
+        assert (decode_mask({"size": [height, width], "counts": counts}, width, height) == mask).all()
 
 
 def test_corners_only_are_kept_and_pixels_that_touch_at_a_corner_are_one_part():
     square = np.ones((3, 4), dtype=bool)
-    assert trace(square) == ([(0, 0, 4, 0, 4, 3, 0, 3)], 0)
-    assert len(trace(np.eye(4, dtype=bool))[0]) == 1
-    assert len(trace(np.array([[True, False, True]]))[0]) == 2
+    assert trace_outlines(square) == ([(0, 0, 4, 0, 4, 3, 0, 3)], 0)
+    assert len(trace_outlines(np.eye(4, dtype=bool))[0]) == 1
+    assert len(trace_outlines(np.array([[True, False, True]]))[0]) == 2
 
 
 def test_a_hole_is_counted():
     ring = np.ones((3, 3), dtype=bool)
     ring[1, 1] = False
-    assert trace(ring) == ([(0, 0, 3, 0, 3, 3, 0, 3)], 1)
+    assert trace_outlines(ring) == ([(0, 0, 3, 0, 3, 3, 0, 3)], 1)
 
 
 @pytest.mark.parametrize(
     ("segmentation", "words"),
     [
-        ({"size": [3, 4], "counts": [12]}, "not that of its image"),
+        ({"size": [3, 4], "counts": [12]}, "differs from that of its image"),
         ({"size": [4, 3], "counts": [11]}, "do not add up"),
         ({"size": [4, 3], "counts": [-1, 13]}, "whole numbers"),
         ({"size": [4, 3], "counts": [12.0]}, "whole numbers"),
@@ -87,4 +87,4 @@ def test_a_hole_is_counted():
 )
 def test_a_broken_mask_says_what_is_wrong(segmentation, words):
     with pytest.raises(ValueError, match=words):
-        decode(segmentation, 3, 4)
+        decode_mask(segmentation, 3, 4)

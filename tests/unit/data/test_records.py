@@ -1,10 +1,10 @@
-"""Records on disk: one JSON object a line, with the space of its coordinates stated."""
+"""Records on disk: one JSON object per line, which states the space of its coordinates."""
 
 import json
 
 import pytest
 
-from coordexp.data import Record, RecordError, RecordFile, RecordObject, parse_record, read_records
+from coordexp.data import DataError, Record, RecordFile, RecordObject, parse_record, read_records
 
 LINE = {
     "image": "images/7.png",
@@ -18,7 +18,7 @@ LINE = {
 }
 
 
-def changed(**changes):
+def change(**changes):
     return json.dumps({**LINE, **changes})
 
 
@@ -38,42 +38,48 @@ def test_a_record_reads_back_as_it_was_written():
     ],
 )
 def test_every_space_gives_the_same_bins_and_pixels(space, box):
-    record = parse_record(changed(space=space, objects=[{"desc": "cup", "bbox_2d": box}]))
-    assert record.sample().objects[0].geometry.bins == (100, 100, 500, 999)
+    record = parse_record(change(space=space, objects=[{"desc": "cup", "bbox_2d": box}]))
+    assert record.true_objects()[0].geometry.bins == (100, 100, 500, 999)
     assert record.in_pixels(record.objects[0]) == pytest.approx((64, 48, 320, 480))
 
 
 @pytest.mark.parametrize(
     ("line", "words"),
     [
-        ("[]", "a record is a JSON object"),
+        ("[]", "^this is not a JSON object$"),
         ("{", "Expecting property name"),
         (json.dumps({"image": "a"}), "missing keys: height, objects, space, width"),
-        (changed(bbox=1), "unknown keys: bbox"),
-        (changed(width="640"), "not positive whole numbers"),
-        (changed(height=0), "not positive whole numbers"),
-        (changed(width=True), "not positive whole numbers"),
-        (changed(space="xywh"), "space 'xywh' is not one of pixel, unit, norm1000, bin"),
-        (changed(image=""), "image is not a path"),
-        (changed(objects={}), "objects is not a list"),
-        (changed(objects=[{"desc": "a"}]), "it needs desc and one of bbox_2d, poly"),
-        (changed(objects=[{"desc": "a", "bbox_2d": [1, 2, 3, 4], "poly": []}]), "it needs desc and one of"),
-        (changed(objects=[{"desc": " ", "bbox_2d": [1, 2, 3, 4]}]), r"objects\[0\].desc is not a text"),
-        (changed(objects=[{"desc": "a", "bbox_2d": [1, 2, 3]}]), "has 3 numbers; a box has 4"),
-        (changed(objects=[{"desc": "a", "poly": [1, 2, 3, 4, 5, 6, 7]}]), "has 7 numbers"),
-        (changed(objects=[{"desc": "a", "bbox_2d": [1, 2, 3, None]}]), "not a list of numbers"),
-        (changed(objects=["a"]), r"objects\[0\] is not a JSON object"),
-        (json.dumps(LINE).replace("64,", "NaN,"), "not a list of numbers"),
-        (json.dumps(LINE).replace('"width"', '"height": 9, "width"'), "the key 'height' is there twice"),
-        ("[" * 100_000, "nested too deeply"),
-        (changed(**{"a\0": 1}), r"unknown keys: 'a\\x00'"),
-        (changed(image_id=-1), "image_id -1 is not a whole number from 0"),
-        (changed(image_id="7"), "image_id '7' is not a whole number from 0"),
-        (changed(image_id=None), "image_id None is not a whole number from 0"),
-        (changed(image_id=2**63), "is not a whole number from 0"),
+        (change(bbox=1), "unknown keys: bbox"),
+        (change(width="640"), "width '640': input should be a valid integer"),
+        (change(height=0), "height 0: input should be greater than 0"),
+        (change(width=True), "width True: input should be a valid integer"),
+        (change(space="xywh"), "space 'xywh': input should be 'pixel', 'unit', 'norm1000' or 'bin'"),
+        (change(image=""), "image is empty"),
+        (change(objects={}), "objects {}: input should be a list"),
+        (change(objects=[{"desc": "a"}]), r"objects\[0\] has no shape; it needs exactly one of bbox_2d, poly"),
         (
-            changed(objects=[{"desc": "a", "bbox_2d": [1, 2, 3, 4], "category_id": 1.0}]),
-            r"objects\[0\].category_id 1.0 is not a whole number from 0",
+            change(objects=[{"desc": "a", "bbox_2d": [1, 2, 3, 4], "poly": []}]),
+            "has bbox_2d and poly; it needs exactly one of",
+        ),
+        (change(objects=[{"desc": " ", "bbox_2d": [1, 2, 3, 4]}]), r"objects\[0\].desc is empty"),
+        (change(objects=[{"desc": "a", "bbox_2d": [1, 2, 3]}]), "has 3 numbers; a box has 4"),
+        (change(objects=[{"desc": "a", "poly": [1, 2, 3, 4, 5, 6, 7]}]), "has 7 numbers"),
+        (
+            change(objects=[{"desc": "a", "bbox_2d": [1, 2, 3, None]}]),
+            r"objects\[0\].bbox_2d\[3\] None: input should be a valid number",
+        ),
+        (change(objects=["a"]), r"objects\[0\] is not a JSON object"),
+        (json.dumps(LINE).replace("64,", "NaN,"), r"objects\[0\].bbox_2d\[0\] nan: input should be"),
+        (json.dumps(LINE).replace('"width"', '"height": 9, "width"'), "the key 'height' occurs twice"),
+        ("[" * 100_000, "nested too deeply"),
+        (change(**{"a\0": 1}), r"unknown keys: 'a\\x00'"),
+        (change(image_id=-1), "image_id -1: input should be greater than or equal to 0"),
+        (change(image_id="7"), "image_id '7': input should be a valid integer"),
+        (change(image_id=None), "image_id None: input should be a valid integer"),
+        (change(image_id=2**63), f"image_id {2**63}: input should be less than {2**63}"),
+        (
+            change(objects=[{"desc": "a", "bbox_2d": [1, 2, 3, 4], "category_id": 1.0}]),
+            r"objects\[0\].category_id 1.0: input should be a valid integer",
         ),
     ],
 )
@@ -82,38 +88,38 @@ def test_a_broken_record_says_what_is_wrong(line, words):
         parse_record(line)
 
 
-def test_any_line_is_found_and_a_broken_one_is_named(tmp_path):
+def test_any_line_can_be_read_and_a_broken_one_is_named(tmp_path):
     file = tmp_path / "train.jsonl"
-    lines = [changed(image=f"{k}.png") for k in range(3)]
+    lines = [change(image=f"{k}.png") for k in range(3)]
     file.write_text(f"{lines[0]}\n\n{lines[1]}\n{{}}\n{lines[2]}")
     records = RecordFile(file)
     assert len(records) == 4
     assert records[3].image == "2.png"
     assert records[1].image == "1.png"
     assert records.image_path(records[0]) == tmp_path / "0.png"
-    with pytest.raises(RecordError, match=r"train\.jsonl:4: missing keys: height[\s\S]*coordexp data doctor"):
+    with pytest.raises(DataError, match=r"train\.jsonl:4: missing keys: height[\s\S]*coordexp data doctor"):
         records[2]
-    with pytest.raises(RecordError, match=r"train\.jsonl:4"):
+    with pytest.raises(DataError, match=r"train\.jsonl:4"):
         list(read_records(file))
 
 
 def test_a_file_without_records_is_refused(tmp_path):
     (tmp_path / "empty.jsonl").write_text("\n")
-    with pytest.raises(RecordError, match="no records"):
+    with pytest.raises(DataError, match="no records"):
         RecordFile(tmp_path / "empty.jsonl")
 
 
-def test_a_shape_without_area_cannot_become_a_sample():
+def test_a_shape_without_area_cannot_become_a_true_object():
     flat = Record("a.png", 10, 10, "pixel", (RecordObject("line", "bbox_2d", (1.0, 1.0, 1.0, 5.0)),))
     with pytest.raises(ValueError, match="has no area"):
-        flat.sample()
+        flat.true_objects()
 
 
 def test_ids_of_coco_are_kept_and_name_the_image(tmp_path):
-    line = changed(image_id=0, objects=[{"desc": "a", "bbox_2d": [1, 2, 3, 4], "category_id": 7}])
+    line = change(image_id=0, objects=[{"desc": "a", "bbox_2d": [1, 2, 3, 4], "category_id": 7}])
     record = parse_record(line)
     assert (record.image_id, record.objects[0].category_id) == (0, 7)
     assert parse_record(record.as_json()) == record
     (tmp_path / "a.jsonl").write_text(f"{json.dumps(LINE)}\n{line}\n")
     records = RecordFile(tmp_path / "a.jsonl")
-    assert [records.numbered(k)[0] for k in range(2)] == [1, 0]
+    assert [records.read_with_image_id(k)[0] for k in range(2)] == [1, 0]

@@ -1,16 +1,17 @@
-"""What is wrong, or looks wrong, with a file of records; and what it is made of. Streams; imports no torch."""
+"""Checks of a data file: what is wrong or looks wrong with it, and what it consists of. Streams; imports no
+torch."""
 
 from coordexp.data.doctor.checks import Problem, check_image, check_record
-from coordexp.data.doctor.examine import Report, examine
-from coordexp.data.doctor.kinds import KINDS, Example, Finding, Kind
+from coordexp.data.doctor.examine import DataReport, examine
+from coordexp.data.doctor.kinds import KINDS, DataFinding, FindingExample, ProblemKind
 
 __all__ = [
     "KINDS",
-    "Example",
-    "Finding",
-    "Kind",
+    "DataFinding",
+    "DataReport",
+    "FindingExample",
     "Problem",
-    "Report",
+    "ProblemKind",
     "check_image",
     "check_record",
     "examine",

@@ -1,6 +1,6 @@
-"""A file of records, line by line, to a report. Memory grows by two numbers an image.
+"""Read a data file line by line and report on it. Memory grows by two numbers per image.
 
-How an image is looked at is given from outside; without it, images are not read at all.
+The function that reads an image file is passed in; without it, image files are not opened.
 """
 
 import os
@@ -9,25 +9,25 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from coordexp.data.doctor.checks import Problem, check_image, check_record
-from coordexp.data.doctor.kinds import KINDS, Example, Finding
+from coordexp.data.doctor.kinds import KINDS, DataFinding, FindingExample
 from coordexp.data.doctor.measures import Classes, CountTokens, Sizes, TokenCount, Tokens
 from coordexp.data.doctor.suspicion import Suspicions
 from coordexp.data.images import ImageFacts
 from coordexp.data.records import Record, parse_record
 
-EXAMPLES = 5
+EXAMPLES = 5  # kept per finding
 
-Look = Callable[[Path], ImageFacts]
+ReadImage = Callable[[Path], ImageFacts]
 
 
 @dataclass(frozen=True)
-class Report:
-    """Findings, errors first; then what the file is made of."""
+class DataReport:
+    """The findings, errors first, and statistics of the file."""
 
     file: Path
     records: int
     objects: int
-    findings: tuple[Finding, ...]
+    findings: tuple[DataFinding, ...]
     classes: Classes
     sizes: Sizes
     tokens: TokenCount | None
@@ -40,66 +40,74 @@ class Report:
 def examine(
     path: Path,
     *,
-    look: Look | None = None,
+    look: ReadImage | None = None,
     count_tokens: CountTokens | None = None,
     max_length: int | None = None,
-    tell: Callable[[float], None] = lambda share: None,
-) -> Report:
-    """`tell` hears the share of the file that is done."""
-    run = _Examination(path, look, None if count_tokens is None else Tokens(count_tokens), max_length)
+    notify: Callable[[float], None] | None = None,
+) -> DataReport:
+    """Report on a data file. `look` reads the facts of an image file. `notify` is called after each line with the
+    share of the file that has been read."""
+    examination = _Examination(path, look, None if count_tokens is None else Tokens(count_tokens), max_length)
     size, done = max(1, path.stat().st_size), 0
     with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
             done += len(line)
-            tell(done / size)
+            if notify:
+                notify(done / size)
             if line.strip():
-                run.line(number, line)
-    return run.report()
+                examination.add_line(number, line)
+    return examination.report()
 
 
 class _Examination:
-    def __init__(self, path: Path, look: Look | None, tokens: Tokens | None, max_length: int | None) -> None:
+    """What has been found so far in a file that is being read."""
+
+    def __init__(self, path: Path, look: ReadImage | None, tokens: Tokens | None, max_length: int | None) -> None:
         self._path, self._look, self._tokens, self._max_length = path, look, tokens, max_length
         self._records = self._objects = 0
-        self._found: dict[str, tuple[int, list[Example]]] = {}
+        self._counts: dict[str, int] = {}  # by code
+        self._examples: dict[str, list[FindingExample]] = {}
         self._classes, self._sizes, self._suspicions = Classes(), Sizes(), Suspicions()
-        self._paths: dict[int, int] = {}  # hash of a path, to its first line
-        self._marks: dict[int, int] = {}  # hash of a content, to its first line
+        self._paths: dict[int, int] = {}  # from the hash of a path to the first line that has it
+        self._contents: dict[int, int] = {}  # from the hash of a content to the first line that has it
 
-    def line(self, number: int, line: bytes) -> None:
+    def add_line(self, number: int, line: bytes) -> None:
         try:
             record = parse_record(line)
-        except (ValueError, RecursionError) as error:
+        except ValueError as error:
             self._add(number, [Problem("broken-line", str(error))])
             return
         self._records += 1
         self._objects += len(record.objects)
         problems = check_record(record)
         self._add(number, problems)
-        self._image(number, record)
+        self._add_image(number, record)
         for measure in (self._classes, self._sizes, self._suspicions):
             measure.add(record)
         if self._tokens and not any(KINDS[problem.code].severity == "error" for problem in problems):
-            self._length(number, self._tokens.add(record.sample().objects))
+            self._check_length(number, self._tokens.add(record.true_objects()))
 
-    def report(self) -> Report:
-        if not self._records and not self._found:
+    def report(self) -> DataReport:
+        if not self._records and not self._counts:
             self._add(None, [Problem("no-records", "nothing to train on")])
         for measure in (self._suspicions, self._classes, self._sizes):
             self._add(None, measure.problems())
-        codes = [code for code in KINDS if code in self._found]  # errors come first there, the general before all
-        findings = tuple(Finding(code, self._found[code][0], tuple(self._found[code][1])) for code in codes)
+        findings = tuple(  # in the order of `KINDS`: errors first, and general problems before those of one object
+            DataFinding(code, self._counts[code], tuple(self._examples[code]))
+            for code in KINDS
+            if code in self._counts
+        )
         tokens = self._tokens.count if self._tokens else None
-        return Report(self._path, self._records, self._objects, findings, self._classes, self._sizes, tokens)
+        return DataReport(self._path, self._records, self._objects, findings, self._classes, self._sizes, tokens)
 
     def _add(self, line: int | None, problems: Iterable[Problem]) -> None:
         for problem in problems:
-            count, examples = self._found.get(problem.code, (0, []))
+            self._counts[problem.code] = self._counts.get(problem.code, 0) + 1
+            examples = self._examples.setdefault(problem.code, [])
             if len(examples) < EXAMPLES:
-                examples.append(Example(line, problem.detail))
-            self._found[problem.code] = (count + 1, examples)
+                examples.append(FindingExample(line, problem.detail))
 
-    def _image(self, number: int, record: Record) -> None:
+    def _add_image(self, number: int, record: Record) -> None:
         first = self._paths.setdefault(hash(os.path.normpath(record.image)), number)
         if first != number:
             self._add(number, [Problem("duplicate-image", f"{record.image!r}, as in line {first}")])
@@ -114,10 +122,11 @@ class _Examination:
             self._add(number, [Problem("image-unreadable", f"{record.image!r}: {error}")])
             return
         self._add(number, check_image(record, facts))
-        twin = self._marks.setdefault(hash(facts.mark), number)
+        twin = self._contents.setdefault(hash(facts.content_hash), number)
         if twin != number and first == number:
             self._add(number, [Problem("duplicate-content", f"{record.image!r}, as in line {twin}")])
 
-    def _length(self, number: int, length: int) -> None:
+    def _check_length(self, number: int, length: int) -> None:
         if self._max_length is not None and length > self._max_length:
-            self._add(number, [Problem("too-long", f"{length:,} tokens, at most {self._max_length:,} fit")])
+            detail = f"{length:,} tokens; at most {self._max_length:,} are allowed"
+            self._add(number, [Problem("too-long", detail)])

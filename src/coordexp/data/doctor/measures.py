@@ -1,4 +1,4 @@
-"""What a file is made of: its classes, the sizes of its objects, the tokens of its answers. Counts only."""
+"""Statistics of a data file: its classes, the sizes of its objects, and the tokens of its answers."""
 
 import math
 from collections import Counter
@@ -6,27 +6,28 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from coordexp.data.coordinates import BINS
 from coordexp.data.doctor.checks import Problem
+from coordexp.data.geometry import BINS, TrueObject
 from coordexp.data.records import Record
-from coordexp.data.sample import TrueObject
 
-MOST_CLASSES = 100_000  # different descriptions that are counted; free text may have as many as objects
-# Counts the tokens of the answer with these objects.
+MOST_CLASSES = 100_000  # that are counted by name; free text may describe every object differently
+# A function that counts the tokens of the answer with these objects.
 CountTokens = Callable[[Sequence[TrueObject]], int]
-STEPS = (0, 5, 10, 20, 50, 100, 200, 500, BINS)
-SMALL = 20
+STEPS = (0, 5, 10, 20, 50, 100, 200, 500, BINS)  # of the histogram of sides
+SMALL = 20  # bins; below this median side, the masks of matching are too coarse
 
 
 class Classes:
+    """How many objects each class has. `uncounted` are the objects of classes beyond `MOST_CLASSES`."""
+
     def __init__(self) -> None:
         self.counts: Counter[str] = Counter()
         self.uncounted = 0
 
     def add(self, record: Record) -> None:
-        for found in record.objects:
-            if found.desc in self.counts or len(self.counts) < MOST_CLASSES:
-                self.counts[found.desc] += 1
+        for item in record.objects:
+            if item.desc in self.counts or len(self.counts) < MOST_CLASSES:
+                self.counts[item.desc] += 1
             else:
                 self.uncounted += 1
 
@@ -34,22 +35,22 @@ class Classes:
         spellings: dict[str, list[str]] = {}
         for desc in self.counts:
             spellings.setdefault(" ".join(desc.casefold().split()), []).append(desc)
-        for alike in spellings.values():
-            if len(alike) > 1:
-                shown = [f"{desc!r} ({self.counts[desc]:,})" for desc in alike[:4]]
+        for variants in spellings.values():
+            if len(variants) > 1:
+                shown = [f"{desc!r} ({self.counts[desc]:,})" for desc in variants[:4]]
                 yield Problem("desc-spelling", ", ".join(shown))
 
 
 class Sizes:
-    """Sides in bins: the root of width times height."""
+    """How many objects have which side, in bins. The side is the square root of width times height."""
 
     def __init__(self) -> None:
         self.sides = [0] * BINS
 
     def add(self, record: Record) -> None:
         scale = (BINS - 1) / math.sqrt(record.extent[0] * record.extent[1])
-        for found in record.objects:
-            xs, ys = found.coords[::2], found.coords[1::2]
+        for item in record.objects:
+            xs, ys = item.coords[::2], item.coords[1::2]
             side = scale * math.sqrt((max(xs) - min(xs)) * (max(ys) - min(ys)))
             self.sides[min(BINS - 1, round(side))] += 1
 
@@ -59,25 +60,27 @@ class Sizes:
 
     @property
     def histogram(self) -> tuple[tuple[int, int, int], ...]:
-        """From, below, objects."""
+        """The number of objects per range of sides, as (lowest side, end of the range, objects)."""
         return tuple((low, high, sum(self.sides[low:high])) for low, high in pairwise(STEPS))
 
     def problems(self) -> Iterator[Problem]:
         if self.median is not None and self.median < SMALL:
-            yield Problem("small-objects", f"median side {self.median} bins of {BINS:,}")
+            yield Problem("small-objects", f"median side {self.median} of {BINS:,} bins")
 
 
 @dataclass(frozen=True, slots=True)
 class TokenCount:
+    """Tokens per answer: median, 95th percentile and maximum."""
+
     records: int
     per_object: float
     median: int
-    high: int  # 95 of 100 records have no more
+    high: int  # the 95th percentile
     longest: int
 
 
 class Tokens:
-    """Of the answers as they are trained on, with the end of the turn; image and prompt come on top."""
+    """Lengths of the answers as they are trained on, with the end of the turn, without image and prompt."""
 
     def __init__(self, count_tokens: CountTokens) -> None:
         self._count_tokens = count_tokens
@@ -85,6 +88,7 @@ class Tokens:
         self._objects = 0
 
     def add(self, objects: Sequence[TrueObject]) -> int:
+        """Count the answer with these objects and return its length."""
         length = self._count_tokens(objects)
         self._lengths[length] += 1
         self._objects += len(objects)
@@ -101,10 +105,11 @@ class Tokens:
 
 
 def quantile(counts: Counter[int], share: float) -> int | None:
-    """The smallest value that at least this share does not exceed."""
-    wanted, passed = share * counts.total(), 0
+    """Return the smallest value that at least this share of the counted values does not exceed. None without
+    any."""
+    needed, passed = share * counts.total(), 0
     for value in sorted(value for value, count in counts.items() if count):
         passed += counts[value]
-        if passed >= wanted:
+        if passed >= needed:
             return value
     return None

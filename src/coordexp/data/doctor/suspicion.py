@@ -1,25 +1,25 @@
-"""What only many records can tell: boxes written as x, y, width, height; x and y swapped; a wrong space.
+"""Mistakes that only many records together reveal: boxes as x, y, width, height; x and y swapped; a wrong space.
 
-Each suspicion has two parts: a share of the shapes breaks as it is written, and practically all of them fit as
-they are suspected to be. One without the other says nothing. `add` counts, `problems` concludes.
+Each check needs two observations: some of the shapes are impossible as they are written, and nearly all of them
+are possible under another reading. Either observation alone proves nothing. `add` counts, `problems` concludes.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from coordexp.data.coordinates import BINS
 from coordexp.data.doctor.checks import Problem
+from coordexp.data.geometry import BINS
 from coordexp.data.records import SPACES, Record, RecordObject, Space
 
-SLACK = 1.005  # of the extent, for what merely touches the border
-FITS = 0.99  # share that must fit a suspicion
-BREAKS = 0.05  # share that must break as written
-FEW = 3  # fewer than so many are no share
+SLACK = 1.005  # times the extent, so that shapes may touch the border
+FITS = 0.99  # share of shapes that must be possible under the other reading
+BREAKS = 0.05  # share of shapes that must be impossible as written
+FEW = 3  # impossible shapes that are needed at least
 
 
 @dataclass
 class BoxOrder:
-    """Boxes as corners, as corner and size, or as centre and size."""
+    """Counts how many boxes are possible as two corners, as corner and size, or as centre and size."""
 
     boxes: int = 0
     inverted: int = 0
@@ -28,9 +28,9 @@ class BoxOrder:
 
     def add(self, record: Record) -> None:
         width, height = (side * SLACK for side in record.extent)
-        for found in record.objects:
-            if found.kind == "bbox_2d":
-                a, b, c, d = found.coords
+        for item in record.objects:
+            if item.kind == "bbox_2d":
+                a, b, c, d = item.coords
                 sizes = c > 0 and d > 0
                 self.boxes += 1
                 self.inverted += c < a or d < b
@@ -44,14 +44,14 @@ class BoxOrder:
             return
         for code, fit in (("suspect-xywh", self.as_size), ("suspect-centre", self.as_centre)):
             if fit >= FITS * self.boxes:
-                detail = f"as corners {self.inverted} of {self.boxes} boxes are inverted; read so, {fit} are sound"
+                detail = f"{self.inverted} of {self.boxes} boxes are inverted; read this way, {fit} are valid"
                 yield Problem(code, detail)
                 return
 
 
 @dataclass
 class AxisOrder:
-    """In images that are not square, shapes that fit when x and y are exchanged."""
+    """Counts the shapes in images that are not square, and those that fit when x and y are exchanged."""
 
     shapes: int = 0
     outside: int = 0
@@ -61,8 +61,8 @@ class AxisOrder:
         width, height = record.extent
         if record.space != "pixel" or max(width, height) < 1.1 * min(width, height):
             return
-        for found in record.objects:
-            x, y = _furthest([found])
+        for item in record.objects:
+            x, y = _largest([item])
             self.shapes += 1
             self.outside += x > width * SLACK or y > height * SLACK
             self.inside_swapped += x <= height * SLACK and y <= width * SLACK
@@ -72,13 +72,13 @@ class AxisOrder:
         if enough and self.inside_swapped >= FITS * self.shapes:
             yield Problem(
                 "suspect-swapped",
-                f"{self.outside} of {self.shapes} objects leave their images; swapped, {self.inside_swapped} fit",
+                f"{self.outside} of {self.shapes} objects exceed their images; swapped, {self.inside_swapped} fit",
             )
 
 
 @dataclass
 class SpaceUse:
-    """Of the records that state one space: how they fit each, and how far they reach in it."""
+    """Counts, for the records that state one space, how many fit each space and how far they reach in it."""
 
     stated: Space
     records: int = 0
@@ -86,7 +86,7 @@ class SpaceUse:
     reach: dict[Space, list[float]] = field(default_factory=lambda: {space: [0.0, 0.0] for space in SPACES})
 
     def add(self, record: Record) -> None:
-        x, y = _furthest(record.objects)
+        x, y = _largest(record.objects)
         self.records += 1
         for space in SPACES:
             width, height = _extent(record, space)
@@ -95,7 +95,7 @@ class SpaceUse:
             self.reach[space][1] = max(self.reach[space][1], y / height)
 
     def problems(self) -> Iterator[Problem]:
-        others = [space for space in SPACES if not _alike(space, self.stated)]
+        others = [space for space in SPACES if not _are_alike(space, self.stated)]
         fitting = [space for space in others if self.fits[space] >= FITS * self.records]
         if not fitting or self.records < 5:
             return
@@ -105,7 +105,7 @@ class SpaceUse:
         if breaks >= max(FEW, 0.2 * self.records):
             yield Problem(
                 "suspect-space",
-                f"stated {self.stated}: {breaks} of {self.records} records leave it; as {name}, "
+                f"stated {self.stated}: {breaks} of {self.records} records exceed it; as {name}, "
                 f"{self.fits[best]} fit",
             )
         elif best == "unit":
@@ -119,12 +119,15 @@ class SpaceUse:
             )
 
     def _stays_within(self, other: Space) -> bool:
-        """The far part of what is stated is never used, while the other space is used to its edges."""
+        """Return True if no shape reaches the far part of the stated space, while the other one is used to its
+        edges."""
         fills = min(self.reach[other]) >= 0.9
         return self.records >= 30 and fills and min(self.reach[self.stated]) <= 0.9
 
 
 class Suspicions:
+    """All checks of this module, on the same records."""
+
     def __init__(self) -> None:
         self._boxes, self._axes = BoxOrder(), AxisOrder()
         self._spaces = {space: SpaceUse(space) for space in SPACES}
@@ -140,12 +143,15 @@ class Suspicions:
         yield from swapped
         yield from self._boxes.problems()
         for use in self._spaces.values():
-            if not (swapped and use.stated == "pixel"):  # swapped axes leave the image too, and explain it better
+            if not (
+                swapped and use.stated == "pixel"
+            ):  # swapped axes exceed it too, and are the better explanation
                 yield from use.problems()
 
 
-def _furthest(objects: tuple[RecordObject, ...] | list[RecordObject]) -> tuple[float, float]:
-    return max(max(found.coords[::2]) for found in objects), max(max(found.coords[1::2]) for found in objects)
+def _largest(objects: Sequence[RecordObject]) -> tuple[float, float]:
+    """Return the largest x and the largest y."""
+    return max(max(item.coords[::2]) for item in objects), max(max(item.coords[1::2]) for item in objects)
 
 
 def _extent(record: Record, space: Space) -> tuple[float, float]:
@@ -153,5 +159,6 @@ def _extent(record: Record, space: Space) -> tuple[float, float]:
     return (record.width, record.height) if space == "pixel" else (sides[space], sides[space])
 
 
-def _alike(one: Space, other: Space) -> bool:
-    return one == other or {one, other} == {"norm1000", "bin"}
+def _are_alike(first: Space, second: Space) -> bool:
+    """Return True for equal spaces, and for norm1000 and bin, which no data can tell apart."""
+    return first == second or {first, second} == {"norm1000", "bin"}

@@ -1,22 +1,19 @@
-"""Other formats to records: each reader gives `SourceImage`s, and `write_records` settles their shapes by `Rules`.
+"""Importers: each reader yields `SourceImage`s, and `write_records` converts them to records by `Rules`.
 
-Nothing is left out in silence: whatever is dropped, changed or worth knowing is counted in a `Tally`. No torch.
+Nothing is left out silently: whatever is dropped, changed or worth knowing is counted in `ImportCounts`. No torch.
 """
 
-from coordexp.data.importers.coco import read_coco
+from coordexp.data.importers.coco import read_coco, read_lvis
 from coordexp.data.importers.labelme import read_labelme
-from coordexp.data.importers.lvis import read_lvis
-from coordexp.data.importers.source import Rules, SourceError, SourceImage, SourceObject
-from coordexp.data.importers.tally import Tally
+from coordexp.data.importers.source import ImportCounts, Rules, SourceImage, SourceObject
 from coordexp.data.importers.write import write_records
 from coordexp.data.importers.yolo import read_yolo
 
 __all__ = [
+    "ImportCounts",
     "Rules",
-    "SourceError",
     "SourceImage",
     "SourceObject",
-    "Tally",
     "read_coco",
     "read_labelme",
     "read_lvis",

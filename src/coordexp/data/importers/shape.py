@@ -1,118 +1,129 @@
-"""One source object to the shapes that are written: box or polygon, one part or several, inside the image.
+"""Convert a source object to the shapes that are written: box or polygon, one part or several, inside the image.
 
 Numbers are rounded to a thousandth of a pixel. A shape that would have no area in 1,000 bins is dropped here,
-since nothing could be trained on it.
+since it cannot be trained on.
 """
 
 from collections.abc import Iterator
 
-from coordexp.data.coordinates import to_bin
-from coordexp.data.importers.simplify import simplified
-from coordexp.data.importers.source import Ring, Rules, SourceError, SourceObject, area, hull
-from coordexp.data.importers.tally import Tally
+import numpy as np
+from numpy.typing import NDArray
+
+from coordexp.data.geometry import GeometryKind, is_degenerate, is_valid_count, to_bin
+from coordexp.data.importers.source import ImportCounts, Ring, Rules, SourceObject, bounding_box, signed_area
 from coordexp.data.records import RecordObject
-from coordexp.data.sample import GeometryKind, count_fits, degenerate
+from coordexp.errors import DataError
 
-BORDER = 0.1  # pixels: what a tool's own rounding may put a shape outside by
-FLAT = 1e-6  # square pixels: no more than what is left of zero after rounding
+BORDER = 0.1  # pixels by which the rounding of a tool may move a shape out of its image
+FLAT = 1e-6  # square pixels; a smaller area is zero up to rounding
 
-Shape = tuple[GeometryKind, Ring]
+KindAndCoords = tuple[GeometryKind, Ring]
+Points = NDArray[np.float64]
 
 
-def settle(found: SourceObject, size: tuple[int, int], rules: Rules, tally: Tally) -> Iterator[RecordObject]:
-    for kind, coords in _chosen(found, rules, tally):
-        kept = _inside(kind, coords, size, found.where, rules, tally)
+def convert_object(
+    source: SourceObject, size: tuple[int, int], rules: Rules, counts: ImportCounts
+) -> Iterator[RecordObject]:
+    for kind, coords in _choose_shapes(source, rules, counts):
+        kept = _fit_into_image(kind, coords, size, source.where, rules, counts)
         if kept is None:
             continue
         if kind == "poly" and rules.tolerance > 0:
-            plain = simplified(kept, rules.tolerance)
-            if plain != kept:
-                tally.add("changed", "polygon drawn with fewer vertices (--tolerance)", found.where)
-            kept = plain
+            simple = simplify_ring(kept, rules.tolerance)
+            if simple != kept:
+                counts.add("changed", "polygon drawn with fewer vertices (--tolerance)", source.where)
+            kept = simple
         rounded = tuple(round(value, 3) for value in kept)
-        if degenerate(kind, tuple(to_bin(value, size[k % 2]) for k, value in enumerate(rounded))):
-            tally.add("dropped", "object that has no area in 1,000 bins", found.where)
+        if is_degenerate(kind, tuple(to_bin(value, size[k % 2]) for k, value in enumerate(rounded))):
+            counts.add("dropped", "object that has no area in 1,000 bins", source.where)
             continue
-        yield RecordObject(found.desc, kind, rounded, found.category_id)
+        yield RecordObject(source.desc, kind, rounded, source.category_id)
 
 
-def _chosen(found: SourceObject, rules: Rules, tally: Tally) -> list[Shape]:
-    """By the rules on geometry and parts."""
-    rings = _usable(found, tally) if rules.geometry != "box" or not found.box else []
+def _choose_shapes(source: SourceObject, rules: Rules, counts: ImportCounts) -> list[KindAndCoords]:
+    """Apply the rules on geometry and on parts."""
+    rings = _usable_rings(source, counts) if rules.geometry != "box" or not source.box else []
     if rules.geometry == "box":
-        return _box(found, rings, tally)
+        return _choose_box(source, rings, counts)
     if not rings and rules.geometry == "poly":
-        tally.add("dropped", "object without a usable polygon (--geometry poly)", found.where)
+        counts.add("dropped", "object without a usable polygon (--geometry poly)", source.where)
         return []
     if not rings:
-        if found.rings and found.box:
-            tally.add("changed", "object without a usable polygon: its box is taken", found.where)
-        return _box(found, rings, tally)
+        if source.rings and source.box:
+            counts.add("changed", "object without a usable polygon: its box is taken", source.where)
+        return _choose_box(source, rings, counts)
     if len(rings) == 1 or rules.multipart == "split":
         if len(rings) > 1:
-            tally.add("changed", "object of several parts: split into one object each", found.where)
+            counts.add("changed", "object of several parts: split into one object each", source.where)
         return [("poly", ring) for ring in rings]
     if rules.multipart == "drop":
-        tally.add("dropped", "object of several parts (--multipart drop)", found.where)
+        counts.add("dropped", "object of several parts (--multipart drop)", source.where)
         return []
     if rules.multipart == "box":
-        tally.add("changed", "object of several parts: its box is taken", found.where)
-        return _box(found, rings, tally)
-    tally.add("changed", "object of several parts: the largest is taken", found.where)
-    return [("poly", max(rings, key=lambda ring: abs(area(ring))))]
+        counts.add("changed", "object of several parts: its box is taken", source.where)
+        return _choose_box(source, rings, counts)
+    counts.add("changed", "object of several parts: the largest is taken", source.where)
+    return [("poly", max(rings, key=_area))]
 
 
-def _box(found: SourceObject, rings: list[Ring], tally: Tally) -> list[Shape]:
-    box = found.box or (hull(rings) if rings else None)
+def _choose_box(source: SourceObject, rings: list[Ring], counts: ImportCounts) -> list[KindAndCoords]:
+    box = source.box or (bounding_box(rings) if rings else None)
     if box is None:
-        tally.add("dropped", "object without a usable box", found.where)
+        counts.add("dropped", "object without a usable box", source.where)
         return []
     if not (box[0] < box[2] and box[1] < box[3]):
-        tally.add("dropped", "box whose width or height is not above 0", found.where)
+        counts.add("dropped", "box whose width or height is not above 0", source.where)
         return []
     return [("bbox_2d", box)]
 
 
-def _usable(found: SourceObject, tally: Tally) -> list[Ring]:
+def _usable_rings(source: SourceObject, counts: ImportCounts) -> list[Ring]:
     rings = []
-    for ring in found.rings:
-        if not count_fits("poly", len(ring)):
-            tally.add("dropped", "ring with an odd number of numbers or with fewer than 6", found.where)
-        elif abs(area(ring)) < FLAT:
-            tally.add("dropped", "ring without area", found.where)
+    for ring in source.rings:
+        if not is_valid_count("poly", len(ring)):
+            counts.add("dropped", "ring with an odd number of numbers or with fewer than 6", source.where)
+        elif _area(ring) < FLAT:
+            counts.add("dropped", "ring without area", source.where)
         else:
             rings.append(ring)
     return rings
 
 
-def _inside(
-    kind: GeometryKind, coords: Ring, size: tuple[int, int], where: str, rules: Rules, tally: Tally
+def _area(ring: Ring) -> float:
+    return abs(signed_area(ring))
+
+
+def _fit_into_image(
+    kind: GeometryKind, coords: Ring, size: tuple[int, int], where: str, rules: Rules, counts: ImportCounts
 ) -> Ring | None:
-    """By the rule on what leaves the image; None when nothing is left."""
-    over = max(max(-value, value - size[k % 2]) for k, value in enumerate(coords))
-    if over <= 0:
+    """Apply the rule on shapes that extend beyond the image. Return None if nothing is left of the shape."""
+    excess = max(max(-value, value - size[k % 2]) for k, value in enumerate(coords))
+    if excess <= 0:
         return coords
-    if over > BORDER and rules.outside == "refuse":
+    if excess > BORDER and rules.outside == "refuse":
         shown = [round(value, 2) for value in coords[:8]]
-        raise SourceError(
-            f"{where}: {kind} {shown} leaves the image of {size[0]} x {size[1]} by {over:.1f} pixels\n"
-            "  correct it, or import with --outside clip or --outside drop"
+        raise DataError(
+            f"{where}: {kind} {shown} extends beyond the image of {size[0]} x {size[1]} by {excess:.1f} pixels",
+            "correct it, or import with --outside clip or --outside drop",
         )
-    if over > BORDER and rules.outside == "drop":
-        tally.add("dropped", "object that leaves the image (--outside drop)", where)
+    if excess > BORDER and rules.outside == "drop":
+        counts.add("dropped", "object that extends beyond the image (--outside drop)", where)
         return None
     ring = coords if kind == "poly" else (*coords[:3], coords[1], *coords[2:], coords[0], coords[3])
-    cut = _cut(ring, size)
-    if not cut or abs(area(cut)) < FLAT:
-        tally.add("dropped", "object with no part inside the image", where)
+    clipped = _clip_ring(ring, size)
+    if not clipped or _area(clipped) < FLAT:
+        counts.add("dropped", "object with no part inside the image", where)
         return None
-    small = "object put outside the image by rounding: moved onto the border"
-    tally.add("changed", small if over <= BORDER else "object that leaves the image: clipped", where)
-    return cut if kind == "poly" else hull([cut])
+    if excess <= BORDER:
+        counts.add("changed", "object put outside the image by rounding: moved onto the border", where)
+    else:
+        counts.add("changed", "object that extends beyond the image: clipped", where)
+    return clipped if kind == "poly" else bounding_box([clipped])
 
 
-def _cut(ring: Ring, size: tuple[int, int]) -> Ring:
-    """The ring inside the image, one side of the image after the other (Sutherland and Hodgman)."""
+def _clip_ring(ring: Ring, size: tuple[int, int]) -> Ring:
+    """Return the part of the ring inside the image, cut along one side after the other (Sutherland and
+    Hodgman)."""
     points = list(zip(ring[::2], ring[1::2], strict=True))
     for axis in (0, 1):
         for sign, limit in ((-1.0, 0.0), (1.0, float(size[axis]))):
@@ -129,3 +140,44 @@ def _cut(ring: Ring, size: tuple[int, int]) -> Ring:
             points = kept
     distinct = [point for k, point in enumerate(points) if point != points[k - 1]]
     return tuple(value for point in distinct for value in point) if len(distinct) > 2 else ()
+
+
+def simplify_ring(ring: Ring, tolerance: float) -> Ring:
+    """Return the ring with fewer vertices, such that no old vertex is further from it than the tolerance (Ramer,
+    Douglas, Peucker). Return the ring unchanged if less than a triangle would be left.
+
+    The outline of a mask has a vertex at every step of its staircase; a tolerance of half a pixel or one pixel
+    removes most of them."""
+    points = np.array(ring).reshape(-1, 2)
+    far = int(np.argmax(np.hypot(*(points - points[0]).T)))
+    closed = np.vstack([points, points[:1]])
+    kept = {0, far}
+    kept |= _needed_vertices(closed, 0, far, tolerance) | _needed_vertices(closed, far, len(points), tolerance)
+    simple = tuple(points[sorted(kept)].ravel().tolist())
+    return simple if len(kept) > 2 and signed_area(simple) else ring
+
+
+def _needed_vertices(points: Points, first: int, last: int, tolerance: float) -> set[int]:
+    """Return the vertices between two others that a straight line may not skip."""
+    needed: set[int] = set()
+    waiting = [(first, last)]
+    while waiting:
+        start, end = waiting.pop()
+        if end - start < 2:
+            continue
+        distances = _distances(points[start + 1 : end], points[start], points[end])
+        worst = int(np.argmax(distances))
+        if distances[worst] > tolerance:
+            middle = start + 1 + worst
+            needed.add(middle)
+            waiting += [(start, middle), (middle, end)]
+    return needed
+
+
+def _distances(points: Points, start: Points, end: Points) -> Points:
+    """Return the distances of points from the segment between two others."""
+    along = end - start
+    length = float(along @ along)
+    share = np.clip((points - start) @ along / length, 0, 1) if length else np.zeros(len(points))
+    distances: Points = np.hypot(*(points - start - share[:, None] * along).T)
+    return distances

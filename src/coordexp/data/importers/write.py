@@ -1,4 +1,4 @@
-"""Source images to a JSONL file of records, one after the other.
+"""Write source images to a JSONL file of records, one after the other.
 
 The file appears under its name only when it is complete. Image paths are relative to its folder.
 """
@@ -7,69 +7,71 @@ import os
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from coordexp.data.importers.shape import settle
-from coordexp.data.importers.source import Rules, SourceError, SourceImage
-from coordexp.data.importers.tally import Tally
+from coordexp.data.importers.shape import convert_object
+from coordexp.data.importers.source import ImportCounts, Rules, SourceImage
 from coordexp.data.records import Record
+from coordexp.errors import DataError
 
 
 def write_records(
-    images: Iterable[SourceImage], target: Path, rules: Rules, tally: Tally, tell: Callable[[int], None]
+    images: Iterable[SourceImage], target: Path, rules: Rules, counts: ImportCounts, notify: Callable[[int], None]
 ) -> None:
-    """`tell` hears the number of images read so far. SourceError if most of the image files are not there: then
-    the folder of images is wrong."""
+    """Write the records. `notify` is called with the number of images read so far. Raise DataError if most of the
+    image files are missing, because then the folder of images is the wrong one."""
     target.parent.mkdir(parents=True, exist_ok=True)
     part = target.with_name(f".{target.name}.part")
     try:
         with part.open("w", encoding="utf-8") as file:
             for number, image in enumerate(images, start=1):
-                tell(number)
-                record = _record(image, target.parent, rules, tally)
+                notify(number)
+                record = _convert_image(image, target.parent, rules, counts)
                 if record is not None:
                     file.write(record.as_json() + "\n")
-                    tally.images += 1
-                    tally.objects += len(record.objects)
-        _check_missing(tally, rules)
+                    counts.images += 1
+                    counts.objects += len(record.objects)
+        _check_missing(counts, rules)
         part.replace(target)
     finally:
         part.unlink(missing_ok=True)
 
 
-def _record(image: SourceImage, folder: Path, rules: Rules, tally: Tally) -> Record | None:
+def _convert_image(image: SourceImage, folder: Path, rules: Rules, counts: ImportCounts) -> Record | None:
+    """Return the record of an image, or None if the rules drop it."""
     size = (image.width, image.height)
-    objects = tuple(shape for found in image.objects for shape in settle(found, size, rules, tally))
+    objects = tuple(item for source in image.objects for item in convert_object(source, size, rules, counts))
     if not objects and rules.empty == "drop":
-        tally.add("dropped", "image without objects (--empty drop)", str(image.path))
+        counts.add("dropped", "image without objects (--empty drop)", str(image.path))
         return None
     if not objects:
-        tally.add("noted", "image without objects: kept", str(image.path))
+        counts.add("noted", "image without objects: kept", str(image.path))
     if not image.path.is_file():
-        tally.missing += 1
-        tally.first_missing = tally.first_missing or str(image.path)
+        counts.missing += 1
+        counts.first_missing = counts.first_missing or str(image.path)
         if rules.missing == "drop":
-            tally.add("dropped", "image file that is not there (--missing drop)", str(image.path))
+            counts.add("dropped", "image file that does not exist (--missing drop)", str(image.path))
             return None
-        tally.add(
+        counts.add(
             "noted",
-            "image file that is not there: its record is written, and training would stop at it",
+            "image file that does not exist: its record is written, and training would stop at it",
             str(image.path),
         )
-    return Record(_relative(image.path, folder), *size, "pixel", objects, image.image_id)
+    return Record(_relative_path(image.path, folder), *size, "pixel", objects, image.image_id)
 
 
-def _check_missing(tally: Tally, rules: Rules) -> None:
-    images = tally.images + (tally.missing if rules.missing == "drop" else 0)
-    if rules.missing == "keep" or tally.missing * 2 <= images:
+def _check_missing(counts: ImportCounts, rules: Rules) -> None:
+    images = counts.images + (counts.missing if rules.missing == "drop" else 0)
+    if rules.missing == "keep" or counts.missing * 2 <= images:
         return
-    raise SourceError(
-        f"{tally.missing:,} of {images:,} image files are not there, the first is {tally.first_missing}\n"
-        "  give the folder of the images with --images; --missing keep writes the records without their files"
+    raise DataError(
+        f"{counts.missing:,} of {images:,} image files do not exist; the first is {counts.first_missing}",
+        "give the folder of the images with --images; --missing keep writes the records without their files",
     )
 
 
-def _relative(path: Path, folder: Path) -> str:
-    """As it is written where that stays below the folder, else between the real places: links have no parents."""
-    plain = os.path.relpath(path, folder)
-    if plain.startswith(".."):
-        plain = os.path.relpath(path.parent.resolve() / path.name, folder.resolve())
-    return Path(plain).as_posix()
+def _relative_path(path: Path, folder: Path) -> str:
+    """Return the path relative to the folder. Links are kept in a path below the folder; they are resolved in any
+    other path, because `..` after a link leads to the parent of its target."""
+    relative = os.path.relpath(path, folder)
+    if relative.startswith(".."):
+        relative = os.path.relpath(path.parent.resolve() / path.name, folder.resolve())
+    return Path(relative).as_posix()

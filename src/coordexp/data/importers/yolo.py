@@ -1,7 +1,7 @@
-"""YOLO: a folder of text files beside a folder of images, one object a line, in units of the image.
+"""YOLO: a folder of text files beside a folder of images, with one object per line, in units of the image.
 
-`class cx cy w h` is a box and `class x y x y x y ...` a polygon. Images lead: one without a text file has no
-objects. Names of the classes come from `data.yaml` or from `classes.txt`, one a line.
+`class cx cy w h` is a box and `class x y x y x y ...` a polygon. Every image becomes a record; one without a text
+file has no objects. The names of the classes come from `data.yaml`, or from `classes.txt` with one name per line.
 """
 
 from collections.abc import Iterator
@@ -10,115 +10,125 @@ from typing import Any
 
 import yaml
 
-from coordexp.data.importers.source import Box, Ring, SizeOf, SourceError, SourceImage, SourceObject, text_of
-from coordexp.data.importers.tally import Tally
+from coordexp.data.importers.source import (
+    LARGEST,
+    Box,
+    ImportCounts,
+    Ring,
+    SizeOf,
+    SourceImage,
+    SourceObject,
+    check_name,
+)
+from coordexp.errors import DataError
 
 SUFFIXES = frozenset({".bmp", ".jpeg", ".jpg", ".png", ".tif", ".tiff", ".webp"})
-FAR = 2.0  # a unit coordinate beyond this is no unit coordinate
+FAR = 2.0  # a number beyond this cannot be in units of the image
+_NAMES_FILES = ("data.yaml", "data.yml", "classes.txt")
 
 
 def read_yolo(
-    labels: Path, images: Path, names: Path | None, tally: Tally, size_of: SizeOf
+    labels: Path, images: Path, names: Path | None, counts: ImportCounts, size_of: SizeOf
 ) -> Iterator[SourceImage]:
-    classes = _classes(names or _names_file(labels))
-    pictures = _pictures(images)
+    classes = _read_classes(names or _find_names_file(labels))
+    paths = _find_images(images)
     for name in sorted(p.relative_to(labels).with_suffix("") for p in labels.rglob("*.txt")):
-        if name not in pictures and name.name != "classes":
-            tally.add("dropped", "file of labels without an image", f"{name.as_posix()}.txt")
-    for name, picture in pictures.items():
+        if name not in paths and name.name != "classes":
+            counts.add("dropped", "file of labels without an image", f"{name.as_posix()}.txt")
+    for name, path in paths.items():
         try:
-            width, height = size_of(picture)
+            size = size_of(path)
         except OSError as error:
-            tally.add("dropped", "image that cannot be read", f"{picture}: {error}")
+            counts.add("dropped", "image that cannot be read", f"{path}: {error}")
             continue
         file = labels / name.with_name(f"{name.name}.txt")
         if not file.is_file():
-            tally.add("noted", "image without a file of labels: no objects", str(picture))
-        yield SourceImage(picture, width, height, tuple(_objects(file, classes, (width, height), tally)))
+            counts.add("noted", "image without a file of labels: no objects", str(path))
+        yield SourceImage(path, *size, tuple(_read_objects(file, classes, size, counts)))
 
 
-def _names_file(labels: Path) -> Path:
-    places = [folder / name for folder in (labels, labels.parent, labels.parent.parent) for name in _NAMES]
-    found = [place for place in places if place.is_file()]
-    if len(found) == 1:
-        return found[0]
-    raise SourceError(
-        f"{labels}: {'no' if not found else 'more than one'} file with the names of the classes"
-        f"{': ' if found else ''}{', '.join(map(str, found))}\n  give data.yaml or classes.txt with --names"
+def _find_names_file(labels: Path) -> Path:
+    folders = (labels, labels.parent, labels.parent.parent)
+    files = [folder / name for folder in folders for name in _NAMES_FILES if (folder / name).is_file()]
+    if len(files) == 1:
+        return files[0]
+    raise DataError(
+        f"{labels}: {'no' if not files else 'more than one'} file with the names of the classes"
+        f"{': ' if files else ''}{', '.join(map(str, files))}",
+        "give data.yaml or classes.txt with --names",
     )
 
 
-_NAMES = ("data.yaml", "data.yml", "classes.txt")
-
-
-def _classes(path: Path) -> dict[int, str]:
-    """By number. Numbers may have gaps in data.yaml."""
+def _read_classes(path: Path) -> dict[int, str]:
+    """Return the names by class number. Numbers may have gaps in data.yaml."""
     try:
         text = path.read_text(encoding="utf-8-sig")
         if path.suffix not in (".yaml", ".yml"):
-            return {
-                k: text_of(line.strip(), f"{path}:{k + 1}") for k, line in enumerate(text.rstrip().split("\n"))
-            }
+            lines = text.rstrip().split("\n")
+            return {k: check_name(line.strip(), f"{path}:{k + 1}") for k, line in enumerate(lines)}
         tree = yaml.safe_load(text)
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise SourceError(f"{path}: cannot be read: {error}\n  give data.yaml or classes.txt") from error
+        raise DataError(f"{path}: cannot be read: {error}", "give data.yaml or classes.txt") from error
     names: Any = tree.get("names") if isinstance(tree, dict) else None
     if isinstance(names, list):
         names = dict(enumerate(names))
     if not isinstance(names, dict) or not all(str(key).isdecimal() for key in names):
-        raise SourceError(f"{path}: no names\n  write names: [cat, dog], or names: {{0: cat, 1: dog}}")
-    return {int(key): text_of(name, f"{path}: names[{key}]") for key, name in names.items()}
+        raise DataError(f"{path}: no names", "write names: [cat, dog], or names: {0: cat, 1: dog}")
+    return {int(key): check_name(name, f"{path}: names[{key}]") for key, name in names.items()}
 
 
-def _pictures(folder: Path) -> dict[Path, Path]:
-    """By the name that their labels have."""
-    found: dict[Path, Path] = {}
+def _find_images(folder: Path) -> dict[Path, Path]:
+    """Return the image files by the name of their labels."""
+    images: dict[Path, Path] = {}
     for path in sorted(path for path in folder.rglob("*") if path.suffix.lower() in SUFFIXES):
         name = path.relative_to(folder).with_suffix("")
-        if name in found:
-            raise SourceError(
-                f"{found[name]} and {path} would share the labels {name.as_posix()}.txt\n  rename or remove one"
+        if name in images:
+            raise DataError(
+                f"{images[name]} and {path} would share the labels {name.as_posix()}.txt",
+                "rename or remove one of them",
             )
-        found[name] = path
-    if not found:
-        raise SourceError(
-            f"{folder}: no images ({', '.join(sorted(SUFFIXES))})\n  give their folder with --images"
+        images[name] = path
+    if not images:
+        raise DataError(
+            f"{folder}: no images ({', '.join(sorted(SUFFIXES))})", "give the folder of the images with --images"
         )
-    return found
+    return images
 
 
-def _objects(file: Path, classes: dict[int, str], size: tuple[int, int], tally: Tally) -> Iterator[SourceObject]:
+def _read_objects(
+    file: Path, classes: dict[int, str], size: tuple[int, int], counts: ImportCounts
+) -> Iterator[SourceObject]:
     if not file.is_file():
         return
     for number, line in enumerate(file.read_text(encoding="utf-8-sig", errors="replace").splitlines(), start=1):
         where = f"{file}:{number}"
         if not line.strip():
             continue
-        values = _values(line)
+        values = _read_values(line)
         if values is None:
-            tally.add("dropped", "line that is not numbers", where)
+            counts.add("dropped", "line that is not numbers", where)
         elif values[0] not in classes:
-            tally.add("dropped", "object of a class without a name", f"{where} (class {values[0]:g})")
+            counts.add("dropped", "object of a class without a name", f"{where} (class {values[0]:g})")
         elif len(values) != 5 and (len(values) < 7 or len(values) % 2 == 0):
-            tally.add(
+            counts.add(
                 "dropped", f"line of {len(values)} numbers: neither a box (5) nor a polygon (7, 9, ...)", where
             )
         elif any(abs(value) > FAR for value in values[1:]):
-            tally.add("dropped", "line whose numbers are not in units of the image (0 to 1)", where)
+            counts.add("dropped", "line whose numbers are not in units of the image (0 to 1)", where)
         else:
-            box, rings = _shape(values[1:], size)
+            box, rings = _to_pixels(values[1:], size)
             yield SourceObject(classes[int(values[0])], where, box, rings)
 
 
-def _values(line: str) -> Ring | None:
+def _read_values(line: str) -> Ring | None:
     try:
         values = tuple(map(float, line.split()))
     except ValueError:
         return None
-    return values if all(abs(value) < 1e9 for value in values) else None
+    return values if all(abs(value) < LARGEST for value in values) else None
 
 
-def _shape(values: Ring, size: tuple[int, int]) -> tuple[Box | None, tuple[Ring, ...]]:
+def _to_pixels(values: Ring, size: tuple[int, int]) -> tuple[Box | None, tuple[Ring, ...]]:
     scaled = tuple(value * size[k % 2] for k, value in enumerate(values))
     if len(values) > 4:
         return None, (scaled,)
