@@ -20,6 +20,7 @@ from typing import Annotated, Any, Literal, NotRequired, get_args
 import numpy as np
 from numpy.typing import NDArray
 from pydantic import ConfigDict, Field, Strict, TypeAdapter, ValidationError, with_config
+from pydantic_core import ErrorDetails
 from typing_extensions import TypedDict  # pydantic needs this one before Python 3.12, and brings the package
 
 from coordexp.data.geometry import (
@@ -38,7 +39,10 @@ Space = Literal["pixel", "unit", "norm1000", "bin"]
 SPACES: tuple[Space, ...] = get_args(Space)
 LARGEST_ID = 2**63  # ids are 64-bit numbers in COCO's tools
 LARGEST = 1e12  # larger than any coordinate; excludes infinity, NaN and integers that no float can hold
-SHOWN_PROBLEMS = 3  # of the wrong values of one line
+SHOWN_PROBLEMS = 3  # wrong values that a message names
+_UNKNOWN_KEY = ("extra_forbidden", "unexpected_keyword_argument")  # in a dict and in a dataclass
+# Words of pydantic that a reader of JSON does not know.
+_PLAIN_WORDS = {"Tuple": "List", "valid tuple": "list", "valid list": "list", " after validation": ""}
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,26 +183,30 @@ class RecordFile:
 def describe_problems(error: ValidationError) -> str:
     """Return in one line what is wrong with a JSON value that pydantic refused."""
     problems = error.errors(include_url=False)
-    parts = []
-    for title, types in (
-        ("unknown keys", ("extra_forbidden", "unexpected_keyword_argument")),
-        ("missing keys", ("missing",)),
-    ):
-        if keys := sorted(_format_place(problem["loc"]) for problem in problems if problem["type"] in types):
-            parts.append(f"{title}: {', '.join(keys)}")
-        problems = [problem for problem in problems if problem["type"] not in types]
-    for problem in problems[:SHOWN_PROBLEMS]:
-        place, value, rule = _format_place(problem["loc"]), problem["input"], problem["msg"]
-        if problem["type"] in ("dict_type", "dataclass_type"):
-            parts.append(f"{place or 'this'} is not a JSON object")
-        elif problem["type"] == "value_error":
-            parts.append(f"{place}: {problem['ctx']['error']}")
-        else:
-            rule = rule.replace("valid tuple", "list").replace("valid list", "list")
-            parts.append(f"{place} {reprlib.repr(value)}: {rule[0].lower()}{rule[1:]}")
-    if len(problems) > SHOWN_PROBLEMS:
-        parts.append(f"and {len(problems) - SHOWN_PROBLEMS} more")
+    unknown = [problem for problem in problems if problem["type"] in _UNKNOWN_KEY]
+    missing = [problem for problem in problems if problem["type"] == "missing"]
+    others = [problem for problem in problems if problem["type"] not in (*_UNKNOWN_KEY, "missing")]
+    parts = [
+        f"{title}: {', '.join(sorted(_format_place(problem['loc']) for problem in group))}"
+        for title, group in (("unknown keys", unknown), ("missing keys", missing))
+        if group
+    ]
+    parts += map(_describe_problem, others[:SHOWN_PROBLEMS])
+    if len(others) > SHOWN_PROBLEMS:
+        parts.append(f"and {len(others) - SHOWN_PROBLEMS} more")
     return "; ".join(parts)
+
+
+def _describe_problem(problem: ErrorDetails) -> str:
+    place = _format_place(problem["loc"])
+    if problem["type"] in ("dict_type", "dataclass_type"):
+        return f"{place or 'this'} is not a JSON object"
+    if problem["type"] == "value_error":  # raised by a class of this package
+        return f"{place}: {problem['ctx']['error']}"
+    rule = problem["msg"]
+    for words, plain_words in _PLAIN_WORDS.items():
+        rule = rule.replace(words, plain_words)
+    return f"{place} {reprlib.repr(problem['input'])}: {rule[0].lower()}{rule[1:]}"
 
 
 def _format_place(location: tuple[int | str, ...]) -> str:

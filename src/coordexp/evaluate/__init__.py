@@ -1,34 +1,31 @@
-"""How good are a model's answers: COCO's AP and AR, F1, and behaviour. Needs no image and imports no torch.
+"""How good a model's answers are: COCO's AP and AR, F1, and behaviour. Needs no image and imports no torch.
 
-`evaluate` takes truth and answers and gives a `Report`; `predictions` is their form on disk.
+`evaluate` compares ground truth and answers and returns an `EvaluationReport`; `predictions` reads and writes the
+answers on disk.
 """
 
+from coordexp.evaluate.answer import AnswerObject, Detection, ImageAnswer, ScoreMode, replace_scores
 from coordexp.evaluate.predictions import (
-    Answer,
-    AnswerObject,
-    Detection,
-    PredictionError,
     Predictions,
     check_predictions,
     read_predictions,
     read_truth,
     write_predictions,
 )
-from coordexp.evaluate.report import Report, evaluate
-from coordexp.evaluate.scores import ScoreMode, rescored
+from coordexp.evaluate.report import EvaluationReport, count_by_image, evaluate
 
 __all__ = [
-    "Answer",
     "AnswerObject",
     "Detection",
-    "PredictionError",
+    "EvaluationReport",
+    "ImageAnswer",
     "Predictions",
-    "Report",
     "ScoreMode",
     "check_predictions",
+    "count_by_image",
     "evaluate",
     "read_predictions",
     "read_truth",
-    "rescored",
+    "replace_scores",
     "write_predictions",
 ]

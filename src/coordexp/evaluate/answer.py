@@ -1,32 +1,53 @@
-"""What a model said to an image, and the detections that come of it. Values read from JSON are checked here.
+"""A model's answer about an image, and the detections in it. JSON from files is checked here.
 
-An `Answer` holds all objects of the text, also those that the parser refused, in bins; a `Detection` is a valid
-one in pixels, as COCO tools take it.
+An `ImageAnswer` has all objects of the text, in bins, including those that the parser refused. A `Detection` is a
+valid object in pixels, as COCO tools read it.
+
+The score of an object is the probability of its words: of its description and of the structure before it, and so
+of the choice to continue the answer at all. Coordinates are left out: the probability of one bin of a soft
+distribution shows how soft the training targets were, and on the demo model it did not improve the ranking.
 """
 
+import bisect
+import itertools
 import json
 import math
+import random
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from typing import Annotated, Any
 
-from coordexp.correction import PredictedObject
-from coordexp.data import BINS, GeometryKind, Record, degenerate, to_pixels
-from coordexp.data.records import KINDS
-from coordexp.data.sample import COUNT_RULE, count_fits
+from pydantic import AllowInfNan, ConfigDict, Field, Strict, TypeAdapter, ValidationError
+
+from coordexp.correction import PredictedObject, parse_rollout
+from coordexp.data import BINS, GeometryKind, Record, is_degenerate, to_pixels
+from coordexp.data.geometry import COUNT_RULE, is_valid_count
+from coordexp.data.records import describe_problems
+from coordexp.rollout.backend import Rollout
+from coordexp.vocab import VocabularyTable
 
 NO_IMAGE = "image_unreadable"
+
+# Types that pydantic checks when JSON is read. Nothing is converted, except a list to a tuple.
+_Count = Annotated[int, Strict(), Field(ge=0)]
+_Text = Annotated[str, Strict()]
+_Number = Annotated[float, Strict(), AllowInfNan(False)]
+_Bin = Annotated[int, Strict()]
 
 
 @dataclass(frozen=True, slots=True)
 class AnswerObject:
-    """One object of an answer; valid when `reason` is None. `bins` as in `Geometry`; `score` is a confidence."""
+    """An object of an answer. It is valid if `reason` is None, and refused by the parser for that reason
+    otherwise. `bins` are as in `Geometry`; `score` is a confidence."""
 
-    desc: str | None
+    __pydantic_config__ = ConfigDict(extra="forbid")
+
+    desc: _Text | None
     kind: GeometryKind | None
-    bins: tuple[int, ...] | None
-    score: float | None
-    reason: str | None
+    bins: tuple[_Bin, ...] | None
+    score: _Number | None
+    reason: _Text | None
 
     def __post_init__(self) -> None:
         if self.score is not None and not math.isfinite(self.score):
@@ -35,37 +56,38 @@ class AnswerObject:
             return
         if self.desc is None or self.kind is None or self.bins is None:
             raise ValueError("an object without desc, kind or bins needs a reason")
-        if not count_fits(self.kind, len(self.bins)):
+        if not is_valid_count(self.kind, len(self.bins)):
             raise ValueError(f"{self.kind} has {len(self.bins)} bins; {COUNT_RULE}")
-        if not all(0 <= bin < BINS for bin in self.bins) or degenerate(self.kind, self.bins):
-            raise ValueError(f"{self.kind} {self.bins} has no area, or leaves the bins 0 to {BINS - 1}")
+        if not all(0 <= bin < BINS for bin in self.bins) or is_degenerate(self.kind, self.bins):
+            raise ValueError(f"{self.kind} {self.bins} has no area, or is outside the bins 0 to {BINS - 1}")
 
     @classmethod
-    def of(cls, found: PredictedObject, score: float | None) -> "AnswerObject":
-        """An object as the parser gives it."""
-        kind, bins = found.geometry or (None, None)
-        reason = None if found.reason is None else found.reason.value
-        return cls(found.desc, kind, bins, score, reason)
+    def from_parsed(cls, parsed: PredictedObject, score: float | None) -> "AnswerObject":
+        kind, bins = parsed.geometry or (None, None)
+        reason = None if parsed.reason is None else parsed.reason.value
+        return cls(parsed.desc, kind, bins, score, reason)
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
-    """`finish_reason` is stop when the model ended by itself, length when it was cut off, and `NO_IMAGE` when it
-    was not asked, because the image cannot be read."""
+class ImageAnswer:
+    """An answer about one image. `finish_reason` is stop if the model ended it, length if it was cut off at the
+    token limit, and `NO_IMAGE` if the model was not asked because the image cannot be read."""
 
-    image_id: int
-    image: str
-    text: str
-    finish_reason: str
-    tokens: int
+    __pydantic_config__ = ConfigDict(extra="forbid")
+
+    image_id: _Count
+    image: _Text
+    text: _Text
+    finish_reason: _Text
+    tokens: _Count
     objects: tuple[AnswerObject, ...]
 
     @property
     def valid(self) -> tuple[AnswerObject, ...]:
-        return tuple(found for found in self.objects if found.reason is None)
+        return tuple(item for item in self.objects if item.reason is None)
 
     @property
-    def truncated(self) -> bool:
+    def is_truncated(self) -> bool:
         return self.finish_reason == "length"
 
     @property
@@ -75,14 +97,16 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class Detection:
-    """A COCO result: a box x, y, width, height in pixels; of a polygon also its rings."""
+    """A COCO result: a box x, y, width, height in pixels, and for a polygon also its rings."""
 
-    image_id: int
-    category_id: int
-    desc: str
-    bbox: tuple[float, float, float, float]
-    segmentation: tuple[tuple[float, ...], ...] | None
-    score: float
+    __pydantic_config__ = ConfigDict(extra="forbid")
+
+    image_id: _Count
+    category_id: _Count
+    desc: _Text
+    bbox: tuple[_Number, _Number, _Number, _Number]
+    score: _Number
+    segmentation: Annotated[tuple[tuple[_Number, ...], ...], Field(min_length=1)] | None = None
 
     def as_dict(self) -> dict[str, Any]:
         values = {
@@ -95,95 +119,91 @@ class Detection:
         return values if self.segmentation is None else values | {"segmentation": self.segmentation}
 
 
-def in_pixels(bins: Sequence[int], record: Record) -> tuple[float, ...]:
+_ANSWER = TypeAdapter(ImageAnswer)
+_DETECTION = TypeAdapter(Detection)
+
+
+def parse_answer(line: str | bytes) -> ImageAnswer:
+    """Return the answer of a JSON line. Raise ValueError with what is wrong with it.
+
+    The line is not read with pydantic's own JSON parser, because that one refuses a lone surrogate in the text."""
+    value = json.loads(line)
+    try:
+        return _ANSWER.validate_python(value)
+    except ValidationError as error:
+        raise ValueError(describe_problems(error)) from error
+
+
+def parse_detection(value: Any) -> Detection:
+    """Return the detection of an entry of a COCO results list. Raise ValueError with what is wrong with it."""
+    try:
+        return _DETECTION.validate_python(value)
+    except ValidationError as error:
+        raise ValueError(describe_problems(error)) from error
+
+
+def bins_to_pixels(bins: Sequence[int], record: Record) -> tuple[float, ...]:
     size = (record.width, record.height)
     return tuple(to_pixels(bin, size[k % 2]) for k, bin in enumerate(bins))
 
 
-def parse_answer(line: str | bytes) -> Answer:
-    """ValueError says what is wrong with the line."""
-    value = json.loads(line)
-    _keys(value, {"image_id", "image", "text", "finish_reason", "tokens", "objects"})
-    if not isinstance(value["objects"], list):
-        raise ValueError("objects is not a list")
-    objects = []
-    for k, found in enumerate(value["objects"]):
-        try:
-            objects.append(_answer_object(found))
-        except ValueError as error:
-            raise ValueError(f"objects[{k}]: {error}") from error
-    return Answer(
-        _whole(value, "image_id", at_least=0),
-        _text(value, "image"),
-        _text(value, "text"),
-        _text(value, "finish_reason"),
-        _whole(value, "tokens", at_least=0),
-        tuple(objects),
-    )
+class ScoreMode(StrEnum):
+    """Which scores rank the detections. AP depends only on which detection comes first, so constant scores show
+    what the order of the answers gives, and shuffled ones what chance gives. Informative scores give a higher AP
+    than both."""
+
+    own = "own"
+    constant = "constant"
+    shuffled = "shuffled"
 
 
-def parse_detection(value: Any) -> Detection:
-    """From a dict of a COCO results list. ValueError says what is wrong with it."""
-    _keys(value, {"image_id", "category_id", "desc", "bbox", "score"}, optional={"segmentation"})
-    rings = value.get("segmentation")
-    if rings is not None and not (isinstance(rings, list) and rings and all(map(_numbers, rings))):
-        raise ValueError("segmentation is not a list of rings, each a list of numbers")
-    if not _numbers(value["bbox"]) or len(value["bbox"]) != 4:
-        raise ValueError(f"bbox {value['bbox']!r} is not four numbers x, y, width, height")
-    if not _numbers([value["score"]]):
-        raise ValueError(f"score {value['score']!r} is not a number")
-    x, y, width, height = map(float, value["bbox"])
-    return Detection(
-        _whole(value, "image_id", at_least=0),
-        _whole(value, "category_id", at_least=0),
-        _text(value, "desc"),
-        (x, y, width, height),
-        None if rings is None else tuple(tuple(map(float, ring)) for ring in rings),
-        float(value["score"]),
-    )
+def replace_scores(answers: Sequence[ImageAnswer], mode: ScoreMode, seed: int = 0) -> list[ImageAnswer]:
+    """Return the same answers with other scores. `constant` gives every valid object 1.0; `shuffled` distributes
+    the scores of all valid objects among them at random."""
+    if mode is ScoreMode.own:
+        return list(answers)
+    scores: list[float | None] = [item.score for answer in answers for item in answer.valid]
+    if mode is ScoreMode.shuffled:
+        random.Random(seed).shuffle(scores)  # noqa: S311  (not a secret)
+    else:
+        scores = [1.0] * len(scores)
+    remaining = iter(scores)
+    return [
+        replace(
+            answer,
+            objects=tuple(
+                item if item.reason is not None else replace(item, score=next(remaining))
+                for item in answer.objects
+            ),
+        )
+        for answer in answers
+    ]
 
 
-def _answer_object(value: Any) -> AnswerObject:
-    _keys(value, {"desc", "kind", "bins", "score", "reason"})
-    for key in ("desc", "reason"):
-        if value[key] is not None:
-            _text(value, key)
-    if value["kind"] is not None and value["kind"] not in KINDS:
-        raise ValueError(f"kind {value['kind']!r} is not one of {', '.join(KINDS)}")
-    bins, score = value["bins"], value["score"]
-    if bins is not None and not (isinstance(bins, list) and all(type(bin) is int for bin in bins)):
-        raise ValueError(f"bins {bins!r} is not a list of whole numbers")
-    if score is not None and not _numbers([score]):
-        raise ValueError(f"score {score!r} is not a number")
-    return AnswerObject(
-        value["desc"],
-        value["kind"],
-        None if bins is None else tuple(bins),
-        None if score is None else float(score),
-        value["reason"],
-    )
+def build_answer(image_id: int, image: str, rollout: Rollout, table: VocabularyTable) -> ImageAnswer:
+    """Parse the generated tokens strictly and score every valid object."""
+    parsed = parse_rollout(rollout.ids, table)
+    objects = [
+        AnswerObject.from_parsed(item, _score(item, rollout.logprobs, tokens) if item.valid else None)
+        for item, tokens in zip(parsed.objects, _find_tokens(rollout.ids, parsed.objects, table), strict=True)
+    ]
+    return ImageAnswer(image_id, image, rollout.text, rollout.finish_reason, len(rollout.ids), tuple(objects))
 
 
-def _keys(value: Any, needed: set[str], optional: frozenset[str] | set[str] = frozenset()) -> None:
-    if not isinstance(value, dict):
-        raise ValueError("not a JSON object")
-    unknown, missing = sorted(set(value) - needed - optional), sorted(needed - set(value))
-    parts = [f"{what} {', '.join(keys)}" for what, keys in (("unknown", unknown), ("no", missing)) if keys]
-    if parts:
-        raise ValueError("; ".join(parts))
+def _find_tokens(ids: Sequence[int], objects: Sequence[PredictedObject], table: VocabularyTable) -> list[range]:
+    """Return the token positions of each object, valid or not. They begin with the token before its key, which
+    decides that there is another object, and end where those of the next object begin."""
+    symbols = [table.symbols[id] if id < len(table.symbols) else "" for id in ids]
+    text, ends = "".join(symbols), list(itertools.accumulate(map(len, symbols)))
+    starts, position = [], 0
+    for item in objects:
+        key = text.find(json.dumps(item.key, ensure_ascii=False).encode().decode("latin-1"), position)
+        position = key if key >= 0 else position  # a key with escapes shares the tokens of the object before it
+        starts.append(max(0, bisect.bisect_right(ends, position) - 1))
+        position += 1
+    return [range(*pair) for pair in itertools.pairwise([*starts, len(ids)])]
 
 
-def _text(value: dict[str, Any], key: str) -> str:
-    if not isinstance(value[key], str):
-        raise ValueError(f"{key} {value[key]!r} is not a text")
-    return str(value[key])
-
-
-def _whole(value: dict[str, Any], key: str, at_least: int) -> int:
-    if type(value[key]) is not int or value[key] < at_least:
-        raise ValueError(f"{key} {value[key]!r} is not a whole number from {at_least}")
-    return int(value[key])
-
-
-def _numbers(values: Any) -> bool:
-    return isinstance(values, list) and all(type(v) in (int, float) and math.isfinite(v) for v in values)
+def _score(item: PredictedObject, logprobs: Sequence[float], tokens: range) -> float:
+    coords = set(item.coord_indices)
+    return math.exp(sum(logprobs[k] for k in tokens if k not in coords))

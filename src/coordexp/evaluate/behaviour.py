@@ -1,7 +1,7 @@
-"""How a model behaves beside what it finds: repeats, broken objects, stopping too early, far too large boxes.
+"""How a model behaves apart from what it detects: repeated and broken objects, early stops, far too large boxes.
 
-Each is a rate with its numerator and denominator. `DEFINITIONS` says what is counted, and is what reports print.
-"Matched" is at IoU 0.5, with class for duplicates and without for sizes.
+Each rate has a numerator and a denominator. `DEFINITIONS` says what is counted; reports print it. "Matched" means
+at IoU 0.5, with class for duplicates and without class for sizes.
 """
 
 from collections import Counter
@@ -10,24 +10,23 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from coordexp.evaluate.comparison import ImageComparison, iou, stack_boxes
 from coordexp.evaluate.matching import Matching
-from coordexp.evaluate.scene import Scene
-from coordexp.evaluate.shapes import boxes_of, iou
 
-SAME = 0.9  # IoU from which two predictions are one
-TOO_LARGE = 4.0  # times the area of the true object it stands for
-NEARLY_ALL = 0.9  # of the image
+SAME = 0.9  # IoU from which two predictions are the same
+TOO_LARGE = 4.0  # times the area of the nearest true object
+NEARLY_ALL = 0.9  # share of the image
 
 DEFINITIONS = {
     "duplicates": "unmatched objects that repeat a matched or an earlier one (same desc, IoU >= 0.9); of valid"
     " objects",
     "invalid": "objects that the parser refused; of all objects",
-    "unknown_class": "objects of a desc that no true object of the data has; of valid objects",
-    "oversized": "unmatched objects whose box is over 4 times that of the nearest true one, or over 90 % of an"
-    " image in which no true one is; of valid objects",
+    "unknown_class": "objects with a desc that no true object of the data has; of valid objects",
+    "oversized": "unmatched objects whose box is over 4 times that of the nearest true object, or over 90 % of an"
+    " image in which no true object is that large; of valid objects",
     "truncated": "answers cut off at the token limit; of all answers",
     "unreadable": "answers that do not begin with {, so that nothing of them is read; of all answers",
-    "early_stop": "answers with fewer valid objects than true ones; of those that stopped by themselves",
+    "early_stop": "answers with fewer valid objects than true ones; of those that the model ended itself",
     "over_count": "answers with more valid objects than true ones; of all answers",
     "boxes_on_empty": "images without a true object that got a valid one; of all such images",
 }
@@ -40,58 +39,66 @@ class Rate:
 
     @property
     def value(self) -> float | None:
-        """None of nothing."""
+        """The rate, or None if there was nothing to count."""
         return self.count / self.of if self.of else None
 
 
 @dataclass(frozen=True, slots=True)
 class Behaviour:
-    """`rates` by the names of `DEFINITIONS`; the reasons of invalid objects and the unknown descs, most first."""
+    """The rates by the names of `DEFINITIONS`, the reasons of invalid objects, and the descs that the data does
+    not have, each with the most frequent first."""
 
     rates: dict[str, Rate]
     reasons: dict[str, int]
     unknown: dict[str, int]
 
 
-def observe(scenes: Sequence[Scene], matchings: Sequence[Matching]) -> Behaviour:
-    reasons = Counter(one.reason for scene in scenes for one in scene.answer.objects if one.reason is not None)
-    known = known_classes(scenes)
-    unknown = Counter(one.desc for scene in scenes for one in scene.found if one.desc not in known)
-    images = [observe_image(*each, known) for each in zip(scenes, matchings, strict=True)]
+def observe(comparisons: Sequence[ImageComparison], matchings: Sequence[Matching]) -> Behaviour:
+    """Return the behaviour over all images."""
+    reasons = Counter(
+        item.reason for image in comparisons for item in image.answer.objects if item.reason is not None
+    )
+    classes = true_classes(comparisons)
+    unknown = Counter(item.desc for image in comparisons for item in image.predicted if item.desc not in classes)
+    by_image = [
+        observe_image(image, matching, classes) for image, matching in zip(comparisons, matchings, strict=True)
+    ]
     rates = {
-        name: Rate(sum(image[name].count for image in images), sum(image[name].of for image in images))
+        name: Rate(sum(rates[name].count for rates in by_image), sum(rates[name].of for rates in by_image))
         for name in DEFINITIONS
     }
     return Behaviour(rates, dict(reasons.most_common()), dict(unknown.most_common()))
 
 
-def known_classes(scenes: Sequence[Scene]) -> frozenset[str]:
-    return frozenset(one.desc for scene in scenes for one in scene.true)
+def true_classes(comparisons: Sequence[ImageComparison]) -> frozenset[str]:
+    return frozenset(item.desc for image in comparisons for item in image.true)
 
 
-def observe_image(scene: Scene, matching: Matching, known: frozenset[str]) -> dict[str, Rate]:
-    """What one image adds to each rate. `known` are the classes of the whole data."""
-    valid, true, refused = len(scene.found), len(scene.true), len(scene.answer.objects) - len(scene.found)
-    stopped, asked = scene.answer.finish_reason == "stop", int(scene.answer.was_asked)
+def observe_image(image: ImageComparison, matching: Matching, classes: frozenset[str]) -> dict[str, Rate]:
+    """Return what one image adds to each rate. `classes` are those of all true objects of the data."""
+    valid, true = len(image.predicted), len(image.true)
+    refused = len(image.answer.objects) - valid
+    stopped, asked = image.answer.finish_reason == "stop", int(image.answer.was_asked)
     return {
-        "duplicates": Rate(len(duplicates(scene, matching)), valid),
+        "duplicates": Rate(len(find_duplicates(image, matching)), valid),
         "invalid": Rate(refused, valid + refused),
-        "unknown_class": Rate(sum(one.desc not in known for one in scene.found), valid),
-        "oversized": Rate(len(oversized(scene, matching)), valid),
-        "truncated": Rate(int(scene.answer.truncated), asked),
-        "unreadable": Rate(int(asked and not scene.answer.text.lstrip().startswith("{")), asked),
+        "unknown_class": Rate(sum(item.desc not in classes for item in image.predicted), valid),
+        "oversized": Rate(len(find_oversized(image, matching)), valid),
+        "truncated": Rate(int(image.answer.is_truncated), asked),
+        "unreadable": Rate(int(asked and not image.answer.text.lstrip().startswith("{")), asked),
         "early_stop": Rate(int(stopped and valid < true), int(stopped)),
         "over_count": Rate(int(valid > true), asked),
         "boxes_on_empty": Rate(int(not true and valid > 0), int(not true and asked)),
     }
 
 
-def duplicates(scene: Scene, matching: Matching) -> tuple[int, ...]:
-    """Of several copies all but one, whichever of them the assignment took."""
-    if len({one.desc for one in scene.found}) == len(scene.found):
+def find_duplicates(image: ImageComparison, matching: Matching) -> tuple[int, ...]:
+    """Return the predicted objects that repeat another. Of several copies, all but one are duplicates, whichever
+    of them was matched."""
+    shapes, descs = [item.shape for item in image.predicted], [item.desc for item in image.predicted]
+    if len(set(descs)) == len(descs):
         return ()
-    shapes, descs = [one.shape for one in scene.found], [one.desc for one in scene.found]
-    copies = iou(shapes, shapes, scene.record.width, scene.record.height) >= SAME
+    copies = iou(shapes, shapes, image.record.width, image.record.height) >= SAME
     copies &= np.equal.outer(descs, descs) & ~np.eye(len(descs), dtype=bool)
     matched = np.zeros(len(descs), dtype=bool)
     matched[[i for i, _ in matching.with_class[0]]] = True
@@ -100,27 +107,29 @@ def duplicates(scene: Scene, matching: Matching) -> tuple[int, ...]:
     return tuple(np.flatnonzero(repeats).tolist())
 
 
-def oversized(scene: Scene, matching: Matching) -> tuple[int, ...]:
-    """A matched object cannot be over four times as large as its own: its IoU would be below 1/4."""
-    whole = scene.record.width * scene.record.height * NEARLY_ALL
+def find_oversized(image: ImageComparison, matching: Matching) -> tuple[int, ...]:
+    """Return the predicted objects that are far too large. A matched object cannot be over four times as large as
+    its true one, because their IoU would be below 1/4."""
+    nearly_all = image.record.width * image.record.height * NEARLY_ALL
     matched = {i for i, _ in matching.any_class[0]}
-    true_covers = any(one.shape.box_area > whole for one in scene.true)
-    result = []
-    for i, nearest in _nearest(scene):
-        area = scene.found[i].shape.box_area
-        larger = nearest is not None and area > TOO_LARGE * scene.true[nearest].shape.box_area
-        if i not in matched and (larger or (area > whole and not true_covers)):
-            result.append(i)
-    return tuple(result)
+    has_large_object = any(item.shape.box_area > nearly_all for item in image.true)
+    oversized = []
+    for i, nearest in _find_nearest(image):
+        area = image.predicted[i].shape.box_area
+        larger = nearest is not None and area > TOO_LARGE * image.true[nearest].shape.box_area
+        if i not in matched and (larger or (area > nearly_all and not has_large_object)):
+            oversized.append(i)
+    return tuple(oversized)
 
 
-def _nearest(scene: Scene) -> Iterator[tuple[int, int | None]]:
-    """For each predicted object the true one of largest IoU or, where none overlaps, of nearest centre."""
-    if not scene.true:
-        yield from ((i, None) for i in range(len(scene.found)))
+def _find_nearest(image: ImageComparison) -> Iterator[tuple[int, int | None]]:
+    """Yield for each predicted object the true one with the largest IoU or, if none overlaps, the nearest
+    centre."""
+    if not image.true:
+        yield from ((i, None) for i in range(len(image.predicted)))
         return
-    found, true = (boxes_of([one.shape for one in side]) for side in (scene.found, scene.true))
-    centres = [(boxes[:, :2] + boxes[:, 2:]) / 2 for boxes in (found, true)]
-    for i, row in enumerate(scene.overlap):
-        distance = np.square(centres[1] - centres[0][i]).sum(axis=1)
+    sides = (stack_boxes([item.shape for item in side]) for side in (image.predicted, image.true))
+    predicted_centres, true_centres = ((boxes[:, :2] + boxes[:, 2:]) / 2 for boxes in sides)
+    for i, row in enumerate(image.overlap):
+        distance = np.square(true_centres - predicted_centres[i]).sum(axis=1)
         yield i, int(row.argmax() if row.max() > 0 else distance.argmin())

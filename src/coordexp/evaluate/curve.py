@@ -1,71 +1,76 @@
-"""Precision, recall and F1 as the score threshold falls, at IoU 0.5 with class, all classes together.
+"""Precision, recall and F1 as the score threshold falls, at IoU 0.5 with class, for all classes together.
 
-Objects enter by falling score; each either lets its image have one more pair or does not (an augmenting path), so
-every point of the curve counts the best assignment of what has entered. The last point is the F1 of the report.
+Objects are added by falling score. Each one either gives its image another pair or does not (an augmenting path),
+so every point of the curve counts the best assignment of the objects so far. The last point is the F1 of the
+report.
 """
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from operator import itemgetter
 
 import numpy as np
 
-from coordexp.evaluate.matching import Tally
-from coordexp.evaluate.scene import Scene
+from coordexp.evaluate.comparison import ImageComparison
+from coordexp.evaluate.matching import MatchCounts
 
 LOOSEST = 0.5
 
 
 @dataclass(frozen=True, slots=True)
 class CurvePoint:
-    """Of all objects that score at least `score`."""
+    """The counts of all objects that score at least `score`."""
 
     score: float
-    tally: Tally
+    counts: MatchCounts
 
 
-def score_curve(scenes: Sequence[Scene]) -> tuple[CurvePoint, ...]:
-    """A point for each score there is, from the highest. Empty unless every object has one."""
-    if any(one.score is None for scene in scenes for one in scene.found):
+def score_curve(comparisons: Sequence[ImageComparison]) -> tuple[CurvePoint, ...]:
+    """Return a point for each score that occurs, from the highest. Return none if an object has no score."""
+    if any(item.score is None for image in comparisons for item in image.predicted):
         return ()
-    true = sum(len(scene.true) for scene in scenes)
-    hits = sorted((hit for scene in scenes for hit in _hits(scene)), key=lambda hit: -hit[0])
-    points, pairs, found = [], 0, 0
-    for value, group in groupby(hits, key=lambda hit: hit[0]):
-        gains = [gain for _, gain in group]
-        pairs, found = pairs + sum(gains), found + len(gains)
-        points.append(CurvePoint(value, Tally(pairs, found, true)))
+    true = sum(len(image.true) for image in comparisons)
+    gains = sorted((gain for image in comparisons for gain in _find_gains(image)), key=itemgetter(0), reverse=True)
+    points, pairs, predicted = [], 0, 0
+    for value, group in groupby(gains, key=itemgetter(0)):
+        gained = [has_pair for _, has_pair in group]
+        pairs, predicted = pairs + sum(gained), predicted + len(gained)
+        points.append(CurvePoint(value, MatchCounts(pairs, predicted, true)))
     return tuple(points)
 
 
 def best_point(points: Sequence[CurvePoint]) -> CurvePoint | None:
-    """Where F1 is highest; of equal ones the one that keeps fewest."""
-    return max(points, key=lambda point: point.tally.f1 or 0.0, default=None)
+    """Return the point with the highest F1; of equal ones, the point with the fewest objects."""
+    return max(points, key=_f1, default=None)
 
 
-def thinned(points: Sequence[CurvePoint], most: int = 200) -> list[CurvePoint]:
-    """Evenly chosen, with the first and the last."""
+def thin_curve(points: Sequence[CurvePoint], most: int = 200) -> list[CurvePoint]:
+    """Return at most `most` points, evenly spaced, including the first and the last."""
     if len(points) <= most:
         return list(points)
     return [points[k] for k in np.linspace(0, len(points) - 1, most).round().astype(int)]
 
 
-def _hits(scene: Scene) -> Iterator[tuple[float, bool]]:
-    """By falling score, whether each object adds a pair to its image."""
-    order = sorted(range(len(scene.found)), key=lambda i: -(scene.found[i].score or 0.0))
+def _f1(point: CurvePoint) -> float:
+    return point.counts.f1 or 0.0
+
+
+def _find_gains(image: ImageComparison) -> Iterator[tuple[float, bool]]:
+    """Yield the score of each object, by falling score, and whether it adds a pair to its image."""
     possible = [
-        [j for j, true in enumerate(scene.true) if true.desc == one.desc and scene.overlap[i, j] >= LOOSEST]
-        for i, one in enumerate(scene.found)
+        [j for j, true in enumerate(image.true) if true.desc == item.desc and image.overlap[i, j] >= LOOSEST]
+        for i, item in enumerate(image.predicted)
     ]
+    scores = [item.score or 0.0 for item in image.predicted]
     taken: dict[int, int] = {}
-    for i in order:
-        value = scene.found[i].score
-        assert value is not None
-        yield value, _augment(i, possible, taken, set())
+    for i in sorted(range(len(scores)), key=scores.__getitem__, reverse=True):
+        yield scores[i], _augment(i, possible, taken, set())
 
 
 def _augment(i: int, possible: list[list[int]], taken: dict[int, int], tried: set[int]) -> bool:
-    """Finds object `i` a true one, moving others to another where needed."""
+    """Pair object `i` with a true one, moving other objects to another true one if needed. Return True on
+    success."""
     for j in possible[i]:
         if j not in tried:
             tried.add(j)

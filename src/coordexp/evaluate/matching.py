@@ -1,8 +1,8 @@
-"""How many objects were found: precision, recall and F1 at ten thresholds of IoU, with and without class.
+"""Precision, recall and F1 at ten thresholds of IoU, with and without class.
 
 At each threshold an image gets the assignment with the most pairs and, among those, the largest total IoU. It does
-not depend on scores or on the order of the answer, so F1 says what was found and AP how well it was ranked. A pair
-has the same `desc`, letter by letter, unless classes are left out.
+not depend on scores or on the order of the answer: F1 measures what was detected, and AP how well it was ranked.
+The two objects of a pair have exactly the same `desc`, unless classes are ignored.
 """
 
 from collections import Counter
@@ -13,25 +13,25 @@ import numpy as np
 
 from coordexp.correction.candidates import Floats
 from coordexp.correction.match import assign
-from coordexp.evaluate.scene import Scene
+from coordexp.evaluate.comparison import ImageComparison
 
 THRESHOLDS = tuple(k / 100 for k in range(50, 100, 5))
-MANY = 1e6  # what leaving two objects alone costs: more than any sum of IoUs can win
+MANY = 1e6  # the cost of leaving two objects unpaired: more than any sum of IoUs can save
 
-Pair = tuple[int, int]
+Pair = tuple[int, int]  # of a predicted and a true object
 
 
 @dataclass(frozen=True, slots=True)
-class Tally:
-    """`pairs` of `found` predicted and `true` objects. A share of nothing is None, not 0."""
+class MatchCounts:
+    """The numbers of pairs, predicted objects and true objects. A share of nothing is None, not 0."""
 
     pairs: int
-    found: int
+    predicted: int
     true: int
 
     @property
     def precision(self) -> float | None:
-        return self.pairs / self.found if self.found else None
+        return self.pairs / self.predicted if self.predicted else None
 
     @property
     def recall(self) -> float | None:
@@ -39,72 +39,84 @@ class Tally:
 
     @property
     def f1(self) -> float | None:
-        return 2 * self.pairs / (self.found + self.true) if self.found + self.true else None
+        return 2 * self.pairs / (self.predicted + self.true) if self.predicted + self.true else None
 
     @property
     def errors(self) -> int:
-        """Missed and extra objects."""
-        return self.found + self.true - 2 * self.pairs
+        """The number of missed objects and false positives."""
+        return self.predicted + self.true - 2 * self.pairs
 
 
 @dataclass(frozen=True, slots=True)
-class Scores:
-    """One tally a threshold; `mean_iou` of the pairs at 0.5, the loosest."""
+class MatchScores:
+    """The counts at each threshold, and the mean IoU of the pairs at 0.5, the lowest threshold."""
 
-    tallies: tuple[Tally, ...]
+    per_threshold: tuple[MatchCounts, ...]
     mean_iou: float | None
 
-    def at(self, threshold: float) -> Tally:
-        return self.tallies[THRESHOLDS.index(threshold)]
+    def at(self, threshold: float) -> MatchCounts:
+        return self.per_threshold[THRESHOLDS.index(threshold)]
 
     def mean(self, name: str) -> float | None:
-        """Of precision, recall or f1 over 0.50:0.05:0.95."""
-        values = [getattr(tally, name) for tally in self.tallies]
+        """Return the mean of precision, recall or f1 over 0.50:0.05:0.95."""
+        values = [getattr(counts, name) for counts in self.per_threshold]
         return None if None in values else float(np.mean(values))
 
 
 @dataclass(frozen=True, slots=True)
 class Matching:
-    """The pairs of an image, predicted with true, at each threshold."""
+    """The pairs of an image at each threshold."""
 
     with_class: tuple[tuple[Pair, ...], ...]
     any_class: tuple[tuple[Pair, ...], ...]
 
 
-def match_scene(scene: Scene, thresholds: Sequence[float] = THRESHOLDS) -> Matching:
-    if not scene.overlap.size:
+def match_image(image: ImageComparison, thresholds: Sequence[float] = THRESHOLDS) -> Matching:
+    if not image.overlap.size:
         nothing: tuple[tuple[Pair, ...], ...] = ((),) * len(thresholds)
         return Matching(nothing, nothing)
-    same = np.equal.outer([one.desc for one in scene.found], [one.desc for one in scene.true])
-    return Matching(_at_all(np.where(same, scene.overlap, 0.0), thresholds), _at_all(scene.overlap, thresholds))
+    same = np.equal.outer([item.desc for item in image.predicted], [item.desc for item in image.true])
+    return Matching(
+        _assign_at(thresholds, np.where(same, image.overlap, 0.0)), _assign_at(thresholds, image.overlap)
+    )
 
 
-def score(scenes: Sequence[Scene], matchings: Sequence[Matching], *, with_class: bool) -> Scores:
-    found, true = (sum(len(getattr(scene, side)) for scene in scenes) for side in ("found", "true"))
+def score(
+    comparisons: Sequence[ImageComparison], matchings: Sequence[Matching], *, with_class: bool
+) -> MatchScores:
+    """Return the scores of all images together."""
+    predicted = sum(len(image.predicted) for image in comparisons)
+    true = sum(len(image.true) for image in comparisons)
     chosen = [matching.with_class if with_class else matching.any_class for matching in matchings]
-    pairs = [sum(len(each[k]) for each in chosen) for k in range(len(THRESHOLDS))]
-    overlaps = [scene.overlap[i, j] for scene, each in zip(scenes, chosen, strict=True) for i, j in each[0]]
-    return Scores(tuple(Tally(count, found, true) for count in pairs), _mean(overlaps))
+    counts = [sum(len(pairs[k]) for pairs in chosen) for k in range(len(THRESHOLDS))]
+    overlaps = [image.overlap[i, j] for image, pairs in zip(comparisons, chosen, strict=True) for i, j in pairs[0]]
+    return MatchScores(tuple(MatchCounts(count, predicted, true) for count in counts), _mean(overlaps))
 
 
-def score_by_class(scenes: Sequence[Scene], matchings: Sequence[Matching]) -> dict[str, Scores]:
-    """For each class of the truth, by name. Predictions of any other class are in no row, only in the total."""
-    true = Counter(one.desc for scene in scenes for one in scene.true)
-    found = Counter(one.desc for scene in scenes for one in scene.found)
-    pairs: list[Counter[str]] = [Counter() for _ in THRESHOLDS]
+def score_by_class(
+    comparisons: Sequence[ImageComparison], matchings: Sequence[Matching]
+) -> dict[str, MatchScores]:
+    """Return the scores of each class of the ground truth, by name. Predictions of other classes count only in the
+    total."""
+    true = Counter(item.desc for image in comparisons for item in image.true)
+    predicted = Counter(item.desc for image in comparisons for item in image.predicted)
+    per_threshold: list[Counter[str]] = [Counter() for _ in THRESHOLDS]
     overlaps: dict[str, list[float]] = {desc: [] for desc in true}
-    for scene, matching in zip(scenes, matchings, strict=True):
-        for counter, each in zip(pairs, matching.with_class, strict=True):
-            counter.update(scene.true[j].desc for _, j in each)
+    for image, matching in zip(comparisons, matchings, strict=True):
+        for counter, pairs in zip(per_threshold, matching.with_class, strict=True):
+            counter.update(image.true[j].desc for _, j in pairs)
         for i, j in matching.with_class[0]:
-            overlaps[scene.true[j].desc].append(scene.overlap[i, j])
+            overlaps[image.true[j].desc].append(image.overlap[i, j])
     return {
-        desc: Scores(tuple(Tally(each[desc], found[desc], true[desc]) for each in pairs), _mean(overlaps[desc]))
+        desc: MatchScores(
+            tuple(MatchCounts(counter[desc], predicted[desc], true[desc]) for counter in per_threshold),
+            _mean(overlaps[desc]),
+        )
         for desc in sorted(true)
     }
 
 
-def _at_all(overlap: Floats, thresholds: Sequence[float]) -> tuple[tuple[Pair, ...], ...]:
+def _assign_at(thresholds: Sequence[float], overlap: Floats) -> tuple[tuple[Pair, ...], ...]:
     result: list[tuple[Pair, ...]] = []
     for threshold in thresholds:
         possible = overlap >= threshold

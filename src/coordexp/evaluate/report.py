@@ -1,69 +1,76 @@
-"""From truth and answers to one report, without files or images: what a training run logs and a page shows.
+"""Compare ground truth and answers and return one report, without files or images. Training logs it, pages show
+it.
 
-`evaluate` is a pure function. `Report.flat` names every number for a log, `Report.as_dict` keeps their structure.
+`evaluate` is a pure function. `EvaluationReport.metrics` names every number for a log, `as_dict` keeps their
+structure.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from coordexp.evaluate.answer import Answer
-from coordexp.evaluate.behaviour import DEFINITIONS, Behaviour, observe
+import numpy as np
+from numpy.typing import NDArray
+
+from coordexp.evaluate.answer import ImageAnswer
+from coordexp.evaluate.behaviour import DEFINITIONS, Behaviour, observe, observe_image, true_classes
 from coordexp.evaluate.coco import CocoScores, coco_scores
-from coordexp.evaluate.curve import CurvePoint, best_point, score_curve, thinned
+from coordexp.evaluate.comparison import ImageComparison, compare_images
+from coordexp.evaluate.curve import CurvePoint, best_point, score_curve, thin_curve
 from coordexp.evaluate.matching import (
     THRESHOLDS,
+    MatchCounts,
     Matching,
+    MatchScores,
     Pair,
-    Scores,
-    Tally,
-    match_scene,
+    match_image,
     score,
     score_by_class,
 )
-from coordexp.evaluate.predictions import Truth, detections_of
-from coordexp.evaluate.scene import Scene, build_scenes
+from coordexp.evaluate.predictions import Truth, to_detections
 
 MEASURES = ("f1", "precision", "recall")
+Counts = NDArray[np.int64]  # [images, 2]: the numerator and the denominator of a rate, for each image
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class ImageReport:
     """An image and its pairs (predicted, true), with class, at IoU 0.5."""
 
-    scene: Scene
+    comparison: ImageComparison
     pairs: tuple[Pair, ...]
 
     @property
-    def tally(self) -> Tally:
-        return Tally(len(self.pairs), len(self.scene.found), len(self.scene.true))
+    def counts(self) -> MatchCounts:
+        return MatchCounts(len(self.pairs), len(self.comparison.predicted), len(self.comparison.true))
 
     @property
     def missed(self) -> tuple[int, ...]:
         matched = {j for _, j in self.pairs}
-        return tuple(j for j in range(len(self.scene.true)) if j not in matched)
+        return tuple(j for j in range(len(self.comparison.true)) if j not in matched)
 
     @property
-    def extra(self) -> tuple[int, ...]:
+    def false_positives(self) -> tuple[int, ...]:
         matched = {i for i, _ in self.pairs}
-        return tuple(i for i in range(len(self.scene.found)) if i not in matched)
+        return tuple(i for i in range(len(self.comparison.predicted)) if i not in matched)
 
     @property
     def invalid(self) -> int:
-        return len(self.scene.answer.objects) - len(self.scene.found)
+        return len(self.comparison.answer.objects) - len(self.comparison.predicted)
 
     @property
     def errors(self) -> int:
-        return self.tally.errors + self.invalid
+        return self.counts.errors + self.invalid
 
 
 @dataclass(frozen=True, eq=False, slots=True)
-class Report:
-    """`boxes` and `masks` are None where COCO's numbers cannot be had; `notes` says why."""
+class EvaluationReport:
+    """All results of an evaluation. `boxes` and `masks` are None if COCO's numbers cannot be computed; `notes`
+    says why."""
 
-    with_class: Scores
-    any_class: Scores
-    classes: dict[str, Scores]
+    with_class: MatchScores
+    any_class: MatchScores
+    classes: dict[str, MatchScores]
     boxes: CocoScores | None
     masks: CocoScores | None
     curve: tuple[CurvePoint, ...]
@@ -71,66 +78,105 @@ class Report:
     images: tuple[ImageReport, ...]
     notes: tuple[str, ...]
 
-    def flat(self) -> dict[str, float]:
-        """Every number by one name. What is a share of nothing has no entry."""
+    def metrics(self) -> dict[str, float]:
+        """Return every number by its metric name. A share of nothing is left out."""
         values: dict[str, float | None] = {}
         for suffix, scores in (("", self.with_class), ("_any_class", self.any_class)):
-            values |= {f"{name}{suffix}": value for name, value in _named(scores).items()}
+            values |= {f"{name}{suffix}": value for name, value in _name_scores(scores).items()}
         for prefix, coco in (("", self.boxes), ("mask_", self.masks)):
             values |= {f"{prefix}{name}": value for name, value in (coco.values if coco else {}).items()}
         if best := best_point(self.curve):
-            values |= {"best_f1_50": best.tally.f1, "best_score": best.score}
+            values |= {"best_f1_50": best.counts.f1, "best_score": best.score}
         values |= {name: rate.value for name, rate in self.behaviour.rates.items()}
         return {name: float(value) for name, value in values.items() if value is not None}
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """Return the report as a dict for JSON."""
         behaviour = {
             name: {"rate": rate.value, "count": rate.count, "of": rate.of, "definition": DEFINITIONS[name]}
             for name, rate in self.behaviour.rates.items()
         }
+        thresholds = [
+            {"iou": iou, "with_class": _counts_to_dict(with_class), "any_class": _counts_to_dict(any_class)}
+            for iou, with_class, any_class in zip(
+                THRESHOLDS, self.with_class.per_threshold, self.any_class.per_threshold, strict=True
+            )
+        ]
         return {
             "images": len(self.images),
             "true_objects": self.with_class.at(0.5).true,
-            "valid_objects": self.with_class.at(0.5).found,
+            "valid_objects": self.with_class.at(0.5).predicted,
             "notes": list(self.notes),
-            "numbers": self.flat(),
-            "thresholds": [_threshold(self, k) for k in range(len(THRESHOLDS))],
-            "classes": {desc: self._class(desc) for desc in self.classes},
+            "numbers": self.metrics(),
+            "thresholds": thresholds,
+            "classes": {desc: self._class_to_dict(desc) for desc in self.classes},
             "behaviour": behaviour,
             "invalid_reasons": self.behaviour.reasons,
             "unknown_classes": self.behaviour.unknown,
-            "curve": [{"score": point.score, **_shares(point.tally)} for point in thinned(self.curve)],
+            "curve": [{"score": point.score, **_counts_to_dict(point.counts)} for point in thin_curve(self.curve)],
         }
 
-    def _class(self, desc: str) -> dict[str, Any]:
+    def _class_to_dict(self, desc: str) -> dict[str, Any]:
         scores = self.classes[desc]
-        counts = {"true": scores.at(0.5).true, "found": scores.at(0.5).found}
+        counts = {"true": scores.at(0.5).true, "found": scores.at(0.5).predicted}
         average = {
             f"{prefix}ap": coco.classes[desc] for prefix, coco in (("", self.boxes), ("mask_", self.masks)) if coco
         }
-        return counts | average | _named(scores)
+        return counts | average | _name_scores(scores)
 
 
-def evaluate(truth: Truth, answers: Sequence[Answer]) -> Report:
-    """`truth` and `answers` are of the same images. PredictionError where they do not belong together."""
-    scenes = build_scenes(truth, answers)
-    matchings = [match_scene(scene) for scene in scenes]
-    boxes, masks, notes = _coco(scenes, truth, answers)
-    return Report(
-        score(scenes, matchings, with_class=True),
-        score(scenes, matchings, with_class=False),
-        score_by_class(scenes, matchings),
+def evaluate(truth: Truth, answers: Sequence[ImageAnswer]) -> EvaluationReport:
+    """Compare answers with the ground truth of the same images. Raise DataError if they do not belong together."""
+    comparisons = compare_images(truth, answers)
+    matchings = [match_image(image) for image in comparisons]
+    boxes, masks, notes = _coco(comparisons, truth, answers)
+    return EvaluationReport(
+        score(comparisons, matchings, with_class=True),
+        score(comparisons, matchings, with_class=False),
+        score_by_class(comparisons, matchings),
         boxes,
         masks,
-        score_curve(scenes),
-        observe(scenes, matchings),
-        tuple(ImageReport(*each) for each in zip(scenes, _loosest(matchings), strict=True)),
-        (*notes, *_unread(answers)),
+        score_curve(comparisons),
+        observe(comparisons, matchings),
+        tuple(
+            ImageReport(image, matching.with_class[0])
+            for image, matching in zip(comparisons, matchings, strict=True)
+        ),
+        (*notes, *_note_unread(answers)),
     )
 
 
-def _unread(answers: Sequence[Answer]) -> tuple[str, ...]:
+def count_by_image(truth: Truth, answers: Sequence[ImageAnswer]) -> dict[str, Counts]:
+    """Return, by metric name, what each image adds to every rate and to F1, precision and recall at IoU 0.5, in
+    the order of the ground truth. Raise DataError like `evaluate`.
+
+    Each of them is two counts per image, so its value over any images is a ratio of two sums. That is all that
+    resampling images needs."""
+    comparisons = compare_images(truth, answers)
+    classes = true_classes(comparisons)
+    by_image = [_count_image(image, match_image(image, THRESHOLDS[:1]), classes) for image in comparisons]
+    return {name: np.array([counts[name] for counts in by_image], dtype=np.int64) for name in rate_names()}
+
+
+def rate_names() -> tuple[str, ...]:
+    """Return the metric names that `count_by_image` counts."""
+    names = (f"{name}_50{classes}" for classes in ("", "_any_class") for name in ("f1", "recall", "precision"))
+    return (*names, *DEFINITIONS)
+
+
+def _count_image(
+    image: ImageComparison, matching: Matching, classes: frozenset[str]
+) -> dict[str, tuple[int, int]]:
+    counts = {name: (rate.count, rate.of) for name, rate in observe_image(image, matching, classes).items()}
+    predicted, true = len(image.predicted), len(image.true)
+    for suffix, pairs in (("", matching.with_class[0]), ("_any_class", matching.any_class[0])):
+        counts[f"f1_50{suffix}"] = (2 * len(pairs), predicted + true)
+        counts[f"recall_50{suffix}"] = (len(pairs), true)
+        counts[f"precision_50{suffix}"] = (len(pairs), predicted)
+    return counts
+
+
+def _note_unread(answers: Sequence[ImageAnswer]) -> tuple[str, ...]:
     unread = [answer.image for answer in answers if not answer.was_asked]
     if not unread:
         return ()
@@ -139,28 +185,26 @@ def _unread(answers: Sequence[Answer]) -> tuple[str, ...]:
 
 
 def _coco(
-    scenes: Sequence[Scene], truth: Truth, answers: Sequence[Answer]
+    comparisons: Sequence[ImageComparison], truth: Truth, answers: Sequence[ImageAnswer]
 ) -> tuple[CocoScores | None, CocoScores | None, tuple[str, ...]]:
-    objects = [one for scene in scenes for one in scene.found]
-    if not any(scene.true for scene in scenes):
+    """Return COCO's numbers for boxes and masks, and notes about them."""
+    objects = [item for image in comparisons for item in image.predicted]
+    if not any(image.true for image in comparisons):
         return None, None, ("no AP: the data has no true object",)
-    if unscored := sum(one.score is None for one in objects):
+    if unscored := sum(item.score is None for item in objects):
         return None, None, (f"no AP: {unscored} of {len(objects)} objects have no score",)
-    detections = list(detections_of(answers, truth))
-    boxes = coco_scores(scenes, detections, "bbox")
-    polygons = any(one.shape.kind == "poly" for scene in scenes for one in scene.true)
-    masks = coco_scores(scenes, detections, "segm") if polygons else None
-    equal = len(objects) > 1 and len({one.score for one in objects}) == 1
+    detections = list(to_detections(answers, truth))
+    boxes = coco_scores(comparisons, detections, "bbox")
+    has_polygons = any(item.shape.kind == "poly" for image in comparisons for item in image.true)
+    masks = coco_scores(comparisons, detections, "segm") if has_polygons else None
+    all_equal = len(objects) > 1 and len({item.score for item in objects}) == 1
     note = "all scores are equal: AP depends on the order of the answers; F1 does not"
-    return boxes, masks, (note,) if equal else ()
+    return boxes, masks, (note,) if all_equal else ()
 
 
-def _loosest(matchings: Sequence[Matching]) -> list[tuple[Pair, ...]]:
-    return [matching.with_class[0] for matching in matchings]
-
-
-def _named(scores: Scores) -> dict[str, float | None]:
-    """f1_50, f1_95, f1 (the mean over 0.50:0.05:0.95), the same of precision and recall, and mean_iou."""
+def _name_scores(scores: MatchScores) -> dict[str, float | None]:
+    """Return f1_50, f1_95 and f1 (the mean over 0.50:0.05:0.95), the same for precision and recall, and
+    mean_iou."""
     values: dict[str, float | None] = {}
     for name in MEASURES:
         for threshold in (0.5, 0.95):
@@ -169,11 +213,6 @@ def _named(scores: Scores) -> dict[str, float | None]:
     return values | {"mean_iou": scores.mean_iou}
 
 
-def _threshold(report: Report, k: int) -> dict[str, Any]:
-    with_class, any_class = report.with_class.tallies[k], report.any_class.tallies[k]
-    return {"iou": THRESHOLDS[k], "with_class": _shares(with_class), "any_class": _shares(any_class)}
-
-
-def _shares(tally: Tally) -> dict[str, float | int | None]:
-    counts = {"pairs": tally.pairs, "found": tally.found, "true": tally.true}
-    return counts | {name: getattr(tally, name) for name in MEASURES}
+def _counts_to_dict(counts: MatchCounts) -> dict[str, float | int | None]:
+    numbers = {"pairs": counts.pairs, "found": counts.predicted, "true": counts.true}
+    return numbers | {name: getattr(counts, name) for name in MEASURES}

@@ -1,9 +1,9 @@
-"""Small truths and answers to evaluate: exact ones, written in bins, and random crowds."""
+"""Small ground truths and answers to evaluate: exact ones, written in bins, and random crowds."""
 
 import random
 
 from coordexp.data import Record, RecordObject
-from coordexp.evaluate import Answer, AnswerObject
+from coordexp.evaluate import AnswerObject, ImageAnswer
 
 EDGE = 999  # images are 999 pixels wide and high, so that a bin is a pixel
 BOX = (100, 100, 300, 300)
@@ -11,40 +11,39 @@ FAR = (600, 600, 800, 800)
 
 
 def record(*objects, image="a.png", width=EDGE, height=EDGE):
-    """Objects are (desc, coordinates): four of a box, more of a polygon."""
-    return Record(
-        image, width, height, "bin", tuple(RecordObject(d, _kind(c), tuple(map(float, c))) for d, c in objects)
-    )
+    """Return a record. Each object is a desc and its coordinates: four of a box, more of a polygon."""
+    items = tuple(RecordObject(desc, _kind(coords), tuple(map(float, coords))) for desc, coords in objects)
+    return Record(image, width, height, "bin", items)
 
 
-def said(desc, bins, score=0.5):
+def prediction(desc, bins, score=0.5):
     return AnswerObject(desc, _kind(bins), tuple(bins), score, None)
 
 
-def refused(reason="degenerate"):
+def invalid_object(reason="degenerate"):
     return AnswerObject(None, None, None, None, reason)
 
 
 def answer(*objects, image_id=1, image="a.png", text="{}", finish="stop"):
-    return Answer(image_id, image, text, finish, 10, tuple(objects))
+    return ImageAnswer(image_id, image, text, finish, 10, tuple(objects))
 
 
 def crowd(seed, images=12, classes=("cat", "cup", "dog"), shapes=("bbox_2d",), ties=False):
-    """Many overlapping objects: perturbed true ones, extras, wrong classes, repeats."""
+    """Return many overlapping objects: true ones moved a little, false positives, wrong classes, repeats."""
     rng = random.Random(seed)
     truth, answers = [], []
     for image_id in range(1, images + 1):
         size = (rng.randint(300, 900), rng.randint(300, 900))
         true = [(rng.choice(classes), _shape(rng, rng.choice(shapes))) for _ in range(rng.choice((0, 3, 8, 20)))]
-        found = [(desc, _moved(rng, bins)) for desc, bins in true if rng.random() < 0.8]
-        found += [
+        predicted = [(desc, _move(rng, bins)) for desc, bins in true if rng.random() < 0.8]
+        predicted += [
             (rng.choice((*classes, "ghost")), _shape(rng, rng.choice(shapes))) for _ in range(rng.randint(0, 4))
         ]
-        found += [(desc, _moved(rng, bins)) for desc, bins in found[:3]]
-        rng.shuffle(found)
+        predicted += [(desc, _move(rng, bins)) for desc, bins in predicted[:3]]
+        rng.shuffle(predicted)
         name = f"{image_id}.png"
         truth.append((image_id, record(*true, image=name, width=size[0], height=size[1])))
-        scored = [said(d, b, round(rng.random(), 1 if ties else 6)) for d, b in found]
+        scored = [prediction(desc, bins, round(rng.random(), 1 if ties else 6)) for desc, bins in predicted]
         answers.append(answer(*scored, image_id=image_id, image=name))
     return truth, answers
 
@@ -54,7 +53,7 @@ def _kind(coords):
 
 
 def _shape(rng, kind):
-    """Of all three COCO sizes."""
+    """Return a random shape of one of COCO's three sizes."""
     side = rng.choice((30, 90, 300))
     x, y = rng.randint(0, 600), rng.randint(0, 600)
     w, h = rng.randint(side // 2, side), rng.randint(side // 2, side)
@@ -63,7 +62,7 @@ def _shape(rng, kind):
     return (x + w // 2, y, x + w, y + h // 2, x + w // 2, y + h, x, y + h // 2)
 
 
-def _moved(rng, bins):
+def _move(rng, bins):
     most = max(1, (max(bins[::2]) - min(bins[::2])) // 8)
     dx, dy = rng.randint(-most, most), rng.randint(-most, most)
     return tuple(min(EDGE, max(0, bin + (dy if k % 2 else dx))) for k, bin in enumerate(bins))

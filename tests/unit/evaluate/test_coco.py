@@ -9,18 +9,18 @@ import pytest
 from pycocotools.coco import COCO
 from pycocotools.cocoeval import COCOeval
 
-from coordexp.evaluate import ScoreMode, evaluate, rescored, write_predictions
+from coordexp.evaluate import ScoreMode, evaluate, replace_scores, write_predictions
 from coordexp.evaluate.coco import NAMES, coco_truth
-from coordexp.evaluate.scene import build_scenes
-from tests.unit.evaluate.scenes import BOX, FAR, answer, crowd, record, said
+from coordexp.evaluate.comparison import compare_images
+from tests.unit.evaluate.scenes import BOX, FAR, answer, crowd, prediction, record
 
 
-def oracle(truth, answers, kind, folder):
-    """By pycocotools, from preds.json."""
+def run_pycocotools(truth, answers, kind, folder):
+    """Return the evaluation that pycocotools makes from preds.json."""
     write_predictions(folder / "preds.json", answers, truth)
     with contextlib.redirect_stdout(io.StringIO()):
         dataset = COCO()
-        dataset.dataset = coco_truth(build_scenes(truth, answers))
+        dataset.dataset = coco_truth(compare_images(truth, answers))
         dataset.createIndex()
         run = COCOeval(dataset, dataset.loadRes(json.loads((folder / "preds.json").read_text())), kind)
         run.evaluate()
@@ -29,7 +29,7 @@ def oracle(truth, answers, kind, folder):
     return run
 
 
-def ours(scores):
+def twelve_numbers(scores):
     return [-1.0 if scores.values[name] is None else scores.values[name] for name in NAMES.values()]
 
 
@@ -37,23 +37,23 @@ def ours(scores):
 @pytest.mark.parametrize("seed", range(6))
 def test_all_twelve_box_numbers_are_those_of_pycocotools(seed, ties, tmp_path):
     truth, answers = crowd(seed, ties=ties)
-    expected = oracle(truth, answers, "bbox", tmp_path).stats
-    np.testing.assert_allclose(ours(evaluate(truth, answers).boxes), expected, atol=1e-6, rtol=0)
+    expected = run_pycocotools(truth, answers, "bbox", tmp_path).stats
+    np.testing.assert_allclose(twelve_numbers(evaluate(truth, answers).boxes), expected, atol=1e-6, rtol=0)
     assert 0.05 < expected[0] < 0.95
 
 
 @pytest.mark.parametrize("seed", range(4))
 def test_all_twelve_mask_numbers_are_those_of_pycocotools(seed, tmp_path):
     truth, answers = crowd(seed, shapes=("bbox_2d", "poly"))
-    expected = oracle(truth, answers, "segm", tmp_path).stats
+    expected = run_pycocotools(truth, answers, "segm", tmp_path).stats
     report = evaluate(truth, answers)
-    np.testing.assert_allclose(ours(report.masks), expected, atol=1e-6, rtol=0)
-    assert report.flat()["mask_ap"] != report.flat()["ap"]
+    np.testing.assert_allclose(twelve_numbers(report.masks), expected, atol=1e-6, rtol=0)
+    assert report.metrics()["mask_ap"] != report.metrics()["ap"]
 
 
 def test_the_ap_of_each_class_is_that_of_pycocotools(tmp_path):
     truth, answers = crowd(1)
-    precision = oracle(truth, answers, "bbox", tmp_path).eval["precision"]
+    precision = run_pycocotools(truth, answers, "bbox", tmp_path).eval["precision"]
     classes = evaluate(truth, answers).boxes.classes
     assert list(classes) == ["cat", "cup", "dog"]
     for k, value in enumerate(classes.values()):
@@ -61,70 +61,71 @@ def test_the_ap_of_each_class_is_that_of_pycocotools(tmp_path):
 
 
 def test_more_than_a_hundred_detections_are_cut_as_coco_cuts_them(tmp_path):
-    many = answer(*[said("cat", (k, 0, k + 50, 90), 0.9 - k / 1000) for k in range(150)])
+    many = answer(*[prediction("cat", (k, 0, k + 50, 90), 0.9 - k / 1000) for k in range(150)])
     truth = [(1, record(("cat", (140, 0, 190, 90))))]
-    expected = oracle(truth, [many], "bbox", tmp_path).stats
-    np.testing.assert_allclose(ours(evaluate(truth, [many]).boxes), expected, atol=1e-6, rtol=0)
+    expected = run_pycocotools(truth, [many], "bbox", tmp_path).stats
+    np.testing.assert_allclose(twelve_numbers(evaluate(truth, [many]).boxes), expected, atol=1e-6, rtol=0)
 
 
 def test_the_size_of_a_polygon_is_that_of_its_mask():
     """A diamond of 800 pixels, which is small, in a box of 1,600, which is not."""
     diamond = (120, 100, 140, 120, 120, 140, 100, 120)
-    masks = evaluate([(1, record(("leaf", diamond)))], [answer(said("leaf", diamond))]).masks
+    masks = evaluate([(1, record(("leaf", diamond)))], [answer(prediction("leaf", diamond))]).masks
     assert masks.values["ap_small"] == pytest.approx(1.0)
     assert masks.values["ap_medium"] is None
 
 
 def test_no_detection_at_all_is_an_ap_of_zero():
-    assert evaluate([(1, record(("cat", BOX)))], [answer()]).flat()["ap"] == 0.0
+    assert evaluate([(1, record(("cat", BOX)))], [answer()]).metrics()["ap"] == 0.0
 
 
 def test_boxes_alone_have_no_mask_numbers():
-    report = evaluate([(1, record(("cat", BOX)))], [answer(said("cat", BOX))])
+    report = evaluate([(1, record(("cat", BOX)))], [answer(prediction("cat", BOX))])
     assert report.masks is None
-    assert report.flat()["ap"] == pytest.approx(1.0)
-    assert not any(name.startswith("mask_") for name in report.flat())
+    assert report.metrics()["ap"] == pytest.approx(1.0)
+    assert not any(name.startswith("mask_") for name in report.metrics())
 
 
 def test_without_a_score_there_is_no_ap_but_everything_else():
-    report = evaluate([(1, record(("cat", BOX)))], [answer(said("cat", BOX, None), said("cat", FAR))])
-    assert "ap" not in report.flat()
-    assert report.flat()["f1_50"] == pytest.approx(2 / 3)
+    report = evaluate([(1, record(("cat", BOX)))], [answer(prediction("cat", BOX, None), prediction("cat", FAR))])
+    assert "ap" not in report.metrics()
+    assert report.metrics()["f1_50"] == pytest.approx(2 / 3)
     assert report.notes == ("no AP: 1 of 2 objects have no score",)
 
 
 def test_scores_that_know_something_beat_constant_and_shuffled_ones():
-    """The same boxes, ranked three ways: by their own IoU with the truth, all alike, and at random."""
+    """The same boxes are ranked three ways: by their IoU with the ground truth, all alike, and at random."""
     truth, answers = crowd(5, images=20)
-    scenes = build_scenes(truth, answers)
     informed = [
         answer(
             *[
-                said(one.desc, raw.bins, float(scene.overlap[i].max(initial=0.0)))
-                for i, (one, raw) in enumerate(zip(scene.found, scene.answer.valid, strict=True))
+                prediction(item.desc, item.bins, float(image.overlap[i].max(initial=0.0)))
+                for i, item in enumerate(image.answer.valid)
             ],
-            image_id=scene.image_id,
-            image=scene.record.image,
+            image_id=image.image_id,
+            image=image.record.image,
         )
-        for scene in scenes
+        for image in compare_images(truth, answers)
     ]
-    reports = {mode: evaluate(truth, rescored(informed, mode)) for mode in ScoreMode}
-    ap = {mode: report.flat()["ap_50"] for mode, report in reports.items()}
+    reports = {mode: evaluate(truth, replace_scores(informed, mode)) for mode in ScoreMode}
+    ap = {mode: report.metrics()["ap_50"] for mode, report in reports.items()}
     assert ap[ScoreMode.own] > ap[ScoreMode.constant] + 0.05
     assert ap[ScoreMode.own] > ap[ScoreMode.shuffled] + 0.05
-    assert len({report.flat()["f1_50"] for report in reports.values()}) == 1
+    assert len({report.metrics()["f1_50"] for report in reports.values()}) == 1
     assert "all scores are equal" in reports[ScoreMode.constant].notes[0]
     assert not reports[ScoreMode.own].notes
 
 
+def list_valid(answers, name):
+    return [getattr(item, name) for answer in answers for item in answer.valid]
+
+
 def test_shuffled_scores_are_the_same_scores_on_other_objects():
     _, answers = crowd(2)
-    dealt = rescored(answers, ScoreMode.shuffled, seed=3)
-    before, after = ([one.score for each in side for one in each.valid] for side in (answers, dealt))
+    shuffled = replace_scores(answers, ScoreMode.shuffled, seed=3)
+    before, after = (list_valid(side, "score") for side in (answers, shuffled))
     assert before != after
     assert sorted(before) == sorted(after)
-    assert [one.bins for each in answers for one in each.valid] == [
-        one.bins for each in dealt for one in each.valid
-    ]
-    assert dealt == rescored(answers, ScoreMode.shuffled, seed=3)
-    assert dealt != rescored(answers, ScoreMode.shuffled, seed=4)
+    assert list_valid(answers, "bins") == list_valid(shuffled, "bins")
+    assert shuffled == replace_scores(answers, ScoreMode.shuffled, seed=3)
+    assert shuffled != replace_scores(answers, ScoreMode.shuffled, seed=4)

@@ -1,4 +1,4 @@
-"""`coordexp evaluate` as a person meets it."""
+"""`coordexp evaluate` as users see it."""
 
 import json
 import re
@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 from coordexp.cli import app
 from coordexp.cli.evaluate import Scores
 from coordexp.evaluate import ScoreMode, evaluate, write_predictions
-from tests.unit.evaluate.scenes import BOX, FAR, answer, crowd, record, said
+from tests.unit.evaluate.scenes import BOX, FAR, answer, crowd, prediction, record
 
 
 def run(folder, *more):
@@ -20,7 +20,7 @@ def run(folder, *more):
 
 
 def write(folder, truth, answers):
-    (folder / "val.jsonl").write_text("".join(f"{one.as_json()}\n" for _, one in truth))
+    (folder / "val.jsonl").write_text("".join(f"{line.as_json()}\n" for _, line in truth))
     write_predictions(folder / "preds.json", answers, truth)
 
 
@@ -40,12 +40,12 @@ def test_the_table_shows_the_numbers_of_the_report(folder):
     result = run(folder)
     assert result.exit_code == 0
     truth, answers = crowd(2)
-    flat = evaluate(truth, answers).flat()
+    metrics = evaluate(truth, answers).metrics()
     rows = {line[:16].strip(): line[16:].split() for line in result.stdout.splitlines()}
-    assert rows["IoU 0.50"][0] == f"{flat['f1_50']:.3f}"
-    assert rows["IoU 0.50"][3] == f"{flat['f1_50_any_class']:.3f}"
-    assert re.search(r"^boxes +(\S+)", result.stdout, re.M)[1] == f"{flat['ap']:.3f}"
-    assert f"{100 * flat['duplicates']:.1f} %" in result.stdout
+    assert rows["IoU 0.50"][0] == f"{metrics['f1_50']:.3f}"
+    assert rows["IoU 0.50"][3] == f"{metrics['f1_50_any_class']:.3f}"
+    assert re.search(r"^boxes +(\S+)", result.stdout, re.M)[1] == f"{metrics['ap']:.3f}"
+    assert f"{100 * metrics['duplicates']:.1f} %" in result.stdout
 
 
 def test_the_table_keeps_all_digits_in_a_narrow_pipe(folder, monkeypatch):
@@ -57,7 +57,7 @@ def test_the_table_keeps_all_digits_in_a_narrow_pipe(folder, monkeypatch):
 def test_the_json_has_every_number_with_its_counts(folder):
     report = numbers(folder)
     truth, answers = crowd(2)
-    assert report["numbers"] == evaluate(truth, answers).flat()
+    assert report["numbers"] == evaluate(truth, answers).metrics()
     rate = report["behaviour"]["duplicates"]
     assert rate["rate"] == rate["count"] / rate["of"]
     assert len(report["thresholds"]) == 10
@@ -66,12 +66,12 @@ def test_the_json_has_every_number_with_its_counts(folder):
     assert report["scores"] == "own"
 
 
-def test_names_that_training_logs():
-    flat = evaluate(*crowd(2)).flat()
-    wanted = "f1_50 f1_95 f1 precision_50 recall_50 f1_50_any_class mean_iou ap ap_50 ap_75 ar_100 best_f1_50"
-    wanted += " duplicates invalid truncated early_stop over_count boxes_on_empty oversized unknown_class"
-    assert set(wanted.split()) <= set(flat)
-    assert all(type(value) is float for value in flat.values())
+def test_the_metrics_that_training_logs_have_their_names():
+    metrics = evaluate(*crowd(2)).metrics()
+    names = "f1_50 f1_95 f1 precision_50 recall_50 f1_50_any_class mean_iou ap ap_50 ap_75 ar_100 best_f1_50"
+    names += " duplicates invalid truncated early_stop over_count boxes_on_empty oversized unknown_class"
+    assert set(names.split()) <= set(metrics)
+    assert all(type(value) is float for value in metrics.values())
 
 
 def test_the_scores_option_changes_ap_and_not_f1(folder):
@@ -106,7 +106,7 @@ def test_data_that_was_not_predicted_on_is_refused(folder):
 
 def test_images_without_an_answer_are_refused_unless_they_are_left_out(tmp_path):
     truth = [(1, record(("cat", BOX))), (2, record(("cat", FAR))), (3, record(("dog", FAR)))]
-    write(tmp_path, truth, [answer(said("cat", BOX))])
+    write(tmp_path, truth, [answer(prediction("cat", BOX))])
     assert "2 image_ids (2, 3) without an answer" in refusal(tmp_path)
     report = numbers(tmp_path, "--answered-only")
     assert report["images"] == 1
@@ -142,5 +142,5 @@ def test_without_its_packages_the_command_says_what_to_install(folder, monkeypat
     ],
 )
 def test_nothing_heavy_is_imported_before_it_is_needed(module, heavy):
-    code = f"import {module}, sys; found = {heavy} & set(sys.modules); assert not found, found"
+    code = f"import {module}, sys; loaded = {heavy} & set(sys.modules); assert not loaded, loaded"
     subprocess.run([sys.executable, "-c", code], check=True)

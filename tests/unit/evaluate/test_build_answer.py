@@ -1,17 +1,17 @@
-"""From generated tokens to a measured answer: what is parsed, and what an object scores."""
+"""Build an answer from generated tokens: which objects are parsed, and how they score."""
 
 import math
 
 import pytest
 
-from coordexp.evaluate.tokens import answer_of
+from coordexp.evaluate.answer import build_answer
 from coordexp.rollout.backend import Rollout
 from tests.vocabularies import encode, table
 
 ENTRY = '"object_%d": {"desc": "cup", "bbox_2d": ["<|coord_1|>", "<|coord_2|>", "<|coord_30|>", "<|coord_%d|>"]}'
 
 
-def generated(text, logprob=lambda id: 0.0):
+def generate(text, logprob=lambda id: 0.0):
     ids = encode(text, table("qwen"))
     return Rollout.of(table("qwen"), (), ids, [logprob(id) for id in ids], "stop")
 
@@ -24,8 +24,8 @@ FIRST_DESC = (
 )
 
 
-def improbable(word):
-    """Log probabilities in which one word of the vocabulary has 0.5, coordinates 0.1 and all else 1."""
+def make_improbable(word):
+    """Return log probabilities: 0.5 for one word of the vocabulary, 0.1 for coordinates and 1 for all else."""
     vocabulary = table("qwen")
     (id_of_word,) = encode(word, vocabulary)
     return lambda id: math.log(0.1) if vocabulary.is_coord(id) else math.log(0.5) if id == id_of_word else 0.0
@@ -33,17 +33,17 @@ def improbable(word):
 
 @pytest.mark.parametrize("form", [FIRST_DESC, FIRST_GEOMETRY])
 def test_a_score_is_the_probability_of_an_objects_own_words_in_either_order(form):
-    text = "{" + ", ".join(form % each for each in ((1, "cup"), (2, "dog"), (3, "cup"))) + "}"
-    answer = answer_of(7, "a.png", generated(text, improbable("cup")), table("qwen"))
-    assert [found.score for found in answer.objects] == pytest.approx([0.5, 1.0, 0.5])
+    text = "{" + ", ".join(form % values for values in ((1, "cup"), (2, "dog"), (3, "cup"))) + "}"
+    answer = build_answer(7, "a.png", generate(text, make_improbable("cup")), table("qwen"))
+    assert [item.score for item in answer.objects] == pytest.approx([0.5, 1.0, 0.5])
     assert (answer.image_id, answer.text, answer.finish_reason) == (7, text, "stop")
 
 
 def test_the_tokens_of_a_refused_object_do_not_count_for_the_next_one():
     flat = (FIRST_DESC % (1, "cup")).replace("coord_40", "coord_2")
     text = "{" + flat + ", " + FIRST_DESC % (2, "dog") + "}"
-    answer = answer_of(1, "a.png", generated(text, improbable("cup")), table("qwen"))
-    assert [found.score for found in answer.objects] == [None, pytest.approx(1.0)]
+    answer = build_answer(1, "a.png", generate(text, make_improbable("cup")), table("qwen"))
+    assert [item.score for item in answer.objects] == [None, pytest.approx(1.0)]
 
 
 def test_the_choice_to_go_on_counts_for_the_object_that_follows():
@@ -52,16 +52,16 @@ def test_the_choice_to_go_on_counts_for_the_object_that_follows():
     ids = encode(text, vocabulary)
     going_on = next(k for k, id in enumerate(ids) if vocabulary.pieces[id].endswith(b"},"))
     logprobs = tuple(math.log(0.25) if k == going_on else 0.0 for k in range(len(ids)))
-    answer = answer_of(1, "a.png", Rollout.of(vocabulary, (), ids, logprobs, "stop"), vocabulary)
-    assert [found.score for found in answer.objects] == pytest.approx([1.0, 0.25])
+    answer = build_answer(1, "a.png", Rollout.of(vocabulary, (), ids, logprobs, "stop"), vocabulary)
+    assert [item.score for item in answer.objects] == pytest.approx([1.0, 0.25])
 
 
 def test_a_refused_object_has_a_reason_and_no_score():
     text = "{" + ENTRY % (1, 2) + ", " + ENTRY % (2, 50) + "}"  # the first has no height
-    answer = answer_of(1, "a.png", generated(text), table("qwen"))
-    assert [(found.reason is None, found.score) for found in answer.objects] == [(False, None), (True, 1.0)]
+    answer = build_answer(1, "a.png", generate(text), table("qwen"))
+    assert [(item.reason is None, item.score) for item in answer.objects] == [(False, None), (True, 1.0)]
 
 
 def test_an_unreadable_answer_keeps_its_text():
-    answer = answer_of(1, "a.png", generated("Sure!"), table("qwen"))
+    answer = build_answer(1, "a.png", generate("Sure!"), table("qwen"))
     assert (answer.text, answer.objects) == ("Sure!", ())
