@@ -36,7 +36,7 @@ class ImageError(UserError, OSError):
 
 @dataclass(frozen=True, slots=True)
 class ImageFacts:
-    """What the doctor knows about an image file: the size after rotation, and a hash of both ends of the file."""
+    """The size of an image after rotation, and a hash of both ends of its file."""
 
     width: int
     height: int

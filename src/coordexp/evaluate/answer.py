@@ -18,12 +18,11 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Annotated, Any
 
-from pydantic import AllowInfNan, ConfigDict, Field, Strict, TypeAdapter, ValidationError
+from pydantic import AllowInfNan, ConfigDict, Field, Strict, TypeAdapter
 
 from coordexp.correction import PredictedObject, parse_rollout
 from coordexp.data import BINS, GeometryKind, Record, is_degenerate, to_pixels
 from coordexp.data.geometry import COUNT_RULE, is_valid_count
-from coordexp.data.records import describe_problems
 from coordexp.rollout.backend import Rollout
 from coordexp.vocab import VocabularyTable
 
@@ -124,22 +123,16 @@ _DETECTION = TypeAdapter(Detection)
 
 
 def parse_answer(line: str | bytes) -> ImageAnswer:
-    """Return the answer of a JSON line. Raise ValueError with what is wrong with it.
+    """Return the answer of a JSON line. Raise ValueError, of which pydantic's ValidationError is a kind, if it is
+    wrong.
 
     The line is not read with pydantic's own JSON parser, because that one refuses a lone surrogate in the text."""
-    value = json.loads(line)
-    try:
-        return _ANSWER.validate_python(value)
-    except ValidationError as error:
-        raise ValueError(describe_problems(error)) from error
+    return _ANSWER.validate_python(json.loads(line))
 
 
 def parse_detection(value: Any) -> Detection:
-    """Return the detection of an entry of a COCO results list. Raise ValueError with what is wrong with it."""
-    try:
-        return _DETECTION.validate_python(value)
-    except ValidationError as error:
-        raise ValueError(describe_problems(error)) from error
+    """Return the detection of an entry of a COCO results list. Raise pydantic's ValidationError if it is wrong."""
+    return _DETECTION.validate_python(value)
 
 
 def bins_to_pixels(bins: Sequence[int], record: Record) -> tuple[float, ...]:
@@ -148,7 +141,7 @@ def bins_to_pixels(bins: Sequence[int], record: Record) -> tuple[float, ...]:
 
 
 class ScoreMode(StrEnum):
-    """Which scores rank the detections. AP depends only on which detection comes first, so constant scores show
+    """The scores that rank the detections. AP depends only on which detection comes first, so constant scores show
     what the order of the answers gives, and shuffled ones what chance gives. Informative scores give a higher AP
     than both."""
 

@@ -21,7 +21,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
+from pydantic import ValidationError
+
 from coordexp.data import Record, RecordFile
+from coordexp.data.records import describe_problems
 from coordexp.errors import DataError
 from coordexp.evaluate.answer import (
     AnswerObject,
@@ -262,4 +265,5 @@ def _read(reader: Callable[[Any], T], value: Any, where: str) -> T:
     try:
         return reader(value)
     except ValueError as error:
-        raise DataError(f"{where}: {error}", "write predictions with `coordexp predict`") from error
+        problem = describe_problems(error) if isinstance(error, ValidationError) else str(error)
+        raise DataError(f"{where}: {problem}", "write predictions with `coordexp predict`") from error

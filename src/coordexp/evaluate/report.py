@@ -45,7 +45,7 @@ class ImageReport:
         return MatchCounts(len(self.pairs), len(self.comparison.predicted), len(self.comparison.true))
 
     @property
-    def missed(self) -> tuple[int, ...]:
+    def missed_objects(self) -> tuple[int, ...]:
         matched = {j for _, j in self.pairs}
         return tuple(j for j in range(len(self.comparison.true)) if j not in matched)
 

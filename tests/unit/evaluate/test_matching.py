@@ -184,7 +184,7 @@ def test_an_image_report_has_missed_objects_and_false_positives():
     (image,) = evaluate(
         [(1, record(("cat", BOX), ("cat", FAR)))], [answer(prediction("dog", BOX), prediction("cat", FAR))]
     ).images
-    assert (image.pairs, image.missed, image.false_positives) == (((1, 1),), (0,), (0,))
+    assert (image.pairs, image.missed_objects, image.false_positives) == (((1, 1),), (0,), (0,))
     assert image.errors == 2
 
 

@@ -60,7 +60,7 @@ def examine(
 
 
 class _Examination:
-    """What has been found so far in a file that is being read."""
+    """The findings and statistics of a file while it is being read."""
 
     def __init__(self, path: Path, look: ReadImage | None, tokens: Tokens | None, max_length: int | None) -> None:
         self._path, self._look, self._tokens, self._max_length = path, look, tokens, max_length

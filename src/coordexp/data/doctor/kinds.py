@@ -11,6 +11,8 @@ Severity = Literal["error", "warning"]
 
 @dataclass(frozen=True, slots=True)
 class ProblemKind:
+    """The severity of a problem, what it is, and what to do about it."""
+
     severity: Severity
     problem: str
     fix: str
@@ -26,7 +28,7 @@ class FindingExample:
 
 @dataclass(frozen=True, slots=True)
 class DataFinding:
-    """A kind of problem that occurs in a file, how often, and where first."""
+    """A kind of problem that occurs in a file: how often, and the first examples."""
 
     code: str
     count: int
@@ -68,7 +70,7 @@ KINDS: dict[str, ProblemKind] = {
     "suspect-centre": ProblemKind(
         "error",
         "boxes look like centre x, centre y, width, height",
-        "write x1, y1, x2, y2: subtract half the size from the centre, and add it",
+        "write x1, y1, x2, y2: the centre minus half the size, then the centre plus half the size",
     ),
     "suspect-swapped": ProblemKind(
         "error",
@@ -108,7 +110,7 @@ KINDS: dict[str, ProblemKind] = {
     "over-the-edge": ProblemKind(
         "warning",
         "object that extends beyond the image by less than 1 %",
-        "you need do nothing, since training clips it; or clip it in the file",
+        "leave it, since training clips it; or clip it in the file",
     ),
     "duplicate-image": ProblemKind(
         "warning", "image that an earlier record uses", "put all objects of the image into one record"

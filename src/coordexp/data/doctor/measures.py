@@ -10,7 +10,7 @@ from coordexp.data.doctor.checks import Problem
 from coordexp.data.geometry import BINS, TrueObject
 from coordexp.data.records import Record
 
-MOST_CLASSES = 100_000  # that are counted by name; free text may describe every object differently
+MOST_CLASSES = 100_000  # counted by name, to bound the memory: free text may describe every object differently
 # A function that counts the tokens of the answer with these objects.
 CountTokens = Callable[[Sequence[TrueObject]], int]
 STEPS = (0, 5, 10, 20, 50, 100, 200, 500, BINS)  # of the histogram of sides
@@ -105,8 +105,8 @@ class Tokens:
 
 
 def quantile(counts: Counter[int], share: float) -> int | None:
-    """Return the smallest value that at least this share of the counted values does not exceed. None without
-    any."""
+    """Return the smallest value that at least this share of the counted values does not exceed, or None if nothing
+    was counted."""
     needed, passed = share * counts.total(), 0
     for value in sorted(value for value, count in counts.items() if count):
         passed += counts[value]

@@ -143,9 +143,8 @@ class Suspicions:
         yield from swapped
         yield from self._boxes.problems()
         for use in self._spaces.values():
-            if not (
-                swapped and use.stated == "pixel"
-            ):  # swapped axes exceed it too, and are the better explanation
+            # Swapped axes make shapes exceed the image too, and are the better explanation.
+            if not (swapped and use.stated == "pixel"):
                 yield from use.problems()
 
 

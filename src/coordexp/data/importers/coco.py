@@ -1,5 +1,5 @@
-"""COCO and LVIS instances: one JSON document with images, categories and annotations, in any order and with any
-ids.
+"""Read COCO and LVIS instances: one JSON document with images, categories and annotations, in any order and with
+any ids.
 
 An annotation without an image or a category is dropped and counted. Whatever would need a guess stops the import:
 two different images with one id, a size that nobody states, a file name that leads out of the folder. The ids of
@@ -26,6 +26,7 @@ from coordexp.data.importers.source import (
     SourceImage,
     SourceObject,
     check_name,
+    read_missing_size,
     read_numbers,
     resolve_image,
 )
@@ -172,15 +173,7 @@ def _read_size(
 ) -> tuple[int, int]:
     width, height = image.get("width"), image.get("height")
     if width is None or height is None:
-        try:
-            size = size_of(path)
-        except OSError as error:
-            raise DataError(
-                f"{where}: no width and height, and {path} cannot be read: {error}",
-                "give the folder of the images with --images, or add the sizes",
-            ) from error
-        counts.add("changed", "image without width and height: read from its file", where)
-        return size
+        return read_missing_size(path, f"{where}: no width and height", where, counts, size_of)
     if not all(type(side) in (int, float) and side > 0 and side % 1 == 0 for side in (width, height)):
         raise DataError(
             f"{where}: width {width!r} and height {height!r} are not positive whole numbers",

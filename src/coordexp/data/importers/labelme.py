@@ -1,4 +1,4 @@
-"""labelme: a JSON file beside each image, with rectangles, polygons and circles.
+"""Read labelme: a JSON file beside each image, with rectangles, polygons and circles.
 
 A circle becomes a polygon of 32 vertices. Shapes of one label with the same `group_id` are the parts of one
 object, as in labelme's own export to COCO. Points, lines and masks are dropped and counted, since records cannot
@@ -19,6 +19,7 @@ from coordexp.data.importers.source import (
     SourceObject,
     bounding_box,
     check_name,
+    read_missing_size,
     read_numbers,
     resolve_image,
 )
@@ -68,15 +69,7 @@ def _read_size(
     width, height = document.get("imageWidth"), document.get("imageHeight")
     if type(width) is int and type(height) is int and width > 0 and height > 0:
         return width, height
-    try:
-        size = size_of(path)
-    except OSError as error:
-        raise DataError(
-            f"{file}: no imageWidth and imageHeight, and {path} cannot be read: {error}",
-            "give the folder of the images with --images",
-        ) from error
-    counts.add("changed", "image without width and height: read from its file", str(file))
-    return size
+    return read_missing_size(path, f"{file}: no imageWidth and imageHeight", str(file), counts, size_of)
 
 
 def _read_objects(shapes: list[Any], file: Path, counts: ImportCounts) -> Iterator[SourceObject]:

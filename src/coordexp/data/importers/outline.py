@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from coordexp.data.importers.source import Ring, signed_area
+from coordexp.data.importers.source import Ring, ring_area
 
 _STEPS = ((1, 0), (0, 1), (-1, 0), (0, -1))  # right, down, left, up: the inside is to the right of each step
 
@@ -60,7 +60,7 @@ def trace_outlines(mask: NDArray[np.bool_]) -> tuple[list[Ring], int]:
         if start in used:
             continue
         ring = _walk(start, directions, used)
-        if signed_area(ring) > 0:
+        if ring_area(ring) > 0:
             rings.append(ring)
         else:
             holes += 1

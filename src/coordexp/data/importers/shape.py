@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from coordexp.data.geometry import GeometryKind, is_degenerate, is_valid_count, to_bin
-from coordexp.data.importers.source import ImportCounts, Ring, Rules, SourceObject, bounding_box, signed_area
+from coordexp.data.importers.source import ImportCounts, Ring, Rules, SourceObject, bounding_box, ring_area
 from coordexp.data.records import RecordObject
 from coordexp.errors import DataError
 
@@ -90,7 +90,7 @@ def _usable_rings(source: SourceObject, counts: ImportCounts) -> list[Ring]:
 
 
 def _area(ring: Ring) -> float:
-    return abs(signed_area(ring))
+    return abs(ring_area(ring))
 
 
 def _fit_into_image(
@@ -154,7 +154,7 @@ def simplify_ring(ring: Ring, tolerance: float) -> Ring:
     kept = {0, far}
     kept |= _needed_vertices(closed, 0, far, tolerance) | _needed_vertices(closed, far, len(points), tolerance)
     simple = tuple(points[sorted(kept)].ravel().tolist())
-    return simple if len(kept) > 2 and signed_area(simple) else ring
+    return simple if len(kept) > 2 and ring_area(simple) else ring
 
 
 def _needed_vertices(points: Points, first: int, last: int, tolerance: float) -> set[int]:

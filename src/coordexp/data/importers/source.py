@@ -1,4 +1,4 @@
-"""What every importer reads into: images and their objects, in pixels, and the counts of what was left out.
+"""The result of reading a source: images and their objects, in pixels, and counts of what was left out.
 
 `Rules` are the choices of the user. A `DataError` stops an import; what can be left out or corrected without
 guessing is counted instead.
@@ -25,7 +25,7 @@ LARGEST = 1e9  # no image is that large; excludes NaN and infinity too
 
 @dataclass(frozen=True)
 class Rules:
-    """What to do where a source allows more than one reading. The options of `coordexp data import` set them."""
+    """The user's choices where a source allows more than one result: the options of `coordexp data import`."""
 
     geometry: Literal["auto", "poly", "box"] = "auto"
     multipart: Literal["largest", "box", "split", "drop"] = "largest"
@@ -106,6 +106,21 @@ def resolve_image(folder: Path, name: Any, where: str, counts: ImportCounts) -> 
     return folder / path
 
 
+def read_missing_size(
+    path: Path, problem: str, where: str, counts: ImportCounts, size_of: SizeOf
+) -> tuple[int, int]:
+    """Return the size of an image whose source does not state it. Raise DataError if the file cannot be read."""
+    try:
+        size = size_of(path)
+    except OSError as error:
+        raise DataError(
+            f"{problem}, and {path} cannot be read: {error}",
+            "give the folder of the images with --images, or add the sizes to the source",
+        ) from error
+    counts.add("changed", "image without width and height: read from its file", where)
+    return size
+
+
 def check_name(value: Any, where: str) -> str:
     """Return the name of a class. Raise DataError if it cannot be the `desc` of an object."""
     if not isinstance(value, str) or not value.strip():
@@ -124,8 +139,8 @@ def read_numbers(value: Any) -> Ring | None:
     return tuple(map(float, value))
 
 
-def signed_area(ring: Ring) -> float:
-    """Return the area, which is positive for a ring that runs clockwise on the screen."""
+def ring_area(ring: Ring) -> float:
+    """Return the signed area, which is positive for a ring that runs clockwise on the screen."""
     xs, ys = ring[::2], ring[1::2]
     edges = zip(xs, ys, (*xs[1:], xs[0]), (*ys[1:], ys[0]), strict=True)
     return math.fsum(x * next_y - next_x * y for x, y, next_x, next_y in edges) / 2

@@ -1,4 +1,4 @@
-"""YOLO: a folder of text files beside a folder of images, with one object per line, in units of the image.
+"""Read YOLO: a folder of text files beside a folder of images, with one object per line, in units of the image.
 
 `class cx cy w h` is a box and `class x y x y x y ...` a polygon. Every image becomes a record; one without a text
 file has no objects. The names of the classes come from `data.yaml`, or from `classes.txt` with one name per line.
