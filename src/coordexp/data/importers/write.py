@@ -5,6 +5,7 @@ The file appears under its name only when it is complete. Image paths are relati
 
 import os
 from collections.abc import Callable, Iterable
+from contextlib import ExitStack
 from pathlib import Path
 
 from coordexp.data.importers.shape import convert_object
@@ -20,7 +21,8 @@ def write_records(
     image files are missing, because then the folder of images is the wrong one."""
     target.parent.mkdir(parents=True, exist_ok=True)
     part = target.with_name(f".{target.name}.part")
-    try:
+    with ExitStack() as cleanup:
+        cleanup.callback(part.unlink, missing_ok=True)
         with part.open("w", encoding="utf-8") as file:
             for number, image in enumerate(images, start=1):
                 notify(number)
@@ -31,8 +33,6 @@ def write_records(
                     counts.objects += len(record.objects)
         _check_missing(counts, rules)
         part.replace(target)
-    finally:
-        part.unlink(missing_ok=True)
 
 
 def _convert_image(image: SourceImage, folder: Path, rules: Rules, counts: ImportCounts) -> Record | None:
