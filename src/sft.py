@@ -1,4 +1,4 @@
-"""`python -m src.sft --config X.yaml`, from the repository root: `coordexp train` under its older name."""
+"""Run `python -m src.sft --config X.yaml` from the root of the repository: the older name of `coordexp train`."""
 
 import sys
 

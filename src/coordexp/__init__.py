@@ -1,4 +1,4 @@
-"""coordexp teaches a vision-language model to detect objects by training on its own corrected answers."""
+"""Teach a vision-language model to detect objects by training on its own corrected answers."""
 
 from importlib.metadata import version
 

@@ -1,4 +1,4 @@
-"""`python -m coordexp`, the same as `coordexp`."""
+"""Run `python -m coordexp`, which is the same as `coordexp`."""
 
 from coordexp.cli import main
 

@@ -1,4 +1,4 @@
-"""Errors that the user can mend. Commands print them without a traceback, in one place (`coordexp.cli.main`).
+"""Errors that a user can fix. `coordexp.cli.Commands` prints them without a traceback, in one place.
 
 This module imports nothing, so every package and every command may import it.
 """

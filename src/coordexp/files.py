@@ -1,11 +1,13 @@
-"""Files that survive a crash or a full disk: written whole or not at all, or grown by whole lines.
+"""Files and folders: files that survive a crash or a full disk, and advice about paths that a user gave.
 
-Imports nothing heavy, so that every package can write its files this way.
+Files are written whole or not at all, or grow by whole lines. This module imports nothing heavy, so every package
+can use it.
 """
 
 import errno
 import json
 import os
+import re
 import shutil
 import threading
 from collections.abc import Callable, Iterator
@@ -19,24 +21,24 @@ from coordexp.errors import DataError, UserError
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _NO_SYNC = (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS)  # file systems that cannot sync a folder
 _BLOCK = 1 << 16
-_appending = threading.Lock()  # a failed append cuts its half line off again, and must not cut another one's
+_appending = threading.Lock()  # a failed append removes its half line, and must not remove that of another thread
 
 
 class WriteError(UserError, OSError):
-    """A file that could not be written. The message has the path, the reason and a way out."""
+    """A file could not be written. The message has the path, the reason and a fix."""
 
 
 def write_whole(path: Path, content: str | bytes) -> None:
     """Write a file so that a crash at any moment leaves either the old content or the new one.
 
-    The content goes to a partial file in the same folder, is synced, renamed, and the folder is synced. The mode
-    follows the umask. Something that is not a regular file, such as a pipe, is written to directly."""
+    The content goes to a partial file in the same folder. That file is synced and renamed, and then the folder is
+    synced. The mode follows the umask. A path that is not a regular file, such as a pipe, is written directly."""
     data = content.encode() if isinstance(content, str) else content
     with _as_write_error(path):
         if path.exists() and not path.is_file():
             path.write_bytes(data)
             return
-        target = path.resolve()  # of a link, the file that it names is replaced
+        target = path.resolve()  # a link stays, and the file that it points to is replaced
         partial = target.with_name(f"{target.name}.partial")
         try:
             with partial.open("wb") as file:
@@ -62,24 +64,20 @@ def copy_whole(source: Path, path: Path) -> None:
 
 
 def append_line(path: Path, line: str) -> None:
-    """Add a line by one write call. If the disk takes only part of it, that part is cut off again.
+    """Add a line with one write call. If the disk takes only part of it, remove that part again.
 
-    It is not synced: `sync` does that for all lines before a checkpoint counts. An interrupted run repeats what
-    came after its checkpoint, and on a network file system a sync per line would cost more than the step."""
+    The line is not synced: `sync` does that for all lines before a checkpoint counts. A resumed run repeats the
+    steps after its checkpoint, and on a network file system a sync per line would take longer than the step."""
     data = f"{line}\n".encode()
-    with _appending, _as_write_error(path):
-        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+    with _appending, _as_write_error(path), path.open("ab", buffering=0) as file:
+        end = os.fstat(file.fileno()).st_size
         try:
-            end = os.fstat(file).st_size
-            try:
-                while data:
-                    data = data[os.write(file, data) :]
-            except OSError:
-                with suppress(OSError):
-                    os.ftruncate(file, end)
-                raise
-        finally:
-            os.close(file)
+            while data:
+                data = data[file.write(data) :]
+        except OSError:
+            with suppress(OSError):
+                os.ftruncate(file.fileno(), end)
+            raise
 
 
 def sync(path: Path) -> None:
@@ -101,7 +99,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def both_ends(path: Path, length: int) -> tuple[bytes, bytes, int]:
-    """Return the first and the last `length` bytes of a file, which overlap in a short one, and its size."""
+    """Return the first and the last `length` bytes of a file, which overlap in a short file, and its size."""
     with path.open("rb") as file:
         head = file.read(length)
         size = file.seek(0, os.SEEK_END)
@@ -110,17 +108,17 @@ def both_ends(path: Path, length: int) -> tuple[bytes, bytes, int]:
 
 
 def is_torn(line: bytes) -> bool:
-    """Return True if a crash cut this line short, or left NULs where its content was to come."""
+    """Return True if a crash cut this line short, or left NUL bytes in place of its content."""
     return not line.endswith(b"\n") or b"\0" in line
 
 
 def drop_torn_line(path: Path) -> bool:
-    """Cut the last line off if a crash left it torn, and return whether it was. Needs no room on the disk."""
+    """Remove the last line if a crash left it torn, and return whether it was. This needs no space on the disk."""
     if not path.is_file():
         return False
     with path.open("rb") as file:
         end = file.seek(0, os.SEEK_END)
-        start = _last_line(file, end)
+        start = _last_line_start(file, end)
         file.seek(start)
         torn = start < end and is_torn(file.read())
     if torn:
@@ -129,8 +127,10 @@ def drop_torn_line(path: Path) -> bool:
 
 
 def read_json_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the objects of a file of JSON lines; none if there is no file. A torn last line is left out: its run
-    goes on, or was killed. Raise a DataError with the number of any other line that is not a JSON object."""
+    """Yield the objects of a file of JSON lines; none if there is no file.
+
+    A torn last line is skipped: the run that writes it is still going on, or was killed. Raise a DataError with
+    the number of any other line that is not a JSON object."""
     if path.is_file():
         with path.open("rb") as file:
             for number, line in enumerate(file, start=1):
@@ -140,7 +140,7 @@ def read_json_lines(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def json_object(line: bytes, where: str) -> dict[str, Any]:
-    """Return the object on a line. Raise a DataError that says where if there is none."""
+    """Return the JSON object on a line. Raise a DataError that begins with `where` if there is none."""
     try:
         value = json.loads(line)
     except (ValueError, RecursionError) as error:
@@ -152,45 +152,66 @@ def json_object(line: bytes, where: str) -> dict[str, Any]:
 
 @dataclass
 class BestEffort:
-    """Writes that a run can do without. A failure is a warning: once, and again when the reason changes."""
+    """Writes that a run can do without. A failure gives one warning, and another one when the reason changes."""
 
-    what: str  # in the plural, for the warning
-    tell: Callable[[str], None]
+    what: str  # a plural noun, for the warning
+    notify: Callable[[str], None]
     _failing: object = None
 
     def attempt(self, write: Callable[[], None]) -> bool:
-        """Return whether `write` could write."""
+        """Call `write` and return whether it succeeded."""
         try:
             write()
         except OSError as error:
             cause = error.errno or str(error)
             if cause != self._failing:
-                reason, _, fix = str(error).partition("\n")
-                self.tell(
-                    f"warning: {self.what} are not written: {reason}; training goes on" + (fix and f"\n{fix}")
-                )
+                reason, fix = (error.problem, error.fix) if isinstance(error, WriteError) else (str(error), "")
+                warning = UserError(f"warning: {self.what} are not written: {reason}; training goes on", fix)
+                self.notify(str(warning))
             self._failing = cause
             return False
         if self._failing is not None:
-            self.tell(f"note: {self.what} are written again; what came in between is missing")
+            self.notify(f"note: {self.what} are written again; those in between are missing")
         self._failing = None
         return True
 
 
 def free_space(folder: Path) -> str:
-    """Return the room on the disk of a folder, for a message."""
+    """Return the free space on the disk of a folder, as words for a message."""
     return f"{shutil.disk_usage(folder).free / 1e9:.3f} GB are free"
 
 
-def _last_line(file: BinaryIO, end: int) -> int:
-    """Return where the last line begins."""
-    at = max(0, end - 1)  # its own line break does not count
+def is_free(folder: Path) -> bool:
+    """Return True if a folder does not exist or is empty, so that a command may write to it."""
+    return not folder.exists() or (folder.is_dir() and not any(folder.iterdir()))
+
+
+def advise_missing_path(setting: str, name: str) -> str:
+    """Return what to do about a file or folder that does not exist. A model may be named as on the Hugging Face
+    hub."""
+    here = "paths are relative to the folder that the command runs in"
+    if setting != "model.path" or not re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", name):
+        return here
+    return (
+        f"{here}; a model of the Hugging Face hub is downloaded first (hf download {name} --local-dir DIR) and "
+        "then given the coordinate tokens (coordexp model add-coords --model DIR --out NEW)"
+    )
+
+
+def is_encodable(text: str) -> bool:
+    """Return True if a text can be written as UTF-8. Half of a surrogate pair, which JSON can spell, cannot."""
+    return not any("\ud800" <= character <= "\udfff" for character in text)
+
+
+def _last_line_start(file: BinaryIO, end: int) -> int:
+    """Return the offset at which the last line begins."""
+    at = max(0, end - 1)  # skips the line break of the last line itself
     while at > 0:
         start = max(0, at - _BLOCK)
         file.seek(start)
-        found = file.read(at - start).rfind(b"\n")
-        if found >= 0:
-            return start + found + 1
+        line_break = file.read(at - start).rfind(b"\n")
+        if line_break >= 0:
+            return start + line_break + 1
         at = start
     return 0
 
@@ -200,12 +221,11 @@ def _as_write_error(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        reason = error.strerror or str(error)
-        fix = "see that the folder exists and can be written to"
+        fix = "check that the folder exists and that you may write to it"
         if error.errno in FULL:
             fix = "make room on that disk, or raise the quota or limit"
         elif error.errno == errno.EROFS:
             fix = "the file system is mounted read-only: mount it for writing, or write to another folder"
-        failed = WriteError(f"{path} cannot be written: {reason}\n  {fix}")
+        failed = WriteError(f"{path} cannot be written: {error.strerror or error}", fix)
         failed.errno = error.errno
         raise failed from error

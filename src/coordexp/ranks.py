@@ -1,33 +1,43 @@
-"""Collectives on plain data, and the rule that an error on one rank is the same error on all of them."""
+"""Collectives on plain data, the rule that an error on one rank stops all ranks, and how weights are sharded."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
 from torch import distributed as dist
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.tensor import DTensor
 
-from coordexp.errors import UserError
+from coordexp.errors import EngineError, UserError
 
 T = TypeVar("T")
-_TOLD = "All other ranks were told, and end too."
+_SHARED = "All other ranks have this error, and end too."
+_LOST = ("Connection closed by peer", "Connection reset by peer", "NCCL communicator was aborted")
 
 
 class RankError(UserError, RuntimeError):
-    """What went wrong on another rank, raised on this one too."""
+    """An error of another rank, raised on this one too."""
 
 
 class RankLostError(UserError, RuntimeError):
-    """Another rank does not answer any more."""
+    """Another rank no longer responds."""
 
 
-def together(work: Callable[[], T], waited: Callable[[float], None] = lambda seconds: None) -> T:
-    """What `work` gives. If it fails on any rank, it fails on all: there with its own error, here with a
-    `RankError` that tells it. One small collective; `waited` gets the seconds that other ranks took longer.
+def _ignore(seconds: float) -> None:
+    pass
 
-    Calls may be nested, and a rank that failed early meets the others at whichever they come to next; from there
-    the error passes through the outer calls of all ranks without another collective. So work that has other
-    collectives in it must come to a `together` of its own right before them."""
+
+def together(work: Callable[[], T], waited: Callable[[float], None] = _ignore) -> T:
+    """Return the result of `work`. If it fails on any rank, raise on all: its own error where it failed, and a
+    `RankError` with the same text elsewhere.
+
+    This costs one small collective. `waited` is called with the seconds that this rank waited for the others.
+
+    Calls may be nested. A rank that fails early meets the others at the next call that they come to. From there
+    the error passes through the outer calls of all ranks without another collective. So work that contains other
+    collectives must call `together` itself right before them."""
     if not dist.is_initialized():
         return work()
     result, failed = None, None
@@ -36,28 +46,29 @@ def together(work: Callable[[], T], waited: Callable[[float], None] = lambda sec
     except (RankError, RankLostError):
         raise
     except Exception as error:  # raised again below, on every rank
-        if _TOLD in getattr(error, "__notes__", ()):  # in a call inside of this one
+        if _SHARED in getattr(error, "__notes__", ()):  # by a nested call
             raise
         failed = error
     since = time.perf_counter()
     anywhere = sum_over_ranks([float(failed is not None)])[0]
     waited(time.perf_counter() - since)
     if anywhere:
-        told = gather_texts("" if failed is None else f"{type(failed).__name__}: {failed}")
+        messages = gather_texts("" if failed is None else f"{type(failed).__name__}: {failed}")
         if failed is not None:
-            failed.add_note(_TOLD)
+            failed.add_note(_SHARED)
             raise failed
-        rank, text = next((rank, text) for rank, text in enumerate(told) if text)
-        raise RankError(f"rank {rank} failed, and with it all others\n  {text}")
+        rank, message = next((rank, message) for rank, message in enumerate(messages) if message)
+        raise RankError(f"rank {rank} failed, so all ranks stop", message)  # the message has its own fix
     return result  # type: ignore[return-value]
 
 
 def sum_over_ranks(values: Sequence[float]) -> list[float]:
+    """Return the sums of the values of all ranks."""
     return _reduce_over_ranks(values, dist.ReduceOp.SUM)
 
 
-def max_over_ranks(value: int, waited: Callable[[float], None] = lambda seconds: None) -> int:
-    """Return the largest value of all ranks. `waited` gets the seconds that other ranks took longer."""
+def max_over_ranks(value: int, waited: Callable[[float], None] = _ignore) -> int:
+    """Return the largest value of all ranks. `waited` is called with the seconds that this rank waited."""
     if not dist.is_initialized():
         return value
     since = time.perf_counter()
@@ -70,32 +81,23 @@ def _reduce_over_ranks(values: Sequence[float], operation: Any) -> list[float]:
     if not dist.is_initialized():
         return list(values)
     reduced = torch.tensor(values, dtype=torch.float64, device=_device())
-    try:
+    with _raising_lost_rank():
         dist.all_reduce(reduced, operation)
-    except RuntimeError as error:
-        if lost := lost_rank(error):
-            raise lost from error
-        raise
     return reduced.tolist()
 
 
 def gather_texts(text: str) -> list[str]:
-    """The texts of all ranks, on all ranks. As bytes in tensors: nothing is unpickled."""
+    """Return the texts of all ranks, on all ranks. They travel as bytes in tensors, so nothing is unpickled."""
     if not dist.is_initialized():
         return [text]
     data, device = text.encode(errors="backslashreplace"), _device()
     sizes = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(dist.get_world_size())]
-    mine = torch.tensor([len(data)], device=device)
-    try:
-        dist.all_gather(sizes, mine)
+    with _raising_lost_rank():
+        dist.all_gather(sizes, torch.tensor([len(data)], device=device))
         padded = torch.zeros(max(1, *map(int, sizes)), dtype=torch.uint8, device=device)
         padded[: len(data)] = torch.frombuffer(bytearray(data or b"\0"), dtype=torch.uint8)[: len(data)]
         parts = [torch.zeros_like(padded) for _ in sizes]
         dist.all_gather(parts, padded)
-    except RuntimeError as error:
-        if lost := lost_rank(error):
-            raise lost from error
-        raise
     return [bytes(part[: int(size)].tolist()).decode() for part, size in zip(parts, sizes, strict=True)]
 
 
@@ -104,17 +106,42 @@ def _device() -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if nccl else torch.device("cpu")
 
 
-def lost_rank(error: RuntimeError) -> RankLostError | None:
-    """What a collective's failure means, if it means that a rank is gone. Also for those inside of other
-    libraries, such as DDP's reduction of gradients."""
+@contextmanager
+def _raising_lost_rank() -> Iterator[None]:
+    """Raise a `RankLostError` in place of the error of a collective that failed because a rank is gone."""
+    try:
+        yield
+    except RuntimeError as error:
+        if lost := to_rank_lost_error(error):
+            raise lost from error
+        raise
+
+
+def to_rank_lost_error(error: RuntimeError) -> RankLostError | None:
+    """Return the error to raise instead, if a collective failed because another rank is gone; otherwise None.
+
+    Collectives inside other libraries fail in the same way, such as DDP's reduction of gradients."""
     first = str(error).splitlines()[0] if str(error) else ""
-    gone = isinstance(error, dist.DistError) or any(word in str(error) for word in _GONE)
-    if not dist.is_initialized() or not gone:
+    lost = isinstance(error, dist.DistError) or any(words in str(error) for words in _LOST)
+    if not dist.is_initialized() or not lost:
         return None
     return RankLostError(
-        f"rank {dist.get_rank()} lost another rank and cannot go on ({first})\n"
-        "  the output of the rank that ended first, and torchrun's summary, say why; --resume goes on"
+        f"rank {dist.get_rank()} lost another rank and cannot go on ({first})",
+        "the output of the rank that ended first, and torchrun's summary, say why; --resume goes on",
     )
 
 
-_GONE = ("Connection closed by peer", "Connection reset by peer", "NCCL communicator was aborted")
+def is_sharded(model: Any) -> bool:
+    """Return True if the weights are sharded over ranks with FSDP2.
+
+    Raise if they are sharded in another way. Such a model cannot generate, since every rank would have to run the
+    same number of forward passes, and it cannot be sent to an engine, since no weight is whole under its own
+    name."""
+    flat = any(isinstance(module, FullyShardedDataParallel) for module in model.modules())
+    if flat or any(hasattr(weight, "ds_id") for weight in model.parameters()):
+        method = "FSDP version 1" if flat else "ZeRO stage 3"
+        raise EngineError(
+            f"a model that is sharded with {method} cannot make rollouts",
+            "use FSDP2 (training.fsdp_config: {version: 2}), ZeRO up to stage 2, or DDP",
+        )
+    return dist.is_initialized() and any(isinstance(weight, DTensor) for weight in model.parameters())

@@ -1,7 +1,7 @@
-"""One of two ranks: `python ranks_worker.py RANK FOLDER SCENE...`. Writes what came of each scene.
+"""One of two ranks: `python ranks_worker.py RANK FOLDER SCENE...`. It writes the outcome of each scene.
 
-After every scene both ranks add up a number: one that still waits in a call that the other has left would add
-something else, or wait until the group's timeout.
+After every scene both ranks sum up a number. A rank that still waits in a call that the other one has left would get
+another sum, or wait until the timeout of the group.
 """
 
 import json
@@ -23,7 +23,7 @@ def success(rank: int) -> Any:
 
 
 def one_fails(rank: int) -> Any:
-    return together(lambda: _fail("no such picture: é.png") if rank == 1 else "fine")
+    return together(lambda: _fail("no such image: é.png") if rank == 1 else "fine")
 
 
 def both_fail(rank: int) -> Any:
@@ -35,7 +35,7 @@ def the_inner_one_fails(rank: int) -> Any:
 
 
 def early_failure(rank: int) -> Any:
-    """Rank 1 never comes to the inner call, at which rank 0 waits."""
+    """Rank 1 fails before the nested call at which rank 0 waits."""
 
     def work() -> str:
         if rank == 1:
@@ -48,7 +48,7 @@ def early_failure(rank: int) -> Any:
 
 
 def early_failure_between(rank: int) -> Any:
-    """Rank 1 fails between two inner calls, inside of a third."""
+    """Rank 1 fails between two nested calls, inside a third one."""
 
     def work() -> None:
         together(lambda: None)
@@ -58,9 +58,9 @@ def early_failure_between(rank: int) -> Any:
 
 
 def waiting(rank: int) -> Any:
-    found: list[float] = []
-    together(lambda: time.sleep(0.5 * rank), waited=found.append)
-    return found
+    seconds: list[float] = []
+    together(lambda: time.sleep(0.5 * rank), waited=seconds.append)
+    return seconds
 
 
 def texts(rank: int) -> Any:
@@ -72,7 +72,7 @@ def sums(rank: int) -> Any:
 
 
 def killed(rank: int) -> Any:
-    """Rank 1 is gone while rank 0 waits for it, in a call inside of another."""
+    """Rank 1 is gone while rank 0 waits for it in a nested call."""
 
     def work() -> str:
         together(lambda: None)
@@ -87,13 +87,13 @@ def _fail(text: str) -> None:
     raise FileNotFoundError(text)
 
 
-def _outcome(scene: Callable[[int], Any], rank: int) -> dict[str, Any]:
+def _run_scene(scene: Callable[[int], Any], rank: int) -> dict[str, Any]:
     since = time.perf_counter()
     try:
-        found = {"gave": scene(rank)}
+        outcome = {"returned": scene(rank)}
     except Exception as error:  # noqa: BLE001
-        found = {"raised": type(error).__name__, "text": str(error)}
-    return found | {"seconds": time.perf_counter() - since}
+        outcome = {"raised": type(error).__name__, "text": str(error)}
+    return outcome | {"seconds": time.perf_counter() - since}
 
 
 def main(rank: int, folder: Path, scenes: list[str]) -> None:
@@ -102,7 +102,7 @@ def main(rank: int, folder: Path, scenes: list[str]) -> None:
     )
     report = {}
     for name in scenes:
-        report[name] = _outcome(globals()[name], rank)
+        report[name] = _run_scene(globals()[name], rank)
         if name != "killed":
             report[name]["in step"] = sum_over_ranks([7.0]) == [14.0]
         (folder / f"rank-{rank}.json").write_text(json.dumps(report))

@@ -1,4 +1,4 @@
-"""Files that survive: written whole or not at all, grown by whole lines, read though the last line is torn."""
+"""Files that survive crashes: written whole or not at all, extended by whole lines, readable with a torn last line."""
 
 import errno
 import json
@@ -61,7 +61,7 @@ def test_the_mode_of_a_file_follows_the_umask(tmp_path, mask, mode):
     assert [path.stat().st_mode & 0o777 for path in tmp_path.iterdir()] == [mode, mode]
 
 
-def test_a_link_keeps_naming_the_file_that_is_replaced(tmp_path):
+def test_a_link_stays_and_the_file_it_points_to_is_replaced(tmp_path):
     (tmp_path / "elsewhere").mkdir()
     link, file = tmp_path / "link", tmp_path / "elsewhere/file"
     link.symlink_to(file)
@@ -70,14 +70,14 @@ def test_a_link_keeps_naming_the_file_that_is_replaced(tmp_path):
     assert file.read_text() == "content"
 
 
-def test_what_is_not_a_regular_file_is_written_to_and_not_replaced():
+def test_a_path_that_is_not_a_regular_file_is_written_to_and_not_replaced():
     write_whole(Path("/dev/null"), "content")
     assert Path("/dev/null").is_char_device()
     with pytest.raises(WriteError, match="/dev/full cannot be written: No space left on device"):
         write_whole(Path("/dev/full"), "content")
 
 
-def test_a_line_that_a_full_disk_refuses_is_named():
+def test_an_append_to_a_full_disk_names_the_file():
     with pytest.raises(WriteError, match="/dev/full cannot be written: No space left on device") as raised:
         append_line(Path("/dev/full"), "line")
     assert raised.value.errno == errno.ENOSPC
@@ -138,7 +138,7 @@ def test_a_torn_last_line_is_dropped_and_a_broken_one_is_not(tmp_path, content, 
 
 
 @pytest.mark.parametrize("tail", [b"", b'{"step"', b"\0" * 500, b"\0\n"])
-def test_a_reader_leaves_a_torn_last_line_out(tmp_path, tail):
+def test_a_reader_skips_a_torn_last_line(tmp_path, tail):
     file = tmp_path / "metrics.jsonl"
     file.write_bytes(LINE + LINE + tail)
     assert list(read_json_lines(file)) == [{"step": 1}] * 2
@@ -146,23 +146,23 @@ def test_a_reader_leaves_a_torn_last_line_out(tmp_path, tail):
 
 
 @pytest.mark.parametrize("line", [b"{broken\n", b"\0\0\0\n", b"7\n"])
-def test_a_broken_line_that_is_not_the_last_is_named(tmp_path, line):
+def test_a_broken_line_that_is_not_the_last_is_an_error_with_its_number(tmp_path, line):
     file = tmp_path / "metrics.jsonl"
     file.write_bytes(LINE + line + LINE)
     with pytest.raises(DataError, match=f"{file}, line 2: not "):
         list(read_json_lines(file))
 
 
-def test_a_failure_is_told_once_and_again_when_it_changes():
-    told: list[str] = []
-    writes = BestEffort("metrics", told.append)
+def test_a_failure_gives_one_warning_and_another_when_the_reason_changes():
+    messages: list[str] = []
+    writes = BestEffort("metrics", messages.append)
 
     def read_only():
         raise OSError(errno.EROFS, os.strerror(errno.EROFS))
 
     done = [writes.attempt(write) for write in (full, full, read_only, read_only, list, list, full)]
     assert done == [False, False, False, False, True, True, False]
-    assert [line.partition(";")[0] for line in told] == [
+    assert [line.partition(";")[0] for line in messages] == [
         "warning: metrics are not written: [Errno 28] No space left on device",
         "warning: metrics are not written: [Errno 30] Read-only file system",
         "note: metrics are written again",

@@ -1,4 +1,4 @@
-"""An error on one rank is an error on all of them, in seconds: two real processes that talk by gloo."""
+"""An error on one rank becomes an error on all of them within seconds: two real processes that use gloo."""
 
 import json
 import subprocess
@@ -16,8 +16,8 @@ SCENES = ("success", "one_fails", "both_fail", "the_inner_one_fails", "early_fai
 
 
 @pytest.fixture(scope="module")
-def came_of(tmp_path_factory) -> list[dict]:
-    """What each rank says of each scene; rank 1 does not survive the last one."""
+def reports(tmp_path_factory) -> list[dict]:
+    """The outcome of each scene on each rank. Rank 1 does not survive the last scene."""
     folder = tmp_path_factory.mktemp("ranks")
     command = [sys.executable, str(WORKER)]
     scenes = [*SCENES, "waiting", "texts", "sums", "killed"]
@@ -35,12 +35,12 @@ def came_of(tmp_path_factory) -> list[dict]:
     return [json.loads(file.read_text()) for file in files]
 
 
-def test_work_that_succeeds_gives_each_rank_its_own(came_of):
-    assert [rank["success"]["gave"] for rank in came_of] == ["work of 0", "work of 1"]
+def test_work_that_succeeds_returns_the_result_of_each_rank(reports):
+    assert [rank["success"]["returned"] for rank in reports] == ["work of 0", "work of 1"]
 
 
 FAILURES = {
-    "one_fails": "no such picture: é.png",
+    "one_fails": "no such image: é.png",
     "the_inner_one_fails": "inside",
     "early_failure": "before all",
     "early_failure_between": "on the way",
@@ -48,38 +48,38 @@ FAILURES = {
 
 
 @pytest.mark.parametrize(("scene", "text"), FAILURES.items(), ids=FAILURES)
-def test_an_error_on_one_rank_is_told_by_the_other_within_seconds(came_of, scene, text):
-    """Also when the ranks are at different calls, one inside of the other."""
-    there, here = came_of[1][scene], came_of[0][scene]
+def test_an_error_on_one_rank_is_raised_on_the_other_within_seconds(reports, scene, text):
+    """This also holds if the ranks are at different calls, one nested in the other."""
+    there, here = reports[1][scene], reports[0][scene]
     assert (there["raised"], there["text"]) == ("FileNotFoundError", text)
     assert here["raised"] == "RankError"
-    assert here["text"] == f"rank 1 failed, and with it all others\n  FileNotFoundError: {text}"
+    assert here["text"] == f"rank 1 failed, so all ranks stop\n  FileNotFoundError: {text}"
     assert max(there["seconds"], here["seconds"]) < 3
 
 
-def test_two_ranks_that_fail_keep_their_own_errors(came_of):
-    assert [rank["both_fail"]["text"] for rank in came_of] == ["fault of 0", "fault of 1"]
+def test_two_ranks_that_fail_keep_their_own_errors(reports):
+    assert [rank["both_fail"]["text"] for rank in reports] == ["fault of 0", "fault of 1"]
 
 
 @pytest.mark.parametrize("scene", SCENES)
-def test_after_an_error_no_rank_waits_in_a_call_that_the_other_has_left(came_of, scene):
-    assert [rank[scene]["in step"] for rank in came_of] == [True, True]
+def test_after_an_error_no_rank_waits_in_a_call_that_the_other_has_left(reports, scene):
+    assert [rank[scene]["in step"] for rank in reports] == [True, True]
 
 
-def test_a_rank_is_told_how_long_it_waited_for_the_others(came_of):
-    (first,), (last,) = (rank["waiting"]["gave"] for rank in came_of)
+def test_a_rank_learns_how_long_it_waited_for_the_others(reports):
+    (first,), (last,) = (rank["waiting"]["returned"] for rank in reports)
     assert first > 0.3
     assert last < 0.3
 
 
-def test_texts_sums_and_maxima_of_all_ranks_are_the_same_on_all(came_of):
-    for rank in came_of:
-        assert rank["texts"]["gave"] == ["cup é 🙂" * 1000, ""]
-        assert rank["sums"]["gave"] == [3.0, 2.0**53, 7]
+def test_texts_sums_and_maxima_of_all_ranks_are_the_same_on_all(reports):
+    for rank in reports:
+        assert rank["texts"]["returned"] == ["cup é 🙂" * 1000, ""]
+        assert rank["sums"]["returned"] == [3.0, 2.0**53, 7]
 
 
-def test_a_rank_that_is_gone_is_a_lost_rank_for_the_other_within_seconds(came_of):
-    survivor, gone = came_of
+def test_a_rank_that_is_gone_is_a_lost_rank_for_the_other_within_seconds(reports):
+    survivor, gone = reports
     assert "killed" not in gone
     assert survivor["killed"]["raised"] == "RankLostError"
     assert survivor["killed"]["text"].startswith("rank 0 lost another rank and cannot go on (")
@@ -87,7 +87,7 @@ def test_a_rank_that_is_gone_is_a_lost_rank_for_the_other_within_seconds(came_of
     assert survivor["killed"]["seconds"] < 5
 
 
-def test_one_process_alone_needs_no_other():
+def test_a_single_process_needs_no_group():
     assert together(lambda: 5) == 5
     assert sum_over_ranks([1.5]) == [1.5]
     assert max_over_ranks(3) == 3

@@ -1,4 +1,4 @@
-"""What CI installs and runs is fixed: packages by hash, actions by commit, no rights but to read."""
+"""CI installs and runs fixed versions: packages by hash, actions by commit, with read access only."""
 
 import re
 from pathlib import Path
@@ -16,10 +16,10 @@ def test_every_package_of_the_tested_set_has_a_hash():
     for line in blocks:
         if not line.startswith("#"):
             pin, *hashes = line.split()
-            assert hashes and all(re.fullmatch("--hash=sha256:[0-9a-f]{64}", each) for each in hashes), line
+            assert hashes and all(re.fullmatch("--hash=sha256:[0-9a-f]{64}", word) for word in hashes), line
             name, version = pin.split("==")
-            hashed[_normal(name)] = version
-    assert hashed == {_normal(name): version for name, version in versions}
+            hashed[_normalize(name)] = version
+    assert hashed == {_normalize(name): version for name, version in versions}
 
 
 def test_ci_installs_only_by_hash():
@@ -45,5 +45,5 @@ def test_actions_are_pinned_by_commit_and_may_only_read():
             assert all(step["with"]["persist-credentials"] is False for step in checkouts)
 
 
-def _normal(name: str) -> str:
+def _normalize(name: str) -> str:
     return re.sub(r"[-_.]+", "-", name).lower()

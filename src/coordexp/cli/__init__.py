@@ -1,4 +1,4 @@
-"""The `coordexp` command. Each subcommand is a thin module; torch is imported by those that need it only."""
+"""The `coordexp` command. Each subcommand is a thin module, and only those that need torch import it."""
 
 from typing import Annotated, Any
 
@@ -28,10 +28,13 @@ from coordexp.errors import UserError
 
 
 class Commands(TyperGroup):
-    """The one place that turns errors of the user's making into a message and an exit code: 2 for a config that
-    cannot be used, 1 for everything else. Other exceptions are bugs and keep their traceback."""
+    """All commands, and the one place that prints errors which the user can fix.
+
+    The exit code is 2 for a config that cannot be used, and 1 for other such errors. All other exceptions are bugs
+    and keep their traceback."""
 
     def invoke(self, ctx: Any) -> Any:
+        """Run the command that the user gave."""
         try:
             return super().invoke(ctx)
         except ConfigError as error:
@@ -69,8 +72,8 @@ app.add_typer(model.app, name="model")
 app.add_typer(run.app, name="run")
 
 
-def _print_version(wanted: bool) -> None:
-    if wanted:
+def _print_version(is_requested: bool) -> None:
+    if is_requested:
         from coordexp import __version__
 
         typer.echo(f"coordexp {__version__}")

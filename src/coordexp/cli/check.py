@@ -1,4 +1,4 @@
-"""`coordexp check`: is this config sound, and what does it come to?"""
+"""`coordexp check`: check a config, and show the settings that it results in."""
 
 import json
 from collections.abc import Iterator
@@ -13,7 +13,7 @@ from coordexp.config import ConfigError, Loaded, World, dotted, load_settings
 from coordexp.config.capacity import describe_evaluation
 from coordexp.config.paths import Key
 from coordexp.config.settings import Settings
-from coordexp.folders import how_to_find
+from coordexp.files import advise_missing_path
 
 ConfigOption = Annotated[Path, typer.Option("--config", "-c", help="The YAML file.", show_default=False)]
 
@@ -23,24 +23,24 @@ def check(
     world_size: Annotated[
         int | None,
         typer.Option(
-            min=1, envvar="WORLD_SIZE", help="Learner processes the run will have, for the rules between them."
+            min=1, envvar="WORLD_SIZE", help="Learner processes of the run, for the rules that depend on them."
         ),
     ] = None,
     server_world_sizes: Annotated[
         str | None,
-        typer.Option(help="Devices of each rollout server, e.g. 1,1,2, to check that requests fit."),
+        typer.Option(help="Devices of each rollout server, e.g. 1,1,2, to check that all requests fit."),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
     show_all: Annotated[bool, typer.Option("--all", help="Also show untouched training arguments.")] = False,
 ) -> None:
-    """Load a config; print all that is wrong with it, or the resolved settings and where each came from.
+    """Load a config. Print all its problems, or the resolved settings and where each of them comes from.
 
-    Exits 0 when it is sound and 2 when it is not.
+    Exits 0 if the config is sound and 2 if it is not.
     """
     world = World(world_size, _sizes(server_world_sizes))
     try:
         loaded = load_settings(config, world)
-    except ConfigError as error:
+    except ConfigError as error:  # the result of this command, on standard output
         if as_json:
             typer.echo(json.dumps(_error_object(error), indent=2))
         else:
@@ -50,7 +50,7 @@ def check(
         typer.echo(json.dumps(_sound_object(loaded), indent=2))
     else:
         unchecked = (
-            "" if world_size else " (rules on the number of learners unchecked; --world-size N checks them)"
+            "" if world_size else " (rules about the number of learners not checked; --world-size N checks them)"
         )
         _print_settings(loaded, show_all, unchecked)
 
@@ -75,11 +75,11 @@ def _error_object(error: ConfigError) -> dict[str, Any]:
 
 
 def _sound_object(loaded: Loaded) -> dict[str, Any]:
-    values = {dotted(path): loaded.origins.get(dotted(path), "default") for path, _ in _values(loaded.settings)}
+    origins = {dotted(path): loaded.origins.get(dotted(path), "default") for path, _ in _values(loaded.settings)}
     return {
         "ok": True,
         "settings": loaded.settings.model_dump(mode="json"),
-        "origins": values,
+        "origins": origins,
         "notes": list(loaded.notes),
         "files": list(loaded.files),
     }
@@ -93,20 +93,20 @@ def _print_settings(loaded: Loaded, show_all: bool, unchecked: str) -> None:
             hidden += 1
         else:
             shown.append((path, value, origin))
-    opened: tuple[Key, ...] = ()
+    previous: tuple[Key, ...] = ()
     for path, value, origin in shown:
-        _print_headings(path, opened)
-        opened = path
+        _print_headings(path, previous)
+        previous = path
         indent = "  " * (len(path) - 1)
         label = f"{indent}{_label(path[-1])}: {value}"
         out.print(Text(f"{label:<58}  ").append(origin, style="dim" if origin == "default" else "cyan"))
     if hidden:
         out.print(Text(f"({hidden} more training arguments are at their defaults; --all shows them)", style="dim"))
-    absent = [
-        f"{setting}: {name} does not exist here; {how_to_find(setting, name)}"
-        for setting, name in absent_files(loaded.settings)
+    missing = [
+        f"{setting}: {name} does not exist here; {advise_missing_path(setting, name)}"
+        for setting, name in missing_files(loaded.settings)
     ]
-    for note in (*loaded.notes, *absent):
+    for note in (*loaded.notes, *missing):
         out.print(Text(f"note: {note}", style="yellow"))
     if cost := describe_evaluation(loaded.settings, _records(loaded.settings.custom.val_jsonl)):
         out.print(cost, markup=False)
@@ -114,29 +114,30 @@ def _print_settings(loaded: Loaded, show_all: bool, unchecked: str) -> None:
 
 
 def _records(file: str | None) -> int | None:
-    """Return how many records the file has. None if there is no file here."""
+    """Return the number of records in a file, or None if there is no such file here."""
     if file is None or not Path(file).is_file():
         return None
     with Path(file).open("rb") as lines:
         return sum(1 for line in lines if line.strip())
 
 
-def absent_files(settings: Settings) -> Iterator[tuple[str, str]]:
-    """Settings that name a file which is not here. No error in a check, which may be made on another machine."""
-    named = {
+def missing_files(settings: Settings) -> Iterator[tuple[str, str]]:
+    """Yield the settings with a path that does not exist here, and the path. `coordexp check` does not treat this
+    as an error: the run may be meant for another machine."""
+    paths = {
         "model.path": settings.model.path,
         "custom.train_jsonl": settings.custom.train_jsonl,
         "custom.val_jsonl": settings.custom.val_jsonl,
     }
-    for setting, name in named.items():
+    for setting, name in paths.items():
         if name is not None and not Path(name).exists():
             yield setting, name
 
 
-def _print_headings(path: tuple[Key, ...], opened: tuple[Key, ...]) -> None:
-    """The names of the sections that begin between one value and the next."""
+def _print_headings(path: tuple[Key, ...], previous: tuple[Key, ...]) -> None:
+    """Print the names of the sections that begin between the previous value and this one."""
     for depth in range(len(path) - 1):
-        if path[: depth + 1] != opened[: depth + 1]:
+        if path[: depth + 1] != previous[: depth + 1]:
             out.print(Text("  " * depth + _label(path[depth]), style="bold"))
 
 

@@ -1,4 +1,4 @@
-"""`coordexp config`: the schema, for editors and for people."""
+"""`coordexp config`: the schema of configs, for editors and for people."""
 
 import json
 from pathlib import Path

@@ -1,8 +1,9 @@
-"""What commands print: to a terminal in colour, to a pipe as plain lines that are never wrapped."""
+"""Output of commands: in colour on a terminal, and as plain lines that are never wrapped in a pipe."""
 
 import importlib.util
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
@@ -12,7 +13,7 @@ from rich.text import Text
 
 from coordexp.config import ConfigError, dotted
 from coordexp.errors import UserError
-from coordexp.folders import is_free
+from coordexp.files import is_free
 
 out = Console(soft_wrap=True, highlight=False)
 err = Console(soft_wrap=True, highlight=False, stderr=True)
@@ -34,58 +35,61 @@ def print_violations(error: ConfigError, console: Console) -> None:
     console.print(Text(f"{error.file}: {count} problem{'s' if count > 1 else ''}", style="bold red"))
 
 
-def progress(message: str) -> AbstractContextManager[object]:
-    """A spinner on a terminal; in a log, the message once."""
-    if err.is_terminal:
-        return err.status(message)
-    err.print(message)
-    return nullcontext()
+@contextmanager
+def progress(message: str) -> Iterator[Callable[[str], None]]:
+    """Show a spinner on a terminal; in a log, print the message once. Yield a function that adds a detail to the
+    spinner."""
+    if not err.is_terminal:
+        err.print(message)
+        yield _ignore
+        return
+    with err.status(message) as status:
+
+        def show(detail: str) -> None:
+            status.update(f"{message}: {detail}")
+
+        yield show
 
 
 @contextmanager
 def bar(message: str, total: int, done: int = 0) -> Iterator[Callable[[], None]]:
-    """A progress bar on standard error; what comes back moves it by one. In a log, the message once."""
-    with Progress(console=err, transient=True, disable=not err.is_terminal) as shown:
-        task = shown.add_task(message, total=total, completed=done)
+    """Show a progress bar on a terminal; in a log, print the message once. Yield a function that advances the bar
+    by one."""
+    with Progress(console=err, transient=True, disable=not err.is_terminal) as display:
+        task = display.add_task(message, total=total, completed=done)
         if not err.is_terminal:
             err.print(message)
-        yield lambda: shown.advance(task)
+        yield partial(display.advance, task)
 
 
-@contextmanager
-def telling(message: str) -> Iterator[Callable[[str], None]]:
-    """A spinner whose message goes on with what it is told; in a log, the message once."""
-    if not err.is_terminal:
-        err.print(message)
-        yield lambda more: None
-        return
-    with err.status(message) as status:
-        yield lambda more: status.update(f"{message}: {more}")
+def _ignore(detail: str) -> None:
+    pass
 
 
-def printable(text: str) -> str:
-    """Text from data, without what could steer a terminal, and not endless."""
+def sanitize(text: str) -> str:
+    """Return text from data in a form that is safe to print: at most 160 characters, and none that steer a
+    terminal."""
     text = text if len(text) <= 160 else f"{text[:157]}..."
     return "".join(character if character.isprintable() else "?" for character in text)
 
 
 def need_new(folder: Path) -> None:
-    """Stops unless the folder is new or empty."""
+    """Raise unless the folder is new or empty."""
     if not is_free(folder):
-        stop(f"{folder} exists and is not an empty folder\n  give another one, or remove it")
+        raise UserError(f"{folder} exists and is not an empty folder", "give another one, or remove it")
 
 
 def need_page(file: Path) -> None:
-    """Stops unless the file is named as a page."""
+    """Raise unless the name of the file is that of an HTML page."""
     if file.suffix.lower() not in (".html", ".htm"):
-        stop(f"{file}: a page is an .html file\n  give e.g. --out {file.with_suffix('.html')}")
+        raise UserError(f"{file}: a page is an .html file", f"give e.g. --out {file.with_suffix('.html')}")
 
 
 def need(*packages: str, extra: str) -> None:
-    """Stops unless the packages of an extra are installed."""
+    """Raise unless these packages, which belong to an extra of coordexp, are installed."""
     missing = [name for name in packages if importlib.util.find_spec(name) is None]
     if missing:
-        stop(f"this command needs {' and '.join(missing)}\n  pip install 'coordexp[{extra}]'")
+        raise UserError(f"this command needs {' and '.join(missing)}", f"pip install 'coordexp[{extra}]'")
 
 
 def stop(problem: str, fix: str = "") -> NoReturn:

@@ -1,10 +1,185 @@
-"""`coordexp data`: bring data in, find what is wrong with it, and look at it."""
+"""`coordexp data`: import data, find what is wrong with it, and look at it. `data doctor` is in this module."""
+
+import json
+from enum import StrEnum
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.cells import cell_len, set_cell_size
+from rich.text import Text
 
-from coordexp.cli import data_doctor, data_import, data_view
+from coordexp.cli import data_import, data_view
+from coordexp.cli.console import need, out, progress, sanitize
+from coordexp.errors import UserError
+
+if TYPE_CHECKING:
+    from coordexp.data.doctor import Finding, Report
+    from coordexp.data.doctor.measures import CountTokens
+
+SHOWN_CLASSES = 10
+RARE = 10  # classes with fewer objects are rare
 
 app = typer.Typer(help="Import, check and look at training data.", no_args_is_help=True)
 app.add_typer(data_import.app, name="import")
-app.command("doctor")(data_doctor.doctor)
 app.command("view")(data_view.view)
+
+
+class Images(StrEnum):
+    """How closely images are examined."""
+
+    head = "head"
+    decode = "decode"
+    skip = "skip"
+
+
+FileArgument = Annotated[
+    Path, typer.Argument(exists=True, dir_okay=False, help="A JSONL file of records.", show_default=False)
+]
+
+
+@app.command("doctor")
+def doctor(
+    file: FileArgument,
+    images: Annotated[
+        Images, typer.Option(help="Read the header of each image (fast), decode all pixels, or skip images.")
+    ] = Images.head,
+    model: Annotated[
+        Path | None,
+        typer.Option(exists=True, file_okay=False, help="A folder with tokenizer.json, to count tokens."),
+    ] = None,
+    max_length: Annotated[
+        int | None, typer.Option(min=1, help="Tokens that an answer may have. Needs --model.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Find broken lines, images and shapes, wrong formats and duplicates. Exits 1 if there are errors."""
+    if max_length is not None and model is None:
+        raise UserError("--max-length needs a tokenizer to count tokens with", "add --model DIR")
+    if images is not Images.skip:
+        need("PIL", extra="train")
+    from coordexp.data.doctor import examine
+    from coordexp.data.images import image_facts
+
+    look = None if images is Images.skip else partial(image_facts, decode=images is Images.decode)
+    count_tokens = None if model is None else _token_counter(model)
+    with progress(f"reading {file}") as show:
+
+        def show_share(share: float) -> None:
+            show(f"{share:.0%}")
+
+        report = examine(file, look=look, count_tokens=count_tokens, max_length=max_length, tell=show_share)
+    if as_json:
+        typer.echo(json.dumps(_report_object(report), indent=2))
+    else:
+        _print_report(report)
+    raise typer.Exit(1 if report.errors else 0)
+
+
+def _token_counter(folder: Path) -> "CountTokens":
+    """Return a function that counts the tokens of an answer with the tokenizer in `folder`."""
+    from coordexp.correction.serialise import count_answer_tokens
+    from coordexp.vocab import VocabularyTable
+
+    return partial(count_answer_tokens, table=VocabularyTable.from_folder(folder))
+
+
+def _report_object(report: "Report") -> dict[str, Any]:
+    tokens = report.tokens
+    return {
+        "file": str(report.file),
+        "ok": not report.errors,
+        "records": report.records,
+        "objects": report.objects,
+        "findings": [
+            {
+                "code": finding.code,
+                "severity": finding.kind.severity,
+                "problem": finding.kind.problem,
+                "fix": finding.kind.fix,
+                "count": finding.count,
+                "examples": [{"line": example.line, "detail": example.detail} for example in finding.examples],
+            }
+            for finding in report.findings
+        ],
+        "classes": dict(report.classes.counts.most_common()),
+        "objects_of_uncounted_classes": report.classes.uncounted,
+        "sides_in_bins": {
+            "median": report.sizes.median,
+            "histogram": [
+                {"from": low, "below": high, "objects": count} for low, high, count in report.sizes.histogram
+            ],
+        },
+        "tokens": tokens
+        and {
+            "records": tokens.records,
+            "per_object": round(tokens.per_object, 1),
+            "median": tokens.median,
+            "p95": tokens.high,
+            "longest": tokens.longest,
+        },
+    }
+
+
+def _print_report(report: "Report") -> None:
+    for finding in report.findings:
+        _print_finding(finding, report.file)
+    _print_classes(report)
+    _print_sizes(report)
+    if report.tokens:
+        tokens = report.tokens
+        out.print(
+            f"tokens per answer: median {tokens.median:,}, 95 % up to {tokens.high:,}, "
+            f"longest {tokens.longest:,}; {tokens.per_object:.1f} per object (image and prompt come on top)"
+        )
+    warnings = sum(finding.kind.severity == "warning" for finding in report.findings)
+    errors = len(report.findings) - warnings
+    verdict = Text(f"{report.file}: {report.records:,} records, {report.objects:,} objects: ", style="bold")
+    verdict.append(_count_kinds(errors, "error"), style="red" if errors else "green")
+    verdict.append(", ").append(_count_kinds(warnings, "warning"), style="yellow" if warnings else "green")
+    out.print(verdict)
+
+
+def _print_finding(finding: "Finding", file: Path) -> None:
+    error = finding.kind.severity == "error"
+    line = Text(finding.kind.severity, style="bold red" if error else "bold yellow")
+    line.append(f" {finding.code}: ", style="bold").append(finding.kind.problem)
+    if finding.examples[0].line is not None:
+        line.append(f" ({finding.count:,})")
+    out.print(line)
+    out.print(Text(f"  {finding.kind.fix}", style="green"))
+    for example in finding.examples:
+        place = "" if example.line is None else f"{file}:{example.line}: "
+        out.print(Text(f"  {place}{sanitize(example.detail)}", style="dim"))
+
+
+def _print_classes(report: "Report") -> None:
+    counts = report.classes.counts
+    if not counts:
+        return
+    rare = sum(count < RARE for count in counts.values())
+    more = f", {report.classes.uncounted:,} objects of other classes" if report.classes.uncounted else ""
+    out.print(Text(f"classes: {len(counts):,}, {rare:,} of them with fewer than {RARE} objects{more}"))
+    _print_bars([(sanitize(desc), count) for desc, count in counts.most_common(SHOWN_CLASSES)], report.objects)
+
+
+def _print_sizes(report: "Report") -> None:
+    if report.sizes.median is not None:
+        out.print(f"sides of objects, in bins: median {report.sizes.median}")
+        rows = [(f"{low} to {high - 1}", count) for low, high, count in report.sizes.histogram]
+        _print_bars(rows, report.objects)
+
+
+def _print_bars(rows: list[tuple[str, int]], total: int) -> None:
+    width = min(32, max(cell_len(name) for name, _ in rows))
+    for name, count in rows:
+        bar = Text(f"  {set_cell_size(name, width)} {count:>9,} {count / total:>6.1%} ")
+        out.print(bar.append("#" * round(30 * count / total), style="cyan"))
+
+
+def _count_kinds(count: int, noun: str) -> str:
+    """Return for example `no errors`, `1 kind of error` or `2 kinds of errors`."""
+    if not count:
+        return f"no {noun}s"
+    return f"1 kind of {noun}" if count == 1 else f"{count} kinds of {noun}s"

@@ -1,6 +1,6 @@
-"""`coordexp data import`: COCO, LVIS, YOLO or labelme to a JSONL file, and an account of what was left out."""
+"""`coordexp data import`: convert COCO, LVIS, YOLO or labelme to a JSONL file, and list what was left out."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -8,14 +8,13 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.text import Text
 
-from coordexp.cli.console import need, out, printable, stop, telling
+from coordexp.cli.console import need, out, progress, sanitize
+from coordexp.errors import UserError
 
 if TYPE_CHECKING:
     from coordexp.data.importers import Rules, SourceImage, Tally
 
-    Reader = Callable[[Rules, Tally], Iterator[SourceImage]]
-
-app = typer.Typer(help="Other formats to a JSONL file of records, in pixels.", no_args_is_help=True)
+app = typer.Typer(help="Convert other formats to a JSONL file of records, in pixels.", no_args_is_help=True)
 
 
 class Shapes(StrEnum):
@@ -27,7 +26,7 @@ class Shapes(StrEnum):
 class Multipart(StrEnum):
     largest = "largest"
     box = "box"
-    each = "split"
+    pieces = "split"
     drop = "drop"
 
 
@@ -67,23 +66,23 @@ ShapesOption = Annotated[
     Shapes,
     typer.Option(
         "--geometry",
-        help="auto: the polygon where there is a segmentation, else the box. poly or box: only these.",
+        help="auto: the polygon if there is a segmentation, else the box. poly or box: only these.",
     ),
 ]
 MultipartOption = Annotated[
     Multipart,
-    typer.Option(help="An object of several polygons: its largest, its box, one object each, or nothing."),
+    typer.Option(help="For an object of several polygons: the largest, their box, one object each, or nothing."),
 ]
 CrowdOption = Annotated[Crowd, typer.Option(help="Annotations of a crowd.")]
 EmptyOption = Annotated[Empty, typer.Option(help="Images without objects.")]
 MissingOption = Annotated[
     Missing,
     typer.Option(
-        help="Image files that are not there. refuse: stop if they are more than half. keep: write their records "
-        "all the same. drop: leave their records out, and stop if they are more than half."
+        help="Image files that do not exist. refuse: stop if they are more than half. keep: write their records "
+        "anyway. drop: leave their records out, and stop if they are more than half."
     ),
 ]
-OutsideOption = Annotated[Outside, typer.Option(help="Objects that leave their image.")]
+OutsideOption = Annotated[Outside, typer.Option(help="Objects that extend beyond their image.")]
 ToleranceOption = Annotated[
     float,
     typer.Option(
@@ -92,10 +91,10 @@ ToleranceOption = Annotated[
 ]
 
 
-def _instances(name: str, about: str) -> None:
-    """A command for each of the two formats that are COCO's instances, with the same options."""
+def _add_instances_command(name: str, summary: str) -> None:
+    """Add a command for COCO or LVIS, which share one format and the same options."""
 
-    @app.command(name, help=about)
+    @app.command(name, help=summary)
     def command(
         annotations: AnnotationsArgument,
         images: ImagesOption,
@@ -108,7 +107,7 @@ def _instances(name: str, about: str) -> None:
         tolerance: ToleranceOption = 0.0,
         missing: MissingOption = Missing.refuse,
     ) -> None:
-        from coordexp.data.importers import Rules, read_coco, read_lvis
+        from coordexp.data.importers import Rules, Tally, read_coco, read_lvis
 
         read = {"coco": read_coco, "lvis": read_lvis}[name]
         rules = Rules(
@@ -120,11 +119,12 @@ def _instances(name: str, about: str) -> None:
             outside.value,
             tolerance,
         )
-        _import(lambda rules, tally: read(annotations, images, rules, tally, _size), target, rules)
+        tally = Tally()
+        _import(read(annotations, images, rules, tally, _size), target, rules, tally)
 
 
-_instances("coco", "COCO instances: boxes, polygons, masks.")
-_instances("lvis", "LVIS instances. --images is the folder that holds train2017 and val2017.")
+_add_instances_command("coco", "Import COCO instances: boxes, polygons, masks.")
+_add_instances_command("lvis", "Import LVIS instances. --images is the folder with train2017 and val2017.")
 
 
 @app.command("yolo")
@@ -137,7 +137,7 @@ def yolo(
         typer.Option(
             exists=True,
             dir_okay=False,
-            help="data.yaml or classes.txt. Without it, the one in the folder of labels or up to two above.",
+            help="data.yaml or classes.txt. Unset: the one in the folder of labels, or up to two folders above.",
         ),
     ] = None,
     geometry: ShapesOption = Shapes.auto,
@@ -145,12 +145,13 @@ def yolo(
     outside: OutsideOption = Outside.clip,
     tolerance: ToleranceOption = 0.0,
 ) -> None:
-    """YOLO text files: boxes or polygons in units of the image."""
+    """Import YOLO text files: boxes or polygons in units of the image."""
     need("PIL", extra="train")
-    from coordexp.data.importers import Rules, read_yolo
+    from coordexp.data.importers import Rules, Tally, read_yolo
 
     rules = Rules(geometry=geometry.value, empty=empty.value, outside=outside.value, tolerance=tolerance)
-    _import(lambda rules, tally: read_yolo(labels, images, names, tally, _size), target, rules)
+    tally = Tally()
+    _import(read_yolo(labels, images, names, tally, _size), target, rules, tally)
 
 
 @app.command("labelme")
@@ -159,7 +160,7 @@ def labelme(
     target: OutOption,
     images: Annotated[
         Path | None,
-        typer.Option(exists=True, file_okay=False, help="The folder of images, if not where the labels say."),
+        typer.Option(exists=True, file_okay=False, help="The folder of images. Unset: as the labels say."),
     ] = None,
     geometry: ShapesOption = Shapes.auto,
     multipart: MultipartOption = Multipart.largest,
@@ -168,8 +169,8 @@ def labelme(
     tolerance: ToleranceOption = 0.0,
     missing: MissingOption = Missing.refuse,
 ) -> None:
-    """labelme JSON files: rectangles, polygons and circles (as polygons)."""
-    from coordexp.data.importers import Rules, read_labelme
+    """Import labelme JSON files: rectangles, polygons and circles (as polygons)."""
+    from coordexp.data.importers import Rules, Tally, read_labelme
 
     rules = Rules(
         geometry.value,
@@ -179,40 +180,46 @@ def labelme(
         outside=outside.value,
         tolerance=tolerance,
     )
-    _import(lambda rules, tally: read_labelme(labels, images, tally, _size), target, rules)
+    tally = Tally()
+    _import(read_labelme(labels, images, tally, _size), target, rules, tally)
 
 
 def _size(path: Path) -> tuple[int, int]:
+    """Return the width and height of an image file."""
     need("PIL", extra="train")
     from coordexp.data.images import image_size
 
     return image_size(path)
 
 
-def _import(reader: "Reader", target: Path, rules: "Rules") -> None:
-    from coordexp.data.importers import SourceError, Tally, write_records
+def _import(images: "Iterator[SourceImage]", target: Path, rules: "Rules", tally: "Tally") -> None:
+    """Write the images to a new file, and print what was dropped or changed. `tally` is filled by reading them."""
+    from coordexp.data.importers import write_records
 
     if target.exists():
-        stop(f"{target} exists\n  give another file, or remove it")
-    tally = Tally()
-    with telling("importing") as tell:
+        raise UserError(f"{target} exists", "give another file, or remove it")
+    with progress("importing") as show:
+
+        def show_count(done: int) -> None:
+            show(f"{done:,} images")
+
         try:
-            write_records(reader(rules, tally), target, rules, tally, lambda done: tell(f"{done:,} images"))
-        except (SourceError, OSError) as error:
-            stop(f"{error}\nnothing was written")
+            write_records(images, target, rules, tally, show_count)
+        except (UserError, OSError) as error:  # the user may wonder how much of the file is there
+            raise UserError(f"nothing was written: {error}") from error
     _print_tally(tally)
     out.print(f"wrote {target}: {tally.images:,} images, {tally.objects:,} objects", markup=False)
 
 
 def _print_tally(tally: "Tally") -> None:
-    """A table of lines that no pipe folds."""
+    """Print one line per reason for which something was dropped, changed or noted."""
     if not tally.entries:
         out.print("nothing was dropped or changed")
         return
     styles = {"dropped": "red", "changed": "yellow", "noted": "dim"}
-    wide = max(len(entry.reason) for entry in tally.entries)
-    out.print(Text(f"{'':<8} {'count':>9}  {'what':<{wide}}  first", style="bold"))
+    width = max(len(entry.reason) for entry in tally.entries)
+    out.print(Text(f"{'':<8} {'count':>9}  {'what':<{width}}  first", style="bold"))
     for entry in tally.entries:
         line = Text(f"{entry.effect:<8}", style=styles[entry.effect])
-        line.append(f" {entry.count:>9,}  {entry.reason:<{wide}}  ", style="default")
-        out.print(line.append(printable(entry.first), style="dim"))
+        line.append(f" {entry.count:>9,}  {entry.reason:<{width}}  ", style="default")
+        out.print(line.append(sanitize(entry.first), style="dim"))

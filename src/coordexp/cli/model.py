@@ -1,4 +1,4 @@
-"""`coordexp model`: make a checkpoint ready for coordinates."""
+"""`coordexp model`: prepare model checkpoints."""
 
 import json
 from pathlib import Path
@@ -6,8 +6,9 @@ from typing import Annotated
 
 import typer
 
-from coordexp.cli.console import need, need_new, out, progress, stop
-from coordexp.folders import how_to_find
+from coordexp.cli.console import need, need_new, out, progress
+from coordexp.errors import UserError
+from coordexp.files import advise_missing_path
 
 app = typer.Typer(help="Prepare model checkpoints.", no_args_is_help=True)
 
@@ -19,25 +20,25 @@ def add_coords(
     ],
     out_folder: Annotated[Path, typer.Option("--out", "-o", help="A new folder.")],
     noise: Annotated[
-        float, typer.Option(min=0.0, help="Noise on new rows, in standard deviations of old ones.")
+        float, typer.Option(min=0.0, help="Noise on the new rows, in standard deviations of the old rows.")
     ] = 0.02,
     ordinal: Annotated[
         bool,
-        typer.Option("--ordinal", help="Start with neighbouring bins alike, instead of all 1,000 nearly equal."),
+        typer.Option(
+            "--ordinal", help="Make neighbouring bins similar at the start, instead of all nearly equal."
+        ),
     ] = False,
     seed: Annotated[int, typer.Option(help="Seed of the noise.")] = 0,
 ) -> None:
-    """Copy a checkpoint and give it the 1,000 coordinate tokens. One that has them is copied as it is."""
+    """Copy a checkpoint and add the 1,000 coordinate tokens, unless it has them already."""
     need("torch", "safetensors", extra="train")
     if not model_folder.is_dir():
-        stop(f"{model_folder} does not exist\n  {how_to_find('model.path', str(model_folder))}")
+        fix = advise_missing_path("model.path", str(model_folder))
+        raise UserError(f"{model_folder} does not exist", fix)
     with progress(f"expanding {model_folder}"):
-        from coordexp.vocab.expand import ExpansionError, add_coord_tokens
+        from coordexp.vocab.expand import add_coord_tokens
 
-        try:
-            added = add_coord_tokens(model_folder, out_folder, noise=noise, ordinal=ordinal, seed=seed)
-        except (ExpansionError, OSError) as error:
-            stop(str(error))
+        added = add_coord_tokens(model_folder, out_folder, noise=noise, ordinal=ordinal, seed=seed)
     out.print(f"wrote {out_folder}: {added} coordinate tokens added")
 
 
@@ -48,18 +49,18 @@ def merge(
     ],
     out_folder: Annotated[Path, typer.Option("--out", "-o", help="A new folder.")],
     model_folder: Annotated[
-        Path | None, typer.Option("--model", "-m", help="The base model. Unset: the one the adapter names.")
+        Path | None, typer.Option("--model", "-m", help="The base model. Unset: the one that the adapter names.")
     ] = None,
 ) -> None:
     """Write a whole model from a base model and a LoRA or DoRA adapter trained on it."""
     need("torch", "peft", extra="train")
     file = adapter / "adapter_config.json"
     if not file.is_file():
-        stop(f"{adapter} has no adapter_config.json\n  give a checkpoint of a run with model.adapter")
+        raise UserError(f"{adapter} has no adapter_config.json", "give a checkpoint of a run with model.adapter")
     need_new(out_folder)
     base = model_folder or Path(json.loads(file.read_text())["base_model_name_or_path"])
     if not (base / "config.json").is_file():
-        stop(f"{base} is not a model folder\n  give the base model with --model")
+        raise UserError(f"{base} is not a model folder", "give the base model with --model")
     with progress("merging"):
         from coordexp.train.adapter import merge_adapter
 

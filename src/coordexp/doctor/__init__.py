@@ -1,1 +1,1 @@
-"""Whether rollouts, weight sync and faults work on this machine: `coordexp doctor --gpu` (or `--cpu`)."""
+"""Check that rollouts, weight sync and faults work on this machine: `coordexp doctor --gpu` (or `--cpu`)."""

@@ -1,139 +1,154 @@
-"""The checks themselves, each on a real engine: of a rollout server, and of one beside the learner."""
+"""The checks themselves, each on a real engine: a rollout server, or an engine on the learner's own device."""
 
 import os
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from coordexp.doctor import outcome
 from coordexp.doctor.learner import TinyLearner
-from coordexp.doctor.outcome import REPORT, Outcome
-from coordexp.doctor.server import Served
+from coordexp.doctor.outcome import (
+    REPORT,
+    CheckOutcome,
+    format_rate,
+    judge_detection,
+    judge_guard,
+    judge_health,
+    judge_parity,
+)
+from coordexp.doctor.server import DoctorServer
+from coordexp.doctor.workspace import read_settings
 from coordexp.errors import EngineError
-from coordexp.launch import health
+from coordexp.launch.parts import ANSWER_S, health_client, is_ready
 from coordexp.rollout.backend import Decode
 from coordexp.rollout.server_backend import ServerBackend
 from coordexp.rollout.tasks import Task
 
-GUARDED = 64  # tokens of an answer that would loop for ever
+GUARD_TOKENS = 64  # the limit of an answer that would repeat itself for ever
 LONG = 400
-LOOKS = 50
+HEALTH_REQUESTS = 50
 BEFORE_KILL_S = 0.5
-NOTICE_S = 15.0  # a server that is gone is to be noticed in this time
+NOTICE_S = 15.0  # in this time a learner must notice that a server is gone
 PRECISION = (
-    "see that no dtype, attention or TF32 setting is forced on one of the two (VLLM_*, NVIDIA_TF32_OVERRIDE); "
+    "check that no dtype, attention or TF32 setting is forced on one of the two (VLLM_*, NVIDIA_TF32_OVERRIDE); "
     + REPORT
 )
 
 
 class ServerChecks:
-    """In their order: each leaves the server and the learner as the next one needs them."""
+    """The checks of a rollout server, in order. Each leaves server and learner as the next one needs them."""
 
-    def __init__(self, learner: TinyLearner, served: Served, config: Path) -> None:
-        self.learner, self.served = learner, served
+    def __init__(self, learner: TinyLearner, server: DoctorServer, config: Path) -> None:
+        self.learner, self.server = learner, server
+        self.guard_settings = read_settings(config).rollout_matching.repeat_terminate
         self.events: list[dict[str, Any]] = []
-        self.told: list[tuple[float, str]] = []
-        self.backend: ServerBackend = learner.servers(
-            config, lambda text: self.told.append((time.monotonic(), text)), self.events.append
-        )
+        self.message_times: list[float] = []  # when the backend said something
+        self.backend: ServerBackend = learner.connect_servers(config, self._note_message, self.events.append)
         self.version = 0
 
-    def start(self) -> Outcome:
-        return Outcome("rollout server", f"ready after {self.served.start():.0f} s at {self.served.url}")
+    def check_start(self) -> CheckOutcome:
+        """Start the server."""
+        return CheckOutcome("rollout server", f"ready after {self.server.start():.0f} s at {self.server.url}")
 
-    def parity(self) -> Outcome:
+    def check_parity(self) -> CheckOutcome:
+        """Compare the server's answers with the learner's."""
         self._sync()
-        return outcome.parity("parity", self.learner.agreement(self.backend), PRECISION)
+        return judge_parity("parity", self.learner.compare(self.backend), PRECISION)
 
-    def sync(self) -> Outcome:
-        """The first one has made what the later ones use."""
+    def check_sync(self) -> CheckOutcome:
+        """Send other weights. The first sync has set up the connection that later ones use."""
         self.learner.change(seed=1)
         self._sync()
         event = self.events[-1]
         group = self.backend.links.open[0].group
         transport = type(group).__name__.strip("_").lower()
-        found = outcome.rate(event["seconds"], event["bytes"])
-        shown = f"{found} by {transport}, version {self.version} committed"
-        said = self.backend.clients[0].weight_version()
-        if not str(said).startswith(f"{self.version}-"):
-            return Outcome(
-                "sync", shown, f"version {self.version} was sent, and the server has {said}\n  {REPORT}"
-            )
-        return Outcome("sync", shown)
+        rate = format_rate(event["seconds"], event["bytes"])
+        measured = f"{rate} with {transport}, version {self.version} committed"
+        reported = self.backend.clients[0].weight_version()
+        if not str(reported).startswith(f"{self.version}-"):
+            problem = f"version {self.version} was sent, but the server has {reported}"
+            return CheckOutcome("sync", measured, problem, REPORT)
+        return CheckOutcome("sync", measured)
 
-    def follows(self) -> Outcome:
-        """Answers after the sync, which are others than before it."""
-        return outcome.parity("answers after sync", self.learner.agreement(self.backend), _stale(self.version))
+    def check_answers_after_sync(self) -> CheckOutcome:
+        """Compare the answers with the new weights, which differ from those before the sync."""
+        return judge_parity("answers after sync", self.learner.compare(self.backend), _advise_stale(self.version))
 
-    def health(self) -> Outcome:
-        taken: list[float] = []
+    def check_health(self) -> CheckOutcome:
+        """Measure how quickly the server reports its health while it answers."""
+        milliseconds: list[float] = []
         ended = threading.Event()
 
-        def look() -> None:
+        def poll() -> None:
             while not ended.wait(0.01):
                 since = time.perf_counter()
-                if not health.is_ready(client, self.served.url):
-                    raise EngineError(f"{self.served.url}/health/ did not answer in {health.ANSWER_S:g} s")
-                taken.append(1000 * (time.perf_counter() - since))
+                if not is_ready(client, self.server.url):
+                    raise EngineError(f"{self.server.url}/health/ did not answer in {ANSWER_S:g} s")
+                milliseconds.append(1000 * (time.perf_counter() - since))
 
-        with health.asking(None) as client:
-            looking = Task(look)
-            while len(taken) < LOOKS and not looking.done.is_set():
+        with health_client(None) as client:
+            polling = Task(poll)
+            while len(milliseconds) < HEALTH_REQUESTS and not polling.done.is_set():
                 self.backend.generate(self.learner.requests(Decode.greedy(LONG // 4), times=2))
             ended.set()
-            looking.result(2 * health.ANSWER_S)
-        return outcome.health("health in answers", taken)
+            polling.result(2 * ANSWER_S)
+        return judge_health("health in answers", milliseconds)
 
-    def notices(self) -> Outcome:
-        """The learner goes on alone: what it answers now, the server does not."""
-        self.learner.loop()
-        return outcome.noticed("other weights noticed", 0, self.learner.agreements(self.backend))
+    def check_detection(self) -> CheckOutcome:
+        """Change only the learner's weights, and compare answers that must now differ."""
+        self.learner.make_repetitive()
+        return judge_detection("other weights noticed", 0, self.learner.compare_by_image(self.backend))
 
-    def guard(self) -> Outcome:
-        """With the weights that repeat one token."""
+    def check_guard(self) -> CheckOutcome:
+        """Let the server answer with weights that repeat one token."""
         self._sync()
-        guard = self.backend.about.settings.repeat_terminate
-        guarded = self.backend.generate(self.learner.requests(Decode(GUARDED, guard=guard)))
-        free = self.backend.generate(self.learner.requests(Decode.greedy(GUARDED))[:1])
-        return outcome.guarded("repeat guard", guarded, free, GUARDED)
+        decode = Decode(GUARD_TOKENS, guard=self.guard_settings)
+        guarded = self.backend.generate(self.learner.requests(decode))
+        free = self.backend.generate(self.learner.requests(Decode.greedy(GUARD_TOKENS))[:1])
+        return judge_guard("repeat guard", guarded, free, GUARD_TOKENS)
 
-    def killed(self) -> Outcome:
-        """While it answers. The learner says so, waits for `server.timeout_s`, and ends with one error."""
+    def check_kill(self) -> CheckOutcome:
+        """Kill the server while it answers. The learner must say so, wait for `server.timeout_s`, and end with one
+        error."""
         self.learner.restore()
         self._sync()
         asking = Task(self._ask_until_lost)
         time.sleep(BEFORE_KILL_S)
-        killed, told = time.monotonic(), len(self.told)
-        self.served.kill()
-        back = self.learner.place.machine.deadlines.back
+        killed, messages = time.monotonic(), len(self.message_times)
+        self.server.kill()
+        back = self.learner.workspace.machine.deadlines.back
         try:
             asking.result(back + NOTICE_S)
         except EngineError as error:
-            ended, shown = time.monotonic() - killed, str(error).splitlines()[0]
+            ended, message = time.monotonic() - killed, str(error).splitlines()[0]
         except TimeoutError:
             problem = f"the learner still waits for a server that was killed {back + NOTICE_S:g} s ago"
-            return Outcome("server killed", "no error", f"{problem}\n  {REPORT}")
-        self.served.wait_gone()
-        noticed = min((at for at, _ in self.told[told:]), default=killed + ended) - killed
-        found = f"noticed in {noticed:.1f} s; ended after {ended:.0f} s with: {shown}"
+            return CheckOutcome("server killed", "no error", problem, REPORT)
+        self.server.wait_gone()
+        noticed = min(self.message_times[messages:], default=killed + ended) - killed
+        measured = f"noticed in {noticed:.1f} s; ended after {ended:.0f} s with: {message}"
         if noticed > NOTICE_S:
-            return Outcome("server killed", found, f"a server that is gone was not noticed in time\n  {REPORT}")
-        return Outcome("server killed", found)
+            problem = f"the learner did not notice within {NOTICE_S:g} s that the server was gone"
+            return CheckOutcome("server killed", measured, problem, REPORT)
+        return CheckOutcome("server killed", measured)
 
-    def back(self) -> Outcome:
-        """A new process, with the weights it was started with, until it gets the learner's."""
-        seconds = self.served.start()
+    def check_restart(self) -> CheckOutcome:
+        """Start the server again. It has the weights of the checkpoint until it gets the learner's."""
+        seconds = self.server.start()
         self.learner.change(seed=2)
         since = time.monotonic()
         self._sync()
-        agreement = self.learner.agreement(self.backend)
-        found = f"ready after {seconds:.0f} s, in use {time.monotonic() - since:.1f} s later: "
-        compared = outcome.parity("server restarted", agreement, _stale(self.version))
-        return Outcome(compared.what, found + compared.found, compared.problem)
+        agreement = self.learner.compare(self.backend)
+        outcome = judge_parity("server restarted", agreement, _advise_stale(self.version))
+        times = f"ready after {seconds:.0f} s, in use {time.monotonic() - since:.1f} s later"
+        return replace(outcome, measured=f"{times}: {outcome.measured}")
 
     def close(self) -> None:
         self.backend.close()
+
+    def _note_message(self, text: str) -> None:
+        self.message_times.append(time.monotonic())
 
     def _sync(self) -> None:
         self.version += 1
@@ -145,36 +160,40 @@ class ServerChecks:
 
 
 class ColocateChecks:
+    """The checks of an engine on the learner's own device, in their order."""
+
     def __init__(self, learner: TinyLearner, config: Path) -> None:
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
         self.learner = learner
-        self.backend = learner.colocated(config)
+        self.backend = learner.start_colocated(config)
 
-    def start(self) -> Outcome:
+    def check_start(self) -> CheckOutcome:
+        """Start the engine, send it the weights of the checkpoint, and compare its answers."""
         self.learner.restore()
         since = time.monotonic()
         with self.backend.session():
             self.backend.sync(self.learner.weights, 1)
         seconds = time.monotonic() - since
         with self.backend.session():
-            agreement = self.learner.agreement(self.backend)
-        compared = outcome.parity("colocated engine", agreement, PRECISION)
-        return Outcome(compared.what, f"has weights after {seconds:.0f} s: {compared.found}", compared.problem)
+            agreement = self.learner.compare(self.backend)
+        outcome = judge_parity("colocated engine", agreement, PRECISION)
+        return replace(outcome, measured=f"has weights after {seconds:.0f} s: {outcome.measured}")
 
-    def sync(self) -> Outcome:
+    def check_sync(self) -> CheckOutcome:
+        """Send other weights, and compare the answers again."""
         self.learner.change(seed=1)
         since = time.monotonic()
         with self.backend.session():
             self.backend.sync(self.learner.weights, 2)
             seconds = time.monotonic() - since
-            agreement = self.learner.agreement(self.backend)
+            agreement = self.learner.compare(self.backend)
         size = sum(weight.nbytes for _, weight in self.learner.weights())
-        compared = outcome.parity("colocated sync", agreement, _stale(2))
-        return Outcome(compared.what, f"{outcome.rate(seconds, size)}: {compared.found}", compared.problem)
+        outcome = judge_parity("colocated sync", agreement, _advise_stale(2))
+        return replace(outcome, measured=f"{format_rate(seconds, size)}: {outcome.measured}")
 
     def close(self) -> None:
         self.backend.close()
 
 
-def _stale(version: int) -> str:
+def _advise_stale(version: int) -> str:
     return f"weights of version {version} were sent, and may not be in use, or only in part; {REPORT}"

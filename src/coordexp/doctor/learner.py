@@ -1,8 +1,8 @@
-"""A learner of one process, as training has it: a model on its device, its own answers, and the backends that get
-its weights."""
+"""A learner of one process, as in training: a model on its device, its own answers, and the backends that get its
+weights."""
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import AutoProcessor, Qwen3VLForConditionalGeneration
 
 from coordexp.doctor.outcome import Agreement
-from coordexp.doctor.workplace import Workplace, settings_of
+from coordexp.doctor.workspace import Workspace, read_settings
 from coordexp.rollout.backend import Decode, Request, Rollout, RolloutBackend
 from coordexp.rollout.colocate import ColocateBackend
 from coordexp.rollout.hugging_face import HuggingFaceBackend
@@ -21,54 +21,64 @@ from coordexp.train.spill import Away
 from coordexp.train.weights import learner_weights
 from coordexp.vocab import VocabularyTable
 
-NOISE = 0.5  # of the deviation of each matrix
+NOISE = 0.5  # in standard deviations of each matrix
 TOKENS = 16  # of the answers that are compared
 
 
 class TinyLearner:
-    def __init__(self, place: Workplace) -> None:
-        self.place, self.dtype = place, place.machine.dtype
-        self.device = torch.device("cuda:0" if place.machine.kind == "cuda" else "cpu")
-        kind = getattr(torch, self.dtype)
-        self.model: Any = Qwen3VLForConditionalGeneration.from_pretrained(place.model, dtype=kind).to(self.device)
-        self.prompts = PromptBuilder(AutoProcessor.from_pretrained(place.model), "Detect all objects.")
-        self.table = VocabularyTable.from_folder(place.model)
-        self.pictures = place.pictures()
-        self.own = HuggingFaceBackend(lambda: self.model, self.prompts, self.table, len(self.pictures))
+    """A tiny model, and the backend (`own`) that answers with it."""
 
-    def servers(
-        self, config: Any, tell: Callable[[str], None], record: Callable[[dict[str, Any]], None]
+    def __init__(self, workspace: Workspace) -> None:
+        self.workspace, self.dtype = workspace, workspace.machine.dtype
+        self.device = torch.device("cuda:0" if workspace.machine.kind == "cuda" else "cpu")
+        self.model: Any = self._load().to(self.device)
+        self.prompts = PromptBuilder(AutoProcessor.from_pretrained(workspace.model), "Detect all objects.")
+        self.table = VocabularyTable.from_folder(workspace.model)
+        self.images = workspace.images()
+        self.own = HuggingFaceBackend(lambda: self.model, self.prompts, self.table, len(self.images))
+
+    def _load(self) -> Any:
+        dtype = getattr(torch, self.dtype)
+        return Qwen3VLForConditionalGeneration.from_pretrained(self.workspace.model, dtype=dtype)
+
+    def connect_servers(
+        self, config: Any, notify: Callable[[str], None], record: Callable[[dict[str, Any]], None]
     ) -> ServerBackend:
-        rollout = settings_of(config).rollout_matching
-        about = Setup(self.place.model, self.dtype, rollout, self.table, self.device)
-        return ServerBackend(about, self.prompts, self.own, self.pictures[0], tell, record)
+        """Return the backend for the rollout servers of a config."""
+        return ServerBackend(self._setup(config), self.prompts, self.own, self.images[0], notify, record)
 
-    def colocated(self, config: Any) -> ColocateBackend:
-        rollout = settings_of(config).rollout_matching
-        about = Setup(self.place.model, self.dtype, rollout, self.table, self.device)
-        return ColocateBackend(about, self.prompts, self.own, self.pictures[0], lambda: nullcontext(Away()))
+    def start_colocated(self, config: Any) -> ColocateBackend:
+        """Return the backend for an engine on the learner's own device."""
+        return ColocateBackend(self._setup(config), self.prompts, self.own, self.images[0], _keep_in_memory)
+
+    def _setup(self, config: Any) -> Setup:
+        rollout = read_settings(config).rollout_matching
+        return Setup(self.workspace.model, self.dtype, rollout, self.table, self.device)
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the weights as an engine gets them."""
         return learner_weights(self.model)
 
     def requests(self, decode: Decode | None = None, times: int = 1) -> list[Request]:
-        return [Request(picture, decode or Decode.greedy(TOKENS)) for picture in self.pictures * times]
+        """Return one request per image, each of them `times` times."""
+        return [Request(image, decode or Decode.greedy(TOKENS)) for image in self.images * times]
 
-    def agreement(self, backend: RolloutBackend) -> Agreement:
-        return Agreement.of(*self._both(backend), self.dtype)
+    def compare(self, backend: RolloutBackend) -> Agreement:
+        """Compare the learner's answers to all images with those of a backend."""
+        return Agreement.of(*self._ask_both(backend), self.dtype)
 
-    def agreements(self, backend: RolloutBackend) -> list[Agreement]:
-        """One a picture."""
-        pairs = zip(*self._both(backend), strict=True)
+    def compare_by_image(self, backend: RolloutBackend) -> list[Agreement]:
+        """Return one agreement per image."""
+        pairs = zip(*self._ask_both(backend), strict=True)
         return [Agreement.of([own], [theirs], self.dtype) for own, theirs in pairs]
 
-    def _both(self, backend: RolloutBackend) -> tuple[Sequence[Rollout], Sequence[Rollout]]:
+    def _ask_both(self, backend: RolloutBackend) -> tuple[Sequence[Rollout], Sequence[Rollout]]:
         requests = self.requests()
         return self.own.generate(requests), backend.generate(requests)
 
     @torch.no_grad()
     def change(self, seed: int) -> None:
-        """To other weights, with other answers."""
+        """Change the weights so much that the answers change."""
         draws = torch.Generator().manual_seed(seed)
         for weight in self.model.parameters():
             if weight.ndim >= 2:
@@ -76,16 +86,21 @@ class TinyLearner:
                 weight.add_(NOISE * weight.std() * noise)
 
     @torch.no_grad()
-    def loop(self) -> None:
-        """To weights that repeat the last token, very surely: no layer adds anything to its embedding, which is
-        the output head too."""
+    def make_repetitive(self) -> None:
+        """Change the weights so that the model repeats its last token with near certainty.
+
+        No layer adds anything to the embedding of that token any more, and the output head is the embedding."""
         for name, weight in self.model.model.language_model.named_parameters():
             if name.endswith(("o_proj.weight", "down_proj.weight")):
                 weight.zero_()
 
     @torch.no_grad()
     def restore(self) -> None:
-        """The weights of the checkpoint."""
-        fresh = Qwen3VLForConditionalGeneration.from_pretrained(self.place.model, dtype=getattr(torch, self.dtype))
-        for weight, first in zip(self.model.parameters(), fresh.parameters(), strict=True):
+        """Go back to the weights of the checkpoint."""
+        for weight, first in zip(self.model.parameters(), self._load().parameters(), strict=True):
             weight.copy_(first)
+
+
+def _keep_in_memory() -> AbstractContextManager[Away]:
+    """Offload nothing while the engine generates."""
+    return nullcontext(Away())

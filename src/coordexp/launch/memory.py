@@ -1,7 +1,7 @@
-"""How much memory the parts of a plan need at least, from the headers of the weight files alone.
+"""Estimate how much memory the parts of a plan need at least, from the headers of the weight files alone.
 
-Lower bounds: activations, buffers of collectives and what CUDA keeps for itself come on top. So a need beyond what
-is there is an error, and one close to it a warning.
+These are lower bounds: activations, buffers of collectives and CUDA's own memory come on top. So a need above the
+available memory is an error, and one close to it is a warning.
 """
 
 import json
@@ -17,58 +17,71 @@ from coordexp.launch.plan import Plan
 
 GB = 1e9
 BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
-CLOSE = 0.7  # a learner whose bound is above this share has little left for activations
+CLOSE = 0.7  # a learner that needs more than this share has little left for activations
 ADAM_STATES = 2
 
 
 @dataclass(frozen=True)
-class Device:
+class DeviceMemory:
+    """Bytes of memory of a GPU, or of the machine."""
+
     total: int
     free: int
 
 
 @dataclass(frozen=True)
-class Need:
+class MemoryNeed:
+    """The bytes that a part needs at least on each of its devices, and what for."""
+
     part: str
-    bytes: float  # at least, on each of its devices
-    what: str
+    bytes: float
+    purpose: str
 
     def __str__(self) -> str:
-        return f"{self.part} needs at least {amount(self.bytes)} ({self.what})"
+        return f"{self.part} needs at least {format_bytes(self.bytes)} ({self.purpose})"
 
 
-def shapes_of(folder: Path) -> dict[str, tuple[int, ...]]:
-    """Of all weights, without reading them."""
+@dataclass(frozen=True)
+class MemoryWarning:
+    """A plan may run out of memory."""
+
+    problem: str
+    fix: str
+
+    def __str__(self) -> str:
+        return f"{self.problem}; {self.fix}"
+
+
+def read_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of all weights, by name. Only the headers of the safetensors files are read."""
     shapes: dict[str, tuple[int, ...]] = {}
-    for file in sorted(folder.glob("*.safetensors")):
-        with file.open("rb") as opened:
-            header = json.loads(opened.read(int.from_bytes(opened.read(8), "little")))
-        shapes |= {name: tuple(about["shape"]) for name, about in header.items() if name != "__metadata__"}
+    for path in sorted(folder.glob("*.safetensors")):
+        with path.open("rb") as file:
+            header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+        shapes |= {name: tuple(entry["shape"]) for name, entry in header.items() if name != "__metadata__"}
     return shapes
 
 
-def needs(plan: Plan, settings: Settings, folder: Path) -> list[Need]:
-    """One for each part that is started here; none for a folder without safetensors files."""
-    shapes = shapes_of(folder)
+def estimate_needs(plan: Plan, settings: Settings, folder: Path) -> list[MemoryNeed]:
+    """Return the need of every part that is started here; nothing for a folder without safetensors files."""
+    shapes = read_shapes(folder)
     if not shapes:
         return []
     weights = sum(map(math.prod, shapes.values())) * BYTES[settings.model.dtype]
-    found = []
     size = settings.rollout_matching.vllm.tensor_parallel_size or 1  # devices that share one copy of the weights
-    for server in plan.started:
-        cache = _sequence_bytes(settings, folder)
-        what = f"weights {amount(weights / size)}, one longest sequence {amount(cache / size)}"
-        found.append(Need(server.name, (weights + cache) / size, what))
-    return [*found, _learner(plan, settings, shapes, weights)]
+    cache = _sequence_bytes(settings, folder)
+    purpose = f"weights {format_bytes(weights / size)}, one longest sequence {format_bytes(cache / size)}"
+    servers = [MemoryNeed(server.name, (weights + cache) / size, purpose) for server in plan.local_servers]
+    return [*servers, _learner(plan, settings, shapes, weights)]
 
 
 def gpu_problems(
-    plan: Plan, settings: Settings, needed: list[Need], devices: dict[int, Device]
-) -> Iterator[Violation | str]:
-    """Warnings are texts."""
+    plan: Plan, settings: Settings, needs: list[MemoryNeed], devices: dict[int, DeviceMemory]
+) -> Iterator[Violation | MemoryWarning]:
+    """Yield the problems on GPUs, where every part has devices of its own."""
     share = settings.rollout_matching.vllm.gpu_memory_utilization
-    gpus = {part.name: part.gpus for part in (plan.learner, *(s.part for s in plan.started if s.part))}
-    for need in needed:
+    gpus = {part.name: part.gpus for part in (plan.learner, *(s.part for s in plan.local_servers if s.part))}
+    for need in needs:
         for gpu in gpus[need.part]:
             if gpu not in devices:
                 continue
@@ -77,45 +90,47 @@ def gpu_problems(
             if not learner and limit > device.free:
                 yield Violation(
                     ("--server-gpus",),
-                    f"GPU {gpu} has {amount(device.free)} free of {amount(device.total)}, and {need.part} takes "
-                    f"a share of {share:g} ({amount(limit)})",
-                    "end what else runs on it, or lower rollout_matching.vllm.gpu_memory_utilization",
+                    f"GPU {gpu} has {format_bytes(device.free)} free of {format_bytes(device.total)}, and "
+                    f"{need.part} takes a share of {share:g} ({format_bytes(limit)})",
+                    "end the other programs on that GPU, or lower rollout_matching.vllm.gpu_memory_utilization",
                 )
             elif need.bytes > limit:
-                yield _too_much(need, f"GPU {gpu} has {amount(limit)} for it", learner)
+                yield _too_much(need, f"GPU {gpu} has {format_bytes(limit)} for it", learner)
             elif learner and need.bytes > CLOSE * limit:
-                yield f"{need}; GPU {gpu} has {amount(limit)}: little is left for activations"
+                problem = f"{need}, and GPU {gpu} has {format_bytes(limit)}: little is left for activations"
+                yield MemoryWarning(problem, "lower global_max_length if the learner runs out of memory")
 
 
 def machine_problems(
-    plan: Plan, settings: Settings, needed: list[Need], machine: Device
-) -> Iterator[Violation | str]:
-    """On the CPU, where all parts share the memory."""
-    devices = {server.name: server.world_size or 1 for server in plan.started} | {"learner": plan.learners}
-    each = {need.part: need.bytes * devices[need.part] for need in needed}
-    if not each:
+    plan: Plan, settings: Settings, needs: list[MemoryNeed], machine: DeviceMemory
+) -> Iterator[Violation | MemoryWarning]:
+    """Yield the problems on the CPU, where all parts share the memory of the machine."""
+    processes = {server.name: server.world_size or 1 for server in plan.local_servers} | {"learner": plan.learners}
+    by_part = {need.part: need.bytes * processes[need.part] for need in needs}
+    if not by_part:
         return
-    if sum(each.values()) > machine.free:
-        parts = ", ".join(f"{name} {amount(bytes)}" for name, bytes in each.items())
+    if sum(by_part.values()) > machine.free:
+        parts = ", ".join(f"{name} {format_bytes(bytes)}" for name, bytes in by_part.items())
         yield Violation(
             keys_of("model.path"),
-            f"the parts need at least {amount(sum(each.values()))} ({parts}), and the machine "
-            f"has {amount(machine.free)} available",
-            "start fewer servers or learners, use a smaller model, or end what else runs",
+            f"the parts need at least {format_bytes(sum(by_part.values()))} ({parts}), and the machine "
+            f"has {format_bytes(machine.free)} available",
+            "start fewer servers or learners, use a smaller model, or end other programs",
         )
         return
     share = settings.rollout_matching.vllm.gpu_memory_utilization
-    workers = sum(server.world_size or 1 for server in plan.started)
-    reserved = share * machine.total * workers + each["learner"]
+    workers = sum(server.world_size or 1 for server in plan.local_servers)
+    reserved = share * machine.total * workers + by_part["learner"]
     if reserved > machine.free:
-        yield (
+        yield MemoryWarning(
             f"each of {workers} workers of the servers may take a share of {share:g} of the machine's "
-            f"{amount(machine.total)}, with the learners {amount(reserved)}, and {amount(machine.free)} are "
-            "available: lower rollout_matching.vllm.gpu_memory_utilization if a server does not start"
+            f"{format_bytes(machine.total)}, with the learners {format_bytes(reserved)}, and "
+            f"{format_bytes(machine.free)} are available",
+            "lower rollout_matching.vllm.gpu_memory_utilization if a server does not start",
         )
 
 
-def _learner(plan: Plan, settings: Settings, shapes: dict[str, tuple[int, ...]], weights: int) -> Need:
+def _learner(plan: Plan, settings: Settings, shapes: dict[str, tuple[int, ...]], weights: int) -> MemoryNeed:
     states = ADAM_STATES if settings.training.optim in ("adamw_torch", "adamw_torch_fused") else 0
     adapter = settings.model.adapter
     if adapter is None:
@@ -127,16 +142,16 @@ def _learner(plan: Plan, settings: Settings, shapes: dict[str, tuple[int, ...]],
         if adapter.targets != "all-linear":
             trained, label = 0, "and its adapter"
     parts = plan.learners if settings.training.fsdp else 1
-    what = f"weights {amount(weights / parts)}, {label} {amount(trained / parts)}"
-    return Need(plan.learner.name, (weights + trained) / parts, what)
+    purpose = f"weights {format_bytes(weights / parts)}, {label} {format_bytes(trained / parts)}"
+    return MemoryNeed(plan.learner.name, (weights + trained) / parts, purpose)
 
 
 def _sequence_bytes(settings: Settings, folder: Path) -> float:
-    """Keys and values of one sequence of the greatest length. 0 when the model's config does not say."""
-    try:
-        config: dict[str, Any] = json.loads((folder / "config.json").read_text())
-    except (OSError, ValueError):
+    """Return the bytes of the keys and values of one sequence of the greatest length; 0 without a config.json."""
+    file = folder / "config.json"
+    if not file.is_file():
         return 0.0
+    config: dict[str, Any] = json.loads(file.read_text())
     text = config.get("text_config", config)
     heads = text.get("num_attention_heads") or 1
     width = text.get("head_dim") or text.get("hidden_size", 0) // heads
@@ -145,15 +160,16 @@ def _sequence_bytes(settings: Settings, folder: Path) -> float:
     return float(per_token * length * BYTES[settings.model.dtype])
 
 
-def _too_much(need: Need, there: str, learner: bool) -> Violation:
+def _too_much(need: MemoryNeed, available: str, learner: bool) -> Violation:
     fix = (
         "train an adapter (model.adapter), shard it (training.fsdp), or use a larger GPU"
         if learner
         else "raise vllm.gpu_memory_utilization, give each server more GPUs (vllm.tensor_parallel_size), or lower "
         "vllm.max_model_len"
     )
-    return Violation(("--train-gpus" if learner else "--server-gpus",), f"{need}, and {there}", fix)
+    return Violation(("--train-gpus" if learner else "--server-gpus",), f"{need}, and {available}", fix)
 
 
-def amount(bytes: float) -> str:
+def format_bytes(bytes: float) -> str:
+    """Return a number of bytes as words, such as `1.5 GB`."""
     return f"{bytes / GB:.1f} GB" if bytes >= GB else f"{bytes / 1e6:.1f} MB"

@@ -1,6 +1,7 @@
-"""From settings and lists of GPUs to what is started: each server and the learners, their commands, their devices.
+"""Plan a launch: which servers and learners are started, with which commands, on which devices.
 
-Pure: nothing is looked at but what is given. What is wrong with the plan is a ConfigError, all of it at once.
+This is pure code: it looks at the settings and the command line, and not at the machine. All problems of a plan
+are reported at once.
 """
 
 import sys
@@ -14,38 +15,39 @@ from coordexp.config.capacity import capacity_shortage
 from coordexp.config.paths import keys_of
 from coordexp.config.rules import DATA_PARALLEL, MODE, SERVERS, TENSOR_PARALLEL, uses_vllm
 
-LISTENS_AT = ("127.0.0.1", "localhost", "::1")  # a server that is told no address
+LISTENS_AT = ("127.0.0.1", "localhost", "::1")  # hosts that a server listens at without --host
 SERVER_GPUS, TRAIN_GPUS = "--server-gpus", "--train-gpus"
 
 
 @dataclass(frozen=True)
-class Asked:
-    """The command line: what runs where. GPU lists as they were written; None when they were not."""
+class LaunchOptions:
+    """The options of `coordexp launch`. Lists of GPUs are the texts that the user wrote, or None."""
 
     config: str
     server_gpus: str | None = None
     train_gpus: str | None = None
     cpu: bool = False
-    learners: int | None = None  # on a CPU
+    learners: int | None = None  # with `cpu`
     start_servers: bool = True
     resume: bool = False
-    images: tuple[str, ...] = ()  # folders that servers may read pictures from, besides those of the data
+    images: tuple[str, ...] = ()  # folders that servers may read images from, besides those of the data files
 
 
 @dataclass(frozen=True)
 class Part:
-    """One command, with what its environment has beyond that of the launcher. No GPUs: on the CPU."""
+    """One command to start, with additions to the launcher's environment. Without GPUs it runs on the CPU."""
 
     name: str
     command: tuple[str, ...]
     env: Mapping[str, str] = field(default_factory=dict)
     gpus: tuple[int, ...] = ()
-    ranks: bool = False  # signals are for the processes that the command starts, as torchrun does
+    ranks: bool = False  # the command is torchrun: signals go to the ranks that it starts
 
 
 @dataclass(frozen=True)
 class PlannedServer:
-    """`part` is None for one that is started elsewhere; its world size is then what it says."""
+    """A rollout server of the config. If it is started elsewhere, `part` and `world_size` are None, and the server
+    itself reports its world size."""
 
     index: int
     base_url: str
@@ -60,48 +62,52 @@ class PlannedServer:
 
 @dataclass(frozen=True)
 class Plan:
+    """Everything that a launch starts or waits for."""
+
     servers: tuple[PlannedServer, ...]
-    learner: Part
+    learner: Part  # the command of all learner processes
     learners: int
 
     @property
-    def started(self) -> tuple[PlannedServer, ...]:
+    def local_servers(self) -> tuple[PlannedServer, ...]:
+        """The servers that this launch starts itself."""
         return tuple(server for server in self.servers if server.part is not None)
 
 
-def number_of_learners(asked: Asked) -> int:
-    """That of the command line, which the rules of the config need."""
-    return asked.learners or 1 if asked.cpu else max(1, len(gpu_ids(asked.train_gpus)))
+def number_of_learners(options: LaunchOptions) -> int:
+    """Return the number of learner processes, which some rules of the config depend on."""
+    return options.learners or 1 if options.cpu else max(1, len(gpu_ids(options.train_gpus)))
 
 
-def asked_violations(asked: Asked) -> list[Violation]:
-    """What is wrong with the command line, whatever the config says."""
-    return list(_asked_violations(asked))
+def plan_violations(settings: Settings, options: LaunchOptions) -> list[Violation]:
+    """Return all problems that rule out a plan."""
+    return [*option_violations(options), *_config_violations(settings, options)]
 
 
-def make_plan(settings: Settings, asked: Asked) -> Plan:
-    violations = [*asked_violations(asked), *_config_violations(settings, asked)]
-    if violations:
+def make_plan(settings: Settings, options: LaunchOptions) -> Plan:
+    """Return the plan. Raise a ConfigError with all `plan_violations` if there are any."""
+    if violations := plan_violations(settings, options):
         raise ConfigError(violations)
     size = settings.rollout_matching.vllm.devices_per_server
-    gpus = gpu_ids(asked.server_gpus)
+    gpus = gpu_ids(options.server_gpus)
     servers = []
     for index, server in enumerate(settings.rollout_matching.vllm.server.servers):
-        here = asked.start_servers and is_loopback(server.base_url)
-        mine, gpus = (gpus[:size], gpus[size:]) if here else ((), gpus)
-        words = ["-m", "coordexp", "serve", "--config", asked.config, "--index", str(index)]
-        command = (sys.executable, *words, *(f"--images={folder}" for folder in asked.images))
-        part = Part(f"server {index}", command, _devices(mine), mine) if here else None
+        here = options.start_servers and is_loopback(server.base_url)
+        own, gpus = (gpus[:size], gpus[size:]) if here else ((), gpus)
+        words = ["-m", "coordexp", "serve", "--config", options.config, "--index", str(index)]
+        command = (sys.executable, *words, *(f"--images={folder}" for folder in options.images))
+        part = Part(f"server {index}", command, _devices(own), own) if here else None
         servers.append(PlannedServer(index, server.base_url, server.group_port, size if here else None, part))
-    return Plan(tuple(servers), _learner(asked), number_of_learners(asked))
+    return Plan(tuple(servers), _learner(options), number_of_learners(options))
 
 
 def is_loopback(base_url: str) -> bool:
+    """Return True if the host of a URL is this machine's loopback address."""
     return is_loopback_host(urlsplit(base_url).hostname or "")
 
 
 def is_loopback_host(host: str) -> bool:
-    """Return whether an address, or the name localhost, can be reached from this machine only."""
+    """Return True if an address, or the name localhost, can be reached only from this machine."""
     try:
         return ip_address(host).is_loopback
     except ValueError:
@@ -109,75 +115,76 @@ def is_loopback_host(host: str) -> bool:
 
 
 def capacity_violations(settings: Settings, sizes: tuple[int, ...], learners: int) -> Iterator[Violation]:
-    """R15, with sizes that were planned or that the servers gave."""
+    """Yield a violation if servers with these world sizes cannot serve a request of every learner at once."""
     if shortage := capacity_shortage(settings.rollout_matching.decode_batch_size, sizes, learners):
         yield Violation(("rollout_matching", "decode_batch_size"), *shortage)
 
 
-def _learner(asked: Asked) -> Part:
-    count, gpus = number_of_learners(asked), gpu_ids(asked.train_gpus)
+def _learner(options: LaunchOptions) -> Part:
+    count, gpus = number_of_learners(options), gpu_ids(options.train_gpus)
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(count))
-    train = ("-m", "coordexp", "train", "--config", asked.config, *(["--resume"] if asked.resume else []))
+    train = ("-m", "coordexp", "train", "--config", options.config, *(["--resume"] if options.resume else []))
     command = (sys.executable, *(torchrun if count > 1 else ()), *train)
     return Part("learner", command, _devices(gpus), gpus, ranks=count > 1)
 
 
 def _devices(gpus: tuple[int, ...]) -> dict[str, str]:
-    """GPUs by the numbers that nvidia-smi gives them."""
+    """Return the variables that show a part only these GPUs, numbered as nvidia-smi does."""
     return {"CUDA_VISIBLE_DEVICES": ",".join(map(str, gpus)), "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
 
 
 def gpu_ids(text: str | None) -> tuple[int, ...]:
-    """As far as they are numbers."""
+    """Return the numbers in a list such as `0,1,2`. Other words are skipped."""
     words = [word.strip() for word in (text or "").split(",")]
     return tuple(int(word) for word in words if word.isdecimal())
 
 
-def _asked_violations(asked: Asked) -> Iterator[Violation]:
-    given = {SERVER_GPUS: asked.server_gpus, TRAIN_GPUS: asked.train_gpus}
-    for name, text in given.items():
+def option_violations(options: LaunchOptions) -> Iterator[Violation]:
+    """Yield the problems of the command line that do not depend on the config."""
+    lists = {SERVER_GPUS: options.server_gpus, TRAIN_GPUS: options.train_gpus}
+    for name, text in lists.items():
         words = [word.strip() for word in text.split(",")] if text is not None else []
         if not all(word.isdecimal() for word in words):
             yield Violation((name,), f"{text!r} is not a list of GPU numbers", f"write e.g. {name} 0,1,2")
         elif len(set(map(int, words))) < len(words):
             yield Violation((name,), f"{text} names a GPU twice", "write each GPU once")
-        if text is not None and asked.cpu:
-            yield Violation((name,), f"{text}, and --cpu is given", "leave one of the two out")
-    both = sorted(set(gpu_ids(asked.server_gpus)) & set(gpu_ids(asked.train_gpus)))
+        if text is not None and options.cpu:
+            yield Violation((name,), f"{text} was given together with --cpu", "leave one of the two out")
+    both = sorted(set(gpu_ids(options.server_gpus)) & set(gpu_ids(options.train_gpus)))
     if both:
         shared = ", ".join(map(str, both))
-        fix = f"give each GPU to a server or to a learner, not to both ({SERVER_GPUS} {asked.server_gpus})"
+        fix = f"give each GPU to a server or to a learner, not to both ({SERVER_GPUS} {options.server_gpus})"
         yield Violation((TRAIN_GPUS,), f"GPU {shared} is in {SERVER_GPUS} too", fix)
-    if not asked.cpu and asked.train_gpus is None:
+    if not options.cpu and options.train_gpus is None:
         yield Violation((TRAIN_GPUS,), "missing", f"write e.g. {TRAIN_GPUS} 3, or --cpu to run without GPUs")
-    if asked.learners is not None and not asked.cpu:
+    if options.learners is not None and not options.cpu:
         fix = f"leave it out: one learner runs on each of {TRAIN_GPUS}"
-        yield Violation(("--learners",), "has a meaning with --cpu only", fix)
-    if not asked.start_servers and asked.server_gpus is not None:
+        yield Violation(("--learners",), "is only for --cpu", fix)
+    if not options.start_servers and options.server_gpus is not None:
         fix = f"leave {SERVER_GPUS} out, or --no-servers"
-        yield Violation((SERVER_GPUS,), f"{asked.server_gpus}, and --no-servers starts no server", fix)
+        yield Violation((SERVER_GPUS,), f"{options.server_gpus} was given, but --no-servers starts no server", fix)
 
 
-def _config_violations(settings: Settings, asked: Asked) -> Iterator[Violation]:
+def _config_violations(settings: Settings, options: LaunchOptions) -> Iterator[Violation]:
     if not settings.uses_rollouts:
         problem = f"{settings.custom.trainer_variant} makes no rollouts, so there are no servers to start"
-        yield Violation(keys_of("custom.trainer_variant"), problem, f"coordexp train --config {asked.config}")
+        yield Violation(keys_of("custom.trainer_variant"), problem, f"coordexp train --config {options.config}")
         return
     if not uses_vllm(settings, "server"):
-        fix = f"set rollout_backend: vllm and vllm.mode: server, or use coordexp train --config {asked.config}"
+        fix = f"set rollout_backend: vllm and vllm.mode: server, or use coordexp train --config {options.config}"
         yield Violation(keys_of(MODE), "this run has no rollout servers to start", fix)
         return
-    yield from _server_violations(settings, asked)
-    if asked.start_servers:
+    yield from _server_violations(settings, options)
+    if options.start_servers:
         servers = settings.rollout_matching.vllm.server.servers
         if all(is_loopback(server.base_url) for server in servers):
             size = settings.rollout_matching.vllm.devices_per_server
-            yield from capacity_violations(settings, (size,) * len(servers), number_of_learners(asked))
+            yield from capacity_violations(settings, (size,) * len(servers), number_of_learners(options))
 
 
-def _server_violations(settings: Settings, asked: Asked) -> Iterator[Violation]:
-    """Of those that are to be started here."""
-    if not asked.start_servers:
+def _server_violations(settings: Settings, options: LaunchOptions) -> Iterator[Violation]:
+    """Yield the problems of the servers that are to be started here."""
+    if not options.start_servers:
         return
     servers = settings.rollout_matching.vllm.server.servers
     here = [index for index, server in enumerate(servers) if is_loopback(server.base_url)]
@@ -185,7 +192,7 @@ def _server_violations(settings: Settings, asked: Asked) -> Iterator[Violation]:
         url = urlsplit(servers[index].base_url)
         if url.scheme != "http" or url.path or url.hostname not in LISTENS_AT:
             fix = f"write e.g. http://127.0.0.1:{url.port or 8000}, or start it yourself and give --no-servers"
-            problem = f"{servers[index].base_url} is not what a server listens at that is started here"
+            problem = f"{servers[index].base_url} is not an address that a server started here can listen at"
             yield Violation(keys_of(f"{SERVERS}[{index}].base_url"), problem, fix)
     if not here:
         fix = (
@@ -193,25 +200,26 @@ def _server_violations(settings: Settings, asked: Asked) -> Iterator[Violation]:
             "use a base_url of this machine, e.g. http://127.0.0.1:8000"
         )
         yield Violation(keys_of(SERVERS), f"none of the {len(servers)} servers is on this machine", fix)
-    elif not asked.cpu:
-        yield from _gpus_fit(settings, asked, len(here))
+    elif not options.cpu:
+        yield from _gpu_violations(settings, options, len(here))
 
 
-def _gpus_fit(settings: Settings, asked: Asked, here: int) -> Iterator[Violation]:
+def _gpu_violations(settings: Settings, options: LaunchOptions, here: int) -> Iterator[Violation]:
+    """Yield a violation if --server-gpus does not fit the number of servers that are started here."""
     vllm = settings.rollout_matching.vllm
     size = vllm.devices_per_server
-    found = len(gpu_ids(asked.server_gpus))
-    if found == here * size:
+    given = len(gpu_ids(options.server_gpus))
+    if given == here * size:
         return
-    each = "one GPU each" if size == 1 else f"{size} GPUs each ({TENSOR_PARALLEL} * {DATA_PARALLEL})"
-    problem = f"{found} GPUs, and the config has {here} servers on this machine with {each}"
+    share = "one GPU each" if size == 1 else f"{size} GPUs each ({TENSOR_PARALLEL} * {DATA_PARALLEL})"
+    problem = f"{given} GPUs, and the config has {here} servers on this machine with {share}"
     fix = f"give {here * size} GPUs"
-    if found and found % size == 0:
-        fix += f", or list {found // size} servers in {SERVERS}"
+    if given and given % size == 0:
+        fix += f", or list {given // size} servers in {SERVERS}"
     for name, other in (
         ("data_parallel_size", vllm.tensor_parallel_size or 1),
         ("tensor_parallel_size", vllm.data_parallel_size),
     ):
-        if found and found % (here * other) == 0:
-            fix += f", or set vllm.{name}: {found // (here * other)}"
-    yield Violation((SERVER_GPUS,), "missing" if asked.server_gpus is None else problem, fix)
+        if given and given % (here * other) == 0:
+            fix += f", or set vllm.{name}: {given // (here * other)}"
+    yield Violation((SERVER_GPUS,), "missing" if options.server_gpus is None else problem, fix)

@@ -1,4 +1,4 @@
-"""Looks at the machine before anything is started: files, model, data, ports, GPUs, memory."""
+"""Check the machine before anything is started: files, model, data, ports, GPUs, memory."""
 
 import os
 import shutil
@@ -6,23 +6,25 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
 from urllib.parse import urlsplit
 
 from coordexp.config import Settings, Violation
+from coordexp.config.paths import Path as Keys
 from coordexp.config.paths import keys_of
 from coordexp.config.rules import SERVERS, uses_vllm
-from coordexp.errors import DataError, EngineError
-from coordexp.folders import how_to_find
+from coordexp.errors import UserError
+from coordexp.files import advise_missing_path
 from coordexp.launch import memory
-from coordexp.launch.memory import Device, Need
-from coordexp.launch.plan import Asked, Plan, gpu_ids, is_loopback
+from coordexp.launch.memory import DeviceMemory, MemoryNeed, MemoryWarning
+from coordexp.launch.plan import LaunchOptions, Plan, gpu_ids, is_loopback
 from coordexp.rollout.installed import check_vllm
 
 FIRST = 8  # records that are read
 VISIBLE = "CUDA_VISIBLE_DEVICES"
-# Without nvidia-smi. In a process of its own: torch takes seconds and hundreds of megabytes.
+# Used without nvidia-smi, in a process of its own: torch takes seconds to import, and hundreds of megabytes.
 ASK_TORCH = """
 import torch
 for gpu in range(torch.cuda.device_count()):
@@ -31,41 +33,42 @@ for gpu in range(torch.cuda.device_count()):
 """
 
 
-def engine_problems(asked: Asked) -> Iterator[Violation]:
-    if asked.start_servers:
-        try:
+def engine_problems(options: LaunchOptions) -> list[Violation]:
+    """Return a violation if servers are to be started and vLLM is missing or of another version."""
+    violations: list[Violation] = []
+    if options.start_servers:
+        with _collecting(violations, ()):
             check_vllm()
-        except EngineError as error:
-            problem, _, fix = str(error).partition("\n")
-            yield Violation((), problem, fix.strip())
+    return violations
 
 
-def settings_problems(settings: Settings, asked: Asked) -> Iterator[Violation]:
-    """Files, the model's vocabulary, the first records and their pictures."""
-    from coordexp.vocab import VocabularyError, VocabularyTable
+def settings_problems(settings: Settings, options: LaunchOptions) -> list[Violation]:
+    """Return the problems of the files: the model and its vocabulary, the first records and their images."""
+    from coordexp.vocab import VocabularyTable
 
+    violations: list[Violation] = []
     folder = Path(settings.model.path)
     if not folder.exists():
-        yield _absent("model.path", settings.model.path)
+        violations.append(_missing("model.path", settings.model.path))
     elif not (folder / "config.json").is_file():
-        yield Violation(keys_of("model.path"), f"{folder} has no config.json", "give a model folder")
+        violations.append(Violation(keys_of("model.path"), f"{folder} has no config.json", "give a model folder"))
     else:
-        try:
+        fix = "run `coordexp model add-coords` on the checkpoint, and set model.path to the folder that it writes"
+        with _collecting(violations, keys_of("model.path"), fix):
             VocabularyTable.from_folder(folder)
-        except VocabularyError as error:
-            fix = "run `coordexp model add-coords` on the checkpoint, and set model.path to what it writes"
-            yield Violation(keys_of("model.path"), str(error), fix)
+    folders = [Path(image_folder).resolve() for image_folder in options.images]
     for setting, name in (
         ("custom.train_jsonl", settings.custom.train_jsonl),
         ("custom.val_jsonl", settings.custom.val_jsonl),
     ):
         if name is not None:
-            yield from _data_problems(setting, name, [Path(folder).resolve() for folder in asked.images])
+            violations += _data_problems(setting, name, folders)
+    return violations
 
 
-def port_problems(settings: Settings, asked: Asked) -> Iterator[Violation]:
-    """Of the servers that are to be started here."""
-    if not asked.start_servers or not uses_vllm(settings, "server"):
+def port_problems(settings: Settings, options: LaunchOptions) -> Iterator[Violation]:
+    """Yield the ports of servers to be started here at which nothing can listen."""
+    if not options.start_servers or not uses_vllm(settings, "server"):
         return
     for index, server in enumerate(settings.rollout_matching.vllm.server.servers):
         if not is_loopback(server.base_url):
@@ -73,44 +76,43 @@ def port_problems(settings: Settings, asked: Asked) -> Iterator[Violation]:
         url = urlsplit(server.base_url)
         ports = {"base_url": url.port or 80, "group_port": server.group_port}
         for key, port in ports.items():
-            if refusal := _refusal("::1" if url.hostname == "::1" else "", port):
-                fix = f"end what listens there (ss -ltnp 'sport = :{port}'), or use another port"
-                yield Violation(keys_of(f"{SERVERS}[{index}].{key}"), f"port {port}: {refusal}", fix)
+            if reason := _why_unusable("::1" if url.hostname == "::1" else "", port):
+                fix = f"end the program that listens there (ss -ltnp 'sport = :{port}'), or use another port"
+                yield Violation(keys_of(f"{SERVERS}[{index}].{key}"), f"port {port}: {reason}", fix)
 
 
-def gpu_problems(asked: Asked, devices: dict[int, Device]) -> Iterator[Violation]:
-    """That the machine has them, and that this shell may use them."""
+def gpu_problems(options: LaunchOptions, devices: dict[int, DeviceMemory]) -> Iterator[Violation]:
+    """Yield the lists of GPUs with one that the machine does not have or that this shell may not use."""
     allowed = [word.strip() for word in os.environ.get(VISIBLE, "").split(",") if word.strip()]
-    for name, text in (("--server-gpus", asked.server_gpus), ("--train-gpus", asked.train_gpus)):
+    for name, text in (("--server-gpus", options.server_gpus), ("--train-gpus", options.train_gpus)):
         ids = gpu_ids(text)
-        absent = [gpu for gpu in ids if gpu not in devices]
-        if absent:
-            there = f"has GPUs {', '.join(map(str, devices))}" if devices else "has no GPU that can be seen"
+        if any(gpu not in devices for gpu in ids):
+            there = f"has GPUs {', '.join(map(str, devices))}" if devices else "has no visible GPU"
             fix = "give GPUs by the numbers of nvidia-smi, or --cpu to run without"
             yield Violation((name,), f"{text}: this machine {there}", fix)
         elif all(word.isdecimal() for word in allowed) and VISIBLE in os.environ:
-            barred = [str(gpu) for gpu in ids if str(gpu) not in allowed]
-            if barred:
+            hidden = [str(gpu) for gpu in ids if str(gpu) not in allowed]
+            if hidden:
                 fix = f"give GPUs of that list: numbers are those of nvidia-smi, whatever {VISIBLE} says"
-                yield Violation((name,), f"{', '.join(barred)} is not in {VISIBLE}={os.environ[VISIBLE]}", fix)
+                yield Violation((name,), f"{', '.join(hidden)} is not in {VISIBLE}={os.environ[VISIBLE]}", fix)
 
 
 def memory_problems(
-    plan: Plan, settings: Settings, devices: dict[int, Device] | None
-) -> tuple[list[Need], list[Violation | str]]:
-    """What each part needs at least; errors, and warnings as texts. Devices are None on the CPU."""
+    plan: Plan, settings: Settings, devices: dict[int, DeviceMemory] | None
+) -> tuple[list[MemoryNeed], list[Violation | MemoryWarning]]:
+    """Return the least memory that each part needs, and the problems. `devices` is None on the CPU."""
     try:
-        needed = memory.needs(plan, settings, Path(settings.model.path))
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        fix = "copy the checkpoint again"
-        return [], [Violation(keys_of("model.path"), f"a safetensors file cannot be read: {error}", fix)]
+        needs = memory.estimate_needs(plan, settings, Path(settings.model.path))
+    except (OSError, ValueError, KeyError, TypeError) as error:  # whatever a damaged header leads to
+        problem = f"the header of a safetensors file, or config.json, cannot be read: {error}"
+        return [], [Violation(keys_of("model.path"), problem, "copy the checkpoint again")]
     if devices is not None:
-        return needed, list(memory.gpu_problems(plan, settings, needed, devices))
-    return needed, list(memory.machine_problems(plan, settings, needed, _machine()))
+        return needs, list(memory.gpu_problems(plan, settings, needs, devices))
+    return needs, list(memory.machine_problems(plan, settings, needs, _machine_memory()))
 
 
-def find_gpus() -> dict[int, Device]:
-    """By number. By nvidia-smi, else by torch; empty when neither sees one."""
+def find_gpus() -> dict[int, DeviceMemory]:
+    """Return the memory of the machine's GPUs by number. nvidia-smi is asked, or torch where it is missing."""
     query = "--query-gpu=index,memory.total,memory.free", "--format=csv,noheader,nounits"
     smi = shutil.which("nvidia-smi")
     command, unit = ([smi, *query], 2**20) if smi else ([sys.executable, "-c", ASK_TORCH], 1)
@@ -118,49 +120,63 @@ def find_gpus() -> dict[int, Device]:
         "CUDA_DEVICE_ORDER": "PCI_BUS_ID"
     }
     try:
-        found = subprocess.run(command, capture_output=True, text=True, timeout=120, env=env)  # noqa: S603
-        rows = [line.split(",") for line in found.stdout.splitlines() if line.strip()]
-        return {int(row[0]): Device(int(row[1]) * unit, int(row[2]) * unit) for row in rows}
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=env)  # noqa: S603
+        rows = [line.split(",") for line in done.stdout.splitlines() if line.strip()]
+        return {int(row[0]): DeviceMemory(int(row[1]) * unit, int(row[2]) * unit) for row in rows}
     except (OSError, subprocess.TimeoutExpired, ValueError, IndexError):
         return {}
 
 
-def _absent(setting: str, name: str) -> Violation:
-    return Violation(keys_of(setting), f"{name} does not exist", how_to_find(setting, name))
+@contextmanager
+def _collecting(violations: list[Violation], path: Keys, fix: str = "") -> Iterator[None]:
+    """Add an error to the list, so that the user sees all problems at once. `fix` is added to the error's own."""
+    try:
+        yield
+    except UserError as error:
+        violations.append(Violation(path, error.problem, "; ".join(filter(None, (error.fix, fix)))))
+    except OSError as error:
+        violations.append(Violation(path, str(error), fix))
 
 
-def _data_problems(setting: str, name: str, folders: Sequence[Path]) -> Iterator[Violation]:
+def _missing(setting: str, name: str) -> Violation:
+    return Violation(keys_of(setting), f"{name} does not exist", advise_missing_path(setting, name))
+
+
+def _data_problems(setting: str, name: str, folders: Sequence[Path]) -> list[Violation]:
     from coordexp.data import read_records
 
     path = Path(name)
     if not path.exists():
-        yield _absent(setting, name)
-        return
-    try:
+        return [_missing(setting, name)]
+    violations: list[Violation] = []
+    with _collecting(violations, keys_of(setting), f"run `coordexp data doctor {name}`"):
         records = [record for _, record in islice(read_records(path), FIRST)]
-    except (OSError, DataError) as error:
-        problem, _, fix = str(error).partition("\n")
-        yield Violation(keys_of(setting), problem, fix.strip() or f"run `coordexp data doctor {name}`")
-        return
-    if not records:
-        fix = "write one JSON object a line (see `coordexp data import`)"
-        yield Violation(keys_of(setting), f"{name} has no records", fix)
-    absent = [record.image for record in records if not (path.parent / record.image).is_file()]
-    if absent:
-        problem = f"{name}: {absent[0]} does not exist, nor do {len(absent) - 1} more of the first {len(records)}"
+        if not records:
+            fix = "write one JSON object per line (see `coordexp data import`)"
+            violations.append(Violation(keys_of(setting), f"{name} has no records", fix))
+        violations += _image_problems(setting, path, [record.image for record in records], folders)
+    return violations
+
+
+def _image_problems(
+    setting: str, path: Path, images: Sequence[str], folders: Sequence[Path]
+) -> Iterator[Violation]:
+    """Yield a violation for images that do not exist, and one for an image that servers may not read."""
+    missing = [image for image in images if not (path.parent / image).is_file()]
+    if missing:
+        more = f", nor do {len(missing) - 1} more of the first {len(images)}" if len(missing) > 1 else ""
         fix = "image paths are relative to the folder of the file"
-        yield Violation(keys_of(setting), problem if len(absent) > 1 else problem.partition(", nor")[0], fix)
-    below = (path.parent.resolve(), *folders)
-    for record in records:
-        picture = (path.parent / record.image).resolve()
-        if not any(picture.is_relative_to(folder) for folder in below):
-            problem = f"{name}: {record.image} is {picture}, which servers may not read"
-            yield Violation(keys_of(setting), problem, f"add --images {picture.parent}")
+        yield Violation(keys_of(setting), f"{path}: {missing[0]} does not exist{more}", fix)
+    for image in images:
+        target = (path.parent / image).resolve()
+        if not any(target.is_relative_to(folder) for folder in (path.parent.resolve(), *folders)):
+            problem = f"{path}: {image} is {target}, which servers may not read"
+            yield Violation(keys_of(setting), problem, f"add --images {target.parent}")
             return
 
 
-def _refusal(address: str, port: int) -> str | None:
-    """Why nothing can listen there, if so. Ports that only wait for old connections to end are free."""
+def _why_unusable(address: str, port: int) -> str | None:
+    """Return why nothing can listen at a port, or None. A port that only waits for old connections is free."""
     with socket.socket(socket.AF_INET6 if address else socket.AF_INET) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -171,8 +187,8 @@ def _refusal(address: str, port: int) -> str | None:
     return None
 
 
-def _machine() -> Device:
+def _machine_memory() -> DeviceMemory:
     import psutil
 
-    found = psutil.virtual_memory()
-    return Device(found.total, found.available)
+    memory = psutil.virtual_memory()
+    return DeviceMemory(memory.total, memory.available)

@@ -1,7 +1,8 @@
-"""Runs a plan: servers, their health and world sizes, learners, until the end. Leaves no process behind.
+"""Run a plan: start servers, wait for them, start learners, and watch all of them. No process is left behind.
 
-The main thread takes events one after another: a part ended, a signal came. Parts end in this order: the learner,
-which saves, then the servers, which it needs for that. A second signal ends all at once.
+The main thread handles one event after another: a part has ended, or a signal has arrived. Parts end in this
+order: first the learner, which saves, and then the servers, which it needs for that. A second signal ends all at
+once.
 """
 
 import os
@@ -9,19 +10,18 @@ import queue
 import secrets
 import signal
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
+from functools import partial
 from types import FrameType
-from typing import Any
 
 import psutil
 
+from coordexp.child_processes import find_marked, is_alive
 from coordexp.config import ConfigError
 from coordexp.errors import EngineError
-from coordexp.launch import health
-from coordexp.launch.log import Log
-from coordexp.launch.part import Running
+from coordexp.launch.parts import Log, RunningPart, health_client, is_ready, read_world_size
 from coordexp.launch.plan import Part, Plan, PlannedServer
 from coordexp.launch.tether import BY_SIGNAL, UNKILLABLE_S, adopt_orphans
 from coordexp.rollout.wire import TOKEN
@@ -29,36 +29,50 @@ from coordexp.rollout.wire import TOKEN
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 MARK = "COORDEXP_LAUNCH"  # in the environment of all processes of one launch
 POLL_S = 0.25
-TELL_EVERY_S = 15.0  # while servers start
+REMIND_EVERY_S = 15.0  # while servers start
 
 
 @dataclass(frozen=True)
 class Patience:
+    """How long a launch waits for its parts, in seconds."""
+
     start_s: float = 1800.0  # until all servers answer
-    learner_s: float = 120.0  # to finish its step and save
-    server_s: float = 20.0  # to end in order
-    back_off_s: tuple[float, ...] = (1.0, 5.0, 25.0)  # before each restart of a server; no more of them
-    forgiven_s: float = 3600.0  # a server that ran so long has all its restarts again
+    learner_s: float = 120.0  # for the learner to finish its step and save
+    server_s: float = 20.0  # for the servers to end in order
+    back_off_s: tuple[float, ...] = (1.0, 5.0, 25.0)  # before each restart of a server; there are no more restarts
+    forgiven_s: float = 3600.0  # a server that ran this long may be restarted as often as a new one
 
 
 @dataclass(frozen=True)
-class Ended:
-    running: Running
+class PartEnded:
+    """The event that a part has ended."""
+
+    running: RunningPart
     code: int
 
 
 @dataclass(frozen=True)
-class Told:
+class SignalReceived:
+    """The event that a signal has arrived."""
+
     number: int
 
 
 class Interrupted(Exception):
+    """A signal asks the launch to end."""
+
     def __init__(self, number: int) -> None:
         self.number = number
 
 
+def _accept(sizes: tuple[int, ...]) -> None:
+    pass
+
+
 class Launch:
-    """One run of a plan. Signals of this process are its own while it lasts."""
+    """One run of a plan. It handles the signals of this process while it lasts.
+
+    `check_sizes` is called with the world sizes of all servers, and raises if the config does not fit them."""
 
     def __init__(
         self,
@@ -66,68 +80,71 @@ class Launch:
         log: Log,
         token: str | None,
         patience: Patience | None = None,
-        check_sizes: Callable[[tuple[int, ...]], None] = lambda sizes: None,
+        check_sizes: Callable[[tuple[int, ...]], None] = _accept,
     ) -> None:
         self._plan, self._log, self._token = plan, log, token
         self._patience = patience or Patience()
         self._check_sizes = check_sizes
-        self._events: queue.SimpleQueue[Ended | Told] = queue.SimpleQueue()
-        self._running: dict[str, Running] = {}
+        self._events: queue.SimpleQueue[PartEnded | SignalReceived] = queue.SimpleQueue()
+        self._running: dict[str, RunningPart] = {}
         self._restarts: dict[str, int] = {}
-        self._due: dict[str, float] = {}  # servers to start again, and when
+        self._due: dict[str, float] = {}  # when to restart which servers
         self._mark = secrets.token_hex(8)
-        self._at_once = False  # it was told a second time
+        self._at_once = False  # after a second signal
 
     def run(self) -> int:
-        """The exit code: the learner's, or 1 for a server's failure, 130 after Ctrl-C."""
+        """Run the plan and return the exit code: the learner's, 1 if a server fails, or 130 after Ctrl-C."""
         adopt_orphans()
-        with self._listening():
-            try:
-                code = self._run()
-                self._end_servers()
-                return code
-            finally:
-                self._kill_all()
+        with ExitStack() as cleanup:
+            self._handle_signals(cleanup)
+            cleanup.callback(self._kill_all)
+            code = self._run()
+            self._end_servers()
+            return code
 
     def _run(self) -> int:
         try:
-            for server in self._plan.started:
+            for server in self._plan.local_servers:
                 self._start(server.part)
             self._await_servers()
             self._start(self._plan.learner)
             return self._watch()
-        except Interrupted as told:
-            return self._interrupted(told.number)
+        except Interrupted as interruption:
+            return self._end_after_signal(interruption.number)
         except (EngineError, ConfigError) as error:
             self._log.say(str(error))
             return 2 if isinstance(error, ConfigError) else 1
 
-    # Before the learner
+    # Before the learner starts
 
     def _await_servers(self) -> None:
-        since, told = time.monotonic(), time.monotonic()
+        since = reminded = time.monotonic()
         waiting = list(self._plan.servers)
-        self._log.say(f"waiting for {_listed(waiting)}")
-        with health.asking(self._token) as client:
+        self._log.say(f"waiting for {_names(waiting)}")
+        with health_client(self._token) as client:
             while waiting:
-                self._nothing_ended(POLL_S)
+                self._fail_if_one_ended(POLL_S)
                 for server in list(waiting):
-                    if health.is_ready(client, server.base_url):
+                    if is_ready(client, server.base_url):
                         waiting.remove(server)
                         self._log.say(f"{server.name} answers at {server.base_url}")
-                    self._nothing_ended(0)
+                    self._fail_if_one_ended(0)
                 now = time.monotonic()
                 if waiting and now - since > self._patience.start_s:
-                    raise EngineError(_late(waiting, self._patience.start_s))
-                if waiting and now - told > TELL_EVERY_S:
-                    told = now
-                    self._log.say(f"waiting for {_listed(waiting)} ({now - since:.0f} s)")
-            self._compare_sizes([health.world_size(client, server.base_url) for server in self._plan.servers])
+                    raise EngineError(
+                        f"after {self._patience.start_s:g} s there is no answer from {_names(waiting)}",
+                        "large models take minutes to load: give them more time with --start-timeout; if a server "
+                        "is started elsewhere, check its base_url",
+                    )
+                if waiting and now - reminded > REMIND_EVERY_S:
+                    reminded = now
+                    self._log.say(f"waiting for {_names(waiting)} ({now - since:.0f} s)")
+            self._compare_sizes([read_world_size(client, server.base_url) for server in self._plan.servers])
 
-    def _nothing_ended(self, seconds: float) -> None:
-        event = self._next(seconds)
-        if isinstance(event, Ended):
-            self._tell_again(event)
+    def _fail_if_one_ended(self, seconds: float) -> None:
+        """Wait so long, and raise if a server ends meanwhile."""
+        if event := self._next_end(seconds):
+            self._repeat_last_lines(event)
             name = event.running.part.name
             raise EngineError(f"{name} ended with exit code {event.code} before it was ready: nothing was trained")
 
@@ -135,8 +152,8 @@ class Launch:
         for server, size in zip(self._plan.servers, sizes, strict=True):
             if server.world_size is not None and size != server.world_size:
                 raise EngineError(
-                    f"{server.name} at {server.base_url} has world size {size}, and the plan {server.world_size}\n"
-                    "  another server answers there, or its config is another: end it, and launch again"
+                    f"{server.name} at {server.base_url} has world size {size}, and the plan {server.world_size}",
+                    "another server answers there, or it has another config: end it, and launch again",
                 )
         self._check_sizes(tuple(sizes))
         self._log.say(f"world sizes of the servers: {', '.join(map(str, sizes))}")
@@ -144,9 +161,10 @@ class Launch:
     # While the learner runs
 
     def _watch(self) -> int:
+        """Restart servers until the learner ends, and return the exit code."""
         while True:
             wait = min(self._due.values(), default=time.monotonic() + 60.0) - time.monotonic()
-            event = self._next(max(0.0, wait))
+            event = self._next_end(max(0.0, wait))
             for name in [name for name, at in self._due.items() if at <= time.monotonic()]:
                 del self._due[name]
                 self._start(next(server.part for server in self._plan.servers if server.name == name))
@@ -154,42 +172,42 @@ class Launch:
                 continue
             if event.running.part is self._plan.learner:
                 if event.code:
-                    self._tell_again(event)
+                    self._repeat_last_lines(event)
                 self._log.say(f"the learner ended with exit code {event.code}")
                 return event.code
-            self._server_ended(event)
-            if not self._any_server():
+            self._schedule_restart(event)
+            if not self._has_server():
                 self._log.say("no rollout server is left: the learner is asked to end")
                 self._end_learner()
                 return 1
 
-    def _server_ended(self, event: Ended) -> None:
+    def _schedule_restart(self, event: PartEnded) -> None:
         name = event.running.part.name
         if time.monotonic() - event.running.since > self._patience.forgiven_s:
             self._restarts[name] = 0
         number, most = self._restarts.get(name, 0), len(self._patience.back_off_s)
         ending = f"{name} ended with exit code {event.code} while the learner runs"
         if number >= most:
-            self._tell_again(event)
+            self._repeat_last_lines(event)
             self._log.say(f"{ending}; it was restarted {most} times, and is given up")
             return
         wait = self._patience.back_off_s[number]
         self._restarts[name] = number + 1
         self._due[name] = time.monotonic() + wait
         self._log.say(
-            f"{ending}; the learner goes on with the servers that are left\n"
+            f"{ending}; the learner continues with the remaining servers\n"
             f"restart {number + 1} of {most} in {wait:g} s; it gets requests again after a full sync"
         )
 
-    def _any_server(self) -> bool:
-        """That runs, will run again, or is elsewhere."""
+    def _has_server(self) -> bool:
+        """Return True if a server runs, is about to be restarted, or was started elsewhere."""
         return bool(self._due) or any(
             server.part is None or server.name in self._running for server in self._plan.servers
         )
 
     # The end
 
-    def _interrupted(self, number: int) -> int:
+    def _end_after_signal(self, number: int) -> int:
         name = signal.Signals(number).name
         self._log.say(f"{name}: ending" + (" (once more: at once)" if number == signal.SIGINT else ""))
         self._due.clear()
@@ -199,7 +217,8 @@ class Launch:
         return code
 
     def _end_learner(self) -> int | None:
-        """Its exit code, if it ended in time. Else it is killed."""
+        """Ask the learner to end, and kill it if it does not end in time. Return its exit code unless it was
+        killed."""
         learner = self._running.get(self._plan.learner.name)
         if learner is None:
             return None
@@ -207,17 +226,17 @@ class Launch:
         self._log.say(f"the learner finishes its step and saves (at most {seconds:g} s)")
         learner.ask_to_end()
         try:
-            for event in self._until(seconds, lambda: learner.part.name in self._running):
+            for event in self._ends_within(seconds, [learner]):
                 if event.running is learner:
                     return event.code
-            self._log.say(f"the learner did not end in {seconds:g} s: it is killed; see --grace")
+            self._log.say(f"the learner did not end in {seconds:g} s and is killed; --grace gives it more time")
         except Interrupted:
             self._at_once = True
         learner.release()
         return None
 
     def _end_servers(self) -> None:
-        """In order, if they do it in time."""
+        """Ask the servers to end, and wait for them."""
         self._due.clear()
         servers = [running for name, running in self._running.items() if name != self._plan.learner.name]
         if self._at_once:
@@ -225,13 +244,16 @@ class Launch:
         for server in servers:
             server.ask_to_end()
         with suppress(Interrupted):
-            for _ in self._until(self._patience.server_s, lambda: any(server.alive for server in servers)):
-                pass
+            list(self._ends_within(self._patience.server_s, servers))
 
-    def _until(self, seconds: float, wanted: Callable[[], bool]) -> Iterator[Ended]:
+    def _ends_within(self, seconds: float, parts: Iterable[RunningPart]) -> Iterator[PartEnded]:
+        """Yield the parts that end until all of `parts` have ended, or the time is over."""
         until = time.monotonic() + seconds
-        while wanted() and (left := until - time.monotonic()) > 0:
-            if event := self._next(left):
+        while any(running in self._running.values() for running in parts):
+            left = until - time.monotonic()
+            if left <= 0:
+                return
+            if event := self._next_end(left):
                 yield event
 
     def _kill_all(self) -> None:
@@ -247,89 +269,68 @@ class Launch:
     def _start(self, part: Part | None) -> None:
         assert part is not None
         extra = {MARK: self._mark} | ({TOKEN: self._token} if self._token else {})
-        running = Running(part, extra)
+        running = RunningPart(part, extra)
         self._running[part.name] = running
         where = f"GPU {', '.join(map(str, part.gpus))}" if part.gpus else "the CPU"
         self._log.say(f"started {part.name} on {where} (process {running.pid})")
-        running.watch(self._log, lambda code: self._events.put(Ended(running, code)))
+        running.watch(self._log, partial(self._note_end, running))
 
-    def _next(self, seconds: float) -> Ended | None:
+    def _note_end(self, running: RunningPart, code: int) -> None:
+        self._events.put(PartEnded(running, code))
+
+    def _next_end(self, seconds: float) -> PartEnded | None:
+        """Return the next part that ends within this time, or None. Raise `Interrupted` after a signal."""
         try:
             event = self._events.get(timeout=seconds) if seconds > 0 else self._events.get_nowait()
         except queue.Empty:
             return None
-        if isinstance(event, Told):
+        if isinstance(event, SignalReceived):
             raise Interrupted(event.number)
         del self._running[event.running.part.name]
         self._kill_strays()
         return event
 
     def _kill_strays(self) -> None:
-        """What a part left behind whose tether was killed: it has become a child of this process."""
+        """Kill the processes of parts whose tether was killed. They have become children of this process."""
         until = time.monotonic() + UNKILLABLE_S
-        while (strays := list(self._strays())) and time.monotonic() < until:
+        while (strays := list(self._find_strays())) and time.monotonic() < until:
             for stray in strays:
                 with suppress(psutil.NoSuchProcess):
                     stray.kill()
-            while any(map(_is_alive, strays)) and time.monotonic() < until:
+            while any(map(is_alive, strays)) and time.monotonic() < until:
                 time.sleep(0.005)
 
-    def _strays(self) -> Iterator[psutil.Process]:
-        """By the mark of this launch: other children may be what a shell started before it became a launcher."""
+    def _find_strays(self) -> Iterator[psutil.Process]:
+        """Yield the processes of this launch that are below none of its tethers.
+
+        Other children do not carry the mark: a shell may have started them before it became this process."""
         tethers = {running.pid for running in self._running.values()}
         for child in psutil.Process().children():
             if child.pid not in tethers:
                 with suppress(psutil.NoSuchProcess):
-                    yield from (one for one in (*child.children(recursive=True), child) if self._is_marked(one))
-                if not _is_alive(child):
+                    yield from find_marked(MARK, self._mark, (*child.children(recursive=True), child))
+                if not is_alive(child):
                     with suppress(ChildProcessError):
                         os.waitpid(child.pid, os.WNOHANG)
 
-    def _is_marked(self, process: psutil.Process) -> bool:
-        try:
-            return bool(process.environ().get(MARK) == self._mark)
-        except psutil.Error:  # it has just ended
-            return False
-
-    def _tell_again(self, event: Ended) -> None:
+    def _repeat_last_lines(self, event: PartEnded) -> None:
         name = event.running.part.name
         lines = [line for line in event.running.last if line.strip()]
-        self._log.say(f"the last lines of {name}:" if lines else f"{name} said nothing")
+        self._log.say(f"the last lines of {name}:" if lines else f"{name} printed nothing")
         for line in lines:
             self._log.write(name, line)
 
-    @contextmanager
-    def _listening(self) -> Iterator[None]:
-        def note(number: int, frame: FrameType | None) -> None:
-            self._events.put(Told(number))
-
-        before: dict[int, Any] = {}
+    def _handle_signals(self, cleanup: ExitStack) -> None:
+        """Turn signals into events, until the handlers are restored by `cleanup`."""
         for number in SIGNALS:
-            if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:  # nohup
-                before[number] = signal.signal(number, note)
-        try:
-            yield
-        finally:
-            for heard, handler in before.items():
-                signal.signal(heard, handler)
+            if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:  # nohup ignores SIGHUP
+                cleanup.callback(signal.signal, number, signal.signal(number, self._note_signal))
+
+    def _note_signal(self, number: int, frame: FrameType | None) -> None:
+        self._events.put(SignalReceived(number))
 
 
-def _is_alive(process: psutil.Process) -> bool:
-    try:
-        return bool(process.status() != psutil.STATUS_ZOMBIE)
-    except psutil.NoSuchProcess:
-        return False
-
-
-def _listed(servers: list[PlannedServer]) -> str:
+def _names(servers: list[PlannedServer]) -> str:
     return ", ".join(
         server.name if server.part else f"{server.name} (elsewhere, {server.base_url})" for server in servers
-    )
-
-
-def _late(waiting: list[PlannedServer], seconds: float) -> str:
-    return (
-        f"after {seconds:g} s there is no answer from {_listed(waiting)}\n"
-        "  large models take minutes to load: give them more by --start-timeout; for a server that is started "
-        "elsewhere, check its base_url"
     )

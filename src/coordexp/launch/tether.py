@@ -1,9 +1,10 @@
-"""Ties a command to the process that started it: `python -m coordexp.launch.tether [--ranks] -- command ...`.
+"""Tie a command to the process that started it: `python -m coordexp.launch.tether [--ranks] -- command ...`.
 
-Standard input is a pipe that only the starter holds open. When it closes, however the starter ended, the command
-and all that came from it are killed; what the command leaves when it ends is killed too. Nothing can get away: a
-process that loses its parent becomes a child of the tether, in whichever session it is. SIGTERM is passed on to
-the command. At the end the tether removes the sockets, temporary files and shared memory of engines below it.
+Standard input is a pipe that only the starter holds open. When it closes, however the starter ended, the tether
+kills the command and everything that came from it. Processes that the command leaves when it ends are killed too.
+None can escape: a process that loses its parent becomes a child of the tether, whatever its session is. SIGTERM is
+passed on to the command. At the end the tether removes the sockets, temporary files and shared memory of the
+engines below it.
 """
 
 import ctypes
@@ -20,54 +21,54 @@ from types import FrameType
 
 import psutil
 
-from coordexp import leftovers
+from coordexp import child_processes
 
-SET_PARENT_DEATH_SIGNAL, SET_CHILD_SUBREAPER = 1, 36  # of prctl, see linux/prctl.h
-UNKILLABLE_S = 30.0  # a process that a driver holds ends when the driver lets go of it: no use to wait longer
-BY_SIGNAL = 128  # exit codes above it: ended by a signal
+SET_PARENT_DEATH_SIGNAL, SET_CHILD_SUBREAPER = 1, 36  # options of prctl, see linux/prctl.h
+UNKILLABLE_S = 30.0  # a process that hangs in a driver ends only when the driver returns: no use to wait longer
+BY_SIGNAL = 128  # higher exit codes mean that a signal ended the process
 
 
 def main(words: list[str]) -> int:
     ranks = words[0] == "--ranks"
     command = words[words.index("--") + 1 :]
     adopt_orphans()
-    heard: list[int] = []
-    woken = _listen(heard)
-    folder = leftovers.make_folder()
-    os.environ[leftovers.RUN_FOLDER] = str(folder)
-    # A process of one thread: what runs between fork and exec meets no lock that another thread holds.
+    signals: list[int] = []
+    wake_up = _record_signals(signals)
+    folder = child_processes.make_folder()
+    os.environ[child_processes.RUN_FOLDER] = str(folder)
+    # This process has one thread, so the code between fork and exec cannot wait for a lock of another thread.
     child = subprocess.Popen(command, stdin=subprocess.DEVNULL, preexec_fn=_end_with_parent)  # noqa: S603
     code = None
     while code is None:
-        ready, _, _ = select.select([sys.stdin.fileno(), woken], [], [])
-        if woken in ready:
-            woken.recv(4096)
+        ready, _, _ = select.select([sys.stdin.fileno(), wake_up], [], [])
+        if wake_up in ready:
+            wake_up.recv(4096)
         if sys.stdin.fileno() in ready and not os.read(sys.stdin.fileno(), 4096):
             break  # the starter is gone
-        while signal.SIGTERM in heard:
-            heard.remove(signal.SIGTERM)
-            _pass_on(child.pid, ranks)
+        while signal.SIGTERM in signals:
+            signals.remove(signal.SIGTERM)
+            _pass_on_sigterm(child.pid, ranks)
         code = reap(child.pid)
     segments = kill_children()
-    leftovers.remove_unused_segments(segments)
+    child_processes.remove_unused_segments(segments)
     shutil.rmtree(folder, ignore_errors=True)
     child.returncode = code if code is not None else BY_SIGNAL + signal.SIGKILL
     return child.returncode
 
 
 def adopt_orphans() -> None:
-    """Processes below this one whose parent ends become its children, and not those of init."""
+    """Make processes below this one whose parent ends children of this process, instead of init's."""
     _prctl(SET_CHILD_SUBREAPER, 1)
 
 
 def kill_children() -> set[str]:
-    """Kill all processes below this one, again and again until there are none: they may be making new ones. Return
-    the names of the shared memory that they had mapped."""
+    """Kill all processes below this one, repeatedly, since they may start new ones. Return the files of the shared
+    memory that they had mapped."""
     until = time.monotonic() + UNKILLABLE_S
     segments: set[str] = set()
-    while (found := psutil.Process().children(recursive=True)) and time.monotonic() < until:
-        for process in found:
-            segments |= leftovers.mapped_segments(process.pid)
+    while (descendants := psutil.Process().children(recursive=True)) and time.monotonic() < until:
+        for process in descendants:
+            segments |= child_processes.find_segments(process.pid)
             with suppress(psutil.NoSuchProcess):
                 process.kill()
         reap(0)
@@ -75,29 +76,31 @@ def kill_children() -> set[str]:
     return segments
 
 
-def reap(wanted: int) -> int | None:
-    """Takes note of all children that have ended. Gives the exit code of the wanted one, if it is among them."""
+def reap(child: int) -> int | None:
+    """Collect all children that have ended. Return the exit code of `child` if it is one of them."""
     code = None
     with suppress(ChildProcessError):
         while (ended := os.waitpid(-1, os.WNOHANG))[0]:
-            if ended[0] == wanted:
-                code = exit_code(os.waitstatus_to_exitcode(ended[1]))
+            if ended[0] == child:
+                code = to_shell_code(os.waitstatus_to_exitcode(ended[1]))
     return code
 
 
-def exit_code(returned: int) -> int:
-    """As a shell gives it."""
-    return BY_SIGNAL - returned if returned < 0 else returned
+def to_shell_code(returncode: int) -> int:
+    """Return the exit code that a shell would give for a return code of `subprocess`."""
+    return BY_SIGNAL - returncode if returncode < 0 else returncode
 
 
-def _listen(heard: list[int]) -> socket.socket:
-    """Handlers, and not SIG_IGN, which the command would inherit."""
+def _record_signals(signals: list[int]) -> socket.socket:
+    """Add the signals that arrive to a list. Return a socket that can be read after each of them.
+
+    Unlike SIG_IGN, handlers are not inherited by the command."""
     reader, writer = socket.socketpair()
     writer.setblocking(False)
     signal.set_wakeup_fd(writer.detach())
 
     def note(number: int, frame: FrameType | None) -> None:
-        heard.append(number)
+        signals.append(number)
 
     for number in (signal.SIGCHLD, signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, note)
@@ -108,21 +111,21 @@ def _end_with_parent() -> None:
     _prctl(SET_PARENT_DEATH_SIGNAL, signal.SIGKILL)
 
 
-def _pass_on(pid: int, ranks: bool) -> None:
-    """To the ranks themselves: torchrun would give them half a minute, and then fail although they did not."""
+def _pass_on_sigterm(pid: int, ranks: bool) -> None:
+    """Send SIGTERM to the command, or directly to its ranks. torchrun would give these only half a minute, and
+    would then fail although they did not."""
     with suppress(psutil.NoSuchProcess):
         command = psutil.Process(pid)
-        told = [child for child in command.children() if _is_rank(child)] if ranks else []
-        for process in told or [command]:
+        receivers = [child for child in command.children() if _is_rank(child)] if ranks else []
+        for process in receivers or [command]:
             with suppress(psutil.NoSuchProcess):
                 process.terminate()
 
 
 def _is_rank(process: psutil.Process) -> bool:
-    try:
+    with suppress(psutil.Error):
         return "LOCAL_RANK" in process.environ()
-    except psutil.Error:
-        return False
+    return False
 
 
 def _prctl(option: int, value: int) -> None:

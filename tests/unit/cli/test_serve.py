@@ -15,7 +15,7 @@ def serve(tmp_path, monkeypatch):
     monkeypatch.delenv(TOKEN, raising=False)
     places = []
     monkeypatch.setattr("coordexp.cli.serve.need", lambda *_, **__: None)
-    monkeypatch.setattr("coordexp.cli.serve.absent_files", lambda _: [])
+    monkeypatch.setattr("coordexp.cli.serve.missing_files", lambda _: [])
     monkeypatch.setattr("coordexp.cli.serve.check_vllm", lambda: None)
     monkeypatch.setattr("coordexp.cli.serve._serve", lambda *given: places.append(given[2:4]))
 

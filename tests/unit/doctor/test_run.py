@@ -1,4 +1,4 @@
-"""A series of checks: errors end it as text, nothing hangs, and what is left is found and ended."""
+"""A series of checks: an error ends it with a message, nothing hangs, and left processes are found and killed."""
 
 import os
 import subprocess
@@ -8,24 +8,26 @@ from contextlib import nullcontext
 
 import pytest
 
-from coordexp.cli.doctor_machine import print_report
-from coordexp.doctor.machine import the_cpu
-from coordexp.doctor.outcome import Outcome
-from coordexp.doctor.run import Check, Examination, Report
+from coordexp.cli.doctor import print_report
+from coordexp.doctor.machine import choose_cpu
+from coordexp.doctor.outcome import CheckOutcome
+from coordexp.doctor.run import Check, DoctorReport, Examination
 from coordexp.doctor.server import MARK
 from coordexp.errors import EngineError
 
 
 @pytest.fixture
 def examination():
-    return Examination(the_cpu(), lambda message: nullcontext())
+    return Examination(choose_cpu(), nullcontext)
 
 
 def check(name, run, seconds=5.0):
     return Check(name, name, seconds, run)
 
 
-def fails(error):
+def failing(error):
+    """Return the work of a check that raises this error."""
+
     def run():
         raise error
 
@@ -33,47 +35,55 @@ def fails(error):
 
 
 def states(examination):
-    return {one.what: one.state for one in examination.outcomes}
+    return {outcome.check: outcome.state for outcome in examination.outcomes}
 
 
-def test_what_is_found_wrong_does_not_keep_the_rest_from_being_checked(examination):
-    wrong, well = Outcome("parity", "1 of 8", "other answers"), Outcome("sync", "1 s")
-    examination._series([check("parity", lambda: wrong), check("sync", lambda: well)])
+def test_after_a_check_that_finds_a_problem_the_rest_is_still_checked(examination):
+    wrong, fine = CheckOutcome("parity", "1 of 8", "other answers"), CheckOutcome("sync", "1 s")
+    examination._run_series([check("parity", lambda: wrong), check("sync", lambda: fine)])
     assert states(examination) == {"parity": "failed", "sync": "ok"}
 
 
-@pytest.mark.parametrize("error", [EngineError("it is gone\n  start it"), RuntimeError("CUDA error: no device")])
-def test_an_error_is_told_as_text_and_what_needs_it_is_not_checked(examination, error):
-    examination._series([check("start", fails(error)), check("sync", lambda: Outcome("sync", ""))])
+@pytest.mark.parametrize(
+    ("error", "problem", "fix"),
+    [
+        (EngineError("it is gone", "start it"), "it is gone", "start it"),
+        (RuntimeError("CUDA error: no device"), "RuntimeError: CUDA error: no device", ""),
+    ],
+    ids=["with a fix", "without"],
+)
+def test_an_error_is_reported_and_the_checks_that_depend_on_it_are_not_made(examination, error, problem, fix):
+    series = [check("start", failing(error)), check("sync", lambda: CheckOutcome("sync", ""))]
+    examination._run_series(series)
     assert states(examination) == {"start": "failed", "sync": "not checked"}
-    assert str(error) in examination.outcomes[0].problem
-    assert examination.outcomes[1].found == "since start failed"
+    assert (examination.outcomes[0].problem, examination.outcomes[0].fix) == (problem, fix)
+    assert examination.outcomes[1].measured == "since start failed"
 
 
 def test_a_check_that_hangs_is_given_up_at_its_deadline(examination):
     never = threading.Event()
-    examination._series([check("sync", never.wait, seconds=0.05)])
+    examination._run_series([check("sync", never.wait, seconds=0.05)])
     never.set()
     assert examination.hung
     assert "not done after 0.05 s" in examination.outcomes[0].problem
 
 
-def test_a_process_that_is_left_is_found_by_its_mark_and_ended(examination, monkeypatch):
+def test_a_left_process_is_found_by_its_mark_and_killed(examination, monkeypatch):
     monkeypatch.setattr("coordexp.doctor.server.ENDING_S", 0.5)
     monkeypatch.setenv(MARK, "of this test")
     left = subprocess.Popen([sys.executable, "-c", "print(flush=True); input()"], stdin=-1, stdout=-1)
     left.stdout.readline()
     other = subprocess.Popen([sys.executable, "-c", "input()"], stdin=-1, env=os.environ | {MARK: "another"})
-    examination._nothing_left()
+    examination._end_left_processes()
     assert left.wait(5) == -9 and other.poll() is None
     assert f"{left.pid} " in examination.outcomes[0].problem
     other.communicate()
     left.communicate()
 
 
-def test_the_report_has_a_line_a_check_and_each_problem_in_full(capsys):
-    problem = "the engine answers otherwise [token 3]\n  look at the dtype"
-    report = Report((Outcome("parity", "x" * 200, problem), Outcome("sync", "1 s")), None, hung=False)
+def test_the_report_has_one_line_per_check_and_each_problem_in_full(capsys):
+    wrong = CheckOutcome("parity", "x" * 200, "the engine answers otherwise [token 3]", "look at the dtype")
+    report = DoctorReport((wrong, CheckOutcome("sync", "1 s")), None, hung=False)
     print_report(report)
     lines = capsys.readouterr().out.splitlines()
     assert any("parity" in line and "x" * 200 in line and "failed" in line for line in lines)

@@ -1,4 +1,4 @@
-"""FakeServer: answers what a launcher asks of a rollout server, and misbehaves as it is told."""
+"""A fake rollout server: it answers the requests of a launcher, and misbehaves as its options say."""
 
 import argparse
 import os
@@ -34,27 +34,27 @@ def die_when(file):
 
 
 def main():
-    options = argparse.ArgumentParser()
-    options.add_argument("port", type=int)
-    options.add_argument("--size", type=int, default=1)
-    options.add_argument("--die-when", type=Path)
-    options.add_argument("--at-start", type=int)
-    options.add_argument("--spawn", action="store_true")
-    options.add_argument("--stubborn", action="store_true")
-    asked = options.parse_args()
+    parser = argparse.ArgumentParser()
+    parser.add_argument("port", type=int)
+    parser.add_argument("--size", type=int, default=1)
+    parser.add_argument("--die-when", type=Path)
+    parser.add_argument("--at-start", type=int)
+    parser.add_argument("--spawn", action="store_true")
+    parser.add_argument("--stubborn", action="store_true")
+    options = parser.parse_args()
     print("starting the engine", file=sys.stderr)
-    if asked.spawn:  # an engine in a session of its own, whose parent ends before it
+    if options.spawn:  # an engine in a session of its own, whose parent ends before it
         subprocess.run([sys.executable, "-c", BETWEEN], check=True)
         subprocess.Popen([sys.executable, "-c", STUBBORN], start_new_session=True)
-    if asked.at_start is not None:
+    if options.at_start is not None:
         print("no room for the engine", file=sys.stderr)
-        sys.exit(asked.at_start)
-    if asked.stubborn:
+        sys.exit(options.at_start)
+    if options.stubborn:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    FakeServer.size = asked.size
-    server = HTTPServer(("127.0.0.1", asked.port), FakeServer)
-    if asked.die_when is not None:
-        threading.Thread(target=die_when, args=(asked.die_when,), daemon=True).start()
+    FakeServer.size = options.size
+    server = HTTPServer(("127.0.0.1", options.port), FakeServer)
+    if options.die_when is not None:
+        threading.Thread(target=die_when, args=(options.die_when,), daemon=True).start()
     server.serve_forever()
 
 

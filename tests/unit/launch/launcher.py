@@ -1,16 +1,16 @@
-"""Runs a plan whose commands are small scripts: `python -m tests.unit.launch.launcher JSON`.
+"""Run a plan whose commands are small scripts: `python -m tests.unit.launch.launcher JSON`.
 
-A process of its own, which can be sent signals and killed."""
+This is a process of its own, so that tests can send it signals and kill it."""
 
 import json
 import sys
 
-from coordexp.launch.log import Log
+from coordexp.launch.parts import Log
 from coordexp.launch.plan import Part, Plan, PlannedServer
 from coordexp.launch.processes import Launch, Patience
 
 if __name__ == "__main__":
-    asked = json.loads(sys.argv[1])
+    request = json.loads(sys.argv[1])
     servers = tuple(
         PlannedServer(
             index,
@@ -19,9 +19,11 @@ if __name__ == "__main__":
             server.get("planned", 1),
             Part(f"server {index}", tuple(server["command"])) if server["command"] else None,
         )
-        for index, server in enumerate(asked["servers"])
+        for index, server in enumerate(request["servers"])
     )
-    learner = Part("learner", tuple(asked["learner"]), ranks=asked.get("ranks", False))
-    patience = Patience(**{name: tuple(v) if isinstance(v, list) else v for name, v in asked["patience"].items()})
+    learner = Part("learner", tuple(request["learner"]), ranks=request.get("ranks", False))
+    patience = Patience(
+        **{name: tuple(v) if isinstance(v, list) else v for name, v in request["patience"].items()}
+    )
     log = Log(sys.stdout, (*(server.name for server in servers), learner.name))
     sys.exit(Launch(Plan(servers, learner, 1), log, "secret-token", patience).run())

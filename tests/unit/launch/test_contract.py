@@ -27,7 +27,7 @@ SOURCE = source.SOURCE / "coordexp"
 
 @pytest.fixture
 def config(tmp_path):
-    """A run with two servers whose file leaves open what the loader derives."""
+    """Return a config with two servers that leaves out the settings which the loader derives."""
     make_model(tmp_path / "model", "small", size=Size(hidden=64, layers=1, vision_hidden=32, vision_depth=1))
     casebook(tmp_path, {"1.png": (TrueObject("cup", box(10, 10, 110, 110)),)}, table("qwen"))
     (tmp_path / "1.png").touch()
@@ -54,18 +54,18 @@ def config(tmp_path):
 
 @pytest.fixture
 def preflight_sees(monkeypatch):
-    """The rollout settings that each part of the launcher's preflight is given, and what the part returns."""
+    """Record the rollout settings that each part of the preflight gets, and what it returns."""
     seen = {}
 
     def record(module, name, position):
         original = getattr(module, name)
 
-        def recorded(*arguments):
+        def call(*arguments):
             result = original(*arguments)
             seen[name] = arguments[position].rollout_matching_cfg, result
             return result
 
-        monkeypatch.setattr(module, name, recorded)
+        monkeypatch.setattr(module, name, call)
 
     record(launcher, "make_plan", 0)
     record(preflight, "settings_problems", 0)
@@ -76,15 +76,15 @@ def preflight_sees(monkeypatch):
 
 @pytest.fixture
 def trainer_gets(monkeypatch):
-    """What `coordexp train` hands to the trainer, which then does not run."""
-    given = {}
+    """Record the arguments that `coordexp train` gives to the trainer, which then does not run."""
+    arguments = {}
 
     def trainer(**options):
-        given.update(options)
+        arguments.update(options)
         raise InterruptedError
 
     monkeypatch.setattr(run, "RowTrainer", trainer)
-    return given
+    return arguments
 
 
 @pytest.mark.scenario("R12.S1", on="pure")
@@ -102,10 +102,10 @@ def test_the_launchers_preflight_and_the_trainer_it_starts_see_the_same_contract
     for part, (seen, _) in preflight_sees.items():
         assert type(seen) is RolloutContract, part
         assert seen == contract, part
-    # Both see what was normalised and derived, not what the file says.
+    # Both see normalised and derived values, not those of the file.
     assert (contract.decode_mode, contract.vllm.sync.mode) == ("sampling", "full")
     assert (contract.vllm.max_model_len, contract.vllm.tensor_parallel_size) == (LENGTH, 1)
-    # And what would be started is planned from it.
+    # The plan is made from these values.
     listed = [(server.base_url, server.group_port) for server in contract.vllm.server.servers]
     assert [(server.base_url, server.group_port) for server in plan.servers] == listed
     assert all(not url.endswith("/") for url, _ in listed)
@@ -129,7 +129,7 @@ def test_the_launcher_and_the_trainer_refuse_the_same_rollout_keys_in_the_same_w
 
 @pytest.mark.scenario("R12.C1", on="pure")
 def test_only_the_schema_lists_rollout_keys_and_only_the_loader_makes_settings_of_a_file():
-    """A consumer that read the file itself, or built the section itself, would own a second contract."""
+    """A consumer that reads the file or builds the section itself would have a contract of its own."""
     makers = {"RolloutMatching", "Settings", "VLLM", "ServerPool", "Offload"}
     for file in SOURCE.rglob("*.py"):
         if SOURCE / "config" in file.parents:
@@ -142,4 +142,4 @@ def test_only_the_schema_lists_rollout_keys_and_only_the_loader_makes_settings_o
         assert "coordexp.config.yaml_tree" not in imported, file
     readers = {path for path in SOURCE.rglob("*.py") if re.search(r"\bload_settings\(", path.read_text())}
     commands = {SOURCE / f"cli/{name}.py" for name in ("check", "launch", "serve", "train")}
-    assert readers == commands | {SOURCE / "doctor/workplace.py", SOURCE / "config/load.py"}
+    assert readers == commands | {SOURCE / "doctor/workspace.py", SOURCE / "config/load.py"}

@@ -1,8 +1,8 @@
-"""Lines out of pieces, and colours only for a terminal."""
+"""Whole lines from pieces of text, and colours only on a terminal."""
 
 import io
 
-from coordexp.launch.log import Lines, Log
+from coordexp.launch.parts import Lines, Log
 
 
 class Terminal(io.StringIO):
@@ -17,13 +17,13 @@ def test_lines_come_whole_however_the_text_is_cut():
     assert list(lines.end()) == ["last"]
 
 
-def test_of_a_bar_that_draws_over_itself_the_first_and_the_last_are_kept():
+def test_the_first_and_the_last_state_of_a_bar_that_redraws_itself_are_kept():
     lines = Lines()
     drawn = "".join(f"\r{k}%" for k in range(101))
     assert list(lines.feed(f"{drawn}\nnext\n")) == ["0%", "100%", "next"]
 
 
-def test_a_bar_that_is_wiped_away_leaves_what_it_showed():
+def test_a_bar_that_is_erased_leaves_its_last_state():
     lines = Lines()
     assert list(lines.feed("\r1%\r2%\r   \r\nnext\n")) == ["1%", "2%", "next"]
 
@@ -32,7 +32,7 @@ def test_a_line_without_end_is_cut():
     assert len(list(Lines().feed("x" * 100_000))) == 1
 
 
-def test_a_terminal_gets_colours_and_the_colours_of_parts_but_nothing_that_moves_it():
+def test_a_terminal_gets_the_colours_of_the_parts_but_nothing_that_moves_the_cursor():
     stream = Terminal()
     Log(stream, ("server 0", "learner")).write(
         "learner", "\x1b[31mred\x1b[0m\x1b[2J\x1b[1A\x1b]0;title\x07\x1b7 end"

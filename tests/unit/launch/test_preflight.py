@@ -1,4 +1,4 @@
-"""What is looked at before anything is started, on a machine that a test furnishes."""
+"""The checks before anything is started, on a machine that each test sets up."""
 
 import json
 import os
@@ -14,8 +14,8 @@ from typer.testing import CliRunner
 from coordexp.cli import app
 from coordexp.config import World, load_settings
 from coordexp.launch import memory, preflight
-from coordexp.launch.memory import Device
-from coordexp.launch.plan import Asked, make_plan
+from coordexp.launch.memory import DeviceMemory, MemoryWarning
+from coordexp.launch.plan import LaunchOptions, make_plan
 from tests.vocabularies import table
 
 CONFIG = Path("configs/stage2-server-3v1.yaml").resolve()
@@ -34,7 +34,7 @@ def free_ports(count):
 
 @pytest.fixture
 def config(tmp_path):
-    """Model, data and a config of three servers that fit together."""
+    """Return a config with three servers, a model and data that fit together."""
     folder = tmp_path / "model"
     folder.mkdir()
     table("random-1").tokenizer.save(str(folder / "tokenizer.json"))
@@ -60,141 +60,152 @@ def config(tmp_path):
     return path
 
 
-def loaded(config):
+def load(config):
     return load_settings(config, World(1)).settings
 
 
-def told(problems):
+def messages(problems):
     return "\n".join(map(str, problems))
 
 
-def test_what_fits_has_no_problems(config):
-    wanted = loaded(config)
-    assert told(preflight.settings_problems(wanted, Asked("x"))) == ""
-    assert told(preflight.port_problems(wanted, Asked(str(config), cpu=True))) == ""
+def test_a_config_that_fits_has_no_problems(config):
+    settings = load(config)
+    assert messages(preflight.settings_problems(settings, LaunchOptions("x"))) == ""
+    assert messages(preflight.port_problems(settings, LaunchOptions(str(config), cpu=True))) == ""
 
 
-def test_a_port_that_something_listens_at_is_told_with_its_setting(config):
-    servers = loaded(config).rollout_matching.vllm.server.servers
+def test_a_port_in_use_is_reported_with_its_setting(config):
+    servers = load(config).rollout_matching.vllm.server.servers
     http = int(servers[1].base_url.rpartition(":")[2])
     with socket.create_server(("127.0.0.1", http)), socket.create_server(("", servers[2].group_port)):
-        found = told(preflight.port_problems(loaded(config), Asked(str(config), cpu=True)))
-        assert f"servers[1].base_url: port {http}: address already in use" in found
-        assert f"servers[2].group_port: port {servers[2].group_port}: address already in use" in found
-        assert "servers[0]" not in found
-        elsewhere = Asked(str(config), cpu=True, start_servers=False)
-        assert told(preflight.port_problems(loaded(config), elsewhere)) == ""
+        reported = messages(preflight.port_problems(load(config), LaunchOptions(str(config), cpu=True)))
+        assert f"servers[1].base_url: port {http}: address already in use" in reported
+        assert f"servers[2].group_port: port {servers[2].group_port}: address already in use" in reported
+        assert "servers[0]" not in reported
+        elsewhere = LaunchOptions(str(config), cpu=True, start_servers=False)
+        assert messages(preflight.port_problems(load(config), elsewhere)) == ""
 
 
-def test_absent_files_a_wrong_vocabulary_and_bad_records_are_all_told(config, tmp_path):
+def test_missing_files_a_wrong_vocabulary_and_bad_records_are_all_reported(config, tmp_path):
     (tmp_path / "model/tokenizer.json").unlink()
     (tmp_path / "train.jsonl").write_text('{"image": 5}')
-    found = told(preflight.settings_problems(loaded(config), Asked("x")))
-    assert "tokenizer.json: no such file" in found
-    assert "coordexp model add-coords" in found
-    assert "custom.train_jsonl:" in found
-    assert "train.jsonl:1: missing keys" in found
+    reported = messages(preflight.settings_problems(load(config), LaunchOptions("x")))
+    assert "tokenizer.json: no such file" in reported
+    assert "coordexp model add-coords" in reported
+    assert "custom.train_jsonl:" in reported
+    assert "train.jsonl:1: missing keys" in reported
     (tmp_path / "train.jsonl").unlink()
-    assert "train.jsonl does not exist" in told(preflight.settings_problems(loaded(config), Asked("x")))
+    assert "train.jsonl does not exist" in messages(preflight.settings_problems(load(config), LaunchOptions("x")))
 
 
-def test_pictures_that_servers_may_not_read_are_told_with_the_way_out(config, tmp_path):
+def test_images_that_servers_may_not_read_are_reported_with_the_fix(config, tmp_path):
     elsewhere = tmp_path.parent / f"{tmp_path.name}-elsewhere"
     elsewhere.mkdir()
     (tmp_path / "1.png").rename(elsewhere / "1.png")
     (tmp_path / "1.png").symlink_to(elsewhere / "1.png")
-    found = told(preflight.settings_problems(loaded(config), Asked("x")))
-    assert "which servers may not read" in found and f"--images {elsewhere}" in found
-    assert told(preflight.settings_problems(loaded(config), Asked("x", images=(str(elsewhere),)))) == ""
+    reported = messages(preflight.settings_problems(load(config), LaunchOptions("x")))
+    assert "which servers may not read" in reported and f"--images {elsewhere}" in reported
+    assert messages(preflight.settings_problems(load(config), LaunchOptions("x", images=(str(elsewhere),)))) == ""
 
 
-def test_pictures_of_the_first_records_must_be_there(config, tmp_path):
+def test_the_images_of_the_first_records_must_exist(config, tmp_path):
     (tmp_path / "1.png").unlink()
-    assert "train.jsonl: 1.png does not exist\n" in told(preflight.settings_problems(loaded(config), Asked("x")))
-    (tmp_path / "train.jsonl").write_text("")
-    assert "has no records" in told(preflight.settings_problems(loaded(config), Asked("x")))
-
-
-def test_gpus_must_be_there_and_allowed(monkeypatch):
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    four = {gpu: Device(80 * GB, 80 * GB) for gpu in range(4)}
-    asked = Asked("x.yaml", "0,1,2", "3")
-    assert told(preflight.gpu_problems(asked, four)) == ""
-    assert "--train-gpus: 3: this machine has GPUs 0, 1" in told(
-        preflight.gpu_problems(asked, {0: four[0], 1: four[1]})
+    assert "train.jsonl: 1.png does not exist\n" in messages(
+        preflight.settings_problems(load(config), LaunchOptions("x"))
     )
-    assert "has no GPU that can be seen" in told(preflight.gpu_problems(asked, {}))
+    (tmp_path / "train.jsonl").write_text("")
+    assert "has no records" in messages(preflight.settings_problems(load(config), LaunchOptions("x")))
+
+
+def test_gpus_must_exist_and_be_allowed(monkeypatch):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    four = {gpu: DeviceMemory(80 * GB, 80 * GB) for gpu in range(4)}
+    options = LaunchOptions("x.yaml", "0,1,2", "3")
+    assert messages(preflight.gpu_problems(options, four)) == ""
+    assert "--train-gpus: 3: this machine has GPUs 0, 1" in messages(
+        preflight.gpu_problems(options, {0: four[0], 1: four[1]})
+    )
+    assert "has no visible GPU" in messages(preflight.gpu_problems(options, {}))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,3")
-    assert "--server-gpus: 2 is not in CUDA_VISIBLE_DEVICES=0,1,3" in told(preflight.gpu_problems(asked, four))
+    assert "--server-gpus: 2 is not in CUDA_VISIBLE_DEVICES=0,1,3" in messages(
+        preflight.gpu_problems(options, four)
+    )
 
 
 def test_memory_is_counted_from_headers(config):
-    wanted = loaded(config)
-    plan = make_plan(wanted, Asked(str(config), cpu=True))
-    needed = {need.part: need.bytes for need in memory.needs(plan, wanted, config.parent / "model")}
-    cache = 2 * 2 * 2 * 8 * wanted.rollout_matching.vllm.max_model_len * 2
+    settings = load(config)
+    plan = make_plan(settings, LaunchOptions(str(config), cpu=True))
+    needed = {need.part: need.bytes for need in memory.estimate_needs(plan, settings, config.parent / "model")}
+    cache = 2 * 2 * 2 * 8 * settings.rollout_matching.vllm.max_model_len * 2
     assert needed["server 0"] == 4_000_000 * 2 + cache
     assert needed["learner"] == 4_000_000 * 2 * 4  # weights, gradients, two states of Adam
 
 
-def test_every_replica_has_all_weights(config):
+def test_every_replica_needs_memory_for_all_weights(config):
     tree = yaml.safe_load(config.read_text())
     tree["rollout_matching"]["vllm"] |= {"data_parallel_size": 2}
     config.write_text(yaml.safe_dump(tree))
-    wanted = loaded(config)
-    plan = make_plan(wanted, Asked(str(config), cpu=True))
-    needed = memory.needs(plan, wanted, config.parent / "model")
+    settings = load(config)
+    plan = make_plan(settings, LaunchOptions(str(config), cpu=True))
+    needed = memory.estimate_needs(plan, settings, config.parent / "model")
     assert "weights 8.0 MB" in str(needed[0])  # on each device
     servers, learner = 2 * sum(need.bytes for need in needed[:-1]), needed[-1].bytes
-    total = memory.amount(servers + learner)
-    (refusal,) = memory.machine_problems(plan, wanted, needed, Device(GB, 90_000_000))
+    total = memory.format_bytes(servers + learner)
+    (refusal,) = memory.machine_problems(plan, settings, needed, DeviceMemory(GB, 90_000_000))
     assert f"the parts need at least {total}" in str(refusal)
-    (warning,) = memory.machine_problems(plan, wanted, needed, Device(GB, GB // 2))
+    (warning,) = memory.machine_problems(plan, settings, needed, DeviceMemory(GB, GB // 2))
     assert "each of 6 workers of the servers may take a share of 0.1" in str(warning)
 
 
-def test_of_a_learner_with_an_adapter_only_the_adapter_has_an_optimizer(config):
+def test_with_an_adapter_only_the_adapter_needs_memory_for_an_optimizer(config):
     tree = yaml.safe_load(config.read_text())
     tree["model"]["adapter"] = {"type": "lora", "rank": 4, "alpha": 8}
     config.write_text(yaml.safe_dump(tree))
-    plan = make_plan(loaded(config), Asked(str(config), cpu=True))
-    learner = memory.needs(plan, loaded(config), config.parent / "model")[-1]
+    plan = make_plan(load(config), LaunchOptions(str(config), cpu=True))
+    learner = memory.estimate_needs(plan, load(config), config.parent / "model")[-1]
     assert learner.bytes == 4_000_000 * 2 + 4 * (3000 + 1000) * 4 * 4
 
 
 @pytest.mark.parametrize(
     ("gpu", "problem"),
     [
-        (Device(GB, GB), ""),
-        (Device(GB, GB // 20), "GPU 0 has 50.0 MB free of 1.0 GB, and server 0 takes a share of 0.1 (100.0 MB)"),
+        (DeviceMemory(GB, GB), ""),
         (
-            Device(GB // 20, GB // 20),
+            DeviceMemory(GB, GB // 20),
+            "GPU 0 has 50.0 MB free of 1.0 GB, and server 0 takes a share of 0.1 (100.0 MB)",
+        ),
+        (
+            DeviceMemory(GB // 20, GB // 20),
             "server 0 needs at least 10.0 MB (weights 8.0 MB, one longest sequence 2.0 MB)",
         ),
         (
-            Device(GB // 50, GB // 50),
+            DeviceMemory(GB // 50, GB // 50),
             "learner needs at least 32.0 MB (weights 8.0 MB, gradients and optimizer 24.0 MB)",
         ),
-        (Device(GB // 25, GB // 25), "GPU 3 has 40.0 MB: little is left for activations"),
+        (
+            DeviceMemory(GB // 25, GB // 25),
+            "GPU 3 has 40.0 MB: little is left for activations; lower global_max_length",
+        ),
     ],
 )
-def test_memory_that_is_not_there_is_told_with_the_numbers(config, gpu, problem):
-    wanted = loaded(config)
-    plan = make_plan(wanted, Asked(str(config), "0,1,2", "3"))
-    _, found = preflight.memory_problems(plan, wanted, dict.fromkeys(range(4), gpu))
-    assert problem in told(found) if problem else not found
+def test_missing_memory_is_reported_with_the_numbers(config, gpu, problem):
+    settings = load(config)
+    plan = make_plan(settings, LaunchOptions(str(config), "0,1,2", "3"))
+    _, reported = preflight.memory_problems(plan, settings, dict.fromkeys(range(4), gpu))
+    assert problem in messages(reported) if problem else not reported
 
 
 def test_on_the_cpu_all_parts_share_the_memory(config):
-    wanted = loaded(config)
-    plan = make_plan(wanted, Asked(str(config), cpu=True))
-    needed = memory.needs(plan, wanted, config.parent / "model")
-    (refusal,) = memory.machine_problems(plan, wanted, needed, Device(GB, 60_000_000))
+    settings = load(config)
+    plan = make_plan(settings, LaunchOptions(str(config), cpu=True))
+    needed = memory.estimate_needs(plan, settings, config.parent / "model")
+    (refusal,) = memory.machine_problems(plan, settings, needed, DeviceMemory(GB, 60_000_000))
     assert "the parts need at least 6" in str(refusal)
-    (warning,) = memory.machine_problems(plan, wanted, needed, Device(GB, GB // 5))
-    assert isinstance(warning, str)
-    assert "each of 3 workers of the servers may take a share of 0.1" in warning
-    assert list(memory.machine_problems(plan, wanted, needed, Device(GB, GB))) == []
+    (warning,) = memory.machine_problems(plan, settings, needed, DeviceMemory(GB, GB // 5))
+    assert isinstance(warning, MemoryWarning)
+    assert "each of 3 workers of the servers may take a share of 0.1" in warning.problem
+    assert "lower rollout_matching.vllm.gpu_memory_utilization" in warning.fix
+    assert list(memory.machine_problems(plan, settings, needed, DeviceMemory(GB, GB))) == []
 
 
 def test_gpus_are_found_by_nvidia_smi(tmp_path, monkeypatch):
@@ -202,7 +213,10 @@ def test_gpus_are_found_by_nvidia_smi(tmp_path, monkeypatch):
     smi.write_text("#!/bin/sh\nprintf '0, 81920, 81000\\n1, 81920, 5\\n'\n")
     smi.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    assert preflight.find_gpus() == {0: Device(81920 * 2**20, 81000 * 2**20), 1: Device(81920 * 2**20, 5 * 2**20)}
+    assert preflight.find_gpus() == {
+        0: DeviceMemory(81920 * 2**20, 81000 * 2**20),
+        1: DeviceMemory(81920 * 2**20, 5 * 2**20),
+    }
 
 
 def test_check_only_prints_the_plan_and_starts_nothing(config):
@@ -215,7 +229,7 @@ def test_check_only_prints_the_plan_and_starts_nothing(config):
     assert "--nproc_per_node 2 -m coordexp train" in result.output
 
 
-def test_a_launch_that_cannot_be_tells_everything_and_starts_nothing(config):
+def test_a_launch_that_is_impossible_reports_all_problems_and_starts_nothing(config):
     command = ["launch", "--config", str(config), "--server-gpus", "0,1", "--train-gpus", "1"]
     (config.parent / "train.jsonl").unlink()
     result = CliRunner().invoke(app, command)
@@ -225,7 +239,7 @@ def test_a_launch_that_cannot_be_tells_everything_and_starts_nothing(config):
     assert result.output.endswith("nothing was started\n")
 
 
-def test_a_wrong_config_is_told_with_the_wrong_command_line():
+def test_a_wrong_config_is_reported_together_with_a_wrong_command_line():
     result = CliRunner().invoke(
         app, ["launch", "--config", "examples/check/ten-mistakes.yaml", "--server-gpus", "x"]
     )
@@ -243,8 +257,8 @@ def test_the_launcher_imports_no_torch(config):
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
 
 
-def test_a_launch_hands_its_parts_a_token_of_its_own_and_gives_back_the_exit_code(config, tmp_path):
-    """The whole command, with a small package in place of coordexp's serve and train."""
+def test_a_launch_gives_its_parts_a_new_token_and_returns_the_exit_code_of_the_learner(config, tmp_path):
+    """This runs the whole command, with a small script in place of `coordexp serve` and `coordexp train`."""
     stand_in = tmp_path / "stand_in.py"
     stand_in.write_text(STAND_IN)
     run = subprocess.run(
@@ -288,12 +302,12 @@ elif sys.argv[1] == "train":
 else:
     from coordexp.cli import main
     from coordexp.launch import plan
-    from coordexp.launch.part import Running
-    started = Running.__init__
-    def instead(self, part, extra):
+    from coordexp.launch.parts import RunningPart
+    start = RunningPart.__init__
+    def start_script(self, part, extra):
         words = part.command[part.command.index("coordexp") + 1:]
-        started(self, plan.Part(part.name, (sys.executable, __file__, *words), part.env), extra)
+        start(self, plan.Part(part.name, (sys.executable, __file__, *words), part.env), extra)
         self.part = part
-    Running.__init__ = instead
+    RunningPart.__init__ = start_script
     main(sys.argv[1:])
 """

@@ -1,4 +1,4 @@
-"""A launcher and its parts as real processes: who is ended when, exit codes, and that none of them is left."""
+"""A launcher and its parts as real processes: the order in which they end, exit codes, and that none is left."""
 
 import json
 import os
@@ -47,24 +47,25 @@ def free_port():
         return probe.getsockname()[1]
 
 
-def fake(*options, **more):
+def fake(*options):
+    """Return a planned server that is a fake with these options."""
     port = free_port()
-    return {"port": port, "command": [*FAKE, str(port), *options], **more}
+    return {"port": port, "command": [*FAKE, str(port), *options]}
 
 
-class Launched:
-    """A launcher, its lines so far, and whatever carries its mark."""
+class LaunchProcess:
+    """A launcher in a process of its own, its output so far, and all processes that carry its mark."""
 
     def __init__(self, learner, servers, ranks=False, before=(), **patience):
         self.mark = uuid.uuid4().hex
-        asked = {
+        request = {
             "servers": servers,
             "learner": [sys.executable, "-c", learner] if isinstance(learner, str) else learner,
             "ranks": ranks,
             "patience": {"server_s": 5.0, "back_off_s": [0.1, 0.1, 0.1]} | patience,
         }
         self.process = subprocess.Popen(
-            [*before, sys.executable, "-m", "tests.unit.launch.launcher", json.dumps(asked)],
+            [*before, sys.executable, "-m", "tests.unit.launch.launcher", json.dumps(request)],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -73,18 +74,21 @@ class Launched:
         )
         self.text = ""
 
-    def until(self, pattern):
+    def read_until(self, pattern):
+        """Read the output up to a line with this pattern, and return that line."""
         for line in self.process.stdout:
             self.text += line
             if re.search(pattern, line):
                 return line
-        raise AssertionError(f"{pattern} was not said:\n{self.text}")
+        raise AssertionError(f"{pattern} was not printed:\n{self.text}")
 
-    def end(self):
+    def wait(self):
+        """Wait for the end, and return the exit code."""
         self.text += self.process.communicate(timeout=25)[0]
         return self.process.returncode
 
-    def left(self):
+    def find_processes(self):
+        """Return the living processes of this launch."""
         return [process for process in psutil.process_iter() if self._is_ours(process)]
 
     def _is_ours(self, process):
@@ -95,20 +99,21 @@ class Launched:
 
 
 @contextmanager
-def launched(*arguments, **options):
-    run = Launched(*arguments, **options)
+def launch(*arguments, **options):
+    """Run a launcher, and check at the end that no process of it is left."""
+    run = LaunchProcess(*arguments, **options)
     try:
         yield run
-        assert run.left() == []
+        assert run.find_processes() == []
     finally:
-        for process in (run.process, *run.left()):
+        for process in (run.process, *run.find_processes()):
             process.kill()
         run.process.communicate()
 
 
-def test_when_the_learner_is_done_all_ends_with_0_and_nothing_is_left():
-    with launched(DONE, [fake("--spawn"), fake()]) as run:
-        assert run.end() == 0, run.text
+def test_when_the_learner_is_done_the_launch_ends_with_0_and_no_process_is_left():
+    with launch(DONE, [fake("--spawn"), fake()]) as run:
+        assert run.wait() == 0, run.text
         lines = run.text.splitlines()
         assert "server 0 | starting the engine" in lines
         assert "server 1 | starting the engine" in lines
@@ -118,124 +123,124 @@ def test_when_the_learner_is_done_all_ends_with_0_and_nothing_is_left():
         assert "\x1b" not in run.text
 
 
-def test_a_part_gets_the_token_and_no_terminal_and_nothing_of_another_torchrun():
+def test_a_part_gets_the_token_no_terminal_and_no_variables_of_another_torchrun():
     learner = """
 import os, sys
 print(os.environ['COORDEXP_SERVER_TOKEN'] == 'secret-token', sys.stdout.isatty(), 'RANK' in os.environ)
 """
-    with launched(learner, [fake()]) as run:
-        assert run.end() == 0
+    with launch(learner, [fake()]) as run:
+        assert run.wait() == 0
         assert "learner  | True False False" in run.text
 
 
-def test_a_learner_that_fails_ends_all_with_its_code_and_its_last_lines_are_told_again():
-    with launched("import sys; print('bad data'); sys.exit(7)", [fake("--spawn")]) as run:
-        assert run.end() == 7, run.text
-        told = run.text.split("the last lines of learner:")[1]
-        assert "learner  | bad data" in told
+def test_a_learner_that_fails_ends_the_launch_with_its_code_and_its_last_lines_are_repeated():
+    with launch("import sys; print('bad data'); sys.exit(7)", [fake("--spawn")]) as run:
+        assert run.wait() == 7, run.text
+        repeated = run.text.split("the last lines of learner:")[1]
+        assert "learner  | bad data" in repeated
 
 
-def test_a_server_that_ends_at_the_start_ends_all_before_anything_is_trained():
-    with launched(DONE, [fake(), fake("--at-start", "3", "--spawn")]) as run:
-        assert run.end() == 1
-        told = run.text.split("the last lines of server 1:")[1]
-        assert "server 1 | no room for the engine" in told
-        assert "exit code 3" in told
+def test_a_server_that_ends_at_the_start_ends_the_launch_before_anything_is_trained():
+    with launch(DONE, [fake(), fake("--at-start", "3", "--spawn")]) as run:
+        assert run.wait() == 1
+        repeated = run.text.split("the last lines of server 1:")[1]
+        assert "server 1 | no room for the engine" in repeated
+        assert "exit code 3" in repeated
         assert "step 1" not in run.text
 
 
-def test_ctrl_c_lets_the_learner_save_before_servers_end_and_gives_130():
-    with launched(SAVES, [fake("--spawn")]) as run:
-        run.until("training")
+def test_ctrl_c_lets_the_learner_save_before_servers_end_and_returns_130():
+    with launch(SAVES, [fake("--spawn")]) as run:
+        run.read_until("training")
         run.process.send_signal(signal.SIGINT)
-        assert run.end() == 130, run.text
+        assert run.wait() == 130, run.text
         assert "learner  | saved" in run.text
 
 
-def test_sigterm_lets_the_learner_save_and_gives_its_exit_code():
-    with launched(SAVES, [fake()]) as run:
-        run.until("training")
+def test_sigterm_lets_the_learner_save_and_returns_its_exit_code():
+    with launch(SAVES, [fake()]) as run:
+        run.read_until("training")
         run.process.send_signal(signal.SIGTERM)
-        assert run.end() == 0, run.text
+        assert run.wait() == 0, run.text
         assert "learner  | saved" in run.text
 
 
 def test_a_learner_that_does_not_end_is_killed_after_the_grace():
-    with launched(IGNORES, [fake()], learner_s=0.5) as run:
-        run.until("training")
+    with launch(IGNORES, [fake()], learner_s=0.5) as run:
+        run.read_until("training")
         run.process.send_signal(signal.SIGTERM)
-        assert run.end() == 128 + signal.SIGTERM
-        assert "did not end in 0.5 s" in run.text
+        assert run.wait() == 128 + signal.SIGTERM
+        assert "did not end in 0.5 s and is killed" in run.text
 
 
-def test_a_second_ctrl_c_ends_all_at_once():
-    with launched(IGNORES, [fake("--spawn", "--stubborn")], learner_s=60.0, server_s=20.0) as run:
-        run.until("training")
+def test_a_second_ctrl_c_ends_everything_at_once():
+    with launch(IGNORES, [fake("--spawn", "--stubborn")], learner_s=60.0, server_s=20.0) as run:
+        run.read_until("training")
         run.process.send_signal(signal.SIGINT)
-        run.until("finishes its step")
+        run.read_until("finishes its step")
         since = time.monotonic()
         run.process.send_signal(signal.SIGINT)
-        assert run.end() == 130
+        assert run.wait() == 130
         assert time.monotonic() - since < 4
 
 
 def test_a_server_that_does_not_end_in_time_is_killed():
-    with launched(DONE, [fake("--stubborn")], server_s=0.5) as run:
-        assert run.end() == 0, run.text
+    with launch(DONE, [fake("--stubborn")], server_s=0.5) as run:
+        assert run.wait() == 0, run.text
 
 
 def test_ctrl_c_while_servers_start_ends_them():
     silent = {"port": free_port(), "command": [sys.executable, "-c", "import time; time.sleep(60)"]}
-    with launched(DONE, [silent]) as run:
-        run.until("waiting for server 0")
+    with launch(DONE, [silent]) as run:
+        run.read_until("waiting for server 0")
         run.process.send_signal(signal.SIGINT)
-        assert run.end() == 130
+        assert run.wait() == 130
         assert "step 1" not in run.text
 
 
-def test_nothing_outlives_a_launcher_that_is_killed():
-    with launched(IGNORES, [fake("--spawn"), fake()]) as run:
-        run.until("training")
-        assert len(run.left()) >= 9  # launcher; three tethers; two servers, learner; two engines
+def test_no_process_outlives_a_launcher_that_is_killed():
+    with launch(IGNORES, [fake("--spawn"), fake()]) as run:
+        run.read_until("training")
+        assert len(run.find_processes()) >= 9  # launcher; three tethers; two servers, learner; two engines
         run.process.kill()
         run.process.wait()
         until = time.monotonic() + 5
-        while run.left() and time.monotonic() < until:
+        while run.find_processes() and time.monotonic() < until:
             time.sleep(0.05)
 
 
-def test_a_part_whose_tether_is_killed_leaves_nothing_and_is_restarted():
-    with launched(SAVES, [fake("--spawn")]) as run:
-        tether = int(re.search(r"process (\d+)", run.until("started server 0"))[1])
-        run.until("training")
+def test_a_part_whose_tether_is_killed_leaves_no_process_and_is_restarted():
+    with launch(SAVES, [fake("--spawn")]) as run:
+        tether = int(re.search(r"process (\d+)", run.read_until("started server 0"))[1])
+        run.read_until("training")
         below = psutil.Process(tether).children(recursive=True)
         assert len(below) >= 3
         os.kill(tether, signal.SIGKILL)
-        run.until("started server 0")
-        assert not any(process in run.left() for process in below)
-        run.until("starting the engine")
+        run.read_until("started server 0")
+        assert not any(process in run.find_processes() for process in below)
+        run.read_until("starting the engine")
         run.process.send_signal(signal.SIGTERM)
-        assert run.end() == 0, run.text
+        assert run.wait() == 0, run.text
 
 
-def test_what_a_shell_started_before_it_became_the_launcher_is_left_alone():
+def test_a_process_that_a_shell_started_before_it_became_the_launcher_is_not_killed():
     shell = ["sh", "-c", f'env -u {MARK} sleep 600 & exec "$@"', "sh"]
-    with launched(DONE, [fake()], before=shell) as run:
-        run.until("waiting")
+    with launch(DONE, [fake()], before=shell) as run:
+        run.read_until("waiting")
         (other,) = [child for child in psutil.Process(run.process.pid).children() if child.name() == "sleep"]
         try:
-            run.until("exit code 0")
+            run.read_until("exit code 0")
             run.process.wait(timeout=20)
             assert other.is_running()
         finally:
             other.kill()
 
 
-def test_a_server_that_ends_is_restarted_so_often_and_then_given_up(tmp_path):
-    with launched(SAVES, [fake("--die-when", str(tmp_path / "now"))], back_off_s=[0.1, 0.2]) as run:
-        run.until("training")
+def test_a_server_that_ends_is_restarted_a_few_times_and_then_given_up(tmp_path):
+    with launch(SAVES, [fake("--die-when", str(tmp_path / "now"))], back_off_s=[0.1, 0.2]) as run:
+        run.read_until("training")
         (tmp_path / "now").touch()
-        assert run.end() == 1, run.text
+        assert run.wait() == 1, run.text
         assert run.text.count("started server 0") == 3
         assert "restart 2 of 2 in 0.2 s" in run.text
         assert "it was restarted 2 times, and is given up" in run.text
@@ -243,37 +248,37 @@ def test_a_server_that_ends_is_restarted_so_often_and_then_given_up(tmp_path):
         assert "learner  | saved" in run.text
 
 
-def test_a_learner_goes_on_with_the_servers_that_are_left(tmp_path):
-    with launched(SAVES, [fake("--die-when", str(tmp_path / "now")), fake()], back_off_s=[0.1]) as run:
-        run.until("training")
+def test_a_learner_continues_with_the_remaining_servers(tmp_path):
+    with launch(SAVES, [fake("--die-when", str(tmp_path / "now")), fake()], back_off_s=[0.1]) as run:
+        run.read_until("training")
         (tmp_path / "now").touch()
-        run.until("it was restarted 1 times, and is given up")
+        run.read_until("it was restarted 1 times, and is given up")
         assert "saved" not in run.text
         run.process.send_signal(signal.SIGTERM)
-        assert run.end() == 0, run.text
+        assert run.wait() == 0, run.text
         assert "learner  | saved" in run.text
 
 
 def test_a_server_of_another_world_size_than_planned_stops_the_launch():
-    with launched(DONE, [fake("--size", "2")]) as run:
-        assert run.end() == 1
+    with launch(DONE, [fake("--size", "2")]) as run:
+        assert run.wait() == 1
         assert "has world size 2, and the plan 1" in run.text
         assert "step 1" not in run.text
 
 
 def test_servers_that_never_answer_end_the_launch_in_time():
     silent = {"port": free_port(), "command": [sys.executable, "-c", "import time; time.sleep(60)"]}
-    with launched(DONE, [silent], start_s=1.0) as run:
-        assert run.end() == 1
+    with launch(DONE, [silent], start_s=1.0) as run:
+        assert run.wait() == 1
         assert "after 1 s there is no answer from server 0" in run.text
 
 
-def test_a_server_that_runs_elsewhere_is_used_and_not_ended():
+def test_a_server_that_was_started_elsewhere_is_used_and_not_ended():
     port = free_port()
     elsewhere = subprocess.Popen([*FAKE, str(port), "--size", "4"])
     try:
-        with launched(DONE, [{"port": port, "command": None, "planned": None}]) as run:
-            assert run.end() == 0, run.text
+        with launch(DONE, [{"port": port, "command": None, "planned": None}]) as run:
+            assert run.wait() == 0, run.text
             assert "world sizes of the servers: 4" in run.text
             assert elsewhere.poll() is None
     finally:
@@ -281,7 +286,7 @@ def test_a_server_that_runs_elsewhere_is_used_and_not_ended():
         elsewhere.wait()
 
 
-def test_progress_bars_become_few_whole_lines():
+def test_progress_bars_become_a_few_whole_lines():
     learner = """
 import sys, time
 for k in range(200):
@@ -289,20 +294,20 @@ for k in range(200):
 sys.stderr.write('\\r100%\\n')
 sys.stdout.write('no newline at the end')
 """
-    with launched(learner, [fake()]) as run:
-        assert run.end() == 0
-        said = [line for line in run.text.splitlines() if line.startswith("learner")]
-        assert said[-1] == "learner  | no newline at the end"
-        assert said[-2] == "learner  | 100%"
-        assert len(said) <= 4
+    with launch(learner, [fake()]) as run:
+        assert run.wait() == 0
+        lines = [line for line in run.text.splitlines() if line.startswith("learner")]
+        assert lines[-1] == "learner  | no newline at the end"
+        assert lines[-2] == "learner  | 100%"
+        assert len(lines) <= 4
         assert "\x1b" not in run.text
         assert "\r" not in run.text
 
 
 def test_a_reader_that_goes_away_stops_no_part(tmp_path):
     learner = f"import time\nfor k in range(400): print('x' * 1000)\nopen({str(tmp_path / 'done')!r}, 'w').close()"
-    with launched(learner, [fake()]) as run:
-        run.until("waiting")
+    with launch(learner, [fake()]) as run:
+        run.read_until("waiting")
         run.process.stdout.close()
         assert run.process.wait(timeout=20) == 0
         assert (tmp_path / "done").exists()
@@ -310,7 +315,7 @@ def test_a_reader_that_goes_away_stops_no_part(tmp_path):
 
 
 @pytest.mark.timeout(60)
-def test_ranks_of_torchrun_are_told_to_end_and_torchrun_ends_with_0(tmp_path):
+def test_the_ranks_of_torchrun_get_the_signal_and_torchrun_ends_with_0(tmp_path):
     script = tmp_path / "rank.py"
     script.write_text(SAVES)
     torchrun = [
@@ -322,9 +327,9 @@ def test_ranks_of_torchrun_are_told_to_end_and_torchrun_ends_with_0(tmp_path):
         "2",
         str(script),
     ]
-    with launched(torchrun, [fake()], ranks=True) as run:
-        run.until("training")
-        run.until("training")
+    with launch(torchrun, [fake()], ranks=True) as run:
+        run.read_until("training")
+        run.read_until("training")
         run.process.send_signal(signal.SIGTERM)
-        assert run.end() == 0, run.text
+        assert run.wait() == 0, run.text
         assert run.text.count("saved") == 2

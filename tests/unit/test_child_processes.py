@@ -1,4 +1,4 @@
-"""What killed processes leave is removed, and nothing that belongs to others is."""
+"""Sockets, files and shared memory of killed processes are removed, and those of other processes are not."""
 
 import os
 import signal
@@ -11,13 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from coordexp import leftovers
+from coordexp import child_processes
 from coordexp.errors import EngineError
 from tests.source import SOURCE
 
 pytestmark = pytest.mark.timeout(60)
 
-# Maps a segment of its own and one that is given, makes a file and a socket, says so, and waits.
+# Maps a segment of its own and a given one, makes a socket, prints their names, and waits.
 PART = """
 import os, socket, sys, time
 from multiprocessing import resource_tracker, shared_memory
@@ -33,16 +33,16 @@ time.sleep(600)
 
 @pytest.fixture
 def segment() -> Iterator[shared_memory.SharedMemory]:
-    """Shared memory of this process."""
-    found = shared_memory.SharedMemory(create=True, size=64)
-    yield found
-    found.close()
-    found.unlink()
+    """A segment of shared memory that belongs to this process."""
+    memory = shared_memory.SharedMemory(create=True, size=64)
+    yield memory
+    memory.close()
+    memory.unlink()
 
 
 @pytest.fixture
 def part(segment) -> Iterator[tuple[subprocess.Popen[str], Path, Path, int]]:
-    """A tether with a part below it, the part's segment, its folder, and its process."""
+    """A tether, and the segment, the folder and the process id of the part below it."""
     words = ["-m", "coordexp.launch.tether", "--", sys.executable, "-c", PART, segment.name]
     tether = subprocess.Popen(
         [sys.executable, *words],
@@ -59,7 +59,7 @@ def part(segment) -> Iterator[tuple[subprocess.Popen[str], Path, Path, int]]:
     tether.stdout.close()
 
 
-def test_a_part_whose_starter_is_gone_leaves_neither_sockets_nor_memory_and_that_of_others_stays(part, segment):
+def test_a_part_whose_starter_is_gone_leaves_no_sockets_or_memory_and_the_memory_of_others_stays(part, segment):
     tether, own, folder, _ = part
     assert own.exists() and (folder / "socket").is_socket()
     tether.stdin.close()
@@ -75,30 +75,30 @@ def test_a_folder_is_removed_when_its_part_is_killed(part):
     assert not folder.exists()
 
 
-def test_the_segments_of_a_process_are_those_that_it_has_mapped(segment):
-    assert f"/dev/shm/{segment.name}" in leftovers.mapped_segments(os.getpid())
+def test_the_mapped_segments_of_a_process_are_found(segment):
+    assert f"/dev/shm/{segment.name}" in child_processes.find_segments(os.getpid())
     gone = shared_memory.SharedMemory(create=True, size=64)
     gone.unlink()
-    assert f"/dev/shm/{gone.name}" not in leftovers.mapped_segments(os.getpid())
+    assert f"/dev/shm/{gone.name}" not in child_processes.find_segments(os.getpid())
     gone.close()
-    assert leftovers.mapped_segments(2**22 + 1) == set()
+    assert child_processes.find_segments(2**22 + 1) == set()
 
 
 def test_a_segment_that_a_living_process_has_mapped_is_not_removed(segment):
     left = shared_memory.SharedMemory(create=True, size=64)
     left.close()
-    names = {f"/dev/shm/{one.name}" for one in (segment, left)}
-    leftovers.remove_unused_segments(names)
+    names = {f"/dev/shm/{memory.name}" for memory in (segment, left)}
+    child_processes.remove_unused_segments(names)
     assert [name for name in names if Path(name).exists()] == [f"/dev/shm/{segment.name}"]
     resource_tracker.unregister(f"/{left.name}", "shared_memory")
-    leftovers.remove_unused_segments(set())
+    child_processes.remove_unused_segments(set())
 
 
 def test_a_folder_has_a_name_that_is_short_enough_for_a_socket_of_an_engine_in_it(tmp_path, monkeypatch):
     for place in (tmp_path, tmp_path / ("long" * 30)):
         place.mkdir(exist_ok=True)
         monkeypatch.setattr(tempfile, "tempdir", str(place))
-        folder = leftovers.make_folder()
+        folder = child_processes.make_folder()
         try:
             name = f"{folder}/12345678/00000000-0000-0000-0000-000000000000"
             assert len(name) <= 107 and folder.name.startswith("coordexp-") and not list(folder.iterdir())
@@ -106,7 +106,7 @@ def test_a_folder_has_a_name_that_is_short_enough_for_a_socket_of_an_engine_in_i
             folder.rmdir()
 
 
-def test_where_every_path_is_too_long_the_way_out_is_told(monkeypatch):
-    monkeypatch.setattr(leftovers, "LONGEST", 3)
+def test_if_every_path_is_too_long_the_message_says_what_to_set(monkeypatch):
+    monkeypatch.setattr(child_processes, "LONGEST", 3)
     with pytest.raises(EngineError, match="short enough for sockets\n  set TMPDIR"):
-        leftovers.make_folder()
+        child_processes.make_folder()

@@ -1,4 +1,4 @@
-"""What is checked with: a tiny model with random weights, a few drawn scenes, and a config with free ports."""
+"""The files of an examination: a tiny model with random weights, drawn scenes, and configs with free ports."""
 
 import socket
 from contextlib import ExitStack
@@ -16,9 +16,9 @@ from coordexp.demo.write_scenes import write_scenes
 from coordexp.doctor.machine import Machine
 from coordexp.rollout.backend import Picture
 
-PICTURES = 8
+IMAGES = 8
 SEQUENCE = 512  # tokens, with the prompt
-SPREAD = 6.0  # random weights whose answers depend on the picture
+SPREAD = 6.0  # of the random weights, so that answers depend on the image
 GUARD = {
     "enabled": True,
     "min_new_tokens": 8,
@@ -30,25 +30,30 @@ GUARD = {
 
 
 @dataclass(frozen=True)
-class Workplace:
+class Workspace:
+    """A folder with a model and images, and the machine that they are for."""
+
     folder: Path
     machine: Machine
 
     @classmethod
-    def make(cls, folder: Path, machine: Machine) -> "Workplace":
+    def make(cls, folder: Path, machine: Machine) -> "Workspace":
+        """Write the model and the images to an empty folder."""
         make_model(folder / "model", "small", spread=SPREAD)
-        write_scenes(folder / "data", SceneSettings(), train=1, val=PICTURES, seed=3, advance=lambda: None)
+        write_scenes(folder / "data", SceneSettings(), train=1, val=IMAGES, seed=3, advance=_ignore)
         return cls(folder, machine)
 
     @property
     def model(self) -> Path:
         return self.folder / "model"
 
-    def pictures(self) -> list[Picture]:
+    def images(self) -> list[Picture]:
+        """Return the images that learner and engine answer."""
         records = RecordFile(self.folder / "data/val.jsonl")
-        return [Picture.of(records, records[k]) for k in range(PICTURES)]
+        return [Picture.of(records, records[k]) for k in range(IMAGES)]
 
-    def config(self, mode: Literal["server", "colocate"]) -> Path:
+    def write_config(self, mode: Literal["server", "colocate"]) -> Path:
+        """Write the config of a run with servers or with a colocated engine, and return its path."""
         machine = self.machine
         vllm: dict[str, Any] = {
             "mode": mode,
@@ -66,7 +71,7 @@ class Workplace:
         return file
 
     def _tree(self, vllm: dict[str, Any]) -> dict[str, Any]:
-        """A run that is never made."""
+        """Return the config of a run. Nothing is trained with it; engines and backends are started from it."""
         weights = {"struct_ce_weight": 1.0, "desc_ce_weight": 0.0, "eos_ce_weight": 1.0}
         objective = {"name": "token_ce", "enabled": True, "weight": 1.0, "channels": ["A", "B"], "config": weights}
         return {
@@ -79,7 +84,7 @@ class Workplace:
             "global_max_length": SEQUENCE,
             "rollout_matching": {
                 "rollout_backend": "vllm",
-                "decode_batch_size": PICTURES,
+                "decode_batch_size": IMAGES,
                 "max_new_tokens": 64,
                 "repeat_terminate": GUARD,
                 "vllm": vllm,
@@ -89,13 +94,18 @@ class Workplace:
         }
 
 
-def settings_of(file: Path) -> Settings:
+def read_settings(file: Path) -> Settings:
+    """Return the settings of a config that `Workspace.write_config` wrote."""
     return load_settings(file).settings
 
 
 def _free_ports(count: int) -> list[int]:
     with ExitStack() as stack:
-        taken = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for one in taken:
-            one.bind(("127.0.0.1", 0))
-        return [int(one.getsockname()[1]) for one in taken]
+        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for listener in sockets:
+            listener.bind(("127.0.0.1", 0))
+        return [int(listener.getsockname()[1]) for listener in sockets]
+
+
+def _ignore() -> None:
+    pass

@@ -1,0 +1,104 @@
+"""Child processes: what they must not inherit, how to find them, and how to remove what they leave behind.
+
+The processes of an engine talk through sockets that have a path, and through shared memory that has a name. Both
+stay when all processes are killed. The sockets are therefore put in a folder that belongs to the process that
+started the engine, and the segments of shared memory are read from the memory maps of the engine's processes while
+these live. Whoever notices that the owner is gone removes both: the engine's workers, or the tether of a part of
+`coordexp launch`.
+"""
+
+import atexit
+import os
+import shutil
+import tempfile
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from functools import cache
+from pathlib import Path
+
+import psutil
+
+from coordexp.errors import EngineError
+
+# Variables with these prefixes are for torchrun's own processes. Others that inherit them would wait for ranks.
+TORCHRUN_VARIABLES = (
+    "RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "GROUP_", "LOCAL_", "ROLE_", "TORCHELASTIC_",
+)  # fmt: skip
+RUN_FOLDER = "COORDEXP_RUN_FOLDER"  # in the environment of a part below a tether, which removes this folder
+ENGINE_FOLDER = "COORDEXP_ENGINE_FOLDER"  # in the environment of an engine's processes: where its sockets are
+PREFIX = "coordexp-"
+SEGMENTS = "/dev/shm/psm_"  # noqa: S108 - Python's names for shared memory, which vLLM's message queues use
+# Bytes that the path of a folder may have. The path of a socket has at most 107, and vLLM adds 37 to that of its
+# folder, which may be 9 below ours.
+LONGEST = 107 - len("/00000000-0000-0000-0000-000000000000") - len("/12345678")
+
+
+def is_alive(process: psutil.Process) -> bool:
+    """Return True if the process exists and has not ended."""
+    with suppress(psutil.NoSuchProcess):
+        return bool(process.status() != psutil.STATUS_ZOMBIE)
+    return False
+
+
+def find_marked(
+    variable: str, value: str, candidates: Iterable[psutil.Process] | None = None
+) -> Iterator[psutil.Process]:
+    """Yield the living processes that have this variable in their environment. Unset candidates are all processes
+    of the machine."""
+    for process in psutil.process_iter() if candidates is None else candidates:
+        with suppress(psutil.Error):  # it has just ended, or belongs to another user
+            if is_alive(process) and process.environ().get(variable) == value:
+                yield process
+
+
+@cache
+def engine_folder() -> Path:
+    """Return the folder for the sockets and temporary files of this process's engines. It is removed when the
+    process ends."""
+    above = os.environ.get(RUN_FOLDER, "")
+    folder = Path(tempfile.mkdtemp(prefix="", dir=above)) if Path(above).is_absolute() else make_folder()
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return folder
+
+
+def make_folder() -> Path:
+    """Make a folder for temporary files, with a path that is short enough for sockets below it."""
+    places = [os.environ.get("VLLM_RPC_BASE_PATH"), tempfile.gettempdir(), "/tmp"]  # noqa: S108 - mkdtemp makes it safe
+    length = len(f"/{PREFIX}12345678")
+    place = next((path for path in places if path and len(os.fsencode(path)) + length <= LONGEST), None)
+    if place is None:
+        problem = "no temporary folder has a path that is short enough for sockets"
+        raise EngineError(problem, "set TMPDIR to a shorter one")
+    return Path(tempfile.mkdtemp(prefix=PREFIX, dir=place))
+
+
+def find_segments(pid: int) -> set[str]:
+    """Return the files of the shared memory that a process has mapped; nothing if it has ended."""
+    lines: list[str] = []
+    with suppress(OSError):
+        lines = Path(f"/proc/{pid}/maps").read_text(errors="replace").splitlines()
+    names = {line.split(maxsplit=5)[-1] for line in lines if SEGMENTS in line}
+    return {name for name in names if name.startswith(SEGMENTS) and not name.endswith("(deleted)")}
+
+
+def remove_segments(names: Iterable[str]) -> None:
+    """Remove shared memory. Segments that are gone already are skipped."""
+    for name in names:
+        with suppress(OSError):
+            Path(name).unlink()
+
+
+def remove_unused_segments(names: set[str]) -> None:
+    """Remove the segments that no living process has mapped. The others may belong to somebody else, too."""
+    if names:
+        remove_segments(names.difference(*map(find_segments, psutil.pids())))
+
+
+def remove_engine(segments: Iterable[str]) -> None:
+    """Remove the segments and the folder of an engine whose owner is gone. Call this in one of its processes."""
+    remove_segments(segments)
+    if folder := os.environ.get(ENGINE_FOLDER):
+        shutil.rmtree(folder, ignore_errors=True)
+    if above := os.environ.get(RUN_FOLDER):  # a living tether removes it itself
+        with suppress(OSError):
+            Path(above).rmdir()

@@ -1,0 +1,240 @@
+"""The parts of a launch while they run: their processes, their log lines, and the health of rollout servers.
+
+Every part runs in a session of its own, below a tether. All parts write to one log: whole lines, each with the
+name of its part, in colour on a terminal.
+"""
+
+import codecs
+import io
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from typing import TextIO
+
+import httpx
+
+from coordexp.child_processes import TORCHRUN_VARIABLES
+from coordexp.errors import EngineError
+from coordexp.launch.plan import Part
+from coordexp.launch.tether import to_shell_code
+from coordexp.rollout.wire import TOKEN
+
+LAST_LINES = 20  # of a part, which are repeated when it fails
+SWEEP_S = 35.0  # the time a tether has to end everything below it
+# Variables that would make a part believe that it writes to a terminal.
+TERMINAL = ("FORCE_COLOR", "CLICOLOR_FORCE", "TTY_COMPATIBLE", "TTY_INTERACTIVE")
+
+PROGRESS_EVERY_S = 5.0
+LONGEST = 65_536  # characters after which a line without end is cut
+COLOURS = ("36", "33", "35", "34", "32", "96", "93", "95")
+LAUNCHER = "launch"
+
+ANSWER_S = 2.0  # the time a rollout server has to answer the launcher
+
+_LINE_END = re.compile(r"\r\n|\n|\r(?!$)")  # a \r at the very end may become \r\n
+_COLOUR = re.compile(r"\x1b\[[0-9;]*m")
+_STEERING = re.compile(
+    r"\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)"  # titles and links
+    r"|\x1b\[[0-9;?]*[ -/]*[@-ln-~]"  # moves and erasures, but no colour
+    r"|\x1b(?![\[\]]).?|[\x00-\x08\x0b-\x1a\x1c-\x1f\x7f-\x9f]"
+)
+
+
+class Log:
+    """A log that any number of threads may write to. If its reader goes away (`coordexp launch | head`), the parts
+    keep running."""
+
+    def __init__(self, stream: TextIO, names: tuple[str, ...]) -> None:
+        self._stream = stream
+        self._coloured = stream.isatty()
+        self._width = max(map(len, (*names, LAUNCHER)))
+        self._colours = {name: COLOURS[k % len(COLOURS)] for k, name in enumerate(names)} | {LAUNCHER: "1"}
+        self._lock = threading.Lock()
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
+
+    def say(self, message: str) -> None:
+        """Write a message of the launcher itself."""
+        for line in message.splitlines():
+            self.write(LAUNCHER, line)
+
+    def write(self, name: str, line: str) -> None:
+        """Write a line of the part of this name, without anything that would steer a terminal."""
+        prefix = f"{name:<{self._width}} | "
+        line = _STEERING.sub("", line)
+        if self._coloured:
+            prefix, line = f"\x1b[{self._colours.get(name, '0')}m{prefix}\x1b[0m", f"{line}\x1b[0m"
+        else:
+            line = _COLOUR.sub("", line)
+        with self._lock:
+            try:
+                self._stream.write(f"{prefix}{line}\n")
+                self._stream.flush()
+            except OSError:
+                self._stream = io.StringIO()
+
+
+class Lines:
+    """Splits text that arrives in pieces into whole lines.
+
+    A progress bar redraws its line after a carriage return. It becomes one line every few seconds."""
+
+    def __init__(self) -> None:
+        self._rest = ""
+        self._drawn = ""  # the latest state of a progress bar
+        self._yielded_at = 0.0  # the time of the last line of a progress bar
+
+    def feed(self, text: str) -> Iterator[str]:
+        """Yield the lines that are complete with this text."""
+        self._rest += text
+        while end := _LINE_END.search(self._rest):
+            line, self._rest = self._rest[: end.start()], self._rest[end.end() :]
+            if end[0] == "\r":
+                yield from self._progress(line)
+            else:
+                yield line if line.strip() else self._drawn
+                self._drawn = ""
+        if len(self._rest) > LONGEST:
+            yield self._rest
+            self._rest = ""
+
+    def end(self) -> Iterator[str]:
+        """Yield the last line, if it has no line end."""
+        if last := self._rest.strip("\r") or self._drawn:
+            yield last
+
+    def _progress(self, line: str) -> Iterator[str]:
+        self._drawn = line if line.strip() else self._drawn
+        if self._drawn and time.monotonic() - self._yielded_at >= PROGRESS_EVERY_S:
+            yield self._drawn
+            self._drawn, self._yielded_at = "", time.monotonic()
+
+
+class RunningPart:
+    """The process of a part, which is started at once. `extra` is added to its environment."""
+
+    def __init__(self, part: Part, extra: Mapping[str, str]) -> None:
+        self.part = part
+        self.since = time.monotonic()
+        self.last: deque[str] = deque(maxlen=LAST_LINES)
+        tether = [sys.executable, "-m", "coordexp.launch.tether", *(["--ranks"] if part.ranks else []), "--"]
+        self._process = subprocess.Popen(  # noqa: S603 - the plan's own commands
+            [*tether, *part.command],
+            stdin=subprocess.PIPE,  # closes when this process ends, for whatever reason
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            env=_environment(part, extra),
+            start_new_session=True,
+        )
+        self._reader: threading.Thread | None = None
+
+    def watch(self, log: Log, on_end: Callable[[int], None]) -> None:
+        """Copy its output to the log. Call `on_end` once from another thread, with its exit code as in a shell."""
+        self._reader = threading.Thread(target=self._read, args=(log,), daemon=True)
+        self._reader.start()
+        threading.Thread(target=self._wait, args=(on_end,), daemon=True).start()
+
+    @property
+    def pid(self) -> int:
+        """The process id of the tether."""
+        return self._process.pid
+
+    @property
+    def is_alive(self) -> bool:
+        return self._process.poll() is None
+
+    def ask_to_end(self) -> None:
+        """Send SIGTERM, which lets the command end in order."""
+        self._process.send_signal(signal.SIGTERM)
+
+    def release(self) -> None:
+        """Let the tether kill the command and everything that came from it, at once."""
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+
+    def wait_killed(self) -> None:
+        """Wait for the tether after `release`. Kill one that does not finish; the caller must then kill what it
+        leaves."""
+        try:
+            self._process.wait(SWEEP_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._read_to_end()
+
+    def _read(self, log: Log) -> None:
+        assert self._process.stdout is not None
+        decoder, lines = codecs.getincrementaldecoder("utf-8")("replace"), Lines()
+        with suppress(OSError):
+            while chunk := os.read(self._process.stdout.fileno(), 65_536):
+                for line in lines.feed(decoder.decode(chunk)):
+                    self._write(log, line)
+        for line in lines.end():
+            self._write(log, line)
+
+    def _write(self, log: Log, line: str) -> None:
+        self.last.append(line)
+        log.write(self.part.name, line)
+
+    def _wait(self, on_end: Callable[[int], None]) -> None:
+        code = to_shell_code(self._process.wait())
+        self._read_to_end()
+        on_end(code)
+
+    def _read_to_end(self) -> None:
+        """Wait for the last lines, but not long: processes that a killed tether leaves may keep the pipe open."""
+        if self._reader is not None:
+            self._reader.join(1.0)
+
+
+def _environment(part: Part, extra: Mapping[str, str]) -> dict[str, str]:
+    inherited = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(TORCHRUN_VARIABLES) and name not in TERMINAL
+    }
+    return inherited | {"PYTHONUNBUFFERED": "1"} | dict(extra) | dict(part.env)
+
+
+def health_client(token: str | None) -> httpx.Client:
+    """Return a client for the two functions below. It uses no proxy, since the servers are on our own network."""
+    headers = {"Authorization": f"Bearer {token}"} if token else {}
+    return httpx.Client(headers=headers, timeout=ANSWER_S, trust_env=False, follow_redirects=True)
+
+
+def is_ready(client: httpx.Client, base_url: str) -> bool:
+    """Return True if a server answers at this address and reports that it is healthy."""
+    with suppress(httpx.HTTPError):
+        return client.get(f"{base_url}/health/").status_code == httpx.codes.OK
+    return False
+
+
+def read_world_size(client: httpx.Client, base_url: str) -> int:
+    """Return the world size that a rollout server reports. Raise if there is no such server."""
+    url = f"{base_url}/get_world_size/"
+    try:
+        answer = client.get(url)
+    except httpx.HTTPError as error:
+        problem = f"{url}: {type(error).__name__} {error}"
+        raise EngineError(problem, "check that a rollout server runs there") from error
+    if answer.status_code in (httpx.codes.UNAUTHORIZED, httpx.codes.FORBIDDEN):
+        raise EngineError(
+            f"{url}: the server expects another token than this run has",
+            f"set {TOKEN} to the value that the server was started with",
+        )
+    size = None
+    with suppress(ValueError, KeyError, TypeError):
+        size = answer.json()["world_size"] if answer.is_success else None
+    if type(size) is not int or size < 1:
+        raise EngineError(
+            f"{url}: {answer.status_code} {answer.text[:200]!r} is not the answer of a rollout server",
+            "check whether another program listens there",
+        )
+    return size
