@@ -1,4 +1,4 @@
-"""Scenario marks are checked when tests are collected, and count only when the test has run."""
+"""Check the scenario marks when tests are collected, and fail a marked test that is skipped in CI."""
 
 import os
 from collections.abc import Generator

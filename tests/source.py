@@ -1,4 +1,4 @@
-"""Where the code under test lies: for tests that start Python processes of their own."""
+"""The folder of the code under test, for tests that start Python processes."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Breaks the code, one small change at a time, and shows that a test which claims the broken part fails.
+"""Break the code, one small change at a time, and show that a test which claims the broken part fails.
 
     python tests/conformance/mutate.py               all mutations
     python tests/conformance/mutate.py --quick       those that CI runs
@@ -6,7 +6,7 @@
 
 The mutations are data: `mutations.yaml` names the part of the specification, the file, the text and what replaces
 it. A mutation is caught when a test that carries the part's mark fails with it and passes without it. Tests that
-start a vLLM engine are not run here. Ends with exit code 1 unless every mutation is caught.
+start a vLLM engine are not run here. The exit code is 1 unless every mutation is caught.
 
 Each mutation is applied to a copy of `src`. Python, torch and pytest are imported once; every test run is a fork
 of that process, which takes about a second instead of ten.
@@ -44,23 +44,23 @@ from tests.conformance import page  # noqa: E402
 DATA = ROOT / "tests/conformance/mutations.yaml"
 WORKERS = 2
 DEADLINE_S = 150  # for the tests of one file
-# Imported once, before the forks. Nothing of coordexp is among them: each fork imports its own, mutated copy.
+# Imported once, before the forks. Modules of coordexp are not among them: each fork imports its own, mutated copy.
 WARM = (
     "numpy", "scipy.optimize", "ot", "hypothesis", "pydantic", "typer", "httpx", "fastapi", "uvicorn", "torch",
     "torchvision.ops", "torch.distributed.fsdp", "transformers.trainer", "peft", "accelerate", "vllm.config",
     "pycocotools.mask",
 )  # fmt: skip
 CACHE = "COORDEXP_TEST_TOKENIZERS"  # the folder from which tests/vocabularies.py reads tokenizers
-# Plugins of pytest are among what was imported early, and cannot have their assertions rewritten any more.
+# Some plugins of pytest are already imported, so that their assertions cannot be rewritten any more.
 OPTIONS = ("-x", "-q", "-p", "no:cacheprovider", "-W", "ignore::pytest.PytestAssertRewriteWarning")
 
 
-_workplace = Path()  # of this worker: its copy of `src`, and what its last test run printed
+_workspace = Path()  # of this worker: its copy of `src`, and the output of its last test run
 
 
 @dataclass(frozen=True)
 class Mutation:
-    """`old` occurs exactly once in `file`. `says` is what the mutated code does wrong."""
+    """A change of the code. `old` occurs exactly once in `file`. `says` describes the fault that it causes."""
 
     id: str
     says: str
@@ -72,7 +72,7 @@ class Mutation:
 
 @dataclass(frozen=True)
 class Verdict:
-    """`caught_by` is None when no test failed; `error` says why the mutation could not be judged."""
+    """The result of a mutation. `caught_by` is None if no test failed. `error` says why it was not judged."""
 
     mutation: Mutation
     caught_by: str | None
@@ -101,7 +101,7 @@ def claiming_tests(identity: str) -> list[list[str]]:
 
 
 def is_python(text: str) -> bool:
-    """Return whether a file can be parsed. One that cannot would fail every test, and prove nothing."""
+    """Return True if a text can be parsed. A file that cannot would fail every test, and prove nothing."""
     try:
         ast.parse(text)
     except SyntaxError:
@@ -116,7 +116,7 @@ def judge(mutation: Mutation) -> Verdict:
     def verdict(caught_by: str | None, error: str | None = None) -> Verdict:
         return Verdict(mutation, caught_by, time.perf_counter() - since, error)
 
-    source = _workplace / mutation.file
+    source = _workspace / mutation.file
     original = source.read_text()
     if original.count(mutation.old) != 1:
         return verdict(None, f"its text occurs {original.count(mutation.old)} times in {mutation.file}")
@@ -143,13 +143,13 @@ def judge(mutation: Mutation) -> Verdict:
 
 def _prepare_worker(folder: str) -> None:
     """Give this process its own copy of `src` below `folder`."""
-    global _workplace
-    _workplace = Path(folder) / str(os.getpid())
-    shutil.copytree(ROOT / "src", _workplace / "src", ignore=shutil.ignore_patterns("__pycache__"))
+    global _workspace
+    _workspace = Path(folder) / str(os.getpid())
+    shutil.copytree(ROOT / "src", _workspace / "src", ignore=shutil.ignore_patterns("__pycache__"))
 
 
 def _build_tokenizers(folder: str) -> None:
-    """Build the tokenizers that tests would otherwise build again and again. Another process imports coordexp."""
+    """Build the tokenizers once that many tests need. Another process does it, since it imports coordexp."""
     code = (
         "from coordexp.demo.vocabulary import make_tokenizer\n"
         "for name in ('qwen', 'small'):\n"
@@ -161,7 +161,7 @@ def _build_tokenizers(folder: str) -> None:
 
 
 def _write(source: Path, text: str) -> None:
-    """Write a source file and remove its byte code, whose time stamp is too coarse for two writes in a second."""
+    """Write a source file and remove its byte code, since a time stamp does not show two writes in one second."""
     source.write_text(text)
     for compiled in (source.parent / "__pycache__").glob(f"{source.stem}.*.pyc"):
         compiled.unlink()
@@ -173,7 +173,7 @@ def _passes_unmutated(test: str) -> bool:
 
 
 def _run(tests: Sequence[str]) -> tuple[str | None, str | None]:
-    """Run tests in a fork. Return the first one that fails, or why they could not be run."""
+    """Run tests in a fork. Return the first test that fails, or the reason why they could not be run."""
     reading, writing = os.pipe()
     child = os.fork()
     if child == 0:
@@ -191,23 +191,23 @@ def _run(tests: Sequence[str]) -> tuple[str | None, str | None]:
         return f"{tests[0]} (did not end within {DEADLINE_S} s, or crashed)", None
     outcome: dict[str, Any] = json.loads(output)
     if outcome["exit"] not in (0, 1):
-        last = " | ".join((_workplace / "output").read_text(errors="replace").strip().splitlines()[-3:])
+        last = " | ".join((_workspace / "output").read_text(errors="replace").strip().splitlines()[-3:])
         return None, f"pytest could not run {tests[0]} (exit code {outcome['exit']}): {last}"
     return outcome["failed"], None
 
 
 def _run_and_exit(tests: Sequence[str], writing: int) -> None:
-    """Run in the fork: import coordexp from the copy, tell the pipe what failed, and end the process."""
-    output = os.open(_workplace / "output", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    """Run in the fork: import coordexp from the copy, write the result to the pipe, and end the process."""
+    output = os.open(_workspace / "output", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(output, 1)
     os.dup2(output, 2)
     os.chdir(ROOT)
-    os.environ["PYTHONPATH"] = str(_workplace / "src")
-    sys.path.insert(0, str(_workplace / "src"))
+    os.environ["PYTHONPATH"] = str(_workspace / "src")
+    sys.path.insert(0, str(_workspace / "src"))
     failures = _Failures()
     try:
-        code = pytest.main([*OPTIONS, f"--basetemp={_workplace}/files", *tests], plugins=[failures])
-    except BaseException:  # noqa: BLE001 - told by the exit code and the output
+        code = pytest.main([*OPTIONS, f"--basetemp={_workspace}/files", *tests], plugins=[failures])
+    except BaseException:  # noqa: BLE001 - the exit code and the output report it
         traceback.print_exc()
         code = 70
     with os.fdopen(writing, "w") as pipe:
@@ -225,13 +225,13 @@ class _Failures:
             self.first = report.nodeid
 
 
-def _selected(arguments: argparse.Namespace) -> list[Mutation]:
+def _select(arguments: argparse.Namespace) -> list[Mutation]:
     chosen = mutations()
     if arguments.quick:
         chosen = [mutation for mutation in chosen if mutation.quick]
     if arguments.ids:
-        wanted = set(arguments.ids)
-        chosen = [m for m in chosen if m.id in wanted or m.id.partition(".")[0] in wanted]
+        ids = set(arguments.ids)
+        chosen = [m for m in chosen if m.id in ids or m.id.partition(".")[0] in ids]
     return chosen
 
 
@@ -243,15 +243,15 @@ def _line(verdict: Verdict) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("ids", nargs="*", help="requirements (R28) or parts (R28.C3); all without any")
+    parser.add_argument("ids", nargs="*", help="requirements (R28) or parts (R28.C3); without any, all of them")
     parser.add_argument("--quick", action="store_true", help="only the mutations that CI runs")
-    chosen = _selected(parser.parse_args())
+    chosen = _select(parser.parse_args())
     print(f"{len(chosen)} mutations, {WORKERS} at a time", flush=True)
     since = time.perf_counter()
     for name in WARM:
         __import__(name)
     page.claims()
-    gc.freeze()  # pytest collects garbage at the end of every run: not in what was imported here
+    gc.freeze()  # pytest collects garbage at the end of every run, and would search all imported modules
     verdicts = []
     with tempfile.TemporaryDirectory(prefix="coordexp-mutate-") as folder:
         _build_tokenizers(folder)

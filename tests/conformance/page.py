@@ -1,4 +1,4 @@
-"""Writes docs/conformance.md from the ids of the specification and the marks on the tests.
+"""Write docs/conformance.md from the ids of the specification and the marks on the tests.
 
     python tests/conformance/page.py
 
@@ -20,7 +20,7 @@ import yaml
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs/conformance.md"
 
-# What a proof ran on, from `on=` of a mark, strongest reality first.
+# The values of `on=` in a mark: what a proof ran on, closest to reality first.
 KINDS = {
     "engine": "a real vLLM engine on a CPU",
     "processes": "real processes",
@@ -93,7 +93,7 @@ def deviations() -> dict[str, str]:
 
 @cache
 def claims() -> dict[str, list[Claim]]:
-    """Return the tests that claim each id. They are read from the source, so that nothing is imported."""
+    """Return the tests that claim each id. The marks are read from the source, so that nothing is imported."""
     claimed: dict[str, list[Claim]] = defaultdict(list)
     for file in sorted((ROOT / "tests").rglob("test_*.py")):
         name = file.relative_to(ROOT).as_posix()

@@ -2,7 +2,7 @@ from tests.conformance import mutate, page
 
 
 def test_every_mutation_still_applies() -> None:
-    """The text that a mutation replaces occurs exactly once in its file, and what comes of it is Python."""
+    """The text that a mutation replaces occurs exactly once in its file, and the mutated file is Python."""
     stale = []
     for mutation in mutate.mutations():
         text = (page.ROOT / mutation.file).read_text()

@@ -1,4 +1,4 @@
-"""Clauses about the program as a whole: what commands take, what packages import, who reads settings."""
+"""Clauses about the whole program: the options of commands, the imports of packages, the readers of settings."""
 
 import ast
 import os
@@ -23,7 +23,7 @@ ROOT = Path(__file__).parents[2]
 @pytest.mark.scenario("R05.C9", "R06.C5", "R18.C1", "R34.C2", on="pure")
 @pytest.mark.parametrize("name", ["train", "serve", "launch"])
 def test_no_setting_is_an_option_of_a_command_that_trains_or_serves(name: str) -> None:
-    """The config file is the one place for hyperparameters; options say where and whether to run."""
+    """Hyperparameters are only in the config file. Options say where and whether to run."""
     group: Any = typer.main.get_command(app)
     options = {word.lstrip("-").replace("-", "_") for param in group.commands[name].params for word in param.opts}
     settings = {str(path[-1]) for path, _ in leaves()}
@@ -34,8 +34,8 @@ def test_no_setting_is_an_option_of_a_command_that_trains_or_serves(name: str) -
 
 @pytest.mark.scenario("R08.C1", "R08.C3", on="pure")
 def test_a_server_has_no_code_that_reads_data_or_corrects_answers() -> None:
-    """The learner owns the data iterator, parses, matches, corrects, packs and trains. Nothing that a server
-    imports, directly or not, belongs to that."""
+    """The learner owns the data iterator, parses, matches, corrects, packs and trains. A server imports no code
+    that does this, directly or indirectly."""
     modules = _reached_from("coordexp.serve.run")
     assert "coordexp.serve.app" in modules
     owned = ("coordexp.train", "coordexp.correction", "coordexp.objective")
@@ -60,7 +60,7 @@ def test_transport_plans_are_made_without_torch_so_that_no_gradient_can_flow_thr
 @pytest.mark.scenario("R36.C1", on="pure")
 @pytest.mark.parametrize("module", ["trainer", "encode", "stream", "evaluation"])
 def test_a_training_step_knows_the_backend_by_its_interface_alone(module: str) -> None:
-    """It imports no implementation, and it does not read which one was chosen."""
+    """It imports no implementation, and does not read which one was chosen."""
     tree = ast.parse((PACKAGE / f"train/{module}.py").read_text())
     implementations = {"colocate", "hugging_face", "server_backend", "engine", "vllm"}
     assert not {
@@ -72,7 +72,7 @@ def test_a_training_step_knows_the_backend_by_its_interface_alone(module: str) -
 
 @pytest.mark.scenario("R35.C2", on="pure")
 def test_the_trainer_module_uses_no_parsing_matching_packing_or_backend_code() -> None:
-    """It handles rows and interfaces. What makes them lives in packages of its own."""
+    """The trainer handles rows and interfaces. The code that makes them is in other packages."""
     imported = set(_imports(_tree("coordexp.train.trainer"), "coordexp.train.trainer"))
     owners = ("correction", "pack.carry", "pack.select", "rollout.colocate", "rollout.hugging_face")
     assert "coordexp.rollout.backend" in imported
@@ -92,15 +92,15 @@ def test_no_config_or_document_says_that_the_guard_is_for_hugging_face_alone() -
     sentences = [
         sentence for file in files for sentence in re.split(r"[.:;|]\s", file.read_text().replace("\n", " "))
     ]
-    about_guard = [one for one in sentences if re.search(r"repeat_terminate|[Rr]epeat guard", one)]
-    assert len(about_guard) > 5
+    on_guard = [sentence for sentence in sentences if re.search(r"repeat_terminate|[Rr]epeat guard", sentence)]
+    assert len(on_guard) > 5
     limiting = re.compile(r"\b(only|alone|ignored|ignores)\b[^.]*\b(hf|Hugging Face|vLLM|vllm)\b|\bHF-only\b")
-    assert not [one for one in about_guard if limiting.search(one)]
+    assert not [sentence for sentence in on_guard if limiting.search(sentence)]
 
 
 @pytest.mark.scenario("R11.C2", on="pure")
 def test_only_commands_load_settings_and_rollout_code_reads_no_file() -> None:
-    """Training, rollouts and servers get values. None of them can read YAML from another place."""
+    """Training, rollouts and servers get settings as values, and cannot read them from a file of their own."""
     readers = {
         name
         for name in _modules()

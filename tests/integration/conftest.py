@@ -1,4 +1,4 @@
-"""Real parts that take long to start, shared by all tests of a session."""
+"""Models, engines and servers that take long to start, shared by all tests of a session."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,7 +13,7 @@ from tests.integration.servers import Fleet
 
 @pytest.fixture(scope="session")
 def lively_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Small vocabulary, random weights, answers that depend on the image."""
+    """A model with a small vocabulary and random weights, whose answers depend on the image."""
     return make_model(tmp_path_factory.mktemp("model") / "small", "small", spread=6.0)
 
 
@@ -26,10 +26,10 @@ def lively_engine(lively_model: Path) -> Iterator[Any]:
 
 @pytest.fixture(scope="session")
 def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
-    """Two rollout servers for all tests that need some. One that is not sure of them says so (`ensure`)."""
+    """Two rollout servers that tests share. A test after which one may be gone calls `ensure`."""
     servers = Fleet(tmp_path_factory.mktemp("fleet"), 2)
     try:
-        servers.start(0, 1)  # side by side, which takes less time than one after the other
+        servers.start(0, 1)  # at the same time, which is faster
         yield servers
     finally:
         servers.close()

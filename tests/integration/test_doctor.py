@@ -27,7 +27,7 @@ def states(shown):
     return {name: state for name, _, state in rows}
 
 
-def test_the_doctor_finds_a_cpu_well_and_leaves_no_process():
+def test_the_doctor_passes_all_checks_on_a_cpu_and_leaves_no_process():
     with started(["-m", "coordexp", "doctor", "--cpu"]) as run:
         code = run.wait(300)
         assert code == 0, run.shown[-5000:]

@@ -1,4 +1,4 @@
-"""The examples' own commands, at a reduced size."""
+"""The commands of the examples, at a reduced size."""
 
 import re
 import shlex
@@ -19,12 +19,12 @@ def commands(example: str) -> list[str]:
 
 
 def run_all(example: str, folder: Path, config: str, steps: int, smaller: dict[str, str]) -> list[str]:
-    """What each command printed."""
+    """Run all commands of an example in a folder, and return their outputs."""
     (folder / "configs").symlink_to(ROOT / "configs")
     (folder / "examples").symlink_to(ROOT / "examples")
     training = {"max_steps": steps, "save_steps": steps, "eval_steps": steps, "report_to": "none"}
     (folder / "small.yaml").write_text(yaml.safe_dump({"extends": [config], "training": training}))
-    shown = []
+    outputs = []
     for command in commands(example):
         for large, reduced in (smaller | {config: "small.yaml"}).items():
             command = command.replace(large, reduced)
@@ -34,23 +34,23 @@ def run_all(example: str, folder: Path, config: str, steps: int, smaller: dict[s
             [sys.executable, "-m", *words], cwd=folder, capture_output=True, text=True, timeout=200
         )
         assert done.returncode == 0, f"{command}\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}"
-        shown.append(done.stdout)
-    return shown
+        outputs.append(done.stdout)
+    return outputs
 
 
 @pytest.mark.timeout(400)
 def test_from_nothing_to_a_measured_model(tmp_path):
     smaller = {"--train 20000 --val 200": "--train 60 --val 6", "checkpoint-7000": "checkpoint-6"}
-    shown = run_all("scenes-cpu", tmp_path, "configs/demo/scenes-cpu.yaml", 6, smaller)
-    assert len(shown) == 7
+    outputs = run_all("scenes-cpu", tmp_path, "configs/demo/scenes-cpu.yaml", 6, smaller)
+    assert len(outputs) == 7
     assert (tmp_path / "scenes/evaluate.html").is_file()
-    assert "f1" in shown[-1].lower()
+    assert "f1" in outputs[-1].lower()
 
 
 @pytest.mark.timeout(400)
 def test_from_a_trained_model_to_its_own_answers(tmp_path):
     smaller = {"--train 600 --val 240": "--train 24 --val 4"}
-    shown = run_all("stage2-cpu", tmp_path, "configs/demo/stage2-hf.yaml", 4, smaller)
-    assert re.search(r"step 4/4 .* 16 answers: found \d+ of \d+", shown[1])
-    assert "6 examples of 1 steps come out the same" in shown[-1]
+    outputs = run_all("stage2-cpu", tmp_path, "configs/demo/stage2-hf.yaml", 4, smaller)
+    assert re.search(r"step 4/4 .* 16 answers: found \d+ of \d+", outputs[1])
+    assert "6 examples of 1 steps come out the same" in outputs[-1]
     assert all((tmp_path / "runs/scenes-stage2" / name).is_file() for name in ("inspect.html", "report.html"))

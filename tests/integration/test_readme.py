@@ -1,4 +1,4 @@
-"""The README tells the truth: its commands run, and its terminal blocks are what a terminal shows."""
+"""The README is correct: its commands run, and its terminal blocks show real output."""
 
 import re
 import shlex
@@ -16,8 +16,8 @@ def blocks(language: str) -> list[str]:
 
 
 def ladder() -> list[str]:
-    (found,) = [block for block in blocks("bash") if "coordexp --version" in block]
-    return found.strip().splitlines()
+    (steps,) = [block for block in blocks("bash") if "coordexp --version" in block]
+    return steps.strip().splitlines()
 
 
 @pytest.mark.engine
@@ -53,7 +53,7 @@ def test_terminal_blocks_are_what_the_command_prints():
     assert shown == result.stdout, "stale: run python tools/readme.py"
 
 
-def test_the_tree_names_what_exists_and_every_folder_at_the_top():
+def test_the_tree_names_existing_files_and_every_folder_at_the_top():
     (tree,) = blocks("text")
     names = [line.split()[0] for line in tree.splitlines() if not line.startswith(" ")]
     for name in names:
@@ -63,6 +63,6 @@ def test_the_tree_names_what_exists_and_every_folder_at_the_top():
     assert folders <= {name.split("/")[0] for name in names}
 
 
-def test_links_lead_somewhere():
+def test_links_lead_to_existing_files():
     for target in re.findall(r"\]\(([^)#:]+)[)#]", README):
         assert Path(target).exists(), target

@@ -1,4 +1,4 @@
-"""What a user installs: a wheel, in an environment that has nothing else."""
+"""A wheel, as a user installs it, in an environment that has nothing else."""
 
 import json
 import subprocess

@@ -1,7 +1,7 @@
 """One of two ranks: `python ranks_worker.py RANK FOLDER SCENE...`. It writes the outcome of each scene.
 
-After every scene both ranks sum up a number. A rank that still waits in a call that the other one has left would get
-another sum, or wait until the timeout of the group.
+After every scene both ranks sum up a number. A rank that still waits in a call that the other one has left would
+get another sum, or wait until the timeout of the group.
 """
 
 import json

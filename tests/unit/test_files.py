@@ -1,4 +1,4 @@
-"""Files that survive crashes: written whole or not at all, extended by whole lines, readable with a torn last line."""
+"""Files survive a crash: they are written whole or not at all, grow by whole lines, and may end in a torn line."""
 
 import errno
 import json

@@ -1,4 +1,4 @@
-"""The commands as a person meets them."""
+"""The commands as a user runs them."""
 
 import json
 import os
@@ -78,7 +78,7 @@ def test_check_reads_the_world_size_that_torchrun_sets():
     assert json.loads(result.stdout)["settings"]["rollout_matching"]["vllm"]["tensor_parallel_size"] == 4
 
 
-def test_check_can_be_told_the_servers_world_sizes():
+def test_check_takes_the_world_sizes_of_the_servers():
     arguments = ["check", "--config", "configs/stage2-server-3v1.yaml", "--world-size", "16"]
     assert run(*arguments, "--server-world-sizes", "1,1,1").exit_code == 2
     assert run(*arguments, "--server-world-sizes", "2,1,1").exit_code == 0
@@ -111,7 +111,7 @@ def test_train_refuses_a_wrong_config_under_both_names(command):
     assert "10 problems" in result.stderr
 
 
-def test_a_config_written_by_hand_from_the_tree_is_sound(tmp_path):
+def test_the_resolved_settings_are_a_sound_config(tmp_path):
     answer = json.loads(run("check", "--json", "--config", "configs/stage2-hf.yaml").stdout)
     again = tmp_path / "again.yaml"
     again.write_text(yaml.safe_dump(answer["settings"]))
@@ -129,13 +129,13 @@ def test_output_in_a_narrow_pipe_is_not_wrapped():
     assert len(result.stdout.splitlines()) == 21
 
 
-def test_a_missing_file_is_one_line_and_a_way_out():
+def test_a_missing_file_is_one_problem_with_a_fix():
     result = run("check", "--config", "none.yaml")
     assert result.exit_code == 2
     assert result.stdout.splitlines()[0] == "none.yaml: no such file"
 
 
-def test_a_model_named_as_on_the_hub_is_told_how_to_get_it(tmp_path):
+def test_for_a_model_named_as_on_the_hub_the_message_says_how_to_get_it(tmp_path):
     result = run("model", "add-coords", "--model", "Qwen/Qwen3-VL-4B-Instruct", "--out", str(tmp_path / "new"))
     assert result.exit_code == 1
     assert "hf download Qwen/Qwen3-VL-4B-Instruct --local-dir DIR" in result.output

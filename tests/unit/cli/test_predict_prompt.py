@@ -1,4 +1,4 @@
-"""`predict` asks what the model was trained with, unless told otherwise."""
+"""`predict` uses the prompt that the model was trained with, unless another one is given."""
 
 import inspect
 import json
@@ -6,7 +6,7 @@ import json
 from coordexp.cli.predict import _prompt_of, predict
 
 
-def test_the_prompt_is_the_one_noted_with_the_model_and_else_the_default(tmp_path):
+def test_the_prompt_is_the_one_saved_with_the_model_or_the_default(tmp_path):
     assert _prompt_of(tmp_path) == "Detect all objects."
     (tmp_path / "coordexp.json").write_text(json.dumps({"prompt": "Find the cups."}))
     assert _prompt_of(tmp_path) == "Find the cups."

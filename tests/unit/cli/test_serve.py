@@ -1,4 +1,4 @@
-"""Who may reach a rollout server: without a token, only this machine."""
+"""Without a token, a rollout server can be reached only from this machine."""
 
 import pytest
 import yaml
@@ -11,7 +11,7 @@ from tests.unit.config.trees import server_mode
 
 @pytest.fixture
 def serve(tmp_path, monkeypatch):
-    """Run the command up to where it would listen, and return its exit code, what it said and where it would."""
+    """Run the command up to the point where it would listen. Return exit code, output and addresses."""
     monkeypatch.delenv(TOKEN, raising=False)
     places = []
     monkeypatch.setattr("coordexp.cli.serve.need", lambda *_, **__: None)
@@ -51,13 +51,13 @@ def test_every_address_of_this_machine_alone_needs_no_token(serve, host):
 
 
 @pytest.mark.parametrize("url", ["http://127.0.0.1:8000", "http://localhost:8000", "http://[::1]:8000"])
-def test_without_host_a_server_is_on_this_machine_alone(serve, url):
+def test_without_host_a_server_listens_only_on_this_machine(serve, url):
     code, shown, places = serve(url)
     assert code == 0, shown
     assert places == [("::1" if "::1" in url else "127.0.0.1", 8000)]
 
 
-def test_with_a_token_a_server_listens_where_it_is_told_to(serve, monkeypatch):
+def test_with_a_token_a_server_listens_at_the_given_host(serve, monkeypatch):
     monkeypatch.setenv(TOKEN, "a token")
     code, shown, places = serve("http://10.0.0.5:8000", "--host", "0.0.0.0")
     assert code == 0, shown
