@@ -7,8 +7,6 @@ from typing import Any, TypeVar
 
 import torch
 from torch import distributed as dist
-from torch.distributed.fsdp import FullyShardedDataParallel
-from torch.distributed.tensor import DTensor
 
 from coordexp.errors import EngineError, UserError
 
@@ -137,6 +135,9 @@ def is_sharded(model: Any) -> bool:
     Raise if they are sharded in another way. Such a model cannot generate, since every rank would have to run the
     same number of forward passes, and it cannot be sent to an engine, since no weight is whole under its own
     name."""
+    from torch.distributed.fsdp import FullyShardedDataParallel  # takes seconds to import
+    from torch.distributed.tensor import DTensor
+
     flat = any(isinstance(module, FullyShardedDataParallel) for module in model.modules())
     if flat or any(hasattr(weight, "ds_id") for weight in model.parameters()):
         method = "FSDP version 1" if flat else "ZeRO stage 3"

@@ -71,7 +71,7 @@ def sums(rank: int) -> Any:
     return [*sum_over_ranks([1.0 + rank, 2.0**52]), max_over_ranks(7 - rank)]
 
 
-def killed(rank: int) -> Any:
+def rank_killed(rank: int) -> Any:
     """Rank 1 is gone while rank 0 waits for it in a nested call."""
 
     def work() -> str:
@@ -103,7 +103,7 @@ def main(rank: int, folder: Path, scenes: list[str]) -> None:
     report = {}
     for name in scenes:
         report[name] = _run_scene(globals()[name], rank)
-        if name != "killed":
+        if name != "rank_killed":
             report[name]["in step"] = sum_over_ranks([7.0]) == [14.0]
         (folder / f"rank-{rank}.json").write_text(json.dumps(report))
 

@@ -37,7 +37,7 @@ ORDER = (
 LINE = {part: number for number, parts in enumerate(ORDER) for part in parts}
 
 
-def imported_parts(source: str, module: str) -> set[str]:
+def find_imported_parts(source: str, module: str) -> set[str]:
     """Return the top-level parts of coordexp that a module imports, also inside functions."""
     names: set[str] = set()
     for node in ast.walk(ast.parse(source)):
@@ -54,7 +54,7 @@ def find_forbidden(part: str, source: str, module: str) -> list[str]:
     """Return the imports that go against the order."""
     return sorted(
         f"{module} imports coordexp.{other}"
-        for other in imported_parts(source, module)
+        for other in find_imported_parts(source, module)
         if other != part and LINE[other] >= LINE[part]
     )
 

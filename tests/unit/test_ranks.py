@@ -20,7 +20,7 @@ def reports(tmp_path_factory) -> list[dict]:
     """The outcome of each scene on each rank. Rank 1 does not survive the last scene."""
     folder = tmp_path_factory.mktemp("ranks")
     command = [sys.executable, str(WORKER)]
-    scenes = [*SCENES, "waiting", "texts", "sums", "killed"]
+    scenes = [*SCENES, "waiting", "texts", "sums", "rank_killed"]
     ranks = [
         subprocess.Popen([*command, str(rank), str(folder), *scenes], stderr=subprocess.PIPE, text=True)
         for rank in range(2)
@@ -80,11 +80,11 @@ def test_texts_sums_and_maxima_of_all_ranks_are_the_same_on_all(reports):
 
 def test_a_rank_that_is_gone_is_a_lost_rank_for_the_other_within_seconds(reports):
     survivor, gone = reports
-    assert "killed" not in gone
-    assert survivor["killed"]["raised"] == "RankLostError"
-    assert survivor["killed"]["text"].startswith("rank 0 lost another rank and cannot go on (")
-    assert "--resume goes on" in survivor["killed"]["text"]
-    assert survivor["killed"]["seconds"] < 5
+    assert "rank_killed" not in gone
+    assert survivor["rank_killed"]["raised"] == "RankLostError"
+    assert survivor["rank_killed"]["text"].startswith("rank 0 lost another rank and cannot go on (")
+    assert "--resume goes on" in survivor["rank_killed"]["text"]
+    assert survivor["rank_killed"]["seconds"] < 5
 
 
 def test_a_single_process_needs_no_group():

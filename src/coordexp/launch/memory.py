@@ -124,7 +124,7 @@ def machine_problems(
     if reserved > machine.free:
         yield MemoryWarning(
             f"each of {workers} workers of the servers may take a share of {share:g} of the machine's "
-            f"{format_bytes(machine.total)}, with the learners {format_bytes(reserved)}, and "
+            f"{format_bytes(machine.total)}; with the learners this is {format_bytes(reserved)}, and "
             f"{format_bytes(machine.free)} are available",
             "lower rollout_matching.vllm.gpu_memory_utilization if a server does not start",
         )
@@ -133,16 +133,17 @@ def machine_problems(
 def _learner(plan: Plan, settings: Settings, shapes: dict[str, tuple[int, ...]], weights: int) -> MemoryNeed:
     states = ADAM_STATES if settings.training.optim in ("adamw_torch", "adamw_torch_fused") else 0
     adapter = settings.model.adapter
+    parts = plan.learners if settings.training.fsdp else 1
     if adapter is None:
-        trained, label = weights * (1 + states), "gradients and optimizer"
-    else:  # peft keeps adapters in float32
+        trained = weights * (1 + states)
+        label = f"gradients and optimizer {format_bytes(trained / parts)}"
+    elif adapter.targets == "all-linear":  # peft keeps adapters in float32
         linear = [s for name, s in shapes.items() if len(s) == 2 and "embed" not in name and "lm_head" not in name]
         trained = adapter.rank * sum(map(sum, linear)) * 4 * (2 + states)
-        label = f"adapter of rank {adapter.rank}, gradients and optimizer"
-        if adapter.targets != "all-linear":
-            trained, label = 0, "and its adapter"
-    parts = plan.learners if settings.training.fsdp else 1
-    purpose = f"weights {format_bytes(weights / parts)}, {label} {format_bytes(trained / parts)}"
+        label = f"adapter of rank {adapter.rank}, gradients and optimizer {format_bytes(trained / parts)}"
+    else:
+        trained, label = 0, "without its adapter"
+    purpose = f"weights {format_bytes(weights / parts)}, {label}"
     return MemoryNeed(plan.learner.name, (weights + trained) / parts, purpose)
 
 

@@ -6,6 +6,7 @@ are reported at once.
 
 import sys
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from ipaddress import ip_address
 from urllib.parse import urlsplit
@@ -108,10 +109,9 @@ def is_loopback(base_url: str) -> bool:
 
 def is_loopback_host(host: str) -> bool:
     """Return True if an address, or the name localhost, can be reached only from this machine."""
-    try:
+    with suppress(ValueError):  # a name
         return ip_address(host).is_loopback
-    except ValueError:
-        return host.lower() == "localhost"
+    return host.lower() == "localhost"
 
 
 def capacity_violations(settings: Settings, sizes: tuple[int, ...], learners: int) -> Iterator[Violation]:
@@ -168,10 +168,11 @@ def option_violations(options: LaunchOptions) -> Iterator[Violation]:
 def _config_violations(settings: Settings, options: LaunchOptions) -> Iterator[Violation]:
     if not settings.uses_rollouts:
         problem = f"{settings.custom.trainer_variant} makes no rollouts, so there are no servers to start"
-        yield Violation(keys_of("custom.trainer_variant"), problem, f"coordexp train --config {options.config}")
+        fix = f"run coordexp train --config {options.config}"
+        yield Violation(keys_of("custom.trainer_variant"), problem, fix)
         return
     if not uses_vllm(settings, "server"):
-        fix = f"set rollout_backend: vllm and vllm.mode: server, or use coordexp train --config {options.config}"
+        fix = f"set rollout_backend: vllm and vllm.mode: server, or run coordexp train --config {options.config}"
         yield Violation(keys_of(MODE), "this run has no rollout servers to start", fix)
         return
     yield from _server_violations(settings, options)

@@ -6,7 +6,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import islice
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -119,12 +119,11 @@ def find_gpus() -> dict[int, DeviceMemory]:
     env = {name: value for name, value in os.environ.items() if name != VISIBLE} | {
         "CUDA_DEVICE_ORDER": "PCI_BUS_ID"
     }
-    try:
+    with suppress(OSError, subprocess.TimeoutExpired, ValueError, IndexError):  # no driver, or no answer from it
         done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=env)  # noqa: S603
         rows = [line.split(",") for line in done.stdout.splitlines() if line.strip()]
         return {int(row[0]): DeviceMemory(int(row[1]) * unit, int(row[2]) * unit) for row in rows}
-    except (OSError, subprocess.TimeoutExpired, ValueError, IndexError):
-        return {}
+    return {}
 
 
 @contextmanager

@@ -38,9 +38,9 @@ def test_a_server_refuses_to_listen_beyond_this_machine_without_a_token(serve, m
         if empty:
             monkeypatch.setenv(TOKEN, "")
         code, shown, places = serve("http://127.0.0.1:8000", "--host", host)
-        told = " ".join(shown.split())
+        message = " ".join(shown.split())
         assert code == 1 and not places
-        assert f"--host {host}: {TOKEN} is not set" in told and "leave --host out" in told
+        assert f"--host {host}: {TOKEN} is not set" in message and "leave --host out" in message
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.1.2.3", "::1", "localhost", "LOCALHOST"])
