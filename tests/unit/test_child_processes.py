@@ -5,10 +5,12 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from multiprocessing import resource_tracker, shared_memory
 from pathlib import Path
 
+import psutil
 import pytest
 
 from coordexp import child_processes
@@ -82,6 +84,35 @@ def test_the_mapped_segments_of_a_process_are_found(segment):
     assert f"/dev/shm/{gone.name}" not in child_processes.find_segments(os.getpid())
     gone.close()
     assert child_processes.find_segments(2**22 + 1) == set()
+
+
+def test_processes_are_found_by_a_variable_of_their_environment_while_they_live():
+    child = subprocess.Popen(
+        [sys.executable, "-c", "print(flush=True); input()"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env=os.environ | {"COORDEXP_TEST_MARK": "of this test"},
+    )
+    assert child.stdout is not None
+    child.stdout.readline()
+
+    def find(value: str, candidates: list[psutil.Process] | None = None) -> list[int]:
+        return [process.pid for process in child_processes.find_marked("COORDEXP_TEST_MARK", value, candidates)]
+
+    try:
+        assert find("of this test") == [child.pid]
+        assert find("of another") == []
+        assert find("of this test", [psutil.Process()]) == []
+        process = psutil.Process(child.pid)
+        assert child_processes.is_alive(process)
+        process.kill()
+        until = time.monotonic() + 5
+        while child_processes.is_alive(process) and time.monotonic() < until:
+            time.sleep(0.01)
+        assert process.status() == psutil.STATUS_ZOMBIE and find("of this test") == []
+    finally:
+        child.kill()
+        child.communicate()
 
 
 def test_a_segment_that_a_living_process_has_mapped_is_not_removed(segment):

@@ -40,6 +40,8 @@ class Commands(TyperGroup):
         except ConfigError as error:
             console.print_violations(error, console.err)
             raise typer.Exit(2) from None
+        except BrokenPipeError:  # the reader of the output went away (`coordexp ... | head`): typer ends quietly
+            raise
         except (UserError, OSError) as error:
             console.err.print(str(error), markup=False, style="red")
             raise typer.Exit(1) from None

@@ -129,6 +129,12 @@ def test_output_in_a_narrow_pipe_is_not_wrapped():
     assert len(result.stdout.splitlines()) == 21
 
 
+def test_a_reader_that_goes_away_causes_no_message():
+    command = f"{sys.executable} -m coordexp config schema | true"
+    result = subprocess.run(["bash", "-c", command], capture_output=True, text=True)
+    assert (result.stdout, result.stderr) == ("", "")
+
+
 def test_a_missing_file_is_one_problem_with_a_fix():
     result = run("check", "--config", "none.yaml")
     assert result.exit_code == 2
