@@ -1,6 +1,6 @@
-"""A rollout server that is a fake: real HTTP, a real group for weights, no model. It fails as a test tells it to.
+"""A fake rollout server: real HTTP, a real group for weights, no model. It fails the way a test wants.
 
-For faults and for the logic around a server only. What depends on how a model answers is tested with real engines.
+It serves tests of faults and of the logic around a server. What depends on a model is tested with real engines.
 """
 
 import json
@@ -18,57 +18,60 @@ from uuid import uuid4
 
 import torch
 
-from coordexp.rollout.broadcast import Place, WeightGroup, join, unflattened
+from coordexp.rollout.broadcast import BufferSlice, WeightGroup, join, unflatten
 
 CPU = torch.device("cpu")
-ROUTES_OF_OURS = ("/version/", "/session/", "/start_update/", "/finish_update/", "/abandon_update/")
-Action = Callable[["Handler"], bool]  # True: it has answered
+OWN_ROUTES = ("/version/", "/session/", "/start_update/", "/finish_update/")  # ms-swift lacks them
+Action = Callable[["Handler"], bool]  # returns True if it has answered the request
 
 
 def free_port() -> int:
-    """Below those that the system gives to connections: one of them could take it while a server is away."""
+    """Return a free port below those that the system assigns to connections, so that none of these takes it while
+    a server is down."""
     while True:
         port = random.randrange(12_000, 32_000)
-        with socket.socket() as one, suppress(OSError):
-            one.bind(("127.0.0.1", port))
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", port))
             return port
 
 
-def _until_free(port: int) -> None:
+def _wait_until_free(port: int) -> None:
     until = time.monotonic() + 5
     while time.monotonic() < until:
-        with suppress(OSError), socket.socket() as one:
-            one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            one.bind(("127.0.0.1", port))
+        with suppress(OSError), socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(("127.0.0.1", port))
             return
         time.sleep(0.01)
 
 
 def answer_ids(seed: int) -> list[int]:
-    """What a fake model writes: its seed decides."""
+    """Return the tokens that the fake model writes for a seed."""
     return [3 + seed % 90, 5, 3 + seed // 90 % 90]
 
 
 class FakeRolloutServer:
-    """`foreign` behaves as `swift rollout`: no routes of ours, one thing at a time, health too, and 200 whatever a
-    worker did. With a `prefix`, all routes are below it and nothing else is served. `faults[path]` are done one
-    after the other, each instead of, or before, an answer."""
+    """A rollout server without a model. `facts` are returned by `/version/`.
+
+    With `is_swift` it behaves like `swift rollout`: it lacks our own routes, handles one request at a time, even
+    for health, and answers 200 whatever a worker did. With a `prefix`, all routes are below it and nothing else is
+    served. Each request to a path takes the next of `faults[path]`, which answers it or runs before the answer."""
 
     def __init__(
         self,
-        about: dict[str, Any],
+        facts: dict[str, Any],
         *,
         end_of_turn: int,
         prompt_ids: tuple[int, ...],
-        foreign: bool = False,
+        is_swift: bool = False,
         world_size: int = 1,
         token: str | None = None,
         max_model_len: int = 1000,
         prefix: str = "",
     ) -> None:
-        self.about, self.end_of_turn, self.prompt_ids = about, end_of_turn, prompt_ids
-        self.foreign, self.world_size, self.token, self.max_model_len = foreign, world_size, token, max_model_len
-        self.prefix = prefix
+        self.facts, self.end_of_turn, self.prompt_ids = facts, end_of_turn, prompt_ids
+        self.is_swift, self.world_size, self.token = is_swift, world_size, token
+        self.max_model_len, self.prefix = max_model_len, prefix
         self.port, self.group_port = free_port(), free_port()
         self.faults: dict[str, deque[Action]] = defaultdict(deque)
         self.calls: list[tuple[str, dict[str, Any]]] = []
@@ -81,16 +84,16 @@ class FakeRolloutServer:
         return f"http://127.0.0.1:{self.port}{self.prefix}"
 
     def start(self) -> None:
-        """As it is after its start: with the weights of its checkpoint."""
+        """Start it with the weights of its checkpoint."""
         self.boot, self.version = uuid4().hex, "default"
         self.weights: dict[str, torch.Tensor] = {}
-        self.adapter: dict[str, Any] | None = None  # peft's config of it
-        self.plugin: dict[str, Any] | None = None  # what the route of our plugin in ms-swift answers
+        self.adapter: dict[str, Any] | None = None  # its config, as peft writes it
+        self.plugin: dict[str, Any] | None = None  # the response of the route that our plugin adds to ms-swift
         self.lora, self.base_changed = True, False
         self.announced = 0
         self.session: str | None = None
         self.groups: list[WeightGroup] = []
-        self.thawed, self.one = threading.Event(), threading.Lock()
+        self.thawed, self.single = threading.Event(), threading.Lock()
         self.thawed.set()
         self.sockets: list[socket.socket] = []
         handler = type("Bound", (Handler,), {"fake": self})
@@ -100,48 +103,48 @@ class FakeRolloutServer:
         threading.Thread(target=self.http.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
 
     def die(self) -> None:
-        """As a process that is killed: its connections break."""
+        """Break all connections, like a process that is killed."""
         with self.dying:
             if not self.up:
                 return
             self.up = False
             self.http.shutdown()
             self.http.server_close()
-            for one in self.sockets:
+            for connection in self.sockets:
                 with suppress(OSError):
-                    one.shutdown(socket.SHUT_RDWR)
+                    connection.shutdown(socket.SHUT_RDWR)
             self.leave(self.session)
 
     def leave(self, session: str | None) -> None:
-        """The next session finds the port of the group free."""
+        """End the session. The group port is free for the next one."""
         with self.leaving:
             if session == self.session:
                 self.groups.clear()
-                _until_free(self.group_port)
+                _wait_until_free(self.group_port)
                 self.session = None
 
     def restart(self) -> None:
         self.die()
         self.faults.clear()
-        _until_free(self.group_port)  # the group of before goes in a thread
+        _wait_until_free(self.group_port)  # the previous group is left in a thread
         self.start()
 
     def freeze(self) -> None:
-        """As a process that is stopped: it listens, and answers nothing."""
+        """Listen but answer nothing, like a process that is stopped."""
         self.thawed.clear()
 
     def paths(self) -> list[str]:
         return [path for path, _ in self.calls]
 
     def asked(self) -> list[list[int]]:
-        """The seeds of the requests of each call for answers that came."""
-        found = [body["infer_requests"] for path, body in self.calls if path == "/infer/"]
-        return [[one["data_dict"]["coordexp"]["seed"] for one in part] for part in found]
+        """Return the seeds of the requests in each call to `/infer/`."""
+        calls = [body["infer_requests"] for path, body in self.calls if path == "/infer/"]
+        return [[request["data_dict"]["coordexp"]["seed"] for request in call] for call in calls]
 
     def receive(self, metadatas: list[dict[str, Any]], next_bytes: int) -> None:
-        """What was announced with the bucket before must be what comes."""
-        places = [Place.of(one) for one in metadatas]
-        length = max(place.end for place in places)
+        """Receive a bucket. It must have the length that was announced with the previous one."""
+        slices = [BufferSlice.from_metadata(metadata) for metadata in metadatas]
+        length = max(part.end for part in slices)
         assert self.announced in (0, length), (self.announced, length)
         self.announced = next_bytes
         buffers = [torch.empty(length, dtype=torch.uint8) for _ in self.groups]
@@ -149,30 +152,32 @@ class FakeRolloutServer:
             threading.Thread(target=group.broadcast, args=(buffer,), daemon=True)
             for group, buffer in zip(self.groups, buffers, strict=True)
         ]
-        for one in threads:
-            one.start()
-        for one in threads:
-            one.join()
-        self.weights |= {name: weight.clone() for name, weight in unflattened(places, buffers[0])}
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        self.weights |= {name: weight.clone() for name, weight in unflatten(slices, buffers[0])}
 
     def join(self, body: dict[str, Any]) -> None:
         self.groups = [None] * self.world_size  # type: ignore[list-item]
         timeout = body.get("timeout_s", 5)
 
-        def one(rank: int) -> None:
+        def join_as(rank: int) -> None:
             self.groups[rank] = join(
-                body["host"], body["port"], rank, body["world_size"], CPU, timeout, self.foreign
+                body["host"], body["port"], rank, body["world_size"], CPU, timeout, self.is_swift
             )
 
-        others = [threading.Thread(target=one, args=(rank,), daemon=True) for rank in range(1, self.world_size)]
+        others = [
+            threading.Thread(target=join_as, args=(rank,), daemon=True) for rank in range(1, self.world_size)
+        ]
         for thread in others:
             thread.start()
-        one(0)
+        join_as(0)
         for thread in others:
             thread.join()
 
     def item(self, request: dict[str, Any], config: dict[str, Any]) -> dict[str, Any]:
-        seed = config["seed"] if self.foreign else request["data_dict"]["coordexp"]["seed"]
+        seed = config["seed"] if self.is_swift else request["data_dict"]["coordexp"]["seed"]
         ids = [*answer_ids(seed), self.end_of_turn][: config["max_tokens"]]
         choice = {
             "index": 0,
@@ -182,8 +187,8 @@ class FakeRolloutServer:
             "logprobs": {"content": [{"token": "", "logprob": -0.5} for _ in ids]},
         }
         response = {"id": "1", "object": "chat.completion", "created": 0, "model": "fake", "usage": {}}
-        found = {"response": response | {"prompt_token_ids": list(self.prompt_ids), "choices": [choice]}}
-        return found if self.foreign else found | {"rollout_infos": {"weight_version": self.version}}
+        item = {"response": response | {"prompt_token_ids": list(self.prompt_ids), "choices": [choice]}}
+        return item if self.is_swift else item | {"rollout_infos": {"weight_version": self.version}}
 
 
 class _Listener(ThreadingHTTPServer):
@@ -211,23 +216,23 @@ class Handler(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         self._handle(json.loads(self.rfile.read(int(self.headers["Content-Length"] or 0)) or b"{}"))
 
-    def give(self, status: int, told: Any) -> None:
-        self.give_bytes(status, json.dumps(told).encode())
+    def reply(self, status: int, content: Any) -> None:
+        self.reply_bytes(status, json.dumps(content).encode())
 
-    def give_bytes(self, status: int, body: bytes) -> None:
+    def reply_bytes(self, status: int, body: bytes) -> None:
         self.send_response(status)
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
         self.wfile.write(body)
 
-    def refuse(self, status: int, code: str, message: str = "so it is", fix: str = "mend it") -> None:
-        self.give(status, {"error": {"code": code, "message": message, "fix": fix}})
+    def refuse(self, status: int, code: str, message: str = "a fault of the test", fix: str = "none") -> None:
+        self.reply(status, {"error": {"code": code, "message": message, "fix": fix}})
 
     def _handle(self, body: dict[str, Any]) -> None:
         fake = self.fake
         fake.thawed.wait()
         if not self.path.startswith(fake.prefix + "/"):
-            self.give(404, {"detail": "Not Found"})
+            self.reply(404, {"detail": "Not Found"})
             return
         self.path = self.path.removeprefix(fake.prefix)
         fake.calls.append((self.path, body))
@@ -235,11 +240,11 @@ class Handler(BaseHTTPRequestHandler):
         if fake.token and self.path != "/health/" and self.headers["Authorization"] != f"Bearer {fake.token}":
             self.refuse(401, "unauthorized", "no valid token")
             return
-        if fake.foreign and self.path in ROUTES_OF_OURS:
-            self.give(404, {"detail": "Not Found"})
+        if fake.is_swift and self.path in OWN_ROUTES:
+            self.reply(404, {"detail": "Not Found"})
             return
-        if fake.foreign:
-            with fake.one:
+        if fake.is_swift:
+            with fake.single:
                 self._answer(body)
         else:
             self._answer(body)
@@ -252,28 +257,28 @@ class Handler(BaseHTTPRequestHandler):
         getattr(self, f"on_{name}", self._on_other)(body)
 
     def _on_other(self, body: dict[str, Any]) -> None:
-        self.give(200, {"message": "done"})
+        self.reply(200, {"message": "done"})
 
     def on_health(self, body: dict[str, Any]) -> None:
-        self.give(200, {"status": "ok"})
+        self.reply(200, {"status": "ok"})
 
     def on_get_world_size(self, body: dict[str, Any]) -> None:
-        self.give(200, {"world_size": self.fake.world_size})
+        self.reply(200, {"world_size": self.fake.world_size})
 
     def on_coordexp_repeat_guard(self, body: dict[str, Any]) -> None:
-        self.give(*((200, self.fake.plugin) if self.fake.plugin else (404, {"detail": "Not Found"})))
+        self.reply(*((200, self.fake.plugin) if self.fake.plugin else (404, {"detail": "Not Found"})))
 
     def on_version(self, body: dict[str, Any]) -> None:
         fake = self.fake
         fixed = {"server": "coordexp", "release": "0.1.0", "protocol": 2, "devices": [], "lora": fake.lora}
         now = {"world_size": fake.world_size, "max_model_len": fake.max_model_len, "boot": fake.boot}
         weights = {"weight_version": fake.version, "updating": False, "session": fake.session}
-        self.give(200, fixed | now | weights | fake.about)
+        self.reply(200, fixed | now | weights | fake.facts)
 
     def on_session(self, body: dict[str, Any]) -> None:
         fake = self.fake
         if fake.session is not None:
-            self.refuse(409, "session_taken", "learner host:1 has it", "end that one")
+            self.refuse(409, "session_taken", "learner host:1 holds it", "end that one")
             return
         fake.session = body["session"]
         self.send_response(200)
@@ -286,7 +291,7 @@ class Handler(BaseHTTPRequestHandler):
 
     def on_init_communicator(self, body: dict[str, Any]) -> None:
         self.fake.join(body)
-        self.give(200, {"message": "joined"})
+        self.reply(200, {"message": "joined"})
 
     def on_start_update(self, body: dict[str, Any]) -> None:
         if body["session"] != self.fake.session:
@@ -298,23 +303,23 @@ class Handler(BaseHTTPRequestHandler):
         if not body.get("adapter"):
             self.fake.base_changed = True
         self.fake.weights, self.fake.announced, self.fake.adapter = {}, 0, None
-        self.give(200, {"message": "begun"})
+        self.reply(200, {"message": "begun"})
 
     def on_update_flattened_params(self, body: dict[str, Any]) -> None:
         self.fake.receive(body["metadatas"], body.get("next_bytes", 0))
-        self.give(200, {"message": "taken"})
+        self.reply(200, {"message": "taken"})
 
     def on_update_adapter_flattened_param(self, body: dict[str, Any]) -> None:
         self.fake.receive(body["metadatas"], 0)
         self.fake.adapter = body["peft_config"]
-        self.give(200, {"message": "taken"})
+        self.reply(200, {"message": "taken"})
 
     def on_finish_update(self, body: dict[str, Any]) -> None:
         self.fake.version = body["version"]
-        self.give(200, {"weight_version": self.fake.version})
+        self.reply(200, {"weight_version": self.fake.version})
 
     def on_infer(self, body: dict[str, Any]) -> None:
-        self.give(200, [self.fake.item(one, body["request_config"]) for one in body["infer_requests"]])
+        self.reply(200, [self.fake.item(request, body["request_config"]) for request in body["infer_requests"]])
 
 
 # Faults
@@ -330,7 +335,7 @@ def status(code: int, kind: str = "fault") -> Action:
 
 def garbage(body: bytes = b"<html>Bad Gateway") -> Action:
     def act(handler: Handler) -> bool:
-        handler.give_bytes(200, body)
+        handler.reply_bytes(200, body)
         return True
 
     return act
@@ -356,12 +361,12 @@ def freezes(handler: Handler) -> bool:
 
 
 def changed(change: Callable[[list[Any]], Any]) -> Action:
-    """An answer to /infer/ after this change."""
+    """Answer `/infer/` with changed items."""
 
     def act(handler: Handler) -> bool:
         body = handler.fake.calls[-1][1]
-        items = [handler.fake.item(one, body["request_config"]) for one in body["infer_requests"]]
-        handler.give(200, change(items))
+        items = [handler.fake.item(request, body["request_config"]) for request in body["infer_requests"]]
+        handler.reply(200, change(items))
         return True
 
     return act

@@ -24,7 +24,8 @@ from coordexp.serve.guard import LOADED, TEXT
 
 
 class FakeSwiftRollout:
-    """A process of it with the guard's settings in its environment. At the end everything is as before."""
+    """A process of `swift rollout` with the guard's settings in its environment. At the end of the block, the
+    process is as before."""
 
     def __init__(self, guard: RepeatTerminate | None) -> None:
         self.guard, self._patch = guard, pytest.MonkeyPatch()

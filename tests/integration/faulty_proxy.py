@@ -1,6 +1,6 @@
-"""Between a learner and a real rollout server: passes on what they say, except where a test wants it spoiled.
+"""A proxy between a learner and a real rollout server. It forwards all requests, except those that a test spoils.
 
-Weights do not go through it: the learner finds the server's group_port by itself.
+Weights do not go through it: the learner connects to the server's group_port directly.
 """
 
 import json
@@ -16,15 +16,15 @@ from tests.fake_server import Action, Handler, _Listener
 
 
 class FaultyProxy:
-    """`faults[path]` are met by one request each, in turn: a fault answers it, or does something before it goes on
-    to the server."""
+    """Forwards requests to one server. Each request to a path takes the next of `faults[path]`, which answers it
+    or runs before the request is forwarded."""
 
     def __init__(self, url: str) -> None:
         address = urlsplit(url)
         self.server = (str(address.hostname), int(address.port or 80))
         self.faults: dict[str, list[Action]] = {}
         self.sockets: list[socket.socket] = []
-        self._listener = _Listener(("127.0.0.1", 0), type("Bound", (_Passing,), {"proxy": self}))
+        self._listener = _Listener(("127.0.0.1", 0), type("Bound", (_Forwarder,), {"proxy": self}))
         self._listener.fake = self  # type: ignore[assignment]
         threading.Thread(target=self._listener.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True).start()
 
@@ -32,34 +32,34 @@ class FaultyProxy:
     def url(self) -> str:
         return f"http://127.0.0.1:{self._listener.server_address[1]}"
 
-    def meet(self, path: str, *faults: Action) -> None:
+    def add_faults(self, path: str, *faults: Action) -> None:
         self.faults.setdefault(path, []).extend(faults)
 
     def is_clear(self) -> bool:
-        """Whether all faults have been met."""
+        """Return True if all faults have happened."""
         return not any(self.faults.values())
 
     def close(self) -> None:
         self._listener.shutdown()
         self._listener.server_close()
-        for one in self.sockets:
+        for connection in self.sockets:
             with suppress(OSError):
-                one.shutdown(socket.SHUT_RDWR)
+                connection.shutdown(socket.SHUT_RDWR)
 
 
-class _Passing(Handler):
+class _Forwarder(Handler):
     proxy: FaultyProxy
 
     def _handle(self, body: dict[str, Any]) -> None:
         waiting = self.proxy.faults.get(self.path)
         if waiting and waiting.pop(0)(self):
             return
-        with suppress(OSError):  # a server that is gone leaves the learner without an answer
-            self._pass_on(json.dumps(body).encode() if self.command == "POST" else b"")
+        with suppress(OSError):  # if the server is gone, the learner gets no answer
+            self._forward(json.dumps(body).encode() if self.command == "POST" else b"")
 
-    def _pass_on(self, body: bytes) -> None:
-        kept = {name: self.headers[name] for name in ("Authorization", "Content-Type") if self.headers[name]}
-        headers = {"Host": "server", "Connection": "close", "Content-Length": str(len(body))} | kept
+    def _forward(self, body: bytes) -> None:
+        passed = {name: self.headers[name] for name in ("Authorization", "Content-Type") if self.headers[name]}
+        headers = {"Host": "server", "Connection": "close", "Content-Length": str(len(body))} | passed
         lines = [f"{self.command} {self.path} HTTP/1.1", *(f"{name}: {value}" for name, value in headers.items())]
         with socket.create_connection(self.proxy.server) as server:
             server.sendall("\r\n".join([*lines, "", ""]).encode() + body)
@@ -69,11 +69,11 @@ class _Passing(Handler):
                 self.wfile.write(part)
 
 
-# Faults, besides those of the fake server that only answer.
+# Faults, in addition to those of the fake server.
 
 
 def does(work: Callable[[], Any]) -> Action:
-    """Before the request goes on."""
+    """Do some work before the request is forwarded."""
 
     def act(_: Handler) -> bool:
         work()
@@ -82,9 +82,11 @@ def does(work: Callable[[], Any]) -> Action:
     return act
 
 
-def says(told: Any) -> Action:
+def says(content: Any) -> Action:
+    """Answer with this content instead of forwarding the request."""
+
     def act(handler: Handler) -> bool:
-        handler.give(200, told)
+        handler.reply(200, content)
         return True
 
     return act

@@ -1,4 +1,4 @@
-"""Real rollout servers, each a process of its own with its engine, and a learner's end in plain HTTP."""
+"""Real rollout servers, each in its own process with its engine, and a client that speaks plain HTTP."""
 
 import base64
 import os
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from transformers import Qwen3VLForConditionalGeneration
 
-from coordexp.rollout.broadcast import flattened, join
+from coordexp.rollout.broadcast import flatten, join
 from coordexp.train.weights import learner_weights
 from tests.integration.stage2_runs import MODEL, Started, config, draw, started
 
@@ -46,14 +46,14 @@ START = 300.0  # seconds
 
 def free_ports(count: int) -> list[int]:
     with ExitStack() as stack:
-        taken = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for one in taken:
-            one.bind(("127.0.0.1", 0))
-        return [int(one.getsockname()[1]) for one in taken]
+        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for bound in sockets:
+            bound.bind(("127.0.0.1", 0))
+        return [int(bound.getsockname()[1]) for bound in sockets]
 
 
 class Fleet:
-    """Servers on the committed model, on ports that were free, with a guard that its answers do not wake."""
+    """Servers of the committed model, on free ports, with a guard that its answers do not trigger."""
 
     def __init__(self, folder: Path, count: int, **vllm: Any) -> None:
         self.folder, self.vllm = draw(folder), vllm
@@ -64,11 +64,11 @@ class Fleet:
             for http, group in zip(ports[:count], ports[count:], strict=True)
         ]
         self.file = self.config("fleet")
-        self.variables: dict[str, str] = {}  # of the servers' environment
+        self.variables: dict[str, str] = {}  # added to the servers' environment
         self._running: dict[int, tuple[ExitStack, Started]] = {}
 
     def config(self, name: str, count: int | None = None, **changes: Any) -> Path:
-        """Of a run that uses the first `count` servers."""
+        """Write the config of a run that uses the first `count` servers."""
         vllm = {
             "mode": "server",
             "gpu_memory_utilization": 0.1,
@@ -84,7 +84,7 @@ class Fleet:
         return config(self.folder, name, **(ours | changes))
 
     def start(self, *indices: int) -> None:
-        """Side by side."""
+        """Start servers side by side, and wait until they are ready."""
         for index in indices:
             stack = ExitStack()
             words = [*SERVE, "--config", str(self.file), "--index", str(index)]
@@ -101,7 +101,7 @@ class Fleet:
             return False
 
     def ensure(self, count: int) -> None:
-        """That the first servers run, whatever a test has done to them."""
+        """Start those of the first servers that do not run, whatever a test has done to them."""
         dead = [
             index
             for index in range(count)
@@ -118,12 +118,12 @@ class Fleet:
         return str(self.servers[index]["base_url"])
 
     def stop(self, index: int) -> None:
-        """Kills it, and all of its processes."""
+        """Kill the server and all of its processes."""
         if index in self._running:
             self._running.pop(index)[0].close()
 
     def signal(self, index: int, number: signal.Signals) -> None:
-        """To all of its processes."""
+        """Send a signal to all processes of the server."""
         for pid in self[index].left():
             os.kill(pid, number)
 
@@ -131,7 +131,7 @@ class Fleet:
         for index in list(self._running):
             self.stop(index)
 
-    def pictures(self) -> list[str]:
+    def images(self) -> list[str]:
         return sorted(map(str, (self.folder / "data/images/train").glob("*.png")))
 
 
@@ -142,22 +142,22 @@ def wait_for(done: Callable[[], bool], seconds: float, shown: Callable[[], str] 
         time.sleep(0.2)
 
 
-def asked(picture: str, **own: Any) -> dict[str, Any]:
-    """A request as ms-swift writes it; `own` is what only our learner says."""
-    request = {"messages": [{"role": "user", "content": "<image>Detect all objects."}], "images": [picture]}
+def infer_request(image: str, **own: Any) -> dict[str, Any]:
+    """Return a request as ms-swift writes it. `own` are the fields that only our learner adds."""
+    request = {"messages": [{"role": "user", "content": "<image>Detect all objects."}], "images": [image]}
     return request | ({"data_dict": {"coordexp": own}} if own else {})
 
 
-def base64_of(picture: str) -> str:
-    return base64.b64encode(Path(picture).read_bytes()).decode()
+def base64_of(image: str) -> str:
+    return base64.b64encode(Path(image).read_bytes()).decode()
 
 
-def good(answer: httpx.Response) -> None:
+def assert_ok(answer: httpx.Response) -> None:
     assert answer.status_code == 200, answer.text
 
 
 class PlainClient:
-    """A client of the ms-swift contract, written from its description. With a session, it is our learner's end."""
+    """A client of the ms-swift contract, written from its description. With a session, it acts as our learner."""
 
     def __init__(self, url: str, port: int, token: str | None = None) -> None:
         headers = {"Authorization": f"Bearer {token}"} if token else {}
@@ -182,19 +182,20 @@ class PlainClient:
         return answer[0]
 
     def send(self, weights: Sequence[tuple[str, Tensor]], **more: Any) -> httpx.Response:
-        told, buffer = flattened(weights, torch.empty(0, dtype=torch.uint8))
-        with concurrently(lambda: self.post("/update_flattened_params/", metadatas=told, **more)) as answer:
+        metadatas, buffer = flatten(weights, torch.empty(0, dtype=torch.uint8))
+        body = {"metadatas": metadatas, **more}
+        with concurrently(lambda: self.post("/update_flattened_params/", **body)) as answer:
             self.group.broadcast(buffer)
         return answer[0]
 
     def update(self, weights: Sequence[tuple[str, Tensor]], version: str, session: str) -> None:
-        good(self.post("/start_update/", session=session, version=version))
-        good(self.send(weights, session=session))
-        good(self.post("/finish_update/", session=session, version=version))
+        assert_ok(self.post("/start_update/", session=session, version=version))
+        assert_ok(self.send(weights, session=session))
+        assert_ok(self.post("/finish_update/", session=session, version=version))
 
     @contextmanager
     def session(self, name: str) -> Iterator[str]:
-        """Held as long as the block."""
+        """Hold a session for as long as the block runs."""
         with self.http.stream("POST", "/session/", json={"session": name, "learner": "test:1"}) as held:
             assert held.status_code == 200, held.read()
             lines = held.iter_lines()  # the connection closes with it
@@ -209,17 +210,17 @@ class PlainClient:
 
 @contextmanager
 def concurrently(work: Callable[[], Any]) -> Iterator[list[Any]]:
-    """What `work` gives is there after the block."""
-    found: list[Any] = []
-    thread = threading.Thread(target=lambda: found.append(work()), daemon=True)
+    """Do some work in a thread while the block runs. Yield a list that holds its result after the block."""
+    results: list[Any] = []
+    thread = threading.Thread(target=lambda: results.append(work()), daemon=True)
     thread.start()
-    yield found
+    yield results
     thread.join(60)
-    assert found, "the other end did not come back"
+    assert results, "the work did not end"
 
 
 def model_weights(noise: float = 0.0, seed: int = 0) -> list[tuple[str, Tensor]]:
-    """Of the committed model; with noise, of one that babbles."""
+    """Return the weights of the committed model. With noise, the model babbles."""
     model = Qwen3VLForConditionalGeneration.from_pretrained(MODEL, dtype=torch.float32)
     draws = torch.Generator().manual_seed(seed)
     return [

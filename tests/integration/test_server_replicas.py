@@ -1,5 +1,5 @@
 """A real rollout server with data-parallel replicas: weights and adapters reach each of them, a learner trains on
-their answers, and the death of one of them ends the server."""
+their answers, and the server ends if one of them dies."""
 
 import json
 import os
@@ -13,9 +13,18 @@ import psutil
 import pytest
 
 from coordexp.train.weights import learner_weights
-from tests.integration.servers import GUARD, Fleet, PlainClient, asked, concurrently, good, model_weights, wait_for
+from tests.integration.servers import (
+    GUARD,
+    Fleet,
+    PlainClient,
+    assert_ok,
+    concurrently,
+    infer_request,
+    model_weights,
+    wait_for,
+)
 from tests.integration.stage2_runs import config, finish, started, steps, training
-from tests.integration.test_server import by_transformers, ids
+from tests.integration.test_server import answer_with_transformers, ids
 from tests.integration.test_server_adapters import adapted, update
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(400)]
@@ -26,7 +35,7 @@ import os, time
 from vllm.config import ParallelConfig
 from vllm.v1.engine.coordinator import DPCoordinator
 from coordexp.rollout.engine import OWNER
-from coordexp.serve.coordinator import tie_coordinator_to_server
+from coordexp.serve.engine import tie_coordinator_to_server
 os.environ |= {OWNER: str(os.getpid()), "VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
 tie_coordinator_to_server()
 coordinator = DPCoordinator(ParallelConfig(data_parallel_size=2, data_parallel_size_local=2))
@@ -37,7 +46,7 @@ time.sleep(1000)
 
 @pytest.fixture(scope="module")
 def replicated(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
-    """One server with three replicas, which takes adapters too."""
+    """One server with three replicas, which also loads adapters."""
     own = {"data_parallel_size": REPLICAS, "enable_lora": True, "max_lora_rank": 4, "gpu_memory_utilization": 0.05}
     fleet = Fleet(tmp_path_factory.mktemp("replicated"), 1, **own)
     try:
@@ -49,29 +58,29 @@ def replicated(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
 @pytest.fixture
 def client(replicated: Fleet) -> Iterator[PlainClient]:
     replicated.ensure(1)
-    found = PlainClient(replicated.url(0), replicated.servers[0]["group_port"])
-    wait_for(lambda: found.http.get("/version/").json()["session"] is None, 20)
-    yield found
-    found.close()
+    plain = PlainClient(replicated.url(0), replicated.servers[0]["group_port"])
+    wait_for(lambda: plain.http.get("/version/").json()["session"] is None, 20)
+    yield plain
+    plain.close()
 
 
-def answered_by_replica(client: PlainClient) -> list[int]:
-    """Requests that each replica has answered so far, by vLLM's own count."""
+def count_by_replica(client: PlainClient) -> list[int]:
+    """Return how many requests each replica has answered so far, by vLLM's own count."""
     counts = [0] * REPLICAS
     for line in client.http.get("/metrics").text.splitlines():
-        if line.startswith("vllm:request_success_total{") and (found := re.search(r'engine="(\d+)"', line)):
-            counts[int(found[1])] += int(float(line.rpartition(" ")[2]))
+        if line.startswith("vllm:request_success_total{") and (label := re.search(r'engine="(\d+)"', line)):
+            counts[int(label[1])] += int(float(line.rpartition(" ")[2]))
     return counts
 
 
-def check_every_replica(client: PlainClient, weights: list[Any], pictures: list[str]) -> None:
+def check_every_replica(client: PlainClient, weights: list[Any], images: list[str]) -> None:
     """Assert that every replica answers some of the requests, and that all answers are those of `weights`."""
-    before = answered_by_replica(client)
-    found = [ids(item) for item in client.infer([asked(one, guard=False) for one in pictures])]
-    made = [now - then for now, then in zip(answered_by_replica(client), before, strict=True)]
+    before = count_by_replica(client)
+    answers = [ids(item) for item in client.infer([infer_request(image, guard=False) for image in images])]
+    made = [now - then for now, then in zip(count_by_replica(client), before, strict=True)]
     print("answers by replica:", made)
-    assert sum(made) == len(pictures) and min(made) > 0
-    assert found == by_transformers(weights, pictures)
+    assert sum(made) == len(images) and min(made) > 0
+    assert answers == answer_with_transformers(weights, images)
 
 
 def test_the_world_size_of_a_server_counts_the_devices_of_all_replicas(client):
@@ -81,29 +90,29 @@ def test_the_world_size_of_a_server_counts_the_devices_of_all_replicas(client):
 
 def test_every_replica_gets_the_adapter(client, replicated):
     with client.session("learner") as session:
-        good(client.join(session=session))
+        assert_ok(client.join(session=session))
         for version, seed in (("1", 1), ("2", 2)):
             model = adapted(seed)
             update(client, model, version, session)
-            check_every_replica(client, list(learner_weights(model)), replicated.pictures()[:12])
+            check_every_replica(client, list(learner_weights(model)), replicated.images()[:12])
 
 
 @pytest.mark.scenario("R07.C9", "R08.C2", on="engine")
 def test_every_replica_answers_as_the_learner_after_each_weight_sync(client, replicated):
     with client.session("learner") as session:
-        good(client.join(session=session))
+        assert_ok(client.join(session=session))
         for version, seed in (("1", 1), ("2", 2)):
             weights = model_weights(0.3, seed=seed)
             client.update(weights, version, session)
             assert client.http.get("/version/").json()["weight_version"] == version
-            check_every_replica(client, weights, replicated.pictures()[:12])
+            check_every_replica(client, weights, replicated.images()[:12])
 
 
 @pytest.mark.scenario("R08.S1", on="engine")
 def test_one_server_over_three_rollout_devices_and_a_learner_train_as_the_learner_alone(client, replicated):
-    before, run = answered_by_replica(client), {"training__max_steps": 2, "training__save_steps": 2}
+    before, run = count_by_replica(client), {"training__max_steps": 2, "training__save_steps": 2}
     shown = finish(training(replicated.config("three-devices", **run)))
-    made = [now - then for now, then in zip(answered_by_replica(client), before, strict=True)]
+    made = [now - then for now, then in zip(count_by_replica(client), before, strict=True)]
     assert min(made) > 0, made
     assert "the rollout servers answer as the learner does" in shown
     folder = replicated.folder / "three-devices"
@@ -111,7 +120,7 @@ def test_one_server_over_three_rollout_devices_and_a_learner_train_as_the_learne
     assert known["world_size"] == REPLICAS
     events = [json.loads(line) for line in (folder / "servers.jsonl").read_text().splitlines()]
     syncs = [event for event in events if event["event"] == "sync"]
-    assert [(one["version"], one["sync_mode"], one["synced"]) for one in syncs] == [
+    assert [(sync["version"], sync["sync_mode"], sync["synced"]) for sync in syncs] == [
         (0, "full", [0]),
         (1, "full", [0]),
     ]
@@ -122,9 +131,9 @@ def test_one_server_over_three_rollout_devices_and_a_learner_train_as_the_learne
 
 
 def test_a_server_ends_with_an_error_when_one_of_its_replicas_dies(client, replicated):
-    """In the middle of answers, which end with it."""
+    """It dies while the server answers."""
     server = replicated[0]
-    babbling = [asked(one, guard=False) for one in replicated.pictures()]
+    babbling = [infer_request(image, guard=False) for image in replicated.images()]
     config = {"max_tokens": 200, "temperature": 1.0}
 
     def ask() -> Any:
@@ -143,7 +152,7 @@ def test_a_server_ends_with_an_error_when_one_of_its_replicas_dies(client, repli
 
 
 def test_the_coordinator_of_replicas_ends_with_a_server_that_is_killed():
-    """Started as vLLM does it in a server, without engines."""
+    """The coordinator is started as vLLM starts it in a server, but without engines."""
     with started(["-c", COORDINATED]) as server:
         wait_for(lambda: "coordinated" in server.shown, 250, lambda: server.shown)
         assert len(server.left()) > 1
@@ -157,10 +166,10 @@ def running(client: PlainClient) -> float:
 
 
 def replica(server: int, index: int) -> int:
-    """The process of a replica, by the title that vLLM gives it."""
-    (found,) = [
+    """Return the process id of a replica. vLLM sets the title of its process."""
+    (pid,) = [
         process.pid
         for process in psutil.Process(server).children()
         if process.cmdline() and process.cmdline()[0].endswith(f"EngineCore_DP{index}")
     ]
-    return found
+    return pid

@@ -1,5 +1,5 @@
-"""Training on the answers of rollout servers is training on the learner's own: the same losses, the same counters.
-Servers and learner are processes of their own."""
+"""Training on the answers of rollout servers equals training on the learner's own: the losses and counters are the
+same. Servers and learner are separate processes."""
 
 import json
 import secrets
@@ -23,7 +23,7 @@ RUN = {"training__max_steps": STEPS, "training__save_steps": STEPS, "stage2__dum
 
 
 class Pair:
-    """A run by servers, which were started before, and the same by the learner alone."""
+    """A run with servers that are already running, and the same run with the learner alone."""
 
     def __init__(self, fleet: Fleet, name: str, servers: int, ranks: int) -> None:
         fleet.ensure(servers)
@@ -52,16 +52,16 @@ def two_ranks(fleet: Fleet) -> Pair:
 
 
 def check_losses(run: Path, own: Path) -> None:
-    expected, found = steps(own), steps(run)
-    assert len(found) == len(expected) == STEPS
-    apart = max(abs(one["loss"] - other["loss"]) for one, other in zip(found, expected, strict=True))
-    print(f"largest difference of a loss: {apart:.1e}")
-    assert apart <= 1e-5
+    expected, actual = steps(own), steps(run)
+    assert len(actual) == len(expected) == STEPS
+    difference = max(abs(line["loss"] - other["loss"]) for line, other in zip(actual, expected, strict=True))
+    print(f"largest difference of a loss: {difference:.1e}")
+    assert difference <= 1e-5
     assert len({line["loss"] for line in expected}) == STEPS
-    for one, other in zip(found, expected, strict=True):
+    for line, other in zip(actual, expected, strict=True):
         counters = [name for name in other if name.startswith(("rollout/", "parse/", "match/", "packing/"))]
         assert "rollout/answers" in counters
-        assert {name: one[name] for name in counters} == {name: other[name] for name in counters}
+        assert {name: line[name] for name in counters} == {name: other[name] for name in counters}
 
 
 @pytest.mark.scenario("R07.C9", "R08.C1", "R34.S1", on="engine")
@@ -96,11 +96,13 @@ def test_every_rollout_carries_the_version_of_its_step_and_both_servers_have_mad
 
 
 @pytest.mark.scenario("R09.S1", "R39.S1", on="engine")
-def test_what_is_needed_to_repeat_the_run_is_in_its_folder(two_servers, two_ranks):
+def test_everything_that_is_needed_to_repeat_the_run_is_in_its_folder(two_servers, two_ranks):
     rollouts = json.loads((two_servers.folder / "run.json").read_text())[0]["rollouts"]
-    known = [{"base_url": one["base_url"], "group_port": one["group_port"]} for one in rollouts["servers"]]
+    known = [
+        {"base_url": server["base_url"], "group_port": server["group_port"]} for server in rollouts["servers"]
+    ]
     assert known == two_servers.fleet.servers
-    assert {one["world_size"] for one in rollouts["servers"]} == {1}
+    assert {server["world_size"] for server in rollouts["servers"]} == {1}
     assert (rollouts["mode"], rollouts["sync_mode"], rollouts["fallbacks"]) == ("server", "full", [])
     possible = {request_seed(42, 0, micro, 0, k) for micro in range(2) for k in range(64)}
     first = two_servers.events("rollouts")[0]

@@ -1,27 +1,27 @@
-"""What holds for every pool of servers, whatever fails when: who is asked, for what, and what comes back."""
+"""Properties of every pool of servers, whatever fails: which server gets which request, and what comes back."""
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from coordexp.config.capacity import capacity_shortage, requests_per_rank
-from coordexp.rollout.pool import Pool, Up, answered, shares
+from coordexp.rollout.pool import Loss, Pool, Up, ask_in_waves, split_count
 
 SIZES = st.lists(st.integers(1, 8), min_size=1, max_size=9)
 
 
 def ready(sizes, version=3) -> Pool:
-    pool = Pool.of(sizes).at(version)
+    pool = Pool.of(sizes).advance_to(version)
     for k in range(len(sizes)):
-        pool = pool.synced(k, version)
+        pool = pool.mark_synced(k, version)
     return pool
 
 
 @given(st.integers(0, 300), SIZES)
 def test_every_request_has_one_server(count, sizes):
-    found = shares(count, sizes)
-    assert sum(found) == count
-    assert all(share >= 0 for share in found)
+    counts = split_count(count, sizes)
+    assert sum(counts) == count
+    assert all(share >= 0 for share in counts)
 
 
 @pytest.mark.scenario("R07.C17", on="pure")
@@ -29,37 +29,37 @@ def test_every_request_has_one_server(count, sizes):
 def test_equal_servers_get_chunks_of_the_rounded_up_size(count, size, servers):
     """As the specification writes it: server i gets [i * chunk : (i + 1) * chunk]."""
     chunk = -(-count // servers)
-    places = list(range(count))
-    found = shares(count, [size] * servers)
-    assert found == [len(places[i * chunk : (i + 1) * chunk]) for i in range(servers)]
+    requests = list(range(count))
+    counts = split_count(count, [size] * servers)
+    assert counts == [len(requests[i * chunk : (i + 1) * chunk]) for i in range(servers)]
 
 
 @pytest.mark.scenario("R15.C3", on="pure")
 @given(st.integers(1, 300), SIZES.filter(lambda sizes: len(set(sizes)) > 1))
 def test_unequal_servers_get_their_proportion_to_less_than_one_request(count, sizes):
-    for share, size in zip(shares(count, sizes), sizes, strict=True):
+    for share, size in zip(split_count(count, sizes), sizes, strict=True):
         assert abs(share - count * size / sum(sizes)) < 1
 
 
-def test_what_is_left_goes_to_the_largest_remainder_and_of_equal_ones_to_the_first():
-    assert shares(3, [1, 1, 2]) == [1, 1, 1]  # 0.75, 0.75 and 1.5
-    assert shares(1, [2, 2, 1]) == [1, 0, 0]
+def test_the_rest_goes_to_the_largest_remainder_and_of_equal_ones_to_the_first():
+    assert split_count(3, [1, 1, 2]) == [1, 1, 1]  # 0.75, 0.75 and 1.5
+    assert split_count(1, [2, 2, 1]) == [1, 0, 0]
 
 
 @pytest.mark.scenario("R07.S3", on="pure")
 @given(st.integers(0, 80), SIZES, st.integers(0, 15), st.integers(1, 16))
 def test_chunks_are_contiguous_in_order_and_the_same_every_time(count, sizes, rank, learners):
-    pool, places = ready(sizes), tuple(range(count))
-    found = pool.chunks(places, rank % learners, learners)
-    assert found == pool.chunks(places, rank % learners, learners)
-    assert tuple(place for _, part in found for place in part) == places
-    assert all(part for _, part in found)
-    assert len({server for server, _ in found}) == len(found)
+    pool, requests = ready(sizes), tuple(range(count))
+    chunks = pool.split_into_chunks(requests, rank % learners, learners)
+    assert chunks == pool.split_into_chunks(requests, rank % learners, learners)
+    assert tuple(request for _, part in chunks for request in part) == requests
+    assert all(part for _, part in chunks)
+    assert len({server for server, _ in chunks}) == len(chunks)
 
 
 @given(SIZES, st.integers(1, 8), st.integers(1, 40))
 def test_ranks_with_few_requests_each_do_not_all_ask_the_same_server(sizes, batch, learners):
-    """No server has more than it decodes at once, and what one rank asks for besides."""
+    """No server has more requests than it decodes at once plus those of one rank."""
     sizes = [sizes[0]] * len(sizes)
     if capacity_shortage(batch, tuple(sizes), learners):
         return
@@ -68,7 +68,7 @@ def test_ranks_with_few_requests_each_do_not_all_ask_the_same_server(sizes, batc
         return
     asked = [0] * len(sizes)
     for rank in range(learners):
-        for server, part in ready(sizes).chunks(range(wave), rank, learners):
+        for server, part in ready(sizes).split_into_chunks(range(wave), rank, learners):
             asked[server] += len(part)
     assert max(asked) <= batch * sizes[0] + wave
 
@@ -82,7 +82,7 @@ def test_every_request_is_answered_once_or_no_server_is_left_and_no_server_that_
     rank = data.draw(st.integers(0, learners - 1))
     pool = ready(sizes)
     out: set[int] = set()
-    given_out: list[int] = []
+    assigned: list[int] = []
 
     def ask(chunks):
         answers, losses = {}, {}
@@ -90,51 +90,51 @@ def test_every_request_is_answered_once_or_no_server_is_left_and_no_server_that_
         for server, part in chunks:
             assert server not in out
             if data.draw(st.integers(0, 4)) == 0:
-                losses[server] = "killed"
+                losses[server] = Loss("killed")
                 out.add(server)
             else:
-                given_out.extend(part)
-                answers |= {place: f"answer {place}" for place in part}
+                assigned.extend(part)
+                answers |= {request: f"answer {request}" for request in part}
         return answers, losses
 
-    after, found = answered(pool, count, batch, ask, rank, learners)
-    assert len(given_out) == len(set(given_out)) == len(found)
-    assert all(found[place] == f"answer {place}" for place in found)
-    assert sorted(found) == list(range(count)) or not after.usable
+    after, answers = ask_in_waves(pool, count, batch, ask, rank, learners)
+    assert len(assigned) == len(set(assigned)) == len(answers)
+    assert all(answers[request] == f"answer {request}" for request in answers)
+    assert sorted(answers) == list(range(count)) or not after.usable
     assert set(after.out) == out
     if count == 0:
-        assert not given_out and after == pool
+        assert not assigned and after == pool
 
 
 EVENTS = st.one_of(
-    st.tuples(st.just("at"), st.integers(0, 5)),
-    st.tuples(st.just("synced"), st.integers(0, 3), st.integers(0, 5)),
-    st.tuples(st.just("lost"), st.integers(0, 3)),
-    st.tuples(st.just("failed"), st.integers(0, 3)),
+    st.tuples(st.just("advance_to"), st.integers(0, 5)),
+    st.tuples(st.just("mark_synced"), st.integers(0, 3), st.integers(0, 5)),
+    st.tuples(st.just("mark_lost"), st.integers(0, 3)),
+    st.tuples(st.just("mark_failed"), st.integers(0, 3)),
 )
 
 
 @settings(max_examples=300)
 @given(st.lists(EVENTS, max_size=40))
-def test_a_server_may_be_asked_only_after_a_full_sync_at_the_version_that_is_current(events):
+def test_a_server_may_be_asked_only_after_a_full_sync_of_the_current_version(events):
     pool, has, current = Pool.of([1] * 4), [None] * 4, None
-    for name, *words in events:
-        if name == "at":
-            pool, current = pool.at(words[0]), words[0]
-        elif name == "synced":
-            pool = pool.synced(*words)
-            if words[1] == current:
-                has[words[0]] = current
+    for name, *arguments in events:
+        if name == "advance_to":
+            pool, current = pool.advance_to(*arguments), arguments[0]
+        elif name == "mark_synced":
+            pool = pool.mark_synced(*arguments)
+            if arguments[1] == current:
+                has[arguments[0]] = current
         else:
-            pool = getattr(pool, name)(words[0], "reason")
-            has[words[0]] = None
-        wanted = tuple(k for k in range(4) if current is not None and has[k] == current)
-        assert pool.usable == wanted
+            pool = getattr(pool, name)(arguments[0], Loss("reason"))
+            has[arguments[0]] = None
+        expected = tuple(k for k in range(4) if current is not None and has[k] == current)
+        assert pool.usable == expected
         assert {*pool.usable, *pool.behind} == set(range(4))
 
 
 def test_the_first_reason_of_a_loss_is_kept_until_an_attempt_to_bring_it_back_fails():
-    pool = ready([1, 1]).lost(0, "killed").lost(0, "refused")
-    assert pool.out == {0: "killed"}
-    assert pool.failed(0, "another model").out == {0: "another model"}
+    pool = ready([1, 1]).mark_lost(0, Loss("killed")).mark_lost(0, Loss("refused"))
+    assert pool.out == {0: Loss("killed")}
+    assert pool.mark_failed(0, Loss("another model")).out == {0: Loss("another model")}
     assert pool.states[1] == Up(3)

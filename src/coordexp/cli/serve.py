@@ -12,7 +12,6 @@ from coordexp.cli.console import err, need, progress, stop
 from coordexp.config import Settings, load_settings
 from coordexp.config.rollout import TOKEN
 from coordexp.config.rules import uses_vllm
-from coordexp.errors import EngineError
 from coordexp.folders import how_to_find
 from coordexp.launch.plan import is_loopback, is_loopback_host
 from coordexp.rollout.installed import check_vllm
@@ -32,74 +31,74 @@ def serve(
     images: Annotated[
         list[Path] | None,
         typer.Option(
-            help="Folder below which pictures may be read, besides those of the data files. Can be repeated."
+            help="Folder below which images may be read, besides those of the data files. Can be repeated."
         ),
     ] = None,
 ) -> None:
-    """Serve rollouts by vLLM to the learner that trains with the same config.
+    """Serve rollouts with vLLM to the learner that trains with the same config.
 
     The port is the one in base_url. With COORDEXP_SERVER_TOKEN set, every route but /health/ and
     /ready/ requires that token; learners read it from the same variable. Without it, a server
     listens on this machine's own addresses only. SIGTERM or Ctrl-C ends the server and its engine.
     """
     settings = load_settings(config).settings
-    address, port = _place(settings, str(config), index, host)
+    address, port = _choose_address(settings, str(config), index, host)
     need("torch", "transformers", extra="vllm")
     for setting, name in absent_files(settings):
-        stop(f"{setting}: {name} does not exist\n  {how_to_find(setting, name)}")
+        stop(f"{setting}: {name} does not exist", how_to_find(setting, name))
     data = [Path(name).parent for name in (settings.custom.train_jsonl, settings.custom.val_jsonl) if name]
     folders = tuple(dict.fromkeys(folder.resolve() for folder in (*data, *(images or ()))))
-    try:
-        check_vllm()
-        _serve(settings, index, address, port, folders)
-    except (EngineError, ValueError, OSError) as error:
-        stop(str(error))
+    check_vllm()
+    _serve(settings, index, address, port, folders)
 
 
 def _serve(settings: Settings, index: int, address: str, port: int, images: tuple[Path, ...]) -> None:
     with progress(f"starting rollout server {index} on {address}:{port} (vLLM takes about a minute)"):
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-        from coordexp.serve.guard import hand_over
-        from coordexp.serve.listening import bound
+        from coordexp.serve.connections import listen
+        from coordexp.serve.guard import export_guard_settings
 
         rollout = settings.rollout_matching
-        listening = bound(address, port)
-        hand_over(rollout.repeat_terminate)
+        listening = listen(address, port)  # before the imports below, which take long
+        export_guard_settings(rollout.repeat_terminate)
 
         from coordexp.serve.run import Serving, serve
 
-    about = Serving(Path(settings.model.path), settings.model.dtype, rollout, listening, images)
-    shown = f"[{address}]" if ":" in address else address
+    serving = Serving(Path(settings.model.path), settings.model.dtype, rollout, listening, images)
+    host = f"[{address}]" if ":" in address else address
 
-    def ready(size: int) -> None:
-        err.print(f"rollout server {index} ready at http://{shown}:{port} (world size {size})", markup=False)
+    def announce(world_size: int) -> None:
+        err.print(f"rollout server {index} ready at http://{host}:{port} (world size {world_size})", markup=False)
 
-    serve(about, ready)
+    serve(serving, announce)
 
 
-def _place(settings: Settings, config: str, index: int, host: str | None) -> tuple[str, int]:
+def _choose_address(settings: Settings, config: str, index: int, host: str | None) -> tuple[str, int]:
+    """Return the address and the port to listen on. Stop if others could reach the server without a token."""
     servers = settings.rollout_matching.vllm.server.servers
     if not uses_vllm(settings, "server"):
         stop(
-            f"rollout_matching.vllm.mode: {config} has no rollout servers\n"
-            "  set rollout_backend: vllm and vllm.mode: server, and list vllm.server.servers"
+            f"rollout_matching.vllm.mode: {config} has no rollout servers",
+            "set rollout_backend: vllm and vllm.mode: server, and list vllm.server.servers",
         )
     if index >= len(servers):
-        stop(f"--index {index}: {config} lists {len(servers)} servers\n  the first one is 0")
+        stop(f"--index {index}: {config} lists {len(servers)} servers", "the first one is 0")
     url = urlsplit(servers[index].base_url)
     assert url.hostname is not None
     port = url.port or (443 if url.scheme == "https" else 80)
     if host is None and not is_loopback(servers[index].base_url):
         stop(
-            f"servers[{index}].base_url is on {url.hostname}, and without --host a server listens on "
-            f"{LOOPBACK} only\n  add --host {url.hostname} (or 0.0.0.0 for every address), and set "
-            "COORDEXP_SERVER_TOKEN, since who reaches the port can ask it and send it weights"
+            f"servers[{index}].base_url is on {url.hostname}, but without --host a server listens on {LOOPBACK} "
+            "only",
+            f"add --host {url.hostname} (or 0.0.0.0 for every address), and set {TOKEN}: anyone who can reach the "
+            "port could otherwise use the server and replace its weights",
         )
     address = host or ("::1" if url.hostname == "::1" else LOOPBACK)
     if not is_loopback_host(address) and not os.environ.get(TOKEN):
         stop(
-            f"--host {address}: {TOKEN} is not set, and who reaches this address could ask the server and send "
-            f"it weights\n  set {TOKEN} to the same secret here and for the learner, or leave --host out to "
-            f"listen on {LOOPBACK} only"
+            f"--host {address}: {TOKEN} is not set, so anyone who can reach this address could use the server and "
+            "replace its weights",
+            f"set {TOKEN} to the same secret here and for the learner, or leave --host out to listen on "
+            f"{LOOPBACK} only",
         )
     return address, port

@@ -1,12 +1,12 @@
-"""The group over which weights go from the learner to the workers of one server, and the form they go in.
+"""The group over which the learner sends weights to the workers of one server, and the format of the weights.
 
-The server's first worker keeps the store that the group meets at; its workers are the first ranks and the learner
-is the last one, as ms-swift has it. Weights go bucket by bucket, each as one buffer of bytes: by NCCL between
-GPUs, by gloo between CPUs.
+As in ms-swift, the server's first worker hosts the store where the group meets, its workers are the first ranks,
+and the learner is the last rank. Weights are sent bucket by bucket, each as one buffer of bytes: with NCCL between
+GPUs, with gloo between CPUs.
 
-Before each bucket the ranks agree on its length. Without that, gloo aborts the process of a worker that is sent
-more bytes than it expects, and NCCL waits for those that do not come. A client of ms-swift does not take part in
-that, so with one (`plain`) there is no such check.
+Before each bucket the ranks agree on its length. Without that, gloo aborts the process of a worker that receives
+more bytes than it expects, and NCCL waits forever for missing ones. A client of ms-swift does not take part in
+that, so in a group with one (`plain`) there is no such check.
 """
 
 import socket
@@ -16,20 +16,20 @@ from dataclasses import dataclass
 from datetime import timedelta
 from itertools import accumulate
 from math import prod
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 from torch import distributed as dist
 
-ALIGNMENT = 256  # bytes, so that every dtype can be read in place
+ALIGNMENT = 256  # bytes; with it, every dtype can be read in place
 Metadata = dict[str, Any]
 
 
 class WeightGroup(Protocol):
     def broadcast(self, buffer: Tensor) -> None:
-        """Fills the buffers of all ranks with the learner's, and is done when it returns. Raise ValueError on
-        every rank, before anything is sent, if their buffers differ in length."""
+        """Fill the buffers of all ranks with the learner's, and return when that is done. Raise ValueError on
+        every rank, before anything is sent, if the buffers differ in length."""
 
     def close(self) -> None: ...
 
@@ -37,12 +37,24 @@ class WeightGroup(Protocol):
 def join(
     host: str, port: int, rank: int, size: int, device: torch.device, timeout: float, plain: bool = False
 ) -> WeightGroup:
-    """Blocks until all ranks are there. Rank 0 listens on `host`, the others look for it there. `plain` is with
-    one of ms-swift, which on GPUs has vLLM's own group, and by that unpickles what the first rank says."""
+    """Return the group, once all ranks have joined. Rank 0 listens on `host`, and the others connect to it there.
+    `plain` means that the other end is a client or server of ms-swift. On GPUs that uses vLLM's own group, which
+    unpickles what the first rank sends."""
     if device.type != "cuda":
         return _Gloo(host, port, rank, size, timeout, agree=not plain)
-    made = _plain_nccl if plain else _nccl
-    return _Nccl(made, (host, port, rank, size, device), timeout, agree=not plain)
+    member = _Member(host, port, rank, size, device)
+    communicator = _join_plain_nccl(member) if plain else _join_nccl(member, timeout)
+    return _Nccl(communicator, member, timeout, agree=not plain)
+
+
+class _Member(NamedTuple):
+    """One rank of a group."""
+
+    host: str
+    port: int
+    rank: int
+    size: int
+    device: torch.device
 
 
 def _store(host: str, port: int, rank: int, size: int, timeout: float) -> Any:
@@ -69,7 +81,7 @@ class _Gloo:
 
     def broadcast(self, buffer: Tensor) -> None:
         if self._agree:
-            lengths = _lengths(buffer)
+            lengths = _signed_lengths(buffer)
             options = dist.AllreduceOptions()
             options.reduceOp = dist.ReduceOp.MAX  # type: ignore[assignment]
             self._group.allreduce([lengths], options).wait()
@@ -80,82 +92,81 @@ class _Gloo:
         self._group = self._store = None
 
 
-Joined = tuple[str, int, int, int, torch.device]
-
-
 class _Nccl:
-    """On a stream of its own, so that a peer that is stuck holds up nothing else, and with a deadline, which NCCL
-    does not have. How long it takes to come together has none. Not run: no GPU was at hand."""
+    """NCCL on a stream of its own, so that a peer that is stuck blocks nothing else, and with a deadline, which
+    NCCL does not have. Joining the group has no deadline. Never run so far: no GPU was available."""
 
-    def __init__(self, made: Callable[[Joined, float], Any], at: Joined, timeout: float, agree: bool) -> None:
-        self._nccl = made(at, timeout)
-        if not self._nccl.available or self._nccl.disabled:  # it would broadcast nothing, and say nothing
-            raise RuntimeError(f"NCCL does not work on {at[-1]}")
-        self._learner, self._device, self._timeout, self._agree = at[3] - 1, at[-1], timeout, agree
+    def __init__(self, communicator: Any, member: _Member, timeout: float, agree: bool) -> None:
+        self._nccl = communicator
+        if not self._nccl.available or self._nccl.disabled:  # it would silently broadcast nothing
+            raise RuntimeError(f"NCCL does not work on {member.device}")
+        self._learner, self._device = member.size - 1, member.device
+        self._timeout, self._agree = timeout, agree
         self._stream = torch.cuda.Stream(self._device)
 
     def broadcast(self, buffer: Tensor) -> None:
         if self._agree:
-            lengths, highest = _lengths(buffer), torch.full((2,), -1, device=self._device)
-            self._finish(lambda: self._nccl.all_reduce(lengths, highest, dist.ReduceOp.MAX, self._stream))
+            lengths, highest = _signed_lengths(buffer), torch.full((2,), -1, device=self._device)
+            self._run(self._nccl.all_reduce, lengths, highest, dist.ReduceOp.MAX, self._stream)
             check_agreement(highest, buffer)
-        self._finish(lambda: self._nccl.broadcast(buffer, src=self._learner, stream=self._stream))
+        self._run(self._nccl.broadcast, buffer, self._learner, self._stream)
 
-    def _finish(self, work: Callable[[], object]) -> None:
+    def _run(self, work: Callable[..., object], *arguments: Any) -> None:
+        """Start the work on the stream, and return when it is done. Raise RuntimeError at the deadline."""
         with torch.cuda.device(self._device):
             self._stream.wait_stream(torch.cuda.current_stream(self._device))
-            work()
+            work(*arguments)
             done, until = torch.cuda.Event(), time.monotonic() + self._timeout
             done.record(self._stream)
         while not done.query():
             if time.monotonic() >= until:
-                self._nccl.destroy()  # by which what waits on the device ends
-                raise RuntimeError(f"nothing came in {self._timeout:g} s")
+                self._nccl.destroy()  # ends the work that waits on the device
+                raise RuntimeError(f"no data for {self._timeout:g} s")
             time.sleep(0.0005)
 
     def close(self) -> None:
         self._nccl.destroy()
 
 
-def _lengths(buffer: Tensor) -> Tensor:
-    """Return the length of a buffer and its negative. Their maxima over all ranks tell the longest buffer and the
-    shortest."""
+def _signed_lengths(buffer: Tensor) -> Tensor:
+    """Return the length of a buffer and its negative. Their maxima over all ranks are the lengths of the longest
+    buffer and, negated, of the shortest."""
     return torch.tensor([buffer.numel(), -buffer.numel()], dtype=torch.int64, device=buffer.device)
 
 
 def check_agreement(lengths: Tensor, buffer: Tensor) -> None:
-    """Raise ValueError if the ranks' buffers differ. `lengths` are the maxima of what `_lengths` gives on each."""
+    """Raise ValueError if the ranks' buffers differ in length. `lengths` are the maxima of `_signed_lengths`."""
     longest, shortest = int(lengths[0]), -int(lengths[1])
     if not longest == shortest == buffer.numel():
         other = longest if buffer.numel() == shortest else shortest
         raise ValueError(
             f"this end expects a bucket of {buffer.numel()} bytes, and the other end one of {other} bytes: "
-            "nothing of it was sent"
+            "nothing was sent"
         )
 
 
-def _nccl(at: Joined, timeout: float) -> Any:
-    """The first rank says by the store how to come together: as bytes, not by pickle."""
+def _join_nccl(member: _Member, timeout: float) -> Any:
+    """Return the communicator. The first rank shares its id through the store as bytes, not as a pickle."""
     from vllm.distributed.device_communicators.pynccl import PyNcclCommunicator
     from vllm.distributed.device_communicators.pynccl_wrapper import NCCLLibrary
 
-    host, port, rank, size, device = at
+    host, port, rank, size, device = member
     store = _store(host, port, rank, size, timeout)
     if rank == 0:
         store.set("nccl", bytes(NCCLLibrary().ncclGetUniqueId().internal))
     return PyNcclCommunicator.from_unique_id_bytes(bytes(store.get("nccl")), rank, size, device)
 
 
-def _plain_nccl(at: Joined, timeout: float) -> Any:
+def _join_plain_nccl(member: _Member) -> Any:
     from vllm.distributed.device_communicators.pynccl import PyNcclCommunicator
     from vllm.distributed.utils import StatelessProcessGroup
 
-    host, port, rank, size, device = at
+    host, port, rank, size, device = member
     return PyNcclCommunicator(StatelessProcessGroup.create(host, port, rank, size), device=device)
 
 
 def _listen(host: str, port: int) -> socket.socket:
-    """The store by itself would listen on every address."""
+    """Return a socket for the store, which by itself would listen on every address."""
     listening = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
     listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
@@ -168,29 +179,29 @@ def _listen(host: str, port: int) -> socket.socket:
 
 
 def _reachable(host: str) -> str:
-    return {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)  # noqa: S104 - not bound, but looked up
+    return {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)  # noqa: S104 - a name to connect to
 
 
 def _own_address(host: str, port: int) -> str:
-    """The address that this machine has on its way to the host."""
+    """Return the address that this machine uses to reach the host."""
     family, _, _, _, target = socket.getaddrinfo(_reachable(host), port, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, socket.SOCK_DGRAM) as way:
-        way.connect(target)
-        return str(way.getsockname()[0])
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect(target)
+        return str(probe.getsockname()[0])
 
 
-def flattened(bucket: Iterable[tuple[str, Tensor]], buffer: Tensor) -> tuple[list[Metadata], Tensor]:
-    """What a server is told of a bucket, and the part of `buffer` (bytes) that it was copied to; of a larger
-    buffer if it does not fit. The bucket is not empty."""
+def flatten(bucket: Iterable[tuple[str, Tensor]], buffer: Tensor) -> tuple[list[Metadata], Tensor]:
+    """Copy a bucket, which is not empty, to `buffer`, or to a new buffer if it does not fit. Return the metadata
+    of its tensors and the part of the buffer that holds them."""
     weights = list(bucket)
     starts = [0, *accumulate(-(-weight.nbytes // ALIGNMENT) * ALIGNMENT for _, weight in weights)]
     if starts[-1] > buffer.numel():
         buffer = torch.empty(starts[-1], dtype=torch.uint8, device=buffer.device)
-    told = []
+    metadatas = []
     for (name, weight), start in zip(weights, starts, strict=False):
         end = start + weight.nbytes
         buffer[start:end].view(weight.dtype).view(weight.shape).copy_(weight)
-        told.append(
+        metadatas.append(
             {
                 "name": name,
                 "shape": list(weight.shape),
@@ -200,11 +211,11 @@ def flattened(bucket: Iterable[tuple[str, Tensor]], buffer: Tensor) -> tuple[lis
                 "numel": weight.numel(),
             }
         )
-    return told, buffer[: told[-1]["end_idx"]]
+    return metadatas, buffer[: metadatas[-1]["end_idx"]]
 
 
-def flat_bytes(bucket: Iterable[tuple[str, Tensor]]) -> int:
-    """How long the buffer of a bucket is; 0 if that is empty."""
+def flat_size(bucket: Iterable[tuple[str, Tensor]]) -> int:
+    """Return the bytes of a bucket in a buffer; 0 if it is empty."""
     end = 0
     for _, weight in bucket:
         end = -(-end // ALIGNMENT) * ALIGNMENT + weight.nbytes
@@ -212,8 +223,8 @@ def flat_bytes(bucket: Iterable[tuple[str, Tensor]]) -> int:
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where a weight lies in a buffer, read from what was told of it."""
+class BufferSlice:
+    """Where a weight is in a buffer."""
 
     name: str
     shape: tuple[int, ...]
@@ -222,19 +233,22 @@ class Place:
     end: int
 
     @classmethod
-    def of(cls, told: Metadata) -> "Place":
-        dtype = getattr(torch, str(told["dtype"]).removeprefix("torch."), None)
-        shape, start, end = tuple(map(int, told["shape"])), int(told["start_idx"]), int(told["end_idx"])
+    def from_metadata(cls, metadata: Metadata) -> "BufferSlice":
+        """Raise ValueError if dtype, shape and bytes contradict each other."""
+        name, dtype = str(metadata["name"]), getattr(torch, str(metadata["dtype"]).removeprefix("torch."), None)
+        shape = tuple(map(int, metadata["shape"]))
+        start, end = int(metadata["start_idx"]), int(metadata["end_idx"])
         if not isinstance(dtype, torch.dtype) or min(shape, default=0) < 0:
-            raise ValueError(f"{told['name']}: no tensor of dtype {told['dtype']} and shape {list(shape)}")
+            raise ValueError(f"{name}: there is no tensor of dtype {metadata['dtype']} and shape {list(shape)}")
         if start < 0 or end - start != prod(shape) * dtype.itemsize:
-            raise ValueError(f"{told['name']}: {list(shape)} of {dtype} is not bytes {start} to {end}")
-        return cls(str(told["name"]), shape, dtype, start, end)
+            raise ValueError(f"{name}: a tensor of shape {list(shape)} and {dtype} is not bytes {start} to {end}")
+        return cls(name, shape, dtype, start, end)
 
 
-def unflattened(places: Iterable[Place], buffer: Tensor) -> Iterator[tuple[str, Tensor]]:
-    for place in places:
-        part = buffer[place.start : place.end]
-        if place.start % place.dtype.itemsize:  # a sender that does not align
+def unflatten(slices: Iterable[BufferSlice], buffer: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """Yield the name of each weight, and a view of its bytes in the buffer."""
+    for where in slices:
+        part = buffer[where.start : where.end]
+        if where.start % where.dtype.itemsize:  # the sender did not align it
             part = part.clone()
-        yield place.name, part.view(place.dtype).view(place.shape)
+        yield where.name, part.view(where.dtype).view(where.shape)

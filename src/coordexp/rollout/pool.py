@@ -1,17 +1,30 @@
-"""Which servers may be asked, and who gets which request: a state machine and arithmetic, no network, no clock.
+"""Which servers may be asked, and which of them gets which request: a state machine and arithmetic, without
+network or clock.
 
-A server may be asked only while it has the weights of the pool's version. One that failed is out, with the reason,
-and comes back only by a full sync at the version that is current then.
+A server may be asked only while it has the weights of the pool's version. A server that failed is out, with the
+reason. It rejoins only by a full sync of the version that is current then.
 """
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from coordexp.config.capacity import capacity_shortage, requests_per_rank
+from coordexp.errors import UserError
 
 T = TypeVar("T")
-Chunk = tuple[int, tuple[int, ...]]  # a server, and the places of its requests
+Chunk = tuple[int, tuple[int, ...]]  # a server, and the indices of its requests
+
+
+class Loss(NamedTuple):
+    """Why a server is out, and what to do about it. As JSON, it is a list of the two."""
+
+    problem: str
+    fix: str = ""
+
+    @classmethod
+    def from_error(cls, error: UserError) -> "Loss":
+        return cls(error.problem, error.fix)
 
 
 @dataclass(frozen=True)
@@ -21,12 +34,12 @@ class Up:
 
 @dataclass(frozen=True)
 class Out:
-    reason: str
+    loss: Loss
 
 
 @dataclass(frozen=True)
 class Pool:
-    """`version` is that of the weights which answers are to be made by; None before there are any."""
+    """The state of all servers. `version` is that of the weights to answer with; None before the first sync."""
 
     world_sizes: tuple[int, ...]
     states: tuple[Up | Out, ...]
@@ -34,7 +47,7 @@ class Pool:
 
     @classmethod
     def of(cls, world_sizes: Sequence[int]) -> "Pool":
-        return cls(tuple(world_sizes), (Out("no weights were sent to it yet"),) * len(world_sizes))
+        return cls(tuple(world_sizes), (Out(Loss("no weights were sent to it yet")),) * len(world_sizes))
 
     @property
     def usable(self) -> tuple[int, ...]:
@@ -43,104 +56,104 @@ class Pool:
         return tuple(k for k, state in enumerate(self.states) if state == Up(self.version))
 
     @property
-    def out(self) -> dict[int, str]:
-        return {k: state.reason for k, state in enumerate(self.states) if isinstance(state, Out)}
+    def out(self) -> dict[int, Loss]:
+        return {k: state.loss for k, state in enumerate(self.states) if isinstance(state, Out)}
 
     @property
     def behind(self) -> tuple[int, ...]:
-        """Those that need a sync."""
+        """The servers that need a sync."""
         return tuple(k for k in range(len(self.states)) if k not in self.usable)
 
-    def at(self, version: int) -> "Pool":
-        """The learner has new weights: nobody has them yet."""
+    def advance_to(self, version: int) -> "Pool":
+        """Return the pool after the learner got new weights, which no server has yet."""
         return replace(self, version=version)
 
-    def synced(self, server: int, version: int) -> "Pool":
-        """It has all weights of `version`. If that is not the current one, it does not come back by it."""
-        return self._with(server, Up(version)) if version == self.version else self
+    def mark_synced(self, server: int, version: int) -> "Pool":
+        """Mark the server as holding `version`. It rejoins the pool only if that is the current version."""
+        return self._with_state(server, Up(version)) if version == self.version else self
 
-    def lost(self, server: int, reason: str) -> "Pool":
-        """In whatever it was doing. The first reason is kept."""
-        return self if isinstance(self.states[server], Out) else self._with(server, Out(reason))
+    def mark_lost(self, server: int, loss: Loss) -> "Pool":
+        """Mark the server as out. If it is out already, keep the first reason."""
+        return self if isinstance(self.states[server], Out) else self._with_state(server, Out(loss))
 
-    def failed(self, server: int, reason: str) -> "Pool":
-        """It could not be brought back: the newest reason is kept."""
-        return self._with(server, Out(reason))
+    def mark_failed(self, server: int, loss: Loss) -> "Pool":
+        """Mark the server as out because an attempt to bring it back failed. Keep this newest reason."""
+        return self._with_state(server, Out(loss))
 
-    def without(self, losses: Mapping[int, str]) -> "Pool":
-        found = self
-        for server, reason in sorted(losses.items()):
-            found = found.lost(server, reason)
-        return found
+    def mark_all_lost(self, losses: Mapping[int, Loss]) -> "Pool":
+        pool = self
+        for server, loss in sorted(losses.items()):
+            pool = pool.mark_lost(server, loss)
+        return pool
 
-    def sized(self, world_sizes: Sequence[int]) -> "Pool":
-        return replace(self, world_sizes=tuple(world_sizes))
-
-    def _with(self, server: int, state: Up | Out) -> "Pool":
+    def _with_state(self, server: int, state: Up | Out) -> "Pool":
         states = list(self.states)
         states[server] = state
         return replace(self, states=tuple(states))
 
     def capacity(self, decode_batch_size: int, learners: int) -> int:
-        """Requests that one learner rank may have out at once (R15). While servers are out, at least one."""
+        """Return how many requests one learner rank may have out at once: with all ranks, no more than the usable
+        devices decode at once. While servers are out, at least one."""
         sizes = tuple(self.world_sizes[k] for k in self.usable)
         if capacity_shortage(decode_batch_size, sizes, learners):
             return 1
         return requests_per_rank(decode_batch_size, sizes, learners)
 
-    def chunks(self, places: Sequence[int], rank: int = 0, learners: int = 1) -> list[Chunk]:
-        """Who of the usable servers gets which of these requests. Rank 0 begins with the first server; the others
-        further on, each where its part of the devices begins, so that many ranks with few requests each do not
-        all ask the same one."""
-        turned = self._turned(rank, learners)
-        counts = shares(len(places), [self.world_sizes[k] for k in turned])
-        found, start = [], 0
-        for server, count in zip(turned, counts, strict=True):
+    def split_into_chunks(self, requests: Sequence[int], rank: int = 0, learners: int = 1) -> list[Chunk]:
+        """Return which of the usable servers gets which of these requests. Rank 0 begins with the first server.
+        Every other rank begins where its part of the devices begins, so that many ranks with few requests each do
+        not all ask the same server."""
+        servers = self._rotate_servers(rank, learners)
+        counts = split_count(len(requests), [self.world_sizes[k] for k in servers])
+        chunks, start = [], 0
+        for server, count in zip(servers, counts, strict=True):
             if count:
-                found.append((server, tuple(places[start : start + count])))
+                chunks.append((server, tuple(requests[start : start + count])))
             start += count
-        return found
+        return chunks
 
-    def _turned(self, rank: int, learners: int) -> tuple[int, ...]:
+    def _rotate_servers(self, rank: int, learners: int) -> tuple[int, ...]:
         usable = self.usable
-        first = rank * sum(self.world_sizes[k] for k in usable) // learners  # a device
-        for at, server in enumerate(usable):
+        first = rank * sum(self.world_sizes[k] for k in usable) // learners  # the rank's first device
+        for index, server in enumerate(usable):
             if first < self.world_sizes[server]:
-                return usable[at:] + usable[:at]
+                return usable[index:] + usable[:index]
             first -= self.world_sizes[server]
         return usable
 
 
-def shares(count: int, world_sizes: Sequence[int]) -> list[int]:
-    """How many of `count` requests each server gets (D20): the first so many, then the next one."""
+def split_count(count: int, world_sizes: Sequence[int]) -> list[int]:
+    """Return how many of `count` requests each server gets. Servers of equal size get chunks of the rounded-up
+    size, one after the other. Otherwise each server gets its proportion, by the largest remainder."""
     if count == 0 or not world_sizes:
         return [0] * len(world_sizes)
     if len(set(world_sizes)) == 1:
         size = -(-count // len(world_sizes))
         return [max(0, min(size, count - k * size)) for k in range(len(world_sizes))]
     devices = sum(world_sizes)
-    found = [count * size // devices for size in world_sizes]
-    by_rest = sorted(range(len(found)), key=lambda k: (-(count * world_sizes[k] % devices), k))
-    for k in by_rest[: count - sum(found)]:
-        found[k] += 1
-    return found
+    counts = [count * size // devices for size in world_sizes]
+    by_remainder = sorted(range(len(counts)), key=lambda k: (-(count * world_sizes[k] % devices), k))
+    for k in by_remainder[: count - sum(counts)]:
+        counts[k] += 1
+    return counts
 
 
-def answered(
+def ask_in_waves(
     pool: Pool,
     count: int,
     decode_batch_size: int,
-    ask: Callable[[list[Chunk]], tuple[dict[int, T], dict[int, str]]],
+    ask: Callable[[list[Chunk]], tuple[dict[int, T], dict[int, Loss]]],
     rank: int = 0,
     learners: int = 1,
-    have: Mapping[int, T] | None = None,
+    known: Mapping[int, T] | None = None,
 ) -> tuple[Pool, dict[int, T]]:
-    """Wave by wave until all requests are answered or no server is left, besides those that `have` an answer.
-    `ask` gives the answers by place, and the servers that were lost, whose requests go to those that are left."""
-    found = dict(have or {})
-    while pool.usable and (waiting := [place for place in range(count) if place not in found]):
+    """Ask for the answers to requests 0 to `count` - 1, except those that are `known`, until all are there or no
+    server is left. `ask` returns the answers by request, and the servers that were lost. Their requests go to the
+    servers that are left. Return the pool and all answers."""
+    answers = dict(known or {})
+    while pool.usable and (waiting := [request for request in range(count) if request not in answers]):
         wave = waiting[: pool.capacity(decode_batch_size, learners)]
-        answers, losses = ask(pool.chunks(wave, rank, learners))
-        found |= answers
-        pool = pool.without(losses)
-    return pool, found
+        new, losses = ask(pool.split_into_chunks(wave, rank, learners))
+        answers |= new
+        pool = pool.mark_all_lost(losses)
+    return pool, answers

@@ -1,4 +1,4 @@
-"""Whether a rollout server is the one that a learner needs: the same model, dtype and guard, on other devices."""
+"""Checks that a rollout server fits the learner: the same model, dtype and guard, on other devices."""
 
 import socket
 from collections.abc import Sequence
@@ -11,70 +11,69 @@ from coordexp.rollout.wire import ServerFacts, model_difference, model_fingerpri
 
 ALTERNATIVES = "set rollout_matching.vllm.mode: colocate, or rollout_matching.rollout_backend: hf"
 OTHERWISE = f"or {ALTERNATIVES}"
+SAME_CONFIG = "start it with the config that the learner has"
 
 
-def check_server(who: str, facts: ServerFacts, learner: Setup, devices: Sequence[str]) -> None:
-    """`devices` are those of all learner ranks."""
-    if facts.foreign:
-        _check_plugin(who, facts, learner)
+def check_server(server: str, facts: ServerFacts, learner: Setup, devices: Sequence[str]) -> None:
+    """Raise EngineError if the server does not fit the learner. `devices` are those of all learner ranks."""
+    if facts.is_swift:
+        _check_plugin(server, facts, learner)
         return
-    if told := model_difference(model_fingerprint(learner.folder), facts.model or {}):
+    if difference := model_difference(model_fingerprint(learner.folder), facts.model or {}):
         raise EngineError(
-            f"{who}: it serves another model than {learner.folder}: {told}\n"
-            "  start it with the config that the learner has (model.path)"
+            f"{server}: it serves another model than {learner.folder}: {difference}",
+            f"{SAME_CONFIG} (model.path)",
         )
     if facts.dtype != learner.dtype:
         raise EngineError(
-            f"{who}: its weights are {facts.dtype}, and model.dtype is {learner.dtype}\n"
-            "  start it with the config that the learner has"
+            f"{server}: its weights are {facts.dtype}, but model.dtype is {learner.dtype}", SAME_CONFIG
         )
-    wanted = learner.settings.vllm.max_model_len
-    if wanted is not None and facts.max_model_len != wanted:
+    length = learner.settings.vllm.max_model_len
+    if length is not None and facts.max_model_len != length:
         raise EngineError(
-            f"{who}: its max_model_len is {facts.max_model_len}, and the learner's {wanted}\n"
-            "  start it with the config that the learner has"
+            f"{server}: its max_model_len is {facts.max_model_len}, but the learner's is {length}", SAME_CONFIG
         )
-    _check_guard(who, facts, learner)
-    if shared := {plain(one) for one in facts.devices} & {plain(one) for one in devices if one}:
+    _check_guard(server, facts, learner)
+    if shared := set(map(normalise_device, facts.devices)) & set(map(normalise_device, filter(None, devices))):
         raise EngineError(
-            f"{who}: it is on {', '.join(sorted(shared))}, where a learner rank is too\n"
-            "  give them GPUs of their own (CUDA_VISIBLE_DEVICES), or set rollout_matching.vllm.mode: colocate"
+            f"{server}: it runs on {', '.join(sorted(shared))}, which a learner rank uses too",
+            "give them GPUs of their own (CUDA_VISIBLE_DEVICES), or set rollout_matching.vllm.mode: colocate",
         )
 
 
-def _check_plugin(who: str, facts: ServerFacts, learner: Setup) -> None:
+def _check_plugin(server: str, facts: ServerFacts, learner: Setup) -> None:
     """Raise EngineError if the run needs the repeat guard and this ms-swift server does not run our plugin with
     the learner's settings."""
     if facts.guard is not None:
-        _check_guard(who, facts, learner)
+        _check_guard(server, facts, learner)
     elif learner.settings.repeat_terminate.enabled:
         raise EngineError(
-            f"{who}: this ms-swift server reports no repeat guard, and "
-            "rollout_matching.repeat_terminate.enabled is true\n"
-            "  start it with `swift rollout --external_plugins FILE`, where FILE is coordexp.plugins."
+            f"{server}: this ms-swift server reports no repeat guard, but "
+            "rollout_matching.repeat_terminate.enabled is true",
+            "start it with `swift rollout --external_plugins FILE`, where FILE is coordexp.plugins."
             "SWIFT_REPEAT_GUARD, as docs/operations.md shows, or with `coordexp serve`, or set enabled: false, "
-            f"{OTHERWISE}"
+            f"{OTHERWISE}",
         )
 
 
-def _check_guard(who: str, facts: ServerFacts, learner: Setup) -> None:
+def _check_guard(server: str, facts: ServerFacts, learner: Setup) -> None:
     theirs, ours = dict(facts.guard or {}), learner.settings.repeat_terminate.model_dump(mode="json")
-    if other := sorted(name for name in {*theirs, *ours} if theirs.get(name) != ours.get(name)):
-        name = other[0]
+    if different := sorted(name for name in {*theirs, *ours} if theirs.get(name) != ours.get(name)):
+        name = different[0]
         raise EngineError(
-            f"{who}: its repeat_terminate.{name} is {theirs.get(name)}, and the learner's {ours.get(name)}\n"
-            "  a server loads its guard when it starts: start it with the config that the learner has"
+            f"{server}: its repeat_terminate.{name} is {theirs.get(name)}, but the learner's is {ours.get(name)}",
+            f"a server loads its guard when it starts: {SAME_CONFIG}",
         )
 
 
 def own_device(device: torch.device) -> str:
-    """With the host's name; empty without a GPU."""
+    """Return the GPU of this process, with the name of its machine. Return an empty text without a GPU."""
     if device.type != "cuda":
         return ""
     return f"{socket.gethostname()}/{torch.cuda.get_device_properties(device).uuid}"
 
 
-def plain(device: str) -> str:
-    """However the id of a GPU is written."""
+def normalise_device(device: str) -> str:
+    """Return the device with the id of its GPU in one form, since ids are written in several."""
     host, _, identity = device.rpartition("/")
     return f"{host}/{identity.removeprefix('GPU-').lower()}"

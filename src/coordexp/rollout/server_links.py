@@ -1,14 +1,14 @@
-"""The first rank's connections to all servers: made at the first sync, given up with a server that fails, and made
-anew when it is back."""
+"""The first rank's connections to all servers. They are opened at the first sync, closed when a server fails, and
+opened again when it is back."""
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
-from functools import partial
 
-from coordexp.config.capacity import requests_per_rank
-from coordexp.config.violations import ConfigError
+from coordexp.config.capacity import capacity_shortage
 from coordexp.errors import EngineError
+from coordexp.rollout.pool import Loss
 from coordexp.rollout.server_check import ALTERNATIVES, OTHERWISE, check_server
 from coordexp.rollout.server_client import ServerClient, ServerLost
 from coordexp.rollout.server_weights import Link
@@ -16,146 +16,142 @@ from coordexp.rollout.setup import Setup
 from coordexp.rollout.tasks import Task
 from coordexp.rollout.wire import ServerFacts
 
-TOLD_EVERY = 10.0  # seconds
+NOTIFY_EVERY = 10.0  # seconds between two messages about a server that is waited for
 RETURNING = 30.0  # seconds that a server which is back may take to join, while others wait for it
-PAUSE = 30.0  # seconds after which a server that could not be had is asked again, while others answer
+PAUSE = 30.0  # seconds between two attempts to connect to a server that could not be used, while others answer
 LEAVING = 2.0  # seconds that the end of a run waits for its groups to be left
 
 
 @dataclass
 class Links:
-    """`devices` are those of all learner ranks, of which there are `learners`."""
+    """The open links by server. `devices` are those of all learner ranks, of which there are `learners`."""
 
     clients: Sequence[ServerClient]
-    learner: Setup
+    setup: Setup
     learners: int
-    tell: Callable[[str], None]
+    notify: Callable[[str], None]
     devices: Sequence[str] = ()
     open: dict[int, Link] = field(default_factory=dict)
     facts: dict[int, ServerFacts] = field(default_factory=dict)
-    _tried: dict[int, float] = field(default_factory=dict)
+    _attempts: dict[int, float] = field(default_factory=dict)  # when a server was last tried
     _leaving: list[Task[None]] = field(default_factory=list)
-    _told: dict[int, str] = field(default_factory=dict)
+    _warnings: dict[int, str] = field(default_factory=dict)  # the latest warning about a server
 
     @property
     def timeout(self) -> float:
-        return self.learner.settings.vllm.server.timeout_s
+        return self.setup.settings.vllm.server.timeout_s
 
     def connect(self) -> None:
-        """All of them, at the beginning of a run: one that is missing ends it."""
-        tasks = [Task(partial(self._waited_for, client)) for client in self.clients]
-        try:
+        """Connect to all servers, at the beginning of a run. Raise EngineError if one cannot be used."""
+        tasks = [Task(self._wait_for_server, client) for client in self.clients]
+        with ExitStack() as undo:
+            undo.callback(self.close)
             for client, task in zip(self.clients, tasks, strict=True):
                 self.facts[client.index] = task.result()
             self._check_capacity()
             self._join(self.facts)
-        except BaseException:
-            self.close()
-            raise
+            undo.pop_all()
 
-    def ended(self) -> dict[int, str]:
-        """Servers whose sessions have."""
+    def find_ended(self) -> dict[int, Loss]:
+        """Return the servers whose sessions have ended."""
         return {
-            index: f"{link.client.name}: its session has ended"
+            index: Loss(f"{link.client.name}: its session has ended")
             for index, link in self.open.items()
-            if not link.alive
+            if not link.is_alive
         }
 
     def drop(self, index: int) -> None:
         if (link := self.open.pop(index, None)) is not None:
             self._leaving.append(link.close())
 
-    def back(self, out: Sequence[int], until: float, patient: bool) -> dict[int, str]:
-        """Those that are back have a connection again; why the others are not. Unless there is nobody else
-        (`patient`), one that answered and could not be had is not asked at every step."""
+    def reconnect(self, out: Sequence[int], until: float, is_last_hope: bool) -> dict[int, Loss]:
+        """Connect to those of these servers that are back, and return why the others failed. A server that
+        responds but could not be used is not tried at every step, unless no server is left (`is_last_hope`)."""
         now = time.monotonic()
-        asked = [index for index in out if patient or now - self._tried.get(index, -PAUSE) >= PAUSE]
-        tasks = {index: Task(partial(self._again, index, until)) for index in asked}
+        due = [index for index in out if is_last_hope or now - self._attempts.get(index, -PAUSE) >= PAUSE]
+        tasks = {index: Task(self._reconnect, index, until) for index in due}
         failed = {}
         for index, task in tasks.items():
-            try:
+            if (error := task.failure(EngineError)) is None:
                 self.facts[index], self.open[index] = task.result()
-            except EngineError as error:
-                failed[index] = str(error)
-                if not isinstance(error, ServerLost):
-                    self._tell_once(index, str(error))
-            else:
-                del self._tried[index]
+                del self._attempts[index]
+                continue
+            failed[index] = Loss.from_error(error)
+            if not isinstance(error, ServerLost):
+                self._warn_once(index, str(error))
         return failed
 
     def close(self) -> None:
-        """A process must not end while a thread of it leaves a group: gloo would abort it."""
+        """Leave all groups. The process must not end while a thread leaves a group: gloo would abort it."""
         for index in list(self.open):
             self.drop(index)
         until = time.monotonic() + LEAVING
         for task in self._leaving:
             task.done.wait(max(0.0, until - time.monotonic()))
 
-    def _tell_once(self, index: int, why: str) -> None:
-        """Of a server that answers and cannot be taken: somebody has to do something about it."""
-        if self._told.get(index) != why:
-            self._told[index] = why
-            self.tell(f"warning: {why}")
+    def _warn_once(self, index: int, warning: str) -> None:
+        """Warn about a server that responds but cannot be used: the user has to act."""
+        if self._warnings.get(index) != warning:
+            self._warnings[index] = warning
+            self.notify(f"warning: {warning}")
 
-    def _waited_for(self, client: ServerClient) -> ServerFacts:
-        began = told = time.monotonic()
+    def _wait_for_server(self, client: ServerClient) -> ServerFacts:
+        began = notified = time.monotonic()
         while (health := client.health()) != "ok":
             now = time.monotonic()
             if now - began >= self.timeout:
-                raise EngineError(_unreachable(client, health, now - began))
-            if now - told >= TOLD_EVERY:
-                self.tell(f"waiting for {client.name}: {now - began:.0f} of {self.timeout:g} s")
-                told = now
-            time.sleep(min(client.patience.poll, max(0.0, began + self.timeout - now)))
+                raise _unreachable(client, health, now - began)
+            if now - notified >= NOTIFY_EVERY:
+                self.notify(f"waiting for {client.name}: {now - began:.0f} of {self.timeout:g} s")
+                notified = now
+            time.sleep(min(client.timeouts.poll, max(0.0, began + self.timeout - now)))
         facts = client.facts()
-        check_server(client.name, facts, self.learner, self.devices)
+        check_server(client.name, facts, self.setup, self.devices)
         return facts
 
     def _check_capacity(self) -> None:
         sizes = tuple(self.facts[client.index].world_size for client in self.clients)
-        try:
-            requests_per_rank(self.learner.settings.decode_batch_size, sizes, self.learners)
-        except ConfigError as error:
-            raise EngineError(str(error)) from None
+        shortage = capacity_shortage(self.setup.settings.decode_batch_size, sizes, self.learners)
+        if shortage is not None:
+            problem, fix = shortage
+            raise EngineError(f"rollout_matching.decode_batch_size: {problem}", fix)
 
     def _join(self, facts: Mapping[int, ServerFacts]) -> None:
-        tasks = {
-            index: Task(partial(self._linked, self.clients[index], told, self.timeout))
-            for index, told in facts.items()
-        }
-        failed: list[EngineError] = []
+        tasks = {index: Task(self._link, self.clients[index], facts[index], self.timeout) for index in facts}
+        errors = []
         for index, task in tasks.items():
-            try:
+            if (error := task.failure(EngineError)) is None:
                 self.open[index] = task.result()
-            except EngineError as error:
-                failed.append(error)
-        if failed:
-            raise EngineError(f"{failed[0]}\n  without servers: {ALTERNATIVES}") from failed[0]
+            else:
+                errors.append(error)
+        if errors:
+            fixes = filter(None, (errors[0].fix, f"without servers: {ALTERNATIVES}"))
+            raise EngineError(errors[0].problem, "; ".join(fixes)) from errors[0]
 
-    def _again(self, index: int, until: float) -> tuple[ServerFacts, Link]:
+    def _reconnect(self, index: int, until: float) -> tuple[ServerFacts, Link]:
         client = self.clients[index]
         if (health := client.health()) != "ok":
-            raise ServerLost(f"{client.name}: {_WHY[health]}")
-        self._tried[index] = time.monotonic()
+            raise ServerLost(f"{client.name}: {_PROBLEMS[health]}")
+        self._attempts[index] = time.monotonic()
         facts = client.facts()
-        check_server(client.name, facts, self.learner, self.devices)
+        check_server(client.name, facts, self.setup, self.devices)
         seconds = max(1.0, min(self.timeout, RETURNING, until - time.monotonic()))
-        return facts, self._linked(client, facts, seconds)
+        return facts, self._link(client, facts, seconds)
 
-    def _linked(self, client: ServerClient, facts: ServerFacts, seconds: float) -> Link:
-        return Link.to(client, facts, self.learner.device, seconds, self.learner.settings.vllm.sync.timeout_s)
+    def _link(self, client: ServerClient, facts: ServerFacts, seconds: float) -> Link:
+        return Link.to(client, facts, self.setup.device, seconds, self.setup.settings.vllm.sync.timeout_s)
 
 
-_WHY = {
+_PROBLEMS = {
     "refused": "nothing listens there",
-    "silent": "it does not answer",
-    "failed": "it says that its engine has ended, or hangs",
+    "silent": "it does not respond",
+    "failed": "it reports that its engine has ended or hangs",
 }
 
 
-def _unreachable(client: ServerClient, health: str, seconds: float) -> str:
-    return (
-        f"{client.name}: {_WHY[health]}; {client.url}/health/ was tried for {seconds:.0f} s\n"
-        f"  start it with `coordexp serve --config X.yaml --index {client.index}`, correct "
-        f"rollout_matching.vllm.server.servers[{client.index}].base_url, raise server.timeout_s, {OTHERWISE}"
+def _unreachable(client: ServerClient, health: str, seconds: float) -> EngineError:
+    return EngineError(
+        f"{client.name}: {_PROBLEMS[health]}; {client.url}/health/ was tried for {seconds:.0f} s",
+        f"start it with `coordexp serve --config X.yaml --index {client.index}`, correct "
+        f"rollout_matching.vllm.server.servers[{client.index}].base_url, raise server.timeout_s, {OTHERWISE}",
     )

@@ -1,15 +1,16 @@
-"""Weights on their way to the servers: one pass over them, bucket by bucket, to all servers at once (D23).
+"""Sends weights to the servers: one pass over them, bucket by bucket, to all servers at once.
 
-A server that fails on the way is left behind, and the others go on. The pass itself always goes to its end, since
-other ranks may take part in gathering the weights.
+A server that fails is left behind, and the others go on. The pass itself always runs to its end, because other
+ranks may take part in gathering the weights.
 """
 
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from functools import partial
+from operator import attrgetter
 from queue import SimpleQueue
 from threading import Condition
 from typing import Any
@@ -19,21 +20,30 @@ import torch
 from torch import Tensor
 
 from coordexp.errors import EngineError
-from coordexp.rollout.backend import AdapterConfig
-from coordexp.rollout.broadcast import Metadata, WeightGroup, flat_bytes, flattened
+from coordexp.rollout.adapter_fallback import AdapterRefused
+from coordexp.rollout.backend import AdapterConfig, AdapterWeights
+from coordexp.rollout.broadcast import Metadata, WeightGroup, flat_size, flatten
 from coordexp.rollout.buckets import BUCKET_BYTES, Bucket, buckets, non_finite, not_sent
-from coordexp.rollout.server_client import Refused, ServerClient, ServerFault, ServerLost, Session
+from coordexp.rollout.pool import Loss
+from coordexp.rollout.server_client import RequestRefused, ServerClient, ServerFault, ServerLost, ServerSession
 from coordexp.rollout.tasks import Task
 from coordexp.rollout.wire import ServerFacts, read_field
 
-BUFFERS = 2  # while the servers take one in, the next is filled
-SLACK = 2**20  # bytes, for what lies between the weights in a buffer
-# What a server of ms-swift is told after the weights, and whether older ones may do without.
-FOREIGN_ENDING = (
+BUFFERS = 2  # while the servers load one, the next is filled
+SLACK = 2**20  # bytes for the gaps between the weights in a buffer
+STRAGGLING = 0.25  # of the deadline: the time that servers wait for one of them to load a bucket
+GRACE = 0.5  # seconds in which a delivery reports by itself what it was late with
+# The calls to a server of ms-swift after the weights, and whether older servers may lack them.
+SWIFT_ENDING = (
     ("/process_weights_after_loading/", True),
     ("/reset_prefix_cache/", False),
     ("/reset_mm_cache/", True),
     ("/reset_encoder_cache/", True),
+)
+# A server that refuses an adapter with one of these codes would refuse it again. With any other error, the run
+# goes on without the server until it is back.
+REFUSED_FOR_GOOD = frozenset(
+    {"no_lora", "base_changed", "adapter_refused", "update_failed", "bad_request", "no_route"}
 )
 
 
@@ -41,70 +51,74 @@ class Link:
     """The first rank's connection to one server: a session, and a group for weights."""
 
     def __init__(
-        self, client: ServerClient, facts: ServerFacts, session: Session | None, group: WeightGroup
+        self, client: ServerClient, facts: ServerFacts, session: ServerSession | None, group: WeightGroup
     ) -> None:
         self.client, self.facts, self.session, self.group = client, facts, session, group
-        self.torn = False  # weights may be on their way that the server does not expect any more
+        self.is_torn = False  # the group may still carry weights that the server no longer expects
 
     @classmethod
     def to(
         cls, client: ServerClient, facts: ServerFacts, device: torch.device, seconds: float, sync: float
     ) -> "Link":
-        """In `seconds`. What goes over it later may take as long as a `sync`."""
-        session = None if facts.foreign else Session.open(client, uuid4().hex)
-        try:
-            identity = session.identity if session else None
-            return cls(client, facts, session, client.join(facts.world_size, identity, device, seconds, sync))
-        except BaseException:
+        """Connect to the server within `seconds`. Later, a transfer over the link may take `sync` seconds."""
+        with ExitStack() as undo:
+            session = None if facts.is_swift else ServerSession.open(client, uuid4().hex)
             if session is not None:
-                session.close()
-            raise
+                undo.callback(session.close)
+            identity = session.identity if session else None
+            group = client.join(facts.world_size, identity, device, seconds, sync)
+            undo.pop_all()
+        return cls(client, facts, session, group)
 
     @property
-    def alive(self) -> bool:
+    def is_alive(self) -> bool:
         return self.session is None or not self.session.ended.is_set()
 
-    def start(self, version: str, until: float, adapter: bool) -> None:
-        if self.torn:
-            raise ServerLost(f"{self.client.name}: it has refused what was on its way to it")
-        if not self.facts.foreign:
-            self._post("/start_update/", {"version": version} | ({"adapter": True} if adapter else {}), until)
+    def start(self, version: str, until: float, is_adapter: bool) -> None:
+        if self.is_torn:
+            raise ServerLost(f"{self.client.name}: it refused weights while they were being sent to it")
+        if not self.facts.is_swift:
+            self._post("/start_update/", {"version": version} | ({"adapter": True} if is_adapter else {}), until)
 
-    def announce(self, told: list[Metadata], next_bytes: int, until: float, adapter: AdapterConfig | None) -> None:
-        """What comes, or has come. The answer is there when the server has loaded it."""
+    def announce(
+        self, metadatas: list[Metadata], next_bytes: int, until: float, adapter: AdapterConfig | None
+    ) -> None:
+        """Send the metadata of a bucket, and return once the server has loaded the bucket."""
         if adapter is not None:
-            body = {"peft_config": adapter, "metadatas": told}
+            body = {"peft_config": adapter, "metadatas": metadatas}
             self._post("/update_adapter_flattened_param/", body, until)
             return
-        ahead = {} if self.facts.foreign else {"next_bytes": next_bytes}
-        self._post("/update_flattened_params/", {"metadatas": told} | ahead, until)
+        ahead = {} if self.facts.is_swift else {"next_bytes": next_bytes}
+        self._post("/update_flattened_params/", {"metadatas": metadatas} | ahead, until)
 
     def broadcast(self, part: Tensor) -> None:
         if part.device.type == "cuda":
             torch.cuda.set_device(part.device)
         self.group.broadcast(part)
 
-    def finish(self, version: str, until: float, tell: Callable[[str], None]) -> None:
-        """The server has all weights, has forgotten what it computed with the old ones, and says so."""
-        if self.facts.foreign:
-            self._finish_foreign(until, tell)
+    def finish(self, version: str, until: float, notify: Callable[[str], None]) -> None:
+        """Return once the server has put the weights into use, has cleared its caches, and reports the version."""
+        if self.facts.is_swift:
+            self._finish_swift(until, notify)
             return
         body = self._post("/finish_update/", {"version": version}, until)
-        said = read_field(body, self.client.name, "/finish_update/", "weight_version", str)
-        found = said if said != version else self.client.weight_version()
-        if found != version:
-            raise ServerLost(f"{self.client.name}: version {version} was sent, and it says it has {found}")
+        reported = read_field(body, self.client.name, "/finish_update/", "weight_version", str)
+        if reported == version:
+            reported = self.client.weight_version()
+        if reported != version:
+            raise ServerLost(f"{self.client.name}: version {version} was sent, but it reports version {reported}")
 
     def close(self) -> Task[None]:
-        """Whatever state the server is in. What comes back may wait for a peer that is gone."""
+        """Close the link, in whatever state the server is. The task that is returned may wait for a peer that is
+        gone."""
         if self.session is not None:
-            self.session.close()  # which the server notices by itself
-        return Task(self._left)
+            self.session.close()  # the server notices that by itself
+        return Task(self._leave)
 
-    def _left(self) -> None:
+    def _leave(self) -> None:
         if self.session is None:
             with suppress(EngineError):
-                self.client.post("/close_communicator/", {}, self.client.patience.health)
+                self.client.post("/close_communicator/", {}, self.client.timeouts.health)
         self.group.close()
 
     def _post(self, path: str, body: dict[str, Any], until: float) -> bytes:
@@ -112,23 +126,25 @@ class Link:
             body = body | {"session": self.session.identity}
         return self.client.post(path, body, max(0.0, until - time.monotonic()))
 
-    def _finish_foreign(self, until: float, tell: Callable[[str], None]) -> None:
-        for path, optional in FOREIGN_ENDING:
+    def _finish_swift(self, until: float, notify: Callable[[str], None]) -> None:
+        for path, is_optional in SWIFT_ENDING:
             try:
                 self._post(path, {}, until)
-            except Refused as refused:
-                if refused.status != 404 or not optional:
+            except RequestRefused as refused:
+                if refused.status != 404 or not is_optional:
                     raise
-                tell(f"warning: {self.client.name} has no {path}: it may answer from what it computed before")
+                notify(
+                    f"warning: {self.client.name} has no {path}: its answers may use results of the old weights"
+                )
 
 
 @dataclass(frozen=True)
 class Sent:
-    """What came of a pass: the servers that have the weights, and why the others do not; and the codes of those
-    that have answered why."""
+    """The result of a pass: the servers that have the weights, why the others do not, and the codes of the errors
+    that those answered with."""
 
     servers: tuple[int, ...]
-    failed: dict[int, str]
+    failed: dict[int, Loss]
     nbytes: int
     seconds: float
     codes: dict[int, str] = field(default_factory=dict)
@@ -136,16 +152,17 @@ class Sent:
 
 @dataclass(frozen=True)
 class _Load:
-    """A bucket in its buffer, and how long the next one is: a server that knows has it while it loads this one."""
+    """A bucket in its buffer, and the length of the next one. A server that knows the length receives the next
+    bucket while it loads this one."""
 
-    told: list[Metadata]
+    metadatas: list[Metadata]
     part: Tensor
     next_bytes: int
 
 
 class _Delivery:
-    """To one server, in threads of its own: the bytes go ahead of what is told of them. `taken` counts the buckets
-    whose bytes the server has."""
+    """Sends all buckets to one server, in two threads: one sends the bytes, ahead of the other, which sends the
+    metadata. `received` counts the buckets whose bytes the server has received."""
 
     def __init__(
         self,
@@ -153,60 +170,71 @@ class _Delivery:
         version: str,
         until: float,
         changed: Condition,
-        tell: Callable[[str], None],
+        notify: Callable[[str], None],
         adapter: AdapterConfig | None,
     ) -> None:
-        self.link, self.taken, self.error, self.code = link, 0, "", ""
-        self.over = False
-        self._told: SimpleQueue[_Load | None] = SimpleQueue()
+        self.link, self.received, self.code = link, 0, ""
+        self.loss: Loss | None = None
+        self.is_over = False
+        self._announcements: SimpleQueue[_Load | None] = SimpleQueue()
         self._bytes: SimpleQueue[_Load | None] = SimpleQueue()
         self._changed, self._until, self._adapter = changed, until, adapter
-        Task(lambda: self._guarded(lambda: self._tell_all(version, tell)))
+        self._version, self._notify = version, notify
+        Task(self._run, self._announce_all)
 
     def put(self, load: _Load | None) -> None:
-        self._told.put(load)
+        """Send a bucket. None ends the delivery."""
+        self._announcements.put(load)
         self._bytes.put(load)
 
-    def fail(self, why: str) -> None:
+    def fail(self, loss: Loss) -> None:
         with self._changed:
-            if not self.over:
-                self.error, self.over = why, True
+            if not self.is_over:
+                self.loss, self.is_over = loss, True
             self._changed.notify_all()
 
-    def _tell_all(self, version: str, tell: Callable[[str], None]) -> None:
-        self.link.start(version, self._until, self._adapter is not None)
-        self.link.torn = True
-        Task(lambda: self._guarded(self._send_all))
-        while (load := self._told.get()) is not None:
-            self._unless_over()
-            self.link.announce(load.told, load.next_bytes, self._until, self._adapter)
-        self._unless_over()
-        self.link.torn = False
-        self.link.finish(version, self._until, tell)
+    def _announce_all(self) -> None:
+        self.link.start(self._version, self._until, self._adapter is not None)
+        self.link.is_torn = True
+        Task(self._run, self._send_all)
+        while (load := self._announcements.get()) is not None:
+            self._stop_if_over()
+            self.link.announce(load.metadatas, load.next_bytes, self._until, self._adapter)
+        self._stop_if_over()
+        self.link.is_torn = False
+        self.link.finish(self._version, self._until, self._notify)
         with self._changed:
-            self.over = True
+            self.is_over = True
             self._changed.notify_all()
 
     def _send_all(self) -> None:
         while (load := self._bytes.get()) is not None:
-            self._unless_over()  # what lies in the buffer may be another bucket by now
+            self._stop_if_over()  # the buffer may hold another bucket by now
             self.link.broadcast(load.part)
             with self._changed:
-                self.taken += 1
+                self.received += 1
                 self._changed.notify_all()
 
-    def _guarded(self, work: Callable[[], None]) -> None:
+    def _run(self, work: Callable[[], None]) -> None:
+        """Do the work of a thread. Its error is the loss of this server."""
         try:
             work()
         except TimeoutError:
-            self.fail(_late(self.link))
-        except Exception as error:  # noqa: BLE001 - told to the one that waits
-            self.code = self.code or (error.code if isinstance(error, Refused | ServerFault) else "")
-            self.fail(str(error) if isinstance(error, EngineError) else f"{self.link.client.name}: {error}")
+            self.fail(_too_slow(self.link))
+        except Exception as error:  # noqa: BLE001 - kept for the thread that waits
+            self.code = self.code or (error.code if isinstance(error, RequestRefused | ServerFault) else "")
+            if isinstance(error, EngineError):
+                self.fail(Loss.from_error(error))
+            else:
+                self.fail(Loss(f"{self.link.client.name}: {error}"))
 
-    def _unless_over(self) -> None:
-        if self.over:
+    def _stop_if_over(self) -> None:
+        if self.is_over:
             raise TimeoutError
+
+
+def ignore(_: object) -> None:
+    """Do nothing with a message or an event."""
 
 
 def send(
@@ -215,107 +243,120 @@ def send(
     version: str,
     device: torch.device,
     seconds: float,
-    tell: Callable[[str], None] = lambda _: None,
+    notify: Callable[[str], None] = ignore,
     adapter: AdapterConfig | None = None,
 ) -> Sent:
-    """To all of them, in `seconds`. With the config of an `adapter`, the weights are an adapter's. Raise
-    EngineError if a weight has a NaN or an Inf: its bucket is sent to nobody."""
+    """Send the weights to all servers within `seconds`. If there is an `adapter` config, they are the weights of
+    that adapter. Raise EngineError if a weight has a NaN or an Inf; its bucket is not sent to any server."""
     began = time.monotonic()
     until = began + seconds
-    changed, keep = Condition(), seconds * STRAGGLING
-    going = [_Delivery(link, version, until, changed, tell, adapter) for link in links]
+    changed, patience = Condition(), seconds * STRAGGLING
+    deliveries = [_Delivery(link, version, until, changed, notify, adapter) for link in links]
     memory = [torch.empty(0, dtype=torch.uint8, device=device)] * BUFFERS
     total, broken = 0, None
-    for number, (bucket, following) in enumerate(_with_next(_told_of(weights, going))):
-        _wait(going, partial(_has_room, number), changed, until, keep)
-        if all(one.error for one in going):
-            continue  # to its end, for the other ranks
+    for number, (bucket, following) in enumerate(_with_next(_guard_buckets(weights, deliveries))):
+        _wait(deliveries, partial(_has_free_buffer, number), changed, until, patience)
+        if all(delivery.loss for delivery in deliveries):
+            continue  # other ranks take part in the pass, so it goes on to its end
         if (broken := non_finite(bucket)) is not None:
-            for one in going:
-                one.fail(str(not_sent(broken)))
+            for delivery in deliveries:
+                delivery.fail(Loss.from_error(not_sent(broken)))
             continue
         place = number % BUFFERS
         if memory[place].numel() == 0:
             memory[place] = torch.empty(BUCKET_BYTES + SLACK, dtype=torch.uint8, device=device)
-        told, part = flattened(bucket, memory[place])
+        metadatas, part = flatten(bucket, memory[place])
         if part.numel() > memory[place].numel():
             memory[place] = part
         if device.type == "cuda":
             torch.cuda.current_stream(device).synchronize()
         total += part.numel()
-        for one in going:
-            one.put(_Load(told, part, flat_bytes(following)))
-    for one in going:
-        one.put(None)
-    _wait(going, lambda one: one.over, changed, until, keep=math.inf)
+        for delivery in deliveries:
+            delivery.put(_Load(metadatas, part, flat_size(following)))
+    for delivery in deliveries:
+        delivery.put(None)
+    _wait(deliveries, attrgetter("is_over"), changed, until, patience=math.inf)
     if broken is not None:
         raise not_sent(broken)
-    failed = {one.link.client.index: one.error for one in going if one.error}
-    servers = tuple(one.link.client.index for one in going if not one.error)
-    codes = {one.link.client.index: one.code for one in going if one.code}
+    failed = {delivery.link.client.index: delivery.loss for delivery in deliveries if delivery.loss}
+    servers = tuple(delivery.link.client.index for delivery in deliveries if not delivery.loss)
+    codes = {delivery.link.client.index: delivery.code for delivery in deliveries if delivery.code}
     return Sent(servers, failed, total, time.monotonic() - began, codes)
 
 
-def _told_of(weights: Iterable[tuple[str, Tensor]], going: Sequence[_Delivery]) -> Iterator[Bucket]:
-    """If the learner itself fails at them, no delivery is left waiting."""
+def send_adapter(
+    links: Sequence[Link], adapter: AdapterWeights, version: str, device: torch.device, seconds: float
+) -> Sent:
+    """Send an adapter to all servers. Raise AdapterRefused if whole weights have to be sent instead."""
+    for link in links:
+        if link.facts.is_swift:
+            raise AdapterRefused(
+                f"{link.client.name}: it is an ms-swift server, which does not report whether it loaded an adapter"
+            )
+    config, weights = adapter
+    sent = send(links, weights, version, device, seconds, adapter=config)
+    for index, code in sent.codes.items():
+        if code in REFUSED_FOR_GOOD:
+            raise AdapterRefused(sent.failed[index].problem)
+    return sent
+
+
+def _guard_buckets(weights: Iterable[tuple[str, Tensor]], deliveries: Sequence[_Delivery]) -> Iterator[Bucket]:
+    """Yield the buckets. If the learner fails to produce one, end all deliveries, so that none is left waiting."""
     try:
         yield from buckets(iter(weights), BUCKET_BYTES)
     except Exception:
-        for one in going:
-            one.fail("the learner failed")
-            one.put(None)
+        for delivery in deliveries:
+            delivery.fail(Loss("the learner failed"))
+            delivery.put(None)
         raise
 
 
-def _with_next(all_of_them: Iterator[Bucket]) -> Iterator[tuple[Bucket, Bucket]]:
-    """Each with the one after it, which is empty after the last."""
-    bucket = next(all_of_them, None)
+def _with_next(all_buckets: Iterator[Bucket]) -> Iterator[tuple[Bucket, Bucket]]:
+    """Yield each bucket with the one after it. The last one comes with an empty bucket."""
+    bucket = next(all_buckets, None)
     while bucket is not None:
-        following = next(all_of_them, None)
+        following = next(all_buckets, None)
         yield bucket, following or []
         bucket = following
 
 
-def _has_room(number: int, delivery: _Delivery) -> bool:
-    """What lay where this bucket will, the server has."""
-    return delivery.taken > number - BUFFERS
+def _has_free_buffer(number: int, delivery: _Delivery) -> bool:
+    """Return True if the server has received the previous contents of the buffer that bucket `number` will use."""
+    return delivery.received > number - BUFFERS
 
 
 def _wait(
-    going: Sequence[_Delivery],
-    ready: Callable[[_Delivery], bool],
+    deliveries: Sequence[_Delivery],
+    is_ready: Callable[[_Delivery], bool],
     changed: Condition,
     until: float,
-    keep: float,
+    patience: float,
 ) -> None:
-    """Until each server is ready or has failed; one that is neither at the deadline has. So has one that keeps
-    others waiting for `keep` seconds: they shall not come too late with it."""
+    """Return once each delivery is ready or has failed. Fail those that are not ready at the deadline, and those
+    that keep ready ones waiting for `patience` seconds, so that one slow server does not make all of them late."""
 
-    def settled() -> bool:
-        return all(one.error or ready(one) for one in going)
+    def is_settled() -> bool:
+        return all(delivery.loss or is_ready(delivery) for delivery in deliveries)
 
     with changed:
-        while not settled() and (left := until + GRACE - time.monotonic()) > 0:
-            changed.wait_for(settled, min(keep, left))
-            if any(ready(one) for one in going if not one.error):
+        while not is_settled() and (left := until + GRACE - time.monotonic()) > 0:
+            changed.wait_for(is_settled, min(patience, left))
+            if any(is_ready(delivery) for delivery in deliveries if not delivery.loss):
                 break
-    for one in going:
-        if not one.error and not ready(one):
-            one.fail(_late(one.link))
+    for delivery in deliveries:
+        if not delivery.loss and not is_ready(delivery):
+            delivery.fail(_too_slow(delivery.link))
 
 
-STRAGGLING = 0.25  # of the deadline: for so long, servers wait for one of them to take in a bucket
-GRACE = 0.5  # seconds, in which a delivery says by itself what it was late with
-
-
-def _late(link: Link) -> str:
-    return (
-        f"{link.client.name}: it took in weights too slowly for rollout_matching.vllm.sync.timeout_s\n"
-        "  if the model is large, raise it; else look at the memory and load of the server's machine"
+def _too_slow(link: Link) -> Loss:
+    return Loss(
+        f"{link.client.name}: it loaded weights too slowly for rollout_matching.vllm.sync.timeout_s",
+        "if the model is large, raise it; otherwise check the memory and load of the server's machine",
     )
 
 
 def take_part(weights: Iterator[tuple[str, Tensor]]) -> None:
-    """Of a rank that sends nothing, where weights are gathered from all."""
+    """Take part in gathering the weights, on a rank that sends nothing."""
     for _ in weights:
         pass

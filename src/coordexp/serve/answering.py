@@ -1,4 +1,4 @@
-"""From a request to an answer, in the form of ms-swift's contract. One that cannot be answered fails alone."""
+"""Answers requests in the form of ms-swift's contract. A request that cannot be answered fails alone."""
 
 import asyncio
 import logging
@@ -14,25 +14,31 @@ from pydantic import ValidationError
 
 from coordexp.config.rollout import RepeatTerminate
 from coordexp.data.images import MOST_PIXELS
+from coordexp.errors import DataError
 from coordexp.rollout.guard import ended, guard_arguments, key_pattern
 from coordexp.rollout.prompt import image_tokens
 from coordexp.serve.refusal import Refusal, bad_request
-from coordexp.serve.requests import FoundPicture, InferRequest, Pictures, RequestConfig, parts, sampling_fields
+from coordexp.serve.requests import (
+    AllowedImages,
+    InferRequest,
+    RequestConfig,
+    RequestImage,
+    sampling_fields,
+    split_request,
+)
 from coordexp.vocab import VocabularyTable
 
-# All pictures that are being decoded or made into patches, of all calls, have at most this many pixels together. A
-# pixel of a picture that is scaled down takes 10 to 16 bytes on its way: the file's own mode, RGB, the array and
-# the tensor. Patches stay until the answer is there; their number is bounded by the context and by `most_at_once`.
+# The most pixels of all images, of all calls, that are being decoded or cut into patches. Each pixel of an image
+# that is scaled down takes 10 to 16 bytes in the process: in the file's own mode, as RGB, in the array and in the
+# tensor. Patches stay until the answer is complete; the context length and `most_at_once` limit their number.
 PIXELS_AT_ONCE = MOST_PIXELS
-BLOCK = 2**26  # bytes that Pillow asks for at once; smaller ones would stay with the thread that has freed them
+BLOCK = 2**26  # bytes that Pillow allocates at once; the allocator would keep smaller blocks after they are freed
 log = logging.getLogger(__name__)
 
 
-class RefusedByEngine(Exception):
-    """What vLLM says of a request that it cannot take."""
+class AnsweringEngine(Protocol):
+    """The part of the engine that answers requests."""
 
-
-class Answers(Protocol):
     max_model_len: int
     defaults: dict[str, Any]
 
@@ -45,14 +51,14 @@ class Answers(Protocol):
 
 
 class PixelBudget:
-    """Room for so many pixels, given out in the order of arrival. An image that is larger waits for all of it."""
+    """A number of pixels, given out in the order of arrival. A larger image waits until all of them are free."""
 
     def __init__(self, pixels: int) -> None:
         self.pixels = self.free = pixels
         self._waiting: deque[tuple[int, asyncio.Future[None]]] = deque()
 
     async def acquire(self, pixels: int) -> int:
-        """Wait for room, and return how much of it has to be released."""
+        """Wait for free pixels, and return how many must be released."""
         share = min(pixels, self.pixels)
         turn = asyncio.get_running_loop().create_future()
         self._waiting.append((share, turn))
@@ -60,7 +66,7 @@ class PixelBudget:
         try:
             await turn
         except asyncio.CancelledError:
-            if not turn.cancelled():  # it was let in at the same time
+            if not turn.cancelled():  # it was admitted at the same time
                 self.free += share
             self._admit()
             raise
@@ -79,86 +85,89 @@ class PixelBudget:
 
 
 class Answering:
-    """`guard` is the server's own, which it was started with (R33): a learner does not have to ask for it."""
+    """Makes an answer for each request. `guard` is the repeat guard that the server was started with; it applies
+    unless a request turns it off."""
 
     def __init__(
         self,
-        engine: Answers,
+        engine: AnsweringEngine,
         processor: Any,
         table: VocabularyTable,
         guard: RepeatTerminate,
-        pictures: Pictures,
+        images: AllowedImages,
         most_at_once: int,
     ) -> None:
         self.engine, self.processor, self.table = engine, processor, table
-        self.guard, self.pictures = guard, pictures
+        self.guard, self.images = guard, images
         self.pattern = key_pattern(table) if guard.enabled and guard.max_object_keys is not None else ()
         self.unguarded = RepeatTerminate()
-        self._room = asyncio.Semaphore(2 * most_at_once)  # others are not looked at yet
+        self._slots = asyncio.Semaphore(2 * most_at_once)  # further requests are not read yet
         self._pixels = PixelBudget(PIXELS_AT_ONCE)
         Image.core.set_block_size(BLOCK)  # type: ignore[attr-defined]
 
-    async def one(self, given: Any, config: RequestConfig, version: str) -> tuple[dict[str, Any], int]:
-        """The item that stands for this request, and how many tokens were written for it."""
-        async with self._room:
-            return await self._one(given, config, version)
+    async def answer(self, body: Any, config: RequestConfig, version: str) -> tuple[dict[str, Any], int]:
+        """Return the item that answers this request, which may be an error, and the number of generated tokens."""
+        async with self._slots:
+            return await self._answer(body, config, version)
 
-    async def _one(self, given: Any, config: RequestConfig, version: str) -> tuple[dict[str, Any], int]:
+    async def _answer(self, body: Any, config: RequestConfig, version: str) -> tuple[dict[str, Any], int]:
         try:
-            request = InferRequest.model_validate(given)
-            own = request.own
-            prompt = await self._prompt(request)
-            guard = self.guard if own.guard else self.unguarded
-            seed = own.seed if own.seed is not None else config.seed
+            request = InferRequest.model_validate(body)
+            fields = request.learner_fields
+            prompt = await self._render(request)
+            guard = self.guard if fields.guard else self.unguarded
+            seed = fields.seed if fields.seed is not None else config.seed
             output = await self.engine.answer(prompt, self._sampling(config, guard, seed), uuid.uuid4().hex)
         except ValidationError as error:
-            told = "; ".join(f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors()[:3])
-            return bad_request(told, "see the contract in docs/operations.md").told(), 0
+            problems = (f"{'.'.join(map(str, detail['loc']))}: {detail['msg']}" for detail in error.errors()[:3])
+            return bad_request("; ".join(problems), "see the contract in docs/operations.md").to_json(), 0
+        except DataError as error:
+            return bad_request(error.problem, error.fix).to_json(), 0
         except Refusal as refusal:
-            return refusal.told(), 0
-        except RefusedByEngine as error:
-            return bad_request(str(error)).told(), 0
-        except Exception as error:  # whatever it is, it is this request's alone
+            return refusal.to_json(), 0
+        except Exception as error:  # the other requests of the call must not fail with this one
             if self.engine.has_ended:
                 raise
             log.exception("a request failed")
-            return Refusal(500, "engine", f"{type(error).__name__}: {error}", "see this server's output").told(), 0
-        written = sum(len(answer.token_ids) for answer in output.outputs)
-        return self._item(output, config, guard, version), written
+            return _engine_fault(f"{type(error).__name__}: {error}", "see this server's output"), 0
+        tokens = sum(len(answer.token_ids) for answer in output.outputs)
+        return self._item(output, config, guard, version), tokens
 
-    async def _prompt(self, request: InferRequest) -> Any:
-        """Return the prompt as the engine takes it. Its picture is decoded when there is room for it, and let go
-        when it has been made into patches."""
-        text, picture = await asyncio.to_thread(self._text, request)
-        if picture is None:
+    async def _render(self, request: InferRequest) -> Any:
+        """Return the prompt in the engine's form. Its image is decoded when there are free pixels for it, and is
+        freed once it has been cut into patches."""
+        text, image = await asyncio.to_thread(self._read, request)
+        if image is None:
             return await self.engine.render({"prompt": text})
-        share = await self._pixels.acquire(picture.pixels)
-        work = asyncio.ensure_future(self._with_picture(text, picture))
+        share = await self._pixels.acquire(image.pixels)
+        work = asyncio.ensure_future(self._render_image(text, image))
         work.add_done_callback(lambda _: self._pixels.release(share))
-        return await asyncio.shield(work)  # a thread cannot be interrupted, and what it holds stays counted
+        # A thread cannot be interrupted. If the request is cancelled, its pixels count until the thread has ended.
+        return await asyncio.shield(work)
 
-    def _text(self, request: InferRequest) -> tuple[str, FoundPicture | None]:
-        conversation, sources = parts(request)
+    def _read(self, request: InferRequest) -> tuple[str, RequestImage | None]:
+        """Return the text of the prompt, and its image. Raise a Refusal if the image cannot be used."""
+        conversation, sources = split_request(request)
         text = self.processor.apply_chat_template(conversation, add_generation_prompt=True, tokenize=False)
         if not sources:
             return text, None
-        picture = self.pictures.look(sources[0], request.own.size)
-        tokens = image_tokens(self.processor, picture.width, picture.height, picture.name)
+        image = self.images.open(sources[0], request.learner_fields.size)
+        tokens = image_tokens(self.processor, image.width, image.height, image.name)
         if tokens >= self.engine.max_model_len:
-            told = f"{picture.name}: {picture.width} x {picture.height} are {tokens} tokens"
             raise bad_request(
-                f"{told}, and prompt and answer together may have {self.engine.max_model_len}",
-                "send a smaller picture, or start the server with a longer global_max_length",
+                f"{image.name}: {image.width} x {image.height} are {tokens} tokens, but prompt and answer "
+                f"together may have {self.engine.max_model_len}",
+                "send a smaller image, or start the server with a longer global_max_length",
             )
-        return text, picture
+        return text, image
 
-    async def _with_picture(self, text: str, picture: FoundPicture) -> Any:
-        image = await asyncio.to_thread(picture.decode)
-        return await self.engine.render({"prompt": text, "multi_modal_data": {"image": image}})
+    async def _render_image(self, text: str, image: RequestImage) -> Any:
+        pixels = await asyncio.to_thread(image.decode)
+        return await self.engine.render({"prompt": text, "multi_modal_data": {"image": pixels}})
 
     def _sampling(self, config: RequestConfig, guard: RepeatTerminate, seed: int | None) -> dict[str, Any]:
         if config.stream:
-            raise bad_request("stream: answers come whole", "set stream: false")
+            raise bad_request("stream: answers are only sent complete", "set stream: false")
         return sampling_fields(config, self.engine.defaults) | {
             "max_tokens": config.max_tokens or self.engine.max_model_len,
             "n": config.n,
@@ -173,20 +182,20 @@ class Answering:
 
     def _item(self, output: Any, config: RequestConfig, guard: RepeatTerminate, version: str) -> dict[str, Any]:
         for answer in output.outputs:
-            made = {span.version for span in answer.weight_versions or ()} or {version}
-            if answer.finish_reason not in ("stop", "length") or made != {version}:
-                told = (
-                    f"vLLM ended an answer by itself ({answer.finish_reason}, weights {', '.join(sorted(made))})"
-                )
-                return Refusal(500, "engine", told, "ask again").told()
+            versions = {span.version for span in answer.weight_versions or ()} or {version}
+            if answer.finish_reason not in ("stop", "length") or versions != {version}:
+                reason = f"{answer.finish_reason}, weights {', '.join(sorted(versions))}"
+                return _engine_fault(f"vLLM ended an answer by itself ({reason})", "ask again")
             if config.logprobs and not all(map(math.isfinite, _logprobs(answer))):
-                told = "a log-probability of the answer is not finite"
-                return Refusal(500, "engine", told, "the weights of this server may hold NaN; sync it anew").told()
+                return _engine_fault(
+                    "a log-probability of the answer is not finite",
+                    "the weights of this server may contain NaN: sync it again",
+                )
         choices = [self._choice(k, answer, config) for k, answer in enumerate(output.outputs)]
-        reasons = [self._ended(answer.token_ids, guard) for answer in output.outputs]
-        written = sum(len(answer.token_ids) for answer in output.outputs)
-        read = len(output.prompt_token_ids)
-        usage = {"prompt_tokens": read, "completion_tokens": written, "total_tokens": read + written}
+        reasons = [self._finish_reason(answer.token_ids, guard) for answer in output.outputs]
+        completion = sum(len(answer.token_ids) for answer in output.outputs)
+        prompt = len(output.prompt_token_ids)
+        usage = {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
         response = {
             "id": output.request_id,
             "object": "chat.completion",
@@ -200,7 +209,7 @@ class Answering:
         infos = {"weight_version": version, "ended_by_guard": [reason == "repeat" for reason in reasons]}
         return {"response": response, "rollout_infos": infos}
 
-    def _ended(self, ids: Sequence[int], guard: RepeatTerminate) -> str:
+    def _finish_reason(self, ids: Sequence[int], guard: RepeatTerminate) -> str:
         return ended(ids, self.table.end_of_turn, guard, self.pattern)[1]
 
     def _choice(self, index: int, answer: Any, config: RequestConfig) -> dict[str, Any]:
@@ -219,3 +228,7 @@ class Answering:
 
 def _logprobs(answer: Any) -> list[float]:
     return [step[id].logprob for step, id in zip(answer.logprobs, answer.token_ids, strict=True)]
+
+
+def _engine_fault(problem: str, fix: str) -> dict[str, Any]:
+    return Refusal(500, "engine", problem, fix).to_json()

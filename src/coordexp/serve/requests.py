@@ -1,5 +1,5 @@
-"""What comes to `/infer/`, in the form of ms-swift's contract, and what a request may be: its limits, and the
-pictures that it may name. What of the contract is not served (tools, videos, audio) is refused, never left out."""
+"""The requests to `/infer/`, in the form of ms-swift's contract: their fields, their limits, and the images that
+they may name. Parts of the contract that are not served (tools, videos, audio) are refused, never ignored."""
 
 import base64
 import binascii
@@ -13,27 +13,25 @@ from PIL import Image
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from coordexp.data.images import opened_image, size_problem, upright_size
-from coordexp.errors import DataError
 from coordexp.rollout.prompt import UNUSABLE, read_image
 from coordexp.serve.refusal import bad_request
 from coordexp.text import encodable
 
-MOST_REQUESTS = 4096  # in one call
-MOST_BYTES = 256 * 2**20  # of one call's body
-MOST_ANSWERS = 64  # to one request
-TAG = "<image>"
+MOST_REQUESTS = 4096  # requests in one call
+MOST_ANSWERS = 64  # answers to one request
+TAG = "<image>"  # stands for the image in the text of a message
 Whole = Annotated[int, Field(ge=-(2**63), lt=2**63)]
 
 
-def _is_utf8(text: str) -> str:
+def _check_utf8(text: str) -> str:
     if not encodable(text):
         raise ValueError(HALF)
     return text
 
 
 HALF = "text with half a character (a lone surrogate), which UTF-8 cannot encode"
-Text = Annotated[str, AfterValidator(_is_utf8)]
-# What clients may say of sampling beyond what is served, and the value by which nothing is asked for.
+Text = Annotated[str, AfterValidator(_check_utf8)]
+# Sampling settings of the contract that are not served, and the value that has no effect and is therefore allowed.
 NEUTRAL: dict[str, int | None] = {
     "num_beams": 1,
     "best_of": 1,
@@ -52,16 +50,16 @@ class _Loose(BaseModel):
 
 
 class _Strict(_Loose):
-    """What is not known is refused by its name, unless it is null, which asks for nothing."""
+    """Refuses unknown fields by name, unless they are null, which has no effect."""
 
     @model_validator(mode="before")
     @classmethod
-    def _is_served(cls, given: Any) -> Any:
+    def _check_fields(cls, values: Any) -> Any:
         neutral = NEUTRAL if cls is RequestConfig else {}
-        for name, value in given.items() if isinstance(given, dict) else ():
+        for name, value in values.items() if isinstance(values, dict) else ():
             if name not in cls.model_fields and value not in (None, neutral.get(name)):
                 raise ValueError(f"{ascii(str(name))[1:-1][:80]}: not served here; leave it out")
-        return given
+        return values
 
 
 class Message(_Loose):
@@ -69,12 +67,12 @@ class Message(_Loose):
     content: str | list[dict[str, Any]]
 
 
-class OurOwn(_Strict):
-    """What only a coordexp learner says of a request."""
+class LearnerFields(_Strict):
+    """The fields that only a coordexp learner adds to a request."""
 
     seed: Whole | None = None
     guard: bool = True
-    size: tuple[int, int] | None = None  # width and height that the picture must have
+    size: tuple[int, int] | None = None  # the width and height that the image must have
 
 
 class InferRequest(_Strict):
@@ -90,12 +88,12 @@ class InferRequest(_Strict):
     data_dict: dict[str, Any] | None = None
 
     @property
-    def own(self) -> OurOwn:
-        return OurOwn.model_validate((self.data_dict or {}).get("coordexp") or {})
+    def learner_fields(self) -> LearnerFields:
+        return LearnerFields.model_validate((self.data_dict or {}).get("coordexp") or {})
 
 
 class RequestConfig(_Strict):
-    """A sampling field that is not set is that of the model's `generation_config.json`."""
+    """The settings of a call. A sampling field that is not set comes from the model's `generation_config.json`."""
 
     max_tokens: Annotated[int, Field(ge=1, le=2**31)] | None = None
     temperature: float | None = None
@@ -110,63 +108,66 @@ class RequestConfig(_Strict):
     stream: bool = False
 
 
+def _default_config(value: Any) -> Any:
+    return {} if value is None else value
+
+
 class InferCall(_Strict):
-    """ms-swift's own client also sends what it counts and whether it shows progress, which change no answer."""
+    """The body of a call. ms-swift's own client also sends `metrics` and `use_tqdm`, which change no answer."""
 
     infer_requests: Annotated[list[Any], Field(max_length=MOST_REQUESTS)]
-    request_config: Annotated[RequestConfig, BeforeValidator(lambda given: {} if given is None else given)] = (
-        RequestConfig()
-    )
+    request_config: Annotated[RequestConfig, BeforeValidator(_default_config)] = RequestConfig()
     metrics: Any = None
     use_tqdm: Any = None
 
 
 @dataclass(frozen=True)
-class Pictures:
-    """Which pictures a request may have read: files below these folders, and what it brings along itself."""
+class AllowedImages:
+    """The images that a request may name: files below these folders, and images in the request itself."""
 
     folders: tuple[Path, ...]
 
-    def look(self, source: str, size: tuple[int, int] | None = None) -> "FoundPicture":
-        """Return the picture without decoding it; its header tells whether it can be used. `size` is what its
-        record says, if that was told."""
-        content, name = self._found(source)
+    def open(self, source: str, size: tuple[int, int] | None = None) -> "RequestImage":
+        """Read the header of an image, without decoding it. Raise a Refusal if the image cannot be used. `size` is
+        the size in its record, if the request has it."""
+        content, name = self._locate(source)
         try:
             with opened_image(content if isinstance(content, Path) else io.BytesIO(content)) as image:
                 width, height, _ = upright_size(image)
         except OSError as error:
-            told = f"{name}: not a readable picture ({error.strerror or error})"
-            raise bad_request(told, "run `coordexp data doctor`") from error
-        if problem := size_problem(width, height):
-            raise bad_request(f"{name}: {problem}", UNUSABLE)
+            problem = f"{name}: not a readable image ({error.strerror or error})"
+            raise bad_request(problem, "run `coordexp data doctor`") from error
+        if limit := size_problem(width, height):
+            raise bad_request(f"{name}: {limit}", UNUSABLE)
         if size is not None and (width, height) != size:
             raise bad_request(
-                f"the picture is {width} x {height}, and its record says {size[0]} x {size[1]}",
-                "correct the record; `coordexp data doctor` finds all of them",
+                f"the image is {width} x {height}, but its record says {size[0]} x {size[1]}",
+                "correct the record; `coordexp data doctor` finds all such records",
             )
-        return FoundPicture(content, name, width, height)
+        return RequestImage(content, name, width, height)
 
-    def _found(self, source: str) -> tuple[Path | bytes, str]:
+    def _locate(self, source: str) -> tuple[Path | bytes, str]:
+        """Return the path or the bytes of an image, and a name for messages."""
         if source.startswith("data:") or not _is_path(source):
-            return _decoded(source), "the base64 picture"
+            return _decode_base64(source), "the base64 image"
         if "://" in source:
-            raise bad_request(f"{source[:80]}: pictures are not fetched from elsewhere", "send a path, or base64")
+            raise bad_request(f"{source[:80]}: images are not fetched from elsewhere", "send a path, or base64")
         try:
             path = Path(source).resolve()
         except (OSError, ValueError, RuntimeError) as error:
             raise bad_request(f"{source[:80]!r}: not a path ({error})", "send a path, or base64") from error
         if not any(path.is_relative_to(folder) for folder in self.folders):
-            known = ", ".join(map(str, self.folders)) or "no folder"
+            allowed = ", ".join(map(str, self.folders)) or "no folder"
             raise bad_request(
-                f"{source}: this server reads pictures below {known} only",
-                "start it with --images FOLDER (may be given several times), or send base64",
+                f"{source}: this server only reads images below {allowed}",
+                "start it with --images FOLDER (can be repeated), or send base64",
             )
         return path, source
 
 
 @dataclass(frozen=True)
-class FoundPicture:
-    """A picture of which only the header was read, and its size after turning."""
+class RequestImage:
+    """An image of which only the header was read. The size is that of the upright image."""
 
     content: Path | bytes
     name: str
@@ -178,73 +179,71 @@ class FoundPicture:
         return self.width * self.height
 
     def decode(self) -> Image.Image:
-        try:
-            image = read_image(
-                self.content if isinstance(self.content, Path) else io.BytesIO(self.content), self.name
-            )
-        except DataError as error:
-            message, _, fix = str(error).partition("\n  ")
-            raise bad_request(message, fix) from error
+        """Return the upright image. Raise DataError or a Refusal if it cannot be decoded or has another size than
+        its header says."""
+        image = read_image(self.content if isinstance(self.content, Path) else io.BytesIO(self.content), self.name)
         if image.size != (self.width, self.height):
-            told = f"{self.name}: {image.width} x {image.height}, and its header said {self.width} x {self.height}"
             raise bad_request(
-                told, "save the picture again; if it was replaced meanwhile, do not do that in a run"
+                f"{self.name}: {image.width} x {image.height}, but its header says {self.width} x {self.height}",
+                "save the image again; if it was replaced meanwhile, do not replace images during a run",
             )
         return image
 
 
 def _is_path(source: str) -> bool:
-    """Base64 has no dot, and that of a JPEG begins as no path does."""
+    """Return True if the source is a path or a URL, not base64. Base64 has no dot, and a JPEG in base64 begins
+    with `/9j/`."""
     return "." in source or "://" in source or (source.startswith("/") and not source.startswith("/9j/"))
 
 
-def _decoded(source: str) -> bytes:
+def _decode_base64(source: str) -> bytes:
     try:
         return base64.b64decode(source.partition(",")[2] if source.startswith("data:") else source, validate=True)
     except (binascii.Error, ValueError) as error:
         raise bad_request(f"{source[:40]}: neither a path nor base64 ({error})", "send one of them") from error
 
 
-def parts(request: InferRequest) -> tuple[list[dict[str, Any]], list[str]]:
-    """The conversation as chat templates take it, and its pictures."""
+def split_request(request: InferRequest) -> tuple[list[dict[str, Any]], list[str]]:
+    """Return the conversation in the form that chat templates need, and the sources of its images."""
     for name in ("audios", "videos", "tools", "objects", "chat_template_kwargs", "add_eos"):
         if getattr(request, name):
-            raise bad_request(f"{name}: not served here", "send text and one picture")
+            raise bad_request(f"{name}: not served here", "send text and one image")
     conversation: list[dict[str, Any]] = []
     inline: list[str] = []
     for message in request.messages:
-        content = _tagged(message.content) if isinstance(message.content, str) else list(message.content)
+        content = _split_text(message.content) if isinstance(message.content, str) else list(message.content)
         inline += [str(part["image"]) for part in content if part.get("type") == "image" and part.get("image")]
         if any(part.get("type") != "image" and not _is_text(part) for part in content):
-            raise bad_request("messages: a content part is neither text nor image", "send text and one picture")
+            raise bad_request("messages: a content part is neither text nor image", "send text and one image")
         if any(part["type"] == "text" and not encodable(part["text"]) for part in content):
             raise bad_request(f"messages: {HALF}", "send UTF-8")
         plain = [part if part["type"] == "text" else {"type": "image"} for part in content]
         conversation.append({"role": message.role, "content": plain})
-    pictures = inline or request.images
+    sources = inline or request.images
     named = sum(part["type"] == "image" for message in conversation for part in message["content"])
-    if named != len(pictures) or named > 1:
+    if named != len(sources) or named > 1:
         raise bad_request(
-            f"the messages name {named} pictures, and {len(pictures)} came along; one is served",
-            f"write {TAG} where the picture stands, and send it in images",
+            f"the messages name {named} images, and {len(sources)} came along; at most one is served",
+            f"write {TAG} where the image belongs, and send the image in images",
         )
-    return conversation, pictures
+    return conversation, sources
 
 
 def _is_text(part: dict[str, Any]) -> bool:
     return part.get("type") == "text" and isinstance(part.get("text"), str)
 
 
-def _tagged(text: str) -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = []
+def _split_text(text: str) -> list[dict[str, Any]]:
+    """Return the text as content parts, with an image part for each tag."""
+    parts: list[dict[str, Any]] = []
     for number, piece in enumerate(text.split(TAG)):
-        found += [{"type": "image"}] if number else []
-        found += [{"type": "text", "text": piece}] if piece else []
-    return found
+        parts += [{"type": "image"}] if number else []
+        parts += [{"type": "text", "text": piece}] if piece else []
+    return parts
 
 
 def sampling_fields(config: RequestConfig, defaults: dict[str, Any]) -> dict[str, Any]:
-    """Those that decide which token is drawn."""
+    """Return the settings that decide which token is drawn: those of the call, else those of the model."""
     names: Sequence[str] = ("temperature", "top_k", "top_p", "repetition_penalty")
-    given = {name: value for name in names if (value := getattr(config, name)) is not None}
-    return {name: value for name, value in defaults.items() if name in names} | given
+    requested = {name: value for name in names if (value := getattr(config, name)) is not None}
+    return {name: value for name, value in defaults.items() if name in names} | requested

@@ -1,11 +1,11 @@
-"""Starts a rollout server and runs it to its end. Its engine ends with it, however that is."""
+"""Starts a rollout server and runs it until it ends. Its engine always ends with it."""
 
 import asyncio
 import os
 import secrets
 import socket
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -16,25 +16,24 @@ import uvicorn
 from transformers import AutoProcessor
 
 from coordexp.config.rollout import RolloutMatching
-from coordexp.errors import EngineError
 from coordexp.rollout.guard import ENGINE_GUARD
 from coordexp.rollout.setup import Setup
 from coordexp.rollout.wire import PROTOCOL, TOKEN, model_fingerprint
 from coordexp.serve.answering import Answering
-from coordexp.serve.app import RolloutApp
+from coordexp.serve.app import RolloutApp, ServerMetrics
 from coordexp.serve.connections import UVICORN, raise_file_limit
 from coordexp.serve.engine import ServedEngine, check_devices
-from coordexp.serve.guard import check_class, from_environment
-from coordexp.serve.metrics import Metrics
-from coordexp.serve.requests import Pictures
+from coordexp.serve.guard import check_class
+from coordexp.serve.requests import AllowedImages
 from coordexp.vocab import VocabularyTable
 
-LOOKS = 1.0  # seconds between looks at the engine
+LOOKS = 1.0  # seconds between two checks of the engine
 
 
 @dataclass(frozen=True)
 class Serving:
-    """What is served, the socket that it is asked at, and below which folders pictures may lie."""
+    """What to serve: a model folder and its settings, the socket to listen on, and the folders that images may be
+    read from."""
 
     folder: Path
     dtype: str
@@ -43,41 +42,36 @@ class Serving:
     images: tuple[Path, ...]
 
 
-def serve(about: Serving, ready: Callable[[int], None]) -> None:
-    """`ready` hears the engine's world size when the server can be asked. Raises `EngineError` if it cannot start,
-    or if its engine ends before it."""
+def serve(serving: Serving, announce: Callable[[int], None]) -> None:
+    """Run the server. Call `announce` with the engine's world size once the server accepts requests. Raise
+    EngineError if the server cannot start, and Refusal if its engine ends or hangs."""
     raise_file_limit()
-    guard = from_environment()
+    guard = serving.settings.repeat_terminate
     if guard.enabled:
         check_class(ENGINE_GUARD)
-    table = VocabularyTable.from_folder(about.folder)
-    processor = AutoProcessor.from_pretrained(about.folder)
+    table = VocabularyTable.from_folder(serving.folder)
+    processor = AutoProcessor.from_pretrained(serving.folder)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    setup = Setup(about.folder, about.dtype, about.settings, table, device)
+    setup = Setup(serving.folder, serving.dtype, serving.settings, table, device)
     check_devices(setup, torch.cuda.device_count())
-    engine = ServedEngine(setup)
-    try:
+    with closing(ServedEngine(setup)) as engine:
         app = RolloutApp(
             engine,
-            Answering(engine, processor, table, guard, Pictures(about.images), engine.most_at_once),
-            _described(about, engine, guard.model_dump(mode="json")),
-            host=str(about.listening.getsockname()[0]),
-            world_size=engine.about.world_size,
+            Answering(engine, processor, table, guard, AllowedImages(serving.images), engine.most_at_once),
+            _describe(setup, engine.max_model_len),
+            host=str(serving.listening.getsockname()[0]),
+            world_size=setup.world_size,
             token=os.environ.get(TOKEN) or None,
-            metrics=Metrics(),
-            hung_after_s=about.settings.vllm.server.hung_after_s,
+            metrics=ServerMetrics(),
+            hung_after_s=serving.settings.vllm.server.hung_after_s,
         )
-        config = uvicorn.Config(app.api, **UVICORN)
-        asyncio.run(
-            _served(_Server(config, app.ending), about.listening, app, lambda: ready(engine.about.world_size))
-        )
-    finally:
-        engine.close()
+        server = _QuietServer(uvicorn.Config(app.api, **UVICORN), app.ending)
+        asyncio.run(_run(server, serving.listening, app, announce))
 
 
-class _Server(uvicorn.Server):
-    """A signal ends at once what goes on, such as a learner's session, and then the server, but not the process:
-    that has an engine to stop."""
+class _QuietServer(uvicorn.Server):
+    """A signal ends the running requests at once, such as a learner's session, and then the server. It does not
+    end the process, which still has an engine to stop."""
 
     def __init__(self, config: uvicorn.Config, ending: asyncio.Event) -> None:
         super().__init__(config)
@@ -94,42 +88,44 @@ class _Server(uvicorn.Server):
             self._captured_signals.clear()  # uvicorn would send them again
 
 
-async def _served(
-    server: uvicorn.Server, listening: socket.socket, app: RolloutApp, ready: Callable[[], None]
+async def _run(
+    server: uvicorn.Server, listening: socket.socket, app: RolloutApp, announce: Callable[[int], None]
 ) -> None:
     await app.engine.ready()
     watching = asyncio.ensure_future(app.watchdog.run())
     work = asyncio.ensure_future(server.serve(sockets=[listening]))
+    is_announced = False
     while not work.done():
-        if server.started and ready is not None:
-            ready()
-            ready = None  # type: ignore[assignment]
+        if server.started and not is_announced:
+            announce(app.world_size)
+            is_announced = True
         if (problem := app.problem) is not None:
             server.should_exit = True
             await work
-            raise EngineError(f"{problem.message}\n  {problem.fix}")
+            raise problem
         await asyncio.wait({work}, timeout=LOOKS)
     watching.cancel()
     await work
 
 
-def _described(about: Serving, engine: ServedEngine, guard: dict[str, Any]) -> dict[str, Any]:
+def _describe(setup: Setup, max_model_len: int) -> dict[str, Any]:
+    """Return the facts that `/version/` reports and a learner checks."""
     return {
         "server": "coordexp",
         "release": version("coordexp"),
         "protocol": PROTOCOL,
         "boot": secrets.token_hex(8),
-        "model": model_fingerprint(about.folder),
-        "dtype": about.dtype,
-        "world_size": engine.about.world_size,
-        "max_model_len": engine.max_model_len,
-        "guard": guard,
-        "lora": about.settings.vllm.enable_lora,
+        "model": model_fingerprint(setup.folder),
+        "dtype": setup.dtype,
+        "world_size": setup.world_size,
+        "max_model_len": max_model_len,
+        "guard": setup.settings.repeat_terminate.model_dump(mode="json"),
+        "lora": setup.settings.vllm.enable_lora,
         "devices": _devices(),
     }
 
 
 def _devices() -> list[str]:
-    """So that a learner can see that it is not on one of them."""
+    """Return this machine's GPUs, so that a learner can check that it does not share one."""
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     return [f"{socket.gethostname()}/{torch.cuda.get_device_properties(k).uuid}" for k in range(count)]

@@ -1,15 +1,16 @@
-"""The weights of a server: answers come from whole weights of one version, and one learner at a time changes them.
+"""The weights of a server. Every answer comes from whole weights of one version, and one learner at a time may
+change them.
 
-An update holds back new answers and begins when those that run have ended, so no answer mixes versions. Whatever
-goes wrong in it leaves a server that has no weights, says so, and can be given whole ones.
+An update holds back new answers and begins when the running ones have ended, so no answer mixes versions. If an
+update fails, the server has no weights, reports that, and can be given whole weights again.
 
-An adapter is taken beside what answers are made with, and takes its place in one step at the end, so whatever goes
-wrong before leaves the old version as it was. It belongs to the weights that the server was started with: once
-whole weights have been sent, or begun to be, no adapter is taken any more.
+An adapter is loaded beside the weights in use and replaces the previous adapter in one step at the end. If it
+fails before that step, the old version stays. An adapter belongs to the weights that the server was started with:
+once an update of whole weights has begun, the server takes no adapter any more.
 
-A learner holds the server by a session: a connection that it keeps open. When it closes, the learner is gone, and
-what it left is cleared. A client of the plain ms-swift contract has none; another one may take its place at any
-time, but not that of a session.
+A learner holds the server by a session, which is a connection that it keeps open. When the connection closes, the
+server abandons the learner's update and leaves its group. A client of the plain ms-swift contract has no session.
+Another plain client may replace it at any time, but nobody may replace a learner with a session.
 """
 
 import asyncio
@@ -20,55 +21,65 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from coordexp.errors import EngineError
-from coordexp.serve.refusal import Refusal
+from coordexp.serve.refusal import Refusal, bad_request
 
-TIMEOUT = 240.0  # seconds that an update may stand still, unless the learner says otherwise
+TIMEOUT = 240.0  # seconds that an update may make no progress, unless the learner sets another limit
 STARTED = "default"  # vLLM's name for the weights that it was started with
 
 
-class TakesWeights(Protocol):
+class WeightLoader(Protocol):
+    """The part of the engine that loads weights and adapters."""
+
     takes_adapters: bool
 
     async def join(self, host: str, port: int, world_size: int, timeout: float, plain: bool) -> None: ...
     async def leave(self) -> None: ...
     async def begin(self) -> None: ...
-    async def take(self, metadatas: Sequence[dict[str, Any]], next_bytes: int) -> None: ...
+    async def load(self, metadatas: Sequence[dict[str, Any]], next_bytes: int) -> None: ...
     async def finish(self, version: str) -> None: ...
     async def abandon(self) -> None: ...
     async def begin_adapter(self) -> None: ...
-    async def take_adapter(self, metadatas: Sequence[dict[str, Any]]) -> None: ...
+    async def load_adapter(self, metadatas: Sequence[dict[str, Any]]) -> None: ...
     async def build_adapter(self, config: dict[str, Any]) -> None: ...
     async def finish_adapter(self, version: str) -> None: ...
     async def abandon_adapter(self) -> None: ...
-    async def forget(self) -> None: ...
+    async def clear_caches(self) -> None: ...
 
 
 @dataclass(frozen=True)
-class Session:
+class LearnerSession:
     id: str
     learner: str
 
 
 @dataclass
 class Update:
+    """An update that is running."""
+
     session: str | None
     version: str
-    began: float
+    since: float
     adapter: bool = False
-    config: dict[str, Any] | None = None  # of the adapter, as peft writes it
-    begun: bool = False  # no answer runs any more
-    touched: bool = False  # once it is, the old weights are gone
+    config: dict[str, Any] | None = None  # the adapter's config, as peft writes it
+    begun: bool = False  # the answers that were running have ended
+    touched: bool = False  # the old weights are gone
     bytes: int = 0
-    watch: asyncio.TimerHandle | None = None
+    timer: asyncio.TimerHandle | None = None
+
+
+def ignore_update(outcome: str, seconds: float, size: int) -> None:
+    pass
 
 
 class Updates:
-    def __init__(self, engine: TakesWeights, done: Callable[[str, float, int], None] = lambda *_: None) -> None:
-        """`done` hears of every update that ended: how, after how many seconds, and its bytes."""
-        self.engine, self.done = engine, done
+    """The state of a server's weights. `count` is called for every update that ends, with its outcome, its seconds
+    and its bytes."""
+
+    def __init__(self, engine: WeightLoader, count: Callable[[str, float, int], None] = ignore_update) -> None:
+        self.engine, self.count = engine, count
         self.version: str | None = STARTED
         self.base_changed = False
-        self.session: Session | None = None
+        self.session: LearnerSession | None = None
         self.update: Update | None = None
         self.answering = 0
         self._timeout = TIMEOUT
@@ -78,9 +89,10 @@ class Updates:
 
     @asynccontextmanager
     async def answers(self) -> AsyncIterator[str]:
-        """Inside, weights do not change. Gives their version."""
+        """Yield the version of the weights. They do not change inside the block."""
         async with self._changed:
-            await self._changed.wait_for(lambda: self.update is None)
+            while self.update is not None:
+                await self._changed.wait()
             if (version := self.version) is None:
                 raise no_weights()
             self.answering += 1
@@ -91,15 +103,14 @@ class Updates:
                 self.answering -= 1
                 self._changed.notify_all()
 
-    @property
-    def patience(self) -> float:
-        """The seconds for which a call about weights may keep the workers waiting for the learner, if one runs."""
-        # Agreeing on the length of a bucket and sending it may take the whole deadline each.
+    def waiting_allowance(self) -> float:
+        """Return how many seconds a running call about weights may keep the workers waiting for the learner."""
+        # Agreeing on the length of a bucket and sending it may each take the whole deadline.
         return 2 * self._timeout if self._engine.locked() else 0.0
 
-    async def claim(self, session: Session) -> None:
-        """Let the session hold the server. Its connection is open as long as it does, so another claim, also one
-        under the same name, is a stranger's."""
+    async def claim(self, session: LearnerSession) -> None:
+        """Let the session hold the server. While it does, its own connection is open, so every other claim is a
+        stranger's, even one with the same id."""
         if self.session is not None:
             raise Refusal(
                 409,
@@ -114,7 +125,7 @@ class Updates:
             self.session = None  # no connection holds it
             raise
 
-    async def release(self, session: Session) -> None:
+    async def release(self, session: LearnerSession) -> None:
         if self.session is session:
             try:
                 await self._clear()
@@ -123,153 +134,157 @@ class Updates:
                     self.session = None
 
     async def join(self, session: str | None, host: str, port: int, world_size: int, timeout: float) -> None:
-        self._check(session)
+        self._check_session(session)
         self._timeout = timeout
         await self._clear()
         async with self._engine:
             try:
                 await self.engine.join(host, port, world_size, timeout, plain=session is None)
             except EngineError as error:
-                message = f"the learner and this server's workers did not come together at port {port}: {error}"
-                raise Refusal(500, "no_group", message, _PORT) from error
+                problem = f"the learner and this server's workers formed no group at port {port}: {error}"
+                raise Refusal(500, "no_group", problem, _PORT) from error
 
     async def leave(self, session: str | None) -> None:
-        self._check(session)
+        self._check_session(session)
         await self._clear()
 
     async def begin(self, session: str | None, version: str, adapter: bool = False) -> None:
-        self._check(session)
+        """Begin an update, once the answers that are running have ended."""
+        self._check_session(session)
         async with self._changed:
             if self.update is not None:
                 raise Refusal(409, "update_running", f"weights of version {self.update.version} are being sent")
             if adapter:
                 self._check_adapters()
             self.update = update = Update(session, version, time.perf_counter(), adapter)
-            self._watch(update)
-            await self._changed.wait_for(lambda: self.answering == 0 or self.update is not update)
+            self._restart_timer(update)
+            while self.answering != 0 and self.update is update:
+                await self._changed.wait()
         update.begun = True
         if adapter:
-            await self._or_fail(update, self.engine.begin_adapter)
+            await self._apply(update, self.engine.begin_adapter)
             return
         update.touched = True
-        await self._or_fail(update, self._begin_whole)
+        await self._apply(update, self._begin_whole)
 
     async def _begin_whole(self) -> None:
         self.base_changed = True
         await self.engine.begin()
 
-    async def take(self, session: str | None, metadatas: Sequence[dict[str, Any]], next_bytes: int = 0) -> None:
-        update = await self._taking(session, metadatas, adapter=False)
-        await self._or_fail(update, lambda: self.engine.take(metadatas, next_bytes))
-        update.bytes += _length(metadatas)
+    async def load(self, session: str | None, metadatas: Sequence[dict[str, Any]], next_bytes: int = 0) -> None:
+        """Load one bucket of whole weights. `next_bytes` is the length of the next bucket, if it comes at once."""
+        update = await self._prepare_to_load(session, metadatas, adapter=False)
+        await self._apply(update, self.engine.load, metadatas, next_bytes)
+        update.bytes += _bucket_bytes(metadatas)
 
-    async def take_adapter(
+    async def load_adapter(
         self, session: str | None, config: dict[str, Any], metadatas: Sequence[dict[str, Any]]
     ) -> None:
-        update = await self._taking(session, metadatas, adapter=True)
+        """Load one bucket of an adapter."""
+        update = await self._prepare_to_load(session, metadatas, adapter=True)
         if update.config not in (None, config):
-            raise Refusal(400, "bad_request", "peft_config: not that of the adapter's tensors before")
+            raise bad_request(
+                "peft_config: it differs from the one that came with the first tensors of this adapter"
+            )
         update.config = config
-        await self._or_fail(update, lambda: self.engine.take_adapter(metadatas))
-        update.bytes += _length(metadatas)
+        await self._apply(update, self.engine.load_adapter, metadatas)
+        update.bytes += _bucket_bytes(metadatas)
 
-    async def _taking(self, session: str | None, metadatas: Sequence[dict[str, Any]], *, adapter: bool) -> Update:
+    async def _prepare_to_load(
+        self, session: str | None, metadatas: Sequence[dict[str, Any]], *, adapter: bool
+    ) -> Update:
+        """Return the running update that a bucket belongs to. A plain client begins one with its first bucket."""
         if not metadatas:
-            raise Refusal(400, "bad_request", "metadatas: empty", "send at least one tensor")
-        self._check(session)
-        if self.update is None and session is None:  # the plain contract has no beginning
+            raise bad_request("metadatas: empty", "send at least one tensor")
+        self._check_session(session)
+        if self.update is None and session is None:
             self._plain += 1
             await self.begin(None, f"plain-{self._plain}", adapter)
-        update = self._open(session)
+        update = self._running_update(session)
         if update.adapter != adapter:
             begun, other = ("an adapter", "whole weights") if update.adapter else ("whole weights", "an adapter")
             raise Refusal(
-                409, "other_kind", f"{begun} began to be sent, and {other} came", "end that update first"
+                409, "other_kind", f"the running update is of {begun}, but {other} came", "end that update first"
             )
-        self._watch(update)
+        self._restart_timer(update)
         return update
 
     async def finish(self, session: str | None, version: str) -> str:
-        self._check(session)
-        update = self._open(session)
+        """Put the loaded weights into use, and return their version."""
+        self._check_session(session)
+        update = self._running_update(session)
         if version != update.version:
             raise Refusal(
-                409, "other_version", f"version {update.version} was begun, and {version} is to be ended"
+                409, "other_version", f"the running update is of version {update.version}, not of {version}"
             )
         if update.adapter:
-            await self._build(update)
-
-        async def finish() -> None:
-            if update.adapter:
-                update.touched = True
-                await self.engine.finish_adapter(version)
-            else:
-                await self.engine.finish(version)
-            await self._end(update, "done", version)
-
-        await self._or_fail(update, finish)
+            await self._apply(update, self._build_adapter, update, to_refusal=_adapter_refused)
+        await self._apply(update, self._commit, update)
         return version
 
-    async def _build(self, update: Update) -> None:
-        async def build() -> None:
-            if update.config is None:
-                raise EngineError("nothing was sent of it")
-            await self.engine.build_adapter(update.config)
+    async def _build_adapter(self, update: Update) -> None:
+        if update.config is None:
+            raise EngineError("none of its tensors were sent")
+        await self.engine.build_adapter(update.config)
 
-        await self._or_fail(update, build, _adapter_refused)
+    async def _commit(self, update: Update) -> None:
+        if update.adapter:
+            update.touched = True
+            await self.engine.finish_adapter(update.version)
+        else:
+            await self.engine.finish(update.version)
+        await self._end(update, "done", update.version)
 
     async def finish_plain(self) -> None:
-        """Ends an update of the plain contract, if one runs: any of the calls that follow it there does."""
-        self._check(None)
+        """Finish the update of a plain client, if one is running. Each of the calls that follow its weights does
+        that."""
+        self._check_session(None)
         if self.update is not None:
             await self.finish(None, self.update.version)
 
-    async def abandon(self, session: str | None) -> None:
-        self._check(session)
-        if self.update is not None and self.update.session == session:
-            await self._fail(self.update)
-
-    def _check(self, session: str | None) -> None:
+    def _check_session(self, session: str | None) -> None:
         if session != (self.session.id if self.session else None):
-            held = f"learner {self.session.learner} holds it" if self.session else "nobody holds it"
-            message = f"session {session or '(none)'} does not hold this server: {held}"
-            raise Refusal(409, "no_session", message, "open one at /session/, and keep the connection open")
+            holder = f"learner {self.session.learner} holds it" if self.session else "nobody holds it"
+            problem = f"session {session or '(none)'} does not hold this server: {holder}"
+            raise Refusal(409, "no_session", problem, "open one at /session/, and keep the connection open")
 
     def _check_adapters(self) -> None:
         if not self.engine.takes_adapters:
             raise Refusal(
                 409,
                 "no_lora",
-                "this server was started without a place for adapters",
+                "this server was started without support for adapters",
                 "start it with rollout_matching.vllm.enable_lora: true, or send whole weights",
             )
         if self.base_changed:
             raise Refusal(
                 409,
                 "base_changed",
-                "whole weights were sent to this server, and an adapter belongs to those it was started with",
+                "whole weights were sent to this server, but an adapter belongs to those it was started with",
                 "start the server again, or send whole weights",
             )
 
-    def _open(self, session: str | None) -> Update:
+    def _running_update(self, session: str | None) -> Update:
         if self.update is None or self.update.session != session or not self.update.begun:
-            raise Refusal(409, "no_update", "no update of the weights is running", "begin one at /start_update/")
+            raise Refusal(409, "no_update", "no weight update is running", "begin one at /start_update/")
         return self.update
 
-    async def _or_fail(
+    async def _apply(
         self,
         update: Update,
-        work: Callable[[], Awaitable[None]],
-        refusal: Callable[[EngineError], Refusal] = lambda error: _update_failed(error),
+        work: Callable[..., Awaitable[None]],
+        *arguments: Any,
+        to_refusal: Callable[[EngineError], Refusal] | None = None,
     ) -> None:
+        """Do one piece of the update's work in the engine. If that fails, the update fails."""
         try:
             async with self._engine:
                 if self.update is not update:
-                    raise Refusal(500, "update_failed", "the update was ended before it was whole", _SYNC)
-                await work()
+                    raise Refusal(500, "update_failed", "the update was ended before it was complete", _SYNC)
+                await work(*arguments)
         except EngineError as error:
             await self._fail(update)
-            raise refusal(error) from error
+            raise (to_refusal or _update_failed)(error) from error
         except Refusal:  # the engine has ended
             await self._fail(update)
             raise
@@ -283,50 +298,50 @@ class Updates:
                     await self.engine.abandon_adapter()
                 elif update.touched:
                     await self.engine.abandon()
-            finally:  # whatever became of the engine, answers do not wait for this update
+            finally:  # answers must not wait for this update, even if the engine cannot abandon it
                 await self._end(update, "failed", None if update.touched else self.version)
 
-    async def _end(self, update: Update, how: str, version: str | None) -> None:
+    async def _end(self, update: Update, outcome: str, version: str | None) -> None:
         async with self._changed:
             self.update, self.version = None, version
-            if update.watch:
-                update.watch.cancel()
-            self.done(how, time.perf_counter() - update.began, update.bytes)
+            if update.timer:
+                update.timer.cancel()
+            self.count(outcome, time.perf_counter() - update.since, update.bytes)
             self._changed.notify_all()
 
     async def _clear(self) -> None:
-        """Ends what a learner has left: an update, the group."""
+        """Abandon the running update and leave the group of the previous learner."""
         if self.update is not None:
             await self._fail(self.update)
         async with self._engine:
             await self.engine.leave()
 
-    def _watch(self, update: Update) -> None:
-        """An update that stands still for too long is ended, since answers wait for it."""
-        if update.watch:
-            update.watch.cancel()
-        loop = asyncio.get_running_loop()
-        update.watch = loop.call_later(self._timeout, lambda: loop.create_task(self._fail(update)))
+    def _restart_timer(self, update: Update) -> None:
+        """End the update if nothing more comes within the timeout, since answers wait for it."""
+        if update.timer:
+            update.timer.cancel()
+        update.timer = asyncio.get_running_loop().call_later(self._timeout, self._expire, update)
+
+    def _expire(self, update: Update) -> None:
+        asyncio.get_running_loop().create_task(self._fail(update))
 
 
 def no_weights() -> Refusal:
-    return Refusal(503, "no_weights", "the last update of the weights failed, so there are none", _SYNC)
+    return Refusal(503, "no_weights", "this server has no weights: the last weight update failed", _SYNC)
 
 
-def _length(metadatas: Sequence[dict[str, Any]]) -> int:
-    return max(int(told["end_idx"]) for told in metadatas)
+def _bucket_bytes(metadatas: Sequence[dict[str, Any]]) -> int:
+    return max(int(tensor["end_idx"]) for tensor in metadatas)
 
 
 def _update_failed(error: EngineError) -> Refusal:
-    problem, _, fix = str(error).partition("\n  ")
-    return Refusal(
-        500, "update_failed", f"the weights were not taken: {problem}", f"{fix}; {_SYNC}" if fix else _SYNC
-    )
+    fix = f"{error.fix}; {_SYNC}" if error.fix else _SYNC
+    return Refusal(500, "update_failed", f"the weights could not be loaded: {error.problem}", fix)
 
 
 def _adapter_refused(error: EngineError) -> Refusal:
-    problem, _, fix = str(error).partition("\n  ")
-    return Refusal(409, "adapter_refused", f"the adapter cannot be used: {problem}", fix or "send whole weights")
+    problem = f"the adapter cannot be used: {error.problem}"
+    return Refusal(409, "adapter_refused", problem, error.fix or "send whole weights")
 
 
 _PORT = "group_port of the config must be free on the server's machine and open to the learner's"

@@ -1,5 +1,5 @@
-"""A learner that sends its adapter alone, until a server cannot take it: then whole weights, for good. The servers
-are fakes."""
+"""A learner that sends only its adapter, until a server cannot use it: from then on it sends whole weights. The
+servers are fakes."""
 
 import pytest
 import torch
@@ -7,7 +7,7 @@ import torch
 from coordexp.errors import EngineError
 from coordexp.rollout import server_backend, server_weights
 from tests.fake_server import dies, status
-from tests.unit.rollout.served import Run, right
+from tests.unit.rollout.served import Run, are_right
 
 pytestmark = pytest.mark.timeout(30)
 
@@ -18,20 +18,20 @@ START, BUCKET, FINISH = "/start_update/", "/update_adapter_flattened_param/", "/
 
 @pytest.fixture
 def adapting(tmp_path, monkeypatch):
-    """Runs whose buckets hold only a part of the adapter."""
+    """A function that starts runs whose buckets hold only a part of the adapter."""
     monkeypatch.setattr(server_backend, "AGAIN", 0.05)
     monkeypatch.setattr(server_weights, "BUCKET_BYTES", 700)
     monkeypatch.setattr(server_weights, "GRACE", 0.1)
-    made = []
+    runs = []
 
-    def of(**changes) -> Run:
+    def start(**changes) -> Run:
         sync = {"mode": "adapter"} | changes.pop("sync", {})
-        made.append(Run(tmp_path, sync=sync, adapter=lambda: (CONFIG, iter(ADAPTER.items())), **changes))
-        return made[-1]
+        runs.append(Run(tmp_path, sync=sync, adapter=lambda: (CONFIG, iter(ADAPTER.items())), **changes))
+        return runs[-1]
 
-    yield of
-    for one in made:
-        one.close()
+    yield start
+    for started in runs:
+        started.close()
 
 
 def has_adapter(server, version) -> bool:
@@ -39,27 +39,27 @@ def has_adapter(server, version) -> bool:
     return same and set(server.weights) == set(ADAPTER) and (server.adapter, server.version) == (CONFIG, version)
 
 
-def warnings(it) -> list[str]:
-    return [said for said in it.said if said.startswith("warning")]
+def warnings(learner) -> list[str]:
+    return [message for message in learner.messages if message.startswith("warning")]
 
 
 @pytest.mark.scenario("R07.C21", on="fake")
-def test_the_adapter_alone_goes_to_every_server_and_this_is_recorded(adapting):
-    it = adapting()
+def test_only_the_adapter_is_sent_to_every_server_and_this_is_recorded(adapting):
+    learner = adapting()
     for version in (1, 2):
-        it.sync(version)
-        assert all(has_adapter(server, it.backend._named(version)) for server in it.servers)
-        assert right(it.generate(6), version)
-    assert all(server.paths().count(BUCKET) >= 4 for server in it.servers)
-    assert not any("/update_flattened_params/" in server.paths() for server in it.servers)
-    assert warnings(it) == []
-    assert {event["sync_mode"] for event in it.recorded} == {"adapter"}
-    assert it.backend.described()["fallbacks"] == []
+        learner.sync(version)
+        assert all(has_adapter(server, learner.backend._name_version(version)) for server in learner.servers)
+        assert are_right(learner.generate(6), version)
+    assert all(server.paths().count(BUCKET) >= 4 for server in learner.servers)
+    assert not any("/update_flattened_params/" in server.paths() for server in learner.servers)
+    assert warnings(learner) == []
+    assert {event["sync_mode"] for event in learner.events} == {"adapter"}
+    assert learner.backend.describe()["fallbacks"] == []
 
 
 @pytest.mark.scenario("R07.S4", "R09.C1", on="fake")
 @pytest.mark.parametrize(
-    ("path", "code", "number"),
+    ("path", "code", "status_code"),
     [
         (START, "base_changed", 409),
         (START, "no_lora", 409),
@@ -68,63 +68,66 @@ def test_the_adapter_alone_goes_to_every_server_and_this_is_recorded(adapting):
         (FINISH, "update_failed", 500),
     ],
 )
-def test_a_server_that_refuses_the_adapter_turns_the_run_to_whole_weights_for_good(adapting, path, code, number):
-    it = adapting()
-    it.sync(1)
-    it.servers[1].faults[path].append(status(number, code))
-    it.sync(2)
-    assert all(it.has(server, 2) for server in it.servers) and right(it.generate(6), 2)
-    (told,) = warnings(it)
-    assert told.startswith("warning: rollout server 1") and code in told
-    assert told.endswith("whole weights are sent from here on")
-    it.forget()
-    it.sync(3)
-    assert all(it.has(server, 3) for server in it.servers) and right(it.generate(6), 3)
-    assert not any(BUCKET in server.paths() for server in it.servers)
-    assert warnings(it) == [told] == it.backend.described()["fallbacks"]
-    modes = [(event["version"], event["sync_mode"]) for event in it.recorded if event["event"] == "sync"]
+def test_a_run_whose_server_refuses_the_adapter_sends_whole_weights_from_then_on(
+    adapting, path, code, status_code
+):
+    learner = adapting()
+    learner.sync(1)
+    learner.servers[1].faults[path].append(status(status_code, code))
+    learner.sync(2)
+    assert all(learner.has_weights(server, 2) for server in learner.servers) and are_right(learner.generate(6), 2)
+    (warning,) = warnings(learner)
+    assert warning.startswith("warning: rollout server 1") and code in warning
+    assert warning.endswith("whole weights are sent from here on")
+    learner.clear_calls()
+    learner.sync(3)
+    assert all(learner.has_weights(server, 3) for server in learner.servers) and are_right(learner.generate(6), 3)
+    assert not any(BUCKET in server.paths() for server in learner.servers)
+    assert warnings(learner) == [warning] == learner.backend.describe()["fallbacks"]
+    modes = [(event["version"], event["sync_mode"]) for event in learner.events if event["event"] == "sync"]
     assert modes == [(1, "adapter"), (2, "full"), (3, "full")]
 
 
-def test_a_server_that_refuses_an_adapter_on_its_way_is_joined_anew_for_whole_weights(adapting):
+def test_a_server_that_refuses_an_adapter_half_way_is_joined_again_for_whole_weights(adapting):
     """The group may still hold a part of the adapter."""
-    it = adapting()
-    it.sync(1)
-    it.servers[1].faults[BUCKET].append(status(400, "bad_request"))
-    it.sync(2)
-    it.sync(3)
-    assert all(it.has(server, 3) for server in it.servers) and right(it.generate(6), 3)
-    assert it.servers[1].paths().count("/init_communicator/") == 2
-    assert it.backend.sync_mode.mode == "full" and len(it.backend.described()["fallbacks"]) == 1
+    learner = adapting()
+    learner.sync(1)
+    learner.servers[1].faults[BUCKET].append(status(400, "bad_request"))
+    learner.sync(2)
+    learner.sync(3)
+    assert all(learner.has_weights(server, 3) for server in learner.servers) and are_right(learner.generate(6), 3)
+    assert learner.servers[1].paths().count("/init_communicator/") == 2
+    assert learner.backend.sync_mode.mode == "full" and len(learner.backend.describe()["fallbacks"]) == 1
 
 
 @pytest.mark.scenario("R07.C23", on="fake")
-def test_a_run_that_may_not_fall_back_stops_with_the_ways_out(adapting):
-    it = adapting(sync={"fallback_to_full": False})
-    it.servers[0].faults[START].append(status(409, "base_changed"))
+def test_a_run_that_may_not_fall_back_stops_and_names_the_alternatives(adapting):
+    learner = adapting(sync={"fallback_to_full": False})
+    learner.servers[0].faults[START].append(status(409, "base_changed"))
     with pytest.raises(EngineError) as error:
-        it.sync(1)
-    first, *ways = str(error.value).splitlines()
-    assert "base_changed" in first
-    assert "sync.mode: full, or sync.fallback_to_full: true" in ways[0] and "rollout_backend: hf" in ways[0]
-    assert not any("/update_flattened_params/" in server.paths() for server in it.servers)
+        learner.sync(1)
+    problem, fix = str(error.value).splitlines()
+    assert "base_changed" in problem
+    assert "sync.mode: full, or sync.fallback_to_full: true" in fix and "rollout_backend: hf" in fix
+    assert not any("/update_flattened_params/" in server.paths() for server in learner.servers)
 
 
 def test_a_server_that_dies_in_an_adapter_sync_is_no_reason_to_fall_back(adapting):
-    it = adapting()
-    it.sync(1)
-    it.servers[1].faults[FINISH].append(dies)
-    it.sync(2)
-    assert has_adapter(it.servers[0], it.backend._named(2)) and right(it.generate(4), 2)
-    it.servers[1].restart()
-    it.sync(3)
-    assert all(has_adapter(server, it.backend._named(3)) for server in it.servers) and right(it.generate(4), 3)
-    assert it.backend.sync_mode.mode == "adapter" and it.backend.described()["fallbacks"] == []
+    learner = adapting()
+    learner.sync(1)
+    learner.servers[1].faults[FINISH].append(dies)
+    learner.sync(2)
+    assert has_adapter(learner.servers[0], learner.backend._name_version(2)) and are_right(learner.generate(4), 2)
+    learner.servers[1].restart()
+    learner.sync(3)
+    assert all(has_adapter(server, learner.backend._name_version(3)) for server in learner.servers)
+    assert are_right(learner.generate(4), 3)
+    assert learner.backend.sync_mode.mode == "adapter" and learner.backend.describe()["fallbacks"] == []
 
 
 def test_to_a_server_of_ms_swift_whole_weights_are_sent(adapting):
-    it = adapting(servers=1, each={"foreign": True})
-    it.sync(1)
-    (told,) = [said for said in warnings(it) if "whole weights are sent" in said]
-    assert "ms-swift" in told
-    assert BUCKET not in it.servers[0].paths() and set(it.servers[0].weights) == set(it.sent)
+    learner = adapting(servers=1, options={"is_swift": True})
+    learner.sync(1)
+    (warning,) = [message for message in warnings(learner) if "whole weights are sent" in message]
+    assert "ms-swift" in warning
+    assert BUCKET not in learner.servers[0].paths() and set(learner.servers[0].weights) == set(learner.weights)

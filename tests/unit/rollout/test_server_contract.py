@@ -1,4 +1,4 @@
-"""What a learner sends to rollout servers, and where. The servers are fakes: real HTTP, real weights, no model."""
+"""What a learner sends to rollout servers, and where. The servers are fakes: real HTTP and weights, no model."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from coordexp.rollout import server_weights
-from tests.unit.rollout.served import Run, right
+from tests.unit.rollout.served import Run, are_right
 
 pytestmark = pytest.mark.timeout(30)
 
@@ -21,18 +21,18 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..
         return runs[-1]
 
     yield start
-    for each in runs:
-        each.close()
+    for started in runs:
+        started.close()
 
 
 @pytest.mark.scenario("R07.C15", on="fake")
 def test_a_base_url_is_the_prefix_of_every_route(run: Callable[..., Run]) -> None:
-    learner = run(servers=1, each={"prefix": "/rollouts/first"})
+    learner = run(servers=1, options={"prefix": "/rollouts/first"})
     assert learner.servers[0].url.endswith("/rollouts/first")
     learner.sync(1)
-    assert right(learner.generate(2), 1)
-    asked = set(learner.servers[0].paths())
-    assert {"/health/", "/infer/", "/get_world_size/", "/init_communicator/"} <= asked
+    assert are_right(learner.generate(2), 1)
+    paths = set(learner.servers[0].paths())
+    assert {"/health/", "/infer/", "/get_world_size/", "/init_communicator/"} <= paths
 
 
 @pytest.mark.scenario("R08.C4", on="fake")
@@ -41,7 +41,7 @@ def test_requests_and_weights_are_all_that_a_learner_sends(run: Callable[..., Ru
     learner = run(servers=2)
     for version in (1, 2):
         learner.sync(version)
-        assert right(learner.generate(5), version)
+        assert are_right(learner.generate(5), version)
     control = {"/health/", "/get_world_size/", "/version/", "/session/", "/init_communicator/", "/start_update/"}
     weights = {"/update_flattened_params/", "/finish_update/"}
     for server in learner.servers:
@@ -61,7 +61,7 @@ def test_each_server_is_asked_for_its_world_size_which_is_kept(run: Callable[...
     assert learner.backend.pool is not None
     assert learner.backend.pool.world_sizes == (1, 3)
     assert all("/get_world_size/" in server.paths() for server in learner.servers)
-    learner.forget()
+    learner.clear_calls()
     learner.generate(4)
     learner.sync(2)
     learner.generate(4)

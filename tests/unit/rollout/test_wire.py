@@ -1,4 +1,4 @@
-"""What goes to a rollout server and what is read from it, without one."""
+"""The messages to and from a rollout server, without a server."""
 
 import json
 import subprocess
@@ -13,12 +13,12 @@ from coordexp.config.rollout import RepeatTerminate
 from coordexp.errors import EngineError
 from coordexp.rollout.backend import Decode, Picture, Request
 from coordexp.rollout.wire import (
-    Answer,
     RequestFailed,
+    ServerAnswer,
     infer_payload,
     model_difference,
     model_fingerprint,
-    rollout,
+    to_rollout,
 )
 from coordexp.rollout.wire import read_answers as read
 from coordexp.serve.requests import NEUTRAL, InferRequest, RequestConfig
@@ -33,7 +33,7 @@ def request(seed=1, path="a.png", **decode):
     return Request(Picture(path, 8, 8), Decode(**({"max_new_tokens": 9} | decode)), seed)
 
 
-def test_it_imports_no_torch():
+def test_wire_and_pool_import_no_torch():
     code = "import coordexp.rollout.wire, coordexp.rollout.pool, sys; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
 
@@ -41,9 +41,9 @@ def test_it_imports_no_torch():
 @pytest.mark.scenario("R40.C1", "R40.C4", on="pure")
 def test_a_payload_has_every_sampling_field_and_absolute_paths(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    drawn = {"mode": "sampling", "temperature": 0.5, "top_p": 0.9, "top_k": 7, "guard": GUARD}
-    found = infer_payload([request(5, "é.png", **drawn), request(6, "/b.png", **drawn)], "find all")
-    assert json.loads(json.dumps(found)) == {
+    sampling = {"mode": "sampling", "temperature": 0.5, "top_p": 0.9, "top_k": 7, "guard": GUARD}
+    payload = infer_payload([request(5, "é.png", **sampling), request(6, "/b.png", **sampling)], "find all")
+    assert json.loads(json.dumps(payload)) == {
         "infer_requests": [
             {
                 "messages": [{"role": "user", "content": "<image>find all"}],
@@ -72,21 +72,21 @@ def test_greedy_leaves_nothing_to_a_models_own_settings():
     assert (config["temperature"], config["top_k"], config["top_p"]) == (0.0, -1, 1.0)
 
 
-def test_a_question_with_a_place_for_a_picture_is_refused():
+def test_a_question_with_an_image_tag_is_refused():
     with pytest.raises(EngineError, match=r"custom\.prompt: it contains <image>"):
         infer_payload([request()], "what is <image>?")
 
 
-def test_a_request_that_failed_alone_says_which_and_why():
+def test_the_error_of_a_failed_request_has_its_index_problem_and_fix():
     body = json.dumps([{"error": {"code": "bad_request", "message": "no such file", "fix": "copy it"}}]).encode()
     with pytest.raises(RequestFailed) as error:
         read(body, 1, "server")
-    assert (error.value.index, error.value.message, error.value.fix) == (0, "no such file", "copy it")
+    assert (error.value.index, error.value.problem, error.value.fix) == (0, "no such file", "copy it")
 
 
 @pytest.mark.scenario("R07.C5", on="pure")
 @pytest.mark.parametrize(
-    ("ids", "said", "kept", "reason"),
+    ("ids", "reported", "kept", "reason"),
     [
         ([5, 6, END], "stop", 2, "stop"),
         ([5, 6], "stop", 2, "stop"),  # without the stop token (D26)
@@ -96,19 +96,20 @@ def test_a_request_that_failed_alone_says_which_and_why():
         ([END], "stop", 0, "stop"),
     ],
 )
-def test_an_answer_is_without_its_stop_token_and_says_how_it_ended(ids, said, kept, reason):
-    answer = Answer((1, 2), tuple(ids), tuple(-0.1 * k for k in range(len(ids))), said, "3")
-    found = rollout(answer, GUARD, (), TABLE, version=3)
-    assert found.ids == tuple(ids[:kept])
-    assert (len(found.logprobs), found.finish_reason, found.version, found.prompt_ids) == (kept, reason, 3, (1, 2))
+def test_a_rollout_has_no_stop_token_and_says_how_it_ended(ids, reported, kept, reason):
+    answer = ServerAnswer((1, 2), tuple(ids), tuple(-0.1 * k for k in range(len(ids))), reported, "3")
+    rollout = to_rollout(answer, GUARD, (), TABLE, version=3)
+    assert rollout.ids == tuple(ids[:kept])
+    assert (len(rollout.logprobs), rollout.finish_reason) == (kept, reason)
+    assert (rollout.version, rollout.prompt_ids) == (3, (1, 2))
 
 
 @pytest.mark.scenario("R20.C3", on="pure")
-def test_the_answer_of_a_server_has_its_text_without_the_stop_token():
+def test_the_text_of_a_rollout_has_no_stop_token():
     ids = TABLE.encode('{"object_1": {"desc": "猫 <|coord_5|>'.encode())
-    answer = Answer((1, 2), (*ids, END), (-0.1,) * (len(ids) + 1), "stop", "3")
-    found = rollout(answer, GUARD, (), TABLE, version=3)
-    assert (found.text, found.ids) == ('{"object_1": {"desc": "猫 <|coord_5|>', tuple(ids))
+    answer = ServerAnswer((1, 2), (*ids, END), (-0.1,) * (len(ids) + 1), "stop", "3")
+    rollout = to_rollout(answer, GUARD, (), TABLE, version=3)
+    assert (rollout.text, rollout.ids) == ('{"object_1": {"desc": "猫 <|coord_5|>', tuple(ids))
 
 
 def test_a_fingerprint_tells_models_apart_and_not_who_saved_them(tmp_path):

@@ -1,4 +1,4 @@
-"""Image bombs: files of some kilobytes whose header tells the truth about very many pixels."""
+"""Image bombs: files of some kilobytes that decode to very many pixels. Their headers state the true size."""
 
 import struct
 import zlib

@@ -10,15 +10,16 @@ from typing import Any, ClassVar
 from transformers import AutoProcessor
 
 from coordexp.config.rollout import RepeatTerminate
-from coordexp.serve.answering import Answering, RefusedByEngine
-from coordexp.serve.requests import Pictures, RequestConfig
+from coordexp.serve.answering import Answering
+from coordexp.serve.refusal import bad_request
+from coordexp.serve.requests import AllowedImages, RequestConfig
 from coordexp.vocab import VocabularyTable
 from tests.unit.serve.bombs import memory, png_bomb
 
 
 class FakeEngine:
-    """Makes patches as vLLM does, with the same processor in a thread, and answers nothing. Its context is so long
-    that no picture is refused by its tokens."""
+    """Makes patches as vLLM does, with the same processor in a thread, and refuses to answer. Its context is so
+    long that no image has too many tokens."""
 
     max_model_len = 10**9
     defaults: ClassVar[dict[str, Any]] = {}
@@ -32,27 +33,27 @@ class FakeEngine:
         return await asyncio.to_thread(self.processor.image_processor, images=[image], return_tensors="pt")
 
     async def answer(self, prompt: Any, sampling: dict[str, Any], id: str) -> Any:
-        raise RefusedByEngine(f"{len(prompt['pixel_values'])} patches")
+        raise bad_request(f"{len(prompt['pixel_values'])} patches")
 
 
 async def main(model: str) -> None:
     processor = AutoProcessor.from_pretrained(model)
     engine = FakeEngine(processor)
     guard = RepeatTerminate()
-    answering = Answering(engine, processor, VocabularyTable.from_folder(model), guard, Pictures(()), 64)
+    answering = Answering(engine, processor, VocabularyTable.from_folder(model), guard, AllowedImages(()), 64)
     image = base64.b64encode(png_bomb(11585, 11585)).decode()
     request = {"messages": [{"role": "user", "content": "<image>What?"}], "images": [image]}
     before = memory("self", "VmHWM")
     gaps: list[float] = []
     watch = asyncio.ensure_future(watch_loop(gaps))
-    found = await asyncio.gather(*(answering.one(request, RequestConfig(), "1") for _ in range(8)))
+    answers = await asyncio.gather(*(answering.answer(request, RequestConfig(), "1") for _ in range(8)))
     watch.cancel()
-    told = [item["error"]["message"] for item, _ in found]
-    print(json.dumps({"before": before, "peak": memory("self", "VmHWM"), "told": told, "gap": max(gaps)}))
+    messages = [item["error"]["message"] for item, _ in answers]
+    print(json.dumps({"before": before, "peak": memory("self", "VmHWM"), "messages": messages, "gap": max(gaps)}))
 
 
 async def watch_loop(gaps: list[float]) -> None:
-    """Note how long the event loop did nothing else."""
+    """Record for how long the event loop was blocked."""
     while True:
         since = time.perf_counter()
         await asyncio.sleep(0.01)

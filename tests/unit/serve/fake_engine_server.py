@@ -1,4 +1,4 @@
-"""The real app on the real uvicorn with a fake engine, as a process of its own. Prints its port and serves on.
+"""The real app on the real uvicorn with a fake engine, in its own process. Prints its port and its file limit.
 
 Arguments: the token or "", then seconds for HEADER and BODY."""
 
@@ -8,14 +8,13 @@ import sys
 import uvicorn
 
 from coordexp.serve import connections
-from coordexp.serve.listening import bound
 from tests.unit.serve.test_app import rollout_app
 
 
 async def main(token: str, header: str, body: str) -> None:
     limit = connections.raise_file_limit()
     connections.HEADER, connections.BODY = float(header), float(body)
-    listening = bound("127.0.0.1", 0)
+    listening = connections.listen("127.0.0.1", 0)
     server = uvicorn.Server(uvicorn.Config(rollout_app(token or None).api, **connections.UVICORN))
     work = asyncio.ensure_future(server.serve(sockets=[listening]))
     while not server.started:

@@ -1,4 +1,4 @@
-"""The door and the routes of a server, over real HTTP. The engine is a fake."""
+"""The access control and the routes of a server, over real HTTP. The engine is a fake."""
 
 import asyncio
 import json
@@ -15,30 +15,28 @@ import pytest
 import uvicorn
 from prometheus_client import CollectorRegistry
 
-from coordexp.serve import app as routes
-from coordexp.serve.app import RolloutApp
-from coordexp.serve.connections import UVICORN
-from coordexp.serve.listening import bound
-from coordexp.serve.metrics import Metrics
+from coordexp.serve import connections
+from coordexp.serve.app import RolloutApp, ServerMetrics
+from coordexp.serve.connections import UVICORN, listen
 from tests.unit.serve.test_updates import FakeEngine
 
 TOKEN = "a token"
 
 
 class FakeAnswering:
-    async def one(self, given: Any, config: Any, version: str) -> tuple[dict[str, Any], int]:
-        await asyncio.sleep(given.get("seconds", 0))
-        if given.get("fails"):
+    async def answer(self, body: Any, config: Any, version: str) -> tuple[dict[str, Any], int]:
+        await asyncio.sleep(body.get("seconds", 0))
+        if body.get("fails"):
             raise RuntimeError("the engine failed")
-        return {"response": given, "rollout_infos": {"weight_version": version}}, 3
+        return {"response": body, "rollout_infos": {"weight_version": version}}, 3
 
 
 def rollout_app(token: str | None, engine: Any = None) -> RolloutApp:
-    about = {"server": "coordexp", "protocol": 2}
-    places: dict[str, Any] = {"host": "127.0.0.1", "world_size": 1, "token": token}
-    metrics = Metrics(CollectorRegistry())
+    facts = {"server": "coordexp", "protocol": 2}
+    options: dict[str, Any] = {"host": "127.0.0.1", "world_size": 1, "token": token}
+    metrics = ServerMetrics(CollectorRegistry())
     answering: Any = FakeAnswering()
-    return RolloutApp(engine or fake_engine(), answering, about, **places, metrics=metrics)
+    return RolloutApp(engine or fake_engine(), answering, facts, **options, metrics=metrics)
 
 
 def fake_engine() -> Any:
@@ -48,13 +46,13 @@ def fake_engine() -> Any:
 
 
 class Server:
-    """In a thread of this process."""
+    """The app and uvicorn, in a thread of this process."""
 
     def __init__(self, token: str | None, http: Any = UVICORN["http"]) -> None:
         self.http = http
         self.engine = fake_engine()
         self.app: Any = None
-        self.listening = bound("127.0.0.1", 0)
+        self.listening = listen("127.0.0.1", 0)
         self.url = f"http://127.0.0.1:{self.listening.getsockname()[1]}"
         self.thread = threading.Thread(target=lambda: asyncio.run(self._serve(token)))
         self.thread.start()
@@ -80,24 +78,24 @@ class Server:
 
 @pytest.fixture
 def server() -> Iterator[Server]:
-    found = Server(None)
-    yield found
-    found.close()
+    running = Server(None)
+    yield running
+    running.close()
 
 
 def code(answer: httpx.Response) -> tuple[int, str]:
-    told = answer.json()["error"]
-    assert told["message"] and set(told) == {"code", "message", "fix"}
-    return answer.status_code, told["code"]
+    error = answer.json()["error"]
+    assert error["message"] and set(error) == {"code", "message", "fix"}
+    return answer.status_code, error["code"]
 
 
 @pytest.mark.timeout(60)
-def test_with_a_token_every_route_but_health_and_readiness_wants_it():
+def test_with_a_token_every_route_but_health_and_readiness_requires_it():
     server = Server(TOKEN)
     try:
         with server.client() as http, server.client(Authorization=f"Bearer {TOKEN}") as known:
             paths = [(method, path) for method, path, _ in server.app._routes()]
-            assert len(paths) == 21
+            assert len(paths) == 20
             for method, path in paths:
                 answer = http.request(method, path, json={})
                 if path in ("/health/", "/ready/"):
@@ -119,8 +117,8 @@ def test_a_route_without_its_slash_is_redirected_as_the_contract_has_it(server):
 
 
 @pytest.mark.timeout(60)
-def test_calls_that_are_too_large_or_cannot_be_read_are_refused_with_words(server, monkeypatch):
-    monkeypatch.setattr(routes, "MOST_BYTES", 1000)
+def test_calls_that_are_too_large_or_cannot_be_read_are_refused_with_a_reason(server, monkeypatch):
+    monkeypatch.setattr(connections, "MOST_BYTES", 1000)
     with server.client() as http:
         assert code(http.post("/infer/", content=b"x" * 1001)) == (413, "too_large")
 
@@ -132,8 +130,8 @@ def test_calls_that_are_too_large_or_cannot_be_read_are_refused_with_words(serve
         assert code(http.post("/infer/", content=b"{garbage")) == (422, "bad_request")
         assert code(http.post("/infer/", json={"infer_requests": 3})) == (422, "bad_request")
         assert code(http.post("/start_update/", json={})) == (422, "bad_request")
-        told = {"port": 5, "world_size": 4}
-        assert code(http.post("/init_communicator/", json=told)) == (400, "world_size")
+        group = {"port": 5, "world_size": 4}
+        assert code(http.post("/init_communicator/", json=group)) == (400, "world_size")
         assert http.post("/infer/", json={"infer_requests": []}).json() == []
         assert code(http.get("/infer/")) == (405, "no_route")
         assert code(http.get("/nothing/")) == (404, "no_route")
@@ -143,8 +141,8 @@ def test_calls_that_are_too_large_or_cannot_be_read_are_refused_with_words(serve
 @pytest.mark.parametrize("body", [b"[" * 100_000, b'{"a": "\xff\xfe"}', b"9" * 5000, b"{", b"\0", b""])
 def test_a_body_that_cannot_be_parsed_is_a_bad_request_and_no_missing_route(server, body):
     with server.client() as http:
-        status, told = code(http.post("/infer/", content=body, headers={"content-type": "application/json"}))
-    assert status in (400, 422) and told == "bad_request"
+        status, error_code = code(http.post("/infer/", content=body, headers={"content-type": "application/json"}))
+    assert status in (400, 422) and error_code == "bad_request"
 
 
 @pytest.mark.timeout(60)
@@ -166,7 +164,7 @@ UNKNOWN = {
 
 
 @pytest.mark.timeout(60)
-def test_what_is_not_known_is_refused_by_name_and_what_ms_swift_sends_is_taken(server):
+def test_unknown_fields_are_refused_by_name_and_those_that_ms_swift_sends_are_accepted(server):
     with server.client() as http:
         for name, value in UNKNOWN.items():
             for body in ({"request_config": {name: value}}, {name: value}):
@@ -177,7 +175,7 @@ def test_what_is_not_known_is_refused_by_name_and_what_ms_swift_sends_is_taken(s
             content = json.dumps({"infer_requests": [{}], "request_config": {name: value}})
             answer = http.post("/infer/", content=content, headers={"content-type": "application/json"})
             assert code(answer) == (422, "bad_request") and name in answer.text
-        # All that ms-swift's client sends beside the requests.
+        # Everything that ms-swift's client sends in addition to the requests.
         more = {"metrics": None, "template": None, "use_tqdm": False, "adapter_request": None}
         for config in (None, {"num_beams": 1, "presence_penalty": 0.0, "structured_outputs_regex": None}):
             body = {"infer_requests": [{}], "request_config": config} | more
@@ -191,8 +189,8 @@ def test_a_session_is_held_by_its_connection(server):
         with http.stream("POST", "/session/", json={"session": "a", "learner": "host:1"}) as held:
             lines = held.iter_lines()
             assert json.loads(next(lines)) == {"session": "a"}
-            told = other.get("/version/")
-            assert told.json()["session"] and '"a"' not in told.text  # whoever knows the name could use it
+            version = other.get("/version/")
+            assert version.json()["session"] and '"a"' not in version.text  # the id itself is a secret
             assert code(other.post("/session/", json={"session": "a"})) == (409, "session_taken")
             refused = other.post("/session/", json={"session": "b"})
             assert code(refused) == (409, "session_taken") and "host:1" in refused.text
@@ -204,7 +202,7 @@ def test_a_session_is_held_by_its_connection(server):
 
 
 @pytest.mark.timeout(60)
-def test_a_call_whose_client_goes_away_is_not_answered_to_its_end(server):
+def test_a_call_whose_client_disconnects_is_cancelled(server):
     with server.client() as http:
         with pytest.raises(httpx.ReadTimeout):
             http.post("/infer/", json={"infer_requests": [{"seconds": 30}]}, timeout=0.3)
@@ -216,13 +214,13 @@ def test_a_call_whose_client_goes_away_is_not_answered_to_its_end(server):
 
 
 @pytest.mark.timeout(60)
-def test_a_server_that_is_ending_sends_all_home(server):
-    given = {"infer_requests": [{"seconds": 30}]}
+def test_a_server_that_is_ending_ends_all_requests_and_sessions(server):
+    body = {"infer_requests": [{"seconds": 30}]}
     with server.client() as http, server.client() as other:
         with http.stream("POST", "/session/", json={"session": "a"}) as held, ThreadPoolExecutor(1) as pool:
             lines = held.iter_lines()
             next(lines)
-            call = pool.submit(lambda: other.post("/infer/", json=given))
+            call = pool.submit(lambda: other.post("/infer/", json=body))
             while server.app.updates.answering == 0:
                 assert not call.done()
             server.loop.call_soon_threadsafe(server.app.ending.set)
@@ -232,7 +230,7 @@ def test_a_server_that_is_ending_sends_all_home(server):
 
 
 @pytest.mark.timeout(60)
-def test_an_engine_that_has_ended_is_told_by_health(server):
+def test_health_reports_an_engine_that_has_ended(server):
     with server.client() as http:
         assert http.get("/health/").json() == {"status": "ok"}
         server.engine.has_ended = True
@@ -243,13 +241,13 @@ def test_an_engine_that_has_ended_is_told_by_health(server):
 def test_requests_and_updates_are_counted(server):
     with server.client() as http:
         http.post("/infer/", json={"infer_requests": [{}, {}]})
-        told = http.get("/metrics").text
-    assert 'coordexp_requests_total{outcome="answered"} 2.0' in told
-    assert "coordexp_generated_tokens_total 6.0" in told
+        metrics = http.get("/metrics").text
+    assert 'coordexp_requests_total{outcome="answered"} 2.0' in metrics
+    assert "coordexp_generated_tokens_total 6.0" in metrics
 
 
-def test_the_kernel_watches_over_held_connections():
-    listening = bound("127.0.0.1", 0)
+def test_the_kernel_checks_whether_open_connections_are_alive():
+    listening = listen("127.0.0.1", 0)
     assert listening.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
     listening.close()
 
@@ -258,46 +256,46 @@ def test_the_kernel_watches_over_held_connections():
 def test_answers_do_not_wait_for_the_acknowledgement_of_their_first_half(server):
     """With Nagle's algorithm, the second of two packets waits 40 ms for it."""
     with server.client() as http:
-        taken = []
+        seconds = []
         for _ in range(20):
             since = time.perf_counter()
             http.get("/health/")
-            taken.append(time.perf_counter() - since)
-    assert statistics.median(taken) < 0.03
+            seconds.append(time.perf_counter() - since)
+    assert statistics.median(seconds) < 0.03
 
 
 @pytest.mark.timeout(60)
-def test_an_adapter_is_an_update_like_others_and_the_version_route_tells_of_the_base(server):
-    told = [{"name": "a", "shape": [2], "dtype": "torch.float32", "start_idx": 0, "end_idx": 8, "numel": 2}]
+def test_an_adapter_is_an_update_like_others_and_the_version_route_reports_the_base(server):
+    metadatas = [{"name": "a", "shape": [2], "dtype": "torch.float32", "start_idx": 0, "end_idx": 8, "numel": 2}]
     with server.client() as http:
 
         def post(path: str, **body: Any) -> httpx.Response:
             return http.post(path, json=body | {"session": "a"})
 
         def state() -> tuple[str, str]:
-            found = http.get("/version/").json()
-            return found["weight_version"], found["base"]
+            version = http.get("/version/").json()
+            return version["weight_version"], version["base"]
 
         with http.stream("POST", "/session/", json={"session": "a"}) as held:
             lines = held.iter_lines()  # the connection closes with it
             assert next(lines)
             assert post("/start_update/", version="1", adapter=True).status_code == 200
-            assert code(post("/update_flattened_params/", metadatas=told)) == (409, "other_kind")
-            assert code(post("/update_adapter_flattened_param/", metadatas=told)) == (422, "bad_request")
-            sent = post("/update_adapter_flattened_param/", metadatas=told, peft_config={"r": 4})
+            assert code(post("/update_flattened_params/", metadatas=metadatas)) == (409, "other_kind")
+            assert code(post("/update_adapter_flattened_param/", metadatas=metadatas)) == (422, "bad_request")
+            sent = post("/update_adapter_flattened_param/", metadatas=metadatas, peft_config={"r": 4})
             assert sent.status_code == 200
             assert state() == ("default", "original")
             assert post("/finish_update/", version="1").json() == {"weight_version": "1"}
             assert state() == ("1", "original")
             post("/start_update/", version="2")
-            post("/update_flattened_params/", metadatas=told)
+            post("/update_flattened_params/", metadatas=metadatas)
             assert post("/finish_update/", version="2").status_code == 200
             assert state() == ("2", "changed")
             assert code(post("/start_update/", version="3", adapter=True)) == (409, "base_changed")
 
 
 @pytest.mark.timeout(60)
-def test_an_answer_that_fails_whole_does_not_open_the_gate_before_the_others_have_ended(server):
+def test_a_call_that_fails_ends_only_after_all_of_its_answers(server):
     with server.client() as http:
         since = time.perf_counter()
         answer = http.post("/infer/", json={"infer_requests": [{"fails": True}, {"seconds": 0.5}]})
@@ -306,12 +304,12 @@ def test_an_answer_that_fails_whole_does_not_open_the_gate_before_the_others_hav
 
 
 @pytest.mark.timeout(60)
-def test_a_server_is_alive_and_not_ready_while_it_has_no_weights_or_gets_some(server):
+def test_a_server_is_alive_but_not_ready_while_it_has_no_weights_or_is_being_updated(server):
     with server.client() as http:
         assert http.get("/ready/").json() == {"status": "ready"}
         good(http.post("/start_update/", json={"version": "1"}))
         assert code(http.get("/ready/")) == (503, "updating") and http.get("/health/").status_code == 200
-        good(http.post("/abandon_update/", json={}))
+        good(http.post("/close_communicator/", json={}))
         assert code(http.get("/ready/")) == (503, "no_weights") and http.get("/health/").status_code == 200
         server.engine.has_ended = True
         assert code(http.get("/ready/")) == code(http.get("/health/")) == (503, "engine_ended")

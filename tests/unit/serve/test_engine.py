@@ -1,4 +1,4 @@
-"""How a rollout server asks its vLLM engine, which has one replica or several. vLLM is a fake here."""
+"""How a rollout server calls its vLLM engine, which has one replica or several. vLLM is a fake here."""
 
 import asyncio
 from pathlib import Path
@@ -18,13 +18,13 @@ from tests.vocabularies import table
 
 
 class FakeCore:
-    """vLLM's client of two replicas with a worker each, which give these results."""
+    """vLLM's client of two replicas with one worker each, which return these results."""
 
     def __init__(self, *results: Any) -> None:
-        self.results, self.asked = results, []
+        self.results, self.calls = results, []
 
     async def call_utility_all_async(self, *call: Any) -> list[list[Any]]:
-        self.asked.append(call)
+        self.calls.append(call)
         return [[result] for result in self.results]
 
 
@@ -36,15 +36,15 @@ def engine_of(core: FakeCore) -> ServedEngine:
 
 @pytest.mark.scenario("R07.C9", on="fake")
 @pytest.mark.parametrize("results", [("out of memory", None), (None, "out of memory")])
-def test_an_update_that_fails_in_any_replica_has_failed(results):
+def test_an_update_that_fails_in_one_replica_fails(results):
     with pytest.raises(EngineError, match="out of memory"):
-        asyncio.run(engine_of(FakeCore(*results)).take([], 0))
+        asyncio.run(engine_of(FakeCore(*results)).load([], 0))
 
 
-def test_every_replica_is_asked():
+def test_every_replica_is_called():
     core = FakeCore(None, None)
     asyncio.run(engine_of(core).leave())
-    assert core.asked == [("collective_rpc", "coordexp_try", None, ("coordexp_leave",), None)]
+    assert core.calls == [("collective_rpc", "coordexp_try", None, ("coordexp_leave",), None)]
 
 
 class DeadCore(FakeCore):
@@ -67,12 +67,12 @@ def dying(ends: bool) -> ServedEngine:
     return engine
 
 
-def test_an_engine_that_ends_in_a_call_is_told_as_that_and_not_in_words_about_something_else(monkeypatch):
+def test_an_engine_that_ends_during_a_call_is_reported_as_ended(monkeypatch):
     monkeypatch.setattr("coordexp.serve.engine.ENDING", 1.0)
     with pytest.raises(Refusal) as refusal:
         asyncio.run(dying(ends=True).leave())
     assert (refusal.value.status, refusal.value.code) == (503, "engine_ended")
-    assert "follower" not in refusal.value.message and "coordexp_leave" in refusal.value.message
+    assert "follower" not in refusal.value.problem and "coordexp_leave" in refusal.value.problem
     with pytest.raises(EngineError, match=r"^collective_rpc should not be called on follower"):
         asyncio.run(dying(ends=False).leave())
 
@@ -89,10 +89,11 @@ def test_the_world_size_counts_the_devices_of_all_replicas():
     assert setup("cpu", tensor_parallel_size=2, data_parallel_size=3).size == 2
 
 
-def test_too_few_gpus_for_the_replicas_are_told_before_vllm_is_started():
+def test_too_few_gpus_for_the_replicas_are_an_error_before_vllm_is_started():
     with pytest.raises(EngineError) as error:
         check_devices(setup("cuda", data_parallel_size=3), 2)
-    assert "data_parallel_size 3 is 3 GPUs, and this server sees 2\n  give it 3 GPUs" in str(error.value)
+    assert "data_parallel_size 3 is 3 GPUs, but this server sees 2" in error.value.problem
+    assert error.value.fix.startswith("give it 3 GPUs")
     check_devices(setup("cuda", data_parallel_size=3), 3)
     check_devices(setup("cpu", data_parallel_size=3), 0)
 

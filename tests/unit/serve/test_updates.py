@@ -1,5 +1,5 @@
-"""Whatever learners do, answers come from whole weights of one version. The engine here is a fake: the rules are
-meant, and their order."""
+"""Whatever learners do, every answer comes from whole weights of one version. The engine here is a fake, which
+records the order of its calls."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterator, Sequence
@@ -10,27 +10,27 @@ import pytest
 
 from coordexp.errors import EngineError
 from coordexp.serve.refusal import Refusal
-from coordexp.serve.updates import Session, Updates
+from coordexp.serve.updates import LearnerSession, Updates
 
-ONE = [{"name": "a", "shape": [2], "dtype": "torch.float32", "start_idx": 0, "end_idx": 8, "numel": 2}]
-A, B = Session("a", "host:1"), Session("b", "host:2")
+METADATAS = [{"name": "a", "shape": [2], "dtype": "torch.float32", "start_idx": 0, "end_idx": 8, "numel": 2}]
+A, B = LearnerSession("a", "host:1"), LearnerSession("b", "host:2")
 
 
 class FakeEngine:
-    """Notes what it is asked; `fails` at one of the calls; waits in `take` while `gate` is closed."""
+    """Records its calls. It fails in the one that `fails` names, and waits in `load` while `gate` is closed."""
 
     takes_adapters = True
 
     def __init__(self, fails: str = "") -> None:
-        self.asked: list[str] = []
+        self.calls: list[str] = []
         self.fails = fails
         self.gate = asyncio.Event()
         self.gate.set()
 
-    async def _ask(self, what: str) -> None:
-        self.asked.append(what)
-        if what == self.fails:
-            raise EngineError(f"{what} went wrong")
+    async def _ask(self, method: str) -> None:
+        self.calls.append(method)
+        if method == self.fails:
+            raise EngineError(f"{method} went wrong")
 
     async def ping(self) -> None:
         await self._ask("ping")
@@ -44,9 +44,9 @@ class FakeEngine:
     async def begin(self) -> None:
         await self._ask("begin")
 
-    async def take(self, metadatas: Sequence[dict[str, Any]], next_bytes: int) -> None:
+    async def load(self, metadatas: Sequence[dict[str, Any]], next_bytes: int) -> None:
         await self.gate.wait()
-        await self._ask("take")
+        await self._ask("load")
 
     async def finish(self, version: str) -> None:
         await self._ask("finish")
@@ -57,9 +57,9 @@ class FakeEngine:
     async def begin_adapter(self) -> None:
         await self._ask("begin_adapter")
 
-    async def take_adapter(self, metadatas: Sequence[dict[str, Any]]) -> None:
+    async def load_adapter(self, metadatas: Sequence[dict[str, Any]]) -> None:
         await self.gate.wait()
-        await self._ask("take_adapter")
+        await self._ask("load_adapter")
 
     async def build_adapter(self, config: dict[str, Any]) -> None:
         await self._ask("build_adapter")
@@ -70,8 +70,8 @@ class FakeEngine:
     async def abandon_adapter(self) -> None:
         await self._ask("abandon_adapter")
 
-    async def forget(self) -> None:
-        await self._ask("forget")
+    async def clear_caches(self) -> None:
+        await self._ask("clear_caches")
 
 
 def run(work: Callable[[], Awaitable[None]]) -> None:
@@ -83,7 +83,7 @@ async def soon(condition: Callable[[], bool]) -> None:
         if condition():
             return
         await asyncio.sleep(0.001)
-    raise AssertionError("it did not come to be")
+    raise AssertionError("the condition did not become true")
 
 
 async def version_seen(updates: Updates) -> str:
@@ -94,7 +94,8 @@ async def version_seen(updates: Updates) -> str:
 async def waiting(
     updates: Updates, adapter: bool = False
 ) -> tuple[asyncio.Task[str], asyncio.Task[None], asyncio.Event]:
-    """An answer that runs until the event, and an update by session a that waits for its end."""
+    """Return an answer that runs until the event is set, an update of session a that waits for its end, and the
+    event."""
     ended = asyncio.Event()
 
     async def answer() -> str:
@@ -111,9 +112,9 @@ async def waiting(
 
 @contextmanager
 def refused(code: str) -> Iterator[None]:
-    with pytest.raises(Refusal) as found:
+    with pytest.raises(Refusal) as refusal:
         yield
-    assert found.value.code == code
+    assert refusal.value.code == code
 
 
 def test_an_update_begins_when_running_answers_have_ended_and_new_ones_wait_for_its_end():
@@ -123,11 +124,11 @@ def test_an_update_begins_when_running_answers_have_ended_and_new_ones_wait_for_
         old, begun, ended = await waiting(updates)
         new = asyncio.create_task(version_seen(updates))
         await asyncio.sleep(0.02)
-        assert not begun.done() and not new.done() and "begin" not in updates.engine.asked
+        assert not begun.done() and not new.done() and "begin" not in updates.engine.calls
         ended.set()
         assert await old == "default"
         await begun
-        await updates.take("a", ONE)
+        await updates.load("a", METADATAS)
         assert not new.done()
         await updates.finish("a", "1")
         assert await new == "1"
@@ -135,65 +136,65 @@ def test_an_update_begins_when_running_answers_have_ended_and_new_ones_wait_for_
     run(work)
 
 
-@pytest.mark.parametrize("fails", ["begin", "take", "finish"])
-def test_a_failed_update_leaves_a_server_that_says_so_until_a_whole_one_comes(fails):
+@pytest.mark.parametrize("fails", ["begin", "load", "finish"])
+def test_after_a_failed_update_a_server_reports_that_it_has_no_weights_until_a_complete_one(fails):
     async def work() -> None:
-        told = []
+        outcomes = []
         engine = FakeEngine(fails)
-        updates = Updates(engine, lambda how, seconds, size: told.append((how, size)))
+        updates = Updates(engine, lambda outcome, seconds, size: outcomes.append((outcome, size)))
         await updates.claim(A)
 
         async def whole(version: str) -> None:
             await updates.begin("a", version)
-            await updates.take("a", ONE)
+            await updates.load("a", METADATAS)
             await updates.finish("a", version)
 
         with refused("update_failed"):
             await whole("1")
-        assert engine.asked[-1] == "abandon" and updates.version is None and updates.update is None
+        assert engine.calls[-1] == "abandon" and updates.version is None and updates.update is None
         with refused("no_weights"):
             await version_seen(updates)
         engine.fails = ""
         await whole("2")
         assert await version_seen(updates) == "2"
-        assert [how for how, _ in told] == ["failed", "done"] and told[-1] == ("done", 8)
+        assert [outcome for outcome, _ in outcomes] == ["failed", "done"] and outcomes[-1] == ("done", 8)
 
     run(work)
 
 
 class EndingEngine(FakeEngine):
-    """Ends in `take`, and refuses everything from then on."""
+    """Ends in `load`, and refuses everything from then on."""
 
-    async def _ask(self, what: str) -> None:
-        self.asked.append(what)
-        if "take" in self.asked:
+    async def _ask(self, method: str) -> None:
+        self.calls.append(method)
+        if "load" in self.calls:
             raise Refusal(503, "engine_ended", "the engine has ended")
 
 
-def test_an_engine_that_ends_in_an_update_is_told_as_that_and_holds_up_nobody():
+def test_an_engine_that_ends_in_an_update_is_reported_as_ended_and_blocks_nobody():
     async def work() -> None:
         updates = Updates(EndingEngine())
         await updates.claim(A)
         await updates.begin("a", "1")
         with refused("engine_ended"):
-            await updates.take("a", ONE)
-        assert updates.update is None and updates.patience == 0
+            await updates.load("a", METADATAS)
+        assert updates.update is None and updates.waiting_allowance() == 0
         with refused("no_weights"):
             await version_seen(updates)
 
     run(work)
 
 
-def test_a_session_that_is_held_cannot_be_claimed_again_by_whoever_knows_its_name():
+def test_an_open_session_cannot_be_claimed_again_by_a_stranger_who_knows_its_id():
     async def work() -> None:
         updates = Updates(FakeEngine())
         await updates.claim(A)
         await updates.begin("a", "1")
         with refused("session_taken"):
-            await updates.claim(Session("a", "stranger:1"))
+            await updates.claim(LearnerSession("a", "stranger:1"))
         assert updates.session is A and updates.update is not None
         await updates.release(A)
-        await updates.claim(Session("a", "host:1"))
+        await updates.claim(LearnerSession("a", "host:1"))
 
     run(work)
 
@@ -208,23 +209,23 @@ def test_a_second_live_learner_is_refused_and_takes_over_when_the_first_is_gone(
         with refused("session_taken"):
             await updates.claim(B)
         plain = updates.join(None, "", 1, 2, 5)
-        for call in (plain, updates.begin("b", "1"), updates.take("b", ONE), updates.finish(None, "1")):
+        for call in (plain, updates.begin("b", "1"), updates.load("b", METADATAS), updates.finish(None, "1")):
             with refused("no_session"):
                 await call
         await updates.release(A)
-        assert engine.asked[-2:] == ["abandon", "leave"] and updates.session is None
+        assert engine.calls[-2:] == ["abandon", "leave"] and updates.session is None
         with refused("no_weights"):
             await version_seen(updates)
         await updates.claim(B)
         await updates.begin("b", "7")
-        await updates.take("b", ONE)
+        await updates.load("b", METADATAS)
         await updates.finish("b", "7")
         assert await version_seen(updates) == "7"
 
     run(work)
 
 
-def test_a_learner_that_leaves_while_it_waits_for_answers_to_end_leaves_the_old_weights_as_they_were():
+def test_the_old_weights_stay_if_a_learner_leaves_while_its_update_waits_for_answers():
     async def work() -> None:
         updates = Updates(FakeEngine())
         await updates.claim(A)
@@ -233,7 +234,7 @@ def test_a_learner_that_leaves_while_it_waits_for_answers_to_end_leaves_the_old_
         with refused("update_failed"):
             await begun
         assert await version_seen(updates) == "default"
-        assert not {"begin", "abandon"} & set(updates.engine.asked)
+        assert not {"begin", "abandon"} & set(updates.engine.calls)
         ended.set()
         await running
 
@@ -249,15 +250,15 @@ def test_of_two_concurrent_updates_the_second_is_refused_and_the_first_goes_on()
             await updates.begin("a", "2")
         with refused("other_version"):
             await updates.finish("a", "2")
-        await updates.take("a", ONE)
+        await updates.load("a", METADATAS)
         assert await updates.finish("a", "1") == "1"
         with refused("no_update"):
-            await updates.take("a", ONE)
+            await updates.load("a", METADATAS)
 
     run(work)
 
 
-def test_an_update_that_stands_still_is_ended_so_that_answers_do_not_wait_for_ever():
+def test_an_update_without_progress_is_ended_so_that_answers_do_not_wait_forever():
     async def work() -> None:
         updates = Updates(FakeEngine())
         await updates.claim(A)
@@ -271,49 +272,49 @@ def test_an_update_that_stands_still_is_ended_so_that_answers_do_not_wait_for_ev
     run(work)
 
 
-def test_a_watch_that_fires_while_a_bucket_comes_ends_the_update_after_it_and_not_the_next_one():
+def test_an_update_that_is_ended_twice_while_a_bucket_is_loaded_does_not_end_the_next_one():
     async def work() -> None:
         engine = FakeEngine()
         updates = Updates(engine)
         await updates.claim(A)
         await updates.begin("a", "1")
         engine.gate.clear()
-        taking = asyncio.create_task(updates.take("a", ONE))
+        taking = asyncio.create_task(updates.load("a", METADATAS))
         await asyncio.sleep(0.01)
-        failing = [asyncio.create_task(updates.abandon("a")) for _ in range(2)]
+        failing = [asyncio.create_task(updates.leave("a")) for _ in range(2)]
         await asyncio.sleep(0.01)
         engine.gate.set()
         await taking
         await asyncio.gather(*failing)
-        assert engine.asked.count("abandon") == 1
+        assert engine.calls.count("abandon") == 1
         await updates.begin("a", "2")
-        await updates.take("a", ONE)
+        await updates.load("a", METADATAS)
         await updates.finish("a", "2")
         assert await version_seen(updates) == "2"
 
     run(work)
 
 
-def test_clients_of_the_plain_contract_begin_with_the_first_weight_and_end_with_what_follows():
+def test_an_update_of_a_plain_client_begins_with_its_first_weight_and_ends_with_the_calls_after_it():
     async def work() -> None:
         updates = Updates(FakeEngine())
         await updates.join(None, "", 1, 2, 5)
         await updates.finish_plain()
         assert await version_seen(updates) == "default"
         for number in (1, 2):
-            await updates.take(None, ONE)
-            await updates.take(None, ONE)
+            await updates.load(None, METADATAS)
+            await updates.load(None, METADATAS)
             await updates.finish_plain()
             await updates.finish_plain()
             assert await version_seen(updates) == f"plain-{number}"
-        assert updates.engine.asked.count("finish") == 2
+        assert updates.engine.calls.count("finish") == 2
 
     run(work)
 
 
-def test_an_engine_that_cannot_even_abandon_keeps_neither_answers_nor_learners_waiting():
+def test_neither_answers_nor_learners_wait_for_an_engine_that_cannot_abandon_an_update():
     async def work() -> None:
-        engine = FakeEngine("take")
+        engine = FakeEngine("load")
         updates = Updates(engine)
         await updates.claim(A)
         await updates.begin("a", "1")
@@ -324,7 +325,7 @@ def test_an_engine_that_cannot_even_abandon_keeps_neither_answers_nor_learners_w
 
         engine.abandon = broken  # type: ignore[method-assign]
         with pytest.raises(EngineError, match="abandon went wrong"):
-            await updates.take("a", ONE)
+            await updates.load("a", METADATAS)
         with refused("no_weights"):
             await version_seen(updates)
         engine.abandon, engine.fails = give_up, "leave"  # type: ignore[method-assign]
@@ -345,9 +346,9 @@ def test_weights_that_come_before_running_answers_have_ended_are_refused():
         await updates.claim(A)
         running, begun, ended = await waiting(updates)
         with refused("no_update"):
-            await updates.take("a", ONE)
+            await updates.load("a", METADATAS)
         ended.set()
         await asyncio.gather(begun, running)
-        await updates.take("a", ONE)
+        await updates.load("a", METADATAS)
 
     run(work)
