@@ -81,7 +81,7 @@ class _Gloo:
 
     def broadcast(self, buffer: Tensor) -> None:
         if self._agree:
-            lengths = _signed_lengths(buffer)
+            lengths = _length_pair(buffer)
             options = dist.AllreduceOptions()
             options.reduceOp = dist.ReduceOp.MAX  # type: ignore[assignment]
             self._group.allreduce([lengths], options).wait()
@@ -106,7 +106,7 @@ class _Nccl:
 
     def broadcast(self, buffer: Tensor) -> None:
         if self._agree:
-            lengths, highest = _signed_lengths(buffer), torch.full((2,), -1, device=self._device)
+            lengths, highest = _length_pair(buffer), torch.full((2,), -1, device=self._device)
             self._run(self._nccl.all_reduce, lengths, highest, dist.ReduceOp.MAX, self._stream)
             check_agreement(highest, buffer)
         self._run(self._nccl.broadcast, buffer, self._learner, self._stream)
@@ -128,14 +128,14 @@ class _Nccl:
         self._nccl.destroy()
 
 
-def _signed_lengths(buffer: Tensor) -> Tensor:
+def _length_pair(buffer: Tensor) -> Tensor:
     """Return the length of a buffer and its negative. Their maxima over all ranks are the lengths of the longest
     buffer and, negated, of the shortest."""
     return torch.tensor([buffer.numel(), -buffer.numel()], dtype=torch.int64, device=buffer.device)
 
 
 def check_agreement(lengths: Tensor, buffer: Tensor) -> None:
-    """Raise ValueError if the ranks' buffers differ in length. `lengths` are the maxima of `_signed_lengths`."""
+    """Raise ValueError if the ranks' buffers differ in length. `lengths` are the maxima of `_length_pair`."""
     longest, shortest = int(lengths[0]), -int(lengths[1])
     if not longest == shortest == buffer.numel():
         other = longest if buffer.numel() == shortest else shortest
@@ -224,7 +224,7 @@ def flat_size(bucket: Iterable[tuple[str, Tensor]]) -> int:
 
 @dataclass(frozen=True)
 class BufferSlice:
-    """Where a weight is in a buffer."""
+    """The place of a weight in a buffer."""
 
     name: str
     shape: tuple[int, ...]

@@ -1,4 +1,4 @@
-"""Which servers may be asked, and which of them gets which request: a state machine and arithmetic, without
+"""The pool of servers: which may be asked, and which gets which request. A state machine and arithmetic, without
 network or clock.
 
 A server may be asked only while it has the weights of the pool's version. A server that failed is out, with the

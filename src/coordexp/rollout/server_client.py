@@ -4,6 +4,7 @@ No call outlives its server. While a call is running, the client polls the serve
 the server has died or has been silent for too long.
 """
 
+import json
 import os
 import socket
 import ssl
@@ -240,10 +241,9 @@ class ServerClient:
 
     def to_error(self, status: int, path: str, body: bytes) -> ServerFault | RequestRefused:
         """Return the error that a response stands for."""
-        try:
-            content = httpx.Response(status, content=body).json()
-        except ValueError:
-            content = {}
+        content: Any = {}
+        with suppress(ValueError, RecursionError):
+            content = json.loads(body)
         reason, fix, code = read_error(content)
         problem = f"{self.name}: {path} answered {status}" + (f" {code}" if code else "")
         problem += f": {reason}" if reason else ""

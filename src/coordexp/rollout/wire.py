@@ -61,8 +61,8 @@ class ServerAnswer:
 
 @dataclass(frozen=True)
 class ServerFacts:
-    """What a server reports about itself. A server of ms-swift reports only its world size, and with our plugin
-    its guard."""
+    """The facts that a server reports about itself. A server of ms-swift reports only its world size, and with our
+    plugin its guard."""
 
     world_size: int
     is_swift: bool = False

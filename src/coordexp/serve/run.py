@@ -32,8 +32,8 @@ LOOKS = 1.0  # seconds between two checks of the engine
 
 @dataclass(frozen=True)
 class Serving:
-    """What to serve: a model folder and its settings, the socket to listen on, and the folders that images may be
-    read from."""
+    """The server to run: a model folder and its settings, the socket to listen on, and the folders that images may
+    be read from."""
 
     folder: Path
     dtype: str

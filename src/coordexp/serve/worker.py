@@ -51,7 +51,7 @@ class ServerSide(EngineSide):
 
 @dataclass
 class GroupInfo(WeightTransferInitInfo):
-    """How to join the learner's group."""
+    """The learner's group to join."""
 
     host: str
     port: int
@@ -62,7 +62,7 @@ class GroupInfo(WeightTransferInitInfo):
 
 @dataclass
 class BucketInfo(WeightTransferUpdateInfo):
-    """What a bucket consists of."""
+    """The tensors of a bucket."""
 
     metadatas: list[Metadata]
     next_bytes: int = 0  # the length of the next bucket, if it comes at once
