@@ -204,10 +204,7 @@ def refuse_client_errors() -> Iterator[None]:
 
 def worker_error(failure: str | Sequence[str]) -> EngineError:
     """Return the error of a worker. It crosses the process border as text, or as its problem and its fix."""
-    if isinstance(failure, str):
-        problem, *fix = failure.split("\n", 1)
-        return EngineError(problem, *map(str.strip, fix))
-    return EngineError(*failure)
+    return EngineError(*(failure.split("\n  ", 1) if isinstance(failure, str) else failure))
 
 
 def engine_ended(when: str = "") -> Refusal:

@@ -141,7 +141,7 @@ class Updates:
             try:
                 await self.engine.join(host, port, world_size, timeout, plain=session is None)
             except EngineError as error:
-                problem = f"the learner and this server's workers formed no group at port {port}: {error}"
+                problem = f"the learner and this server's workers formed no group at port {port}: {error.problem}"
                 raise Refusal(500, "no_group", problem, _PORT) from error
 
     async def leave(self, session: str | None) -> None:
