@@ -125,7 +125,7 @@ def test_a_server_that_dies_in_an_adapter_sync_is_no_reason_to_fall_back(adaptin
     assert learner.backend.sync_mode.mode == "adapter" and learner.backend.describe()["fallbacks"] == []
 
 
-def test_to_a_server_of_ms_swift_whole_weights_are_sent(adapting):
+def test_a_server_of_ms_swift_gets_whole_weights(adapting):
     learner = adapting(servers=1, options={"is_swift": True})
     learner.sync(1)
     (warning,) = [message for message in warnings(learner) if "whole weights are sent" in message]

@@ -233,7 +233,7 @@ def test_a_server_that_another_learner_holds_is_refused(run):
         learner.sync(0)
 
 
-def test_the_session_of_a_learner_that_has_just_died_is_waited_for(run, monkeypatch):
+def test_a_learner_waits_for_the_session_of_one_that_has_just_died_to_end(run, monkeypatch):
     learner = run(servers=1)
     learner.servers[0].session = "the previous learner's"
     threading.Timer(0.1, setattr, (learner.servers[0], "session", None)).start()
@@ -367,7 +367,7 @@ def test_requests_of_a_server_that_is_lost_while_it_answers_go_to_the_others(run
     assert learner.backend.pool.usable == (0,)
 
 
-def test_a_server_that_is_slow_and_alive_is_waited_for(run):
+def test_a_run_waits_for_a_server_that_is_slow_but_alive(run):
     learner = run(servers=1, silence=0.8)
     learner.sync(1)
     learner.servers[0].faults["/infer/"].append(slow(1.6))  # twice as long as it may be silent
