@@ -1,6 +1,7 @@
-"""A rollout backend that is a fake: it answers what a test tells it to, and remembers what it was asked.
+"""A fake rollout backend: it gives the answers of a script, and records the requests.
 
-For the logic around generation only. Whatever depends on how a model answers is tested with real ones.
+It is only for tests of the logic around generation. Whatever depends on how a model answers is tested with real
+models.
 """
 
 import json
@@ -21,7 +22,7 @@ from tests.vocabularies import encode
 
 @dataclass(frozen=True)
 class Said:
-    """An answer: its text, or its ids where the text cannot say it."""
+    """An answer: its text, or its ids if no text has them."""
 
     text: str = ""
     finish_reason: FinishReason = "stop"
@@ -30,25 +31,28 @@ class Said:
 
 @dataclass
 class ScriptedBackend:
-    """Answers each picture with what the script has for the name of its file."""
+    """Answers each image with the script's answer for the name of its file."""
 
     script: Mapping[str, Said]
     table: VocabularyTable
     prompt_ids: tuple[int, ...] = PROMPT
-    version: int | None = None  # instead of that of the last sync
+    version: int | None = None  # of all answers, instead of the version of the last sync
     requests_per_call: int = 2
     calls: list[list[Request]] = field(default_factory=list)
     synced: list[tuple[Weights, int]] = field(default_factory=list)
 
     def generate(self, requests: Sequence[Request]) -> list[Rollout]:
         self.calls.append(list(requests))
-        return [self._answer(self.script[Path(request.picture.path).name]) for request in requests]
+        return [self._answer(self.script[Path(request.image.path).name]) for request in requests]
 
     def session(self) -> AbstractContextManager[None]:
         return nullcontext()
 
     def sync(self, weights: Weights, version: int) -> None:
         self.synced.append((weights, version))
+
+    def describe(self) -> dict[str, Any]:
+        return {}
 
     def close(self) -> None:
         pass
@@ -60,7 +64,7 @@ class ScriptedBackend:
 
 
 class OnePrompt:
-    """Stands for the prompt builder: the same few tokens for every picture."""
+    """Stands for the prompt builder: the same few tokens for every image."""
 
     def ids(self, width: int, height: int, image: str = "") -> list[int]:
         return list(PROMPT)
@@ -69,12 +73,12 @@ class OnePrompt:
 def casebook(
     folder: Path, truth: Mapping[str, Sequence[TrueObject]], table: VocabularyTable, **settings: Any
 ) -> Casebook:
-    """A file with a record for each picture, in their order."""
+    """Write a file with a record per image, in their order, and return the training set of it."""
     file = folder / "train.jsonl"
     file.write_text("".join(_record(image, objects) + "\n" for image, objects in truth.items()))
     return Casebook(RecordFile(file), OnePrompt(), table, "desc_first", RolloutMatching(**settings))
 
 
 def _record(image: str, objects: Sequence[TrueObject]) -> str:
-    listed = [{"desc": one.desc, one.geometry.kind: list(one.geometry.bins)} for one in objects]
-    return json.dumps({"image": image, "width": 64, "height": 48, "space": "bin", "objects": listed})
+    entries = [{"desc": true.desc, true.geometry.kind: list(true.geometry.bins)} for true in objects]
+    return json.dumps({"image": image, "width": 64, "height": 48, "space": "bin", "objects": entries})

@@ -8,7 +8,7 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoProcessor, Qwen3VLForConditionalGeneration
 
 from coordexp.ranks import together
-from coordexp.rollout.backend import Decode, Picture, Request, Rollout
+from coordexp.rollout.backend import Decode, ImageRef, Request, Rollout
 from coordexp.rollout.hugging_face import HuggingFaceBackend
 from coordexp.rollout.prompt import PromptBuilder
 from coordexp.vocab import VocabularyTable
@@ -27,7 +27,7 @@ def backend(folder: Path, model: Any) -> HuggingFaceBackend:
 def answers(asked: HuggingFaceBackend, pictures: list[str], decode: dict[str, Any]) -> list[Any]:
     """Ids, log probabilities and the reason of the end."""
     made = Decode(40, **decode)
-    requests = [Request(Picture(picture, 64, 64), made, seed=k) for k, picture in enumerate(pictures, start=7)]
+    requests = [Request(ImageRef(picture, 64, 64), made, seed=k) for k, picture in enumerate(pictures, start=7)]
     return [_plain(rollout) for rollout in asked.generate(requests)]
 
 

@@ -1,6 +1,6 @@
-"""What tests ask the engine's processes beside what a learner asks them, and the faults that they make there.
+"""Methods of the engine's workers for tests only: they look at its state, and make faults.
 
-The engine imports this module by name, in place of the one whose class it extends.
+The engine imports this module by name, instead of the module whose class it extends.
 """
 
 from coordexp.rollout import engine_side
@@ -9,27 +9,27 @@ ENGINE_SIDE = "tests.integration.engine_faults.FaultyEngineSide"
 
 
 class FaultyEngineSide(engine_side.EngineSide):
-    def encoded_pictures(self) -> int:
-        """Pictures whose features are kept."""
+    def encoded_images(self) -> int:
+        """Return the number of images whose features are cached."""
         return len(self.model_runner.encoder_cache)
 
     def watch_batches(self) -> None:
         """Count the sequences of every batch that the engine computes from now on."""
-        run, self.batches = self.model_runner.execute_model, []
+        execute, self.batches = self.model_runner.execute_model, []
 
-        def counted(scheduled, *arguments, **named):
+        def execute_and_count(scheduled, *arguments, **named):
             self.batches.append(len(scheduled.num_scheduled_tokens))
-            return run(scheduled, *arguments, **named)
+            return execute(scheduled, *arguments, **named)
 
-        self.model_runner.execute_model = counted
+        self.model_runner.execute_model = execute_and_count
 
-    def watched_batches(self) -> list[int]:
+    def batch_sizes(self) -> list[int]:
         return list(self.batches)
 
-    def fault_heads_stay_as_they_are(self, on: bool) -> None:
+    def fault_do_not_rebuild_heads(self, on: bool) -> None:
         engine_side.rebuild_heads = (lambda model: None) if on else REBUILD_HEADS
 
-    def fault_load_what_is_not_finite(self, on: bool) -> None:
+    def fault_load_non_finite_weights(self, on: bool) -> None:
         engine_side.check_finite = (lambda weights: None) if on else CHECK_FINITE
 
     def fault_keep_the_kv_cache(self, on: bool) -> None:

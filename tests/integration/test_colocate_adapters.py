@@ -1,13 +1,14 @@
-"""A colocated engine that is given the learner's adapter alone answers as the learner does. One that refuses it is
-given whole weights for good.
+"""A colocated engine that gets only the learner's adapter answers as the learner does. An engine that refuses the
+adapter gets whole weights for good.
 
-The first test starts an engine of its own. The others share one, in their order: the test of the fallback leaves
-it with whole weights.
+The first test starts an engine of its own. The others share one and depend on their order: the test of the
+fallback leaves it with whole weights.
 """
 
 import json
 from collections.abc import Iterator
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import pytest
@@ -20,29 +21,30 @@ from coordexp.demo.model import Size, make_model
 from coordexp.errors import EngineError
 from coordexp.rollout import colocate
 from coordexp.rollout.adapter_fallback import AdapterRefused
+from coordexp.rollout.backend import Weights
 from coordexp.train.adapter import with_adapter
 from coordexp.train.adapter_weights import learner_adapter
 from coordexp.train.offload import offloaded
 from coordexp.train.spill import SMALL, Away
 from tests.integration import engine_faults
 from tests.integration.answers import whole_model
-from tests.integration.colocation import SETTINGS, Colocation, draw_pictures, ids, with_adapter_sync
+from tests.integration.colocation import SETTINGS, Colocation, draw_images, ids, with_adapter_sync
 from tests.integration.stage2_runs import config, draw, finish, training
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(240)]
 
 TOKENS = 10
 LORA = Adapter(rank=4, alpha=8, train_coord_rows=False)
-TOO_LARGE = LORA.model_copy(update={"rank": 16})  # the engine is started for rank 4, which vLLM makes 8 of
+TOO_LARGE = LORA.model_copy(update={"rank": 16})  # the engine is started for rank 4, which vLLM rounds up to 8
 BOTH = Offload(enabled=True, offload_model=True, offload_optimizer=True)
 
 
 class Memory:
-    """The memory of a learner: bytes of the tensors that offloading moves, looked at from inside the backend."""
+    """The memory of a learner: the bytes of the tensors that offloading moves, at several moments."""
 
     def __init__(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
         slots = [value for slot in optimizer.state.values() for value in slot.values()]
-        self.tensors: list[Tensor] = [one for one in [*model.parameters(), *slots] if one.nbytes >= SMALL]
+        self.tensors: list[Tensor] = [tensor for tensor in [*model.parameters(), *slots] if tensor.nbytes >= SMALL]
         self.seen: list[tuple[str, int]] = []
 
     @property
@@ -53,8 +55,8 @@ class Memory:
         self.seen.append((when, self.bytes))
 
 
-class Sent:
-    """What the learner asks of the workers of its engine, with the bytes of each adapter."""
+class SentWeights:
+    """Counts what the learner sends to its engine: the bytes of each adapter, and the buckets of whole weights."""
 
     def __init__(self, engine: Any, patch: pytest.MonkeyPatch) -> None:
         self.adapters: list[int] = []
@@ -84,7 +86,7 @@ def learn(colocation: Colocation, adapter: Adapter = LORA) -> torch.optim.Optimi
 
 
 @pytest.mark.scenario("R07.C21", on="engine")
-def test_a_run_that_trains_an_adapter_alone_sends_it_alone_to_its_colocated_engine(tmp_path):
+def test_a_run_that_trains_only_an_adapter_sends_only_the_adapter_to_its_colocated_engine(tmp_path):
     """The engine's answers are compared with the learner's after every sync."""
     changes = {
         "model__adapter": {"rank": 4, "alpha": 8, "train_coord_rows": False},
@@ -104,11 +106,11 @@ def test_a_run_that_trains_an_adapter_alone_sends_it_alone_to_its_colocated_engi
 
 @pytest.fixture(scope="module")
 def adapting(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Colocation, Memory]]:
-    """The engine was started while the learner was out of memory, and has answered to the canary."""
+    """An engine that was started while the learner was out of memory, and has passed the canary."""
     folder = tmp_path_factory.mktemp("adapting")
     make_model(folder / "model", "small", tied=True, spread=6.0, size=Size(patch=8))
-    pictures = draw_pictures(folder / "pictures")
-    colocation = Colocation(folder / "model", pictures, with_adapter_sync(SETTINGS, LORA.rank))
+    images = draw_images(folder / "images")
+    colocation = Colocation(folder / "model", images, with_adapter_sync(SETTINGS, LORA.rank))
     optimizer = learn(colocation)
     colocation.train(optimizer, 0)
     memory = Memory(colocation.model, optimizer)
@@ -144,10 +146,10 @@ def test_the_learner_is_out_of_memory_while_the_engine_starts(adapting):
 
 
 @pytest.mark.scenario("R07.C21", on="engine")
-def test_after_each_of_four_updates_the_engine_answers_as_the_learner_and_was_sent_the_adapter_alone(
+def test_after_each_of_four_updates_the_engine_answers_as_the_learner_and_got_only_the_adapter(
     colocation, monkeypatch
 ):
-    sent = Sent(colocation.backend.engine, monkeypatch)
+    sent = SentWeights(colocation.backend.engine, monkeypatch)
     optimizer, requests = learn(colocation), colocation.requests(TOKENS)
     last = ids(colocation.learner.generate(requests))
     for number in range(4):
@@ -157,16 +159,16 @@ def test_after_each_of_four_updates_the_engine_answers_as_the_learner_and_was_se
             answers = colocation.backend.generate(requests)
         own = colocation.learner.generate(requests)
         assert ids(answers) == ids(own)
-        for one, other in zip(answers, own, strict=True):
-            assert one.version == other.version == colocation.version
-            assert one.logprobs == pytest.approx(other.logprobs, abs=2e-3)
-        different = sum(one != other for one, other in zip(ids(own), last, strict=True))
-        assert different > 8, "answers of the last step would pass for those of this one"
+        for answer, expected in zip(answers, own, strict=True):
+            assert answer.version == expected.version == colocation.version
+            assert answer.logprobs == pytest.approx(expected.logprobs, abs=2e-3)
+        different = sum(new != old for new, old in zip(ids(own), last, strict=True))
+        assert different > 8, "the answers of the last step could pass for those of this step"
         last = ids(own)
     size = sum(weight.nbytes for _, weight in learner_adapter(colocation.model)[1])
     whole = sum(weight.nbytes for _, weight in colocation.weights())
     assert sent.adapters == [size] * 4 and sent.buckets == 0 and 4 * size < whole
-    assert colocation.backend.described() == {"sync_mode": "adapter", "fallbacks": []}
+    assert colocation.backend.describe() == {"sync_mode": "adapter", "fallbacks": []}
 
 
 def test_an_adapter_sync_leaves_nothing_in_the_three_caches_of_the_engine(colocation, monkeypatch):
@@ -176,8 +178,8 @@ def test_an_adapter_sync_leaves_nothing_in_the_three_caches_of_the_engine(coloca
         for number in range(2):
             colocation.train(optimizer, number)
             colocation.sync()
-            pictures = len(engine.llm_engine.renderer.mm_processor_cache._cache)
-            assert (pictures, *engine.collective_rpc("encoded_pictures")) == (0, 0)
+            images = len(engine.llm_engine.renderer.mm_processor_cache._cache)
+            assert (images, *engine.collective_rpc("encoded_images")) == (0, 0)
             colocation.backend.generate(requests)
             assert cached == [0] * 16
             cached.clear()
@@ -203,14 +205,14 @@ def test_the_learner_is_out_of_memory_while_the_engine_takes_the_adapter_and_is_
     with colocation.backend.session():
         colocation.sync()
         assert ids(colocation.backend.generate(requests)) == expected
-    asked = ["coordexp_read_adapter", "coordexp_build_adapter", "coordexp_use_adapter", "coordexp_clear_kv_cache"]
-    assert memory.seen == [(method, 0) for method in asked]
+    calls = ["coordexp_read_adapter", "coordexp_build_adapter", "coordexp_use_adapter", "coordexp_clear_kv_cache"]
+    assert memory.seen == [(method, 0) for method in calls]
     assert memory.bytes == full > 2**20
-    assert all(torch.equal(one, other) for one, other in zip(memory.tensors, before, strict=True))
+    assert all(torch.equal(tensor, copy) for tensor, copy in zip(memory.tensors, before, strict=True))
 
 
-def test_the_canary_stops_a_run_whose_learner_has_not_the_weights_that_the_engine_was_started_with(colocation):
-    due = colocation.backend.about.settings.vllm.sync.canary_every * (1 + colocation.version)
+def test_the_canary_stops_a_run_whose_learner_started_from_other_weights_than_the_engine(colocation):
+    due = colocation.backend.setup.settings.vllm.sync.canary_every * (1 + colocation.version)
     learn(colocation)
     with torch.no_grad():
         for weight in colocation.model.parameters():
@@ -234,7 +236,7 @@ def test_an_adapter_with_a_nan_is_sent_to_no_engine_and_refused_by_one_that_gets
         EngineError, match=f"weights were not sent: {name} has NaN or Inf values\n.*lower training"
     ):
         connection.send_adapter({}, broken, 1)
-    monkeypatch.setattr("coordexp.rollout.connection.non_finite", lambda weights: None)
+    monkeypatch.setattr("coordexp.rollout.connection.find_non_finite", lambda weights: None)
     with pytest.raises(AdapterRefused, match=f"cannot use the adapter: {name} has NaN or Inf values"):
         connection.send_adapter({}, broken, 1)
     with colocation.backend.session():
@@ -246,7 +248,7 @@ def test_an_adapter_with_a_nan_is_sent_to_no_engine_and_refused_by_one_that_gets
 @pytest.mark.scenario("R07.C23", "R07.S8", on="engine")
 def test_an_engine_that_refuses_the_adapter_stops_a_run_that_may_not_fall_back(colocation, monkeypatch):
     sync = colocation.backend.sync_mode.sync.model_copy(update={"fallback_to_full": False})
-    sent = Sent(colocation.backend.engine, monkeypatch)
+    sent = SentWeights(colocation.backend.engine, monkeypatch)
     with monkeypatch.context() as patch:
         patch.setattr(colocation.backend.sync_mode, "sync", sync)
         learn(colocation, TOO_LARGE)
@@ -256,13 +258,13 @@ def test_an_engine_that_refuses_the_adapter_stops_a_run_that_may_not_fall_back(c
     assert problem.startswith("the engine cannot use the adapter:") and "16" in problem
     assert "sync.mode: full, or sync.fallback_to_full: true" in ways and "rollout_backend: hf" in ways
     assert sent.buckets == 0 and colocation.recorded == []
-    assert colocation.backend.described() == {"sync_mode": "adapter", "fallbacks": []}
+    assert colocation.backend.describe() == {"sync_mode": "adapter", "fallbacks": []}
 
 
 @pytest.mark.scenario("R07.S4", on="engine")
 def test_an_engine_that_refuses_an_adapter_is_given_whole_weights_for_good(colocation, monkeypatch):
     """The engine has vLLM's LoRA wrappers and the adapter of an earlier learner, which must not stay."""
-    sent = Sent(colocation.backend.engine, monkeypatch)
+    sent = SentWeights(colocation.backend.engine, monkeypatch)
     requests = colocation.requests(TOKENS)
     optimizer = learn(colocation)
     colocation.train(optimizer, 0)
@@ -278,36 +280,43 @@ def test_an_engine_that_refuses_an_adapter_is_given_whole_weights_for_good(coloc
             colocation.sync()
             answers = ids(colocation.backend.generate(requests))
         assert answers == ids(colocation.learner.generate(requests)) != adapted
-    assert len(sent.adapters) == 2 and sent.buckets == 3, "the refused adapter was not the last that was sent"
-    (warning,) = [said for said in colocation.said if said.startswith("warning")]
+    assert len(sent.adapters) == 2 and sent.buckets == 3, "an adapter was sent after the refused one"
+    (warning,) = [message for message in colocation.messages if message.startswith("warning")]
     assert warning.startswith("warning: the engine cannot use the adapter:")
     assert warning.endswith("; whole weights are sent from here on")
     facts = {"sync_mode": "full", "fallbacks": [warning]}
-    assert colocation.backend.described() == facts and colocation.recorded == [facts]
+    assert colocation.backend.describe() == facts and colocation.recorded == [facts]
 
 
 def broken_weights(colocation: Colocation) -> Iterator[tuple[str, Tensor]]:
     return ((name, torch.full_like(weight, float("nan"))) for name, weight in colocation.weights())
 
 
+def send_unchecked(colocation: Colocation, weights: Weights, version: int) -> None:
+    """Send weights without the canary, which would refuse some of them."""
+    colocation.backend._connection.send(weights, version, 0)
+    colocation.backend._sent = version
+
+
 def test_two_hundred_answers_after_weights_with_nan_are_those_of_the_good_weights_that_followed(
     colocation, monkeypatch
 ):
-    """Neither end refuses the NaN here. It stays in the unused slots of the KV cache unless that is cleared."""
-    engine, connection = colocation.backend.engine, colocation.backend._connection
+    """Here neither the learner nor the engine refuses the NaN. It stays in the unused slots of the KV cache unless
+    the cache is cleared."""
+    engine = colocation.backend.engine
     requests = colocation.requests(TOKENS)
     expected = ids(colocation.learner.generate(requests))
 
     def wrong_after_nan(rounds: int) -> int:
-        connection.send(lambda: broken_weights(colocation), 1000, 0)
-        assert {one for answer in ids(colocation.backend.generate(requests * 3)) for one in answer} == {0}
+        send_unchecked(colocation, partial(broken_weights, colocation), 1000)
+        assert {id for answer in ids(colocation.backend.generate(requests * 3)) for id in answer} == {0}
         assert engine.collective_rpc("non_finite_in_kv_cache")[0] > 0
-        connection.send(colocation.weights, 1001, 0)
+        send_unchecked(colocation, colocation.weights, 1001)
         answers = [one for _ in range(rounds) for one in ids(colocation.backend.generate(requests))]
         return sum(one != other for one, other in zip(answers, expected * rounds, strict=True))
 
-    monkeypatch.setattr("coordexp.rollout.connection.non_finite", lambda weights: None)
-    engine.collective_rpc("fault_load_what_is_not_finite", args=(True,))
+    monkeypatch.setattr("coordexp.rollout.connection.find_non_finite", lambda weights: None)
+    engine.collective_rpc("fault_load_non_finite_weights", args=(True,))
     with colocation.backend.session():
         colocation.sync()
         engine.collective_rpc("fault_keep_the_kv_cache", args=(True,))
@@ -315,20 +324,20 @@ def test_two_hundred_answers_after_weights_with_nan_are_those_of_the_good_weight
         engine.collective_rpc("fault_keep_the_kv_cache", args=(False,))
         assert wrong_after_nan(13) == 0
         assert engine.collective_rpc("non_finite_in_kv_cache") == [0]
-        connection.send(colocation.weights, 1002, 0)
+        send_unchecked(colocation, colocation.weights, 1002)
         assert engine.collective_rpc("non_zero_in_kv_cache") == [0]
-    engine.collective_rpc("fault_load_what_is_not_finite", args=(False,))
+    engine.collective_rpc("fault_load_non_finite_weights", args=(False,))
 
 
-def test_whole_weights_with_a_nan_are_refused_by_an_engine_and_not_sent_by_a_learner_that_looks(
+def test_whole_weights_with_a_nan_are_refused_by_an_engine_and_not_sent_by_a_learner_that_checks_them(
     colocation, monkeypatch
 ):
-    """It ends the run, and the engine: this is the last test that needs it."""
+    """The engine is not usable afterwards: this is the last test that needs it."""
     name, connection = next(colocation.weights())[0], colocation.backend._connection
-    says = f"{name} has NaN or Inf values(, and was not loaded)?\n  the training has diverged: resume from "
+    message = f"{name} has NaN or Inf values(, and was not loaded)?\n  the training has diverged: resume from "
     with monkeypatch.context() as patch:
-        patch.setattr("coordexp.rollout.connection.non_finite", lambda weights: None)
-        with pytest.raises(EngineError, match=f"^sending weights to vLLM failed: {says}"):
-            connection.send(lambda: broken_weights(colocation), 2000, 0)
-    with pytest.raises(EngineError, match=f"^the learner's weights were not sent: {says}"):
-        connection.send(lambda: broken_weights(colocation), 2001, 0)
+        patch.setattr("coordexp.rollout.connection.find_non_finite", lambda weights: None)
+        with pytest.raises(EngineError, match=f"^sending weights to vLLM failed: {message}"):
+            connection.send(partial(broken_weights, colocation), 2000, 0)
+    with pytest.raises(EngineError, match=f"^the learner's weights were not sent: {message}"):
+        connection.send(partial(broken_weights, colocation), 2001, 0)

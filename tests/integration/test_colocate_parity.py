@@ -1,6 +1,6 @@
-"""A colocated engine answers with the weights that the learner has now: all of them, and nothing else.
+"""A colocated engine answers with the learner's current weights: all of them, and nothing that is older.
 
-Two engines for all tests, one with a tied head and one without. The learner that they serve is exchanged.
+All tests share two engines, one with a tied head and one without. The learner that they serve is replaced.
 """
 
 import ctypes
@@ -18,12 +18,12 @@ from coordexp.config.settings import Adapter
 from coordexp.demo.model import Size, make_model
 from coordexp.errors import EngineError
 from coordexp.rollout.backend import Request
-from coordexp.rollout.connection import Connection
+from coordexp.rollout.connection import EngineConnection
 from coordexp.train.adapter import with_adapter
 from coordexp.train.offload import offloaded
 from tests.integration import engine_faults
 from tests.integration.answers import whole_model
-from tests.integration.colocation import Colocation, draw_pictures, ids
+from tests.integration.colocation import Colocation, draw_images, ids
 from tests.unit.train.offload_worker import resident
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(180)]
@@ -38,29 +38,29 @@ only_untied = pytest.mark.parametrize("colocation", ["untied"], indirect=True)
 
 
 @pytest.fixture(scope="module")
-def pictures(tmp_path_factory):
-    return draw_pictures(tmp_path_factory.mktemp("pictures"))
+def images(tmp_path_factory):
+    return draw_images(tmp_path_factory.mktemp("images"))
 
 
 @pytest.fixture(scope="module", params=["tied", "untied"])
-def colocation(request, pictures, tmp_path_factory) -> Iterator[Colocation]:
-    """The engine has been started and has answered once, to the canary. It gets its weights in buckets so small
-    that the parts of a fused weight come in several."""
+def colocation(request, images, tmp_path_factory) -> Iterator[Colocation]:
+    """The engine has been started and has passed the canary. Its buckets are so small that the parts of a fused
+    weight come in several of them."""
     size, spread = SIZES[request.param]
     folder = tmp_path_factory.mktemp(request.param) / "model"
     make_model(folder, "small", tied=request.param == "tied", spread=spread, size=size)
-    found = Colocation(folder, pictures)
+    made = Colocation(folder, images)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("coordexp.rollout.engine.ENGINE_SIDE", engine_faults.ENGINE_SIDE)
         patch.setattr("coordexp.rollout.transfer.BUCKET_BYTES", 2**18)
-        with found.backend.session():
-            found.sync(0)
-        yield found
-    found.backend.close()
+        with made.backend.session():
+            made.sync(0)
+        yield made
+    made.backend.close()
 
 
 def learn(colocation: Colocation, kind: str = "full") -> torch.optim.Optimizer:
-    """A new learner, and its optimizer."""
+    """Give the engine a new learner. Return its optimizer."""
     torch.manual_seed(0)
     colocation.model = with_adapter(whole_model(colocation.folder), KINDS[kind], colocation.table.first_coord)
     trained = [(name, weight) for name, weight in colocation.model.named_parameters() if weight.requires_grad]
@@ -74,41 +74,41 @@ def is_head(name: str) -> bool:
     return "embed_tokens" in name or "lm_head" in name
 
 
-def copied(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def copy_tensors(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {name: tensor.detach().clone() for name, tensor in tensors.items()}
 
 
-def changed(before: dict[str, torch.Tensor], after: dict[str, torch.Tensor]) -> set[str]:
+def changes(before: dict[str, torch.Tensor], after: dict[str, torch.Tensor]) -> set[str]:
     assert list(before) == list(after)
     return {name for name in before if not torch.equal(before[name], after[name])}
 
 
 @pytest.mark.scenario("R07.C5", "R07.S7", on="engine")
 @pytest.mark.parametrize("kind", KINDS)
-def test_after_each_of_five_steps_the_engine_answers_pictures_it_has_seen_as_the_learner_does(colocation, kind):
+def test_after_each_of_five_steps_the_engine_answers_images_that_it_has_seen_as_the_learner_does(colocation, kind):
     optimizer = learn(colocation, kind)
     requests = colocation.requests(TOKENS)
-    sent = copied(dict(colocation.weights()))
+    sent = copy_tensors(dict(colocation.weights()))
     last = ids(colocation.learner.generate(requests))
     for number in range(5):
         colocation.train(optimizer, number)
-        learner = copied(colocation.model.state_dict())
+        learner = copy_tensors(colocation.model.state_dict())
         with colocation.backend.session():
             colocation.sync()
-            found = colocation.backend.generate(requests)
-        assert changed(learner, colocation.model.state_dict()) == set()
+            answers = colocation.backend.generate(requests)
+        assert changes(learner, colocation.model.state_dict()) == set()
         own = colocation.learner.generate(requests)
-        assert ids(found) == ids(own)
-        for one, other in zip(found, own, strict=True):
-            assert one.prompt_ids == other.prompt_ids
-            assert one.finish_reason == other.finish_reason
-            assert one.version == other.version == colocation.version
-            assert one.logprobs == pytest.approx(other.logprobs, abs=2e-3)
-        # With these, weights or features of the last step would show.
-        different = sum(one != other for one, other in zip(ids(own), last, strict=True))
+        assert ids(answers) == ids(own)
+        for answer, expected in zip(answers, own, strict=True):
+            assert answer.prompt_ids == expected.prompt_ids
+            assert answer.finish_reason == expected.finish_reason
+            assert answer.version == expected.version == colocation.version
+            assert answer.logprobs == pytest.approx(expected.logprobs, abs=2e-3)
+        # Otherwise, weights or features of the last step could go unnoticed.
+        different = sum(new != old for new, old in zip(ids(own), last, strict=True))
         assert different > 8 and len(set(ids(own))) > 4
-        now = copied(dict(colocation.weights()))
-        updated = changed(sent, now)
+        now = copy_tensors(dict(colocation.weights()))
+        updated = changes(sent, now)
         assert any(name.startswith("model.visual.blocks") for name in updated)
         assert ("model.language_model.embed_tokens" if colocation.tied else "lm_head") + ".weight" in updated
         last, sent = ids(own), now
@@ -118,24 +118,23 @@ def test_after_each_of_five_steps_the_engine_answers_pictures_it_has_seen_as_the
 def test_a_sync_leaves_nothing_in_the_three_caches_of_the_engine(colocation, monkeypatch):
     engine, requests = colocation.backend.engine, colocation.requests(TOKENS)
 
-    def kept() -> tuple[int, int]:
-        """Pictures whose patches and whose features the engine has."""
-        return len(engine.llm_engine.renderer.mm_processor_cache._cache), *engine.collective_rpc(
-            "encoded_pictures"
-        )
+    def cached_images() -> tuple[int, int]:
+        """Return the number of images whose patches, and whose features, the engine has cached."""
+        return len(engine.llm_engine.renderer.mm_processor_cache._cache), *engine.collective_rpc("encoded_images")
 
     optimizer = learn(colocation)
     with colocation.cached_tokens(monkeypatch) as cached, colocation.backend.session():
         for number in range(2):
             colocation.train(optimizer, number)
             colocation.sync()
-            assert kept() == (0, 0)
+            assert cached_images() == (0, 0)
             first = colocation.backend.generate(requests)
-            assert kept() == (16, 16)
+            assert cached_images() == (16, 16)
             assert cached == [0] * 16
             second = colocation.backend.generate(requests)
-            assert kept() == (16, 16)
-            assert cached[16:] == [128 if len(one.prompt_ids) > 128 else 0 for one in first]  # whole blocks
+            assert cached_images() == (16, 16)
+            # Only whole blocks of 128 tokens are cached.
+            assert cached[16:] == [128 if len(answer.prompt_ids) > 128 else 0 for answer in first]
             assert ids(second) == ids(first)
             cached.clear()
 
@@ -143,7 +142,7 @@ def test_a_sync_leaves_nothing_in_the_three_caches_of_the_engine(colocation, mon
 @pytest.mark.scenario("R10.C6", "R10.S2", on="engine")
 @only_tied
 def test_the_engine_computes_as_many_sequences_at_once_as_decode_batch_size_allows_and_no_more(colocation):
-    engine, size = colocation.backend.engine, colocation.backend.about.settings.decode_batch_size
+    engine, size = colocation.backend.engine, colocation.backend.setup.settings.decode_batch_size
     assert engine.llm_engine.vllm_config.scheduler_config.max_num_seqs == size == 16
     learn(colocation)
     requests = colocation.requests(TOKENS)
@@ -151,21 +150,21 @@ def test_the_engine_computes_as_many_sequences_at_once_as_decode_batch_size_allo
         colocation.sync()
         expected = ids(colocation.backend.generate(requests[:4]))
         engine.collective_rpc("watch_batches")
-        found = ids(colocation.backend.generate(requests * 3))  # 48 at once
-    (batches,) = engine.collective_rpc("watched_batches")
+        answers = ids(colocation.backend.generate(requests * 3))  # 48 at once
+    (batches,) = engine.collective_rpc("batch_sizes")
     assert max(batches) == size
-    assert [len(one) for one in found] == [TOKENS] * 48 and found[:4] == expected
+    assert [len(answer) for answer in answers] == [TOKENS] * 48 and answers[:4] == expected
 
 
 def fault_nothing_is_sent(colocation: Colocation, patch: pytest.MonkeyPatch) -> None:
     def only_the_version(self, weights, version, place):
         self.engine.llm_engine.set_weight_version(str(version))
 
-    patch.setattr(Connection, "send", only_the_version)
+    patch.setattr(EngineConnection, "send", only_the_version)
 
 
 def fault_no_weights_arrive(colocation: Colocation, patch: pytest.MonkeyPatch) -> None:
-    """All the rest is done."""
+    """Everything else of the sync is done."""
     patch.setattr("coordexp.rollout.transfer.SharedMemorySender.send_weights", lambda self: None)
 
 
@@ -177,7 +176,7 @@ def fault_cache_stays(name: str) -> Callable[[Colocation, pytest.MonkeyPatch], N
 
 
 def fault_heads_stay(colocation: Colocation, patch: pytest.MonkeyPatch) -> None:
-    colocation.backend.engine.collective_rpc("fault_heads_stay_as_they_are", args=(True,))
+    colocation.backend.engine.collective_rpc("fault_do_not_rebuild_heads", args=(True,))
 
 
 FAULTS = {
@@ -197,13 +196,13 @@ def faulty(colocation: Colocation, fault: str) -> Iterator[None]:
         try:
             yield
         finally:
-            colocation.backend.engine.collective_rpc("fault_heads_stay_as_they_are", args=(False,))
+            colocation.backend.engine.collective_rpc("fault_do_not_rebuild_heads", args=(False,))
 
 
 @only_tied
 @pytest.mark.parametrize("fault", FAULTS)
 def test_answers_differ_when_anything_is_left_out_of_a_sync(colocation, fault):
-    """So the comparison of answers would find it."""
+    """So comparing the answers finds the fault."""
     optimizer, requests = learn(colocation), colocation.requests(TOKENS)
     with colocation.backend.session():
         colocation.sync()
@@ -214,21 +213,21 @@ def test_answers_differ_when_anything_is_left_out_of_a_sync(colocation, fault):
             colocation.sync()
             wrong = colocation.backend.generate(requests)
         right = colocation.learner.generate(requests)
-        assert sum(one.ids != other.ids for one, other in zip(wrong, right, strict=True)) > 2
+        assert sum(answer.ids != own.ids for answer, own in zip(wrong, right, strict=True)) > 2
         colocation.sync()
         assert ids(colocation.backend.generate(requests)) == ids(right)
 
 
 @only_tied
 @pytest.mark.parametrize("fault", WEIGHTS)
-def test_the_canary_stops_a_run_whose_engine_has_not_the_learners_weights(colocation, fault):
-    due = colocation.backend.about.settings.vllm.sync.canary_every * (1 + colocation.version)
+def test_the_canary_stops_a_run_whose_engine_does_not_have_the_learners_weights(colocation, fault):
+    due = colocation.backend.setup.settings.vllm.sync.canary_every * (1 + colocation.version)
     optimizer = learn(colocation)
     with colocation.backend.session():
         colocation.sync()
     colocation.train(optimizer, 0)
-    told = r"the engine does not have the learner's weights.*\n.*rollout_backend: hf"
-    with faulty(colocation, fault), pytest.raises(EngineError, match=told), colocation.backend.session():
+    message = r"the engine does not have the learner's weights.*\n.*rollout_backend: hf"
+    with faulty(colocation, fault), pytest.raises(EngineError, match=message), colocation.backend.session():
         colocation.sync(due)
     with colocation.backend.session():
         colocation.sync(2 * due)
@@ -237,8 +236,8 @@ def test_the_canary_stops_a_run_whose_engine_has_not_the_learners_weights(coloca
 BOTH = Offload(enabled=True, offload_model=True, offload_optimizer=True)
 
 
-class Watched:
-    """The most memory that this process has while it waits for the engine, in megabytes."""
+class MemoryPeak:
+    """Measures the peak memory of this process while it waits for the engine, in megabytes."""
 
     def __init__(self, generate: Callable[..., Any]) -> None:
         self.generate, self.most = generate, 0.0
@@ -268,44 +267,44 @@ def test_the_learner_is_out_of_memory_while_the_engine_answers_and_is_restored(
     colocation.train(optimizer, 0)
     optimizer.zero_grad()
     parameters, tensors = list(colocation.model.parameters()), everything(colocation.model, optimizer)
-    before = copied(tensors)
+    before = copy_tensors(tensors)
     size = sum(tensor.nbytes for tensor in tensors.values()) / 2**20
     expected = ids(colocation.learner.generate(requests))
-    full = 0.0 if fails else with_all_in_memory(colocation, requests)
+    full = 0.0 if fails else peak_without_offload(colocation, requests)
     monkeypatch.setattr(colocation, "room", lambda: offloaded(BOTH, colocation.model, optimizer, tmp_path))
-    watched = Watched(breaks if fails else colocation.backend.engine.generate)
-    monkeypatch.setattr(colocation.backend.engine, "generate", watched)
+    peak = MemoryPeak(fail if fails else colocation.backend.engine.generate)
+    monkeypatch.setattr(colocation.backend.engine, "generate", peak)
     with pytest.raises(RuntimeError, match="broke") if fails else nullcontext(), colocation.backend.session():
         colocation.sync()
         assert ids(colocation.backend.generate(requests)) == expected
     if not fails:
-        print(f"{full - watched.most:.1f} of {size:.1f} MB freed")
+        print(f"{full - peak.most:.1f} of {size:.1f} MB freed")
         assert size > 100
-        assert full - watched.most > 0.95 * size
-    assert all(one is other for one, other in zip(colocation.model.parameters(), parameters, strict=True))
-    assert changed(before, everything(colocation.model, optimizer)) == set()
+        assert full - peak.most > 0.95 * size
+    assert all(now is old for now, old in zip(colocation.model.parameters(), parameters, strict=True))
+    assert changes(before, everything(colocation.model, optimizer)) == set()
     colocation.train(optimizer, 1)
-    assert len(changed(before, everything(colocation.model, optimizer))) == len(before)
+    assert len(changes(before, everything(colocation.model, optimizer))) == len(before)
 
 
-def with_all_in_memory(colocation: Colocation, requests: list[Request]) -> float:
-    """The most memory of this process while the engine answers."""
+def peak_without_offload(colocation: Colocation, requests: list[Request]) -> float:
+    """Return the peak memory of this process while the engine answers and the learner stays in memory."""
     gc.collect()
-    ctypes.CDLL(None).malloc_trim(0)  # what was freed before shall not count
+    ctypes.CDLL(None).malloc_trim(0)  # memory that was freed before must not count
     with pytest.MonkeyPatch.context() as patch, colocation.backend.session():
         colocation.sync()
-        watched = Watched(colocation.backend.engine.generate)
-        patch.setattr(colocation.backend.engine, "generate", watched)
+        peak = MemoryPeak(colocation.backend.engine.generate)
+        patch.setattr(colocation.backend.engine, "generate", peak)
         colocation.backend.generate(requests)
-    return watched.most
+    return peak.most
 
 
-def breaks(*_: Any, **__: Any) -> None:
+def fail(*_: Any, **__: Any) -> None:
     raise RuntimeError("the engine broke")
 
 
 def everything(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
-    found: dict[str, torch.Tensor] = dict(model.named_parameters())
+    tensors: dict[str, torch.Tensor] = dict(model.named_parameters())
     for number, slot in enumerate(optimizer.state.values()):
-        found |= {f"{number}.{name}": value for name, value in slot.items()}
-    return found
+        tensors |= {f"{number}.{name}": value for name, value in slot.items()}
+    return tensors

@@ -1,4 +1,4 @@
-"""Training on the answers of a colocated engine is training on the learner's own: the same steps, bit for bit."""
+"""Training on the answers of a colocated engine equals training on the learner's own answers, bit for bit."""
 
 import json
 from types import SimpleNamespace
@@ -11,9 +11,9 @@ from typer.testing import CliRunner
 
 from coordexp.cli import app
 from coordexp.data import DataError
-from coordexp.rollout.backend import Decode, Picture, Request
+from coordexp.rollout.backend import Decode, ImageRef, Request
 from coordexp.rollout.prompt import PromptBuilder
-from coordexp.rollout.vllm import answers
+from coordexp.rollout.vllm import generate_rollouts
 from coordexp.vocab import VocabularyTable
 from tests.integration.stage2_runs import (
     MODEL,
@@ -31,7 +31,7 @@ pytestmark = [pytest.mark.engine, pytest.mark.timeout(240)]
 
 STEPS = 20
 RUN = {"training__max_steps": STEPS, "training__save_steps": STEPS, "stage2__dump_every": 5}
-# Where the engine runs is left to the default.
+# The mode is left at its default.
 ENGINE = {
     "rollout_matching__rollout_backend": "vllm",
     "rollout_matching__vllm": {"gpu_memory_utilization": 0.1, "enforce_eager": True},
@@ -46,14 +46,14 @@ def parts(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def own(parts):
-    """The learner answers itself."""
+    """The folder of a run whose learner answers itself."""
     finish(training(config(parts, "own", **RUN)))
     return parts / "own"
 
 
 @pytest.fixture(scope="module")
 def colocated(parts):
-    """An engine answers, and meanwhile the learner and its optimizer are out of memory."""
+    """The folder of a run in which an engine answers while the learner and its optimizer are out of memory."""
     shown = finish(training(config(parts, "colocated", **RUN, **ENGINE)))
     (parts / "colocated/shown").write_text(shown)
     return parts / "colocated"
@@ -61,24 +61,24 @@ def colocated(parts):
 
 @pytest.mark.scenario("R36.S1", on="engine")
 def test_an_engine_gives_the_losses_and_the_counters_of_the_learners_own_answers(own, colocated):
-    expected, found = steps(own), steps(colocated)
-    assert len(found) == STEPS
-    apart = max(abs(one["loss"] - other["loss"]) for one, other in zip(found, expected, strict=True))
+    expected, actual = steps(own), steps(colocated)
+    assert len(actual) == STEPS
+    apart = max(abs(line["loss"] - other["loss"]) for line, other in zip(actual, expected, strict=True))
     print(f"largest difference of a loss: {apart:.1e}")
     assert apart <= 1e-5
-    for one, other in zip(found, expected, strict=True):
-        assert one.keys() == other.keys()
+    for line, other in zip(actual, expected, strict=True):
+        assert line.keys() == other.keys()
         counters = [name for name in other if name.startswith(("rollout/", "parse/", "match/", "packing/"))]
         assert "rollout/answers" in counters
-        assert {name: one[name] for name in counters} == {name: other[name] for name in counters}
+        assert {name: line[name] for name in counters} == {name: other[name] for name in counters}
     assert len({line["loss"] for line in expected}) == STEPS
     assert sum(line["match/matched"] for line in expected) > 0
 
 
 @pytest.mark.scenario("R17.S1", on="engine")
 def test_a_learner_that_leaves_memory_at_every_step_is_trained_to_the_same_bits(own, colocated):
-    expected, found = weights(own / f"checkpoint-{STEPS}"), weights(colocated / f"checkpoint-{STEPS}")
-    assert [name for name in expected if not torch.equal(expected[name], found[name])] == []
+    expected, actual = weights(own / f"checkpoint-{STEPS}"), weights(colocated / f"checkpoint-{STEPS}")
+    assert [name for name in expected if not torch.equal(expected[name], actual[name])] == []
     state = [torch.load(run / f"checkpoint-{STEPS}/optimizer.pt")["state"] for run in (own, colocated)]
     assert state[0].keys() == state[1].keys()
     assert all(torch.equal(value, state[1][k][name]) for k in state[0] for name, value in state[0][k].items())
@@ -95,7 +95,7 @@ def test_without_a_mode_the_engine_runs_with_the_learner(colocated):
 
 
 @pytest.mark.scenario("R07.S7", on="engine")
-def test_answers_of_an_engine_are_aligned_strictly_and_come_out_the_same_when_corrected_again(colocated):
+def test_answers_of_an_engine_are_parsed_strictly_and_give_the_same_result_when_corrected_again(colocated):
     done = CliRunner().invoke(app, ["replay", str(colocated / "dumps")])
     assert done.exit_code == 0, done.output
     assert replayed_steps(done.output) >= 4
@@ -103,20 +103,21 @@ def test_answers_of_an_engine_are_aligned_strictly_and_come_out_the_same_when_co
 
 @pytest.mark.scenario("R07.S7", on="engine")
 @pytest.mark.parametrize("change", ["other", "shorter", "longer"])
-def test_an_engine_that_reads_a_prompt_otherwise_than_training_is_refused(parts, change):
+def test_an_engine_that_reads_another_prompt_than_training_uses_is_refused(parts, change):
     prompts = PromptBuilder(AutoProcessor.from_pretrained(MODEL), "Detect all objects.")
-    picture = Picture(str(parts / "data/images/train/0000000.png"), 64, 64)
+    image = ImageRef(str(parts / "data/images/train/0000000.png"), 64, 64)
     ids = prompts.ids(64, 64)
     read = {"other": [*ids[:5], ids[5] + 1, *ids[6:]], "shorter": ids[:-1], "longer": [*ids, 7]}[change]
-    asked = [Request(picture, Decode.greedy(2))]
+    requests = [Request(image, Decode.greedy(2))]
+    table = VocabularyTable.from_folder(MODEL)
     with pytest.raises(DataError, match=r"the engine's prompt .* is not the one that is trained on"):
-        answers(FakeEngine(read), prompts, VocabularyTable.from_folder(MODEL), asked)
-    (found,) = answers(FakeEngine(ids), prompts, VocabularyTable.from_folder(MODEL), asked)
-    assert (found.prompt_ids, found.ids, found.version) == (tuple(ids), (3, 4), 7)
+        generate_rollouts(FakeEngine(read), prompts, table, requests)
+    (rollout,) = generate_rollouts(FakeEngine(ids), prompts, table, requests)
+    assert (rollout.prompt_ids, rollout.ids, rollout.version) == (tuple(ids), (3, 4), 7)
 
 
 class FakeEngine:
-    """Says that it has read `prompt`, and answers two tokens."""
+    """Reports that it has read `prompt`, and answers two tokens."""
 
     llm_engine = SimpleNamespace(model_config=SimpleNamespace(max_model_len=256))
 

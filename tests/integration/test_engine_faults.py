@@ -19,12 +19,11 @@ from transformers import AutoProcessor
 
 from coordexp.config import World, load_settings
 from coordexp.errors import EngineError
-from coordexp.rollout.backend import Decode, Picture, Request
+from coordexp.rollout.backend import Decode, ImageRef, Request
 from coordexp.rollout.colocate import ColocateBackend
-from coordexp.rollout.engine import start_engine
+from coordexp.rollout.engine import EngineSetup, start_engine
 from coordexp.rollout.hugging_face import HuggingFaceBackend
 from coordexp.rollout.prompt import PromptBuilder
-from coordexp.rollout.setup import Setup
 from coordexp.train.stopping import START_GRACE
 from coordexp.train.weights import learner_weights
 from coordexp.vocab import VocabularyTable
@@ -89,7 +88,7 @@ def backend(parts):
         PromptBuilder(AutoProcessor.from_pretrained(MODEL), "Detect."),
     )
     model = whole_model(MODEL)
-    about = Setup(MODEL, "float32", settings, table, torch.device("cpu"))
+    about = EngineSetup(MODEL, "float32", settings, table, torch.device("cpu"))
     learner = HuggingFaceBackend(lambda: model, prompts, table, 4)
     room = SimpleNamespace(drop=lambda: None)
     made = ColocateBackend(about, prompts, learner, picture(parts), lambda: nullcontext(room))
@@ -100,8 +99,8 @@ def backend(parts):
     made.close()
 
 
-def picture(parts) -> Picture:
-    return Picture(str(parts / "data/images/train/0000000.png"), 64, 64)
+def picture(parts) -> ImageRef:
+    return ImageRef(str(parts / "data/images/train/0000000.png"), 64, 64)
 
 
 def renamed(weights):
@@ -170,7 +169,7 @@ def test_an_engine_that_cannot_be_is_refused_in_the_words_of_vllm_with_a_way_out
     settings = load_settings(file, World(3)).settings.rollout_matching
     table = VocabularyTable.from_folder(MODEL)
     with pytest.raises(EngineError) as error:
-        start_engine(Setup(MODEL, "float32", settings, table, torch.device("cpu")))
+        start_engine(EngineSetup(MODEL, "float32", settings, table, torch.device("cpu")))
     assert str(error.value).startswith(says)
     assert str(error.value).endswith("or set rollout_matching.rollout_backend: hf, which needs no engine")
     assert gone(named(family(os.getpid()), ""))

@@ -1,4 +1,5 @@
-"""The repeat guard in a real vLLM engine ends what it ends by transformers: the same ids, for the same reason."""
+"""The repeat guard in a real vLLM engine ends the same answers as with transformers, at the same token and for the
+same reason."""
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -11,14 +12,14 @@ from fastapi.testclient import TestClient
 from transformers import AutoProcessor, Qwen3VLForConditionalGeneration
 
 from coordexp.config.rollout import RepeatTerminate
-from coordexp.demo.generate import drawing, start_vllm, stop_vllm
 from coordexp.plugins import SWIFT_REPEAT_GUARD
-from coordexp.rollout.backend import Decode, FinishReason, Picture, Request
-from coordexp.rollout.guard import ARGUMENT, EngineGuard, ended, loop_in
+from coordexp.rollout.backend import Decode, FinishReason, ImageRef, Request
+from coordexp.rollout.guard import ARGUMENT, EngineGuard, cut_at_end, loop_in
 from coordexp.rollout.hugging_face import HuggingFaceBackend
 from coordexp.rollout.prompt import PromptBuilder, open_image
 from coordexp.rollout.wire import GUARD_ROUTE
 from coordexp.vocab import VocabularyTable
+from tests.engines import drawing, start_vllm, stop_vllm
 from tests.fake_swift import FakeSwiftRollout
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
@@ -51,27 +52,29 @@ class Both:
         model = Qwen3VLForConditionalGeneration.from_pretrained(folder, dtype=torch.float32)
         self.backend = HuggingFaceBackend(lambda: model, self.prompts, self.table, decode_batch_size=12)
 
-    def by_transformers(self, pictures: Sequence[Picture], guard: RepeatTerminate) -> Answers:
-        found = self.backend.generate([Request(picture, Decode(LIMIT, guard=guard)) for picture in pictures])
-        return [(one.ids, one.finish_reason) for one in found]
+    def with_transformers(self, images: Sequence[ImageRef], guard: RepeatTerminate) -> Answers:
+        rollouts = self.backend.generate([Request(image, Decode(LIMIT, guard=guard)) for image in images])
+        return [(rollout.ids, rollout.finish_reason) for rollout in rollouts]
 
-    def by_vllm(self, pictures: Sequence[Picture], guards: Sequence[RepeatTerminate]) -> Answers:
-        """In one call, whichever guard each of them has."""
+    def with_vllm(self, images: Sequence[ImageRef], guards: Sequence[RepeatTerminate]) -> Answers:
+        """Answer all images in one call, each with its own guard."""
         stop = self.table.end_of_turn
-        prompts = [
-            {"prompt": self.prompts.text, "multi_modal_data": {"image": open_image(one.path, one.size)}}
-            for one in pictures
-        ]
-        asked = [self.greedy(self.arguments(guard)) for guard in guards]
-        outputs = self.engine.generate(prompts, asked, use_tqdm=False)
-        found = [
-            ended(output.outputs[0].token_ids, stop, guard, [OFTEN])
+        sampling = [self.greedy(self.arguments(guard)) for guard in guards]
+        outputs = self.engine.generate(self.inputs(images), sampling, use_tqdm=False)
+        answers = [
+            cut_at_end(output.outputs[0].token_ids, stop, guard, [OFTEN])
             for output, guard in zip(outputs, guards, strict=True)
         ]
-        return [(tuple(ids), reason) for ids, reason in found]
+        return [(tuple(ids), reason) for ids, reason in answers]
+
+    def inputs(self, images: Sequence[ImageRef]) -> list[dict[str, Any]]:
+        return [
+            {"prompt": self.prompts.text, "multi_modal_data": {"image": open_image(image.path, image.size)}}
+            for image in images
+        ]
 
     def arguments(self, guard: RepeatTerminate) -> dict[str, Any]:
-        """All settings, also those of a guard that is disabled: without any, the plugin's hold."""
+        """Return all settings, also those of a disabled guard: a request without settings gets the plugin's."""
         whole = EngineGuard(**guard.model_dump(), key_pattern=(OFTEN,), end_of_turn=self.table.end_of_turn)
         return {ARGUMENT: whole.model_dump(mode="json")}
 
@@ -89,8 +92,8 @@ class Both:
 
 @pytest.fixture(scope="module")
 def both(lively_model: Path) -> Iterator[Both]:
-    """The engine is started as in a server of ms-swift: the plugin alone gives it the guard. Requests may carry
-    other settings, or say that they want no guard."""
+    """The engine is started as in a server of ms-swift: only the plugin gives it the guard. Requests may carry
+    other settings, or disable the guard."""
     with FakeSwiftRollout(guard(**RULES["token"])) as swift:
         swift.import_external_plugins([SWIFT_REPEAT_GUARD])
         engine = start_vllm(lively_model)
@@ -99,27 +102,23 @@ def both(lively_model: Path) -> Iterator[Both]:
 
 
 @pytest.fixture(scope="module")
-def pictures(tmp_path_factory: pytest.TempPathFactory) -> list[Picture]:
-    """More of them than the engine answers at once, so that rows of its batch change hands."""
-    folder, found = tmp_path_factory.mktemp("drawings"), []
+def images(tmp_path_factory: pytest.TempPathFactory) -> list[ImageRef]:
+    """More images than the engine answers at once, so that rows of its batch are used again."""
+    folder, images = tmp_path_factory.mktemp("drawings"), []
     for seed in range(12):
         side = (128, 96, 160, 64)[seed % 4]
         drawing(seed, side).save(folder / f"{seed}.png")
-        found.append(Picture(str(folder / f"{seed}.png"), side, side))
-    return found
+        images.append(ImageRef(str(folder / f"{seed}.png"), side, side))
+    return images
 
 
 @pytest.mark.scenario("R33.C3", "R33.S3", on="engine")
-def test_an_engine_that_was_started_with_the_plugin_guards_requests_that_know_nothing_of_it(both, pictures):
-    prompts = [
-        {"prompt": both.prompts.text, "multi_modal_data": {"image": open_image(one.path, one.size)}}
-        for one in pictures
-    ]
-    outputs = both.engine.generate(prompts, both.greedy(None), use_tqdm=False)
+def test_an_engine_that_was_started_with_the_plugin_guards_requests_that_carry_no_settings(both, images):
+    outputs = both.engine.generate(both.inputs(images), both.greedy(None), use_tqdm=False)
     rule, stop = guard(**RULES["token"]), both.table.end_of_turn
-    found = [ended(output.outputs[0].token_ids, stop, rule, ()) for output in outputs]
-    assert [(tuple(ids), reason) for ids, reason in found] == both.by_transformers(pictures, rule)
-    assert 2 <= sum(reason == "repeat" for _, reason in found) < len(pictures)
+    answers = [cut_at_end(output.outputs[0].token_ids, stop, rule, ()) for output in outputs]
+    assert [(tuple(ids), reason) for ids, reason in answers] == both.with_transformers(images, rule)
+    assert 2 <= sum(reason == "repeat" for _, reason in answers) < len(images)
     with TestClient(FakeSwiftRollout.app(world_size=1)) as client:
         answer = client.get(GUARD_ROUTE).json()
     assert answer == {"guard": rule.model_dump(mode="json"), "workers": 1}
@@ -127,32 +126,32 @@ def test_an_engine_that_was_started_with_the_plugin_guards_requests_that_know_no
 
 @pytest.mark.scenario("R34.S1", on="engine")
 def test_the_engine_ends_the_answers_that_transformers_ends_at_the_same_token_for_the_same_reason(
-    both, pictures, monkeypatch
+    both, images, monkeypatch
 ):
-    monkeypatch.setattr("coordexp.rollout.hugging_face.key_pattern", lambda table: (OFTEN,))
+    monkeypatch.setattr("coordexp.rollout.guard.key_pattern", lambda table: (OFTEN,))
     guards = [guard(**rule) for rule in RULES.values()] + [OFF]
-    expected = [both.by_transformers(pictures, one) for one in guards]
-    asked = [(picture, one) for picture in pictures for one in guards]  # all rules side by side in one batch
-    answers = both.by_vllm([picture for picture, _ in asked], [one for _, one in asked])
-    found = [answers[k :: len(guards)] for k in range(len(guards))]
-    assert found == expected
-    free = found.pop()
-    assert Counter(reason for _, reason in free) == {"length": len(pictures)}
+    expected = [both.with_transformers(images, rule) for rule in guards]
+    pairs = [(image, rule) for image in images for rule in guards]  # all rules side by side in one batch
+    answers = both.with_vllm([image for image, _ in pairs], [rule for _, rule in pairs])
+    by_guard = [answers[k :: len(guards)] for k in range(len(guards))]
+    assert by_guard == expected
+    free = by_guard.pop()
+    assert Counter(reason for _, reason in free) == {"length": len(images)}
     assert {len(ids) for ids, _ in free} == {LIMIT}
-    for name, rule, rows in zip(RULES, guards, found, strict=False):
+    for name, rule, rows in zip(RULES, guards, by_guard, strict=False):
         loops = {loop_in(ids, ids.count(OFTEN), rule): ids for ids, reason in rows if reason == "repeat"}
         assert list(loops) == [name.partition(",")[0]]
-        assert 2 <= sum(reason == "repeat" for _, reason in rows) < len(pictures), name
+        assert 2 <= sum(reason == "repeat" for _, reason in rows) < len(images), name
         for (ids, reason), (whole, _) in zip(rows, free, strict=True):
             assert ids == whole[: len(ids)]
             assert (len(ids) < LIMIT) == (reason == "repeat")
 
 
-def test_a_malformed_guard_is_refused_with_the_request_and_the_engine_goes_on(both, pictures):
+def test_a_malformed_guard_is_refused_with_its_request_and_the_engine_keeps_working(both, images):
     from vllm.exceptions import VLLMValidationError
 
     broken = both.arguments(guard())
     broken[ARGUMENT]["ngram_size"] = 0
     with pytest.raises(VLLMValidationError, match=r"extra_args\['coordexp_guard'\]: ngram_size: .* \(0\)"):
         both.engine.generate([{"prompt": "x"}], both.greedy(broken), use_tqdm=False)
-    assert both.by_vllm(pictures[:1], [OFF]) == both.by_transformers(pictures[:1], OFF)
+    assert both.with_vllm(images[:1], [OFF]) == both.with_transformers(images[:1], OFF)

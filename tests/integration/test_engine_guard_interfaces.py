@@ -1,5 +1,7 @@
-"""The engine's repeat guard through both of vLLM's interfaces, without an engine: which requests it knows, what it
-reads of them, and that it decides as the pure function does after every token."""
+"""The engine's repeat guard through both of vLLM's interfaces, without an engine: which requests it watches, which
+tokens it reads, and that it agrees with the pure function after every token."""
+
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -26,11 +28,12 @@ from coordexp.rollout.engine_guard import RepeatGuard
 from coordexp.rollout.guard import ARGUMENT, ENGINE_GUARD, count_keys, guard_arguments, loop_in
 
 VOCABULARY, STOP = 12, 11
+CONFIG = SimpleNamespace(additional_config={})  # the part of vLLM's config that the guard reads
 ONE_WAY, SWAP = MoveDirectionality.UNIDIRECTIONAL, MoveDirectionality.SWAP
 
 
 def guard(**changes) -> RepeatTerminate:
-    """Every rule out of reach, but for the changes."""
+    """Return a guard whose rules are all out of reach, except for the changes."""
     wide = {"min_new_tokens": 0, "max_consecutive_token_repeats": 1000, "ngram_size": 1000}
     return RepeatTerminate(enabled=True, **(wide | changes))
 
@@ -47,7 +50,7 @@ def scores(rows: int) -> torch.Tensor:
 
 
 def looping(before: torch.Tensor, after: torch.Tensor, stop: int = STOP) -> list[bool]:
-    """Of each row, whether only its end of turn is left; all else must be as it was."""
+    """Return for each row whether only its end of turn is left. All other scores must be unchanged."""
     ended = []
     for row, untouched in zip(after, before, strict=True):
         ended.append(not torch.equal(row, untouched))
@@ -58,10 +61,10 @@ def looping(before: torch.Tensor, after: torch.Tensor, stop: int = STOP) -> list
 
 
 class FirstRunner:
-    """Tells the guard of its batch as vLLM's V1 runner does."""
+    """Reports changes of its batch to the guard as vLLM's V1 runner does."""
 
-    def __init__(self) -> None:
-        self.guard = RepeatGuard(None, torch.device("cpu"), False)
+    def __init__(self, config: SimpleNamespace = CONFIG) -> None:
+        self.guard = RepeatGuard(config, torch.device("cpu"), False)
 
     def update(self, removed=(), added=(), moved=()) -> None:
         added = [(row, sampling, [7, 7, 7], ids) for row, sampling, ids in added]
@@ -73,7 +76,8 @@ class FirstRunner:
 
 
 class FakeBuffer:
-    """One of the V2 runner's buffers per slot, in plain memory. What is read of `gpu` a real one waits for."""
+    """One of the V2 runner's buffers per slot, in plain memory. It counts the reads of `gpu`, for which a real one
+    waits."""
 
     def __init__(self, *size: int) -> None:
         self._gpu = torch.zeros(size, dtype=torch.int32)
@@ -87,11 +91,11 @@ class FakeBuffer:
 
 
 class FakeSecondRunner:
-    """Slots and rows as vLLM's V2 runner has them, in buffers that are fakes."""
+    """Has slots and rows like vLLM's V2 runner, in fake buffers."""
 
     def __init__(self, slots: int = 5, longest: int = 200) -> None:
         self.tokens, self.prompt, self.total = FakeBuffer(slots, longest), FakeBuffer(slots), FakeBuffer(slots)
-        self.tokens.np[:] = 7  # what others have left
+        self.tokens.np[:] = 7  # left from earlier requests
         state = LogitsProcRequestState(
             device=torch.device("cpu"),
             max_num_reqs=slots,
@@ -101,7 +105,7 @@ class FakeSecondRunner:
             prefill_len=self.prompt,
             total_len=self.total,
         )
-        self.guard = RepeatGuard(None, state)
+        self.guard = RepeatGuard(CONFIG, state)
 
     def add(self, slot: int, sampling: SamplingParams, prompt=(7, 7, 7), resumed=()) -> bool:
         self.prompt.np[slot], self.total.np[slot] = len(prompt), len(prompt)
@@ -126,7 +130,7 @@ class FakeSecondRunner:
             expanded_local_pos=torch.tensor([k for _, k in rows], dtype=torch.int32),
             input_ids=torch.tensor(np.array(inputs), dtype=torch.int32),
             pos=torch.tensor([int(self.total.np[slot]) - 1 + k for slot, k in rows]),
-            seq_lens_upper_bound_np=np.array([*most, 0, 0], dtype=np.int32),  # padded, as a real one is
+            seq_lens_upper_bound_np=np.array([*most, 0, 0], dtype=np.int32),  # padded, like a real one
         )
         before = scores(len(rows))
         return looping(before, self.guard.apply(before.clone(), batch))
@@ -143,7 +147,7 @@ def test_both_of_vllms_loaders_take_the_class_by_its_name():
 
 
 def test_greedy_decoding_asks_the_guard_too():
-    """vLLM leaves out, when it decodes greedily, what says that it changes no best token."""
+    """When vLLM decodes greedily, it skips processors that say they do not change the best token."""
     built = LogitsProcessors([FirstRunner().guard])
     assert len(built.non_argmax_invariant) == 1
     assert not built.argmax_invariant
@@ -159,15 +163,15 @@ def test_a_malformed_guard_is_refused_before_it_reaches_an_engine():
         validate(broken)
 
 
-def test_the_list_of_tokens_is_live_and_the_prompt_is_no_part_of_it():
+def test_the_list_of_tokens_is_live_and_does_not_include_the_prompt():
     runner, ids = FirstRunner(), []
     runner.update(added=[(0, params(), ids)])
-    found = []
+    verdicts = []
     for id in (7, 7, 7, 7, 1, 7, 7, 7):
-        found.append(runner.looping(1)[0])
+        verdicts.append(runner.looping(1)[0])
         ids.append(id)
         runner.guard.update_state(None)
-    assert found == [False, False, False, True, True, False, False, False]
+    assert verdicts == [False, False, False, True, True, False, False, False]
     assert runner.looping(1) == [True]
 
 
@@ -177,6 +181,15 @@ def test_requests_without_a_guard_or_with_a_disabled_one_are_left_alone():
     disabled.extra_args[ARGUMENT]["enabled"] = False
     runner.update(added=[(0, params(None), loop), (1, params(), loop), (2, disabled, loop)])
     assert runner.looping(3) == [False, True, False]
+
+
+def test_settings_in_the_config_of_the_engine_hold_for_requests_that_carry_none():
+    runner, loop = FirstRunner(SimpleNamespace(additional_config=guard_arguments(THRICE, (), STOP))), [7] * 3
+    disabled = params()
+    disabled.extra_args[ARGUMENT]["enabled"] = False
+    four_times = guard(max_consecutive_token_repeats=4)
+    runner.update(added=[(0, params(None), loop), (1, disabled, loop), (2, params(four_times), loop)])
+    assert runner.looping(3) == [True, False, False]
 
 
 def test_each_request_ends_with_its_own_end_of_turn():
@@ -229,7 +242,7 @@ def test_tokens_that_are_not_known_yet_are_not_looked_at():
     assert runner.looping(2) == [False, False]
 
 
-def test_keys_are_counted_anew_when_the_engine_takes_tokens_back():
+def test_keys_are_counted_again_from_the_start_when_the_engine_takes_tokens_back():
     runner, ids = FirstRunner(), [5, 6, 5, 6]
     runner.update(added=[(0, params(guard(max_object_keys=2), (5, 6)), ids)])
     assert runner.looping(1) == [False]
@@ -244,11 +257,11 @@ def test_keys_are_counted_anew_when_the_engine_takes_tokens_back():
 def test_a_slot_is_read_from_its_prompts_end_to_its_last_token():
     runner = FakeSecondRunner()
     assert runner.add(3, params())
-    found = []
+    verdicts = []
     for id in (7, 7, 7, 7, 1, 7):
-        found += runner.looping([3])
+        verdicts += runner.looping([3])
         runner.commit(3, [id])
-    assert found == [False, False, False, True, True, False]
+    assert verdicts == [False, False, False, True, True, False]
 
 
 def test_a_slot_that_is_used_again_has_only_its_new_request():
@@ -265,7 +278,7 @@ def test_a_slot_that_is_used_again_has_only_its_new_request():
     assert runner.looping([1]) == [False]
 
 
-def test_a_request_that_is_resumed_comes_with_what_it_had_written():
+def test_a_resumed_request_comes_with_the_tokens_that_it_had_written():
     runner = FakeSecondRunner()
     runner.add(2, params(guard(max_object_keys=2), (5,)), resumed=[5, 1, 5])
     assert runner.looping([2]) == [False]
@@ -306,7 +319,7 @@ def test_keys_in_rejected_drafts_are_not_counted():
     assert runner.looping([0]) == [False]
 
 
-def test_the_device_is_not_waited_for_where_no_guard_is_due():
+def test_the_guard_does_not_wait_for_the_device_if_no_request_is_due():
     runner = FakeSecondRunner()
     runner.add(0, params(None))
     runner.add(1, params(guard(max_consecutive_token_repeats=3, min_new_tokens=20)))
@@ -333,7 +346,9 @@ sequences = st.lists(st.integers(0, 2) | st.integers(0, 10), max_size=60)
 @pytest.mark.scenario("R33.C1", on="fake")
 @given(rules, patterns, sequences, st.integers(0, 2))
 @settings(deadline=None)
-def test_after_every_token_the_first_runner_is_told_what_the_pure_function_says(rule, pattern, ids, unknown):
+def test_after_every_token_the_guard_of_the_first_runner_agrees_with_the_pure_function(
+    rule, pattern, ids, unknown
+):
     runner, live = FirstRunner(), [-1] * unknown
     runner.update(added=[(0, params(rule, pattern), live)])
     for end in range(len(ids) + 1):
@@ -344,8 +359,8 @@ def test_after_every_token_the_first_runner_is_told_what_the_pure_function_says(
 
 @given(rules, patterns, sequences, st.data())
 @settings(deadline=None)
-def test_after_every_token_the_second_runner_is_told_what_the_pure_function_says(rule, pattern, ids, data):
-    """Also behind drafts, right ones and wrong ones. The prompt is a loop of its own."""
+def test_after_every_token_the_guard_of_the_second_runner_agrees_with_the_pure_function(rule, pattern, ids, data):
+    """It also agrees behind correct and wrong draft tokens. The prompt itself loops, which must not count."""
     runner, end = FakeSecondRunner(), 0
     runner.add(0, params(rule, pattern), prompt=[0] * 9)
     while True:

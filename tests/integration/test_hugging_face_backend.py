@@ -16,7 +16,7 @@ from coordexp.config.settings import Adapter
 from coordexp.data import RecordFile
 from coordexp.demo.scenes import SceneSettings
 from coordexp.demo.write_scenes import write_scenes
-from coordexp.rollout.backend import Decode, Picture, Request
+from coordexp.rollout.backend import Decode, ImageRef, Request
 from coordexp.rollout.hugging_face import HuggingFaceBackend
 from coordexp.rollout.prompt import PromptBuilder
 from coordexp.train.adapter import with_adapter
@@ -31,13 +31,13 @@ SIDES = (96, 64, 128)
 
 
 @pytest.fixture(scope="module")
-def pictures(tmp_path_factory) -> list[Picture]:
+def pictures(tmp_path_factory) -> list[ImageRef]:
     """Twelve, of three sizes that take turns."""
     folder = tmp_path_factory.mktemp("pictures")
     for side in SIDES:
         write_scenes(folder / str(side), SceneSettings(side=side), train=1, val=4, seed=side, advance=lambda: None)
     return [
-        Picture(str(file), side, side)
+        ImageRef(str(file), side, side)
         for k in range(4)
         for side in SIDES
         for file in sorted((folder / str(side)).glob("images/val/*.png"))[k : k + 1]
@@ -56,7 +56,7 @@ class Parts:
     def backend(self, decode_batch_size: int = 12) -> HuggingFaceBackend:
         return HuggingFaceBackend(lambda: self.model, self.prompts, self.table, decode_batch_size)
 
-    def logprobs(self, picture: Picture, ids) -> torch.Tensor:
+    def logprobs(self, picture: ImageRef, ids) -> torch.Tensor:
         """Of each of the ids behind the prompt, by one plain forward pass."""
         prompt = self.prompts.ids(picture.width, picture.height)
         patches, grid = self.prompts.pixels(picture.path, (picture.width, picture.height))
@@ -124,7 +124,7 @@ def test_beam_search_gives_one_answer_and_it_is_the_most_probable_of_the_beams(s
     assert min(others["mean"], others["short"]) > 0, "a beam that is better by another measure than the total"
 
 
-def _finalists(parts: Parts, picture: Picture, beams: int) -> list[tuple[int, ...]]:
+def _finalists(parts: Parts, picture: ImageRef, beams: int) -> list[tuple[int, ...]]:
     """All beams that are left at the end, up to and with their stop."""
     prompt, stop = parts.prompts.ids(picture.width, picture.height), parts.table.end_of_turn
     patches, grid = parts.prompts.pixels(picture.path, (picture.width, picture.height))
@@ -303,7 +303,7 @@ def test_the_guard_ends_an_answer_with_too_many_objects(parts, pictures, monkeyp
     """What the tokenizer writes for a key is, for this, a token that the random model writes often."""
     plain = parts.backend().generate(requests(pictures, Decode.greedy(40)))
     often, _ = Counter(id for one in plain for id in set(one.ids)).most_common(1)[0]
-    monkeypatch.setattr("coordexp.rollout.hugging_face.key_pattern", lambda table: (often,))
+    monkeypatch.setattr("coordexp.rollout.guard.key_pattern", lambda table: (often,))
     guard = RepeatTerminate(enabled=True, min_new_tokens=0, max_object_keys=1)
     guarded = parts.backend().generate(requests(pictures, Decode(40, guard=guard)))
     assert "repeat" in {one.finish_reason for one in guarded}
@@ -399,7 +399,7 @@ def test_another_backend_with_the_same_answers_gives_the_same_examples_and_count
         return [_plain(example) for example in examples], counters
 
     def remember(moment, case, request, rollout, correction):
-        script[Path(case.picture.path).name] = Said("", rollout.finish_reason, rollout.ids)
+        script[Path(case.image.path).name] = Said("", rollout.finish_reason, rollout.ids)
 
     real = step(parts.backend(2), remember)
     prompt = tuple(parts.prompts.ids(64, 64))

@@ -1,4 +1,4 @@
-"""Answers with scores: by transformers, by a real vLLM engine, and as files that can be measured."""
+"""`coordexp predict`: answers with scores from transformers and from a real vLLM engine, and files to evaluate."""
 
 import json
 import os
@@ -16,57 +16,54 @@ from coordexp.cli import app
 from coordexp.data import DataError
 from coordexp.demo.scenes import SceneSettings
 from coordexp.demo.write_scenes import write_scenes
-from coordexp.rollout.backend import Decode, Picture, Request
+from coordexp.rollout.backend import Decode, ImageRef, Request
 from coordexp.rollout.hugging_face import HuggingFaceBackend
 from coordexp.rollout.prompt import PromptBuilder
-from coordexp.rollout.vllm import answers
+from coordexp.rollout.vllm import generate_rollouts
 from coordexp.vocab import VocabularyTable
+from tests.integration.leavings import leavings
 from tests.source import SOURCE
 
 pytestmark = pytest.mark.timeout(300)
 
 
 @pytest.fixture(scope="module")
-def pictures(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("pictures")
+def images(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("images")
     write_scenes(folder / "a", SceneSettings(side=96), train=1, val=25, seed=0, advance=lambda: None)
     write_scenes(folder / "b", SceneSettings(side=64), train=1, val=25, seed=1, advance=lambda: None)
     files = sorted(folder.glob("*/images/val/*.png"))
-    return [Picture(str(file), side, side) for file in files for side in [96 if "/a/" in str(file) else 64]]
+    return [ImageRef(str(file), side, side) for file in files for side in [96 if "/a/" in str(file) else 64]]
 
 
-def test_vllm_and_transformers_write_the_same_tokens_for_fifty_pictures(lively_model, lively_engine, pictures):
+def test_vllm_and_transformers_write_the_same_tokens_for_fifty_images(lively_model, lively_engine, images):
     table = VocabularyTable.from_folder(lively_model)
     prompts = PromptBuilder(AutoProcessor.from_pretrained(lively_model), "Detect all objects.")
     model = Qwen3VLForConditionalGeneration.from_pretrained(lively_model, dtype="float32")
     backend = HuggingFaceBackend(lambda: model, prompts, table, decode_batch_size=10)
-    requests = [Request(picture, Decode.greedy(32)) for picture in pictures]
-    ours = backend.generate(requests)
-    theirs = answers(lively_engine, prompts, table, requests)
-    assert len(ours) == len(theirs) == 50
-    assert [one.ids for one in ours] == [one.ids for one in theirs]
-    assert [one.finish_reason for one in ours] == [one.finish_reason for one in theirs]
-    assert len({one.ids for one in ours}) > 10
-    for one, other in zip(ours, theirs, strict=True):
-        assert one.logprobs == pytest.approx(other.logprobs, abs=2e-3)
+    requests = [Request(image, Decode.greedy(32)) for image in images]
+    expected = backend.generate(requests)
+    actual = generate_rollouts(lively_engine, prompts, table, requests)
+    assert len(expected) == len(actual) == 50
+    assert len({rollout.ids for rollout in expected}) > 10
+    for rollout, other in zip(actual, expected, strict=True):
+        assert rollout.ids == other.ids
+        assert rollout.finish_reason == other.finish_reason
+        assert rollout.logprobs == pytest.approx(other.logprobs, abs=2e-3)
 
 
 @pytest.mark.scenario("R30.C1", on="model")
-def test_a_prompt_is_what_the_processor_makes(lively_model, pictures):
+def test_a_prompt_has_the_tokens_that_the_processor_makes(lively_model, images):
     processor = AutoProcessor.from_pretrained(lively_model)
     prompts = PromptBuilder(processor, "Detect all objects.")
     from coordexp.rollout.prompt import open_image
 
-    for picture in pictures[::10]:
-        whole = processor(
-            text=[prompts.text],
-            images=[open_image(picture.path, (picture.width, picture.height))],
-            return_tensors="pt",
-        )
-        assert whole["input_ids"][0].tolist() == prompts.ids(picture.width, picture.height)
+    for image in images[::10]:
+        inputs = processor(text=[prompts.text], images=[open_image(image.path, image.size)], return_tensors="pt")
+        assert inputs["input_ids"][0].tolist() == prompts.ids(*image.size)
 
 
-def test_predictions_are_written_and_measured(lively_model, tmp_path):
+def test_predictions_are_written_and_evaluated(lively_model, tmp_path):
     write_scenes(tmp_path / "s", SceneSettings(), train=1, val=6, seed=0, advance=lambda: None)
     data, preds = tmp_path / "s/val.jsonl", tmp_path / "preds.json"
     words = ["predict", "--model", str(lively_model), "--data", str(data), "--out", str(preds)]
@@ -95,31 +92,22 @@ def test_a_folder_without_a_model_is_refused(tmp_path):
     assert "has no config.json" in result.output
 
 
-def test_a_picture_of_another_size_than_its_record_is_refused(lively_model, tmp_path):
-    """Also one that is only turned: the number of its tokens would be the same."""
+def test_an_image_of_another_size_than_its_record_is_refused(lively_model, tmp_path):
+    """This includes an image that is only rotated, which has the same number of tokens."""
     stored = Image.new("RGB", (96, 32))
     exif = stored.getexif()
-    exif[0x0112] = 6  # to be turned by a quarter
+    exif[0x0112] = 6  # to be rotated by a quarter turn
     stored.save(tmp_path / "turned.jpg", exif=exif)
     prompts = PromptBuilder(AutoProcessor.from_pretrained(lively_model), "Detect all objects.")
-    with pytest.raises(DataError, match="the record says 96 x 32, the picture is 32 x 96"):
+    with pytest.raises(DataError, match="the record says 96 x 32, the image is 32 x 96"):
         prompts.pixels(tmp_path / "turned.jpg", (96, 32))
     assert prompts.pixels(tmp_path / "turned.jpg", (32, 96))[1].tolist() == [[1, 6, 2]]
 
 
-def predicting(model, folder, *more):
-    return [
-        *(
-            "predict",
-            "--model",
-            str(model),
-            "--data",
-            str(folder / "s/val.jsonl"),
-            "--out",
-            str(folder / "preds.json"),
-        ),
-        *("--max-new-tokens", "24", "--batch", "2", *more),
-    ]
+def command(model, folder, *more):
+    paths = {"--model": model, "--data": folder / "s/val.jsonl", "--out": folder / "preds.json"}
+    words = [str(word) for option in paths.items() for word in option]
+    return ["predict", *words, "--max-new-tokens", "24", "--batch", "2", *more]
 
 
 @pytest.fixture
@@ -128,43 +116,59 @@ def eight_scenes(tmp_path):
     return tmp_path
 
 
-def test_a_picture_that_cannot_be_read_is_an_answer_that_says_so(lively_model, eight_scenes):
-    whole = CliRunner().invoke(app, predicting(lively_model, eight_scenes))
+def test_the_answer_to_an_unreadable_image_says_so(lively_model, eight_scenes):
+    whole = CliRunner().invoke(app, command(lively_model, eight_scenes))
     assert whole.exit_code == 0, whole.output
     undisturbed = (eight_scenes / "preds.answers.jsonl").read_text().splitlines()
 
     broken = sorted((eight_scenes / "s/images/val").iterdir())[2]
     broken.write_bytes(broken.read_bytes()[:40])
-    result = CliRunner().invoke(app, predicting(lively_model, eight_scenes))
+    result = CliRunner().invoke(app, command(lively_model, eight_scenes))
     assert result.exit_code == 0, result.output
-    assert f"{broken}: not a readable picture" in result.output
-    assert "1 of 8 pictures could not be read" in result.output
+    assert f"{broken}: not a readable image" in result.output
+    assert "1 of 8 images could not be read" in result.output
     lines = (eight_scenes / "preds.answers.jsonl").read_text().splitlines()
     assert json.loads(lines[2])["finish_reason"] == "image_unreadable"
     assert [line for k, line in enumerate(lines) if k != 2] == [
         line for k, line in enumerate(undisturbed) if k != 2
     ]
-    measured = [
-        "evaluate",
-        "--data",
-        str(eight_scenes / "s/val.jsonl"),
-        "--preds",
-        str(eight_scenes / "preds.json"),
-    ]
-    result = CliRunner().invoke(app, measured)
+    files = ["--data", str(eight_scenes / "s/val.jsonl"), "--preds", str(eight_scenes / "preds.json")]
+    result = CliRunner().invoke(app, ["evaluate", *files])
     assert result.exit_code == 0, result.output
     assert "1 image could not be read" in result.output
 
-    for picture in (eight_scenes / "s/images/val").iterdir():
-        picture.unlink()
-    result = CliRunner().invoke(app, predicting(lively_model, eight_scenes))
+    for image in (eight_scenes / "s/images/val").iterdir():
+        image.unlink()
+    result = CliRunner().invoke(app, command(lively_model, eight_scenes))
     assert result.exit_code == 1
-    assert "8 of 8 pictures could not be read" in result.output
+    assert "8 of 8 images could not be read" in result.output
+
+
+@pytest.mark.engine
+def test_an_engine_of_vllm_makes_the_predictions_of_transformers_and_ends_with_the_command(
+    lively_model, eight_scenes
+):
+    """The command runs in a process of its own, and leaves no temporary file."""
+    files = [eight_scenes / "preds.json", eight_scenes / "preds.answers.jsonl"]
+    expected = []
+    for backend in ("hf", "vllm"):
+        words = [sys.executable, "-m", "coordexp", *command(lively_model, eight_scenes, "--backend", backend)]
+        with leavings() as places:
+            environment = os.environ | {"PYTHONPATH": str(SOURCE)} | places.variables
+            with subprocess.Popen(words, stderr=subprocess.PIPE, text=True, env=environment) as process:
+                _, shown = process.communicate(timeout=200)
+            assert process.returncode == 0, shown
+            assert places.left() == []
+        answers = [json.loads(line) for line in files[1].read_text().splitlines()]
+        detections = json.loads(files[0].read_text())
+        expected = expected or [answers, detections]
+        assert [answer["text"] for answer in answers] == [answer["text"] for answer in expected[0]]
+        assert len(detections) == len(expected[1])
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM])
 def test_predictions_that_were_interrupted_are_resumed(lively_model, eight_scenes, number):
-    whole = CliRunner().invoke(app, predicting(lively_model, eight_scenes))
+    whole = CliRunner().invoke(app, command(lively_model, eight_scenes))
     assert whole.exit_code == 0, whole.output
     files = [eight_scenes / "preds.json", eight_scenes / "preds.answers.jsonl"]
     undisturbed = [file.read_text() for file in files]
@@ -173,36 +177,35 @@ def test_predictions_that_were_interrupted_are_resumed(lively_model, eight_scene
 
     unfinished = eight_scenes / "preds.unfinished.jsonl"
     code = "import sys; from coordexp.cli import app; app(sys.argv[1:])"
-    words = [sys.executable, "-c", code, *predicting(lively_model, eight_scenes)]
+    words = [sys.executable, "-c", code, *command(lively_model, eight_scenes)]
     environment = os.environ | {"PYTHONPATH": str(SOURCE)}
     process = subprocess.Popen(words, stderr=subprocess.PIPE, text=True, env=environment)
     deadline = time.monotonic() + 120
-    while not (
-        unfinished.is_file() and unfinished.read_bytes().count(b"\n") >= 3
-    ):  # one batch, and what was asked
+    # Wait for the first line and one batch.
+    while not (unfinished.is_file() and unfinished.read_bytes().count(b"\n") >= 3):
         assert process.poll() is None and time.monotonic() < deadline
         time.sleep(0.002)
     process.send_signal(number)
-    _, said = process.communicate(timeout=60)
+    _, shown = process.communicate(timeout=60)
     if number != signal.SIGKILL:
-        assert process.returncode == 128 + number, said
-        assert "of 8 pictures; their answers are in" in said
-        assert "--resume goes on from there" in said
+        assert process.returncode == 128 + number, shown
+        assert "of 8 images; their answers are in" in shown
+        assert "--resume continues from there" in shown
     assert not files[0].exists()
-    before = CliRunner().invoke(app, predicting(lively_model, eight_scenes))
+    before = CliRunner().invoke(app, command(lively_model, eight_scenes))
     assert before.exit_code == 1
     assert "add --resume" in before.output
-    other = CliRunner().invoke(app, predicting(lively_model, eight_scenes, "--resume", "--max-new-tokens", "25"))
+    other = CliRunner().invoke(app, command(lively_model, eight_scenes, "--resume", "--max-new-tokens", "25"))
     assert other.exit_code == 1
     assert "made with another max_new_tokens" in other.output
-    fewer = CliRunner().invoke(app, predicting(lively_model, eight_scenes, "--resume", "--limit", "1"))
+    fewer = CliRunner().invoke(app, command(lively_model, eight_scenes, "--resume", "--limit", "1"))
     assert fewer.exit_code == 1
     assert "--limit asks for 1" in fewer.output
-    result = CliRunner().invoke(app, predicting(lively_model, eight_scenes, "--resume"))
+    result = CliRunner().invoke(app, command(lively_model, eight_scenes, "--resume"))
     assert result.exit_code == 0, result.output
-    assert "of 8 pictures have been answered already" in result.output
+    assert "of 8 images have been answered already" in result.output
     assert [file.read_text() for file in files] == undisturbed
     assert not unfinished.exists()
-    result = CliRunner().invoke(app, predicting(lively_model, eight_scenes, "--resume", "--limit", "2"))
+    result = CliRunner().invoke(app, command(lively_model, eight_scenes, "--resume", "--limit", "2"))
     assert result.exit_code == 0 and f"{files[0]} is complete: nothing to do" in result.output
     assert [file.read_text() for file in files] == undisturbed

@@ -1,4 +1,4 @@
-"""The plugin by which a rollout server of ms-swift gets the repeat guard, with the installed vLLM and without an
+"""The plugin that gives a rollout server of ms-swift the repeat guard, with the installed vLLM and without an
 engine (test_engine_guard.py has one). ms-swift is a fake, recorded from its source; it is not run itself."""
 
 import sys
@@ -10,8 +10,10 @@ from fastapi.testclient import TestClient
 from coordexp.config.rollout import RepeatTerminate
 from coordexp.errors import EngineError
 from coordexp.plugins import SWIFT_REPEAT_GUARD
+from coordexp.rollout.guard import ENGINE_GUARD, EngineGuard, key_pattern
 from coordexp.rollout.wire import GUARD_ROUTE
-from coordexp.serve.guard import FILE, STARTUP_GUARD, TEXT
+from coordexp.serve.guard import FILE, TEXT
+from coordexp.vocab import VocabularyTable
 from tests.fake_swift import FakeSwiftRollout
 from tests.integration.stage2_runs import MODEL
 
@@ -25,18 +27,30 @@ def test_engine_arguments_that_are_built_after_the_plugin_was_loaded_have_the_gu
     with FakeSwiftRollout(ENABLED) as swift:
         assert swift.engine_arguments(MODEL, use_async_engine).logits_processors is None
         swift.import_external_plugins([SWIFT_REPEAT_GUARD, SWIFT_REPEAT_GUARD])
-        assert swift.engine_arguments(MODEL, use_async_engine).logits_processors == [STARTUP_GUARD]
+        assert swift.engine_arguments(MODEL, use_async_engine).logits_processors == [ENGINE_GUARD]
         other = swift.engine_arguments(MODEL, use_async_engine, logits_processors=["other:Processor"])
-        assert other.logits_processors == ["other:Processor", STARTUP_GUARD]
+        assert other.logits_processors == ["other:Processor", ENGINE_GUARD]
         config = swift.engine_arguments(MODEL, use_async_engine).create_model_config()
-        assert config.logits_processors == [STARTUP_GUARD]
+        assert config.logits_processors == [ENGINE_GUARD]
+
+
+@pytest.mark.scenario("R33.C2", on="recorded")
+def test_the_config_that_vllm_passes_to_the_processes_of_an_engine_has_the_settings_of_the_guard():
+    table = VocabularyTable.from_folder(MODEL)
+    with FakeSwiftRollout(ENABLED) as swift:
+        swift.import_external_plugins([SWIFT_REPEAT_GUARD])
+        arguments = swift.engine_arguments(MODEL, False, additional_config={"another": 1})
+    config = arguments.create_engine_config().additional_config
+    assert config["another"] == 1
+    expected = EngineGuard(**ENABLED.model_dump(), key_pattern=key_pattern(table), end_of_turn=table.end_of_turn)
+    assert EngineGuard.of(config) == expected
 
 
 @pytest.mark.scenario("R33.C2", on="recorded")
 def test_the_settings_may_come_from_a_file_and_a_disabled_guard_changes_nothing(tmp_path, monkeypatch):
     file = tmp_path / "guard.json"
     monkeypatch.setenv(FILE, str(file))
-    for guard, processors in ((ENABLED, [STARTUP_GUARD]), (RepeatTerminate(), None)):
+    for guard, processors in ((ENABLED, [ENGINE_GUARD]), (RepeatTerminate(), None)):
         file.write_text(guard.model_dump_json())
         with FakeSwiftRollout(None) as swift:
             swift.import_external_plugins([SWIFT_REPEAT_GUARD])
@@ -75,15 +89,15 @@ def test_settings_that_cannot_be_read_stop_the_server_when_it_loads_the_plugin(m
 
 @pytest.mark.scenario("R33.S2", on="recorded")
 def test_a_guard_that_vllm_could_not_load_stops_the_server_when_it_loads_the_plugin(monkeypatch):
-    monkeypatch.setitem(sys.modules, "coordexp.serve.startup_guard", None)
+    monkeypatch.setitem(sys.modules, "coordexp.rollout.engine_guard", None)
     with FakeSwiftRollout(ENABLED) as swift:
-        with pytest.raises(EngineError, match=rf"enabled, and {STARTUP_GUARD} cannot be loaded"):
+        with pytest.raises(EngineError, match=rf"enabled, and {ENGINE_GUARD} cannot be loaded"):
             swift.import_external_plugins([SWIFT_REPEAT_GUARD])
         assert swift.engine_arguments(MODEL, True).logits_processors is None
 
 
 @pytest.mark.scenario("R33.S2", on="recorded")
-def test_a_vllm_without_startup_processors_stops_the_server_when_it_loads_the_plugin(monkeypatch):
+def test_a_vllm_that_loads_no_logits_processors_stops_the_server_when_it_loads_the_plugin(monkeypatch):
     from vllm.engine.arg_utils import EngineArgs
 
     monkeypatch.delitem(EngineArgs.__dataclass_fields__, "logits_processors")
@@ -95,6 +109,6 @@ def test_a_vllm_without_startup_processors_stops_the_server_when_it_loads_the_pl
 
 
 def test_the_folder_of_the_plugin_shadows_no_module_when_it_is_on_the_import_path():
-    """ms-swift puts it there, before everything else."""
+    """ms-swift puts the folder there, before everything else."""
     names = {file.stem for file in Path(SWIFT_REPEAT_GUARD).parent.iterdir() if file.suffix == ".py"}
     assert names == {"__init__", "swift_repeat_guard"}

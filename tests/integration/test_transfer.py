@@ -11,51 +11,50 @@ from torch import nn
 from vllm.model_executor.model_loader.reload import record_metadata_for_reloading
 
 from coordexp.rollout.broadcast import check_agreement
-from coordexp.rollout.buckets import buckets, non_finite
+from coordexp.rollout.buckets import ALIGNMENT, MemoryFile, buckets, find_non_finite
 from coordexp.rollout.engine_side import NothingToAgree, SharedMemoryReceiver, clear_kv_caches, cuda_handle
-from coordexp.rollout.memory_file import ALIGNMENT, MemoryFile
 from coordexp.rollout.transfer import plain_handle
 
 pytestmark = pytest.mark.timeout(120)
 
 
-def named(*sizes):
+def name_weights(*sizes):
     return [(f"w{k}", torch.full((size,), float(k))) for k, size in enumerate(sizes)]
 
 
 def test_buckets_keep_the_order_and_their_size_unless_one_weight_has_more():
-    weights = named(10, 20, 300, 5, 5, 90)
-    found = list(buckets(iter(weights), 400))
-    assert [name for bucket in found for name, _ in bucket] == [name for name, _ in weights]
-    assert [[name for name, _ in bucket] for bucket in found] == [["w0", "w1"], ["w2"], ["w3", "w4"], ["w5"]]
-    for bucket in found:
+    weights = name_weights(10, 20, 300, 5, 5, 90)
+    result = list(buckets(iter(weights), 400))
+    assert [name for bucket in result for name, _ in bucket] == [name for name, _ in weights]
+    assert [[name for name, _ in bucket] for bucket in result] == [["w0", "w1"], ["w2"], ["w3", "w4"], ["w5"]]
+    for bucket in result:
         assert len(bucket) == 1 or sum(weight.nbytes + ALIGNMENT for _, weight in bucket) <= 400 + ALIGNMENT
     assert list(buckets(iter([]), 400)) == []
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64])
 @pytest.mark.parametrize("shape", [(3, 5), (7,), ()])
-def test_what_was_written_is_read_through_the_descriptor(dtype, shape):
-    file, wanted = MemoryFile.new(4096), torch.arange(torch.Size(shape).numel()).to(dtype).view(shape)
-    file.tensor(128, dtype, shape).copy_(wanted)
-    other = MemoryFile.of_process(os.getpid(), file.fd, 4096)
-    assert torch.equal(other.tensor(128, dtype, list(shape)), wanted)
+def test_a_written_tensor_is_read_through_the_descriptor(dtype, shape):
+    file, expected = MemoryFile.new(4096), torch.arange(torch.Size(shape).numel()).to(dtype).view(shape)
+    file.tensor(128, dtype, shape).copy_(expected)
+    other = MemoryFile.from_process(os.getpid(), file.fd, 4096)
+    assert torch.equal(other.tensor(128, dtype, list(shape)), expected)
 
 
-def test_another_process_reads_it_too():
+def test_another_process_reads_a_written_tensor_too():
     file = MemoryFile.new(4096)
     file.tensor(64, torch.bfloat16, (2, 2)).copy_(torch.tensor([[1.0, 2.0], [3.0, 4.0]]))
     code = (
-        "import sys, torch; from coordexp.rollout.memory_file import MemoryFile; pid, fd = map(int, sys.argv[1:]);"
-        "print(MemoryFile.of_process(pid, fd, 4096).tensor(64, torch.bfloat16, (2, 2)).tolist())"
+        "import sys, torch; from coordexp.rollout.buckets import MemoryFile; pid, fd = map(int, sys.argv[1:]);"
+        "print(MemoryFile.from_process(pid, fd, 4096).tensor(64, torch.bfloat16, (2, 2)).tolist())"
     )
     command = [sys.executable, "-c", code, str(os.getpid()), str(file.fd)]
-    told = subprocess.run(command, capture_output=True, text=True, timeout=100)
-    assert told.stdout.splitlines()[-1:] == ["[[1.0, 2.0], [3.0, 4.0]]"], told.stderr
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    assert done.stdout.splitlines()[-1:] == ["[[1.0, 2.0], [3.0, 4.0]]"], done.stderr
 
 
 def test_a_handle_survives_as_plain_values():
-    """As torch makes one of a tensor on a GPU; no GPU is needed to take it apart."""
+    """The handle is like torch's handle of a tensor on a GPU, but no GPU is needed to take it apart."""
     handle = (
         *(torch.Tensor, torch.Size([4, 2]), (2, 1), 3, torch.storage.TypedStorage, torch.bfloat16),
         *(0, b"\x01handle", 4096, 512, False, b"counter", 7, b"event", True),
@@ -66,7 +65,7 @@ def test_a_handle_survives_as_plain_values():
 
 
 class FakeModel(nn.Module):
-    """Loads as vLLM's models do: a weight that is fused of two, and one that has rows which no checkpoint has."""
+    """Loads as vLLM's models do: one weight is fused from two, and one has rows that no checkpoint has."""
 
     def __init__(self):
         super().__init__()
@@ -77,26 +76,26 @@ class FakeModel(nn.Module):
         self.padded.weight.weight_loader = lambda param, weight: param.data[:5].copy_(weight)
 
     def load_weights(self, weights):
-        found = set()
+        loaded = set()
         for name, weight in weights:
             if name == "padded":
                 self.padded.weight.weight_loader(self.padded.weight, weight)
             else:
                 self.fused.weight.weight_loader(self.fused.weight, weight, int(name))
-            found.add("padded.weight" if name == "padded" else "fused.weight")
-        return found
+            loaded.add("padded.weight" if name == "padded" else "fused.weight")
+        return loaded
 
 
 def receiver(model):
     record_metadata_for_reloading(model)
-    found = SharedMemoryReceiver.__new__(SharedMemoryReceiver)
-    found.model, found.model_config = model, SimpleNamespace(dtype=torch.float32)
-    found.init_transfer_engine(NothingToAgree())
-    return found
+    engine = SharedMemoryReceiver.__new__(SharedMemoryReceiver)
+    engine.model, engine.model_config = model, SimpleNamespace(dtype=torch.float32)
+    engine.init_transfer_engine(NothingToAgree())
+    return engine
 
 
 def give(engine, file, **weights):
-    """As the learner does: into the file, then told."""
+    """Send weights as the learner does: write them to the file, then announce them."""
     offsets = [256 * k for k in range(len(weights))]
     for offset, weight in zip(offsets, weights.values(), strict=True):
         file.tensor(offset, weight.dtype, weight.shape).copy_(weight)
@@ -112,7 +111,7 @@ def give(engine, file, **weights):
 
 
 def test_weights_that_wait_for_others_survive_the_next_bucket():
-    """The reload takes a fused weight when its last part has come, and a padded one at the end."""
+    """vLLM's reload loads a fused weight when its last part has arrived, and a padded one at the end."""
     model, first, second = FakeModel(), MemoryFile.new(4096), MemoryFile.new(4096)
     engine = receiver(model)
     with torch.device("cpu"):
@@ -134,12 +133,12 @@ def test_a_weight_that_was_not_sent_is_named():
             engine.finish_weight_update()
 
 
-def test_a_file_that_grows_is_mapped_again_by_both():
+def test_a_file_that_grows_is_mapped_again_by_both_processes():
     engine, file = receiver(FakeModel()), MemoryFile.new(1024)
-    engine._mapped(os.getpid(), file.fd, file.size)
+    engine._map(os.getpid(), file.fd, file.size)
     file.grow(65536)
     file.tensor(60000, torch.uint8, (3,)).copy_(torch.tensor([1, 2, 3]))
-    assert engine._mapped(os.getpid(), file.fd, file.size).tensor(60000, torch.uint8, (3,)).tolist() == [1, 2, 3]
+    assert engine._map(os.getpid(), file.fd, file.size).tensor(60000, torch.uint8, (3,)).tolist() == [1, 2, 3]
 
 
 WITH_INF = [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.float8_e5m2]
@@ -156,8 +155,8 @@ def test_the_first_weight_that_is_not_finite_is_named(dtype, value):
         ("c", broken.to(dtype)),
         ("d", torch.ones(2, dtype=torch.int64)),
     ]
-    assert non_finite(weights) == "b"
-    assert non_finite(weights[:1]) is None
+    assert find_non_finite(weights) == "b"
+    assert find_non_finite(weights[:1]) is None
 
 
 def test_weights_without_a_nan_or_inf_are_finite_whatever_their_dtype_and_size():
@@ -165,8 +164,8 @@ def test_weights_without_a_nan_or_inf_are_finite_whatever_their_dtype_and_size()
     integers = [torch.ones(2, dtype=dtype) for dtype in (torch.int8, torch.uint8, torch.int64, torch.bool)]
     packed = torch.zeros(4, dtype=torch.uint8).view(torch.float4_e2m1fn_x2)
     weights = [large, torch.empty(0), torch.tensor(1.0), packed, *integers]
-    assert non_finite((str(k), weight) for k, weight in enumerate(weights)) is None
-    assert non_finite([]) is None
+    assert find_non_finite((str(k), weight) for k, weight in enumerate(weights)) is None
+    assert find_non_finite([]) is None
 
 
 @pytest.mark.parametrize("size", [1, 4095, 4096, 40_000, 2**21 + 3])
@@ -180,7 +179,7 @@ def test_a_cleared_kv_cache_is_zero_to_its_ends_and_nothing_beside_it_is_touched
 
 @pytest.mark.parametrize("reduced", [(8, -6), (10, -8), (9, -9), (0, 0), (-1, -1)])
 def test_lengths_that_differ_or_were_never_reduced_are_an_error(reduced):
-    """(0, 0) and (-1, -1) are what is left of memory when NCCL has done nothing."""
+    """(0, 0) and (-1, -1) are the contents of the memory if NCCL has done nothing."""
     buffer = torch.zeros(8, dtype=torch.uint8)
     with pytest.raises(ValueError, match="this end expects a bucket of 8 bytes"):
         check_agreement(torch.tensor(reduced), buffer)

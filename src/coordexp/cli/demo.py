@@ -1,15 +1,19 @@
 """`coordexp demo`: a tiny model to try everything with, and a first answer from it."""
 
+import random
+import tempfile
+from contextlib import closing
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from coordexp.cli.console import bar, need, need_new, out, progress, stop
+from coordexp.cli.console import bar, need, need_new, out, progress
+from coordexp.errors import UserError
 
 if TYPE_CHECKING:
-    from coordexp.demo.generate import Answer
+    from coordexp.rollout.backend import ImageRef, Rollout
 
 app = typer.Typer(help="A tiny Qwen3-VL and scenes to train it on, made on the spot.", no_args_is_help=True)
 
@@ -45,7 +49,7 @@ def model(
     need("torch", "transformers", extra="train")
     need_new(out_folder)
     if scenes and spread != 1.0:
-        stop("--scenes brings its own --spread\n  leave one of the two out")
+        raise UserError("--scenes sets --spread itself", "leave one of the two out")
     with progress("making the model"):
         from coordexp.demo.model import SCENES, make_model
 
@@ -57,7 +61,7 @@ def model(
             else:
                 make_model(out_folder, vocabulary.value, tied=tied, seed=seed, spread=spread)
         except (OSError, ModuleNotFoundError) as error:
-            stop(str(error))
+            raise UserError(str(error)) from error
     out.print(f"wrote {out_folder}")
 
 
@@ -82,7 +86,7 @@ def scenes(
 
     least, _, most = objects.partition("-")
     if not (least.isdigit() and (most or least).isdigit() and 1 <= int(least) <= int(most or least) <= 100):
-        stop(f"--objects {objects} is not a range such as 1-4, from 1 to 100")
+        raise UserError(f"--objects {objects} is not a range such as 1-4, from 1 to 100")
     need_new(out_folder)
     settings = SceneSettings(side, (int(least), int(most or least)), empty, rare, polygons, rotated, overlap)
     with bar("drawing", train + val) as advance:
@@ -106,30 +110,55 @@ def generate(
     if backend is Backend.vllm:
         need("vllm", extra="vllm")
     if not (model_folder / "config.json").is_file():
-        stop(f"{model_folder} has no config.json\n  give a model folder, e.g. one made by `coordexp demo model`")
-    with progress("loading transformers"):
-        from coordexp.demo.generate import drawing, start_vllm, stop_vllm, with_transformers, with_vllm
-        from coordexp.errors import DataError
-        from coordexp.rollout.prompt import read_image
+        raise UserError(
+            f"{model_folder} has no config.json", "give a model folder, e.g. one made by `coordexp demo model`"
+        )
+    with tempfile.TemporaryDirectory() as folder:
+        with progress("loading transformers"):
+            from transformers import AutoProcessor, Qwen3VLForConditionalGeneration
 
-        try:
-            picture = drawing() if image is None else read_image(image, str(image))
-        except DataError as error:
-            stop(str(error))
-        (expected,) = with_transformers(model_folder, [picture], tokens)
-    _show("transformers", expected)
-    if backend is Backend.hf:
-        return
-    with progress("starting a vLLM engine (about a minute on a CPU)"):
-        engine = start_vllm(model_folder)
-        (answer,) = with_vllm(engine, model_folder, [picture], tokens)
-        stop_vllm(engine)
-    _show("vLLM", answer)
-    if answer.prompt_ids != expected.prompt_ids or answer.answer_ids != expected.answer_ids:
-        stop("vLLM and transformers differ")
-    out.print(f"vLLM and transformers agree on all {len(answer.answer_ids)} tokens")
+            from coordexp.config.settings import Custom
+            from coordexp.rollout.backend import Decode, Request
+            from coordexp.rollout.hugging_face import HuggingFaceBackend
+            from coordexp.rollout.prompt import PromptBuilder
+            from coordexp.vocab import VocabularyTable
+
+            request = Request(_image_ref(image or _draw_scene(Path(folder) / "scene.png")), Decode.greedy(tokens))
+            table = VocabularyTable.from_folder(model_folder)
+            processor = AutoProcessor.from_pretrained(model_folder)
+            prompts = PromptBuilder(processor, Custom.model_fields["prompt"].default)
+            loaded = Qwen3VLForConditionalGeneration.from_pretrained(model_folder, dtype="float32")
+            (expected,) = HuggingFaceBackend(lambda: loaded, prompts, table, 1).generate([request])
+        _show("transformers", expected)
+        if backend is Backend.hf:
+            return
+        with progress("starting a vLLM engine (about a minute on a CPU)"):
+            from coordexp.rollout.vllm import VllmBackend
+
+            longest = len(expected.prompt_ids) + tokens
+            with closing(VllmBackend(model_folder, prompts, table, max_length=longest)) as engine:
+                (actual,) = engine.generate([request])
+    _show("vLLM", actual)
+    if actual.ids != expected.ids:  # the backend has checked that the prompts are the same
+        raise UserError("vLLM and transformers differ")
+    out.print(f"vLLM and transformers agree on all {len(actual.ids)} tokens")
 
 
-def _show(name: str, answer: "Answer") -> None:
-    out.print(f"{name}: {len(answer.prompt_ids)} prompt tokens, answer {list(answer.answer_ids)}", markup=False)
-    out.print(f"  {answer.text!r}", markup=False)
+def _draw_scene(file: Path) -> Path:
+    from coordexp.demo.scenes import SceneSettings, draw
+
+    scene = draw(random.Random(0), SceneSettings(side=128), file.name)  # noqa: S311 - not a secret
+    scene.image.save(file)
+    return file
+
+
+def _image_ref(file: Path) -> "ImageRef":
+    from coordexp.rollout.backend import ImageRef
+    from coordexp.rollout.prompt import read_image
+
+    return ImageRef(str(file), *read_image(file, str(file)).size)
+
+
+def _show(name: str, rollout: "Rollout") -> None:
+    out.print(f"{name}: {len(rollout.prompt_ids)} prompt tokens, answer {list(rollout.ids)}", markup=False)
+    out.print(f"  {rollout.text!r}", markup=False)

@@ -1,31 +1,31 @@
-"""`coordexp predict`: a model's answers to a file of records, as COCO detections and as they were written."""
+"""`coordexp predict`: a model's answers to the images of a file of records, as COCO detections and as text."""
 
 import hashlib
 import json
 import os
 import signal
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from coordexp.cli.console import bar, err, need, out, printable, progress, stop
+from coordexp.cli.console import bar, err, need, out, printable, progress
 from coordexp.cli.demo import Backend
+from coordexp.errors import UserError
 from coordexp.files import both_ends
 
 if TYPE_CHECKING:
-    from coordexp.data import RecordFile
+    from coordexp.data import DataError, RecordFile
     from coordexp.evaluate import Answer
     from coordexp.evaluate.predictions import Truth, Unfinished
-    from coordexp.rollout.backend import Picture, Rollout
+    from coordexp.rollout.backend import ImageRef, Request, Rollout
+    from coordexp.rollout.hugging_face import HuggingFaceBackend
+    from coordexp.rollout.vllm import VllmBackend
     from coordexp.vocab import VocabularyTable
 
-END = 2**20  # bytes from both ends of a file of weights that tell it from another
-
-Answering = Callable[[Sequence["Picture"]], list["Rollout"]]
+END = 2**20  # bytes at both ends of a file of weights that distinguish it from another
 
 
 def predict(
@@ -41,51 +41,53 @@ def predict(
     ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on after an interruption.")] = False,
 ) -> None:
-    """Answer every picture greedily. Scores are token probabilities."""
+    """Answer every image greedily. Scores are token probabilities."""
     need("torch", "transformers", extra="train")
     if backend is Backend.vllm:
         need("vllm", extra="vllm")
     if not (model / "config.json").is_file():
-        inside = sorted(path.name for path in model.glob("checkpoint-*"))
-        way_out = "give a model folder; an adapter is merged first (coordexp model merge)"
-        stop(f"{model} has no config.json\n  {f'it holds {inside[-1]}: give that' if inside else way_out}")
-    question = prompt or _prompt_of(model)
+        checkpoints = sorted(path.name for path in model.glob("checkpoint-*"))
+        fix = "give a model folder; merge an adapter first (coordexp model merge)"
+        if checkpoints:
+            fix = f"it contains {checkpoints[-1]}: give that"
+        raise UserError(f"{model} has no config.json", fix)
+    question = prompt or _trained_prompt(model)
     with progress("loading"):
-        from coordexp.data import RecordError, RecordFile
-        from coordexp.evaluate import PredictionError, read_truth, write_predictions
-        from coordexp.evaluate.predictions import Unfinished
-        from coordexp.vocab import VocabularyError, VocabularyTable
+        from transformers import AutoProcessor
 
-        try:
-            records, table = RecordFile(data), VocabularyTable.from_folder(model)
-            truth = read_truth(records)
-            to.parent.mkdir(parents=True, exist_ok=True)
-            if to.is_dir() or not os.access(to.parent, os.W_OK):
-                stop(f"{to} cannot be written\n  give another --out")
-            wanted = truth[:limit]
-            unfinished = Unfinished(to, _asked(model, records, question, max_new_tokens))
-            answers = _begin(unfinished, wanted, batch, resume)
-        except (OSError, RecordError, PredictionError, VocabularyError) as error:
-            stop(str(error))
-        sizes = {(record.width, record.height) for _, record in wanted}
-        answer, close = _engine(backend, model, question, max_new_tokens, table, batch, sizes)
+        from coordexp.data import RecordFile
+        from coordexp.evaluate import read_truth, write_predictions
+        from coordexp.evaluate.predictions import Unfinished
+        from coordexp.rollout.prompt import PromptBuilder
+        from coordexp.vocab import VocabularyTable
+
+        records, table = RecordFile(data), VocabularyTable.from_folder(model)
+        truth = read_truth(records)
+        _make_folder(to)
+        selected = truth[:limit]
+        unfinished = Unfinished(to, _identity(model, records, question, max_new_tokens))
+        answers = _begin(unfinished, selected, batch, resume)
+        prompts = PromptBuilder(AutoProcessor.from_pretrained(model), question)
+        sizes = {(record.width, record.height) for _, record in selected}
+        longest = max(len(prompts.ids(*size)) for size in sizes) + max_new_tokens
+        generator = _start_backend(backend, model, prompts, table, batch, longest)
     signal.signal(signal.SIGTERM, _interrupt)
     try:
-        _predict(answers, unfinished, records, wanted, table, answer, batch)
+        _predict(answers, unfinished, records, selected, table, generator, batch, max_new_tokens)
     except KeyboardInterrupt as interruption:
         err.print(
-            f"interrupted after {len(answers)} of {len(wanted)} pictures; their answers are in {unfinished.path}\n"
-            "  the same command with --resume goes on from there",
+            f"interrupted after {len(answers)} of {len(selected)} images; their answers are in {unfinished.path}\n"
+            "  the same command with --resume continues from there",
             markup=False,
         )
         raise typer.Exit(143 if interruption.args else 130) from None
     finally:
-        close()
+        generator.close()
     write_predictions(to, answers, truth)
     unfinished.remove()
-    out.print(f"{sum(len(each.valid) for each in answers)} objects in {len(answers)} pictures: {to}")
-    if cut := sum(each.truncated for each in answers):
-        err.print(f"{cut} answers were cut off at {max_new_tokens} tokens; --max-new-tokens allows more")
+    out.print(f"{sum(len(answer.valid) for answer in answers)} objects in {len(answers)} images: {to}")
+    if truncated := sum(answer.truncated for answer in answers):
+        err.print(f"{truncated} answers were cut off at {max_new_tokens} tokens; --max-new-tokens allows more")
     _stop_if_most_are_unread(answers)
 
 
@@ -93,154 +95,162 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
     raise KeyboardInterrupt(number)
 
 
-def _begin(unfinished: "Unfinished", wanted: "Truth", batch: int, resume: bool) -> list["Answer"]:
-    """Return the answers of an interrupted run, in whole batches, so that the others are asked in the batches that
-    they would have been asked in."""
+def _make_folder(file: Path) -> None:
+    """Make the folder of the predictions. Stop if they could not be written."""
+    reason = "it is a folder" if file.is_dir() else ""
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        reason = error.strerror or str(error)
+    if reason or not os.access(file.parent, os.W_OK):
+        raise UserError(f"{file} cannot be written{f': {reason}' if reason else ''}", "give another --out")
+
+
+def _begin(unfinished: "Unfinished", selected: "Truth", batch: int, resume: bool) -> list["Answer"]:
+    """Return the answers of an interrupted run. Only whole batches are kept, so that the other records are asked
+    in the same batches as without the interruption."""
     if resume and unfinished.predictions.is_file() and not unfinished.path.is_file():
         out.print(f"{unfinished.predictions} is complete: nothing to do", markup=False)
         raise typer.Exit
     if not (resume and unfinished.path.is_file()):
         unfinished.begin()
         if resume:
-            err.print(f"{unfinished.path} is not there: from the beginning", markup=False)
+            err.print(f"{unfinished.path} does not exist: starting from the beginning", markup=False)
         return []
-    found = unfinished.resume()
-    if len(found) > len(wanted):
-        stop(
-            f"{unfinished.path} has {len(found)} answers, and --limit asks for {len(wanted)}\n"
-            "  raise --limit, or give another --out"
+    answers = unfinished.resume()
+    if len(answers) > len(selected):
+        raise UserError(
+            f"{unfinished.path} has {len(answers)} answers, and --limit asks for {len(selected)}",
+            "raise --limit, or give another --out",
         )
-    kept = found if len(found) == len(wanted) else found[: len(found) // batch * batch]
-    unfinished.keep(kept)
-    err.print(f"{len(kept)} of {len(wanted)} pictures have been answered already", markup=False)
-    return kept
+    if len(answers) < len(selected):
+        answers = answers[: len(answers) // batch * batch]
+    unfinished.keep(answers)
+    err.print(f"{len(answers)} of {len(selected)} images have been answered already", markup=False)
+    return answers
 
 
 def _predict(
     answers: list["Answer"],
     unfinished: "Unfinished",
     records: "RecordFile",
-    wanted: "Truth",
+    selected: "Truth",
     table: "VocabularyTable",
-    answer: Answering,
+    generator: "HuggingFaceBackend | VllmBackend",
     batch: int,
+    max_new_tokens: int,
 ) -> None:
     """Add the missing answers, batch by batch, in memory and on disk."""
     from coordexp.evaluate.answer import NO_IMAGE, Answer
     from coordexp.evaluate.tokens import answer_of
-    from coordexp.rollout.backend import Picture
+    from coordexp.rollout.backend import Decode, ImageRef, Request
 
-    with bar("answering", len(wanted), len(answers)) as advance:
-        for start in range(len(answers), len(wanted), batch):
-            part = wanted[start : start + batch]
-            rollouts = _rollouts([Picture.of(records, record) for _, record in part], answer)
-            found = [
+    greedy = Decode.greedy(max_new_tokens)
+    with bar("answering", len(selected), len(answers)) as advance:
+        for start in range(len(answers), len(selected), batch):
+            part = selected[start : start + batch]
+            requests = [Request(ImageRef.of(records, record), greedy) for _, record in part]
+            rollouts = _generate(requests, generator)
+            new = [
                 Answer(number, record.image, "", NO_IMAGE, 0, ())
                 if rollout is None
                 else answer_of(number, record.image, rollout, table)
                 for (number, record), rollout in zip(part, rollouts, strict=True)
             ]
-            unfinished.add(found)
-            answers += found
-            for _ in found:
+            unfinished.add(new)
+            answers += new
+            for _ in new:
                 advance()
 
 
-def _rollouts(pictures: Sequence["Picture"], answer: Answering) -> list["Rollout | None"]:
-    """Return the answer to each picture, or None for one that cannot be read: its batch is asked without it."""
+def _generate(
+    requests: Sequence["Request"], generator: "HuggingFaceBackend | VllmBackend"
+) -> list["Rollout | None"]:
+    """Return the rollout of each request, or None if its image cannot be read. The rest of the batch is then asked
+    without it."""
+    from coordexp.data import DataError
+
+    try:
+        return list(generator.generate(requests))
+    except DataError:
+        problems = [_image_problem(request.image) for request in requests]
+        if not any(problems):  # the error is not about a file
+            raise
+    for problem in filter(None, problems):
+        err.print(printable(problem.problem), markup=False, style="yellow")
+    readable = [request for request, problem in zip(requests, problems, strict=True) if problem is None]
+    rollouts = iter(generator.generate(readable) if readable else ())
+    return [next(rollouts) if problem is None else None for problem in problems]
+
+
+def _image_problem(image: "ImageRef") -> "DataError | None":
     from coordexp.data import DataError
     from coordexp.rollout.prompt import open_image
 
     try:
-        return list(answer(pictures))
+        open_image(image.path, image.size)
     except DataError as error:
-        first = error
-    faults: dict[int, DataError] = {}
-    for k, picture in enumerate(pictures):
-        try:
-            open_image(picture.path, (picture.width, picture.height))
-        except DataError as error:
-            faults[k] = error
-    if not faults:  # the fault is not in a file
-        stop(str(first))
-    for fault in faults.values():
-        err.print(printable(str(fault).partition("\n")[0]), markup=False, style="yellow")
-    readable = [picture for k, picture in enumerate(pictures) if k not in faults]
-    found = iter(answer(readable) if readable else ())
-    return [None if k in faults else next(found) for k in range(len(pictures))]
+        return error
+    return None
 
 
 def _stop_if_most_are_unread(answers: Sequence["Answer"]) -> None:
-    unread = sum(not each.was_asked for each in answers)
+    unread = sum(not answer.was_asked for answer in answers)
     if not unread:
         return
     message = (
-        f"{unread} of {len(answers)} pictures could not be read; their answers say finish_reason image_unreadable"
+        f"{unread} of {len(answers)} images could not be read; their answers have finish_reason image_unreadable"
     )
     if unread * 2 > len(answers):
-        stop(f"{message}\n  run `coordexp data doctor` on the data: it says what is wrong with each picture")
+        raise UserError(
+            message, "run `coordexp data doctor` on the data: it reports what is wrong with each image"
+        )
     err.print(message, style="yellow")
 
 
-def _mark(file: Path) -> str:
-    """Return a hash of the size and of both ends of a file. A copy has the same one, and other weights another."""
+def _file_hash(file: Path) -> str:
+    """Return a hash of the size and of both ends of a file. A copy has the same hash; other weights have
+    another."""
     head, tail, size = both_ends(file, END)
     return hashlib.sha256(head + tail + size.to_bytes(8, "big")).hexdigest()
 
 
-def _asked(model: Path, records: "RecordFile", prompt: str, max_new_tokens: int) -> dict[str, Any]:
-    """Return what makes predictions the same ones, with a name for each part that an error can show."""
+def _identity(model: Path, records: "RecordFile", prompt: str, max_new_tokens: int) -> dict[str, Any]:
+    """Return everything that decides the predictions. The names of the parts appear in error messages."""
     from coordexp.train.folder import fingerprint
 
     return {
-        "model": [_mark(file) for file in sorted(model.glob("*.safetensors"))],
+        "model": [_file_hash(file) for file in sorted(model.glob("*.safetensors"))],
         "data": fingerprint(records)["sha256"],
         "prompt": prompt,
         "max_new_tokens": max_new_tokens,
     }
 
 
-def _prompt_of(model: Path) -> str:
-    """What training asked, as it noted in the checkpoint; else what it asks by default."""
+def _trained_prompt(model: Path) -> str:
+    """Return the prompt that training recorded in the checkpoint, or the default prompt."""
     from coordexp.config.settings import Custom
 
     note = model / "coordexp.json"
     return str(json.loads(note.read_text())["prompt"] if note.is_file() else Custom.model_fields["prompt"].default)
 
 
-def _engine(
-    backend: Backend,
-    model: Path,
-    prompt: str,
-    max_new_tokens: int,
-    table: "VocabularyTable",
-    batch: int,
-    sizes: set[tuple[int, int]],
-) -> tuple[Answering, Callable[[], None]]:
+def _start_backend(
+    backend: Backend, folder: Path, prompts: Any, table: "VocabularyTable", batch: int, longest: int
+) -> "HuggingFaceBackend | VllmBackend":
+    """Load the model, or start an engine with it. `longest` is the most tokens that a prompt and its answer
+    have."""
     import torch
-    from transformers import AutoProcessor, Qwen3VLForConditionalGeneration
 
-    from coordexp.rollout.backend import Decode, Request
-    from coordexp.rollout.hugging_face import HuggingFaceBackend
-    from coordexp.rollout.prompt import PromptBuilder
-
-    prompts = PromptBuilder(AutoProcessor.from_pretrained(model), prompt)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     dtype: Any = "float32" if device == "cpu" else "auto"
-    greedy = Decode.greedy(max_new_tokens)
     if backend is Backend.vllm:
-        from coordexp.demo.generate import start_vllm, stop_vllm
-        from coordexp.rollout.vllm import answers
+        from coordexp.rollout.vllm import VllmBackend
 
-        longest = max(len(prompts.ids(*size)) for size in sizes) + max_new_tokens
-        share = 0.2 if device == "cpu" else 0.9
-        engine = start_vllm(
-            model, max_model_len=longest, max_num_seqs=batch, dtype=dtype, gpu_memory_utilization=share
-        )
-        return (
-            lambda p: answers(engine, prompts, table, [Request(picture, greedy) for picture in p]),
-            partial(stop_vllm, engine),
-        )
-    loaded = Qwen3VLForConditionalGeneration.from_pretrained(model, dtype=dtype).to(device)
-    answering = HuggingFaceBackend(lambda: loaded, prompts, table, batch)
-    return (lambda p: answering.generate([Request(picture, greedy) for picture in p])), answering.close
+        return VllmBackend(folder, prompts, table, max_length=longest, batch=batch, dtype=dtype, gpu_share=0.9)
+    from transformers import Qwen3VLForConditionalGeneration
+
+    from coordexp.rollout.hugging_face import HuggingFaceBackend
+
+    loaded = Qwen3VLForConditionalGeneration.from_pretrained(folder, dtype=dtype).to(device)
+    return HuggingFaceBackend(lambda: loaded, prompts, table, batch)

@@ -1,5 +1,5 @@
-"""Files that other programs load by their path. The folder holds nothing else, because such a program may put it
-on its import path."""
+"""Files that other programs load by their path. There is nothing else in this folder, because such a program may
+add it to its import path."""
 
 from pathlib import Path
 

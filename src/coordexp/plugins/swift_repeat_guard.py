@@ -1,9 +1,9 @@
 """Activate the repeat guard in a rollout server of ms-swift: `swift rollout --external_plugins THIS_FILE`.
 
 ms-swift imports this file by its path, in the server's process and again in every process that starts a vLLM
-engine. The import reads the guard's settings from the environment, adds the guard to the arguments of every engine
-that is created afterwards, and adds a route by which a learner can verify it. An exception here ends the server at
-its start, which is what a guard that was asked for and cannot be activated must do.
+engine. The import reads the guard's settings from the environment, adds the guard and its settings to the
+arguments of every engine that is created afterwards, and adds a route with which a learner can verify it. An
+exception here ends the server at its start: a server must not run without a guard that was requested.
 """
 
 import atexit
@@ -12,14 +12,16 @@ import os
 import shutil
 import tempfile
 from dataclasses import fields
-from functools import wraps
+from functools import cache, wraps
 from pathlib import Path
 from typing import Any
 
 from coordexp.config.rollout import RepeatTerminate
 from coordexp.errors import EngineError
+from coordexp.rollout.guard import ENGINE_GUARD, LOADED, guard_arguments, key_pattern_for
 from coordexp.rollout.wire import GUARD_ROUTE
-from coordexp.serve.guard import FILE, LOADED, STARTUP_GUARD, TEXT, check_class, from_environment
+from coordexp.serve.guard import FILE, TEXT, check_class, from_environment
+from coordexp.vocab import VocabularyTable
 
 LOGGER = logging.getLogger("coordexp")
 FIX = (
@@ -34,39 +36,46 @@ def activate() -> None:
     if not guard.enabled:
         LOGGER.warning("the repeat guard is not activated: its settings say enabled: false")
         return
-    check_class(STARTUP_GUARD)
-    if LOADED not in os.environ:  # in the server's own process; its engines inherit the variable
+    check_class(ENGINE_GUARD)
+    if LOADED not in os.environ:  # this is the server's process; those of its engines inherit the variable
         os.environ[LOADED] = tempfile.mkdtemp(prefix="coordexp-guard-")
         atexit.register(shutil.rmtree, os.environ[LOADED], ignore_errors=True)
-    guard_engines()
+    guard_engines(guard)
     add_route(guard)
     LOGGER.info("the repeat guard is added to every vLLM engine: %s", guard.model_dump_json())
 
 
-def guard_engines() -> None:
-    """Add the guard to the logits processors of all engine arguments that are built from now on."""
+def guard_engines(guard: RepeatTerminate) -> None:
+    """Add the guard and its settings to all engine arguments that are built from now on. vLLM passes them to the
+    processes of the engine."""
     from vllm.engine.arg_utils import EngineArgs
 
     if "logits_processors" not in {field.name for field in fields(EngineArgs)}:
         raise EngineError(
             "rollout_matching.repeat_terminate is enabled, and this release of vLLM loads no logits processors at "
-            "its start (EngineArgs has no logits_processors)\n"
-            "  install the release of vLLM that `coordexp doctor` names, or set enabled: false"
+            "its start (EngineArgs has no logits_processors)",
+            "install the release of vLLM that `coordexp doctor` names, or set enabled: false",
         )
     complete = EngineArgs.__post_init__
+
+    @cache
+    def settings_for(folder: str) -> dict[str, Any]:
+        table = VocabularyTable.from_folder(Path(folder))
+        return guard_arguments(guard, key_pattern_for(guard, table), table.end_of_turn)
 
     @wraps(complete)
     def complete_with_guard(self: EngineArgs) -> None:
         complete(self)
-        others = [each for each in self.logits_processors or () if each != STARTUP_GUARD]
-        self.logits_processors = [*others, STARTUP_GUARD]
+        others = [processor for processor in self.logits_processors or () if processor != ENGINE_GUARD]
+        self.logits_processors = [*others, ENGINE_GUARD]
+        self.additional_config = {**self.additional_config, **settings_for(self.model)}
 
     EngineArgs.__post_init__ = complete_with_guard
 
 
 def add_route(guard: RepeatTerminate) -> None:
-    """Add a route to every FastAPI application that is made from now on. It returns the settings, and how many of
-    the engines' running worker processes have loaded the guard."""
+    """Add a route to every FastAPI application that is made from now on. It returns the settings, and the number
+    of running worker processes that have loaded the guard."""
     from fastapi import FastAPI
 
     initialise, folder = FastAPI.__init__, Path(os.environ[LOADED])

@@ -1,1 +1,1 @@
-"""From pictures to answers: prompts, seeds, the repeat guard, and the engines behind one interface."""
+"""From images to rollouts: prompts, the repeat guard, and the rollout backends behind one interface."""

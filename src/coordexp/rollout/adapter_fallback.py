@@ -1,4 +1,5 @@
-"""Whether engines get the learner's adapter alone or whole weights, and why a run fell back to whole weights."""
+"""The choice between sending an adapter alone and sending whole weights, and why a run changed to whole
+weights."""
 
 from collections.abc import Callable
 from typing import Any, Literal
@@ -15,17 +16,17 @@ WAYS_OUT = "set rollout_matching.vllm.sync.mode: full, or sync.fallback_to_full:
 
 
 class AdapterRefused(EngineError):
-    """The engine cannot use the adapter, and can still be given whole weights."""
+    """The engine cannot use the adapter, but still takes whole weights."""
 
 
 class SyncMode:
     """What is sent after each update. It changes at most once, from the adapter to whole weights.
 
-    `has_adapter` says that the adapter is all that is trained. `otherwise` ends the message to a run that may not
-    fall back."""
+    `has_adapter` says that the adapter contains everything that is trained. `otherwise` ends the message to a run
+    that may not fall back."""
 
-    def __init__(self, sync: Sync, has_adapter: bool, tell: Callable[[str], None], otherwise: str) -> None:
-        self.sync, self.tell, self.otherwise = sync, tell, otherwise
+    def __init__(self, sync: Sync, has_adapter: bool, notify: Callable[[str], None], otherwise: str) -> None:
+        self.sync, self.notify, self.otherwise = sync, notify, otherwise
         self.mode: Literal["full", "adapter"] = "adapter" if sync.mode == "adapter" else "full"
         self.fallbacks: list[str] = []
         if self.mode == "adapter" and not has_adapter:
@@ -36,15 +37,15 @@ class SyncMode:
     def is_adapter(self) -> bool:
         return self.mode == "adapter"
 
-    def fall_back(self, reason: str, instead: str = "whole weights are sent from here on") -> None:
+    def fall_back(self, reason: str, consequence: str = "whole weights are sent from here on") -> None:
         """Change to whole weights for good, with a warning. Raise EngineError if the settings do not allow it."""
         if not self.sync.fallback_to_full:
-            raise EngineError(f"{reason}\n  {WAYS_OUT}, {self.otherwise}")
+            raise EngineError(reason, f"{WAYS_OUT}, {self.otherwise}")
         self.mode = "full"
-        warning = f"warning: {reason}; {instead}"
+        warning = f"warning: {reason}; {consequence}"
         self.fallbacks.append(warning)
-        self.tell(warning)
+        self.notify(warning)
 
-    def described(self) -> dict[str, Any]:
+    def describe(self) -> dict[str, Any]:
         """Return the facts that the run's manifest records."""
         return {"sync_mode": self.mode, "fallbacks": list(self.fallbacks)}

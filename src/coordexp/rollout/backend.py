@@ -1,5 +1,6 @@
-"""What every engine takes and gives back, and the interface that it is used through. Imports no torch."""
+"""The data that every rollout backend takes and returns, and the interface of backends. Imports no torch."""
 
+import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -12,12 +13,13 @@ from coordexp.vocab.table import VocabularyTable
 if TYPE_CHECKING:
     from torch import Tensor
 
-FinishReason = Literal["stop", "length", "repeat"]  # by itself, at the token limit, by the repeat guard
+# The model wrote its end of turn, the token limit was reached, or the repeat guard ended the answer.
+FinishReason = Literal["stop", "length", "repeat"]
 
 
 @dataclass(frozen=True)
-class Picture:
-    """A file, and the size it must have."""
+class ImageRef:
+    """The path of an image file, and the size that the image must have."""
 
     path: str
     width: int
@@ -28,7 +30,7 @@ class Picture:
         return self.width, self.height
 
     @classmethod
-    def of(cls, records: RecordFile, record: Record) -> "Picture":
+    def of(cls, records: RecordFile, record: Record) -> "ImageRef":
         return cls(str(records.image_path(record)), record.width, record.height)
 
 
@@ -50,7 +52,7 @@ class Decode:
 
     @classmethod
     def of(cls, settings: RolloutMatching) -> "Decode":
-        """As a run's settings have it, for training."""
+        """Return the decoding of training rollouts."""
         sampling = settings.decoding
         return cls(
             settings.max_new_tokens,
@@ -70,18 +72,54 @@ class Decode:
 
 @dataclass(frozen=True)
 class Request:
-    """One picture to answer. `seed` alone decides what is drawn when sampling, whatever else is in the batch."""
+    """One image to answer. When sampling, `seed` alone decides which tokens are drawn; the other requests of the
+    batch have no influence."""
 
-    picture: Picture
+    image: ImageRef
     decode: Decode
     seed: int = 1
 
 
+def shared_decode(requests: Sequence[Request]) -> Decode:
+    """Return the decoding of all requests of a call. Raise ValueError if they differ in it."""
+    decodes = {request.decode for request in requests}
+    if len(decodes) != 1:
+        raise ValueError(f"{len(decodes)} ways of decoding in one call; make one call for each")
+    return decodes.pop()
+
+
+# Seeds are distinct within a step as long as it has at most this many micro-steps, ranks, and requests per
+# micro-step and rank. Their product is below SEED_PRIME.
+MOST_MICRO_STEPS, MOST_RANKS, MOST_REQUESTS = 512, 1024, 4095
+SEED_PRIME = 2**31 - 1
+SEED_FACTOR = 0x2545F491  # any number that is not a multiple of the prime
+
+
+def request_seed(run: int, step: int, micro: int, rank: int, request: int) -> int:
+    """Return the seed of a request: 31 bits, never 0, the same in a repeated run.
+
+    The seed of the run and the step are hashed to a start. Micro-step, rank and request are numbered together, and
+    that number times a constant is added to the start, modulo a prime. Two requests of one step therefore never
+    share a seed."""
+    limits = (("micro-step", micro, MOST_MICRO_STEPS), ("rank", rank, MOST_RANKS))
+    for name, value, limit in limits:
+        if not 0 <= value < limit:
+            raise ValueError(f"{name} {value}: seeds are distinct only for the first {limit} of a step")
+    if not 0 <= request < MOST_REQUESTS:
+        raise ValueError(
+            f"request {request}: seeds are distinct only for the first {MOST_REQUESTS} of a micro-step"
+        )
+    digest = hashlib.blake2b(f"{run} {step}".encode(), digest_size=8).digest()
+    number = (micro * MOST_RANKS + rank) * MOST_REQUESTS + request
+    return 1 + (int.from_bytes(digest, "big") + number * SEED_FACTOR) % SEED_PRIME
+
+
 @dataclass(frozen=True)
 class Rollout:
-    """One answer. `ids` are without the stop token, and `text` is their decoded text; backends use `of`, which
-    makes it. `logprobs` are of the model itself, before any sampling setting; there are none of beam search.
-    `version` is of the weights that made it."""
+    """One answer, as token ids without the stop token, and as their text.
+
+    `logprobs` are those of the model itself, before temperature, top-k and top-p; beam search has none. `version`
+    is the version of the weights that made the answer. Backends build rollouts with `of`."""
 
     prompt_ids: tuple[int, ...]
     ids: tuple[int, ...]
@@ -106,37 +144,39 @@ class Rollout:
         return cls(tuple(prompt_ids), tuple(ids), text, tuple(logprobs[: len(ids)]), finish_reason, version)
 
 
-# Whole tensors under the checkpoint's names, made when they are asked for.
+# Yields whole tensors under the names of the checkpoint. Each one is gathered when it is reached.
 Weights = Callable[[], Iterator[tuple[str, "Tensor"]]]
-AdapterConfig = dict[str, Any]  # as peft writes it
+AdapterConfig = dict[str, Any]  # in the format of peft
 AdapterWeights = tuple[AdapterConfig, Iterator[tuple[str, "Tensor"]]]
 
 
 class RolloutBackend(Protocol):
-    """Nothing outside of this package asks which one it is. All ranks make the same calls in the same order."""
+    """Generates rollouts with the current weights. All ranks make the same calls in the same order.
+
+    Only the code that builds a backend knows which kind it is."""
 
     @property
     def requests_per_call(self) -> int:
-        """How many requests of a rank to pass to `generate`, for a caller that has many and wants to look up
-        between calls: enough to keep the devices busy. The same on all ranks, and known after the first sync."""
+        """How many requests to pass to `generate`, per rank, if there are many and the caller wants to do
+        something between calls. It is enough to keep the devices busy, the same on all ranks, and known after the
+        first sync."""
 
     def generate(self, requests: Sequence[Request]) -> list[Rollout]:
-        """One answer a request, in their order. All requests of a call decode alike."""
+        """Return one rollout per request, in the order of the requests, which all decode in the same way.
+
+        The backend has checked that each rollout answers the prompt that training uses, token by token, and that
+        the weights of the last sync made it."""
 
     def session(self) -> AbstractContextManager[None]:
-        """Around what belongs together: syncs and answers, with no training between. A backend that needs the
-        learner's memory has it until the end."""
+        """Return a context for syncs and generation without training in between. A backend that needs the
+        learner's memory holds it until the end of the session."""
 
     def sync(self, weights: Weights, version: int) -> None:
-        """From here on answers come from these weights, and carry `version`, which no other weights have."""
+        """Send the weights to the backend. Later rollouts come from them and carry `version`, which no other
+        weights may have."""
+
+    def describe(self) -> dict[str, Any]:
+        """Return the facts about the backend that the run's manifest records."""
 
     def close(self) -> None:
-        """Ends what the backend started."""
-
-
-def one_decode(requests: Sequence[Request]) -> Decode:
-    """How all requests of a call decode."""
-    found = {request.decode for request in requests}
-    if len(found) != 1:
-        raise ValueError(f"{len(found)} ways of decoding in one call; make one call for each")
-    return found.pop()
+        """End all processes and connections of the backend."""

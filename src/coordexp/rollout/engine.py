@@ -1,7 +1,7 @@
-"""Starts and ends a vLLM engine, and says what to do when it cannot.
+"""Start and stop vLLM engines, and say what to do if one does not start.
 
-The engine is a process of its own beside its owner's: a learner, or a rollout server. Signals that ask the owner
-to finish do not reach it, and it ends when the owner does, however that is.
+An engine runs in processes of its own, beside its owner: a learner, a rollout server, or a command. Signals that
+ask the owner to finish do not reach the engine, and it ends when the owner ends, however that happens.
 """
 
 import json
@@ -12,6 +12,7 @@ import signal
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from multiprocessing import resource_tracker
 from pathlib import Path
 from tempfile import TemporaryDirectory, gettempdir
@@ -20,51 +21,124 @@ from typing import Any
 import torch
 
 from coordexp import leftovers, torchrun
-from coordexp.config.rollout import VLLM
-from coordexp.errors import EngineError
+from coordexp.config.rollout import VLLM, RolloutMatching
+from coordexp.errors import EngineError, UserError
 from coordexp.rollout.guard import ENGINE_GUARD
-from coordexp.rollout.installed import OTHERWISE
-from coordexp.rollout.setup import Setup
+from coordexp.rollout.installed import OR_USE_HF
 from coordexp.vocab import COORD_TOKENS, VocabularyTable
 
-# How weights come, and what the workers of an engine import for it.
+# The two ways in which a colocated engine gets weights, and the class that its workers import for it.
 SHARED_MEMORY, CUDA_IPC = "coordexp_shared_memory", "coordexp_cuda_ipc"
 ENGINE_SIDE = "coordexp.rollout.engine_side.EngineSide"
-RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM knows for adapters
-IN_MEMORY = "/given-in-memory"  # where vLLM would look for an adapter that it does not have: it always has
-OWNER = "COORDEXP_ENGINE_OWNER"  # in the environment of the engine's processes: the process that they belong to
+LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # the values of max_lora_rank that vLLM accepts
+IN_MEMORY = "/given-in-memory"  # stands for the folder of an adapter, which vLLM never reads
+OWNER = "COORDEXP_ENGINE_OWNER"  # in the environment of the engine's processes: the pid of their owner
 
 
-def start_engine(about: Setup, adapters: bool = False) -> Any:
-    """On the device of this rank, and those of the ranks after it that it shares the engine with. With `adapters`
-    it has a place for one."""
-    on_cuda = about.device.type == "cuda"
-    visible = _visible(_devices(about)) if on_cuda else None
-    with starting(about, CUDA_IPC if on_cuda else SHARED_MEMORY, ENGINE_SIDE, visible) as arguments:
+@dataclass(frozen=True)
+class EngineFixes:
+    """What the user can do if an engine does not start, for each kind of problem, or if it ends."""
+
+    length: str
+    cache: str
+    memory: str
+    parallel: str
+    unknown: str
+    ended: str
+
+    def choose(self, problem: str) -> str:
+        """Return the fix for a failed start, chosen by the words of vLLM's message."""
+        if "derived max_model_len" in problem:
+            return self.length
+        if "cache" in problem.lower():  # too little of the engine's share is left after the model
+            return self.cache
+        if "memory" in problem.lower():
+            return self.memory
+        if "divisible" in problem or "parallel" in problem:
+            return self.parallel
+        return self.unknown
+
+
+TRAINING_FIXES = EngineFixes(
+    length=f"lower rollout_matching.vllm.max_model_len, or global_max_length, {OR_USE_HF}",
+    cache="raise rollout_matching.vllm.gpu_memory_utilization, or lower max_model_len or decode_batch_size, "
+    f"{OR_USE_HF}",
+    memory="lower rollout_matching.vllm.gpu_memory_utilization, or move the learner out of memory while the "
+    f"engine generates (rollout_matching.offload), {OR_USE_HF}",
+    parallel=f"set rollout_matching.vllm.tensor_parallel_size to a divisor of it, {OR_USE_HF}",
+    unknown="vLLM's output above says why; if it is memory, lower rollout_matching.vllm.gpu_memory_utilization or "
+    f"max_model_len; {OR_USE_HF}",
+    ended="vLLM's output above may say why; if there is none, the system may have killed the engine for its "
+    f"memory: lower rollout_matching.vllm.gpu_memory_utilization, {OR_USE_HF}; --resume continues from the last "
+    "checkpoint, if there is one",
+)
+
+
+@dataclass(frozen=True)
+class EngineSetup:
+    """The model that an engine serves, and how it serves it.
+
+    `device` is the device of this process. `precision` is the precision that the learner computes in, if it is not
+    the dtype of its weights. `kv_cache_bytes` replaces the share of memory in the settings."""
+
+    folder: Path
+    dtype: str
+    settings: RolloutMatching
+    table: VocabularyTable
+    device: torch.device
+    precision: str = ""
+    kv_cache_bytes: int | None = None
+    fixes: EngineFixes = TRAINING_FIXES
+
+    @property
+    def size(self) -> int:
+        """The number of devices that share one engine."""
+        return self.settings.vllm.tensor_parallel_size or 1
+
+    @property
+    def replicas(self) -> int:
+        """The number of engines in one rollout server, each with all weights."""
+        return self.settings.vllm.data_parallel_size
+
+    @property
+    def world_size(self) -> int:
+        """The number of devices of one rollout server."""
+        return self.settings.vllm.devices_per_server
+
+
+def start_engine(setup: EngineSetup, adapters: bool = False) -> Any:
+    """Start an engine on the device of this rank and the devices of the following ranks that share it. Return
+    vLLM's `LLM`. With `adapters`, the engine has room for one LoRA adapter."""
+    on_cuda = setup.device.type == "cuda"
+    visible = _visible_gpus(_device_indices(setup)) if on_cuda else None
+    lora = lora_arguments(setup.settings.vllm) if adapters else {}
+    with starting(setup, CUDA_IPC if on_cuda else SHARED_MEMORY, ENGINE_SIDE, visible) as arguments:
         from vllm import LLM
 
-        if adapters:
-            arguments |= lora_arguments(about.settings.vllm)
-        engine = LLM(**arguments)
+        engine = LLM(**(arguments | lora))
     engine.collective_rpc("coordexp_is_ready")
-    check_vocabulary(engine.get_tokenizer(), engine.llm_engine.model_config.get_vocab_size(), about.table)
+    check_vocabulary(engine.get_tokenizer(), engine.llm_engine.model_config.get_vocab_size(), setup.table)
     return engine
 
 
 @contextmanager
-def starting(about: Setup, transfer: str, side: str, visible: str | None = None) -> Iterator[dict[str, Any]]:
-    """vLLM's arguments, to start an engine with inside of this: its processes get the surroundings they need, and
-    what stops them is told. `transfer` is how it gets weights, `side` what its workers import."""
-    settings, vllm = about.settings, about.settings.vllm
-    with _surroundings(visible), _hearing() as (logging, heard):
+def starting(setup: EngineSetup, transfer: str, side: str, visible: str | None = None) -> Iterator[dict[str, Any]]:
+    """Yield vLLM's arguments. An engine that is started with them inside this context gets the environment that it
+    needs, and an error of its processes is raised as EngineError, with its cause and a fix.
+
+    `transfer` names the way in which the engine gets weights, and `side` the class that its workers import. The
+    GPUs of the engine are `visible`; None stands for all."""
+    settings, vllm = setup.settings, setup.settings.vllm
+    with _engine_environment(visible), _error_log() as (logging, log):
         try:
             yield {
-                "model": str(about.folder),
-                "dtype": about.dtype,
-                "tensor_parallel_size": about.size,
+                "model": str(setup.folder),
+                "dtype": setup.dtype,
+                "tensor_parallel_size": setup.size,
                 "gpu_memory_utilization": vllm.gpu_memory_utilization,
+                "kv_cache_memory_bytes": setup.kv_cache_bytes,
                 "max_model_len": vllm.max_model_len,
-                "max_num_seqs": settings.decode_batch_size * about.size,
+                "max_num_seqs": settings.decode_batch_size * setup.size,
                 "enforce_eager": vllm.enforce_eager,
                 "enable_prefix_caching": vllm.enable_prefix_caching,
                 "limit_mm_per_prompt": {"image": 1, "video": 0},
@@ -75,81 +149,89 @@ def starting(about: Setup, transfer: str, side: str, visible: str | None = None)
                 "worker_extension_cls": side,
                 "logging_config": logging,
             }
+        except UserError:
+            raise
         except (RuntimeError, ValueError, OSError) as error:
-            told = _cause(heard.read_text()) or _told(str(error))
-            raise EngineError(f"vLLM did not start: {told}\n  {_way_out(told)}") from error
+            problem = _first_error(log.read_text()) or _first_sentence(str(error))
+            raise EngineError(f"vLLM did not start: {problem}", setup.fixes.choose(problem)) from error
 
 
 def lora_arguments(vllm: VLLM) -> dict[str, Any]:
-    """vLLM's, for one adapter at a time, on the vision tower too. It knows a few ranks: the next one is taken."""
+    """Return vLLM's arguments for one adapter at a time, on the vision tower too. vLLM accepts only certain ranks:
+    the next higher one is taken."""
     if not vllm.enable_lora:
         return {}
-    found: dict[str, Any] = {"enable_lora": True, "max_loras": 1, "enable_tower_connector_lora": True}
+    arguments: dict[str, Any] = {"enable_lora": True, "max_loras": 1, "enable_tower_connector_lora": True}
     if (rank := vllm.max_lora_rank) is None:
-        return found
-    if rank > RANKS[-1]:
+        return arguments
+    if rank > LORA_RANKS[-1]:
         raise EngineError(
-            f"rollout_matching.vllm.max_lora_rank: {rank}, and vLLM takes adapters up to rank {RANKS[-1]}\n"
-            "  use a lower model.adapter.rank, or set enable_lora: false, which sends whole weights"
+            f"rollout_matching.vllm.max_lora_rank: {rank}, and vLLM takes adapters up to rank {LORA_RANKS[-1]}",
+            "use a lower model.adapter.rank, or set enable_lora: false, which sends whole weights",
         )
-    return found | {"max_lora_rank": min(one for one in RANKS if one >= rank)}
+    return arguments | {"max_lora_rank": min(accepted for accepted in LORA_RANKS if accepted >= rank)}
 
 
 def lora_request(id: int) -> Any:
-    """Return what vLLM's `generate` takes to answer with the adapter that the workers have under this id."""
+    """Return the argument with which vLLM's `generate` uses the adapter that the workers hold under this id."""
     from vllm.lora.request import LoRARequest
 
     return LoRARequest(f"adapter-{id}", id, IN_MEMORY)
 
 
 def check_vocabulary(tokenizer: Any, size: int, table: VocabularyTable) -> None:
-    """The coordinate tokens must be those of the learner."""
-    ours = list(range(table.first_coord, table.first_coord + len(COORD_TOKENS)))
-    if tokenizer.convert_tokens_to_ids(list(COORD_TOKENS)) != ours or size <= ours[-1]:
+    """Raise EngineError unless the engine's coordinate tokens are those of the learner."""
+    ids = list(range(table.first_coord, table.first_coord + len(COORD_TOKENS)))
+    if tokenizer.convert_tokens_to_ids(list(COORD_TOKENS)) != ids or size <= ids[-1]:
         raise EngineError(
             f"the engine's vocabulary ({size} tokens) does not have the learner's coordinate tokens, "
-            f"{ours[0]} to {ours[-1]}\n  run `coordexp model add-coords` on the checkpoint, and set model.path to "
-            "what it writes"
+            f"{ids[0]} to {ids[-1]}",
+            "run `coordexp model add-coords` on the checkpoint, and set model.path to the folder that it writes",
         )
 
 
-def _devices(about: Setup) -> range:
-    """By local rank."""
+def _device_indices(setup: EngineSetup) -> range:
+    """Return the local ranks whose devices the engine uses."""
     first = int(os.environ.get("LOCAL_RANK", "0"))
-    here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    if first + about.size > here:
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    if first + setup.size > ranks:
         raise EngineError(
-            f"rollout_matching.vllm.tensor_parallel_size: {about.size} ranks from local rank {first} on share an "
-            f"engine, and this machine has {here}\n  set it to a divisor of the ranks of each machine, {OTHERWISE}"
+            f"rollout_matching.vllm.tensor_parallel_size: {setup.size} ranks from local rank {first} on share an "
+            f"engine, and this machine has {ranks}",
+            f"set it to a divisor of the number of ranks on each machine, {OR_USE_HF}",
         )
-    return range(first, first + about.size)
+    return range(first, first + setup.size)
 
 
-def _visible(devices: range) -> str:
-    """Of the GPUs that the learner sees."""
+def _visible_gpus(indices: range) -> str:
+    """Return CUDA_VISIBLE_DEVICES for the engine. The indices count the GPUs that the learner sees."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    known = visible.split(",") if visible else [str(k) for k in range(torch.cuda.device_count())]
-    return ",".join(known[k] for k in devices)
+    gpus = visible.split(",") if visible else [str(k) for k in range(torch.cuda.device_count())]
+    return ",".join(gpus[k] for k in indices)
 
 
 def end_with(owner: int) -> None:
-    """End this process when its owner ends, however that is. vLLM's would go on, and keep their memory."""
-    above = os.getppid()  # with workers, the engine is their parent
+    """End this process when its owner ends, however that happens. Otherwise vLLM's processes would live on and
+    keep their memory."""
+    parent = os.getppid()  # the engine, if this process is one of its workers
     try:
-        watched = os.pidfd_open(owner)
-    except ProcessLookupError:  # it has ended already; without its worker, so does the engine
+        owner_fd = os.pidfd_open(owner)
+    except ProcessLookupError:  # the owner has ended already; the engine ends without its worker
         leftovers.remove_engine(leftovers.mapped_segments(os.getpid()))
         os.kill(os.getpid(), signal.SIGKILL)
         raise
-    engine = None if above == owner else (above, os.pidfd_open(above))
-    threading.Thread(target=_wait_and_end, args=(watched, engine), daemon=True).start()
+    engine = None if parent == owner else (parent, os.pidfd_open(parent))
+    threading.Thread(target=_wait_and_end, args=(owner_fd, engine), daemon=True).start()
 
 
-def _wait_and_end(owner: int, engine: tuple[int, int] | None) -> None:
-    """Nobody else is left to remove what the engine leaves."""
-    select.select([owner], [], [])
+def _wait_and_end(owner_fd: int, engine: tuple[int, int] | None) -> None:
+    """Wait until the owner ends. Then kill the engine and this process, and remove their shared memory and
+    sockets: no other process is left to do it."""
+    select.select([owner_fd], [], [])
     segments = leftovers.mapped_segments(os.getpid())
-    if engine is not None and not select.select([engine[1]], [], [], 0)[0]:  # its number is still its own
+    if (
+        engine is not None and not select.select([engine[1]], [], [], 0)[0]
+    ):  # it lives, so the pid is still its own
         segments |= leftovers.mapped_segments(engine[0])
         with suppress(ProcessLookupError):
             signal.pidfd_send_signal(engine[1], signal.SIGKILL)
@@ -158,23 +240,24 @@ def _wait_and_end(owner: int, engine: tuple[int, int] | None) -> None:
 
 
 def has_ended(core: Any) -> bool:
-    """`core` is how vLLM's front speaks with an engine."""
+    """Return True if a process of the engine has ended. `core` is vLLM's client of the engine."""
     resources = core.resources
     if resources.engine_dead or resources.engine_manager is None:
         return True
     return not all(process.is_alive() for process in _processes(core))
 
 
-def cause(told: str) -> str:
-    """Without what vLLM puts around the error of a worker."""
-    told = told.removeprefix("Call to collective_rpc method failed: ")
-    return told.removeprefix("Worker failed with error '").removesuffix(
+def cause(message: str) -> str:
+    """Return the error message of a worker, without the text that vLLM puts around it."""
+    message = message.removeprefix("Call to collective_rpc method failed: ")
+    return message.removeprefix("Worker failed with error '").removesuffix(
         "', please check the stack trace above for the root cause"
     )
 
 
 def stop_engine(core: Any) -> None:
-    """At once: it has nothing to save. Its workers too, which would wait for it if they were stopped."""
+    """Kill the engine and its workers, which have nothing to save. A worker that is asked to stop would wait for
+    the engine."""
     import psutil
 
     segments: set[str] = set()
@@ -190,79 +273,60 @@ def stop_engine(core: Any) -> None:
 
 
 def _processes(core: Any) -> list[Any]:
-    """Return the processes of the engine: one for each replica, and with several of them vLLM's coordinator, which
-    counts their requests."""
+    """Return the processes of the engine: one per replica, and with several replicas also vLLM's coordinator,
+    which counts their requests."""
     manager, coordinator = core.resources.engine_manager, core.resources.coordinator
     return [*(manager.processes if manager else ()), *([coordinator.proc] if coordinator else ())]
 
 
 @contextmanager
-def _hearing() -> Iterator[tuple[Any, Path]]:
-    """A way of logging by which the errors of vLLM's processes come to a file too: its own exception says only
-    that there was one."""
+def _error_log() -> Iterator[tuple[Any, Path]]:
+    """Yield a logging config for vLLM, and a file to which it also writes the errors of the engine's processes.
+    The exception that vLLM raises says only that there was an error."""
     from vllm.config.logging import LoggingConfig
-    from vllm.logger import DEFAULT_LOGGING_CONFIG as usual
+    from vllm.logger import DEFAULT_LOGGING_CONFIG as DEFAULT
 
     with TemporaryDirectory(dir=leftovers.engine_folder()) as folder:
-        config, heard = Path(folder) / "logging.json", Path(folder) / "errors"
-        heard.touch()
-        if os.environ.get("VLLM_LOGGING_CONFIG_PATH"):  # the user's own
-            yield None, heard
+        config, log = Path(folder) / "logging.json", Path(folder) / "errors"
+        log.touch()
+        if os.environ.get("VLLM_LOGGING_CONFIG_PATH"):  # the user has a logging config, which stays in force
+            yield None, log
             return
-        level = os.environ["VLLM_LOGGING_LEVEL"]  # what was usual is from when vLLM was imported
+        level = os.environ["VLLM_LOGGING_LEVEL"]  # DEFAULT has the level of the time when vLLM was imported
         handlers = {
-            "vllm": usual["handlers"]["vllm"] | {"level": level},
-            "file": {"class": "logging.FileHandler", "filename": str(heard), "level": "ERROR"},
+            "vllm": DEFAULT["handlers"]["vllm"] | {"level": level},
+            "file": {"class": "logging.FileHandler", "filename": str(log), "level": "ERROR"},
         }
         logger = {"handlers": list(handlers), "level": level, "propagate": False}
-        config.write_text(json.dumps(usual | {"handlers": handlers, "loggers": {"vllm": logger}}))
-        yield LoggingConfig(pylogging_config_file=str(config)), heard
+        config.write_text(json.dumps(DEFAULT | {"handlers": handlers, "loggers": {"vllm": logger}}))
+        yield LoggingConfig(pylogging_config_file=str(config)), log
 
 
-def _cause(heard: str) -> str | None:
-    """The first exception in a log, which the others followed from."""
-    found = re.search(r"^(?:[\w.]+\.)?(\w*(?:Error|Exception)): (.+)$", heard, re.MULTILINE)
-    return found and (found[2] if found[1] in ("ValueError", "RuntimeError") else f"{found[1]}: {found[2]}")
+def _first_error(log: str) -> str | None:
+    """Return the first exception in a log, which caused the others, or None."""
+    match = re.search(r"^(?:[\w.]+\.)?(\w*(?:Error|Exception)): (.+)$", log, re.MULTILINE)
+    return match and (match[2] if match[1] in ("ValueError", "RuntimeError") else f"{match[1]}: {match[2]}")
 
 
-def _told(error: str) -> str:
-    """pydantic's first line only counts, and its last names the type."""
-    if found := re.search(r"Value error, (.+?)(?: \[type=|$)", error, re.MULTILINE):
-        return found[1]
-    return next((line.strip() for line in error.splitlines() if line.strip()), "it did not say why")
-
-
-def _way_out(told: str) -> str:
-    if "derived max_model_len" in told:
-        return f"lower rollout_matching.vllm.max_model_len, or global_max_length, {OTHERWISE}"
-    if "cache" in told.lower():  # what is left of its share after the model
-        return (
-            "raise rollout_matching.vllm.gpu_memory_utilization, or lower max_model_len or decode_batch_size, "
-            f"{OTHERWISE}"
-        )
-    if "memory" in told.lower():
-        return (
-            "lower rollout_matching.vllm.gpu_memory_utilization, let the learner make room "
-            f"(rollout_matching.offload), {OTHERWISE}"
-        )
-    if "divisible" in told or "parallel" in told:
-        return f"set rollout_matching.vllm.tensor_parallel_size to what divides it, {OTHERWISE}"
-    return (
-        "what it printed above says why; if it is memory, lower rollout_matching.vllm.gpu_memory_utilization or "
-        f"max_model_len; {OTHERWISE}"
-    )
+def _first_sentence(message: str) -> str:
+    """Return the line of an error message that says what is wrong. pydantic's first line only counts its
+    errors."""
+    if match := re.search(r"Value error, (.+?)(?: \[type=|$)", message, re.MULTILINE):
+        return match[1]
+    return next((line.strip() for line in message.splitlines() if line.strip()), "vLLM gave no reason")
 
 
 @contextmanager
-def _surroundings(visible: str | None) -> Iterator[None]:
-    """What the engine's processes inherit, for as long as they are started. `visible` are its GPUs, if not all."""
+def _engine_environment(visible: str | None) -> Iterator[None]:
+    """Set the environment variables that the engine's processes inherit, and block SIGINT and SIGTERM for them, as
+    long as they are started. `visible` lists the engine's GPUs, if not all."""
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     os.environ.setdefault("PYTHONWARNINGS", "ignore")
     folder = str(leftovers.engine_folder())
-    compiled = f"{gettempdir()}/torchinductor_{os.getuid()}"  # which is kept between runs
-    theirs = {
-        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # a fork would hold on to the learner's memory
+    compiled = f"{gettempdir()}/torchinductor_{os.getuid()}"  # kept between runs, unlike TMPDIR below
+    variables = {
+        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # a fork would keep the learner's memory in use
         OWNER: str(os.getpid()),
         leftovers.ENGINE_FOLDER: folder,
         "VLLM_RPC_BASE_PATH": folder,
@@ -270,17 +334,17 @@ def _surroundings(visible: str | None) -> Iterator[None]:
         "TORCHINDUCTOR_CACHE_DIR": os.environ.get("TORCHINDUCTOR_CACHE_DIR", compiled),
     }
     if visible is not None:
-        theirs["CUDA_VISIBLE_DEVICES"] = visible
+        variables["CUDA_VISIBLE_DEVICES"] = visible
     before = dict(os.environ)
     for name in [name for name in os.environ if name.startswith(torchrun.VARIABLES)]:
         del os.environ[name]
-    os.environ.update(theirs)
-    resource_tracker.ensure_running()  # it would unblock signals when it is started
+    os.environ.update(variables)
+    resource_tracker.ensure_running()  # starting it later would unblock the signals
     blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
     try:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
         os.environ.update(before)
-        for name in theirs.keys() - before.keys():
+        for name in variables.keys() - before.keys():
             del os.environ[name]

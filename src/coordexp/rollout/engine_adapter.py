@@ -1,8 +1,7 @@
-"""Adapters in the workers of an engine, colocated or of a rollout server. vLLM's own way in is a folder on a disk;
+"""Adapters in the workers of an engine, colocated or in a rollout server. vLLM itself reads them from a folder;
 here they come as tensors.
 
-A model that vLLM has made ready for adapters has a wrapper around each layer that can have one, which a checkpoint
-does not know of.
+vLLM puts a wrapper around each layer that can have an adapter. The names in a checkpoint do not include it.
 """
 
 import traceback
@@ -15,43 +14,42 @@ from vllm.lora.layers import BaseLayerWithLoRA
 from vllm.lora.lora_model import LoRAModel
 from vllm.lora.peft_helper import PEFTHelper
 
-from coordexp.rollout.buckets import check_finite
-from coordexp.rollout.memory_file import read_tensors
+from coordexp.rollout.buckets import check_finite, read_tensors
 
 
 class AdapterSide:
-    """The methods that the owner of an engine may call in every worker, by name, to exchange its adapter.
+    """The methods that the owner of an engine calls in every worker, by name, to replace its adapter.
 
-    An adapter is received beside the one that answers are made with, built, and then put in its place."""
+    A new adapter is received and built while the old one is in use, and then takes its place."""
 
     model_runner: Any
     _adapter: dict[str, Tensor]
     _built: Any
 
     def coordexp_try(self, method: str, *arguments: Any) -> str | None:
-        """Call another method of the worker. Return what went wrong, or None."""
+        """Call another method of the worker. Return the message of the error that it raised, or None."""
         try:
             getattr(self, method)(*arguments)
-        except Exception as error:  # noqa: BLE001 - told to the owner
+        except Exception as error:  # noqa: BLE001 - reported to the owner
             traceback.print_exc()
             return str(error) or type(error).__name__
         return None
 
     def coordexp_read_adapter(self, contents: dict[str, Any]) -> None:
-        """Copy the adapter's tensors out of a memory file of the owner."""
+        """Copy the adapter's tensors from a memory file of the owner."""
         self._adapter = {name: tensor.clone() for name, tensor in read_tensors(contents)}
 
     def coordexp_build_adapter(self, config: dict[str, Any], id: int) -> None:
-        """Build vLLM's adapter from the tensors that were received. Answers are still made as before."""
-        self._built = built(self.model_runner.lora_manager, self._adapter, config, id)
+        """Build vLLM's adapter from the received tensors. The old adapter stays in use."""
+        self._built = build_adapter(self.model_runner.lora_manager, self._adapter, config, id)
         self._adapter = {}
 
     def coordexp_use_adapter(self) -> None:
         adapter, self._built = self._built, None
-        put_in_place(self.model_runner.lora_manager, adapter)
+        replace_adapter(self.model_runner.lora_manager, adapter)
 
     def coordexp_forget_adapter(self) -> None:
-        """Forget an adapter that was received or built and is not in use."""
+        """Forget an adapter that was received or built but is not in use."""
         self._adapter, self._built = {}, None
 
     def coordexp_remove_adapter(self) -> None:
@@ -59,9 +57,11 @@ class AdapterSide:
         self.model_runner.lora_manager.remove_all_adapters()
 
 
-def built(manager: Any, tensors: Mapping[str, Tensor], config: dict[str, Any], id: int) -> LoRAModel:
-    """What vLLM makes of an adapter, by a worker's LoRA `manager`. Nothing of it may be left out: vLLM by itself
-    would answer without the modules that it has no place for. No value of it may be NaN or Inf."""
+def build_adapter(manager: Any, tensors: Mapping[str, Tensor], config: dict[str, Any], id: int) -> LoRAModel:
+    """Build an adapter with a worker's LoRA `manager`.
+
+    Raise an error if a value is NaN or Inf, or if vLLM has no place for a module: vLLM by itself would generate
+    without that module."""
     check_finite(tensors.items())
     helper = PEFTHelper.from_dict(config)
     helper.validate_legal(manager.lora_config)
@@ -79,15 +79,16 @@ def built(manager: Any, tensors: Mapping[str, Tensor], config: dict[str, Any], i
     known = {part for name in places.modules for part in places.packed_modules.get(name, [name])}
     if missing := sorted(adapter.loras.keys() - known):
         raise ValueError(f"{len(missing)} adapted modules have no place in vLLM, among them {missing[0]}")
-    if halves := [name for name, one in adapter.loras.items() if one.lora_a is None or one.lora_b is None]:
-        raise ValueError(f"of {halves[0]} only one of the two matrices was sent")
+    incomplete = [name for name, lora in adapter.loras.items() if lora.lora_a is None or lora.lora_b is None]
+    if incomplete:
+        raise ValueError(f"only one of the two matrices of {incomplete[0]} was sent")
     if not adapter.loras:
-        raise ValueError("nothing was sent of it")
+        raise ValueError("no weights of it were sent")
     return adapter
 
 
-def put_in_place(manager: Any, adapter: LoRAModel) -> None:
-    """Instead of the one before."""
+def replace_adapter(manager: Any, adapter: LoRAModel) -> None:
+    """Use this adapter instead of the one before."""
     manager.remove_all_adapters()
     places = manager._adapter_manager
     places.add_adapter(adapter)
@@ -95,8 +96,8 @@ def put_in_place(manager: Any, adapter: LoRAModel) -> None:
 
 
 class Unwrapped:
-    """The model without the wrappers, from here until `back`: weights are taken in under the names of the
-    checkpoint, as without them."""
+    """Takes vLLM's LoRA wrappers off a model until `restore` is called, so that weights can be loaded under the
+    names of the checkpoint."""
 
     def __init__(self, model: Module) -> None:
         self._wrappers = [
@@ -108,12 +109,12 @@ class Unwrapped:
         for parent, name, wrapper in self._wrappers:
             setattr(parent, name, wrapper.base_layer)
 
-    def back(self) -> None:
+    def restore(self) -> None:
         for parent, name, wrapper in self._wrappers:
             setattr(parent, name, wrapper)
         self._wrappers = []
 
 
 def plain_name(name: str) -> str:
-    """Of a parameter, in the checkpoint's terms."""
+    """Return the name of a parameter without the LoRA wrapper, as in the checkpoint."""
     return name.replace(".base_layer.", ".")

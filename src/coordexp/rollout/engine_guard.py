@@ -1,14 +1,18 @@
-"""The repeat guard inside a vLLM engine. It is loaded by name when the engine starts (`guard.ENGINE_GUARD`), and
-what it looks for comes with each request (`guard.guard_arguments`). A request without settings gets those of
-`_default`, if the class has any; otherwise it is not watched.
+"""The repeat guard inside a vLLM engine, which loads it by name when it starts (`guard.ENGINE_GUARD`).
 
-One class serves both of vLLM's model runners. The first (V1) tells of every change of its batch, and shares each
+The settings come with each request (`guard.guard_arguments`). A request without settings gets those in the
+engine's `additional_config`; if there are none, it is not watched. vLLM passes its whole config to the engine's
+processes, so this needs no environment variable.
+
+One class serves both of vLLM's model runners. The first (V1) reports every change of its batch, and shares each
 request's list of new tokens. The second (V2, the default on GPUs) numbers requests by slots, and has their tokens
-on the device. The decision is `guard.loop_in` on the same ids in both.
+on the device. Both decide with `guard.loop_in` on the same ids.
 """
 
+import os
 from collections.abc import Iterable, Sequence
 from copy import copy
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,18 +22,21 @@ from vllm.v1.sample.logits_processor.interface import BatchUpdate, LogitsProcess
 from vllm.v1.worker.gpu.sample.logits_processor.interface import LogitsContext, LogitsProcRequestState
 from vllm.v1.worker.gpu.sample.logits_processor.interface import LogitsProcessor as SlotLogitsProcessor
 
-from coordexp.rollout.guard import EngineGuard, KeyCounter, loop_in
+from coordexp.rollout.guard import LOADED, EngineGuard, KeyCounter, loop_in
 
 
 class RepeatGuard(LogitsProcessor, SlotLogitsProcessor):
-    """Where a request loops, nothing but its end of turn is left to choose, with the score that it had."""
+    """Leaves a request that loops no choice but its end of turn, with the score that this token had."""
 
     _default: EngineGuard | None = None  # the settings of a request that carries none
 
     def __init__(self, vllm_config: Any, *runner: Any) -> None:
         """`runner` is (device, is_pin_memory) of V1, or (req_states,) of V2."""
-        self._watched: dict[int, _Watched] = {}  # by row of the batch in V1, by slot in V2
+        self._watched: dict[int, _WatchedRequest] = {}  # by row of the batch in V1, by slot in V2
         self._tokens: LogitsProcRequestState = runner[0]
+        self._default = EngineGuard.of(vllm_config.additional_config)
+        if LOADED in os.environ:  # the ms-swift plugin counts these files, to prove that all workers guard
+            (Path(os.environ[LOADED]) / str(os.getpid())).touch()
 
     @classmethod
     def validate_params(cls, sampling_params: SamplingParams) -> None:
@@ -57,14 +64,14 @@ class RepeatGuard(LogitsProcessor, SlotLogitsProcessor):
 
     def apply(self, logits: Tensor, ctx: LogitsContext | None = None) -> Tensor:
         if ctx is None:
-            ends = {row: one.end_of_turn for row, one in self._watched.items() if one.loops()}
+            ends = {row: request.end_of_turn for row, request in self._watched.items() if request.loops()}
         else:
-            ends = {row: one.end_of_turn for row, one, drafted in self._rows(ctx) if one.loops(drafted)}
+            ends = {row: request.end_of_turn for row, request, draft in self._rows(ctx) if request.loops(draft)}
         if ends:
             rows, end_of_turn = torch.tensor([[*ends], [*ends.values()]], device=logits.device)
-            own = logits[rows, end_of_turn]
+            scores = logits[rows, end_of_turn]
             logits[rows] = -torch.inf
-            logits[rows, end_of_turn] = own
+            logits[rows, end_of_turn] = scores
         return logits
 
     def _watch(self, index: int, params: SamplingParams, ids: list[int]) -> bool:
@@ -72,32 +79,32 @@ class RepeatGuard(LogitsProcessor, SlotLogitsProcessor):
         if settings is None or not settings.enabled:
             self._watched.pop(index, None)
             return False
-        self._watched[index] = _Watched(settings, ids)
+        self._watched[index] = _WatchedRequest(settings, ids)
         return True
 
-    def _rows(self, ctx: LogitsContext) -> Iterable[tuple[int, "_Watched", list[int]]]:
-        """The rows to look at, with their request and what was drafted of it before the row. Whether there are
-        any is known without waiting for the device."""
+    def _rows(self, ctx: LogitsContext) -> Iterable[tuple[int, "_WatchedRequest", list[int]]]:
+        """Yield the rows to look at, each with its request and the draft tokens before the row. Without such rows,
+        this does not wait for the device."""
         starts = self._tokens.prompt_len.np
         batch = zip(ctx.idx_mapping_np.tolist(), ctx.seq_lens_upper_bound_np.tolist(), strict=False)
         due = {
             slot: self._watched[slot]
-            for slot, most in batch
-            if slot in self._watched and most - starts[slot] >= self._watched[slot].settings.min_new_tokens
+            for slot, length in batch
+            if slot in self._watched and length - starts[slot] >= self._watched[slot].settings.min_new_tokens
         }
         if not due:
             return
-        of_rows = ctx.expanded_idx_mapping.long()
-        lengths = self._tokens.total_len.gpu[of_rows]
-        told = (of_rows, lengths, ctx.expanded_local_pos, ctx.input_ids)
-        slots, totals, offsets, inputs = torch.stack([one.long() for one in told]).tolist()
+        row_slots = ctx.expanded_idx_mapping.long()
+        lengths = self._tokens.total_len.gpu[row_slots]
+        columns = (row_slots, lengths, ctx.expanded_local_pos, ctx.input_ids)
+        slots, totals, offsets, inputs = torch.stack([column.long() for column in columns]).tolist()
         self._read({slot: total for slot, total in zip(slots, totals, strict=True) if slot in due})
         for row, (slot, offset) in enumerate(zip(slots, offsets, strict=True)):
             if slot in due:
                 yield row, due[slot], inputs[row - offset + 1 : row + 1]
 
     def _read(self, totals: dict[int, int]) -> None:
-        """The tokens that slots have got since they were last read, in one copy from the device."""
+        """Read the tokens that the slots got since they were last read, in one copy from the device."""
         new = [
             (slot, place)
             for slot, total in totals.items()
@@ -109,23 +116,24 @@ class RepeatGuard(LogitsProcessor, SlotLogitsProcessor):
                 self._watched[slot].ids.append(id)
 
 
-class _Watched:
-    """A request. `ids` are its new tokens: V1's own list, which may end in -1 where one is not known yet."""
+class _WatchedRequest:
+    """A request and its new tokens. In V1, `ids` is vLLM's own list; tokens at its end that are not known yet are
+    -1."""
 
     def __init__(self, settings: EngineGuard, ids: list[int]) -> None:
         self.settings, self.ids = settings, ids
         self.end_of_turn = settings.end_of_turn
         self._keys = KeyCounter(settings.key_pattern)
 
-    def loops(self, drafted: Sequence[int] = ()) -> bool:
-        """Whether it does with the drafted tokens behind it, which may yet be rejected."""
-        ids, known = self.ids, len(self.ids)
-        while known and ids[known - 1] == -1:
-            known -= 1
-        if known < len(ids):
-            ids = ids[:known]
+    def loops(self, draft: Sequence[int] = ()) -> bool:
+        """Return True if the request loops with the draft tokens behind it, which vLLM may still reject."""
+        ids, length = self.ids, len(self.ids)
+        while length and ids[length - 1] == -1:
+            length -= 1
+        if length < len(ids):
+            ids = ids[:length]
         keys = self._keys.count(ids)
-        if drafted:
-            ids = [*ids, *drafted]
+        if draft:
+            ids = [*ids, *draft]
             keys = copy(self._keys).count(ids)
         return loop_in(ids, keys, self.settings) is not None

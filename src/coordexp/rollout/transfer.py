@@ -1,6 +1,6 @@
-"""The learner's end of the weight transfer, by vLLM's own interface.
+"""The learner's end of the weight transfer, through vLLM's own interface.
 
-Weights go bucket by bucket: while the engine takes one in, the learner fills the next.
+Weights are sent bucket by bucket: while the engine loads one, the learner fills the next.
 """
 
 from collections import deque
@@ -22,13 +22,12 @@ from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactor
 from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo, IPCTrainerWeightTransferEngine
 
 from coordexp.rollout.backend import Weights
-from coordexp.rollout.buckets import BUCKET_BYTES, buckets
+from coordexp.rollout.buckets import BUCKET_BYTES, MemoryFile, buckets, write_tensors
 from coordexp.rollout.engine import CUDA_IPC, SHARED_MEMORY
-from coordexp.rollout.memory_file import MemoryFile, write_tensors
 
 
 class LearnerWeights(WeightSource):
-    """A fresh pass over the learner's weights each time."""
+    """The learner's weights as vLLM's weight source. Each iteration is a new pass over them."""
 
     def __init__(self, weights: Weights) -> None:
         self.weights = weights
@@ -59,27 +58,28 @@ class SharedMemorySender(TrainerWeightTransferEngine[SharedMemory]):
         return engine
 
     def send_weights(self) -> None:
-        """Where weights are gathered from all ranks, those that send nothing take part."""
+        """Send all weights. A rank that is not the sender only passes over them, because all ranks take part in
+        gathering sharded weights."""
         assert self.source is not None
-        passing = buckets(iter(self.source), BUCKET_BYTES)
+        weights = buckets(iter(self.source), BUCKET_BYTES)
         if not self.is_sender:
-            deque(passing, maxlen=0)
+            deque(weights, maxlen=0)
             return
         self.client.start_weight_update()
         with ThreadPoolExecutor(1) as pool:
             sent: list[Future[None]] = []
-            for number, bucket in enumerate(passing):
-                if number >= len(self.files):  # the engine has read what lies there
+            for number, bucket in enumerate(weights):
+                if number >= len(self.files):  # wait until the engine has read this file's previous bucket
                     sent[number - len(self.files)].result()
                 contents = write_tensors(self.files[number % len(self.files)], bucket)
                 sent.append(pool.submit(self.client.update_weights, contents))
-            for one in sent:
-                one.result()
+            for future in sent:
+                future.result()
         self.client.finish_weight_update()
 
 
 class CudaSender(IPCTrainerWeightTransferEngine):
-    """vLLM's own, whose handles leave as plain values."""
+    """vLLM's sender, except that it sends handles as plain values."""
 
     def _do_send(self, *args: Any, ipc_handles: Any, **kwargs: Any) -> None:
         plain = {device: plain_handle(handle) for device, handle in ipc_handles.items()}
@@ -93,7 +93,7 @@ class CudaIpc(IPCTrainerInitInfo):
 
 
 def plain_handle(handle: Sequence[Any]) -> list[Any]:
-    """What torch makes of a tensor that is shared between processes, as numbers, text and bytes."""
+    """Return torch's handle of a tensor that is shared between processes as numbers, text and bytes."""
     kind, size, stride, offset, storage, dtype, *rest = handle
     assert kind is torch.Tensor and storage is torch.storage.TypedStorage, (kind, storage)
     return [list(size), list(stride), offset, str(dtype).removeprefix("torch."), *rest]
@@ -102,7 +102,7 @@ def plain_handle(handle: Sequence[Any]) -> list[Any]:
 def connect(
     device: torch.device, rank: int, client: VLLMWeightSyncClient, source: LearnerWeights
 ) -> TrainerWeightTransferEngine:
-    """The learner's end, on every rank; `rank` is 0 where the engine is spoken with."""
+    """Return the learner's end of the transfer. Every rank needs one; rank 0 talks to the engine."""
     if device.type != "cuda":
         return WeightTransferTrainerFactory.trainer_init(SharedMemory(rank=rank), client=client, source=source)
     largest = max(meta.dtype.itemsize * torch.Size(meta.shape).numel() for meta in source.metadata())

@@ -1,63 +1,120 @@
-"""Answers of a vLLM engine to pictures, whose prompts must be those that training uses, token by token."""
+"""Rollouts from a vLLM engine in this process, and a backend whose engine keeps the weights of a model folder."""
 
 from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
 from typing import Any
 
-from coordexp.errors import DataError, EngineError
-from coordexp.rollout.backend import Decode, Request, Rollout, one_decode
-from coordexp.rollout.guard import ended, guard_arguments, key_pattern
-from coordexp.rollout.prompt import PromptBuilder, check_prompt, open_image
+import torch
+
+from coordexp.config.rollout import VLLM, RolloutMatching
+from coordexp.errors import EngineError
+from coordexp.rollout.agreement import check_length as check_length
+from coordexp.rollout.agreement import check_prompt
+from coordexp.rollout.backend import Decode, Request, Rollout, shared_decode
+from coordexp.rollout.connection import ask_engine
+from coordexp.rollout.engine import EngineFixes, EngineSetup, start_engine, stop_engine
+from coordexp.rollout.guard import cut_at_end, guard_arguments, key_pattern_for
+from coordexp.rollout.prompt import PromptBuilder, open_image
 from coordexp.vocab import VocabularyTable
 
+CPU_CACHE = 2**30  # bytes of an engine's KV cache on a CPU; VLLM_CPU_KVCACHE_SPACE overrides it
+OR_HF = "or use --backend hf, which needs no engine"
+COMMAND_FIXES = EngineFixes(
+    length=f"lower --max-new-tokens, or remove the largest images, {OR_HF}",
+    cache=f"lower --max-new-tokens or --batch, {OR_HF}",
+    memory=f"free memory on this device, {OR_HF}",
+    parallel=f"use a GPU that this model fits, {OR_HF}",
+    unknown=f"vLLM's output above says why; if it is memory, lower --max-new-tokens or --batch; {OR_HF}",
+    ended="vLLM's output above may say why; if there is none, the system may have killed the engine for its "
+    f"memory: lower --batch, {OR_HF}",
+)
 
-def answers(
+
+class VllmBackend:
+    """Generates with an engine that keeps the weights of a model folder. The constructor starts the engine.
+
+    `max_length` limits the tokens of prompt and answer together. At most `batch` sequences are decoded at once. On
+    a GPU, the engine takes `gpu_share` of the memory."""
+
+    def __init__(
+        self,
+        folder: Path,
+        prompts: PromptBuilder,
+        table: VocabularyTable,
+        *,
+        max_length: int,
+        batch: int = 8,
+        dtype: str = "float32",
+        gpu_share: float = 0.2,
+    ) -> None:
+        self.prompts, self.table = prompts, table
+        on_cuda = torch.cuda.is_available()
+        vllm = VLLM(
+            gpu_memory_utilization=gpu_share, tensor_parallel_size=1, max_model_len=max_length, enforce_eager=True
+        )
+        setup = EngineSetup(
+            folder,
+            dtype,
+            RolloutMatching(decode_batch_size=batch, vllm=vllm),
+            table,
+            torch.device("cuda" if on_cuda else "cpu"),
+            kv_cache_bytes=None if on_cuda else CPU_CACHE,
+            fixes=COMMAND_FIXES,
+        )
+        self.engine: Any = start_engine(setup)
+
+    def generate(self, requests: Sequence[Request]) -> list[Rollout]:
+        ask = partial(generate_rollouts, self.engine, self.prompts, self.table, requests)
+        return ask_engine(self.engine, ask, fix=COMMAND_FIXES.ended)
+
+    def close(self) -> None:
+        if self.engine is not None:
+            stop_engine(self.engine.llm_engine.engine_core)
+        self.engine = None
+
+
+def generate_rollouts(
     engine: Any,
     prompts: PromptBuilder,
     table: VocabularyTable,
     requests: Sequence[Request],
     lora_request: Any = None,
 ) -> list[Rollout]:
-    """In the order of the requests, all of which decode alike. The engine must read each prompt as training does:
-    the same token ids. It answers with the adapter of `lora_request`, if there is one."""
+    """Return one rollout per request, in their order. All requests must decode in the same way.
+
+    Raise DataError if the engine reads a prompt with other token ids than training does. With `lora_request`, the
+    engine uses that adapter."""
     if not requests:
         return []
-    decode = one_decode(requests)
-    pattern = key_pattern(table) if decode.guard.enabled and decode.guard.max_object_keys is not None else ()
-    wanted = [prompts.ids(*one.picture.size, one.picture.path) for one in requests]
-    for one, ids in zip(requests, wanted, strict=True):
-        check_length(one, len(ids), engine.llm_engine.model_config.max_model_len)
-    asked = [
+    decode = shared_decode(requests)
+    pattern = key_pattern_for(decode.guard, table)
+    prompt_ids = [prompts.ids(*request.image.size, request.image.path) for request in requests]
+    for request, ids in zip(requests, prompt_ids, strict=True):
+        check_length(request, len(ids), engine.llm_engine.model_config.max_model_len)
+    inputs = [
         {
             "prompt": prompts.text,
-            "multi_modal_data": {"image": open_image(one.picture.path, one.picture.size)},
+            "multi_modal_data": {"image": open_image(request.image.path, request.image.size)},
         }
-        for one in requests
+        for request in requests
     ]
     guard = guard_arguments(decode.guard, pattern, table.end_of_turn)
-    sampling = [_sampling(decode, guard, table.end_of_turn, one.seed) for one in requests]
-    outputs = engine.generate(asked, sampling, use_tqdm=False, lora_request=lora_request)
-    found = []
-    for one, ids, output in zip(requests, wanted, outputs, strict=True):
-        check_prompt(one.picture.path, output.prompt_token_ids, ids)
-        found.append(_rollout(output, decode, pattern, table))
-    return found
+    sampling = [_sampling_params(decode, guard, table.end_of_turn, request.seed) for request in requests]
+    outputs = engine.generate(inputs, sampling, use_tqdm=False, lora_request=lora_request)
+    rollouts = []
+    for request, ids, output in zip(requests, prompt_ids, outputs, strict=True):
+        check_prompt(request.image.path, output.prompt_token_ids, ids)
+        rollouts.append(_to_rollout(output, decode, pattern, table))
+    return rollouts
 
 
-def check_length(request: Request, prompt: int, most: int) -> None:
-    if prompt >= most:
-        raise DataError(
-            f"{request.picture.path}: the engine takes {most} tokens, and its prompt alone has {prompt}\n"
-            "  raise global_max_length (and rollout_matching.vllm.max_model_len, if it is set), or use a smaller "
-            "picture"
-        )
-
-
-def _sampling(decode: Decode, guard: dict[str, Any], end_of_turn: int, seed: int) -> Any:
+def _sampling_params(decode: Decode, guard: dict[str, Any], end_of_turn: int, seed: int) -> Any:
     from vllm import SamplingParams
 
-    drawn = {"temperature": decode.temperature, "top_p": decode.top_p, "top_k": decode.top_k, "seed": seed}
+    sampling = {"temperature": decode.temperature, "top_p": decode.top_p, "top_k": decode.top_k, "seed": seed}
     return SamplingParams(
-        **(drawn if decode.mode == "sampling" else {"temperature": 0.0}),
+        **(sampling if decode.mode == "sampling" else {"temperature": 0.0}),
         max_tokens=decode.max_new_tokens,
         logprobs=0,
         ignore_eos=True,
@@ -67,18 +124,20 @@ def _sampling(decode: Decode, guard: dict[str, Any], end_of_turn: int, seed: int
     )
 
 
-def _rollout(output: Any, decode: Decode, pattern: Sequence[int], table: VocabularyTable) -> Rollout:
+def _to_rollout(output: Any, decode: Decode, pattern: Sequence[int], table: VocabularyTable) -> Rollout:
     answer = output.outputs[0]
     if answer.finish_reason not in ("stop", "length"):
-        raise EngineError(f"vLLM ended an answer by itself ({answer.finish_reason})")
+        raise EngineError(f"vLLM ended an answer for a reason of its own: {answer.finish_reason}")
     logprobs = [step[id].logprob for step, id in zip(answer.logprobs, answer.token_ids, strict=True)]
-    ids, reason = ended(answer.token_ids, table.end_of_turn, decode.guard, pattern)
-    return Rollout.of(table, output.prompt_token_ids, ids, logprobs, reason, _version(answer.weight_versions))
+    ids, reason = cut_at_end(answer.token_ids, table.end_of_turn, decode.guard, pattern)
+    version = _weight_version(answer.weight_versions)
+    return Rollout.of(table, output.prompt_token_ids, ids, logprobs, reason, version)
 
 
-def _version(spans: Sequence[Any] | None) -> int:
-    """Of the weights that made an answer; 0 for those that the engine was started with."""
+def _weight_version(spans: Sequence[Any] | None) -> int:
+    """Return the version of the weights that made an answer, or 0 for the weights that the engine was started
+    with."""
     versions = {span.version for span in spans or ()}
     if len(versions) > 1:
-        raise RuntimeError(f"an answer was made by weights of versions {', '.join(sorted(versions))}")
+        raise EngineError(f"weights of several versions made one answer: {', '.join(sorted(versions))}")
     return int(versions.pop()) if versions - {"default"} else 0

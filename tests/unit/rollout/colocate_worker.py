@@ -1,6 +1,7 @@
 """One of two learner ranks, each with a fake engine of its own: `python colocate_worker.py RANK FOLDER`.
 
-The engine of rank 1 refuses the second adapter. Writes what came of it, with and without leave to fall back.
+The engine of rank 1 refuses the second adapter. The worker writes the result, for a run that may fall back and for
+one that may not.
 """
 
 import json
@@ -28,15 +29,15 @@ def main(rank: int, folder: Path) -> None:
         run.step(2)
         run.refusal = ""
         run.step(3)
-        came_of = {"sent": run.sent, "warnings": run.warnings, "stopped": ""}
+        result = {"sent": run.sent, "warnings": run.warnings, "stopped": ""}
         strict = Run(patch, {"mode": "adapter", "fallback_to_full": False})
         strict.refusal = REFUSAL if rank == 1 else ""
         try:
             strict.step(1)
         except EngineError as error:
-            came_of["stopped"] = str(error)
-    came_of["in step"] = sum_over_ranks([7.0]) == [14.0]
-    (folder / f"rank-{rank}.json").write_text(json.dumps(came_of))
+            result["stopped"] = str(error)
+    result["in step"] = sum_over_ranks([7.0]) == [14.0]
+    (folder / f"rank-{rank}.json").write_text(json.dumps(result))
     dist.destroy_process_group()
 
 

@@ -1,4 +1,4 @@
-"""A colocated backend on a fake engine, to see in which order and with which decisions it is used."""
+"""A colocated backend with a fake engine, to observe how and in which order the backend uses it."""
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -12,25 +12,25 @@ import torch
 from coordexp.config.rollout import RolloutMatching
 from coordexp.rollout import colocate
 from coordexp.rollout.adapter_fallback import AdapterRefused
-from coordexp.rollout.backend import Decode, Picture, Request, Rollout
-from coordexp.rollout.setup import Setup
+from coordexp.rollout.backend import Decode, ImageRef, Request, Rollout
+from coordexp.rollout.engine import EngineSetup
 from coordexp.train.spill import Away
 
-PICTURE = Picture("picture.png", 64, 64)
+IMAGE = ImageRef("image.png", 64, 64)
 CONFIG = {"r": 2}
 ADAPTER = {"q.lora_A.weight": torch.ones(2, 8), "q.lora_B.weight": torch.ones(8, 2)}
 WEIGHTS = {"q.weight": torch.ones(8, 8)}
 
 
 class FakeLearner:
-    """Answers always the same, as the fake engine does."""
+    """Always gives the same answer, as the fake engine does."""
 
-    def generate(self, requests: Sequence[Request]) -> list[Rollout]:
-        return [Rollout((1,), (2, 3), "text", (-0.5, -0.5), "stop") for _ in requests]
+    def generate(self, requests: Sequence[Request], version: int = 0) -> list[Rollout]:
+        return [Rollout((1,), (2, 3), "text", (-0.5, -0.5), "stop", version) for _ in requests]
 
 
 class FakeConnection:
-    """Keeps the names of what it is sent, and refuses adapters for the reason that `Run.refusal` gives."""
+    """Records the names of the weights that it is sent, and refuses adapters with the reason `Run.refusal`."""
 
     def __init__(self, run: "Run") -> None:
         self.run = run
@@ -51,7 +51,9 @@ class FakeConnection:
 
 
 class Run:
-    """A run on a fake engine. `watch` is called with what is done to the engine, when it is done."""
+    """A run with a fake engine. `watch` is called with the name of each thing that is done to the engine.
+
+    If `wrong_version` is set, the engine answers with this version."""
 
     def __init__(
         self,
@@ -63,45 +65,47 @@ class Run:
     ) -> None:
         self.see = watch
         self.refusal = ""
+        self.wrong_version: int | None = None
         self.sent: list[tuple[int, list[str]]] = []
-        self.used: list[str | None] = []  # adapters that answers were made with
-        self.started: list[bool] = []  # whether with a place for adapters
-        self.said: list[str] = []
+        self.used: list[str | None] = []  # the adapter of each call
+        self.started: list[bool] = []  # for each engine, whether it has room for adapters
+        self.messages: list[str] = []
         self.recorded: list[dict[str, Any]] = []
         patch.setattr(colocate, "start_engine", self._fake_start)
-        patch.setattr(colocate, "Connection", lambda *_: FakeConnection(self))
-        patch.setattr(colocate, "asked", lambda engine, work: work())
-        patch.setattr(colocate, "answers", self._fake_answers)
+        patch.setattr(colocate, "EngineConnection", lambda *_: FakeConnection(self))
+        patch.setattr(colocate, "ask_engine", lambda engine, work: work())
+        patch.setattr(colocate, "generate_rollouts", self._fake_rollouts)
         settings = RolloutMatching.model_validate({"vllm": {"enable_lora": True, "sync": sync}})
         table: Any = None
         prompts: Any = None
         learner: Any = FakeLearner()
         self.backend = colocate.ColocateBackend(
-            Setup(Path("model"), "float32", settings, table, torch.device("cpu")),
+            EngineSetup(Path("model"), "float32", settings, table, torch.device("cpu")),
             prompts,
             learner,
-            PICTURE,
+            IMAGE,
             room,
-            self.said.append,
+            self.messages.append,
             (lambda: (CONFIG, iter(ADAPTER.items()))) if has_adapter else None,
             self.recorded.append,
         )
 
     @property
     def warnings(self) -> list[str]:
-        return [said for said in self.said if said.startswith("warning")]
+        return [message for message in self.messages if message.startswith("warning")]
 
     def step(self, version: int) -> list[Rollout]:
         with self.backend.session():
             self.backend.sync(lambda: iter(WEIGHTS.items()), version)
-            return self.backend.generate([Request(PICTURE, Decode.greedy(4))])
+            return self.backend.generate([Request(IMAGE, Decode.greedy(4))])
 
-    def _fake_start(self, setup: Setup, adapters: bool) -> Any:
+    def _fake_start(self, setup: EngineSetup, adapters: bool) -> Any:
         self.see("start")
         self.started.append(adapters)
         return SimpleNamespace()
 
-    def _fake_answers(self, engine: Any, prompts: Any, table: Any, requests: Any, lora_request: Any) -> Any:
+    def _fake_rollouts(self, engine: Any, prompts: Any, table: Any, requests: Any, lora_request: Any) -> Any:
         self.see("answers")
         self.used.append(lora_request)
-        return FakeLearner().generate(requests)
+        version = self.sent[-1][0] if self.wrong_version is None else self.wrong_version
+        return FakeLearner().generate(requests, version)

@@ -1,4 +1,4 @@
-"""Runs a worker module as two learner ranks, in real processes."""
+"""Run a worker module as two learner ranks, in real processes."""
 
 import json
 import os
@@ -13,7 +13,8 @@ ROOT = Path(__file__).parents[3]
 
 
 def run_two_ranks(module: str, folder: Path) -> list[dict[str, Any]]:
-    """Run `python -m MODULE RANK FOLDER` for both ranks. Return what each wrote to `rank-RANK.json`."""
+    """Run `python -m MODULE RANK FOLDER` for both ranks. Return the contents of `rank-RANK.json` that each
+    writes."""
     ranks = [
         subprocess.Popen(
             [sys.executable, "-m", module, str(rank), str(folder)],

@@ -1,5 +1,5 @@
-"""A colocated engine is sent the adapter alone, or whole weights where that cannot be. The run is told so, or it
-stops if it may not fall back. The engine is a fake."""
+"""A colocated engine gets the adapter alone, or whole weights if that is impossible. The run then warns, or stops
+if it may not fall back. The engine is a fake."""
 
 import pytest
 import torch
@@ -15,8 +15,8 @@ BOTH = Offload(enabled=True, offload_model=True, offload_optimizer=True)
 REFUSAL = "the engine cannot use the adapter: LoRA rank 16 is greater than max_lora_rank 8"
 
 
-def settled(mode: str, **more: bool) -> dict[str, object]:
-    """The sync settings of a run with an adapter, as loading leaves them."""
+def sync_settings(mode: str, **more: bool) -> dict[str, object]:
+    """Return the sync settings of a run with an adapter after its config was loaded."""
     changes = {"model__adapter": {"rank": 8}, "rollout_matching__vllm__enable_lora": True}
     tree = stage2(**changes, rollout_matching__vllm__sync={"mode": mode, **more})
     return load(tree).settings.rollout_matching.vllm.sync.model_dump()
@@ -25,26 +25,26 @@ def settled(mode: str, **more: bool) -> dict[str, object]:
 @pytest.mark.scenario("R07.C21", on="fake")
 @pytest.mark.parametrize("mode", ["adapter", "auto"])
 def test_the_adapter_alone_is_sent_and_answers_are_made_with_it(monkeypatch, mode):
-    run = Run(monkeypatch, settled(mode))
+    run = Run(monkeypatch, sync_settings(mode))
     for version in (1, 2):
         run.step(version)
     assert run.started == [True]
     assert run.sent == [(1, list(ADAPTER)), (2, list(ADAPTER))]
-    assert run.used == ["adapter 1", "adapter 1", "adapter 2"]  # the first is of the canary
+    assert run.used == ["adapter 1", "adapter 1", "adapter 2"]  # the first one is for the canary
     assert run.warnings == run.recorded == []
-    assert run.backend.described() == {"sync_mode": "adapter", "fallbacks": []}
+    assert run.backend.describe() == {"sync_mode": "adapter", "fallbacks": []}
 
 
-def test_whole_weights_are_sent_without_a_word_to_an_engine_without_a_place_for_adapters(monkeypatch):
-    run = Run(monkeypatch, settled("full"))
+def test_whole_weights_are_sent_without_a_warning_to_an_engine_without_room_for_adapters(monkeypatch):
+    run = Run(monkeypatch, sync_settings("full"))
     run.step(1)
     assert run.started == [False] and run.sent == [(1, list(WEIGHTS))] and run.used == [None] * 2
-    assert run.warnings == [] and run.backend.described() == {"sync_mode": "full", "fallbacks": []}
+    assert run.warnings == [] and run.backend.describe() == {"sync_mode": "full", "fallbacks": []}
 
 
 @pytest.mark.scenario("R07.S4", on="fake")
-def test_a_refused_adapter_turns_the_run_to_whole_weights_for_good(monkeypatch):
-    run = Run(monkeypatch, settled("adapter"))
+def test_after_a_refused_adapter_the_run_sends_whole_weights_for_good(monkeypatch):
+    run = Run(monkeypatch, sync_settings("adapter"))
     run.step(1)
     run.refusal = REFUSAL
     run.step(2)
@@ -55,12 +55,12 @@ def test_a_refused_adapter_turns_the_run_to_whole_weights_for_good(monkeypatch):
     warning = f"warning: {REFUSAL}; whole weights are sent from here on"
     assert run.warnings == [warning]
     facts = {"sync_mode": "full", "fallbacks": [warning]}
-    assert run.recorded == [facts] and run.backend.described() == facts
+    assert run.recorded == [facts] and run.backend.describe() == facts
 
 
 @pytest.mark.scenario("R07.C23", "R07.S8", on="fake")
 def test_a_refused_adapter_stops_a_run_that_may_not_fall_back_with_the_ways_out(monkeypatch):
-    run = Run(monkeypatch, settled("adapter", fallback_to_full=False))
+    run = Run(monkeypatch, sync_settings("adapter", fallback_to_full=False))
     run.refusal = REFUSAL
     with pytest.raises(EngineError) as error:
         run.step(1)
@@ -69,8 +69,8 @@ def test_a_refused_adapter_stops_a_run_that_may_not_fall_back_with_the_ways_out(
 
 
 @pytest.mark.parametrize("mode", ["adapter", "auto"])
-def test_a_run_with_coordinate_rows_beside_its_adapter_is_told_once_that_it_gets_whole_weights(monkeypatch, mode):
-    run = Run(monkeypatch, settled(mode), has_adapter=False)
+def test_a_run_that_also_trains_coordinate_rows_warns_once_that_it_sends_whole_weights(monkeypatch, mode):
+    run = Run(monkeypatch, sync_settings(mode), has_adapter=False)
     run.step(1)
     warning = (
         "warning: rollout_matching.vllm.sync.mode: an adapter alone cannot be sent, since the rows of the "
@@ -79,14 +79,14 @@ def test_a_run_with_coordinate_rows_beside_its_adapter_is_told_once_that_it_gets
     )
     assert run.warnings == [warning]
     assert run.started == [False] and run.sent == [(1, list(WEIGHTS))]
-    assert run.backend.described() == {"sync_mode": "full", "fallbacks": [warning]}
+    assert run.backend.describe() == {"sync_mode": "full", "fallbacks": [warning]}
 
 
 @pytest.mark.scenario("R07.S8", on="fake")
 @pytest.mark.parametrize("mode", ["adapter", "auto"])
 def test_a_run_with_coordinate_rows_that_may_not_fall_back_stops_with_the_ways_out(monkeypatch, mode):
     with pytest.raises(EngineError) as error:
-        Run(monkeypatch, settled(mode, fallback_to_full=False), has_adapter=False)
+        Run(monkeypatch, sync_settings(mode, fallback_to_full=False), has_adapter=False)
     assert str(error.value).splitlines()[1] == WAYS_OUT
 
 
@@ -94,6 +94,16 @@ WAYS_OUT = (
     "  set rollout_matching.vllm.sync.mode: full, or sync.fallback_to_full: true, or set "
     "rollout_matching.rollout_backend: hf, which needs no engine"
 )
+
+
+def test_an_answer_of_other_weights_than_those_of_the_last_sync_stops_the_run(monkeypatch):
+    run = Run(monkeypatch, sync_settings("full"))
+    run.step(1)
+    run.wrong_version = 1
+    with pytest.raises(
+        EngineError, match="weights of version 1 made an answer, and the engine should have version 2"
+    ):
+        run.step(2)
 
 
 @pytest.mark.scenario("R17.C4", "R17.S1", on="fake")
@@ -116,24 +126,24 @@ def test_the_learner_is_out_of_memory_before_a_fake_engine_starts_until_it_has_a
 
     run = Run(
         monkeypatch,
-        settled(mode),
+        sync_settings(mode),
         room=lambda: offloaded(BOTH, model, optimizer, tmp_path),
-        watch=lambda what: seen.append((what, memory())),
+        watch=lambda event: seen.append((event, memory())),
     )
     run.step(1)
     sent = "adapter" if mode == "adapter" else "whole weights"
     assert seen == [("start", 0), (sent, 0), ("answers", 0), ("answers", 0)]
     assert memory() == 3 * 64 * 64 * 4
-    assert all(torch.equal(one, other) for one, other in zip(tensors, before, strict=True))
+    assert all(torch.equal(tensor, copy) for tensor, copy in zip(tensors, before, strict=True))
 
 
 @pytest.mark.scenario("R07.C11", on="fake")
 @pytest.mark.timeout(120)
 def test_when_the_fake_engine_of_one_rank_refuses_the_adapter_both_ranks_send_whole_weights(tmp_path):
-    """Real processes that talk by gloo. Each has an engine of its own."""
-    for came_of in run_two_ranks("tests.unit.rollout.colocate_worker", tmp_path):
-        assert came_of["sent"][0] == [1, list(ADAPTER)]
-        assert came_of["sent"][-2:] == [[2, list(WEIGHTS)], [3, list(WEIGHTS)]]
-        assert came_of["warnings"] == [f"warning: {REFUSAL}; whole weights are sent from here on"]
-        assert came_of["stopped"] == f"{REFUSAL}\n{WAYS_OUT}"
-        assert came_of["in step"]
+    """The ranks are real processes that communicate with gloo. Each has an engine of its own."""
+    for result in run_two_ranks("tests.unit.rollout.colocate_worker", tmp_path):
+        assert result["sent"][0] == [1, list(ADAPTER)]
+        assert result["sent"][-2:] == [[2, list(WEIGHTS)], [3, list(WEIGHTS)]]
+        assert result["warnings"] == [f"warning: {REFUSAL}; whole weights are sent from here on"]
+        assert result["stopped"] == f"{REFUSAL}\n{WAYS_OUT}"
+        assert result["in step"]

@@ -1,4 +1,4 @@
-"""The arguments that vLLM engines are started with, beside the learner and in a server. No engine is started."""
+"""The arguments that vLLM engines are started with, colocated and in a server. No engine is started."""
 
 from pathlib import Path
 from typing import Any
@@ -8,9 +8,8 @@ import torch
 
 from coordexp.config.rollout import RepeatTerminate, RolloutMatching
 from coordexp.rollout.backend import Decode
-from coordexp.rollout.engine import CUDA_IPC, ENGINE_SIDE, SHARED_MEMORY, starting
+from coordexp.rollout.engine import CUDA_IPC, ENGINE_SIDE, SHARED_MEMORY, EngineSetup, starting
 from coordexp.rollout.guard import ENGINE_GUARD, guard_arguments, key_pattern
-from coordexp.rollout.setup import Setup
 from coordexp.serve.engine import BROADCAST, SERVER_SIDE
 from coordexp.serve.guard import TEXT
 from tests.integration.servers import GUARD
@@ -18,7 +17,7 @@ from tests.vocabularies import table
 
 
 def arguments(transfer: str = SHARED_MEMORY, side: str = ENGINE_SIDE, **settings: Any) -> dict[str, Any]:
-    setup = Setup(Path("model"), "float32", RolloutMatching(**settings), table("small"), torch.device("cpu"))
+    setup = EngineSetup(Path("model"), "float32", RolloutMatching(**settings), table("small"), torch.device("cpu"))
     with starting(setup, transfer, side) as given:
         return dict(given)
 
@@ -53,14 +52,14 @@ def test_an_engine_may_compute_decode_batch_size_sequences_for_each_of_its_devic
 
 
 @pytest.mark.scenario("R33.S4", "R34.C1", on="pure")
-def test_what_a_server_gets_by_its_environment_changes_nothing_for_an_engine_beside_the_learner(
+def test_guard_settings_in_the_environment_of_a_server_have_no_effect_on_a_colocated_engine(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The learner's own settings alone decide whether a colocated engine has the guard (D33)."""
+    """Only the learner's own settings decide whether a colocated engine has the guard (D33)."""
     monkeypatch.setenv(TEXT, RepeatTerminate(**GUARD).model_dump_json())
     vocabulary = table("small")
     for guard, processors in ((RepeatTerminate(), None), (RepeatTerminate(**GUARD), [ENGINE_GUARD])):
         assert arguments(repeat_terminate=guard)["logits_processors"] == processors
         decode = Decode.of(RolloutMatching(repeat_terminate=guard))
-        asked = guard_arguments(decode.guard, key_pattern(vocabulary), vocabulary.end_of_turn)
-        assert bool(asked) == guard.enabled
+        sent = guard_arguments(decode.guard, key_pattern(vocabulary), vocabulary.end_of_turn)
+        assert bool(sent) == guard.enabled

@@ -1,4 +1,4 @@
-"""What a person reads when an engine cannot be started, and where it would be."""
+"""The messages about an engine that does not start, and the devices that an engine gets."""
 
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -7,11 +7,19 @@ import pytest
 import torch
 
 from coordexp.errors import EngineError
-from coordexp.rollout.engine import _cause, _devices, _told, _visible, _way_out, check_vocabulary
+from coordexp.rollout.engine import (
+    TRAINING_FIXES,
+    _device_indices,
+    _first_error,
+    _first_sentence,
+    _visible_gpus,
+    check_vocabulary,
+)
+from coordexp.rollout.vllm import COMMAND_FIXES
 from coordexp.vocab import COORD_TOKENS
 from tests.vocabularies import table
 
-HEARD = """WorkerProc failed to start.
+LOG = """WorkerProc failed to start.
 Traceback (most recent call last):
   File "worker.py", line 83, in __init__
     raise ValueError(
@@ -27,39 +35,58 @@ VALIDATION = """1 validation error for ModelConfig
 """
 
 
-def test_the_cause_of_a_failed_start_is_the_first_error_that_any_of_its_processes_had():
-    assert _cause(HEARD) == "Available memory on node 0 (22.0/23.54 GiB) on startup is less than desired."
-    assert _cause("Traceback\n  x\ntorch.OutOfMemoryError: CUDA out of memory.\n") == (
+def test_the_cause_of_a_failed_start_is_the_first_error_of_any_of_its_processes():
+    assert _first_error(LOG) == "Available memory on node 0 (22.0/23.54 GiB) on startup is less than desired."
+    assert _first_error("Traceback\n  x\ntorch.OutOfMemoryError: CUDA out of memory.\n") == (
         "OutOfMemoryError: CUDA out of memory."
     )
-    assert _cause("") is None
+    assert _first_error("") is None
 
 
-def test_of_an_error_the_sentence_is_told_and_not_its_frame():
-    assert _told(VALIDATION) == "User-specified max_model_len (200000) is too long."
-    assert _told("\nEngine core initialization failed.\nmore") == "Engine core initialization failed."
-    assert _told("") == "it did not say why"
+def test_only_the_sentence_of_an_error_is_shown_without_the_text_around_it():
+    assert _first_sentence(VALIDATION) == "User-specified max_model_len (200000) is too long."
+    assert _first_sentence("\nEngine core initialization failed.\nmore") == "Engine core initialization failed."
+    assert _first_sentence("") == "vLLM gave no reason"
 
 
 @pytest.mark.parametrize(
-    ("told", "way"),
+    ("problem", "training", "command"),
     [
-        ("Available memory is less than desired", "lower rollout_matching.vllm.gpu_memory_utilization"),
+        (
+            "Available memory is less than desired",
+            "lower rollout_matching.vllm.gpu_memory_utilization",
+            "free memory on this device",
+        ),
+        (
+            "it is greater than the derived max_model_len",
+            "lower rollout_matching.vllm.max_model_len",
+            "lower --max",
+        ),
         (
             "requested memory for kv cache",
             "raise rollout_matching.vllm.gpu_memory_utilization, or lower max_model_len",
+            "lower --max-new-tokens or --batch",
         ),
-        ("heads (4) must be divisible by tensor parallel size (3)", "tensor_parallel_size to what divides it"),
-        ("something else", "what it printed above says why"),
+        (
+            "heads (4) must be divisible by tensor parallel size (3)",
+            "tensor_parallel_size to a divisor of it",
+            "use a GPU that this model fits",
+        ),
+        ("something else", "vLLM's output above says why", "vLLM's output above says why"),
     ],
 )
-def test_every_failed_start_names_a_way_out_and_the_backend_without_an_engine(told, way):
-    assert way in _way_out(told)
-    assert _way_out(told).endswith("or set rollout_matching.rollout_backend: hf, which needs no engine")
+def test_every_failed_start_names_a_fix_and_the_backend_without_an_engine(problem, training, command):
+    """A command has options instead of settings."""
+    assert training in TRAINING_FIXES.choose(problem) and command in COMMAND_FIXES.choose(problem)
+    assert TRAINING_FIXES.choose(problem).endswith(
+        "or set rollout_matching.rollout_backend: hf, which needs no engine"
+    )
+    assert COMMAND_FIXES.choose(problem).endswith("or use --backend hf, which needs no engine")
+    assert "rollout_matching" not in COMMAND_FIXES.choose(problem)
 
 
 @dataclass
-class About:
+class FakeSetup:
     size: int
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
 
@@ -68,9 +95,9 @@ class About:
 def test_an_engine_has_the_devices_of_the_ranks_that_share_it(monkeypatch):
     monkeypatch.setenv("LOCAL_RANK", "2")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-    assert _devices(About(2)) == range(2, 4)
+    assert _device_indices(FakeSetup(2)) == range(2, 4)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7,5,3,1")
-    assert _visible(_devices(About(2))) == "3,1", "the third and fourth of those that the learner sees"
+    assert _visible_gpus(_device_indices(FakeSetup(2))) == "3,1", "the third and fourth GPU of the learner"
 
 
 @pytest.mark.scenario("R07.S8", on="pure")
@@ -78,12 +105,12 @@ def test_ranks_of_two_machines_cannot_share_an_engine(monkeypatch):
     monkeypatch.setenv("LOCAL_RANK", "2")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     with pytest.raises(EngineError) as error:
-        _devices(About(4))
+        _device_indices(FakeSetup(4))
     assert str(error.value).splitlines() == [
         "rollout_matching.vllm.tensor_parallel_size: 4 ranks from local rank 2 on share an engine, and this "
         "machine has 4",
-        "  set it to a divisor of the ranks of each machine, or set rollout_matching.rollout_backend: hf, which "
-        "needs no engine",
+        "  set it to a divisor of the number of ranks on each machine, or set rollout_matching.rollout_backend: "
+        "hf, which needs no engine",
     ]
 
 
@@ -93,7 +120,7 @@ def test_a_vocabulary_without_the_learners_coordinate_tokens_is_refused_with_the
     ids = {token: small.first_coord + k for k, token in enumerate(COORD_TOKENS)}
     size = small.first_coord + len(COORD_TOKENS)
     check_vocabulary(
-        SimpleNamespace(convert_tokens_to_ids=lambda tokens: [ids[one] for one in tokens]), size, small
+        SimpleNamespace(convert_tokens_to_ids=lambda tokens: [ids[token] for token in tokens]), size, small
     )
     if fault == "elsewhere":
         ids = {token: id + 1 for token, id in ids.items()}
@@ -104,5 +131,5 @@ def test_a_vocabulary_without_the_learners_coordinate_tokens_is_refused_with_the
         EngineError, match=r"run `coordexp model add-coords` on the checkpoint, and set model.path"
     ):
         check_vocabulary(
-            SimpleNamespace(convert_tokens_to_ids=lambda tokens: [ids[one] for one in tokens]), size, small
+            SimpleNamespace(convert_tokens_to_ids=lambda tokens: [ids[token] for token in tokens]), size, small
         )

@@ -1,4 +1,4 @@
-"""The repeat guard: when it ends a sequence, how it counts objects, and that both of its forms decide alike."""
+"""The repeat guard: when it ends a sequence, how it counts objects, and that both of its forms agree."""
 
 import json
 import random
@@ -8,14 +8,16 @@ import pytest
 import torch
 
 from coordexp.config.rollout import RepeatTerminate
+from coordexp.errors import UserError
 from coordexp.rollout.guard import (
     ARGUMENT,
     EngineGuard,
     KeyCounter,
     count_keys,
-    ended,
+    cut_at_end,
     guard_arguments,
     key_pattern,
+    key_pattern_for,
     loop_in,
 )
 from coordexp.rollout.processors import Guard
@@ -24,7 +26,7 @@ from tests.vocabularies import encode, table
 
 
 def guard(**changes) -> RepeatTerminate:
-    """Every rule out of reach, but for the changes."""
+    """Return a guard whose rules are all out of reach, except for the changes."""
     wide = {"min_new_tokens": 0, "max_consecutive_token_repeats": 1000, "ngram_size": 1000}
     return RepeatTerminate(enabled=True, **(wide | changes))
 
@@ -56,7 +58,7 @@ def test_only_the_end_of_the_sequence_is_looked_at():
 
 
 @pytest.mark.scenario("R33.C4", on="pure")
-def test_a_run_of_tokens_ends_the_sequence_when_it_stands_so_many_times_in_a_row():
+def test_a_run_of_tokens_ends_the_sequence_after_so_many_repeats_in_a_row():
     rule = guard(ngram_size=3, ngram_repeats=3)
     thrice = [1, 2, 3] * 3
     assert loop_in([9, *thrice], 0, rule) == "ngram"
@@ -83,7 +85,7 @@ def test_objects_end_the_sequence_when_there_are_more_than_allowed():
         ({"max_object_keys": 1}, [1, 2, 3, 4], 2),
     ],
 )
-def test_nothing_is_looked_at_before_the_first_new_tokens_or_when_disabled(rule, ids, keys):
+def test_the_guard_ends_nothing_before_min_new_tokens_or_when_disabled(rule, ids, keys):
     assert loop_in(ids, keys, guard(min_new_tokens=4, **rule))
     assert loop_in(ids, keys, guard(min_new_tokens=5, **rule)) is None
     assert loop_in(ids, keys, guard(min_new_tokens=4, **rule).model_copy(update={"enabled": False})) is None
@@ -113,13 +115,20 @@ def test_a_key_is_counted_once_it_is_written_and_not_before():
     assert counts == texts
 
 
-def test_a_tokenizer_that_writes_keys_in_no_common_way_is_refused_with_a_way_out():
-    with pytest.raises(ValueError, match=r"cannot be counted\n  set .*max_object_keys: null"):
+def test_a_tokenizer_that_writes_keys_in_no_common_way_is_refused_with_a_fix():
+    with pytest.raises(UserError, match=r"cannot be counted\n  set .*max_object_keys: null"):
         key_pattern(table("random-5"))
 
 
+def test_a_pattern_is_made_only_for_a_guard_that_counts_objects():
+    vocabulary = table("qwen")
+    assert key_pattern_for(guard(max_object_keys=5), vocabulary) == key_pattern(vocabulary) != ()
+    for idle in (guard(), RepeatTerminate(enabled=False, max_object_keys=5)):
+        assert key_pattern_for(idle, table("random-5")) == ()
+
+
 def random_row(chooser: random.Random, alphabet: int, length: int) -> list[int]:
-    """A third of them end in a run of tokens that is repeated."""
+    """Return a random row. A third of the rows end in a run of tokens that is repeated."""
     row = [chooser.randrange(alphabet) for _ in range(length)]
     if chooser.random() < 0.33:
         size = chooser.randint(1, 4)
@@ -128,7 +137,7 @@ def random_row(chooser: random.Random, alphabet: int, length: int) -> list[int]:
 
 
 @pytest.mark.scenario("R33.C1", "R34.C1", on="pure")
-def test_the_guard_of_whole_batches_decides_as_the_pure_one_does_for_each_row():
+def test_the_guard_of_whole_batches_agrees_with_the_pure_one_on_each_row():
     chooser, seen = random.Random(0), Counter()
     for _ in range(500):
         rule = guard(
@@ -156,14 +165,14 @@ def test_a_looping_row_can_only_end_and_the_others_are_not_touched():
     ids = torch.tensor([[5, 5, 1, 5, 5, 5], [5, 5, 5, 5, 5, 1], [5, 5, 5, 5, 5, 5]])
     scores = torch.randn(3, 10, generator=torch.Generator().manual_seed(0))
     before = scores.clone()
-    found = Guard(rule, (), prompt_length=3, end_of_turn=9)(ids, scores)
-    assert torch.equal(found[1], before[1])
+    guarded = Guard(rule, (), prompt_length=3, end_of_turn=9)(ids, scores)
+    assert torch.equal(guarded[1], before[1])
     for row in (0, 2):
-        assert found[row].softmax(-1).tolist() == [0.0] * 9 + [1.0]
+        assert guarded[row].softmax(-1).tolist() == [0.0] * 9 + [1.0]
     assert torch.equal(scores, before)
 
 
-def test_the_prompt_is_no_part_of_what_is_looked_at():
+def test_the_prompt_is_not_looked_at():
     rule = guard(max_consecutive_token_repeats=3, max_object_keys=1)
     ids = torch.tensor([[5, 5, 5, 5]])
     scores = torch.zeros(1, 10)
@@ -171,7 +180,7 @@ def test_the_prompt_is_no_part_of_what_is_looked_at():
     assert not torch.equal(Guard(rule, (5,), prompt_length=2, end_of_turn=9)(ids, scores), scores)
 
 
-def test_keys_of_a_sequence_that_grows_are_counted_as_those_of_the_whole_one():
+def test_the_keys_of_a_growing_sequence_are_counted_as_in_the_whole_sequence():
     chooser = random.Random(3)
     for _ in range(300):
         pattern = [chooser.randrange(2) for _ in range(chooser.randint(1, 3))]
@@ -198,15 +207,15 @@ def test_keys_of_a_sequence_that_grows_are_counted_as_those_of_the_whole_one():
     ],
 )
 def test_an_answer_ends_before_its_end_of_turn_and_for_one_of_three_reasons(ids, rule, expected):
-    assert ended(tuple(ids), 9, rule, (3,)) == expected
+    assert cut_at_end(tuple(ids), 9, rule, (3,)) == expected
 
 
-def test_a_guard_that_went_with_a_request_is_the_one_that_was_sent():
+def test_an_engine_reads_the_guard_that_was_sent_with_a_request():
     rule = guard(max_object_keys=7)
     sent = json.loads(json.dumps(guard_arguments(rule, (3, 4), 9)))
-    found = EngineGuard.of(sent)
-    assert RepeatTerminate(**found.model_dump(include=set(RepeatTerminate.model_fields))) == rule
-    assert (found.key_pattern, found.end_of_turn) == ((3, 4), 9)
+    received = EngineGuard.of(sent)
+    assert RepeatTerminate(**received.model_dump(include=set(RepeatTerminate.model_fields))) == rule
+    assert (received.key_pattern, received.end_of_turn) == ((3, 4), 9)
 
 
 def test_a_request_without_a_guard_or_with_a_disabled_one_sends_nothing():
@@ -237,11 +246,11 @@ def test_a_malformed_guard_of_a_request_is_refused_and_says_what_is_wrong(change
 def test_no_part_of_a_guard_of_a_request_may_be_missing(name):
     sent = guard_arguments(guard(max_object_keys=7), (3, 4), 9)
     del sent[ARGUMENT][name]
-    with pytest.raises(ValueError, match=f"{name}: missing\n  make it with"):
+    with pytest.raises(ValueError, match=f"{name}: missing; make it with"):
         EngineGuard.of(sent)
 
 
 @pytest.mark.parametrize("whole", [None, [], "on", 3])
-def test_a_guard_of_a_request_that_is_no_mapping_is_refused(whole):
+def test_a_guard_of_a_request_that_is_not_a_mapping_is_refused(whole):
     with pytest.raises(ValueError, match=r"^extra_args\['coordexp_guard'\]: Input should be a valid dictionary"):
         EngineGuard.of({ARGUMENT: whole})

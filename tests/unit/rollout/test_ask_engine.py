@@ -1,4 +1,4 @@
-"""Asking an engine never waits longer than the engine lives, nor than a deadline."""
+"""A call to an engine never waits longer than the engine lives, nor longer than a deadline."""
 
 import threading
 import time
@@ -7,20 +7,22 @@ from types import SimpleNamespace
 import pytest
 
 from coordexp.errors import EngineError
-from coordexp.rollout.connection import Connection, asked
+from coordexp.rollout.connection import EngineConnection, ask_engine
 
-ENDED = "the vLLM engine has ended\n  what it printed above may say why"
+ENDED = "the vLLM engine has ended\n  vLLM's output above may say why"
 
 
-class Process:
+class FakeProcess:
+    """A process that lives for some seconds."""
+
     def __init__(self, seconds: float = 1e9) -> None:
-        self.until = time.monotonic() + seconds
+        self.end = time.monotonic() + seconds
 
     def is_alive(self) -> bool:
-        return time.monotonic() < self.until
+        return time.monotonic() < self.end
 
 
-def engine(process: Process):
+def engine(process: FakeProcess):
     manager = SimpleNamespace(processes=[process])
     resources = SimpleNamespace(engine_dead=False, engine_manager=manager, coordinator=None)
     return SimpleNamespace(llm_engine=SimpleNamespace(engine_core=SimpleNamespace(resources=resources)))
@@ -28,7 +30,7 @@ def engine(process: Process):
 
 @pytest.fixture
 def never():
-    """Waits until the test is over."""
+    """A function that returns only when the test is over."""
     over = threading.Event()
     yield over.wait
     over.set()
@@ -36,34 +38,34 @@ def never():
 
 def test_an_answer_comes_back_at_once():
     began = time.monotonic()
-    assert asked(engine(Process()), lambda: "answer") == "answer"
+    assert ask_engine(engine(FakeProcess()), lambda: "answer") == "answer"
     assert time.monotonic() - began < 0.1
 
 
-def test_an_engine_that_ends_while_it_is_asked_is_an_error_within_a_second(never):
+def test_an_engine_that_ends_during_a_call_is_an_error_within_a_second(never):
     began = time.monotonic()
     with pytest.raises(EngineError, match=ENDED) as error:
-        asked(engine(Process(0.3)), never)
+        ask_engine(engine(FakeProcess(0.3)), never)
     assert time.monotonic() - began < 1.3
-    assert "--resume goes on from the last checkpoint" in str(error.value)
+    assert "--resume continues from the last checkpoint" in str(error.value)
 
 
-def test_an_error_by_which_vllm_says_that_its_engine_ended_is_told_in_our_words():
+def test_vllms_own_error_about_an_engine_that_has_ended_is_replaced_by_ours():
     def fail() -> None:
         raise RuntimeError("EngineCore encountered an issue. See stack trace (above) for the root cause.")
 
     with pytest.raises(EngineError, match=ENDED):
-        asked(engine(Process(0)), fail)
+        ask_engine(engine(FakeProcess(0)), fail)
 
 
-def test_another_error_passes_as_it_is():
+def test_any_other_error_is_raised_unchanged():
     with pytest.raises(KeyError, match="mine"):
-        asked(engine(Process()), lambda: {}["mine"])
+        ask_engine(engine(FakeProcess()), lambda: {}["mine"])
 
 
 def test_a_sync_that_hangs_ends_at_its_deadline_and_names_the_setting(never):
-    connection = Connection(engine(Process()), device=None, timeout=0.3)
-    connection._until = time.monotonic() + 0.3
+    connection = EngineConnection(engine(FakeProcess()), device=None, timeout=0.3)
+    connection._deadline = time.monotonic() + 0.3
     began = time.monotonic()
     with pytest.raises(EngineError, match=r"took longer than 0.3 s\n.*raise rollout_matching.vllm.sync.timeout_s"):
         connection._call(never)
