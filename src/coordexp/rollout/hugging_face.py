@@ -80,9 +80,7 @@ class HuggingFaceBackend:
             max_new_tokens=decode.max_new_tokens,
             do_sample=False,  # when sampling, the Sampler leaves only the token that it has drawn
             num_beams=decode.num_beams,
-            length_penalty=0.0
-            if decode.num_beams > 1
-            else None,  # return the most probable beam, however short it is
+            length_penalty=0.0 if decode.num_beams > 1 else None,  # the most probable beam, however short
             eos_token_id=stop,
             pad_token_id=stop,
             synced_gpus=lockstep,
