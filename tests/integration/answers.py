@@ -1,4 +1,4 @@
-"""The answers of one model, asked in one process or held by several: replicated by DDP, sharded by FSDP2."""
+"""The answers of one model in one process, or in several: replicated with DDP, or sharded with FSDP2."""
 
 from pathlib import Path
 from typing import Any
@@ -24,30 +24,30 @@ def backend(folder: Path, model: Any) -> HuggingFaceBackend:
     return HuggingFaceBackend(lambda: model, prompts, VocabularyTable.from_folder(folder), decode_batch_size=2)
 
 
-def answers(asked: HuggingFaceBackend, pictures: list[str], decode: dict[str, Any]) -> list[Any]:
-    """Ids, log probabilities and the reason of the end."""
-    made = Decode(40, **decode)
-    requests = [Request(ImageRef(picture, 64, 64), made, seed=k) for k, picture in enumerate(pictures, start=7)]
-    return [_plain(rollout) for rollout in asked.generate(requests)]
+def answers(generator: HuggingFaceBackend, images: list[str], decode: dict[str, Any]) -> list[Any]:
+    """Return the ids, log probabilities and finish reason of each answer."""
+    decoding = Decode(40, **decode)
+    requests = [Request(ImageRef(image, 64, 64), decoding, seed=k) for k, image in enumerate(images, start=7)]
+    return [_plain(rollout) for rollout in generator.generate(requests)]
 
 
 def held(folder: Path, mode: str, calls: list[dict[str, Any]], damaged: list[list[str]]) -> dict[str, Any]:
-    """What this rank gets. Each call has a way of decoding, and the pictures of each rank. Then comes one that
-    meets a damaged picture, and after it the first one again."""
+    """Return the answers that this rank gets to each call, which has a decoding and the images of each rank. Then
+    make a call with a damaged image, and after it the first call again."""
     accelerator = accelerated(sharded=mode == "fsdp2")
     rank, model = accelerator.process_index, whole_model(folder)
     wrapped, _ = accelerator.prepare(model, torch.optim.SGD(model.parameters()))
-    model = wrapped.module if mode == "ddp" else wrapped  # as the Trainer has it
+    model = wrapped.module if mode == "ddp" else wrapped  # the Trainer has it in this form
     assert (mode == "fsdp2") == all(isinstance(weight, DTensor) for weight in model.parameters())
-    asked = backend(folder, model)
-    found = [answers(asked, call["pictures"][rank], call["decode"]) for call in calls]
+    generator = backend(folder, model)
+    results = [answers(generator, call["pictures"][rank], call["decode"]) for call in calls]
     error = None
     try:
-        together(lambda: answers(asked, damaged[rank], {}))
+        together(lambda: answers(generator, damaged[rank], {}))
     except Exception as failed:  # noqa: BLE001
         error = f"{type(failed).__name__}: {failed}"
-    after = answers(asked, calls[0]["pictures"][rank], calls[0]["decode"])
-    return {"calls": found, "error": error, "after": after}
+    after = answers(generator, calls[0]["pictures"][rank], calls[0]["decode"])
+    return {"calls": results, "error": error, "after": after}
 
 
 def _plain(rollout: Rollout) -> list[Any]:

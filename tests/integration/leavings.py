@@ -1,5 +1,5 @@
-"""What the processes of a run leave on the machine, apart from what others do at the same time: temporary files go
-to a folder of the run's own, and shared memory is known by the processes that have mapped it."""
+"""The files and shared memory that the processes of a run leave on the machine. Other runs at the same time do not
+count: temporary files go to a folder of the run, and shared memory is found through the processes that map it."""
 
 import shutil
 import tempfile
@@ -13,14 +13,14 @@ from coordexp.leftovers import mapped_segments
 
 
 class Leavings:
-    """`variables` are for the environment of the run."""
+    """Finds what a run leaves. `variables` must be in the environment of the run."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.variables = folder, {"TMPDIR": str(folder)}
         self.segments: set[str] = set()
 
     def look(self, pid: int) -> set[str]:
-        """Note the shared memory of a process and of all below it. Return all that was noted so far."""
+        """Record the shared memory of a process and its descendants. Return all that was recorded so far."""
         for process in (psutil.Process(pid), *psutil.Process(pid).children(recursive=True)):
             self.segments |= mapped_segments(process.pid)
         return self.segments
@@ -39,7 +39,7 @@ class Leavings:
 
 @contextmanager
 def leavings() -> Iterator[Leavings]:
-    """The folder has a short name: sockets are in it."""
+    """Yield the leavings of a run. Its folder has a short name, because sockets are in it."""
     folder = Path(tempfile.mkdtemp(prefix="left-"))
     try:
         yield Leavings(folder)

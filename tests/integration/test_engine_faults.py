@@ -1,7 +1,7 @@
-"""What goes wrong with an engine beside the learner is told in a few words, ends the run, and leaves no process.
+"""A fault of a colocated engine is reported in a few words, ends the run, and leaves no process.
 
-Engines take long to start, so each start meets several faults, and runs of several ranks first train some steps
-that must be those of `rollout_backend: hf`.
+Engines take long to start, so several faults share a start, and runs of several ranks first train some steps that
+must equal those of `rollout_backend: hf`.
 """
 
 import json
@@ -48,33 +48,33 @@ def with_engine(folder, name, vllm=(), **changes):
 
 
 def family(pid: int) -> list[psutil.Process]:
-    """Of a process, all that it started: those of an engine have no environment to find them by."""
+    """Return all descendants of a process. The processes of an engine have no environment to find them by."""
     return psutil.Process(pid).children(recursive=True)
 
 
 def named(processes: list[psutil.Process], name: str) -> list[psutil.Process]:
-    return [one for one in processes if one.cmdline() and one.cmdline()[0].startswith(f"VLLM::{name}")]
+    return [process for process in processes if " ".join(process.cmdline()).startswith(f"VLLM::{name}")]
 
 
-def gone(processes: list[psutil.Process], seconds: float = 10) -> bool:
+def all_ended(processes: list[psutil.Process], seconds: float = 10) -> bool:
     return not psutil.wait_procs(processes, timeout=seconds)[1]
 
 
 @contextmanager
-def running(words, until, processes: int = 1, **variables: str):
-    """A run that has shown `until`, and its processes, which are killed at the end whatever becomes of it."""
-    with started(words, processes, **variables) as run:
+def running(words, until, ranks: int = 1, **variables: str):
+    """Yield a run that has printed `until`, and its processes, which are killed at the end in any case."""
+    with started(words, ranks, **variables) as run:
         while until not in run.shown:
             assert run.process.poll() is None, run.shown[-3000:]
             assert run.seconds < 200, run.shown[-3000:]
             time.sleep(0.1)
-        all_of_it = family(run.process.pid)
+        processes = family(run.process.pid)
         try:
-            yield run, all_of_it
+            yield run, processes
         finally:
-            for one in all_of_it:
-                if one.is_running():
-                    one.kill()
+            for process in processes:
+                if process.is_running():
+                    process.kill()
 
 
 # One engine in this process
@@ -88,10 +88,10 @@ def backend(parts):
         PromptBuilder(AutoProcessor.from_pretrained(MODEL), "Detect."),
     )
     model = whole_model(MODEL)
-    about = EngineSetup(MODEL, "float32", settings, table, torch.device("cpu"))
+    setup = EngineSetup(MODEL, "float32", settings, table, torch.device("cpu"))
     learner = HuggingFaceBackend(lambda: model, prompts, table, 4)
     room = SimpleNamespace(drop=lambda: None)
-    made = ColocateBackend(about, prompts, learner, picture(parts), lambda: nullcontext(room))
+    made = ColocateBackend(setup, prompts, learner, first_image(parts), lambda: nullcontext(room))
     made.weights = lambda: learner_weights(model)
     with made.session():
         made.sync(made.weights, 0)
@@ -99,46 +99,46 @@ def backend(parts):
     made.close()
 
 
-def picture(parts) -> ImageRef:
+def first_image(parts) -> ImageRef:
     return ImageRef(str(parts / "data/images/train/0000000.png"), 64, 64)
 
 
-def renamed(weights):
-    return ((name.replace("layers.0.mlp.down_proj", "nonsense"), one) for name, one in weights)
+def rename_weight(weights):
+    return ((name.replace("layers.0.mlp.down_proj", "nonsense"), weight) for name, weight in weights)
 
 
-def without_one(weights):
-    return ((name, one) for name, one in weights if "layers.0.mlp.down_proj" not in name)
+def leave_out_weight(weights):
+    return ((name, weight) for name, weight in weights if "layers.0.mlp.down_proj" not in name)
 
 
-def cut(weights):
-    return ((name, one[:-1] if "layers.0.mlp.down_proj" in name else one) for name, one in weights)
+def shorten_weight(weights):
+    return ((name, weight[:-1] if "layers.0.mlp.down_proj" in name else weight) for name, weight in weights)
 
 
 @pytest.mark.parametrize(
-    ("spoil", "says"),
+    ("spoil", "message"),
     [
-        (renamed, r"at .*nonsense.weight: There is no module or parameter named "),
-        (cut, r"at .*layers.0.mlp.down_proj.weight: "),
-        (without_one, r"\d weights of the engine were not sent, among them .*layers.0.mlp.down_proj.weight"),
+        (rename_weight, r"at .*nonsense.weight: There is no module or parameter named "),
+        (shorten_weight, r"at .*layers.0.mlp.down_proj.weight: "),
+        (leave_out_weight, r"\d weights of the engine were not sent, among them .*layers.0.mlp.down_proj.weight"),
     ],
 )
-def test_weights_that_the_engine_cannot_take_are_an_error_that_names_them(backend, spoil, says):
-    with pytest.raises(EngineError, match=f"^sending weights to vLLM failed: {says}"):
+def test_weights_that_the_engine_cannot_load_are_an_error_that_names_them(backend, spoil, message):
+    with pytest.raises(EngineError, match=f"^sending weights to vLLM failed: {message}"):
         backend._connection.send(lambda: spoil(backend.weights()), 1, 0)
 
 
 def test_an_engine_that_is_killed_while_it_answers_is_an_error_within_seconds(backend, parts):
     engine = named(family(os.getpid()), "")
     (core,) = named(engine, "EngineCore")
-    requests = [Request(picture(parts), Decode.greedy(200), seed=k + 1) for k in range(64)]
+    requests = [Request(first_image(parts), Decode.greedy(200), seed=k + 1) for k in range(64)]
     threading.Timer(0.5, core.kill).start()
     began = time.monotonic()
     with pytest.raises(EngineError, match=r"the vLLM engine has ended\n.*rollout_backend: hf"):
         backend.generate(requests)
     assert 0.5 < time.monotonic() - began < 5
     backend.close()
-    assert gone(engine)
+    assert all_ended(engine)
 
 
 # Engines that do not start
@@ -146,33 +146,35 @@ def test_an_engine_that_is_killed_while_it_answers_is_an_error_within_seconds(ba
 
 @pytest.mark.scenario("R07.S8", on="engine")
 @pytest.mark.parametrize(
-    ("vllm", "says"),
+    ("vllm", "message"),
     [
         (
             {"tensor_parallel_size": 3},
             "vLLM did not start: Total number of attention heads (4) must be divisible by tensor parallel size "
-            "(3).\n  set rollout_matching.vllm.tensor_parallel_size to what divides it, or set ",
+            "(3).\n  set rollout_matching.vllm.tensor_parallel_size to a divisor of it, or set ",
         ),
         (
             {"tensor_parallel_size": 1, "max_model_len": 100_000},
             "vLLM did not start: User-specified max_model_len (100000) is greater than the derived max_model_len ",
         ),
         (
-            {"tensor_parallel_size": 1, "gpu_memory_utilization": 0.001},  # when its workers are there
+            {"tensor_parallel_size": 1, "gpu_memory_utilization": 0.001},  # fails after its workers were started
             "vLLM did not start: Available memory on node 0 ",
         ),
     ],
 )
-def test_an_engine_that_cannot_be_is_refused_in_the_words_of_vllm_with_a_way_out(parts, monkeypatch, vllm, says):
+def test_an_engine_that_cannot_start_is_reported_in_the_words_of_vllm_with_a_fix(
+    parts, monkeypatch, vllm, message
+):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
     file = with_engine(parts, "refused", vllm, global_max_length=vllm.get("max_model_len", 256))
     settings = load_settings(file, World(3)).settings.rollout_matching
     table = VocabularyTable.from_folder(MODEL)
     with pytest.raises(EngineError) as error:
         start_engine(EngineSetup(MODEL, "float32", settings, table, torch.device("cpu")))
-    assert str(error.value).startswith(says)
+    assert str(error.value).startswith(message)
     assert str(error.value).endswith("or set rollout_matching.rollout_backend: hf, which needs no engine")
-    assert gone(named(family(os.getpid()), ""))
+    assert all_ended(named(family(os.getpid()), ""))
 
 
 # Runs
@@ -184,33 +186,33 @@ MIXED = {"custom__trainer_variant": "stage2_two_channel", "stage2__b_ratio": 0.4
 
 @pytest.fixture(scope="module")
 def losses(parts):
-    """Of five steps of two ranks whose learner answers itself."""
+    """The losses of five steps of two ranks whose learner answers itself."""
     changes = LONG | MIXED | {"training__max_steps": 5, "training__save_strategy": "no"}
     finish(training(config(parts, "hf", **changes)), processes=2)
     return [line["loss"] for line in steps(parts / "hf")]
 
 
 def test_signals_to_all_processes_of_a_run_end_its_start_or_save_the_step_and_end_the_engine(parts):
-    """As a terminal sends Ctrl-C, here while the engine is started, and schedulers send SIGTERM."""
+    """A terminal sends Ctrl-C to all processes, here while the engine starts, and schedulers send SIGTERM."""
     file = with_engine(parts, "interrupted")
     with running(training(file), until="starting vLLM") as (run, _):
-        time.sleep(12)  # until the engine's own processes are starting
+        time.sleep(12)  # by now the engine's own processes are starting
         everything = family(run.process.pid)
         at = time.monotonic()
         os.killpg(run.process.pid, signal.SIGINT)
         assert run.wait(60) == 130, run.shown[-3000:]
         assert time.monotonic() - at < START_GRACE + 5
-        assert gone(everything)
+        assert all_ended(everything)
         shown = run.shown
     assert shown.count("stopping (SIGINT): no step was trained yet, so there is nothing to save") == 1
     assert "stopped by a signal before the first step, so there is nothing to save" in shown
     assert "Traceback" not in shown
     assert not list((parts / "interrupted").glob("checkpoint-*"))
     with running(training(file, "--resume"), until="step 2/") as (run, everything):
-        for one in [psutil.Process(run.process.pid), *everything]:
-            one.terminate()
+        for process in [psutil.Process(run.process.pid), *everything]:
+            process.terminate()
         assert run.wait(60) == 0, run.shown[-3000:]
-        assert gone(everything)
+        assert all_ended(everything)
         shown = run.shown
     assert "stopped by a signal after step" in shown and "Traceback" not in shown
 
@@ -226,44 +228,48 @@ def test_an_engine_that_is_being_started_ends_with_its_learner(parts):
         everything = family(run.process.pid)
         places.look(run.process.pid)
         run.process.kill()
-        assert gone(everything, seconds=60)
+        assert all_ended(everything, seconds=60)
         assert places.left() == []
 
 
-def test_two_ranks_with_an_engine_each_train_as_without_and_end_together_when_one_engine_hangs(parts, losses):
+def test_two_ranks_with_an_engine_each_train_as_without_engines_and_end_together_when_one_engine_hangs(
+    parts, losses
+):
     vllm = {"tensor_parallel_size": 1, "sync": {"timeout_s": 12}}
     words = training(with_engine(parts, "two", vllm, **MIXED))
-    with running(words, until="step 1/", processes=2) as (run, everything):
+    with running(words, until="step 1/", ranks=2) as (run, everything):
         assert len(named(everything, "EngineCore")) == 2
         hanging = named(family(run.rank(1)), "")
         while "step 5/" not in run.shown:
             assert run.seconds < 220, run.shown[-3000:]
             time.sleep(0.02)
-        for one in hanging:  # before the next sync, at step 8
-            one.suspend()
+        for process in hanging:  # before the next sync, at step 8
+            process.suspend()
         at = time.monotonic()
         assert run.wait(60) == 1, run.shown[-3000:]
         assert time.monotonic() - at < 12 + 20
-        assert gone(everything)
+        assert all_ended(everything)
         shown = run.shown
     assert [line["loss"] for line in steps(parts / "two")][:5] == pytest.approx(losses, rel=1e-5)
-    said = (
+    message = (
         "sending weights to vLLM took longer than 12 s\n  if the model is large, raise rollout_matching.vllm.sync"
     )
-    assert shown.count(said) == 2  # by the rank itself, and by the other
+    assert shown.count(message) == 2  # from the rank itself, and from the other
     assert shown.count("rank 1 failed, and with it all others\n  EngineError: sending weights to vLLM") == 1
     assert "]: Traceback" not in shown  # of a rank; torchrun has its own
 
 
-def test_sharded_ranks_that_share_an_engine_train_as_without_and_take_it_with_them_when_killed(parts, losses):
-    """FSDP2, and an engine of two workers."""
+def test_sharded_ranks_that_share_an_engine_train_as_without_it_and_the_engine_ends_when_they_are_killed(
+    parts, losses
+):
+    """The ranks are sharded with FSDP2, and the engine has two workers."""
     file = with_engine(parts, "shared", {"tensor_parallel_size": 2}, **MIXED)
     plan = parts / "plan.json"
     plan.write_text(json.dumps([{"name": "shared", "config": str(file), "resume": False, "sharded": True}]))
     words = [str(ROOT / "tests/integration/stage2_worker.py"), str(plan)]
     with (
         leavings() as places,
-        running(words, until="step 5/", processes=2, **places.variables) as (run, everything),
+        running(words, until="step 5/", ranks=2, **places.variables) as (run, everything),
     ):
         assert len(named(everything, "EngineCore")) == 1
         assert len(named(everything, "Worker")) == 2
@@ -271,6 +277,6 @@ def test_sharded_ranks_that_share_an_engine_train_as_without_and_take_it_with_th
         assert places.sockets() and places.segments
         os.kill(run.rank(0), signal.SIGKILL)
         assert run.wait(60) == 1, run.shown[-3000:]
-        assert gone(everything)
+        assert all_ended(everything)
         assert places.left() == []
     assert [line["loss"] for line in steps(parts / "shared")][:5] == pytest.approx(losses, rel=1e-5)

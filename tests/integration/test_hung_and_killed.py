@@ -1,5 +1,5 @@
-"""A server whose engine hangs says so and ends itself. Servers that are killed, by themselves or with their
-launcher, leave nothing: no process, no socket, no shared memory, no temporary file.
+"""A server whose engine hangs reports it and ends itself. Servers that are killed, alone or with their launcher,
+leave nothing: no process, no socket, no shared memory, no temporary file.
 
 Engines take long to start, so the servers are started side by side.
 """
@@ -27,8 +27,8 @@ HUNG, KILLED = 0, 1  # servers
 
 @pytest.fixture(scope="module")
 def places() -> Iterator[Leavings]:
-    with leavings() as found:
-        yield found
+    with leavings() as made:
+        yield made
 
 
 @pytest.fixture(scope="module")
@@ -47,11 +47,11 @@ def servers(tmp_path_factory: pytest.TempPathFactory, places: Leavings) -> Itera
         fleet.close()
 
 
-def test_a_server_whose_worker_stands_still_says_so_to_all_and_ends_itself(servers):
+def test_a_server_whose_worker_hangs_reports_it_to_all_and_ends_itself(servers):
     server, url = servers[HUNG], servers.url(HUNG)
     answers: list[httpx.Response] = []
     body: dict[str, Any] = {
-        "infer_requests": [asked(one, guard=False) for one in servers.pictures() * 4],
+        "infer_requests": [asked(image, guard=False) for image in servers.pictures() * 4],
         "request_config": GREEDY | {"max_tokens": 200},
     }
 
@@ -62,23 +62,23 @@ def test_a_server_whose_worker_stands_still_says_so_to_all_and_ends_itself(serve
     asking.start()
     wait_for(lambda: "coordexp_running_requests 1.0" in httpx.get(f"{url}/metrics", trust_env=False).text, 20)
     below = psutil.Process(server.process.pid).children(recursive=True)
-    (worker,) = [one for one in below if one.cmdline() and one.cmdline()[0].startswith("VLLM::Worker")]
+    (worker,) = [process for process in below if " ".join(process.cmdline()).startswith("VLLM::Worker")]
     worker.suspend()
     began = time.monotonic()
     assert httpx.get(f"{url}/health/", trust_env=False).status_code == 200
     asking.join(60)
     seconds = time.monotonic() - began
-    told = answers[0].json()["error"]
-    assert (answers[0].status_code, told["code"]) == (503, "engine_hung"), told
+    error = answers[0].json()["error"]
+    assert (answers[0].status_code, error["code"]) == (503, "engine_hung"), error
     assert (
-        told["message"].startswith("the engine hangs: its processes are alive and have not answered for ")
-        and "hung_after_s" in told["fix"]
+        error["message"].startswith("the engine hangs: its processes are alive and have not answered for ")
+        and "hung_after_s" in error["fix"]
     )
     assert HUNG_AFTER - 1 < seconds < HUNG_AFTER + 12
     assert server.wait(40) == 1, server.shown[-3000:]
-    print(f"told after {seconds:.1f} s, ended after {time.monotonic() - began:.1f} s")
+    print(f"reported after {seconds:.1f} s, ended after {time.monotonic() - began:.1f} s")
     assert not psutil.wait_procs(below, timeout=10)[1]
-    assert f"{told['message'][:30]}" in server.shown and "Traceback" not in server.shown
+    assert f"{error['message'][:30]}" in server.shown and "Traceback" not in server.shown
 
 
 def test_servers_that_hung_or_were_killed_leave_nothing(servers, places):

@@ -60,8 +60,8 @@ def model(
                 )
             else:
                 make_model(out_folder, vocabulary.value, tied=tied, seed=seed, spread=spread)
-        except (OSError, ModuleNotFoundError) as error:
-            raise UserError(str(error)) from error
+        except OSError as error:
+            raise UserError(f"{out_folder} cannot be written: {error}", "give another --out") from error
     out.print(f"wrote {out_folder}")
 
 
@@ -135,7 +135,7 @@ def generate(
         with progress("starting a vLLM engine (about a minute on a CPU)"):
             from coordexp.rollout.vllm import VllmBackend
 
-            longest = len(expected.prompt_ids) + tokens
+            longest = max(1024, len(expected.prompt_ids) + tokens)
             with closing(VllmBackend(model_folder, prompts, table, max_length=longest)) as engine:
                 (actual,) = engine.generate([request])
     _show("vLLM", actual)

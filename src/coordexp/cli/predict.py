@@ -51,7 +51,7 @@ def predict(
         if checkpoints:
             fix = f"it contains {checkpoints[-1]}: give that"
         raise UserError(f"{model} has no config.json", fix)
-    question = prompt or _trained_prompt(model)
+    question = prompt or _prompt_of_training(model)
     with progress("loading"):
         from transformers import AutoProcessor
 
@@ -227,7 +227,7 @@ def _identity(model: Path, records: "RecordFile", prompt: str, max_new_tokens: i
     }
 
 
-def _trained_prompt(model: Path) -> str:
+def _prompt_of_training(model: Path) -> str:
     """Return the prompt that training recorded in the checkpoint, or the default prompt."""
     from coordexp.config.settings import Custom
 

@@ -20,7 +20,8 @@ class AdapterRefused(EngineError):
 
 
 class SyncMode:
-    """What is sent after each update. It changes at most once, from the adapter to whole weights.
+    """The kind of weights that is sent after each update. It changes at most once, from the adapter to whole
+    weights.
 
     `has_adapter` says that the adapter contains everything that is trained. `otherwise` ends the message to a run
     that may not fall back."""

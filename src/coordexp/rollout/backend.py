@@ -80,7 +80,7 @@ class Request:
     seed: int = 1
 
 
-def shared_decode(requests: Sequence[Request]) -> Decode:
+def common_decode(requests: Sequence[Request]) -> Decode:
     """Return the decoding of all requests of a call. Raise ValueError if they differ in it."""
     decodes = {request.decode for request in requests}
     if len(decodes) != 1:

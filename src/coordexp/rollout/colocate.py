@@ -37,6 +37,10 @@ from coordexp.rollout.vllm import generate_rollouts
 WAVES = 8  # full batches per call: the engine refills its batch as answers end, so only the end of a call is slow
 
 
+def _ignore(_: object) -> None:
+    pass
+
+
 class Offloaded(Protocol):
     """A learner whose memory is free for the engine."""
 
@@ -60,9 +64,9 @@ class ColocateBackend:
         learner: RolloutBackend,
         probe: ImageRef,
         room: Callable[[], AbstractContextManager[Offloaded]],
-        notify: Callable[[str], None] = lambda _: None,
+        notify: Callable[[str], None] = _ignore,
         adapter: Callable[[], AdapterWeights] | None = None,
-        record: Callable[[dict[str, Any]], None] = lambda _: None,
+        record: Callable[[dict[str, Any]], None] = _ignore,
     ) -> None:
         self.setup, self.prompts, self.learner, self.probe = setup, prompts, learner, probe
         self.room, self.notify = room, notify

@@ -11,7 +11,7 @@ import select
 import signal
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing import resource_tracker
 from pathlib import Path
@@ -37,7 +37,7 @@ OWNER = "COORDEXP_ENGINE_OWNER"  # in the environment of the engine's processes:
 
 @dataclass(frozen=True)
 class EngineFixes:
-    """What the user can do if an engine does not start, for each kind of problem, or if it ends."""
+    """Advice for the user if an engine does not start, for each kind of problem, or if it ends."""
 
     length: str
     cache: str
@@ -341,10 +341,9 @@ def _engine_environment(visible: str | None) -> Iterator[None]:
     os.environ.update(variables)
     resource_tracker.ensure_running()  # starting it later would unblock the signals
     blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
-        os.environ.update(before)
+    with ExitStack() as at_end:
+        at_end.callback(os.environ.update, before)
         for name in variables.keys() - before.keys():
-            del os.environ[name]
+            at_end.callback(os.environ.pop, name)
+        at_end.callback(signal.pthread_sigmask, signal.SIG_SETMASK, blocked)
+        yield

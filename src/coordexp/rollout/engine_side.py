@@ -184,7 +184,7 @@ def clone_pending_weights(model: torch.nn.Module, is_held: Callable[[Tensor], bo
 
 
 class CudaReceiver(Reload, IPCWeightTransferEngine):
-    """vLLM's receiver, except that it takes handles as plain values: nothing is unpickled."""
+    """The receiver of vLLM, except that handles come as plain values: nothing is unpickled."""
 
     def parse_update_info(self, update_dict: dict[str, Any]) -> IPCWeightTransferUpdateInfo:
         handles = {device: cuda_handle(values) for device, values in update_dict["ipc_handles"].items()}

@@ -6,7 +6,7 @@ it is in its former mode again, also after an error.
 
 import json
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import asdict
 from typing import Any
 
@@ -16,7 +16,7 @@ from torch.distributed.fsdp import register_fsdp_forward_method
 from transformers import GenerationConfig, GenerationMixin, LogitsProcessorList
 
 from coordexp.ranks import gather_texts, together
-from coordexp.rollout.backend import Decode, ImageRef, Request, Rollout, Weights, shared_decode
+from coordexp.rollout.backend import Decode, ImageRef, Request, Rollout, Weights, common_decode
 from coordexp.rollout.guard import cut_at_end, key_pattern_for
 from coordexp.rollout.processors import Guard, Recorder, Sampler
 from coordexp.rollout.prompt import PromptBuilder
@@ -39,7 +39,7 @@ class HuggingFaceBackend:
     def generate(self, requests: Sequence[Request]) -> list[Rollout]:
         model = self.model()
         sharded = is_sharded(model)
-        size = max(1, self.decode_batch_size // (shared_decode(requests).num_beams if requests else 1))
+        size = max(1, self.decode_batch_size // (common_decode(requests).num_beams if requests else 1))
         batches = [requests[start : start + size] for start in range(0, len(requests), size)]
         fillers = _filler_requests(model, batches) if sharded else []
         rollouts: list[Rollout] = []
@@ -67,7 +67,7 @@ class HuggingFaceBackend:
         pass
 
     def _generate_batch(self, model: Any, requests: Sequence[Request], lockstep: bool) -> list[Rollout]:
-        decode, stop = shared_decode(requests), self.table.end_of_turn
+        decode, stop = common_decode(requests), self.table.end_of_turn
         pattern = key_pattern_for(decode.guard, self.table)
         rows = [self.prompts.ids(*request.image.size, request.image.path) for request in requests]
         inputs = _pad_batch(self.prompts, requests, rows, pad=stop, device=model.device)
@@ -119,14 +119,12 @@ def generation_mode(model: Any) -> Iterator[None]:
     training = [module for module in model.modules() if module.training]
     generator = next(module for module in model.modules() if isinstance(module, GenerationMixin))
     config, generator.generation_config = generator.generation_config, GenerationConfig()
-    model.eval()
-    try:
-        with torch.no_grad():
-            yield
-    finally:
-        generator.generation_config = config
+    with ExitStack() as at_end, torch.no_grad():
+        at_end.callback(setattr, generator, "generation_config", config)
         for module in training:
-            module.training = True
+            at_end.callback(setattr, module, "training", True)
+        model.eval()
+        yield
 
 
 def _filler_requests(model: Any, batches: Sequence[Sequence[Request]]) -> list[Request]:

@@ -79,7 +79,7 @@ class SharedMemorySender(TrainerWeightTransferEngine[SharedMemory]):
 
 
 class CudaSender(IPCTrainerWeightTransferEngine):
-    """vLLM's sender, except that it sends handles as plain values."""
+    """The sender of vLLM, except that handles leave as plain values."""
 
     def _do_send(self, *args: Any, ipc_handles: Any, **kwargs: Any) -> None:
         plain = {device: plain_handle(handle) for device, handle in ipc_handles.items()}

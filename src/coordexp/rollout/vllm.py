@@ -11,7 +11,7 @@ from coordexp.config.rollout import VLLM, RolloutMatching
 from coordexp.errors import EngineError
 from coordexp.rollout.agreement import check_length as check_length
 from coordexp.rollout.agreement import check_prompt
-from coordexp.rollout.backend import Decode, Request, Rollout, shared_decode
+from coordexp.rollout.backend import Decode, Request, Rollout, common_decode
 from coordexp.rollout.connection import ask_engine
 from coordexp.rollout.engine import EngineFixes, EngineSetup, start_engine, stop_engine
 from coordexp.rollout.guard import cut_at_end, guard_arguments, key_pattern_for
@@ -87,7 +87,7 @@ def generate_rollouts(
     engine uses that adapter."""
     if not requests:
         return []
-    decode = shared_decode(requests)
+    decode = common_decode(requests)
     pattern = key_pattern_for(decode.guard, table)
     prompt_ids = [prompts.ids(*request.image.size, request.image.path) for request in requests]
     for request, ids in zip(requests, prompt_ids, strict=True):
