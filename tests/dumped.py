@@ -1,14 +1,13 @@
-"""Dumps of a few steps: answers that are partly right, garbage and cut off, by the fake backend."""
+"""Dumps of a few steps. The scripted answers are partly right, garbage, and cut off."""
 
 from pathlib import Path
 from typing import Any
 
 from coordexp.data import TrueObject
-from coordexp.train.counters import Ledger
-from coordexp.train.dump import Dumps
-from coordexp.train.dump_folder import DumpFolder, forget_from
-from coordexp.train.encode import CorrectedRollouts, Moment
-from tests.scripted import Said, ScriptedBackend, casebook
+from coordexp.dumps import DumpFolder, DumpWriter, forget_from
+from coordexp.train.encode import StepIndex
+from tests.scripted import Said, ScriptedBackend, write_training_set
+from tests.steps import RolloutStep
 from tests.unit.correction.conftest import answer, box, entry, poly
 from tests.vocabularies import table
 
@@ -31,20 +30,26 @@ SCRIPT = {
 
 def dumping(
     folder: Path, *, every: int = 1, samples: int = 9, script: dict[str, Said] = SCRIPT, **settings: Any
-) -> tuple[CorrectedRollouts, Dumps]:
-    """Channel B that dumps to `folder/dumps`; the tokenizer comes from `folder/model`."""
+) -> tuple[RolloutStep, DumpWriter]:
+    """Return a step of channel B that dumps to `folder/dumps`, and its writer. The tokenizer is in
+    `folder/model`."""
     (folder / "model").mkdir(exist_ok=True)
     SMALL.tokenizer.save(str(folder / "model/tokenizer.json"))
-    cases = casebook(folder, TRUTH, SMALL, **settings)
-    dumps = Dumps(DumpFolder(folder / "dumps", folder / "model"), cases, every, samples)
+    training_set = write_training_set(folder, TRUTH, SMALL, **settings)
+    dumps = dump_writer(folder, training_set.settings, every, samples)
     backend = ScriptedBackend(script, SMALL)
-    encode = CorrectedRollouts(cases, backend, lambda: iter(()), cases.settings, 17, 0, Ledger(), watch=dumps)
-    return encode, dumps
+    return RolloutStep(training_set, backend, training_set.settings, watch=dumps.add), dumps
+
+
+def dump_writer(folder: Path, settings: Any, every: int = 1, samples: int = 9) -> DumpWriter:
+    """Return a writer that has not written yet, as that of a new process."""
+    seed = 17
+    return DumpWriter(DumpFolder(folder / "dumps", folder / "model"), "desc_first", settings, seed, every, samples)
 
 
 def dump_of(folder: Path, **settings: Any) -> Path:
-    """One step, in which each of the answers was given."""
+    """Return the dump of one step in which each of the scripted answers is given."""
     forget_from(folder / "dumps", 0)
-    encode, _ = dumping(folder, **settings)
-    encode(range(len(TRUTH)), Moment(0, 0))
+    step, _ = dumping(folder, **settings)
+    step(range(len(TRUTH)), StepIndex(0, 0))
     return folder / "dumps/step-000000.jsonl"

@@ -1,12 +1,22 @@
-"""One example of a step, whole, as a line of JSON: enough to see what was done, and to do it again without a
-model."""
+"""The dumps of a run: training examples written to disk in full, for people, `coordexp replay` and the inspector.
+
+`RUN/dumps` has a file of examples for each dumped step (`step-000100.jsonl`), and beside it the traces of their
+training (`trained-000100.jsonl`). Below `followed` are later answers to the records of the first dump, so that one
+image can be seen at several steps. The tokenizer is there too, so the folder can be read without the model.
+
+This module owns the format of these files. It imports no torch.
+"""
 
 import itertools
 import json
+import logging
 import math
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass
-from typing import Any
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, astuple, dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -14,13 +24,58 @@ from coordexp.config.rollout import RolloutMatching
 from coordexp.correction.correct import Correction, correct
 from coordexp.correction.serialise import FieldOrder
 from coordexp.data import Geometry, TrueObject
+from coordexp.files import BestEffort, append_line, copy_whole, drop_torn_line
+from coordexp.pack import ExampleId
 from coordexp.rollout.backend import Request, Rollout
+from coordexp.rollout.seeds import request_seed
 from coordexp.vocab.table import VocabularyTable
 
+logger = logging.getLogger(__name__)
+
+FOLDER = "dumps"  # in a run folder
+FOLLOWED = "followed"  # a folder inside the dumps
+TOKENIZER = "tokenizer.json"
 FORMAT = TRACE_FORMAT = 1
-# What correcting an answer reads of the settings.
-READ = ("candidate_top_k", "maskiou_gate", "maskiou_resolution", "fp_cost", "fn_cost", "optimal_transport")
+# The settings of rollout_matching that correcting an answer depends on.
+CORRECTION_SETTINGS = (
+    "candidate_top_k",
+    "maskiou_gate",
+    "maskiou_resolution",
+    "fp_cost",
+    "fn_cost",
+    "optimal_transport",
+)
 _STREAMS = ("ids", "roles", "kinds", "sides", "coord_targets", "weights")
+_STEP_FILE = re.compile(r"step-(\d+)\.jsonl")
+
+
+def step_file(step: int) -> str:
+    return f"step-{step:06d}.jsonl"
+
+
+def step_files(folder: Path) -> dict[int, Path]:
+    """Return the files of examples in one folder, by step."""
+    matches = [(_STEP_FILE.fullmatch(file.name), file) for file in folder.glob("step-*.jsonl")]
+    return dict(sorted((int(match[1]), file) for match, file in matches if match))
+
+
+def trained_file(file: str) -> str:
+    """Return the name of the file with the traces of a file of examples."""
+    folder, slash, name = file.rpartition("/")
+    return f"{folder}{slash}{name.replace('step-', 'trained-', 1)}"
+
+
+def forget_from(folder: Path, step: int) -> None:
+    """Remove the dumps of `step` and later ones, which an interrupted run makes again after its last
+    checkpoint. From the files that stay, drop a last line that a crash left torn, because traces may still be
+    added to them."""
+    for part in (folder, folder / FOLLOWED):
+        for dumped_step, examples in step_files(part).items():
+            for file in (examples, examples.with_name(trained_file(examples.name))):
+                if dumped_step >= step:
+                    file.unlink(missing_ok=True)
+                elif drop_torn_line(file):
+                    logger.warning("%s: its last line was torn by a crash and is dropped", file)
 
 
 @dataclass(frozen=True)
@@ -43,36 +98,37 @@ def to_line(
     order: FieldOrder,
     settings: RolloutMatching,
 ) -> str:
+    """Return an example as a line of JSON: enough to see what was done, and to do it again without a model."""
     decode = asdict(request.decode) | {"guard": request.decode.guard.model_dump(mode="json")}
-    whole = {
+    example = {
         "format": FORMAT,
         "place": asdict(place),
         "picture": asdict(request.picture),
         "decode": decode,
         "seed": request.seed,
         "rollout": asdict(rollout),
-        "truth": [{"desc": one.desc, "kind": one.geometry.kind, "bins": one.geometry.bins} for one in truth],
+        "truth": [{"desc": true.desc, "kind": true.geometry.kind, "bins": true.geometry.bins} for true in truth],
         "order": order,
-        "settings": settings.model_dump(mode="json", include=set(READ)),
-        "result": described(correction),
+        "settings": settings.model_dump(mode="json", include=set(CORRECTION_SETTINGS)),
+        "result": describe_correction(correction),
     }
-    return json.dumps(whole)
+    return json.dumps(example)
 
 
-def described(correction: Correction) -> dict[str, Any]:
-    """A correction as plain JSON values."""
+def describe_correction(correction: Correction) -> dict[str, Any]:
+    """Return a correction as plain JSON values."""
     parsed, match, segment = correction.parsed, correction.match, correction.segment
     return {
         "objects": [
             {
-                "key": one.key,
-                "desc": one.desc,
-                "kind": one.geometry.kind if one.geometry else None,
-                "bins": list(one.geometry.bins) if one.geometry else None,
-                "at": list(one.coord_indices),
-                "reason": one.reason.value if one.reason else None,
+                "key": prediction.key,
+                "desc": prediction.desc,
+                "kind": prediction.geometry.kind if prediction.geometry else None,
+                "bins": list(prediction.geometry.bins) if prediction.geometry else None,
+                "at": list(prediction.coord_indices),
+                "reason": prediction.reason.value if prediction.reason else None,
             }
-            for one in parsed.objects
+            for prediction in parsed.objects
         ],
         "prefix_tokens": len(parsed.prefix_ids),
         "remainder": parsed.remainder.decode("latin-1"),
@@ -83,50 +139,195 @@ def described(correction: Correction) -> dict[str, Any]:
         "missed": list(match.missed),
         "extra": list(match.extra),
         "gate_rejections": match.gate_rejections,
-        "iou": [_plain(row) for row in match.iou],
+        "iou": [_to_json_values(row) for row in match.iou],
         "prompt_length": segment.prompt_length,
-        "streams": {name: _plain(getattr(segment, name)) for name in _STREAMS},
+        "streams": {name: _to_json_values(getattr(segment, name)) for name in _STREAMS},
     }
 
 
 def replay(line: str | bytes, table: VocabularyTable) -> list[str]:
-    """Corrects the dumped answer again. What differs from the dump, one text each; none when all is the same."""
-    whole = json.loads(line)
-    if whole["format"] != FORMAT:
-        raise ValueError(f"a dump of format {whole['format']}; this version reads {FORMAT}")
-    truth = [TrueObject(one["desc"], Geometry(one["kind"], tuple(one["bins"]))) for one in whole["truth"]]
-    rollout = whole["rollout"]
-    again = correct(
+    """Correct a dumped answer again, and return one text per difference from the dump."""
+    dumped = json.loads(line)
+    if dumped["format"] != FORMAT:
+        raise ValueError(f"a dump of format {dumped['format']}; this version reads {FORMAT}")
+    truth = [TrueObject(true["desc"], Geometry(true["kind"], tuple(true["bins"]))) for true in dumped["truth"]]
+    rollout = dumped["rollout"]
+    correction = correct(
         rollout["prompt_ids"],
         rollout["ids"],
         truth,
         table=table,
-        order=whole["order"],
-        settings=RolloutMatching.model_validate(whole["settings"]),
+        order=dumped["order"],
+        settings=RolloutMatching.model_validate(dumped["settings"]),
     )
-    made = described(again)
-    if "unread" not in whole["result"]:  # a dump of an earlier release, which did not count these objects
-        del made["unread"]
-    return list(_differences("result", whole["result"], made))
+    result = describe_correction(correction)
+    if "unread" not in dumped["result"]:  # a dump of an earlier release, which did not count these objects
+        del result["unread"]
+    return list(_differences("result", dumped["result"], result))
 
 
-def _plain(values: np.ndarray) -> list[Any]:
+def _to_json_values(values: np.ndarray) -> list[Any]:
     return [None if isinstance(value, float) and math.isnan(value) else value for value in values.tolist()]
 
 
-def _differences(where: str, dumped: Any, made: Any) -> Iterator[str]:
-    if isinstance(dumped, dict) and isinstance(made, dict):
-        for name in sorted({*dumped, *made}):
-            yield from _differences(f"{where}.{name}", dumped.get(name), made.get(name))
-    elif isinstance(dumped, list) and isinstance(made, list) and len(dumped) == len(made):
-        found = (_differences(f"{where}[{k}]", a, b) for k, (a, b) in enumerate(zip(dumped, made, strict=True)))
-        yield from itertools.islice(itertools.chain.from_iterable(found), 1)
-    elif isinstance(dumped, float) and isinstance(made, float) and math.isclose(dumped, made, abs_tol=1e-4):
+def _differences(where: str, dumped: Any, now: Any) -> Iterator[str]:
+    """Yield a text for each value that differs; for a list, only the first one."""
+    if isinstance(dumped, dict) and isinstance(now, dict):
+        for name in sorted({*dumped, *now}):
+            yield from _differences(f"{where}.{name}", dumped.get(name), now.get(name))
+    elif isinstance(dumped, list) and isinstance(now, list) and len(dumped) == len(now):
+        texts = (_differences(f"{where}[{k}]", a, b) for k, (a, b) in enumerate(zip(dumped, now, strict=True)))
+        yield from itertools.islice(itertools.chain.from_iterable(texts), 1)
+    elif isinstance(dumped, float) and isinstance(now, float) and math.isclose(dumped, now, abs_tol=1e-4):
         return  # the last digits of a transport plan differ between processors
-    elif dumped != made:
-        yield f"{where}: {_short(dumped)} in the dump, {_short(made)} now"
+    elif dumped != now:
+        yield f"{where}: {_shorten(dumped)} in the dump, {_shorten(now)} now"
 
 
-def _short(value: Any) -> str:
+def _shorten(value: Any) -> str:
     text = json.dumps(value)
     return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+@dataclass
+class DumpFolder:
+    """`RUN/dumps` while a run writes to it. Files are named by their path inside it. `model` is the folder of
+    the model whose tokenizer is copied. A full disk costs lines, not the run: it is reported once."""
+
+    path: Path
+    model: Path
+    _counts: dict[str, int] = field(default_factory=dict)
+    _writes: BestEffort = field(default_factory=lambda: BestEffort("dumps", logger.warning))
+
+    def count(self, file: str) -> int:
+        """Return how many lines this process has added to a file."""
+        return self._counts.get(file, 0)
+
+    def add(self, file: str, line: str) -> int | None:
+        """Add a line, and return its number, from 0. Return None if it could not be written."""
+        if not self._writes.attempt(partial(self._write, self.path / file, line)):
+            return None
+        number = self.count(file)
+        self._counts[file] = number + 1
+        return number
+
+    def _write(self, path: Path, line: str) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if not (self.path / TOKENIZER).is_file():
+            copy_whole(self.model / TOKENIZER, self.path / TOKENIZER)
+        append_line(path, line)
+
+
+class DumpedSample(Protocol):
+    """The part of a training sample that a dump needs: the number of its record, and its true objects."""
+
+    @property
+    def index(self) -> int: ...
+    @property
+    def truth(self) -> tuple[TrueObject, ...]: ...
+
+
+@dataclass(frozen=True)
+class FirstDump:
+    """The first dump of a run: its step, and the records that are followed from then on."""
+
+    step: int
+    records: set[int]
+
+
+@dataclass
+class DumpWriter:
+    """Writes the dumps of rank 0. In every window of `every` steps, the first step with rollouts is dumped, at
+    most `samples` examples of it. (With two channels, a certain step may have no rollouts.) The records of the
+    first dump are followed: whenever one of them is answered again, that is dumped too. `seed` is the seed of
+    the run."""
+
+    folder: DumpFolder
+    order: FieldOrder
+    settings: RolloutMatching
+    seed: int
+    every: int
+    samples: int
+    _step: int = -1  # the latest one that was chosen
+    _first_dump: FirstDump | None = None
+    _begin: int | None = None  # the first step that this process has seen
+    _lines: dict[ExampleId, tuple[str, int]] = field(default_factory=dict)
+    _earlier: dict[int, dict[tuple[int, int], tuple[str, int]]] = field(default_factory=dict)
+
+    def add(
+        self, id: ExampleId, sample: DumpedSample, request: Request, rollout: Rollout, correction: Correction
+    ) -> None:
+        """Dump the example if its step was chosen or its record is followed."""
+        self._begin = id.step if self._begin is None else self._begin
+        self._first_dump = self._first_dump or self._read_first_dump(id.step)
+        file = self._choose_file(id.step, sample.index)
+        if file is None:
+            return
+        place = Place(id.step, id.micro, id.rank, sample.index)
+        line = to_line(place, request, rollout, sample.truth, correction, order=self.order, settings=self.settings)
+        number = self.folder.add(file, line)
+        if number is None:
+            return
+        self._lines[id] = file, number
+        self._first_dump = self._first_dump or FirstDump(id.step, set())
+        if self._first_dump.step == id.step:
+            self._first_dump.records.add(sample.index)
+
+    def find(self, id: ExampleId | None) -> tuple[str, int] | None:
+        """Return the file of an example that was dumped, and its line, from 0. An example that waited in the carry
+        buffer while the run was interrupted was dumped by an earlier process: it is looked for in the files."""
+        if id is None or id in self._lines or (self._begin is not None and id.step >= self._begin):
+            return self._lines.get(id) if id else None
+        if id.step not in self._earlier:
+            self._earlier[id.step] = self._read_lines(id.step)
+        # The line of a dump has no index, but its seed follows from the index.
+        return self._earlier[id.step].get((id.micro, request_seed(self.seed, *astuple(id))))
+
+    def add_trace(self, id: ExampleId, step: int, values: Mapping[str, Any]) -> None:
+        """Add what was measured when a dumped example was trained on. `step` is the optimizer step as the log
+        counts it. After a resume, an example that waited at the checkpoint is trained again and has two lines:
+        the last one counts."""
+        place = self.find(id)
+        assert place is not None, "the example was not dumped"
+        file, number = place
+        trace = {"format": TRACE_FORMAT, "example": number, "step": step, **values}
+        self.folder.add(trained_file(file), json.dumps(trace, allow_nan=False))
+        self._lines.pop(id, None)
+
+    def _choose_file(self, step: int, record: int) -> str | None:
+        if step // self.every != self._step // self.every:
+            self._step = step
+        name = step_file(step)
+        if step == self._step and self.folder.count(name) < self.samples:
+            return name
+        first = self._first_dump
+        return f"{FOLLOWED}/{name}" if first and first.step < step and record in first.records else None
+
+    def _read_first_dump(self, step: int) -> FirstDump | None:
+        """Return the first dump that an interrupted run has left before `step`."""
+        first, file = next(iter(step_files(self.folder.path).items()), (step, None))
+        if file is None or first >= step:
+            return None
+        records = [record for record, _, _ in _read_places(file)]
+        return FirstDump(first, set(records[: self.samples]))
+
+    def _read_lines(self, step: int) -> dict[tuple[int, int], tuple[str, int]]:
+        """Return file and line of all dumped examples of a step, by micro-step and seed."""
+        names = (step_file(step), f"{FOLLOWED}/{step_file(step)}")
+        return {
+            (micro, seed): (name, number)
+            for name in names
+            if (self.folder.path / name).is_file()
+            for number, (_, micro, seed) in enumerate(_read_places(self.folder.path / name))
+        }
+
+
+def _read_places(file: Path) -> list[tuple[int, int, int]]:
+    """Return the record, the micro-step and the seed of each dumped example. A file that cannot be read costs its
+    traces, not the run."""
+    try:
+        examples = [json.loads(line) for line in file.read_bytes().splitlines()]
+        return [(int(e["place"]["record"]), int(e["place"]["micro"]), int(e["seed"])) for e in examples]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        logger.warning("%s cannot be read (%r): no image in it is followed", file, error)
+        return []

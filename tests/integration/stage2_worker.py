@@ -99,8 +99,7 @@ def _trained(job: dict[str, Any], gradients: Path) -> dict[str, Any]:
     WatchedTrainer.sharded = job["sharded"]
     error = None
     try:
-        train, _ = run.prepare(load_settings(Path(job["config"]), World(RANKS)), job["resume"])
-        train()
+        run.prepare(load_settings(Path(job["config"]), World(RANKS)), job["resume"]).run()
     except Exception as failed:  # noqa: BLE001
         error = f"{type(failed).__name__}: {failed}"
     trainer = STARTED.pop()  # a DDP wrapper that outlives its process group can wait for it forever

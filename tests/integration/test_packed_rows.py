@@ -7,6 +7,7 @@ from coordexp.demo.generate import drawing, prompt
 from coordexp.demo.model import make_model
 from coordexp.pack import Example
 from coordexp.pack.attention import segment_lengths
+from coordexp.pack.collate import kind_counts
 from tests.rows import Tiny
 
 SEEDS = range(6)
@@ -30,7 +31,7 @@ def examples(tiny: Tiny) -> list[Example]:
 def test_logits_of_a_packed_row_are_those_of_its_segments_alone(folder, attention):
     tiny = Tiny(folder, attention=attention)
     together = tiny.logits(tiny.collate(examples(tiny)))
-    alone = torch.cat([tiny.logits(tiny.collate([one])) for one in examples(tiny)])
+    alone = torch.cat([tiny.logits(tiny.collate([example])) for example in examples(tiny)])
     assert together.shape == alone.shape
     assert (together - alone).abs().max() <= 1e-5
     assert alone.std() > 0.1
@@ -38,12 +39,12 @@ def test_logits_of_a_packed_row_are_those_of_its_segments_alone(folder, attentio
 
 @pytest.mark.scenario("R05.C8", "R06.C6", on="model")
 def test_gradients_of_a_packed_row_are_the_sum_of_those_alone(tiny):
-    whole = tiny.collate(examples(tiny))
-    tiny.objective.loss(tiny.objective.measure(tiny.logits(whole), whole.supervision), whole.counts).backward()
+    whole, counts = tiny.collate(examples(tiny)), kind_counts(examples(tiny))
+    tiny.objective.loss(tiny.objective.measure(tiny.logits(whole), whole.supervision), counts).backward()
     together = tiny.gradients()
-    for one in examples(tiny):
-        row = tiny.collate([one])
-        tiny.objective.loss(tiny.objective.measure(tiny.logits(row), row.supervision), whole.counts).backward()
+    for example in examples(tiny):
+        row = tiny.collate([example])
+        tiny.objective.loss(tiny.objective.measure(tiny.logits(row), row.supervision), counts).backward()
     alone = tiny.gradients()
     assert max((together[name] - alone[name]).abs().max() for name in alone) <= 1e-5
     assert all(gradient.abs().max() > 0 for name, gradient in together.items() if "norm" not in name)
@@ -87,15 +88,16 @@ def test_segmented_attention_generates_what_sdpa_generates(folder, tiny):
 
 def test_gradient_checkpointing_changes_nothing(folder):
     tiny = Tiny(folder)
-    row = tiny.collate(examples(tiny)[:3])
-    found = []
+    row, counts = tiny.collate(examples(tiny)[:3]), kind_counts(examples(tiny)[:3])
+    gradients = []
     for checkpointing in (False, True):
         if checkpointing:
             tiny.model.gradient_checkpointing_enable({"use_reentrant": False})
         tiny.model.train()
-        tiny.objective.loss(tiny.objective.measure(tiny.logits(row), row.supervision), row.counts).backward()
-        found.append(tiny.gradients())
-    assert max((found[0][name] - found[1][name]).abs().max() for name in found[0]) <= 1e-6
+        tiny.objective.loss(tiny.objective.measure(tiny.logits(row), row.supervision), counts).backward()
+        gradients.append(tiny.gradients())
+    first, second = gradients
+    assert max((first[name] - second[name]).abs().max() for name in first) <= 1e-6
 
 
 def test_a_picture_that_does_not_fit_its_prompt_is_named(tiny):
@@ -111,7 +113,7 @@ def test_packed_rows_in_a_batch_of_several_are_refused(tiny):
         name: torch.cat((row.inputs[name],) * 2, dim=1 if name == "position_ids" else 0)
         for name in ("input_ids", "position_ids", "mm_token_type_ids", "pixel_values", "image_grid_thw")
     }
-    with pytest.raises(ValueError, match="a packed row stands alone, and this batch has 2 rows"):
+    with pytest.raises(ValueError, match="a packed row must be alone in its batch, and this batch has 2 rows"):
         tiny.model(**double, use_cache=False)
 
 

@@ -255,14 +255,14 @@ def test_an_older_checkpoint_goes_only_when_the_newer_one_is_whole(parts, monkey
         whole(self, folder)
 
     monkeypatch.setattr(RowStream, "save", save)
-    run, _ = prepare(load_settings(file, World(1)), resume=False)
+    prepared = prepare(load_settings(file, World(1)), resume=False)
     with pytest.raises(OSError, match="no space left"):
-        run()
+        prepared.run()
     assert sorted(path.name for path in (parts / "rotated").glob("checkpoint-*")) == [
         "checkpoint-2",
         "checkpoint-3",
     ]
-    assert prepare(load_settings(file, World(1)), resume=True)[1].name == "checkpoint-2"
+    assert prepare(load_settings(file, World(1)), resume=True).checkpoint.name == "checkpoint-2"
 
 
 def test_a_damaged_checkpoint_is_refused(parts):

@@ -1,11 +1,12 @@
-"""`coordexp replay`: corrects dumped answers again, without a model, and says whether the same comes out."""
+"""`coordexp replay`: correct dumped answers again, without a model, and report whether the result is the same."""
 
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from coordexp.cli.console import err, need, out, stop
+from coordexp.cli.console import err, need, out
+from coordexp.errors import DataError
 
 
 def replay(
@@ -21,32 +22,33 @@ def replay(
     Exits 1 if anything differs: the code or the tokenizer is not the run's.
     """
     need("tokenizers", extra="train")
-    from coordexp.dump_files import FOLDER, FOLLOWED, step_files
-    from coordexp.dumps import replay as again
+    from coordexp.dumps import FOLDER, FOLLOWED, step_files
+    from coordexp.dumps import replay as replay_line
     from coordexp.vocab import VocabularyError, VocabularyTable
 
     folders = (dump, dump / FOLLOWED)
-    files = [file for each in folders for file in step_files(each).values()] if dump.is_dir() else [dump]
+    files = [file for folder in folders for file in step_files(folder).values()] if dump.is_dir() else [dump]
     if not files:
         inside = dump / FOLDER
-        way_out = f"give {inside}" if inside.is_dir() else "a run with stage2.dump_every writes them to RUN/dumps"
-        stop(f"{dump} holds no step-*.jsonl\n  {way_out}")
+        fix = f"give {inside}" if inside.is_dir() else "a run with stage2.dump_every writes them to RUN/dumps"
+        raise DataError(f"{dump} holds no step-*.jsonl", fix)
     beside = files[0].parent
     try:
         table = VocabularyTable.from_folder(tokenizer or (beside.parent if beside.name == FOLLOWED else beside))
     except VocabularyError as error:
-        stop(f"{error}\n  give the folder of the run's model: --tokenizer DIR")
+        fix = "give the folder of the run's model: --tokenizer DIR"
+        raise DataError(error.problem, f"{error.fix}; or {fix}" if error.fix else fix) from error
     examples = different = 0
     for file in files:
         for number, line in enumerate(file.read_bytes().splitlines(), start=1):
             try:
-                found = again(line, table)
+                differences = replay_line(line, table)
             except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
-                stop(f"{file}, line {number}: not a dumped example ({error!r})")
+                raise DataError(f"{file}, line {number}: not a dumped example ({error!r})") from error
             examples += 1
-            different += bool(found)
-            for text in found:
-                err.print(f"{file}, line {number}: {text}", markup=False, soft_wrap=True)
+            different += bool(differences)
+            for difference in differences:
+                err.print(f"{file}, line {number}: {difference}", markup=False, soft_wrap=True)
     if different:
         err.print(f"{different} of {examples} examples come out differently")
         raise typer.Exit(1)

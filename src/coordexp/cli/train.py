@@ -6,15 +6,15 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from coordexp.cli.check import ConfigOption, absent_files
-from coordexp.cli.console import err, need, out, progress, stop
+from coordexp.cli.console import err, need, out, progress
 from coordexp.config import Loaded, World, load_settings
 from coordexp.config.rules import uses_vllm
-from coordexp.errors import EngineError
+from coordexp.errors import DataError, UserError
 from coordexp.folders import how_to_find
 from coordexp.rollout.installed import check_vllm
 
 if TYPE_CHECKING:
-    from coordexp.train.run import Outcome
+    from coordexp.train.run import PreparedRun, RunOutcome
 
 
 def train(
@@ -24,67 +24,64 @@ def train(
     ] = False,
     world_size: Annotated[int, typer.Option(min=1, envvar="WORLD_SIZE", hidden=True)] = 1,
 ) -> None:
-    """Train as a config says. Under torchrun, one process a learner rank.
+    """Train as a config says. Under torchrun, start one process per rank of the learner.
 
-    Rollouts are made by transformers, by a vLLM engine beside the learner, or by rollout servers,
-    which have to be started (coordexp serve). SIGTERM finishes the step, saves a checkpoint and
-    exits 0; Ctrl-C does the same and exits 130; an evaluation is abandoned. A second one ends the
-    run at once. A run that diverges exits 1 and saves nothing that is not finite.
+    Rollouts are made with transformers, with a vLLM engine on the learner's devices, or with rollout
+    servers, which have to be started (coordexp serve). SIGTERM finishes the step, saves a checkpoint
+    and exits 0; Ctrl-C does the same and exits 130; an evaluation is abandoned. A second signal ends
+    the run at once. A run that diverges exits 1 and saves no weights that are not finite.
     """
     loaded = load_settings(config, World(world_size))
     settings = loaded.settings
     need("torch", "transformers", "peft", "httpx", extra="train")
     if settings.uses_rollouts and uses_vllm(settings, "colocate"):
         check_vllm()
-    _run(loaded, resume)
-
-
-def _run(loaded: Loaded, resume: bool) -> None:
-    first = os.environ.get("RANK", "0") == "0"
-    for note in loaded.notes if first else ():
+    is_first = os.environ.get("RANK", "0") == "0"
+    for note in loaded.notes if is_first else ():
         err.print(f"note: {note}", markup=False)
-    for setting, name in absent_files(loaded.settings):  # before anything heavy is imported
-        stop(f"{setting}: {name} does not exist\n  {how_to_find(setting, name)}")
+    for setting, name in absent_files(settings):  # before anything heavy is imported
+        raise DataError(f"{setting}: {name} does not exist", how_to_find(setting, name))
     with progress("loading"):
-        from coordexp.data import DataError
-        from coordexp.pack import PackingError
-        from coordexp.ranks import RankError, RankLostError, lost_rank
-        from coordexp.train.divergence import DivergenceError
-        from coordexp.train.run import prepare
+        prepared = _prepare(loaded, resume)
+    if resume and is_first:
+        folder = settings.training.output_dir
+        out.print(
+            f"going on from {prepared.checkpoint}"
+            if prepared.checkpoint
+            else f"no checkpoint in {folder}: from the beginning"
+        )
+    outcome = _run(prepared)
+    if is_first:
+        out.print(f"{_describe_end(outcome)}; see {outcome.folder}")
+    if outcome.stopped_by:
         from coordexp.train.stopping import exit_code
 
-        try:
-            run, checkpoint = prepare(loaded, resume)
-        except (OSError, ValueError, EngineError, RankError, RankLostError) as error:
-            stop(str(error))
-    if resume and first:
-        folder = loaded.settings.training.output_dir
-        out.print(
-            f"going on from {checkpoint}" if checkpoint else f"no checkpoint in {folder}: from the beginning"
-        )
+        raise typer.Exit(exit_code(outcome.stopped_by))
+
+
+def _prepare(loaded: Loaded, resume: bool) -> "PreparedRun":
+    from coordexp.train.run import prepare
+
     try:
-        outcome = run()
-    except (
-        OSError,
-        DataError,
-        DivergenceError,
-        PackingError,
-        EngineError,
-        RankError,
-        RankLostError,
-    ) as error:
-        stop(str(error))
-    except RuntimeError as error:
-        if lost := lost_rank(error):
-            stop(str(lost))
+        return prepare(loaded, resume)
+    except UserError:
         raise
-    if first:
-        out.print(f"{_ending(outcome)}; see {outcome.folder}")
-    if outcome.stopped_by and (code := exit_code(outcome.stopped_by)):
-        raise typer.Exit(code)
+    except ValueError as error:  # transformers refuses settings and models this way, in words for the user
+        raise UserError(str(error)) from error
 
 
-def _ending(outcome: "Outcome") -> str:
+def _run(prepared: "PreparedRun") -> "RunOutcome":
+    from coordexp.ranks import lost_rank
+
+    try:
+        return prepared.run()
+    except RuntimeError as error:  # a collective inside another library, such as DDP, does not name the lost rank
+        if not isinstance(error, UserError) and (lost := lost_rank(error)):
+            raise lost from error
+        raise
+
+
+def _describe_end(outcome: "RunOutcome") -> str:
     if not outcome.stopped_by:
         return f"done: step {outcome.steps}"
     if not outcome.steps:

@@ -1,7 +1,16 @@
-"""Joins segments into rows: selection and waiting here, tensors in `collate`. Imports no torch."""
+"""Pack examples into rows. This package imports no torch; `collate` and `attention` do."""
 
 from coordexp.pack.carry import CarryBuffer, PackedRow, PackingError, RowReport
-from coordexp.pack.example import Example
+from coordexp.pack.example import Example, ExampleId
 from coordexp.pack.select import select, split_in_order
 
-__all__ = ["CarryBuffer", "Example", "PackedRow", "PackingError", "RowReport", "select", "split_in_order"]
+__all__ = [
+    "CarryBuffer",
+    "Example",
+    "ExampleId",
+    "PackedRow",
+    "PackingError",
+    "RowReport",
+    "select",
+    "split_in_order",
+]

@@ -1,9 +1,10 @@
-"""Block-diagonal attention for packed rows: each segment attends to itself alone, and nothing else is computed.
+"""Block-diagonal attention for packed rows: each segment attends only to itself.
 
-transformers' own SDPA path builds a dense mask for a packed row, so time and memory grow with the square of the
-row. This one cuts the row where text positions start again at 0 and calls the same SDPA for each piece, as flash
-attention does with its variable lengths. Whatever is not a packed row (padded batches, generation with a cache)
-goes the ordinary SDPA way. Only the language model uses it: the vision tower cuts by image on its own.
+The SDPA path of transformers builds a dense mask for a packed row, so time and memory grow with the square of
+its length. This one cuts the row where text positions start again at 0 and calls the same SDPA for each piece,
+as flash attention does with variable lengths. Everything that is not a packed row (padded batches, generation
+with a cache) takes the ordinary SDPA path. Only the language model uses it: the vision tower already separates
+images.
 """
 
 import weakref
@@ -19,16 +20,17 @@ SEGMENTED_SDPA = "coordexp_segmented_sdpa"
 
 
 def attention_for(device: torch.device) -> str | dict[str, str]:
-    """A value for `attn_implementation`: variable-length flash attention where it can run, else segmented SDPA."""
+    """Return a value for `attn_implementation`: variable-length flash attention where it can run, else segmented
+    SDPA."""
     if device.type == "cuda" and is_flash_attn_2_available():
         return "flash_attention_2"
     return {"text_config": SEGMENTED_SDPA, "vision_config": "sdpa"}
 
 
 def segment_lengths(position_ids: torch.Tensor) -> list[int]:
-    """Lengths of the segments of a row, from text positions of shape [1, tokens] that restart at 0.
+    """Return the lengths of the segments of a row, from text positions of shape [1, tokens] that restart at 0.
 
-    All layers of a forward pass ask with the same tensor: only the first one waits for the device.
+    All layers of a forward pass share one tensor of positions, so only the first layer waits for the device.
     """
     global _last
     if _last is None or _last[0]() is not position_ids:
@@ -61,7 +63,9 @@ def _attention(
     assert position_ids is not None
     if len(position_ids) != 1:
         if (position_ids == 0).sum(1).max() > 1:
-            raise ValueError(f"a packed row stands alone, and this batch has {len(position_ids)} rows")
+            raise ValueError(
+                f"a packed row must be alone in its batch, and this batch has {len(position_ids)} rows"
+            )
         return sdpa_attention_forward(module, query, key, value, None, **kwargs)
     lengths = segment_lengths(position_ids)
     pieces = zip(*(states.split(lengths, dim=2) for states in (query, key, value)), strict=True)
@@ -69,7 +73,7 @@ def _attention(
 
 
 def _mask(*, attention_mask: torch.Tensor | None, q_length: int, kv_length: int, **kwargs: Any) -> Any:
-    """No mask for whole rows without padding: `_attention` sees from the positions where segments begin."""
+    """Return no mask for rows without padding: `_attention` reads from the positions where segments begin."""
     if attention_mask is None and q_length == kv_length > 1:
         return None
     return sdpa_mask(attention_mask=attention_mask, q_length=q_length, kv_length=kv_length, **kwargs)

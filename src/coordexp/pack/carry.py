@@ -1,7 +1,7 @@
-"""The segments of one rank that wait for a row, oldest first (R06).
+"""The carry buffer: the segments of one rank that wait for a row, oldest first.
 
-Whatever a row leaves behind waits for the next one; nothing is split and nothing is dropped. The wait is bounded:
-a segment that arrives behind n others is in one of the next n + 1 rows.
+A segment that does not fit into a row waits for the next one; none is split or dropped. The wait is bounded: a
+segment that arrives behind n others is in one of the next n + 1 rows.
 """
 
 from collections.abc import Iterable, Sized
@@ -15,12 +15,13 @@ T = TypeVar("T", bound=Sized)
 
 
 class PackingError(UserError, ValueError):
-    """Segments that cannot be packed under the settings that were given."""
+    """Segments that cannot be packed with the given settings."""
 
 
 @dataclass(frozen=True)
 class RowReport:
-    """`fill` is the share of the row that is used, `oldest_waited` how many rows passed its oldest segment by."""
+    """How a row was packed. `fill` is the share of its capacity that is used, `oldest_waited` the number of rows
+    that its oldest segment has waited for, and `waiting` the number of segments that still wait."""
 
     fill: float
     segments: int
@@ -36,14 +37,16 @@ class PackedRow(Generic[T]):
 
 
 class CarryBuffer(Generic[T]):
+    """Holds at most `limit` waiting segments (`training.packing_buffer`) and draws rows of up to `capacity`
+    tokens."""
+
     def __init__(self, capacity: int, limit: int, min_fill_ratio: float = 0.0) -> None:
-        """Rows of `capacity` tokens from at most `limit` waiting segments (`training.packing_buffer`)."""
-        require_binpacking()  # now, and not when the first rollouts have been made
+        require_binpacking()  # fail now, and not after the first rollouts
         self.capacity = capacity
         self.limit = limit
         self.min_fill_ratio = min_fill_ratio
         self.rows = 0
-        self._waiting: list[tuple[T, int]] = []  # with the rows drawn before it came
+        self._waiting: list[tuple[T, int]] = []  # each with the number of rows drawn before it was added
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -55,23 +58,23 @@ class CarryBuffer(Generic[T]):
     def add(self, item: T) -> None:
         if len(item) > self.capacity:
             raise PackingError(
-                f"a segment of {len(item)} tokens does not fit into a row of {self.capacity}\n"
-                "  raise global_max_length, lower rollout_matching.max_new_tokens if it is an answer, or take the "
-                "record out of the data"
+                f"a segment of {len(item)} tokens does not fit into a row of {self.capacity}",
+                "raise global_max_length, lower rollout_matching.max_new_tokens if it comes from a rollout, or "
+                "remove the record from the data",
             )
         if not len(item):
             raise PackingError("a segment without tokens cannot be trained on")
         if len(self._waiting) >= self.limit:
             raise PackingError(
                 f"{len(self._waiting)} segments ({self.tokens:,} tokens) wait for rows of {self.capacity:,}, "
-                f"and training.packing_buffer is {self.limit}\n"
-                "  raise training.packing_buffer and continue with --resume, or start a new run with a smaller "
-                "training.per_device_train_batch_size"
+                f"and training.packing_buffer is {self.limit}",
+                "raise training.packing_buffer and continue with --resume, or start a new run with a smaller "
+                "training.per_device_train_batch_size",
             )
         self._waiting.append((item, self.rows))
 
     def draw(self) -> PackedRow[T]:
-        """The next row. What it leaves goes on waiting."""
+        """Return the next row. The segments that are not in it stay in the buffer."""
         chosen = select([len(item) for item, _ in self._waiting], self.capacity)
         items = tuple(self._waiting[index][0] for index in chosen)
         fill = sum(map(len, items)) / self.capacity
@@ -89,11 +92,11 @@ class CarryBuffer(Generic[T]):
 
     @property
     def waiting(self) -> tuple[tuple[T, int], ...]:
-        """What waits, oldest first, each with the number of rows drawn before it came."""
+        """The waiting segments, oldest first, each with the number of rows drawn before it was added."""
         return tuple(self._waiting)
 
     def restore(self, waiting: Iterable[tuple[T, int]], rows: int) -> None:
-        """Goes on from a saved state, under this buffer's own capacity and limit."""
+        """Replace the contents by a saved state. The buffer keeps its own capacity and limit."""
         self.rows, self._waiting = rows, []
         for item, arrived in waiting:
             self.add(item)

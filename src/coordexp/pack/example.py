@@ -1,4 +1,4 @@
-"""What waits for a row: a segment, with what the model needs besides."""
+"""One training example: a segment with its image, ready to be packed into a row."""
 
 from dataclasses import dataclass
 
@@ -6,17 +6,28 @@ from coordexp.config.pipeline import Channel
 from coordexp.correction import Segment
 
 
+@dataclass(frozen=True)
+class ExampleId:
+    """Where in a run an example was made: the optimizer step and micro-step, from 0, the rank, and its number
+    within the micro-step. Unique within a run, and the same when the run is repeated."""
+
+    step: int
+    micro: int
+    rank: int
+    index: int
+
+
 @dataclass(frozen=True, eq=False)
 class Example:
-    """`image` says where the pixels are; they are read when the row is made, and do not wait in memory. `size` is
-    the width and height that the prompt was made for. `dumped` says where among the dumps of the run the example
-    is written whole, as `step-000099.jsonl:2`, with lines from 0; most are not."""
+    """`image` is the path of the image. It is read when the row is made, so that waiting examples hold no pixels.
+    `size` is the width and height that the prompt was made for. `id` is None if no step of a run made the example,
+    or one of a release that did not save ids."""
 
     segment: Segment
     image: str
     size: tuple[int, int]
     channel: Channel
-    dumped: str = ""
+    id: ExampleId | None = None
 
     def __len__(self) -> int:
         return len(self.segment)

@@ -1,8 +1,9 @@
-"""Which of the waiting segments make the next row: a pure function of their lengths (R05, R37).
+"""Choose which of the waiting segments make the next row. The choice is a pure function of their lengths.
 
-Three selections compete: first in first out, the constant-volume heuristic of `binpacking` over all that wait, and
-the exact best subset of the oldest few. The fullest wins, so the result is never below the first. All three hold
-the oldest segment, so every row moves each one that waits at least one place forward.
+Three selections compete: first in first out, the constant-volume heuristic of `binpacking` over all waiting
+segments, and the exact best subset of the oldest ones. The fullest wins, so a row is never emptier than first in
+first out would make it. All three contain the oldest segment, so every row moves each waiting segment at least one
+place forward.
 """
 
 import importlib
@@ -11,15 +12,18 @@ from types import ModuleType
 
 import numpy as np
 
+from coordexp.errors import UserError
+
 # The exact search takes time and memory in proportion to this times the capacity: 1 ms at 16,000 tokens. Its rows
 # are full to the token unless segments are about as long as the row.
 WINDOW = 64
 
 
 def select(lengths: Sequence[int], capacity: int) -> tuple[int, ...]:
-    """Indices of the segments for one row of at most `capacity` tokens, in order; 0, the oldest, is always one.
+    """Return the indices of the segments for one row of at most `capacity` tokens, in order. Index 0, the oldest
+    segment, is always among them.
 
-    Of selections with the same total the one with fewer segments wins, then the one with the smaller indices.
+    Of selections with the same total, the one with fewer segments wins, then the one with the smaller indices.
     """
     if not lengths:
         raise ValueError("nothing waits, so there is nothing to select")
@@ -38,14 +42,14 @@ def require_binpacking() -> ModuleType:
     try:
         return importlib.import_module("binpacking")
     except ImportError as error:
-        raise ImportError(
-            "training.packing is true, and the package binpacking is not installed\n"
-            "  install it (pip install binpacking), or set training.packing: false"
+        raise UserError(
+            "training.packing is true, and the package binpacking is not installed",
+            "install it (pip install binpacking), or set training.packing: false",
         ) from error
 
 
 def first_in_first_out(lengths: Sequence[int], capacity: int) -> tuple[int, ...]:
-    """In order of arrival, each that still fits."""
+    """Take the segments in order of arrival, skipping those that do not fit any more."""
     chosen = []
     for index, length in enumerate(lengths):
         if length <= capacity:
@@ -55,12 +59,12 @@ def first_in_first_out(lengths: Sequence[int], capacity: int) -> tuple[int, ...]
 
 
 def split_in_order(lengths: Sequence[int], capacity: int, at_least: int = 1) -> list[slice]:
-    """Cut segments, in order of arrival, into rows of at most `capacity` tokens: as few as possible, but no fewer
-    than `at_least`. No row is empty, so there must be that many segments, and each must fit into a row."""
+    """Cut the segments, in order of arrival, into rows of at most `capacity` tokens: as few rows as possible,
+    but at least `at_least`. No row is empty, so there must be that many segments, and each must fit into a row."""
     starts, used = [0], lengths[0]
     for index, length in enumerate(lengths[1:], start=1):
-        one_each = len(lengths) - index <= at_least - len(starts)
-        if one_each or used + length > capacity:
+        is_row_of_one = len(lengths) - index <= at_least - len(starts)
+        if is_row_of_one or used + length > capacity:
             starts.append(index)
             used = 0
         used += length
@@ -68,26 +72,27 @@ def split_in_order(lengths: Sequence[int], capacity: int, at_least: int = 1) -> 
 
 
 def _constant_volume(lengths: Sequence[int], capacity: int) -> tuple[int, ...]:
-    """The oldest, with the fullest bin that the others make in the room it leaves."""
-    room = capacity - lengths[0]
-    fitting = {index: length for index, length in enumerate(lengths) if index and length <= room}
-    bins = require_binpacking().to_constant_volume(fitting, room)
+    """Take the oldest segment, and the fullest bin that binpacking makes of the others in the remaining space."""
+    space = capacity - lengths[0]
+    fitting = {index: length for index, length in enumerate(lengths) if index and length <= space}
+    bins = require_binpacking().to_constant_volume(fitting, space)
     fullest = max(bins, key=lambda bin: (sum(bin.values()), -len(bin), [-index for index in sorted(bin)]))
     return (0, *sorted(fullest))
 
 
 def _best_of_oldest(lengths: Sequence[int], capacity: int) -> tuple[int, ...]:
-    """The subset with the oldest that has the greatest total, by dynamic programming over exact sums."""
-    room = capacity - lengths[0]
+    """Take the subset with the greatest total that contains the oldest segment, by dynamic programming over
+    sums."""
+    space = capacity - lengths[0]
     # fewest[i, total]: how few of the segments from i on add up to exactly `total`.
     never = len(lengths)
-    fewest = np.full((len(lengths) + 1, room + 1), never, dtype=np.int16)
+    fewest = np.full((len(lengths) + 1, space + 1), never, dtype=np.int16)
     fewest[-1, 0] = 0
     for index in range(len(lengths) - 1, 0, -1):
         fewest[index] = fewest[index + 1]
         length = lengths[index]
-        if length <= room:
-            taken = fewest[index + 1, : room + 1 - length] + 1
+        if length <= space:
+            taken = fewest[index + 1, : space + 1 - length] + 1
             np.minimum(fewest[index, length:], taken, out=fewest[index, length:])
     total = int(np.flatnonzero(fewest[min(1, never)] < never)[-1])
     chosen = [0]

@@ -1,7 +1,7 @@
 """The carry buffer in a checkpoint: one safetensors file with each stream of all segments end to end."""
 
 import json
-from dataclasses import fields
+from dataclasses import astuple, fields
 from pathlib import Path
 from typing import Any
 
@@ -11,43 +11,50 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from coordexp.correction import Segment
+from coordexp.errors import DataError
 from coordexp.pack.carry import CarryBuffer
-from coordexp.pack.example import Example
+from coordexp.pack.example import Example, ExampleId
 
+FORMAT = 2  # format 1 had no number in its file, and no ids
 _STREAMS = tuple(field.name for field in fields(Segment) if field.name != "prompt_length")
 _PER_SEGMENT = ("lengths", "prompt_lengths", "arrived")
-_SOURCE = ("image", "width", "height", "channel", "dumped")
+_SOURCE = ("image", "width", "height", "channel", "id")
 
 
 def save_buffer(buffer: CarryBuffer[Example], path: Path) -> None:
-    waiting = buffer.waiting
-    segments = [example.segment for example, _ in waiting]
+    examples = [example for example, _ in buffer.waiting]
+    segments = [example.segment for example in examples]
     arrays: dict[str, NDArray[Any]] = {
         "lengths": np.array([len(segment) for segment in segments], dtype=np.int64),
         "prompt_lengths": np.array([segment.prompt_length for segment in segments], dtype=np.int64),
-        "arrived": np.array([row for _, row in waiting], dtype=np.int64),
+        "arrived": np.array([row for _, row in buffer.waiting], dtype=np.int64),
     }
     for name in _STREAMS:
         arrays[name] = np.concatenate([getattr(segment, name) for segment in segments] or [np.zeros(0)])
-    sources = [[one.image, *one.size, one.channel, one.dumped] for one, _ in waiting]
-    save_file(arrays, path, metadata={"rows": str(buffer.rows), "sources": json.dumps(sources)})
+    sources = [
+        [example.image, *example.size, example.channel, astuple(example.id) if example.id else None]
+        for example in examples
+    ]
+    metadata = {"format": str(FORMAT), "rows": str(buffer.rows), "sources": json.dumps(sources)}
+    save_file(arrays, path, metadata=metadata)
 
 
 def load_buffer(buffer: CarryBuffer[Example], path: Path) -> None:
-    """What waited takes its places again, under the capacity and limit that `buffer` has now."""
+    """Put the saved examples back into `buffer`, under its own capacity and limit."""
     try:
         arrays, rows, sources = _read(path)
     except (SafetensorError, KeyError, ValueError) as error:
-        raise ValueError(
-            f"{path} does not hold a carry buffer of this version ({error})\n  resume from another checkpoint"
+        raise DataError(
+            f"{path} does not hold a carry buffer of this version ({error})",
+            "resume from another checkpoint",
         ) from error
     cuts = np.cumsum(arrays["lengths"])[:-1]
     streams = {name: np.split(arrays[name], cuts) for name in _STREAMS}
     waiting = []
-    for k, (image, width, height, channel, dumped) in enumerate(sources):
+    for k, (image, width, height, channel, id) in enumerate(sources):
         parts = {name: stream[k] for name, stream in streams.items()}
         segment = Segment(**parts, prompt_length=int(arrays["prompt_lengths"][k]))
-        example = Example(segment, image, (width, height), channel, dumped)
+        example = Example(segment, image, (width, height), channel, ExampleId(*id) if id else None)
         waiting.append((example, int(arrays["arrived"][k])))
     buffer.restore(waiting, rows)
 
@@ -64,4 +71,9 @@ def _read(path: Path) -> tuple[dict[str, NDArray[Any]], int, list[Any]]:
         raise ValueError("its streams have different lengths")
     if any(len(source) != len(_SOURCE) for source in sources):
         raise ValueError(f"its sources are not {', '.join(_SOURCE)}")
+    file_format = int(metadata.get("format", "1"))
+    if file_format > FORMAT:
+        raise ValueError(f"it has format {file_format}, and this version reads up to {FORMAT}")
+    if file_format == 1:  # where the id is, it has the name of a dump
+        sources = [[*source[:-1], None] for source in sources]
     return arrays, rows, sources

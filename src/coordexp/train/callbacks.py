@@ -1,4 +1,4 @@
-"""How a run begins and what it says: an engine that is ready, metrics, a bar."""
+"""Callbacks of a run: the first weight sync, the metrics file, TensorBoard, the progress bar, warnings."""
 
 import functools
 import json
@@ -21,28 +21,29 @@ from coordexp.ranks import RankLostError, together
 from coordexp.rollout.backend import RolloutBackend, Weights
 from coordexp.train.stopping import StopOnSignal, Stopped
 
-QUIET = 2.0  # seconds of an evaluation in which nothing is said of its progress
-RETRY = 60.0  # seconds after which TensorBoard events are tried again on a disk that was full
+QUIET = 2.0  # seconds of an evaluation before its progress is shown
+RETRY = 60.0  # seconds after which writing TensorBoard events is tried again on a full disk
 TELL_EVERY = 30.0  # seconds between two lines on the progress of an evaluation, in a log
 
 
 def say(message: str) -> None:
+    """Print a message for the user to standard error."""
     Console(stderr=True, soft_wrap=True, highlight=False).print(message, markup=False)
 
 
 class FirstSync(TrainerCallback):
-    """An engine is started and given its weights before the first step, so that what is wrong with it is told
-    then. A start that fails because a signal has cut it off is no error."""
+    """Starts the engine and sends it the weights before the first step, so that a problem with it is reported
+    early. A start that fails because a signal has stopped the run is not an error."""
 
     def __init__(self, backend: RolloutBackend, weights: Weights, stop: StopOnSignal) -> None:
         self.backend, self.weights, self.stop = backend, weights, stop
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         try:
-            together(lambda: self._sync(state.global_step))
-        except RankLostError:  # no rank can agree with one that is gone
+            together(functools.partial(self._sync, state.global_step))
+        except RankLostError:  # the ranks cannot agree any more
             raise
-        except Exception:  # on all ranks, or none
+        except Exception:  # it is raised on all ranks or on none
             if self.stop.agreed():
                 raise Stopped from None
             raise
@@ -53,9 +54,9 @@ class FirstSync(TrainerCallback):
 
 
 def cut_metrics(path: Path, step: int) -> float:
-    """Drop the lines of later steps, which an interrupted run repeats, and a last line that a crash left torn.
-    Return the seconds that the run had taken at the last line that stays. The file is cut, not rewritten: that
-    needs no room, and no crash can leave it half done."""
+    """Drop the lines of later steps, which the resumed run writes again, and a last line that a crash left torn.
+    Return the seconds that the run had taken at the last line that stays. The file is truncated, not rewritten:
+    that needs no disk space, and a crash cannot leave it half done."""
     if not path.is_file():
         return 0.0
     if drop_torn_line(path):
@@ -69,7 +70,7 @@ def cut_metrics(path: Path, step: int) -> float:
             except (DataError, KeyError, TypeError, ValueError) as error:
                 reason = error if isinstance(error, DataError) else f"{path}, line {number}: no step and seconds"
                 raise DataError(
-                    f"{reason}\n  remove that line, or move the file away: the run goes on without it"
+                    str(reason), "remove that line, or move the file away: the run continues without it"
                 ) from error
             if at > step:
                 break
@@ -79,18 +80,20 @@ def cut_metrics(path: Path, step: int) -> float:
 
 
 class MetricsFile(TrainerCallback):
-    """Everything that is logged, as one JSON object a line. A resumed run goes on in the same file. A full disk
-    costs lines, not the run."""
+    """Writes everything that is logged to `metrics.jsonl`, one JSON object per line. A resumed run continues the
+    same file. A full disk costs lines, not the run."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._before = 0.0  # seconds of the runs that this one goes on from
+        self._before = 0.0  # seconds that the run had taken before it was resumed
         self._start = time.time()
         self._writes = BestEffort("metrics", say)
 
+    def begin(self, step: int) -> None:
+        """Prepare the file for a run that begins or resumes after `step`. To be called on rank 0."""
+        self._before = cut_metrics(self.path, step)
+
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        if state.is_world_process_zero:
-            self._before = cut_metrics(self.path, state.global_step)
         self._start = time.time()
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float] | None = None, **_: Any) -> None:
@@ -98,48 +101,49 @@ class MetricsFile(TrainerCallback):
             seconds = round(self._before + time.time() - self._start, 3)
             values = {name: value if math.isfinite(value) else None for name, value in logs.items()}
             line = json.dumps({"step": state.global_step, "seconds": seconds, **values})
-            self._writes.attempt(lambda: append_line(self.path, line))
+            self._writes.attempt(functools.partial(append_line, self.path, line))
 
 
 class TensorBoard(TensorBoardCallback):
-    """transformers' callback, for which a full disk costs events, not the run. Its writer is of no use after an
-    error: its thread has ended and raises the same error for good. So a new attempt, at most one a minute, begins
-    a new event file, which TensorBoard shows as one with the others."""
+    """The callback of transformers, except that a full disk costs events, not the run. After an error its writer
+    is useless: its thread has ended, and every call raises the same error. So a new attempt, at most one per
+    minute, begins a new event file, which TensorBoard shows together with the others."""
 
     def __init__(self) -> None:
         super().__init__()
         self._writes = BestEffort("TensorBoard events", say)
         self._not_before = 0.0
-        threading.excepthook = functools.partial(_without_tensorboard, threading.excepthook)
+        threading.excepthook = functools.partial(_report_thread_error, threading.excepthook)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._attempt(lambda: super(TensorBoard, self).on_train_begin(args, state, control, **kwargs))
+        self._attempt(functools.partial(super().on_train_begin, args, state, control, **kwargs))
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
-        self._attempt(lambda: super(TensorBoard, self).on_log(args, state, control, logs=logs, **kwargs))
+        self._attempt(functools.partial(super().on_log, args, state, control, logs=logs, **kwargs))
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._attempt(lambda: super(TensorBoard, self).on_train_end(args, state, control, **kwargs))
+        self._attempt(functools.partial(super().on_train_end, args, state, control, **kwargs))
 
     def _attempt(self, write: Callable[[], None]) -> None:
         if time.monotonic() >= self._not_before and not self._writes.attempt(write):
             self.tb_writer, self._not_before = None, time.monotonic() + RETRY
 
 
-def _without_tensorboard(report: Callable[[Any], object], failure: Any) -> None:
-    """Report an exception that ended a thread, except for TensorBoard's, which the callback has warned of."""
+def _report_thread_error(report: Callable[[Any], object], failure: Any) -> None:
+    """Report an exception that ended a thread, except one of TensorBoard, of which the callback warns itself."""
     if type(failure.thread).__name__ != "_AsyncWriterThread" or not isinstance(failure.exc_value, OSError):
         report(failure)
 
 
 class Bar(TrainerCallback):
-    """Steps, rate and time left, with the loss; results of evaluations above it. In a log, plain lines."""
+    """The progress bar: steps, rate, time left and loss, with the results of evaluations above it. In a log, plain
+    lines."""
 
     def __init__(self) -> None:
         self._progress: Progress | None = None
         self._task: Any = None
         self._description = "training"
-        self._tell_at = 0.0  # when the progress of an evaluation is worth the next line
+        self._show_at = 0.0  # when the progress of an evaluation is shown next
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if not state.is_world_process_zero:
@@ -171,32 +175,32 @@ class Bar(TrainerCallback):
         if "loss" in logs:
             self._description = f"loss {logs['loss']:.4f}"
             self._progress.update(self._task, description=self._description)
-        evaluated = "  ".join(
+        results = "  ".join(
             f"{name.removeprefix('eval_')} {value:.3f}"
             for name, value in logs.items()
             if name in ("eval_f1_50", "eval_recall_50", "eval_precision_50", "eval_ap")
         )
-        if evaluated:
-            self._progress.console.print(f"step {state.global_step}: {evaluated}")
-        elif "loss" in logs and (story := rollout_story(logs)):
-            self._progress.console.print(f"step {state.global_step}/{state.max_steps}  {story}", soft_wrap=True)
+        if results:
+            self._progress.console.print(f"step {state.global_step}: {results}")
+        elif "loss" in logs and (summary := summarise_rollouts(logs)):
+            self._progress.console.print(f"step {state.global_step}/{state.max_steps}  {summary}", soft_wrap=True)
         elif not self._progress.console.is_terminal and "loss" in logs:
             self._progress.console.print(f"step {state.global_step}/{state.max_steps}  loss {logs['loss']:.4f}")
 
-    def evaluating(self, done: int, total: int) -> None:
-        """Show how far an evaluation is, beginning with 0 images done: in the bar, or in a log as a line now and
-        then. A short evaluation is not mentioned."""
+    def show_evaluation(self, done: int, total: int) -> None:
+        """Show how many images of an evaluation are done, beginning with 0: in the bar, or in a log as a line
+        now and then. A short evaluation is not shown."""
         if self._progress is None:
             return
         now, text = time.monotonic(), f"evaluating {done:,} of {total:,}"
         if done == 0:
-            self._tell_at = now + QUIET
+            self._show_at = now + QUIET
         elif done >= total:
             self._progress.update(self._task, description=self._description)
-        elif now >= self._tell_at and self._progress.console.is_terminal:
+        elif now >= self._show_at and self._progress.console.is_terminal:
             self._progress.update(self._task, description=text)
-        elif now >= self._tell_at:
-            self._tell_at = now + TELL_EVERY
+        elif now >= self._show_at:
+            self._show_at = now + TELL_EVERY
             self._progress.console.print(text)
 
     def close(self) -> None:
@@ -205,8 +209,9 @@ class Bar(TrainerCallback):
             self._progress.stop()
 
 
-def rollout_story(logs: dict[str, float]) -> str | None:
-    """One line on what the model answered, what was made of it, and where the time went. None without answers."""
+def summarise_rollouts(logs: dict[str, float]) -> str | None:
+    """Return one line on the rollouts, their correction, and where the time went. Return None if there were
+    none."""
     if "rollout/answers" not in logs:
         return None
     true, matched = int(logs["match/true"]), int(logs["match/matched"])
@@ -228,7 +233,7 @@ def rollout_story(logs: dict[str, float]) -> str | None:
 
 class FillWarning(TrainerCallback):
     """Warns when packed rows are filled less than `packing_min_fill_ratio`, on average over the rows of all ranks
-    between two log lines. It warns once, and again only after rows were filled enough in between."""
+    between two log lines. It warns once, and again only if rows were full enough in between."""
 
     def __init__(self, min_fill_ratio: float) -> None:
         self._min_fill_ratio = min_fill_ratio
@@ -239,11 +244,8 @@ class FillWarning(TrainerCallback):
             return
         underfull = logs["packing/fill"] < self._min_fill_ratio
         if underfull and not self._warned:
-            say(
-                fill_warning(
-                    state.global_step, logs["packing/fill"], logs["packing/waiting"], self._min_fill_ratio
-                )
-            )
+            fill, waiting = logs["packing/fill"], logs["packing/waiting"]
+            say(fill_warning(state.global_step, fill, waiting, self._min_fill_ratio))
         self._warned = underfull
 
 

@@ -1,6 +1,6 @@
-"""Decides when a run may not go on, and what may not be saved, because a value is NaN or infinite.
+"""Decide when a run must stop, and what must not be saved, because a value is NaN or infinite.
 
-The decision is a pure function of numbers that are reduced over all ranks, so every rank comes to the same one.
+The decision is a pure function of numbers that are reduced over all ranks, so it is the same on every rank.
 """
 
 import math
@@ -15,7 +15,7 @@ from coordexp.errors import UserError
 from coordexp.objective.split import FENCE
 from coordexp.ranks import gather_texts
 
-# A diverged model gives broken logits at every step. An odd image may give them at one.
+# A diverged model has broken logits at every step. A single odd image may cause them at one.
 MAX_BROKEN_STEPS = 5
 # The gradient scaler of fp16 skips a step whose gradient overflows, and halves its scale, which starts at 65,536.
 # After so many steps in a row the scale is below 1: the gradient itself overflows.
@@ -23,9 +23,8 @@ MAX_SKIPPED_STEPS = 20
 
 WAY_OUT = (
     "lower training.learning_rate, lengthen training.warmup_steps or lower training.max_grad_norm; train in "
-    "bfloat16 or float32 instead of float16; look at the data with `coordexp data doctor`\n"
-    "  --resume keeps the learning rate of the checkpoint: to change it, start a new run with model.path at a "
-    "checkpoint"
+    "bfloat16 or float32 instead of float16; look at the data with `coordexp data doctor`. --resume keeps the "
+    "learning rate of the checkpoint: to change it, start a new run with model.path at a checkpoint"
 )
 
 
@@ -35,8 +34,8 @@ class DivergenceError(UserError):
 
 @dataclass(frozen=True)
 class StepNumbers:
-    """What an optimizer step came to, over all ranks. `step` is as the log counts it. `grad_norm` is None where
-    it is not known; `scaled` tells whether a gradient scaler skips steps by itself."""
+    """The numbers of one optimizer step over all ranks. `step` is counted as in the log. `grad_norm` is None
+    where it is not known. `scaled` is True if a gradient scaler skips steps whose gradient overflows."""
 
     step: int
     terms: Mapping[str, float]
@@ -47,7 +46,7 @@ class StepNumbers:
 
 @dataclass(frozen=True)
 class Health:
-    """How many steps in a row, up to the last one, had broken logits, and how many the gradient scaler skipped."""
+    """How many of the latest steps, in a row, had broken logits, and how many the gradient scaler skipped."""
 
     broken_steps: int = 0
     skipped_steps: int = 0
@@ -60,46 +59,48 @@ class Health:
         for problem in (
             _broken_term(numbers),
             _broken_gradient(numbers, skipped) if overflows else "",
-            _persistent(broken),
+            _broken_in_a_row(broken),
         ):
             if problem:
-                seen = f" ({describe_broken(numbers.broken_logits)})" if numbers.broken_logits else ""
-                raise DivergenceError(f"step {numbers.step}: {problem}{seen}; the run stops\n  {WAY_OUT}")
+                logits = f" ({describe_broken(numbers.broken_logits)})" if numbers.broken_logits else ""
+                raise DivergenceError(f"step {numbers.step}: {problem}{logits}; the run stops", WAY_OUT)
         return Health(broken, skipped)
 
 
 def _broken_term(numbers: StepNumbers) -> str:
-    broken = [f"{name} is {_named(value)}" for name, value in numbers.terms.items() if not math.isfinite(value)]
+    broken = [
+        f"{name} is {_name_value(value)}" for name, value in numbers.terms.items() if not math.isfinite(value)
+    ]
     return f"the loss is not finite: {', '.join(broken)}" if broken else ""
 
 
 def _broken_gradient(numbers: StepNumbers, skipped: int) -> str:
     assert numbers.grad_norm is not None
-    problem = f"the gradient norm is {_named(numbers.grad_norm)}"
+    problem = f"the gradient norm is {_name_value(numbers.grad_norm)}"
     if not numbers.scaled:
         return problem
     return f"{problem} for {skipped} steps in a row" if skipped >= MAX_SKIPPED_STEPS else ""
 
 
-def _persistent(broken_steps: int) -> str:
+def _broken_in_a_row(broken_steps: int) -> str:
     if broken_steps < MAX_BROKEN_STEPS:
         return ""
     return f"logits were broken in {broken_steps} steps in a row"
 
 
 def describe_broken(count: int) -> str:
-    """Return what is wrong with so many logits."""
+    """Return a text for this many broken logits."""
     return f"{count:,} logits were NaN, infinite or beyond +-{FENCE:,.0f}"
 
 
-def _named(value: float) -> str:
+def _name_value(value: float) -> str:
     return "NaN" if math.isnan(value) else "Inf" if value > 0 else "-Inf"
 
 
 def check_weights(model: nn.Module, step: int) -> None:
-    """Raise DivergenceError, on all ranks, if a trained weight is not finite on any. Of a sharded weight, each
-    rank looks at its own shard. One copy from the device."""
-    local = {name: _local(weight) for name, weight in model.named_parameters() if weight.requires_grad}
+    """Raise DivergenceError, on all ranks, if a trained weight is not finite on any of them. Each rank checks
+    its own shard of a sharded weight. All results are copied from the device at once."""
+    local = {name: _to_local(weight) for name, weight in model.named_parameters() if weight.requires_grad}
     names = [name for name, weight in local.items() if weight.numel()]
     # The largest absolute value is NaN if any is, and needs no memory of the weight's size.
     norms = [torch.linalg.vector_norm(local[name], math.inf).float() for name in names]
@@ -108,10 +109,11 @@ def check_weights(model: nn.Module, step: int) -> None:
     if name := next(filter(None, gather_texts(own)), None):
         raise DivergenceError(
             f"step {step}: the weight {name} has NaN or infinite values after the update; it is not saved, and "
-            f"the run stops\n  {WAY_OUT}"
+            "the run stops",
+            WAY_OUT,
         )
 
 
-def _local(weight: Tensor) -> Tensor:
+def _to_local(weight: Tensor) -> Tensor:
     weight = getattr(weight, "ds_tensor", weight).detach()  # ZeRO stage 3 leaves the weight itself empty
     return weight.to_local() if isinstance(weight, DTensor) else weight

@@ -1,6 +1,7 @@
-"""From records to examples: channel A is the ground truth, channel B the model's own answers, corrected.
+"""Turn training samples into examples: channel A from the ground truth, channel B from corrected rollouts.
 
-Both are the same road; A is B with an empty answer. Which one a step takes is a function of its number.
+Channel A is channel B with an empty rollout. Which channel a step takes depends only on the number of the step,
+so it is the same on every rank and after a resume.
 """
 
 from collections.abc import Callable, Sequence
@@ -11,37 +12,34 @@ from coordexp.config import RolloutMatching
 from coordexp.config.pipeline import Channel
 from coordexp.correction import Correction, FieldOrder, correct
 from coordexp.data import RecordError, RecordFile, TrueObject
-from coordexp.pack import Example
-from coordexp.rollout.backend import Decode, Picture, Request, Rollout, RolloutBackend, Weights
+from coordexp.pack import Example, ExampleId
+from coordexp.rollout.backend import Decode, Picture, Request, Rollout, RolloutBackend
 from coordexp.rollout.prompt import PromptBuilder, check_prompt
 from coordexp.rollout.seeds import request_seed
-from coordexp.train.counters import Ledger, counted
+from coordexp.train.metrics import StepMetrics, count_rollout
 from coordexp.vocab import VocabularyTable
 
 
 @dataclass(frozen=True)
-class Moment:
-    """An optimizer step and one of its micro-steps, from 0."""
+class StepIndex:
+    """An optimizer step and one of its micro-steps, both from 0."""
 
     step: int
     micro: int
 
 
-Encode = Callable[[Sequence[int], Moment], list[Example]]
-
-
 @dataclass(frozen=True)
-class Case:
-    """A record as training needs it."""
+class TrainingSample:
+    """A record in the form that training needs. `index` is its number in the file, from 0."""
 
     index: int
-    picture: Picture
+    image: Picture
     prompt_ids: tuple[int, ...]
     truth: tuple[TrueObject, ...]
 
 
 @dataclass(frozen=True)
-class Casebook:
+class TrainingSet:
     """The training records, and how an answer to one of them is corrected."""
 
     records: RecordFile
@@ -50,79 +48,104 @@ class Casebook:
     order: FieldOrder
     settings: RolloutMatching
 
-    def __getitem__(self, index: int) -> Case:
+    def __getitem__(self, index: int) -> TrainingSample:
         record = self.records[index]
         try:
             truth = record.sample().objects
         except ValueError as error:
             raise RecordError(
-                f"{self.records.path}, record {index + 1} ({record.image}): {error}\n"
-                f"  run `coordexp data doctor {self.records.path}`"
+                f"{self.records.path}, record {index + 1} ({record.image}): {error}",
+                f"run `coordexp data doctor {self.records.path}`",
             ) from error
-        picture = Picture.of(self.records, record)
-        return Case(index, picture, tuple(self.prompts.ids(*picture.size, picture.path)), tuple(truth))
+        image = Picture.of(self.records, record)
+        return TrainingSample(index, image, tuple(self.prompts.ids(*image.size, image.path)), tuple(truth))
 
-    def correct(self, case: Case, answer: Sequence[int]) -> Correction:
+    def correct(self, sample: TrainingSample, answer: Sequence[int]) -> Correction:
         return correct(
-            case.prompt_ids, answer, case.truth, table=self.table, order=self.order, settings=self.settings
+            sample.prompt_ids, answer, sample.truth, table=self.table, order=self.order, settings=self.settings
         )
 
 
-def example(case: Case, correction: Correction, channel: Channel, dumped: str = "") -> Example:
-    return Example(correction.segment, case.picture.path, case.picture.size, channel, dumped)
+# Called with every corrected rollout, and with all that belongs to it.
+Watch = Callable[[ExampleId, TrainingSample, Request, Rollout, Correction], None]
 
 
 @dataclass(frozen=True)
-class GroundTruth:
-    """Channel A: every true object was missed by an answer that said nothing."""
+class AnsweredSample:
+    """A training sample with the model's rollout for it."""
 
-    cases: Casebook
-
-    def __call__(self, indices: Sequence[int], moment: Moment) -> list[Example]:
-        cases = [self.cases[index] for index in indices]
-        return [example(case, self.cases.correct(case, ()), "A") for case in cases]
-
-
-# Says where it has written the example, or nothing.
-Watch = Callable[[Moment, Case, Request, Rollout, Correction], str]
+    sample: TrainingSample
+    request: Request
+    rollout: Rollout
 
 
 @dataclass(frozen=True)
-class CorrectedRollouts:
-    """Channel B: let the model answer, read the answer strictly, match it, append what was missed. `watch` sees
-    every example whole."""
+class Encoder:
+    """Makes the examples of one rank. `b_ratio` is the share of steps that train on rollouts: 0 for Stage 1, 1 for
+    Stage 2, in between for both channels in turn. `seed` is the seed of the run."""
 
-    cases: Casebook
+    training_set: TrainingSet
     backend: RolloutBackend
-    weights: Weights
     rollout_matching_cfg: RolloutMatching
     seed: int
     rank: int
-    ledger: Ledger
-    watch: Watch = lambda *_: ""
+    metrics: StepMetrics
+    b_ratio: Fraction = Fraction(1)
+    watch: Watch | None = None
 
-    def __call__(self, indices: Sequence[int], moment: Moment) -> list[Example]:
-        decode = Decode.of(self.rollout_matching_cfg)
-        cases = [self.cases[index] for index in indices]
-        requests = [
-            Request(case.picture, decode, request_seed(self.seed, moment.step, moment.micro, self.rank, k))
-            for k, case in enumerate(cases)
+    def takes_rollouts(self, step: int) -> bool:
+        return takes_rollouts(step, self.b_ratio)
+
+    def load_samples(self, indices: Sequence[int]) -> list[TrainingSample]:
+        return [self.training_set[index] for index in indices]
+
+    def encode_ground_truth(self, samples: Sequence[TrainingSample], at: StepIndex) -> list[Example]:
+        """Channel A: return an example per sample, as if the model had answered nothing and missed every
+        object."""
+        return [
+            self._example(at, k, sample, self.training_set.correct(sample, ()), "A")
+            for k, sample in enumerate(samples)
         ]
-        if moment.micro == 0:
-            with self.ledger.timed("sync"):
-                self.backend.sync(self.weights, version=moment.step)
-        with self.ledger.timed("rollout"):
+
+    def collect_rollouts(self, samples: Sequence[TrainingSample], at: StepIndex) -> list[AnsweredSample]:
+        """Channel B: ask the backend for one rollout per sample. It is called with no samples too, because a
+        sharded model needs every rank while other ranks generate."""
+        decode = Decode.of(self.rollout_matching_cfg)
+        requests = [
+            Request(sample.image, decode, request_seed(self.seed, at.step, at.micro, self.rank, k))
+            for k, sample in enumerate(samples)
+        ]
+        with self.metrics.measure("rollout"):
             rollouts = self.backend.generate(requests)
-        examples = []
-        with self.ledger.timed("correct"):
-            for case, request, rollout in zip(cases, requests, rollouts, strict=True):
-                check_prompt(case.picture.path, rollout.prompt_ids, case.prompt_ids)
-                _check_version(rollout, moment.step)
-                correction = self.cases.correct(case, rollout.ids)
-                self.ledger.add(counted(rollout, decode.mode, correction, case.truth))
-                dumped = self.watch(moment, case, request, rollout, correction)
-                examples.append(example(case, correction, "B", dumped))
-        return examples
+        return [AnsweredSample(*answered) for answered in zip(samples, requests, rollouts, strict=True)]
+
+    def correct_rollouts(self, answered: Sequence[AnsweredSample], at: StepIndex) -> list[Example]:
+        """Channel B: parse and match each rollout, and return an example per rollout that keeps its valid
+        objects and appends the missed ones."""
+        with self.metrics.measure("correct"):
+            return [self._correct_rollout(at, k, answer) for k, answer in enumerate(answered)]
+
+    def _correct_rollout(self, at: StepIndex, k: int, answered: AnsweredSample) -> Example:
+        sample, request, rollout = answered.sample, answered.request, answered.rollout
+        check_prompt(sample.image.path, rollout.prompt_ids, sample.prompt_ids)
+        _check_version(rollout, at.step)
+        correction = self.training_set.correct(sample, rollout.ids)
+        self.metrics.add(count_rollout(rollout, request.decode.mode, correction, sample.truth))
+        example = self._example(at, k, sample, correction, "B")
+        if self.watch is not None and example.id is not None:
+            self.watch(example.id, sample, request, rollout, correction)
+        return example
+
+    def _example(
+        self, at: StepIndex, k: int, sample: TrainingSample, correction: Correction, channel: Channel
+    ) -> Example:
+        id = ExampleId(at.step, at.micro, self.rank, k)
+        return Example(correction.segment, sample.image.path, sample.image.size, channel, id)
+
+
+def takes_rollouts(step: int, b_ratio: Fraction) -> bool:
+    """Return True if the step trains on rollouts. Of the first n steps, b_ratio * n do, rounded down."""
+    return int((step + 1) * b_ratio) > int(step * b_ratio)
 
 
 def _check_version(rollout: Rollout, step: int) -> None:
@@ -131,20 +154,3 @@ def _check_version(rollout: Rollout, step: int) -> None:
             f"a rollout was made by weights of version {rollout.version}, and this step trains version {step}: "
             "the engine was not given the weights it should have"
         )
-
-
-@dataclass(frozen=True)
-class Alternate:
-    """A or B, step by step: of the first n steps, b_ratio * n rounded down are B. The same on every rank and after
-    a resume, since it depends on the step's number alone."""
-
-    ground_truth: Encode
-    rollouts: Encode
-    b_ratio: Fraction
-
-    def __call__(self, indices: Sequence[int], moment: Moment) -> list[Example]:
-        return (self.rollouts if takes_rollouts(moment.step, self.b_ratio) else self.ground_truth)(indices, moment)
-
-
-def takes_rollouts(step: int, b_ratio: Fraction) -> bool:
-    return int((step + 1) * b_ratio) > int(step * b_ratio)

@@ -1,15 +1,16 @@
-"""Evaluation by answering: the held-out pictures are shared out over the ranks and measured together."""
+"""Evaluation: the model answers the held-out images, which are shared out over the ranks."""
 
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
+from operator import attrgetter
 from pathlib import Path
 
 from torch import distributed as dist
 
 from coordexp.config import RolloutMatching
-from coordexp.data import RecordFile
+from coordexp.data import Record, RecordFile
 from coordexp.evaluate import Answer, evaluate, read_truth, write_predictions
 from coordexp.evaluate.answer import parse_answer
 from coordexp.evaluate.tokens import answer_of
@@ -23,10 +24,10 @@ from coordexp.vocab import VocabularyTable
 
 @dataclass(frozen=True)
 class AnswerEvaluation:
-    """Greedy, as `coordexp predict` is, with the repeat guard if the settings enable it. The backend's
-    `decode_batch_size` alone sets how many sequences are decoded at once (R10.S3). `samples` limits the number of
-    records. `stopping` is asked between two calls of the backend, on all ranks together, and `progress` gets the
-    number of images that are answered, and of all."""
+    """Evaluates greedily, as `coordexp predict` does, with the repeat guard if the settings enable it. Only the
+    backend's `decode_batch_size` sets how many sequences are decoded at once. `samples` limits the number of
+    records. `is_stopping` is called between two calls of the backend, on all ranks together. `progress` gets the
+    number of answered images and the number of all images."""
 
     records: RecordFile
     backend: RolloutBackend
@@ -35,54 +36,57 @@ class AnswerEvaluation:
     rollout_matching_cfg: RolloutMatching
     folder: Path
     samples: int | None = None
-    stopping: Callable[[], bool] = lambda: False
-    progress: Callable[[int, int], None] = lambda done, total: None
+    is_stopping: Callable[[], bool] | None = None
+    progress: Callable[[int, int], None] | None = None
 
     def __call__(self, step: int) -> dict[str, float]:
         """Return the same numbers on every rank. Rank 0 writes the predictions, as `coordexp predict` does. Raise
         Stopped, on all ranks, if the run is asked to stop before the last answer."""
         rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
         chosen = evenly_spaced(len(self.records), self.samples)
-        answers = _gathered(together(lambda: self._answers(chosen, rank, ranks, step)))
-        ordered = sorted(answers, key=lambda answer: answer.image_id)
+        answers = _gather_answers(together(partial(self._answer_images, chosen, rank, ranks, step)))
+        ordered = sorted(answers, key=attrgetter("image_id"))
         truth = [self.records.numbered(index) for index in chosen]
         file = self.folder / "evaluations" / f"step-{step}.json"
-        together(lambda: self._write(file, ordered) if rank == 0 else None)
+        together(partial(self._write, file, ordered, rank))
         return evaluate(truth, ordered).flat()
 
-    def _write(self, file: Path, answers: Sequence[Answer]) -> None:
-        """Write the predictions with the classes of all records, as `coordexp predict` numbers them."""
-        truth = read_truth(self.records)
-        BestEffort("predictions", say).attempt(lambda: write_predictions(file, answers, truth))
+    def _write(self, file: Path, answers: Sequence[Answer], rank: int) -> None:
+        """On rank 0, write the predictions with the classes of all records, numbered as by `coordexp predict`."""
+        if rank == 0:
+            truth = read_truth(self.records)
+            BestEffort("predictions", say).attempt(partial(write_predictions, file, answers, truth))
 
-    def _answers(self, chosen: Sequence[int], rank: int, ranks: int, step: int) -> list[Answer]:
-        numbered = together(lambda: [self.records.numbered(index) for index in chosen[rank::ranks]])
+    def _answer_images(self, chosen: Sequence[int], rank: int, ranks: int, step: int) -> list[Answer]:
+        numbered = together(partial(self._read_records, chosen[rank::ranks]))
         decode = Decode.for_evaluation(self.rollout_matching_cfg)
         requests = [Request(Picture.of(self.records, record), decode) for _, record in numbered]
         with self.backend.session():
             self.backend.sync(self.weights, version=step)
-            rollouts = self._rollouts(requests, len(chosen), ranks)
+            rollouts = self._collect_rollouts(requests, len(chosen), ranks)
         return [
             answer_of(number, record.image, rollout, self.table)
             for (number, record), rollout in zip(numbered, rollouts, strict=True)
         ]
 
-    def _rollouts(self, requests: Sequence[Request], total: int, ranks: int) -> list[Rollout]:
-        """Return the answers to this rank's requests. All ranks make the same calls, some perhaps without requests
-        in the last one."""
-        size, found = self.backend.requests_per_call, list[Rollout]()
-        self.progress(0, total)
-        for start in range(0, -(-total // ranks), size):
-            if self.stopping():
-                raise Stopped
-            done = min(total, (start + size) * ranks)
-            found += together(partial(self._call, requests[start : start + size], done, total))
-        return found
+    def _read_records(self, indices: Sequence[int]) -> list[tuple[int, Record]]:
+        return [self.records.numbered(index) for index in indices]
 
-    def _call(self, requests: Sequence[Request], done: int, total: int) -> list[Rollout]:
-        rollouts = self.backend.generate(requests)
-        self.progress(done, total)
+    def _collect_rollouts(self, requests: Sequence[Request], total: int, ranks: int) -> list[Rollout]:
+        """Return the answers to this rank's requests. All ranks make the same calls. In the last one, some ranks
+        may have no requests left."""
+        size, rollouts = self.backend.requests_per_call, list[Rollout]()
+        self._show_progress(0, total)
+        for start in range(0, -(-total // ranks), size):
+            if self.is_stopping is not None and self.is_stopping():
+                raise Stopped
+            rollouts += together(partial(self.backend.generate, requests[start : start + size]))
+            self._show_progress(min(total, (start + size) * ranks), total)
         return rollouts
+
+    def _show_progress(self, done: int, total: int) -> None:
+        if self.progress is not None:
+            self.progress(done, total)
 
 
 def evenly_spaced(count: int, most: int | None) -> Sequence[int]:
@@ -92,8 +96,8 @@ def evenly_spaced(count: int, most: int | None) -> Sequence[int]:
     return [k * count // chosen for k in range(chosen)]
 
 
-def _gathered(answers: list[Answer]) -> list[Answer]:
-    """The answers of all ranks, on all ranks."""
+def _gather_answers(answers: list[Answer]) -> list[Answer]:
+    """Return the answers of all ranks, on all ranks."""
     if not dist.is_initialized():
         return answers
     texts = gather_texts("\n".join(json.dumps(asdict(answer)) for answer in answers))

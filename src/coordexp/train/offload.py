@@ -1,69 +1,118 @@
-"""The learner's model and optimizer leave memory while a colocated engine answers.
+"""Offloading: move the learner's model and optimizer out of device memory while an engine on the same device
+generates.
 
-Meanwhile modules hold stand-ins to read from: a parameter that moved to another device by itself would be cut off
-from the hooks by which DDP adds up gradients. Afterwards everything is the object, and the bits, that it was.
+Memory is moved by storages, so tensors that share one still do afterwards. From the CPU a storage goes to a
+file, from an accelerator to pinned host memory. Meanwhile, modules hold stand-in parameters to read from: a
+parameter that moved to another device by itself would lose the hooks through which DDP reduces gradients.
+Afterwards every tensor is the same object with the same bits.
 """
 
-from collections.abc import Iterator
+import ctypes
+import mmap
+import os
+import tempfile
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, UntypedStorage, nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.distributed.tensor import DTensor
 
 from coordexp.config.rollout import Offload
 from coordexp.errors import EngineError
-from coordexp.train.spill import Away, gone
+from coordexp.rollout.memory_file import aligned
+
+# Storages with fewer bytes stay, except those in a mapped file, where each of them would keep all of it in memory.
+SMALL = 1024
+
+
+class OffloadTarget(Protocol):
+    """The memory to which storages are moved."""
+
+    def put(self, storage: UntypedStorage) -> UntypedStorage:
+        """Return a copy of the storage in this memory."""
+
+    def drop(self) -> None:
+        """Free what reading the copies, or moving the storages, has left in the memory that the engine needs."""
+
+
+class OffloadedStorages:
+    """The storages that are offloaded, and their copies."""
+
+    def __init__(self, target: OffloadTarget | None = None) -> None:
+        self.target = target
+        self.copies: dict[int, UntypedStorage] = {}
+
+    def __contains__(self, tensor: Tensor) -> bool:
+        return _to_local(tensor).untyped_storage()._cdata in self.copies
+
+    def view(self, tensor: Tensor) -> Tensor:
+        """Return a tensor with the same values, over the copy of its storage."""
+        local = _to_local(tensor)
+        copy = _view_storage(self.copies[local.untyped_storage()._cdata], local)
+        return DTensor(copy, tensor._spec, requires_grad=False) if isinstance(tensor, DTensor) else copy
+
+    def drop(self) -> None:
+        """Free what reading the copies has brought into memory."""
+        if self.target is not None:
+            self.target.drop()
+
+    def end(self) -> None:
+        self.target = None
+        self.copies.clear()
 
 
 @contextmanager
-def offloaded(settings: Offload, model: nn.Module, optimizer: Any, folder: Path) -> Iterator[Away]:
-    """Without model and optimizer in memory, as far as the settings ask for it. Inside, the model is there to be
-    read, module by module. A learner on the CPU goes to a file in `folder`."""
+def offload_learner(
+    settings: Offload, model: nn.Module, optimizer: Any, folder: Path
+) -> Iterator[OffloadedStorages]:
+    """Offload model and optimizer, as the settings ask for, until the end of the block. Inside, the model can be
+    read module by module. A learner on the CPU goes to a file in `folder`."""
     if not settings.enabled:
-        yield Away()
+        yield OffloadedStorages()
         return
     check_offload(settings, model, optimizer)
     tensors: list[Tensor] = []
     if settings.offload_model:
         for module in model.modules():
-            if isinstance(module, FSDPModule):  # the shards, not what a forward has gathered
+            if isinstance(module, FSDPModule):  # offload the shards, not what a forward pass has gathered
                 module.reshard()
-        tensors += _of_model(model)
+        tensors += _model_tensors(model)
     if settings.offload_optimizer:
-        tensors += _of_optimizer(optimizer)
-    with gone(tensors, folder) as away, _stand_ins(model, away), torch.no_grad():
-        yield away
+        tensors += _optimizer_tensors(optimizer)
+    with offload_storages(tensors, folder) as offloaded, _use_stand_ins(model, offloaded), torch.no_grad():
+        yield offloaded
 
 
 def check_offload(settings: Offload, model: nn.Module, optimizer: Any) -> None:
-    """Refuses what would not come back as it was. `optimizer` is None until there is one."""
+    """Raise EngineError for a learner that could not be restored. `optimizer` is None until there is one."""
     if not settings.enabled:
         return
-    flat = any(isinstance(module, FullyShardedDataParallel) for module in model.modules())
-    if settings.offload_model and (flat or any(hasattr(weight, "ds_id") for weight in model.parameters())):
-        how = "FSDP version 1" if flat else "ZeRO stage 3"
+    is_flat = any(isinstance(module, FullyShardedDataParallel) for module in model.modules())
+    if settings.offload_model and (is_flat or any(hasattr(weight, "ds_id") for weight in model.parameters())):
+        sharding = "FSDP version 1" if is_flat else "ZeRO stage 3"
         raise EngineError(
-            f"rollout_matching.offload.offload_model: {how} moves the model's memory by itself\n"
-            "  use FSDP2 (training.fsdp_config: {version: 2}), ZeRO up to stage 2, or DDP"
+            f"rollout_matching.offload.offload_model: {sharding} moves the model's memory itself",
+            "use FSDP2 (training.fsdp_config: {version: 2}), ZeRO up to stage 2, or DDP",
         )
     if settings.offload_optimizer and _is_deepspeed(optimizer):
         raise EngineError(
-            "rollout_matching.offload.offload_optimizer: DeepSpeed's optimizer has memory that is out of reach\n"
-            "  set offload_optimizer: false, let DeepSpeed do it (zero_optimization: {offload_optimizer: {device: "
-            "cpu}}), train with FSDP2 or DDP, or set rollout_backend: hf"
+            "rollout_matching.offload.offload_optimizer: DeepSpeed's optimizer cannot be offloaded",
+            "set offload_optimizer: false, let DeepSpeed do it (zero_optimization: {offload_optimizer: {device: "
+            "cpu}}), train with FSDP2 or DDP, or set rollout_backend: hf",
         )
 
 
-def _of_model(model: nn.Module) -> list[Tensor]:
+def _model_tensors(model: nn.Module) -> list[Tensor]:
     weights = list(model.parameters())
-    grads = [weight.grad for weight in weights if weight.grad is not None]
-    return [*weights, *model.buffers(), *grads]
+    gradients = [weight.grad for weight in weights if weight.grad is not None]
+    return [*weights, *model.buffers(), *gradients]
 
 
-def _of_optimizer(optimizer: Any) -> list[Tensor]:
+def _optimizer_tensors(optimizer: Any) -> list[Tensor]:
     slots = [] if optimizer is None else optimizer.state.values()
     return [value for slot in slots for value in slot.values() if isinstance(value, Tensor)]
 
@@ -72,25 +121,141 @@ def _is_deepspeed(optimizer: Any) -> bool:
     while optimizer is not None:
         if any(kind.__module__.split(".")[0] == "deepspeed" for kind in type(optimizer).__mro__):
             return True
-        optimizer = getattr(optimizer, "optimizer", None)  # below accelerate's
+        optimizer = getattr(optimizer, "optimizer", None)  # the one that accelerate wraps
     return False
 
 
 @contextmanager
-def _stand_ins(model: nn.Module, away: Away) -> Iterator[None]:
-    """In place of every parameter and buffer that has gone, one to read; the same for tied ones."""
-    held: dict[int, Tensor] = {}
-    with ExitStack() as back:
+def _use_stand_ins(model: nn.Module, offloaded: OffloadedStorages) -> Iterator[None]:
+    """Replace every offloaded parameter and buffer by one that can be read. Tied parameters share one stand-in."""
+    stand_ins: dict[int, Tensor] = {}
+    with ExitStack() as restore:
         for module in model.modules():
             tables: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
             for table in tables:
                 for name, tensor in table.items():
-                    if tensor is not None and tensor in away:
-                        back.callback(table.__setitem__, name, tensor)
-                        table[name] = held.setdefault(id(tensor), _like(tensor, away))
+                    if tensor is not None and tensor in offloaded:
+                        restore.callback(table.__setitem__, name, tensor)
+                        table[name] = stand_ins.setdefault(id(tensor), _make_stand_in(tensor, offloaded))
         yield
 
 
-def _like(tensor: Tensor, away: Away) -> Tensor:
-    view = away.view(tensor)
+def _make_stand_in(tensor: Tensor, offloaded: OffloadedStorages) -> Tensor:
+    view = offloaded.view(tensor)
     return nn.Parameter(view, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else view
+
+
+@contextmanager
+def offload_storages(tensors: Iterable[Tensor], folder: Path) -> Iterator[OffloadedStorages]:
+    """Move the storages of these tensors away until the end of the block. Inside, read a tensor through `view`
+    only: reading it directly would crash the process. The file for tensors on the CPU is in `folder`."""
+    groups = _group_by_storage(tensors)
+    size = sum(aligned(group[0].untyped_storage().nbytes()) for group in groups)
+    with ExitStack() as restore:
+        try:
+            offloaded = _move_out(groups, size, folder, restore)
+        except (OSError, RuntimeError) as error:
+            raise EngineError(
+                f"rollout_matching.offload: {size / 1e9:.3f} GB of the learner could not be offloaded: {error}",
+                f"a learner on the CPU needs that much disk space in {folder} (training.output_dir), one on an "
+                "accelerator that much host memory; or set rollout_matching.offload.enabled: false",
+            ) from error
+        yield offloaded
+
+
+def _to_local(tensor: Tensor) -> Tensor:
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def _group_by_storage(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
+    """Return the tensors that are worth moving, grouped by storage. If any is on an accelerator, tensors on the
+    CPU are left out, because they do not take memory from the engine."""
+    by_storage: dict[int, dict[int, Tensor]] = {}
+    for tensor in map(_to_local, tensors):
+        storage = tensor.untyped_storage()
+        if (storage.nbytes() >= SMALL or not storage.resizable()) and storage.data_ptr():
+            by_storage.setdefault(storage._cdata, {})[id(tensor)] = tensor
+    groups = [list(group.values()) for group in by_storage.values()]
+    return [group for group in groups if group[0].device.type != "cpu"] or groups
+
+
+def _move_out(groups: list[list[Tensor]], size: int, folder: Path, restore: ExitStack) -> OffloadedStorages:
+    if not groups:
+        return OffloadedStorages()
+    target = restore.enter_context(_open_target(groups[0][0].device, folder, size))
+    offloaded = OffloadedStorages(target)
+    restore.callback(offloaded.end)
+    for group in groups:
+        storage = _make_resizable(group)
+        copy = target.put(storage)
+        restore.callback(_copy_back, storage, copy)
+        offloaded.copies[storage._cdata] = copy
+        storage.resize_(0)
+    offloaded.drop()
+    return offloaded
+
+
+@contextmanager
+def _open_target(device: torch.device, folder: Path, size: int) -> Iterator[OffloadTarget]:
+    if device.type != "cpu":
+        yield PinnedMemory()
+        return
+    with tempfile.TemporaryFile(dir=folder) as file:
+        yield MappedFile(file, size)
+
+
+def _copy_back(storage: UntypedStorage, copy: UntypedStorage) -> None:
+    storage.resize_(copy.nbytes())
+    storage.copy_(copy)
+
+
+def _make_resizable(group: list[Tensor]) -> UntypedStorage:
+    """Return a storage of these tensors that can be resized. Memory that belongs to something else, such as the
+    mapped file of a checkpoint, is copied once. Tensors outside the group that share it keep the old memory."""
+    storage = group[0].untyped_storage()
+    if storage.resizable():
+        return storage
+    own = storage.clone()
+    for tensor in group:
+        tensor.data = _view_storage(own, tensor)
+    return own
+
+
+def _view_storage(storage: UntypedStorage, like: Tensor) -> Tensor:
+    """Return a tensor over `storage` with the dtype, offset, size and strides of another one."""
+    empty = torch.empty(0, dtype=like.dtype, device=storage.device)
+    return empty.set_(storage, like.storage_offset(), like.size(), like.stride())
+
+
+class MappedFile:
+    """An unnamed file, which disappears however the process ends. Its space is reserved first, because writing
+    to a mapping on a full disk would kill the process."""
+
+    def __init__(self, file: IO[bytes], size: int) -> None:
+        os.posix_fallocate(file.fileno(), 0, size)
+        self.file, self.end = file, 0
+        self.mapping = mmap.mmap(file.fileno(), size)
+
+    def put(self, storage: UntypedStorage) -> UntypedStorage:
+        size, start = storage.nbytes(), self.end
+        self.file.seek(start)
+        # Five times faster than a copy to new pages of the mapping. `Tensor.numpy` would forbid resizing.
+        self.file.write((ctypes.c_char * size).from_address(storage.data_ptr()))
+        self.file.flush()
+        self.end += aligned(size)
+        return torch.frombuffer(self.mapping, dtype=torch.uint8, count=size, offset=start).untyped_storage()
+
+    def drop(self) -> None:
+        self.mapping.madvise(mmap.MADV_DONTNEED)
+        c = ctypes.CDLL(None)
+        if hasattr(c, "malloc_trim"):  # glibc keeps memory that was freed in small pieces
+            c.malloc_trim(0)
+
+
+class PinnedMemory:
+    def put(self, storage: UntypedStorage) -> UntypedStorage:
+        copy = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=True).untyped_storage()
+        return copy.copy_(storage)
+
+    def drop(self) -> None:
+        torch.accelerator.empty_cache()

@@ -1,19 +1,18 @@
-"""Puts a run together from its settings, trains, and leaves a folder with all of it."""
+"""Assemble a run from its settings: data, learner, rollout backend, objective, trainer."""
 
 import math
 import os
-from collections.abc import Callable, Iterator
 from contextlib import closing, suppress
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch import distributed as dist
-from transformers import AutoProcessor, PrinterCallback, Qwen3VLForConditionalGeneration, TrainingArguments
+from transformers import AutoProcessor, PrinterCallback, TrainingArguments
 from transformers.integrations import TensorBoardCallback
 from transformers.trainer_utils import set_seed
 
@@ -22,31 +21,27 @@ from coordexp.config.capacity import describe_evaluation
 from coordexp.config.settings import PACKING_KEYS
 from coordexp.data import RecordFile, read_records
 from coordexp.data.doctor.measures import SMALL, Sizes
-from coordexp.dump_files import FOLDER
-from coordexp.dumps import READ
+from coordexp.dumps import CORRECTION_SETTINGS, FOLDER, DumpFolder, DumpWriter, forget_from
+from coordexp.errors import DataError, UserError
 from coordexp.evaluate import read_truth
 from coordexp.objective import Objective
 from coordexp.pack import CarryBuffer, Example
-from coordexp.pack.attention import attention_for
 from coordexp.pack.collate import Collator
 from coordexp.ranks import gather_texts, together
-from coordexp.rollout.backend import RolloutBackend, Weights
+from coordexp.rollout.backend import RolloutBackend
 from coordexp.rollout.prompt import PromptBuilder
-from coordexp.train.adapter import with_adapter
-from coordexp.train.backends import backend_for, described
-from coordexp.train.callbacks import Bar, FillWarning, FirstSync, MetricsFile, TensorBoard, cut_metrics, say
+from coordexp.train.backends import backend_for
+from coordexp.train.callbacks import Bar, FillWarning, FirstSync, MetricsFile, TensorBoard, say
 from coordexp.train.checkpoints import checkpoints, is_finished, newest_intact, step_of
-from coordexp.train.counters import Ledger
-from coordexp.train.dump import Dumps
-from coordexp.train.dump_folder import DumpFolder, forget_from
-from coordexp.train.encode import Alternate, Casebook, CorrectedRollouts, Encode, GroundTruth
+from coordexp.train.encode import Encoder, TrainingSet
 from coordexp.train.evaluation import AnswerEvaluation
-from coordexp.train.folder import fingerprint, write_run_folder
+from coordexp.train.folder import describe_rollouts, fingerprint, write_run_folder
+from coordexp.train.learner import Learner
+from coordexp.train.metrics import StepMetrics
 from coordexp.train.stopping import StopOnSignal, Stopped
-from coordexp.train.stream import Order, RowStream, Stage
-from coordexp.train.trace import Traces
+from coordexp.train.stream import CurriculumStage, RowStream, SampleOrder
+from coordexp.train.trace import TraceWriter
 from coordexp.train.trainer import RowTrainer
-from coordexp.train.weights import learner_weights
 from coordexp.vocab import VocabularyTable
 
 EXACT = 1000  # side of the mask IoU canvas on which every box is exact
@@ -55,83 +50,121 @@ MEASURED = 1000  # records whose objects are measured at the start of a run
 
 
 @dataclass(frozen=True)
-class Outcome:
+class RunOutcome:
     steps: int
     stopped_by: int | None  # a signal
     folder: Path
-    saved: bool = True  # the last step
+    saved: bool = True  # the last step is in a checkpoint
 
 
-def prepare(loaded: Loaded, resume: bool) -> tuple[Callable[[], Outcome], Path | None]:
-    """Loads and checks all that a run needs. What comes back runs it, and says from which checkpoint: with
-    `resume`, the newest of the run folder, if there is one."""
+@dataclass(frozen=True)
+class PreparedRun:
+    """A run that is loaded and checked, but has not begun. `checkpoint` is the one that it resumes from.
+    `trainer` is None if that one has all steps of the run."""
+
+    folder: Path
+    checkpoint: Path | None
+    trainer: RowTrainer | None
+    bar: Bar
+
+    def run(self) -> RunOutcome:
+        """Train until the last step, or until a signal stops the run."""
+        trainer = self.trainer
+        if trainer is None:
+            return RunOutcome(_step_of(self.checkpoint), stopped_by=None, folder=self.folder)
+        trainer.stop.listen()
+        try:
+            trainer.train(resume_from_checkpoint=str(self.checkpoint) if self.checkpoint else None)
+        except Stopped:  # before the first step
+            pass
+        finally:
+            self.bar.close()
+            with closing(trainer.stop):
+                trainer.backend.close()
+        steps = trainer.state.global_step
+        return RunOutcome(steps, trainer.stop.stopped_by, self.folder, saved=trainer.saved == steps)
+
+
+def prepare(loaded: Loaded, resume: bool) -> PreparedRun:
+    """Load and check everything that a run needs. With `resume`, it goes on from the newest intact checkpoint of
+    its folder, if there is one."""
     settings = loaded.settings
     folder = Path(settings.training.output_dir)
     train = RecordFile(Path(settings.custom.train_jsonl))
     held_out = RecordFile(Path(settings.custom.val_jsonl)) if settings.custom.val_jsonl else None
     arguments = training_arguments(settings, len(train))
-    if arguments.process_index == 0:
-        if settings.uses_rollouts:
-            _say_if_canvas_is_coarse(train, settings.rollout_matching.maskiou_resolution)
-        if held_out is not None and (cost := describe_evaluation(settings, len(held_out))):
-            say(cost)
-    if (
-        held_out is not None and arguments.eval_strategy != "no"
-    ):  # a fault is told now, not at the first evaluation
-        together(lambda: read_truth(held_out) if arguments.process_index == 0 else None)
+    together(partial(_check_data, settings, arguments, train, held_out))
     checkpoint = _checkpoint(folder, resume)
-    step = (step_of(checkpoint) or 0) if checkpoint else 0
+    step, bar = _step_of(checkpoint), Bar()
     if checkpoint is not None and step >= arguments.max_steps:
-        return (lambda: Outcome(step, stopped_by=None, folder=folder)), checkpoint
+        return PreparedRun(folder, checkpoint, None, bar)
     set_seed(settings.training.seed)
-    trainer, stop, bar = _trainer(settings, arguments, train, held_out)
+    metrics_file = MetricsFile(folder / METRICS)
+    trainer = _make_trainer(settings, arguments, train, held_out, metrics_file, bar)
     if checkpoint is not None:
         trainer.stream.load(checkpoint)
-        trainer.saved, trainer.rotation_is_due = step_of(checkpoint), True
-
-    def begin() -> None:
-        data = {"train": train} | ({"val": held_out} if held_out else {})
-        rollouts = described(settings, trainer.backend) if settings.uses_rollouts else None
-        write_run_folder(folder, loaded, data, trainer.objective.manifest(), rollouts)
-        cut_metrics(folder / METRICS, step)
-        forget_from(folder / FOLDER, step)
-
-    together(lambda: begin() if trainer.is_world_process_zero() else None)
-
-    def run() -> Outcome:
-        stop.listen()
-        try:
-            trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
-        except Stopped:  # before the first step
-            pass
-        finally:
-            bar.close()
-            with closing(stop):
-                trainer.backend.close()
-        steps = trainer.state.global_step
-        return Outcome(steps, stop.stopped_by, folder, saved=trainer.saved == steps)
-
-    return run, checkpoint
+        trainer.saved, trainer.rotation_is_due = step, True
+    data = {"train": train} | ({"val": held_out} if held_out else {})
+    together(partial(_begin_folder, folder, loaded, data, trainer, metrics_file, step))
+    return PreparedRun(folder, checkpoint, trainer, bar)
 
 
-def _say_if_canvas_is_coarse(records: RecordFile, resolution: int) -> None:
-    """Print a note if the median object of the first records is too small for the mask IoU canvas (D16)."""
+def _step_of(checkpoint: Path | None) -> int:
+    return (step_of(checkpoint) or 0) if checkpoint else 0
+
+
+def _check_data(
+    settings: Settings, arguments: TrainingArguments, train: RecordFile, held_out: RecordFile | None
+) -> None:
+    """Report on rank 0 what the data means for the run. Raise now, and not at the first evaluation, if the
+    records to evaluate on cannot be read."""
+    if arguments.process_index != 0:
+        return
+    if settings.uses_rollouts:
+        _note_coarse_canvas(train, settings.rollout_matching.maskiou_resolution)
+    if held_out is not None:
+        if cost := describe_evaluation(settings, len(held_out)):
+            say(cost)
+        if arguments.eval_strategy != "no":
+            read_truth(held_out)
+
+
+def _note_coarse_canvas(records: RecordFile, resolution: int) -> None:
+    """Print a note if the median object of the first records is too small for the mask IoU canvas."""
     if resolution >= EXACT:
         return
     sizes = Sizes()
-    with suppress(ValueError):  # a record that cannot be read is reported, on all ranks, when it is trained on
+    with suppress(ValueError):  # a broken record is reported, on all ranks, when it is trained on
         for _, record in islice(read_records(records.path), MEASURED):
             sizes.add(record)
     if sizes.median is not None and sizes.median < SMALL:
         say(
             f"note: the median side of the objects in {records.path} is {sizes.median} bins (of the first "
             f"{MEASURED:,} records), and rollout_matching.maskiou_resolution is {resolution}, which is coarse for "
-            f"objects under {SMALL} bins\n  {EXACT} is exact for boxes, and matching costs about 2.5 times as much"
+            f"objects under {SMALL} bins; {EXACT} is exact for boxes, and matching costs about 2.5 times as much"
         )
 
 
+def _begin_folder(
+    folder: Path,
+    loaded: Loaded,
+    data: dict[str, RecordFile],
+    trainer: RowTrainer,
+    metrics_file: MetricsFile,
+    step: int,
+) -> None:
+    """On rank 0, write what is run to the run folder, and drop the metrics and dumps that the run will repeat."""
+    if not trainer.is_world_process_zero():
+        return
+    rollouts = describe_rollouts(loaded.settings, trainer.backend) if loaded.settings.uses_rollouts else None
+    write_run_folder(folder, loaded, data, trainer.objective.manifest(), rollouts)
+    metrics_file.begin(step)
+    forget_from(folder / FOLDER, step)
+
+
 def training_arguments(settings: Settings, samples: int) -> TrainingArguments:
-    """transformers' own checks run here, before a model is loaded."""
+    """Return the arguments of the Hugging Face Trainer. transformers checks them here, before a model is
+    loaded."""
     given: dict[str, Any] = {
         name: list(value) if isinstance(value, tuple) else value
         for name, value in settings.training
@@ -143,12 +176,12 @@ def training_arguments(settings: Settings, samples: int) -> TrainingArguments:
         given["max_steps"] = math.ceil(given["num_train_epochs"] * samples / (ranks * per_step))
     half = next((name for name in ("bf16", "fp16") if given[name]), None)
     if half and not given["use_cpu"] and not torch.accelerator.is_available():
-        raise ValueError(
-            f"training.{half}: true needs a GPU, and torch sees none\n"
-            f"  to train on a CPU, set training.use_cpu: true and training.{half}: false, as "
-            "configs/demo/stage1-cpu.yaml does; `coordexp doctor` says what torch sees"
+        raise UserError(
+            f"training.{half}: true needs a GPU, and torch sees none",
+            f"to train on a CPU, set training.use_cpu: true and training.{half}: false, as "
+            "configs/demo/stage1-cpu.yaml does; `coordexp doctor` shows what torch sees",
         )
-    # Rows are not dicts of columns; the stream finds its own place after a resume; the bar is ours; NaN is logged.
+    # Rows are not dicts of columns, the stream restores its place after a resume, the bar is ours, NaN is logged.
     ours = {
         "remove_unused_columns": False,
         "ignore_data_skip": True,
@@ -157,156 +190,154 @@ def training_arguments(settings: Settings, samples: int) -> TrainingArguments:
     }
     arguments = TrainingArguments(**(given | ours))
     if arguments.n_gpu > 1:
-        raise ValueError(
-            f"one process sees {arguments.n_gpu} GPUs\n"
-            f"  start one process a GPU (torchrun --nproc_per_node {arguments.n_gpu} -m src.sft ...), or show it "
-            "one only (CUDA_VISIBLE_DEVICES=0)"
+        raise UserError(
+            f"one process sees {arguments.n_gpu} GPUs",
+            f"start one process per GPU (torchrun --nproc_per_node {arguments.n_gpu} -m src.sft ...), or let it "
+            "see only one (CUDA_VISIBLE_DEVICES=0)",
         )
     return arguments
 
 
-def _trainer(
-    settings: Settings, arguments: TrainingArguments, train: RecordFile, held_out: RecordFile | None
-) -> tuple[RowTrainer, StopOnSignal, Bar]:
-    folder = Path(settings.model.path)
-    table = VocabularyTable.from_folder(folder)
-    processor = AutoProcessor.from_pretrained(folder)
-    base = Qwen3VLForConditionalGeneration.from_pretrained(
-        folder, dtype=getattr(torch, settings.model.dtype), attn_implementation=attention_for(arguments.device)
-    )
-    objective = Objective(settings, table.first_coord)
-    prompts = PromptBuilder(processor, settings.custom.prompt)
-    collate = Collator.for_model(base, prompts.pixels, objective.roles())
-    model = with_adapter(base, settings.model.adapter, table.first_coord)
+def _make_trainer(
+    settings: Settings,
+    arguments: TrainingArguments,
+    train: RecordFile,
+    held_out: RecordFile | None,
+    metrics_file: MetricsFile,
+    bar: Bar,
+) -> RowTrainer:
     contract = settings.rollout_matching_cfg
-    cases = Casebook(train, prompts, table, settings.custom.object_field_order, contract)
-    backend = backend_for(settings, arguments, cases, lambda: trainer)
-
-    def weights() -> Iterator[tuple[str, Tensor]]:
-        return learner_weights(trainer.model)
-
-    stop, bar = StopOnSignal(), Bar()
+    table = VocabularyTable.from_folder(Path(settings.model.path))
+    processor = AutoProcessor.from_pretrained(settings.model.path)
+    prompts = PromptBuilder(processor, settings.custom.prompt)
+    training_set = TrainingSet(train, prompts, table, settings.custom.object_field_order, contract)
+    learner = Learner.load(settings, arguments, table.first_coord)
+    backend = backend_for(settings, arguments, training_set, learner)
+    objective = Objective(settings, table.first_coord)
+    metrics, stop = StepMetrics(), StopOnSignal()
+    dumps = _make_dump_writer(settings, arguments, training_set)
     evaluation = None
     if held_out is not None and arguments.eval_strategy != "no":
         evaluation = AnswerEvaluation(
             held_out,
             backend,
-            weights,
+            learner.weights,
             table,
             contract,
             Path(arguments.output_dir),
             settings.custom.eval_samples,
             stop.agreed,
-            bar.evaluating,
+            bar.show_evaluation,
         )
-    ledger = Ledger()
-    dumps = _dump_folder(settings, arguments)
-    encode = _encode(settings, contract, arguments, cases, backend, weights, ledger, dumps)
     trainer = RowTrainer(
-        model=model,
+        learner=learner,
         args=arguments,
         processing_class=processor,
         eval_dataset=held_out,
         callbacks=[
-            FirstSync(backend, weights, stop),
-            MetricsFile(Path(arguments.output_dir) / METRICS),
+            FirstSync(backend, learner.weights, stop),
+            metrics_file,
             bar,
             *([FillWarning(contract.packing_min_fill_ratio)] if contract.packing else []),
             stop,
         ],
         objective=objective,
-        stream=_stream(settings, contract, arguments, train, encode, ledger),
-        collate=collate,
+        stream=_make_stream(settings, contract, arguments, train, metrics),
+        encoder=_make_encoder(settings, contract, arguments, training_set, backend, metrics, dumps),
+        collate=Collator.for_model(learner.base, prompts.pixels, objective.roles()),
         evaluation=evaluation,
         backend=backend,
         stop=stop,
-        about={"prompt": settings.custom.prompt},
+        metrics=metrics,
+        prompt={"prompt": settings.custom.prompt},
         rollout_matching_cfg=contract,
         image_threads=settings.training.dataloader_num_workers,
-        trace=Traces(objective, dumps) if dumps else lambda *_: None,
+        trace=TraceWriter(objective, dumps) if dumps else None,
     )
     trainer.remove_callback(PrinterCallback)
     if trainer.pop_callback(TensorBoardCallback):
         trainer.add_callback(TensorBoard)
         trainer.remove_callback(stop)
-        trainer.add_callback(stop)  # which has to be the last one
-    return trainer, stop, bar
+        trainer.add_callback(stop)  # it has to be the last one
+    return trainer
 
 
-def _dump_folder(settings: Settings, arguments: TrainingArguments) -> DumpFolder | None:
-    """Of rank 0, in runs with rollouts."""
-    if not settings.stage2.dump_every or "B" not in settings.channels or arguments.process_index != 0:
+def _make_dump_writer(
+    settings: Settings, arguments: TrainingArguments, training_set: TrainingSet
+) -> DumpWriter | None:
+    """Return the writer of dumps on rank 0, in a run with rollouts that dumps any."""
+    stage2 = settings.stage2
+    if not stage2.dump_every or "B" not in settings.channels or arguments.process_index != 0:
         return None
-    return DumpFolder(Path(arguments.output_dir) / FOLDER, Path(settings.model.path))
+    folder = DumpFolder(Path(arguments.output_dir) / FOLDER, Path(settings.model.path))
+    return DumpWriter(
+        folder,
+        training_set.order,
+        training_set.settings,
+        settings.training.seed,
+        stage2.dump_every,
+        stage2.dump_samples,
+    )
 
 
-def _encode(
+def _make_encoder(
     settings: Settings,
     contract: RolloutContract,
     arguments: TrainingArguments,
-    cases: Casebook,
+    training_set: TrainingSet,
     backend: RolloutBackend,
-    weights: Weights,
-    ledger: Ledger,
-    dumps: DumpFolder | None,
-) -> Encode:
-    """Channel A, channel B, or both in turn."""
-    ground_truth = GroundTruth(cases)
-    if settings.channels == {"A"}:
-        return ground_truth
-    stage2 = settings.stage2
-    rollouts = CorrectedRollouts(
-        cases,
+    metrics: StepMetrics,
+    dumps: DumpWriter | None,
+) -> Encoder:
+    if settings.channels == {"A", "B"}:
+        b_ratio = Fraction(str(settings.stage2.b_ratio))
+    else:
+        b_ratio = Fraction("B" in settings.channels)
+    return Encoder(
+        training_set,
         backend,
-        weights,
         contract,
         settings.training.seed,
         arguments.process_index,
-        ledger,
-        watch=Dumps(dumps, cases, stage2.dump_every, stage2.dump_samples)
-        if dumps and stage2.dump_every
-        else lambda *_: "",
+        metrics,
+        b_ratio,
+        watch=dumps.add if dumps else None,
     )
-    if settings.channels == {"B"}:
-        return rollouts
-    return Alternate(ground_truth, rollouts, Fraction(str(stage2.b_ratio)))
 
 
-def _stream(
+def _make_stream(
     settings: Settings,
     contract: RolloutContract,
     arguments: TrainingArguments,
     records: RecordFile,
-    encode: Encode,
-    ledger: Ledger,
+    metrics: StepMetrics,
 ) -> RowStream:
     training = settings.training
-    order = Order(
+    order = SampleOrder(
         len(records),
         arguments.process_index,
         arguments.world_size,
         seed=training.data_seed if training.data_seed is not None else training.seed,
         shuffled=training.train_sampling_strategy == "random",
-        stages=_stages(settings, records),
+        stages=_curriculum(settings, records),
     )
     buffer: CarryBuffer[Example] | None = None
     if contract.packing:
         buffer = CarryBuffer(contract.packing_length, contract.packing_buffer, contract.packing_min_fill_ratio)
     return RowStream(
         order,
-        encode,
         training.per_device_train_batch_size,
         buffer,
         max_length=contract.packing_length,
         accumulation=training.gradient_accumulation_steps,
-        ledger=ledger,
-        about=_identity(settings, records),
+        metrics=metrics,
+        identity=_identity(settings, records),
     )
 
 
 def _identity(settings: Settings, records: RecordFile) -> dict[str, Any]:
-    """What must be the same after a resume, besides order and sizes."""
-    found = {
+    """Return what must be the same after a resume, besides order and sizes."""
+    identity = {
         "data": fingerprint(records)["sha256"],
         "prompt": settings.custom.prompt,
         "object_field_order": settings.custom.object_field_order,
@@ -314,14 +345,14 @@ def _identity(settings: Settings, records: RecordFile) -> dict[str, Any]:
     }
     if "B" in settings.channels:
         rollout = settings.rollout_matching.model_dump(mode="json")
-        kept = (*READ, "max_new_tokens", "decoding", "decode_mode", "num_beams", "repeat_terminate")
-        found |= {"training.seed": settings.training.seed, "stage2.b_ratio": settings.stage2.b_ratio}
-        found |= {f"rollout_matching.{name}": rollout[name] for name in kept}
-    return found
+        decoding = ("max_new_tokens", "decoding", "decode_mode", "num_beams", "repeat_terminate")
+        identity |= {"training.seed": settings.training.seed, "stage2.b_ratio": settings.stage2.b_ratio}
+        identity |= {f"rollout_matching.{name}": rollout[name] for name in (*CORRECTION_SETTINGS, *decoding)}
+    return identity
 
 
-def _stages(settings: Settings, records: RecordFile) -> list[Stage]:
-    """Reads all records once, if there is a curriculum."""
+def _curriculum(settings: Settings, records: RecordFile) -> list[CurriculumStage]:
+    """Return the stages of the curriculum. If there are any, all records are read once."""
     if not settings.custom.curriculum:
         return []
     counts = [len(record.objects) for _, record in read_records(records.path)]
@@ -329,29 +360,30 @@ def _stages(settings: Settings, records: RecordFile) -> list[Stage]:
     for k, stage in enumerate(settings.custom.curriculum):
         fitting = tuple(index for index, count in enumerate(counts) if count <= stage.objects)
         if not fitting:
-            raise ValueError(
-                f"custom.curriculum[{k}]: no record of {records.path} has at most {stage.objects} objects\n"
-                "  raise objects, or leave the stage out"
+            raise DataError(
+                f"custom.curriculum[{k}]: no record of {records.path} has at most {stage.objects} objects",
+                "raise objects, or remove the stage",
             )
-        stages.append(Stage(stage.samples, fitting))
+        stages.append(CurriculumStage(stage.samples, fitting))
     return stages
 
 
 def _checkpoint(folder: Path, resume: bool) -> Path | None:
-    """Return the checkpoint to go on from, the same on every rank: rank 0 verifies, the others follow."""
-    first = not dist.is_initialized() or dist.get_rank() == 0
-    chosen = together(lambda: _choose(folder, resume) if first else None)
+    """Return the checkpoint to resume from, the same on every rank: rank 0 verifies it, the others follow."""
+    chosen = together(partial(_choose_checkpoint, folder, resume))
     name = gather_texts(chosen.name if chosen else "")[0]
     return folder / name if name else None
 
 
-def _choose(folder: Path, resume: bool) -> Path | None:
+def _choose_checkpoint(folder: Path, resume: bool) -> Path | None:
+    if dist.is_initialized() and dist.get_rank() != 0:
+        return None
     if resume:
         return newest_intact(folder, say)
     existing = next(filter(is_finished, checkpoints(folder)), None)
     if existing:
-        raise FileExistsError(
-            f"{folder} already holds {existing.name}\n"
-            "  add --resume to go on from there, or set training.output_dir to a new folder"
+        raise DataError(
+            f"{folder} already holds {existing.name}",
+            "add --resume to go on from there, or set training.output_dir to a new folder",
         )
     return None

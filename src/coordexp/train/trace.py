@@ -1,11 +1,5 @@
-"""What the model said about an example when it was trained on it, for people: a line beside the dumped example.
+"""Measure what the model said about a dumped example when it was trained on it. Training does not depend on it."""
 
-Comes in: the logits and the supervision of one example, as the trainer has them. Goes out: the loss of the example
-alone, by the run's own objective, and what was thought likely at each supervised token. Nothing here reaches the
-training step.
-"""
-
-import json
 import math
 from dataclasses import dataclass
 from typing import Any
@@ -14,61 +8,63 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from coordexp.dumps import TRACE_FORMAT
+from coordexp.dumps import DumpWriter
 from coordexp.objective import Objective, split_vocabulary
-from coordexp.pack.collate import Supervision, Watched
-from coordexp.train.dump_folder import DumpFolder
+from coordexp.pack.collate import ExampleSpan, Row, Supervision
 
 UNIT = 10_000  # probabilities of bins are whole numbers of 1/UNIT
 LEAST = 5 / UNIT  # bins below are left out
 
 
 @dataclass(frozen=True)
-class Traces:
-    """The trainer's `trace`: `trained-000099.jsonl` for examples of `step-000099.jsonl`."""
+class TraceWriter:
+    """Writes a trace for each dumped example of a row."""
 
     objective: Objective
-    folder: DumpFolder
+    dumps: DumpWriter
 
-    def __call__(self, watched: Watched, logits: Tensor, supervision: Supervision, step: int) -> None:
-        file, _, line = watched.dumped.rpartition(":")
-        whole = {"format": TRACE_FORMAT, "example": int(line), "step": step}
-        whole |= traced(self.objective, watched, logits, supervision)
-        self.folder.add_trained(file, json.dumps(whole, allow_nan=False))
+    def __call__(self, row: Row, logits: Tensor, step: int) -> None:
+        """`logits` are of the row's supervised positions, and `step` is the optimizer step as the log counts
+        it."""
+        for span in row.spans:
+            if span.id is not None and self.dumps.find(span.id):
+                values = trace(self.objective, span, logits[span.positions], row.supervision.at(span.positions))
+                self.dumps.add_trace(span.id, step, values)
 
 
 @torch.no_grad()
-def traced(objective: Objective, watched: Watched, logits: Tensor, supervision: Supervision) -> dict[str, Any]:
-    """As plain JSON values: None where a logit is no number. The loss is what training makes of such logits."""
+def trace(objective: Objective, span: ExampleSpan, logits: Tensor, supervision: Supervision) -> dict[str, Any]:
+    """Return the loss of one example alone, and the model's probabilities at each supervised token, as plain JSON
+    values: None where a logit is not finite. The loss is the one that training makes of such logits."""
     measures = objective.measure(logits, supervision)
-    shares = objective.shares(measures, watched.counts)
+    shares = objective.shares(measures, span.counts)
     split = split_vocabulary(logits, supervision.ids, objective.first_coord)
-    largest = logits.amax(-1) if len(logits) else logits.new_zeros(0)  # not a number where any is none
+    largest = logits.amax(-1) if len(logits) else logits.new_zeros(0)  # NaN if any logit of the position is
     target = logits.gather(1, supervision.ids[:, None])[:, 0]
     is_coord = ~supervision.coord_targets.isnan() & largest.isfinite()
     bins = split.coord[is_coord].softmax(-1).cpu().numpy()
-    where = watched.where.tolist()
-    coords = watched.where[is_coord.cpu().numpy()].tolist()
+    coord_tokens = span.tokens[is_coord.cpu().numpy()].tolist()
     return {
-        "loss": _plain(float(objective.loss(measures, watched.counts)), digits=8),
-        "terms": {name: _plain(float(share), digits=8) for name, share in shares.items()},
-        "where": where,
-        "nll": _each(split.cross_entropy(), largest.isfinite() & target.isfinite()),
-        "mass": _each(split.coord_mass(), largest.isfinite()),
-        "bins": {str(position): runs(p) for position, p in zip(coords, bins, strict=True)},
+        "loss": _round(float(objective.loss(measures, span.counts)), digits=8),
+        "terms": {name: _round(float(share), digits=8) for name, share in shares.items()},
+        "where": span.tokens.tolist(),
+        "nll": _round_where(largest.isfinite() & target.isfinite(), split.cross_entropy()),
+        "mass": _round_where(largest.isfinite(), split.coord_mass()),
+        "bins": {str(token): to_runs(p) for token, p in zip(coord_tokens, bins, strict=True)},
     }
 
 
-def runs(p: np.ndarray) -> list[list[int]]:
-    """The bins that matter, as runs of neighbours: the first bin, then the probability of each."""
-    kept = np.flatnonzero(p >= LEAST)
-    groups = np.split(kept, np.flatnonzero(np.diff(kept) > 1) + 1) if len(kept) else []
+def to_runs(p: np.ndarray) -> list[list[int]]:
+    """Return the likely bins as runs of neighbours: each run is its first bin, then the probability of each
+    bin."""
+    likely = np.flatnonzero(p >= LEAST)
+    groups = np.split(likely, np.flatnonzero(np.diff(likely) > 1) + 1) if len(likely) else []
     return [[int(group[0]), *np.rint(p[group] * UNIT).astype(int).tolist()] for group in groups]
 
 
-def _each(values: Tensor, sound: Tensor) -> list[float | None]:
-    return [_plain(value, digits=4) for value in torch.where(sound, values, math.nan).tolist()]
+def _round_where(is_finite: Tensor, values: Tensor) -> list[float | None]:
+    return [_round(value, digits=4) for value in torch.where(is_finite, values, math.nan).tolist()]
 
 
-def _plain(value: float, digits: int) -> float | None:
+def _round(value: float, digits: int) -> float | None:
     return round(value, digits) if math.isfinite(value) else None

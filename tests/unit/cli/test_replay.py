@@ -9,7 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from coordexp.cli import app
-from coordexp.train.encode import Moment
+from coordexp.train.encode import StepIndex
 from tests.dumped import dump_of, dumping
 
 
@@ -34,7 +34,7 @@ def change(file: Path, number: int, edit) -> None:
 def test_a_file_and_a_folder_come_out_the_same(tmp_path):
     step, _ = dumping(tmp_path, samples=2)
     for number in range(3):
-        step([0, 1, 2], Moment(number, 0))
+        step([0, 1, 2], StepIndex(number, 0))
     whole, one = run(tmp_path / "dumps"), run(tmp_path / "dumps/step-000001.jsonl")
     assert (whole.exit_code, whole.stdout) == (0, "6 examples of 3 steps come out the same\n")
     assert (one.exit_code, one.stdout) == (0, "2 examples of 1 steps come out the same\n")
@@ -43,7 +43,7 @@ def test_a_file_and_a_folder_come_out_the_same(tmp_path):
 def test_the_answers_of_followed_pictures_are_replayed_too(tmp_path):
     step, _ = dumping(tmp_path, every=9, samples=1)
     for number in range(3):
-        step([0, 1], Moment(number, 0))
+        step([0, 1], StepIndex(number, 0))
     (tmp_path / "dumps/step-of-my-own.jsonl").write_text("not a dump")
     assert run(tmp_path / "dumps").stdout == "3 examples of 3 steps come out the same\n"
     assert run(tmp_path / "dumps/followed").stdout == "2 examples of 2 steps come out the same\n"

@@ -1,10 +1,12 @@
 """The carry buffer: what a row leaves behind waits, whole, for a bounded time."""
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 
 from coordexp.correction import Segment
-from coordexp.pack import CarryBuffer, Example, PackingError, select
+from coordexp.pack import CarryBuffer, Example, ExampleId, PackingError, select
 from coordexp.pack.state import load_buffer, save_buffer
 from tests.streams import WAITING, closed_when_full, first_in_first_out, rollout_lengths, stream
 
@@ -76,8 +78,8 @@ def example(seed: int) -> Example:
     segment = Segment(
         maker.integers(0, 1000, length), **streams, coord_targets=targets, weights=weights, prompt_length=2
     )
-    dumped = f"step-000099.jsonl:{seed}" if seed % 3 == 0 else ""
-    return Example(segment, f"images/{seed}\u00e9.png", (seed + 1, 9), "AB"[seed % 2], dumped)
+    id = None if seed % 3 == 0 else ExampleId(step=99, micro=0, rank=1, index=seed)
+    return Example(segment, f"images/{seed}\u00e9.png", (seed + 1, 9), "AB"[seed % 2], id)
 
 
 def same(one: Example, other: Example) -> bool:
@@ -87,7 +89,7 @@ def same(one: Example, other: Example) -> bool:
         and getattr(one.segment, name).dtype == getattr(other.segment, name).dtype
         for name in streams
     )
-    rest = ("image", "size", "channel", "dumped")
+    rest = ("image", "size", "channel", "id")
     return (
         all(getattr(one, name) == getattr(other, name) for name in rest)
         and one.segment.prompt_length == other.segment.prompt_length
@@ -168,4 +170,31 @@ def test_a_buffer_of_an_earlier_form_is_refused_as_of_another_version(tmp_path):
     save_buffer(buffer, file)
     save_file(load_file(file), file, metadata={"rows": "1", "sources": '[["a.png", 4, 4, "B"]]'})
     with pytest.raises(ValueError, match=r"not hold a carry buffer of this version[\s\S]*resume from another"):
+        load_buffer(CarryBuffer(16, 50), file)
+
+
+def saved_with(folder: Path, **metadata: str) -> Path:
+    """Return the file of a buffer with one example, and with this metadata instead of its own."""
+    from safetensors.numpy import load_file, save_file
+
+    buffer: CarryBuffer[Example] = CarryBuffer(16, 50)
+    buffer.add(example(0))
+    file = folder / "carry.safetensors"
+    save_buffer(buffer, file)
+    save_file(load_file(file), file, metadata=metadata)
+    return file
+
+
+def test_a_buffer_of_format_1_which_had_the_place_of_a_dump_and_no_id_is_read(tmp_path):
+    sources = '[["a.png", 4, 5, "B", "step-000099.jsonl:2"]]'
+    buffer: CarryBuffer[Example] = CarryBuffer(16, 50)
+    load_buffer(buffer, saved_with(tmp_path, rows="3", sources=sources))
+    ((restored, _),) = buffer.waiting
+    assert (restored.image, restored.size, restored.channel, restored.id) == ("a.png", (4, 5), "B", None)
+    assert buffer.rows == 3
+
+
+def test_a_buffer_of_a_later_format_is_refused(tmp_path):
+    file = saved_with(tmp_path, format="3", rows="1", sources='[["a.png", 4, 5, "B", null]]')
+    with pytest.raises(ValueError, match=r"format 3, and this version reads up to 2[\s\S]*another checkpoint"):
         load_buffer(CarryBuffer(16, 50), file)

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from coordexp.correction import Kind, Role, Segment
-from coordexp.pack import Example
-from coordexp.pack.collate import Collator
+from coordexp.pack import Example, ExampleId
+from coordexp.pack.collate import Collator, kind_counts
 
 IMAGE = 9
 ROLES = {"A": frozenset({Role.tail_structure}), "B": frozenset({Role.tail_structure, Role.tail_coord})}
@@ -47,8 +47,11 @@ def test_the_position_before_a_supervised_token_is_kept_and_offset_by_its_segmen
 
 
 def test_answers_are_counted_by_kind_on_all_channels():
-    counts = collator()([example("B"), example("B"), example("A")]).counts
+    examples = [example("B"), example("B"), example("A")]
+    counts = kind_counts(examples)
     assert counts[[Kind.structure, Kind.coord]].tolist() == [6, 3]
+    row = collator()(examples)
+    assert torch.equal(sum(span.counts for span in row.spans), counts)
 
 
 def test_a_token_of_weight_zero_is_not_kept():
@@ -64,20 +67,22 @@ def test_supervision_inside_of_the_prompt_is_refused():
         collator()([example(roles=roles, weights=weights)])
 
 
-def test_a_picture_with_other_tokens_than_its_prompt_is_refused():
+def test_an_image_that_makes_other_tokens_than_its_prompt_has_is_refused():
     ids = np.array([1, IMAGE, IMAGE, 20, 500, 21])
-    with pytest.raises(ValueError, match=r"a\.png: the prompt has 2 image tokens, its picture makes 1"):
+    with pytest.raises(
+        ValueError, match=r"a\.png: the prompt has 2 image tokens, the image makes 1\n.*restore it"
+    ):
         collator()([example(ids=ids)])
 
 
-def test_a_dumped_example_knows_its_own_positions_in_the_row():
-    first, second = replace(example("B"), dumped="step-000001.jsonl:0"), replace(example("A"), dumped="x:7")
-    row = collator()([first, example("B"), second])
-    assert [watched.dumped for watched in row.watched] == ["step-000001.jsonl:0", "x:7"]
-    assert [watched.kept for watched in row.watched] == [slice(0, 3), slice(6, 8)]
-    assert [watched.where.tolist() for watched in row.watched] == [[3, 4, 5], [3, 5]]
-    for watched in row.watched:
-        assert row.supervision.at(watched.kept).ids.tolist() == first.segment.ids[watched.where].tolist()
-        assert watched.counts[[Kind.structure, Kind.coord]].tolist() == [2, 1]
-    assert row.to(torch.device("cpu")).watched is row.watched
-    assert collator()([example("B")]).watched == ()
+def test_a_row_says_which_examples_it_holds_and_which_supervised_positions_are_theirs():
+    ids = [ExampleId(1, 0, 0, 0), None, ExampleId(0, 2, 0, 7)]
+    examples = [replace(example(channel), id=id) for channel, id in zip("BBA", ids, strict=True)]
+    row = collator()(examples)
+    assert [span.id for span in row.spans] == ids
+    assert [span.positions for span in row.spans] == [slice(0, 3), slice(3, 6), slice(6, 8)]
+    assert [span.tokens.tolist() for span in row.spans] == [[3, 4, 5], [3, 4, 5], [3, 5]]
+    for span in row.spans:
+        assert row.supervision.at(span.positions).ids.tolist() == examples[0].segment.ids[span.tokens].tolist()
+        assert span.counts[[Kind.structure, Kind.coord]].tolist() == [2, 1]
+    assert row.to(torch.device("cpu")).spans is row.spans

@@ -7,6 +7,7 @@ import sys
 
 import pytest
 
+from coordexp.errors import UserError
 from coordexp.pack import CarryBuffer, select, split_in_order
 from coordexp.pack.select import first_in_first_out
 
@@ -108,7 +109,7 @@ def test_what_cannot_be_selected_from_is_refused(lengths, words):
 def test_without_binpacking_selection_and_buffer_fail_with_a_way_out(monkeypatch):
     monkeypatch.setitem(sys.modules, "binpacking", None)  # as if it were not installed
     for attempt in (lambda: select([3, 4], 10), lambda: CarryBuffer(10, 4)):
-        with pytest.raises(ImportError, match=r"pip install binpacking.*training\.packing: false"):
+        with pytest.raises(UserError, match=r"pip install binpacking.*training\.packing: false"):
             attempt()
 
 

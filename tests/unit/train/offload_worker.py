@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from coordexp.config.rollout import Offload
-from coordexp.train.offload import offloaded
+from coordexp.train.offload import offload_learner
 
 
 def resident() -> float:
@@ -50,12 +50,12 @@ def main(layers: int) -> None:
     found: dict[str, object] = {"megabytes": size, "full": full}
     with tempfile.TemporaryDirectory() as folder:
         started = time.perf_counter()
-        with offloaded(settings, model, optimizer, Path(folder)) as away:
+        with offload_learner(settings, model, optimizer, Path(folder)) as offloaded:
             found["seconds out"] = time.perf_counter() - started
             found["away"] = {"resident": resident(), "freed": full - resident()}
             found["readable"] = digest(list(model.parameters())) == of_weights
             found["after reading"] = {"resident": resident(), "freed": full - resident()}
-            away.drop()
+            offloaded.drop()
             found["read and dropped"] = {"resident": resident(), "freed": full - resident()}
             started = time.perf_counter()
         found["seconds back"] = time.perf_counter() - started

@@ -7,7 +7,7 @@ import pytest
 
 from coordexp.rollout.colocate import ColocateBackend
 from coordexp.rollout.server_backend import ServerBackend
-from coordexp.train.backends import ServerLog, described
+from coordexp.train.folder import ServerLog, describe_rollouts
 from tests.unit.train.test_rollout_step import handed_over
 
 SERVERS = [{"base_url": f"http://127.0.0.1:{8000 + k}", "group_port": 51216 + k} for k in range(2)]
@@ -25,7 +25,7 @@ def prepared(tmp_path, monkeypatch, **changes):
 def test_a_run_with_servers_has_a_backend_that_asks_them_and_a_manifest_that_names_them(tmp_path, monkeypatch):
     settings, backend = prepared(tmp_path, monkeypatch)
     assert backend.about.settings == settings.rollout_matching_cfg
-    told = described(settings, backend)
+    told = describe_rollouts(settings, backend)
     assert (told["mode"], told["sync_mode"], told["fallbacks"]) == ("server", "full", [])
     assert [(one["base_url"], one["group_port"]) for one in told["servers"]] == [
         (one["base_url"], one["group_port"]) for one in SERVERS
@@ -51,7 +51,7 @@ def test_an_adapter_is_sent_alone_unless_coordinate_rows_are_trained_beside_it(t
         rollout_matching__vllm__enable_lora=True,
         rollout_matching__vllm__sync={"mode": "auto"},
     )
-    told = described(settings, backend)
+    told = describe_rollouts(settings, backend)
     assert (told["sync_mode"], len(told["fallbacks"])) == (("full", 1) if rows else ("adapter", 0))
     assert (backend.adapter is None) == rows
     backend.close()
@@ -81,7 +81,7 @@ def test_a_fallback_of_a_colocated_run_changes_the_sync_mode_of_the_manifest(tmp
     )
     backend = given["backend"]
     assert isinstance(backend, ColocateBackend)
-    facts = described(settings, backend)
+    facts = describe_rollouts(settings, backend)
     assert (facts["mode"], facts["sync_mode"], facts["fallbacks"]) == ("colocate", "adapter", [])
     folder = Path(settings.training.output_dir)
     folder.mkdir(parents=True, exist_ok=True)

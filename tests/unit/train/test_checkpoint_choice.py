@@ -11,6 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 from coordexp.cli import app
+from coordexp.errors import DataError
 from coordexp.train import checkpoints
 from coordexp.train.callbacks import cut_metrics
 from coordexp.train.checkpoints import (
@@ -132,7 +133,7 @@ def test_a_new_run_does_not_take_a_folder_with_a_finished_checkpoint_and_reads_n
     assert _checkpoint(tmp_path, resume=False) is None
     flip(saved(tmp_path, 4) / "model.safetensors")
     monkeypatch.setattr(checkpoints, "hash_files", None)
-    with pytest.raises(FileExistsError, match="already holds checkpoint-4"):
+    with pytest.raises(DataError, match="already holds checkpoint-4"):
         _checkpoint(tmp_path, resume=False)
 
 

@@ -12,10 +12,9 @@ from pathlib import Path
 import pytest
 
 from coordexp.config.rollout import RepeatTerminate
-from coordexp.dumps import READ, replay
+from coordexp.dumps import CORRECTION_SETTINGS, DumpFolder, forget_from, replay
 from coordexp.rollout.seeds import request_seed
-from coordexp.train.dump_folder import DumpFolder, forget_from
-from coordexp.train.encode import Moment, takes_rollouts
+from coordexp.train.encode import StepIndex, takes_rollouts
 from coordexp.vocab import VocabularyTable
 from tests.dumped import NEAR_CUP, SCRIPT, SMALL, TRUTH, dump_of, dumping
 from tests.rollouts import PROMPT
@@ -40,7 +39,7 @@ BROKEN = '{"object_1": {"desc": !}, "object_2": {"desc": "cup"}, "object_3": {"d
 
 def test_a_dump_of_an_earlier_release_which_did_not_count_unread_objects_comes_out_the_same(tmp_path):
     step, _ = dumping(tmp_path, script=SCRIPT | {"partly.png": Said(BROKEN)})
-    step([0], Moment(0, 0))
+    step([0], StepIndex(0, 0))
     whole = json.loads((tmp_path / "dumps/step-000000.jsonl").read_text())
     assert whole["result"].pop("unread") == 2
     assert replay(json.dumps(whole), SMALL) == []
@@ -59,7 +58,7 @@ OTHERS = (
 
 @pytest.mark.parametrize("settings", OTHERS, ids=lambda settings: ",".join(settings))
 def test_all_settings_that_correcting_reads_are_in_the_dump(tmp_path, settings):
-    assert {name for each in OTHERS for name in each} == set(READ)
+    assert {name for settings in OTHERS for name in settings} == set(CORRECTION_SETTINGS)
     usual = json.loads(dump_of(tmp_path).read_text().splitlines()[0])
     line = dump_of(tmp_path, **settings).read_text().splitlines()[0]
     assert json.loads(line)["result"] != usual["result"], "the setting matters"
@@ -81,7 +80,7 @@ def test_a_line_says_what_was_asked_answered_and_made_of_it(tmp_path):
     assert [(one["desc"], tuple(one["bins"])) for one in found["truth"]] == [
         (one.desc, one.geometry.bins) for one in TRUTH["partly.png"]
     ]
-    assert set(found["settings"]) == set(READ)
+    assert set(found["settings"]) == set(CORRECTION_SETTINGS)
     result = found["result"]
     assert [one["reason"] for one in result["objects"]] == [None] * 3
     assert result["objects"][0]["bins"] == list(NEAR_CUP.bins)
@@ -100,7 +99,7 @@ def test_at_most_so_many_examples_of_a_step_and_only_of_chosen_steps(tmp_path):
     step, _ = dumping(tmp_path, every=3, samples=4)
     for number in range(8):
         for micro in range(2):
-            step([0, 1, 2], Moment(number, micro))
+            step([0, 1, 2], StepIndex(number, micro))
     files = sorted((tmp_path / "dumps").glob("*.json*"))
     assert [file.name for file in files] == [f"step-{number:06d}.jsonl" for number in (0, 3, 6)] + [
         "tokenizer.json"
@@ -115,10 +114,10 @@ def test_at_most_so_many_examples_of_a_step_and_only_of_chosen_steps(tmp_path):
 def test_a_resumed_run_writes_its_steps_anew(tmp_path):
     first, _ = dumping(tmp_path, samples=2)
     for number in (0, 1):
-        first([0, 1], Moment(number, 0))
+        first([0, 1], StepIndex(number, 0))
     forget_from(tmp_path / "dumps", 1)
     resumed, _ = dumping(tmp_path, samples=2)
-    resumed([2], Moment(1, 0))
+    resumed([2], StepIndex(1, 0))
     assert images(tmp_path / "dumps/step-000000.jsonl") == ["partly.png", "garbage.png"]
     assert images(tmp_path / "dumps/step-000001.jsonl") == ["cut.png"]
 
@@ -126,7 +125,7 @@ def test_a_resumed_run_writes_its_steps_anew(tmp_path):
 def test_what_was_dumped_after_the_checkpoint_is_forgotten_with_its_traces(tmp_path):
     first, _ = dumping(tmp_path, every=2)
     for step in range(6):
-        first([0], Moment(step, 0))
+        first([0], StepIndex(step, 0))
     for file in list((tmp_path / "dumps").rglob("step-*")):
         file.with_name(file.name.replace("step", "trained")).write_text("{}\n")
     forget_from(tmp_path / "dumps", 3)
@@ -138,10 +137,29 @@ def test_what_was_dumped_after_the_checkpoint_is_forgotten_with_its_traces(tmp_p
     assert list((tmp_path / "dumps").rglob("*.jsonl")) == []
 
 
-def test_an_example_says_where_it_is_dumped(tmp_path):
-    step, _ = dumping(tmp_path, every=2, samples=2)
-    made = [example.dumped for micro in range(2) for example in step([0, 1], Moment(2, micro))]
-    assert made == ["step-000002.jsonl:0", "step-000002.jsonl:1", "", ""]
+def places(writer, examples) -> list[str]:
+    """Return file and line of each example, or an empty text if it is not dumped."""
+    return ["{}:{}".format(*place) if (place := writer.find(example.id)) else "" for example in examples]
+
+
+@pytest.mark.parametrize("resumed", [False, True])
+def test_the_writer_knows_where_an_example_is_dumped_also_if_another_process_has_done_it(tmp_path, resumed):
+    step, writer = dumping(tmp_path, every=2, samples=2)
+    examples = [example for micro in range(2) for example in step([0, 0], StepIndex(2, micro))]
+    if resumed:
+        later, writer = dumping(tmp_path, every=2, samples=2)
+        later([1], StepIndex(3, 0))
+    assert places(writer, examples) == ["step-000002.jsonl:0", "step-000002.jsonl:1", "", ""]
+
+
+def test_a_dump_that_cannot_be_read_after_a_resume_costs_traces_and_not_the_run(tmp_path, caplog):
+    step, _ = dumping(tmp_path)
+    (example,) = step([0], StepIndex(2, 0))
+    (tmp_path / "dumps/step-000002.jsonl").write_text("{}\n")
+    _, writer = dumping(tmp_path)
+    assert places(writer, [example] * 2) == ["", ""]
+    (warning,) = caplog.records
+    assert "step-000002.jsonl cannot be read (KeyError('place'))" in warning.message
 
 
 def followed(folder: Path) -> dict[str, list[str]]:
@@ -149,22 +167,22 @@ def followed(folder: Path) -> dict[str, list[str]]:
 
 
 def test_the_pictures_of_the_first_dump_are_dumped_whenever_they_are_answered_again(tmp_path):
-    step, _ = dumping(tmp_path, every=4, samples=1)
+    step, writer = dumping(tmp_path, every=4, samples=1)
     for number, indices in enumerate([[1, 0], [2], [0, 1], [1, 2], [0, 1], [0, 1]]):
-        made = [example.dumped for example in step(indices, Moment(number, 0))]
-        if number == 4:  # dumps one, which is not followed; the followed one comes too late for it
+        made = places(writer, step(indices, StepIndex(number, 0)))
+        if number == 4:  # one is dumped that is not followed; the followed one comes too late for that file
             assert made == ["step-000004.jsonl:0", "followed/step-000004.jsonl:0"]
     assert images(tmp_path / "dumps/step-000000.jsonl") == ["garbage.png"]
     once = ["garbage.png"]
     assert followed(tmp_path) == {f"step-00000{number}": once for number in (2, 3, 4, 5)}
-    places = [json.loads(file.read_text())["place"]["step"] for file in (tmp_path / "dumps/followed").iterdir()]
-    assert sorted(places) == [2, 3, 4, 5]
+    steps = [json.loads(file.read_text())["place"]["step"] for file in (tmp_path / "dumps/followed").iterdir()]
+    assert sorted(steps) == [2, 3, 4, 5]
 
 
 def test_a_picture_that_its_step_dumps_anyway_is_not_dumped_twice(tmp_path):
     step, _ = dumping(tmp_path, every=2)
     for number in range(3):
-        step([0, 1], Moment(number, 0))
+        step([0, 1], StepIndex(number, 0))
     assert followed(tmp_path) == {"step-000001": ["partly.png", "garbage.png"]}
     assert images(tmp_path / "dumps/step-000002.jsonl") == ["partly.png", "garbage.png"]
 
@@ -172,11 +190,11 @@ def test_a_picture_that_its_step_dumps_anyway_is_not_dumped_twice(tmp_path):
 def test_a_resumed_run_follows_the_pictures_of_the_first_dump(tmp_path):
     first, _ = dumping(tmp_path, every=10, samples=1)
     for number, index in enumerate([2, 0, 1]):
-        first([index], Moment(number, 0))
+        first([index], StepIndex(number, 0))
     forget_from(tmp_path / "dumps", 1)
     resumed, _ = dumping(tmp_path, every=10, samples=1)
     for number in (1, 2, 3):
-        resumed([0, 2, 1], Moment(number, 0))
+        resumed([0, 2, 1], StepIndex(number, 0))
     assert images(tmp_path / "dumps/step-000001.jsonl") == ["partly.png"], "the first of this process"
     assert followed(tmp_path) == {f"step-00000{number}": ["cut.png"] for number in (1, 2, 3)}
 
@@ -186,8 +204,8 @@ def test_a_run_that_begins_again_follows_its_own_first_dump(tmp_path):
     for index in (0, 1):
         forget_from(tmp_path / "dumps", 0)
         step, _ = dumping(tmp_path, every=10, samples=1)
-        step([index], Moment(0, 0))
-        step([0, 1], Moment(1, 0))
+        step([index], StepIndex(0, 0))
+        step([0, 1], StepIndex(1, 0))
     assert followed(tmp_path) == {"step-000001": ["garbage.png"]}
 
 
@@ -195,9 +213,9 @@ def test_a_first_dump_that_cannot_be_read_is_named_and_nothing_is_followed(tmp_p
     dump_of(tmp_path).write_text("{}\n")
     step, _ = dumping(tmp_path, every=10)
     for number in (1, 2):
-        step([0], Moment(number, 0))
+        step([0], StepIndex(number, 0))
     (told,) = caplog.records
-    assert "step-000000.jsonl cannot be read (KeyError('place')): no picture is followed" in told.message
+    assert "step-000000.jsonl cannot be read (KeyError('place')): no image in it is followed" in told.message
     assert followed(tmp_path) == {}
 
 
@@ -217,7 +235,7 @@ def test_a_full_disk_does_not_stop_the_run_and_is_said_once(tmp_path, monkeypatc
     monkeypatch.setattr(Path, "open", opened)
     with caplog.at_level(logging.WARNING):
         for number in range(3):
-            assert len(step([0, 1, 2], Moment(number, 0))) == 3
+            assert len(step([0, 1, 2], StepIndex(number, 0))) == 3
     (told,) = caplog.records
     file = tmp_path / "dumps/tokenizer.json"
     assert told.message.splitlines() == [
@@ -226,14 +244,14 @@ def test_a_full_disk_does_not_stop_the_run_and_is_said_once(tmp_path, monkeypatc
     ]
     assert list((tmp_path / "dumps").glob("step-*")) == []
     disk["full"] = False
-    step([0, 1, 2], Moment(3, 0))
+    step([0, 1, 2], StepIndex(3, 0))
     assert images(tmp_path / "dumps/step-000003.jsonl") == list(TRUTH)
 
 
 def test_a_line_that_the_disk_took_half_of_does_not_spoil_the_next(tmp_path, monkeypatch):
     folder = DumpFolder(tmp_path / "dumps", tmp_path)
     (tmp_path / "tokenizer.json").touch()
-    assert folder.add("step-000000.jsonl", "one") == "step-000000.jsonl:0"
+    assert folder.add("step-000000.jsonl", "one") == 0
     plain, asked = os.write, []
 
     def half(file, data):
@@ -242,10 +260,10 @@ def test_a_line_that_the_disk_took_half_of_does_not_spoil_the_next(tmp_path, mon
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "write", half)
-        assert folder.add("step-000000.jsonl", "two") == ""
-        folder.add_trained("step-000000.jsonl", "of one")
-    assert folder.add("step-000000.jsonl", "three") == "step-000000.jsonl:1"
-    folder.add_trained("step-000000.jsonl", "of three")
+        assert folder.add("step-000000.jsonl", "two") is None
+        assert folder.add("trained-000000.jsonl", "of one") is None
+    assert folder.add("step-000000.jsonl", "three") == 1
+    assert folder.add("trained-000000.jsonl", "of three") == 0
     assert (tmp_path / "dumps/step-000000.jsonl").read_text() == "one\nthree\n"
     assert (tmp_path / "dumps/trained-000000.jsonl").read_text() == "of three\n"
 
@@ -260,8 +278,8 @@ def test_a_tokenizer_that_is_copied_in_part_is_copied_again(tmp_path, monkeypatc
 
     with monkeypatch.context() as patch:
         patch.setattr(shutil, "copyfile", half)
-        step([0], Moment(0, 0))
-    step([0], Moment(1, 0))
+        step([0], StepIndex(0, 0))
+    step([0], StepIndex(1, 0))
     assert VocabularyTable.from_folder(tmp_path / "dumps") == SMALL
 
 
@@ -270,8 +288,8 @@ def test_dumping_changes_nothing_about_the_examples(tmp_path):
     (tmp_path / "without").mkdir()
     with_dumps, _ = dumping(tmp_path / "with")
     dumps = tmp_path / "without/dumps"
-    without = replace(dumping(tmp_path / "without")[0], watch=lambda *_: "")
-    made = [each([0, 1, 2], Moment(1, 0)) for each in (with_dumps, without)]
+    without = replace(dumping(tmp_path / "without")[0], watch=None)
+    made = [step([0, 1, 2], StepIndex(1, 0)) for step in (with_dumps, without)]
     assert [example.segment.ids.tolist() for example in made[0]] == [
         example.segment.ids.tolist() for example in made[1]
     ]
@@ -284,7 +302,7 @@ def test_with_two_channels_the_first_rollout_step_of_every_window_is_dumped(tmp_
     step, _ = dumping(tmp_path, every=4)
     for number in range(12):
         if takes_rollouts(number, Fraction("0.5")):
-            step([0], Moment(number, 0))
+            step([0], StepIndex(number, 0))
     assert [file.stem for file in sorted((tmp_path / "dumps").glob("step-*"))] == [
         "step-000001",
         "step-000005",
@@ -294,7 +312,7 @@ def test_with_two_channels_the_first_rollout_step_of_every_window_is_dumped(tmp_
 
 def test_a_text_with_any_characters_is_one_line(tmp_path):
     step, _ = dumping(tmp_path, script=SCRIPT | {"partly.png": Said('{"object_1": "\u2028 \x0b \x85 é"')})
-    step([0], Moment(0, 0))
+    step([0], StepIndex(0, 0))
     (line,) = (tmp_path / "dumps/step-000000.jsonl").read_text().splitlines()
     assert json.loads(line)["rollout"]["text"] == '{"object_1": "\u2028 \x0b \x85 é"'
     assert replay(line, SMALL) == []

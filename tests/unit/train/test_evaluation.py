@@ -10,7 +10,7 @@ from coordexp.evaluate import check_predictions, read_predictions, read_truth
 from coordexp.rollout.backend import Decode
 from coordexp.train.evaluation import AnswerEvaluation, evenly_spaced
 from coordexp.train.stopping import Stopped
-from tests.scripted import Said, ScriptedBackend, casebook
+from tests.scripted import Said, ScriptedBackend, write_training_set
 from tests.unit.correction.conftest import box
 from tests.unit.rollout.ranks import run_two_ranks
 from tests.vocabularies import table
@@ -22,7 +22,7 @@ GUARD = RepeatTerminate(enabled=True, min_new_tokens=5, max_object_keys=9)
 @pytest.mark.scenario("R34.C1", on="fake")
 @pytest.mark.parametrize("guard", [GUARD, RepeatTerminate(), GUARD.model_copy(update={"enabled": False})])
 def test_evaluation_decodes_greedily_with_the_limit_and_the_guard_of_the_settings(tmp_path, guard):
-    cases = casebook(tmp_path, {"a.png": (TrueObject("cup", box(1, 1, 9, 9)),)}, SMALL)
+    cases = write_training_set(tmp_path, {"a.png": (TrueObject("cup", box(1, 1, 9, 9)),)}, SMALL)
     backend = ScriptedBackend({"a.png": Said("{}", "repeat")}, SMALL)
     cfg = RolloutMatching(max_new_tokens=77, decoding=Decoding(temperature=0.7), repeat_terminate=guard)
     AnswerEvaluation(cases.records, backend, lambda: iter(()), SMALL, cfg, tmp_path)(step=4)
@@ -36,7 +36,7 @@ CORNERS = ["<|coord_1|>", "<|coord_1|>", "<|coord_9|>", "<|coord_9|>"]
 
 
 def evaluation(tmp_path, **named):
-    cases = casebook(tmp_path, {name: (TrueObject("cup", box(1, 1, 9, 9)),) for name in NAMES}, SMALL)
+    cases = write_training_set(tmp_path, {name: (TrueObject("cup", box(1, 1, 9, 9)),) for name in NAMES}, SMALL)
     backend = ScriptedBackend({name: Said("{}") for name in NAMES}, SMALL)
     cfg = RolloutMatching(max_new_tokens=77)
     return backend, AnswerEvaluation(cases.records, backend, lambda: iter(()), SMALL, cfg, tmp_path, **named)
@@ -56,7 +56,7 @@ def test_images_are_asked_for_in_calls_and_progress_is_told_after_each(tmp_path)
 
 def test_an_evaluation_is_abandoned_between_two_calls_and_leaves_nothing(tmp_path):
     answers = iter((False, False, True))
-    backend, evaluate = evaluation(tmp_path, stopping=lambda: next(answers))
+    backend, evaluate = evaluation(tmp_path, is_stopping=lambda: next(answers))
     with pytest.raises(Stopped):
         evaluate(step=1)
     assert asked(backend) == [[0, 1], [2, 3]]
@@ -88,7 +88,9 @@ def test_records_are_chosen_evenly_over_the_file(count, most, chosen):
 def test_predictions_of_a_part_are_numbered_by_the_classes_of_all_records(tmp_path):
     """So that `coordexp evaluate` takes them with the whole file."""
     names = dict(zip(NAMES, ("zebra", "ant", "cow", "bee", "dog"), strict=True))
-    cases = casebook(tmp_path, {name: (TrueObject(desc, box(1, 1, 9, 9)),) for name, desc in names.items()}, SMALL)
+    cases = write_training_set(
+        tmp_path, {name: (TrueObject(desc, box(1, 1, 9, 9)),) for name, desc in names.items()}, SMALL
+    )
     said = {
         name: Said(json.dumps({"object_1": {"desc": desc, "bbox_2d": CORNERS}})) for name, desc in names.items()
     }

@@ -14,7 +14,7 @@ from coordexp.demo.model import Size, make_model
 from coordexp.rollout.prompt import PromptBuilder
 from coordexp.train import run
 from coordexp.vocab import VocabularyTable
-from tests.scripted import Said, ScriptedBackend, casebook
+from tests.scripted import Said, ScriptedBackend, write_training_set
 from tests.unit.config.trees import load, stage2
 from tests.unit.correction.conftest import answer, box, entry
 
@@ -75,7 +75,7 @@ def test_a_step_on_malformed_answers_completes_in_one_forward_pass_changes_the_w
         tmp_path / "model", "small", size=Size(hidden=64, layers=1, vision_hidden=32, vision_depth=1)
     )
     table = VocabularyTable.from_folder(model)
-    casebook(tmp_path, TRUTH, table)
+    write_training_set(tmp_path, TRUTH, table)
     for name in TRUTH:
         Image.new("RGB", (64, 48), "white").save(tmp_path / name)
     loaded = load(
@@ -99,8 +99,7 @@ def test_a_step_on_malformed_answers_completes_in_one_forward_pass_changes_the_w
     backend = ScriptedBackend(SCRIPT, table, prompt_ids=tuple(prompts.ids(64, 48)))
     monkeypatch.setattr(run, "backend_for", lambda *_: backend)
     monkeypatch.setattr(run.StopOnSignal, "listen", lambda _: None)  # leaves the signals of this process alone
-    train, _ = run.prepare(loaded, resume=False)
-    assert train().steps == 1
+    assert run.prepare(loaded, resume=False).run().steps == 1
     assert [len(call) for call in backend.calls] == [4]
     assert len(forwards) == 1, "one pass over one row that has every sample once"
     line = next(

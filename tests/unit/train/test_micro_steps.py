@@ -10,8 +10,8 @@ from coordexp.train.trainer import RowTrainer
 
 def rows(lengths: list[int], *, cap: int = 10, packing: bool = False, deepspeed: bool = False) -> list[list[int]]:
     contract = SimpleNamespace(packing=packing, packing_length=cap)
-    trainer = SimpleNamespace(rollout_matching_cfg=contract, is_deepspeed_enabled=deepspeed, _waited=None)
-    return [[len(part) for part in row] for row in RowTrainer._rows_of(trainer, tuple(map(range, lengths)))]
+    trainer = SimpleNamespace(rollout_matching_cfg=contract, is_deepspeed_enabled=deepspeed, _add_waited=None)
+    return [[len(part) for part in row] for row in RowTrainer._split_rows(trainer, tuple(map(range, lengths)))]
 
 
 @pytest.mark.scenario("R05.C2", on="fake")

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from accelerate import Accelerator
+from safetensors.torch import load_file, save_file
 from torch import distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
@@ -19,10 +20,9 @@ from coordexp.config.rollout import Offload
 from coordexp.config.settings import Adapter
 from coordexp.demo.model import Size, make_model
 from coordexp.errors import EngineError
-from coordexp.train import spill
+from coordexp.train import offload
 from coordexp.train.adapter import with_adapter
-from coordexp.train.offload import check_offload, offloaded
-from coordexp.train.spill import MappedFile, gone
+from coordexp.train.offload import SMALL, MappedFile, check_offload, offload_learner, offload_storages
 from coordexp.train.weights import learner_weights
 from coordexp.vocab import VocabularyTable
 
@@ -89,7 +89,7 @@ def test_everything_is_the_same_object_and_the_same_bits_afterwards(learner, tmp
         model.left.view(torch.int32)[0, :3] = torch.tensor([0x7FC12345, 0x7F800001, -0x80000000])  # NaNs, -0.0
     alias = model.left.data.view(-1)
     before, objects = bits(state(model, optimizer)), state(model, optimizer)
-    with offloaded(BOTH, model, optimizer, tmp_path):
+    with offload_learner(BOTH, model, optimizer, tmp_path):
         pass
     after = state(model, optimizer)
     assert bits(after) == before
@@ -105,7 +105,7 @@ def test_memory_is_free_and_the_model_readable_while_away(learner, tmp_path):
     train(model, optimizer, 2)
     before, tensors = bits(model.state_dict()), state(model, optimizer)
     assert len([name for name in tensors if name.endswith("grad")]) == 5
-    with offloaded(BOTH, model, optimizer, tmp_path) as away:
+    with offload_learner(BOTH, model, optimizer, tmp_path) as offloaded:
         large = {name: tensor for name, tensor in tensors.items() if tensor.numel() > 100}
         assert large.keys() >= {
             "embed.weight",
@@ -118,7 +118,7 @@ def test_memory_is_free_and_the_model_readable_while_away(learner, tmp_path):
         }
         assert all(tensor.untyped_storage().nbytes() == 0 for tensor in large.values())
         assert bits(model.state_dict()) == before
-        away.drop()
+        offloaded.drop()
         assert bits(model.state_dict()) == before
         assert model.head.weight is model.embed.weight
         assert [weight.requires_grad for weight in model.parameters()] == [True] * 5
@@ -134,7 +134,7 @@ def test_only_what_is_asked_for_goes(learner, tmp_path, part):
     slot = optimizer.state[model.left]
     settings = Offload(enabled=True, **{f"offload_{part}": True})
     weight = model.left
-    with offloaded(settings, model, optimizer, tmp_path):
+    with offload_learner(settings, model, optimizer, tmp_path):
         assert (weight.untyped_storage().nbytes() == 0) == (part == "model")
         assert (model.left is weight) == (part != "model")
         assert (slot["exp_avg"].untyped_storage().nbytes() == 0) == (part == "optimizer")
@@ -144,8 +144,8 @@ def test_nothing_happens_if_it_is_not_enabled(learner, tmp_path):
     model, optimizer = learner
     weight = model.left
     settings = Offload(enabled=False, offload_model=True, offload_optimizer=True)
-    with offloaded(settings, model, optimizer, tmp_path / "missing") as away:
-        away.drop()
+    with offload_learner(settings, model, optimizer, tmp_path / "missing") as offloaded:
+        offloaded.drop()
         assert model.left is weight
         assert weight.untyped_storage().nbytes() > 0
 
@@ -157,7 +157,7 @@ def test_training_goes_on_as_if_nothing_had_been(learner, tmp_path):
     train(plain, plain_optimizer, 2, seed=1)
     model, optimizer = learner[0], Accelerator(cpu=True).prepare(learner[1])  # as the Trainer has it
     for seed in range(2):
-        with offloaded(BOTH, model, optimizer, tmp_path):  # at first without any state of the optimizer
+        with offload_learner(BOTH, model, optimizer, tmp_path):  # at first without any state of the optimizer
             model.state_dict()
         train(model, optimizer, 2, seed)
     assert bits(state(model, optimizer)) == bits(state(plain, plain_optimizer))
@@ -168,7 +168,7 @@ def test_hooks_on_gradients_stay(learner, tmp_path):
     accumulator = model.left.expand_as(model.left).grad_fn.next_functions[0][0]  # as DDP reaches it
     seen = []
     accumulator.register_hook(lambda *_: seen.append("left"))
-    with offloaded(BOTH, model, optimizer, tmp_path):
+    with offload_learner(BOTH, model, optimizer, tmp_path):
         pass
     train(model, optimizer, 1)
     assert seen == ["left"]
@@ -178,7 +178,7 @@ def test_an_error_inside_brings_everything_back(learner, tmp_path):
     model, optimizer = learner
     train(model, optimizer, 1)
     before = bits(state(model, optimizer))
-    with pytest.raises(KeyboardInterrupt), offloaded(BOTH, model, optimizer, tmp_path):
+    with pytest.raises(KeyboardInterrupt), offload_learner(BOTH, model, optimizer, tmp_path):
         raise KeyboardInterrupt
     assert bits(state(model, optimizer)) == before
 
@@ -196,12 +196,12 @@ def test_a_disk_that_fills_up_half_way_brings_everything_back_and_says_so(learne
     model, optimizer = learner
     train(model, optimizer, 1)
     before = bits(state(model, optimizer))
-    monkeypatch.setattr(spill, "MappedFile", FakeFullDisk)
+    monkeypatch.setattr(offload, "MappedFile", FakeFullDisk)
     with (
         pytest.raises(
             RuntimeError, match=r"rollout_matching.offload: .* GB .*No space left(?s:.*)training.output_dir"
         ),
-        offloaded(BOTH, model, optimizer, tmp_path),
+        offload_learner(BOTH, model, optimizer, tmp_path),
     ):
         raise AssertionError("not reached")
     assert bits(state(model, optimizer)) == before
@@ -214,13 +214,28 @@ def test_borrowed_memory_is_exchanged_once_and_still_shared(tmp_path):
     pair = [nn.Parameter(borrowed[:600]), nn.Parameter(borrowed[400:])]
     before = borrowed.clone()
     for _ in range(2):
-        with gone(pair, tmp_path) as away:
+        with offload_storages(pair, tmp_path) as offloaded:
             assert pair[0].untyped_storage().nbytes() == 0
-            assert away.view(pair[1]).equal(before[400:])
+            assert offloaded.view(pair[1]).equal(before[400:])
         home = pair[0].untyped_storage()._cdata
     assert pair[0].equal(before[:600])
     assert pair[1].untyped_storage()._cdata == home
     assert pair[1].storage_offset() == 400
+
+
+def test_a_small_tensor_of_a_mapped_file_does_not_hold_the_memory_of_all_others(tmp_path):
+    """A bias, say: it would be as much memory as the whole checkpoint, for good."""
+    saved = {"large": torch.randn(1000, 1000), "small": torch.randn(SMALL // 8)}
+    save_file(saved, tmp_path / "model.safetensors")
+    loaded = load_file(tmp_path / "model.safetensors")
+    held = {name: torch.nn.Parameter(loaded.pop(name), requires_grad=False) for name in saved}
+    held["large"].add_(1)  # as a step does
+    assert str(tmp_path / "model.safetensors") in Path("/proc/self/maps").read_text()
+    with offload_storages(held.values(), tmp_path):
+        assert str(tmp_path / "model.safetensors") not in Path("/proc/self/maps").read_text()
+    assert torch.equal(held["large"], saved["large"] + 1)
+    assert torch.equal(held["small"], saved["small"])
+    assert str(tmp_path / "model.safetensors") not in Path("/proc/self/maps").read_text()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -236,7 +251,7 @@ def test_a_loaded_qwen_goes_and_comes_back(tmp_path_factory, tmp_path, dtype, ad
     optimizer.step()
     before, weights = bits(state(model, optimizer)), bits(model.state_dict())
     logits, large = model(input_ids=ids).logits, [weight for weight in model.parameters() if weight.nbytes >= 1024]
-    with offloaded(BOTH, model, optimizer, tmp_path):
+    with offload_learner(BOTH, model, optimizer, tmp_path):
         assert all(weight.untyped_storage().nbytes() == 0 for weight in large)
         assert bits(model.state_dict()) == weights
         if adapter is not None:
@@ -294,8 +309,8 @@ def test_shards_of_fsdp_2_go_and_come_back_even_after_a_forward_that_kept_what_i
             one(inputs).square().mean().backward()
             optimizer.step()
             one(inputs)
-        with offloaded(BOTH, *learners[1], tmp_path) as away:
-            away.drop()
+        with offload_learner(BOTH, *learners[1], tmp_path) as offloaded:
+            offloaded.drop()
             assert {name: weight.tolist() for name, weight in learner_weights(model)} == {
                 name: weight.tolist() for name, weight in plain.state_dict().items()
             }

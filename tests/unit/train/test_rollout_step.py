@@ -1,4 +1,4 @@
-"""One step of channel B: answers are asked for, checked, corrected and counted. The backend is a fake."""
+"""One step of channel B: rollouts are collected, checked, corrected and counted. The backend is scripted."""
 
 import json
 from fractions import Fraction
@@ -11,15 +11,17 @@ from coordexp.config.rollout import Decoding, RepeatTerminate
 from coordexp.correction import Reason, Role
 from coordexp.data import DataError, RecordError, TrueObject
 from coordexp.demo.model import Size, make_model
-from coordexp.pack import CarryBuffer, PackingError
+from coordexp.pack import CarryBuffer, ExampleId, PackingError
 from coordexp.rollout.backend import Decode
 from coordexp.rollout.seeds import request_seed
 from coordexp.train import run
-from coordexp.train.counters import RATES, SUMS, Ledger
-from coordexp.train.encode import Alternate, CorrectedRollouts, GroundTruth, Moment, takes_rollouts
-from coordexp.train.stream import Order, RowStream
+from coordexp.train.encode import StepIndex, takes_rollouts
+from coordexp.train.metrics import RATES, SUMS, StepMetrics
+from coordexp.train.stream import RowStream, SampleOrder
+from coordexp.train.trainer import RowTrainer
 from tests.rollouts import PROMPT, answer_text
-from tests.scripted import Said, ScriptedBackend, casebook
+from tests.scripted import Said, ScriptedBackend, write_training_set
+from tests.steps import RolloutStep
 from tests.unit.config.trees import load, stage2
 from tests.unit.correction.conftest import answer, box, coords, entry
 from tests.vocabularies import table
@@ -27,42 +29,41 @@ from tests.vocabularies import table
 QWEN = table("qwen")
 CUP = TrueObject("cup", box(10, 10, 110, 110))
 DOG = TrueObject("dog", box(300, 300, 500, 500))
-FIRST = Moment(0, 0)
+FIRST = StepIndex(0, 0)
 
 
 def weights():
-    raise AssertionError("the fake takes none")
+    raise AssertionError("the scripted backend reads no weights")
 
 
 class Step:
-    """Channel B on records with these true objects, and answers to them."""
+    """Channel B on records with these true objects, and scripted answers to them."""
 
-    def __init__(self, folder, truth, script, *, rank=0, ledger=None, cfg=None, **backend) -> None:
-        self.cases = casebook(folder, truth, QWEN)
+    def __init__(self, folder, truth, script, *, rank=0, cfg=None, b_ratio=Fraction(1), **backend) -> None:
+        self.training_set = write_training_set(folder, truth, QWEN)
         self.backend = ScriptedBackend(script, QWEN, **backend)
-        self.ledger = ledger or Ledger()
+        self.metrics = StepMetrics()
         self.seen = []
-        self.encode = CorrectedRollouts(
-            self.cases,
+        self.collect = RolloutStep(
+            self.training_set,
             self.backend,
+            cfg or self.training_set.settings,
+            rank,
+            self.metrics,
+            self.watch,
             weights,
-            rollout_matching_cfg=cfg or self.cases.settings,
-            seed=17,
-            rank=rank,
-            ledger=self.ledger,
-            watch=self.watch,
+            b_ratio,
         )
 
-    def watch(self, *whole) -> str:
-        self.seen.append(whole)
-        return ""
+    def watch(self, *example) -> None:
+        self.seen.append(example)
 
-    def __call__(self, moment=FIRST, indices=None):
-        return self.encode(range(len(self.cases.records)) if indices is None else indices, moment)
+    def __call__(self, at=FIRST, indices=None):
+        return self.collect(range(len(self.training_set.records)) if indices is None else indices, at)
 
 
 def written(*objects: TrueObject) -> str:
-    return answer(*(entry(f"object_{k}", one.desc, one.geometry) for k, one in enumerate(objects, start=1)))
+    return answer(*(entry(f"object_{k}", true.desc, true.geometry) for k, true in enumerate(objects, start=1)))
 
 
 # In Qwen's vocabulary an answer of n boxes, each with a desc of one token, is 30 n tokens: 29 up to the `"]` of an
@@ -106,7 +107,7 @@ def test_garbage_nothing_all_right_and_cut_off_answers_in_one_batch_become_examp
     step = Step(tmp_path, TRUTH, SCRIPT)
     examples = step()
     assert [example.channel for example in examples] == ["B"] * 4
-    report = step.ledger.report(steps=1)
+    report = step.metrics.report(steps=1)
     assert {name: report[name] for name in SUMS if name != "target/answers"} == {
         name: COUNTED.get(name, 0) for name in SUMS if name != "target/answers"
     }
@@ -138,7 +139,7 @@ def test_loops_repeats_overlaps_and_too_many_objects_are_counted(tmp_path):
     }
     step = Step(tmp_path, truth, script, cfg=sampled(temperature=0.5))
     step()
-    report = step.ledger.report(steps=1)
+    report = step.metrics.report(steps=1)
     expected = {
         "rollout/answers": 4,
         "rollout/tokens": 60 + 30 + 90 + 1,
@@ -198,7 +199,7 @@ def test_each_reason_for_which_an_object_is_not_used_has_a_counter(tmp_path, end
     text = "{" + entry("object_1", "cup", CUP.geometry) + ", " + ", ".join(ENTRIES.values()) + ENDINGS[ending]
     step = Step(tmp_path, {"a.png": (CUP,)}, {"a.png": Said(text)})
     step()
-    report = step.ledger.report(steps=1)
+    report = step.metrics.report(steps=1)
     found = {reason for reason in Reason for _ in range(int(report[f"parse/invalid/{reason.value}"]))}
     assert found == {*ENTRIES, ending}
     assert (
@@ -216,7 +217,7 @@ def test_of_five_written_objects_broken_at_the_second_four_are_invalid_and_all_a
     entries[1] = entries[1].replace("[", "[[", 1)
     step = Step(tmp_path, {"a.png": (CUP,)}, {"a.png": Said(answer(*entries))})
     step()
-    report = step.ledger.report(steps=1)
+    report = step.metrics.report(steps=1)
     assert (report["parse/objects"], report["parse/valid"], report["parse/invalid"]) == (5, 1, 4)
     assert (report["parse/invalid/syntax"], report["parse/invalid/unread"]) == (1, 3)
     assert report["parse/invalid_rate"] == 4 / 5
@@ -260,7 +261,7 @@ def test_rollout_settings_reach_the_step_from_the_loader_as_rollout_matching_cfg
     )
     cfg = load(tree).settings.rollout_matching
     step = Step(tmp_path, {"empty.png": (CUP,)}, SCRIPT, cfg=cfg)
-    assert step.encode.rollout_matching_cfg is cfg
+    assert step.collect.encoder.rollout_matching_cfg is cfg
     step()
     ((request,),) = step.backend.calls
     assert request.decode == Decode(
@@ -269,10 +270,10 @@ def test_rollout_settings_reach_the_step_from_the_loader_as_rollout_matching_cfg
 
 
 def handed_over(tmp_path, monkeypatch, truth=TRUTH, **changes):
-    """The settings of a run, and what its trainer is given."""
+    """Return the settings of a run, and the arguments of its trainer."""
     training = {"output_dir": str(tmp_path / "run"), "use_cpu": True, "max_steps": 1, "report_to": "none"}
     make_model(tmp_path / "model", "small", size=Size(hidden=64, layers=1, vision_hidden=32, vision_depth=1))
-    casebook(tmp_path, truth, QWEN)
+    write_training_set(tmp_path, truth, QWEN)
     loaded = load(
         stage2(
             model={"path": str(tmp_path / "model"), "dtype": "float32"},
@@ -326,8 +327,8 @@ def test_the_trainer_and_its_rollouts_are_given_the_loaders_own_contract(tmp_pat
     settings, given = handed_over(tmp_path, monkeypatch, rollout_matching__rollout_backend="hf")
     contract = given["rollout_matching_cfg"]
     assert contract == settings.rollout_matching_cfg
-    assert given["stream"]._encode.rollout_matching_cfg is contract
-    assert given["stream"]._encode.cases.settings is contract
+    assert given["encoder"].rollout_matching_cfg is contract
+    assert given["encoder"].training_set.settings is contract
 
 
 PACKED = {
@@ -365,12 +366,13 @@ def test_a_run_whose_buffer_would_overflow_stops_with_a_way_out(tmp_path, monkey
     mixed = {"custom__trainer_variant": "stage2_two_channel", "stage2__b_ratio": 0.0}
     short = {"rollout_matching__rollout_backend": "hf", "rollout_matching__max_new_tokens": 16}
     _, given = handed_over(tmp_path, monkeypatch, global_max_length=200, **mixed, **short, **PACKED)
-    stream = given["stream"]
-    rows = iter(stream)
-    assert 0 < len(next(rows)) < 4, "the row leaves some of the first four samples"
+    stream, encoder = given["stream"], given["encoder"]
+    trainer = RowTrainer.__new__(RowTrainer)
+    trainer.stream, trainer.encoder = stream, encoder
+    assert 0 < len(trainer.collect_micro_step()) < 4, "the row leaves some of the first four samples"
     assert stream.buffer.tokens < 2 * 200
     with pytest.raises(PackingError, match=r"packing_buffer is 4\n  raise training\.packing_buffer"):
-        next(rows)
+        trainer.collect_micro_step()
 
 
 @pytest.mark.scenario("R20.C4", on="fake")
@@ -385,7 +387,7 @@ def test_a_run_whose_buffer_would_overflow_stops_with_a_way_out(tmp_path, monkey
 )
 def test_how_to_decode_follows_from_the_settings(tmp_path, settings, decode):
     step = Step(tmp_path, {"empty.png": (CUP,)}, SCRIPT)
-    assert Decode.of(step.cases.settings.model_copy(update=settings)) == decode
+    assert Decode.of(step.training_set.settings.model_copy(update=settings)) == decode
 
 
 class RecordingBuffer(CarryBuffer):
@@ -400,11 +402,11 @@ class RecordingBuffer(CarryBuffer):
         return super().draw()
 
 
-def packed_stream(encode, capacity: int, events: list | None = None) -> RowStream:
-    """Four samples, in file order, a micro-step."""
-    order = Order(4, 0, 1, seed=0, shuffled=False)
+def packing(step: Step, capacity: int, events: list | None = None) -> RowTrainer:
+    """Return a trainer that takes four samples, in file order, per micro-step."""
+    order = SampleOrder(4, 0, 1, seed=0, shuffled=False)
     buffer = RecordingBuffer(capacity, [] if events is None else events)
-    return RowStream(order, encode, 4, buffer, max_length=capacity)
+    return step.collect.trainer(RowStream(order, 4, buffer, max_length=capacity))
 
 
 @pytest.mark.scenario("R06.C1", "R06.S2", "R14.C1", on="fake")
@@ -416,10 +418,10 @@ def test_all_answers_of_a_micro_step_are_made_and_corrected_before_its_row_is_pa
         "generate",
         lambda requests: events.append(("generate", [r.picture.path for r in requests])) or generate(requests),
     )
-    row = next(iter(packed_stream(step.encode, 200, events)))
-    (asked, pictures), (drawn, lengths) = events
+    row = packing(step, 200, events).collect_micro_step()
+    (asked, images), (drawn, lengths) = events
     assert (asked, drawn) == ("generate", "draw")
-    assert [path.rpartition("/")[2] for path in pictures] == list(TRUTH), "one request a sample"
+    assert [path.rpartition("/")[2] for path in images] == list(TRUTH), "one request per sample"
     assert lengths == [len(correction.segment) for *_, correction in step.seen]
     assert 1 < len(row) < 4
     assert sum(map(len, row)) <= 200
@@ -432,7 +434,7 @@ def test_rows_are_packed_by_the_lengths_that_the_answers_have_made(tmp_path):
     def first_row(said: str) -> list[str]:
         truth = {f"{name}.png": (CUP,) for name in "abcd"}
         step = Step(tmp_path, truth, {name: Said("{}") for name in truth} | {"b.png": Said(said)})
-        row = next(iter(packed_stream(step.encode, 80)))
+        row = packing(step, 80).collect_micro_step()
         return [example.image.rpartition("/")[2] for example in row]
 
     far = TrueObject("dog", box(700, 700, 900, 900))
@@ -443,13 +445,14 @@ def test_rows_are_packed_by_the_lengths_that_the_answers_have_made(tmp_path):
 @pytest.mark.scenario("R37.C1", on="fake")
 def test_ground_truth_and_rollouts_are_packed_by_the_same_scheduler_into_the_same_rows(tmp_path):
     """Answers that say nothing are corrected into the ground truth, so that the segments are the same."""
-    step = Step(tmp_path, TRUTH, {name: Said("") for name in TRUTH})
-    made = []
-    for encode in (GroundTruth(step.cases), step.encode):
-        rows = iter(packed_stream(encode, 200))
-        made.append([[(example.image, len(example)) for example in next(rows)] for _ in range(12)])
-    assert made[0] == made[1]
-    assert len({len(row) for row in made[0]}) > 1
+    rows = []
+    for b_ratio in (Fraction(0), Fraction(1)):
+        trainer = packing(Step(tmp_path, TRUTH, {name: Said("") for name in TRUTH}, b_ratio=b_ratio), 200)
+        micro_steps = [trainer.collect_micro_step() for _ in range(12)]
+        assert {example.channel for row in micro_steps for example in row} == {"B" if b_ratio else "A"}
+        rows.append([[(example.image, len(example)) for example in row] for row in micro_steps])
+    assert rows[0] == rows[1]
+    assert len({len(row) for row in rows[0]}) > 1
 
 
 @pytest.mark.scenario("R06.C4", "R30.C3", on="fake")
@@ -463,15 +466,15 @@ def test_a_prompt_that_the_engine_reads_otherwise_is_refused_with_the_first_diff
         with pytest.raises(DataError, match=words) as caught:
             step()
         assert "right.png" in str(caught.value)
-        assert step.ledger.report(steps=1).keys() <= {"time/sync", "time/rollout", "time/correct"}
+        assert step.metrics.report(steps=1).keys() <= {"time/sync", "time/rollout", "time/correct"}
 
 
 @pytest.mark.scenario("R20.C1", on="fake")
 def test_an_answer_of_other_weights_is_refused(tmp_path):
     step = Step(tmp_path, {"empty.png": (CUP,)}, SCRIPT, version=4)
-    assert len(step(Moment(4, 0))) == 1
+    assert len(step(StepIndex(4, 0))) == 1
     with pytest.raises(RuntimeError, match="version 4, and this step trains version 5"):
-        step(Moment(5, 0))
+        step(StepIndex(5, 0))
 
 
 def test_a_backend_that_loses_an_answer_is_refused(tmp_path, monkeypatch):
@@ -487,7 +490,7 @@ def test_a_backend_that_loses_an_answer_is_refused(tmp_path, monkeypatch):
 def test_each_request_has_the_seed_of_its_place(tmp_path, rank):
     step = Step(tmp_path, TRUTH, SCRIPT, rank=rank, version=2)
     for micro in range(3):
-        step(Moment(2, micro))
+        step(StepIndex(2, micro))
     assert [[request.seed for request in call] for call in step.backend.calls] == [
         [request_seed(17, 2, micro, rank, k) for k in range(4)] for micro in range(3)
     ]
@@ -498,14 +501,14 @@ def test_weights_are_sent_once_a_step_and_before_its_first_answer(tmp_path):
     step = Step(tmp_path, TRUTH, SCRIPT)
     for number in (5, 6):
         for micro in range(3):
-            step(Moment(number, micro))
+            step(StepIndex(number, micro))
     assert step.backend.synced == [(weights, 5), (weights, 6)]
 
 
 def test_also_without_a_record_the_backend_is_asked(tmp_path):
     """A sharded model needs every rank while others answer."""
     step = Step(tmp_path, TRUTH, SCRIPT)
-    assert step(Moment(3, 0), []) == []
+    assert step(StepIndex(3, 0), []) == []
     assert step.backend.calls == [[]]
     assert step.backend.synced == [(weights, 3)]
 
@@ -513,17 +516,31 @@ def test_also_without_a_record_the_backend_is_asked(tmp_path):
 def test_all_that_belongs_to_an_example_is_shown_to_the_watcher(tmp_path):
     step = Step(tmp_path, TRUTH, SCRIPT)
     examples = step(FIRST, [2, 0])
-    assert [case.index for _, case, *_ in step.seen] == [2, 0]
-    for (moment, case, request, rollout, correction), example in zip(step.seen, examples, strict=True):
-        assert moment == FIRST
-        assert request.picture == case.picture
-        assert rollout.prompt_ids == case.prompt_ids
+    assert [sample.index for _, sample, *_ in step.seen] == [2, 0]
+    for k, ((id, sample, request, rollout, correction), example) in enumerate(
+        zip(step.seen, examples, strict=True)
+    ):
+        assert id == example.id == ExampleId(FIRST.step, FIRST.micro, rank=0, index=k)
+        assert request.picture == sample.image
+        assert rollout.prompt_ids == sample.prompt_ids
         assert correction.segment is example.segment
+
+
+@pytest.mark.parametrize("b_ratio", [Fraction(0), Fraction(1)])
+def test_no_two_examples_of_a_run_have_the_same_id(tmp_path, b_ratio):
+    ids = [
+        example.id
+        for rank in range(2)
+        for step in (Step(tmp_path, TRUTH, SCRIPT, rank=rank, b_ratio=b_ratio),)
+        for at in (StepIndex(0, 0), StepIndex(0, 1), StepIndex(1, 0))
+        for example in step(at, [1, 1, 2])
+    ]
+    assert len(set(ids)) == len(ids) == 2 * 3 * 3
 
 
 def test_a_record_that_cannot_be_trained_on_is_named(tmp_path):
     step = Step(tmp_path, {"right.png": (CUP,), "flat.png": (CUP,)}, SCRIPT)
-    file = step.cases.records.path
+    file = step.training_set.records.path
     sound, flat = file.read_text().splitlines()
     file.write_text(f"{sound}\n{flat.replace('110, 110]', '10, 110]')}\n")
     with pytest.raises(RecordError, match=r"record 2 \(flat\.png\)[\s\S]*coordexp data doctor"):
@@ -532,8 +549,8 @@ def test_a_record_that_cannot_be_trained_on_is_named(tmp_path):
 
 
 def test_ground_truth_is_the_correction_of_an_empty_answer(tmp_path):
-    step = Step(tmp_path, TRUTH, SCRIPT)
-    (true,), (corrected,) = GroundTruth(step.cases)([1], FIRST), step(FIRST, [1])
+    (true,) = Step(tmp_path, TRUTH, SCRIPT, b_ratio=Fraction(0))(FIRST, [1])
+    (corrected,) = Step(tmp_path, TRUTH, SCRIPT)(FIRST, [1])
     assert (true.channel, corrected.channel) == ("A", "B")
     for name in ("ids", "roles", "kinds", "sides", "coord_targets", "weights"):
         assert np.array_equal(getattr(true.segment, name), getattr(corrected.segment, name), equal_nan=True)
@@ -550,43 +567,40 @@ def test_of_the_first_n_steps_the_share_of_rollouts_is_exact_for_every_n(ratio):
         assert taken == ((step + 1) * share.numerator) // share.denominator
 
 
-def test_which_channel_a_step_takes_depends_on_its_number_alone():
-    def channel(name):
-        return lambda indices, moment: [(name, moment)] * len(indices)
-
-    alternate = Alternate(channel("A"), channel("B"), Fraction("0.4"))
-    steps = [7, 3, 0, 4, 9, 1, 2, 3, 3]
-    found = [alternate([5] * (1 + micro), Moment(step, micro)) for step in steps for micro in (1, 0)]
-    assert found == [
-        [("B" if takes_rollouts(step, Fraction("0.4")) else "A", Moment(step, micro))] * (1 + micro)
-        for step in steps
-        for micro in (1, 0)
-    ]
-    assert {name for made in found for name, _ in made} == {"A", "B"}
+def test_which_channel_a_step_takes_depends_on_its_number_alone(tmp_path):
+    b_ratio, channels = Fraction("0.4"), []
+    for number in [7, 3, 0, 4, 9, 1, 2, 3, 3]:
+        step = Step(tmp_path, TRUTH, SCRIPT, b_ratio=b_ratio, version=number)
+        for micro in (1, 0):
+            examples = step(StepIndex(number, micro), [0] * (1 + micro))
+            expected = "B" if takes_rollouts(number, b_ratio) else "A"
+            assert [example.channel for example in examples] == [expected] * (1 + micro)
+            channels.append(expected)
+    assert set(channels) == {"A", "B"}
 
 
 def test_sums_are_sums_and_rates_are_ratios_of_sums_and_a_report_starts_anew():
     """Not means of rates: 1 of 2 and 9 of 90 are 10 of 92."""
-    ledger = Ledger()
-    ledger.add({"rollout/answers": 1, "match/matched": 1, "match/true": 2})
-    ledger.add({"rollout/answers": 3, "match/matched": 9, "match/true": 90})
-    report = ledger.report(steps=2)
+    metrics = StepMetrics()
+    metrics.add({"rollout/answers": 1, "match/matched": 1, "match/true": 2})
+    metrics.add({"rollout/answers": 3, "match/matched": 9, "match/true": 90})
+    report = metrics.report(steps=2)
     assert (report["rollout/answers"], report["match/matched"], report["match/true"]) == (4, 10, 92)
     assert report["match/recall"] == pytest.approx(10 / 92)
     assert "match/precision" not in report, "nothing was predicted, so there is none"
-    assert ledger.report(steps=2) == {}
-    ledger.add({"rollout/answers": 1, "match/true": 5})
-    assert ledger.report(steps=1)["match/recall"] == 0
+    assert metrics.report(steps=2) == {}
+    metrics.add({"rollout/answers": 1, "match/true": 5})
+    assert metrics.report(steps=1)["match/recall"] == 0
 
 
 def test_a_report_without_rollouts_has_no_counters():
-    ledger = Ledger()
-    ledger.spent("compute", 3.0)
-    ledger.spent("compute", 1.0)
-    assert ledger.report(steps=2) == {"time/compute": 2.0}
+    metrics = StepMetrics()
+    metrics.add_seconds("compute", 3.0)
+    metrics.add_seconds("compute", 1.0)
+    assert metrics.report(steps=2) == {"time/compute": 2.0}
 
 
 @pytest.mark.scenario("R29.C6", "R31.C7", on="fake")
 def test_no_counter_is_a_value_of_geometry():
-    """How well shapes overlap is for evaluation to say (D7)."""
+    """How well shapes overlap is measured by evaluation (D7)."""
     assert not [name for name in (*SUMS, *RATES) if "iou" in name or "distance" in name]

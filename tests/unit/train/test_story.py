@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from coordexp.train.callbacks import FillWarning, rollout_story
+from coordexp.train.callbacks import FillWarning, summarise_rollouts
 
 LOGS = {
     "loss": 4.29218,
@@ -23,14 +23,14 @@ LOGS = {
 
 
 def test_a_line_tells_what_was_answered_what_was_odd_and_where_the_time_went():
-    assert rollout_story(LOGS) == (
+    assert summarise_rollouts(LOGS) == (
         "loss 4.2922, 16 answers: found 112 of 115, 4 extra, 3 invalid, 2 cut off, 1 looped  "
         "[4.1 s: rollout 3.1, compute 0.9, waited 0.0]"
     )
 
 
 def test_a_step_without_answers_has_no_such_line():
-    assert rollout_story({"loss": 4.3, "time/step": 0.4}) is None
+    assert summarise_rollouts({"loss": 4.3, "time/step": 0.4}) is None
 
 
 def warnings(capsys, *fills: float, rank: int = 0, waiting: float = 0.0) -> list[str]:

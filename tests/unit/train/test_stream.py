@@ -1,4 +1,4 @@
-"""The stream of rows: its order, and going on where it stopped."""
+"""The stream of rows: the order of samples, packing, and resuming."""
 
 from collections import Counter
 
@@ -7,18 +7,14 @@ import pytest
 
 from coordexp.correction import Segment
 from coordexp.pack import CarryBuffer, Example, PackingError
-from coordexp.train.stream import Order, RowStream, Stage
+from coordexp.train.stream import CurriculumStage, RowStream, SampleOrder
 
 
-def order(records=10, rank=0, ranks=1, **options) -> Order:
-    return Order(records, rank, ranks, **({"seed": 3, "shuffled": True} | options))
+def order(records=10, rank=0, ranks=1, **options) -> SampleOrder:
+    return SampleOrder(records, rank, ranks, **({"seed": 3, "shuffled": True} | options))
 
 
-def encode(indices, moment) -> list[Example]:
-    return [made(index) for index in indices]
-
-
-def made(index: int) -> Example:
+def make_example(index: int) -> Example:
     length = 3 + index % 5
     streams = {name: np.zeros(length, dtype=np.int8) for name in ("roles", "kinds", "sides")}
     floats = {name: np.zeros(length, dtype=np.float32) for name in ("coord_targets", "weights")}
@@ -29,21 +25,22 @@ def made(index: int) -> Example:
 
 def stream(packing=True, **options) -> RowStream:
     buffer = CarryBuffer(16, 12) if packing else None
-    return RowStream(order(**options), encode, 4, buffer, max_length=16)
+    return RowStream(order(**options), 4, buffer, max_length=16)
 
 
-def images(rows) -> list[list[str]]:
-    return [[example.image for example in row] for row in rows]
+def next_row(stream: RowStream) -> tuple[Example, ...]:
+    _, indices = stream.next_micro_step()
+    return stream.pack([make_example(index) for index in indices])
 
 
-def taken(rows: int, of: RowStream) -> list[list[str]]:
-    iterator = iter(of)
-    return images(next(iterator) for _ in range(rows))
+def draw(rows: int, stream: RowStream) -> list[list[str]]:
+    """Return the images of the next rows."""
+    return [[example.image for example in next_row(stream)] for _ in range(rows)]
 
 
 def test_every_epoch_has_every_record_once_in_another_order():
-    one = order()
-    epochs = [[one.index(e * 10 + k) for k in range(10)] for e in range(3)]
+    whole = order()
+    epochs = [[whole.index(e * 10 + k) for k in range(10)] for e in range(3)]
     assert all(sorted(epoch) == list(range(10)) for epoch in epochs)
     assert epochs[0] != epochs[1] != epochs[2]
     assert epochs[0] != list(range(10))
@@ -54,14 +51,14 @@ def test_every_epoch_has_every_record_once_in_another_order():
 @pytest.mark.scenario("R05.C1", on="pure")
 def test_ranks_share_out_each_epoch_and_nothing_is_left_over():
     ranks = [order(rank=rank, ranks=3) for rank in range(3)]
-    first = [one.index(k) for k in range(10) for one in ranks]
+    first = [rank.index(k) for k in range(10) for rank in ranks]
     assert Counter(first[:10]) == Counter(range(10))
     assert Counter(first) == Counter(list(range(10)) * 3)
 
 
 def test_a_curriculum_takes_its_records_for_its_samples_and_then_all():
-    one = order(stages=[Stage(6, (1, 2, 3)), Stage(4, (5, 6))])
-    drawn = [one.index(k) for k in range(20)]
+    curriculum = order(stages=[CurriculumStage(6, (1, 2, 3)), CurriculumStage(4, (5, 6))])
+    drawn = [curriculum.index(k) for k in range(20)]
     assert sorted(drawn[:6]) == [1, 1, 2, 2, 3, 3]
     assert sorted(drawn[6:10]) == [5, 5, 6, 6]
     assert sorted(drawn[10:]) == list(range(10))
@@ -69,88 +66,86 @@ def test_a_curriculum_takes_its_records_for_its_samples_and_then_all():
 
 @pytest.mark.parametrize("packing", [True, False])
 def test_a_resumed_stream_gives_the_rows_that_would_have_come(tmp_path, packing):
-    whole = taken(20, stream(packing))
+    whole = draw(20, stream(packing))
     begun = stream(packing)
-    first = taken(7, begun)
+    first = draw(7, begun)
     begun.save(tmp_path)
     again = stream(packing)
     again.load(tmp_path)
-    assert first + taken(13, again) == whole
+    assert first + draw(13, again) == whole
     assert again.epoch == pytest.approx(again.taken / 10)
 
 
 def test_without_packing_a_row_is_one_micro_batch():
-    assert [len(row) for row in taken(5, stream(packing=False))] == [4] * 5
+    assert [len(row) for row in draw(5, stream(packing=False))] == [4] * 5
 
 
 @pytest.mark.scenario("R14.C1", on="pure")
 def test_with_packing_rows_are_full_and_nothing_is_lost_or_repeated():
-    of = stream()
-    drawn = [name for row in taken(30, of) for name in row]
-    waiting = [example.image for example, _ in of.buffer.waiting]
-    read = Counter(f"{of.order.index(k)}.png" for k in range(of.taken))
+    packed = stream()
+    drawn = [name for row in draw(30, packed) for name in row]
+    waiting = [example.image for example, _ in packed.buffer.waiting]
+    read = Counter(f"{packed.order.index(k)}.png" for k in range(packed.taken))
     assert Counter(drawn) + Counter(waiting) == read
-    assert of.ledger.report(steps=1)["packing/fill"] > 0.9
+    assert packed.metrics.report(steps=1)["packing/fill"] > 0.9
 
 
 def with_limit(limit: int) -> RowStream:
     """Micro-batches of 8 segments of 3 to 7 tokens, for rows of 16: more comes in than a row takes out."""
-    return RowStream(order(), encode, 8, CarryBuffer(16, limit), max_length=16)
+    return RowStream(order(), 8, CarryBuffer(16, limit), max_length=16)
 
 
 @pytest.mark.scenario("R06.S4", on="pure")
 def test_a_micro_batch_that_the_buffer_cannot_hold_stops_the_run_with_a_way_out():
-    of = with_limit(8)
-    rows = iter(of)
-    next(rows)
-    left = len(of.buffer)
+    packed = with_limit(8)
+    next_row(packed)
+    left = len(packed.buffer)
     assert 0 < left < 8
-    assert of.buffer.tokens < 2 * 16, "so the next micro-step takes another micro-batch"
+    assert packed.buffer.tokens < 2 * 16, "so the next micro-step takes another micro-batch"
     with pytest.raises(
         PackingError, match=r"8 segments.*packing_buffer is 8\n.*raise training\.packing_buffer"
     ) as no:
-        next(rows)
+        next_row(packed)
     assert "smaller training.per_device_train_batch_size" in str(no.value)
-    assert of.taken == 16, "the whole micro-batch was made, and not only what fits"
+    assert packed.taken == 16, "the whole micro-batch was made, and not only what fits"
 
 
 def test_each_micro_step_takes_a_whole_micro_batch_or_none_as_two_rows_wait_or_not():
-    of = with_limit(18)  # fewer than 32 tokens are at most 10 segments
-    rows, took = iter(of), []
+    packed = with_limit(18)  # fewer than 32 tokens are at most 10 segments
+    took = []
     for _ in range(60):
-        before, enough = of.taken, of.buffer.tokens >= 2 * 16
-        next(rows)
-        took.append(of.taken - before)
+        before, enough = packed.taken, packed.buffer.tokens >= 2 * 16
+        next_row(packed)
+        took.append(packed.taken - before)
         assert took[-1] == (0 if enough else 8)
     assert set(took) == {0, 8}
 
 
 def test_the_way_out_of_an_overflow_is_a_larger_buffer_with_which_the_run_goes_on(tmp_path):
-    of = with_limit(8)
-    rows = iter(of)
-    next(rows)
-    of.save(tmp_path)
+    packed = with_limit(8)
+    next_row(packed)
+    packed.save(tmp_path)
     with pytest.raises(PackingError, match="packing_buffer is 8"):
-        next(rows)
+        next_row(packed)
     again = with_limit(18)
     again.load(tmp_path)
-    assert taken(1, with_limit(18)) + taken(20, again) == taken(21, with_limit(18))
+    assert draw(1, with_limit(18)) + draw(20, again) == draw(21, with_limit(18))
 
 
 @pytest.mark.scenario("R05.C1", "R06.C2", on="pure")
 def test_each_rank_has_a_carry_buffer_of_its_own_samples_alone(tmp_path):
     ranks = [stream(rank=rank, ranks=2) for rank in range(2)]
     assert ranks[0].buffer is not ranks[1].buffer
-    for of in ranks:
-        drawn = [name for row in taken(15, of) for name in row]
-        waiting = [example.image for example, _ in of.buffer.waiting]
-        assert Counter(drawn + waiting) == Counter(f"{of.order.index(k)}.png" for k in range(of.taken))
-        of.save(tmp_path)
-    for of in ranks:
-        again = stream(rank=of.order.rank, ranks=2)
+    for packed in ranks:
+        drawn = [name for row in draw(15, packed) for name in row]
+        waiting = [example.image for example, _ in packed.buffer.waiting]
+        assert Counter(drawn + waiting) == Counter(f"{packed.order.index(k)}.png" for k in range(packed.taken))
+        packed.save(tmp_path)
+    for packed in ranks:
+        again = stream(rank=packed.order.rank, ranks=2)
         again.load(tmp_path)
         assert [example.image for example, _ in again.buffer.waiting] == [
-            example.image for example, _ in of.buffer.waiting
+            example.image for example, _ in packed.buffer.waiting
         ]
 
 
@@ -160,7 +155,7 @@ def test_a_checkpoint_of_another_order_is_refused(tmp_path):
         stream(seed=9).load(tmp_path)
     with pytest.raises(ValueError, match="packing"):
         stream(packing=False).load(tmp_path)
-    other = RowStream(order(), encode, 5, CarryBuffer(16, 12), max_length=16)
+    other = RowStream(order(), 5, CarryBuffer(16, 12), max_length=16)
     with pytest.raises(ValueError, match="batch 4, this run 5"):
         other.load(tmp_path)
     with pytest.raises(ValueError, match=r"stream_1\.json: missing[\s\S]*as many processes"):
@@ -168,6 +163,6 @@ def test_a_checkpoint_of_another_order_is_refused(tmp_path):
 
 
 def test_a_record_that_is_too_long_is_named_without_packing():
-    of = RowStream(order(), encode, 4, None, max_length=6)
+    packed = RowStream(order(), 4, None, max_length=6)
     with pytest.raises(PackingError, match=r"4\.png: 7 tokens, and global_max_length is 6|9\.png: 7 tokens"):
-        taken(3, of)
+        draw(3, packed)

@@ -1,6 +1,6 @@
-"""What the model said of a dumped example when it was trained on it: numbers, files, and what waits for its row.
+"""Traces: what the model said about a dumped example when it was trained on it.
 
-Answers are scripted and logits random; everything between them is the trainer's own.
+Answers are scripted and logits random; everything between them is the trainer's own code.
 """
 
 import json
@@ -16,45 +16,44 @@ import torch
 from coordexp.correction import Role
 from coordexp.data import BINS
 from coordexp.objective import Objective, Tally
-from coordexp.pack import CarryBuffer
+from coordexp.pack import CarryBuffer, ExampleId
 from coordexp.pack.collate import Collator
-from coordexp.train.dump_folder import DumpFolder
-from coordexp.train.encode import Moment
-from coordexp.train.stream import Order, RowStream
-from coordexp.train.trace import Traces, runs, traced
+from coordexp.train.encode import StepIndex
+from coordexp.train.stream import RowStream, SampleOrder
+from coordexp.train.trace import TraceWriter, to_runs, trace
 from coordexp.train.trainer import RowTrainer
-from tests.dumped import SMALL, TRUTH, dumping
+from tests.dumped import SMALL, TRUTH, dump_writer, dumping
 from tests.rows import DIAGNOSTICS, settings
 
 FIRST, SIZE = SMALL.first_coord, len(SMALL.pieces)
 OBJECTIVE = Objective(settings(diagnostics=DIAGNOSTICS), first_coord=FIRST)
-NO_PICTURE = torch.ones(0, 3), torch.zeros(1, 3, dtype=torch.int64)
+NO_PIXELS = torch.ones(0, 3), torch.zeros(1, 3, dtype=torch.int64)
 COLLATE = Collator(
     lambda ids, **_: (torch.zeros(3, 1, ids.shape[1], dtype=torch.int64), None),
     SIZE,
     2,
-    lambda *_: NO_PICTURE,
+    lambda *_: NO_PIXELS,
     OBJECTIVE.roles(),
 )
 
 
 @pytest.fixture
 def examples(tmp_path):
-    """Three of a step, each in line with its number of `step-000000.jsonl`."""
-    return dumping(tmp_path)[0](range(len(TRUTH)), Moment(0, 0))
+    """Return three examples of a step. Each is the line of its number in `step-000000.jsonl`."""
+    return dumping(tmp_path)[0](range(len(TRUTH)), StepIndex(0, 0))
 
 
 def logits_for(row, seed=0) -> torch.Tensor:
     return torch.randn(len(row.supervision.ids), SIZE, generator=torch.Generator().manual_seed(seed)) * 3
 
 
-def trained(row, logits, trace=lambda *_: None, done=0) -> tuple[torch.Tensor, torch.Tensor]:
-    """Loss and gradient when this row is a whole step, after `done` others."""
+def train_on(row, logits, writer=None, done=0) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return loss and gradient when this row is a whole step, after `done` others."""
     trainer = RowTrainer.__new__(RowTrainer)
-    trainer.objective, trainer.tally, trainer.trace = OBJECTIVE, Tally(OBJECTIVE), trace
+    trainer.objective, trainer.tally, trainer.trace = OBJECTIVE, Tally(OBJECTIVE), writer
     trainer.state = SimpleNamespace(global_step=done)
-    leaf = logits.clone().requires_grad_()
-    loss = trainer.compute_loss(lambda **_: SimpleNamespace(logits=leaf[None]), row, num_items_in_batch=row.counts)
+    leaf, counts = logits.clone().requires_grad_(), sum(span.counts for span in row.spans)
+    loss = trainer.compute_loss(lambda **_: SimpleNamespace(logits=leaf[None]), row, num_items_in_batch=counts)
     loss.backward()
     return loss.detach(), leaf.grad
 
@@ -63,48 +62,54 @@ def lines(folder: Path, name="trained-000000.jsonl") -> list[dict]:
     return [json.loads(line) for line in (folder / "dumps" / name).read_text().splitlines()]
 
 
-def traces(folder: Path) -> Traces:
-    return Traces(OBJECTIVE, DumpFolder(folder / "dumps", folder / "model"))
+def trace_writer(folder: Path) -> TraceWriter:
+    """Return the writer of a new process, which has to look for the examples in the files."""
+    return TraceWriter(OBJECTIVE, dump_writer(folder, settings().rollout_matching))
 
 
 def trace_of(example, logits=None) -> tuple[dict, torch.Tensor]:
-    """The trace of an example alone, and its logits."""
+    """Return the trace of an example alone, and its logits."""
     row = COLLATE([example])
     logits = logits_for(row) if logits is None else logits
-    return traced(OBJECTIVE, row.watched[0], logits, row.supervision), logits
+    return trace(OBJECTIVE, row.spans[0], logits, row.supervision), logits
+
+
+def without_dump(example):
+    """Return the example with an id that no dump has."""
+    return replace(example, id=ExampleId(0, 9, 0, 0))
 
 
 def test_a_trace_has_the_loss_that_the_trainer_computes_when_the_example_is_the_whole_step(tmp_path, examples):
-    row = COLLATE([examples[2], replace(examples[1], dumped=""), examples[0]])
+    row = COLLATE([examples[2], without_dump(examples[1]), examples[0]])
     logits = logits_for(row)
-    trained(row, logits, traces(tmp_path))
-    found = lines(tmp_path)
-    assert [line["example"] for line in found] == [2, 0]
-    for line, watched in zip(found, row.watched, strict=True):
+    train_on(row, logits, trace_writer(tmp_path))
+    traces = lines(tmp_path)
+    assert [line["example"] for line in traces] == [2, 0]
+    for line, span in zip(traces, row.spans[::2], strict=True):
         alone = COLLATE([examples[line["example"]]])
-        loss, _ = trained(alone, logits[watched.kept])
+        loss, _ = train_on(alone, logits[span.positions])
         assert line["loss"] == pytest.approx(loss.item(), abs=1e-6)
         assert line["loss"] > 1
 
 
 def test_terms_are_weighted_sum_to_the_loss_and_leave_diagnostics_out(examples):
-    found, _ = trace_of(examples[0])
-    assert set(found["terms"]) == {term.name for term in OBJECTIVE.terms if term.weight is not None}
-    assert not any(name.startswith("coord_diag") for name in found["terms"])
-    assert sum(found["terms"].values()) == pytest.approx(found["loss"], rel=1e-6)
+    values, _ = trace_of(examples[0])
+    assert set(values["terms"]) == {term.name for term in OBJECTIVE.terms if term.weight is not None}
+    assert not any(name.startswith("coord_diag") for name in values["terms"])
+    assert sum(values["terms"].values()) == pytest.approx(values["loss"], rel=1e-6)
 
 
 def test_tokens_have_the_plain_cross_entropy_of_the_whole_vocabulary(examples):
     example = examples[0]
-    found, logits = trace_of(example)
+    values, logits = trace_of(example)
     segment = example.segment
-    assert found["where"] == np.flatnonzero(segment.weights).tolist()
-    assert found["where"][0] >= segment.prompt_length
+    assert values["where"] == np.flatnonzero(segment.weights).tolist()
+    assert values["where"][0] >= segment.prompt_length
     log_p = logits.double().log_softmax(-1)
-    ids = torch.from_numpy(segment.ids[found["where"]])
-    assert found["nll"] == pytest.approx((-log_p.gather(1, ids[:, None])[:, 0]).tolist(), abs=1e-4)
+    ids = torch.from_numpy(segment.ids[values["where"]])
+    assert values["nll"] == pytest.approx((-log_p.gather(1, ids[:, None])[:, 0]).tolist(), abs=1e-4)
     mass = log_p.exp()[:, FIRST : FIRST + BINS].sum(-1)
-    assert found["mass"] == pytest.approx(mass.tolist(), abs=1e-4)
+    assert values["mass"] == pytest.approx(mass.tolist(), abs=1e-4)
 
 
 def test_the_bins_of_coordinates_sum_to_what_was_not_left_out(examples):
@@ -112,12 +117,12 @@ def test_the_bins_of_coordinates_sum_to_what_was_not_left_out(examples):
     row = COLLATE([example])
     logits = logits_for(row)
     logits[:, FIRST : FIRST + BINS] += 8 - 0.02 * (torch.arange(BINS) - 300).abs()
-    found, _ = trace_of(example, logits)
+    values, _ = trace_of(example, logits)
     roles = example.segment.roles
-    coords = [at for at in found["where"] if roles[at] in (Role.matched_coord, Role.tail_coord)]
-    assert [int(at) for at in found["bins"]] == coords
-    for at, listed in found["bins"].items():
-        p = logits[found["where"].index(int(at)), FIRST : FIRST + BINS].double().softmax(-1)
+    coords = [at for at in values["where"] if roles[at] in (Role.matched_coord, Role.tail_coord)]
+    assert [int(at) for at in values["bins"]] == coords
+    for at, listed in values["bins"].items():
+        p = logits[values["where"].index(int(at)), FIRST : FIRST + BINS].double().softmax(-1)
         shown = {first + k: value for first, *values in listed for k, value in enumerate(values)}
         assert set(shown) == set(torch.nonzero(p >= 5e-4)[:, 0].tolist())
         assert all(abs(value - 1e4 * p[bin]) <= 0.51 for bin, value in shown.items())
@@ -129,11 +134,11 @@ def test_the_bins_of_coordinates_sum_to_what_was_not_left_out(examples):
 def test_neighbouring_bins_are_one_run():
     p = np.zeros(BINS)
     p[[0, 1, 500, 998, 999]] = 0.25, 0.2496, 0.1, 0.4, 0.0004
-    assert runs(p) == [[0, 2500, 2496], [500, 1000], [998, 4000]]
-    assert runs(np.full(BINS, 1e-4)) == []
+    assert to_runs(p) == [[0, 2500, 2496], [500, 1000], [998, 4000]]
+    assert to_runs(np.full(BINS, 1e-4)) == []
 
 
-def test_logits_that_are_no_numbers_are_null_where_they_stand(tmp_path, examples):
+def test_a_logit_that_is_not_finite_is_null_at_its_token(tmp_path, examples):
     row = COLLATE([examples[0]])
     logits = logits_for(row)
     sound, _ = trace_of(examples[0], logits)
@@ -141,14 +146,14 @@ def test_logits_that_are_no_numbers_are_null_where_they_stand(tmp_path, examples
     coord, text = is_coord.index(True), is_coord.index(False)
     logits[coord, 3], logits[text, 5] = math.nan, math.inf
     logits[-1, row.supervision.ids[-1]] = -math.inf
-    trained(row, logits, traces(tmp_path))
-    (found,) = lines(tmp_path)
-    for at in range(len(found["where"])):
-        spoilt = at in (coord, text)
-        assert found["mass"][at] == (None if spoilt else pytest.approx(sound["mass"][at], abs=0.1))
-        assert (found["nll"][at] is None) == (spoilt or at == len(found["where"]) - 1)
-    assert str(found["where"][coord]) not in found["bins"]
-    assert len(found["bins"]) == len(sound["bins"]) - 1
+    train_on(row, logits, trace_writer(tmp_path))
+    (values,) = lines(tmp_path)
+    for at in range(len(values["where"])):
+        is_broken = at in (coord, text)
+        assert values["mass"][at] == (None if is_broken else pytest.approx(sound["mass"][at], abs=0.1))
+        assert (values["nll"][at] is None) == (is_broken or at == len(values["where"]) - 1)
+    assert str(values["where"][coord]) not in values["bins"]
+    assert len(values["bins"]) == len(sound["bins"]) - 1
     all_broken, _ = trace_of(examples[0], torch.full_like(logits, math.nan))
     assert set(all_broken["nll"]) == set(all_broken["mass"]) == {None}
     assert all_broken["bins"] == {}
@@ -157,44 +162,52 @@ def test_logits_that_are_no_numbers_are_null_where_they_stand(tmp_path, examples
 def test_a_trace_of_half_precision_is_computed_in_single(examples):
     row = COLLATE([examples[0]])
     half = logits_for(row).bfloat16()
-    (found, _), (single, _) = trace_of(examples[0], half), trace_of(examples[0], half.float())
-    assert found["loss"] == pytest.approx(single["loss"], rel=1e-6)
-    assert {name: found[name] for name in ("nll", "mass", "bins")} == {
+    (values, _), (single, _) = trace_of(examples[0], half), trace_of(examples[0], half.float())
+    assert values["loss"] == pytest.approx(single["loss"], rel=1e-6)
+    assert {name: values[name] for name in ("nll", "mass", "bins")} == {
         name: single[name] for name in ("nll", "mass", "bins")
     }
 
 
 def test_an_example_of_which_nothing_is_supervised_has_an_empty_trace(examples):
     masked = replace(examples[0].segment, weights=np.zeros(len(examples[0]), dtype=np.float32))
-    found, _ = trace_of(replace(examples[0], segment=masked))
-    assert found["loss"] == 0
-    assert [found[name] for name in ("where", "nll", "mass", "bins")] == [[], [], [], {}]
+    values, _ = trace_of(replace(examples[0], segment=masked))
+    assert values["loss"] == 0
+    assert [values[name] for name in ("where", "nll", "mass", "bins")] == [[], [], [], {}]
 
 
 def test_a_step_is_the_same_to_the_bit_with_a_trace_and_without(tmp_path, examples):
     row = COLLATE(examples)
     logits = logits_for(row)
-    (loss, gradient), (plain, expected) = trained(row, logits, traces(tmp_path)), trained(row, logits)
+    (loss, gradient), (plain, expected) = train_on(row, logits, trace_writer(tmp_path)), train_on(row, logits)
     assert len(lines(tmp_path)) == 3
     assert torch.equal(loss, plain)
     assert torch.equal(gradient, expected)
     assert gradient.abs().sum() > 0
 
 
-def test_nothing_is_traced_of_a_row_without_dumped_examples(examples):
-    row = COLLATE([replace(example, dumped="") for example in examples])
-    assert row.watched == ()
+def test_nothing_is_traced_of_a_row_without_dumped_examples(tmp_path, examples, monkeypatch):
+    row = COLLATE([without_dump(examples[0]), replace(examples[1], id=None)])
+    writer = trace_writer(tmp_path)
 
     def refuse(*_):
         raise AssertionError("there is nothing to trace")
 
-    trained(row, logits_for(row), refuse)
+    monkeypatch.setattr(writer.dumps, "add_trace", refuse)
+    train_on(row, logits_for(row), writer)
+    with pytest.raises(AssertionError, match="nothing to trace"):
+        train_on(COLLATE([examples[0]]), logits_for(COLLATE([examples[0]])), writer)
 
 
-def test_a_line_says_its_step_as_the_log_counts_and_stands_beside_its_dump(tmp_path, examples):
-    followed = replace(examples[1], dumped="followed/step-000123.jsonl:4")
+@pytest.mark.parametrize("resumed", [False, True])
+def test_a_line_says_its_step_as_the_log_counts_and_stands_beside_its_dump(tmp_path, resumed):
+    collect, dumps = dumping(tmp_path, every=1000)
+    collect(range(len(TRUTH)), StepIndex(0, 0))
+    collect(range(len(TRUTH)), StepIndex(123, 0))
+    followed = collect(range(len(TRUTH)), StepIndex(123, 1))[1]
     row = COLLATE([followed])
-    trained(row, logits_for(row), traces(tmp_path), done=123)
+    writer = trace_writer(tmp_path) if resumed else TraceWriter(OBJECTIVE, dumps)
+    train_on(row, logits_for(row), writer, done=123)
     (line,) = lines(tmp_path, "followed/trained-000123.jsonl")
     assert (line["format"], line["example"], line["step"]) == (1, 4, 124)
     assert set(line) == {"format", "example", "step", "loss", "terms", "where", "nll", "mass", "bins"}
@@ -203,35 +216,37 @@ def test_a_line_says_its_step_as_the_log_counts_and_stands_beside_its_dump(tmp_p
 LENGTH = 150  # the examples have 146, 39 and 74 tokens
 
 
-def stream(folder: Path) -> RowStream:
-    """Three answers a row, of which not all fit; the first step alone is dumped."""
-    encode, _ = dumping(folder, every=100)
-    order = Order(len(TRUTH), 0, 1, seed=1, shuffled=False)
-    return RowStream(order, encode, 3, CarryBuffer(LENGTH, 9), max_length=LENGTH)
+class Process:
+    """A process that trains on three answers per step, of which not all fit into a row. Step 0 alone is dumped."""
 
+    def __init__(self, folder: Path) -> None:
+        collect, dumps = dumping(folder, every=100)
+        order = SampleOrder(len(TRUTH), 0, 1, seed=1, shuffled=False)
+        self.stream = RowStream(order, 3, CarryBuffer(LENGTH, 9), max_length=LENGTH)
+        self.trainer = collect.trainer(self.stream)
+        self.writer = TraceWriter(OBJECTIVE, dumps)
 
-def train(of: RowStream, trace: Traces, first: int, last: int) -> None:
-    rows = iter(of)
-    for step in range(first, last):
-        row = COLLATE(next(rows))
-        trained(row, logits_for(row, seed=step), trace, done=step)
+    def train(self, first: int, last: int) -> None:
+        for step in range(first, last):
+            row = COLLATE(self.trainer.collect_micro_step())
+            train_on(row, logits_for(row, seed=step), self.writer, done=step)
 
 
 @pytest.mark.parametrize("resumed", [False, True])
 def test_an_example_that_waits_is_traced_when_its_row_comes_also_after_a_resume(tmp_path, resumed):
-    of = stream(tmp_path)
-    train(of, traces(tmp_path), 0, 1)
+    process = Process(tmp_path)
+    process.train(0, 1)
     (first,) = lines(tmp_path)
-    waiting = [example.dumped for example, _ in of.buffer.waiting]
-    assert sorted([*waiting, f"step-000000.jsonl:{first['example']}"]) == [
-        f"step-000000.jsonl:{k}" for k in range(3)
+    waiting = [process.writer.dumps.find(example.id) for example, _ in process.stream.buffer.waiting]
+    assert sorted([*waiting, ("step-000000.jsonl", first["example"])]) == [
+        ("step-000000.jsonl", k) for k in range(3)
     ]
     if resumed:
-        of.save(tmp_path)
-        of = stream(tmp_path)
-        of.load(tmp_path)
-    train(of, traces(tmp_path), 1, 4)
-    found = lines(tmp_path)
-    assert sorted(line["example"] for line in found) == [0, 1, 2]
-    assert [line["step"] for line in found] == sorted(line["step"] for line in found)
-    assert found[-1]["step"] > 1
+        process.stream.save(tmp_path)
+        process = Process(tmp_path)
+        process.stream.load(tmp_path)
+    process.train(1, 4)
+    traces = lines(tmp_path)
+    assert sorted(line["example"] for line in traces) == [0, 1, 2]
+    assert [line["step"] for line in traces] == sorted(line["step"] for line in traces)
+    assert traces[-1]["step"] > 1

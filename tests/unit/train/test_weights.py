@@ -11,6 +11,7 @@ from transformers import AutoProcessor, Qwen3VLForConditionalGeneration
 
 from coordexp.config.settings import Adapter
 from coordexp.demo.model import Size, make_model
+from coordexp.errors import UserError
 from coordexp.train.adapter import with_adapter
 from coordexp.train.weights import learner_weights
 from coordexp.vocab import VocabularyTable
@@ -212,7 +213,7 @@ def test_a_tied_head_with_an_adapter_of_its_own_is_refused(tmp_path):
     make_model(tmp_path / "m", "small", tied=True, size=Size(hidden=64, layers=1, patch=8, vision_hidden=32))
     with pytest.warns(UserWarning, match="tie"):
         model = learner(tmp_path / "m", LORA.model_copy(update={"targets": ".*lm_head"}))
-    with pytest.raises(ValueError, match=r"lm_head\.weight is tied to model\.language_model"):
+    with pytest.raises(UserError, match=r"lm_head\.weight is tied to model\.language_model"):
         dict(learner_weights(model))
 
 

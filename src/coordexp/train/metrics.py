@@ -1,6 +1,8 @@
-"""What happened to the rollouts of a step, as sums over micro-steps and ranks (R31). Rates are ratios of sums.
+"""Counters and times of training steps: what happened to the rollouts, how rows were packed, where the time
+went.
 
-No geometry value is among them: how well shapes overlap is for evaluation to say (D7).
+Counters are sums over micro-steps and ranks, and rates are ratios of sums. None of them is a geometry value: how
+well shapes overlap is measured by evaluation.
 """
 
 import time
@@ -40,14 +42,15 @@ RATES = {
 }
 
 
-def counted(
+def count_rollout(
     rollout: Rollout, mode: DecodeMode, correction: Correction, truth: Sequence[TrueObject]
 ) -> Counter[str]:
-    """The counters of one answer."""
+    """Return the counters of one rollout."""
     parsed, match = correction.parsed, correction.match
-    valid, reasons = parsed.valid, Counter(found.reason for found in parsed.objects if found.reason is not None)
+    valid = parsed.valid
+    reasons = Counter(prediction.reason for prediction in parsed.objects if prediction.reason is not None)
     stopped = rollout.finish_reason == "stop"
-    found = Counter(
+    counts = Counter(
         {
             "rollout/answers": 1,
             "rollout/tokens": len(rollout.ids),
@@ -63,7 +66,7 @@ def counted(
             "parse/invalid": reasons.total() + parsed.unread,
             "parse/invalid/unread": parsed.unread,
             "parse/ambiguous": reasons[Reason.ambiguous],
-            "parse/repeats": len(valid) - len({(one.desc, one.geometry) for one in valid}),
+            "parse/repeats": len(valid) - len({(prediction.desc, prediction.geometry) for prediction in valid}),
             "match/true": len(truth),
             "match/matched": len(match.pairs),
             "match/missed": len(match.missed),
@@ -75,47 +78,48 @@ def counted(
             - len(parsed.prefix_ids),
         }
     )
-    found.update({f"parse/invalid/{reason.value}": count for reason, count in reasons.items()})
-    return found
+    counts.update({f"parse/invalid/{reason.value}": count for reason, count in reasons.items()})
+    return counts
 
 
-class Ledger:
-    """Of one rank, since the last report: counters, seconds by phase, and how rows were packed."""
+class StepMetrics:
+    """The counters, seconds by phase and packing of one rank since the last report."""
 
     def __init__(self) -> None:
         self._sums: Counter[str] = Counter()
         self._seconds: dict[str, float] = defaultdict(float)
         self._packing: dict[str, float] = defaultdict(float)
-        self._began: float | None = None
+        self._step_began: float | None = None
 
     def add(self, counts: Mapping[str, int]) -> None:
         self._sums.update(counts)
 
-    def packed(self, row: RowReport) -> None:
+    def add_row(self, row: RowReport) -> None:
         for name, value in {"rows": 1, **vars(row)}.items():
             self._packing[name] += value
 
-    def spent(self, phase: str, seconds: float) -> None:
+    def add_seconds(self, phase: str, seconds: float) -> None:
         self._seconds[phase] += seconds
 
     @contextmanager
-    def timed(self, phase: str, without: Sequence[str] = ()) -> Iterator[None]:
-        """`without` names the phases inside of it that are counted by themselves."""
+    def measure(self, phase: str, without: Sequence[str] = ()) -> Iterator[None]:
+        """Add the time of the block to a phase. `without` names phases inside it, whose time is subtracted."""
         since, inside = time.perf_counter(), sum(self._seconds[name] for name in without)
         yield
         inside = sum(self._seconds[name] for name in without) - inside
-        self.spent(phase, time.perf_counter() - since - inside)
+        self.add_seconds(phase, time.perf_counter() - since - inside)
 
-    def step_begins(self) -> None:
-        self._began = time.perf_counter()
+    def begin_step(self) -> None:
+        self._step_began = time.perf_counter()
 
-    def step_ends(self) -> None:
-        if self._began is not None:
-            self.spent("step", time.perf_counter() - self._began)
-            self._began = None
+    def end_step(self) -> None:
+        if self._step_began is not None:
+            self.add_seconds("step", time.perf_counter() - self._step_began)
+            self._step_began = None
 
     def report(self, steps: int) -> dict[str, float]:
-        """Over all ranks, on every rank the same; it starts anew. Times are means over steps and ranks."""
+        """Return the metrics of all ranks, the same on every rank, and start again from zero. Times are means over
+        steps and ranks."""
         names = (*SUMS, *PACKING, *PHASES, "ranks")
         own = [
             *(self._sums[name] for name in SUMS),
@@ -125,11 +129,11 @@ class Ledger:
         ]
         total = dict(zip(names, sum_over_ranks([float(value) for value in own]), strict=True))
         self._sums, self._seconds, self._packing = Counter(), defaultdict(float), defaultdict(float)
-        found: dict[str, float] = {}
+        metrics: dict[str, float] = {}
         if total["rollout/answers"]:
-            found |= {name: total[name] for name in SUMS}
-            found |= {name: total[top] / total[below] for name, (top, below) in RATES.items() if total[below]}
+            metrics |= {name: total[name] for name in SUMS}
+            metrics |= {name: total[top] / total[below] for name, (top, below) in RATES.items() if total[below]}
         if rows := total["rows"]:
-            found |= {f"packing/{name}": total[name] / rows for name in PACKING if name != "rows"}
-        found |= {f"time/{phase}": total[phase] / (steps * total["ranks"]) for phase in PHASES if total[phase]}
-        return found
+            metrics |= {f"packing/{name}": total[name] / rows for name in PACKING if name != "rows"}
+        metrics |= {f"time/{phase}": total[phase] / (steps * total["ranks"]) for phase in PHASES if total[phase]}
+        return metrics

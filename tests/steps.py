@@ -1,0 +1,56 @@
+"""The part of a training step that makes examples, as the trainer runs it, for records that a test chooses."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from fractions import Fraction
+from types import SimpleNamespace
+
+from coordexp.config import RolloutMatching
+from coordexp.pack import Example
+from coordexp.rollout.backend import RolloutBackend
+from coordexp.train.encode import Encoder, StepIndex, TrainingSet, Watch
+from coordexp.train.metrics import StepMetrics
+from coordexp.train.trainer import RowTrainer
+
+
+def no_weights() -> Iterator[tuple[str, object]]:
+    return iter(())
+
+
+@dataclass(frozen=True)
+class RolloutStep:
+    """Calls `RowTrainer.collect_micro_step` without a model; the stream gives the records of the call, and packs
+    nothing."""
+
+    training_set: TrainingSet
+    backend: RolloutBackend
+    settings: RolloutMatching
+    rank: int = 0
+    metrics: StepMetrics = field(default_factory=StepMetrics)
+    watch: Watch | None = None
+    weights: Callable[[], Iterator[tuple[str, object]]] = no_weights
+    b_ratio: Fraction = Fraction(1)
+
+    @property
+    def encoder(self) -> Encoder:
+        seed = 17
+        return Encoder(
+            self.training_set,
+            self.backend,
+            self.settings,
+            seed,
+            self.rank,
+            self.metrics,
+            self.b_ratio,
+            self.watch,
+        )
+
+    def trainer(self, stream: object) -> RowTrainer:
+        trainer = RowTrainer.__new__(RowTrainer)
+        trainer.stream, trainer.encoder, trainer.backend = stream, self.encoder, self.backend
+        trainer.metrics, trainer.learner = self.metrics, SimpleNamespace(weights=self.weights)
+        return trainer
+
+    def __call__(self, indices: Sequence[int], at: StepIndex) -> list[Example]:
+        stream = SimpleNamespace(next_micro_step=lambda: (at, indices), pack=list)
+        return self.trainer(stream).collect_micro_step()
