@@ -59,7 +59,7 @@ def step_files(folder: Path) -> dict[int, Path]:
     return dict(sorted((int(match[1]), file) for match, file in matches if match))
 
 
-def trained_file(file: str) -> str:
+def trace_file(file: str) -> str:
     """Return the name of the file with the traces of a file of examples."""
     folder, slash, name = file.rpartition("/")
     return f"{folder}{slash}{name.replace('step-', 'trained-', 1)}"
@@ -71,7 +71,7 @@ def forget_from(folder: Path, step: int) -> None:
     added to them."""
     for part in (folder, folder / FOLLOWED):
         for dumped_step, examples in step_files(part).items():
-            for file in (examples, examples.with_name(trained_file(examples.name))):
+            for file in (examples, examples.with_name(trace_file(examples.name))):
                 if dumped_step >= step:
                     file.unlink(missing_ok=True)
                 elif drop_torn_line(file):
@@ -80,7 +80,7 @@ def forget_from(folder: Path, step: int) -> None:
 
 @dataclass(frozen=True)
 class Place:
-    """Where in a run an example was made."""
+    """The place in a run where an example was made."""
 
     step: int
     micro: int
@@ -291,7 +291,7 @@ class DumpWriter:
         assert place is not None, "the example was not dumped"
         file, number = place
         trace = {"format": TRACE_FORMAT, "example": number, "step": step, **values}
-        self.folder.add(trained_file(file), json.dumps(trace, allow_nan=False))
+        self.folder.add(trace_file(file), json.dumps(trace, allow_nan=False))
         self._lines.pop(id, None)
 
     def _choose_file(self, step: int, record: int) -> str | None:

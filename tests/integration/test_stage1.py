@@ -274,7 +274,7 @@ def test_a_damaged_checkpoint_is_refused(parts):
         command(file, "--resume"), env=environment(), cwd=ROOT, capture_output=True, text=True, timeout=100
     )
     assert done.returncode == 1
-    assert "has no scheduler.pt: going on from it would not be exact" in done.stderr
+    assert "has no scheduler.pt: a run could not resume from it exactly" in done.stderr
 
 
 def make_thin(data: Path) -> None:

@@ -45,8 +45,9 @@ class Supervision:
 
 @dataclass(frozen=True, eq=False)
 class ExampleSpan:
-    """Where one example is in a row. `positions` are its own among the supervised positions of the row, `tokens`
-    the tokens of its segment that they predict, and `counts` the tokens of its answer by kind."""
+    """The part of a row that belongs to one example. `positions` are its own among the supervised positions of
+    the row, `tokens` the tokens of its segment that they predict, and `counts` the tokens of its answer by
+    kind."""
 
     id: ExampleId | None
     positions: slice
@@ -95,7 +96,7 @@ class Collator:
             for name in parts[0]
         }
         starts = np.cumsum((0, *map(len, examples[:-1])))
-        supervised = [self._supervised_tokens(example) for example in examples]
+        supervised = [self._find_supervised(example) for example in examples]
         predicted = np.concatenate([tokens + start for tokens, start in zip(supervised, starts, strict=True)])
         inputs |= {"logits_to_keep": torch.from_numpy(predicted - 1), "use_cache": False}
         return Row(inputs, _supervision(examples, supervised), _spans(examples, supervised))
@@ -121,7 +122,7 @@ class Collator:
             "image_grid_thw": grid,
         }
 
-    def _supervised_tokens(self, example: Example) -> np.ndarray:
+    def _find_supervised(self, example: Example) -> np.ndarray:
         """Return the indices of the segment's tokens that the objective uses."""
         segment = example.segment
         is_supervised = np.isin(segment.roles, list(self.roles[example.channel])) & (segment.weights > 0)

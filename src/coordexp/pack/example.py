@@ -8,8 +8,8 @@ from coordexp.correction import Segment
 
 @dataclass(frozen=True)
 class ExampleId:
-    """Where in a run an example was made: the optimizer step and micro-step, from 0, the rank, and its number
-    within the micro-step. Unique within a run, and the same when the run is repeated."""
+    """The place in a run where an example was made: the optimizer step and micro-step, from 0, the rank, and
+    its number within the micro-step. Unique within a run, and the same when the run is repeated."""
 
     step: int
     micro: int

@@ -6,7 +6,7 @@ first out would make it. All three contain the oldest segment, so every row move
 place forward.
 """
 
-import importlib
+import importlib.util
 from collections.abc import Sequence
 from types import ModuleType
 
@@ -39,13 +39,13 @@ def select(lengths: Sequence[int], capacity: int) -> tuple[int, ...]:
 
 
 def require_binpacking() -> ModuleType:
-    try:
-        return importlib.import_module("binpacking")
-    except ImportError as error:
+    """Return the package, which is imported only if a run packs."""
+    if importlib.util.find_spec("binpacking") is None:
         raise UserError(
             "training.packing is true, and the package binpacking is not installed",
             "install it (pip install binpacking), or set training.packing: false",
-        ) from error
+        )
+    return importlib.import_module("binpacking")
 
 
 def first_in_first_out(lengths: Sequence[int], capacity: int) -> tuple[int, ...]:

@@ -44,7 +44,7 @@ class FirstSync(TrainerCallback):
         except RankLostError:  # the ranks cannot agree any more
             raise
         except Exception:  # it is raised on all ranks or on none
-            if self.stop.agreed():
+            if self.stop.agree_to_stop():
                 raise Stopped from None
             raise
 

@@ -51,30 +51,32 @@ class Health:
     broken_steps: int = 0
     skipped_steps: int = 0
 
-    def after(self, numbers: StepNumbers) -> "Health":
-        """Return the health after this step. Raise DivergenceError if the run must not go on."""
+    def after(self, numbers: StepNumbers, advice: str = "") -> "Health":
+        """Return the health after this step. Raise DivergenceError, with `advice` in its fix, if the run must
+        stop."""
         broken = self.broken_steps + 1 if numbers.broken_logits else 0
         overflows = numbers.grad_norm is not None and not math.isfinite(numbers.grad_norm)
         skipped = self.skipped_steps + 1 if overflows and numbers.scaled else 0
-        for problem in (
-            _broken_term(numbers),
-            _broken_gradient(numbers, skipped) if overflows else "",
-            _broken_in_a_row(broken),
-        ):
-            if problem:
-                logits = f" ({describe_broken(numbers.broken_logits)})" if numbers.broken_logits else ""
-                raise DivergenceError(f"step {numbers.step}: {problem}{logits}; the run stops", WAY_OUT)
+        problems = (
+            _describe_terms(numbers),
+            _describe_gradient(numbers, skipped) if overflows else "",
+            _describe_broken_steps(broken),
+        )
+        if problem := next(filter(None, problems), None):
+            logits = f" ({describe_broken(numbers.broken_logits)})" if numbers.broken_logits else ""
+            fix = f"{WAY_OUT}. {advice}" if advice else WAY_OUT
+            raise DivergenceError(f"step {numbers.step}: {problem}{logits}; the run stops", fix)
         return Health(broken, skipped)
 
 
-def _broken_term(numbers: StepNumbers) -> str:
+def _describe_terms(numbers: StepNumbers) -> str:
     broken = [
         f"{name} is {_name_value(value)}" for name, value in numbers.terms.items() if not math.isfinite(value)
     ]
     return f"the loss is not finite: {', '.join(broken)}" if broken else ""
 
 
-def _broken_gradient(numbers: StepNumbers, skipped: int) -> str:
+def _describe_gradient(numbers: StepNumbers, skipped: int) -> str:
     assert numbers.grad_norm is not None
     problem = f"the gradient norm is {_name_value(numbers.grad_norm)}"
     if not numbers.scaled:
@@ -82,7 +84,7 @@ def _broken_gradient(numbers: StepNumbers, skipped: int) -> str:
     return f"{problem} for {skipped} steps in a row" if skipped >= MAX_SKIPPED_STEPS else ""
 
 
-def _broken_in_a_row(broken_steps: int) -> str:
+def _describe_broken_steps(broken_steps: int) -> str:
     if broken_steps < MAX_BROKEN_STEPS:
         return ""
     return f"logits were broken in {broken_steps} steps in a row"

@@ -10,6 +10,7 @@ import json
 import platform
 import subprocess
 import sys
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
@@ -85,21 +86,17 @@ def git_state() -> dict[str, Any] | None:
 
 
 def _git(*arguments: str) -> str | None:
-    try:
+    """Return the output of a git command, or None if there is no git or the tree is very large."""
+    with suppress(OSError, subprocess.SubprocessError):
         done = subprocess.run(["git", *arguments], capture_output=True, text=True, timeout=20)  # noqa: S603, S607
-    except (
-        OSError,
-        subprocess.SubprocessError,
-    ):  # there is no git, or the tree is very large: the run does not need it
-        return None
-    return done.stdout.strip() if done.returncode == 0 else None
+        return done.stdout.strip() if done.returncode == 0 else None
+    return None
 
 
 def _version(name: str) -> str | None:
-    try:
+    with suppress(PackageNotFoundError):
         return version(name)
-    except PackageNotFoundError:
-        return None
+    return None
 
 
 def describe_rollouts(settings: Settings, backend: RolloutBackend) -> dict[str, Any]:

@@ -73,14 +73,8 @@ class PreparedRun:
         if trainer is None:
             return RunOutcome(_step_of(self.checkpoint), stopped_by=None, folder=self.folder)
         trainer.stop.listen()
-        try:
+        with closing(trainer.stop), closing(trainer.backend), closing(self.bar), suppress(Stopped):
             trainer.train(resume_from_checkpoint=str(self.checkpoint) if self.checkpoint else None)
-        except Stopped:  # before the first step
-            pass
-        finally:
-            self.bar.close()
-            with closing(trainer.stop):
-                trainer.backend.close()
         steps = trainer.state.global_step
         return RunOutcome(steps, trainer.stop.stopped_by, self.folder, saved=trainer.saved == steps)
 
@@ -226,7 +220,7 @@ def _make_trainer(
             contract,
             Path(arguments.output_dir),
             settings.custom.eval_samples,
-            stop.agreed,
+            stop.agree_to_stop,
             bar.show_evaluation,
         )
     trainer = RowTrainer(

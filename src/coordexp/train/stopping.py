@@ -1,15 +1,15 @@
-"""How SIGTERM and Ctrl-C end a run: what it does when the signal comes decides what is finished first.
+"""How SIGTERM and Ctrl-C stop a run. What the run is doing at that moment decides what it finishes first.
 
-A thread hears the signals, because Python runs a signal handler only when the main thread is back from whatever it
-does, which may be a collective that waits for another rank. All ranks end at the same step, whichever of them got
-the signal.
+A thread receives the signals, because Python runs a signal handler only when the main thread returns to the
+interpreter, and it may be in a collective that waits for another rank. All ranks stop after the same step,
+whichever of them got the signal.
 """
 
 import os
 import signal
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from threading import Event, Lock, Thread
 from typing import Any, Literal
 
@@ -18,22 +18,22 @@ from transformers import TrainerCallback
 from coordexp.ranks import max_over_ranks
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
-SAME = 1.0  # seconds in which more signals count as the same one: a scheduler and torchrun may both send it
-START_GRACE = 15.0  # seconds for a start that was cut off to clean up, before the process ends regardless
+SAME = 1.0  # seconds within which further signals count as the same one: a scheduler and torchrun may both send it
+START_GRACE = 15.0  # seconds for an interrupted start to clean up, before the process exits regardless
 Phase = Literal["start", "step", "evaluation", "save", "end"]
 
 
 class Stopped(Exception):
-    """The run was asked to stop, and what it was doing is abandoned."""
+    """The run was asked to stop, and abandons what it was doing."""
 
 
 def exit_code(number: int) -> int:
-    """Return the exit code of a run that a signal has ended in good order."""
+    """Return the exit code of a run that stopped in an orderly way because of a signal."""
     return 128 + number if number == signal.SIGINT else 0
 
 
 def stop_line(number: int, phase: Phase, step: int) -> str:
-    """Return the line that is printed when the signal comes. `step` is the last one that is done."""
+    """Return the line that is printed when a signal arrives. `step` is the last one that is done."""
     name = signal.Signals(number).name
     if phase == "start" or (phase == "evaluation" and step == 0):
         return f"stopping ({name}): no step was trained yet, so there is nothing to save"
@@ -49,11 +49,12 @@ def stop_line(number: int, phase: Phase, step: int) -> str:
 
 
 class StopOnSignal(TrainerCallback):
-    """`stopped_by` is the signal, the same on all ranks, once they have agreed to stop."""
+    """Stops a run when it gets a signal. `stopped_by` is the signal, the same on all ranks, once they have
+    agreed to stop."""
 
     def __init__(self) -> None:
         self.stopped_by: int | None = None
-        self._heard = 0
+        self._received = 0  # the first signal
         self._phase: Phase = "start"
         self._state: Any = None
         self._lock = Lock()
@@ -62,12 +63,12 @@ class StopOnSignal(TrainerCallback):
         self._pipe: tuple[int, int] | None = None
 
     def listen(self) -> None:
-        """Hear the signals from here on, until `close`. To be called in the main thread."""
+        """Receive signals until `close` is called. Call this in the main thread."""
         reading, writing = self._pipe = os.pipe()
         os.set_blocking(writing, False)
         signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
-        self._before = {number: signal.signal(number, lambda *_: None) for number in SIGNALS}
-        Thread(target=self._hear, args=(reading,), daemon=True).start()
+        self._before = {number: signal.signal(number, _ignore_signal) for number in SIGNALS}
+        Thread(target=self._receive, args=(reading,), daemon=True).start()
 
     def close(self) -> None:
         self._closed.set()
@@ -78,30 +79,30 @@ class StopOnSignal(TrainerCallback):
             os.close(self._pipe[1])  # ends the thread
             self._pipe = None
 
-    def agreed(self) -> bool:
-        """Return True, on all ranks, if any of them was asked to stop. One small collective."""
+    def agree_to_stop(self) -> bool:
+        """Return True, on all ranks, if any of them was asked to stop. It is one small collective."""
         if self.stopped_by is None:
-            self.stopped_by = max_over_ranks(self._heard) or None
+            self.stopped_by = max_over_ranks(self._received) or None
         return self.stopped_by is not None
 
     @contextmanager
     def during(self, phase: Phase) -> Iterator[None]:
-        before, self._phase = self._phase, phase
-        try:
+        """Mark that the run is in this phase until the end of the block."""
+        with ExitStack() as end:
+            end.callback(setattr, self, "_phase", self._phase)
+            self._phase = phase
             yield
-        finally:
-            self._phase = before
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """The start is over, unless it is being cut off. This callback has to be the last one."""
+        """End the start phase, unless a signal has interrupted it. This callback has to be the last one."""
         self._state = state
         with self._lock:
-            self._phase = "start" if self._heard else "step"
-        if self.agreed():
+            self._phase = "start" if self._received else "step"
+        if self.agree_to_stop():
             raise Stopped
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        if self.agreed():
+        if self.agree_to_stop():
             control.should_save = True
             control.should_evaluate = False
             control.should_training_stop = True
@@ -109,26 +110,27 @@ class StopOnSignal(TrainerCallback):
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self._phase = "end"
 
-    def _hear(self, reading: int) -> None:
+    def _receive(self, reading: int) -> None:
+        """Handle signals from the pipe until it is closed."""
         first = 0.0
-        while heard := os.read(reading, 1):
-            number = heard[0]
-            if number not in SIGNALS or (self._heard and time.monotonic() - first < SAME):
+        while received := os.read(reading, 1):
+            number = received[0]
+            if number not in SIGNALS or (self._received and time.monotonic() - first < SAME):
                 continue
-            if self._heard:
+            if self._received:
                 _write(f"{signal.Signals(number).name}: ended at once, without saving")
                 os._exit(128 + number)
             first = time.monotonic()
             with self._lock:
-                self._heard, phase = number, self._phase
+                self._received, phase = number, self._phase
             _write(stop_line(number, phase, self._state.global_step if self._state else 0))
             if phase == "start":
-                Thread(target=self._cut_off_start, args=(number,), daemon=True).start()
+                Thread(target=self._interrupt_start, args=(number,), daemon=True).start()
         os.close(reading)
 
-    def _cut_off_start(self, number: int) -> None:
-        """End the start of a run. If it has started processes, they are killed, so that the start fails and cleans
-        up by itself, on all ranks."""
+    def _interrupt_start(self, number: int) -> None:
+        """End a run that has not begun its first step. Child processes are killed, so that the start fails and
+        cleans up by itself, on all ranks."""
         several = int(os.environ.get("WORLD_SIZE", "1")) > 1
         if _kill_children() or several:
             self._closed.wait(START_GRACE)
@@ -136,9 +138,13 @@ class StopOnSignal(TrainerCallback):
             os._exit(exit_code(number))
 
 
+def _ignore_signal(*_: object) -> None:
+    """Do nothing. The signal reaches `StopOnSignal` through the pipe."""
+
+
 def _kill_children() -> int:
-    """Kill the processes below this one, and return how many. Python's resource tracker stays: it cleans up after
-    the others, and ends with this process."""
+    """Kill the child processes, and return how many there were. Python's resource tracker is spared: it cleans
+    up after the others and ends with this process."""
     import psutil
 
     killed = 0
@@ -151,7 +157,7 @@ def _kill_children() -> int:
 
 
 def _write(line: str) -> None:
-    """Print a line at once, past all buffers and locks. Of the ranks of a machine, the first one prints."""
+    """Print a line at once, bypassing buffers and locks. Only the first rank of a machine prints."""
     if os.environ.get("LOCAL_RANK", "0") == "0":
-        with suppress(OSError):  # nobody reads it any more
+        with suppress(OSError):  # standard error is closed
             os.write(2, f"\n{line}\n".encode())

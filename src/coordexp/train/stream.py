@@ -31,7 +31,7 @@ class CurriculumStage:
 
 
 class SampleOrder:
-    """Which record a rank takes next: a pure function of how many it has taken. The ranks take turns."""
+    """The order in which a rank takes records: a pure function of how many it has taken. The ranks take turns."""
 
     def __init__(
         self,

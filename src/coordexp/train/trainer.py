@@ -11,6 +11,7 @@ import itertools
 import json
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -168,7 +169,7 @@ class RowTrainer(Trainer):
         terms, broken_logits, norm = self.tally.end_step(grad_norm)
         scaled = self.accelerator.scaler is not None
         numbers = StepNumbers(self.state.global_step + 1, terms, norm, broken_logits, scaled)
-        self.health = self._health_after(numbers)
+        self.health = self.health.after(numbers, self._describe_start())
         if broken_logits and self.is_world_process_zero():
             say(
                 f"warning: step {numbers.step}: {describe_broken(broken_logits)}; NaN counts as 0, the others as "
@@ -178,17 +179,14 @@ class RowTrainer(Trainer):
             self._rotate()
         return grad_norm
 
-    def _health_after(self, numbers: StepNumbers) -> Health:
-        try:
-            return self.health.after(numbers)
-        except DivergenceError as error:
-            if self.saved != self.state.global_step - self.health.broken_steps:
-                raise
-            raise DivergenceError(  # the first broken step began with the weights of the newest checkpoint
-                error.problem,
-                f"{error.fix}; checkpoint-{self.saved} holds the weights that this began with; if they are the "
-                "cause, remove it to resume from an older one",
-            ) from None
+    def _describe_start(self) -> str:
+        """Return an advice on the newest checkpoint, if the first broken step began with its weights."""
+        if self.saved != self.state.global_step - self.health.broken_steps:
+            return ""
+        return (
+            f"checkpoint-{self.saved} holds the weights that this began with; if they are the cause, remove it to "
+            "resume from an older one"
+        )
 
     def evaluate(self, eval_dataset: Any = None, ignore_keys: Any = None, metric_key_prefix: str = "eval") -> Any:
         evaluation = self.evaluation
@@ -244,11 +242,10 @@ class RowTrainer(Trainer):
         self.metrics.end_step()
         was_stopped = self.stop.stopped_by is not None
         takes_long = self.control.should_evaluate or self.control.should_save
-        try:
+        with suppress(Stopped):
             super()._maybe_log_save_evaluate(*args, **kwargs)
-        except Stopped:
+        if takes_long and not was_stopped and self.stop.agree_to_stop():
             self.control.should_evaluate = False
-        if takes_long and not was_stopped and self.stop.agreed():
             self.control.should_training_stop = True
             self.control.should_save = self.saved != self.state.global_step
             super()._maybe_log_save_evaluate(*args, **kwargs)

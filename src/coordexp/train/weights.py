@@ -41,7 +41,7 @@ def _weights(module: Module, prefix: str, names: dict[Parameter, str]) -> Iterat
     if isinstance(module, TrainableTokensWrapper):
         module = module.token_adapter
     if isinstance(module, LoraLayer | TrainableTokensLayer):
-        yield from _adapted_weights(module, prefix, names)
+        yield from _merge_and_yield(module, prefix, names)
         return
     assert not isinstance(module, BaseTunerLayer | AuxiliaryTrainingWrapper), type(module)
     for name, weight in module.named_parameters(recurse=False):
@@ -52,7 +52,7 @@ def _weights(module: Module, prefix: str, names: dict[Parameter, str]) -> Iterat
         yield from _weights(child, prefix if name in _UNNAMED else f"{prefix}{name}.", names)
 
 
-def _adapted_weights(
+def _merge_and_yield(
     layer: LoraLayer | TrainableTokensLayer, prefix: str, names: dict[Parameter, str]
 ) -> Iterator[tuple[str, Tensor]]:
     own = dict(layer.get_base_layer().named_parameters())

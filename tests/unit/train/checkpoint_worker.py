@@ -7,6 +7,7 @@ from pathlib import Path
 
 from torch import distributed as dist
 
+from coordexp.errors import DataError
 from coordexp.ranks import RankError
 from coordexp.train import checkpoints
 from coordexp.train.run import _checkpoint
@@ -22,7 +23,7 @@ if __name__ == "__main__":
     for run in ("damaged", "hopeless"):
         try:
             outcome[run] = str(_checkpoint(folder / run, resume=True))
-        except (RankError, FileNotFoundError) as error:
+        except (RankError, DataError) as error:
             outcome[run] = f"{type(error).__name__}: {error}"
     (folder / f"rank-{rank}.json").write_text(json.dumps(outcome))
     dist.destroy_process_group()

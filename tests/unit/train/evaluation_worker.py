@@ -35,7 +35,14 @@ if __name__ == "__main__":
     )
     stop = StopOnSignal()
     evaluation = AnswerEvaluation(
-        RecordFile(folder / "val.jsonl"), FakeBackend(), None, None, RolloutMatching(), folder, None, stop.agreed
+        RecordFile(folder / "val.jsonl"),
+        FakeBackend(),
+        None,
+        None,
+        RolloutMatching(),
+        folder,
+        None,
+        stop.agree_to_stop,
     )
     try:
         evaluation(step=1)

@@ -94,12 +94,12 @@ def test_a_damaged_checkpoint_is_named_and_the_newest_intact_one_is_taken(tmp_pa
 def test_without_an_intact_checkpoint_every_fault_is_named_with_a_way_out(tmp_path):
     for step in (4, 8):
         os.truncate(saved(tmp_path, step) / "optimizer.pt", step)
-    with pytest.raises(FileNotFoundError) as raised:
+    with pytest.raises(DataError) as raised:
         _checkpoint(tmp_path, resume=True)
     problem, fix = str(raised.value).splitlines()
     for step in (4, 8):
         assert f"checkpoint-{step}/optimizer.pt has {step} bytes, not 1100" in problem
-    assert "copy a checkpoint there again, remove them to start from the beginning" in fix
+    assert "copy an intact checkpoint there, remove them to start from the beginning" in fix
 
 
 def test_only_as_many_checkpoints_as_needed_are_read(tmp_path, monkeypatch):
@@ -187,7 +187,7 @@ def test_a_full_disk_at_a_save_says_what_to_do_and_what_to_go_on_from(tmp_path):
             raise OSError(errno.ENOSPC, "No space left on device")
         problem, fix = str(raised.value).splitlines()
         assert problem == f"{tmp_path}/checkpoint-8 cannot be saved: [Errno 28] No space left on device"
-        assert "make room on that disk (" in fix and "GB are free" in fix and words in fix
+        assert "free space on that disk (" in fix and "GB are free" in fix and words in fix
         if older:
             clear(tmp_path / "checkpoint-4")
 
@@ -319,9 +319,5 @@ def test_every_rank_follows_the_first_one_which_alone_reads(tmp_path):
         flip(tmp_path / run / f"checkpoint-{steps[-1]}/model.safetensors")
     ranks = run_two_ranks("tests.unit.train.checkpoint_worker", tmp_path)
     assert [rank["damaged"] for rank in ranks] == [str(tmp_path / "damaged/checkpoint-4")] * 2
-    assert ranks[0]["hopeless"].startswith(
-        f"FileNotFoundError: {tmp_path}/hopeless has no checkpoint to go on from"
-    )
-    assert ranks[1]["hopeless"].startswith(
-        "RankError: rank 0 failed, and with it all others\n  FileNotFoundError: "
-    )
+    assert ranks[0]["hopeless"].startswith(f"DataError: {tmp_path}/hopeless has no checkpoint to go on from")
+    assert ranks[1]["hopeless"].startswith("RankError: rank 0 failed, and with it all others\n  DataError: ")
