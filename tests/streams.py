@@ -1,4 +1,4 @@
-"""A stream of segments through rows of 16,000 tokens, by different ways to select."""
+"""A stream of segments that are packed into rows of 16,000 tokens, with different ways to select."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -16,14 +16,16 @@ WARM_UP = 10  # rows
 
 @dataclass(frozen=True)
 class Stream:
-    """Of the rows after warm-up and before the stream runs dry: fill, and rows that the oldest segment waited."""
+    """The fill of the rows between warm-up and the end of the stream, and how many rows the oldest segment of
+    each row waited."""
 
     fills: list[float]
     waits: list[int]
 
 
 def rollout_lengths(count: int, seed: int) -> list[int]:
-    """As real rollouts have them: log-normal, half below 2,400, nine tenths below 5,000, at most 16,000."""
+    """Return lengths like those of real rollouts: log-normal, half below 2,400, nine tenths below 5,000, at
+    most 16,000."""
     spread = np.log(5000 / 2400) / 1.2816
     drawn = np.random.default_rng(seed).lognormal(np.log(2400), spread, count)
     return [int(length) for length in drawn.clip(64, CAPACITY)]
@@ -46,7 +48,7 @@ def stream(lengths: Sequence[int], choose: Callable[[Sequence[int], int], tuple[
 
 
 def closed_when_full(lengths: Sequence[int]) -> list[float]:
-    """Without a buffer: a row is closed as soon as the next segment does not fit."""
+    """Return the fill of rows that are closed as soon as the next segment does not fit, without a buffer."""
     fills, row = [], 0
     for length in lengths:
         if row + length > CAPACITY:

@@ -1,6 +1,6 @@
-"""A run in which the logits of the last rank are broken from a step on: `python divergence_worker.py CONFIG STEP`.
+"""Make a run in which the logits of the last rank are broken from a step on.
 
-That is fault injection; all else is the command itself.
+`python divergence_worker.py CONFIG STEP`. Only the fault is injected; the rest is the command itself.
 """
 
 import os

@@ -1,13 +1,14 @@
-"""Runs of one process that end at a certain write, or whose files are damaged afterwards, and their resumes.
+"""Make runs that end at a certain write, or whose files are damaged afterwards, and resume them.
 
-Started as a process of its own, which loads everything once and forks a child for every run: a run takes about a
-second then. Prints one JSON object per file and fault. The faults are real ones of the kernel, at one file:
+This is started as its own process, which loads everything once and forks a child for every run, so that a run
+takes about a second. It prints one JSON object per file and fault. Each fault hits one file, and comes from the
+kernel:
 
-- no room: from the moment the file is opened for writing, RLIMIT_FSIZE stands in the middle of it, so that the
-  write comes back short and then fails with EFBIG, as a full disk does with ENOSPC. Also in C++ and Rust code.
-- killed: the same, with SIGXFSZ as the kernel has it by default: it ends the process inside of that write.
-- unrenamed: SIGKILL when the finished file is to be renamed to its name.
-- cut, zeroed, flipped: what a disk can make of the file afterwards.
+- no room: from the moment the file is opened for writing, RLIMIT_FSIZE is in the middle of it, so that the write
+  is short and the next one fails with EFBIG, as on a full disk with ENOSPC. C++ and Rust code sees the same.
+- killed: the same, with the default action of SIGXFSZ, which ends the process inside that write.
+- unrenamed: SIGKILL when the finished file is about to be renamed to its final name.
+- cut, zeroed, flipped: damage that a disk can do to the file afterwards.
 """
 
 import atexit
@@ -35,7 +36,7 @@ EVENTS = re.compile(r"^runs/.*events\.out\.tfevents.*$")
 
 
 def key(path: Path, run: Path) -> str:
-    """A file by a name that is the same in every run. TensorBoard's have the time in theirs."""
+    """Return a name for the file that is the same in every run. TensorBoard puts the time into its names."""
     return EVENTS.sub("runs/events", str(path.relative_to(run)))
 
 
@@ -129,8 +130,8 @@ def damage(path: Path, fault: str) -> None:
 
 
 def forked(work: Callable[[], None]) -> tuple[int, str]:
-    """Run in a child, and return how it ended (negative by a signal) and what it printed, by a pipe: a file would
-    be under the limit too."""
+    """Run in a child, and return how it ended (negative by a signal) and what it printed. It prints to a pipe,
+    because a file would be under the limit too."""
     ours, theirs = os.pipe()
     child = os.fork()
     if child == 0:
@@ -158,10 +159,11 @@ def forked(work: Callable[[], None]) -> tuple[int, str]:
 
 
 class Watch:
-    """Tells, when a run has ended, which of its files were renamed to their names and which modules it needed."""
+    """Writes, when a run has ended, which of its files were renamed to their final names and which modules it
+    imported."""
 
-    def __init__(self, run: Path, told: Path) -> None:
-        self.run, self.told, self.renamed = run, told, []
+    def __init__(self, run: Path, report: Path) -> None:
+        self.run, self.report, self.renamed = run, report, []
 
     def install(self) -> None:
         sys.addaudithook(self._audit)
@@ -172,7 +174,7 @@ class Watch:
             self.renamed.append(key(Path(os.fspath(arguments[1])), self.run))
 
     def _tell(self) -> None:
-        self.told.write_text(json.dumps({"renamed": self.renamed, "modules": sorted(sys.modules)}))
+        self.report.write_text(json.dumps({"renamed": self.renamed, "modules": sorted(sys.modules)}))
 
 
 def train(config: Path, run: Path, steps: int, fault: FaultAtWrite | Watch | None = None) -> tuple[int, str]:
@@ -203,12 +205,12 @@ class Undisturbed:
     def __init__(self, config: Path, folder: Path) -> None:
         self.config, self.folder = config, folder
         self.begun, whole = folder / "begun", folder / "whole"
-        told = folder / "told.json"
+        report = folder / "report.json"
         for steps in (SAVED, STEPS):
-            code, shown = train(config, whole, steps, Watch(whole, told))
+            code, shown = train(config, whole, steps, Watch(whole, report))
             assert code == 0, shown
-            self.renamed = json.loads(told.read_text())["renamed"]
-            load_modules(json.loads(told.read_text())["modules"])
+            self.renamed = json.loads(report.read_text())["renamed"]
+            load_modules(json.loads(report.read_text())["modules"])
             if steps == SAVED:
                 shutil.copytree(whole, self.begun)
         self.losses = losses(whole)
@@ -217,13 +219,13 @@ class Undisturbed:
         self.sizes = {name: path.stat().st_size for name, path in files_of(whole).items()}
 
     def written(self) -> list[str]:
-        """The files that the second half of the run writes, each of which is hit."""
+        """Return the files that the second half of the run writes. Each of them is hit by faults."""
         old = set(self.before)
         again = {"resolved.yaml", "run.json", "metrics.jsonl", "runs/events"}
         return [name for name in self.sizes if name not in old or name in again]
 
     def latest(self) -> list[str]:
-        """The files that the run has when faults begin, without those of earlier steps."""
+        """Return the files that the run has when faults begin, without those of earlier steps."""
         step = re.compile(r"(?:checkpoint-|step-|trained-)0*(\d+)")
         places = {name: step.search(name) for name in self.before}
         newest = {"checkpoint": SAVED, "evaluations": SAVED, "dumps": SAVED - 1}
@@ -240,9 +242,9 @@ class Undisturbed:
         if code:
             named = Path(name).name in shown and len(shown.strip().splitlines()) > 1
             return f"named, exit {code}" if named and code == 1 else f"FAILED: exit {code}\n{shown}"
-        found = losses(run)
-        wrong = {step for step, loss in found.items() if loss != self.losses[step]}
-        lost = set(self.losses) - set(found)
+        logged = losses(run)
+        wrong = {step for step, loss in logged.items() if loss != self.losses[step]}
+        lost = set(self.losses) - set(logged)
         if wrong or (lost and name != "metrics.jsonl"):
             return f"FAILED: losses differ at {sorted(wrong)}, missing are {sorted(lost)}\n{shown}"
         if (run / f"checkpoint-{STEPS}/model.safetensors").read_bytes() != self.weights:
@@ -292,8 +294,8 @@ class Undisturbed:
 
 
 def load_modules(names: list[str]) -> None:
-    """Import what a run imports, so that children need not. Nothing is computed: torch's threads do not survive a
-    fork."""
+    """Import the modules of a run, so that children need not. Nothing is computed: torch's threads do not
+    survive a fork."""
     for name in names:
         with suppress(Exception):  # some can only be imported by others
             importlib.import_module(name)

@@ -1,6 +1,6 @@
-"""A run whose checkpoints take long to be finished: `python slow_save_worker.py CONFIG SECONDS`.
+"""Make a run whose checkpoints take long to finish: `python slow_save_worker.py CONFIG SECONDS`.
 
-That is fault injection; all else is the command itself.
+Only the delay is injected; the rest is the command itself.
 """
 
 import sys

@@ -1,7 +1,7 @@
 """Stage-2 runs on the committed model and drawn scenes: their configs, their processes, and what they leave.
 
-Every process carries a mark in its environment, and so do its children, whichever process group they are in. By it
-they are found, and ended: torchrun gives each of its workers a session of its own.
+Every process has a mark in its environment, which its children inherit, whichever process group they are in.
+It is how they are found and ended, because torchrun gives each of its workers a session of its own.
 """
 
 import json
@@ -34,14 +34,15 @@ MARK = "COORDEXP_TEST_RUN"
 
 
 def draw(folder: Path) -> Path:
-    """40 scenes of one or two objects. The model has been taught such scenes, and finds most of the objects."""
+    """Draw 40 scenes of one or two objects. The model was trained on such scenes, and finds most of the
+    objects."""
     write_scenes(folder / "data", SceneSettings(objects=(1, 2)), train=40, val=6, seed=1, advance=lambda: None)
     return folder
 
 
 def config(folder: Path, name: str, **changes: Any) -> Path:
-    """A run called `name` on the scenes of `folder`, with the shipped objective. Answers of two objects are cut
-    off. `changes` are dotted paths with __ for the dots."""
+    """Write the config of a run called `name` on the scenes of `folder`, with the shipped objective. Answers
+    of two objects are cut off. `changes` are dotted paths with __ for the dots."""
     rollout = yaml.safe_load((ROOT / "configs/stage2.yaml").read_text())["rollout_matching"]
     tree: dict[str, Any] = {
         "model": {"path": str(MODEL), "dtype": "float32"},
@@ -95,25 +96,26 @@ class Started:
         return time.monotonic() - self.began
 
     def left(self) -> dict[int, dict[str, str]]:
-        """The processes of this run that are alive, each with its environment."""
-        return {pid: found for pid, found in _environments() if found.get(MARK) == self.mark}
+        """Return the living processes of this run, each with its environment."""
+        return {pid: environment for pid, environment in _environments() if environment.get(MARK) == self.mark}
 
     def remains(self, seconds: float = 10) -> dict[int, dict[str, str]]:
-        """What is left when it had so long to end: Python's own trackers end a moment after their process."""
+        """Return what is left after some seconds to end: Python's resource trackers end a moment after their
+        process."""
         until = time.monotonic() + seconds
         while (left := self.left()) and time.monotonic() < until:
             time.sleep(0.1)
         return left
 
     def rank(self, rank: int) -> int:
-        """The process of a rank."""
-        (pid,) = [pid for pid, found in self.left().items() if found.get("RANK") == str(rank)]
+        """Return the process of a rank."""
+        (pid,) = [pid for pid, environment in self.left().items() if environment.get("RANK") == str(rank)]
         return pid
 
 
 @contextmanager
 def started(words: list[str], processes: int = 1, **variables: str) -> Iterator[Started]:
-    """Python with these words, alone or by torchrun. Whatever is left of it at the end is killed."""
+    """Start Python with these arguments, alone or with torchrun. Whatever is left of it at the end is killed."""
     launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
     mark = uuid.uuid4().hex
     paths = f"{ROOT}:{SOURCE}"
@@ -139,13 +141,14 @@ def started(words: list[str], processes: int = 1, **variables: str) -> Iterator[
 
 
 def replayed_steps(shown: str) -> int:
-    """Of which dumps came out the same. Pictures that come again are dumped at more than the chosen steps."""
+    """Return the number of steps whose dumps came out the same. Images that come again are dumped at more than
+    the chosen steps."""
     (steps,) = re.findall(r"^\d+ examples of (\d+) steps come out the same$", shown, re.MULTILINE)
     return int(steps)
 
 
 def finish(words: list[str], processes: int = 1, seconds: float = 200, **variables: str) -> str:
-    """Runs it to its end, which must be a good one. What it has shown."""
+    """Run it to its end, which must be exit code 0, and return what it printed."""
     with started(words, processes, **variables) as run:
         code = run.wait(seconds)
         assert code == 0, run.shown[-5000:]
@@ -157,7 +160,7 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def metrics(folder: Path) -> list[dict[str, Any]]:
-    """The lines of a run's steps and evaluations, without what a clock has measured."""
+    """Return the log lines of a run's steps and evaluations, without measured times."""
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     timed = ("seconds", "time/", "train_")
     return [{name: value for name, value in line.items() if not name.startswith(timed)} for line in lines]

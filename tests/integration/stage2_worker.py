@@ -1,9 +1,9 @@
-"""Watched runs, one after the other: `python stage2_worker.py PLAN.json`, alone or by torchrun.
+"""Make watched runs, one after the other: `python stage2_worker.py PLAN.json`, alone or with torchrun.
 
-The plan is a list of jobs: a name, a config, whether to resume, whether to shard. What each rank saw goes to
-`NAME-RANK.json` beside the plan, and from rank 0 the gradients of the first step, as the optimizer gets them, to
-`NAME.safetensors`. An error ends a job and not the process: where ranks agree on it, the next job runs. A job may
-also be questions to a model that the ranks hold.
+The plan is a list of jobs: a name, a config, whether to resume, whether to shard. Each rank writes its
+observations to `NAME-RANK.json` beside the plan. Rank 0 writes the gradients of the first step, as the
+optimizer gets them, to `NAME.safetensors`. An error ends a job and not the process: if the ranks agree on it,
+the next job runs. A job may also be requests to a model that is sharded over the ranks.
 """
 
 import json
@@ -35,8 +35,8 @@ class WatchedTrainer(RowTrainer):
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
         self.forwards: list[int] = []  # tokens of each forward pass with a gradient
-        self.decoded: list[tuple[int, int]] = []  # the step and the pictures of each batch that was answered
-        self.trained: list[list[tuple[str, str]]] = []  # picture and channel of each example of each row
+        self.decoded: list[tuple[int, int]] = []  # the step and the number of images of each generated batch
+        self.trained: list[list[tuple[str, str]]] = []  # image and channel of each example, by row
         self.gradients: dict[str, torch.Tensor] = {}
         self.model.register_forward_pre_hook(self._forward_begins, with_kwargs=True)
         self.add_callback(KeepGradients(self))

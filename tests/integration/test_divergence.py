@@ -23,7 +23,7 @@ CONSTANT = {"lr_scheduler_type": "constant"}
 
 @pytest.fixture(scope="module")
 def parts(tmp_path_factory):
-    """A folder with a tiny model and 40 scenes."""
+    """Return a folder with a tiny model and 40 scenes."""
     folder = tmp_path_factory.mktemp("diverges")
     write_scenes(folder / "data", SceneSettings(objects=(1, 3)), train=40, val=6, seed=1, advance=lambda: None)
     make_model(folder / "model", "small", ordinal=True, size=Size(hidden=64, layers=2, patch=8, vision_hidden=32))
@@ -31,7 +31,7 @@ def parts(tmp_path_factory):
 
 
 def failing(file: Path, *options: str, processes: int = 1) -> str:
-    """Run it; it must exit 1, without a traceback of its own. Return what it has shown."""
+    """Run it, assert that it exits 1 without a traceback of its own, and return what it printed."""
     done = ran(file, *options, processes=processes)
     shown = done.stdout + done.stderr
     assert done.returncode == 1, shown[-3000:]
@@ -52,8 +52,8 @@ def is_finite(folder: Path) -> bool:
 
 
 def test_a_run_that_diverges_stops_and_its_good_checkpoint_can_be_resumed(parts):
-    """With one checkpoint to be kept: that of step 2, whose weights are finite and far too large, must not replace
-    it. Warm-up begins with a learning rate of 0, so the first step is good."""
+    """One checkpoint is kept. That of step 2, whose weights are finite but far too large, must not replace it.
+    Warm-up begins with a learning rate of 0, so the first step is good."""
     name = "explodes"
     warm = {"lr_scheduler_type": "constant_with_warmup", "warmup_steps": 4, "learning_rate": 1e20}
     settings = warm | {"save_steps": 1, "save_total_limit": 1}
@@ -89,8 +89,10 @@ def test_broken_logits_of_one_rank_are_told_and_not_saved_and_stop_all_ranks(par
         assert run.wait(150) == 1, run.shown[-3000:]
         shown = run.shown
     for step in range(3, 3 + MAX_BROKEN_STEPS - 1):
-        told = re.findall(rf"warning: step {step}: ([\d,]+) logits were NaN, infinite or beyond \+-10,000", shown)
-        assert len(told) == 1 and int(told[0].replace(",", "")) > 0
+        warnings = re.findall(
+            rf"warning: step {step}: ([\d,]+) logits were NaN, infinite or beyond \+-10,000", shown
+        )
+        assert len(warnings) == 1 and int(warnings[0].replace(",", "")) > 0
         assert (
             shown.count(f"step {step}: no checkpoint is saved, because the logits of this step were broken") == 1
         )
@@ -104,7 +106,7 @@ def test_broken_logits_of_one_rank_are_told_and_not_saved_and_stop_all_ranks(par
 
 
 def test_weights_that_are_not_finite_are_not_saved(parts):
-    """The first update overflows, by weight decay. Loss and gradient, which came before it, are finite."""
+    """The first update overflows because of weight decay. Loss and gradient, which came before it, are finite."""
     settings = {"learning_rate": 1e30, "weight_decay": 1e20, "max_steps": 4, "save_steps": 1}
     shown = failing(config(parts, "overflows", **settings, **CONSTANT))
     assert re.search(

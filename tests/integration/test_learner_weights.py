@@ -1,4 +1,4 @@
-"""Ranks that share or repeat a learner give the whole, merged weights that one process gives."""
+"""On several ranks, sharded or replicated, the learner gives the same whole, merged weights as in one process."""
 
 import pytest
 

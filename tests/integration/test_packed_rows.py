@@ -51,12 +51,12 @@ def test_gradients_of_a_packed_row_are_the_sum_of_those_alone(tiny):
 
 
 def test_a_packed_row_equals_the_padded_batch_of_transformers(folder, tiny):
-    """An oracle without any of our collation or attention."""
+    """The padded batch uses none of our collation or attention."""
     plain, ours = Tiny(folder, attention="sdpa"), examples(tiny)
     row = tiny.collate(ours)
     with torch.no_grad():
         logits = plain.model(**plain.padded(ours)).logits
-        flat = torch.cat([logits[k, : len(one)] for k, one in enumerate(ours)])
+        flat = torch.cat([logits[k, : len(example)] for k, example in enumerate(ours)])
         assert (flat[row.inputs["logits_to_keep"]] - tiny.logits(row)).abs().max() <= 1e-5
 
 
@@ -73,7 +73,7 @@ def test_a_segment_sees_nothing_of_its_neighbours(tiny):
 
 
 def test_segmented_attention_generates_what_sdpa_generates(folder, tiny):
-    """Padded prompts of different length, with a cache: none of it is a packed row."""
+    """Padded prompts of different lengths and steps with a cache are not packed rows."""
     pictures = [drawing(1, 64), drawing(2, 128)]
     tiny.processor.tokenizer.padding_side = "left"
     text = [prompt(tiny.processor)] * 2
@@ -101,9 +101,9 @@ def test_gradient_checkpointing_changes_nothing(folder):
 
 
 def test_a_picture_that_does_not_fit_its_prompt_is_named(tiny):
-    one = tiny.example(0)
-    other = Example(one.segment, "4x96", one.size, one.channel)
-    with pytest.raises(ValueError, match=r"4x96: the prompt has \d+ image tokens, its picture makes \d+"):
+    first = tiny.example(0)
+    other = Example(first.segment, "4x96", first.size, first.channel)
+    with pytest.raises(ValueError, match=r"4x96: the prompt has \d+ image tokens, the image makes \d+"):
         tiny.collate([other])
 
 

@@ -1,5 +1,5 @@
-"""Every file of a run folder, and every fault that a disk or a kill can bring it: the run resumes exactly, or the
-file is named."""
+"""Every file of a run folder meets every fault of a disk or a kill: the run resumes exactly, or the file is
+named."""
 
 import json
 import os
@@ -22,7 +22,8 @@ WORKERS = 2
 
 
 def config(folder: Path) -> Path:
-    """A tiny run on rollouts with all that leaves files: dumps, evaluations, TensorBoard, a carry buffer."""
+    """Write the config of a tiny run on rollouts that leaves all kinds of files: dumps, evaluations,
+    TensorBoard, a carry buffer."""
     write_scenes(folder / "data", SceneSettings(objects=(1, 2)), train=12, val=2, seed=1, advance=lambda: None)
     make_model(folder / "model", "small", ordinal=True, size=Size(hidden=64, layers=2, patch=8, vision_hidden=32))
     rollout = yaml.safe_load((ROOT / "configs/stage2.yaml").read_text())["rollout_matching"]
@@ -65,13 +66,13 @@ def test_whatever_happens_to_a_file_of_a_run_it_resumes_exactly_or_the_file_is_n
         folder = tmp_path / str(part)
         folder.mkdir()
         words = ["-m", "tests.integration.run_faults", file, folder, part, WORKERS]
-        with (folder / "outcomes.jsonl").open("w") as told:
+        with (folder / "outcomes.jsonl").open("w") as outcomes:
             workers.append(
                 subprocess.Popen(
                     [sys.executable, *map(str, words)],
                     env=os.environ | {"PYTHONPATH": f"{SOURCE}:{ROOT}", "OMP_NUM_THREADS": "1"},
                     cwd=ROOT,
-                    stdout=told,
+                    stdout=outcomes,
                 )
             )
     try:
@@ -80,8 +81,10 @@ def test_whatever_happens_to_a_file_of_a_run_it_resumes_exactly_or_the_file_is_n
     finally:
         for worker in workers:
             worker.kill()
-    told = [line for file in sorted(tmp_path.glob("*/outcomes.jsonl")) for line in file.read_text().splitlines()]
-    rows = [json.loads(line) for line in told]
+    outcomes = [
+        line for file in sorted(tmp_path.glob("*/outcomes.jsonl")) for line in file.read_text().splitlines()
+    ]
+    rows = [json.loads(line) for line in outcomes]
     assert [worker.returncode for worker in workers] == [0] * WORKERS
     table: dict[str, dict[str, str]] = defaultdict(dict)
     for row in rows:

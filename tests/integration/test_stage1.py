@@ -1,4 +1,4 @@
-"""Stage 1 on real parts: transformers, peft, two processes, signals; on a tiny model and drawn scenes."""
+"""Stage 1 with transformers, peft, two processes and signals, on a tiny model and drawn scenes."""
 
 import json
 import os
@@ -29,7 +29,7 @@ pytestmark = pytest.mark.timeout(240)
 
 @pytest.fixture(scope="module")
 def parts(tmp_path_factory):
-    """A folder with a tiny model and 40 scenes."""
+    """Return a folder with a tiny model and 40 scenes."""
     folder = tmp_path_factory.mktemp("stage1")
     write_scenes(
         folder / "data",
@@ -109,7 +109,7 @@ def metrics(folder: Path) -> list[dict]:
 
 
 def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(parts):
-    """With packing, a carry buffer that holds segments at the cut, and the dropout of an adapter."""
+    """The run has packing, waiting segments at the checkpoint, and an adapter with dropout."""
     lora = {"rank": 4, "alpha": 8, "dropout": 0.2}
     settings = {"adapter": lora, "lr_scheduler_type": "constant"}
     train(config(parts, "whole", **settings))
@@ -118,11 +118,11 @@ def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(parts):
     train(cut)
     config(parts, "cut", **settings)
     train(cut, "--resume")
-    expected, found = (
+    expected, actual = (
         weights(parts / name / "checkpoint-8", "adapter_model.safetensors") for name in ("whole", "cut")
     )
-    assert expected.keys() == found.keys()
-    assert all(torch.equal(expected[name], found[name]) for name in expected)
+    assert expected.keys() == actual.keys()
+    assert all(torch.equal(expected[name], actual[name]) for name in expected)
     losses = [[line["loss"] for line in metrics(parts / name) if "loss" in line] for name in ("whole", "cut")]
     assert losses[0] == losses[1]
     assert len(losses[0]) == 8
@@ -157,11 +157,11 @@ def test_a_run_learns_and_says_what_it_did(parts):
 
 
 def test_sigterm_saves_and_exits_zero_and_the_run_can_go_on(parts):
-    file = config(parts, "told", max_steps=4000, save_steps=4000)
+    file = config(parts, "stopped", max_steps=4000, save_steps=4000)
     process = subprocess.Popen(
         command(file), env=environment(), cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
-    log = parts / "told/metrics.jsonl"
+    log = parts / "stopped/metrics.jsonl"
     deadline = time.time() + 100
     while time.time() < deadline and not (log.is_file() and log.read_text().count("\n") > 2):
         time.sleep(0.2)
@@ -169,9 +169,9 @@ def test_sigterm_saves_and_exits_zero_and_the_run_can_go_on(parts):
     shown, _ = process.communicate(timeout=60)
     assert process.returncode == 0, shown
     assert "stopped by a signal" in shown
-    (checkpoint,) = (parts / "told").glob("checkpoint-*")
+    (checkpoint,) = (parts / "stopped").glob("checkpoint-*")
     step = int(checkpoint.name.split("-")[1])
-    config(parts, "told", max_steps=step + 2)
+    config(parts, "stopped", max_steps=step + 2)
     assert f"step {step + 2}" in train(file, "--resume")
 
 
@@ -206,13 +206,13 @@ def test_a_merged_model_answers_as_the_adapter_does(parts, dora, tmp_path):
     plain = Qwen3VLForConditionalGeneration.from_pretrained(parts / "model", dtype=torch.float32).eval()
     ids = torch.arange(5, 60)[None]
     with torch.no_grad():
-        expected, found, before = (model(input_ids=ids).logits for model in (adapted, merged, plain))
-    assert torch.allclose(expected, found, atol=1e-4)
+        expected, actual, before = (model(input_ids=ids).logits for model in (adapted, merged, plain))
+    assert torch.allclose(expected, actual, atol=1e-4)
     assert not torch.allclose(expected, before, atol=1e-2)
 
 
 def test_two_processes_train_as_one_does_on_the_same_samples(parts):
-    """In file order and unpacked, two ranks of three samples take what one rank of six takes."""
+    """In file order and without packing, two ranks of three samples take the same samples as one rank of six."""
     same = {
         "packing": False,
         "train_sampling_strategy": "sequential",
@@ -223,9 +223,9 @@ def test_two_processes_train_as_one_does_on_the_same_samples(parts):
     }
     train(config(parts, "one", per_device_train_batch_size=6, save_steps=3, **same))
     train(config(parts, "two", per_device_train_batch_size=3, save_steps=3, **same), processes=2)
-    expected, found = (weights(parts / name / "checkpoint-3") for name in ("one", "two"))
+    expected, actual = (weights(parts / name / "checkpoint-3") for name in ("one", "two"))
     for name in expected:
-        assert torch.allclose(expected[name], found[name], rtol=1e-3, atol=1e-5), name
+        assert torch.allclose(expected[name], actual[name], rtol=1e-3, atol=1e-5), name
     assert [line["loss"] for line in metrics(parts / "two") if "loss" in line] == pytest.approx(
         [line["loss"] for line in metrics(parts / "one") if "loss" in line], rel=1e-4
     )
@@ -278,7 +278,7 @@ def test_a_damaged_checkpoint_is_refused(parts):
 
 
 def make_thin(data: Path) -> None:
-    """Give the fourth record a picture that no model can be given."""
+    """Give the fourth record an image that is too thin for the model."""
     lines = (data / "train.jsonl").read_text().splitlines()
     record = json.loads(lines[3]) | {"width": 1000, "height": 2, "objects": []}
     Image.new("RGB", (1000, 2)).save(data / record["image"])

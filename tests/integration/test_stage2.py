@@ -1,7 +1,8 @@
-"""Stage 2 with real processes: the committed model answers drawn scenes and is trained on its corrected answers.
+"""Stage 2 with real processes: the committed model answers drawn scenes and is trained on its corrected
+answers.
 
-Runs take long to start, so they are shared: one process makes all watched runs of one rank, and one pair of
-processes those of two.
+Runs take long to start, so tests share them: one process makes all watched runs of one rank, and one pair of
+processes those of two ranks.
 """
 
 import json
@@ -75,7 +76,7 @@ def parts(tmp_path_factory):
 
 
 class Watched:
-    """What each rank of a watched run saw."""
+    """What each rank of a watched run has recorded."""
 
     def __init__(self, folder: Path, jobs: list[dict], processes: int = 1) -> None:
         self.folder = folder
@@ -91,7 +92,7 @@ class Watched:
 
 
 def job(folder: Path, name: str, *given: dict, resume: bool = False, sharded: bool = False, **changes) -> dict:
-    merged = {key: value for each in (*given, changes) for key, value in each.items()}
+    merged = {key: value for settings in (*given, changes) for key, value in settings.items()}
     return {"name": name, "config": str(config(folder, name, **merged)), "resume": resume, "sharded": sharded}
 
 
@@ -116,14 +117,14 @@ def by_one(parts):
 
 
 def calls(parts: Path) -> list[dict]:
-    """What two ranks ask, call by call."""
-    pictures = [str(parts / f"data/images/train/{k:07d}.png") for k in range(8)]
+    """Return the requests of two ranks, call by call."""
+    images = [str(parts / f"data/images/train/{k:07d}.png") for k in range(8)]
     sampling, beam = {"mode": "sampling", "temperature": 1.0}, {"mode": "beam", "num_beams": 2}
     return [
-        {"decode": {}, "pictures": [pictures[:3], []]},
-        {"decode": {}, "pictures": [[], pictures[3:4]]},
-        {"decode": sampling, "pictures": [pictures[4:5], pictures[5:8]]},
-        {"decode": beam, "pictures": [pictures[:2], pictures[2:3]]},
+        {"decode": {}, "pictures": [images[:3], []]},
+        {"decode": {}, "pictures": [[], images[3:4]]},
+        {"decode": sampling, "pictures": [images[4:5], images[5:8]]},
+        {"decode": beam, "pictures": [images[:2], images[2:3]]},
     ]
 
 
@@ -136,9 +137,9 @@ def asks(parts: Path, mode: str) -> dict:
 
 @pytest.fixture(scope="module")
 def by_two(parts):
-    """The last ones fail, on both ranks."""
-    picture, record = (shutil.copytree(parts / "data", parts / name) for name in ("no-picture", "no-record"))
-    (picture / "images/val/0000001.png").write_bytes(b"not a picture")
+    """Make the watched runs of two ranks. The last ones fail, on both ranks."""
+    image_data, record = (shutil.copytree(parts / "data", parts / name) for name in ("no-picture", "no-record"))
+    (image_data / "images/val/0000001.png").write_bytes(b"not a picture")
     lines = (record / "train.jsonl").read_text().splitlines()
     lines[9] = json.dumps(json.loads(lines[9]) | {"objects": [{"desc": "", "bbox_2d": [0, 0, 9, 9]}]})
     (record / "train.jsonl").write_text("".join(f"{line}\n" for line in lines))
@@ -148,7 +149,7 @@ def by_two(parts):
         job(parts, "ddp", SIX_SAMPLES, HALF),
         job(parts, "fsdp2", SIX_SAMPLES, HALF, sharded=True),
         job(parts, "mixed-by-two", MIXED),
-        job(parts, "damaged-picture", EVALUATED, IN_ORDER, custom__val_jsonl=str(picture / "val.jsonl")),
+        job(parts, "damaged-picture", EVALUATED, IN_ORDER, custom__val_jsonl=str(image_data / "val.jsonl")),
         job(
             parts, "damaged-record", SHORT, IN_ORDER, sharded=True, custom__train_jsonl=str(record / "train.jsonl")
         ),
@@ -158,7 +159,7 @@ def by_two(parts):
 
 @pytest.fixture(scope="module")
 def trained(parts):
-    """A run from the command line."""
+    """Return the folder of a run that was started from the command line."""
     finish(training(config(parts, "trained", **EVALUATED, stage2__dump_every=2)))
     return parts / "trained"
 
@@ -186,9 +187,9 @@ def test_dumped_examples_come_out_the_same_when_they_are_corrected_again(trained
 
 
 def test_a_dumped_example_has_what_the_model_said_of_it_when_it_was_trained(trained):
-    """Every one that did not still wait for its row at the end of the run."""
+    """Examples that still waited for a row at the end of the run have no trace."""
     waiting = load_file(trained / "checkpoint-3/carry_0.safetensors")["lengths"]
-    found = 0
+    traces = 0
     for file in sorted((trained / "dumps").glob("step-*")):
         dumped = [json.loads(line) for line in file.read_text().splitlines()]
         lines = file.with_name(file.name.replace("step", "trained")).read_text().splitlines()
@@ -200,8 +201,8 @@ def test_a_dumped_example_has_what_the_model_said_of_it_when_it_was_trained(trai
             assert set(line["where"]) <= {at for at, weight in enumerate(weights) if weight}
             assert len(line["where"]) == len(line["nll"]) == len(line["mass"])
             assert len(line["bins"]) == sum(target is not None for target in targets(example))
-            found += 1
-    assert 8 - len(waiting) <= found <= 8
+            traces += 1
+    assert 8 - len(waiting) <= traces <= 8
 
 
 def targets(example: dict) -> list[float | None]:
@@ -217,11 +218,11 @@ def test_a_run_becomes_a_report_of_what_it_logged(trained, tmp_path):
     done = CliRunner().invoke(app, ["report", str(trained), "--out", str(tmp_path / "report.html")])
     assert done.exit_code == 0, done.output
     page = (tmp_path / "report.html").read_text()
-    found = json.loads(re.search(r'id="curves">(.*?)</script>', page)[1])
-    (recall,) = found["charts"]["recall:match/recall"]
-    assert found["steps"][recall["x"]] == [1, 2, 3]
+    curves = json.loads(re.search(r'id="curves">(.*?)</script>', page)[1])
+    (recall,) = curves["charts"]["recall:match/recall"]
+    assert curves["steps"][recall["x"]] == [1, 2, 3]
     assert recall["v"][0] == pytest.approx([line["match/recall"] for line in steps(trained)], rel=1e-3)
-    assert "eval:eval_f1_50" in found["charts"] and "coordexp inspect" in page
+    assert "eval:eval_f1_50" in curves["charts"] and "coordexp inspect" in page
 
 
 @pytest.mark.scenario("R06.C6", "R06.S1", on="processes")
@@ -266,7 +267,7 @@ def test_a_row_is_one_forward_pass_and_a_sample_is_in_one_row(by_one):
     seen = by_one("aligned")
     assert len(seen["forwards"]) == len(seen["trained"]) == 3 * 2  # micro-steps
     assert {channel for row in seen["trained"] for _, channel in row} == {"B"}
-    trained = Counter(picture for row in seen["trained"] for picture, _ in row)
+    trained = Counter(image for row in seen["trained"] for image, _ in row)
     assert trained + Counter(seen["waiting"]) == Counter(seen["taken"])
     assert max(trained.values()) == 1
 
@@ -274,11 +275,11 @@ def test_a_row_is_one_forward_pass_and_a_sample_is_in_one_row(by_one):
 @pytest.mark.scenario("R10.C9", "R10.S3", on="processes")
 def test_evaluation_decodes_by_decode_batch_size_whatever_the_evaluation_batch_is(parts, by_one):
     for name in ("aligned", "all-b"):  # with evaluation batches of 1 and of 7
-        at_the_end = [pictures for step, pictures in by_one(name)["decoded"] if step == 3]
+        at_the_end = [count for step, count in by_one(name)["decoded"] if step == 3]
         assert at_the_end == [4, 2]
     for file in ("step-3.json", "step-3.answers.jsonl"):
-        one, seven = ((parts / name / "evaluations" / file).read_bytes() for name in ("aligned", "all-b"))
-        assert one == seven
+        aligned, seven = ((parts / name / "evaluations" / file).read_bytes() for name in ("aligned", "all-b"))
+        assert aligned == seven
 
 
 @pytest.mark.scenario("R10.S3", on="processes")
@@ -288,18 +289,19 @@ def test_an_evaluation_writes_what_predict_writes_from_its_checkpoint(parts, tra
     done = CliRunner().invoke(app, ["predict", *map(str, words + limits)])
     assert done.exit_code == 0, done.output
     for suffix in ("json", "answers.jsonl"):
-        found = (trained / f"evaluations/step-3.{suffix}").read_text()
-        assert found == (tmp_path / f"p.{suffix}").read_text()
-    assert found.count("\n") == 6
+        evaluated = (trained / f"evaluations/step-3.{suffix}").read_text()
+        assert evaluated == (tmp_path / f"p.{suffix}").read_text()
+    assert evaluated.count("\n") == 6
 
 
-def same_step(parts: Path, first: Watched, one: str, second: Watched, other: str) -> None:
-    """The step of `other` is the step of `one`: its gradient after clipping, its norm before, and its loss."""
-    expected, found = first.gradients(one), second.gradients(other)
-    assert expected.keys() == found.keys()
+def same_step(parts: Path, first: Watched, reference: str, second: Watched, other: str) -> None:
+    """Assert that `other` made the step of `reference`: its gradient after clipping, its norm before, and its
+    loss."""
+    expected, actual = first.gradients(reference), second.gradients(other)
+    assert expected.keys() == actual.keys()
     for name in expected:
-        assert (found[name] - expected[name]).norm() <= 1e-5 * expected[name].norm() + 1e-12, name
-    (whole,), (part,) = (steps(parts / name) for name in (one, other))
+        assert (actual[name] - expected[name]).norm() <= 1e-5 * expected[name].norm() + 1e-12, name
+    (whole,), (part,) = (steps(parts / name) for name in (reference, other))
     counted = [name for name in whole if name.startswith(("rollout/", "parse/", "match/", "target/"))]
     assert {name: part[name] for name in counted} == {name: whole[name] for name in counted}
     assert whole["match/missed"] > 0
@@ -311,17 +313,17 @@ def same_step(parts: Path, first: Watched, one: str, second: Watched, other: str
 @pytest.mark.parametrize("mode", ["ddp", "fsdp2"])
 def test_two_processes_take_the_step_that_one_takes_on_the_same_samples(parts, by_one, by_two, mode):
     assert all(by_two(mode, rank)["sharded"] == (mode == "fsdp2") for rank in range(2))
-    together = [picture for rank in range(2) for picture in by_two(mode, rank)["taken"]]
+    together = [image for rank in range(2) for image in by_two(mode, rank)["taken"]]
     assert sorted(together) == sorted(by_one("micro-steps")["taken"])
     same_step(parts, by_one, "micro-steps", by_two, mode)
 
 
-def same_run(one: Path, other: Path, last: int) -> None:
-    expected, found = (weights(folder / f"checkpoint-{last}") for folder in (one, other))
-    assert expected.keys() == found.keys()
-    assert all(torch.equal(expected[name], found[name]) for name in expected)
-    assert steps(one) == steps(other)
-    assert [line["step"] for line in steps(one)] == list(range(1, last + 1))
+def same_run(run: Path, other: Path, last: int) -> None:
+    expected, actual = (weights(folder / f"checkpoint-{last}") for folder in (run, other))
+    assert expected.keys() == actual.keys()
+    assert all(torch.equal(expected[name], actual[name]) for name in expected)
+    assert steps(run) == steps(other)
+    assert [line["step"] for line in steps(run)] == list(range(1, last + 1))
 
 
 def test_a_mix_of_rollouts_alone_is_the_rollout_trainer_bit_for_bit(parts, by_one):
@@ -357,13 +359,13 @@ def test_a_mixed_run_that_is_resumed_is_the_uninterrupted_one(parts, by_one):
     ],
 )
 def test_an_error_of_one_rank_is_the_same_error_on_all(by_two, name, words):
-    """In evaluation, and on the way to an answer of a sharded model."""
-    told, own = (by_two(name, rank)["error"] for rank in range(2))
+    """The error occurs in evaluation, and while a sharded model generates."""
+    other, own = (by_two(name, rank)["error"] for rank in range(2))
     assert words in own
-    assert told == f"RankError: rank 1 failed, and with it all others\n  {own}"
+    assert other == f"RankError: rank 1 failed, and with it all others\n  {own}"
 
 
-def test_a_damaged_picture_of_one_rank_ends_all_of_them_with_its_name(parts):
+def test_a_damaged_image_of_one_rank_ends_all_of_them_with_its_name(parts):
     data = shutil.copytree(parts / "data", parts / "damaged-data")
     (data / "images/train/0000009.png").write_bytes(b"not a picture")
     file = config(parts, "damaged", **IN_ORDER, custom__train_jsonl=str(data / "train.jsonl"))
@@ -391,14 +393,15 @@ SAMPLED = {
 
 @pytest.fixture(scope="module")
 def twenty(parts):
-    """Twenty steps of two processes that sample."""
+    """Make a run of twenty steps with two processes that sample."""
     finish(training(config(parts, "twenty", **SAMPLED)), processes=2)
     return parts / "twenty"
 
 
 @pytest.fixture(scope="module")
 def killed(parts):
-    """The same run, whose rank 1 is killed after the checkpoint in the middle: what the run showed and left."""
+    """Make the same run, kill its rank 1 after the checkpoint in the middle, and return what it printed and
+    left."""
     log = parts / "killed/metrics.jsonl"
     with started(training(config(parts, "killed", **SAMPLED)), processes=2) as run:
         while not (log.is_file() and log.read_text().count("\n") >= 12):
@@ -419,7 +422,7 @@ def test_a_killed_rank_ends_the_run_within_a_minute_and_leaves_nothing(killed):
 
 
 def test_a_killed_run_that_goes_on_from_its_checkpoint_does_what_the_uninterrupted_one_does(parts, twenty, killed):
-    """Bit for bit, with segments that wait at the checkpoint on both ranks."""
+    """They are equal bit for bit, with segments that wait at the checkpoint on both ranks."""
     for rank in range(2):
         assert len(load_file(parts / f"killed/checkpoint-10/carry_{rank}.safetensors")["lengths"]) > 0
     assert "checkpoint-10" in finish(training(parts / "killed.yaml", "--resume"), processes=2)
@@ -427,7 +430,7 @@ def test_a_killed_run_that_goes_on_from_its_checkpoint_does_what_the_uninterrupt
 
 
 def test_sampled_answers_differ_over_ranks_and_steps(twenty):
-    """Otherwise a resumed run would sample the same whatever its seeds were made of."""
+    """Otherwise a resumed run would sample the same answers whatever its seeds are made of."""
     lines = [line for line in steps(twenty) if "rollout/answers" in line]  # in others enough was waiting
     assert all(line["rollout/decoded/sampling"] == line["rollout/answers"] > 0 for line in lines)
     assert len({line["rollout/tokens"] for line in lines}) > 5
@@ -435,14 +438,14 @@ def test_sampled_answers_differ_over_ranks_and_steps(twenty):
 
 @pytest.mark.parametrize("mode", ["ddp", "fsdp2"])
 def test_a_model_that_two_processes_hold_answers_as_it_does_in_one(parts, by_two, mode):
-    """Also when one of them has less to ask than the other, or nothing, even at the first call."""
+    """This holds also if one process has fewer requests than the other, or none, even in the first call."""
     alone = backend(MODEL, whole_model(MODEL))
     reasons = set()
     for rank in range(2):
-        for call, found in zip(calls(parts), by_two(f"held-{mode}", rank)["calls"], strict=True):
+        for call, rollouts in zip(calls(parts), by_two(f"held-{mode}", rank)["calls"], strict=True):
             expected = answers(alone, call["pictures"][rank], call["decode"])
-            assert [(ids, reason) for ids, _, reason in found] == [(ids, reason) for ids, _, reason in expected]
-            for (_, logprobs, reason), (_, own, _) in zip(found, expected, strict=True):
+            assert [(ids, reason) for ids, _, reason in rollouts] == [(ids, reason) for ids, _, reason in expected]
+            for (_, logprobs, reason), (_, own, _) in zip(rollouts, expected, strict=True):
                 assert logprobs == pytest.approx(own, abs=1e-4)
                 reasons.add(reason)
     assert reasons == {"stop", "length"}
@@ -450,7 +453,7 @@ def test_a_model_that_two_processes_hold_answers_as_it_does_in_one(parts, by_two
 
 @pytest.mark.parametrize("mode", ["ddp", "fsdp2"])
 def test_ranks_that_fail_together_while_they_answer_are_still_in_step(by_two, mode):
-    told, own = (by_two(f"held-{mode}", rank) for rank in range(2))
+    other, own = (by_two(f"held-{mode}", rank) for rank in range(2))
     assert "damaged.png: not a readable picture" in own["error"]
-    assert told["error"] == f"RankError: rank 1 failed, and with it all others\n  {own['error']}"
-    assert all(seen["after"] == seen["calls"][0] for seen in (told, own))
+    assert other["error"] == f"RankError: rank 1 failed, and with it all others\n  {own['error']}"
+    assert all(seen["after"] == seen["calls"][0] for seen in (other, own))

@@ -1,4 +1,5 @@
-"""Signals to real runs, in an evaluation, in a save and twice. On a tiny model whose answers never end."""
+"""Signals to real runs: during an evaluation, during a save, and twice. On a tiny model whose answers never
+end."""
 
 import os
 import signal
@@ -31,7 +32,7 @@ def parts(tmp_path_factory):
 
 
 def evaluating(parts: Path, name: str, at_once: int, **changes: object) -> Path:
-    """A run of six steps with an evaluation after the third that takes minutes."""
+    """Write the config of a run of six steps whose evaluation after the third takes minutes."""
     file = config(parts, name, max_steps=6, save_steps=100, eval_strategy="steps", eval_steps=3, **changes)
     tree = yaml.safe_load(file.read_text())
     tree["rollout_matching"] |= {"decode_batch_size": at_once, "max_new_tokens": 1500}
@@ -65,8 +66,8 @@ def test_sigterm_abandons_an_evaluation_and_saves_and_the_run_goes_on_exactly(pa
     train(config(parts, "abandoned", max_steps=6, save_steps=100), "--resume")
     train(config(parts, "undisturbed", max_steps=6, save_steps=100))
     both = ("undisturbed", "abandoned")
-    expected, found = (weights(parts / name / "checkpoint-6") for name in both)
-    assert all(torch.equal(expected[name], found[name]) for name in expected)
+    expected, actual = (weights(parts / name / "checkpoint-6") for name in both)
+    assert all(torch.equal(expected[name], actual[name]) for name in expected)
     losses = [[line["loss"] for line in metrics(parts / name) if "loss" in line] for name in both]
     assert losses[0] == losses[1] and len(losses[0]) == 6
 

@@ -1,5 +1,5 @@
-"""The learner's weights on one of several ranks: `torchrun weights_worker.py MODE FOLDER...`, with a model in each
-folder. What is wrong with them ends the process."""
+"""Check the learner's weights on one of several ranks: `torchrun weights_worker.py MODE FOLDER...`, with a
+model in each folder. A failed check ends the process."""
 
 import copy
 import sys
@@ -22,7 +22,7 @@ ADAPTERS = (None, LORA, LORA.model_copy(update={"dora": True}), ALONE)
 
 
 def check(folder: Path, adapter: Adapter | None, mode: str) -> None:
-    """Against what peft merges in one process, before and after a step."""
+    """Compare with what peft merges in one process, before and after a step."""
     accelerator = accelerated(sharded=mode == "fsdp2")
     torch.manual_seed(0)
     base = Qwen3VLForConditionalGeneration.from_pretrained(folder, dtype=torch.float32)
@@ -37,9 +37,9 @@ def check(folder: Path, adapter: Adapter | None, mode: str) -> None:
     assert_equal(model, whole, exact=True)
     if adapter == ALONE:
         assert_equal_adapter(model, whole)
-    for one, its in ((model, optimizer), (whole, torch.optim.SGD(whole.parameters(), lr=0.1))):
-        one(input_ids=torch.arange(5, 40)[None]).logits.log_softmax(-1)[0, :, 7].mean().neg().backward()
-        its.step()
+    for learner, its_optimizer in ((model, optimizer), (whole, torch.optim.SGD(whole.parameters(), lr=0.1))):
+        learner(input_ids=torch.arange(5, 40)[None]).logits.log_softmax(-1)[0, :, 7].mean().neg().backward()
+        its_optimizer.step()
     assert_equal(model, whole, exact=False)
     del model, optimizer  # a DDP wrapper that outlives its process group can wait for it forever
 
@@ -49,9 +49,9 @@ def assert_equal(model: torch.nn.Module, whole: torch.nn.Module, exact: bool) ->
     expected = dict(
         (copied.merge_and_unload() if hasattr(copied, "merge_and_unload") else copied).named_parameters()
     )
-    found = dict(learner_weights(model))
-    assert list(found) == list(expected), set(found) ^ set(expected)
-    for name, weight in found.items():
+    weights = dict(learner_weights(model))
+    assert list(weights) == list(expected), set(weights) ^ set(expected)
+    for name, weight in weights.items():
         assert not isinstance(weight, DTensor)
         assert not weight.requires_grad
         same = torch.equal if exact else torch.allclose
@@ -59,11 +59,11 @@ def assert_equal(model: torch.nn.Module, whole: torch.nn.Module, exact: bool) ->
 
 
 def assert_equal_adapter(model: torch.nn.Module, whole: torch.nn.Module) -> None:
-    """The adapter of a learner on several ranks is the one that peft saves in one process."""
+    """Assert that the adapter of a learner on several ranks is the one that peft saves in one process."""
     _, weights = learner_adapter(model)
-    found, expected = dict(weights), get_peft_model_state_dict(whole, save_embedding_layers=False)
-    assert list(found) == list(expected), set(found) ^ set(expected)
-    for name, weight in found.items():
+    gathered, expected = dict(weights), get_peft_model_state_dict(whole, save_embedding_layers=False)
+    assert list(gathered) == list(expected), set(gathered) ^ set(expected)
+    for name, weight in gathered.items():
         assert not isinstance(weight, DTensor)
         assert torch.equal(weight, expected[name]), name
 

@@ -1,4 +1,4 @@
-"""Runs a script of this folder in processes of their own, which end with the call, whatever becomes of it."""
+"""Run a script of this folder in its own processes, which end with the call, also if it fails."""
 
 import os
 import signal
@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def run_worker(script: str, *words: str, processes: int, timeout: float) -> None:
-    """By torchrun, if there are several."""
+    """Run the script, with torchrun if there are several processes."""
     torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
     launch = torchrun if processes > 1 else []
     worker = subprocess.Popen(

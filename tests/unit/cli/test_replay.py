@@ -1,4 +1,4 @@
-"""`coordexp replay`: says that dumped answers come out the same, or where they do not."""
+"""`coordexp replay` reports that dumped answers come out the same, or where they differ."""
 
 import json
 import subprocess
@@ -17,15 +17,15 @@ def run(*arguments):
     return CliRunner().invoke(app, ["replay", *map(str, arguments)])
 
 
-def told(result) -> str:
-    """What a command that refuses prints; it refuses by itself, and not by an error that nobody caught."""
+def refusal(result) -> str:
+    """Return what a command that refuses prints. It must exit by itself, not through an uncaught error."""
     assert result.exit_code == 1
     assert isinstance(result.exception, SystemExit), repr(result.exception)
     return result.stderr
 
 
 def change(file: Path, number: int, edit) -> None:
-    """Edits one example of a dump."""
+    """Edit one example of a dump."""
     lines = [json.loads(line) for line in file.read_text().splitlines()]
     edit(lines[number])
     file.write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -35,9 +35,9 @@ def test_a_file_and_a_folder_come_out_the_same(tmp_path):
     step, _ = dumping(tmp_path, samples=2)
     for number in range(3):
         step([0, 1, 2], StepIndex(number, 0))
-    whole, one = run(tmp_path / "dumps"), run(tmp_path / "dumps/step-000001.jsonl")
+    whole, single = run(tmp_path / "dumps"), run(tmp_path / "dumps/step-000001.jsonl")
     assert (whole.exit_code, whole.stdout) == (0, "6 examples of 3 steps come out the same\n")
-    assert (one.exit_code, one.stdout) == (0, "2 examples of 1 steps come out the same\n")
+    assert (single.exit_code, single.stdout) == (0, "2 examples of 1 steps come out the same\n")
 
 
 def test_the_answers_of_followed_pictures_are_replayed_too(tmp_path):
@@ -48,7 +48,7 @@ def test_the_answers_of_followed_pictures_are_replayed_too(tmp_path):
     assert run(tmp_path / "dumps").stdout == "3 examples of 3 steps come out the same\n"
     assert run(tmp_path / "dumps/followed").stdout == "2 examples of 2 steps come out the same\n"
     change(tmp_path / "dumps/followed/step-000002.jsonl", 0, role)
-    assert "followed/step-000002.jsonl, line 1: result.streams.roles[7]" in told(run(tmp_path / "dumps"))
+    assert "followed/step-000002.jsonl, line 1: result.streams.roles[7]" in refusal(run(tmp_path / "dumps"))
 
 
 def test_replay_needs_no_model_and_no_torch(tmp_path):
@@ -101,7 +101,7 @@ def test_what_comes_out_differently_is_named_and_exits_1(tmp_path, edit, words):
     file = dump_of(tmp_path)
     change(file, 0, edit)
     result = run(file)
-    shown = told(result).splitlines()
+    shown = refusal(result).splitlines()
     assert shown[-1] == "1 of 3 examples come out differently"
     assert all(line.startswith(f"{file}, line 1: result.") for line in shown[:-1])
     assert any(words in line for line in shown), shown
@@ -112,7 +112,7 @@ def test_every_example_is_looked_at_and_every_difference_counted(tmp_path):
     file = dump_of(tmp_path)
     change(file, 1, role)
     change(file, 2, role)
-    shown = told(run(tmp_path / "dumps"))
+    shown = refusal(run(tmp_path / "dumps"))
     assert f"{file}, line 2: result.streams.roles[7]" in shown
     assert f"{file}, line 3: result.streams.roles[7]" in shown
     assert shown.endswith("2 of 3 examples come out differently\n")
@@ -136,7 +136,7 @@ def test_a_broken_line_is_named(tmp_path, line):
     file = dump_of(tmp_path)
     lines = file.read_bytes().splitlines()
     file.write_bytes(b"\n".join([lines[0], line, *lines[1:]]) + b"\n")
-    assert f"{file}, line 2: not a dumped example (" in told(run(file))
+    assert f"{file}, line 2: not a dumped example (" in refusal(run(file))
 
 
 @pytest.mark.parametrize("value", [None, -1, 10**30, "x", [], {"a": 1}, [[1]]], ids=repr)
@@ -144,7 +144,7 @@ def test_a_broken_line_is_named(tmp_path, line):
 def test_an_example_with_something_else_in_a_place_is_refused_or_differs(tmp_path, name, value):
     file = dump_of(tmp_path)
     change(file, 0, lambda whole: whole.update({name: value}))
-    assert f"{file}, line 1: " in told(run(file))
+    assert f"{file}, line 1: " in refusal(run(file))
 
 
 @pytest.mark.parametrize(
@@ -160,24 +160,24 @@ def test_an_example_with_something_else_in_a_place_is_refused_or_differs(tmp_pat
 def test_an_example_with_values_of_another_kind_is_refused(tmp_path, spoil):
     file = dump_of(tmp_path)
     change(file, 0, spoil)
-    assert f"{file}, line 1: not a dumped example (" in told(run(file))
+    assert f"{file}, line 1: not a dumped example (" in refusal(run(file))
 
 
 def test_a_dump_of_another_format_says_which_this_version_reads(tmp_path):
     file = dump_of(tmp_path)
     change(file, 0, lambda whole: whole.update(format=7))
-    assert "a dump of format 7; this version reads 1" in told(run(file))
+    assert "a dump of format 7; this version reads 1" in refusal(run(file))
 
 
 def test_without_a_tokenizer_it_says_where_one_can_be_given(tmp_path):
     file = dump_of(tmp_path)
     (tmp_path / "dumps/tokenizer.json").unlink()
-    shown = told(run(file))
+    shown = refusal(run(file))
     assert f"{tmp_path / 'dumps/tokenizer.json'}: no such file" in shown
     assert "--tokenizer" in shown
     assert run(file, "--tokenizer", tmp_path / "model").exit_code == 0
-    assert "no such file" in told(run(file, "--tokenizer", tmp_path))
+    assert "no such file" in refusal(run(file, "--tokenizer", tmp_path))
 
 
 def test_a_folder_without_dumps_says_how_to_get_them(tmp_path):
-    assert "stage2.dump_every" in told(run(tmp_path))
+    assert "stage2.dump_every" in refusal(run(tmp_path))

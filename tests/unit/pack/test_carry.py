@@ -1,4 +1,4 @@
-"""The carry buffer: what a row leaves behind waits, whole, for a bounded time."""
+"""The carry buffer: segments that do not fit into a row wait, whole, for a bounded time."""
 
 from pathlib import Path
 
@@ -82,17 +82,19 @@ def example(seed: int) -> Example:
     return Example(segment, f"images/{seed}\u00e9.png", (seed + 1, 9), "AB"[seed % 2], id)
 
 
-def same(one: Example, other: Example) -> bool:
+def same(example: Example, other: Example) -> bool:
     streams = ("ids", "roles", "kinds", "sides", "coord_targets", "weights")
     equal = (
-        np.array_equal(getattr(one.segment, name), getattr(other.segment, name), equal_nan=name == "coord_targets")
-        and getattr(one.segment, name).dtype == getattr(other.segment, name).dtype
+        np.array_equal(
+            getattr(example.segment, name), getattr(other.segment, name), equal_nan=name == "coord_targets"
+        )
+        and getattr(example.segment, name).dtype == getattr(other.segment, name).dtype
         for name in streams
     )
     rest = ("image", "size", "channel", "id")
     return (
-        all(getattr(one, name) == getattr(other, name) for name in rest)
-        and one.segment.prompt_length == other.segment.prompt_length
+        all(getattr(example, name) == getattr(other, name) for name in rest)
+        and example.segment.prompt_length == other.segment.prompt_length
         and all(equal)
     )
 

@@ -1,4 +1,4 @@
-"""The tensors of a row, from segments, without a model: what is kept, counted and refused."""
+"""The tensors of a row, made from segments without a model."""
 
 from dataclasses import replace
 
@@ -23,7 +23,8 @@ def collator() -> Collator:
 
 
 def example(channel: str = "B", **changes) -> Example:
-    """Prompt of three with one image token, then structure, a coordinate, structure."""
+    """Return an example with a prompt of three tokens, one of them an image token, then structure, a
+    coordinate, structure."""
     streams = {
         "ids": np.array([1, IMAGE, 2, 20, 500, 21]),
         "roles": np.array([0, 0, 0, Role.tail_structure, Role.tail_coord, Role.tail_structure], dtype=np.int8),

@@ -1,4 +1,5 @@
-"""One of two ranks that choose a checkpoint: `python -m ... RANK FOLDER`. Writes what each run folder gave."""
+"""One of two ranks that choose a checkpoint: `python -m ... RANK FOLDER`. Writes the choice for each run
+folder."""
 
 import json
 import sys

@@ -1,4 +1,4 @@
-"""One of two ranks that evaluate a file with a broken record (`python -m ... RANK FOLDER`), by a fake backend."""
+"""One of two ranks that evaluate a file with a broken record, with a fake backend: `python -m ... RANK FOLDER`."""
 
 import json
 import sys

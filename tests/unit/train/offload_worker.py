@@ -1,4 +1,5 @@
-"""How much a process shrinks while its learner is away: prints megabytes, seconds and what was restored."""
+"""Measure how much memory a process frees while its learner is offloaded. Prints megabytes, seconds, and what
+was restored."""
 
 import ctypes
 import gc
@@ -17,16 +18,16 @@ from coordexp.train.offload import offload_learner
 
 
 def resident() -> float:
-    """Megabytes of this process, of any kind."""
+    """Return the resident memory of this process in megabytes."""
     lines = dict(line.split(":") for line in Path("/proc/self/status").read_text().splitlines())
     return int(lines["VmRSS"].split()[0]) / 1024
 
 
 def digest(tensors: list[torch.Tensor]) -> str:
-    found = hashlib.sha256()
+    sha256 = hashlib.sha256()
     for tensor in tensors:
-        found.update(memoryview(tensor.detach().clone().view(-1).view(torch.uint8).numpy()))
-    return found.hexdigest()
+        sha256.update(memoryview(tensor.detach().clone().view(-1).view(torch.uint8).numpy()))
+    return sha256.hexdigest()
 
 
 def main(layers: int) -> None:
@@ -47,21 +48,21 @@ def main(layers: int) -> None:
     ctypes.CDLL(None).malloc_trim(0)  # what was freed before shall not count
     full = resident()
     settings = Offload(enabled=True, offload_model=True, offload_optimizer=True)
-    found: dict[str, object] = {"megabytes": size, "full": full}
+    report: dict[str, object] = {"megabytes": size, "full": full}
     with tempfile.TemporaryDirectory() as folder:
         started = time.perf_counter()
         with offload_learner(settings, model, optimizer, Path(folder)) as offloaded:
-            found["seconds out"] = time.perf_counter() - started
-            found["away"] = {"resident": resident(), "freed": full - resident()}
-            found["readable"] = digest(list(model.parameters())) == of_weights
-            found["after reading"] = {"resident": resident(), "freed": full - resident()}
+            report["seconds out"] = time.perf_counter() - started
+            report["away"] = {"resident": resident(), "freed": full - resident()}
+            report["readable"] = digest(list(model.parameters())) == of_weights
+            report["after reading"] = {"resident": resident(), "freed": full - resident()}
             offloaded.drop()
-            found["read and dropped"] = {"resident": resident(), "freed": full - resident()}
+            report["read and dropped"] = {"resident": resident(), "freed": full - resident()}
             started = time.perf_counter()
-        found["seconds back"] = time.perf_counter() - started
-    found["back"] = resident()
-    found["restored"] = digest(weights + slots) == before
-    print(json.dumps(found))
+        report["seconds back"] = time.perf_counter() - started
+    report["back"] = resident()
+    report["restored"] = digest(weights + slots) == before
+    print(json.dumps(report))
 
 
 if __name__ == "__main__":

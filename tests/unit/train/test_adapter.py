@@ -1,4 +1,4 @@
-"""Adapters train the rows of the coordinate tokens, of the head too where it has its own, and merge exactly."""
+"""Adapters train the rows of the coordinate tokens, also those of an untied head, and merge exactly."""
 
 import json
 
@@ -60,12 +60,15 @@ def test_an_adapter_is_given_as_peft_saves_it(folder, targets, tmp_path):
     saved = load_file(tmp_path / "adapter_model.safetensors")
     assert given.keys() == saved.keys() and all(torch.equal(given[name], saved[name]) for name in saved)
     assert not any(weight.requires_grad for weight in given.values())
-    told, written = json.loads(json.dumps(config)), json.loads((tmp_path / "adapter_config.json").read_text())
+    given_config, written = (
+        json.loads(json.dumps(config)),
+        json.loads((tmp_path / "adapter_config.json").read_text()),
+    )
     unordered = ("target_modules", "inference_mode", "auto_mapping")
-    assert {name: told[name] for name in written if name not in unordered} == {
+    assert {name: given_config[name] for name in written if name not in unordered} == {
         name: value for name, value in written.items() if name not in unordered
     }
-    assert sorted(told["target_modules"]) == sorted(written["target_modules"])
+    assert sorted(given_config["target_modules"]) == sorted(written["target_modules"])
 
 
 def test_an_adapter_with_more_trained_beside_it_is_not_given_alone(folder):

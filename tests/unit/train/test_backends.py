@@ -1,4 +1,4 @@
-"""Which backend a run has, and what one with servers leaves in its folder."""
+"""The backend of a run, and what a backend with servers writes to the run folder."""
 
 import json
 from pathlib import Path
@@ -14,7 +14,7 @@ SERVERS = [{"base_url": f"http://127.0.0.1:{8000 + k}", "group_port": 51216 + k}
 
 
 def prepared(tmp_path, monkeypatch, **changes):
-    """The settings of a run with servers, and its backend."""
+    """Return the settings of a run with servers, and its backend."""
     servers = {"mode": "server", "server": {"servers": SERVERS}}
     settings, given = handed_over(tmp_path, monkeypatch, rollout_matching__vllm=servers, **changes)
     assert isinstance(given["backend"], ServerBackend)
@@ -25,10 +25,10 @@ def prepared(tmp_path, monkeypatch, **changes):
 def test_a_run_with_servers_has_a_backend_that_asks_them_and_a_manifest_that_names_them(tmp_path, monkeypatch):
     settings, backend = prepared(tmp_path, monkeypatch)
     assert backend.about.settings == settings.rollout_matching_cfg
-    told = describe_rollouts(settings, backend)
-    assert (told["mode"], told["sync_mode"], told["fallbacks"]) == ("server", "full", [])
-    assert [(one["base_url"], one["group_port"]) for one in told["servers"]] == [
-        (one["base_url"], one["group_port"]) for one in SERVERS
+    facts = describe_rollouts(settings, backend)
+    assert (facts["mode"], facts["sync_mode"], facts["fallbacks"]) == ("server", "full", [])
+    assert [(server["base_url"], server["group_port"]) for server in facts["servers"]] == [
+        (server["base_url"], server["group_port"]) for server in SERVERS
     ]
     backend.close()
 
@@ -51,8 +51,8 @@ def test_an_adapter_is_sent_alone_unless_coordinate_rows_are_trained_beside_it(t
         rollout_matching__vllm__enable_lora=True,
         rollout_matching__vllm__sync={"mode": "auto"},
     )
-    told = describe_rollouts(settings, backend)
-    assert (told["sync_mode"], len(told["fallbacks"])) == (("full", 1) if rows else ("adapter", 0))
+    facts = describe_rollouts(settings, backend)
+    assert (facts["sync_mode"], len(facts["fallbacks"])) == (("full", 1) if rows else ("adapter", 0))
     assert (backend.adapter is None) == rows
     backend.close()
 
@@ -120,15 +120,15 @@ def test_a_torn_last_event_is_dropped_when_a_run_goes_on_and_earlier_ones_stay(t
 
 
 def test_a_full_disk_costs_server_events_and_facts_and_not_the_run(tmp_path, capsys):
-    """/dev/full has no room, as a full disk."""
+    """Writing to /dev/full fails as on a full disk."""
     (tmp_path / "servers.jsonl").symlink_to("/dev/full")
     (tmp_path / "run.json").write_text(json.dumps([{"rollouts": None}]))
     log = ServerLog(tmp_path, 0)
     for _ in range(3):
         log({"event": "sync", "servers": [], "sync_mode": "full", "fallbacks": []})
-    told = capsys.readouterr().err
-    assert told.count("warning: server events are not written: ") == 1
-    assert f"{tmp_path}/servers.jsonl cannot be written: No space left on device; training goes on" in told
+    shown = capsys.readouterr().err
+    assert shown.count("warning: server events are not written: ") == 1
+    assert f"{tmp_path}/servers.jsonl cannot be written: No space left on device; training goes on" in shown
     assert json.loads((tmp_path / "run.json").read_text())[0]["rollouts"]["sync_mode"] == "full"
     (tmp_path / "run.json").unlink()
     (tmp_path / "run.json.partial").mkdir()  # so that it cannot be written

@@ -1,4 +1,4 @@
-"""Which checkpoint a run goes on from, and what is said of those that it does not."""
+"""Which checkpoint a run resumes from, and what is reported about the others."""
 
 import errno
 import json
@@ -36,11 +36,11 @@ FILES = ("model.safetensors", "optimizer.pt", "scheduler.pt", "trainer_state.jso
 
 
 def silent(message: str) -> None:
-    """For what is told elsewhere."""
+    """Drop messages that other tests check."""
 
 
 def saved(run: Path, step: int, manifest: bool = True) -> Path:
-    """A checkpoint as a run leaves it. Without a manifest, as versions before it did."""
+    """Write a checkpoint as a run does, or without a manifest, as earlier versions did."""
     folder = run / f"checkpoint-{step}"
     for name in FILES:
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
@@ -86,9 +86,9 @@ def test_a_damaged_checkpoint_is_named_and_the_newest_intact_one_is_taken(tmp_pa
     assert capsys.readouterr().err == ""
     damage(tmp_path / "checkpoint-8")
     assert _checkpoint(tmp_path, resume=True) == tmp_path / "checkpoint-4"
-    told = capsys.readouterr().err
-    assert words in told
-    assert "note: checkpoint-4 is intact" in told
+    shown = capsys.readouterr().err
+    assert words in shown
+    assert "note: checkpoint-4 is intact" in shown
 
 
 def test_without_an_intact_checkpoint_every_fault_is_named_with_a_way_out(tmp_path):
@@ -194,7 +194,7 @@ def test_a_full_disk_at_a_save_says_what_to_do_and_what_to_go_on_from(tmp_path):
 
 @pytest.mark.parametrize("kind", ["safetensors", "tokenizers", "torch"])
 def test_a_disk_without_room_is_recognised_in_the_errors_of_every_library(tmp_path, kind):
-    """/dev/full has no room, as a full disk."""
+    """Writing to /dev/full fails as on a full disk."""
     import safetensors.torch
     import tokenizers
     import torch
@@ -223,9 +223,9 @@ def test_other_errors_of_a_save_stay_what_they_are(tmp_path):
 def test_progress_of_a_long_hash_is_told(tmp_path, monkeypatch):
     folder = saved(tmp_path, 4)
     monkeypatch.setattr(checkpoints, "_QUIET_S", 0.0)
-    told: list[str] = []
-    assert not examine(folder, told.append).fault
-    assert told == [] or told[0].startswith("hashing checkpoint-4: ")
+    messages: list[str] = []
+    assert not examine(folder, messages.append).fault
+    assert messages == [] or messages[0].startswith("hashing checkpoint-4: ")
 
 
 def run_verify(folder: Path):

@@ -1,4 +1,4 @@
-"""When a run stops because a value is not finite, and what it says then."""
+"""When a run stops because a value is not finite, and its message."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""Whole examples at chosen steps: what a line says, how many there are, and a disk that is full."""
+"""Dumps: the contents of a line, how many examples are dumped, and a full disk."""
 
 import errno
 import json
@@ -66,33 +66,33 @@ def test_all_settings_that_correcting_reads_are_in_the_dump(tmp_path, settings):
 
 
 def test_a_line_says_what_was_asked_answered_and_made_of_it(tmp_path):
-    found = json.loads(dump_of(tmp_path).read_text().splitlines()[0])
+    example = json.loads(dump_of(tmp_path).read_text().splitlines()[0])
     text = SCRIPT["partly.png"].text
-    assert found["place"] == {"step": 0, "micro": 0, "rank": 0, "record": 0}
-    assert found["picture"] == {"path": str(tmp_path / "partly.png"), "width": 64, "height": 48}
-    assert found["seed"] == request_seed(17, 0, 0, 0, 0)
-    assert found["decode"]["mode"] == "greedy"
-    assert found["decode"]["guard"] == RepeatTerminate().model_dump()
-    assert found["rollout"]["ids"] == encode(text, SMALL)
-    assert found["rollout"]["text"] == text
-    assert found["rollout"]["prompt_ids"] == list(PROMPT)
-    assert (found["rollout"]["finish_reason"], found["rollout"]["version"]) == ("stop", 0)
-    assert [(one["desc"], tuple(one["bins"])) for one in found["truth"]] == [
-        (one.desc, one.geometry.bins) for one in TRUTH["partly.png"]
+    assert example["place"] == {"step": 0, "micro": 0, "rank": 0, "record": 0}
+    assert example["picture"] == {"path": str(tmp_path / "partly.png"), "width": 64, "height": 48}
+    assert example["seed"] == request_seed(17, 0, 0, 0, 0)
+    assert example["decode"]["mode"] == "greedy"
+    assert example["decode"]["guard"] == RepeatTerminate().model_dump()
+    assert example["rollout"]["ids"] == encode(text, SMALL)
+    assert example["rollout"]["text"] == text
+    assert example["rollout"]["prompt_ids"] == list(PROMPT)
+    assert (example["rollout"]["finish_reason"], example["rollout"]["version"]) == ("stop", 0)
+    assert [(true["desc"], tuple(true["bins"])) for true in example["truth"]] == [
+        (true.desc, true.geometry.bins) for true in TRUTH["partly.png"]
     ]
-    assert set(found["settings"]) == set(CORRECTION_SETTINGS)
-    result = found["result"]
-    assert [one["reason"] for one in result["objects"]] == [None] * 3
+    assert set(example["settings"]) == set(CORRECTION_SETTINGS)
+    result = example["result"]
+    assert [prediction["reason"] for prediction in result["objects"]] == [None] * 3
     assert result["objects"][0]["bins"] == list(NEAR_CUP.bins)
     assert (result["pairs"], result["missed"], result["extra"]) == ([[0, 0], [1, 2]], [1], [2])
     assert {len(stream) for stream in result["streams"].values()} == {len(result["streams"]["ids"])}
 
 
 def test_what_no_text_can_hold_is_dumped_as_ids(tmp_path):
-    found = json.loads(dump_of(tmp_path).read_text().splitlines()[1])
-    assert found["rollout"]["ids"] == list(SCRIPT["garbage.png"].ids)
-    assert found["rollout"]["text"] == "I see \ufffd"
-    assert found["result"]["fallback"] is True
+    example = json.loads(dump_of(tmp_path).read_text().splitlines()[1])
+    assert example["rollout"]["ids"] == list(SCRIPT["garbage.png"].ids)
+    assert example["rollout"]["text"] == "I see \ufffd"
+    assert example["result"]["fallback"] is True
 
 
 def test_at_most_so_many_examples_of_a_step_and_only_of_chosen_steps(tmp_path):
@@ -166,7 +166,7 @@ def followed(folder: Path) -> dict[str, list[str]]:
     return {file.stem: images(file) for file in sorted((folder / "dumps/followed").glob("*"))}
 
 
-def test_the_pictures_of_the_first_dump_are_dumped_whenever_they_are_answered_again(tmp_path):
+def test_the_images_of_the_first_dump_are_dumped_whenever_they_are_answered_again(tmp_path):
     step, writer = dumping(tmp_path, every=4, samples=1)
     for number, indices in enumerate([[1, 0], [2], [0, 1], [1, 2], [0, 1], [0, 1]]):
         made = places(writer, step(indices, StepIndex(number, 0)))
@@ -179,7 +179,7 @@ def test_the_pictures_of_the_first_dump_are_dumped_whenever_they_are_answered_ag
     assert sorted(steps) == [2, 3, 4, 5]
 
 
-def test_a_picture_that_its_step_dumps_anyway_is_not_dumped_twice(tmp_path):
+def test_an_image_that_its_step_dumps_anyway_is_not_dumped_twice(tmp_path):
     step, _ = dumping(tmp_path, every=2)
     for number in range(3):
         step([0, 1], StepIndex(number, 0))
@@ -187,7 +187,7 @@ def test_a_picture_that_its_step_dumps_anyway_is_not_dumped_twice(tmp_path):
     assert images(tmp_path / "dumps/step-000002.jsonl") == ["partly.png", "garbage.png"]
 
 
-def test_a_resumed_run_follows_the_pictures_of_the_first_dump(tmp_path):
+def test_a_resumed_run_follows_the_images_of_the_first_dump(tmp_path):
     first, _ = dumping(tmp_path, every=10, samples=1)
     for number, index in enumerate([2, 0, 1]):
         first([index], StepIndex(number, 0))
@@ -200,7 +200,7 @@ def test_a_resumed_run_follows_the_pictures_of_the_first_dump(tmp_path):
 
 
 def test_a_run_that_begins_again_follows_its_own_first_dump(tmp_path):
-    """What an earlier run left in the folder is of no step before."""
+    """Dumps of an earlier run in the same folder do not count."""
     for index in (0, 1):
         forget_from(tmp_path / "dumps", 0)
         step, _ = dumping(tmp_path, every=10, samples=1)
@@ -214,8 +214,8 @@ def test_a_first_dump_that_cannot_be_read_is_named_and_nothing_is_followed(tmp_p
     step, _ = dumping(tmp_path, every=10)
     for number in (1, 2):
         step([0], StepIndex(number, 0))
-    (told,) = caplog.records
-    assert "step-000000.jsonl cannot be read (KeyError('place')): no image in it is followed" in told.message
+    (warning,) = caplog.records
+    assert "step-000000.jsonl cannot be read (KeyError('place')): no image in it is followed" in warning.message
     assert followed(tmp_path) == {}
 
 
@@ -236,9 +236,9 @@ def test_a_full_disk_does_not_stop_the_run_and_is_said_once(tmp_path, monkeypatc
     with caplog.at_level(logging.WARNING):
         for number in range(3):
             assert len(step([0, 1, 2], StepIndex(number, 0))) == 3
-    (told,) = caplog.records
+    (warning,) = caplog.records
     file = tmp_path / "dumps/tokenizer.json"
-    assert told.message.splitlines() == [
+    assert warning.message.splitlines() == [
         f"warning: dumps are not written: {file} cannot be written: No space left on device; training goes on",
         "  make room on that disk, or raise the quota or limit",
     ]

@@ -1,4 +1,4 @@
-"""How evaluation asks for answers. The backend is a fake that remembers what it was asked."""
+"""How evaluation asks for answers. The backend is scripted and remembers its calls."""
 
 import json
 
@@ -47,11 +47,11 @@ def asked(backend):
 
 
 def test_images_are_asked_for_in_calls_and_progress_is_told_after_each(tmp_path):
-    told = []
-    backend, evaluate = evaluation(tmp_path, progress=lambda *numbers: told.append(numbers))
+    progress = []
+    backend, evaluate = evaluation(tmp_path, progress=lambda *numbers: progress.append(numbers))
     evaluate(step=1)
     assert asked(backend) == [[0, 1], [2, 3], [4]]
-    assert told == [(0, 5), (2, 5), (4, 5), (5, 5)]
+    assert progress == [(0, 5), (2, 5), (4, 5), (5, 5)]
 
 
 def test_an_evaluation_is_abandoned_between_two_calls_and_leaves_nothing(tmp_path):
@@ -86,7 +86,7 @@ def test_records_are_chosen_evenly_over_the_file(count, most, chosen):
 
 
 def test_predictions_of_a_part_are_numbered_by_the_classes_of_all_records(tmp_path):
-    """So that `coordexp evaluate` takes them with the whole file."""
+    """`coordexp evaluate` can then compare them with the whole file."""
     names = dict(zip(NAMES, ("zebra", "ant", "cow", "bee", "dog"), strict=True))
     cases = write_training_set(
         tmp_path, {name: (TrueObject(desc, box(1, 1, 9, 9)),) for name, desc in names.items()}, SMALL

@@ -1,4 +1,4 @@
-"""A full disk costs metrics and TensorBoard events, not the run; what is in the way of a resume is named."""
+"""A full disk costs metrics and TensorBoard events, not the run. A file that prevents a resume is named."""
 
 import json
 import time
@@ -17,7 +17,7 @@ STATE = SimpleNamespace(
 
 
 def test_metrics_that_have_no_room_are_warned_of_once(tmp_path, capsys):
-    """/dev/full has no room, as a full disk."""
+    """Writing to /dev/full fails as on a full disk."""
     file = tmp_path / "metrics.jsonl"
     metrics = MetricsFile(file)
     metrics.on_train_begin(None, STATE, None)
@@ -35,7 +35,7 @@ def test_metrics_that_have_no_room_are_warned_of_once(tmp_path, capsys):
 
 
 def test_tensorboard_without_room_is_warned_of_once_and_begins_a_new_file_later(tmp_path, capsys, monkeypatch):
-    """Its writer works in a thread, whose traceback is not shown either."""
+    """TensorBoard writes in a thread, whose traceback is not shown either."""
     arguments = SimpleNamespace(output_dir=str(tmp_path), to_json_string=lambda: "{}")
     board = TensorBoard()
     board.logging_dir = str(tmp_path / "runs")
@@ -51,12 +51,14 @@ def test_tensorboard_without_room_is_warned_of_once_and_begins_a_new_file_later(
     monkeypatch.setattr("time.monotonic", lambda: clock() + RETRY)
     board.on_log(arguments, STATE, None, logs={"loss": 1.0})
     board.on_train_end(arguments, STATE, None)
-    told = capsys.readouterr().err
-    assert "Traceback" not in told
-    assert told.splitlines()[0] == (
+    shown = capsys.readouterr().err
+    assert "Traceback" not in shown
+    assert shown.splitlines()[0] == (
         "warning: TensorBoard events are not written: [Errno 28] No space left on device; training goes on"
     )
-    assert told.splitlines()[1:] == ["note: TensorBoard events are written again; what came in between is missing"]
+    assert shown.splitlines()[1:] == [
+        "note: TensorBoard events are written again; what came in between is missing"
+    ]
     assert len(list((tmp_path / "runs").iterdir())) == 2
 
 

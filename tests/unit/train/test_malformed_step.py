@@ -22,7 +22,7 @@ CUP = TrueObject("cup", box(10, 10, 110, 110))
 DOG = TrueObject("dog", box(300, 300, 500, 500))
 CAT = TrueObject("cat", box(600, 600, 900, 900))
 TRUTH = dict.fromkeys(("broken.png", "schema.png", "empty.png", "cut.png"), (CUP, DOG, CAT))
-ENTRIES = [entry(f"object_{k}", one.desc, one.geometry) for k, one in enumerate((CUP, DOG, CAT), start=1)]
+ENTRIES = [entry(f"object_{k}", true.desc, true.geometry) for k, true in enumerate((CUP, DOG, CAT), start=1)]
 SCRIPT = {
     # A syntax break in the second object: it is cut off, and the third one with it.
     "broken.png": Said(answer(ENTRIES[0], '"object_2": {"desc": "dog", "bbox_2d": [[}', ENTRIES[2])),
@@ -55,7 +55,7 @@ COUNTED = {
 
 @pytest.fixture
 def forwards(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
-    """The length of the row of every forward pass of the model."""
+    """Return the list that gets the row length of every forward pass of the model."""
     lengths: list[int] = []
     plain = Qwen3VLForConditionalGeneration.forward
 
@@ -103,9 +103,9 @@ def test_a_step_on_malformed_answers_completes_in_one_forward_pass_changes_the_w
     assert [len(call) for call in backend.calls] == [4]
     assert len(forwards) == 1, "one pass over one row that has every sample once"
     line = next(
-        found
-        for found in map(json.loads, (tmp_path / "run/metrics.jsonl").read_text().splitlines())
-        if "loss" in found
+        values
+        for values in map(json.loads, (tmp_path / "run/metrics.jsonl").read_text().splitlines())
+        if "loss" in values
     )
     assert forwards == [line["tokens"]]
     assert {name: line[name] for name in COUNTED} == COUNTED

@@ -1,4 +1,4 @@
-"""The forward passes of a micro-step, on one rank; with several ranks in tests/integration/test_stage2.py."""
+"""The rows of a micro-step on one rank. Several ranks are tested in tests/integration/test_stage2.py."""
 
 from types import SimpleNamespace
 

@@ -1,4 +1,4 @@
-"""While a colocated engine answers, the learner is out of memory, can be read, and comes back bit for bit."""
+"""While a colocated engine generates, the learner is offloaded but readable, and is restored bit for bit."""
 
 import errno
 import json
@@ -31,8 +31,8 @@ WORKER = Path(__file__).parent / "offload_worker.py"
 
 
 class Toy(nn.Module):
-    """With tied weights, two dtypes, a buffer of whole numbers, and two parameters that are views of one storage,
-    of which one is not contiguous."""
+    """A model with tied weights, two dtypes, an integer buffer, and two parameters that are views of one
+    storage. One of them is not contiguous."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -67,11 +67,13 @@ def train(model, optimizer, steps, seed=0):
 
 
 def state(model, optimizer):
-    found = dict(model.named_parameters()) | dict(model.named_buffers())
-    found |= {f"{name}.grad": weight.grad for name, weight in model.named_parameters() if weight.grad is not None}
+    tensors = dict(model.named_parameters()) | dict(model.named_buffers())
+    tensors |= {
+        f"{name}.grad": weight.grad for name, weight in model.named_parameters() if weight.grad is not None
+    }
     for number, slot in enumerate(optimizer.state.values()):
-        found |= {f"{number}.{name}": value for name, value in slot.items()}
-    return found
+        tensors |= {f"{number}.{name}": value for name, value in slot.items()}
+    return tensors
 
 
 def bits(tensors):
@@ -184,7 +186,7 @@ def test_an_error_inside_brings_everything_back(learner, tmp_path):
 
 
 class FakeFullDisk(MappedFile):
-    """Takes two storages."""
+    """A file with space for two storages."""
 
     def put(self, storage):
         if self.end > 6000:
@@ -224,7 +226,7 @@ def test_borrowed_memory_is_exchanged_once_and_still_shared(tmp_path):
 
 
 def test_a_small_tensor_of_a_mapped_file_does_not_hold_the_memory_of_all_others(tmp_path):
-    """A bias, say: it would be as much memory as the whole checkpoint, for good."""
+    """A bias that stays in the mapping would keep the whole checkpoint in memory."""
     saved = {"large": torch.randn(1000, 1000), "small": torch.randn(SMALL // 8)}
     save_file(saved, tmp_path / "model.safetensors")
     loaded = load_file(tmp_path / "model.safetensors")
@@ -301,14 +303,14 @@ def test_shards_of_fsdp_2_go_and_come_back_even_after_a_forward_that_kept_what_i
     model = deepcopy(plain)
     for layer in [*model, model]:
         fully_shard(layer, reshard_after_forward=reshard)
-    learners = [(one, torch.optim.AdamW(one.parameters(), lr=1e-2)) for one in (plain, model)]
+    learners = [(learner, torch.optim.AdamW(learner.parameters(), lr=1e-2)) for learner in (plain, model)]
     inputs = torch.randn(8, 32)
     for _ in range(2):
-        for one, optimizer in learners:
+        for learner, optimizer in learners:
             optimizer.zero_grad()
-            one(inputs).square().mean().backward()
+            learner(inputs).square().mean().backward()
             optimizer.step()
-            one(inputs)
+            learner(inputs)
         with offload_learner(BOTH, *learners[1], tmp_path) as offloaded:
             offloaded.drop()
             assert {name: weight.tolist() for name, weight in learner_weights(model)} == {
@@ -323,10 +325,10 @@ def test_shards_of_fsdp_2_go_and_come_back_even_after_a_forward_that_kept_what_i
 def test_resident_memory_falls_by_nearly_all_of_it():
     done = subprocess.run([sys.executable, str(WORKER)], capture_output=True, text=True, timeout=55)
     assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
-    assert found["megabytes"] > 300
+    report = json.loads(done.stdout)
+    assert report["megabytes"] > 300
     for moment in ("away", "read and dropped"):
-        assert found[moment]["freed"] >= 0.95 * found["megabytes"], found
-    assert found["back"] < found["full"] + 0.05 * found["megabytes"]
-    assert found["readable"]
-    assert found["restored"]
+        assert report[moment]["freed"] >= 0.95 * report["megabytes"], report
+    assert report["back"] < report["full"] + 0.05 * report["megabytes"]
+    assert report["readable"]
+    assert report["restored"]

@@ -128,7 +128,8 @@ def test_garbage_nothing_all_right_and_cut_off_answers_in_one_batch_become_examp
 
 @pytest.mark.scenario("R31.C5", on="fake")
 def test_loops_repeats_overlaps_and_too_many_objects_are_counted(tmp_path):
-    """Two cups where there is one, looped; a box that overlaps too little; and one that is nowhere near."""
+    """The answers: two cups where there is one, looped; a box that overlaps too little; a box far from all
+    true objects."""
     near, far = TrueObject("cup", box(80, 80, 180, 180)), TrueObject("dog", box(700, 700, 900, 900))
     truth = {"looped.png": (CUP,), "near.png": (CUP,), "far.png": (CUP, DOG), "none.png": ()}
     script = {
@@ -200,10 +201,12 @@ def test_each_reason_for_which_an_object_is_not_used_has_a_counter(tmp_path, end
     step = Step(tmp_path, {"a.png": (CUP,)}, {"a.png": Said(text)})
     step()
     report = step.metrics.report(steps=1)
-    found = {reason for reason in Reason for _ in range(int(report[f"parse/invalid/{reason.value}"]))}
-    assert found == {*ENTRIES, ending}
+    counted = {reason for reason in Reason for _ in range(int(report[f"parse/invalid/{reason.value}"]))}
+    assert counted == {*ENTRIES, ending}
     assert (
-        report["parse/invalid"] == len(ENTRIES) + 1 == sum(report[f"parse/invalid/{one.value}"] for one in Reason)
+        report["parse/invalid"]
+        == len(ENTRIES) + 1
+        == sum(report[f"parse/invalid/{reason.value}"] for reason in Reason)
     )
     assert (report["parse/valid"], report["parse/objects"]) == (1, len(ENTRIES) + 2)
     assert report["parse/ambiguous"] == 1
@@ -232,7 +235,7 @@ def test_another_backend_behind_the_same_interface_gives_valid_supervision(tmp_p
         assert example.size == (64, 48)
         assert segment.ids[: segment.prompt_length].tolist() == list(PROMPT)
         said = json.loads(answer_text(segment, QWEN))
-        assert sorted(one["desc"] for one in said.values()) == sorted(true.desc for true in truth)
+        assert sorted(object["desc"] for object in said.values()) == sorted(true.desc for true in truth)
         assert segment.ids[-1] == QWEN.end_of_turn
         assert segment.weights[-1] == 1
         assert not segment.weights[: segment.prompt_length].any()
@@ -312,7 +315,7 @@ def boxes(side: int, count: int) -> dict[str, tuple[TrueObject, ...]]:
 def test_a_run_says_once_that_a_finer_canvas_is_exact_when_the_median_side_is_under_20_bins(
     tmp_path, monkeypatch, capsys, truth, resolution, said
 ):
-    """D16."""
+    """See D16."""
     monkeypatch.setattr(run, "MEASURED", 10)
     changes = {"rollout_backend": "hf", "maskiou_resolution": resolution}
     handed_over(tmp_path, monkeypatch, truth, **{f"rollout_matching__{name}": v for name, v in changes.items()})
@@ -362,7 +365,7 @@ def test_packing_is_read_from_the_contract_and_not_from_the_training_section(tmp
 
 @pytest.mark.scenario("R06.S4", on="fake")
 def test_a_run_whose_buffer_would_overflow_stops_with_a_way_out(tmp_path, monkeypatch):
-    """On channel A, which takes the road of channel B without an engine."""
+    """Channel A is enough: it packs as channel B does, and needs no engine."""
     mixed = {"custom__trainer_variant": "stage2_two_channel", "stage2__b_ratio": 0.0}
     short = {"rollout_matching__rollout_backend": "hf", "rollout_matching__max_new_tokens": 16}
     _, given = handed_over(tmp_path, monkeypatch, global_max_length=200, **mixed, **short, **PACKED)
@@ -391,7 +394,7 @@ def test_how_to_decode_follows_from_the_settings(tmp_path, settings, decode):
 
 
 class RecordingBuffer(CarryBuffer):
-    """Writes down each row that is drawn, beside the calls of the backend."""
+    """A carry buffer that adds each row it draws to the list of events."""
 
     def __init__(self, capacity: int, events: list) -> None:
         super().__init__(capacity, limit=50)
@@ -444,7 +447,7 @@ def test_rows_are_packed_by_the_lengths_that_the_answers_have_made(tmp_path):
 
 @pytest.mark.scenario("R37.C1", on="fake")
 def test_ground_truth_and_rollouts_are_packed_by_the_same_scheduler_into_the_same_rows(tmp_path):
-    """Answers that say nothing are corrected into the ground truth, so that the segments are the same."""
+    """The correction of an empty answer is the ground truth, so both channels have the same segments."""
     rows = []
     for b_ratio in (Fraction(0), Fraction(1)):
         trainer = packing(Step(tmp_path, TRUTH, {name: Said("") for name in TRUTH}, b_ratio=b_ratio), 200)
@@ -506,7 +509,7 @@ def test_weights_are_sent_once_a_step_and_before_its_first_answer(tmp_path):
 
 
 def test_also_without_a_record_the_backend_is_asked(tmp_path):
-    """A sharded model needs every rank while others answer."""
+    """A sharded model needs every rank while other ranks generate."""
     step = Step(tmp_path, TRUTH, SCRIPT)
     assert step(StepIndex(3, 0), []) == []
     assert step.backend.calls == [[]]

@@ -1,4 +1,4 @@
-"""What a run says when a signal comes, and what it agrees on."""
+"""The line that a run prints when a signal arrives, and how ranks agree to stop."""
 
 import os
 import signal

@@ -1,4 +1,4 @@
-"""What a run says on a terminal: the line of a rollout step, and the warning about rows that are not full."""
+"""What a run prints to a terminal: the summary of a rollout step, and the warning about rows that are not full."""
 
 from types import SimpleNamespace
 
@@ -34,7 +34,7 @@ def test_a_step_without_answers_has_no_such_line():
 
 
 def warnings(capsys, *fills: float, rank: int = 0, waiting: float = 0.0) -> list[str]:
-    """What is shown after each log line, of a run with packing_min_fill_ratio 0.85."""
+    """Return what is printed after each log line of a run with packing_min_fill_ratio 0.85."""
     callback, shown = FillWarning(0.85), []
     for step, fill in enumerate(fills, start=1):
         state = SimpleNamespace(is_world_process_zero=rank == 0, global_step=step)

@@ -91,7 +91,8 @@ def test_with_packing_rows_are_full_and_nothing_is_lost_or_repeated():
 
 
 def with_limit(limit: int) -> RowStream:
-    """Micro-batches of 8 segments of 3 to 7 tokens, for rows of 16: more comes in than a row takes out."""
+    """Return a stream with micro-batches of 8 segments of 3 to 7 tokens, for rows of 16: more segments arrive
+    than a row takes."""
     return RowStream(order(), 8, CarryBuffer(16, limit), max_length=16)
 
 

@@ -1,4 +1,4 @@
-"""An engine gets the learner's current model, merged, under the checkpoint's names; the learner is only read."""
+"""An engine gets the learner's current weights, merged, named as in the checkpoint. The learner is not changed."""
 
 import copy
 from contextlib import suppress
@@ -37,7 +37,7 @@ def plain_model(folder, dtype=torch.float32):
 
 
 def learner(folder, adapter, dtype=torch.float32):
-    """After random updates of all that is trained."""
+    """Return a model whose trained parameters all got random updates."""
     torch.manual_seed(0)
     model = with_adapter(plain_model(folder, dtype), adapter, VocabularyTable.from_folder(folder).first_coord)
     with torch.no_grad():
@@ -48,7 +48,7 @@ def learner(folder, adapter, dtype=torch.float32):
 
 
 def merged(model):
-    """By peft, on a copy."""
+    """Return the weights as peft merges them on a copy."""
     copied = copy.deepcopy(model)
     return copied.merge_and_unload() if hasattr(copied, "merge_and_unload") else copied
 
@@ -61,17 +61,17 @@ def logits(model, folder):
 
 
 def state(model):
-    """Every tensor with its place in memory and its gradient, and all that peft remembers."""
+    """Return every tensor with its address and its gradient, and the state that peft keeps."""
     tensors = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers())
     kept = {
         name: (
-            one.clone(),
-            one.data_ptr(),
-            id(one),
-            one.requires_grad,
-            None if one.grad is None else one.grad.clone(),
+            tensor.clone(),
+            tensor.data_ptr(),
+            id(tensor),
+            tensor.requires_grad,
+            None if tensor.grad is None else tensor.grad.clone(),
         )
-        for name, one in tensors.items()
+        for name, tensor in tensors.items()
     }
     notes = {
         name: (list(getattr(module, "merged_adapters", [])), dict(getattr(module, "_caches", {})), module.training)
@@ -105,11 +105,11 @@ def optimizer_of(model):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_names_shapes_and_types_are_those_of_the_checkpoint(folder, adapter, dtype):
     model = learner(folder, adapter, dtype)
-    found = [(name, tuple(weight.shape)) for name, weight in learner_weights(model)]
+    weights = [(name, tuple(weight.shape)) for name, weight in learner_weights(model)]
     with safe_open(folder / "model.safetensors", "pt") as file:
         expected = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
-    assert dict(found) == expected
-    assert [name for name, _ in found] == [name for name, _ in plain_model(folder).named_parameters()]
+    assert dict(weights) == expected
+    assert [name for name, _ in weights] == [name for name, _ in plain_model(folder).named_parameters()]
     assert {weight.dtype for _, weight in learner_weights(model)} == {dtype}
     assert not any(weight.requires_grad for _, weight in learner_weights(model))
 
@@ -119,11 +119,11 @@ def test_names_shapes_and_types_are_those_of_the_checkpoint(folder, adapter, dty
 def test_values_are_bit_for_bit_those_that_peft_merges(folder, adapter, dtype):
     model = learner(folder, adapter, dtype)
     expected = dict(merged(model).named_parameters())
-    found = dict(learner_weights(model))
-    assert found.keys() == expected.keys()
-    assert [name for name in found if not torch.equal(found[name], expected[name])] == []
+    weights = dict(learner_weights(model))
+    assert weights.keys() == expected.keys()
+    assert [name for name in weights if not torch.equal(weights[name], expected[name])] == []
     base = dict(plain_model(folder, dtype).named_parameters())
-    changed = {name for name in found if not torch.equal(found[name], base[name])}
+    changed = {name for name in weights if not torch.equal(weights[name], base[name])}
     assert any("mlp" in name for name in changed)
     assert "model.language_model.embed_tokens.weight" in changed
 
@@ -188,14 +188,14 @@ def test_training_goes_on_bit_for_bit_as_without_it(folder, adapter):
 
 
 def test_weights_are_read_when_they_are_asked_for(folder, adapter):
-    """The learner's memory may be exchanged at any time."""
+    """Offloading may replace the learner's memory at any time."""
     model = learner(folder, adapter)
     weights = learner_weights(model)
-    found = [next(weights)]
+    given = [next(weights)]
     for weight in model.parameters():
         weight.data = weight.data.clone() * 1.5
     expected = dict(merged(model).named_parameters())
-    assert {name for name, weight in found if torch.equal(weight, expected[name])} == set()
+    assert {name for name, weight in given if torch.equal(weight, expected[name])} == set()
     assert [name for name, weight in weights if not torch.equal(weight, expected[name])] == []
 
 
@@ -204,9 +204,9 @@ def test_wrappers_by_compilation_and_activation_checkpointing_leave_no_trace_in_
     expected = dict(learner_weights(model))
     for parent in [module for module in model.modules() if hasattr(module, "mlp")]:
         parent.mlp = torch.compile(checkpoint_wrapper(parent.mlp))
-    found = dict(learner_weights(torch.compile(model)))
-    assert list(found) == list(expected)
-    assert [name for name in found if not torch.equal(found[name], expected[name])] == []
+    weights = dict(learner_weights(torch.compile(model)))
+    assert list(weights) == list(expected)
+    assert [name for name in weights if not torch.equal(weights[name], expected[name])] == []
 
 
 def test_a_tied_head_with_an_adapter_of_its_own_is_refused(tmp_path):
