@@ -79,7 +79,7 @@ def forget_from(folder: Path, step: int) -> None:
 
 
 @dataclass(frozen=True)
-class Place:
+class ExamplePlace:
     """The place in a run where an example was made."""
 
     step: int
@@ -89,7 +89,7 @@ class Place:
 
 
 def to_line(
-    place: Place,
+    place: ExamplePlace,
     request: Request,
     rollout: Rollout,
     truth: tuple[TrueObject, ...],
@@ -263,7 +263,7 @@ class DumpWriter:
         file = self._choose_file(id.step, sample.index)
         if file is None:
             return
-        place = Place(id.step, id.micro, id.rank, sample.index)
+        place = ExamplePlace(id.step, id.micro, id.rank, sample.index)
         line = to_line(place, request, rollout, sample.truth, correction, order=self.order, settings=self.settings)
         number = self.folder.add(file, line)
         if number is None:

@@ -260,5 +260,5 @@ def fill_warning(step: int, fill: float, waiting: float, min_fill_ratio: float) 
     )
     return (
         f"warning: step {step}: packed rows are filled to {fill:.3f} on average, and "
-        f"training.packing_min_fill_ratio is {min_fill_ratio:g}\n  {advice}"
+        f"training.packing_min_fill_ratio is {min_fill_ratio:g}; {advice}"
     )

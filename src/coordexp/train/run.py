@@ -39,7 +39,7 @@ from coordexp.train.folder import describe_rollouts, fingerprint, write_run_fold
 from coordexp.train.learner import Learner
 from coordexp.train.metrics import StepMetrics
 from coordexp.train.stopping import StopOnSignal, Stopped
-from coordexp.train.stream import CurriculumStage, RowStream, SampleOrder
+from coordexp.train.stream import RowStream, SampleOrder, StageRecords
 from coordexp.train.trace import TraceWriter
 from coordexp.train.trainer import RowTrainer
 from coordexp.vocab import VocabularyTable
@@ -345,7 +345,7 @@ def _identity(settings: Settings, records: RecordFile) -> dict[str, Any]:
     return identity
 
 
-def _curriculum(settings: Settings, records: RecordFile) -> list[CurriculumStage]:
+def _curriculum(settings: Settings, records: RecordFile) -> list[StageRecords]:
     """Return the stages of the curriculum. If there are any, all records are read once."""
     if not settings.custom.curriculum:
         return []
@@ -358,7 +358,7 @@ def _curriculum(settings: Settings, records: RecordFile) -> list[CurriculumStage
                 f"custom.curriculum[{k}]: no record of {records.path} has at most {stage.objects} objects",
                 "raise objects, or remove the stage",
             )
-        stages.append(CurriculumStage(stage.samples, fitting))
+        stages.append(StageRecords(stage.samples, fitting))
     return stages
 
 

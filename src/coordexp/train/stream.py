@@ -23,8 +23,9 @@ from coordexp.train.metrics import StepMetrics
 
 
 @dataclass(frozen=True)
-class CurriculumStage:
-    """For this many samples, counted over all ranks, only these records are taken."""
+class StageRecords:
+    """The records of one stage of a curriculum. For `samples` samples, counted over all ranks, only these are
+    taken."""
 
     samples: int
     records: tuple[int, ...]
@@ -41,7 +42,7 @@ class SampleOrder:
         *,
         seed: int,
         shuffled: bool,
-        stages: Sequence[CurriculumStage] = (),
+        stages: Sequence[StageRecords] = (),
     ) -> None:
         self.records, self.rank, self.ranks, self.seed, self.shuffled = records, rank, ranks, seed, shuffled
         self._stages = [(stage.samples, np.array(stage.records)) for stage in stages]

@@ -7,7 +7,7 @@ import pytest
 
 from coordexp.correction import Segment
 from coordexp.pack import CarryBuffer, Example, PackingError
-from coordexp.train.stream import CurriculumStage, RowStream, SampleOrder
+from coordexp.train.stream import RowStream, SampleOrder, StageRecords
 
 
 def order(records=10, rank=0, ranks=1, **options) -> SampleOrder:
@@ -57,7 +57,7 @@ def test_ranks_share_out_each_epoch_and_nothing_is_left_over():
 
 
 def test_a_curriculum_takes_its_records_for_its_samples_and_then_all():
-    curriculum = order(stages=[CurriculumStage(6, (1, 2, 3)), CurriculumStage(4, (5, 6))])
+    curriculum = order(stages=[StageRecords(6, (1, 2, 3)), StageRecords(4, (5, 6))])
     drawn = [curriculum.index(k) for k in range(20)]
     assert sorted(drawn[:6]) == [1, 1, 2, 2, 3, 3]
     assert sorted(drawn[6:10]) == [5, 5, 6, 6]
