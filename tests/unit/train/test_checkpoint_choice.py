@@ -69,7 +69,7 @@ DAMAGES = {
     "empty": (lambda folder: os.truncate(folder / "stream_0.json", 0), "stream_0.json has 0 bytes"),
     "gone": (
         lambda folder: (folder / "scheduler.pt").unlink(),
-        "checkpoint-8 has no scheduler.pt: going on from it",
+        "checkpoint-8 has no scheduler.pt: a run could not resume from it",
     ),
     "no manifest": (lambda folder: (folder / MANIFEST).unlink(), "checkpoint-8 was not written to its end"),
     "cut manifest": (lambda folder: os.truncate(folder / MANIFEST, 40), "manifest.json cannot be read"),
