@@ -16,15 +16,15 @@ def view(
     limit: Annotated[int, typer.Option(min=1, help="Records to show, from the start of the file.")] = 200,
     problems: Annotated[bool, typer.Option("--problems", help="Show only records with a problem.")] = False,
 ) -> None:
-    """Write one HTML page with pictures, shapes and problems. It needs no server and loads nothing."""
+    """Write one HTML page with images, shapes and problems. It needs no server and loads nothing."""
     need("PIL", extra="train")
-    from coordexp.data.view import page, read_cards
-    from coordexp.document import save
+    from coordexp.data.view import read_cards, render_records
+    from coordexp.document import save_page
 
     need_page(target)
-    with telling(f"reading {file}") as tell:
-        cards = list(read_cards(file, limit, problems_only=problems, tell=lambda line: tell(f"line {line:,}")))
+    with telling(f"reading {file}") as notify:
+        cards = list(read_cards(file, limit, problems_only=problems, notify=lambda line: notify(f"line {line:,}")))
         kind = "records with problems" if problems else "records"
         scope = f"{'the first' if len(cards) == limit else 'all'} {len(cards):,} {kind}"
-        save(target, page(cards, str(file), scope))
+        save_page(target, render_records(cards, str(file), scope))
     out.print(f"wrote {target}: {scope}", markup=False)

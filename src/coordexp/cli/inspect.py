@@ -5,11 +5,11 @@ from typing import Annotated
 
 import typer
 
-from coordexp.cli.console import err, need, need_page, out, progress, stop
+from coordexp.cli.console import err, need, need_page, out, progress
+from coordexp.errors import UserError
 from coordexp.inspector.run import INSPECTOR, REPORT, read_run
 
 PORT = 8421
-SAMPLES = "Dumped examples in the page, at most: the first step, the last, pictures that come again, then evenly."
 
 
 def inspect(
@@ -23,7 +23,7 @@ def inspect(
         int,
         typer.Option(
             min=1,
-            help=SAMPLES,
+            help="Most dumped examples on the page: the first step, the last, images that occur again, then evenly.",
         ),
     ] = 200,
     serve: Annotated[
@@ -33,46 +33,48 @@ def inspect(
         int | None, typer.Option(min=0, max=65535, help=f"With --serve. Unset: {PORT}. 0: a free one.")
     ] = None,
 ) -> None:
-    """Write one HTML page with dumped rollouts: pictures, tokens with their roles, matches and losses.
+    """Write one HTML page with dumped rollouts: images, tokens with their roles, matches and losses.
 
     The page needs no server and loads nothing. With --serve, it and the report are served on 127.0.0.1 instead.
     """
     need("PIL", extra="evaluate")
     if serve:
         if target is not None:
-            stop("--out and --serve do not go together\n  leave one of them out")
+            raise UserError("--out and --serve cannot be combined", "leave one of them out")
         _serve(run, samples, PORT if port is None else port)
         return
     if port is not None:
-        stop("--port is for --serve\n  add --serve, or leave --port out")
+        raise UserError("--port needs --serve", "add --serve, or leave --port out")
     _write(run, target or run / INSPECTOR, samples)
 
 
 def _write(folder: Path, target: Path, samples: int) -> None:
-    from coordexp.document import save
-    from coordexp.inspector.rollouts import inspector_page
+    from coordexp.document import save_page
+    from coordexp.inspector.rollouts import make_inspector_page
 
     need_page(target)
     run = read_run(folder)
     report = REPORT if (target.parent / REPORT).is_file() else None
     with progress(f"reading {folder}"):
-        made = inspector_page(run, samples, report=report)
-    save(target, made.text)
-    if made.remarks:
-        err.print(f"{len(made.remarks)} of {made.held} have no picture, e.g. {made.remarks[0]}", markup=False)
-        err.print("  paths are as seen from where the run was started: go there, or put the pictures back")
-    part = f"{made.held:,} of about {made.total:,}" if made.total > made.held else f"all {made.held:,}"
+        page = make_inspector_page(run, samples, report=report)
+    save_page(target, page.html)
+    if page.remarks:
+        err.print(f"{len(page.remarks)} of {page.held} have no image, e.g. {page.remarks[0]}", markup=False)
+        err.print("  paths are relative to where the run was started: go there, or put the images back")
+    part = f"{page.held:,} of about {page.total:,}" if page.total > page.held else f"all {page.held:,}"
     out.print(f"wrote {target}: {part} dumped examples", markup=False)
 
 
 def _serve(folder: Path, samples: int, port: int) -> None:
-    from coordexp.inspector.live import HOST, listen, run_pages
+    from coordexp.inspector.live import HOST, listen, make_live_pages
 
-    read_run(folder)  # so that a wrong folder is told now
+    read_run(folder)  # so that a wrong folder is reported before the server starts
     try:
-        server = listen(run_pages(folder, samples), port)
-    except OSError as error:
-        stop(f"{HOST}:{port} cannot be listened on ({error.strerror})\n  give another --port, or 0 for a free one")
+        server = listen(make_live_pages(folder, samples), port)
+    except OSError as error:  # it names neither the address nor the option
+        raise UserError(
+            f"cannot listen on {HOST}:{port} ({error.strerror})", "give another --port, or 0 for a free one"
+        ) from error
     with server:
         out.print(f"{folder} at http://{HOST}:{server.server_port}/  (Ctrl-C ends it)", markup=False)
         try:

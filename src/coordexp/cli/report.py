@@ -1,4 +1,4 @@
-"""`coordexp report`: run folders as one page to look at, and how sure the differences between them are."""
+"""`coordexp report`: one page about run folders, and how certain the differences between them are."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -9,14 +9,14 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from coordexp.cli.console import err, need, out, printable, stop, telling
+from coordexp.cli.console import err, need, out, printable, telling
+from coordexp.errors import UserError
 from coordexp.inspector.run import REPORT
 
 if TYPE_CHECKING:
-    from coordexp.inspector.report import Compared, Comparison, Examples, Group
+    from coordexp.inspector.report import ComparisonResult, GroupComparison, RunExamples, RunGroup
 
-NARROWEST = 100  # columns that a table needs; narrower, numbers would lose their digits
-DATA = "Where the held-out records are now. Unset: where run.json says."
+MIN_WIDTH = 100  # columns that a table needs so that no number is cut
 SHOWN = (
     "f1_50",
     "recall_50",
@@ -42,7 +42,10 @@ def report(
     page_file: Annotated[
         Path | None,
         typer.Option(
-            "--out", "-o", dir_okay=False, help="The page. Unset: RUN/report.html, or report.html of several."
+            "--out",
+            "-o",
+            dir_okay=False,
+            help="The page. Unset: RUN/report.html, or report.html if several.",
         ),
     ] = None,
     at: Annotated[
@@ -56,112 +59,117 @@ def report(
             "-d",
             exists=True,
             dir_okay=False,
-            help=DATA,
+            help="Where the held-out records are now. Unset: where run.json says.",
         ),
     ] = None,
 ) -> None:
-    """Make a page of curves, times, settings and notes; of several runs, also paired intervals of differences.
+    """Make a page of curves, times, settings and notes; for several runs, also paired intervals of differences.
 
-    Runs that differ in seeds and names alone are one group: lines are means, bands lowest to highest.
+    Runs that differ only in seeds and names are one group: lines are means, bands lowest to highest.
     """
-    file = _checked_file(page_file, runs)
-    step = _checked_step(at)
+    file = _choose_file(page_file, runs)
+    step = _parse_step(at)
     if len(runs) == 1 and (step is not None or data is not None):
-        stop("--at and --data are for a comparison\n  give two runs or more, or leave them out")
-    from coordexp.document import save
-    from coordexp.inspector.report import dumped, grouped, read_logged, report_page
+        raise UserError("--at and --data are for a comparison", "give two runs or more, or leave them out")
+    from coordexp.document import save_page
+    from coordexp.inspector.report import find_examples, group_runs, read_logged_run, render_report
 
-    with telling("reading") as tell:
-        found = []
+    with telling("reading") as notify:
+        logged = []
         for folder in runs:
-            tell(folder.name)
-            found.append(read_logged(folder))
-        groups = grouped(found)
+            notify(folder.name)
+            logged.append(read_logged_run(folder))
+        groups = group_runs(logged)
     result = _compare(groups, at, step, resamples, data)
     with telling("drawing"):
-        links = dumped(groups, file)
-        save(file, report_page(groups, result, links))
-    _tell(groups, result, links)
+        examples = find_examples(groups, file)
+        save_page(file, render_report(groups, result, examples))
+    _print(groups, result, examples)
     out.print(f"wrote {file}", markup=False)
 
 
-def _checked_file(given: Path | None, runs: Sequence[Path]) -> Path:
+def _choose_file(given: Path | None, runs: Sequence[Path]) -> Path:
     file = given or (runs[0] / REPORT if len(runs) == 1 else Path(REPORT))
     if file.suffix != ".html":
-        stop(
-            f"--out {file}: the suffix is {file.suffix or 'missing'}\n"
-            "  the page is an HTML file; give a name like report.html"
+        raise UserError(
+            f"--out {file}: the suffix is {file.suffix or 'missing'}",
+            "the page is an HTML file; give a name like report.html",
         )
     return file
 
 
-def _checked_step(at: str) -> int | None:
+def _parse_step(at: str) -> int | None:
     if at in ("last", "none"):
         return None
     if not at.isdecimal():
-        stop(f"--at {at}: not a step\n  give last, none, or a whole number of RUN/evaluations/step-N.json")
+        raise UserError(
+            f"--at {at}: not a step", "give last, none, or a number N for which RUN/evaluations/step-N.json exists"
+        )
     return int(at)
 
 
 def _compare(
-    groups: "Sequence[Group]", at: str, step: int | None, resamples: int, data: Path | None
-) -> "Compared | str":
-    from coordexp.inspector.report import Request, compared, why_not
+    groups: "Sequence[RunGroup]", at: str, step: int | None, resamples: int, data: Path | None
+) -> "ComparisonResult | str":
+    """Return the comparison, or the reason why there is none."""
+    from coordexp.inspector.report import ComparisonRequest, compare_groups, reason_not_to_compare
 
-    if reason := "--at none was given" if at == "none" else why_not(groups):
+    if reason := "--at none was given" if at == "none" else reason_not_to_compare(groups):
         return reason
     need("hotcoco", extra="evaluate")
 
-    with telling("comparing") as tell:
-        return compared(groups, Request(step, resamples, data), tell)
+    with telling("comparing") as notify:
+        return compare_groups(groups, ComparisonRequest(step, resamples, data), notify)
 
 
-def _tell(groups: "Sequence[Group]", result: "Compared | str", links: "Sequence[Examples]") -> None:
-    from coordexp.inspector.report import way_to_inspect
+def _print(
+    groups: "Sequence[RunGroup]", result: "ComparisonResult | str", examples: "Sequence[RunExamples]"
+) -> None:
+    from coordexp.inspector.report import inspect_command
 
     for group in groups:
         count = len(group.runs)
-        words = (
-            f"{group.letter}  {group.name}: {count} run{'s' if count > 1 else ''}, seed{'s' if count > 1 else ''} "
-        )
-        out.print(printable(words + group.seeds), markup=False)
+        plural = "s" if count > 1 else ""
+        words = f"{group.letter}  {group.name}: {count} run{plural}, seed{plural} {group.seeds}"
+        out.print(printable(words), markup=False)
     if isinstance(result, str):
         if len(groups) > 1:
             err.print(printable(f"not compared: {result}"), markup=False, style="yellow")
     else:
-        _print(result)
-    if without := [one for one in links if one.steps and not one.page]:
-        out.print(f"dumped examples without a page: `{way_to_inspect(without)}` makes it", markup=False)
+        _print_comparison(result)
+    if missing := [run for run in examples if run.steps and not run.page]:
+        out.print(f"dumped examples without a page: `{inspect_command(missing)}` makes it", markup=False)
 
 
-def _print(found: "Compared") -> None:
-    wide = Console(width=max(out.width, NARROWEST), highlight=False)
-    for one in found.comparisons:
+def _print_comparison(result: "ComparisonResult") -> None:
+    wide = Console(width=max(out.width, MIN_WIDTH), highlight=False)
+    for comparison in result.comparisons:
         wide.print()
-        wide.print(_table(one, found.images))
-    for note in found.notes:
+        wide.print(_make_table(comparison, result.images))
+    for note in result.notes:
         err.print(printable(note), markup=False, style="yellow")
     out.print()
 
 
-def _table(one: "Comparison", images: int) -> Table:
-    """A row is bold when every interval that it has leaves out 0."""
+def _make_table(comparison: "GroupComparison", images: int) -> Table:
+    """A row is bold if it has intervals and none of them contains 0."""
     from coordexp.inspector.report.families import EVALUATED
 
-    known = {row.name: row for row in one.rows}
-    rows = [known[name] for name in SHOWN if name in known]
-    seeds = any(row.with_seeds is not None for row in rows)
+    by_name = {row.name: row for row in comparison.rows}
+    rows = [by_name[name] for name in SHOWN if name in by_name]
+    seeds = comparison.has_seed_intervals
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold underline")
-    heads = [f"{images} images", one.base.letter, one.other.letter, "difference", "95 % over images"]
+    letters = (comparison.base.letter, comparison.other.letter)
+    heads = [f"{images} images", *letters, "difference", "95 % over images"]
     for k, head in enumerate([*heads, *(["95 % with seeds"] if seeds else []), "same sign"]):
         table.add_column(head, justify="right" if k else "left", no_wrap=True)
     for row in rows:
-        words = [f"{row.base:.4f}", f"{row.other:.4f}", f"{row.value:+.4f}", _interval(row.images)]
-        words += [_interval(row.with_seeds)] if seeds else []
-        words.append("-" if row.agreeing is None else f"{100 * row.agreeing:.1f} %")
-        table.add_row(Text(EVALUATED[row.name][0]), *words, style="bold" if row.clear else "")
+        cells = [f"{row.base:.4f}", f"{row.other:.4f}", f"{row.value:+.4f}", _format_interval(row.image_interval)]
+        cells += [_format_interval(row.seed_interval)] if seeds else []
+        cells.append("-" if row.same_sign is None else f"{100 * row.same_sign:.1f} %")
+        table.add_row(Text(EVALUATED[row.name][0]), *cells, style="bold" if row.is_clear else "")
     return table
 
 
-def _interval(interval: tuple[float, float] | None) -> str:
+def _format_interval(interval: tuple[float, float] | None) -> str:
     return "-" if interval is None else f"{interval[0]:+.4f} to {interval[1]:+.4f}"

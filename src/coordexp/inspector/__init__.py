@@ -1,1 +1,2 @@
-"""Pages a person looks at, from what a run wrote: the rollout inspector and the run report. Imports no torch."""
+"""Pages about a run, made from the files in its folder: the rollout inspector and the run report. Imports no
+torch."""

@@ -1,13 +1,14 @@
-"""The dumped examples of a run: which of them a page shows, each with the trace of its training.
+"""Choosing the dumped examples of a run that a page shows, each with the trace of its training.
 
-A long run dumps more than a page can hold. Steps are taken evenly, with the first and the last; the records that
-the run follows come before others, as they show one picture over the steps.
+A long run dumps more than a page can hold. Steps are chosen evenly and include the first and the last. Records
+that the run follows have priority, because they show one image over the steps.
 """
 
 import contextlib
 import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -17,109 +18,108 @@ from coordexp.errors import DataError
 from coordexp.inspector.run import read_lines
 
 PLACE = ("step", "micro", "record")
-LATEST = 100  # files that may still grow: an example can wait some steps for its row
+GROWING_FILES = 100  # the latest files, which may still grow: an example can wait some steps for its row
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Dumped:
-    """One line of a dump file. `trained` is what was said of it when it was trained, if it was."""
+class DumpedExample:
+    """One line of a dump file. `trained` is the trace of its training, None if it was not trained yet."""
 
     where: str  # file and line
-    whole: dict[str, Any]
+    content: dict[str, Any]
     trained: dict[str, Any] | None
     followed: bool
 
+    @property
+    def record(self) -> int:
+        return int(self.content["place"]["record"])
 
-def dump_files(run: Path) -> tuple[list[Path], list[Path]]:
-    """Those of the chosen steps, and those of followed records, in the order of steps."""
-    chosen, followed = (list(step_files(folder).values()) for folder in _folders(run))
-    return chosen, followed
+    @property
+    def time(self) -> tuple[int, int]:
+        """Step and micro-step."""
+        return int(self.content["place"]["step"]), int(self.content["place"]["micro"])
 
 
-def choose(run: Path, most: int) -> tuple[list[Dumped], int]:
-    """At most `most` examples in the order of steps, and about how many there are."""
-    chosen, followed = dump_files(run)
-    if not chosen:
+def choose_examples(run: Path, most: int) -> tuple[list[DumpedExample], int]:
+    """Return at most `most` examples in the order of steps, and approximately how many there are."""
+    regular, followed = (list(step_files(folder).values()) for folder in _folders(run))
+    if not regular:
         raise DataError(
-            f"{run} holds no dumped example\n"
-            "  a run with rollouts writes them to RUN/dumps (stage2.dump_every); one on ground truth has none"
+            f"{run} has no dumped examples",
+            "a run with rollouts writes them to RUN/dumps (stage2.dump_every); one on the ground truth has none",
         )
-    first = list(_read(chosen[0], followed=False))
-    records = {_record(one) for one in first}
-    share = min(most // 2, max(0, most - 2 * len(first)))  # the first step and the last come before them
-    later = [one for file in _evenly(followed, max(1, share)) for one in _read(file, followed=True)]
-    later = _evenly(later, share)
-    room = max(1, (most - len(later)) // max(1, len(first)))
-    files = _evenly(chosen, room)
-    read = [one for file in files for one in _read(file, followed=False)]
-    others = _evenly(read, most - len(later))
-    marked = [replace(one, followed=_record(one) in records) for one in others]
-    total = (len(read) if len(files) == len(chosen) else len(chosen) * len(first)) + len(followed)
-    return sorted([*marked, *later], key=_moment), max(total, len(marked) + len(later))
+    first = list(_read(regular[0], followed=False))
+    records = {example.record for example in first}
+    share = min(most // 2, max(0, most - 2 * len(first)))  # the first step and the last have priority
+    repeated = [example for file in _spread(followed, max(1, share)) for example in _read(file, followed=True)]
+    repeated = _spread(repeated, share)
+    room = max(1, (most - len(repeated)) // max(1, len(first)))
+    files = _spread(regular, room)
+    read = [example for file in files for example in _read(file, followed=False)]
+    others = [
+        replace(example, followed=example.record in records) for example in _spread(read, most - len(repeated))
+    ]
+    total = (len(read) if len(files) == len(regular) else len(regular) * len(first)) + len(followed)
+    chosen = sorted([*others, *repeated], key=attrgetter("time"))
+    return chosen, max(total, len(chosen))
 
 
-def _record(one: Dumped) -> int:
-    return int(one.whole["place"]["record"])
-
-
-def _moment(one: Dumped) -> tuple[int, int]:
-    return int(one.whole["place"]["step"]), int(one.whole["place"]["micro"])
-
-
-def _evenly(files: list[T], most: int) -> list[T]:
-    """At most so many, with the first and the last."""
-    if len(files) <= most:
-        return files
+def _spread(items: list[T], most: int) -> list[T]:
+    """Return at most `most` items, evenly spaced, including the first and the last."""
+    if len(items) <= most:
+        return items
     if most < 2:
-        return files[-1:] if most else []
-    return [files[round(k * (len(files) - 1) / (most - 1))] for k in range(most)]
+        return items[-1:] if most else []
+    return [items[round(k * (len(items) - 1) / (most - 1))] for k in range(most)]
 
 
-def _read(file: Path, *, followed: bool) -> Iterator[Dumped]:
-    traces = _traces(file.with_name(trained_file(file.name)))
-    for number, whole in enumerate(read_lines(file)):
+def _read(file: Path, *, followed: bool) -> Iterator[DumpedExample]:
+    traces = _read_traces(file.with_name(trained_file(file.name)))
+    for number, content in enumerate(read_lines(file)):
         where = f"{file}, line {number + 1}"
-        if whole.get("format") != FORMAT:
-            raise DataError(f"{where}: a dump of format {whole.get('format')}; this version reads {FORMAT}")
-        place = whole.get("place")
+        if content.get("format") != FORMAT:
+            raise DataError(f"{where}: a dump of format {content.get('format')}; this version reads {FORMAT}")
+        place = content.get("place")
         if not isinstance(place, dict) or not all(isinstance(place.get(name), int) for name in PLACE):
             raise DataError(f"{where}: not a dumped example (its place has no {', '.join(PLACE)})")
-        yield Dumped(where, whole, traces.get(number), followed)
+        yield DumpedExample(where, content, traces.get(number), followed)
 
 
-def _traces(file: Path) -> dict[int, dict[str, Any]]:
-    """By example. One that was trained again after a resume has two, and the last counts."""
-    found = {}
+def _read_traces(file: Path) -> dict[int, dict[str, Any]]:
+    """Return the traces by the number of the example. An example that was trained again after a resume has two;
+    the last one counts."""
+    traces = {}
     for number, line in enumerate(read_lines(file), start=1):
         if line.get("format") != TRACE_FORMAT or not isinstance(line.get("example"), int):
             raise DataError(f"{file}, line {number}: not a trace of format {TRACE_FORMAT}")
-        found[line["example"]] = line
-    return found
+        traces[line["example"]] = line
+    return traces
 
 
-def last_step(run: Path) -> int:
-    """Of the dumped ones, as the log counts; 0 without any."""
+def last_dumped_step(run: Path) -> int:
+    """Return the last dumped step, as the log counts; 0 without any."""
     return max((max(step_files(folder), default=-1) for folder in _folders(run)), default=-1) + 1
 
 
-def mark(files: Iterable[Path]) -> str:
-    """Of what a page is made from: another one when there is more. A file that goes meanwhile does not count."""
-    facts = []
+def compute_stamp(files: Iterable[Path]) -> str:
+    """Return a text that changes when a file is added or grows. A file that disappears meanwhile is ignored."""
+    stats = []
     for file in files:
         with contextlib.suppress(FileNotFoundError):
-            facts.append(file.stat())
-    return f"{len(facts)}-{max((one.st_mtime_ns for one in facts), default=0)}-{sum(one.st_size for one in facts)}"
+            stats.append(file.stat())
+    modified = max((stat.st_mtime_ns for stat in stats), default=0)
+    return f"{len(stats)}-{modified}-{sum(stat.st_size for stat in stats)}"
 
 
-def mark_of_dumps(run: Path) -> str:
-    """By how many files there are, and by the latest: only to those anything is added."""
+def compute_dump_stamp(run: Path) -> str:
+    """Return a text that changes when a run dumps more: the number of files, and the stamp of those that grow."""
     parts = []
     for folder in _folders(run):
         names = sorted(os.listdir(folder)) if folder.is_dir() else []  # noqa: PTH208, ten times as fast
         for kind in ("step-", "trained-"):
-            own = [name for name in names if name.startswith(kind)]
-            parts.append(f"{len(own)}-{mark(folder / name for name in own[-LATEST:])}")
+            files = [name for name in names if name.startswith(kind)]
+            parts.append(f"{len(files)}-{compute_stamp(folder / name for name in files[-GROWING_FILES:])}")
     return " ".join(parts)
 
 

@@ -1,9 +1,11 @@
-"""Serves the pages of a run that is going on: on loopback, to this machine, and nothing can be changed through it.
+"""Serving the pages of a run that is still going on: to this machine only, and read-only.
 
-A page is made when it is asked for and there is more to see than the last time. `changed` says whether there is.
+A page is made when it is requested, if the run has written more since the last time. `/changed` tells a page that
+is open whether there is more to see.
 """
 
 import contextlib
+import functools
 import json
 import threading
 from collections.abc import Callable
@@ -14,41 +16,50 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
-from coordexp.document import document, written
+from coordexp.document import escape_text, render_document
 from coordexp.errors import DataError
-from coordexp.inspector.dumps import last_step, mark, mark_of_dumps
-from coordexp.inspector.report import dumped, grouped, read_logged, report_page, why_not
-from coordexp.inspector.rollouts import inspector_page
+from coordexp.inspector.dumps import compute_dump_stamp, compute_stamp, last_dumped_step
+from coordexp.inspector.report import (
+    find_examples,
+    group_runs,
+    read_logged_run,
+    reason_not_to_compare,
+    render_report,
+)
+from coordexp.inspector.rollouts import make_inspector_page
 from coordexp.inspector.run import METRICS, REPORT, read_run
 
 HOST = "127.0.0.1"
-Make = Callable[[str], str]  # from the mark of the dumps to a page
+PageMaker = Callable[[str], str]  # from the stamp of the dumps to a page
 
 
-def run_pages(folder: Path, samples: int) -> "Pages":
-    """The inspector at `/`, the report at `/report`, with ways from each to the other."""
-    return Pages(
-        folder,
-        {
-            "/": lambda dumps: inspector_page(read_run(folder), samples, stamp=dumps, report="report").text,
-            "/report": lambda _: _report(folder),
-        },
-    )
+def make_live_pages(folder: Path, samples: int) -> "LivePages":
+    """Return the inspector at `/` and the report at `/report`. They link to each other."""
+    makers: dict[str, PageMaker] = {
+        "/": functools.partial(_make_inspector, folder, samples),
+        "/report": functools.partial(_make_report, folder),
+    }
+    return LivePages(folder, makers)
 
 
-def _report(folder: Path) -> str:
-    groups = grouped([read_logged(folder)])
-    links = [replace(one, page="/") for one in dumped(groups, folder / REPORT)]
-    return report_page(groups, why_not(groups) or "", links)
+def _make_inspector(folder: Path, samples: int, stamp: str) -> str:
+    return make_inspector_page(read_run(folder), samples, stamp=stamp, report="report").html
 
 
-class Pages:
-    """The pages by their addresses. One is made at a time: a second reader gets what the first one waited for."""
+def _make_report(folder: Path, _stamp: str) -> str:
+    groups = group_runs([read_logged_run(folder)])
+    examples = [replace(run, page="/") for run in find_examples(groups, folder / REPORT)]
+    return render_report(groups, reason_not_to_compare(groups) or "", examples)
 
-    def __init__(self, folder: Path, makers: dict[str, Make]) -> None:
+
+class LivePages:
+    """The pages by their addresses. One is made at a time: a second reader gets the page that the first waited
+    for."""
+
+    def __init__(self, folder: Path, makers: dict[str, PageMaker]) -> None:
         self.folder = folder
         self._makers = makers
-        self._made: dict[str, tuple[str, str]] = {}
+        self._cache: dict[str, tuple[str, str]] = {}  # stamp and page
         self._lock = threading.Lock()
 
     def __contains__(self, address: str) -> bool:
@@ -56,68 +67,69 @@ class Pages:
 
     def get(self, address: str) -> str:
         with self._lock:
-            dumps = mark_of_dumps(self.folder)
-            now = f"{dumps} {mark([self.folder / METRICS])}"
-            made, page = self._made.get(address, ("", ""))
-            if made != now:
+            dump_stamp = compute_dump_stamp(self.folder)
+            stamp = f"{dump_stamp} {compute_stamp([self.folder / METRICS])}"
+            cached_stamp, page = self._cache.get(address, ("", ""))
+            if cached_stamp != stamp:
                 try:
-                    page = self._makers[address](dumps)
-                except (DataError, OSError) as error:  # a run that has just begun, or is writing a file
-                    return _not_yet(str(error), [other for other in self._makers if other != address])
-                self._made[address] = now, page
+                    page = self._makers[address](dump_stamp)
+                except (DataError, OSError) as error:  # the run has just begun, or is writing a file
+                    return _render_waiting(str(error), [other for other in self._makers if other != address])
+                self._cache[address] = stamp, page
             return page
 
-    def changed(self, since: str) -> dict[str, Any]:
-        """Whether there are other examples than when a page was made, and up to which step."""
-        return {"changed": mark_of_dumps(self.folder) != since, "step": last_step(self.folder)}
+    def check_changed(self, since: str) -> dict[str, Any]:
+        """Return whether there are other examples than at the stamp `since`, and the last dumped step."""
+        return {"changed": compute_dump_stamp(self.folder) != since, "step": last_dumped_step(self.folder)}
 
 
-def _not_yet(why: str, others: list[str]) -> str:
-    """Looks again by itself."""
-    ways = "".join(f'<p><a href="{written(each)}">{written(each)}</a></p>' for each in others)
-    words = f"<p>Nothing to show yet. This page looks again every few seconds.</p><pre>{written(why)}</pre>"
-    return document("coordexp", f'<meta http-equiv="refresh" content="3">{words}{ways}', styles=(), scripts=())
+def _render_waiting(reason: str, others: list[str]) -> str:
+    """Render a page that reloads itself until there is something to show."""
+    links = "".join(f'<p><a href="{escape_text(address)}">{escape_text(address)}</a></p>' for address in others)
+    words = f"<p>Nothing to show yet. This page reloads every few seconds.</p><pre>{escape_text(reason)}</pre>"
+    body = f'<meta http-equiv="refresh" content="3">{words}{links}'
+    return render_document("coordexp", body, styles=(), scripts=())
 
 
-def listen(pages: Pages, port: int) -> ThreadingHTTPServer:
-    """Port 0 takes a free one. OSError when it is taken."""
+def listen(pages: LivePages, port: int) -> ThreadingHTTPServer:
+    """Return a server that is bound to the port; 0 takes a free one. Raise OSError if the port is in use."""
 
-    class Handler(BaseHTTPRequestHandler):
+    class PageHandler(BaseHTTPRequestHandler):
         server_version, sys_version = "coordexp", ""
-        timeout = 30  # seconds for a client that says nothing
+        timeout = 30  # seconds for a client that sends nothing
 
         def do_GET(self) -> None:
             address = urlsplit(self.path)
             if not _is_local(self.headers.get("Host", "")):
-                # Another site's name that was made to lead here must not read the pages.
+                # Another site could point its own name at this address to read the pages.
                 self.send_error(HTTPStatus.FORBIDDEN, "ask for 127.0.0.1 or localhost")
             elif address.path == "/changed":
                 since = parse_qs(address.query).get("since", [""])[0]
-                self._answer("application/json", json.dumps(pages.changed(since)))
+                self._send("application/json", json.dumps(pages.check_changed(since)))
             elif address.path in pages:
-                self._answer("text/html; charset=utf-8", pages.get(address.path))
+                self._send("text/html; charset=utf-8", pages.get(address.path))
             else:
                 self.send_error(HTTPStatus.NOT_FOUND)
 
-        def _answer(self, kind: str, text: str) -> None:
+        def _send(self, content_type: str, text: str) -> None:
             body = text.encode("utf-8", "replace")
             self.send_response(HTTPStatus.OK)
-            self.send_header("Content-Type", kind)
+            self.send_header("Content-Type", content_type)
             self.send_header("Content-Length", str(len(body)))
             self.send_header("Cache-Control", "no-store")
             self.send_header("X-Content-Type-Options", "nosniff")
             self.end_headers()
-            with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # the reader has gone on
+            with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # the reader closed the page
                 self.wfile.write(body)
 
         def log_message(self, format: str, *args: object) -> None:
-            """Says nothing: a page asks every few seconds."""
+            """Log nothing: a page sends a request every few seconds."""
 
-    server = ThreadingHTTPServer((HOST, port), Handler)
+    server = ThreadingHTTPServer((HOST, port), PageHandler)
     server.daemon_threads = True
     return server
 
 
 def _is_local(host: str) -> bool:
-    """Whatever the port: a forwarded one may be another."""
+    """Ignore the port, which is another one if it was forwarded."""
     return host.partition(":")[0] in (HOST, "localhost")

@@ -1,83 +1,111 @@
-"""The inspector of a run: its dumped examples, their pictures and their tokens, put together for one page."""
+"""The rollout inspector: the dumped examples of a run, with their images and tokens, as one HTML page.
+
+The body of the page is static, and its scripts write all data as text. Samples are JSON elements that are parsed
+only when they are shown, so that a page with hundreds of them opens at once.
+"""
 
 import functools
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from coordexp.data import BINS
-from coordexp.data.view.thumbnail import thumbnail
+from coordexp.data.view import make_thumbnail
+from coordexp.document import read_resource, render_document
 from coordexp.dump_files import FOLDER
 from coordexp.errors import DataError
-from coordexp.inspector.dumps import Dumped, choose
-from coordexp.inspector.page import page
-from coordexp.inspector.run import MANIFEST, RESOLVED, Run
-from coordexp.inspector.sample import shown, summary
+from coordexp.inspector.dumps import DumpedExample, choose_examples
+from coordexp.inspector.run import RESOLVED, Run
+from coordexp.inspector.sample import show_sample, summarise_sample
 from coordexp.vocab import VocabularyError, VocabularyTable
 
-SIDE = 640  # pixels of a picture in the page
-Entry = dict[str, Any]
+SIDE = 640  # pixels of an image on the page, at most
+STYLES = ("page.css", "picture.css", "strip.css", "panels.css")
+SCRIPTS = (
+    *("elements.js", "data.js", "distribution.js", "picture.js", "strip.js", "chart.js", "detail.js"),
+    *("objects.js", "matrix.js", "steps.js", "head.js", "live.js", "page.js"),
+)
 
 
-class Inspected(NamedTuple):
-    """A page, how many examples it holds and of how many, and remarks on pictures that could not be shown."""
+class InspectorPage(NamedTuple):
+    """A page, how many examples it holds, how many there are, and remarks on images that could not be shown."""
 
-    text: str
+    html: str
     held: int
     total: int
     remarks: tuple[str, ...]
 
 
-def inspector_page(run: Run, most: int, *, stamp: str | None = None, report: str | None = None) -> Inspected:
-    """With at most `most` examples. A served page has a `stamp`: of what it was made from. `report` is the address
-    of the run's report, if there is one."""
-    dumped, total = choose(run.folder, most)
-    about = _about(run)
-    table = _table(run.folder / FOLDER)
-    entries, samples = _read(dumped, table, about)
+def make_inspector_page(
+    run: Run, most: int, *, stamp: str | None = None, report: str | None = None
+) -> InspectorPage:
+    """Return a page with at most `most` examples. A served page has the `stamp` of the dumps it was made from.
+    `report` is the address of the run's report, if there is one."""
+    dumped, total = choose_examples(run.folder, most)
+    objective = _read_objective(run)
+    table = _read_table(run.folder / FOLDER)
+    entries, samples = _read_samples(dumped, table, objective)
     index = {
         "run": run.name,
         "total": total,
         "stamp": stamp,
         "report": report,
-        "target": about.target,
-        "pieces": pieces((sample["tokens"]["ids"] for sample in samples), table),
+        "target": objective.target,
+        "pieces": collect_pieces((sample["tokens"]["ids"] for sample in samples), table),
         "coord0": table.first_coord,
         "samples": entries,
     }
-    pictures = _with_pictures(entries, dumped, run.started_in)
+    images = _add_images(entries, dumped, run.started_in)
     remarks = tuple(entry["remark"] for entry in entries if entry["remark"])
-    return Inspected(page(index, samples, pictures, live=stamp is not None), len(entries), total, remarks)
+    html = render_inspector(index, samples, images, live=stamp is not None)
+    return InspectorPage(html, len(entries), total, remarks)
+
+
+def render_inspector(
+    index: dict[str, Any], samples: Iterable[dict[str, Any]], images: Mapping[str, str], *, live: bool = False
+) -> str:
+    """`samples` are in the order of the index. `images` are data URLs by the ids that the index uses."""
+    data: dict[str, Any] = {"index": {**index, "live": live}}
+    data.update((f"sample-{k}", sample) for k, sample in enumerate(samples))
+    data.update(images)
+    return render_document(
+        f"Rollouts of {index['run']}",
+        read_resource(__package__, "page/page.html"),
+        styles=[read_resource(__package__, f"page/{name}") for name in STYLES],
+        scripts=[read_resource(__package__, f"page/{name}") for name in SCRIPTS],
+        data=data,
+        live=live,
+    )
 
 
 @dataclass(frozen=True)
-class About:
-    """The soft target over bins, if the loss has one; whether class names are left out of the loss; the folder of
-    the pictures."""
+class InspectedObjective:
+    """The parts of a run's settings that the page needs: the soft target over bins, if the loss has one; whether
+    class names are left out of the loss; the folder of the images."""
 
     target: dict[str, Any] | None
     desc_is_masked: bool
-    pictures: Path
+    image_folder: Path
 
 
-def _about(run: Run) -> About:
+def _read_objective(run: Run) -> InspectedObjective:
+    objective = run.latest_start.objective
+    masked = "B" in (objective.masked_desc or ()) if objective else False
     try:
         pipeline = (run.settings.get("rollout_matching") or {}).get("pipeline") or {}
-        objective = run.beginnings[-1].get("objective") or {}
-        data = Path((run.settings.get("custom") or {}).get("train_jsonl") or "")
-        masked = "B" in (objective.get("masked_desc") or ())
-        return About(soft_target(pipeline.get("objective") or ()), masked, data.parent)
-    except (KeyError, IndexError, TypeError, AttributeError) as error:
+        data = Path(run.custom.get("train_jsonl") or "")
+        return InspectedObjective(find_soft_target(pipeline.get("objective") or ()), masked, data.parent)
+    except (KeyError, TypeError, AttributeError) as error:  # settings are a tree of any shape
         raise DataError(
-            f"{run.folder / RESOLVED} or {MANIFEST} is not what a run writes ({error!r})\n"
-            "  they were changed, or are of another program; give another run"
+            f"{run.folder / RESOLVED} does not have the form that a run writes ({error!r})",
+            "it was edited, or another program wrote it; give another run",
         ) from error
 
 
-def soft_target(objective: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
-    """The target over bins that the loss of rollouts has; None without one."""
+def find_soft_target(objective: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
+    """Return the target over bins that the loss on rollouts uses; None without one."""
     for module in objective:
         config = module["config"]
         if module["name"] == "coord_reg" and module["enabled"] and module["weight"] and "B" in module["channels"]:
@@ -88,83 +116,92 @@ def soft_target(objective: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
     return None
 
 
-def pieces(strips: Iterable[Sequence[int]], table: VocabularyTable) -> dict[str, str]:
-    """The text of every token that is no coordinate, with what cannot be seen written out."""
+def collect_pieces(sequences: Iterable[Sequence[int]], table: VocabularyTable) -> dict[str, str]:
+    """Return the visible text of every token that is not a coordinate, by its id."""
     first = table.first_coord
-    ids = {id for strip in strips for id in strip if not first <= id < first + BINS}
+    ids = {id for sequence in sequences for id in sequence if not first <= id < first + BINS}
     known = len(table.pieces)
-    return {str(id): visible(table.pieces[id]) if id < known else f"<id {id}>" for id in sorted(ids)}
+    return {str(id): make_visible(table.pieces[id]) if id < known else f"<id {id}>" for id in sorted(ids)}
 
 
-def visible(piece: bytes) -> str:
+def make_visible(piece: bytes) -> str:
+    """Return the text of a token, with escapes for characters that cannot be seen."""
     try:
         text = piece.decode()
     except UnicodeDecodeError:  # a part of a character
         return "".join(chr(byte) if 0x20 <= byte < 0x7F else f"\\x{byte:02x}" for byte in piece)
-    return "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in text)
+    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
 
 
-def _table(folder: Path) -> VocabularyTable:
+def _read_table(folder: Path) -> VocabularyTable:
     file = folder / "tokenizer.json"
     try:
-        return _known_table(folder, file.stat().st_mtime_ns if file.is_file() else 0)
-    except VocabularyError as error:
-        raise DataError(f"{error}\n  copy the tokenizer.json of the run's model there") from error
+        return _read_cached_table(folder, file.stat().st_mtime_ns if file.is_file() else 0)
+    except VocabularyError as error:  # its fix is meant for training
+        raise DataError(error.problem, "copy the tokenizer.json of the run's model there") from error
 
 
 @functools.lru_cache(maxsize=1)  # a served page is made again and again
-def _known_table(folder: Path, changed: int) -> VocabularyTable:
+def _read_cached_table(folder: Path, modified: int) -> VocabularyTable:
     return VocabularyTable.from_folder(folder)
 
 
-def _read(dumped: Sequence[Dumped], table: VocabularyTable, about: About) -> tuple[list[Entry], list[Entry]]:
-    """Of each example what the list says of it, and all that is shown of it."""
+def _read_samples(
+    dumped: Sequence[DumpedExample], table: VocabularyTable, objective: InspectedObjective
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Return the entries of the index, and the full samples."""
     seen = Counter[str]()
     entries, samples = [], []
-    for one in dumped:
+    for example in dumped:
+        content, trained = example.content, example.trained
         try:
-            place, path = one.whole["place"], one.whole["picture"]["path"]
+            place, path = content["place"], content["picture"]["path"]
             id = f"{place['step'] + 1}.{place['micro']}.{place['record']}"
-            seen[id] += 1  # a record can come twice in one step, when the data begins anew
-            named = {"id": id if seen[id] == 1 else f"{id}.{seen[id]}"}
-            own = {"image": _short(path, about.pictures), "followed": one.followed}
-            entries.append({**named, **own, **summary(one.whole, one.trained)})
-            samples.append({**named, **shown(one.whole, one.trained, table, desc_is_masked=about.desc_is_masked)})
+            seen[id] += 1  # a record can occur twice in one step, when a new epoch begins
+            name = {"id": id if seen[id] == 1 else f"{id}.{seen[id]}"}
+            origin = {"image": _shorten_path(path, objective.image_folder), "followed": example.followed}
+            entries.append({**name, **origin, **summarise_sample(content, trained)})
+            samples.append(
+                {**name, **show_sample(content, trained, table, desc_is_masked=objective.desc_is_masked)}
+            )
         except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
-            raise DataError(f"{one.where}: not a dumped example ({error!r})") from error
+            raise DataError(f"{example.where}: not a dumped example ({error!r})") from error
     return entries, samples
 
 
-def _with_pictures(entries: Sequence[Entry], dumped: Sequence[Dumped], root: Path | None) -> dict[str, str]:
-    """The pictures by id, one for each file. Each entry gets the id of its own, or a remark why there is none."""
-    found: dict[str, str] = {}
-    known: dict[str, Entry] = {}
-    for entry, one in zip(entries, dumped, strict=True):
-        path = one.whole["picture"]["path"]
+def _add_images(
+    entries: Sequence[dict[str, Any]], dumped: Sequence[DumpedExample], root: Path | None
+) -> dict[str, str]:
+    """Return the images by id, one per file. Add to each entry the id of its image, or a remark why it has
+    none."""
+    images: dict[str, str] = {}
+    known: dict[str, dict[str, Any]] = {}
+    for entry, example in zip(entries, dumped, strict=True):
+        path = example.content["picture"]["path"]
         if path not in known:
-            address, remark = _picture(path, root)
-            id = f"picture-{len(known)}" if address else None
+            url, remark = _load_image(path, root)
+            id = f"picture-{len(known)}" if url else None
             known[path] = {"picture": id, "remark": remark}
-            found |= {id: address} if id and address else {}
+            images |= {id: url} if id and url else {}
         entry |= known[path]
-    return found
+    return images
 
 
-def _picture(path: str, root: Path | None) -> tuple[str | None, str | None]:
-    """As a data address, or why there is none. It is looked for from here, and from where the run was started."""
+def _load_image(path: str, root: Path | None) -> tuple[str | None, str | None]:
+    """Return a data URL, or a remark why there is none. Relative paths are tried from here and from where the run
+    was started."""
     try:
         file = Path(path)
         file = root / file if root is not None and not file.is_file() else file
-        return _thumbnail(str(file), file.stat().st_mtime_ns), None
-    except (OSError, ValueError) as error:  # the latter for what can be no path
-        return None, f"picture not shown: {getattr(error, 'strerror', None) or error}; {path}"
+        return _load_thumbnail(str(file), file.stat().st_mtime_ns), None
+    except (OSError, ValueError) as error:  # ValueError: a text that cannot be a path
+        return None, f"image not shown: {getattr(error, 'strerror', None) or error}; {path}"
 
 
 @functools.lru_cache(maxsize=512)
-def _thumbnail(path: str, changed: int) -> str:
-    return thumbnail(Path(path), SIDE)
+def _load_thumbnail(path: str, modified: int) -> str:
+    return make_thumbnail(Path(path), SIDE)
 
 
-def _short(path: str, root: Path) -> str:
-    """Without the folder of the data."""
+def _shorten_path(path: str, root: Path) -> str:
     return str(Path(path).relative_to(root)) if Path(path).is_relative_to(root) else path

@@ -1,8 +1,8 @@
-"""From a dumped example to what the page shows of it: shapes, the token strip, the match matrix, the trace.
+"""From a dumped example to what the page shows: shapes, the token strip, the match matrix, the trace, and words.
 
-The strip is the kept prefix, then what was cut off in the place where it stood, then what was appended and the end
-of the turn. So token i of the answer is token i of the strip, and what follows the prefix in the target stands
-behind the cut.
+The strip has the kept prefix, then the tokens that were cut off, in their original place, then the appended tokens
+and the end of the turn. So token i of the answer is token i of the strip, and what follows the prefix in the
+target stands behind the cut.
 """
 
 from collections.abc import Mapping, Sequence
@@ -10,144 +10,228 @@ from typing import Any
 
 from coordexp.correction import Reason, Role
 from coordexp.correction.spans import entry_spans
-from coordexp.inspector.words import REASONS, count_invalid, facts, is_cut, notes
 from coordexp.vocab import VocabularyTable
 
-CUT, MASKED_DESC = 7, 8  # roles of the page alone, behind those of `Role`
+CUT, MASKED_DESC = 7, 8  # roles that only the page has, numbered after those of `Role`
 NOBODY = -1
+REASONS = {
+    Reason.truncated: "the answer ends inside it",
+    Reason.syntax: "not JSON here: it is cut off, and so is everything after it",
+    Reason.placeholder: "contains an image or video token, which no training sequence may have: cut off",
+    Reason.bad_key: "its key is not object_N",
+    Reason.repeated_key: "its key was written before",
+    Reason.not_a_mapping: "not a mapping with desc and a geometry",
+    Reason.unexpected_key: "has a field besides desc, bbox_2d and poly",
+    Reason.repeated_field: "a field is written twice",
+    Reason.missing_desc: "desc is missing, or is not a text",
+    Reason.empty_desc: "desc is empty",
+    Reason.missing_geometry: "has neither bbox_2d nor poly",
+    Reason.two_geometries: "has both bbox_2d and poly",
+    Reason.bad_geometry: "its geometry is not a flat list of coordinates",
+    Reason.wrong_count: "a box needs four coordinates, a polygon an even number of at least six",
+    Reason.degenerate: "inverted, or without area",
+    Reason.stray_coord: "has a coordinate token outside its geometry",
+    Reason.ambiguous: "a coordinate is spelled in ordinary tokens, so there is no single token to train",
+}
+ENDED = {
+    "stop": "by the model itself",
+    "length": "at the token limit",
+    "repeat": "by the repeat guard, because it repeated itself",
+}
 
 
-def summary(whole: Mapping[str, Any], trained: Mapping[str, Any] | None) -> dict[str, Any]:
-    """What the list of samples needs: counts, and what filters and orders go by."""
-    place, result, rollout = whole["place"], whole["result"], whole["rollout"]
+def summarise_sample(dump: Mapping[str, Any], trained: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return the entry of the index: counts, and the values that samples are filtered and ordered by."""
+    place, result, rollout = dump["place"], dump["result"], dump["rollout"]
     return {
         "step": place["step"] + 1,
         "record": place["record"],
-        "true": len(whole["truth"]),
+        "true": len(dump["truth"]),
         "matched": len(result["pairs"]),
         "missed": len(result["missed"]),
         "extra": len(result["extra"]),
         "invalid": count_invalid(result),
         "tokens": len(rollout["ids"]),
-        "truncated": is_cut(whole),
+        "truncated": bool(rollout["finish_reason"] == "length" or result["truncated"]),
         "fallback": result["fallback"],
         "finish": rollout["finish_reason"],
         "loss": trained["loss"] if trained else None,
     }
 
 
-def shown(
-    whole: Mapping[str, Any], trained: Mapping[str, Any] | None, table: VocabularyTable, *, desc_is_masked: bool
+def show_sample(
+    dump: Mapping[str, Any], trained: Mapping[str, Any] | None, table: VocabularyTable, *, desc_is_masked: bool
 ) -> dict[str, Any]:
-    """The sample as its JSON element has it."""
-    result = whole["result"]
-    strip = Strip(whole)
+    """Return the JSON element of a sample."""
+    result = dump["result"]
+    strip = Strip(dump)
     return {
-        "width": whole["picture"]["width"],
-        "height": whole["picture"]["height"],
-        "facts": facts(whole),
-        "notes": notes(whole),
-        "truth": _truth(whole),
-        "objects": _objects(whole),
+        "width": dump["picture"]["width"],
+        "height": dump["picture"]["height"],
+        "facts": list_facts(dump),
+        "notes": list_notes(dump),
+        "truth": _show_truth(dump),
+        "objects": _show_objects(dump),
         "match": {
-            "rows": [k for k, one in enumerate(result["objects"]) if one["reason"] is None],
+            "rows": _valid_indices(result),
             "iou": [[None if value is None else round(value, 6) for value in row] for row in result["iou"]],
-            "gate": whole["settings"]["maskiou_gate"],
-            "top_k": whole["settings"]["candidate_top_k"],
+            "gate": dump["settings"]["maskiou_gate"],
+            "top_k": dump["settings"]["candidate_top_k"],
             "rejections": result["gate_rejections"],
         },
         "prompt_tokens": result["prompt_length"],
         "tokens": strip.tokens(table, desc_is_masked=desc_is_masked),
-        "trained": _trained(trained, strip) if trained else None,
+        "trained": _show_trace(trained, strip) if trained else None,
     }
 
 
 class Strip:
-    """Where the tokens of a dumped answer and of its target stand in the strip."""
+    """The tokens of a dumped answer and of its target, in the order of the strip."""
 
-    def __init__(self, whole: Mapping[str, Any]) -> None:
-        result = whole["result"]
+    def __init__(self, dump: Mapping[str, Any]) -> None:
+        result = dump["result"]
         self.missed: list[int] = result["missed"]
         self.prompt: int = result["prompt_length"]
         self.prefix: int = result["prefix_tokens"]
-        self.answer: list[int] = whole["rollout"]["ids"]
+        self.answer: list[int] = dump["rollout"]["ids"]
         self.streams: dict[str, list[Any]] = {
             name: values[self.prompt :] for name, values in result["streams"].items()
         }
         self.cut = len(self.answer) - self.prefix
 
     def of_target(self, position: int) -> int:
-        """Of a position in the target, counted from the answer's first token."""
+        """Return the index in the strip of a position in the target, counted from the answer's first token."""
         return position if position < self.prefix else position + self.cut
 
     def tokens(self, table: VocabularyTable, *, desc_is_masked: bool) -> dict[str, Any]:
-        own = {name: self._with_cut(values, None) for name, values in self.streams.items()}
-        roles = self._with_cut(self.streams["roles"], CUT)
+        targets = self._insert_cut(self.streams["coord_targets"], None)
+        roles = self._insert_cut(self.streams["roles"], CUT)
         if desc_is_masked:
             roles = [MASKED_DESC if role == Role.tail_desc else role for role in roles]
-        owner, breaks = self._entries(table)
+        owner, breaks = self._find_owners(table)
         return {
             "ids": [*self.answer, *self.streams["ids"][self.prefix :]],
             "roles": roles,
             "owner": owner,
-            "target": [value if value is None else round(value, 2) for value in own["coord_targets"]],
+            "target": [value if value is None else round(value, 2) for value in targets],
             "breaks": sorted(breaks),
         }
 
-    def _with_cut(self, values: Sequence[Any], filling: Any) -> list[Any]:
+    def _insert_cut(self, values: Sequence[Any], filling: Any) -> list[Any]:
         return [*values[: self.prefix], *[filling] * self.cut, *values[self.prefix :]]
 
-    def _entries(self, table: VocabularyTable) -> tuple[list[int], set[int]]:
-        """Whose each token is, and where lines begin: at entries, at the cut and at the tail."""
+    def _find_owners(self, table: VocabularyTable) -> tuple[list[int], set[int]]:
+        """Return the object that each token belongs to, and the indices at which lines begin: at entries, at the
+        cut and at the tail. A missed object j has the owner -2 - j."""
         target = self.streams["ids"][:-1]
         owner = [NOBODY] * (self.cut + len(target) + 1)
         breaks = {0, self.prefix, self.prefix + self.cut} if self.cut else {0, self.prefix}
         for k, (start, end) in enumerate(entry_spans(self.answer, table)):
             owner[start:end] = [k] * (end - start)
             breaks.add(start)
-        written = entry_spans(target, table)
-        kept = len(written) - len(self.missed)
-        for k, (start, end) in enumerate(written):
-            if k == kept:
-                own = (p for p in range(self.prefix, end) if self.streams["roles"][p] != Role.masked_prefix)
-                start = next(own)  # the comma before it is there for it
-            whose = k if k < kept else -2 - self.missed[k - kept]
+        spans = entry_spans(target, table)
+        kept = len(spans) - len(self.missed)
+        for k, (start, end) in enumerate(spans):
+            if k == kept:  # the comma before the first appended entry belongs to it
+                roles = self.streams["roles"]
+                start = next(p for p in range(self.prefix, end) if roles[p] != Role.masked_prefix)
+            entry_owner = k if k < kept else -2 - self.missed[k - kept]
             for position in range(max(start, self.prefix), end):
-                owner[self.of_target(position)] = whose
+                owner[self.of_target(position)] = entry_owner
             if start >= self.prefix:
                 breaks.add(self.of_target(start))
-        return owner, {each for each in breaks if each < len(owner)}
+        return owner, {index for index in breaks if index < len(owner)}
 
 
-def _truth(whole: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """`by` is the object, of all that were written, which was matched."""
-    valid = [k for k, one in enumerate(whole["result"]["objects"]) if one["reason"] is None]
-    by = {j: valid[i] for i, j in whole["result"]["pairs"]}
-    return [dict(one) | {"by": by.get(j)} for j, one in enumerate(whole["truth"])]
+def _valid_indices(result: Mapping[str, Any]) -> list[int]:
+    """Return which objects of the answer are valid. Rows of the match are numbered by them."""
+    return [k for k, obj in enumerate(result["objects"]) if obj["reason"] is None]
 
 
-def _objects(whole: Mapping[str, Any]) -> list[dict[str, Any]]:
-    result = whole["result"]
-    valid = [k for k, one in enumerate(result["objects"]) if one["reason"] is None]
-    of = {valid[i]: (j, result["iou"][i][j]) for i, j in result["pairs"]}
-    found = []
-    for k, one in enumerate(result["objects"]):
-        true, iou = of.get(k, (None, None))
-        found.append(
-            {name: one[name] for name in ("desc", "kind", "bins", "reason")}
-            | {"key": one["key"] or "cut off"}  # what is not read to its end has no key
+def _show_truth(dump: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return the true objects. `by` is the index of the matched object in the answer."""
+    valid = _valid_indices(dump["result"])
+    by = {j: valid[i] for i, j in dump["result"]["pairs"]}
+    return [dict(true) | {"by": by.get(j)} for j, true in enumerate(dump["truth"])]
+
+
+def _show_objects(dump: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return the objects of the answer. `of` is the index of the matched true object."""
+    result = dump["result"]
+    valid = _valid_indices(result)
+    pairs = {valid[i]: (j, result["iou"][i][j]) for i, j in result["pairs"]}
+    objects = []
+    for k, obj in enumerate(result["objects"]):
+        true, iou = pairs.get(k, (None, None))
+        objects.append(
+            {name: obj[name] for name in ("desc", "kind", "bins", "reason")}
+            | {"key": obj["key"] or "cut off"}  # an object that is not read to its end has no key
             | {"of": true, "iou": None if iou is None else round(iou, 6)}
-            | {"words": REASONS[Reason(one["reason"])] if one["reason"] else None}
+            | {"words": REASONS[Reason(obj["reason"])] if obj["reason"] else None}
         )
-    return found
+    return objects
 
 
-def _trained(trained: Mapping[str, Any], strip: Strip) -> dict[str, Any]:
-    """What the model said of each supervised token when the sample was trained, by places in the strip."""
-    places = [strip.of_target(position - strip.prompt) for position in trained["where"]]
-    by_place = dict(zip(trained["where"], places, strict=True))
+def _show_trace(trained: Mapping[str, Any], strip: Strip) -> dict[str, Any]:
+    """Return the trace of training, with the model's numbers for each supervised token by its index in the
+    strip."""
+    indices = [strip.of_target(position - strip.prompt) for position in trained["where"]]
+    by_position = dict(zip(trained["where"], indices, strict=True))
     return {
         **{name: trained[name] for name in ("step", "loss", "terms")},
-        **{name: dict(zip(places, trained[name], strict=True)) for name in ("nll", "mass")},
-        "bins": {by_place[int(position)]: runs for position, runs in trained["bins"].items()},
+        **{name: dict(zip(indices, trained[name], strict=True)) for name in ("nll", "mass")},
+        "bins": {by_position[int(position)]: runs for position, runs in trained["bins"].items()},
     }
+
+
+def count_invalid(result: Mapping[str, Any]) -> int:
+    """Return how many objects of the answer are not used: those with a reason, and those in text that is not read.
+    Dumps of earlier releases do not count the latter."""
+    return sum(obj["reason"] is not None for obj in result["objects"]) + int(result.get("unread", 0))
+
+
+def list_facts(dump: Mapping[str, Any]) -> list[list[str]]:
+    """Return rows of a name and a value that say how the answer was made."""
+    rollout, place = dump["rollout"], dump["place"]
+    return [
+        ["answered by", f"the weights after {place['step']:,} update{'' if place['step'] == 1 else 's'}"],
+        ["decoding", describe_decoding(dump["decode"])],
+        ["seed", str(dump["seed"])],
+        ["ended", str(ENDED.get(rollout["finish_reason"], rollout["finish_reason"]))],
+        ["answer", f"{len(rollout['ids']):,} tokens, {dump['result']['prefix_tokens']:,} of them kept"],
+        ["prompt", f"{dump['result']['prompt_length']:,} tokens"],
+        ["place", f"record {place['record']}, micro-step {place['micro']}, rank {place['rank']}"],
+    ]
+
+
+def describe_decoding(decode: Mapping[str, Any]) -> str:
+    words = {
+        "greedy": "greedy",
+        "sampling": f"sampled at temperature {decode['temperature']:g}",
+        "beam": f"best of {decode['num_beams']} beams",
+    }.get(decode["mode"], str(decode["mode"]))
+    if decode["mode"] == "sampling":
+        words += f", top_p {decode['top_p']:g}" if decode["top_p"] < 1 else ""
+        words += f", top_k {decode['top_k']}" if decode["top_k"] > 0 else ""
+    return f"{words}, at most {decode['max_new_tokens']:,} tokens"
+
+
+def list_notes(dump: Mapping[str, Any]) -> list[str]:
+    """Return sentences about what is unusual. Counts of missed and extra objects are shown elsewhere."""
+    result = dump["result"]
+    cut = len(dump["rollout"]["ids"]) - result["prefix_tokens"]
+    notes = []
+    if result["fallback"]:
+        notes.append("Nothing in the answer can be continued: all of it is removed, and the target starts over.")
+    elif result["truncated"]:
+        notes.append("The answer stops before it is closed: everything after its last complete object is cut off.")
+    elif any(obj["reason"] in (Reason.syntax, Reason.placeholder) for obj in result["objects"]):
+        notes.append(f"The answer cannot be read to its end: its last {cut:,} tokens are cut off.")
+    invalid = count_invalid(result)
+    if invalid == 1:
+        notes.append("One object of the answer cannot be used and is not matched.")
+    elif invalid:
+        notes.append(f"{invalid:,} objects of the answer cannot be used and are not matched.")
+    if unread := result.get("unread"):
+        notes.append(f"Objects in text that is not read, counted by their keys: {unread:,}.")
+    return notes

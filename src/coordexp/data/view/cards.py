@@ -1,56 +1,63 @@
-"""The first lines of a file, each with its record, what is wrong with it, and a thumbnail of its image."""
+"""Cards: the first lines of a data file, each with its record, its problems, and a thumbnail of its image."""
 
+import base64
+import io
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from coordexp.data.doctor import Problem, check_image, check_record
-from coordexp.data.images import image_facts
+from coordexp.data.images import image_facts, opened_image
 from coordexp.data.records import Record, parse_record
-from coordexp.data.view.thumbnail import thumbnail
+
+SIDE = 480  # pixels of a thumbnail
+LOSSLESS_SIDE = 128  # up to this side a thumbnail is a PNG: such a small image is a drawing, or a test
 
 
 @dataclass(frozen=True, slots=True)
 class Card:
-    """`record` is None for a broken line, `picture` (a data address) for an image that cannot be read."""
+    """`record` is None if the line is broken. `image` is a data URL, None if the image cannot be read."""
 
     line: int
     record: Record | None
     problems: tuple[Problem, ...]
-    picture: str | None
+    image: str | None
 
 
 def read_cards(
-    path: Path, limit: int, *, problems_only: bool = False, tell: Callable[[int], None] = lambda line: None
+    path: Path, limit: int, *, problems_only: bool = False, notify: Callable[[int], None] | None = None
 ) -> Iterator[Card]:
-    """At most `limit`; the rest of the file is not read. `tell` hears the number of each line."""
-    given = 0
+    """Yield at most `limit` cards; the rest of the file is not read. Call `notify` with the number of each
+    line."""
+    count = 0
     with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
-            tell(number)
+            if notify is not None:
+                notify(number)
             if not line.strip():
                 continue
-            card = _card(path, number, line, problems_only)
+            card = _make_card(path, number, line, problems_only)
             if card is not None:
                 yield card
-                given += 1
-            if given == limit:
+                count += 1
+            if count == limit:
                 return
 
 
-def _card(path: Path, number: int, line: bytes, problems_only: bool) -> Card | None:
+def _make_card(path: Path, number: int, line: bytes, problems_only: bool) -> Card | None:
     try:
         record = parse_record(line)
     except (ValueError, RecursionError) as error:
         return Card(number, None, (Problem("broken-line", str(error)),), None)
-    problems, readable = _problems(path.parent / record.image, record)
+    image = path.parent / record.image
+    problems, is_readable = _find_problems(image, record)
     if problems_only and not problems:
         return None
-    return Card(number, record, problems, thumbnail(path.parent / record.image) if readable else None)
+    return Card(number, record, problems, make_thumbnail(image) if is_readable else None)
 
 
-def _problems(image: Path, record: Record) -> tuple[tuple[Problem, ...], bool]:
-    """Of the record and of its image, and whether the image can be shown."""
+def _find_problems(image: Path, record: Record) -> tuple[tuple[Problem, ...], bool]:
+    """Return the problems of the record and of its image, and whether the image can be shown."""
     try:
         facts = image_facts(image, decode=True)
     except FileNotFoundError:
@@ -58,3 +65,17 @@ def _problems(image: Path, record: Record) -> tuple[tuple[Problem, ...], bool]:
     except (OSError, ValueError) as error:
         return (Problem("image-unreadable", f"{record.image!r}: {error}"), *check_record(record)), False
     return (*check_image(record, facts), *check_record(record)), True
+
+
+def make_thumbnail(path: Path, side: int = SIDE) -> str:
+    """Return a data URL of the image with sides of at most `side` pixels. Raise OSError if it is broken."""
+    from PIL import ImageOps  # imported late: the page of a file without images does not need Pillow
+
+    with opened_image(path) as file:
+        file.draft("RGB", (2 * side, 2 * side))
+        image = ImageOps.exif_transpose(file).convert("RGB")
+    image.thumbnail((side, side))
+    kind = "PNG" if max(image.size) <= LOSSLESS_SIDE else "JPEG"
+    buffer = io.BytesIO()
+    image.save(buffer, kind, quality=82)
+    return f"data:image/{kind.lower()};base64,{base64.b64encode(buffer.getvalue()).decode('ascii')}"

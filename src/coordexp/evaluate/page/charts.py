@@ -1,12 +1,13 @@
 """Line charts as inline SVG: precision against recall, and precision, recall and F1 against the score threshold.
 
-Lines differ in their dashes as well as in colour, and each is named where it ends. Colours come from the page's
-style, so that the charts follow light and dark.
+Lines differ in dashes as well as in colour, and each has its name at its end. Colours come from the page's style,
+so that the charts work in light and in dark mode.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
+from operator import itemgetter
 
 from coordexp.evaluate.curve import CurvePoint, best_point, thinned
 
@@ -20,7 +21,7 @@ Point = tuple[float, float]
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """`style` is a class of the page's style: the colour and the dashes."""
+    """`style` is a CSS class that sets the colour and the dashes."""
 
     name: str
     style: str
@@ -43,16 +44,18 @@ class Axis:
         )
 
 
-def precision_recall_chart(points: Sequence[CurvePoint]) -> str:
+def draw_precision_recall(points: Sequence[CurvePoint]) -> str:
     shown = [(point.tally.recall or 0.0, point.tally.precision or 0.0) for point in thinned(points)]
     best = best_point(points)
     assert best is not None
     mark = (best.tally.recall or 0.0, best.tally.precision or 0.0)
     axes = Axis("recall", 0.0, 1.0), Axis("precision", 0.0, 1.0)
-    return line_chart("Precision against recall", axes, [Line("", "line-f1", tuple(shown))], mark, _words(best))
+    return _draw_lines(
+        "Precision against recall", axes, [Line("", "line-f1", tuple(shown))], mark, _describe_best(best)
+    )
 
 
-def threshold_chart(points: Sequence[CurvePoint]) -> str:
+def draw_thresholds(points: Sequence[CurvePoint]) -> str:
     shown = thinned(points)
     best = best_point(points)
     assert best is not None
@@ -66,38 +69,38 @@ def threshold_chart(points: Sequence[CurvePoint]) -> str:
     ]
     axes = Axis("score threshold", points[-1].score, points[0].score), Axis("", 0.0, 1.0)
     title = "Precision, recall and F1 against the score threshold"
-    return line_chart(title, axes, lines, (best.score, best.tally.f1 or 0.0), _words(best))
+    return _draw_lines(title, axes, lines, (best.score, best.tally.f1 or 0.0), _describe_best(best))
 
 
-def line_chart(title: str, axes: tuple[Axis, Axis], lines: Sequence[Line], mark: Point, words: str) -> str:
-    """`mark` is a point with a ring around it and `words` as its tooltip and caption."""
+def _draw_lines(title: str, axes: tuple[Axis, Axis], lines: Sequence[Line], mark: Point, words: str) -> str:
+    """Return a line chart with a ring around the point `mark`. `words` are its tooltip and the caption."""
     parts = [f'<svg class="chart" viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(title)}">']
-    parts += _grid(axes)
-    parts += [_line(line, axes) for line in lines]
-    parts += _names(lines, axes)
-    x, y = _place(mark, axes)
+    parts += _draw_grid(axes)
+    parts += [_draw_line(line, axes) for line in lines]
+    parts += _draw_names(lines, axes)
+    x, y = _to_pixels(mark, axes)
     parts.append(f'<circle class="mark" cx="{x:.1f}" cy="{y:.1f}" r="6"><title>{escape(words)}</title></circle>')
-    picture = "\n".join([*parts, "</svg>"])
-    return f"<figure><h3>{escape(title)}</h3>\n{picture}\n<figcaption>{escape(words)}</figcaption></figure>"
+    svg = "\n".join([*parts, "</svg>"])
+    return f"<figure><h3>{escape(title)}</h3>\n{svg}\n<figcaption>{escape(words)}</figcaption></figure>"
 
 
-def _words(best: CurvePoint) -> str:
-    return f"Ring: best F1 {best.tally.f1 or 0.0:.3f}, keeping objects that score at least {best.score:.3g}"
+def _describe_best(best: CurvePoint) -> str:
+    return f"Ring: best F1 {best.tally.f1 or 0.0:.3f}, keeping objects with a score of at least {best.score:.3g}"
 
 
-def _place(point: Point, axes: tuple[Axis, Axis]) -> Point:
+def _to_pixels(point: Point, axes: tuple[Axis, Axis]) -> Point:
     across, down = axes[0].share(point[0]), 1 - axes[1].share(point[1])
     return LEFT + across * (WIDTH - LEFT - RIGHT), TOP + down * (HEIGHT - TOP - BOTTOM)
 
 
-def _grid(axes: tuple[Axis, Axis]) -> list[str]:
+def _draw_grid(axes: tuple[Axis, Axis]) -> list[str]:
     parts = []
     for value in axes[1].ticks:
-        _, y = _place((axes[0].low, value), axes)
+        _, y = _to_pixels((axes[0].low, value), axes)
         parts.append(f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>')
         parts.append(f'<text x="{LEFT - 8}" y="{y + 4:.1f}" text-anchor="end">{value:.2f}</text>')
     for value in axes[0].ticks:
-        x, _ = _place((value, axes[1].low), axes)
+        x, _ = _to_pixels((value, axes[1].low), axes)
         parts.append(f'<line class="grid" x1="{x:.1f}" x2="{x:.1f}" y1="{TOP}" y2="{HEIGHT - BOTTOM}"/>')
         parts.append(f'<text x="{x:.1f}" y="{HEIGHT - BOTTOM + 16}" text-anchor="middle">{value:.3g}</text>')
     middle = (LEFT + WIDTH - RIGHT) / 2
@@ -106,17 +109,19 @@ def _grid(axes: tuple[Axis, Axis]) -> list[str]:
     return parts
 
 
-def _line(line: Line, axes: tuple[Axis, Axis]) -> str:
-    places = [_place(point, axes) for point in line.points]
+def _draw_line(line: Line, axes: tuple[Axis, Axis]) -> str:
+    places = [_to_pixels(point, axes) for point in line.points]
     path = " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
     dots = [f'<circle class="dot {line.style}" cx="{x:.1f}" cy="{y:.1f}" r="2.5"/>' for x, y in places]
     return f'<polyline class="{line.style}" points="{path}"/>' + ("".join(dots) if len(dots) <= 12 else "")
 
 
-def _names(lines: Sequence[Line], axes: tuple[Axis, Axis]) -> list[str]:
-    """To the right of the lines' right ends, pushed upwards where they would cover each other or the axis."""
+def _draw_names(lines: Sequence[Line], axes: tuple[Axis, Axis]) -> list[str]:
+    """Write the names to the right of the lines, moved up where they would cover each other or the axis."""
     named = [line for line in lines if line.name]
-    ends = sorted(((_place(max(line.points), axes)[1], line) for line in named), key=lambda end: -end[0])
+    ends = sorted(
+        ((_to_pixels(max(line.points), axes)[1], line) for line in named), key=itemgetter(0), reverse=True
+    )
     parts, highest = [], float(HEIGHT - BOTTOM - 4)
     for y, line in ends:
         highest = min(highest, y)

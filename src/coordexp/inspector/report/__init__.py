@@ -1,27 +1,31 @@
 """The run report: run folders in, one HTML page out. Imports no torch.
 
-It has curves with seeds as bands, time by phase, what to look at, how the runs were made, and paired intervals of
+It has curves with seeds as bands, time by phase, what to look at, how the runs were made, and paired intervals for
 their differences on the same images.
 """
 
-from coordexp.inspector.report.compare import Compared, Comparison, Request, compared, why_not
-from coordexp.inspector.report.groups import Group, Logged, grouped
-from coordexp.inspector.report.links import Examples, dumped, way_to_inspect
-from coordexp.inspector.report.page import report_page
-from coordexp.inspector.report.reading import read_logged
+from coordexp.inspector.report.compare import (
+    ComparisonRequest,
+    ComparisonResult,
+    GroupComparison,
+    compare_groups,
+    reason_not_to_compare,
+)
+from coordexp.inspector.report.groups import LoggedRun, RunGroup, group_runs, read_logged_run
+from coordexp.inspector.report.page import RunExamples, find_examples, inspect_command, render_report
 
 __all__ = [
-    "Compared",
-    "Comparison",
-    "Examples",
-    "Group",
-    "Logged",
-    "Request",
-    "compared",
-    "dumped",
-    "grouped",
-    "read_logged",
-    "report_page",
-    "way_to_inspect",
-    "why_not",
+    "ComparisonRequest",
+    "ComparisonResult",
+    "GroupComparison",
+    "LoggedRun",
+    "RunExamples",
+    "RunGroup",
+    "compare_groups",
+    "find_examples",
+    "group_runs",
+    "inspect_command",
+    "read_logged_run",
+    "reason_not_to_compare",
+    "render_report",
 ]

@@ -1,5 +1,7 @@
-"""How the runs were made: what differs between groups, settings, environment, data and objective. No environment
-variables: `run.json` has none, and settings that may be secrets are not shown."""
+"""How the runs were made: settings that differ between groups, then objective, settings, environment and data.
+
+`run.json` has no environment variables, and settings that may be secrets are not shown.
+"""
 
 import shlex
 from collections.abc import Sequence
@@ -7,113 +9,109 @@ from typing import Any
 
 import yaml
 
-from coordexp.document import written
-from coordexp.inspector.report.groups import Group, Logged, differences, without_secrets
-from coordexp.inspector.report.tables import table
+from coordexp.document import escape_text
+from coordexp.inspector.report.drawing import render_table
+from coordexp.inspector.report.groups import LoggedRun, RunGroup, find_differences, hide_secrets
+from coordexp.inspector.run import RunObjective, RunStart
 
-WORD = 90  # letters of a value in a table
-CHANNELS = {"A": "ground truth", "B": "rollouts"}  # groups of runs have letters too
-
-
-def configuration(groups: Sequence[Group]) -> str:
-    return _differences(groups) + "".join(_group(group, len(groups) == 1) for group in groups)
+MAX_LETTERS = 90  # of a value in a table
+CHANNELS = {"A": "ground truth", "B": "rollouts"}  # in words, because groups of runs have letters too
 
 
-def _differences(groups: Sequence[Group]) -> str:
+def render_configuration(groups: Sequence[RunGroup]) -> str:
+    return _render_differences(groups) + "".join(_render_group(group, len(groups) == 1) for group in groups)
+
+
+def _render_differences(groups: Sequence[RunGroup]) -> str:
     if len(groups) < 2:
         return ""
-    rows = differences(groups)
+    rows = find_differences(groups)
     if not rows:
-        return "<p>The settings are the same; the data of the groups is not.</p>"
-    heads = [f'<b class="badge of-{group.letter}">{group.letter}</b> {written(group.name)}' for group in groups]
+        return "<p>The groups have the same settings, but different data.</p>"
+    heads = [
+        f'<b class="badge of-{group.letter}">{group.letter}</b> {escape_text(group.name)}' for group in groups
+    ]
     cells = [
-        (f"<code>{written(path)}</code>", *(written(_word(value)) for value in row)) for path, row in rows.items()
+        (f"<code>{escape_text(path)}</code>", *(escape_text(_format_value(value)) for value in row))
+        for path, row in rows.items()
     ]
     words = f"{len(rows)} setting{'s differ' if len(rows) > 1 else ' differs'}, besides seeds and names."
-    return f'<p class="about">{words}</p>' + table(["setting", *heads], cells)
+    return f'<p class="about">{words}</p>' + render_table(["setting", *heads], cells)
 
 
-def _group(group: Group, alone: bool) -> str:
-    settings = yaml.safe_dump(without_secrets(group.settings), sort_keys=False, allow_unicode=True)
-    runs = "".join(_made(one) for one in group.runs)
+def _render_group(group: RunGroup, is_open: bool) -> str:
+    settings = yaml.safe_dump(hide_secrets(group.settings), sort_keys=False, allow_unicode=True)
+    first = group.runs[0]
+    objective = _render_objective(first.run.latest_start.objective)
     return (
-        f'<h3><b class="badge of-{group.letter}">{group.letter}</b> {written(group.name)}</h3>'
-        f"<details{' open' if alone else ''}><summary>Objective</summary>{_objective(group.runs[0])}</details>"
-        f"<details><summary>Settings, of {written(group.runs[0].run.name)}</summary>"
-        f'<pre tabindex="0">{written(settings)}</pre></details>'
-        f"<details><summary>Environment and data, of each run</summary>{runs}</details>"
+        f'<h3><b class="badge of-{group.letter}">{group.letter}</b> {escape_text(group.name)}</h3>'
+        f"<details{' open' if is_open else ''}><summary>Objective</summary>{objective}</details>"
+        f"<details><summary>Settings of {escape_text(first.name)}</summary>"
+        f'<pre tabindex="0">{escape_text(settings)}</pre></details>'
+        f"<details><summary>Environment and data of each run</summary>"
+        f"{''.join(map(_render_starts, group.runs))}</details>"
     )
 
 
-def _objective(one: Logged) -> str:
-    about = one.latest.get("objective") or {}
+def _render_objective(objective: RunObjective | None) -> str:
+    heads = ("term", "weight", "on", "divided by")
+    if objective is None:
+        return render_table(heads, ())
     rows = [
         (
-            f"<code>{written(str(term['term']))}</code>",
-            _weight(term["weight"]),
-            written(", ".join(CHANNELS.get(each, each) for each in term["channels"])),
-            written(_over(term["divided_by"])),
+            f"<code>{escape_text(term.term)}</code>",
+            "diagnostic" if term.weight is None else f"{term.weight:g}",
+            escape_text(", ".join(CHANNELS.get(channel, channel) for channel in term.channels)),
+            escape_text(", ".join(term.divided_by)),
         )
-        for term in about.get("terms", ())
+        for term in objective.terms
     ]
-    idle = "".join(
-        f"<li><code>{written(name)}</code> does not run: {written(str(why))}</li>"
-        for name, why in (about.get("idle") or {}).items()
+    remarks = "".join(
+        f"<li><code>{escape_text(name)}</code> does not run: {escape_text(str(reason))}</li>"
+        for name, reason in (objective.idle or {}).items()
     )
-    masked = about.get("masked_desc") or []
-    idle += f"<li>desc is masked on channel {written(', '.join(masked))}</li>" if masked else ""
-    return table(("term", "weight", "on", "divided by"), rows) + (f"<ul>{idle}</ul>" if idle else "")
+    if objective.masked_desc:
+        remarks += f"<li>desc is masked on channel {escape_text(', '.join(objective.masked_desc))}</li>"
+    return render_table(heads, rows) + (f"<ul>{remarks}</ul>" if remarks else "")
 
 
-def _weight(weight: float | None) -> str:
-    return "diagnostic" if weight is None else f"{weight:g}"
-
-
-def _over(divided_by: Any) -> str:
-    return divided_by if isinstance(divided_by, str) else ", ".join(divided_by)
-
-
-def _made(one: Logged) -> str:
-    """Every start and resume of a run."""
+def _render_starts(run: LoggedRun) -> str:
     starts = "".join(
-        f"<h5>{'start' if k == 0 else f'resume {k}'}</h5><dl>{_facts(about)}</dl>"
-        for k, about in enumerate(one.run.beginnings)
+        f"<h5>{'start' if k == 0 else f'resume {k}'}</h5><dl>{_render_facts(start)}</dl>"
+        for k, start in enumerate(run.run.starts)
     )
-    return f"<h4>{written(str(one.run.folder))}, seed {written(str(one.seed))}</h4>{starts}"
+    return f"<h4>{escape_text(str(run.run.folder))}, seed {escape_text(str(run.seed))}</h4>{starts}"
 
 
-def _facts(about: dict[str, Any]) -> str:
-    packages = ", ".join(f"{name} {version}" for name, version in (about.get("packages") or {}).items())
+def _render_facts(start: RunStart) -> str:
     facts = {
-        "command": shlex.join(about.get("command") or ()),
-        "files": ", ".join(about.get("files") or ()),
-        "python": str(about.get("python", "")),
-        "packages": packages,
-        "git": _git(about.get("git")),
-        **{f"{name} data": _data(found) for name, found in (about.get("data") or {}).items()},
-        "rollouts": _rollouts(about.get("rollouts")),
+        "command": shlex.join(start.command or ()),
+        "files": ", ".join(start.files or ()),
+        "python": str(start.python),
+        "packages": ", ".join(f"{name} {version}" for name, version in (start.packages or {}).items()),
+        "git": _describe_git(start.git),
+        **{f"{name} data": str(file) for name, file in (start.data or {}).items()},
+        "rollouts": _describe_rollouts(start.rollouts),
     }
-    return "".join(f"<dt>{written(name)}</dt><dd>{written(text)}</dd>" for name, text in facts.items() if text)
+    return "".join(
+        f"<dt>{escape_text(name)}</dt><dd>{escape_text(text)}</dd>" for name, text in facts.items() if text
+    )
 
 
-def _git(state: Any) -> str:
+def _describe_git(state: Any) -> str:
     if not isinstance(state, dict):
         return "not started in a repository"
     changed = state.get("changed_files")
     return f"{state.get('commit')}" + (f", {changed} changed file{'' if changed == 1 else 's'}" if changed else "")
 
 
-def _data(found: Any) -> str:
-    return f"{found['file']}, {found['records']} records, sha256 {found['sha256']}"
-
-
-def _rollouts(found: Any) -> str:
-    if not isinstance(found, dict):
+def _describe_rollouts(facts: Any) -> str:
+    if not isinstance(facts, dict):
         return ""
-    simple = {name: value for name, value in found.items() if not isinstance(value, list | dict)}
+    simple = {name: value for name, value in facts.items() if not isinstance(value, list | dict)}
     return ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in simple.items())
 
 
-def _word(value: Any) -> str:
+def _format_value(value: Any) -> str:
     text = "-" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
-    return text if len(text) <= WORD else f"{text[: WORD - 3]}..."
+    return text if len(text) <= MAX_LETTERS else f"{text[: MAX_LETTERS - 3]}..."

@@ -1,155 +1,148 @@
-"""Which charts there are: their families, in the order of the page, and what each shows of a run's log.
+"""The charts of a report, in families, in the order of the page.
 
-A chart is one number over steps, with a line for every group, so that a colour means a group everywhere. Names
-are those of `metrics.jsonl`; counts of objects are divided by answers, since a log line sums over what it covers.
+A chart is one number over steps with a line for every group, so that a colour means the same group everywhere.
+Metric names are those of `metrics.jsonl`. Counts of objects are divided by the number of answers, because a log
+line sums over all the answers it covers.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
-from coordexp.inspector.report.groups import Group, Logged
-from coordexp.inspector.report.series import NOTHING, Log, Series, ratio
+from coordexp.inspector.report.groups import LoggedRun, RunGroup
+from coordexp.inspector.report.series import Series, divide
 
-Read = Callable[[Logged], Series]
+
+@dataclass(frozen=True)
+class Metric:
+    """A logged number, optionally divided by another one, or multiplied by the weight of its loss term."""
+
+    name: str
+    per: str = ""
+    weighted: bool = False
+
+    def read(self, run: LoggedRun) -> Series:
+        series = run.series(self.name)
+        if self.per:
+            return divide(series, run.series(self.per))
+        return series.scale(term_weight(run, self.name) or 0.0) if self.weighted else series
 
 
 @dataclass(frozen=True)
 class Chart:
-    """`key` is unique on the page. `unit` is what the numbers are; a `share` is between 0 and 1."""
+    """`key` is unique within its family. `note` explains the number. A `share` is between 0 and 1."""
 
     key: str
     title: str
-    read: Read
-    about: str = ""
+    metric: Metric
+    note: str = ""
     share: bool = False
     wide: bool = False
 
 
 @dataclass(frozen=True)
 class Family:
-    """`absent` says why a run may have none of it; `folded` families are opened by the reader."""
+    """`absent` says why a run may have none of these charts. The reader has to open a `folded` family."""
 
     key: str
     title: str
-    about: str
+    note: str
     absent: str
     charts: tuple[Chart, ...]
     folded: bool = False
 
 
-def families(groups: Sequence[Group]) -> tuple[Family, ...]:
-    logs = [logged.log for group in groups for logged in group.runs]
-    names = dict.fromkeys(name for log in logs for name in log)
-    found = _declared(groups, names, logs)
-    if "loss" in names:
-        return found
-    return tuple(replace(family, absent=NOTHING_LOGGED) for family in found)
+LOSS = "Each term is multiplied by its weight, so the terms add up to the loss. Every chart has its own scale."
+EVALUATION = "Greedy answers to the held-out images, at IoU 0.5 unless stated otherwise."
+NO_EVALUATION = (
+    'no evaluation was logged: custom.val_jsonl is not set, training.eval_strategy is "no", or the first '
+    "evaluation is still to come"
+)
+ANSWERS = "Training rollouts before correction, without regard to class. Steps on the ground truth have none."
+ENDS = "Shares of answers, and of the objects in them."
+NO_ROLLOUTS = "no step had rollouts: all steps so far were on the ground truth"
+DIAGNOSTICS = "Means over supervised positions. They do not enter the loss."
+NO_DIAGNOSTICS = "no coord_diag is declared in the pipeline's diagnostics"
+MEANS = "The same sums, divided by the number of supervised positions and without weights."
+NOTHING_LOGGED = "no step was logged: the run has just begun, or training.logging_steps is larger than its steps"
 
 
-NOTHING_LOGGED = "no step was logged: the run has just begun, or training.logging_steps is above its steps"
-
-
-def _declared(groups: Sequence[Group], names: dict[str, None], logs: Sequence[Log]) -> tuple[Family, ...]:
-    return (
-        Family("loss", "Loss", LOSS, NOTHING_LOGGED, (_loss(), *_terms(groups))),
-        Family("eval", "Evaluation on held-out images", EVALUATION, NO_EVALUATION, tuple(_evaluation(names))),
+def list_families(groups: Sequence[RunGroup]) -> tuple[Family, ...]:
+    runs = [run for group in groups for run in group.runs]
+    names = dict.fromkeys(name for run in runs for name in run.log)
+    ends = _end_charts(names, runs)
+    families = (
+        Family("loss", "Loss", LOSS, NOTHING_LOGGED, (_LOSS_CHART, *_term_charts(groups))),
+        Family("eval", "Evaluation on held-out images", EVALUATION, NO_EVALUATION, _evaluation_charts(names)),
         Family("recall", "Training answers: recall", ANSWERS, NO_ROLLOUTS, RECALL),
         Family("precision", "Training answers: precision", ANSWERS, NO_ROLLOUTS, PRECISION),
-        Family("ends", "Training answers: how they ended", ENDS, NO_ROLLOUTS, _ends(names, logs)),
+        Family("ends", "Training answers: how they ended", ENDS, NO_ROLLOUTS, ends),
         Family("lengths", "Lengths in tokens", "", "no steps were logged", LENGTHS),
         Family("packing", "Packing", "Means over packed rows.", "training.packing is off", PACKING),
         Family("optimizer", "Optimizer", "", "no steps were logged", OPTIMIZER),
-        Family("diag", "Coordinate distributions", DIAGNOSTICS, NO_DIAGNOSTICS, tuple(_diagnostics(names))),
+        Family("diag", "Coordinate distributions", DIAGNOSTICS, NO_DIAGNOSTICS, _diagnostic_charts(names)),
         Family(
             "means",
             "Loss terms, means over supervised positions",
             MEANS,
             "no terms were logged",
-            tuple(_means(names)),
-            True,
+            _mean_charts(names),
+            folded=True,
         ),
     )
+    if "loss" in names:
+        return families
+    return tuple(replace(family, absent=NOTHING_LOGGED) for family in families)
 
 
-LOSS = "Each term times its weight, as it enters the loss: the terms add up to it. Every chart has its own scale."
-EVALUATION = "Greedy answers to the held-out images, at IoU 0.5 unless named otherwise."
-NO_EVALUATION = (
-    'no evaluation was logged: custom.val_jsonl is not set, training.eval_strategy is "no", or the first '
-    "evaluation is still to come"
-)
-ANSWERS = "Of training rollouts, before they are corrected, without class. Steps on the ground truth have none."
-ENDS = "Shares of answers, and of the objects in them."
-NO_ROLLOUTS = "no step had rollouts: all so far were on the ground truth"
-DIAGNOSTICS = "Means over supervised positions; they enter no loss."
-NO_DIAGNOSTICS = "no coord_diag is declared in the pipeline's diagnostics"
-MEANS = "The same sums divided by the positions that were supervised, without weight."
+def term_weight(run: LoggedRun, term: str) -> float | None:
+    """Return the weight of a loss term in `run.json`; None if it is not named there or is a diagnostic."""
+    objective = run.run.latest_start.objective
+    return next((row.weight for row in objective.terms if row.term == term), None) if objective else None
 
 
-def logged(name: str) -> Read:
-    return lambda run: run.log.get(name, NOTHING)
+def _chart(name: str, title: str, note: str = "", *, share: bool = False) -> Chart:
+    return Chart(name, title, Metric(name), note, share)
 
 
-def an_answer(name: str) -> Read:
-    return lambda run: ratio(run.log.get(name, NOTHING), run.log.get("rollout/answers", NOTHING))
+def _chart_per_answer(key: str, name: str, title: str, note: str, *, share: bool = False) -> Chart:
+    return Chart(key, title, Metric(name, per="rollout/answers"), note, share)
 
 
-def weight_of(run: Logged, term: str) -> float | None:
-    """As `run.json` has it; None of a term that it does not name."""
-    objective = run.latest.get("objective") or {}
-    return next((one["weight"] for one in objective.get("terms", ()) if one["term"] == term), None)
-
-
+_LOSS_CHART = Chart("loss", "loss", Metric("loss"), "the weighted sum of the terms", wide=True)
 RECALL = (
-    Chart("match/recall", "recall", logged("match/recall"), "true objects that were matched", share=True),
-    Chart("missed", "missed per answer", an_answer("match/missed"), "true objects that were appended"),
-    Chart(
-        "rollout/early_stop_rate",
-        "early stops",
-        logged("rollout/early_stop_rate"),
-        "stopped with fewer valid objects than true",
-        share=True,
+    _chart("match/recall", "recall", "true objects that were matched", share=True),
+    _chart_per_answer("missed", "match/missed", "missed per answer", "true objects that were appended"),
+    _chart(
+        "rollout/early_stop_rate", "early stops", "answers with fewer valid objects than true objects", share=True
     ),
 )
 PRECISION = (
-    Chart(
-        "match/precision", "precision", logged("match/precision"), "valid objects that were matched", share=True
-    ),
-    Chart("extra", "extra per answer", an_answer("match/extra"), "valid objects without a partner"),
-    Chart("repeats", "repeats per answer", an_answer("parse/repeats"), "valid objects said before, word by word"),
-    Chart(
-        "rollout/over_count_rate",
-        "over-counts",
-        logged("rollout/over_count_rate"),
-        "more valid objects than true",
-        share=True,
+    _chart("match/precision", "precision", "valid objects that were matched", share=True),
+    _chart_per_answer("extra", "match/extra", "extra per answer", "false positives: valid, but not matched"),
+    _chart_per_answer("repeats", "parse/repeats", "repeats per answer", "valid objects that were written before"),
+    _chart(
+        "rollout/over_count_rate", "over-counts", "answers with more valid objects than true objects", share=True
     ),
 )
 LENGTHS = (
-    Chart("rollout/mean_tokens", "of an answer", logged("rollout/mean_tokens"), "without the stop token"),
-    Chart("target/mean_prefix_tokens", "kept of an answer", logged("target/mean_prefix_tokens"), "the prefix"),
-    Chart(
-        "target/mean_appended_tokens",
-        "appended to an answer",
-        logged("target/mean_appended_tokens"),
-        "missed objects, and the end of turn",
-    ),
-    Chart("tokens", "trained on", logged("tokens"), "a log line, by the first process"),
+    _chart("rollout/mean_tokens", "of an answer", "without the stop token"),
+    _chart("target/mean_prefix_tokens", "kept of an answer", "the prefix"),
+    _chart("target/mean_appended_tokens", "appended to an answer", "missed objects and the end of turn"),
+    _chart("tokens", "trained on", "per log line, in the first process"),
 )
 PACKING = (
-    Chart("packing/fill", "fill", logged("packing/fill"), "share of a row that is used", share=True),
-    Chart("packing/segments", "segments a row", logged("packing/segments")),
-    Chart("packing/waiting", "segments that wait", logged("packing/waiting"), "in the carry buffer"),
-    Chart(
-        "packing/oldest_waited", "longest wait", logged("packing/oldest_waited"), "draws, of the oldest segment"
-    ),
-    Chart("packing/underfull", "underfull rows", logged("packing/underfull"), share=True),
+    _chart("packing/fill", "fill", "share of a row that is used", share=True),
+    _chart("packing/segments", "segments per row"),
+    _chart("packing/waiting", "waiting segments", "in the carry buffer"),
+    _chart("packing/oldest_waited", "longest wait", "draws that the oldest segment has waited"),
+    _chart("packing/underfull", "underfull rows", share=True),
 )
 OPTIMIZER = (
-    Chart("learning_rate", "learning rate", logged("learning_rate")),
-    Chart("grad_norm", "gradient norm", logged("grad_norm"), "before clipping"),
-    Chart("time/step", "seconds a step", logged("time/step"), "from the first rollout to the update"),
+    _chart("learning_rate", "learning rate"),
+    _chart("grad_norm", "gradient norm", "before clipping"),
+    _chart("time/step", "seconds per step", "from the first rollout to the update"),
 )
 EVALUATED = {
     "f1_50": ("F1", ""),
@@ -164,7 +157,7 @@ EVALUATED = {
     "duplicates": ("duplicates", "of valid objects"),
     "invalid": ("invalid", "of all objects"),
     "truncated": ("truncated", "of answers"),
-    "early_stop": ("early stops", "of answers that stopped by themselves"),
+    "early_stop": ("early stops", "of answers that the model ended itself"),
     "over_count": ("over-counts", "of answers"),
     "oversized": ("oversized", "of valid objects"),
     "unknown_class": ("unknown class", "of valid objects"),
@@ -173,75 +166,64 @@ EVALUATED = {
 }
 
 
-def _loss() -> Chart:
-    return Chart("loss", "loss", logged("loss"), "the weighted sum of the terms", wide=True)
-
-
-def _terms(groups: Sequence[Group]) -> tuple[Chart, ...]:
+def _term_charts(groups: Sequence[RunGroup]) -> tuple[Chart, ...]:
     runs = [run for group in groups for run in group.runs]
     names = dict.fromkeys(
-        name for run in runs for name in run.log if "/" in name and weight_of(run, name) is not None
+        name for run in runs for name in run.log if "/" in name and term_weight(run, name) is not None
     )
-    return tuple(Chart(name, name, _weighted(name), _weights(name, groups)) for name in names)
+    return tuple(Chart(name, name, Metric(name, weighted=True), _describe_weights(name, groups)) for name in names)
 
 
-def _weighted(name: str) -> Read:
-    return lambda run: run.log.get(name, NOTHING).times(weight_of(run, name) or 0.0)
+def _describe_weights(name: str, groups: Sequence[RunGroup]) -> str:
+    weights = [term_weight(group.runs[0], name) for group in groups]
+    if len(set(weights)) == 1:
+        return f"weight {weights[0]:g}"
+    words = [
+        f"{group.letter} {'none' if weight is None else f'{weight:g}'}"
+        for group, weight in zip(groups, weights, strict=True)
+    ]
+    return f"weight {', '.join(words)}"
 
 
-def _weights(name: str, groups: Sequence[Group]) -> str:
-    found = [weight_of(group.runs[0], name) for group in groups]
-    if len(set(found)) == 1:
-        return f"weight {found[0]:g}"
-    each = (f"{g.letter} {'none' if w is None else f'{w:g}'}" for g, w in zip(groups, found, strict=True))
-    return f"weight {', '.join(each)}"
-
-
-def _evaluation(names: Sequence[str] | dict[str, None]) -> list[Chart]:
-    return [
-        Chart(f"eval_{name}", title, logged(f"eval_{name}"), about, share=True)
-        for name, (title, about) in EVALUATED.items()
+def _evaluation_charts(names: Collection[str]) -> tuple[Chart, ...]:
+    return tuple(
+        _chart(f"eval_{name}", title, note, share=True)
+        for name, (title, note) in EVALUATED.items()
         if f"eval_{name}" in names
-    ]
+    )
 
 
-def _ends(names: dict[str, None], logs: Sequence[Log]) -> tuple[Chart, ...]:
-    """Of the reasons for invalid objects, those that ever came."""
+def _end_charts(names: Collection[str], runs: Sequence[LoggedRun]) -> tuple[Chart, ...]:
+    """Return the charts of how answers ended. Reasons for invalid objects have one only if they occurred."""
     reasons = [
-        name for name in names if name.startswith("parse/invalid/") and any(_ever(log.get(name)) for log in logs)
+        name
+        for name in names
+        if name.startswith("parse/invalid/") and any(np.nansum(run.series(name).values) > 0 for run in runs)
     ]
-    fixed = (
-        Chart("rollout/cut_off_rate", "cut off", logged("rollout/cut_off_rate"), "at max_new_tokens", share=True),
-        Chart("looped", "looped", an_answer("rollout/looped"), "ended by the repeat guard", share=True),
-        Chart("unreadable", "unreadable", an_answer("rollout/unreadable"), "do not begin with {", share=True),
-        Chart("parse/invalid_rate", "invalid objects", logged("parse/invalid_rate"), "of all objects", share=True),
+    return (
+        _chart("rollout/cut_off_rate", "cut off", "at max_new_tokens", share=True),
+        _chart_per_answer("looped", "rollout/looped", "looped", "ended by the repeat guard", share=True),
+        _chart_per_answer("unreadable", "rollout/unreadable", "unreadable", "do not begin with {", share=True),
+        _chart("parse/invalid_rate", "invalid objects", "of all objects", share=True),
+        *(
+            Chart(
+                name, f"invalid: {name.rsplit('/', 1)[1]}", Metric(name, "parse/objects"), "of all objects", True
+            )
+            for name in reasons
+        ),
     )
-    return fixed + tuple(
-        Chart(name, f"invalid: {name.rsplit('/', 1)[1]}", _an_object(name), "of all objects", share=True)
-        for name in reasons
-    )
 
 
-def _ever(series: Series | None) -> bool:
-    return series is not None and bool(np.nansum(series.values) > 0)
-
-
-def _an_object(name: str) -> Read:
-    return lambda run: ratio(run.log.get(name, NOTHING), run.log.get("parse/objects", NOTHING))
-
-
-def _diagnostics(names: dict[str, None]) -> list[Chart]:
-    found = [name for name in names if name.startswith("coord_diag/")]
+def _diagnostic_charts(names: Collection[str]) -> tuple[Chart, ...]:
     charts = [
-        Chart(name, name.removeprefix("coord_diag/").replace("_", " "), logged(name), share="entropy" not in name)
-        for name in found
+        _chart(name, name.removeprefix("coord_diag/").replace("_", " "), share="entropy" not in name)
+        for name in names
+        if name.startswith("coord_diag/")
     ]
     if "broken_logits" in names:
-        charts.append(
-            Chart("broken_logits", "broken logits", logged("broken_logits"), "no numbers, a position; should be 0")
-        )
-    return charts
+        charts.append(_chart("broken_logits", "broken logits", "NaN or infinite, per position; should be 0"))
+    return tuple(charts)
 
 
-def _means(names: dict[str, None]) -> list[Chart]:
-    return [Chart(name, name.removesuffix("/mean"), logged(name)) for name in names if name.endswith("/mean")]
+def _mean_charts(names: Collection[str]) -> tuple[Chart, ...]:
+    return tuple(_chart(name, name.removesuffix("/mean")) for name in names if name.endswith("/mean"))

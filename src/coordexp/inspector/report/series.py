@@ -1,12 +1,17 @@
-"""What a run logged, by name: steps and values. A metrics file of any length comes in, and arrays go out.
+"""The numbers that a run logged, and the curves of a chart.
 
-The file is read line by line and never held, so that a million lines are a matter of time and not of memory. A
-value that was logged as null was no number: it stays, as nan. Of two values for a step the last counts.
+A metrics file of any length is read line by line into one `Series` per metric: steps and values. A value that was
+logged as null was not a number. It is kept, as nan. If a step was logged twice, the last value counts.
+
+A `Curve` has a bounded number of points. A point is one step, or a range of neighbouring steps if there are more
+steps than fit. Its value is the mean over the range in each run, then over the runs. Its inner band spans the
+runs, its outer band every logged value.
 """
 
+import math
 import reprlib
 from array import array
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +21,12 @@ from numpy.typing import NDArray
 
 from coordexp.errors import DataError
 from coordexp.files import read_json_lines
-from coordexp.inspector.report.forms import LARGEST, is_count, logged_number
+from coordexp.inspector.run import LARGEST_NUMBER, NOT_WRITTEN_BY_A_RUN
+
+MAX_POINTS = 200  # of a line; a chart is not wide enough to show more
+MIN_POINTS = 60  # however many groups share the page
+MAX_POINTS_OF_CHART = 480  # of all lines together
+SMOOTH_FROM = 40  # points; below, a running mean hides more than it shows
 
 Floats = NDArray[np.float64]
 Steps = NDArray[np.int64]
@@ -24,7 +34,7 @@ Steps = NDArray[np.int64]
 
 @dataclass(frozen=True, eq=False)
 class Series:
-    """`steps` rise; `values` has nan where no number was logged."""
+    """`steps` are increasing. `values` has nan where something other than a number was logged."""
 
     steps: Steps
     values: Floats
@@ -39,59 +49,177 @@ class Series:
         return float(known[-1]) if len(known) else None
 
     @property
-    def broken(self) -> Steps:
-        """Where no number was logged."""
-        found: Steps = self.steps[~np.isfinite(self.values)]
-        return found
+    def broken_steps(self) -> Steps:
+        """The steps at which something other than a number was logged."""
+        steps: Steps = self.steps[~np.isfinite(self.values)]
+        return steps
 
-    def times(self, factor: float) -> "Series":
+    def scale(self, factor: float) -> "Series":
         return Series(self.steps, self.values * factor)
 
 
-Log = Mapping[str, Series]
-NOTHING = Series(np.zeros(0, np.int64), np.zeros(0))
+Log = Mapping[str, Series]  # by the name of the metric
+EMPTY = Series(np.zeros(0, np.int64), np.zeros(0))
 
 
 def read_log(path: Path) -> dict[str, Series]:
-    """Every name of `metrics.jsonl`, in the order in which they first come."""
-    return series_of(read_json_lines(path), str(path))
+    """Return every metric of `metrics.jsonl`, in the order in which they first appear."""
+    return collect_series(read_json_lines(path), str(path))
 
 
-def series_of(lines: Iterable[Mapping[str, Any]], where: str) -> dict[str, Series]:
-    found: dict[str, tuple[array[int], array[float]]] = {}
+def collect_series(lines: Iterable[Mapping[str, Any]], where: str) -> dict[str, Series]:
+    columns: dict[str, tuple[array[int], array[float]]] = {}
     for number, line in enumerate(lines, start=1):
         step = line.get("step")
-        if not is_count(step):
+        if type(step) is not int or not 0 <= step < 2**53:
             raise DataError(f"{where}, line {number}: step {reprlib.repr(step)} is not a whole number")
         for name, value in line.items():
             if name == "step":
                 continue
-            if name not in found:
-                found[name] = array("q"), array("d")
-            steps, values = found[name]
+            if name not in columns:
+                columns[name] = array("q"), array("d")
+            steps, values = columns[name]
             steps.append(step)
-            if (type(value) is float or type(value) is int) and -LARGEST <= value <= LARGEST:
+            if (type(value) is float or type(value) is int) and -LARGEST_NUMBER <= value <= LARGEST_NUMBER:
                 values.append(value)
+            elif value is None or (type(value) is float and not math.isfinite(value)):
+                values.append(math.nan)
             else:
-                values.append(logged_number(value, f"{where}, line {number}: {name}"))
-    return {name: _series(*columns) for name, columns in found.items()}
+                raise DataError(
+                    f"{where}, line {number}: {name} {reprlib.repr(value)} is not a number up to "
+                    f"{LARGEST_NUMBER:g}",
+                    NOT_WRITTEN_BY_A_RUN,
+                )
+    return {name: _sort(*pair) for name, pair in columns.items()}
 
 
-def _series(steps: "array[int]", values: "array[float]") -> Series:
-    """The last of each step, by rising steps."""
+def _sort(steps: "array[int]", values: "array[float]") -> Series:
+    """Sort by step and keep the last value of each step."""
     backwards = np.frombuffer(steps, np.int64)[::-1]
-    kept, first = np.unique(backwards, return_index=True)
-    return Series(kept, np.frombuffer(values, np.float64)[::-1][first])
+    unique, first = np.unique(backwards, return_index=True)
+    return Series(unique, np.frombuffer(values, np.float64)[::-1][first])
 
 
-def ratio(above: Series, below: Series) -> Series:
-    """Step by step, where both were logged and there is something to be a share of."""
-    steps, left, right = np.intersect1d(above.steps, below.steps, assume_unique=True, return_indices=True)
-    some = below.values[right] != 0
-    return Series(steps[some], above.values[left][some] / below.values[right][some])
+def divide(numerator: Series, denominator: Series) -> Series:
+    """Divide step by step, at the steps that both have and where the denominator is not zero."""
+    steps, left, right = np.intersect1d(
+        numerator.steps, denominator.steps, assume_unique=True, return_indices=True
+    )
+    nonzero = denominator.values[right] != 0
+    return Series(steps[nonzero], numerator.values[left][nonzero] / denominator.values[right][nonzero])
 
 
-def steps_of_lines(log: Log) -> Steps:
-    """How many optimizer steps each line of the loss stands for."""
-    steps = log.get("loss", NOTHING).steps
+def steps_per_line(log: Log) -> Steps:
+    """Return how many optimizer steps each line with a loss covers."""
+    steps = log.get("loss", EMPTY).steps
     return np.diff(steps, prepend=0)
+
+
+@dataclass(frozen=True)
+class StepRanges:
+    """The steps `first` to `last`, divided into `count` ranges of equal length. All charts of a page share it."""
+
+    first: int
+    last: int
+    count: int
+
+    def index(self, steps: Steps) -> Steps:
+        """Return the number of the range that each step is in."""
+        return (steps - self.first) * self.count // (self.last - self.first + 1)
+
+    @property
+    def length(self) -> float:
+        return (self.last - self.first + 1) / self.count
+
+
+@dataclass(frozen=True, eq=False)
+class Curve:
+    """Points by increasing step, with nan where no run has a number. `low` and `high` span the means of the runs,
+    `lowest` and `highest` all values. `runs` counts the runs that have the point. `broken` are the indices of
+    points in which something other than a number was logged."""
+
+    steps: Floats
+    mean: Floats
+    low: Floats
+    high: Floats
+    lowest: Floats
+    highest: Floats
+    runs: Steps
+    broken: Steps
+
+    def __len__(self) -> int:
+        return len(self.steps)
+
+
+def divide_steps(series: Sequence[Series], groups: int) -> StepRanges:
+    """Return ranges over every step of these series, fewer if more groups share a chart."""
+    steps = [metric.steps for metric in series if len(metric)]
+    if not steps:
+        return StepRanges(0, 0, 1)
+    first, last = min(int(run[0]) for run in steps), max(int(run[-1]) for run in steps)
+    most = max(MIN_POINTS, min(MAX_POINTS, MAX_POINTS_OF_CHART // max(1, groups)))
+    return StepRanges(first, last, min(most, last - first + 1))
+
+
+def build_curve(runs: Sequence[Series], ranges: StepRanges) -> Curve | None:
+    """Return None if no run has a number."""
+    summaries = [_summarise(series, ranges) for series in runs if len(series)]
+    if not summaries or not any(np.isfinite(series.values).any() for series in runs):
+        return None
+    used = np.unique(np.concatenate([summary.index for summary in summaries]))
+    table = np.full((5, len(summaries), len(used)), np.nan)
+    for k, summary in enumerate(summaries):
+        table[:, k, np.searchsorted(used, summary.index)] = summary.rows
+    steps, mean, lowest, highest, finite = table
+    return Curve(
+        steps=_over_runs(np.nanmean, steps),
+        mean=_over_runs(np.nanmean, mean),
+        low=_over_runs(np.nanmin, mean),
+        high=_over_runs(np.nanmax, mean),
+        lowest=_over_runs(np.nanmin, lowest),
+        highest=_over_runs(np.nanmax, highest),
+        runs=np.isfinite(mean).sum(axis=0),
+        broken=np.flatnonzero(np.nan_to_num(finite, nan=1.0).min(axis=0) < 1),
+    )
+
+
+def smooth(values: Floats) -> tuple[Floats, int]:
+    """Return a running mean over neighbouring points, and over how many. It has fewer at the ends; gaps stay
+    gaps."""
+    width = 2 * (len(values) // 50) + 1
+    known = np.isfinite(values)
+    window = np.ones(width)
+    half = width // 2
+    total = np.convolve(np.where(known, values, 0.0), window)[half : half + len(values)]
+    count = np.convolve(known.astype(float), window)[half : half + len(values)]
+    return np.where(known, total / np.maximum(count, 1.0), np.nan), width
+
+
+@dataclass(frozen=True, eq=False)
+class _RangeSummary:
+    """One run. `index` says which ranges have a value."""
+
+    index: Steps
+    rows: Floats  # [5, ranges]: middle step, mean, lowest, highest, share of values that are numbers
+
+
+def _summarise(series: Series, ranges: StepRanges) -> _RangeSummary:
+    index, first = np.unique(ranges.index(series.steps), return_index=True)
+    known = np.isfinite(series.values)
+    lines = np.diff(first, append=len(series)).astype(float)
+    count = np.add.reduceat(known.astype(float), first)
+    total = np.add.reduceat(np.where(known, series.values, 0.0), first)
+    mean = total / np.where(count > 0, count, np.nan)
+    lowest = np.minimum.reduceat(np.where(known, series.values, np.inf), first)
+    highest = np.maximum.reduceat(np.where(known, series.values, -np.inf), first)
+    steps = np.add.reduceat(series.steps.astype(float), first) / lines
+    statistics = [np.where(count > 0, row, np.nan) for row in (mean, lowest, highest)]
+    return _RangeSummary(index, np.stack([steps, *statistics, count / lines]))
+
+
+def _over_runs(reduce: Callable[..., Floats], values: Floats) -> Floats:
+    """Reduce over the runs; nan where no run has a number."""
+    result = np.full(values.shape[1], np.nan)
+    known = np.isfinite(values).any(axis=0)
+    result[known] = reduce(values[:, known], axis=0)
+    return result
