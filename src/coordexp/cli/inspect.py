@@ -23,7 +23,7 @@ def inspect(
         int,
         typer.Option(
             min=1,
-            help="Most dumped examples on the page: the first step, the last, images that occur again, then evenly.",
+            help="Most dumped examples on the page: the first step, the last, recurring images, then evenly.",
         ),
     ] = 200,
     serve: Annotated[

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 import yaml
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError
 
 from coordexp.errors import DataError
 from coordexp.files import read_json_lines
@@ -31,8 +31,14 @@ def _to_list(value: Any) -> Any:
     return [value] if isinstance(value, str) else value
 
 
+def _check_number(value: float) -> float:
+    if not -LARGEST_NUMBER <= value <= LARGEST_NUMBER:
+        raise ValueError(f"it should be a number up to {LARGEST_NUMBER:g}")
+    return value
+
+
 Count = Annotated[int, Field(ge=0, lt=2**53)]
-Number = Annotated[float, Field(ge=-LARGEST_NUMBER, le=LARGEST_NUMBER, allow_inf_nan=False)]
+Number = Annotated[float, AfterValidator(_check_number)]
 
 
 class RunFileModel(BaseModel):
@@ -157,7 +163,8 @@ def validate(adapter: TypeAdapter[T], value: Any, where: str) -> T:
         first = error.errors(include_url=False)[0]
         place = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in first["loc"])
         place = place.removesuffix(".[key]").removeprefix(".")
-        problem = f"is {reprlib.repr(first['input'])}: {first['msg'].replace('Input', 'it')}"
+        expected = first["msg"].replace("Input", "it").removeprefix("Value error, ")
+        problem = f"is {reprlib.repr(first['input'])}: {expected}"
         if first["type"] == "missing":
             problem = "is missing"
         elif first["type"] in ("model_type", "dict_type"):

@@ -1,4 +1,4 @@
-"""The page shows records and their problems, and nothing in the data can act in it."""
+"""The page of a data file shows records and their problems, and nothing in the data can run as code."""
 
 import json
 import re
@@ -20,7 +20,7 @@ HOSTILE = (
 
 
 class Reader(HTMLParser):
-    """Every element of a page with its attributes, and the text of some."""
+    """The elements of a page with their attributes, and the text directly inside each kind of element."""
 
     def __init__(self, page):
         super().__init__()
@@ -59,7 +59,7 @@ def cards(page):
     return page.all("article")
 
 
-def test_each_record_is_a_card_with_its_picture_and_shapes(planted):
+def test_each_record_is_a_card_with_its_image_and_shapes(planted):
     page = view(planted)
     assert len(cards(page)) == 40
     assert len(page.all("rect")) == 120
@@ -70,12 +70,12 @@ def test_each_record_is_a_card_with_its_picture_and_shapes(planted):
     assert [first[key] for key in ("x", "y", "width", "height")] == ["0", "0", str(WIDTH), str(HEIGHT)]
 
 
-def test_shapes_are_in_pixels_whatever_the_space(planted):
+def test_shapes_are_in_pixels_for_any_coordinate_space(planted):
     planted.scale(1 / WIDTH, 1 / HEIGHT, "unit")
     assert view(planted).all("rect")[0]["width"] == str(WIDTH)
 
 
-def test_a_class_and_a_problem_can_be_chosen_with_their_counts(planted):
+def test_classes_and_problems_can_be_chosen_and_have_counts(planted):
     planted.rows[3]["objects"][0]["bbox_2d"] = [40, 10, 20, 30]
     planted.rows.insert(5, "{")
     page = view(planted)
@@ -96,7 +96,7 @@ def plant_text(planted, text):
 
 
 @pytest.mark.parametrize("text", HOSTILE)
-def test_text_from_the_data_stays_text(planted, text):
+def test_text_from_the_data_is_escaped(planted, text):
     plant_text(planted, "harmless")
     harmless = view(planted)
     plant_text(planted, text)
@@ -104,7 +104,7 @@ def test_text_from_the_data_stays_text(planted, text):
     assert text in page.texts["title"]
     assert text in page.texts["span"]
     assert f"{text} (1)" in page.texts["option"]
-    kept = [[tag for tag, _ in each.elements if tag != "li"] for each in (page, harmless)]
+    kept = [[tag for tag, _ in reader.elements if tag != "li"] for reader in (page, harmless)]
     assert kept[0] == kept[1]
     for _, attributes in page.elements:
         assert not [name for name in attributes if name.startswith("on")]
@@ -117,7 +117,7 @@ def test_half_a_character_is_shown_as_a_question_mark(planted):
     assert cards(page)[0]["data-problems"] == "desc-broken"
 
 
-def test_a_hostile_file_name_stays_text(planted):
+def test_a_hostile_file_name_is_escaped(planted):
     file = planted.write().rename(planted.folder / "<img src=x onerror=alert(1)>.jsonl")
     target = planted.folder / "page.html"
     CliRunner().invoke(app, ["data", "view", str(file), "--out", str(target)])
@@ -131,13 +131,13 @@ def test_the_page_loads_nothing_and_allows_no_script_but_its_own(planted):
     (policy,) = [meta["content"] for meta in page.all("meta") if "http-equiv" in meta]
     assert policy.startswith("default-src 'none'; img-src data:;")
     assert re.search(r"script-src 'sha256-[\w+/=]+'$", policy)
-    assert page.all("link") == [{"rel": "icon", "href": "data:,"}]  # an empty one: none is asked for
+    assert page.all("link") == [{"rel": "icon", "href": "data:,"}]  # an empty icon, so that none is requested
     loaded = [a.get(name, "data:") for _, a in page.elements for name in ("href", "src")]
     assert not [address for address in loaded if not address.startswith("data:")]
     assert not [a for _, a in page.elements if "srcset" in a]
 
 
-def test_a_missing_or_broken_image_is_told_and_its_shapes_are_drawn(planted):
+def test_a_missing_or_broken_image_is_reported_and_its_shapes_are_drawn(planted):
     (planted.folder / "images/0.png").unlink()
     (planted.folder / "images/1.png").write_text("no")
     page = view(planted)
@@ -146,7 +146,7 @@ def test_a_missing_or_broken_image_is_told_and_its_shapes_are_drawn(planted):
     assert len(page.all("rect")) == 120
 
 
-def test_large_pictures_become_thumbnails_of_480_pixels(planted):
+def test_large_images_become_thumbnails_of_480_pixels(planted):
     import base64
     import io
 

@@ -1,4 +1,4 @@
-"""The page: one file that needs nothing else, whatever users write into it."""
+"""The page of an evaluation: one file that needs nothing else, safe for any text in the data."""
 
 import base64
 import io
@@ -10,15 +10,15 @@ import pytest
 from PIL import Image
 
 from coordexp.evaluate import evaluate
-from coordexp.evaluate.page import KINDS, Origin, page, write_page
-from coordexp.evaluate.page.pictures import overlay, worst_images
+from coordexp.evaluate.page import KINDS, PageSource, render_page, write_page
+from coordexp.evaluate.page.cards import choose_worst_images, draw_overlay
 from tests.unit.evaluate.scenes import BOX, FAR, answer, crowd, record, refused, said
 
 NASTY = '"><script>alert(1)</script>&amp; <img src=x onerror=alert(2)>'
 
 
 class Reader(HTMLParser):
-    """Tags with their attributes, and the text outside of style and script."""
+    """Tags with their attributes, and the text outside style and script."""
 
     def __init__(self, html):
         super().__init__()
@@ -36,13 +36,13 @@ class Reader(HTMLParser):
         if not self._quiet:
             self.texts.append(data)
 
-    def all(self, name, **wanted):
-        return [found for tag, found in self.tags if tag == name and wanted.items() <= found.items()]
+    def all(self, name, **expected):
+        return [names for tag, names in self.tags if tag == name and expected.items() <= names.items()]
 
 
 @pytest.fixture
 def nasty(tmp_path):
-    """Text of users in every place there is, and three images: a large one, one of another size, none."""
+    """Hostile text in every possible place, and three images: a large one, one of another size, none."""
     for name, size in (("large.png", (1600, 800)), ("other.png", (10, 20))):
         Image.new("RGB", size, "navy").save(tmp_path / name)
     truth = [
@@ -57,33 +57,33 @@ def nasty(tmp_path):
         answer(image_id=2, image="other.png", finish="length"),
         answer(said("cup", FAR), image_id=3, image=NASTY, finish=NASTY),
     ]
-    return Origin(tmp_path, f"preds of {NASTY}"), evaluate(truth, answers)
+    return PageSource(tmp_path, f"preds of {NASTY}"), evaluate(truth, answers)
 
 
 def read(nasty, most=9):
-    origin, report = nasty
-    return Reader(page(report, origin, most))
+    source, report = nasty
+    return Reader(render_page(report, source, most))
 
 
-def test_text_of_users_is_text_and_nothing_else(nasty):
-    origin, report = nasty
-    html = page(report, origin, 9)
+def test_text_from_the_data_is_escaped_everywhere(nasty):
+    source, report = nasty
+    html = render_page(report, source, 9)
     assert html.count("<script") == 1
     assert "<img src=x" not in html
-    found = Reader(html)
-    assert not [names for _, names in found.tags if any(name.startswith("on") for name in names)]
-    assert all(image["src"].startswith("data:image/jpeg;base64,") for image in found.all("img"))
-    assert "".join(found.texts).count(NASTY) >= 6  # title, class, reason, unknown class, image, answer
+    reader = Reader(html)
+    assert not [names for _, names in reader.tags if any(name.startswith("on") for name in names)]
+    assert all(image["src"].startswith("data:image/jpeg;base64,") for image in reader.all("img"))
+    assert "".join(reader.texts).count(NASTY) >= 6  # title, class, reason, unknown class, image, answer
 
 
-def test_nothing_is_loaded_from_elsewhere(nasty):
-    found = read(nasty)
-    (policy,) = found.all("meta", **{"http-equiv": "Content-Security-Policy"})
+def test_the_page_loads_nothing(nasty):
+    reader = read(nasty)
+    (policy,) = reader.all("meta", **{"http-equiv": "Content-Security-Policy"})
     assert policy["content"].startswith("default-src 'none'")
-    addresses = [names[key] for _, names in found.tags for key in ("src", "href", "action") if key in names]
+    addresses = [names[key] for _, names in reader.tags for key in ("src", "href", "action") if key in names]
     assert all(address.startswith("data:") for address in addresses)
     assert "url(" not in files("coordexp.evaluate.page").joinpath("page.css").read_text()
-    assert found.all("link") == [{"rel": "icon", "href": "data:,"}]  # an empty one: none is asked for
+    assert reader.all("link") == [{"rel": "icon", "href": "data:,"}]  # an empty icon, so that none is requested
 
 
 def test_thumbnails_are_at_most_480_pixels_and_keep_their_shape(nasty):
@@ -94,21 +94,21 @@ def test_thumbnails_are_at_most_480_pixels_and_keep_their_shape(nasty):
     assert sorted(sizes) == [(480, 240), (480, 480)]
 
 
-def test_an_image_that_is_missing_or_of_another_size_is_remarked_on(nasty):
+def test_an_image_that_is_missing_or_has_another_size_gets_a_remark(nasty):
     text = "".join(read(nasty).texts)
     assert "image not shown: No such file or directory" in text
-    assert "the file is 10 x 20, its record says 999 x 999" in text
+    assert "the file is 10 x 20, but its record says 999 x 999" in text
 
 
 def test_cards_carry_the_flags_that_the_filter_looks_for(nasty):
-    found = read(nasty)
-    flags = {card["data-flags"] for card in found.all("article")}
+    reader = read(nasty)
+    flags = {card["data-flags"] for card in reader.all("article")}
     assert flags == {"misses extras invalid", "misses truncated", "misses extras"}
-    asked = {button["data-filter"] for button in found.all("button")}
-    assert asked == {"", "misses", "extras", "invalid", "truncated"}
+    filters = {button["data-filter"] for button in reader.all("button")}
+    assert filters == {"", "misses", "extras", "invalid", "truncated"}
 
 
-def test_the_four_kinds_of_outlines_differ_in_dashes_not_in_colour_alone():
+def test_the_four_kinds_of_outlines_differ_in_dashes_and_not_only_in_colour():
     style = files("coordexp.evaluate.page").joinpath("page.css").read_text()
     dashes = {
         kind: re.search(rf"\n\.{kind} polygon {{[^}}]*?(dasharray: [0-9. ]+|}})", style)[1] for kind in KINDS
@@ -119,17 +119,17 @@ def test_the_four_kinds_of_outlines_differ_in_dashes_not_in_colour_alone():
 def test_an_overlay_draws_each_object_once_by_its_kind():
     truth = [(1, record(("cat", BOX), ("cat", FAR)))]
     (image,) = evaluate(truth, [answer(said("cat", BOX), said("dog", (0, 0, 50, 100), 0.25))]).images
-    drawn = Reader(overlay(image, (333, 333)))
+    drawn = Reader(draw_overlay(image, (333, 333)))
     assert [g["class"] for g in drawn.all("g")] == ["true", "matched", "missed", "extra"]
     assert "extra: dog 0.25" in drawn.texts
     assert drawn.all("polygon")[-1]["points"] == "0.0,0.0 16.7,0.0 16.7,33.3 0.0,33.3"
 
 
-def test_the_worst_images_are_those_of_lowest_f1_and_those_of_most_errors():
+def test_the_worst_images_have_the_lowest_f1_or_the_most_errors():
     many = [said("cat", (k, 0, k + 9, 9)) for k in range(0, 400, 20)]
     truth = [
         (1, record(("cat", BOX), image="0")),
-        (2, record(*[("cat", one.bins) for one in many], image="0")),
+        (2, record(*[("cat", obj.bins) for obj in many], image="0")),
         (3, record(("cat", BOX), ("cat", FAR), image="0")),
         (4, record(("cat", BOX), image="0")),
     ]
@@ -140,32 +140,32 @@ def test_the_worst_images_are_those_of_lowest_f1_and_those_of_most_errors():
         answer(image_id=4, image="0"),  # 1 error, F1 0
     ]
     images = evaluate(truth, answers).images
-    assert [image.scene.image_id for image in worst_images(images, 9)] == [4, 3, 2]
-    assert [image.scene.image_id for image in worst_images(images, 2)] == [4, 2]
+    assert [image.scene.image_id for image in choose_worst_images(images, 9)] == [4, 3, 2]
+    assert [image.scene.image_id for image in choose_worst_images(images, 2)] == [4, 2]
 
 
 def test_a_page_has_curves_with_three_named_lines(tmp_path):
-    found = Reader(page(evaluate(*crowd(1)), Origin(tmp_path, "a"), 2))
-    styles = [line["class"] for line in found.all("polyline")]
+    reader = Reader(render_page(evaluate(*crowd(1)), PageSource(tmp_path, "a"), 2))
+    styles = [line["class"] for line in reader.all("polyline")]
     assert styles == ["line-f1", "line-precision", "line-recall", "line-f1"]
-    assert len(found.all("article")) == 2
+    assert len(reader.all("article")) == 2
 
 
 @pytest.mark.parametrize(
     ("answers", "words"),
     [
-        ([answer(said("cat", BOX, None))], "No curve: it takes objects, and a score"),
+        ([answer(said("cat", BOX, None))], "No curve: it needs objects, and a score"),
         ([answer()], "No curve"),
-        ([answer(said("cat", BOX, -3.5))], "keeping objects that score at least -3.5"),
+        ([answer(said("cat", BOX, -3.5))], "keeping objects with a score of at least -3.5"),
         ([answer(said("cat", BOX))], "No image has an error"),
     ],
 )
-def test_a_page_can_be_made_of_very_little(answers, words, tmp_path):
+def test_a_page_can_be_made_from_very_little(answers, words, tmp_path):
     report = evaluate([(1, record(("cat", BOX)))], answers)
-    assert words in " ".join("".join(Reader(page(report, Origin(tmp_path, "a"), 5)).texts).split())
+    assert words in " ".join("".join(Reader(render_page(report, PageSource(tmp_path, "a"), 5)).texts).split())
 
 
 def test_half_a_character_in_an_answer_does_not_stop_the_page(tmp_path):
     report = evaluate([(1, record(("cat", BOX)))], [answer(text="{\ud83d")])
-    write_page(tmp_path / "deep/page.html", report, Origin(tmp_path, "a"), 5)
+    write_page(tmp_path / "deep/page.html", report, PageSource(tmp_path, "a"), 5)
     assert "{&#55357;" in (tmp_path / "deep/page.html").read_text()

@@ -1,4 +1,4 @@
-"""Run folders as training leaves them, written by hand: settings, a manifest, what was logged, evaluations."""
+"""Run folders as training writes them, made by hand: settings, a manifest, metrics, evaluations."""
 
 import hashlib
 import json
@@ -9,9 +9,9 @@ import yaml
 from PIL import Image
 
 from coordexp.evaluate import write_predictions
-from coordexp.inspector.report import Logged
-from coordexp.inspector.report.series import Series, series_of
-from coordexp.inspector.run import Run
+from coordexp.inspector.report import LoggedRun
+from coordexp.inspector.report.series import Series, collect_series
+from coordexp.inspector.run import STARTS, Run, validate
 from coordexp.train.encode import Moment
 from tests.dumped import TRUTH, dumping
 
@@ -22,7 +22,7 @@ TERMS = [
 
 
 def settings(seed=1, output_dir="runs/one", **changes):
-    """`changes` are of `training`."""
+    """`changes` go into `training`."""
     training = {"output_dir": output_dir, "seed": seed, "data_seed": None, "run_name": None, "max_steps": 40}
     custom = {"trainer_variant": "stage2_rollout_aligned", "val_jsonl": "val.jsonl"}
     return {"custom": custom, "training": training | changes}
@@ -31,13 +31,13 @@ def settings(seed=1, output_dir="runs/one", **changes):
 def manifest(**changes):
     objective = {"terms": TERMS, "idle": {"bbox_geo": "its weight is 0"}, "masked_desc": []}
     packages = {"coordexp": "0.1.0", "torch": "2.13.0"}
-    about = {"command": ["coordexp", "train"], "files": ["a.yaml"], "python": "3.11.7", "packages": packages}
-    return about | {"git": None, "data": {}, "objective": objective, "rollouts": {"backend": "hf"}} | changes
+    start = {"command": ["coordexp", "train"], "files": ["a.yaml"], "python": "3.11.7", "packages": packages}
+    return start | {"git": None, "data": {}, "objective": objective, "rollouts": {"backend": "hf"}} | changes
 
 
 def lines(steps=10, rollouts=True, every=1):
-    """A line a step that falls in loss, with rollouts in each `every`th."""
-    found = []
+    """Return one line per step, with a falling loss, and with rollouts in every `every`th step."""
+    logged = []
     for step in range(1, steps + 1):
         line = {"step": step, "seconds": 2.0 * step, "loss": 5.0 / step, "grad_norm": 1.0, "learning_rate": 1e-3}
         line |= {"token_ce/struct_ce": 1.0 / step, "coord_reg/w1": 1.0 / step, "broken_logits": 0.0}
@@ -45,29 +45,29 @@ def lines(steps=10, rollouts=True, every=1):
         if rollouts and step % every == 0:
             line |= {"rollout/answers": 4.0, "rollout/cut_off": 0.0, "rollout/looped": 0.0, "match/recall": 0.5}
             line |= {"match/missed": 2.0, "parse/objects": 8.0, "parse/invalid": 0.0, "time/rollout": 0.25}
-        found.append(line)
-    return found
+        logged.append(line)
+    return logged
 
 
-def evaluated(step, **values):
+def evaluation_line(step, **values):
     return {"step": step, "seconds": 2.0 * step + 1} | {f"eval_{name}": value for name, value in values.items()}
 
 
 END = {"step": 10, "seconds": 30.0, "train_runtime": 30.0}
 
 
-def write_run(folder, logged=None, tree=None, beginnings=None, end=""):
-    """`end` is behind the last line feed."""
+def write_run(folder, logged=None, tree=None, starts=None, end=""):
+    """`end` is written after the last line feed."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "resolved.yaml").write_text(yaml.safe_dump(tree or settings(output_dir=str(folder))))
-    (folder / "run.json").write_text(json.dumps(beginnings or [manifest()]))
+    (folder / "run.json").write_text(json.dumps(starts or [manifest()]))
     text = "".join(json.dumps(line) + "\n" for line in (lines() if logged is None else logged))
     (folder / "metrics.jsonl").write_text(text + end)
     return folder
 
 
 def write_data(file, truth):
-    file.write_text("".join(f"{one.as_json()}\n" for _, one in truth))
+    file.write_text("".join(f"{record.as_json()}\n" for _, record in truth))
     digest = hashlib.sha256(file.read_bytes()).hexdigest()
     return {"val": {"file": str(file), "records": len(truth), "sha256": digest}}
 
@@ -76,14 +76,14 @@ def write_evaluation(folder, step, truth, answers):
     write_predictions(folder / "evaluations" / f"step-{step}.json", answers, truth)
 
 
-def logged(found=None, tree=None, beginnings=None, folder="runs/one"):
-    """A run in memory."""
-    kept = tuple([manifest()] if beginnings is None else beginnings)
-    run = Run(Path(folder), tree or settings(), kept)
-    return Logged(run, series_of([*lines(), END] if found is None else found, "metrics.jsonl"))
+def make_run(logged=None, tree=None, starts=None, folder="runs/one"):
+    """Return a run in memory that logged these lines."""
+    validated = tuple(validate(STARTS, [manifest()] if starts is None else starts, "run.json"))
+    run = Run(Path(folder), tree or settings(), validated)
+    return LoggedRun(run, collect_series([*lines(), END] if logged is None else logged, "metrics.jsonl"))
 
 
-def series(*pairs):
+def make_series(*pairs):
     steps, values = zip(*pairs, strict=True)
     return Series(np.array(steps, np.int64), np.array(values, float))
 
@@ -104,7 +104,7 @@ COORD_REG = {
 
 
 def write_dumped_run(folder, steps=(0, 1)):
-    """A run whose dumps have the examples of `tests.dumped` at these steps, with their pictures."""
+    """Write a run whose dumps have the examples of `tests.dumped` at these steps, with their images."""
     tree = settings(output_dir=str(folder))
     tree["custom"]["train_jsonl"] = str(folder / "records.jsonl")
     write_run(folder, lines(), tree | {"rollout_matching": {"pipeline": {"objective": [COORD_REG]}}})

@@ -10,7 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from coordexp.cli import app
-from coordexp.inspector.rollouts import soft_target
+from coordexp.inspector.rollouts import find_soft_target
 from tests.dumped import TRUTH
 from tests.unit.inspector.run_folders import COORD_REG, write_dumped_run
 
@@ -39,84 +39,85 @@ def test_a_page_is_written_beside_the_run_with_all_of_its_examples(folder):
     index = element(text, "index")
     assert index["run"] == "demo" and index["live"] is False
     assert index["target"] == {"sigma": 8.0, "truncate": 24, "temperature": 1.0}
-    assert [(one["step"], one["image"]) for one in index["samples"]] == [
+    assert [(entry["step"], entry["image"]) for entry in index["samples"]] == [
         (step, name) for step in (1, 2) for name in TRUTH
     ]
-    assert {one["picture"] for one in index["samples"]} == {"picture-0", "picture-1", "picture-2"}
+    assert {entry["picture"] for entry in index["samples"]} == {"picture-0", "picture-1", "picture-2"}
     assert element(text, "picture-0").startswith("data:image/png;base64,")
     assert element(text, "sample-5")["id"] == index["samples"][5]["id"] == "2.0.2"
 
 
-def test_bytes_that_are_no_text_and_ids_of_no_token_are_written_out(folder):
+def test_bytes_that_are_not_text_and_unknown_ids_are_written_as_escapes(folder):
     run(folder)
     pieces = element((folder / "inspect.html").read_text(), "index")["pieces"]
     assert "\\xff" in pieces.values() and "<id 1000000>" in pieces.values()
     assert all(text.isprintable() for text in pieces.values())
 
 
-def test_pictures_are_found_from_where_the_run_was_started(tmp_path, monkeypatch):
+def test_images_are_found_relative_to_where_the_run_was_started(tmp_path, monkeypatch):
     (tmp_path / "runs").mkdir()
     monkeypatch.chdir(tmp_path)
     folder = write_dumped_run(Path("runs/demo"), steps=(0,))
     for place in (tmp_path, tmp_path / "runs", Path("/")):
         monkeypatch.chdir(place)
         result = run(tmp_path / folder)
-        assert result.exit_code == 0 and "no picture" not in result.stderr
+        assert result.exit_code == 0 and "no image" not in result.stderr
 
 
-def test_at_most_so_many_examples_are_taken_as_were_asked_for(folder, tmp_path):
+def test_the_page_has_at_most_the_requested_number_of_examples(folder, tmp_path):
     run(folder, "--samples", 2, "--out", tmp_path / "few.html")
     index = element((tmp_path / "few.html").read_text(), "index")
     assert len(index["samples"]) == 2 and index["total"] == 6
 
 
-def test_a_picture_that_cannot_be_read_is_told_in_its_place(tmp_path):
+def test_an_image_that_cannot_be_read_is_replaced_by_a_remark(tmp_path):
     folder = write_dumped_run(tmp_path / "demo", steps=(0,))
     (folder / "partly.png").unlink()
-    (folder / "cut.png").write_bytes(b"no picture")
+    (folder / "cut.png").write_bytes(b"not an image")
     result = run(folder)
-    assert "2 of 3 have no picture, e.g. picture not shown: No such file or directory" in result.stderr
+    assert "2 of 3 have no image, e.g. image not shown: No such file or directory" in result.stderr
     samples = element((folder / "inspect.html").read_text(), "index")["samples"]
-    assert [one["picture"] for one in samples] == [None, "picture-1", None]
+    assert [entry["picture"] for entry in samples] == [None, "picture-1", None]
     assert "No such file" in samples[0]["remark"] and "not a PNG, JPEG" in samples[2]["remark"]
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("options", "message"),
     [
         (["--out", "page.pdf"], "a page is an .html file"),
-        (["--port", "9"], "--port is for --serve"),
-        (["--serve", "--out", "page.html"], "--out and --serve do not go together"),
+        (["--port", "9"], "--port needs --serve"),
+        (["--serve", "--out", "page.html"], "--out and --serve cannot be combined"),
     ],
 )
-def test_options_that_do_not_fit_are_refused_with_a_way_out(folder, words, told):
-    result = run(folder, *words)
-    assert result.exit_code == 1 and told in result.stderr and "\n  " in result.stderr
+def test_options_that_do_not_fit_are_refused_with_a_fix(folder, options, message):
+    result = run(folder, *options)
+    assert result.exit_code == 1 and message in result.stderr and "\n  " in result.stderr
 
 
-def test_a_port_that_is_taken_is_told_with_a_way_out(folder):
+def test_a_port_in_use_is_reported_with_a_fix(folder):
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
-        result = run(folder, "--serve", "--port", taken.getsockname()[1])
+        port = taken.getsockname()[1]
+        result = run(folder, "--serve", "--port", port)
     assert result.exit_code == 1
-    assert "cannot be listened on (Address already in use)\n  give another --port" in result.stderr
+    assert f"cannot listen on 127.0.0.1:{port} (Address already in use)\n  give another --port" in result.stderr
 
 
 @pytest.mark.parametrize(
-    ("spoil", "told"),
+    ("spoil", "message"),
     [
         (lambda folder: (folder / "run.json").unlink(), "not the folder of a run, it has no run.json"),
         (lambda folder: (folder / "resolved.yaml").write_text("a: [b"), "resolved.yaml: cannot be read"),
-        (lambda folder: (folder / "run.json").write_text("{}"), "run.json: a list is expected"),
+        (lambda folder: (folder / "run.json").write_text("{}"), "run.json: expected a list"),
         (lambda folder: (folder / "dumps/tokenizer.json").unlink(), "tokenizer.json: no such file"),
         (lambda folder: (folder / FIRST).write_text("{}\n"), "a dump of format None"),
         (lambda folder: (folder / FIRST).write_text('{"format": 1}\n'), "(its place has no step, micro, record)"),
         (lambda folder: (folder / FIRST).write_text(f"{NO_MORE}\n"), "not a dumped example (KeyError"),
-        (lambda folder: (folder / "run.json").write_text("[1]"), "run.json is not what a run writes"),
+        (lambda folder: (folder / "run.json").write_text("[1]"), "run.json: [0] is 1, not an object"),
         (
             lambda folder: (folder / "resolved.yaml").write_text("custom: 3"),
-            "or run.json is not what",
+            "resolved.yaml: custom is 3, not an object",
         ),
         (
             lambda folder: (folder / "dumps/tokenizer.json").write_text("{"),
@@ -124,7 +125,9 @@ def test_a_port_that_is_taken_is_told_with_a_way_out(folder):
         ),
     ],
 )
-def test_a_folder_that_is_no_runs_is_refused_by_name_without_a_traceback(tmp_path, spoil, told, capsys):
+def test_a_folder_that_is_not_a_run_is_refused_with_the_file_and_without_a_traceback(
+    tmp_path, spoil, message, capsys
+):
     folder = write_dumped_run(tmp_path / "demo", steps=(0,))
     spoil(folder)
     from coordexp.cli import main
@@ -132,16 +135,16 @@ def test_a_folder_that_is_no_runs_is_refused_by_name_without_a_traceback(tmp_pat
     with pytest.raises(SystemExit) as end:
         main(["inspect", str(folder)])
     assert end.value.code == 1
-    assert told in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
-def test_a_record_that_comes_twice_in_a_step_has_two_addresses(tmp_path):
+def test_a_record_that_occurs_twice_in_a_step_has_two_addresses(tmp_path):
     folder = write_dumped_run(tmp_path / "demo", steps=(0,))
     file = folder / FIRST
     file.write_text(file.read_text() * 2)
     run(folder)
     text = (folder / "inspect.html").read_text()
-    ids = [one["id"] for one in element(text, "index")["samples"]]
+    ids = [entry["id"] for entry in element(text, "index")["samples"]]
     assert ids == ["1.0.0", "1.0.1", "1.0.2", "1.0.0.2", "1.0.1.2", "1.0.2.2"]
     assert [element(text, f"sample-{k}")["id"] for k in range(6)] == ids
 
@@ -151,9 +154,9 @@ def test_class_names_are_marked_as_masked_when_the_objective_masks_them(folder, 
     manifest = json.loads((other / "run.json").read_text())
     manifest[-1]["objective"]["masked_desc"] = ["B"]
     (other / "run.json").write_text(json.dumps(manifest))
-    for each, masked in ((folder, False), (other, True)):
-        run(each)
-        roles = element((each / "inspect.html").read_text(), "sample-0")["tokens"]["roles"]
+    for run_folder, masked in ((folder, False), (other, True)):
+        run(run_folder)
+        roles = element((run_folder / "inspect.html").read_text(), "sample-0")["tokens"]["roles"]
         assert (8 in roles) == masked and (4 in roles) != masked
 
 
@@ -167,6 +170,6 @@ def test_class_names_are_marked_as_masked_when_the_objective_masks_them(folder, 
         {"config": COORD_REG["config"] | {"soft_ce_weight": 0.0, "w1_weight": 0.0}},
     ],
 )
-def test_a_soft_target_that_is_in_no_loss_of_rollouts_is_not_drawn(change):
-    assert soft_target([COORD_REG]) == {"sigma": 8.0, "truncate": 24, "temperature": 1.0}
-    assert soft_target([COORD_REG | change]) is None
+def test_a_soft_target_that_no_loss_on_rollouts_uses_is_not_drawn(change):
+    assert find_soft_target([COORD_REG]) == {"sigma": 8.0, "truncate": 24, "temperature": 1.0}
+    assert find_soft_target([COORD_REG | change]) is None

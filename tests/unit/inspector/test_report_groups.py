@@ -1,55 +1,60 @@
-"""Which runs are seeds of one another, and what is different between those that are not."""
+"""Which runs form a group, and what differs between groups."""
 
 import pytest
 
 from coordexp.errors import DataError
-from coordexp.inspector.report.groups import differences, flat, grouped, without_secrets
-from tests.unit.inspector.run_folders import logged, manifest, settings
+from coordexp.inspector.report.groups import find_differences, flatten_settings, group_runs, hide_secrets
+from tests.unit.inspector.run_folders import make_run, manifest, settings
 
 
-def run(name, data=None, **training):
+def named_run(name, data=None, **training):
     tree = settings(**{"output_dir": f"runs/{name}"} | training)
-    return logged(tree=tree, folder=f"runs/{name}", beginnings=[manifest(data=data or {})])
+    return make_run(tree=tree, folder=f"runs/{name}", starts=[manifest(data=data or {})])
 
 
-def test_runs_that_differ_in_seeds_and_names_alone_are_one_group():
-    runs = [run("x-1", seed=1), run("x-2", seed=2, data_seed=5, run_name="again")]
-    (group,) = grouped(runs)
+def test_runs_that_differ_only_in_seeds_and_names_are_one_group():
+    runs = [named_run("x-1", seed=1), named_run("x-2", seed=2, data_seed=5, run_name="again")]
+    (group,) = group_runs(runs)
     assert (group.letter, group.name, group.seeds) == ("A", "x", "1, 2")
 
 
 def test_another_setting_makes_another_group_in_the_order_given():
-    groups = grouped([run("b", learning_rate=2), run("a", learning_rate=1), run("c", learning_rate=2, seed=9)])
-    assert [[one.run.name for one in group.runs] for group in groups] == [["b", "c"], ["a"]]
+    groups = group_runs(
+        [named_run("b", learning_rate=2), named_run("a", learning_rate=1), named_run("c", learning_rate=2, seed=9)]
+    )
+    assert [[run.name for run in group.runs] for group in groups] == [["b", "c"], ["a"]]
 
 
-def test_a_copy_of_a_run_is_no_other_seed():
+def test_a_copy_of_a_run_is_not_another_seed():
     with pytest.raises(DataError, match=r"the same settings, data and seed \(1\)\n  they count as one run"):
-        grouped([run("a-1", seed=1), run("a-2", seed=2), run("copy", seed=1)])
+        group_runs([named_run("a-1", seed=1), named_run("a-2", seed=2), named_run("copy", seed=1)])
 
 
 def test_data_that_changed_under_the_same_settings_makes_another_group():
-    runs = [run(name, data={"val": {"sha256": digest}}) for name, digest in (("x-1", "aa"), ("x-2", "bb"))]
-    assert len(grouped(runs)) == 2
+    runs = [
+        named_run(name, data={"val": {"file": "val.jsonl", "records": 1, "sha256": digest}})
+        for name, digest in (("x-1", "aa"), ("x-2", "bb"))
+    ]
+    assert len(group_runs(runs)) == 2
 
 
 def test_a_run_counts_once():
     with pytest.raises(DataError, match=r"given twice\n  a run counts once"):
-        grouped([run("x-1"), run("x-1")])
+        group_runs([named_run("x-1"), named_run("x-1")])
 
 
 def test_nine_groups_are_too_many():
     with pytest.raises(DataError, match=r"9 groups .*\n  a page compares up to 8"):
-        grouped([run(f"x-{k}", learning_rate=k) for k in range(9)])
+        group_runs([named_run(f"x-{k}", learning_rate=k) for k in range(9)])
 
 
-def test_groups_of_the_same_name_are_told_apart():
-    groups = grouped([logged(tree=settings(a=k), folder=f"{k}/run") for k in range(2)])
+def test_groups_with_the_same_name_are_numbered():
+    groups = group_runs([make_run(tree=settings(a=k), folder=f"{k}/run") for k in range(2)])
     assert [group.name for group in groups] == ["run", "run (2)"]
 
 
 def test_names_without_anything_in_common_are_counted():
-    (group,) = grouped([run("first", seed=1), run("other", seed=2)])
+    (group,) = group_runs([named_run("first", seed=1), named_run("other", seed=2)])
     assert group.name == "first and 1 more"
 
 
@@ -68,8 +73,8 @@ def test_names_without_anything_in_common_are_counted():
         (("seed-1", "seed-2"), "seed-1 and 1 more"),
     ],
 )
-def test_a_group_is_called_what_its_runs_share_without_the_word_for_a_seed(names, shared):
-    (group,) = grouped([run(name, seed=seed) for seed, name in enumerate(names)])
+def test_a_group_is_named_by_the_shared_start_of_its_runs_without_the_seed(names, shared):
+    (group,) = group_runs([named_run(name, seed=seed) for seed, name in enumerate(names)])
     assert group.name == shared
 
 
@@ -78,16 +83,16 @@ def test_differences_name_members_of_lists_and_leave_out_seeds():
         settings(seed=seed) | {"pipeline": {"objective": [{"name": "token_ce", "config": {"desc": weight}}]}}
         for seed, weight in ((1, 1.0), (2, 0.0))
     ]
-    groups = grouped([logged(tree=tree, folder=f"runs/{k}") for k, tree in enumerate(trees)])
-    assert differences(groups) == {"pipeline.objective[token_ce].config.desc": (1.0, 0.0)}
+    groups = group_runs([make_run(tree=tree, folder=f"runs/{k}") for k, tree in enumerate(trees)])
+    assert find_differences(groups) == {"pipeline.objective[token_ce].config.desc": (1.0, 0.0)}
 
 
 def test_a_setting_that_one_group_lacks_is_a_difference():
-    groups = grouped([run("a"), run("b", extra=1)])
-    assert differences(groups) == {"training.extra": (None, 1)}
+    groups = group_runs([named_run("a"), named_run("b", extra=1)])
+    assert find_differences(groups) == {"training.extra": (None, 1)}
 
 
-def test_secrets_are_shown_nowhere():
+def test_secrets_are_never_shown():
     tree = {"hub_token": "abc", "nested": [{"password": "abc"}], "max_new_tokens": 5, "eos_token": None}
-    assert "abc" not in repr(without_secrets(tree)) + repr(flat(tree))
-    assert without_secrets(tree)["max_new_tokens"] == 5
+    assert "abc" not in repr(hide_secrets(tree)) + repr(flatten_settings(tree))
+    assert hide_secrets(tree)["max_new_tokens"] == 5
