@@ -1,6 +1,6 @@
-"""Indexes and samples as the inspector's page takes them, made up: no run and no model is behind them.
+"""Invented indexes and samples for the inspector's page, without a run or a model.
 
-`Book` gathers samples and gives the page. An answer is written piece by piece as the project writes it, so that
+`Book` collects samples and renders the page. An answer is written piece by piece in the project's format, so that
 tokens, roles, owners and breaks agree with the objects.
 """
 
@@ -16,7 +16,7 @@ from typing import Any
 
 from PIL import Image, ImageDraw
 
-from coordexp.inspector.page import page
+from coordexp.inspector.rollouts import render_inspector
 
 COORD0 = 151700
 END = "<|im_end|>"
@@ -25,7 +25,7 @@ _PIECES = re.compile(r"<\|coord_\d+\|>|<\|im_end\|>| ?\w+|\s+|[^\w\s]", re.DOTAL
 
 
 @dataclass(frozen=True)
-class True_:
+class TrueShape:
     desc: str
     bins: Sequence[int]
 
@@ -35,8 +35,8 @@ class True_:
 
 
 @dataclass(frozen=True)
-class Found:
-    """`of` is the true object it was matched to. With a `reason` it is invalid, with `cut` cut off as well."""
+class Predicted:
+    """`of` is the matched true object. An object with a `reason` is invalid; with `cut`, it is also cut off."""
 
     desc: str | None
     bins: Sequence[int]
@@ -74,13 +74,13 @@ class Strip:
     def write(
         self, text: str, role: int, owner: int = -1, coord_role: int = 0, targets: Sequence[float] = ()
     ) -> None:
-        wanted = iter(targets)
+        remaining = iter(targets)
         for number in self.vocabulary.encode(text):
             coord = COORD0 <= number < COORD0 + 1000
             self.ids.append(number)
             self.roles.append(coord_role if coord and coord_role else role)
             self.owner.append(owner)
-            self.target.append(next(wanted, None) if coord else None)
+            self.target.append(next(remaining, None) if coord else None)
 
     def entry(self, key: str, desc: str | None, bins: Sequence[int], owner: int, **roles: Any) -> None:
         """`roles`: role, desc_role, coord_role and targets."""
@@ -97,7 +97,7 @@ class Strip:
 
 @functools.cache
 def peaked(center: float, width: float) -> list[list[int]]:
-    """A distribution as runs: the bins that have at least 5/10000."""
+    """Return a distribution as runs of the bins that have at least 5/10000."""
     weights = [math.exp(-0.5 * ((bin - center) / width) ** 2) for bin in range(1000)]
     total = sum(weights)
     shares = [round(10000 * weight / total) for weight in weights]
@@ -111,14 +111,14 @@ class Book:
         self.run = run
         self.entries: list[dict[str, Any]] = []
         self.samples: list[dict[str, Any]] = []
-        self.pictures: dict[str, str] = {}
-        self.more: dict[str, Any] = {}  # of the index, in place of what is usual
+        self.images: dict[str, str] = {}
+        self.more: dict[str, Any] = {}  # replaces entries of the index
 
     def add(
         self,
         name: str,
-        truth: Sequence[True_],
-        found: Sequence[Found],
+        truth: Sequence[TrueShape],
+        predicted: Sequence[Predicted],
         *,
         loss: float | None = 1.0,
         width: float = 6.0,
@@ -126,21 +126,21 @@ class Book:
         truncated: bool = False,
         **entry: Any,
     ) -> dict[str, Any]:
-        """A sample by `step.micro.record`. `width` is that of the model's distributions."""
+        """Add a sample with the name `step.micro.record`. `width` is that of the model's distributions."""
         step, _, record = map(int, name.split("."))
-        strip = self._strip(truth, found, masked_desc)
-        missed = [j for j in range(len(truth)) if j not in {one.of for one in found}]
-        extra = sum(one.of is None and one.reason is None for one in found)
-        objects = [self._object(k, one) for k, one in enumerate(found)]
+        strip = self._strip(truth, predicted, masked_desc)
+        missed = [j for j in range(len(truth)) if j not in {obj.of for obj in predicted}]
+        extra = sum(obj.of is None and obj.reason is None for obj in predicted)
+        objects = [self._object(k, obj) for k, obj in enumerate(predicted)]
         sample = {
             "id": name,
             "width": 640,
             "height": 480,
             "facts": [["weights", f"after {step} updates"], ["decoding", "greedy, at most 400 tokens"]],
             "notes": [],
-            "truth": [self._true(j, one, found) for j, one in enumerate(truth)],
+            "truth": [self._true(j, true, predicted) for j, true in enumerate(truth)],
             "objects": objects,
-            "match": self._match(truth, found),
+            "match": self._match(truth, predicted),
             "prompt_tokens": 87,
             "tokens": {key: getattr(strip, key) for key in ("ids", "roles", "owner", "target", "breaks")},
             "trained": None if loss is None else self._trained(strip, step + 1, loss, width),
@@ -152,13 +152,13 @@ class Book:
                 "step": step + 1,
                 "record": record,
                 "image": f"images/train/{record:07d}.png",
-                "picture": f"picture-{record}" if f"picture-{record}" in self.pictures else None,
-                "remark": None if f"picture-{record}" in self.pictures else "image not shown: No such file",
+                "picture": f"picture-{record}" if f"picture-{record}" in self.images else None,
+                "remark": None if f"picture-{record}" in self.images else "image not shown: No such file",
                 "true": len(truth),
                 "matched": len(truth) - len(missed),
                 "missed": len(missed),
                 "extra": extra,
-                "invalid": sum(one.reason is not None for one in found),
+                "invalid": sum(obj.reason is not None for obj in predicted),
                 "tokens": len(strip.ids),
                 "truncated": truncated,
                 "fallback": False,
@@ -170,8 +170,8 @@ class Book:
         )
         return sample
 
-    def picture(self, record: int, truth: Sequence[True_], colours: Sequence[str]) -> None:
-        self.pictures[f"picture-{record}"] = drawing(truth, colours)
+    def add_image(self, record: int, truth: Sequence[TrueShape], colours: Sequence[str]) -> None:
+        self.images[f"picture-{record}"] = drawing(truth, colours)
 
     def index(self, **more: Any) -> dict[str, Any]:
         return {
@@ -188,60 +188,60 @@ class Book:
         }
 
     def html(self, *, live: bool = False, **more: Any) -> str:
-        return page(self.index(**more), self.samples, self.pictures, live=live)
+        return render_inspector(self.index(**more), self.samples, self.images, live=live)
 
     def save(self, path: Path) -> Path:
         path.write_text(self.html(), encoding="utf-8")
         return path
 
-    def _strip(self, truth: Sequence[True_], found: Sequence[Found], masked_desc: bool) -> Strip:
+    def _strip(self, truth: Sequence[TrueShape], predicted: Sequence[Predicted], masked_desc: bool) -> Strip:
         strip = Strip(self.vocabulary)
         strip.write("{", PREFIX)
-        kept = [one for one in found if not one.cut]
-        for k, one in enumerate(found):
-            role = CUT if one.cut else PREFIX
+        kept = [obj for obj in predicted if not obj.cut]
+        for k, obj in enumerate(predicted):
+            role = CUT if obj.cut else PREFIX
             if k:
                 strip.write(", ", role)
-            targets = truth[one.of].bins if one.of is not None else ()
+            targets = truth[obj.of].bins if obj.of is not None else ()
             trained = {"coord_role": COORD, "targets": targets} if targets else {}
-            strip.entry(f"object_{k + 1}", one.desc, one.bins, k, role=role, desc_role=role, **trained)
-        missed = [j for j in range(len(truth)) if j not in {one.of for one in found}]
+            strip.entry(f"object_{k + 1}", obj.desc, obj.bins, k, role=role, desc_role=role, **trained)
+        missed = [j for j in range(len(truth)) if j not in {obj.of for obj in predicted}]
         for rank, j in enumerate(missed):
             if kept or rank:
                 strip.write(", ", STRUCTURE)
-            one, desc = truth[j], MASKED if masked_desc else DESC
-            roles = {"role": STRUCTURE, "desc_role": desc, "coord_role": ADDED, "targets": one.bins}
-            strip.entry(f"object_{len(found) + rank + 1}", one.desc, one.bins, -2 - j, **roles)
+            true, desc = truth[j], MASKED if masked_desc else DESC
+            roles = {"role": STRUCTURE, "desc_role": desc, "coord_role": ADDED, "targets": true.bins}
+            strip.entry(f"object_{len(predicted) + rank + 1}", true.desc, true.bins, -2 - j, **roles)
         strip.write("}", STRUCTURE)
         strip.write(END, END_OF_TURN)
         return strip
 
-    def _object(self, k: int, one: Found) -> dict[str, Any]:
-        valid = one.reason is None
+    def _object(self, k: int, obj: Predicted) -> dict[str, Any]:
+        valid = obj.reason is None
         return {
             "key": f"object_{k + 1}",
-            "desc": one.desc,
-            "kind": ("poly" if len(one.bins) > 4 else "bbox_2d") if valid else None,
-            "bins": list(one.bins) if valid else None,
-            "of": one.of,
-            "iou": one.iou,
-            "reason": one.reason,
-            "words": one.words,
+            "desc": obj.desc,
+            "kind": ("poly" if len(obj.bins) > 4 else "bbox_2d") if valid else None,
+            "bins": list(obj.bins) if valid else None,
+            "of": obj.of,
+            "iou": obj.iou,
+            "reason": obj.reason,
+            "words": obj.words,
         }
 
-    def _true(self, j: int, one: True_, found: Sequence[Found]) -> dict[str, Any]:
-        by = next((k for k, other in enumerate(found) if other.of == j), None)
-        return {"desc": one.desc, "kind": one.kind, "bins": list(one.bins), "by": by}
+    def _true(self, j: int, true: TrueShape, predicted: Sequence[Predicted]) -> dict[str, Any]:
+        by = next((k for k, other in enumerate(predicted) if other.of == j), None)
+        return {"desc": true.desc, "kind": true.kind, "bins": list(true.bins), "by": by}
 
-    def _match(self, truth: Sequence[True_], found: Sequence[Found]) -> dict[str, Any]:
-        rows = [k for k, one in enumerate(found) if one.reason is None]
+    def _match(self, truth: Sequence[TrueShape], predicted: Sequence[Predicted]) -> dict[str, Any]:
+        rows = [k for k, obj in enumerate(predicted) if obj.reason is None]
         iou: list[list[float | None]] = []
         for k in rows:
             near = [(k * 7 + j * 3) % 10 < 3 for j in range(len(truth))]
             row: list[float | None] = [0.05 + 0.02 * ((k + j) % 5) if near[j] else None for j in range(len(truth))]
-            of = found[k].of
+            of = predicted[k].of
             if of is not None:
-                row[of] = found[k].iou
+                row[of] = predicted[k].iou
             iou.append(row)
         return {"rows": rows, "iou": iou, "gate": 0.3, "top_k": 8, "rejections": 2}
 
@@ -259,20 +259,20 @@ class Book:
         }
 
     def _nll(self, strip: Strip, i: int, loss: float) -> float:
-        """Coordinates and words are hard, structure is not."""
+        """Return a loss: coordinates and words are hard, structure is easy."""
         return round(
             (0.002 if strip.roles[i] in (STRUCTURE, END_OF_TURN) else loss) * (0.2 + i * 37 % 100 / 60), 4
         )
 
 
-def drawing(truth: Sequence[True_], colours: Sequence[str], size: tuple[int, int] = (320, 240)) -> str:
-    """Each true object as a form of its colour."""
+def drawing(truth: Sequence[TrueShape], colours: Sequence[str], size: tuple[int, int] = (320, 240)) -> str:
+    """Return an image with each true object as a shape in its colour."""
     image = Image.new("RGB", size, "#d9d4c7")
     draw = ImageDraw.Draw(image)
     draw.rectangle((0, size[1] * 0.62, *size), fill="#b9a98c")
-    for k, one in enumerate(truth):
-        numbers = [bin / 999 * size[i % 2] for i, bin in enumerate(one.bins)]
-        draw_as = draw.ellipse if one.kind == "bbox_2d" else draw.polygon
+    for k, true in enumerate(truth):
+        numbers = [bin / 999 * size[i % 2] for i, bin in enumerate(true.bins)]
+        draw_as = draw.ellipse if true.kind == "bbox_2d" else draw.polygon
         draw_as(numbers, fill=colours[k % len(colours)])
     buffer = io.BytesIO()
     image.save(buffer, "PNG")

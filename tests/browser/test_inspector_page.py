@@ -1,46 +1,46 @@
-"""The rollout inspector's page in a browser: what lights what, ways through the samples, keys and numbers."""
+"""The page of the rollout inspector in a browser: highlighting, navigation, keys and numbers."""
 
 import pytest
 from playwright.sync_api import Page, expect
 
 from tests.browser.books import demo_book
 from tests.browser.conftest import Open
-from tests.browser.samples import PREFIX, Book, Found, True_
+from tests.browser.samples import PREFIX, Book, Predicted, TrueShape
 
 pytestmark = pytest.mark.timeout(60)
 
-CUP_Y1 = '#strip .token[data-owner="0"].bin >> nth=1'  # of the sample at step 100
+CUP_Y1 = '#strip .token[data-owner="0"].bin >> nth=1'  # in the sample at step 100
 
 
 def lit_shapes(page: Page) -> set[tuple[str, str]]:
-    """Owner and kind of each shape that is lit."""
-    found = page.locator("#stage .shape.lit").evaluate_all(
-        "all => all.map(one => [one.dataset.owner, one.classList[1]])"
+    """Return the owner and the kind of each highlighted shape."""
+    shapes = page.locator("#stage .shape.lit").evaluate_all(
+        "nodes => nodes.map(node => [node.dataset.owner, node.classList[1]])"
     )
-    return {(owner, kind) for owner, kind in found}
+    return {(owner, kind) for owner, kind in shapes}
 
 
 def lit_tokens(page: Page) -> set[str]:
-    return set(page.locator("#strip .token.lit").evaluate_all("all => all.map(one => one.dataset.owner)"))
+    return set(page.locator("#strip .token.lit").evaluate_all("nodes => nodes.map(node => node.dataset.owner)"))
 
 
-def where(page: Page) -> str:
+def position(page: Page) -> str:
     return page.locator("#where").inner_text()
 
 
-def shown(page: Page) -> str:
+def sample_id(page: Page) -> str:
     return str(page.evaluate("location.hash.slice(1)"))
 
 
-def focused(page: Page, what: str) -> str | None:
-    return page.evaluate("name => document.activeElement.getAttribute(name)", what)  # type: ignore[no-any-return]
+def focus_attribute(page: Page, name: str) -> str | None:
+    return page.evaluate("name => document.activeElement.getAttribute(name)", name)  # type: ignore[no-any-return]
 
 
-# What lights what
+# Highlighting
 
 
-def test_a_coordinate_lights_its_own_shape_and_the_true_one_of_its_pair_and_no_other(opened: Open) -> None:
-    page = opened(demo_book(), "#99.0.12")
+def test_a_coordinate_highlights_its_own_shape_and_its_matched_true_shape_and_no_other(open_page: Open) -> None:
+    page = open_page(demo_book(), "#99.0.12")
     page.locator('#strip .token.bin[data-owner="1"]').first.hover()
     assert lit_shapes(page) == {("1", "matched"), ("1", "true")}
     assert lit_tokens(page) == {"1"}
@@ -48,36 +48,36 @@ def test_a_coordinate_lights_its_own_shape_and_the_true_one_of_its_pair_and_no_o
     assert lit_shapes(page) == {("3", "extra")}
 
 
-def test_an_added_token_lights_the_missed_object_it_stands_for(opened: Open) -> None:
-    page = opened(demo_book(), "#99.0.12")
+def test_an_added_token_highlights_its_missed_object(open_page: Open) -> None:
+    page = open_page(demo_book(), "#99.0.12")
     page.locator('#strip .token.desc[data-owner="-6"]').first.hover()
     assert lit_shapes(page) == {("-6", "missed")}
     assert page.locator(".object.lit .desc").all_inner_texts() == ["bottle of water"]
 
 
-def test_a_shape_lights_its_tokens_and_its_row(opened: Open) -> None:
-    page = opened(demo_book(), "#99.0.12")
+def test_a_shape_highlights_its_tokens_and_its_row(open_page: Open) -> None:
+    page = open_page(demo_book(), "#99.0.12")
     page.locator('#stage .shape.missed[data-owner="-4"] polygon >> nth=1').hover()
     assert lit_tokens(page) == {"-4"}
     assert page.locator(".object.lit .desc").all_inner_texts() == ["spoon"]
 
 
-def test_what_is_no_longer_pointed_at_gives_way_to_what_was_chosen(opened: Open) -> None:
-    page = opened(demo_book(), "#99.0.12")
+def test_the_chosen_object_is_highlighted_again_when_the_pointer_leaves(open_page: Open) -> None:
+    page = open_page(demo_book(), "#99.0.12")
     page.locator('#strip .token.bin[data-owner="2"]').first.click()
     page.locator('#strip .token.bin[data-owner="3"]').first.hover()
     page.locator("#name").hover()
     assert {owner for owner, _ in lit_shapes(page)} == {"2"}
 
 
-def test_a_cell_of_the_overlap_lights_both_of_its_objects(opened: Open) -> None:
-    page = opened(demo_book(), "#99.0.12")
+def test_a_cell_of_the_overlap_highlights_both_of_its_objects(open_page: Open) -> None:
+    page = open_page(demo_book(), "#99.0.12")
     page.locator('#matrix td[data-row="3"][data-column="-6"]').hover()
     assert {owner for owner, _ in lit_shapes(page)} == {"3", "-6"}
 
 
-def test_an_invalid_object_has_no_shape_and_says_why(opened: Open) -> None:
-    page = opened(demo_book(), "#49.0.12")
+def test_an_invalid_object_has_no_shape_and_says_why(open_page: Open) -> None:
+    page = open_page(demo_book(), "#49.0.12")
     row = page.locator(".object.invalid")
     expect(row).to_contain_text("a box has four coordinates, and this has 3")
     row.hover()
@@ -86,15 +86,15 @@ def test_an_invalid_object_has_no_shape_and_says_why(opened: Open) -> None:
     assert page.locator('#stage .shape[data-owner="1"]').count() == 0
 
 
-def test_an_unmatched_and_cut_off_answer_is_marked_as_cut(opened: Open) -> None:
-    page = opened(demo_book(), "#49.1.13")
+def test_the_removed_part_of_a_truncated_answer_is_marked_as_cut(open_page: Open) -> None:
+    page = open_page(demo_book(), "#49.1.13")
     assert page.locator("#strip .token.cut").count() > 5
     assert page.locator("#strip .token.masked").count() > 0
     expect(page.locator("#tally")).to_contain_text("truncated")
 
 
-def test_a_hidden_kind_of_shape_is_not_drawn(opened: Open) -> None:
-    page = opened(demo_book(), "#99.0.12")
+def test_a_hidden_kind_of_shape_is_not_drawn(open_page: Open) -> None:
+    page = open_page(demo_book(), "#99.0.12")
     page.locator("#kinds [data-kind=missed]").uncheck()
     expect(page.locator("#stage .shape.missed").first).to_be_hidden()
     expect(page.locator("#stage .shape.extra").first).to_be_visible()
@@ -102,19 +102,19 @@ def test_a_hidden_kind_of_shape_is_not_drawn(opened: Open) -> None:
     expect(page.locator("#stage .shape.missed").first).to_be_hidden()
 
 
-# Ways through the samples
+# Navigation
 
 
-def test_next_and_previous_switch_the_sample(opened: Open) -> None:
-    page = opened(demo_book())
-    assert (where(page), shown(page)) == ("1 of 7", "0.0.12")
+def test_next_and_previous_switch_the_sample(open_page: Open) -> None:
+    page = open_page(demo_book())
+    assert (position(page), sample_id(page)) == ("1 of 7", "0.0.12")
     expect(page.locator("#back")).to_be_disabled()
     page.locator("#on").click()
-    assert (where(page), shown(page)) == ("2 of 7", "49.0.12")
+    assert (position(page), sample_id(page)) == ("2 of 7", "49.0.12")
     expect(page.locator("#name")).to_contain_text("Step 50")
     assert page.locator("#stage .shape.matched").count() == 1
     page.locator("#back").click()
-    assert shown(page) == "0.0.12"
+    assert sample_id(page) == "0.0.12"
 
 
 @pytest.mark.parametrize(
@@ -127,8 +127,8 @@ def test_next_and_previous_switch_the_sample(opened: Open) -> None:
         ("all", ["0.0.12", "49.0.12", "49.1.13", "99.0.12", "149.0.12", "199.0.12", "199.1.14"]),
     ],
 )
-def test_a_filter_leaves_its_samples_and_goes_to_the_first(opened: Open, choice: str, ids: list[str]) -> None:
-    page = opened(demo_book(), "#199.1.14")
+def test_a_filter_leaves_its_samples_and_goes_to_the_first(open_page: Open, choice: str, ids: list[str]) -> None:
+    page = open_page(demo_book(), "#199.1.14")
     if choice == "all":
         page.locator("#filter").select_option("extra")
     page.locator("#filter").select_option(choice)
@@ -142,60 +142,60 @@ def test_a_filter_leaves_its_samples_and_goes_to_the_first(opened: Open, choice:
         ("loss", ["0.0.12", "49.1.13", "49.0.12", "99.0.12", "149.0.12", "199.0.12", "199.1.14"]),
     ],
 )
-def test_an_order_puts_the_worst_first_and_what_is_not_known_last(
-    opened: Open, choice: str, ids: list[str]
+def test_an_order_puts_the_worst_first_and_unknown_values_last(
+    open_page: Open, choice: str, ids: list[str]
 ) -> None:
-    page = opened(demo_book(), "#99.0.12")
+    page = open_page(demo_book(), "#99.0.12")
     page.locator("#order").select_option(choice)
     assert walk(page) == ids
 
 
 def walk(page: Page) -> list[str]:
-    found = [shown(page)]
+    ids = [sample_id(page)]
     while page.locator("#on").is_enabled():
         page.locator("#on").click()
-        found.append(shown(page))
-    assert where(page) == f"{len(found)} of {len(found)}"
-    return found
+        ids.append(sample_id(page))
+    assert position(page) == f"{len(ids)} of {len(ids)}"
+    return ids
 
 
-def test_a_filter_that_leaves_nothing_says_so(opened: Open) -> None:
+def test_a_filter_that_leaves_nothing_says_so(open_page: Open) -> None:
     book = Book()
     book.add("0.0.1", [], [])
-    page = opened(book)
+    page = open_page(book)
     page.locator("#filter").select_option("truncated")
     expect(page.locator("#nothing")).to_be_visible()
-    assert where(page) == "0 of 0"
+    assert position(page) == "0 of 0"
     page.locator("#filter").select_option("all")
     expect(page.locator("#sample")).to_be_visible()
 
 
-def test_the_address_names_a_sample_or_a_step(opened: Open) -> None:
-    page = opened(demo_book(), "#149.0.12")
+def test_the_address_names_a_sample_or_a_step(open_page: Open) -> None:
+    page = open_page(demo_book(), "#149.0.12")
     expect(page.locator("#name")).to_contain_text("Step 150")
     page.evaluate("location.hash = 'step=60'")
     expect(page.locator("#name")).to_contain_text("Step 100")
     page.locator("#filter").select_option("truncated")
     page.evaluate("location.hash = '199.0.12'")
     expect(page.locator("#name")).to_contain_text("Step 200")
-    assert where(page) == "6 of 7"
+    assert position(page) == "6 of 7"
 
 
-def test_the_same_picture_at_other_steps_leads_there(opened: Open) -> None:
-    page = opened(demo_book(), "#99.0.12")
+def test_the_same_image_at_other_steps_links_to_them(open_page: Open) -> None:
+    page = open_page(demo_book(), "#99.0.12")
     assert page.locator(".step b").all_inner_texts() == ["step 1", "step 50", "step 100", "step 150", "step 200"]
     expect(page.locator(".step[aria-current]")).to_contain_text("3 of 5 found")
     assert page.locator(".step .shape.missed").count() == 5 + 4 + 2 + 1
     page.locator(".step").last.click()
-    assert shown(page) == "199.0.12"
+    assert sample_id(page) == "199.0.12"
     expect(page.locator(".step[aria-current]")).to_contain_text("loss 0.127")
 
 
-def test_of_many_steps_those_around_the_current_one_are_drawn(opened: Open) -> None:
+def test_only_the_steps_around_the_current_one_are_drawn_if_there_are_many(open_page: Open) -> None:
     book = Book()
     for step in range(200):
-        book.add(f"{step}.0.5", [True_("cup", (1, 1, 500, 500))], [])
-    page = opened(book, "#100.0.5")
+        book.add(f"{step}.0.5", [TrueShape("cup", (1, 1, 500, 500))], [])
+    page = open_page(book, "#100.0.5")
     assert page.locator(".step b").all_inner_texts() == [f"step {step}" for step in range(95, 107)]
     expect(page.locator("#alone")).to_contain_text("12 of 200")
 
@@ -203,64 +203,64 @@ def test_of_many_steps_those_around_the_current_one_are_drawn(opened: Open) -> N
 # Keys
 
 
-def test_all_of_it_can_be_done_by_keys_alone(opened: Open) -> None:
-    page = opened(demo_book(), "#99.0.12")
+def test_everything_can_be_done_with_the_keyboard_only(open_page: Open) -> None:
+    page = open_page(demo_book(), "#99.0.12")
     for _ in range(30):
         page.keyboard.press("Tab")
-        if focused(page, "data-i"):
+        if focus_attribute(page, "data-i"):
             break
     assert page.evaluate("document.activeElement.matches('#strip .token:focus-visible')")
     page.keyboard.press("Control+Home")
-    assert focused(page, "data-i") == "0"
+    assert focus_attribute(page, "data-i") == "0"
     for _ in range(3):
         page.keyboard.press("ArrowDown")
     page.keyboard.press("End")
-    assert focused(page, "data-owner") == "-1" or lit_shapes(page) == {("3", "extra")}
+    assert focus_attribute(page, "data-owner") == "-1" or lit_shapes(page) == {("3", "extra")}
     page.keyboard.press("Home")
     assert lit_shapes(page) == {("3", "extra")}
     page.keyboard.press("ArrowDown")
     assert lit_shapes(page) == {("-4", "missed")}
     page.keyboard.press("j")
-    assert shown(page) == "149.0.12"
-    assert page.evaluate("document.activeElement.matches('#strip .token')"), "the focus stays among the tokens"
+    assert sample_id(page) == "149.0.12"
+    assert page.evaluate("document.activeElement.matches('#strip .token')"), "the focus stays in the tokens"
     page.keyboard.press("k")
-    assert shown(page) == "99.0.12"
+    assert sample_id(page) == "99.0.12"
 
 
-def test_rows_cells_and_steps_are_reached_by_keys(opened: Open) -> None:
-    page = opened(demo_book(), "#99.0.12")
+def test_rows_cells_and_steps_can_be_reached_with_keys(open_page: Open) -> None:
+    page = open_page(demo_book(), "#99.0.12")
     page.keyboard.press("o")
     page.keyboard.press("ArrowDown")
     assert {owner for owner, _ in lit_shapes(page)} == {"1"}
     page.keyboard.press("End")
     assert lit_shapes(page) == {("-6", "missed")}
     page.keyboard.press("Tab")
-    assert focused(page, "data-row") == "0"
+    assert focus_attribute(page, "data-row") == "0"
     page.keyboard.press("ArrowRight")
     page.keyboard.press("ArrowDown")
-    assert (focused(page, "data-row"), focused(page, "data-column")) == ("1", "1")
+    assert (focus_attribute(page, "data-row"), focus_attribute(page, "data-column")) == ("1", "1")
     page.keyboard.press("s")
     page.keyboard.press("Shift+Tab")
     page.keyboard.press("Enter")
-    assert shown(page) == "49.0.12"
+    assert sample_id(page) == "49.0.12"
 
 
-def test_a_filter_is_chosen_by_keys_and_letters_there_turn_no_page(opened: Open) -> None:
-    page = opened(demo_book(), "#99.0.12")
+def test_a_filter_can_be_chosen_with_keys_and_letters_there_do_not_change_the_sample(open_page: Open) -> None:
+    page = open_page(demo_book(), "#99.0.12")
     page.keyboard.press("Tab")
-    assert focused(page, "id") == "filter"
+    assert focus_attribute(page, "id") == "filter"
     page.keyboard.press("ArrowDown")
-    assert where(page) == "1 of 6"
+    assert position(page) == "1 of 6"
     page.keyboard.press("k")
-    assert where(page) == "1 of 6"
+    assert position(page) == "1 of 6"
 
 
-def test_the_keys_are_listed_on_demand(opened: Open) -> None:
-    page = opened(demo_book())
+def test_the_keys_are_listed_on_request(open_page: Open) -> None:
+    page = open_page(demo_book())
     page.keyboard.press("?")
     expect(page.locator("#keys")).to_be_visible()
     page.keyboard.press("j")
-    assert where(page) == "1 of 7"
+    assert position(page) == "1 of 7"
     page.keyboard.press("Escape")
     expect(page.locator("#keys")).to_be_hidden()
 
@@ -273,29 +273,31 @@ def numbers(page: Page) -> dict[str, str]:
     return dict(zip(names, page.locator(".numbers dd").all_inner_texts(), strict=True))
 
 
-def test_a_coordinate_shows_its_distribution_in_numbers(opened: Open) -> None:
+def test_a_coordinate_shows_its_distribution_in_numbers(open_page: Open) -> None:
     book = Book()
-    sample = book.add("99.0.1", [True_("cup", (100, 100, 400, 400))], [Found("cup", (90, 110, 390, 400), 0, 0.8)])
+    sample = book.add(
+        "99.0.1", [TrueShape("cup", (100, 100, 400, 400))], [Predicted("cup", (90, 110, 390, 400), 0, 0.8)]
+    )
     first = sample["tokens"]["roles"].index(2)
     sample["trained"]["bins"][str(first)] = [[90, 5000], [100, 2500, 2500]]
     sample["trained"]["nll"][str(first)] = 0.6931
     sample["trained"]["mass"][str(first)] = 0.9
-    page = opened(book)
+    page = open_page(book)
     page.locator(f'#strip [data-i="{first}"]').hover()
-    told = numbers(page)
-    assert told["written bin"] == "90"
-    assert told["target"] == "100"
-    assert told["probability of the target bin"] == "25.0 %"
-    assert told["expected bin"] == "95.3"  # (90 * 2 + 100 + 101) / 4
-    assert told["probability of any coordinate"] == "90.0 %"
-    assert told["probability of the written bin"] == "50.0 %"
-    apart = told["distance to the target (W1)"].removesuffix(" bins")
-    assert float(apart) == pytest.approx(w1_of_example(), abs=0.051)
-    expect(page.locator(".whose")).to_contain_text("x1 of object_1, cup (matched)")
+    shown = numbers(page)
+    assert shown["written bin"] == "90"
+    assert shown["target"] == "100"
+    assert shown["probability of the target bin"] == "25.0 %"
+    assert shown["expected bin"] == "95.3"  # (90 * 2 + 100 + 101) / 4
+    assert shown["probability of any coordinate"] == "90.0 %"
+    assert shown["probability of the written bin"] == "50.0 %"
+    distance = shown["distance to the target (W1)"].removesuffix(" bins")
+    assert float(distance) == pytest.approx(w1_of_example(), abs=0.051)
+    expect(page.locator(".owner")).to_contain_text("x1 of object_1, cup (matched)")
 
 
 def w1_of_example(sigma: float = 8.0) -> float:
-    """Against a Gaussian around 100, by sums of differences."""
+    """Return the distance to a Gaussian around 100, as a sum of cumulative differences."""
     from math import exp
 
     weights = [exp(-0.5 * ((bin - 100) / sigma) ** 2) for bin in range(1000)]
@@ -307,115 +309,117 @@ def w1_of_example(sigma: float = 8.0) -> float:
     return total
 
 
-def test_the_truncated_soft_target_ends_where_the_loss_ends_it(opened: Open) -> None:
-    page = opened(demo_book(), "#99.0.12")
-    q = page.evaluate("Array.from(distribution.soft(100.5, {sigma: 8, truncate: 3}))")
+def test_the_truncated_soft_target_ends_where_the_loss_ends_it(open_page: Open) -> None:
+    page = open_page(demo_book(), "#99.0.12")
+    q = page.evaluate("Array.from(distribution.softTarget(100.5, {sigma: 8, truncate: 3}))")
     assert [bin for bin, share in enumerate(q) if share] == [98, 99, 100, 101, 102, 103]
     assert sum(q) == pytest.approx(1.0)
 
 
-def test_a_text_token_shows_what_it_is_and_how_likely_it_was(opened: Open) -> None:
+def test_a_text_token_shows_what_it_is_and_how_likely_it_was(open_page: Open) -> None:
     book = demo_book()
     sample = book.samples[3]
-    page = opened(book, "#99.0.12")
+    page = open_page(book, "#99.0.12")
     page.locator("#strip .token.desc").first.hover()
     at = sample["tokens"]["roles"].index(4)
-    told = numbers(page)
-    assert told["token id"] == str(sample["tokens"]["ids"][at])
-    assert told["-log p"] == f"{sample['trained']['nll'][str(at)]:.4f}"
+    shown = numbers(page)
+    assert shown["token id"] == str(sample["tokens"]["ids"][at])
+    assert shown["-log p"] == f"{sample['trained']['nll'][str(at)]:.4f}"
     expect(page.locator("#detail h3")).to_contain_text("added description")
 
 
-def test_a_sample_that_was_not_trained_says_so(opened: Open) -> None:
-    page = opened(demo_book(), "#199.1.14")
+def test_a_sample_that_was_not_trained_is_marked_so(open_page: Open) -> None:
+    page = open_page(demo_book(), "#199.1.14")
     page.locator("#strip .token.coord").first.hover()
-    expect(page.locator("#detail .silent")).to_contain_text("not trained yet")
+    expect(page.locator("#detail .no-data")).to_contain_text("not trained yet")
     expect(page.locator("#about")).to_contain_text("Not known")
 
 
-def test_pointing_at_an_object_explains_its_first_coordinate(opened: Open) -> None:
-    page = opened(demo_book(), "#99.0.12")
+def test_pointing_at_an_object_explains_its_first_coordinate(open_page: Open) -> None:
+    page = open_page(demo_book(), "#99.0.12")
     page.locator('.object[data-owner="2"]').first.hover()
-    expect(page.locator(".whose")).to_contain_text("x of point 1 of object_3, green leaf")
+    expect(page.locator(".owner")).to_contain_text("x of point 1 of object_3, green leaf")
     assert numbers(page)["written bin"] == "515"
     assert page.locator("#guides .written").count() == 1
 
 
-def test_without_a_soft_target_the_model_is_shown_alone(opened: Open) -> None:
+def test_without_a_soft_target_the_model_is_shown_alone(open_page: Open) -> None:
     book = demo_book()
     book.more = {"target": None}
-    page = opened(book, "#99.0.12")
+    page = open_page(book, "#99.0.12")
     page.locator(CUP_Y1).hover()
-    assert page.locator(".chart .given").count() == 2
-    assert page.locator(".chart .wanted").count() == 0
+    assert page.locator(".chart .model").count() == 2
+    assert page.locator(".chart .soft-target").count() == 0
     assert "distance to the target (W1)" not in numbers(page)
 
 
-def test_a_page_without_samples_says_so_and_takes_keys(opened: Open) -> None:
-    page = opened(Book())
+def test_a_page_without_samples_says_so_and_takes_keys(open_page: Open) -> None:
+    page = open_page(Book())
     expect(page.locator("#nothing")).to_be_visible()
     for key in ("j", "t", "o", "m", "s", "Escape"):
         page.keyboard.press(key)
 
 
-def test_a_target_between_two_bins_is_told_as_it_is(opened: Open) -> None:
+def test_a_target_between_two_bins_is_shown_exactly(open_page: Open) -> None:
     book = Book()
-    sample = book.add("0.0.1", [True_("cup", (100, 100, 400, 400))], [Found("cup", (90, 110, 390, 400), 0, 0.8)])
+    sample = book.add(
+        "0.0.1", [TrueShape("cup", (100, 100, 400, 400))], [Predicted("cup", (90, 110, 390, 400), 0, 0.8)]
+    )
     first = sample["tokens"]["roles"].index(2)
     sample["tokens"]["target"][first] = 99.5
     sample["trained"]["bins"][str(first)] = [[99, 1000, 3000]]
-    page = opened(book)
+    page = open_page(book)
     page.locator(f'#strip [data-i="{first}"]').hover()
     assert numbers(page)["target"] == "99.5"
     assert numbers(page)["probability of the target bin"] == "30.0 %"  # half-way it is the upper one
     assert numbers(page)["in the chart (bins under 0.05 % are not stored)"] == "40.0 %"
 
 
-def test_roles_are_counted(opened: Open) -> None:
+def test_roles_are_counted(open_page: Open) -> None:
     book = demo_book()
-    page = opened(book, "#99.0.12")
+    page = open_page(book, "#99.0.12")
     roles = book.samples[3]["tokens"]["roles"]
-    told = page.locator(f'#roles [data-role="{PREFIX}"] b').inner_text()
-    assert int(told) == roles.count(PREFIX)
+    count = page.locator(f'#roles [data-role="{PREFIX}"] b').inner_text()
+    assert int(count) == roles.count(PREFIX)
 
 
-def test_a_missing_picture_says_why_and_keeps_its_shapes(opened: Open) -> None:
+def test_a_missing_image_has_a_remark_and_keeps_its_shapes(open_page: Open) -> None:
     book = Book()
-    book.add("0.0.1", [True_("cup", (100, 100, 400, 400))], [])
-    page = opened(book)
+    book.add("0.0.1", [TrueShape("cup", (100, 100, 400, 400))], [])
+    page = open_page(book)
     expect(page.locator("#remark")).to_have_text("image not shown: No such file")
     assert page.locator("#stage .shape.missed").count() == 1
 
 
-def test_what_was_no_number_is_said_to_be_none(opened: Open) -> None:
+def test_values_that_were_not_numbers_are_shown_as_such(open_page: Open) -> None:
     book = demo_book()
-    sample = next(one for one in book.samples if one["id"] == "99.0.12")
+    sample = next(sample for sample in book.samples if sample["id"] == "99.0.12")
     trained = sample["trained"]
     trained |= {"nll": dict.fromkeys(trained["nll"]), "mass": dict.fromkeys(trained["mass"]), "bins": {}}
     trained |= {"loss": None, "terms": {**trained["terms"], "coord_reg/w1": None}}
-    page = opened(book, "#99.0.12")
-    expect(page.locator("#about")).to_contain_text("Loss was no number")
+    page = open_page(book, "#99.0.12")
+    expect(page.locator("#about")).to_contain_text("Loss was not a number")
     page.locator("#strip .token.structure").first.hover()
-    expect(page.locator("#detail")).to_contain_text("its logits were NaN or infinite here")
+    expect(page.locator("#detail")).to_contain_text("its logits were NaN or infinite")
     page.locator('#strip .token.bin[data-owner="0"]').first.hover()
     assert "%" not in " ".join(numbers(page).values())
 
 
-def test_an_address_that_is_not_on_the_page_is_said_to_be_none(opened: Open) -> None:
-    page = opened(demo_book(), "#step=100")
+def test_an_address_that_is_not_on_the_page_is_reported(open_page: Open) -> None:
+    page = open_page(demo_book(), "#step=100")
     expect(page.locator("#astray")).to_be_hidden()
     page.evaluate("location.hash = 'step=101'")
     expect(page.locator("#astray")).to_contain_text("step=101 is not on this page, which holds 7 answers")
-    assert shown(page) == "149.0.12"
+    assert sample_id(page) == "149.0.12"
 
 
-def test_a_pair_of_different_names_says_so(opened: Open) -> None:
-    page = opened(demo_book(), "#49.0.12")
-    expect(page.locator(".object.matched .saying")).to_have_text(["true 1, which is called red cup, IoU 0.78"])
+def test_a_pair_with_different_names_shows_both(open_page: Open) -> None:
+    page = open_page(demo_book(), "#49.0.12")
+    expect(page.locator(".object.matched .outcome")).to_have_text(["true 1, which is called red cup, IoU 0.78"])
 
 
-def test_where_the_mouse_rests_does_not_hide_what_keys_choose(opened: Open) -> None:
-    page = opened(demo_book(), "#99.0.12")
+def test_a_resting_mouse_does_not_override_the_keyboard(open_page: Open) -> None:
+    page = open_page(demo_book(), "#99.0.12")
     page.locator("#strip .token").nth(3).hover()
     page.keyboard.press("t")
     page.keyboard.press("Control+End")

@@ -1,4 +1,4 @@
-"""The rollout inspector's page at its limits: without colour, enlarged, with hostile text, huge, and live."""
+"""The page of the rollout inspector at its limits: without colour, enlarged, with hostile text, huge, and live."""
 
 import json
 import threading
@@ -11,14 +11,14 @@ import pytest
 from playwright.sync_api import Browser, Page, expect
 
 from tests.browser.books import HOSTILE, LONG, TWISTED, demo_book, hostile_book, huge_book
-from tests.browser.conftest import WIDE, Heard, Open
-from tests.browser.samples import Book, True_
+from tests.browser.conftest import WIDE, Open, PageEvents
+from tests.browser.samples import Book, TrueShape
 
 pytestmark = pytest.mark.timeout(60)
 
 ENLARGED = {"width": 640, "height": 450}  # a window of 1280 x 900 at 200 %
-FORM = """one => {
-  const style = getComputedStyle(one);
+FORM = """node => {
+  const style = getComputedStyle(node);
   return ["borderTopStyle", "borderBottomStyle", "borderBottomWidth", "borderTopWidth", "textDecorationLine",
     "borderTopLeftRadius", "strokeDasharray", "backgroundImage"].map((name) =>
       name === "backgroundImage" ? style[name] !== "none" : style[name]).join("; ")
@@ -28,28 +28,28 @@ FORM = """one => {
 # Without colour
 
 
-def test_roles_of_tokens_differ_by_more_than_colour(opened: Open) -> None:
-    page = opened(demo_book())
+def test_token_roles_differ_by_more_than_colour(open_page: Open) -> None:
+    page = open_page(demo_book())
     signs = page.locator("#roles .token").all()
     forms = {sign.get_attribute("class"): sign.evaluate(FORM) for sign in signs}
     assert len(forms) == 8
-    for (one, form), (other, its) in combinations(forms.items(), 2):
-        assert form != its, f"{one} looks like {other}"
+    for (first, first_form), (second, second_form) in combinations(forms.items(), 2):
+        assert first_form != second_form, f"{first} looks like {second}"
 
 
-def test_kinds_of_shapes_differ_by_more_than_colour(opened: Open) -> None:
-    page = opened(demo_book(), "#99.0.12")
+def test_kinds_of_shapes_differ_by_more_than_colour(open_page: Open) -> None:
+    page = open_page(demo_book(), "#99.0.12")
     kinds = ("true", "matched", "missed", "extra")
     dashes = [page.locator(f"#stage .shape.{kind} polygon >> nth=1").evaluate(FORM) for kind in kinds]
     assert len(set(dashes)) == 4
 
 
-def test_the_two_distributions_differ_by_more_than_colour(opened: Open) -> None:
-    page = opened(demo_book(), "#99.0.12")
-    model, target = page.locator(".chart .given").first, page.locator(".chart .wanted").first
-    assert model.evaluate("one => getComputedStyle(one).fill") != "none"
-    assert target.evaluate("one => getComputedStyle(one).fill") == "none"
-    assert target.evaluate("one => getComputedStyle(one).strokeDasharray") != "none"
+def test_the_two_distributions_differ_by_more_than_colour(open_page: Open) -> None:
+    page = open_page(demo_book(), "#99.0.12")
+    model, target = page.locator(".chart .model").first, page.locator(".chart .soft-target").first
+    assert model.evaluate("node => getComputedStyle(node).fill") != "none"
+    assert target.evaluate("node => getComputedStyle(node).fill") == "none"
+    assert target.evaluate("node => getComputedStyle(node).strokeDasharray") != "none"
 
 
 # Enlarged, dark
@@ -57,36 +57,36 @@ def test_the_two_distributions_differ_by_more_than_colour(opened: Open) -> None:
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("make", [demo_book, hostile_book], ids=["ordinary", "hostile"])
-def test_at_twice_the_size_nothing_is_lost_to_the_right_and_all_can_be_read(
-    opened: Open, make: Any, scheme: str
+def test_at_200_percent_nothing_is_cut_off_at_the_right_and_all_text_is_legible(
+    open_page: Open, make: Any, scheme: str
 ) -> None:
-    page = opened(make(), viewport=ENLARGED, color_scheme=scheme)
+    page = open_page(make(), viewport=ENLARGED, color_scheme=scheme)
     assert page.evaluate("document.documentElement.scrollWidth") <= ENLARGED["width"]
     assert page.evaluate(OUTSIDE) == []
     assert page.evaluate(TOO_SMALL) == []
     assert page.evaluate(TOO_FAINT) == []
 
 
-# Elements that reach beyond the window, and are in nothing that scrolls.
+# Elements that reach beyond the window and are not inside something that scrolls.
 OUTSIDE = """() => [...document.querySelectorAll("body *")]
-  .filter((one) => !one.closest("#matrix, #steps, svg, dialog, #stage") && one.getClientRects().length)
-  .filter((one) => one.getBoundingClientRect().right > innerWidth + 0.5)
-  .filter((one) => getComputedStyle(one.parentNode).overflowX === "visible")
-  .map((one) => `${one.tagName} ${one.className}`)"""
+  .filter((node) => !node.closest("#matrix, #steps, svg, dialog, #stage") && node.getClientRects().length)
+  .filter((node) => node.getBoundingClientRect().right > innerWidth + 0.5)
+  .filter((node) => getComputedStyle(node.parentNode).overflowX === "visible")
+  .map((node) => `${node.tagName} ${node.className}`)"""
 
-# Text under 11 pixels, in charts as they are scaled.
+# Text under 11 pixels, with the scale of charts.
 TOO_SMALL = """() => [...document.querySelectorAll("body *")]
-  .filter((one) => [...one.childNodes].some((node) => node.nodeType === 3 && node.textContent.trim()))
-  .filter((one) => one.getClientRects().length && !one.closest("script, title"))
-  .map((one) => {
-    const drawing = one.ownerSVGElement;
+  .filter((node) => [...node.childNodes].some((child) => child.nodeType === 3 && child.textContent.trim()))
+  .filter((node) => node.getClientRects().length && !node.closest("script, title"))
+  .map((node) => {
+    const drawing = node.ownerSVGElement;
     const scale = drawing ? drawing.getBoundingClientRect().width / drawing.viewBox.baseVal.width : 1;
-    return [one, parseFloat(getComputedStyle(one).fontSize) * scale];
+    return [node, parseFloat(getComputedStyle(node).fontSize) * scale];
   })
   .filter(([, size]) => size < 10.9)
-  .map(([one, size]) => `${one.tagName} ${one.className} ${size}`)"""
+  .map(([node, size]) => `${node.tagName} ${node.className} ${size}`)"""
 
-# Words on a plain ground of the page with less contrast than 4.5, unless they say that something is absent.
+# Words on the plain background with a contrast under 4.5, unless they say that something is absent.
 TOO_FAINT = """() => {
   const canvas = document.createElement("canvas").getContext("2d", { willReadFrequently: true });
   const light = (colour) => {
@@ -100,27 +100,27 @@ TOO_FAINT = """() => {
     return 0.2126 * r + 0.7152 * g + 0.0722 * b;
   };
   const ground = light(getComputedStyle(document.getElementById("detail")).backgroundColor);
-  const places = ".object span, .margin, .saying, dt, dd, small, .caption, #tally span, #rule, .token.prefix, "
+  const places = ".object span, .margin, .outcome, dt, dd, small, .caption, #tally span, #rule, .token.prefix, "
     + ".token.desc";
   return [...document.querySelectorAll(places)]
-    .filter((one) => one.getClientRects().length && !one.closest(".absent, .token.end, dialog, #bar"))
-    .map((one) => {
-      const own = light(getComputedStyle(one).color);
-      return [one, (Math.max(own, ground) + 0.05) / (Math.min(own, ground) + 0.05)];
+    .filter((node) => node.getClientRects().length && !node.closest(".absent, .token.end, dialog, #bar"))
+    .map((node) => {
+      const own = light(getComputedStyle(node).color);
+      return [node, (Math.max(own, ground) + 0.05) / (Math.min(own, ground) + 0.05)];
     })
     .filter(([, contrast]) => contrast < 4.5)
-    .map(([one, contrast]) => `${one.tagName} ${one.className} ${contrast}`);
+    .map(([node, contrast]) => `${node.tagName} ${node.className} ${contrast}`);
 }"""
 
 
 # Hostile
 
 
-def test_hostile_text_is_shown_as_text(opened: Open) -> None:
-    page = opened(hostile_book())
+def test_hostile_text_is_shown_as_text(open_page: Open) -> None:
+    page = open_page(hostile_book())
     assert page.locator("#objects .desc").all_text_contents() == [HOSTILE, TWISTED, "", HOSTILE, LONG, TWISTED]
     assert page.locator("#run").text_content() == 'runs/<b>"bold"</b>'
-    assert page.locator(".object.invalid .saying").text_content() == "<i>no description</i>"
+    assert page.locator(".object.invalid .outcome").text_content() == "<i>no description</i>"
     assert page.locator(".object.invalid .name").text_content() == HOSTILE
     assert page.locator("body img").count() == 0
     assert page.locator("b:text('bold')").count() == 0
@@ -128,14 +128,15 @@ def test_hostile_text_is_shown_as_text(opened: Open) -> None:
 
 
 @pytest.mark.parametrize("height", [480, 100, 1900], ids=["ordinary", "flat", "upright"])
-def test_a_long_name_stays_inside_of_the_picture_and_of_its_row(opened: Open, height: int) -> None:
+def test_a_long_name_stays_inside_the_image_and_inside_its_row(open_page: Open, height: int) -> None:
     book = hostile_book()
     book.samples[0]["height"] = height
-    page = opened(book)
-    inside = """() => [...document.querySelectorAll("#stage .tag")].filter((one) => {
-      const [tag, stage] = [one.getBoundingClientRect(), document.getElementById("stage").getBoundingClientRect()];
+    page = open_page(book)
+    inside = """() => [...document.querySelectorAll("#stage .tag")].filter((node) => {
+      const tag = node.getBoundingClientRect();
+      const stage = document.getElementById("stage").getBoundingClientRect();
       return tag.left < stage.left - 1 || tag.right > stage.right + 1 || tag.top < stage.top - 1;
-    }).map((one) => one.textContent)"""
+    }).map((node) => node.textContent)"""
     assert page.evaluate(inside) == []
     for row in page.locator(".object:not(.invalid)").all():
         assert row.bounding_box()["height"] < 60  # type: ignore[index]
@@ -144,15 +145,15 @@ def test_a_long_name_stays_inside_of_the_picture_and_of_its_row(opened: Open, he
 # Huge
 
 
-def test_500_objects_open_within_two_seconds(opened: Open) -> None:
-    page = opened(huge_book())
+def test_a_page_with_500_objects_opens_within_two_seconds(open_page: Open) -> None:
+    page = open_page(huge_book())
     assert page.evaluate("performance.getEntriesByName('ready')[0].startTime") < 2000
     expect(page.locator("#length")).to_contain_text("32,251")
 
 
-def test_only_tokens_near_the_window_have_elements_and_scrolling_is_smooth(opened: Open) -> None:
-    page = opened(huge_book())
-    told = page.evaluate(
+def test_only_tokens_near_the_window_have_elements_and_scrolling_is_smooth(open_page: Open) -> None:
+    page = open_page(huge_book())
+    measured = page.evaluate(
         """async () => {
           const strip = document.getElementById("strip");
           const [times, counts] = [[], []];
@@ -172,13 +173,13 @@ def test_only_tokens_near_the_window_have_elements_and_scrolling_is_smooth(opene
           return { median: times[45], most: Math.max(...counts), end: !!seen.closest(".line") };
         }"""
     )
-    assert told["most"] < 4000
-    assert told["median"] < 60
-    assert told["end"], "where the strip was scrolled to, tokens are shown"
+    assert measured["most"] < 4000
+    assert measured["median"] < 60
+    assert measured["end"], "tokens are shown where the strip was scrolled to"
 
 
-def test_a_shape_far_away_brings_its_tokens_its_row_and_its_pair_into_view(opened: Open) -> None:
-    page = opened(huge_book(), viewport={"width": 1400, "height": 1600})
+def test_choosing_a_shape_brings_its_tokens_its_row_and_its_pair_into_view(open_page: Open) -> None:
+    page = open_page(huge_book(), viewport={"width": 1400, "height": 1600})
     page.locator('#stage .shape.extra[data-owner="480"] polygon >> nth=1').click()
     token = page.locator('#strip .token.bin[data-owner="480"]').first
     expect(token).to_be_in_viewport()
@@ -191,11 +192,11 @@ def test_a_shape_far_away_brings_its_tokens_its_row_and_its_pair_into_view(opene
     expect(page.locator('#matrix td.chosen[data-row="200"]')).to_be_in_viewport()
 
 
-def test_the_token_with_the_focus_is_kept_when_it_is_scrolled_away(opened: Open) -> None:
-    page = opened(huge_book())
+def test_the_token_with_the_focus_is_kept_when_it_is_scrolled_away(open_page: Open) -> None:
+    page = open_page(huge_book())
     page.keyboard.press("t")
     page.keyboard.press("Control+Home")
-    page.wait_for_timeout(300)  # until the browser has told which chunks are near
+    page.wait_for_timeout(300)  # until the browser has reported which chunks are near
     page.evaluate("document.getElementById('strip').scrollTop = 1e6")
     page.wait_for_timeout(300)
     page.keyboard.press("ArrowRight")
@@ -203,12 +204,12 @@ def test_the_token_with_the_focus_is_kept_when_it_is_scrolled_away(opened: Open)
     expect(page.locator('#strip [data-i="1"]')).to_be_in_viewport()
 
 
-def test_200_samples_open_at_once_because_they_are_parsed_when_shown(opened: Open) -> None:
+def test_a_page_with_200_samples_opens_at_once_because_samples_are_parsed_when_shown(open_page: Open) -> None:
     book = Book()
     for step in range(200):
-        truth = [True_(f"cup {k}", (k * 40, 10, k * 40 + 30, 500)) for k in range(20)]
+        truth = [TrueShape(f"cup {k}", (k * 40, 10, k * 40 + 30, 500)) for k in range(20)]
         book.add(f"{step}.0.{step}", truth, [])
-    page = opened(book)
+    page = open_page(book)
     assert page.evaluate("performance.getEntriesByName('ready')[0].startTime") < 2000
     for _ in range(40):
         page.keyboard.press("j")
@@ -218,25 +219,25 @@ def test_200_samples_open_at_once_because_they_are_parsed_when_shown(opened: Ope
 # Live
 
 
-class Server(ThreadingHTTPServer):
+class PageServer(ThreadingHTTPServer):
     daemon_threads = True
 
     def __init__(self, html: str) -> None:
-        super().__init__(("127.0.0.1", 0), Answer)
-        self.html, self.asked, self.changed = html, [], False
+        super().__init__(("127.0.0.1", 0), PageHandler)
+        self.html, self.requests, self.changed = html, [], False
         self.address = f"http://127.0.0.1:{self.server_address[1]}/"
 
 
-class Answer(BaseHTTPRequestHandler):
-    server: Server
+class PageHandler(BaseHTTPRequestHandler):
+    server: PageServer
 
     def do_GET(self) -> None:
-        page = self.path == "/"
-        if not page:
-            self.server.asked.append(self.path)
-        body = self.server.html if page else json.dumps({"changed": self.server.changed, "step": 120})
+        is_page = self.path == "/"
+        if not is_page:
+            self.server.requests.append(self.path)
+        body = self.server.html if is_page else json.dumps({"changed": self.server.changed, "step": 120})
         self.send_response(200)
-        self.send_header("Content-Type", "text/html; charset=utf-8" if page else "application/json")
+        self.send_header("Content-Type", "text/html; charset=utf-8" if is_page else "application/json")
         self.end_headers()
         self.wfile.write(body.encode())
 
@@ -245,8 +246,8 @@ class Answer(BaseHTTPRequestHandler):
 
 
 @pytest.fixture
-def server() -> Iterator[Server]:
-    server = Server(demo_book().html(live=True, stamp="a b"))
+def server() -> Iterator[PageServer]:
+    server = PageServer(demo_book().html(live=True, stamp="a b"))
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
     thread.start()
     yield server
@@ -255,15 +256,17 @@ def server() -> Iterator[Server]:
     server.server_close()
 
 
-def test_a_served_page_asks_for_news_and_shows_them_at_the_same_sample(browser: Browser, server: Server) -> None:
-    context, heard = browser.new_context(viewport=WIDE), Heard()  # type: ignore[arg-type]
+def test_a_served_page_asks_for_new_answers_and_shows_them_at_the_same_sample(
+    browser: Browser, server: PageServer
+) -> None:
+    context, events = browser.new_context(viewport=WIDE), PageEvents()  # type: ignore[arg-type]
     page: Page = context.new_page()
-    heard.listen(page)
+    events.listen(page)
     page.clock.install()
     page.goto(server.address + "#99.0.12")
     with page.expect_response("**/changed?*"):
         page.clock.run_for(3100)
-    assert server.asked == ["/changed?since=a%20b"]
+    assert server.requests == ["/changed?since=a%20b"]
     expect(page.locator("#news")).to_be_hidden()
     server.changed = True
     page.clock.run_for(3100)
@@ -273,4 +276,4 @@ def test_a_served_page_asks_for_news_and_shows_them_at_the_same_sample(browser: 
     expect(page.locator("#name")).to_contain_text("Step 100")
     expect(page.locator("#news")).to_be_hidden()
     context.close()
-    assert heard.complaints == []
+    assert events.problems == []

@@ -1,4 +1,4 @@
-"""Pages made from run folders: from a dumped example to what a person points at, and a run that goes on."""
+"""Pages made from run folders: from a dumped example to what a reader points at, and a running run."""
 
 import json
 import threading
@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from playwright.sync_api import Browser, expect
 
-from coordexp.inspector.live import listen, run_pages
-from coordexp.inspector.rollouts import inspector_page
+from coordexp.inspector.live import listen, make_live_pages
+from coordexp.inspector.rollouts import make_inspector_page
 from coordexp.inspector.run import read_run
 from tests.browser.conftest import Open
 from tests.unit.inspector.run_folders import write_dumped_run
@@ -18,41 +18,41 @@ pytestmark = pytest.mark.timeout(60)
 
 
 @dataclass(frozen=True)
-class Inspected:
-    """The page of a run folder."""
+class RunInspectorPage:
+    """The inspector's page of a run folder."""
 
     folder: Path
 
     def save(self, path: Path) -> Path:
-        path.write_text(inspector_page(read_run(self.folder), 200).text)
+        path.write_text(make_inspector_page(read_run(self.folder), 200).html)
         return path
 
 
-def test_each_coordinate_of_a_dumped_answer_lights_the_shape_that_it_writes(opened: Open, tmp_path: Path) -> None:
+def test_each_coordinate_of_a_dumped_answer_highlights_its_shape(open_page: Open, tmp_path: Path) -> None:
     folder = write_dumped_run(tmp_path / "run", steps=(0,))
-    page = opened(Inspected(folder), "#1.0.0")
-    whole = json.loads((folder / "dumps/step-000000.jsonl").read_text().splitlines()[0])
-    objects, pairs = whole["result"]["objects"], dict(whole["result"]["pairs"])
-    for k, one in enumerate(objects):
-        for at in one["at"]:
+    page = open_page(RunInspectorPage(folder), "#1.0.0")
+    dump = json.loads((folder / "dumps/step-000000.jsonl").read_text().splitlines()[0])
+    objects, pairs = dump["result"]["objects"], dict(dump["result"]["pairs"])
+    for k, obj in enumerate(objects):
+        for at in obj["at"]:
             token = page.locator(f'#strip .token[data-i="{at}"]')
-            assert token.inner_text() == str(one["bins"][one["at"].index(at)])
+            assert token.inner_text() == str(obj["bins"][obj["at"].index(at)])
             token.hover()
-            lit = page.locator("#stage .shape.lit").evaluate_all("all => all.map(one => one.dataset.owner)")
+            lit = page.locator("#stage .shape.lit").evaluate_all("nodes => nodes.map(node => node.dataset.owner)")
             assert set(lit) == {str(k)} and len(lit) == (2 if k in pairs else 1)
 
 
-def test_what_was_missed_is_lit_by_what_was_appended_for_it(opened: Open, tmp_path: Path) -> None:
-    page = opened(Inspected(write_dumped_run(tmp_path / "run", steps=(0,))), "#1.0.0")
+def test_an_appended_coordinate_highlights_its_missed_object(open_page: Open, tmp_path: Path) -> None:
+    page = open_page(RunInspectorPage(write_dumped_run(tmp_path / "run", steps=(0,))), "#1.0.0")
     page.locator('#strip .token.bin[data-owner="-3"]').first.hover()
     lit = page.locator("#stage .shape.lit")
     expect(lit).to_have_count(1)
     assert lit.get_attribute("data-owner") == "-3"
 
 
-def test_a_served_page_offers_what_was_written_since(browser: Browser, tmp_path: Path) -> None:
+def test_a_served_page_offers_what_was_written_later(browser: Browser, tmp_path: Path) -> None:
     folder = write_dumped_run(tmp_path / "run", steps=(0,))
-    server = listen(run_pages(folder, 200), 0)
+    server = listen(make_live_pages(folder, 200), 0)
     thread = threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True)
     thread.start()
     page = browser.new_page()

@@ -22,9 +22,9 @@ from coordexp.inspector.sample import show_sample, summarise_sample
 from coordexp.vocab import VocabularyError, VocabularyTable
 
 SIDE = 640  # pixels of an image on the page, at most
-STYLES = ("page.css", "picture.css", "strip.css", "panels.css")
+STYLES = ("page.css", "image.css", "strip.css", "panels.css")
 SCRIPTS = (
-    *("elements.js", "data.js", "distribution.js", "picture.js", "strip.js", "chart.js", "detail.js"),
+    *("elements.js", "data.js", "distribution.js", "image.js", "strip.js", "chart.js", "detail.js"),
     *("objects.js", "matrix.js", "steps.js", "head.js", "live.js", "page.js"),
 )
 

@@ -7,27 +7,27 @@ let shown = cards;
 let at = 0;
 
 function fits(card) {
-  const wanted = find("class").value;
+  const chosen = find("class").value;
   const problem = find("problem").value;
   const problems = words(card, "problems");
-  if (wanted && !words(card, "classes").includes(wanted)) return false;
+  if (chosen && !words(card, "classes").includes(chosen)) return false;
   if (problem === "any") return problems.length > 0;
   if (problem === "none") return problems.length === 0;
   return !problem || problems.includes(problem);
 }
 
 function filter() {
-  const wanted = find("class").value;
+  const chosen = find("class").value;
   shown = cards.filter(fits);
   for (const part of document.querySelectorAll("[data-class]")) {
-    part.classList.toggle("faint", wanted !== "" && part.dataset.class !== wanted);
+    part.classList.toggle("faint", chosen !== "" && part.dataset.class !== chosen);
   }
-  turn(0);
+  goTo(0);
 }
 
-function turn(to) {
+function goTo(page) {
   const last = Math.max(0, Math.ceil(shown.length / PAGE) - 1);
-  at = Math.min(last, Math.max(0, to));
+  at = Math.min(last, Math.max(0, page));
   const visible = new Set(shown.slice(at * PAGE, (at + 1) * PAGE));
   for (const card of cards) card.hidden = !visible.has(card);
   find("nothing").hidden = shown.length > 0;
@@ -38,7 +38,7 @@ function turn(to) {
   window.scrollTo(0, 0);
 }
 
-function light(event) {
+function highlight(event) {
   const part = event.target.closest("[data-object]");
   const on = event.type === "mouseover";
   if (!part) return;
@@ -51,13 +51,13 @@ function light(event) {
 find("class").addEventListener("change", filter);
 find("problem").addEventListener("change", filter);
 find("tags").addEventListener("change", (event) => document.body.classList.toggle("no-tags", !event.target.checked));
-find("back").addEventListener("click", () => turn(at - 1));
-find("on").addEventListener("click", () => turn(at + 1));
-document.addEventListener("mouseover", light);
-document.addEventListener("mouseout", light);
+find("back").addEventListener("click", () => goTo(at - 1));
+find("on").addEventListener("click", () => goTo(at + 1));
+document.addEventListener("mouseover", highlight);
+document.addEventListener("mouseout", highlight);
 document.addEventListener("keydown", (event) => {
   if (event.target.tagName === "SELECT" || event.altKey || event.ctrlKey || event.metaKey) return;
-  if (event.key === "ArrowLeft") turn(at - 1);
-  if (event.key === "ArrowRight") turn(at + 1);
+  if (event.key === "ArrowLeft") goTo(at - 1);
+  if (event.key === "ArrowRight") goTo(at + 1);
 });
 filter();

@@ -1,5 +1,5 @@
 "use strict";
-// Filters and orders the cards, hides kinds of outlines, sorts the table of classes. The page reads well without it.
+// Filters and orders the cards, hides kinds of outlines, and sorts the table of classes. The page can be read without it.
 const cards = [...document.querySelectorAll(".card")];
 const buttons = [...document.querySelectorAll("[data-filter]")];
 

@@ -1,38 +1,38 @@
 "use strict";
-// Two distributions over bins as one drawing: the model's is a filled area of steps, the soft target a dashed line.
-// Above them the neighbourhood of both, below all bins. Heights are square roots, so that a sharp peak leaves the
-// other visible.
+// Two distributions over bins in one chart: the model's as a filled area, the soft target as a dashed line. The upper
+// part shows the neighbourhood of both, the lower part all bins. Heights are square roots, so that a sharp peak does
+// not hide the other curve.
 const chart = (() => {
   const [WIDTH, LEFT, RIGHT] = [460, 36, 8];
   const [TOP, BASE] = [34, 156]; // of the neighbourhood
   const [LOW, FLOOR] = [184, 208]; // of the overview
   const TICKS = [1, 0.5, 0.25, 0.1, 0.05, 0.02, 0.01, 0.005, 0.002];
 
-  function draw(one) {
-    const [from, to] = range(one);
+  function draw(token) {
+    const [from, to] = range(token);
     const across = (bin) => LEFT + ((bin - from) / (to - from)) * (WIDTH - LEFT - RIGHT);
     const wide = (bin) => LEFT + ((bin + 0.5) / distribution.BINS) * (WIDTH - LEFT - RIGHT);
-    const most = highest(one, from, to);
+    const most = highest(token, from, to);
     const up = (share) => BASE - Math.sqrt(share / most) * (BASE - TOP);
-    const top = highest(one, 0, distribution.BINS - 1);
+    const top = highest(token, 0, distribution.BINS - 1);
     const less = (share) => FLOOR - Math.sqrt(share / top) * (FLOOR - LOW);
     return svg(
       "svg",
-      { viewBox: `0 0 ${WIDTH} 226`, role: "img", "aria-label": words(one), class: "chart" },
+      { viewBox: `0 0 ${WIDTH} 226`, role: "img", "aria-label": describeChart(token), class: "chart" },
       ...grid(across, up, from, to, most),
-      ...curves(one, across, up, BASE, from, to),
-      ...marks(one, across),
+      ...curves(token, across, up, BASE, from, to),
+      ...marks(token, across),
       svg("rect", { class: "window", ...window_(wide, from, to) }),
-      ...curves(one, wide, less, FLOOR, 0, distribution.BINS - 1),
+      ...curves(token, wide, less, FLOOR, 0, distribution.BINS - 1),
       svg("line", { class: "axis", x1: LEFT, x2: WIDTH - RIGHT, y1: FLOOR, y2: FLOOR }),
       ...[0, 250, 500, 750, 999].map((bin) => label(wide(bin), FLOOR + 13, bin, bin === 999 ? "end" : "middle")),
       label(LEFT - 6, FLOOR, "all", "end"),
     );
   }
 
-  const words = ({ written, target }) => `Distribution over bins around ${written}, and the target ${target ?? ""}`;
+  const describeChart = ({ written, target }) => `Distribution over bins around ${written}, and the target ${target ?? ""}`;
 
-  // The neighbourhood holds nearly all of both, and what was written.
+  // The neighbourhood contains nearly all of both distributions, and the written bin.
   function range({ p, q, known, written, target }) {
     const ends = [written, written];
     const stretch = (low, high) => {
@@ -62,12 +62,12 @@ const chart = (() => {
         steps.push(`H${across(bin - 0.5).toFixed(1)}V${up(p[bin]).toFixed(1)}`);
       }
       steps.push(`H${across(last + 0.5).toFixed(1)}V${base}Z`);
-      parts.push(svg("path", { class: "given", d: steps.join("") }));
+      parts.push(svg("path", { class: "model", d: steps.join("") }));
     }
     if (q) {
       const points = [];
       for (let bin = first; bin <= last; bin += 1) points.push(`${across(bin).toFixed(1)},${up(q[bin]).toFixed(1)}`);
-      parts.push(svg("polyline", { class: "wanted", points: points.join(" ") }));
+      parts.push(svg("polyline", { class: "soft-target", points: points.join(" ") }));
     }
     return parts;
   }
@@ -75,7 +75,7 @@ const chart = (() => {
   function grid(across, up, from, to, most) {
     const parts = [];
     let last = Infinity;
-    for (const share of [...TICKS.filter((one) => one <= most), 0]) {
+    for (const share of [...TICKS.filter((tick) => tick <= most), 0]) {
       const y = up(share);
       if (Math.abs(y - last) < 16 && share !== 0) continue;
       if (share === 0 && last !== Infinity && Math.abs(y - last) < 12) parts.splice(-1);
@@ -91,17 +91,17 @@ const chart = (() => {
     return parts;
   }
 
-  // Each is named on the side that is away from the other.
+  // Each label is on the side that is away from the other mark.
   function marks({ written, target }, across) {
     const mark = (bin, style, y, text, left) => {
       const x = across(bin);
       const before = x > WIDTH - 80 || (left && x > LEFT + 80);
-      const said = label(before ? x - 5 : x + 5, y, text, before ? "end" : "start");
-      said.setAttribute("class", `said ${style}`);
-      return [svg("line", { class: style, x1: x, x2: x, y1: y - 8, y2: BASE }), said];
+      const name = label(before ? x - 5 : x + 5, y, text, before ? "end" : "start");
+      name.setAttribute("class", `label ${style}`);
+      return [svg("line", { class: style, x1: x, x2: x, y1: y - 8, y2: BASE }), name];
     };
-    const found = target === null ? [] : mark(target, "target", 25, `target ${+target.toFixed(1)}`, target < written);
-    return [...found, ...mark(written, "written", 11, `written ${written}`, !(target < written))];
+    const targetMark = target === null ? [] : mark(target, "target", 25, `target ${+target.toFixed(1)}`, target < written);
+    return [...targetMark, ...mark(written, "written", 11, `written ${written}`, !(target < written))];
   }
 
   function window_(wide, from, to) {

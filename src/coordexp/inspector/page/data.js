@@ -1,14 +1,14 @@
 "use strict";
-// What the page holds: the index at once, samples when they are asked for, and what follows from both.
+// The data of the page: the index at once, samples when they are requested, and values derived from both.
 const ROLES = {
   1: ["prefix", "kept", "as the model wrote it; not trained"],
-  2: ["coord", "matched coordinate", "trained towards the true place"],
+  2: ["coord", "matched coordinate", "trained towards the true position"],
   3: ["structure", "added JSON", "trained: cross entropy"],
   4: ["desc", "added description", "trained: cross entropy"],
-  5: ["added", "added coordinate", "trained towards the true place"],
+  5: ["added", "added coordinate", "trained towards the true position"],
   6: ["end", "end of turn", "trained: cross entropy"],
-  7: ["cut", "removed", "broken, unfinished, or the closing brace, which is written again as trained"],
-  8: ["masked", "masked description", "added, left out of the loss"],
+  7: ["cut", "removed", "broken, unfinished, or the closing brace, which is appended again and trained"],
+  8: ["masked", "masked description", "added, but left out of the loss"],
 };
 const KINDS = {
   true: "true shape of a match",
@@ -18,24 +18,24 @@ const KINDS = {
 };
 
 const data = (() => {
-  const KEPT = 24; // parsed samples; a row of other steps is half of it
+  const CACHED = 24; // parsed samples; the row of other steps needs half of them
   const read = (id) => JSON.parse(find(id).textContent);
   const index = read("index");
   const parsed = new Map();
 
   function sample(k) {
-    const found = parsed.get(k) ?? read(`sample-${k}`);
-    parsed.delete(k);
-    parsed.set(k, found);
-    if (parsed.size > KEPT) parsed.delete(parsed.keys().next().value);
-    return found;
+    const value = parsed.get(k) ?? read(`sample-${k}`);
+    parsed.delete(k); // so that it becomes the newest of the cache
+    parsed.set(k, value);
+    if (parsed.size > CACHED) parsed.delete(parsed.keys().next().value);
+    return value;
   }
 
-  const pictures = new Map();
-  function picture(entry) {
+  const images = new Map();
+  function image(entry) {
     if (entry.picture === null) return null;
-    if (!pictures.has(entry.picture)) pictures.set(entry.picture, read(entry.picture));
-    return pictures.get(entry.picture);
+    if (!images.has(entry.picture)) images.set(entry.picture, read(entry.picture));
+    return images.get(entry.picture);
   }
 
   function state(object) {
@@ -47,24 +47,25 @@ const data = (() => {
   const isCoord = (id) => id >= index.coord0 && id < index.coord0 + 1000;
   const isTrained = (role) => role >= 2 && role <= 6;
 
-  // Of an owner: what it is called and how it came out.
-  function about(sample, owner) {
+  // The object that an owner stands for, with its key and its state.
+  function describeOwner(sample, owner) {
     if (owner <= -2) return { ...sample.truth[-2 - owner], key: `true ${-1 - owner}`, iou: null, state: "missed" };
     return { ...sample.objects[owner], state: state(sample.objects[owner]) };
   }
 
-  // Shapes to draw, the largest first, so that each can be pointed at.
+  // The shapes to draw, the largest first, so that each can be pointed at.
   function shapes(sample) {
-    const found = [];
-    sample.truth.forEach((one, j) => {
-      const kind = one.by === null ? "missed" : "true";
-      found.push({ ...one, form: one.kind, owner: ownerOfTrue(sample, j), kind });
+    const all = [];
+    sample.truth.forEach((object, j) => {
+      const kind = object.by === null ? "missed" : "true";
+      all.push({ ...object, form: object.kind, owner: ownerOfTrue(sample, j), kind });
     });
-    sample.objects.forEach((one, owner) => {
-      if (one.reason === null && one.bins) found.push({ ...one, form: one.kind, owner, kind: state(one) });
+    sample.objects.forEach((object, owner) => {
+      if (object.reason !== null || !object.bins) return;
+      all.push({ ...object, form: object.kind, owner, kind: state(object) });
     });
-    for (const one of found) one.box = box(one.bins);
-    return found.sort((a, b) => area(b.box) - area(a.box));
+    for (const shape of all) shape.box = box(shape.bins);
+    return all.sort((a, b) => area(b.box) - area(a.box));
   }
 
   function box(bins) {
@@ -77,19 +78,19 @@ const data = (() => {
   }
   const area = (ends) => (ends[2] - ends[0]) * (ends[3] - ends[1]);
 
-  // For each owner its tokens and, among them, its coordinates.
-  function owned(sample) {
-    const found = new Map();
+  // For each owner, the indices of its tokens and of its coordinates.
+  function tokensByOwner(sample) {
+    const byOwner = new Map();
     sample.tokens.owner.forEach((owner, i) => {
-      if (!found.has(owner)) found.set(owner, { tokens: [], coords: [] });
-      found.get(owner).tokens.push(i);
-      if (isCoord(sample.tokens.ids[i])) found.get(owner).coords.push(i);
+      if (!byOwner.has(owner)) byOwner.set(owner, { tokens: [], coords: [] });
+      byOwner.get(owner).tokens.push(i);
+      if (isCoord(sample.tokens.ids[i])) byOwner.get(owner).coords.push(i);
     });
-    found.delete(-1);
-    return found;
+    byOwner.delete(-1);
+    return byOwner;
   }
 
   const text = (id) => (isCoord(id) ? String(id - index.coord0) : (index.pieces[id] ?? `#${id}`));
 
-  return { index, sample, picture, state, ownerOfTrue, isCoord, isTrained, about, shapes, owned, text };
+  return { index, sample, image, state, ownerOfTrue, isCoord, isTrained, describeOwner, shapes, tokensByOwner, text };
 })();

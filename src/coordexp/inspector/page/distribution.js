@@ -1,11 +1,11 @@
 "use strict";
-// Distributions over the 1000 bins of a coordinate: what the model gave, and the soft target it is trained towards.
+// Distributions over the 1000 bins of a coordinate: that of the model, and the soft target it is trained towards.
 const distribution = (() => {
   const BINS = 1000;
   const nearest = (target) => Math.min(BINS - 1, Math.max(0, Math.floor(target + 0.5)));
 
-  // From runs of [first bin, ten-thousandths...]. `known` is what they hold: small ones were left out.
-  function given(runs) {
+  // Expands runs of [first bin, ten-thousandths...]. `known` is their sum: small probabilities were not stored.
+  function expand(runs) {
     const p = new Float64Array(BINS);
     let known = 0;
     for (const [first, ...shares] of runs) {
@@ -17,15 +17,15 @@ const distribution = (() => {
     return { p, known };
   }
 
-  // The Gaussian of the loss: it sums to one over the bins that are not too far away.
-  function soft(target, { sigma, truncate }) {
+  // The Gaussian that the loss uses. It sums to one over the bins within `truncate`.
+  function softTarget(target, { sigma, truncate }) {
     const q = new Float64Array(BINS);
     const least = Math.abs(nearest(target) - target);
     let sum = 0;
     for (let bin = 0; bin < BINS; bin += 1) {
-      const distance = Math.abs(bin - target);
-      if (truncate !== null && distance > truncate) continue;
-      q[bin] = Math.exp((-0.5 * (distance ** 2 - least ** 2)) / sigma ** 2);
+      const offset = Math.abs(bin - target);
+      if (truncate !== null && offset > truncate) continue;
+      q[bin] = Math.exp((-0.5 * (offset ** 2 - least ** 2)) / sigma ** 2);
       sum += q[bin];
     }
     return q.map((value) => value / sum);
@@ -33,16 +33,16 @@ const distribution = (() => {
 
   function expected(p) {
     let sum = 0;
-    let weighed = 0;
+    let weighted = 0;
     p.forEach((share, bin) => {
       sum += share;
-      weighed += share * bin;
+      weighted += share * bin;
     });
-    return sum ? weighed / sum : null;
+    return sum ? weighted / sum : null;
   }
 
-  // Wasserstein-1 in bins, of p as far as it is known.
-  function apart(p, q, known) {
+  // The Wasserstein-1 distance in bins, with p scaled to its known part.
+  function distance(p, q, known) {
     let difference = 0;
     let total = 0;
     for (let bin = 0; bin < BINS; bin += 1) {
@@ -52,7 +52,7 @@ const distribution = (() => {
     return total;
   }
 
-  // Bins between which all but a hundredth of p lies.
+  // The bins between which 99 % of p lies.
   function body(p, known) {
     let low = 0;
     let high = BINS - 1;
@@ -61,5 +61,5 @@ const distribution = (() => {
     return [low, high];
   }
 
-  return { BINS, nearest, given, soft, expected, apart, body };
+  return { BINS, nearest, expand, softTarget, expected, distance, body };
 })();

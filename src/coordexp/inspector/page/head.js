@@ -1,5 +1,5 @@
 "use strict";
-// What is said of a sample as a whole: its name and counts, what its loss is made of, and where it comes from.
+// The sample as a whole: its name and counts, the terms of its loss, and where it comes from.
 const head = (() => {
   function start() {
     find("kinds").append(...Object.entries(KINDS).map(([kind, words]) => {
@@ -8,11 +8,11 @@ const head = (() => {
       box.checked = true;
       box.dataset.kind = kind;
       box.addEventListener("change", () => find("stage").classList.toggle(`hide-${kind}`, !box.checked));
-      return element("label", "", box, drawn(kind), words, element("b"));
+      return element("label", "", box, drawKind(kind), words, element("b"));
     }));
   }
 
-  function drawn(kind) {
+  function drawKind(kind) {
     const points = "2,3 34,3 34,15 2,15";
     const lines = [svg("polygon", { class: "halo", points }), svg("polygon", { points })];
     const frame = { viewBox: "0 0 36 18", class: "sample", "aria-hidden": "true" };
@@ -29,8 +29,8 @@ const head = (() => {
     }
     const { roles } = sample.tokens;
     const [all, trained] = [roles.length, roles.filter(data.isTrained).length].map((n) => n.toLocaleString("en"));
-    const prompt = many(sample.prompt_tokens, "token");
-    find("length").textContent = `${all}, of them ${trained} trained, after ${prompt} of prompt`;
+    const prompt = countOf(sample.prompt_tokens, "token");
+    find("length").textContent = `${all}, ${trained} of them trained, after a prompt of ${prompt}`;
     legend(roles);
     const facts = sample.facts.map(([name, value]) => [name, element("bdi", "", value)]);
     find("about").replaceChildren(element("div", "", ...loss(sample.trained)), origin(facts));
@@ -63,18 +63,18 @@ const head = (() => {
 
   function loss(trained) {
     if (trained === null) {
-      const why = "Not known: this sample was not trained yet, or the run wrote no traces.";
-      return [element("h3", "", "Loss"), element("p", "silent", why)];
+      const reason = "Not known: this sample was not trained yet, or the run wrote no traces.";
+      return [element("h3", "", "Loss"), element("p", "no-data", reason)];
     }
     const terms = Object.entries(trained.terms).sort((a, b) => Math.abs(b[1]) - Math.abs(a[1]));
     const most = Math.max(1e-9, ...terms.map(([, value]) => Math.abs(value)));
     const rows = terms.map(([name, value]) => {
       const bar = element("i");
       bar.style.width = `${(100 * Math.abs(value)) / most}%`;
-      return [name, element("span", "bar", bar), value === null ? "no number" : value.toFixed(4)];
+      return [name, element("span", "bar", bar), value === null ? "not a number" : value.toFixed(4)];
     });
-    const when = element("small", "", `at step ${trained.step}, of this sample alone`);
-    const whole = trained.loss === null ? "was no number" : trained.loss.toFixed(3);
+    const when = element("small", "", `at step ${trained.step}, of this sample only`);
+    const whole = trained.loss === null ? "was not a number" : trained.loss.toFixed(3);
     return [element("h3", "", `Loss ${whole} `, when), list("terms", rows)];
   }
 

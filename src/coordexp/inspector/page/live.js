@@ -1,11 +1,11 @@
 "use strict";
-// A page that is served asks now and then whether the run has more to show. A page from disk asks nobody.
+// A served page asks from time to time whether the run has more to show. A page from disk sends no requests.
 (() => {
   const PAUSE = 3000; // milliseconds
-  const PATIENCE = 5; // unanswered questions in a row
+  const MAX_FAILURES = 5; // in a row
   if (!data.index.live) return;
   const button = find("news");
-  let unanswered = 0;
+  let failures = 0;
 
   async function ask() {
     try {
@@ -13,18 +13,18 @@
       const answer = await fetch(`changed?since=${since}`, { cache: "no-store" });
       if (!answer.ok) throw new Error(answer.statusText);
       const { changed, step } = await answer.json();
-      unanswered = 0;
-      if (changed) return tell(`New answers, up to step ${step}: show`, false);
+      failures = 0;
+      if (changed) return announce(`New answers, up to step ${step}: show`, false);
     } catch {
-      unanswered += 1;
-      if (unanswered === PATIENCE) return tell("No longer served: this stays as it is", true);
+      failures += 1;
+      if (failures === MAX_FAILURES) return announce("The server has stopped: this page is not updated any more", true);
     }
     return setTimeout(ask, PAUSE);
   }
 
-  function tell(words, over) {
+  function announce(words, isOver) {
     button.textContent = words;
-    button.disabled = over;
+    button.disabled = isOver;
     button.hidden = false;
   }
 

@@ -1,8 +1,9 @@
 "use strict";
-// Overlaps of predicted and true objects as a table. A large one is shown in part: the rows around the chosen object.
+// The overlaps of predicted and true objects as a table. Of a large table only a part is shown: the rows around the
+// chosen object.
 const matrix = (() => {
-  const WHOLE = 40; // rows and columns up to which all are shown
-  const [ROWS, COLUMNS] = [12, 14]; // of a part
+  const WHOLE = 40; // up to so many rows and columns, all are shown
+  const [ROWS, COLUMNS] = [12, 14]; // of the part that is shown otherwise
   const host = find("matrix");
   let sample = null;
   let active = null;
@@ -15,14 +16,14 @@ const matrix = (() => {
     find("scale").textContent = `${rows.length} by ${sample.truth.length} is too large to read. Shown: the rows `
       + "around the chosen object, and the columns that overlap them most.";
     const compared = rows.length > 0 && sample.truth.length > 0;
-    find("rule").textContent = compared ? `Outlined: the pairs, by shape alone. Hatched: under the gate of `
+    find("rule").textContent = compared ? `Outlined: the pairs, matched by shape only. Hatched: below the gate of `
       + `${gate}. Only the best ${top_k} of a row are candidates; other cells are empty. `
-      + `${many(rejections, "overlapping pair")} ${rejections === 1 ? "is" : "are"} under the gate.`
-      : "Nothing to compare: no predicted object is valid, or none is true.";
+      + `${countOf(rejections, "overlapping pair")} ${rejections === 1 ? "is" : "are"} below the gate.`
+      : "Nothing to compare: there is no valid prediction, or no true object.";
     draw(large ? part(0, null) : { rows: rows.map((_, r) => r), columns: sample.truth.map((_, j) => j) });
   }
 
-  // Only of a large one: another object was chosen.
+  // Shows the part around another object, if the table is large.
   function follow(owner) {
     if (find("scale").hidden) return;
     const column = owner <= -2 ? -2 - owner : null;
@@ -34,11 +35,11 @@ const matrix = (() => {
   }
 
   function best(column) {
-    let found = 0;
-    sample.match.iou.forEach((row, r) => {
-      if ((row[column] ?? -1) > (sample.match.iou[found][column] ?? -1)) found = r;
+    let row = 0;
+    sample.match.iou.forEach((values, r) => {
+      if ((values[column] ?? -1) > (sample.match.iou[row][column] ?? -1)) row = r;
     });
-    return found;
+    return row;
   }
 
   function part(row, column) {
@@ -61,64 +62,64 @@ const matrix = (() => {
     table.append(titles, ...rows.map((r) => line(r, columns)));
     host.replaceChildren(table);
     active = table.querySelector("td[data-row]");
-    rove(null, active);
+    moveTabStop(null, active);
   }
 
   function top(j) {
     const { desc } = sample.truth[j];
-    const made = element("th", "", element("span", "", `${j + 1} `, described(clipped(desc, 40))));
-    made.scope = "col";
-    made.title = clipped(desc, 300);
-    made.dataset.owner = data.ownerOfTrue(sample, j);
-    return made;
+    const node = element("th", "", element("span", "", `${j + 1} `, describe(clip(desc, 40))));
+    node.scope = "col";
+    node.title = clip(desc, 300);
+    node.dataset.owner = data.ownerOfTrue(sample, j);
+    return node;
   }
 
   function line(r, columns) {
     const k = sample.match.rows[r];
     const { key, desc } = sample.objects[k];
-    const made = element("th", "", `${clipped(key, 24)} `, described(clipped(desc ?? "", 40)));
-    made.scope = "row";
-    made.title = clipped(desc ?? "", 300);
-    made.dataset.owner = k;
-    return element("tr", "", made, ...columns.map((j) => cell(r, k, j)));
+    const node = element("th", "", `${clip(key, 24)} `, describe(clip(desc ?? "", 40)));
+    node.scope = "row";
+    node.title = clip(desc ?? "", 300);
+    node.dataset.owner = k;
+    return element("tr", "", node, ...columns.map((j) => cell(r, k, j)));
   }
 
   function cell(r, k, j) {
     const iou = sample.match.iou[r][j];
-    const made = element("td", "", iou === null ? "" : iou.toFixed(2).replace(/^0/, ""));
-    made.dataset.row = k;
-    made.dataset.column = data.ownerOfTrue(sample, j);
-    made.tabIndex = -1;
+    const node = element("td", "", iou === null ? "" : iou.toFixed(2).replace(/^0/, ""));
+    node.dataset.row = k;
+    node.dataset.column = data.ownerOfTrue(sample, j);
+    node.tabIndex = -1;
     const chosen = sample.objects[k].of === j;
-    made.classList.toggle("chosen", chosen);
-    made.classList.toggle("low", iou !== null && iou < sample.match.gate);
-    made.classList.toggle("empty", iou === null);
-    if (iou !== null) made.style.setProperty("--share", `${Math.round(55 * iou)}%`);
-    made.ariaLabel = iou === null ? "not a candidate" : `IoU ${iou.toFixed(2)}${chosen ? ", a pair" : ""}`;
-    return made;
+    node.classList.toggle("chosen", chosen);
+    node.classList.toggle("low", iou !== null && iou < sample.match.gate);
+    node.classList.toggle("empty", iou === null);
+    if (iou !== null) node.style.setProperty("--share", `${Math.round(55 * iou)}%`);
+    node.ariaLabel = iou === null ? "not a candidate" : `IoU ${iou.toFixed(2)}${chosen ? ", a pair" : ""}`;
+    return node;
   }
 
   const at = (event) => event.target.closest?.("td[data-row]");
-  const owners = (one) => [Number(one.dataset.row), Number(one.dataset.column)];
-  const target = (one) => ({ owners: owners(one), token: null, from: "matrix" });
+  const owners = (td) => [Number(td.dataset.row), Number(td.dataset.column)];
+  const target = (td) => ({ owners: owners(td), token: null, from: "matrix" });
   host.addEventListener("pointerover", (event) => inspector.point(at(event) ? target(at(event)) : null));
   host.addEventListener("pointerleave", () => inspector.point(null));
   host.addEventListener("focusin", (event) => {
-    const one = at(event);
-    if (!one) return;
-    rove(active, one);
-    active = one;
-    inspector.choose(target(one));
+    const td = at(event);
+    if (!td) return;
+    moveTabStop(active, td);
+    active = td;
+    inspector.choose(target(td));
   });
   host.addEventListener("keydown", (event) => {
-    const one = at(event);
-    if (!one || event.ctrlKey || event.altKey || event.metaKey) return;
-    const row = one.parentNode;
+    const td = at(event);
+    if (!td || event.ctrlKey || event.altKey || event.metaKey) return;
+    const row = td.parentNode;
     const next = {
-      ArrowLeft: one.previousElementSibling,
-      ArrowRight: one.nextElementSibling,
-      ArrowUp: row.previousElementSibling?.cells[one.cellIndex],
-      ArrowDown: row.nextElementSibling?.cells[one.cellIndex],
+      ArrowLeft: td.previousElementSibling,
+      ArrowRight: td.nextElementSibling,
+      ArrowUp: row.previousElementSibling?.cells[td.cellIndex],
+      ArrowDown: row.nextElementSibling?.cells[td.cellIndex],
       Home: row.cells[1],
       End: row.cells[row.cells.length - 1],
     }[event.key];

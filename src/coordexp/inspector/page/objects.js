@@ -1,30 +1,33 @@
 "use strict";
-// The objects of a sample as a list: what was predicted and what became of it, then what is true.
+// The objects of a sample as a list: the predictions and their outcomes, then the true objects.
 const objects = (() => {
   const host = find("objects");
   let active = null;
 
   function show(sample) {
-    const predicted = sample.objects.map((one, k) => row(k, one.key, one.desc, data.state(one), saying(sample, one)));
-    const truth = sample.truth.map((one, j) => {
-      const by = one.by === null ? "added to the target" : `by ${clipped(sample.objects[one.by].key, 40)}`;
-      return row(data.ownerOfTrue(sample, j), `true ${j + 1}`, one.desc, one.by === null ? "missed" : "true", by);
+    const predicted = sample.objects.map((object, k) => (
+      row(k, object.key, object.desc, data.state(object), outcome(sample, object))
+    ));
+    const truth = sample.truth.map((object, j) => {
+      const isMissed = object.by === null;
+      const words = isMissed ? "added to the target" : `by ${clip(sample.objects[object.by].key, 40)}`;
+      return row(data.ownerOfTrue(sample, j), `true ${j + 1}`, object.desc, isMissed ? "missed" : "true", words);
     });
     host.replaceChildren(
-      ...group("Predicted", predicted, "The answer holds no object."),
-      ...group("True", truth, "There is nothing to find in this picture."),
+      ...group("Predicted", predicted, "The answer has no objects."),
+      ...group("True", truth, "This image has no objects."),
     );
     active = host.querySelector("[role=option]");
-    rove(null, active);
+    moveTabStop(null, active);
   }
 
-  function saying(sample, one) {
-    if (one.reason !== null) return one.words ?? one.reason;
-    if (one.of === null) return "fits none";
-    const iou = one.iou === null ? "" : `, IoU ${one.iou.toFixed(2)}`;
-    const wanted = sample.truth[one.of].desc;
-    const other = wanted === one.desc ? "" : `, which is called ${clipped(wanted, 40)}`;
-    return `true ${one.of + 1}${other}${iou}`;
+  function outcome(sample, object) {
+    if (object.reason !== null) return object.words ?? object.reason;
+    if (object.of === null) return "matches no true object";
+    const iou = object.iou === null ? "" : `, IoU ${object.iou.toFixed(2)}`;
+    const trueDesc = sample.truth[object.of].desc;
+    const other = trueDesc === object.desc ? "" : `, which is called ${clip(trueDesc, 40)}`;
+    return `true ${object.of + 1}${other}${iou}`;
   }
 
   function group(name, rows, none) {
@@ -36,33 +39,33 @@ const objects = (() => {
   }
 
   function row(owner, key, desc, state, words) {
-    const label = element("span", "desc", described(desc));
-    label.title = clipped(desc ?? "", 300);
+    const label = element("span", "desc", describe(desc));
+    label.title = clip(desc ?? "", 300);
     const word = state === "true" ? "found" : state;
-    const said = element("span", "saying", words);
-    const made = element("div", `object ${state}`, element("span", "state", word), element("span", "name", key));
-    made.append(label, said);
-    made.dataset.owner = owner;
-    made.role = "option";
-    made.tabIndex = -1;
-    made.ariaSelected = "false";
-    return made;
+    const outcomeNode = element("span", "outcome", words);
+    const node = element("div", `object ${state}`, element("span", "state", word), element("span", "name", key));
+    node.append(label, outcomeNode);
+    node.dataset.owner = owner;
+    node.role = "option";
+    node.tabIndex = -1;
+    node.ariaSelected = "false";
+    return node;
   }
 
-  function choose(one) {
+  function choose(option) {
     if (active) active.ariaSelected = "false";
-    rove(active, one);
-    active = one;
-    one.ariaSelected = "true";
-    inspector.choose({ owners: [Number(one.dataset.owner)], token: null });
+    moveTabStop(active, option);
+    active = option;
+    option.ariaSelected = "true";
+    inspector.choose({ owners: [Number(option.dataset.owner)], token: null });
   }
 
-  // Into the window of the list, without moving the page.
+  // Scrolls the list to an object, without moving the page.
   function reveal(owner) {
-    const one = host.querySelector(`[data-owner="${owner}"]`);
-    if (!one) return;
-    const above = one.offsetTop - host.scrollTop;
-    if (above < 0 || above > host.clientHeight - one.offsetHeight) host.scrollTop += above - host.clientHeight / 3;
+    const option = host.querySelector(`[data-owner="${owner}"]`);
+    if (!option) return;
+    const above = option.offsetTop - host.scrollTop;
+    if (above < 0 || above > host.clientHeight - option.offsetHeight) host.scrollTop += above - host.clientHeight / 3;
   }
 
   function step(key) {
@@ -74,8 +77,8 @@ const objects = (() => {
 
   const at = (event) => event.target.closest?.("[role=option]");
   host.addEventListener("pointerover", (event) => {
-    const one = at(event);
-    inspector.point(one ? { owners: [Number(one.dataset.owner)], token: null } : null);
+    const option = at(event);
+    inspector.point(option ? { owners: [Number(option.dataset.owner)], token: null } : null);
   });
   host.addEventListener("pointerleave", () => inspector.point(null));
   host.addEventListener("focusin", (event) => at(event) && choose(at(event)));

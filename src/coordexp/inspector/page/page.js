@@ -1,23 +1,23 @@
 "use strict";
-// Which sample is shown, and what is lit in it: the one that is pointed at, or else the one that was chosen.
+// Which sample is shown, and what is highlighted in it: what the reader points at, or else what was chosen last.
 const inspector = (() => {
   const { index } = data;
   const FILTERS = {
     all: ["all", () => true],
-    misses: ["with misses", (one) => one.missed > 0],
-    extra: ["with extra", (one) => one.extra > 0],
-    invalid: ["with invalid", (one) => one.invalid > 0],
-    truncated: ["truncated", (one) => one.truncated],
+    misses: ["with misses", (entry) => entry.missed > 0],
+    extra: ["with extra", (entry) => entry.extra > 0],
+    invalid: ["with invalid", (entry) => entry.invalid > 0],
+    truncated: ["truncated", (entry) => entry.truncated],
   };
   const ORDERS = {
     steps: ["by step", null],
-    missed: ["most missed", (one) => one.missed],
-    loss: ["highest loss", (one) => one.loss ?? -Infinity],
+    missed: ["most missed", (entry) => entry.missed],
+    loss: ["highest loss", (entry) => entry.loss ?? -Infinity],
   };
   let list = []; // numbers of samples, filtered and ordered
   let shown = null;
   let sample = null;
-  let owned = new Map();
+  let byOwner = new Map();
   let pointed = null;
   let chosen = null;
 
@@ -44,11 +44,11 @@ const inspector = (() => {
     where();
     if (k === undefined) return;
     sample = data.sample(k);
-    owned = data.owned(sample);
+    byOwner = data.tokensByOwner(sample);
     pointed = null;
     chosen = null;
     head.show(index.samples[k], sample);
-    picture.large(index.samples[k], sample);
+    imageView.large(index.samples[k], sample);
     objects.show(sample);
     matrix.show(sample);
     strip.show(sample);
@@ -68,25 +68,25 @@ const inspector = (() => {
 
   const tokenTarget = (i) => ({ owners: [sample.tokens.owner[i]], token: i });
 
-  // In bins, from the target: a coordinate that the model wrote, or what it expected where one was added.
-  function far(i) {
+  // The distance from the target in bins: of the written bin, or of the expected bin if the coordinate was added.
+  function error(i) {
     const { ids, roles, target } = sample.tokens;
     if (target[i] === null) return -1;
     if (roles[i] === 2) return Math.abs(ids[i] - index.coord0 - target[i]);
     const runs = sample.trained?.bins[i];
-    return runs ? Math.abs(distribution.expected(distribution.given(runs).p) - target[i]) : 0;
+    return runs ? Math.abs(distribution.expected(distribution.expand(runs).p) - target[i]) : 0;
   }
 
-  // The coordinate that the model was furthest from.
+  // The coordinate with the largest error.
   function worst() {
     const { ids } = sample.tokens;
-    let found = Math.max(0, ids.findIndex((id) => data.isCoord(id)));
-    let most = far(found);
+    let worstIndex = Math.max(0, ids.findIndex((id) => data.isCoord(id)));
+    let most = error(worstIndex);
     ids.forEach((_, i) => {
-      const now = far(i);
-      if (now > most) [found, most] = [i, now];
+      const now = error(i);
+      if (now > most) [worstIndex, most] = [i, now];
     });
-    return found;
+    return worstIndex;
   }
 
   function point(target) {
@@ -94,15 +94,15 @@ const inspector = (() => {
     light();
   }
 
-  // An object is shown by its first coordinate; one that left no token in the strip changes nothing.
+  // An object is shown by its first coordinate. If it has no token in the strip, the chosen token stays.
   function tokenOf(target) {
-    const tokens = owned.get(target.owners[0]);
+    const tokens = byOwner.get(target.owners[0]);
     return target.token ?? tokens?.coords[0] ?? tokens?.tokens[0] ?? chosen?.token ?? null;
   }
 
-  // A cell of the matrix leaves the matrix as it is.
+  // A choice that was made in the matrix does not scroll the matrix.
   function choose(target) {
-    pointed = null; // what was chosen counts, wherever the mouse rests
+    pointed = null; // the choice counts, wherever the mouse rests
     chosen = { ...target, token: tokenOf(target) };
     if (chosen.token !== null && target.token !== strip.active()) strip.reveal(chosen.token);
     if (!target.from) matrix.follow(target.owners[0]);
@@ -113,14 +113,14 @@ const inspector = (() => {
   function light() {
     const now = pointed ?? chosen ?? { owners: [], token: null };
     const owners = new Set(now.owners.filter((owner) => owner !== -1));
-    for (const one of document.querySelectorAll(".lit")) one.classList.remove("lit");
+    for (const node of document.querySelectorAll(".lit")) node.classList.remove("lit");
     for (const owner of owners) {
-      for (const one of document.querySelectorAll(`[data-owner="${owner}"]`)) one.classList.add("lit");
+      for (const node of document.querySelectorAll(`[data-owner="${owner}"]`)) node.classList.add("lit");
     }
     find("stage").classList.toggle("dim", owners.size > 0);
     strip.light(owners);
     const token = tokenOf(now);
-    if (token !== null) detail.show(sample, token, owned);
+    if (token !== null) detail.show(sample, token, byOwner);
   }
 
   const step = (by) => {
@@ -128,34 +128,34 @@ const inspector = (() => {
     if (next !== undefined) show(next);
   };
 
-  // #99.0.12 is a sample, #step=100 the first one at or after that step.
-  function addressed() {
+  // The sample that the address names: #99.0.12 is a sample, #step=100 the first one at or after that step.
+  function fromAddress() {
     let hash = location.hash.slice(1);
     try {
       hash = decodeURIComponent(hash);
     } catch {
       return -1;
     }
-    if (!hash.startsWith("step=")) return index.samples.findIndex((one) => one.id === hash);
+    if (!hash.startsWith("step=")) return index.samples.findIndex((entry) => entry.id === hash);
     const from = Number(hash.slice(5));
-    const later = index.samples.map((one, k) => [one.step, k]).filter(([at]) => at >= from);
+    const later = index.samples.map((entry, k) => [entry.step, k]).filter(([at]) => at >= from);
     return later.length ? later.reduce((a, b) => (b[0] < a[0] ? b : a))[1] : -1;
   }
 
   function follow() {
-    const k = addressed();
-    const asked = location.hash.slice(1);
-    const there = k >= 0 && (!asked.startsWith("step=") || index.samples[k].step === Number(asked.slice(5)));
-    find("astray").hidden = there || !asked;
-    find("astray").textContent = `${clipped(asked, 40)} is not on this page, which holds ${find("scope").textContent}`
-      + ` (coordexp inspect --samples): this is ${k >= 0 ? "the next one" : "another one"}.`;
+    const k = fromAddress();
+    const address = location.hash.slice(1);
+    const there = k >= 0 && (!address.startsWith("step=") || index.samples[k].step === Number(address.slice(5)));
+    find("astray").hidden = there || !address;
+    find("astray").textContent = `${clip(address, 40)} is not on this page, which holds ${find("scope").textContent}`
+      + ` (see coordexp inspect --samples). This is ${k >= 0 ? "the next sample" : "another sample"}.`;
     if (k >= 0) go(k);
     else show(shown ?? list[0]);
   }
 
-  function keyed(event) {
+  function onKey(event) {
     if (event.target.closest("input, select, dialog") || event.altKey || event.ctrlKey || event.metaKey) return;
-    const done = {
+    const action = {
       j: () => step(1),
       n: () => step(1),
       k: () => step(-1),
@@ -165,14 +165,14 @@ const inspector = (() => {
       m: matrix.focus,
       s: steps.focus,
       "?": () => find("keys").showModal(),
-      Escape: quiet,
+      Escape: clearHighlight,
     }[event.key];
-    if (!done || (shown === undefined && event.key !== "?")) return;
+    if (!action || (shown === undefined && event.key !== "?")) return;
     event.preventDefault();
-    done();
+    action();
   }
 
-  function quiet() {
+  function clearHighlight() {
     if (chosen) chosen.owners = [];
     point(null);
   }
@@ -186,7 +186,7 @@ const inspector = (() => {
     find("run").textContent = index.run;
     const held = index.samples.length;
     const part = held < index.total ? `${held.toLocaleString("en")} of ` : "";
-    find("scope").textContent = part + many(Math.max(held, index.total), "answer");
+    find("scope").textContent = part + countOf(Math.max(held, index.total), "answer");
     if (index.report) {
       find("report").href = index.report;
       find("report").hidden = false;
@@ -199,21 +199,21 @@ const inspector = (() => {
   }
 
   function listen() {
-    const afresh = () => {
+    const restart = () => {
       arrange();
       show(list[0]);
     };
-    find("filter").addEventListener("change", afresh);
-    find("order").addEventListener("change", afresh);
+    find("filter").addEventListener("change", restart);
+    find("order").addEventListener("change", restart);
     find("back").addEventListener("click", () => step(-1));
     find("on").addEventListener("click", () => step(1));
     find("help").addEventListener("click", () => find("keys").showModal());
-    document.addEventListener("keydown", keyed);
+    document.addEventListener("keydown", onKey);
     window.addEventListener("hashchange", follow);
     const stage = find("stage");
     const target = (event) => {
-      const one = event.target.closest("[data-owner]");
-      return one && { owners: [Number(one.dataset.owner)], token: null };
+      const node = event.target.closest("[data-owner]");
+      return node && { owners: [Number(node.dataset.owner)], token: null };
     };
     stage.addEventListener("pointerover", (event) => point(target(event)));
     stage.addEventListener("pointerleave", () => point(null));

@@ -1,23 +1,23 @@
 "use strict";
-// The tokens of an answer, a line for each object. Lines are gathered in chunks, and only those near the window have
-// elements; the others keep their height. One token is in the tab order, and its chunk is never emptied.
+// The tokens of an answer, token line per object. Lines are grouped into chunks. Only chunks near the visible part have
+// elements; the others keep their height. One token is in the tab order, and its chunk always has elements.
 const strip = (() => {
-  const SIZE = 120; // tokens of a chunk, about
+  const SIZE = 120; // approximate number of tokens in a chunk
   const host = find("strip");
   const near = new IntersectionObserver(
-    (seen) => seen.forEach((one) => (one.isIntersecting ? fill : empty)(chunks[one.target.dataset.chunk])),
+    (entries) => entries.forEach((entry) => (entry.isIntersecting ? fill : empty)(chunks[entry.target.dataset.chunk])),
     { root: host, rootMargin: "400px 0px" },
   );
   let sample = null;
-  let lines = []; // [first token, behind the last]
+  let lines = []; // [first token, end]
   let chunks = []; // {from, to, lines, box, height}
   let active = 0;
   let lit = new Set();
 
   function show(next) {
     sample = next;
-    lines = cutIntoLines(sample.tokens);
-    chunks = gather(lines);
+    lines = splitLines(sample.tokens);
+    chunks = groupLines(lines);
     active = 0;
     lit = new Set();
     near.disconnect();
@@ -25,14 +25,14 @@ const strip = (() => {
     host.scrollTop = 0;
     const width = Math.max(200, host.clientWidth - 130);
     for (const chunk of chunks) {
-      chunk.height = guess(chunk, width);
+      chunk.height = estimateHeight(chunk, width);
       chunk.box.style.height = `${chunk.height}px`;
       near.observe(chunk.box);
     }
   }
 
-  // A new line at every break; an opening brace of its own stays with the first object.
-  function cutIntoLines({ ids, breaks }) {
+  // Begins a new line at every break. The opening brace stays with the first object.
+  function splitLines({ ids, breaks }) {
     const starts = breaks.filter((at) => at > 2 && at < ids.length);
     const ends = [0, ...starts, ids.length];
     return ends.slice(1).flatMap((to, k) => {
@@ -42,23 +42,23 @@ const strip = (() => {
     });
   }
 
-  function gather(all) {
-    const found = [];
+  function groupLines(all) {
+    const groups = [];
     for (const line of all) {
-      const last = found.at(-1);
+      const last = groups.at(-1);
       if (last && line[1] - last.from <= SIZE) {
         last.to = line[1];
         last.lines.push(line);
       } else {
-        found.push({ from: line[0], to: line[1], lines: [line], box: element("div", "chunk"), height: 0 });
-        found.at(-1).box.dataset.chunk = found.length - 1;
-        found.at(-1).box.role = "presentation";
+        groups.push({ from: line[0], to: line[1], lines: [line], box: element("div", "chunk"), height: 0 });
+        groups.at(-1).box.dataset.chunk = groups.length - 1;
+        groups.at(-1).box.role = "presentation";
       }
     }
-    return found;
+    return groups;
   }
 
-  function guess(chunk, width) {
+  function estimateHeight(chunk, width) {
     let rows = 0;
     for (const [from, to] of chunk.lines) {
       let letters = 0;
@@ -93,52 +93,52 @@ const strip = (() => {
     return row;
   }
 
-  // What became of the object of this line.
+  // The outcome of the object on this line.
   function margin(from, to) {
     const { owner } = sample.tokens;
     let at = from;
     while (at < to && owner[at] === -1) at += 1;
     if (at === to) return element("span", "margin");
-    const { state, iou } = data.about(sample, owner[at]);
+    const { state, iou } = data.describeOwner(sample, owner[at]);
     const overlap = iou === null ? "" : ` ${iou.toFixed(2)}`;
     const words = state === "missed" ? "missed, added" : `${state}${overlap}`;
-    const made = element("span", `margin ${state}`, words);
-    made.dataset.owner = owner[at];
-    made.ariaHidden = "true";
-    made.classList.toggle("lit", lit.has(owner[at]));
-    return made;
+    const node = element("span", `margin ${state}`, words);
+    node.dataset.owner = owner[at];
+    node.ariaHidden = "true";
+    node.classList.toggle("lit", lit.has(owner[at]));
+    return node;
   }
 
   function token(i) {
     const { ids, roles, owner } = sample.tokens;
     const [style, name] = ROLES[roles[i]];
     const coord = data.isCoord(ids[i]);
-    const made = element("span", `token ${style}${coord ? " bin" : ""}`, data.text(ids[i]));
-    made.dataset.i = i;
-    made.dataset.owner = owner[i];
-    made.role = "option";
-    made.tabIndex = i === active ? 0 : -1;
-    made.ariaSelected = String(i === active);
-    made.ariaLabel = `${made.textContent.trim() || "space"}, ${name}`;
-    made.ariaPosInSet = i + 1;
-    made.ariaSetSize = ids.length;
+    const node = element("span", `token ${style}${coord ? " bin" : ""}`, data.text(ids[i]));
+    node.dataset.i = i;
+    node.dataset.owner = owner[i];
+    node.role = "option";
+    node.tabIndex = i === active ? 0 : -1;
+    node.ariaSelected = String(i === active);
+    node.ariaLabel = `${node.textContent.trim() || "space"}, ${name}`;
+    node.ariaPosInSet = i + 1;
+    node.ariaSetSize = ids.length;
     const nll = sample.trained?.nll[i];
-    if (nll != null) made.style.setProperty("--heat", `${Math.round(Math.min(1, nll / 5) * 55)}%`);
-    made.classList.toggle("lit", lit.has(owner[i]));
-    return made;
+    if (nll != null) node.style.setProperty("--heat", `${Math.round(Math.min(1, nll / 5) * 55)}%`);
+    node.classList.toggle("lit", lit.has(owner[i]));
+    return node;
   }
 
-  const made = (i) => host.querySelector(`[data-i="${i}"]`);
+  const tokenNode = (i) => host.querySelector(`[data-i="${i}"]`);
 
-  // Makes the token the one in the tab order and brings it into the strip's window.
+  // Moves the tab stop to a token and scrolls the strip to it.
   function reveal(i, focus = false) {
-    const before = made(active);
+    const before = tokenNode(active);
     active = i;
-    const chunk = chunks.find((one) => holds(one, i));
+    const chunk = chunks.find((candidate) => holds(candidate, i));
     fill(chunk);
-    const now = made(i);
+    const now = tokenNode(i);
     if (before && before !== now) before.ariaSelected = "false";
-    rove(before, now);
+    moveTabStop(before, now);
     now.ariaSelected = "true";
     const top = now.getBoundingClientRect().top - host.getBoundingClientRect().top;
     if (top < 4 || top > host.clientHeight - 34) host.scrollTop += top - host.clientHeight / 3;
@@ -168,19 +168,19 @@ const strip = (() => {
   const at = (event) => event.target.closest?.("[data-i]");
   const target = (i) => ({ owners: [sample.tokens.owner[i]], token: i });
   const beside = (event) => {
-    const one = event.target.closest?.(".margin[data-owner]");
-    return one && { owners: [Number(one.dataset.owner)], token: null };
+    const margin = event.target.closest?.(".margin[data-owner]");
+    return margin && { owners: [Number(margin.dataset.owner)], token: null };
   };
   host.addEventListener("pointerover", (event) => {
-    const one = at(event);
-    inspector.point(one ? target(Number(one.dataset.i)) : beside(event));
+    const token = at(event);
+    inspector.point(token ? target(Number(token.dataset.i)) : beside(event));
   });
   host.addEventListener("click", (event) => beside(event) && inspector.choose(beside(event)));
   host.addEventListener("pointerleave", () => inspector.point(null));
   host.addEventListener("focusin", (event) => {
-    const one = at(event);
-    if (!one) return;
-    reveal(Number(one.dataset.i));
+    const token = at(event);
+    if (!token) return;
+    reveal(Number(token.dataset.i));
     inspector.choose(target(active));
   });
   host.addEventListener("keydown", (event) => {

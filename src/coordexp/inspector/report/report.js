@@ -1,10 +1,10 @@
 "use strict";
-// Reads values out at a step that is pointed at, in all charts at once, and hides and shows groups.
+// Shows the values at the step that the reader points at, in all charts at once, and hides and shows groups.
 (() => {
   const data = JSON.parse(document.getElementById("curves").textContent);
   const root = document.documentElement;
   const slider = document.querySelector(".tools input[type=range]");
-  const said = document.getElementById("step");
+  const stepLabel = document.getElementById("step");
   const figures = [...document.querySelectorAll("figure[data-chart]")].map((figure) => {
     const pictures = [...figure.querySelectorAll("svg")], output = figure.querySelector("output");
     const phases = figure.classList.contains("stack") ? figure.parentElement : null;
@@ -29,27 +29,27 @@
     return low > 0 && step - steps[low - 1] <= steps[low] - step ? low - 1 : low;
   }
 
-  function shown(value) {
+  function format(value) {
     if (value === null || value === undefined) return "-";
     const size = Math.abs(value);
     if (size !== 0 && (size >= 1e6 || size < 1e-3)) return value.toExponential(2).replace("e+", "e");
     return size >= 1000 ? Math.round(value).toLocaleString("en-US") : String(value);
   }
 
-  function readOut(chart, step) {
+  function showStep(chart, step) {
     const parts = [];
-    for (const one of chart.series) {
-      const k = nearest(data.steps[one.x], step), [mean, low, high] = one.v.map((values) => values[k]);
+    for (const line of chart.series) {
+      const k = nearest(data.steps[line.x], step), [mean, low, high] = line.v.map((values) => values[k]);
       if (chart.cells) {
-        const cell = chart.cells.get(one.g);
-        if (cell) cell.textContent = shown(mean);
+        const cell = chart.cells.get(line.g);
+        if (cell) cell.textContent = format(mean);
         continue;
       }
       const span = document.createElement("span"), letter = document.createElement("i");
-      span.className = "of-" + one.g;
-      letter.textContent = one.g;
-      span.append(letter, shown(mean));
-      if (low !== undefined && low !== high) span.title = `${shown(low)} to ${shown(high)}`;
+      span.className = "of-" + line.g;
+      letter.textContent = line.g;
+      span.append(letter, format(mean));
+      if (low !== undefined && low !== high) span.title = `${format(low)} to ${format(high)}`;
       parts.push(span);
     }
     if (chart.output) chart.output.replaceChildren(...parts);
@@ -61,28 +61,28 @@
     }
   }
 
-  function rest(chart) {
+  function showLast(chart) {
     if (chart.output) chart.output.innerHTML = chart.last;
     if (chart.cells) for (const [name, cell] of chart.cells) cell.textContent = chart.lasts.get(name);
     for (const cross of chart.crosses) cross.setAttribute("hidden", "");
   }
 
-  let wanted = null, waiting = false;
-  function at(step) {
-    wanted = step;
+  let requested = null, waiting = false;
+  function goTo(step) {
+    requested = step;
     if (waiting) return;
     waiting = true;
     requestAnimationFrame(() => {
       waiting = false;
-      if (wanted === null) {
-        figures.forEach(rest);
-        said.textContent = "last";
+      if (requested === null) {
+        figures.forEach(showLast);
+        stepLabel.textContent = "last";
         slider.value = data.last;
         return;
       }
-      const whole = Math.round(Math.min(data.last, Math.max(data.first, wanted)));
-      figures.forEach((chart) => readOut(chart, whole));
-      said.textContent = whole.toLocaleString("en-US");
+      const whole = Math.round(Math.min(data.last, Math.max(data.first, requested)));
+      figures.forEach((chart) => showStep(chart, whole));
+      stepLabel.textContent = whole.toLocaleString("en-US");
       slider.value = whole;
     });
   }
@@ -91,19 +91,19 @@
     picture.addEventListener("pointermove", (event) => {
       const box = picture.getBoundingClientRect();
       const x = (event.clientX - box.left) * chart.width / box.width;
-      at(data.first + (x - data.left) / (chart.width - data.left - data.right) * span);
+      goTo(data.first + (x - data.left) / (chart.width - data.left - data.right) * span);
     });
-    picture.addEventListener("pointerleave", (event) => { if (event.pointerType === "mouse") at(null); });
+    picture.addEventListener("pointerleave", (event) => { if (event.pointerType === "mouse") goTo(null); });
   }
-  slider.addEventListener("input", () => at(Number(slider.value)));
-  document.addEventListener("keydown", (event) => { if (event.key === "Escape") at(null); });
+  slider.addEventListener("input", () => goTo(Number(slider.value)));
+  document.addEventListener("keydown", (event) => { if (event.key === "Escape") goTo(null); });
   const switches = [[".smooth", "plainly", false, ".chart .raw"], [".scale", "logarithmic", true, ".chart.log"]];
   for (const [name, mode, when, needed] of switches) {
     const label = document.querySelector(name), box = label.querySelector("input");
     label.hidden = !document.querySelector(needed);
-    const turn = () => root.classList.toggle(mode, box.checked === when);
-    box.addEventListener("change", turn);
-    turn();
+    const apply = () => root.classList.toggle(mode, box.checked === when);
+    box.addEventListener("change", apply);
+    apply();
   }
   for (const key of document.querySelectorAll("button.key")) {
     key.addEventListener("click", () => {

@@ -1,13 +1,13 @@
 "use strict";
-// A picture with shapes over it, large with names and small without, and the marks of one coordinate along its edges.
-const picture = (() => {
-  const TALLEST = 400; // pixels of the large one
-  const NAMED = 24; // shapes up to which each is named; of more, those that are lit
-  const scaled = (bin, side) => (bin / 999) * side;
+// An image with shapes over it, large with names or small without, and the marks of one coordinate along its edges.
+const imageView = (() => {
+  const MAX_HEIGHT = 400; // pixels of the large image
+  const MAX_NAMES = 24; // shapes up to which each has its name; of more, only those that are highlighted
+  const toPixels = (bin, side) => (bin / 999) * side;
 
   function frame(host, entry, sample) {
     host.style.aspectRatio = `${sample.width} / ${sample.height}`;
-    const source = data.picture(entry);
+    const source = data.image(entry);
     const image = element("img");
     image.alt = "";
     if (source !== null) image.src = source;
@@ -21,7 +21,7 @@ const picture = (() => {
     if (shape.form === "bbox_2d") bins = [bins[0], bins[1], bins[2], bins[1], bins[2], bins[3], bins[0], bins[3]];
     const points = [];
     for (let k = 0; k + 1 < bins.length; k += 2) {
-      points.push(`${scaled(bins[k], sample.width).toFixed(2)},${scaled(bins[k + 1], sample.height).toFixed(2)}`);
+      points.push(`${toPixels(bins[k], sample.width).toFixed(2)},${toPixels(bins[k + 1], sample.height).toFixed(2)}`);
     }
     const line = () => svg("polygon", { points: points.join(" ") });
     const halo = line();
@@ -29,9 +29,9 @@ const picture = (() => {
     return svg("g", { class: `shape ${shape.kind}` }, halo, line());
   }
 
-  // Over its shape, or inside of it where there is no room above.
+  // The name stands above its shape, or inside it where there is no room above.
   function name(shape, height) {
-    const tag = element("span", `tag ${shape.kind}`, described(clipped(shape.desc ?? "", 48)));
+    const tag = element("span", `tag ${shape.kind}`, describe(clip(shape.desc ?? "", 48)));
     tag.dataset.owner = shape.owner;
     const [left, top, right] = shape.box.map((bin) => (100 * bin) / 999);
     if (left > 55) tag.style.right = `${Math.max(0, 100 - right)}%`;
@@ -45,14 +45,14 @@ const picture = (() => {
   function large(entry, sample) {
     const host = find("stage");
     const over = frame(host, entry, sample);
-    host.style.maxWidth = `${Math.round((TALLEST * sample.width) / sample.height)}px`;
+    host.style.maxWidth = `${Math.round((MAX_HEIGHT * sample.width) / sample.height)}px`;
     const shapes = data.shapes(sample);
-    host.classList.toggle("many", shapes.length > NAMED);
+    host.classList.toggle("many", shapes.length > MAX_NAMES);
     for (const shape of shapes) {
-      const drawn = outline(shape, sample);
-      drawn.dataset.owner = shape.owner;
-      drawn.prepend(svg("title", {}, `${KINDS[shape.kind]}: ${clipped(shape.desc ?? "", 200)}`));
-      over.append(drawn);
+      const group = outline(shape, sample);
+      group.dataset.owner = shape.owner;
+      group.prepend(svg("title", {}, `${KINDS[shape.kind]}: ${clip(shape.desc ?? "", 200)}`));
+      over.append(group);
     }
     over.append(svg("g", { id: "guides" }));
     const height = host.clientHeight;
@@ -68,7 +68,7 @@ const picture = (() => {
     for (const shape of data.shapes(sample)) over.append(outline(shape, sample));
   }
 
-  // Where a coordinate was written and where it should be, as lines, and along the edge how likely each place was.
+  // Lines where a coordinate was written and where it should be, and along the edge the probability of each bin.
   function guide(sample, axis, written, target, p) {
     const across = axis === "x";
     const [along, depth] = across ? [sample.width, sample.height] : [sample.height, sample.width];
@@ -76,13 +76,13 @@ const picture = (() => {
     if (p) {
       const top = Math.max(...p);
       const points = [`0,0`];
-      p.forEach((share, bin) => points.push(`${scaled(bin, along)},${((share / top) * depth) / 7}`));
+      p.forEach((share, bin) => points.push(`${toPixels(bin, along)},${((share / top) * depth) / 7}`));
       points.push(`${along},0`);
-      const turned = across ? `translate(0 ${depth}) scale(1 -1)` : "matrix(0 1 1 0 0 0)";
-      parts.push(svg("polygon", { class: "likely", points: points.join(" "), transform: turned }));
+      const transform = across ? `translate(0 ${depth}) scale(1 -1)` : "matrix(0 1 1 0 0 0)";
+      parts.push(svg("polygon", { class: "likely", points: points.join(" "), transform }));
     }
     const rule = (bin, style) => {
-      const at = scaled(bin, along);
+      const at = toPixels(bin, along);
       const ends = across ? { x1: at, x2: at, y1: 0, y2: depth } : { x1: 0, x2: depth, y1: at, y2: at };
       return svg("line", { class: style, ...ends });
     };
