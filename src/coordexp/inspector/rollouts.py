@@ -57,7 +57,7 @@ def make_inspector_page(
         "coord0": table.first_coord,
         "samples": entries,
     }
-    images = _add_images(entries, dumped, run.started_in)
+    images = _add_images(entries, dumped, run.start_folder)
     remarks = tuple(entry["remark"] for entry in entries if entry["remark"])
     html = render_inspector(index, samples, images, live=stamp is not None)
     return InspectorPage(html, len(entries), total, remarks)

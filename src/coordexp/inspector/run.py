@@ -120,7 +120,7 @@ class Run:
         return self.settings.get("custom") or {}
 
     @property
-    def started_in(self) -> Path | None:
+    def start_folder(self) -> Path | None:
         """The folder that the run was started in. The paths in its files are relative to it. None if the run
         folder is no longer where `training.output_dir` put it."""
         output_dir = Path(str(self.training.get("output_dir") or ""))

@@ -1,4 +1,4 @@
-"""From a dumped example to what the page shows: shapes, the token strip, the match matrix, the trace, and words.
+"""Turn a dumped example into what the page shows: shapes, the token strip, the match matrix, the trace, and words.
 
 The strip has the kept prefix, then the tokens that were cut off, in their original place, then the appended tokens
 and the end of the turn. So token i of the answer is token i of the strip, and what follows the prefix in the

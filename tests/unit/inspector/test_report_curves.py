@@ -36,7 +36,7 @@ def test_each_name_has_the_steps_at_which_it_was_logged():
 
 def test_null_is_kept_as_a_value_that_is_not_a_number():
     loss = collect_series([{"step": 1, "loss": None}, {"step": 2, "loss": 1.0}], "m")["loss"]
-    assert loss.broken_steps.tolist() == [1] and loss.last == 1.0
+    assert loss.invalid_steps.tolist() == [1] and loss.last == 1.0
 
 
 def test_infinite_values_are_not_numbers():

@@ -137,7 +137,7 @@ def reason_not_to_compare(groups: Sequence[RunGroup]) -> str | None:
     for run in runs:
         if not find_evaluated_steps(run.run):
             return f"{run.name} has no evaluation in {run.run.folder / 'evaluations'}"
-    files = {(file := _held_out_data(run)).sha256: (run.name, file) for run in runs}
+    files = {(file := _find_val_data(run)).sha256: (run.name, file) for run in runs}
     if len(files) > 1:
         words = "; ".join(
             f"{name}: {file.file}, {file.records} records, sha256 {file.sha256[:8]}"
@@ -168,9 +168,9 @@ def choose_step(run: Run, step: int | None) -> int:
 def find_held_out_file(logged: LoggedRun, given: Path | None) -> Path:
     """Return the file that the run was evaluated on: `given`, or the name in `run.json`, relative to here or to
     where the run was started. Raise DataError if its hash differs from that in `run.json`."""
-    expected = _held_out_data(logged)
+    expected = _find_val_data(logged)
     name = Path(expected.file)
-    root = logged.run.started_in
+    root = logged.run.start_folder
     candidates = [given] if given else [name, *([root / name] if root else [])]
     path = next((candidate for candidate in candidates if candidate.is_file()), None)
     if path is None:
@@ -191,7 +191,7 @@ def find_held_out_file(logged: LoggedRun, given: Path | None) -> Path:
     return path
 
 
-def _held_out_data(logged: LoggedRun) -> DataFile:
+def _find_val_data(logged: LoggedRun) -> DataFile:
     if "val" not in logged.data:
         raise DataError(
             f"{logged.run.folder / MANIFEST}: names no held-out data, although there are evaluations",

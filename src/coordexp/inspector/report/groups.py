@@ -82,7 +82,7 @@ def group_runs(runs: Sequence[LoggedRun]) -> tuple[RunGroup, ...]:
         )
     for group in members.values():
         _check_seeds(group)
-    names = _number_duplicates([_shared_name(group) for group in members.values()])
+    names = _number_duplicates([_common_name(group) for group in members.values()])
     return tuple(
         RunGroup(letter, name, tuple(group))
         for letter, name, group in zip(LETTERS, names, members.values(), strict=False)
@@ -157,7 +157,7 @@ def _identity(logged: LoggedRun) -> str:
     return repr((sorted(compared.items(), key=itemgetter(0)), hashes))
 
 
-def _shared_name(group: Sequence[LoggedRun]) -> str:
+def _common_name(group: Sequence[LoggedRun]) -> str:
     names = [run.name for run in group]
     if len(names) == 1:
         return names[0]

@@ -145,7 +145,7 @@ def note_unfinished(run: LoggedRun) -> list[str]:
 def note_broken_numbers(run: LoggedRun) -> list[str]:
     notes = []
     for name, title in (("loss", "loss"), ("grad_norm", "gradient norm")):
-        if len(steps := run.series(name).broken_steps):
+        if len(steps := run.series(name).invalid_steps):
             notes.append(f"{title} was NaN or infinite in {_describe_lines(steps)}")
     return notes
 

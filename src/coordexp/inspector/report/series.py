@@ -49,7 +49,7 @@ class Series:
         return float(known[-1]) if len(known) else None
 
     @property
-    def broken_steps(self) -> Steps:
+    def invalid_steps(self) -> Steps:
         """The steps at which something other than a number was logged."""
         steps: Steps = self.steps[~np.isfinite(self.values)]
         return steps

@@ -1,4 +1,4 @@
-"""What the rollout servers did, from the `servers*.jsonl` of a run folder: weight syncs, calls and failures."""
+"""The work of the rollout servers, from the `servers*.jsonl` of a run folder: weight syncs, calls and failures."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -50,7 +50,7 @@ SYNC, ROLLOUT = TypeAdapter(SyncEvent), TypeAdapter(RolloutEvent)
 
 @dataclass(frozen=True)
 class ServerTotals:
-    """What one server did over the whole run."""
+    """The work of one server over the whole run."""
 
     address: str
     calls: int

@@ -1,4 +1,4 @@
-"""Where the time of a step went, by phase: from the logs of a group to seconds per step over the run.
+"""The time of a step by phase: from the logs of a group to seconds per step over the run.
 
 The phases do not overlap, as the run measures them: `compute` excludes reading images and waiting. The rest of a
 step's time is `rest`. The time that the run took besides its steps, such as evaluation and saving, is `between`.
