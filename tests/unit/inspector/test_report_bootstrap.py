@@ -57,7 +57,7 @@ def test_the_interval_of_a_mean_is_the_normal_one():
 
 
 def test_the_interval_of_a_ratio_is_that_of_its_linear_form():
-    """F1 and its like: sums above and below both vary. By the delta method, (count - rate * of) / mean of."""
+    """In a ratio such as F1 numerator and denominator vary. The linear form is that of the delta method."""
     rng = np.random.default_rng(2)
     of = rng.integers(1, 20, 5000)
     base, other = ({"f1": np.stack([rng.binomial(of, p), of], axis=1)} for p in (0.6, 0.62))
@@ -82,15 +82,15 @@ def test_pairing_makes_the_interval_narrower_than_that_of_two_sets_of_images():
 
 def test_nineteen_of_twenty_intervals_contain_the_true_difference():
     rng = np.random.default_rng(4)
-    expected, held = _expected(0.03, noise=0.2), 0
+    expected, covered = _true_difference(0.03, noise=0.2), 0
     for _ in range(300):
         base, other = hard_and_easy(rng, 300, ease=0.03, noise=0.2)
         low, high = compare([base], [other], resamples=400).image_interval
-        held += low <= expected <= high
-    assert 0.91 <= held / 300 <= 0.98
+        covered += low <= expected <= high
+    assert 0.91 <= covered / 300 <= 0.98
 
 
-def _expected(ease, noise):
+def _true_difference(ease, noise):
     easy = np.random.default_rng(5).random(400_000)
     moved = noise * np.random.default_rng(6).normal(size=400_000)
     return float(((easy + ease + moved) > 0.5).mean() - ((easy + moved) > 0.5).mean())
@@ -126,14 +126,14 @@ def test_without_variance_over_images_the_interval_over_seeds_is_that_of_welch()
 
 def test_the_interval_over_seeds_covers_other_seeds_and_the_one_over_images_does_not():
     rng = np.random.default_rng(9)
-    held = {"images": 0, "seeds": 0}
+    covered = {"images": 0, "seeds": 0}
     for _ in range(200):
         groups = [[shares(rng.random(400) < 0.5 + 0.05 * rng.normal()) for _ in range(3)] for _ in range(2)]
         difference = compare(*groups, resamples=200)
         for name, (low, high) in (("images", difference.image_interval), ("seeds", difference.seed_interval)):
-            held[name] += low <= 0.0 <= high
-    assert held["seeds"] / 200 >= 0.93
-    assert held["images"] / 200 < 0.8
+            covered[name] += low <= 0.0 <= high
+    assert covered["seeds"] / 200 >= 0.93
+    assert covered["images"] / 200 < 0.8
 
 
 def test_a_difference_that_seeds_can_explain_is_not_clear():
