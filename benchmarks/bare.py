@@ -11,20 +11,19 @@ from torch import Tensor
 from transformers import AutoProcessor, Qwen3VLForConditionalGeneration
 
 from coordexp.data import RecordFile
-from coordexp.demo.scenes import SceneSettings
-from coordexp.demo.write_scenes import write_scenes
-from coordexp.rollout.backend import Picture, Rollout
+from coordexp.demo.scenes import SceneSettings, write_scenes
+from coordexp.rollout.backend import ImageRef, Rollout
 from coordexp.rollout.hugging_face import HuggingFaceBackend
 from coordexp.rollout.prompt import PromptBuilder, open_image
 from coordexp.vocab import VocabularyTable
 
 
-def draw_images(folder: Path, count: int) -> list[Picture]:
+def draw_images(folder: Path, count: int) -> list[ImageRef]:
     """Write crowded scenes to `folder`, and return their images."""
     scenes = SceneSettings(objects=(3, 8), side=128)
-    write_scenes(folder, scenes, train=64, val=count, seed=9, advance=lambda: None)
+    write_scenes(folder, scenes, train=64, val=count, seed=9)
     records = RecordFile(folder / "val.jsonl")
-    return [Picture.of(records, records[k]) for k in range(count)]
+    return [ImageRef.of(records, records[k]) for k in range(count)]
 
 
 def start_bare_engine(folder: Path, most: int, length: int, share: float) -> Any:
@@ -63,7 +62,7 @@ class BareGeneration:
     """Greedy generation with `LLM.generate`, which counts the tokens of the last call."""
 
     def __init__(
-        self, engine: Any, prompts: PromptBuilder, end: int, images: Sequence[Picture], most: int
+        self, engine: Any, prompts: PromptBuilder, end: int, images: Sequence[ImageRef], most: int
     ) -> None:
         from vllm import SamplingParams
 

@@ -31,10 +31,9 @@ from rich.progress import Progress
 
 from coordexp.config.rollout import VLLM, RolloutMatching
 from coordexp.demo.model import Size, make_model
-from coordexp.rollout.backend import Decode, Picture, Request
+from coordexp.rollout.backend import Decode, ImageRef, Request
 from coordexp.rollout.colocate import ColocateBackend
-from coordexp.rollout.engine import start_engine, stop_engine
-from coordexp.rollout.setup import Setup
+from coordexp.rollout.engine import EngineSetup, start_engine, stop_engine
 from coordexp.vocab import VocabularyTable
 
 ROOT = Path(__file__).parents[1]
@@ -58,7 +57,7 @@ class NothingToDrop:
 class ColocatedLearner(BenchmarkLearner):
     """A learner with an engine on the same device."""
 
-    def __init__(self, folder: Path, images: list[Picture]) -> None:
+    def __init__(self, folder: Path, images: list[ImageRef]) -> None:
         super().__init__(folder)
         offload = partial(nullcontext, NothingToDrop())
         self.backend = ColocateBackend(_engine_setup(folder), self.prompts, self.own, images[0], offload)
@@ -71,11 +70,11 @@ class ColocatedLearner(BenchmarkLearner):
             self.backend.sync(self.weights, self.version)
 
 
-def _engine_setup(folder: Path) -> Setup:
-    return Setup(folder, "float32", SETTINGS, VocabularyTable.from_folder(folder), torch.device("cpu"))
+def _engine_setup(folder: Path) -> EngineSetup:
+    return EngineSetup(folder, "float32", SETTINGS, VocabularyTable.from_folder(folder), torch.device("cpu"))
 
 
-def measure_generation(learner: ColocatedLearner, images: list[Picture]) -> dict[str, Any]:
+def measure_generation(learner: ColocatedLearner, images: list[ImageRef]) -> dict[str, Any]:
     """Greedy answers have the same tokens in both cases, so the ratio of times is the ratio of tokens per
     second."""
     bare = BareGeneration(learner.backend.engine, learner.prompts, learner.table.end_of_turn, images, TOKENS)

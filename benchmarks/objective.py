@@ -117,7 +117,7 @@ def fill_row(tiny: Tiny, capacity: int) -> list[Example]:
 
 def run_packed_step(tiny: Tiny, row: Row) -> None:
     measures = tiny.objective.measure(tiny.logits(row), row.supervision)
-    tiny.objective.loss(measures, row.counts).backward()
+    tiny.objective.loss(measures, sum(span.counts for span in row.spans)).backward()
     tiny.model.zero_grad()
 
 
@@ -131,7 +131,9 @@ def run_padded_step(tiny: Tiny, examples: list[Example], inputs: dict[str, Any],
     hidden = tiny.model.model(**inputs).last_hidden_state
     flat = torch.cat([hidden[k, : len(example)] for k, example in enumerate(examples)])
     logits = tiny.model.lm_head(flat[row.inputs["logits_to_keep"]])
-    tiny.objective.loss(tiny.objective.measure(logits, row.supervision), row.counts).backward()
+    tiny.objective.loss(
+        tiny.objective.measure(logits, row.supervision), sum(span.counts for span in row.spans)
+    ).backward()
     tiny.model.zero_grad()
 
 
@@ -153,7 +155,7 @@ def measure(progress: Progress) -> dict[str, dict[str, Any]]:
         padded = Tiny(Path(folder) / "small", settings(*DECLARED), attention="sdpa")
         examples = fill_row(small, TOKENS)
         row, inputs = small.collate(examples), padded.pad(examples)
-        share = len(row.supervision.ids) / sum(row.lengths)
+        share = len(row.supervision.ids) / row.inputs["input_ids"].shape[1]
         times = medians(
             {
                 "packed": partial(run_packed_step, small, row),

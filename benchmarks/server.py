@@ -39,11 +39,10 @@ from rich.progress import Progress
 
 from coordexp.config import load_settings
 from coordexp.demo.model import Size, make_model
-from coordexp.rollout.backend import Decode, Picture, Request
+from coordexp.rollout.backend import Decode, ImageRef, Request
 from coordexp.rollout.broadcast import join
-from coordexp.rollout.engine import stop_engine
+from coordexp.rollout.engine import EngineSetup, stop_engine
 from coordexp.rollout.server_backend import ServerBackend
-from coordexp.rollout.setup import Setup
 
 ROOT = Path(__file__).parents[1]
 DEMO = ROOT / "examples/stage2-cpu/model"
@@ -102,12 +101,12 @@ def serve(file: Path) -> Iterator[str]:
 class ServedLearner(BenchmarkLearner):
     """A learner that uses the rollout server of a config."""
 
-    def __init__(self, file: Path, url: str, images: list[Picture]) -> None:
+    def __init__(self, file: Path, url: str, images: list[ImageRef]) -> None:
         settings = load_settings(file).settings
         folder = Path(settings.model.path)
         super().__init__(folder)
         self.url, self.folder = url, folder
-        setup = Setup(folder, "float32", settings.rollout_matching, self.table, torch.device("cpu"))
+        setup = EngineSetup(folder, "float32", settings.rollout_matching, self.table, torch.device("cpu"))
         self.backend = ServerBackend(setup, self.prompts, self.own, images[0])
         self.version = 0
         self.sync()
@@ -122,7 +121,7 @@ class ServedLearner(BenchmarkLearner):
         return float(re.findall(r"^coordexp_infer_seconds_sum (\S+)$", text, re.MULTILINE)[0])
 
 
-def measure_generation(learner: ServedLearner, images: list[Picture]) -> Results:
+def measure_generation(learner: ServedLearner, images: list[ImageRef]) -> Results:
     """Greedy answers have the same tokens in both cases, so the ratio of times is the ratio of tokens per
     second."""
     engine = start_bare_engine(learner.folder, REQUESTS, 512, 0.15)

@@ -116,7 +116,8 @@ def measure(count: int, vocabulary: VocabularyTable) -> dict[str, float]:
 
 def measure_engine_us_per_token() -> float:
     """Return the time per generated token of vLLM's CPU engine, with a tiny model that has the real vocabulary."""
-    from coordexp.demo.generate import drawing, prompt, start_vllm, stop_vllm
+    from tests.engines import drawing, prompt, start_vllm, stop_vllm
+
     from coordexp.demo.model import make_model
 
     with tempfile.TemporaryDirectory() as folder:

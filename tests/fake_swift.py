@@ -20,7 +20,8 @@ import pytest
 from fastapi import FastAPI
 
 from coordexp.config.rollout import RepeatTerminate
-from coordexp.serve.guard import LOADED, TEXT
+from coordexp.rollout.guard import LOADED
+from coordexp.serve.guard import TEXT
 
 
 class FakeSwiftRollout:

@@ -23,7 +23,7 @@ from coordexp.correction import (
     match_objects,
     parse_rollout,
 )
-from coordexp.data import Geometry, TrueObject, degenerate
+from coordexp.data import Geometry, TrueObject, is_degenerate
 from coordexp.vocab.table import COORD_BASE, VocabularyTable
 
 SETTINGS = RolloutMatching()
@@ -73,7 +73,7 @@ def random_shape(chooser: random.Random) -> Geometry:
             (x1, x2), (y1, y2) = (sorted(chooser.sample(range(1000), 2)) for _ in range(2))
             return Geometry("bbox_2d", (x1, y1, x2, y2))
         bins = tuple(chooser.randrange(1000) for _ in range(2 * chooser.randint(3, 7)))
-        if not degenerate("poly", bins):
+        if not is_degenerate("poly", bins):
             return Geometry("poly", bins)
 
 

@@ -13,12 +13,12 @@ from transformers import AutoProcessor, Qwen3VLForConditionalGeneration
 from coordexp.config import RolloutMatching, Settings, parse_settings
 from coordexp.correction import build_segment, match_objects, parse_rollout
 from coordexp.data import Geometry, TrueObject
-from coordexp.demo.generate import drawing, prompt
 from coordexp.objective import Objective
 from coordexp.pack import Example
 from coordexp.pack.attention import attention_for
 from coordexp.pack.collate import Collator, Row
 from coordexp.vocab import VocabularyTable
+from tests.engines import drawing, prompt
 from tests.rollouts import random_shape, random_truth
 from tests.unit.config.trees import BBOX_GEO, COORD_DIAG, COORD_REG, TOKEN_CE, stage2
 

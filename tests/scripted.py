@@ -14,7 +14,7 @@ from typing import Any
 from coordexp.config import RolloutMatching
 from coordexp.data import RecordFile, TrueObject
 from coordexp.rollout.backend import FinishReason, Request, Rollout, Weights
-from coordexp.train.encode import Casebook
+from coordexp.train.encode import TrainingSet
 from coordexp.vocab import VocabularyTable
 from tests.rollouts import PROMPT
 from tests.vocabularies import encode
@@ -70,13 +70,13 @@ class OnePrompt:
         return list(PROMPT)
 
 
-def casebook(
+def write_training_set(
     folder: Path, truth: Mapping[str, Sequence[TrueObject]], table: VocabularyTable, **settings: Any
-) -> Casebook:
+) -> TrainingSet:
     """Write a file with a record per image, in their order, and return the training set of it."""
     file = folder / "train.jsonl"
     file.write_text("".join(_record(image, objects) + "\n" for image, objects in truth.items()))
-    return Casebook(RecordFile(file), OnePrompt(), table, "desc_first", RolloutMatching(**settings))
+    return TrainingSet(RecordFile(file), OnePrompt(), table, "desc_first", RolloutMatching(**settings))
 
 
 def _record(image: str, objects: Sequence[TrueObject]) -> str:

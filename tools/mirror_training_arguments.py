@@ -36,12 +36,12 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from coordexp.config.section import Section, from_list
+from coordexp.config.section import SettingsSection, from_list
 
 TRANSFORMERS_VERSION = "{version}"
 
 
-class TransformersArguments(Section):
+class TransformersArguments(SettingsSection):
 '''
 
 

@@ -21,7 +21,7 @@ from typing import Any
 
 from playwright.sync_api import Browser, Page, sync_playwright
 
-from coordexp.inspector.dumps import choose
+from coordexp.inspector.dumps import choose_examples
 
 ROOT = Path(__file__).parents[1]
 IMAGES = ROOT / "docs/images"
@@ -56,7 +56,7 @@ def capture_inspector(browser: Browser, work: Path, runs: Sequence[Path]) -> Non
     """Capture three rollouts. Each shows one feature of the page, and has the most matches among those that do."""
     (run,) = runs
     coordexp(Path.cwd(), "inspect", run, "--out", work / "inspect.html", "--samples", 10_000)
-    dumps = [dump.whole for dump in choose(run, 10_000)[0]]
+    dumps = [dump.content for dump in choose_examples(run, 10_000)[0]]
     for name, has_feature, point in (
         ("polygon", has_matched_polygon, point_at_polygon),
         ("malformed", has_malformed_middle, point_at_invalid_object),

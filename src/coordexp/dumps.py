@@ -22,12 +22,11 @@ import numpy as np
 
 from coordexp.config.rollout import RolloutMatching
 from coordexp.correction.correct import Correction, correct
-from coordexp.correction.serialise import FieldOrder
+from coordexp.correction.segment import FieldOrder
 from coordexp.data import Geometry, TrueObject
 from coordexp.files import BestEffort, append_line, copy_whole, drop_torn_line
 from coordexp.pack import ExampleId
-from coordexp.rollout.backend import Request, Rollout
-from coordexp.rollout.seeds import request_seed
+from coordexp.rollout.backend import Request, Rollout, request_seed
 from coordexp.vocab.table import VocabularyTable
 
 logger = logging.getLogger(__name__)
@@ -103,7 +102,7 @@ def to_line(
     example = {
         "format": FORMAT,
         "place": asdict(place),
-        "picture": asdict(request.picture),
+        "picture": asdict(request.image),
         "decode": decode,
         "seed": request.seed,
         "rollout": asdict(rollout),
@@ -137,7 +136,7 @@ def describe_correction(correction: Correction) -> dict[str, Any]:
         "unread": parsed.unread,
         "pairs": [list(pair) for pair in match.pairs],
         "missed": list(match.missed),
-        "extra": list(match.extra),
+        "extra": list(match.false_positives),
         "gate_rejections": match.gate_rejections,
         "iou": [_to_json_values(row) for row in match.iou],
         "prompt_length": segment.prompt_length,

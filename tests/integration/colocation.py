@@ -11,15 +11,14 @@ from torch import Tensor
 from transformers import AutoProcessor
 
 from coordexp.config import RolloutMatching
-from coordexp.demo.scenes import SceneSettings
-from coordexp.demo.write_scenes import write_scenes
+from coordexp.demo.scenes import SceneSettings, write_scenes
 from coordexp.rollout.backend import Decode, ImageRef, Request, Rollout
 from coordexp.rollout.colocate import ColocateBackend
 from coordexp.rollout.engine import EngineSetup
 from coordexp.rollout.hugging_face import HuggingFaceBackend
 from coordexp.rollout.prompt import PromptBuilder
-from coordexp.train.adapter_weights import learner_adapter
-from coordexp.train.spill import Away
+from coordexp.train.adapter import learner_adapter
+from coordexp.train.offload import OffloadedStorages
 from coordexp.train.weights import learner_weights
 from coordexp.vocab import VocabularyTable
 from tests.integration.answers import whole_model
@@ -41,7 +40,7 @@ SETTINGS = RolloutMatching.model_validate(
 def draw_images(folder: Path) -> list[ImageRef]:
     """Draw 16 images of four sizes, which take turns."""
     for side in SIDES:
-        write_scenes(folder / str(side), SceneSettings(side=side), train=1, val=4, seed=side, advance=lambda: None)
+        write_scenes(folder / str(side), SceneSettings(side=side), train=1, val=4, seed=side)
     return [
         ImageRef(str(folder / f"{side}/images/val/{k:07d}.png"), side, side) for k in range(4) for side in SIDES
     ]
@@ -65,7 +64,9 @@ class Colocation:
         self.prompts = PromptBuilder(AutoProcessor.from_pretrained(folder), "Detect all objects.")
         self.table = VocabularyTable.from_folder(folder)
         self.model: Any = whole_model(folder)
-        self.room: Callable[[], AbstractContextManager[Away]] = lambda: nullcontext(Away())
+        self.room: Callable[[], AbstractContextManager[OffloadedStorages]] = lambda: nullcontext(
+            OffloadedStorages()
+        )
         self.learner = HuggingFaceBackend(lambda: self.model, self.prompts, self.table, 16)
         self.backend = ColocateBackend(
             EngineSetup(folder, "float32", settings, self.table, torch.device("cpu")),

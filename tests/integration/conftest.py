@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from coordexp.demo.generate import start_vllm, stop_vllm
 from coordexp.demo.model import make_model
+from tests.engines import start_vllm, stop_vllm
 from tests.integration.servers import Fleet
 
 

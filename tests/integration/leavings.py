@@ -9,7 +9,7 @@ from pathlib import Path
 
 import psutil
 
-from coordexp.leftovers import mapped_segments
+from coordexp.child_processes import find_segments
 
 
 class Leavings:
@@ -22,7 +22,7 @@ class Leavings:
     def look(self, pid: int) -> set[str]:
         """Record the shared memory of a process and its descendants. Return all that was recorded so far."""
         for process in (psutil.Process(pid), *psutil.Process(pid).children(recursive=True)):
-            self.segments |= mapped_segments(process.pid)
+            self.segments |= find_segments(process.pid)
         return self.segments
 
     def files(self) -> list[str]:

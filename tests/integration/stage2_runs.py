@@ -23,10 +23,9 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
-from coordexp.demo.scenes import SceneSettings
-from coordexp.demo.write_scenes import write_scenes
+from coordexp.demo.scenes import SceneSettings, write_scenes
 from tests.source import SOURCE
-from tests.unit.config.trees import changed
+from tests.unit.config.trees import apply_changes
 
 ROOT = Path(__file__).parents[2]
 MODEL = ROOT / "examples/scenes-cpu/model"
@@ -36,7 +35,7 @@ MARK = "COORDEXP_TEST_RUN"
 def draw(folder: Path) -> Path:
     """Draw 40 scenes of one or two objects. The model was trained on such scenes, and finds most of the
     objects."""
-    write_scenes(folder / "data", SceneSettings(objects=(1, 2)), train=40, val=6, seed=1, advance=lambda: None)
+    write_scenes(folder / "data", SceneSettings(objects=(1, 2)), train=40, val=6, seed=1)
     return folder
 
 
@@ -69,7 +68,7 @@ def config(folder: Path, name: str, **changes: Any) -> Path:
         },
     }
     file = folder / f"{name}.yaml"
-    file.write_text(yaml.safe_dump(changed(tree, **changes)))
+    file.write_text(yaml.safe_dump(apply_changes(tree, **changes)))
     return file
 
 

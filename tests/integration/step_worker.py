@@ -30,7 +30,7 @@ def main(plan: dict) -> None:
     model = tiny.model.train()
     model, _ = accelerator.prepare(model, torch.optim.SGD(model.parameters()))
     assert (plan["mode"] == "fsdp2") == all(isinstance(weight, DTensor) for weight in model.parameters())
-    counts = reduce_counts([row.counts for row in rows], accelerator.device)
+    counts = reduce_counts([sum(span.counts for span in row.spans) for row in rows], accelerator.device)
     tally = LossTally(tiny.objective)
     for row in rows:
         logits = model(**row.inputs).logits[0]

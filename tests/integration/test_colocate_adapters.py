@@ -22,10 +22,8 @@ from coordexp.errors import EngineError
 from coordexp.rollout import colocate
 from coordexp.rollout.adapter_fallback import AdapterRefused
 from coordexp.rollout.backend import Weights
-from coordexp.train.adapter import with_adapter
-from coordexp.train.adapter_weights import learner_adapter
-from coordexp.train.offload import offloaded
-from coordexp.train.spill import SMALL, Away
+from coordexp.train.adapter import learner_adapter, with_adapter
+from coordexp.train.offload import SMALL, OffloadedStorages, offload_learner
 from tests.integration import engine_faults
 from tests.integration.answers import whole_model
 from tests.integration.colocation import SETTINGS, Colocation, draw_images, ids, with_adapter_sync
@@ -114,7 +112,7 @@ def adapting(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Colocat
     optimizer = learn(colocation)
     colocation.train(optimizer, 0)
     memory = Memory(colocation.model, optimizer)
-    colocation.room = lambda: offloaded(BOTH, colocation.model, optimizer, folder)
+    colocation.room = lambda: offload_learner(BOTH, colocation.model, optimizer, folder)
 
     def start_engine(*given: Any, **named: Any) -> Any:
         memory.look("before the start")
@@ -128,7 +126,7 @@ def adapting(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Colocat
         patch.setattr(colocate, "start_engine", start_engine)
         with colocation.backend.session():
             colocation.sync(1)
-        colocation.room = lambda: nullcontext(Away())
+        colocation.room = lambda: nullcontext(OffloadedStorages())
         yield colocation, memory
     colocation.backend.close()
 
@@ -201,7 +199,7 @@ def test_the_learner_is_out_of_memory_while_the_engine_takes_the_adapter_and_is_
         return plain(method, args=args)
 
     monkeypatch.setattr(colocation.backend.engine, "collective_rpc", spied)
-    monkeypatch.setattr(colocation, "room", lambda: offloaded(BOTH, colocation.model, optimizer, tmp_path))
+    monkeypatch.setattr(colocation, "room", lambda: offload_learner(BOTH, colocation.model, optimizer, tmp_path))
     with colocation.backend.session():
         colocation.sync()
         assert ids(colocation.backend.generate(requests)) == expected

@@ -20,7 +20,7 @@ from coordexp.errors import EngineError
 from coordexp.rollout.backend import Request
 from coordexp.rollout.connection import EngineConnection
 from coordexp.train.adapter import with_adapter
-from coordexp.train.offload import offloaded
+from coordexp.train.offload import offload_learner
 from tests.integration import engine_faults
 from tests.integration.answers import whole_model
 from tests.integration.colocation import Colocation, draw_images, ids
@@ -271,7 +271,7 @@ def test_the_learner_is_out_of_memory_while_the_engine_answers_and_is_restored(
     size = sum(tensor.nbytes for tensor in tensors.values()) / 2**20
     expected = ids(colocation.learner.generate(requests))
     full = 0.0 if fails else peak_without_offload(colocation, requests)
-    monkeypatch.setattr(colocation, "room", lambda: offloaded(BOTH, colocation.model, optimizer, tmp_path))
+    monkeypatch.setattr(colocation, "room", lambda: offload_learner(BOTH, colocation.model, optimizer, tmp_path))
     peak = MemoryPeak(fail if fails else colocation.backend.engine.generate)
     monkeypatch.setattr(colocation.backend.engine, "generate", peak)
     with pytest.raises(RuntimeError, match="broke") if fails else nullcontext(), colocation.backend.session():

@@ -11,8 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from coordexp.demo.model import Size, make_model
-from coordexp.demo.scenes import SceneSettings
-from coordexp.demo.write_scenes import write_scenes
+from coordexp.demo.scenes import SceneSettings, write_scenes
 from coordexp.train.divergence import MAX_BROKEN_STEPS
 from tests.integration.stage2_runs import started
 from tests.integration.test_stage1 import ROOT, config, metrics, ran, train
@@ -25,7 +24,7 @@ CONSTANT = {"lr_scheduler_type": "constant"}
 def parts(tmp_path_factory):
     """Return a folder with a tiny model and 40 scenes."""
     folder = tmp_path_factory.mktemp("diverges")
-    write_scenes(folder / "data", SceneSettings(objects=(1, 3)), train=40, val=6, seed=1, advance=lambda: None)
+    write_scenes(folder / "data", SceneSettings(objects=(1, 3)), train=40, val=6, seed=1)
     make_model(folder / "model", "small", ordinal=True, size=Size(hidden=64, layers=2, patch=8, vision_hidden=32))
     return folder
 

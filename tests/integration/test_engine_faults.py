@@ -255,7 +255,7 @@ def test_two_ranks_with_an_engine_each_train_as_without_engines_and_end_together
         "sending weights to vLLM took longer than 12 s\n  if the model is large, raise rollout_matching.vllm.sync"
     )
     assert shown.count(message) == 2  # from the rank itself, and from the other
-    assert shown.count("rank 1 failed, and with it all others\n  EngineError: sending weights to vLLM") == 1
+    assert shown.count("rank 1 failed, so all ranks stop\n  EngineError: sending weights to vLLM") == 1
     assert "]: Traceback" not in shown  # of a rank; torchrun has its own
 
 

@@ -2,10 +2,10 @@
 
 import pytest
 
-from coordexp.demo.generate import drawing, start_vllm, stop_vllm, with_transformers, with_vllm
 from coordexp.demo.model import make_model
 from coordexp.vocab import VocabularyTable
 from coordexp.vocab.expand import add_coord_tokens
+from tests.engines import drawing, start_vllm, stop_vllm, with_transformers, with_vllm
 
 
 @pytest.mark.engine

@@ -15,17 +15,17 @@ from transformers import AutoProcessor, Qwen3VLForConditionalGeneration
 from coordexp.config.rollout import RepeatTerminate, RolloutMatching
 from coordexp.config.settings import Adapter
 from coordexp.data import RecordFile
-from coordexp.demo.scenes import SceneSettings
-from coordexp.demo.write_scenes import write_scenes
+from coordexp.demo.scenes import SceneSettings, write_scenes
 from coordexp.rollout.backend import Decode, ImageRef, Request
 from coordexp.rollout.hugging_face import HuggingFaceBackend
 from coordexp.rollout.prompt import PromptBuilder
 from coordexp.train.adapter import with_adapter
-from coordexp.train.counters import Ledger
-from coordexp.train.encode import Casebook, CorrectedRollouts, Moment
+from coordexp.train.encode import StepIndex, TrainingSet
 from coordexp.train.evaluation import AnswerEvaluation
+from coordexp.train.metrics import StepMetrics
 from coordexp.vocab import VocabularyTable
 from tests.scripted import Said, ScriptedBackend
+from tests.steps import RolloutStep
 
 pytestmark = pytest.mark.timeout(120)
 SIDES = (96, 64, 128)
@@ -36,7 +36,7 @@ def images(tmp_path_factory) -> list[ImageRef]:
     """Twelve images of three sizes, which take turns."""
     folder = tmp_path_factory.mktemp("images")
     for side in SIDES:
-        write_scenes(folder / str(side), SceneSettings(side=side), train=1, val=4, seed=side, advance=lambda: None)
+        write_scenes(folder / str(side), SceneSettings(side=side), train=1, val=4, seed=side)
     return [
         ImageRef(str(file), side, side)
         for k in range(4)
@@ -393,15 +393,15 @@ def test_answers_carry_the_version_of_the_weights_and_their_prompt(parts, images
 
 @pytest.mark.scenario("R36.S1", on="model")
 def test_another_backend_with_the_same_answers_gives_the_same_examples_and_counters(parts, tmp_path):
-    write_scenes(tmp_path / "s", SceneSettings(), train=1, val=5, seed=0, advance=lambda: None)
+    write_scenes(tmp_path / "s", SceneSettings(), train=1, val=5, seed=0)
     cfg = RolloutMatching(rollout_backend="hf", max_new_tokens=16)
-    cases = Casebook(RecordFile(tmp_path / "s/val.jsonl"), parts.prompts, parts.table, "desc_first", cfg)
+    cases = TrainingSet(RecordFile(tmp_path / "s/val.jsonl"), parts.prompts, parts.table, "desc_first", cfg)
     script = {}
 
     def step(backend, watch):
-        ledger = Ledger()
-        encode = CorrectedRollouts(cases, backend, lambda: iter(()), cfg, 17, 0, ledger, watch)
-        examples = encode(range(5), Moment(3, 0))
+        ledger = StepMetrics()
+        encode = RolloutStep(cases, backend, cfg, metrics=ledger, watch=watch)
+        examples = encode(range(5), StepIndex(3, 0))
         counters = {name: value for name, value in ledger.report(1).items() if not name.startswith("time/")}
         return [_plain(example) for example in examples], counters
 

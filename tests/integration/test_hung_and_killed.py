@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from tests.integration.leavings import Leavings, leavings
-from tests.integration.servers import GREEDY, Fleet, asked, wait_for
+from tests.integration.servers import GREEDY, Fleet, infer_request, wait_for
 from tests.integration.stage2_runs import started
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
@@ -51,7 +51,7 @@ def test_a_server_whose_worker_hangs_reports_it_to_all_and_ends_itself(servers):
     server, url = servers[HUNG], servers.url(HUNG)
     answers: list[httpx.Response] = []
     body: dict[str, Any] = {
-        "infer_requests": [asked(image, guard=False) for image in servers.pictures() * 4],
+        "infer_requests": [infer_request(image, guard=False) for image in servers.images() * 4],
         "request_config": GREEDY | {"max_tokens": 200},
     }
 

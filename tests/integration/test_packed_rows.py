@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-from coordexp.demo.generate import drawing, prompt
 from coordexp.demo.model import make_model
 from coordexp.pack import Example
 from coordexp.pack.attention import segment_lengths
 from coordexp.pack.collate import kind_counts
+from tests.engines import drawing, prompt
 from tests.rows import Tiny
 
 SEEDS = range(6)
@@ -55,7 +55,7 @@ def test_a_packed_row_equals_the_padded_batch_of_transformers(folder, tiny):
     plain, ours = Tiny(folder, attention="sdpa"), examples(tiny)
     row = tiny.collate(ours)
     with torch.no_grad():
-        logits = plain.model(**plain.padded(ours)).logits
+        logits = plain.model(**plain.pad(ours)).logits
         flat = torch.cat([logits[k, : len(example)] for k, example in enumerate(ours)])
         assert (flat[row.inputs["logits_to_keep"]] - tiny.logits(row)).abs().max() <= 1e-5
 

@@ -14,8 +14,7 @@ from typer.testing import CliRunner
 
 from coordexp.cli import app
 from coordexp.data import DataError
-from coordexp.demo.scenes import SceneSettings
-from coordexp.demo.write_scenes import write_scenes
+from coordexp.demo.scenes import SceneSettings, write_scenes
 from coordexp.rollout.backend import Decode, ImageRef, Request
 from coordexp.rollout.hugging_face import HuggingFaceBackend
 from coordexp.rollout.prompt import PromptBuilder
@@ -30,8 +29,8 @@ pytestmark = pytest.mark.timeout(300)
 @pytest.fixture(scope="module")
 def images(tmp_path_factory):
     folder = tmp_path_factory.mktemp("images")
-    write_scenes(folder / "a", SceneSettings(side=96), train=1, val=25, seed=0, advance=lambda: None)
-    write_scenes(folder / "b", SceneSettings(side=64), train=1, val=25, seed=1, advance=lambda: None)
+    write_scenes(folder / "a", SceneSettings(side=96), train=1, val=25, seed=0)
+    write_scenes(folder / "b", SceneSettings(side=64), train=1, val=25, seed=1)
     files = sorted(folder.glob("*/images/val/*.png"))
     return [ImageRef(str(file), side, side) for file in files for side in [96 if "/a/" in str(file) else 64]]
 
@@ -64,7 +63,7 @@ def test_a_prompt_has_the_tokens_that_the_processor_makes(lively_model, images):
 
 
 def test_predictions_are_written_and_evaluated(lively_model, tmp_path):
-    write_scenes(tmp_path / "s", SceneSettings(), train=1, val=6, seed=0, advance=lambda: None)
+    write_scenes(tmp_path / "s", SceneSettings(), train=1, val=6, seed=0)
     data, preds = tmp_path / "s/val.jsonl", tmp_path / "preds.json"
     words = ["predict", "--model", str(lively_model), "--data", str(data), "--out", str(preds)]
     some = CliRunner().invoke(app, [*words, "--max-new-tokens", "12", "--limit", "2"])
@@ -112,7 +111,7 @@ def command(model, folder, *more):
 
 @pytest.fixture
 def eight_scenes(tmp_path):
-    write_scenes(tmp_path / "s", SceneSettings(), train=1, val=8, seed=0, advance=lambda: None)
+    write_scenes(tmp_path / "s", SceneSettings(), train=1, val=8, seed=0)
     return tmp_path
 
 

@@ -12,8 +12,7 @@ import pytest
 import yaml
 
 from coordexp.demo.model import Size, make_model
-from coordexp.demo.scenes import SceneSettings
-from coordexp.demo.write_scenes import write_scenes
+from coordexp.demo.scenes import SceneSettings, write_scenes
 from tests.integration.run_faults import FAULTS_AFTERWARDS, FAULTS_OF_WRITES
 from tests.source import SOURCE
 
@@ -24,7 +23,7 @@ WORKERS = 2
 def config(folder: Path) -> Path:
     """Write the config of a tiny run on rollouts that leaves all kinds of files: dumps, evaluations,
     TensorBoard, a carry buffer."""
-    write_scenes(folder / "data", SceneSettings(objects=(1, 2)), train=12, val=2, seed=1, advance=lambda: None)
+    write_scenes(folder / "data", SceneSettings(objects=(1, 2)), train=12, val=2, seed=1)
     make_model(folder / "model", "small", ordinal=True, size=Size(hidden=64, layers=2, patch=8, vision_hidden=32))
     rollout = yaml.safe_load((ROOT / "configs/stage2.yaml").read_text())["rollout_matching"]
     tree = {

@@ -17,7 +17,7 @@ from PIL import Image
 from transformers import AutoProcessor, Qwen3VLForConditionalGeneration
 
 from coordexp.config.rollout import RepeatTerminate
-from coordexp.rollout.backend import Decode, Picture, Request
+from coordexp.rollout.backend import Decode, ImageRef, Request
 from coordexp.rollout.broadcast import flatten
 from coordexp.rollout.guard import KeyCounter, key_pattern, loop_in
 from coordexp.rollout.hugging_face import HuggingFaceBackend
@@ -70,7 +70,7 @@ def answer_with_transformers(weights: list[tuple[str, torch.Tensor]], images: li
     table = VocabularyTable.from_folder(MODEL)
     backend = HuggingFaceBackend(lambda: model, prompts, table, 8)
     decode = Decode.greedy(GREEDY["max_tokens"])
-    answers = backend.generate([Request(Picture(image, 64, 64), decode) for image in images])
+    answers = backend.generate([Request(ImageRef(image, 64, 64), decode) for image in images])
     return [[*answer.ids, *([table.end_of_turn] if answer.finish_reason == "stop" else [])] for answer in answers]
 
 

@@ -11,14 +11,13 @@ from transformers import AutoProcessor, Qwen3VLForConditionalGeneration
 
 from coordexp.config.rollout import RolloutMatching
 from coordexp.config.settings import Adapter
-from coordexp.rollout.backend import AdapterWeights, Decode, Picture, Request
+from coordexp.rollout.backend import AdapterWeights, Decode, ImageRef, Request
 from coordexp.rollout.broadcast import flatten
+from coordexp.rollout.engine import EngineSetup
 from coordexp.rollout.hugging_face import HuggingFaceBackend
 from coordexp.rollout.prompt import PromptBuilder
 from coordexp.rollout.server_backend import ServerBackend
-from coordexp.rollout.setup import Setup
-from coordexp.train.adapter import with_adapter
-from coordexp.train.adapter_weights import learner_adapter
+from coordexp.train.adapter import learner_adapter, with_adapter
 from coordexp.train.weights import learner_weights
 from coordexp.vocab import VocabularyTable
 from tests.integration.servers import (
@@ -172,7 +171,7 @@ def test_a_server_that_got_whole_weights_refuses_adapters_and_the_run_goes_on_wi
 
     def sync(version: int) -> str:
         backend.sync(lambda: learner_weights(model), version)
-        rollouts = backend.generate([Request(Picture(image, 64, 64), Decode.greedy(40)) for image in images])
+        rollouts = backend.generate([Request(ImageRef(image, 64, 64), Decode.greedy(40)) for image in images])
         assert {rollout.version for rollout in rollouts} == {version}
         end = backend.setup.table.end_of_turn
         answers = [[*rollout.ids, *([end] if rollout.finish_reason == "stop" else [])] for rollout in rollouts]
@@ -204,10 +203,10 @@ def _learner(fleet: Fleet, model: Any, messages: list[str], events: list[dict[st
     vllm = {"mode": "server", "enable_lora": True, "server": servers, "sync": sync}
     settings = RolloutMatching(vllm=vllm, decode_batch_size=4, repeat_terminate=GUARD)
     return ServerBackend(
-        Setup(MODEL, "float32", settings, table, torch.device("cpu")),
+        EngineSetup(MODEL, "float32", settings, table, torch.device("cpu")),
         prompts,
         HuggingFaceBackend(model, prompts, table, 4),
-        Picture(fleet.images()[0], 64, 64),
+        ImageRef(fleet.images()[0], 64, 64),
         messages.append,
         events.append,
         adapter=lambda: learner_adapter(model()),

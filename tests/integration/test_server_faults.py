@@ -388,9 +388,7 @@ def test_an_answer_that_is_not_json_ends_all_ranks_with_one_error(fleet, proxy):
     with learning(through(fleet, [proxy], "garbage"), ranks=2) as learner:
         shown = learner.wait_for_end(1, 90)
     problem = "its answer to /infer/ is not JSON but '<html>Bad Gateway'"
-    assert (
-        shown.count(problem) == 2 and shown.count("and with it all others\n  EngineError: rollout server 0") == 1
-    )
+    assert shown.count(problem) == 2 and shown.count("so all ranks stop\n  EngineError: rollout server 0") == 1
 
 
 def test_when_the_only_server_is_ended_while_it_answers_all_ranks_end_in_time_with_one_error(fleet):

@@ -12,7 +12,7 @@ import pytest
 from typer.testing import CliRunner
 
 from coordexp.cli import app
-from coordexp.rollout.seeds import request_seed
+from coordexp.rollout.backend import request_seed
 from tests.integration.servers import GUARD, Fleet
 from tests.integration.stage2_runs import config, finish, replayed_steps, started, steps, training
 

@@ -17,8 +17,7 @@ from safetensors.torch import load_file
 
 from coordexp.config import World, load_settings
 from coordexp.demo.model import Size, make_model
-from coordexp.demo.scenes import SceneSettings
-from coordexp.demo.write_scenes import write_scenes
+from coordexp.demo.scenes import SceneSettings, write_scenes
 from coordexp.train.run import prepare
 from coordexp.train.stream import RowStream
 from tests.source import SOURCE
@@ -37,7 +36,6 @@ def parts(tmp_path_factory):
         train=40,
         val=6,
         seed=1,
-        advance=lambda: None,
     )
     make_model(folder / "model", "small", ordinal=True, size=Size(hidden=64, layers=2, patch=8, vision_hidden=32))
     return folder
@@ -292,12 +290,12 @@ def make_thin(data: Path) -> None:
             make_thin,
             "1000 x 2: the longer side is more than 200 times the shorter one\n  cut the image into tiles",
         ),
-        (lambda data: (data / "images/train/0000003.png").unlink(), "0000003.png: not a readable picture"),
+        (lambda data: (data / "images/train/0000003.png").unlink(), "0000003.png: not a readable image"),
         (
             lambda data: (data / "train.jsonl").write_text(
                 (data / "train.jsonl").read_text().replace('"width": 64', '"width": 640')
             ),
-            "the record says 640 x 64, the picture is 64 x 64",
+            "the record says 640 x 64, the image is 64 x 64",
         ),
         (lambda data: (data / "train.jsonl").write_text("{}\n" * 40), "train.jsonl:1: missing keys: height"),
         (lambda data: (data / "train.jsonl").unlink(), "train.jsonl"),

@@ -354,7 +354,7 @@ def test_a_mixed_run_that_is_resumed_is_the_uninterrupted_one(parts, by_one):
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("damaged-picture", "images/val/0000001.png: not a readable picture"),
+        ("damaged-picture", "images/val/0000001.png: not a readable image"),
         ("damaged-record", "no-record/train.jsonl"),
     ],
 )
@@ -362,7 +362,7 @@ def test_an_error_of_one_rank_is_the_same_error_on_all(by_two, name, words):
     """The error occurs in evaluation, and while a sharded model generates."""
     other, own = (by_two(name, rank)["error"] for rank in range(2))
     assert words in own
-    assert other == f"RankError: rank 1 failed, and with it all others\n  {own}"
+    assert other == f"RankError: rank 1 failed, so all ranks stop\n  {own}"
 
 
 def test_a_damaged_image_of_one_rank_ends_all_of_them_with_its_name(parts):
@@ -375,8 +375,8 @@ def test_a_damaged_image_of_one_rank_ends_all_of_them_with_its_name(parts):
     assert code != 0
     assert not left
     assert [line["step"] for line in metrics(parts / "damaged")] == [1]
-    assert shown.count("images/train/0000009.png: not a readable picture") == 2
-    assert shown.count("rank 1 failed, and with it all others") == 1
+    assert shown.count("images/train/0000009.png: not a readable image") == 2
+    assert shown.count("rank 1 failed, so all ranks stop") == 1
     assert set(re.findall(r"rank      : (\d)", shown)) == {"0", "1"}  # in torchrun's list of failures
     assert "]: Traceback" not in shown  # of a rank; torchrun has its own
 
@@ -454,6 +454,6 @@ def test_a_model_that_two_processes_hold_answers_as_it_does_in_one(parts, by_two
 @pytest.mark.parametrize("mode", ["ddp", "fsdp2"])
 def test_ranks_that_fail_together_while_they_answer_are_still_in_step(by_two, mode):
     other, own = (by_two(f"held-{mode}", rank) for rank in range(2))
-    assert "damaged.png: not a readable picture" in own["error"]
-    assert other["error"] == f"RankError: rank 1 failed, and with it all others\n  {own['error']}"
+    assert "damaged.png: not a readable image" in own["error"]
+    assert other["error"] == f"RankError: rank 1 failed, so all ranks stop\n  {own['error']}"
     assert all(seen["after"] == seen["calls"][0] for seen in (other, own))

@@ -12,8 +12,7 @@ import torch
 import yaml
 
 from coordexp.demo.model import Size, make_model
-from coordexp.demo.scenes import SceneSettings
-from coordexp.demo.write_scenes import write_scenes
+from coordexp.demo.scenes import SceneSettings, write_scenes
 from coordexp.train.stopping import SAME
 from tests.integration.stage2_runs import Started, started, training
 from tests.integration.test_stage1 import ROOT, config, metrics, train, weights
@@ -26,7 +25,7 @@ HELD_OUT = 120
 def parts(tmp_path_factory):
     folder = tmp_path_factory.mktemp("stopped")
     scenes = SceneSettings(objects=(1, 3))
-    write_scenes(folder / "data", scenes, train=40, val=HELD_OUT, seed=1, advance=lambda: None)
+    write_scenes(folder / "data", scenes, train=40, val=HELD_OUT, seed=1)
     make_model(folder / "model", "small", ordinal=True, size=Size(hidden=64, layers=2, patch=8, vision_hidden=32))
     return folder
 

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from coordexp.config.rollout import RolloutMatching
 from coordexp.correction import Role, correct
-from coordexp.dumps import described
+from coordexp.dumps import describe_correction
 from coordexp.inspector.sample import CUT, Strip
 from tests.rollouts import PROMPT, random_rollout, random_truth
 from tests.vocabularies import table
@@ -22,7 +22,7 @@ def test_every_token_belongs_to_the_object_that_it_writes(vocabulary, seed, orde
     truth = random_truth(chooser)
     ids = random_rollout(chooser, truth, vocabulary_table)
     correction = correct(list(PROMPT), ids, truth, table=vocabulary_table, order=order, settings=RolloutMatching())
-    result = described(correction)
+    result = describe_correction(correction)
     strip = Strip({"result": result, "rollout": {"ids": list(ids)}})
     tokens = strip.tokens(vocabulary_table, desc_is_masked=False)
     owners = tokens["owner"]

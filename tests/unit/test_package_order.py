@@ -12,7 +12,7 @@ PACKAGE = SOURCE / "coordexp"
 # A part imports no part of its own line or of a later one.
 ORDER = (
     ("errors",),
-    ("dump_files", "files", "child_processes"),
+    ("files", "child_processes"),
     ("document",),
     ("config",),
     ("data",),

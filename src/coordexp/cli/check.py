@@ -9,7 +9,7 @@ import typer
 from rich.text import Text
 
 from coordexp.cli.console import out, print_violations
-from coordexp.config import ConfigError, Loaded, World, dotted, load_settings
+from coordexp.config import ConfigError, Loaded, World, format_path, load_settings
 from coordexp.config.capacity import describe_evaluation
 from coordexp.config.paths import Key
 from coordexp.config.settings import Settings
@@ -68,14 +68,16 @@ def _error_object(error: ConfigError) -> dict[str, Any]:
     return {
         "ok": False,
         "violations": [
-            {"path": dotted(v.path), "problem": v.problem, "fix": v.fix, "origin": v.origin}
+            {"path": format_path(v.path), "problem": v.problem, "fix": v.fix, "origin": v.origin}
             for v in error.violations
         ],
     }
 
 
 def _sound_object(loaded: Loaded) -> dict[str, Any]:
-    origins = {dotted(path): loaded.origins.get(dotted(path), "default") for path, _ in _values(loaded.settings)}
+    origins = {
+        format_path(path): loaded.origins.get(format_path(path), "default") for path, _ in _values(loaded.settings)
+    }
     return {
         "ok": True,
         "settings": loaded.settings.model_dump(mode="json"),
@@ -88,7 +90,7 @@ def _sound_object(loaded: Loaded) -> dict[str, Any]:
 def _print_settings(loaded: Loaded, show_all: bool, unchecked: str) -> None:
     shown, hidden = [], 0
     for path, value in _values(loaded.settings):
-        origin = loaded.origins.get(dotted(path), "default")
+        origin = loaded.origins.get(format_path(path), "default")
         if path[0] == "training" and origin == "default" and not show_all:
             hidden += 1
         else:

@@ -24,7 +24,7 @@ def schema(out: Out = None) -> None:
 @app.command("reference")
 def reference_page(out: Out = None) -> None:
     """Write the reference page of all settings, as Markdown."""
-    _write(reference.page(), out)
+    _write(reference.render_page(), out)
 
 
 def _write(text: str, out: Path | None) -> None:

@@ -5,13 +5,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import NoReturn
 
 from rich.console import Console
 from rich.progress import Progress
 from rich.text import Text
 
-from coordexp.config import ConfigError, dotted
+from coordexp.config import ConfigError, format_path
 from coordexp.errors import UserError
 from coordexp.files import is_free
 
@@ -24,7 +23,7 @@ def print_violations(error: ConfigError, console: Console) -> None:
     for violation in error.violations:
         line = Text()
         if violation.path:
-            line.append(dotted(violation.path), style="bold")
+            line.append(format_path(violation.path), style="bold")
             line.append(": ")
         line.append(violation.problem, style="red")
         if violation.origin:
@@ -90,8 +89,3 @@ def need(*packages: str, extra: str) -> None:
     missing = [name for name in packages if importlib.util.find_spec(name) is None]
     if missing:
         raise UserError(f"this command needs {' and '.join(missing)}", f"pip install 'coordexp[{extra}]'")
-
-
-def stop(problem: str, fix: str = "") -> NoReturn:
-    """End the command with exit code 1 and this message."""
-    raise UserError(problem, fix)

@@ -15,7 +15,7 @@ from coordexp.cli.console import need, out, progress, sanitize
 from coordexp.errors import UserError
 
 if TYPE_CHECKING:
-    from coordexp.data.doctor import Finding, Report
+    from coordexp.data.doctor import DataFinding, DataReport
     from coordexp.data.doctor.measures import CountTokens
 
 SHOWN_CLASSES = 10
@@ -60,16 +60,16 @@ def doctor(
     if images is not Images.skip:
         need("PIL", extra="train")
     from coordexp.data.doctor import examine
-    from coordexp.data.images import image_facts
+    from coordexp.data.images import read_image_facts
 
-    look = None if images is Images.skip else partial(image_facts, decode=images is Images.decode)
+    look = None if images is Images.skip else partial(read_image_facts, decode=images is Images.decode)
     count_tokens = None if model is None else _token_counter(model)
     with progress(f"reading {file}") as show:
 
         def show_share(share: float) -> None:
             show(f"{share:.0%}")
 
-        report = examine(file, look=look, count_tokens=count_tokens, max_length=max_length, tell=show_share)
+        report = examine(file, look=look, count_tokens=count_tokens, max_length=max_length, notify=show_share)
     if as_json:
         typer.echo(json.dumps(_report_object(report), indent=2))
     else:
@@ -79,13 +79,13 @@ def doctor(
 
 def _token_counter(folder: Path) -> "CountTokens":
     """Return a function that counts the tokens of an answer with the tokenizer in `folder`."""
-    from coordexp.correction.serialise import count_answer_tokens
+    from coordexp.correction.segment import count_answer_tokens
     from coordexp.vocab import VocabularyTable
 
     return partial(count_answer_tokens, table=VocabularyTable.from_folder(folder))
 
 
-def _report_object(report: "Report") -> dict[str, Any]:
+def _report_object(report: "DataReport") -> dict[str, Any]:
     tokens = report.tokens
     return {
         "file": str(report.file),
@@ -122,7 +122,7 @@ def _report_object(report: "Report") -> dict[str, Any]:
     }
 
 
-def _print_report(report: "Report") -> None:
+def _print_report(report: "DataReport") -> None:
     for finding in report.findings:
         _print_finding(finding, report.file)
     _print_classes(report)
@@ -141,7 +141,7 @@ def _print_report(report: "Report") -> None:
     out.print(verdict)
 
 
-def _print_finding(finding: "Finding", file: Path) -> None:
+def _print_finding(finding: "DataFinding", file: Path) -> None:
     error = finding.kind.severity == "error"
     line = Text(finding.kind.severity, style="bold red" if error else "bold yellow")
     line.append(f" {finding.code}: ", style="bold").append(finding.kind.problem)
@@ -154,7 +154,7 @@ def _print_finding(finding: "Finding", file: Path) -> None:
         out.print(Text(f"  {place}{sanitize(example.detail)}", style="dim"))
 
 
-def _print_classes(report: "Report") -> None:
+def _print_classes(report: "DataReport") -> None:
     counts = report.classes.counts
     if not counts:
         return
@@ -164,7 +164,7 @@ def _print_classes(report: "Report") -> None:
     _print_bars([(sanitize(desc), count) for desc, count in counts.most_common(SHOWN_CLASSES)], report.objects)
 
 
-def _print_sizes(report: "Report") -> None:
+def _print_sizes(report: "DataReport") -> None:
     if report.sizes.median is not None:
         out.print(f"sides of objects, in bins: median {report.sizes.median}")
         rows = [(f"{low} to {high - 1}", count) for low, high, count in report.sizes.histogram]

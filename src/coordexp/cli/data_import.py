@@ -12,7 +12,7 @@ from coordexp.cli.console import need, out, progress, sanitize
 from coordexp.errors import UserError
 
 if TYPE_CHECKING:
-    from coordexp.data.importers import Rules, SourceImage, Tally
+    from coordexp.data.importers import ImportCounts, Rules, SourceImage
 
 app = typer.Typer(help="Convert other formats to a JSONL file of records, in pixels.", no_args_is_help=True)
 
@@ -107,7 +107,7 @@ def _add_instances_command(name: str, summary: str) -> None:
         tolerance: ToleranceOption = 0.0,
         missing: MissingOption = Missing.refuse,
     ) -> None:
-        from coordexp.data.importers import Rules, Tally, read_coco, read_lvis
+        from coordexp.data.importers import ImportCounts, Rules, read_coco, read_lvis
 
         read = {"coco": read_coco, "lvis": read_lvis}[name]
         rules = Rules(
@@ -119,7 +119,7 @@ def _add_instances_command(name: str, summary: str) -> None:
             outside.value,
             tolerance,
         )
-        tally = Tally()
+        tally = ImportCounts()
         _import(read(annotations, images, rules, tally, _size), target, rules, tally)
 
 
@@ -147,10 +147,10 @@ def yolo(
 ) -> None:
     """Import YOLO text files: boxes or polygons in units of the image."""
     need("PIL", extra="train")
-    from coordexp.data.importers import Rules, Tally, read_yolo
+    from coordexp.data.importers import ImportCounts, Rules, read_yolo
 
     rules = Rules(geometry=geometry.value, empty=empty.value, outside=outside.value, tolerance=tolerance)
-    tally = Tally()
+    tally = ImportCounts()
     _import(read_yolo(labels, images, names, tally, _size), target, rules, tally)
 
 
@@ -170,7 +170,7 @@ def labelme(
     missing: MissingOption = Missing.refuse,
 ) -> None:
     """Import labelme JSON files: rectangles, polygons and circles (as polygons)."""
-    from coordexp.data.importers import Rules, Tally, read_labelme
+    from coordexp.data.importers import ImportCounts, Rules, read_labelme
 
     rules = Rules(
         geometry.value,
@@ -180,19 +180,19 @@ def labelme(
         outside=outside.value,
         tolerance=tolerance,
     )
-    tally = Tally()
+    tally = ImportCounts()
     _import(read_labelme(labels, images, tally, _size), target, rules, tally)
 
 
 def _size(path: Path) -> tuple[int, int]:
     """Return the width and height of an image file."""
     need("PIL", extra="train")
-    from coordexp.data.images import image_size
+    from coordexp.data.images import read_image_size
 
-    return image_size(path)
+    return read_image_size(path)
 
 
-def _import(images: "Iterator[SourceImage]", target: Path, rules: "Rules", tally: "Tally") -> None:
+def _import(images: "Iterator[SourceImage]", target: Path, rules: "Rules", tally: "ImportCounts") -> None:
     """Write the images to a new file, and print what was dropped or changed. `tally` is filled by reading them."""
     from coordexp.data.importers import write_records
 
@@ -211,7 +211,7 @@ def _import(images: "Iterator[SourceImage]", target: Path, rules: "Rules", tally
     out.print(f"wrote {target}: {tally.images:,} images, {tally.objects:,} objects", markup=False)
 
 
-def _print_tally(tally: "Tally") -> None:
+def _print_tally(tally: "ImportCounts") -> None:
     """Print one line per reason for which something was dropped, changed or noted."""
     if not tally.entries:
         out.print("nothing was dropped or changed")

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from coordexp.cli.console import need, need_page, out, telling
+from coordexp.cli.console import need, need_page, out, progress
 
 
 def view(
@@ -22,7 +22,7 @@ def view(
     from coordexp.document import save_page
 
     need_page(target)
-    with telling(f"reading {file}") as notify:
+    with progress(f"reading {file}") as notify:
         cards = list(read_cards(file, limit, problems_only=problems, notify=lambda line: notify(f"line {line:,}")))
         kind = "records with problems" if problems else "records"
         scope = f"{'the first' if len(cards) == limit else 'all'} {len(cards):,} {kind}"

@@ -1,6 +1,5 @@
 """`coordexp demo`: a tiny model to try everything with, and a first answer from it."""
 
-import random
 import tempfile
 from contextlib import closing
 from enum import StrEnum
@@ -81,8 +80,7 @@ def scenes(
 ) -> None:
     """Draw scenes with exact boxes: records for training, COCO files for other tools."""
     need("PIL", extra="train")
-    from coordexp.demo.scenes import SceneSettings
-    from coordexp.demo.write_scenes import write_scenes
+    from coordexp.demo.scenes import SceneSettings, write_scenes
 
     least, _, most = objects.partition("-")
     if not (least.isdigit() and (most or least).isdigit() and 1 <= int(least) <= int(most or least) <= 100):
@@ -145,9 +143,9 @@ def generate(
 
 
 def _draw_scene(file: Path) -> Path:
-    from coordexp.demo.scenes import SceneSettings, draw
+    from coordexp.demo.scenes import SceneSettings, draw_scenes
 
-    scene = draw(random.Random(0), SceneSettings(side=128), file.name)  # noqa: S311 - not a secret
+    (scene,) = draw_scenes(1, SceneSettings(side=128), seed=0, folder=".")
     scene.image.save(file)
     return file
 

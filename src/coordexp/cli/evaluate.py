@@ -14,7 +14,7 @@ from coordexp.errors import UserError
 from coordexp.files import write_json
 
 if TYPE_CHECKING:
-    from coordexp.evaluate import Answer, Report
+    from coordexp.evaluate import EvaluationReport, ImageAnswer
     from coordexp.evaluate.predictions import Truth
 
 MAX_CLASSES = 20  # on the terminal; the JSON and the page have all
@@ -56,10 +56,10 @@ def evaluate(
     with progress(f"reading {preds}"):
         truth, answers = _read(data, preds, answered_only)
     with progress(f"evaluating {len(truth)} images"):
-        from coordexp.evaluate import ScoreMode, rescored
+        from coordexp.evaluate import ScoreMode, replace_scores
         from coordexp.evaluate import evaluate as run
 
-        report = run(truth, rescored(answers, ScoreMode(scores.value), seed))
+        report = run(truth, replace_scores(answers, ScoreMode(scores.value), seed))
     _print(report, scores)
     if report_file is not None:
         report_file.parent.mkdir(parents=True, exist_ok=True)
@@ -76,7 +76,7 @@ def evaluate(
         out.print(f"wrote {page_file}", markup=False)
 
 
-def _read(data: Path, preds: Path, answered_only: bool) -> "tuple[Truth, tuple[Answer, ...]]":
+def _read(data: Path, preds: Path, answered_only: bool) -> "tuple[Truth, tuple[ImageAnswer, ...]]":
     from coordexp.data import RecordFile
     from coordexp.evaluate import check_predictions, read_predictions, read_truth
 
@@ -91,9 +91,9 @@ def _read(data: Path, preds: Path, answered_only: bool) -> "tuple[Truth, tuple[A
     return evaluated, predictions.answers
 
 
-def _print(report: "Report", scores: ScoreSource) -> None:
+def _print(report: "EvaluationReport", scores: ScoreSource) -> None:
     tally = report.with_class.at(0.5)
-    out.print(f"{len(report.images)} images, {tally.true} true objects, {tally.found} valid predictions\n")
+    out.print(f"{len(report.images)} images, {tally.true} true objects, {tally.predicted} valid predictions\n")
     tables = [_make_quality_table(report), _make_class_table(report), _make_behaviour_table(report)]
     if report.boxes is not None:
         tables.insert(1, _make_coco_table(report, scores))
@@ -117,8 +117,8 @@ def _make_table(*heads: str) -> Table:
     return table
 
 
-def _make_quality_table(report: "Report") -> Table:
-    values = report.flat()
+def _make_quality_table(report: "EvaluationReport") -> Table:
+    values = report.metrics()
     table = _make_table("quality", "F1", "precision", "recall", "any class: F1", "precision", "recall")
     for title, suffix in (("IoU 0.50", "_50"), ("IoU 0.95", "_95"), ("mean 0.50:0.95", "")):
         names = [f"{name}{suffix}{mode}" for mode in ("", "_any_class") for name in ("f1", "precision", "recall")]
@@ -126,7 +126,7 @@ def _make_quality_table(report: "Report") -> Table:
     return table
 
 
-def _make_coco_table(report: "Report", scores: ScoreSource) -> Table:
+def _make_coco_table(report: "EvaluationReport", scores: ScoreSource) -> Table:
     title = "COCO" if scores is ScoreSource.own else f"COCO, {scores.value}"
     table = _make_table(title, "AP", "AP50", "AP75", "small", "medium", "large", "AR1", "AR10", "AR100")
     names = ("ap", "ap_50", "ap_75", "ap_small", "ap_medium", "ap_large", "ar_1", "ar_10", "ar_100")
@@ -136,20 +136,20 @@ def _make_coco_table(report: "Report", scores: ScoreSource) -> Table:
     return table
 
 
-def _make_class_table(report: "Report") -> Table:
+def _make_class_table(report: "EvaluationReport") -> Table:
     table = _make_table("class, at IoU 0.50", "true", "predicted", "F1", "prec.", "recall", "IoU", "AP")
     ranked = sorted(report.classes.items(), key=lambda item: -item[1].at(0.5).true)
     for desc, scores in ranked[:MAX_CLASSES]:
         tally = scores.at(0.5)
         average = report.boxes.classes[desc] if report.boxes else None
         shares = (tally.f1, tally.precision, tally.recall, scores.mean_iou, average)
-        table.add_row(Text(desc), str(tally.true), str(tally.found), *map(_format_number, shares))
+        table.add_row(Text(desc), str(tally.true), str(tally.predicted), *map(_format_number, shares))
     if len(ranked) > MAX_CLASSES:
         table.add_row(Text(f"and {len(ranked) - MAX_CLASSES} more", style="dim"))
     return table
 
 
-def _make_behaviour_table(report: "Report") -> Table:
+def _make_behaviour_table(report: "EvaluationReport") -> Table:
     table = _make_table("behaviour", "rate", "count")
     for name, rate in report.behaviour.rates.items():
         share = "-" if rate.value is None else f"{100 * rate.value:.1f} %"

@@ -11,15 +11,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from coordexp.cli.console import bar, err, need, out, printable, progress
+from coordexp.cli.console import bar, err, need, out, progress, sanitize
 from coordexp.cli.demo import Backend
 from coordexp.errors import UserError
 from coordexp.files import both_ends
 
 if TYPE_CHECKING:
     from coordexp.data import DataError, RecordFile
-    from coordexp.evaluate import Answer
-    from coordexp.evaluate.predictions import Truth, Unfinished
+    from coordexp.evaluate import ImageAnswer
+    from coordexp.evaluate.predictions import Truth, UnfinishedPredictions
     from coordexp.rollout.backend import ImageRef, Request, Rollout
     from coordexp.rollout.hugging_face import HuggingFaceBackend
     from coordexp.rollout.vllm import VllmBackend
@@ -57,7 +57,7 @@ def predict(
 
         from coordexp.data import RecordFile
         from coordexp.evaluate import read_truth, write_predictions
-        from coordexp.evaluate.predictions import Unfinished
+        from coordexp.evaluate.predictions import UnfinishedPredictions
         from coordexp.rollout.prompt import PromptBuilder
         from coordexp.vocab import VocabularyTable
 
@@ -65,7 +65,7 @@ def predict(
         truth = read_truth(records)
         _make_folder(to)
         selected = truth[:limit]
-        unfinished = Unfinished(to, _identity(model, records, question, max_new_tokens))
+        unfinished = UnfinishedPredictions(to, _identity(model, records, question, max_new_tokens))
         answers = _begin(unfinished, selected, batch, resume)
         prompts = PromptBuilder(AutoProcessor.from_pretrained(model), question)
         sizes = {(record.width, record.height) for _, record in selected}
@@ -86,7 +86,7 @@ def predict(
     write_predictions(to, answers, truth)
     unfinished.remove()
     out.print(f"{sum(len(answer.valid) for answer in answers)} objects in {len(answers)} images: {to}")
-    if truncated := sum(answer.truncated for answer in answers):
+    if truncated := sum(answer.is_truncated for answer in answers):
         err.print(f"{truncated} answers were cut off at {max_new_tokens} tokens; --max-new-tokens allows more")
     _stop_if_most_are_unread(answers)
 
@@ -106,7 +106,9 @@ def _make_folder(file: Path) -> None:
         raise UserError(f"{file} cannot be written{f': {reason}' if reason else ''}", "give another --out")
 
 
-def _begin(unfinished: "Unfinished", selected: "Truth", batch: int, resume: bool) -> list["Answer"]:
+def _begin(
+    unfinished: "UnfinishedPredictions", selected: "Truth", batch: int, resume: bool
+) -> list["ImageAnswer"]:
     """Return the answers of an interrupted run. Only whole batches are kept, so that the other records are asked
     in the same batches as without the interruption."""
     if resume and unfinished.predictions.is_file() and not unfinished.path.is_file():
@@ -131,8 +133,8 @@ def _begin(unfinished: "Unfinished", selected: "Truth", batch: int, resume: bool
 
 
 def _predict(
-    answers: list["Answer"],
-    unfinished: "Unfinished",
+    answers: list["ImageAnswer"],
+    unfinished: "UnfinishedPredictions",
     records: "RecordFile",
     selected: "Truth",
     table: "VocabularyTable",
@@ -141,8 +143,7 @@ def _predict(
     max_new_tokens: int,
 ) -> None:
     """Add the missing answers, batch by batch, in memory and on disk."""
-    from coordexp.evaluate.answer import NO_IMAGE, Answer
-    from coordexp.evaluate.tokens import answer_of
+    from coordexp.evaluate.answer import NO_IMAGE, ImageAnswer, build_answer
     from coordexp.rollout.backend import Decode, ImageRef, Request
 
     greedy = Decode.greedy(max_new_tokens)
@@ -152,9 +153,9 @@ def _predict(
             requests = [Request(ImageRef.of(records, record), greedy) for _, record in part]
             rollouts = _generate(requests, generator)
             new = [
-                Answer(number, record.image, "", NO_IMAGE, 0, ())
+                ImageAnswer(number, record.image, "", NO_IMAGE, 0, ())
                 if rollout is None
-                else answer_of(number, record.image, rollout, table)
+                else build_answer(number, record.image, rollout, table)
                 for (number, record), rollout in zip(part, rollouts, strict=True)
             ]
             unfinished.add(new)
@@ -177,7 +178,7 @@ def _generate(
         if not any(problems):  # the error is not about a file
             raise
     for problem in filter(None, problems):
-        err.print(printable(problem.problem), markup=False, style="yellow")
+        err.print(sanitize(problem.problem), markup=False, style="yellow")
     readable = [request for request, problem in zip(requests, problems, strict=True) if problem is None]
     rollouts = iter(generator.generate(readable) if readable else ())
     return [next(rollouts) if problem is None else None for problem in problems]
@@ -194,7 +195,7 @@ def _image_problem(image: "ImageRef") -> "DataError | None":
     return None
 
 
-def _stop_if_most_are_unread(answers: Sequence["Answer"]) -> None:
+def _stop_if_most_are_unread(answers: Sequence["ImageAnswer"]) -> None:
     unread = sum(not answer.was_asked for answer in answers)
     if not unread:
         return

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from coordexp.cli.console import err, need, out, printable, telling
+from coordexp.cli.console import err, need, out, progress, sanitize
 from coordexp.errors import UserError
 from coordexp.inspector.run import REPORT
 
@@ -74,14 +74,14 @@ def report(
     from coordexp.document import save_page
     from coordexp.inspector.report import find_examples, group_runs, read_logged_run, render_report
 
-    with telling("reading") as notify:
+    with progress("reading") as notify:
         logged = []
         for folder in runs:
             notify(folder.name)
             logged.append(read_logged_run(folder))
         groups = group_runs(logged)
     result = _compare(groups, at, step, resamples, data)
-    with telling("drawing"):
+    with progress("drawing"):
         examples = find_examples(groups, file)
         save_page(file, render_report(groups, result, examples))
     _print(groups, result, examples)
@@ -118,7 +118,7 @@ def _compare(
         return reason
     need("hotcoco", extra="evaluate")
 
-    with telling("comparing") as notify:
+    with progress("comparing") as notify:
         return compare_groups(groups, ComparisonRequest(step, resamples, data), notify)
 
 
@@ -131,10 +131,10 @@ def _print(
         count = len(group.runs)
         plural = "s" if count > 1 else ""
         words = f"{group.letter}  {group.name}: {count} run{plural}, seed{plural} {group.seeds}"
-        out.print(printable(words), markup=False)
+        out.print(sanitize(words), markup=False)
     if isinstance(result, str):
         if len(groups) > 1:
-            err.print(printable(f"not compared: {result}"), markup=False, style="yellow")
+            err.print(sanitize(f"not compared: {result}"), markup=False, style="yellow")
     else:
         _print_comparison(result)
     if missing := [run for run in examples if run.steps and not run.page]:
@@ -147,7 +147,7 @@ def _print_comparison(result: "ComparisonResult") -> None:
         wide.print()
         wide.print(_make_table(comparison, result.images))
     for note in result.notes:
-        err.print(printable(note), markup=False, style="yellow")
+        err.print(sanitize(note), markup=False, style="yellow")
     out.print()
 
 

@@ -7,12 +7,13 @@ from urllib.parse import urlsplit
 
 import typer
 
-from coordexp.cli.check import ConfigOption, absent_files
-from coordexp.cli.console import err, need, progress, stop
+from coordexp.cli.check import ConfigOption, missing_files
+from coordexp.cli.console import err, need, progress
 from coordexp.config import Settings, load_settings
 from coordexp.config.rollout import TOKEN
 from coordexp.config.rules import uses_vllm
-from coordexp.folders import how_to_find
+from coordexp.errors import UserError
+from coordexp.files import advise_missing_path
 from coordexp.launch.plan import is_loopback, is_loopback_host
 from coordexp.rollout.installed import check_vllm
 
@@ -44,8 +45,8 @@ def serve(
     settings = load_settings(config).settings
     address, port = _choose_address(settings, str(config), index, host)
     need("torch", "transformers", extra="vllm")
-    for setting, name in absent_files(settings):
-        stop(f"{setting}: {name} does not exist", how_to_find(setting, name))
+    for setting, name in missing_files(settings):
+        raise UserError(f"{setting}: {name} does not exist", advise_missing_path(setting, name))
     data = [Path(name).parent for name in (settings.custom.train_jsonl, settings.custom.val_jsonl) if name]
     folders = tuple(dict.fromkeys(folder.resolve() for folder in (*data, *(images or ()))))
     check_vllm()
@@ -77,17 +78,17 @@ def _choose_address(settings: Settings, config: str, index: int, host: str | Non
     """Return the address and the port to listen on. Stop if others could reach the server without a token."""
     servers = settings.rollout_matching.vllm.server.servers
     if not uses_vllm(settings, "server"):
-        stop(
+        raise UserError(
             f"rollout_matching.vllm.mode: {config} has no rollout servers",
             "set rollout_backend: vllm and vllm.mode: server, and list vllm.server.servers",
         )
     if index >= len(servers):
-        stop(f"--index {index}: {config} lists {len(servers)} servers", "the first one is 0")
+        raise UserError(f"--index {index}: {config} lists {len(servers)} servers", "the first one is 0")
     url = urlsplit(servers[index].base_url)
     assert url.hostname is not None
     port = url.port or (443 if url.scheme == "https" else 80)
     if host is None and not is_loopback(servers[index].base_url):
-        stop(
+        raise UserError(
             f"servers[{index}].base_url is on {url.hostname}, but without --host a server listens on {LOOPBACK} "
             "only",
             f"add --host {url.hostname} (or 0.0.0.0 for every address), and set {TOKEN}: anyone who can reach the "
@@ -95,7 +96,7 @@ def _choose_address(settings: Settings, config: str, index: int, host: str | Non
         )
     address = host or ("::1" if url.hostname == "::1" else LOOPBACK)
     if not is_loopback_host(address) and not os.environ.get(TOKEN):
-        stop(
+        raise UserError(
             f"--host {address}: {TOKEN} is not set, so anyone who can reach this address could use the server and "
             "replace its weights",
             f"set {TOKEN} to the same secret here and for the learner, or leave --host out to listen on "

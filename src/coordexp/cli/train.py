@@ -5,12 +5,12 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from coordexp.cli.check import ConfigOption, absent_files
+from coordexp.cli.check import ConfigOption, missing_files
 from coordexp.cli.console import err, need, out, progress
 from coordexp.config import Loaded, World, load_settings
 from coordexp.config.rules import uses_vllm
 from coordexp.errors import DataError, UserError
-from coordexp.folders import how_to_find
+from coordexp.files import advise_missing_path
 from coordexp.rollout.installed import check_vllm
 
 if TYPE_CHECKING:
@@ -39,8 +39,8 @@ def train(
     is_first = os.environ.get("RANK", "0") == "0"
     for note in loaded.notes if is_first else ():
         err.print(f"note: {note}", markup=False)
-    for setting, name in absent_files(settings):  # before anything heavy is imported
-        raise DataError(f"{setting}: {name} does not exist", how_to_find(setting, name))
+    for setting, name in missing_files(settings):  # before anything heavy is imported
+        raise DataError(f"{setting}: {name} does not exist", advise_missing_path(setting, name))
     with progress("loading"):
         prepared = _prepare(loaded, resume)
     if resume and is_first:
@@ -71,12 +71,12 @@ def _prepare(loaded: Loaded, resume: bool) -> "PreparedRun":
 
 
 def _run(prepared: "PreparedRun") -> "RunOutcome":
-    from coordexp.ranks import lost_rank
+    from coordexp.ranks import to_rank_lost_error
 
     try:
         return prepared.run()
     except RuntimeError as error:  # a collective inside another library, such as DDP, does not name the lost rank
-        if not isinstance(error, UserError) and (lost := lost_rank(error)):
+        if not isinstance(error, UserError) and (lost := to_rank_lost_error(error)):
             raise lost from error
         raise
 

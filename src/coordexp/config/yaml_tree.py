@@ -14,7 +14,7 @@ import yaml
 
 from coordexp.config.paths import KeyPath, copy_tree
 from coordexp.config.violations import ConfigError, Violation
-from coordexp.text import encodable
+from coordexp.files import is_encodable
 
 MAX_BYTES = 1_000_000
 MAX_DEPTH = 32
@@ -193,7 +193,7 @@ class _TreeBuilder:
     def mapping(self, node: yaml.MappingNode, path: KeyPath) -> Tree:
         result: Tree = {}
         for key_node, value_node in node.value:
-            if not isinstance(key_node, yaml.ScalarNode) or not encodable(key_node.value):
+            if not isinstance(key_node, yaml.ScalarNode) or not is_encodable(key_node.value):
                 self._report(path, "has a key that is not plain text", "use plain text for keys", key_node)
                 continue
             key = key_node.value
@@ -231,7 +231,7 @@ class _TreeBuilder:
     def _scalar(self, node: yaml.ScalarNode, path: KeyPath) -> Any:
         text, kind = node.value, node.tag.removeprefix(_TAG)
         if kind == "str":
-            if not encodable(text):
+            if not is_encodable(text):
                 return self._report(
                     path, "has half a character (a lone surrogate)", "write the whole character", node
                 )

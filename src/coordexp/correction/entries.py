@@ -9,7 +9,7 @@ from enum import StrEnum
 from typing import NamedTuple
 
 from coordexp.correction.json_text import COORD, Value, read_pair, string_content
-from coordexp.data import Geometry, degenerate
+from coordexp.data import Geometry, is_degenerate
 from coordexp.vocab.table import COORD_BASE
 
 
@@ -188,4 +188,4 @@ def _make_geometry(kind: str, bins: tuple[int, ...]) -> tuple[Geometry | None, R
         return (_new(Geometry, ("bbox_2d", bins)), None) if has_area else (None, Reason.degenerate)
     if len(bins) < 6 or len(bins) % 2:
         return None, Reason.wrong_count
-    return (None, Reason.degenerate) if degenerate("poly", bins) else (Geometry("poly", bins), None)
+    return (None, Reason.degenerate) if is_degenerate("poly", bins) else (Geometry("poly", bins), None)

@@ -7,7 +7,7 @@ This is the one place where pixels become bins and bins become pixels. A coordin
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, get_args
 
-from coordexp.text import encodable
+from coordexp.files import is_encodable
 
 BINS = 1000
 _LAST = BINS - 1
@@ -75,7 +75,7 @@ class TrueObject:
             raise ValueError(
                 f"{kind} {bins} has no area, or its corners are in the wrong order; correct the record"
             )
-        if not encodable(self.desc):
+        if not is_encodable(self.desc):
             raise ValueError(f"desc {self.desc!r} contains half a character (a lone surrogate); correct the data")
         if not self.desc.strip():
             raise ValueError("desc is empty; every object needs a description")

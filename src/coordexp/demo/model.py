@@ -19,7 +19,7 @@ from transformers.models.qwen2_vl.image_processing_qwen2_vl import Qwen2VLImageP
 from coordexp.data import BINS
 from coordexp.demo.vocabulary import CHAT_TEMPLATE, Vocabulary, make_tokenizer
 from coordexp.errors import UserError
-from coordexp.folders import is_free
+from coordexp.files import is_free
 from coordexp.vocab import COORD_TOKENS
 from coordexp.vocab.expand import ordinal_rows
 

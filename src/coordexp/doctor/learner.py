@@ -13,11 +13,11 @@ from coordexp.doctor.outcome import Agreement
 from coordexp.doctor.workspace import Workspace, read_settings
 from coordexp.rollout.backend import Decode, Request, Rollout, RolloutBackend
 from coordexp.rollout.colocate import ColocateBackend
+from coordexp.rollout.engine import EngineSetup
 from coordexp.rollout.hugging_face import HuggingFaceBackend
 from coordexp.rollout.prompt import PromptBuilder
 from coordexp.rollout.server_backend import ServerBackend
-from coordexp.rollout.setup import Setup
-from coordexp.train.spill import Away
+from coordexp.train.offload import OffloadedStorages
 from coordexp.train.weights import learner_weights
 from coordexp.vocab import VocabularyTable
 
@@ -51,9 +51,9 @@ class TinyLearner:
         """Return the backend for an engine on the learner's own device."""
         return ColocateBackend(self._setup(config), self.prompts, self.own, self.images[0], _keep_in_memory)
 
-    def _setup(self, config: Any) -> Setup:
+    def _setup(self, config: Any) -> EngineSetup:
         rollout = read_settings(config).rollout_matching
-        return Setup(self.workspace.model, self.dtype, rollout, self.table, self.device)
+        return EngineSetup(self.workspace.model, self.dtype, rollout, self.table, self.device)
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the weights as an engine gets them."""
@@ -101,6 +101,6 @@ class TinyLearner:
             weight.copy_(first)
 
 
-def _keep_in_memory() -> AbstractContextManager[Away]:
+def _keep_in_memory() -> AbstractContextManager[OffloadedStorages]:
     """Offload nothing while the engine generates."""
-    return nullcontext(Away())
+    return nullcontext(OffloadedStorages())

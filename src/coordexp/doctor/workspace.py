@@ -11,10 +11,9 @@ import yaml
 from coordexp.config import Settings, load_settings
 from coordexp.data import RecordFile
 from coordexp.demo.model import make_model
-from coordexp.demo.scenes import SceneSettings
-from coordexp.demo.write_scenes import write_scenes
+from coordexp.demo.scenes import SceneSettings, write_scenes
 from coordexp.doctor.machine import Machine
-from coordexp.rollout.backend import Picture
+from coordexp.rollout.backend import ImageRef
 
 IMAGES = 8
 SEQUENCE = 512  # tokens, with the prompt
@@ -47,10 +46,10 @@ class Workspace:
     def model(self) -> Path:
         return self.folder / "model"
 
-    def images(self) -> list[Picture]:
+    def images(self) -> list[ImageRef]:
         """Return the images that learner and engine answer."""
         records = RecordFile(self.folder / "data/val.jsonl")
-        return [Picture.of(records, records[k]) for k in range(IMAGES)]
+        return [ImageRef.of(records, records[k]) for k in range(IMAGES)]
 
     def write_config(self, mode: Literal["server", "colocate"]) -> Path:
         """Write the config of a run with servers or with a colocated engine, and return its path."""

@@ -177,7 +177,7 @@ def build_answer(image_id: int, image: str, rollout: Rollout, table: VocabularyT
     """Parse the generated tokens strictly and score every valid object."""
     parsed = parse_rollout(rollout.ids, table)
     objects = [
-        AnswerObject.from_parsed(item, _score(item, rollout.logprobs, tokens) if item.valid else None)
+        AnswerObject.from_parsed(item, _score(item, rollout.logprobs, tokens) if item.is_valid else None)
         for item, tokens in zip(parsed.objects, _find_tokens(rollout.ids, parsed.objects, table), strict=True)
     ]
     return ImageAnswer(image_id, image, rollout.text, rollout.finish_reason, len(rollout.ids), tuple(objects))

@@ -14,8 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 from pycocotools import mask as rle
 
-from coordexp.correction.candidates import Floats, box_iou
-from coordexp.correction.masks import mask_iou
+from coordexp.correction.match import Floats, box_iou, mask_iou
 from coordexp.data import GeometryKind, Record, RecordObject
 from coordexp.errors import DataError
 from coordexp.evaluate.answer import ImageAnswer, bins_to_pixels

@@ -11,8 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from coordexp.correction.candidates import Floats
-from coordexp.correction.match import assign
+from coordexp.correction.match import Floats, assign
 from coordexp.evaluate.comparison import ImageComparison
 
 THRESHOLDS = tuple(k / 100 for k in range(50, 100, 5))

@@ -12,8 +12,7 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any, TypeVar
 
-from coordexp.dump_files import FOLDER, FOLLOWED, step_files, trained_file
-from coordexp.dumps import FORMAT, TRACE_FORMAT
+from coordexp.dumps import FOLDER, FOLLOWED, FORMAT, TRACE_FORMAT, step_files, trace_file
 from coordexp.errors import DataError
 from coordexp.inspector.run import read_lines
 
@@ -75,7 +74,7 @@ def _spread(items: list[T], most: int) -> list[T]:
 
 
 def _read(file: Path, *, followed: bool) -> Iterator[DumpedExample]:
-    traces = _read_traces(file.with_name(trained_file(file.name)))
+    traces = _read_traces(file.with_name(trace_file(file.name)))
     for number, content in enumerate(read_lines(file)):
         where = f"{file}, line {number + 1}"
         if content.get("format") != FORMAT:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from coordexp.data import BINS
 from coordexp.data.view import make_thumbnail
 from coordexp.document import read_resource, render_document
-from coordexp.dump_files import FOLDER
+from coordexp.dumps import FOLDER
 from coordexp.errors import DataError
 from coordexp.inspector.dumps import DumpedExample, choose_examples
 from coordexp.inspector.run import RESOLVED, Run

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from coordexp.correction import Reason, Role
-from coordexp.correction.spans import entry_spans
+from coordexp.correction.parse import entry_spans
 from coordexp.vocab import VocabularyTable
 
 CUT, MASKED_DESC = 7, 8  # roles that only the page has, numbered after those of `Role`

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from coordexp.config import Settings, Violation
-from coordexp.config.paths import keys_of
+from coordexp.config.paths import parse_path
 from coordexp.launch.plan import Plan
 
 GB = 1e9
@@ -112,7 +112,7 @@ def machine_problems(
     if sum(by_part.values()) > machine.free:
         parts = ", ".join(f"{name} {format_bytes(bytes)}" for name, bytes in by_part.items())
         yield Violation(
-            keys_of("model.path"),
+            parse_path("model.path"),
             f"the parts need at least {format_bytes(sum(by_part.values()))} ({parts}), and the machine "
             f"has {format_bytes(machine.free)} available",
             "start fewer servers or learners, use a smaller model, or end other programs",

@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 
 from coordexp.config import ConfigError, Settings, Violation
 from coordexp.config.capacity import capacity_shortage
-from coordexp.config.paths import keys_of
+from coordexp.config.paths import parse_path
 from coordexp.config.rules import DATA_PARALLEL, MODE, SERVERS, TENSOR_PARALLEL, uses_vllm
 
 LISTENS_AT = ("127.0.0.1", "localhost", "::1")  # hosts that a server listens at without --host
@@ -169,11 +169,11 @@ def _config_violations(settings: Settings, options: LaunchOptions) -> Iterator[V
     if not settings.uses_rollouts:
         problem = f"{settings.custom.trainer_variant} makes no rollouts, so there are no servers to start"
         fix = f"run coordexp train --config {options.config}"
-        yield Violation(keys_of("custom.trainer_variant"), problem, fix)
+        yield Violation(parse_path("custom.trainer_variant"), problem, fix)
         return
     if not uses_vllm(settings, "server"):
         fix = f"set rollout_backend: vllm and vllm.mode: server, or run coordexp train --config {options.config}"
-        yield Violation(keys_of(MODE), "this run has no rollout servers to start", fix)
+        yield Violation(parse_path(MODE), "this run has no rollout servers to start", fix)
         return
     yield from _server_violations(settings, options)
     if options.start_servers:
@@ -194,13 +194,13 @@ def _server_violations(settings: Settings, options: LaunchOptions) -> Iterator[V
         if url.scheme != "http" or url.path or url.hostname not in LISTENS_AT:
             fix = f"write e.g. http://127.0.0.1:{url.port or 8000}, or start it yourself and give --no-servers"
             problem = f"{servers[index].base_url} is not an address that a server started here can listen at"
-            yield Violation(keys_of(f"{SERVERS}[{index}].base_url"), problem, fix)
+            yield Violation(parse_path(f"{SERVERS}[{index}].base_url"), problem, fix)
     if not here:
         fix = (
             "start each on its machine (coordexp serve --config X --index i --host H) and give --no-servers, or "
             "use a base_url of this machine, e.g. http://127.0.0.1:8000"
         )
-        yield Violation(keys_of(SERVERS), f"none of the {len(servers)} servers is on this machine", fix)
+        yield Violation(parse_path(SERVERS), f"none of the {len(servers)} servers is on this machine", fix)
     elif not options.cpu:
         yield from _gpu_violations(settings, options, len(here))
 

@@ -12,8 +12,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from coordexp.config import Settings, Violation
-from coordexp.config.paths import Path as Keys
-from coordexp.config.paths import keys_of
+from coordexp.config.paths import KeyPath, parse_path
 from coordexp.config.rules import SERVERS, uses_vllm
 from coordexp.errors import UserError
 from coordexp.files import advise_missing_path
@@ -51,10 +50,12 @@ def settings_problems(settings: Settings, options: LaunchOptions) -> list[Violat
     if not folder.exists():
         violations.append(_missing("model.path", settings.model.path))
     elif not (folder / "config.json").is_file():
-        violations.append(Violation(keys_of("model.path"), f"{folder} has no config.json", "give a model folder"))
+        violations.append(
+            Violation(parse_path("model.path"), f"{folder} has no config.json", "give a model folder")
+        )
     else:
         fix = "run `coordexp model add-coords` on the checkpoint, and set model.path to the folder that it writes"
-        with _collecting(violations, keys_of("model.path"), fix):
+        with _collecting(violations, parse_path("model.path"), fix):
             VocabularyTable.from_folder(folder)
     folders = [Path(image_folder).resolve() for image_folder in options.images]
     for setting, name in (
@@ -78,7 +79,7 @@ def port_problems(settings: Settings, options: LaunchOptions) -> Iterator[Violat
         for key, port in ports.items():
             if reason := _why_unusable("::1" if url.hostname == "::1" else "", port):
                 fix = f"end the program that listens there (ss -ltnp 'sport = :{port}'), or use another port"
-                yield Violation(keys_of(f"{SERVERS}[{index}].{key}"), f"port {port}: {reason}", fix)
+                yield Violation(parse_path(f"{SERVERS}[{index}].{key}"), f"port {port}: {reason}", fix)
 
 
 def gpu_problems(options: LaunchOptions, devices: dict[int, DeviceMemory]) -> Iterator[Violation]:
@@ -105,7 +106,7 @@ def memory_problems(
         needs = memory.estimate_needs(plan, settings, Path(settings.model.path))
     except (OSError, ValueError, KeyError, TypeError) as error:  # whatever a damaged header leads to
         problem = f"the header of a safetensors file, or config.json, cannot be read: {error}"
-        return [], [Violation(keys_of("model.path"), problem, "copy the checkpoint again")]
+        return [], [Violation(parse_path("model.path"), problem, "copy the checkpoint again")]
     if devices is not None:
         return needs, list(memory.gpu_problems(plan, settings, needs, devices))
     return needs, list(memory.machine_problems(plan, settings, needs, _machine_memory()))
@@ -127,7 +128,7 @@ def find_gpus() -> dict[int, DeviceMemory]:
 
 
 @contextmanager
-def _collecting(violations: list[Violation], path: Keys, fix: str = "") -> Iterator[None]:
+def _collecting(violations: list[Violation], path: KeyPath, fix: str = "") -> Iterator[None]:
     """Add an error to the list, so that the user sees all problems at once. `fix` is added to the error's own."""
     try:
         yield
@@ -138,7 +139,7 @@ def _collecting(violations: list[Violation], path: Keys, fix: str = "") -> Itera
 
 
 def _missing(setting: str, name: str) -> Violation:
-    return Violation(keys_of(setting), f"{name} does not exist", advise_missing_path(setting, name))
+    return Violation(parse_path(setting), f"{name} does not exist", advise_missing_path(setting, name))
 
 
 def _data_problems(setting: str, name: str, folders: Sequence[Path]) -> list[Violation]:
@@ -148,11 +149,11 @@ def _data_problems(setting: str, name: str, folders: Sequence[Path]) -> list[Vio
     if not path.exists():
         return [_missing(setting, name)]
     violations: list[Violation] = []
-    with _collecting(violations, keys_of(setting), f"run `coordexp data doctor {name}`"):
+    with _collecting(violations, parse_path(setting), f"run `coordexp data doctor {name}`"):
         records = [record for _, record in islice(read_records(path), FIRST)]
         if not records:
             fix = "write one JSON object per line (see `coordexp data import`)"
-            violations.append(Violation(keys_of(setting), f"{name} has no records", fix))
+            violations.append(Violation(parse_path(setting), f"{name} has no records", fix))
         violations += _image_problems(setting, path, [record.image for record in records], folders)
     return violations
 
@@ -165,12 +166,12 @@ def _image_problems(
     if missing:
         more = f", nor do {len(missing) - 1} more of the first {len(images)}" if len(missing) > 1 else ""
         fix = "image paths are relative to the folder of the file"
-        yield Violation(keys_of(setting), f"{path}: {missing[0]} does not exist{more}", fix)
+        yield Violation(parse_path(setting), f"{path}: {missing[0]} does not exist{more}", fix)
     for image in images:
         target = (path.parent / image).resolve()
         if not any(target.is_relative_to(folder) for folder in (path.parent.resolve(), *folders)):
             problem = f"{path}: {image} is {target}, which servers may not read"
-            yield Violation(keys_of(setting), problem, f"add --images {target.parent}")
+            yield Violation(parse_path(setting), problem, f"add --images {target.parent}")
             return
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from coordexp.config.pipeline import Channel, Module
-from coordexp.config.rules import idle
+from coordexp.config.rules import idle_reason
 from coordexp.config.settings import Settings
 from coordexp.correction import Role, TokenKind
 from coordexp.objective.modules import MODULES, Measure, ModuleKind
@@ -65,8 +65,10 @@ class Objective:
             raise ValueError(f"{settings.pipeline_path}: missing; an objective needs a declared pipeline")
         declared = (*pipeline.objective, *pipeline.diagnostics)
         self.first_coord = first_coord
-        self.idle = {module.name: why for module in declared if (why := idle(module, settings))}
-        self.modules = tuple(_activate(module, settings) for module in declared if not idle(module, settings))
+        self.idle = {module.name: why for module in declared if (why := idle_reason(module, settings))}
+        self.modules = tuple(
+            _activate(module, settings) for module in declared if not idle_reason(module, settings)
+        )
         self.terms = tuple(term for active in self.modules for term in _terms(active))
         self._masked = _channels_without_desc(self.modules)
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from coordexp.config.pipeline import Channel
-from coordexp.correction import Kind, Role
+from coordexp.correction import Role, TokenKind
 from coordexp.data import DataError
 from coordexp.pack.example import Example, ExampleId
 
@@ -159,4 +159,6 @@ def _spans(examples: Sequence[Example], supervised: Sequence[np.ndarray]) -> tup
 def kind_counts(examples: Sequence[Example]) -> Tensor:
     """Return how many tokens of each kind the answers have, supervised or masked. This needs no image, so the
     counts of a whole optimizer step are known before its first row is made."""
-    return torch.from_numpy(sum(np.bincount(example.segment.kinds, minlength=len(Kind)) for example in examples))
+    return torch.from_numpy(
+        sum(np.bincount(example.segment.kinds, minlength=len(TokenKind)) for example in examples)
+    )

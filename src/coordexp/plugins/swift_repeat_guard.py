@@ -20,7 +20,7 @@ from coordexp.config.rollout import RepeatTerminate
 from coordexp.errors import EngineError
 from coordexp.rollout.guard import ENGINE_GUARD, LOADED, guard_arguments, key_pattern_for
 from coordexp.rollout.wire import GUARD_ROUTE
-from coordexp.serve.guard import FILE, TEXT, check_class, from_environment
+from coordexp.serve.guard import FILE, TEXT, check_class, read_guard_settings
 from coordexp.vocab import VocabularyTable
 
 LOGGER = logging.getLogger("coordexp")
@@ -32,7 +32,7 @@ FIX = (
 
 def activate() -> None:
     """Raise EngineError if the guard is enabled and cannot be activated."""
-    guard = from_environment(FIX)
+    guard = read_guard_settings(FIX)
     if not guard.enabled:
         LOGGER.warning("the repeat guard is not activated: its settings say enabled: false")
         return

@@ -56,7 +56,7 @@ class Decode:
         sampling = settings.decoding
         return cls(
             settings.max_new_tokens,
-            settings.mode_of_decoding,
+            settings.effective_decode_mode,
             sampling.temperature,
             sampling.top_p,
             sampling.top_k,

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from coordexp import leftovers, torchrun
+from coordexp import child_processes
 from coordexp.config.rollout import VLLM, RolloutMatching
 from coordexp.errors import EngineError, UserError
 from coordexp.rollout.guard import ENGINE_GUARD
@@ -217,7 +217,7 @@ def end_with(owner: int) -> None:
     try:
         owner_fd = os.pidfd_open(owner)
     except ProcessLookupError:  # the owner has ended already; the engine ends without its worker
-        leftovers.remove_engine(leftovers.mapped_segments(os.getpid()))
+        child_processes.remove_engine(child_processes.find_segments(os.getpid()))
         os.kill(os.getpid(), signal.SIGKILL)
         raise
     engine = None if parent == owner else (parent, os.pidfd_open(parent))
@@ -228,14 +228,14 @@ def _wait_and_end(owner_fd: int, engine: tuple[int, int] | None) -> None:
     """Wait until the owner ends. Then kill the engine and this process, and remove their shared memory and
     sockets: no other process is left to do it."""
     select.select([owner_fd], [], [])
-    segments = leftovers.mapped_segments(os.getpid())
+    segments = child_processes.find_segments(os.getpid())
     if (
         engine is not None and not select.select([engine[1]], [], [], 0)[0]
     ):  # it lives, so the pid is still its own
-        segments |= leftovers.mapped_segments(engine[0])
+        segments |= child_processes.find_segments(engine[0])
         with suppress(ProcessLookupError):
             signal.pidfd_send_signal(engine[1], signal.SIGKILL)
-    leftovers.remove_engine(segments)
+    child_processes.remove_engine(segments)
     os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -263,13 +263,13 @@ def stop_engine(core: Any) -> None:
     segments: set[str] = set()
     for process in _processes(core):
         with suppress(psutil.NoSuchProcess):
-            segments |= leftovers.mapped_segments(process.pid)
+            segments |= child_processes.find_segments(process.pid)
             for worker in psutil.Process(process.pid).children(recursive=True):
-                segments |= leftovers.mapped_segments(worker.pid)
+                segments |= child_processes.find_segments(worker.pid)
                 worker.kill()
         process.kill()
     core.shutdown()
-    leftovers.remove_segments(segments)
+    child_processes.remove_segments(segments)
 
 
 def _processes(core: Any) -> list[Any]:
@@ -286,7 +286,7 @@ def _error_log() -> Iterator[tuple[Any, Path]]:
     from vllm.config.logging import LoggingConfig
     from vllm.logger import DEFAULT_LOGGING_CONFIG as DEFAULT
 
-    with TemporaryDirectory(dir=leftovers.engine_folder()) as folder:
+    with TemporaryDirectory(dir=child_processes.engine_folder()) as folder:
         config, log = Path(folder) / "logging.json", Path(folder) / "errors"
         log.touch()
         if os.environ.get("VLLM_LOGGING_CONFIG_PATH"):  # the user has a logging config, which stays in force
@@ -323,12 +323,12 @@ def _engine_environment(visible: str | None) -> Iterator[None]:
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     os.environ.setdefault("PYTHONWARNINGS", "ignore")
-    folder = str(leftovers.engine_folder())
+    folder = str(child_processes.engine_folder())
     compiled = f"{gettempdir()}/torchinductor_{os.getuid()}"  # kept between runs, unlike TMPDIR below
     variables = {
         "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # a fork would keep the learner's memory in use
         OWNER: str(os.getpid()),
-        leftovers.ENGINE_FOLDER: folder,
+        child_processes.ENGINE_FOLDER: folder,
         "VLLM_RPC_BASE_PATH": folder,
         "TMPDIR": folder,
         "TORCHINDUCTOR_CACHE_DIR": os.environ.get("TORCHINDUCTOR_CACHE_DIR", compiled),
@@ -336,7 +336,7 @@ def _engine_environment(visible: str | None) -> Iterator[None]:
     if visible is not None:
         variables["CUDA_VISIBLE_DEVICES"] = visible
     before = dict(os.environ)
-    for name in [name for name in os.environ if name.startswith(torchrun.VARIABLES)]:
+    for name in [name for name in os.environ if name.startswith(child_processes.TORCHRUN_VARIABLES)]:
         del os.environ[name]
     os.environ.update(variables)
     resource_tracker.ensure_running()  # starting it later would unblock the signals

@@ -15,12 +15,11 @@ from torch import Tensor
 from torch.distributed.fsdp import register_fsdp_forward_method
 from transformers import GenerationConfig, GenerationMixin, LogitsProcessorList
 
-from coordexp.ranks import gather_texts, together
+from coordexp.ranks import gather_texts, is_sharded, together
 from coordexp.rollout.backend import Decode, ImageRef, Request, Rollout, Weights, common_decode
 from coordexp.rollout.guard import cut_at_end, key_pattern_for
 from coordexp.rollout.processors import Guard, Recorder, Sampler
 from coordexp.rollout.prompt import PromptBuilder
-from coordexp.sharding import is_sharded
 from coordexp.vocab import VocabularyTable
 
 

@@ -11,7 +11,7 @@ from PIL import Image, ImageOps
 from torch import Tensor
 
 from coordexp.data import DataError
-from coordexp.data.images import ImageError, opened_image, size_problem
+from coordexp.data.images import ImageError, open_image_file, size_problem
 from coordexp.errors import UserError
 from coordexp.rollout.agreement import check_prompt as check_prompt
 
@@ -71,7 +71,7 @@ def open_image(path: str | Path, size: tuple[int, int]) -> Image.Image:
 def read_image(source: str | Path | IO[bytes], name: str) -> Image.Image:
     """Return the image in RGB, rotated as its EXIF data says. An image of an unusable size is not decoded."""
     try:
-        with opened_image(Path(source) if isinstance(source, str) else source) as image:
+        with open_image_file(Path(source) if isinstance(source, str) else source) as image:
             if problem := size_problem(*image.size):
                 raise ImageError(problem)
             ImageOps.exif_transpose(image, in_place=True)

@@ -17,27 +17,26 @@ from torch import distributed as dist
 from coordexp.errors import EngineError
 from coordexp.ranks import gather_texts, sum_over_ranks, together
 from coordexp.rollout.adapter_fallback import AdapterRefused, SyncMode
+from coordexp.rollout.agreement import PROBE, check_length, check_prompt, difference
 from coordexp.rollout.backend import (
     AdapterWeights,
     Decode,
-    Picture,
+    ImageRef,
     Request,
     Rollout,
     RolloutBackend,
     Weights,
-    one_decode,
+    common_decode,
 )
-from coordexp.rollout.canary import PROBE, difference
-from coordexp.rollout.guard import key_pattern
+from coordexp.rollout.engine import EngineSetup
+from coordexp.rollout.guard import key_pattern_for
 from coordexp.rollout.pool import Chunk, Loss, Out, Pool, Up, ask_in_waves
-from coordexp.rollout.prompt import PromptBuilder, check_prompt
+from coordexp.rollout.prompt import PromptBuilder
 from coordexp.rollout.server_check import OTHERWISE, own_device
 from coordexp.rollout.server_client import ClientTimeouts, ServerClient, ServerFault, ServerLost
 from coordexp.rollout.server_links import Links
 from coordexp.rollout.server_weights import Sent, ignore, send, send_adapter, take_part
-from coordexp.rollout.setup import Setup
 from coordexp.rollout.tasks import Task
-from coordexp.rollout.vllm import check_length
 from coordexp.rollout.wire import (
     ENGINE_FAULT,
     RequestFailed,
@@ -62,10 +61,10 @@ class ServerBackend:
 
     def __init__(
         self,
-        setup: Setup,
+        setup: EngineSetup,
         prompts: PromptBuilder,
         learner: RolloutBackend,
-        probe: Picture,
+        probe: ImageRef,
         notify: Callable[[str], None] = ignore,
         record: Callable[[dict[str, Any]], None] = ignore,
         adapter: Callable[[], AdapterWeights] | None = None,
@@ -88,7 +87,7 @@ class ServerBackend:
         self._lengths: list[int | None] = [None] * len(self.clients)
         self._boots: list[str | None] = [None] * len(self.clients)
         guard = setup.settings.repeat_terminate
-        self._pattern = key_pattern(setup.table) if guard.enabled and guard.max_object_keys is not None else ()
+        self._pattern = key_pattern_for(guard, setup.table)
 
     def session(self) -> AbstractContextManager[None]:
         return nullcontext()
@@ -144,7 +143,7 @@ class ServerBackend:
                 {"base_url": client.url, "group_port": client.group_port, "world_size": size, "boot": boot}
                 for client, size, boot in zip(self.clients, sizes, self._boots, strict=True)
             ],
-            **self.sync_mode.described(),
+            **self.sync_mode.describe(),
         }
 
     # Weights
@@ -283,9 +282,9 @@ class ServerBackend:
     def ask_server(self, server: int, requests: Sequence[Request], version: int) -> list[Rollout]:
         """Return the rollouts of one call to one server. Check that they are of the right version, and of the
         prompts that training uses."""
-        client, decode = self.clients[server], one_decode(requests)
+        client, decode = self.clients[server], common_decode(requests)
         assert not decode.guard.enabled or decode.guard == self.setup.settings.repeat_terminate, "another guard"
-        prompts = [self.prompts.ids(*request.picture.size, request.picture.path) for request in requests]
+        prompts = [self.prompts.ids(*request.image.size, request.image.path) for request in requests]
         if (most := self._lengths[server]) is not None:
             for request, prompt_ids in zip(requests, prompts, strict=True):
                 check_length(request, len(prompt_ids), most)
@@ -297,7 +296,7 @@ class ServerBackend:
                     f"{client.name}: it answered with weights of version {answer.version}, not "
                     f"{self._name_version(version)}: it was restarted, or it serves another learner now"
                 )
-            check_prompt(request.picture.path, answer.prompt_ids, prompt_ids)
+            check_prompt(request.image.path, answer.prompt_ids, prompt_ids)
             rollouts.append(to_rollout(answer, decode.guard, self._pattern, self.setup.table, version))
         return rollouts
 
@@ -316,7 +315,7 @@ class ServerBackend:
                     raise
                 kind, reason = HTTP_FAULT, str(fault)
             except RequestFailed as failed:
-                image = requests[failed.index].picture.path
+                image = requests[failed.index].image.path
                 if failed.code != ENGINE_FAULT or ENGINE_FAULT in retried:
                     problem = f"{image}: {client.name} could not answer it: {failed.problem}"
                     raise EngineError(problem, failed.fix) from failed
@@ -328,7 +327,7 @@ class ServerBackend:
         self, client: ServerClient, requests: Sequence[Request], version: int, kind: str, reason: str
     ) -> None:
         """Record which requests are sent a second time. Their seeds stay the same."""
-        sent = [{"image": request.picture.path, "seed": request.seed} for request in requests]
+        sent = [{"image": request.image.path, "seed": request.seed} for request in requests]
         place = {"server": client.index, "base_url": client.url, "version": version}
         self.record({"event": "retry", **place, "kind": kind, "reason": reason, "requests": sent})
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import torch
 
 from coordexp.errors import EngineError
-from coordexp.rollout.setup import Setup
+from coordexp.rollout.engine import EngineSetup
 from coordexp.rollout.wire import ServerFacts, model_difference, model_fingerprint
 
 ALTERNATIVES = "set rollout_matching.vllm.mode: colocate, or rollout_matching.rollout_backend: hf"
@@ -14,7 +14,7 @@ OTHERWISE = f"or {ALTERNATIVES}"
 SAME_CONFIG = "start it with the config that the learner has"
 
 
-def check_server(server: str, facts: ServerFacts, learner: Setup, devices: Sequence[str]) -> None:
+def check_server(server: str, facts: ServerFacts, learner: EngineSetup, devices: Sequence[str]) -> None:
     """Raise EngineError if the server does not fit the learner. `devices` are those of all learner ranks."""
     if facts.is_swift:
         _check_plugin(server, facts, learner)
@@ -41,7 +41,7 @@ def check_server(server: str, facts: ServerFacts, learner: Setup, devices: Seque
         )
 
 
-def _check_plugin(server: str, facts: ServerFacts, learner: Setup) -> None:
+def _check_plugin(server: str, facts: ServerFacts, learner: EngineSetup) -> None:
     """Raise EngineError if the run needs the repeat guard and this ms-swift server does not run our plugin with
     the learner's settings."""
     if facts.guard is not None:
@@ -56,7 +56,7 @@ def _check_plugin(server: str, facts: ServerFacts, learner: Setup) -> None:
         )
 
 
-def _check_guard(server: str, facts: ServerFacts, learner: Setup) -> None:
+def _check_guard(server: str, facts: ServerFacts, learner: EngineSetup) -> None:
     theirs, ours = dict(facts.guard or {}), learner.settings.repeat_terminate.model_dump(mode="json")
     if different := sorted(name for name in {*theirs, *ours} if theirs.get(name) != ours.get(name)):
         name = different[0]

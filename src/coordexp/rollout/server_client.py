@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 import httpx
 import torch
 
-from coordexp.config.rollout import Server
+from coordexp.config.rollout import ServerEndpoint
 from coordexp.errors import EngineError
 from coordexp.rollout.broadcast import WeightGroup, join
 from coordexp.rollout.tasks import Task
@@ -77,7 +77,7 @@ class ServerClient:
     def __init__(
         self,
         index: int,
-        server: Server,
+        server: ServerEndpoint,
         infer_timeout_s: float | None = None,
         timeouts: ClientTimeouts | None = None,
     ) -> None:

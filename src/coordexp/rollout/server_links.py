@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 
 from coordexp.config.capacity import capacity_shortage
 from coordexp.errors import EngineError
+from coordexp.rollout.engine import EngineSetup
 from coordexp.rollout.pool import Loss
 from coordexp.rollout.server_check import ALTERNATIVES, OTHERWISE, check_server
 from coordexp.rollout.server_client import ServerClient, ServerLost
 from coordexp.rollout.server_weights import Link
-from coordexp.rollout.setup import Setup
 from coordexp.rollout.tasks import Task
 from coordexp.rollout.wire import ServerFacts
 
@@ -27,7 +27,7 @@ class Links:
     """The open links by server. `devices` are those of all learner ranks, of which there are `learners`."""
 
     clients: Sequence[ServerClient]
-    setup: Setup
+    setup: EngineSetup
     learners: int
     notify: Callable[[str], None]
     devices: Sequence[str] = ()

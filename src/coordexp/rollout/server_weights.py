@@ -23,7 +23,7 @@ from coordexp.errors import EngineError
 from coordexp.rollout.adapter_fallback import AdapterRefused
 from coordexp.rollout.backend import AdapterConfig, AdapterWeights
 from coordexp.rollout.broadcast import Metadata, WeightGroup, flat_size, flatten
-from coordexp.rollout.buckets import BUCKET_BYTES, Bucket, buckets, non_finite, not_sent
+from coordexp.rollout.buckets import BUCKET_BYTES, Bucket, buckets, find_non_finite, non_finite_error
 from coordexp.rollout.pool import Loss
 from coordexp.rollout.server_client import RequestRefused, ServerClient, ServerFault, ServerLost, ServerSession
 from coordexp.rollout.tasks import Task
@@ -258,9 +258,9 @@ def send(
         _wait(deliveries, partial(_has_free_buffer, number), changed, until, patience)
         if all(delivery.loss for delivery in deliveries):
             continue  # other ranks take part in the pass, so it goes on to its end
-        if (broken := non_finite(bucket)) is not None:
+        if (broken := find_non_finite(bucket)) is not None:
             for delivery in deliveries:
-                delivery.fail(Loss.from_error(not_sent(broken)))
+                delivery.fail(Loss.from_error(non_finite_error(broken)))
             continue
         place = number % BUFFERS
         if memory[place].numel() == 0:
@@ -277,7 +277,7 @@ def send(
         delivery.put(None)
     _wait(deliveries, attrgetter("is_over"), changed, until, patience=math.inf)
     if broken is not None:
-        raise not_sent(broken)
+        raise non_finite_error(broken)
     failed = {delivery.link.client.index: delivery.loss for delivery in deliveries if delivery.loss}
     servers = tuple(delivery.link.client.index for delivery in deliveries if not delivery.loss)
     codes = {delivery.link.client.index: delivery.code for delivery in deliveries if delivery.code}

@@ -15,8 +15,8 @@ from typing import Any
 from coordexp.config.rollout import TOKEN as TOKEN
 from coordexp.config.rollout import RepeatTerminate
 from coordexp.errors import EngineError
-from coordexp.rollout.backend import Request, Rollout, one_decode
-from coordexp.rollout.guard import ended
+from coordexp.rollout.backend import Request, Rollout, common_decode
+from coordexp.rollout.guard import cut_at_end
 from coordexp.vocab import COORD_TOKENS, VocabularyTable
 from coordexp.vocab.table import STOP_TOKENS
 
@@ -82,7 +82,7 @@ def infer_payload(requests: Sequence[Request], question: str) -> dict[str, Any]:
             f"custom.prompt: it contains {IMAGE}, which marks the place of the image in requests to servers",
             f"write the prompt without {IMAGE}: the image always comes first",
         )
-    decode = one_decode(requests)
+    decode = common_decode(requests)
     if decode.mode == "beam":
         raise EngineError("rollout servers have no beam search", "set rollout_backend: hf, or decode_mode: greedy")
     sampling = decode.mode == "sampling"
@@ -90,12 +90,12 @@ def infer_payload(requests: Sequence[Request], question: str) -> dict[str, Any]:
         "infer_requests": [
             {
                 "messages": [{"role": "user", "content": IMAGE + question}],
-                "images": [str(Path(request.picture.path).absolute())],
+                "images": [str(Path(request.image.path).absolute())],
                 "data_dict": {
                     OWN_KEY: {
                         "seed": request.seed,
                         "guard": decode.guard.enabled,
-                        "size": list(request.picture.size),
+                        "size": list(request.image.size),
                     }
                 },
             }
@@ -168,7 +168,7 @@ def to_rollout(
     answer: ServerAnswer, guard: RepeatTerminate, pattern: Sequence[int], table: VocabularyTable, version: int
 ) -> Rollout:
     """Return the answer as a rollout, without its stop token, which a server may or may not have sent."""
-    ids, reason = ended(answer.ids, table.end_of_turn, guard, pattern)
+    ids, reason = cut_at_end(answer.ids, table.end_of_turn, guard, pattern)
     if reason == "length" and answer.finish_reason != "length":  # it ended with another token than the end of turn
         reason = "repeat" if answer.finish_reason == "repeat" else "stop"
         other = [table.tokenizer.token_to_id(name) for name in STOP_TOKENS]

@@ -15,7 +15,7 @@ from pydantic import ValidationError
 from coordexp.config.rollout import RepeatTerminate
 from coordexp.data.images import MOST_PIXELS
 from coordexp.errors import DataError
-from coordexp.rollout.guard import ended, guard_arguments, key_pattern
+from coordexp.rollout.guard import cut_at_end, guard_arguments, key_pattern_for
 from coordexp.rollout.prompt import image_tokens
 from coordexp.serve.refusal import Refusal, bad_request
 from coordexp.serve.requests import (
@@ -99,7 +99,7 @@ class Answering:
     ) -> None:
         self.engine, self.processor, self.table = engine, processor, table
         self.guard, self.images = guard, images
-        self.pattern = key_pattern(table) if guard.enabled and guard.max_object_keys is not None else ()
+        self.pattern = key_pattern_for(guard, table)
         self.unguarded = RepeatTerminate()
         self._slots = asyncio.Semaphore(2 * most_at_once)  # further requests are not read yet
         self._pixels = PixelBudget(PIXELS_AT_ONCE)
@@ -210,7 +210,7 @@ class Answering:
         return {"response": response, "rollout_infos": infos}
 
     def _finish_reason(self, ids: Sequence[int], guard: RepeatTerminate) -> str:
-        return ended(ids, self.table.end_of_turn, guard, self.pattern)[1]
+        return cut_at_end(ids, self.table.end_of_turn, guard, self.pattern)[1]
 
     def _choice(self, index: int, answer: Any, config: RequestConfig) -> dict[str, Any]:
         ids = list(answer.token_ids)

@@ -15,6 +15,7 @@ from typing import Any
 from coordexp.errors import EngineError
 from coordexp.rollout.engine import (
     OWNER,
+    EngineSetup,
     cause,
     check_vocabulary,
     end_with,
@@ -24,7 +25,6 @@ from coordexp.rollout.engine import (
     starting,
     stop_engine,
 )
-from coordexp.rollout.setup import Setup
 from coordexp.serve.refusal import Refusal, bad_request
 
 BROADCAST = "coordexp_broadcast"
@@ -35,7 +35,7 @@ ENDING = 3.0  # seconds to wait for the end of an engine that has begun to refus
 class ServedEngine:
     """The engine as the server uses it. Every call is awaited, so none holds up the event loop."""
 
-    def __init__(self, setup: Setup) -> None:
+    def __init__(self, setup: EngineSetup) -> None:
         self.setup = setup
         with starting(setup, BROADCAST, SERVER_SIDE) as arguments:
             from vllm import AsyncEngineArgs
@@ -212,7 +212,7 @@ def engine_ended(when: str = "") -> Refusal:
     return Refusal(503, "engine_ended", problem, "see this server's output for the reason, and start it again")
 
 
-def check_devices(setup: Setup, gpus: int) -> None:
+def check_devices(setup: EngineSetup, gpus: int) -> None:
     """Raise EngineError if a server on GPUs sees fewer of them than its replicas need."""
     if setup.device.type == "cuda" and gpus < setup.world_size:
         raise EngineError(
@@ -223,7 +223,7 @@ def check_devices(setup: Setup, gpus: int) -> None:
         )
 
 
-def replica_arguments(setup: Setup) -> dict[str, Any]:
+def replica_arguments(setup: EngineSetup) -> dict[str, Any]:
     """Return vLLM's arguments for data-parallel replicas."""
     if setup.replicas == 1:
         return {}

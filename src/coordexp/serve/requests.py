@@ -12,10 +12,10 @@ from typing import Annotated, Any
 from PIL import Image
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
-from coordexp.data.images import opened_image, size_problem, upright_size
+from coordexp.data.images import open_image_file, size_problem, upright_size
+from coordexp.files import is_encodable
 from coordexp.rollout.prompt import UNUSABLE, read_image
 from coordexp.serve.refusal import bad_request
-from coordexp.text import encodable
 
 MOST_REQUESTS = 4096  # requests in one call
 MOST_ANSWERS = 64  # answers to one request
@@ -24,7 +24,7 @@ Whole = Annotated[int, Field(ge=-(2**63), lt=2**63)]
 
 
 def _check_utf8(text: str) -> str:
-    if not encodable(text):
+    if not is_encodable(text):
         raise ValueError(HALF)
     return text
 
@@ -132,7 +132,7 @@ class AllowedImages:
         the size in its record, if the request has it."""
         content, name = self._locate(source)
         try:
-            with opened_image(content if isinstance(content, Path) else io.BytesIO(content)) as image:
+            with open_image_file(content if isinstance(content, Path) else io.BytesIO(content)) as image:
                 width, height, _ = upright_size(image)
         except OSError as error:
             problem = f"{name}: not a readable image ({error.strerror or error})"
@@ -215,7 +215,7 @@ def split_request(request: InferRequest) -> tuple[list[dict[str, Any]], list[str
         inline += [str(part["image"]) for part in content if part.get("type") == "image" and part.get("image")]
         if any(part.get("type") != "image" and not _is_text(part) for part in content):
             raise bad_request("messages: a content part is neither text nor image", "send text and one image")
-        if any(part["type"] == "text" and not encodable(part["text"]) for part in content):
+        if any(part["type"] == "text" and not is_encodable(part["text"]) for part in content):
             raise bad_request(f"messages: {HALF}", "send UTF-8")
         plain = [part if part["type"] == "text" else {"type": "image"} for part in content]
         conversation.append({"role": message.role, "content": plain})

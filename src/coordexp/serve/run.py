@@ -16,8 +16,8 @@ import uvicorn
 from transformers import AutoProcessor
 
 from coordexp.config.rollout import RolloutMatching
+from coordexp.rollout.engine import EngineSetup
 from coordexp.rollout.guard import ENGINE_GUARD
-from coordexp.rollout.setup import Setup
 from coordexp.rollout.wire import PROTOCOL, TOKEN, model_fingerprint
 from coordexp.serve.answering import Answering
 from coordexp.serve.app import RolloutApp, ServerMetrics
@@ -52,7 +52,7 @@ def serve(serving: Serving, announce: Callable[[int], None]) -> None:
     table = VocabularyTable.from_folder(serving.folder)
     processor = AutoProcessor.from_pretrained(serving.folder)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    setup = Setup(serving.folder, serving.dtype, serving.settings, table, device)
+    setup = EngineSetup(serving.folder, serving.dtype, serving.settings, table, device)
     check_devices(setup, torch.cuda.device_count())
     with closing(ServedEngine(setup)) as engine:
         app = RolloutApp(
@@ -108,7 +108,7 @@ async def _run(
     await work
 
 
-def _describe(setup: Setup, max_model_len: int) -> dict[str, Any]:
+def _describe(setup: EngineSetup, max_model_len: int) -> dict[str, Any]:
     """Return the facts that `/version/` reports and a learner checks."""
     return {
         "server": "coordexp",

@@ -22,7 +22,7 @@ from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
 from coordexp.rollout.broadcast import BufferSlice, Metadata, WeightGroup, join, unflatten
 from coordexp.rollout.engine_adapter import plain_name
-from coordexp.rollout.engine_side import EngineSide, Reload, keep_what_waits
+from coordexp.rollout.engine_side import EngineSide, Reload, clone_pending_weights
 from coordexp.serve.engine import BROADCAST
 
 
@@ -106,7 +106,7 @@ class BroadcastReceiver(Reload, WeightTransferEngine[GroupInfo, BucketInfo]):
             self._ahead = self._receiver.submit(self._receive, update_info.next_bytes)
         self.take(unflatten(slices, buffer))
         start = buffer.untyped_storage().data_ptr()
-        keep_what_waits(self.model, lambda tensor: tensor.untyped_storage().data_ptr() == start)
+        clone_pending_weights(self.model, lambda tensor: tensor.untyped_storage().data_ptr() == start)
         if self.device.type == "cuda":  # the next bucket but one overwrites the buffer
             torch.cuda.current_stream(self.device).synchronize()
 

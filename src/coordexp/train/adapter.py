@@ -13,8 +13,8 @@ from transformers import AutoProcessor, Qwen3VLForConditionalGeneration
 
 from coordexp.config.settings import Adapter
 from coordexp.data import BINS
+from coordexp.ranks import is_sharded
 from coordexp.rollout.backend import AdapterWeights
-from coordexp.sharding import is_sharded
 from coordexp.train.weights import gather_weight
 
 

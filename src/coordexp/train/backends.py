@@ -7,9 +7,9 @@ from transformers import TrainingArguments
 from coordexp.config import Settings
 from coordexp.rollout.backend import RolloutBackend
 from coordexp.rollout.colocate import ColocateBackend
+from coordexp.rollout.engine import EngineSetup
 from coordexp.rollout.hugging_face import HuggingFaceBackend
 from coordexp.rollout.installed import check_vllm
-from coordexp.rollout.setup import Setup
 from coordexp.train.callbacks import say
 from coordexp.train.encode import TrainingSet
 from coordexp.train.folder import RolloutFacts, ServerLog
@@ -26,7 +26,9 @@ def backend_for(
     if not settings.uses_rollouts or rollout.rollout_backend == "hf":
         return own
     folder, rank = Path(arguments.output_dir), arguments.process_index
-    setup = Setup(Path(settings.model.path), learner.dtype, rollout, table, learner.device, learner.precision)
+    setup = EngineSetup(
+        Path(settings.model.path), learner.dtype, rollout, table, learner.device, learner.precision
+    )
     adapter = learner.adapter_weights if learner.has_plain_adapter else None
     notify = say if rank == 0 else _ignore
     if rollout.vllm.mode == "server":
@@ -39,7 +41,7 @@ def backend_for(
             prompts,
             own,
             probe=training_set[0].image,
-            tell=notify,
+            notify=notify,
             record=ServerLog(folder, rank),
             adapter=adapter,
         )
@@ -49,7 +51,7 @@ def backend_for(
         own,
         probe=training_set[0].image,
         room=learner.offload,
-        tell=notify,
+        notify=notify,
         adapter=adapter,
         record=RolloutFacts(folder) if rank == 0 else _ignore,
     )

@@ -11,11 +11,11 @@ from fractions import Fraction
 from coordexp.config import RolloutMatching
 from coordexp.config.pipeline import Channel
 from coordexp.correction import Correction, FieldOrder, correct
-from coordexp.data import RecordError, RecordFile, TrueObject
+from coordexp.data import DataError, RecordFile, TrueObject
 from coordexp.pack import Example, ExampleId
-from coordexp.rollout.backend import Decode, Picture, Request, Rollout, RolloutBackend
-from coordexp.rollout.prompt import PromptBuilder, check_prompt
-from coordexp.rollout.seeds import request_seed
+from coordexp.rollout.agreement import check_prompt
+from coordexp.rollout.backend import Decode, ImageRef, Request, Rollout, RolloutBackend, request_seed
+from coordexp.rollout.prompt import PromptBuilder
 from coordexp.train.metrics import StepMetrics, count_rollout
 from coordexp.vocab import VocabularyTable
 
@@ -33,7 +33,7 @@ class TrainingSample:
     """A record in the form that training needs. `index` is its number in the file, from 0."""
 
     index: int
-    image: Picture
+    image: ImageRef
     prompt_ids: tuple[int, ...]
     truth: tuple[TrueObject, ...]
 
@@ -51,13 +51,13 @@ class TrainingSet:
     def __getitem__(self, index: int) -> TrainingSample:
         record = self.records[index]
         try:
-            truth = record.sample().objects
+            truth = record.true_objects()
         except ValueError as error:
-            raise RecordError(
+            raise DataError(
                 f"{self.records.path}, record {index + 1} ({record.image}): {error}",
                 f"run `coordexp data doctor {self.records.path}`",
             ) from error
-        image = Picture.of(self.records, record)
+        image = ImageRef.of(self.records, record)
         return TrainingSample(index, image, tuple(self.prompts.ids(*image.size, image.path)), tuple(truth))
 
     def correct(self, sample: TrainingSample, answer: Sequence[int]) -> Correction:

@@ -11,12 +11,11 @@ from torch import distributed as dist
 
 from coordexp.config import RolloutMatching
 from coordexp.data import Record, RecordFile
-from coordexp.evaluate import Answer, evaluate, read_truth, write_predictions
-from coordexp.evaluate.answer import parse_answer
-from coordexp.evaluate.tokens import answer_of
+from coordexp.evaluate import ImageAnswer, evaluate, read_truth, write_predictions
+from coordexp.evaluate.answer import build_answer, parse_answer
 from coordexp.files import BestEffort
 from coordexp.ranks import gather_texts, together
-from coordexp.rollout.backend import Decode, Picture, Request, Rollout, RolloutBackend, Weights
+from coordexp.rollout.backend import Decode, ImageRef, Request, Rollout, RolloutBackend, Weights
 from coordexp.train.callbacks import say
 from coordexp.train.stopping import Stopped
 from coordexp.vocab import VocabularyTable
@@ -46,31 +45,31 @@ class AnswerEvaluation:
         chosen = evenly_spaced(len(self.records), self.samples)
         answers = _gather_answers(together(partial(self._answer_images, chosen, rank, ranks, step)))
         ordered = sorted(answers, key=attrgetter("image_id"))
-        truth = [self.records.numbered(index) for index in chosen]
+        truth = [self.records.read_with_image_id(index) for index in chosen]
         file = self.folder / "evaluations" / f"step-{step}.json"
         together(partial(self._write, file, ordered, rank))
-        return evaluate(truth, ordered).flat()
+        return evaluate(truth, ordered).metrics()
 
-    def _write(self, file: Path, answers: Sequence[Answer], rank: int) -> None:
+    def _write(self, file: Path, answers: Sequence[ImageAnswer], rank: int) -> None:
         """On rank 0, write the predictions with the classes of all records, numbered as by `coordexp predict`."""
         if rank == 0:
             truth = read_truth(self.records)
             BestEffort("predictions", say).attempt(partial(write_predictions, file, answers, truth))
 
-    def _answer_images(self, chosen: Sequence[int], rank: int, ranks: int, step: int) -> list[Answer]:
+    def _answer_images(self, chosen: Sequence[int], rank: int, ranks: int, step: int) -> list[ImageAnswer]:
         numbered = together(partial(self._read_records, chosen[rank::ranks]))
         decode = Decode.for_evaluation(self.rollout_matching_cfg)
-        requests = [Request(Picture.of(self.records, record), decode) for _, record in numbered]
+        requests = [Request(ImageRef.of(self.records, record), decode) for _, record in numbered]
         with self.backend.session():
             self.backend.sync(self.weights, version=step)
             rollouts = self._collect_rollouts(requests, len(chosen), ranks)
         return [
-            answer_of(number, record.image, rollout, self.table)
+            build_answer(number, record.image, rollout, self.table)
             for (number, record), rollout in zip(numbered, rollouts, strict=True)
         ]
 
     def _read_records(self, indices: Sequence[int]) -> list[tuple[int, Record]]:
-        return [self.records.numbered(index) for index in indices]
+        return [self.records.read_with_image_id(index) for index in indices]
 
     def _collect_rollouts(self, requests: Sequence[Request], total: int, ranks: int) -> list[Rollout]:
         """Return the answers to this rank's requests. All ranks make the same calls. In the last one, some ranks
@@ -96,7 +95,7 @@ def evenly_spaced(count: int, most: int | None) -> Sequence[int]:
     return [k * count // chosen for k in range(chosen)]
 
 
-def _gather_answers(answers: list[Answer]) -> list[Answer]:
+def _gather_answers(answers: list[ImageAnswer]) -> list[ImageAnswer]:
     """Return the answers of all ranks, on all ranks."""
     if not dist.is_initialized():
         return answers

@@ -106,7 +106,7 @@ def describe_rollouts(settings: Settings, backend: RolloutBackend) -> dict[str, 
     facts: dict[str, Any] = {"backend": rollout.rollout_backend, "decode_mode": Decode.of(rollout).mode}
     if rollout.rollout_backend == "vllm":
         facts |= {"mode": rollout.vllm.mode, "tensor_parallel_size": rollout.vllm.tensor_parallel_size}
-        facts |= backend.described()
+        facts |= backend.describe()
     return facts
 
 

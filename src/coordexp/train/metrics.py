@@ -70,7 +70,7 @@ def count_rollout(
             "match/true": len(truth),
             "match/matched": len(match.pairs),
             "match/missed": len(match.missed),
-            "match/extra": len(match.extra),
+            "match/extra": len(match.false_positives),
             "match/gate_rejections": match.gate_rejections,
             "target/prefix_tokens": len(parsed.prefix_ids),
             "target/appended_tokens": len(correction.segment)

@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 
 from coordexp.config.rollout import Offload
 from coordexp.errors import EngineError
-from coordexp.rollout.memory_file import aligned
+from coordexp.rollout.buckets import align_size
 
 # Storages with fewer bytes stay, except those in a mapped file, where each of them would keep all of it in memory.
 SMALL = 1024
@@ -150,7 +150,7 @@ def offload_storages(tensors: Iterable[Tensor], folder: Path) -> Iterator[Offloa
     """Move the storages of these tensors away until the end of the block. Inside, read a tensor through `view`
     only: reading it directly would crash the process. The file for tensors on the CPU is in `folder`."""
     groups = _group_by_storage(tensors)
-    size = sum(aligned(group[0].untyped_storage().nbytes()) for group in groups)
+    size = sum(align_size(group[0].untyped_storage().nbytes()) for group in groups)
     with ExitStack() as restore:
         try:
             offloaded = _move_out(groups, size, folder, restore)
@@ -242,7 +242,7 @@ class MappedFile:
         # Five times faster than a copy to new pages of the mapping. `Tensor.numpy` would forbid resizing.
         self.file.write((ctypes.c_char * size).from_address(storage.data_ptr()))
         self.file.flush()
-        self.end += aligned(size)
+        self.end += align_size(size)
         return torch.frombuffer(self.mapping, dtype=torch.uint8, count=size, offset=start).untyped_storage()
 
     def drop(self) -> None:

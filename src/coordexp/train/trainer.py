@@ -23,7 +23,7 @@ from transformers import Trainer
 
 from coordexp.config import RolloutContract
 from coordexp.files import write_whole
-from coordexp.objective import Objective, Tally, reduced_counts
+from coordexp.objective import LossTally, Objective, reduce_counts
 from coordexp.objective.reduction import gradient_scale
 from coordexp.pack import Example, PackingError, split_in_order
 from coordexp.pack.collate import Collator, Row, kind_counts
@@ -84,7 +84,7 @@ class RowTrainer(Trainer):
         self.prompt = prompt
         self.rollout_matching_cfg = rollout_matching_cfg
         self.trace = trace
-        self.tally = Tally(objective)
+        self.tally = LossTally(objective)
         self.health = Health()
         self.saved: int | None = None  # the step of the newest checkpoint
         # `_rotate` alone removes checkpoints.
@@ -102,7 +102,7 @@ class RowTrainer(Trainer):
         micro_steps = self._together(partial(self.collect_examples, num_batches))
         self.steps += 1
         self.tokens += sum(len(example) for examples in micro_steps for example in examples)
-        return micro_steps, reduced_counts([kind_counts(examples) for examples in micro_steps], device)
+        return micro_steps, reduce_counts([kind_counts(examples) for examples in micro_steps], device)
 
     def collect_examples(self, micro_steps: int) -> list[tuple[Example, ...]]:
         """Return the examples of one optimizer step, by micro-step. All its rollouts are made here, before the

@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn import Module, Parameter
 
 from coordexp.errors import UserError
-from coordexp.sharding import is_sharded
+from coordexp.ranks import is_sharded
 
 # Wrappers of torch.compile and activation checkpointing, which are not part of the names in a checkpoint.
 _UNNAMED = ("_orig_mod", "_checkpoint_wrapped_module")

@@ -18,8 +18,7 @@ from tokenizers import AddedToken, Tokenizer
 from torch import Tensor
 
 from coordexp.data import BINS
-from coordexp.files import json_object
-from coordexp.folders import is_free
+from coordexp.files import is_free, json_object
 from coordexp.vocab.table import COORD_TOKENS, VocabularyError, VocabularyTable, read_tokenizer
 
 EMBEDDING = "embed_tokens.weight"

@@ -147,9 +147,10 @@ def test_the_trainer_is_given_the_arguments_of_the_file_and_filters_no_loss(tmp_
 def test_half_precision_without_a_gpu_names_the_settings_to_change(tmp_path, monkeypatch):
     import torch
 
+    from coordexp.errors import UserError
     from coordexp.train.run import training_arguments
 
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
     settings = load(stage2(training={"output_dir": str(tmp_path), "bf16": True, "max_steps": 3})).settings
-    with pytest.raises(ValueError, match=r"training.bf16: true needs a GPU[\s\S]*training.use_cpu: true"):
+    with pytest.raises(UserError, match=r"training.bf16: true needs a GPU[\s\S]*training.use_cpu: true"):
         training_arguments(settings, samples=8)

@@ -7,10 +7,10 @@ from transformers import AutoProcessor, Qwen3VLForConditionalGeneration
 from typer.testing import CliRunner
 
 from coordexp.cli import app
-from coordexp.demo.generate import drawing, prompt
 from coordexp.demo.model import make_model
 from coordexp.vocab import VocabularyError, VocabularyTable
-from coordexp.vocab.expand import ExpansionError, add_coord_tokens
+from coordexp.vocab.expand import add_coord_tokens
+from tests.engines import drawing, prompt
 
 
 @pytest.fixture(scope="module", params=[True, False], ids=["tied", "untied"])
@@ -146,14 +146,14 @@ def test_a_checkpoint_without_rows_for_its_tokens_is_refused(plain, tmp_path):
     add_coord_tokens(plain, tmp_path / "whole")
     shutil.copytree(plain, tmp_path / "bad")
     shutil.copy(tmp_path / "whole/tokenizer.json", tmp_path / "bad/tokenizer.json")
-    with pytest.raises(ExpansionError, match="it is damaged"):
+    with pytest.raises(VocabularyError, match="it is damaged"):
         add_coord_tokens(tmp_path / "bad", tmp_path / "out")
 
 
 def test_a_full_output_folder_and_a_missing_checkpoint_are_refused(plain, tmp_path):
     (tmp_path / "full").mkdir()
     (tmp_path / "full/x").write_text("")
-    with pytest.raises(ExpansionError, match="not an empty folder"):
+    with pytest.raises(VocabularyError, match="not an empty folder"):
         add_coord_tokens(plain, tmp_path / "full")
-    with pytest.raises(ExpansionError, match=r"config\.json: no such file"):
+    with pytest.raises(VocabularyError, match=r"config\.json: no such file"):
         add_coord_tokens(tmp_path / "full", tmp_path / "out")

@@ -89,7 +89,7 @@ def test_quantisation_is_a_round_trip_within_half_a_bin():
     ("desc", "bins"), [("", (1, 1, 2, 2)), ("a", (2, 1, 1, 2)), ("a", (1, 1, 2)), ("a", (1, 1, 2, 1000))]
 )
 def test_an_impossible_true_object_is_refused(desc, bins):
-    with pytest.raises(ValueError, match=r"desc is empty|no area|coordinates|leaves the bins"):
+    with pytest.raises(ValueError, match=r"desc is empty|no area|coordinates|is outside the bins"):
         TrueObject(desc, box(*bins))
 
 

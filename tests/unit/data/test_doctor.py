@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from coordexp.cli import app
-from coordexp.correction.serialise import count_answer_tokens
+from coordexp.correction.segment import count_answer_tokens
 from coordexp.data import Record, RecordObject
 from coordexp.data.doctor import KINDS, check_record, examine
 from coordexp.data.images import read_image_facts

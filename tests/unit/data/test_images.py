@@ -16,12 +16,12 @@ from typer.testing import CliRunner
 
 from coordexp.cli import app
 from coordexp.data.images import FORMATS, MOST_PIXELS, ImageError, read_image_facts, size_problem
-from coordexp.data.view.thumbnail import thumbnail
+from coordexp.data.view import make_thumbnail
 from coordexp.errors import DataError
-from coordexp.evaluate.page.pictures import _thumbnail
+from coordexp.evaluate.page.cards import _make_thumbnail
 from coordexp.rollout.prompt import open_image, read_image
 from coordexp.serve.refusal import Refusal
-from coordexp.serve.requests import Pictures
+from coordexp.serve.requests import AllowedImages
 from tests.source import SOURCE
 
 EPS = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 64 64\n%%EndComments\n0 0 64 64 rectfill\nshowpage\n%%EOF\n"
@@ -58,15 +58,15 @@ def test_an_eps_is_an_unknown_format_everywhere_and_starts_no_ghostscript(tmp_pa
 
     record = write_record(tmp_path, "a.png", (64, 64))
     problem = "not a PNG, JPEG, WEBP, BMP, GIF or TIFF image"
-    for read in (read_image_facts, partial(read_image_facts, decode=True), thumbnail):
+    for read in (read_image_facts, partial(read_image_facts, decode=True), make_thumbnail):
         with pytest.raises(ImageError, match=problem):
             read(file)
     with pytest.raises(DataError, match=problem):
         open_image(file, (64, 64))
     for source in (str(file), base64.b64encode(EPS).decode()):
         with pytest.raises(Refusal, match=problem):
-            Pictures((tmp_path.resolve(),)).look(source)
-    assert _thumbnail(file, None, (10, 10)) == ("", f"image not shown: {problem}")  # type: ignore[arg-type]
+            AllowedImages((tmp_path.resolve(),)).open(source)
+    assert _make_thumbnail(file, None, (10, 10)) == ("", f"image not shown: {problem}")  # type: ignore[arg-type]
     run = CliRunner().invoke(app, ["data", "doctor", "--images", "decode", str(record)])
     assert run.exit_code == 1 and "image-unreadable" in run.output
     assert not ghostscript.exists()
@@ -150,7 +150,7 @@ def test_pixels_of_an_image_that_is_too_large_are_not_decoded(tmp_path, monkeypa
     with pytest.raises(ImageError, match="more than 1999 pixels"):
         read_image_facts(tmp_path / "a.png", decode=True)
     with pytest.raises(OSError, match="more than 1999 pixels"):
-        thumbnail(tmp_path / "a.png")
+        make_thumbnail(tmp_path / "a.png")
     with pytest.raises(DataError, match="more than 1999 pixels"):
         read_image(tmp_path / "a.png", "a.png")
 

@@ -8,7 +8,7 @@ import pytest
 from typer.testing import CliRunner
 
 from coordexp.cli import app
-from tests.unit.data.planted import HEIGHT, WIDTH, clean
+from tests.unit.data.planted import HEIGHT, WIDTH, write_clean
 
 HOSTILE = (
     "<script>alert(1)</script>",
@@ -45,7 +45,7 @@ class Reader(HTMLParser):
 
 @pytest.fixture
 def planted(tmp_path):
-    return clean(tmp_path)
+    return write_clean(tmp_path)
 
 
 def view(planted, *options):
@@ -152,9 +152,9 @@ def test_large_images_become_thumbnails_of_480_pixels(planted):
 
     from PIL import Image
 
-    from tests.unit.data.sources import picture
+    from tests.unit.data.sources import write_image
 
-    picture(planted.folder / "images/0.png", (1200, 600))
+    write_image(planted.folder / "images/0.png", (1200, 600))
     planted.rows[0] |= {"width": 1200, "height": 600}
     source = view(planted, "--limit", "1").all("img")[0]["src"]
     assert source.startswith("data:image/jpeg;base64,")

@@ -65,7 +65,7 @@ def test_the_shares_of_object_kinds_are_as_requested():
 
 def test_records_can_be_trained_on_and_are_in_reading_order():
     for scene in draw_scenes(100, RICH, seed=3, folder="x"):
-        assert len(scene.record.sample().objects) == len(scene.record.objects)
+        assert len(scene.record.true_objects()) == len(scene.record.objects)
         tops = [min(item.coords[1::2]) for item in scene.record.objects]
         assert tops == sorted(tops)
 

@@ -5,11 +5,11 @@ import json
 import pytest
 from transformers import AutoConfig, AutoProcessor, AutoTokenizer
 
-from coordexp.demo.generate import drawing, prompt
 from coordexp.demo.model import make_model
 from coordexp.demo.vocabulary import SPECIAL_TOKENS
 from coordexp.errors import UserError
 from coordexp.vocab import COORD_TOKENS
+from tests.engines import drawing, prompt
 
 ANSWER = (
     '{"object_1": {"desc": "red circle", '

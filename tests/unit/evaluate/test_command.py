@@ -9,7 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from coordexp.cli import app
-from coordexp.cli.evaluate import Scores
+from coordexp.cli.evaluate import ScoreSource
 from coordexp.evaluate import ScoreMode, evaluate, write_predictions
 from tests.unit.evaluate.scenes import BOX, FAR, answer, crowd, prediction, record
 
@@ -75,11 +75,11 @@ def test_the_metrics_that_training_logs_have_their_names():
 
 
 def test_the_scores_option_changes_ap_and_not_f1(folder):
-    own, constant, shuffled = (numbers(folder, "--scores", mode)["numbers"] for mode in Scores)
+    own, constant, shuffled = (numbers(folder, "--scores", mode)["numbers"] for mode in ScoreSource)
     assert len({own["ap"], constant["ap"], shuffled["ap"]}) == 3
     assert own["f1_50"] == constant["f1_50"] == shuffled["f1_50"]
     assert "note: all scores are equal" in run(folder, "--scores", "constant").stdout
-    assert [mode.value for mode in Scores] == [mode.value for mode in ScoreMode]
+    assert [mode.value for mode in ScoreSource] == [mode.value for mode in ScoreMode]
     assert shuffled["ap"] != numbers(folder, "--scores", "shuffled", "--seed", "1")["numbers"]["ap"]
 
 

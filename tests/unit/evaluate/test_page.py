@@ -12,7 +12,7 @@ from PIL import Image
 from coordexp.evaluate import evaluate
 from coordexp.evaluate.page import KINDS, PageSource, render_page, write_page
 from coordexp.evaluate.page.cards import choose_worst_images, draw_overlay
-from tests.unit.evaluate.scenes import BOX, FAR, answer, crowd, record, refused, said
+from tests.unit.evaluate.scenes import BOX, FAR, answer, crowd, invalid_object, prediction, record
 
 NASTY = '"><script>alert(1)</script>&amp; <img src=x onerror=alert(2)>'
 
@@ -52,10 +52,14 @@ def nasty(tmp_path):
     ]
     answers = [
         answer(
-            said(NASTY, BOX), said(f"ghost {NASTY}", FAR), refused(NASTY), image="large.png", text=f"{{{NASTY}"
+            prediction(NASTY, BOX),
+            prediction(f"ghost {NASTY}", FAR),
+            invalid_object(NASTY),
+            image="large.png",
+            text=f"{{{NASTY}",
         ),
         answer(image_id=2, image="other.png", finish="length"),
-        answer(said("cup", FAR), image_id=3, image=NASTY, finish=NASTY),
+        answer(prediction("cup", FAR), image_id=3, image=NASTY, finish=NASTY),
     ]
     return PageSource(tmp_path, f"preds of {NASTY}"), evaluate(truth, answers)
 
@@ -118,7 +122,7 @@ def test_the_four_kinds_of_outlines_differ_in_dashes_and_not_only_in_colour():
 
 def test_an_overlay_draws_each_object_once_by_its_kind():
     truth = [(1, record(("cat", BOX), ("cat", FAR)))]
-    (image,) = evaluate(truth, [answer(said("cat", BOX), said("dog", (0, 0, 50, 100), 0.25))]).images
+    (image,) = evaluate(truth, [answer(prediction("cat", BOX), prediction("dog", (0, 0, 50, 100), 0.25))]).images
     drawn = Reader(draw_overlay(image, (333, 333)))
     assert [g["class"] for g in drawn.all("g")] == ["true", "matched", "missed", "extra"]
     assert "extra: dog 0.25" in drawn.texts
@@ -126,7 +130,7 @@ def test_an_overlay_draws_each_object_once_by_its_kind():
 
 
 def test_the_worst_images_have_the_lowest_f1_or_the_most_errors():
-    many = [said("cat", (k, 0, k + 9, 9)) for k in range(0, 400, 20)]
+    many = [prediction("cat", (k, 0, k + 9, 9)) for k in range(0, 400, 20)]
     truth = [
         (1, record(("cat", BOX), image="0")),
         (2, record(*[("cat", obj.bins) for obj in many], image="0")),
@@ -134,14 +138,14 @@ def test_the_worst_images_have_the_lowest_f1_or_the_most_errors():
         (4, record(("cat", BOX), image="0")),
     ]
     answers = [
-        answer(said("cat", BOX), image="0"),  # right
+        answer(prediction("cat", BOX), image="0"),  # right
         answer(*many[:15], image_id=2, image="0"),  # 5 errors, F1 0.86
-        answer(said("cat", BOX), image_id=3, image="0"),  # 1 error, F1 0.67
+        answer(prediction("cat", BOX), image_id=3, image="0"),  # 1 error, F1 0.67
         answer(image_id=4, image="0"),  # 1 error, F1 0
     ]
     images = evaluate(truth, answers).images
-    assert [image.scene.image_id for image in choose_worst_images(images, 9)] == [4, 3, 2]
-    assert [image.scene.image_id for image in choose_worst_images(images, 2)] == [4, 2]
+    assert [image.comparison.image_id for image in choose_worst_images(images, 9)] == [4, 3, 2]
+    assert [image.comparison.image_id for image in choose_worst_images(images, 2)] == [4, 2]
 
 
 def test_a_page_has_curves_with_three_named_lines(tmp_path):
@@ -154,10 +158,10 @@ def test_a_page_has_curves_with_three_named_lines(tmp_path):
 @pytest.mark.parametrize(
     ("answers", "words"),
     [
-        ([answer(said("cat", BOX, None))], "No curve: it needs objects, and a score"),
+        ([answer(prediction("cat", BOX, None))], "No curve: it needs objects, and a score"),
         ([answer()], "No curve"),
-        ([answer(said("cat", BOX, -3.5))], "keeping objects with a score of at least -3.5"),
-        ([answer(said("cat", BOX))], "No image has an error"),
+        ([answer(prediction("cat", BOX, -3.5))], "keeping objects with a score of at least -3.5"),
+        ([answer(prediction("cat", BOX))], "No image has an error"),
     ],
 )
 def test_a_page_can_be_made_from_very_little(answers, words, tmp_path):

@@ -12,7 +12,7 @@ from coordexp.evaluate import write_predictions
 from coordexp.inspector.report import LoggedRun
 from coordexp.inspector.report.series import Series, collect_series
 from coordexp.inspector.run import STARTS, Run, validate
-from coordexp.train.encode import Moment
+from coordexp.train.encode import StepIndex
 from tests.dumped import TRUTH, dumping
 
 TERMS = [
@@ -112,5 +112,5 @@ def write_dumped_run(folder, steps=(0, 1)):
         Image.new("RGB", (64, 48), "teal").save(folder / name)
     encode, _ = dumping(folder)
     for step in steps:
-        encode(range(len(TRUTH)), Moment(step, 0))
+        encode(range(len(TRUTH)), StepIndex(step, 0))
     return folder

@@ -59,7 +59,10 @@ def write_two_groups(folder, seeds=1):
             path = folder / f"{group}-{seed}"
             left_out = 0 if group == "base" else seed + 1
             predicted = [replace(answer, objects=answer.objects[left_out:]) for answer in answers]
-            values = {"f1_50": evaluate(truth, predicted).flat()["f1_50"], "ap": 0.25 if group == "base" else 0.5}
+            values = {
+                "f1_50": evaluate(truth, predicted).metrics()["f1_50"],
+                "ap": 0.25 if group == "base" else 0.5,
+            }
             tree = settings(seed=seed, output_dir=str(path), learning_rate=1 if group == "base" else 2)
             write_run(path, [*lines(), evaluation_line(10, **values), END], tree, [manifest(data=data)])
             write_evaluation(path, 10, truth, predicted)
@@ -195,7 +198,7 @@ def test_the_table_and_the_page_show_the_difference(tmp_path):
     result = run(*runs, "--out", tmp_path / "all.html", "--resamples", 300)
     row = next(line for line in result.stdout.splitlines() if line.startswith("F1 "))
     truth, answers = crowd(2)
-    assert f"{evaluate(truth, answers).flat()['f1_50']:.4f}" in row
+    assert f"{evaluate(truth, answers).metrics()['f1_50']:.4f}" in row
     text = (tmp_path / "all.html").read_text()
     assert "300 times, as many images as there are (12)" in text
     assert '<th scope="row">AP</th><td>0.2500</td><td>0.5000</td>' in text and "AP has no interval" in text

@@ -15,7 +15,7 @@ from coordexp.demo.model import Size, make_model
 from coordexp.launch import preflight
 from coordexp.train import run
 from tests import source
-from tests.scripted import casebook
+from tests.scripted import write_training_set
 from tests.unit.config.trees import stage2
 from tests.unit.correction.conftest import box
 from tests.unit.launch.test_preflight import free_ports
@@ -29,7 +29,7 @@ SOURCE = source.SOURCE / "coordexp"
 def config(tmp_path):
     """Return a config with two servers that leaves out the settings which the loader derives."""
     make_model(tmp_path / "model", "small", size=Size(hidden=64, layers=1, vision_hidden=32, vision_depth=1))
-    casebook(tmp_path, {"1.png": (TrueObject("cup", box(10, 10, 110, 110)),)}, table("qwen"))
+    write_training_set(tmp_path, {"1.png": (TrueObject("cup", box(10, 10, 110, 110)),)}, table("qwen"))
     (tmp_path / "1.png").touch()
     ports = free_ports(4)
     servers = [{"base_url": f"http://127.0.0.1:{ports[k]}/", "group_port": ports[k + 1]} for k in (0, 2)]

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from coordexp.correction import Kind, Role, Segment
+from coordexp.correction import Role, Segment, TokenKind
 from coordexp.pack import Example, ExampleId
 from coordexp.pack.collate import Collator, kind_counts
 
@@ -28,7 +28,7 @@ def example(channel: str = "B", **changes) -> Example:
     streams = {
         "ids": np.array([1, IMAGE, 2, 20, 500, 21]),
         "roles": np.array([0, 0, 0, Role.tail_structure, Role.tail_coord, Role.tail_structure], dtype=np.int8),
-        "kinds": np.array([0, 0, 0, Kind.structure, Kind.coord, Kind.structure], dtype=np.int8),
+        "kinds": np.array([0, 0, 0, TokenKind.structure, TokenKind.coord, TokenKind.structure], dtype=np.int8),
         "sides": np.zeros(6, dtype=np.int8),
         "coord_targets": np.array([np.nan] * 4 + [7.5, np.nan], dtype=np.float32),
         "weights": np.array([0, 0, 0, 1, 1, 1], dtype=np.float32),
@@ -50,7 +50,7 @@ def test_the_position_before_a_supervised_token_is_kept_and_offset_by_its_segmen
 def test_answers_are_counted_by_kind_on_all_channels():
     examples = [example("B"), example("B"), example("A")]
     counts = kind_counts(examples)
-    assert counts[[Kind.structure, Kind.coord]].tolist() == [6, 3]
+    assert counts[[TokenKind.structure, TokenKind.coord]].tolist() == [6, 3]
     row = collator()(examples)
     assert torch.equal(sum(span.counts for span in row.spans), counts)
 
@@ -85,5 +85,5 @@ def test_a_row_says_which_examples_it_holds_and_which_supervised_positions_are_t
     assert [span.tokens.tolist() for span in row.spans] == [[3, 4, 5], [3, 4, 5], [3, 5]]
     for span in row.spans:
         assert row.supervision.at(span.positions).ids.tolist() == examples[0].segment.ids[span.tokens].tolist()
-        assert span.counts[[Kind.structure, Kind.coord]].tolist() == [2, 1]
+        assert span.counts[[TokenKind.structure, TokenKind.coord]].tolist() == [2, 1]
     assert row.to(torch.device("cpu")).spans is row.spans

@@ -14,7 +14,7 @@ from coordexp.rollout import colocate
 from coordexp.rollout.adapter_fallback import AdapterRefused
 from coordexp.rollout.backend import Decode, ImageRef, Request, Rollout
 from coordexp.rollout.engine import EngineSetup
-from coordexp.train.spill import Away
+from coordexp.train.offload import OffloadedStorages
 
 IMAGE = ImageRef("image.png", 64, 64)
 CONFIG = {"r": 2}
@@ -60,7 +60,7 @@ class Run:
         patch: pytest.MonkeyPatch,
         sync: dict[str, Any],
         has_adapter: bool = True,
-        room: Callable[[], AbstractContextManager[Any]] = lambda: nullcontext(Away()),
+        room: Callable[[], AbstractContextManager[Any]] = lambda: nullcontext(OffloadedStorages()),
         watch: Callable[[str], None] = lambda what: None,
     ) -> None:
         self.see = watch

@@ -7,10 +7,10 @@ from types import SimpleNamespace
 import torch
 
 from coordexp.config import RolloutMatching
-from coordexp.rollout.backend import Decode, Picture, Request, Rollout
+from coordexp.rollout.backend import Decode, ImageRef, Request, Rollout
+from coordexp.rollout.engine import EngineSetup
 from coordexp.rollout.server_backend import ServerBackend
 from coordexp.rollout.server_client import ClientTimeouts
-from coordexp.rollout.setup import Setup
 from coordexp.rollout.wire import model_fingerprint
 from tests.fake_server import FakeRolloutServer, answer_ids
 from tests.rollouts import PROMPT
@@ -73,12 +73,12 @@ class Run:
 
     def learner(self) -> ServerBackend:
         silence = self.changes.get("silence")
-        setup = Setup(self.folder, "float32", self.settings(), TABLE, torch.device("cpu"))
+        setup = EngineSetup(self.folder, "float32", self.settings(), TABLE, torch.device("cpu"))
         return ServerBackend(
             setup,
             OnePrompt(),
             self.own_model,
-            Picture("probe.png", 8, 8),
+            ImageRef("probe.png", 8, 8),
             self.messages.append,
             self.events.append,
             adapter=self.changes.get("adapter"),
@@ -109,7 +109,7 @@ class Run:
 
 
 def requests(count, first=100, decode=DECODE):
-    return [Request(Picture(f"{k}.png", 8, 8), decode, first + k) for k in range(count)]
+    return [Request(ImageRef(f"{k}.png", 8, 8), decode, first + k) for k in range(count)]
 
 
 def are_right(rollouts, version, first=100):

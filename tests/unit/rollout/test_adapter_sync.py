@@ -6,7 +6,7 @@ import torch
 
 from coordexp.config.rollout import Offload
 from coordexp.errors import EngineError
-from coordexp.train.offload import offloaded
+from coordexp.train.offload import offload_learner
 from tests.unit.config.trees import load, stage2
 from tests.unit.rollout.fake_engine import ADAPTER, WEIGHTS, Run
 from tests.unit.rollout.ranks import run_two_ranks
@@ -127,7 +127,7 @@ def test_the_learner_is_out_of_memory_before_a_fake_engine_starts_until_it_has_a
     run = Run(
         monkeypatch,
         sync_settings(mode),
-        room=lambda: offloaded(BOTH, model, optimizer, tmp_path),
+        room=lambda: offload_learner(BOTH, model, optimizer, tmp_path),
         watch=lambda event: seen.append((event, memory())),
     )
     run.step(1)

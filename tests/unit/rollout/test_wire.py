@@ -11,7 +11,7 @@ from pydantic import TypeAdapter
 
 from coordexp.config.rollout import RepeatTerminate
 from coordexp.errors import EngineError
-from coordexp.rollout.backend import Decode, Picture, Request
+from coordexp.rollout.backend import Decode, ImageRef, Request
 from coordexp.rollout.wire import (
     RequestFailed,
     ServerAnswer,
@@ -30,7 +30,7 @@ GUARD = RepeatTerminate(enabled=True, min_new_tokens=2, max_consecutive_token_re
 
 
 def request(seed=1, path="a.png", **decode):
-    return Request(Picture(path, 8, 8), Decode(**({"max_new_tokens": 9} | decode)), seed)
+    return Request(ImageRef(path, 8, 8), Decode(**({"max_new_tokens": 9} | decode)), seed)
 
 
 def test_wire_and_pool_import_no_torch():

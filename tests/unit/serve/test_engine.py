@@ -10,8 +10,7 @@ import torch
 
 from coordexp.config import RolloutMatching
 from coordexp.errors import EngineError
-from coordexp.rollout.engine import has_ended
-from coordexp.rollout.setup import Setup
+from coordexp.rollout.engine import EngineSetup, has_ended
 from coordexp.serve.engine import ServedEngine, check_devices
 from coordexp.serve.refusal import Refusal
 from tests.vocabularies import table
@@ -77,9 +76,9 @@ def test_an_engine_that_ends_during_a_call_is_reported_as_ended(monkeypatch):
         asyncio.run(dying(ends=False).leave())
 
 
-def setup(device: str, **vllm: Any) -> Setup:
+def setup(device: str, **vllm: Any) -> EngineSetup:
     settings = RolloutMatching(vllm={"mode": "server", **vllm})
-    return Setup(Path("model"), "float32", settings, table("small"), torch.device(device))
+    return EngineSetup(Path("model"), "float32", settings, table("small"), torch.device(device))
 
 
 @pytest.mark.scenario("R15.C1", on="fake")

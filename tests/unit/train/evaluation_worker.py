@@ -9,7 +9,7 @@ from pathlib import Path
 from torch import distributed as dist
 
 from coordexp.config.rollout import RolloutMatching
-from coordexp.data import RecordError, RecordFile
+from coordexp.data import DataError, RecordFile
 from coordexp.ranks import RankError
 from coordexp.train.evaluation import AnswerEvaluation
 from coordexp.train.stopping import StopOnSignal
@@ -46,7 +46,7 @@ if __name__ == "__main__":
     )
     try:
         evaluation(step=1)
-    except (RankError, RecordError) as error:
+    except (RankError, DataError) as error:
         outcome = {"error": f"{type(error).__name__}: {error}", "stopped_by": stop.stopped_by}
         (folder / f"rank-{rank}.json").write_text(json.dumps(outcome))
     dist.destroy_process_group()

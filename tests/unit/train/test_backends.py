@@ -24,7 +24,7 @@ def prepared(tmp_path, monkeypatch, **changes):
 @pytest.mark.scenario("R07.C8", on="fake")
 def test_a_run_with_servers_has_a_backend_that_asks_them_and_a_manifest_that_names_them(tmp_path, monkeypatch):
     settings, backend = prepared(tmp_path, monkeypatch)
-    assert backend.about.settings == settings.rollout_matching_cfg
+    assert backend.setup.settings == settings.rollout_matching_cfg
     facts = describe_rollouts(settings, backend)
     assert (facts["mode"], facts["sync_mode"], facts["fallbacks"]) == ("server", "full", [])
     assert [(server["base_url"], server["group_port"]) for server in facts["servers"]] == [
@@ -87,10 +87,10 @@ def test_a_fallback_of_a_colocated_run_changes_the_sync_mode_of_the_manifest(tmp
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "run.json").write_text(json.dumps([{"rollouts": facts}]))
     backend.sync_mode.fall_back("the engine cannot use the adapter: its rank")
-    backend.record(backend.described())
+    backend.record(backend.describe())
     (run,) = json.loads((folder / "run.json").read_text())
     assert run["rollouts"]["sync_mode"] == "full" and run["rollouts"]["mode"] == "colocate"
-    assert run["rollouts"]["fallbacks"] == backend.described()["fallbacks"] != []
+    assert run["rollouts"]["fallbacks"] == backend.describe()["fallbacks"] != []
 
 
 @pytest.mark.scenario("R09.S1", on="fake")

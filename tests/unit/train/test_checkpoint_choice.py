@@ -320,4 +320,4 @@ def test_every_rank_follows_the_first_one_which_alone_reads(tmp_path):
     ranks = run_two_ranks("tests.unit.train.checkpoint_worker", tmp_path)
     assert [rank["damaged"] for rank in ranks] == [str(tmp_path / "damaged/checkpoint-4")] * 2
     assert ranks[0]["hopeless"].startswith(f"DataError: {tmp_path}/hopeless has no checkpoint to go on from")
-    assert ranks[1]["hopeless"].startswith("RankError: rank 0 failed, and with it all others\n  DataError: ")
+    assert ranks[1]["hopeless"].startswith("RankError: rank 0 failed, so all ranks stop\n  DataError: ")

@@ -13,7 +13,7 @@ import pytest
 
 from coordexp.config.rollout import RepeatTerminate
 from coordexp.dumps import CORRECTION_SETTINGS, DumpFolder, forget_from, replay
-from coordexp.rollout.seeds import request_seed
+from coordexp.rollout.backend import request_seed
 from coordexp.train.encode import StepIndex, takes_rollouts
 from coordexp.vocab import VocabularyTable
 from tests.dumped import NEAR_CUP, SCRIPT, SMALL, TRUTH, dump_of, dumping

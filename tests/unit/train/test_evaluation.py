@@ -43,7 +43,7 @@ def evaluation(tmp_path, **named):
 
 
 def asked(backend):
-    return [[int(request.picture.path.split("/")[-1][0]) for request in call] for call in backend.calls]
+    return [[int(request.image.path.split("/")[-1][0]) for request in call] for call in backend.calls]
 
 
 def test_images_are_asked_for_in_calls_and_progress_is_told_after_each(tmp_path):
@@ -106,6 +106,6 @@ def test_a_record_that_one_rank_cannot_read_ends_the_evaluation_of_all(tmp_path)
     good = '{"image": "a.png", "width": 10, "height": 10, "space": "pixel", "objects": []}\n'
     (tmp_path / "val.jsonl").write_text(good + good.replace("pixel", "pixxel") + good + good)
     first, second = run_two_ranks("tests.unit.train.evaluation_worker", tmp_path)
-    assert first["error"].startswith("RankError: rank 1 failed, and with it all others\n  RecordError: ")
-    assert second["error"].startswith("RecordError: ") and "val.jsonl:2: space 'pixxel'" in second["error"]
+    assert first["error"].startswith("RankError: rank 1 failed, so all ranks stop\n  DataError: ")
+    assert second["error"].startswith("DataError: ") and "val.jsonl:2: space 'pixxel'" in second["error"]
     assert first["stopped_by"] is second["stopped_by"] is None

@@ -29,7 +29,7 @@ def test_metrics_that_have_no_room_are_warned_of_once(tmp_path, capsys):
     assert capsys.readouterr().err.splitlines() == [
         f"warning: metrics are not written: {file} cannot be written: No space left on device; training goes on",
         "  make room on that disk, or raise the quota or limit",
-        "note: metrics are written again; what came in between is missing",
+        "note: metrics are written again; those in between are missing",
     ]
     assert json.loads(file.read_text())["loss"] is None
 
@@ -56,9 +56,7 @@ def test_tensorboard_without_room_is_warned_of_once_and_begins_a_new_file_later(
     assert shown.splitlines()[0] == (
         "warning: TensorBoard events are not written: [Errno 28] No space left on device; training goes on"
     )
-    assert shown.splitlines()[1:] == [
-        "note: TensorBoard events are written again; what came in between is missing"
-    ]
+    assert shown.splitlines()[1:] == ["note: TensorBoard events are written again; those in between are missing"]
     assert len(list((tmp_path / "runs").iterdir())) == 2
 
 

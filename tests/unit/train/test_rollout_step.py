@@ -9,11 +9,10 @@ import pytest
 from coordexp.config import Settings
 from coordexp.config.rollout import Decoding, RepeatTerminate
 from coordexp.correction import Reason, Role
-from coordexp.data import DataError, RecordError, TrueObject
+from coordexp.data import DataError, TrueObject
 from coordexp.demo.model import Size, make_model
 from coordexp.pack import CarryBuffer, ExampleId, PackingError
-from coordexp.rollout.backend import Decode
-from coordexp.rollout.seeds import request_seed
+from coordexp.rollout.backend import Decode, request_seed
 from coordexp.train import run
 from coordexp.train.encode import StepIndex, takes_rollouts
 from coordexp.train.metrics import RATES, SUMS, StepMetrics
@@ -419,7 +418,7 @@ def test_all_answers_of_a_micro_step_are_made_and_corrected_before_its_row_is_pa
     monkeypatch.setattr(
         step.backend,
         "generate",
-        lambda requests: events.append(("generate", [r.picture.path for r in requests])) or generate(requests),
+        lambda requests: events.append(("generate", [r.image.path for r in requests])) or generate(requests),
     )
     row = packing(step, 200, events).collect_micro_step()
     (asked, images), (drawn, lengths) = events
@@ -524,7 +523,7 @@ def test_all_that_belongs_to_an_example_is_shown_to_the_watcher(tmp_path):
         zip(step.seen, examples, strict=True)
     ):
         assert id == example.id == ExampleId(FIRST.step, FIRST.micro, rank=0, index=k)
-        assert request.picture == sample.image
+        assert request.image == sample.image
         assert rollout.prompt_ids == sample.prompt_ids
         assert correction.segment is example.segment
 
@@ -546,7 +545,7 @@ def test_a_record_that_cannot_be_trained_on_is_named(tmp_path):
     file = step.training_set.records.path
     sound, flat = file.read_text().splitlines()
     file.write_text(f"{sound}\n{flat.replace('110, 110]', '10, 110]')}\n")
-    with pytest.raises(RecordError, match=r"record 2 \(flat\.png\)[\s\S]*coordexp data doctor"):
+    with pytest.raises(DataError, match=r"record 2 \(flat\.png\)[\s\S]*coordexp data doctor"):
         step()
     assert step.backend.calls == []
 

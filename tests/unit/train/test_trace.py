@@ -15,7 +15,7 @@ import torch
 
 from coordexp.correction import Role
 from coordexp.data import BINS
-from coordexp.objective import Objective, Tally
+from coordexp.objective import LossTally, Objective
 from coordexp.pack import CarryBuffer, ExampleId
 from coordexp.pack.collate import Collator
 from coordexp.train.encode import StepIndex
@@ -50,7 +50,7 @@ def logits_for(row, seed=0) -> torch.Tensor:
 def train_on(row, logits, writer=None, done=0) -> tuple[torch.Tensor, torch.Tensor]:
     """Return loss and gradient when this row is a whole step, after `done` others."""
     trainer = RowTrainer.__new__(RowTrainer)
-    trainer.objective, trainer.tally, trainer.trace = OBJECTIVE, Tally(OBJECTIVE), writer
+    trainer.objective, trainer.tally, trainer.trace = OBJECTIVE, LossTally(OBJECTIVE), writer
     trainer.state = SimpleNamespace(global_step=done)
     leaf, counts = logits.clone().requires_grad_(), sum(span.counts for span in row.spans)
     loss = trainer.compute_loss(lambda **_: SimpleNamespace(logits=leaf[None]), row, num_items_in_batch=counts)

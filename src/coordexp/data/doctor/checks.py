@@ -8,7 +8,7 @@ from functools import lru_cache
 from coordexp.data.geometry import BINS, is_degenerate
 from coordexp.data.images import ImageFacts, size_problem
 from coordexp.data.records import Record, RecordObject
-from coordexp.text import encodable
+from coordexp.files import is_encodable
 
 FAR = 0.01  # share of the image by which a shape may extend beyond it before that is an error
 HALF_A_BIN = 0.5 / (BINS - 1)
@@ -83,7 +83,7 @@ def _excess(values: tuple[float, ...], size: float) -> float:
 @lru_cache(maxsize=65536)
 def _desc_problem(desc: str) -> str | None:
     """Return the code of what is wrong with a description, or None."""
-    if not encodable(desc):
+    if not is_encodable(desc):
         return "desc-broken"
     word = desc.strip()
     thin = word.lower() in THIN or not re.search(r"\w", word) or (len(word) == 1 and word.isascii())

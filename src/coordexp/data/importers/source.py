@@ -12,7 +12,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any, Literal
 
 from coordexp.errors import DataError
-from coordexp.text import encodable
+from coordexp.files import is_encodable
 
 Ring = tuple[float, ...]
 Box = tuple[float, float, float, float]
@@ -127,7 +127,7 @@ def check_name(value: Any, where: str) -> str:
         raise DataError(
             f"{where}: {value!r} is not a name", "give every class a text as its name; quote it if it is a number"
         )
-    if not encodable(value):
+    if not is_encodable(value):
         raise DataError(f"{where}: {value!r} contains half a character (a lone surrogate)", "correct the name")
     return value
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from coordexp.data.doctor import Problem, check_image, check_record
-from coordexp.data.images import image_facts, opened_image
+from coordexp.data.images import open_image_file, read_image_facts
 from coordexp.data.records import Record, parse_record
 
 SIDE = 480  # pixels of a thumbnail
@@ -59,7 +59,7 @@ def _make_card(path: Path, number: int, line: bytes, problems_only: bool) -> Car
 def _find_problems(image: Path, record: Record) -> tuple[tuple[Problem, ...], bool]:
     """Return the problems of the record and of its image, and whether the image can be shown."""
     try:
-        facts = image_facts(image, decode=True)
+        facts = read_image_facts(image, decode=True)
     except FileNotFoundError:
         return (Problem("image-missing", repr(record.image)), *check_record(record)), False
     except (OSError, ValueError) as error:
@@ -71,7 +71,7 @@ def make_thumbnail(path: Path, side: int = SIDE) -> str:
     """Return a data URL of the image with sides of at most `side` pixels. Raise OSError if it is broken."""
     from PIL import ImageOps  # imported late: the page of a file without images does not need Pillow
 
-    with opened_image(path) as file:
+    with open_image_file(path) as file:
         file.draft("RGB", (2 * side, 2 * side))
         image = ImageOps.exif_transpose(file).convert("RGB")
     image.thumbnail((side, side))

@@ -11,7 +11,7 @@ from coordexp.evaluate.behaviour import DEFINITIONS
 from coordexp.evaluate.matching import THRESHOLDS
 from coordexp.evaluate.page.cards import choose_worst_images, render_card
 from coordexp.evaluate.page.charts import draw_precision_recall, draw_thresholds
-from coordexp.evaluate.report import MEASURES, Report
+from coordexp.evaluate.report import MEASURES, EvaluationReport
 
 HEADLINE = {
     "f1_50": "F1 at IoU 0.5",
@@ -47,14 +47,14 @@ class PageSource:
     description: str
 
 
-def write_page(path: Path, report: Report, source: PageSource, most: int) -> None:
+def write_page(path: Path, report: EvaluationReport, source: PageSource, most: int) -> None:
     """Write the page with at most `most` images."""
     save_page(path, render_page(report, source, most))
 
 
-def render_page(report: Report, source: PageSource, most: int) -> str:
+def render_page(report: EvaluationReport, source: PageSource, most: int) -> str:
     tally = report.with_class.at(0.5)
-    counts = f"{len(report.images)} images, {tally.true} true objects, {tally.found} valid predictions"
+    counts = f"{len(report.images)} images, {tally.true} true objects, {tally.predicted} valid predictions"
     notes = "".join(f'<p class="note">{escape(note)}</p>' for note in report.notes)
     body = f"""<h1>Evaluation</h1><p class="origin">{escape(source.description)}<br>{counts}</p>{notes}
 {_render_tiles(report)}
@@ -72,14 +72,14 @@ def render_page(report: Report, source: PageSource, most: int) -> str:
     )
 
 
-def _render_curves(report: Report) -> str:
+def _render_curves(report: EvaluationReport) -> str:
     if not report.curve:
         return '<h2>Curves</h2><p class="note">No curve: it needs objects, and a score for each of them.</p>'
     charts = draw_precision_recall(report.curve) + draw_thresholds(report.curve)
     return f'<h2>Curves</h2><p>At IoU 0.5, all classes together.</p><div class="charts">{charts}</div>'
 
 
-def _render_images(report: Report, folder: Path, most: int) -> str:
+def _render_images(report: EvaluationReport, folder: Path, most: int) -> str:
     worst = choose_worst_images(report.images, most)
     if not worst:
         return "<h2>Worst images</h2><p>No image has an error.</p>"
@@ -111,18 +111,18 @@ def _render_legend() -> str:
     )
 
 
-def _render_tiles(report: Report) -> str:
-    values = report.flat()
+def _render_tiles(report: EvaluationReport) -> str:
+    values = report.metrics()
     shown = [(title, values[name]) for name, title in HEADLINE.items() if name in values]
     cells = [f'<div class="tile"><b>{value:.3f}</b><span>{title}</span></div>' for title, value in shown]
     return f'<div class="tiles">{"".join(cells)}</div>'
 
 
-def _render_thresholds(report: Report) -> str:
+def _render_thresholds(report: EvaluationReport) -> str:
     names = ["F1", "precision", "recall", "any class: F1", "precision", "recall"]
     rows: list[list[str]] = []
     for k, threshold in enumerate(THRESHOLDS):
-        tallies = (report.with_class.tallies[k], report.any_class.tallies[k])
+        tallies = (report.with_class.per_threshold[k], report.any_class.per_threshold[k])
         shares = [_format_share(getattr(tally, name)) for tally in tallies for name in MEASURES]
         rows.append([f"{threshold:.2f}", *shares])
     both = (report.with_class, report.any_class)
@@ -130,19 +130,19 @@ def _render_thresholds(report: Report) -> str:
     return _render_table(["IoU", *names], [*rows, ["mean", *means]])
 
 
-def _render_classes(report: Report) -> str:
+def _render_classes(report: EvaluationReport) -> str:
     """Render the classes, most frequent first. The script sorts by other columns."""
     rows = []
     for desc, scores in sorted(report.classes.items(), key=lambda item: -item[1].at(0.5).true):
         tally = scores.at(0.5)
         average = report.boxes.classes[desc] if report.boxes else None
         shares = [*(getattr(tally, name) for name in MEASURES), scores.at(0.95).f1, average, scores.mean_iou]
-        rows.append([escape(desc), str(tally.true), str(tally.found), *map(_format_share, shares)])
+        rows.append([escape(desc), str(tally.true), str(tally.predicted), *map(_format_share, shares)])
     heads = ["class", "true", "predicted", "F1 at 0.5", "precision", "recall", "F1 at 0.95", "AP", "mean IoU"]
     return _render_table(heads, rows, style="sortable")
 
 
-def _render_behaviour(report: Report) -> str:
+def _render_behaviour(report: EvaluationReport) -> str:
     rows = []
     for name, rate in report.behaviour.rates.items():
         share = "&ndash;" if rate.value is None else f"{100 * rate.value:.1f} %"

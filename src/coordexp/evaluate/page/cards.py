@@ -14,9 +14,9 @@ from pathlib import Path
 from PIL import ImageOps
 
 from coordexp.data import Record
-from coordexp.data.images import opened_image
+from coordexp.data.images import open_image_file
+from coordexp.evaluate.comparison import LabelledShape
 from coordexp.evaluate.report import ImageReport
-from coordexp.evaluate.scene import Labelled
 
 SIDE = 480  # pixels of a thumbnail, at most
 MAX_HEIGHT = 380  # of an image on the page, so that an upright one does not take two rows
@@ -25,7 +25,7 @@ MAX_LABELS = 12  # errors up to which each has its name in the image; otherwise 
 
 def choose_worst_images(images: Sequence[ImageReport], most: int) -> list[ImageReport]:
     """Return the images with the lowest F1 and those with the most errors, ordered by F1."""
-    wrong = [image for image in images if image.errors or image.scene.answer.truncated]
+    wrong = [image for image in images if image.errors or image.comparison.answer.is_truncated]
     by_f1 = sorted(wrong, key=lambda image: (_f1(image), -image.errors))
     by_errors = sorted(wrong, key=lambda image: (-image.errors, _f1(image)))
     ranks = {id(image): rank for rank, image in enumerate(by_errors)}
@@ -34,19 +34,19 @@ def choose_worst_images(images: Sequence[ImageReport], most: int) -> list[ImageR
 
 
 def render_card(image: ImageReport, folder: Path) -> str:
-    counts = f"{len(image.pairs)} matched, {len(image.missed)} missed, {len(image.extra)} extra"
+    counts = f"{len(image.pairs)} matched, {len(image.missed_objects)} missed, {len(image.false_positives)} extra"
     counts += f", {image.invalid} invalid" if image.invalid else ""
     flags = " ".join(name for name, applies in _flags(image).items() if applies)
     return f"""<article class="card" data-flags="{flags}" data-f1="{_f1(image):.6f}" data-errors="{image.errors}">
 {_render_image(image, folder)}
-<h3>{escape(image.scene.record.image)} <small>image_id {image.scene.image_id}</small></h3>
+<h3>{escape(image.comparison.record.image)} <small>image_id {image.comparison.image_id}</small></h3>
 <p><b>F1 {_f1(image):.2f}</b> &middot; {counts}</p>
 {_render_answer(image)}
 </article>"""
 
 
 def _render_image(image: ImageReport, folder: Path) -> str:
-    record = image.scene.record
+    record = image.comparison.record
     width, height = _size_on_page(record)
     source, remark = _make_thumbnail(folder / record.image, record, (width, height))
     inner = f'<img alt="" src="{source}" width="{width}" height="{height}">' if source else ""
@@ -57,7 +57,7 @@ def _render_image(image: ImageReport, folder: Path) -> str:
 
 
 def _render_answer(image: ImageReport) -> str:
-    answer = image.scene.answer
+    answer = image.comparison.answer
     reasons = ", ".join(obj.reason for obj in answer.objects if obj.reason is not None)
     ended = f"{answer.tokens} tokens, ended by {answer.finish_reason}" + (
         f"; invalid: {reasons}" if reasons else ""
@@ -68,19 +68,21 @@ def _render_answer(image: ImageReport) -> str:
 
 def draw_overlay(image: ImageReport, size: tuple[int, int]) -> str:
     """Draw the matches first, so that errors are drawn over them."""
-    scene, labelled = image.scene, image.tally.errors <= MAX_LABELS
+    scene, labelled = image.comparison, image.counts.errors <= MAX_LABELS
     scale = size[0] / scene.record.width, size[1] / scene.record.height
     parts = []
     for i, j in image.pairs:
         parts.append(_draw_outline("true", scene.true[j], scale))
-        parts.append(_draw_outline("matched", scene.found[i], scale))
-    wrong = [("missed", scene.true[j]) for j in image.missed] + [("extra", scene.found[i]) for i in image.extra]
+        parts.append(_draw_outline("matched", scene.predicted[i], scale))
+    wrong = [("missed", scene.true[j]) for j in image.missed_objects] + [
+        ("extra", scene.predicted[i]) for i in image.false_positives
+    ]
     for kind, obj in wrong:
         parts.append(_draw_outline(kind, obj, scale, _draw_label(kind, obj, scale, size[0]) if labelled else ""))
     return f'<svg class="overlay" viewBox="0 0 {size[0]} {size[1]}">{"".join(parts)}</svg>'
 
 
-def _draw_outline(kind: str, obj: Labelled, scale: tuple[float, float], label: str = "") -> str:
+def _draw_outline(kind: str, obj: LabelledShape, scale: tuple[float, float], label: str = "") -> str:
     numbers = [value * scale[k % 2] for k, value in enumerate(obj.shape.ring)]
     points = " ".join(f"{x:.1f},{y:.1f}" for x, y in zip(numbers[::2], numbers[1::2], strict=True))
     score = "" if obj.score is None else f" {obj.score:.2f}"
@@ -89,7 +91,7 @@ def _draw_outline(kind: str, obj: Labelled, scale: tuple[float, float], label: s
     return f'<g class="{kind}"><title>{name}</title>{shapes}{label}</g>'
 
 
-def _draw_label(kind: str, obj: Labelled, scale: tuple[float, float], width: int) -> str:
+def _draw_label(kind: str, obj: LabelledShape, scale: tuple[float, float], width: int) -> str:
     """Write `- cat` above a missed object and `+ cat` inside an extra one, so that both can be read in one
     place."""
     x1, y1, x2, y2 = obj.shape.box
@@ -103,16 +105,16 @@ def _draw_label(kind: str, obj: Labelled, scale: tuple[float, float], width: int
 
 def _flags(image: ImageReport) -> dict[str, bool]:
     return {
-        "misses": bool(image.missed),
-        "extras": bool(image.extra),
+        "misses": bool(image.missed_objects),
+        "extras": bool(image.false_positives),
         "invalid": bool(image.invalid),
-        "truncated": image.scene.answer.truncated,
+        "truncated": image.comparison.answer.is_truncated,
     }
 
 
 def _f1(image: ImageReport) -> float:
     """Return 1 for an image without objects and without predictions: it is right."""
-    return 1.0 if image.tally.f1 is None else image.tally.f1
+    return 1.0 if image.counts.f1 is None else image.counts.f1
 
 
 def _size_on_page(record: Record) -> tuple[int, int]:
@@ -123,7 +125,7 @@ def _size_on_page(record: Record) -> tuple[int, int]:
 def _make_thumbnail(path: Path, record: Record, size: tuple[int, int]) -> tuple[str, str]:
     """Return a data URL of the image, empty if it cannot be read, and a remark, empty if all is well."""
     try:
-        with opened_image(path) as opened:
+        with open_image_file(path) as opened:
             upright = ImageOps.exif_transpose(opened)
             file_size = upright.size
             image = upright.convert("RGB").resize(size)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from html import escape
 from operator import itemgetter
 
-from coordexp.evaluate.curve import CurvePoint, best_point, thinned
+from coordexp.evaluate.curve import CurvePoint, best_point, thin_curve
 
 WIDTH, HEIGHT = 440, 280
 LEFT, RIGHT, TOP, BOTTOM = 46, 74, 26, 42
@@ -45,10 +45,10 @@ class Axis:
 
 
 def draw_precision_recall(points: Sequence[CurvePoint]) -> str:
-    shown = [(point.tally.recall or 0.0, point.tally.precision or 0.0) for point in thinned(points)]
+    shown = [(point.counts.recall or 0.0, point.counts.precision or 0.0) for point in thin_curve(points)]
     best = best_point(points)
     assert best is not None
-    mark = (best.tally.recall or 0.0, best.tally.precision or 0.0)
+    mark = (best.counts.recall or 0.0, best.counts.precision or 0.0)
     axes = Axis("recall", 0.0, 1.0), Axis("precision", 0.0, 1.0)
     return _draw_lines(
         "Precision against recall", axes, [Line("", "line-f1", tuple(shown))], mark, _describe_best(best)
@@ -56,20 +56,20 @@ def draw_precision_recall(points: Sequence[CurvePoint]) -> str:
 
 
 def draw_thresholds(points: Sequence[CurvePoint]) -> str:
-    shown = thinned(points)
+    shown = thin_curve(points)
     best = best_point(points)
     assert best is not None
     lines = [
         Line(
             TITLES[name],
             f"line-{name}",
-            tuple((point.score, getattr(point.tally, name) or 0.0) for point in shown),
+            tuple((point.score, getattr(point.counts, name) or 0.0) for point in shown),
         )
         for name in TITLES
     ]
     axes = Axis("score threshold", points[-1].score, points[0].score), Axis("", 0.0, 1.0)
     title = "Precision, recall and F1 against the score threshold"
-    return _draw_lines(title, axes, lines, (best.score, best.tally.f1 or 0.0), _describe_best(best))
+    return _draw_lines(title, axes, lines, (best.score, best.counts.f1 or 0.0), _describe_best(best))
 
 
 def _draw_lines(title: str, axes: tuple[Axis, Axis], lines: Sequence[Line], mark: Point, words: str) -> str:
@@ -85,7 +85,7 @@ def _draw_lines(title: str, axes: tuple[Axis, Axis], lines: Sequence[Line], mark
 
 
 def _describe_best(best: CurvePoint) -> str:
-    return f"Ring: best F1 {best.tally.f1 or 0.0:.3f}, keeping objects with a score of at least {best.score:.3g}"
+    return f"Ring: best F1 {best.counts.f1 or 0.0:.3f}, keeping objects with a score of at least {best.score:.3g}"
 
 
 def _to_pixels(point: Point, axes: tuple[Axis, Axis]) -> Point:

@@ -201,15 +201,15 @@ def _find_val_data(logged: LoggedRun) -> DataFile:
 
 
 def _count(run: Run, step: int, truth: "Truth") -> RunCounts:
-    from coordexp.evaluate import PredictionError, check_predictions, read_predictions
-    from coordexp.evaluate.by_image import count_by_image
+    from coordexp.evaluate import check_predictions, read_predictions
+    from coordexp.evaluate.report import count_by_image
 
     path = run.folder / "evaluations" / f"step-{step}.json"
     try:
         predictions = read_predictions(path)
         check_predictions(predictions, truth)
         return count_by_image(truth, predictions.answers)
-    except PredictionError as error:  # it does not name the run
+    except DataError as error:  # it does not name the run
         raise DataError(f"{path}: {error.problem}", error.fix) from error
 
 

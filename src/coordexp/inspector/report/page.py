@@ -8,7 +8,7 @@ from pathlib import Path
 from urllib.parse import quote
 
 from coordexp.document import escape_text, read_resource, render_document
-from coordexp.dump_files import FOLDER, step_files
+from coordexp.dumps import FOLDER, step_files
 from coordexp.inspector.report.compare import ComparisonResult
 from coordexp.inspector.report.configuration import render_configuration
 from coordexp.inspector.report.drawing import LEFT, RIGHT, StepMark, mark_path
