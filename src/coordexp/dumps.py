@@ -35,6 +35,8 @@ FOLDER = "dumps"  # in a run folder
 FOLLOWED = "followed"  # a folder inside the dumps
 TOKENIZER = "tokenizer.json"
 FORMAT = TRACE_FORMAT = 1
+# What reading a line raises if it is not a dumped example.
+NOT_A_DUMP = (ValueError, LookupError, TypeError, AttributeError, OverflowError)
 # The settings of rollout_matching that correcting an answer depends on.
 CORRECTION_SETTINGS = (
     "candidate_top_k",

@@ -3,6 +3,9 @@
 This module imports nothing, so every package and every command may import it.
 """
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
 
 class UserError(Exception):
     """A problem and what to do about it. `fix` is empty where the problem itself says what to do."""
@@ -21,3 +24,26 @@ class DataError(UserError, ValueError):
 
 class EngineError(UserError, RuntimeError):
     """A rollout engine or server could not be started, or failed."""
+
+
+@contextmanager
+def explain(
+    kinds: type[Exception] | tuple[type[Exception], ...],
+    problem: str,
+    fix: str = "",
+    *,
+    to: Callable[[str, str], UserError] = DataError,
+) -> Iterator[None]:
+    """Replace an exception of these kinds with a UserError: the problem, what the exception says, and the fix."""
+    try:
+        yield
+    except kinds as error:
+        raise to(f"{problem}: {describe_exception(error)}", fix) from error
+
+
+def describe_exception(error: Exception) -> str:
+    """Return what an exception says, without the number and the path that an OSError adds. A KeyError says only
+    the key, so its name is added."""
+    if isinstance(error, LookupError):
+        return repr(error)
+    return getattr(error, "strerror", None) or str(error) or type(error).__name__

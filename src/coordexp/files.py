@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from coordexp.errors import DataError, UserError
+from coordexp.errors import DataError, UserError, explain
 
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _NO_SYNC = (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS)  # file systems that cannot sync a folder
@@ -141,10 +141,8 @@ def read_json_lines(path: Path) -> Iterator[dict[str, Any]]:
 
 def json_object(line: bytes, where: str) -> dict[str, Any]:
     """Return the JSON object on a line. Raise a DataError that begins with `where` if there is none."""
-    try:
+    with explain((ValueError, RecursionError), f"{where}: not JSON"):
         value = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise DataError(f"{where}: not JSON ({error})") from error
     if not isinstance(value, dict):
         raise DataError(f"{where}: not a JSON object")
     return value

@@ -474,7 +474,7 @@ def test_a_server_whose_port_is_taken_says_so_before_it_starts_an_engine(fleet):
         other = fleet.config("taken", rollout_matching__vllm__server__servers=servers)
         with started([*SERVE, "--config", str(other)]) as run:
             assert run.wait(60) == 1
-            assert f"127.0.0.1:{port} cannot be listened on (Address already in use)" in run.shown
+            assert f"cannot listen on 127.0.0.1:{port}: Address already in use" in run.shown
             assert run.remains() == {}
 
 

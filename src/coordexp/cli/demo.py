@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from coordexp.cli.console import bar, need, need_new, out, progress
-from coordexp.errors import UserError
+from coordexp.errors import UserError, explain
 
 if TYPE_CHECKING:
     from coordexp.rollout.backend import ImageRef, Rollout
@@ -52,15 +52,13 @@ def model(
     with progress("making the model"):
         from coordexp.demo.model import SCENES, make_model
 
-        try:
+        with explain(OSError, f"{out_folder} cannot be written", "give another --out"):
             if scenes:
                 make_model(
                     out_folder, vocabulary.value, tied=tied, seed=seed, spread=3.0, ordinal=True, size=SCENES
                 )
             else:
                 make_model(out_folder, vocabulary.value, tied=tied, seed=seed, spread=spread)
-        except OSError as error:
-            raise UserError(f"{out_folder} cannot be written: {error}", "give another --out") from error
     out.print(f"wrote {out_folder}")
 
 

@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from coordexp.cli.console import err, need, need_page, out, progress
-from coordexp.errors import UserError
+from coordexp.errors import UserError, explain
 from coordexp.inspector.run import INSPECTOR, REPORT, read_run
 
 PORT = 8421
@@ -69,12 +69,8 @@ def _serve(folder: Path, samples: int, port: int) -> None:
     from coordexp.inspector.live import HOST, listen, make_live_pages
 
     read_run(folder)  # so that a wrong folder is reported before the server starts
-    try:
+    with explain(OSError, f"cannot listen on {HOST}:{port}", "give another --port, or 0 for a free one"):
         server = listen(make_live_pages(folder, samples), port)
-    except OSError as error:  # it names neither the address nor the option
-        raise UserError(
-            f"cannot listen on {HOST}:{port} ({error.strerror})", "give another --port, or 0 for a free one"
-        ) from error
     with server:
         out.print(f"{folder} at http://{HOST}:{server.server_port}/  (Ctrl-C ends it)", markup=False)
         try:

@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from coordexp.cli.console import err, need, out
-from coordexp.errors import DataError
+from coordexp.errors import DataError, explain
 
 
 def replay(
@@ -22,7 +22,7 @@ def replay(
     Exits 1 if anything differs: the code or the tokenizer is not the run's.
     """
     need("tokenizers", extra="train")
-    from coordexp.dumps import FOLDER, FOLLOWED, step_files
+    from coordexp.dumps import FOLDER, FOLLOWED, NOT_A_DUMP, step_files
     from coordexp.dumps import replay as replay_line
     from coordexp.vocab import VocabularyError, VocabularyTable
 
@@ -41,10 +41,8 @@ def replay(
     examples = different = 0
     for file in files:
         for number, line in enumerate(file.read_bytes().splitlines(), start=1):
-            try:
+            with explain(NOT_A_DUMP, f"{file}, line {number}: not a dumped example"):
                 differences = replay_line(line, table)
-            except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
-                raise DataError(f"{file}, line {number}: not a dumped example ({error!r})") from error
             examples += 1
             different += bool(differences)
             for difference in differences:

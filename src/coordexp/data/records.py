@@ -33,7 +33,7 @@ from coordexp.data.geometry import (
     is_valid_count,
     to_bin,
 )
-from coordexp.errors import DataError
+from coordexp.errors import DataError, explain
 
 Space = Literal["pixel", "unit", "norm1000", "bin"]
 SPACES: tuple[Space, ...] = get_args(Space)
@@ -220,10 +220,8 @@ def _format_place(location: tuple[int | str, ...]) -> str:
 
 
 def _parse_line(path: Path, number: int, line: bytes) -> Record:
-    try:
+    with explain(ValueError, f"{path}:{number}", f"run `coordexp data doctor {path}`"):
         return parse_record(line)
-    except ValueError as error:
-        raise DataError(f"{path}:{number}: {error}", f"run `coordexp data doctor {path}`") from error
 
 
 def _read_object(line: _ObjectLine, place: str) -> RecordObject:

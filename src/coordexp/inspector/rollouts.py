@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 from coordexp.data import BINS
 from coordexp.data.view import make_thumbnail
 from coordexp.document import read_resource, render_document
-from coordexp.dumps import FOLDER
-from coordexp.errors import DataError
+from coordexp.dumps import FOLDER, NOT_A_DUMP
+from coordexp.errors import DataError, explain
 from coordexp.inspector.dumps import DumpedExample, choose_examples
 from coordexp.inspector.run import RESOLVED, Run
 from coordexp.inspector.sample import show_sample, summarise_sample
@@ -93,15 +93,12 @@ class InspectedObjective:
 def _read_objective(run: Run) -> InspectedObjective:
     objective = run.latest_start.objective
     masked = "B" in (objective.masked_desc or ()) if objective else False
-    try:
+    problem = f"{run.folder / RESOLVED} does not have the form that a run writes"
+    fix = "it was edited, or another program wrote it; give another run"
+    with explain((KeyError, TypeError, AttributeError), problem, fix):  # settings are a tree of any shape
         pipeline = (run.settings.get("rollout_matching") or {}).get("pipeline") or {}
         data = Path(run.custom.get("train_jsonl") or "")
         return InspectedObjective(find_soft_target(pipeline.get("objective") or ()), masked, data.parent)
-    except (KeyError, TypeError, AttributeError) as error:  # settings are a tree of any shape
-        raise DataError(
-            f"{run.folder / RESOLVED} does not have the form that a run writes ({error!r})",
-            "it was edited, or another program wrote it; give another run",
-        ) from error
 
 
 def find_soft_target(objective: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
@@ -154,7 +151,7 @@ def _read_samples(
     entries, samples = [], []
     for example in dumped:
         content, trained = example.content, example.trained
-        try:
+        with explain(NOT_A_DUMP, f"{example.where}: not a dumped example"):
             place, path = content["place"], content["picture"]["path"]
             id = f"{place['step'] + 1}.{place['micro']}.{place['record']}"
             seen[id] += 1  # a record can occur twice in one step, when a new epoch begins
@@ -164,8 +161,6 @@ def _read_samples(
             samples.append(
                 {**name, **show_sample(content, trained, table, desc_is_masked=objective.desc_is_masked)}
             )
-        except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
-            raise DataError(f"{example.where}: not a dumped example ({error!r})") from error
     return entries, samples
 
 

@@ -14,7 +14,7 @@ from typing import Annotated, Any, TypeVar
 import yaml
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError
 
-from coordexp.errors import DataError
+from coordexp.errors import DataError, explain
 from coordexp.files import read_json_lines
 
 METRICS, RESOLVED, MANIFEST = "metrics.jsonl", "resolved.yaml", "run.json"
@@ -173,10 +173,8 @@ def validate(adapter: TypeAdapter[T], value: Any, where: str) -> T:
 
 
 def _read_file(path: Path, parse: Callable[[str], Any], kind: type) -> Any:
-    try:
+    with explain((ValueError, RecursionError, yaml.YAMLError), f"{path}: cannot be read"):
         value = parse(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError, yaml.YAMLError) as error:
-        raise DataError(f"{path}: cannot be read ({error})") from error
     if not isinstance(value, kind):
         raise DataError(f"{path}: expected a {kind.__name__}, but this is a {type(value).__name__}")
     _check_size(value, str(path))

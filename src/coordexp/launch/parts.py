@@ -21,7 +21,7 @@ from typing import TextIO
 import httpx
 
 from coordexp.child_processes import TORCHRUN_VARIABLES
-from coordexp.errors import EngineError
+from coordexp.errors import EngineError, explain
 from coordexp.launch.plan import Part
 from coordexp.launch.tether import to_shell_code
 from coordexp.rollout.wire import TOKEN
@@ -219,11 +219,8 @@ def is_ready(client: httpx.Client, base_url: str) -> bool:
 def read_world_size(client: httpx.Client, base_url: str) -> int:
     """Return the world size that a rollout server reports. Raise if there is no such server."""
     url = f"{base_url}/get_world_size/"
-    try:
+    with explain(httpx.HTTPError, url, "check that a rollout server runs there", to=EngineError):
         answer = client.get(url)
-    except httpx.HTTPError as error:
-        problem = f"{url}: {type(error).__name__} {error}"
-        raise EngineError(problem, "check that a rollout server runs there") from error
     if answer.status_code in (httpx.codes.UNAUTHORIZED, httpx.codes.FORBIDDEN):
         raise EngineError(
             f"{url}: the server expects another token than this run has",

@@ -11,7 +11,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from coordexp.correction import Segment
-from coordexp.errors import DataError
+from coordexp.errors import explain
 from coordexp.pack.carry import CarryBuffer
 from coordexp.pack.example import Example, ExampleId
 
@@ -41,13 +41,9 @@ def save_buffer(buffer: CarryBuffer[Example], path: Path) -> None:
 
 def load_buffer(buffer: CarryBuffer[Example], path: Path) -> None:
     """Put the saved examples back into `buffer`, under its own capacity and limit."""
-    try:
+    problem = f"{path} does not hold a carry buffer of this version"
+    with explain((SafetensorError, KeyError, ValueError), problem, "resume from another checkpoint"):
         arrays, rows, sources = _read(path)
-    except (SafetensorError, KeyError, ValueError) as error:
-        raise DataError(
-            f"{path} does not hold a carry buffer of this version ({error})",
-            "resume from another checkpoint",
-        ) from error
     cuts = np.cumsum(arrays["lengths"])[:-1]
     streams = {name: np.split(arrays[name], cuts) for name in _STREAMS}
     waiting = []

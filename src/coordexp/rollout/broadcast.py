@@ -174,7 +174,7 @@ def _listen(host: str, port: int) -> socket.socket:
         listening.listen(1024)
     except OSError as error:
         listening.close()
-        raise RuntimeError(f"{host}:{port} cannot be listened on ({error.strerror})") from error
+        raise RuntimeError(f"cannot listen on {host}:{port}: {error.strerror}") from error
     return listening
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from coordexp.data import DataError
 from coordexp.data.images import ImageError, open_image_file, size_problem
-from coordexp.errors import UserError
+from coordexp.errors import UserError, explain
 from coordexp.rollout.agreement import check_prompt as check_prompt
 
 UNUSABLE = "cut the image into tiles, or remove the record; `coordexp data doctor` finds all of them"
@@ -70,13 +70,12 @@ def open_image(path: str | Path, size: tuple[int, int]) -> Image.Image:
 
 def read_image(source: str | Path | IO[bytes], name: str) -> Image.Image:
     """Return the image in RGB, rotated as its EXIF data says. An image of an unusable size is not decoded."""
-    try:
-        with open_image_file(Path(source) if isinstance(source, str) else source) as image:
-            if problem := size_problem(*image.size):
-                raise ImageError(problem)
-            ImageOps.exif_transpose(image, in_place=True)
-            return image.convert("RGB")
-    except OSError as error:
-        raise DataError(
-            f"{name}: not a readable image ({error.strerror or error})", "run `coordexp data doctor`"
-        ) from error
+    file = Path(source) if isinstance(source, str) else source
+    with (
+        explain(OSError, f"{name}: not a readable image", "run `coordexp data doctor`"),
+        open_image_file(file) as image,
+    ):
+        if problem := size_problem(*image.size):
+            raise ImageError(problem)
+        ImageOps.exif_transpose(image, in_place=True)
+        return image.convert("RGB")

@@ -19,7 +19,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
-from coordexp.errors import EngineError
+from coordexp.errors import EngineError, explain
 from coordexp.rollout.wire import KEEP_ALIVE
 from coordexp.serve.refusal import Refusal
 
@@ -44,13 +44,9 @@ def listen(host: str, port: int) -> socket.socket:
     listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     for option in KEEP_ALIVE:
         listening.setsockopt(*option)
-    try:
+    fix = "end the process that uses it, or change rollout_matching.vllm.server.servers"
+    with explain(OSError, f"cannot listen on {host}:{port}", fix, to=EngineError):
         listening.bind((host, port))
-    except OSError as error:
-        raise EngineError(
-            f"{host}:{port} cannot be listened on ({error.strerror})",
-            "end the process that uses it, or change rollout_matching.vllm.server.servers",
-        ) from error
     return listening
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from coordexp.config.rollout import RepeatTerminate
-from coordexp.errors import EngineError
+from coordexp.errors import EngineError, explain
 
 TEXT, FILE = "COORDEXP_VLLM_REPEAT_TERMINATE_CONFIG_JSON", "COORDEXP_VLLM_REPEAT_TERMINATE_CONFIG_JSON_PATH"
 STARTUP_GUARD = "coordexp.serve.startup_guard:StartupRepeatGuard"  # for requests that carry no settings
@@ -49,10 +49,7 @@ def read_guard_settings(fix: str = UNSET) -> RepeatTerminate:
 def check_class(qualified: str) -> None:
     """Raise EngineError if vLLM's workers could not import the guard by this name."""
     module, _, name = qualified.partition(":")
-    try:
+    problem = f"rollout_matching.repeat_terminate is enabled, and {qualified} cannot be loaded"
+    fix = "run `coordexp doctor` to see whether the right release of vLLM is installed, or set enabled: false"
+    with explain((ImportError, AttributeError), problem, fix, to=EngineError):
         getattr(import_module(module), name)
-    except (ImportError, AttributeError) as error:
-        raise EngineError(
-            f"rollout_matching.repeat_terminate is enabled, and {qualified} cannot be loaded: {error}",
-            "run `coordexp doctor` to see whether the right release of vLLM is installed, or set enabled: false",
-        ) from error

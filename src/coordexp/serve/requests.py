@@ -2,7 +2,6 @@
 they may name. Parts of the contract that are not served (tools, videos, audio) are refused, never ignored."""
 
 import base64
-import binascii
 import io
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ from PIL import Image
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from coordexp.data.images import open_image_file, size_problem, upright_size
+from coordexp.errors import explain
 from coordexp.files import is_encodable
 from coordexp.rollout.prompt import UNUSABLE, read_image
 from coordexp.serve.refusal import bad_request
@@ -131,12 +131,12 @@ class AllowedImages:
         """Read the header of an image, without decoding it. Raise a Refusal if the image cannot be used. `size` is
         the size in its record, if the request has it."""
         content, name = self._locate(source)
-        try:
-            with open_image_file(content if isinstance(content, Path) else io.BytesIO(content)) as image:
-                width, height, _ = upright_size(image)
-        except OSError as error:
-            problem = f"{name}: not a readable image ({error.strerror or error})"
-            raise bad_request(problem, "run `coordexp data doctor`") from error
+        file = content if isinstance(content, Path) else io.BytesIO(content)
+        with (
+            explain(OSError, f"{name}: not a readable image", "run `coordexp data doctor`", to=bad_request),
+            open_image_file(file) as image,
+        ):
+            width, height, _ = upright_size(image)
         if limit := size_problem(width, height):
             raise bad_request(f"{name}: {limit}", UNUSABLE)
         if size is not None and (width, height) != size:
@@ -152,10 +152,9 @@ class AllowedImages:
             return _decode_base64(source), "the base64 image"
         if "://" in source:
             raise bad_request(f"{source[:80]}: images are not fetched from elsewhere", "send a path, or base64")
-        try:
+        kinds = (OSError, ValueError, RuntimeError)
+        with explain(kinds, f"{source[:80]!r}: not a path", "send a path, or base64", to=bad_request):
             path = Path(source).resolve()
-        except (OSError, ValueError, RuntimeError) as error:
-            raise bad_request(f"{source[:80]!r}: not a path ({error})", "send a path, or base64") from error
         if not any(path.is_relative_to(folder) for folder in self.folders):
             allowed = ", ".join(map(str, self.folders)) or "no folder"
             raise bad_request(
@@ -197,10 +196,9 @@ def _is_path(source: str) -> bool:
 
 
 def _decode_base64(source: str) -> bytes:
-    try:
-        return base64.b64decode(source.partition(",")[2] if source.startswith("data:") else source, validate=True)
-    except (binascii.Error, ValueError) as error:
-        raise bad_request(f"{source[:40]}: neither a path nor base64 ({error})", "send one of them") from error
+    content = source.partition(",")[2] if source.startswith("data:") else source
+    with explain(ValueError, f"{source[:40]}: neither a path nor base64", "send one of them", to=bad_request):
+        return base64.b64decode(content, validate=True)
 
 
 def split_request(request: InferRequest) -> tuple[list[dict[str, Any]], list[str]]:

@@ -11,7 +11,8 @@ from fractions import Fraction
 from coordexp.config import RolloutMatching
 from coordexp.config.pipeline import Channel
 from coordexp.correction import Correction, FieldOrder, correct
-from coordexp.data import DataError, RecordFile, TrueObject
+from coordexp.data import RecordFile, TrueObject
+from coordexp.errors import explain
 from coordexp.pack import Example, ExampleId
 from coordexp.rollout.agreement import check_prompt
 from coordexp.rollout.backend import Decode, ImageRef, Request, Rollout, RolloutBackend, request_seed
@@ -50,13 +51,10 @@ class TrainingSet:
 
     def __getitem__(self, index: int) -> TrainingSample:
         record = self.records[index]
-        try:
+        path = self.records.path
+        problem = f"{path}, record {index + 1} ({record.image})"
+        with explain(ValueError, problem, f"run `coordexp data doctor {path}`"):
             truth = record.true_objects()
-        except ValueError as error:
-            raise DataError(
-                f"{self.records.path}, record {index + 1} ({record.image}): {error}",
-                f"run `coordexp data doctor {self.records.path}`",
-            ) from error
         image = ImageRef.of(self.records, record)
         return TrainingSample(index, image, tuple(self.prompts.ids(*image.size, image.path)), tuple(truth))
 

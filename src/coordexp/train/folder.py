@@ -21,7 +21,7 @@ import yaml
 
 from coordexp.config import Loaded, Settings
 from coordexp.data import RecordFile
-from coordexp.errors import DataError
+from coordexp.errors import DataError, explain
 from coordexp.files import BestEffort, append_line, drop_torn_line, write_json, write_whole
 from coordexp.rollout.backend import Decode, RolloutBackend
 from coordexp.train.callbacks import say
@@ -59,10 +59,8 @@ def write_run_folder(
 
 def read_starts(file: Path) -> list[dict[str, Any]]:
     """Return the entries of `run.json`, one for each start of the run."""
-    try:
+    with explain((ValueError, RecursionError), f"{file} cannot be read", _RESTORE):
         runs = json.loads(file.read_text())
-    except (ValueError, RecursionError) as error:
-        raise DataError(f"{file} cannot be read ({error})", _RESTORE) from error
     if not isinstance(runs, list) or not all(isinstance(run, dict) for run in runs):
         raise DataError(f"{file} is not a list of the starts of a run", _RESTORE)
     return runs

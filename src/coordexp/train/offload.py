@@ -22,7 +22,7 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
 from coordexp.config.rollout import Offload
-from coordexp.errors import EngineError
+from coordexp.errors import EngineError, explain
 from coordexp.rollout.buckets import align_size
 
 # Storages with fewer bytes stay, except those in a mapped file, where each of them would keep all of it in memory.
@@ -152,14 +152,13 @@ def offload_storages(tensors: Iterable[Tensor], folder: Path) -> Iterator[Offloa
     groups = _group_by_storage(tensors)
     size = sum(align_size(group[0].untyped_storage().nbytes()) for group in groups)
     with ExitStack() as restore:
-        try:
+        problem = f"rollout_matching.offload: {size / 1e9:.3f} GB of the learner could not be offloaded"
+        fix = (
+            f"a learner on the CPU needs that much disk space in {folder} (training.output_dir), one on an "
+            "accelerator that much host memory; or set rollout_matching.offload.enabled: false"
+        )
+        with explain((OSError, RuntimeError), problem, fix, to=EngineError):
             offloaded = _move_out(groups, size, folder, restore)
-        except (OSError, RuntimeError) as error:
-            raise EngineError(
-                f"rollout_matching.offload: {size / 1e9:.3f} GB of the learner could not be offloaded: {error}",
-                f"a learner on the CPU needs that much disk space in {folder} (training.output_dir), one on an "
-                "accelerator that much host memory; or set rollout_matching.offload.enabled: false",
-            ) from error
         yield offloaded
 
 

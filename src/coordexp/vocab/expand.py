@@ -18,6 +18,7 @@ from tokenizers import AddedToken, Tokenizer
 from torch import Tensor
 
 from coordexp.data import BINS
+from coordexp.errors import explain
 from coordexp.files import is_free, json_object
 from coordexp.vocab.table import COORD_TOKENS, VocabularyError, VocabularyTable, read_tokenizer
 
@@ -105,11 +106,11 @@ def _missing_coord_tokens(tokenizer: Tokenizer, source: Path) -> list[str]:
 
 def _expandable_weights(shard: Path) -> list[str]:
     """Return the names of the weights in a shard that have a row for every token."""
-    try:
-        with safe_open(shard, "pt") as opened:
-            names = list(opened.keys())
-    except SafetensorError as error:
-        raise VocabularyError(f"{shard} cannot be read: {error}", "copy the checkpoint again") from error
+    with (
+        explain(SafetensorError, f"{shard} cannot be read", "copy the checkpoint again", to=VocabularyError),
+        safe_open(shard, "pt") as opened,
+    ):
+        names = list(opened.keys())
     return [name for name in names if name.endswith((EMBEDDING, HEAD)) and "visual" not in name]
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from tokenizers import Tokenizer
 
 from coordexp.data import BINS
-from coordexp.errors import DataError
+from coordexp.errors import DataError, explain
 
 COORD_TOKENS = tuple(f"<|coord_{bin}|>" for bin in range(BINS))
 STOP_TOKENS = ("<|im_end|>", "<|endoftext|>")
@@ -123,10 +123,9 @@ def read_tokenizer(folder: Path) -> Tokenizer:
     file = folder / "tokenizer.json"
     if not file.is_file():
         raise VocabularyError(f"{file}: no such file", "save the tokenizer in its fast form there")
-    try:
+    # tokenizers raises nothing narrower than Exception.
+    with explain(Exception, f"{file} is not a saved tokenizer", "copy the file again", to=VocabularyError):
         return Tokenizer.from_file(str(file))
-    except Exception as error:  # tokenizers raises nothing narrower
-        raise VocabularyError(f"{file} is not a saved tokenizer: {error}", "copy the file again") from error
 
 
 def _pieces(tokenizer: Tokenizer, source: str) -> tuple[bytes, ...]:

@@ -136,7 +136,7 @@ def test_a_broken_line_is_named(tmp_path, line):
     file = dump_of(tmp_path)
     lines = file.read_bytes().splitlines()
     file.write_bytes(b"\n".join([lines[0], line, *lines[1:]]) + b"\n")
-    assert f"{file}, line 2: not a dumped example (" in refusal(run(file))
+    assert f"{file}, line 2: not a dumped example: " in refusal(run(file))
 
 
 @pytest.mark.parametrize("value", [None, -1, 10**30, "x", [], {"a": 1}, [[1]]], ids=repr)
@@ -160,7 +160,7 @@ def test_an_example_with_something_else_in_a_place_is_refused_or_differs(tmp_pat
 def test_an_example_with_values_of_another_kind_is_refused(tmp_path, spoil):
     file = dump_of(tmp_path)
     change(file, 0, spoil)
-    assert f"{file}, line 1: not a dumped example (" in refusal(run(file))
+    assert f"{file}, line 1: not a dumped example: " in refusal(run(file))
 
 
 def test_a_dump_of_another_format_says_which_this_version_reads(tmp_path):

@@ -31,7 +31,7 @@ from coordexp.data.importers.source import (
     resolve_image,
 )
 from coordexp.data.records import LARGEST_ID
-from coordexp.errors import DataError
+from coordexp.errors import DataError, explain
 
 JsonObject = dict[str, Any]
 _LEFT_OUT_OF_LVIS = {
@@ -68,11 +68,9 @@ def _lvis_file_name(image: JsonObject) -> Any:
 
 
 def _load_document(path: Path) -> JsonObject:
-    try:
-        with path.open("rb") as file:
-            document = json.load(file)
-    except (OSError, ValueError, RecursionError) as error:
-        raise DataError(f"{path}: not a JSON document: {error}", "give the file of annotations") from error
+    kinds = (OSError, ValueError, RecursionError)
+    with explain(kinds, f"{path}: not a JSON document", "give the file of annotations"), path.open("rb") as file:
+        document = json.load(file)
     for name in ("images", "categories", "annotations"):
         entries = document.get(name) if isinstance(document, dict) else None
         if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any, Literal
 
-from coordexp.errors import DataError
+from coordexp.errors import DataError, explain
 from coordexp.files import is_encodable
 
 Ring = tuple[float, ...]
@@ -110,13 +110,9 @@ def read_missing_size(
     path: Path, problem: str, where: str, counts: ImportCounts, size_of: SizeOf
 ) -> tuple[int, int]:
     """Return the size of an image whose source does not state it. Raise DataError if the file cannot be read."""
-    try:
+    fix = "give the folder of the images with --images, or add the sizes to the source"
+    with explain(OSError, f"{problem}, and {path} cannot be read", fix):
         size = size_of(path)
-    except OSError as error:
-        raise DataError(
-            f"{problem}, and {path} cannot be read: {error}",
-            "give the folder of the images with --images, or add the sizes to the source",
-        ) from error
     counts.add("changed", "image without width and height: read from its file", where)
     return size
 

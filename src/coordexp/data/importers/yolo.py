@@ -20,7 +20,7 @@ from coordexp.data.importers.source import (
     SourceObject,
     check_name,
 )
-from coordexp.errors import DataError
+from coordexp.errors import DataError, explain
 
 SUFFIXES = frozenset({".bmp", ".jpeg", ".jpg", ".png", ".tif", ".tiff", ".webp"})
 FAR = 2.0  # a number beyond this cannot be in units of the image
@@ -61,14 +61,13 @@ def _find_names_file(labels: Path) -> Path:
 
 def _read_classes(path: Path) -> dict[int, str]:
     """Return the names by class number. Numbers may have gaps in data.yaml."""
-    try:
+    kinds = (OSError, UnicodeDecodeError, yaml.YAMLError)
+    with explain(kinds, f"{path}: cannot be read", "give data.yaml or classes.txt"):
         text = path.read_text(encoding="utf-8-sig")
         if path.suffix not in (".yaml", ".yml"):
             lines = text.rstrip().split("\n")
             return {k: check_name(line.strip(), f"{path}:{k + 1}") for k, line in enumerate(lines)}
         tree = yaml.safe_load(text)
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise DataError(f"{path}: cannot be read: {error}", "give data.yaml or classes.txt") from error
     names: Any = tree.get("names") if isinstance(tree, dict) else None
     if isinstance(names, list):
         names = dict(enumerate(names))
