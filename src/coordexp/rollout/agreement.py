@@ -46,7 +46,7 @@ def check_version(rollout: Rollout, version: int) -> None:
     """Raise EngineError unless weights of this version made the rollout."""
     if rollout.version != version:
         raise EngineError(
-            f"weights of version {rollout.version} made an answer, and the engine should have version {version}",
+            f"a rollout was made by weights of version {rollout.version}, but should be of version {version}",
             "this should not happen; please report it",
         )
 

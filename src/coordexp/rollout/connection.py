@@ -107,10 +107,9 @@ class EngineConnection:
     def _ask_workers(self, method: str, *arguments: Any) -> None:
         """Call a method about adapters in every worker. Workers return their errors instead of raising them: vLLM
         would leave the answers of the other workers in their queues."""
-        refusals = self._call(partial(self.engine.collective_rpc, "coordexp_try", args=(method, *arguments)))
-        for refusal in refusals:
-            if refusal is not None:
-                raise AdapterRefused(f"the engine cannot use the adapter: {refusal.splitlines()[0]}")
+        errors = self._call(partial(self.engine.collective_rpc, "coordexp_try", args=(method, *arguments)))
+        for problem, _ in filter(None, errors):
+            raise AdapterRefused(f"the engine cannot use the adapter: {problem.splitlines()[0]}")
 
     def _commit(self) -> None:
         """Drop everything that was computed with the old weights, then set the new version. vLLM's own calls only

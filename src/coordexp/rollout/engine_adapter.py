@@ -14,6 +14,7 @@ from vllm.lora.layers import BaseLayerWithLoRA
 from vllm.lora.lora_model import LoRAModel
 from vllm.lora.peft_helper import PEFTHelper
 
+from coordexp.errors import UserError
 from coordexp.rollout.buckets import check_finite, read_tensors
 
 
@@ -26,13 +27,16 @@ class AdapterSide:
     _adapter: dict[str, Tensor]
     _built: Any
 
-    def coordexp_try(self, method: str, *arguments: Any) -> str | None:
-        """Call another method of the worker. Return the message of the error that it raised, or None."""
+    def coordexp_try(self, method: str, *arguments: Any) -> tuple[str, str] | None:
+        """Call another method of the worker. Return the problem and the fix of the error that it raised, or None.
+        An error that is not a UserError has no fix."""
         try:
             getattr(self, method)(*arguments)
         except Exception as error:  # noqa: BLE001 - reported to the owner
             traceback.print_exc()
-            return str(error) or type(error).__name__
+            if isinstance(error, UserError):
+                return error.problem, error.fix
+            return str(error) or type(error).__name__, ""
         return None
 
     def coordexp_read_adapter(self, contents: dict[str, Any]) -> None:

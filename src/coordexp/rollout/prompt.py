@@ -13,7 +13,6 @@ from torch import Tensor
 from coordexp.data import DataError
 from coordexp.data.images import ImageError, open_image_file, size_problem
 from coordexp.errors import UserError, explain
-from coordexp.rollout.agreement import check_prompt as check_prompt
 
 UNUSABLE = "cut the image into tiles, or remove the record; `coordexp data doctor` finds all of them"
 

@@ -9,8 +9,7 @@ import torch
 
 from coordexp.config.rollout import VLLM, RolloutMatching
 from coordexp.errors import EngineError
-from coordexp.rollout.agreement import check_length as check_length
-from coordexp.rollout.agreement import check_prompt
+from coordexp.rollout.agreement import check_length, check_prompt
 from coordexp.rollout.backend import Decode, Request, Rollout, common_decode
 from coordexp.rollout.connection import ask_engine
 from coordexp.rollout.engine import EngineFixes, EngineSetup, start_engine, stop_engine

@@ -171,9 +171,8 @@ class ServedEngine:
             if await self._is_ending():
                 raise engine_ended(f"it ended while its workers ran {method}") from error
             raise EngineError(cause(str(error)) or type(error).__name__) from error
-        for failure in failures:
-            if failure is not None:
-                raise worker_error(failure)
+        for problem, fix in filter(None, failures):
+            raise EngineError(problem, fix)
 
     async def _is_ending(self) -> bool:
         """Return True if the engine has ended or ends within a few seconds. vLLM refuses calls a moment before its
@@ -200,11 +199,6 @@ def refuse_client_errors() -> Iterator[None]:
         yield
     except (VLLMClientError, ValueError) as error:
         raise bad_request(str(error)) from error
-
-
-def worker_error(failure: str | Sequence[str]) -> EngineError:
-    """Return the error of a worker. It crosses the process border as text, or as its problem and its fix."""
-    return EngineError(*(failure.split("\n  ", 1) if isinstance(failure, str) else failure))
 
 
 def engine_ended(when: str = "") -> Refusal:

@@ -11,9 +11,6 @@ from coordexp.config.rollout import RepeatTerminate
 from coordexp.errors import EngineError, explain
 
 TEXT, FILE = "COORDEXP_VLLM_REPEAT_TERMINATE_CONFIG_JSON", "COORDEXP_VLLM_REPEAT_TERMINATE_CONFIG_JSON_PATH"
-STARTUP_GUARD = "coordexp.serve.startup_guard:StartupRepeatGuard"  # for requests that carry no settings
-# A folder in which each worker that has loaded STARTUP_GUARD creates a file.
-LOADED = "COORDEXP_REPEAT_GUARD_LOADED"
 UNSET = "unset it: `coordexp serve` sets it from rollout_matching.repeat_terminate"
 
 

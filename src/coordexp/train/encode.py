@@ -14,7 +14,7 @@ from coordexp.correction import Correction, FieldOrder, correct
 from coordexp.data import RecordFile, TrueObject
 from coordexp.errors import explain
 from coordexp.pack import Example, ExampleId
-from coordexp.rollout.agreement import check_prompt
+from coordexp.rollout.agreement import check_prompt, check_version
 from coordexp.rollout.backend import Decode, ImageRef, Request, Rollout, RolloutBackend, request_seed
 from coordexp.rollout.prompt import PromptBuilder
 from coordexp.train.metrics import StepMetrics, count_rollout
@@ -126,7 +126,7 @@ class Encoder:
     def _correct_rollout(self, at: StepIndex, k: int, answered: AnsweredSample) -> Example:
         sample, request, rollout = answered.sample, answered.request, answered.rollout
         check_prompt(sample.image.path, rollout.prompt_ids, sample.prompt_ids)
-        _check_version(rollout, at.step)
+        check_version(rollout, at.step)
         correction = self.training_set.correct(sample, rollout.ids)
         self.metrics.add(count_rollout(rollout, request.decode.mode, correction, sample.truth))
         example = self._example(at, k, sample, correction, "B")
@@ -144,11 +144,3 @@ class Encoder:
 def takes_rollouts(step: int, b_ratio: Fraction) -> bool:
     """Return True if the step trains on rollouts. Of the first n steps, b_ratio * n do, rounded down."""
     return int((step + 1) * b_ratio) > int(step * b_ratio)
-
-
-def _check_version(rollout: Rollout, step: int) -> None:
-    if rollout.version != step:
-        raise RuntimeError(
-            f"a rollout was made by weights of version {rollout.version}, and this step trains version {step}: "
-            "the engine was not given the weights it should have"
-        )

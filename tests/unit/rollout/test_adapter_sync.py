@@ -100,9 +100,7 @@ def test_an_answer_of_other_weights_than_those_of_the_last_sync_stops_the_run(mo
     run = Run(monkeypatch, sync_settings("full"))
     run.step(1)
     run.wrong_version = 1
-    with pytest.raises(
-        EngineError, match="weights of version 1 made an answer, and the engine should have version 2"
-    ):
+    with pytest.raises(EngineError, match="weights of version 1, but should be of version 2"):
         run.step(2)
 
 

@@ -70,9 +70,7 @@ def test_a_prompt_that_differs_from_that_of_training_is_refused_with_the_place(e
 def test_a_rollout_of_other_weights_than_those_of_the_last_sync_is_refused():
     rollout = Rollout((1,), (5,), "text", (-0.1,), "stop", version=3)
     check_version(rollout, 3)
-    with pytest.raises(
-        EngineError, match="weights of version 3 made an answer, and the engine should have version 4"
-    ):
+    with pytest.raises(EngineError, match="weights of version 3, but should be of version 4"):
         check_version(rollout, 4)
 
 

@@ -475,7 +475,7 @@ def test_a_prompt_that_the_engine_reads_otherwise_is_refused_with_the_first_diff
 def test_an_answer_of_other_weights_is_refused(tmp_path):
     step = Step(tmp_path, {"empty.png": (CUP,)}, SCRIPT, version=4)
     assert len(step(StepIndex(4, 0))) == 1
-    with pytest.raises(RuntimeError, match="version 4, and this step trains version 5"):
+    with pytest.raises(RuntimeError, match="weights of version 4, but should be of version 5"):
         step(StepIndex(5, 0))
 
 
