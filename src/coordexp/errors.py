@@ -11,7 +11,7 @@ class UserError(Exception):
     """A problem and what to do about it. `fix` is empty where the problem itself says what to do."""
 
     def __init__(self, problem: str, fix: str = "") -> None:
-        super().__init__(problem, fix)
+        Exception.__init__(self, problem, fix)  # not OSError's, which would take them for errno and strerror
         self.problem, self.fix = problem, fix
 
     def __str__(self) -> str:

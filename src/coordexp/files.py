@@ -73,7 +73,7 @@ def append_line(path: Path, line: str) -> None:
         end = os.fstat(file.fileno()).st_size
         try:
             while data:
-                data = data[file.write(data) :]
+                data = data[os.write(file.fileno(), data) :]
         except OSError:
             with suppress(OSError):
                 os.ftruncate(file.fileno(), end)

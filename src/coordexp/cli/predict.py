@@ -69,8 +69,7 @@ def predict(
         answers = _begin(unfinished, selected, batch, resume)
         prompts = PromptBuilder(AutoProcessor.from_pretrained(model), question)
         sizes = {(record.width, record.height) for _, record in selected}
-        longest = max(len(prompts.ids(*size)) for size in sizes) + max_new_tokens
-        generator = _start_backend(backend, model, prompts, table, batch, longest)
+        generator = _start_backend(backend, model, prompts, table, batch, sizes, max_new_tokens)
     signal.signal(signal.SIGTERM, _interrupt)
     try:
         _predict(answers, unfinished, records, selected, table, generator, batch, max_new_tokens)
@@ -237,17 +236,26 @@ def _prompt_of_training(model: Path) -> str:
 
 
 def _start_backend(
-    backend: Backend, folder: Path, prompts: Any, table: "VocabularyTable", batch: int, longest: int
+    backend: Backend,
+    folder: Path,
+    prompts: Any,
+    table: "VocabularyTable",
+    batch: int,
+    sizes: set[tuple[int, int]],
+    max_new_tokens: int,
 ) -> "HuggingFaceBackend | VllmBackend":
-    """Load the model, or start an engine with it. `longest` is the most tokens that a prompt and its answer
-    have."""
+    """Load the model, or start an engine with it that is long enough for images of these sizes. Images of a size
+    that no model accepts get no answer, whatever the length."""
     import torch
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     dtype: Any = "float32" if device == "cpu" else "auto"
     if backend is Backend.vllm:
+        from coordexp.data.images import size_problem
         from coordexp.rollout.vllm import VllmBackend
 
+        lengths = [len(prompts.ids(*size)) for size in sizes if size_problem(*size) is None]
+        longest = max(lengths, default=0) + max_new_tokens
         return VllmBackend(folder, prompts, table, max_length=longest, batch=batch, dtype=dtype, gpu_share=0.9)
     from transformers import Qwen3VLForConditionalGeneration
 

@@ -50,18 +50,23 @@ def serve(
     data = [Path(name).parent for name in (settings.custom.train_jsonl, settings.custom.val_jsonl) if name]
     folders = tuple(dict.fromkeys(folder.resolve() for folder in (*data, *(images or ()))))
     check_vllm()
-    _serve(settings, index, address, port, folders)
+    try:
+        _serve(settings, index, address, port, folders)
+    except UserError:
+        raise
+    except ValueError as error:  # transformers and vLLM refuse models this way, in words for the user
+        raise UserError(str(error)) from error
 
 
 def _serve(settings: Settings, index: int, address: str, port: int, images: tuple[Path, ...]) -> None:
     with progress(f"starting rollout server {index} on {address}:{port} (vLLM takes about a minute)"):
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
         from coordexp.serve.connections import listen
-        from coordexp.serve.guard import export_guard_settings
+        from coordexp.serve.guard import check_guard_environment
 
         rollout = settings.rollout_matching
         listening = listen(address, port)  # before the imports below, which take long
-        export_guard_settings(rollout.repeat_terminate)
+        check_guard_environment(rollout.repeat_terminate)
 
         from coordexp.serve.run import Serving, serve
 

@@ -57,8 +57,11 @@ def load_buffer(buffer: CarryBuffer[Example], path: Path) -> None:
 
 def _read(path: Path) -> tuple[dict[str, NDArray[Any]], int, list[Any]]:
     with safe_open(path, framework="numpy") as file:
-        arrays = {name: file.get_tensor(name) for name in (*_PER_SEGMENT, *_STREAMS)}
         metadata = file.metadata()
+        file_format = int(metadata.get("format", "1"))
+        if file_format > FORMAT:
+            raise ValueError(f"it has format {file_format}, and this version reads up to {FORMAT}")
+        arrays = {name: file.get_tensor(name) for name in (*_PER_SEGMENT, *_STREAMS)}
     rows, sources = int(metadata["rows"]), json.loads(metadata["sources"])
     total = int(arrays["lengths"].sum())
     if any(len(arrays[name]) != len(sources) for name in _PER_SEGMENT) or any(
@@ -67,9 +70,6 @@ def _read(path: Path) -> tuple[dict[str, NDArray[Any]], int, list[Any]]:
         raise ValueError("its streams have different lengths")
     if any(len(source) != len(_SOURCE) for source in sources):
         raise ValueError(f"its sources are not {', '.join(_SOURCE)}")
-    file_format = int(metadata.get("format", "1"))
-    if file_format > FORMAT:
-        raise ValueError(f"it has format {file_format}, and this version reads up to {FORMAT}")
-    if file_format == 1:  # where the id is, it has the name of a dump
+    if file_format == 1:  # it has the name of a dump in the place of the id
         sources = [[*source[:-1], None] for source in sources]
     return arrays, rows, sources

@@ -68,7 +68,7 @@ def guard_engines(guard: RepeatTerminate) -> None:
         complete(self)
         others = [processor for processor in self.logits_processors or () if processor != ENGINE_GUARD]
         self.logits_processors = [*others, ENGINE_GUARD]
-        self.additional_config = {**self.additional_config, **settings_for(self.model)}
+        self.additional_config = {**(self.additional_config or {}), **settings_for(self.model)}
 
     EngineArgs.__post_init__ = complete_with_guard
 

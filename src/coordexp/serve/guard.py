@@ -1,4 +1,4 @@
-"""The repeat guard's settings in the environment of a server's processes. They must be complete there."""
+"""The repeat guard's settings in the environment of a server, for ms-swift's. They must be complete there."""
 
 import json
 import os
@@ -11,19 +11,19 @@ from coordexp.config.rollout import RepeatTerminate
 from coordexp.errors import EngineError, explain
 
 TEXT, FILE = "COORDEXP_VLLM_REPEAT_TERMINATE_CONFIG_JSON", "COORDEXP_VLLM_REPEAT_TERMINATE_CONFIG_JSON_PATH"
-UNSET = "unset it: `coordexp serve` sets it from rollout_matching.repeat_terminate"
+UNSET = "unset it: `coordexp serve` takes the guard from rollout_matching.repeat_terminate"
 
 
-def export_guard_settings(guard: RepeatTerminate) -> None:
-    """Set the environment variable that the engine's processes inherit. Raise EngineError if the environment
-    already has other settings than the config."""
+def check_guard_environment(guard: RepeatTerminate) -> None:
+    """Raise EngineError if the environment has other settings of the guard than the config. A server takes those of
+    its config, and ignoring the others silently would be wrong."""
     if TEXT not in os.environ and FILE not in os.environ:
-        os.environ[TEXT] = guard.model_dump_json()
+        return
     if (exported := read_guard_settings()) != guard:
         raise EngineError(
             f"{TEXT if TEXT in os.environ else FILE} is {exported.model_dump_json()}, but "
             f"rollout_matching.repeat_terminate is {guard.model_dump_json()}",
-            "unset it: the command sets it",
+            UNSET,
         )
 
 

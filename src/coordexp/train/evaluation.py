@@ -75,12 +75,19 @@ class AnswerEvaluation:
         """Return the answers to this rank's requests. All ranks make the same calls. In the last one, some ranks
         may have no requests left."""
         size, rollouts = self.backend.requests_per_call, list[Rollout]()
-        self._show_progress(0, total)
+        together(partial(self._show_progress, 0, total))
         for start in range(0, -(-total // ranks), size):
             if self.is_stopping is not None and self.is_stopping():
                 raise Stopped
-            rollouts += together(partial(self.backend.generate, requests[start : start + size]))
-            self._show_progress(min(total, (start + size) * ranks), total)
+            done = min(total, (start + size) * ranks)
+            rollouts += together(partial(self._generate, requests[start : start + size], done, total))
+        return rollouts
+
+    def _generate(self, requests: Sequence[Request], done: int, total: int) -> list[Rollout]:
+        """Generate, and show the progress. Both are part of one `together`, so that an error of either is an error
+        of all ranks."""
+        rollouts = self.backend.generate(requests)
+        self._show_progress(done, total)
         return rollouts
 
     def _show_progress(self, done: int, total: int) -> None:

@@ -41,7 +41,9 @@ class Learner:
         """Load the model of the settings and add a new adapter, if they have one."""
         dtype, adapter = settings.model.dtype, settings.model.adapter
         base = Qwen3VLForConditionalGeneration.from_pretrained(
-            settings.model.path, dtype=getattr(torch, dtype), attn_implementation=attention_for(arguments.device)
+            Path(settings.model.path),
+            dtype=getattr(torch, dtype),
+            attn_implementation=attention_for(arguments.device),
         )
         return cls(
             base=base,

@@ -202,7 +202,7 @@ def _make_trainer(
 ) -> RowTrainer:
     contract = settings.rollout_matching_cfg
     table = VocabularyTable.from_folder(Path(settings.model.path))
-    processor = AutoProcessor.from_pretrained(settings.model.path)
+    processor = AutoProcessor.from_pretrained(Path(settings.model.path))
     prompts = PromptBuilder(processor, settings.custom.prompt)
     training_set = TrainingSet(train, prompts, table, settings.custom.object_field_order, contract)
     learner = Learner.load(settings, arguments, table.first_coord)

@@ -34,7 +34,7 @@ def engine_of(core: FakeCore) -> ServedEngine:
 
 
 @pytest.mark.scenario("R07.C9", on="fake")
-@pytest.mark.parametrize("results", [("out of memory", None), (None, "out of memory")])
+@pytest.mark.parametrize("results", [(["out of memory", ""], None), (None, ["out of memory", ""])])
 def test_an_update_that_fails_in_one_replica_fails(results):
     with pytest.raises(EngineError, match="out of memory"):
         asyncio.run(engine_of(FakeCore(*results)).load([], 0))
