@@ -455,7 +455,7 @@ def test_a_guard_that_cannot_be_loaded_stops_the_server_at_its_start_with_the_re
         problem = {
             "settings": "the repeat guard cannot be loaded (max_consecutive_token_repeats, max_object_keys,",
             "file": "nothing.json",
-            "disagree": "unset it: the command sets it",
+            "disagree": "unset it: `coordexp serve` takes the guard from",
             "class": "coordexp.nothing:Guard cannot be loaded: No module named 'coordexp.nothing'",
         }[reason]
         assert problem in run.shown and "Traceback" not in run.shown

@@ -15,7 +15,7 @@ UNSET = "unset it: `coordexp serve` takes the guard from rollout_matching.repeat
 
 
 def check_guard_environment(guard: RepeatTerminate) -> None:
-    """Raise EngineError if the environment has other settings of the guard than the config. A server takes those of
+    """Raise EngineError if the environment has other guard settings than the config. A server takes those of
     its config, and ignoring the others silently would be wrong."""
     if TEXT not in os.environ and FILE not in os.environ:
         return
