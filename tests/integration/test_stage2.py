@@ -258,7 +258,8 @@ def test_a_run_warns_of_rows_that_are_filled_less_than_the_ratio_and_of_no_other
     warnings = [shown for shown in by_one.shown.splitlines() if "packed rows are filled" in shown]
     assert warnings == [
         f"warning: step 1: packed rows are filled to {line['packing/fill']:.3f} on average, and "
-        "training.packing_min_fill_ratio is 0.85"
+        "training.packing_min_fill_ratio is 0.85; few segments wait for a row: start a new run with a larger "
+        "training.per_device_train_batch_size or a smaller global_max_length"
     ]
 
 
