@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from coordexp.config.rollout import VLLM, RolloutMatching
+from coordexp.config.rollout import RolloutMatching
 from coordexp.errors import EngineError
 from coordexp.rollout.agreement import check_length, check_prompt
 from coordexp.rollout.backend import Decode, Request, Rollout, common_decode
@@ -51,13 +51,16 @@ class VllmBackend:
         check_vllm("--backend is vllm", OR_HF)
         self.prompts, self.table = prompts, table
         on_cuda = torch.cuda.is_available()
-        vllm = VLLM(
-            gpu_memory_utilization=gpu_share, tensor_parallel_size=1, max_model_len=max_length, enforce_eager=True
-        )
+        vllm = {
+            "gpu_memory_utilization": gpu_share,
+            "tensor_parallel_size": 1,
+            "max_model_len": max_length,
+            "enforce_eager": True,
+        }
         setup = EngineSetup(
             folder,
             dtype,
-            RolloutMatching(decode_batch_size=batch, vllm=vllm),
+            RolloutMatching.model_validate({"decode_batch_size": batch, "vllm": vllm}),
             table,
             torch.device("cuda" if on_cuda else "cpu"),
             kv_cache_bytes=None if on_cuda else CPU_CACHE,
