@@ -12,7 +12,7 @@ from coordexp.rollout.backend import Decode, ImageRef, Request, Rollout
 from coordexp.rollout.hugging_face import HuggingFaceBackend
 from coordexp.rollout.prompt import PromptBuilder
 from coordexp.vocab import VocabularyTable
-from tests.integration.step_worker import accelerated
+from tests.integration.step_worker import make_accelerator
 
 
 def whole_model(folder: Path) -> Any:
@@ -34,7 +34,7 @@ def answers(generator: HuggingFaceBackend, images: list[str], decode: dict[str, 
 def held(folder: Path, mode: str, calls: list[dict[str, Any]], damaged: list[list[str]]) -> dict[str, Any]:
     """Return the answers that this rank gets to each call, which has a decoding and the images of each rank. Then
     make a call with a damaged image, and after it the first call again."""
-    accelerator = accelerated(sharded=mode == "fsdp2")
+    accelerator = make_accelerator(sharded=mode == "fsdp2")
     rank, model = accelerator.process_index, whole_model(folder)
     wrapped, _ = accelerator.prepare(model, torch.optim.SGD(model.parameters()))
     model = wrapped.module if mode == "ddp" else wrapped  # the Trainer has it in this form

@@ -23,7 +23,7 @@ from coordexp.config import World, load_settings
 from coordexp.train import run
 from coordexp.train.trainer import RowTrainer
 from tests.integration.answers import held
-from tests.integration.step_worker import sharding
+from tests.integration.step_worker import shard_layers
 
 RANK, RANKS = (int(os.environ.get(name, default)) for name, default in (("RANK", "0"), ("WORLD_SIZE", "1")))
 STARTED: list["WatchedTrainer"] = []
@@ -46,7 +46,7 @@ class WatchedTrainer(RowTrainer):
         super().create_accelerator_and_postprocess()
         if self.sharded:  # accelerate does this by itself for every device but a CPU
             self.accelerator.state.distributed_type = DistributedType.FSDP
-            self.accelerator.state.fsdp_plugin = sharding()
+            self.accelerator.state.fsdp_plugin = shard_layers()
             self.is_fsdp_enabled = True
 
     def _forward_begins(self, model: Any, _: Any, inputs: dict[str, Any]) -> None:

@@ -14,7 +14,7 @@ from coordexp.config.settings import Adapter
 from coordexp.train.adapter import learner_adapter, with_adapter
 from coordexp.train.weights import learner_weights
 from coordexp.vocab import VocabularyTable
-from tests.integration.step_worker import accelerated
+from tests.integration.step_worker import make_accelerator
 
 LORA = Adapter(rank=3, alpha=8)
 ALONE = LORA.model_copy(update={"train_coord_rows": False})
@@ -23,7 +23,7 @@ ADAPTERS = (None, LORA, LORA.model_copy(update={"dora": True}), ALONE)
 
 def check(folder: Path, adapter: Adapter | None, mode: str) -> None:
     """Compare with what peft merges in one process, before and after a step."""
-    accelerator = accelerated(sharded=mode == "fsdp2")
+    accelerator = make_accelerator(sharded=mode == "fsdp2")
     torch.manual_seed(0)
     base = Qwen3VLForConditionalGeneration.from_pretrained(folder, dtype=torch.float32)
     model = with_adapter(base, adapter, VocabularyTable.from_folder(folder).first_coord).train()
@@ -76,4 +76,4 @@ if __name__ == "__main__":
             if mode == "fsdp2" and adapter and folder.name == "tied":
                 continue  # accelerate does not see that the two wrapped embeddings are tied, and cannot shard them
             check(folder, adapter, mode)
-    accelerated(sharded=False).end_training()
+    make_accelerator(sharded=False).end_training()
