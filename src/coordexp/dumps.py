@@ -16,18 +16,19 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, astuple, dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
 from coordexp.config.rollout import RolloutMatching
-from coordexp.correction.correct import Correction, correct
-from coordexp.correction.segment import FieldOrder
 from coordexp.data import Geometry, TrueObject
 from coordexp.files import BestEffort, append_line, copy_whole, drop_torn_line
-from coordexp.pack import ExampleId
 from coordexp.rollout.backend import Request, Rollout, request_seed
 from coordexp.vocab.table import VocabularyTable
+
+if TYPE_CHECKING:  # matching needs scipy, and whoever only looks for files should not wait for it
+    from coordexp.correction import Correction, FieldOrder
+    from coordexp.pack import ExampleId
 
 logger = logging.getLogger(__name__)
 
@@ -94,9 +95,9 @@ def to_line(
     request: Request,
     rollout: Rollout,
     truth: tuple[TrueObject, ...],
-    correction: Correction,
+    correction: "Correction",
     *,
-    order: FieldOrder,
+    order: "FieldOrder",
     settings: RolloutMatching,
 ) -> str:
     """Return an example as a line of JSON: enough to see what was done, and to do it again without a model."""
@@ -116,7 +117,7 @@ def to_line(
     return json.dumps(example)
 
 
-def describe_correction(correction: Correction) -> dict[str, Any]:
+def describe_correction(correction: "Correction") -> dict[str, Any]:
     """Return a correction as plain JSON values."""
     parsed, match, segment = correction.parsed, correction.match, correction.segment
     return {
@@ -153,6 +154,8 @@ def replay(line: str | bytes, table: VocabularyTable) -> list[str]:
         raise ValueError(f"a dump of format {dumped['format']}; this version reads {FORMAT}")
     truth = [TrueObject(true["desc"], Geometry(true["kind"], tuple(true["bins"]))) for true in dumped["truth"]]
     rollout = dumped["rollout"]
+    from coordexp.correction import correct
+
     correction = correct(
         rollout["prompt_ids"],
         rollout["ids"],
@@ -244,7 +247,7 @@ class DumpWriter:
     the run."""
 
     folder: DumpFolder
-    order: FieldOrder
+    order: "FieldOrder"
     settings: RolloutMatching
     seed: int
     every: int
@@ -252,11 +255,11 @@ class DumpWriter:
     _step: int = -1  # the latest one that was chosen
     _first_dump: FirstDump | None = None
     _begin: int | None = None  # the first step that this process has seen
-    _lines: dict[ExampleId, tuple[str, int]] = field(default_factory=dict)
+    _lines: dict["ExampleId", tuple[str, int]] = field(default_factory=dict)
     _earlier: dict[int, dict[tuple[int, int], tuple[str, int]]] = field(default_factory=dict)
 
     def add(
-        self, id: ExampleId, sample: DumpedSample, request: Request, rollout: Rollout, correction: Correction
+        self, id: "ExampleId", sample: DumpedSample, request: Request, rollout: Rollout, correction: "Correction"
     ) -> None:
         """Dump the example if its step was chosen or its record is followed."""
         self._begin = id.step if self._begin is None else self._begin
@@ -274,7 +277,7 @@ class DumpWriter:
         if self._first_dump.step == id.step:
             self._first_dump.records.add(sample.index)
 
-    def find(self, id: ExampleId | None) -> tuple[str, int] | None:
+    def find(self, id: "ExampleId | None") -> tuple[str, int] | None:
         """Return the file of an example that was dumped, and its line, from 0. An example that waited in the carry
         buffer while the run was interrupted was dumped by an earlier process: it is looked for in the files."""
         if id is None or id in self._lines or (self._begin is not None and id.step >= self._begin):
@@ -284,7 +287,7 @@ class DumpWriter:
         # The line of a dump has no index, but its seed follows from the index.
         return self._earlier[id.step].get((id.micro, request_seed(self.seed, *astuple(id))))
 
-    def add_trace(self, id: ExampleId, step: int, values: Mapping[str, Any]) -> None:
+    def add_trace(self, id: "ExampleId", step: int, values: Mapping[str, Any]) -> None:
         """Add what was measured when a dumped example was trained on. `step` is the optimizer step as the log
         counts it. After a resume, an example that waited at the checkpoint is trained again and has two lines:
         the last one counts."""

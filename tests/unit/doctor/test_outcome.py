@@ -32,7 +32,9 @@ def test_equal_answers_are_parity():
 def test_another_probability_is_not_parity_and_the_fix_is_given():
     outcome = judge_parity("parity", Agreement.of([answer([5])], [answer([5], [-2.1])], "float32"), "do this")
     assert outcome.state == "failed"
-    assert "token 0 is 5 with log probability -2.0000" in outcome.problem and outcome.fix == "do this"
+    assert (
+        "token 0 of the learner is 5 with log probability -2.0000" in outcome.problem and outcome.fix == "do this"
+    )
 
 
 def test_close_choices_of_16_bits_are_parity_but_not_from_the_first_token_on():

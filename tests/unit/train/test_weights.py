@@ -220,5 +220,5 @@ def test_a_tied_head_with_an_adapter_of_its_own_is_refused(tmp_path):
 def test_zero_stage_3_is_refused(folder):
     model = plain_model(folder)
     model.lm_head.weight.ds_id = 1
-    with pytest.raises(RuntimeError, match="ZeRO stage 3\n  use FSDP2"):
+    with pytest.raises(RuntimeError, match="ZeRO stage 3 cannot make rollouts\n  use FSDP2"):
         learner_weights(model)
