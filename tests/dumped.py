@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from coordexp.data import TrueObject
-from coordexp.dumps import DumpFolder, DumpWriter, forget_from
+from coordexp.dumps import DumpFolder, DumpWriter, remove_from_step
 from coordexp.train.encode import StepIndex
 from tests.scripted import Said, ScriptedBackend, write_training_set
 from tests.steps import RolloutStep
@@ -49,7 +49,7 @@ def dump_writer(folder: Path, settings: Any, every: int = 1, samples: int = 9) -
 
 def dump_of(folder: Path, **settings: Any) -> Path:
     """Return the dump of one step in which each of the scripted answers is given."""
-    forget_from(folder / "dumps", 0)
+    remove_from_step(folder / "dumps", 0)
     step, _ = dumping(folder, **settings)
     step(range(len(TRUTH)), StepIndex(0, 0))
     return folder / "dumps/step-000000.jsonl"

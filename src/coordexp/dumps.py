@@ -67,7 +67,7 @@ def trace_file(file: str) -> str:
     return f"{folder}{slash}{name.replace('step-', 'trained-', 1)}"
 
 
-def forget_from(folder: Path, step: int) -> None:
+def remove_from_step(folder: Path, step: int) -> None:
     """Remove the dumps of `step` and later ones, which an interrupted run makes again after its last
     checkpoint. From the files that stay, drop a last line that a crash left torn, because traces may still be
     added to them."""
@@ -82,7 +82,8 @@ def forget_from(folder: Path, step: int) -> None:
 
 @dataclass(frozen=True)
 class ExamplePlace:
-    """The place in a run where an example was made."""
+    """Where a dumped example comes from, as its line says it: step, micro-step and rank as in `ExampleId`, and the
+    number of its record in the data file, from 0, instead of its number within the micro-step."""
 
     step: int
     micro: int
@@ -196,7 +197,8 @@ def _shorten(value: Any) -> str:
 @dataclass
 class DumpFolder:
     """`RUN/dumps` while a run writes to it. Files are named by their path inside it. `model` is the folder of
-    the model whose tokenizer is copied. A full disk costs lines, not the run: it is reported once."""
+    the model whose tokenizer is copied. If the disk is full, lines are lost and the run continues. That is
+    reported once."""
 
     path: Path
     model: Path
@@ -242,7 +244,7 @@ class FirstDump:
 @dataclass
 class DumpWriter:
     """Writes the dumps of rank 0. In every window of `every` steps, the first step with rollouts is dumped, at
-    most `samples` examples of it. (With two channels, a certain step may have no rollouts.) The records of the
+    most `samples` examples of it. (With two channels, a given step may have no rollouts.) The records of the
     first dump are followed: whenever one of them is answered again, that is dumped too. `seed` is the seed of
     the run."""
 
@@ -280,19 +282,19 @@ class DumpWriter:
     def find(self, id: "ExampleId | None") -> tuple[str, int] | None:
         """Return the file of an example that was dumped, and its line, from 0. An example that waited in the carry
         buffer while the run was interrupted was dumped by an earlier process: it is looked for in the files."""
-        if id is None or id in self._lines or (self._begin is not None and id.step >= self._begin):
-            return self._lines.get(id) if id else None
+        if id is None:
+            return None
+        if id in self._lines or (self._begin is not None and id.step >= self._begin):
+            return self._lines.get(id)
         if id.step not in self._earlier:
             self._earlier[id.step] = self._read_lines(id.step)
         # The line of a dump has no index, but its seed follows from the index.
         return self._earlier[id.step].get((id.micro, request_seed(self.seed, *astuple(id))))
 
-    def add_trace(self, id: "ExampleId", step: int, values: Mapping[str, Any]) -> None:
-        """Add what was measured when a dumped example was trained on. `step` is the optimizer step as the log
-        counts it. After a resume, an example that waited at the checkpoint is trained again and has two lines:
-        the last one counts."""
-        place = self.find(id)
-        assert place is not None, "the example was not dumped"
+    def add_trace(self, id: "ExampleId", place: tuple[str, int], step: int, values: Mapping[str, Any]) -> None:
+        """Add what was measured when a dumped example was trained on. `place` is what `find` returns for it, and
+        `step` is the optimizer step, numbered from 1, as in the log. After a resume, an example that waited at the
+        checkpoint is trained again and has two lines: the last one counts."""
         file, number = place
         trace = {"format": TRACE_FORMAT, "example": number, "step": step, **values}
         self.folder.add(trace_file(file), json.dumps(trace, allow_nan=False))
@@ -327,11 +329,11 @@ class DumpWriter:
 
 
 def _read_places(file: Path) -> list[tuple[int, int, int]]:
-    """Return the record, the micro-step and the seed of each dumped example. A file that cannot be read costs its
-    traces, not the run."""
+    """Return the record, the micro-step and the seed of each dumped example. If the file cannot be read, its
+    examples are neither followed nor traced, and the run continues."""
     try:
         examples = [json.loads(line) for line in file.read_bytes().splitlines()]
         return [(int(e["place"]["record"]), int(e["place"]["micro"]), int(e["seed"])) for e in examples]
     except (OSError, ValueError, KeyError, TypeError) as error:
-        logger.warning("%s cannot be read (%r): no image in it is followed", file, error)
+        logger.warning("%s cannot be read (%r): its examples are not followed or traced", file, error)
         return []

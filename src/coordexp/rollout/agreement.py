@@ -19,7 +19,7 @@ def check_length(request: Request, prompt_length: int, max_length: int) -> None:
     """Raise DataError if the prompt of a request leaves the engine no room for an answer."""
     if prompt_length >= max_length:
         raise DataError(
-            f"{request.image.path}: the engine takes at most {max_length} tokens, and the prompt alone has "
+            f"{request.image.path}: the engine takes at most {max_length} tokens, but the prompt alone has "
             f"{prompt_length}",
             "raise global_max_length (and rollout_matching.vllm.max_model_len, if it is set), or use a smaller "
             "image",
@@ -36,9 +36,9 @@ def check_prompt(image: str, engine_ids: Sequence[int], learner_ids: Sequence[in
     actual, expected = (list(ids[start : start + 4]) or "the end" for ids in (engine_ids, learner_ids))
     raise DataError(
         f"{image}: the engine's prompt ({len(engine_ids)} tokens) is not the one that is trained on "
-        f"({len(learner_ids)})",
-        f"they differ from token {start} on: {actual} where {expected} should be; the record's width and height "
-        "must be those of the image (run `coordexp data doctor`), and the engine must use the same processor",
+        f"({len(learner_ids)}); they differ from token {start} on: {actual} where {expected} should be",
+        "the record's width and height must be those of the image (run `coordexp data doctor`), and the engine "
+        "must use the same processor",
     )
 
 
@@ -54,7 +54,7 @@ def check_version(rollout: Rollout, version: int) -> None:
 def difference(learner: Rollout, engine: Rollout, dtype: str) -> str | None:
     """Describe how two greedy answers to the same prompt differ, or return None if one model can have made both.
 
-    Where the two best tokens are about equally likely, either may be chosen, and nothing is compared behind that
+    Where the two best tokens are about equally likely, either may be chosen, and nothing is compared after that
     place. Two different tokens that are both too likely for that come from two models."""
     tolerance = TOLERANCE[dtype]
     tokens = zip(learner.ids, engine.ids, learner.logprobs, engine.logprobs, strict=False)

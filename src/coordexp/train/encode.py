@@ -23,7 +23,8 @@ from coordexp.vocab import VocabularyTable
 
 @dataclass(frozen=True)
 class StepIndex:
-    """An optimizer step and one of its micro-steps, both from 0."""
+    """An optimizer step and one of its micro-steps, both from 0. Examples, dumps and weight versions are numbered
+    in this way. The log, traces and checkpoints count from 1, so step 0 here is step 1 there."""
 
     step: int
     micro: int
@@ -64,7 +65,7 @@ class TrainingSet:
         )
 
 
-# Called with every corrected rollout, and with all that belongs to it.
+# Called for every corrected rollout, with the id of its example, its sample, request and correction.
 Watch = Callable[[ExampleId, TrainingSample, Request, Rollout, Correction], None]
 
 
@@ -101,13 +102,13 @@ class Encoder:
         """Channel A: return an example per sample, as if the model had answered nothing and missed every
         object."""
         return [
-            self._example(at, k, sample, self.training_set.correct(sample, ()), "A")
+            _make_example(self._id(at, k), sample, self.training_set.correct(sample, ()), "A")
             for k, sample in enumerate(samples)
         ]
 
     def collect_rollouts(self, samples: Sequence[TrainingSample], at: StepIndex) -> list[AnsweredSample]:
-        """Channel B: ask the backend for one rollout per sample. It is called with no samples too, because a
-        sharded model needs every rank while other ranks generate."""
+        """Channel B: ask the backend for one rollout per sample. It is called with no samples too, because
+        generation may contain collectives: of a sharded model, or of an engine that several ranks share."""
         decode = Decode.of(self.rollout_matching_cfg)
         requests = [
             Request(sample.image, decode, request_seed(self.seed, at.step, at.micro, self.rank, k))
@@ -118,8 +119,8 @@ class Encoder:
         return [AnsweredSample(*answered) for answered in zip(samples, requests, rollouts, strict=True)]
 
     def correct_rollouts(self, answered: Sequence[AnsweredSample], at: StepIndex) -> list[Example]:
-        """Channel B: parse and match each rollout, and return an example per rollout that keeps its valid
-        objects and appends the missed ones."""
+        """Channel B: parse and match each rollout. Return an example per rollout: its kept prefix, followed by the
+        missed objects."""
         with self.metrics.measure("correct"):
             return [self._correct_rollout(at, k, answer) for k, answer in enumerate(answered)]
 
@@ -129,16 +130,17 @@ class Encoder:
         check_version(rollout, at.step)
         correction = self.training_set.correct(sample, rollout.ids)
         self.metrics.add(count_rollout(rollout, request.decode.mode, correction, sample.truth))
-        example = self._example(at, k, sample, correction, "B")
-        if self.watch is not None and example.id is not None:
-            self.watch(example.id, sample, request, rollout, correction)
-        return example
+        id = self._id(at, k)
+        if self.watch is not None:
+            self.watch(id, sample, request, rollout, correction)
+        return _make_example(id, sample, correction, "B")
 
-    def _example(
-        self, at: StepIndex, k: int, sample: TrainingSample, correction: Correction, channel: Channel
-    ) -> Example:
-        id = ExampleId(at.step, at.micro, self.rank, k)
-        return Example(correction.segment, sample.image.path, sample.image.size, channel, id)
+    def _id(self, at: StepIndex, k: int) -> ExampleId:
+        return ExampleId(at.step, at.micro, self.rank, k)
+
+
+def _make_example(id: ExampleId, sample: TrainingSample, correction: Correction, channel: Channel) -> Example:
+    return Example(correction.segment, sample.image.path, sample.image.size, channel, id)
 
 
 def takes_rollouts(step: int, b_ratio: Fraction) -> bool:

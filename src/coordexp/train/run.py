@@ -21,7 +21,7 @@ from coordexp.config.capacity import describe_evaluation
 from coordexp.config.settings import PACKING_KEYS
 from coordexp.data import RecordFile, read_records
 from coordexp.data.doctor.measures import SMALL, Sizes
-from coordexp.dumps import CORRECTION_SETTINGS, FOLDER, DumpFolder, DumpWriter, forget_from
+from coordexp.dumps import CORRECTION_SETTINGS, FOLDER, DumpFolder, DumpWriter, remove_from_step
 from coordexp.errors import DataError, UserError
 from coordexp.evaluate import read_truth
 from coordexp.objective import Objective
@@ -60,7 +60,7 @@ class RunOutcome:
 @dataclass(frozen=True)
 class PreparedRun:
     """A run that is loaded and checked, but has not begun. `checkpoint` is the one that it resumes from.
-    `trainer` is None if that one has all steps of the run."""
+    `trainer` is None if that checkpoint is already at the last step."""
 
     folder: Path
     checkpoint: Path | None
@@ -80,8 +80,8 @@ class PreparedRun:
 
 
 def prepare(loaded: Loaded, resume: bool) -> PreparedRun:
-    """Load and check everything that a run needs. With `resume`, it goes on from the newest intact checkpoint of
-    its folder, if there is one."""
+    """Load and check everything that a run needs. With `resume`, it continues from the newest intact checkpoint
+    of its folder, if there is one."""
     settings = loaded.settings
     folder = Path(settings.training.output_dir)
     train = RecordFile(Path(settings.custom.train_jsonl))
@@ -153,7 +153,7 @@ def _begin_folder(
     rollouts = describe_rollouts(loaded.settings, trainer.backend) if loaded.settings.uses_rollouts else None
     write_run_folder(folder, loaded, data, trainer.objective.manifest(), rollouts)
     metrics_file.begin(step)
-    forget_from(folder / FOLDER, step)
+    remove_from_step(folder / FOLDER, step)
 
 
 def training_arguments(settings: Settings, samples: int) -> TrainingArguments:
@@ -171,16 +171,15 @@ def training_arguments(settings: Settings, samples: int) -> TrainingArguments:
     half = next((name for name in ("bf16", "fp16") if given[name]), None)
     if half and not given["use_cpu"] and not torch.accelerator.is_available():
         raise UserError(
-            f"training.{half}: true needs a GPU, and torch sees none",
+            f"training.{half}: true needs a GPU, but torch sees none",
             f"to train on a CPU, set training.use_cpu: true and training.{half}: false, as "
             "configs/demo/stage1-cpu.yaml does; `coordexp doctor` shows what torch sees",
         )
-    # Rows are not dicts of columns, the stream restores its place after a resume, the bar is ours, NaN is logged.
     ours = {
-        "remove_unused_columns": False,
-        "ignore_data_skip": True,
-        "disable_tqdm": True,
-        "logging_nan_inf_filter": False,
+        "remove_unused_columns": False,  # rows are not dicts of columns
+        "ignore_data_skip": True,  # the stream restores its own place after a resume
+        "disable_tqdm": True,  # `Bar` shows the progress
+        "logging_nan_inf_filter": False,  # the loss is logged as it is, even if it is not finite
     }
     arguments = TrainingArguments(**(given | ours))
     if arguments.n_gpu > 1:
@@ -259,7 +258,7 @@ def _make_trainer(
 def _make_dump_writer(
     settings: Settings, arguments: TrainingArguments, training_set: TrainingSet
 ) -> DumpWriter | None:
-    """Return the writer of dumps on rank 0, in a run with rollouts that dumps any."""
+    """Return the writer of dumps, or None on other ranks than rank 0, and in a run that dumps nothing."""
     stage2 = settings.stage2
     if not stage2.dump_every or "B" not in settings.channels or arguments.process_index != 0:
         return None
@@ -378,6 +377,6 @@ def _choose_checkpoint(folder: Path, resume: bool) -> Path | None:
     if existing:
         raise DataError(
             f"{folder} already holds {existing.name}",
-            "add --resume to go on from there, or set training.output_dir to a new folder",
+            "add --resume to continue from there, or set training.output_dir to a new folder",
         )
     return None

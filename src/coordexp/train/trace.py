@@ -1,4 +1,5 @@
-"""Measure what the model said about a dumped example when it was trained on it. Training does not depend on it."""
+"""Record the loss and the token probabilities of a dumped example at the moment it is trained on. Training never
+reads them."""
 
 import math
 from dataclasses import dataclass
@@ -24,18 +25,18 @@ class TraceWriter:
     dumps: DumpWriter
 
     def __call__(self, row: Row, logits: Tensor, step: int) -> None:
-        """`logits` are of the row's supervised positions, and `step` is the optimizer step as the log counts
-        it."""
+        """`logits` are of the row's supervised positions, and `step` is the optimizer step, numbered from 1, as in
+        the log."""
         for span in row.spans:
-            if span.id is not None and self.dumps.find(span.id):
+            if span.id is not None and (place := self.dumps.find(span.id)) is not None:
                 values = trace(self.objective, span, logits[span.positions], row.supervision.at(span.positions))
-                self.dumps.add_trace(span.id, step, values)
+                self.dumps.add_trace(span.id, place, step, values)
 
 
 @torch.no_grad()
 def trace(objective: Objective, span: ExampleSpan, logits: Tensor, supervision: Supervision) -> dict[str, Any]:
     """Return the loss of one example alone, and the model's probabilities at each supervised token, as plain JSON
-    values: None where a logit is not finite. The loss is the one that training makes of such logits."""
+    values: None where a logit is not finite. The loss is computed as in training, with broken logits clamped."""
     measures = objective.measure(logits, supervision)
     shares = objective.shares(measures, span.counts)
     split = split_vocabulary(logits, supervision.ids, objective.first_coord)

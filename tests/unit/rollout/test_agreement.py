@@ -62,7 +62,8 @@ def test_an_answer_that_ends_earlier_is_a_difference_unless_rounding_can_be_the_
 def test_a_prompt_that_differs_from_that_of_training_is_refused_with_the_place(engine, differences):
     check_prompt("1.png", (11, 12, 13), [11, 12, 13])
     with pytest.raises(
-        DataError, match=rf"^1.png: the engine's prompt \({len(engine)} tokens\).*\n.*{differences}"
+        DataError,
+        match=rf"^1.png: the engine's prompt \({len(engine)} tokens\).*{differences}\n  the record's width",
     ):
         check_prompt("1.png", engine, (11, 12, 13))
 

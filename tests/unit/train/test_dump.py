@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from coordexp.config.rollout import RepeatTerminate
-from coordexp.dumps import CORRECTION_SETTINGS, DumpFolder, forget_from, replay
+from coordexp.dumps import CORRECTION_SETTINGS, DumpFolder, remove_from_step, replay
 from coordexp.rollout.backend import request_seed
 from coordexp.train.encode import StepIndex, takes_rollouts
 from coordexp.vocab import VocabularyTable
@@ -115,7 +115,7 @@ def test_a_resumed_run_writes_its_steps_anew(tmp_path):
     first, _ = dumping(tmp_path, samples=2)
     for number in (0, 1):
         first([0, 1], StepIndex(number, 0))
-    forget_from(tmp_path / "dumps", 1)
+    remove_from_step(tmp_path / "dumps", 1)
     resumed, _ = dumping(tmp_path, samples=2)
     resumed([2], StepIndex(1, 0))
     assert images(tmp_path / "dumps/step-000000.jsonl") == ["partly.png", "garbage.png"]
@@ -128,12 +128,12 @@ def test_what_was_dumped_after_the_checkpoint_is_forgotten_with_its_traces(tmp_p
         first([0], StepIndex(step, 0))
     for file in list((tmp_path / "dumps").rglob("step-*")):
         file.with_name(file.name.replace("step", "trained")).write_text("{}\n")
-    forget_from(tmp_path / "dumps", 3)
+    remove_from_step(tmp_path / "dumps", 3)
     left = sorted(str(path.relative_to(tmp_path / "dumps")) for path in (tmp_path / "dumps").rglob("*.jsonl"))
     kept = ["followed/step-000001", "followed/trained-000001", "step-000000", "step-000002"]
     assert left == [f"{name}.jsonl" for name in [*kept, "trained-000000", "trained-000002"]]
-    forget_from(tmp_path / "dumps", 0)
-    forget_from(tmp_path / "nothing", 0)
+    remove_from_step(tmp_path / "dumps", 0)
+    remove_from_step(tmp_path / "nothing", 0)
     assert list((tmp_path / "dumps").rglob("*.jsonl")) == []
 
 
@@ -191,7 +191,7 @@ def test_a_resumed_run_follows_the_images_of_the_first_dump(tmp_path):
     first, _ = dumping(tmp_path, every=10, samples=1)
     for number, index in enumerate([2, 0, 1]):
         first([index], StepIndex(number, 0))
-    forget_from(tmp_path / "dumps", 1)
+    remove_from_step(tmp_path / "dumps", 1)
     resumed, _ = dumping(tmp_path, every=10, samples=1)
     for number in (1, 2, 3):
         resumed([0, 2, 1], StepIndex(number, 0))
@@ -202,7 +202,7 @@ def test_a_resumed_run_follows_the_images_of_the_first_dump(tmp_path):
 def test_a_run_that_begins_again_follows_its_own_first_dump(tmp_path):
     """Dumps of an earlier run in the same folder do not count."""
     for index in (0, 1):
-        forget_from(tmp_path / "dumps", 0)
+        remove_from_step(tmp_path / "dumps", 0)
         step, _ = dumping(tmp_path, every=10, samples=1)
         step([index], StepIndex(0, 0))
         step([0, 1], StepIndex(1, 0))
@@ -215,7 +215,10 @@ def test_a_first_dump_that_cannot_be_read_is_named_and_nothing_is_followed(tmp_p
     for number in (1, 2):
         step([0], StepIndex(number, 0))
     (warning,) = caplog.records
-    assert "step-000000.jsonl cannot be read (KeyError('place')): no image in it is followed" in warning.message
+    assert (
+        "step-000000.jsonl cannot be read (KeyError('place')): its examples are not followed or traced"
+        in warning.message
+    )
     assert followed(tmp_path) == {}
 
 

@@ -461,7 +461,7 @@ def test_ground_truth_and_rollouts_are_packed_by_the_same_scheduler_into_the_sam
 def test_a_prompt_that_the_engine_reads_otherwise_is_refused_with_the_first_difference(tmp_path):
     for ids, words in (
         ((11, 99, 13), r"they differ from token 1 on: \[99, 13\] where \[12, 13\] should be"),
-        ((11, 12), r"\(2 tokens\) is not the one .*\(3\)\n  they differ from token 2 on: the end where \[13\]"),
+        ((11, 12), r"\(2 tokens\) is not the one .*\(3\); they differ from token 2 on: the end where \[13\]"),
         ((11, 12, 13, 14, 15), r"they differ from token 3 on: \[14, 15\] where the end should be"),
     ):
         step = Step(tmp_path, {"right.png": (CUP, DOG)}, SCRIPT, prompt_ids=ids)
