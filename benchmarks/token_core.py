@@ -54,7 +54,7 @@ def make_scene(count: int, vocabulary: VocabularyTable) -> tuple[list[int], str,
         jitter = [min(999, max(0, v + chooser.randint(-3, 3))) for v in (x, y, x + w, y + h)]
         if chooser.random() < 0.9:
             predicted.append(TrueObject(desc, Geometry("bbox_2d", tuple(jitter))))
-    answer = serialise(predicted, after=b"{", first_index=1, order="desc_first", table=vocabulary)
+    answer = serialise(predicted, after=b"{", first_number=1, order="desc_first", table=vocabulary)
     text = "{" + answer.text.decode()
     return [*vocabulary.encode(text.encode()), vocabulary.end_of_turn], text, truth
 

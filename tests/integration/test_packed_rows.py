@@ -113,7 +113,7 @@ def test_packed_rows_in_a_batch_of_several_are_refused(tiny):
         name: torch.cat((row.inputs[name],) * 2, dim=1 if name == "position_ids" else 0)
         for name in ("input_ids", "position_ids", "mm_token_type_ids", "pixel_values", "image_grid_thw")
     }
-    with pytest.raises(ValueError, match="a packed row must be alone in its batch, and this batch has 2 rows"):
+    with pytest.raises(ValueError, match="a packed row must be alone in its batch, but this batch has 2 rows"):
         tiny.model(**double, use_cache=False)
 
 

@@ -49,7 +49,10 @@ LEGACY_KEYS: tuple[LegacyKey, ...] = (
         "rollout_matching.post_rollout_pack_scope",
         "remove it: packing always works on one micro-step; training.packing turns it on",
     ),
-    LegacyKey("rollout_matching.rollout_buffer", "remove it: every step trains on fresh rollouts"),
+    LegacyKey(
+        "rollout_matching.rollout_buffer",
+        "remove it: rollouts are never reused; each is trained on at most once",
+    ),
     LegacyKey(f"{_SERVER}.base_url", _LIST_SERVERS, f"{_SERVER}.servers", f"{_SERVER}.group_port", _SERVERS),
     LegacyKey(f"{_SERVER}.group_port", _LIST_SERVERS, f"{_SERVER}.servers", None, _SERVERS),
     LegacyKey(

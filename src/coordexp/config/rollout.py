@@ -193,7 +193,9 @@ class VLLM(SettingsSection):
 
 class OptimalTransport(SettingsSection):
     cost: Literal["l1", "l2"] = Field("l2", description="Distance between vertices: the L1 or the L2 norm.")
-    epsilon: PositiveFloat = Field(0.05, description="Entropic regularisation, relative to the size of the pair.")
+    epsilon: PositiveFloat = Field(
+        0.05, description="Entropic regularisation, relative to the longer side of the smaller shape."
+    )
     max_iterations: PositiveInt = Field(200, description="Maximum number of Sinkhorn iterations.")
     tolerance: PositiveFloat = Field(1e-5, description="Stop when the error of the marginals is below this.")
 

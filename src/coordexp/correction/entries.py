@@ -17,7 +17,7 @@ class Reason(StrEnum):
     """The reason why an object is not used."""
 
     truncated = "truncated"  # the answer ends inside the object
-    syntax = "syntax"  # not JSON; the object and everything behind it are cut off
+    syntax = "syntax"  # not JSON; the object and everything after it are cut off
     placeholder = "placeholder"  # contains an image or video token, which no training sequence may have; cut off
     bad_key = "bad_key"  # the key is not object_N
     repeated_key = "repeated_key"
@@ -66,7 +66,7 @@ class Coords(NamedTuple):
 
 class ParsedEntry(NamedTuple):
     """An entry with its place in the text. `coords` counts the coordinate tokens in it. `end` is the position
-    behind its value."""
+    after its value."""
 
     prediction: PredictedObject
     desc_span: Span | None
@@ -92,7 +92,7 @@ def read_canonical_run(
     """Read consecutive entries in the project's own format, and append them to `objects` and their desc to
     `spans`.
 
-    `passed` is the number of coordinate tokens before `position`. Return the position behind the last entry, the
+    `passed` is the number of coordinate tokens before `position`. Return the position after the last entry, the
     position to continue reading at, and the number of coordinate tokens passed by then.
 
     Nearly every entry of a trained model is read here. Hence the single loop, and `tuple.__new__`, which creates
@@ -106,7 +106,7 @@ def read_canonical_run(
             spans.append(match.span(8))
         else:
             spans.append(match.span(3))
-        stop = passed + len(array) // 5 + 1
+        stop = passed + len(array) // 5 + 1  # a coordinate is 1 character, and `", "` between two is 4
         geometry, reason = _make_geometry(kind, tuple(bins[passed:stop]))
         where = tuple(indices[passed:stop]) if reason is None else ()
         objects.append(_new(PredictedObject, (key, int(digits), desc, geometry, where, reason)))

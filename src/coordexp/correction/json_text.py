@@ -2,8 +2,8 @@
 
 The reader accepts what RFC 8259 accepts in UTF-8, and in addition a bare coordinate in place of a value. A
 string must be valid UTF-8 without raw control characters, bad escapes or lone surrogates. Numbers of more than
-about 1,000 characters and nesting deeper than 64 levels are errors, as the RFC allows. So every JSON reader can
-read the text that this one accepts.
+about 1,000 characters and nesting deeper than 64 levels are errors, as the RFC allows. So, apart from bare
+coordinates, every JSON reader can read the text that this one accepts.
 """
 
 import json
@@ -64,7 +64,7 @@ class Value:
 
 
 def read_value(text: str, position: int, depth: int = 0) -> Value:
-    """Return the value that starts at `position`, or behind white space there. Raise `Broken` if it is not
+    """Return the value that starts at `position`, or after white space there. Raise `Broken` if it is not
     JSON."""
     position = skip_space(text, position)
     head = text[position : position + 1]
@@ -81,7 +81,7 @@ def read_value(text: str, position: int, depth: int = 0) -> Value:
 
 
 def read_pair(text: str, position: int, depth: int = 0) -> tuple[Value, Value]:
-    """Return a key and its value. The key starts at `position`, or behind white space there."""
+    """Return a key and its value. The key starts at `position`, or after white space there."""
     key = read_string(text, expect(text, position, '"'))
     return key, read_value(text, expect(text, key.end, ":") + 1, depth)
 
@@ -115,7 +115,7 @@ def skip_space(text: str, position: int) -> int:
 
 
 def expect(text: str, position: int, characters: str) -> int:
-    """Return the position of the next character behind white space. Raise `Broken` if it is not in
+    """Return the position of the next character after white space. Raise `Broken` if it is not in
     `characters`."""
     position = skip_space(text, position)
     if text[position : position + 1] and text[position] in characters:

@@ -3,8 +3,8 @@
 Pairing two objects costs `1 - IoU`. Leaving a predicted object unmatched costs `fp_cost`, leaving a true one
 unmatched costs `fn_cost`. A pair with an IoU below the gate is impossible. The assignment with the lowest total
 cost wins. The result depends on shapes only: the true objects are sorted by shape first, so that neither their
-order in the file nor their `desc` decides a tie. Among true objects of the same shape, the first in the file is
-taken.
+order in the file nor their `desc` decides a tie, except between true objects of identical shape: there the first
+in the file is taken.
 
 Masks are drawn on a square canvas of `maskiou_resolution` pixels. Only pairs that are close by their bounding
 boxes (`candidate_top_k`) can match.
@@ -35,7 +35,7 @@ SMALL = 10_000  # number of pairs up to which looking for groups costs more than
 class MatchResult:
     """The pairs of a match, as indices into the predicted and the true shapes, and the objects without a partner.
 
-    `iou` has a row per predicted and a column per true shape. It is NaN where a pair was no candidate.
+    `iou` has a row per predicted and a column per true shape. It is NaN where a pair was not a candidate.
     """
 
     pairs: tuple[tuple[int, int], ...]
@@ -71,30 +71,30 @@ def assign(iou: Floats, feasible: NDArray[np.bool_], unmatched_cost: float) -> l
     makes dummy rows and columns for unmatched objects unnecessary. Objects that share no possible pair do not
     influence each other, so each connected group of a large scene is solved separately.
     """
-    gain = np.where(feasible, np.minimum(1.0 - iou - unmatched_cost, 0.0), 0.0)
-    if gain.size <= SMALL:
-        return _solve(gain)
-    rows, columns = np.nonzero(gain)
+    cost_change = np.where(feasible, np.minimum(1.0 - iou - unmatched_cost, 0.0), 0.0)
+    if cost_change.size <= SMALL:
+        return _solve(cost_change)
+    rows, columns = np.nonzero(cost_change)
     n, m = iou.shape
     links = coo_array((np.ones(len(rows), dtype=np.int8), (rows, columns + n)), shape=(n + m, n + m))
     _, group_of = connected_components(links, directed=False)
     groups: dict[int, list[tuple[int, int]]] = defaultdict(list)
     for row, column, group in zip(rows.tolist(), columns.tolist(), group_of[rows].tolist(), strict=True):
         groups[group].append((row, column))
-    return sorted(pair for links in groups.values() for pair in _solve_group(links, gain))
+    return sorted(pair for links in groups.values() for pair in _solve_group(links, cost_change))
 
 
-def _solve(gain: Floats) -> list[tuple[int, int]]:
-    rows, columns = linear_sum_assignment(gain)
-    useful = gain[rows, columns] < 0
+def _solve(cost_change: Floats) -> list[tuple[int, int]]:
+    rows, columns = linear_sum_assignment(cost_change)
+    useful = cost_change[rows, columns] < 0
     return list(zip(rows[useful].tolist(), columns[useful].tolist(), strict=True))
 
 
-def _solve_group(links: list[tuple[int, int]], gain: Floats) -> list[tuple[int, int]]:
+def _solve_group(links: list[tuple[int, int]], cost_change: Floats) -> list[tuple[int, int]]:
     if len(links) == 1:
         return links
     rows, columns = (sorted(set(side)) for side in zip(*links, strict=True))
-    return [(rows[i], columns[j]) for i, j in _solve(gain[np.ix_(rows, columns)])]
+    return [(rows[i], columns[j]) for i, j in _solve(cost_change[np.ix_(rows, columns)])]
 
 
 def _candidate_iou(predicted: Sequence[Geometry], true: Sequence[Geometry], settings: RolloutMatching) -> Floats:

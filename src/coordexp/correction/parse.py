@@ -2,7 +2,8 @@
 from.
 
 The ids become symbol text (`vocab.table`), and the text is read entry by entry in one pass. The kept prefix ends
-behind the last complete object. The ids before that point are never changed.
+after the last entry whose value is a complete JSON object, whether that object is valid or not. If there is no
+such entry, it ends after the opening brace. The ids before that point are never changed.
 """
 
 import re
@@ -51,8 +52,9 @@ class ParsedRollout:
 # Every part is possessive, so that counting takes one pass over the text.
 _OBJECT_KEY = re.compile(r'"object_[0-9]{1,18}+"[ \t\n\r]*+:')
 
-LARGEST = 10**17  # keys have at most 18 digits
-LOST = frozenset({Reason.truncated, Reason.syntax, Reason.placeholder})  # reasons of a last object only
+LARGEST = 10**17  # numbers from here on are not continued, because keys may have at most 18 digits
+# Only the last object can have one of these reasons.
+LOST = frozenset({Reason.truncated, Reason.syntax, Reason.placeholder})
 
 FALLBACK = ParsedRollout((), (), b"{", (), 0, truncated=False, fallback=True, unread=0)
 
@@ -86,10 +88,9 @@ def parse_rollout(ids: Sequence[int], table: VocabularyTable) -> ParsedRollout:
 
 
 def entry_spans(ids: Sequence[int], table: VocabularyTable) -> tuple[Span, ...]:
-    """Return the range of tokens [start, end) of each object that `parse_rollout` returns, for people who look
-    at it.
+    """Return the range of tokens [start, end) of each object that `parse_rollout` returns, for display.
 
-    A range begins with the token that has the first quote of the key and ends behind the token that has the end
+    A range begins with the token that has the first quote of the key and ends after the token that has the end
     of the value. A token with the end of one entry and the beginning of the next belongs to both. The range of a
     last object that is cut off extends to the end of the readable text. It is empty if nothing of that object
     was written. Training does not need the ranges, so `parse_rollout` does not spend time on them.
@@ -138,7 +139,7 @@ def _reason_for_cut(reading: "_EntryReading", is_blocked: bool) -> Reason | None
 
 
 def _usable_number(prediction: PredictedObject) -> int:
-    """Return the number of a key if appended keys can continue from it, else 0. Keys behind a very large number
+    """Return the number of a key if appended keys can continue from it, else 0. Keys after a very large number
     would have too many digits to be read again."""
     number = prediction.number
     return number if number is not None and number < LARGEST else 0
@@ -173,8 +174,8 @@ def _readable_text(text: str) -> tuple[str, bool]:
 
 @dataclass(slots=True)
 class _EntryReading:
-    """The entries that have been read so far. An answer can be continued at `cut`, behind the first `kept`
-    objects. `end` is the position behind the last entry."""
+    """The entries that have been read so far. An answer can be continued at `cut`, after the first `kept`
+    objects. `end` is the position after the last entry."""
 
     cut: int
     end: int
@@ -187,7 +188,7 @@ class _EntryReading:
 
 def _read_entries(text: str, position: int, coords: Coords) -> _EntryReading:
     reading = _EntryReading(position, position, [], [])
-    pending: list[Span] = []  # spans of entries behind which an answer cannot be continued yet
+    pending: list[Span] = []  # spans of entries after which an answer cannot be continued yet
     end, passed = position, 0
     try:
         position = expect(text, position, '}"')

@@ -3,8 +3,9 @@
     prompt | kept prefix of the rollout | missed objects and the closing brace | end of turn
 
 The ids of the prefix are the rollout's own. If the cut falls inside a token, the kept part of that token is
-encoded together with the continuation. So `}}` followed by another object becomes `},`, as the model would have
-written it, and the model learns to continue where it stopped. Stage 1 is the same with an empty rollout.
+encoded together with the continuation. For example, if the answer ended with the single token `}}` and an object
+was missed, its first brace is kept and encoded together with the comma that follows, as `},`. That is how the
+model would have written it, so it learns to continue where it stopped. Stage 1 is the same with an empty rollout.
 
 Missed objects are written as `"object_1": {"desc": "red cup", "bbox_2d": ["<|coord_10|>", ...]}`. Separators are
 `, ` and `: `, coordinates are quoted, so that the text is plain JSON, and `poly` is one flat list.
@@ -31,7 +32,7 @@ FieldOrder = Literal["desc_first", "geometry_first"]
 
 
 class Role(IntEnum):
-    """The purpose of a token in a segment. Tokens from `matched_coord` on are supervised."""
+    """The purpose of a token in a segment. Roles from `matched_coord` (2) upwards are supervised."""
 
     prompt = 0
     masked_prefix = 1
@@ -87,7 +88,7 @@ def build_segment(
     """Return the segment of one sample. `match` pairs `parsed.valid` with `truth`."""
     missed = [truth[j] for j in match.missed]
     kept_text = table.bytes_of(parsed.prefix_ids[-1:]) + parsed.remainder
-    fragment = serialise(missed, after=kept_text, first_index=parsed.highest_number + 1, order=order, table=table)
+    fragment = serialise(missed, after=kept_text, first_number=parsed.highest_number + 1, order=order, table=table)
     tail = table.encode(parsed.remainder + fragment.text)
     start = len(prompt_ids)
     tail_start = start + len(parsed.prefix_ids)
@@ -112,7 +113,7 @@ def build_segment(
     appended = tail_start + np.flatnonzero(kinds[tail_start:-1] == TokenKind.coord)
     targets[appended] = fragment.bins
     sides[appended] = _sides([true.geometry for true in missed])
-    if not parsed.fallback:  # tokens that consist only of text by the model itself
+    if not parsed.fallback:  # tail tokens that contain only bytes of the rollout stay masked
         roles[tail_start:-1][tail_ends <= len(parsed.remainder)] = Role.masked_prefix
     roles[-1], kinds[-1] = Role.end_of_turn, TokenKind.end_of_turn
     weights = (roles >= Role.matched_coord).astype(np.float32)
@@ -156,8 +157,8 @@ def _sides(shapes: Sequence[Geometry | None]) -> list[int]:
 def _check_inside(where: NDArray[np.intp], length: int) -> None:
     if len(where) and not 0 <= where.min() <= where.max() < length:
         raise ValueError(
-            f"supervised coordinates at {where.min()} to {where.max()} leave the kept prefix of {length} tokens: "
-            "the rollout and its parse do not belong together"
+            f"supervised coordinates at {where.min()} to {where.max()} lie outside the kept prefix of {length} "
+            "tokens: the rollout and its parse do not belong together"
         )
 
 
@@ -201,15 +202,15 @@ def serialise(
     objects: Sequence[TrueObject],
     *,
     after: bytes,
-    first_index: int,
+    first_number: int,
     order: FieldOrder,
     table: VocabularyTable,
 ) -> Fragment:
     """Write `objects` as the continuation of the text `after`, and close the answer. Keys are numbered from
-    `first_index`."""
+    `first_number`."""
     last = after.rstrip(b" \t\n\r")[-1:]
     if last not in (b"{", b"}", b","):
-        raise ValueError(f"the prefix ends in {last!r}; an answer can be continued behind {{ , or }} only")
+        raise ValueError(f"the prefix ends in {last!r}; an answer can be continued only after '{{', ',' or '}}'")
     text = bytearray()
     spans: list[Span] = []
     bins: list[int] = []
@@ -219,7 +220,7 @@ def serialise(
         desc = f'"desc": "{_escape(true.desc, table)}"'.encode()
         coords = ", ".join([f'"<|coord_{bin}|>"' for bin in true.geometry.bins])
         geometry = f'"{true.geometry.kind}": [{coords}]'.encode()
-        text += f'"object_{first_index + offset}": {{'.encode()
+        text += f'"object_{first_number + offset}": {{'.encode()
         text += b"" if order == "desc_first" else geometry + b", "
         spans.append((len(text) + len(b'"desc": "'), len(text) + len(desc) - 1))
         text += desc + (b", " + geometry if order == "desc_first" else b"") + b"}"
@@ -229,14 +230,14 @@ def serialise(
 
 def count_answer_tokens(objects: Sequence[TrueObject], table: VocabularyTable) -> int:
     """Return the number of tokens of the ground-truth answer with these objects, including the end of turn."""
-    text = serialise(objects, after=b"{", first_index=1, order="desc_first", table=table).text
+    text = serialise(objects, after=b"{", first_number=1, order="desc_first", table=table).text
     return len(table.encode(b"{" + text)) + 1
 
 
 def _escape(desc: str, table: VocabularyTable) -> str:
     """Return `desc` as the inside of a JSON string that contains no text of a special token."""
     text = json.dumps(normal_form(desc), ensure_ascii=False)[1:-1]
-    if normal_form(text) != text:  # an accent behind an escape would combine with the last letter of the escape
+    if normal_form(text) != text:  # an accent after an escape would combine with the last letter of the escape
         text = json.dumps(normal_form(desc))[1:-1]
     for reserved in table.reserved:
         if reserved in text:

@@ -1,12 +1,12 @@
-"""Compute the coordinate targets of matched pairs. For two boxes, the target is the true box. If one of the
-shapes is a polygon, the targets come from optimal transport between the vertices.
+"""Compute the coordinate targets of matched pairs. For two boxes, the target is the true box. If at least one of
+the shapes is a polygon, the targets come from optimal transport between the vertices.
 
-Each shape is a set of points of equal weight, moved so that its centre is the origin. Sinkhorn's algorithm in
-the log domain finds an entropic transport plan between the two sets. The target of a predicted vertex is the
-mean of the true vertices under that plan (the barycentric projection), not mixed with anything else. Epsilon is
-relative to the smaller shape, so that a shape of 5 bins keeps its vertices as well as one of 500. Shapes are
-centred because all plans between two distant shapes would cost nearly the same. All pairs of a rollout are
-solved together, each until it has converged.
+Each shape is a set of points of equal weight, moved so that the centre of its bounding box is the origin.
+Sinkhorn's algorithm in the log domain finds an entropic transport plan between the two sets. The target of a
+predicted vertex is the mean of the true vertices under that plan (the barycentric projection). Epsilon is relative
+to the smaller shape, so that a shape of 5 bins keeps its vertices as well as one of 500. Shapes are centred
+because all plans between two distant shapes would cost nearly the same. All pairs of a rollout are solved
+together, each until it has converged.
 """
 
 from collections import defaultdict

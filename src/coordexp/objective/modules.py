@@ -101,7 +101,7 @@ def bbox_geo(
     truth, weights = s.coord_targets[sides].to(boxes), s.weights[sides]
     values: dict[str, Tensor] = {}
     if "ciou" in terms:
-        values["ciou"] = complete_box_iou_loss(_upright(boxes), _upright(truth)) * weights.mean(1) * 4
+        values["ciou"] = complete_box_iou_loss(_with_area(boxes), _with_area(truth)) * weights.mean(1) * 4
     if "smoothl1" in terms:
         values["smoothl1"] = smooth_l1_loss(boxes, truth, reduction="none") / (BINS - 1) * weights
     count = torch.tensor(sides.numel(), device=p.device)
@@ -162,7 +162,7 @@ def _boxes(s: Supervision, allowed: Tensor) -> Tensor:
     return sides[allowed[sides].all(1)]
 
 
-def _upright(boxes: Tensor) -> Tensor:
+def _with_area(boxes: Tensor) -> Tensor:
     """Return the boxes, made at least one bin wide and high, so that the loss of an inverted or flat box is
     defined."""
     corner = boxes[:, :2]

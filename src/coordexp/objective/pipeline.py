@@ -73,7 +73,7 @@ class Objective:
         self._masked = _channels_without_desc(self.modules)
 
     def roles(self) -> dict[Channel, frozenset[Role]]:
-        """Return the roles of each channel that any module uses. Logits are needed at their tokens and nowhere
+        """Return, by channel, the roles that any module uses there. Logits are needed at their tokens and nowhere
         else."""
         return {
             channel: frozenset(
@@ -124,7 +124,7 @@ class Objective:
         }
 
     def manifest(self) -> dict[str, Any]:
-        """Return which terms run and which modules do not, for the log and the run folder."""
+        """Return which terms run and which modules do not, for `run.json`."""
         runs = [
             {
                 "term": term.name,

@@ -78,8 +78,8 @@ class LossTally:
     def report(self, steps: int = 1) -> dict[str, float]:
         """Return the metrics since the last report, as means over `steps`, and start again from zero.
 
-        They are `loss`, each term as it enters the loss before its weight, and each term as a mean over the
-        positions at which it was computed (`.../mean`). Diagnostics are means over positions. Call this on all
+        They are `loss`, each term, normalised as in the loss but not yet weighted, and each term as a mean over
+        the positions at which it was computed (`.../mean`). Diagnostics are means over positions. Call this on all
         ranks. All of them get the same result.
         """
         sums = self._sums if self._sums is not None else torch.zeros(len(self._names), 3, dtype=torch.float64)

@@ -3,8 +3,8 @@
 This is the only place that reads full-vocabulary logits. Every loss and every diagnostic uses a
 `VocabularySplit`, so they can never disagree about the treatment of extreme values: NaN counts as 0, everything
 else is clamped to +-FENCE, and only then divided by the temperature. The log masses of the two parts are kept
-separate. Their difference is exact even if one part has nearly all of the mass, and log(1 - p) is not. The split
-is a single autograd function, because it then needs two passes over the logits and no copy of them.
+separate. Their difference is exact even if one part has nearly all of the mass, whereas log(1 - p) would not be.
+The split is a single autograd function, because it then needs two passes over the logits and no copy of them.
 `torch.logsumexp` on slices would need five copies.
 """
 

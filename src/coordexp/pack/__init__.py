@@ -1,4 +1,5 @@
-"""Pack examples into rows. This package imports no torch; `collate` and `attention` do."""
+"""Pack examples into rows. Importing this package does not import torch; its modules `collate` and `attention`
+do."""
 
 from coordexp.pack.carry import CarryBuffer, PackedRow, PackingError, RowReport
 from coordexp.pack.example import Example, ExampleId

@@ -64,7 +64,7 @@ def _attention(
     if len(position_ids) != 1:
         if (position_ids == 0).sum(1).max() > 1:
             raise ValueError(
-                f"a packed row must be alone in its batch, and this batch has {len(position_ids)} rows"
+                f"a packed row must be alone in its batch, but this batch has {len(position_ids)} rows"
             )
         return sdpa_attention_forward(module, query, key, value, None, **kwargs)
     lengths = segment_lengths(position_ids)

@@ -1,7 +1,7 @@
 """The carry buffer: the segments of one rank that wait for a row, oldest first.
 
-A segment that does not fit into a row waits for the next one; none is split or dropped. The wait is bounded: a
-segment that arrives behind n others is in one of the next n + 1 rows.
+A segment that does not fit into a row waits for the next one. None is split, and none is dropped before the end of
+the run. The wait is bounded: a segment that arrives after n others is in one of the next n + 1 rows.
 """
 
 from collections.abc import Iterable, Sized
@@ -67,7 +67,7 @@ class CarryBuffer(Generic[T]):
         if len(self._waiting) >= self.limit:
             raise PackingError(
                 f"{len(self._waiting)} segments ({self.tokens:,} tokens) wait for rows of {self.capacity:,}, "
-                f"and training.packing_buffer is {self.limit}",
+                f"but training.packing_buffer is {self.limit}",
                 "raise training.packing_buffer and continue with --resume, or start a new run with a smaller "
                 "training.per_device_train_batch_size",
             )

@@ -45,8 +45,10 @@ class Supervision:
 
 @dataclass(frozen=True, eq=False)
 class ExampleSpan:
-    """The part of a row that belongs to one example. `positions` are its own among the supervised positions of
-    the row, `tokens` the tokens of its segment that they predict, and `counts` the tokens of its answer by
+    """The part of a row that belongs to one example.
+
+    `positions` is the slice of the row's supervised positions that is this example's. `tokens` are the indices, in
+    its segment, of the tokens that are predicted there. `counts` has the number of tokens of its answer by
     kind."""
 
     id: ExampleId | None
@@ -85,7 +87,8 @@ class Collator:
 
     @classmethod
     def for_model(cls, model: Any, pixels: Pixels, roles: Mapping[Channel, frozenset[Role]]) -> "Collator":
-        """Return the collator of a Qwen3-VL model that is not yet wrapped for adapters or distribution."""
+        """Return the collator of a Qwen3-VL model. Pass the model itself, not the wrapper of peft or
+        accelerate."""
         merge = model.config.vision_config.spatial_merge_size
         return cls(model.model.get_rope_index, model.config.image_token_id, merge, pixels, roles)
 

@@ -8,8 +8,8 @@ from coordexp.correction import Segment
 
 @dataclass(frozen=True)
 class ExampleId:
-    """The place in a run where an example was made: the optimizer step and micro-step, from 0, the rank, and
-    its number within the micro-step. Unique within a run, and the same when the run is repeated."""
+    """Identifies an example by where it was made: the optimizer step and micro-step, from 0, the rank, and its
+    number within the micro-step. Unique within a run, and the same when the run is repeated."""
 
     step: int
     micro: int
@@ -20,8 +20,8 @@ class ExampleId:
 @dataclass(frozen=True, eq=False)
 class Example:
     """`image` is the path of the image. It is read when the row is made, so that waiting examples hold no pixels.
-    `size` is the width and height that the prompt was made for. `id` is None if no step of a run made the example,
-    or one of a release that did not save ids."""
+    `size` is the width and height that the prompt was made for. `id` is None for an example made outside training,
+    or restored from a checkpoint of a release that did not save ids."""
 
     segment: Segment
     image: str

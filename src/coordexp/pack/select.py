@@ -14,8 +14,8 @@ import numpy as np
 
 from coordexp.errors import UserError
 
-# The exact search takes time and memory in proportion to this times the capacity: 1 ms at 16,000 tokens. Its rows
-# are full to the token unless segments are about as long as the row.
+# The exact search takes time and memory in proportion to this times the capacity: 1 ms at 16,000 tokens. It
+# usually fills rows exactly, unless segments are about as long as the row.
 WINDOW = 64
 
 
@@ -42,7 +42,7 @@ def require_binpacking() -> ModuleType:
     """Return the package, which is imported only if a run packs."""
     if importlib.util.find_spec("binpacking") is None:
         raise UserError(
-            "training.packing is true, and the package binpacking is not installed",
+            "training.packing is true, but the package binpacking is not installed",
             "install it (pip install binpacking), or set training.packing: false",
         )
     return importlib.import_module("binpacking")

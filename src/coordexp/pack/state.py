@@ -1,4 +1,5 @@
-"""The carry buffer in a checkpoint: one safetensors file with each stream of all segments end to end."""
+"""The carry buffer in a checkpoint: one safetensors file with one array per token-wise field of `Segment`, all
+waiting segments joined end to end."""
 
 import json
 from dataclasses import astuple, fields

@@ -19,8 +19,8 @@ SMALL = table("small")
 MORE = entry("object_9", "x", box(1, 1, 9, 9))
 
 
-def fragment(after: bytes, *objects: TrueObject, first_index: int = 1) -> str:
-    appended = serialise(objects, after=after, first_index=first_index, order="desc_first", table=SMALL)
+def fragment(after: bytes, *objects: TrueObject, first_number: int = 1) -> str:
+    appended = serialise(objects, after=after, first_number=first_number, order="desc_first", table=SMALL)
     return appended.text.decode()
 
 
@@ -45,7 +45,7 @@ def test_a_leading_comma_is_written_behind_a_closing_brace_and_nowhere_else(afte
 @pytest.mark.parametrize("after", [b"", b" ", b'"', b'{"object_1"', b"]", b":", b"5", b"<|coord_5|>", b"\xc3"])
 @pytest.mark.parametrize("objects", [(), (CUP,)])
 def test_a_prefix_that_is_not_append_ready_is_an_error(after, objects):
-    with pytest.raises(ValueError, match="an answer can be continued behind"):
+    with pytest.raises(ValueError, match="an answer can be continued only after"):
         fragment(after, *objects)
 
 
@@ -63,7 +63,7 @@ def test_a_segment_is_not_built_on_a_prefix_that_is_not_append_ready(core):
 @pytest.mark.scenario("R19.C6", on="pure")
 @pytest.mark.parametrize("objects", [(), (CUP,), (CUP, ROOF), (CUP, ROOF, CUP)])
 def test_a_fragment_is_entries_without_an_outer_brace_and_one_brace_that_closes_the_answer(objects):
-    text = fragment(b"{", *objects, first_index=4)
+    text = fragment(b"{", *objects, first_number=4)
     assert not text.startswith("{")
     assert list(json.loads("{" + text)) == [f"object_{4 + k}" for k in range(len(objects))]
     assert text.endswith("}")

@@ -285,7 +285,7 @@ def test_a_supervised_position_outside_the_answer_is_an_error(core):
     for indices in ((-1, 2, 3, 4), (1, 2, 3, 10_000)):
         wrong = parsed.objects[0]._replace(coord_indices=indices)
         spoiled = type(parsed)((wrong,), *[getattr(parsed, name) for name in list(parsed.__slots__)[1:]])
-        with pytest.raises(ValueError, match="leave the kept prefix"):
+        with pytest.raises(ValueError, match="lie outside the kept prefix"):
             build_segment(
                 PROMPT, spoiled, match, [CUP], table=core.table, order="desc_first", settings=core.settings
             )
