@@ -33,9 +33,9 @@ def together(work: Callable[[], T], waited: Callable[[float], None] = _ignore) -
 
     This costs one small collective. `waited` is called with the seconds that this rank waited for the others.
 
-    Calls may be nested. A rank that fails early meets the others at the next call that they come to. From there
-    the error passes through the outer calls of all ranks without another collective. So work that contains other
-    collectives must call `together` itself right before them."""
+    Calls may be nested. If one rank fails inside nested calls, the others learn of it at their next `together`,
+    and the error then leaves all outer calls without further collectives. So call `together` directly before any
+    other collective inside `work`."""
     if not dist.is_initialized():
         return work()
     result, failed = None, None
@@ -125,7 +125,7 @@ def to_rank_lost_error(error: RuntimeError) -> RankLostError | None:
         return None
     return RankLostError(
         f"rank {dist.get_rank()} lost another rank and cannot go on ({first})",
-        "the output of the rank that ended first, and torchrun's summary, say why; --resume goes on",
+        "the output of the rank that ended first, and torchrun's summary, say why; --resume continues",
     )
 
 

@@ -249,7 +249,7 @@ class Undisturbed:
             return f"FAILED: losses differ at {sorted(wrong)}, missing are {sorted(lost)}\n{shown}"
         if (run / f"checkpoint-{STEPS}/model.safetensors").read_bytes() != self.weights:
             return f"FAILED: weights differ\n{shown}"
-        passed = re.search(r"going on from \S*(checkpoint-\d+)", shown)
+        passed = re.search(r"resuming from \S*(checkpoint-\d+)", shown)
         start = passed[1] if passed else "the beginning"
         return f"exact from {start}" + (f", {len(lost)} line lost" if lost else "")
 

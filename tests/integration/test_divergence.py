@@ -66,7 +66,7 @@ def test_a_run_that_diverges_stops_and_its_good_checkpoint_can_be_resumed(parts)
     assert [line["step"] for line in metrics(parts / name)] == [1, 2]
     shutil.rmtree(parts / name / "checkpoint-2")
     config(parts, name, max_steps=2, **settings)
-    assert "going on from" in train(file, "--resume")
+    assert "resuming from" in train(file, "--resume")
     assert checkpoints(parts / name) == [2]
 
 

@@ -204,7 +204,7 @@ def test_signals_to_all_processes_of_a_run_end_its_start_or_save_the_step_and_en
         assert time.monotonic() - at < START_GRACE + 5
         assert all_ended(everything)
         shown = run.shown
-    assert shown.count("stopping (SIGINT): no step was trained yet, so there is nothing to save") == 1
+    assert shown.count("stopping (SIGINT): no step was trained since the start, so there is nothing to save") == 1
     assert "stopped by a signal before the first step, so there is nothing to save" in shown
     assert "Traceback" not in shown
     assert not list((parts / "interrupted").glob("checkpoint-*"))

@@ -316,7 +316,7 @@ def test_a_killed_learner_resumes_with_the_same_server_as_if_nothing_had_happene
     proxy.add_faults("/infer/", PASSES, PASSES, slow(7.0))
     with learning(file, "--resume") as learner:
         shown = learner.wait_for_end(0)
-        assert "going on from" in shown and "checkpoint-4" in shown
+        assert "resuming from" in shown and "checkpoint-4" in shown
         assert shown.count("warning: ") == 1 and "no answer in 5.0 s (in /infer/)" in shown
         check_same(learner.steps, steps(own)[:6])
     same, expected = weights(file.with_suffix("") / "checkpoint-6"), weights(own / "checkpoint-6")

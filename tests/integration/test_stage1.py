@@ -237,7 +237,7 @@ def test_a_finished_run_is_not_trained_further_by_a_resume(parts):
     file = config(parts, "finished", max_steps=2, save_steps=2)
     assert "from the beginning" in train(file, "--resume")
     shown = train(file, "--resume")
-    assert "going on from" in shown
+    assert "resuming from" in shown
     assert "step 2" in shown
     assert [path.name for path in (parts / "finished").glob("checkpoint-*")] == ["checkpoint-2"]
 

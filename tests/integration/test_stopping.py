@@ -57,7 +57,7 @@ def test_sigterm_abandons_an_evaluation_and_saves_and_the_run_goes_on_exactly(pa
         line = "stopping (SIGTERM): the evaluation is abandoned after its current batch, then step 3 is saved; "
         assert wait_until(run, lambda: line in run.shown, 10) < 1.0
         assert run.wait(60) == 0, run.shown[-3000:]
-        assert "stopped by a signal after step 3, which is saved; --resume goes on" in run.shown
+        assert "stopped by a signal after step 3, which is saved; --resume continues" in run.shown
         assert not run.remains()
     folder = parts / "abandoned"
     assert (folder / "checkpoint-3/stream_0.json").is_file()

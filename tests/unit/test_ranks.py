@@ -83,7 +83,7 @@ def test_a_rank_that_is_gone_is_a_lost_rank_for_the_other_within_seconds(reports
     assert "rank_killed" not in gone
     assert survivor["rank_killed"]["raised"] == "RankLostError"
     assert survivor["rank_killed"]["text"].startswith("rank 0 lost another rank and cannot go on (")
-    assert "--resume goes on" in survivor["rank_killed"]["text"]
+    assert "--resume continues" in survivor["rank_killed"]["text"]
     assert survivor["rank_killed"]["seconds"] < 5
 
 

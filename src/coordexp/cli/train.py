@@ -20,16 +20,17 @@ if TYPE_CHECKING:
 def train(
     config: ConfigOption,
     resume: Annotated[
-        bool, typer.Option("--resume", help="Go on from the newest checkpoint of training.output_dir.")
+        bool, typer.Option("--resume", help="Resume from the newest checkpoint of training.output_dir.")
     ] = False,
     world_size: Annotated[int, typer.Option(min=1, envvar="WORLD_SIZE", hidden=True)] = 1,
 ) -> None:
     """Train as a config says. Under torchrun, start one process per rank of the learner.
 
     Rollouts are made with transformers, with a vLLM engine on the learner's devices, or with rollout
-    servers, which have to be started (coordexp serve). SIGTERM finishes the step, saves a checkpoint
-    and exits 0; Ctrl-C does the same and exits 130; an evaluation is abandoned. A second signal ends
-    the run at once. A run that diverges exits 1 and saves no weights that are not finite.
+    servers, which must be running already (coordexp serve). SIGTERM finishes the step, saves a
+    checkpoint and exits 0; Ctrl-C does the same and exits 130. If an evaluation is running, it is
+    abandoned. A second signal ends the run at once. A run that diverges exits 1 and saves no weights
+    that are not finite.
     """
     loaded = load_settings(config, World(world_size))
     settings = loaded.settings
@@ -46,7 +47,7 @@ def train(
     if resume and is_first:
         folder = settings.training.output_dir
         out.print(
-            f"going on from {prepared.checkpoint}"
+            f"resuming from {prepared.checkpoint}"
             if prepared.checkpoint
             else f"no checkpoint in {folder}: from the beginning"
         )
@@ -87,8 +88,8 @@ def _describe_end(outcome: "RunOutcome") -> str:
     if not outcome.steps:
         return "stopped by a signal before the first step, so there is nothing to save"
     if outcome.saved:
-        return f"stopped by a signal after step {outcome.steps}, which is saved; --resume goes on"
+        return f"stopped by a signal after step {outcome.steps}, which is saved; --resume continues"
     return (
-        f"stopped by a signal after step {outcome.steps}, which is not saved; --resume goes on from the newest "
-        "checkpoint, if there is one"
+        f"stopped by a signal after step {outcome.steps}, which is not saved; --resume continues from the "
+        "newest checkpoint, if there is one"
     )

@@ -88,8 +88,8 @@ def common_decode(requests: Sequence[Request]) -> Decode:
     return decodes.pop()
 
 
-# Seeds are distinct within a step as long as it has at most this many micro-steps, ranks, and requests per
-# micro-step and rank. Their product is below SEED_PRIME.
+# Seeds are distinct within a step that has at most 512 micro-steps, 1,024 ranks, and 4,095 requests of one rank in
+# one micro-step. The product of these limits is below SEED_PRIME.
 MOST_MICRO_STEPS, MOST_RANKS, MOST_REQUESTS = 512, 1024, 4095
 SEED_PRIME = 2**31 - 1
 SEED_FACTOR = 0x2545F491  # any number that is not a multiple of the prime
@@ -104,10 +104,10 @@ def request_seed(run: int, step: int, micro: int, rank: int, request: int) -> in
     limits = (("micro-step", micro, MOST_MICRO_STEPS), ("rank", rank, MOST_RANKS))
     for name, value, limit in limits:
         if not 0 <= value < limit:
-            raise ValueError(f"{name} {value}: seeds are distinct only for the first {limit} of a step")
+            raise ValueError(f"{name} {value}: seeds are distinct for at most {limit} {name}s")
     if not 0 <= request < MOST_REQUESTS:
         raise ValueError(
-            f"request {request}: seeds are distinct only for the first {MOST_REQUESTS} of a micro-step"
+            f"request {request}: seeds are distinct for at most {MOST_REQUESTS} requests of a rank per micro-step"
         )
     digest = hashlib.blake2b(f"{run} {step}".encode(), digest_size=8).digest()
     number = (micro * MOST_RANKS + rank) * MOST_REQUESTS + request
@@ -144,7 +144,8 @@ class Rollout:
         return cls(tuple(prompt_ids), tuple(ids), text, tuple(logprobs[: len(ids)]), finish_reason, version)
 
 
-# Yields whole tensors under the names of the checkpoint. Each one is gathered when it is reached.
+# A function that returns a new pass over all weights: whole tensors under checkpoint names, each gathered when the
+# caller reaches it.
 Weights = Callable[[], Iterator[tuple[str, "Tensor"]]]
 AdapterConfig = dict[str, Any]  # in the format of peft
 AdapterWeights = tuple[AdapterConfig, Iterator[tuple[str, "Tensor"]]]
@@ -164,8 +165,7 @@ class RolloutBackend(Protocol):
     def generate(self, requests: Sequence[Request]) -> list[Rollout]:
         """Return one rollout per request, in the order of the requests, which all decode in the same way.
 
-        The backend has checked that each rollout answers the prompt that training uses, token by token, and that
-        the weights of the last sync made it."""
+        Each rollout answers, token by token, the prompt that training uses, with the weights of the last sync."""
 
     def session(self) -> AbstractContextManager[None]:
         """Return a context for syncs and generation without training in between. A backend that needs the

@@ -17,8 +17,8 @@ BUCKET_BYTES = 64 * 2**20
 ALIGNMENT = 64  # bytes; every tensor in a buffer starts at a multiple of it
 Bucket = list[tuple[str, Tensor]]
 DIVERGED = (
-    "the training has diverged: resume from a checkpoint before that with a lower training.learning_rate; "
-    "weights with NaN or Inf are sent to no engine"
+    "the training has diverged: start a new run with model.path at an earlier checkpoint and a lower "
+    "training.learning_rate; weights with NaN or Inf are sent to no engine"
 )
 
 

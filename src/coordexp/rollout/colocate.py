@@ -1,7 +1,7 @@
 """Rollouts from a vLLM engine that shares the learner's devices and gets its weights in memory.
 
 An engine serves `tensor_parallel_size` neighbouring ranks, and the first of them talks to it for the others. It is
-started when it is first needed, after the learner has moved out of its memory.
+started when it is first needed, after the learner has been offloaded, if the settings say so.
 """
 
 import json
@@ -45,15 +45,15 @@ class Offloaded(Protocol):
     """A learner whose memory is free for the engine."""
 
     def drop(self) -> None:
-        """Free the memory that reading the learner's weights has taken again."""
+        """Return unused memory to the system, such as what reading the learner's weights has taken."""
 
 
 class ColocateBackend:
     """Generates with a colocated engine.
 
-    `learner` answers with the learner's own model. It and the engine answer the image `probe`, to verify that the
-    engine has the same weights. Inside the context `room`, the learner is out of the engine's memory, but its
-    weights can still be read. `notify` gets messages about steps that take long. `adapter` returns the learner's
+    `reference` answers with the learner's own model. It and the engine answer the image `probe`, to verify that
+    the engine has the same weights. `room()` returns a context in which the learner is offloaded, if the settings
+    say so, but readable. `notify` gets messages about steps that take long. `adapter` returns the learner's
     adapter, if it contains everything that is trained; the engine is then started with room for one. `record` gets
     the facts of the run's manifest when they change."""
 
@@ -61,21 +61,22 @@ class ColocateBackend:
         self,
         setup: EngineSetup,
         prompts: PromptBuilder,
-        learner: RolloutBackend,
+        reference: RolloutBackend,
         probe: ImageRef,
         room: Callable[[], AbstractContextManager[Offloaded]],
         notify: Callable[[str], None] = _ignore,
         adapter: Callable[[], AdapterWeights] | None = None,
         record: Callable[[dict[str, Any]], None] = _ignore,
     ) -> None:
-        self.setup, self.prompts, self.learner, self.probe = setup, prompts, learner, probe
+        self.setup, self.prompts, self.reference, self.probe = setup, prompts, reference, probe
         self.room, self.notify = room, notify
         self.adapter, self.record = adapter, record
         self.sync_mode = SyncMode(setup.settings.vllm.sync, adapter is not None, notify, OR_USE_HF)
         self.group = RankGroup.of(setup.settings.vllm.tensor_parallel_size or 1)
         self.engine: Any = None
         self.version: int | None = None
-        self._sent: int | None = None  # the version that the engine has; `version` once the canary agrees
+        # The version sent last. It is copied to `version` when the sync is complete, canary included.
+        self._sent: int | None = None
         self._probed: int | None = None
         self._connection: EngineConnection | None = None
         self._session: ExitStack | None = None
@@ -103,9 +104,11 @@ class ColocateBackend:
         if version == self.version:
             return
         due = self._probed is None or version - self._probed >= self.setup.settings.vllm.sync.canary_every
-        assert not due or self._offloaded is None, "the learner answers before it moves out of memory"
+        assert not due or self._offloaded is None, (
+            "the canary needs the learner's model, so it answers before it is offloaded"
+        )
         probe = [Request(self.probe, Decode.greedy(PROBE))]
-        expected = self.learner.generate(probe) if due else []
+        expected = self.reference.generate(probe) if due else []
         together(self._make_room)
         self.version = self._sent = None
         together(self._start)
@@ -179,7 +182,7 @@ class ColocateBackend:
 
     @contextmanager
     def _close_on_error(self) -> Iterator[None]:
-        """Close the engine if sending fails: it has neither the old weights nor the new ones."""
+        """Close the engine if sending fails: its weights are not known any more."""
         with ExitStack() as on_error:
             on_error.callback(self.close)
             yield

@@ -1,5 +1,5 @@
-"""The learner's connection to its colocated engine. Whole weights or adapters are sent over it, each sync as one
-transaction with a deadline."""
+"""The learner's client of its colocated engine. It makes every sync, of whole weights or of an adapter, one
+transaction with a deadline. Whole weights are read and packed by the sender in `transfer`."""
 
 import math
 import time
@@ -23,9 +23,9 @@ REPORT = f"this should not happen; please report it, {OR_USE_HF}"
 
 
 class EngineConnection:
-    """The learner's end of the weight transfer. No call takes longer than the deadline of the sync.
+    """Sends weights to the engine. No call of a sync waits past its deadline.
 
-    vLLM's transfer engine calls `init_weight_transfer_engine`, `start_weight_update`, `update_weights` and
+    For whole weights, the sender calls `init_weight_transfer_engine`, `start_weight_update`, `update_weights` and
     `finish_weight_update` in this order. After the first failure they do nothing, and `send` raises it at the end:
     the pass over the weights must go on, because other ranks take part in gathering them."""
 
@@ -86,7 +86,7 @@ class EngineConnection:
         self._call_unless_failed(self.engine.init_weight_transfer_engine, {"init_info": init_info})
 
     def start_weight_update(self) -> None:
-        if self._adapters:  # an adapter belongs to the weights before
+        if self._adapters:  # the adapter belongs to the weights that are replaced now
             self.lora_request = None
             self._call_unless_failed(self.engine.collective_rpc, "coordexp_remove_adapter")
         self._call_unless_failed(self.engine.start_weight_update)
@@ -117,7 +117,7 @@ class EngineConnection:
         core = self.engine.llm_engine
         self._call(self.engine.collective_rpc, "coordexp_clear_kv_cache")
         if not self._call(core.reset_prefix_cache):
-            raise EngineError("vLLM could not drop the prompts that it computed with the old weights", REPORT)
+            raise EngineError("vLLM could not clear its prefix cache, which the old weights computed", REPORT)
         self._call(core.reset_mm_cache)
         self._call(core.reset_encoder_cache)
         self._call(core.set_weight_version, self._version)

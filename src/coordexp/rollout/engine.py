@@ -166,7 +166,7 @@ def lora_arguments(vllm: VLLM) -> dict[str, Any]:
         return arguments
     if rank > LORA_RANKS[-1]:
         raise EngineError(
-            f"rollout_matching.vllm.max_lora_rank: {rank}, and vLLM takes adapters up to rank {LORA_RANKS[-1]}",
+            f"rollout_matching.vllm.max_lora_rank: {rank}, but vLLM takes adapters up to rank {LORA_RANKS[-1]}",
             "use a lower model.adapter.rank, or set enable_lora: false, which sends whole weights",
         )
     return arguments | {"max_lora_rank": min(accepted for accepted in LORA_RANKS if accepted >= rank)}
@@ -197,7 +197,7 @@ def _device_indices(setup: EngineSetup) -> range:
     if first + setup.size > ranks:
         raise EngineError(
             f"rollout_matching.vllm.tensor_parallel_size: {setup.size} ranks from local rank {first} on share an "
-            f"engine, and this machine has {ranks}",
+            f"engine, but this machine has {ranks}",
             f"set it to a divisor of the number of ranks on each machine, {OR_USE_HF}",
         )
     return range(first, first + setup.size)
@@ -318,8 +318,8 @@ def _first_sentence(message: str) -> str:
 
 @contextmanager
 def _engine_environment(visible: str | None) -> Iterator[None]:
-    """Set the environment variables that the engine's processes inherit, and block SIGINT and SIGTERM for them, as
-    long as they are started. `visible` lists the engine's GPUs, if not all."""
+    """Set the environment variables that the engine's processes inherit, and block SIGINT and SIGTERM for them,
+    while they are being started. `visible` lists the engine's GPUs, if not all."""
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     os.environ.setdefault("PYTHONWARNINGS", "ignore")

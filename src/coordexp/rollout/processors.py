@@ -77,7 +77,7 @@ class Guard(LogitsProcessor):
 class Sampler(LogitsProcessor):
     """Draws a token with a random generator per row, and leaves only that token: the choice after it is greedy.
 
-    It draws one number in [0, 1) per row and token and looks it up in the cumulated probabilities. So the tokens
+    It draws one number in [0, 1) per row and token and looks it up in the cumulative probabilities. So the tokens
     of a row depend neither on the other rows nor on the device.
     """
 
@@ -94,7 +94,7 @@ class Sampler(LogitsProcessor):
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         step = input_ids.shape[1] - self._prompt_length
-        cumulated = self._warp(input_ids, scores.float()).softmax(-1).double().cumsum(-1)
-        threshold = self._uniform[:, step : step + 1].to(scores.device) * cumulated[:, -1:]
-        drawn = torch.searchsorted(cumulated, threshold, right=True)
+        cumulative = self._warp(input_ids, scores.float()).softmax(-1).double().cumsum(-1)
+        threshold = self._uniform[:, step : step + 1].to(scores.device) * cumulative[:, -1:]
+        drawn = torch.searchsorted(cumulative, threshold, right=True)
         return torch.full_like(scores, -torch.inf).scatter(1, drawn, 0.0)

@@ -55,22 +55,22 @@ LEFT_OUT = "the run goes on without this server until it is back and has receive
 class ServerBackend:
     """The backend that asks rollout servers.
 
-    `learner` answers with the learner's own model. It and each server are asked about the `probe` image, to check
-    that they have the same weights. `notify` gets messages for people, and `record` gets the events that are
+    `reference` answers with the learner's own model. It and each server are asked about the `probe` image, to
+    check that they have the same weights. `notify` gets messages for people, and `record` gets the events that are
     needed to repeat the run. `adapter` returns the learner's adapter, if it can be sent alone."""
 
     def __init__(
         self,
         setup: EngineSetup,
         prompts: PromptBuilder,
-        learner: RolloutBackend,
+        reference: RolloutBackend,
         probe: ImageRef,
         notify: Callable[[str], None] = ignore,
         record: Callable[[dict[str, Any]], None] = ignore,
         adapter: Callable[[], AdapterWeights] | None = None,
         timeouts: ClientTimeouts | None = None,
     ) -> None:
-        self.setup, self.prompts, self.learner, self.probe = setup, prompts, learner, probe
+        self.setup, self.prompts, self.reference, self.probe = setup, prompts, reference, probe
         self.notify, self.record, self.adapter = notify, record, adapter
         self.settings = setup.settings.vllm
         self.sync_mode = SyncMode(self.settings.sync, adapter is not None, notify, OTHERWISE)
@@ -209,7 +209,7 @@ class ServerBackend:
         assert self.pool is not None and self.pool.version is not None
         version = self.pool.version
         is_due = self._probed is None or version - self._probed >= self.settings.sync.canary_every
-        own = self.learner.generate([self._probe]) if is_due or fresh else []
+        own = self.reference.generate([self._probe]) if is_due or fresh else []
         sent = together(partial(self._send_weights, targets, version))
         outcome = self._on_first_rank(self._commit, sent, own, targets if is_due else fresh)
         for index in outcome["synced"]:

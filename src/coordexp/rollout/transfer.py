@@ -1,6 +1,8 @@
-"""The learner's end of the weight transfer, through vLLM's own interface.
+"""The sender of whole weights to a colocated engine, through vLLM's own interface. `connection` decides when it
+sends, and makes the calls to the engine for it.
 
-Weights are sent bucket by bucket: while the engine loads one, the learner fills the next.
+On a CPU, weights are sent bucket by bucket: while the engine loads one, the learner fills the next. On a GPU,
+vLLM's own sender does the packing.
 """
 
 from collections import deque
@@ -51,11 +53,11 @@ class SharedMemorySender(TrainerWeightTransferEngine[SharedMemory]):
     def trainer_init(
         cls, init_info: SharedMemory, *, client: VLLMWeightSyncClient, source: WeightSource | None = None
     ) -> Self:
-        engine = cls(client=client, source=source, is_sender=init_info.is_sender)
-        engine.files = [MemoryFile.new(BUCKET_BYTES), MemoryFile.new(BUCKET_BYTES)]
-        if engine.is_sender:
+        sender = cls(client=client, source=source, is_sender=init_info.is_sender)
+        sender.files = [MemoryFile.new(BUCKET_BYTES), MemoryFile.new(BUCKET_BYTES)]
+        if sender.is_sender:
             client.init_weight_transfer_engine({})
-        return engine
+        return sender
 
     def send_weights(self) -> None:
         """Send all weights. A rank that is not the sender only passes over them, because all ranks take part in
@@ -79,7 +81,7 @@ class SharedMemorySender(TrainerWeightTransferEngine[SharedMemory]):
 
 
 class CudaSender(IPCTrainerWeightTransferEngine):
-    """The sender of vLLM, except that handles leave as plain values."""
+    """vLLM's sender, but IPC handles are sent as plain values, not pickled."""
 
     def _do_send(self, *args: Any, ipc_handles: Any, **kwargs: Any) -> None:
         plain = {device: plain_handle(handle) for device, handle in ipc_handles.items()}
@@ -93,7 +95,7 @@ class CudaIpc(IPCTrainerInitInfo):
 
 
 def plain_handle(handle: Sequence[Any]) -> list[Any]:
-    """Return torch's handle of a tensor that is shared between processes as numbers, text and bytes."""
+    """Convert torch's handle of a shared tensor to numbers, text and bytes."""
     kind, size, stride, offset, storage, dtype, *rest = handle
     assert kind is torch.Tensor and storage is torch.storage.TypedStorage, (kind, storage)
     return [list(size), list(stride), offset, str(dtype).removeprefix("torch."), *rest]
@@ -102,7 +104,8 @@ def plain_handle(handle: Sequence[Any]) -> list[Any]:
 def connect(
     device: torch.device, rank: int, client: VLLMWeightSyncClient, source: LearnerWeights
 ) -> TrainerWeightTransferEngine:
-    """Return the learner's end of the transfer. Every rank needs one; rank 0 talks to the engine."""
+    """Return the sender of one rank. Every rank of the group that shares the engine needs one. `rank` is the place
+    in that group; the first rank of the group talks to the engine."""
     if device.type != "cuda":
         return WeightTransferTrainerFactory.trainer_init(SharedMemory(rank=rank), client=client, source=source)
     largest = max(meta.dtype.itemsize * torch.Size(meta.shape).numel() for meta in source.metadata())

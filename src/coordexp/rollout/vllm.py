@@ -1,4 +1,5 @@
-"""Rollouts from a vLLM engine in this process, and a backend whose engine keeps the weights of a model folder."""
+"""Rollouts from a vLLM engine that this process owns, and a backend whose engine keeps the weights of a model
+folder."""
 
 from collections.abc import Sequence
 from functools import partial

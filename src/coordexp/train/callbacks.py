@@ -81,7 +81,7 @@ def cut_metrics(path: Path, step: int) -> float:
 
 class MetricsFile(TrainerCallback):
     """Writes everything that is logged to `metrics.jsonl`, one JSON object per line. A resumed run continues the
-    same file. A full disk costs lines, not the run."""
+    same file. If the disk is full, lines are lost and the run continues."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -105,9 +105,9 @@ class MetricsFile(TrainerCallback):
 
 
 class TensorBoard(TensorBoardCallback):
-    """The callback of transformers, except that a full disk costs events, not the run. After an error its writer
-    is useless: its thread has ended, and every call raises the same error. So a new attempt, at most one per
-    minute, begins a new event file, which TensorBoard shows together with the others."""
+    """The callback of transformers, except that if the disk is full, events are lost and the run continues. After
+    an error its writer is useless: its thread has ended, and every call raises the same error. So a new attempt,
+    at most one per minute, begins a new event file, which TensorBoard shows together with the others."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -130,7 +130,7 @@ class TensorBoard(TensorBoardCallback):
 
 
 def _report_thread_error(report: Callable[[Any], object], failure: Any) -> None:
-    """Report an exception that ended a thread, except one of TensorBoard, of which the callback warns itself."""
+    """Report an exception that ended a thread, except TensorBoard's, about which the callback itself warns."""
     if type(failure.thread).__name__ != "_AsyncWriterThread" or not isinstance(failure.exc_value, OSError):
         report(failure)
 

@@ -25,7 +25,8 @@ from coordexp.files import free_space, sync, sync_folder, write_json
 MANIFEST = "manifest.json"
 FORMAT = 1
 NEEDED = ("optimizer*", "scheduler.pt", "trainer_state.json")  # for an exact resume, besides the streams
-ANNOUNCED = "manifest_follows"  # in the state of a stream: without a manifest, such a checkpoint is not complete
+# Set in stream_N.json by releases that write manifests: a checkpoint with this key and no manifest is unfinished.
+ANNOUNCED = "manifest_follows"
 _NAME = re.compile(r"checkpoint-(\d+)")
 _BLOCK = 1 << 22
 _QUIET_S, _EVERY_S = 2.0, 30.0  # seconds until progress is reported for the first time, and between two reports
@@ -83,7 +84,7 @@ def newest_intact(folder: Path, notify: Notify) -> Path | None:
         return checkpoint
     if faulty:
         raise DataError(
-            f"{folder} has no checkpoint to go on from: {'; '.join(map(str, faulty))}",
+            f"{folder} has no checkpoint to resume from: {'; '.join(map(str, faulty))}",
             "copy an intact checkpoint there, remove them to start from the beginning, or set training.output_dir "
             "to a new folder",
         )
@@ -118,7 +119,7 @@ def _examine(checkpoint: Path, notify: Notify) -> Verdict:
     digests = hash_files(checkpoint, list(listed), notify)
     for name, (_, digest) in listed.items():
         if digests[name] != digest:
-            return Verdict(checkpoint, f"is damaged: {checkpoint / name} has other bytes than were saved (sha256)")
+            return Verdict(checkpoint, f"is damaged: {checkpoint / name} differs from what was saved (sha256)")
     return Verdict(checkpoint, files=len(listed), size=sum(size for size, _ in listed.values()))
 
 
@@ -142,7 +143,7 @@ def saving(checkpoint: Path) -> Iterator[None]:
             (path for path in checkpoints(checkpoint.parent) if (step_of(path) or 0) < step and is_finished(path)),
             None,
         )
-        then = f"--resume then goes on from {older.name}" if older else "there is no earlier checkpoint"
+        then = f"--resume then continues from {older.name}" if older else "there is no earlier checkpoint"
         raise SaveError(
             f"{checkpoint} cannot be saved: {reason}",
             f"free space on that disk ({free_space(checkpoint.parent)}), or make it writable; {then}",
@@ -259,7 +260,8 @@ def _fault_without_manifest(checkpoint: Path) -> str:
 
 
 def _fault_of_streams(checkpoint: Path) -> str:
-    """Return what is wrong with the stream states, which every rank writes last."""
+    """Return what is wrong with the stream states. Each rank writes its own after its other files; only the
+    manifest is written later."""
     first = checkpoint / "stream_0.json"
     unfinished = f"was not written to its end: it has no {MANIFEST}"
     if not first.is_file():

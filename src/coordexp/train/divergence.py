@@ -18,7 +18,7 @@ from coordexp.ranks import gather_texts
 # A diverged model has broken logits at every step. A single odd image may cause them at one.
 MAX_BROKEN_STEPS = 5
 # The gradient scaler of fp16 skips a step whose gradient overflows, and halves its scale, which starts at 65,536.
-# After so many steps in a row the scale is below 1: the gradient itself overflows.
+# After this many steps in a row the scale is below 1: the gradient itself overflows.
 MAX_SKIPPED_STEPS = 20
 
 WAY_OUT = (

@@ -23,7 +23,7 @@ from coordexp.vocab import VocabularyTable
 
 @dataclass(frozen=True)
 class AnswerEvaluation:
-    """Evaluates greedily, as `coordexp predict` does, with the repeat guard if the settings enable it. Only the
+    """Evaluates greedily. Unlike `coordexp predict`, it uses the repeat guard if the settings enable it. Only the
     backend's `decode_batch_size` sets how many sequences are decoded at once. `samples` limits the number of
     records. `is_stopping` is called between two calls of the backend, on all ranks together. `progress` gets the
     number of answered images and the number of all images."""

@@ -110,8 +110,8 @@ def describe_rollouts(settings: Settings, backend: RolloutBackend) -> dict[str, 
 
 @dataclass(frozen=True)
 class RolloutFacts:
-    """Adds facts about rollouts to the latest start in `run.json`, if there is one. A full disk costs the facts,
-    not the run."""
+    """Adds facts about rollouts to the latest start in `run.json`, if there is one. If the disk is full, the facts
+    are lost and the run continues."""
 
     folder: Path
 
@@ -129,7 +129,7 @@ class ServerLog:
     """Writes `servers.jsonl`: every sync, every call for rollouts with its seeds, and every retry. Ranks other
     than the first write `servers_1.jsonl` and so on. `run.json` gets the servers as the first sync found them,
     and the sync mode and its fallbacks as of the latest sync. Each event is one write, because several threads
-    may record at once. A full disk costs events, not the run."""
+    may record at once. If the disk is full, events are lost and the run continues."""
 
     folder: Path
     rank: int

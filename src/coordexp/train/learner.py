@@ -21,10 +21,10 @@ from coordexp.train.weights import learner_weights
 
 @dataclass
 class Learner:
-    """Made before the rollout backend and the trainer, which both refer to it. `base` is the model without an
-    adapter. accelerate wraps model and optimizer when training begins; the trainer then sets them here. `dtype`
-    is the one that the weights are loaded in, `precision` the one that forward passes compute in.
-    `offload_folder` is where a learner on the CPU is offloaded to."""
+    """Made before the rollout backend and the trainer, which both refer to it. `base` is the Qwen3-VL model,
+    inside peft's wrapper if there is an adapter. accelerate wraps model and optimizer when training begins; the
+    trainer then sets them here. `dtype` is the one that the weights are loaded in, `precision` the one that
+    forward passes compute in. `offload_folder` is where a learner on the CPU is offloaded to."""
 
     base: Any
     model: Any
@@ -69,5 +69,5 @@ class Learner:
         return learner_adapter(self.model)
 
     def offload(self) -> AbstractContextManager[OffloadedStorages]:
-        """Return a context in which model and optimizer are out of device memory, as the settings ask for."""
+        """Return a context in which model and optimizer are out of device memory, as the settings say."""
         return offload_learner(self.offload_settings, self.model, self.optimizer, self.offload_folder)

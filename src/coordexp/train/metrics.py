@@ -1,8 +1,8 @@
 """Counters and times of training steps: what happened to the rollouts, how rows were packed, where the time
 went.
 
-Counters are sums over micro-steps and ranks, and rates are ratios of sums. None of them is a geometry value: how
-well shapes overlap is measured by evaluation.
+Counters are sums over micro-steps and ranks, and rates are ratios of sums. None of them says how well shapes
+overlap; evaluation measures that.
 """
 
 import time

@@ -1,7 +1,7 @@
 """Offloading: move the learner's model and optimizer out of device memory while an engine on the same device
 generates.
 
-Memory is moved by storages, so tensors that share one still do afterwards. From the CPU a storage goes to a
+Memory is moved storage by storage, so tensors that share one still do afterwards. From the CPU a storage goes to a
 file, from an accelerator to pinned host memory. Meanwhile, modules hold stand-in parameters to read from: a
 parameter that moved to another device by itself would lose the hooks through which DDP reduces gradients.
 Afterwards every tensor is the same object with the same bits.
@@ -25,7 +25,8 @@ from coordexp.config.rollout import Offload
 from coordexp.errors import EngineError, explain
 from coordexp.rollout.buckets import align_size
 
-# Storages with fewer bytes stay, except those in a mapped file, where each of them would keep all of it in memory.
+# Storages with fewer bytes stay, except storages inside a mapped file: one that stayed would keep the whole file
+# mapped.
 SMALL = 1024
 
 
@@ -36,7 +37,8 @@ class OffloadTarget(Protocol):
         """Return a copy of the storage in this memory."""
 
     def drop(self) -> None:
-        """Free what reading the copies, or moving the storages, has left in the memory that the engine needs."""
+        """Return unused memory to the system: what moving the storages has freed, and what reading the copies has
+        taken. The copies stay."""
 
 
 class OffloadedStorages:
@@ -56,7 +58,7 @@ class OffloadedStorages:
         return DTensor(copy, tensor._spec, requires_grad=False) if isinstance(tensor, DTensor) else copy
 
     def drop(self) -> None:
-        """Free what reading the copies has brought into memory."""
+        """Return unused memory to the system, see `OffloadTarget.drop`."""
         if self.target is not None:
             self.target.drop()
 
@@ -69,7 +71,7 @@ class OffloadedStorages:
 def offload_learner(
     settings: Offload, model: nn.Module, optimizer: Any, folder: Path
 ) -> Iterator[OffloadedStorages]:
-    """Offload model and optimizer, as the settings ask for, until the end of the block. Inside, the model can be
+    """Offload model and optimizer, as the settings say, until the end of the block. Inside, the model can be
     read module by module. A learner on the CPU goes to a file in `folder`."""
     if not settings.enabled:
         yield OffloadedStorages()

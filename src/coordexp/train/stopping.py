@@ -36,7 +36,7 @@ def stop_line(number: int, phase: Phase, step: int) -> str:
     """Return the line that is printed when a signal arrives. `step` is the last one that is done."""
     name = signal.Signals(number).name
     if phase == "start" or (phase == "evaluation" and step == 0):
-        return f"stopping ({name}): no step was trained yet, so there is nothing to save"
+        return f"stopping ({name}): no step was trained since the start, so there is nothing to save"
     if phase == "end":
         return f"stopping ({name}): all steps are done; the run is ending"
     first = {

@@ -1,8 +1,8 @@
 """The order of samples and the packing of rows on one rank, and their state in a checkpoint.
 
 The order of samples is a pure function of seed and epoch. A checkpoint has how many samples were taken, how many
-rows were made and what waits in the carry buffer, so a resumed run trains on the very rows that the interrupted
-one would have trained on. Nothing is read ahead.
+micro-steps were begun (`rows`) and what waits in the carry buffer, so a resumed run trains on the very rows that
+the interrupted one would have trained on. Nothing is read ahead.
 """
 
 import json
@@ -75,10 +75,10 @@ class SampleOrder:
 
 class RowStream:
     """Says which records the next micro-step takes, and packs their examples. Without a `buffer`, the examples
-    of a micro-step are one micro-batch of `batch`, which the trainer may cut into rows. With it, a micro-batch
-    joins the waiting examples, unless they would fill two rows already, and the next row is drawn. A micro-batch
-    that the buffer cannot hold stops the run. `accumulation` micro-steps make an optimizer step. `identity` has
-    what must be the same after a resume, besides order and sizes."""
+    of a micro-step are one micro-batch of `batch`, which the trainer may cut into rows. With it, a new micro-batch
+    is taken and joins the waiting examples, unless these already have the tokens of two rows. Then the next row is
+    drawn. A micro-batch that the buffer cannot hold stops the run. `accumulation` micro-steps make an optimizer
+    step. `identity` has what must be the same after a resume, besides order and sizes."""
 
     def __init__(
         self,
@@ -122,7 +122,7 @@ class RowStream:
         return at, indices
 
     def pack(self, examples: Sequence[Example]) -> tuple[Example, ...]:
-        """Return the examples to train on in this micro-step, given the ones that it made."""
+        """Return the examples to train on in this micro-step. `examples` are those made in this micro-step."""
         if self.buffer is None:
             self._check_lengths(examples)
             return tuple(examples)

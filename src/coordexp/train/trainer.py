@@ -1,10 +1,19 @@
 """The Hugging Face Trainer on packed rows. It knows nothing about detection: examples come with their
 supervision.
 
-`RowTrainer.collect_micro_step` and `RowTrainer.training_step` are what a training step does. Other differences
-from the plain Trainer: the sample order and the carry buffer are part of every checkpoint, the loss is the
-declared objective, normalised over all rows of the optimizer step on all ranks, and evaluation lets the model
-answer. A step with a value that is not finite is not applied, and no such weights are saved.
+In every optimizer step, the Trainer calls these methods of `RowTrainer`:
+
+1. `get_batch_samples` collects the examples of all micro-steps (`collect_micro_step`: samples, weight sync,
+   rollouts, corrections, packing) and counts their tokens over all ranks.
+2. `training_step`, once per micro-step, splits its examples into rows. For each row, `_prepare_inputs` makes the
+   tensors, `compute_loss` runs the forward pass, and the Trainer runs the backward pass.
+3. `_get_grad_norm`, after the last micro-step, checks loss, logits and gradient norm. Then the optimizer steps.
+4. `_maybe_log_save_evaluate` calls `log`, `evaluate` and `_save_checkpoint` if they are due.
+
+Other differences from the plain Trainer: the sample order and the carry buffer are part of every checkpoint, the
+loss is the declared objective, normalised over all rows of the optimizer step on all ranks, and evaluation lets
+the model answer. A loss or gradient norm that is not finite stops the run before the update (with DeepSpeed, after
+it; the gradient scaler of fp16 may skip some updates first). Weights that are not finite are never saved.
 """
 
 import itertools
@@ -48,7 +57,7 @@ from coordexp.train.stream import RowStream
 PROMPT_FILE = "coordexp.json"  # in every checkpoint: how to prompt the model
 T = TypeVar("T")
 Evaluation = Callable[[int], dict[str, float]]
-# Gets a row, the logits of its supervised positions, and the optimizer step as the log counts it.
+# Gets a row, the logits of its supervised positions, and the optimizer step, numbered from 1, as in the log.
 Trace = Callable[[Row, Tensor, int], None]
 
 
@@ -91,7 +100,8 @@ class RowTrainer(Trainer):
         self._checkpoint_limit, self.args.save_total_limit = self.args.save_total_limit, None
         self.rotation_is_due = False
         self.tokens = self.steps = 0
-        self.loss_is_scaled_for_ga = True  # by the counts of the whole optimizer step
+        # So the Trainer does not divide the loss again: `compute_loss` divides by the counts of the whole step.
+        self.loss_is_scaled_for_ga = True
         self._parameters = sum(weight.numel() for weight in self.model.parameters())
         self._image_threads = ThreadPoolExecutor(image_threads) if image_threads else None
 
@@ -105,8 +115,9 @@ class RowTrainer(Trainer):
         return micro_steps, reduce_counts([kind_counts(examples) for examples in micro_steps], device)
 
     def collect_examples(self, micro_steps: int) -> list[tuple[Example, ...]]:
-        """Return the examples of one optimizer step, by micro-step. All its rollouts are made here, before the
-        first forward pass, so they come from the same weights."""
+        """Return the examples of one optimizer step, by micro-step. All rollouts that this step requests are made
+        here, before the first forward pass and with the same weights. With packing, a row may also have examples
+        that waited since an earlier step."""
         with self.backend.session():
             return [self.collect_micro_step() for _ in range(micro_steps)]
 
@@ -144,6 +155,8 @@ class RowTrainer(Trainer):
     def compute_loss(
         self, model: Any, inputs: Row, return_outputs: bool = False, num_items_in_batch: Tensor | None = None
     ) -> Any:
+        """Return the share that a row has in the loss of the optimizer step. `num_items_in_batch` is not a number
+        here, but a vector: the tokens of the whole step on all ranks, counted by `TokenKind`."""
         assert num_items_in_batch is not None
         logits = model(**inputs.inputs).logits[0]
         measures = self.objective.measure(logits, inputs.supervision)
@@ -172,15 +185,15 @@ class RowTrainer(Trainer):
         self.health = self.health.after(numbers, self._describe_start())
         if broken_logits and self.is_world_process_zero():
             say(
-                f"warning: step {numbers.step}: {describe_broken(broken_logits)}; NaN counts as 0, the others as "
-                "the bound, and none of them gets a gradient"
+                f"warning: step {numbers.step}: {describe_broken(broken_logits)}; NaN counts as 0, the others are "
+                "clamped to the bound, and none of them gets a gradient"
             )
         if self.health == Health():  # the weights of the newest checkpoint have worked
             self._rotate()
         return grad_norm
 
     def _describe_start(self) -> str:
-        """Return an advice on the newest checkpoint, if the first broken step began with its weights."""
+        """Return advice on the newest checkpoint, if the first broken step began with its weights."""
         if self.saved != self.state.global_step - self.health.broken_steps:
             return ""
         return (
@@ -223,7 +236,8 @@ class RowTrainer(Trainer):
         the same number of passes on every rank, so every rank makes as many rows as the rank that needs the
         most."""
         contract = self.rollout_matching_cfg
-        if contract.packing or len(micro_step) == 1:  # the number of samples is the same on all ranks
+        # This needs no collective: without packing, all ranks have equally many examples.
+        if contract.packing or len(micro_step) == 1:
             return [micro_step]
         lengths, cap = [len(example) for example in micro_step], contract.packing_length
         passes = max_over_ranks(len(split_in_order(lengths, cap)), waited=self._add_waited)

@@ -1,9 +1,9 @@
 """The learner's weights in the form that an engine loads: whole, merged, named as in the checkpoint, one at a
 time.
 
-The learner itself is not changed. peft merges an adapted layer on a copy of the layer with its own weights, so
-nothing has to be restored afterwards. Sharded weights are gathered one by one as the caller iterates, so all
-ranks must iterate over the same ones.
+The learner itself is not changed. peft merges an adapted layer on a copy of the layer, and weights that merging
+changes in place are copied too, so nothing has to be restored afterwards. Sharded weights are gathered one by one
+as the caller iterates, so all ranks must iterate over the same ones.
 """
 
 import copy

@@ -107,7 +107,7 @@ def test_ranks_of_two_machines_cannot_share_an_engine(monkeypatch):
     with pytest.raises(EngineError) as error:
         _device_indices(FakeSetup(4))
     assert str(error.value).splitlines() == [
-        "rollout_matching.vllm.tensor_parallel_size: 4 ranks from local rank 2 on share an engine, and this "
+        "rollout_matching.vllm.tensor_parallel_size: 4 ranks from local rank 2 on share an engine, but this "
         "machine has 4",
         "  set it to a divisor of the number of ranks on each machine, or set rollout_matching.rollout_backend: "
         "hf, which needs no engine",

@@ -69,11 +69,14 @@ def test_seeds_never_change_so_that_old_runs_can_be_repeated():
 @pytest.mark.parametrize(
     ("place", "words"),
     [
-        ((MOST_MICRO_STEPS, 0, 0), f"micro-step {MOST_MICRO_STEPS}: .* first {MOST_MICRO_STEPS} of a step"),
+        ((MOST_MICRO_STEPS, 0, 0), f"micro-step {MOST_MICRO_STEPS}: .* at most {MOST_MICRO_STEPS} micro-steps$"),
         ((-1, 0, 0), "micro-step -1"),
-        ((0, MOST_RANKS, 0), f"rank {MOST_RANKS}: .* first {MOST_RANKS} of a step"),
+        ((0, MOST_RANKS, 0), f"rank {MOST_RANKS}: .* at most {MOST_RANKS} ranks$"),
         ((0, -1, 0), "rank -1"),
-        ((0, 0, MOST_REQUESTS), f"request {MOST_REQUESTS}: .* first {MOST_REQUESTS} of a micro-step"),
+        (
+            (0, 0, MOST_REQUESTS),
+            f"request {MOST_REQUESTS}: .* at most {MOST_REQUESTS} requests of a rank per micro-step$",
+        ),
         ((0, 0, -1), "request -1"),
     ],
 )

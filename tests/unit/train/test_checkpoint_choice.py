@@ -63,9 +63,12 @@ DAMAGES = {
     "cut": (lambda folder: os.truncate(folder / "optimizer.pt", 9), "optimizer.pt has 9 bytes, not 1100"),
     "flipped": (
         lambda folder: flip(folder / "model.safetensors"),
-        "model.safetensors has other bytes than were saved",
+        "model.safetensors differs from what was saved",
     ),
-    "inside": (lambda folder: flip(folder / "global_step4/shard.pt"), "global_step4/shard.pt has other bytes"),
+    "inside": (
+        lambda folder: flip(folder / "global_step4/shard.pt"),
+        "global_step4/shard.pt differs from what was saved",
+    ),
     "empty": (lambda folder: os.truncate(folder / "stream_0.json", 0), "stream_0.json has 0 bytes"),
     "gone": (
         lambda folder: (folder / "scheduler.pt").unlink(),
@@ -180,7 +183,7 @@ def test_a_full_disk_at_a_save_says_what_to_do_and_what_to_go_on_from(tmp_path):
     saved(tmp_path, 4)
     (tmp_path / "checkpoint-8").mkdir()
     for older, words in (
-        (True, "--resume then goes on from checkpoint-4"),
+        (True, "--resume then continues from checkpoint-4"),
         (False, "there is no earlier checkpoint"),
     ):
         with pytest.raises(SaveError) as raised, saving(tmp_path / "checkpoint-8"):
@@ -245,7 +248,7 @@ def test_verify_says_one_line_a_checkpoint_and_exits_by_the_newest(tmp_path):
         "checkpoint-4 is damaged",
         "checkpoint-2 has no manifest.json, as in earlier versions",
     ]
-    assert f"{tmp_path}/checkpoint-4/model.safetensors has other bytes" in result.stdout
+    assert f"{tmp_path}/checkpoint-4/model.safetensors differs from what was saved" in result.stdout
     (tmp_path / "checkpoint-12" / MANIFEST).unlink()
     result = run_verify(tmp_path)
     assert result.exit_code == 1
@@ -319,5 +322,5 @@ def test_every_rank_follows_the_first_one_which_alone_reads(tmp_path):
         flip(tmp_path / run / f"checkpoint-{steps[-1]}/model.safetensors")
     ranks = run_two_ranks("tests.unit.train.checkpoint_worker", tmp_path)
     assert [rank["damaged"] for rank in ranks] == [str(tmp_path / "damaged/checkpoint-4")] * 2
-    assert ranks[0]["hopeless"].startswith(f"DataError: {tmp_path}/hopeless has no checkpoint to go on from")
+    assert ranks[0]["hopeless"].startswith(f"DataError: {tmp_path}/hopeless has no checkpoint to resume from")
     assert ranks[1]["hopeless"].startswith("RankError: rank 0 failed, so all ranks stop\n  DataError: ")

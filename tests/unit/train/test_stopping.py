@@ -28,7 +28,7 @@ def test_the_line_says_what_is_finished_first_and_how_to_end_at_once(phase, firs
 
 def test_a_start_has_nothing_to_save():
     assert stop_line(signal.SIGINT, "start", 0) == (
-        "stopping (SIGINT): no step was trained yet, so there is nothing to save"
+        "stopping (SIGINT): no step was trained since the start, so there is nothing to save"
     )
 
 
