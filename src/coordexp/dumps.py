@@ -82,7 +82,7 @@ def remove_from_step(folder: Path, step: int) -> None:
 
 @dataclass(frozen=True)
 class ExamplePlace:
-    """Where a dumped example comes from, as its line says it: step, micro-step and rank as in `ExampleId`, and the
+    """The origin of a dumped example, as its line says it: step, micro-step and rank as in `ExampleId`, and the
     number of its record in the data file, from 0, instead of its number within the micro-step."""
 
     step: int

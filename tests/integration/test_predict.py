@@ -143,6 +143,19 @@ def test_the_answer_to_an_unreadable_image_says_so(lively_model, eight_scenes):
     assert "8 of 8 images could not be read" in result.output
 
 
+def test_an_image_of_a_size_that_no_model_accepts_gets_no_answer(lively_model, eight_scenes):
+    file = eight_scenes / "s/val.jsonl"
+    *others, last = file.read_text().splitlines()
+    odd = json.loads(last) | {"width": 3000, "height": 10, "objects": []}
+    file.write_text("\n".join([*others, json.dumps(odd)]) + "\n")
+    result = CliRunner().invoke(app, command(lively_model, eight_scenes))
+    assert result.exit_code == 0, result.output
+    assert "1 of 8 images could not be read" in result.output
+    lines = (eight_scenes / "preds.answers.jsonl").read_text().splitlines()
+    reasons = [json.loads(line)["finish_reason"] for line in lines]
+    assert reasons[7] == "image_unreadable" and "image_unreadable" not in reasons[:7]
+
+
 @pytest.mark.engine
 def test_an_engine_of_vllm_makes_the_predictions_of_transformers_and_ends_with_the_command(
     lively_model, eight_scenes

@@ -35,7 +35,7 @@ def check(
 ) -> None:
     """Load a config. Print all its problems, or the resolved settings and where each of them comes from.
 
-    Exits 0 if the config is sound and 2 if it is not.
+    Exits 0 if the config is valid and 2 if it is not.
     """
     world = World(world_size, _sizes(server_world_sizes))
     try:
@@ -47,7 +47,7 @@ def check(
             print_violations(error, out)
         raise typer.Exit(2) from None
     if as_json:
-        typer.echo(json.dumps(_sound_object(loaded), indent=2))
+        typer.echo(json.dumps(_valid_object(loaded), indent=2))
     else:
         unchecked = (
             "" if world_size else " (rules about the number of learners not checked; --world-size N checks them)"
@@ -74,7 +74,7 @@ def _error_object(error: ConfigError) -> dict[str, Any]:
     }
 
 
-def _sound_object(loaded: Loaded) -> dict[str, Any]:
+def _valid_object(loaded: Loaded) -> dict[str, Any]:
     origins = {
         format_path(path): loaded.origins.get(format_path(path), "default") for path, _ in _values(loaded.settings)
     }

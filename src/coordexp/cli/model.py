@@ -1,6 +1,5 @@
 """`coordexp model`: prepare model checkpoints."""
 
-import json
 from pathlib import Path
 from typing import Annotated
 
@@ -8,7 +7,7 @@ import typer
 
 from coordexp.cli.console import need, need_new, out, progress
 from coordexp.errors import UserError
-from coordexp.files import advise_missing_path
+from coordexp.files import advise_missing_path, json_object
 
 app = typer.Typer(help="Prepare model checkpoints.", no_args_is_help=True)
 
@@ -58,7 +57,7 @@ def merge(
     if not file.is_file():
         raise UserError(f"{adapter} has no adapter_config.json", "give a checkpoint of a run with model.adapter")
     need_new(out_folder)
-    base = model_folder or Path(json.loads(file.read_text())["base_model_name_or_path"])
+    base = model_folder or _read_base_model(file)
     if not (base / "config.json").is_file():
         raise UserError(f"{base} is not a model folder", "give the base model with --model")
     with progress("merging"):
@@ -66,3 +65,11 @@ def merge(
 
         merge_adapter(base, adapter, out_folder)
     out.print(f"wrote {out_folder}")
+
+
+def _read_base_model(file: Path) -> Path:
+    """Return the base model that an adapter's config names."""
+    name = json_object(file.read_bytes(), str(file)).get("base_model_name_or_path")
+    if not isinstance(name, str):
+        raise UserError(f"{file} names no base model", "give the base model with --model")
+    return Path(name)

@@ -12,7 +12,7 @@ others. A line that breaks a rule is a `DataError` that names the file and the l
 
 import json
 import reprlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, NotRequired, get_args
@@ -40,6 +40,7 @@ SPACES: tuple[Space, ...] = get_args(Space)
 LARGEST_ID = 2**63  # ids are 64-bit numbers in COCO's tools
 LARGEST = 1e12  # larger than any coordinate; excludes infinity, NaN and integers that no float can hold
 SHOWN_PROBLEMS = 3  # wrong values that a message names
+SHOWN_KEYS = 6  # missing or unknown keys that a message names
 _UNKNOWN_KEY = ("extra_forbidden", "unexpected_keyword_argument")  # in a dict and in a dataclass
 # Words of pydantic that a reader of JSON does not know.
 _PLAIN_WORDS = {"Tuple": "List", "valid tuple": "list", "valid list": "list", " after validation": ""}
@@ -138,7 +139,7 @@ def parse_record(line: str | bytes) -> Record:
     except RecursionError as error:
         raise ValueError("brackets are nested too deeply") from error
     except ValidationError as error:
-        raise ValueError(describe_problems(error)) from error
+        raise ValueError(describe_problems(error) + _object_hint(error)) from error
     if not value["image"]:
         raise ValueError("image is empty; it is the path of the image, relative to the folder of this file")
     objects = tuple(_read_object(item, f"objects[{k}]") for k, item in enumerate(value["objects"]))
@@ -184,17 +185,37 @@ def describe_problems(error: ValidationError) -> str:
     """Return in one line what is wrong with a JSON value that pydantic refused."""
     problems = error.errors(include_url=False)
     unknown = [problem for problem in problems if problem["type"] in _UNKNOWN_KEY]
-    missing = [problem for problem in problems if problem["type"] == "missing"]
-    others = [problem for problem in problems if problem["type"] not in (*_UNKNOWN_KEY, "missing")]
+    missing = [problem for problem in problems if _is_missing_key(problem)]
+    others = [problem for problem in problems if problem not in unknown and problem not in missing]
     parts = [
-        f"{title}: {', '.join(sorted(_format_place(problem['loc']) for problem in group))}"
-        for title, group in (("unknown keys", unknown), ("missing keys", missing))
+        f"{title}: {_join([_format_place(place) for place in sorted(_places(group))], ', ', SHOWN_KEYS)}"
+        for title, group in (("missing keys", missing), ("unknown keys", unknown))
         if group
     ]
-    parts += map(_describe_problem, others[:SHOWN_PROBLEMS])
-    if len(others) > SHOWN_PROBLEMS:
-        parts.append(f"and {len(others) - SHOWN_PROBLEMS} more")
+    if others:
+        parts.append(_join([_describe_problem(problem) for problem in others], "; ", SHOWN_PROBLEMS))
     return "; ".join(parts)
+
+
+def _object_hint(error: ValidationError) -> str:
+    """Return which keys an object of a record has, if one of them is missing or unknown."""
+    wrong_keys = {"missing", *_UNKNOWN_KEY}
+    wrong = any(problem["type"] in wrong_keys and len(problem["loc"]) == 3 for problem in error.errors())
+    return "; an object has desc, one of bbox_2d and poly, and may have category_id" if wrong else ""
+
+
+def _places(problems: Sequence[ErrorDetails]) -> list[tuple[int | str, ...]]:
+    return [problem["loc"] for problem in problems]
+
+
+def _is_missing_key(problem: ErrorDetails) -> bool:
+    """Return True if a key is missing, and not an element of a list that is too short."""
+    return problem["type"] == "missing" and isinstance(problem["loc"][-1], str)
+
+
+def _join(texts: Sequence[str], separator: str, most: int) -> str:
+    more = len(texts) - most
+    return separator.join(texts[:most]) + (f" and {more} more" if more > 0 else "")
 
 
 def _describe_problem(problem: ErrorDetails) -> str:
@@ -203,6 +224,8 @@ def _describe_problem(problem: ErrorDetails) -> str:
         return f"{place or 'this'} is not a JSON object"
     if problem["type"] == "value_error":  # raised by a class of this package
         return f"{place}: {problem['ctx']['error']}"
+    if problem["type"] == "missing":
+        return f"{_format_place(problem['loc'][:-1])} {reprlib.repr(problem['input'])}: it has too few items"
     rule = problem["msg"]
     for words, plain_words in _PLAIN_WORDS.items():
         rule = rule.replace(words, plain_words)

@@ -264,6 +264,6 @@ def _read_answers(path: Path) -> Iterator[ImageAnswer]:
 def _read(reader: Callable[[Any], T], value: Any, where: str) -> T:
     try:
         return reader(value)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         problem = describe_problems(error) if isinstance(error, ValidationError) else str(error)
         raise DataError(f"{where}: {problem}", "write predictions with `coordexp predict`") from error

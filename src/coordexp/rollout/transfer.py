@@ -81,7 +81,7 @@ class SharedMemorySender(TrainerWeightTransferEngine[SharedMemory]):
 
 
 class CudaSender(IPCTrainerWeightTransferEngine):
-    """vLLM's sender, but IPC handles are sent as plain values, not pickled."""
+    """The sender of vLLM, but IPC handles are sent as plain values, not pickled."""
 
     def _do_send(self, *args: Any, ipc_handles: Any, **kwargs: Any) -> None:
         plain = {device: plain_handle(handle) for device, handle in ipc_handles.items()}

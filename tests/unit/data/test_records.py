@@ -50,6 +50,12 @@ def test_every_space_gives_the_same_bins_and_pixels(space, box):
         ("{", "Expecting property name"),
         (json.dumps({"image": "a"}), "missing keys: height, objects, space, width"),
         (change(bbox=1), "unknown keys: bbox"),
+        (
+            change(objects=[{"label": "x", "bbox": [1, 2, 3, 4]}] * 20),
+            r"missing keys: objects\[0\]\.desc, objects\[1\]\.desc,.* and 14 more; "
+            r"unknown keys: objects\[0\]\.bbox, .* and 34 more; "
+            "an object has desc, one of bbox_2d and poly, and may have category_id$",
+        ),
         (change(width="640"), "width '640': input should be a valid integer"),
         (change(height=0), "height 0: input should be greater than 0"),
         (change(width=True), "width True: input should be a valid integer"),

@@ -152,7 +152,7 @@ def test_a_broken_line_is_named(written, line, words):
     ("change", "words"),
     [
         ({"score": None}, "score None: input should be a valid number"),
-        ({"bbox": [1, 2, 3]}, r"missing keys: bbox\[3\]"),
+        ({"bbox": [1, 2, 3]}, r"bbox \[1, 2, 3\]: it has too few items"),
         ({"segmentation": [[1, "2"]]}, r"segmentation\[0\]\[1\] '2': input should be a valid number"),
         ({"category_id": -1}, "category_id -1: input should be greater than or equal to 0"),
         ({"area": 3}, "unknown keys: area"),

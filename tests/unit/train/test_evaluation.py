@@ -109,3 +109,12 @@ def test_a_record_that_one_rank_cannot_read_ends_the_evaluation_of_all(tmp_path)
     assert first["error"].startswith("RankError: rank 1 failed, so all ranks stop\n  DataError: ")
     assert second["error"].startswith("DataError: ") and "val.jsonl:2: space 'pixxel'" in second["error"]
     assert first["stopped_by"] is second["stopped_by"] is None
+
+
+def test_a_rank_that_cannot_print_its_progress_ends_the_evaluation_of_all(tmp_path):
+    record = '{"image": "a.png", "width": 10, "height": 10, "space": "pixel", "objects": []}\n'
+    (tmp_path / "val.jsonl").write_text(record * 8)
+    (tmp_path / "full").touch()
+    first, second = run_two_ranks("tests.unit.train.evaluation_worker", tmp_path)
+    assert first["error"] == "OSError: [Errno 28] No space left on device"
+    assert second["error"].startswith("RankError: rank 0 failed, so all ranks stop\n  OSError: ")
