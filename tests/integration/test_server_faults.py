@@ -405,7 +405,7 @@ def test_when_the_only_server_is_ended_while_it_answers_all_ranks_end_in_time_wi
     print(f"ended {time.monotonic() - began:.1f} s after its server")
     assert time.monotonic() - began < 5 + 8
     problem = "no rollout server is left, and none came back in 5 s (rollout_matching.vllm.server.timeout_s)"
-    assert shown.count(problem) == 2 and "nothing listens there" in shown and "go on with --resume" in shown
+    assert shown.count(problem) == 2 and "nothing listens there" in shown and "continue with --resume" in shown
 
 
 # Servers that get SIGTERM
