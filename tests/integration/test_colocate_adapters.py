@@ -332,7 +332,7 @@ def test_whole_weights_with_a_nan_are_refused_by_an_engine_and_not_sent_by_a_lea
 ):
     """The engine is not usable afterwards: this is the last test that needs it."""
     name, connection = next(colocation.weights())[0], colocation.backend._connection
-    message = f"{name} has NaN or Inf values(, and was not loaded)?\n  the training has diverged: resume from "
+    message = f"{name} has NaN or Inf values(, and was not loaded)?\n  the training has diverged: start a new run "
     with monkeypatch.context() as patch:
         patch.setattr("coordexp.rollout.connection.find_non_finite", lambda weights: None)
         with pytest.raises(EngineError, match=f"^sending weights to vLLM failed: {message}"):
