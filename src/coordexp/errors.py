@@ -41,6 +41,18 @@ def explain(
         raise to(f"{problem}: {describe_exception(error)}", fix) from error
 
 
+@contextmanager
+def explain_value_errors() -> Iterator[None]:
+    """Raise a ValueError that is not a UserError as one. transformers and vLLM refuse settings and models with a
+    ValueError, in words for the user."""
+    try:
+        yield
+    except UserError:
+        raise
+    except ValueError as error:
+        raise UserError(str(error)) from error
+
+
 def describe_exception(error: Exception) -> str:
     """Return what an exception says, without the number and the path that an OSError adds. A KeyError says only
     the key, so its name is added."""

@@ -12,7 +12,7 @@ from coordexp.cli.console import err, need, progress
 from coordexp.config import Settings, load_settings
 from coordexp.config.rollout import TOKEN
 from coordexp.config.rules import uses_vllm
-from coordexp.errors import UserError
+from coordexp.errors import UserError, explain_value_errors
 from coordexp.files import advise_missing_path
 from coordexp.launch.plan import is_loopback, is_loopback_host
 from coordexp.rollout.installed import check_vllm
@@ -50,12 +50,8 @@ def serve(
     data = [Path(name).parent for name in (settings.custom.train_jsonl, settings.custom.val_jsonl) if name]
     folders = tuple(dict.fromkeys(folder.resolve() for folder in (*data, *(images or ()))))
     check_vllm()
-    try:
+    with explain_value_errors():
         _serve(settings, index, address, port, folders)
-    except UserError:
-        raise
-    except ValueError as error:  # transformers and vLLM refuse models this way, in words for the user
-        raise UserError(str(error)) from error
 
 
 def _serve(settings: Settings, index: int, address: str, port: int, images: tuple[Path, ...]) -> None:

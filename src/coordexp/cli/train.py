@@ -9,7 +9,7 @@ from coordexp.cli.check import ConfigOption, missing_files
 from coordexp.cli.console import err, need, out, progress
 from coordexp.config import Loaded, World, load_settings
 from coordexp.config.rules import uses_vllm
-from coordexp.errors import DataError, UserError
+from coordexp.errors import DataError, UserError, explain_value_errors
 from coordexp.files import advise_missing_path
 from coordexp.rollout.installed import check_vllm
 
@@ -63,12 +63,8 @@ def train(
 def _prepare(loaded: Loaded, resume: bool) -> "PreparedRun":
     from coordexp.train.run import prepare
 
-    try:
+    with explain_value_errors():
         return prepare(loaded, resume)
-    except UserError:
-        raise
-    except ValueError as error:  # transformers refuses settings and models this way, in words for the user
-        raise UserError(str(error)) from error
 
 
 def _run(prepared: "PreparedRun") -> "RunOutcome":

@@ -183,14 +183,19 @@ class RecordFile:
 
 def describe_problems(error: ValidationError) -> str:
     """Return in one line what is wrong with a JSON value that pydantic refused."""
-    problems = error.errors(include_url=False)
-    unknown = [problem for problem in problems if problem["type"] in _UNKNOWN_KEY]
-    missing = [problem for problem in problems if _is_missing_key(problem)]
-    others = [problem for problem in problems if problem not in unknown and problem not in missing]
+    missing, unknown = list[tuple[int | str, ...]](), list[tuple[int | str, ...]]()
+    others = list[ErrorDetails]()
+    for problem in error.errors(include_url=False):
+        if problem["type"] in _UNKNOWN_KEY:
+            unknown.append(problem["loc"])
+        elif _is_missing_key(problem):
+            missing.append(problem["loc"])
+        else:
+            others.append(problem)
     parts = [
-        f"{title}: {_join([_format_place(place) for place in sorted(_places(group))], ', ', SHOWN_KEYS)}"
-        for title, group in (("missing keys", missing), ("unknown keys", unknown))
-        if group
+        f"{title}: {_join([_format_place(place) for place in sorted(places)], ', ', SHOWN_KEYS)}"
+        for title, places in (("missing keys", missing), ("unknown keys", unknown))
+        if places
     ]
     if others:
         parts.append(_join([_describe_problem(problem) for problem in others], "; ", SHOWN_PROBLEMS))
@@ -202,10 +207,6 @@ def _object_hint(error: ValidationError) -> str:
     wrong_keys = {"missing", *_UNKNOWN_KEY}
     wrong = any(problem["type"] in wrong_keys and len(problem["loc"]) == 3 for problem in error.errors())
     return "; an object has desc, one of bbox_2d and poly, and may have category_id" if wrong else ""
-
-
-def _places(problems: Sequence[ErrorDetails]) -> list[tuple[int | str, ...]]:
-    return [problem["loc"] for problem in problems]
 
 
 def _is_missing_key(problem: ErrorDetails) -> bool:
