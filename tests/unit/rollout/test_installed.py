@@ -55,7 +55,7 @@ def test_another_release_of_vllm_is_refused_with_the_one_to_install(monkeypatch,
     with pytest.raises(EngineError) as error:
         check_vllm()
     assert str(error.value).splitlines() == [
-        f"{name} {version} is installed, and coordexp works with 0.32: the way in which weights are sent changes "
+        f"{name} {version} is installed, but coordexp works with 0.32: the way in which weights are sent changes "
         "between releases",
         f"  pip install '{name}==0.32.*', or set rollout_matching.rollout_backend: hf, which needs no engine",
     ]
