@@ -7,11 +7,12 @@ import json
 import random
 import re
 import unicodedata
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 
 from coordexp.config import RolloutMatching
+from coordexp.config.rollout import CorrectionPolicy
 from coordexp.correction import (
     ParsedRollout,
     Reason,
@@ -20,9 +21,11 @@ from coordexp.correction import (
     TokenKind,
     build_segment,
     coord_targets,
+    correct,
     match_objects,
     parse_rollout,
 )
+from coordexp.correction.parse import entry_spans
 from coordexp.data import Geometry, TrueObject, is_degenerate
 from coordexp.vocab.table import COORD_BASE, VocabularyTable
 
@@ -112,6 +115,108 @@ def check_rollout(
     _check_second_parse(parsed, [truth[j] for j in match.missed], segment, table)
     _check_supervision(parsed, segment, match.pairs, truth, table)
     _check_kinds(parsed, segment, table)
+
+
+def random_policy(chooser: random.Random) -> CorrectionPolicy:
+    """Return any policy but the specified one."""
+    choices = {
+        name: get_args(field.annotation)
+        for name, field in CorrectionPolicy.model_fields.items()
+        if name != "duplicate_iou"
+    }
+    while True:
+        values: dict[str, Any] = {name: chooser.choice(options) for name, options in choices.items()}
+        policy = CorrectionPolicy(**values, duplicate_iou=chooser.choice((0.05, 0.5, 1.0)))
+        if not policy.is_specified:
+            return policy
+
+
+def check_rebuilt(
+    ids: list[int],
+    truth: list[TrueObject],
+    policy: CorrectionPolicy,
+    table: VocabularyTable,
+    order: Any = "desc_first",
+) -> None:
+    """Correct a rollout under a policy, and raise AssertionError if the result breaks a property."""
+    settings = RolloutMatching(correction=policy)
+    correction = correct(PROMPT, ids, truth, table=table, order=order, settings=settings)
+    segment, rebuilt, valid = correction.segment, correction.rebuilt, correction.parsed.valid
+    assert rebuilt is not None
+    items = rebuilt.items
+    own = rebuilt.own_tokens
+    assert segment.ids[len(PROMPT) : len(PROMPT) + own].tolist() == ids[:own]
+    _check_strict_json(segment, table)
+    again = parse_rollout(segment.ids[len(PROMPT) :].tolist(), table)
+    assert not again.truncated
+    assert not again.fallback
+    written = [(item.key, item.desc, item.geometry, item.reason) for item in again.objects]
+    assert written == [
+        (f"object_{n}", unicodedata.normalize("NFC", item.content.desc), item.content.geometry, None)
+        for n, item in enumerate(items, 1)
+    ]
+    _check_items(items, truth, policy, rebuilt, len(valid))
+    for item in items:
+        if item.predicted is None:
+            assert item.content == truth[item.true]
+        else:
+            assert item.content.geometry == valid[item.predicted].geometry
+            replaced = policy.supervise == "matched_with_desc" and item.true is not None
+            assert item.content.desc == (truth[item.true].desc if replaced else valid[item.predicted].desc)
+    _check_roles_of_items(segment, again, items, policy, table)
+    marked = segment.unlikely >= 0
+    assert not marked.any() or policy.duplicates == "unlikelihood"
+    assert (segment.unlikely[marked] != segment.ids[marked]).all()
+    assert not marked[: len(PROMPT)].any()
+
+
+def _check_items(items: Any, truth: list[TrueObject], policy: CorrectionPolicy, rebuilt: Any, valid: int) -> None:
+    """Every true object appears exactly once, every valid object is used or left out for a reason, and the order
+    is that of the policy."""
+    labelled = [item.true for item in items if item.true is not None]
+    assert sorted(labelled) == list(range(len(truth)))
+    predicted = [item.predicted for item in items if item.predicted is not None]
+    assert sorted((*predicted, *rebuilt.duplicates, *rebuilt.removed_extras)) == list(range(valid))
+    assert not rebuilt.duplicates or policy.duplicates != "keep"
+    assert not rebuilt.removed_extras or policy.extras == "remove"
+    if policy.extras == "remove":
+        assert all(item.true is not None for item in items)
+    if policy.insertion == "in_order":
+        assert labelled == sorted(labelled)
+    else:
+        assert predicted == sorted(predicted)
+        assert [item.predicted is None for item in items] == sorted(item.predicted is None for item in items)
+
+
+def _check_roles_of_items(
+    segment: Segment, again: ParsedRollout, items: Any, policy: CorrectionPolicy, table: VocabularyTable
+) -> None:
+    """Supervision is where the policy says: on each token that lies inside one object only, and on the end."""
+    roles, kinds = segment.roles[len(PROMPT) :], segment.kinds[len(PROMPT) :]
+    targets = segment.coord_targets[len(PROMPT) :]
+    assert roles[-1] == Role.end_of_turn
+    assert roles[-2] == Role.tail_structure
+    assert (segment.weights == (segment.roles >= Role.matched_coord)).all()
+    assert (~np.isnan(targets) == np.isin(roles, (Role.matched_coord, Role.tail_coord))).all()
+    spans = entry_spans(segment.ids[len(PROMPT) :].tolist(), table)
+    for item, entry, (start, end) in zip(items, again.objects, spans, strict=True):
+        supervised = {
+            TokenKind.coord: item.true is not None,
+            TokenKind.structure: item.predicted is None
+            or (item.true is not None and policy.supervise != "missed"),
+            TokenKind.desc: item.predicted is None
+            or (item.true is not None and policy.supervise == "matched_with_desc"),
+        }
+        for at in range(start + 1, end - 1):  # the first and the last token may also belong to a neighbour
+            assert (roles[at] >= Role.matched_coord) == supervised[TokenKind(kinds[at])]
+        if item.true is not None:
+            expected = Role.tail_coord if item.predicted is None else Role.matched_coord
+            assert {int(roles[at]) for at in entry.coord_indices} == {expected}
+        if item.predicted is None:
+            assert targets[list(entry.coord_indices)].tolist() == list(item.content.geometry.bins)
+        is_box = item.content.geometry.kind == "bbox_2d" and item.true is not None
+        sides = segment.sides[len(PROMPT) + np.array(entry.coord_indices)]
+        assert sides.tolist() == ([1, 2, 3, 4] if is_box else [0] * len(sides))
 
 
 def _random_answer(chooser: random.Random, truth: list[TrueObject]) -> str:

@@ -46,6 +46,7 @@ CORRECTION_SETTINGS = (
     "fp_cost",
     "fn_cost",
     "optimal_transport",
+    "correction",
 )
 _STREAMS = ("ids", "roles", "kinds", "sides", "coord_targets", "weights")
 _STEP_FILE = re.compile(r"step-(\d+)\.jsonl")
@@ -121,7 +122,7 @@ def to_line(
 def describe_correction(correction: "Correction") -> dict[str, Any]:
     """Return a correction as plain JSON values."""
     parsed, match, segment = correction.parsed, correction.match, correction.segment
-    return {
+    result = {
         "objects": [
             {
                 "key": prediction.key,
@@ -146,6 +147,16 @@ def describe_correction(correction: "Correction") -> dict[str, Any]:
         "prompt_length": segment.prompt_length,
         "streams": {name: _to_json_values(getattr(segment, name)) for name in _STREAMS},
     }
+    if rebuilt := correction.rebuilt:
+        result["rebuilt"] = {
+            "items": [[item.predicted, item.true] for item in rebuilt.items],
+            "duplicates": list(rebuilt.duplicates),
+            "removed_extras": list(rebuilt.removed_extras),
+            "moved": list(rebuilt.moved),
+            "own_tokens": rebuilt.own_tokens,
+            "unlikely": {str(at): int(segment.unlikely[at]) for at in np.flatnonzero(segment.unlikely >= 0)},
+        }
+    return result
 
 
 def replay(line: str | bytes, table: VocabularyTable) -> list[str]:

@@ -5,14 +5,17 @@ import json
 import random
 import re
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import coordexp.correction.entries
-from coordexp.correction import Reason, parse_rollout
+from coordexp.config import RolloutMatching
+from coordexp.config.rollout import CorrectionPolicy
+from coordexp.correction import Reason, correct, parse_rollout
 from coordexp.correction.parse import LOST, entry_spans
-from tests.rollouts import check_rollout, random_rollout, random_truth
+from tests.rollouts import PROMPT, check_rebuilt, check_rollout, random_policy, random_rollout, random_truth
 from tests.vocabularies import encode, table
 
 VOCABULARIES = ["qwen", "small", *(f"random-{seed}" for seed in range(30))]
@@ -27,6 +30,37 @@ def test_the_correction_of_every_rollout_can_be_trained_on(vocabulary, seed, ord
     chooser = random.Random(seed)
     truth = random_truth(chooser)
     check_rollout(random_rollout(chooser, truth, table(vocabulary)), truth, table(vocabulary), order)
+
+
+@settings(max_examples=600, deadline=None)
+@given(st.sampled_from(VOCABULARIES), seeds, st.sampled_from(["desc_first", "geometry_first"]))
+def test_under_every_policy_the_rebuilt_answer_has_every_true_object_once_and_supervises_what_it_says(
+    vocabulary, seed, order
+):
+    chooser = random.Random(seed)
+    truth = random_truth(chooser)
+    rollout = random_rollout(chooser, truth, table(vocabulary))
+    check_rebuilt(rollout, truth, random_policy(chooser), table(vocabulary), order)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.sampled_from(VOCABULARIES), seeds)
+def test_an_empty_answer_is_corrected_to_the_ground_truth_under_every_policy(vocabulary, seed):
+    chooser = random.Random(seed)
+    truth, policy = random_truth(chooser), random_policy(chooser)
+    segments = [
+        correct(
+            PROMPT,
+            (),
+            truth,
+            table=table(vocabulary),
+            order="desc_first",
+            settings=RolloutMatching(correction=policy),
+        ).segment
+        for policy in (CorrectionPolicy(), policy)
+    ]
+    for name, expected in vars(segments[0]).items():
+        np.testing.assert_array_equal(getattr(segments[1], name), expected)
 
 
 @pytest.mark.scenario("R19.C10", on="pure")

@@ -68,6 +68,13 @@ class BBoxGeoConfig(SettingsSection):
     )
 
 
+class DuplicateULConfig(SettingsSection):
+    ul_weight: NonNegativeFloat = Field(
+        description="Weight of the unlikelihood of tokens that would begin a duplicate, as a mean over answers.",
+        examples=[1.0],
+    )
+
+
 class CoordDiagConfig(SettingsSection):
     """Empty: this diagnostic has no settings."""
 
@@ -101,6 +108,14 @@ class BBoxGeo(ModuleSpec):
     config: BBoxGeoConfig = Field(description="Weights of the two terms. All keys are required.")
 
 
+class DuplicateUL(ModuleSpec):
+    name: Literal["duplicate_ul"] = Field(
+        description="Unlikelihood of duplicates. It needs `rollout_matching.correction.duplicates: unlikelihood`, "
+        "which marks the tokens."
+    )
+    config: DuplicateULConfig = Field(description="Weight of the term. The key is required.")
+
+
 class CoordDiag(ModuleSpec):
     name: Literal["coord_diag"] = Field(
         description="Reports statistics of the coordinate distributions. It has no gradient."
@@ -109,8 +124,8 @@ class CoordDiag(ModuleSpec):
 
 
 # Both lists accept all modules here. A rule checks the list, so that a module in the wrong one gets one message.
-Module = Annotated[TokenCE | CoordReg | BBoxGeo | CoordDiag, Field(discriminator="name")]
-OBJECTIVES = frozenset({"token_ce", "coord_reg", "bbox_geo"})
+Module = Annotated[TokenCE | CoordReg | BBoxGeo | DuplicateUL | CoordDiag, Field(discriminator="name")]
+OBJECTIVES = frozenset({"token_ce", "coord_reg", "bbox_geo", "duplicate_ul"})
 DIAGNOSTICS = frozenset({"coord_diag"})
 
 

@@ -200,6 +200,45 @@ class OptimalTransport(SettingsSection):
     tolerance: PositiveFloat = Field(1e-5, description="Stop when the error of the marginals is below this.")
 
 
+class CorrectionPolicy(SettingsSection):
+    """How an answer is corrected. The defaults are the specified target: the answer is kept as it is, and missed
+    objects are appended."""
+
+    duplicates: Literal["keep", "remove", "unlikelihood"] = Field(
+        "keep",
+        description="Objects that repeat an earlier one of the same answer: keep them, remove them, or remove "
+        "them and make them less likely (unlikelihood, which needs the module `duplicate_ul`).",
+    )
+    duplicate_iou: Annotated[float, Field(gt=0, le=1)] = Field(
+        0.5,
+        description="An object is a duplicate if it overlaps an earlier one of the same answer, of any class, by "
+        "at least this IoU. Two objects that match different true objects are never duplicates.",
+    )
+    extras: Literal["keep", "remove"] = Field(
+        "keep",
+        description="Objects that match no true object and are not duplicates: keep them without supervision, "
+        "because the labels may be incomplete, or remove them.",
+    )
+    insertion: Literal["append", "in_order"] = Field(
+        "append",
+        description="Where missed objects go: at the end of the answer, or where the order of the ground truth "
+        "puts them (in_order).",
+    )
+    supervise: Literal["missed", "matched", "matched_with_desc"] = Field(
+        "missed",
+        description="The text that is supervised: that of missed objects, also the structure of matched ones "
+        "(matched), or also their true `desc`, which replaces their own (matched_with_desc). Coordinates of both "
+        "are always supervised.",
+    )
+
+    @property
+    def is_specified(self) -> bool:
+        """Return whether the answer is kept as it is, which is the specified target."""
+        return self.model_dump(exclude={"duplicate_iou"}) == CorrectionPolicy().model_dump(
+            exclude={"duplicate_iou"}
+        )
+
+
 class RolloutMatching(SettingsSection):
     rollout_backend: Literal["vllm", "hf"] = Field(
         "vllm", description="Engine that generates rollouts: vLLM, or transformers (hf)."
@@ -237,6 +276,10 @@ class RolloutMatching(SettingsSection):
     optimal_transport: Annotated[OptimalTransport, from_null] = Field(
         default_factory=OptimalTransport,
         description="Optimal transport, which sets the targets of polygon vertices.",
+    )
+    correction: Annotated[CorrectionPolicy, from_null] = Field(
+        default_factory=CorrectionPolicy,
+        description="How answers are corrected. The defaults are the specified target.",
     )
     vllm: Annotated[VLLM, from_null] = Field(
         default_factory=VLLM, description="The vLLM engine (`rollout_backend: vllm`)."

@@ -43,6 +43,7 @@ Rule = Callable[[Settings, World], Iterator[Conflict]]
 VARIANT = "custom.trainer_variant"
 BACKEND = "rollout_matching.rollout_backend"
 DECODE_MODE = "rollout_matching.decode_mode"
+DUPLICATES = "rollout_matching.correction.duplicates"
 MODE = "rollout_matching.vllm.mode"
 SERVERS = "rollout_matching.vllm.server.servers"
 SYNC = "rollout_matching.vllm.sync.mode"
@@ -127,6 +128,23 @@ def _something_is_trained(s: Settings, world: World) -> Iterator[Conflict]:
         fix = "enable at least one module with a weight above 0 on a channel of this run"
         others = (VARIANT, "stage2.b_ratio")
         yield Conflict(f"{s.pipeline_path}.objective", f"nothing would be trained: {reasons}", fix, others)
+
+
+def _unlikelihood_has_its_loss(s: Settings, world: World) -> Iterator[Conflict]:
+    if s.pipeline is None:
+        return
+    modules = [module for module in s.pipeline.objective if module.name == "duplicate_ul"]
+    is_active = any("B" in module.channels and not idle_reason(module, s) for module in modules)
+    is_asked_for = "B" in s.channels and s.rollout_matching.correction.duplicates == "unlikelihood"
+    objective = f"{s.pipeline_path}.objective"
+    if is_asked_for and not is_active:
+        fix = f"declare duplicate_ul with a weight above 0 on channel B in {objective}, or set duplicates: remove"
+        problem = "unlikelihood needs the module duplicate_ul, and no active one is declared"
+        yield Conflict(DUPLICATES, problem, fix, (VARIANT, objective))
+    if any(module.enabled for module in modules) and not is_asked_for:
+        problem = "duplicate_ul has no effect: no token is marked as unlikely"
+        fix = f"remove or disable the module, or set {DUPLICATES}: unlikelihood in a run with rollouts"
+        yield Conflict(objective, problem, fix, (VARIANT, DUPLICATES))
 
 
 def _length_is_known(s: Settings, world: World) -> Iterator[Conflict]:
@@ -387,6 +405,7 @@ RULES: tuple[Rule, ...] = (
     _pipeline_is_declared,
     _modules_are_in_the_right_list,
     _something_is_trained,
+    _unlikelihood_has_its_loss,
     _length_is_known,
     _answers_fit_in_length,
     _packing_can_work,

@@ -1,4 +1,4 @@
-"""Correct an answer: parse it, match its objects, and append the missed ones.
+"""Correct an answer: parse it, match its objects, and append the missed ones, or rebuild it as a policy says.
 
 The function is pure, and training and `coordexp replay` share it. Training on the ground truth alone is the case
 of an empty answer.
@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from coordexp.config.rollout import RolloutMatching
 from coordexp.correction.match import MatchResult, match_objects
 from coordexp.correction.parse import ParsedRollout, parse_rollout
+from coordexp.correction.rebuild import Rebuilt, rebuild
 from coordexp.correction.segment import FieldOrder, Segment, build_segment
 from coordexp.data import TrueObject
 from coordexp.vocab.table import VocabularyTable
@@ -17,11 +18,18 @@ from coordexp.vocab.table import VocabularyTable
 
 @dataclass(frozen=True, eq=False)
 class Correction:
-    """A corrected answer with the steps that led to it. `match` pairs `parsed.valid` with the true objects."""
+    """A corrected answer with the steps that led to it. `match` pairs `parsed.valid` with the true objects.
+    `rebuilt` is None under the specified policy, which keeps the answer as it is."""
 
     parsed: ParsedRollout
     match: MatchResult
     segment: Segment
+    rebuilt: Rebuilt | None = None
+
+    @property
+    def own_tokens(self) -> int:
+        """Return how many tokens of the rollout the corrected answer begins with."""
+        return len(self.parsed.prefix_ids) if self.rebuilt is None else self.rebuilt.own_tokens
 
 
 def correct(
@@ -37,5 +45,9 @@ def correct(
     parsed = parse_rollout(answer_ids, table)
     predicted = [prediction.geometry for prediction in parsed.valid if prediction.geometry is not None]
     match = match_objects(predicted, [true.geometry for true in truth], settings)
-    segment = build_segment(prompt_ids, parsed, match, truth, table=table, order=order, settings=settings)
-    return Correction(parsed, match, segment)
+    if settings.correction.is_specified:
+        segment = build_segment(prompt_ids, parsed, match, truth, table=table, order=order, settings=settings)
+        return Correction(parsed, match, segment)
+    return Correction(
+        parsed, *rebuild(prompt_ids, parsed, match, truth, table=table, order=order, settings=settings)
+    )

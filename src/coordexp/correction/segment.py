@@ -60,7 +60,8 @@ class Segment:
     """A training sequence: arrays with one value per token.
 
     `coord_targets` is NaN where no coordinate is supervised, and `weights` is 0 where nothing is. `sides` is 1
-    to 4 at x1, y1, x2, y2 of a supervised box, and 0 elsewhere.
+    to 4 at x1, y1, x2, y2 of a supervised box, and 0 elsewhere. `unlikely` is the id of a token that the model
+    should not write in place of this one, because it would begin a duplicate, and -1 where there is none.
     """
 
     ids: NDArray[np.int64]
@@ -69,6 +70,7 @@ class Segment:
     sides: NDArray[np.int8]
     coord_targets: NDArray[np.float32]
     weights: NDArray[np.float32]
+    unlikely: NDArray[np.int64]
     prompt_length: int
 
     def __len__(self) -> int:
@@ -98,30 +100,30 @@ def build_segment(
     targets = np.full(len(ids), np.nan, dtype=np.float32)
 
     roles[start:tail_start] = Role.masked_prefix
-    kept_ends, tail_ends = _ends(parsed.prefix_ids, table.symbols), _ends(tail, table.pieces)
+    kept_ends, tail_ends = token_ends(parsed.prefix_ids, table.symbols), token_ends(tail, table.pieces)
     offset = int(kept_ends[-1]) if len(kept_ends) else 0
     spans = [*parsed.desc_spans, *_shift(fragment.desc_spans, offset + len(parsed.remainder))]
-    kinds[start:-1] = _kinds(ids[start:-1], np.concatenate((kept_ends, tail_ends + offset)), spans, table)
+    kinds[start:-1] = token_kinds(ids[start:-1], np.concatenate((kept_ends, tail_ends + offset)), spans, table)
     where, bins = _targets_of_matches(parsed, match, truth, settings)
     _check_inside(where, len(parsed.prefix_ids))
     roles[start + where] = Role.matched_coord
     targets[start + where] = bins
     sides = np.zeros(len(ids), dtype=np.int8)
-    sides[start + where] = _sides([parsed.valid[i].geometry for i, _ in match.pairs])
+    sides[start + where] = box_sides([parsed.valid[i].geometry for i, _ in match.pairs])
 
-    roles[tail_start:-1] = _TAIL_ROLE[kinds[tail_start:-1]]
+    roles[tail_start:-1] = SUPERVISED_ROLE[kinds[tail_start:-1]]
     appended = tail_start + np.flatnonzero(kinds[tail_start:-1] == TokenKind.coord)
     targets[appended] = fragment.bins
-    sides[appended] = _sides([true.geometry for true in missed])
+    sides[appended] = box_sides([true.geometry for true in missed])
     if not parsed.fallback:  # tail tokens that contain only bytes of the rollout stay masked
         roles[tail_start:-1][tail_ends <= len(parsed.remainder)] = Role.masked_prefix
     roles[-1], kinds[-1] = Role.end_of_turn, TokenKind.end_of_turn
     weights = (roles >= Role.matched_coord).astype(np.float32)
-    return Segment(ids, roles, kinds, sides, targets, weights, start)
+    return Segment(ids, roles, kinds, sides, targets, weights, np.full(len(ids), -1, dtype=np.int64), start)
 
 
-_TAIL_ROLE = np.zeros(len(TokenKind), dtype=np.int8)
-_TAIL_ROLE[[TokenKind.structure, TokenKind.desc, TokenKind.coord]] = [
+SUPERVISED_ROLE = np.zeros(len(TokenKind), dtype=np.int8)
+SUPERVISED_ROLE[[TokenKind.structure, TokenKind.desc, TokenKind.coord]] = [
     Role.tail_structure,
     Role.tail_desc,
     Role.tail_coord,
@@ -144,7 +146,7 @@ def _targets_of_matches(
     return np.array(where, dtype=np.intp), np.array(bins, dtype=np.float32)
 
 
-def _sides(shapes: Sequence[Geometry | None]) -> list[int]:
+def box_sides(shapes: Sequence[Geometry | None]) -> list[int]:
     """Return, for each coordinate of the shapes, which side of a box it is, and 0 for polygons."""
     return [
         side
@@ -162,7 +164,7 @@ def _check_inside(where: NDArray[np.intp], length: int) -> None:
         )
 
 
-def _ends(ids: Sequence[int], texts: Sequence[str] | Sequence[bytes]) -> NDArray[np.int64]:
+def token_ends(ids: Sequence[int], texts: Sequence[str] | Sequence[bytes]) -> NDArray[np.int64]:
     """Return the position at which each token ends in the joined text."""
     return np.cumsum([len(texts[id]) for id in ids], dtype=np.int64)
 
@@ -171,7 +173,7 @@ def _shift(spans: Sequence[Span], offset: int) -> list[Span]:
     return [(start + offset, end + offset) for start, end in spans]
 
 
-def _kinds(
+def token_kinds(
     ids: NDArray[np.int64], ends: NDArray[np.int64], desc_spans: Sequence[Span], table: VocabularyTable
 ) -> NDArray[np.int8]:
     """Return the kind of each token. Coordinates are recognised by their ids. A token is desc if it lies entirely
@@ -190,12 +192,13 @@ def _kinds(
 
 @dataclass(frozen=True)
 class Fragment:
-    """Text that continues an answer. `desc_spans` are the positions of its desc values, and `bins` its
-    coordinates in order."""
+    """Text that continues an answer. `desc_spans` are the positions of its desc values, `bins` its coordinates in
+    order, and `ends` the positions after each of its objects."""
 
     text: bytes
     desc_spans: tuple[Span, ...]
     bins: tuple[int, ...]
+    ends: tuple[int, ...]
 
 
 def serialise(
@@ -214,6 +217,7 @@ def serialise(
     text = bytearray()
     spans: list[Span] = []
     bins: list[int] = []
+    ends: list[int] = []
     for offset, true in enumerate(objects):
         if offset or last == b"}":
             text += b", "
@@ -225,7 +229,8 @@ def serialise(
         spans.append((len(text) + len(b'"desc": "'), len(text) + len(desc) - 1))
         text += desc + (b", " + geometry if order == "desc_first" else b"") + b"}"
         bins.extend(true.geometry.bins)
-    return Fragment(bytes(text + b"}"), tuple(spans), tuple(bins))
+        ends.append(len(text))
+    return Fragment(bytes(text + b"}"), tuple(spans), tuple(bins), tuple(ends))
 
 
 def count_answer_tokens(objects: Sequence[TrueObject], table: VocabularyTable) -> int:

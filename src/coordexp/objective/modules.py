@@ -19,12 +19,14 @@ from torch.nn.functional import cross_entropy, smooth_l1_loss
 from coordexp.config.pipeline import CoordRegConfig
 from coordexp.correction import Role, TokenKind
 from coordexp.data import BINS
-from coordexp.objective.split import VocabularySplit
+from coordexp.objective.split import VocabularySplit, split_vocabulary
 from coordexp.pack.collate import Supervision
 
 COORD_ROLES = frozenset({Role.matched_coord, Role.tail_coord})
 TEXT_ROLES = frozenset({Role.tail_structure, Role.tail_desc, Role.end_of_turn})
 TEXT_KINDS = frozenset({TokenKind.structure, TokenKind.desc, TokenKind.end_of_turn})
+
+LEAST_SURPRISE = 1e-6  # added to -log p, so that the loss of a certain duplicate is finite
 
 
 @dataclass(frozen=True)
@@ -44,8 +46,34 @@ class TermSpec:
     kinds: frozenset[TokenKind]
 
 
-Split = Callable[[float], VocabularySplit]  # the argument is a temperature
-Run = Callable[[Any, frozenset[str], Split, Supervision, Tensor], dict[str, Measure]]
+Run = Callable[[Any, frozenset[str], "Split", Supervision, Tensor], dict[str, Measure]]
+
+
+class Split:
+    """The split logits of a row, computed when they are first needed."""
+
+    def __init__(self, logits: Tensor, supervision: Supervision, first_coord: int) -> None:
+        self._logits, self._supervision, self._first_coord = logits, supervision, first_coord
+        self._by_temperature: dict[float, VocabularySplit] = {}
+
+    def __call__(self, temperature: float) -> VocabularySplit:
+        """Return the split of all positions."""
+        if temperature not in self._by_temperature:
+            self._by_temperature[temperature] = split_vocabulary(
+                self._logits, self._supervision.ids, self._first_coord, temperature
+            )
+        return self._by_temperature[temperature]
+
+    def count_broken(self) -> Tensor:
+        """Return the number of broken logits. Any of the splits has it, because logits are clamped before they are
+        divided by the temperature."""
+        if not self._by_temperature:
+            self(1.0)
+        return next(iter(self._by_temperature.values())).broken
+
+    def unlikely(self, here: Tensor) -> VocabularySplit:
+        """Return the split of the positions in `here`, with the unlikely tokens as those that follow."""
+        return split_vocabulary(self._logits[here], self._supervision.unlikely[here], self._first_coord)
 
 
 @dataclass(frozen=True)
@@ -131,6 +159,16 @@ def coord_diag(
     }
 
 
+def duplicate_ul(
+    config: Any, terms: frozenset[str], split: Split, s: Supervision, allowed: Tensor
+) -> dict[str, Measure]:
+    """Unlikelihood, -log(1 - p), of the tokens that would begin a duplicate. The positions are those where one is
+    marked; the token that stands there may be supervised or not."""
+    here = allowed & (s.unlikely >= 0)
+    surprise = split.unlikely(here).cross_entropy()  # -log p
+    return {"ul": Measure(-torch.log(-torch.expm1(-(surprise + LEAST_SURPRISE))).sum(), here.sum())}
+
+
 def soft_target(targets: Tensor, sigma: float, truncate: int | None) -> Tensor:
     """Return a Gaussian over the bins around each target, which may lie between two bins. Each row sums to 1."""
     bins = torch.arange(BINS, device=targets.device, dtype=torch.float32)
@@ -200,6 +238,9 @@ MODULES: dict[str, ModuleKind] = {
         coord_reg,
         {name: _coord_term(f"{name}_weight") for name in ("coord_ce", "soft_ce", "w1", "coord_gate")}
         | {"text_gate": _text_term("text_gate_weight")},
+    ),
+    "duplicate_ul": ModuleKind(
+        duplicate_ul, {"ul": TermSpec("ul_weight", frozenset(), frozenset({TokenKind.end_of_turn}))}
     ),
     "bbox_geo": ModuleKind(bbox_geo, {name: _coord_term(f"{name}_weight") for name in ("smoothl1", "ciou")}),
     "coord_diag": ModuleKind(

@@ -13,8 +13,7 @@ from coordexp.config.pipeline import Channel, Module
 from coordexp.config.rules import idle_reason
 from coordexp.config.settings import Settings
 from coordexp.correction import Role, TokenKind
-from coordexp.objective.modules import MODULES, Measure, ModuleKind
-from coordexp.objective.split import VocabularySplit, split_vocabulary
+from coordexp.objective.modules import MODULES, Measure, ModuleKind, Split
 from coordexp.pack.collate import CHANNELS, Supervision
 
 # Every pipeline reports this: the number of logits per position that were NaN, infinite or outside the fence.
@@ -93,13 +92,7 @@ class Objective:
         if len(logits) != len(supervision.ids):
             raise ValueError(f"{len(logits)} rows of logits for {len(supervision.ids)} supervised positions")
 
-        splits: dict[float, VocabularySplit] = {}
-
-        def split(temperature: float) -> VocabularySplit:
-            if temperature not in splits:
-                splits[temperature] = split_vocabulary(logits, supervision.ids, self.first_coord, temperature)
-            return splits[temperature]
-
+        split = Split(logits, supervision, self.first_coord)
         measures: dict[str, Measure] = {}
         for active in self.modules:
             allowed = self._allow_positions(active, supervision)
@@ -108,7 +101,8 @@ class Objective:
                     active.module.config, frozenset(active.terms), split, supervision, allowed
                 )
             measures |= {f"{active.module.name}/{name}": of_module[name] for name in active.terms}
-        return measures | {BROKEN: _measure_broken(splits, logits)}
+        broken = Measure(split.count_broken(), torch.tensor(len(logits), device=logits.device))
+        return measures | {BROKEN: broken}
 
     def loss(self, measures: dict[str, Measure], counts: Tensor) -> Tensor:
         """Return the weighted sum of the terms, each divided by its number of positions in the whole optimizer
@@ -138,7 +132,7 @@ class Objective:
 
     def _allow_positions(self, active: ActiveModule, s: Supervision) -> Tensor:
         """Return a mask of the positions that a module may use."""
-        allowed = _is_on_channel(active.channels, s) & (s.weights > 0)
+        allowed = _is_on_channel(active.channels, s) & ((s.weights > 0) | (s.unlikely >= 0))
         if self._masked:
             allowed &= ~(_is_on_channel(self._masked, s) & (s.roles == Role.tail_desc))
         return allowed
@@ -176,9 +170,3 @@ def _is_on_channel(channels: frozenset[Channel], s: Supervision) -> Tensor:
     return functools.reduce(
         torch.logical_or, [s.channels == CHANNELS.index(channel) for channel in sorted(channels)]
     )
-
-
-def _measure_broken(splits: dict[float, VocabularySplit], logits: Tensor) -> Measure:
-    """Return the number of broken logits. Any of the splits has it, because logits are clamped before they are
-    divided by the temperature."""
-    return Measure(next(iter(splits.values())).broken, torch.tensor(len(logits), device=logits.device))

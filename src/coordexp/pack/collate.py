@@ -34,6 +34,7 @@ class Supervision:
     sides: Tensor
     coord_targets: Tensor
     weights: Tensor
+    unlikely: Tensor
     channels: Tensor
 
     def to(self, device: torch.device) -> "Supervision":
@@ -126,10 +127,11 @@ class Collator:
         }
 
     def _find_supervised(self, example: Example) -> np.ndarray:
-        """Return the indices of the segment's tokens that the objective uses."""
+        """Return the indices of the segment's tokens that the objective uses: supervised ones, and those in whose
+        place another token should be unlikely."""
         segment = example.segment
         is_supervised = np.isin(segment.roles, list(self.roles[example.channel])) & (segment.weights > 0)
-        tokens = np.flatnonzero(is_supervised)
+        tokens = np.flatnonzero(is_supervised | (segment.unlikely >= 0))
         if len(tokens) and tokens[0] < max(1, segment.prompt_length):
             raise ValueError(f"{example.image}: token {tokens[0]} is supervised and lies in the prompt")
         return tokens

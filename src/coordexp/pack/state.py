@@ -16,7 +16,7 @@ from coordexp.errors import explain
 from coordexp.pack.carry import CarryBuffer
 from coordexp.pack.example import Example, ExampleId
 
-FORMAT = 2  # format 1 had no number in its file, and no ids
+FORMAT = 3  # format 1 had no number in its file, and no ids; formats 1 and 2 had no unlikely tokens
 _STREAMS = tuple(field.name for field in fields(Segment) if field.name != "prompt_length")
 _PER_SEGMENT = ("lengths", "prompt_lengths", "arrived")
 _SOURCE = ("image", "width", "height", "channel", "id")
@@ -62,7 +62,10 @@ def _read(path: Path) -> tuple[dict[str, NDArray[Any]], int, list[Any]]:
         file_format = int(metadata.get("format", "1"))
         if file_format > FORMAT:
             raise ValueError(f"it has format {file_format}, and this version reads up to {FORMAT}")
-        arrays = {name: file.get_tensor(name) for name in (*_PER_SEGMENT, *_STREAMS)}
+        saved = [name for name in (*_PER_SEGMENT, *_STREAMS) if file_format >= 3 or name != "unlikely"]
+        arrays = {name: file.get_tensor(name) for name in saved}
+    if file_format < 3:
+        arrays["unlikely"] = np.full(len(arrays["ids"]), -1, dtype=np.int64)
     rows, sources = int(metadata["rows"]), json.loads(metadata["sources"])
     total = int(arrays["lengths"].sum())
     if any(len(arrays[name]) != len(sources) for name in _PER_SEGMENT) or any(

@@ -26,6 +26,7 @@ SUMS = (
     "parse/invalid/unread",
     *("match/true", "match/matched", "match/missed", "match/extra", "match/gate_rejections"),
     *("target/prefix_tokens", "target/appended_tokens"),
+    *("target/duplicates_removed", "target/extras_removed", "target/moved", "target/inserted"),
 )
 PACKING = ("rows", "fill", "segments", "waiting", "oldest_waited", "underfull")
 PHASES = ("sync", "rollout", "correct", "waited", "pictures", "compute", "step")
@@ -72,12 +73,17 @@ def count_rollout(
             "match/missed": len(match.missed),
             "match/extra": len(match.false_positives),
             "match/gate_rejections": match.gate_rejections,
-            "target/prefix_tokens": len(parsed.prefix_ids),
+            "target/prefix_tokens": correction.own_tokens,
             "target/appended_tokens": len(correction.segment)
             - correction.segment.prompt_length
-            - len(parsed.prefix_ids),
+            - correction.own_tokens,
+            "target/inserted": len(match.missed),
         }
     )
+    if rebuilt := correction.rebuilt:
+        counts["target/duplicates_removed"] = len(rebuilt.duplicates)
+        counts["target/extras_removed"] = len(rebuilt.removed_extras)
+        counts["target/moved"] = len(rebuilt.moved)
     counts.update({f"parse/invalid/{reason.value}": count for reason, count in reasons.items()})
     return counts
 

@@ -341,6 +341,8 @@ def _identity(settings: Settings, records: RecordFile) -> dict[str, Any]:
         decoding = ("max_new_tokens", "decoding", "decode_mode", "num_beams", "repeat_terminate")
         identity |= {"training.seed": settings.training.seed, "stage2.b_ratio": settings.stage2.b_ratio}
         identity |= {f"rollout_matching.{name}": rollout[name] for name in (*CORRECTION_SETTINGS, *decoding)}
+        if settings.rollout_matching.correction.is_specified:  # the only policy of earlier releases
+            identity["rollout_matching.correction"] = None
     return identity
 
 

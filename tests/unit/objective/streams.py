@@ -5,7 +5,7 @@ from typing import Any
 import torch
 
 from coordexp.correction import Role
-from coordexp.objective.split import VocabularySplit, split_vocabulary
+from coordexp.objective.modules import Split
 from coordexp.pack.collate import Supervision
 
 FIRST = 5
@@ -28,6 +28,7 @@ def supervision(*entries: tuple[Role, float | int], channels: str | None = None)
             [float(v) if c else float("nan") for (_, v), c in zip(entries, coord, strict=True)]
         ),
         weights=torch.ones(len(entries)),
+        unlikely=torch.full((len(entries),), -1),
         channels=torch.tensor(["AB".index(c) for c in channels or "B" * len(entries)], dtype=torch.int8),
     )
 
@@ -53,8 +54,5 @@ def random_logits(count: int = len(MIXED.ids), *, seed: int = 0, dtype: Any = to
     return (torch.randn(count, SIZE, generator=generator, dtype=torch.float64) * 3).to(dtype)
 
 
-def splitter(logits: torch.Tensor, s: Supervision):
-    def split(temperature: float) -> VocabularySplit:
-        return split_vocabulary(logits, s.ids, FIRST, temperature)
-
-    return split
+def splitter(logits: torch.Tensor, s: Supervision) -> Split:
+    return Split(logits, s, FIRST)

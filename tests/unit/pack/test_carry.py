@@ -75,15 +75,15 @@ def example(seed: int) -> Example:
     streams = {name: maker.integers(0, 4, length).astype(np.int8) for name in ("roles", "kinds", "sides")}
     targets = np.where(maker.random(length) < 0.5, np.nan, maker.random(length) * 999).astype(np.float32)
     weights = maker.random(length).astype(np.float32)
-    segment = Segment(
-        maker.integers(0, 1000, length), **streams, coord_targets=targets, weights=weights, prompt_length=2
-    )
+    unlikely = np.where(maker.random(length) < 0.2, maker.integers(0, 1000, length), -1)
+    ids = maker.integers(0, 1000, length)
+    segment = Segment(ids, **streams, coord_targets=targets, weights=weights, unlikely=unlikely, prompt_length=2)
     id = None if seed % 3 == 0 else ExampleId(step=99, micro=0, rank=1, index=seed)
     return Example(segment, f"images/{seed}\u00e9.png", (seed + 1, 9), "AB"[seed % 2], id)
 
 
 def same(example: Example, other: Example) -> bool:
-    streams = ("ids", "roles", "kinds", "sides", "coord_targets", "weights")
+    streams = ("ids", "roles", "kinds", "sides", "coord_targets", "weights", "unlikely")
     equal = (
         np.array_equal(
             getattr(example.segment, name), getattr(other.segment, name), equal_nan=name == "coord_targets"
@@ -196,7 +196,20 @@ def test_a_buffer_of_format_1_which_had_the_place_of_a_dump_and_no_id_is_read(tm
     assert buffer.rows == 3
 
 
+def test_a_buffer_of_format_2_which_had_no_unlikely_tokens_is_read(tmp_path):
+    from safetensors.numpy import load_file, save_file
+
+    file = saved_with(tmp_path, rows="1")
+    arrays = load_file(file)
+    del arrays["unlikely"]
+    save_file(arrays, file, metadata={"format": "2", "rows": "1", "sources": '[["a.png", 4, 5, "B", null]]'})
+    buffer: CarryBuffer[Example] = CarryBuffer(16, 50)
+    load_buffer(buffer, file)
+    ((restored, _),) = buffer.waiting
+    assert restored.segment.unlikely.tolist() == [-1] * len(restored)
+
+
 def test_a_buffer_of_a_later_format_is_refused(tmp_path):
-    file = saved_with(tmp_path, format="3", rows="1", sources='[["a.png", 4, 5, "B", null]]')
-    with pytest.raises(ValueError, match=r"format 3, and this version reads up to 2[\s\S]*another checkpoint"):
+    file = saved_with(tmp_path, format="4", rows="1", sources='[["a.png", 4, 5, "B", null]]')
+    with pytest.raises(ValueError, match=r"format 4, and this version reads up to 3[\s\S]*another checkpoint"):
         load_buffer(CarryBuffer(16, 50), file)

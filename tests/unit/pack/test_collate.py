@@ -32,6 +32,7 @@ def example(channel: str = "B", **changes) -> Example:
         "sides": np.zeros(6, dtype=np.int8),
         "coord_targets": np.array([np.nan] * 4 + [7.5, np.nan], dtype=np.float32),
         "weights": np.array([0, 0, 0, 1, 1, 1], dtype=np.float32),
+        "unlikely": np.full(6, -1),
     }
     return Example(Segment(**(streams | changes), prompt_length=3), "a.png", (32, 32), channel)
 

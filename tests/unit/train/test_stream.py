@@ -18,9 +18,8 @@ def make_example(index: int) -> Example:
     length = 3 + index % 5
     streams = {name: np.zeros(length, dtype=np.int8) for name in ("roles", "kinds", "sides")}
     floats = {name: np.zeros(length, dtype=np.float32) for name in ("coord_targets", "weights")}
-    return Example(
-        Segment(np.full(length, index), **streams, **floats, prompt_length=1), f"{index}.png", (8, 8), "A"
-    )
+    segment = Segment(np.full(length, index), **streams, **floats, unlikely=np.full(length, -1), prompt_length=1)
+    return Example(segment, f"{index}.png", (8, 8), "A")
 
 
 def stream(packing=True, **options) -> RowStream:

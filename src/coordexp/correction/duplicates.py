@@ -1,0 +1,49 @@
+"""Find the objects of an answer that repeat an earlier one."""
+
+from collections.abc import Collection, Sequence
+
+import numpy as np
+
+from coordexp.correction.match import Floats, bounding_boxes, box_iou, is_empty, mask_iou, rasterise
+from coordexp.data import Geometry
+
+
+def find_duplicates(
+    shapes: Sequence[Geometry], iou: float, resolution: int = 256, distinct: Collection[int] = ()
+) -> tuple[int, ...]:
+    """Return the indices of the shapes that overlap an earlier shape by at least `iou`.
+
+    A duplicate itself repeats nothing: in a chain of shapes where each overlaps only the one before, every second
+    one is a duplicate. Two shapes in `distinct` are known to be different objects, so neither is a duplicate of
+    the other.
+    """
+    if len(shapes) < 2:
+        return ()
+    overlaps = np.tril(_overlap(shapes, resolution) >= iou, k=-1)
+    if not overlaps.any():
+        return ()
+    if distinct:
+        known = np.isin(np.arange(len(shapes)), list(distinct))
+        overlaps &= ~np.logical_and.outer(known, known)
+    is_kept = np.ones(len(shapes), dtype=bool)
+    for i in np.flatnonzero(overlaps.any(axis=1)):
+        is_kept[i] = not (overlaps[i] & is_kept).any()
+    return tuple(np.flatnonzero(~is_kept).tolist())
+
+
+def _overlap(shapes: Sequence[Geometry], resolution: int) -> Floats:
+    """Return the IoU of every pair of shapes. Two boxes are compared exactly. If one of the two is a polygon, both
+    are drawn on a square canvas, except that a shape too thin to cover a pixel is compared by its bounding box."""
+    boxes = bounding_boxes(shapes)
+    iou = box_iou(boxes, boxes)
+    is_polygon = np.array([shape.kind == "poly" for shape in shapes])
+    close = iou > 0
+    drawn = np.flatnonzero((close & is_polygon[:, None]).any(axis=0))
+    if not len(drawn):
+        return iou
+    masks = rasterise([shapes[i] for i in drawn], resolution)
+    visible = ~is_empty(masks, resolution)
+    by_mask = np.logical_or.outer(is_polygon[drawn], is_polygon[drawn]) & np.logical_and.outer(visible, visible)
+    square = np.ix_(drawn, drawn)
+    iou[square] = np.where(by_mask, mask_iou(masks, masks), iou[square])
+    return iou

@@ -1,0 +1,324 @@
+"""Rebuild an answer under a correction policy: remove, insert or move objects, and supervise more than the missed
+ones.
+
+    prompt | tokens of the rollout up to the first change | the rest of the rebuilt answer | end of turn
+
+The rebuilt answer is plain JSON in the project's own format, numbered from 1. It has every true object exactly
+once: as the model wrote it if it was found, else as the ground truth says it. Objects that are not valid are left
+out. The tokens of the rollout are kept as long as they spell the rebuilt answer, object by object; from the first
+difference on, the answer is encoded anew.
+"""
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+import numpy as np
+from numpy.typing import NDArray
+
+from coordexp.config.rollout import CorrectionPolicy, RolloutMatching
+from coordexp.correction.duplicates import find_duplicates
+from coordexp.correction.entries import PredictedObject
+from coordexp.correction.match import MatchResult, bounding_boxes, match_objects
+from coordexp.correction.parse import ParsedRollout
+from coordexp.correction.segment import (
+    SUPERVISED_ROLE,
+    FieldOrder,
+    Fragment,
+    Role,
+    Segment,
+    TokenKind,
+    box_sides,
+    serialise,
+    token_ends,
+    token_kinds,
+)
+from coordexp.correction.transport import coord_targets
+from coordexp.data import Geometry, TrueObject
+from coordexp.vocab.table import VocabularyTable
+
+
+@dataclass(frozen=True)
+class Item:
+    """An object of the rebuilt answer.
+
+    `predicted` is its index among the valid objects of the rollout, or None if it was inserted. `true` is its
+    index among the true objects, or None for an extra. `content` is what the answer says. `targets` are those of
+    its coordinates, or None if they are not supervised.
+    """
+
+    predicted: int | None
+    true: int | None
+    content: TrueObject
+    targets: tuple[float, ...] | None
+
+
+@dataclass(frozen=True)
+class Rebuilt:
+    """What a policy did. `duplicates` and `removed_extras` are indices of valid objects that were left out, and
+    `own_tokens` is the number of tokens of the rollout that were kept."""
+
+    items: tuple[Item, ...]
+    duplicates: tuple[int, ...]
+    removed_extras: tuple[int, ...]
+    own_tokens: int
+
+    @property
+    def moved(self) -> tuple[int, ...]:
+        """Return the valid objects that now stand behind one that the model wrote after them."""
+        highest, moved = -1, []
+        for item in self.items:
+            if item.predicted is not None:
+                if item.predicted < highest:
+                    moved.append(item.predicted)
+                highest = max(highest, item.predicted)
+        return tuple(moved)
+
+
+def remove_duplicates(
+    valid: Sequence[PredictedObject], truth: Sequence[TrueObject], match: MatchResult, settings: RolloutMatching
+) -> tuple[MatchResult, tuple[int, ...]]:
+    """Return the match of the objects that are not duplicates, and the indices of the duplicates. Indices are
+    those of all valid objects, and duplicates count as false positives."""
+    shapes = [_geometry(prediction) for prediction in valid]
+    distinct = {i for i, _ in match.pairs}
+    policy = settings.correction
+    duplicates = find_duplicates(shapes, policy.duplicate_iou, settings.maskiou_resolution, distinct)
+    if distinct.isdisjoint(duplicates):
+        return match, duplicates
+    kept = [i for i in range(len(valid)) if i not in duplicates]
+    again = match_objects([shapes[i] for i in kept], [true.geometry for true in truth], settings)
+    pairs = tuple([(kept[i], j) for i, j in again.pairs])
+    matched = {i for i, _ in pairs}
+    extras = tuple([i for i in range(len(valid)) if i not in matched])
+    return replace(match, pairs=pairs, missed=again.missed, false_positives=extras), duplicates
+
+
+def rebuild(
+    prompt_ids: Sequence[int],
+    parsed: ParsedRollout,
+    match: MatchResult,
+    truth: Sequence[TrueObject],
+    *,
+    table: VocabularyTable,
+    order: FieldOrder,
+    settings: RolloutMatching,
+) -> tuple[MatchResult, Segment, Rebuilt]:
+    """Return the match without duplicates, the segment of the rebuilt answer, and what was changed. `match` pairs
+    all of `parsed.valid` with `truth`."""
+    policy, valid = settings.correction, parsed.valid
+    duplicates: tuple[int, ...] = ()
+    if policy.duplicates != "keep":
+        match, duplicates = remove_duplicates(valid, truth, match, settings)
+    removed = tuple([i for i in match.false_positives if policy.extras == "remove" and i not in duplicates])
+    items = _order_items(_make_items(valid, match, truth, {*duplicates, *removed}, settings), truth, policy)
+    fragment = serialise([item.content for item in items], after=b"{", first_number=1, order=order, table=table)
+    answer = _Answer.of(parsed, items, fragment, table)
+    segment = _make_segment(prompt_ids, answer, items, policy, table, starts_anew=parsed.fallback)
+    if policy.duplicates == "unlikelihood":
+        entries = [(i, TrueObject(str(valid[i].desc), _geometry(valid[i]))) for i in duplicates]
+        _mark_unlikely(segment, answer, items, entries, order, table)
+    return match, segment, Rebuilt(tuple(items), duplicates, removed, answer.own_tokens)
+
+
+def _make_items(
+    valid: Sequence[PredictedObject],
+    match: MatchResult,
+    truth: Sequence[TrueObject],
+    left_out: set[int],
+    settings: RolloutMatching,
+) -> list[Item]:
+    """Return the predicted objects that stay, in the order of the answer, followed by the missed ones."""
+    partner = dict(match.pairs)
+    pairs = [(_geometry(valid[i]), truth[j].geometry) for i, j in match.pairs]
+    targets = dict(zip(partner, coord_targets(pairs, settings.optimal_transport), strict=True))
+    corrects_desc = settings.correction.supervise == "matched_with_desc"
+    items = []
+    for i, prediction in enumerate(valid):
+        if i not in left_out:
+            j = partner.get(i)
+            desc = truth[j].desc if j is not None and corrects_desc else str(prediction.desc)
+            items.append(Item(i, j, TrueObject(desc, _geometry(prediction)), targets.get(i)))
+    missed = [Item(None, j, truth[j], tuple(map(float, truth[j].geometry.bins))) for j in match.missed]
+    return items + missed
+
+
+def _order_items(items: list[Item], truth: Sequence[TrueObject], policy: CorrectionPolicy) -> list[Item]:
+    """Return the items in the order of the policy: as they are, or with the true objects in the order of the
+    ground truth.
+
+    If the ground truth is sorted by top edges, or else by left edges, extras are put where that order has them.
+    Otherwise an extra stays behind the true object that it followed.
+    """
+    if policy.insertion == "append":
+        return items
+    labelled = sorted((item for item in items if item.true is not None), key=_true_index)
+    extras = [item for item in items if item.true is None]
+    if not extras or not labelled:
+        return labelled + extras
+    edges = bounding_boxes([true.geometry for true in truth])[:, :2]
+    of_extras = bounding_boxes([item.content.geometry for item in extras])[:, :2]
+    behind: list[list[Item]] = [[] for _ in range(len(labelled) + 1)]  # behind[k]: the extras behind k objects
+    for axis in (1, 0):
+        if all(left <= right for left, right in pairwise(edges[:, axis])):
+            places = np.searchsorted(edges[:, axis], of_extras[:, axis], side="right")
+            for k in np.lexsort((of_extras[:, 0], of_extras[:, 1]) if axis else of_extras.T):
+                behind[places[k]].append(extras[k])
+            break
+    else:
+        place = 0
+        for item in items:  # the order of the answer, as long as they were predicted
+            if item.true is None:
+                behind[place].append(item)
+            elif item.predicted is not None:
+                place = item.true + 1
+    merged = behind[0]
+    for item, followers in zip(labelled, behind[1:], strict=True):
+        merged += [item, *followers]
+    return merged
+
+
+def _true_index(item: Item) -> int:
+    assert item.true is not None
+    return item.true
+
+
+@dataclass(frozen=True)
+class _Answer:
+    """The tokens of a rebuilt answer, without the end of turn. `bounds` are the positions in its text after the
+    opening brace and after each object, and `ends` the positions after each token."""
+
+    text: bytes
+    ids: tuple[int, ...]
+    ends: NDArray[np.int64]
+    bounds: tuple[int, ...]
+    desc_spans: tuple[tuple[int, int], ...]
+    own_tokens: int
+
+    @classmethod
+    def of(
+        cls, parsed: ParsedRollout, items: Sequence[Item], fragment: Fragment, table: VocabularyTable
+    ) -> "_Answer":
+        text = b"{" + fragment.text
+        bounds = (1, *(end + 1 for end in fragment.ends))
+        own_ends = token_ends(parsed.prefix_ids, table.pieces)
+        written = table.bytes_of(parsed.prefix_ids) + parsed.remainder
+        own = bisect_right(own_ends, _unchanged_bytes(parsed, items, text, bounds, written))
+        start = int(own_ends[own - 1]) if own else 0
+        ids = (*parsed.prefix_ids[:own], *table.encode(text[start:]))
+        spans = tuple([(start + 1, end + 1) for start, end in fragment.desc_spans])
+        return cls(text, ids, token_ends(ids, table.pieces), bounds, spans, own)
+
+
+def _unchanged_bytes(
+    parsed: ParsedRollout, items: Sequence[Item], text: bytes, bounds: Sequence[int], written: bytes
+) -> int:
+    """Return how much of the text the model wrote itself, in whole objects. An object counts only if it was valid,
+    so that coordinates spelled in ordinary tokens are never kept."""
+    same = 0
+    for k, (item, prediction) in enumerate(zip(items, parsed.objects, strict=False)):
+        if item.predicted != k or not prediction.is_valid:
+            break
+        same = k + 1
+    end = bounds[same]
+    if written[:end] != text[:end]:
+        length = min(end, len(written))
+        left, right = (np.frombuffer(part[:length], dtype=np.uint8) for part in (written, text))
+        differing = np.flatnonzero(left != right)
+        end = int(differing[0]) if len(differing) else length
+        same = bisect_right(bounds, end) - 1
+    return bounds[same] if same > 0 else 0
+
+
+def _make_segment(
+    prompt_ids: Sequence[int],
+    answer: _Answer,
+    items: Sequence[Item],
+    policy: CorrectionPolicy,
+    table: VocabularyTable,
+    starts_anew: bool,
+) -> Segment:
+    ids = np.array([*prompt_ids, *answer.ids, table.end_of_turn], dtype=np.int64)
+    start = len(prompt_ids)
+    kinds = np.zeros(len(ids), dtype=np.int8)
+    kinds[start:-1] = token_kinds(ids[start:-1], answer.ends, answer.desc_spans, table)
+    roles = np.zeros(len(ids), dtype=np.int8)
+    # A token belongs to the object in which it ends: 0 is the opening brace, and the last is the closing one.
+    owners = np.searchsorted(answer.bounds, answer.ends)
+    by_owner = np.array(
+        [
+            _roles_of_brace(starts_anew),
+            *(_roles_of_item(item, policy) for item in items),
+            _roles_of_brace(True),
+        ],
+        dtype=np.int8,
+    )
+    roles[start:-1] = by_owner[owners, kinds[start:-1]]
+    roles[-1], kinds[-1] = Role.end_of_turn, TokenKind.end_of_turn
+    where = np.flatnonzero(kinds == TokenKind.coord)
+    targets = np.full(len(ids), np.nan, dtype=np.float32)
+    targets[where] = [value for item in items for value in item.targets or _nothing(item)]
+    sides = np.zeros(len(ids), dtype=np.int8)
+    sides[where] = [
+        side
+        for item in items
+        for side in (box_sides([item.content.geometry]) if item.targets else [0] * len(item.content.geometry.bins))
+    ]
+    weights = (roles >= Role.matched_coord).astype(np.float32)
+    return Segment(ids, roles, kinds, sides, targets, weights, np.full(len(ids), -1, dtype=np.int64), start)
+
+
+def _nothing(item: Item) -> tuple[float, ...]:
+    return (np.nan,) * len(item.content.geometry.bins)
+
+
+def _roles_of_brace(is_supervised: bool) -> list[int]:
+    """Return the role of each kind of token in an outer brace."""
+    return [int(SUPERVISED_ROLE[kind]) if is_supervised else Role.masked_prefix for kind in TokenKind]
+
+
+def _roles_of_item(item: Item, policy: CorrectionPolicy) -> list[int]:
+    """Return the role of each kind of token in an object."""
+    if item.predicted is None:
+        return [int(role) for role in SUPERVISED_ROLE]
+    roles: list[int] = [Role.masked_prefix] * len(TokenKind)
+    if item.true is not None:
+        roles[TokenKind.coord] = Role.matched_coord
+        if policy.supervise != "missed":
+            roles[TokenKind.structure] = Role.tail_structure
+        if policy.supervise == "matched_with_desc":
+            roles[TokenKind.desc] = Role.tail_desc
+    return roles
+
+
+def _mark_unlikely(
+    segment: Segment,
+    answer: _Answer,
+    items: Sequence[Item],
+    duplicates: Sequence[tuple[int, TrueObject]],
+    order: FieldOrder,
+    table: VocabularyTable,
+) -> None:
+    """For each duplicate, mark the first token at which it would differ from the rebuilt answer, had the model
+    written it behind the object that it followed. Of several duplicates at one token, the first is marked."""
+    for i, duplicate in duplicates:
+        before = [k for k, item in enumerate(items, 1) if item.predicted is not None and item.predicted < i]
+        place = before[-1] if before else 0
+        end = answer.bounds[place]
+        first = int(np.searchsorted(answer.ends, end, side="right"))
+        start = int(answer.ends[first - 1]) if first else 0
+        context = answer.text[start:end]
+        entry = serialise([duplicate], after=answer.text[:end], first_number=place + 1, order=order, table=table)
+        written = table.encode(context + entry.text[: entry.ends[0]])
+        for position, (wrong, right) in enumerate(zip(written, answer.ids[first:], strict=False), first):
+            if wrong != right:
+                at = segment.prompt_length + position
+                if segment.unlikely[at] < 0:
+                    segment.unlikely[at] = wrong
+                break
+
+
+def _geometry(prediction: PredictedObject) -> Geometry:
+    assert prediction.geometry is not None, "a valid object has a geometry"
+    return prediction.geometry

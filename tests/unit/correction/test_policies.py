@@ -1,0 +1,228 @@
+"""What each correction policy does with an answer, by examples. Properties for any answer are in
+tests/property."""
+
+import json
+
+import numpy as np
+import pytest
+
+from coordexp.config import RolloutMatching
+from coordexp.config.rollout import CorrectionPolicy
+from coordexp.correction import Correction, Role, TokenKind, correct
+from coordexp.correction.duplicates import find_duplicates
+from coordexp.data import Geometry, TrueObject
+from tests.vocabularies import encode, table
+
+PROMPT = (7, 8, 9)
+QWEN = table("qwen")
+
+
+def box(desc: str, x: int, y: int, size: int = 100) -> TrueObject:
+    return TrueObject(desc, Geometry("bbox_2d", (x, y, x + size, y + size)))
+
+
+def write(*objects: TrueObject, first: int = 1) -> str:
+    """Return an answer with these objects in the project's own format."""
+    entries = []
+    for number, thing in enumerate(objects, first):
+        coords = [f"<|coord_{bin}|>" for bin in thing.geometry.bins]
+        entry = {"desc": thing.desc, thing.geometry.kind: coords}
+        entries.append(f'"object_{number}": {json.dumps(entry)}')
+    return "{" + ", ".join(entries) + "}"
+
+
+def corrected(text: str, truth: list[TrueObject], **policy) -> Correction:
+    settings = RolloutMatching(correction=CorrectionPolicy(**policy))
+    ids = encode(text, QWEN)
+    return correct(PROMPT, ids, truth, table=QWEN, order="desc_first", settings=settings)
+
+
+def text_of(correction: Correction) -> str:
+    return QWEN.text_of(correction.segment.ids[len(PROMPT) : -1].tolist())
+
+
+def supervised_text(correction: Correction) -> str:
+    """Return the text of the supervised tokens. Masked ones are dots."""
+    segment = correction.segment
+    return "".join(
+        QWEN.text_of([id]) if weight else "."
+        for id, weight in zip(
+            segment.ids[len(PROMPT) : -1].tolist(), segment.weights[len(PROMPT) : -1], strict=True
+        )
+    )
+
+
+CUP, DOG, CAT = box("cup", 0, 0), box("dog", 500, 300), box("cat", 100, 700)
+TRUTH = [CUP, DOG, CAT]  # in reading order
+
+
+def test_a_missed_object_is_inserted_where_the_ground_truth_has_it_and_the_rest_is_renumbered():
+    correction = corrected(write(CUP, CAT), TRUTH, insertion="in_order")
+    assert text_of(correction) == write(CUP, DOG, CAT)
+
+
+def test_the_tokens_before_the_first_change_are_the_models_own():
+    """The first cup is spelled byte by byte, as no tokenizer would."""
+    text = write(CUP, CAT)
+    length = len('{"object_1": {"desc": "cup"')
+    ids = [QWEN.byte_ids[byte] for byte in text[:length].encode()] + encode(text[length:], QWEN)
+    settings = RolloutMatching(correction=CorrectionPolicy(insertion="in_order"))
+    correction = correct(PROMPT, ids, TRUTH, table=QWEN, order="desc_first", settings=settings)
+    own = correction.own_tokens
+    assert own > length
+    assert correction.segment.ids[len(PROMPT) : len(PROMPT) + own].tolist() == ids[:own]
+    assert text_of(correction) == write(CUP, DOG, CAT)
+
+
+def test_an_answer_without_a_mistake_stays_as_it_is():
+    for insertion in ("append", "in_order"):
+        correction = corrected(write(*TRUTH), TRUTH, insertion=insertion, supervise="matched")
+        assert correction.segment.ids[len(PROMPT) : -1].tolist() == encode(write(*TRUTH), QWEN)
+
+
+def test_a_matched_object_in_the_wrong_place_is_moved_in_order_and_stays_when_appending():
+    assert text_of(corrected(write(CAT, CUP, DOG), TRUTH, insertion="in_order")) == write(*TRUTH)
+    assert corrected(write(CAT, CUP, DOG), TRUTH, insertion="in_order").rebuilt.moved == (0,)
+    assert text_of(corrected(write(CAT, CUP, DOG), TRUTH, supervise="matched")) == write(CAT, CUP, DOG)
+
+
+def test_an_extra_is_kept_where_a_sorted_ground_truth_has_its_place():
+    lamp = box("lamp", 800, 400)  # below the dog, above the cat
+    correction = corrected(write(CUP, lamp), TRUTH, insertion="in_order")
+    assert text_of(correction) == write(CUP, DOG, lamp, CAT)
+
+
+def test_an_extra_is_kept_where_a_ground_truth_that_is_sorted_by_left_edges_has_its_place():
+    truth = [box("a", 10, 800), box("b", 300, 100), box("c", 700, 500)]
+    lamp = box("lamp", 500, 0)
+    assert text_of(corrected(write(lamp, truth[2]), truth, insertion="in_order")) == write(
+        *truth[:2], lamp, truth[2]
+    )
+
+
+def test_an_extra_stays_behind_the_object_it_followed_if_the_ground_truth_is_not_sorted():
+    truth = [box("a", 500, 800), box("b", 0, 0), box("c", 800, 400)]
+    first, lamp = box("first", 200, 300), box("lamp", 300, 500)
+    correction = corrected(write(first, truth[1], lamp), truth, insertion="in_order")
+    assert text_of(correction) == write(first, truth[0], truth[1], lamp, truth[2])
+
+
+def test_extras_are_removed_if_the_policy_says_so():
+    lamp = box("lamp", 800, 400)
+    assert text_of(corrected(write(CUP, lamp, DOG), TRUTH, extras="remove")) == write(CUP, DOG, CAT)
+
+
+def test_a_duplicate_is_removed_and_an_extra_is_not():
+    again, lamp = box("cup", 5, 5), box("lamp", 800, 400)
+    correction = corrected(write(CUP, again, lamp), TRUTH, duplicates="remove")
+    assert text_of(correction) == write(CUP, lamp, DOG, CAT)
+    assert correction.rebuilt.duplicates == (1,)
+    assert correction.match.false_positives == (1, 2)
+
+
+def test_two_true_objects_that_overlap_are_not_duplicates():
+    truth = [box("cup", 0, 0), box("saucer", 10, 10)]
+    correction = corrected(write(*truth), truth, duplicates="remove", duplicate_iou=0.5)
+    assert text_of(correction) == write(*truth)
+
+
+def test_if_the_second_of_two_is_the_better_one_the_first_is_kept_and_matched_instead():
+    near = box("cup", 30, 0)
+    correction = corrected(write(near, CUP), [CUP], duplicates="remove")
+    assert text_of(correction) == write(near)
+    assert correction.match.pairs == ((0, 0),)
+    assert correction.segment.coord_targets[~np.isnan(correction.segment.coord_targets)].tolist() == [
+        0,
+        0,
+        100,
+        100,
+    ]
+
+
+def test_objects_that_are_not_valid_are_left_out():
+    text = write(CUP, CAT).replace('"object_2"', '"object_2": {"desc": "broken"}, "object_3"')
+    assert text_of(corrected(text, TRUTH, insertion="in_order")) == write(CUP, DOG, CAT)
+
+
+def test_by_default_of_supervise_only_missed_text_is_supervised_and_matched_adds_the_structure():
+    missed = supervised_text(corrected(write(CUP, CAT), TRUTH, insertion="in_order"))
+    matched = supervised_text(corrected(write(CUP, CAT), TRUTH, insertion="in_order", supervise="matched"))
+    assert '"object_2": {"desc": "dog", "bbox_2d": ["' in missed
+    assert "object_" in missed.split("dog")[0]
+    assert '"desc": "' not in missed.split("dog")[1]
+    assert matched.count('"desc": "') == 3
+    assert "cup" not in matched
+    assert "cat" not in matched
+
+
+def test_a_matched_object_gets_its_true_desc_if_desc_is_supervised():
+    wrong = box("mug", 0, 0)
+    correction = corrected(write(wrong, CAT), TRUTH, insertion="in_order", supervise="matched_with_desc")
+    assert text_of(correction) == write(CUP, DOG, CAT)
+    assert all(desc in supervised_text(correction) for desc in ("cup", "dog", "cat"))
+    segment = correction.segment
+    assert (segment.roles[segment.kinds == TokenKind.desc] == Role.tail_desc).all()
+
+
+def test_polygons_are_inserted_and_their_duplicates_removed():
+    leaf = TrueObject("leaf", Geometry("poly", (100, 400, 200, 400, 150, 500)))
+    again = TrueObject("leaf", Geometry("poly", (101, 400, 201, 400, 150, 501)))
+    truth = [CUP, leaf, CAT]
+    correction = corrected(write(CUP, leaf, again), truth, duplicates="remove", insertion="in_order")
+    assert text_of(correction) == write(CUP, leaf, CAT)
+    assert text_of(corrected(write(CUP, CAT), truth, insertion="in_order")) == write(CUP, leaf, CAT)
+
+
+def test_the_first_token_at_which_a_duplicate_differs_is_marked_as_unlikely():
+    again = box("cup", 5, 5)
+    correction = corrected(write(CUP, again, CAT), TRUTH, duplicates="unlikelihood", insertion="in_order")
+    segment = correction.segment
+    assert text_of(correction) == write(CUP, DOG, CAT)
+    (at,) = np.flatnonzero(segment.unlikely >= 0)
+    assert QWEN.text_of([int(segment.ids[at])]) == "dog"
+    assert QWEN.text_of([int(segment.unlikely[at])]) == "cup"
+
+
+def test_a_duplicate_at_the_end_is_marked_where_the_answer_should_have_been_closed():
+    correction = corrected(write(*TRUTH, box("cat", 105, 705)), TRUTH, duplicates="unlikelihood")
+    segment = correction.segment
+    (at,) = np.flatnonzero(segment.unlikely >= 0)
+    assert QWEN.text_of([int(segment.ids[at])]).endswith("}}")
+    assert QWEN.text_of([int(segment.unlikely[at])]).endswith(",")
+
+
+@pytest.mark.parametrize("vocabulary", ["qwen", "small"])
+def test_copies_of_one_duplicate_are_marked_once(vocabulary):
+    settings = RolloutMatching(correction=CorrectionPolicy(duplicates="unlikelihood"))
+    ids = encode(write(CUP, *[box("cup", 5, 5)] * 20), table(vocabulary))
+    segment = correct(
+        PROMPT, ids, [CUP, CAT], table=table(vocabulary), order="desc_first", settings=settings
+    ).segment
+    assert (segment.unlikely >= 0).sum() == 1
+
+
+# Duplicates
+
+
+def test_a_chain_of_overlapping_shapes_keeps_every_second_one():
+    chain = [box("a", 60 * k, 0).geometry for k in range(5)]
+    assert find_duplicates(chain, 0.2) == (1, 3)
+
+
+def test_a_shape_in_the_list_of_distinct_ones_is_a_duplicate_only_of_others():
+    shapes = [box("a", 0, 0).geometry] * 3
+    assert find_duplicates(shapes, 0.5) == (1, 2)
+    assert find_duplicates(shapes, 0.5, distinct={0, 2}) == (1,)
+
+
+def test_a_box_and_a_polygon_of_the_same_outline_are_duplicates():
+    square = Geometry("poly", (100, 100, 300, 100, 300, 300, 100, 300))
+    half = Geometry("poly", (100, 100, 300, 100, 100, 300))
+    assert find_duplicates([box("a", 100, 100, 200).geometry, square], 0.95) == (1,)
+    assert find_duplicates([square, half], 0.45) == (1,)
+    assert find_duplicates([square, half], 0.55) == ()
+
+
+def test_no_shapes_have_no_duplicates():
+    assert find_duplicates([], 0.5) == ()
+    assert find_duplicates([box("a", 0, 0).geometry], 0.5) == ()
