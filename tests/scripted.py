@@ -5,6 +5,7 @@ models.
 """
 
 import json
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -31,9 +32,10 @@ class Said:
 
 @dataclass
 class ScriptedBackend:
-    """Answers each image with the script's answer for the name of its file."""
+    """Answers each image with the script's answer for the name of its file. Of several answers, the n-th request
+    for an image in a call gets the n-th."""
 
-    script: Mapping[str, Said]
+    script: Mapping[str, Said | Sequence[Said]]
     table: VocabularyTable
     prompt_ids: tuple[int, ...] = PROMPT
     version: int | None = None  # of all answers, instead of the version of the last sync
@@ -43,7 +45,14 @@ class ScriptedBackend:
 
     def generate(self, requests: Sequence[Request]) -> list[Rollout]:
         self.calls.append(list(requests))
-        return [self._answer(self.script[Path(request.image.path).name]) for request in requests]
+        asked: Counter[str] = Counter()
+        rollouts = []
+        for request in requests:
+            name = Path(request.image.path).name
+            said = self.script[name]
+            rollouts.append(self._answer(said if isinstance(said, Said) else said[asked[name]]))
+            asked[name] += 1
+        return rollouts
 
     def session(self) -> AbstractContextManager[None]:
         return nullcontext()

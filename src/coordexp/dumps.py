@@ -12,7 +12,7 @@ import json
 import logging
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, astuple, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -27,7 +27,7 @@ from coordexp.rollout.backend import Request, Rollout, request_seed
 from coordexp.vocab.table import VocabularyTable
 
 if TYPE_CHECKING:  # matching needs scipy, and whoever only looks for files should not wait for it
-    from coordexp.correction import Correction, FieldOrder
+    from coordexp.correction import Choice, Correction, FieldOrder
     from coordexp.pack import ExampleId
 
 logger = logging.getLogger(__name__)
@@ -47,6 +47,7 @@ CORRECTION_SETTINGS = (
     "fn_cost",
     "optimal_transport",
     "correction",
+    "choice",
 )
 _STREAMS = ("ids", "roles", "kinds", "sides", "coord_targets", "weights")
 _STEP_FILE = re.compile(r"step-(\d+)\.jsonl")
@@ -92,6 +93,26 @@ class ExamplePlace:
     record: int
 
 
+class DumpedSample(Protocol):
+    """The part of a training sample that a dump needs: the number of its record, and its true objects."""
+
+    @property
+    def index(self) -> int: ...
+    @property
+    def truth(self) -> tuple[TrueObject, ...]: ...
+
+
+class DumpedAnswers(Protocol):
+    """A training sample with its requests and rollouts."""
+
+    @property
+    def sample(self) -> DumpedSample: ...
+    @property
+    def requests(self) -> tuple[Request, ...]: ...
+    @property
+    def rollouts(self) -> tuple[Rollout, ...]: ...
+
+
 def to_line(
     place: ExamplePlace,
     request: Request,
@@ -101,22 +122,45 @@ def to_line(
     *,
     order: "FieldOrder",
     settings: RolloutMatching,
+    choice: dict[str, Any] | None = None,
 ) -> str:
-    """Return an example as a line of JSON: enough to see what was done, and to do it again without a model."""
+    """Return an example as a line of JSON: enough to see what was done, and to do it again without a model.
+    `choice` says how the rollout was chosen, if there were several."""
     decode = asdict(request.decode) | {"guard": request.decode.guard.model_dump(mode="json")}
-    example = {
+    example: dict[str, Any] = {
         "format": FORMAT,
         "place": asdict(place),
         "picture": asdict(request.image),
         "decode": decode,
         "seed": request.seed,
         "rollout": asdict(rollout),
-        "truth": [{"desc": true.desc, "kind": true.geometry.kind, "bins": true.geometry.bins} for true in truth],
+        "truth": _describe_objects(truth),
         "order": order,
         "settings": settings.model_dump(mode="json", include=set(CORRECTION_SETTINGS)),
         "result": describe_correction(correction),
     }
-    return json.dumps(example)
+    return json.dumps(example | ({"choice": choice} if choice else {}))
+
+
+def describe_choice(answered: DumpedAnswers, choice: "Choice") -> dict[str, Any] | None:
+    """Return how a rollout was chosen among several, with the texts of all of them, or None if there was only
+    one. `seed` is that of the first request, which identifies the sample."""
+    if len(answered.rollouts) == 1:
+        return None
+    return {
+        "index": choice.index,
+        "seed": answered.requests[0].seed,
+        "texts": [rollout.text for rollout in answered.rollouts],
+        "agreed": None if choice.agreed is None else _describe_objects(choice.agreed),
+    }
+
+
+def _describe_objects(objects: Sequence[TrueObject]) -> list[dict[str, Any]]:
+    return [{"desc": true.desc, "kind": true.geometry.kind, "bins": true.geometry.bins} for true in objects]
+
+
+def _read_objects(objects: Sequence[Mapping[str, Any]]) -> list[TrueObject]:
+    return [TrueObject(true["desc"], Geometry(true["kind"], tuple(true["bins"]))) for true in objects]
 
 
 def describe_correction(correction: "Correction") -> dict[str, Any]:
@@ -164,17 +208,17 @@ def replay(line: str | bytes, table: VocabularyTable) -> list[str]:
     dumped = json.loads(line)
     if dumped["format"] != FORMAT:
         raise ValueError(f"a dump of format {dumped['format']}; this version reads {FORMAT}")
-    truth = [TrueObject(true["desc"], Geometry(true["kind"], tuple(true["bins"]))) for true in dumped["truth"]]
-    rollout = dumped["rollout"]
+    rollout, agreed = dumped["rollout"], dumped.get("choice", {}).get("agreed")
     from coordexp.correction import correct
 
     correction = correct(
         rollout["prompt_ids"],
         rollout["ids"],
-        truth,
+        _read_objects(dumped["truth"]),
         table=table,
         order=dumped["order"],
         settings=RolloutMatching.model_validate(dumped["settings"]),
+        agreed=None if agreed is None else _read_objects(agreed),
     )
     result = describe_correction(correction)
     if "unread" not in dumped["result"]:  # a dump of an earlier release, which did not count these objects
@@ -235,15 +279,6 @@ class DumpFolder:
         append_line(path, line)
 
 
-class DumpedSample(Protocol):
-    """The part of a training sample that a dump needs: the number of its record, and its true objects."""
-
-    @property
-    def index(self) -> int: ...
-    @property
-    def truth(self) -> tuple[TrueObject, ...]: ...
-
-
 @dataclass(frozen=True)
 class FirstDump:
     """The first dump of a run: its step, and the records that are followed from then on."""
@@ -271,17 +306,25 @@ class DumpWriter:
     _lines: dict["ExampleId", tuple[str, int]] = field(default_factory=dict)
     _earlier: dict[int, dict[tuple[int, int], tuple[str, int]]] = field(default_factory=dict)
 
-    def add(
-        self, id: "ExampleId", sample: DumpedSample, request: Request, rollout: Rollout, correction: "Correction"
-    ) -> None:
+    def add(self, id: "ExampleId", answered: DumpedAnswers, choice: "Choice", correction: "Correction") -> None:
         """Dump the example if its step was chosen or its record is followed."""
+        sample = answered.sample
         self._begin = id.step if self._begin is None else self._begin
         self._first_dump = self._first_dump or self._read_first_dump(id.step)
         file = self._choose_file(id.step, sample.index)
         if file is None:
             return
         place = ExamplePlace(id.step, id.micro, id.rank, sample.index)
-        line = to_line(place, request, rollout, sample.truth, correction, order=self.order, settings=self.settings)
+        line = to_line(
+            place,
+            answered.requests[choice.index],
+            answered.rollouts[choice.index],
+            sample.truth,
+            correction,
+            order=self.order,
+            settings=self.settings,
+            choice=describe_choice(answered, choice),
+        )
         number = self.folder.add(file, line)
         if number is None:
             return
@@ -344,7 +387,10 @@ def _read_places(file: Path) -> list[tuple[int, int, int]]:
     examples are neither followed nor traced, and the run continues."""
     try:
         examples = [json.loads(line) for line in file.read_bytes().splitlines()]
-        return [(int(e["place"]["record"]), int(e["place"]["micro"]), int(e["seed"])) for e in examples]
+        return [
+            (int(e["place"]["record"]), int(e["place"]["micro"]), int(e.get("choice", e)["seed"]))
+            for e in examples
+        ]
     except (OSError, ValueError, KeyError, TypeError) as error:
         logger.warning("%s cannot be read (%r): its examples are not followed or traced", file, error)
         return []

@@ -405,8 +405,9 @@ def test_another_backend_with_the_same_answers_gives_the_same_examples_and_count
         counters = {name: value for name, value in ledger.report(1).items() if not name.startswith("time/")}
         return [_plain(example) for example in examples], counters
 
-    def remember(moment, case, request, rollout, correction):
-        script[Path(case.image.path).name] = Said("", rollout.finish_reason, rollout.ids)
+    def remember(id, answered, choice, correction):
+        (rollout,) = answered.rollouts
+        script[Path(answered.sample.image.path).name] = Said("", rollout.finish_reason, rollout.ids)
 
     real = step(parts.backend(2), remember)
     prompt = tuple(parts.prompts.ids(64, 64))

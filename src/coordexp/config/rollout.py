@@ -239,6 +239,23 @@ class CorrectionPolicy(SettingsSection):
         )
 
 
+class RolloutChoice(SettingsSection):
+    """What is trained on if there are several rollouts per sample."""
+
+    rule: Literal["best", "union"] = Field(
+        "best",
+        description="`best`: the answer with the highest F1 against the labels. `union`: the same answer, and "
+        "with it the objects that several answers agree on and that no label has.",
+    )
+    votes: Annotated[int, Field(ge=2)] = Field(
+        2, description="Answers that must have an object before `union` takes it."
+    )
+    pseudo_labels: bool = Field(
+        False,
+        description="Teach the objects of `union` like labels. false: they are context without supervision.",
+    )
+
+
 class RolloutMatching(SettingsSection):
     rollout_backend: Literal["vllm", "hf"] = Field(
         "vllm", description="Engine that generates rollouts: vLLM, or transformers (hf)."
@@ -251,6 +268,14 @@ class RolloutMatching(SettingsSection):
     )
     max_new_tokens: PositiveInt = Field(
         2048, description="Maximum number of tokens in an answer. A longer answer is cut off."
+    )
+    rollouts_per_sample: Annotated[int, Field(ge=1, le=64)] = Field(
+        1,
+        description="Rollouts of each training sample. More than one needs sampling, and `choice` says what is "
+        "trained on.",
+    )
+    choice: Annotated[RolloutChoice, from_null] = Field(
+        default_factory=RolloutChoice, description="What is trained on if there are several rollouts per sample."
     )
     decode_mode: DecodeMode | None = Field(
         None,

@@ -43,6 +43,7 @@ Rule = Callable[[Settings, World], Iterator[Conflict]]
 VARIANT = "custom.trainer_variant"
 BACKEND = "rollout_matching.rollout_backend"
 DECODE_MODE = "rollout_matching.decode_mode"
+PER_SAMPLE = "rollout_matching.rollouts_per_sample"
 DUPLICATES = "rollout_matching.correction.duplicates"
 MODE = "rollout_matching.vllm.mode"
 SERVERS = "rollout_matching.vllm.server.servers"
@@ -253,10 +254,12 @@ def _best_metric_is_evaluated(s: Settings, world: World) -> Iterator[Conflict]:
 
 def _seeds_are_unique(s: Settings, world: World) -> Iterator[Conflict]:
     training = s.training
-    for name, limit in (("gradient_accumulation_steps", 512), ("per_device_train_batch_size", 4095)):
+    each = s.rollout_matching.rollouts_per_sample
+    for name, limit in (("gradient_accumulation_steps", 512), ("per_device_train_batch_size", 4095 // each)):
         if s.uses_rollouts and (value := getattr(training, name)) > limit:
             fix = f"use at most {limit}: with more, rollouts of one step would share seeds"
-            yield Conflict(f"training.{name}", f"{value} is too many for rollouts", fix, (VARIANT,))
+            others = (VARIANT, PER_SAMPLE)
+            yield Conflict(f"training.{name}", f"{value} is too many for rollouts", fix, others)
     if s.uses_rollouts and world.learners is not None and world.learners > 1024:
         problem = f"{world.learners} learner ranks are too many for rollouts"
         yield Conflict("training", problem, "use at most 1024: with more, ranks would share seeds", (VARIANT,))
@@ -304,6 +307,25 @@ def _decoding_settings_agree(s: Settings, world: World) -> Iterator[Conflict]:
     if rollout.decode_mode == "beam" and rollout.num_beams is None:
         fix = "decode_mode: beam needs the number of beams; add e.g. num_beams: 4"
         yield Conflict("rollout_matching.num_beams", "missing", fix, (DECODE_MODE,))
+
+
+def _several_rollouts_can_differ(s: Settings, world: World) -> Iterator[Conflict]:
+    rollout = s.rollout_matching
+    count, choice = rollout.rollouts_per_sample, rollout.choice
+    if count > 1 and rollout.effective_decode_mode != "sampling":
+        problem = (
+            f"{count} rollouts of a sample would all be the same with {rollout.effective_decode_mode} decoding"
+        )
+        fix = "set decoding.temperature, e.g. to 0.7, or rollouts_per_sample: 1"
+        yield Conflict(PER_SAMPLE, problem, fix, (DECODE_MODE, TEMPERATURE))
+    if choice.rule == "union" and choice.votes > count:
+        problem = f"{choice.votes} answers can never agree: a sample has {count}"
+        fix = f"use at most {count}, or raise rollouts_per_sample" if count > 1 else "raise rollouts_per_sample"
+        yield Conflict("rollout_matching.choice.votes", problem, fix, (PER_SAMPLE, "rollout_matching.choice.rule"))
+    if choice.pseudo_labels and choice.rule != "union":
+        problem = "true has no effect: only the rule union finds objects to teach"
+        fix = "set choice.rule: union, or remove it"
+        yield Conflict("rollout_matching.choice.pseudo_labels", problem, fix, ("rollout_matching.choice.rule",))
 
 
 def _beams_are_supported(s: Settings, world: World) -> Iterator[Conflict]:
@@ -417,6 +439,7 @@ RULES: tuple[Rule, ...] = (
     _evaluation_has_data,
     _one_precision_is_set,
     _decoding_settings_agree,
+    _several_rollouts_can_differ,
     _beams_are_supported,
     _adapter_sync_is_possible,
     _tensor_parallel_divides_world,

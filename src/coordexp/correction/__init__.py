@@ -4,6 +4,7 @@ and build the corrected answer with a role for every token.
 Everything here is a pure function of token ids, a vocabulary table and settings. Nothing imports torch.
 """
 
+from coordexp.correction.choice import Choice, choose_answer
 from coordexp.correction.correct import Correction, correct
 from coordexp.correction.entries import PredictedObject, Reason
 from coordexp.correction.match import MatchResult, match_objects
@@ -20,6 +21,7 @@ from coordexp.correction.segment import (
 from coordexp.correction.transport import coord_targets
 
 __all__ = [
+    "Choice",
     "Correction",
     "FieldOrder",
     "Fragment",
@@ -31,6 +33,7 @@ __all__ = [
     "Segment",
     "TokenKind",
     "build_segment",
+    "choose_answer",
     "coord_targets",
     "correct",
     "match_objects",

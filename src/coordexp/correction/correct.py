@@ -40,14 +40,17 @@ def correct(
     table: VocabularyTable,
     order: FieldOrder,
     settings: RolloutMatching,
+    agreed: Sequence[TrueObject] | None = None,
 ) -> Correction:
-    """Return the correction of an answer, given the token ids of its prompt and the true objects of its image."""
+    """Return the correction of an answer, given the token ids of its prompt and the true objects of its image.
+    `agreed` are objects without a label that several answers to the image have; None if there is one answer."""
     parsed = parse_rollout(answer_ids, table)
     predicted = [prediction.geometry for prediction in parsed.valid if prediction.geometry is not None]
     match = match_objects(predicted, [true.geometry for true in truth], settings)
-    if settings.correction.is_specified:
+    if settings.correction.is_specified and agreed is None:
         segment = build_segment(prompt_ids, parsed, match, truth, table=table, order=order, settings=settings)
         return Correction(parsed, match, segment)
-    return Correction(
-        parsed, *rebuild(prompt_ids, parsed, match, truth, table=table, order=order, settings=settings)
+    result = rebuild(
+        prompt_ids, parsed, match, truth, table=table, order=order, settings=settings, agreed=agreed or ()
     )
+    return Correction(parsed, *result)

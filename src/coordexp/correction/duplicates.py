@@ -19,7 +19,7 @@ def find_duplicates(
     """
     if len(shapes) < 2:
         return ()
-    overlaps = np.tril(_overlap(shapes, resolution) >= iou, k=-1)
+    overlaps = np.tril(pairwise_iou(shapes, resolution) >= iou, k=-1)
     if not overlaps.any():
         return ()
     if distinct:
@@ -31,7 +31,7 @@ def find_duplicates(
     return tuple(np.flatnonzero(~is_kept).tolist())
 
 
-def _overlap(shapes: Sequence[Geometry], resolution: int) -> Floats:
+def pairwise_iou(shapes: Sequence[Geometry], resolution: int) -> Floats:
     """Return the IoU of every pair of shapes. Two boxes are compared exactly. If one of the two is a polygon, both
     are drawn on a square canvas, except that a shape too thin to cover a pixel is compared by its bounding box."""
     boxes = bounding_boxes(shapes)

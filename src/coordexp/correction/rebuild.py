@@ -10,7 +10,7 @@ difference on, the answer is encoded anew.
 """
 
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
@@ -44,8 +44,8 @@ class Item:
     """An object of the rebuilt answer.
 
     `predicted` is its index among the valid objects of the rollout, or None if it was inserted. `true` is its
-    index among the true objects, or None for an extra. `content` is what the answer says. `targets` are those of
-    its coordinates, or None if they are not supervised.
+    index among the true objects, or None for an extra and for an object that several answers agree on. `content`
+    is what the answer says. `targets` are those of its coordinates, or None if the object is not supervised.
     """
 
     predicted: int | None
@@ -104,15 +104,29 @@ def rebuild(
     table: VocabularyTable,
     order: FieldOrder,
     settings: RolloutMatching,
+    agreed: Sequence[TrueObject] = (),
 ) -> tuple[MatchResult, Segment, Rebuilt]:
     """Return the match without duplicates, the segment of the rebuilt answer, and what was changed. `match` pairs
-    all of `parsed.valid` with `truth`."""
+    all of `parsed.valid` with `truth`, and `agreed` are objects that no label has and several answers do."""
     policy, valid = settings.correction, parsed.valid
     duplicates: tuple[int, ...] = ()
     if policy.duplicates != "keep":
         match, duplicates = remove_duplicates(valid, truth, match, settings)
-    removed = tuple([i for i in match.false_positives if policy.extras == "remove" and i not in duplicates])
-    items = _order_items(_make_items(valid, match, truth, {*duplicates, *removed}, settings), truth, policy)
+    extras = [i for i in match.false_positives if i not in duplicates]
+    agreement = match_objects(
+        [_geometry(valid[i]) for i in extras], [thing.geometry for thing in agreed], settings
+    )
+    confirmed = {extras[i]: agreed[j] for i, j in agreement.pairs}
+    removed = tuple([i for i in extras if policy.extras == "remove" and i not in confirmed])
+    items = [
+        *_make_predicted_items(valid, match, truth, {*duplicates, *removed}, confirmed, settings),
+        *(
+            Item(None, None, agreed[j], _bins(agreed[j]) if settings.choice.pseudo_labels else None)
+            for j in agreement.missed
+        ),
+        *(Item(None, j, truth[j], _bins(truth[j])) for j in match.missed),
+    ]
+    items = _order_items(items, truth, policy)
     fragment = serialise([item.content for item in items], after=b"{", first_number=1, order=order, table=table)
     answer = _Answer.of(parsed, items, fragment, table)
     segment = _make_segment(prompt_ids, answer, items, policy, table, starts_anew=parsed.fallback)
@@ -122,17 +136,22 @@ def rebuild(
     return match, segment, Rebuilt(tuple(items), duplicates, removed, answer.own_tokens)
 
 
-def _make_items(
+def _make_predicted_items(
     valid: Sequence[PredictedObject],
     match: MatchResult,
     truth: Sequence[TrueObject],
     left_out: set[int],
+    confirmed: Mapping[int, TrueObject],
     settings: RolloutMatching,
 ) -> list[Item]:
-    """Return the predicted objects that stay, in the order of the answer, followed by the missed ones."""
+    """Return the predicted objects that stay, in the order of the answer. `confirmed` are extras that other
+    answers have too, with what they agree on."""
     partner = dict(match.pairs)
-    pairs = [(_geometry(valid[i]), truth[j].geometry) for i, j in match.pairs]
-    targets = dict(zip(partner, coord_targets(pairs, settings.optimal_transport), strict=True))
+    shapes = {i: truth[j].geometry for i, j in match.pairs}
+    if settings.choice.pseudo_labels:
+        shapes |= {i: thing.geometry for i, thing in confirmed.items()}
+    pairs = [(_geometry(valid[i]), shape) for i, shape in shapes.items()]
+    targets = dict(zip(shapes, coord_targets(pairs, settings.optimal_transport), strict=True))
     corrects_desc = settings.correction.supervise == "matched_with_desc"
     items = []
     for i, prediction in enumerate(valid):
@@ -140,8 +159,11 @@ def _make_items(
             j = partner.get(i)
             desc = truth[j].desc if j is not None and corrects_desc else str(prediction.desc)
             items.append(Item(i, j, TrueObject(desc, _geometry(prediction)), targets.get(i)))
-    missed = [Item(None, j, truth[j], tuple(map(float, truth[j].geometry.bins))) for j in match.missed]
-    return items + missed
+    return items
+
+
+def _bins(thing: TrueObject) -> tuple[float, ...]:
+    return tuple(map(float, thing.geometry.bins))
 
 
 def _order_items(items: list[Item], truth: Sequence[TrueObject], policy: CorrectionPolicy) -> list[Item]:
@@ -280,15 +302,16 @@ def _roles_of_brace(is_supervised: bool) -> list[int]:
 
 def _roles_of_item(item: Item, policy: CorrectionPolicy) -> list[int]:
     """Return the role of each kind of token in an object."""
+    roles: list[int] = [Role.masked_prefix] * len(TokenKind)
+    if item.targets is None:
+        return roles
     if item.predicted is None:
         return [int(role) for role in SUPERVISED_ROLE]
-    roles: list[int] = [Role.masked_prefix] * len(TokenKind)
-    if item.true is not None:
-        roles[TokenKind.coord] = Role.matched_coord
-        if policy.supervise != "missed":
-            roles[TokenKind.structure] = Role.tail_structure
-        if policy.supervise == "matched_with_desc":
-            roles[TokenKind.desc] = Role.tail_desc
+    roles[TokenKind.coord] = Role.matched_coord
+    if policy.supervise != "missed":
+        roles[TokenKind.structure] = Role.tail_structure
+    if policy.supervise == "matched_with_desc":
+        roles[TokenKind.desc] = Role.tail_desc
     return roles
 
 

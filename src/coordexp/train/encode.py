@@ -10,7 +10,7 @@ from fractions import Fraction
 
 from coordexp.config import RolloutMatching
 from coordexp.config.pipeline import Channel
-from coordexp.correction import Correction, FieldOrder, correct
+from coordexp.correction import Choice, Correction, FieldOrder, choose_answer, correct
 from coordexp.data import RecordFile, TrueObject
 from coordexp.errors import explain
 from coordexp.pack import Example, ExampleId
@@ -59,23 +59,35 @@ class TrainingSet:
         image = ImageRef.of(self.records, record)
         return TrainingSample(index, image, tuple(self.prompts.ids(*image.size, image.path)), tuple(truth))
 
-    def correct(self, sample: TrainingSample, answer: Sequence[int]) -> Correction:
+    def choose(self, sample: TrainingSample, answers: Sequence[Sequence[int]]) -> Choice:
+        return choose_answer(answers, sample.truth, table=self.table, settings=self.settings)
+
+    def correct(
+        self, sample: TrainingSample, answer: Sequence[int], agreed: Sequence[TrueObject] | None = None
+    ) -> Correction:
         return correct(
-            sample.prompt_ids, answer, sample.truth, table=self.table, order=self.order, settings=self.settings
+            sample.prompt_ids,
+            answer,
+            sample.truth,
+            table=self.table,
+            order=self.order,
+            settings=self.settings,
+            agreed=agreed,
         )
-
-
-# Called for every corrected rollout, with the id of its example, its sample, request and correction.
-Watch = Callable[[ExampleId, TrainingSample, Request, Rollout, Correction], None]
 
 
 @dataclass(frozen=True)
 class AnsweredSample:
-    """A training sample with the model's rollout for it."""
+    """A training sample with the model's rollouts for it, and the requests for them."""
 
     sample: TrainingSample
-    request: Request
-    rollout: Rollout
+    requests: tuple[Request, ...]
+    rollouts: tuple[Rollout, ...]
+
+
+# Called for every corrected rollout, with the id of its example, its sample with all rollouts, the choice among
+# them, and the correction.
+Watch = Callable[[ExampleId, AnsweredSample, Choice, Correction], None]
 
 
 @dataclass(frozen=True)
@@ -107,32 +119,39 @@ class Encoder:
         ]
 
     def collect_rollouts(self, samples: Sequence[TrainingSample], at: StepIndex) -> list[AnsweredSample]:
-        """Channel B: ask the backend for one rollout per sample. It is called with no samples too, because
-        generation may contain collectives: of a sharded model, or of an engine that several ranks share."""
-        decode = Decode.of(self.rollout_matching_cfg)
+        """Channel B: ask the backend for the rollouts of all samples, in one call. It is called with no samples
+        too, because generation may contain collectives: of a sharded model, or of an engine that several ranks
+        share."""
+        decode, each = Decode.of(self.rollout_matching_cfg), self.rollout_matching_cfg.rollouts_per_sample
         requests = [
-            Request(sample.image, decode, request_seed(self.seed, at.step, at.micro, self.rank, k))
-            for k, sample in enumerate(samples)
+            Request(image, decode, request_seed(self.seed, at.step, at.micro, self.rank, k))
+            for k, image in enumerate([sample.image for sample in samples] * each)
         ]
         with self.metrics.measure("rollout"):
             rollouts = self.backend.generate(requests)
-        return [AnsweredSample(*answered) for answered in zip(samples, requests, rollouts, strict=True)]
+        answers = list(zip(requests, rollouts, strict=True))
+        return [
+            AnsweredSample(sample, *zip(*answers[k :: len(samples)], strict=True))
+            for k, sample in enumerate(samples)
+        ]
 
     def correct_rollouts(self, answered: Sequence[AnsweredSample], at: StepIndex) -> list[Example]:
-        """Channel B: parse and match each rollout. Return an example per rollout: its kept prefix, followed by the
-        missed objects."""
+        """Channel B: return an example per sample: the rollout that is chosen, corrected."""
         with self.metrics.measure("correct"):
             return [self._correct_rollout(at, k, answer) for k, answer in enumerate(answered)]
 
     def _correct_rollout(self, at: StepIndex, k: int, answered: AnsweredSample) -> Example:
-        sample, request, rollout = answered.sample, answered.request, answered.rollout
-        check_prompt(sample.image.path, rollout.prompt_ids, sample.prompt_ids)
-        check_version(rollout, at.step)
-        correction = self.training_set.correct(sample, rollout.ids)
-        self.metrics.add(count_rollout(rollout, request.decode.mode, correction, sample.truth))
+        sample, rollouts = answered.sample, answered.rollouts
+        for rollout in rollouts:
+            check_prompt(sample.image.path, rollout.prompt_ids, sample.prompt_ids)
+            check_version(rollout, at.step)
+        choice = self.training_set.choose(sample, [rollout.ids for rollout in rollouts])
+        correction = self.training_set.correct(sample, rollouts[choice.index].ids, choice.agreed)
+        mode = answered.requests[choice.index].decode.mode
+        self.metrics.add(count_rollout(rollouts, choice, mode, correction, sample.truth))
         id = self._id(at, k)
         if self.watch is not None:
-            self.watch(id, sample, request, rollout, correction)
+            self.watch(id, answered, choice, correction)
         return _make_example(id, sample, correction, "B")
 
     def _id(self, at: StepIndex, k: int) -> ExampleId:

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 from coordexp.config.rollout import DecodeMode
-from coordexp.correction import Correction, Reason
+from coordexp.correction import Choice, Correction, Reason
 from coordexp.data import TrueObject
 from coordexp.pack import RowReport
 from coordexp.ranks import sum_over_ranks
@@ -20,13 +20,14 @@ from coordexp.rollout.backend import Rollout
 SUMS = (
     *("rollout/answers", "rollout/tokens", "rollout/stopped", "rollout/cut_off", "rollout/looped"),
     *("rollout/unreadable", "rollout/early_stops", "rollout/over_counts"),
+    *("rollout/unused_answers", "rollout/unused_tokens"),
     *(f"rollout/decoded/{mode}" for mode in ("greedy", "sampling", "beam")),
     *("parse/objects", "parse/valid", "parse/invalid", "parse/ambiguous", "parse/repeats"),
     *(f"parse/invalid/{reason.value}" for reason in Reason),
     "parse/invalid/unread",
-    *("match/true", "match/matched", "match/missed", "match/extra", "match/gate_rejections"),
+    *("match/true", "match/matched", "match/missed", "match/extra", "match/gate_rejections", "match/agreed"),
     *("target/prefix_tokens", "target/appended_tokens"),
-    *("target/duplicates_removed", "target/extras_removed", "target/moved", "target/inserted"),
+    *("target/duplicates_removed", "target/extras_removed", "target/moved"),
 )
 PACKING = ("rows", "fill", "segments", "waiting", "oldest_waited", "underfull")
 PHASES = ("sync", "rollout", "correct", "waited", "pictures", "compute", "step")
@@ -44,10 +45,14 @@ RATES = {
 
 
 def count_rollout(
-    rollout: Rollout, mode: DecodeMode, correction: Correction, truth: Sequence[TrueObject]
+    rollouts: Sequence[Rollout],
+    choice: Choice,
+    mode: DecodeMode,
+    correction: Correction,
+    truth: Sequence[TrueObject],
 ) -> Counter[str]:
-    """Return the counters of one rollout."""
-    parsed, match = correction.parsed, correction.match
+    """Return the counters of the rollout that was chosen for a sample. The others count as unused."""
+    parsed, match, rollout = correction.parsed, correction.match, rollouts[choice.index]
     valid = parsed.valid
     reasons = Counter(prediction.reason for prediction in parsed.objects if prediction.reason is not None)
     stopped = rollout.finish_reason == "stop"
@@ -55,6 +60,8 @@ def count_rollout(
         {
             "rollout/answers": 1,
             "rollout/tokens": len(rollout.ids),
+            "rollout/unused_answers": len(rollouts) - 1,
+            "rollout/unused_tokens": sum(len(other.ids) for other in rollouts) - len(rollout.ids),
             "rollout/stopped": int(stopped),
             "rollout/cut_off": int(rollout.finish_reason == "length"),
             "rollout/looped": int(rollout.finish_reason == "repeat"),
@@ -71,13 +78,13 @@ def count_rollout(
             "match/true": len(truth),
             "match/matched": len(match.pairs),
             "match/missed": len(match.missed),
+            "match/agreed": len(choice.agreed or ()),
             "match/extra": len(match.false_positives),
             "match/gate_rejections": match.gate_rejections,
             "target/prefix_tokens": correction.own_tokens,
             "target/appended_tokens": len(correction.segment)
             - correction.segment.prompt_length
             - correction.own_tokens,
-            "target/inserted": len(match.missed),
         }
     )
     if rebuilt := correction.rebuilt:

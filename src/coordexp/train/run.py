@@ -343,6 +343,10 @@ def _identity(settings: Settings, records: RecordFile) -> dict[str, Any]:
         identity |= {f"rollout_matching.{name}": rollout[name] for name in (*CORRECTION_SETTINGS, *decoding)}
         if settings.rollout_matching.correction.is_specified:  # the only policy of earlier releases
             identity["rollout_matching.correction"] = None
+        each = settings.rollout_matching.rollouts_per_sample
+        identity["rollout_matching.rollouts_per_sample"] = each if each > 1 else None
+        if each == 1:
+            identity["rollout_matching.choice"] = None
     return identity
 
 

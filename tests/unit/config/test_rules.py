@@ -15,6 +15,14 @@ from tests.unit.config.trees import (
     stage2,
 )
 
+DUPLICATE_UL = {
+    "name": "duplicate_ul",
+    "enabled": True,
+    "weight": 1.0,
+    "channels": ["B"],
+    "config": {"ul_weight": 1.0},
+}
+
 
 def rollout(**changes):
     """Return a valid Stage 2 config with these changes under `rollout_matching`."""
@@ -28,6 +36,11 @@ def with_evaluation(**changes):
 def test_the_valid_configs_load_without_notes():
     for tree in (stage1(), stage2(), server_mode()):
         assert load(tree).notes == ()
+
+
+def test_unlikelihood_with_its_loss_is_accepted():
+    pipeline = {"objective": [TOKEN_CE, COORD_REG, DUPLICATE_UL], "diagnostics": []}
+    load(rollout(pipeline=pipeline, correction={"duplicates": "unlikelihood"}))
 
 
 @pytest.mark.scenario("R06.C3", on="pure")
@@ -46,6 +59,36 @@ def test_the_valid_configs_load_without_notes():
             rollout(decode_mode="beam", rollout_backend="hf"),
             "rollout_matching.num_beams",
             "add e.g. num_beams: 4",
+        ),
+        (rollout(rollouts_per_sample=4), "rollout_matching.rollouts_per_sample", "set decoding.temperature"),
+        (
+            rollout(rollouts_per_sample=2, decoding={"temperature": 0.7}, choice={"rule": "union", "votes": 3}),
+            "rollout_matching.choice.votes",
+            "at most 2",
+        ),
+        (
+            rollout(choice={"pseudo_labels": True}),
+            "rollout_matching.choice.pseudo_labels",
+            "choice.rule: union",
+        ),
+        (
+            stage2(
+                rollout_matching__rollouts_per_sample=8,
+                rollout_matching__decoding={"temperature": 0.7},
+                training__per_device_train_batch_size=512,
+            ),
+            "training.per_device_train_batch_size",
+            "at most 511",
+        ),
+        (
+            rollout(correction={"duplicates": "unlikelihood"}),
+            "rollout_matching.correction.duplicates",
+            "declare duplicate_ul",
+        ),
+        (
+            rollout(pipeline={"objective": [TOKEN_CE, COORD_REG, DUPLICATE_UL], "diagnostics": []}),
+            "rollout_matching.pipeline.objective",
+            "correction.duplicates: unlikelihood",
         ),
         (rollout(decode_mode="sampling"), "rollout_matching.decode_mode", "temperature above 0"),
         (

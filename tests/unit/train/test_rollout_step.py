@@ -6,7 +6,7 @@ from fractions import Fraction
 import numpy as np
 import pytest
 
-from coordexp.config import Settings
+from coordexp.config import RolloutMatching, Settings
 from coordexp.config.rollout import Decoding, RepeatTerminate
 from coordexp.correction import Reason, Role
 from coordexp.data import DataError, TrueObject
@@ -518,14 +518,45 @@ def test_also_without_a_record_the_backend_is_asked(tmp_path):
 def test_all_that_belongs_to_an_example_is_shown_to_the_watcher(tmp_path):
     step = Step(tmp_path, TRUTH, SCRIPT)
     examples = step(FIRST, [2, 0])
-    assert [sample.index for _, sample, *_ in step.seen] == [2, 0]
-    for k, ((id, sample, request, rollout, correction), example) in enumerate(
-        zip(step.seen, examples, strict=True)
-    ):
+    assert [answered.sample.index for _, answered, *_ in step.seen] == [2, 0]
+    for k, ((id, answered, choice, correction), example) in enumerate(zip(step.seen, examples, strict=True)):
         assert id == example.id == ExampleId(FIRST.step, FIRST.micro, rank=0, index=k)
-        assert request.image == sample.image
-        assert rollout.prompt_ids == sample.prompt_ids
+        (request,), (rollout,) = answered.requests, answered.rollouts
+        assert request.image == answered.sample.image
+        assert rollout.prompt_ids == answered.sample.prompt_ids
+        assert choice.index == 0
         assert correction.segment is example.segment
+
+
+SEVERAL = RolloutMatching(rollouts_per_sample=3, decoding={"temperature": 0.7})
+
+
+def test_several_rollouts_are_asked_for_in_one_call_and_the_best_is_trained_on(tmp_path):
+    truth = {"a.png": (CUP, DOG), "b.png": (CUP,)}
+    script = {
+        "a.png": [Said(written(CUP)), Said(written(CUP, DOG)), Said("Sure!")],
+        "b.png": [Said(written(CUP)), Said(written(CUP, DOG)), Said(written(CUP))],
+    }
+    step = Step(tmp_path, truth, script, cfg=SEVERAL)
+    examples = step()
+    (requests,) = step.backend.calls
+    assert len({request.seed for request in requests}) == len(requests) == 6
+    assert [choice.index for _, _, choice, _ in step.seen] == [1, 0]
+    assert [len(answered.rollouts) for _, answered, *_ in step.seen] == [3, 3]
+    assert len(examples) == 2
+    report = step.metrics.report(1)
+    assert (report["rollout/answers"], report["rollout/unused_answers"]) == (2, 4)
+    assert report["rollout/tokens"] == 60 + 30
+    assert report["rollout/unused_tokens"] == 30 + 2 + 60 + 30
+
+
+def test_with_one_rollout_per_sample_the_seeds_are_those_of_earlier_releases(tmp_path):
+    step = Step(tmp_path, TRUTH, SCRIPT)
+    step()
+    (requests,) = step.backend.calls
+    assert [request.seed for request in requests] == [
+        request_seed(17, FIRST.step, FIRST.micro, 0, k) for k in range(len(TRUTH))
+    ]
 
 
 @pytest.mark.parametrize("b_ratio", [Fraction(0), Fraction(1)])

@@ -1,0 +1,98 @@
+"""Choose among several answers to one image, and find the objects that several of them agree on."""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from coordexp.config.rollout import RolloutMatching
+from coordexp.correction.duplicates import find_duplicates, pairwise_iou
+from coordexp.correction.match import match_objects
+from coordexp.correction.parse import ParsedRollout, parse_rollout
+from coordexp.data import Geometry, TrueObject
+from coordexp.vocab.table import VocabularyTable
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The answer that is trained on, as an index, and the objects that enough answers agree on and that no label
+    has. `agreed` is None if nothing was asked about agreement."""
+
+    index: int
+    agreed: tuple[TrueObject, ...] | None = None
+
+
+def choose_answer(
+    answers: Sequence[Sequence[int]],
+    truth: Sequence[TrueObject],
+    *,
+    table: VocabularyTable,
+    settings: RolloutMatching,
+) -> Choice:
+    """Return the answer with the highest F1 against the labels. Of several, the one with the fewest duplicates is
+    taken, and of those the first."""
+    if len(answers) == 1:
+        return Choice(0)
+    parsed = [parse_rollout(answer, table) for answer in answers]
+    index = max(range(len(parsed)), key=[_rank(answer, truth, settings) for answer in parsed].__getitem__)
+    if settings.choice.rule == "best":
+        return Choice(index)
+    return Choice(index, find_agreed(parsed, truth, settings))
+
+
+def _rank(answer: ParsedRollout, truth: Sequence[TrueObject], settings: RolloutMatching) -> tuple[float, int]:
+    shapes = _shapes(answer)
+    match = match_objects(shapes, [true.geometry for true in truth], settings)
+    total = len(shapes) + len(truth)
+    f1 = 2 * len(match.pairs) / total if total else 1.0
+    distinct = {i for i, _ in match.pairs}
+    policy = settings.correction
+    duplicates = find_duplicates(shapes, policy.duplicate_iou, settings.maskiou_resolution, distinct)
+    return f1, -len(duplicates)
+
+
+def find_agreed(
+    answers: Sequence[ParsedRollout], truth: Sequence[TrueObject], settings: RolloutMatching
+) -> tuple[TrueObject, ...]:
+    """Return the objects that at least `choice.votes` answers have and that overlap no true object.
+
+    Objects of different answers are the same if they overlap like duplicates. The sides of an agreed box are the
+    medians over the answers, an agreed polygon is that of the first answer, and the desc is the most frequent one.
+    """
+    objects = [
+        (number, TrueObject(str(prediction.desc), prediction.geometry))
+        for number, answer in enumerate(answers)
+        for prediction in answer.valid
+        if prediction.geometry is not None
+    ]
+    if not objects:
+        return ()
+    shapes = [thing.geometry for _, thing in objects] + [true.geometry for true in truth]
+    iou = pairwise_iou(shapes, settings.maskiou_resolution)[: len(objects)]
+    is_free = np.logical_not((iou[:, len(objects) :] >= settings.maskiou_gate).any(axis=1))
+    is_same = iou[:, : len(objects)] >= settings.correction.duplicate_iou
+    agreed = []
+    for first in range(len(objects)):
+        if not is_free[first]:
+            continue
+        members: dict[int, TrueObject] = {}
+        for k in np.flatnonzero(is_same[first] & is_free).tolist():
+            is_free[k] = False
+            members.setdefault(objects[k][0], objects[k][1])
+        if len(members) >= settings.choice.votes:
+            agreed.append(_merge(objects[first][1], list(members.values())))
+    return tuple(agreed)
+
+
+def _merge(first: TrueObject, members: Sequence[TrueObject]) -> TrueObject:
+    desc = Counter(member.desc for member in members).most_common(1)[0][0]
+    if any(member.geometry.kind != "bbox_2d" for member in members):
+        return TrueObject(desc, first.geometry)
+    sides = np.median([member.geometry.bins for member in members], axis=0)
+    x1, y1, x2, y2 = (round(side) for side in sides.tolist())
+    return TrueObject(desc, Geometry("bbox_2d", (x1, y1, x2, y2)))
+
+
+def _shapes(answer: ParsedRollout) -> list[Geometry]:
+    return [prediction.geometry for prediction in answer.valid if prediction.geometry is not None]

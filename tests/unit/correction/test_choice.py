@@ -1,0 +1,94 @@
+"""Which of several answers is trained on, and what several answers agree on."""
+
+from coordexp.config import RolloutMatching
+from coordexp.config.rollout import CorrectionPolicy, RolloutChoice
+from coordexp.correction import Choice, Correction, choose_answer, correct
+from coordexp.data import Geometry, TrueObject
+from tests.unit.correction.test_policies import CAT, CUP, DOG, PROMPT, QWEN, box, supervised_text, text_of, write
+from tests.vocabularies import encode
+
+TRUTH = [CUP, CAT]
+BEST = RolloutMatching(rollouts_per_sample=3, decoding={"temperature": 0.7})
+IN_ORDER = CorrectionPolicy(insertion="in_order")
+
+
+def union(votes: int = 2, policy: CorrectionPolicy = IN_ORDER, **choice) -> RolloutMatching:
+    return RolloutMatching(
+        rollouts_per_sample=3,
+        decoding={"temperature": 0.7},
+        choice=RolloutChoice(rule="union", votes=votes, **choice),
+        correction=policy,
+    )
+
+
+def choose(*texts: str, settings: RolloutMatching = BEST, truth: list[TrueObject] | None = None) -> Choice:
+    answers = [encode(text, QWEN) for text in texts]
+    return choose_answer(answers, TRUTH if truth is None else truth, table=QWEN, settings=settings)
+
+
+def corrected(*texts: str, settings: RolloutMatching) -> Correction:
+    choice = choose(*texts, settings=settings)
+    ids = encode(texts[choice.index], QWEN)
+    return correct(PROMPT, ids, TRUTH, table=QWEN, order="desc_first", settings=settings, agreed=choice.agreed)
+
+
+def test_the_answer_with_the_highest_f1_is_chosen():
+    assert choose(write(CUP), write(CUP, CAT), write(CUP, CAT, DOG)).index == 1
+
+
+def test_of_equal_answers_the_one_with_fewer_duplicates_is_chosen_and_then_the_first():
+    again, lamp = box("cup", 5, 5), box("lamp", 800, 400)
+    assert choose(write(CUP, CAT, again), write(CUP, CAT, lamp), write(CUP, CAT, lamp)).index == 1
+
+
+def test_if_nothing_is_true_the_empty_answer_is_chosen():
+    assert choose(write(CUP), "{}", truth=[]).index == 1
+
+
+def test_answers_that_cannot_be_read_are_chosen_last():
+    assert choose("Sure!", write(CUP), "{").index == 1
+
+
+def test_best_asks_nothing_about_agreement():
+    assert choose(write(CUP), write(CAT)).agreed is None
+
+
+def test_objects_of_enough_answers_that_no_label_has_are_agreed():
+    near, far = box("dog", 504, 300), box("lamp", 800, 0)
+    choice = choose(write(CUP, DOG), write(near, far), write(CAT, box("fox", 508, 300)), settings=union())
+    assert choice.agreed == (TrueObject("dog", Geometry("bbox_2d", (504, 300, 604, 400))),)
+    assert choose(write(CUP, DOG), write(near, far), settings=union(votes=3)).agreed == ()
+
+
+def test_two_objects_of_one_answer_are_one_vote():
+    assert choose(write(DOG, box("dog", 504, 300)), write(CUP), settings=union()).agreed == ()
+
+
+def test_an_agreed_object_is_inserted_without_supervision():
+    texts = write(CUP, CAT), write(CUP, DOG), write(DOG)
+    correction = corrected(*texts, settings=union())
+    assert text_of(correction) == write(CUP, DOG, CAT)
+    assert "dog" not in supervised_text(correction)
+
+
+def test_an_agreed_object_is_taught_as_a_pseudo_label():
+    texts = write(CUP, CAT), write(CUP, DOG), write(DOG)
+    correction = corrected(*texts, settings=union(pseudo_labels=True))
+    assert text_of(correction) == write(CUP, DOG, CAT)
+    assert '"desc": "dog", "bbox_2d": ["' in supervised_text(correction)
+
+
+def test_an_extra_that_other_answers_have_too_is_not_removed():
+    lamp = box("lamp", 800, 400)
+    policy = CorrectionPolicy(insertion="in_order", extras="remove")
+    texts = write(CUP, DOG, lamp, CAT), write(DOG)
+    assert text_of(corrected(*texts, settings=union(policy=policy))) == write(CUP, DOG, CAT)
+
+
+def test_the_coordinates_of_an_extra_that_is_a_pseudo_label_are_taught_what_the_answers_agree_on():
+    policy = CorrectionPolicy(insertion="in_order", supervise="matched")
+    texts = write(CUP, DOG, CAT), write(box("dog", 520, 300)), write(box("dog", 504, 300))
+    correction = corrected(*texts, settings=union(policy=policy, pseudo_labels=True))
+    (item,) = [item for item in correction.rebuilt.items if item.true is None]
+    assert item.targets == (504, 300, 604, 400)
+    assert supervised_text(correction).count('"desc": "') == 3
