@@ -256,6 +256,22 @@ class RolloutChoice(SettingsSection):
     )
 
 
+class NoiseAnswers(SettingsSection):
+    """Answers that are made from the labels in place of rollouts, as a control."""
+
+    enabled: bool = Field(
+        False,
+        description="Train on answers made from the labels with random mistakes, instead of rollouts. A control "
+        "experiment: it shows what is gained without generation. Needs `rollout_backend: hf`.",
+    )
+    drop: Fraction = Field(0.3, description="Probability that a true object is left out.")
+    repeat: Fraction = Field(0.1, description="Probability that an object is followed by a copy of it.")
+    random: Fraction = Field(0.1, description="Probability that a random box follows a true object.")
+    jitter: Fraction = Field(
+        0.1, description="How far a coordinate may be moved, as a share of the object's width or height."
+    )
+
+
 class RolloutMatching(SettingsSection):
     rollout_backend: Literal["vllm", "hf"] = Field(
         "vllm", description="Engine that generates rollouts: vLLM, or transformers (hf)."
@@ -305,6 +321,10 @@ class RolloutMatching(SettingsSection):
     correction: Annotated[CorrectionPolicy, from_null] = Field(
         default_factory=CorrectionPolicy,
         description="How answers are corrected. The defaults are the specified target.",
+    )
+    noise: Annotated[NoiseAnswers, from_null] = Field(
+        default_factory=NoiseAnswers,
+        description="Answers made from the labels in place of rollouts, as a control.",
     )
     vllm: Annotated[VLLM, from_null] = Field(
         default_factory=VLLM, description="The vLLM engine (`rollout_backend: vllm`)."

@@ -322,6 +322,12 @@ def _several_rollouts_can_differ(s: Settings, world: World) -> Iterator[Conflict
         problem = f"{choice.votes} answers can never agree: a sample has {count}"
         fix = f"use at most {count}, or raise rollouts_per_sample" if count > 1 else "raise rollouts_per_sample"
         yield Conflict("rollout_matching.choice.votes", problem, fix, (PER_SAMPLE, "rollout_matching.choice.rule"))
+    if rollout.noise.enabled and count > 1:
+        problem = f"{count} rollouts of a sample are asked for, and noise.enabled replaces rollouts"
+        yield Conflict(PER_SAMPLE, problem, "set rollouts_per_sample: 1", ("rollout_matching.noise.enabled",))
+    if rollout.noise.enabled and rollout.rollout_backend != "hf":
+        problem = "true needs no engine, and rollout_backend: vllm would start one"
+        yield Conflict("rollout_matching.noise.enabled", problem, "set rollout_backend: hf", (BACKEND,))
     if choice.pseudo_labels and choice.rule != "union":
         problem = "true has no effect: only the rule union finds objects to teach"
         fix = "set choice.rule: union, or remove it"

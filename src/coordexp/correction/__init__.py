@@ -8,6 +8,7 @@ from coordexp.correction.choice import Choice, choose_answer
 from coordexp.correction.correct import Correction, correct
 from coordexp.correction.entries import PredictedObject, Reason
 from coordexp.correction.match import MatchResult, match_objects
+from coordexp.correction.noise import make_noisy_answer
 from coordexp.correction.parse import ParsedRollout, parse_rollout
 from coordexp.correction.segment import (
     FieldOrder,
@@ -36,6 +37,7 @@ __all__ = [
     "choose_answer",
     "coord_targets",
     "correct",
+    "make_noisy_answer",
     "match_objects",
     "parse_rollout",
     "serialise",

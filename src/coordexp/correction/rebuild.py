@@ -113,17 +113,11 @@ def rebuild(
     if policy.duplicates != "keep":
         match, duplicates = remove_duplicates(valid, truth, match, settings)
     extras = [i for i in match.false_positives if i not in duplicates]
-    agreement = match_objects(
-        [_geometry(valid[i]) for i in extras], [thing.geometry for thing in agreed], settings
-    )
-    confirmed = {extras[i]: agreed[j] for i, j in agreement.pairs}
+    confirmed, unseen = _match_agreed(valid, extras, agreed, settings)
     removed = tuple([i for i in extras if policy.extras == "remove" and i not in confirmed])
     items = [
         *_make_predicted_items(valid, match, truth, {*duplicates, *removed}, confirmed, settings),
-        *(
-            Item(None, None, agreed[j], _bins(agreed[j]) if settings.choice.pseudo_labels else None)
-            for j in agreement.missed
-        ),
+        *(Item(None, None, thing, _bins(thing) if settings.choice.pseudo_labels else None) for thing in unseen),
         *(Item(None, j, truth[j], _bins(truth[j])) for j in match.missed),
     ]
     items = _order_items(items, truth, policy)
@@ -134,6 +128,21 @@ def rebuild(
         entries = [(i, TrueObject(str(valid[i].desc), _geometry(valid[i]))) for i in duplicates]
         _mark_unlikely(segment, answer, items, entries, order, table)
     return match, segment, Rebuilt(tuple(items), duplicates, removed, answer.own_tokens)
+
+
+def _match_agreed(
+    valid: Sequence[PredictedObject],
+    extras: Sequence[int],
+    agreed: Sequence[TrueObject],
+    settings: RolloutMatching,
+) -> tuple[dict[int, TrueObject], list[TrueObject]]:
+    """Return the extras that are among the agreed objects, and the agreed objects that this answer does not
+    have."""
+    if not agreed:
+        return {}, []
+    shapes = [_geometry(valid[i]) for i in extras]
+    match = match_objects(shapes, [thing.geometry for thing in agreed], settings)
+    return {extras[i]: agreed[j] for i, j in match.pairs}, [agreed[j] for j in match.missed]
 
 
 def _make_predicted_items(
@@ -228,9 +237,10 @@ class _Answer:
         written = table.bytes_of(parsed.prefix_ids) + parsed.remainder
         own = bisect_right(own_ends, _unchanged_bytes(parsed, items, text, bounds, written))
         start = int(own_ends[own - 1]) if own else 0
-        ids = (*parsed.prefix_ids[:own], *table.encode(text[start:]))
-        spans = tuple([(start + 1, end + 1) for start, end in fragment.desc_spans])
-        return cls(text, ids, token_ends(ids, table.pieces), bounds, spans, own)
+        new = table.encode(text[start:])
+        ends = np.concatenate((own_ends[:own], token_ends(new, table.pieces) + start))
+        spans = tuple([(begin + 1, end + 1) for begin, end in fragment.desc_spans])
+        return cls(text, (*parsed.prefix_ids[:own], *new), ends, bounds, spans, own)
 
 
 def _unchanged_bytes(

@@ -244,6 +244,8 @@ def _escape(desc: str, table: VocabularyTable) -> str:
     text = json.dumps(normal_form(desc), ensure_ascii=False)[1:-1]
     if normal_form(text) != text:  # an accent after an escape would combine with the last letter of the escape
         text = json.dumps(normal_form(desc))[1:-1]
+    if table.reserved_starts.isdisjoint(text):
+        return text
     for reserved in table.reserved:
         if reserved in text:
             text = text.replace(reserved, f"\\u{ord(reserved[0]):04x}{reserved[1:]}")

@@ -10,7 +10,8 @@ from fractions import Fraction
 
 from coordexp.config import RolloutMatching
 from coordexp.config.pipeline import Channel
-from coordexp.correction import Choice, Correction, FieldOrder, choose_answer, correct
+from coordexp.config.rollout import NoiseAnswers
+from coordexp.correction import Choice, Correction, FieldOrder, choose_answer, correct, make_noisy_answer
 from coordexp.data import RecordFile, TrueObject
 from coordexp.errors import explain
 from coordexp.pack import Example, ExampleId
@@ -58,6 +59,11 @@ class TrainingSet:
             truth = record.true_objects()
         image = ImageRef.of(self.records, record)
         return TrainingSample(index, image, tuple(self.prompts.ids(*image.size, image.path)), tuple(truth))
+
+    def make_noisy_rollout(self, sample: TrainingSample, noise: NoiseAnswers, seed: int, version: int) -> Rollout:
+        """Return a rollout that no model wrote: the labels with random mistakes."""
+        ids = make_noisy_answer(sample.truth, noise, seed, table=self.table, order=self.order)
+        return Rollout.of(self.table, sample.prompt_ids, ids, (), "stop", version)
 
     def choose(self, sample: TrainingSample, answers: Sequence[Sequence[int]]) -> Choice:
         return choose_answer(answers, sample.truth, table=self.table, settings=self.settings)
@@ -128,7 +134,14 @@ class Encoder:
             for k, image in enumerate([sample.image for sample in samples] * each)
         ]
         with self.metrics.measure("rollout"):
-            rollouts = self.backend.generate(requests)
+            noise = self.rollout_matching_cfg.noise
+            if noise.enabled:
+                rollouts = [
+                    self.training_set.make_noisy_rollout(sample, noise, request.seed, at.step)
+                    for sample, request in zip(samples, requests, strict=True)
+                ]
+            else:
+                rollouts = self.backend.generate(requests)
         answers = list(zip(requests, rollouts, strict=True))
         return [
             AnsweredSample(sample, *zip(*answers[k :: len(samples)], strict=True))

@@ -338,7 +338,7 @@ def _identity(settings: Settings, records: RecordFile) -> dict[str, Any]:
     }
     if "B" in settings.channels:
         rollout = settings.rollout_matching.model_dump(mode="json")
-        decoding = ("max_new_tokens", "decoding", "decode_mode", "num_beams", "repeat_terminate")
+        decoding = ("max_new_tokens", "decoding", "decode_mode", "num_beams", "repeat_terminate", "noise")
         identity |= {"training.seed": settings.training.seed, "stage2.b_ratio": settings.stage2.b_ratio}
         identity |= {f"rollout_matching.{name}": rollout[name] for name in (*CORRECTION_SETTINGS, *decoding)}
         if settings.rollout_matching.correction.is_specified:  # the only policy of earlier releases
@@ -347,6 +347,8 @@ def _identity(settings: Settings, records: RecordFile) -> dict[str, Any]:
         identity["rollout_matching.rollouts_per_sample"] = each if each > 1 else None
         if each == 1:
             identity["rollout_matching.choice"] = None
+        if not settings.rollout_matching.noise.enabled:
+            identity["rollout_matching.noise"] = None
     return identity
 
 

@@ -10,6 +10,7 @@ import re
 import unicodedata
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 
 from tokenizers import Tokenizer
@@ -74,6 +75,11 @@ class VocabularyTable:
             raise VocabularyError(problem, USE_QWEN)
         byte_ids = tuple(ids[bytes([byte])] for byte in range(256))
         return cls(pieces, tuple(symbols), first_coord, end_of_turn, tuple(reserved), tokenizer, byte_ids)
+
+    @cached_property
+    def reserved_starts(self) -> frozenset[str]:
+        """Return the first characters of the reserved texts. Text without them contains no reserved text."""
+        return frozenset(text[0] for text in self.reserved)
 
     def is_coord(self, id: int) -> bool:
         return 0 <= id - self.first_coord < BINS

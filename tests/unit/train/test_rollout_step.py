@@ -550,6 +550,15 @@ def test_several_rollouts_are_asked_for_in_one_call_and_the_best_is_trained_on(t
     assert report["rollout/unused_tokens"] == 30 + 2 + 60 + 30
 
 
+def test_noise_answers_take_the_place_of_rollouts_and_ask_no_backend(tmp_path):
+    settings = RolloutMatching(rollout_backend="hf", noise={"enabled": True, "drop": 1.0, "random": 0.0})
+    step = Step(tmp_path, {"a.png": (CUP, DOG)}, {}, cfg=settings)
+    (example,) = step()
+    assert step.backend.calls == []
+    assert step.metrics.report(1)["match/missed"] == 2
+    assert answer_text(example.segment, QWEN) == written(CUP, DOG)
+
+
 def test_with_one_rollout_per_sample_the_seeds_are_those_of_earlier_releases(tmp_path):
     step = Step(tmp_path, TRUTH, SCRIPT)
     step()
