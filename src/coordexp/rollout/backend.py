@@ -36,7 +36,10 @@ class ImageRef:
 
 @dataclass(frozen=True)
 class Decode:
-    """How tokens are chosen, and when an answer ends. `greedy(n)` is what `predict` uses."""
+    """How tokens are chosen, and when an answer ends. `greedy(n)` is what `predict` uses.
+
+    `stop_bias` is subtracted from the logits of the tokens that close the answer (`stop_bias.ClosingTokens`).
+    Above 0, answers become longer; below 0, shorter. Only `predict` sets it; rollout servers refuse it."""
 
     max_new_tokens: int
     mode: DecodeMode = "greedy"
@@ -45,6 +48,7 @@ class Decode:
     top_k: int = -1
     num_beams: int = 1
     guard: RepeatTerminate = field(default_factory=RepeatTerminate)
+    stop_bias: float = 0.0
 
     @classmethod
     def greedy(cls, max_new_tokens: int) -> "Decode":
@@ -118,8 +122,8 @@ def request_seed(run: int, step: int, micro: int, rank: int, request: int) -> in
 class Rollout:
     """One answer, as token ids without the stop token, and as their text.
 
-    `logprobs` are those of the model itself, before temperature, top-k and top-p; beam search has none. `version`
-    is the version of the weights that made the answer. Backends build rollouts with `of`."""
+    `logprobs` are those of the model itself, before stop bias, temperature, top-k and top-p; beam search has none.
+    `version` is the version of the weights that made the answer. Backends build rollouts with `of`."""
 
     prompt_ids: tuple[int, ...]
     ids: tuple[int, ...]

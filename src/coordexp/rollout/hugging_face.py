@@ -18,8 +18,9 @@ from transformers import GenerationConfig, GenerationMixin, LogitsProcessorList
 from coordexp.ranks import gather_texts, is_sharded, together
 from coordexp.rollout.backend import Decode, ImageRef, Request, Rollout, Weights, common_decode
 from coordexp.rollout.guard import cut_at_end, key_pattern_for
-from coordexp.rollout.processors import Guard, Recorder, Sampler
+from coordexp.rollout.processors import Guard, Recorder, Sampler, StopBias
 from coordexp.rollout.prompt import PromptBuilder
+from coordexp.rollout.stop_bias import ClosingTokens
 from coordexp.vocab import VocabularyTable
 
 
@@ -102,6 +103,8 @@ class HuggingFaceBackend:
         recorder: Recorder | None,
     ) -> LogitsProcessorList:
         chain = LogitsProcessorList([recorder] if recorder else [])
+        if decode.stop_bias:
+            chain.append(StopBias(ClosingTokens.of(self.table), decode.stop_bias))
         if decode.guard.enabled:
             chain.append(Guard(decode.guard, pattern, start, self.table.end_of_turn))
         if decode.mode == "sampling":

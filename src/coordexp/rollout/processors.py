@@ -1,6 +1,6 @@
-"""The processors of a Hugging Face model's scores before a token is chosen: record, guard, sample.
+"""The processors of a Hugging Face model's scores before a token is chosen: record, bias, guard, sample.
 
-The guard and the sampler know nothing about a row but its ids, so beams may change places between tokens.
+All but the recorder know nothing about a row but its ids, so beams may change places between tokens.
 """
 
 from collections.abc import Sequence
@@ -18,6 +18,7 @@ from transformers import (
 
 from coordexp.config.rollout import RepeatTerminate
 from coordexp.rollout.backend import Decode
+from coordexp.rollout.stop_bias import ClosingTokens
 
 
 class Recorder(LogitsProcessor):
@@ -37,6 +38,22 @@ class Recorder(LogitsProcessor):
         """Return the log probabilities of the new tokens: [sequences, tokens]."""
         assert self._last is not None
         return torch.stack([*self._logprobs, self._last.gather(1, new[:, -1:])[:, 0]], dim=1)
+
+
+class StopBias(LogitsProcessor):
+    """Subtracts `bias` from the scores of all tokens that would close the answer of their row."""
+
+    def __init__(self, closing: ClosingTokens, bias: float) -> None:
+        self.bias = bias
+        groups = (closing.alone, closing.before, closing.after)
+        self._alone, self._before, self._after = (torch.tensor(ids, dtype=torch.long) for ids in groups)
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        biased = scores.clone()
+        biased[:, self._alone.to(scores.device)] -= self.bias
+        may_complete = torch.isin(input_ids[:, -1:], self._before.to(input_ids.device))  # [rows, 1]
+        biased[:, self._after.to(scores.device)] -= self.bias * may_complete
+        return biased
 
 
 class Guard(LogitsProcessor):

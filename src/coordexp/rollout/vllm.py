@@ -17,6 +17,7 @@ from coordexp.rollout.engine import EngineFixes, EngineSetup, start_engine, stop
 from coordexp.rollout.guard import cut_at_end, guard_arguments, key_pattern_for
 from coordexp.rollout.installed import check_vllm
 from coordexp.rollout.prompt import PromptBuilder, open_image
+from coordexp.rollout.stop_bias import engine_bias
 from coordexp.vocab import VocabularyTable
 
 CPU_CACHE = 2**30  # bytes of an engine's KV cache on a CPU; VLLM_CPU_KVCACHE_SPACE overrides it
@@ -105,7 +106,8 @@ def generate_rollouts(
         for request in requests
     ]
     guard = guard_arguments(decode.guard, pattern, table.end_of_turn)
-    sampling = [_sampling_params(decode, guard, table.end_of_turn, request.seed) for request in requests]
+    bias = engine_bias(decode, table)
+    sampling = [_sampling_params(decode, guard, bias, table.end_of_turn, request.seed) for request in requests]
     outputs = engine.generate(inputs, sampling, use_tqdm=False, lora_request=lora_request)
     rollouts = []
     for request, ids, output in zip(requests, prompt_ids, outputs, strict=True):
@@ -114,7 +116,9 @@ def generate_rollouts(
     return rollouts
 
 
-def _sampling_params(decode: Decode, guard: dict[str, Any], end_of_turn: int, seed: int) -> Any:
+def _sampling_params(
+    decode: Decode, guard: dict[str, Any], bias: dict[int, float], end_of_turn: int, seed: int
+) -> Any:
     from vllm import SamplingParams
 
     sampling = {"temperature": decode.temperature, "top_p": decode.top_p, "top_k": decode.top_k, "seed": seed}
@@ -126,6 +130,7 @@ def _sampling_params(decode: Decode, guard: dict[str, Any], end_of_turn: int, se
         stop_token_ids=[end_of_turn],
         detokenize=False,
         extra_args=guard or None,
+        logit_bias=bias or None,
     )
 
 

@@ -85,6 +85,11 @@ def infer_payload(requests: Sequence[Request], question: str) -> dict[str, Any]:
     decode = common_decode(requests)
     if decode.mode == "beam":
         raise EngineError("rollout servers have no beam search", "set rollout_backend: hf, or decode_mode: greedy")
+    if decode.stop_bias:
+        raise EngineError(
+            f"rollout servers cannot decode with a stop bias, and this request has {decode.stop_bias:g}",
+            "use `coordexp predict --stop-bias`, which asks no server, or a stop bias of 0",
+        )
     sampling = decode.mode == "sampling"
     return {
         "infer_requests": [
