@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 from PIL import Image
@@ -13,6 +14,7 @@ from transformers import AutoProcessor, Qwen3VLForConditionalGeneration
 from typer.testing import CliRunner
 
 from coordexp.cli import app
+from coordexp.cli.predict import Answering
 from coordexp.data import DataError
 from coordexp.demo.scenes import SceneSettings, write_scenes
 from coordexp.rollout.backend import Decode, ImageRef, Request
@@ -24,6 +26,7 @@ from tests.integration.leavings import leavings
 from tests.source import SOURCE
 
 pytestmark = pytest.mark.timeout(300)
+TRAINED_MODEL = Path("examples/scenes-cpu/model")
 
 
 @pytest.fixture(scope="module")
@@ -221,3 +224,73 @@ def test_predictions_that_were_interrupted_are_resumed(lively_model, eight_scene
     result = CliRunner().invoke(app, command(lively_model, eight_scenes, "--resume", "--limit", "2"))
     assert result.exit_code == 0 and f"{files[0]} is complete: nothing to do" in result.output
     assert [file.read_text() for file in files] == undisturbed
+
+
+ALL_OPTIONS = ["--stop-bias", "10", "--dedup", "0.5", "--samples", "2", "--temperature", "1.5", "--top-p", "0.9"]
+
+
+def predict_scenes(folder, name, *more):
+    files = ["--data", str(folder / "s/val.jsonl"), "--out", str(folder / name)]
+    words = ["predict", "--model", str(TRAINED_MODEL), *files, "--max-new-tokens", "120", "--batch", "2", *more]
+    return CliRunner().invoke(app, words)
+
+
+def read_lines(file):
+    return [json.loads(line) for line in file.read_text().splitlines()]
+
+
+def test_all_options_work_together_and_resume_where_they_were_interrupted(tmp_path, monkeypatch):
+    write_scenes(tmp_path / "s", SceneSettings(), train=1, val=4, seed=3)
+    plain = predict_scenes(tmp_path, "plain.json")
+    assert plain.exit_code == 0, plain.output
+    whole = predict_scenes(tmp_path, "preds.json", *ALL_OPTIONS)
+    assert whole.exit_code == 0, whole.output
+
+    # The bias makes answers longer, and what is then written twice is dropped but stays visible.
+    answers = read_lines(tmp_path / "preds.answers.jsonl")
+    pairs = zip(read_lines(tmp_path / "plain.answers.jsonl"), answers, strict=True)
+    assert all(len(before["text"]) < len(after["text"]) for before, after in pairs)
+    dropped = sum(len(answer.get("dropped", ())) for answer in answers)
+    assert dropped > 0 and f"{dropped} objects dropped as duplicates" in whole.output
+    valid = [item for answer in answers for item in answer["objects"] if item["reason"] is None]
+    assert len(json.loads((tmp_path / "preds.json").read_text())) == len(valid)
+    assert sum(answer["text"].count('"bbox_2d"') for answer in answers) >= len(valid) + dropped
+
+    samples = read_lines(tmp_path / "preds.samples.jsonl")
+    assert [(line["image_id"], line["sample"]) for line in samples] == [
+        (i, k) for i in (1, 2, 3, 4) for k in (1, 2)
+    ]
+    assert all(first["text"] != second["text"] for first, second in zip(samples[::2], samples[1::2], strict=True))
+    files = ["--data", str(tmp_path / "s/val.jsonl"), "--preds", str(tmp_path / "preds.json")]
+    result = CliRunner().invoke(app, ["evaluate", *files, "--samples", "2"])
+    assert result.exit_code == 0, result.output
+    assert "union of 2" in result.output and f"dropped {dropped} objects as duplicates" in result.output
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Answering, "answer_batch", interrupted_after_one_batch())
+        cut = predict_scenes(tmp_path, "again.json", *ALL_OPTIONS)
+    assert cut.exit_code == 130 and "interrupted after 2 of 4 images" in cut.output
+    for option, value in (("dedup", "0.6"), ("stop-bias", "9"), ("samples", "3"), ("seed", "1")):
+        other = predict_scenes(tmp_path, "again.json", *ALL_OPTIONS, f"--{option}", value, "--resume")
+        assert other.exit_code == 1
+        assert f"made with another {option.replace('-', '_')}" in other.output
+    resumed = predict_scenes(tmp_path, "again.json", *ALL_OPTIONS, "--resume")
+    assert resumed.exit_code == 0, resumed.output
+    assert "2 of 4 images have been answered already" in resumed.output
+    for suffix in (".json", ".answers.jsonl", ".samples.jsonl"):
+        assert (tmp_path / f"again{suffix}").read_text() == (tmp_path / f"preds{suffix}").read_text()
+
+    stale = predict_scenes(tmp_path, "preds.json")
+    assert stale.exit_code == 1 and "preds.samples.jsonl has samples of earlier predictions" in stale.output
+
+
+def interrupted_after_one_batch():
+    answer_batch, batches = Answering.answer_batch, []
+
+    def answer_or_interrupt(self, images):
+        if batches:
+            raise KeyboardInterrupt
+        batches.append(images)
+        return answer_batch(self, images)
+
+    return answer_or_interrupt

@@ -1,5 +1,6 @@
 """`coordexp evaluate`: how good predictions are, as a table, as JSON and as a page to look at."""
 
+from collections.abc import Sequence
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -16,6 +17,7 @@ from coordexp.files import write_json
 if TYPE_CHECKING:
     from coordexp.evaluate import EvaluationReport, ImageAnswer
     from coordexp.evaluate.predictions import Truth
+    from coordexp.evaluate.samples import SamplesReport
 
 MAX_CLASSES = 20  # on the terminal; the JSON and the page have all
 MIN_WIDTH = 80  # columns that the tables need so that no number is cut
@@ -50,6 +52,10 @@ def evaluate(
     answered_only: Annotated[
         bool, typer.Option("--answered-only", help="Leave out images of the data that have no answer.")
     ] = False,
+    samples: Annotated[
+        int | None,
+        typer.Option(min=1, help="Also evaluate this many sampled answers per image (predict --samples)."),
+    ] = None,
 ) -> None:
     """Compare predictions with the ground truth: AP and AR, F1, and behaviour. Exits 1 if the files do not fit."""
     need("hotcoco", "PIL", extra="evaluate")
@@ -60,11 +66,12 @@ def evaluate(
         from coordexp.evaluate import evaluate as run
 
         report = run(truth, replace_scores(answers, ScoreMode(scores.value), seed))
-    _print(report, scores)
+        sampled = None if samples is None else _evaluate_samples(truth, answers, preds, samples)
+    _print(report, scores, sampled)
     if report_file is not None:
         report_file.parent.mkdir(parents=True, exist_ok=True)
         head = {"data": str(data), "preds": str(preds), "scores": scores.value}
-        write_json(report_file, head | report.as_dict())
+        write_json(report_file, head | report.as_dict() | ({"samples": sampled.as_dict()} if sampled else {}))
         out.print(f"wrote {report_file}", markup=False)
     if page_file is not None:
         description = f"{preds.name} on {data.name}"
@@ -91,16 +98,29 @@ def _read(data: Path, preds: Path, answered_only: bool) -> "tuple[Truth, tuple[I
     return evaluated, predictions.answers
 
 
-def _print(report: "EvaluationReport", scores: ScoreSource) -> None:
+def _evaluate_samples(
+    truth: "Truth", answers: "Sequence[ImageAnswer]", preds: Path, count: int
+) -> "SamplesReport":
+    from coordexp.evaluate.predictions import read_samples
+    from coordexp.evaluate.samples import evaluate_samples
+
+    return evaluate_samples(truth, answers, read_samples(preds, count, [image_id for image_id, _ in truth]))
+
+
+def _print(report: "EvaluationReport", scores: ScoreSource, sampled: "SamplesReport | None") -> None:
     tally = report.with_class.at(0.5)
     out.print(f"{len(report.images)} images, {tally.true} true objects, {tally.predicted} valid predictions\n")
     tables = [_make_quality_table(report), _make_class_table(report), _make_behaviour_table(report)]
     if report.boxes is not None:
         tables.insert(1, _make_coco_table(report, scores))
+    if sampled is not None:
+        tables.append(_make_samples_table(sampled))
     wide = Console(width=max(out.width, MIN_WIDTH), highlight=False)
     for table in tables:
         wide.print(table)
         wide.print()
+    if sampled is not None:
+        out.print(Text(f"{sampled.explanation}\n"))
     for title, counts in (("invalid", report.behaviour.reasons), ("unknown", report.behaviour.unknown)):
         if counts:
             listed = ", ".join(f"{name} {count}" for name, count in list(counts.items())[:8])
@@ -154,6 +174,18 @@ def _make_behaviour_table(report: "EvaluationReport") -> Table:
     for name, rate in report.behaviour.rates.items():
         share = "-" if rate.value is None else f"{100 * rate.value:.1f} %"
         table.add_row(name.replace("_", " "), share, f"{rate.count} of {rate.of}")
+    return table
+
+
+def _make_samples_table(report: "SamplesReport") -> Table:
+    table = _make_table("samples, IoU 0.50", "F1", "precision", "recall", "any class: F1", "precision", "recall")
+    rows = {"greedy": report.greedy} | {f"best of {k}": counts for k, counts in report.best.items()}
+    for title, counts in rows.items():
+        sides = (counts.with_class, counts.any_class)
+        shares = [share for side in sides for share in (side.f1, side.precision, side.recall)]
+        table.add_row(title, *map(_format_number, shares))
+    recalls = [_format_number(rate.value) for rate in (report.union, report.union_any_class)]
+    table.add_row(f"union of {report.count}", "", "", recalls[0], "", "", recalls[1])
     return table
 
 

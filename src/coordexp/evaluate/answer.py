@@ -21,7 +21,8 @@ from typing import Annotated, Any
 from pydantic import AllowInfNan, ConfigDict, Field, Strict, TypeAdapter
 
 from coordexp.correction import PredictedObject, parse_rollout
-from coordexp.data import BINS, GeometryKind, Record, is_degenerate, to_pixels
+from coordexp.correction.duplicates import find_duplicates
+from coordexp.data import BINS, Geometry, GeometryKind, Record, is_degenerate, to_pixels
 from coordexp.data.geometry import COUNT_RULE, is_valid_count
 from coordexp.rollout.backend import Rollout
 from coordexp.vocab import VocabularyTable
@@ -30,6 +31,7 @@ NO_IMAGE = "image_unreadable"
 
 # Types that pydantic checks when JSON is read. Nothing is converted, except a list to a tuple.
 _Count = Annotated[int, Strict(), Field(ge=0)]
+_Ordinal = Annotated[int, Strict(), Field(ge=1)]
 _Text = Annotated[str, Strict()]
 _Number = Annotated[float, Strict(), AllowInfNan(False)]
 _Bin = Annotated[int, Strict()]
@@ -60,6 +62,12 @@ class AnswerObject:
         if not all(0 <= bin < BINS for bin in self.bins) or is_degenerate(self.kind, self.bins):
             raise ValueError(f"{self.kind} {self.bins} has no area, or is outside the bins 0 to {BINS - 1}")
 
+    @property
+    def geometry(self) -> Geometry:
+        """The shape of a valid object."""
+        assert self.kind is not None and self.bins is not None
+        return Geometry(self.kind, self.bins)
+
     @classmethod
     def from_parsed(cls, parsed: PredictedObject, score: float | None) -> "AnswerObject":
         kind, bins = parsed.geometry or (None, None)
@@ -70,7 +78,10 @@ class AnswerObject:
 @dataclass(frozen=True, slots=True)
 class ImageAnswer:
     """An answer about one image. `finish_reason` is stop if the model ended it, length if it was cut off at the
-    token limit, and `NO_IMAGE` if the model was not asked because the image cannot be read."""
+    token limit, and `NO_IMAGE` if the model was not asked because the image cannot be read.
+
+    `dropped` are the valid objects of the text that were dropped as duplicates; `objects` are all others. `sample`
+    is the number of a sampled answer, from 1, and None for the greedy one."""
 
     __pydantic_config__ = ConfigDict(extra="forbid")
 
@@ -80,6 +91,8 @@ class ImageAnswer:
     finish_reason: _Text
     tokens: _Count
     objects: tuple[AnswerObject, ...]
+    dropped: tuple[AnswerObject, ...] = ()
+    sample: _Ordinal | None = None
 
     @property
     def valid(self) -> tuple[AnswerObject, ...]:
@@ -181,6 +194,19 @@ def build_answer(image_id: int, image: str, rollout: Rollout, table: VocabularyT
         for item, tokens in zip(parsed.objects, _find_tokens(rollout.ids, parsed.objects, table), strict=True)
     ]
     return ImageAnswer(image_id, image, rollout.text, rollout.finish_reason, len(rollout.ids), tuple(objects))
+
+
+def drop_duplicates(answer: ImageAnswer, iou: float) -> ImageAnswer:
+    """Return the answer without the valid objects that overlap an earlier kept one by at least `iou`, whatever
+    their descs are. They are in `dropped`."""
+    valid = [k for k, item in enumerate(answer.objects) if item.reason is None]
+    duplicates = find_duplicates([answer.objects[k].geometry for k in valid], iou)
+    dropped = {valid[i] for i in duplicates}
+    return replace(
+        answer,
+        objects=tuple(item for k, item in enumerate(answer.objects) if k not in dropped),
+        dropped=tuple(item for k, item in enumerate(answer.objects) if k in dropped),
+    )
 
 
 def _find_tokens(ids: Sequence[int], objects: Sequence[PredictedObject], table: VocabularyTable) -> list[range]:

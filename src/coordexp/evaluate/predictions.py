@@ -3,9 +3,12 @@
     preds.json           [{"image_id": 7, "category_id": 2, "desc": "cup", "bbox": [x, y, w, h], "score": 0.9,
                            "segmentation": [[x, y, ...]] of a polygon}, ...]
     preds.answers.jsonl  {"image_id": 7, "image": "images/7.png", "text": "{...", "finish_reason": "stop",
-                          "tokens": 120, "objects": [{"desc", "kind", "bins", "score", "reason"}, ...]}
+                          "tokens": 120, "objects": [{"desc", "kind", "bins", "score", "reason"}, ...],
+                          "dropped": [objects that were dropped as duplicates], if there are any}
+    preds.samples.jsonl  sampled answers, if there are any: lines like those above, with "sample": 1, 2, ...
 
-    preds.unfinished.jsonl  while predictions are being made: the request and the model, then the answers so far
+    preds.unfinished.jsonl  while predictions are being made: the request and the model, then the answers so far.
+                            The greedy answer of an image is followed by its sampled ones.
 
 The answers are complete, including objects that the parser refused. The detections are for other COCO tools, in
 pixels. An image is named by the `image_id` of its record or, without one, by the number of its line. A class has
@@ -38,6 +41,8 @@ from coordexp.files import write_whole
 
 Truth = Sequence[tuple[int, Record]]  # records with the numbers that name their images
 NAMING_RULE = "an image_id is that of a record, or the number of its line if it has none"
+HASHES = ("model", "data")  # parts of a request that are hashes; an error message does not show their values
+OPTIONAL = ("dropped", "sample")  # fields of an answer that are written only if they have a value
 T = TypeVar("T")
 
 
@@ -49,6 +54,10 @@ class Predictions:
 
 def answers_path(path: Path) -> Path:
     return path.with_suffix(".answers.jsonl")
+
+
+def samples_path(path: Path) -> Path:
+    return path.with_suffix(".samples.jsonl")
 
 
 def read_truth(records: RecordFile) -> Truth:
@@ -156,11 +165,11 @@ class UnfinishedPredictions:
         self.path.unlink()
 
     def _refuse(self, before: dict[str, Any]) -> NoReturn:
-        names = sorted(name for name in self.request if before.get(name) != self.request[name])
+        names = sorted(name for name in {*before, *self.request} if before.get(name) != self.request.get(name))
         values = [
-            f"{name} {before.get(name)!r} is now {self.request[name]!r}"
+            f"{name} {before.get(name)!r} is now {self.request.get(name)!r}"
             for name in names
-            if name in ("prompt", "max_new_tokens")
+            if name not in HASHES
         ]
         raise DataError(
             f"{self.path} was made with another {' and another '.join(names)}"
@@ -175,6 +184,37 @@ def write_predictions(path: Path, answers: Sequence[ImageAnswer], truth: Truth) 
     path.parent.mkdir(parents=True, exist_ok=True)
     _write(path, "[" + ",\n".join(map(_to_json, detections)) + "]\n")
     _write(answers_path(path), "".join(map(_to_line, answers)))
+
+
+def write_samples(path: Path, samples: Sequence[ImageAnswer]) -> None:
+    """Write the sampled answers beside the predictions at `path`."""
+    _write(samples_path(path), "".join(map(_to_line, samples)))
+
+
+def read_samples(path: Path, count: int, image_ids: Sequence[int]) -> list[list[ImageAnswer]]:
+    """Return the first `count` sampled answers of these images, from the file beside the predictions at `path`.
+    The first list has sample 1 of every image, in the order of `image_ids`. Raise DataError if an image has fewer,
+    or if the file is about other images."""
+    file = samples_path(path)
+    if not file.is_file():
+        raise DataError(f"{file}: no such file", f"make it with `coordexp predict --samples {count}`")
+    by_image: dict[int, dict[int | None, ImageAnswer]] = {image_id: {} for image_id in image_ids}
+    for answer in _read_answers(file):
+        if answer.image_id not in by_image:
+            raise DataError(
+                f"{file} has samples of image_id {answer.image_id}, which the predictions do not have",
+                "use files of the same run",
+            )
+        by_image[answer.image_id][answer.sample] = answer
+    for image_id, samples in by_image.items():
+        complete = next(k for k in itertools.count() if k + 1 not in samples)
+        if complete < count:
+            fix = f"predict again with --samples {count}"
+            fix += f", or evaluate with --samples {complete}" if complete else ""
+            raise DataError(
+                f"{file} has {complete} samples of image_id {image_id}, and --samples asks for {count}", fix
+            )
+    return [[samples[k] for samples in by_image.values()] for k in range(1, count + 1)]
 
 
 def read_predictions(path: Path) -> Predictions:
@@ -237,7 +277,8 @@ def _to_json(value: Any) -> str:
 
 
 def _to_line(answer: ImageAnswer) -> str:
-    return f"{_to_json(asdict(answer))}\n"
+    values = {name: value for name, value in asdict(answer).items() if value or name not in OPTIONAL}
+    return f"{_to_json(values)}\n"
 
 
 def _write(path: Path, text: str) -> None:
@@ -246,18 +287,20 @@ def _write(path: Path, text: str) -> None:
 
 
 def _read_answers(path: Path) -> Iterator[ImageAnswer]:
-    first: dict[int, int] = {}
+    first: dict[tuple[int, int | None], int] = {}
     with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
             if not line.strip():
                 continue
             answer = _read(parse_answer, line, f"{path}:{number}")
-            if answer.image_id in first:
+            key = (answer.image_id, answer.sample)
+            if key in first:
+                name = f"image_id {answer.image_id}"
+                name = name if answer.sample is None else f"sample {answer.sample} of {name}"
                 raise DataError(
-                    f"{path}:{number}: image_id {answer.image_id} is already on line {first[answer.image_id]}",
-                    "remove one of the two lines; an image has one answer",
+                    f"{path}:{number}: {name} is already on line {first[key]}", "remove one of the two lines"
                 )
-            first[answer.image_id] = number
+            first[key] = number
             yield answer
 
 

@@ -97,7 +97,7 @@ class EvaluationReport:
             for name, rate in self.behaviour.rates.items()
         }
         thresholds = [
-            {"iou": iou, "with_class": _counts_to_dict(with_class), "any_class": _counts_to_dict(any_class)}
+            {"iou": iou, "with_class": counts_to_dict(with_class), "any_class": counts_to_dict(any_class)}
             for iou, with_class, any_class in zip(
                 THRESHOLDS, self.with_class.per_threshold, self.any_class.per_threshold, strict=True
             )
@@ -113,7 +113,7 @@ class EvaluationReport:
             "behaviour": behaviour,
             "invalid_reasons": self.behaviour.reasons,
             "unknown_classes": self.behaviour.unknown,
-            "curve": [{"score": point.score, **_counts_to_dict(point.counts)} for point in thin_curve(self.curve)],
+            "curve": [{"score": point.score, **counts_to_dict(point.counts)} for point in thin_curve(self.curve)],
         }
 
     def _class_to_dict(self, desc: str) -> dict[str, Any]:
@@ -142,7 +142,7 @@ def evaluate(truth: Truth, answers: Sequence[ImageAnswer]) -> EvaluationReport:
             ImageReport(image, matching.with_class[0])
             for image, matching in zip(comparisons, matchings, strict=True)
         ),
-        (*notes, *_note_unread(answers)),
+        (*notes, *_note_dropped(answers), *_note_unread(answers)),
     )
 
 
@@ -174,6 +174,14 @@ def _count_image(
         counts[f"recall_50{suffix}"] = (len(pairs), true)
         counts[f"precision_50{suffix}"] = (len(pairs), predicted)
     return counts
+
+
+def _note_dropped(answers: Sequence[ImageAnswer]) -> tuple[str, ...]:
+    dropped = sum(len(answer.dropped) for answer in answers)
+    if not dropped:
+        return ()
+    plural = "s" if dropped > 1 else ""
+    return (f"`predict --dedup` dropped {dropped} object{plural} as duplicate{plural}; no number counts them",)
 
 
 def _note_unread(answers: Sequence[ImageAnswer]) -> tuple[str, ...]:
@@ -213,6 +221,7 @@ def _name_scores(scores: MatchScores) -> dict[str, float | None]:
     return values | {"mean_iou": scores.mean_iou}
 
 
-def _counts_to_dict(counts: MatchCounts) -> dict[str, float | int | None]:
+def counts_to_dict(counts: MatchCounts) -> dict[str, float | int | None]:
+    """Return counts and their shares as a dict for JSON."""
     numbers = {"pairs": counts.pairs, "found": counts.predicted, "true": counts.true}
     return numbers | {name: getattr(counts, name) for name in MEASURES}

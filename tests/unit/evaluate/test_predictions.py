@@ -19,7 +19,8 @@ from coordexp.evaluate import (
     read_truth,
     write_predictions,
 )
-from coordexp.evaluate.answer import NO_IMAGE
+from coordexp.evaluate.answer import NO_IMAGE, drop_duplicates
+from coordexp.evaluate.behaviour import Rate
 from coordexp.evaluate.predictions import UnfinishedPredictions, category_ids
 from tests.unit.data.sources import coco, import_coco
 from tests.unit.evaluate.scenes import BOX, FAR, answer, invalid_object, prediction, record
@@ -204,6 +205,28 @@ def test_an_answer_knows_what_is_valid_and_whether_it_was_cut():
     assert not answer().is_truncated
 
 
+def test_duplicates_are_dropped_whatever_their_descs_are_and_stay_visible(tmp_path):
+    first, copy, beside = prediction("cat", BOX), prediction("dog", BOX, 0.9), prediction("leaf", FAR)
+    whole = answer(first, invalid_object(), copy, beside, text="as it was")
+    kept = drop_duplicates(whole, 0.9)
+    assert kept == replace(whole, objects=(first, invalid_object(), beside), dropped=(copy,))
+    assert drop_duplicates(answer(first, beside), 0.9) == answer(first, beside)
+
+    write_predictions(tmp_path / "preds.json", [kept], TRUTH[:1])
+    assert [item["desc"] for item in json.loads((tmp_path / "preds.json").read_text())] == ["cat", "leaf"]
+    predictions = read_predictions(tmp_path / "preds.json")
+    assert predictions.answers == (kept,)
+    check_predictions(predictions, TRUTH[:1])
+    report = evaluate(TRUTH[:1], predictions.answers)
+    assert any("dropped 1 object as duplicate;" in note for note in report.notes)
+    assert report.behaviour.rates["invalid"] == Rate(1, 3)
+
+
+def test_an_answer_of_which_nothing_was_dropped_has_the_keys_of_earlier_releases(written):
+    lines = written.with_suffix(".answers.jsonl").read_text().splitlines()
+    assert {name for line in lines for name in json.loads(line)} == set(LINE)
+
+
 def with_ids(record, image_id, *category_ids):
     objects = [replace(item, category_id=id) for item, id in zip(record.objects, category_ids, strict=True)]
     return image_id, replace(record, image_id=image_id, objects=tuple(objects))
@@ -287,6 +310,10 @@ def test_unfinished_predictions_go_on_where_they_were_cut(tmp_path):
         unfinished.begin()
     with pytest.raises(DataError, match="made with another prompt: prompt 'p' is now 'q'\n"):
         UnfinishedPredictions(tmp_path / "preds.json", request | {"prompt": "q"}).resume()
+    with pytest.raises(DataError, match=r"made with another dedup: dedup None is now 0\.9\n"):
+        UnfinishedPredictions(tmp_path / "preds.json", request | {"dedup": 0.9}).resume()
+    with pytest.raises(DataError, match="made with another prompt: prompt 'p' is now None\n"):
+        UnfinishedPredictions(tmp_path / "preds.json", {"model": "m"}).resume()
     unfinished.path.write_text("")
     with pytest.raises(DataError, match="made with another model and another prompt"):
         unfinished.resume()

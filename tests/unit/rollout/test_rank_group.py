@@ -83,5 +83,5 @@ def test_a_rank_with_an_engine_of_its_own_asks_nobody(ranks):
 
 
 def test_requests_survive_the_way_through_text():
-    requests = [request(0, 0), Request(ImageRef("é.png", 1, 2), Decode.greedy(5))]
+    requests = [request(0, 0), Request(ImageRef("é.png", 1, 2), Decode(5, stop_bias=0.5))]
     assert requests_from_text(requests_to_text(requests)) == requests

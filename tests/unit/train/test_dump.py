@@ -48,6 +48,12 @@ def test_a_dump_of_an_earlier_release_which_did_not_count_unread_objects_comes_o
     assert replay(json.dumps(whole), SMALL) == ["result.unread: 5 in the dump, 2 now"]
 
 
+def test_a_dump_of_an_earlier_release_which_had_no_stop_bias_comes_out_the_same(tmp_path):
+    whole = json.loads(dump_of(tmp_path).read_text().splitlines()[0])
+    assert whole["decode"].pop("stop_bias") == 0.0
+    assert replay(json.dumps(whole), SMALL) == []
+
+
 OTHERS = (
     {"candidate_top_k": 1},
     {"maskiou_gate": 0.99},

@@ -59,9 +59,9 @@ def _render_image(image: ImageReport, folder: Path) -> str:
 def _render_answer(image: ImageReport) -> str:
     answer = image.comparison.answer
     reasons = ", ".join(obj.reason for obj in answer.objects if obj.reason is not None)
-    ended = f"{answer.tokens} tokens, ended by {answer.finish_reason}" + (
-        f"; invalid: {reasons}" if reasons else ""
-    )
+    ended = f"{answer.tokens} tokens, ended by {answer.finish_reason}"
+    ended += f"; invalid: {reasons}" if reasons else ""
+    ended += f"; dropped as duplicates: {len(answer.dropped)}" if answer.dropped else ""
     summary = f"<summary>Raw answer <small>{escape(ended)}</small></summary>"
     return f"<details>{summary}<pre>{escape(answer.text)}</pre></details>"
 

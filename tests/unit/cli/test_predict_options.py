@@ -1,0 +1,84 @@
+"""The options of `predict` that decide the answers: what is refused, what --resume compares, and seeds."""
+
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from coordexp.cli import app
+from coordexp.cli.predict import Answering, AnswerOptions
+from coordexp.data import Record
+
+DEFAULTS: dict[str, Any] = {
+    "max_new_tokens": 9,
+    "stop_bias": 0.0,
+    "dedup": None,
+    "samples": 0,
+    "temperature": None,
+    "top_p": None,
+    "seed": None,
+}
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--dedup", "0"], "--dedup 0 is not an IoU above 0 and at most 1"),
+        (["--dedup", "1.5"], "--dedup 1.5 is not an IoU above 0 and at most 1"),
+        (["--stop-bias", "nan"], "--stop-bias nan is not a finite number"),
+        (["--temperature", "0.7"], "--temperature has no effect without --samples"),
+        (["--top-p", "0.9"], "--top-p has no effect without --samples"),
+        (["--seed", "0"], "--seed has no effect without --samples"),
+        (["--samples", "2", "--temperature", "0"], "--temperature 0 is not a number above 0"),
+        (["--samples", "2", "--top-p", "1.1"], "--top-p 1.1 is not above 0 and at most 1"),
+    ],
+)
+def test_an_option_without_effect_or_with_an_impossible_value_is_refused(tmp_path, words, message):
+    data = tmp_path / "val.jsonl"
+    data.write_text("{}")
+    files = ["--model", str(tmp_path), "--data", str(data), "--out", str(tmp_path / "preds.json")]
+    result = CliRunner().invoke(app, ["predict", *files, *words])
+    assert result.exit_code == 1 and message in result.output
+
+
+def test_options_at_their_defaults_are_not_part_of_the_identity_so_earlier_releases_can_be_resumed():
+    assert AnswerOptions(**DEFAULTS).identity() == {"max_new_tokens": 9}
+
+
+def test_every_option_that_changes_an_answer_is_part_of_the_identity():
+    changes = {"stop_bias": -1.0, "dedup": 0.7, "samples": 2}
+    sampling = {"temperature": 0.7, "top_p": 0.9, "seed": 5}
+    identities = [AnswerOptions(**DEFAULTS).identity()]
+    identities += [AnswerOptions(**DEFAULTS | {name: value}).identity() for name, value in changes.items()]
+    identities += [
+        AnswerOptions(**DEFAULTS | {"samples": 2, name: value}).identity() for name, value in sampling.items()
+    ]
+    assert all(identity not in identities[:k] for k, identity in enumerate(identities))
+    explicit = {"samples": 2, "temperature": 1.0, "top_p": 1.0, "seed": 0}
+    assert AnswerOptions(**DEFAULTS | explicit).identity() == AnswerOptions(**DEFAULTS | {"samples": 2}).identity()
+
+
+class FakeRecords:
+    """A file of records that only knows where images are."""
+
+    def image_path(self, record: Record) -> str:
+        return record.image
+
+
+def make_request(image_id: int, sample: int | None, **options: Any) -> Any:
+    answering: Any = Answering(FakeRecords(), None, None, AnswerOptions(**DEFAULTS | options))  # type: ignore[arg-type]
+    return answering._make_request(image_id, Record(f"{image_id}.png", 8, 8, "bin", ()), sample)
+
+
+def test_the_samples_of_an_image_have_seeds_of_their_own_whatever_the_number_of_samples_is():
+    seeds = {(image, k): make_request(image, k, samples=8).seed for image in (1, 7) for k in range(1, 9)}
+    assert len(set(seeds.values())) == 16
+    assert make_request(7, 2, samples=2).seed == seeds[7, 2]
+    assert make_request(7, 2, samples=2, seed=1).seed != seeds[7, 2]
+
+
+def test_the_stop_bias_holds_for_greedy_and_for_sampled_answers():
+    options = {"samples": 1, "stop_bias": 1.5, "temperature": 0.7, "top_p": 0.9}
+    greedy, sampled = (make_request(1, sample, **options).decode for sample in (None, 1))
+    assert (greedy.mode, greedy.temperature, greedy.stop_bias) == ("greedy", 0.0, 1.5)
+    assert (sampled.mode, sampled.temperature, sampled.top_p, sampled.stop_bias) == ("sampling", 0.7, 0.9, 1.5)
