@@ -17,6 +17,8 @@ def find_duplicates(
     one is a duplicate. Two shapes in `distinct` are known to be different objects, so neither is a duplicate of
     the other.
     """
+    if not 0 < iou <= 1:
+        raise ValueError(f"an IoU of {iou}: it must be above 0 and at most 1")
     if len(shapes) < 2:
         return ()
     overlaps = np.tril(pairwise_iou(shapes, resolution) >= iou, k=-1)

@@ -70,6 +70,12 @@ def test_a_limit_that_is_no_share_is_refused(iou):
         find_duplicates([SQUARE], iou)
 
 
+def test_a_shape_in_the_list_of_distinct_ones_is_a_duplicate_only_of_others():
+    shapes = [SQUARE] * 3
+    assert find_duplicates(shapes, 0.5) == (1, 2)
+    assert find_duplicates(shapes, 0.5, distinct={0, 2}) == (1,)
+
+
 def find_one_by_one(shapes, iou):
     """Return the duplicates by the definition, pair by pair."""
     duplicates = []

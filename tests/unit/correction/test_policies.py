@@ -9,7 +9,6 @@ import pytest
 from coordexp.config import RolloutMatching
 from coordexp.config.rollout import CorrectionPolicy
 from coordexp.correction import Correction, Role, TokenKind, correct
-from coordexp.correction.duplicates import find_duplicates
 from coordexp.data import Geometry, TrueObject
 from tests.vocabularies import encode, table
 
@@ -199,30 +198,3 @@ def test_copies_of_one_duplicate_are_marked_once(vocabulary):
         PROMPT, ids, [CUP, CAT], table=table(vocabulary), order="desc_first", settings=settings
     ).segment
     assert (segment.unlikely >= 0).sum() == 1
-
-
-# Duplicates
-
-
-def test_a_chain_of_overlapping_shapes_keeps_every_second_one():
-    chain = [box("a", 60 * k, 0).geometry for k in range(5)]
-    assert find_duplicates(chain, 0.2) == (1, 3)
-
-
-def test_a_shape_in_the_list_of_distinct_ones_is_a_duplicate_only_of_others():
-    shapes = [box("a", 0, 0).geometry] * 3
-    assert find_duplicates(shapes, 0.5) == (1, 2)
-    assert find_duplicates(shapes, 0.5, distinct={0, 2}) == (1,)
-
-
-def test_a_box_and_a_polygon_of_the_same_outline_are_duplicates():
-    square = Geometry("poly", (100, 100, 300, 100, 300, 300, 100, 300))
-    half = Geometry("poly", (100, 100, 300, 100, 100, 300))
-    assert find_duplicates([box("a", 100, 100, 200).geometry, square], 0.95) == (1,)
-    assert find_duplicates([square, half], 0.45) == (1,)
-    assert find_duplicates([square, half], 0.55) == ()
-
-
-def test_no_shapes_have_no_duplicates():
-    assert find_duplicates([], 0.5) == ()
-    assert find_duplicates([box("a", 0, 0).geometry], 0.5) == ()
