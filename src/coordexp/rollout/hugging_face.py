@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.fsdp import register_fsdp_forward_method
-from transformers import GenerationConfig, GenerationMixin, LogitsProcessorList
+from transformers import DynamicCache, GenerationConfig, GenerationMixin, LogitsProcessorList, PreTrainedConfig
+from transformers.cache_utils import DynamicLayer
 
 from coordexp.ranks import gather_texts, is_sharded, together
 from coordexp.rollout.backend import Decode, ImageRef, Request, Rollout, Weights, common_decode
@@ -77,6 +78,7 @@ class HuggingFaceBackend:
         recorder = Recorder() if decode.mode != "beam" else None
         ids = model.generate(
             **inputs,
+            past_key_values=make_cache(model.config) if decode.mode != "beam" else None,  # beams change places
             max_new_tokens=decode.max_new_tokens,
             do_sample=False,  # when sampling, the Sampler leaves only the token that it has drawn
             num_beams=decode.num_beams,
@@ -110,6 +112,43 @@ class HuggingFaceBackend:
         if decode.mode == "sampling":
             chain.append(Sampler(decode, [request.seed for request in requests], start))
         return chain
+
+
+class GrowingLayer(DynamicLayer):
+    """Keys and values with room for more tokens. The layer of transformers copies all of them for every token."""
+
+    SPARE = 64  # tokens
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self._buffers: tuple[Tensor, ...] = ()
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Append the states of new tokens, and return those of all tokens."""
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+            self._buffers = key_states[..., :0, :], value_states[..., :0, :]
+        start = self.get_seq_length()
+        end = start + key_states.shape[-2]
+        if end > self._buffers[0].shape[-2]:
+            self._buffers = tuple(self._enlarge(buffer, start, end) for buffer in self._buffers)
+        for buffer, states in zip(self._buffers, (key_states, value_states), strict=True):
+            buffer[..., start:end, :] = states
+        self.keys, self.values = (buffer[..., :end, :] for buffer in self._buffers)
+        return self.keys, self.values
+
+    def _enlarge(self, buffer: Tensor, start: int, end: int) -> Tensor:
+        *shape, _, size = buffer.shape
+        larger = buffer.new_empty(*shape, end + max(self.SPARE, end // 2), size)
+        larger[..., :start, :] = buffer[..., :start, :]
+        return larger
+
+
+def make_cache(config: PreTrainedConfig) -> DynamicCache:
+    """Return an empty cache for the decoder of a model. A layer of another kind stays as transformers makes it."""
+    cache = DynamicCache(config=config.get_text_config(decoder=True))
+    cache.layers = [GrowingLayer() if type(layer) is DynamicLayer else layer for layer in cache.layers]
+    return cache
 
 
 @contextmanager
