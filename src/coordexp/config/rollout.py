@@ -240,7 +240,7 @@ class CorrectionPolicy(SettingsSection):
 
 
 class RolloutChoice(SettingsSection):
-    """What is trained on if there are several rollouts per sample."""
+    """The choice among several rollouts of a sample."""
 
     rule: Literal["best", "union"] = Field(
         "best",

@@ -254,8 +254,8 @@ def _best_metric_is_evaluated(s: Settings, world: World) -> Iterator[Conflict]:
 
 def _seeds_are_unique(s: Settings, world: World) -> Iterator[Conflict]:
     training = s.training
-    each = s.rollout_matching.rollouts_per_sample
-    for name, limit in (("gradient_accumulation_steps", 512), ("per_device_train_batch_size", 4095 // each)):
+    per_sample = s.rollout_matching.rollouts_per_sample
+    for name, limit in (("gradient_accumulation_steps", 512), ("per_device_train_batch_size", 4095 // per_sample)):
         if s.uses_rollouts and (value := getattr(training, name)) > limit:
             fix = f"use at most {limit}: with more, rollouts of one step would share seeds"
             others = (VARIANT, PER_SAMPLE)

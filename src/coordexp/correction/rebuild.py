@@ -56,8 +56,8 @@ class Item:
 
 @dataclass(frozen=True)
 class Rebuilt:
-    """What a policy did. `duplicates` and `removed_extras` are indices of valid objects that were left out, and
-    `own_tokens` is the number of tokens of the rollout that were kept."""
+    """A record of what a policy did. `duplicates` and `removed_extras` are indices of valid objects that were left
+    out, and `own_tokens` is the number of tokens of the rollout that were kept."""
 
     items: tuple[Item, ...]
     duplicates: tuple[int, ...]
@@ -235,7 +235,7 @@ class _Answer:
         bounds = (1, *(end + 1 for end in fragment.ends))
         own_ends = token_ends(parsed.prefix_ids, table.pieces)
         written = table.bytes_of(parsed.prefix_ids) + parsed.remainder
-        own = bisect_right(own_ends, _unchanged_bytes(parsed, items, text, bounds, written))
+        own = bisect_right(own_ends, _count_unchanged_bytes(parsed, items, text, bounds, written))
         start = int(own_ends[own - 1]) if own else 0
         new = table.encode(text[start:])
         ends = np.concatenate((own_ends[:own], token_ends(new, table.pieces) + start))
@@ -243,7 +243,7 @@ class _Answer:
         return cls(text, (*parsed.prefix_ids[:own], *new), ends, bounds, spans, own)
 
 
-def _unchanged_bytes(
+def _count_unchanged_bytes(
     parsed: ParsedRollout, items: Sequence[Item], text: bytes, bounds: Sequence[int], written: bytes
 ) -> int:
     """Return how much of the text the model wrote itself, in whole objects. An object counts only if it was valid,

@@ -128,16 +128,16 @@ class Encoder:
         """Channel B: ask the backend for the rollouts of all samples, in one call. It is called with no samples
         too, because generation may contain collectives: of a sharded model, or of an engine that several ranks
         share."""
-        decode, each = Decode.of(self.rollout_matching_cfg), self.rollout_matching_cfg.rollouts_per_sample
+        settings = self.rollout_matching_cfg
+        decode, images = Decode.of(settings), [sample.image for sample in samples]
         requests = [
             Request(image, decode, request_seed(self.seed, at.step, at.micro, self.rank, k))
-            for k, image in enumerate([sample.image for sample in samples] * each)
+            for k, image in enumerate(images * settings.rollouts_per_sample)
         ]
         with self.metrics.measure("rollout"):
-            noise = self.rollout_matching_cfg.noise
-            if noise.enabled:
+            if settings.noise.enabled:
                 rollouts = [
-                    self.training_set.make_noisy_rollout(sample, noise, request.seed, at.step)
+                    self.training_set.make_noisy_rollout(sample, settings.noise, request.seed, at.step)
                     for sample, request in zip(samples, requests, strict=True)
                 ]
             else:

@@ -25,8 +25,9 @@ SUMS = (
     *("parse/objects", "parse/valid", "parse/invalid", "parse/ambiguous", "parse/repeats"),
     *(f"parse/invalid/{reason.value}" for reason in Reason),
     "parse/invalid/unread",
-    *("match/true", "match/matched", "match/missed", "match/extra", "match/gate_rejections", "match/agreed"),
+    *("match/true", "match/matched", "match/missed", "match/extra", "match/gate_rejections"),
     *("target/prefix_tokens", "target/appended_tokens"),
+    "match/agreed",
     *("target/duplicates_removed", "target/extras_removed", "target/moved"),
 )
 PACKING = ("rows", "fill", "segments", "waiting", "oldest_waited", "underfull")

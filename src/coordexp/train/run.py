@@ -16,7 +16,7 @@ from transformers import AutoProcessor, PrinterCallback, TrainingArguments
 from transformers.integrations import TensorBoardCallback
 from transformers.trainer_utils import set_seed
 
-from coordexp.config import Loaded, RolloutContract, Settings
+from coordexp.config import Loaded, RolloutContract, RolloutMatching, Settings
 from coordexp.config.capacity import describe_evaluation
 from coordexp.config.settings import PACKING_KEYS
 from coordexp.data import RecordFile, read_records
@@ -338,17 +338,13 @@ def _identity(settings: Settings, records: RecordFile) -> dict[str, Any]:
     }
     if "B" in settings.channels:
         rollout = settings.rollout_matching.model_dump(mode="json")
-        decoding = ("max_new_tokens", "decoding", "decode_mode", "num_beams", "repeat_terminate", "noise")
+        decoding = ("max_new_tokens", "decoding", "decode_mode", "num_beams", "repeat_terminate")
         identity |= {"training.seed": settings.training.seed, "stage2.b_ratio": settings.stage2.b_ratio}
         identity |= {f"rollout_matching.{name}": rollout[name] for name in (*CORRECTION_SETTINGS, *decoding)}
-        if settings.rollout_matching.correction.is_specified:  # the only policy of earlier releases
-            identity["rollout_matching.correction"] = None
-        each = settings.rollout_matching.rollouts_per_sample
-        identity["rollout_matching.rollouts_per_sample"] = each if each > 1 else None
-        if each == 1:
-            identity["rollout_matching.choice"] = None
-        if not settings.rollout_matching.noise.enabled:
-            identity["rollout_matching.noise"] = None
+        default = RolloutMatching().model_dump(mode="json")
+        for name in ("correction", "rollouts_per_sample", "choice", "noise"):
+            # None, if it has its default: so it is in checkpoints of releases without the setting.
+            identity[f"rollout_matching.{name}"] = None if rollout[name] == default[name] else rollout[name]
     return identity
 
 
