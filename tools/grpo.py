@@ -106,7 +106,7 @@ def make_trainer(options: argparse.Namespace) -> Any:
             "pip install trl==1.16.0 datasets==5.2.0 beside coordexp[train], in an environment of its own",
         ) from error
     records, table = RecordFile(options.train), VocabularyTable.from_folder(options.model)
-    # TRL pads prompts on the left. The processor must do the same, or images of several sizes get wrong positions.
+    # TRL pads prompts on the left. The processor must do the same, or a batch with images of several sizes fails.
     processor = AutoProcessor.from_pretrained(options.model, padding_side="left")
     model = Qwen3VLForConditionalGeneration.from_pretrained(options.model, dtype=torch.float32)
     question = read_question(options.model)
