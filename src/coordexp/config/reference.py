@@ -148,7 +148,7 @@ def _modules() -> Iterator[str]:
     yield "### Every entry\n\n| key | type | default | meaning |\n| --- | --- | --- | --- |"
     for key in ("enabled", "weight", "channels"):
         yield _row(key, spec["properties"][key])
-    for name in ("TokenCE", "CoordReg", "BBoxGeo", "CoordDiag"):
+    for name in ("TokenCE", "CoordReg", "BBoxGeo", "DuplicateUL", "CoordDiag"):
         module = definitions[name]["properties"]
         yield f"\n### `{module['name']['const']}`\n\n{module['name']['description']}\n"
         keys = schema.resolve(module["config"])["properties"]
