@@ -140,9 +140,13 @@ class Book:
             "notes": [],
             "truth": [self._true(j, true, predicted) for j, true in enumerate(truth)],
             "objects": objects,
+            "agreed": [],
+            "rebuilt": None,
+            "choice": None,
             "match": self._match(truth, predicted),
             "prompt_tokens": 87,
             "tokens": {key: getattr(strip, key) for key in ("ids", "roles", "owner", "target", "breaks")},
+            "unlikely": {},
             "trained": None if loss is None else self._trained(strip, step + 1, loss, width),
         }
         self.samples.append(sample)
@@ -227,11 +231,14 @@ class Book:
             "iou": obj.iou,
             "reason": obj.reason,
             "words": obj.words,
+            "number": None,
+            "change": None,
+            "agreed": False,
         }
 
     def _true(self, j: int, true: TrueShape, predicted: Sequence[Predicted]) -> dict[str, Any]:
         by = next((k for k, other in enumerate(predicted) if other.of == j), None)
-        return {"desc": true.desc, "kind": true.kind, "bins": list(true.bins), "by": by}
+        return {"desc": true.desc, "kind": true.kind, "bins": list(true.bins), "by": by, "number": None}
 
     def _match(self, truth: Sequence[TrueShape], predicted: Sequence[Predicted]) -> dict[str, Any]:
         rows = [k for k, obj in enumerate(predicted) if obj.reason is None]

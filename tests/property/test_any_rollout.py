@@ -15,6 +15,8 @@ from coordexp.config import RolloutMatching
 from coordexp.config.rollout import CorrectionPolicy
 from coordexp.correction import Reason, correct, parse_rollout
 from coordexp.correction.parse import LOST, entry_spans
+from coordexp.dumps import CORRECTION_SETTINGS, describe_correction
+from coordexp.inspector.sample import CUT, show_sample
 from tests.rollouts import PROMPT, check_rebuilt, check_rollout, random_policy, random_rollout, random_truth
 from tests.vocabularies import encode, table
 
@@ -41,6 +43,47 @@ def test_under_every_policy_the_rebuilt_answer_has_every_true_object_once_and_su
     truth = random_truth(chooser)
     rollout = random_rollout(chooser, truth, table(vocabulary))
     check_rebuilt(rollout, truth, random_policy(chooser), table(vocabulary), order)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.sampled_from(VOCABULARIES), seeds, st.booleans())
+def test_whatever_was_corrected_the_inspector_links_every_coordinate_to_its_object(vocabulary, seed, is_specified):
+    """An object that is trained has all of its coordinates once in the strip without the cut, in their order."""
+    chooser = random.Random(seed)
+    truth = random_truth(chooser)
+    ids = random_rollout(chooser, truth, table(vocabulary))
+    policy = CorrectionPolicy() if is_specified else random_policy(chooser)
+    dump = _dump(ids, truth, RolloutMatching(correction=policy), table(vocabulary))
+    sample = show_sample(dump, None, table(vocabulary), desc_is_masked=False)
+    tokens, first = sample["tokens"], table(vocabulary).first_coord
+    rows = list(zip(tokens["ids"], tokens["roles"], tokens["owner"], strict=True))
+    assert [id for id, *_ in rows[: len(ids)]] == ids
+    assert [id for id, role, _ in rows if role != CUT] == dump["result"]["streams"]["ids"][len(PROMPT) :]
+    for owner, obj in [*enumerate(sample["objects"]), *((-2 - j, true) for j, true in enumerate(sample["truth"]))]:
+        is_trained = obj.get("by") is None if owner < 0 else obj["reason"] is None
+        is_left_out = obj.get("change") in ("duplicate", "removed")
+        bins = [
+            id - first for id, role, own in rows if own == owner and role != CUT and first <= id < first + 1000
+        ]
+        if is_trained:
+            assert bins == ([] if is_left_out else list(obj["bins"]))
+
+
+def _dump(ids, truth, matching, vocabulary):
+    """Return the parts of a dumped example that the inspector reads."""
+    correction = correct(PROMPT, ids, truth, table=vocabulary, order="desc_first", settings=matching)
+    return {
+        "place": {"step": 0, "micro": 0, "rank": 0, "record": 0},
+        "picture": {"width": 64, "height": 48},
+        "decode": {"mode": "greedy", "temperature": 0.0, "num_beams": 1, "max_new_tokens": 9},
+        "seed": 1,
+        "rollout": {"ids": ids, "finish_reason": "stop"},
+        "truth": [
+            {"desc": true.desc, "kind": true.geometry.kind, "bins": list(true.geometry.bins)} for true in truth
+        ],
+        "settings": matching.model_dump(mode="json", include=set(CORRECTION_SETTINGS)),
+        "result": describe_correction(correction),
+    }
 
 
 @settings(max_examples=200, deadline=None)

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from operator import itemgetter
 
 import numpy as np
+from numpy.typing import NDArray
 
 from coordexp.correction.entries import (
     Coords,
@@ -95,18 +96,32 @@ def entry_spans(ids: Sequence[int], table: VocabularyTable) -> tuple[Span, ...]:
     last object that is cut off extends to the end of the readable text. It is empty if nothing of that object
     was written. Training does not need the ranges, so `parse_rollout` does not spend time on them.
     """
-    parts, _ = _look_up(ids, table)
-    text, _ = _readable_text("".join(parts))
-    ends = np.cumsum([len(part) for part in parts])
+    ends, spans = _locate_entries(ids, table)
 
     def token_at(position: int) -> int:
         return int(np.searchsorted(ends, position, side="right"))
 
-    is_lost = [prediction.reason in LOST for prediction in parse_rollout(ids, table).objects]
-    spans = _spans_in_text(text, is_lost.count(False), any(is_lost))
     return tuple(
         (token_at(start), token_at(end - 1) + 1 if end > start else token_at(start)) for start, end in spans
     )
+
+
+def entry_indices(ids: Sequence[int], table: VocabularyTable) -> list[int]:
+    """Return the index of the object in which each token ends, for display. The separator before an object is part
+    of it. Up to the opening brace the index is -1, and after the last object it is the number of objects."""
+    ends, spans = _locate_entries(ids, table)
+    bounds = [spans[0][0], *(end for _, end in spans)] if spans else []
+    indices: list[int] = (np.searchsorted(bounds, ends) - 1).tolist()
+    return indices
+
+
+def _locate_entries(ids: Sequence[int], table: VocabularyTable) -> tuple[NDArray[np.int64], list[Span]]:
+    """Return the position in the symbol text at which each token ends, and the positions of the entries."""
+    parts, _ = _look_up(ids, table)
+    text, _ = _readable_text("".join(parts))
+    is_lost = [prediction.reason in LOST for prediction in parse_rollout(ids, table).objects]
+    spans = _spans_in_text(text, is_lost.count(False), any(is_lost))
+    return np.cumsum([len(part) for part in parts], dtype=np.int64), spans
 
 
 def _spans_in_text(text: str, complete: int, is_last_lost: bool) -> list[Span]:

@@ -53,7 +53,7 @@ def make_inspector_page(
         "stamp": stamp,
         "report": report,
         "target": objective.target,
-        "pieces": collect_pieces((sample["tokens"]["ids"] for sample in samples), table),
+        "pieces": collect_pieces((_list_ids(sample) for sample in samples), table),
         "coord0": table.first_coord,
         "samples": entries,
     }
@@ -111,6 +111,11 @@ def find_soft_target(objective: Sequence[dict[str, Any]]) -> dict[str, Any] | No
             names = {"sigma": "target_sigma", "truncate": "target_truncate", "temperature": "temperature"}
             return {name: config[key] for name, key in names.items()}
     return None
+
+
+def _list_ids(sample: dict[str, Any]) -> list[int]:
+    """Return the ids that the page shows: those of the strip, and tokens that should be unlikely."""
+    return [*sample["tokens"]["ids"], *sample["unlikely"].values()]
 
 
 def collect_pieces(sequences: Iterable[Sequence[int]], table: VocabularyTable) -> dict[str, str]:

@@ -2,14 +2,25 @@
 
 The strip has the kept prefix, then the tokens that were cut off, in their original place, then the appended tokens
 and the end of the turn. So token i of the answer is token i of the strip, and what follows the prefix in the
-target stands behind the cut.
+target stands behind the cut. If a policy rebuilt the answer, the prefix ends at the first change: the rest of the
+answer is the cut, and behind it stands the rest of the rebuilt answer.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from coordexp.correction import Reason, Role
-from coordexp.correction.parse import entry_spans
+from coordexp.correction.parse import entry_indices, entry_spans
+from coordexp.inspector.rebuilt import (
+    RebuiltAnswer,
+    describe_choice,
+    read_rebuilt,
+    show_agreed,
+    show_choice,
+    valid_indices,
+)
 from coordexp.vocab import VocabularyTable
 
 CUT, MASKED_DESC = 7, 8  # roles that only the page has, numbered after those of `Role`
@@ -43,6 +54,7 @@ ENDED = {
 def summarise_sample(dump: Mapping[str, Any], trained: Mapping[str, Any] | None) -> dict[str, Any]:
     """Return the entry of the index: counts, and the values that samples are filtered and ordered by."""
     place, result, rollout = dump["place"], dump["result"], dump["rollout"]
+    rebuilt = read_rebuilt(dump)
     return {
         "step": place["step"] + 1,
         "record": place["record"],
@@ -56,6 +68,10 @@ def summarise_sample(dump: Mapping[str, Any], trained: Mapping[str, Any] | None)
         "fallback": result["fallback"],
         "finish": rollout["finish_reason"],
         "loss": trained["loss"] if trained else None,
+        "duplicates": rebuilt.count("duplicate") if rebuilt else 0,
+        "removed": rebuilt.count("removed") if rebuilt else 0,
+        "moved": rebuilt.count("moved") if rebuilt else 0,
+        "agreed": sum(owner <= -2 - len(dump["truth"]) for owner in rebuilt.owners) if rebuilt else 0,
     }
 
 
@@ -63,24 +79,30 @@ def show_sample(
     dump: Mapping[str, Any], trained: Mapping[str, Any] | None, table: VocabularyTable, *, desc_is_masked: bool
 ) -> dict[str, Any]:
     """Return the JSON element of a sample."""
-    result = dump["result"]
-    strip = Strip(dump)
+    result, rebuilt = dump["result"], read_rebuilt(dump)
+    strip = Strip(dump, rebuilt)
+    tokens = strip.tokens(table, desc_is_masked=desc_is_masked)
+    taught = {owner for owner, target in zip(tokens["owner"], tokens["target"], strict=True) if target is not None}
     return {
         "width": dump["picture"]["width"],
         "height": dump["picture"]["height"],
         "facts": list_facts(dump),
         "notes": list_notes(dump),
-        "truth": _show_truth(dump),
-        "objects": _show_objects(dump),
+        "truth": _show_truth(dump, rebuilt),
+        "objects": _show_objects(dump, rebuilt, taught),
+        "agreed": show_agreed(dump, rebuilt, table) if rebuilt else [],
+        "rebuilt": {"own": rebuilt.own_tokens, "replaces_desc": rebuilt.replaces_desc} if rebuilt else None,
+        "choice": show_choice(dump),
         "match": {
-            "rows": _valid_indices(result),
+            "rows": valid_indices(result),
             "iou": [[None if value is None else round(value, 6) for value in row] for row in result["iou"]],
             "gate": dump["settings"]["maskiou_gate"],
             "top_k": dump["settings"]["candidate_top_k"],
             "rejections": result["gate_rejections"],
         },
         "prompt_tokens": result["prompt_length"],
-        "tokens": strip.tokens(table, desc_is_masked=desc_is_masked),
+        "tokens": tokens,
+        "unlikely": strip.unlikely(),
         "trained": _show_trace(trained, strip) if trained else None,
     }
 
@@ -88,11 +110,12 @@ def show_sample(
 class Strip:
     """The tokens of a dumped answer and of its target, in the order of the strip."""
 
-    def __init__(self, dump: Mapping[str, Any]) -> None:
+    def __init__(self, dump: Mapping[str, Any], rebuilt: RebuiltAnswer | None) -> None:
         result = dump["result"]
+        self.rebuilt = rebuilt
         self.missed: list[int] = result["missed"]
         self.prompt: int = result["prompt_length"]
-        self.prefix: int = result["prefix_tokens"]
+        self.prefix: int = rebuilt.own_tokens if rebuilt else result["prefix_tokens"]
         self.answer: list[int] = dump["rollout"]["ids"]
         self.streams: dict[str, list[Any]] = {
             name: values[self.prompt :] for name, values in result["streams"].items()
@@ -117,57 +140,85 @@ class Strip:
             "breaks": sorted(breaks),
         }
 
+    def unlikely(self) -> dict[int, int]:
+        """Return, by index in the strip, the tokens that should be unlikely there."""
+        marks = self.rebuilt.unlikely if self.rebuilt else {}
+        return {self.of_target(position - self.prompt): id for position, id in marks.items()}
+
     def _insert_cut(self, values: Sequence[Any], filling: Any) -> list[Any]:
         return [*values[: self.prefix], *[filling] * self.cut, *values[self.prefix :]]
 
     def _find_owners(self, table: VocabularyTable) -> tuple[list[int], set[int]]:
         """Return the object that each token belongs to, and the indices at which lines begin: at entries, at the
         cut and at the tail. A missed object j has the owner -2 - j."""
-        target = self.streams["ids"][:-1]
-        owner = [NOBODY] * (self.cut + len(target) + 1)
+        length = len(self.streams["ids"])
+        owner = [NOBODY] * (self.cut + length)
         breaks = {0, self.prefix, self.prefix + self.cut} if self.cut else {0, self.prefix}
         for k, (start, end) in enumerate(entry_spans(self.answer, table)):
             owner[start:end] = [k] * (end - start)
             breaks.add(start)
-        spans = entry_spans(target, table)
-        kept = len(spans) - len(self.missed)
-        for k, (start, end) in enumerate(spans):
-            if k == kept:  # the comma before the first appended entry belongs to it
-                roles = self.streams["roles"]
-                start = next(p for p in range(self.prefix, end) if roles[p] != Role.masked_prefix)
-            entry_owner = k if k < kept else -2 - self.missed[k - kept]
+        ranges = self._appended_ranges(table) if self.rebuilt is None else self._rebuilt_ranges(table)
+        for start, end, entry_owner in ranges:
             for position in range(max(start, self.prefix), end):
                 owner[self.of_target(position)] = entry_owner
             if start >= self.prefix:
                 breaks.add(self.of_target(start))
         return owner, {index for index in breaks if index < len(owner)}
 
+    def _appended_ranges(self, table: VocabularyTable) -> Iterator[tuple[int, int, int]]:
+        """Yield the range of tokens and the owner of each object of a target to which the missed ones were
+        appended."""
+        spans = entry_spans(self.streams["ids"][:-1], table)
+        kept = len(spans) - len(self.missed)
+        for k, (start, end) in enumerate(spans):
+            if k == kept:  # the comma before the first appended entry belongs to it
+                roles = self.streams["roles"]
+                start = next(p for p in range(self.prefix, end) if roles[p] != Role.masked_prefix)
+            yield start, end, k if k < kept else -2 - self.missed[k - kept]
 
-def _valid_indices(result: Mapping[str, Any]) -> list[int]:
-    """Return which objects of the answer are valid. Rows of the match are numbered by them."""
-    return [k for k, obj in enumerate(result["objects"]) if obj["reason"] is None]
+    def _rebuilt_ranges(self, table: VocabularyTable) -> Iterator[tuple[int, int, int]]:
+        """Yield the range of tokens and the owner of each object of a rebuilt answer. As in training, a token
+        belongs to the object in which it ends."""
+        assert self.rebuilt is not None
+        indices = np.array(entry_indices(self.streams["ids"][:-1], table))
+        for k, owner in enumerate(self.rebuilt.owners):
+            start, end = np.searchsorted(indices, (k, k + 1)).tolist()
+            yield start, end, owner
 
 
-def _show_truth(dump: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return the true objects. `by` is the index of the matched object in the answer."""
-    valid = _valid_indices(dump["result"])
+def _show_truth(dump: Mapping[str, Any], rebuilt: RebuiltAnswer | None) -> list[dict[str, Any]]:
+    """Return the true objects. `by` is the index of the matched object in the answer, and `number` is the number
+    that a missed object got in a rebuilt answer."""
+    valid = valid_indices(dump["result"])
     by = {j: valid[i] for i, j in dump["result"]["pairs"]}
-    return [dict(true) | {"by": by.get(j)} for j, true in enumerate(dump["truth"])]
+    return [
+        dict(true) | {"by": by.get(j), "number": rebuilt.number(-2 - j) if rebuilt else None}
+        for j, true in enumerate(dump["truth"])
+    ]
 
 
-def _show_objects(dump: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return the objects of the answer. `of` is the index of the matched true object."""
+def _show_objects(
+    dump: Mapping[str, Any], rebuilt: RebuiltAnswer | None, taught: set[int]
+) -> list[dict[str, Any]]:
+    """Return the objects of the answer. `of` is the index of the matched true object. For a rebuilt answer,
+    `change` says what was done, `number` is the new number, and `agreed` is True of an extra that is kept or
+    taught because other answers have it too. `taught` are the owners of supervised coordinates."""
     result = dump["result"]
-    valid = _valid_indices(result)
+    valid = valid_indices(result)
     pairs = {valid[i]: (j, result["iou"][i][j]) for i, j in result["pairs"]}
+    removes_extras = rebuilt is not None and dump["settings"]["correction"]["extras"] == "remove"
     objects = []
     for k, obj in enumerate(result["objects"]):
         true, iou = pairs.get(k, (None, None))
+        number = rebuilt.number(k) if rebuilt else None
+        is_kept_extra = number is not None and true is None
         objects.append(
             {name: obj[name] for name in ("desc", "kind", "bins", "reason")}
             | {"key": obj["key"] or "cut off"}  # an object that is not read to its end has no key
             | {"of": true, "iou": None if iou is None else round(iou, 6)}
             | {"words": REASONS[Reason(obj["reason"])] if obj["reason"] else None}
+            | {"number": number, "change": rebuilt.changes.get(k) if rebuilt else None}
+            | {"agreed": is_kept_extra and (removes_extras or k in taught)}
         )
     return objects
 
@@ -192,13 +243,16 @@ def count_invalid(result: Mapping[str, Any]) -> int:
 
 def list_facts(dump: Mapping[str, Any]) -> list[list[str]]:
     """Return rows of a name and a value that say how the answer was made."""
-    rollout, place = dump["rollout"], dump["place"]
+    rollout, place, rebuilt = dump["rollout"], dump["place"], read_rebuilt(dump)
+    kept = rebuilt.own_tokens if rebuilt else dump["result"]["prefix_tokens"]
+    choice = describe_choice(dump)
     return [
         ["answered by", f"the weights after {place['step']:,} update{'' if place['step'] == 1 else 's'}"],
         ["decoding", describe_decoding(dump["decode"])],
+        *([["chosen", choice]] if choice else []),
         ["seed", str(dump["seed"])],
         ["ended", str(ENDED.get(rollout["finish_reason"], rollout["finish_reason"]))],
-        ["answer", f"{len(rollout['ids']):,} tokens, {dump['result']['prefix_tokens']:,} of them kept"],
+        ["answer", f"{len(rollout['ids']):,} tokens, {kept:,} of them kept"],
         ["prompt", f"{dump['result']['prompt_length']:,} tokens"],
         ["place", f"record {place['record']}, micro-step {place['micro']}, rank {place['rank']}"],
     ]
@@ -228,10 +282,13 @@ def list_notes(dump: Mapping[str, Any]) -> list[str]:
     elif any(obj["reason"] in (Reason.syntax, Reason.placeholder) for obj in result["objects"]):
         notes.append(f"The answer cannot be read to its end: its last {cut:,} tokens are cut off.")
     invalid = count_invalid(result)
+    is_rebuilt = result.get("rebuilt") is not None  # otherwise they stay in the answer
     if invalid == 1:
-        notes.append("One object of the answer cannot be used and is not matched.")
+        end = "is not matched, and the corrected answer leaves it out" if is_rebuilt else "is not matched"
+        notes.append(f"One object of the answer cannot be used and {end}.")
     elif invalid:
-        notes.append(f"{invalid:,} objects of the answer cannot be used and are not matched.")
+        end = "are not matched, and the corrected answer leaves them out" if is_rebuilt else "are not matched"
+        notes.append(f"{invalid:,} objects of the answer cannot be used and {end}.")
     if unread := result.get("unread"):
         notes.append(f"Objects in text that is not read, counted by their keys: {unread:,}.")
     return notes

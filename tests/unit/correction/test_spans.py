@@ -3,7 +3,7 @@
 import pytest
 
 from coordexp.correction import Reason, parse_rollout
-from coordexp.correction.parse import entry_spans
+from coordexp.correction.parse import entry_indices, entry_spans
 from tests.unit.correction.conftest import answer, box, entry
 from tests.vocabularies import encode, table
 
@@ -68,3 +68,12 @@ def test_coordinates_lie_inside_the_range_of_their_object():
         assert len(spans) == 2
         for prediction, (start, end) in zip(objects, spans, strict=True):
             assert start < prediction.coord_indices[0] < prediction.coord_indices[3] < end
+
+
+def test_a_token_belongs_to_the_object_in_which_it_ends():
+    assert entry_indices(spell('{"a": 1, "b": 2}'), SMALL) == [-1, *[0] * 6, *[1] * 8, 2]
+    assert entry_indices(spell("{}"), SMALL) == [-1, -1]
+    qwen = table("qwen")
+    ids = [qwen.byte_ids[byte] for byte in b'{"a": {']
+    ids += [qwen.pieces.index(b'},"'), *(qwen.byte_ids[byte] for byte in b'b": 2}')]
+    assert entry_indices(ids, qwen) == [-1, *[0] * 6, *[1] * 6, 2]

@@ -103,14 +103,15 @@ COORD_REG = {
 }
 
 
-def write_dumped_run(folder, steps=(0, 1)):
-    """Write a run whose dumps have the examples of `tests.dumped` at these steps, with their images."""
+def write_dumped_run(folder, steps=(0, 1), **changes):
+    """Write a run whose dumps have the examples of `tests.dumped` at these steps, with their images. `changes` are
+    settings of the rollouts, or another script."""
     tree = settings(output_dir=str(folder))
     tree["custom"]["train_jsonl"] = str(folder / "records.jsonl")
     write_run(folder, lines(), tree | {"rollout_matching": {"pipeline": {"objective": [COORD_REG]}}})
     for name in TRUTH:
         Image.new("RGB", (64, 48), "teal").save(folder / name)
-    encode, _ = dumping(folder)
+    encode, _ = dumping(folder, **changes)
     for step in steps:
         encode(range(len(TRUTH)), StepIndex(step, 0))
     return folder

@@ -10,12 +10,26 @@ const ROLES = {
   7: ["cut", "removed", "broken, unfinished, or the closing brace, which is appended again and trained"],
   8: ["masked", "masked description", "added, but left out of the loss"],
 };
+// In an answer that a correction policy rebuilt, some roles mean something else.
+const REBUILT_ROLES = {
+  ...ROLES,
+  1: ["prefix", "context", "an object of the model, or one that several answers agree on; not trained"],
+  3: ["structure", "trained JSON", "trained: cross entropy"],
+  4: ["desc", "trained description", "trained: cross entropy"],
+  7: ["cut", "removed", "the answer from its first change on; what stays of it is written again below"],
+  8: ["masked", "masked description", "left out of the loss"],
+};
 const KINDS = {
   true: "true shape of a match",
   matched: "matched",
   missed: "missed",
   extra: "extra",
+  duplicate: "duplicate, removed",
+  removed: "extra, removed",
+  agreed: "agreed, added",
 };
+const ALWAYS_LISTED = new Set(["true", "matched", "missed", "extra"]); // other kinds only if the sample has them
+const LEFT_OUT = new Set(["duplicate", "removed"]);
 
 const data = (() => {
   const CACHED = 24; // parsed samples; the row of other steps needs half of them
@@ -40,16 +54,22 @@ const data = (() => {
 
   function state(object) {
     if (object.reason !== null) return "invalid";
+    if (LEFT_OUT.has(object.change)) return object.change;
     return object.of === null ? "extra" : "matched";
   }
 
+  const roles = (sample) => (sample.rebuilt ? REBUILT_ROLES : ROLES);
   const ownerOfTrue = (sample, j) => sample.truth[j].by ?? -2 - j;
+  const ownerOfAgreed = (sample, n) => -2 - sample.truth.length - n;
   const isCoord = (id) => id >= index.coord0 && id < index.coord0 + 1000;
   const isTrained = (role) => role >= 2 && role <= 6;
 
   // The object that an owner stands for, with its key and its state.
   function describeOwner(sample, owner) {
-    if (owner <= -2) return { ...sample.truth[-2 - owner], key: `true ${-1 - owner}`, iou: null, state: "missed" };
+    const added = -2 - owner;
+    const n = added - sample.truth.length;
+    if (n >= 0) return { ...sample.agreed[n], key: `agreed ${n + 1}`, iou: null, state: "agreed" };
+    if (added >= 0) return { ...sample.truth[added], key: `true ${added + 1}`, iou: null, state: "missed" };
     return { ...sample.objects[owner], state: state(sample.objects[owner]) };
   }
 
@@ -63,6 +83,9 @@ const data = (() => {
     sample.objects.forEach((object, owner) => {
       if (object.reason !== null || !object.bins) return;
       all.push({ ...object, form: object.kind, owner, kind: state(object) });
+    });
+    sample.agreed.forEach((object, n) => {
+      if (object.bins) all.push({ ...object, form: object.kind, owner: ownerOfAgreed(sample, n), kind: "agreed" });
     });
     for (const shape of all) shape.box = box(shape.bins);
     return all.sort((a, b) => area(b.box) - area(a.box));
@@ -78,19 +101,32 @@ const data = (() => {
   }
   const area = (ends) => (ends[2] - ends[0]) * (ends[3] - ends[1]);
 
-  // For each owner, the indices of its tokens and of its coordinates.
+  // For each owner, the indices of its tokens and of its coordinates. An object of a rebuilt answer may stand in the
+  // strip twice: as it was written, which is cut, and as it is trained.
   function tokensByOwner(sample) {
     const byOwner = new Map();
     sample.tokens.owner.forEach((owner, i) => {
-      if (!byOwner.has(owner)) byOwner.set(owner, { tokens: [], coords: [] });
-      byOwner.get(owner).tokens.push(i);
-      if (isCoord(sample.tokens.ids[i])) byOwner.get(owner).coords.push(i);
+      if (!byOwner.has(owner)) byOwner.set(owner, { tokens: [], trained: [], cut: [] });
+      const of = byOwner.get(owner);
+      of.tokens.push(i);
+      if (isCoord(sample.tokens.ids[i])) (sample.tokens.roles[i] === 7 ? of.cut : of.trained).push(i);
     });
     byOwner.delete(-1);
+    for (const of of byOwner.values()) of.coords = of.trained.length ? of.trained : of.cut;
     return byOwner;
+  }
+
+  // The coordinates of an object in the copy of it that a token belongs to.
+  function coordsAround(sample, i, byOwner) {
+    const of = byOwner.get(sample.tokens.owner[i]);
+    if (!of) return [];
+    return sample.tokens.roles[i] === 7 ? of.cut : of.coords;
   }
 
   const text = (id) => (isCoord(id) ? String(id - index.coord0) : (index.pieces[id] ?? `#${id}`));
 
-  return { index, sample, image, state, ownerOfTrue, isCoord, isTrained, describeOwner, shapes, tokensByOwner, text };
+  return {
+    index, sample, image, state, roles, ownerOfTrue, ownerOfAgreed, isCoord, isTrained, describeOwner, shapes,
+    tokensByOwner, coordsAround, text,
+  };
 })();

@@ -6,19 +6,22 @@ const detail = (() => {
 
   function show(sample, i, byOwner) {
     const token = read(sample, i);
-    const rank = byOwner.get(token.owner)?.coords.indexOf(i);
+    const coords = data.coordsAround(sample, i, byOwner);
+    const rank = coords.indexOf(i);
     const place = token.coord ? locate(sample, token.owner, rank) : null;
-    const [style, name, meaning] = ROLES[token.role];
+    const [style, name, meaning] = data.roles(sample)[token.role];
     const sign = element("span", `token ${style}${token.coord ? " bin" : ""}`, data.text(token.id));
     const parts = [
       element("h3", "", sign, name),
       element("p", "owner", ...describeOwner(sample, token.owner, place), ` ${meaning[0].toUpperCase()}${meaning.slice(1)}.`),
     ];
     if (token.coord && (token.p || token.target !== null)) parts.push(chart.draw(token), caption(token));
-    parts.push(list("numbers", token.coord ? coordFacts(token) : textFacts(token)));
+    const unlikely = sample.unlikely[i];
+    const mark = unlikely === undefined ? [] : [["should be unlikely here", element("code", "", data.text(unlikely))]];
+    parts.push(list("numbers", [...(token.coord ? coordFacts(token) : textFacts(token)), ...mark]));
     const reason = whyNoNumbers(token);
     if (reason) parts.push(element("p", "no-data", reason));
-    if (!token.coord) parts.push(...coordinates(sample, token.owner, byOwner.get(token.owner)?.coords ?? []));
+    if (!token.coord) parts.push(...coordinates(sample, token.owner, coords));
     host.replaceChildren(...parts);
     if (place) imageView.guide(sample, place.axis, token.written, token.target, token.p);
     else imageView.clear();
@@ -48,7 +51,7 @@ const detail = (() => {
   // Which coordinate of its shape a token is; null if the object has no shape.
   function locate(sample, owner, rank) {
     const { kind, bins } = owner === -1 ? {} : data.describeOwner(sample, owner);
-    if (!bins || rank === undefined || rank < 0) return null;
+    if (!bins || rank < 0) return null;
     const axis = rank % 2 ? "y" : "x";
     return { axis, name: kind === "bbox_2d" ? `${axis}${rank < 2 ? 1 : 2}` : `${axis} of point ${1 + (rank >> 1)}` };
   }
@@ -57,7 +60,7 @@ const detail = (() => {
     if (owner === -1) return ["Part of no object."];
     const { key, desc, state } = data.describeOwner(sample, owner);
     const name = desc === null ? describe(null) : describe(clip(desc, 80));
-    return [place ? `${place.name} of ` : "Part of ", `${clip(key, 40)}, `, name, ` (${state}).`];
+    return [place ? `${place.name} of ` : "Part of ", `${clip(key, 40)}, `, name, ` (${KINDS[state] ?? state}).`];
   }
 
   function caption({ p, q }) {

@@ -26,12 +26,27 @@ const imageView = (() => {
     const line = () => svg("polygon", { points: points.join(" ") });
     const halo = line();
     halo.setAttribute("class", "halo");
-    return svg("g", { class: `shape ${shape.kind}` }, halo, line());
+    return svg("g", { class: `shape ${shape.kind}` }, halo, line(), ...strike(shape, sample));
+  }
+
+  // A diagonal through a shape that the corrected answer leaves out.
+  function strike(shape, sample) {
+    if (!LEFT_OUT.has(shape.kind)) return [];
+    const [x1, y1, x2, y2] = shape.box.map((bin, k) => toPixels(bin, k % 2 ? sample.height : sample.width));
+    return [svg("line", { x1, y1: y2, x2, y2: y1 })];
+  }
+
+  // What a correction policy did with an object, with its numbers in the answer and in the corrected one.
+  function change({ kind, key, change, number }) {
+    if (LEFT_OUT.has(kind)) return kind;
+    if (change === "moved") return `${key.replace("object_", "")} \u2192 ${number}`;
+    return (kind === "missed" || kind === "agreed") && number !== null ? `\u2192 ${number}` : "";
   }
 
   // The name stands above its shape, or inside it where there is no room above.
   function name(shape, height) {
     const tag = element("span", `tag ${shape.kind}`, describe(clip(shape.desc ?? "", 48)));
+    if (change(shape)) tag.append(element("b", "", change(shape)));
     tag.dataset.owner = shape.owner;
     const [left, top, right] = shape.box.map((bin) => (100 * bin) / 999);
     if (left > 55) tag.style.right = `${Math.max(0, 100 - right)}%`;
@@ -51,7 +66,8 @@ const imageView = (() => {
     for (const shape of shapes) {
       const group = outline(shape, sample);
       group.dataset.owner = shape.owner;
-      group.prepend(svg("title", {}, `${KINDS[shape.kind]}: ${clip(shape.desc ?? "", 200)}`));
+      const moved = shape.change === "moved" ? `, moved: ${change(shape)}` : "";
+      group.prepend(svg("title", {}, `${KINDS[shape.kind]}${moved}: ${clip(shape.desc ?? "", 200)}`));
       over.append(group);
     }
     over.append(svg("g", { id: "guides" }));
@@ -59,8 +75,20 @@ const imageView = (() => {
     host.append(...shapes.filter((shape) => shape.kind !== "true").map((shape) => name(shape, height)));
     over.setAttribute("role", "img");
     over.setAttribute("aria-label", `${entry.matched} matched, ${entry.missed} missed, ${entry.extra} extra`);
+    numbering(shapes);
     find("remark").hidden = entry.remark === null;
     find("remark").textContent = entry.remark ?? "";
+  }
+
+  // Explains the numbers beside names with the first of each kind.
+  function numbering(shapes) {
+    const moved = shapes.find((shape) => shape.change === "moved");
+    const added = shapes.find((shape) => !LEFT_OUT.has(shape.kind) && shape.change !== "moved" && change(shape));
+    const parts = [];
+    if (added) parts.push(element("b", "", change(added)), ` added as object_${added.number}. `);
+    if (moved) parts.push(element("b", "", change(moved)), ` moved from ${moved.key} to object_${moved.number}.`);
+    find("numbering").hidden = !parts.length;
+    find("numbering").replaceChildren(...parts);
   }
 
   function small(host, entry, sample) {

@@ -27,6 +27,7 @@ const matrix = (() => {
   function follow(owner) {
     if (find("scale").hidden) return;
     const column = owner <= -2 ? -2 - owner : null;
+    if (column !== null && column >= sample.truth.length) return; // an object that several answers agree on has no column
     const row = column === null ? sample.match.rows.indexOf(owner) : best(column);
     if (row < 0) return;
     draw(part(row, column));

@@ -6,16 +6,22 @@ const objects = (() => {
 
   function show(sample) {
     const predicted = sample.objects.map((object, k) => (
-      row(k, object.key, object.desc, data.state(object), outcome(sample, object))
+      row(k, object.key, object.desc, data.state(object), outcome(sample, object), Boolean(object.change))
     ));
     const truth = sample.truth.map((object, j) => {
       const isMissed = object.by === null;
-      const words = isMissed ? "added to the target" : `by ${clip(sample.objects[object.by].key, 40)}`;
+      const added = object.number === null ? "added to the target" : `added as object_${object.number}`;
+      const words = isMissed ? added : `by ${clip(sample.objects[object.by].key, 40)}`;
       return row(data.ownerOfTrue(sample, j), `true ${j + 1}`, object.desc, isMissed ? "missed" : "true", words);
+    });
+    const agreed = sample.agreed.map((object, n) => {
+      const words = `several answers have it: added as object_${object.number}`;
+      return row(data.ownerOfAgreed(sample, n), `agreed ${n + 1}`, object.desc, "agreed", words, true);
     });
     host.replaceChildren(
       ...group("Predicted", predicted, "The answer has no objects."),
       ...group("True", truth, "This image has no objects."),
+      ...(agreed.length ? group("Agreed", agreed, "") : []),
     );
     active = host.querySelector("[role=option]");
     moveTabStop(null, active);
@@ -23,11 +29,21 @@ const objects = (() => {
 
   function outcome(sample, object) {
     if (object.reason !== null) return object.words ?? object.reason;
-    if (object.of === null) return "matches no true object";
+    if (object.change === "duplicate") return "repeats an earlier object: removed";
+    if (object.change === "removed") return "matches no true object: removed";
+    const number = object.number === null ? "" : renumber(object);
+    if (object.of === null) return `matches no true object${object.agreed ? ", but other answers have it" : ""}${number}`;
     const iou = object.iou === null ? "" : `, IoU ${object.iou.toFixed(2)}`;
     const trueDesc = sample.truth[object.of].desc;
-    const other = trueDesc === object.desc ? "" : `, which is called ${clip(trueDesc, 40)}`;
-    return `true ${object.of + 1}${other}${iou}`;
+    const isCalled = sample.rebuilt?.replaces_desc ? "whose name replaces it:" : "which is called";
+    const other = trueDesc === object.desc ? "" : `, ${isCalled} ${clip(trueDesc, 40)}`;
+    return `true ${object.of + 1}${other}${iou}${number}`;
+  }
+
+  // The new number of an object that was moved, or that others were removed or added before.
+  function renumber({ key, change, number }) {
+    if (change === "moved") return `, moved: ${clip(key, 40)} \u2192 object_${number}`;
+    return key === `object_${number}` ? "" : `, now object_${number}`;
   }
 
   function group(name, rows, none) {
@@ -38,13 +54,15 @@ const objects = (() => {
     return [title, ...(rows.length ? rows : [nothing])];
   }
 
-  function row(owner, key, desc, state, words) {
+  // The words about an object that was changed have a line of their own.
+  function row(owner, key, desc, state, words, isChanged = false) {
     const label = element("span", "desc", describe(desc));
     label.title = clip(desc ?? "", 300);
-    const word = state === "true" ? "found" : state;
+    const word = { true: "found", removed: "extra" }[state] ?? state;
     const outcomeNode = element("span", "outcome", words);
     const node = element("div", `object ${state}`, element("span", "state", word), element("span", "name", key));
     node.append(label, outcomeNode);
+    node.classList.toggle("changed", isChanged);
     node.dataset.owner = owner;
     node.role = "option";
     node.tabIndex = -1;

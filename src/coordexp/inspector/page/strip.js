@@ -99,19 +99,29 @@ const strip = (() => {
     let at = from;
     while (at < to && owner[at] === -1) at += 1;
     if (at === to) return element("span", "margin");
-    const { state, iou } = data.describeOwner(sample, owner[at]);
-    const overlap = iou === null ? "" : ` ${iou.toFixed(2)}`;
-    const words = state === "missed" ? "missed, added" : `${state}${overlap}`;
-    const node = element("span", `margin ${state}`, words);
+    const object = data.describeOwner(sample, owner[at]);
+    const node = element("span", `margin ${object.state}`, outcome(object, at));
     node.dataset.owner = owner[at];
     node.ariaHidden = "true";
     node.classList.toggle("lit", lit.has(owner[at]));
     return node;
   }
 
+  // The end of an object that stands before the first change is not labelled again.
+  function outcome({ state, iou, change, number }, at) {
+    if (sample.rebuilt && sample.tokens.roles[at] === 7) {
+      if (at === sample.rebuilt.own && sample.tokens.owner[at - 1] === sample.tokens.owner[at]) return "";
+      if (change === "moved") return "moved below";
+      if (number !== null) return "rewritten below";
+    }
+    if (state === "missed" || state === "agreed") return `${state}, added`;
+    if (state === "removed") return "extra, removed";
+    return `${state}${iou === null ? "" : ` ${iou.toFixed(2)}`}`;
+  }
+
   function token(i) {
     const { ids, roles, owner } = sample.tokens;
-    const [style, name] = ROLES[roles[i]];
+    const [style, name] = data.roles(sample)[roles[i]];
     const coord = data.isCoord(ids[i]);
     const node = element("span", `token ${style}${coord ? " bin" : ""}`, data.text(ids[i]));
     node.dataset.i = i;
@@ -120,6 +130,11 @@ const strip = (() => {
     node.tabIndex = i === active ? 0 : -1;
     node.ariaSelected = String(i === active);
     node.ariaLabel = `${node.textContent.trim() || "space"}, ${name}`;
+    if (sample.unlikely[i] !== undefined) {
+      node.classList.add("unlikely");
+      node.title = `should be unlikely here: ${data.text(sample.unlikely[i])}`;
+      node.ariaLabel += `, ${node.title}`;
+    }
     node.ariaPosInSet = i + 1;
     node.ariaSetSize = ids.length;
     const nll = sample.trained?.nll[i];
