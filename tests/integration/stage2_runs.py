@@ -146,7 +146,7 @@ def replayed_steps(shown: str) -> int:
     return int(steps)
 
 
-def finish(words: list[str], processes: int = 1, seconds: float = 200, **variables: str) -> str:
+def finish(words: list[str], processes: int = 1, seconds: float = 400, **variables: str) -> str:
     """Run it to its end, which must be exit code 0, and return what it printed."""
     with started(words, processes, **variables) as run:
         code = run.wait(seconds)

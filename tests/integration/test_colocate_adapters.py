@@ -29,7 +29,7 @@ from tests.integration.answers import whole_model
 from tests.integration.colocation import SETTINGS, Colocation, draw_images, ids, with_adapter_sync
 from tests.integration.stage2_runs import config, draw, finish, training
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(480)]
 
 TOKENS = 10
 LORA = Adapter(rank=4, alpha=8, train_coord_rows=False)

@@ -26,7 +26,7 @@ from tests.integration.answers import whole_model
 from tests.integration.colocation import Colocation, draw_images, ids
 from tests.unit.train.offload_worker import resident
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(480)]
 
 TOKENS = 10
 LORA = Adapter(rank=4, alpha=8)

@@ -27,7 +27,7 @@ from tests.integration.stage2_runs import (
     weights,
 )
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(480)]
 
 STEPS = 20
 RUN = {"training__max_steps": STEPS, "training__save_steps": STEPS, "stage2__dump_every": 5}

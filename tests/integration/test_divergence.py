@@ -16,7 +16,7 @@ from coordexp.train.divergence import MAX_BROKEN_STEPS
 from tests.integration.stage2_runs import started
 from tests.integration.test_stage1 import ROOT, config, metrics, ran, train
 
-pytestmark = pytest.mark.timeout(240)
+pytestmark = pytest.mark.timeout(480)
 CONSTANT = {"lr_scheduler_type": "constant"}
 
 

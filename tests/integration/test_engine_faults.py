@@ -31,7 +31,7 @@ from tests.integration.answers import whole_model
 from tests.integration.leavings import leavings
 from tests.integration.stage2_runs import MODEL, ROOT, config, draw, finish, started, steps, training
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(480)]
 
 LONG = {"training__max_steps": 200, "training__save_steps": 200, "training__lr_scheduler_type": "constant"}
 ENGINE = {"gpu_memory_utilization": 0.05, "enforce_eager": True}

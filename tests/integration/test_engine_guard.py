@@ -22,7 +22,7 @@ from coordexp.vocab import VocabularyTable
 from tests.engines import drawing, start_vllm, stop_vllm
 from tests.fake_swift import FakeSwiftRollout
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(480)]
 
 LIMIT = 64
 OFTEN = 473  # a token that this random model writes often; it stands for an object key

@@ -9,7 +9,7 @@ from tests.engines import drawing, start_vllm, stop_vllm, with_transformers, wit
 
 
 @pytest.mark.engine
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(480)
 def test_vllm_and_transformers_agree_on_an_expanded_checkpoint(tmp_path):
     plain = make_model(tmp_path / "plain", tied=False, spread=6.0, coords=False)
     add_coord_tokens(plain, tmp_path / "expanded", noise=1.0)

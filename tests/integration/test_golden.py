@@ -44,7 +44,7 @@ def trace(folder: Path) -> list[tuple[float, int, int]]:
     ]
 
 
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(480)
 def test_ten_steps_have_the_stored_losses(tmp_path):
     steps_now = trace(tmp_path)
     assert [rest for _, *rest in steps_now] == [rest for _, *rest in TRACE]

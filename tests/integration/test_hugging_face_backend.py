@@ -27,7 +27,7 @@ from coordexp.vocab import VocabularyTable
 from tests.scripted import Said, ScriptedBackend
 from tests.steps import RolloutStep
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(240)
 SIDES = (96, 64, 128)
 
 

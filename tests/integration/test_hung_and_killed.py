@@ -19,7 +19,7 @@ from tests.integration.leavings import Leavings, leavings
 from tests.integration.servers import GREEDY, Fleet, infer_request, wait_for
 from tests.integration.stage2_runs import started
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(480)]
 
 HUNG_AFTER = 4.0  # seconds
 HUNG, KILLED = 0, 1  # servers

@@ -6,7 +6,7 @@ from coordexp.demo.model import Size, make_model
 from tests.integration.workers import run_worker
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(240)
 @pytest.mark.parametrize("mode", ["ddp", "fsdp2"])
 def test_two_ranks_give_the_weights_of_one_process_with_and_without_adapters(tmp_path, mode):
     size = Size(hidden=64, layers=1, patch=8, vision_hidden=32, vision_depth=1)

@@ -25,7 +25,7 @@ from coordexp.vocab import VocabularyTable
 from tests.integration.leavings import leavings
 from tests.source import SOURCE
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.timeout(480)
 TRAINED_MODEL = Path("examples/scenes-cpu/model")
 
 

@@ -40,7 +40,7 @@ from tests.integration.stage2_runs import MODEL, started
 from tests.unit.data.test_images import EPS
 from tests.unit.serve.bombs import memory, png_bomb
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(480)]
 
 
 @pytest.fixture

@@ -33,7 +33,7 @@ from tests.integration.servers import (
 from tests.integration.stage2_runs import MODEL, finish, training
 from tests.integration.test_server import answer_with_transformers, ids
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(480)]
 
 LORA = Adapter(rank=4, alpha=8, train_coord_rows=False)
 

@@ -16,7 +16,7 @@ from coordexp.rollout.backend import request_seed
 from tests.integration.servers import GUARD, Fleet
 from tests.integration.stage2_runs import config, finish, replayed_steps, started, steps, training
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(480)]
 
 STEPS = 10
 RUN = {"training__max_steps": STEPS, "training__save_steps": STEPS, "stage2__dump_every": 5}

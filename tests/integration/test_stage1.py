@@ -23,7 +23,7 @@ from coordexp.train.stream import RowStream
 from tests.source import SOURCE
 
 ROOT = Path(__file__).parents[2]
-pytestmark = pytest.mark.timeout(240)
+pytestmark = pytest.mark.timeout(480)
 
 
 @pytest.fixture(scope="module")

@@ -36,7 +36,7 @@ from tests.integration.stage2_runs import (
     weights,
 )
 
-pytestmark = pytest.mark.timeout(240)
+pytestmark = pytest.mark.timeout(480)
 
 SHORT = {"training__max_steps": 3, "training__save_steps": 3}
 EVALUATED = {**SHORT, "training__eval_strategy": "steps", "training__eval_steps": 3}

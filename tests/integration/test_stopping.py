@@ -17,7 +17,7 @@ from coordexp.train.stopping import SAME
 from tests.integration.stage2_runs import Started, started, training
 from tests.integration.test_stage1 import ROOT, config, metrics, train, weights
 
-pytestmark = pytest.mark.timeout(240)
+pytestmark = pytest.mark.timeout(480)
 HELD_OUT = 120
 
 

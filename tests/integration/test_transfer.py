@@ -15,7 +15,7 @@ from coordexp.rollout.buckets import ALIGNMENT, MemoryFile, buckets, find_non_fi
 from coordexp.rollout.engine_side import NothingToAgree, SharedMemoryReceiver, clear_kv_caches, cuda_handle
 from coordexp.rollout.transfer import plain_handle
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(240)
 
 
 def name_weights(*sizes):

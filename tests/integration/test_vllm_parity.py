@@ -8,7 +8,7 @@ IMAGES = [drawing(seed, side) for seed, side in ((0, 128), (1, 128), (2, 96), (3
 
 
 @pytest.mark.engine
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(480)
 def test_vllm_generates_what_transformers_generates_token_for_token(lively_engine, lively_model):
     expected = with_transformers(lively_model, IMAGES, new_tokens=48)
     answers = with_vllm(lively_engine, lively_model, IMAGES, new_tokens=48)

@@ -11,7 +11,7 @@ import pytest
 ROOT = Path.cwd()
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(480)
 def test_a_wheel_installs_into_an_empty_environment_and_checks_configs_there(tmp_path):
     def run(*command: str, code: int = 0) -> str:
         result = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
