@@ -30,13 +30,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, TextIO
 
 import yaml
 from study_data import REGIMES, find_complete, make_data
 from study_table import draw_curves, write_tables
 
-from coordexp.errors import UserError, explain
+from coordexp.errors import UserError
 from coordexp.files import write_whole
 from coordexp.train.checkpoints import checkpoints, is_finished
 
@@ -122,18 +122,9 @@ class Job:
 class RunningJob:
     """A job that has begun. Its log is locked as long as a process of it lives, so nobody else makes the run."""
 
-    def __init__(self, job: Job) -> None:
-        self.job = job
+    def __init__(self, job: Job, log: TextIO) -> None:
+        self.job, self._log = job, log
         self._commands = deque(job.commands)
-        job.log.parent.mkdir(parents=True, exist_ok=True)
-        self._log = job.log.open("a")
-        with explain(
-            BlockingIOError,
-            f"{job.log} belongs to another process that makes {job.name}",
-            "wait until it ends, or end it",
-            to=UserError,
-        ):
-            fcntl.flock(self._log, fcntl.LOCK_EX | fcntl.LOCK_NB)
         self._process = self._begin_next()
 
     def poll(self) -> int | None:
@@ -164,21 +155,42 @@ class RunningJob:
         )
 
 
+def lock_log(file: Path) -> TextIO | None:
+    """Open a log to write to, or return None if another process makes the run."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    log = file.open("a")
+    try:
+        fcntl.flock(log, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        log.close()
+        return None
+    return log
+
+
 def run_jobs(jobs: Sequence[Job], side_by_side: int) -> None:
-    """Run all jobs. If some fail, run the others all the same, and raise UserError at the end."""
-    waiting, running, failed = deque(jobs), list[RunningJob](), list[Job]()
+    """Run all jobs. If some fail, or another process runs them, run the others all the same, and raise UserError
+    at the end."""
+    waiting, running = deque(jobs), list[RunningJob]()
+    failed, busy = list[Job](), list[Job]()
     try:
         while waiting or running:
             while waiting and len(running) < side_by_side:
-                running.append(RunningJob(waiting.popleft()))
+                job = waiting.popleft()
+                if log := lock_log(job.log):
+                    running.append(RunningJob(job, log))
+                else:
+                    busy.append(job)
             time.sleep(POLL_S)
-            ended = [(job, code) for job in running if (code := job.poll()) is not None]
-            failed += [job.job for job, code in ended if code != 0]
-            for job, _ in ended:
-                running.remove(job)
+            ended = [(process, code) for process in running if (code := process.poll()) is not None]
+            failed += [process.job for process, code in ended if code != 0]
+            for process, _ in ended:
+                running.remove(process)
     finally:
-        for job in running:
-            job.stop()
+        for process in running:
+            process.stop()
+    if busy:
+        names = "; ".join(job.name for job in busy)
+        raise UserError(f"another process makes {names}", "wait until it ends, and give this command again")
     if failed:
         logs = ", ".join(str(job.log) for job in failed)
         raise UserError(f"{len(failed)} of {len(jobs)} failed", f"see the end of {logs}")
@@ -226,16 +238,17 @@ class Study:
         commands = () if find_result(self.start) else (train(config),)
         return self.make_job("start", self.start, self.start / f"checkpoint-{steps}", commands, test=True)
 
-    def plan_run(self, name: str, seed: int, settings: Settings, options: argparse.Namespace) -> Job | None:
-        """Return what is left to do for a run, or None."""
-        folder = self.folder / self.regime / f"steps-{options.steps}" / f"{name}-{seed}"
+    def plan_run(
+        self, name: str, seed: int, settings: Settings, *, steps: int, eval_every: int, test: bool = True
+    ) -> Job | None:
+        """Return what is left to do for a run, or None if it is complete."""
+        folder = self.folder / self.regime / f"steps-{steps}" / f"{name}-{seed}"
         start = self.find_start()
         assert start is not None
-        settings = self.describe_run(folder, options.steps, options.eval_every, seed) | settings
+        settings = self.describe_run(folder, steps, eval_every, seed) | settings
         config = write_config(folder, STAGE2_CONFIG, {"model.path": relative(start)} | settings)
-        result = folder / f"checkpoint-{options.steps}"
-        commands = () if find_result(folder) == result else (train(config),)
-        return self.make_job(f"{name}, seed {seed}", folder, result, commands, test=not options.no_test)
+        commands = () if find_result(folder) else (train(config),)
+        return self.make_job(f"{name}, seed {seed}", folder, folder / f"checkpoint-{steps}", commands, test=test)
 
     def describe_run(self, folder: Path, steps: int, eval_every: int, seed: int) -> Settings:
         """Return the settings of a run that are not those of its variant."""
@@ -379,8 +392,11 @@ def make_runs(study: Study, options: argparse.Namespace) -> None:
         )
     if study.find_start() is None:
         make_start(study, START_STEPS, START_STEPS)
+    numbers = {"steps": options.steps, "eval_every": options.eval_every}
     plans = [
-        study.plan_run(options.name or variant, seed, VARIANTS[variant] | changes, options)
+        study.plan_run(
+            options.name or variant, seed, VARIANTS[variant] | changes, **numbers, test=not options.no_test
+        )
         for seed in options.seeds
         for variant in options.variant
     ]
