@@ -181,7 +181,7 @@ def _check_items(items: Any, truth: list[TrueObject], policy: CorrectionPolicy, 
     assert not rebuilt.removed_extras or policy.extras == "remove"
     if policy.extras == "remove":
         assert all(item.true is not None for item in items)
-    if policy.insertion == "in_order":
+    if policy.insertion != "append":
         assert labelled == sorted(labelled)
     else:
         assert predicted == sorted(predicted)

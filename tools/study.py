@@ -81,7 +81,7 @@ AS_SPECIFIED: Settings = {
 IN_ORDER: Settings = {
     f"{CORRECTION}.duplicates": "remove",
     f"{CORRECTION}.extras": "keep",
-    f"{CORRECTION}.insertion": "in_order",
+    f"{CORRECTION}.insertion": "reading_order",
     f"{CORRECTION}.supervise": "matched",
 }
 SAMPLED: Settings = {"rollout_matching.decoding.temperature": 0.7}

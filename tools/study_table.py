@@ -180,8 +180,9 @@ def to_rates(counts: RunCounts) -> dict[str, float]:
 
 
 def count_tokens(folder: Path) -> int:
-    """Return how many tokens the rollouts of a run have."""
-    return int(np.nansum(read_log(folder / "metrics.jsonl").get("rollout/tokens", EMPTY).values))
+    """Return how many tokens a run has generated, in rollouts that were trained on and in others."""
+    log = read_log(folder / "metrics.jsonl")
+    return int(sum(np.nansum(log.get(f"rollout/{name}", EMPTY).values) for name in ("tokens", "unused_tokens")))
 
 
 def _describe(difference: RateDifference | None) -> str:

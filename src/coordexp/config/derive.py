@@ -101,7 +101,22 @@ def _idle_sections(s: Settings) -> Iterator[str]:
         yield "rollout_matching.offload is not used: only colocated vLLM shares memory with the learner"
     elif rollout.offload.enabled and not (rollout.offload.offload_model or rollout.offload.offload_optimizer):
         yield "rollout_matching.offload moves nothing: set offload_model, offload_optimizer or both"
-    for name, section in (("offload", rollout.offload), ("repeat_terminate", rollout.repeat_terminate)):
+    if rollout.rollouts_per_sample == 1 and _non_default_keys(rollout.choice):
+        yield "rollout_matching.choice is not used: rollouts_per_sample is 1"
+    elif rollout.choice.rule == "best" and "votes" in _non_default_keys(rollout.choice):
+        yield "rollout_matching.choice.votes is not used: the rule is best"
+    if (
+        "duplicate_iou" in _non_default_keys(rollout.correction)
+        and rollout.correction.duplicates == "keep"
+        and rollout.rollouts_per_sample == 1
+    ):
+        yield "rollout_matching.correction.duplicate_iou is not used: duplicates are kept"
+    sections = (
+        ("offload", rollout.offload),
+        ("repeat_terminate", rollout.repeat_terminate),
+        ("noise", rollout.noise),
+    )
+    for name, section in sections:
         if section.model_fields_set - {"enabled"} and not section.enabled:
             yield f"rollout_matching.{name} is not used: its enabled is false"
     for name, neutral in (("top_p", 1.0), ("top_k", -1)):

@@ -70,7 +70,8 @@ class BBoxGeoConfig(SettingsSection):
 
 class DuplicateULConfig(SettingsSection):
     ul_weight: NonNegativeFloat = Field(
-        description="Weight of the unlikelihood of tokens that would begin a duplicate, as a mean over answers.",
+        description="Weight of the unlikelihood of tokens that would begin a duplicate. The sum over these tokens "
+        "is divided by the number of answers of the step.",
         examples=[1.0],
     )
 

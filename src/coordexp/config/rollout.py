@@ -202,7 +202,8 @@ class OptimalTransport(SettingsSection):
 
 class CorrectionPolicy(SettingsSection):
     """How an answer is corrected. The defaults are the specified target: the answer is kept as it is, and missed
-    objects are appended."""
+    objects are appended. Under every other policy the answer is written anew from its first change on: its objects
+    are renumbered, and those that are not valid are left out."""
 
     duplicates: Literal["keep", "remove", "unlikelihood"] = Field(
         "keep",
@@ -212,31 +213,33 @@ class CorrectionPolicy(SettingsSection):
     duplicate_iou: Annotated[float, Field(gt=0, le=1)] = Field(
         0.5,
         description="An object is a duplicate if it overlaps an earlier one of the same answer, of any class, by "
-        "at least this IoU. Two objects that match different true objects are never duplicates.",
+        "at least this IoU. An object that matches a true one is never a duplicate, and others that overlap it "
+        "are.",
     )
     extras: Literal["keep", "remove"] = Field(
         "keep",
         description="Objects that match no true object and are not duplicates: keep them without supervision, "
         "because the labels may be incomplete, or remove them.",
     )
-    insertion: Literal["append", "in_order"] = Field(
+    insertion: Literal["append", "in_order", "reading_order"] = Field(
         "append",
-        description="Where missed objects go: at the end of the answer, or where the order of the ground truth "
-        "puts them (in_order).",
+        description="Where missed objects go. `append`: at the end of the answer. `in_order`: where the ground "
+        "truth has them; an extra stays behind the true object that it followed. `reading_order`: where the "
+        "ground truth has them; an extra goes to its place by top edge, then by left edge. It is for data in that "
+        "order.",
     )
     supervise: Literal["missed", "matched", "matched_with_desc"] = Field(
         "missed",
-        description="The text that is supervised: that of missed objects, also the structure of matched ones "
-        "(matched), or also their true `desc`, which replaces their own (matched_with_desc). Coordinates of both "
-        "are always supervised.",
+        description="The text that is supervised. `missed`: that of missed objects. `matched`: also the structure "
+        "of matched objects. `matched_with_desc`: also the `desc` of matched objects, which is the true one in "
+        "place of their own. The coordinates of missed and matched objects are always supervised.",
     )
 
     @property
     def is_specified(self) -> bool:
         """Return whether the answer is kept as it is, which is the specified target."""
-        return self.model_dump(exclude={"duplicate_iou"}) == CorrectionPolicy().model_dump(
-            exclude={"duplicate_iou"}
-        )
+        chosen = (self.duplicates, self.extras, self.insertion, self.supervise)
+        return chosen == ("keep", "keep", "append", "missed")
 
 
 class RolloutChoice(SettingsSection):
@@ -244,8 +247,8 @@ class RolloutChoice(SettingsSection):
 
     rule: Literal["best", "union"] = Field(
         "best",
-        description="`best`: the answer with the highest F1 against the labels. `union`: the same answer, and "
-        "with it the objects that several answers agree on and that no label has.",
+        description="`best`: the answer with the highest F1 against the labels, by shapes alone. `union`: the "
+        "same answer, and with it the objects that several answers agree on and that no label has.",
     )
     votes: Annotated[int, Field(ge=2)] = Field(
         2, description="Answers that must have an object before `union` takes it."
@@ -285,7 +288,7 @@ class RolloutMatching(SettingsSection):
     max_new_tokens: PositiveInt = Field(
         2048, description="Maximum number of tokens in an answer. A longer answer is cut off."
     )
-    rollouts_per_sample: Annotated[int, Field(ge=1, le=64)] = Field(
+    rollouts_per_sample: Annotated[int, Field(ge=1, le=16)] = Field(
         1,
         description="Rollouts of each training sample. More than one needs sampling, and `choice` says what is "
         "trained on.",

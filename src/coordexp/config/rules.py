@@ -258,6 +258,8 @@ def _seeds_are_unique(s: Settings, world: World) -> Iterator[Conflict]:
     for name, limit in (("gradient_accumulation_steps", 512), ("per_device_train_batch_size", 4095 // per_sample)):
         if s.uses_rollouts and (value := getattr(training, name)) > limit:
             fix = f"use at most {limit}: with more, rollouts of one step would share seeds"
+            if per_sample > 1 and limit < 512:
+                fix += f" (rollouts_per_sample is {per_sample})"
             others = (VARIANT, PER_SAMPLE)
             yield Conflict(f"training.{name}", f"{value} is too many for rollouts", fix, others)
     if s.uses_rollouts and world.learners is not None and world.learners > 1024:

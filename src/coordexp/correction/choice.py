@@ -17,7 +17,7 @@ from coordexp.vocab.table import VocabularyTable
 @dataclass(frozen=True)
 class Choice:
     """The answer that is trained on, as an index, and the objects that enough answers agree on and that no label
-    has. `agreed` is None if nothing was asked about agreement."""
+    has. `agreed` is None unless the rule is `union`."""
 
     index: int
     agreed: tuple[TrueObject, ...] | None = None
@@ -30,8 +30,9 @@ def choose_answer(
     table: VocabularyTable,
     settings: RolloutMatching,
 ) -> Choice:
-    """Return the answer with the highest F1 against the labels. Of several, the one with the fewest duplicates is
-    taken, and of those the first."""
+    """Return the choice of the answer with the highest F1 against the labels, by shapes alone. Of several, it is
+    the one with the fewest duplicates, then the most right names, then the fewest invalid objects, then the
+    first."""
     if len(answers) == 1:
         return Choice(0)
     parsed = [parse_rollout(answer, table) for answer in answers]
@@ -41,37 +42,45 @@ def choose_answer(
     return Choice(index, find_agreed(parsed, truth, settings))
 
 
-def _rank(answer: ParsedRollout, truth: Sequence[TrueObject], settings: RolloutMatching) -> tuple[float, int]:
-    shapes = _shapes(answer)
+def _rank(
+    answer: ParsedRollout, truth: Sequence[TrueObject], settings: RolloutMatching
+) -> tuple[float, int, int, int]:
+    valid, shapes = answer.valid, answer.shapes
     match = match_objects(shapes, [true.geometry for true in truth], settings)
-    total = len(shapes) + len(truth)
+    total = len(valid) + len(truth)
     f1 = 2 * len(match.pairs) / total if total else 1.0
-    distinct = {i for i, _ in match.pairs}
-    policy = settings.correction
-    duplicates = find_duplicates(shapes, policy.duplicate_iou, settings.maskiou_resolution, distinct)
-    return f1, -len(duplicates)
+    matched = [i for i, _ in match.pairs]
+    duplicates = find_duplicates(shapes, settings.correction.duplicate_iou, settings.maskiou_resolution, matched)
+    right_names = sum(valid[i].desc == truth[j].desc for i, j in match.pairs)
+    invalid = len(answer.objects) - len(valid) + answer.unread + answer.fallback
+    return f1, -len(duplicates), right_names, -invalid
 
 
 def find_agreed(
     answers: Sequence[ParsedRollout], truth: Sequence[TrueObject], settings: RolloutMatching
 ) -> tuple[TrueObject, ...]:
-    """Return the objects that at least `choice.votes` answers have and that overlap no true object.
+    """Return the objects that at least `choice.votes` answers have and that overlap no true object by
+    `maskiou_gate`. Duplicates within an answer do not count.
 
     Objects of different answers are the same if they overlap like duplicates. The sides of an agreed box are the
     medians over the answers, an agreed polygon is that of the first answer, and the desc is the most frequent one.
     """
-    objects = [
-        (number, TrueObject(str(prediction.desc), prediction.geometry))
-        for number, answer in enumerate(answers)
-        for prediction in answer.valid
-        if prediction.geometry is not None
-    ]
+    policy, resolution = settings.correction, settings.maskiou_resolution
+    objects = []
+    for number, answer in enumerate(answers):
+        shapes = answer.shapes
+        duplicates = set(find_duplicates(shapes, policy.duplicate_iou, resolution))
+        objects += [
+            (number, TrueObject(str(prediction.desc), shape))
+            for i, (prediction, shape) in enumerate(zip(answer.valid, shapes, strict=True))
+            if i not in duplicates
+        ]
     if not objects:
         return ()
     shapes = [thing.geometry for _, thing in objects] + [true.geometry for true in truth]
-    iou = pairwise_iou(shapes, settings.maskiou_resolution)[: len(objects)]
+    iou = pairwise_iou(shapes, resolution)[: len(objects)]
     is_free = np.logical_not((iou[:, len(objects) :] >= settings.maskiou_gate).any(axis=1))
-    is_same = iou[:, : len(objects)] >= settings.correction.duplicate_iou
+    is_same = iou[:, : len(objects)] >= policy.duplicate_iou
     agreed = []
     for first in range(len(objects)):
         if not is_free[first]:
@@ -92,7 +101,3 @@ def _merge(first: TrueObject, members: Sequence[TrueObject]) -> TrueObject:
     sides = np.median([member.geometry.bins for member in members], axis=0)
     x1, y1, x2, y2 = (round(side) for side in sides.tolist())
     return TrueObject(desc, Geometry("bbox_2d", (x1, y1, x2, y2)))
-
-
-def _shapes(answer: ParsedRollout) -> list[Geometry]:
-    return [prediction.geometry for prediction in answer.valid if prediction.geometry is not None]

@@ -19,7 +19,7 @@ from coordexp.vocab.table import VocabularyTable
 @dataclass(frozen=True, eq=False)
 class Correction:
     """A corrected answer with the steps that led to it. `match` pairs `parsed.valid` with the true objects.
-    `rebuilt` is None under the specified policy, which keeps the answer as it is."""
+    `rebuilt` is None if the answer is kept as it is and only continued."""
 
     parsed: ParsedRollout
     match: MatchResult
@@ -43,14 +43,14 @@ def correct(
     agreed: Sequence[TrueObject] | None = None,
 ) -> Correction:
     """Return the correction of an answer, given the token ids of its prompt and the true objects of its image.
-    `agreed` are objects without a label that several answers to the image have; None if there is one answer."""
+    `agreed` are objects without a label that several answers to the image have. It is None unless the rule of the
+    choice is `union`."""
     parsed = parse_rollout(answer_ids, table)
-    predicted = [prediction.geometry for prediction in parsed.valid if prediction.geometry is not None]
-    match = match_objects(predicted, [true.geometry for true in truth], settings)
+    match = match_objects(parsed.shapes, [true.geometry for true in truth], settings)
     if settings.correction.is_specified and agreed is None:
         segment = build_segment(prompt_ids, parsed, match, truth, table=table, order=order, settings=settings)
         return Correction(parsed, match, segment)
-    result = rebuild(
+    segment, rebuilt = rebuild(
         prompt_ids, parsed, match, truth, table=table, order=order, settings=settings, agreed=agreed or ()
     )
-    return Correction(parsed, *result)
+    return Correction(parsed, match, segment, rebuilt)

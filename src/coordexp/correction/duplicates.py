@@ -9,28 +9,26 @@ from coordexp.data import Geometry
 
 
 def find_duplicates(
-    shapes: Sequence[Geometry], iou: float, resolution: int = 256, distinct: Collection[int] = ()
+    shapes: Sequence[Geometry], iou: float, resolution: int = 256, certain: Collection[int] = ()
 ) -> tuple[int, ...]:
     """Return the indices of the shapes that overlap an earlier shape by at least `iou`.
 
     A duplicate itself repeats nothing: in a chain of shapes where each overlaps only the one before, every second
-    one is a duplicate. Two shapes in `distinct` are known to be different objects, so neither is a duplicate of
-    the other.
+    one is a duplicate. The shapes in `certain` are known to be objects of their own: they are never duplicates,
+    and any other shape that overlaps one of them is, even if it is the earlier one.
     """
     if not 0 < iou <= 1:
         raise ValueError(f"an IoU of {iou}: it must be above 0 and at most 1")
     if len(shapes) < 2:
         return ()
-    overlaps = np.tril(pairwise_iou(shapes, resolution) >= iou, k=-1)
-    if not overlaps.any():
-        return ()
-    if distinct:
-        known = np.isin(np.arange(len(shapes)), list(distinct))
-        overlaps &= ~np.logical_and.outer(known, known)
-    is_kept = np.ones(len(shapes), dtype=bool)
-    for i in np.flatnonzero(overlaps.any(axis=1)):
-        is_kept[i] = not (overlaps[i] & is_kept).any()
-    return tuple(np.flatnonzero(~is_kept).tolist())
+    overlaps = pairwise_iou(shapes, resolution) >= iou
+    np.fill_diagonal(overlaps, False)
+    is_kept = np.isin(np.arange(len(shapes)), list(certain))
+    is_duplicate = np.zeros(len(shapes), dtype=bool)
+    for i in np.flatnonzero(~is_kept):  # in rising order, so all that stays before i is known
+        is_duplicate[i] = (overlaps[i] & is_kept).any()
+        is_kept[i] = not is_duplicate[i]
+    return tuple(np.flatnonzero(is_duplicate).tolist())
 
 
 def pairwise_iou(shapes: Sequence[Geometry], resolution: int) -> Floats:

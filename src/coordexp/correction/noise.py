@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from coordexp.config.rollout import NoiseAnswers
 from coordexp.correction.segment import FieldOrder, serialise
-from coordexp.data import BINS, Geometry, TrueObject
+from coordexp.data import BINS, Geometry, TrueObject, is_degenerate
 from coordexp.vocab.table import VocabularyTable
 
 
@@ -39,7 +39,7 @@ def _shift(true: TrueObject, jitter: float, chooser: random.Random) -> TrueObjec
         min(BINS - 1, max(0, round(bin + chooser.uniform(-jitter, jitter) * sizes[k % 2])))
         for k, bin in enumerate(bins)
     )
-    if true.geometry.kind == "bbox_2d" and not (moved[0] < moved[2] and moved[1] < moved[3]):
+    if is_degenerate(true.geometry.kind, moved):
         moved = bins
     return TrueObject(true.desc, Geometry(true.geometry.kind, moved))
 

@@ -24,7 +24,7 @@ from coordexp.correction.entries import (
     read_canonical_run,
 )
 from coordexp.correction.json_text import Broken, expect, read_pair, skip_space
-from coordexp.data import BINS
+from coordexp.data import BINS, Geometry
 from coordexp.vocab.table import PLACEHOLDER, STOP, UNKNOWN, VocabularyTable
 
 
@@ -48,6 +48,11 @@ class ParsedRollout:
     @property
     def valid(self) -> tuple[PredictedObject, ...]:
         return tuple(prediction for prediction in self.objects if prediction.is_valid)
+
+    @property
+    def shapes(self) -> list[Geometry]:
+        """Return the shapes of the valid objects."""
+        return [prediction.geometry for prediction in self.objects if prediction.geometry is not None]
 
 
 # Every part is possessive, so that counting takes one pass over the text.

@@ -9,18 +9,18 @@ out. The tokens of the rollout are kept as long as they spell the rebuilt answer
 difference on, the answer is encoded anew.
 """
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
+from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from itertools import pairwise
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from coordexp.config.rollout import CorrectionPolicy, RolloutMatching
-from coordexp.correction.duplicates import find_duplicates
+from coordexp.correction.duplicates import find_duplicates, pairwise_iou
 from coordexp.correction.entries import PredictedObject
-from coordexp.correction.match import MatchResult, bounding_boxes, match_objects
+from coordexp.correction.match import MatchResult, match_objects
 from coordexp.correction.parse import ParsedRollout
 from coordexp.correction.segment import (
     SUPERVISED_ROLE,
@@ -76,25 +76,6 @@ class Rebuilt:
         return tuple(moved)
 
 
-def remove_duplicates(
-    valid: Sequence[PredictedObject], truth: Sequence[TrueObject], match: MatchResult, settings: RolloutMatching
-) -> tuple[MatchResult, tuple[int, ...]]:
-    """Return the match of the objects that are not duplicates, and the indices of the duplicates. Indices are
-    those of all valid objects, and duplicates count as false positives."""
-    shapes = [_geometry(prediction) for prediction in valid]
-    distinct = {i for i, _ in match.pairs}
-    policy = settings.correction
-    duplicates = find_duplicates(shapes, policy.duplicate_iou, settings.maskiou_resolution, distinct)
-    if distinct.isdisjoint(duplicates):
-        return match, duplicates
-    kept = [i for i in range(len(valid)) if i not in duplicates]
-    again = match_objects([shapes[i] for i in kept], [true.geometry for true in truth], settings)
-    pairs = tuple([(kept[i], j) for i, j in again.pairs])
-    matched = {i for i, _ in pairs}
-    extras = tuple([i for i in range(len(valid)) if i not in matched])
-    return replace(match, pairs=pairs, missed=again.missed, false_positives=extras), duplicates
-
-
 def rebuild(
     prompt_ids: Sequence[int],
     parsed: ParsedRollout,
@@ -105,44 +86,50 @@ def rebuild(
     order: FieldOrder,
     settings: RolloutMatching,
     agreed: Sequence[TrueObject] = (),
-) -> tuple[MatchResult, Segment, Rebuilt]:
-    """Return the match without duplicates, the segment of the rebuilt answer, and what was changed. `match` pairs
-    all of `parsed.valid` with `truth`, and `agreed` are objects that no label has and several answers do."""
+) -> tuple[Segment, Rebuilt]:
+    """Return the segment of the rebuilt answer, and what was changed. `match` pairs `parsed.valid` with `truth`,
+    and `agreed` are objects that no label has and several answers do."""
     policy, valid = settings.correction, parsed.valid
     duplicates: tuple[int, ...] = ()
     if policy.duplicates != "keep":
-        match, duplicates = remove_duplicates(valid, truth, match, settings)
+        duplicates = find_duplicates(
+            parsed.shapes, policy.duplicate_iou, settings.maskiou_resolution, [i for i, _ in match.pairs]
+        )
     extras = [i for i in match.false_positives if i not in duplicates]
-    confirmed, unseen = _match_agreed(valid, extras, agreed, settings)
+    confirmed, unseen = _match_agreed(parsed.shapes, extras, agreed, settings)
     removed = tuple([i for i in extras if policy.extras == "remove" and i not in confirmed])
-    items = [
-        *_make_predicted_items(valid, match, truth, {*duplicates, *removed}, confirmed, settings),
-        *(Item(None, None, thing, _bins(thing) if settings.choice.pseudo_labels else None) for thing in unseen),
-        *(Item(None, j, truth[j], _bins(truth[j])) for j in match.missed),
-    ]
-    items = _order_items(items, truth, policy)
+    items = _order_items(
+        [
+            *_make_predicted_items(valid, match, truth, {*duplicates, *removed}, confirmed, settings),
+            *(
+                Item(None, None, thing, _bins(thing) if settings.choice.pseudo_labels else None)
+                for thing in unseen
+            ),
+            *(Item(None, j, truth[j], _bins(truth[j])) for j in match.missed),
+        ],
+        policy,
+    )
     fragment = serialise([item.content for item in items], after=b"{", first_number=1, order=order, table=table)
     answer = _Answer.of(parsed, items, fragment, table)
     segment = _make_segment(prompt_ids, answer, items, policy, table, starts_anew=parsed.fallback)
     if policy.duplicates == "unlikelihood":
         entries = [(i, TrueObject(str(valid[i].desc), _geometry(valid[i]))) for i in duplicates]
         _mark_unlikely(segment, answer, items, entries, order, table)
-    return match, segment, Rebuilt(tuple(items), duplicates, removed, answer.own_tokens)
+    return segment, Rebuilt(tuple(items), duplicates, removed, answer.own_tokens)
 
 
 def _match_agreed(
-    valid: Sequence[PredictedObject],
-    extras: Sequence[int],
-    agreed: Sequence[TrueObject],
-    settings: RolloutMatching,
+    shapes: Sequence[Geometry], extras: Sequence[int], agreed: Sequence[TrueObject], settings: RolloutMatching
 ) -> tuple[dict[int, TrueObject], list[TrueObject]]:
-    """Return the extras that are among the agreed objects, and the agreed objects that this answer does not
-    have."""
+    """Return the extras that are among the agreed objects, and the agreed objects that this answer does not have.
+    An agreed object that repeats any object of the answer, such as a duplicate that was removed, is neither."""
     if not agreed:
         return {}, []
-    shapes = [_geometry(valid[i]) for i in extras]
-    match = match_objects(shapes, [thing.geometry for thing in agreed], settings)
-    return {extras[i]: agreed[j] for i, j in match.pairs}, [agreed[j] for j in match.missed]
+    found = [thing.geometry for thing in agreed]
+    match = match_objects([shapes[i] for i in extras], found, settings)
+    iou = pairwise_iou([*shapes, *found], settings.maskiou_resolution)[len(shapes) :, : len(shapes)]
+    repeats = set(np.nonzero(iou >= settings.correction.duplicate_iou)[0].tolist())
+    return {extras[i]: agreed[j] for i, j in match.pairs}, [agreed[j] for j in match.missed if j not in repeats]
 
 
 def _make_predicted_items(
@@ -156,18 +143,17 @@ def _make_predicted_items(
     """Return the predicted objects that stay, in the order of the answer. `confirmed` are extras that other
     answers have too, with what they agree on."""
     partner = dict(match.pairs)
-    shapes = {i: truth[j].geometry for i, j in match.pairs}
+    labels = {i: truth[j] for i, j in match.pairs}
     if settings.choice.pseudo_labels:
-        shapes |= {i: thing.geometry for i, thing in confirmed.items()}
-    pairs = [(_geometry(valid[i]), shape) for i, shape in shapes.items()]
-    targets = dict(zip(shapes, coord_targets(pairs, settings.optimal_transport), strict=True))
+        labels |= confirmed
+    pairs = [(_geometry(valid[i]), label.geometry) for i, label in labels.items()]
+    targets = dict(zip(labels, coord_targets(pairs, settings.optimal_transport), strict=True))
     corrects_desc = settings.correction.supervise == "matched_with_desc"
     items = []
     for i, prediction in enumerate(valid):
         if i not in left_out:
-            j = partner.get(i)
-            desc = truth[j].desc if j is not None and corrects_desc else str(prediction.desc)
-            items.append(Item(i, j, TrueObject(desc, _geometry(prediction)), targets.get(i)))
+            desc = labels[i].desc if i in labels and corrects_desc else str(prediction.desc)
+            items.append(Item(i, partner.get(i), TrueObject(desc, _geometry(prediction)), targets.get(i)))
     return items
 
 
@@ -175,39 +161,43 @@ def _bins(thing: TrueObject) -> tuple[float, ...]:
     return tuple(map(float, thing.geometry.bins))
 
 
-def _order_items(items: list[Item], truth: Sequence[TrueObject], policy: CorrectionPolicy) -> list[Item]:
-    """Return the items in the order of the policy: as they are, or with the true objects in the order of the
-    ground truth.
-
-    If the ground truth is sorted by top edges, or else by left edges, extras are put where that order has them.
-    Otherwise an extra stays behind the true object that it followed.
-    """
+def _order_items(items: list[Item], policy: CorrectionPolicy) -> list[Item]:
+    """Return the items in the order of the policy: as they are, or with all true objects in the order of the
+    ground truth and extras among them."""
     if policy.insertion == "append":
         return items
     labelled = sorted((item for item in items if item.true is not None), key=_true_index)
     extras = [item for item in items if item.true is None]
-    if not extras or not labelled:
-        return labelled + extras
-    edges = bounding_boxes([true.geometry for true in truth])[:, :2]
-    of_extras = bounding_boxes([item.content.geometry for item in extras])[:, :2]
-    behind: list[list[Item]] = [[] for _ in range(len(labelled) + 1)]  # behind[k]: the extras behind k objects
-    for axis in (1, 0):
-        if all(left <= right for left, right in pairwise(edges[:, axis])):
-            places = np.searchsorted(edges[:, axis], of_extras[:, axis], side="right")
-            for k in np.lexsort((of_extras[:, 0], of_extras[:, 1]) if axis else of_extras.T):
-                behind[places[k]].append(extras[k])
-            break
-    else:
-        place = 0
-        for item in items:  # the order of the answer, as long as they were predicted
-            if item.true is None:
-                behind[place].append(item)
-            elif item.predicted is not None:
-                place = item.true + 1
-    merged = behind[0]
-    for item, followers in zip(labelled, behind[1:], strict=True):
-        merged += [item, *followers]
-    return merged
+    if policy.insertion == "reading_order":
+        return _place_in_reading_order(extras, labelled)
+    followers: list[list[Item]] = [
+        [] for _ in range(len(labelled) + 1)
+    ]  # followers[k] stand behind k true objects
+    place = 0
+    for item in items:
+        if item.true is None:
+            followers[place].append(item)
+        elif item.predicted is not None:
+            place = item.true + 1
+    return [*followers[0], *(item for k, true in enumerate(labelled, 1) for item in (true, *followers[k]))]
+
+
+def _place_in_reading_order(extras: Sequence[Item], labelled: Sequence[Item]) -> list[Item]:
+    """Return all items, with each extra before the first true object that begins below it, or beside it and
+    further right."""
+    waiting = deque(sorted(extras, key=_corner))
+    result: list[Item] = []
+    for item in labelled:
+        while waiting and _corner(waiting[0]) < _corner(item):
+            result.append(waiting.popleft())
+        result.append(item)
+    return [*result, *waiting]
+
+
+def _corner(item: Item) -> tuple[int, int]:
+    """Return the top and the left edge of an object."""
+    bins = item.content.geometry.bins
+    return min(bins[1::2]), min(bins[::2])
 
 
 def _true_index(item: Item) -> int:
@@ -334,22 +324,38 @@ def _mark_unlikely(
     table: VocabularyTable,
 ) -> None:
     """For each duplicate, mark the first token at which it would differ from the rebuilt answer, had the model
-    written it behind the object that it followed. Of several duplicates at one token, the first is marked."""
+    written it behind the object that it followed.
+
+    Of several duplicates at one token, the first is marked. A supervised coordinate gets no mark: its own loss
+    says which bins are right there, and the bin of the duplicate may be one of them.
+    """
+    places = sorted((item.predicted, k) for k, item in enumerate(items, 1) if item.predicted is not None)
     for i, duplicate in duplicates:
-        before = [k for k, item in enumerate(items, 1) if item.predicted is not None and item.predicted < i]
-        place = before[-1] if before else 0
+        before = bisect_left(places, (i, 0))
+        place = places[before - 1][1] if before else 0
         end = answer.bounds[place]
+        entry = serialise([duplicate], after=answer.text[:end], first_number=place + 1, order=order, table=table)
+        differing = end + _common_length(entry.text, answer.text[end : end + len(entry.text)])
+        # Tokens up to the first differing byte can differ, from the one that contains the place on.
+        likely = segment.prompt_length + int(np.searchsorted(answer.ends, differing, side="right"))
+        if segment.unlikely[likely] >= 0:
+            continue
         first = int(np.searchsorted(answer.ends, end, side="right"))
         start = int(answer.ends[first - 1]) if first else 0
-        context = answer.text[start:end]
-        entry = serialise([duplicate], after=answer.text[:end], first_number=place + 1, order=order, table=table)
-        written = table.encode(context + entry.text[: entry.ends[0]])
+        written = table.encode(answer.text[start:end] + entry.text[: entry.ends[0]])
         for position, (wrong, right) in enumerate(zip(written, answer.ids[first:], strict=False), first):
             if wrong != right:
                 at = segment.prompt_length + position
-                if segment.unlikely[at] < 0:
+                if segment.unlikely[at] < 0 and np.isnan(segment.coord_targets[at]):
                     segment.unlikely[at] = wrong
                 break
+
+
+def _common_length(left: bytes, right: bytes) -> int:
+    """Return the number of bytes at the beginning that are the same."""
+    return next(
+        (k for k, (a, b) in enumerate(zip(left, right, strict=False)) if a != b), min(len(left), len(right))
+    )
 
 
 def _geometry(prediction: PredictedObject) -> Geometry:

@@ -19,14 +19,12 @@ from torch.nn.functional import cross_entropy, smooth_l1_loss
 from coordexp.config.pipeline import CoordRegConfig
 from coordexp.correction import Role, TokenKind
 from coordexp.data import BINS
-from coordexp.objective.split import VocabularySplit, split_vocabulary
+from coordexp.objective.split import VocabularySplit, split_vocabulary, unlikelihood
 from coordexp.pack.collate import Supervision
 
 COORD_ROLES = frozenset({Role.matched_coord, Role.tail_coord})
 TEXT_ROLES = frozenset({Role.tail_structure, Role.tail_desc, Role.end_of_turn})
 TEXT_KINDS = frozenset({TokenKind.structure, TokenKind.desc, TokenKind.end_of_turn})
-
-LEAST_SURPRISE = 1e-6  # added to -log p, so that the loss of a certain duplicate is finite
 
 
 @dataclass(frozen=True)
@@ -71,9 +69,9 @@ class Split:
             self(1.0)
         return next(iter(self._by_temperature.values())).broken
 
-    def unlikely(self, here: Tensor) -> VocabularySplit:
-        """Return the split of the positions in `here`, with the unlikely tokens as those that follow."""
-        return split_vocabulary(self._logits[here], self._supervision.unlikely[here], self._first_coord)
+    def unlikelihood(self, here: Tensor) -> Tensor:
+        """Return -log(1 - p) of the unlikely tokens at the positions in `here`."""
+        return unlikelihood(self._logits[here], self._supervision.unlikely[here])
 
 
 @dataclass(frozen=True)
@@ -165,8 +163,7 @@ def duplicate_ul(
     """Unlikelihood, -log(1 - p), of the tokens that would begin a duplicate. The positions are those where one is
     marked; the token that stands there may be supervised or not."""
     here = allowed & (s.unlikely >= 0)
-    surprise = split.unlikely(here).cross_entropy()  # -log p
-    return {"ul": Measure(-torch.log(-torch.expm1(-(surprise + LEAST_SURPRISE))).sum(), here.sum())}
+    return {"ul": Measure(split.unlikelihood(here).sum(), here.sum())}
 
 
 def soft_target(targets: Tensor, sigma: float, truncate: int | None) -> Tensor:

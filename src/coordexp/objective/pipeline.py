@@ -133,7 +133,7 @@ class Objective:
     def _allow_positions(self, active: ActiveModule, s: Supervision) -> Tensor:
         """Return a mask of the positions that a module may use."""
         allowed = _is_on_channel(active.channels, s) & ((s.weights > 0) | (s.unlikely >= 0))
-        if self._masked:
+        if self._masked and active.module.name != "duplicate_ul":
             allowed &= ~(_is_on_channel(self._masked, s) & (s.roles == Role.tail_desc))
         return allowed
 

@@ -67,6 +67,15 @@ def split_vocabulary(logits: Tensor, ids: Tensor, first_coord: int, temperature:
     return VocabularySplit(*_Split.apply(logits, ids, first_coord, temperature))
 
 
+def unlikelihood(logits: Tensor, ids: Tensor) -> Tensor:
+    """Return -log(1 - p) of the tokens `ids`, one for each row of `logits`. It compares each token with all
+    others, so it is exact, and has a gradient, even if the model is certain of the token."""
+    clean = _clamp(logits, clean=False)
+    chosen = clean.gather(1, ids[:, None])[:, 0]
+    others = clean.scatter(1, ids[:, None], -torch.inf).logsumexp(-1)
+    return softplus(chosen - others)
+
+
 class _Split(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, ids: Tensor, first: int, temperature: float) -> tuple[Tensor, ...]:

@@ -137,6 +137,11 @@ class GrowingLayer(DynamicLayer):
         self.keys, self.values = (buffer[..., :end, :] for buffer in self._buffers)
         return self.keys, self.values
 
+    def reorder_cache(self, *args: Any, **kwargs: Any) -> None:
+        raise NotImplementedError("rows of this cache keep their places; beam search needs transformers' own")
+
+    batch_repeat_interleave = batch_select_indices = reorder_cache
+
     def _enlarge(self, buffer: Tensor, start: int, end: int) -> Tensor:
         *shape, _, size = buffer.shape
         larger = buffer.new_empty(*shape, end + max(self.SPARE, end // 2), size)

@@ -129,10 +129,17 @@ class Encoder:
         too, because generation may contain collectives: of a sharded model, or of an engine that several ranks
         share."""
         settings = self.rollout_matching_cfg
-        decode, images = Decode.of(settings), [sample.image for sample in samples]
+        decode, per_sample = Decode.of(settings), settings.rollouts_per_sample
+        # The requests of an image follow each other, so that one server or prefix cache gets them. Their seeds are
+        # numbered by rounds, so that the first one has the same seed with one rollout per sample and with several.
         requests = [
-            Request(image, decode, request_seed(self.seed, at.step, at.micro, self.rank, k))
-            for k, image in enumerate(images * settings.rollouts_per_sample)
+            Request(
+                sample.image,
+                decode,
+                request_seed(self.seed, at.step, at.micro, self.rank, round * len(samples) + k),
+            )
+            for k, sample in enumerate(samples)
+            for round in range(per_sample)
         ]
         with self.metrics.measure("rollout"):
             if settings.noise.enabled:
@@ -144,7 +151,7 @@ class Encoder:
                 rollouts = self.backend.generate(requests)
         answers = list(zip(requests, rollouts, strict=True))
         return [
-            AnsweredSample(sample, *zip(*answers[k :: len(samples)], strict=True))
+            AnsweredSample(sample, *zip(*answers[k * per_sample : (k + 1) * per_sample], strict=True))
             for k, sample in enumerate(samples)
         ]
 

@@ -343,7 +343,7 @@ def _identity(settings: Settings, records: RecordFile) -> dict[str, Any]:
         identity |= {f"rollout_matching.{name}": rollout[name] for name in (*CORRECTION_SETTINGS, *decoding)}
         default = RolloutMatching().model_dump(mode="json")
         for name in ("correction", "rollouts_per_sample", "choice", "noise"):
-            # None, if it has its default: so it is in checkpoints of releases without the setting.
+            # A default is stored as None, because checkpoints of earlier releases lack the key.
             identity[f"rollout_matching.{name}"] = None if rollout[name] == default[name] else rollout[name]
     return identity
 

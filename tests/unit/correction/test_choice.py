@@ -9,7 +9,7 @@ from tests.vocabularies import encode
 
 TRUTH = [CUP, CAT]
 BEST = RolloutMatching(rollouts_per_sample=3, decoding={"temperature": 0.7})
-IN_ORDER = CorrectionPolicy(insertion="in_order")
+IN_ORDER = CorrectionPolicy(insertion="reading_order")
 
 
 def union(votes: int = 2, policy: CorrectionPolicy = IN_ORDER, **choice) -> RolloutMatching:
@@ -41,6 +41,14 @@ def test_of_equal_answers_the_one_with_fewer_duplicates_is_chosen_and_then_the_f
     assert choose(write(CUP, CAT, again), write(CUP, CAT, lamp), write(CUP, CAT, lamp)).index == 1
 
 
+def test_of_answers_with_the_same_shapes_the_one_with_the_right_names_is_chosen_and_then_the_cleaner_one():
+    mug = box("mug", 0, 0)
+    assert choose(write(mug, CAT), write(CUP, CAT)).index == 1
+    broken = write(CUP, CAT)[:-1] + ', "object_9": {"desc": "x"}}'
+    assert choose(broken, write(CUP, CAT)).index == 1
+    assert choose("Sure!", "{}", truth=[]).index == 1
+
+
 def test_if_nothing_is_true_the_empty_answer_is_chosen():
     assert choose(write(CUP), "{}", truth=[]).index == 1
 
@@ -64,6 +72,21 @@ def test_two_objects_of_one_answer_are_one_vote():
     assert choose(write(DOG, box("dog", 504, 300)), write(CUP), settings=union()).agreed == ()
 
 
+def test_a_duplicate_that_all_answers_repeat_is_not_agreed():
+    """The second box of each answer overlaps the first one, which matches, and the label by less than the gate."""
+    pair = box("cup", 22, 0), box("cup", 55, 0)
+    policy = CorrectionPolicy(duplicates="remove")
+    correction = corrected(write(*pair), write(*pair), write(*pair), settings=union(policy=policy))
+    assert text_of(correction) == write(pair[0], CAT)
+
+
+def test_a_pseudo_label_gets_the_name_that_the_answers_agree_on():
+    policy = CorrectionPolicy(insertion="in_order", supervise="matched_with_desc")
+    texts = write(CUP, box("fox", 500, 300), CAT), write(DOG), write(DOG)
+    correction = corrected(*texts, settings=union(policy=policy, pseudo_labels=True))
+    assert text_of(correction) == write(CUP, DOG, CAT)
+
+
 def test_an_agreed_object_is_inserted_without_supervision():
     texts = write(CUP, CAT), write(CUP, DOG), write(DOG)
     correction = corrected(*texts, settings=union())
@@ -80,7 +103,7 @@ def test_an_agreed_object_is_taught_as_a_pseudo_label():
 
 def test_an_extra_that_other_answers_have_too_is_not_removed():
     lamp = box("lamp", 800, 400)
-    policy = CorrectionPolicy(insertion="in_order", extras="remove")
+    policy = CorrectionPolicy(insertion="reading_order", extras="remove")
     texts = write(CUP, DOG, lamp, CAT), write(DOG)
     assert text_of(corrected(*texts, settings=union(policy=policy))) == write(CUP, DOG, CAT)
 

@@ -38,7 +38,7 @@ def test_a_setting_changes_the_answer_as_documented(setting, before, after):
 
 
 def test_every_setting_has_an_example():
-    assert len(ROWS) == 7
+    assert len(ROWS) == 8
 
 
 @pytest.mark.parametrize("rule", ["best", "union"])
@@ -51,7 +51,7 @@ def test_several_answers_are_corrected_as_documented(rule):
         rollouts_per_sample=3,
         decoding={"temperature": 0.7},
         choice=RolloutChoice(rule=rule),
-        correction={"insertion": "in_order"},
+        correction={"insertion": "reading_order"},
     )
     choice = choose_answer(answers, TRUTH, table=QWEN, settings=settings)
     assert (len(answers), choice.index) == (3, 0)

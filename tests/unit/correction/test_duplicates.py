@@ -70,10 +70,11 @@ def test_a_limit_that_is_no_share_is_refused(iou):
         find_duplicates([SQUARE], iou)
 
 
-def test_a_shape_in_the_list_of_distinct_ones_is_a_duplicate_only_of_others():
-    shapes = [SQUARE] * 3
-    assert find_duplicates(shapes, 0.5) == (1, 2)
-    assert find_duplicates(shapes, 0.5, distinct={0, 2}) == (1,)
+def test_a_certain_shape_is_never_a_duplicate_and_the_others_that_overlap_it_are():
+    copies = [SQUARE] * 3
+    assert find_duplicates(copies, 0.5, certain=[1]) == (0, 2)
+    assert find_duplicates(copies, 0.5, certain=[0, 2]) == (1,)
+    assert find_duplicates(copies, 0.5, certain=[0, 1, 2]) == ()
 
 
 def find_one_by_one(shapes, iou):

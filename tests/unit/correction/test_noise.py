@@ -2,7 +2,7 @@
 
 from coordexp.config.rollout import NoiseAnswers
 from coordexp.correction import make_noisy_answer, parse_rollout
-from coordexp.data import TrueObject
+from coordexp.data import Geometry, TrueObject
 from tests.unit.correction.test_policies import CAT, CUP, DOG, QWEN
 
 TRUTH = [CUP, DOG, CAT] * 40
@@ -38,3 +38,9 @@ def test_coordinates_move_by_at_most_their_share_of_the_size():
 
 def test_the_seed_decides():
     assert noisy(3, drop=0.5) == noisy(3, drop=0.5) != noisy(4, drop=0.5)
+
+
+def test_a_polygon_that_would_lose_its_area_stays_as_it_is():
+    small = TrueObject("leaf", Geometry("poly", (10, 10, 12, 10, 11, 12)))
+    for seed in range(200):
+        assert len(noisy(seed, truth=[small], jitter=0.9).valid) == 1

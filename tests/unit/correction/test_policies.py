@@ -85,21 +85,20 @@ def test_a_matched_object_in_the_wrong_place_is_moved_in_order_and_stays_when_ap
     assert text_of(corrected(write(CAT, CUP, DOG), TRUTH, supervise="matched")) == write(CAT, CUP, DOG)
 
 
-def test_an_extra_is_kept_where_a_sorted_ground_truth_has_its_place():
+def test_in_reading_order_an_extra_goes_to_its_place():
     lamp = box("lamp", 800, 400)  # below the dog, above the cat
-    correction = corrected(write(CUP, lamp), TRUTH, insertion="in_order")
+    correction = corrected(write(CUP, lamp), TRUTH, insertion="reading_order")
     assert text_of(correction) == write(CUP, DOG, lamp, CAT)
 
 
-def test_an_extra_is_kept_where_a_ground_truth_that_is_sorted_by_left_edges_has_its_place():
-    truth = [box("a", 10, 800), box("b", 300, 100), box("c", 700, 500)]
-    lamp = box("lamp", 500, 0)
-    assert text_of(corrected(write(lamp, truth[2]), truth, insertion="in_order")) == write(
-        *truth[:2], lamp, truth[2]
-    )
+def test_in_reading_order_extras_in_one_row_or_one_gap_are_sorted_by_left_edges():
+    truth = [box("a", 100, 50, 60), box("b", 300, 50, 60), box("d", 700, 50, 60)]
+    c, e, f = box("c", 500, 50, 60), box("e", 800, 400, 60), box("f", 600, 400, 60)
+    correction = corrected(write(truth[2], e, f, c), truth, insertion="reading_order")
+    assert text_of(correction) == write(truth[0], truth[1], c, truth[2], f, e)
 
 
-def test_an_extra_stays_behind_the_object_it_followed_if_the_ground_truth_is_not_sorted():
+def test_in_order_an_extra_stays_behind_the_object_it_followed():
     truth = [box("a", 500, 800), box("b", 0, 0), box("c", 800, 400)]
     first, lamp = box("first", 200, 300), box("lamp", 300, 500)
     correction = corrected(write(first, truth[1], lamp), truth, insertion="in_order")
@@ -125,17 +124,20 @@ def test_two_true_objects_that_overlap_are_not_duplicates():
     assert text_of(correction) == write(*truth)
 
 
-def test_if_the_second_of_two_is_the_better_one_the_first_is_kept_and_matched_instead():
+def test_if_the_second_of_two_is_the_better_one_the_first_is_the_duplicate():
     near = box("cup", 30, 0)
     correction = corrected(write(near, CUP), [CUP], duplicates="remove")
-    assert text_of(correction) == write(near)
-    assert correction.match.pairs == ((0, 0),)
-    assert correction.segment.coord_targets[~np.isnan(correction.segment.coord_targets)].tolist() == [
-        0,
-        0,
-        100,
-        100,
-    ]
+    assert text_of(correction) == write(CUP)
+    assert correction.match.pairs == ((1, 0),)
+
+
+def test_a_box_around_a_group_does_not_cost_the_objects_in_it():
+    left = TrueObject("p", Geometry("bbox_2d", (0, 0, 700, 900)))
+    right = TrueObject("p", Geometry("bbox_2d", (300, 0, 999, 900)))
+    group = TrueObject("p", Geometry("bbox_2d", (0, 0, 990, 900)))
+    correction = corrected(write(group, left, right), [left, right], duplicates="remove")
+    assert text_of(correction) == write(left, right)
+    assert correction.rebuilt.duplicates == (0,)
 
 
 def test_objects_that_are_not_valid_are_left_out():
@@ -188,6 +190,24 @@ def test_a_duplicate_at_the_end_is_marked_where_the_answer_should_have_been_clos
     (at,) = np.flatnonzero(segment.unlikely >= 0)
     assert QWEN.text_of([int(segment.ids[at])]).endswith("}}")
     assert QWEN.text_of([int(segment.unlikely[at])]).endswith(",")
+
+
+def test_a_duplicate_is_marked_behind_the_object_it_followed_also_if_that_was_moved():
+    correction = corrected(
+        write(CAT, CUP, box("cup", 5, 5)), TRUTH, duplicates="unlikelihood", insertion="reading_order"
+    )
+    segment = correction.segment
+    assert text_of(correction) == write(*TRUTH)
+    (at,) = np.flatnonzero(segment.unlikely >= 0)
+    assert QWEN.text_of([int(segment.ids[at])]) == "dog"
+
+
+def test_a_supervised_coordinate_has_no_mark_because_its_target_may_be_the_bin_of_the_duplicate():
+    below = box("cup", 10, 300)
+    truth = [CUP, box("cup", 5, 300)]
+    correction = corrected(write(CUP, box("cup", 5, 5), below), truth, duplicates="unlikelihood")
+    assert text_of(correction) == write(CUP, below)
+    assert (correction.segment.unlikely < 0).all()
 
 
 @pytest.mark.parametrize("vocabulary", ["qwen", "small"])

@@ -16,7 +16,7 @@ from tests.unit.correction.conftest import answer, box, entry
 from tests.unit.inspector.run_folders import write_run
 
 AGAIN, LAMP = box(15, 12, 113, 109), box(850, 0, 950, 100)
-IN_ORDER = {"insertion": "in_order"}
+IN_ORDER = {"insertion": "reading_order"}
 POLICIES = (
     IN_ORDER,
     {"duplicates": "remove"},
