@@ -3,6 +3,7 @@
     python tools/study.py data  --out STUDY --regime missing-50
     python tools/study.py start --out STUDY --regime missing-50
     python tools/study.py run   --out STUDY --regime missing-50 --variant continued stage2 --seeds 0 1 2 --jobs 2
+    python tools/study.py answer --out STUDY --regime missing-50 --of stage2 --name dedup --predict '--dedup 0.5'
     python tools/study.py table --out STUDY --regime missing-50
 
 Run it from the root of the repository. A command makes what it needs and does not find: `run` makes the start, and
@@ -21,6 +22,7 @@ import argparse
 import fcntl
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -85,6 +87,7 @@ IN_ORDER: Settings = {
     f"{CORRECTION}.supervise": "matched",
 }
 SAMPLED: Settings = {"rollout_matching.decoding.temperature": 0.7}
+BEST_OF_4: Settings = SAMPLED | {"rollout_matching.rollouts_per_sample": 4}
 
 # A key `objective.MODULE.KEY` sets the weight, or a key of the config, of a module of the objective.
 VARIANTS: dict[str, Settings] = {
@@ -106,7 +109,14 @@ VARIANTS: dict[str, Settings] = {
     "in-order-no-extras": ALONE | SLOW | IN_ORDER | {f"{CORRECTION}.extras": "remove"},
     "in-order-two-channel": TWO_CHANNELS | FAST | IN_ORDER,
     "in-order-sampled": ALONE | SLOW | IN_ORDER | SAMPLED,
-    "in-order-best-of-4": ALONE | SLOW | IN_ORDER | SAMPLED | {"rollout_matching.rollouts_per_sample": 4},
+    "in-order-best-of-4": ALONE | SLOW | IN_ORDER | BEST_OF_4,
+    "in-order-union": ALONE | SLOW | IN_ORDER | BEST_OF_4 | {"rollout_matching.choice.rule": "union"},
+    "in-order-pseudo-labels": ALONE
+    | SLOW
+    | IN_ORDER
+    | BEST_OF_4
+    | {"rollout_matching.choice.rule": "union", "rollout_matching.choice.pseudo_labels": True},
+    "noise": ALONE | SLOW | IN_ORDER | {"rollout_matching.noise.enabled": True},
 }
 
 
@@ -269,16 +279,35 @@ class Study:
     ) -> Job | None:
         """Return the job that trains with `commands` and then answers and evaluates the test images, if it has
         anything to do."""
-        report = folder / "test" / "report.json"
-        if test and not report.is_file():
-            commands += tuple(self.list_test_commands(model, report.with_name("preds.json"), report))
+        if test:
+            commands += tuple(self.list_answer_commands(model, folder, "test"))
         return Job(f"{self.regime}: {name}", add_suffix(folder, ".log"), commands) if commands else None
 
-    def list_test_commands(self, model: Path, preds: Path, report: Path) -> Iterator[tuple[str, ...]]:
-        data = str(self.data / "test.jsonl")
+    def plan_answers(
+        self, name: str, seed: int, of: str, *, steps: int, splits: Sequence[str], options: Sequence[str]
+    ) -> Job | None:
+        """Return the job that answers images with the result of a run, with other options than `run` has."""
+        runs = self.folder / self.regime / f"steps-{steps}"
+        folder, model = runs / f"{name}-{seed}", runs / f"{of}-{seed}" / f"checkpoint-{steps}"
+        if not is_finished(model):
+            raise UserError(f"{model} does not exist", f"make it with `study.py run --variant {of}` first")
+        commands = [
+            command for split in splits for command in self.list_answer_commands(model, folder, split, options)
+        ]
+        log = add_suffix(folder, ".log")
+        return Job(f"{self.regime}: {name}, seed {seed}", log, tuple(commands)) if commands else None
+
+    def list_answer_commands(
+        self, model: Path, folder: Path, split: str, options: Sequence[str] = ()
+    ) -> Iterator[tuple[str, ...]]:
+        """Yield the commands that answer and evaluate the images of a split, if that has not been done."""
+        preds, report = folder / split / "preds.json", folder / split / "report.json"
+        if report.is_file():
+            return
+        data = str(self.data / f"{split}.jsonl")
         tokens = str(self.answers["rollout_matching.max_new_tokens"])
         limits = ("--batch", str(PREDICT_BATCH), "--max-new-tokens", tokens)
-        yield "predict", "--resume", "--model", str(model), "--data", data, "--out", str(preds), *limits
+        yield "predict", "--resume", "--model", str(model), "--data", data, "--out", str(preds), *limits, *options
         yield "evaluate", "--data", data, "--preds", str(preds), "--out", str(report)
 
 
@@ -403,6 +432,22 @@ def make_runs(study: Study, options: argparse.Namespace) -> None:
     run_jobs([job for job in plans if job], options.jobs)
 
 
+def answer_again(study: Study, options: argparse.Namespace) -> None:
+    """Answer images with the results of runs, with other options of `coordexp predict`."""
+    plans = [
+        study.plan_answers(
+            options.name,
+            seed,
+            options.of,
+            steps=options.steps,
+            splits=options.split,
+            options=shlex.split(options.predict),
+        )
+        for seed in options.seeds
+    ]
+    run_jobs([job for job in plans if job], options.jobs)
+
+
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
@@ -436,6 +481,19 @@ def parse_arguments() -> argparse.Namespace:
     run.add_argument("--jobs", type=int, default=1, help="Runs side by side, with one thread each.")
     run.add_argument("--no-test", action="store_true", help="Only evaluate on val.jsonl, to choose settings.")
 
+    answer = commands.add_parser(
+        "answer",
+        parents=[shared],
+        help="Answer with the results of runs again, with other options of `coordexp predict`.",
+    )
+    answer.add_argument("--of", required=True, metavar="VARIANT", help="The runs whose results answer.")
+    answer.add_argument("--name", required=True, help="What to call these answers.")
+    answer.add_argument("--predict", default="", metavar="OPTIONS", help="For example '--dedup 0.5'.")
+    answer.add_argument("--split", nargs="+", choices=("test", "val"), default=["test"])
+    answer.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
+    answer.add_argument("--steps", type=int, default=100)
+    answer.add_argument("--jobs", type=int, default=1, help="Processes side by side, with one thread each.")
+
     table = commands.add_parser("table", parents=[shared], help="Print the results as Markdown.")
     table.add_argument("--split", choices=("test", "val"), default="test")
     table.add_argument("--steps", type=int, nargs="+", help="Runs of this many steps. Unset: all.")
@@ -455,6 +513,8 @@ def main() -> None:
         make_start(study, options.steps, options.eval_every or options.steps)
     elif options.command == "run":
         make_runs(study, options)
+    elif options.command == "answer":
+        answer_again(study, options)
     else:
         print(write_tables(options.out, options.regime, options.split, options.steps))
         if options.svg and options.steps:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
+import yaml
 from rollout_curves import draw
 from study_data import find_complete
 
@@ -129,10 +130,11 @@ def count_row(row: Row, split: str, truth: Truth) -> Counts:
 
 
 def find_answers(folder: Path, split: str) -> Path | None:
-    """Return the predictions of a run: those of its end on the test images, or of its last evaluation."""
-    if split == "test":
-        file = folder / "test" / "preds.json"
-        return file if (folder / "test" / "report.json").is_file() else None
+    """Return the predictions of a run: those of `coordexp predict`, or for val those of its last evaluation."""
+    if (folder / split / "report.json").is_file():
+        return folder / split / "preds.json"
+    if split != "val":
+        return None
     files = {int(path.stem.removeprefix("step-")): path for path in folder.glob("evaluations/step-*.json")}
     return files[max(files)] if files else None
 
@@ -180,9 +182,13 @@ def to_rates(counts: RunCounts) -> dict[str, float]:
 
 
 def count_tokens(folder: Path) -> int:
-    """Return how many tokens a run has generated, in rollouts that were trained on and in others."""
-    log = read_log(folder / "metrics.jsonl")
-    return int(sum(np.nansum(log.get(f"rollout/{name}", EMPTY).values) for name in ("tokens", "unused_tokens")))
+    """Return how many tokens a run has generated: all rollouts, also those that were not chosen."""
+    log, settings = read_log(folder / "metrics.jsonl"), folder / "resolved.yaml"
+    if "generated_tokens" in log:  # the total so far, of tools/grpo.py
+        return int(log["generated_tokens"].last or 0)
+    if settings.is_file() and yaml.safe_load(settings.read_text())["rollout_matching"]["noise"]["enabled"]:
+        return 0  # these answers were made from the labels
+    return sum(int(np.nansum(log.get(name, EMPTY).values)) for name in ("rollout/tokens", "rollout/unused_tokens"))
 
 
 def _describe(difference: RateDifference | None) -> str:

@@ -13,17 +13,9 @@ import yaml
 from study import ROOT, VARIANTS, Job, Study, lock_log, run_jobs, write_config
 
 from coordexp.config import World, load_settings
-from coordexp.config.rollout import RolloutMatching
 from coordexp.errors import UserError
 
-POLICIES = "correction" in RolloutMatching.model_fields
-needs_policies = pytest.mark.skipif(not POLICIES, reason="this version has no correction policies")
 NUMBERS = {"steps": 100, "eval_every": 50}
-
-
-def mark_variant(name: str):
-    uses_policies = any(".correction." in key for key in VARIANTS[name])
-    return pytest.param(name, marks=needs_policies) if uses_policies else name
 
 
 @pytest.fixture
@@ -40,7 +32,7 @@ def pretend_result(job: Job, steps: int) -> None:
     (folder / "manifest.json").write_text("{}")
 
 
-@pytest.mark.parametrize("name", map(mark_variant, VARIANTS))
+@pytest.mark.parametrize("name", VARIANTS)
 @pytest.mark.parametrize("regime", ["few", "crowded"])
 def test_every_variant_is_a_valid_config(tmp_path, name, regime):
     plan = Study(tmp_path, regime).describe_run(tmp_path / "run", seed=1, **NUMBERS)
@@ -104,6 +96,18 @@ def test_a_run_that_began_with_other_settings_is_not_continued(few):
         few.plan_run("continued", 0, VARIANTS["continued"] | {"training.learning_rate": 1e-5}, **NUMBERS)
 
 
+def test_answers_with_other_options_are_runs_of_their_own(few):
+    numbers = {"steps": 100, "splits": ["test", "val"], "options": ["--dedup", "0.5"]}
+    with pytest.raises(UserError, match="does not exist"):
+        few.plan_answers("dedup", 0, "continued", **numbers)
+    pretend_result(few.plan_run("continued", 0, VARIANTS["continued"], **NUMBERS), 100)
+    job = few.plan_answers("dedup", 0, "continued", **numbers)
+    assert [command[0] for command in job.commands] == ["predict", "evaluate"] * 2
+    assert job.commands[0][-2:] == ("--dedup", "0.5")
+    assert str(few.folder / "few/steps-100/continued-0/checkpoint-100") in job.commands[0]
+    assert str(few.folder / "few/steps-100/dedup-0/val/preds.json") in job.commands[2]
+
+
 def test_the_start_on_complete_labels_is_that_of_another_regime(tmp_path, monkeypatch):
     started = []
     monkeypatch.setattr(study, "make_start", lambda study, *numbers: started.append((study.regime, *numbers)))
@@ -145,18 +149,26 @@ def test_a_run_that_another_process_makes_is_left_alone(tmp_path):
     assert "Usage" in busy.log.read_text()
 
 
+SLOW_JOB = """
+import signal, sys
+from pathlib import Path
+from study import Job, exit_on_signal, run_jobs
+
+signal.signal(signal.SIGTERM, exit_on_signal)
+folder = Path(sys.argv[1])
+command = ("demo", "scenes", "--out", str(folder / "scenes"), "--train", "100000")
+run_jobs([Job("slow", folder / "slow.log", (command,))], 1)
+"""
+
+
+@pytest.mark.timeout(180)
 def test_a_signal_stops_the_processes_of_the_study(tmp_path):
-    command = (
-        "import study; study.signal.signal(15, study.exit_on_signal); from study import *; from pathlib import *\n"
-    )
-    command += f"run_jobs([Job('slow', Path({str(tmp_path / 'slow.log')!r}), (('demo', 'scenes', '--out', "
-    command += f"{str(tmp_path / 'scenes')!r}, '--train', '100000'),))], 1)"
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT / "tools")])}
-    process = subprocess.Popen([sys.executable, "-c", command], env=environment)
-    while not list(tmp_path.glob("scenes/images/train/*.png")):
-        assert process.poll() is None
-        time.sleep(0.1)
-    process.send_signal(signal.SIGTERM)
-    assert process.wait(30) == 128 + signal.SIGTERM
+    with subprocess.Popen([sys.executable, "-c", SLOW_JOB, str(tmp_path)], env=environment) as process:
+        while not list(tmp_path.glob("scenes/images/train/*.png")):
+            assert process.poll() is None
+            time.sleep(0.1)
+        process.send_signal(signal.SIGTERM)
+    assert process.returncode == 128 + signal.SIGTERM
     with lock_log(tmp_path / "slow.log") as log:  # no process of the job is left
         assert log is not None

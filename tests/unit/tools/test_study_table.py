@@ -3,8 +3,9 @@
 import json
 
 import pytest
+import yaml
 from study_data import make_data
-from study_table import draw_curves, find_rows, write_tables
+from study_table import count_tokens, draw_curves, find_rows, write_tables
 
 from coordexp.data import RecordFile
 from coordexp.errors import UserError
@@ -111,6 +112,25 @@ def test_settings_are_chosen_on_the_last_evaluation_of_the_validation_images(stu
         add_run(study, "continued", 0, every, split="val", step=step)
     (row,) = read_rows(write_tables(study, "missing-50", "val", None))
     assert row["recall"].startswith("0.5")
+    answer(study, study / "missing-50/steps-100/dedup-0", every=1, split="val")
+    rows = {
+        row["name"]: row for row in read_rows(write_tables(study, "missing-50", "val", None)) if "seeds" in row
+    }
+    assert rows["dedup"]["recall"] == "1.000" and rows["dedup"]["generated tokens"] == "0"
+
+
+def test_all_tokens_count_that_were_generated_and_no_others(study):
+    lines = {
+        "best-of-4": [{"step": 1, "rollout/tokens": 10, "rollout/unused_tokens": 30}],
+        "grpo": [{"step": 1, "generated_tokens": 40}, {"step": 2, "generated_tokens": 90}],
+        "noise": [{"step": 1, "rollout/tokens": 10}],
+    }
+    for name, logged in lines.items():
+        (folder := study / name).mkdir()
+        (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in logged))
+        noise = {"rollout_matching": {"noise": {"enabled": name == "noise"}}}
+        (folder / "resolved.yaml").write_text(yaml.safe_dump(noise))
+    assert [count_tokens(study / name) for name in lines] == [40, 90, 0]
 
 
 def test_a_run_without_answers_is_left_out(study):
