@@ -29,6 +29,8 @@ UNKNOWN = "\u2002"
 
 USE_QWEN = "use the tokenizer of a Qwen3-VL model"
 
+MOST_RUNS = 50_000  # remembered by `encode`
+
 _COORD_RUNS = re.compile(rb"(<\|coord_(?:0|[1-9][0-9]{0,2})\|>)")
 
 
@@ -45,6 +47,7 @@ class VocabularyTable:
     reserved: tuple[str, ...]  # texts that the tokenizer turns into a coordinate, stop or special token
     tokenizer: Tokenizer = field(repr=False, compare=False)
     byte_ids: tuple[int, ...] = field(repr=False)
+    _runs: dict[bytes, list[int]] = field(default_factory=dict, repr=False, compare=False)
 
     @classmethod
     def from_folder(cls, folder: Path | str) -> "VocabularyTable":
@@ -97,22 +100,33 @@ class VocabularyTable:
         """Return ids whose bytes are exactly `text`.
 
         They are the tokenizer's own ids if these keep every byte. Otherwise, for a part of a character or for text
-        that is not NFC, the text is encoded byte by byte.
+        that is not NFC, the text between two coordinates is encoded byte by byte.
         """
-        start = 0
-        while start < len(text) and 0x80 <= text[start] < 0xC0:  # the end of a character that was cut in two
-            start += 1
-        head, rest = [self.byte_ids[byte] for byte in text[:start]], text[start:]
-        ids = self.tokenizer.encode(rest.decode(errors="replace"), add_special_tokens=False).ids
-        if self.bytes_of(ids) != rest:
-            ids = [id for run in _COORD_RUNS.split(rest) for id in self._encode_bytes(run)]
-        return head + ids
+        ids: list[int] = []
+        for k, run in enumerate(_COORD_RUNS.split(text)):
+            if k % 2:
+                ids.append(self.first_coord + int(run[8:-2]))
+            elif run:
+                ids += self._encode_run(run)
+        return ids
 
-    def _encode_bytes(self, run: bytes) -> list[int]:
-        """Return the id of a coordinate token, or the ids of the single bytes of other text."""
-        if match := _COORD_RUNS.fullmatch(run):
-            return [self.first_coord + int(match.group()[8:-2])]
-        return [self.byte_ids[byte] for byte in run]
+    def _encode_run(self, run: bytes) -> list[int]:
+        """Return the ids of text without coordinates. A tokenizer encodes the text on both sides of a special
+        token independently. Answers repeat the same few runs, so their ids are remembered."""
+        ids = self._runs.get(run)
+        if ids is None:
+            start = 0
+            while start < len(run) and 0x80 <= run[start] < 0xC0:  # the end of a character that was cut in two
+                start += 1
+            rest = run[start:]
+            ids = self.tokenizer.encode(rest.decode(errors="replace"), add_special_tokens=False).ids
+            if self.bytes_of(ids) != rest:
+                ids = [self.byte_ids[byte] for byte in rest]
+            ids = [self.byte_ids[byte] for byte in run[:start]] + ids
+            if len(self._runs) >= MOST_RUNS:
+                self._runs.clear()
+            self._runs[run] = ids
+        return ids
 
 
 def coord_symbol(bin: int) -> str:

@@ -1,11 +1,14 @@
 """The vocabulary table, and cuts inside each closing token of the real vocabulary."""
 
+import random
+
 import pytest
 from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 
-from coordexp.correction import parse_rollout
+from coordexp.correction import parse_rollout, serialise
 from coordexp.data import TrueObject, to_bin, to_pixels
 from coordexp.vocab import COORD_TOKENS, VocabularyError, VocabularyTable
+from tests.rollouts import random_truth
 from tests.unit.correction.conftest import Core, answer, box, entry
 from tests.vocabularies import encode, table
 
@@ -111,3 +114,18 @@ def _bare_tokenizer(coords):
     tokenizer = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
     tokenizer.add_tokens([AddedToken(token, normalized=False) for token in coords])
     return tokenizer
+
+
+@pytest.mark.parametrize("name", ["qwen", "small", "random-1", "random-2"])
+def test_text_with_coordinates_is_encoded_as_the_tokenizer_encodes_the_whole(name):
+    """Text is encoded in runs between coordinates, which are remembered; asked twice, the ids are the same."""
+    chooser = random.Random(name)
+    vocabulary = table(name)
+    for _ in range(60):
+        truth = random_truth(chooser)
+        text = (
+            "{" + serialise(truth, after=b"{", first_number=1, order="desc_first", table=vocabulary).text.decode()
+        )
+        expected = vocabulary.tokenizer.encode(text, add_special_tokens=False).ids
+        assert vocabulary.encode(text.encode()) == expected
+        assert vocabulary.encode(text.encode()) == expected
