@@ -29,7 +29,7 @@ const objects = (() => {
 
   function outcome(sample, object) {
     if (object.reason !== null) return object.words ?? object.reason;
-    if (object.change === "duplicate") return "repeats an earlier object: removed";
+    if (object.change === "duplicate") return "repeats another object: removed";
     if (object.change === "removed") return "matches no true object: removed";
     const number = object.number === null ? "" : renumber(object);
     if (object.of === null) return `matches no true object${object.agreed ? ", but other answers have it" : ""}${number}`;
