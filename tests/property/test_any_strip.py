@@ -23,7 +23,7 @@ def test_every_token_belongs_to_the_object_that_it_writes(vocabulary, seed, orde
     ids = random_rollout(chooser, truth, vocabulary_table)
     correction = correct(list(PROMPT), ids, truth, table=vocabulary_table, order=order, settings=RolloutMatching())
     result = describe_correction(correction)
-    strip = Strip({"result": result, "rollout": {"ids": list(ids)}})
+    strip = Strip({"result": result, "rollout": {"ids": list(ids)}}, rebuilt=None)
     tokens = strip.tokens(vocabulary_table, desc_is_masked=False)
     owners = tokens["owner"]
     for k, prediction in enumerate(result["objects"]):

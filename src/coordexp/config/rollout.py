@@ -4,7 +4,7 @@ Trainers that use rollouts receive a single object, `rollout_matching_cfg`. This
 section with derived values filled in, together with the packing keys of `training`.
 """
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, Field
@@ -342,6 +342,11 @@ class RolloutMatching(SettingsSection):
         None,
         description="The declared objective. Required in Stage 2: there is no default.",
     )
+
+    def unless_default(self, name: str) -> Any:
+        """Return the plain value of a setting, or None if it has its default."""
+        value, default = getattr(self, name), type(self).model_fields[name].get_default(call_default_factory=True)
+        return None if value == default else self.model_dump(mode="json", include={name})[name]
 
     @property
     def effective_decode_mode(self) -> DecodeMode:

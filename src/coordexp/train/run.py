@@ -16,7 +16,7 @@ from transformers import AutoProcessor, PrinterCallback, TrainingArguments
 from transformers.integrations import TensorBoardCallback
 from transformers.trainer_utils import set_seed
 
-from coordexp.config import Loaded, RolloutContract, RolloutMatching, Settings
+from coordexp.config import Loaded, RolloutContract, Settings
 from coordexp.config.capacity import describe_evaluation
 from coordexp.config.settings import PACKING_KEYS
 from coordexp.data import RecordFile, read_records
@@ -341,10 +341,9 @@ def _identity(settings: Settings, records: RecordFile) -> dict[str, Any]:
         decoding = ("max_new_tokens", "decoding", "decode_mode", "num_beams", "repeat_terminate")
         identity |= {"training.seed": settings.training.seed, "stage2.b_ratio": settings.stage2.b_ratio}
         identity |= {f"rollout_matching.{name}": rollout[name] for name in (*CORRECTION_SETTINGS, *decoding)}
-        default = RolloutMatching().model_dump(mode="json")
         for name in ("correction", "rollouts_per_sample", "choice", "noise"):
             # A default is stored as None, because checkpoints of earlier releases lack the key.
-            identity[f"rollout_matching.{name}"] = None if rollout[name] == default[name] else rollout[name]
+            identity[f"rollout_matching.{name}"] = settings.rollout_matching.unless_default(name)
     return identity
 
 
