@@ -432,7 +432,7 @@ def test_a_server_that_gets_sigterm_while_it_loads_weights_ends_and_leaves_nothi
         server.process.terminate()
         assert server.wait(20) == 0
         print(f"ended after {time.monotonic() - began:.1f} s")
-        assert time.monotonic() - began < 8
+        assert time.monotonic() - began < 15
         assert server.remains() == {}
     assert server.shown == before
     client.close()
