@@ -125,9 +125,9 @@ def _match_agreed(
     An agreed object that repeats any object of the answer, such as a duplicate that was removed, is neither."""
     if not agreed:
         return {}, []
-    found = [thing.geometry for thing in agreed]
-    match = match_objects([shapes[i] for i in extras], found, settings)
-    iou = pairwise_iou([*shapes, *found], settings.maskiou_resolution)[len(shapes) :, : len(shapes)]
+    agreed_shapes = [thing.geometry for thing in agreed]
+    match = match_objects([shapes[i] for i in extras], agreed_shapes, settings)
+    iou = pairwise_iou([*shapes, *agreed_shapes], settings.maskiou_resolution)[len(shapes) :, : len(shapes)]
     repeats = set(np.nonzero(iou >= settings.correction.duplicate_iou)[0].tolist())
     return {extras[i]: agreed[j] for i, j in match.pairs}, [agreed[j] for j in match.missed if j not in repeats]
 

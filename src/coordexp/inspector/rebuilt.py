@@ -1,4 +1,4 @@
-"""What a correction policy did with a dumped answer, and how the answer was chosen among several.
+"""Show what a correction policy did with a dumped answer, and how the answer was chosen among several.
 
 A rebuilt answer is a new sequence of objects, its items. An owner is the number by which the page links tokens,
 shapes and rows: the index of a predicted object, -2 - j of the true object j, and behind the true objects those
