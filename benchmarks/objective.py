@@ -101,9 +101,7 @@ def make_long_example(tiny: Tiny, length: int, seed: int) -> Example:
     missed = max(1, int(length * SUPERVISED / 30))  # an object is about 30 tokens
     truth = [TrueObject("cup", Geometry("bbox_2d", (10 + k, 20, 40 + k, 50))) for k in range(missed)]
     parsed = parse_rollout(ids, tiny.table)
-    match = match_objects(
-        [prediction.geometry for prediction in parsed.valid], [true.geometry for true in truth], MATCHING
-    )
+    match = match_objects(parsed.shapes, [true.geometry for true in truth], MATCHING)
     segment = build_segment(
         prompt_ids, parsed, match, truth, table=tiny.table, order="desc_first", settings=MATCHING
     )

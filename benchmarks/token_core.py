@@ -108,7 +108,7 @@ def measure(count: int, vocabulary: VocabularyTable) -> dict[str, float]:
     def correct_answer(settings: RolloutMatching, answer: list[int]) -> None:
         correct((1, 2, 3), answer, truth, table=vocabulary, order="desc_first", settings=settings)
 
-    predicted = [prediction.geometry for prediction in parse_rollout(ids, vocabulary).valid]
+    predicted = parse_rollout(ids, vocabulary).shapes
     tokenizer = vocabulary.tokenizer
     iou = match_objects(predicted, shapes, SETTINGS).iou
     feasible = iou >= SETTINGS.maskiou_gate

@@ -19,7 +19,6 @@ from numpy.typing import NDArray
 
 from coordexp.config.rollout import CorrectionPolicy, RolloutMatching
 from coordexp.correction.duplicates import find_duplicates, pairwise_iou
-from coordexp.correction.entries import PredictedObject
 from coordexp.correction.match import MatchResult, match_objects
 from coordexp.correction.parse import ParsedRollout
 from coordexp.correction.segment import (
@@ -89,18 +88,18 @@ def rebuild(
 ) -> tuple[Segment, Rebuilt]:
     """Return the segment of the rebuilt answer, and what was changed. `match` pairs `parsed.valid` with `truth`,
     and `agreed` are objects that no label has and several answers do."""
-    policy, valid = settings.correction, parsed.valid
+    policy, valid, shapes = settings.correction, parsed.valid, parsed.shapes
     duplicates: tuple[int, ...] = ()
     if policy.duplicates != "keep":
         duplicates = find_duplicates(
-            parsed.shapes, policy.duplicate_iou, settings.maskiou_resolution, [i for i, _ in match.pairs]
+            shapes, policy.duplicate_iou, settings.maskiou_resolution, [i for i, _ in match.pairs]
         )
     extras = [i for i in match.false_positives if i not in duplicates]
-    confirmed, unseen = _match_agreed(parsed.shapes, extras, agreed, settings)
+    confirmed, unseen = _match_agreed(shapes, extras, agreed, settings)
     removed = tuple([i for i in extras if policy.extras == "remove" and i not in confirmed])
     items = _order_items(
         [
-            *_make_predicted_items(valid, match, truth, {*duplicates, *removed}, confirmed, settings),
+            *_make_predicted_items(parsed, match, truth, {*duplicates, *removed}, confirmed, settings),
             *(
                 Item(None, None, thing, _bins(thing) if settings.choice.pseudo_labels else None)
                 for thing in unseen
@@ -113,7 +112,7 @@ def rebuild(
     answer = _Answer.of(parsed, items, fragment, table)
     segment = _make_segment(prompt_ids, answer, items, policy, table, starts_anew=parsed.fallback)
     if policy.duplicates == "unlikelihood":
-        entries = [(i, TrueObject(str(valid[i].desc), _geometry(valid[i]))) for i in duplicates]
+        entries = [(i, TrueObject(str(valid[i].desc), shapes[i])) for i in duplicates]
         _mark_unlikely(segment, answer, items, entries, order, table)
     return segment, Rebuilt(tuple(items), duplicates, removed, answer.own_tokens)
 
@@ -133,7 +132,7 @@ def _match_agreed(
 
 
 def _make_predicted_items(
-    valid: Sequence[PredictedObject],
+    parsed: ParsedRollout,
     match: MatchResult,
     truth: Sequence[TrueObject],
     left_out: set[int],
@@ -142,18 +141,18 @@ def _make_predicted_items(
 ) -> list[Item]:
     """Return the predicted objects that stay, in the order of the answer. `confirmed` are extras that other
     answers have too, with what they agree on."""
-    partner = dict(match.pairs)
+    partner, shapes = dict(match.pairs), parsed.shapes
     labels = {i: truth[j] for i, j in match.pairs}
     if settings.choice.pseudo_labels:
         labels |= confirmed
-    pairs = [(_geometry(valid[i]), label.geometry) for i, label in labels.items()]
+    pairs = [(shapes[i], label.geometry) for i, label in labels.items()]
     targets = dict(zip(labels, coord_targets(pairs, settings.optimal_transport), strict=True))
     corrects_desc = settings.correction.supervise == "matched_with_desc"
     items = []
-    for i, prediction in enumerate(valid):
+    for i, prediction in enumerate(parsed.valid):
         if i not in left_out:
             desc = labels[i].desc if i in labels and corrects_desc else str(prediction.desc)
-            items.append(Item(i, partner.get(i), TrueObject(desc, _geometry(prediction)), targets.get(i)))
+            items.append(Item(i, partner.get(i), TrueObject(desc, shapes[i]), targets.get(i)))
     return items
 
 
@@ -245,11 +244,7 @@ def _count_unchanged_bytes(
         same = k + 1
     end = bounds[same]
     if written[:end] != text[:end]:
-        length = min(end, len(written))
-        left, right = (np.frombuffer(part[:length], dtype=np.uint8) for part in (written, text))
-        differing = np.flatnonzero(left != right)
-        end = int(differing[0]) if len(differing) else length
-        same = bisect_right(bounds, end) - 1
+        same = bisect_right(bounds, _common_length(written[:end], text[:end])) - 1
     return bounds[same] if same > 0 else 0
 
 
@@ -353,11 +348,7 @@ def _mark_unlikely(
 
 def _common_length(left: bytes, right: bytes) -> int:
     """Return the number of bytes at the beginning that are the same."""
-    return next(
-        (k for k, (a, b) in enumerate(zip(left, right, strict=False)) if a != b), min(len(left), len(right))
-    )
-
-
-def _geometry(prediction: PredictedObject) -> Geometry:
-    assert prediction.geometry is not None, "a valid object has a geometry"
-    return prediction.geometry
+    length = min(len(left), len(right))
+    pair = [np.frombuffer(part, dtype=np.uint8, count=length) for part in (left, right)]
+    differing = np.flatnonzero(pair[0] != pair[1])
+    return int(differing[0]) if len(differing) else length

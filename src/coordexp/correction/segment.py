@@ -109,7 +109,8 @@ def build_segment(
     roles[start + where] = Role.matched_coord
     targets[start + where] = bins
     sides = np.zeros(len(ids), dtype=np.int8)
-    sides[start + where] = box_sides([parsed.valid[i].geometry for i, _ in match.pairs])
+    shapes = parsed.shapes
+    sides[start + where] = box_sides([shapes[i] for i, _ in match.pairs])
 
     roles[tail_start:-1] = SUPERVISED_ROLE[kinds[tail_start:-1]]
     appended = tail_start + np.flatnonzero(kinds[tail_start:-1] == TokenKind.coord)
@@ -134,25 +135,18 @@ def _targets_of_matches(
     parsed: ParsedRollout, match: MatchResult, truth: Sequence[TrueObject], settings: RolloutMatching
 ) -> tuple[NDArray[np.intp], NDArray[np.float32]]:
     """Return the positions of the coordinates of matched objects in the rollout, and their targets."""
-    predicted = parsed.valid
-    shapes = []
-    for i, j in match.pairs:
-        shape = predicted[i].geometry
-        assert shape is not None, "a valid object has a geometry"
-        shapes.append((shape, truth[j].geometry))
-    targets = coord_targets(shapes, settings.optimal_transport)
+    predicted, shapes = parsed.valid, parsed.shapes
+    pairs = [(shapes[i], truth[j].geometry) for i, j in match.pairs]
+    targets = coord_targets(pairs, settings.optimal_transport)
     where = [index for i, _ in match.pairs for index in predicted[i].coord_indices]
     bins = [bin for target in targets for bin in target]
     return np.array(where, dtype=np.intp), np.array(bins, dtype=np.float32)
 
 
-def box_sides(shapes: Sequence[Geometry | None]) -> list[int]:
+def box_sides(shapes: Sequence[Geometry]) -> list[int]:
     """Return, for each coordinate of the shapes, which side of a box it is, and 0 for polygons."""
     return [
-        side
-        for shape in shapes
-        if shape is not None
-        for side in ((1, 2, 3, 4) if shape.kind == "bbox_2d" else (0,) * len(shape.bins))
+        side for shape in shapes for side in ((1, 2, 3, 4) if shape.kind == "bbox_2d" else (0,) * len(shape.bins))
     ]
 
 

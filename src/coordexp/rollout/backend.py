@@ -36,7 +36,7 @@ class ImageRef:
 
 @dataclass(frozen=True)
 class Decode:
-    """How tokens are chosen, and when an answer ends. `greedy(n)` is what `predict` uses.
+    """How tokens are chosen, and when an answer ends.
 
     `stop_bias` is subtracted from the logits of the tokens that close the answer (`stop_bias.ClosingTokens`).
     Above 0, answers become longer; below 0, shorter. Only `predict` sets it; rollout servers refuse it."""
