@@ -98,7 +98,10 @@ def remove_engine(segments: Iterable[str]) -> None:
     """Remove the segments and the folder of an engine whose owner is gone. Call this in one of its processes."""
     remove_segments(segments)
     if folder := os.environ.get(ENGINE_FOLDER):
-        shutil.rmtree(folder, ignore_errors=True)
+        aside = f"{folder}-removed"  # the engine may still make files, but no more in a folder of another name
+        with suppress(OSError):  # another process of the engine was first
+            Path(folder).rename(aside)
+        shutil.rmtree(aside, ignore_errors=True)
     if above := os.environ.get(RUN_FOLDER):  # a living tether removes it itself
         with suppress(OSError):
             Path(above).rmdir()

@@ -5,8 +5,10 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from multiprocessing import resource_tracker, shared_memory
 from pathlib import Path
 
@@ -123,6 +125,29 @@ def test_a_segment_that_a_living_process_has_mapped_is_not_removed(segment):
     assert [name for name in names if Path(name).exists()] == [f"/dev/shm/{segment.name}"]
     resource_tracker.unregister(f"/{left.name}", "shared_memory")
     child_processes.remove_unused_segments(set())
+
+
+def test_the_folder_of_an_engine_is_removed_while_the_engine_still_makes_files(tmp_path, monkeypatch):
+    folder, ended = tmp_path / "engine", threading.Event()
+    folder.mkdir()
+    monkeypatch.setenv("COORDEXP_ENGINE_FOLDER", str(folder))
+
+    def make_files() -> None:
+        while not ended.is_set():
+            with suppress(FileNotFoundError):
+                (folder / str(time.monotonic_ns())).touch()
+
+    engine = threading.Thread(target=make_files)
+    engine.start()
+    try:
+        while not any(folder.iterdir()):
+            time.sleep(0.01)
+        child_processes.remove_engine([])
+        assert list(tmp_path.iterdir()) == []
+        child_processes.remove_engine([])  # another process of the engine, which comes later
+    finally:
+        ended.set()
+        engine.join()
 
 
 def test_a_folder_has_a_name_that_is_short_enough_for_a_socket_of_an_engine_in_it(tmp_path, monkeypatch):
