@@ -122,10 +122,11 @@ def random_policy(chooser: random.Random) -> CorrectionPolicy:
     choices = {
         name: get_args(field.annotation)
         for name, field in CorrectionPolicy.model_fields.items()
-        if name != "duplicate_iou"
+        if name not in ("duplicate_iou", "closing_weight")
     }
     while True:
         values: dict[str, Any] = {name: chooser.choice(options) for name, options in choices.items()}
+        values["closing_weight"] = chooser.choice((0.0, 0.5, 1.0))
         policy = CorrectionPolicy(**values, duplicate_iou=chooser.choice((0.05, 0.5, 1.0)))
         if not policy.is_specified:
             return policy
@@ -196,7 +197,9 @@ def _check_roles_of_items(
     targets = segment.coord_targets[len(PROMPT) :]
     assert roles[-1] == Role.end_of_turn
     assert roles[-2] == Role.tail_structure
-    assert (segment.weights == (segment.roles >= Role.matched_coord)).all()
+    weights = (segment.roles >= Role.matched_coord).astype(float)
+    weights[-2] *= policy.closing_weight
+    assert (segment.weights == weights).all()
     assert (~np.isnan(targets) == np.isin(roles, (Role.matched_coord, Role.tail_coord))).all()
     spans = entry_spans(segment.ids[len(PROMPT) :].tolist(), table)
     for item, entry, (start, end) in zip(items, again.objects, spans, strict=True):

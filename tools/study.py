@@ -1,14 +1,17 @@
 """Compare Stage 2 with Stage 1 continued on several kinds of data, with seeds, and print tables of the results.
 
+    python tools/study.py headline --out STUDY
+
     python tools/study.py data  --out STUDY --regime missing-50
     python tools/study.py start --out STUDY --regime missing-50
     python tools/study.py run   --out STUDY --regime missing-50 --variant continued stage2 --seeds 0 1 2 --jobs 2
     python tools/study.py answer --out STUDY --regime missing-50 --of stage2 --name dedup --predict '--dedup 0.5'
     python tools/study.py table --out STUDY --regime missing-50
 
-Run it from the root of the repository. A command makes what it needs and does not find: `run` makes the start, and
-`start` the data. What is complete is never repeated, and what was interrupted is resumed when the same command is
-given again. Everything is kept:
+Run it from the root of the repository. `headline` makes the main result of docs/results.md from nothing: two
+starts, Stage 1 continued, Stage 2, and their table. The other commands make what they need and do not find: `run`
+makes the start, and `start` the data. What is complete is never repeated, and what was interrupted is resumed when
+the same command is given again. Everything is kept:
 
     STUDY/sources/, STUDY/REGIME/data/             images and records (`tools/study_data.py`)
     STUDY/REGIME/start/                            Stage 1 on the labels of the regime; all runs begin with it
@@ -73,6 +76,7 @@ ALONE: Settings = {"custom.trainer_variant": "stage2_rollout_aligned", "stage2.b
 TWO_CHANNELS: Settings = {"custom.trainer_variant": "stage2_two_channel", "stage2.b_ratio": 0.5}
 SLOW: Settings = {"training.learning_rate": 1e-4}
 FAST: Settings = {"training.learning_rate": 3e-4}
+FASTEST: Settings = {"training.learning_rate": 1e-3}  # that of the starts
 CORRECTION = "rollout_matching.correction"
 AS_SPECIFIED: Settings = {
     f"{CORRECTION}.duplicates": "keep",
@@ -91,7 +95,7 @@ BEST_OF_4: Settings = SAMPLED | {"rollout_matching.rollouts_per_sample": 4}
 
 # A key `objective.MODULE.KEY` sets the weight, or a key of the config, of a module of the objective.
 VARIANTS: dict[str, Settings] = {
-    "continued": TWO_CHANNELS | FAST | {"stage2.b_ratio": 0.0},
+    "continued": TWO_CHANNELS | FASTEST | {"stage2.b_ratio": 0.0},
     "stage2": ALONE | SLOW | AS_SPECIFIED,
     "two-channel": TWO_CHANNELS | FAST | AS_SPECIFIED,
     "append-clean": ALONE | SLOW | IN_ORDER | {f"{CORRECTION}.insertion": "append"},
@@ -117,7 +121,13 @@ VARIANTS: dict[str, Settings] = {
     | BEST_OF_4
     | {"rollout_matching.choice.rule": "union", "rollout_matching.choice.pseudo_labels": True},
     "noise": ALONE | SLOW | IN_ORDER | {"rollout_matching.noise.enabled": True},
+    # What docs/correction.md recommends. The rest depends on the share of objects that are labelled.
+    "recommended": ALONE | FASTEST | IN_ORDER | {f"{CORRECTION}.supervise": "matched_with_desc"},
 }
+HEADLINE = ("continued", "recommended")
+HEADLINE_REGIME = "missing-50"
+HEADLINE_STEPS = 200
+DEDUP = ("--dedup", "0.5")
 
 
 @dataclass(frozen=True)
@@ -177,9 +187,10 @@ def lock_log(file: Path) -> TextIO | None:
     return log
 
 
-def run_jobs(jobs: Sequence[Job], side_by_side: int) -> None:
-    """Run all jobs. If some fail, or another process runs them, run the others all the same, and raise UserError
-    at the end."""
+def run_jobs(plans: Sequence[Job | None], side_by_side: int) -> None:
+    """Run all jobs; None stands for nothing left to do. If some fail, or another process runs them, run the others
+    all the same, and raise UserError at the end."""
+    jobs = [job for job in plans if job]
     waiting, running = deque(jobs), list[RunningJob]()
     failed, busy = list[Job](), list[Job]()
     try:
@@ -221,14 +232,22 @@ class Study:
     def start(self) -> Path:
         return self.folder / self.regime / "start"
 
+    def choose_settings(self, variant: str) -> Settings:
+        """Return the settings of a variant for the labels of this regime."""
+        if variant != "recommended":
+            return VARIANTS[variant]
+        share = REGIMES[self.regime].labelled_share
+        extras = "remove" if share == 1 else "keep"
+        return VARIANTS[variant] | {f"{CORRECTION}.extras": extras, f"{CORRECTION}.closing_weight": share}
+
     @property
     def answers(self) -> Settings:
         """The settings that depend on the length of the answers."""
         return ANSWERS.get(REGIMES[self.regime].source, SHORT_ANSWERS)
 
-    def make_data(self) -> None:
+    def make_data(self, train: int | None = None, held_out: int | None = None) -> None:
         if not (self.data / "train.jsonl").is_file():
-            make_data(self.folder, self.regime)
+            make_data(self.folder, self.regime, train, held_out)
 
     def find_start(self) -> Path | None:
         """Return the model that all runs of the regime begin with, or None if it is not complete."""
@@ -403,8 +422,7 @@ def parse_setting(text: str) -> tuple[str, Any]:
 
 def make_start(study: Study, steps: int, eval_every: int) -> None:
     study.make_data()
-    job = study.plan_start(steps, eval_every)
-    run_jobs([job] if job else [], 1)
+    run_jobs([study.plan_start(steps, eval_every)], 1)
 
 
 def make_runs(study: Study, options: argparse.Namespace) -> None:
@@ -424,12 +442,35 @@ def make_runs(study: Study, options: argparse.Namespace) -> None:
     numbers = {"steps": options.steps, "eval_every": options.eval_every}
     plans = [
         study.plan_run(
-            options.name or variant, seed, VARIANTS[variant] | changes, **numbers, test=not options.no_test
+            options.name or variant,
+            seed,
+            study.choose_settings(variant) | changes,
+            **numbers,
+            test=not options.no_test,
         )
         for seed in options.seeds
         for variant in options.variant
     ]
-    run_jobs([job for job in plans if job], options.jobs)
+    run_jobs(plans, options.jobs)
+
+
+def make_headline(folder: Path, options: argparse.Namespace) -> str:
+    """Make the main result from nothing, with one seed, and return its table."""
+    study = Study(folder, HEADLINE_REGIME)
+    reference = Study(folder, find_complete(HEADLINE_REGIME))
+    for one in (study, reference):
+        one.make_data(options.train, options.held_out)
+    starts = [one.plan_start(options.start_steps, options.start_steps) for one in (study, reference)]
+    run_jobs(starts, side_by_side=2)
+    numbers = {"steps": options.steps, "eval_every": options.steps}
+    runs = [study.plan_run(name, 0, study.choose_settings(name), **numbers) for name in HEADLINE]
+    run_jobs(runs, side_by_side=2)
+    answers = [
+        study.plan_answers(f"{name}-dedup", 0, name, steps=options.steps, splits=["test"], options=DEDUP)
+        for name in HEADLINE
+    ]
+    run_jobs(answers, side_by_side=2)
+    return write_tables(folder, HEADLINE_REGIME, "test", [options.steps])
 
 
 def answer_again(study: Study, options: argparse.Namespace) -> None:
@@ -445,7 +486,7 @@ def answer_again(study: Study, options: argparse.Namespace) -> None:
         )
         for seed in options.seeds
     ]
-    run_jobs([job for job in plans if job], options.jobs)
+    run_jobs(plans, options.jobs)
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -454,6 +495,13 @@ def parse_arguments() -> argparse.Namespace:
     shared = argparse.ArgumentParser(add_help=False)
     shared.add_argument("--out", type=Path, required=True, metavar="STUDY", help="The folder of the study.")
     shared.add_argument("--regime", choices=REGIMES, required=True)
+
+    headline = commands.add_parser("headline", help="Make the main result from nothing, with one seed.")
+    headline.add_argument("--out", type=Path, required=True, metavar="STUDY", help="The folder of the study.")
+    headline.add_argument("--steps", type=int, default=HEADLINE_STEPS)
+    headline.add_argument("--start-steps", type=int, default=START_STEPS)
+    for option in ("--train", "--held-out"):
+        headline.add_argument(option, type=int, help="Fewer images than usual, for a trial.")
 
     data = commands.add_parser("data", parents=[shared], help="Make the images and the records of a regime.")
     data.add_argument("--train", type=int, help="Training images; fewer than usual for a small study.")
@@ -503,8 +551,11 @@ def parse_arguments() -> argparse.Namespace:
 
 def main() -> None:
     options = parse_arguments()
-    study = Study(options.out, options.regime)
     signal.signal(signal.SIGTERM, exit_on_signal)
+    if options.command == "headline":
+        print(make_headline(options.out, options))
+        return
+    study = Study(options.out, options.regime)
     if options.command == "data":
         print(make_data(options.out, options.regime, options.train, options.held_out))
     elif options.command == "start":

@@ -58,6 +58,11 @@ class Regime:
     missing: float = 0.0
     federated: bool = False
 
+    @property
+    def labelled_share(self) -> float:
+        """Return which share of the objects has labels, on average."""
+        return 0.5 if self.federated else round(1 - self.missing, 6)
+
 
 SOURCES = {
     "scenes": Source((3, 10), side=128, seed=21, train=3000, held_out=600),

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -11,8 +12,10 @@ ROOT = Path(__file__).parents[2]
 NUMBERS = ("--steps", "2", "--seeds", "0")
 
 
-def study(folder: Path, command: str, *options: str) -> subprocess.CompletedProcess[str]:
-    arguments = [sys.executable, "tools/study.py", command, "--out", str(folder), "--regime", "few", *options]
+def study(
+    folder: Path, command: str, *options: str, regime: Sequence[str] = ("--regime", "few")
+) -> subprocess.CompletedProcess[str]:
+    arguments = [sys.executable, "tools/study.py", command, "--out", str(folder), *regime, *options]
     environment = os.environ | {"PYTHONPATH": str(ROOT / "src")}
     return subprocess.run(arguments, cwd=ROOT, env=environment, text=True, capture_output=True, check=True)
 
@@ -31,3 +34,14 @@ def test_a_small_study_trains_variants_side_by_side_and_compares_them(tmp_path):
     assert "difference to continued" in rows
     assert "in-order" in (tmp_path / "curves.svg").read_text()
     assert study(tmp_path, "run", *variants, *NUMBERS).stderr == "", "a complete run is not repeated"
+
+
+@pytest.mark.timeout(900)
+def test_one_command_makes_the_headline_from_nothing(tmp_path):
+    small = ("--train", "32", "--held-out", "8", "--start-steps", "2", "--steps", "2")
+    table = study(tmp_path, "headline", *small, regime=()).stdout
+    rows = [line.split("|")[1].strip() for line in table.splitlines() if line.startswith("|")]
+    trained = ["continued", "continued-dedup", "recommended", "recommended-dedup"]
+    assert [row for row in rows if row.startswith("start")][:2] == ["start", "start, complete labels"]
+    assert [row for row in rows if row in trained][:4] == trained
+    assert "difference to continued" in rows

@@ -90,7 +90,7 @@ def _dump(ids, truth, matching, vocabulary):
 @given(st.sampled_from(VOCABULARIES), seeds)
 def test_an_empty_answer_is_corrected_to_the_ground_truth_under_every_policy(vocabulary, seed):
     chooser = random.Random(seed)
-    truth, policy = random_truth(chooser), random_policy(chooser)
+    truth, policy = random_truth(chooser), random_policy(chooser).model_copy(update={"closing_weight": 1.0})
     segments = [
         correct(
             PROMPT,

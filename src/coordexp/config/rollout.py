@@ -234,12 +234,18 @@ class CorrectionPolicy(SettingsSection):
         "of matched objects. `matched_with_desc`: also the `desc` of matched objects, which is the true one in "
         "place of their own. The coordinates of missed and matched objects are always supervised.",
     )
+    closing_weight: Annotated[float, Field(ge=0, le=1)] = Field(
+        1.0,
+        description="The weight of the loss on the closing brace of an answer. With incomplete labels, every "
+        "answer teaches to close, but only labelled objects teach to go on: a weight near the share of labelled "
+        "objects restores the balance.",
+    )
 
     @property
     def is_specified(self) -> bool:
         """Return whether the answer is kept as it is, which is the specified target."""
-        chosen = (self.duplicates, self.extras, self.insertion, self.supervise)
-        return chosen == ("keep", "keep", "append", "missed")
+        chosen = (self.duplicates, self.extras, self.insertion, self.supervise, self.closing_weight)
+        return chosen == ("keep", "keep", "append", "missed", 1.0)
 
 
 class RolloutChoice(SettingsSection):

@@ -283,6 +283,7 @@ def _make_segment(
         for side in (box_sides([item.content.geometry]) if item.targets else [0] * len(item.content.geometry.bins))
     ]
     weights = (roles >= Role.matched_coord).astype(np.float32)
+    weights[start:-1][owners == len(items) + 1] *= policy.closing_weight  # nothing but the closing brace
     return Segment(ids, roles, kinds, sides, targets, weights, np.full(len(ids), -1, dtype=np.int64), start)
 
 

@@ -218,3 +218,11 @@ def test_copies_of_one_duplicate_are_marked_once(vocabulary):
         PROMPT, ids, [CUP, CAT], table=table(vocabulary), order="desc_first", settings=settings
     ).segment
     assert (segment.unlikely >= 0).sum() == 1
+
+
+@pytest.mark.parametrize("weight", [0.0, 0.5, 1.0])
+def test_the_closing_brace_has_the_weight_of_the_policy_and_nothing_else_has(weight):
+    segment = corrected(write(CUP, CAT), TRUTH, insertion="in_order", closing_weight=weight).segment
+    usual = corrected(write(CUP, CAT), TRUTH, insertion="in_order").segment
+    assert segment.weights[-2:].tolist() == [weight, 1.0]
+    assert segment.weights[:-2].tolist() == usual.weights[:-2].tolist()

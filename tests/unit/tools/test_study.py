@@ -42,6 +42,24 @@ def test_every_variant_is_a_valid_config(tmp_path, name, regime):
     assert settings.custom.val_jsonl == str(tmp_path / regime / "data/val.jsonl")
 
 
+@pytest.mark.parametrize(
+    ("regime", "extras", "weight"),
+    [
+        ("complete", "remove", 1.0),
+        ("missing-30", "keep", 0.7),
+        ("missing-70", "keep", 0.3),
+        ("federated", "keep", 0.5),
+        ("digits-missing-50", "keep", 0.5),
+    ],
+)
+def test_the_recommended_settings_follow_from_the_share_of_labelled_objects(tmp_path, regime, extras, weight):
+    recommended = Study(tmp_path, regime).choose_settings("recommended")
+    settings = load_settings(write_config(tmp_path / "run", study.STAGE2_CONFIG, recommended), World(1)).settings
+    policy = settings.rollout_matching.correction
+    assert (policy.extras, policy.closing_weight) == (extras, weight)
+    assert (policy.duplicates, policy.insertion) == ("remove", "reading_order")
+
+
 def test_continued_uses_no_rollouts(tmp_path):
     settings = load_settings(write_config(tmp_path / "run", study.STAGE2_CONFIG, VARIANTS["continued"]), World(1))
     assert settings.settings.stage2.b_ratio == 0
