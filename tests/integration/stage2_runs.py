@@ -39,10 +39,17 @@ def draw(folder: Path) -> Path:
     return folder
 
 
+def specified_settings() -> dict[str, Any]:
+    """Return the section `rollout_matching` of the shipped configs, with the target of the specification."""
+    files = (ROOT / "configs" / name for name in ("stage2.yaml", "stage2-specified.yaml"))
+    general, specified = (yaml.safe_load(file.read_text())["rollout_matching"] for file in files)
+    return general | specified
+
+
 def config(folder: Path, name: str, **changes: Any) -> Path:
     """Write the config of a run called `name` on the scenes of `folder`, with the shipped objective. Answers
     of two objects are cut off. `changes` are dotted paths with __ for the dots."""
-    rollout = yaml.safe_load((ROOT / "configs/stage2.yaml").read_text())["rollout_matching"]
+    rollout = specified_settings()
     tree: dict[str, Any] = {
         "model": {"path": str(MODEL), "dtype": "float32"},
         "custom": {

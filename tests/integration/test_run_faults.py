@@ -14,6 +14,7 @@ import yaml
 from coordexp.demo.model import Size, make_model
 from coordexp.demo.scenes import SceneSettings, write_scenes
 from tests.integration.run_faults import FAULTS_AFTERWARDS, FAULTS_OF_WRITES
+from tests.integration.stage2_runs import specified_settings
 from tests.source import SOURCE
 
 ROOT = Path(__file__).parents[2]
@@ -25,7 +26,7 @@ def config(folder: Path) -> Path:
     TensorBoard, a carry buffer."""
     write_scenes(folder / "data", SceneSettings(objects=(1, 2)), train=12, val=2, seed=1)
     make_model(folder / "model", "small", ordinal=True, size=Size(hidden=64, layers=2, patch=8, vision_hidden=32))
-    rollout = yaml.safe_load((ROOT / "configs/stage2.yaml").read_text())["rollout_matching"]
+    rollout = specified_settings()
     tree = {
         "model": {"path": str(folder / "model"), "dtype": "float32"},
         "custom": {

@@ -17,7 +17,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import yaml
 from safetensors.torch import load_file
 from typer.testing import CliRunner
 
@@ -30,6 +29,7 @@ from tests.integration.stage2_runs import (
     draw,
     finish,
     metrics,
+    specified_settings,
     started,
     steps,
     training,
@@ -98,7 +98,7 @@ def job(folder: Path, name: str, *given: dict, resume: bool = False, sharded: bo
 
 @pytest.fixture(scope="module")
 def by_one(parts):
-    pipeline = yaml.safe_load((ROOT / "configs/stage2.yaml").read_text())["rollout_matching"]["pipeline"]
+    pipeline = specified_settings()["pipeline"]
     stage1 = {"custom__trainer_variant": "stage1_sft", "stage1__pipeline": pipeline}
     resumed = str(parts / "mixed-resumed")
     jobs = [
