@@ -23,8 +23,7 @@ from coordexp.cli import (
     serve,
     train,
 )
-from coordexp.config import ConfigError
-from coordexp.errors import UserError
+from coordexp.errors import ConfigError, UserError
 
 
 class Commands(TyperGroup):
@@ -38,7 +37,7 @@ class Commands(TyperGroup):
         try:
             return super().invoke(ctx)
         except ConfigError as error:
-            console.print_violations(error, console.err)
+            console.print_config_error(error, console.err)
             raise typer.Exit(2) from None
         except BrokenPipeError:  # the reader of the output went away (`coordexp ... | head`): typer ends quietly
             raise

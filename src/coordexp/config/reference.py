@@ -6,11 +6,11 @@ from collections.abc import Iterator
 from typing import Any
 
 from coordexp.config import legacy, schema
-from coordexp.config.paths import KeyPath
-from coordexp.config.refused import REFUSED
+from coordexp.config.legacy import REFUSED
 from coordexp.config.schema import Node
 from coordexp.config.settings import Training
 from coordexp.config.training_arguments import TRANSFORMERS_VERSION
+from coordexp.config.yaml_tree import KeyPath
 
 HEADER = """# Configuration reference
 

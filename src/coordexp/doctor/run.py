@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from coordexp.doctor.machine import Machine, use_only
-from coordexp.doctor.outcome import REPORT, CheckOutcome
+from coordexp.doctor.machine import CheckOutcome, Machine, use_only
+from coordexp.doctor.outcome import REPORT
 from coordexp.doctor.server import MARK, DoctorServer, find_left_processes
 from coordexp.errors import EngineError, UserError
 from coordexp.rollout.tasks import Task

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from coordexp.config.pipeline import Channel
+from coordexp.config.sections import Channel
 from coordexp.correction import Segment
 
 

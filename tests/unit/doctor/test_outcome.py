@@ -4,10 +4,9 @@ import copy
 
 import pytest
 
-from coordexp.doctor.machine import DoctorDeadlines, Machine
+from coordexp.doctor.machine import CheckOutcome, DoctorDeadlines, Machine
 from coordexp.doctor.outcome import (
     Agreement,
-    CheckOutcome,
     judge_detection,
     judge_guard,
     judge_health,

@@ -3,13 +3,11 @@ torch."""
 
 from coordexp.data.doctor.checks import Problem, check_image, check_record
 from coordexp.data.doctor.examine import DataReport, examine
-from coordexp.data.doctor.kinds import KINDS, DataFinding, FindingExample, ProblemKind
+from coordexp.data.doctor.kinds import KINDS, ProblemKind
 
 __all__ = [
     "KINDS",
-    "DataFinding",
     "DataReport",
-    "FindingExample",
     "Problem",
     "ProblemKind",
     "check_image",

@@ -9,11 +9,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from coordexp.data.doctor.checks import Problem, check_image, check_record
-from coordexp.data.doctor.kinds import KINDS, DataFinding, FindingExample
+from coordexp.data.doctor.kinds import KINDS
 from coordexp.data.doctor.measures import Classes, CountTokens, Sizes, TokenCount, Tokens
 from coordexp.data.doctor.suspicion import Suspicions
 from coordexp.data.images import ImageFacts
 from coordexp.data.records import Record, parse_record
+from coordexp.errors import Finding, Place
 
 EXAMPLES = 5  # kept per finding
 
@@ -27,14 +28,14 @@ class DataReport:
     file: Path
     records: int
     objects: int
-    findings: tuple[DataFinding, ...]
+    findings: tuple[Finding, ...]
     classes: Classes
     sizes: Sizes
     tokens: TokenCount | None
 
     @property
     def errors(self) -> int:
-        return sum(finding.count for finding in self.findings if finding.kind.severity == "error")
+        return sum(finding.count for finding in self.findings if finding.severity == "error")
 
 
 def examine(
@@ -66,7 +67,7 @@ class _Examination:
         self._path, self._look, self._tokens, self._max_length = path, look, tokens, max_length
         self._records = self._objects = 0
         self._counts: dict[str, int] = {}  # by code
-        self._examples: dict[str, list[FindingExample]] = {}
+        self._places: dict[str, list[Place]] = {}
         self._classes, self._sizes, self._suspicions = Classes(), Sizes(), Suspicions()
         self._paths: dict[int, int] = {}  # from the hash of a path to the first line that has it
         self._contents: dict[int, int] = {}  # from the hash of a content to the first line that has it
@@ -93,8 +94,8 @@ class _Examination:
         for measure in (self._suspicions, self._classes, self._sizes):
             self._add(None, measure.problems())
         findings = tuple(  # in the order of `KINDS`: errors first, and general problems before those of one object
-            DataFinding(code, self._counts[code], tuple(self._examples[code]))
-            for code in KINDS
+            Finding(kind.severity, code, kind.problem, kind.fix, self._counts[code], tuple(self._places[code]))
+            for code, kind in KINDS.items()
             if code in self._counts
         )
         tokens = self._tokens.count if self._tokens else None
@@ -103,9 +104,9 @@ class _Examination:
     def _add(self, line: int | None, problems: Iterable[Problem]) -> None:
         for problem in problems:
             self._counts[problem.code] = self._counts.get(problem.code, 0) + 1
-            examples = self._examples.setdefault(problem.code, [])
-            if len(examples) < EXAMPLES:
-                examples.append(FindingExample(line, problem.detail))
+            places = self._places.setdefault(problem.code, [])
+            if len(places) < EXAMPLES:
+                places.append(Place(str(self._path), line, problem.detail))
 
     def _add_image(self, number: int, record: Record) -> None:
         first = self._paths.setdefault(hash(os.path.normpath(record.image)), number)

@@ -4,9 +4,8 @@ An error stops training, or would train on something that is not in the image. A
 """
 
 from dataclasses import dataclass
-from typing import Literal
 
-Severity = Literal["error", "warning"]
+from coordexp.errors import Severity
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,27 +15,6 @@ class ProblemKind:
     severity: Severity
     problem: str
     fix: str
-
-
-@dataclass(frozen=True, slots=True)
-class FindingExample:
-    """One occurrence of a problem. `line` is None for a problem that only the whole file shows."""
-
-    line: int | None
-    detail: str
-
-
-@dataclass(frozen=True, slots=True)
-class DataFinding:
-    """A kind of problem that occurs in a file: how often, and the first examples."""
-
-    code: str
-    count: int
-    examples: tuple[FindingExample, ...]
-
-    @property
-    def kind(self) -> ProblemKind:
-        return KINDS[self.code]
 
 
 KINDS: dict[str, ProblemKind] = {
