@@ -7,7 +7,6 @@ from typer.core import TyperGroup
 
 from coordexp.cli import (
     check,
-    config,
     console,
     data,
     demo,
@@ -66,7 +65,7 @@ app.command("train")(train.train)
 app.command("predict")(predict.predict)
 app.command("replay")(replay.replay)
 app.command("report")(report.report)
-app.add_typer(config.app, name="config")
+app.add_typer(check.config_app, name="config")
 app.add_typer(data.app, name="data")
 app.add_typer(demo.app, name="demo")
 app.add_typer(model.app, name="model")

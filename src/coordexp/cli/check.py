@@ -1,4 +1,5 @@
-"""`coordexp check`: check a config, and show the settings that it results in."""
+"""`coordexp check`: check a config, and show the settings that it results in. `coordexp config`: the schema of
+configs, for editors and for people."""
 
 import json
 from collections.abc import Iterator
@@ -9,7 +10,7 @@ import typer
 from rich.text import Text
 
 from coordexp.cli.console import JsonOption, out, print_config_error, print_findings, print_json
-from coordexp.config import ConfigError, KeyPath, Loaded, World, format_path, load_settings
+from coordexp.config import ConfigError, KeyPath, Loaded, World, format_path, load_settings, reference
 from coordexp.config.settings import Settings, describe_evaluation
 from coordexp.errors import Finding
 from coordexp.files import advise_missing_path
@@ -137,3 +138,31 @@ def _walk(path: KeyPath, value: Any) -> Iterator[tuple[KeyPath, str]]:
             yield from _walk((*path, index), item)
     else:
         yield path, json.dumps(value, ensure_ascii=False) if not isinstance(value, str) else value
+
+
+config_app = typer.Typer(help="The configuration schema.", no_args_is_help=True)
+
+Out = Annotated[
+    Path | None, typer.Option("--out", "-o", dir_okay=False, help="Write here instead of to standard output.")
+]
+
+
+@config_app.command("schema")
+def schema(out: Out = None) -> None:
+    """Write a JSON Schema that an editor can check and complete configs with."""
+    _write(json.dumps(reference.editor_schema(), indent=2) + "\n", out)
+
+
+@config_app.command("reference")
+def reference_page(out: Out = None) -> None:
+    """Write the reference page of all settings, as Markdown."""
+    _write(reference.render_page(), out)
+
+
+def _write(text: str, out: Path | None) -> None:
+    if out is None:
+        typer.echo(text, nl=False)
+    else:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.write_text(text)
+        typer.echo(f"wrote {out}", err=True)

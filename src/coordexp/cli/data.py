@@ -15,7 +15,7 @@ from coordexp.errors import UserError
 
 if TYPE_CHECKING:
     from coordexp.data.doctor import DataReport
-    from coordexp.data.doctor.measures import CountTokens
+    from coordexp.data.doctor.examine import CountTokens
 
 SHOWN_CLASSES = 10
 RARE = 10  # classes with fewer objects are rare

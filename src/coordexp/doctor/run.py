@@ -77,8 +77,7 @@ class Examination:
         self.outcomes += [CheckOutcome(name, reason, checked=False) for name, reason in machine.notes.items()]
 
         def make_learner() -> CheckOutcome:
-            from coordexp.doctor.learner import TinyLearner
-            from coordexp.doctor.workspace import Workspace
+            from coordexp.doctor.learner import TinyLearner, Workspace
 
             learner = TinyLearner(Workspace.make(folder, machine))
             learners.append(learner)
@@ -95,7 +94,7 @@ class Examination:
 
     def _check_server(self, learner: "TinyLearner") -> None:
         from coordexp.doctor.checks import ServerChecks
-        from coordexp.doctor.workspace import read_settings
+        from coordexp.doctor.learner import read_settings
 
         config = learner.workspace.write_config("server")
         url = read_settings(config).rollout_matching.vllm.server.servers[0].base_url

@@ -16,7 +16,7 @@ from torch import Tensor
 from coordexp.config.sections import Channel
 from coordexp.correction import Role, TokenKind
 from coordexp.data import DataError
-from coordexp.pack.example import Example, ExampleId
+from coordexp.pack.carry import Example, ExampleId
 
 CHANNELS: tuple[Channel, ...] = ("A", "B")
 

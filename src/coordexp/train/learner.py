@@ -14,9 +14,8 @@ from coordexp.config import Settings
 from coordexp.config.rollout import Offload
 from coordexp.pack.attention import attention_for
 from coordexp.rollout.backend import AdapterWeights
-from coordexp.train.adapter import learner_adapter, with_adapter
 from coordexp.train.offload import OffloadedStorages, offload_learner
-from coordexp.train.weights import learner_weights
+from coordexp.train.weights import learner_adapter, learner_weights, with_adapter
 
 
 @dataclass

@@ -1,9 +1,8 @@
 """Checks of a data file: what is wrong or looks wrong with it, and what it consists of. Streams; imports no
 torch."""
 
-from coordexp.data.doctor.checks import Problem, check_image, check_record
+from coordexp.data.doctor.checks import KINDS, Problem, ProblemKind, check_image, check_record
 from coordexp.data.doctor.examine import DataReport, examine
-from coordexp.data.doctor.kinds import KINDS, ProblemKind
 
 __all__ = [
     "KINDS",
