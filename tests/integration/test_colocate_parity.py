@@ -19,8 +19,8 @@ from coordexp.demo.model import Size, make_model
 from coordexp.errors import EngineError
 from coordexp.rollout.backend import Request
 from coordexp.rollout.connection import EngineConnection
+from coordexp.train.learner import with_adapter
 from coordexp.train.offload import offload_learner
-from coordexp.train.weights import with_adapter
 from tests.integration import engine_faults
 from tests.integration.answers import whole_model
 from tests.integration.colocation import Colocation, draw_images, ids

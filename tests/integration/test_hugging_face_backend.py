@@ -21,8 +21,8 @@ from coordexp.rollout.hugging_face import HuggingFaceBackend
 from coordexp.rollout.prompt import PromptBuilder
 from coordexp.train.encode import StepIndex, TrainingSet
 from coordexp.train.evaluation import AnswerEvaluation
+from coordexp.train.learner import with_adapter
 from coordexp.train.metrics import StepMetrics
-from coordexp.train.weights import with_adapter
 from coordexp.vocab import VocabularyTable
 from tests.scripted import Said, ScriptedBackend
 from tests.steps import RolloutStep

@@ -16,7 +16,6 @@ from coordexp.cli import (
     launch,
     model,
     predict,
-    replay,
     report,
     run,
     serve,
@@ -63,7 +62,7 @@ app.command("launch")(launch.launch)
 app.command("serve")(serve.serve)
 app.command("train")(train.train)
 app.command("predict")(predict.predict)
-app.command("replay")(replay.replay)
+app.command("replay")(run.replay)
 app.command("report")(report.report)
 app.add_typer(check.config_app, name="config")
 app.add_typer(data.app, name="data")

@@ -1,9 +1,8 @@
 """`coordexp data`: import data, find what is wrong with it, and look at it. `data doctor` is in this module."""
 
-from enum import StrEnum
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 from rich.cells import cell_len, set_cell_size
@@ -25,14 +24,6 @@ app.add_typer(data_import.app, name="import")
 app.command("view")(data_view.view)
 
 
-class Images(StrEnum):
-    """How closely images are examined."""
-
-    head = "head"
-    decode = "decode"
-    skip = "skip"
-
-
 FileArgument = Annotated[
     Path, typer.Argument(exists=True, dir_okay=False, help="A JSONL file of records.", show_default=False)
 ]
@@ -42,8 +33,9 @@ FileArgument = Annotated[
 def doctor(
     file: FileArgument,
     images: Annotated[
-        Images, typer.Option(help="Read the header of each image (fast), decode all pixels, or skip images.")
-    ] = Images.head,
+        Literal["head", "decode", "skip"],
+        typer.Option(help="Read the header of each image (fast), decode all pixels, or skip images."),
+    ] = "head",
     model: Annotated[
         Path | None,
         typer.Option(exists=True, file_okay=False, help="A folder with tokenizer.json, to count tokens."),
@@ -56,12 +48,12 @@ def doctor(
     """Find broken lines, images and shapes, wrong formats and duplicates. Exits 1 if there are errors."""
     if max_length is not None and model is None:
         raise UserError("--max-length needs a tokenizer to count tokens with", "add --model DIR")
-    if images is not Images.skip:
+    if images != "skip":
         need("PIL", extra="train")
     from coordexp.data.doctor import examine
     from coordexp.data.images import read_image_facts
 
-    look = None if images is Images.skip else partial(read_image_facts, decode=images is Images.decode)
+    look = None if images == "skip" else partial(read_image_facts, decode=images == "decode")
     count_tokens = None if model is None else _token_counter(model)
     with progress(f"reading {file}") as show:
 

@@ -26,8 +26,8 @@ from coordexp.rollout.engine import EngineSetup
 from coordexp.rollout.hugging_face import HuggingFaceBackend
 from coordexp.rollout.prompt import PromptBuilder
 from coordexp.rollout.server_backend import ServerBackend
+from coordexp.train.learner import learner_weights
 from coordexp.train.offload import OffloadedStorages
-from coordexp.train.weights import learner_weights
 from coordexp.vocab import VocabularyTable
 
 IMAGES = 8

@@ -245,6 +245,8 @@ def _read_mask(value: JsonObject, size: tuple[int, int], where: str, counts: Imp
     return tuple(rings)
 
 
+# Run-length masks, compressed or not, and the outlines of their parts
+
 _STEPS = ((1, 0), (0, 1), (-1, 0), (0, -1))  # right, down, left, up: the inside is to the right of each step
 
 
@@ -285,7 +287,10 @@ def _decompress(text: str) -> list[int]:
 
 
 def trace_outlines(mask: NDArray[np.bool_]) -> tuple[list[Ring], int]:
-    """Return the outer rings of the parts, from the top, and the number of holes that they fill."""
+    """Return the outer rings of the parts, from the top, and the number of holes that they fill.
+
+    An outline runs along the edges of pixels, so it encloses exactly the pixels of its part. Pixels that touch at
+    a corner belong to one part. A single ring cannot have a hole: the pixels of holes become part of the shape."""
     directions, starts = _find_edges(mask)
     used: set[tuple[int, int]] = set()
     rings, holes = [], 0
