@@ -1,14 +1,13 @@
 """Checks of a data file: what is wrong or looks wrong with it, and what it consists of. Streams; imports no
 torch."""
 
-from coordexp.data.doctor.checks import KINDS, Problem, ProblemKind, check_image, check_record
+from coordexp.data.doctor.checks import KINDS, Problem, check_image, check_record
 from coordexp.data.doctor.examine import DataReport, examine
 
 __all__ = [
     "KINDS",
     "DataReport",
     "Problem",
-    "ProblemKind",
     "check_image",
     "check_record",
     "examine",

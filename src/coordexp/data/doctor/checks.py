@@ -12,18 +12,8 @@ from functools import lru_cache
 from coordexp.data.geometry import BINS, is_degenerate
 from coordexp.data.images import ImageFacts, size_problem
 from coordexp.data.records import Record, RecordObject
-from coordexp.errors import Severity
+from coordexp.errors import Finding
 from coordexp.files import is_encodable
-
-
-@dataclass(frozen=True, slots=True)
-class ProblemKind:
-    """The severity of a problem, what it is, and what to do about it."""
-
-    severity: Severity
-    problem: str
-    fix: str
-
 
 # The problem and the fix, by code.
 _ERRORS = {
@@ -100,8 +90,8 @@ _WARNINGS = {
         "2.5 times as much",
     ),
 }
-KINDS = {code: ProblemKind("error", *words) for code, words in _ERRORS.items()} | {
-    code: ProblemKind("warning", *words) for code, words in _WARNINGS.items()
+KINDS = {code: Finding("error", code, *words) for code, words in _ERRORS.items()} | {
+    code: Finding("warning", code, *words) for code, words in _WARNINGS.items()
 }
 
 FAR = 0.01  # share of the image by which a shape may extend beyond it before that is an error

@@ -8,7 +8,7 @@ import math
 import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -202,7 +202,7 @@ class _Examination:
         for measure in (self._suspicions, self._classes, self._sizes):
             self._add(None, measure.problems())
         findings = tuple(  # in the order of `KINDS`: errors first, and general problems before those of one object
-            Finding(kind.severity, code, kind.problem, kind.fix, self._counts[code], tuple(self._places[code]))
+            replace(kind, count=self._counts[code], places=tuple(self._places[code]))
             for code, kind in KINDS.items()
             if code in self._counts
         )
