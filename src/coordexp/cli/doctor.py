@@ -15,8 +15,9 @@ from rich.table import Table
 from rich.text import Text
 
 from coordexp.cli.console import JsonOption, err, need, out, print_findings, print_json, progress
-from coordexp.doctor.machine import CheckOutcome, Machine, choose_cpu, choose_gpus, visible_gpus
+from coordexp.doctor.machine import CheckOutcome, Machine, choose_cpu, choose_gpus
 from coordexp.errors import Finding, UserError
+from coordexp.launch import preflight
 from coordexp.rollout.installed import check_vllm
 
 # All commands that train or generate need the first group. Only the vLLM backends need the second.
@@ -58,7 +59,8 @@ def doctor(
         raise UserError("--server-gpus, --train-gpus and --quick belong to --gpu", "add --gpu, or leave them out")
     if gpu or cpu:
         need("torch", "transformers", "peft", "httpx", "psutil", extra="vllm" if gpu else "vllm-cpu")
-        _run_engines(_choose_machine(gpu, server_gpus, train_gpus, quick), as_json)
+        gpus = preflight.visible_gpus(preflight.find_gpus()) if gpu else []
+        _run_engines(choose_gpus(gpus, server_gpus, train_gpus, quick) if gpu else choose_cpu(), as_json)
     _compare_versions(as_json)
 
 
@@ -130,12 +132,6 @@ def _run_engines(machine: Machine, as_json: bool) -> NoReturn:
         sys.stdout.flush()
         os._exit(1)
     raise typer.Exit(0 if report.ok else 1)
-
-
-def _choose_machine(gpu: bool, server_gpus: str | None, train_gpus: str | None, quick: bool) -> Machine:
-    from coordexp.launch.preflight import find_gpus
-
-    return choose_gpus(visible_gpus(list(find_gpus())), server_gpus, train_gpus, quick) if gpu else choose_cpu()
 
 
 def print_outcomes(outcomes: Sequence[CheckOutcome], checked: str, as_json: bool) -> None:

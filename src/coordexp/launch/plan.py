@@ -98,7 +98,7 @@ def make_plan(settings: Settings, options: LaunchOptions) -> Plan:
         own, gpus = (gpus[:size], gpus[size:]) if here else ((), gpus)
         words = ["-m", "coordexp", "serve", "--config", options.config, "--index", str(index)]
         command = (sys.executable, *words, *(f"--images={folder}" for folder in options.images))
-        part = Part(f"server {index}", command, _devices(own), own) if here else None
+        part = Part(f"server {index}", command, device_variables(own), own) if here else None
         servers.append(PlannedServer(index, server.base_url, server.group_port, size if here else None, part))
     batch = settings.rollout_matching.decode_batch_size
     return Plan(tuple(servers), _learner(options), number_of_learners(options), batch)
@@ -121,10 +121,10 @@ def _learner(options: LaunchOptions) -> Part:
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(count))
     train = ("-m", "coordexp", "train", "--config", options.config, *(["--resume"] if options.resume else []))
     command = (sys.executable, *(torchrun if count > 1 else ()), *train)
-    return Part("learner", command, _devices(gpus), gpus, ranks=count > 1)
+    return Part("learner", command, device_variables(gpus), gpus, ranks=count > 1)
 
 
-def _devices(gpus: tuple[int, ...]) -> dict[str, str]:
+def device_variables(gpus: tuple[int, ...]) -> dict[str, str]:
     """Return the variables that show a part only these GPUs, numbered as nvidia-smi does."""
     return {"CUDA_VISIBLE_DEVICES": ",".join(map(str, gpus)), "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
 

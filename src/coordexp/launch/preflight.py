@@ -12,7 +12,7 @@ import shutil
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import islice
@@ -112,18 +112,16 @@ def port_problems(settings: Settings, options: LaunchOptions) -> Iterator[Findin
 
 def gpu_problems(options: LaunchOptions, devices: dict[int, DeviceMemory]) -> Iterator[Finding]:
     """Yield the lists of GPUs with one that the machine does not have or that this shell may not use."""
-    allowed = [word.strip() for word in os.environ.get(VISIBLE, "").split(",") if word.strip()]
+    visible = visible_gpus(devices)
     for name, text in (("--server-gpus", options.server_gpus), ("--train-gpus", options.train_gpus)):
         ids = gpu_ids(text)
         if any(gpu not in devices for gpu in ids):
             there = f"has GPUs {', '.join(map(str, devices))}" if devices else "has no visible GPU"
             fix = "give GPUs by the numbers of nvidia-smi, or --cpu to run without"
             yield Finding("error", name, f"{text}: this machine {there}", fix)
-        elif all(word.isdecimal() for word in allowed) and VISIBLE in os.environ:
-            hidden = [str(gpu) for gpu in ids if str(gpu) not in allowed]
-            if hidden:
-                fix = f"give GPUs of that list: numbers are those of nvidia-smi, whatever {VISIBLE} says"
-                yield Finding("error", name, f"{', '.join(hidden)} is not in {VISIBLE}={os.environ[VISIBLE]}", fix)
+        elif hidden := ", ".join(str(gpu) for gpu in ids if gpu not in visible):
+            fix = f"give GPUs of that list: numbers are those of nvidia-smi, whatever {VISIBLE} says"
+            yield Finding("error", name, f"{hidden} is not in {VISIBLE}={os.environ[VISIBLE]}", fix)
 
 
 def memory_problems(
@@ -153,6 +151,14 @@ def find_gpus() -> dict[int, DeviceMemory]:
         rows = [line.split(",") for line in done.stdout.splitlines() if line.strip()]
         return {int(row[0]): DeviceMemory(int(row[1]) * unit, int(row[2]) * unit) for row in rows}
     return {}
+
+
+def visible_gpus(gpus: Iterable[int]) -> list[int]:
+    """Return the GPUs that CUDA_VISIBLE_DEVICES does not hide. If it has names instead of numbers, return all."""
+    words = [word.strip() for word in os.environ.get(VISIBLE, "").split(",") if word.strip()]
+    if VISIBLE not in os.environ or not all(word.isdecimal() for word in words):
+        return list(gpus)
+    return [gpu for gpu in gpus if str(gpu) in words]
 
 
 @contextmanager
