@@ -60,7 +60,8 @@ class Finding:
     def __str__(self) -> str:
         subject = f"{self.subject}: " if self.subject else ""
         places = "".join(f"  ({place})" for place in self.places)
-        return f"{subject}{self.problem}{places}\n  {self.fix}"
+        fix = f"\n  {self.fix}" if self.fix else ""
+        return f"{subject}{self.problem}{places}{fix}"
 
 
 class ConfigError(UserError):

@@ -46,7 +46,7 @@ def check(
         else:
             print_config_error(error, out)
         raise typer.Exit(2) from None
-    findings = [Finding("note", "", note) for note in loaded.notes] + list(missing_files(loaded.settings))
+    findings = [*loaded.notes, *missing_files(loaded.settings)]
     if as_json:
         print_json(loaded.files[-1], findings, _describe(loaded))
         return

@@ -117,7 +117,7 @@ def _check(loaded: Loaded, options: LaunchOptions) -> tuple[Plan | None, list["M
     from coordexp.launch import preflight
 
     settings = loaded.settings
-    findings = [Finding("note", "", note) for note in loaded.notes]
+    findings = [*loaded.notes]
     problems = plan_problems(settings, options)
     plan = None if problems else make_plan(settings, options)
     devices = None if options.cpu else preflight.find_gpus()

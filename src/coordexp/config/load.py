@@ -49,7 +49,7 @@ class Loaded:
 
     settings: Settings
     origins: dict[str, str]
-    notes: tuple[str, ...]
+    notes: tuple[Finding, ...]
     files: tuple[str, ...]
 
 
@@ -266,62 +266,61 @@ def _replace(section: S, path: list[str], value: Any) -> S:
     return section.model_copy(update={key: _replace(getattr(section, key), rest, value) if rest else value})
 
 
-def idle_settings(s: Settings) -> Iterator[str]:
+def idle_settings(s: Settings) -> Iterator[Finding]:
     """Yield a note for every setting that is written but has no effect.
 
     Such a setting is not an error, so that a backend or a channel can be switched off by changing a single value.
     """
-    yield from _idle_modules(s)
-    yield from _idle_sections(s)
-    yield from _idle_arguments(s.training)
+    for setting, problem in (*_idle_modules(s), *_idle_sections(s), *_idle_arguments(s.training)):
+        yield Finding("note", setting, problem)
 
 
-def _idle_modules(s: Settings) -> Iterator[str]:
+def _idle_modules(s: Settings) -> Iterator[tuple[str, str]]:
     assert s.pipeline is not None
     for part, modules in (("objective", s.pipeline.objective), ("diagnostics", s.pipeline.diagnostics)):
         for index, module in enumerate(modules):
             if reason := rules.idle_reason(module, s):
-                yield f"{s.pipeline_path}.{part}[{index}] ({module.name}) is {reason}"
+                yield f"{s.pipeline_path}.{part}[{index}]", f"{module.name} is {reason}"
 
 
-def _idle_sections(s: Settings) -> Iterator[str]:
+def _idle_sections(s: Settings) -> Iterator[tuple[str, str]]:
     rollout, variant = s.rollout_matching, s.custom.trainer_variant
     if "B" not in s.channels and s.stage2.model_fields_set & {"dump_every", "dump_samples"}:
-        yield "stage2.dump_every and dump_samples are not used: there are no rollouts to dump"
+        yield "stage2.dump_every", "not used, nor is dump_samples: there are no rollouts to dump"
     elif s.stage2.dump_every is None and "dump_samples" in _non_default_keys(s.stage2):
-        yield "stage2.dump_samples is not used: stage2.dump_every is null"
+        yield "stage2.dump_samples", "not used: stage2.dump_every is null"
     if not s.uses_rollouts:
         hugging_face = {"rollout_backend"} if rollout.rollout_backend == "hf" else set()
         for name in sorted(_non_default_keys(rollout) - READ_BY_EVALUATION - hugging_face):
-            yield f"rollout_matching.{name} is not used by {variant}"
+            yield f"rollout_matching.{name}", f"not used by {variant}"
         return
     if s.stage1.pipeline is not None:
-        yield f"stage1.pipeline is not used by {variant}"
+        yield "stage1.pipeline", f"not used by {variant}"
     if rollout.rollout_backend == "hf" and "vllm" in rollout.model_fields_set:
-        yield "rollout_matching.vllm is not used with rollout_backend: hf"
+        yield "rollout_matching.vllm", "not used with rollout_backend: hf"
     elif rollout.vllm.mode == "colocate" and "server" in _non_default_keys(rollout.vllm):
-        yield "rollout_matching.vllm.server is not used with vllm.mode: colocate"
+        yield "rollout_matching.vllm.server", "not used with vllm.mode: colocate"
     if "max_lora_rank" in _non_default_keys(rollout.vllm) and not rollout.vllm.enable_lora:
-        yield "rollout_matching.vllm.max_lora_rank is not used: enable_lora is false"
+        yield "rollout_matching.vllm.max_lora_rank", "not used: enable_lora is false"
     if rollout.vllm.enable_lora and uses_vllm(s, "colocate") and rules.sync_mode(s) == "full":
         yield (
-            "rollout_matching.vllm.enable_lora is not used: a colocated engine loads adapters only with sync.mode "
-            "adapter or auto"
+            "rollout_matching.vllm.enable_lora",
+            "not used: a colocated engine loads adapters only with sync.mode adapter or auto",
         )
     if rollout.offload.enabled and not uses_vllm(s, "colocate"):
-        yield "rollout_matching.offload is not used: only colocated vLLM shares memory with the learner"
+        yield "rollout_matching.offload", "not used: only colocated vLLM shares memory with the learner"
     elif rollout.offload.enabled and not (rollout.offload.offload_model or rollout.offload.offload_optimizer):
-        yield "rollout_matching.offload moves nothing: set offload_model, offload_optimizer or both"
+        yield "rollout_matching.offload", "moves nothing: set offload_model, offload_optimizer or both"
     if rollout.rollouts_per_sample == 1 and _non_default_keys(rollout.choice):
-        yield "rollout_matching.choice is not used: rollouts_per_sample is 1"
+        yield "rollout_matching.choice", "not used: rollouts_per_sample is 1"
     elif rollout.choice.rule == "best" and "votes" in _non_default_keys(rollout.choice):
-        yield "rollout_matching.choice.votes is not used: the rule is best"
+        yield "rollout_matching.choice.votes", "not used: the rule is best"
     if (
         "duplicate_iou" in _non_default_keys(rollout.correction)
         and rollout.correction.duplicates == "keep"
         and rollout.rollouts_per_sample == 1
     ):
-        yield "rollout_matching.correction.duplicate_iou is not used: duplicates are kept"
+        yield "rollout_matching.correction.duplicate_iou", "not used: duplicates are kept"
     sections = (
         ("offload", rollout.offload),
         ("repeat_terminate", rollout.repeat_terminate),
@@ -329,10 +328,10 @@ def _idle_sections(s: Settings) -> Iterator[str]:
     )
     for name, section in sections:
         if section.model_fields_set - {"enabled"} and not section.enabled:
-            yield f"rollout_matching.{name} is not used: its enabled is false"
+            yield f"rollout_matching.{name}", "not used: its enabled is false"
     for name, neutral in (("top_p", 1.0), ("top_k", -1)):
         if rollout.effective_decode_mode != "sampling" and getattr(rollout.decoding, name) != neutral:
-            yield f"rollout_matching.decoding.{name} is not used by {rollout.effective_decode_mode} decoding"
+            yield f"rollout_matching.decoding.{name}", f"not used by {rollout.effective_decode_mode} decoding"
 
 
 def _non_default_keys(section: SettingsSection) -> set[str]:
@@ -344,7 +343,7 @@ def _non_default_keys(section: SettingsSection) -> set[str]:
     }
 
 
-def _idle_arguments(training: Training) -> Iterator[str]:
+def _idle_arguments(training: Training) -> Iterator[tuple[str, str]]:
     """Yield a note for every training argument that another argument makes ineffective."""
     reports = training.report_to or ()
     reports = (reports,) if isinstance(reports, str) else reports
@@ -374,4 +373,4 @@ def _idle_arguments(training: Training) -> Iterator[str]:
     }
     for name, reason in idle.items():
         if reason and name in _non_default_keys(training):
-            yield f"training.{name} is not used: {reason}"
+            yield f"training.{name}", f"not used: {reason}"

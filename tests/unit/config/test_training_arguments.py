@@ -123,7 +123,7 @@ def test_a_note_names_an_argument_that_another_one_makes_ineffective(idle, switc
     tree = stage2(custom__val_jsonl="val.jsonl")
     name = list(idle)[-1]
     (note,) = load(apply_changes(tree, **{f"training__{key}": value for key, value in idle.items()})).notes
-    assert note.startswith(f"training.{name} is not used: ")
+    assert str(note).startswith(f"training.{name}: not used: ")
     assert load(apply_changes(tree, **{f"training__{key}": value for key, value in switch.items()})).notes == ()
 
 
@@ -131,7 +131,9 @@ def test_a_note_names_an_argument_that_another_one_makes_ineffective(idle, switc
 def test_a_note_says_that_the_evaluation_batch_size_is_not_used(tree):
     """The specification has runs with this argument, so it is accepted (R10)."""
     (note,) = load(apply_changes(tree, training__per_device_eval_batch_size=2)).notes
-    assert note.startswith("training.per_device_eval_batch_size is not used: rollout_matching.decode_batch_size")
+    assert str(note).startswith(
+        "training.per_device_eval_batch_size: not used: rollout_matching.decode_batch_size"
+    )
 
 
 def test_the_trainer_is_given_the_arguments_of_the_file_and_filters_no_loss(tmp_path):
