@@ -1,10 +1,14 @@
-"""Errors that a user can fix. `coordexp.cli.Commands` prints them without a traceback, in one place.
+"""Errors that a user can fix, and findings of checks. `coordexp.cli` prints both, each in one place.
 
-This module imports nothing, so every package and every command may import it.
+This module imports nothing of coordexp, so every package and every command may import it.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Literal
+
+Severity = Literal["error", "warning", "note"]
 
 
 class UserError(Exception):
@@ -24,6 +28,49 @@ class DataError(UserError, ValueError):
 
 class EngineError(UserError, RuntimeError):
     """A rollout engine or server could not be started, or failed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A line of a file, and what is wrong there. `line` is None for the file as a whole."""
+
+    file: str
+    line: int | None = None
+    detail: str = ""
+
+    def __str__(self) -> str:
+        where = self.file if self.line is None else f"{self.file}:{self.line}"
+        return f"{where}: {self.detail}" if self.detail else where
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """What a check of a config, of records, of packages or of a machine found, and what to do about it.
+
+    `subject` is the setting, the option, the package, the check or the kind of problem. `count` says how often the
+    problem occurs, and `places` are the first occurrences that have a line in a file."""
+
+    severity: Severity
+    subject: str
+    problem: str
+    fix: str = ""
+    count: int = 1
+    places: tuple[Place, ...] = ()
+
+    def __str__(self) -> str:
+        subject = f"{self.subject}: " if self.subject else ""
+        places = "".join(f"  ({place})" for place in self.places)
+        fix = f"\n  {self.fix}" if self.fix else ""
+        return f"{subject}{self.problem}{places}{fix}"
+
+
+class ConfigError(UserError):
+    """All problems of a config or a command line at once, so that the user can fix them in one go. `file` is the
+    config."""
+
+    def __init__(self, findings: Sequence[Finding], file: str = "") -> None:
+        super().__init__("\n".join(map(str, findings)))
+        self.findings, self.file = tuple(findings), file
 
 
 @contextmanager

@@ -87,7 +87,7 @@ def test_no_config_or_document_says_that_the_guard_is_for_hugging_face_alone() -
         *(ROOT / "configs").rglob("*.yaml"),
         *(ROOT / "examples").rglob("*.yaml"),
         PACKAGE / "config/rollout.py",
-        PACKAGE / "config/derive.py",
+        PACKAGE / "config/load.py",
     ]
     sentences = [
         sentence for file in files for sentence in re.split(r"[.:;|]\s", file.read_text().replace("\n", " "))

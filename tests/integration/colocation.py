@@ -17,9 +17,8 @@ from coordexp.rollout.colocate import ColocateBackend
 from coordexp.rollout.engine import EngineSetup
 from coordexp.rollout.hugging_face import HuggingFaceBackend
 from coordexp.rollout.prompt import PromptBuilder
-from coordexp.train.adapter import learner_adapter
+from coordexp.train.learner import learner_adapter, learner_weights
 from coordexp.train.offload import OffloadedStorages
-from coordexp.train.weights import learner_weights
 from coordexp.vocab import VocabularyTable
 from tests.integration.answers import whole_model
 

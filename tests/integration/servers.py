@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import Qwen3VLForConditionalGeneration
 
 from coordexp.rollout.broadcast import flatten, join
-from coordexp.train.weights import learner_weights
+from coordexp.train.learner import learner_weights
 from tests.integration.stage2_runs import MODEL, Started, config, draw, started
 
 SERVE = ["-c", "import sys; from coordexp.cli import main; main(sys.argv[1:])", "serve"]

@@ -22,7 +22,7 @@ from coordexp.errors import EngineError
 from coordexp.rollout import colocate
 from coordexp.rollout.adapter_fallback import AdapterRefused
 from coordexp.rollout.backend import Weights
-from coordexp.train.adapter import learner_adapter, with_adapter
+from coordexp.train.learner import learner_adapter, with_adapter
 from coordexp.train.offload import SMALL, OffloadedStorages, offload_learner
 from tests.integration import engine_faults
 from tests.integration.answers import whole_model

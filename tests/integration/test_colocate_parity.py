@@ -19,7 +19,7 @@ from coordexp.demo.model import Size, make_model
 from coordexp.errors import EngineError
 from coordexp.rollout.backend import Request
 from coordexp.rollout.connection import EngineConnection
-from coordexp.train.adapter import with_adapter
+from coordexp.train.learner import with_adapter
 from coordexp.train.offload import offload_learner
 from tests.integration import engine_faults
 from tests.integration.answers import whole_model

@@ -24,8 +24,8 @@ from coordexp.rollout.colocate import ColocateBackend
 from coordexp.rollout.engine import EngineSetup, start_engine
 from coordexp.rollout.hugging_face import HuggingFaceBackend
 from coordexp.rollout.prompt import PromptBuilder
+from coordexp.train.learner import learner_weights
 from coordexp.train.stopping import START_GRACE
-from coordexp.train.weights import learner_weights
 from coordexp.vocab import VocabularyTable
 from tests.integration.answers import whole_model
 from tests.integration.leavings import leavings

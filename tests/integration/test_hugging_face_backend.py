@@ -19,9 +19,9 @@ from coordexp.demo.scenes import SceneSettings, write_scenes
 from coordexp.rollout.backend import Decode, ImageRef, Request
 from coordexp.rollout.hugging_face import HuggingFaceBackend
 from coordexp.rollout.prompt import PromptBuilder
-from coordexp.train.adapter import with_adapter
 from coordexp.train.encode import StepIndex, TrainingSet
 from coordexp.train.evaluation import AnswerEvaluation
+from coordexp.train.learner import with_adapter
 from coordexp.train.metrics import StepMetrics
 from coordexp.vocab import VocabularyTable
 from tests.scripted import Said, ScriptedBackend

@@ -17,8 +17,7 @@ from coordexp.rollout.engine import EngineSetup
 from coordexp.rollout.hugging_face import HuggingFaceBackend
 from coordexp.rollout.prompt import PromptBuilder
 from coordexp.rollout.server_backend import ServerBackend
-from coordexp.train.adapter import learner_adapter, with_adapter
-from coordexp.train.weights import learner_weights
+from coordexp.train.learner import learner_adapter, learner_weights, with_adapter
 from coordexp.vocab import VocabularyTable
 from tests.integration.servers import (
     GUARD,

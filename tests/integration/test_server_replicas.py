@@ -12,7 +12,7 @@ import httpx
 import psutil
 import pytest
 
-from coordexp.train.weights import learner_weights
+from coordexp.train.learner import learner_weights
 from tests.integration.servers import (
     GUARD,
     Fleet,

@@ -11,8 +11,7 @@ from torch.distributed.tensor import DTensor
 from transformers import Qwen3VLForConditionalGeneration
 
 from coordexp.config.settings import Adapter
-from coordexp.train.adapter import learner_adapter, with_adapter
-from coordexp.train.weights import learner_weights
+from coordexp.train.learner import learner_adapter, learner_weights, with_adapter
 from coordexp.vocab import VocabularyTable
 from tests.integration.step_worker import make_accelerator
 

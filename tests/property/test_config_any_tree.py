@@ -1,4 +1,4 @@
-"""Whatever a file contains, loading gives settings or violations with a fix."""
+"""Whatever a file contains, loading gives settings or findings with a fix."""
 
 import copy
 from pathlib import Path
@@ -50,8 +50,8 @@ def test_any_mutation_of_a_config_is_accepted_or_explained(data):
     try:
         parse_settings(tree)
     except ConfigError as error:
-        assert error.violations
-        assert all(violation.problem and violation.fix for violation in error.violations)
+        assert error.findings
+        assert all(finding.problem and finding.fix for finding in error.findings)
     assert repr(tree) == repr(before), "the caller's tree was changed"
 
 
@@ -60,4 +60,4 @@ def test_any_tree_at_all_is_explained(tree):
     try:
         parse_settings({"rollout_matching": tree, "custom": tree, "stage1": tree})
     except ConfigError as error:
-        assert error.violations
+        assert error.findings

@@ -7,7 +7,6 @@ from typer.core import TyperGroup
 
 from coordexp.cli import (
     check,
-    config,
     console,
     data,
     demo,
@@ -17,14 +16,12 @@ from coordexp.cli import (
     launch,
     model,
     predict,
-    replay,
     report,
     run,
     serve,
     train,
 )
-from coordexp.config import ConfigError
-from coordexp.errors import UserError
+from coordexp.errors import ConfigError, UserError
 
 
 class Commands(TyperGroup):
@@ -38,7 +35,7 @@ class Commands(TyperGroup):
         try:
             return super().invoke(ctx)
         except ConfigError as error:
-            console.print_violations(error, console.err)
+            console.print_config_error(error, console.err)
             raise typer.Exit(2) from None
         except BrokenPipeError:  # the reader of the output went away (`coordexp ... | head`): typer ends quietly
             raise
@@ -65,9 +62,9 @@ app.command("launch")(launch.launch)
 app.command("serve")(serve.serve)
 app.command("train")(train.train)
 app.command("predict")(predict.predict)
-app.command("replay")(replay.replay)
+app.command("replay")(run.replay)
 app.command("report")(report.report)
-app.add_typer(config.app, name="config")
+app.add_typer(check.config_app, name="config")
 app.add_typer(data.app, name="data")
 app.add_typer(demo.app, name="demo")
 app.add_typer(model.app, name="model")

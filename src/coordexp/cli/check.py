@@ -1,4 +1,5 @@
-"""`coordexp check`: check a config, and show the settings that it results in."""
+"""`coordexp check`: check a config, and show the settings that it results in. `coordexp config`: the schema of
+configs, for editors and for people."""
 
 import json
 from collections.abc import Iterator
@@ -8,11 +9,10 @@ from typing import Annotated, Any
 import typer
 from rich.text import Text
 
-from coordexp.cli.console import out, print_violations
-from coordexp.config import ConfigError, Loaded, World, format_path, load_settings
-from coordexp.config.capacity import describe_evaluation
-from coordexp.config.paths import Key
-from coordexp.config.settings import Settings
+from coordexp.cli.console import JsonOption, out, print_config_error, print_findings, print_json
+from coordexp.config import ConfigError, KeyPath, Loaded, World, format_path, load_settings, reference
+from coordexp.config.settings import Settings, describe_evaluation
+from coordexp.errors import Finding
 from coordexp.files import advise_missing_path
 
 ConfigOption = Annotated[Path, typer.Option("--config", "-c", help="The YAML file.", show_default=False)]
@@ -30,7 +30,7 @@ def check(
         str | None,
         typer.Option(help="Devices of each rollout server, e.g. 1,1,2, to check that all requests fit."),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    as_json: JsonOption = False,
     show_all: Annotated[bool, typer.Option("--all", help="Also show untouched training arguments.")] = False,
 ) -> None:
     """Load a config. Print all its problems, or the resolved settings and where each of them comes from.
@@ -42,17 +42,22 @@ def check(
         loaded = load_settings(config, world)
     except ConfigError as error:  # the result of this command, on standard output
         if as_json:
-            typer.echo(json.dumps(_error_object(error), indent=2))
+            print_json(error.file, error.findings, {})
         else:
-            print_violations(error, out)
+            print_config_error(error, out)
         raise typer.Exit(2) from None
+    findings = [*loaded.notes, *missing_files(loaded.settings)]
     if as_json:
-        typer.echo(json.dumps(_valid_object(loaded), indent=2))
-    else:
-        unchecked = (
-            "" if world_size else " (rules about the number of learners not checked; --world-size N checks them)"
-        )
-        _print_settings(loaded, show_all, unchecked)
+        print_json(loaded.files[-1], findings, _describe(loaded))
+        return
+    _print_settings(loaded, show_all)
+    print_findings(findings, out)
+    if cost := describe_evaluation(loaded.settings, _records(loaded.settings.custom.val_jsonl)):
+        out.print(cost, markup=False)
+    unchecked = (
+        "" if world_size else " (rules about the number of learners not checked; --world-size N checks them)"
+    )
+    out.print(Text(f"{loaded.files[-1]}: sound", style="bold green").append(unchecked, style="dim"))
 
 
 def _sizes(text: str | None) -> tuple[int, ...] | None:
@@ -64,39 +69,25 @@ def _sizes(text: str | None) -> tuple[int, ...] | None:
     return tuple(int(part) for part in parts)
 
 
-def _error_object(error: ConfigError) -> dict[str, Any]:
-    return {
-        "ok": False,
-        "violations": [
-            {"path": format_path(v.path), "problem": v.problem, "fix": v.fix, "origin": v.origin}
-            for v in error.violations
-        ],
-    }
+def _describe(loaded: Loaded) -> dict[str, Any]:
+    """Return the settings, where each of them comes from, and the files, for `--json`."""
+    values = loaded.settings.model_dump(mode="json")
+    origins = {format_path(path): _origin(loaded, path) for path, _ in _walk((), values)}
+    return {"settings": values, "origins": origins, "files": list(loaded.files)}
 
 
-def _valid_object(loaded: Loaded) -> dict[str, Any]:
-    origins = {
-        format_path(path): loaded.origins.get(format_path(path), "default") for path, _ in _values(loaded.settings)
-    }
-    return {
-        "ok": True,
-        "settings": loaded.settings.model_dump(mode="json"),
-        "origins": origins,
-        "notes": list(loaded.notes),
-        "files": list(loaded.files),
-    }
+def _origin(loaded: Loaded, path: KeyPath) -> str:
+    return loaded.origins.get(format_path(path), "default")
 
 
-def _print_settings(loaded: Loaded, show_all: bool, unchecked: str) -> None:
-    shown, hidden = [], 0
-    for path, value in _values(loaded.settings):
-        origin = loaded.origins.get(format_path(path), "default")
+def _print_settings(loaded: Loaded, show_all: bool) -> None:
+    hidden = 0
+    previous: KeyPath = ()
+    for path, value in _walk((), loaded.settings.model_dump(mode="json")):
+        origin = _origin(loaded, path)
         if path[0] == "training" and origin == "default" and not show_all:
             hidden += 1
-        else:
-            shown.append((path, value, origin))
-    previous: tuple[Key, ...] = ()
-    for path, value, origin in shown:
+            continue
         _print_headings(path, previous)
         previous = path
         indent = "  " * (len(path) - 1)
@@ -104,15 +95,6 @@ def _print_settings(loaded: Loaded, show_all: bool, unchecked: str) -> None:
         out.print(Text(f"{label:<58}  ").append(origin, style="dim" if origin == "default" else "cyan"))
     if hidden:
         out.print(Text(f"({hidden} more training arguments are at their defaults; --all shows them)", style="dim"))
-    missing = [
-        f"{setting}: {name} does not exist here; {advise_missing_path(setting, name)}"
-        for setting, name in missing_files(loaded.settings)
-    ]
-    for note in (*loaded.notes, *missing):
-        out.print(Text(f"note: {note}", style="yellow"))
-    if cost := describe_evaluation(loaded.settings, _records(loaded.settings.custom.val_jsonl)):
-        out.print(cost, markup=False)
-    out.print(Text(f"{loaded.files[-1]}: sound", style="bold green").append(unchecked, style="dim"))
 
 
 def _records(file: str | None) -> int | None:
@@ -123,9 +105,9 @@ def _records(file: str | None) -> int | None:
         return sum(1 for line in lines if line.strip())
 
 
-def missing_files(settings: Settings) -> Iterator[tuple[str, str]]:
-    """Yield the settings with a path that does not exist here, and the path. `coordexp check` does not treat this
-    as an error: the run may be meant for another machine."""
+def missing_files(settings: Settings) -> Iterator[Finding]:
+    """Yield a note for each setting with a path that does not exist here. `coordexp check` does not treat this as
+    an error: the run may be meant for another machine."""
     paths = {
         "model.path": settings.model.path,
         "custom.train_jsonl": settings.custom.train_jsonl,
@@ -133,25 +115,21 @@ def missing_files(settings: Settings) -> Iterator[tuple[str, str]]:
     }
     for setting, name in paths.items():
         if name is not None and not Path(name).exists():
-            yield setting, name
+            yield Finding("note", setting, f"{name} does not exist", advise_missing_path(setting, name))
 
 
-def _print_headings(path: tuple[Key, ...], previous: tuple[Key, ...]) -> None:
+def _print_headings(path: KeyPath, previous: KeyPath) -> None:
     """Print the names of the sections that begin between the previous value and this one."""
     for depth in range(len(path) - 1):
         if path[: depth + 1] != previous[: depth + 1]:
             out.print(Text("  " * depth + _label(path[depth]), style="bold"))
 
 
-def _label(key: Key) -> str:
+def _label(key: str | int) -> str:
     return f"[{key}]" if isinstance(key, int) else key
 
 
-def _values(settings: Settings) -> Iterator[tuple[tuple[Key, ...], str]]:
-    yield from _walk((), settings.model_dump(mode="json"))
-
-
-def _walk(path: tuple[Key, ...], value: Any) -> Iterator[tuple[tuple[Key, ...], str]]:
+def _walk(path: KeyPath, value: Any) -> Iterator[tuple[KeyPath, str]]:
     if isinstance(value, dict) and value:
         for key, item in value.items():
             yield from _walk((*path, key), item)
@@ -160,3 +138,31 @@ def _walk(path: tuple[Key, ...], value: Any) -> Iterator[tuple[tuple[Key, ...], 
             yield from _walk((*path, index), item)
     else:
         yield path, json.dumps(value, ensure_ascii=False) if not isinstance(value, str) else value
+
+
+config_app = typer.Typer(help="The configuration schema.", no_args_is_help=True)
+
+Out = Annotated[
+    Path | None, typer.Option("--out", "-o", dir_okay=False, help="Write here instead of to standard output.")
+]
+
+
+@config_app.command("schema")
+def schema(out: Out = None) -> None:
+    """Write a JSON Schema that an editor can check and complete configs with."""
+    _write(json.dumps(reference.editor_schema(), indent=2) + "\n", out)
+
+
+@config_app.command("reference")
+def reference_page(out: Out = None) -> None:
+    """Write the reference page of all settings, as Markdown."""
+    _write(reference.render_page(), out)
+
+
+def _write(text: str, out: Path | None) -> None:
+    if out is None:
+        typer.echo(text, nl=False)
+    else:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.write_text(text)
+        typer.echo(f"wrote {out}", err=True)

@@ -1,37 +1,62 @@
 """Output of commands: in colour on a terminal, and as plain lines that are never wrapped in a pipe."""
 
 import importlib.util
-from collections.abc import Callable, Iterator
+import json
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
+from typing import Annotated, Any
 
+import typer
 from rich.console import Console
 from rich.progress import Progress
 from rich.text import Text
 
-from coordexp.config import ConfigError, format_path
-from coordexp.errors import UserError
+from coordexp.errors import ConfigError, Finding, UserError
 from coordexp.files import is_free
+
+COLOURS = {"error": "red", "warning": "yellow", "note": "yellow"}
+JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 
 out = Console(soft_wrap=True, highlight=False)
 err = Console(soft_wrap=True, highlight=False, stderr=True)
 
 
-def print_violations(error: ConfigError, console: Console) -> None:
-    """Print one block per violation: the setting and the problem, then the fix."""
-    for violation in error.violations:
-        line = Text()
-        if violation.path:
-            line.append(format_path(violation.path), style="bold")
-            line.append(": ")
-        line.append(violation.problem, style="red")
-        if violation.origin:
-            line.append(f"  {violation.origin}", style="dim")
+def print_findings(findings: Sequence[Finding], console: Console) -> None:
+    """Print one block per finding: its severity, its subject and the problem, then the fix and the places."""
+    for finding in findings:
+        line = Text(finding.severity, style=f"bold {COLOURS[finding.severity]}")
+        line.append(f" {finding.subject}" if finding.subject else "", style="bold").append(": ")
+        line.append(finding.problem, style=COLOURS[finding.severity])
+        line.append(f" ({finding.count:,})" if finding.count > 1 else "")
+        for place in finding.places:
+            line.append("" if place.detail else f"  {place}", style="dim")
         console.print(line)
-        console.print(Text(f"  {violation.fix}", style="green"))
-    count = len(error.violations)
+        if finding.fix:
+            console.print(Text(f"  {finding.fix}", style="green"))
+        for place in finding.places:
+            if place.detail:
+                console.print(Text(f"  {replace(place, detail=sanitize(place.detail))}", style="dim"))
+
+
+def print_config_error(error: ConfigError, console: Console) -> None:
+    """Print all findings of a config that cannot be used, and their number."""
+    print_findings(error.findings, console)
+    count = len(error.findings)
     console.print(Text(f"{error.file}: {count} problem{'s' if count > 1 else ''}", style="bold red"))
+
+
+def print_json(checked: str, findings: Sequence[Finding], details: dict[str, Any]) -> None:
+    """Print the result of a check as one JSON object. All commands that check something have this form."""
+    report = {
+        "ok": not any(finding.severity == "error" for finding in findings),
+        "checked": checked,
+        "findings": [asdict(finding) for finding in findings],
+        "details": details,
+    }
+    typer.echo(json.dumps(report, indent=2))
 
 
 @contextmanager

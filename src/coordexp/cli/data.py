@@ -1,22 +1,20 @@
 """`coordexp data`: import data, find what is wrong with it, and look at it. `data doctor` is in this module."""
 
-import json
-from enum import StrEnum
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 from rich.cells import cell_len, set_cell_size
 from rich.text import Text
 
 from coordexp.cli import data_import, data_view
-from coordexp.cli.console import need, out, progress, sanitize
+from coordexp.cli.console import JsonOption, need, out, print_findings, print_json, progress, sanitize
 from coordexp.errors import UserError
 
 if TYPE_CHECKING:
-    from coordexp.data.doctor import DataFinding, DataReport
-    from coordexp.data.doctor.measures import CountTokens
+    from coordexp.data.doctor import DataReport
+    from coordexp.data.doctor.examine import CountTokens
 
 SHOWN_CLASSES = 10
 RARE = 10  # classes with fewer objects are rare
@@ -24,14 +22,6 @@ RARE = 10  # classes with fewer objects are rare
 app = typer.Typer(help="Import, check and look at training data.", no_args_is_help=True)
 app.add_typer(data_import.app, name="import")
 app.command("view")(data_view.view)
-
-
-class Images(StrEnum):
-    """How closely images are examined."""
-
-    head = "head"
-    decode = "decode"
-    skip = "skip"
 
 
 FileArgument = Annotated[
@@ -43,8 +33,9 @@ FileArgument = Annotated[
 def doctor(
     file: FileArgument,
     images: Annotated[
-        Images, typer.Option(help="Read the header of each image (fast), decode all pixels, or skip images.")
-    ] = Images.head,
+        Literal["head", "decode", "skip"],
+        typer.Option(help="Read the header of each image (fast), decode all pixels, or skip images."),
+    ] = "head",
     model: Annotated[
         Path | None,
         typer.Option(exists=True, file_okay=False, help="A folder with tokenizer.json, to count tokens."),
@@ -52,17 +43,17 @@ def doctor(
     max_length: Annotated[
         int | None, typer.Option(min=1, help="Tokens that an answer may have. Needs --model.")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Find broken lines, images and shapes, wrong formats and duplicates. Exits 1 if there are errors."""
     if max_length is not None and model is None:
         raise UserError("--max-length needs a tokenizer to count tokens with", "add --model DIR")
-    if images is not Images.skip:
+    if images != "skip":
         need("PIL", extra="train")
     from coordexp.data.doctor import examine
     from coordexp.data.images import read_image_facts
 
-    look = None if images is Images.skip else partial(read_image_facts, decode=images is Images.decode)
+    look = None if images == "skip" else partial(read_image_facts, decode=images == "decode")
     count_tokens = None if model is None else _token_counter(model)
     with progress(f"reading {file}") as show:
 
@@ -71,7 +62,7 @@ def doctor(
 
         report = examine(file, look=look, count_tokens=count_tokens, max_length=max_length, notify=show_share)
     if as_json:
-        typer.echo(json.dumps(_report_object(report), indent=2))
+        print_json(str(report.file), report.findings, _describe_data(report))
     else:
         _print_report(report)
     raise typer.Exit(1 if report.errors else 0)
@@ -85,24 +76,12 @@ def _token_counter(folder: Path) -> "CountTokens":
     return partial(count_answer_tokens, table=VocabularyTable.from_folder(folder))
 
 
-def _report_object(report: "DataReport") -> dict[str, Any]:
+def _describe_data(report: "DataReport") -> dict[str, Any]:
+    """Return the statistics of the file, for `--json`."""
     tokens = report.tokens
     return {
-        "file": str(report.file),
-        "ok": not report.errors,
         "records": report.records,
         "objects": report.objects,
-        "findings": [
-            {
-                "code": finding.code,
-                "severity": finding.kind.severity,
-                "problem": finding.kind.problem,
-                "fix": finding.kind.fix,
-                "count": finding.count,
-                "examples": [{"line": example.line, "detail": example.detail} for example in finding.examples],
-            }
-            for finding in report.findings
-        ],
         "classes": dict(report.classes.counts.most_common()),
         "objects_of_uncounted_classes": report.classes.uncounted,
         "sides_in_bins": {
@@ -123,8 +102,7 @@ def _report_object(report: "DataReport") -> dict[str, Any]:
 
 
 def _print_report(report: "DataReport") -> None:
-    for finding in report.findings:
-        _print_finding(finding, report.file)
+    print_findings(report.findings, out)
     _print_classes(report)
     _print_sizes(report)
     if report.tokens:
@@ -133,25 +111,12 @@ def _print_report(report: "DataReport") -> None:
             f"tokens per answer: median {tokens.median:,}, 95 % up to {tokens.high:,}, "
             f"longest {tokens.longest:,}; {tokens.per_object:.1f} per object (image and prompt come on top)"
         )
-    warnings = sum(finding.kind.severity == "warning" for finding in report.findings)
+    warnings = sum(finding.severity == "warning" for finding in report.findings)
     errors = len(report.findings) - warnings
     verdict = Text(f"{report.file}: {report.records:,} records, {report.objects:,} objects: ", style="bold")
     verdict.append(_count_kinds(errors, "error"), style="red" if errors else "green")
     verdict.append(", ").append(_count_kinds(warnings, "warning"), style="yellow" if warnings else "green")
     out.print(verdict)
-
-
-def _print_finding(finding: "DataFinding", file: Path) -> None:
-    error = finding.kind.severity == "error"
-    line = Text(finding.kind.severity, style="bold red" if error else "bold yellow")
-    line.append(f" {finding.code}: ", style="bold").append(finding.kind.problem)
-    if finding.examples[0].line is not None:
-        line.append(f" ({finding.count:,})")
-    out.print(line)
-    out.print(Text(f"  {finding.kind.fix}", style="green"))
-    for example in finding.examples:
-        place = "" if example.line is None else f"{file}:{example.line}: "
-        out.print(Text(f"  {place}{sanitize(example.detail)}", style="dim"))
 
 
 def _print_classes(report: "DataReport") -> None:

@@ -1,9 +1,8 @@
 """`coordexp data import`: convert COCO, LVIS, YOLO or labelme to a JSONL file, and list what was left out."""
 
 from collections.abc import Iterator
-from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 from rich.text import Text
@@ -17,41 +16,6 @@ if TYPE_CHECKING:
 app = typer.Typer(help="Convert other formats to a JSONL file of records, in pixels.", no_args_is_help=True)
 
 
-class Shapes(StrEnum):
-    auto = "auto"
-    poly = "poly"
-    box = "box"
-
-
-class Multipart(StrEnum):
-    largest = "largest"
-    box = "box"
-    pieces = "split"
-    drop = "drop"
-
-
-class Crowd(StrEnum):
-    drop = "drop"
-    keep = "keep"
-
-
-class Empty(StrEnum):
-    keep = "keep"
-    drop = "drop"
-
-
-class Missing(StrEnum):
-    refuse = "refuse"
-    keep = "keep"
-    drop = "drop"
-
-
-class Outside(StrEnum):
-    clip = "clip"
-    drop = "drop"
-    refuse = "refuse"
-
-
 AnnotationsArgument = Annotated[
     Path, typer.Argument(exists=True, dir_okay=False, help="The JSON file of annotations.", show_default=False)
 ]
@@ -63,26 +27,28 @@ ImagesOption = Annotated[
 ]
 OutOption = Annotated[Path, typer.Option("--out", "-o", help="A new JSONL file.", show_default=False)]
 ShapesOption = Annotated[
-    Shapes,
+    Literal["auto", "poly", "box"],
     typer.Option(
         "--geometry",
         help="auto: the polygon if there is a segmentation, else the box. poly or box: only these.",
     ),
 ]
 MultipartOption = Annotated[
-    Multipart,
+    Literal["largest", "box", "split", "drop"],
     typer.Option(help="For an object of several polygons: the largest, their box, one object each, or nothing."),
 ]
-CrowdOption = Annotated[Crowd, typer.Option(help="Annotations of a crowd.")]
-EmptyOption = Annotated[Empty, typer.Option(help="Images without objects.")]
+CrowdOption = Annotated[Literal["drop", "keep"], typer.Option(help="Annotations of a crowd.")]
+EmptyOption = Annotated[Literal["keep", "drop"], typer.Option(help="Images without objects.")]
 MissingOption = Annotated[
-    Missing,
+    Literal["refuse", "keep", "drop"],
     typer.Option(
         help="Image files that do not exist. refuse: stop if they are more than half. keep: write their records "
         "anyway. drop: leave their records out, and stop if they are more than half."
     ),
 ]
-OutsideOption = Annotated[Outside, typer.Option(help="Objects that extend beyond their image.")]
+OutsideOption = Annotated[
+    Literal["clip", "drop", "refuse"], typer.Option(help="Objects that extend beyond their image.")
+]
 ToleranceOption = Annotated[
     float,
     typer.Option(
@@ -99,26 +65,18 @@ def _add_instances_command(name: str, summary: str) -> None:
         annotations: AnnotationsArgument,
         images: ImagesOption,
         target: OutOption,
-        geometry: ShapesOption = Shapes.auto,
-        multipart: MultipartOption = Multipart.largest,
-        crowd: CrowdOption = Crowd.drop,
-        empty: EmptyOption = Empty.keep,
-        outside: OutsideOption = Outside.clip,
+        geometry: ShapesOption = "auto",
+        multipart: MultipartOption = "largest",
+        crowd: CrowdOption = "drop",
+        empty: EmptyOption = "keep",
+        outside: OutsideOption = "clip",
         tolerance: ToleranceOption = 0.0,
-        missing: MissingOption = Missing.refuse,
+        missing: MissingOption = "refuse",
     ) -> None:
         from coordexp.data.importers import ImportCounts, Rules, read_coco, read_lvis
 
         read = {"coco": read_coco, "lvis": read_lvis}[name]
-        rules = Rules(
-            geometry.value,
-            multipart.value,
-            crowd.value,
-            empty.value,
-            missing.value,
-            outside.value,
-            tolerance,
-        )
+        rules = Rules(geometry, multipart, crowd, empty, missing, outside, tolerance)
         tally = ImportCounts()
         _import(read(annotations, images, rules, tally, _size), target, rules, tally)
 
@@ -140,16 +98,16 @@ def yolo(
             help="data.yaml or classes.txt. Unset: the one in the folder of labels, or up to two folders above.",
         ),
     ] = None,
-    geometry: ShapesOption = Shapes.auto,
-    empty: EmptyOption = Empty.keep,
-    outside: OutsideOption = Outside.clip,
+    geometry: ShapesOption = "auto",
+    empty: EmptyOption = "keep",
+    outside: OutsideOption = "clip",
     tolerance: ToleranceOption = 0.0,
 ) -> None:
     """Import YOLO text files: boxes or polygons in units of the image."""
     need("PIL", extra="train")
     from coordexp.data.importers import ImportCounts, Rules, read_yolo
 
-    rules = Rules(geometry=geometry.value, empty=empty.value, outside=outside.value, tolerance=tolerance)
+    rules = Rules(geometry=geometry, empty=empty, outside=outside, tolerance=tolerance)
     tally = ImportCounts()
     _import(read_yolo(labels, images, names, tally, _size), target, rules, tally)
 
@@ -162,24 +120,17 @@ def labelme(
         Path | None,
         typer.Option(exists=True, file_okay=False, help="The folder of images. Unset: as the labels say."),
     ] = None,
-    geometry: ShapesOption = Shapes.auto,
-    multipart: MultipartOption = Multipart.largest,
-    empty: EmptyOption = Empty.keep,
-    outside: OutsideOption = Outside.clip,
+    geometry: ShapesOption = "auto",
+    multipart: MultipartOption = "largest",
+    empty: EmptyOption = "keep",
+    outside: OutsideOption = "clip",
     tolerance: ToleranceOption = 0.0,
-    missing: MissingOption = Missing.refuse,
+    missing: MissingOption = "refuse",
 ) -> None:
     """Import labelme JSON files: rectangles, polygons and circles (as polygons)."""
     from coordexp.data.importers import ImportCounts, Rules, read_labelme
 
-    rules = Rules(
-        geometry.value,
-        multipart.value,
-        empty=empty.value,
-        missing=missing.value,
-        outside=outside.value,
-        tolerance=tolerance,
-    )
+    rules = Rules(geometry, multipart, "drop", empty, missing, outside, tolerance)
     tally = ImportCounts()
     _import(read_labelme(labels, images, tally, _size), target, rules, tally)
 

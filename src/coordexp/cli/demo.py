@@ -2,9 +2,8 @@
 
 import tempfile
 from contextlib import closing
-from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -17,22 +16,15 @@ if TYPE_CHECKING:
 app = typer.Typer(help="A tiny Qwen3-VL and scenes to train it on, made on the spot.", no_args_is_help=True)
 
 
-class Vocabulary(StrEnum):
-    small = "small"
-    qwen = "qwen"
-
-
-class Backend(StrEnum):
-    hf = "hf"
-    vllm = "vllm"
+Backend = Literal["hf", "vllm"]
 
 
 @app.command("model")
 def model(
     out_folder: Annotated[Path, typer.Option("--out", "-o", help="A new folder.", show_default=False)],
     vocabulary: Annotated[
-        Vocabulary, typer.Option(help="About 1,300 tokens, or the real Qwen's 152,669.")
-    ] = Vocabulary.small,
+        Literal["small", "qwen"], typer.Option(help="About 1,300 tokens, or the real Qwen's 152,669.")
+    ] = "small",
     tied: Annotated[bool, typer.Option(help="Share the embedding with the output head.")] = True,
     seed: Annotated[int, typer.Option(help="Seed of the random weights.")] = 0,
     spread: Annotated[
@@ -54,11 +46,9 @@ def model(
 
         with explain(OSError, f"{out_folder} cannot be written", "give another --out"):
             if scenes:
-                make_model(
-                    out_folder, vocabulary.value, tied=tied, seed=seed, spread=3.0, ordinal=True, size=SCENES
-                )
+                make_model(out_folder, vocabulary, tied=tied, seed=seed, spread=3.0, ordinal=True, size=SCENES)
             else:
-                make_model(out_folder, vocabulary.value, tied=tied, seed=seed, spread=spread)
+                make_model(out_folder, vocabulary, tied=tied, seed=seed, spread=spread)
     out.print(f"wrote {out_folder}")
 
 
@@ -95,7 +85,7 @@ def generate(
     model_folder: Annotated[Path, typer.Option("--model", "-m", help="A model folder.", show_default=False)],
     backend: Annotated[
         Backend, typer.Option(help="hf answers with transformers; vllm with vLLM, and compares the two.")
-    ] = Backend.hf,
+    ] = "hf",
     tokens: Annotated[int, typer.Option(min=1, help="Tokens to generate.")] = 16,
     image: Annotated[
         Path | None, typer.Option(exists=True, dir_okay=False, help="An image file. Without one, a drawing.")
@@ -103,7 +93,7 @@ def generate(
 ) -> None:
     """Answer one image greedily. With vLLM, exits 1 unless it agrees with transformers token for token."""
     need("torch", "transformers", extra="train")
-    if backend is Backend.vllm:
+    if backend == "vllm":
         need("vllm", extra="vllm")
     if not (model_folder / "config.json").is_file():
         raise UserError(
@@ -126,7 +116,7 @@ def generate(
             loaded = Qwen3VLForConditionalGeneration.from_pretrained(model_folder, dtype="float32")
             (expected,) = HuggingFaceBackend(lambda: loaded, prompts, table, 1).generate([request])
         _show("transformers", expected)
-        if backend is Backend.hf:
+        if backend == "hf":
             return
         with progress("starting a vLLM engine (about a minute on a CPU)"):
             from coordexp.rollout.vllm import VllmBackend

@@ -4,29 +4,29 @@ import os
 import secrets
 import shlex
 import sys
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 from rich.table import Table
 from rich.text import Text
 
 from coordexp.cli.check import ConfigOption
-from coordexp.cli.console import err, need, out, print_violations, progress
-from coordexp.config import ConfigError, Loaded, Settings, Violation, World, load_settings
+from coordexp.cli.console import err, need, out, print_config_error, print_findings, print_json, progress
+from coordexp.config import ConfigError, Loaded, World, load_settings
+from coordexp.errors import Finding, UserError
 from coordexp.launch.plan import (
     LaunchOptions,
     Plan,
-    capacity_violations,
     make_plan,
     number_of_learners,
-    option_violations,
-    plan_violations,
+    option_problems,
+    plan_problems,
 )
 
 if TYPE_CHECKING:
-    from coordexp.launch.memory import MemoryNeed
+    from coordexp.launch.preflight import MemoryNeed
 
 
 def launch(
@@ -58,6 +58,7 @@ def launch(
     check_only: Annotated[
         bool, typer.Option("--check-only", help="Check everything, print the plan, start nothing.")
     ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="With --check-only: print one JSON object.")] = False,
 ) -> None:
     """Start the rollout servers of a config and its learners, and end them together.
 
@@ -89,70 +90,60 @@ def launch(
     """
     folders = tuple(map(str, images or ()))
     options = LaunchOptions(str(config), server_gpus, train_gpus, cpu, learners, not no_servers, resume, folders)
-    loaded = _load(options)
+    if as_json and not check_only:
+        raise UserError("--json belongs to --check-only", "add --check-only, or leave --json out")
+    try:
+        loaded = load_settings(options.config, World(number_of_learners(options)))
+    except ConfigError as error:  # reported beside the problems of the command line
+        _refuse(options, [*option_problems(options), *error.findings], 2, as_json)
     need("torch", "transformers", "peft", "httpx", "psutil", extra="train")
     with progress("checking the model, the data and the machine"):
-        plan, needs = _plan(loaded, options)
+        plan, needs, findings = _check(loaded, options)
+    if plan is None or any(finding.severity == "error" for finding in findings):
+        _refuse(options, findings, 2 if plan is None else 1, as_json)
+    if as_json:
+        print_json(options.config, findings, _describe_plan(plan, needs))
+        return
+    print_findings(findings, err)
     if check_only:
         _print_plan(plan, needs)
         return
-    raise typer.Exit(_run(plan, loaded, start_timeout, grace))
+    raise typer.Exit(_run(plan, start_timeout, grace))
 
 
-def _load(options: LaunchOptions) -> Loaded:
-    """Load the config. If it is wrong, print the problems of the command line beside those of the file."""
-    try:
-        return load_settings(options.config, World(number_of_learners(options)))
-    except ConfigError as error:
-        _refuse(options, [*option_violations(options), *error.violations], 2)
-
-
-def _plan(loaded: Loaded, options: LaunchOptions) -> tuple[Plan, list["MemoryNeed"]]:
-    """Return the plan and the memory that it needs. If there are problems, print all of them and exit."""
+def _check(loaded: Loaded, options: LaunchOptions) -> tuple[Plan | None, list["MemoryNeed"], list[Finding]]:
+    """Return the plan, unless the config and the command line rule one out, the memory that it needs, and all
+    findings about the plan and the machine."""
     from coordexp.launch import preflight
 
     settings = loaded.settings
-    violations = plan_violations(settings, options)
-    code = 2 if violations else 1
-    plan = None if violations else make_plan(settings, options)
+    findings = [*loaded.notes]
+    problems = plan_problems(settings, options)
+    plan = None if problems else make_plan(settings, options)
     devices = None if options.cpu else preflight.find_gpus()
-    violations += preflight.engine_problems(options)
-    violations += preflight.settings_problems(settings, options)
-    violations += preflight.port_problems(settings, options)
+    findings += [*problems, *preflight.engine_problems(options), *preflight.settings_problems(settings, options)]
+    findings += preflight.port_problems(settings, options)
     if devices is not None:
-        violations += preflight.gpu_problems(options, devices)
+        findings += preflight.gpu_problems(options, devices)
     needs: list[MemoryNeed] = []
-    notes = [*loaded.notes]
     if plan is not None:
         needs, problems = preflight.memory_problems(plan, settings, devices)
-        violations += [problem for problem in problems if isinstance(problem, Violation)]
-        notes += [str(problem) for problem in problems if not isinstance(problem, Violation)]
-    for note in notes:
-        err.print(f"note: {note}", markup=False)
-    if violations or plan is None:
-        _refuse(options, violations, code)
-    return plan, needs
+        findings += problems
+    return plan, needs, findings
 
 
-def _refuse(options: LaunchOptions, violations: list[Violation], code: int) -> NoReturn:
-    print_violations(ConfigError(violations, options.config), err)
-    err.print("nothing was started")
+def _refuse(options: LaunchOptions, findings: Sequence[Finding], code: int, as_json: bool) -> NoReturn:
+    if as_json:
+        print_json(options.config, findings, {})
+    else:
+        errors = [finding for finding in findings if finding.severity == "error"]
+        print_findings([finding for finding in findings if finding.severity != "error"], err)
+        print_config_error(ConfigError(errors, options.config), err)
+        err.print("nothing was started")
     raise typer.Exit(code)
 
 
-@dataclass(frozen=True)
-class _CapacityCheck:
-    """Raises a ConfigError if the servers, once their world sizes are known, are too small for the learners."""
-
-    settings: Settings
-    learners: int
-
-    def __call__(self, sizes: tuple[int, ...]) -> None:
-        if violations := list(capacity_violations(self.settings, sizes, self.learners)):
-            raise ConfigError(violations)
-
-
-def _run(plan: Plan, loaded: Loaded, start_timeout: float, grace: float) -> int:
+def _run(plan: Plan, start_timeout: float, grace: float) -> int:
     from coordexp.launch.parts import Log
     from coordexp.launch.processes import Launch, Patience
     from coordexp.rollout.wire import TOKEN
@@ -162,11 +153,34 @@ def _run(plan: Plan, loaded: Loaded, start_timeout: float, grace: float) -> int:
         token = secrets.token_urlsafe(32)
     log = Log(sys.stdout, (*(server.name for server in plan.servers), plan.learner.name))
     patience = Patience(start_s=start_timeout, learner_s=grace)
-    return Launch(plan, log, token, patience, _CapacityCheck(loaded.settings, plan.learners)).run()
+    return Launch(plan, log, token, patience).run()
+
+
+def _describe_plan(plan: Plan, needs: list["MemoryNeed"]) -> dict[str, Any]:
+    """Return the plan for `--json`. The memory is the least that a part needs on each of its devices, in bytes."""
+    memory = {item.part: round(item.bytes) for item in needs}
+    servers = [
+        {
+            "base_url": server.base_url,
+            "group_port": server.group_port,
+            "world_size": server.world_size,
+            "gpus": server.part.gpus if server.part else None,
+            "memory": memory.get(server.name),
+            "command": server.part.command if server.part else None,
+        }
+        for server in plan.servers
+    ]
+    learner = {
+        "world_size": plan.learners,
+        "gpus": plan.learner.gpus,
+        "memory": memory.get(plan.learner.name),
+        "command": plan.learner.command,
+    }
+    return {"servers": servers, "learner": learner}
 
 
 def _print_plan(plan: Plan, needs: list["MemoryNeed"]) -> None:
-    from coordexp.launch.memory import format_bytes
+    from coordexp.launch.preflight import format_bytes
 
     table = Table()
     for column in ("part", "devices", "world", "address", "weights", "memory"):

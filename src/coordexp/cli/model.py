@@ -61,7 +61,7 @@ def merge(
     if not (base / "config.json").is_file():
         raise UserError(f"{base} is not a model folder", "give the base model with --model")
     with progress("merging"):
-        from coordexp.train.adapter import merge_adapter
+        from coordexp.train.learner import merge_adapter
 
         merge_adapter(base, adapter, out_folder)
     out.print(f"wrote {out_folder}")

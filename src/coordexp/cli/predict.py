@@ -100,7 +100,7 @@ def predict(
     model: Annotated[Path, typer.Option("--model", "-m", help="A model folder.", show_default=False)],
     data: Annotated[Path, typer.Option("--data", "-d", exists=True, dir_okay=False, help="A file of records.")],
     to: Annotated[Path, typer.Option("--out", "-o", help="preds.json; preds.answers.jsonl is written beside it.")],
-    backend: Annotated[Backend, typer.Option(help="What answers: transformers or a vLLM engine.")] = Backend.hf,
+    backend: Annotated[Backend, typer.Option(help="What answers: transformers or a vLLM engine.")] = "hf",
     batch: Annotated[int, typer.Option(min=1, help="Sequences decoded at once.")] = 16,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens an answer may have.")] = 1024,
     limit: Annotated[int | None, typer.Option(min=1, help="Only the first records.")] = None,
@@ -126,7 +126,7 @@ def predict(
     options = AnswerOptions(max_new_tokens, stop_bias, dedup, samples, temperature, top_p, seed)
     options.check()
     need("torch", "transformers", extra="train")
-    if backend is Backend.vllm:
+    if backend == "vllm":
         need("vllm", extra="vllm")
     if not (model / "config.json").is_file():
         checkpoints = sorted(path.name for path in model.glob("checkpoint-*"))
@@ -399,7 +399,7 @@ def _start_backend(
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     dtype: Any = "float32" if device == "cpu" else "auto"
-    if backend is Backend.vllm:
+    if backend == "vllm":
         from coordexp.data.images import size_problem
         from coordexp.rollout.vllm import VllmBackend
 

@@ -1,4 +1,5 @@
-"""`coordexp run`: check run folders."""
+"""`coordexp run`: check run folders. `coordexp replay`: correct dumped answers again, without a model, and report
+whether the result is the same."""
 
 from functools import partial
 from pathlib import Path
@@ -7,8 +8,8 @@ from typing import Annotated
 import typer
 from rich.text import Text
 
-from coordexp.cli.console import err, out
-from coordexp.errors import DataError
+from coordexp.cli.console import err, need, out
+from coordexp.errors import DataError, explain
 from coordexp.train.checkpoints import checkpoints, examine, is_finished, step_of
 
 app = typer.Typer(help="Check run folders.", no_args_is_help=True)
@@ -40,3 +41,47 @@ def verify(
         out.print(Text(str(verdict), style=style))
     if not intact[0]:
         raise typer.Exit(1)
+
+
+def replay(
+    dump: Annotated[
+        Path, typer.Argument(help="A file of RUN/dumps, or the folder.", exists=True, show_default=False)
+    ],
+    tokenizer: Annotated[
+        Path | None, typer.Option(help="A folder with the tokenizer. Unset: the one beside the dump.")
+    ] = None,
+) -> None:
+    """Parse, match and build the target of every dumped example again; compare with what the run did.
+
+    Exits 1 if anything differs: the code or the tokenizer is not the run's.
+    """
+    need("tokenizers", extra="train")
+    from coordexp.dumps import FOLDER, FOLLOWED, NOT_A_DUMP, step_files
+    from coordexp.dumps import replay as replay_line
+    from coordexp.vocab import VocabularyError, VocabularyTable
+
+    folders = (dump, dump / FOLLOWED)
+    files = [file for folder in folders for file in step_files(folder).values()] if dump.is_dir() else [dump]
+    if not files:
+        inside = dump / FOLDER
+        fix = f"give {inside}" if inside.is_dir() else "a run with stage2.dump_every writes them to RUN/dumps"
+        raise DataError(f"{dump} holds no step-*.jsonl", fix)
+    beside = files[0].parent
+    try:
+        table = VocabularyTable.from_folder(tokenizer or (beside.parent if beside.name == FOLLOWED else beside))
+    except VocabularyError as error:
+        fix = "give the folder of the run's model: --tokenizer DIR"
+        raise DataError(error.problem, f"{error.fix}; or {fix}" if error.fix else fix) from error
+    examples = different = 0
+    for file in files:
+        for number, line in enumerate(file.read_bytes().splitlines(), start=1):
+            with explain(NOT_A_DUMP, f"{file}, line {number}: not a dumped example"):
+                differences = replay_line(line, table)
+            examples += 1
+            different += bool(differences)
+            for difference in differences:
+                err.print(f"{file}, line {number}: {difference}", markup=False, soft_wrap=True)
+    if different:
+        err.print(f"{different} of {examples} examples come out differently")
+        raise typer.Exit(1)
+    out.print(f"{examples} examples of {len({file.name for file in files})} steps come out the same")

@@ -13,7 +13,6 @@ from coordexp.config import Settings, load_settings
 from coordexp.config.rollout import TOKEN
 from coordexp.config.rules import uses_vllm
 from coordexp.errors import UserError, explain_value_errors
-from coordexp.files import advise_missing_path
 from coordexp.launch.plan import is_loopback, is_loopback_host
 from coordexp.rollout.installed import check_vllm
 
@@ -45,8 +44,8 @@ def serve(
     settings = load_settings(config).settings
     address, port = _choose_address(settings, str(config), index, host)
     need("torch", "transformers", extra="vllm")
-    for setting, name in missing_files(settings):
-        raise UserError(f"{setting}: {name} does not exist", advise_missing_path(setting, name))
+    for missing in missing_files(settings):
+        raise UserError(f"{missing.subject}: {missing.problem}", missing.fix)
     data = [Path(name).parent for name in (settings.custom.train_jsonl, settings.custom.val_jsonl) if name]
     folders = tuple(dict.fromkeys(folder.resolve() for folder in (*data, *(images or ()))))
     check_vllm()

@@ -6,11 +6,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from coordexp.cli.check import ConfigOption, missing_files
-from coordexp.cli.console import err, need, out, progress
+from coordexp.cli.console import err, need, out, print_findings, progress
 from coordexp.config import Loaded, World, load_settings
 from coordexp.config.rules import uses_vllm
 from coordexp.errors import DataError, UserError, explain_value_errors
-from coordexp.files import advise_missing_path
 from coordexp.rollout.installed import check_vllm
 
 if TYPE_CHECKING:
@@ -38,10 +37,9 @@ def train(
     if settings.uses_rollouts and uses_vllm(settings, "colocate"):
         check_vllm()
     is_first = os.environ.get("RANK", "0") == "0"
-    for note in loaded.notes if is_first else ():
-        err.print(f"note: {note}", markup=False)
-    for setting, name in missing_files(settings):  # before anything heavy is imported
-        raise DataError(f"{setting}: {name} does not exist", advise_missing_path(setting, name))
+    print_findings(loaded.notes if is_first else (), err)
+    for missing in missing_files(settings):  # before anything heavy is imported
+        raise DataError(f"{missing.subject}: {missing.problem}", missing.fix)
     with progress("loading"):
         prepared = _prepare(loaded, resume)
     if resume and is_first:

@@ -6,11 +6,11 @@ from collections.abc import Iterator
 from typing import Any
 
 from coordexp.config import legacy, schema
-from coordexp.config.paths import KeyPath
-from coordexp.config.refused import REFUSED
+from coordexp.config.legacy import REFUSED
 from coordexp.config.schema import Node
 from coordexp.config.settings import Training
 from coordexp.config.training_arguments import TRANSFORMERS_VERSION
+from coordexp.config.yaml_tree import KeyPath
 
 HEADER = """# Configuration reference
 
@@ -29,6 +29,7 @@ For completion and checks in an editor, write the schema with `coordexp config s
 config with `# yaml-language-server: $schema=FILE`.
 """
 
+COLUMNS = "| key | type | default | meaning |\n| --- | --- | --- | --- |"
 _PIPELINE = (
     "| `pipeline` | the lists `objective` and `diagnostics`, or null | `null` | See Pipeline modules below. |"
 )
@@ -117,7 +118,7 @@ def _heading(path: tuple[Any, ...]) -> Iterator[str]:
         own, version = len(Training.__annotations__), TRANSFORMERS_VERSION
         yield f"The first {own} are defined or restricted by coordexp, the others are from transformers {version}."
         yield "Arguments of transformers that have no effect are refused: see Refused training arguments.\n"
-    yield "| key | type | default | meaning |\n| --- | --- | --- | --- |"
+    yield COLUMNS
 
 
 def _row(key: str, node: Node) -> str:
@@ -137,7 +138,7 @@ def _default_text(value: Any) -> str:
 
 def _servers() -> Iterator[str]:
     yield "## Each entry of `rollout_matching.vllm.server.servers`\n"
-    yield "| key | type | default | meaning |\n| --- | --- | --- | --- |"
+    yield COLUMNS
     yield from (_row(key, node) for key, node in schema.root()["$defs"]["ServerEndpoint"]["properties"].items())
     yield ""
 
@@ -145,7 +146,7 @@ def _servers() -> Iterator[str]:
 def _modules() -> Iterator[str]:
     definitions = schema.root()["$defs"]
     spec = definitions["TokenCE"]
-    yield "### Every entry\n\n| key | type | default | meaning |\n| --- | --- | --- | --- |"
+    yield f"### Every entry\n\n{COLUMNS}"
     for key in ("enabled", "weight", "channels"):
         yield _row(key, spec["properties"][key])
     for name in ("TokenCE", "CoordReg", "BBoxGeo", "DuplicateUL", "CoordDiag"):
@@ -153,7 +154,7 @@ def _modules() -> Iterator[str]:
         yield f"\n### `{module['name']['const']}`\n\n{module['name']['description']}\n"
         keys = schema.resolve(module["config"])["properties"]
         if keys:
-            yield "| key of `config` | type | default | meaning |\n| --- | --- | --- | --- |"
+            yield COLUMNS.replace("key", "key of `config`")
         yield from (_row(key, node) for key, node in keys.items())
     yield ""
 

@@ -4,15 +4,16 @@ Trainers that use rollouts receive a single object, `rollout_matching_cfg`. This
 section with derived values filled in, together with the packing keys of `training`.
 """
 
+from math import gcd
 from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, Field
 
-from coordexp.config.pipeline import Pipeline
-from coordexp.config.section import (
+from coordexp.config.sections import (
     Fraction,
     NonNegativeFloat,
+    Pipeline,
     Port,
     PositiveFloat,
     PositiveInt,
@@ -20,7 +21,9 @@ from coordexp.config.section import (
     from_list,
     from_null,
 )
+from coordexp.errors import ConfigError, Finding
 
+DEFAULT_TENSOR_PARALLEL = 4
 TOKEN = "COORDEXP_SERVER_TOKEN"  # noqa: S105 - the environment variable of learner and server
 
 
@@ -372,3 +375,35 @@ class RolloutContract(RolloutMatching):
     packing_min_fill_ratio: Fraction
     packing_drop_last: bool
     packing_length: PositiveInt
+
+
+def default_tensor_parallel_size(learner_world_size: int) -> int:
+    """Return the largest divisor of the default size that also divides the learner world size."""
+    return gcd(DEFAULT_TENSOR_PARALLEL, learner_world_size)
+
+
+def requests_per_rank(decode_batch_size: int, server_world_sizes: tuple[int, ...], learner_world_size: int) -> int:
+    """Return how many requests one learner rank may have in flight.
+
+    With that number, no rollout device decodes more than `decode_batch_size` sequences even if all ranks ask at
+    the same time. Raise ConfigError if there are fewer decoding slots than ranks.
+    """
+    if shortage := capacity_shortage(decode_batch_size, server_world_sizes, learner_world_size):
+        raise ConfigError([Finding("error", "rollout_matching.decode_batch_size", *shortage)])
+    return decode_batch_size * sum(server_world_sizes) // learner_world_size
+
+
+def capacity_shortage(
+    decode_batch_size: int, server_world_sizes: tuple[int, ...], learner_world_size: int
+) -> tuple[str, str] | None:
+    """Return the problem and the fix if there are more learner ranks than decoding slots, else None."""
+    devices = sum(server_world_sizes)
+    slots = decode_batch_size * devices
+    if slots >= learner_world_size:
+        return None
+    least = -(-learner_world_size // max(devices, 1))
+    return (
+        f"{decode_batch_size} on {devices} rollout devices is {slots} requests at once, and "
+        f"{learner_world_size} learner ranks each need one",
+        f"set decode_batch_size to at least {least}, add rollout devices, or use at most {slots} learner ranks",
+    )

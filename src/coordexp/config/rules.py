@@ -2,15 +2,15 @@
 
 A conflict names the setting to change and the other settings that it conflicts with. The loader drops a conflict
 if one of these settings is wrong itself, so rules may assume valid values. Rules on the real world sizes of
-servers, which are known only at run time, are functions in `capacity` and are checked here if the sizes are given.
+servers, which are known only at run time, are functions in `rollout` and are checked here if the sizes are given.
 """
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
-from coordexp.config.capacity import capacity_shortage
-from coordexp.config.pipeline import DIAGNOSTICS, OBJECTIVES, Module
+from coordexp.config.rollout import capacity_shortage
+from coordexp.config.sections import DIAGNOSTICS, OBJECTIVES, Module
 from coordexp.config.settings import Settings
 
 

@@ -4,12 +4,13 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from coordexp.config.pipeline import Channel, Pipeline
 from coordexp.config.rollout import RolloutContract, RolloutMatching
-from coordexp.config.section import (
+from coordexp.config.sections import (
+    Channel,
     Fraction,
     NonNegativeFloat,
     NonNegativeInt,
+    Pipeline,
     PositiveInt,
     SettingsSection,
     Text,
@@ -229,3 +230,39 @@ class Settings(SettingsSection):
         running = CHANNELS_OF[self.custom.trainer_variant]
         without = {0.0: "B", 1.0: "A"}.get(self.stage2.b_ratio) if self.stage2.b_ratio is not None else None
         return running - {without} if len(running) > 1 else running
+
+
+def describe_evaluation(settings: Settings, records: int | None) -> str | None:
+    """Return one line on what an evaluation during training costs, or None if the run does not evaluate.
+
+    A second line says what to change if images are answered one at a time. `records` is the number of held-out
+    records, or None if they cannot be counted.
+    """
+    training, rollout, limit = settings.training, settings.rollout_matching, settings.custom.eval_samples
+    if settings.custom.val_jsonl is None or training.eval_strategy == "no":
+        return None
+    all_images = "all held-out images" if records is None else f"{records:,} image{'s' if records != 1 else ''}"
+    is_limited = limit is not None and (records is None or records > limit)
+    images = f"{limit:,} of {all_images}" if is_limited else all_images
+    at_once = rollout.decode_batch_size
+    answered_by = ""
+    if not settings.uses_rollouts:
+        answered_by = ", answered with transformers"
+        if rollout.rollout_backend != "hf":
+            answered_by += f" (rollout_backend: {rollout.rollout_backend} has no effect in stage1_sft)"
+    line = (
+        f"evaluation: {images}, {at_once} at a time{' on each device' if at_once > 1 else ''}, up to "
+        f"{rollout.max_new_tokens:,} tokens each, {_when(settings)}{answered_by}"
+    )
+    if at_once > 1:
+        return line
+    hint = (
+        "  raise rollout_matching.decode_batch_size to answer several images at once, or limit their number with "
+    )
+    return f"{line}\n{hint}custom.eval_samples"
+
+
+def _when(settings: Settings) -> str:
+    steps = settings.training.eval_steps
+    steps = settings.training.logging_steps if steps is None else steps
+    return f"every {steps:,.0f} steps" if steps >= 1 else f"every {steps:g} of all steps"

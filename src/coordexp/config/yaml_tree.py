@@ -1,4 +1,5 @@
-"""Reads a YAML file and the files that it extends into one tree of plain values, each with its origin.
+"""Reads a YAML file and the files that it extends into one tree of plain values, each with its origin. The
+functions on paths into such a tree are here too.
 
 Scalars follow the YAML 1.2 core schema: `no` is text and `1e-5` is a number, the opposite of YAML 1.1. Environment
 variables are not interpolated. A key that is written twice is an error.
@@ -12,8 +13,7 @@ from typing import Any
 
 import yaml
 
-from coordexp.config.paths import KeyPath, copy_tree
-from coordexp.config.violations import ConfigError, Violation
+from coordexp.errors import ConfigError, Finding, Place
 from coordexp.files import is_encodable
 
 MAX_BYTES = 1_000_000
@@ -22,17 +22,78 @@ MAX_VALUES = 10_000
 MAX_FILES = 64
 
 Tree = dict[str, Any]
+Key = str | int
+KeyPath = tuple[Key, ...]
+
+
+def format_path(path: KeyPath) -> str:
+    """Return a path as text: ("servers", 0, "base_url") becomes `servers[0].base_url`."""
+    text = ""
+    for key in path:
+        text += f"[{key}]" if isinstance(key, int) else f".{key}" if text else key
+    return text
+
+
+def parse_path(text: str) -> KeyPath:
+    """Return the path that `format_path` writes as `text`."""
+    parts = text.replace("[", ".[").split(".")
+    return tuple(int(part[1:-1]) if part.startswith("[") else part for part in parts)
+
+
+def value_at(tree: Any, path: KeyPath) -> Any:
+    """Return the value at `path`, or None if the tree has no such path."""
+    for key in path:
+        is_item = isinstance(tree, list) and isinstance(key, int) and key < len(tree)
+        if not is_item and not (isinstance(tree, dict) and key in tree):
+            return None
+        tree = tree[key]
+    return tree
+
+
+def copy_tree(tree: Any) -> Any:
+    """Return a copy in which no two places share an object, so that a change at one place cannot show at another.
+
+    `copy.deepcopy` would keep what YAML aliases share.
+    """
+    if isinstance(tree, dict):
+        return {key: copy_tree(item) for key, item in tree.items()}
+    return [copy_tree(item) for item in tree] if isinstance(tree, list) else tree
+
+
+def fill(tree: Any, value: Any, path: KeyPath) -> list[KeyPath]:
+    """Write `value` at `path` unless a value is there already, and return the paths that were filled.
+
+    A mapping is merged into an existing mapping, key by key.
+    """
+    *parents, last = path
+    for key in parents:
+        if isinstance(tree, dict) and tree.get(key) is None:
+            tree[key] = {}
+        tree = value_at(tree, (key,))
+        if not isinstance(tree, dict | list):
+            return []
+    present = value_at(tree, (last,))
+    if isinstance(present, dict) and isinstance(value, dict):
+        return [(*path[:-1], *filled) for key, item in value.items() for filled in fill(tree, item, (last, key))]
+    if present is not None or not isinstance(tree, dict):
+        return []
+    tree[last] = value
+    return [path]
 
 
 @dataclass(frozen=True)
-class SourceLine:
-    """The line of a file where a value was written."""
+class Violation:
+    """A finding while a config is loaded, when its path may still change. `origin` is where the value was
+    written, if that is known."""
 
-    file: str
-    line: int
+    path: KeyPath
+    problem: str
+    fix: str
+    origin: Place | None = None
 
-    def __str__(self) -> str:
-        return f"{self.file}:{self.line}"
+    def to_finding(self) -> Finding:
+        places = (self.origin,) if self.origin else ()
+        return Finding("error", format_path(self.path), self.problem, self.fix, places=places)
 
 
 @dataclass
@@ -40,11 +101,11 @@ class Document:
     """A merged tree. `origins` has an entry for the path of every key and list item."""
 
     tree: Tree
-    origins: dict[KeyPath, SourceLine] = field(default_factory=dict)
+    origins: dict[KeyPath, Place] = field(default_factory=dict)
     files: list[str] = field(default_factory=list)
     violations: list[Violation] = field(default_factory=list)
 
-    def origin_of(self, path: KeyPath) -> SourceLine | None:
+    def origin_of(self, path: KeyPath) -> Place | None:
         """Return where the value at `path` was written, or the nearest value around it that has an origin."""
         for end in range(len(path), 0, -1):
             if path[:end] in self.origins:
@@ -62,7 +123,8 @@ def read_document(path: Path) -> Document:
     reader = _DocumentReader()
     document = reader.read(path, chain=())
     if reader.unreadable:
-        raise ConfigError([*reader.unreadable, *document.violations], str(path))
+        violations = [*reader.unreadable, *document.violations]
+        raise ConfigError([violation.to_finding() for violation in violations], str(path))
     return document
 
 
@@ -84,14 +146,14 @@ class _DocumentReader:
         for entry in self._bases(own):
             problem, fix = _base_problem(path, entry, (*chain, where))
             if problem:
-                self._refuse(("extends",), problem, fix, _display_path(path))
+                self._refuse(("extends",), problem, fix, Place(_display_path(path)))
             else:
                 _merge(merged, self.read(path.parent / entry, (*chain, where)))
         _merge(merged, own)
         self._done[where] = merged
         return merged
 
-    def _refuse(self, path: KeyPath, problem: str, fix: str, origin: str | None = None) -> Document:
+    def _refuse(self, path: KeyPath, problem: str, fix: str, origin: Place | None = None) -> Document:
         self.unreadable.append(Violation(path, problem, fix, origin))
         return Document(tree={})
 
@@ -102,7 +164,7 @@ class _DocumentReader:
         if isinstance(entries, list) and all(isinstance(entry, str) for entry in entries):
             return entries
         fix = "write a path or a list of paths, relative to this file, e.g. extends: [../base.yaml]"
-        self._refuse(("extends",), f"{value!r} is not a list of paths", fix, str(origin))
+        self._refuse(("extends",), f"{value!r} is not a list of paths", fix, origin)
         return []
 
     def _parse(self, path: Path) -> Document:
@@ -248,10 +310,10 @@ class _TreeBuilder:
         return float(re.sub(r"\.(?=inf|nan)", "", text.lower()))
 
     def _report(self, path: KeyPath, problem: str, fix: str, node: yaml.Node) -> None:
-        self._document.violations.append(Violation(path, problem, fix, str(self._origin(node))))
+        self._document.violations.append(Violation(path, problem, fix, self._origin(node)))
 
-    def _origin(self, node: yaml.Node) -> SourceLine:
-        return SourceLine(self._file, node.start_mark.line + 1)
+    def _origin(self, node: yaml.Node) -> Place:
+        return Place(self._file, node.start_mark.line + 1)
 
 
 def _merge(base: Document, overlay: Document) -> None:
@@ -277,7 +339,7 @@ def _merge_trees(base: Document, overlay: Document, old: Tree, new: Tree, path: 
         base.origins[here] = overlay.origins[here]
 
 
-def _paths_below(origins: dict[KeyPath, SourceLine], path: KeyPath) -> list[KeyPath]:
+def _paths_below(origins: dict[KeyPath, Place], path: KeyPath) -> list[KeyPath]:
     return [inner for inner in origins if inner[: len(path)] == path]
 
 

@@ -4,8 +4,7 @@ and build the corrected answer with a role for every token.
 Everything here is a pure function of token ids, a vocabulary table and settings. Nothing imports torch.
 """
 
-from coordexp.correction.choice import Choice, choose_answer
-from coordexp.correction.correct import Correction, correct
+from coordexp.correction.correct import Choice, Correction, choose_answer, correct
 from coordexp.correction.entries import PredictedObject, Reason
 from coordexp.correction.match import MatchResult, match_objects
 from coordexp.correction.noise import make_noisy_answer

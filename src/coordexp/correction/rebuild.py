@@ -18,8 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from coordexp.config.rollout import CorrectionPolicy, RolloutMatching
-from coordexp.correction.duplicates import find_duplicates, pairwise_iou
-from coordexp.correction.match import MatchResult, match_objects
+from coordexp.correction.match import MatchResult, find_duplicates, match_objects, pairwise_iou
 from coordexp.correction.parse import ParsedRollout
 from coordexp.correction.segment import (
     SUPERVISED_ROLE,

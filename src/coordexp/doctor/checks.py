@@ -7,10 +7,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from coordexp.doctor.learner import TinyLearner
+from coordexp.doctor.learner import TinyLearner, read_settings
+from coordexp.doctor.machine import CheckOutcome
 from coordexp.doctor.outcome import (
     REPORT,
-    CheckOutcome,
     format_rate,
     judge_detection,
     judge_guard,
@@ -18,7 +18,6 @@ from coordexp.doctor.outcome import (
     judge_parity,
 )
 from coordexp.doctor.server import DoctorServer
-from coordexp.doctor.workspace import read_settings
 from coordexp.errors import EngineError
 from coordexp.launch.parts import ANSWER_S, health_client, is_ready
 from coordexp.rollout.backend import Decode

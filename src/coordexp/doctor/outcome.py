@@ -1,9 +1,10 @@
-"""The outcomes of checks, and the decisions that need no engine. This module imports no torch."""
+"""Judge what engines answered: the decisions of the checks that need no engine. This module imports no torch."""
 
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from coordexp.doctor.machine import CheckOutcome
 from coordexp.rollout.agreement import TOLERANCE, difference
 from coordexp.rollout.backend import Rollout
 
@@ -14,21 +15,6 @@ ENOUGH = {"float32": 0.75, "bfloat16": 0.25, "float16": 0.25}
 QUICK_MS = 100.0  # the median time in which a server should report its health
 PATIENT_MS = 2000.0  # after this time a learner takes a server for lost
 REPORT = "please report it, with this table"
-
-
-@dataclass(frozen=True)
-class CheckOutcome:
-    """The result of one check. A check that could not be made (`checked` is False) is no problem by itself."""
-
-    check: str
-    measured: str
-    problem: str = ""
-    fix: str = ""
-    checked: bool = True
-
-    @property
-    def state(self) -> str:
-        return "failed" if self.problem else "ok" if self.checked else "not checked"
 
 
 @dataclass(frozen=True)

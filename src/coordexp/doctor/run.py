@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from coordexp.doctor.machine import Machine, use_only
-from coordexp.doctor.outcome import REPORT, CheckOutcome
+from coordexp.doctor.machine import CheckOutcome, Machine, use_only
+from coordexp.doctor.outcome import REPORT
 from coordexp.doctor.server import MARK, DoctorServer, find_left_processes
 from coordexp.errors import EngineError, UserError
 from coordexp.rollout.tasks import Task
@@ -77,8 +77,7 @@ class Examination:
         self.outcomes += [CheckOutcome(name, reason, checked=False) for name, reason in machine.notes.items()]
 
         def make_learner() -> CheckOutcome:
-            from coordexp.doctor.learner import TinyLearner
-            from coordexp.doctor.workspace import Workspace
+            from coordexp.doctor.learner import TinyLearner, Workspace
 
             learner = TinyLearner(Workspace.make(folder, machine))
             learners.append(learner)
@@ -95,7 +94,7 @@ class Examination:
 
     def _check_server(self, learner: "TinyLearner") -> None:
         from coordexp.doctor.checks import ServerChecks
-        from coordexp.doctor.workspace import read_settings
+        from coordexp.doctor.learner import read_settings
 
         config = learner.workspace.write_config("server")
         url = read_settings(config).rollout_matching.vllm.server.servers[0].base_url

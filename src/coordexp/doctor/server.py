@@ -12,7 +12,7 @@ from coordexp.child_processes import find_marked
 from coordexp.doctor.machine import Machine
 from coordexp.errors import EngineError
 from coordexp.launch.parts import Log, RunningPart, health_client, is_ready
-from coordexp.launch.plan import Part
+from coordexp.launch.plan import Part, device_variables
 from coordexp.launch.tether import UNKILLABLE_S
 from coordexp.rollout.wire import TOKEN
 
@@ -35,10 +35,9 @@ class DoctorServer:
     def start(self) -> float:
         """Start the server, wait until it is ready, and return the seconds that this took."""
         gpus = self._machine.server_gpus
-        devices = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, gpus)), "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
         command = (sys.executable, "-m", "coordexp", "serve", "--config", str(self._config))
         began, most = time.monotonic(), self._machine.deadlines.start
-        self._running = running = RunningPart(Part("server", command, devices, gpus), {})
+        self._running = running = RunningPart(Part("server", command, device_variables(gpus), gpus), {})
         running.watch(self._log, self._log_exit_code)
         with health_client(os.environ.get(TOKEN)) as client:
             while not is_ready(client, self.url):

@@ -21,7 +21,7 @@ from typing import Annotated, Any
 from pydantic import AllowInfNan, ConfigDict, Field, Strict, TypeAdapter
 
 from coordexp.correction import PredictedObject, parse_rollout
-from coordexp.correction.duplicates import find_duplicates
+from coordexp.correction.match import find_duplicates
 from coordexp.data import BINS, Geometry, GeometryKind, Record, is_degenerate, to_pixels
 from coordexp.data.geometry import COUNT_RULE, is_valid_count
 from coordexp.rollout.backend import Rollout

@@ -11,10 +11,10 @@ from dataclasses import dataclass, field
 from ipaddress import ip_address
 from urllib.parse import urlsplit
 
-from coordexp.config import ConfigError, Settings, Violation
-from coordexp.config.capacity import capacity_shortage
-from coordexp.config.paths import parse_path
+from coordexp.config import Settings
+from coordexp.config.rollout import capacity_shortage
 from coordexp.config.rules import DATA_PARALLEL, MODE, SERVERS, TENSOR_PARALLEL, uses_vllm
+from coordexp.errors import ConfigError, Finding
 
 LISTENS_AT = ("127.0.0.1", "localhost", "::1")  # hosts that a server listens at without --host
 SERVER_GPUS, TRAIN_GPUS = "--server-gpus", "--train-gpus"
@@ -68,6 +68,7 @@ class Plan:
     servers: tuple[PlannedServer, ...]
     learner: Part  # the command of all learner processes
     learners: int
+    decode_batch_size: int
 
     @property
     def local_servers(self) -> tuple[PlannedServer, ...]:
@@ -80,15 +81,15 @@ def number_of_learners(options: LaunchOptions) -> int:
     return options.learners or 1 if options.cpu else max(1, len(gpu_ids(options.train_gpus)))
 
 
-def plan_violations(settings: Settings, options: LaunchOptions) -> list[Violation]:
+def plan_problems(settings: Settings, options: LaunchOptions) -> list[Finding]:
     """Return all problems that rule out a plan."""
-    return [*option_violations(options), *_config_violations(settings, options)]
+    return [*option_problems(options), *_config_problems(settings, options)]
 
 
 def make_plan(settings: Settings, options: LaunchOptions) -> Plan:
-    """Return the plan. Raise a ConfigError with all `plan_violations` if there are any."""
-    if violations := plan_violations(settings, options):
-        raise ConfigError(violations)
+    """Return the plan. Raise a ConfigError with all `plan_problems` if there are any."""
+    if findings := plan_problems(settings, options):
+        raise ConfigError(findings)
     size = settings.rollout_matching.vllm.devices_per_server
     gpus = gpu_ids(options.server_gpus)
     servers = []
@@ -97,9 +98,10 @@ def make_plan(settings: Settings, options: LaunchOptions) -> Plan:
         own, gpus = (gpus[:size], gpus[size:]) if here else ((), gpus)
         words = ["-m", "coordexp", "serve", "--config", options.config, "--index", str(index)]
         command = (sys.executable, *words, *(f"--images={folder}" for folder in options.images))
-        part = Part(f"server {index}", command, _devices(own), own) if here else None
+        part = Part(f"server {index}", command, device_variables(own), own) if here else None
         servers.append(PlannedServer(index, server.base_url, server.group_port, size if here else None, part))
-    return Plan(tuple(servers), _learner(options), number_of_learners(options))
+    batch = settings.rollout_matching.decode_batch_size
+    return Plan(tuple(servers), _learner(options), number_of_learners(options), batch)
 
 
 def is_loopback(base_url: str) -> bool:
@@ -114,21 +116,15 @@ def is_loopback_host(host: str) -> bool:
     return host.lower() == "localhost"
 
 
-def capacity_violations(settings: Settings, sizes: tuple[int, ...], learners: int) -> Iterator[Violation]:
-    """Yield a violation if servers with these world sizes cannot serve a request of every learner at once."""
-    if shortage := capacity_shortage(settings.rollout_matching.decode_batch_size, sizes, learners):
-        yield Violation(("rollout_matching", "decode_batch_size"), *shortage)
-
-
 def _learner(options: LaunchOptions) -> Part:
     count, gpus = number_of_learners(options), gpu_ids(options.train_gpus)
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(count))
     train = ("-m", "coordexp", "train", "--config", options.config, *(["--resume"] if options.resume else []))
     command = (sys.executable, *(torchrun if count > 1 else ()), *train)
-    return Part("learner", command, _devices(gpus), gpus, ranks=count > 1)
+    return Part("learner", command, device_variables(gpus), gpus, ranks=count > 1)
 
 
-def _devices(gpus: tuple[int, ...]) -> dict[str, str]:
+def device_variables(gpus: tuple[int, ...]) -> dict[str, str]:
     """Return the variables that show a part only these GPUs, numbered as nvidia-smi does."""
     return {"CUDA_VISIBLE_DEVICES": ",".join(map(str, gpus)), "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
 
@@ -139,51 +135,55 @@ def gpu_ids(text: str | None) -> tuple[int, ...]:
     return tuple(int(word) for word in words if word.isdecimal())
 
 
-def option_violations(options: LaunchOptions) -> Iterator[Violation]:
+def option_problems(options: LaunchOptions) -> Iterator[Finding]:
     """Yield the problems of the command line that do not depend on the config."""
     lists = {SERVER_GPUS: options.server_gpus, TRAIN_GPUS: options.train_gpus}
     for name, text in lists.items():
         words = [word.strip() for word in text.split(",")] if text is not None else []
         if not all(word.isdecimal() for word in words):
-            yield Violation((name,), f"{text!r} is not a list of GPU numbers", f"write e.g. {name} 0,1,2")
+            yield Finding("error", name, f"{text!r} is not a list of GPU numbers", f"write e.g. {name} 0,1,2")
         elif len(set(map(int, words))) < len(words):
-            yield Violation((name,), f"{text} names a GPU twice", "write each GPU once")
+            yield Finding("error", name, f"{text} names a GPU twice", "write each GPU once")
         if text is not None and options.cpu:
-            yield Violation((name,), f"{text} was given together with --cpu", "leave one of the two out")
+            yield Finding("error", name, f"{text} was given together with --cpu", "leave one of the two out")
     both = sorted(set(gpu_ids(options.server_gpus)) & set(gpu_ids(options.train_gpus)))
     if both:
         shared = ", ".join(map(str, both))
         fix = f"give each GPU to a server or to a learner, not to both ({SERVER_GPUS} {options.server_gpus})"
-        yield Violation((TRAIN_GPUS,), f"GPU {shared} is in {SERVER_GPUS} too", fix)
+        yield Finding("error", TRAIN_GPUS, f"GPU {shared} is in {SERVER_GPUS} too", fix)
     if not options.cpu and options.train_gpus is None:
-        yield Violation((TRAIN_GPUS,), "missing", f"write e.g. {TRAIN_GPUS} 3, or --cpu to run without GPUs")
+        yield Finding("error", TRAIN_GPUS, "missing", f"write e.g. {TRAIN_GPUS} 3, or --cpu to run without GPUs")
     if options.learners is not None and not options.cpu:
         fix = f"leave it out: one learner runs on each of {TRAIN_GPUS}"
-        yield Violation(("--learners",), "is only for --cpu", fix)
+        yield Finding("error", "--learners", "is only for --cpu", fix)
     if not options.start_servers and options.server_gpus is not None:
         fix = f"leave {SERVER_GPUS} out, or --no-servers"
-        yield Violation((SERVER_GPUS,), f"{options.server_gpus} was given, but --no-servers starts no server", fix)
+        yield Finding(
+            "error", SERVER_GPUS, f"{options.server_gpus} was given, but --no-servers starts no server", fix
+        )
 
 
-def _config_violations(settings: Settings, options: LaunchOptions) -> Iterator[Violation]:
+def _config_problems(settings: Settings, options: LaunchOptions) -> Iterator[Finding]:
     if not settings.uses_rollouts:
         problem = f"{settings.custom.trainer_variant} makes no rollouts, so there are no servers to start"
         fix = f"run coordexp train --config {options.config}"
-        yield Violation(parse_path("custom.trainer_variant"), problem, fix)
+        yield Finding("error", "custom.trainer_variant", problem, fix)
         return
     if not uses_vllm(settings, "server"):
         fix = f"set rollout_backend: vllm and vllm.mode: server, or run coordexp train --config {options.config}"
-        yield Violation(parse_path(MODE), "this run has no rollout servers to start", fix)
+        yield Finding("error", MODE, "this run has no rollout servers to start", fix)
         return
-    yield from _server_violations(settings, options)
+    yield from _server_problems(settings, options)
     if options.start_servers:
         servers = settings.rollout_matching.vllm.server.servers
         if all(is_loopback(server.base_url) for server in servers):
-            size = settings.rollout_matching.vllm.devices_per_server
-            yield from capacity_violations(settings, (size,) * len(servers), number_of_learners(options))
+            sizes = (settings.rollout_matching.vllm.devices_per_server,) * len(servers)
+            batch = settings.rollout_matching.decode_batch_size
+            if shortage := capacity_shortage(batch, sizes, number_of_learners(options)):
+                yield Finding("error", "rollout_matching.decode_batch_size", *shortage)
 
 
-def _server_violations(settings: Settings, options: LaunchOptions) -> Iterator[Violation]:
+def _server_problems(settings: Settings, options: LaunchOptions) -> Iterator[Finding]:
     """Yield the problems of the servers that are to be started here."""
     if not options.start_servers:
         return
@@ -194,19 +194,19 @@ def _server_violations(settings: Settings, options: LaunchOptions) -> Iterator[V
         if url.scheme != "http" or url.path or url.hostname not in LISTENS_AT:
             fix = f"write e.g. http://127.0.0.1:{url.port or 8000}, or start it yourself and give --no-servers"
             problem = f"{servers[index].base_url} is not an address that a server started here can listen at"
-            yield Violation(parse_path(f"{SERVERS}[{index}].base_url"), problem, fix)
+            yield Finding("error", f"{SERVERS}[{index}].base_url", problem, fix)
     if not here:
         fix = (
             "start each on its machine (coordexp serve --config X --index i --host H) and give --no-servers, or "
             "use a base_url of this machine, e.g. http://127.0.0.1:8000"
         )
-        yield Violation(parse_path(SERVERS), f"none of the {len(servers)} servers is on this machine", fix)
+        yield Finding("error", SERVERS, f"none of the {len(servers)} servers is on this machine", fix)
     elif not options.cpu:
-        yield from _gpu_violations(settings, options, len(here))
+        yield from _gpu_problems(settings, options, len(here))
 
 
-def _gpu_violations(settings: Settings, options: LaunchOptions, here: int) -> Iterator[Violation]:
-    """Yield a violation if --server-gpus does not fit the number of servers that are started here."""
+def _gpu_problems(settings: Settings, options: LaunchOptions, here: int) -> Iterator[Finding]:
+    """Yield a finding if --server-gpus does not fit the number of servers that are started here."""
     vllm = settings.rollout_matching.vllm
     size = vllm.devices_per_server
     given = len(gpu_ids(options.server_gpus))
@@ -223,4 +223,4 @@ def _gpu_violations(settings: Settings, options: LaunchOptions, here: int) -> It
     ):
         if given and given % (here * other) == 0:
             fix += f", or set vllm.{name}: {given // (here * other)}"
-    yield Violation((SERVER_GPUS,), "missing" if options.server_gpus is None else problem, fix)
+    yield Finding("error", SERVER_GPUS, "missing" if options.server_gpus is None else problem, fix)

@@ -1,28 +1,38 @@
-"""Check the machine before anything is started: files, model, data, ports, GPUs, memory."""
+"""Check the machine before anything is started: files, model, data, ports, GPUs, memory.
 
+Memory is estimated from the headers of the weight files. These are lower bounds: activations, buffers of
+collectives and CUDA's own memory come on top. So a need above the available memory is an error, and one close to
+it is a warning.
+"""
+
+import json
+import math
 import os
 import shutil
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
-from coordexp.config import Settings, Violation
-from coordexp.config.paths import KeyPath, parse_path
+from coordexp.config import Settings
 from coordexp.config.rules import SERVERS, uses_vllm
-from coordexp.errors import UserError
+from coordexp.errors import Finding, UserError
 from coordexp.files import advise_missing_path
-from coordexp.launch import memory
-from coordexp.launch.memory import DeviceMemory, MemoryNeed, MemoryWarning
 from coordexp.launch.plan import LaunchOptions, Plan, gpu_ids, is_loopback
 from coordexp.rollout.installed import check_vllm
 
 FIRST = 8  # records that are read
 VISIBLE = "CUDA_VISIBLE_DEVICES"
+GB = 1e9
+BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
+CLOSE = 0.7  # a learner that needs more than this share has little left for activations
+ADAM_STATES = 2
 # Used without nvidia-smi, in a process of its own: torch takes seconds to import, and hundreds of megabytes.
 ASK_TORCH = """
 import torch
@@ -32,30 +42,48 @@ for gpu in range(torch.cuda.device_count()):
 """
 
 
-def engine_problems(options: LaunchOptions) -> list[Violation]:
-    """Return a violation if servers are to be started and vLLM is missing or of another version."""
-    violations: list[Violation] = []
+@dataclass(frozen=True)
+class DeviceMemory:
+    """Bytes of memory of a GPU, or of the machine."""
+
+    total: int
+    free: int
+
+
+@dataclass(frozen=True)
+class MemoryNeed:
+    """The bytes that a part needs at least on each of its devices, and what for."""
+
+    part: str
+    bytes: float
+    purpose: str
+
+    def __str__(self) -> str:
+        return f"{self.part} needs at least {format_bytes(self.bytes)} ({self.purpose})"
+
+
+def engine_problems(options: LaunchOptions) -> list[Finding]:
+    """Return a finding if servers are to be started and vLLM is missing or of another version."""
+    findings: list[Finding] = []
     if options.start_servers:
-        with _collecting(violations, ()):
+        with _collecting(findings, "vllm"):
             check_vllm()
-    return violations
+    return findings
 
 
-def settings_problems(settings: Settings, options: LaunchOptions) -> list[Violation]:
+def settings_problems(settings: Settings, options: LaunchOptions) -> list[Finding]:
     """Return the problems of the files: the model and its vocabulary, the first records and their images."""
     from coordexp.vocab import VocabularyTable
 
-    violations: list[Violation] = []
+    findings: list[Finding] = []
     folder = Path(settings.model.path)
     if not folder.exists():
-        violations.append(_missing("model.path", settings.model.path))
+        findings.append(_missing("model.path", settings.model.path))
     elif not (folder / "config.json").is_file():
-        violations.append(
-            Violation(parse_path("model.path"), f"{folder} has no config.json", "give a model folder")
-        )
+        findings.append(Finding("error", "model.path", f"{folder} has no config.json", "give a model folder"))
     else:
         fix = "run `coordexp model add-coords` on the checkpoint, and set model.path to the folder that it writes"
-        with _collecting(violations, parse_path("model.path"), fix):
+        with _collecting(findings, "model.path", fix):
             VocabularyTable.from_folder(folder)
     folders = [Path(image_folder).resolve() for image_folder in options.images]
     for setting, name in (
@@ -63,11 +91,11 @@ def settings_problems(settings: Settings, options: LaunchOptions) -> list[Violat
         ("custom.val_jsonl", settings.custom.val_jsonl),
     ):
         if name is not None:
-            violations += _data_problems(setting, name, folders)
-    return violations
+            findings += _data_problems(setting, name, folders)
+    return findings
 
 
-def port_problems(settings: Settings, options: LaunchOptions) -> Iterator[Violation]:
+def port_problems(settings: Settings, options: LaunchOptions) -> Iterator[Finding]:
     """Yield the ports of servers to be started here at which nothing can listen."""
     if not options.start_servers or not uses_vllm(settings, "server"):
         return
@@ -79,37 +107,35 @@ def port_problems(settings: Settings, options: LaunchOptions) -> Iterator[Violat
         for key, port in ports.items():
             if reason := _why_unusable("::1" if url.hostname == "::1" else "", port):
                 fix = f"end the program that listens there (ss -ltnp 'sport = :{port}'), or use another port"
-                yield Violation(parse_path(f"{SERVERS}[{index}].{key}"), f"port {port}: {reason}", fix)
+                yield Finding("error", f"{SERVERS}[{index}].{key}", f"port {port}: {reason}", fix)
 
 
-def gpu_problems(options: LaunchOptions, devices: dict[int, DeviceMemory]) -> Iterator[Violation]:
+def gpu_problems(options: LaunchOptions, devices: dict[int, DeviceMemory]) -> Iterator[Finding]:
     """Yield the lists of GPUs with one that the machine does not have or that this shell may not use."""
-    allowed = [word.strip() for word in os.environ.get(VISIBLE, "").split(",") if word.strip()]
+    visible = visible_gpus(devices)
     for name, text in (("--server-gpus", options.server_gpus), ("--train-gpus", options.train_gpus)):
         ids = gpu_ids(text)
         if any(gpu not in devices for gpu in ids):
             there = f"has GPUs {', '.join(map(str, devices))}" if devices else "has no visible GPU"
             fix = "give GPUs by the numbers of nvidia-smi, or --cpu to run without"
-            yield Violation((name,), f"{text}: this machine {there}", fix)
-        elif all(word.isdecimal() for word in allowed) and VISIBLE in os.environ:
-            hidden = [str(gpu) for gpu in ids if str(gpu) not in allowed]
-            if hidden:
-                fix = f"give GPUs of that list: numbers are those of nvidia-smi, whatever {VISIBLE} says"
-                yield Violation((name,), f"{', '.join(hidden)} is not in {VISIBLE}={os.environ[VISIBLE]}", fix)
+            yield Finding("error", name, f"{text}: this machine {there}", fix)
+        elif hidden := ", ".join(str(gpu) for gpu in ids if gpu not in visible):
+            fix = f"give GPUs of that list: numbers are those of nvidia-smi, whatever {VISIBLE} says"
+            yield Finding("error", name, f"{hidden} is not in {VISIBLE}={os.environ[VISIBLE]}", fix)
 
 
 def memory_problems(
     plan: Plan, settings: Settings, devices: dict[int, DeviceMemory] | None
-) -> tuple[list[MemoryNeed], list[Violation | MemoryWarning]]:
+) -> tuple[list[MemoryNeed], list[Finding]]:
     """Return the least memory that each part needs, and the problems. `devices` is None on the CPU."""
     try:
-        needs = memory.estimate_needs(plan, settings, Path(settings.model.path))
+        needs = estimate_needs(plan, settings, Path(settings.model.path))
     except (OSError, ValueError, KeyError, TypeError) as error:  # whatever a damaged header leads to
         problem = f"the header of a safetensors file, or config.json, cannot be read: {error}"
-        return [], [Violation(parse_path("model.path"), problem, "copy the checkpoint again")]
+        return [], [Finding("error", "model.path", problem, "copy the checkpoint again")]
     if devices is not None:
-        return needs, list(memory.gpu_problems(plan, settings, needs, devices))
-    return needs, list(memory.machine_problems(plan, settings, needs, _machine_memory()))
+        return needs, list(gpu_memory_problems(plan, settings, needs, devices))
+    return needs, list(machine_memory_problems(plan, settings, needs, _machine_memory()))
 
 
 def find_gpus() -> dict[int, DeviceMemory]:
@@ -127,51 +153,57 @@ def find_gpus() -> dict[int, DeviceMemory]:
     return {}
 
 
+def visible_gpus(gpus: Iterable[int]) -> list[int]:
+    """Return the GPUs that CUDA_VISIBLE_DEVICES does not hide. If it has names instead of numbers, return all."""
+    words = [word.strip() for word in os.environ.get(VISIBLE, "").split(",") if word.strip()]
+    if VISIBLE not in os.environ or not all(word.isdecimal() for word in words):
+        return list(gpus)
+    return [gpu for gpu in gpus if str(gpu) in words]
+
+
 @contextmanager
-def _collecting(violations: list[Violation], path: KeyPath, fix: str = "") -> Iterator[None]:
+def _collecting(findings: list[Finding], subject: str, fix: str = "") -> Iterator[None]:
     """Add an error to the list, so that the user sees all problems at once. `fix` is added to the error's own."""
     try:
         yield
     except UserError as error:
-        violations.append(Violation(path, error.problem, "; ".join(filter(None, (error.fix, fix)))))
+        findings.append(Finding("error", subject, error.problem, "; ".join(filter(None, (error.fix, fix)))))
     except OSError as error:
-        violations.append(Violation(path, str(error), fix))
+        findings.append(Finding("error", subject, str(error), fix))
 
 
-def _missing(setting: str, name: str) -> Violation:
-    return Violation(parse_path(setting), f"{name} does not exist", advise_missing_path(setting, name))
+def _missing(setting: str, name: str) -> Finding:
+    return Finding("error", setting, f"{name} does not exist", advise_missing_path(setting, name))
 
 
-def _data_problems(setting: str, name: str, folders: Sequence[Path]) -> list[Violation]:
+def _data_problems(setting: str, name: str, folders: Sequence[Path]) -> list[Finding]:
     from coordexp.data import read_records
 
     path = Path(name)
     if not path.exists():
         return [_missing(setting, name)]
-    violations: list[Violation] = []
-    with _collecting(violations, parse_path(setting), f"run `coordexp data doctor {name}`"):
+    findings: list[Finding] = []
+    with _collecting(findings, setting, f"run `coordexp data doctor {name}`"):
         records = [record for _, record in islice(read_records(path), FIRST)]
         if not records:
             fix = "write one JSON object per line (see `coordexp data import`)"
-            violations.append(Violation(parse_path(setting), f"{name} has no records", fix))
-        violations += _image_problems(setting, path, [record.image for record in records], folders)
-    return violations
+            findings.append(Finding("error", setting, f"{name} has no records", fix))
+        findings += _image_problems(setting, path, [record.image for record in records], folders)
+    return findings
 
 
-def _image_problems(
-    setting: str, path: Path, images: Sequence[str], folders: Sequence[Path]
-) -> Iterator[Violation]:
-    """Yield a violation for images that do not exist, and one for an image that servers may not read."""
+def _image_problems(setting: str, path: Path, images: Sequence[str], folders: Sequence[Path]) -> Iterator[Finding]:
+    """Yield a finding for images that do not exist, and one for an image that servers may not read."""
     missing = [image for image in images if not (path.parent / image).is_file()]
     if missing:
         more = f", nor do {len(missing) - 1} more of the first {len(images)}" if len(missing) > 1 else ""
         fix = "image paths are relative to the folder of the file"
-        yield Violation(parse_path(setting), f"{path}: {missing[0]} does not exist{more}", fix)
+        yield Finding("error", setting, f"{path}: {missing[0]} does not exist{more}", fix)
     for image in images:
         target = (path.parent / image).resolve()
         if not any(target.is_relative_to(folder) for folder in (path.parent.resolve(), *folders)):
             problem = f"{path}: {image} is {target}, which servers may not read"
-            yield Violation(parse_path(setting), problem, f"add --images {target.parent}")
+            yield Finding("error", setting, problem, f"add --images {target.parent}")
             return
 
 
@@ -192,3 +224,135 @@ def _machine_memory() -> DeviceMemory:
 
     memory = psutil.virtual_memory()
     return DeviceMemory(memory.total, memory.available)
+
+
+# Memory, from the headers of the weight files alone
+
+
+def read_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of all weights, by name. Only the headers of the safetensors files are read."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        with path.open("rb") as file:
+            header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+        shapes |= {name: tuple(entry["shape"]) for name, entry in header.items() if name != "__metadata__"}
+    return shapes
+
+
+def estimate_needs(plan: Plan, settings: Settings, folder: Path) -> list[MemoryNeed]:
+    """Return the need of every part that is started here; nothing for a folder without safetensors files."""
+    shapes = read_shapes(folder)
+    if not shapes:
+        return []
+    weights = sum(map(math.prod, shapes.values())) * BYTES[settings.model.dtype]
+    size = settings.rollout_matching.vllm.tensor_parallel_size or 1  # devices that share one copy of the weights
+    cache = _sequence_bytes(settings, folder)
+    purpose = f"weights {format_bytes(weights / size)}, one longest sequence {format_bytes(cache / size)}"
+    servers = [MemoryNeed(server.name, (weights + cache) / size, purpose) for server in plan.local_servers]
+    return [*servers, _learner(plan, settings, shapes, weights)]
+
+
+def gpu_memory_problems(
+    plan: Plan, settings: Settings, needs: list[MemoryNeed], devices: dict[int, DeviceMemory]
+) -> Iterator[Finding]:
+    """Yield the problems on GPUs, where every part has devices of its own."""
+    share = settings.rollout_matching.vllm.gpu_memory_utilization
+    gpus = {part.name: part.gpus for part in (plan.learner, *(s.part for s in plan.local_servers if s.part))}
+    for need in needs:
+        for gpu in gpus[need.part]:
+            if gpu not in devices:
+                continue
+            device, learner = devices[gpu], need.part == plan.learner.name
+            limit = device.free if learner else device.total * share
+            if not learner and limit > device.free:
+                yield Finding(
+                    "error",
+                    "--server-gpus",
+                    f"GPU {gpu} has {format_bytes(device.free)} free of {format_bytes(device.total)}, and "
+                    f"{need.part} takes a share of {share:g} ({format_bytes(limit)})",
+                    "end the other programs on that GPU, or lower rollout_matching.vllm.gpu_memory_utilization",
+                )
+            elif need.bytes > limit:
+                yield _too_much(need, f"GPU {gpu} has {format_bytes(limit)} for it", learner)
+            elif learner and need.bytes > CLOSE * limit:
+                problem = f"{need}, and GPU {gpu} has {format_bytes(limit)}: little is left for activations"
+                fix = "lower global_max_length if the learner runs out of memory"
+                yield Finding("warning", "--train-gpus", problem, fix)
+
+
+def machine_memory_problems(
+    plan: Plan, settings: Settings, needs: list[MemoryNeed], machine: DeviceMemory
+) -> Iterator[Finding]:
+    """Yield the problems on the CPU, where all parts share the memory of the machine."""
+    processes = {server.name: server.world_size or 1 for server in plan.local_servers} | {"learner": plan.learners}
+    by_part = {need.part: need.bytes * processes[need.part] for need in needs}
+    if not by_part:
+        return
+    if sum(by_part.values()) > machine.free:
+        parts = ", ".join(f"{name} {format_bytes(bytes)}" for name, bytes in by_part.items())
+        yield Finding(
+            "error",
+            "model.path",
+            f"the parts need at least {format_bytes(sum(by_part.values()))} ({parts}), and the machine "
+            f"has {format_bytes(machine.free)} available",
+            "start fewer servers or learners, use a smaller model, or end other programs",
+        )
+        return
+    share = settings.rollout_matching.vllm.gpu_memory_utilization
+    workers = sum(server.world_size or 1 for server in plan.local_servers)
+    reserved = share * machine.total * workers + by_part["learner"]
+    if reserved > machine.free:
+        yield Finding(
+            "warning",
+            "rollout_matching.vllm.gpu_memory_utilization",
+            f"each of {workers} workers of the servers may take a share of {share:g} of the machine's "
+            f"{format_bytes(machine.total)}; with the learners this is {format_bytes(reserved)}, and "
+            f"{format_bytes(machine.free)} are available",
+            "lower rollout_matching.vllm.gpu_memory_utilization if a server does not start",
+        )
+
+
+def _learner(plan: Plan, settings: Settings, shapes: dict[str, tuple[int, ...]], weights: int) -> MemoryNeed:
+    states = ADAM_STATES if settings.training.optim in ("adamw_torch", "adamw_torch_fused") else 0
+    adapter = settings.model.adapter
+    parts = plan.learners if settings.training.fsdp else 1
+    if adapter is None:
+        trained = weights * (1 + states)
+        label = f"gradients and optimizer {format_bytes(trained / parts)}"
+    elif adapter.targets == "all-linear":  # peft keeps adapters in float32
+        linear = [s for name, s in shapes.items() if len(s) == 2 and "embed" not in name and "lm_head" not in name]
+        trained = adapter.rank * sum(map(sum, linear)) * 4 * (2 + states)
+        label = f"adapter of rank {adapter.rank}, gradients and optimizer {format_bytes(trained / parts)}"
+    else:
+        trained, label = 0, "without its adapter"
+    purpose = f"weights {format_bytes(weights / parts)}, {label}"
+    return MemoryNeed(plan.learner.name, (weights + trained) / parts, purpose)
+
+
+def _sequence_bytes(settings: Settings, folder: Path) -> float:
+    """Return the bytes of the keys and values of one sequence of the greatest length; 0 without a config.json."""
+    file = folder / "config.json"
+    if not file.is_file():
+        return 0.0
+    config: dict[str, Any] = json.loads(file.read_text())
+    text = config.get("text_config", config)
+    heads = text.get("num_attention_heads") or 1
+    width = text.get("head_dim") or text.get("hidden_size", 0) // heads
+    per_token = 2 * text.get("num_hidden_layers", 0) * text.get("num_key_value_heads", heads) * width
+    length = settings.rollout_matching.vllm.max_model_len or 0
+    return float(per_token * length * BYTES[settings.model.dtype])
+
+
+def _too_much(need: MemoryNeed, available: str, learner: bool) -> Finding:
+    fix = (
+        "train an adapter (model.adapter), shard it (training.fsdp), or use a larger GPU"
+        if learner
+        else "raise vllm.gpu_memory_utilization, give each server more GPUs (vllm.tensor_parallel_size), or lower "
+        "vllm.max_model_len"
+    )
+    return Finding("error", "--train-gpus" if learner else "--server-gpus", f"{need}, and {available}", fix)
+
+
+def format_bytes(bytes: float) -> str:
+    """Return a number of bytes as words, such as `1.5 GB`."""
+    return f"{bytes / GB:.1f} GB" if bytes >= GB else f"{bytes / 1e6:.1f} MB"

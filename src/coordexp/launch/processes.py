@@ -10,7 +10,7 @@ import queue
 import secrets
 import signal
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -19,7 +19,7 @@ from types import FrameType
 import psutil
 
 from coordexp.child_processes import find_marked, is_alive
-from coordexp.config import ConfigError
+from coordexp.config import ConfigError, requests_per_rank
 from coordexp.errors import EngineError
 from coordexp.launch.parts import Log, RunningPart, health_client, is_ready, read_world_size
 from coordexp.launch.plan import Part, Plan, PlannedServer
@@ -65,26 +65,11 @@ class Interrupted(Exception):
         self.number = number
 
 
-def _accept(sizes: tuple[int, ...]) -> None:
-    pass
-
-
 class Launch:
-    """One run of a plan. It handles the signals of this process while it lasts.
+    """One run of a plan. It handles the signals of this process while it lasts."""
 
-    `check_sizes` is called with the world sizes of all servers, and raises if the config does not fit them."""
-
-    def __init__(
-        self,
-        plan: Plan,
-        log: Log,
-        token: str | None,
-        patience: Patience | None = None,
-        check_sizes: Callable[[tuple[int, ...]], None] = _accept,
-    ) -> None:
-        self._plan, self._log, self._token = plan, log, token
-        self._patience = patience or Patience()
-        self._check_sizes = check_sizes
+    def __init__(self, plan: Plan, log: Log, token: str | None, patience: Patience) -> None:
+        self._plan, self._log, self._token, self._patience = plan, log, token, patience
         self._events: queue.SimpleQueue[PartEnded | SignalReceived] = queue.SimpleQueue()
         self._running: dict[str, RunningPart] = {}
         self._restarts: dict[str, int] = {}
@@ -155,7 +140,7 @@ class Launch:
                     f"{server.name} at {server.base_url} has world size {size}, and the plan {server.world_size}",
                     "another server answers there, or it has another config: end it, and launch again",
                 )
-        self._check_sizes(tuple(sizes))
+        requests_per_rank(self._plan.decode_batch_size, tuple(sizes), self._plan.learners)  # raises if too few
         self._log.say(f"world sizes of the servers: {', '.join(map(str, sizes))}")
 
     # While the learner runs

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy, smooth_l1_loss
 
-from coordexp.config.pipeline import CoordRegConfig
+from coordexp.config.sections import CoordRegConfig
 from coordexp.correction import Role, TokenKind
 from coordexp.data import BINS
 from coordexp.objective.split import VocabularySplit, split_vocabulary, unlikelihood

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from coordexp.config.pipeline import Channel, Module
 from coordexp.config.rules import idle_reason
+from coordexp.config.sections import Channel, Module
 from coordexp.config.settings import Settings
 from coordexp.correction import Role, TokenKind
 from coordexp.objective.modules import MODULES, Measure, ModuleKind, Split

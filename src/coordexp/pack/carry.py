@@ -1,4 +1,4 @@
-"""The carry buffer: the segments of one rank that wait for a row, oldest first.
+"""Training examples, and the carry buffer: the segments of one rank that wait for a row, oldest first.
 
 A segment that does not fit into a row waits for the next one. None is split, and none is dropped before the end of
 the run. The wait is bounded: a segment that arrives after n others is in one of the next n + 1 rows.
@@ -8,10 +8,41 @@ from collections.abc import Iterable, Sized
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
+from coordexp.config.sections import Channel
+from coordexp.correction import Segment
 from coordexp.errors import UserError
 from coordexp.pack.select import require_binpacking, select
 
 T = TypeVar("T", bound=Sized)
+
+
+@dataclass(frozen=True)
+class ExampleId:
+    """Identifies an example by where it was made: the optimizer step and micro-step, from 0, the rank, and its
+    number within the micro-step. Unique within a run, and the same when the run is repeated."""
+
+    step: int
+    micro: int
+    rank: int
+    index: int
+
+
+@dataclass(frozen=True, eq=False)
+class Example:
+    """A segment with its image, ready to be packed into a row.
+
+    `image` is the path of the image. It is read when the row is made, so that waiting examples hold no pixels.
+    `size` is the width and height that the prompt was made for. `id` is None for an example made outside training,
+    or restored from a checkpoint of a release that did not save ids."""
+
+    segment: Segment
+    image: str
+    size: tuple[int, int]
+    channel: Channel
+    id: ExampleId | None = None
+
+    def __len__(self) -> int:
+        return len(self.segment)
 
 
 class PackingError(UserError, ValueError):

@@ -13,10 +13,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from coordexp.config.pipeline import Channel
+from coordexp.config.sections import Channel
 from coordexp.correction import Role, TokenKind
 from coordexp.data import DataError
-from coordexp.pack.example import Example, ExampleId
+from coordexp.pack.carry import Example, ExampleId
 
 CHANNELS: tuple[Channel, ...] = ("A", "B")
 

@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, ValidationError, model_validator
 
 from coordexp.config.rollout import RepeatTerminate
-from coordexp.config.section import from_list
+from coordexp.config.sections import from_list
 from coordexp.errors import UserError
 from coordexp.rollout.backend import FinishReason
 from coordexp.vocab import VocabularyTable

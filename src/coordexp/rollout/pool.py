@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple, TypeVar
 
-from coordexp.config.capacity import capacity_shortage, requests_per_rank
+from coordexp.config.rollout import capacity_shortage, requests_per_rank
 from coordexp.errors import UserError
 
 T = TypeVar("T")

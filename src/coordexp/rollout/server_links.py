@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 
-from coordexp.config.capacity import capacity_shortage
+from coordexp.config.rollout import capacity_shortage
 from coordexp.errors import EngineError
 from coordexp.rollout.engine import EngineSetup
 from coordexp.rollout.pool import Loss

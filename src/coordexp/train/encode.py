@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 from coordexp.config import RolloutMatching
-from coordexp.config.pipeline import Channel
 from coordexp.config.rollout import NoiseAnswers
+from coordexp.config.sections import Channel
 from coordexp.correction import Choice, Correction, FieldOrder, choose_answer, correct, make_noisy_answer
 from coordexp.data import RecordFile, TrueObject
 from coordexp.errors import explain

@@ -1,22 +1,41 @@
-"""The learner of one rank: the model that is trained, its optimizer, and what others may read of them."""
+"""The learner of one rank: the model that is trained, its optimizer, and what others may read of them.
 
+An engine gets the weights whole, merged, named as in the checkpoint, one at a time. The learner itself is not
+changed by that: peft merges an adapted layer on a copy of the layer, and weights that merging changes in place are
+copied too, so nothing has to be restored afterwards. Sharded weights are gathered one by one as the caller
+iterates, so all ranks must iterate over the same ones.
+"""
+
+import copy
+import shutil
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate.utils import extract_model_from_parallel
+from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
+from peft.tuners.lora import LoraLayer
+from peft.tuners.trainable_tokens import TrainableTokensLayer
+from peft.tuners.tuners_utils import BaseTunerLayer
+from peft.utils.other import AuxiliaryTrainingWrapper, TrainableTokensWrapper
 from torch import Tensor
-from transformers import Qwen3VLForConditionalGeneration, TrainingArguments
+from torch.distributed.tensor import DTensor
+from torch.nn import Module, Parameter
+from transformers import AutoProcessor, Qwen3VLForConditionalGeneration, TrainingArguments
 
 from coordexp.config import Settings
 from coordexp.config.rollout import Offload
+from coordexp.config.settings import Adapter
+from coordexp.data import BINS
+from coordexp.errors import UserError
 from coordexp.pack.attention import attention_for
+from coordexp.ranks import is_sharded
 from coordexp.rollout.backend import AdapterWeights
-from coordexp.train.adapter import learner_adapter, with_adapter
 from coordexp.train.offload import OffloadedStorages, offload_learner
-from coordexp.train.weights import learner_weights
 
 
 @dataclass
@@ -71,3 +90,136 @@ class Learner:
     def offload(self) -> AbstractContextManager[OffloadedStorages]:
         """Return a context in which model and optimizer are out of device memory, as the settings say."""
         return offload_learner(self.offload_settings, self.model, self.optimizer, self.offload_folder)
+
+
+# Wrappers of torch.compile and activation checkpointing, which are not part of the names in a checkpoint.
+_UNNAMED = ("_orig_mod", "_checkpoint_wrapped_module")
+
+
+def learner_weights(model: Any) -> Iterator[tuple[str, Tensor]]:
+    """Yield the names and values of all weights, in the order of the modules. A weight that two modules share
+    comes once, under the name of the first."""
+    is_sharded(model)  # raises if the weights cannot be gathered
+    model = extract_model_from_parallel(model, keep_torch_compile=False)
+    return _weights(model.get_base_model() if isinstance(model, PeftModel) else model, "", {})
+
+
+def _weights(module: Module, prefix: str, names: dict[Parameter, str]) -> Iterator[tuple[str, Tensor]]:
+    """Yield the weights below a module. `names` has the learner's weights that were yielded already."""
+    if isinstance(module, TrainableTokensWrapper):
+        module = module.token_adapter
+    if isinstance(module, LoraLayer | TrainableTokensLayer):
+        yield from _merge_and_yield(module, prefix, names)
+        return
+    assert not isinstance(module, BaseTunerLayer | AuxiliaryTrainingWrapper), type(module)
+    for name, weight in module.named_parameters(recurse=False):
+        if weight not in names:
+            names[weight] = prefix + name
+            yield prefix + name, gather_weight(weight)
+    for name, child in module.named_children():
+        yield from _weights(child, prefix if name in _UNNAMED else f"{prefix}{name}.", names)
+
+
+def _merge_and_yield(
+    layer: LoraLayer | TrainableTokensLayer, prefix: str, names: dict[Parameter, str]
+) -> Iterator[tuple[str, Tensor]]:
+    own = dict(layer.get_base_layer().named_parameters())
+    tied = [names[weight] for weight in own.values() if weight in names]
+    if tied and isinstance(layer, TrainableTokensLayer) and layer.tied_adapter:
+        return
+    if tied:
+        raise UserError(
+            f"{prefix}weight is tied to {tied[0]} but has its own adapter: merged, they would be two weights",
+            "choose model.adapter.targets that leave both out (their coordinate rows are trained anyway)",
+        )
+    names.update((weight, prefix + name) for name, weight in own.items())
+    for name, weight in _merge(layer).items():
+        yield prefix + name, weight
+
+
+@torch.no_grad()
+def _merge(layer: LoraLayer | TrainableTokensLayer) -> dict[str, Tensor]:
+    twin = _copy_module(layer)
+    base = twin.get_base_layer()
+    if isinstance(twin, TrainableTokensLayer):
+        return {"weight": twin.get_merged_weights(twin.active_adapters)}
+    for weight in base.parameters():
+        weight.data = weight.data.clone()  # LoRA is added in place
+    twin.merged_adapters, twin._caches = [*layer.merged_adapters], {}
+    twin.merge()  # peft's safe_merge would round the update to bfloat16 before adding it
+    return {name: weight.data for name, weight in base.named_parameters()}
+
+
+def _copy_module(module: Any) -> Any:
+    """Return a module with its own submodules and parameters, which hold the same weights."""
+    twin = copy.copy(module)
+    twin._parameters = {
+        name: weight if weight is None else Parameter(gather_weight(weight), requires_grad=False)
+        for name, weight in module._parameters.items()
+    }
+    twin._modules = {name: _copy_module(child) for name, child in module._modules.items()}
+    return twin
+
+
+def gather_weight(weight: Tensor) -> Tensor:
+    """Return the whole weight without its gradient. If it is sharded, all ranks must call this."""
+    weight = weight.detach()
+    if not isinstance(weight, DTensor):
+        return weight
+    mesh = weight.device_mesh
+    here = weight.to_local().to(mesh.device_type)  # it may be offloaded to host memory
+    shard = DTensor.from_local(
+        here, mesh, weight.placements, run_check=False, shape=weight.shape, stride=weight.stride()
+    )
+    return shard.full_tensor()
+
+
+def with_adapter(model: Any, adapter: Adapter | None, first_coord: int) -> Any:
+    """Return the model with a new adapter, or the model itself if the settings have none."""
+    if adapter is None:
+        return model
+    config = LoraConfig(
+        r=adapter.rank,
+        lora_alpha=adapter.alpha,
+        lora_dropout=adapter.dropout,
+        use_dora=adapter.dora,
+        target_modules=adapter.targets,
+        trainable_token_indices=_coord_rows(model, first_coord) if adapter.train_coord_rows else None,
+        task_type="CAUSAL_LM",
+    )
+    return get_peft_model(model, config)
+
+
+def _coord_rows(model: Any, first_coord: int) -> dict[str, list[int]]:
+    rows = list(range(first_coord, first_coord + BINS))
+    return {"embed_tokens": rows} | ({} if model.config.tie_word_embeddings else {"lm_head": rows})
+
+
+def learner_adapter(model: Any) -> AdapterWeights:
+    """Return the adapter's config and weights, named as in `adapter_config.json` and `adapter_model.safetensors`.
+    If the learner is sharded, every rank must iterate over all weights: each is gathered from all ranks."""
+    is_sharded(model)  # raises if the weights cannot be gathered
+    model = extract_model_from_parallel(model, keep_torch_compile=False)
+    assert isinstance(model, PeftModel)
+    config = model.peft_config[model.active_adapter]
+    assert not config.trainable_token_indices, "rows that are trained beside the adapter would be left out"
+    weights = get_peft_model_state_dict(model, adapter_name=model.active_adapter, save_embedding_layers=False)
+    plain = {name: _to_json_value(value) for name, value in config.to_dict().items()}
+    return plain, ((name, gather_weight(weight)) for name, weight in weights.items())
+
+
+def _to_json_value(value: Any) -> Any:
+    """Return a JSON value. A set becomes a sorted list, so that equal sets are written alike."""
+    if isinstance(value, Enum):
+        return value.value
+    return sorted(value) if isinstance(value, set) else value
+
+
+def merge_adapter(base: Path, adapter: Path, to: Path) -> None:
+    """Write a whole checkpoint whose weights include the adapter's update, for vLLM and for `coordexp predict`."""
+    model = Qwen3VLForConditionalGeneration.from_pretrained(base, dtype="auto")
+    merged = PeftModel.from_pretrained(model, adapter, torch_dtype=torch.float32).merge_and_unload()
+    merged.save_pretrained(to)
+    AutoProcessor.from_pretrained(adapter).save_pretrained(to)
+    if (adapter / "coordexp.json").is_file():
+        shutil.copyfile(adapter / "coordexp.json", to / "coordexp.json")

@@ -17,10 +17,9 @@ from transformers.integrations import TensorBoardCallback
 from transformers.trainer_utils import set_seed
 
 from coordexp.config import Loaded, RolloutContract, Settings
-from coordexp.config.capacity import describe_evaluation
-from coordexp.config.settings import PACKING_KEYS
+from coordexp.config.settings import PACKING_KEYS, describe_evaluation
 from coordexp.data import RecordFile, read_records
-from coordexp.data.doctor.measures import SMALL, Sizes
+from coordexp.data.doctor.examine import SMALL, Sizes
 from coordexp.dumps import CORRECTION_SETTINGS, FOLDER, DumpFolder, DumpWriter, remove_from_step
 from coordexp.errors import DataError, UserError
 from coordexp.evaluate import read_truth

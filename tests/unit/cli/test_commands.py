@@ -34,9 +34,8 @@ def test_check_of_a_wrong_config_lists_everything_and_exits_2():
     places = [line for line in lines[:-1] if not line.startswith("  ")]
     assert len(places) == 10
     assert len(lines) == 21
-    assert any(
-        line.startswith("rollout_matching.vllm.server.servers[0].unknown_flag: unknown key") for line in places
-    )
+    unknown = "error rollout_matching.vllm.server.servers[0].unknown_flag: unknown key"
+    assert any(line.startswith(unknown) for line in places)
 
 
 def test_check_of_a_wrong_config_as_json():
@@ -44,8 +43,10 @@ def test_check_of_a_wrong_config_as_json():
     assert result.exit_code == 2
     answer = json.loads(result.stdout)
     assert answer["ok"] is False
-    assert len(answer["violations"]) == 10
-    assert all(v["path"] and v["problem"] and v["fix"] and v["origin"] for v in answer["violations"])
+    assert len(answer["findings"]) == 10
+    assert all(finding["subject"] and finding["problem"] and finding["fix"] for finding in answer["findings"])
+    places = [finding["places"][0] for finding in answer["findings"]]
+    assert {place["file"] for place in places} == {TEN_MISTAKES} and all(place["line"] for place in places)
 
 
 def test_check_of_a_sound_config_shows_each_value_with_its_origin():
@@ -67,15 +68,17 @@ def test_check_of_a_sound_config_shows_each_value_with_its_origin():
 def test_check_of_a_sound_config_as_json_has_an_origin_for_every_value():
     answer = json.loads(run("check", "--json", "--config", "configs/stage2-server-3v1.yaml").stdout)
     assert answer["ok"] is True
-    assert answer["files"] == ["configs/base.yaml", "configs/stage2.yaml", "configs/stage2-server-3v1.yaml"]
+    details = answer["details"]
+    assert details["files"] == ["configs/base.yaml", "configs/stage2.yaml", "configs/stage2-server-3v1.yaml"]
     place = "rollout_matching.vllm.server.servers[2].group_port"
-    assert answer["origins"][place].startswith("configs/stage2-server-3v1.yaml:")
-    assert answer["origins"]["rollout_matching.fp_cost"] == "default"
+    assert details["origins"][place].startswith("configs/stage2-server-3v1.yaml:")
+    assert details["origins"]["rollout_matching.fp_cost"] == "default"
 
 
 def test_check_reads_the_world_size_that_torchrun_sets():
     result = run("check", "--json", "--config", "configs/stage2-colocate.yaml", env={"WORLD_SIZE": "8"})
-    assert json.loads(result.stdout)["settings"]["rollout_matching"]["vllm"]["tensor_parallel_size"] == 4
+    settings = json.loads(result.stdout)["details"]["settings"]
+    assert settings["rollout_matching"]["vllm"]["tensor_parallel_size"] == 4
 
 
 def test_check_takes_the_world_sizes_of_the_servers():
@@ -114,9 +117,9 @@ def test_train_refuses_a_wrong_config_under_both_names(command):
 def test_the_resolved_settings_are_a_sound_config(tmp_path):
     answer = json.loads(run("check", "--json", "--config", "configs/stage2-hf.yaml").stdout)
     again = tmp_path / "again.yaml"
-    again.write_text(yaml.safe_dump(answer["settings"]))
+    again.write_text(yaml.safe_dump(answer["details"]["settings"]))
     repeated = json.loads(run("check", "--json", "--config", str(again)).stdout)
-    assert repeated["settings"] == answer["settings"]
+    assert repeated["details"]["settings"] == answer["details"]["settings"]
 
 
 def test_output_in_a_narrow_pipe_is_not_wrapped():
@@ -138,7 +141,7 @@ def test_a_reader_that_goes_away_causes_no_message():
 def test_a_missing_file_is_one_problem_with_a_fix():
     result = run("check", "--config", "none.yaml")
     assert result.exit_code == 2
-    assert result.stdout.splitlines()[0] == "none.yaml: no such file"
+    assert result.stdout.splitlines()[0] == "error: none.yaml: no such file"
 
 
 def test_for_a_model_named_as_on_the_hub_the_message_says_how_to_get_it(tmp_path):

@@ -197,7 +197,7 @@ def test_without_a_colocated_engine_offload_is_accepted_with_a_note(backend: str
     tree = server_mode(rollout_matching__offload={"enabled": True, "offload_model": True})
     if backend == "hf":
         tree = apply_changes(tree, rollout_matching__rollout_backend="hf")
-    assert any(note.startswith("rollout_matching.offload is not used") for note in load(tree).notes)
+    assert any(str(note).startswith("rollout_matching.offload: not used") for note in load(tree).notes)
 
 
 @pytest.mark.scenario("R32.C1", on="pure")

@@ -6,7 +6,7 @@ from coordexp.config import (
     RolloutContract,
     requests_per_rank,
 )
-from coordexp.config.violations import ConfigError
+from coordexp.errors import ConfigError
 from tests.unit.config.trees import (
     BBOX_GEO,
     COORD_DIAG,

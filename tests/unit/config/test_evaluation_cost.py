@@ -2,7 +2,7 @@
 
 import pytest
 
-from coordexp.config.capacity import describe_evaluation
+from coordexp.config.settings import describe_evaluation
 from tests.unit.config.trees import load, stage1, stage2
 
 EVALUATES = {

@@ -1,10 +1,11 @@
 """The messages that a user reads when a config is wrong."""
 
+import re
 from pathlib import Path
 
 import pytest
 
-from coordexp.config import ConfigError, format_path, load_settings
+from coordexp.config import ConfigError, load_settings
 from coordexp.config.rollout import ServerEndpoint
 from tests.unit.config.trees import SERVER, only_problem, problems, server_mode, stage2
 
@@ -14,7 +15,7 @@ TEN_MISTAKES = Path("examples/check/ten-mistakes.yaml")
 def test_ten_mistakes_are_ten_messages_in_the_order_of_the_file():
     with pytest.raises(ConfigError) as caught:
         load_settings(TEN_MISTAKES)
-    assert [format_path(violation.path) for violation in caught.value.violations] == [
+    assert [finding.subject for finding in caught.value.findings] == [
         "custom.trainer_variant",
         "stage1.pipeline.objective[0].config.desc_ce_weight",
         "stage1.pipeline.objective[1].config.bbox_smoothl1_weight",
@@ -27,12 +28,11 @@ def test_ten_mistakes_are_ten_messages_in_the_order_of_the_file():
         "rollout_matching.vllm.sync.mode",
     ]
     lines = TEN_MISTAKES.read_text().splitlines()
-    for violation in caught.value.violations:
-        assert violation.fix
-        assert violation.origin is not None
-        line = int(violation.origin.rpartition(":")[2])
-        keys = [key for key in violation.path if isinstance(key, str)][-2:]
-        assert any(key in lines[line - 1] for key in keys), violation
+    for finding in caught.value.findings:
+        assert finding.fix
+        (place,) = finding.places
+        keys = re.sub(r"\[\d+\]", "", finding.subject).split(".")[-2:]
+        assert any(key in lines[place.line - 1] for key in keys), finding
 
 
 @pytest.mark.parametrize(

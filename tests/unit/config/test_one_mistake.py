@@ -2,7 +2,7 @@
 
 import pytest
 
-from coordexp.config import ConfigError, format_path, load_settings
+from coordexp.config import ConfigError, load_settings
 
 HEAD = """\
 model: {path: m, adapter: {rank: 8}}
@@ -21,12 +21,12 @@ ROLLOUT = "rollout_matching:\n" + PIPELINE % TEXT_CE
 VALID = HEAD + ROLLOUT
 
 
-def violations_of(tmp_path, text):
+def findings_of(tmp_path, text):
     file = tmp_path / "a.yaml"
     file.write_text(text, errors="surrogatepass")
     with pytest.raises(ConfigError) as caught:
         load_settings(file)
-    return caught.value.violations
+    return caught.value.findings
 
 
 def test_the_unchanged_config_is_valid(tmp_path):
@@ -94,28 +94,28 @@ def test_the_unchanged_config_is_valid(tmp_path):
     ],
 )
 def test_one_mistake_is_one_message(tmp_path, text, path, expected):
-    violations = violations_of(tmp_path, text)
-    messages = [str(violation) for violation in violations]
+    findings = findings_of(tmp_path, text)
+    messages = [str(finding) for finding in findings]
     if path is None and expected is None:  # two mistakes in one line: an old name and a wrong value
-        assert [v.origin.rpartition(":")[2] for v in violations] == [str(len(text.splitlines()))] * 2
+        assert [finding.places[0].line for finding in findings] == [len(text.splitlines())] * 2
         return
     relevant = [message for message in messages if "pipeline.objective: nothing would be" not in message]
     assert len(relevant) == 1, messages
     assert expected in relevant[0]
     if path is not None:
-        assert format_path(violations[0].path).endswith(path), messages
-    assert all(violation.origin for violation in violations)
+        assert findings[0].subject.endswith(path), messages
+    assert all(finding.places for finding in findings)
     assert "hf_S" not in "".join(messages)
 
 
 def test_a_setting_under_the_old_section_is_reported_where_it_was_written(tmp_path):
     old = "{vllm: {server: {base_url: x}}, decoding: {temperature: -1.0}, rollout_buffer: 1}"
     text = VALID.replace("train_jsonl: t.jsonl", f"train_jsonl: t.jsonl, extra: {{rollout_matching: {old}}}")
-    violations = {format_path(v.path): v for v in violations_of(tmp_path, text)}
+    findings = {finding.subject: finding for finding in findings_of(tmp_path, text)}
     section = "custom.extra.rollout_matching"
-    assert {f"{section}.vllm", f"{section}.decoding", f"{section}.rollout_buffer"} < set(violations)
-    assert violations[f"{section}.decoding.temperature"].origin.endswith(":2")
-    assert violations[f"{section}.rollout_buffer"].problem == "removed"
+    assert {f"{section}.vllm", f"{section}.decoding", f"{section}.rollout_buffer"} < set(findings)
+    assert findings[f"{section}.decoding.temperature"].places[0].line == 2
+    assert findings[f"{section}.rollout_buffer"].problem == "removed"
 
 
 @pytest.mark.parametrize(
@@ -141,19 +141,19 @@ def test_a_setting_under_the_old_section_is_reported_where_it_was_written(tmp_pa
     "place", ["x: %s\n", "rollout_matching: %s\n", "rollout_matching: {decode_batch_size: %s}\n"]
 )
 def test_no_value_in_a_file_causes_a_traceback(tmp_path, value, place):
-    for violation in violations_of(tmp_path, place % value):
-        str(violation).encode()
+    for finding in findings_of(tmp_path, place % value):
+        str(finding).encode()
 
 
 @pytest.mark.parametrize("text", ['"\\uD800": 1\n', "!foo {a: 1}\n", "extends: " + "a" * 5000, "\x00", "a: b: c"])
 def test_no_file_is_a_traceback(tmp_path, text):
-    assert violations_of(tmp_path, text)
+    assert findings_of(tmp_path, text)
 
 
 def test_all_unreadable_files_are_reported_at_once(tmp_path):
     (tmp_path / "bad.yaml").write_text("x: [\n")
-    violations = violations_of(tmp_path, "extends: [no1.yaml, no2.yaml, bad.yaml]\nmodel: 1\nmodel: 2\n")
-    assert len(violations) == 4
+    findings = findings_of(tmp_path, "extends: [no1.yaml, no2.yaml, bad.yaml]\nmodel: 1\nmodel: 2\n")
+    assert len(findings) == 4
 
 
 def test_extending_a_file_many_times_stays_fast(tmp_path):

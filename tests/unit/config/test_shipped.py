@@ -36,7 +36,7 @@ def test_a_shipped_config_loads_and_nothing_in_it_is_without_effect(path):
 def test_the_shared_part_lacks_only_what_each_run_must_set():
     with pytest.raises(ConfigError) as caught:
         load_settings(PART)
-    assert all("missing" in violation.problem for violation in caught.value.violations)
+    assert all("missing" in finding.problem for finding in caught.value.findings)
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=str)

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from coordexp.cli import app
 from coordexp.config import training_arguments
-from coordexp.config.refused import REFUSED
+from coordexp.config.legacy import REFUSED
 from coordexp.config.training_arguments import TransformersArguments
 from tests.unit.config.trees import apply_changes, load, only_problem, stage1, stage2
 
@@ -73,10 +73,10 @@ def test_check_refuses_each_refused_argument_with_its_problem_and_fix(tmp_path):
         config.write_text(yaml.safe_dump(stage2(**{f"training__{name}": None})))
         result = CliRunner().invoke(app, ["check", "--json", "--config", str(config)])
         assert result.exit_code == 2, name
-        (violation,) = json.loads(result.stdout)["violations"]
-        assert violation["path"] == f"training.{name}"
-        assert (violation["problem"], violation["fix"]) == (refused.problem, refused.fix)
-        assert violation["origin"].startswith(str(config))
+        (finding,) = json.loads(result.stdout)["findings"]
+        assert finding["subject"] == f"training.{name}"
+        assert (finding["problem"], finding["fix"]) == (refused.problem, refused.fix)
+        assert [place["file"] for place in finding["places"]] == [str(config)]
 
 
 def test_each_refused_argument_has_a_reason_and_a_fix():
@@ -99,8 +99,8 @@ def test_all_refused_arguments_of_a_file_are_reported_at_once(tmp_path):
     config = tmp_path / "config.yaml"
     config.write_text(yaml.safe_dump(apply_changes(stage1(), training=stage1()["training"] | ONCE_IGNORED)))
     result = CliRunner().invoke(app, ["check", "--json", "--config", str(config)])
-    paths = [violation["path"] for violation in json.loads(result.stdout)["violations"]]
-    assert sorted(paths) == sorted(f"training.{name}" for name in ONCE_IGNORED)
+    subjects = [finding["subject"] for finding in json.loads(result.stdout)["findings"]]
+    assert sorted(subjects) == sorted(f"training.{name}" for name in ONCE_IGNORED)
 
 
 @pytest.mark.parametrize(
@@ -123,7 +123,7 @@ def test_a_note_names_an_argument_that_another_one_makes_ineffective(idle, switc
     tree = stage2(custom__val_jsonl="val.jsonl")
     name = list(idle)[-1]
     (note,) = load(apply_changes(tree, **{f"training__{key}": value for key, value in idle.items()})).notes
-    assert note.startswith(f"training.{name} is not used: ")
+    assert str(note).startswith(f"training.{name}: not used: ")
     assert load(apply_changes(tree, **{f"training__{key}": value for key, value in switch.items()})).notes == ()
 
 
@@ -131,7 +131,9 @@ def test_a_note_names_an_argument_that_another_one_makes_ineffective(idle, switc
 def test_a_note_says_that_the_evaluation_batch_size_is_not_used(tree):
     """The specification has runs with this argument, so it is accepted (R10)."""
     (note,) = load(apply_changes(tree, training__per_device_eval_batch_size=2)).notes
-    assert note.startswith("training.per_device_eval_batch_size is not used: rollout_matching.decode_batch_size")
+    assert str(note).startswith(
+        "training.per_device_eval_batch_size: not used: rollout_matching.decode_batch_size"
+    )
 
 
 def test_the_trainer_is_given_the_arguments_of_the_file_and_filters_no_loss(tmp_path):

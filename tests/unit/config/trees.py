@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from coordexp.config import ConfigError, Loaded, World, format_path, parse_settings
+from coordexp.config import ConfigError, Loaded, World, parse_settings
 
 Tree = dict[str, Any]
 
@@ -86,16 +86,16 @@ def load(tree: Tree, learners: int = 1, servers: tuple[int, ...] | None = None) 
 
 
 def problems(tree: Tree, learners: int = 1, servers: tuple[int, ...] | None = None) -> dict[str, str]:
-    """Return the problem and the fix of every violation, by its path."""
+    """Return the problem and the fix of every finding, by its path."""
     with pytest.raises(ConfigError) as caught:
         load(tree, learners, servers)
-    messages = {format_path(v.path): f"{v.problem}\n{v.fix}" for v in caught.value.violations}
-    assert len(messages) == len(caught.value.violations), "two messages for one path"
+    messages = {finding.subject: f"{finding.problem}\n{finding.fix}" for finding in caught.value.findings}
+    assert len(messages) == len(caught.value.findings), "two messages for one path"
     return messages
 
 
 def only_problem(tree: Tree, learners: int = 1, servers: tuple[int, ...] | None = None) -> tuple[str, str]:
-    """Return the path and the message of the only violation."""
+    """Return the path and the message of the only finding."""
     messages = problems(tree, learners, servers)
     assert len(messages) == 1, messages
     return next(iter(messages.items()))

@@ -5,8 +5,7 @@ import random
 import numpy as np
 import pytest
 
-from coordexp.correction.duplicates import find_duplicates
-from coordexp.correction.match import box_iou, mask_iou, rasterise
+from coordexp.correction.match import box_iou, find_duplicates, mask_iou, rasterise
 from coordexp.data import Geometry
 from tests.rollouts import random_shape
 from tests.unit.correction.conftest import box, poly

@@ -39,7 +39,7 @@ def planted(prepared, tmp_path):
 def examine_planted(planted, **options):
     """Return the findings by their codes."""
     report = examine(planted.write(), look=read_image_facts, **options)
-    return {finding.code: finding for finding in report.findings}
+    return {finding.subject: finding for finding in report.findings}
 
 
 def test_clean_data_has_no_findings(planted):
@@ -121,7 +121,7 @@ def test_a_mistake_in_one_line_is_reported_there_and_nothing_else_is(planted, co
     findings = examine_planted(planted)
     assert set(findings) == {code}
     assert findings[code].count == 1
-    assert [example.line for example in findings[code].examples] == [11]
+    assert [place.line for place in findings[code].places] == [11]
 
 
 def write_sizes(planted):
@@ -171,8 +171,8 @@ def test_a_wrong_format_of_the_whole_file_is_suspected_and_no_other_is(planted, 
     plant(planted)
     findings = examine_planted(planted)
     assert {name for name in findings if name.startswith(("suspect", "maybe"))} == {code}
-    assert words in findings[code].examples[0].detail
-    assert findings[code].examples[0].line is None
+    assert words in findings[code].places[0].detail
+    assert findings[code].places[0].line is None
 
 
 @pytest.mark.parametrize(("factors", "space"), [(UNIT, "unit"), (NORM, "norm1000")])
@@ -216,7 +216,7 @@ def test_classes_that_differ_in_case_or_spaces_are_reported(planted):
     change_desc("Red  Cup")(planted)
     findings = examine_planted(planted)
     assert set(findings) == {"desc-spelling"}
-    assert "'Red  Cup' (1)" in findings["desc-spelling"].examples[0].detail
+    assert "'Red  Cup' (1)" in findings["desc-spelling"].places[0].detail
 
 
 def test_small_objects_bring_the_warning_about_the_resolution(planted):
@@ -226,7 +226,7 @@ def test_small_objects_bring_the_warning_about_the_resolution(planted):
             item["bbox_2d"] = [20 * k + 1, 10, 20 * k + 2, 11]
     findings = examine_planted(planted)
     assert set(findings) == {"small-objects"}
-    kind = findings["small-objects"].kind
+    kind = findings["small-objects"]
     assert kind.severity == "warning"
     assert "maskiou_resolution 256 is too coarse" in kind.fix
     assert "1000 is exact for boxes and costs about 2.5 times as much" in kind.fix
@@ -235,8 +235,8 @@ def test_small_objects_bring_the_warning_about_the_resolution(planted):
 def test_answers_over_the_length_are_reported_with_their_tokens(planted):
     planted.rows[10]["objects"] += [{"desc": "dog", "bbox_2d": [k, k, k + 20, k + 9]} for k in range(30)]
     report = examine(planted.write(), count_tokens=count_tokens, max_length=400)
-    assert [(finding.code, finding.count) for finding in report.findings] == [("too-long", 1)]
-    assert report.findings[0].examples[0].line == 11
+    assert [(finding.subject, finding.count) for finding in report.findings] == [("too-long", 1)]
+    assert report.findings[0].places[0].line == 11
     assert report.tokens.records == 40
     assert report.tokens.longest > 400 >= report.tokens.high >= report.tokens.median
     text = '{"object_1": {"desc": "dog", "bbox_2d": ["<|coord_1|>", "<|coord_2|>", "<|coord_3|>", "<|coord_4|>"]}}'
@@ -249,13 +249,13 @@ def test_at_most_five_examples_are_kept_and_all_are_counted(planted):
         replace_first_box(planted, [40, 10, 20, 30], line)
     finding = examine_planted(planted)["inverted"]
     assert finding.count == 9
-    assert [example.line for example in finding.examples] == [1, 2, 3, 4, 5]
+    assert [place.line for place in finding.places] == [1, 2, 3, 4, 5]
 
 
 def test_an_empty_file_is_an_error(tmp_path):
     (tmp_path / "train.jsonl").write_text("\n\n")
     report = examine(tmp_path / "train.jsonl")
-    assert [finding.code for finding in report.findings] == ["no-records"]
+    assert [finding.subject for finding in report.findings] == ["no-records"]
     assert report.errors == 1
 
 
@@ -265,7 +265,7 @@ def test_an_image_stored_on_its_side_explains_the_size(planted):
     turned = Image.Exif()
     turned[0x0112] = 8
     Image.new("RGB", (WIDTH, HEIGHT), "red").save(planted.folder / "images/10.png", exif=turned)
-    assert "EXIF" in examine_planted(planted)["size-mismatch"].examples[0].detail
+    assert "EXIF" in examine_planted(planted)["size-mismatch"].places[0].detail
 
 
 def test_errors_come_before_warnings():
@@ -298,7 +298,7 @@ def test_the_command_exits_1_on_errors_only_and_names_the_lines(planted):
     change_desc("-")(planted)
     result = run(planted.write())
     assert result.exit_code == 0
-    assert "warning desc-thin: desc that says next to nothing (1)" in result.stdout
+    assert "warning desc-thin: desc that says next to nothing\n" in result.stdout
     replace_first_box(planted, [40, 10, 20, 30], 3)
     result = run(planted.write())
     assert result.exit_code == 1
@@ -312,12 +312,12 @@ def test_the_report_as_json_has_findings_classes_sizes_and_tokens(planted, tmp_p
     result = run(planted.write(), "--json", "--model", tmp_path, "--max-length", 4000)
     answer = json.loads(result.stdout)
     assert answer["ok"] is False
-    assert answer["findings"][0]["examples"] == [
-        {"line": 3, "detail": "objects[0] 'dog' bbox_2d [40, 10, 20, 30]"}
-    ]
-    assert answer["classes"]["leaf"] == 40
-    assert sum(step["objects"] for step in answer["sides_in_bins"]["histogram"]) == 160
-    assert answer["tokens"]["records"] == 39
+    (place,) = answer["findings"][0]["places"]
+    assert (place["line"], place["detail"]) == (3, "objects[0] 'dog' bbox_2d [40, 10, 20, 30]")
+    details = answer["details"]
+    assert details["classes"]["leaf"] == 40
+    assert sum(step["objects"] for step in details["sides_in_bins"]["histogram"]) == 160
+    assert details["tokens"]["records"] == 39
 
 
 def test_images_can_be_skipped_and_a_length_needs_a_model(planted):

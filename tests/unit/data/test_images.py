@@ -131,9 +131,9 @@ def test_the_doctor_reports_an_image_that_training_would_refuse(tmp_path, images
     record = write_record(tmp_path, "a.png", (1000, 2))
     run = CliRunner().invoke(app, ["data", "doctor", "--json", "--images", images, str(record)])
     (finding,) = [finding for finding in json.loads(run.stdout)["findings"] if finding["severity"] == "error"]
-    assert run.exit_code == 1 and finding["code"] == "image-size"
+    assert run.exit_code == 1 and finding["subject"] == "image-size"
     assert (
-        finding["examples"][0]["detail"]
+        finding["places"][0]["detail"]
         == "'a.png': 1000 x 2: the longer side is more than 200 times the shorter one"
     )
 

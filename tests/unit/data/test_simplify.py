@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from shapely import LinearRing, Point
 
-from coordexp.data.importers.outline import trace_outlines
+from coordexp.data.importers.coco import trace_outlines
 from coordexp.data.importers.shape import simplify_ring
 
 number = st.floats(0, 100).map(lambda value: round(value, 2))

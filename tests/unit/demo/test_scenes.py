@@ -88,7 +88,7 @@ def test_the_doctor_finds_no_fault_in_scenes(tmp_path):
     folder = write_rich_scenes(tmp_path / "scenes", SceneSettings(objects=(1, 4)))
     result = CliRunner().invoke(app, ["data", "doctor", str(folder / "train.jsonl"), "--json"])
     assert result.exit_code == 0, result.output
-    assert not [finding for finding in json.loads(result.stdout)["findings"] if finding["level"] == "error"]
+    assert not [finding for finding in json.loads(result.stdout)["findings"] if finding["severity"] == "error"]
 
 
 @pytest.mark.parametrize(

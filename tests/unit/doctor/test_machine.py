@@ -7,10 +7,10 @@ import pytest
 from typer.testing import CliRunner
 
 from coordexp.cli import app
-from coordexp.doctor.machine import choose_cpu, choose_gpus, visible_gpus
+from coordexp.doctor.machine import choose_cpu, choose_gpus
 from coordexp.errors import EngineError
 from coordexp.launch import preflight
-from coordexp.launch.memory import DeviceMemory
+from coordexp.launch.preflight import DeviceMemory, visible_gpus
 
 
 def run(*words):

@@ -4,10 +4,9 @@ import copy
 
 import pytest
 
-from coordexp.doctor.machine import DoctorDeadlines, Machine
+from coordexp.doctor.machine import CheckOutcome, DoctorDeadlines, Machine
 from coordexp.doctor.outcome import (
     Agreement,
-    CheckOutcome,
     judge_detection,
     judge_guard,
     judge_health,
@@ -75,8 +74,7 @@ def test_a_check_that_was_not_made_is_neither_ok_nor_failed():
 def test_the_answers_of_the_tiny_model_show_which_weights_it_has(tmp_path, dtype):
     """The checks rely on this: changed weights give other answers, restored weights the same ones, and the image
     that training looks at shows that weights became repetitive."""
-    from coordexp.doctor.learner import TinyLearner
-    from coordexp.doctor.workspace import Workspace
+    from coordexp.doctor.learner import TinyLearner, Workspace
 
     learner = TinyLearner(Workspace.make(tmp_path, Machine("cpu", dtype, DoctorDeadlines(1, 1, 1))))
     first = copy.copy(learner.own)

@@ -8,9 +8,8 @@ from contextlib import nullcontext
 
 import pytest
 
-from coordexp.cli.doctor import print_report
-from coordexp.doctor.machine import choose_cpu
-from coordexp.doctor.outcome import CheckOutcome
+from coordexp.cli.doctor import print_outcomes
+from coordexp.doctor.machine import CheckOutcome, choose_cpu
 from coordexp.doctor.run import Check, DoctorReport, Examination
 from coordexp.doctor.server import MARK
 from coordexp.errors import EngineError
@@ -84,8 +83,8 @@ def test_a_left_process_is_found_by_its_mark_and_killed(examination, monkeypatch
 def test_the_report_has_one_line_per_check_and_each_problem_in_full(capsys):
     wrong = CheckOutcome("parity", "x" * 200, "the engine answers otherwise [token 3]", "look at the dtype")
     report = DoctorReport((wrong, CheckOutcome("sync", "1 s")), None, hung=False)
-    print_report(report)
+    print_outcomes(report.outcomes, "the CPU", as_json=False)
     lines = capsys.readouterr().out.splitlines()
     assert any("parity" in line and "x" * 200 in line and "failed" in line for line in lines)
-    assert lines[-2:] == ["parity: the engine answers otherwise [token 3]", "  look at the dtype"]
+    assert lines[-2:] == ["error parity: the engine answers otherwise [token 3]", "  look at the dtype"]
     assert not report.ok

@@ -13,9 +13,9 @@ from typer.testing import CliRunner
 
 from coordexp.cli import app
 from coordexp.config import World, load_settings
-from coordexp.launch import memory, preflight
-from coordexp.launch.memory import DeviceMemory, MemoryWarning
+from coordexp.launch import preflight
 from coordexp.launch.plan import LaunchOptions, make_plan
+from coordexp.launch.preflight import DeviceMemory
 from tests.vocabularies import table
 
 CONFIG = Path("configs/stage2-server-3v1.yaml").resolve()
@@ -135,7 +135,7 @@ def test_gpus_must_exist_and_be_allowed(monkeypatch):
 def test_memory_is_counted_from_headers(config):
     settings = load(config)
     plan = make_plan(settings, LaunchOptions(str(config), cpu=True))
-    needed = {need.part: need.bytes for need in memory.estimate_needs(plan, settings, config.parent / "model")}
+    needed = {need.part: need.bytes for need in preflight.estimate_needs(plan, settings, config.parent / "model")}
     cache = 2 * 2 * 2 * 8 * settings.rollout_matching.vllm.max_model_len * 2
     assert needed["server 0"] == 4_000_000 * 2 + cache
     assert needed["learner"] == 4_000_000 * 2 * 4  # weights, gradients, two states of Adam
@@ -147,13 +147,13 @@ def test_every_replica_needs_memory_for_all_weights(config):
     config.write_text(yaml.safe_dump(tree))
     settings = load(config)
     plan = make_plan(settings, LaunchOptions(str(config), cpu=True))
-    needed = memory.estimate_needs(plan, settings, config.parent / "model")
+    needed = preflight.estimate_needs(plan, settings, config.parent / "model")
     assert "weights 8.0 MB" in str(needed[0])  # on each device
     servers, learner = 2 * sum(need.bytes for need in needed[:-1]), needed[-1].bytes
-    total = memory.format_bytes(servers + learner)
-    (refusal,) = memory.machine_problems(plan, settings, needed, DeviceMemory(GB, 90_000_000))
+    total = preflight.format_bytes(servers + learner)
+    (refusal,) = preflight.machine_memory_problems(plan, settings, needed, DeviceMemory(GB, 90_000_000))
     assert f"the parts need at least {total}" in str(refusal)
-    (warning,) = memory.machine_problems(plan, settings, needed, DeviceMemory(GB, GB // 2))
+    (warning,) = preflight.machine_memory_problems(plan, settings, needed, DeviceMemory(GB, GB // 2))
     assert "each of 6 workers of the servers may take a share of 0.1" in str(warning)
 
 
@@ -162,7 +162,7 @@ def test_with_an_adapter_only_the_adapter_needs_memory_for_an_optimizer(config):
     tree["model"]["adapter"] = {"type": "lora", "rank": 4, "alpha": 8}
     config.write_text(yaml.safe_dump(tree))
     plan = make_plan(load(config), LaunchOptions(str(config), cpu=True))
-    learner = memory.estimate_needs(plan, load(config), config.parent / "model")[-1]
+    learner = preflight.estimate_needs(plan, load(config), config.parent / "model")[-1]
     assert learner.bytes == 4_000_000 * 2 + 4 * (3000 + 1000) * 4 * 4
 
 
@@ -184,7 +184,7 @@ def test_with_an_adapter_only_the_adapter_needs_memory_for_an_optimizer(config):
         ),
         (
             DeviceMemory(GB // 25, GB // 25),
-            "GPU 3 has 40.0 MB: little is left for activations; lower global_max_length",
+            "GPU 3 has 40.0 MB: little is left for activations\n  lower global_max_length",
         ),
     ],
 )
@@ -198,14 +198,14 @@ def test_missing_memory_is_reported_with_the_numbers(config, gpu, problem):
 def test_on_the_cpu_all_parts_share_the_memory(config):
     settings = load(config)
     plan = make_plan(settings, LaunchOptions(str(config), cpu=True))
-    needed = memory.estimate_needs(plan, settings, config.parent / "model")
-    (refusal,) = memory.machine_problems(plan, settings, needed, DeviceMemory(GB, 60_000_000))
+    needed = preflight.estimate_needs(plan, settings, config.parent / "model")
+    (refusal,) = preflight.machine_memory_problems(plan, settings, needed, DeviceMemory(GB, 60_000_000))
     assert "the parts need at least 6" in str(refusal)
-    (warning,) = memory.machine_problems(plan, settings, needed, DeviceMemory(GB, GB // 5))
-    assert isinstance(warning, MemoryWarning)
+    (warning,) = preflight.machine_memory_problems(plan, settings, needed, DeviceMemory(GB, GB // 5))
+    assert warning.severity == "warning"
     assert "each of 3 workers of the servers may take a share of 0.1" in warning.problem
     assert "lower rollout_matching.vllm.gpu_memory_utilization" in warning.fix
-    assert list(memory.machine_problems(plan, settings, needed, DeviceMemory(GB, GB))) == []
+    assert list(preflight.machine_memory_problems(plan, settings, needed, DeviceMemory(GB, GB))) == []
 
 
 def test_gpus_are_found_by_nvidia_smi(tmp_path, monkeypatch):
@@ -227,6 +227,18 @@ def test_check_only_prints_the_plan_and_starts_nothing(config):
     assert "server 2" in result.output
     assert f"serve --config {config} --index 2" in result.output
     assert "--nproc_per_node 2 -m coordexp train" in result.output
+
+
+def test_the_plan_as_json_has_every_part_with_its_command_and_memory(config):
+    command = ["launch", "--config", str(config), "--cpu", "--learners", "2", "--check-only", "--json"]
+    result = CliRunner().invoke(app, command)
+    assert result.exit_code == 0, result.output
+    report = json.loads(result.stdout)
+    assert report["ok"] is True and report["checked"] == str(config)
+    servers, learner = report["details"]["servers"], report["details"]["learner"]
+    assert [server["command"][-1] for server in servers] == ["0", "1", "2"]
+    assert servers[0]["world_size"] == 1 and servers[0]["memory"] > 8_000_000
+    assert learner["world_size"] == 2 and learner["memory"] == 32_000_000
 
 
 def test_a_launch_that_is_impossible_reports_all_problems_and_starts_nothing(config):

@@ -9,7 +9,7 @@ import torch
 from scipy.stats import wasserstein_distance
 from torch.autograd import gradcheck
 
-from coordexp.config.pipeline import BBoxGeoConfig, CoordRegConfig, DuplicateULConfig, TokenCEConfig
+from coordexp.config.sections import BBoxGeoConfig, CoordRegConfig, DuplicateULConfig, TokenCEConfig
 from coordexp.correction import Role
 from coordexp.data import BINS
 from coordexp.objective import MODULES

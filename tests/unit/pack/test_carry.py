@@ -7,7 +7,7 @@ import pytest
 
 from coordexp.correction import Segment
 from coordexp.pack import CarryBuffer, Example, ExampleId, PackingError, select
-from coordexp.pack.state import load_buffer, save_buffer
+from coordexp.train.stream import load_buffer, save_buffer
 from tests.streams import WAITING, closed_when_full, first_in_first_out, rollout_lengths, stream
 
 

@@ -9,7 +9,7 @@ from transformers import Qwen3VLForConditionalGeneration
 
 from coordexp.config.settings import Adapter
 from coordexp.demo.model import Size, make_model
-from coordexp.train.adapter import learner_adapter, with_adapter
+from coordexp.train.learner import learner_adapter, with_adapter
 from coordexp.vocab import VocabularyTable
 
 

@@ -21,9 +21,8 @@ from coordexp.config.settings import Adapter
 from coordexp.demo.model import Size, make_model
 from coordexp.errors import EngineError
 from coordexp.train import offload
-from coordexp.train.adapter import with_adapter
+from coordexp.train.learner import learner_weights, with_adapter
 from coordexp.train.offload import SMALL, MappedFile, check_offload, offload_learner, offload_storages
-from coordexp.train.weights import learner_weights
 from coordexp.vocab import VocabularyTable
 
 BOTH = Offload(enabled=True, offload_model=True, offload_optimizer=True)

@@ -12,8 +12,7 @@ from transformers import AutoProcessor, Qwen3VLForConditionalGeneration
 from coordexp.config.settings import Adapter
 from coordexp.demo.model import Size, make_model
 from coordexp.errors import UserError
-from coordexp.train.adapter import with_adapter
-from coordexp.train.weights import learner_weights
+from coordexp.train.learner import learner_weights, with_adapter
 from coordexp.vocab import VocabularyTable
 from tests.rows import drawing, prompt
 

@@ -4,11 +4,41 @@ Nothing here has a default. A module entry must state all five of its fields and
 a file means the same in every version of the package.
 """
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
-from coordexp.config.section import NonNegativeFloat, PositiveFloat, SettingsSection, from_list
+
+class SettingsSection(BaseModel):
+    model_config = ConfigDict(
+        frozen=True,
+        extra="forbid",
+        strict=True,
+        allow_inf_nan=False,
+        hide_input_in_errors=True,  # A value may be a secret. `wording.quote_value` knows which.
+    )
+
+
+def _list_to_tuple(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
+
+
+def _null_to_defaults(value: Any) -> Any:
+    """Read `server:` with nothing under it as the defaults of that section."""
+    return {} if value is None else value
+
+
+from_list = BeforeValidator(_list_to_tuple)  # Settings are frozen, so a YAML list becomes a tuple.
+from_null = BeforeValidator(_null_to_defaults)
+
+PositiveInt = Annotated[int, Field(ge=1)]
+NonNegativeInt = Annotated[int, Field(ge=0)]
+NonNegativeFloat = Annotated[float, Field(ge=0)]
+PositiveFloat = Annotated[float, Field(gt=0)]
+Fraction = Annotated[float, Field(ge=0, le=1)]
+Port = Annotated[int, Field(ge=1, le=65535)]
+Text = Annotated[str, Field(min_length=1)]
+
 
 Channel = Literal["A", "B"]
 

@@ -1,0 +1,79 @@
+"""One kind of finding: all commands that check something print it in the same form, and as the same JSON."""
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from coordexp.cli import app
+from coordexp.cli import doctor as doctor_command
+
+TEN_MISTAKES = "examples/check/ten-mistakes.yaml"
+SERVERS = "configs/stage2-server-3v1.yaml"
+RECORD = {"image": "1.png", "width": 64, "height": 64, "space": "pixel", "objects": []}
+BOX = {"desc": "cup", "bbox_2d": [40, 10, 20, 30]}
+NAMES = ("check", "doctor", "data doctor", "launch", "launch with a wrong config")
+
+
+@pytest.fixture
+def commands(tmp_path, monkeypatch):
+    """Return command lines that find an error, each with its exit code and the subject of the error."""
+    monkeypatch.setattr(doctor_command, "TRAIN", {"pydantic": "2", "no-such-package": "1"})
+    monkeypatch.setattr(doctor_command, "VLLM", {})
+    data = tmp_path / "train.jsonl"
+    data.write_text(json.dumps(RECORD | {"objects": [BOX]}))
+    launch = ["launch", "--cpu", "--check-only", "--config"]
+    cases = (
+        (["check", "--config", TEN_MISTAKES], 2, "rollout_matching.decode_mode"),
+        (["doctor"], 1, "no-such-package"),
+        (["data", "doctor", "--images", "skip", str(data)], 1, "inverted"),
+        ([*launch, SERVERS], 1, "model.path"),
+        ([*launch, TEN_MISTAKES], 2, "custom.trainer_variant"),
+    )
+    return dict(zip(NAMES, cases, strict=True))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_check_prints_the_same_json_and_keeps_its_exit_code(commands, name):
+    arguments, code, subject = commands[name]
+    result = CliRunner().invoke(app, [*arguments, "--json"])
+    assert result.exit_code == code, result.output
+    report = json.loads(result.stdout)
+    assert list(report) == ["ok", "checked", "findings", "details"]
+    assert report["ok"] is False and report["checked"]
+    for finding in report["findings"]:
+        assert list(finding) == ["severity", "subject", "problem", "fix", "count", "places"]
+        assert finding["severity"] in ("error", "warning", "note") and finding["problem"]
+        assert all(list(place) == ["file", "line", "detail"] for place in finding["places"])
+    assert subject in {finding["subject"] for finding in report["findings"] if finding["severity"] == "error"}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_check_prints_its_findings_in_the_same_form(commands, name):
+    arguments, code, subject = commands[name]
+    report = json.loads(CliRunner().invoke(app, [*arguments, "--json"]).stdout)
+    (finding,) = [finding for finding in report["findings"] if finding["subject"] == subject]
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == code
+    lines = result.output.splitlines()
+    (index,) = [k for k, line in enumerate(lines) if line.startswith(f"error {subject}: {finding['problem']}")]
+    assert lines[index + 1] == f"  {finding['fix']}"
+
+
+def test_a_sound_config_has_its_notes_among_the_findings_and_its_settings_in_the_details():
+    report = json.loads(CliRunner().invoke(app, ["check", "--config", SERVERS, "--json"]).stdout)
+    assert report["ok"] is True
+    assert {finding["severity"] for finding in report["findings"]} == {"note"}
+    assert "model.path" in {finding["subject"] for finding in report["findings"]}
+    assert set(report["details"]) == {"settings", "origins", "files"}
+
+
+def test_the_doctor_reports_every_check_in_the_details(commands):
+    report = json.loads(CliRunner().invoke(app, ["doctor", "--json"]).stdout)
+    states = {check["check"]: check["state"] for check in report["details"]["checks"]}
+    assert states["pydantic"] == "ok" and states["no-such-package"] == "failed"
+
+
+def test_json_of_a_launch_needs_check_only():
+    result = CliRunner().invoke(app, ["launch", "--config", SERVERS, "--cpu", "--json"])
+    assert result.exit_code == 1 and "add --check-only" in result.output
