@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 
 from coordexp.cli import app
 from tests.browser.conftest import Open
-from tests.unit.inspector.run_folders import evaluation_line, lines, settings, write_dumped_run, write_run
+from tests.unit.pages.run_folders import evaluation_line, lines, settings, write_dumped_run, write_run
 
 pytestmark = pytest.mark.timeout(60)
 NARROW = {"width": 640, "height": 450}  # 1280 x 900 at 200 %
