@@ -139,7 +139,6 @@ def make_inspector_page(
         "run": run.name,
         "total": total,
         "stamp": stamp,
-        "report": report,
         "target": objective.target,
         "pieces": collect_pieces((_list_ids(sample) for sample in samples), table),
         "coord0": table.first_coord,
@@ -147,12 +146,17 @@ def make_inspector_page(
     }
     images = _add_images(entries, dumped, run.start_folder)
     remarks = tuple(entry["remark"] for entry in entries if entry["remark"])
-    html = render_inspector(index, samples, images, live=stamp is not None)
+    html = render_inspector(index, samples, images, live=stamp is not None, report=report)
     return InspectorPage(html, len(entries), total, remarks)
 
 
 def render_inspector(
-    index: dict[str, Any], samples: Iterable[dict[str, Any]], images: Mapping[str, str], *, live: bool = False
+    index: dict[str, Any],
+    samples: Iterable[dict[str, Any]],
+    images: Mapping[str, str],
+    *,
+    live: bool = False,
+    report: str | None = None,
 ) -> str:
     """`samples` are in the order of the index. `images` are data URLs by the ids that the index uses."""
     data: dict[str, Any] = {"index": {**index, "live": live}}
@@ -160,7 +164,7 @@ def render_inspector(
     data.update(images)
     held, total = len(index["samples"]), max(len(index["samples"]), index["total"])
     scope = f"{f'{held:,} of ' if held < total else ''}{total:,} answer{'' if total == 1 else 's'}"
-    link = f'<a id="report" href="{escape_text(index["report"])}">report</a>' if index["report"] else ""
+    link = f'<a id="report" href="{escape_text(report)}">report</a>' if report else ""
     header = render_header("rollouts", index["run"], scope, link + CONTROLS)
     return render_document(
         f"Rollouts of {index['run']}",
