@@ -57,9 +57,10 @@ KINDS = {
     "missed": "missed: true, but not predicted",
     "extra": "extra: predicted, but not true",
 }
+TITLES = {"f1": "F1", "precision": "precision", "recall": "recall"}
 MAX_COUNTS = 12  # names listed with their counts
 MAX_NAMES = 12  # errors up to which each has its name in the image; otherwise names are in tooltips only
-CHART = (440, 240)
+CHART = (600, 260)
 
 
 def render_evaluation(report: EvaluationReport, folder: Path, description: str, most: int) -> str:
@@ -99,7 +100,7 @@ def _render_curves(points: Sequence[CurvePoint]) -> str:
         limits=(0.0, 1.0),
         ring=(reached["recall"], reached["precision"], words),
     )
-    letters = dict(zip(MEASURES, "ABC", strict=True))
+    letters = dict(zip(TITLES, "ABC", strict=True))
     against_score = draw_lines(
         "Precision, recall and F1 against the score threshold",
         [(letter, Curve.through(scores, values[name])) for name, letter in letters.items()],
@@ -108,7 +109,7 @@ def _render_curves(points: Sequence[CurvePoint]) -> str:
         ring=(best.score, reached["f1"], words),
     )
     keys = "".join(
-        f'<span class="of-{letter}">{draw_key(letter)}{name}</span>' for name, letter in letters.items()
+        f'<span class="of-{letter}">{draw_key(letter)}{TITLES[name]}</span>' for name, letter in letters.items()
     )
     return (
         f'<p class="about">At IoU 0.5, all classes together. {escape_text(words)}.</p><div class="charts pair">'

@@ -148,7 +148,7 @@ def test_a_page_has_curves_with_three_named_lines(tmp_path):
     assert len([path for path in reader.all("path") if path["class"] == "line" and "d" in path]) == 1 + 3 + 3
     keys = [span["class"] for span in reader.all("span") if span.get("class", "").startswith("of-")]
     assert keys == ["of-A", "of-B", "of-C"]
-    assert {"f1", "precision", "recall"} <= set(reader.texts)
+    assert {"F1", "precision", "recall"} <= set(reader.texts)
     assert len(reader.all("article")) == 2
 
 
