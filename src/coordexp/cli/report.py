@@ -116,14 +116,14 @@ def _compare(
     groups: "Sequence[RunGroup]", at: str, step: int | None, resamples: int, data: Path | None
 ) -> "ComparisonResult | str":
     """Return the comparison, or the reason why there is none."""
-    from coordexp.pages.comparison import ComparisonRequest, compare_groups, reason_not_to_compare
+    from coordexp.pages.comparison import compare_groups, reason_not_to_compare
 
     if reason := "--at none was given" if at == "none" else reason_not_to_compare(groups):
         return reason
     need("hotcoco", extra="evaluate")
 
     with progress("comparing") as notify:
-        return compare_groups(groups, ComparisonRequest(step, resamples, data), notify)
+        return compare_groups(groups, step, resamples, data, notify)
 
 
 def _print(

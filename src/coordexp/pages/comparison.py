@@ -43,15 +43,6 @@ StepsByGroup = dict[str, tuple[int, ...]]  # by the letter of the group, one ste
 
 
 @dataclass(frozen=True)
-class ComparisonRequest:
-    """`step` is None for the last evaluation of each run. `data` says where the held-out records are now."""
-
-    step: int | None
-    resamples: int
-    data: Path | None
-
-
-@dataclass(frozen=True)
 class RateDifference:
     """`base` and `other` are means over seeds. `same_sign` is the share of resamples in which the difference has
     the same sign; None if it is 0. `seed_interval` is None with fewer than three seeds on a side."""
@@ -100,32 +91,33 @@ class ComparisonResult:
 
 
 def compare_groups(
-    groups: Sequence[RunGroup], request: ComparisonRequest, notify: Callable[[str], None]
+    groups: Sequence[RunGroup], step: int | None, resamples: int, data: Path | None, notify: Callable[[str], None]
 ) -> ComparisonResult:
-    """Compare groups for which `reason_not_to_compare` returned None. Raise DataError if files are missing or do
-    not fit."""
+    """Compare groups for which `reason_not_to_compare` returned None: at this step, or at the last evaluation of
+    each run. `data` says where the held-out records are now. Raise DataError if files are missing or do not
+    fit."""
     from coordexp.data import read_records
 
-    steps = {group.letter: tuple(choose_step(run.run, request.step) for run in group.runs) for group in groups}
-    truth = list(read_records(find_held_out_file(groups[0].runs[0], request.data)))
+    steps = {group.letter: tuple(choose_step(run.run, step) for run in group.runs) for group in groups}
+    truth = list(read_records(find_held_out_file(groups[0].runs[0], data)))
     counts: dict[str, list[RunCounts]] = {}
     for group in groups:
-        for run, step in zip(group.runs, steps[group.letter], strict=True):
-            notify(f"{run.name}, step {step}")
-            counts.setdefault(group.letter, []).append(_count(run.run, step, truth))
-    notify(f"{request.resamples} resamples")
+        for run, at in zip(group.runs, steps[group.letter], strict=True):
+            notify(f"{run.name}, step {at}")
+            counts.setdefault(group.letter, []).append(_count(run.run, at, truth))
+    notify(f"{resamples} resamples")
     base = groups[0]
     comparisons = tuple(
         GroupComparison(
             base,
             other,
-            tuple(bootstrap_differences(counts[base.letter], counts[other.letter], resamples=request.resamples)),
+            tuple(bootstrap_differences(counts[base.letter], counts[other.letter], resamples=resamples)),
             _read_average_precision(base, other, steps),
         )
         for other in groups[1:]
     )
     notes = (*_note_different_steps(groups, steps), *_note_deviations(groups, steps, counts))
-    return ComparisonResult(len(truth), request.resamples, steps, comparisons, notes)
+    return ComparisonResult(len(truth), resamples, steps, comparisons, notes)
 
 
 def reason_not_to_compare(groups: Sequence[RunGroup]) -> str | None:

@@ -188,10 +188,10 @@ def build_curve(runs: Sequence[Series], ranges: StepRanges) -> Curve | None:
     summaries = [_summarise(series, ranges) for series in runs if len(series)]
     if not summaries or not any(np.isfinite(series.values).any() for series in runs):
         return None
-    used = np.unique(np.concatenate([summary.index for summary in summaries]))
+    used = np.unique(np.concatenate([index for index, _ in summaries]))
     table = np.full((5, len(summaries), len(used)), np.nan)
-    for k, summary in enumerate(summaries):
-        table[:, k, np.searchsorted(used, summary.index)] = summary.rows
+    for k, (index, rows) in enumerate(summaries):
+        table[:, k, np.searchsorted(used, index)] = rows
     steps, mean, lowest, highest, finite = table
     return Curve(
         steps=_over_runs(np.nanmean, steps),
@@ -217,26 +217,19 @@ def smooth(values: Floats) -> tuple[Floats, int]:
     return np.where(known, total / np.maximum(count, 1.0), np.nan), width
 
 
-@dataclass(frozen=True, eq=False)
-class _RangeSummary:
-    """One run. `index` says which ranges have a value."""
-
-    index: Steps
-    rows: Floats  # [5, ranges]: middle step, mean, lowest, highest, share of values that are numbers
-
-
-def _summarise(series: Series, ranges: StepRanges) -> _RangeSummary:
+def _summarise(series: Series, ranges: StepRanges) -> tuple[Steps, Floats]:
+    """Return which ranges have a value, and [5, ranges]: the middle step, the mean, the lowest and the highest
+    value, and the share of values that are numbers."""
     index, first = np.unique(ranges.index(series.steps), return_index=True)
     known = np.isfinite(series.values)
     lines = np.diff(first, append=len(series)).astype(float)
     count = np.add.reduceat(known.astype(float), first)
-    total = np.add.reduceat(np.where(known, series.values, 0.0), first)
-    mean = total / np.where(count > 0, count, np.nan)
+    mean = np.add.reduceat(np.where(known, series.values, 0.0), first) / np.where(count > 0, count, np.nan)
     lowest = np.minimum.reduceat(np.where(known, series.values, np.inf), first)
     highest = np.maximum.reduceat(np.where(known, series.values, -np.inf), first)
     steps = np.add.reduceat(series.steps.astype(float), first) / lines
     statistics = [np.where(count > 0, row, np.nan) for row in (mean, lowest, highest)]
-    return _RangeSummary(index, np.stack([steps, *statistics, count / lines]))
+    return index, np.stack([steps, *statistics, count / lines])
 
 
 def _over_runs(reduce: Callable[..., Floats], values: Floats) -> Floats:

@@ -15,21 +15,7 @@ from urllib.parse import quote
 import numpy as np
 
 from coordexp.dumps import FOLDER, step_files
-from coordexp.pages.charts import (
-    LARGE,
-    LEFT,
-    RIGHT,
-    SMALL,
-    WIDE,
-    Frame,
-    StepMark,
-    draw_key,
-    draw_lines,
-    draw_stack,
-    format_duration,
-    format_number,
-    needs_log_scale,
-)
+from coordexp.pages import charts
 from coordexp.pages.comparison import ComparisonResult
 from coordexp.pages.curves import (
     BETWEEN,
@@ -142,12 +128,18 @@ def render_report(groups: Sequence[RunGroup], result: ComparisonResult | str, ru
         f'<p class="about">{escape_text(_explain_charts(groups, read_out.ranges))}</p></section>'
         f"{''.join(section.html for section in shown)}</main>"
     )
-    ends = {"first": read_out.ranges.first, "last": read_out.ranges.last, "left": LEFT, "right": RIGHT}
-    curves = ends | {"steps": read_out.steps, "charts": read_out.charts}
+    curves = {
+        "first": read_out.ranges.first,
+        "last": read_out.ranges.last,
+        "left": charts.LEFT,
+        "right": charts.RIGHT,
+        "steps": read_out.steps,
+        "charts": read_out.charts,
+    }
     return render_document(f"Run report: {name}", body, scripts=["report.js"], data={"curves": curves})
 
 
-def make_step_marks(runs: Sequence[RunExamples]) -> list[StepMark]:
+def make_step_marks(runs: Sequence[RunExamples]) -> list[charts.StepMark]:
     """Return the triangles under the loss, one row per run, for as many runs and steps as there is room."""
     marks = []
     for row, run in enumerate([run for run in runs if run.steps][:MAX_MARK_ROWS]):
@@ -155,7 +147,7 @@ def make_step_marks(runs: Sequence[RunExamples]) -> list[StepMark]:
         for step in run.steps[::stride]:
             href = f"{run.page}#step={step}" if run.page else ""
             words = f"{run.name}, step {step}: dumped examples" + (", in the inspector" if href else "")
-            marks.append(StepMark(step, row, run.letter, words, href))
+            marks.append(charts.StepMark(step, row, run.letter, words, href))
     return marks
 
 
@@ -200,7 +192,7 @@ def _render_bar(name: str, groups: Sequence[RunGroup], ranges: StepRanges) -> st
     need the script, which unhides them."""
     keys = "".join(
         f'<button type="button" class="key of-{group.letter}" data-group="{group.letter}" aria-pressed="true">'
-        f"{draw_key(group.letter)}<b>{group.letter}</b> {escape_text(group.name)}</button>"
+        f"{charts.draw_key(group.letter)}<b>{group.letter}</b> {escape_text(group.name)}</button>"
         for group in groups
     )
     runs = sum(len(group.runs) for group in groups)
@@ -266,23 +258,21 @@ class ReadOut:
 
 
 def draw_family(
-    family: Family, groups: Sequence[RunGroup], read_out: ReadOut, marks: Sequence[StepMark] = ()
+    family: Family, groups: Sequence[RunGroup], read_out: ReadOut, marks: Sequence[charts.StepMark] = ()
 ) -> ReportSection:
-    charts = [(chart, curves) for chart in family.charts if (curves := _curves(chart, groups, read_out.ranges))]
+    drawn = [(chart, curves) for chart in family.charts if (curves := _curves(chart, groups, read_out.ranges))]
     figures = [
-        _draw_figure(family, chart, curves, read_out, marks) for chart, curves in charts if not _is_zero(curves)
+        _draw_figure(family, chart, curves, read_out, marks) for chart, curves in drawn if not _is_zero(curves)
     ]
-    zero = ", ".join(chart.title for chart, curves in charts if _is_zero(curves))
+    zero = ", ".join(chart.title for chart, curves in drawn if _is_zero(curves))
     zero_note = f'<p class="about">0 throughout: {escape_text(zero)}.</p>' if zero else ""
     note = f'<p class="about">{escape_text(family.note)}</p>' if family.note else ""
-    html = f'{note}<div class="charts">{"".join(figures)}</div>{zero_note}' if charts else ""
+    html = f'{note}<div class="charts">{"".join(figures)}</div>{zero_note}' if drawn else ""
     return ReportSection(family.key, family.title, html, family.absent, family.folded)
 
 
 def _curves(chart: Chart, groups: Sequence[RunGroup], ranges: StepRanges) -> Curves:
-    curves = [
-        (group.letter, build_curve([chart.metric.read(run) for run in group.runs], ranges)) for group in groups
-    ]
+    curves = [(group.letter, build_curve([chart.read(run) for run in group.runs], ranges)) for group in groups]
     return [(letter, curve) for letter, curve in curves if curve is not None]
 
 
@@ -292,18 +282,19 @@ def _is_zero(curves: Curves) -> bool:
 
 
 def _draw_figure(
-    family: Family, chart: Chart, curves: Curves, read_out: ReadOut, marks: Sequence[StepMark]
+    family: Family, chart: Chart, curves: Curves, read_out: ReadOut, marks: Sequence[charts.StepMark]
 ) -> str:
-    key = f"{family.key}:{chart.key}"
+    key = f"{family.key}:{chart.name}"
     for letter, curve in curves:
         low, high = (curve.low, curve.high) if (curve.runs > 1).any() else (curve.lowest, curve.highest)
         has_band = not np.array_equal(low, high, equal_nan=True)
         read_out.add(key, letter, curve.steps, curve.mean, *((low, high) if has_band else ()))
-    frame = Frame(*(LARGE if chart.wide else SMALL), read_out.ranges.first, read_out.ranges.last)
+    size = charts.LARGE if chart.wide else charts.SMALL
+    frame = charts.Frame(*size, read_out.ranges.first, read_out.ranges.last)
     title, step_marks = f"{family.title}: {chart.title}", marks if chart.wide else ()
-    svg = draw_lines(title, curves, frame, share=chart.share, marks=step_marks)
-    has_log_scale = not chart.share and needs_log_scale(curves)
-    svg += draw_lines(title, curves, frame, log=True, marks=step_marks) if has_log_scale else ""
+    svg = charts.draw_lines(title, curves, frame, share=chart.share, marks=step_marks)
+    has_log_scale = not chart.share and charts.needs_log_scale(curves)
+    svg += charts.draw_lines(title, curves, frame, log=True, marks=step_marks) if has_log_scale else ""
     style = " ".join([*(["wide"] if chart.wide else []), *(["both"] if has_log_scale else [])])
     note = f"<small>{escape_text(chart.note)}</small>" if chart.note else ""
     return (
@@ -317,7 +308,7 @@ def _render_last_values(curves: Curves) -> str:
     parts = []
     for letter, curve in curves:
         known = curve.mean[np.isfinite(curve.mean)]
-        parts.append(f'<span class="of-{letter}"><i>{letter}</i>{format_number(float(known[-1]))}</span>')
+        parts.append(f'<span class="of-{letter}"><i>{letter}</i>{charts.format_number(float(known[-1]))}</span>')
     return f"<output>{''.join(parts)}</output>"
 
 
@@ -329,9 +320,9 @@ def draw_times(groups: Sequence[RunGroup], read_out: ReadOut) -> str:
 
 
 def _draw_time(group: RunGroup, times: PhaseTimes, read_out: ReadOut) -> str:
-    frame = Frame(*WIDE, read_out.ranges.first, read_out.ranges.last)
+    frame = charts.Frame(*charts.WIDE, read_out.ranges.first, read_out.ranges.last)
     layers = list(zip(PHASES, times.seconds, strict=True))
-    svg = draw_stack(f"seconds per step by phase, {group.name}", times.edges, layers, frame)
+    svg = charts.draw_stack(f"seconds per step by phase, {group.name}", times.edges, layers, frame)
     key = f"time:{group.letter}"
     for name, values in layers:
         if values.any():
@@ -349,7 +340,8 @@ def _draw_time(group: RunGroup, times: PhaseTimes, read_out: ReadOut) -> str:
     return (
         f'<div class="time"><figure class="wide stack" data-chart="{key}"><figcaption>'
         f"<b>{render_badge(group)} {escape_text(group.name)}</b>"
-        f"<small>seconds per step, {format_duration(times.step)} on average</small></figcaption>{svg}</figure>"
+        f"<small>seconds per step, {charts.format_duration(times.step)} on average</small></figcaption>"
+        f"{svg}</figure>"
         f"{render_table(('phase', 's per step', 'of all time', ''), rows, 'numbers last-words')}</div>"
     )
 

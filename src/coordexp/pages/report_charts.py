@@ -15,30 +15,23 @@ from coordexp.pages.run_folder import LoggedRun, RunGroup
 
 
 @dataclass(frozen=True)
-class Metric:
-    """A logged number, optionally divided by another one, or multiplied by the weight of its loss term."""
+class Chart:
+    """A logged number over steps, divided by the number `per`, or multiplied by the weight of its loss term.
+    `note` explains the number, and a `share` is between 0 and 1."""
 
     name: str
+    title: str
+    note: str = ""
+    share: bool = False
     per: str = ""
     weighted: bool = False
+    wide: bool = False
 
     def read(self, run: LoggedRun) -> Series:
         series = run.series(self.name)
         if self.per:
             return divide(series, run.series(self.per))
         return series.scale(term_weight(run, self.name) or 0.0) if self.weighted else series
-
-
-@dataclass(frozen=True)
-class Chart:
-    """`key` is unique within its family. `note` explains the number. A `share` is between 0 and 1."""
-
-    key: str
-    title: str
-    metric: Metric
-    note: str = ""
-    share: bool = False
-    wide: bool = False
 
 
 @dataclass(frozen=True)
@@ -102,47 +95,36 @@ def term_weight(run: LoggedRun, term: str) -> float | None:
     return next((row.weight for row in objective.terms if row.term == term), None) if objective else None
 
 
-def _chart(name: str, title: str, note: str = "", *, share: bool = False) -> Chart:
-    return Chart(name, title, Metric(name), note, share)
-
-
-def _chart_per_answer(key: str, name: str, title: str, note: str, *, share: bool = False) -> Chart:
-    return Chart(key, title, Metric(name, per="rollout/answers"), note, share)
-
-
-_LOSS_CHART = Chart("loss", "loss", Metric("loss"), "the weighted sum of the terms", wide=True)
+_ANSWERS = "rollout/answers"
+_LOSS_CHART = Chart("loss", "loss", "the weighted sum of the terms", wide=True)
 RECALL = (
-    _chart("match/recall", "recall", "true objects that were matched", share=True),
-    _chart_per_answer("missed", "match/missed", "missed per answer", "true objects that were appended"),
-    _chart(
-        "rollout/early_stop_rate", "early stops", "answers with fewer valid objects than true objects", share=True
-    ),
+    Chart("match/recall", "recall", "true objects that were matched", share=True),
+    Chart("match/missed", "missed per answer", "true objects that were appended", per=_ANSWERS),
+    Chart("rollout/early_stop_rate", "early stops", "answers with fewer valid objects than true ones", share=True),
 )
 PRECISION = (
-    _chart("match/precision", "precision", "valid objects that were matched", share=True),
-    _chart_per_answer("extra", "match/extra", "extra per answer", "false positives: valid, but not matched"),
-    _chart_per_answer("repeats", "parse/repeats", "repeats per answer", "valid objects that were written before"),
-    _chart(
-        "rollout/over_count_rate", "over-counts", "answers with more valid objects than true objects", share=True
-    ),
+    Chart("match/precision", "precision", "valid objects that were matched", share=True),
+    Chart("match/extra", "extra per answer", "false positives: valid, but not matched", per=_ANSWERS),
+    Chart("parse/repeats", "repeats per answer", "valid objects that were written before", per=_ANSWERS),
+    Chart("rollout/over_count_rate", "over-counts", "answers with more valid objects than true ones", share=True),
 )
 LENGTHS = (
-    _chart("rollout/mean_tokens", "of an answer", "without the stop token"),
-    _chart("target/mean_prefix_tokens", "kept of an answer", "the prefix"),
-    _chart("target/mean_appended_tokens", "appended to an answer", "missed objects and the end of turn"),
-    _chart("tokens", "trained on", "per log line, in the first process"),
+    Chart("rollout/mean_tokens", "of an answer", "without the stop token"),
+    Chart("target/mean_prefix_tokens", "kept of an answer", "the prefix"),
+    Chart("target/mean_appended_tokens", "appended to an answer", "missed objects and the end of turn"),
+    Chart("tokens", "trained on", "per log line, in the first process"),
 )
 PACKING = (
-    _chart("packing/fill", "fill", "share of a row that is used", share=True),
-    _chart("packing/segments", "segments per row"),
-    _chart("packing/waiting", "waiting segments", "in the carry buffer"),
-    _chart("packing/oldest_waited", "longest wait", "draws that the oldest segment has waited"),
-    _chart("packing/underfull", "underfull rows", share=True),
+    Chart("packing/fill", "fill", "share of a row that is used", share=True),
+    Chart("packing/segments", "segments per row"),
+    Chart("packing/waiting", "waiting segments", "in the carry buffer"),
+    Chart("packing/oldest_waited", "longest wait", "draws that the oldest segment has waited"),
+    Chart("packing/underfull", "underfull rows", share=True),
 )
 OPTIMIZER = (
-    _chart("learning_rate", "learning rate"),
-    _chart("grad_norm", "gradient norm", "before clipping"),
-    _chart("time/step", "seconds per step", "from the first rollout to the update"),
+    Chart("learning_rate", "learning rate"),
+    Chart("grad_norm", "gradient norm", "before clipping"),
+    Chart("time/step", "seconds per step", "from the first rollout to the update"),
 )
 EVALUATED = {
     "f1_50": ("F1", ""),
@@ -171,7 +153,7 @@ def _term_charts(groups: Sequence[RunGroup]) -> tuple[Chart, ...]:
     names = dict.fromkeys(
         name for run in runs for name in run.log if "/" in name and term_weight(run, name) is not None
     )
-    return tuple(Chart(name, name, Metric(name, weighted=True), _describe_weights(name, groups)) for name in names)
+    return tuple(Chart(name, name, _describe_weights(name, groups), weighted=True) for name in names)
 
 
 def _describe_weights(name: str, groups: Sequence[RunGroup]) -> str:
@@ -187,7 +169,7 @@ def _describe_weights(name: str, groups: Sequence[RunGroup]) -> str:
 
 def _evaluation_charts(names: Collection[str]) -> tuple[Chart, ...]:
     return tuple(
-        _chart(f"eval_{name}", title, note, share=True)
+        Chart(f"eval_{name}", title, note, share=True)
         for name, (title, note) in EVALUATED.items()
         if f"eval_{name}" in names
     )
@@ -201,14 +183,12 @@ def _end_charts(names: Collection[str], runs: Sequence[LoggedRun]) -> tuple[Char
         if name.startswith("parse/invalid/") and any(np.nansum(run.series(name).values) > 0 for run in runs)
     ]
     return (
-        _chart("rollout/cut_off_rate", "cut off", "at max_new_tokens", share=True),
-        _chart_per_answer("looped", "rollout/looped", "looped", "ended by the repeat guard", share=True),
-        _chart_per_answer("unreadable", "rollout/unreadable", "unreadable", "do not begin with {", share=True),
-        _chart("parse/invalid_rate", "invalid objects", "of all objects", share=True),
+        Chart("rollout/cut_off_rate", "cut off", "at max_new_tokens", share=True),
+        Chart("rollout/looped", "looped", "ended by the repeat guard", share=True, per=_ANSWERS),
+        Chart("rollout/unreadable", "unreadable", "do not begin with {", share=True, per=_ANSWERS),
+        Chart("parse/invalid_rate", "invalid objects", "of all objects", share=True),
         *(
-            Chart(
-                name, f"invalid: {name.rsplit('/', 1)[1]}", Metric(name, "parse/objects"), "of all objects", True
-            )
+            Chart(name, f"invalid: {name.rsplit('/', 1)[1]}", "of all objects", share=True, per="parse/objects")
             for name in reasons
         ),
     )
@@ -216,14 +196,14 @@ def _end_charts(names: Collection[str], runs: Sequence[LoggedRun]) -> tuple[Char
 
 def _diagnostic_charts(names: Collection[str]) -> tuple[Chart, ...]:
     charts = [
-        _chart(name, name.removeprefix("coord_diag/").replace("_", " "), share="entropy" not in name)
+        Chart(name, name.removeprefix("coord_diag/").replace("_", " "), share="entropy" not in name)
         for name in names
         if name.startswith("coord_diag/")
     ]
     if "broken_logits" in names:
-        charts.append(_chart("broken_logits", "broken logits", "NaN or infinite, per position; should be 0"))
+        charts.append(Chart("broken_logits", "broken logits", "NaN or infinite, per position; should be 0"))
     return tuple(charts)
 
 
 def _mean_charts(names: Collection[str]) -> tuple[Chart, ...]:
-    return tuple(_chart(name, name.removesuffix("/mean")) for name in names if name.endswith("/mean"))
+    return tuple(Chart(name, name.removesuffix("/mean")) for name in names if name.endswith("/mean"))

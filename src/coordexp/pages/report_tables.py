@@ -33,14 +33,6 @@ from coordexp.pages.run_folder import (
 )
 
 WIDTH, HEIGHT, MARGIN = 300, 22, 8
-QUALITY = (
-    "f1_50",
-    "recall_50",
-    "precision_50",
-    "f1_50_any_class",
-    "recall_50_any_class",
-    "precision_50_any_class",
-)
 METHOD = (
     "Paired bootstrap over images: {resamples:,} times, as many images as there are ({images:,}) are drawn with "
     "replacement, the same ones for every run. Rates are ratios of sums over the drawn images, averaged over "
@@ -65,8 +57,8 @@ ServerNumber = Annotated[str, StringConstraints(pattern=r"^[0-9]{1,9}$")]
 
 
 def render_comparison(result: ComparisonResult) -> str:
-    with_seeds = any(comparison.has_seed_intervals for comparison in result.comparisons)
-    words = METHOD.format(resamples=result.resamples, images=result.images) + (SEEDS if with_seeds else FEW_SEEDS)
+    words = METHOD.format(resamples=result.resamples, images=result.images)
+    words += SEEDS if any(comparison.has_seed_intervals for comparison in result.comparisons) else FEW_SEEDS
     notes = "".join(f'<p class="note">{escape_text(note)}</p>' for note in result.notes)
     tables = "".join(_render_intervals(comparison, result) for comparison in result.comparisons)
     return f'<p class="about">{escape_text(words)}</p>{notes}{tables}<p class="about">{NO_INTERVAL}</p>'
@@ -77,26 +69,23 @@ def _render_intervals(comparison: GroupComparison, result: ComparisonResult) -> 
     ends = [end for row in rows for pair in (row.image_interval, row.seed_interval) if pair for end in pair]
     reach = max((abs(end) for end in ends), default=0.01) or 0.01
     scale = Scale(-reach * 1.05, reach * 1.05, MARGIN, WIDTH - MARGIN)
-    quality = [row for row in rows if row.name in QUALITY]
-    behaviour = [row for row in rows if row.name not in QUALITY and (row.base or row.other)]
-    never = [_title(row.name) for row in rows if row.name not in QUALITY and not row.base and not row.other]
+    quality = [row for row in rows if "_50" in row.name]  # F1, recall and precision at IoU 0.5
+    behaviour = [row for row in rows if row not in quality and (row.base or row.other)]
+    never = [EVALUATED[row.name][0] for row in rows if row not in quality and row not in behaviour]
     groups = (comparison.base, comparison.other)
     names = [f"{group.letter} {group.name}, {_describe_steps(result.steps[group.letter])}" for group in groups]
     seeds = comparison.has_seed_intervals
-    quality_rows = [_render_row(row, scale, True, seeds) for row in quality]
-    behaviour_rows = [_render_row(row, scale, False, seeds) for row in behaviour]
-    body = [
-        _render_part("Quality, higher is better", quality_rows, _render_average(comparison, seeds)),
-        _render_part("Behaviour, lower is better", behaviour_rows, _render_never(never)),
-    ]
+    good = [*(_render_row(row, scale, True, seeds) for row in quality), _render_average(comparison, seeds)]
+    bad = [*(_render_row(row, scale, False, seeds) for row in behaviour), _render_never(never)]
+    body = _render_part("Quality, higher is better", good) + _render_part("Behaviour, lower is better", bad)
     heads = ["difference", _draw_axis(scale), "95 % over images", *(["95 % with seeds"] if seeds else [])]
-    head = "".join(f'<th scope="col"{" class=plot" if "<svg" in cell else ""}>{cell}</th>' for cell in heads)
+    head = "".join(f'<th scope="col">{cell}</th>' for cell in heads)
     return (
         '<div class="scroll" tabindex="0" role="region" aria-label="Comparison"><table class="numbers forest">'
         f"<caption>{escape_text(names[1])} against {escape_text(names[0])}</caption>"
         f'<thead><tr><th scope="col">rate</th><th scope="col">{render_badge(groups[0])}</th>'
         f'<th scope="col">{render_badge(groups[1])}</th>{head}<th scope="col" title="{SIGN}">same sign</th>'
-        f"</tr></thead>{''.join(body)}</table></div>"
+        f"</tr></thead>{body}</table></div>"
     )
 
 
@@ -108,25 +97,23 @@ def render_badge(group: RunGroup) -> str:
     return f'<b class="badge of-{group.letter}">{group.letter}</b>'
 
 
-def _render_part(title: str, rows: Sequence[str], more: str = "") -> str:
-    if not rows and not more:
-        return ""
+def _render_part(title: str, rows: Sequence[str]) -> str:
     head = f'<tr class="part"><th colspan="8" scope="rowgroup">{title}</th></tr>'
-    return f"<tbody>{head}{''.join(rows)}{more}</tbody>"
+    return f"<tbody>{head}{''.join(rows)}</tbody>" if any(rows) else ""
 
 
 def _render_row(row: RateDifference, scale: Scale, higher_is_better: bool, seeds: bool) -> str:
     style = "" if not row.is_clear else " better" if (row.value > 0) == higher_is_better else " worse"
     intervals = [row.image_interval, *([row.seed_interval] if seeds else [])]
     same_sign = "-" if row.same_sign is None else f"{100 * row.same_sign:.1f} %"
-    cells = [*map(_format_interval, intervals), same_sign]
-    return _render_cells(_title(row.name), style, row.base, row.other, _draw_intervals(row, scale), cells)
+    cells = [_draw_intervals(row, scale), *map(_format_interval, intervals), same_sign]
+    return _render_cells(EVALUATED[row.name][0], style, row.base, row.other, cells)
 
 
 def _render_average(comparison: GroupComparison, seeds: bool) -> str:
     if comparison.average_precision is None:
         return ""
-    return _render_cells("AP", "", *comparison.average_precision, "", ["-"] * (3 if seeds else 2))
+    return _render_cells("AP", "", *comparison.average_precision, ["", *["-"] * (3 if seeds else 2)])
 
 
 def _render_never(names: Sequence[str]) -> str:
@@ -134,15 +121,11 @@ def _render_never(names: Sequence[str]) -> str:
     return f'<tr class="row"><td class="never" colspan="8">{escape_text(words)}</td></tr>' if names else ""
 
 
-def _title(name: str) -> str:
-    return EVALUATED.get(name, (name, ""))[0]
-
-
-def _render_cells(title: str, style: str, base: float, other: float, plot: str, cells: Sequence[str]) -> str:
+def _render_cells(title: str, style: str, base: float, other: float, cells: Sequence[str]) -> str:
     rest = "".join(f"<td>{cell}</td>" for cell in cells)
     return (
         f'<tr class="row{style}"><th scope="row">{escape_text(title)}</th><td>{base:.4f}</td><td>{other:.4f}</td>'
-        f'<td class="delta">{_format_signed(other - base)}</td><td class="plot">{plot}</td>{rest}</tr>'
+        f'<td class="delta">{_format_signed(other - base)}</td>{rest}</tr>'
     )
 
 

@@ -19,6 +19,7 @@ from coordexp.data import BINS
 from coordexp.dumps import FOLDER, FOLLOWED, FORMAT, NOT_A_DUMP, TRACE_FORMAT, step_files, trace_file
 from coordexp.errors import DataError, explain
 from coordexp.files import read_json_lines
+from coordexp.pages.curves import NOT_WRITTEN_BY_A_RUN
 from coordexp.pages.document import escape_text, read_asset, render_document, render_header, render_pager
 from coordexp.pages.images import explain_missing_image, make_thumbnail
 from coordexp.pages.rollout_sample import show_sample, summarise_sample
@@ -132,15 +133,16 @@ def make_inspector_page(
     """Return a page with at most `most` examples. A served page has the `stamp` of the dumps it was made from.
     `report` is the address of the run's report, if there is one."""
     dumped, total = choose_examples(run.folder, most)
-    objective = _read_objective(run)
-    table = _read_table(run.folder / FOLDER)
-    entries, samples = _read_samples(dumped, table, objective)
+    target, folder = _read_settings(run)
+    objective, table = run.latest_start.objective, _read_table(run.folder / FOLDER)
+    desc_is_masked = objective is not None and "B" in (objective.masked_desc or ())
+    entries, samples = _read_samples(dumped, table, folder, desc_is_masked=desc_is_masked)
     index = {
         "run": run.name,
         "total": total,
         "stamp": stamp,
-        "target": objective.target,
-        "pieces": collect_pieces((_list_ids(sample) for sample in samples), table),
+        "target": target,
+        "pieces": collect_pieces(samples, table),
         "coord0": table.first_coord,
         "samples": entries,
     }
@@ -176,25 +178,13 @@ def render_inspector(
     )
 
 
-@dataclass(frozen=True)
-class InspectedObjective:
-    """The parts of a run's settings that the page needs: the soft target over bins, if the loss has one; whether
-    class names are left out of the loss; the folder of the images."""
-
-    target: dict[str, Any] | None
-    desc_is_masked: bool
-    image_folder: Path
-
-
-def _read_objective(run: Run) -> InspectedObjective:
-    objective = run.latest_start.objective
-    masked = "B" in (objective.masked_desc or ()) if objective else False
+def _read_settings(run: Run) -> tuple[dict[str, Any] | None, Path]:
+    """Return the soft target over bins, if the loss on rollouts has one, and the folder of the images."""
     problem = f"{run.folder / RESOLVED} does not have the form that a run writes"
-    fix = "it was edited, or another program wrote it; give another run"
-    with explain((KeyError, TypeError, AttributeError), problem, fix):  # settings are a tree of any shape
+    with explain((KeyError, TypeError, AttributeError), problem, NOT_WRITTEN_BY_A_RUN):  # a tree of any shape
         pipeline = (run.settings.get("rollout_matching") or {}).get("pipeline") or {}
         data = Path(run.custom.get("train_jsonl") or "")
-        return InspectedObjective(find_soft_target(pipeline.get("objective") or ()), masked, data.parent)
+        return find_soft_target(pipeline.get("objective") or ()), data.parent
 
 
 def find_soft_target(objective: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
@@ -209,17 +199,15 @@ def find_soft_target(objective: Sequence[dict[str, Any]]) -> dict[str, Any] | No
     return None
 
 
-def _list_ids(sample: dict[str, Any]) -> list[int]:
-    """Return the ids that the page shows: those of the strip, and tokens that should be unlikely."""
-    return [*sample["tokens"]["ids"], *sample["unlikely"].values()]
-
-
-def collect_pieces(sequences: Iterable[Sequence[int]], table: VocabularyTable) -> dict[str, str]:
-    """Return the visible text of every token that is not a coordinate, by its id."""
-    first = table.first_coord
-    ids = {id for sequence in sequences for id in sequence if not first <= id < first + BINS}
-    known = len(table.pieces)
-    return {str(id): make_visible(table.pieces[id]) if id < known else f"<id {id}>" for id in sorted(ids)}
+def collect_pieces(samples: Iterable[dict[str, Any]], table: VocabularyTable) -> dict[str, str]:
+    """Return the visible text of every token that the page shows and that is not a coordinate, by its id."""
+    first, known = table.first_coord, len(table.pieces)
+    ids = {id for sample in samples for id in (*sample["tokens"]["ids"], *sample["unlikely"].values())}
+    return {
+        str(id): make_visible(table.pieces[id]) if id < known else f"<id {id}>"
+        for id in sorted(ids)
+        if not first <= id < first + BINS
+    }
 
 
 def make_visible(piece: bytes) -> str:
@@ -245,9 +233,9 @@ def _read_cached_table(folder: Path, modified: int) -> VocabularyTable:
 
 
 def _read_samples(
-    dumped: Sequence[DumpedExample], table: VocabularyTable, objective: InspectedObjective
+    dumped: Sequence[DumpedExample], table: VocabularyTable, folder: Path, *, desc_is_masked: bool
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Return the entries of the index, and the full samples."""
+    """Return the entries of the index, and the full samples. Names of images are relative to `folder`."""
     seen = Counter[str]()
     entries, samples = [], []
     for example in dumped:
@@ -257,11 +245,10 @@ def _read_samples(
             id = f"{place['step'] + 1}.{place['micro']}.{place['record']}"
             seen[id] += 1  # a record can occur twice in one step, when a new epoch begins
             name = {"id": id if seen[id] == 1 else f"{id}.{seen[id]}"}
-            origin = {"image": _shorten_path(path, objective.image_folder), "followed": example.followed}
+            image = Path(path).relative_to(folder) if Path(path).is_relative_to(folder) else path
+            origin = {"image": str(image), "followed": example.followed}
             entries.append({**name, **origin, **summarise_sample(content, trained)})
-            samples.append(
-                {**name, **show_sample(content, trained, table, desc_is_masked=objective.desc_is_masked)}
-            )
+            samples.append({**name, **show_sample(content, trained, table, desc_is_masked=desc_is_masked)})
     return entries, samples
 
 
@@ -297,7 +284,3 @@ def _load_image(path: str, root: Path | None) -> tuple[str | None, str | None]:
 @functools.lru_cache(maxsize=512)
 def _load_thumbnail(path: str, modified: int) -> str:
     return make_thumbnail(Path(path), SIDE)
-
-
-def _shorten_path(path: str, root: Path) -> str:
-    return str(Path(path).relative_to(root)) if Path(path).is_relative_to(root) else path

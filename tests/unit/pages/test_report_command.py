@@ -121,7 +121,7 @@ def test_what_a_run_lacks_is_listed_with_the_reason_and_not_drawn(tmp_path):
 
 def test_a_chart_of_zeros_is_mentioned_and_not_drawn(tmp_path):
     text = page_of(write_run(tmp_path / "one"))
-    assert "0 throughout: looped." in text and "ends:looped" not in text
+    assert "0 throughout: looped." in text and "ends:rollout/looped" not in text
 
 
 def test_a_loss_that_falls_far_has_a_logarithmic_scale_too(tmp_path):

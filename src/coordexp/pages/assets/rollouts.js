@@ -350,14 +350,12 @@ const inspector = (() => {
     find("help").addEventListener("click", () => find("keys").showModal());
     document.addEventListener("keydown", onKey);
     window.addEventListener("hashchange", follow);
-    const stage = find("stage");
     const target = (event) => {
       const node = event.target.closest("[data-owner]");
       return node && { owners: [Number(node.dataset.owner)], token: null };
     };
-    stage.addEventListener("pointerover", (event) => point(target(event)));
-    stage.addEventListener("pointerleave", () => point(null));
-    stage.addEventListener("click", (event) => target(event) && choose(target(event)));
+    connect(find("stage"), { at: () => null, target });
+    find("stage").addEventListener("click", (event) => target(event) && choose(target(event)));
   }
 
   return { start, go, point, choose };

@@ -39,6 +39,20 @@ function moveTabStop(from, to) {
   if (to) to.tabIndex = 0;
 }
 
+// Connects the elements that `at` finds with the highlight: pointing at one shows it, focusing one chooses it, and a key
+// goes to the one that `step` returns.
+function connect(host, { at, target, choose, step, go = (node) => node.focus() }) {
+  host.addEventListener("pointerover", (event) => inspector.point(target(event)));
+  host.addEventListener("pointerleave", () => inspector.point(null));
+  host.addEventListener("focusin", (event) => at(event) && choose(at(event)));
+  host.addEventListener("keydown", (event) => {
+    const next = at(event) && !event.altKey && !event.metaKey ? step(event) : null;
+    if (next === null || next === undefined) return;
+    event.preventDefault();
+    go(next);
+  });
+}
+
 // The data of the page: the index at once, samples when they are requested, and values derived from both.
 const ROLES = {
   1: ["prefix", "kept", "as the model wrote it; not trained"],

@@ -86,26 +86,16 @@ const objects = (() => {
     if (above < 0 || above > host.clientHeight - option.offsetHeight) host.scrollTop += above - host.clientHeight / 3;
   }
 
-  function step(key) {
+  function step({ key, ctrlKey }) {
     const rows = [...host.querySelectorAll("[role=option]")];
     const here = rows.indexOf(active);
     const next = { ArrowUp: here - 1, ArrowDown: here + 1, Home: 0, End: rows.length - 1 }[key];
-    return next === undefined ? null : rows[Math.min(rows.length - 1, Math.max(0, next))];
+    return next === undefined || ctrlKey ? null : rows[Math.min(rows.length - 1, Math.max(0, next))];
   }
 
   const at = (event) => event.target.closest?.("[role=option]");
-  host.addEventListener("pointerover", (event) => {
-    const option = at(event);
-    inspector.point(option ? { owners: [Number(option.dataset.owner)], token: null } : null);
-  });
-  host.addEventListener("pointerleave", () => inspector.point(null));
-  host.addEventListener("focusin", (event) => at(event) && choose(at(event)));
-  host.addEventListener("keydown", (event) => {
-    const next = event.ctrlKey || event.altKey || event.metaKey ? null : step(event.key);
-    if (!next) return;
-    event.preventDefault();
-    next.focus();
-  });
+  const target = (event) => at(event) && { owners: [Number(at(event).dataset.owner)], token: null };
+  connect(host, { at, target, choose, step });
 
   return { show, reveal, focus: () => active?.focus() };
 })();
@@ -212,20 +202,16 @@ const matrix = (() => {
   }
 
   const at = (event) => event.target.closest?.("td[data-row]");
-  const owners = (td) => [Number(td.dataset.row), Number(td.dataset.column)];
-  const target = (td) => ({ owners: owners(td), token: null, from: "matrix" });
-  host.addEventListener("pointerover", (event) => inspector.point(at(event) ? target(at(event)) : null));
-  host.addEventListener("pointerleave", () => inspector.point(null));
-  host.addEventListener("focusin", (event) => {
-    const td = at(event);
-    if (!td) return;
+  const pair = (td) => ({ owners: [Number(td.dataset.row), Number(td.dataset.column)], token: null, from: "matrix" });
+
+  function choose(td) {
     moveTabStop(active, td);
     active = td;
-    inspector.choose(target(td));
-  });
-  host.addEventListener("keydown", (event) => {
+    inspector.choose(pair(td));
+  }
+
+  function step(event) {
     const td = at(event);
-    if (!td || event.ctrlKey || event.altKey || event.metaKey) return;
     const row = td.parentNode;
     const next = {
       ArrowLeft: td.previousElementSibling,
@@ -235,10 +221,10 @@ const matrix = (() => {
       Home: row.cells[1],
       End: row.cells[row.cells.length - 1],
     }[event.key];
-    if (!next?.matches("td[data-row]")) return;
-    event.preventDefault();
-    next.focus();
-  });
+    return next?.matches("td[data-row]") && !event.ctrlKey ? next : null;
+  }
+
+  connect(host, { at, target: (event) => at(event) && pair(at(event)), choose, step });
 
   return { show, follow, focus: () => active?.focus() };
 })();

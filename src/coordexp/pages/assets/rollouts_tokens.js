@@ -163,7 +163,7 @@ const strip = (() => {
     }
   }
 
-  function step(key, whole) {
+  function step({ key, ctrlKey: whole }) {
     const last = sample.tokens.ids.length - 1;
     const at = lines.findIndex(([from, to]) => from <= active && active < to);
     const [from, to] = lines[at];
@@ -176,36 +176,25 @@ const strip = (() => {
     return next ? Math.min(next[0] + active - from, next[1] - 1) : active;
   }
 
-  function light(owners) {
-    lit = owners;
-  }
-
   const at = (event) => event.target.closest?.("[data-i]");
   const target = (i) => ({ owners: [sample.tokens.owner[i]], token: i });
   const beside = (event) => {
     const margin = event.target.closest?.(".margin[data-owner]");
     return margin && { owners: [Number(margin.dataset.owner)], token: null };
   };
-  host.addEventListener("pointerover", (event) => {
-    const token = at(event);
-    inspector.point(token ? target(Number(token.dataset.i)) : beside(event));
-  });
   host.addEventListener("click", (event) => beside(event) && inspector.choose(beside(event)));
-  host.addEventListener("pointerleave", () => inspector.point(null));
-  host.addEventListener("focusin", (event) => {
-    const token = at(event);
-    if (!token) return;
-    reveal(Number(token.dataset.i));
-    inspector.choose(target(active));
-  });
-  host.addEventListener("keydown", (event) => {
-    if (!at(event) || event.altKey || event.metaKey) return;
-    const next = step(event.key, event.ctrlKey);
-    if (next === null) return;
-    event.preventDefault();
-    reveal(next, true);
+  connect(host, {
+    at,
+    target: (event) => (at(event) ? target(Number(at(event).dataset.i)) : beside(event)),
+    choose: (token) => {
+      reveal(Number(token.dataset.i));
+      inspector.choose(target(active));
+    },
+    step,
+    go: (i) => reveal(i, true),
   });
 
+  const light = (owners) => (lit = owners);
   return { show, light, reveal, focus: () => reveal(active, true), active: () => active };
 })();
 
