@@ -86,6 +86,16 @@ def test_groups_differ_by_more_than_colour(open_page: Open, two_groups: RunRepor
     assert len(dashes) == len(set(dashes)) == 2
 
 
+def test_a_click_on_its_key_hides_a_group_and_its_values(open_page: Open, two_groups: RunReportPage) -> None:
+    page = open_page(two_groups)
+    parts = [page.locator(f"#loss {place} .of-B").first for place in ("figcaption output", "svg:not(.log)")]
+    for pressed in ("false", "true"):
+        page.locator("button.key[data-group=B]").click()
+        expect(page.locator("button.key[data-group=B]")).to_have_attribute("aria-pressed", pressed)
+        shown = [part.evaluate("node => getComputedStyle(node).display !== 'none'") for part in parts]
+        assert shown == [pressed == "true"] * 2
+
+
 def test_a_dumped_step_links_to_its_examples_in_the_inspector(open_page: Open, tmp_path: Path) -> None:
     folder = write_dumped_run(tmp_path / "run", steps=(0, 4))
     assert CliRunner().invoke(app, ["inspect", str(folder)]).exit_code == 0
