@@ -21,7 +21,7 @@ from typing import Any
 
 from playwright.sync_api import Browser, Page, sync_playwright
 
-from coordexp.inspector.dumps import choose_examples
+from coordexp.pages.rollouts import choose_examples
 
 ROOT = Path(__file__).parents[1]
 IMAGES = ROOT / "docs/images"

@@ -19,8 +19,8 @@ from coordexp.errors import UserError
 from coordexp.evaluate import check_predictions, read_predictions, read_truth
 from coordexp.evaluate.predictions import Truth
 from coordexp.evaluate.report import count_by_image
-from coordexp.inspector.report.compare import RateDifference, RunCounts, bootstrap_differences
-from coordexp.inspector.report.series import EMPTY, Series, read_log
+from coordexp.pages.comparison import RateDifference, RunCounts, bootstrap_differences
+from coordexp.pages.curves import EMPTY, Series, read_log
 
 BASE = "continued"
 RESAMPLES = 2000

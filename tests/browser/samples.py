@@ -16,7 +16,7 @@ from typing import Any
 
 from PIL import Image, ImageDraw
 
-from coordexp.inspector.rollouts import render_inspector
+from coordexp.pages.rollouts import render_inspector
 
 COORD0 = 151700
 END = "<|im_end|>"

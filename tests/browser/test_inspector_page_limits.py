@@ -119,7 +119,7 @@ TOO_FAINT = """() => {
 def test_hostile_text_is_shown_as_text(open_page: Open) -> None:
     page = open_page(hostile_book())
     assert page.locator("#objects .desc").all_text_contents() == [HOSTILE, TWISTED, "", HOSTILE, LONG, TWISTED]
-    assert page.locator("#run").text_content() == 'runs/<b>"bold"</b>'
+    assert page.locator("h1").text_content() == 'runs/<b>"bold"</b>'
     assert page.locator(".object.invalid .outcome").text_content() == "<i>no description</i>"
     assert page.locator(".object.invalid .name").text_content() == HOSTILE
     assert page.locator("body img").count() == 0

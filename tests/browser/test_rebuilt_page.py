@@ -12,7 +12,7 @@ from tests.browser.test_run_pages import RunInspectorPage
 from tests.dumped import NEAR_CUP, NEAR_ROOF, SCRIPT
 from tests.scripted import Said
 from tests.unit.correction.conftest import answer, box, entry
-from tests.unit.inspector.run_folders import write_dumped_run
+from tests.unit.pages.run_folders import write_dumped_run
 
 pytestmark = pytest.mark.timeout(60)
 

@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 
 from coordexp.cli import app
 from tests.browser.conftest import Open
-from tests.unit.inspector.run_folders import evaluation_line, lines, settings, write_dumped_run, write_run
+from tests.unit.pages.run_folders import evaluation_line, lines, settings, write_dumped_run, write_run
 
 pytestmark = pytest.mark.timeout(60)
 NARROW = {"width": 640, "height": 450}  # 1280 x 900 at 200 %
@@ -84,6 +84,16 @@ def test_groups_differ_by_more_than_colour(open_page: Open, two_groups: RunRepor
     lines = page.locator("button.key path.line")
     dashes = lines.evaluate_all("nodes => nodes.map(node => getComputedStyle(node).strokeDasharray)")
     assert len(dashes) == len(set(dashes)) == 2
+
+
+def test_a_click_on_its_key_hides_a_group_and_its_values(open_page: Open, two_groups: RunReportPage) -> None:
+    page = open_page(two_groups)
+    parts = [page.locator(f"#loss {place} .of-B").first for place in ("figcaption output", "svg:not(.log)")]
+    for pressed in ("false", "true"):
+        page.locator("button.key[data-group=B]").click()
+        expect(page.locator("button.key[data-group=B]")).to_have_attribute("aria-pressed", pressed)
+        shown = [part.evaluate("node => getComputedStyle(node).display !== 'none'") for part in parts]
+        assert shown == [pressed == "true"] * 2
 
 
 def test_a_dumped_step_links_to_its_examples_in_the_inspector(open_page: Open, tmp_path: Path) -> None:

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 from playwright.sync_api import Browser, expect
 
-from coordexp.inspector.live import listen, make_live_pages
-from coordexp.inspector.rollouts import make_inspector_page
-from coordexp.inspector.run import read_run
+from coordexp.pages.live import listen, make_live_pages
+from coordexp.pages.rollouts import make_inspector_page
+from coordexp.pages.run_folder import read_run
 from tests.browser.conftest import Open
-from tests.unit.inspector.run_folders import write_dumped_run
+from tests.unit.pages.run_folders import write_dumped_run
 
 pytestmark = pytest.mark.timeout(60)
 

@@ -16,7 +16,7 @@ from coordexp.config.rollout import CorrectionPolicy
 from coordexp.correction import Reason, correct, parse_rollout
 from coordexp.correction.parse import LOST, entry_spans
 from coordexp.dumps import CORRECTION_SETTINGS, describe_correction
-from coordexp.inspector.sample import CUT, show_sample
+from coordexp.pages.rollout_sample import CUT, show_sample
 from tests.rollouts import PROMPT, check_rebuilt, check_rollout, random_policy, random_rollout, random_truth
 from tests.vocabularies import encode, table
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from coordexp.config.rollout import RolloutMatching
 from coordexp.correction import Role, correct
 from coordexp.dumps import describe_correction
-from coordexp.inspector.sample import CUT, Strip
+from coordexp.pages.rollout_sample import CUT, Strip
 from tests.rollouts import PROMPT, random_rollout, random_truth
 from tests.vocabularies import table
 

@@ -13,7 +13,6 @@ PACKAGE = SOURCE / "coordexp"
 ORDER = (
     ("errors",),
     ("files", "child_processes"),
-    ("document",),
     ("config",),
     ("data",),
     ("vocab",),
@@ -25,8 +24,7 @@ ORDER = (
     ("objective",),
     ("dumps",),
     ("evaluate",),
-    ("train",),
-    ("inspector",),
+    ("train", "pages"),
     ("demo",),
     ("launch",),
     ("doctor",),

@@ -18,8 +18,8 @@ def view(
 ) -> None:
     """Write one HTML page with images, shapes and problems. It needs no server and loads nothing."""
     need("PIL", extra="train")
-    from coordexp.data.view import read_cards, render_records
-    from coordexp.document import save_page
+    from coordexp.pages.document import save_page
+    from coordexp.pages.records import read_cards, render_records
 
     need_page(target)
     with progress(f"reading {file}") as notify:

@@ -77,9 +77,10 @@ def evaluate(
         description = f"{preds.name} on {data.name}"
         description += "" if scores is ScoreSource.own else f", {scores.value} scores"
         with progress(f"drawing {page_file}"):
-            from coordexp.evaluate.page import PageSource, write_page
+            from coordexp.pages.document import save_page
+            from coordexp.pages.evaluation import render_evaluation
 
-            write_page(page_file, report, PageSource(data.parent, description), images)
+            save_page(page_file, render_evaluation(report, data.parent, description, images))
         out.print(f"wrote {page_file}", markup=False)
 
 

@@ -7,7 +7,6 @@ import typer
 
 from coordexp.cli.console import err, need, need_page, out, progress
 from coordexp.errors import UserError, explain
-from coordexp.inspector.run import INSPECTOR, REPORT, read_run
 
 PORT = 8421
 
@@ -45,13 +44,15 @@ def inspect(
         return
     if port is not None:
         raise UserError("--port needs --serve", "add --serve, or leave --port out")
-    _write(run, target or run / INSPECTOR, samples)
+    _write(run, target, samples)
 
 
-def _write(folder: Path, target: Path, samples: int) -> None:
-    from coordexp.document import save_page
-    from coordexp.inspector.rollouts import make_inspector_page
+def _write(folder: Path, target: Path | None, samples: int) -> None:
+    from coordexp.pages.document import save_page
+    from coordexp.pages.rollouts import make_inspector_page
+    from coordexp.pages.run_folder import INSPECTOR, REPORT, read_run
 
+    target = target or folder / INSPECTOR
     need_page(target)
     run = read_run(folder)
     report = REPORT if (target.parent / REPORT).is_file() else None
@@ -66,7 +67,8 @@ def _write(folder: Path, target: Path, samples: int) -> None:
 
 
 def _serve(folder: Path, samples: int, port: int) -> None:
-    from coordexp.inspector.live import HOST, listen, make_live_pages
+    from coordexp.pages.live import HOST, listen, make_live_pages
+    from coordexp.pages.run_folder import read_run
 
     read_run(folder)  # so that a wrong folder is reported before the server starts
     with explain(OSError, f"cannot listen on {HOST}:{port}", "give another --port, or 0 for a free one"):

@@ -11,10 +11,11 @@ from rich.text import Text
 
 from coordexp.cli.console import err, need, out, progress, sanitize
 from coordexp.errors import UserError
-from coordexp.inspector.run import REPORT
 
 if TYPE_CHECKING:
-    from coordexp.inspector.report import ComparisonResult, GroupComparison, RunExamples, RunGroup
+    from coordexp.pages.comparison import ComparisonResult, GroupComparison
+    from coordexp.pages.report import RunExamples
+    from coordexp.pages.run_folder import RunGroup
 
 MIN_WIDTH = 100  # columns that a table needs so that no number is cut
 SHOWN = (
@@ -71,8 +72,9 @@ def report(
     step = _parse_step(at)
     if len(runs) == 1 and (step is not None or data is not None):
         raise UserError("--at and --data are for a comparison", "give two runs or more, or leave them out")
-    from coordexp.document import save_page
-    from coordexp.inspector.report import find_examples, group_runs, read_logged_run, render_report
+    from coordexp.pages.document import save_page
+    from coordexp.pages.report import find_examples, render_report
+    from coordexp.pages.run_folder import group_runs, read_logged_run
 
     with progress("reading") as notify:
         logged = []
@@ -89,6 +91,8 @@ def report(
 
 
 def _choose_file(given: Path | None, runs: Sequence[Path]) -> Path:
+    from coordexp.pages.run_folder import REPORT
+
     file = given or (runs[0] / REPORT if len(runs) == 1 else Path(REPORT))
     if file.suffix != ".html":
         raise UserError(
@@ -112,20 +116,20 @@ def _compare(
     groups: "Sequence[RunGroup]", at: str, step: int | None, resamples: int, data: Path | None
 ) -> "ComparisonResult | str":
     """Return the comparison, or the reason why there is none."""
-    from coordexp.inspector.report import ComparisonRequest, compare_groups, reason_not_to_compare
+    from coordexp.pages.comparison import compare_groups, reason_not_to_compare
 
     if reason := "--at none was given" if at == "none" else reason_not_to_compare(groups):
         return reason
     need("hotcoco", extra="evaluate")
 
     with progress("comparing") as notify:
-        return compare_groups(groups, ComparisonRequest(step, resamples, data), notify)
+        return compare_groups(groups, step, resamples, data, notify)
 
 
 def _print(
     groups: "Sequence[RunGroup]", result: "ComparisonResult | str", examples: "Sequence[RunExamples]"
 ) -> None:
-    from coordexp.inspector.report import inspect_command
+    from coordexp.pages.report import inspect_command
 
     for group in groups:
         count = len(group.runs)
@@ -153,7 +157,7 @@ def _print_comparison(result: "ComparisonResult") -> None:
 
 def _make_table(comparison: "GroupComparison", images: int) -> Table:
     """A row is bold if it has intervals and none of them contains 0."""
-    from coordexp.inspector.report.families import EVALUATED
+    from coordexp.pages.report_charts import EVALUATED
 
     by_name = {row.name: row for row in comparison.rows}
     rows = [by_name[name] for name in SHOWN if name in by_name]

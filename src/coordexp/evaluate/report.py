@@ -16,16 +16,19 @@ from coordexp.evaluate.answer import ImageAnswer
 from coordexp.evaluate.behaviour import DEFINITIONS, Behaviour, observe, observe_image, true_classes
 from coordexp.evaluate.coco import CocoScores, coco_scores
 from coordexp.evaluate.comparison import ImageComparison, compare_images
-from coordexp.evaluate.curve import CurvePoint, best_point, score_curve, thin_curve
 from coordexp.evaluate.matching import (
     THRESHOLDS,
+    CurvePoint,
     MatchCounts,
     Matching,
     MatchScores,
     Pair,
+    best_point,
     match_image,
     score,
     score_by_class,
+    score_curve,
+    thin_curve,
 )
 from coordexp.evaluate.predictions import Truth, to_detections
 

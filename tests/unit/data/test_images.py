@@ -16,9 +16,8 @@ from typer.testing import CliRunner
 
 from coordexp.cli import app
 from coordexp.data.images import FORMATS, MOST_PIXELS, ImageError, read_image_facts, size_problem
-from coordexp.data.view import make_thumbnail
 from coordexp.errors import DataError
-from coordexp.evaluate.page.cards import _make_thumbnail
+from coordexp.pages.images import explain_missing_image, make_thumbnail
 from coordexp.rollout.prompt import open_image, read_image
 from coordexp.serve.refusal import Refusal
 from coordexp.serve.requests import AllowedImages
@@ -66,7 +65,7 @@ def test_an_eps_is_an_unknown_format_everywhere_and_starts_no_ghostscript(tmp_pa
     for source in (str(file), base64.b64encode(EPS).decode()):
         with pytest.raises(Refusal, match=problem):
             AllowedImages((tmp_path.resolve(),)).open(source)
-    assert _make_thumbnail(file, None, (10, 10)) == ("", f"image not shown: {problem}")  # type: ignore[arg-type]
+    assert explain_missing_image(ImageError(problem)) == f"image not shown: {problem}"
     run = CliRunner().invoke(app, ["data", "doctor", "--images", "decode", str(record)])
     assert run.exit_code == 1 and "image-unreadable" in run.output
     assert not ghostscript.exists()

@@ -177,9 +177,9 @@ def test_without_its_packages_the_command_says_what_to_install(folder, monkeypat
     ("module", "heavy"),
     [
         ("coordexp.cli", "{'hotcoco', 'numpy', 'PIL'}"),
-        ("coordexp.evaluate.page", "{'torch', 'transformers'}"),
-        ("coordexp.inspector.report", "{'torch', 'transformers', 'hotcoco', 'scipy', 'PIL'}"),
-        ("coordexp.inspector.live", "{'torch', 'transformers', 'hotcoco'}"),
+        ("coordexp.pages.evaluation", "{'torch', 'transformers'}"),
+        ("coordexp.pages.report", "{'torch', 'transformers', 'hotcoco', 'scipy', 'PIL'}"),
+        ("coordexp.pages.live", "{'torch', 'transformers', 'hotcoco'}"),
     ],
 )
 def test_nothing_heavy_is_imported_before_it_is_needed(module, heavy):

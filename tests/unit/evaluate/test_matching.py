@@ -11,8 +11,7 @@ from scipy.sparse.csgraph import maximum_bipartite_matching
 from coordexp.errors import DataError
 from coordexp.evaluate import ScoreMode, evaluate, replace_scores
 from coordexp.evaluate.comparison import compare_images
-from coordexp.evaluate.curve import best_point, thin_curve
-from coordexp.evaluate.matching import THRESHOLDS, match_image
+from coordexp.evaluate.matching import THRESHOLDS, best_point, match_image, thin_curve
 from tests.unit.evaluate.scenes import BOX, EDGE, FAR, answer, crowd, prediction, record
 
 

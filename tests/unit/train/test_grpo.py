@@ -17,7 +17,7 @@ from coordexp.data.records import RecordObject
 from coordexp.demo.scenes import SceneSettings, write_scenes
 from coordexp.evaluate import evaluate
 from coordexp.evaluate.answer import build_answer
-from coordexp.inspector.run import read_run
+from coordexp.pages.run_folder import read_run
 from coordexp.rollout.backend import Rollout
 from coordexp.rollout.prompt import PromptBuilder
 from coordexp.vocab import VocabularyTable

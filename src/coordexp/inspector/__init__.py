@@ -1,2 +1,0 @@
-"""Pages about a run, made from the files in its folder: the rollout inspector and the run report. Imports no
-torch."""

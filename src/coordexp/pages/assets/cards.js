@@ -1,0 +1,87 @@
+"use strict";
+// Filters, orders and pages through cards, hides kinds of shapes, and sorts tables. The page can be read without it.
+const find = (id) => document.getElementById(id);
+const host = document.querySelector(".cards");
+const cards = [...document.querySelectorAll(".card")];
+const filters = [...document.querySelectorAll("[data-filter]")];
+const perPage = Number(host?.dataset.page ?? cards.length);
+let fitting = cards;
+let at = 0;
+
+// A filter has a word that a card needs, or "any" or "none" for cards with any word or with none.
+function fits(card, { value, dataset }) {
+  const words = card.dataset[dataset.filter].split(" ").filter(Boolean);
+  if (value === "any" || value === "none") return (value === "any") === words.length > 0;
+  return value === "" || words.includes(value);
+}
+
+function filter() {
+  fitting = cards.filter((card) => filters.every((select) => fits(card, select)));
+  const chosen = find("class")?.value ?? "";
+  for (const part of document.querySelectorAll("[data-class]")) {
+    part.classList.toggle("faint", chosen !== "" && part.dataset.class !== chosen);
+  }
+  goTo(0);
+}
+
+function goTo(page) {
+  const last = Math.max(0, Math.ceil(fitting.length / perPage) - 1);
+  at = Math.min(last, Math.max(0, page));
+  const visible = new Set(fitting.slice(at * perPage, (at + 1) * perPage));
+  for (const card of cards) card.hidden = !visible.has(card);
+  find("nothing").hidden = fitting.length > 0;
+  const counts = `${fitting.length} of ${cards.length}`;
+  find("where").textContent = find("back") ? `${at + 1} of ${last + 1}` : `${counts} shown`;
+  find("where").title = counts;
+  if (!find("back")) return;
+  find("back").disabled = at === 0;
+  find("on").disabled = at === last;
+  window.scrollTo(0, 0);
+}
+
+function order(key) {
+  const sign = key === "errors" ? -1 : 1;
+  cards.sort((a, b) => sign * (Number(a.dataset[key]) - Number(b.dataset[key])));
+  host.append(...cards);
+}
+
+function sortBy(column, header) {
+  const body = header.closest("table").tBodies[0];
+  const falling = header.ariaSort !== "descending";
+  for (const other of header.parentNode.children) other.ariaSort = null;
+  header.ariaSort = falling ? "descending" : "ascending";
+  const value = (row) => row.cells[column].textContent;
+  const compare = (a, b) => {
+    const difference = Number(value(b)) - Number(value(a));
+    return Number.isNaN(difference) ? value(b).localeCompare(value(a)) : difference;
+  };
+  body.append(...[...body.rows].sort((a, b) => (falling ? 1 : -1) * compare(a, b)));
+}
+
+function highlight(event) {
+  const part = event.target.closest("[data-object]");
+  if (!part) return;
+  for (const other of part.closest(".card").querySelectorAll(`[data-object="${part.dataset.object}"]`)) {
+    other.classList.toggle("lit", event.type === "mouseover");
+  }
+}
+
+for (const select of filters) select.addEventListener("change", filter);
+for (const box of document.querySelectorAll("[data-kind]")) {
+  box.addEventListener("change", () => document.body.classList.toggle(`hide-${box.dataset.kind}`, !box.checked));
+}
+document.querySelectorAll(".sortable th[scope=col]").forEach((header, column) => {
+  header.addEventListener("click", () => sortBy(column, header));
+});
+find("order")?.addEventListener("change", (event) => order(event.target.value));
+find("back")?.addEventListener("click", () => goTo(at - 1));
+find("on")?.addEventListener("click", () => goTo(at + 1));
+document.addEventListener("mouseover", highlight);
+document.addEventListener("mouseout", highlight);
+document.addEventListener("keydown", (event) => {
+  if (event.target.tagName === "SELECT" || event.altKey || event.ctrlKey || event.metaKey || !find("back")) return;
+  if (event.key === "ArrowLeft") goTo(at - 1);
+  if (event.key === "ArrowRight") goTo(at + 1);
+});
+if (cards.length) filter();
+performance.mark("ready");

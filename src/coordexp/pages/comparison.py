@@ -1,0 +1,316 @@
+"""Compare groups of runs on the same held-out images, with intervals for the differences.
+
+Runs are never compared on different data. The method is a paired bootstrap over the images that all runs answered.
+A rate is a ratio of two sums over images, and a group's value is the mean over its seeds. A resample draws as many
+images as there are, with replacement, and the same ones for every run. An image that is hard for all runs
+therefore cancels out. The 95 % interval covers the middle of the resampled differences: it predicts other images
+with the same weights.
+
+It says nothing about other seeds, and a bootstrap over three seeds would be overconfident: it draws from only ten
+sets, and its variance is a third too small. With at least three seeds in both groups there is a second interval.
+It adds the variance over images and the variance of the means over seeds, and uses Student's t with Welch's
+degrees of freedom. The interaction of seeds and images is in both variances, so this interval is too wide rather
+than too narrow.
+"""
+
+import hashlib
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from coordexp.errors import DataError
+from coordexp.pages.curves import Floats
+from coordexp.pages.run_folder import MANIFEST, DataFile, LoggedRun, Run, RunGroup
+
+if TYPE_CHECKING:
+    from coordexp.evaluate.predictions import Truth
+
+LEVEL = 0.95
+SEED = 20_250  # of the resamples, so that the same page comes out again
+CELLS = 2_000_000  # drawn at a time
+MIN_SEEDS = 3
+MAX_UNDEFINED = 0.05  # of resamples in which the denominator of a rate is 0; with more, it has no interval
+TOLERANCE = 1e-9  # between a logged value and the value computed from the predictions
+
+RunCounts = Mapping[str, NDArray[np.int64]]  # of one run, by rate: [images, 2], numerator and denominator
+Interval = tuple[float, float]
+StepsByGroup = dict[str, tuple[int, ...]]  # by the letter of the group, one step per run
+
+
+@dataclass(frozen=True)
+class RateDifference:
+    """`base` and `other` are means over seeds. `same_sign` is the share of resamples in which the difference has
+    the same sign; None if it is 0. `seed_interval` is None with fewer than three seeds on a side."""
+
+    name: str
+    base: float
+    other: float
+    image_interval: Interval | None
+    same_sign: float | None
+    seed_interval: Interval | None
+
+    @property
+    def value(self) -> float:
+        return self.other - self.base
+
+    @property
+    def is_clear(self) -> bool:
+        """Whether there is an interval and none of them contains 0."""
+        known = [interval for interval in (self.image_interval, self.seed_interval) if interval is not None]
+        return bool(known) and all(low > 0 or high < 0 for low, high in known)
+
+
+@dataclass(frozen=True)
+class GroupComparison:
+    """`average_precision` is that of both groups, as logged."""
+
+    base: RunGroup
+    other: RunGroup
+    rows: tuple[RateDifference, ...]
+    average_precision: tuple[float, float] | None
+
+    @property
+    def has_seed_intervals(self) -> bool:
+        return any(row.seed_interval is not None for row in self.rows)
+
+
+@dataclass(frozen=True)
+class ComparisonResult:
+    """Every group after the first is compared with the first."""
+
+    images: int
+    resamples: int
+    steps: StepsByGroup
+    comparisons: tuple[GroupComparison, ...]
+    notes: tuple[str, ...]
+
+
+def compare_groups(
+    groups: Sequence[RunGroup], step: int | None, resamples: int, data: Path | None, notify: Callable[[str], None]
+) -> ComparisonResult:
+    """Compare groups for which `reason_not_to_compare` returned None: at this step, or at the last evaluation of
+    each run. `data` says where the held-out records are now. Raise DataError if files are missing or do not
+    fit."""
+    from coordexp.data import read_records
+
+    steps = {group.letter: tuple(choose_step(run.run, step) for run in group.runs) for group in groups}
+    truth = list(read_records(find_held_out_file(groups[0].runs[0], data)))
+    counts: dict[str, list[RunCounts]] = {}
+    for group in groups:
+        for run, at in zip(group.runs, steps[group.letter], strict=True):
+            notify(f"{run.name}, step {at}")
+            counts.setdefault(group.letter, []).append(_count(run.run, at, truth))
+    notify(f"{resamples} resamples")
+    base = groups[0]
+    comparisons = tuple(
+        GroupComparison(
+            base,
+            other,
+            tuple(bootstrap_differences(counts[base.letter], counts[other.letter], resamples=resamples)),
+            _read_average_precision(base, other, steps),
+        )
+        for other in groups[1:]
+    )
+    notes = (*_note_different_steps(groups, steps), *_note_deviations(groups, steps, counts))
+    return ComparisonResult(len(truth), resamples, steps, comparisons, notes)
+
+
+def reason_not_to_compare(groups: Sequence[RunGroup]) -> str | None:
+    """Return None if there are several groups and all runs were evaluated on the same data."""
+    if len(groups) < 2:
+        return "there is only one group of runs"
+    runs = [run for group in groups for run in group.runs]
+    for run in runs:
+        if not find_evaluated_steps(run.run):
+            return f"{run.name} has no evaluation in {run.run.folder / 'evaluations'}"
+    files = {(file := _find_val_data(run)).sha256: (run.name, file) for run in runs}
+    if len(files) > 1:
+        words = "; ".join(
+            f"{name}: {file.file}, {file.records} records, sha256 {file.sha256[:8]}"
+            for name, file in files.values()
+        )
+        return f"the runs were evaluated on different data ({words})"
+    return None
+
+
+def find_evaluated_steps(run: Run) -> tuple[int, ...]:
+    """Return the steps whose evaluations left their predictions."""
+    names = (path.stem.removeprefix("step-") for path in (run.folder / "evaluations").glob("step-*.json"))
+    return tuple(sorted(int(name) for name in names if name.isdecimal()))
+
+
+def choose_step(run: Run, step: int | None) -> int:
+    steps = find_evaluated_steps(run)
+    if step is None:
+        return steps[-1]
+    if step not in steps:
+        raise DataError(
+            f"{run.folder}: no evaluation at step {step}",
+            f"there is one at {', '.join(map(str, steps))}; give one of them with --at, or --at last",
+        )
+    return step
+
+
+def find_held_out_file(logged: LoggedRun, given: Path | None) -> Path:
+    """Return the file that the run was evaluated on: `given`, or the name in `run.json`, relative to here or to
+    where the run was started. Raise DataError if its hash differs from that in `run.json`."""
+    expected = _find_val_data(logged)
+    name = Path(expected.file)
+    root = logged.run.start_folder
+    candidates = [given] if given else [name, *([root / name] if root else [])]
+    path = next((candidate for candidate in candidates if candidate.is_file()), None)
+    if path is None:
+        raise DataError(
+            f"{candidates[0]}: no such file",
+            f"{logged.name} was evaluated on it (a relative path starts where the run was started); say where it "
+            "is now with --data FILE, or leave out the comparison with --at none",
+        )
+    with path.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    if digest != expected.sha256:
+        raise DataError(
+            f"{path}: its hash is {digest[:12]}, but {logged.name} was evaluated on {expected.sha256[:12]} "
+            f"({expected.records} records)",
+            "the file has changed, or is another one; give the file of the run with --data FILE, or leave out the "
+            "comparison with --at none",
+        )
+    return path
+
+
+def _find_val_data(logged: LoggedRun) -> DataFile:
+    if "val" not in logged.data:
+        raise DataError(
+            f"{logged.run.folder / MANIFEST}: names no held-out data, although there are evaluations",
+            "leave out the comparison with --at none",
+        )
+    return logged.data["val"]
+
+
+def _count(run: Run, step: int, truth: "Truth") -> RunCounts:
+    from coordexp.evaluate import check_predictions, read_predictions
+    from coordexp.evaluate.report import count_by_image
+
+    path = run.folder / "evaluations" / f"step-{step}.json"
+    try:
+        predictions = read_predictions(path)
+        check_predictions(predictions, truth)
+        return count_by_image(truth, predictions.answers)
+    except DataError as error:  # it does not name the run
+        raise DataError(f"{path}: {error.problem}", error.fix) from error
+
+
+def _value_at(run: LoggedRun, metric: str, step: int) -> float | None:
+    series = run.series(metric)
+    values = series.values[series.steps == step]
+    return float(values[0]) if len(values) else None
+
+
+def _read_average_precision(base: RunGroup, other: RunGroup, steps: StepsByGroup) -> tuple[float, float] | None:
+    """Return the means over seeds, or None if a run did not log it."""
+    means = []
+    for group in (base, other):
+        logged = [
+            _value_at(run, "eval_ap", step) for run, step in zip(group.runs, steps[group.letter], strict=True)
+        ]
+        values = [value for value in logged if value is not None]
+        if len(values) < len(group.runs):
+            return None
+        means.append(sum(values) / len(values))
+    return means[0], means[1]
+
+
+def _note_different_steps(groups: Sequence[RunGroup], steps: StepsByGroup) -> list[str]:
+    if len({step for group_steps in steps.values() for step in group_steps}) == 1:
+        return []
+    shared = set.intersection(*(set(find_evaluated_steps(run.run)) for group in groups for run in group.runs))
+    words = "; ".join(f"{letter} {', '.join(map(str, group_steps))}" for letter, group_steps in steps.items())
+    advice = f"--at {max(shared)} compares all at the last step they share" if shared else "they share no step"
+    return [f"The last evaluations are of different steps ({words}); {advice}."]
+
+
+def _note_deviations(
+    groups: Sequence[RunGroup], steps: StepsByGroup, counts: dict[str, list[RunCounts]]
+) -> list[str]:
+    """Report runs whose logged F1 cannot be reproduced from their predictions."""
+    notes = []
+    for group in groups:
+        for run, step, run_counts in zip(group.runs, steps[group.letter], counts[group.letter], strict=True):
+            logged = _value_at(run, "eval_f1_50", step)
+            above, below = run_counts["f1_50"].sum(axis=0)
+            if logged is not None and below and abs(above / below - logged) > TOLERANCE:
+                notes.append(
+                    f"{run.name} logged F1 {logged:.4f} at step {step}, but its predictions give "
+                    f"{above / below:.4f} now: another version evaluated them, or they were changed."
+                )
+    return notes
+
+
+def bootstrap_differences(
+    base: Sequence[RunCounts], other: Sequence[RunCounts], *, resamples: int, seed: int = SEED
+) -> list[RateDifference]:
+    """Return the differences of all rates whose denominator is not 0 in any run. All counts must be of the same
+    images in the same order."""
+    runs = [*base, *other]
+    names = [name for name in base[0] if all(run[name][:, 1].sum() for run in runs)]
+    columns = np.concatenate([run[name] for run in runs for name in names], axis=1).astype(float)
+    whole = _to_rates(columns.sum(axis=0)[None], len(runs), len(names))[0]
+    drawn = _to_rates(resample_sums(columns, resamples, seed), len(runs), len(names))
+    return [_estimate(name, whole[:, k], drawn[:, :, k], len(base)) for k, name in enumerate(names)]
+
+
+def resample_sums(columns: Floats, resamples: int, seed: int) -> Floats:
+    """Return [resamples, columns]: sums over as many rows as there are, drawn with replacement. Many denominators
+    are equal columns, which are summed only once."""
+    columns, inverse = np.unique(columns, axis=1, return_inverse=True)
+    rows, rng = len(columns), np.random.default_rng(seed)
+    batch = max(1, CELLS // rows)
+    parts = []
+    for start in range(0, resamples, batch):
+        count = min(batch, resamples - start)
+        drawn = rng.integers(0, rows, (count, rows)) + np.arange(count)[:, None] * rows
+        times = np.bincount(drawn.ravel(), minlength=count * rows).reshape(count, rows)
+        parts.append(times.astype(float) @ columns)
+    sums: Floats = np.concatenate(parts)[:, inverse]
+    return sums
+
+
+def _to_rates(sums: Floats, runs: int, names: int) -> Floats:
+    """Return [resamples, runs, names]; nan where the denominator is 0."""
+    pairs = sums.reshape(len(sums), runs, names, 2)
+    below = np.where(pairs[..., 1] > 0, pairs[..., 1], np.nan)
+    rates: Floats = pairs[..., 0] / below
+    return rates
+
+
+def _estimate(name: str, whole: Floats, drawn: Floats, base: int) -> RateDifference:
+    """`whole` is [runs] and `drawn` [resamples, runs]. The first `base` runs are those of the base group."""
+    value = float(whole[base:].mean() - whole[:base].mean())
+    differences = drawn[:, base:].mean(axis=1) - drawn[:, :base].mean(axis=1)
+    known = differences[np.isfinite(differences)]
+    means = float(whole[:base].mean()), float(whole[base:].mean())
+    if len(known) < (1 - MAX_UNDEFINED) * len(differences):
+        return RateDifference(name, *means, None, None, None)
+    low, high = np.quantile(known, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
+    same_sign = float((np.sign(known) == np.sign(value)).mean()) if value else None
+    over_seeds = estimate_seed_interval(whole[:base], whole[base:], float(known.var(ddof=1)))
+    return RateDifference(name, *means, (float(low), float(high)), same_sign, over_seeds)
+
+
+def estimate_seed_interval(base: Floats, other: Floats, image_variance: float) -> Interval | None:
+    """Return the interval for the difference of two means over seeds, or None with too few seeds.
+    `image_variance` is the variance of the difference over images."""
+    if min(len(base), len(other)) < MIN_SEEDS:
+        return None
+    from scipy.stats import t
+
+    variances = [float(side.var(ddof=1)) / len(side) for side in (base, other)]
+    value, total = float(other.mean() - base.mean()), image_variance + sum(variances)
+    uncertain = sum(part**2 / (len(side) - 1) for part, side in zip(variances, (base, other), strict=True))
+    freedom = total**2 / uncertain if uncertain else math.inf
+    half = float(t.ppf((1 + LEVEL) / 2, freedom)) * math.sqrt(total)
+    return value - half, value + half

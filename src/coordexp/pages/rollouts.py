@@ -1,0 +1,286 @@
+"""The rollout inspector: the dumped examples of a run, with their images and tokens, as one HTML page.
+
+A long run dumps more than a page can hold. Steps are chosen evenly and include the first and the last. Records
+that the run follows have priority, because they show one image over the steps.
+
+The body of the page is static, and its scripts write all data as text. Samples are JSON elements that are parsed
+only when they are shown, so that a page with hundreds of them opens at once.
+"""
+
+import functools
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from operator import attrgetter
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+from coordexp.data import BINS
+from coordexp.dumps import FOLDER, FOLLOWED, FORMAT, NOT_A_DUMP, TRACE_FORMAT, step_files, trace_file
+from coordexp.errors import DataError, explain
+from coordexp.files import read_json_lines
+from coordexp.pages.curves import NOT_WRITTEN_BY_A_RUN
+from coordexp.pages.document import escape_text, read_asset, render_document, render_header, render_pager
+from coordexp.pages.images import explain_missing_image, make_thumbnail
+from coordexp.pages.rollout_sample import show_sample, summarise_sample
+from coordexp.pages.run_folder import RESOLVED, Run
+from coordexp.vocab import VocabularyError, VocabularyTable
+
+SIDE = 640  # pixels of an image on the page, at most
+PLACE = ("step", "micro", "record")
+SCRIPTS = ("rollouts_data.js", "rollouts_image.js", "rollouts_tokens.js", "rollouts_objects.js", "rollouts.js")
+CONTROLS = (
+    '<button type="button" id="news" hidden></button><label>show <select id="filter"></select></label>'
+    f'<label>order <select id="order"></select></label>{render_pager("sample")}'
+    '<button type="button" id="help" aria-label="Keys" title="Keys (?)">?</button>'
+)
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class DumpedExample:
+    """One line of a dump file. `trained` is the trace of its training, None if it was not trained yet."""
+
+    where: str  # file and line
+    content: dict[str, Any]
+    trained: dict[str, Any] | None
+    followed: bool
+
+    @property
+    def record(self) -> int:
+        return int(self.content["place"]["record"])
+
+    @property
+    def time(self) -> tuple[int, int]:
+        """Step and micro-step."""
+        return int(self.content["place"]["step"]), int(self.content["place"]["micro"])
+
+
+def choose_examples(run: Path, most: int) -> tuple[list[DumpedExample], int]:
+    """Return at most `most` examples in the order of steps, and approximately how many there are."""
+    regular, followed = (list(step_files(folder).values()) for folder in dump_folders(run))
+    if not regular:
+        raise DataError(
+            f"{run} has no dumped examples",
+            "a run with rollouts writes them to RUN/dumps (stage2.dump_every); one on the ground truth has none",
+        )
+    first = list(_read_examples(regular[0], followed=False))
+    records = {example.record for example in first}
+    share = min(most // 2, max(0, most - 2 * len(first)))  # the first step and the last have priority
+    repeated = [
+        example for file in _spread(followed, max(1, share)) for example in _read_examples(file, followed=True)
+    ]
+    repeated = _spread(repeated, share)
+    room = max(1, (most - len(repeated)) // max(1, len(first)))
+    files = _spread(regular, room)
+    read = [example for file in files for example in _read_examples(file, followed=False)]
+    others = [
+        replace(example, followed=example.record in records) for example in _spread(read, most - len(repeated))
+    ]
+    total = (len(read) if len(files) == len(regular) else len(regular) * len(first)) + len(followed)
+    chosen = sorted([*others, *repeated], key=attrgetter("time"))
+    return chosen, max(total, len(chosen))
+
+
+def _spread(items: list[T], most: int) -> list[T]:
+    """Return at most `most` items, evenly spaced, including the first and the last."""
+    if len(items) <= most:
+        return items
+    if most < 2:
+        return items[-1:] if most else []
+    return [items[round(k * (len(items) - 1) / (most - 1))] for k in range(most)]
+
+
+def _read_examples(file: Path, *, followed: bool) -> Iterator[DumpedExample]:
+    traces = _read_traces(file.with_name(trace_file(file.name)))
+    for number, content in enumerate(read_json_lines(file)):
+        where = f"{file}, line {number + 1}"
+        if content.get("format") != FORMAT:
+            raise DataError(f"{where}: a dump of format {content.get('format')}; this version reads {FORMAT}")
+        place = content.get("place")
+        if not isinstance(place, dict) or not all(isinstance(place.get(name), int) for name in PLACE):
+            raise DataError(f"{where}: not a dumped example (its place has no {', '.join(PLACE)})")
+        yield DumpedExample(where, content, traces.get(number), followed)
+
+
+def _read_traces(file: Path) -> dict[int, dict[str, Any]]:
+    """Return the traces by the number of the example. An example that was trained again after a resume has two;
+    the last one counts."""
+    traces = {}
+    for number, line in enumerate(read_json_lines(file), start=1):
+        if line.get("format") != TRACE_FORMAT or not isinstance(line.get("example"), int):
+            raise DataError(f"{file}, line {number}: not a trace of format {TRACE_FORMAT}")
+        traces[line["example"]] = line
+    return traces
+
+
+def dump_folders(run: Path) -> tuple[Path, Path]:
+    return run / FOLDER, run / FOLDER / FOLLOWED
+
+
+class InspectorPage(NamedTuple):
+    """A page, how many examples it holds, how many there are, and remarks on images that could not be shown."""
+
+    html: str
+    held: int
+    total: int
+    remarks: tuple[str, ...]
+
+
+def make_inspector_page(
+    run: Run, most: int, *, stamp: str | None = None, report: str | None = None
+) -> InspectorPage:
+    """Return a page with at most `most` examples. A served page has the `stamp` of the dumps it was made from.
+    `report` is the address of the run's report, if there is one."""
+    dumped, total = choose_examples(run.folder, most)
+    target, folder = _read_settings(run)
+    objective, table = run.latest_start.objective, _read_table(run.folder / FOLDER)
+    desc_is_masked = objective is not None and "B" in (objective.masked_desc or ())
+    entries, samples = _read_samples(dumped, table, folder, desc_is_masked=desc_is_masked)
+    index = {
+        "run": run.name,
+        "total": total,
+        "stamp": stamp,
+        "target": target,
+        "pieces": collect_pieces(samples, table),
+        "coord0": table.first_coord,
+        "samples": entries,
+    }
+    images = _add_images(entries, dumped, run.start_folder)
+    remarks = tuple(entry["remark"] for entry in entries if entry["remark"])
+    html = render_inspector(index, samples, images, live=stamp is not None, report=report)
+    return InspectorPage(html, len(entries), total, remarks)
+
+
+def render_inspector(
+    index: dict[str, Any],
+    samples: Iterable[dict[str, Any]],
+    images: Mapping[str, str],
+    *,
+    live: bool = False,
+    report: str | None = None,
+) -> str:
+    """`samples` are in the order of the index. `images` are data URLs by the ids that the index uses."""
+    data: dict[str, Any] = {"index": {**index, "live": live}}
+    data.update((f"sample-{k}", sample) for k, sample in enumerate(samples))
+    data.update(images)
+    held, total = len(index["samples"]), max(len(index["samples"]), index["total"])
+    scope = f"{f'{held:,} of ' if held < total else ''}{total:,} answer{'' if total == 1 else 's'}"
+    link = f'<a id="report" href="{escape_text(report)}">report</a>' if report else ""
+    header = render_header("rollouts", index["run"], scope, link + CONTROLS)
+    return render_document(
+        f"Rollouts of {index['run']}",
+        header + read_asset("rollouts.html"),
+        styles=("page.css", "rollouts.css"),
+        scripts=SCRIPTS,
+        data=data,
+        live=live,
+    )
+
+
+def _read_settings(run: Run) -> tuple[dict[str, Any] | None, Path]:
+    """Return the soft target over bins, if the loss on rollouts has one, and the folder of the images."""
+    problem = f"{run.folder / RESOLVED} does not have the form that a run writes"
+    with explain((KeyError, TypeError, AttributeError), problem, NOT_WRITTEN_BY_A_RUN):  # a tree of any shape
+        pipeline = (run.settings.get("rollout_matching") or {}).get("pipeline") or {}
+        data = Path(run.custom.get("train_jsonl") or "")
+        return find_soft_target(pipeline.get("objective") or ()), data.parent
+
+
+def find_soft_target(objective: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
+    """Return the target over bins that the loss on rollouts uses; None without one."""
+    for module in objective:
+        config = module["config"]
+        if module["name"] == "coord_reg" and module["enabled"] and module["weight"] and "B" in module["channels"]:
+            if not config["soft_ce_weight"] and not config["w1_weight"]:
+                continue
+            names = {"sigma": "target_sigma", "truncate": "target_truncate", "temperature": "temperature"}
+            return {name: config[key] for name, key in names.items()}
+    return None
+
+
+def collect_pieces(samples: Iterable[dict[str, Any]], table: VocabularyTable) -> dict[str, str]:
+    """Return the visible text of every token that the page shows and that is not a coordinate, by its id."""
+    first, known = table.first_coord, len(table.pieces)
+    ids = {id for sample in samples for id in (*sample["tokens"]["ids"], *sample["unlikely"].values())}
+    return {
+        str(id): make_visible(table.pieces[id]) if id < known else f"<id {id}>"
+        for id in sorted(ids)
+        if not first <= id < first + BINS
+    }
+
+
+def make_visible(piece: bytes) -> str:
+    """Return the text of a token, with escapes for characters that cannot be seen."""
+    try:
+        text = piece.decode()
+    except UnicodeDecodeError:  # a part of a character
+        return "".join(chr(byte) if 0x20 <= byte < 0x7F else f"\\x{byte:02x}" for byte in piece)
+    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
+
+
+def _read_table(folder: Path) -> VocabularyTable:
+    file = folder / "tokenizer.json"
+    try:
+        return _read_cached_table(folder, file.stat().st_mtime_ns if file.is_file() else 0)
+    except VocabularyError as error:  # its fix is meant for training
+        raise DataError(error.problem, "copy the tokenizer.json of the run's model there") from error
+
+
+@functools.lru_cache(maxsize=1)  # a served page is made again and again
+def _read_cached_table(folder: Path, modified: int) -> VocabularyTable:
+    return VocabularyTable.from_folder(folder)
+
+
+def _read_samples(
+    dumped: Sequence[DumpedExample], table: VocabularyTable, folder: Path, *, desc_is_masked: bool
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Return the entries of the index, and the full samples. Names of images are relative to `folder`."""
+    seen = Counter[str]()
+    entries, samples = [], []
+    for example in dumped:
+        content, trained = example.content, example.trained
+        with explain(NOT_A_DUMP, f"{example.where}: not a dumped example"):
+            place, path = content["place"], content["picture"]["path"]
+            id = f"{place['step'] + 1}.{place['micro']}.{place['record']}"
+            seen[id] += 1  # a record can occur twice in one step, when a new epoch begins
+            name = {"id": id if seen[id] == 1 else f"{id}.{seen[id]}"}
+            image = Path(path).relative_to(folder) if Path(path).is_relative_to(folder) else path
+            origin = {"image": str(image), "followed": example.followed}
+            entries.append({**name, **origin, **summarise_sample(content, trained)})
+            samples.append({**name, **show_sample(content, trained, table, desc_is_masked=desc_is_masked)})
+    return entries, samples
+
+
+def _add_images(
+    entries: Sequence[dict[str, Any]], dumped: Sequence[DumpedExample], root: Path | None
+) -> dict[str, str]:
+    """Return the images by id, one per file. Add to each entry the id of its image, or a remark why it has
+    none."""
+    images: dict[str, str] = {}
+    known: dict[str, dict[str, Any]] = {}
+    for entry, example in zip(entries, dumped, strict=True):
+        path = example.content["picture"]["path"]
+        if path not in known:
+            url, remark = _load_image(path, root)
+            id = f"picture-{len(known)}" if url else None
+            known[path] = {"picture": id, "remark": remark}
+            images |= {id: url} if id and url else {}
+        entry |= known[path]
+    return images
+
+
+def _load_image(path: str, root: Path | None) -> tuple[str | None, str | None]:
+    """Return a data URL, or a remark why there is none. Relative paths are tried from here and from where the run
+    was started."""
+    try:
+        file = Path(path)
+        file = root / file if root is not None and not file.is_file() else file
+        return _load_thumbnail(str(file), file.stat().st_mtime_ns), None
+    except (OSError, ValueError) as error:  # ValueError: a text that cannot be a path
+        return None, f"{explain_missing_image(error)}; {path}"
+
+
+@functools.lru_cache(maxsize=512)
+def _load_thumbnail(path: str, modified: int) -> str:
+    return make_thumbnail(Path(path), SIDE)

@@ -1,0 +1,358 @@
+"""Reading run folders: settings, `run.json` with an entry for every start and resume, and metrics.
+
+Files are validated here, so the code behind can rely on their shape. A run that is still going on is read up to
+what it has written so far.
+
+Runs that differ only in seeds and names, and used the same data, form one group. Each group has a letter and a
+name, in the order of the command line.
+"""
+
+import itertools
+import json
+import re
+import reprlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from operator import itemgetter
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
+
+import yaml
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError
+
+from coordexp.errors import DataError, explain
+from coordexp.pages.curves import EMPTY, LARGEST_NUMBER, NOT_WRITTEN_BY_A_RUN, Log, Series, read_log
+
+METRICS, RESOLVED, MANIFEST = "metrics.jsonl", "resolved.yaml", "run.json"
+INSPECTOR, REPORT = "inspect.html", "report.html"  # the pages of a run, in its folder
+MAX_DEPTH = 64  # objects and lists nested in each other
+MAX_WIDTH = 100_000  # values at one depth; a few YAML aliases can stand for any number of them
+SEEDS = ("training.seed", "training.data_seed")
+NAMES = ("training.output_dir", "training.run_name", "training.logging_dir", "training.project")
+LETTERS = "ABCDEFGH"  # each has its own colour, dashes and mark in the page's style
+SECRET = re.compile(r"(^|_)(token|password|secret|api_key|credentials)$")
+HIDDEN = "(not shown)"
+
+T = TypeVar("T")
+
+
+def _to_list(value: Any) -> Any:
+    return [value] if isinstance(value, str) else value
+
+
+def _check_number(value: float) -> float:
+    if not -LARGEST_NUMBER <= value <= LARGEST_NUMBER:
+        raise ValueError(f"it should be a number up to {LARGEST_NUMBER:g}")
+    return value
+
+
+Count = Annotated[int, Field(ge=0, lt=2**53)]
+Number = Annotated[float, AfterValidator(_check_number)]
+
+
+class RunFileModel(BaseModel):
+    """A JSON object in a file of a run. Types are strict; fields that no page needs are ignored."""
+
+    model_config = ConfigDict(strict=True, extra="ignore", frozen=True)
+
+
+class DataFile(RunFileModel):
+    """A data file as the run found it when it started."""
+
+    file: str
+    records: Count
+    sha256: str
+
+    def __str__(self) -> str:
+        return f"{self.file}, {self.records} records, sha256 {self.sha256}"
+
+
+class ObjectiveTerm(RunFileModel):
+    """A term of the loss. A diagnostic has no weight."""
+
+    term: str
+    weight: Number | None
+    channels: list[str]
+    divided_by: Annotated[list[str], BeforeValidator(_to_list)]
+
+
+class RunObjective(RunFileModel):
+    """The objective of a run. `idle` names the modules that do not run and says why."""
+
+    terms: list[ObjectiveTerm]
+    idle: dict[str, Any] | None = None
+    masked_desc: list[str] | None = None
+
+
+def _to_no_objective(value: Any) -> Any:
+    return None if value == {} else value
+
+
+class RunStart(RunFileModel):
+    """One start or resume of a run, as `run.json` describes it."""
+
+    command: list[str] | None = None
+    files: list[str] | None = None
+    python: Any = ""
+    packages: dict[str, Any] | None = None
+    git: Any = None
+    data: dict[str, DataFile] | None = None
+    objective: Annotated[RunObjective | None, BeforeValidator(_to_no_objective)] = None
+    rollouts: Any = None
+
+
+STARTS = TypeAdapter(list[RunStart])
+
+
+@dataclass(frozen=True)
+class Run:
+    """`settings` is the tree of `resolved.yaml`. `starts` has at least one entry."""
+
+    folder: Path
+    settings: dict[str, Any]
+    starts: tuple[RunStart, ...]
+
+    @property
+    def name(self) -> str:
+        return self.folder.resolve().name
+
+    @property
+    def latest_start(self) -> RunStart:
+        return self.starts[-1]
+
+    @property
+    def training(self) -> dict[str, Any]:
+        return self.settings.get("training") or {}
+
+    @property
+    def custom(self) -> dict[str, Any]:
+        return self.settings.get("custom") or {}
+
+    @property
+    def start_folder(self) -> Path | None:
+        """The folder that the run was started in. The paths in its files are relative to it. None if the run
+        folder is no longer where `training.output_dir` put it."""
+        output_dir = Path(str(self.training.get("output_dir") or ""))
+        folder = self.folder.resolve()
+        depth = len(output_dir.parts)
+        if output_dir.is_absolute() or not depth or folder.parts[-depth:] != output_dir.parts:
+            return None
+        return Path(*folder.parts[:-depth])
+
+
+def read_run(folder: Path) -> Run:
+    """Raise DataError if the folder is not that of a run, or if a file holds something that no run writes."""
+    missing = [name for name in (RESOLVED, MANIFEST) if not (folder / name).is_file()]
+    if missing:
+        raise DataError(
+            f"{folder}: not the folder of a run, it has no {' and no '.join(missing)}",
+            "give the folder that training.output_dir names; a run that has just begun writes these files soon",
+        )
+    settings = _read_file(folder / RESOLVED, yaml.safe_load, dict)
+    for section in ("training", "custom"):
+        if not isinstance(settings.get(section, {}), dict | None):
+            problem = f"{folder / RESOLVED}: {section} is {reprlib.repr(settings[section])}, not an object"
+            raise DataError(problem, NOT_WRITTEN_BY_A_RUN)
+    starts = validate(STARTS, _read_file(folder / MANIFEST, json.loads, list), str(folder / MANIFEST))
+    if not starts:
+        raise DataError(f"{folder / MANIFEST}: an empty list", "every start of a run adds to it; give another run")
+    return Run(folder, settings, tuple(starts))
+
+
+def validate(adapter: TypeAdapter[T], value: Any, where: str) -> T:
+    """Raise DataError with the file, the place and the value if the value does not fit."""
+    try:
+        return adapter.validate_python(value)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        place = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in first["loc"])
+        place = place.removesuffix(".[key]").removeprefix(".")
+        expected = first["msg"].replace("Input", "it").removeprefix("Value error, ")
+        problem = f"is {reprlib.repr(first['input'])}: {expected}"
+        if first["type"] == "missing":
+            problem = "is missing"
+        elif first["type"] in ("model_type", "dict_type"):
+            problem = f"is {reprlib.repr(first['input'])}, not an object"
+        raise DataError(f"{where}: {place} {problem}", NOT_WRITTEN_BY_A_RUN) from error
+
+
+def _read_file(path: Path, parse: Callable[[str], Any], kind: type) -> Any:
+    with explain((ValueError, RecursionError, yaml.YAMLError), f"{path}: cannot be read"):
+        value = parse(path.read_text(encoding="utf-8"))
+    if not isinstance(value, kind):
+        raise DataError(f"{path}: expected a {kind.__name__}, but this is a {type(value).__name__}")
+    _check_size(value, str(path))
+    return value
+
+
+def _check_size(value: Any, where: str) -> None:
+    """Raise DataError if objects and lists are nested too deeply, which may be without end, or are too many."""
+    level: list[Any] = [value]
+    for _ in range(MAX_DEPTH):
+        level = [child for parent in level for child in _children(parent)]
+        if not level:
+            return
+        if len(level) > MAX_WIDTH:
+            raise DataError(f"{where}: more than {MAX_WIDTH:,} values", NOT_WRITTEN_BY_A_RUN)
+    raise DataError(f"{where}: more than {MAX_DEPTH} objects and lists nested in each other", NOT_WRITTEN_BY_A_RUN)
+
+
+def _children(value: Any) -> Iterable[Any]:
+    return value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+
+
+@dataclass(frozen=True, eq=False)
+class LoggedRun:
+    """A run with the metrics that it logged."""
+
+    run: Run
+    log: Log
+
+    @property
+    def name(self) -> str:
+        return self.run.name
+
+    @property
+    def seed(self) -> Any:
+        return self.run.training.get("seed")
+
+    @property
+    def data(self) -> dict[str, DataFile]:
+        """The data files of the latest start, by `train` and `val`."""
+        return dict(self.run.latest_start.data or {})
+
+    def series(self, metric: str) -> Series:
+        """Return the values of a metric; an empty series if it was never logged."""
+        return self.log.get(metric, EMPTY)
+
+
+@dataclass(frozen=True, eq=False)
+class RunGroup:
+    letter: str
+    name: str
+    runs: tuple[LoggedRun, ...]
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        return self.runs[0].run.settings
+
+    @property
+    def seeds(self) -> str:
+        return ", ".join(str(run.seed) for run in self.runs)
+
+
+def read_logged_run(folder: Path) -> LoggedRun:
+    """Raise DataError if the folder is not that of a run, or if a file holds something that no run writes."""
+    return LoggedRun(read_run(folder), read_log(folder / METRICS))
+
+
+def group_runs(runs: Sequence[LoggedRun]) -> tuple[RunGroup, ...]:
+    """Return the groups in the order of their first runs. Raise DataError if a run is given twice or if there are
+    too many groups."""
+    _check_unique(runs)
+    members: dict[str, list[LoggedRun]] = {}
+    for run in runs:
+        members.setdefault(_identity(run), []).append(run)
+    if len(members) > len(LETTERS):
+        raise DataError(
+            f"{len(members)} groups of runs with different settings",
+            f"a page compares up to {len(LETTERS)}; give fewer runs",
+        )
+    for group in members.values():
+        _check_seeds(group)
+    names = _number_duplicates([_common_name(group) for group in members.values()])
+    return tuple(
+        RunGroup(letter, name, tuple(group))
+        for letter, name, group in zip(LETTERS, names, members.values(), strict=False)
+    )
+
+
+def flatten_settings(settings: Mapping[str, Any], path: str = "") -> dict[str, Any]:
+    """Return every value by its dotted path, without secrets. List items that have a name are addressed by it."""
+    flat: dict[str, Any] = {}
+    for key, value in settings.items():
+        here = f"{path}.{key}" if path else str(key)
+        if isinstance(value, Mapping) and value:
+            flat |= flatten_settings(value, here)
+        elif isinstance(value, list) and value and all(isinstance(item, Mapping) for item in value):
+            for k, item in enumerate(value):
+                fields = {name: field for name, field in item.items() if name != "name"}
+                flat |= flatten_settings(fields, f"{here}[{item.get('name', k)}]")
+        else:
+            flat[here] = _hide_secret(str(key), value)
+    return flat
+
+
+def hide_secrets(value: Any, key: str = "") -> Any:
+    """Return a copy of settings in which secrets are replaced by a remark."""
+    if isinstance(value, dict):
+        return {name: hide_secrets(child, str(name)) for name, child in value.items()}
+    return [hide_secrets(child) for child in value] if isinstance(value, list) else _hide_secret(key, value)
+
+
+def find_differences(groups: Sequence[RunGroup]) -> dict[str, tuple[Any, ...]]:
+    """Return the settings that differ between groups, with one value per group; None if a group lacks the setting.
+    Seeds and names do not count."""
+    trees = [flatten_settings(group.settings) for group in groups]
+    paths = dict.fromkeys(path for tree in trees for path in tree)
+    rows = {path: tuple(tree.get(path) for tree in trees) for path in paths if path not in (*SEEDS, *NAMES)}
+    return {path: row for path, row in rows.items() if any(value != row[0] for value in row)}
+
+
+def _hide_secret(key: str, value: Any) -> Any:
+    return HIDDEN if isinstance(value, str) and SECRET.search(key) else value
+
+
+def _check_unique(runs: Sequence[LoggedRun]) -> None:
+    seen = set()
+    for logged in runs:
+        folder = logged.run.folder.resolve()
+        if folder in seen:
+            raise DataError(f"{logged.run.folder}: given twice", "a run counts once; leave one out")
+        seen.add(folder)
+
+
+def _check_seeds(group: Sequence[LoggedRun]) -> None:
+    """Raise DataError for a copy of a run: it says nothing about other seeds."""
+    seen: dict[str, LoggedRun] = {}
+    for logged in group:
+        settings = flatten_settings(logged.run.settings)
+        seeds = repr([settings.get(path) for path in SEEDS])
+        if other := seen.get(seeds):
+            raise DataError(
+                f"{logged.run.folder} and {other.run.folder}: the same settings, data and seed ({logged.seed})",
+                "they count as one run; leave one out, or give runs with other seeds",
+            )
+        seen[seeds] = logged
+
+
+def _identity(logged: LoggedRun) -> str:
+    """Return a text that is the same for all runs of a group. It includes the hashes of the data: a file may have
+    changed between two runs with the same settings."""
+    settings = flatten_settings(logged.run.settings)
+    compared = {path: value for path, value in settings.items() if path not in (*SEEDS, *NAMES)}
+    hashes = {name: file.sha256 for name, file in sorted(logged.data.items())}
+    return repr((sorted(compared.items(), key=itemgetter(0)), hashes))
+
+
+def _common_name(group: Sequence[LoggedRun]) -> str:
+    names = [run.name for run in group]
+    if len(names) == 1:
+        return names[0]
+    columns = zip(*names, strict=False)
+    prefix = "".join(letters[0] for letters in itertools.takewhile(_are_equal, columns))
+    shared = re.sub(r"((^|[-_. ]+)(seed|s)\d*)?([-_. ]+\d*)?$", "", prefix)
+    return shared or f"{names[0]} and {len(names) - 1} more"
+
+
+def _are_equal(letters: Sequence[str]) -> bool:
+    return len(set(letters)) == 1
+
+
+def _number_duplicates(names: Sequence[str]) -> list[str]:
+    """Append a number to names that occurred before."""
+    unique: list[str] = []
+    for k, name in enumerate(names):
+        earlier = names[:k].count(name)
+        unique.append(f"{name} ({earlier + 1})" if earlier else name)
+    return unique

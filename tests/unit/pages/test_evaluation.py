@@ -1,0 +1,172 @@
+"""The page of an evaluation: one file that needs nothing else, safe for any text in the data."""
+
+import base64
+import io
+import re
+from html.parser import HTMLParser
+
+import pytest
+from PIL import Image
+
+from coordexp.evaluate import evaluate
+from coordexp.pages.document import read_asset, save_page
+from coordexp.pages.evaluation import KINDS, choose_worst_images, draw_objects, render_evaluation
+from tests.unit.evaluate.scenes import BOX, FAR, answer, crowd, invalid_object, prediction, record
+
+NASTY = '"><script>alert(1)</script>&amp; <img src=x onerror=alert(2)>'
+
+
+class Reader(HTMLParser):
+    """Tags with their attributes, and the text outside style and script."""
+
+    def __init__(self, html):
+        super().__init__()
+        self.tags, self.texts, self._quiet = [], [], 0
+        self.feed(html)
+
+    def handle_starttag(self, tag, attributes):
+        self.tags.append((tag, dict(attributes)))
+        self._quiet += tag in ("style", "script")
+
+    def handle_endtag(self, tag):
+        self._quiet -= tag in ("style", "script")
+
+    def handle_data(self, data):
+        if not self._quiet:
+            self.texts.append(data)
+
+    def all(self, name, **expected):
+        return [names for tag, names in self.tags if tag == name and expected.items() <= names.items()]
+
+
+@pytest.fixture
+def nasty(tmp_path):
+    """Hostile text in every possible place, and three images: a large one, one of another size, none."""
+    for name, size in (("large.png", (1600, 800)), ("other.png", (10, 20))):
+        Image.new("RGB", size, "navy").save(tmp_path / name)
+    truth = [
+        (1, record((NASTY, BOX), ("cup", FAR), image="large.png", width=1600, height=800)),
+        (2, record(("cup", BOX), image="other.png")),
+        (3, record(("cup", BOX), image=NASTY)),
+    ]
+    answers = [
+        answer(
+            prediction(NASTY, BOX),
+            prediction(f"ghost {NASTY}", FAR),
+            invalid_object(NASTY),
+            image="large.png",
+            text=f"{{{NASTY}",
+        ),
+        answer(image_id=2, image="other.png", finish="length"),
+        answer(prediction("cup", FAR), image_id=3, image=NASTY, finish=NASTY),
+    ]
+    return render_evaluation(evaluate(truth, answers), tmp_path, f"preds of {NASTY}", 9)
+
+
+def test_text_from_the_data_is_escaped_everywhere(nasty):
+    assert nasty.count("<script") == 1
+    assert "<img src=x" not in nasty
+    reader = Reader(nasty)
+    assert not [names for _, names in reader.tags if any(name.startswith("on") for name in names)]
+    assert all(image["src"].startswith("data:image/") for image in reader.all("img"))
+    assert "".join(reader.texts).count(NASTY) >= 6  # title, class, reason, unknown class, image, answer
+
+
+def test_the_page_loads_nothing(nasty):
+    reader = Reader(nasty)
+    (policy,) = reader.all("meta", **{"http-equiv": "Content-Security-Policy"})
+    assert policy["content"].startswith("default-src 'none'")
+    addresses = [names[key] for _, names in reader.tags for key in ("src", "href", "action") if key in names]
+    assert all(address.startswith("data:") for address in addresses)
+    assert "url(" not in read_asset("page.css") + read_asset("rollouts.css")
+    assert reader.all("link") == [{"rel": "icon", "href": "data:,"}]  # an empty icon, so that none is requested
+
+
+def test_thumbnails_are_at_most_480_pixels_and_keep_their_shape(nasty):
+    sizes = [
+        Image.open(io.BytesIO(base64.b64decode(image["src"].split(",")[1]))).size
+        for image in Reader(nasty).all("img")
+    ]
+    assert sorted(sizes) == [(10, 20), (480, 240)]  # a small image stays as it is
+
+
+def test_an_image_that_is_missing_or_has_another_size_gets_a_remark(nasty):
+    text = "".join(Reader(nasty).texts)
+    assert "image not shown: No such file or directory" in text
+    assert "the file is 10 x 20, but its record says 999 x 999" in text
+
+
+def test_cards_carry_the_flags_that_the_filter_looks_for(nasty):
+    reader = Reader(nasty)
+    flags = {card["data-flags"] for card in reader.all("article")}
+    assert flags == {"misses extras invalid", "misses truncated", "misses extras"}
+    choices = {option["value"] for option in reader.all("option")}
+    assert choices == {"", "misses", "extras", "invalid", "truncated", "f1", "errors"}
+
+
+def test_the_four_kinds_of_outlines_differ_in_dashes_and_not_only_in_colour():
+    style = read_asset("page.css")
+    rules = {kind: re.search(rf"\n\.{kind}[, ].*?\{{(.*)\}}", style)[1] for kind in KINDS}
+    assert all("--outline: #" in rule for rule in rules.values())
+    assert len({"".join(re.findall("--dashes: ([0-9. ]+)", rule)) for rule in rules.values()}) == 4
+
+
+def test_an_overlay_draws_each_object_once_by_its_kind():
+    truth = [(1, record(("cat", BOX), ("cat", FAR)))]
+    (image,) = evaluate(truth, [answer(prediction("cat", BOX), prediction("dog", (0, 0, 50, 100), 0.25))]).images
+    shapes, names = draw_objects(image)
+    drawn = Reader("".join(shapes))
+    assert [g["class"] for g in drawn.all("g")] == [
+        f"shape {kind}" for kind in ("true", "matched", "missed", "extra")
+    ]
+    assert "extra: dog 0.25" in drawn.texts
+    assert drawn.all("polygon")[-1]["points"] == "0,0 50,0 50,100 0,100"
+    assert Reader("".join(names)).texts == ["cat", "dog"]
+
+
+def test_the_worst_images_have_the_lowest_f1_or_the_most_errors():
+    many = [prediction("cat", (k, 0, k + 9, 9)) for k in range(0, 400, 20)]
+    truth = [
+        (1, record(("cat", BOX), image="0")),
+        (2, record(*[("cat", obj.bins) for obj in many], image="0")),
+        (3, record(("cat", BOX), ("cat", FAR), image="0")),
+        (4, record(("cat", BOX), image="0")),
+    ]
+    answers = [
+        answer(prediction("cat", BOX), image="0"),  # right
+        answer(*many[:15], image_id=2, image="0"),  # 5 errors, F1 0.86
+        answer(prediction("cat", BOX), image_id=3, image="0"),  # 1 error, F1 0.67
+        answer(image_id=4, image="0"),  # 1 error, F1 0
+    ]
+    images = evaluate(truth, answers).images
+    assert [image.comparison.image_id for image in choose_worst_images(images, 9)] == [4, 3, 2]
+    assert [image.comparison.image_id for image in choose_worst_images(images, 2)] == [4, 2]
+
+
+def test_a_page_has_curves_with_three_named_lines(tmp_path):
+    reader = Reader(render_evaluation(evaluate(*crowd(1)), tmp_path, "a", 2))
+    assert len([path for path in reader.all("path") if path["class"] == "line" and "d" in path]) == 1 + 3 + 3
+    keys = [span["class"] for span in reader.all("span") if span.get("class", "").startswith("of-")]
+    assert keys == ["of-A", "of-B", "of-C"]
+    assert {"F1", "precision", "recall"} <= set(reader.texts)
+    assert len(reader.all("article")) == 2
+
+
+@pytest.mark.parametrize(
+    ("answers", "words"),
+    [
+        ([answer(prediction("cat", BOX, None))], "No curve: it needs objects, and a score"),
+        ([answer()], "No curve"),
+        ([answer(prediction("cat", BOX, -3.5))], "keeping objects with a score of at least -3.5"),
+        ([answer(prediction("cat", BOX))], "No image has an error"),
+    ],
+)
+def test_a_page_can_be_made_from_very_little(answers, words, tmp_path):
+    report = evaluate([(1, record(("cat", BOX)))], answers)
+    assert words in " ".join("".join(Reader(render_evaluation(report, tmp_path, "a", 5)).texts).split())
+
+
+def test_half_a_character_in_an_answer_does_not_stop_the_page(tmp_path):
+    report = evaluate([(1, record(("cat", BOX)))], [answer(text="{\ud83d")])
+    save_page(tmp_path / "deep/page.html", render_evaluation(report, tmp_path, "a", 5))
+    assert "{?" in (tmp_path / "deep/page.html").read_text()

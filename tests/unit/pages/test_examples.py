@@ -1,0 +1,128 @@
+"""The choice of the dumped examples that a page shows."""
+
+import itertools
+import json
+
+import pytest
+
+from coordexp.errors import DataError
+from coordexp.pages.live import compute_dump_stamp, last_dumped_step
+from coordexp.pages.rollouts import choose_examples
+
+
+def dump(run, step, records=(0, 1), folder="dumps"):
+    file = run / folder / f"step-{step:06d}.jsonl"
+    file.parent.mkdir(parents=True, exist_ok=True)
+    lines = [{"format": 1, "place": {"step": step, "micro": 0, "record": record}} for record in records]
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return file
+
+
+def steps(examples):
+    return [example.content["place"]["step"] for example in examples]
+
+
+def test_all_examples_are_shown_in_the_order_of_steps_when_they_fit(tmp_path):
+    for step in (20, 0, 10):
+        dump(tmp_path, step)
+    chosen, total = choose_examples(tmp_path, 200)
+    assert steps(chosen) == [0, 0, 10, 10, 20, 20]
+    assert total == 6
+
+
+def test_steps_of_a_long_run_are_chosen_evenly_and_include_the_first_and_the_last(tmp_path):
+    for step in range(1000):
+        dump(tmp_path, step)
+    chosen, total = choose_examples(tmp_path, 20)
+    assert sorted(set(steps(chosen))) == [0, 111, 222, 333, 444, 555, 666, 777, 888, 999]
+    assert len(chosen) == 20
+    assert total == 2000
+
+
+def test_files_that_are_not_shown_are_not_read(tmp_path):
+    for step in range(100):
+        dump(tmp_path, step)
+    (tmp_path / "dumps/step-000050.jsonl").write_text("broken\n")
+    assert len(choose_examples(tmp_path, 4)[0]) == 4
+
+
+def test_followed_records_are_marked_and_take_at_most_half_of_the_page(tmp_path):
+    dump(tmp_path, 0, (5, 6))
+    for step in range(1, 40):
+        dump(tmp_path, step, (9,))
+        dump(tmp_path, step, (5,), "dumps/followed")
+    chosen, _ = choose_examples(tmp_path, 20)
+    assert len(chosen) <= 20
+    assert sum(example.followed for example in chosen) == 12  # half of the page, and the first step's two
+    assert {example.record for example in chosen if example.followed} == {5, 6}
+
+
+def test_the_end_of_a_run_is_shown_however_many_examples_its_steps_have(tmp_path):
+    dump(tmp_path, 0, (5,))
+    for step in range(1, 100):
+        dump(tmp_path, step, (5, 6, 7, 8))
+        dump(tmp_path, step, (1, 2, 3, 4), "dumps/followed")
+    chosen, total = choose_examples(tmp_path, 20)
+    assert len(chosen) == 20 and total > 20
+    for followed in (True, False):
+        shown = [example.time[0] for example in chosen if (example.record < 5) == followed]
+        assert shown[-1] == 99 and max(late - early for early, late in itertools.pairwise(shown)) <= 12
+
+
+def test_the_total_counts_examples_that_do_not_fit(tmp_path):
+    dump(tmp_path, 0, (1, 2, 3, 4))
+    chosen, total = choose_examples(tmp_path, 2)
+    assert (len(chosen), total) == (2, 4)
+
+
+def test_followed_records_do_not_push_out_the_first_step_and_the_last(tmp_path):
+    for step in range(10):
+        dump(tmp_path, step, (1, 2, 3))
+        dump(tmp_path, step, (4,), "dumps/followed")
+    chosen, _ = choose_examples(tmp_path, 6)
+    assert steps(chosen) == [0, 0, 0, 9, 9, 9]
+
+
+def test_an_example_has_its_last_trace(tmp_path):
+    dump(tmp_path, 3)
+    lines = [{"format": 1, "example": 1, "loss": loss} for loss in (2.0, 1.0)]
+    (tmp_path / "dumps/trained-000003.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    chosen, _ = choose_examples(tmp_path, 9)
+    assert [example.trained and example.trained["loss"] for example in chosen] == [None, 1.0]
+
+
+def test_a_line_that_is_still_being_written_is_left_out(tmp_path):
+    file = dump(tmp_path, 3)
+    file.write_text(file.read_text() + '{"format": 1, "pla')
+    assert len(choose_examples(tmp_path, 9)[0]) == 2
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("broken\n", "line 1: not JSON"),
+        ("[]\n", "line 1: not a JSON object"),
+        ('{"format": 9}\n', "a dump of format 9; this version reads 1"),
+    ],
+)
+def test_a_damaged_dump_is_reported_with_file_and_line(tmp_path, text, message):
+    dump(tmp_path, 3).write_text(text)
+    with pytest.raises(DataError, match=message) as error:
+        choose_examples(tmp_path, 9)
+    assert "step-000003.jsonl" in str(error.value)
+
+
+def test_a_run_without_dumps_says_where_they_come_from(tmp_path):
+    with pytest.raises(DataError, match=r"stage2\.dump_every"):
+        choose_examples(tmp_path, 9)
+
+
+def test_the_stamp_of_a_run_changes_when_it_dumps_more(tmp_path):
+    dump(tmp_path, 3)
+    before = compute_dump_stamp(tmp_path)
+    assert compute_dump_stamp(tmp_path) == before
+    file = dump(tmp_path, 4)
+    more = compute_dump_stamp(tmp_path)
+    assert more != before and last_dumped_step(tmp_path) == 5
+    file.with_name("trained-000004.jsonl").write_text("{}\n")
+    assert compute_dump_stamp(tmp_path) not in (before, more)

@@ -1,0 +1,175 @@
+"""`coordexp inspect`: the page of a run folder, and what it refuses."""
+
+import json
+import re
+import shutil
+import socket
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from coordexp.cli import app
+from coordexp.pages.rollouts import find_soft_target
+from tests.dumped import TRUTH
+from tests.unit.pages.run_folders import COORD_REG, write_dumped_run
+
+
+def run(*arguments):
+    return CliRunner().invoke(app, ["inspect", *map(str, arguments)])
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return write_dumped_run(tmp_path_factory.mktemp("runs") / "demo")
+
+
+FIRST = "dumps/step-000000.jsonl"
+NO_MORE = json.dumps({"format": 1, "place": {"step": 0, "micro": 0, "record": 0}})
+
+
+def element(text: str, name: str):
+    return json.loads(re.search(rf'<script type="application/json" id="{name}">(.*?)</script>', text)[1])
+
+
+def test_a_page_is_written_beside_the_run_with_all_of_its_examples(folder):
+    result = run(folder)
+    assert (result.exit_code, result.stdout) == (0, f"wrote {folder / 'inspect.html'}: all 6 dumped examples\n")
+    text = (folder / "inspect.html").read_text()
+    index = element(text, "index")
+    assert index["run"] == "demo" and index["live"] is False
+    assert index["target"] == {"sigma": 8.0, "truncate": 24, "temperature": 1.0}
+    assert [(entry["step"], entry["image"]) for entry in index["samples"]] == [
+        (step, name) for step in (1, 2) for name in TRUTH
+    ]
+    assert {entry["picture"] for entry in index["samples"]} == {"picture-0", "picture-1", "picture-2"}
+    assert element(text, "picture-0").startswith("data:image/png;base64,")
+    assert element(text, "sample-5")["id"] == index["samples"][5]["id"] == "2.0.2"
+
+
+def test_bytes_that_are_not_text_and_unknown_ids_are_written_as_escapes(folder):
+    run(folder)
+    pieces = element((folder / "inspect.html").read_text(), "index")["pieces"]
+    assert "\\xff" in pieces.values() and "<id 1000000>" in pieces.values()
+    assert all(text.isprintable() for text in pieces.values())
+
+
+def test_images_are_found_relative_to_where_the_run_was_started(tmp_path, monkeypatch):
+    (tmp_path / "runs").mkdir()
+    monkeypatch.chdir(tmp_path)
+    folder = write_dumped_run(Path("runs/demo"), steps=(0,))
+    for place in (tmp_path, tmp_path / "runs", Path("/")):
+        monkeypatch.chdir(place)
+        result = run(tmp_path / folder)
+        assert result.exit_code == 0 and "no image" not in result.stderr
+
+
+def test_the_page_has_at_most_the_requested_number_of_examples(folder, tmp_path):
+    run(folder, "--samples", 2, "--out", tmp_path / "few.html")
+    index = element((tmp_path / "few.html").read_text(), "index")
+    assert len(index["samples"]) == 2 and index["total"] == 6
+
+
+def test_an_image_that_cannot_be_read_is_replaced_by_a_remark(tmp_path):
+    folder = write_dumped_run(tmp_path / "demo", steps=(0,))
+    (folder / "partly.png").unlink()
+    (folder / "cut.png").write_bytes(b"not an image")
+    result = run(folder)
+    assert "2 of 3 have no image, e.g. image not shown: No such file or directory" in result.stderr
+    samples = element((folder / "inspect.html").read_text(), "index")["samples"]
+    assert [entry["picture"] for entry in samples] == [None, "picture-1", None]
+    assert "No such file" in samples[0]["remark"] and "not a PNG, JPEG" in samples[2]["remark"]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--out", "page.pdf"], "a page is an .html file"),
+        (["--port", "9"], "--port needs --serve"),
+        (["--serve", "--out", "page.html"], "--out and --serve cannot be combined"),
+    ],
+)
+def test_options_that_do_not_fit_are_refused_with_a_fix(folder, options, message):
+    result = run(folder, *options)
+    assert result.exit_code == 1 and message in result.stderr and "\n  " in result.stderr
+
+
+def test_a_port_in_use_is_reported_with_a_fix(folder):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        result = run(folder, "--serve", "--port", port)
+    assert result.exit_code == 1
+    assert f"cannot listen on 127.0.0.1:{port}: Address already in use\n  give another --port" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (lambda folder: (folder / "run.json").unlink(), "not the folder of a run, it has no run.json"),
+        (lambda folder: (folder / "resolved.yaml").write_text("a: [b"), "resolved.yaml: cannot be read"),
+        (lambda folder: (folder / "run.json").write_text("{}"), "run.json: expected a list"),
+        (lambda folder: (folder / "dumps/tokenizer.json").unlink(), "tokenizer.json: no such file"),
+        (lambda folder: (folder / FIRST).write_text("{}\n"), "a dump of format None"),
+        (lambda folder: (folder / FIRST).write_text('{"format": 1}\n'), "(its place has no step, micro, record)"),
+        (lambda folder: (folder / FIRST).write_text(f"{NO_MORE}\n"), "not a dumped example: KeyError"),
+        (lambda folder: (folder / "run.json").write_text("[1]"), "run.json: [0] is 1, not an object"),
+        (
+            lambda folder: (folder / "resolved.yaml").write_text("custom: 3"),
+            "resolved.yaml: custom is 3, not an object",
+        ),
+        (
+            lambda folder: (folder / "dumps/tokenizer.json").write_text("{"),
+            "not a saved tokenizer",
+        ),
+    ],
+)
+def test_a_folder_that_is_not_a_run_is_refused_with_the_file_and_without_a_traceback(
+    tmp_path, spoil, message, capsys
+):
+    folder = write_dumped_run(tmp_path / "demo", steps=(0,))
+    spoil(folder)
+    from coordexp.cli import main
+
+    with pytest.raises(SystemExit) as end:
+        main(["inspect", str(folder)])
+    assert end.value.code == 1
+    assert message in capsys.readouterr().err
+
+
+def test_a_record_that_occurs_twice_in_a_step_has_two_addresses(tmp_path):
+    folder = write_dumped_run(tmp_path / "demo", steps=(0,))
+    file = folder / FIRST
+    file.write_text(file.read_text() * 2)
+    run(folder)
+    text = (folder / "inspect.html").read_text()
+    ids = [entry["id"] for entry in element(text, "index")["samples"]]
+    assert ids == ["1.0.0", "1.0.1", "1.0.2", "1.0.0.2", "1.0.1.2", "1.0.2.2"]
+    assert [element(text, f"sample-{k}")["id"] for k in range(6)] == ids
+
+
+def test_class_names_are_marked_as_masked_when_the_objective_masks_them(folder, tmp_path):
+    other = shutil.copytree(folder, tmp_path / "masked")
+    manifest = json.loads((other / "run.json").read_text())
+    manifest[-1]["objective"]["masked_desc"] = ["B"]
+    (other / "run.json").write_text(json.dumps(manifest))
+    for run_folder, masked in ((folder, False), (other, True)):
+        run(run_folder)
+        roles = element((run_folder / "inspect.html").read_text(), "sample-0")["tokens"]["roles"]
+        assert (8 in roles) == masked and (4 in roles) != masked
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"enabled": False},
+        {"weight": 0.0},
+        {"channels": ["A"]},
+        {"name": "token_ce"},
+        {"config": COORD_REG["config"] | {"soft_ce_weight": 0.0, "w1_weight": 0.0}},
+    ],
+)
+def test_a_soft_target_that_no_loss_on_rollouts_uses_is_not_drawn(change):
+    assert find_soft_target([COORD_REG]) == {"sigma": 8.0, "truncate": 24, "temperature": 1.0}
+    assert find_soft_target([COORD_REG | change]) is None

@@ -1,0 +1,203 @@
+"""From the dump of an answer that a correction policy rebuilt, or that was chosen among several, to what the page
+shows."""
+
+import json
+
+import pytest
+
+from coordexp.correction import Role
+from coordexp.pages.rollout_sample import CUT, show_sample, summarise_sample
+from coordexp.pages.rollouts import make_inspector_page
+from coordexp.pages.run_folder import read_run
+from coordexp.train.encode import StepIndex
+from tests.dumped import CUP, DOG, NEAR_CUP, NEAR_ROOF, SCRIPT, SMALL, dumping
+from tests.scripted import Said
+from tests.unit.correction.conftest import answer, box, entry
+from tests.unit.pages.run_folders import write_run
+
+AGAIN, LAMP = box(15, 12, 113, 109), box(850, 0, 950, 100)
+IN_ORDER = {"insertion": "reading_order"}
+POLICIES = (
+    IN_ORDER,
+    {"duplicates": "remove"},
+    {"duplicates": "remove", "extras": "remove", "supervise": "matched"},
+    {"duplicates": "unlikelihood", "insertion": "in_order", "supervise": "matched_with_desc"},
+)
+DOG_IS_MISSED = -2 - 1  # the owner of its tokens: the dog is the second true object
+
+
+def written(*objects):
+    """Return an answer with these pairs of desc and geometry."""
+    return Said(answer(*(entry(f"object_{n}", *pair) for n, pair in enumerate(objects, 1))))
+
+
+ROOF_CUP_CUP_LAMP = written(("roof", NEAR_ROOF), ("cup", NEAR_CUP), ("cup", AGAIN), ("lamp", LAMP))
+CUP_CUP_ROOF = written(("cup", NEAR_CUP), ("cup", AGAIN), ("roof", NEAR_ROOF))
+
+
+def dump(folder, said, **settings):
+    """Return the dumped example of an answer, or of several, to the image with a cup, a dog and a roof."""
+    step, _ = dumping(folder, script={"partly.png": said}, **settings)
+    step([0], StepIndex(0, 0))
+    (line,) = (folder / "dumps/step-000000.jsonl").read_text().splitlines()
+    return json.loads(line)
+
+
+def show(dumped, trained=None):
+    return show_sample(dumped, trained, SMALL, desc_is_masked=False)
+
+
+def text_of(sample, owner, *, cut):
+    """Return the text of an object, as it was written or as it stands in the corrected answer."""
+    tokens = zip(*(sample["tokens"][name] for name in ("ids", "owner", "roles")), strict=True)
+    return SMALL.text_of([id for id, own, role in tokens if own == owner and (role == CUT) == cut])
+
+
+@pytest.mark.parametrize("correction", POLICIES, ids=str)
+@pytest.mark.parametrize("said", [ROOF_CUP_CUP_LAMP, CUP_CUP_ROOF, *SCRIPT.values()])
+def test_the_strip_has_the_whole_answer_and_without_the_cut_what_is_trained(tmp_path, said, correction):
+    dumped = dump(tmp_path, said, correction=correction)
+    tokens = show(dumped)["tokens"]
+    own, rollout = dumped["result"]["rebuilt"]["own_tokens"], dumped["rollout"]["ids"]
+    assert tokens["ids"][: len(rollout)] == rollout
+    assert [k for k, role in enumerate(tokens["roles"]) if role == CUT] == list(range(own, len(rollout)))
+    kept = [id for id, role in zip(tokens["ids"], tokens["roles"], strict=True) if role != CUT]
+    assert kept == dumped["result"]["streams"]["ids"][dumped["result"]["prompt_length"] :]
+
+
+@pytest.mark.parametrize("correction", POLICIES, ids=str)
+@pytest.mark.parametrize("said", [ROOF_CUP_CUP_LAMP, CUP_CUP_ROOF, *SCRIPT.values()])
+def test_the_coordinates_of_an_object_have_the_targets_of_its_true_object(tmp_path, said, correction):
+    sample = show(dump(tmp_path, said, correction=correction))
+    targets = {}
+    for target, owner in zip(sample["tokens"]["target"], sample["tokens"]["owner"], strict=True):
+        if target is not None:
+            targets.setdefault(owner, []).append(target)
+    for j, true in enumerate((CUP, DOG)):  # targets of a polygon are means over its vertices
+        by = sample["truth"][j]["by"]
+        assert targets[-2 - j if by is None else by] == list(true.geometry.bins)
+    assert len(targets) == 3
+
+
+def test_an_object_in_the_wrong_place_is_shown_where_it_was_and_where_it_is_now(tmp_path):
+    sample = show(dump(tmp_path, ROOF_CUP_CUP_LAMP, correction=IN_ORDER))
+    assert text_of(sample, 0, cut=True).strip("{").startswith('"object_1": {"desc": "roof"')
+    assert text_of(sample, 0, cut=False).startswith(', "object_5": {"desc": "roof"')
+    assert sample["objects"][0]["change"] == "moved"
+    assert [obj["number"] for obj in sample["objects"]] == [5, 2, 3, 1]
+    assert sample["truth"][1]["number"] == 4
+
+
+def test_the_comma_before_an_added_object_belongs_to_it_and_begins_its_line(tmp_path):
+    sample = show(dump(tmp_path, CUP_CUP_ROOF, correction={"duplicates": "remove", "insertion": "in_order"}))
+    assert text_of(sample, DOG_IS_MISSED, cut=False).startswith(', "object_2": {"desc": "dog"')
+    first = sample["tokens"]["owner"].index(DOG_IS_MISSED)
+    assert first in sample["tokens"]["breaks"]
+
+
+def test_what_is_left_out_has_a_change_and_no_number(tmp_path):
+    correction = {"duplicates": "remove", "extras": "remove", "insertion": "in_order"}
+    dumped = dump(tmp_path, ROOF_CUP_CUP_LAMP, correction=correction)
+    objects = show(dumped)["objects"]
+    assert [obj["change"] for obj in objects] == ["moved", None, "duplicate", "removed"]
+    assert [obj["number"] for obj in objects] == [3, 1, None, None]
+    entry = summarise_sample(dumped, None)
+    assert (entry["duplicates"], entry["removed"], entry["moved"], entry["extra"]) == (1, 1, 1, 2)
+    assert text_of(show(dumped), 2, cut=False) == ""
+
+
+def test_an_object_that_cannot_be_used_is_left_out_and_a_note_says_so(tmp_path):
+    broken = Said(answer('"object_1": {"desc": "broken"}', entry("object_2", "cup", NEAR_CUP)))
+    sample = show(dump(tmp_path, broken, correction=IN_ORDER))
+    assert [obj["number"] for obj in sample["objects"]] == [None, 1]
+    assert "the corrected answer leaves it out" in " ".join(sample["notes"])
+
+
+def test_the_facts_say_how_many_tokens_of_the_answer_are_kept(tmp_path):
+    dumped = dump(tmp_path, CUP_CUP_ROOF, correction={"duplicates": "remove"})
+    own = dumped["result"]["rebuilt"]["own_tokens"]
+    assert 0 < own < dumped["result"]["prefix_tokens"]
+    assert dict(show(dumped)["facts"])["answer"].endswith(f", {own} of them kept")
+
+
+def test_a_trace_is_attached_to_the_tokens_of_the_rebuilt_answer(tmp_path):
+    dumped = dump(tmp_path, ROOF_CUP_CUP_LAMP, correction=POLICIES[3])
+    streams = dumped["result"]["streams"]
+    where = [k for k, role in enumerate(streams["roles"]) if role >= Role.matched_coord]
+    trace = {"step": 1, "loss": 2.5, "terms": {}, "where": where, "nll": [1.0] * len(where)}
+    sample = show(dumped, trace | {"mass": [0.5] * len(where), "bins": {}})
+    ids = sample["tokens"]["ids"]
+    assert [ids[at] for at in sample["trained"]["nll"]] == [streams["ids"][k] for k in where]
+    assert all(sample["tokens"]["roles"][at] != CUT for at in sample["trained"]["nll"])
+
+
+def test_a_token_in_whose_place_a_duplicate_should_be_unlikely_says_which(tmp_path):
+    correction = {"duplicates": "unlikelihood", "insertion": "in_order"}
+    sample = show(dump(tmp_path, CUP_CUP_ROOF, correction=correction))
+    ((at, unlikely),) = sample["unlikely"].items()
+    tokens = sample["tokens"]
+    assert tokens["owner"][at] == DOG_IS_MISSED
+    assert SMALL.text_of([unlikely]) != SMALL.text_of([tokens["ids"][at]])
+    assert "cup".startswith(SMALL.text_of([unlikely])) and "dog".startswith(SMALL.text_of([tokens["ids"][at]]))
+
+
+def test_the_page_has_the_text_of_every_unlikely_token(tmp_path):
+    write_run(tmp_path / "run")
+    again = written(("cup", NEAR_CUP), ("cup", AGAIN))
+    dumped = dump(tmp_path / "run", again, correction={"duplicates": "unlikelihood"})
+    (unlikely,) = dumped["result"]["rebuilt"]["unlikely"].values()
+    html = make_inspector_page(read_run(tmp_path / "run"), 9).html
+    assert f'"{unlikely}":' in html.partition('"pieces":{')[2].partition("}")[0] + '"'
+
+
+def test_a_dump_of_the_specified_target_has_no_changes(tmp_path):
+    sample = show(dump(tmp_path, ROOF_CUP_CUP_LAMP))
+    assert sample["rebuilt"] is None and sample["choice"] is None and sample["agreed"] == []
+    assert {(obj["change"], obj["number"]) for obj in sample["objects"]} == {(None, None)}
+    assert [true["number"] for true in sample["truth"]] == [None, None, None]
+    assert sample["unlikely"] == {}
+
+
+# Several rollouts
+
+UNION = {
+    "rollouts_per_sample": 3,
+    "decoding": {"temperature": 0.7},
+    "choice": {"rule": "union", "pseudo_labels": True},
+    "correction": IN_ORDER,
+}
+LAMPS = [written(("lamp", LAMP)), CUP_CUP_ROOF, written(("cup", NEAR_CUP), ("lamp", box(852, 0, 950, 100)))]
+
+
+def test_an_object_that_several_answers_agree_on_is_shown_with_its_tokens_and_number(tmp_path):
+    dumped = dump(tmp_path, LAMPS, **UNION)
+    sample = show(dumped)
+    (lamp,) = sample["agreed"]
+    assert lamp == {"desc": "lamp", "kind": "bbox_2d", "bins": [851, 0, 950, 100], "number": 1}
+    owner = -2 - 3  # behind the three true objects
+    assert '"object_1": {"desc": "lamp"' in text_of(sample, owner, cut=False)
+    assert summarise_sample(dumped, None)["agreed"] == 1
+
+
+def test_an_extra_that_other_answers_have_too_is_marked_if_that_keeps_or_teaches_it(tmp_path):
+    for changes, marks in (
+        ({"choice": {"rule": "union", "pseudo_labels": True}}, [False, True]),
+        ({"choice": {"rule": "union"}, "correction": IN_ORDER | {"extras": "remove"}}, [False, True]),
+        ({"choice": {"rule": "union"}}, [False, False]),
+    ):
+        (tmp_path / "dumps/step-000000.jsonl").unlink(missing_ok=True)
+        sample = show(dump(tmp_path, [LAMPS[2], LAMPS[0], Said("{}")], **UNION | changes))
+        assert [obj["agreed"] for obj in sample["objects"]] == marks
+
+
+def test_of_several_answers_the_chosen_one_is_named_and_the_others_are_there(tmp_path):
+    sample = show(dump(tmp_path, LAMPS, **UNION))
+    assert dict(sample["facts"])["chosen"].startswith("answer 2 of 3")
+    assert sample["choice"] == {"count": 3, "others": [[1, LAMPS[0].text], [3, LAMPS[2].text]]}
+
+
+def test_a_very_long_other_answer_is_shown_in_part_and_says_so(tmp_path):
+    long = written(("a" * 9000, LAMP))
+    sample = show(dump(tmp_path, [CUP_CUP_ROOF, long, long], **UNION))
+    (_, text), _ = sample["choice"]["others"]
+    assert len(text) < 5000 and text.endswith(f"(the dump has all {len(long.text):,} characters)")

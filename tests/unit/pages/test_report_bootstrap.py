@@ -1,0 +1,174 @@
+"""Intervals of differences: correct for known cases, paired, and as certain as the data allow."""
+
+import time
+
+import numpy as np
+import pytest
+
+from coordexp.pages.comparison import bootstrap_differences, estimate_seed_interval, resample_sums
+
+
+def shares(hits):
+    """Return the counts of a rate that is 0 or 1 per image."""
+    hits = np.asarray(hits, np.int64)
+    return {"rate": np.stack([hits, np.ones_like(hits)], axis=1)}
+
+
+def hard_and_easy(rng, images, ease=0.0, noise=0.1):
+    """Return two runs on the same images. An image is hard or easy for both, apart from some `noise`."""
+    easy = rng.random(images)
+    first = (easy + noise * rng.normal(size=images)) > 0.5
+    second = (easy + ease + noise * rng.normal(size=images)) > 0.5
+    return shares(first), shares(second)
+
+
+def compare(base, other, resamples=2000):
+    (difference,) = bootstrap_differences(base, other, resamples=resamples)
+    return difference
+
+
+def test_a_run_compared_with_itself_has_a_difference_of_exactly_zero():
+    run, _ = hard_and_easy(np.random.default_rng(0), 500)
+    difference = compare([run], [run])
+    assert (difference.value, difference.image_interval, difference.same_sign, difference.is_clear) == (
+        0.0,
+        (0.0, 0.0),
+        None,
+        False,
+    )
+
+
+def test_one_more_hit_in_every_image_is_a_certain_difference():
+    nothing, everything = shares(np.zeros(50)), shares(np.ones(50))
+    difference = compare([nothing], [everything])
+    assert (difference.value, difference.image_interval, difference.same_sign) == (1.0, (1.0, 1.0), 1.0)
+    assert difference.is_clear
+
+
+def test_the_interval_of_a_mean_is_the_normal_one():
+    """The difference of two shares of the same images is a mean, and its interval 1.96 standard errors."""
+    base, other = hard_and_easy(np.random.default_rng(1), 4000, ease=0.05)
+    difference = compare([base], [other], resamples=8000)
+    change = other["rate"][:, 0] - base["rate"][:, 0]
+    half = 1.96 * change.std() / np.sqrt(len(change))
+    low, high = difference.image_interval
+    assert low == pytest.approx(change.mean() - half, abs=0.05 * half)
+    assert high == pytest.approx(change.mean() + half, abs=0.05 * half)
+
+
+def test_the_interval_of_a_ratio_is_that_of_its_linear_form():
+    """In a ratio such as F1 numerator and denominator vary. The linear form is that of the delta method."""
+    rng = np.random.default_rng(2)
+    of = rng.integers(1, 20, 5000)
+    base, other = ({"f1": np.stack([rng.binomial(of, p), of], axis=1)} for p in (0.6, 0.62))
+    difference = compare([base], [other], resamples=8000)
+
+    def linear(run):
+        count, below = run["f1"].T
+        return (count - count.sum() / below.sum() * below) / below.mean()
+
+    half = 1.96 * (linear(other) - linear(base)).std() / np.sqrt(5000)
+    assert difference.image_interval[1] - difference.image_interval[0] == pytest.approx(2 * half, rel=0.05)
+
+
+def test_pairing_makes_the_interval_narrower_than_that_of_two_sets_of_images():
+    rng = np.random.default_rng(3)
+    base, other = hard_and_easy(rng, 2000)
+    low, high = compare([base], [other]).image_interval
+    mixed = {"rate": rng.permutation(other["rate"])}
+    apart = compare([base], [mixed]).image_interval
+    assert (high - low) < 0.6 * (apart[1] - apart[0])
+
+
+def test_nineteen_of_twenty_intervals_contain_the_true_difference():
+    rng = np.random.default_rng(4)
+    expected, covered = _true_difference(0.03, noise=0.2), 0
+    for _ in range(300):
+        base, other = hard_and_easy(rng, 300, ease=0.03, noise=0.2)
+        low, high = compare([base], [other], resamples=400).image_interval
+        covered += low <= expected <= high
+    assert 0.91 <= covered / 300 <= 0.98
+
+
+def _true_difference(ease, noise):
+    easy = np.random.default_rng(5).random(400_000)
+    moved = noise * np.random.default_rng(6).normal(size=400_000)
+    return float(((easy + ease + moved) > 0.5).mean() - ((easy + moved) > 0.5).mean())
+
+
+def test_seeds_are_averaged_before_they_are_compared():
+    rng = np.random.default_rng(7)
+    runs = [shares(rng.random(200) < p) for p in (0.2, 0.4, 0.6, 0.8)]
+    difference = compare(runs[:2], runs[2:])
+    means = [run["rate"][:, 0].mean() for run in runs]
+    assert difference.base == pytest.approx(np.mean(means[:2])) and difference.other == pytest.approx(
+        np.mean(means[2:])
+    )
+
+
+def test_two_seeds_give_no_interval_over_seeds_and_three_do():
+    rng = np.random.default_rng(8)
+    runs = [shares(rng.random(100) < 0.5) for _ in range(6)]
+    assert compare(runs[:2], runs[2:]).seed_interval is None
+    low, high = compare(runs[:3], runs[3:]).seed_interval
+    within = compare(runs[:3], runs[3:]).image_interval
+    assert low < within[0] and high > within[1]
+
+
+def test_without_variance_over_images_the_interval_over_seeds_is_that_of_welch():
+    from scipy.stats import ttest_ind
+
+    base, other = np.array([0.70, 0.72, 0.69]), np.array([0.74, 0.73, 0.78, 0.75])
+    low, high = estimate_seed_interval(base, other, image_variance=0.0)
+    known = ttest_ind(other, base, equal_var=False).confidence_interval(0.95)
+    assert (low, high) == pytest.approx((known.low, known.high))
+
+
+def test_the_interval_over_seeds_covers_other_seeds_and_the_one_over_images_does_not():
+    rng = np.random.default_rng(9)
+    covered = {"images": 0, "seeds": 0}
+    for _ in range(200):
+        groups = [[shares(rng.random(400) < 0.5 + 0.05 * rng.normal()) for _ in range(3)] for _ in range(2)]
+        difference = compare(*groups, resamples=200)
+        for name, (low, high) in (("images", difference.image_interval), ("seeds", difference.seed_interval)):
+            covered[name] += low <= 0.0 <= high
+    assert covered["seeds"] / 200 >= 0.93
+    assert covered["images"] / 200 < 0.8
+
+
+def test_a_difference_that_seeds_can_explain_is_not_clear():
+    groups = [[shares(np.arange(100) < hits) for hits in counts] for counts in ((40, 60, 50), (52, 72, 62))]
+    difference = compare(*groups)
+    assert difference.image_interval[0] > 0 and difference.seed_interval[0] < 0
+    assert not difference.is_clear
+
+
+def test_a_rate_without_a_denominator_is_left_out_and_a_rare_one_has_no_interval():
+    none = {"rate": shares(np.ones(40))["rate"], "never": np.zeros((40, 2), np.int64)}
+    rare = np.zeros((40, 2), np.int64)
+    rare[0] = 1, 1
+    rows = bootstrap_differences([none | {"rare": rare}], [none | {"rare": rare}], resamples=200)
+    assert [row.name for row in rows] == ["rate", "rare"]
+    assert rows[1].image_interval is None and not rows[1].is_clear
+
+
+def test_the_same_seed_gives_the_same_resamples():
+    columns = np.random.default_rng(0).random((50, 3))
+    assert np.array_equal(resample_sums(columns, 100, 1), resample_sums(columns, 100, 1))
+    assert not np.array_equal(resample_sums(columns, 100, 1), resample_sums(columns, 100, 2))
+
+
+def test_a_resample_draws_as_many_images_as_there_are():
+    ones = np.ones((37, 1))
+    assert set(resample_sums(ones, 60, 0)[:, 0]) == {37.0}
+
+
+def test_two_thousand_resamples_of_five_thousand_images_take_under_two_seconds():
+    rng = np.random.default_rng(0)
+    names = [f"rate {k}" for k in range(15)]
+    runs = [
+        {name: np.stack([rng.integers(0, 9, 5000), np.full(5000, 9)], axis=1) for name in names} for _ in range(2)
+    ]
+    since = time.process_time()
+    bootstrap_differences(runs[:1], runs[1:], resamples=2000)
+    assert time.process_time() - since < 2

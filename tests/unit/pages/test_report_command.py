@@ -1,0 +1,429 @@
+"""`coordexp report` as a user runs it: from run folders to a page and a table."""
+
+import json
+import os
+import re
+import time
+from dataclasses import replace
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from coordexp.cli import app, main
+from coordexp.evaluate import evaluate
+from tests.unit.evaluate.scenes import crowd
+from tests.unit.pages.run_folders import (
+    END,
+    TERMS,
+    evaluation_line,
+    lines,
+    manifest,
+    settings,
+    write_data,
+    write_evaluation,
+    write_run,
+)
+
+MANY = "a0: &a0 [1, 1]\n" + "".join(f"a{k}: &a{k} [*a{k - 1}, *a{k - 1}]\n" for k in range(1, 40))
+
+
+def run(*arguments):
+    result = CliRunner().invoke(app, ["report", *map(str, arguments)])
+    assert result.exit_code == 0, result.output
+    return result
+
+
+def page_of(folder, *arguments):
+    run(folder, *arguments)
+    return (folder / "report.html").read_text()
+
+
+def refusal(capsys, *arguments):
+    """Run the command, which must fail, and return what it printed."""
+    with pytest.raises(SystemExit) as exit:
+        main(["report", *map(str, arguments)])
+    message = capsys.readouterr().err
+    assert exit.value.code == 1 and "Traceback" not in message
+    return message
+
+
+def write_two_groups(folder, seeds=1):
+    """Write two groups that were evaluated on the same images. The second misses objects, more with each seed."""
+    truth, answers = crowd(2)
+    data = write_data(folder / "val.jsonl", truth)
+    runs = []
+    for group in ("base", "other"):
+        for seed in range(seeds):
+            path = folder / f"{group}-{seed}"
+            left_out = 0 if group == "base" else seed + 1
+            predicted = [replace(answer, objects=answer.objects[left_out:]) for answer in answers]
+            values = {
+                "f1_50": evaluate(truth, predicted).metrics()["f1_50"],
+                "ap": 0.25 if group == "base" else 0.5,
+            }
+            tree = settings(seed=seed, output_dir=str(path), learning_rate=1 if group == "base" else 2)
+            write_run(path, [*lines(), evaluation_line(10, **values), END], tree, [manifest(data=data)])
+            write_evaluation(path, 10, truth, predicted)
+            runs.append(path)
+    return runs
+
+
+class CheckedPage(HTMLParser):
+    """The elements and links of a page. All elements must be closed in order."""
+
+    VOID = frozenset({"meta", "link", "input", "br"})
+
+    def __init__(self, text):
+        super().__init__()
+        self.open, self.seen, self.links = [], [], []
+        self.feed(text)
+        assert self.open == []
+
+    def handle_starttag(self, tag, attributes):
+        self.seen.append(tag)
+        if tag == "a":
+            self.links.append(dict(attributes)["href"])
+        if tag not in self.VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attributes):
+        self.seen.append(tag)
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+
+def test_a_run_becomes_one_page_beside_it(tmp_path):
+    result = run(write_run(tmp_path / "one"))
+    assert result.stdout.splitlines()[-1] == f"wrote {tmp_path / 'one' / 'report.html'}"
+    text = (tmp_path / "one" / "report.html").read_text()
+    assert CheckedPage(text).seen.count("svg") > 5
+    assert "http://" not in text and "https://" not in text and "default-src 'none'" in text
+
+
+def test_terms_are_drawn_times_their_weight_and_add_up_to_the_loss(tmp_path):
+    text = page_of(write_run(tmp_path / "one"))
+    charts = json.loads(re.search(r'id="curves">(.*?)</script>', text)[1])["charts"]
+    loss, struct, w1 = (
+        charts[f"loss:{name}"][0]["v"][0] for name in ("loss", "token_ce/struct_ce", "coord_reg/w1")
+    )
+    assert loss == pytest.approx([a + b for a, b in zip(struct, w1, strict=True)], rel=1e-3)
+
+
+def test_what_a_run_lacks_is_listed_with_the_reason_and_not_drawn(tmp_path):
+    text = page_of(write_run(tmp_path / "one", [*lines(rollouts=False), END]))
+    assert "<b>Training answers: recall</b>: no step had rollouts" in text
+    assert "<b>Packing</b>: training.packing is off" in text
+    assert 'id="recall"' not in text
+
+
+def test_a_chart_of_zeros_is_mentioned_and_not_drawn(tmp_path):
+    text = page_of(write_run(tmp_path / "one"))
+    assert "0 throughout: looped." in text and "ends:rollout/looped" not in text
+
+
+def test_a_loss_that_falls_far_has_a_logarithmic_scale_too(tmp_path):
+    far = page_of(write_run(tmp_path / "far"))
+    near = page_of(write_run(tmp_path / "near", [{"step": k, "seconds": 1.0, "loss": 4.0 + k} for k in (1, 2)]))
+    assert 'class="chart log"' in far and 'class="chart log"' not in near
+
+
+def test_steps_without_rollouts_are_skipped(tmp_path):
+    text = page_of(write_run(tmp_path / "one", [*lines(every=3), END]))
+    curves = json.loads(re.search(r'id="curves">(.*?)</script>', text)[1])
+    (recall,) = curves["charts"]["recall:match/recall"]
+    assert curves["steps"][recall["x"]] == [3, 6, 9]
+
+
+def test_a_running_run_is_read_up_to_its_last_complete_line(tmp_path):
+    text = page_of(write_run(tmp_path / "one", lines(7), end='{"step": 8, "lo'))
+    assert "the last line is of step 7" in text
+
+
+def test_a_run_that_has_logged_nothing_yet_has_a_page(tmp_path):
+    text = page_of(write_run(tmp_path / "one", []))
+    assert "no step was logged" in text and "<b>Loss</b>: no step was logged: the run has just begun" in text
+    assert "<b>Training answers: recall</b>: no step was logged" in text
+
+
+def test_a_loss_that_is_not_a_number_is_a_gap_and_a_cross(tmp_path):
+    logged = [line | ({"loss": None} if line["step"] == 5 else {}) for line in lines()]
+    text = page_of(write_run(tmp_path / "one", logged))
+    assert 'class="broken"' in text and "loss was NaN or infinite in 1 line (step 5)" in text
+
+
+def test_everything_from_the_run_is_written_as_text(tmp_path):
+    evil = "<script>alert(1)</script><img src=x onerror=alert(2)>"
+    tree = settings(output_dir=evil, note=evil, run_name=evil)
+    start = manifest(command=[evil], git={"commit": evil}, packages={evil: evil}, python=evil)
+    start |= {"data": {evil: {"file": evil, "records": 1, "sha256": evil}}, "rollouts": {evil: evil}}
+    start["objective"] = {"terms": [], "idle": {evil: evil}, "masked_desc": [evil]}
+    logged = [line | {"coord_diag/<img src=x>": 1.0, "parse/invalid/<b>": 1.0} for line in lines()]
+    text = page_of(write_run(tmp_path / "<b>one", logged, tree, [start]))
+    seen = CheckedPage(text).seen
+    assert "img" not in seen and seen.count("script") == 2
+    assert "&lt;img src=x onerror" in text
+
+
+def test_secrets_in_settings_are_not_on_the_page(tmp_path):
+    assert "very-secret" not in page_of(write_run(tmp_path / "one", tree=settings(hub_token="very-secret")))
+
+
+def test_seeds_are_one_group_with_a_band(tmp_path):
+    for seed in (1, 2, 3):
+        logged = [line | {"loss": line["loss"] + seed} for line in lines()]
+        write_run(tmp_path / f"x-{seed}", [*logged, END], settings(seed=seed, output_dir=f"x-{seed}"))
+    file = tmp_path / "all.html"
+    result = run(*(tmp_path / f"x-{seed}" for seed in (1, 2, 3)), "--out", file)
+    assert "A  x: 3 runs, seeds 1, 2, 3" in result.stdout
+    text = file.read_text()
+    assert 'class="band"' in text and "(seeds: A 3); the band is from the lowest to the highest run" in text
+
+
+def test_groups_differ_in_colour_dashes_and_marks(tmp_path):
+    runs = write_two_groups(tmp_path)
+    file = tmp_path / "all.html"
+    run(*runs, "--out", file)
+    text = file.read_text()
+    style = dict(re.findall(r"\.of-([A-H]) \{ (.*?) \}", text))
+    assert len(set(style.values())) == 8
+    assert 'class="of-A"' in text and 'class="of-B"' in text
+    assert "<code>training.learning_rate</code></th><td>1</td><td>2</td>" in text
+
+
+def test_the_table_and_the_page_show_the_difference(tmp_path):
+    runs = write_two_groups(tmp_path)
+    result = run(*runs, "--out", tmp_path / "all.html", "--resamples", 300)
+    row = next(line for line in result.stdout.splitlines() if line.startswith("F1 "))
+    truth, answers = crowd(2)
+    assert f"{evaluate(truth, answers).metrics()['f1_50']:.4f}" in row
+    text = (tmp_path / "all.html").read_text()
+    assert "300 times, as many images as there are (12)" in text
+    assert '<th scope="row">AP</th><td>0.2500</td><td>0.5000</td>' in text and "AP has no interval" in text
+    assert "nothing can be said about other seeds" in text
+
+
+def test_three_seeds_on_both_sides_have_an_interval_with_seeds(tmp_path):
+    stdout = run(*write_two_groups(tmp_path, seeds=3), "--out", tmp_path / "all.html", "--resamples", 200).stdout
+    text = (tmp_path / "all.html").read_text()
+    assert "95 % with seeds" in text and "95 % with seeds" in stdout
+    images, seeds = re.search(r"^F1 .* (\S+ to \S+) +(\S+ to \S+) +\S+ %", stdout, re.M).groups()
+    assert images != seeds and f"<td>{images}</td><td>{seeds}</td>" in text
+
+
+def test_with_fewer_seeds_the_table_has_no_column_for_them(tmp_path):
+    stdout = run(*write_two_groups(tmp_path, seeds=2), "--out", tmp_path / "all.html", "--resamples", 200).stdout
+    assert "95 % over images" in stdout and "with seeds" not in stdout
+
+
+def test_the_first_group_is_the_baseline(tmp_path):
+    base, other = write_two_groups(tmp_path)
+    values = []
+    for pair in ((base, other), (other, base)):
+        stdout = run(*pair, "--out", tmp_path / "all.html").stdout
+        values.append(float(re.search(r"^F1 +\S+ +\S+ +(\S+)", stdout, re.M)[1]))
+    assert values[0] == -values[1] != 0
+
+
+def test_predictions_that_do_not_reproduce_the_logged_f1_are_reported(tmp_path):
+    base, other = write_two_groups(tmp_path)
+    text = (other / "metrics.jsonl").read_text()
+    (other / "metrics.jsonl").write_text(re.sub(r'"eval_f1_50": [0-9.]+', '"eval_f1_50": 0.123', text))
+    assert "other-0 logged F1 0.1230 at step 10" in run(base, other, "--out", tmp_path / "a.html").stderr
+
+
+def test_runs_evaluated_on_different_data_are_not_compared_and_the_reason_is_given(tmp_path):
+    base, other = write_two_groups(tmp_path)
+    (start,) = json.loads((other / "run.json").read_text())
+    start["data"]["val"]["sha256"] = "0" * 64
+    (other / "run.json").write_text(json.dumps([start]))
+    result = run(base, other, "--out", tmp_path / "all.html")
+    assert "not compared: the runs were evaluated on different data" in result.stderr
+    text = (tmp_path / "all.html").read_text()
+    assert "Not compared: the runs were evaluated on different data" in text
+    assert 'class="numbers forest"' not in text
+
+
+def test_a_run_without_evaluations_is_not_compared_and_the_reason_is_given(tmp_path):
+    base, _ = write_two_groups(tmp_path)
+    other = write_run(tmp_path / "none", tree=settings(learning_rate=9))
+    result = run(base, other, "--out", tmp_path / "all.html")
+    assert "not compared: none has no evaluation" in result.stderr
+
+
+def test_missing_or_changed_data_is_an_error_with_two_fixes(tmp_path, capsys):
+    runs = write_two_groups(tmp_path)
+    (tmp_path / "val.jsonl").rename(tmp_path / "moved.jsonl")
+    message = refusal(capsys, *runs, "--out", tmp_path / "a.html")
+    assert "val.jsonl: no such file" in message and "--data FILE" in message and "--at none" in message
+    run(*runs, "--out", tmp_path / "a.html", "--data", tmp_path / "moved.jsonl")
+    run(*runs, "--out", tmp_path / "a.html", "--at", "none")
+    with (tmp_path / "moved.jsonl").open("a") as file:
+        file.write("\n")
+    message = refusal(capsys, *runs, "--out", tmp_path / "a.html", "--data", tmp_path / "moved.jsonl")
+    assert "its hash is" in message and "the file has changed" in message
+
+
+def test_a_relative_data_path_is_found_from_where_the_run_was_started(tmp_path, monkeypatch):
+    runs = write_two_groups(tmp_path)
+    for path in runs:
+        (start,) = json.loads((path / "run.json").read_text())
+        start["data"]["val"]["file"] = "val.jsonl"
+        (path / "run.json").write_text(json.dumps([start]))
+        text = (path / "resolved.yaml").read_text().replace(str(path), path.name)
+        (path / "resolved.yaml").write_text(text)
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    run(*runs)
+    assert 'class="numbers forest"' in (tmp_path / "elsewhere" / "report.html").read_text()
+
+
+def test_evaluations_of_different_steps_are_reported_with_the_last_shared_step(tmp_path, capsys):
+    base, other = write_two_groups(tmp_path)
+    write_evaluation(base, 20, *crowd(2))
+    result = run(base, other, "--out", tmp_path / "a.html")
+    assert "different steps (A 20; B 10); --at 10 compares all" in result.stderr
+    assert "different steps" not in run(base, other, "--out", tmp_path / "a.html", "--at", "10").stderr
+    message = refusal(capsys, base, other, "--out", tmp_path / "a.html", "--at", "20")
+    assert "no evaluation at step 20\n  there is one at 10" in message
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--out", "page.txt"], "--out page.txt: the suffix is .txt"),
+        (["--out", "page"], "the suffix is missing"),
+        (["--at", "best"], "--at best: not a step"),
+    ],
+)
+def test_options_that_do_not_fit_are_refused_with_a_fix(tmp_path, capsys, options, message):
+    printed = refusal(capsys, write_run(tmp_path / "one"), *options)
+    assert message in printed and "\n  " in printed
+
+
+def test_a_folder_that_is_not_a_run_is_refused(tmp_path, capsys):
+    assert "not the folder of a run" in refusal(capsys, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "message"),
+    [
+        ("run.json", "[]", "an empty list"),
+        ("run.json", "[3]", "run.json: [0] is 3, not an object"),
+        (
+            "run.json",
+            '[{"data": {"val": {"file": 1}}}]',
+            "run.json: [0].data.val.file is 1: it should be a valid string",
+        ),
+        (
+            "run.json",
+            '[{"objective": {"terms": [{"term": "a"}]}}]',
+            "run.json: [0].objective.terms[0].weight is missing",
+        ),
+        ("resolved.yaml", "training: [1]", "resolved.yaml: training is [1], not an object"),
+        ("metrics.jsonl", "{\n", "line 1: not JSON"),
+        ("metrics.jsonl", '{"step": -1}\n', "step -1 is not"),
+        ("metrics.jsonl", '{"step": 1, "x": 1%s}\n' % ("0" * 400), "line 1: x 1000"),
+        ("metrics.jsonl", '{"step": 1, "loss": -1e308}\n', "line 1: loss -1e+308 is not a number"),
+        ("metrics.jsonl", '{"step": 1, "x": %s\n' % ("[" * 200_000), "line 1: not JSON"),
+        ("metrics.jsonl", '{"step": 1, "x": %s%s}\n' % ("[" * 300, "]" * 300), "line 1: x [[[[[["),
+        ("run.json", "[" * 200_000, "run.json: cannot be read"),
+        (
+            "run.json",
+            "[%s%s]" % ('{"a":' * 300 + "1", "}" * 300),
+            "run.json: more than 64 objects and lists nested",
+        ),
+        ("resolved.yaml", "[" * 3000, "resolved.yaml: cannot be read"),
+        ("resolved.yaml", "a: &a\n  b: *a\n", "resolved.yaml: more than 64 objects and lists nested"),
+        ("resolved.yaml", MANY, "resolved.yaml: more than 100,000 values"),
+        ("servers.jsonl", '{"event": "sync"}\n', "servers.jsonl, line 1: servers is missing"),
+    ],
+)
+def test_a_file_that_no_run_writes_is_reported_with_its_name(tmp_path, capsys, file, text, message):
+    folder = write_run(tmp_path / "one")
+    (folder / file).write_text(text)
+    assert message in refusal(capsys, folder)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"command": 3}, "command is 3: it should be a valid list"),
+        ({"command": [3]}, "command[0] is 3: it should be a valid string"),
+        ({"files": 3}, "files is 3: it should be a valid list"),
+        ({"packages": [3]}, "packages is [3], not an object"),
+        ({"objective": {"terms": [], "masked_desc": 3}}, "objective.masked_desc is 3: it should be a valid list"),
+        (
+            {"objective": {"terms": [], "masked_desc": [3]}},
+            "objective.masked_desc[0] is 3: it should be a valid string",
+        ),
+        ({"objective": {"terms": [], "idle": [3]}}, "objective.idle is [3], not an object"),
+        (
+            {"objective": {"terms": [TERMS[0] | {"channels": [1]}]}},
+            "objective.terms[0].channels[0] is 1: it should be a valid string",
+        ),
+        (
+            {"objective": {"terms": [TERMS[0] | {"divided_by": [1]}]}},
+            "objective.terms[0].divided_by[0] is 1: it should be a valid string",
+        ),
+        (
+            {"objective": {"terms": [TERMS[0] | {"weight": 1e300}]}},
+            "objective.terms[0].weight is 1e+300: it should be a number up to 1e+100",
+        ),
+        (
+            {"objective": {"terms": [TERMS[0] | {"weight": True}]}},
+            "objective.terms[0].weight is True: it should be",
+        ),
+    ],
+)
+def test_a_manifest_that_no_run_writes_is_reported_with_the_place(tmp_path, capsys, changes, message):
+    folder = write_run(tmp_path / "one", starts=[manifest(**changes)])
+    assert f"run.json: [0].{message}" in refusal(capsys, folder)
+
+
+@pytest.mark.parametrize("step", [None, -1.0])
+def test_steps_without_a_duration_are_reported_as_not_timed(tmp_path, step):
+    line = {"step": 1, "loss": 1.0, "seconds": None, "time/step": step}
+    assert "<b>Where the time goes</b>: no step was timed" in page_of(write_run(tmp_path / "one", [line]))
+
+
+def test_a_run_given_twice_is_refused(tmp_path, capsys):
+    folder = write_run(tmp_path / "one")
+    assert "given twice" in refusal(capsys, folder, tmp_path / "." / "one", "--out", tmp_path / "a.html")
+
+
+def test_dumped_steps_link_to_the_inspector_and_count_as_the_log_does(tmp_path):
+    folder = write_run(tmp_path / "a run")
+    (folder / "dumps").mkdir()
+    for step in (0, 4):
+        (folder / "dumps" / f"step-{step:06}.jsonl").write_text("")
+    result = run(folder)
+    assert f"`coordexp inspect '{folder}'` makes it" in result.stdout
+    text = (folder / "report.html").read_text()
+    assert f"<code>coordexp inspect &#x27;{folder}&#x27;</code>" in text and "inspect.html" not in text
+    (folder / "inspect.html").write_text("")
+    (tmp_path / "pages").mkdir()
+    run(folder, "--out", tmp_path / "pages" / "r.html")
+    links = CheckedPage((tmp_path / "pages" / "r.html").read_text()).links
+    assert "../a%20run/inspect.html#step=1" in links and "../a%20run/inspect.html#step=5" in links
+
+
+def test_ten_thousand_steps_make_a_small_page_within_seconds(tmp_path):
+    metrics = {f"coord_diag/{k}": 0.1 * k for k in range(60)}
+    logged = [line | metrics | {"loss": 5.0 + (step % 7)} for step, line in enumerate(lines(10_000))]
+    folder = write_run(tmp_path / "long", [*logged, evaluation_line(10_000, f1_50=0.5)])
+    since = time.process_time()
+    text = page_of(folder)
+    assert time.process_time() - since < 5
+    assert len(text) < 3_000_000
+    assert "A point stands for 50 steps" in text
+
+
+def test_the_page_has_no_absolute_path_unless_one_was_given(tmp_path, monkeypatch):
+    write_run(tmp_path / "one", tree=settings(output_dir="one"))
+    monkeypatch.chdir(tmp_path)
+    run("one")
+    assert str(tmp_path) not in (tmp_path / "one" / "report.html").read_text()
+    assert os.fspath(Path.home()) not in (tmp_path / "one" / "report.html").read_text()

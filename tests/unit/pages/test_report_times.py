@@ -1,0 +1,141 @@
+"""Where the time went: phases that do not overlap and add up, and what servers did."""
+
+import json
+from dataclasses import astuple
+
+import numpy as np
+import pytest
+
+from coordexp.errors import DataError
+from coordexp.pages.curves import PHASES, StepRanges, measure_phases, share_of_step, total_by_phase
+from coordexp.pages.report_tables import read_servers
+from tests.unit.pages.run_folders import END, lines, make_run, settings
+
+
+def test_phases_and_rest_add_up_to_the_step_and_the_wall_to_the_run():
+    totals = total_by_phase(make_run(lines(10)).log)
+    assert totals["compute"] == 10 and totals["pictures"] == 2.5 and totals["rollout"] == 2.5
+    assert sum(totals[name] for name in PHASES) == pytest.approx(10 * 1.5)
+    assert sum(totals.values()) == pytest.approx(20.0)
+
+
+def test_a_line_is_weighted_by_the_steps_it_covers():
+    logged = [
+        {"step": 1, "seconds": 1.0, "loss": 1.0, "time/compute": 1.0, "time/step": 1.0},
+        {"step": 10, "seconds": 20.0, "loss": 1.0, "time/compute": 2.0, "time/step": 2.0},
+    ]
+    assert total_by_phase(make_run(logged).log)["compute"] == 1.0 + 9 * 2.0
+
+
+def test_a_phase_that_is_absent_from_a_line_took_no_time():
+    times = measure_phases([make_run(lines(4, every=2)).log], StepRanges(1, 4, 4))
+    assert times.seconds[list(PHASES).index("rollout")].tolist() == [0.0, 0.25, 0.0, 0.25]
+    assert times.edges.tolist() == [1.0, 1.5, 2.5, 3.5, 4.0]
+
+
+def test_rest_is_never_negative():
+    logged = [line | {"time/compute": 1.4} for line in lines(3)]
+    assert total_by_phase(make_run(logged).log)["rest"] == 0.0
+
+
+def test_seeds_are_averaged_column_by_column():
+    slow = [line | {"time/compute": 3.0, "time/step": 3.5} for line in lines(6)]
+    runs = [make_run(lines(10)), make_run(slow, tree=settings(seed=2), folder="runs/two")]
+    compute = measure_phases([run.log for run in runs], StepRanges(1, 10, 10)).seconds[
+        list(PHASES).index("compute")
+    ]
+    assert compute.tolist() == [2.0] * 6 + [1.0] * 4
+    assert np.isfinite(compute).all()
+
+
+def test_a_run_that_timed_nothing_has_no_times():
+    run = make_run([{"step": 1, "seconds": 1.0, "loss": 2.0}, END])
+    assert total_by_phase(run.log) is None and share_of_step(run.log, "waited") is None
+    assert measure_phases([run.log], StepRanges(1, 1, 1)) is None
+
+
+@pytest.mark.parametrize("step", [None, 0.0, -1.0])
+def test_steps_that_took_no_time_have_no_times(step):
+    run = make_run([{"step": 1, "seconds": None, "loss": 2.0, "time/step": step}])
+    assert measure_phases([run.log], StepRanges(1, 1, 1)) is None
+
+
+def test_a_line_of_step_0_does_not_count():
+    logged = [{"step": k, "seconds": 1.0 + k, "loss": 2.0, "time/step": 1.0} for k in (0, 1)]
+    assert measure_phases([make_run(logged[:1]).log], StepRanges(0, 0, 1)) is None
+    assert measure_phases([make_run(logged).log], StepRanges(0, 1, 2)).steps.tolist() == [1.0]
+
+
+def servers(*addresses):
+    return [{"base_url": address, "group_port": 1, "world_size": 1, "boot": "b"} for address in addresses]
+
+
+def test_calls_answers_and_failures_are_counted_per_server(tmp_path):
+    sync = {
+        "event": "sync",
+        "seconds": 1.0,
+        "bytes": 2_000_000,
+        "servers": servers("one", "two"),
+        "fallbacks": ["slow"],
+    }
+    calls = [
+        {"server": 0, "count": 3, "base_url": "one"},
+        {"server": 1, "count": 2, "base_url": "two", "lost": True},
+    ]
+    first = [
+        sync | {"synced": [0, 1], "failed": {}},
+        sync | {"seconds": 3.0, "synced": [0], "failed": {"1": "server 1: no answer\n more"}},
+        {"event": "rollouts", "seconds": 2.0, "calls": calls},
+    ]
+    second = [{"event": "rollouts", "seconds": 4.0, "calls": calls[:1]}]
+    for name, events in (("servers.jsonl", first), ("servers_1.jsonl", second)):
+        (tmp_path / name).write_text("".join(json.dumps(event) + "\n" for event in events))
+    summary = read_servers(tmp_path)
+    first_server, second_server = summary.servers
+    assert astuple(first_server)[1:] == (2, 6, 0, 2, 0)
+    assert astuple(second_server)[1:] == (0, 0, 1, 1, 1)
+    assert summary.failures == (("server 1: no answer", 1),) and summary.fallbacks == ("slow",)
+    assert (summary.sync_seconds, summary.round_seconds, summary.megabytes) == ((2.0, 3.0), (3.0, 4.0), 2.0)
+
+
+def test_a_failure_without_a_reason_is_counted_too(tmp_path):
+    sync = {"event": "sync", "seconds": 1.0, "bytes": 1, "servers": servers("one"), "synced": []}
+    (tmp_path / "servers.jsonl").write_text(json.dumps(sync | {"failed": {"0": ""}}) + "\n")
+    assert read_servers(tmp_path).failures == (("no reason was given", 1),)
+
+
+SYNC = {"event": "sync", "seconds": 1.0, "bytes": 1, "servers": [], "synced": [], "failed": {}}
+CALL = {"server": 0, "base_url": "one", "count": 1}
+
+
+@pytest.mark.parametrize(
+    ("event", "message"),
+    [
+        ({"event": "sync"}, "servers is missing"),
+        (SYNC | {"seconds": "x"}, "seconds is 'x': it should be a valid number"),
+        (SYNC | {"bytes": None}, "bytes is None: it should be a valid integer"),
+        (SYNC | {"bytes": -1}, "bytes is -1: it should be greater than or equal to 0"),
+        (SYNC | {"synced": ["0"]}, r"synced\[0\] is '0': it should be a valid integer"),
+        (SYNC | {"failed": {"x": "y"}}, "failed.x is 'x': String should match pattern"),
+        (SYNC | {"failed": {"0": 3}}, "failed.0 is 3: it should be a valid string"),
+        (SYNC | {"servers": [{}]}, r"servers\[0\].base_url is missing"),
+        (SYNC | {"fallbacks": 3}, "fallbacks is 3: it should be a valid list"),
+        (
+            {"event": "rollouts", "seconds": 1.0, "calls": [CALL | {"server": [1]}]},
+            r"calls\[0\].server is \[1\]: it should be a valid integer",
+        ),
+        (
+            {"event": "rollouts", "seconds": 1.0, "calls": [CALL | {"count": "y"}]},
+            r"calls\[0\].count is 'y': it should be a valid integer",
+        ),
+    ],
+)
+def test_an_event_that_no_run_writes_is_reported_with_its_line(tmp_path, event, message):
+    good = {"event": "rollouts", "seconds": 1.0, "calls": [CALL]}
+    (tmp_path / "servers_1.jsonl").write_text(f"{json.dumps(good)}\n{json.dumps(event)}\n")
+    with pytest.raises(DataError, match=rf"servers_1.jsonl, line 2: {message}.*\n  the file was edited"):
+        read_servers(tmp_path)
+
+
+def test_without_servers_there_is_no_summary(tmp_path):
+    assert read_servers(tmp_path) is None

@@ -1,0 +1,170 @@
+"""From a dumped example to what the page shows."""
+
+import json
+
+import pytest
+
+from coordexp.correction import Reason, Role
+from coordexp.pages.rollout_sample import (
+    CUT,
+    MASKED_DESC,
+    REASONS,
+    count_invalid,
+    describe_decoding,
+    list_notes,
+    show_sample,
+    summarise_sample,
+)
+from tests.dumped import SMALL, dump_of
+
+TRACE = {"format": 1, "example": 0, "step": 1, "loss": 2.5, "terms": {"token_ce/struct_ce": 2.5}}
+
+
+@pytest.fixture(scope="module")
+def dumped(tmp_path_factory):
+    """Dumped examples by the name of their image: partly right, garbage, and cut off."""
+    file = dump_of(tmp_path_factory.mktemp("run"))
+    dumps = [json.loads(line) for line in file.read_text().splitlines()]
+    return {dump["picture"]["path"].rpartition("/")[2]: dump for dump in dumps}
+
+
+def texts(sample, owner):
+    tokens = sample["tokens"]
+    ids = [id for id, token_owner in zip(tokens["ids"], tokens["owner"], strict=True) if token_owner == owner]
+    return SMALL.text_of(ids)
+
+
+def roles_text(sample, role):
+    tokens = sample["tokens"]
+    return SMALL.text_of([id for id, own in zip(tokens["ids"], tokens["roles"], strict=True) if own == role])
+
+
+def test_without_the_cut_the_strip_is_the_answer_that_is_trained(dumped):
+    for dump in dumped.values():
+        tokens = show_sample(dump, None, SMALL, desc_is_masked=False)["tokens"]
+        kept = [id for id, role in zip(tokens["ids"], tokens["roles"], strict=True) if role != CUT]
+        assert kept == dump["result"]["streams"]["ids"][dump["result"]["prompt_length"] :]
+        assert {len(values) for name, values in tokens.items() if name != "breaks"} == {len(tokens["ids"])}
+
+
+def test_the_cut_stands_where_it_stood_in_the_answer(dumped):
+    for dump in dumped.values():
+        tokens = show_sample(dump, None, SMALL, desc_is_masked=False)["tokens"]
+        answer = dump["rollout"]["ids"]
+        assert tokens["ids"][: len(answer)] == answer
+        cut = len(answer) - dump["result"]["prefix_tokens"]
+        assert tokens["roles"].count(CUT) == cut
+        assert tokens["roles"][len(answer) - cut : len(answer)] == [CUT] * cut
+
+
+def test_tokens_belong_to_the_object_that_they_write(dumped):
+    sample = show_sample(dumped["partly.png"], None, SMALL, desc_is_masked=False)
+    assert texts(sample, 0).startswith('{"object_1": {"desc": "cup"')
+    assert texts(sample, 1).strip(' ",').startswith('object_2": {"desc": "roof", "poly"')
+    missed = texts(sample, -2 - 1)  # the dog is the second true object
+    assert missed.strip(' ",').startswith('object_4": {"desc": "dog"') and "<|coord_300|>" in missed
+    assert [true["by"] for true in sample["truth"]] == [0, None, 1]
+    assert [obj["of"] for obj in sample["objects"]] == [0, 2, None]
+
+
+def test_the_coordinates_of_an_object_carry_its_targets(dumped):
+    sample = show_sample(dumped["partly.png"], None, SMALL, desc_is_masked=False)
+    tokens = sample["tokens"]
+    targets = {}
+    for target, owner in zip(tokens["target"], tokens["owner"], strict=True):
+        if target is not None:
+            targets.setdefault(owner, []).append(target)
+    assert targets[0] == [10, 10, 110, 110]
+    assert targets[-3] == [300, 300, 500, 500]
+    assert set(targets) == {0, 1, -3}  # the extra object has none
+
+
+def test_a_lost_object_and_its_reason_are_shown_with_its_tokens_in_the_cut(dumped):
+    sample = show_sample(dumped["cut.png"], None, SMALL, desc_is_masked=False)
+    lost = sample["objects"][1]
+    assert (lost["reason"], lost["words"]) == ("truncated", "the answer ends inside it")
+    assert "dog" in texts(sample, 1)
+    assert "dog" in roles_text(sample, CUT)
+    assert any("stops before it is closed" in note for note in sample["notes"])
+
+
+def test_an_answer_that_cannot_be_read_is_all_cut_off(dumped):
+    sample = show_sample(dumped["garbage.png"], None, SMALL, desc_is_masked=False)
+    assert "I see" in roles_text(sample, CUT)
+    assert any("all of it is removed" in note for note in sample["notes"])
+    assert summarise_sample(dumped["garbage.png"], None)["fallback"]
+
+
+def test_lines_begin_at_entries_at_the_cut_and_at_what_was_appended(dumped):
+    sample = show_sample(dumped["partly.png"], None, SMALL, desc_is_masked=False)
+    tokens, breaks = sample["tokens"], sample["tokens"]["breaks"]
+    assert breaks == sorted(set(breaks)) and breaks[0] == 0
+    starts = {tokens["owner"][at] for at in breaks}
+    assert {0, 1, 2, -3} <= starts
+    assert tokens["roles"].index(CUT) in breaks
+
+
+def test_class_names_that_the_objective_leaves_out_have_a_role_of_their_own(dumped):
+    masked = show_sample(dumped["partly.png"], None, SMALL, desc_is_masked=True)
+    trained = show_sample(dumped["partly.png"], None, SMALL, desc_is_masked=False)
+    assert roles_text(masked, MASKED_DESC) == roles_text(trained, Role.tail_desc) == "dog"
+    assert roles_text(masked, Role.tail_desc) == ""
+
+
+def test_a_trace_is_attached_to_its_tokens(dumped):
+    dump = dumped["partly.png"]
+    roles = dump["result"]["streams"]["roles"]
+    where = [k for k, role in enumerate(roles) if role >= Role.matched_coord]
+    coords = {str(k): [[k, 10000]] for k in where if roles[k] in (Role.matched_coord, Role.tail_coord)}
+    trace = TRACE | {"where": where, "nll": [float(k) for k in where], "mass": [0.5] * len(where), "bins": coords}
+    sample = show_sample(dump, trace, SMALL, desc_is_masked=False)
+    tokens, trained = sample["tokens"], sample["trained"]
+    assert list(trained["nll"]) == [k for k, role in enumerate(tokens["roles"]) if 2 <= role <= 6]
+    assert list(trained["bins"]) == [k for k, role in enumerate(tokens["roles"]) if role in (2, 5)]
+    ids = dump["result"]["streams"]["ids"]
+    assert all(tokens["ids"][at] == ids[int(position)] for at, position in trained["nll"].items())
+    assert summarise_sample(dump, trace)["loss"] == 2.5
+
+
+def test_the_matrix_has_a_row_for_each_valid_object(dumped):
+    match = show_sample(dumped["partly.png"], None, SMALL, desc_is_masked=False)["match"]
+    assert match["rows"] == [0, 1, 2]
+    assert [len(row) for row in match["iou"]] == [3, 3, 3]
+    assert match["iou"][0][0] > 0.9
+
+
+def test_counts_are_those_of_the_step(dumped):
+    entry = summarise_sample(dumped["partly.png"], None)
+    assert (entry["step"], entry["true"], entry["matched"], entry["missed"], entry["extra"]) == (1, 3, 2, 1, 1)
+    cut = summarise_sample(dumped["cut.png"], None)
+    assert (cut["truncated"], cut["finish"], cut["invalid"]) == (True, "length", 1)
+
+
+def test_every_reason_has_words():
+    assert set(REASONS) == set(Reason)
+
+
+def test_decoding_is_described_by_the_settings_that_apply():
+    plain = {
+        "mode": "greedy",
+        "temperature": 0.0,
+        "top_p": 1.0,
+        "top_k": -1,
+        "num_beams": 1,
+        "max_new_tokens": 1024,
+    }
+    assert describe_decoding(plain) == "greedy, at most 1,024 tokens"
+    sampled = plain | {"mode": "sampling", "temperature": 0.7, "top_p": 0.9, "top_k": 50}
+    assert describe_decoding(sampled) == "sampled at temperature 0.7, top_p 0.9, top_k 50, at most 1,024 tokens"
+    assert describe_decoding(plain | {"mode": "beam", "num_beams": 4}) == "best of 4 beams, at most 1,024 tokens"
+
+
+def test_objects_that_were_not_read_are_among_those_that_cannot_be_used():
+    result = {"objects": [{"reason": None}, {"reason": "syntax"}], "unread": 3, "prefix_tokens": 2}
+    dump = {"rollout": {"ids": [1, 2, 3]}, "result": result | {"fallback": False, "truncated": False}}
+    assert count_invalid(result) == 4
+    assert list_notes(dump)[1:] == [
+        "4 objects of the answer cannot be used and are not matched.",
+        "Objects in text that is not read, counted by their keys: 3.",
+    ]
+    assert count_invalid({"objects": result["objects"]}) == 1, "a dump of an earlier release does not count them"
