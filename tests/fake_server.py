@@ -18,7 +18,7 @@ from uuid import uuid4
 
 import torch
 
-from coordexp.rollout.broadcast import BufferSlice, WeightGroup, join, unflatten
+from coordexp.engine.weights import BufferSlice, WeightGroup, join, unflatten
 
 CPU = torch.device("cpu")
 OWN_ROUTES = ("/version/", "/session/", "/start_update/", "/finish_update/")  # ms-swift lacks them

@@ -36,8 +36,8 @@ def test_no_setting_is_an_option_of_a_command_that_trains_or_serves(name: str) -
 def test_a_server_has_no_code_that_reads_data_or_corrects_answers() -> None:
     """The learner owns the data iterator, parses, matches, corrects, packs and trains. A server imports no code
     that does this, directly or indirectly."""
-    modules = _modules_reached_from("coordexp.serve.run")
-    assert "coordexp.serve.app" in modules
+    modules = _modules_reached_from("coordexp.servers.serve")
+    assert "coordexp.servers.app" in modules
     owned = ("coordexp.train", "coordexp.correction", "coordexp.objective")
     assert not [name for name in modules if name.startswith(owned)]
 
@@ -107,7 +107,14 @@ def test_only_commands_load_settings_and_rollout_code_reads_no_file() -> None:
         if {"coordexp.config.load", "coordexp.config.yaml_tree"} & set(_imports(_tree(name), name))
         or "load_settings" in _names(_tree(name))
     }
-    rollout_aware = ("coordexp.train", "coordexp.rollout", "coordexp.serve", "coordexp.pack", "coordexp.objective")
+    rollout_aware = (
+        "coordexp.train",
+        "coordexp.rollout",
+        "coordexp.engine",
+        "coordexp.servers",
+        "coordexp.pack",
+        "coordexp.objective",
+    )
     assert "coordexp.cli.train" in readers
     assert not [name for name in readers if name.startswith(rollout_aware)]
 

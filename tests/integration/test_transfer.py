@@ -10,10 +10,9 @@ import torch
 from torch import nn
 from vllm.model_executor.model_loader.reload import record_metadata_for_reloading
 
-from coordexp.rollout.broadcast import check_agreement
-from coordexp.rollout.buckets import ALIGNMENT, MemoryFile, buckets, find_non_finite
-from coordexp.rollout.engine_side import NothingToAgree, SharedMemoryReceiver, clear_kv_caches, cuda_handle
-from coordexp.rollout.transfer import plain_handle
+from coordexp.engine.receive import NothingToAgree, SharedMemoryReceiver, clear_kv_caches, cuda_handle
+from coordexp.engine.transfer import plain_handle
+from coordexp.engine.weights import ALIGNMENT, MemoryFile, buckets, check_agreement, find_non_finite
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -45,7 +44,7 @@ def test_another_process_reads_a_written_tensor_too():
     file = MemoryFile.new(4096)
     file.tensor(64, torch.bfloat16, (2, 2)).copy_(torch.tensor([[1.0, 2.0], [3.0, 4.0]]))
     code = (
-        "import sys, torch; from coordexp.rollout.buckets import MemoryFile; pid, fd = map(int, sys.argv[1:]);"
+        "import sys, torch; from coordexp.engine.weights import MemoryFile; pid, fd = map(int, sys.argv[1:]);"
         "print(MemoryFile.from_process(pid, fd, 4096).tensor(64, torch.bfloat16, (2, 2)).tolist())"
     )
     command = [sys.executable, "-c", code, str(os.getpid()), str(file.fd)]

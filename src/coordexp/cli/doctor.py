@@ -16,8 +16,8 @@ from rich.text import Text
 
 from coordexp.cli.console import err, need, out, progress
 from coordexp.doctor.machine import Machine, choose_cpu, choose_gpus, visible_gpus
+from coordexp.engine import check_vllm
 from coordexp.errors import UserError
-from coordexp.rollout.installed import check_vllm
 
 if TYPE_CHECKING:
     from coordexp.doctor.run import DoctorReport

@@ -11,12 +11,12 @@ from transformers import AutoProcessor, Qwen3VLForConditionalGeneration
 
 from coordexp.doctor.outcome import Agreement
 from coordexp.doctor.workspace import Workspace, read_settings
+from coordexp.engine.colocate import ColocateBackend
+from coordexp.engine.start import EngineSetup
 from coordexp.rollout.backend import Decode, Request, Rollout, RolloutBackend
-from coordexp.rollout.colocate import ColocateBackend
-from coordexp.rollout.engine import EngineSetup
 from coordexp.rollout.hugging_face import HuggingFaceBackend
 from coordexp.rollout.prompt import PromptBuilder
-from coordexp.rollout.server_backend import ServerBackend
+from coordexp.servers.backend import ServerBackend
 from coordexp.train.offload import OffloadedStorages
 from coordexp.train.weights import learner_weights
 from coordexp.vocab import VocabularyTable

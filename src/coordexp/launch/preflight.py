@@ -14,12 +14,12 @@ from urllib.parse import urlsplit
 from coordexp.config import Settings, Violation
 from coordexp.config.paths import KeyPath, parse_path
 from coordexp.config.rules import SERVERS, uses_vllm
+from coordexp.engine import check_vllm
 from coordexp.errors import UserError
 from coordexp.files import advise_missing_path
 from coordexp.launch import memory
 from coordexp.launch.memory import DeviceMemory, MemoryNeed, MemoryWarning
 from coordexp.launch.plan import LaunchOptions, Plan, gpu_ids, is_loopback
-from coordexp.rollout.installed import check_vllm
 
 FIRST = 8  # records that are read
 VISIBLE = "CUDA_VISIBLE_DEVICES"

@@ -19,8 +19,8 @@ from typing import Any
 from coordexp.config.rollout import RepeatTerminate
 from coordexp.errors import EngineError
 from coordexp.rollout.guard import ENGINE_GUARD, LOADED, guard_arguments, key_pattern_for
-from coordexp.rollout.wire import GUARD_ROUTE
-from coordexp.serve.guard import FILE, TEXT, check_class, read_guard_settings
+from coordexp.servers.guard import FILE, TEXT, check_class, read_guard_settings
+from coordexp.servers.protocol import GUARD_ROUTE
 from coordexp.vocab import VocabularyTable
 
 LOGGER = logging.getLogger("coordexp")

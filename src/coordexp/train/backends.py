@@ -5,11 +5,11 @@ from pathlib import Path
 from transformers import TrainingArguments
 
 from coordexp.config import Settings
+from coordexp.engine import check_vllm
+from coordexp.engine.colocate import ColocateBackend
+from coordexp.engine.start import EngineSetup
 from coordexp.rollout.backend import RolloutBackend
-from coordexp.rollout.colocate import ColocateBackend
-from coordexp.rollout.engine import EngineSetup
 from coordexp.rollout.hugging_face import HuggingFaceBackend
-from coordexp.rollout.installed import check_vllm
 from coordexp.train.callbacks import say
 from coordexp.train.encode import TrainingSet
 from coordexp.train.folder import RolloutFacts, ServerLog
@@ -32,7 +32,7 @@ def backend_for(
     adapter = learner.adapter_weights if learner.has_plain_adapter else None
     notify = say if rank == 0 else _ignore
     if rollout.vllm.mode == "server":
-        from coordexp.rollout.server_backend import ServerBackend  # httpx is needed only here
+        from coordexp.servers.backend import ServerBackend  # httpx is needed only here
 
         if arguments.device.type == "cuda":
             check_vllm()  # weights are sent over its NCCL
