@@ -1,11 +1,17 @@
-"""Work in daemon threads: a call that never returns does not keep the process from ending."""
+"""Work in daemon threads, with a deadline: a call that never returns does not keep the process from ending."""
 
+import math
+import time
 from collections.abc import Callable
 from threading import Event, Thread
 from typing import Any, Generic, TypeVar
 
 T = TypeVar("T")
 E = TypeVar("E", bound=BaseException)
+
+
+def nothing() -> None:
+    """Do nothing."""
 
 
 class Task(Generic[T]):
@@ -27,10 +33,14 @@ class Task(Generic[T]):
         if self._changed is not None:
             self._changed.set()
 
-    def result(self, timeout: float | None = None) -> T:
-        """Wait for the end, and return the result or raise the error of the work."""
-        if not self.done.wait(timeout):
-            raise TimeoutError
+    def result(self, deadline: float = math.inf, check: Callable[[], None] = nothing, interval: float = 0.2) -> T:
+        """Wait for the end, and return the result or raise the error of the work. Raise TimeoutError at the
+        deadline, which is a time of `time.monotonic`. `check` is called once per interval, and may raise an error
+        that ends the waiting."""
+        while not self.done.wait(max(0.0, min(interval, deadline - time.monotonic()))):
+            if time.monotonic() >= deadline:
+                raise TimeoutError
+            check()
         if self.error is not None:
             raise self.error
         return self._result  # type: ignore[return-value]

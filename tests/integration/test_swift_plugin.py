@@ -11,8 +11,7 @@ from coordexp.config.rollout import RepeatTerminate
 from coordexp.errors import EngineError
 from coordexp.plugins import SWIFT_REPEAT_GUARD
 from coordexp.rollout.guard import ENGINE_GUARD, EngineGuard, key_pattern
-from coordexp.servers.guard import FILE, TEXT
-from coordexp.servers.protocol import GUARD_ROUTE
+from coordexp.servers.swift_servers import FILE, GUARD_ROUTE, TEXT
 from coordexp.vocab import VocabularyTable
 from tests.fake_swift import FakeSwiftRollout
 from tests.integration.stage2_runs import MODEL

@@ -58,13 +58,14 @@ def _serve(settings: Settings, index: int, address: str, port: int, images: tupl
     with progress(f"starting rollout server {index} on {address}:{port} (vLLM takes about a minute)"):
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
         from coordexp.servers.connections import listen
-        from coordexp.servers.guard import check_guard_environment
 
         rollout = settings.rollout_matching
         listening = listen(address, port)  # before the imports below, which take long
-        check_guard_environment(rollout.repeat_terminate)
 
         from coordexp.servers.serve import Serving, serve
+        from coordexp.servers.swift_servers import check_guard_environment
+
+        check_guard_environment(rollout.repeat_terminate)
 
     serving = Serving(Path(settings.model.path), settings.model.dtype, rollout, listening, images)
     host = f"[{address}]" if ":" in address else address

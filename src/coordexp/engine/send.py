@@ -156,12 +156,13 @@ def ask_engine(
     """Return the result of `work`, which calls the engine. Raise EngineError if the engine ends meanwhile, and
     TimeoutError at the deadline. vLLM by itself would wait forever for an engine that hangs or has ended."""
     core = engine.llm_engine.engine_core
-    task = Task(work)
-    while not task.done.wait(max(0.0, min(0.2, deadline - time.monotonic()))):
+
+    def check_running() -> None:
         if has_ended(core):
-            break
-        if time.monotonic() >= deadline:
-            raise TimeoutError
-    if task.done.is_set() and (task.error is None or not has_ended(core)):
-        return task.result()
-    raise EngineError("the vLLM engine has ended", fix) from None
+            raise EngineError("the vLLM engine has ended", fix) from None
+
+    try:
+        return Task(work).result(deadline, check_running)
+    except Exception:
+        check_running()  # what vLLM raises when its engine has ended is seldom to the point
+        raise

@@ -13,6 +13,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
+from importlib import import_module
 from multiprocessing import resource_tracker
 from pathlib import Path
 from tempfile import TemporaryDirectory, gettempdir
@@ -23,7 +24,7 @@ import torch
 from coordexp import child_processes
 from coordexp.config.rollout import VLLM, RolloutMatching
 from coordexp.engine import OR_USE_HF
-from coordexp.errors import EngineError, UserError
+from coordexp.errors import EngineError, UserError, explain
 from coordexp.rollout.guard import ENGINE_GUARD
 from coordexp.vocab import COORD_TOKENS, VocabularyTable
 
@@ -177,6 +178,15 @@ def lora_request(id: int) -> Any:
     from vllm.lora.request import LoRARequest
 
     return LoRARequest(f"adapter-{id}", id, IN_MEMORY)
+
+
+def check_guard_class() -> None:
+    """Raise EngineError if vLLM's workers could not import the repeat guard by its name."""
+    module, _, name = ENGINE_GUARD.partition(":")
+    problem = f"rollout_matching.repeat_terminate is enabled, and {ENGINE_GUARD} cannot be loaded"
+    fix = "run `coordexp doctor` to see whether the right release of vLLM is installed, or set enabled: false"
+    with explain((ImportError, AttributeError), problem, fix, to=EngineError):
+        getattr(import_module(module), name)
 
 
 def check_vocabulary(tokenizer: Any, size: int, table: VocabularyTable) -> None:

@@ -1,30 +1,42 @@
-"""Answers requests in the form of ms-swift's contract. A request that cannot be answered fails alone."""
+"""Answers requests: reads them and their images, and returns answers in the form of the protocol. A request that
+cannot be answered fails alone."""
 
 import asyncio
+import base64
+import io
 import logging
 import math
 import time
 import uuid
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol
 
 from PIL import Image
 from pydantic import ValidationError
 
 from coordexp.config.rollout import RepeatTerminate
-from coordexp.data.images import MOST_PIXELS
-from coordexp.errors import DataError
+from coordexp.data.images import MOST_PIXELS, open_image_file, size_problem, upright_size
+from coordexp.errors import DataError, explain
+from coordexp.files import is_encodable
 from coordexp.rollout.guard import cut_at_end, guard_arguments, key_pattern_for
-from coordexp.rollout.prompt import image_tokens
-from coordexp.servers.refusal import Refusal, bad_request
-from coordexp.servers.requests import (
-    AllowedImages,
+from coordexp.rollout.prompt import UNUSABLE, image_tokens, read_image
+from coordexp.servers.protocol import (
+    ENGINE_FAULT,
+    HALF,
+    IMAGE,
+    Choice,
+    Completion,
+    InferItem,
     InferRequest,
+    Logprobs,
+    Refusal,
     RequestConfig,
-    RequestImage,
-    sampling_fields,
-    split_request,
+    RolloutInfos,
+    TokenLogprob,
+    bad_request,
 )
 from coordexp.vocab import VocabularyTable
 
@@ -34,6 +46,132 @@ from coordexp.vocab import VocabularyTable
 PIXELS_AT_ONCE = MOST_PIXELS
 BLOCK = 2**26  # bytes that Pillow allocates at once; the allocator would keep smaller blocks after they are freed
 log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class AllowedImages:
+    """The images that a request may name: files below these folders, and images in the request itself."""
+
+    folders: tuple[Path, ...]
+
+    def open(self, source: str, size: tuple[int, int] | None = None) -> "RequestImage":
+        """Read the header of an image, without decoding it. Raise a Refusal if the image cannot be used. `size` is
+        the size in its record, if the request has it."""
+        content, name = self._locate(source)
+        file = content if isinstance(content, Path) else io.BytesIO(content)
+        with (
+            explain(OSError, f"{name}: not a readable image", "run `coordexp data doctor`", to=bad_request),
+            open_image_file(file) as image,
+        ):
+            width, height, _ = upright_size(image)
+        if limit := size_problem(width, height):
+            raise bad_request(f"{name}: {limit}", UNUSABLE)
+        if size is not None and (width, height) != size:
+            raise bad_request(
+                f"the image is {width} x {height}, but its record says {size[0]} x {size[1]}",
+                "correct the record; `coordexp data doctor` finds all such records",
+            )
+        return RequestImage(content, name, width, height)
+
+    def _locate(self, source: str) -> tuple[Path | bytes, str]:
+        """Return the path or the bytes of an image, and a name for messages."""
+        if source.startswith("data:") or not _is_path(source):
+            return _decode_base64(source), "the base64 image"
+        if "://" in source:
+            raise bad_request(f"{source[:80]}: images are not fetched from elsewhere", "send a path, or base64")
+        kinds = (OSError, ValueError, RuntimeError)
+        with explain(kinds, f"{source[:80]!r}: not a path", "send a path, or base64", to=bad_request):
+            path = Path(source).resolve()
+        if not any(path.is_relative_to(folder) for folder in self.folders):
+            allowed = ", ".join(map(str, self.folders)) or "no folder"
+            raise bad_request(
+                f"{source}: this server only reads images below {allowed}",
+                "start it with --images FOLDER (can be repeated), or send base64",
+            )
+        return path, source
+
+
+@dataclass(frozen=True)
+class RequestImage:
+    """An image of which only the header was read. The size is that of the upright image."""
+
+    content: Path | bytes
+    name: str
+    width: int
+    height: int
+
+    @property
+    def pixels(self) -> int:
+        return self.width * self.height
+
+    def decode(self) -> Image.Image:
+        """Return the upright image. Raise DataError or a Refusal if it cannot be decoded or has another size than
+        its header says."""
+        image = read_image(self.content if isinstance(self.content, Path) else io.BytesIO(self.content), self.name)
+        if image.size != (self.width, self.height):
+            raise bad_request(
+                f"{self.name}: {image.width} x {image.height}, but its header says {self.width} x {self.height}",
+                "save the image again; if it was replaced meanwhile, do not replace images during a run",
+            )
+        return image
+
+
+def _is_path(source: str) -> bool:
+    """Return True if the source is a path or a URL, not base64. Base64 has no dot, and a JPEG in base64 begins
+    with `/9j/`."""
+    return "." in source or "://" in source or (source.startswith("/") and not source.startswith("/9j/"))
+
+
+def _decode_base64(source: str) -> bytes:
+    content = source.partition(",")[2] if source.startswith("data:") else source
+    with explain(ValueError, f"{source[:40]}: neither a path nor base64", "send one of them", to=bad_request):
+        return base64.b64decode(content, validate=True)
+
+
+def split_request(request: InferRequest) -> tuple[list[dict[str, Any]], list[str]]:
+    """Return the conversation in the form that chat templates need, and the sources of its images."""
+    for name in ("audios", "videos", "tools", "objects", "chat_template_kwargs", "add_eos"):
+        if getattr(request, name):
+            raise bad_request(f"{name}: not served here", "send text and one image")
+    conversation: list[dict[str, Any]] = []
+    inline: list[str] = []
+    for message in request.messages:
+        content = _split_text(message.content) if isinstance(message.content, str) else list(message.content)
+        inline += [str(part["image"]) for part in content if part.get("type") == "image" and part.get("image")]
+        if any(part.get("type") != "image" and not _is_text(part) for part in content):
+            raise bad_request("messages: a content part is neither text nor image", "send text and one image")
+        if any(part["type"] == "text" and not is_encodable(part["text"]) for part in content):
+            raise bad_request(f"messages: {HALF}", "send UTF-8")
+        plain = [part if part["type"] == "text" else {"type": "image"} for part in content]
+        conversation.append({"role": message.role, "content": plain})
+    sources = inline or request.images
+    named = sum(part["type"] == "image" for message in conversation for part in message["content"])
+    if named != len(sources) or named > 1:
+        raise bad_request(
+            f"the messages name {named} images, and {len(sources)} came along; at most one is served",
+            f"write {IMAGE} where the image belongs, and send the image in images",
+        )
+    return conversation, sources
+
+
+def _is_text(part: dict[str, Any]) -> bool:
+    return part.get("type") == "text" and isinstance(part.get("text"), str)
+
+
+def _split_text(text: str) -> list[dict[str, Any]]:
+    """Return the text as content parts, with an image part for each tag."""
+    parts: list[dict[str, Any]] = []
+    for number, piece in enumerate(text.split(IMAGE)):
+        parts += [{"type": "image"}] if number else []
+        parts += [{"type": "text", "text": piece}] if piece else []
+    return parts
+
+
+def sampling_fields(config: RequestConfig, defaults: dict[str, Any]) -> dict[str, Any]:
+    """Return the settings that decide which token is drawn: those of the call, else those of the model."""
+    names: Sequence[str] = ("temperature", "top_k", "top_p", "repetition_penalty")
+    requested = {name: value for name in names if (value := getattr(config, name)) is not None}
+    return {name: value for name, value in defaults.items() if name in names} | requested
 
 
 class AnsweringEngine(Protocol):
@@ -191,39 +329,35 @@ class Answering:
                     "a log-probability of the answer is not finite",
                     "the weights of this server may contain NaN: sync it again",
                 )
-        choices = [self._choice(k, answer, config) for k, answer in enumerate(output.outputs)]
-        reasons = [self._finish_reason(answer.token_ids, guard) for answer in output.outputs]
-        completion = sum(len(answer.token_ids) for answer in output.outputs)
-        prompt = len(output.prompt_token_ids)
-        usage = {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
-        response = {
-            "id": output.request_id,
-            "object": "chat.completion",
-            "created": int(time.time()),
-            "model": "coordexp",
-            "choices": choices,
-            "usage": usage,
-        }
-        if config.return_details:
-            response["prompt_token_ids"] = list(output.prompt_token_ids)
-        infos = {"weight_version": version, "ended_by_guard": [reason == "repeat" for reason in reasons]}
-        return {"response": response, "rollout_infos": infos}
+        prompt, completion = len(output.prompt_token_ids), sum(len(answer.token_ids) for answer in output.outputs)
+        response = Completion(
+            id=output.request_id,
+            created=int(time.time()),
+            choices=[_choice(k, answer, config) for k, answer in enumerate(output.outputs)],
+            usage={
+                "prompt_tokens": prompt,
+                "completion_tokens": completion,
+                "total_tokens": prompt + completion,
+            },
+            prompt_token_ids=list(output.prompt_token_ids) if config.return_details else None,
+        )
+        ended = [self._is_ended_by_guard(answer.token_ids, guard) for answer in output.outputs]
+        infos = RolloutInfos(weight_version=version, ended_by_guard=ended)
+        return InferItem(response=response, rollout_infos=infos).model_dump(exclude_none=True)
 
-    def _finish_reason(self, ids: Sequence[int], guard: RepeatTerminate) -> str:
-        return cut_at_end(ids, self.table.end_of_turn, guard, self.pattern)[1]
+    def _is_ended_by_guard(self, ids: Sequence[int], guard: RepeatTerminate) -> bool:
+        return cut_at_end(ids, self.table.end_of_turn, guard, self.pattern)[1] == "repeat"
 
-    def _choice(self, index: int, answer: Any, config: RequestConfig) -> dict[str, Any]:
-        ids = list(answer.token_ids)
-        choice: dict[str, Any] = {
-            "index": index,
-            "message": {"role": "assistant", "content": answer.text},
-            "finish_reason": answer.finish_reason,
-        }
-        if config.return_details:
-            choice["token_ids"] = ids
-        if config.logprobs:
-            choice["logprobs"] = {"content": [{"token": "", "logprob": value} for value in _logprobs(answer)]}
-        return choice
+
+def _choice(index: int, answer: Any, config: RequestConfig) -> Choice:
+    logprobs = [TokenLogprob(logprob=value) for value in _logprobs(answer)] if config.logprobs else None
+    return Choice(
+        index=index,
+        message={"role": "assistant", "content": answer.text},
+        finish_reason=answer.finish_reason,
+        token_ids=list(answer.token_ids) if config.return_details else None,
+        logprobs=Logprobs(content=logprobs) if logprobs is not None else None,
+    )
 
 
 def _logprobs(answer: Any) -> list[float]:
@@ -231,4 +365,4 @@ def _logprobs(answer: Any) -> list[float]:
 
 
 def _engine_fault(problem: str, fix: str) -> dict[str, Any]:
-    return Refusal(500, "engine", problem, fix).to_json()
+    return Refusal(500, ENGINE_FAULT, problem, fix).to_json()

@@ -1,4 +1,4 @@
-"""The routes of a rollout server: ms-swift's contract, and our own routes for sessions, versions and updates.
+"""The routes of a rollout server, its metrics, and the watchdog of its engine.
 
 No handler blocks the event loop: long work is awaited in the engine or runs in a thread. So the server reports its
 health at any time.
@@ -7,14 +7,14 @@ health at any time.
 import asyncio
 import hashlib
 import json
+import time
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Annotated, Any, TypeVar
+from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histogram, generate_latest
-from pydantic import BaseModel, ConfigDict, Field
 from starlette.exceptions import HTTPException
 
 from coordexp.servers.answering import Answering
@@ -27,59 +27,32 @@ from coordexp.servers.connections import (
     too_large,
 )
 from coordexp.servers.engine import engine_ended
-from coordexp.servers.refusal import Refusal, bad_request
-from coordexp.servers.requests import MOST_REQUESTS, InferCall
-from coordexp.servers.updates import TIMEOUT, LearnerSession, Updates, no_weights
-from coordexp.servers.watchdog import Watchdog
+from coordexp.servers.protocol import (
+    MOST_REQUESTS,
+    FinishUpdate,
+    InferCall,
+    JoinGroup,
+    LoadAdapterBucket,
+    LoadBucket,
+    Metadata,
+    OpenSession,
+    Refusal,
+    ServerVersion,
+    StartUpdate,
+    WeightMessage,
+    bad_request,
+)
+from coordexp.servers.swift_clients import SwiftClients
+from coordexp.servers.updates import LearnerSession, Updates, no_weights
 
 BEAT = 5.0  # seconds between the empty lines of a session's stream, which show that the server is alive
+PING = 5.0  # seconds between two pings of the engine, at most
+LOOK = 0.5  # seconds between two checks for a reply to a ping
 SECONDS = (0.1, 0.3, 1, 3, 10, 30, 100, 300, 1000)  # the buckets of histograms
 CONTRACT = "see the contract in docs/operations.md"
-Port = Annotated[int, Field(ge=1, le=65535)]
 EVERYWHERE = ("0.0.0.0", "::")  # noqa: S104 - then workers use the address that the learner's request came to
 T = TypeVar("T")
 Handler = Callable[..., Awaitable[Any]]
-
-
-class _Body(BaseModel):
-    model_config = ConfigDict(extra="ignore")
-    session: str | None = None
-
-
-class Communicator(_Body):
-    host: str = ""
-    port: Port
-    world_size: Annotated[int, Field(ge=2)]
-    timeout_s: Annotated[float, Field(gt=0, le=86400, allow_inf_nan=False)] = TIMEOUT
-
-
-class Opening(_Body):
-    session: Annotated[str, Field(min_length=1, max_length=200)]
-    learner: Annotated[str, Field(max_length=200)] = "unknown"
-
-
-class Versioned(_Body):
-    version: Annotated[str, Field(min_length=1, max_length=200)]
-
-
-class Beginning(Versioned):
-    adapter: bool = False
-
-
-class FlattenedAdapter(_Body):
-    peft_config: dict[str, Any]
-    metadatas: list[dict[str, Any]]
-
-
-class Flattened(_Body):
-    metadatas: list[dict[str, Any]]
-    next_bytes: Annotated[int, Field(ge=0)] = 0
-
-
-class Named(_Body):
-    name: str
-    dtype: str
-    shape: list[int]
 
 
 class ServerMetrics:
@@ -106,15 +79,68 @@ class ServerMetrics:
         return generate_latest(self.registry)
 
 
+class Watchdog:
+    """Detects an engine that hangs: its processes are alive but no longer respond.
+
+    Every few seconds, all workers of all replicas get a ping. vLLM forwards it between two decoding steps, so a
+    reply shows that the engine's loop and its workers make progress, with or without requests. On a GPU a step
+    takes seconds at most. A large model on a slow CPU may need longer, so the deadline is a setting.
+
+    `ping` returns once every worker has replied, which may take `deadline` seconds. `extra_seconds` returns how
+    much longer it may take right now, because workers wait for a learner's weights."""
+
+    def __init__(
+        self, ping: Callable[[], Awaitable[None]], deadline: float, extra_seconds: Callable[[], float]
+    ) -> None:
+        self._ping, self._deadline, self._extra_seconds = ping, deadline, extra_seconds
+        self.silent = 0.0  # seconds since the ping that has no reply yet
+        self._allowed = 0.0  # the largest `extra_seconds` since that ping
+
+    @property
+    def problem(self) -> Refusal | None:
+        if self.silent <= self._deadline + max(self._allowed, self._extra_seconds()):
+            return None
+        problem = f"the engine hangs: its processes are alive and have not answered for {self.silent:.0f} s"
+        fix = (
+            "this server stops itself: start it again, as `coordexp launch` does; if one decoding step takes that "
+            "long here, raise rollout_matching.vllm.server.hung_after_s"
+        )
+        return Refusal(503, "engine_hung", problem, fix)
+
+    async def run(self) -> None:
+        """Ping until cancelled, or until a ping fails because the engine has ended."""
+        while True:
+            ping = asyncio.ensure_future(self._ping())
+            try:
+                await self._wait_for_reply(ping)
+            finally:
+                ping.cancel()
+            if ping.cancelled() or ping.exception() is not None:
+                return
+            self.silent = self._allowed = 0.0
+            await asyncio.sleep(min(PING, self._deadline / 4))
+
+    async def _wait_for_reply(self, ping: "asyncio.Future[None]") -> None:
+        """Count the seconds without a reply. A check that comes late counts as two intervals at most: then this
+        process itself was suspended."""
+        look = min(LOOK, self._deadline / 4)
+        while not ping.done():
+            began = time.monotonic()
+            self._allowed = max(self._allowed, self._extra_seconds())
+            await asyncio.wait({ping}, timeout=look)
+            self._allowed = max(self._allowed, self._extra_seconds())
+            self.silent += min(time.monotonic() - began, 2 * look)
+
+
 class RolloutApp:
     """The HTTP application of a rollout server. `facts` are returned by `/version/`, together with the state of
-    the weights. `world_size` is that of the engine."""
+    the weights."""
 
     def __init__(
         self,
         engine: Any,
         answering: Answering,
-        facts: dict[str, Any],
+        facts: ServerVersion,
         *,
         host: str,
         world_size: int,
@@ -125,6 +151,7 @@ class RolloutApp:
         self.engine, self.answering, self.facts = engine, answering, facts
         self.host, self.world_size, self.metrics = host, world_size, metrics
         self.updates = Updates(engine, metrics.count_update)
+        self.swift_clients = SwiftClients(engine, self.updates)
         self.watchdog = Watchdog(engine.ping, hung_after_s, self.updates.waiting_allowance)
         self.ending = asyncio.Event()
         self.api = FastAPI(title="coordexp rollout server", docs_url=None, redoc_url=None, openapi_url=None)
@@ -143,21 +170,15 @@ class RolloutApp:
             ("GET", "/version/", self.version),
             ("GET", "/metrics", self.get_metrics),
             ("GET", "/get_world_size/", self.get_world_size),
-            ("GET", "/get_model_state_keys/", self.get_state_keys),
-            ("POST", "/get_engine_type/", self.get_engine_type),
             ("POST", "/infer/", self.infer),
             ("POST", "/session/", self.open_session),
             ("POST", "/init_communicator/", self.join),
             ("POST", "/close_communicator/", self.leave),
             ("POST", "/start_update/", self.start_update),
             ("POST", "/update_flattened_params/", self.load_bucket),
-            ("POST", "/update_named_param/", self.load_tensor),
             ("POST", "/update_adapter_flattened_param/", self.load_adapter_bucket),
             ("POST", "/finish_update/", self.finish_update),
-            ("POST", "/process_weights_after_loading/", self.finish_plain_update),
-            ("POST", "/reset_prefix_cache/", self.clear_caches),
-            ("POST", "/reset_mm_cache/", self.clear_caches),
-            ("POST", "/reset_encoder_cache/", self.clear_caches),
+            *self.swift_clients.routes(),
         ]
 
     @property
@@ -181,26 +202,22 @@ class RolloutApp:
             problem = no_weights()
         return to_response(problem) if problem else JSONResponse({"status": "ready"})
 
-    async def version(self) -> dict[str, Any]:
+    async def version(self) -> ServerVersion:
         updates = self.updates
-        return self.facts | {
-            "weight_version": updates.version if updates.update is None or not updates.update.touched else None,
+        is_whole = updates.update is None or not updates.update.touched
+        state = {
+            "weight_version": updates.version if is_whole else None,
             "base": "changed" if updates.base_changed else "original",
             "updating": updates.update is not None,
             "session": _hash(updates.session.id) if updates.session else None,  # the id itself is a secret
         }
+        return self.facts.model_copy(update=state)
 
     async def get_metrics(self) -> Response:
         return Response(await asyncio.to_thread(self.metrics.to_text), media_type="text/plain; version=0.0.4")
 
     async def get_world_size(self) -> dict[str, int]:
         return {"world_size": self.world_size}
-
-    async def get_state_keys(self) -> dict[str, list[str]]:
-        return {"keys": await self.engine.state_keys()}
-
-    async def get_engine_type(self) -> dict[str, Any]:
-        return {"engine_type": "AsyncLLMEngine", "enable_multi_turn": False}
 
     async def infer(self, call: InferCall, request: Request) -> Response:
         """Return answers that were all made with one version of the weights. If the client disconnects, the
@@ -231,12 +248,12 @@ class RolloutApp:
             self.metrics.tokens.inc(tokens)
         return [item for item, _ in answers]
 
-    async def open_session(self, opening: Opening) -> Response:
+    async def open_session(self, opening: OpenSession) -> Response:
         session = LearnerSession(opening.session, opening.learner)
         await self.updates.claim(session)
         return _SessionStream(self.updates, session)
 
-    async def join(self, body: Communicator, request: Request) -> dict[str, str]:
+    async def join(self, body: JoinGroup, request: Request) -> dict[str, str]:
         if body.world_size != self.world_size + 1:
             raise Refusal(
                 400,
@@ -249,38 +266,28 @@ class RolloutApp:
         await self.updates.join(body.session, host, body.port, body.world_size, body.timeout_s)
         return {"message": "joined"}
 
-    async def leave(self, body: _Body | None = None) -> dict[str, str]:
+    async def leave(self, body: WeightMessage | None = None) -> dict[str, str]:
         await self.updates.leave(body.session if body else None)
         return {"message": "left"}
 
-    async def start_update(self, body: Beginning) -> dict[str, str]:
+    async def start_update(self, body: StartUpdate) -> dict[str, str]:
         await self.updates.begin(body.session, body.version, body.adapter)
         return {"message": "begun"}
 
-    async def load_bucket(self, body: Flattened) -> dict[str, str]:
+    async def load_bucket(self, body: LoadBucket) -> dict[str, str]:
+        _check_metadatas(body.metadatas)
+        await self.swift_clients.begin(body)
         await self.updates.load(body.session, body.metadatas, body.next_bytes)
         return {"message": "taken"}
 
-    async def load_tensor(self, body: Named) -> dict[str, str]:
-        await self.updates.load(body.session, [_describe_tensor(body)])
-        return {"message": "taken"}
-
-    async def load_adapter_bucket(self, body: FlattenedAdapter) -> dict[str, str]:
+    async def load_adapter_bucket(self, body: LoadAdapterBucket) -> dict[str, str]:
+        _check_metadatas(body.metadatas)
+        await self.swift_clients.begin(body, is_adapter=True)
         await self.updates.load_adapter(body.session, body.peft_config, body.metadatas)
         return {"message": "taken"}
 
-    async def finish_update(self, body: Versioned) -> dict[str, str]:
+    async def finish_update(self, body: FinishUpdate) -> dict[str, str]:
         return {"weight_version": await self.updates.finish(body.session, body.version)}
-
-    async def finish_plain_update(self) -> dict[str, str]:
-        await self.updates.finish_plain()
-        return {"message": "done"}
-
-    async def clear_caches(self) -> dict[str, str]:
-        await self.updates.finish_plain()
-        async with self.updates.answers():
-            await self.engine.clear_caches()
-        return {"message": "done"}
 
     async def _handle_unexpected(self, _: Request, error: Exception) -> Response:
         """Answer with the server's own problem, if it has one: what vLLM raises after its engine has ended is
@@ -300,16 +307,9 @@ def _encode_items(items: Sequence[dict[str, Any]]) -> bytes:
     return f"[{','.join([json.dumps(item, allow_nan=False) for item in items])}]".encode()
 
 
-def _describe_tensor(body: Named) -> dict[str, Any]:
-    """Return the metadata of a bucket that consists of this one tensor."""
-    import torch
-
-    dtype = getattr(torch, body.dtype.removeprefix("torch."), None)
-    if not isinstance(dtype, torch.dtype):
-        raise bad_request(f"dtype: {body.dtype} is not a dtype of torch")
-    count = torch.Size(body.shape).numel()
-    place = {"start_idx": 0, "end_idx": count * dtype.itemsize, "numel": count}
-    return {"name": body.name, "shape": body.shape, "dtype": body.dtype} | place
+def _check_metadatas(metadatas: Sequence[Metadata]) -> None:
+    if not metadatas:
+        raise bad_request("metadatas: empty", "send at least one tensor")
 
 
 async def _gather_all(works: Sequence[Awaitable[T]]) -> list[T]:

@@ -8,6 +8,7 @@ import json
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict
 from functools import partial
 from typing import Any
 from uuid import uuid4
@@ -34,19 +35,23 @@ from coordexp.rollout.backend import (
 )
 from coordexp.rollout.guard import key_pattern_for
 from coordexp.rollout.prompt import PromptBuilder
-from coordexp.servers.client import ClientTimeouts, ServerClient, ServerFault, ServerLost
-from coordexp.servers.links import OTHERWISE, Links, own_device
-from coordexp.servers.pool import Chunk, Loss, Out, Pool, Up, ask_in_waves
-from coordexp.servers.protocol import (
-    ENGINE_FAULT,
+from coordexp.servers.client import (
+    ClientTimeouts,
     RequestFailed,
     ServerAnswer,
+    ServerClient,
+    ServerFacts,
+    ServerFault,
+    ServerLost,
     infer_payload,
     read_answers,
     to_rollout,
 )
+from coordexp.servers.links import OTHERWISE, Links, own_device
+from coordexp.servers.pool import Chunk, Loss, Out, Pool, Up, ask_in_waves
+from coordexp.servers.protocol import ENGINE_FAULT
 from coordexp.servers.send import Sent, ignore, send, send_adapter, take_part
-from coordexp.tasks import Task
+from coordexp.tasks import Task, nothing
 
 AGAIN = 1.0  # seconds between two attempts to find a server
 WAVES = 4  # waves of requests in one call of a caller that has many
@@ -86,8 +91,6 @@ class ServerBackend:
         self._run = ""
         self._weights: Weights | None = None
         self._probed: int | None = None  # the version at which all servers were last probed
-        self._lengths: list[int | None] = [None] * len(self.clients)
-        self._boots: list[str | None] = [None] * len(self.clients)
         guard = setup.settings.repeat_terminate
         self._pattern = key_pattern_for(guard, setup.table)
 
@@ -139,14 +142,12 @@ class ServerBackend:
 
     def describe(self) -> dict[str, Any]:
         """Return the facts that the run's manifest records."""
-        sizes = self.pool.world_sizes if self.pool else (None,) * len(self.clients)
-        return {
-            "servers": [
-                {"base_url": client.url, "group_port": client.group_port, "world_size": size, "boot": boot}
-                for client, size, boot in zip(self.clients, sizes, self._boots, strict=True)
-            ],
-            **self.sync_mode.describe(),
-        }
+        servers = []
+        for client in self.clients:
+            known = {"world_size": client.facts.world_size, "boot": client.facts.boot} if client.facts else {}
+            address = {"base_url": client.url, "group_port": client.group_port, "world_size": None, "boot": None}
+            servers.append(address | known)
+        return {"servers": servers, **self.sync_mode.describe()}
 
     # Weights
 
@@ -159,7 +160,7 @@ class ServerBackend:
 
     def _connect_first(self) -> tuple[str, list[int]]:
         self.links.connect()
-        return uuid4().hex[:8], [self.links.facts[client.index].world_size for client in self.clients]
+        return uuid4().hex[:8], [client.facts.world_size for client in self.clients if client.facts]
 
     def _name_version(self, version: int) -> str:
         """Return the name of a version on the servers. No weights of another learner have the same name."""
@@ -195,17 +196,16 @@ class ServerBackend:
             if targets or pool.usable:
                 break
             time.sleep(AGAIN)
-        known = [self.links.facts[client.index] for client in self.clients]
-        facts = [[server.world_size, server.is_swift, server.max_model_len, server.boot] for server in known]
+        facts = [asdict(client.facts) for client in self.clients if client.facts]
         fresh = [k for k in targets if k in gone]
         return {"targets": targets, "fresh": fresh, "facts": facts, "pool": _states_to_json(pool)}
 
-    def _apply_plan(self, facts: list[list[Any]], states: list[Any]) -> None:
+    def _apply_plan(self, facts: list[dict[str, Any]], states: list[Any]) -> None:
         assert self.pool is not None
-        sizes, are_swift, self._lengths, self._boots = map(list, zip(*facts, strict=True))
-        self.pool = Pool(tuple(sizes), _states_from_json(states), self.pool.version)
-        for client, is_swift in zip(self.clients, are_swift, strict=True):
-            client.is_swift = is_swift
+        for client, values in zip(self.clients, facts, strict=True):
+            client.facts = ServerFacts(**values)
+        sizes = tuple(values["world_size"] for values in facts)
+        self.pool = Pool(sizes, _states_from_json(states), self.pool.version)
 
     def _send(self, targets: list[int], fresh: list[int]) -> None:
         assert self.pool is not None and self.pool.version is not None
@@ -287,13 +287,15 @@ class ServerBackend:
         client, decode = self.clients[server], common_decode(requests)
         assert not decode.guard.enabled or decode.guard == self.setup.settings.repeat_terminate, "another guard"
         prompts = [self.prompts.ids(*request.image.size, request.image.path) for request in requests]
-        if (most := self._lengths[server]) is not None:
+        facts = client.facts
+        assert facts is not None, "before the first sync"
+        if facts.max_model_len is not None:
             for request, prompt_ids in zip(requests, prompts, strict=True):
-                check_length(request, len(prompt_ids), most)
+                check_length(request, len(prompt_ids), facts.max_model_len)
         answers = self._request_answers(client, requests, version)
         rollouts = []
         for request, prompt_ids, answer in zip(requests, prompts, answers, strict=True):
-            if not client.is_swift and answer.version != self._name_version(version):
+            if facts.reports_version and answer.version != self._name_version(version):
                 raise ServerLost(
                     f"{client.name}: it answered with weights of version {answer.version}, not "
                     f"{self._name_version(version)}: it was restarted, or it serves another learner now"
@@ -398,10 +400,6 @@ class _Generation:
                 rollouts |= dict(zip(indices, task.result(), strict=True))
             self.calls.append(call)
         return rollouts, losses
-
-
-def nothing() -> None:
-    """Do nothing: with `together`, a barrier."""
 
 
 def _states_to_json(pool: Pool) -> list[Any]:

@@ -1,40 +1,53 @@
-"""The HTTP client of one rollout server: health, facts, session, weights and answers. Several threads may use it.
+"""The HTTP client of one rollout server: health, session, weights and answers. Several threads may use it. Imports
+no torch.
 
 No call outlives its server. While a call is running, the client polls the server's health, and ends the call if
 the server has died or has been silent for too long.
 """
 
 import json
+import math
 import os
 import socket
 import ssl
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from threading import Event
 from typing import Any, Literal
-from urllib.parse import urlsplit
 
 import httpx
-import torch
 
-from coordexp.config.rollout import ServerEndpoint
-from coordexp.engine.weights import WeightGroup, join
+from coordexp.config.rollout import TOKEN, RepeatTerminate, ServerEndpoint
 from coordexp.errors import EngineError
+from coordexp.rollout.backend import Request, Rollout, common_decode
+from coordexp.rollout.guard import cut_at_end
 from coordexp.servers.protocol import (
-    GUARD_ROUTE,
+    IMAGE,
     KEEP_ALIVE,
-    TOKEN,
-    ServerFacts,
+    OWN_KEY,
+    ChatMessage,
+    InferCall,
+    InferItem,
+    InferRequest,
+    LearnerFields,
+    Message,
+    OpenSession,
+    RequestConfig,
+    WeightVersion,
+    check_form,
     read_error,
-    read_facts,
-    read_field,
-    read_plugin_guard,
+    read_json,
+    read_response,
+    unreadable,
 )
 from coordexp.tasks import Task
+from coordexp.vocab import VocabularyTable
+from coordexp.vocab.table import STOP_TOKENS
 
 LARGEST = 2**30  # bytes of a response
-LATE = 0.5  # seconds in which a thread with the same deadline ends by itself
 Health = Literal["ok", "refused", "silent", "failed"]
 
 
@@ -70,9 +83,23 @@ class ClientTimeouts:
     call: float = 30.0  # for the response to a call that takes no time on the server
 
 
+@dataclass(frozen=True)
+class ServerFacts:
+    """What the ranks know about a server. One of ours reports the version of its weights with each answer, and
+    responds to health checks at any time."""
+
+    world_size: int
+    max_model_len: int | None = None
+    boot: str | None = None
+    reports_version: bool = True
+    responds_while_busy: bool = True
+
+
 class ServerClient:
-    """Calls one server. `is_swift` is set once the server is known to be one of ms-swift. `infer_timeout_s` limits
-    generation calls; without it, or if it is not positive, they have no limit."""
+    """Calls one server. `facts` are set when the server has been examined. `infer_timeout_s` limits generation
+    calls; without it, or if it is not positive, they have no limit."""
+
+    facts: ServerFacts | None = None
 
     def __init__(
         self,
@@ -83,7 +110,6 @@ class ServerClient:
     ) -> None:
         self.index, self.url, self.group_port = index, server.base_url, server.group_port
         self.timeouts = timeouts or ClientTimeouts()
-        self.is_swift = False
         self._infer_timeout = infer_timeout_s if infer_timeout_s and infer_timeout_s > 0 else None
         token = os.environ.get(TOKEN)
         self._http = httpx.Client(
@@ -111,26 +137,7 @@ class ServerClient:
         except httpx.TransportError:
             return "refused"
 
-    def facts(self) -> ServerFacts:
-        """Return what the server reports about itself. A server without our version route is one of ms-swift."""
-        size = read_field(self.get("/get_world_size/"), self.name, "/get_world_size/", "world_size", int)
-        if size < 1:
-            raise EngineError(f"{self.name}: it reports a world size of {size}")
-        body = self._get_if_present("/version/")
-        if body is None:
-            self.is_swift = True
-            plugin = self._get_if_present(GUARD_ROUTE)
-            guard = read_plugin_guard(plugin, self.name, size) if plugin is not None else None
-            return ServerFacts(size, is_swift=True, guard=guard)
-        facts = read_facts(body, self.name)
-        if facts.world_size != size:
-            raise EngineError(
-                f"{self.name}: /get_world_size/ says {size}, but /version/ says {facts.world_size}",
-                "this should not happen; start the server again",
-            )
-        return facts
-
-    def _get_if_present(self, path: str) -> bytes | None:
+    def get_if_present(self, path: str) -> bytes | None:
         """Return the response, or None if the server does not have this route."""
         try:
             return self.get(path)
@@ -139,16 +146,21 @@ class ServerClient:
                 raise
             return None
 
+    def read(self, form: Any, path: str) -> Any:
+        """Return the response of a route in a form of the protocol."""
+        return read_response(form, self.get(path), self.name, path)
+
     def weight_version(self) -> str | None:
         """Return the version that the server reports, or None while it has no whole weights."""
-        return read_field(self.get("/version/"), self.name, "/version/", "weight_version", object)
+        version: WeightVersion = self.read(WeightVersion, "/version/")
+        return version.weight_version
 
     def get(self, path: str) -> bytes:
         return self._call("GET", path, None, self.timeouts.call)
 
-    def post(self, path: str, body: dict[str, Any], seconds: float | None = None) -> bytes:
+    def post(self, path: str, message: Message, seconds: float | None = None) -> bytes:
         """Return the response. Raise ServerLost if the server dies meanwhile, or needs more than `seconds`."""
-        return self._call("POST", path, body, seconds)
+        return self._call("POST", path, message.to_json(), seconds)
 
     def infer(self, payload: dict[str, Any]) -> bytes:
         """Return the response. `infer_timeout_s` limits this call alone."""
@@ -157,60 +169,14 @@ class ServerClient:
     def close(self) -> None:
         self._http.close()
 
-    def join(
-        self, size: int, session: str | None, device: torch.device, seconds: float, sync: float
-    ) -> WeightGroup:
-        """Return the group for weights: the server's `size` workers, and this process as the last rank. Raise
-        ServerLost if it is not complete in `seconds`. Later, a transfer over it may take `sync` seconds."""
-        host = urlsplit(self.url).hostname or "127.0.0.1"
-        body: dict[str, Any] = {"host": host, "port": self.group_port, "world_size": size + 1}
-        timeout = max(seconds, sync)
-        if not self.is_swift:
-            body |= {"session": session, "timeout_s": timeout}
-        until, changed = time.monotonic() + seconds, Event()
-        request = Task(self.post, "/init_communicator/", body, seconds + self.timeouts.call, changed=changed)
-        self._wait_until_open(host, request, until)
-        group = Task(join, host, self.group_port, size, size + 1, device, timeout, self.is_swift, changed=changed)
-        while not (request.done.is_set() and group.done.is_set()) and not (request.error or group.error):
-            if not changed.wait(max(0.0, until + LATE - time.monotonic())):
-                raise self._no_group(f"it was not complete after {seconds:g} s")
-            changed.clear()
-        for error in (request.error, group.error):
-            if isinstance(error, EngineError):
-                raise error
-            if error is not None:
-                raise self._no_group(str(error).splitlines()[0]) from error
-        return group.result(0)
-
-    def _wait_until_open(self, host: str, request: Task[bytes], until: float) -> None:
-        """Wait until the group's port is open. An attempt to join before that, which nobody waits for any more,
-        could disturb the next one."""
-        while True:
-            if request.done.is_set():
-                request.result()
-            with suppress(OSError):
-                socket.create_connection((host, self.group_port), timeout=1).close()
-                return
-            if time.monotonic() >= until:
-                raise self._no_group("nothing listens there")
-            time.sleep(0.02)
-
-    def _no_group(self, reason: str) -> ServerLost:
-        return ServerLost(
-            f"{self.name}: no group for weights at its group_port {self.group_port}: {reason}",
-            "the port must be free on the server's machine and open to the learner's",
-        )
-
     def _call(self, method: str, path: str, body: dict[str, Any] | None, seconds: float | None) -> bytes:
-        exchange = _Exchange(self._http, self.name)
-        began = last_response = time.monotonic()
+        exchange, liveness = _Exchange(self._http, self.name), _Liveness(self)
+        deadline = time.monotonic() + seconds if seconds is not None else math.inf
         task = Task(exchange.run, method, f"{self.url}{path}", body)
         try:
-            while not task.done.wait(self._next_look(began, seconds)):
-                if seconds is not None and time.monotonic() - began >= seconds:
-                    raise ServerLost(f"{self.name}: no answer in {seconds:.1f} s")
-                last_response = self._check_alive(last_response)
-            status, content = task.result()
+            status, content = task.result(deadline, liveness.check, self.timeouts.poll)
+        except TimeoutError:
+            raise ServerLost(f"{self.name}: no answer in {seconds:.1f} s (in {path})") from None
         except httpx.TransportError as error:
             raise ServerLost(f"{self.name}: the connection failed in {path} ({_describe(error)})") from error
         except ServerLost as lost:
@@ -220,24 +186,6 @@ class ServerClient:
         if status == 200:
             return content
         raise self.to_error(status, path, content)
-
-    def _next_look(self, began: float, seconds: float | None) -> float:
-        left = seconds - (time.monotonic() - began) if seconds is not None else self.timeouts.poll
-        return max(0.0, min(self.timeouts.poll, left))
-
-    def _check_alive(self, last_response: float) -> float:
-        """Return when the server last responded. Raise ServerLost if it has ended or has been silent for too long.
-        A server of ms-swift responds to nothing while it generates."""
-        health = self.health()
-        if health == "refused":
-            raise ServerLost(f"{self.name}: it has ended")
-        if health == "failed" and not self.is_swift:
-            raise ServerLost(f"{self.name}: its engine has ended or hangs")
-        if health == "ok" or self.is_swift:
-            return time.monotonic()
-        if (silent := time.monotonic() - last_response) >= self.timeouts.silence:
-            raise ServerLost(f"{self.name}: no response for {silent:.0f} s")
-        return last_response
 
     def to_error(self, status: int, path: str, body: bytes) -> ServerFault | RequestRefused:
         """Return the error that a response stands for."""
@@ -254,6 +202,26 @@ class ServerClient:
         elif 300 <= status < 400:
             fix = "base_url must lead to the server itself, without a redirect"
         return RequestRefused(problem, fix, status, code)
+
+
+class _Liveness:
+    """Whether a server is alive during a call."""
+
+    def __init__(self, client: ServerClient) -> None:
+        self.client, self.last_response = client, time.monotonic()
+
+    def check(self) -> None:
+        """Raise ServerLost if the server has ended, or has been silent for too long."""
+        client, health = self.client, self.client.health()
+        is_patient = client.facts is not None and not client.facts.responds_while_busy
+        if health == "refused":
+            raise ServerLost(f"{client.name}: it has ended")
+        if health == "failed" and not is_patient:
+            raise ServerLost(f"{client.name}: its engine has ended or hangs")
+        if health == "ok" or is_patient:
+            self.last_response = time.monotonic()
+        elif (silent := time.monotonic() - self.last_response) >= client.timeouts.silence:
+            raise ServerLost(f"{client.name}: no response for {silent:.0f} s")
 
 
 class _Exchange:
@@ -308,8 +276,8 @@ class ServerSession:
         self.identity, self.ended = identity, Event()
         self._client, self._begun = client, Event()
         self._exchange = _Exchange(client._http, client.name)
-        body = {"session": identity, "learner": f"{socket.gethostname()}:{os.getpid()}"}
-        self._task = Task(self._hold, body)
+        opening = OpenSession(session=identity, learner=f"{socket.gethostname()}:{os.getpid()}")
+        self._task = Task(self._hold, opening.to_json())
 
     @classmethod
     def open(cls, client: ServerClient, identity: str) -> "ServerSession":
@@ -350,3 +318,107 @@ class ServerSession:
 
 def _describe(error: BaseException | None) -> str:
     return str(error) or type(error).__name__ if error is not None else "without an error"
+
+
+def infer_payload(requests: Sequence[Request], question: str) -> dict[str, Any]:
+    """Return the body of one call, whose requests all decode alike. It sets every sampling field, because ms-swift
+    takes missing ones from the model's `generation_config.json`."""
+    if IMAGE in question:
+        raise EngineError(
+            f"custom.prompt: it contains {IMAGE}, which marks the place of the image in requests to servers",
+            f"write the prompt without {IMAGE}: the image always comes first",
+        )
+    decode = common_decode(requests)
+    if decode.mode == "beam":
+        raise EngineError("rollout servers have no beam search", "set rollout_backend: hf, or decode_mode: greedy")
+    if decode.stop_bias:
+        raise EngineError(
+            f"rollout servers cannot decode with a stop bias, and this request has {decode.stop_bias:g}",
+            "use `coordexp predict --stop-bias`, which asks no server, or a stop bias of 0",
+        )
+    sampling = decode.mode == "sampling"
+    infer_requests = []
+    for request in requests:
+        own = LearnerFields(seed=request.seed, guard=decode.guard.enabled, size=request.image.size)
+        infer_request = InferRequest(
+            messages=[ChatMessage(role="user", content=IMAGE + question)],
+            images=[str(Path(request.image.path).absolute())],
+            data_dict={OWN_KEY: own.to_json()},
+        )
+        infer_requests.append(infer_request.to_json())
+    config = RequestConfig(
+        max_tokens=decode.max_new_tokens,
+        temperature=decode.temperature if sampling else 0.0,
+        top_k=decode.top_k if sampling else -1,
+        top_p=decode.top_p if sampling else 1.0,
+        repetition_penalty=1.0,
+        stop=[],
+        seed=requests[0].seed,
+        n=1,
+        return_details=True,
+        logprobs=True,
+    )
+    return InferCall(infer_requests=infer_requests, request_config=config).to_json()
+
+
+class RequestFailed(EngineError):
+    """One request of a call failed. The others may have succeeded."""
+
+    def __init__(self, index: int, problem: str, fix: str, code: str = "") -> None:
+        super().__init__(problem, fix)
+        self.index, self.code = index, code
+
+
+@dataclass(frozen=True)
+class ServerAnswer:
+    """An answer as a server returns it: possibly with its stop token, and with the version of the weights, if the
+    server reports one."""
+
+    prompt_ids: tuple[int, ...]
+    ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    finish_reason: str
+    version: str | None
+
+
+def read_answers(body: bytes, count: int, server: str) -> list[ServerAnswer]:
+    """Return the answers in the order of the requests. Raise RequestFailed for the first request that failed."""
+    items = read_json(body, server, "/infer/")
+    if not isinstance(items, list) or len(items) != count:
+        actual = f"{len(items)} items" if isinstance(items, list) else f"a {type(items).__name__}"
+        raise unreadable(server, "/infer/", f"{actual} where a list of {count} should be")
+    for index, item in enumerate(items):
+        if isinstance(item, dict) and "error" in item:
+            problem, fix, code = read_error(item)
+            raise RequestFailed(index, problem or "it failed without a reason", fix, code)
+    answers = check_form(list[InferItem], items, server, "/infer/")
+    return [_read_answer(item, f"[{index}].response", server) for index, item in enumerate(answers)]
+
+
+def _read_answer(item: InferItem, at: str, server: str) -> ServerAnswer:
+    response = item.response
+    if len(response.choices) != 1:
+        problem = f"{at}.choices has {len(response.choices)} answers where 1 should be"
+        raise unreadable(server, "/infer/", problem)
+    choice = response.choices[0]
+    if response.prompt_token_ids is None or choice.token_ids is None or choice.logprobs is None:
+        raise unreadable(server, "/infer/", f"{at}: prompt_token_ids, token_ids or logprobs is missing")
+    logprobs = tuple(token.logprob for token in choice.logprobs.content)
+    if len(logprobs) != len(choice.token_ids):
+        problem = f"{at}.choices[0]: {len(choice.token_ids)} token_ids and {len(logprobs)} logprobs"
+        raise unreadable(server, "/infer/", problem)
+    version = item.rollout_infos.weight_version if item.rollout_infos else None
+    ids = tuple(choice.token_ids)
+    return ServerAnswer(tuple(response.prompt_token_ids), ids, logprobs, choice.finish_reason, version)
+
+
+def to_rollout(
+    answer: ServerAnswer, guard: RepeatTerminate, pattern: Sequence[int], table: VocabularyTable, version: int
+) -> Rollout:
+    """Return the answer as a rollout, without its stop token, which a server may or may not have sent."""
+    ids, reason = cut_at_end(answer.ids, table.end_of_turn, guard, pattern)
+    if reason == "length" and answer.finish_reason != "length":  # it ended with another token than the end of turn
+        reason = "repeat" if answer.finish_reason == "repeat" else "stop"
+        other = [table.tokenizer.token_to_id(name) for name in STOP_TOKENS]
+        ids = ids[:-1] if ids and ids[-1] in other else ids
+    return Rollout.of(table, answer.prompt_ids, ids, answer.logprobs, reason, version)

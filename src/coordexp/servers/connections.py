@@ -20,8 +20,7 @@ from starlette.responses import JSONResponse
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
 from coordexp.errors import EngineError, explain
-from coordexp.servers.protocol import KEEP_ALIVE
-from coordexp.servers.refusal import Refusal
+from coordexp.servers.protocol import KEEP_ALIVE, Refusal
 
 HEADER = 10.0  # seconds for a whole header, from the first byte or from the start of the connection
 BODY = 30.0  # seconds without a byte of the body, or in which the client reads no byte of a response

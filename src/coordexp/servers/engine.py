@@ -25,7 +25,7 @@ from coordexp.engine.start import (
     stop_engine,
 )
 from coordexp.errors import EngineError
-from coordexp.servers.refusal import Refusal, bad_request
+from coordexp.servers.protocol import Refusal, bad_request
 
 BROADCAST = "coordexp_broadcast"
 SERVER_SIDE = "coordexp.servers.worker.ServerSide"

@@ -3,18 +3,26 @@ opened again when it is back."""
 
 import socket
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
 from coordexp.config.capacity import capacity_shortage
 from coordexp.engine.start import EngineSetup
 from coordexp.errors import EngineError
-from coordexp.servers.client import ServerClient, ServerLost
+from coordexp.servers import swift_servers
+from coordexp.servers.client import ServerClient, ServerFacts, ServerLost
 from coordexp.servers.pool import Loss
-from coordexp.servers.protocol import ServerFacts, model_difference, model_fingerprint
+from coordexp.servers.protocol import (
+    ServerVersion,
+    WorldSize,
+    model_difference,
+    model_fingerprint,
+    read_version,
+)
 from coordexp.servers.send import Link
 from coordexp.tasks import Task
 
@@ -37,7 +45,6 @@ class Links:
     notify: Callable[[str], None]
     devices: Sequence[str] = ()
     open: dict[int, Link] = field(default_factory=dict)
-    facts: dict[int, ServerFacts] = field(default_factory=dict)
     _attempts: dict[int, float] = field(default_factory=dict)  # when a server was last tried
     _leaving: list[Task[None]] = field(default_factory=list)
     _warnings: dict[int, str] = field(default_factory=dict)  # the latest warning about a server
@@ -51,10 +58,9 @@ class Links:
         tasks = [Task(self._wait_for_server, client) for client in self.clients]
         with ExitStack() as undo:
             undo.callback(self.close)
-            for client, task in zip(self.clients, tasks, strict=True):
-                self.facts[client.index] = task.result()
-            self._check_capacity()
-            self._join(self.facts)
+            facts = [task.result() for task in tasks]
+            self._check_capacity(facts)
+            self._join(facts)
             undo.pop_all()
 
     def find_ended(self) -> dict[int, Loss]:
@@ -78,7 +84,7 @@ class Links:
         failed = {}
         for index, task in tasks.items():
             if (error := task.failure(EngineError)) is None:
-                self.facts[index], self.open[index] = task.result()
+                self.open[index] = task.result()
                 del self._attempts[index]
                 continue
             failed[index] = Loss.from_error(error)
@@ -110,41 +116,40 @@ class Links:
                 self.notify(f"waiting for {client.name}: {now - began:.0f} of {self.timeout:g} s")
                 notified = now
             time.sleep(min(client.timeouts.poll, max(0.0, began + self.timeout - now)))
-        facts = client.facts()
-        check_server(client.name, facts, self.setup, self.devices)
-        return facts
+        return examine_server(client, self.setup, self.devices)
 
-    def _check_capacity(self) -> None:
-        sizes = tuple(self.facts[client.index].world_size for client in self.clients)
+    def _check_capacity(self, facts: Sequence[ServerFacts]) -> None:
+        sizes = tuple(server.world_size for server in facts)
         shortage = capacity_shortage(self.setup.settings.decode_batch_size, sizes, self.learners)
         if shortage is not None:
             problem, fix = shortage
             raise EngineError(f"rollout_matching.decode_batch_size: {problem}", fix)
 
-    def _join(self, facts: Mapping[int, ServerFacts]) -> None:
-        tasks = {index: Task(self._link, self.clients[index], facts[index], self.timeout) for index in facts}
+    def _join(self, facts: Sequence[ServerFacts]) -> None:
+        servers = zip(self.clients, facts, strict=True)
+        tasks = [Task(self._link, client, server, self.timeout) for client, server in servers]
         errors = []
-        for index, task in tasks.items():
+        for client, task in zip(self.clients, tasks, strict=True):
             if (error := task.failure(EngineError)) is None:
-                self.open[index] = task.result()
+                self.open[client.index] = task.result()
             else:
                 errors.append(error)
         if errors:
             fixes = filter(None, (errors[0].fix, f"without servers: {ALTERNATIVES}"))
             raise EngineError(errors[0].problem, "; ".join(fixes)) from errors[0]
 
-    def _reconnect(self, index: int, until: float) -> tuple[ServerFacts, Link]:
+    def _reconnect(self, index: int, until: float) -> Link:
         client = self.clients[index]
         if (health := client.health()) != "ok":
             raise ServerLost(f"{client.name}: {_PROBLEMS[health]}")
         self._attempts[index] = time.monotonic()
-        facts = client.facts()
-        check_server(client.name, facts, self.setup, self.devices)
+        facts = examine_server(client, self.setup, self.devices)
         seconds = max(1.0, min(self.timeout, RETURNING, until - time.monotonic()))
-        return facts, self._link(client, facts, seconds)
+        return self._link(client, facts, seconds)
 
     def _link(self, client: ServerClient, facts: ServerFacts, seconds: float) -> Link:
-        return Link.to(client, facts, self.setup.device, seconds, self.setup.settings.vllm.sync.timeout_s)
+        kind = Link if facts.reports_version else swift_servers.SwiftLink
+        return kind.to(client, facts, self.setup.device, seconds, self.setup.settings.vllm.sync.timeout_s)
 
 
 _PROBLEMS = {
@@ -162,50 +167,61 @@ def _unreachable(client: ServerClient, health: str, seconds: float) -> EngineErr
     )
 
 
-def check_server(server: str, facts: ServerFacts, learner: EngineSetup, devices: Sequence[str]) -> None:
-    """Raise EngineError if the server does not fit the learner. `devices` are those of all learner ranks."""
-    if facts.is_swift:
-        _check_plugin(server, facts, learner)
-        return
-    if difference := model_difference(model_fingerprint(learner.folder), facts.model or {}):
+def examine_server(client: ServerClient, learner: EngineSetup, devices: Sequence[str]) -> ServerFacts:
+    """Set and return the facts of a client. Raise EngineError if its server does not fit the learner.
+    `devices` are those of all learner ranks. A server without our version route is one of ms-swift."""
+    size = client.read(WorldSize, "/get_world_size/").world_size
+    body = client.get_if_present("/version/")
+    if body is None:
+        client.facts, guard = swift_servers.read_facts(client, size)
+        if guard is not None:
+            _check_guard(client.name, guard, learner)
+        elif learner.settings.repeat_terminate.enabled:
+            raise EngineError(
+                f"{client.name}: this ms-swift server reports no repeat guard, but "
+                "rollout_matching.repeat_terminate.enabled is true",
+                "start it with `swift rollout --external_plugins FILE`, where FILE is coordexp.plugins."
+                "SWIFT_REPEAT_GUARD, as docs/operations.md shows, or with `coordexp serve`, or set enabled: "
+                f"false, {OTHERWISE}",
+            )
+        return client.facts
+    version = read_version(body, client.name)
+    if version.world_size != size:
+        raise EngineError(
+            f"{client.name}: /get_world_size/ says {size}, but /version/ says {version.world_size}",
+            "this should not happen; start the server again",
+        )
+    _check_version(client.name, version, learner, devices)
+    client.facts = ServerFacts(size, version.max_model_len, version.boot)
+    return client.facts
+
+
+def _check_version(server: str, version: ServerVersion, learner: EngineSetup, devices: Sequence[str]) -> None:
+    """Raise EngineError unless the server has the learner's model, dtype, length and guard, on other devices."""
+    if difference := model_difference(model_fingerprint(learner.folder), version.model):
         raise EngineError(
             f"{server}: it serves another model than {learner.folder}: {difference}",
             f"{SAME_CONFIG} (model.path)",
         )
-    if facts.dtype != learner.dtype:
+    if version.dtype != learner.dtype:
         raise EngineError(
-            f"{server}: its weights are {facts.dtype}, but model.dtype is {learner.dtype}", SAME_CONFIG
+            f"{server}: its weights are {version.dtype}, but model.dtype is {learner.dtype}", SAME_CONFIG
         )
     length = learner.settings.vllm.max_model_len
-    if length is not None and facts.max_model_len != length:
+    if length is not None and version.max_model_len != length:
         raise EngineError(
-            f"{server}: its max_model_len is {facts.max_model_len}, but the learner's is {length}", SAME_CONFIG
+            f"{server}: its max_model_len is {version.max_model_len}, but the learner's is {length}", SAME_CONFIG
         )
-    _check_guard(server, facts, learner)
-    if shared := set(map(normalise_device, facts.devices)) & set(map(normalise_device, filter(None, devices))):
+    _check_guard(server, version.guard, learner)
+    if shared := set(map(normalise_device, version.devices)) & set(map(normalise_device, filter(None, devices))):
         raise EngineError(
             f"{server}: it runs on {', '.join(sorted(shared))}, which a learner rank uses too",
             "give them GPUs of their own (CUDA_VISIBLE_DEVICES), or set rollout_matching.vllm.mode: colocate",
         )
 
 
-def _check_plugin(server: str, facts: ServerFacts, learner: EngineSetup) -> None:
-    """Raise EngineError if the run needs the repeat guard and this ms-swift server does not run our plugin with
-    the learner's settings."""
-    if facts.guard is not None:
-        _check_guard(server, facts, learner)
-    elif learner.settings.repeat_terminate.enabled:
-        raise EngineError(
-            f"{server}: this ms-swift server reports no repeat guard, but "
-            "rollout_matching.repeat_terminate.enabled is true",
-            "start it with `swift rollout --external_plugins FILE`, where FILE is coordexp.plugins."
-            "SWIFT_REPEAT_GUARD, as docs/operations.md shows, or with `coordexp serve`, or set enabled: false, "
-            f"{OTHERWISE}",
-        )
-
-
-def _check_guard(server: str, facts: ServerFacts, learner: EngineSetup) -> None:
-    theirs, ours = dict(facts.guard or {}), learner.settings.repeat_terminate.model_dump(mode="json")
+def _check_guard(server: str, theirs: dict[str, Any], learner: EngineSetup) -> None:
+    ours = learner.settings.repeat_terminate.model_dump(mode="json")
     if different := sorted(name for name in {*theirs, *ours} if theirs.get(name) != ours.get(name)):
         name = different[0]
         raise EngineError(

@@ -1,30 +1,45 @@
-"""The messages between a learner and a rollout server: plain JSON in ms-swift's format. Imports no torch.
+"""The wire between a learner and a rollout server: its routes, messages, answers and errors. Both ends import this
+module, and it imports no torch.
 
-Everything that a server sends is checked: a response that lacks a field, or has one of another type, is an error
-that names the server and the field.
+Messages are JSON in the format of ms-swift 4.6, with fields and routes of our own for sessions, versions and
+updates. A server refuses what it does not serve, and never ignores it. A learner reads everything that a server
+sends with the same models: a response that lacks a field, or has one of another type, is an error that names the
+server and the field.
 """
 
 import hashlib
 import json
 import socket
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    TypeAdapter,
+    ValidationError,
+    model_validator,
+)
 
 from coordexp.config.rollout import TOKEN as TOKEN
-from coordexp.config.rollout import RepeatTerminate
-from coordexp.errors import EngineError
-from coordexp.rollout.backend import Request, Rollout, common_decode
-from coordexp.rollout.guard import cut_at_end
-from coordexp.vocab import COORD_TOKENS, VocabularyTable
+from coordexp.errors import EngineError, UserError
+from coordexp.files import is_encodable
+from coordexp.vocab import COORD_TOKENS
 from coordexp.vocab.table import STOP_TOKENS
 
-PROTOCOL = 2
-IMAGE = "<image>"
+SERVER, PROTOCOL = "coordexp", 2
+IMAGE = "<image>"  # stands for the image in the text of a message
 OWN_KEY = "coordexp"  # the key of our own fields in `data_dict`
-GUARD_ROUTE = "/coordexp_repeat_guard/"  # the route that our plugin adds to a server of ms-swift
 ENGINE_FAULT = "engine"  # the code of a request that failed through no fault of its own
+UPDATE_TIMEOUT = 240.0  # seconds that an update may make no progress, unless the learner sets another limit
+MOST_REQUESTS = 4096  # requests in one call
+MOST_ANSWERS = 64  # answers to one request
+HALF = "text with half a character (a lone surrogate), which UTF-8 cannot encode"
 # With these socket options the kernel detects that a machine is gone, even while its server is busy and silent.
 KEEP_ALIVE = [
     (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
@@ -33,191 +48,258 @@ KEEP_ALIVE = [
     (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3),
     (socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 25_000),
 ]
+# Sampling settings of ms-swift that are not served, and the value that has no effect and is therefore allowed.
+NEUTRAL: dict[str, int | None] = {
+    "num_beams": 1,
+    "best_of": 1,
+    "length_penalty": 1,
+    "presence_penalty": 0,
+    "frequency_penalty": 0,
+    "min_p": 0,
+    "top_logprobs": 0,
+    "prompt_logprobs": None,
+    "structured_outputs_regex": None,
+}
 # Keys of a config that describe how it was saved or is computed, not the weights.
 VOLATILE = frozenset(
     {"transformers_version", "_name_or_path", "dtype", "torch_dtype", "use_cache", "_attn_implementation"}
 )
 
 
-class RequestFailed(EngineError):
-    """One request of a call failed. The others may have succeeded."""
-
-    def __init__(self, index: int, problem: str, fix: str, code: str = "") -> None:
-        super().__init__(problem, fix)
-        self.index, self.code = index, code
+def _check_utf8(text: str) -> str:
+    if not is_encodable(text):
+        raise ValueError(HALF)
+    return text
 
 
-@dataclass(frozen=True)
-class ServerAnswer:
-    """An answer as a server returns it: possibly with its stop token, and with the version of the weights, if the
-    server reports one."""
-
-    prompt_ids: tuple[int, ...]
-    ids: tuple[int, ...]
-    logprobs: tuple[float, ...]
-    finish_reason: str
-    version: str | None
+Text = Annotated[str, AfterValidator(_check_utf8)]
+Name = Annotated[str, Field(min_length=1, max_length=200)]
+Whole = Annotated[int, Field(ge=-(2**63), lt=2**63)]
+TokenId = Annotated[int, Field(ge=0)]
+Metadata = dict[str, Any]  # of a tensor in a bucket, as `engine.weights.flatten` returns it
 
 
-@dataclass(frozen=True)
-class ServerFacts:
-    """The facts that a server reports about itself. A server of ms-swift reports only its world size, and with our
-    plugin its guard."""
+class Message(BaseModel):
+    """A message of either end. Unknown fields have no effect."""
 
+    model_config = ConfigDict(extra="ignore", frozen=True)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the fields that were set, as plain values."""
+        return self.model_dump(mode="json", exclude_unset=True)
+
+
+class StrictMessage(Message):
+    """A message whose unknown fields are refused by name, unless they are null, which has no effect."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _check_fields(cls, values: Any) -> Any:
+        neutral = NEUTRAL if cls is RequestConfig else {}
+        for name, value in values.items() if isinstance(values, dict) else ():
+            if name not in cls.model_fields and value not in (None, neutral.get(name)):
+                raise ValueError(f"{ascii(str(name))[1:-1][:80]}: not served here; leave it out")
+        return values
+
+
+# Requests for answers: POST /infer/
+
+
+class ChatMessage(Message):
+    role: Text
+    content: str | list[dict[str, Any]]
+
+
+class LearnerFields(StrictMessage):
+    """The fields that only a coordexp learner adds to a request."""
+
+    seed: Whole | None = None
+    guard: bool = True
+    size: tuple[int, int] | None = None  # the width and height that the image must have
+
+
+class InferRequest(StrictMessage):
+    messages: Annotated[list[ChatMessage], Field(min_length=1)]
+    images: list[str] = []
+    audios: list[Any] | None = None
+    videos: list[Any] | None = None
+    tools: Any = None
+    objects: Any = None
+    chat_template_kwargs: Any = None
+    add_eos: bool | str | None = None
+    uuid: str | None = None
+    data_dict: dict[str, Any] | None = None
+
+    @property
+    def learner_fields(self) -> LearnerFields:
+        return LearnerFields.model_validate((self.data_dict or {}).get(OWN_KEY) or {})
+
+
+class RequestConfig(StrictMessage):
+    """The settings of a call. A sampling field that is not set comes from the model's `generation_config.json`."""
+
+    max_tokens: Annotated[int, Field(ge=1, le=2**31)] | None = None
+    temperature: float | None = None
+    top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
+    top_p: float | None = None
+    repetition_penalty: float | None = None
+    stop: list[Text] | None = None
+    seed: Whole | None = None
+    n: Annotated[int, Field(ge=1, le=MOST_ANSWERS)] = 1
+    logprobs: bool = False
+    return_details: bool = False
+    stream: bool = False
+
+
+def _default_config(value: Any) -> Any:
+    return {} if value is None else value
+
+
+class InferCall(StrictMessage):
+    """The body of a call. Its requests are read one by one, so that a bad one fails alone. ms-swift's own client
+    also sends `metrics` and `use_tqdm`, which change no answer."""
+
+    infer_requests: Annotated[list[Any], Field(max_length=MOST_REQUESTS)]
+    request_config: Annotated[RequestConfig, BeforeValidator(_default_config)] = RequestConfig()
+    metrics: Any = None
+    use_tqdm: Any = None
+
+
+# Weights: sessions, groups and updates
+
+
+class WeightMessage(Message):
+    """A message about weights. A client of ms-swift has no session."""
+
+    session: str | None = None
+
+
+class OpenSession(Message):  # POST /session/
+    session: Name
+    learner: Annotated[str, Field(max_length=200)] = "unknown"
+
+
+class JoinGroup(WeightMessage):  # POST /init_communicator/
+    host: str = ""
+    port: Annotated[int, Field(ge=1, le=65535)]
+    world_size: Annotated[int, Field(ge=2)]
+    timeout_s: Annotated[float, Field(gt=0, le=86400, allow_inf_nan=False)] = UPDATE_TIMEOUT
+
+
+class StartUpdate(WeightMessage):  # POST /start_update/
+    version: Name
+    adapter: bool = False
+
+
+class LoadBucket(WeightMessage):  # POST /update_flattened_params/
+    metadatas: list[Metadata]
+    next_bytes: Annotated[int, Field(ge=0)] = 0
+
+
+class LoadAdapterBucket(WeightMessage):  # POST /update_adapter_flattened_param/
+    peft_config: dict[str, Any]
+    metadatas: list[Metadata]
+
+
+class FinishUpdate(WeightMessage):  # POST /finish_update/
+    version: Name
+
+
+# What a server sends
+
+
+class Response(Message):
+    """A message of a server. A learner reads it strictly: a number as text, for example, is an error."""
+
+    model_config = ConfigDict(strict=True)
+
+
+class ServerIdentity(Response):
+    server: str
+    protocol: int
+    release: str = ""
+
+
+class ServerVersion(ServerIdentity):
+    """The response of `/version/`: facts that a learner checks, and the state of the weights."""
+
+    boot: str
+    model: dict[str, Any]
+    dtype: str
     world_size: int
-    is_swift: bool = False
-    model: Mapping[str, Any] | None = None
-    dtype: str | None = None
-    max_model_len: int | None = None
-    guard: Mapping[str, Any] | None = None
-    boot: str | None = None
-    devices: tuple[str, ...] = ()
+    max_model_len: int
+    guard: dict[str, Any]
+    devices: list[str]
+    lora: bool = False
+    weight_version: str | None = None
+    base: str = "original"
+    updating: bool = False
+    session: str | None = None
 
 
-def infer_payload(requests: Sequence[Request], question: str) -> dict[str, Any]:
-    """Return the body of one call, whose requests all decode alike. It sets every sampling field, because ms-swift
-    takes missing ones from the model's `generation_config.json`."""
-    if IMAGE in question:
-        raise EngineError(
-            f"custom.prompt: it contains {IMAGE}, which marks the place of the image in requests to servers",
-            f"write the prompt without {IMAGE}: the image always comes first",
-        )
-    decode = common_decode(requests)
-    if decode.mode == "beam":
-        raise EngineError("rollout servers have no beam search", "set rollout_backend: hf, or decode_mode: greedy")
-    if decode.stop_bias:
-        raise EngineError(
-            f"rollout servers cannot decode with a stop bias, and this request has {decode.stop_bias:g}",
-            "use `coordexp predict --stop-bias`, which asks no server, or a stop bias of 0",
-        )
-    sampling = decode.mode == "sampling"
-    return {
-        "infer_requests": [
-            {
-                "messages": [{"role": "user", "content": IMAGE + question}],
-                "images": [str(Path(request.image.path).absolute())],
-                "data_dict": {
-                    OWN_KEY: {
-                        "seed": request.seed,
-                        "guard": decode.guard.enabled,
-                        "size": list(request.image.size),
-                    }
-                },
-            }
-            for request in requests
-        ],
-        "request_config": {
-            "max_tokens": decode.max_new_tokens,
-            "temperature": decode.temperature if sampling else 0.0,
-            "top_k": decode.top_k if sampling else -1,
-            "top_p": decode.top_p if sampling else 1.0,
-            "repetition_penalty": 1.0,
-            "stop": [],
-            "seed": requests[0].seed,
-            "n": 1,
-            "return_details": True,
-            "logprobs": True,
-        },
-    }
+class WorldSize(Response):
+    world_size: Annotated[int, Field(ge=1)]
 
 
-def read_json(body: bytes, server: str, route: str) -> Any:
-    """Return the content of a response. `server` and `route` are for the message of the error."""
-    try:
-        return json.loads(body)
-    except (ValueError, RecursionError):
-        beginning = body[:60].decode(errors="replace")
-        raise EngineError(
-            f"{server}: its answer to {route} is not JSON but {beginning!r}",
-            "check that base_url leads to a rollout server, and see what the server printed",
-        ) from None
+class WeightVersion(Response):
+    weight_version: str | None
 
 
-def read_answers(body: bytes, count: int, server: str) -> list[ServerAnswer]:
-    """Return the answers in the order of the requests. Raise RequestFailed for the first request that failed."""
-    items = read_json(body, server, "/infer/")
-    if not isinstance(items, list) or len(items) != count:
-        actual = f"{len(items)} items" if isinstance(items, list) else f"a {type(items).__name__}"
-        raise _unreadable(server, "/infer/", f"{actual} where a list of {count} should be")
-    return [_read_answer(item, index, server) for index, item in enumerate(items)]
+class TokenLogprob(Response):
+    token: str = ""
+    logprob: float
 
 
-def _read_answer(item: Any, index: int, server: str) -> ServerAnswer:
-    at = f"[{index}]"
-    if isinstance(item, dict) and "error" in item:
-        problem, fix, code = read_error(item)
-        raise RequestFailed(index, problem or "it failed without a reason", fix, code)
-    read = _Reader(server, "/infer/")
-    response = read.field(item, at, "response", dict)
-    choices = read.field(response, f"{at}.response", "choices", list)
-    if len(choices) != 1:
-        raise _unreadable(server, "/infer/", f"{at}.response.choices has {len(choices)} answers where 1 should be")
-    place = f"{at}.response.choices[0]"
-    ids = read.integers(choices[0], place, "token_ids")
-    content = read.field(read.field(choices[0], place, "logprobs", dict), f"{place}.logprobs", "content", list)
-    logprobs = [read.number(token, f"{place}.logprobs.content[{k}]", "logprob") for k, token in enumerate(content)]
-    if len(logprobs) != len(ids):
-        raise _unreadable(server, "/infer/", f"{place}: {len(ids)} token_ids and {len(logprobs)} logprobs")
-    reason = read.field(choices[0], place, "finish_reason", str)
-    if reason not in ("stop", "length", "repeat"):
-        raise _unreadable(server, "/infer/", f"{place}.finish_reason is {reason!r}")
-    infos = item.get("rollout_infos")
-    version = infos.get("weight_version") if isinstance(infos, dict) else None
-    if version is not None and not isinstance(version, str):
-        raise _unreadable(server, "/infer/", f"{at}.rollout_infos.weight_version is {version!r}")
-    prompt = read.integers(response, f"{at}.response", "prompt_token_ids")
-    return ServerAnswer(prompt, ids, tuple(logprobs), reason, version)
+class Logprobs(Response):
+    content: list[TokenLogprob]
 
 
-def to_rollout(
-    answer: ServerAnswer, guard: RepeatTerminate, pattern: Sequence[int], table: VocabularyTable, version: int
-) -> Rollout:
-    """Return the answer as a rollout, without its stop token, which a server may or may not have sent."""
-    ids, reason = cut_at_end(answer.ids, table.end_of_turn, guard, pattern)
-    if reason == "length" and answer.finish_reason != "length":  # it ended with another token than the end of turn
-        reason = "repeat" if answer.finish_reason == "repeat" else "stop"
-        other = [table.tokenizer.token_to_id(name) for name in STOP_TOKENS]
-        ids = ids[:-1] if ids and ids[-1] in other else ids
-    return Rollout.of(table, answer.prompt_ids, ids, answer.logprobs, reason, version)
+class Choice(Response):
+    """One answer. A call without `return_details` or `logprobs` gets none of them."""
+
+    index: int = 0
+    message: dict[str, Any] = {}
+    finish_reason: Literal["stop", "length", "repeat"]
+    token_ids: list[TokenId] | None = None
+    logprobs: Logprobs | None = None
 
 
-def read_facts(body: bytes, server: str) -> ServerFacts:
-    """Read the response of `/version/`."""
-    read, at = _Reader(server, "/version/"), ""
-    facts = read_json(body, server, "/version/")
-    if read.field(facts, at, "server", str) != "coordexp" or read.field(facts, at, "protocol", int) != PROTOCOL:
-        raise EngineError(
-            f"{server}: it is {facts['server']} {facts.get('release', '')} with protocol {facts.get('protocol')}, "
-            f"but this learner uses coordexp's protocol {PROTOCOL}",
-            "start it with the same release as the learner",
-        )
-    return ServerFacts(
-        world_size=read.field(facts, at, "world_size", int),
-        model=read.field(facts, at, "model", dict),
-        dtype=read.field(facts, at, "dtype", str),
-        max_model_len=read.field(facts, at, "max_model_len", int),
-        guard=read.field(facts, at, "guard", dict),
-        boot=read.field(facts, at, "boot", str),
-        devices=tuple(map(str, read.field(facts, at, "devices", list))),
-    )
+class Completion(Response):
+    id: str = ""
+    object: str = "chat.completion"
+    created: int = 0
+    model: str = SERVER
+    choices: list[Choice]
+    usage: dict[str, Any] = {}
+    prompt_token_ids: list[TokenId] | None = None
 
 
-def read_plugin_guard(body: bytes, server: str, world_size: int) -> Mapping[str, Any]:
-    """Return the settings of the guard that an ms-swift server has loaded. Raise EngineError unless all its
-    workers have loaded it."""
-    read, facts = _Reader(server, GUARD_ROUTE), read_json(body, server, GUARD_ROUTE)
-    workers = read.field(facts, "", "workers", int)
-    if workers < world_size:
-        raise EngineError(
-            f"{server}: the repeat guard of its plugin is active in {workers} of its {world_size} workers",
-            "start it again and see what it printed; the plugin was written for ms-swift 4.6",
-        )
-    return dict(read.field(facts, "", "guard", dict))
+class RolloutInfos(Response):
+    weight_version: str | None = None
+    ended_by_guard: list[bool] = []
 
 
-def read_field(body: bytes, server: str, route: str, name: str, kind: type) -> Any:
-    """Return one field of a response that is an object."""
-    return _Reader(server, route).field(read_json(body, server, route), "", name, kind)
+class InferItem(Response):
+    """The answer to one request of a call. A request that failed has the JSON of a `Refusal` instead."""
+
+    response: Completion
+    rollout_infos: RolloutInfos | None = None
+
+
+class Refusal(UserError):
+    """What a server answers when it does not do what it was asked: an HTTP status, a code for programs, and the
+    problem and the fix for people."""
+
+    def __init__(self, status: int, code: str, problem: str, fix: str = "") -> None:
+        super().__init__(problem, fix)
+        self.status, self.code = status, code
+
+    def to_json(self) -> dict[str, Any]:
+        return {"error": {"code": self.code, "message": self.problem, "fix": self.fix}}
+
+
+def bad_request(problem: str, fix: str = "") -> Refusal:
+    return Refusal(400, "bad_request", problem, fix)
 
 
 def read_error(content: Any) -> tuple[str, str, str]:
@@ -228,47 +310,65 @@ def read_error(content: Any) -> tuple[str, str, str]:
     return (str(error), "", "") if error else ("", "", "")
 
 
-@dataclass(frozen=True)
-class _Reader:
-    """Reads fields of a response from `route` and checks their types. `at` is the path of their object."""
-
-    server: str
-    route: str
-
-    def field(self, content: Any, at: str, name: str, kind: type) -> Any:
-        value = content.get(name) if isinstance(content, dict) else None
-        if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
-            where = f"{at}.{name}" if at else name
-            is_present = isinstance(content, dict) and name in content
-            problem = f"is {_shorten(value)}, which is not a {kind.__name__}" if is_present else "is missing"
-            raise _unreadable(self.server, self.route, f"{where} {problem}")
-        return value
-
-    def integers(self, content: Any, at: str, name: str) -> tuple[int, ...]:
-        values = self.field(content, at, name, list)
-        for k, value in enumerate(values):
-            if type(value) is not int or value < 0:
-                problem = f"{at}.{name}[{k}] is {_shorten(value)}, which is not a token id"
-                raise _unreadable(self.server, self.route, problem)
-        return tuple(values)
-
-    def number(self, content: Any, at: str, name: str) -> float:
-        value = content.get(name) if isinstance(content, dict) else None
-        if type(value) not in (int, float):
-            problem = f"{at}.{name} is {_shorten(value)}, which is not a number"
-            raise _unreadable(self.server, self.route, problem)
-        return float(value)  # type: ignore[arg-type]
+def read_response(form: Any, body: bytes, server: str, route: str) -> Any:
+    """Return the content of a response in a form, such as a message class. `server` and `route` are for the
+    message of the error."""
+    return check_form(form, read_json(body, server, route), server, route)
 
 
-def _shorten(value: Any) -> str:
-    return repr(value)[:40]
+def read_json(body: bytes, server: str, route: str) -> Any:
+    try:
+        return json.loads(body)
+    except (ValueError, RecursionError):
+        beginning = body[:60].decode(errors="replace")
+        raise EngineError(
+            f"{server}: its answer to {route} is not JSON but {beginning!r}",
+            "check that base_url leads to a rollout server, and see what the server printed",
+        ) from None
 
 
-def _unreadable(server: str, route: str, problem: str) -> EngineError:
+def check_form(form: Any, content: Any, server: str, route: str) -> Any:
+    try:
+        return _adapter(form).validate_python(content)
+    except ValidationError as error:
+        raise unreadable(server, route, _describe_fault(error)) from None
+
+
+@cache
+def _adapter(form: Any) -> TypeAdapter[Any]:
+    return TypeAdapter(form)
+
+
+def _describe_fault(error: ValidationError) -> str:
+    """Describe the first fault of a message, with its place."""
+    fault = error.errors()[0]
+    place = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in fault["loc"]).lstrip(".")
+    if fault["type"] == "missing":
+        return f"{place} is missing"
+    return f"{place} is {repr(fault['input'])[:40]}: {fault['msg']}"
+
+
+def unreadable(server: str, route: str, problem: str) -> EngineError:
     return EngineError(
         f"{server}: its answer to {route} cannot be read: {problem}",
         "the server must use this release's protocol, or that of `swift rollout`; see what it printed",
     )
+
+
+def read_version(body: bytes, server: str) -> ServerVersion:
+    """Read the response of `/version/`. Raise EngineError if the server uses another protocol."""
+    identity = read_response(ServerIdentity, body, server, "/version/")
+    if (identity.server, identity.protocol) != (SERVER, PROTOCOL):
+        raise EngineError(
+            f"{server}: it is {identity.server} {identity.release} with protocol {identity.protocol}, but this "
+            f"learner uses coordexp's protocol {PROTOCOL}",
+            "start it with the same release as the learner",
+        )
+    version: ServerVersion = read_response(ServerVersion, body, server, "/version/")
+    return version
+
+
+# The model that both ends must have
 
 
 def model_fingerprint(folder: Path | str) -> dict[str, Any]:

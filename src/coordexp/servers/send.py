@@ -5,6 +5,7 @@ ranks may take part in gathering the weights.
 """
 
 import math
+import socket
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, suppress
@@ -12,8 +13,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from operator import attrgetter
 from queue import SimpleQueue
-from threading import Condition
-from typing import Any
+from threading import Condition, Event
+from urllib.parse import urlsplit
 from uuid import uuid4
 
 import torch
@@ -29,26 +30,37 @@ from coordexp.engine.weights import (
     find_non_finite,
     flat_size,
     flatten,
+    join,
     non_finite_error,
 )
 from coordexp.errors import EngineError
 from coordexp.rollout.backend import AdapterConfig, AdapterWeights
-from coordexp.servers.client import RequestRefused, ServerClient, ServerFault, ServerLost, ServerSession
+from coordexp.servers.client import (
+    RequestRefused,
+    ServerClient,
+    ServerFacts,
+    ServerFault,
+    ServerLost,
+    ServerSession,
+)
 from coordexp.servers.pool import Loss
-from coordexp.servers.protocol import ServerFacts, read_field
+from coordexp.servers.protocol import (
+    FinishUpdate,
+    JoinGroup,
+    LoadAdapterBucket,
+    LoadBucket,
+    StartUpdate,
+    WeightMessage,
+    WeightVersion,
+    read_response,
+)
 from coordexp.tasks import Task
 
 BUFFERS = 2  # while the servers load one, the next is filled
 SLACK = 2**20  # bytes for the gaps between the weights in a buffer
+LATE = 0.5  # seconds in which a thread with the same deadline ends by itself
 STRAGGLING = 0.25  # of the deadline: the time that servers wait for one of them to load a bucket
 GRACE = 0.5  # seconds in which a delivery reports by itself what it was late with
-# The calls to a server of ms-swift after the weights, and whether older servers may lack them.
-SWIFT_ENDING = (
-    ("/process_weights_after_loading/", True),
-    ("/reset_prefix_cache/", False),
-    ("/reset_mm_cache/", True),
-    ("/reset_encoder_cache/", True),
-)
 # A server that refuses an adapter with one of these codes would refuse it again. With any other error, the run
 # goes on without the server until it is back.
 REFUSED_FOR_GOOD = frozenset(
@@ -59,10 +71,8 @@ REFUSED_FOR_GOOD = frozenset(
 class Link:
     """The first rank's connection to one server: a session, and a group for weights."""
 
-    def __init__(
-        self, client: ServerClient, facts: ServerFacts, session: ServerSession | None, group: WeightGroup
-    ) -> None:
-        self.client, self.facts, self.session, self.group = client, facts, session, group
+    def __init__(self, client: ServerClient, session: ServerSession | None, group: WeightGroup) -> None:
+        self.client, self.session, self.group = client, session, group
         self.is_torn = False  # the group may still carry weights that the server no longer expects
 
     @classmethod
@@ -71,34 +81,35 @@ class Link:
     ) -> "Link":
         """Connect to the server within `seconds`. Later, a transfer over the link may take `sync` seconds."""
         with ExitStack() as undo:
-            session = None if facts.is_swift else ServerSession.open(client, uuid4().hex)
-            if session is not None:
-                undo.callback(session.close)
-            identity = session.identity if session else None
-            group = client.join(facts.world_size, identity, device, seconds, sync)
+            session = ServerSession.open(client, uuid4().hex)
+            undo.callback(session.close)
+            timeout = max(seconds, sync)
+            message = join_message(client, facts).model_copy(
+                update={"session": session.identity, "timeout_s": timeout}
+            )
+            group = join_group(client, message, device, seconds, timeout)
             undo.pop_all()
-        return cls(client, facts, session, group)
+        return cls(client, session, group)
 
     @property
     def is_alive(self) -> bool:
         return self.session is None or not self.session.ended.is_set()
 
+    def check_adapter(self) -> None:
+        """Raise AdapterRefused if the server cannot be given an adapter alone."""
+
     def start(self, version: str, until: float, is_adapter: bool) -> None:
-        if self.is_torn:
-            raise ServerLost(f"{self.client.name}: it refused weights while they were being sent to it")
-        if not self.facts.is_swift:
-            self._post("/start_update/", {"version": version} | ({"adapter": True} if is_adapter else {}), until)
+        self.post("/start_update/", StartUpdate(version=version, adapter=is_adapter), until)
 
     def announce(
         self, metadatas: list[Metadata], next_bytes: int, until: float, adapter: AdapterConfig | None
     ) -> None:
         """Send the metadata of a bucket, and return once the server has loaded the bucket."""
         if adapter is not None:
-            body = {"peft_config": adapter, "metadatas": metadatas}
-            self._post("/update_adapter_flattened_param/", body, until)
-            return
-        ahead = {} if self.facts.is_swift else {"next_bytes": next_bytes}
-        self._post("/update_flattened_params/", {"metadatas": metadatas} | ahead, until)
+            message = LoadAdapterBucket(peft_config=adapter, metadatas=metadatas)
+            self.post("/update_adapter_flattened_param/", message, until)
+        else:
+            self.post("/update_flattened_params/", LoadBucket(metadatas=metadatas, next_bytes=next_bytes), until)
 
     def broadcast(self, part: Tensor) -> None:
         if part.device.type == "cuda":
@@ -107,11 +118,9 @@ class Link:
 
     def finish(self, version: str, until: float, notify: Callable[[str], None]) -> None:
         """Return once the server has put the weights into use, has cleared its caches, and reports the version."""
-        if self.facts.is_swift:
-            self._finish_swift(until, notify)
-            return
-        body = self._post("/finish_update/", {"version": version}, until)
-        reported = read_field(body, self.client.name, "/finish_update/", "weight_version", str)
+        route = "/finish_update/"
+        body = self.post(route, FinishUpdate(version=version), until)
+        reported = read_response(WeightVersion, body, self.client.name, route).weight_version
         if reported == version:
             reported = self.client.weight_version()
         if reported != version:
@@ -122,29 +131,65 @@ class Link:
         gone."""
         if self.session is not None:
             self.session.close()  # the server notices that by itself
-        return Task(self._leave)
+        return Task(self.leave)
 
-    def _leave(self) -> None:
-        if self.session is None:
-            with suppress(EngineError):
-                self.client.post("/close_communicator/", {}, self.client.timeouts.health)
+    def leave(self) -> None:
         self.group.close()
 
-    def _post(self, path: str, body: dict[str, Any], until: float) -> bytes:
+    def post(self, path: str, message: WeightMessage, until: float) -> bytes:
         if self.session is not None:
-            body = body | {"session": self.session.identity}
-        return self.client.post(path, body, max(0.0, until - time.monotonic()))
+            message = message.model_copy(update={"session": self.session.identity})
+        return self.client.post(path, message, max(0.0, until - time.monotonic()))
 
-    def _finish_swift(self, until: float, notify: Callable[[str], None]) -> None:
-        for path, is_optional in SWIFT_ENDING:
-            try:
-                self._post(path, {}, until)
-            except RequestRefused as refused:
-                if refused.status != 404 or not is_optional:
-                    raise
-                notify(
-                    f"warning: {self.client.name} has no {path}: its answers may use results of the old weights"
-                )
+
+def join_message(client: ServerClient, facts: ServerFacts) -> JoinGroup:
+    host = urlsplit(client.url).hostname or "127.0.0.1"
+    return JoinGroup(host=host, port=client.group_port, world_size=facts.world_size + 1)
+
+
+def join_group(
+    client: ServerClient, message: JoinGroup, device: torch.device, seconds: float, timeout: float
+) -> WeightGroup:
+    """Return the group for weights: the server's workers, and this process as the last rank. Raise ServerLost if
+    it is not complete in `seconds`. Later, a transfer over it may take `timeout` seconds. A group without a
+    session is one with ms-swift."""
+    host, port, size = message.host, message.port, message.world_size
+    until, changed = time.monotonic() + seconds, Event()
+    request = Task(client.post, "/init_communicator/", message, seconds + client.timeouts.call, changed=changed)
+    _wait_until_open(client, host, request, until)
+    is_plain = message.session is None
+    group = Task(join, host, port, size - 1, size, device, timeout, is_plain, changed=changed)
+    while not (request.done.is_set() and group.done.is_set()) and not (request.error or group.error):
+        if not changed.wait(max(0.0, until + LATE - time.monotonic())):
+            raise _no_group(client, f"it was not complete after {seconds:g} s")
+        changed.clear()
+    for error in (request.error, group.error):
+        if isinstance(error, EngineError):
+            raise error
+        if error is not None:
+            raise _no_group(client, str(error).splitlines()[0]) from error
+    return group.result()
+
+
+def _wait_until_open(client: ServerClient, host: str, request: Task[bytes], until: float) -> None:
+    """Wait until the group's port is open. An attempt to join before that, which nobody waits for any more, could
+    disturb the next one."""
+    while True:
+        if request.done.is_set():
+            request.result()
+        with suppress(OSError):
+            socket.create_connection((host, client.group_port), timeout=1).close()
+            return
+        if time.monotonic() >= until:
+            raise _no_group(client, "nothing listens there")
+        time.sleep(0.02)
+
+
+def _no_group(client: ServerClient, reason: str) -> ServerLost:
+    return ServerLost(
+        f"{client.name}: no group for weights at its group_port {client.group_port}: {reason}",
+        "the port must be free on the server's machine and open to the learner's",
+    )
 
 
 @dataclass(frozen=True)
@@ -203,6 +248,8 @@ class _Delivery:
             self._changed.notify_all()
 
     def _announce_all(self) -> None:
+        if self.link.is_torn:
+            raise ServerLost(f"{self.link.client.name}: it refused weights while they were being sent to it")
         self.link.start(self._version, self._until, self._adapter is not None)
         self.link.is_torn = True
         Task(self._run, self._send_all)
@@ -298,10 +345,7 @@ def send_adapter(
 ) -> Sent:
     """Send an adapter to all servers. Raise AdapterRefused if whole weights have to be sent instead."""
     for link in links:
-        if link.facts.is_swift:
-            raise AdapterRefused(
-                f"{link.client.name}: it is an ms-swift server, which does not report whether it loaded an adapter"
-            )
+        link.check_adapter()
     config, weights = adapter
     sent = send(links, weights, version, device, seconds, adapter=config)
     for index, code in sent.codes.items():

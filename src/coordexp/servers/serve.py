@@ -9,22 +9,18 @@ from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
 
 import torch
 import uvicorn
 from transformers import AutoProcessor
 
 from coordexp.config.rollout import RolloutMatching
-from coordexp.engine.start import EngineSetup
-from coordexp.rollout.guard import ENGINE_GUARD
-from coordexp.servers.answering import Answering
+from coordexp.engine.start import EngineSetup, check_guard_class
+from coordexp.servers.answering import AllowedImages, Answering
 from coordexp.servers.app import RolloutApp, ServerMetrics
 from coordexp.servers.connections import UVICORN, raise_file_limit
 from coordexp.servers.engine import ServedEngine, check_devices
-from coordexp.servers.guard import check_class
-from coordexp.servers.protocol import PROTOCOL, TOKEN, model_fingerprint
-from coordexp.servers.requests import AllowedImages
+from coordexp.servers.protocol import PROTOCOL, SERVER, TOKEN, ServerVersion, model_fingerprint
 from coordexp.vocab import VocabularyTable
 
 LOOKS = 1.0  # seconds between two checks of the engine
@@ -48,7 +44,7 @@ def serve(serving: Serving, announce: Callable[[int], None]) -> None:
     raise_file_limit()
     guard = serving.settings.repeat_terminate
     if guard.enabled:
-        check_class(ENGINE_GUARD)
+        check_guard_class()
     table = VocabularyTable.from_folder(serving.folder)
     processor = AutoProcessor.from_pretrained(serving.folder)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -108,21 +104,21 @@ async def _run(
     await work
 
 
-def _describe(setup: EngineSetup, max_model_len: int) -> dict[str, Any]:
+def _describe(setup: EngineSetup, max_model_len: int) -> ServerVersion:
     """Return the facts that `/version/` reports and a learner checks."""
-    return {
-        "server": "coordexp",
-        "release": version("coordexp"),
-        "protocol": PROTOCOL,
-        "boot": secrets.token_hex(8),
-        "model": model_fingerprint(setup.folder),
-        "dtype": setup.dtype,
-        "world_size": setup.world_size,
-        "max_model_len": max_model_len,
-        "guard": setup.settings.repeat_terminate.model_dump(mode="json"),
-        "lora": setup.settings.vllm.enable_lora,
-        "devices": _devices(),
-    }
+    return ServerVersion(
+        server=SERVER,
+        release=version("coordexp"),
+        protocol=PROTOCOL,
+        boot=secrets.token_hex(8),
+        model=model_fingerprint(setup.folder),
+        dtype=setup.dtype,
+        world_size=setup.world_size,
+        max_model_len=max_model_len,
+        guard=setup.settings.repeat_terminate.model_dump(mode="json"),
+        lora=setup.settings.vllm.enable_lora,
+        devices=_devices(),
+    )
 
 
 def _devices() -> list[str]:

@@ -9,8 +9,8 @@ fails before that step, the old version stays. An adapter belongs to the weights
 once an update of whole weights has begun, the server takes no adapter any more.
 
 A learner holds the server by a session, which is a connection that it keeps open. When the connection closes, the
-server abandons the learner's update and leaves its group. A client of the plain ms-swift contract has no session.
-Another plain client may replace it at any time, but nobody may replace a learner with a session.
+server abandons the learner's update and leaves its group. A client of ms-swift has no session (`swift_clients`).
+Another such client may replace it at any time, but nobody may replace a learner with a session.
 """
 
 import asyncio
@@ -21,9 +21,8 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from coordexp.errors import EngineError
-from coordexp.servers.refusal import Refusal, bad_request
+from coordexp.servers.protocol import UPDATE_TIMEOUT, Refusal, bad_request
 
-TIMEOUT = 240.0  # seconds that an update may make no progress, unless the learner sets another limit
 STARTED = "default"  # vLLM's name for the weights that it was started with
 
 
@@ -82,10 +81,9 @@ class Updates:
         self.session: LearnerSession | None = None
         self.update: Update | None = None
         self.answering = 0
-        self._timeout = TIMEOUT
+        self._timeout = UPDATE_TIMEOUT
         self._changed = asyncio.Condition()
         self._engine = asyncio.Lock()  # one call about weights at a time
-        self._plain = 0
 
     @asynccontextmanager
     async def answers(self) -> AsyncIterator[str]:
@@ -134,7 +132,7 @@ class Updates:
                     self.session = None
 
     async def join(self, session: str | None, host: str, port: int, world_size: int, timeout: float) -> None:
-        self._check_session(session)
+        self.check_session(session)
         self._timeout = timeout
         await self._clear()
         async with self._engine:
@@ -145,12 +143,12 @@ class Updates:
                 raise Refusal(500, "no_group", problem, _PORT) from error
 
     async def leave(self, session: str | None) -> None:
-        self._check_session(session)
+        self.check_session(session)
         await self._clear()
 
     async def begin(self, session: str | None, version: str, adapter: bool = False) -> None:
         """Begin an update, once the answers that are running have ended."""
-        self._check_session(session)
+        self.check_session(session)
         async with self._changed:
             if self.update is not None:
                 raise Refusal(409, "update_running", f"weights of version {self.update.version} are being sent")
@@ -173,7 +171,7 @@ class Updates:
 
     async def load(self, session: str | None, metadatas: Sequence[dict[str, Any]], next_bytes: int = 0) -> None:
         """Load one bucket of whole weights. `next_bytes` is the length of the next bucket, if it comes at once."""
-        update = await self._prepare_to_load(session, metadatas, adapter=False)
+        update = self._prepare_to_load(session, adapter=False)
         await self._apply(update, self.engine.load, metadatas, next_bytes)
         update.bytes += _bucket_bytes(metadatas)
 
@@ -181,7 +179,7 @@ class Updates:
         self, session: str | None, config: dict[str, Any], metadatas: Sequence[dict[str, Any]]
     ) -> None:
         """Load one bucket of an adapter."""
-        update = await self._prepare_to_load(session, metadatas, adapter=True)
+        update = self._prepare_to_load(session, adapter=True)
         if update.config not in (None, config):
             raise bad_request(
                 "peft_config: it differs from the one that came with the first tensors of this adapter"
@@ -190,16 +188,9 @@ class Updates:
         await self._apply(update, self.engine.load_adapter, metadatas)
         update.bytes += _bucket_bytes(metadatas)
 
-    async def _prepare_to_load(
-        self, session: str | None, metadatas: Sequence[dict[str, Any]], *, adapter: bool
-    ) -> Update:
-        """Return the running update that a bucket belongs to. A plain client begins one with its first bucket."""
-        if not metadatas:
-            raise bad_request("metadatas: empty", "send at least one tensor")
-        self._check_session(session)
-        if self.update is None and session is None:
-            self._plain += 1
-            await self.begin(None, f"plain-{self._plain}", adapter)
+    def _prepare_to_load(self, session: str | None, *, adapter: bool) -> Update:
+        """Return the running update that a bucket belongs to."""
+        self.check_session(session)
         update = self._running_update(session)
         if update.adapter != adapter:
             begun, other = ("an adapter", "whole weights") if update.adapter else ("whole weights", "an adapter")
@@ -211,7 +202,7 @@ class Updates:
 
     async def finish(self, session: str | None, version: str) -> str:
         """Put the loaded weights into use, and return their version."""
-        self._check_session(session)
+        self.check_session(session)
         update = self._running_update(session)
         if version != update.version:
             raise Refusal(
@@ -235,14 +226,7 @@ class Updates:
             await self.engine.finish(update.version)
         await self._end(update, "done", update.version)
 
-    async def finish_plain(self) -> None:
-        """Finish the update of a plain client, if one is running. Each of the calls that follow its weights does
-        that."""
-        self._check_session(None)
-        if self.update is not None:
-            await self.finish(None, self.update.version)
-
-    def _check_session(self, session: str | None) -> None:
+    def check_session(self, session: str | None) -> None:
         if session != (self.session.id if self.session else None):
             holder = f"learner {self.session.learner} holds it" if self.session else "nobody holds it"
             problem = f"session {session or '(none)'} does not hold this server: {holder}"

@@ -20,8 +20,8 @@ from coordexp.data.view import make_thumbnail
 from coordexp.errors import DataError
 from coordexp.evaluate.page.cards import _make_thumbnail
 from coordexp.rollout.prompt import open_image, read_image
-from coordexp.servers.refusal import Refusal
-from coordexp.servers.requests import AllowedImages
+from coordexp.servers.answering import AllowedImages
+from coordexp.servers.protocol import Refusal
 from tests.source import SOURCE
 
 EPS = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 64 64\n%%EndComments\n0 0 64 64 rectfill\nshowpage\n%%EOF\n"

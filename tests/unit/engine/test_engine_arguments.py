@@ -11,7 +11,7 @@ from coordexp.engine.start import CUDA_IPC, ENGINE_SIDE, SHARED_MEMORY, EngineSe
 from coordexp.rollout.backend import Decode
 from coordexp.rollout.guard import ENGINE_GUARD, guard_arguments, key_pattern
 from coordexp.servers.engine import BROADCAST, SERVER_SIDE
-from coordexp.servers.guard import TEXT
+from coordexp.servers.swift_servers import TEXT
 from tests.integration.servers import GUARD
 from tests.vocabularies import table
 

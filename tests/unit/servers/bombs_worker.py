@@ -10,9 +10,8 @@ from typing import Any, ClassVar
 from transformers import AutoProcessor
 
 from coordexp.config.rollout import RepeatTerminate
-from coordexp.servers.answering import Answering
-from coordexp.servers.refusal import bad_request
-from coordexp.servers.requests import AllowedImages, RequestConfig
+from coordexp.servers.answering import AllowedImages, Answering
+from coordexp.servers.protocol import RequestConfig, bad_request
 from coordexp.vocab import VocabularyTable
 from tests.unit.servers.bombs import memory, png_bomb
 

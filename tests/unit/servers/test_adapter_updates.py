@@ -5,6 +5,8 @@ import asyncio
 
 import pytest
 
+from coordexp.servers.protocol import WeightMessage
+from coordexp.servers.swift_clients import SwiftClients
 from coordexp.servers.updates import Updates
 from tests.unit.servers.test_updates import METADATAS, A, FakeEngine, refused, run, version_seen, waiting
 
@@ -188,15 +190,18 @@ def test_a_server_without_support_for_adapters_refuses_them_and_keeps_its_weight
 def test_a_plain_client_sends_adapters_without_a_start_call():
     async def work() -> None:
         updates = Updates(FakeEngine())
+        clients = SwiftClients(updates.engine, updates)
         await updates.join(None, "", 1, 2, 5)
         for number in (1, 2):
+            await clients.begin(WeightMessage(), is_adapter=True)
             await updates.load_adapter(None, CONFIG, METADATAS)
-            await updates.finish_plain()
+            await clients.finish_update()
             assert await version_seen(updates) == f"plain-{number}"
+        await clients.begin(WeightMessage())
         await updates.load(None, METADATAS)
-        await updates.finish_plain()
+        await clients.finish_update()
         with refused("base_changed"):
-            await updates.load_adapter(None, CONFIG, METADATAS)
+            await clients.begin(WeightMessage(), is_adapter=True)
         assert await version_seen(updates) == "plain-3"
 
     run(work)

@@ -17,8 +17,8 @@ from PIL import Image
 from transformers import AutoProcessor
 
 from coordexp.config.rollout import RepeatTerminate
-from coordexp.servers.answering import PIXELS_AT_ONCE, Answering, PixelBudget
-from coordexp.servers.requests import AllowedImages, RequestConfig
+from coordexp.servers.answering import PIXELS_AT_ONCE, AllowedImages, Answering, PixelBudget
+from coordexp.servers.protocol import RequestConfig
 from coordexp.vocab import VocabularyTable
 from tests.source import SOURCE
 
@@ -157,7 +157,7 @@ def item_of(engine: FakeEngine, folder: Path, request: Any, **config: Any) -> di
 )
 def test_an_image_that_cannot_be_used_is_refused_from_its_header(tmp_path, monkeypatch, size, problem):
     monkeypatch.setattr(
-        "coordexp.servers.requests.RequestImage.decode", lambda self: pytest.fail("it was decoded")
+        "coordexp.servers.answering.RequestImage.decode", lambda self: pytest.fail("it was decoded")
     )
     engine = FakeEngine()
     error = item_of(engine, tmp_path, request_for(tmp_path, size))["error"]

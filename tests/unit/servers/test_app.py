@@ -18,6 +18,7 @@ from prometheus_client import CollectorRegistry
 from coordexp.servers import connections
 from coordexp.servers.app import RolloutApp, ServerMetrics
 from coordexp.servers.connections import UVICORN, listen
+from coordexp.servers.protocol import ServerVersion
 from tests.unit.servers.test_updates import FakeEngine
 
 TOKEN = "a token"
@@ -32,7 +33,17 @@ class FakeAnswering:
 
 
 def rollout_app(token: str | None, engine: Any = None) -> RolloutApp:
-    facts = {"server": "coordexp", "protocol": 2}
+    facts = ServerVersion(
+        server="coordexp",
+        protocol=2,
+        boot="1",
+        model={},
+        dtype="float32",
+        world_size=1,
+        max_model_len=100,
+        guard={},
+        devices=[],
+    )
     options: dict[str, Any] = {"host": "127.0.0.1", "world_size": 1, "token": token}
     metrics = ServerMetrics(CollectorRegistry())
     answering: Any = FakeAnswering()

@@ -12,7 +12,7 @@ from coordexp.config import RolloutMatching
 from coordexp.engine.start import EngineSetup, has_ended
 from coordexp.errors import EngineError
 from coordexp.servers.engine import ServedEngine, check_devices
-from coordexp.servers.refusal import Refusal
+from coordexp.servers.protocol import Refusal
 from tests.vocabularies import table
 
 

@@ -7,15 +7,8 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from coordexp.servers.refusal import Refusal
-from coordexp.servers.requests import (
-    NEUTRAL,
-    AllowedImages,
-    InferRequest,
-    RequestConfig,
-    sampling_fields,
-    split_request,
-)
+from coordexp.servers.answering import AllowedImages, sampling_fields, split_request
+from coordexp.servers.protocol import NEUTRAL, InferRequest, Refusal, RequestConfig
 
 
 def encoded(kind: str, size: tuple[int, int] = (5, 4)) -> str:

@@ -192,7 +192,7 @@ def test_another_model_is_refused_with_what_differs(run):
         ({"guard": {"enabled": True}}, "its repeat_terminate.enabled is True, but the learner's is False"),
         ({"protocol": 1}, "with protocol 1, but this learner uses coordexp's protocol 2"),
         ({"world_size": 3}, "/get_world_size/ says 1, but /version/ says 3"),
-        ({"boot": None}, "/version/ cannot be read: boot is None, which is not a str"),
+        ({"boot": None}, "/version/ cannot be read: boot is None: Input should be a valid string"),
     ],
 )
 def test_a_server_that_does_not_fit_is_refused(run, change, problem):
@@ -258,7 +258,7 @@ BROKEN = {
     "no response": (changed(lambda items: [{}, items[1]]), r"[0].response is missing"),
     "text for ids": (
         changed(lambda items: _set(items, "token_ids", ["a"])),
-        "[0].response.choices[0].token_ids[0] is 'a', which is not a token id",
+        "[0].response.choices[0].token_ids[0] is 'a': Input should be a valid integer",
     ),
     "logprobs of another length": (
         changed(lambda items: _set(items, "logprobs", {"content": []})),
@@ -569,7 +569,7 @@ def test_a_server_of_ms_swift_that_does_not_prove_its_guard_is_refused_and_the_p
 PLUGIN_FAULTS = {
     "a worker lacks it": ({"workers": 1}, "active in 1 of its 2 workers"),
     "another threshold": ({"guard": {"enabled": True, "ngram_size": 3}}, "its repeat_terminate.ngram_size is 3"),
-    "no settings": ({"guard": None}, "guard is None, which is not a dict"),
+    "no settings": ({"guard": None}, "guard is None: Input should be a valid dictionary"),
 }
 
 

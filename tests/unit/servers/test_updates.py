@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from coordexp.errors import EngineError
-from coordexp.servers.refusal import Refusal
+from coordexp.servers.protocol import LoadBucket, Refusal
+from coordexp.servers.swift_clients import SwiftClients
 from coordexp.servers.updates import LearnerSession, Updates
 
 METADATAS = [{"name": "a", "shape": [2], "dtype": "torch.float32", "start_idx": 0, "end_idx": 8, "numel": 2}]
@@ -298,14 +299,16 @@ def test_an_update_that_is_ended_twice_while_a_bucket_is_loaded_does_not_end_the
 def test_an_update_of_a_plain_client_begins_with_its_first_weight_and_ends_with_the_calls_after_it():
     async def work() -> None:
         updates = Updates(FakeEngine())
+        clients = SwiftClients(updates.engine, updates)
         await updates.join(None, "", 1, 2, 5)
-        await updates.finish_plain()
+        await clients.finish_update()
         assert await version_seen(updates) == "default"
         for number in (1, 2):
-            await updates.load(None, METADATAS)
-            await updates.load(None, METADATAS)
-            await updates.finish_plain()
-            await updates.finish_plain()
+            for _ in range(2):
+                await clients.begin(LoadBucket(metadatas=METADATAS))
+                await updates.load(None, METADATAS)
+            await clients.finish_update()
+            await clients.finish_update()
             assert await version_seen(updates) == f"plain-{number}"
         assert updates.engine.calls.count("finish") == 2
 

@@ -12,16 +12,9 @@ from pydantic import TypeAdapter
 from coordexp.config.rollout import RepeatTerminate
 from coordexp.errors import EngineError
 from coordexp.rollout.backend import Decode, ImageRef, Request
-from coordexp.servers.protocol import (
-    RequestFailed,
-    ServerAnswer,
-    infer_payload,
-    model_difference,
-    model_fingerprint,
-    to_rollout,
-)
-from coordexp.servers.protocol import read_answers as read
-from coordexp.servers.requests import NEUTRAL, InferRequest, RequestConfig
+from coordexp.servers.client import RequestFailed, ServerAnswer, infer_payload, to_rollout
+from coordexp.servers.client import read_answers as read
+from coordexp.servers.protocol import NEUTRAL, InferRequest, RequestConfig, model_difference, model_fingerprint
 from tests.vocabularies import table
 
 TABLE = table("small")
