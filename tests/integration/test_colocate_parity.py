@@ -52,7 +52,7 @@ def colocation(request, images, tmp_path_factory) -> Iterator[Colocation]:
     made = Colocation(folder, images)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("coordexp.engine.start.ENGINE_SIDE", engine_faults.ENGINE_SIDE)
-        patch.setattr("coordexp.engine.transfer.BUCKET_BYTES", 2**18)
+        patch.setattr("coordexp.engine.send.BUCKET_BYTES", 2**18)
         with made.backend.session():
             made.sync(0)
         yield made
@@ -165,7 +165,7 @@ def fault_nothing_is_sent(colocation: Colocation, patch: pytest.MonkeyPatch) -> 
 
 def fault_no_weights_arrive(colocation: Colocation, patch: pytest.MonkeyPatch) -> None:
     """Everything else of the sync is done."""
-    patch.setattr("coordexp.engine.transfer.SharedMemorySender.send_weights", lambda self: None)
+    patch.setattr(EngineConnection, "_send_in_memory", lambda self, parts, place: None)
 
 
 def fault_cache_stays(name: str) -> Callable[[Colocation, pytest.MonkeyPatch], None]:

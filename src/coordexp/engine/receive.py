@@ -1,7 +1,8 @@
-"""The engine's end of the weight transfer. Its workers import this module by name; the learner does not.
+"""The engine's end of the weight transfer. Its workers import this module by name.
 
-On GPUs, weights come through vLLM's CUDA IPC. On a CPU, for which vLLM has no transfer, they are read from memory
-that the learner maps too.
+On GPUs, weights come through vLLM's CUDA IPC (`cuda_ipc`). On a CPU, for which vLLM has no transfer, they are read
+from memory that the learner maps too. Adapters come as tensors; vLLM itself reads them from a folder. vLLM puts a
+wrapper around each layer that can have an adapter, which the names in a checkpoint do not include.
 """
 
 import ctypes
@@ -9,8 +10,8 @@ import mmap
 import os
 import signal
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,8 +23,6 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateInfo,
 )
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
-from vllm.distributed.weight_transfer.ipc_engine import IPCWeightTransferEngine, IPCWeightTransferUpdateInfo
-from vllm.distributed.weight_transfer.packed_tensor import packed_ipc_consumer
 from vllm.lora.layers import BaseLayerWithLoRA
 from vllm.lora.lora_model import LoRAModel
 from vllm.lora.peft_helper import PEFTHelper
@@ -32,7 +31,7 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
 from coordexp.engine.start import CUDA_IPC, OWNER, SHARED_MEMORY, end_with
-from coordexp.engine.weights import MemoryFile, check_finite, read_tensors, tensors_in
+from coordexp.engine.weights import MemoryFile, Metadata, check_finite, unflatten
 from coordexp.errors import UserError
 
 LIBC = ctypes.CDLL(None)
@@ -60,9 +59,10 @@ class AdapterSide:
             return str(error) or type(error).__name__, ""
         return None
 
-    def coordexp_read_adapter(self, contents: dict[str, Any]) -> None:
+    def coordexp_read_adapter(self, address: tuple[int, int, int], metadatas: list[Metadata]) -> None:
         """Copy the adapter's tensors from a memory file of the owner."""
-        self._adapter = {name: tensor.clone() for name, tensor in read_tensors(contents)}
+        file = MemoryFile.from_process(*address)
+        self._adapter = {name: tensor.clone() for name, tensor in unflatten(metadatas, file.bytes)}
 
     def coordexp_build_adapter(self, config: dict[str, Any], id: int) -> None:
         """Build vLLM's adapter from the received tensors. The old adapter stays in use."""
@@ -189,6 +189,19 @@ class Reload:
         except Exception as error:
             raise ValueError(f"at {current}: {str(error) or type(error).__name__}") from error
 
+    def load(self, metadatas: list[Metadata], buffer: Tensor) -> None:
+        """Load a bucket from a buffer that a later bucket overwrites. vLLM's reload keeps references to a layer's
+        weights until the last of them has arrived, which may be in a later bucket or at the end. Those that still
+        point to the buffer are cloned."""
+        self.take(unflatten(metadatas, buffer))
+        start = buffer.untyped_storage().data_ptr()
+        for module in self.model.modules():
+            for _, call in get_layerwise_info(module).loaded_weights:
+                for name, value in call.arguments.items():
+                    is_real = isinstance(value, Tensor) and not value.is_meta
+                    if is_real and value.untyped_storage().data_ptr() == start:
+                        call.arguments[name] = value.clone()
+
     def finish_weight_update(self) -> None:
         finalize_layerwise_reload(self.model, self.model_config)
         rebuild_heads(self.model)
@@ -246,14 +259,10 @@ class NothingToAgree(WeightTransferInitInfo):
 
 @dataclass
 class SharedUpdate(WeightTransferUpdateInfo):
-    """The tensors of a bucket and their offsets in the learner's memory file, which is given by its process,
-    descriptor and size."""
+    """The address of the learner's memory file, and the tensors of the bucket in it."""
 
     file: tuple[int, int, int]
-    names: list[str]
-    dtype_names: list[str]
-    shapes: list[list[int]]
-    offsets: list[int]
+    metadatas: list[Metadata]
 
 
 class SharedMemoryReceiver(Reload, WeightTransferEngine[NothingToAgree, SharedUpdate]):
@@ -266,71 +275,24 @@ class SharedMemoryReceiver(Reload, WeightTransferEngine[NothingToAgree, SharedUp
         self.receive_weights(self.parse_update_info(update_info))  # vLLM's method would wait for an accelerator
 
     def receive_weights(self, update_info: SharedUpdate) -> None:
-        file = self._map(*update_info.file)
-        self.take(tensors_in(file, asdict(update_info)))
-        clone_pending_weights(self.model, file.holds)
+        self.load(update_info.metadatas, self.map_file(*update_info.file).bytes)
 
-    def _map(self, pid: int, fd: int, size: int) -> MemoryFile:
+    def map_file(self, pid: int, fd: int, size: int) -> MemoryFile:
         if (pid, fd) not in self._files:
             self._files[pid, fd] = MemoryFile.from_process(pid, fd, size)
         file = self._files[pid, fd]
         if file.size != size:
-            file.remap(size)
+            file.map(size)
         return file
 
     def shutdown(self) -> None:
         self._files = {}
 
 
-def clone_pending_weights(model: torch.nn.Module, is_held: Callable[[Tensor], bool]) -> None:
-    """Clone the pending weights for which `is_held` is true: those in a buffer that the next bucket overwrites.
-
-    vLLM's reload keeps references to a layer's weights until the last of them has arrived, which may be in a later
-    bucket or at the end."""
-    for module in model.modules():
-        for _, call in get_layerwise_info(module).loaded_weights:
-            for name, value in call.arguments.items():
-                if isinstance(value, Tensor) and not value.is_meta and is_held(value):
-                    call.arguments[name] = value.clone()
-
-
-class CudaReceiver(Reload, IPCWeightTransferEngine):
-    """The receiver of vLLM, except that handles come as plain values: nothing is unpickled."""
-
-    def parse_update_info(self, update_dict: dict[str, Any]) -> IPCWeightTransferUpdateInfo:
-        handles = {device: cuda_handle(values) for device, values in update_dict["ipc_handles"].items()}
-        return super().parse_update_info(update_dict | {"ipc_handles": handles})
-
-    def receive_weights(self, update_info: IPCWeightTransferUpdateInfo) -> None:
-        assert isinstance(update_info.ipc_handles, dict)
-        self.take(
-            packed_ipc_consumer(
-                ipc_handle=update_info.ipc_handles,
-                names=update_info.names,
-                shapes=update_info.shapes,
-                dtype_names=update_info.dtype_names,
-                tensor_sizes=update_info.tensor_sizes,
-                device_index=self.device.index,
-                importer=self._packed_importer,
-            )
-        )
-
-    def finish_weight_update(self) -> None:
-        super().finish_weight_update()
-        self._packed_importer.close()
-
-
-def cuda_handle(values: Sequence[Any]) -> tuple[Any, ...]:
-    """Return torch's handle of a shared tensor from the values of `transfer.plain_handle`."""
-    size, stride, offset, dtype, *rest = values
-    shape = torch.Size(size)
-    return (torch.Tensor, shape, tuple(stride), offset, torch.storage.TypedStorage, getattr(torch, dtype), *rest)
-
-
 WeightTransferEngineFactory.register_engine(SHARED_MEMORY, SharedMemoryReceiver)
-WeightTransferEngineFactory.register_engine(CUDA_IPC, CudaReceiver)
-# Workers inherit blocked signals (`engine._engine_environment`). Until the engine is ready they need SIGTERM: vLLM
-# ends them with it if the engine does not start.
-signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
-if OWNER in os.environ:
+WeightTransferEngineFactory.register_engine(CUDA_IPC, "coordexp.engine.cuda_ipc", "CudaReceiver")
+if OWNER in os.environ:  # this is a process of an engine
+    # Workers inherit blocked signals (`start._engine_environment`). Until the engine is ready they need SIGTERM:
+    # vLLM ends them with it if the engine does not start.
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
     end_with(int(os.environ[OWNER]))

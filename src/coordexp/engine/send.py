@@ -1,9 +1,10 @@
 """The learner's client of its colocated engine. It makes every sync, of whole weights or of an adapter, one
-transaction with a deadline. Whole weights are read and packed by the sender in `transfer`."""
+transaction with a deadline."""
 
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, TypeVar
 
@@ -14,15 +15,17 @@ from coordexp.engine import OR_USE_HF
 from coordexp.engine.start import TRAINING_FIXES, cause, has_ended, lora_request
 from coordexp.engine.weights import (
     ALIGNMENT,
+    BUCKET_BYTES,
     AdapterRefused,
+    Bucket,
     MemoryFile,
+    buckets,
     find_non_finite,
     non_finite_error,
-    write_tensors,
 )
 from coordexp.errors import EngineError
 from coordexp.rollout.backend import AdapterConfig, Weights
-from coordexp.tasks import Task
+from coordexp.tasks import Task, nothing
 
 T = TypeVar("T")
 REPORT = f"this should not happen; please report it, {OR_USE_HF}"
@@ -31,44 +34,73 @@ REPORT = f"this should not happen; please report it, {OR_USE_HF}"
 class EngineConnection:
     """Sends weights to the engine. No call of a sync waits past its deadline.
 
-    For whole weights, the sender calls `init_weight_transfer_engine`, `start_weight_update`, `update_weights` and
-    `finish_weight_update` in this order. After the first failure they do nothing, and `send` raises it at the end:
-    the pass over the weights must go on, because other ranks take part in gathering them."""
+    Of the methods that call the engine, those with the names of vLLM's do nothing after the first failure, and
+    `send` raises it at the end: the pass over the weights must go on, because other ranks take part in gathering
+    them. On GPUs, vLLM's own sender makes these calls."""
 
     def __init__(self, engine: Any, device: torch.device, timeout: float) -> None:
         self.engine, self.device, self.timeout = engine, device, timeout
         self._deadline = 0.0
         self._version = ""
         self._failure: EngineError | None = None
-        self._sender: Any = None
+        self._sender: Any = None  # of vLLM, on GPUs
+        self._files: list[MemoryFile] = []  # on a CPU: while the engine reads one, the other is filled
         self._adapters = 0  # adapters sent so far; also the id of the latest
+        self._is_whole = False  # whole weights were sent
         self.lora_request: Any = None  # selects the adapter that answers are made with
 
     def send(self, weights: Weights, version: int, place: int) -> None:
         """Send whole weights. All ranks of the group call it; the one with `place` 0 talks to the engine."""
-        from coordexp.engine.transfer import LearnerWeights, connect
-
         self._begin(version)
-        source = LearnerWeights(partial(self._check_while_passing, weights))
-        if self._sender is None:
-            self._sender = connect(self.device, place, self, source)
-        self._sender.source = source
-        self._sender.send_weights()
+        self._is_whole = True
+        checked = partial(self._check_while_passing, weights)
+        if self.device.type == "cuda":
+            self._send_on_gpu(checked, place)
+        else:
+            self._send_in_memory(buckets(checked(), BUCKET_BYTES), place)
         if self._failure is not None:
             raise self._failure
         if place == 0:
             self._commit()
 
-    def send_adapter(self, config: AdapterConfig, tensors: Sequence[tuple[str, Tensor]], version: int) -> None:
+    def _send_on_gpu(self, weights: Weights, place: int) -> None:
+        from coordexp.engine.cuda_ipc import LearnerWeights, connect
+
+        source = LearnerWeights(weights)
+        if self._sender is None:
+            self._sender = connect(place, self, source)
+        self._sender.source = source
+        self._sender.send_weights()
+
+    def _send_in_memory(self, parts: Iterator[Bucket], place: int) -> None:
+        """Send the buckets through memory that the engine maps too. While it loads one, the next is filled."""
+        if place != 0:
+            deque(parts, maxlen=0)  # all ranks take part in gathering the weights
+            return
+        if not self._files:
+            self._files = [MemoryFile.new(BUCKET_BYTES) for _ in range(2)]
+            self.init_weight_transfer_engine({})
+        self.start_weight_update()
+        loading = Task(nothing)
+        for number, bucket in enumerate(parts):
+            file = self._files[number % 2]
+            contents = {"metadatas": file.write(bucket), "file": file.address}
+            loading.result()
+            loading = Task(self.update_weights, contents)
+        loading.result()
+        self.finish_weight_update()
+
+    def send_adapter(self, config: AdapterConfig, tensors: Bucket, version: int) -> None:
         """Send an adapter for the weights that the engine was started with. Call it on the rank that talks to the
         engine. Raise AdapterRefused if the engine cannot use the adapter: whole weights can still be sent."""
-        assert self._sender is None, "whole weights were sent: an adapter belongs to the weights of the start"
+        assert not self._is_whole, "whole weights were sent: an adapter belongs to the weights of the start"
         self._begin(version)
         if (name := find_non_finite(tensors)) is not None:
             raise non_finite_error(name)
         self._adapters += 1
         file = MemoryFile.new(ALIGNMENT)
-        self._ask_workers("coordexp_read_adapter", write_tensors(file, tensors))
+        metadatas = file.write(tensors)
+        self._ask_workers("coordexp_read_adapter", file.address, metadatas)
         self._ask_workers("coordexp_build_adapter", config, self._adapters)
         self.lora_request = None
         self._ask_workers("coordexp_use_adapter")

@@ -1,12 +1,14 @@
-"""The group over which the learner sends weights to the workers of one server, and the format of the weights.
+"""Weights on their way to an engine: which kind is sent, how a bucket is laid out in a buffer, and the two ways of
+passing a buffer on that need no GPU library of vLLM.
 
-As in ms-swift, the server's first worker hosts the store where the group meets, its workers are the first ranks,
-and the learner is the last rank. Weights are sent bucket by bucket, each as one buffer of bytes: with NCCL between
-GPUs, with gloo between CPUs.
+Weights are sent bucket by bucket, each as one buffer of bytes, in the format of ms-swift. A colocated engine on a
+CPU maps the buffer, which is a `MemoryFile`. The workers of a server get it in a `WeightGroup`: with NCCL between
+GPUs, with gloo between CPUs. As in ms-swift, the server's first worker hosts the store where the group meets, its
+workers are the first ranks, and the learner is the last rank.
 
-Before each bucket the ranks agree on its length. Without that, gloo aborts the process of a worker that receives
-more bytes than it expects, and NCCL waits forever for missing ones. A client of ms-swift does not take part in
-that, so in a group with one (`plain`) there is no such check.
+Before each bucket the ranks of a group agree on its length. Without that, gloo aborts the process of a worker that
+receives more bytes than it expects, and NCCL waits forever for missing ones. A client of ms-swift does not take
+part in that, so in a group with one (`plain`) there is no such check.
 """
 
 import mmap
@@ -14,10 +16,8 @@ import os
 import socket
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
-from itertools import accumulate
 from math import prod
 from typing import Any, Literal, NamedTuple, Protocol, Self
 
@@ -28,9 +28,11 @@ from torch import distributed as dist
 from coordexp.config.rollout import Sync
 from coordexp.errors import EngineError, UserError
 
-ALIGNMENT = 256  # bytes; with it, every dtype can be read in place
-Metadata = dict[str, Any]
 BUCKET_BYTES = 64 * 2**20
+ALIGNMENT = (
+    256  # bytes; every tensor in a buffer starts at a multiple of it, so that its dtype can be read in place
+)
+Metadata = dict[str, Any]  # of a tensor in a bucket, as plain values
 Bucket = list[tuple[str, Tensor]]
 DIVERGED = (
     "the training has diverged: start a new run with model.path at an earlier checkpoint and a lower "
@@ -42,6 +44,199 @@ COORD_ROWS = (
     "(model.adapter.train_coord_rows)"
 )
 WAYS_OUT = "set rollout_matching.vllm.sync.mode: full, or sync.fallback_to_full: true"
+
+
+# What is sent
+
+
+class AdapterRefused(EngineError):
+    """The engine cannot use the adapter, but still takes whole weights."""
+
+
+class SyncMode:
+    """The kind of weights that is sent after each update. It changes at most once, from the adapter to whole
+    weights.
+
+    `has_adapter` says that the adapter contains everything that is trained. `otherwise` ends the message to a run
+    that may not fall back."""
+
+    def __init__(self, sync: Sync, has_adapter: bool, notify: Callable[[str], None], otherwise: str) -> None:
+        self.sync, self.notify, self.otherwise = sync, notify, otherwise
+        self.mode: Literal["full", "adapter"] = "adapter" if sync.mode == "adapter" else "full"
+        self.fallbacks: list[str] = []
+        if self.mode == "adapter" and not has_adapter:
+            problem = f"rollout_matching.vllm.sync.mode: an adapter alone cannot be sent, {COORD_ROWS}"
+            self.fall_back(problem, "the whole merged weights are sent instead")
+
+    @property
+    def is_adapter(self) -> bool:
+        return self.mode == "adapter"
+
+    def fall_back(self, reason: str, consequence: str = "whole weights are sent from here on") -> None:
+        """Change to whole weights for good, with a warning. Raise EngineError if the settings do not allow it."""
+        if not self.sync.fallback_to_full:
+            raise EngineError(reason, f"{WAYS_OUT}, {self.otherwise}")
+        self.mode = "full"
+        warning = f"warning: {reason}; {consequence}"
+        self.fallbacks.append(warning)
+        self.notify(warning)
+
+    def describe(self) -> dict[str, Any]:
+        """Return the facts that the run's manifest records."""
+        return {"sync_mode": self.mode, "fallbacks": list(self.fallbacks)}
+
+
+def find_non_finite(weights: Iterable[tuple[str, Tensor]]) -> str | None:
+    """Return the name of the first weight that has a NaN or an Inf, or None.
+
+    The minimum and maximum of a tensor take one pass over it and no temporary copy; a NaN becomes both of them.
+    The host waits for the device once, for all given weights."""
+    names: list[str] = []
+    extremes: list[Tensor] = []
+    for name, weight in weights:
+        if weight.numel() and can_be_non_finite(weight.dtype):
+            names.append(name)
+            comparable = weight.detach().float() if weight.dtype.itemsize == 1 else weight.detach()
+            extremes.append(torch.stack(torch.aminmax(comparable)).double())
+    if not names:
+        return None
+    if len({pair.device for pair in extremes}) > 1:
+        extremes = [pair.cpu() for pair in extremes]
+    finite = torch.stack(extremes).isfinite().all(dim=1).tolist()
+    return next((name for name, is_finite in zip(names, finite, strict=True) if not is_finite), None)
+
+
+def can_be_non_finite(dtype: torch.dtype) -> bool:
+    """Return True for floating-point dtypes except the packed 4-bit one, which has neither NaN nor Inf."""
+    return dtype.is_floating_point and dtype is not getattr(torch, "float4_e2m1fn_x2", None)
+
+
+def check_finite(weights: Iterable[tuple[str, Tensor]]) -> None:
+    """Raise UserError if a weight has a NaN or an Inf."""
+    if (name := find_non_finite(weights)) is not None:
+        raise UserError(f"{name} has NaN or Inf values, and was not loaded", DIVERGED)
+
+
+def non_finite_error(name: str) -> EngineError:
+    """Return the error of a learner whose weights are not finite."""
+    return EngineError(f"the learner's weights were not sent: {name} has NaN or Inf values", DIVERGED)
+
+
+# The layout of a bucket
+
+
+def align_size(nbytes: int) -> int:
+    """Return the number of bytes that a tensor takes in a buffer, including the padding behind it."""
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT
+
+
+def buckets(weights: Iterator[tuple[str, Tensor]], size: int) -> Iterator[Bucket]:
+    """Split the weights into buckets, in their order. Only a bucket with a single tensor may exceed `size`
+    bytes."""
+    bucket: Bucket = []
+    free = size
+    for name, weight in weights:
+        if bucket and align_size(weight.nbytes) > free:
+            yield bucket
+            bucket, free = [], size
+        bucket.append((name, weight))
+        free -= align_size(weight.nbytes)
+    if bucket:
+        yield bucket
+
+
+def flat_size(bucket: Bucket) -> int:
+    """Return the bytes of a bucket in a buffer; 0 if it is empty."""
+    before = sum(align_size(weight.nbytes) for _, weight in bucket[:-1])
+    return before + bucket[-1][1].nbytes if bucket else 0
+
+
+def flatten(bucket: Bucket, buffer: Tensor) -> tuple[list[Metadata], Tensor]:
+    """Copy a bucket, which is not empty, to `buffer`, or to a new buffer if it does not fit. Return the metadata
+    of its tensors and the part of the buffer that holds them."""
+    size, start = flat_size(bucket), 0
+    if size > buffer.numel():
+        buffer = torch.empty(size, dtype=torch.uint8, device=buffer.device)
+    metadatas = []
+    for name, weight in bucket:
+        end = start + weight.nbytes
+        buffer[start:end].view(weight.dtype).view(weight.shape).copy_(weight)
+        metadata = {"name": name, "shape": list(weight.shape), "dtype": str(weight.dtype)}
+        metadatas.append(metadata | {"start_idx": start, "end_idx": end, "numel": weight.numel()})
+        start += align_size(weight.nbytes)
+    return metadatas, buffer[:size]
+
+
+def check_metadata(metadatas: Sequence[Metadata]) -> int:
+    """Return the bytes of the bucket. Raise ValueError if dtype, shape and bytes of a tensor contradict each
+    other."""
+    for metadata in metadatas:
+        name, dtype, shape = metadata["name"], _dtype(metadata), [int(length) for length in metadata["shape"]]
+        start, end = int(metadata["start_idx"]), int(metadata["end_idx"])
+        if not isinstance(dtype, torch.dtype) or min(shape, default=0) < 0:
+            raise ValueError(f"{name}: there is no tensor of dtype {metadata['dtype']} and shape {shape}")
+        if start < 0 or end - start != prod(shape) * dtype.itemsize:
+            raise ValueError(f"{name}: a tensor of shape {shape} and {dtype} is not bytes {start} to {end}")
+    return max(int(metadata["end_idx"]) for metadata in metadatas)
+
+
+def unflatten(metadatas: Iterable[Metadata], buffer: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """Yield the name of each weight, and a view of its bytes in the buffer."""
+    for metadata in metadatas:
+        dtype, start = _dtype(metadata), metadata["start_idx"]
+        part = buffer[start : metadata["end_idx"]]
+        if start % dtype.itemsize:  # the sender did not align it
+            part = part.clone()
+        yield metadata["name"], part.view(dtype).view(metadata["shape"])
+
+
+def _dtype(metadata: Metadata) -> Any:
+    return getattr(torch, str(metadata["dtype"]).removeprefix("torch."), None)
+
+
+class MemoryFile:
+    """Memory that two processes map, without a file system and without a copy between them.
+
+    It has a descriptor and no name, so nothing is left of it when the processes that map it have ended. After its
+    owner has called `grow`, the other process must call `map` with the new size."""
+
+    def __init__(self, fd: int, size: int) -> None:
+        self.fd = fd
+        self.map(size)
+        weakref.finalize(self, os.close, fd)
+
+    @classmethod
+    def new(cls, size: int) -> Self:
+        fd = os.memfd_create("coordexp-weights")
+        os.ftruncate(fd, size)
+        return cls(fd, size)
+
+    @classmethod
+    def from_process(cls, pid: int, fd: int, size: int) -> Self:
+        """Map the file that another process of the same user has created."""
+        return cls(os.open(f"/proc/{pid}/fd/{fd}", os.O_RDWR), size)
+
+    @property
+    def address(self) -> tuple[int, int, int]:
+        """The arguments of `from_process` in the other process."""
+        return os.getpid(), self.fd, self.size
+
+    def grow(self, size: int) -> None:
+        os.ftruncate(self.fd, size)
+        self.map(size)
+
+    def map(self, size: int) -> None:
+        self.size = size
+        self.bytes = torch.frombuffer(mmap.mmap(self.fd, size), dtype=torch.uint8)
+
+    def write(self, bucket: Bucket) -> list[Metadata]:
+        """Write a bucket to the file, which grows if necessary, and return its metadata."""
+        if (size := flat_size(bucket)) > self.size:
+            self.grow(size)
+        return flatten(bucket, self.bytes)[0]
+
+
+# Groups
 
 
 class WeightGroup(Protocol):
@@ -206,230 +401,3 @@ def _own_address(host: str, port: int) -> str:
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.connect(target)
         return str(probe.getsockname()[0])
-
-
-def flatten(bucket: Iterable[tuple[str, Tensor]], buffer: Tensor) -> tuple[list[Metadata], Tensor]:
-    """Copy a bucket, which is not empty, to `buffer`, or to a new buffer if it does not fit. Return the metadata
-    of its tensors and the part of the buffer that holds them."""
-    weights = list(bucket)
-    starts = [0, *accumulate(-(-weight.nbytes // ALIGNMENT) * ALIGNMENT for _, weight in weights)]
-    if starts[-1] > buffer.numel():
-        buffer = torch.empty(starts[-1], dtype=torch.uint8, device=buffer.device)
-    metadatas = []
-    for (name, weight), start in zip(weights, starts, strict=False):
-        end = start + weight.nbytes
-        buffer[start:end].view(weight.dtype).view(weight.shape).copy_(weight)
-        metadatas.append(
-            {
-                "name": name,
-                "shape": list(weight.shape),
-                "dtype": str(weight.dtype),
-                "start_idx": start,
-                "end_idx": end,
-                "numel": weight.numel(),
-            }
-        )
-    return metadatas, buffer[: metadatas[-1]["end_idx"]]
-
-
-def flat_size(bucket: Iterable[tuple[str, Tensor]]) -> int:
-    """Return the bytes of a bucket in a buffer; 0 if it is empty."""
-    end = 0
-    for _, weight in bucket:
-        end = -(-end // ALIGNMENT) * ALIGNMENT + weight.nbytes
-    return end
-
-
-@dataclass(frozen=True)
-class BufferSlice:
-    """The place of a weight in a buffer."""
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    start: int
-    end: int
-
-    @classmethod
-    def from_metadata(cls, metadata: Metadata) -> "BufferSlice":
-        """Raise ValueError if dtype, shape and bytes contradict each other."""
-        name, dtype = str(metadata["name"]), getattr(torch, str(metadata["dtype"]).removeprefix("torch."), None)
-        shape = tuple(map(int, metadata["shape"]))
-        start, end = int(metadata["start_idx"]), int(metadata["end_idx"])
-        if not isinstance(dtype, torch.dtype) or min(shape, default=0) < 0:
-            raise ValueError(f"{name}: there is no tensor of dtype {metadata['dtype']} and shape {list(shape)}")
-        if start < 0 or end - start != prod(shape) * dtype.itemsize:
-            raise ValueError(f"{name}: a tensor of shape {list(shape)} and {dtype} is not bytes {start} to {end}")
-        return cls(name, shape, dtype, start, end)
-
-
-def unflatten(slices: Iterable[BufferSlice], buffer: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """Yield the name of each weight, and a view of its bytes in the buffer."""
-    for where in slices:
-        part = buffer[where.start : where.end]
-        if where.start % where.dtype.itemsize:  # the sender did not align it
-            part = part.clone()
-        yield where.name, part.view(where.dtype).view(where.shape)
-
-
-def align_size(nbytes: int) -> int:
-    """Return the number of bytes that a tensor takes in a buffer, including the padding behind it."""
-    return -(-nbytes // ALIGNMENT) * ALIGNMENT
-
-
-def buckets(weights: Iterator[tuple[str, Tensor]], size: int) -> Iterator[Bucket]:
-    """Split the weights into buckets, in their order. Only a bucket with a single tensor may exceed `size`
-    bytes."""
-    bucket: Bucket = []
-    free = size
-    for name, weight in weights:
-        if bucket and weight.nbytes > free:
-            yield bucket
-            bucket, free = [], size
-        bucket.append((name, weight))
-        free -= weight.nbytes + ALIGNMENT
-    if bucket:
-        yield bucket
-
-
-def find_non_finite(weights: Iterable[tuple[str, Tensor]]) -> str | None:
-    """Return the name of the first weight that has a NaN or an Inf, or None.
-
-    The minimum and maximum of a tensor take one pass over it and no temporary copy; a NaN becomes both of them.
-    The host waits for the device once, for all given weights."""
-    names: list[str] = []
-    extremes: list[Tensor] = []
-    for name, weight in weights:
-        if weight.numel() and can_be_non_finite(weight.dtype):
-            names.append(name)
-            comparable = weight.detach().float() if weight.dtype.itemsize == 1 else weight.detach()
-            extremes.append(torch.stack(torch.aminmax(comparable)).double())
-    if not names:
-        return None
-    if len({pair.device for pair in extremes}) > 1:
-        extremes = [pair.cpu() for pair in extremes]
-    finite = torch.stack(extremes).isfinite().all(dim=1).tolist()
-    return next((name for name, is_finite in zip(names, finite, strict=True) if not is_finite), None)
-
-
-def can_be_non_finite(dtype: torch.dtype) -> bool:
-    """Return True for floating-point dtypes except the packed 4-bit one, which has neither NaN nor Inf."""
-    return dtype.is_floating_point and dtype is not getattr(torch, "float4_e2m1fn_x2", None)
-
-
-def check_finite(weights: Iterable[tuple[str, Tensor]]) -> None:
-    """Raise UserError if a weight has a NaN or an Inf."""
-    if (name := find_non_finite(weights)) is not None:
-        raise UserError(f"{name} has NaN or Inf values, and was not loaded", DIVERGED)
-
-
-def non_finite_error(name: str) -> EngineError:
-    """Return the error of a learner whose weights are not finite."""
-    return EngineError(f"the learner's weights were not sent: {name} has NaN or Inf values", DIVERGED)
-
-
-class MemoryFile:
-    """Memory that two processes map, without a file system and without a copy between them.
-
-    It has a descriptor and no name, so nothing is left of it when the processes that map it have ended. After its
-    owner has called `grow`, the other process must call `remap` with the new size."""
-
-    def __init__(self, fd: int, size: int) -> None:
-        self.fd, self.size = fd, size
-        self._map()
-        weakref.finalize(self, os.close, fd)
-
-    @classmethod
-    def new(cls, size: int) -> Self:
-        fd = os.memfd_create("coordexp-weights")
-        os.ftruncate(fd, size)
-        return cls(fd, size)
-
-    @classmethod
-    def from_process(cls, pid: int, fd: int, size: int) -> Self:
-        """Map the file that another process of the same user has created."""
-        return cls(os.open(f"/proc/{pid}/fd/{fd}", os.O_RDWR), size)
-
-    def grow(self, size: int) -> None:
-        os.ftruncate(self.fd, size)
-        self.remap(size)
-
-    def remap(self, size: int) -> None:
-        self.size = size
-        self._map()
-
-    def tensor(self, offset: int, dtype: torch.dtype, shape: Sequence[int]) -> Tensor:
-        length = dtype.itemsize * torch.Size(shape).numel()
-        return self._bytes[offset : offset + length].view(dtype).view(torch.Size(shape))
-
-    def holds(self, tensor: Tensor) -> bool:
-        return tensor.untyped_storage().data_ptr() == self._bytes.data_ptr()
-
-    def _map(self) -> None:
-        self._bytes = torch.frombuffer(mmap.mmap(self.fd, self.size), dtype=torch.uint8)
-
-
-def write_tensors(file: MemoryFile, tensors: Sequence[tuple[str, Tensor]]) -> dict[str, Any]:
-    """Write the tensors to the file, which grows if necessary. Return plain values that describe its contents to
-    another process."""
-    offsets = [0, *accumulate(align_size(tensor.nbytes) for _, tensor in tensors)]
-    if offsets[-1] > file.size:
-        file.grow(offsets[-1])
-    for (_, tensor), offset in zip(tensors, offsets, strict=False):
-        file.tensor(offset, tensor.dtype, tensor.shape).copy_(tensor)
-    return {
-        "file": (os.getpid(), file.fd, file.size),
-        "names": [name for name, _ in tensors],
-        "dtype_names": [str(tensor.dtype).removeprefix("torch.") for _, tensor in tensors],
-        "shapes": [list(tensor.shape) for _, tensor in tensors],
-        "offsets": offsets[:-1],
-    }
-
-
-def tensors_in(file: MemoryFile, contents: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
-    """Yield views of the tensors that `write_tensors` described, from a file that is mapped in this process."""
-    columns = (contents[key] for key in ("names", "dtype_names", "shapes", "offsets"))
-    for name, dtype, shape, offset in zip(*columns, strict=True):
-        yield name, file.tensor(offset, getattr(torch, dtype), shape)
-
-
-def read_tensors(contents: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
-    """Map the file that `write_tensors` described in another process, and yield views of its tensors."""
-    return tensors_in(MemoryFile.from_process(*contents["file"]), contents)
-
-
-class AdapterRefused(EngineError):
-    """The engine cannot use the adapter, but still takes whole weights."""
-
-
-class SyncMode:
-    """The kind of weights that is sent after each update. It changes at most once, from the adapter to whole
-    weights.
-
-    `has_adapter` says that the adapter contains everything that is trained. `otherwise` ends the message to a run
-    that may not fall back."""
-
-    def __init__(self, sync: Sync, has_adapter: bool, notify: Callable[[str], None], otherwise: str) -> None:
-        self.sync, self.notify, self.otherwise = sync, notify, otherwise
-        self.mode: Literal["full", "adapter"] = "adapter" if sync.mode == "adapter" else "full"
-        self.fallbacks: list[str] = []
-        if self.mode == "adapter" and not has_adapter:
-            problem = f"rollout_matching.vllm.sync.mode: an adapter alone cannot be sent, {COORD_ROWS}"
-            self.fall_back(problem, "the whole merged weights are sent instead")
-
-    @property
-    def is_adapter(self) -> bool:
-        return self.mode == "adapter"
-
-    def fall_back(self, reason: str, consequence: str = "whole weights are sent from here on") -> None:
-        """Change to whole weights for good, with a warning. Raise EngineError if the settings do not allow it."""
-        if not self.sync.fallback_to_full:
-            raise EngineError(reason, f"{WAYS_OUT}, {self.otherwise}")
-        self.mode = "full"
-        warning = f"warning: {reason}; {consequence}"
-        self.fallbacks.append(warning)
-        self.notify(warning)
-
-    def describe(self) -> dict[str, Any]:
-        """Return the facts that the run's manifest records."""
-        return {"sync_mode": self.mode, "fallbacks": list(self.fallbacks)}

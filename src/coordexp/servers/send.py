@@ -57,7 +57,6 @@ from coordexp.servers.protocol import (
 from coordexp.tasks import Task
 
 BUFFERS = 2  # while the servers load one, the next is filled
-SLACK = 2**20  # bytes for the gaps between the weights in a buffer
 LATE = 0.5  # seconds in which a thread with the same deadline ends by itself
 STRAGGLING = 0.25  # of the deadline: the time that servers wait for one of them to load a bucket
 GRACE = 0.5  # seconds in which a delivery reports by itself what it was late with
@@ -320,7 +319,7 @@ def send(
             continue
         place = number % BUFFERS
         if memory[place].numel() == 0:
-            memory[place] = torch.empty(BUCKET_BYTES + SLACK, dtype=torch.uint8, device=device)
+            memory[place] = torch.empty(BUCKET_BYTES, dtype=torch.uint8, device=device)
         metadatas, part = flatten(bucket, memory[place])
         if part.numel() > memory[place].numel():
             memory[place] = part

@@ -20,8 +20,8 @@ from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
-from coordexp.engine.receive import EngineSide, Reload, clone_pending_weights, plain_name
-from coordexp.engine.weights import BufferSlice, Metadata, WeightGroup, join, unflatten
+from coordexp.engine.receive import EngineSide, Reload, plain_name
+from coordexp.engine.weights import Metadata, WeightGroup, check_metadata, join, unflatten
 from coordexp.servers.engine import BROADCAST
 
 
@@ -96,23 +96,21 @@ class BroadcastReceiver(Reload, WeightTransferEngine[GroupInfo, BucketInfo]):
         self.receive_weights(self.parse_update_info(update_info))  # vLLM's own method needs an accelerator
 
     def receive_weights(self, update_info: BucketInfo) -> None:
-        slices, size = _read_metadata(update_info.metadatas)
+        size = check_metadata(update_info.metadatas)
         ahead, self._ahead = self._ahead, None
         buffer = ahead.result() if ahead else self._receive(size)
         if buffer.numel() != size:
             raise ValueError(f"a bucket of {size} bytes was announced as {buffer.numel()}")
         if update_info.next_bytes:
             self._ahead = self._receiver.submit(self._receive, update_info.next_bytes)
-        self.take(unflatten(slices, buffer))
-        start = buffer.untyped_storage().data_ptr()
-        clone_pending_weights(self.model, lambda tensor: tensor.untyped_storage().data_ptr() == start)
+        self.load(update_info.metadatas, buffer)
         if self.device.type == "cuda":  # the next bucket but one overwrites the buffer
             torch.cuda.current_stream(self.device).synchronize()
 
     def receive_adapter(self, metadatas: list[Metadata]) -> dict[str, Tensor]:
         """Return copies of the tensors on the host, where vLLM keeps adapters."""
-        slices, size = _read_metadata(metadatas)
-        return {name: part.to("cpu", copy=True) for name, part in unflatten(slices, self._receive(size))}
+        buffer = self._receive(check_metadata(metadatas))
+        return {name: part.to("cpu", copy=True) for name, part in unflatten(metadatas, buffer)}
 
     def abandon(self) -> None:
         """Give up an update because the learner has left or stopped sending. An announced bucket will not come."""
@@ -146,12 +144,6 @@ def rank_in_server(parallel_config: Any) -> int:
     """Return the rank of a worker among all workers of its server. vLLM numbers the workers of each replica from
     0, and keeps the number of the replica as `data_parallel_index`."""
     return int(parallel_config.data_parallel_index * parallel_config.world_size + parallel_config.rank)
-
-
-def _read_metadata(metadatas: list[Metadata]) -> tuple[list[BufferSlice], int]:
-    """Return where the tensors of a bucket are, and its length in bytes."""
-    slices = [BufferSlice.from_metadata(metadata) for metadata in metadatas]
-    return slices, max(part.end for part in slices)
 
 
 WeightTransferEngineFactory.register_engine(BROADCAST, BroadcastReceiver)
