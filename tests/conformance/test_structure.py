@@ -36,7 +36,7 @@ def test_no_setting_is_an_option_of_a_command_that_trains_or_serves(name: str) -
 def test_a_server_has_no_code_that_reads_data_or_corrects_answers() -> None:
     """The learner owns the data iterator, parses, matches, corrects, packs and trains. A server imports no code
     that does this, directly or indirectly."""
-    modules = _modules_reached_from("coordexp.servers.serve")
+    modules = _modules_reached_from("coordexp.servers.app")
     assert "coordexp.servers.app" in modules
     owned = ("coordexp.train", "coordexp.correction", "coordexp.objective")
     assert not [name for name in modules if name.startswith(owned)]

@@ -448,7 +448,7 @@ def test_a_guard_that_cannot_be_loaded_stops_the_server_at_its_start_with_the_re
     }[reason]
     words = [*SERVE]
     if reason == "class":
-        words[1] = f"import coordexp.servers.serve as r; r.ENGINE_GUARD = 'coordexp.nothing:Guard'; {words[1]}"
+        words[1] = f"import coordexp.engine.start as r; r.ENGINE_GUARD = 'coordexp.nothing:Guard'; {words[1]}"
     other = fleet.config("guarded", rollout_matching__vllm__server__servers=[FREE])
     with started([*words, "--config", str(other)], **variables) as run:
         assert run.wait(120) == 1

@@ -62,7 +62,7 @@ def _serve(settings: Settings, index: int, address: str, port: int, images: tupl
         rollout = settings.rollout_matching
         listening = listen(address, port)  # before the imports below, which take long
 
-        from coordexp.servers.serve import Serving, serve
+        from coordexp.servers.app import Serving, serve
         from coordexp.servers.swift_servers import check_guard_environment
 
         check_guard_environment(rollout.repeat_terminate)

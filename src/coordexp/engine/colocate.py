@@ -8,13 +8,13 @@ import json
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
+from pydantic import TypeAdapter
 from torch import distributed as dist
 
-from coordexp.config.rollout import RepeatTerminate
 from coordexp.engine import OR_USE_HF
 from coordexp.engine.generate import generate_rollouts
 from coordexp.engine.send import REPORT, EngineConnection, ask_engine
@@ -36,6 +36,8 @@ from coordexp.rollout.backend import (
 )
 from coordexp.rollout.prompt import PromptBuilder
 
+T = TypeVar("T")
+REQUESTS, ROLLOUTS = TypeAdapter(list[Request]), TypeAdapter(list[Rollout])
 WAVES = 8  # full batches per call: the engine refills its batch as answers end, so only the end of a call is slow
 
 
@@ -244,33 +246,18 @@ class RankGroup:
             return ask(requests)
         first = self.rank - self.place
         together(lambda: None)  # wait for all ranks
-        texts = gather_texts(requests_to_text(requests))[first : first + self.size]
-        by_rank = [requests_from_text(text) for text in texts]
+        texts = gather_texts(to_text(REQUESTS, requests))[first : first + self.size]
+        by_rank = [from_text(REQUESTS, text) for text in texts]
         of_group = [request for part in by_rank for request in part]
         rollouts: list[Rollout] = together(partial(ask, of_group) if self.leads else list)
-        shared = json.loads(gather_texts(json.dumps([asdict(rollout) for rollout in rollouts]))[first])
+        shared = from_text(ROLLOUTS, gather_texts(to_text(ROLLOUTS, rollouts))[first])
         start = sum(map(len, by_rank[: self.place]))
-        return [_rollout_from_json(rollout) for rollout in shared[start : start + len(requests)]]
+        return shared[start : start + len(requests)]
 
 
-def requests_to_text(requests: Sequence[Request]) -> str:
-    return json.dumps([_request_to_json(request) for request in requests])
+def to_text(form: TypeAdapter[list[T]], values: Sequence[T]) -> str:
+    return json.dumps(form.dump_python(list(values)))
 
 
-def requests_from_text(text: str) -> list[Request]:
-    return [_request_from_json(values) for values in json.loads(text)]
-
-
-def _request_to_json(request: Request) -> dict[str, Any]:
-    decode = asdict(request.decode) | {"guard": request.decode.guard.model_dump()}
-    return asdict(request) | {"decode": decode}
-
-
-def _request_from_json(values: dict[str, Any]) -> Request:
-    decode = values["decode"] | {"guard": RepeatTerminate(**values["decode"]["guard"])}
-    return Request(ImageRef(**values["image"]), Decode(**decode), values["seed"])
-
-
-def _rollout_from_json(values: dict[str, Any]) -> Rollout:
-    tuples = {name: tuple(values[name]) for name in ("prompt_ids", "ids", "logprobs")}
-    return Rollout(**(values | tuples))
+def from_text(form: TypeAdapter[list[T]], text: str) -> list[T]:
+    return form.validate_python(json.loads(text))

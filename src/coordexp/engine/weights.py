@@ -19,7 +19,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
 from math import prod
-from typing import Any, Literal, NamedTuple, Protocol, Self
+from typing import Any, Literal, Protocol, Self
 
 import torch
 from torch import Tensor
@@ -255,19 +255,7 @@ def join(
     unpickles what the first rank sends."""
     if device.type != "cuda":
         return _Gloo(host, port, rank, size, timeout, agree=not plain)
-    member = _Member(host, port, rank, size, device)
-    communicator = _join_plain_nccl(member) if plain else _join_nccl(member, timeout)
-    return _Nccl(communicator, member, timeout, agree=not plain)
-
-
-class _Member(NamedTuple):
-    """One rank of a group."""
-
-    host: str
-    port: int
-    rank: int
-    size: int
-    device: torch.device
+    return _Nccl(host, port, rank, size, device, timeout, agree=not plain)
 
 
 def _store(host: str, port: int, rank: int, size: int, timeout: float) -> Any:
@@ -309,11 +297,23 @@ class _Nccl:
     """NCCL on a stream of its own, so that a peer that is stuck blocks nothing else, and with a deadline, which
     NCCL does not have. Joining the group has no deadline. Never run so far: no GPU was available."""
 
-    def __init__(self, communicator: Any, member: _Member, timeout: float, agree: bool) -> None:
-        self._nccl = communicator
+    def __init__(
+        self, host: str, port: int, rank: int, size: int, device: torch.device, timeout: float, agree: bool
+    ) -> None:
+        from vllm.distributed.device_communicators.pynccl import PyNcclCommunicator
+        from vllm.distributed.device_communicators.pynccl_wrapper import NCCLLibrary
+        from vllm.distributed.utils import StatelessProcessGroup
+
+        if agree:  # the first rank shares its id through the store as bytes, not as a pickle
+            store = _store(host, port, rank, size, timeout)
+            if rank == 0:
+                store.set("nccl", bytes(NCCLLibrary().ncclGetUniqueId().internal))
+            self._nccl = PyNcclCommunicator.from_unique_id_bytes(bytes(store.get("nccl")), rank, size, device)
+        else:
+            self._nccl = PyNcclCommunicator(StatelessProcessGroup.create(host, port, rank, size), device=device)
         if not self._nccl.available or self._nccl.disabled:  # it would silently broadcast nothing
-            raise RuntimeError(f"NCCL does not work on {member.device}")
-        self._learner, self._device = member.size - 1, member.device
+            raise RuntimeError(f"NCCL does not work on {device}")
+        self._learner, self._device = size - 1, device
         self._timeout, self._agree = timeout, agree
         self._stream = torch.cuda.Stream(self._device)
 
@@ -356,26 +356,6 @@ def check_agreement(lengths: Tensor, buffer: Tensor) -> None:
             f"this end expects a bucket of {buffer.numel()} bytes, and the other end one of {other} bytes: "
             "nothing was sent"
         )
-
-
-def _join_nccl(member: _Member, timeout: float) -> Any:
-    """Return the communicator. The first rank shares its id through the store as bytes, not as a pickle."""
-    from vllm.distributed.device_communicators.pynccl import PyNcclCommunicator
-    from vllm.distributed.device_communicators.pynccl_wrapper import NCCLLibrary
-
-    host, port, rank, size, device = member
-    store = _store(host, port, rank, size, timeout)
-    if rank == 0:
-        store.set("nccl", bytes(NCCLLibrary().ncclGetUniqueId().internal))
-    return PyNcclCommunicator.from_unique_id_bytes(bytes(store.get("nccl")), rank, size, device)
-
-
-def _join_plain_nccl(member: _Member) -> Any:
-    from vllm.distributed.device_communicators.pynccl import PyNcclCommunicator
-    from vllm.distributed.utils import StatelessProcessGroup
-
-    host, port, rank, size, device = member
-    return PyNcclCommunicator(StatelessProcessGroup.create(host, port, rank, size), device=device)
 
 
 def _listen(host: str, port: int) -> socket.socket:

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from PIL import Image
 from pydantic import ValidationError
@@ -23,6 +23,7 @@ from coordexp.errors import DataError, explain
 from coordexp.files import is_encodable
 from coordexp.rollout.guard import cut_at_end, guard_arguments, key_pattern_for
 from coordexp.rollout.prompt import UNUSABLE, image_tokens, read_image
+from coordexp.servers.engine import ServedEngine
 from coordexp.servers.protocol import (
     ENGINE_FAULT,
     HALF,
@@ -174,20 +175,6 @@ def sampling_fields(config: RequestConfig, defaults: dict[str, Any]) -> dict[str
     return {name: value for name, value in defaults.items() if name in names} | requested
 
 
-class AnsweringEngine(Protocol):
-    """The part of the engine that answers requests."""
-
-    max_model_len: int
-    defaults: dict[str, Any]
-
-    @property
-    def has_ended(self) -> bool: ...
-
-    async def render(self, prompt: dict[str, Any]) -> Any: ...
-
-    async def answer(self, prompt: Any, sampling: dict[str, Any], id: str) -> Any: ...
-
-
 class PixelBudget:
     """A number of pixels, given out in the order of arrival. A larger image waits until all of them are free."""
 
@@ -228,7 +215,7 @@ class Answering:
 
     def __init__(
         self,
-        engine: AnsweringEngine,
+        engine: ServedEngine,
         processor: Any,
         table: VocabularyTable,
         guard: RepeatTerminate,

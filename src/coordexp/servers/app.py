@@ -1,4 +1,5 @@
-"""The routes of a rollout server, its metrics, and the watchdog of its engine.
+"""The HTTP application of a rollout server: its routes and metrics, and its run from the start of the engine to
+its end. The engine always ends with it.
 
 No handler blocks the event loop: long work is awaited in the engine or runs in a thread. So the server reports its
 health at any time.
@@ -7,28 +8,42 @@ health at any time.
 import asyncio
 import hashlib
 import json
-import time
-from collections.abc import Awaitable, Callable, Sequence
+import os
+import secrets
+import socket
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
 from typing import Any, TypeVar
 
+import torch
+import uvicorn
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from starlette.exceptions import HTTPException
 
-from coordexp.servers.answering import Answering
+from coordexp.config.rollout import TOKEN, RolloutMatching
+from coordexp.engine.start import EngineSetup, check_guard_class
+from coordexp.servers.answering import AllowedImages, Answering
 from coordexp.servers.connections import (
     MOST_BYTES,
+    UVICORN,
     AccessControl,
     body_chunk,
     cancel_at_end,
+    raise_file_limit,
     to_response,
     too_large,
 )
-from coordexp.servers.engine import engine_ended
+from coordexp.servers.engine import ServedEngine, Watchdog, check_devices, engine_ended
 from coordexp.servers.protocol import (
     MOST_REQUESTS,
+    PROTOCOL,
+    SERVER,
     FinishUpdate,
     InferCall,
     JoinGroup,
@@ -41,13 +56,14 @@ from coordexp.servers.protocol import (
     StartUpdate,
     WeightMessage,
     bad_request,
+    model_fingerprint,
 )
 from coordexp.servers.swift_clients import SwiftClients
 from coordexp.servers.updates import LearnerSession, Updates, no_weights
+from coordexp.vocab import VocabularyTable
 
 BEAT = 5.0  # seconds between the empty lines of a session's stream, which show that the server is alive
-PING = 5.0  # seconds between two pings of the engine, at most
-LOOK = 0.5  # seconds between two checks for a reply to a ping
+LOOKS = 1.0  # seconds between two checks of the engine
 SECONDS = (0.1, 0.3, 1, 3, 10, 30, 100, 300, 1000)  # the buckets of histograms
 CONTRACT = "see the contract in docs/operations.md"
 EVERYWHERE = ("0.0.0.0", "::")  # noqa: S104 - then workers use the address that the learner's request came to
@@ -77,59 +93,6 @@ class ServerMetrics:
 
     def to_text(self) -> bytes:
         return generate_latest(self.registry)
-
-
-class Watchdog:
-    """Detects an engine that hangs: its processes are alive but no longer respond.
-
-    Every few seconds, all workers of all replicas get a ping. vLLM forwards it between two decoding steps, so a
-    reply shows that the engine's loop and its workers make progress, with or without requests. On a GPU a step
-    takes seconds at most. A large model on a slow CPU may need longer, so the deadline is a setting.
-
-    `ping` returns once every worker has replied, which may take `deadline` seconds. `extra_seconds` returns how
-    much longer it may take right now, because workers wait for a learner's weights."""
-
-    def __init__(
-        self, ping: Callable[[], Awaitable[None]], deadline: float, extra_seconds: Callable[[], float]
-    ) -> None:
-        self._ping, self._deadline, self._extra_seconds = ping, deadline, extra_seconds
-        self.silent = 0.0  # seconds since the ping that has no reply yet
-        self._allowed = 0.0  # the largest `extra_seconds` since that ping
-
-    @property
-    def problem(self) -> Refusal | None:
-        if self.silent <= self._deadline + max(self._allowed, self._extra_seconds()):
-            return None
-        problem = f"the engine hangs: its processes are alive and have not answered for {self.silent:.0f} s"
-        fix = (
-            "this server stops itself: start it again, as `coordexp launch` does; if one decoding step takes that "
-            "long here, raise rollout_matching.vllm.server.hung_after_s"
-        )
-        return Refusal(503, "engine_hung", problem, fix)
-
-    async def run(self) -> None:
-        """Ping until cancelled, or until a ping fails because the engine has ended."""
-        while True:
-            ping = asyncio.ensure_future(self._ping())
-            try:
-                await self._wait_for_reply(ping)
-            finally:
-                ping.cancel()
-            if ping.cancelled() or ping.exception() is not None:
-                return
-            self.silent = self._allowed = 0.0
-            await asyncio.sleep(min(PING, self._deadline / 4))
-
-    async def _wait_for_reply(self, ping: "asyncio.Future[None]") -> None:
-        """Count the seconds without a reply. A check that comes late counts as two intervals at most: then this
-        process itself was suspended."""
-        look = min(LOOK, self._deadline / 4)
-        while not ping.done():
-            began = time.monotonic()
-            self._allowed = max(self._allowed, self._extra_seconds())
-            await asyncio.wait({ping}, timeout=look)
-            self._allowed = max(self._allowed, self._extra_seconds())
-            self.silent += min(time.monotonic() - began, 2 * look)
 
 
 class RolloutApp:
@@ -371,3 +334,106 @@ async def _handle_invalid_body(_: Request, error: Exception) -> Response:
         return to_response(too_large(f"{MOST_REQUESTS} requests"))
     problem = f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
     return to_response(Refusal(422, "bad_request", problem, CONTRACT))
+
+
+@dataclass(frozen=True)
+class Serving:
+    """The server to run: a model folder and its settings, the socket to listen on, and the folders that images may
+    be read from."""
+
+    folder: Path
+    dtype: str
+    settings: RolloutMatching
+    listening: socket.socket
+    images: tuple[Path, ...]
+
+
+def serve(serving: Serving, announce: Callable[[int], None]) -> None:
+    """Run the server. Call `announce` with the engine's world size once the server accepts requests. Raise
+    EngineError if the server cannot start, and Refusal if its engine ends or hangs."""
+    from transformers import AutoProcessor
+
+    raise_file_limit()
+    guard = serving.settings.repeat_terminate
+    if guard.enabled:
+        check_guard_class()
+    table = VocabularyTable.from_folder(serving.folder)
+    processor = AutoProcessor.from_pretrained(serving.folder)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    setup = EngineSetup(serving.folder, serving.dtype, serving.settings, table, device)
+    check_devices(setup, torch.cuda.device_count())
+    with closing(ServedEngine(setup)) as engine:
+        app = RolloutApp(
+            engine,
+            Answering(engine, processor, table, guard, AllowedImages(serving.images), engine.most_at_once),
+            _describe(setup, engine.max_model_len),
+            host=str(serving.listening.getsockname()[0]),
+            world_size=setup.world_size,
+            token=os.environ.get(TOKEN) or None,
+            metrics=ServerMetrics(),
+            hung_after_s=serving.settings.vllm.server.hung_after_s,
+        )
+        server = _QuietServer(uvicorn.Config(app.api, **UVICORN), app.ending)
+        asyncio.run(_run(server, serving.listening, app, announce))
+
+
+class _QuietServer(uvicorn.Server):
+    """A signal ends the running requests at once, such as a learner's session, and then the server. It does not
+    end the process, which still has an engine to stop."""
+
+    def __init__(self, config: uvicorn.Config, ending: asyncio.Event) -> None:
+        super().__init__(config)
+        self.ending = ending
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        self.ending.set()
+        await super().shutdown(sockets)
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        with super().capture_signals():
+            yield
+            self._captured_signals.clear()  # uvicorn would send them again
+
+
+async def _run(
+    server: uvicorn.Server, listening: socket.socket, app: RolloutApp, announce: Callable[[int], None]
+) -> None:
+    await app.engine.ready()
+    watching = asyncio.ensure_future(app.watchdog.run())
+    work = asyncio.ensure_future(server.serve(sockets=[listening]))
+    is_announced = False
+    while not work.done():
+        if server.started and not is_announced:
+            announce(app.world_size)
+            is_announced = True
+        if (problem := app.problem) is not None:
+            server.should_exit = True
+            await work
+            raise problem
+        await asyncio.wait({work}, timeout=LOOKS)
+    watching.cancel()
+    await work
+
+
+def _describe(setup: EngineSetup, max_model_len: int) -> ServerVersion:
+    """Return the facts that `/version/` reports and a learner checks."""
+    return ServerVersion(
+        server=SERVER,
+        release=metadata.version("coordexp"),
+        protocol=PROTOCOL,
+        boot=secrets.token_hex(8),
+        model=model_fingerprint(setup.folder),
+        dtype=setup.dtype,
+        world_size=setup.world_size,
+        max_model_len=max_model_len,
+        guard=setup.settings.repeat_terminate.model_dump(mode="json"),
+        lora=setup.settings.vllm.enable_lora,
+        devices=_devices(),
+    )
+
+
+def _devices() -> list[str]:
+    """Return this machine's GPUs, so that a learner can check that it does not share one."""
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    return [f"{socket.gethostname()}/{torch.cuda.get_device_properties(k).uuid}" for k in range(count)]

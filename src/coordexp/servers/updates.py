@@ -18,31 +18,13 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from coordexp.errors import EngineError
+from coordexp.servers.engine import ServedEngine
 from coordexp.servers.protocol import UPDATE_TIMEOUT, Refusal, bad_request
 
 STARTED = "default"  # vLLM's name for the weights that it was started with
-
-
-class WeightLoader(Protocol):
-    """The part of the engine that loads weights and adapters."""
-
-    takes_adapters: bool
-
-    async def join(self, host: str, port: int, world_size: int, timeout: float, plain: bool) -> None: ...
-    async def leave(self) -> None: ...
-    async def begin(self) -> None: ...
-    async def load(self, metadatas: Sequence[dict[str, Any]], next_bytes: int) -> None: ...
-    async def finish(self, version: str) -> None: ...
-    async def abandon(self) -> None: ...
-    async def begin_adapter(self) -> None: ...
-    async def load_adapter(self, metadatas: Sequence[dict[str, Any]]) -> None: ...
-    async def build_adapter(self, config: dict[str, Any]) -> None: ...
-    async def finish_adapter(self, version: str) -> None: ...
-    async def abandon_adapter(self) -> None: ...
-    async def clear_caches(self) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -74,7 +56,7 @@ class Updates:
     """The state of a server's weights. `count` is called for every update that ends, with its outcome, its seconds
     and its bytes."""
 
-    def __init__(self, engine: WeightLoader, count: Callable[[str, float, int], None] = ignore_update) -> None:
+    def __init__(self, engine: ServedEngine, count: Callable[[str, float, int], None] = ignore_update) -> None:
         self.engine, self.count = engine, count
         self.version: str | None = STARTED
         self.base_changed = False

@@ -8,7 +8,7 @@ import pytest
 
 from coordexp.config.rollout import RepeatTerminate
 from coordexp.engine import colocate
-from coordexp.engine.colocate import RankGroup, requests_from_text, requests_to_text
+from coordexp.engine.colocate import REQUESTS, ROLLOUTS, RankGroup, from_text, to_text
 from coordexp.rollout.backend import Decode, ImageRef, Request, Rollout
 
 GUARDED = Decode(9, "sampling", temperature=0.5, guard=RepeatTerminate(enabled=True, max_object_keys=3))
@@ -84,4 +84,9 @@ def test_a_rank_with_an_engine_of_its_own_asks_nobody(ranks):
 
 def test_requests_survive_the_way_through_text():
     requests = [request(0, 0), Request(ImageRef("é.png", 1, 2), Decode(5, stop_bias=0.5))]
-    assert requests_from_text(requests_to_text(requests)) == requests
+    assert from_text(REQUESTS, to_text(REQUESTS, requests)) == requests
+
+
+def test_rollouts_survive_the_way_through_text():
+    rollouts = [Rollout((1, 2), (3,), "é", (float("-inf"),), "repeat", 4), Rollout((1,), (), "", (), "length")]
+    assert from_text(ROLLOUTS, to_text(ROLLOUTS, rollouts)) == rollouts

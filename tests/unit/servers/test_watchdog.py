@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
-from coordexp.servers.app import Watchdog
+from coordexp.servers.engine import Watchdog
 
 pytestmark = pytest.mark.timeout(30)
 DEADLINE = 0.2
