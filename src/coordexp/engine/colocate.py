@@ -35,14 +35,11 @@ from coordexp.rollout.backend import (
     difference,
 )
 from coordexp.rollout.prompt import PromptBuilder
+from coordexp.tasks import ignore
 
 T = TypeVar("T")
 REQUESTS, ROLLOUTS = TypeAdapter(list[Request]), TypeAdapter(list[Rollout])
 WAVES = 8  # full batches per call: the engine refills its batch as answers end, so only the end of a call is slow
-
-
-def _ignore(_: object) -> None:
-    pass
 
 
 class Offloaded(Protocol):
@@ -68,9 +65,9 @@ class ColocateBackend:
         reference: RolloutBackend,
         probe: ImageRef,
         room: Callable[[], AbstractContextManager[Offloaded]],
-        notify: Callable[[str], None] = _ignore,
+        notify: Callable[[str], None] = ignore,
         adapter: Callable[[], AdapterWeights] | None = None,
-        record: Callable[[dict[str, Any]], None] = _ignore,
+        record: Callable[[dict[str, Any]], None] = ignore,
     ) -> None:
         self.setup, self.prompts, self.reference, self.probe = setup, prompts, reference, probe
         self.room, self.notify = room, notify
@@ -245,7 +242,7 @@ class RankGroup:
         if self.size == 1:
             return ask(requests)
         first = self.rank - self.place
-        together(lambda: None)  # wait for all ranks
+        together(ignore)  # wait for all ranks
         texts = gather_texts(to_text(REQUESTS, requests))[first : first + self.size]
         by_rank = [from_text(REQUESTS, text) for text in texts]
         of_group = [request for part in by_rank for request in part]

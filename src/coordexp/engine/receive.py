@@ -38,14 +38,26 @@ LIBC = ctypes.CDLL(None)
 LIBC.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 
-class AdapterSide:
-    """The methods that the owner of an engine calls in every worker, by name, to replace its adapter.
+class EngineSide:
+    """The methods that the owner of an engine calls in every worker, by name.
 
     A new adapter is received and built while the old one is in use, and then takes its place."""
 
     model_runner: Any
     _adapter: dict[str, Tensor]
     _built: Any
+
+    def coordexp_is_ready(self) -> None:
+        """Ignore SIGTERM, which may be sent to all processes of a job. From here on only its owner ends the
+        engine."""
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+
+    def coordexp_ping(self) -> None:
+        """Return, which shows that this worker does not hang."""
+
+    def coordexp_clear_kv_cache(self) -> None:
+        """Set the KV cache to 0. Call it when the weights have changed and no request runs."""
+        clear_kv_caches(self.model_runner.kv_caches)
 
     def coordexp_try(self, method: str, *arguments: Any) -> tuple[str, str] | None:
         """Call another method of the worker. Return the problem and the fix of the error that it raised, or None.
@@ -80,22 +92,6 @@ class AdapterSide:
     def coordexp_remove_adapter(self) -> None:
         self.coordexp_forget_adapter()
         self.model_runner.lora_manager.remove_all_adapters()
-
-
-class EngineSide(AdapterSide):
-    """The methods that the owner of an engine calls in every worker, by name."""
-
-    def coordexp_is_ready(self) -> None:
-        """Ignore SIGTERM, which may be sent to all processes of a job. From here on only its owner ends the
-        engine."""
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
-
-    def coordexp_ping(self) -> None:
-        """Return, which shows that this worker does not hang."""
-
-    def coordexp_clear_kv_cache(self) -> None:
-        """Set the KV cache to 0. Call it when the weights have changed and no request runs."""
-        clear_kv_caches(self.model_runner.kv_caches)
 
 
 class Unwrapped:

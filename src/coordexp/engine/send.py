@@ -25,7 +25,7 @@ from coordexp.engine.weights import (
 )
 from coordexp.errors import EngineError
 from coordexp.rollout.backend import AdapterConfig, Weights
-from coordexp.tasks import Task, nothing
+from coordexp.tasks import Task, ignore
 
 T = TypeVar("T")
 REPORT = f"this should not happen; please report it, {OR_USE_HF}"
@@ -81,7 +81,7 @@ class EngineConnection:
             self._files = [MemoryFile.new(BUCKET_BYTES) for _ in range(2)]
             self.init_weight_transfer_engine({})
         self.start_weight_update()
-        loading = Task(nothing)
+        loading = Task(ignore)
         for number, bucket in enumerate(parts):
             file = self._files[number % 2]
             contents = {"metadatas": file.write(bucket), "file": file.address}

@@ -33,6 +33,7 @@ from coordexp.ranks import gather_texts, is_sharded, together
 from coordexp.rollout.backend import Decode, ImageRef, Request, Rollout, Weights, common_decode
 from coordexp.rollout.guard import cut_at_end, key_pattern_for
 from coordexp.rollout.prompt import PromptBuilder
+from coordexp.tasks import ignore
 from coordexp.vocab import VocabularyTable
 
 END = b"}}"
@@ -219,7 +220,7 @@ class HuggingFaceBackend:
         rows = [self.prompts.ids(*request.image.size, request.image.path) for request in requests]
         inputs = _pad_batch(self.prompts, requests, rows, pad=stop, device=model.device)
         if lockstep:
-            together(lambda: None)  # wait until all ranks have read their images
+            together(ignore)  # wait until all ranks have read their images
         start = inputs["input_ids"].shape[1]
         recorder = Recorder() if decode.mode != "beam" else None
         ids = model.generate(
@@ -326,7 +327,7 @@ def _filler_requests(model: Any, batches: Sequence[Sequence[Request]]) -> list[R
     about an image of any rank."""
     if "generate" not in vars(model):  # `generate` encodes images before it calls `forward`
         register_fsdp_forward_method(model, "generate")
-    together(lambda: None)  # wait for all ranks
+    together(ignore)  # wait for all ranks
     own_image = asdict(batches[0][0].image) if batches else None
     by_rank = [json.loads(text) for text in gather_texts(json.dumps([len(batches), own_image]))]
     images = [ImageRef(**image) for _, image in by_rank if image]

@@ -6,6 +6,7 @@ with all ranks, so that they always agree on which servers may be asked.
 
 import json
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
@@ -50,8 +51,8 @@ from coordexp.servers.client import (
 from coordexp.servers.links import OTHERWISE, Links, own_device
 from coordexp.servers.pool import Chunk, Loss, Out, Pool, Up, ask_in_waves
 from coordexp.servers.protocol import ENGINE_FAULT
-from coordexp.servers.send import Sent, ignore, send, send_adapter, take_part
-from coordexp.tasks import Task, nothing
+from coordexp.servers.send import Sent, send, send_adapter
+from coordexp.tasks import Task, ignore
 
 AGAIN = 1.0  # seconds between two attempts to find a server
 WAVES = 4  # waves of requests in one call of a caller that has many
@@ -152,7 +153,7 @@ class ServerBackend:
     # Weights
 
     def _connect(self) -> None:
-        together(nothing)
+        together(ignore)
         self.links.devices = gather_texts(own_device(self.setup.device))
         self.notify(f"connecting to {', '.join(client.name for client in self.clients)}")
         self._run, sizes = self._on_first_rank(self._connect_first)
@@ -226,7 +227,7 @@ class ServerBackend:
     def _send_weights(self, targets: list[int], version: int) -> Sent | None:
         assert self._weights is not None
         if self.rank != 0:
-            take_part(self._weights())
+            deque(self._weights(), maxlen=0)  # it takes part in gathering them
             return None
         links, seconds = [self.links.open[k] for k in targets], self.settings.sync.timeout_s
         name, device = self._name_version(version), self.setup.device

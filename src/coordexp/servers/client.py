@@ -55,20 +55,20 @@ class ServerLost(EngineError):
     """The server is gone or has no weights. It may be asked again only after a full sync."""
 
 
-class ServerFault(ServerLost):
-    """The server answered with an error of its own (5xx)."""
+class ErrorResponse(EngineError):
+    """The server answered with an error."""
 
     def __init__(self, problem: str, fix: str, status: int, code: str = "") -> None:
         super().__init__(problem, fix)
         self.status, self.code = status, code
 
 
-class RequestRefused(EngineError):
-    """The server answered that the request or the setup is wrong (4xx)."""
+class ServerFault(ErrorResponse, ServerLost):
+    """The server answered with an error of its own (5xx)."""
 
-    def __init__(self, problem: str, fix: str, status: int, code: str) -> None:
-        super().__init__(problem, fix)
-        self.status, self.code = status, code
+
+class RequestRefused(ErrorResponse):
+    """The server answered that the request or the setup is wrong (4xx)."""
 
 
 @dataclass(frozen=True)
@@ -187,7 +187,7 @@ class ServerClient:
             return content
         raise self.to_error(status, path, content)
 
-    def to_error(self, status: int, path: str, body: bytes) -> ServerFault | RequestRefused:
+    def to_error(self, status: int, path: str, body: bytes) -> ErrorResponse:
         """Return the error that a response stands for."""
         content: Any = {}
         with suppress(ValueError, RecursionError):

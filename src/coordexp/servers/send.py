@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import chain, pairwise
 from operator import attrgetter
 from queue import SimpleQueue
 from threading import Condition, Event
@@ -36,10 +37,9 @@ from coordexp.engine.weights import (
 from coordexp.errors import EngineError
 from coordexp.rollout.backend import AdapterConfig, AdapterWeights
 from coordexp.servers.client import (
-    RequestRefused,
+    ErrorResponse,
     ServerClient,
     ServerFacts,
-    ServerFault,
     ServerLost,
     ServerSession,
 )
@@ -54,7 +54,7 @@ from coordexp.servers.protocol import (
     WeightVersion,
     read_response,
 )
-from coordexp.tasks import Task
+from coordexp.tasks import Task, ignore
 
 BUFFERS = 2  # while the servers load one, the next is filled
 LATE = 0.5  # seconds in which a thread with the same deadline ends by itself
@@ -277,7 +277,7 @@ class _Delivery:
         except TimeoutError:
             self.fail(_too_slow(self.link))
         except Exception as error:  # noqa: BLE001 - kept for the thread that waits
-            self.code = self.code or (error.code if isinstance(error, RequestRefused | ServerFault) else "")
+            self.code = self.code or (error.code if isinstance(error, ErrorResponse) else "")
             if isinstance(error, EngineError):
                 self.fail(Loss.from_error(error))
             else:
@@ -286,10 +286,6 @@ class _Delivery:
     def _stop_if_over(self) -> None:
         if self.is_over:
             raise TimeoutError
-
-
-def ignore(_: object) -> None:
-    """Do nothing with a message or an event."""
 
 
 def send(
@@ -309,7 +305,9 @@ def send(
     deliveries = [_Delivery(link, version, until, changed, notify, adapter) for link in links]
     memory = [torch.empty(0, dtype=torch.uint8, device=device)] * BUFFERS
     total, broken = 0, None
-    for number, (bucket, following) in enumerate(_with_next(_guard_buckets(weights, deliveries))):
+    nothing_after: list[Bucket] = [[]]
+    pairs = pairwise(chain(_guard_buckets(weights, deliveries), nothing_after))
+    for number, (bucket, following) in enumerate(pairs):
         _wait(deliveries, partial(_has_free_buffer, number), changed, until, patience)
         if all(delivery.loss for delivery in deliveries):
             continue  # other ranks take part in the pass, so it goes on to its end
@@ -364,15 +362,6 @@ def _guard_buckets(weights: Iterable[tuple[str, Tensor]], deliveries: Sequence[_
         raise
 
 
-def _with_next(all_buckets: Iterator[Bucket]) -> Iterator[tuple[Bucket, Bucket]]:
-    """Yield each bucket with the one after it. The last one comes with an empty bucket."""
-    bucket = next(all_buckets, None)
-    while bucket is not None:
-        following = next(all_buckets, None)
-        yield bucket, following or []
-        bucket = following
-
-
 def _has_free_buffer(number: int, delivery: _Delivery) -> bool:
     """Return True if the server has received the previous contents of the buffer that bucket `number` will use."""
     return delivery.received > number - BUFFERS
@@ -406,9 +395,3 @@ def _too_slow(link: Link) -> Loss:
         f"{link.client.name}: it loaded weights too slowly for rollout_matching.vllm.sync.timeout_s",
         "if the model is large, raise it; otherwise check the memory and load of the server's machine",
     )
-
-
-def take_part(weights: Iterator[tuple[str, Tensor]]) -> None:
-    """Take part in gathering the weights, on a rank that sends nothing."""
-    for _ in weights:
-        pass

@@ -23,6 +23,7 @@ from typing import Any
 from coordexp.errors import EngineError
 from coordexp.servers.engine import ServedEngine
 from coordexp.servers.protocol import UPDATE_TIMEOUT, Refusal, bad_request
+from coordexp.tasks import ignore
 
 STARTED = "default"  # vLLM's name for the weights that it was started with
 
@@ -48,15 +49,11 @@ class Update:
     timer: asyncio.TimerHandle | None = None
 
 
-def ignore_update(outcome: str, seconds: float, size: int) -> None:
-    pass
-
-
 class Updates:
     """The state of a server's weights. `count` is called for every update that ends, with its outcome, its seconds
     and its bytes."""
 
-    def __init__(self, engine: ServedEngine, count: Callable[[str, float, int], None] = ignore_update) -> None:
+    def __init__(self, engine: ServedEngine, count: Callable[[str, float, int], None] = ignore) -> None:
         self.engine, self.count = engine, count
         self.version: str | None = STARTED
         self.base_changed = False
