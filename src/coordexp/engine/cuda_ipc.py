@@ -99,7 +99,7 @@ class CudaReceiver(Reload, IPCWeightTransferEngine):
 
 
 def cuda_handle(values: Sequence[Any]) -> tuple[Any, ...]:
-    """Return torch's handle of a shared tensor from the values of `transfer.plain_handle`."""
+    """Return torch's handle of a shared tensor from the values of `plain_handle`."""
     size, stride, offset, dtype, *rest = values
     shape = torch.Size(size)
     return (torch.Tensor, shape, tuple(stride), offset, torch.storage.TypedStorage, getattr(torch, dtype), *rest)

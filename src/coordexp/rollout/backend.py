@@ -1,4 +1,9 @@
-"""The data that every rollout backend takes and returns, and the interface of backends. Imports no torch."""
+"""The data that every rollout backend takes and returns, the interface of backends, and the checks that an engine
+agrees with the learner: on prompts, on the version of the weights, and on answers. Imports no torch.
+
+Weights that were not applied, or only in part, raise no error. They lead to other tokens or other probabilities,
+so the answers of both to the same image are compared.
+"""
 
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
@@ -44,7 +49,7 @@ class ImageRef:
 class Decode:
     """How tokens are chosen, and when an answer ends.
 
-    `stop_bias` is subtracted from the logits of the tokens that close the answer (`stop_bias.ClosingTokens`).
+    `stop_bias` is subtracted from the logits of the tokens that close the answer (`hugging_face.ClosingTokens`).
     Above 0, answers become longer; below 0, shorter. Only `predict` sets it; rollout servers refuse it."""
 
     max_new_tokens: int

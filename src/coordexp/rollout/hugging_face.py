@@ -2,6 +2,14 @@
 
 Batches are padded, not packed. While the model generates it is in eval mode and computes no gradients; afterwards
 it is in its former mode again, also after an error.
+
+Four processors change the scores before a token is chosen: record, bias, guard, sample. All but the recorder know
+nothing about a row but its ids, so beams may change places between tokens.
+
+The last two characters of an answer with objects are `}}`: the end of its last object and its own end. Some
+vocabularies have tokens for both (`}}` or `"}}`, as that of Qwen); others write two tokens, and then the second
+one closes the answer. An empty answer, `{}`, has no `}}`, so the stop bias does not change whether an answer is
+empty.
 """
 
 import json
