@@ -31,9 +31,9 @@ from rich.progress import Progress
 
 from coordexp.config.rollout import VLLM, RolloutMatching
 from coordexp.demo.model import Size, make_model
+from coordexp.engine.colocate import ColocateBackend
+from coordexp.engine.start import EngineSetup, start_engine, stop_engine
 from coordexp.rollout.backend import Decode, ImageRef, Request
-from coordexp.rollout.colocate import ColocateBackend
-from coordexp.rollout.engine import EngineSetup, start_engine, stop_engine
 from coordexp.vocab import VocabularyTable
 
 ROOT = Path(__file__).parents[1]

@@ -39,10 +39,10 @@ from rich.progress import Progress
 
 from coordexp.config import load_settings
 from coordexp.demo.model import Size, make_model
+from coordexp.engine.start import EngineSetup, stop_engine
+from coordexp.engine.weights import join
 from coordexp.rollout.backend import Decode, ImageRef, Request
-from coordexp.rollout.broadcast import join
-from coordexp.rollout.engine import EngineSetup, stop_engine
-from coordexp.rollout.server_backend import ServerBackend
+from coordexp.servers.backend import ServerBackend
 
 ROOT = Path(__file__).parents[1]
 DEMO = ROOT / "examples/stage2-cpu/model"

@@ -10,9 +10,9 @@ from PIL import Image, ImageDraw
 from transformers import AutoProcessor, Qwen3VLForConditionalGeneration
 
 from coordexp.config.settings import Custom
-from coordexp.rollout.engine import stop_engine
+from coordexp.engine.generate import VllmBackend
+from coordexp.engine.start import stop_engine
 from coordexp.rollout.prompt import PromptBuilder
-from coordexp.rollout.vllm import VllmBackend
 from coordexp.vocab import VocabularyTable
 
 QUESTION: str = Custom.model_fields["prompt"].default

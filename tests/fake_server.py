@@ -18,7 +18,7 @@ from uuid import uuid4
 
 import torch
 
-from coordexp.rollout.broadcast import BufferSlice, WeightGroup, join, unflatten
+from coordexp.engine.weights import WeightGroup, check_metadata, join, unflatten
 
 CPU = torch.device("cpu")
 OWN_ROUTES = ("/version/", "/session/", "/start_update/", "/finish_update/")  # ms-swift lacks them
@@ -143,8 +143,7 @@ class FakeRolloutServer:
 
     def receive(self, metadatas: list[dict[str, Any]], next_bytes: int) -> None:
         """Receive a bucket. It must have the length that was announced with the previous one."""
-        slices = [BufferSlice.from_metadata(metadata) for metadata in metadatas]
-        length = max(part.end for part in slices)
+        length = check_metadata(metadatas)
         assert self.announced in (0, length), (self.announced, length)
         self.announced = next_bytes
         buffers = [torch.empty(length, dtype=torch.uint8) for _ in self.groups]
@@ -156,7 +155,7 @@ class FakeRolloutServer:
             thread.start()
         for thread in threads:
             thread.join()
-        self.weights |= {name: weight.clone() for name, weight in unflatten(slices, buffers[0])}
+        self.weights |= {name: weight.clone() for name, weight in unflatten(metadatas, buffers[0])}
 
     def join(self, body: dict[str, Any]) -> None:
         self.groups = [None] * self.world_size  # type: ignore[list-item]

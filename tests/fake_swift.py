@@ -21,7 +21,7 @@ from fastapi import FastAPI
 
 from coordexp.config.rollout import RepeatTerminate
 from coordexp.rollout.guard import LOADED
-from coordexp.serve.guard import TEXT
+from coordexp.servers.swift_servers import TEXT
 
 
 class FakeSwiftRollout:

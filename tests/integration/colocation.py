@@ -12,9 +12,9 @@ from transformers import AutoProcessor
 
 from coordexp.config import RolloutMatching
 from coordexp.demo.scenes import SceneSettings, write_scenes
+from coordexp.engine.colocate import ColocateBackend
+from coordexp.engine.start import EngineSetup
 from coordexp.rollout.backend import Decode, ImageRef, Request, Rollout
-from coordexp.rollout.colocate import ColocateBackend
-from coordexp.rollout.engine import EngineSetup
 from coordexp.rollout.hugging_face import HuggingFaceBackend
 from coordexp.rollout.prompt import PromptBuilder
 from coordexp.train.learner import learner_adapter, learner_weights

@@ -3,12 +3,12 @@
 The engine imports this module by name, instead of the module whose class it extends.
 """
 
-from coordexp.rollout import engine_side
+from coordexp.engine import receive
 
 ENGINE_SIDE = "tests.integration.engine_faults.FaultyEngineSide"
 
 
-class FaultyEngineSide(engine_side.EngineSide):
+class FaultyEngineSide(receive.EngineSide):
     def encoded_images(self) -> int:
         """Return the number of images whose features are cached."""
         return len(self.model_runner.encoder_cache)
@@ -27,13 +27,13 @@ class FaultyEngineSide(engine_side.EngineSide):
         return list(self.batches)
 
     def fault_do_not_rebuild_heads(self, on: bool) -> None:
-        engine_side.rebuild_heads = (lambda model: None) if on else REBUILD_HEADS
+        receive.rebuild_heads = (lambda model: None) if on else REBUILD_HEADS
 
     def fault_load_non_finite_weights(self, on: bool) -> None:
-        engine_side.check_finite = (lambda weights: None) if on else CHECK_FINITE
+        receive.check_finite = (lambda weights: None) if on else CHECK_FINITE
 
     def fault_keep_the_kv_cache(self, on: bool) -> None:
-        engine_side.clear_kv_caches = (lambda caches: None) if on else CLEAR_KV_CACHES
+        receive.clear_kv_caches = (lambda caches: None) if on else CLEAR_KV_CACHES
 
     def non_finite_in_kv_cache(self) -> int:
         return sum(int(cache.isfinite().logical_not().sum()) for cache in self.model_runner.kv_caches)
@@ -42,5 +42,5 @@ class FaultyEngineSide(engine_side.EngineSide):
         return sum(int(cache.count_nonzero()) for cache in self.model_runner.kv_caches)
 
 
-CHECK_FINITE, CLEAR_KV_CACHES = engine_side.check_finite, engine_side.clear_kv_caches
-REBUILD_HEADS = engine_side.rebuild_heads
+CHECK_FINITE, CLEAR_KV_CACHES = receive.check_finite, receive.clear_kv_caches
+REBUILD_HEADS = receive.rebuild_heads

@@ -18,9 +18,9 @@ from torch import Tensor
 from coordexp.config.rollout import Offload
 from coordexp.config.settings import Adapter
 from coordexp.demo.model import Size, make_model
+from coordexp.engine import colocate
+from coordexp.engine.weights import AdapterRefused
 from coordexp.errors import EngineError
-from coordexp.rollout import colocate
-from coordexp.rollout.adapter_fallback import AdapterRefused
 from coordexp.rollout.backend import Weights
 from coordexp.train.learner import learner_adapter, with_adapter
 from coordexp.train.offload import SMALL, OffloadedStorages, offload_learner
@@ -122,7 +122,7 @@ def adapting(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Colocat
 
     plain = colocate.start_engine
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("coordexp.rollout.engine.ENGINE_SIDE", engine_faults.ENGINE_SIDE)
+        patch.setattr("coordexp.engine.start.ENGINE_SIDE", engine_faults.ENGINE_SIDE)
         patch.setattr(colocate, "start_engine", start_engine)
         with colocation.backend.session():
             colocation.sync(1)
@@ -234,7 +234,7 @@ def test_an_adapter_with_a_nan_is_sent_to_no_engine_and_refused_by_one_that_gets
         EngineError, match=f"weights were not sent: {name} has NaN or Inf values\n.*lower training"
     ):
         connection.send_adapter({}, broken, 1)
-    monkeypatch.setattr("coordexp.rollout.connection.find_non_finite", lambda weights: None)
+    monkeypatch.setattr("coordexp.engine.send.find_non_finite", lambda weights: None)
     with pytest.raises(AdapterRefused, match=f"cannot use the adapter: {name} has NaN or Inf values"):
         connection.send_adapter({}, broken, 1)
     with colocation.backend.session():
@@ -313,7 +313,7 @@ def test_two_hundred_answers_after_weights_with_nan_are_those_of_the_good_weight
         answers = [one for _ in range(rounds) for one in ids(colocation.backend.generate(requests))]
         return sum(one != other for one, other in zip(answers, expected * rounds, strict=True))
 
-    monkeypatch.setattr("coordexp.rollout.connection.find_non_finite", lambda weights: None)
+    monkeypatch.setattr("coordexp.engine.send.find_non_finite", lambda weights: None)
     engine.collective_rpc("fault_load_non_finite_weights", args=(True,))
     with colocation.backend.session():
         colocation.sync()
@@ -334,7 +334,7 @@ def test_whole_weights_with_a_nan_are_refused_by_an_engine_and_not_sent_by_a_lea
     name, connection = next(colocation.weights())[0], colocation.backend._connection
     message = f"{name} has NaN or Inf values(, and was not loaded)?\n  the training has diverged: start a new run "
     with monkeypatch.context() as patch:
-        patch.setattr("coordexp.rollout.connection.find_non_finite", lambda weights: None)
+        patch.setattr("coordexp.engine.send.find_non_finite", lambda weights: None)
         with pytest.raises(EngineError, match=f"^sending weights to vLLM failed: {message}"):
             connection.send(partial(broken_weights, colocation), 2000, 0)
     with pytest.raises(EngineError, match=f"^the learner's weights were not sent: {message}"):

@@ -16,9 +16,9 @@ import torch
 from coordexp.config.rollout import Offload
 from coordexp.config.settings import Adapter
 from coordexp.demo.model import Size, make_model
+from coordexp.engine.send import EngineConnection
 from coordexp.errors import EngineError
 from coordexp.rollout.backend import Request
-from coordexp.rollout.connection import EngineConnection
 from coordexp.train.learner import with_adapter
 from coordexp.train.offload import offload_learner
 from tests.integration import engine_faults
@@ -51,8 +51,8 @@ def colocation(request, images, tmp_path_factory) -> Iterator[Colocation]:
     make_model(folder, "small", tied=request.param == "tied", spread=spread, size=size)
     made = Colocation(folder, images)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("coordexp.rollout.engine.ENGINE_SIDE", engine_faults.ENGINE_SIDE)
-        patch.setattr("coordexp.rollout.transfer.BUCKET_BYTES", 2**18)
+        patch.setattr("coordexp.engine.start.ENGINE_SIDE", engine_faults.ENGINE_SIDE)
+        patch.setattr("coordexp.engine.send.BUCKET_BYTES", 2**18)
         with made.backend.session():
             made.sync(0)
         yield made
@@ -165,7 +165,7 @@ def fault_nothing_is_sent(colocation: Colocation, patch: pytest.MonkeyPatch) -> 
 
 def fault_no_weights_arrive(colocation: Colocation, patch: pytest.MonkeyPatch) -> None:
     """Everything else of the sync is done."""
-    patch.setattr("coordexp.rollout.transfer.SharedMemorySender.send_weights", lambda self: None)
+    patch.setattr(EngineConnection, "_send_in_memory", lambda self, parts, place: None)
 
 
 def fault_cache_stays(name: str) -> Callable[[Colocation, pytest.MonkeyPatch], None]:

@@ -11,9 +11,9 @@ from typer.testing import CliRunner
 
 from coordexp.cli import app
 from coordexp.data import DataError
+from coordexp.engine.generate import generate_rollouts
 from coordexp.rollout.backend import Decode, ImageRef, Request
 from coordexp.rollout.prompt import PromptBuilder
-from coordexp.rollout.vllm import generate_rollouts
 from coordexp.vocab import VocabularyTable
 from tests.integration.stage2_runs import (
     MODEL,

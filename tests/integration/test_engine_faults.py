@@ -18,10 +18,10 @@ import torch
 from transformers import AutoProcessor
 
 from coordexp.config import World, load_settings
+from coordexp.engine.colocate import ColocateBackend
+from coordexp.engine.start import EngineSetup, start_engine
 from coordexp.errors import EngineError
 from coordexp.rollout.backend import Decode, ImageRef, Request
-from coordexp.rollout.colocate import ColocateBackend
-from coordexp.rollout.engine import EngineSetup, start_engine
 from coordexp.rollout.hugging_face import HuggingFaceBackend
 from coordexp.rollout.prompt import PromptBuilder
 from coordexp.train.learner import learner_weights

@@ -17,7 +17,7 @@ from coordexp.rollout.backend import Decode, FinishReason, ImageRef, Request
 from coordexp.rollout.guard import ARGUMENT, EngineGuard, cut_at_end, loop_in
 from coordexp.rollout.hugging_face import HuggingFaceBackend
 from coordexp.rollout.prompt import PromptBuilder, open_image
-from coordexp.rollout.wire import GUARD_ROUTE
+from coordexp.servers.swift_servers import GUARD_ROUTE
 from coordexp.vocab import VocabularyTable
 from tests.engines import drawing, start_vllm, stop_vllm
 from tests.fake_swift import FakeSwiftRollout

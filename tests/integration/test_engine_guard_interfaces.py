@@ -24,7 +24,7 @@ from vllm.v1.worker.gpu.sample.logits_processor.loader import (
 )
 
 from coordexp.config.rollout import RepeatTerminate
-from coordexp.rollout.engine_guard import RepeatGuard
+from coordexp.engine.repeat_guard import RepeatGuard
 from coordexp.rollout.guard import ARGUMENT, ENGINE_GUARD, count_keys, guard_arguments, loop_in
 
 VOCABULARY, STOP = 12, 11

@@ -17,10 +17,10 @@ from coordexp.cli import app
 from coordexp.cli.predict import Answering
 from coordexp.data import DataError
 from coordexp.demo.scenes import SceneSettings, write_scenes
+from coordexp.engine.generate import generate_rollouts
 from coordexp.rollout.backend import Decode, ImageRef, Request
 from coordexp.rollout.hugging_face import HuggingFaceBackend
 from coordexp.rollout.prompt import PromptBuilder
-from coordexp.rollout.vllm import generate_rollouts
 from coordexp.vocab import VocabularyTable
 from tests.integration.leavings import leavings
 from tests.source import SOURCE

@@ -17,8 +17,8 @@ from PIL import Image
 from transformers import AutoProcessor, Qwen3VLForConditionalGeneration
 
 from coordexp.config.rollout import RepeatTerminate
+from coordexp.engine.weights import flatten
 from coordexp.rollout.backend import Decode, ImageRef, Request
-from coordexp.rollout.broadcast import flatten
 from coordexp.rollout.guard import KeyCounter, key_pattern, loop_in
 from coordexp.rollout.hugging_face import HuggingFaceBackend
 from coordexp.rollout.prompt import PromptBuilder
@@ -38,7 +38,7 @@ from tests.integration.servers import (
 )
 from tests.integration.stage2_runs import MODEL, started
 from tests.unit.data.test_images import EPS
-from tests.unit.serve.bombs import memory, png_bomb
+from tests.unit.servers.bombs import memory, png_bomb
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(480)]
 
@@ -448,7 +448,7 @@ def test_a_guard_that_cannot_be_loaded_stops_the_server_at_its_start_with_the_re
     }[reason]
     words = [*SERVE]
     if reason == "class":
-        words[1] = f"import coordexp.serve.run as r; r.ENGINE_GUARD = 'coordexp.nothing:Guard'; {words[1]}"
+        words[1] = f"import coordexp.engine.start as r; r.ENGINE_GUARD = 'coordexp.nothing:Guard'; {words[1]}"
     other = fleet.config("guarded", rollout_matching__vllm__server__servers=[FREE])
     with started([*words, "--config", str(other)], **variables) as run:
         assert run.wait(120) == 1

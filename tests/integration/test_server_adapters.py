@@ -11,12 +11,12 @@ from transformers import AutoProcessor, Qwen3VLForConditionalGeneration
 
 from coordexp.config.rollout import RolloutMatching
 from coordexp.config.settings import Adapter
+from coordexp.engine.start import EngineSetup
+from coordexp.engine.weights import flatten
 from coordexp.rollout.backend import AdapterWeights, Decode, ImageRef, Request
-from coordexp.rollout.broadcast import flatten
-from coordexp.rollout.engine import EngineSetup
 from coordexp.rollout.hugging_face import HuggingFaceBackend
 from coordexp.rollout.prompt import PromptBuilder
-from coordexp.rollout.server_backend import ServerBackend
+from coordexp.servers.backend import ServerBackend
 from coordexp.train.learner import learner_adapter, learner_weights, with_adapter
 from coordexp.vocab import VocabularyTable
 from tests.integration.servers import (

@@ -34,8 +34,8 @@ COORDINATED = """
 import os, time
 from vllm.config import ParallelConfig
 from vllm.v1.engine.coordinator import DPCoordinator
-from coordexp.rollout.engine import OWNER
-from coordexp.serve.engine import tie_coordinator_to_server
+from coordexp.engine.start import OWNER
+from coordexp.servers.engine import tie_coordinator_to_server
 os.environ |= {OWNER: str(os.getpid()), "VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
 tie_coordinator_to_server()
 coordinator = DPCoordinator(ParallelConfig(data_parallel_size=2, data_parallel_size_local=2))

@@ -1,6 +1,6 @@
 """The parts of the weight transfer that need no engine: buckets, memory files, handles as plain values."""
 
-import os
+import json
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -10,10 +10,19 @@ import torch
 from torch import nn
 from vllm.model_executor.model_loader.reload import record_metadata_for_reloading
 
-from coordexp.rollout.broadcast import check_agreement
-from coordexp.rollout.buckets import ALIGNMENT, MemoryFile, buckets, find_non_finite
-from coordexp.rollout.engine_side import NothingToAgree, SharedMemoryReceiver, clear_kv_caches, cuda_handle
-from coordexp.rollout.transfer import plain_handle
+from coordexp.engine.cuda_ipc import cuda_handle, plain_handle
+from coordexp.engine.receive import NothingToAgree, SharedMemoryReceiver, clear_kv_caches
+from coordexp.engine.weights import (
+    ALIGNMENT,
+    MemoryFile,
+    buckets,
+    check_agreement,
+    check_metadata,
+    find_non_finite,
+    flat_size,
+    flatten,
+    unflatten,
+)
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -23,34 +32,60 @@ def name_weights(*sizes):
 
 
 def test_buckets_keep_the_order_and_their_size_unless_one_weight_has_more():
-    weights = name_weights(10, 20, 300, 5, 5, 90)
-    result = list(buckets(iter(weights), 400))
+    weights = name_weights(10, 60, 300, 5, 5, 90)
+    result = list(buckets(iter(weights), 2 * ALIGNMENT))
     assert [name for bucket in result for name, _ in bucket] == [name for name, _ in weights]
     assert [[name for name, _ in bucket] for bucket in result] == [["w0", "w1"], ["w2"], ["w3", "w4"], ["w5"]]
     for bucket in result:
-        assert len(bucket) == 1 or sum(weight.nbytes + ALIGNMENT for _, weight in bucket) <= 400 + ALIGNMENT
+        assert len(bucket) == 1 or flat_size(bucket) <= 2 * ALIGNMENT
     assert list(buckets(iter([]), 400)) == []
+
+
+def test_a_bucket_is_read_as_it_was_written_and_has_the_size_that_was_announced():
+    weights = [*name_weights(10, 60, 1), ("scalar", torch.tensor(3)), ("half", torch.ones(3, 5).bfloat16())]
+    metadatas, part = flatten(weights, torch.empty(0, dtype=torch.uint8))
+    assert part.numel() == flat_size(weights) == check_metadata(metadatas)
+    assert all(metadata["start_idx"] % ALIGNMENT == 0 for metadata in metadatas)
+    read = dict(unflatten(metadatas, part))
+    assert read.keys() == dict(weights).keys()
+    assert all(torch.equal(read[name], weight) and read[name].dtype == weight.dtype for name, weight in weights)
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        ({"dtype": "torch.nothing"}, "there is no tensor of dtype torch.nothing"),
+        ({"shape": [-1]}, "there is no tensor"),
+        ({"end_idx": 44}, "is not bytes 0 to 44"),
+        ({"start_idx": -4, "end_idx": 36}, "is not bytes -4 to 36"),
+    ],
+)
+def test_metadata_that_contradicts_itself_is_refused(change, problem):
+    (metadata,), _ = flatten(name_weights(10), torch.empty(0, dtype=torch.uint8))
+    with pytest.raises(ValueError, match=problem):
+        check_metadata([metadata | change])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64])
 @pytest.mark.parametrize("shape", [(3, 5), (7,), ()])
 def test_a_written_tensor_is_read_through_the_descriptor(dtype, shape):
-    file, expected = MemoryFile.new(4096), torch.arange(torch.Size(shape).numel()).to(dtype).view(shape)
-    file.tensor(128, dtype, shape).copy_(expected)
-    other = MemoryFile.from_process(os.getpid(), file.fd, 4096)
-    assert torch.equal(other.tensor(128, dtype, list(shape)), expected)
+    file, expected = MemoryFile.new(16), torch.arange(torch.Size(shape).numel()).to(dtype).view(shape)
+    metadatas = file.write([("first", torch.ones(3)), ("second", expected)])
+    other = MemoryFile.from_process(*file.address)
+    assert torch.equal(dict(unflatten(metadatas, other.bytes))["second"], expected)
 
 
 def test_another_process_reads_a_written_tensor_too():
     file = MemoryFile.new(4096)
-    file.tensor(64, torch.bfloat16, (2, 2)).copy_(torch.tensor([[1.0, 2.0], [3.0, 4.0]]))
+    metadatas = file.write([("w", torch.tensor([[1.0, 2.0], [3.0, 4.0]], dtype=torch.bfloat16))])
     code = (
-        "import sys, torch; from coordexp.rollout.buckets import MemoryFile; pid, fd = map(int, sys.argv[1:]);"
-        "print(MemoryFile.from_process(pid, fd, 4096).tensor(64, torch.bfloat16, (2, 2)).tolist())"
+        "import json, sys; from coordexp.engine.weights import MemoryFile, unflatten;"
+        "address, metadatas = json.loads(sys.argv[1]); file = MemoryFile.from_process(*address);"
+        "print([weight.tolist() for _, weight in unflatten(metadatas, file.bytes)])"
     )
-    command = [sys.executable, "-c", code, str(os.getpid()), str(file.fd)]
+    command = [sys.executable, "-c", code, json.dumps([file.address, metadatas])]
     done = subprocess.run(command, capture_output=True, text=True, timeout=100)
-    assert done.stdout.splitlines()[-1:] == ["[[1.0, 2.0], [3.0, 4.0]]"], done.stderr
+    assert done.stdout.splitlines()[-1:] == ["[[[1.0, 2.0], [3.0, 4.0]]]"], done.stderr
 
 
 def test_a_handle_survives_as_plain_values():
@@ -96,18 +131,7 @@ def receiver(model):
 
 def give(engine, file, **weights):
     """Send weights as the learner does: write them to the file, then announce them."""
-    offsets = [256 * k for k in range(len(weights))]
-    for offset, weight in zip(offsets, weights.values(), strict=True):
-        file.tensor(offset, weight.dtype, weight.shape).copy_(weight)
-    engine.update_weights(
-        {
-            "file": (os.getpid(), file.fd, file.size),
-            "names": list(weights),
-            "dtype_names": ["float32"] * len(weights),
-            "shapes": [list(weight.shape) for weight in weights.values()],
-            "offsets": offsets,
-        }
-    )
+    engine.update_weights({"metadatas": file.write(list(weights.items())), "file": file.address})
 
 
 def test_weights_that_wait_for_others_survive_the_next_bucket():
@@ -117,7 +141,7 @@ def test_weights_that_wait_for_others_survive_the_next_bucket():
     with torch.device("cpu"):
         engine.start_weight_update()
         give(engine, first, padded=torch.full((5, 4), 7.0), **{"0": torch.full((4,), 1.0)})
-        first.tensor(0, torch.float32, (1024,)).fill_(-99.0)  # the learner's next bucket
+        first.bytes.fill_(199)  # the learner's next bucket
         give(engine, second, **{"1": torch.full((4,), 2.0)})
         engine.finish_weight_update()
     assert model.fused.weight.tolist() == [[1.0] * 4, [2.0] * 4]
@@ -135,10 +159,10 @@ def test_a_weight_that_was_not_sent_is_named():
 
 def test_a_file_that_grows_is_mapped_again_by_both_processes():
     engine, file = receiver(FakeModel()), MemoryFile.new(1024)
-    engine._map(os.getpid(), file.fd, file.size)
+    engine.map_file(*file.address)
     file.grow(65536)
-    file.tensor(60000, torch.uint8, (3,)).copy_(torch.tensor([1, 2, 3]))
-    assert engine._map(os.getpid(), file.fd, file.size).tensor(60000, torch.uint8, (3,)).tolist() == [1, 2, 3]
+    file.bytes[60000:60003] = torch.tensor([1, 2, 3])
+    assert engine.map_file(*file.address).bytes[60000:60003].tolist() == [1, 2, 3]
 
 
 WITH_INF = [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.float8_e5m2]

@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from coordexp.config.rollout import capacity_shortage, requests_per_rank
-from coordexp.rollout.pool import Loss, Pool, Up, ask_in_waves, split_count
+from coordexp.servers.pool import Loss, Pool, Up, ask_in_waves, split_count
 
 SIZES = st.lists(st.integers(1, 8), min_size=1, max_size=9)
 

@@ -17,9 +17,10 @@ ORDER = (
     ("data",),
     ("vocab",),
     ("correction",),
-    ("ranks",),
+    ("ranks", "tasks"),
     ("rollout",),
-    ("serve",),
+    ("engine",),
+    ("servers",),
     ("pack",),
     ("objective",),
     ("dumps",),
@@ -80,7 +81,7 @@ def test_every_part_has_a_place():
         ("data", "import coordexp.correction"),
         ("data", "def late():\n    from coordexp.correction import serialise"),
         ("correction", "from coordexp import train"),
-        ("rollout", "from coordexp.serve import app"),
+        ("rollout", "from coordexp.servers import app"),
     ],
 )
 def test_a_forbidden_import_is_found(part, line):

@@ -119,7 +119,7 @@ def generate(
         if backend == "hf":
             return
         with progress("starting a vLLM engine (about a minute on a CPU)"):
-            from coordexp.rollout.vllm import VllmBackend
+            from coordexp.engine.generate import VllmBackend
 
             longest = max(1024, len(expected.prompt_ids) + tokens)
             with closing(VllmBackend(model_folder, prompts, table, max_length=longest)) as engine:

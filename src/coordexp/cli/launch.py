@@ -146,7 +146,7 @@ def _refuse(options: LaunchOptions, findings: Sequence[Finding], code: int, as_j
 def _run(plan: Plan, start_timeout: float, grace: float) -> int:
     from coordexp.launch.parts import Log
     from coordexp.launch.processes import Launch, Patience
-    from coordexp.rollout.wire import TOKEN
+    from coordexp.servers.protocol import TOKEN
 
     token = os.environ.get(TOKEN)
     if token is None and len(plan.local_servers) == len(plan.servers):

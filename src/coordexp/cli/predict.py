@@ -21,11 +21,11 @@ from coordexp.files import both_ends
 
 if TYPE_CHECKING:
     from coordexp.data import DataError, Record, RecordFile
+    from coordexp.engine.generate import VllmBackend
     from coordexp.evaluate import ImageAnswer
     from coordexp.evaluate.predictions import Truth, UnfinishedPredictions
     from coordexp.rollout.backend import Decode, ImageRef, Request, Rollout
     from coordexp.rollout.hugging_face import HuggingFaceBackend
-    from coordexp.rollout.vllm import VllmBackend
     from coordexp.vocab import VocabularyTable
 
 END = 2**20  # bytes at both ends of a file of weights that distinguish it from another
@@ -401,7 +401,7 @@ def _start_backend(
     dtype: Any = "float32" if device == "cpu" else "auto"
     if backend == "vllm":
         from coordexp.data.images import size_problem
-        from coordexp.rollout.vllm import VllmBackend
+        from coordexp.engine.generate import VllmBackend
 
         lengths = [len(prompts.ids(*size)) for size in sizes if size_problem(*size) is None]
         longest = max(lengths, default=0) + max_new_tokens

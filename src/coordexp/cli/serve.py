@@ -12,9 +12,9 @@ from coordexp.cli.console import err, need, progress
 from coordexp.config import Settings, load_settings
 from coordexp.config.rollout import TOKEN
 from coordexp.config.rules import uses_vllm
+from coordexp.engine import check_vllm
 from coordexp.errors import UserError, explain_value_errors
 from coordexp.launch.plan import is_loopback, is_loopback_host
-from coordexp.rollout.installed import check_vllm
 
 LOOPBACK = "127.0.0.1"
 
@@ -56,14 +56,15 @@ def serve(
 def _serve(settings: Settings, index: int, address: str, port: int, images: tuple[Path, ...]) -> None:
     with progress(f"starting rollout server {index} on {address}:{port} (vLLM takes about a minute)"):
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-        from coordexp.serve.connections import listen
-        from coordexp.serve.guard import check_guard_environment
+        from coordexp.servers.connections import listen
 
         rollout = settings.rollout_matching
         listening = listen(address, port)  # before the imports below, which take long
-        check_guard_environment(rollout.repeat_terminate)
 
-        from coordexp.serve.run import Serving, serve
+        from coordexp.servers.app import Serving, serve
+        from coordexp.servers.swift_servers import check_guard_environment
+
+        check_guard_environment(rollout.repeat_terminate)
 
     serving = Serving(Path(settings.model.path), settings.model.dtype, rollout, listening, images)
     host = f"[{address}]" if ":" in address else address

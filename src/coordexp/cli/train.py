@@ -9,8 +9,8 @@ from coordexp.cli.check import ConfigOption, missing_files
 from coordexp.cli.console import err, need, out, print_findings, progress
 from coordexp.config import Loaded, World, load_settings
 from coordexp.config.rules import uses_vllm
+from coordexp.engine import check_vllm
 from coordexp.errors import DataError, UserError, explain_value_errors
-from coordexp.rollout.installed import check_vllm
 
 if TYPE_CHECKING:
     from coordexp.train.run import PreparedRun, RunOutcome

@@ -21,8 +21,8 @@ from coordexp.doctor.server import DoctorServer
 from coordexp.errors import EngineError
 from coordexp.launch.parts import ANSWER_S, health_client, is_ready
 from coordexp.rollout.backend import Decode
-from coordexp.rollout.server_backend import ServerBackend
-from coordexp.rollout.tasks import Task
+from coordexp.servers.backend import ServerBackend
+from coordexp.tasks import Task
 
 GUARD_TOKENS = 64  # the limit of an answer that would repeat itself for ever
 LONG = 400

@@ -20,12 +20,12 @@ from coordexp.demo.model import make_model
 from coordexp.demo.scenes import SceneSettings, write_scenes
 from coordexp.doctor.machine import Machine
 from coordexp.doctor.outcome import Agreement
+from coordexp.engine.colocate import ColocateBackend
+from coordexp.engine.start import EngineSetup
 from coordexp.rollout.backend import Decode, ImageRef, Request, Rollout, RolloutBackend
-from coordexp.rollout.colocate import ColocateBackend
-from coordexp.rollout.engine import EngineSetup
 from coordexp.rollout.hugging_face import HuggingFaceBackend
 from coordexp.rollout.prompt import PromptBuilder
-from coordexp.rollout.server_backend import ServerBackend
+from coordexp.servers.backend import ServerBackend
 from coordexp.train.learner import learner_weights
 from coordexp.train.offload import OffloadedStorages
 from coordexp.vocab import VocabularyTable

@@ -5,8 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from coordexp.doctor.machine import CheckOutcome
-from coordexp.rollout.agreement import TOLERANCE, difference
-from coordexp.rollout.backend import Rollout
+from coordexp.rollout.backend import TOLERANCE, Rollout, difference
 
 # The share of tokens before the first difference that two models must have in common. With 16 bits, a close choice
 # may go either way, and the rest of the answer with it: a random model shares two thirds of its tokens with itself

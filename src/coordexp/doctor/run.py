@@ -15,8 +15,8 @@ from coordexp.doctor.machine import CheckOutcome, Machine, use_only
 from coordexp.doctor.outcome import REPORT
 from coordexp.doctor.server import MARK, DoctorServer, find_left_processes
 from coordexp.errors import EngineError, UserError
-from coordexp.rollout.tasks import Task
-from coordexp.rollout.wire import TOKEN
+from coordexp.servers.protocol import TOKEN
+from coordexp.tasks import Task
 
 if TYPE_CHECKING:
     from coordexp.doctor.learner import TinyLearner

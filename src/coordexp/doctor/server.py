@@ -14,7 +14,7 @@ from coordexp.errors import EngineError
 from coordexp.launch.parts import Log, RunningPart, health_client, is_ready
 from coordexp.launch.plan import Part, device_variables
 from coordexp.launch.tether import UNKILLABLE_S
-from coordexp.rollout.wire import TOKEN
+from coordexp.servers.protocol import TOKEN
 
 MARK = "COORDEXP_DOCTOR"  # in the environment of all processes that an examination starts
 POLL_S = 0.2

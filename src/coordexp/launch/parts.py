@@ -24,7 +24,7 @@ from coordexp.child_processes import TORCHRUN_VARIABLES
 from coordexp.errors import EngineError, explain
 from coordexp.launch.plan import Part
 from coordexp.launch.tether import to_shell_code
-from coordexp.rollout.wire import TOKEN
+from coordexp.servers.protocol import TOKEN
 
 LAST_LINES = 20  # of a part, which are repeated when it fails
 SWEEP_S = 35.0  # the time a tether has to end everything below it

@@ -22,10 +22,10 @@ from urllib.parse import urlsplit
 
 from coordexp.config import Settings
 from coordexp.config.rules import SERVERS, uses_vllm
+from coordexp.engine import check_vllm
 from coordexp.errors import Finding, UserError
 from coordexp.files import advise_missing_path
 from coordexp.launch.plan import LaunchOptions, Plan, gpu_ids, is_loopback
-from coordexp.rollout.installed import check_vllm
 
 FIRST = 8  # records that are read
 VISIBLE = "CUDA_VISIBLE_DEVICES"

@@ -24,7 +24,7 @@ from coordexp.errors import EngineError
 from coordexp.launch.parts import Log, RunningPart, health_client, is_ready, read_world_size
 from coordexp.launch.plan import Part, Plan, PlannedServer
 from coordexp.launch.tether import BY_SIGNAL, UNKILLABLE_S, adopt_orphans
-from coordexp.rollout.wire import TOKEN
+from coordexp.servers.protocol import TOKEN
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 MARK = "COORDEXP_LAUNCH"  # in the environment of all processes of one launch

@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import Any
 
 from coordexp.config.rollout import RepeatTerminate
+from coordexp.engine.start import check_guard_class
 from coordexp.errors import EngineError
 from coordexp.rollout.guard import ENGINE_GUARD, LOADED, guard_arguments, key_pattern_for
-from coordexp.rollout.wire import GUARD_ROUTE
-from coordexp.serve.guard import FILE, TEXT, check_class, read_guard_settings
+from coordexp.servers.swift_servers import FILE, GUARD_ROUTE, TEXT, read_guard_settings
 from coordexp.vocab import VocabularyTable
 
 LOGGER = logging.getLogger("coordexp")
@@ -36,7 +36,7 @@ def activate() -> None:
     if not guard.enabled:
         LOGGER.warning("the repeat guard is not activated: its settings say enabled: false")
         return
-    check_class(ENGINE_GUARD)
+    check_guard_class()
     if LOADED not in os.environ:  # this is the server's process; those of its engines inherit the variable
         os.environ[LOADED] = tempfile.mkdtemp(prefix="coordexp-guard-")
         atexit.register(shutil.rmtree, os.environ[LOADED], ignore_errors=True)

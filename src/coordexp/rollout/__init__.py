@@ -1,1 +1,1 @@
-"""From images to rollouts: prompts, the repeat guard, and the rollout backends behind one interface."""
+"""From images to rollouts: the interface of backends, prompts, the repeat guard, and the transformers backend."""

@@ -5,11 +5,12 @@ from pathlib import Path
 from transformers import TrainingArguments
 
 from coordexp.config import Settings
+from coordexp.engine import check_vllm
+from coordexp.engine.colocate import ColocateBackend
+from coordexp.engine.start import EngineSetup
 from coordexp.rollout.backend import RolloutBackend
-from coordexp.rollout.colocate import ColocateBackend
-from coordexp.rollout.engine import EngineSetup
 from coordexp.rollout.hugging_face import HuggingFaceBackend
-from coordexp.rollout.installed import check_vllm
+from coordexp.tasks import ignore
 from coordexp.train.callbacks import say
 from coordexp.train.encode import TrainingSet
 from coordexp.train.folder import RolloutFacts, ServerLog
@@ -30,9 +31,9 @@ def backend_for(
         Path(settings.model.path), learner.dtype, rollout, table, learner.device, learner.precision
     )
     adapter = learner.adapter_weights if learner.has_plain_adapter else None
-    notify = say if rank == 0 else _ignore
+    notify = say if rank == 0 else ignore
     if rollout.vllm.mode == "server":
-        from coordexp.rollout.server_backend import ServerBackend  # httpx is needed only here
+        from coordexp.servers.backend import ServerBackend  # httpx is needed only here
 
         if arguments.device.type == "cuda":
             check_vllm()  # weights are sent over its NCCL
@@ -53,9 +54,5 @@ def backend_for(
         room=learner.offload,
         notify=notify,
         adapter=adapter,
-        record=RolloutFacts(folder) if rank == 0 else _ignore,
+        record=RolloutFacts(folder) if rank == 0 else ignore,
     )
-
-
-def _ignore(_: object) -> None:
-    """Take a message, or facts, on ranks that do not report them."""

@@ -15,8 +15,16 @@ from coordexp.correction import Choice, Correction, FieldOrder, choose_answer, c
 from coordexp.data import RecordFile, TrueObject
 from coordexp.errors import explain
 from coordexp.pack import Example, ExampleId
-from coordexp.rollout.agreement import check_prompt, check_version
-from coordexp.rollout.backend import Decode, ImageRef, Request, Rollout, RolloutBackend, request_seed
+from coordexp.rollout.backend import (
+    Decode,
+    ImageRef,
+    Request,
+    Rollout,
+    RolloutBackend,
+    check_prompt,
+    check_version,
+    request_seed,
+)
 from coordexp.rollout.prompt import PromptBuilder
 from coordexp.train.metrics import StepMetrics, count_rollout
 from coordexp.vocab import VocabularyTable

@@ -5,7 +5,7 @@ import yaml
 from typer.testing import CliRunner
 
 from coordexp.cli import app
-from coordexp.rollout.wire import TOKEN
+from coordexp.servers.protocol import TOKEN
 from tests.unit.config.trees import server_mode
 
 

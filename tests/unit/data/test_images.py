@@ -19,8 +19,8 @@ from coordexp.data.images import FORMATS, MOST_PIXELS, ImageError, read_image_fa
 from coordexp.errors import DataError
 from coordexp.pages.images import explain_missing_image, make_thumbnail
 from coordexp.rollout.prompt import open_image, read_image
-from coordexp.serve.refusal import Refusal
-from coordexp.serve.requests import AllowedImages
+from coordexp.servers.answering import AllowedImages
+from coordexp.servers.protocol import Refusal
 from tests.source import SOURCE
 
 EPS = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 64 64\n%%EndComments\n0 0 64 64 rectfill\nshowpage\n%%EOF\n"

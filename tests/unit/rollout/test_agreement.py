@@ -3,8 +3,16 @@
 import pytest
 
 from coordexp.errors import DataError, EngineError
-from coordexp.rollout.agreement import check_length, check_prompt, check_version, difference
-from coordexp.rollout.backend import Decode, ImageRef, Request, Rollout
+from coordexp.rollout.backend import (
+    Decode,
+    ImageRef,
+    Request,
+    Rollout,
+    check_length,
+    check_prompt,
+    check_version,
+    difference,
+)
 
 
 def answer(ids, logprobs):

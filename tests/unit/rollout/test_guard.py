@@ -20,7 +20,7 @@ from coordexp.rollout.guard import (
     key_pattern_for,
     loop_in,
 )
-from coordexp.rollout.processors import Guard
+from coordexp.rollout.hugging_face import Guard
 from tests.rollouts import random_shape
 from tests.vocabularies import encode, table
 

@@ -5,7 +5,7 @@ import torch
 from scipy.stats import chisquare
 
 from coordexp.rollout.backend import Decode
-from coordexp.rollout.processors import Sampler
+from coordexp.rollout.hugging_face import Sampler
 
 SCORES = torch.tensor([0.3, -1.0, 2.0, 1.4, -3.0, 0.9, 0.0, 1.9])
 DRAWS = 20_000

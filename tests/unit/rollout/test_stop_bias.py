@@ -7,9 +7,8 @@ import torch
 
 from coordexp.errors import EngineError
 from coordexp.rollout.backend import Decode, ImageRef, Request
-from coordexp.rollout.processors import Recorder, StopBias
-from coordexp.rollout.stop_bias import ClosingTokens, engine_bias
-from coordexp.rollout.wire import infer_payload
+from coordexp.rollout.hugging_face import ClosingTokens, Recorder, StopBias, engine_bias
+from coordexp.servers.client import infer_payload
 from tests.vocabularies import table
 
 VOCABULARIES = ["small", "qwen", "random-1", "random-2", "random-3"]
@@ -78,7 +77,7 @@ def test_an_engine_whose_tokenizer_closes_answers_with_two_tokens_is_refused():
 
 
 def test_sampling_parameters_of_an_engine_carry_the_bias():
-    from coordexp.rollout.vllm import _sampling_params
+    from coordexp.engine.generate import _sampling_params
 
     assert _sampling_params(Decode(9, stop_bias=1.0), {}, {7: -1.0}, 2, 3).logit_bias == {7: -1.0}
     assert _sampling_params(Decode(9), {}, {}, 2, 3).logit_bias is None

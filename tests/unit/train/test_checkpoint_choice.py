@@ -29,7 +29,7 @@ from coordexp.train.checkpoints import (
 )
 from coordexp.train.run import _checkpoint
 from tests.source import SOURCE
-from tests.unit.rollout.ranks import run_two_ranks
+from tests.unit.engine.ranks import run_two_ranks
 
 pytestmark = pytest.mark.timeout(60)
 FILES = ("model.safetensors", "optimizer.pt", "scheduler.pt", "trainer_state.json", "global_step4/shard.pt")

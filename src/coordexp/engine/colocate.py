@@ -1,0 +1,260 @@
+"""Rollouts from a vLLM engine that shares the learner's devices and gets its weights in memory.
+
+An engine serves `tensor_parallel_size` neighbouring ranks, and the first of them talks to it for the others. It is
+started when it is first needed, after the learner has been offloaded, if the settings say so.
+"""
+
+import json
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol, TypeVar
+
+from pydantic import TypeAdapter
+from torch import distributed as dist
+
+from coordexp.engine import OR_USE_HF
+from coordexp.engine.generate import generate_rollouts
+from coordexp.engine.send import REPORT, EngineConnection, ask_engine
+from coordexp.engine.start import EngineSetup, start_engine, stop_engine
+from coordexp.engine.weights import AdapterRefused, SyncMode
+from coordexp.errors import EngineError
+from coordexp.ranks import gather_texts, together
+from coordexp.rollout.backend import (
+    PROBE,
+    AdapterWeights,
+    Decode,
+    ImageRef,
+    Request,
+    Rollout,
+    RolloutBackend,
+    Weights,
+    check_version,
+    difference,
+)
+from coordexp.rollout.prompt import PromptBuilder
+from coordexp.tasks import ignore
+
+T = TypeVar("T")
+REQUESTS, ROLLOUTS = TypeAdapter(list[Request]), TypeAdapter(list[Rollout])
+WAVES = 8  # full batches per call: the engine refills its batch as answers end, so only the end of a call is slow
+
+
+class Offloaded(Protocol):
+    """A learner whose memory is free for the engine."""
+
+    def drop(self) -> None:
+        """Return unused memory to the system, such as what reading the learner's weights has taken."""
+
+
+class ColocateBackend:
+    """Generates with a colocated engine.
+
+    `reference` answers with the learner's own model. It and the engine answer the image `probe`, to verify that
+    the engine has the same weights. `room()` returns a context in which the learner is offloaded, if the settings
+    say so, but readable. `notify` gets messages about steps that take long. `adapter` returns the learner's
+    adapter, if it contains everything that is trained; the engine is then started with room for one. `record` gets
+    the facts of the run's manifest when they change."""
+
+    def __init__(
+        self,
+        setup: EngineSetup,
+        prompts: PromptBuilder,
+        reference: RolloutBackend,
+        probe: ImageRef,
+        room: Callable[[], AbstractContextManager[Offloaded]],
+        notify: Callable[[str], None] = ignore,
+        adapter: Callable[[], AdapterWeights] | None = None,
+        record: Callable[[dict[str, Any]], None] = ignore,
+    ) -> None:
+        self.setup, self.prompts, self.reference, self.probe = setup, prompts, reference, probe
+        self.room, self.notify = room, notify
+        self.adapter, self.record = adapter, record
+        self.sync_mode = SyncMode(setup.settings.vllm.sync, adapter is not None, notify, OR_USE_HF)
+        self.group = RankGroup.of(setup.settings.vllm.tensor_parallel_size or 1)
+        self.engine: Any = None
+        self.version: int | None = None
+        # The version sent last. It is copied to `version` when the sync is complete, canary included.
+        self._sent: int | None = None
+        self._probed: int | None = None
+        self._connection: EngineConnection | None = None
+        self._session: ExitStack | None = None
+        self._offloaded: Offloaded | None = None
+
+    @contextmanager
+    def session(self) -> Iterator[None]:
+        """Move the learner out of memory when the engine is first needed, and back at the end."""
+        assert self._session is None, "sessions are not nested"
+        with ExitStack() as self._session:
+            self._session.callback(setattr, self, "_session", None)
+            yield
+
+    def generate(self, requests: Sequence[Request]) -> list[Rollout]:
+        self._make_room()
+        return self.group.share_requests(requests, self._ask)
+
+    @property
+    def requests_per_call(self) -> int:
+        return WAVES * self.setup.settings.decode_batch_size
+
+    def sync(self, weights: Weights, version: int) -> None:
+        """Send the weights in one transaction: all ranks begin it together, and end it with the new version or
+        with the same error. A version that the engine has is not sent again."""
+        if version == self.version:
+            return
+        due = self._probed is None or version - self._probed >= self.setup.settings.vllm.sync.canary_every
+        assert not due or self._offloaded is None, (
+            "the canary needs the learner's model, so it answers before it is offloaded"
+        )
+        probe = [Request(self.probe, Decode.greedy(PROBE))]
+        expected = self.reference.generate(probe) if due else []
+        together(self._make_room)
+        self.version = self._sent = None
+        together(self._start)
+        self._send(weights, version)
+        self._sent = version
+        assert self._offloaded is not None
+        self._offloaded.drop()
+        if due:
+            actual = self.generate(probe)
+            together(partial(self._compare, expected[0], actual[0]))
+            if self._probed is None:
+                self.notify("the engine answers as the learner does")
+            self._probed = version
+        self.version = version
+
+    def close(self) -> None:
+        if self.engine is not None:
+            stop_engine(self.engine.llm_engine.engine_core)
+        self.engine = self.version = self._sent = self._connection = None
+
+    def describe(self) -> dict[str, Any]:
+        return self.sync_mode.describe()
+
+    def _make_room(self) -> None:
+        if self._offloaded is None:
+            assert self._session is not None, "outside a session"
+            self._offloaded = self._session.enter_context(self.room())
+            self._session.callback(setattr, self, "_offloaded", None)
+
+    def _start(self) -> None:
+        if self._connection is not None:
+            return
+        if self.group.leads:
+            start = time.perf_counter()
+            self.notify(f"starting vLLM (tensor_parallel_size {self.group.size}), which takes about a minute")
+            self.engine = start_engine(self.setup, adapters=self.sync_mode.is_adapter)
+            self.notify(f"vLLM is ready after {time.perf_counter() - start:.0f} s")
+        timeout = self.setup.settings.vllm.sync.timeout_s
+        self._connection = EngineConnection(self.engine, self.setup.device, timeout)
+
+    def _send(self, weights: Weights, version: int) -> None:
+        """Send the adapter alone, or whole weights. If any engine refuses the adapter, all engines get whole
+        weights."""
+        if self.sync_mode.is_adapter:
+            refusal = together(partial(self._send_adapter, version))
+            refusals = [text for text in gather_texts(refusal) if text]
+            if not refusals:
+                return
+            self.sync_mode.fall_back(refusals[0])
+            self.record(self.describe())
+        together(partial(self._send_whole, weights, version))
+
+    def _send_adapter(self, version: int) -> str:
+        """Return the reason why this rank's engine refused the adapter, or an empty string."""
+        assert self._connection is not None and self.adapter is not None
+        config, weights = self.adapter()
+        tensors = list(weights)  # where they are sharded, all ranks take part in gathering them
+        if not self.group.leads:
+            return ""
+        with self._close_on_error():
+            try:
+                self._connection.send_adapter(config, tensors, version)
+            except AdapterRefused as error:
+                return str(error)
+        return ""
+
+    def _send_whole(self, weights: Weights, version: int) -> None:
+        assert self._connection is not None
+        with self._close_on_error():
+            self._connection.send(weights, version, self.group.place)
+
+    @contextmanager
+    def _close_on_error(self) -> Iterator[None]:
+        """Close the engine if sending fails: its weights are not known any more."""
+        with ExitStack() as on_error:
+            on_error.callback(self.close)
+            yield
+            on_error.pop_all()
+
+    def _ask(self, requests: Sequence[Request]) -> list[Rollout]:
+        if self.engine is None or self._connection is None or self._sent is None:
+            raise EngineError("rollouts were requested before any weights were sent")
+        ask = partial(
+            generate_rollouts,
+            self.engine,
+            self.prompts,
+            self.setup.table,
+            requests,
+            self._connection.lora_request,
+        )
+        rollouts = ask_engine(self.engine, ask)
+        for rollout in rollouts:
+            check_version(rollout, self._sent)
+        return rollouts
+
+    def _compare(self, learner: Rollout, engine: Rollout) -> None:
+        """Raise EngineError unless the learner and the engine gave the same answer."""
+        if problem := difference(learner, engine, self.setup.precision or self.setup.dtype):
+            raise EngineError(
+                f"the engine does not have the learner's weights: in the answers to {self.probe.path} with "
+                f"version {engine.version}, {problem}",
+                REPORT,
+            )
+
+
+@dataclass(frozen=True)
+class RankGroup:
+    """The neighbouring ranks that share one engine, seen from `rank`."""
+
+    rank: int
+    size: int
+
+    @classmethod
+    def of(cls, size: int) -> "RankGroup":
+        return cls(dist.get_rank() if dist.is_initialized() else 0, size)
+
+    @property
+    def place(self) -> int:
+        return self.rank % self.size
+
+    @property
+    def leads(self) -> bool:
+        return self.place == 0
+
+    def share_requests(
+        self, requests: Sequence[Request], ask: Callable[[Sequence[Request]], list[Rollout]]
+    ) -> list[Rollout]:
+        """Return the rollouts of this rank's requests. All ranks call it; `ask` runs on the first rank of each
+        group, with the requests of the whole group."""
+        if self.size == 1:
+            return ask(requests)
+        first = self.rank - self.place
+        together(ignore)  # wait for all ranks
+        texts = gather_texts(to_text(REQUESTS, requests))[first : first + self.size]
+        by_rank = [from_text(REQUESTS, text) for text in texts]
+        of_group = [request for part in by_rank for request in part]
+        rollouts: list[Rollout] = together(partial(ask, of_group) if self.leads else list)
+        shared = from_text(ROLLOUTS, gather_texts(to_text(ROLLOUTS, rollouts))[first])
+        start = sum(map(len, by_rank[: self.place]))
+        return shared[start : start + len(requests)]
+
+
+def to_text(form: TypeAdapter[list[T]], values: Sequence[T]) -> str:
+    return json.dumps(form.dump_python(list(values)))
+
+
+def from_text(form: TypeAdapter[list[T]], text: str) -> list[T]:
+    return form.validate_python(json.loads(text))

@@ -1,0 +1,1 @@
+"""Rollout servers and the backend that asks them: both ends of one wire, around `protocol`."""

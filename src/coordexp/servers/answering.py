@@ -1,0 +1,355 @@
+"""Answers requests: reads them and their images, and returns answers in the form of the protocol. A request that
+cannot be answered fails alone."""
+
+import asyncio
+import base64
+import io
+import logging
+import math
+import time
+import uuid
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from PIL import Image
+from pydantic import ValidationError
+
+from coordexp.config.rollout import RepeatTerminate
+from coordexp.data.images import MOST_PIXELS, open_image_file, size_problem, upright_size
+from coordexp.errors import DataError, explain
+from coordexp.files import is_encodable
+from coordexp.rollout.guard import cut_at_end, guard_arguments, key_pattern_for
+from coordexp.rollout.prompt import UNUSABLE, image_tokens, read_image
+from coordexp.servers.engine import ServedEngine
+from coordexp.servers.protocol import (
+    ENGINE_FAULT,
+    HALF,
+    IMAGE,
+    Choice,
+    Completion,
+    InferItem,
+    InferRequest,
+    Logprobs,
+    Refusal,
+    RequestConfig,
+    RolloutInfos,
+    TokenLogprob,
+    bad_request,
+)
+from coordexp.vocab import VocabularyTable
+
+# The most pixels of all images, of all calls, that are being decoded or cut into patches. Each pixel of an image
+# that is scaled down takes 10 to 16 bytes in the process: in the file's own mode, as RGB, in the array and in the
+# tensor. Patches stay until the answer is complete; the context length and `most_at_once` limit their number.
+PIXELS_AT_ONCE = MOST_PIXELS
+BLOCK = 2**26  # bytes that Pillow allocates at once; the allocator would keep smaller blocks after they are freed
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class AllowedImages:
+    """The images that a request may name: files below these folders, and images in the request itself."""
+
+    folders: tuple[Path, ...]
+
+    def open(self, source: str, size: tuple[int, int] | None = None) -> "RequestImage":
+        """Read the header of an image, without decoding it. Raise a Refusal if the image cannot be used. `size` is
+        the size in its record, if the request has it."""
+        content, name = self._locate(source)
+        file = content if isinstance(content, Path) else io.BytesIO(content)
+        with (
+            explain(OSError, f"{name}: not a readable image", "run `coordexp data doctor`", to=bad_request),
+            open_image_file(file) as image,
+        ):
+            width, height, _ = upright_size(image)
+        if limit := size_problem(width, height):
+            raise bad_request(f"{name}: {limit}", UNUSABLE)
+        if size is not None and (width, height) != size:
+            raise bad_request(
+                f"the image is {width} x {height}, but its record says {size[0]} x {size[1]}",
+                "correct the record; `coordexp data doctor` finds all such records",
+            )
+        return RequestImage(content, name, width, height)
+
+    def _locate(self, source: str) -> tuple[Path | bytes, str]:
+        """Return the path or the bytes of an image, and a name for messages."""
+        if source.startswith("data:") or not _is_path(source):
+            return _decode_base64(source), "the base64 image"
+        if "://" in source:
+            raise bad_request(f"{source[:80]}: images are not fetched from elsewhere", "send a path, or base64")
+        kinds = (OSError, ValueError, RuntimeError)
+        with explain(kinds, f"{source[:80]!r}: not a path", "send a path, or base64", to=bad_request):
+            path = Path(source).resolve()
+        if not any(path.is_relative_to(folder) for folder in self.folders):
+            allowed = ", ".join(map(str, self.folders)) or "no folder"
+            raise bad_request(
+                f"{source}: this server only reads images below {allowed}",
+                "start it with --images FOLDER (can be repeated), or send base64",
+            )
+        return path, source
+
+
+@dataclass(frozen=True)
+class RequestImage:
+    """An image of which only the header was read. The size is that of the upright image."""
+
+    content: Path | bytes
+    name: str
+    width: int
+    height: int
+
+    @property
+    def pixels(self) -> int:
+        return self.width * self.height
+
+    def decode(self) -> Image.Image:
+        """Return the upright image. Raise DataError or a Refusal if it cannot be decoded or has another size than
+        its header says."""
+        image = read_image(self.content if isinstance(self.content, Path) else io.BytesIO(self.content), self.name)
+        if image.size != (self.width, self.height):
+            raise bad_request(
+                f"{self.name}: {image.width} x {image.height}, but its header says {self.width} x {self.height}",
+                "save the image again; if it was replaced meanwhile, do not replace images during a run",
+            )
+        return image
+
+
+def _is_path(source: str) -> bool:
+    """Return True if the source is a path or a URL, not base64. Base64 has no dot, and a JPEG in base64 begins
+    with `/9j/`."""
+    return "." in source or "://" in source or (source.startswith("/") and not source.startswith("/9j/"))
+
+
+def _decode_base64(source: str) -> bytes:
+    content = source.partition(",")[2] if source.startswith("data:") else source
+    with explain(ValueError, f"{source[:40]}: neither a path nor base64", "send one of them", to=bad_request):
+        return base64.b64decode(content, validate=True)
+
+
+def split_request(request: InferRequest) -> tuple[list[dict[str, Any]], list[str]]:
+    """Return the conversation in the form that chat templates need, and the sources of its images."""
+    for name in ("audios", "videos", "tools", "objects", "chat_template_kwargs", "add_eos"):
+        if getattr(request, name):
+            raise bad_request(f"{name}: not served here", "send text and one image")
+    conversation: list[dict[str, Any]] = []
+    inline: list[str] = []
+    for message in request.messages:
+        content = _split_text(message.content) if isinstance(message.content, str) else list(message.content)
+        inline += [str(part["image"]) for part in content if part.get("type") == "image" and part.get("image")]
+        if any(part.get("type") != "image" and not _is_text(part) for part in content):
+            raise bad_request("messages: a content part is neither text nor image", "send text and one image")
+        if any(part["type"] == "text" and not is_encodable(part["text"]) for part in content):
+            raise bad_request(f"messages: {HALF}", "send UTF-8")
+        plain = [part if part["type"] == "text" else {"type": "image"} for part in content]
+        conversation.append({"role": message.role, "content": plain})
+    sources = inline or request.images
+    named = sum(part["type"] == "image" for message in conversation for part in message["content"])
+    if named != len(sources) or named > 1:
+        raise bad_request(
+            f"the messages name {named} images, and {len(sources)} came along; at most one is served",
+            f"write {IMAGE} where the image belongs, and send the image in images",
+        )
+    return conversation, sources
+
+
+def _is_text(part: dict[str, Any]) -> bool:
+    return part.get("type") == "text" and isinstance(part.get("text"), str)
+
+
+def _split_text(text: str) -> list[dict[str, Any]]:
+    """Return the text as content parts, with an image part for each tag."""
+    parts: list[dict[str, Any]] = []
+    for number, piece in enumerate(text.split(IMAGE)):
+        parts += [{"type": "image"}] if number else []
+        parts += [{"type": "text", "text": piece}] if piece else []
+    return parts
+
+
+def sampling_fields(config: RequestConfig, defaults: dict[str, Any]) -> dict[str, Any]:
+    """Return the settings that decide which token is drawn: those of the call, else those of the model."""
+    names: Sequence[str] = ("temperature", "top_k", "top_p", "repetition_penalty")
+    requested = {name: value for name in names if (value := getattr(config, name)) is not None}
+    return {name: value for name, value in defaults.items() if name in names} | requested
+
+
+class PixelBudget:
+    """A number of pixels, given out in the order of arrival. A larger image waits until all of them are free."""
+
+    def __init__(self, pixels: int) -> None:
+        self.pixels = self.free = pixels
+        self._waiting: deque[tuple[int, asyncio.Future[None]]] = deque()
+
+    async def acquire(self, pixels: int) -> int:
+        """Wait for free pixels, and return how many must be released."""
+        share = min(pixels, self.pixels)
+        turn = asyncio.get_running_loop().create_future()
+        self._waiting.append((share, turn))
+        self._admit()
+        try:
+            await turn
+        except asyncio.CancelledError:
+            if not turn.cancelled():  # it was admitted at the same time
+                self.free += share
+            self._admit()
+            raise
+        return share
+
+    def release(self, share: int) -> None:
+        self.free += share
+        self._admit()
+
+    def _admit(self) -> None:
+        while self._waiting and (self._waiting[0][1].cancelled() or self._waiting[0][0] <= self.free):
+            share, turn = self._waiting.popleft()
+            if not turn.cancelled():
+                self.free -= share
+                turn.set_result(None)
+
+
+class Answering:
+    """Makes an answer for each request. `guard` is the repeat guard that the server was started with; it applies
+    unless a request turns it off."""
+
+    def __init__(
+        self,
+        engine: ServedEngine,
+        processor: Any,
+        table: VocabularyTable,
+        guard: RepeatTerminate,
+        images: AllowedImages,
+        most_at_once: int,
+    ) -> None:
+        self.engine, self.processor, self.table = engine, processor, table
+        self.guard, self.images = guard, images
+        self.pattern = key_pattern_for(guard, table)
+        self.unguarded = RepeatTerminate()
+        self._slots = asyncio.Semaphore(2 * most_at_once)  # further requests are not read yet
+        self._pixels = PixelBudget(PIXELS_AT_ONCE)
+        Image.core.set_block_size(BLOCK)  # type: ignore[attr-defined]
+
+    async def answer(self, body: Any, config: RequestConfig, version: str) -> tuple[dict[str, Any], int]:
+        """Return the item that answers this request, which may be an error, and the number of generated tokens."""
+        async with self._slots:
+            return await self._answer(body, config, version)
+
+    async def _answer(self, body: Any, config: RequestConfig, version: str) -> tuple[dict[str, Any], int]:
+        try:
+            request = InferRequest.model_validate(body)
+            fields = request.learner_fields
+            prompt = await self._render(request)
+            guard = self.guard if fields.guard else self.unguarded
+            seed = fields.seed if fields.seed is not None else config.seed
+            output = await self.engine.answer(prompt, self._sampling(config, guard, seed), uuid.uuid4().hex)
+        except ValidationError as error:
+            problems = (f"{'.'.join(map(str, detail['loc']))}: {detail['msg']}" for detail in error.errors()[:3])
+            return bad_request("; ".join(problems), "see the contract in docs/operations.md").to_json(), 0
+        except DataError as error:
+            return bad_request(error.problem, error.fix).to_json(), 0
+        except Refusal as refusal:
+            return refusal.to_json(), 0
+        except Exception as error:  # the other requests of the call must not fail with this one
+            if self.engine.has_ended:
+                raise
+            log.exception("a request failed")
+            return _engine_fault(f"{type(error).__name__}: {error}", "see this server's output"), 0
+        tokens = sum(len(answer.token_ids) for answer in output.outputs)
+        return self._item(output, config, guard, version), tokens
+
+    async def _render(self, request: InferRequest) -> Any:
+        """Return the prompt in the engine's form. Its image is decoded when there are free pixels for it, and is
+        freed once it has been cut into patches."""
+        text, image = await asyncio.to_thread(self._read, request)
+        if image is None:
+            return await self.engine.render({"prompt": text})
+        share = await self._pixels.acquire(image.pixels)
+        work = asyncio.ensure_future(self._render_image(text, image))
+        work.add_done_callback(lambda _: self._pixels.release(share))
+        # A thread cannot be interrupted. If the request is cancelled, its pixels count until the thread has ended.
+        return await asyncio.shield(work)
+
+    def _read(self, request: InferRequest) -> tuple[str, RequestImage | None]:
+        """Return the text of the prompt, and its image. Raise a Refusal if the image cannot be used."""
+        conversation, sources = split_request(request)
+        text = self.processor.apply_chat_template(conversation, add_generation_prompt=True, tokenize=False)
+        if not sources:
+            return text, None
+        image = self.images.open(sources[0], request.learner_fields.size)
+        tokens = image_tokens(self.processor, image.width, image.height, image.name)
+        if tokens >= self.engine.max_model_len:
+            raise bad_request(
+                f"{image.name}: {image.width} x {image.height} are {tokens} tokens, but prompt and answer "
+                f"together may have {self.engine.max_model_len}",
+                "send a smaller image, or start the server with a longer global_max_length",
+            )
+        return text, image
+
+    async def _render_image(self, text: str, image: RequestImage) -> Any:
+        pixels = await asyncio.to_thread(image.decode)
+        return await self.engine.render({"prompt": text, "multi_modal_data": {"image": pixels}})
+
+    def _sampling(self, config: RequestConfig, guard: RepeatTerminate, seed: int | None) -> dict[str, Any]:
+        if config.stream:
+            raise bad_request("stream: answers are only sent complete", "set stream: false")
+        return sampling_fields(config, self.engine.defaults) | {
+            "max_tokens": config.max_tokens or self.engine.max_model_len,
+            "n": config.n,
+            "seed": seed,
+            "stop": config.stop or None,
+            "logprobs": 0 if config.logprobs else None,
+            "ignore_eos": True,
+            "stop_token_ids": [self.table.end_of_turn],
+            "skip_special_tokens": False,
+            "extra_args": guard_arguments(guard, self.pattern, self.table.end_of_turn) or None,
+        }
+
+    def _item(self, output: Any, config: RequestConfig, guard: RepeatTerminate, version: str) -> dict[str, Any]:
+        for answer in output.outputs:
+            versions = {span.version for span in answer.weight_versions or ()} or {version}
+            if answer.finish_reason not in ("stop", "length") or versions != {version}:
+                reason = f"{answer.finish_reason}, weights {', '.join(sorted(versions))}"
+                return _engine_fault(f"vLLM ended an answer by itself ({reason})", "ask again")
+            if config.logprobs and not all(map(math.isfinite, _logprobs(answer))):
+                return _engine_fault(
+                    "a log-probability of the answer is not finite",
+                    "the weights of this server may contain NaN: sync it again",
+                )
+        prompt, completion = len(output.prompt_token_ids), sum(len(answer.token_ids) for answer in output.outputs)
+        response = Completion(
+            id=output.request_id,
+            created=int(time.time()),
+            choices=[_choice(k, answer, config) for k, answer in enumerate(output.outputs)],
+            usage={
+                "prompt_tokens": prompt,
+                "completion_tokens": completion,
+                "total_tokens": prompt + completion,
+            },
+            prompt_token_ids=list(output.prompt_token_ids) if config.return_details else None,
+        )
+        ended = [self._is_ended_by_guard(answer.token_ids, guard) for answer in output.outputs]
+        infos = RolloutInfos(weight_version=version, ended_by_guard=ended)
+        return InferItem(response=response, rollout_infos=infos).model_dump(exclude_none=True)
+
+    def _is_ended_by_guard(self, ids: Sequence[int], guard: RepeatTerminate) -> bool:
+        return cut_at_end(ids, self.table.end_of_turn, guard, self.pattern)[1] == "repeat"
+
+
+def _choice(index: int, answer: Any, config: RequestConfig) -> Choice:
+    logprobs = [TokenLogprob(logprob=value) for value in _logprobs(answer)] if config.logprobs else None
+    return Choice(
+        index=index,
+        message={"role": "assistant", "content": answer.text},
+        finish_reason=answer.finish_reason,
+        token_ids=list(answer.token_ids) if config.return_details else None,
+        logprobs=Logprobs(content=logprobs) if logprobs is not None else None,
+    )
+
+
+def _logprobs(answer: Any) -> list[float]:
+    return [step[id].logprob for step, id in zip(answer.logprobs, answer.token_ids, strict=True)]
+
+
+def _engine_fault(problem: str, fix: str) -> dict[str, Any]:
+    return Refusal(500, ENGINE_FAULT, problem, fix).to_json()

@@ -1,0 +1,439 @@
+"""The HTTP application of a rollout server: its routes and metrics, and its run from the start of the engine to
+its end. The engine always ends with it.
+
+No handler blocks the event loop: long work is awaited in the engine or runs in a thread. So the server reports its
+health at any time.
+"""
+
+import asyncio
+import hashlib
+import json
+import os
+import secrets
+import socket
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import uvicorn
+from fastapi import FastAPI, Request, Response
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from starlette.exceptions import HTTPException
+
+from coordexp.config.rollout import TOKEN, RolloutMatching
+from coordexp.engine.start import EngineSetup, check_guard_class
+from coordexp.servers.answering import AllowedImages, Answering
+from coordexp.servers.connections import (
+    MOST_BYTES,
+    UVICORN,
+    AccessControl,
+    body_chunk,
+    cancel_at_end,
+    raise_file_limit,
+    to_response,
+    too_large,
+)
+from coordexp.servers.engine import ServedEngine, Watchdog, check_devices, engine_ended
+from coordexp.servers.protocol import (
+    MOST_REQUESTS,
+    PROTOCOL,
+    SERVER,
+    FinishUpdate,
+    InferCall,
+    JoinGroup,
+    LoadAdapterBucket,
+    LoadBucket,
+    Metadata,
+    OpenSession,
+    Refusal,
+    ServerVersion,
+    StartUpdate,
+    WeightMessage,
+    bad_request,
+    model_fingerprint,
+)
+from coordexp.servers.swift_clients import SwiftClients
+from coordexp.servers.updates import LearnerSession, Updates, no_weights
+from coordexp.vocab import VocabularyTable
+
+BEAT = 5.0  # seconds between the empty lines of a session's stream, which show that the server is alive
+LOOKS = 1.0  # seconds between two checks of the engine
+SECONDS = (0.1, 0.3, 1, 3, 10, 30, 100, 300, 1000)  # the buckets of histograms
+CONTRACT = "see the contract in docs/operations.md"
+EVERYWHERE = ("0.0.0.0", "::")  # noqa: S104 - then workers use the address that the learner's request came to
+T = TypeVar("T")
+Handler = Callable[..., Awaitable[Any]]
+
+
+class ServerMetrics:
+    """The server's own metrics for Prometheus. vLLM's metrics appear beside them under the same route."""
+
+    def __init__(self, registry: CollectorRegistry = REGISTRY) -> None:
+        self.registry = registry
+        self.requests = Counter("coordexp_requests", "Requests, by outcome", ["outcome"], registry=registry)
+        self.tokens = Counter("coordexp_generated_tokens", "Tokens written", registry=registry)
+        self.calls = Histogram("coordexp_infer_seconds", "Time of a call", buckets=SECONDS, registry=registry)
+        self.running = Gauge("coordexp_running_requests", "Requests being answered", registry=registry)
+        self.updates = Counter("coordexp_updates", "Weight updates, by outcome", ["outcome"], registry=registry)
+        self.update_bytes = Counter("coordexp_update_bytes", "Bytes of weights taken", registry=registry)
+        self.update_seconds = Histogram(
+            "coordexp_update_seconds", "Time of a weight update", buckets=SECONDS, registry=registry
+        )
+
+    def count_update(self, outcome: str, seconds: float, size: int) -> None:
+        self.updates.labels(outcome).inc()
+        self.update_bytes.inc(size)
+        self.update_seconds.observe(seconds)
+
+    def to_text(self) -> bytes:
+        return generate_latest(self.registry)
+
+
+class RolloutApp:
+    """The HTTP application of a rollout server. `facts` are returned by `/version/`, together with the state of
+    the weights."""
+
+    def __init__(
+        self,
+        engine: Any,
+        answering: Answering,
+        facts: ServerVersion,
+        *,
+        host: str,
+        world_size: int,
+        token: str | None,
+        metrics: ServerMetrics,
+        hung_after_s: float = 60.0,
+    ) -> None:
+        self.engine, self.answering, self.facts = engine, answering, facts
+        self.host, self.world_size, self.metrics = host, world_size, metrics
+        self.updates = Updates(engine, metrics.count_update)
+        self.swift_clients = SwiftClients(engine, self.updates)
+        self.watchdog = Watchdog(engine.ping, hung_after_s, self.updates.waiting_allowance)
+        self.ending = asyncio.Event()
+        self.api = FastAPI(title="coordexp rollout server", docs_url=None, redoc_url=None, openapi_url=None)
+        self.api.exception_handler(Refusal)(_handle_refusal)
+        self.api.exception_handler(HTTPException)(_handle_http_error)
+        self.api.exception_handler(Exception)(self._handle_unexpected)
+        self.api.exception_handler(RequestValidationError)(_handle_invalid_body)
+        for method, path, handler in self._routes():
+            self.api.add_api_route(path, handler, methods=[method], response_model=None)
+        self.api.add_middleware(AccessControl, token=token, ending=self.ending, reason=self.reason_to_end)
+
+    def _routes(self) -> list[tuple[str, str, Handler]]:
+        return [
+            ("GET", "/health/", self.health),
+            ("GET", "/ready/", self.ready),
+            ("GET", "/version/", self.version),
+            ("GET", "/metrics", self.get_metrics),
+            ("GET", "/get_world_size/", self.get_world_size),
+            ("POST", "/infer/", self.infer),
+            ("POST", "/session/", self.open_session),
+            ("POST", "/init_communicator/", self.join),
+            ("POST", "/close_communicator/", self.leave),
+            ("POST", "/start_update/", self.start_update),
+            ("POST", "/update_flattened_params/", self.load_bucket),
+            ("POST", "/update_adapter_flattened_param/", self.load_adapter_bucket),
+            ("POST", "/finish_update/", self.finish_update),
+            *self.swift_clients.routes(),
+        ]
+
+    @property
+    def problem(self) -> Refusal | None:
+        """The reason why this server cannot go on, if there is one."""
+        return engine_ended() if self.engine.has_ended else self.watchdog.problem
+
+    def reason_to_end(self) -> Refusal:
+        return self.problem or _ENDING
+
+    async def health(self) -> Response:
+        """Liveness: the server responds, and its engine is running and makes progress."""
+        return to_response(self.problem) if self.problem else JSONResponse({"status": "ok"})
+
+    async def ready(self) -> Response:
+        """Readiness: a request would be answered now, without waiting for a weight update."""
+        problem = self.problem
+        if problem is None and self.updates.update is not None:
+            problem = _UPDATING
+        if problem is None and self.updates.version is None:
+            problem = no_weights()
+        return to_response(problem) if problem else JSONResponse({"status": "ready"})
+
+    async def version(self) -> ServerVersion:
+        updates = self.updates
+        is_whole = updates.update is None or not updates.update.touched
+        state = {
+            "weight_version": updates.version if is_whole else None,
+            "base": "changed" if updates.base_changed else "original",
+            "updating": updates.update is not None,
+            "session": _hash(updates.session.id) if updates.session else None,  # the id itself is a secret
+        }
+        return self.facts.model_copy(update=state)
+
+    async def get_metrics(self) -> Response:
+        return Response(await asyncio.to_thread(self.metrics.to_text), media_type="text/plain; version=0.0.4")
+
+    async def get_world_size(self) -> dict[str, int]:
+        return {"world_size": self.world_size}
+
+    async def infer(self, call: InferCall, request: Request) -> Response:
+        """Return answers that were all made with one version of the weights. If the client disconnects, the
+        generation is cancelled."""
+        work = asyncio.ensure_future(self._answer(call))
+        disconnect = asyncio.ensure_future(_wait_for_disconnect(request.receive))
+        with cancel_at_end(disconnect, work):
+            await asyncio.wait({work, disconnect}, return_when=asyncio.FIRST_COMPLETED)
+            is_finished = work.done()
+        if not is_finished:
+            return Response(status_code=499)
+        body = await asyncio.to_thread(_encode_items, work.result())
+        return Response(body, media_type="application/json")
+
+    async def _answer(self, call: InferCall) -> list[dict[str, Any]]:
+        if not call.infer_requests:
+            return []
+        with self.metrics.calls.time(), self.metrics.running.track_inprogress():
+            async with self.updates.answers() as version:
+                answers = await _gather_all(  # every answer ends before weights may change
+                    [
+                        self.answering.answer(request, call.request_config, version)
+                        for request in call.infer_requests
+                    ]
+                )
+        for item, tokens in answers:
+            self.metrics.requests.labels("failed" if "error" in item else "answered").inc()
+            self.metrics.tokens.inc(tokens)
+        return [item for item, _ in answers]
+
+    async def open_session(self, opening: OpenSession) -> Response:
+        session = LearnerSession(opening.session, opening.learner)
+        await self.updates.claim(session)
+        return _SessionStream(self.updates, session)
+
+    async def join(self, body: JoinGroup, request: Request) -> dict[str, str]:
+        if body.world_size != self.world_size + 1:
+            raise Refusal(
+                400,
+                "world_size",
+                f"the request names a group of {body.world_size}, but this server's {self.world_size} and the "
+                f"learner make {self.world_size + 1}",
+                f"join with world_size {self.world_size + 1}",
+            )
+        host = request.scope["server"][0] if self.host in EVERYWHERE else self.host
+        await self.updates.join(body.session, host, body.port, body.world_size, body.timeout_s)
+        return {"message": "joined"}
+
+    async def leave(self, body: WeightMessage | None = None) -> dict[str, str]:
+        await self.updates.leave(body.session if body else None)
+        return {"message": "left"}
+
+    async def start_update(self, body: StartUpdate) -> dict[str, str]:
+        await self.updates.begin(body.session, body.version, body.adapter)
+        return {"message": "begun"}
+
+    async def load_bucket(self, body: LoadBucket) -> dict[str, str]:
+        _check_metadatas(body.metadatas)
+        await self.swift_clients.begin(body)
+        await self.updates.load(body.session, body.metadatas, body.next_bytes)
+        return {"message": "taken"}
+
+    async def load_adapter_bucket(self, body: LoadAdapterBucket) -> dict[str, str]:
+        _check_metadatas(body.metadatas)
+        await self.swift_clients.begin(body, is_adapter=True)
+        await self.updates.load_adapter(body.session, body.peft_config, body.metadatas)
+        return {"message": "taken"}
+
+    async def finish_update(self, body: FinishUpdate) -> dict[str, str]:
+        return {"weight_version": await self.updates.finish(body.session, body.version)}
+
+    async def _handle_unexpected(self, _: Request, error: Exception) -> Response:
+        """Answer with the server's own problem, if it has one: what vLLM raises after its engine has ended is
+        seldom to the point. uvicorn prints the traceback."""
+        unexpected = Refusal(
+            500, "unexpected", f"{type(error).__name__}: {error}", "see this server's output, and please report it"
+        )
+        return to_response(self.problem or unexpected)
+
+
+def _hash(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _encode_items(items: Sequence[dict[str, Any]]) -> bytes:
+    """Encode item by item: `json.dumps` holds the GIL until it returns, and other threads must run in between."""
+    return f"[{','.join([json.dumps(item, allow_nan=False) for item in items])}]".encode()
+
+
+def _check_metadatas(metadatas: Sequence[Metadata]) -> None:
+    if not metadatas:
+        raise bad_request("metadatas: empty", "send at least one tensor")
+
+
+async def _gather_all(works: Sequence[Awaitable[T]]) -> list[T]:
+    """Return all results. If some fail, wait until all have ended, and raise the first error."""
+    results = await asyncio.gather(*works, return_exceptions=True)
+    for result in results:
+        if isinstance(result, BaseException):
+            raise result
+    return results  # type: ignore[return-value]
+
+
+async def _wait_for_disconnect(receive: Any) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+class _SessionStream(Response):
+    """A response that stays open as long as the learner's connection does. When that closes, the session ends."""
+
+    def __init__(self, updates: Updates, session: LearnerSession) -> None:
+        self.updates, self.session = updates, session
+        self.background = None
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        try:
+            headers = [(b"content-type", b"application/x-ndjson")]
+            await send({"type": "http.response.start", "status": 200, "headers": headers})
+            await send(body_chunk(json.dumps({"session": self.session.id}) + "\n"))
+            disconnect = asyncio.ensure_future(_wait_for_disconnect(receive))
+            while not (await asyncio.wait({disconnect}, timeout=BEAT))[0]:
+                await send(body_chunk("\n"))
+        finally:
+            await asyncio.shield(asyncio.ensure_future(self.updates.release(self.session)))
+
+
+_UPDATING = Refusal(503, "updating", "weights are being sent to this server", "ask again after the weight update")
+_ENDING = Refusal(503, "ending", "this server was asked to stop", "start it again")
+
+
+async def _handle_refusal(_: Request, error: Exception) -> Response:
+    assert isinstance(error, Refusal)
+    return to_response(error)
+
+
+async def _handle_http_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    if error.status_code == 413:
+        return to_response(too_large(f"{MOST_BYTES} bytes"))
+    problem = f"{request.method} {request.url.path}: {error.detail}"
+    if error.status_code == 400:  # not UTF-8, or JSON that is too deep or has too long a number
+        return to_response(bad_request(problem, f"send a body of JSON; {CONTRACT}"))
+    return to_response(Refusal(error.status_code, "no_route", problem, CONTRACT))
+
+
+async def _handle_invalid_body(_: Request, error: Exception) -> Response:
+    assert isinstance(error, RequestValidationError)
+    first = error.errors()[0]
+    if first["type"] == "too_long" and first["loc"][-1] == "infer_requests":
+        return to_response(too_large(f"{MOST_REQUESTS} requests"))
+    problem = f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
+    return to_response(Refusal(422, "bad_request", problem, CONTRACT))
+
+
+@dataclass(frozen=True)
+class Serving:
+    """The server to run: a model folder and its settings, the socket to listen on, and the folders that images may
+    be read from."""
+
+    folder: Path
+    dtype: str
+    settings: RolloutMatching
+    listening: socket.socket
+    images: tuple[Path, ...]
+
+
+def serve(serving: Serving, announce: Callable[[int], None]) -> None:
+    """Run the server. Call `announce` with the engine's world size once the server accepts requests. Raise
+    EngineError if the server cannot start, and Refusal if its engine ends or hangs."""
+    from transformers import AutoProcessor
+
+    raise_file_limit()
+    guard = serving.settings.repeat_terminate
+    if guard.enabled:
+        check_guard_class()
+    table = VocabularyTable.from_folder(serving.folder)
+    processor = AutoProcessor.from_pretrained(serving.folder)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    setup = EngineSetup(serving.folder, serving.dtype, serving.settings, table, device)
+    check_devices(setup, torch.cuda.device_count())
+    with closing(ServedEngine(setup)) as engine:
+        app = RolloutApp(
+            engine,
+            Answering(engine, processor, table, guard, AllowedImages(serving.images), engine.most_at_once),
+            _describe(setup, engine.max_model_len),
+            host=str(serving.listening.getsockname()[0]),
+            world_size=setup.world_size,
+            token=os.environ.get(TOKEN) or None,
+            metrics=ServerMetrics(),
+            hung_after_s=serving.settings.vllm.server.hung_after_s,
+        )
+        server = _QuietServer(uvicorn.Config(app.api, **UVICORN), app.ending)
+        asyncio.run(_run(server, serving.listening, app, announce))
+
+
+class _QuietServer(uvicorn.Server):
+    """A signal ends the running requests at once, such as a learner's session, and then the server. It does not
+    end the process, which still has an engine to stop."""
+
+    def __init__(self, config: uvicorn.Config, ending: asyncio.Event) -> None:
+        super().__init__(config)
+        self.ending = ending
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        self.ending.set()
+        await super().shutdown(sockets)
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        with super().capture_signals():
+            yield
+            self._captured_signals.clear()  # uvicorn would send them again
+
+
+async def _run(
+    server: uvicorn.Server, listening: socket.socket, app: RolloutApp, announce: Callable[[int], None]
+) -> None:
+    await app.engine.ready()
+    watching = asyncio.ensure_future(app.watchdog.run())
+    work = asyncio.ensure_future(server.serve(sockets=[listening]))
+    is_announced = False
+    while not work.done():
+        if server.started and not is_announced:
+            announce(app.world_size)
+            is_announced = True
+        if (problem := app.problem) is not None:
+            server.should_exit = True
+            await work
+            raise problem
+        await asyncio.wait({work}, timeout=LOOKS)
+    watching.cancel()
+    await work
+
+
+def _describe(setup: EngineSetup, max_model_len: int) -> ServerVersion:
+    """Return the facts that `/version/` reports and a learner checks."""
+    return ServerVersion(
+        server=SERVER,
+        release=metadata.version("coordexp"),
+        protocol=PROTOCOL,
+        boot=secrets.token_hex(8),
+        model=model_fingerprint(setup.folder),
+        dtype=setup.dtype,
+        world_size=setup.world_size,
+        max_model_len=max_model_len,
+        guard=setup.settings.repeat_terminate.model_dump(mode="json"),
+        lora=setup.settings.vllm.enable_lora,
+        devices=_devices(),
+    )
+
+
+def _devices() -> list[str]:
+    """Return this machine's GPUs, so that a learner can check that it does not share one."""
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    return [f"{socket.gethostname()}/{torch.cuda.get_device_properties(k).uuid}" for k in range(count)]

@@ -1,0 +1,420 @@
+"""Rollouts by servers that get the learner's weights over the network.
+
+Every rank asks the servers itself. Only the first rank connects to them and sends weights. It shares its results
+with all ranks, so that they always agree on which servers may be asked.
+"""
+
+import json
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict
+from functools import partial
+from typing import Any
+from uuid import uuid4
+
+from torch import distributed as dist
+
+from coordexp.engine.start import EngineSetup
+from coordexp.engine.weights import AdapterRefused, SyncMode
+from coordexp.errors import EngineError
+from coordexp.ranks import gather_texts, sum_over_ranks, together
+from coordexp.rollout.backend import (
+    PROBE,
+    AdapterWeights,
+    Decode,
+    ImageRef,
+    Request,
+    Rollout,
+    RolloutBackend,
+    Weights,
+    check_length,
+    check_prompt,
+    common_decode,
+    difference,
+)
+from coordexp.rollout.guard import key_pattern_for
+from coordexp.rollout.prompt import PromptBuilder
+from coordexp.servers.client import (
+    ClientTimeouts,
+    RequestFailed,
+    ServerAnswer,
+    ServerClient,
+    ServerFacts,
+    ServerFault,
+    ServerLost,
+    infer_payload,
+    read_answers,
+    to_rollout,
+)
+from coordexp.servers.links import OTHERWISE, Links, own_device
+from coordexp.servers.pool import Chunk, Loss, Out, Pool, Up, ask_in_waves
+from coordexp.servers.protocol import ENGINE_FAULT
+from coordexp.servers.send import Sent, send, send_adapter
+from coordexp.tasks import Task, ignore
+
+AGAIN = 1.0  # seconds between two attempts to find a server
+WAVES = 4  # waves of requests in one call of a caller that has many
+HTTP_FAULT = "http_500"  # the kind of a retry after an HTTP error of the server
+LEFT_OUT = "the run goes on without this server until it is back and has received the current weights"
+
+
+class ServerBackend:
+    """The backend that asks rollout servers.
+
+    `reference` answers with the learner's own model. It and each server are asked about the `probe` image, to
+    check that they have the same weights. `notify` gets messages for people, and `record` gets the events that are
+    needed to repeat the run. `adapter` returns the learner's adapter, if it can be sent alone."""
+
+    def __init__(
+        self,
+        setup: EngineSetup,
+        prompts: PromptBuilder,
+        reference: RolloutBackend,
+        probe: ImageRef,
+        notify: Callable[[str], None] = ignore,
+        record: Callable[[dict[str, Any]], None] = ignore,
+        adapter: Callable[[], AdapterWeights] | None = None,
+        timeouts: ClientTimeouts | None = None,
+    ) -> None:
+        self.setup, self.prompts, self.reference, self.probe = setup, prompts, reference, probe
+        self.notify, self.record, self.adapter = notify, record, adapter
+        self.settings = setup.settings.vllm
+        self.sync_mode = SyncMode(self.settings.sync, adapter is not None, notify, OTHERWISE)
+        seconds = self.settings.server.infer_timeout_s
+        self.clients = [
+            ServerClient(k, server, seconds, timeouts) for k, server in enumerate(self.settings.server.servers)
+        ]
+        self.rank, self.ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+        self.links = Links(self.clients, setup, self.ranks, notify)
+        self.pool: Pool | None = None
+        self._run = ""
+        self._weights: Weights | None = None
+        self._probed: int | None = None  # the version at which all servers were last probed
+        guard = setup.settings.repeat_terminate
+        self._pattern = key_pattern_for(guard, setup.table)
+
+    def session(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def sync(self, weights: Weights, version: int) -> None:
+        """Send the weights as one transaction: all ranks begin it together, and end it with the new version or
+        with the same error. A version that the pool already has is sent only to servers that came back."""
+        if self.pool is None:
+            self._connect()
+        assert self.pool is not None
+        if version == self.pool.version and not self.pool.out:
+            return
+        self._weights = weights
+        self.pool = self.pool.advance_to(version)
+        self._deliver(time.monotonic() + self.settings.server.timeout_s)
+
+    def generate(self, requests: Sequence[Request]) -> list[Rollout]:
+        """Return the rollouts of the requests. While no server is left, all ranks wait for one, for up to
+        `server.timeout_s`."""
+        began, until = time.monotonic(), 0.0
+        generation = _Generation(self, requests)
+        while True:
+            agreed = self.pool
+            together(generation.ask_servers)
+            assert agreed is not None and self.pool is not None
+            losses = {k: loss for k, loss in self.pool.out.items() if k not in agreed.out}
+            missing, lost = sum_over_ranks([len(requests) - len(generation.rollouts), len(losses)])
+            if lost:
+                self._agree(agreed, losses)
+            if not missing:
+                break
+            until = until or time.monotonic() + self.settings.server.timeout_s
+            self._deliver(until)
+        if requests:
+            self._record_calls(generation.calls, time.monotonic() - began)
+        return [generation.rollouts[k] for k in range(len(requests))]
+
+    @property
+    def requests_per_call(self) -> int:
+        assert self.pool is not None, "before the first sync"
+        return WAVES * self.pool.capacity(self.setup.settings.decode_batch_size, self.ranks)
+
+    def close(self) -> None:
+        self.links.close()
+        for client in self.clients:
+            client.close()
+
+    def describe(self) -> dict[str, Any]:
+        """Return the facts that the run's manifest records."""
+        servers = []
+        for client in self.clients:
+            known = {"world_size": client.facts.world_size, "boot": client.facts.boot} if client.facts else {}
+            address = {"base_url": client.url, "group_port": client.group_port, "world_size": None, "boot": None}
+            servers.append(address | known)
+        return {"servers": servers, **self.sync_mode.describe()}
+
+    # Weights
+
+    def _connect(self) -> None:
+        together(ignore)
+        self.links.devices = gather_texts(own_device(self.setup.device))
+        self.notify(f"connecting to {', '.join(client.name for client in self.clients)}")
+        self._run, sizes = self._on_first_rank(self._connect_first)
+        self.pool = Pool.of(sizes)
+
+    def _connect_first(self) -> tuple[str, list[int]]:
+        self.links.connect()
+        return uuid4().hex[:8], [client.facts.world_size for client in self.clients if client.facts]
+
+    def _name_version(self, version: int) -> str:
+        """Return the name of a version on the servers. No weights of another learner have the same name."""
+        return f"{version}-{self._run}"
+
+    def _deliver(self, until: float) -> None:
+        """Send the current weights to all servers that can be reached and lack them. Return once one has them."""
+        while True:
+            plan = self._on_first_rank(self._plan, until)
+            self._apply_plan(plan["facts"], plan["pool"])
+            if plan["targets"]:
+                self._send(plan["targets"], plan["fresh"])
+            assert self.pool is not None
+            if self.pool.usable:
+                return
+
+    def _plan(self, until: float) -> dict[str, Any]:
+        """Return which servers get weights, and which of them have come back. If there is none, wait for one. Only
+        the first rank does this."""
+        pool = self.pool
+        assert pool is not None
+        for index, loss in self.links.find_ended().items():
+            self._leave_out(index, loss)
+            pool = pool.mark_failed(index, loss)
+        while True:
+            if not pool.usable and time.monotonic() >= until:
+                raise _none_left(pool, self.settings.server.timeout_s)
+            gone = [k for k in pool.out if k not in self.links.open]
+            is_last_hope = len(pool.out) == len(self.clients)
+            for index, loss in self.links.reconnect(gone, until, is_last_hope).items():
+                pool = pool.mark_failed(index, loss)
+            targets = [k for k in pool.behind if k in self.links.open]
+            if targets or pool.usable:
+                break
+            time.sleep(AGAIN)
+        facts = [asdict(client.facts) for client in self.clients if client.facts]
+        fresh = [k for k in targets if k in gone]
+        return {"targets": targets, "fresh": fresh, "facts": facts, "pool": _states_to_json(pool)}
+
+    def _apply_plan(self, facts: list[dict[str, Any]], states: list[Any]) -> None:
+        assert self.pool is not None
+        for client, values in zip(self.clients, facts, strict=True):
+            client.facts = ServerFacts(**values)
+        sizes = tuple(values["world_size"] for values in facts)
+        self.pool = Pool(sizes, _states_from_json(states), self.pool.version)
+
+    def _send(self, targets: list[int], fresh: list[int]) -> None:
+        assert self.pool is not None and self.pool.version is not None
+        version = self.pool.version
+        is_due = self._probed is None or version - self._probed >= self.settings.sync.canary_every
+        own = self.reference.generate([self._probe]) if is_due or fresh else []
+        sent = together(partial(self._send_weights, targets, version))
+        outcome = self._on_first_rank(self._commit, sent, own, targets if is_due else fresh)
+        for index in outcome["synced"]:
+            self.pool = self.pool.mark_synced(index, version)
+        for index, loss in outcome["failed"].items():
+            self.pool = self.pool.mark_failed(int(index), Loss(*loss))
+        if is_due and outcome["synced"]:
+            if self._probed is None:
+                self.notify("the rollout servers answer as the learner does")
+            self._probed = version
+
+    def _send_weights(self, targets: list[int], version: int) -> Sent | None:
+        assert self._weights is not None
+        if self.rank != 0:
+            deque(self._weights(), maxlen=0)  # it takes part in gathering them
+            return None
+        links, seconds = [self.links.open[k] for k in targets], self.settings.sync.timeout_s
+        name, device = self._name_version(version), self.setup.device
+        if self.sync_mode.is_adapter:
+            assert self.adapter is not None and self.ranks == 1  # other ranks take no part in gathering it
+            try:
+                return send_adapter(links, self.adapter(), name, device, seconds)
+            except AdapterRefused as error:
+                self.sync_mode.fall_back(error.problem)
+        return send(links, self._weights(), name, device, seconds, self.notify)
+
+    def _commit(self, sent: Sent | None, own: list[Rollout], probed: Sequence[int]) -> dict[str, Any]:
+        """Return the servers that have the weights, and why the others do not. Only the first rank does this.
+        Raise EngineError if a server that is to be probed does not answer as the learner does. A server gets the
+        probe once for each of its devices, so that each of its replicas answers it."""
+        assert sent is not None and self.pool is not None and self.pool.version is not None
+        version, failed = self.pool.version, dict(sent.failed)
+        probes = {
+            k: Task(self.ask_server, k, [self._probe] * self.pool.world_sizes[k], version)
+            for k in sent.servers
+            if own and k in probed
+        }
+        for index, task in probes.items():
+            if (lost := task.failure(ServerLost)) is not None:
+                failed[index] = Loss.from_error(lost)
+                continue
+            for answer in task.result():
+                self._check_probe(index, own[0], answer)
+        for index, loss in failed.items():
+            self._leave_out(index, loss)
+        synced = [k for k in sent.servers if k not in failed]
+        reasons = {str(k): str(EngineError(*loss)) for k, loss in failed.items()}
+        self.record(
+            {"event": "sync", "version": version, "seconds": round(sent.seconds, 4), "bytes": sent.nbytes}
+            | {"synced": synced, "failed": reasons, "probed": list(probes)}
+            | self.describe()
+        )
+        return {"synced": synced, "failed": failed}
+
+    def _check_probe(self, index: int, own: Rollout, answer: Rollout) -> None:
+        if problem := difference(own, answer, self.setup.precision or self.setup.dtype):
+            raise EngineError(
+                f"{self.clients[index].name} does not have the learner's weights: for {self.probe.path}, with "
+                f"version {answer.version}, {problem}",
+                f"this should not happen; please report it, {OTHERWISE}",
+            )
+
+    @property
+    def _probe(self) -> Request:
+        """The request of the probe. It has the run's guard, because a server of ms-swift guards every answer."""
+        return Request(self.probe, Decode(PROBE, guard=self.setup.settings.repeat_terminate))
+
+    # Answers
+
+    def ask_server(self, server: int, requests: Sequence[Request], version: int) -> list[Rollout]:
+        """Return the rollouts of one call to one server. Check that they are of the right version, and of the
+        prompts that training uses."""
+        client, decode = self.clients[server], common_decode(requests)
+        assert not decode.guard.enabled or decode.guard == self.setup.settings.repeat_terminate, "another guard"
+        prompts = [self.prompts.ids(*request.image.size, request.image.path) for request in requests]
+        facts = client.facts
+        assert facts is not None, "before the first sync"
+        if facts.max_model_len is not None:
+            for request, prompt_ids in zip(requests, prompts, strict=True):
+                check_length(request, len(prompt_ids), facts.max_model_len)
+        answers = self._request_answers(client, requests, version)
+        rollouts = []
+        for request, prompt_ids, answer in zip(requests, prompts, answers, strict=True):
+            if facts.reports_version and answer.version != self._name_version(version):
+                raise ServerLost(
+                    f"{client.name}: it answered with weights of version {answer.version}, not "
+                    f"{self._name_version(version)}: it was restarted, or it serves another learner now"
+                )
+            check_prompt(request.image.path, answer.prompt_ids, prompt_ids)
+            rollouts.append(to_rollout(answer, decode.guard, self._pattern, self.setup.table, version))
+        return rollouts
+
+    def _request_answers(
+        self, client: ServerClient, requests: Sequence[Request], version: int
+    ) -> list[ServerAnswer]:
+        """Return the answers of one call. A failure of the server itself (HTTP 500, or an `engine` error of one
+        request) is retried with the same requests, once for each of the two kinds, and every retry is recorded."""
+        payload = infer_payload(requests, self.prompts.question)
+        retried: set[str] = set()
+        while True:
+            try:
+                return read_answers(client.infer(payload), len(requests), client.name)
+            except ServerFault as fault:
+                if fault.status != 500 or HTTP_FAULT in retried:  # other codes: it has no weights, or no engine
+                    raise
+                kind, reason = HTTP_FAULT, str(fault)
+            except RequestFailed as failed:
+                image = requests[failed.index].image.path
+                if failed.code != ENGINE_FAULT or ENGINE_FAULT in retried:
+                    problem = f"{image}: {client.name} could not answer it: {failed.problem}"
+                    raise EngineError(problem, failed.fix) from failed
+                kind, reason = ENGINE_FAULT, f"{image}: {failed}"
+            retried.add(kind)
+            self._record_retry(client, requests, version, kind, reason)
+
+    def _record_retry(
+        self, client: ServerClient, requests: Sequence[Request], version: int, kind: str, reason: str
+    ) -> None:
+        """Record which requests are sent a second time. Their seeds stay the same."""
+        sent = [{"image": request.image.path, "seed": request.seed} for request in requests]
+        place = {"server": client.index, "base_url": client.url, "version": version}
+        self.record({"event": "retry", **place, "kind": kind, "reason": reason, "requests": sent})
+
+    def _record_calls(self, calls: list[dict[str, Any]], seconds: float) -> None:
+        assert self.pool is not None
+        facts = {"version": self.pool.version, "sync_mode": self.sync_mode.mode, "seconds": round(seconds, 4)}
+        addressed = [call | {"base_url": self.clients[call["server"]].url} for call in calls]
+        self.record({"event": "rollouts", **facts, "calls": addressed})
+
+    def _agree(self, agreed: Pool, losses: dict[int, Loss]) -> None:
+        """Leave out, on all ranks, every server that one rank has lost."""
+        union: dict[int, Loss] = {}
+        for text in gather_texts(json.dumps(losses)):
+            for index, loss in json.loads(text).items():
+                union.setdefault(int(index), Loss(*loss))
+        for index, loss in union.items():
+            self._leave_out(index, loss)
+        self.pool = agreed.mark_all_lost(union)
+
+    def _on_first_rank(self, work: Callable[..., Any], *arguments: Any) -> Any:
+        """Do the work on the first rank, and return its result, which is JSON, on all ranks."""
+        text = together(partial(self._run_first, work, *arguments))
+        return json.loads(gather_texts(text)[0])
+
+    def _run_first(self, work: Callable[..., Any], *arguments: Any) -> str:
+        return json.dumps(work(*arguments)) if self.rank == 0 else ""
+
+    def _leave_out(self, index: int, loss: Loss) -> None:
+        fix = "; ".join(filter(None, (loss.fix, LEFT_OUT)))
+        self.notify(f"warning: {EngineError(loss.problem, fix)}")
+        self.links.drop(index)
+
+
+class _Generation:
+    """The requests of one `generate` call: their rollouts so far, and the calls to servers that were made."""
+
+    def __init__(self, backend: ServerBackend, requests: Sequence[Request]) -> None:
+        self.backend, self.requests = backend, requests
+        self.rollouts: dict[int, Rollout] = {}
+        self.calls: list[dict[str, Any]] = []
+
+    def ask_servers(self) -> None:
+        """Get all rollouts that the servers which are left to this rank can make. Update the backend's pool."""
+        backend, pool = self.backend, self.backend.pool
+        if pool is None or pool.version is None:
+            raise EngineError("answers were asked for before any weights were sent")
+        count, batch = len(self.requests), backend.setup.settings.decode_batch_size
+        backend.pool, self.rollouts = ask_in_waves(
+            pool, count, batch, partial(self._ask_wave, pool.version), backend.rank, backend.ranks, self.rollouts
+        )
+
+    def _ask_wave(self, version: int, chunks: list[Chunk]) -> tuple[dict[int, Rollout], dict[int, Loss]]:
+        """Ask several servers side by side. Return the rollouts by request, and the servers that were lost."""
+        tasks = [
+            Task(self.backend.ask_server, server, [self.requests[k] for k in indices], version)
+            for server, indices in chunks
+        ]
+        rollouts: dict[int, Rollout] = {}
+        losses: dict[int, Loss] = {}
+        for (server, indices), task in zip(chunks, tasks, strict=True):
+            call = {"server": server, "count": len(indices), "seed": self.requests[indices[0]].seed}
+            if (lost := task.failure(ServerLost)) is not None:
+                losses[server] = Loss.from_error(lost)
+                call["lost"] = True
+            else:
+                rollouts |= dict(zip(indices, task.result(), strict=True))
+            self.calls.append(call)
+        return rollouts, losses
+
+
+def _states_to_json(pool: Pool) -> list[Any]:
+    return [state.version if isinstance(state, Up) else state.loss for state in pool.states]
+
+
+def _states_from_json(states: list[Any]) -> tuple[Up | Out, ...]:
+    return tuple(Up(state) if isinstance(state, int) else Out(Loss(*state)) for state in states)
+
+
+def _none_left(pool: Pool, seconds: float) -> EngineError:
+    reasons = "; ".join(loss.problem.splitlines()[0] for loss in pool.out.values())
+    return EngineError(
+        f"no rollout server is left, and none came back in {seconds:g} s "
+        f"(rollout_matching.vllm.server.timeout_s): {reasons}",
+        f"start them again with `coordexp serve` and continue with --resume, {OTHERWISE}",
+    )

@@ -1,0 +1,239 @@
+"""Connections of a rollout server: the socket it listens on, which requests it lets in, and which connections it
+closes. Imports no torch, so that the port can be reserved before slow imports.
+
+uvicorn by itself waits for a header and for a body as long as a client likes. Here a connection is closed when it
+has not sent a whole header within `HEADER` seconds, or when for `BODY` seconds it has sent no byte of a body or
+read no byte of a response. The time to answer a request and the length of a session are not limited.
+"""
+
+import asyncio
+import hmac
+import resource
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from operator import attrgetter
+from typing import Any
+
+from starlette.exceptions import HTTPException
+from starlette.responses import JSONResponse
+from uvicorn.protocols.http.auto import AutoHTTPProtocol
+
+from coordexp.errors import EngineError, explain
+from coordexp.servers.protocol import KEEP_ALIVE, Refusal
+
+HEADER = 10.0  # seconds for a whole header, from the first byte or from the start of the connection
+BODY = 30.0  # seconds without a byte of the body, or in which the client reads no byte of a response
+LOOKS = 1.0  # seconds between two checks of a connection
+MOST_STRANGERS = 2048  # or a quarter of the files that may be open, if that is less
+CUT_AT_ONCE = 8  # one in so many strangers is closed at once: counting them for every connection takes too long
+BACKLOG = 256  # connections that are accepted at once, before the first of them can be closed
+CONNECTION = "coordexp.connection"  # the key of the connection in the scope of a request
+LEAVING = 0.5  # seconds that a request may take to clean up when the server stops
+MOST_BYTES = 256 * 2**20  # bytes in the body of one call
+PROBES = ("/health", "/ready")  # routes without a token
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """Reserve the port. Clients can connect once uvicorn starts to accept. The kernel detects a learner whose
+    machine is gone, by TCP keep-alive."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    # asyncio disables Nagle's algorithm only if the protocol is named. With it, every response is 40 ms late.
+    listening = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+    listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    for option in KEEP_ALIVE:
+        listening.setsockopt(*option)
+    fix = "end the process that uses it, or change rollout_matching.vllm.server.servers"
+    with explain(OSError, f"cannot listen on {host}:{port}", fix, to=EngineError):
+        listening.bind((host, port))
+    return listening
+
+
+def raise_file_limit() -> int:
+    """Allow this process as many open files as the system permits, and return that number."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    return hard
+
+
+def most_strangers() -> int:
+    return min(MOST_STRANGERS, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4)
+
+
+class ConnectionDeadlines:
+    """Adds deadlines to a connection of uvicorn, for either of its HTTP implementations.
+
+    A stranger is a connection that has not shown the token and has no request that is being answered. When there
+    are too many, the oldest eighth of them is closed: an honest client sends its header at once, and must not wait
+    behind those that do not."""
+
+    is_known = False  # the app sets it when a request has the token
+    loop: Any
+    cycle: Any  # the latest request
+    flow: Any
+    transport: Any
+    connections: Any
+
+    def connection_made(self, transport: Any) -> None:
+        super().connection_made(transport)  # type: ignore[misc]
+        now = self.loop.time()
+        self.since = self._received = self._read = now
+        self._unread = 0  # bytes of responses that the client has not read yet
+        self._header_since: float | None = now
+        self._timer = self.loop.call_later(LOOKS, self._look)
+        if len(self.connections) > (most := most_strangers()):
+            strangers = [connection for connection in self.connections if connection.is_stranger]
+            if len(strangers) > most:
+                strangers.sort(key=attrgetter("since"))
+                for stranger in strangers[: max(1, most // CUT_AT_ONCE)]:
+                    stranger.cut_off()
+
+    def data_received(self, data: bytes) -> None:
+        before, self._received = self.cycle, self.loop.time()
+        super().data_received(data)  # type: ignore[misc]
+        if self.cycle is not before:
+            self._header_since = None
+            self.cycle.scope[CONNECTION] = self  # the app handles the request after this call
+        elif self._header_since is None and self._has_no_request:
+            self._header_since = self._received
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._timer.cancel()
+        super().connection_lost(error)  # type: ignore[misc]
+
+    @property
+    def is_stranger(self) -> bool:
+        is_answered = not self._has_no_request and not self.cycle.more_body and not self.flow.write_paused
+        return not self.is_known and not is_answered and not self.transport.is_closing()
+
+    def cut_off(self) -> None:
+        self.transport.abort()
+
+    @property
+    def _has_no_request(self) -> bool:
+        return self.cycle is None or bool(self.cycle.response_complete)
+
+    def _look(self) -> None:
+        now = self.loop.time()
+        before, self._unread = self._unread, self.transport.get_write_buffer_size()
+        if self._unread == 0 or self._unread != before:
+            self._read = now
+        if now - self._read > BODY:
+            is_late = True
+        elif self._has_no_request:
+            is_late = self._header_since is not None and now - self._header_since > HEADER
+        else:
+            if self.flow.read_paused:  # the client may have sent more: the app has not read it yet
+                self._received = now
+            is_late = self.cycle.more_body and now - self._received > BODY
+        if is_late:
+            self.cut_off()
+        else:
+            self._timer = self.loop.call_later(LOOKS, self._look)
+
+
+class TimedConnection(ConnectionDeadlines, AutoHTTPProtocol):  # type: ignore[misc,valid-type]
+    """A connection of uvicorn with deadlines."""
+
+
+# The arguments that uvicorn is started with.
+UVICORN: dict[str, Any] = {
+    "http": TimedConnection,
+    "ws": "none",
+    "backlog": BACKLOG,
+    "log_level": "warning",
+    "access_log": False,
+    "timeout_graceful_shutdown": 3,
+}
+
+
+class AccessControl:
+    """ASGI middleware that refuses requests with a missing token or an oversized body. Once the server is
+    `ending`, it also ends the requests that are being answered, with the refusal that `reason` returns."""
+
+    def __init__(self, app: Any, token: str | None, ending: asyncio.Event, reason: Callable[[], Refusal]) -> None:
+        self.app, self.token, self.ending, self.reason = app, token, ending, reason
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        headers = dict(scope["headers"])
+        is_known = self._has_token(headers)
+        if refusal := self._check(scope["path"], headers, is_known):
+            await to_response(refusal)(scope, receive, send)
+            return
+        if is_known and CONNECTION in scope:
+            scope[CONNECTION].is_known = True
+        left = MOST_BYTES
+
+        async def receive_limited() -> Any:
+            nonlocal left
+            message = await receive()
+            left -= len(message.get("body", b""))
+            if left < 0:
+                raise HTTPException(413)
+            return message
+
+        await self._run_until_ending(scope, receive_limited, send)
+
+    async def _run_until_ending(self, scope: Any, receive: Any, send: Any) -> None:
+        last: list[Any] = []  # the latest message that was sent
+
+        async def send_noted(message: Any) -> None:
+            last[:] = [message]
+            await send(message)
+
+        work = asyncio.ensure_future(self.app(scope, receive, send_noted))
+        ending = asyncio.ensure_future(self.ending.wait())
+        with cancel_at_end(ending, work):
+            await asyncio.wait({work, ending}, return_when=asyncio.FIRST_COMPLETED)
+            if work.done():
+                work.result()
+                return
+        await asyncio.wait({work}, timeout=LEAVING)
+        if not last:
+            await to_response(self.reason())(scope, receive, send)
+        elif last[0]["type"] == "http.response.start" or last[0].get("more_body"):
+            await send(body_chunk("", is_last=True))
+
+    def _has_token(self, headers: dict[bytes, bytes]) -> bool:
+        header, expected = headers.get(b"authorization", b""), f"Bearer {self.token}".encode()
+        return bool(self.token) and hmac.compare_digest(header, expected)
+
+    def _check(self, path: str, headers: dict[bytes, bytes], is_known: bool) -> Refusal | None:
+        if self.token and path.rstrip("/") not in PROBES and not is_known:
+            return Refusal(
+                401,
+                "no_token",
+                "this server requires a token",
+                "set COORDEXP_SERVER_TOKEN to the same value for the server and the learner",
+            )
+        length = headers.get(b"content-length", b"0")
+        if not length.isdigit() or int(length) > MOST_BYTES:
+            return too_large(f"{MOST_BYTES} bytes")
+        return None
+
+
+def too_large(limit: str) -> Refusal:
+    return Refusal(
+        413, "too_large", f"more than {limit} in one call", "send fewer requests in a call, or paths of images"
+    )
+
+
+def to_response(refusal: Refusal) -> JSONResponse:
+    return JSONResponse(refusal.to_json(), refusal.status)
+
+
+def body_chunk(text: str, is_last: bool = False) -> dict[str, Any]:
+    return {"type": "http.response.body", "body": text.encode(), "more_body": not is_last}
+
+
+@contextmanager
+def cancel_at_end(*tasks: "asyncio.Future[Any]") -> Iterator[None]:
+    """Cancel the tasks that are still running when the block ends, also by an exception."""
+    try:
+        yield
+    finally:
+        for task in tasks:
+            task.cancel()

@@ -1,0 +1,301 @@
+"""The vLLM engine of a rollout server: vLLM's asynchronous engine, with methods to load weights, and its watchdog.
+
+With `data_parallel_size` above 1 it has that many replicas. vLLM distributes the requests among them. Calls about
+weights, versions and caches go to all of them.
+"""
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from coordexp.engine.start import (
+    OWNER,
+    EngineSetup,
+    cause,
+    check_vocabulary,
+    end_with,
+    has_ended,
+    lora_arguments,
+    lora_request,
+    starting,
+    stop_engine,
+)
+from coordexp.errors import EngineError
+from coordexp.servers.protocol import Refusal, bad_request
+
+BROADCAST = "coordexp_broadcast"
+SERVER_SIDE = "coordexp.servers.worker.ServerSide"
+PING = 5.0  # seconds between two pings, at most
+LOOK = 0.5  # seconds between two checks for a reply
+ENDING = 3.0  # seconds to wait for the end of an engine that has begun to refuse calls
+
+
+class ServedEngine:
+    """The engine as the server uses it. Every call is awaited, so none holds up the event loop."""
+
+    def __init__(self, setup: EngineSetup) -> None:
+        self.setup = setup
+        with starting(setup, BROADCAST, SERVER_SIDE) as arguments:
+            from vllm import AsyncEngineArgs
+            from vllm.v1.engine.async_llm import AsyncLLM
+
+            arguments |= lora_arguments(setup.settings.vllm) | replica_arguments(setup)
+            self.vllm: Any = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
+        self.takes_adapters = setup.settings.vllm.enable_lora
+        self._adapter: Any = None  # the adapter that answers are made with
+        self._adapters = 0
+        self.max_model_len: int = self.vllm.model_config.max_model_len
+        self.most_at_once: int = self.vllm.vllm_config.scheduler_config.max_num_seqs * setup.replicas
+        self.defaults: dict[str, Any] = self.vllm.model_config.get_diff_sampling_param()
+        check_vocabulary(self.vllm.get_tokenizer(), self.vllm.model_config.get_vocab_size(), setup.table)
+
+    @property
+    def has_ended(self) -> bool:
+        return bool(self.vllm.errored) or has_ended(self.vllm.engine_core)
+
+    async def ready(self) -> None:
+        """Return once all workers are ready."""
+        await self._call_workers("coordexp_is_ready")
+
+    async def ping(self) -> None:
+        """Return once every worker has replied."""
+        await self._call_workers("coordexp_ping")
+
+    async def render(self, prompt: dict[str, Any]) -> Any:
+        """Return the prompt as token ids and image patches. Its image is not needed any more after that."""
+        from vllm.renderers.inputs.preprocess import parse_model_prompt
+
+        with refuse_client_errors():
+            parsed = parse_model_prompt(self.vllm.model_config, prompt)
+            (rendered,) = await self.vllm.renderer.render_cmpl_async([parsed])
+        return rendered
+
+    async def answer(self, prompt: Any, sampling: dict[str, Any], id: str) -> Any:
+        """Return vLLM's output for a rendered prompt, once it is complete."""
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        with refuse_client_errors():
+            parameters = SamplingParams(**sampling, output_kind=RequestOutputKind.FINAL_ONLY)
+            outputs = self.vllm.generate(prompt, parameters, id, lora_request=self._adapter)
+            (output,) = [output async for output in outputs]
+        return output
+
+    async def join(self, host: str, port: int, world_size: int, timeout: float, plain: bool) -> None:
+        group = {"host": host, "port": port, "world_size": world_size, "timeout_s": timeout, "plain": plain}
+        await self._ask("init_weight_transfer_engine", group)
+
+    async def leave(self) -> None:
+        await self._ask("coordexp_leave")
+
+    async def begin(self) -> None:
+        """Begin an update of whole weights. Remove the adapter, which belongs to the weights before."""
+        self._adapter = None
+        if self.takes_adapters:
+            await self._ask("coordexp_remove_adapter")
+        await self._ask("start_weight_update")
+
+    async def load(self, metadatas: Sequence[dict[str, Any]], next_bytes: int) -> None:
+        await self._ask("update_weights", {"metadatas": list(metadatas), "next_bytes": next_bytes})
+
+    async def finish(self, version: str) -> None:
+        await self._ask("finish_weight_update")
+        await self._commit(version)
+
+    async def _commit(self, version: str) -> None:
+        """Clear everything that was computed with the old weights, and only then report the new version."""
+        await self._ask("coordexp_clear_kv_cache")
+        await self.clear_caches()
+        await self.vllm.update_weight_version(version)
+        if (reported := await self.vllm.get_weight_version()) != version:
+            raise EngineError(f"weights of version {version} were sent, but the engine reports version {reported}")
+
+    async def abandon(self) -> None:
+        await self._ask("coordexp_abandon")
+
+    async def begin_adapter(self) -> None:
+        await self._ask("coordexp_forget_adapter")
+
+    async def abandon_adapter(self) -> None:
+        await self._ask("coordexp_forget_adapter")
+
+    async def load_adapter(self, metadatas: Sequence[dict[str, Any]]) -> None:
+        await self._ask("coordexp_take_adapter", list(metadatas))
+
+    async def build_adapter(self, config: dict[str, Any]) -> None:
+        """Build the adapter beside the one in use. Everything that can be wrong with it is found here, before the
+        old version is touched."""
+        self._adapters += 1
+        await self._ask("coordexp_build_adapter", config, self._adapters)
+
+    async def finish_adapter(self, version: str) -> None:
+        self._adapter = None
+        await self._ask("coordexp_use_adapter")
+        await self._commit(version)
+        self._adapter = lora_request(self._adapters)
+
+    async def clear_caches(self) -> None:
+        if not await self.vllm.reset_prefix_cache():
+            raise EngineError("vLLM could not clear the prompts that it computed with the old weights")
+        await self.vllm.reset_mm_cache()
+        await self.vllm.reset_encoder_cache()
+
+    async def state_keys(self) -> list[str]:
+        return list((await self._call_workers("coordexp_state_keys"))[0])
+
+    def close(self) -> None:
+        """End the engine and close its sockets. When a replica has died, vLLM leaves them to the event loop. That
+        has ended by now, and an open socket would keep this process from ending."""
+        from vllm.utils.network_utils import close_sockets
+
+        stop_engine(self.vllm.engine_core)
+        resources = self.vllm.engine_core.resources
+        close_sockets(
+            (
+                resources.output_socket,
+                resources.input_socket,
+                resources.first_req_send_socket,
+                resources.first_req_rcv_socket,
+                resources.stats_update_socket,
+            )
+        )
+
+    async def _ask(self, method: str, *arguments: Any) -> None:
+        """Call a method in every worker, and raise EngineError if it fails in one. A worker returns its error as a
+        result. If it raised it, vLLM would take the other workers' results for those of the next call."""
+        try:
+            failures = await self._call_workers("coordexp_try", method, *arguments)
+        except Exception as error:
+            if await self._is_ending():
+                raise engine_ended(f"it ended while its workers ran {method}") from error
+            raise EngineError(cause(str(error)) or type(error).__name__) from error
+        for problem, fix in filter(None, failures):
+            raise EngineError(problem, fix)
+
+    async def _is_ending(self) -> bool:
+        """Return True if the engine has ended or ends within a few seconds. vLLM refuses calls a moment before its
+        process ends, with a message about something else."""
+        until = time.monotonic() + ENDING
+        while not self.has_ended and time.monotonic() < until:
+            await asyncio.sleep(0.05)
+        return self.has_ended
+
+    async def _call_workers(self, method: str, *arguments: Any) -> list[Any]:
+        """Call a method of every worker of every replica, and return all results in the order of the ranks.
+        `AsyncLLM.collective_rpc` also calls them all, but drops the results of every replica but the first."""
+        core = self.vllm.engine_core
+        by_replica = await core.call_utility_all_async("collective_rpc", method, None, arguments, None)
+        return [result for results in by_replica for result in results]
+
+
+class Watchdog:
+    """Detects an engine that hangs: its processes are alive but no longer respond.
+
+    Every few seconds, all workers of all replicas get a ping. vLLM forwards it between two decoding steps, so a
+    reply shows that the engine's loop and its workers make progress, with or without requests. On a GPU a step
+    takes seconds at most. A large model on a slow CPU may need longer, so the deadline is a setting.
+
+    `ping` returns once every worker has replied, which may take `deadline` seconds. `extra_seconds` returns how
+    much longer it may take right now, because workers wait for a learner's weights."""
+
+    def __init__(
+        self, ping: Callable[[], Awaitable[None]], deadline: float, extra_seconds: Callable[[], float]
+    ) -> None:
+        self._ping, self._deadline, self._extra_seconds = ping, deadline, extra_seconds
+        self.silent = 0.0  # seconds since the ping that has no reply yet
+        self._allowed = 0.0  # the largest `extra_seconds` since that ping
+
+    @property
+    def problem(self) -> Refusal | None:
+        if self.silent <= self._deadline + max(self._allowed, self._extra_seconds()):
+            return None
+        problem = f"the engine hangs: its processes are alive and have not answered for {self.silent:.0f} s"
+        fix = (
+            "this server stops itself: start it again, as `coordexp launch` does; if one decoding step takes that "
+            "long here, raise rollout_matching.vllm.server.hung_after_s"
+        )
+        return Refusal(503, "engine_hung", problem, fix)
+
+    async def run(self) -> None:
+        """Ping until cancelled, or until a ping fails because the engine has ended."""
+        while True:
+            ping = asyncio.ensure_future(self._ping())
+            try:
+                await self._wait_for_reply(ping)
+            finally:
+                ping.cancel()
+            if ping.cancelled() or ping.exception() is not None:
+                return
+            self.silent = self._allowed = 0.0
+            await asyncio.sleep(min(PING, self._deadline / 4))
+
+    async def _wait_for_reply(self, ping: "asyncio.Future[None]") -> None:
+        """Count the seconds without a reply. A check that comes late counts as two intervals at most: then this
+        process itself was suspended."""
+        look = min(LOOK, self._deadline / 4)
+        while not ping.done():
+            began = time.monotonic()
+            self._allowed = max(self._allowed, self._extra_seconds())
+            await asyncio.wait({ping}, timeout=look)
+            self._allowed = max(self._allowed, self._extra_seconds())
+            self.silent += min(time.monotonic() - began, 2 * look)
+
+
+@contextmanager
+def refuse_client_errors() -> Iterator[None]:
+    """Turn vLLM's errors about a request into refusals of that request."""
+    from vllm.exceptions import VLLMClientError
+
+    try:
+        yield
+    except (VLLMClientError, ValueError) as error:
+        raise bad_request(str(error)) from error
+
+
+def engine_ended(when: str = "") -> Refusal:
+    problem = "the vLLM engine has ended: one of its processes has died" + (f"; {when}" if when else "")
+    return Refusal(503, "engine_ended", problem, "see this server's output for the reason, and start it again")
+
+
+def check_devices(setup: EngineSetup, gpus: int) -> None:
+    """Raise EngineError if a server on GPUs sees fewer of them than its replicas need."""
+    if setup.device.type == "cuda" and gpus < setup.world_size:
+        raise EngineError(
+            f"rollout_matching.vllm: tensor_parallel_size {setup.size} * data_parallel_size {setup.replicas} is "
+            f"{setup.world_size} GPUs, but this server sees {gpus}",
+            f"give it {setup.world_size} GPUs (CUDA_VISIBLE_DEVICES, or `coordexp launch --server-gpus`), or "
+            "lower data_parallel_size",
+        )
+
+
+def replica_arguments(setup: EngineSetup) -> dict[str, Any]:
+    """Return vLLM's arguments for data-parallel replicas."""
+    if setup.replicas == 1:
+        return {}
+    tie_coordinator_to_server()
+    return {"data_parallel_size": setup.replicas}
+
+
+def tie_coordinator_to_server() -> None:
+    """Make vLLM's coordinator of replicas end with this process.
+
+    The coordinator is a process that counts the requests of each replica. It loads no worker extension, and vLLM
+    does not end it when the server is killed, so vLLM gets another function to start it with. In the new process
+    vLLM's own function is in its place, and `run_coordinator` calls that."""
+    from vllm.v1.engine.coordinator import DPCoordinatorProc
+
+    DPCoordinatorProc.run_coordinator = staticmethod(run_coordinator)
+
+
+def run_coordinator(**arguments: Any) -> None:
+    """Run vLLM's coordinator, in its own process, until the server ends. Signals are blocked while an engine
+    starts, but vLLM uses SIGTERM to end the coordinator of an engine that fails to start."""
+    from vllm.v1.engine.coordinator import DPCoordinatorProc
+
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
+    end_with(int(os.environ[OWNER]))
+    DPCoordinatorProc.run_coordinator(**arguments)

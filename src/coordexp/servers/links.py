@@ -1,0 +1,243 @@
+"""The first rank's connections to all servers. They are opened at the first sync, closed when a server fails, and
+opened again when it is back."""
+
+import socket
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from coordexp.config.rollout import capacity_shortage
+from coordexp.engine.start import EngineSetup
+from coordexp.errors import EngineError
+from coordexp.servers import swift_servers
+from coordexp.servers.client import ServerClient, ServerFacts, ServerLost
+from coordexp.servers.pool import Loss
+from coordexp.servers.protocol import (
+    ServerVersion,
+    WorldSize,
+    model_difference,
+    model_fingerprint,
+    read_version,
+)
+from coordexp.servers.send import Link
+from coordexp.tasks import Task
+
+NOTIFY_EVERY = 10.0  # seconds between two messages about a server that is waited for
+RETURNING = 30.0  # seconds that a server which is back may take to join, while others wait for it
+PAUSE = 30.0  # seconds between two attempts to connect to a server that could not be used, while others answer
+LEAVING = 2.0  # seconds that the end of a run waits for its groups to be left
+ALTERNATIVES = "set rollout_matching.vllm.mode: colocate, or rollout_matching.rollout_backend: hf"
+OTHERWISE = f"or {ALTERNATIVES}"
+SAME_CONFIG = "start it with the config that the learner has"
+
+
+@dataclass
+class Links:
+    """The open links by server. `devices` are those of all learner ranks, of which there are `learners`."""
+
+    clients: Sequence[ServerClient]
+    setup: EngineSetup
+    learners: int
+    notify: Callable[[str], None]
+    devices: Sequence[str] = ()
+    open: dict[int, Link] = field(default_factory=dict)
+    _attempts: dict[int, float] = field(default_factory=dict)  # when a server was last tried
+    _leaving: list[Task[None]] = field(default_factory=list)
+    _warnings: dict[int, str] = field(default_factory=dict)  # the latest warning about a server
+
+    @property
+    def timeout(self) -> float:
+        return self.setup.settings.vllm.server.timeout_s
+
+    def connect(self) -> None:
+        """Connect to all servers, at the beginning of a run. Raise EngineError if one cannot be used."""
+        tasks = [Task(self._wait_for_server, client) for client in self.clients]
+        with ExitStack() as undo:
+            undo.callback(self.close)
+            facts = [task.result() for task in tasks]
+            self._check_capacity(facts)
+            self._join(facts)
+            undo.pop_all()
+
+    def find_ended(self) -> dict[int, Loss]:
+        """Return the servers whose sessions have ended."""
+        return {
+            index: Loss(f"{link.client.name}: its session has ended")
+            for index, link in self.open.items()
+            if not link.is_alive
+        }
+
+    def drop(self, index: int) -> None:
+        if (link := self.open.pop(index, None)) is not None:
+            self._leaving.append(link.close())
+
+    def reconnect(self, out: Sequence[int], until: float, is_last_hope: bool) -> dict[int, Loss]:
+        """Connect to those of these servers that are back, and return why the others failed. A server that
+        responds but could not be used is not tried at every step, unless no server is left (`is_last_hope`)."""
+        now = time.monotonic()
+        due = [index for index in out if is_last_hope or now - self._attempts.get(index, -PAUSE) >= PAUSE]
+        tasks = {index: Task(self._reconnect, index, until) for index in due}
+        failed = {}
+        for index, task in tasks.items():
+            if (error := task.failure(EngineError)) is None:
+                self.open[index] = task.result()
+                del self._attempts[index]
+                continue
+            failed[index] = Loss.from_error(error)
+            if not isinstance(error, ServerLost):
+                self._warn_once(index, str(error))
+        return failed
+
+    def close(self) -> None:
+        """Leave all groups. The process must not end while a thread leaves a group: gloo would abort it."""
+        for index in list(self.open):
+            self.drop(index)
+        until = time.monotonic() + LEAVING
+        for task in self._leaving:
+            task.done.wait(max(0.0, until - time.monotonic()))
+
+    def _warn_once(self, index: int, warning: str) -> None:
+        """Warn about a server that responds but cannot be used: the user has to act."""
+        if self._warnings.get(index) != warning:
+            self._warnings[index] = warning
+            self.notify(f"warning: {warning}")
+
+    def _wait_for_server(self, client: ServerClient) -> ServerFacts:
+        began = notified = time.monotonic()
+        while (health := client.health()) != "ok":
+            now = time.monotonic()
+            if now - began >= self.timeout:
+                raise _unreachable(client, health, now - began)
+            if now - notified >= NOTIFY_EVERY:
+                self.notify(f"waiting for {client.name}: {now - began:.0f} of {self.timeout:g} s")
+                notified = now
+            time.sleep(min(client.timeouts.poll, max(0.0, began + self.timeout - now)))
+        return examine_server(client, self.setup, self.devices)
+
+    def _check_capacity(self, facts: Sequence[ServerFacts]) -> None:
+        sizes = tuple(server.world_size for server in facts)
+        shortage = capacity_shortage(self.setup.settings.decode_batch_size, sizes, self.learners)
+        if shortage is not None:
+            problem, fix = shortage
+            raise EngineError(f"rollout_matching.decode_batch_size: {problem}", fix)
+
+    def _join(self, facts: Sequence[ServerFacts]) -> None:
+        servers = zip(self.clients, facts, strict=True)
+        tasks = [Task(self._link, client, server, self.timeout) for client, server in servers]
+        errors = []
+        for client, task in zip(self.clients, tasks, strict=True):
+            if (error := task.failure(EngineError)) is None:
+                self.open[client.index] = task.result()
+            else:
+                errors.append(error)
+        if errors:
+            fixes = filter(None, (errors[0].fix, f"without servers: {ALTERNATIVES}"))
+            raise EngineError(errors[0].problem, "; ".join(fixes)) from errors[0]
+
+    def _reconnect(self, index: int, until: float) -> Link:
+        client = self.clients[index]
+        if (health := client.health()) != "ok":
+            raise ServerLost(f"{client.name}: {_PROBLEMS[health]}")
+        self._attempts[index] = time.monotonic()
+        facts = examine_server(client, self.setup, self.devices)
+        seconds = max(1.0, min(self.timeout, RETURNING, until - time.monotonic()))
+        return self._link(client, facts, seconds)
+
+    def _link(self, client: ServerClient, facts: ServerFacts, seconds: float) -> Link:
+        kind = Link if facts.reports_version else swift_servers.SwiftLink
+        return kind.to(client, facts, self.setup.device, seconds, self.setup.settings.vllm.sync.timeout_s)
+
+
+_PROBLEMS = {
+    "refused": "nothing listens there",
+    "silent": "it does not respond",
+    "failed": "it reports that its engine has ended or hangs",
+}
+
+
+def _unreachable(client: ServerClient, health: str, seconds: float) -> EngineError:
+    return EngineError(
+        f"{client.name}: {_PROBLEMS[health]}; {client.url}/health/ was tried for {seconds:.0f} s",
+        f"start it with `coordexp serve --config X.yaml --index {client.index}`, correct "
+        f"rollout_matching.vllm.server.servers[{client.index}].base_url, raise server.timeout_s, {OTHERWISE}",
+    )
+
+
+def examine_server(client: ServerClient, learner: EngineSetup, devices: Sequence[str]) -> ServerFacts:
+    """Set and return the facts of a client. Raise EngineError if its server does not fit the learner.
+    `devices` are those of all learner ranks. A server without our version route is one of ms-swift."""
+    size = client.read(WorldSize, "/get_world_size/").world_size
+    body = client.get_if_present("/version/")
+    if body is None:
+        client.facts, guard = swift_servers.read_facts(client, size)
+        if guard is not None:
+            _check_guard(client.name, guard, learner)
+        elif learner.settings.repeat_terminate.enabled:
+            raise EngineError(
+                f"{client.name}: this ms-swift server reports no repeat guard, but "
+                "rollout_matching.repeat_terminate.enabled is true",
+                "start it with `swift rollout --external_plugins FILE`, where FILE is coordexp.plugins."
+                "SWIFT_REPEAT_GUARD, as docs/operations.md shows, or with `coordexp serve`, or set enabled: "
+                f"false, {OTHERWISE}",
+            )
+        return client.facts
+    version = read_version(body, client.name)
+    if version.world_size != size:
+        raise EngineError(
+            f"{client.name}: /get_world_size/ says {size}, but /version/ says {version.world_size}",
+            "this should not happen; start the server again",
+        )
+    _check_version(client.name, version, learner, devices)
+    client.facts = ServerFacts(size, version.max_model_len, version.boot)
+    return client.facts
+
+
+def _check_version(server: str, version: ServerVersion, learner: EngineSetup, devices: Sequence[str]) -> None:
+    """Raise EngineError unless the server has the learner's model, dtype, length and guard, on other devices."""
+    if difference := model_difference(model_fingerprint(learner.folder), version.model):
+        raise EngineError(
+            f"{server}: it serves another model than {learner.folder}: {difference}",
+            f"{SAME_CONFIG} (model.path)",
+        )
+    if version.dtype != learner.dtype:
+        raise EngineError(
+            f"{server}: its weights are {version.dtype}, but model.dtype is {learner.dtype}", SAME_CONFIG
+        )
+    length = learner.settings.vllm.max_model_len
+    if length is not None and version.max_model_len != length:
+        raise EngineError(
+            f"{server}: its max_model_len is {version.max_model_len}, but the learner's is {length}", SAME_CONFIG
+        )
+    _check_guard(server, version.guard, learner)
+    if shared := set(map(normalise_device, version.devices)) & set(map(normalise_device, filter(None, devices))):
+        raise EngineError(
+            f"{server}: it runs on {', '.join(sorted(shared))}, which a learner rank uses too",
+            "give them GPUs of their own (CUDA_VISIBLE_DEVICES), or set rollout_matching.vllm.mode: colocate",
+        )
+
+
+def _check_guard(server: str, theirs: dict[str, Any], learner: EngineSetup) -> None:
+    ours = learner.settings.repeat_terminate.model_dump(mode="json")
+    if different := sorted(name for name in {*theirs, *ours} if theirs.get(name) != ours.get(name)):
+        name = different[0]
+        raise EngineError(
+            f"{server}: its repeat_terminate.{name} is {theirs.get(name)}, but the learner's is {ours.get(name)}",
+            f"a server loads its guard when it starts: {SAME_CONFIG}",
+        )
+
+
+def own_device(device: torch.device) -> str:
+    """Return the GPU of this process, with the name of its machine. Return an empty text without a GPU."""
+    if device.type != "cuda":
+        return ""
+    return f"{socket.gethostname()}/{torch.cuda.get_device_properties(device).uuid}"
+
+
+def normalise_device(device: str) -> str:
+    """Return the device with the id of its GPU in one form, since ids are written in several."""
+    host, _, identity = device.rpartition("/")
+    return f"{host}/{identity.removeprefix('GPU-').lower()}"

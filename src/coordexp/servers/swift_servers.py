@@ -1,0 +1,128 @@
+"""Rollout servers of ms-swift 4.6: how a learner uses one, and what our plugin in one needs.
+
+Such a server knows no sessions and no versions, answers 200 although a worker failed, and responds to nothing
+while it generates. It has no repeat guard, unless it was started with our plugin (`coordexp.plugins`), which reads
+the guard's settings from the environment and reports them.
+"""
+
+import json
+import os
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+from pydantic import ValidationError
+
+from coordexp.config.rollout import RepeatTerminate
+from coordexp.engine.weights import AdapterRefused, Metadata
+from coordexp.errors import EngineError
+from coordexp.rollout.backend import AdapterConfig
+from coordexp.servers.client import RequestRefused, ServerClient, ServerFacts
+from coordexp.servers.protocol import LoadBucket, Response, WeightMessage, read_response
+from coordexp.servers.send import Link, join_group, join_message
+
+GUARD_ROUTE = "/coordexp_repeat_guard/"  # the route that our plugin adds
+# The calls after the weights, and whether older servers may lack them.
+ENDING = (
+    ("/process_weights_after_loading/", True),
+    ("/reset_prefix_cache/", False),
+    ("/reset_mm_cache/", True),
+    ("/reset_encoder_cache/", True),
+)
+TEXT, FILE = "COORDEXP_VLLM_REPEAT_TERMINATE_CONFIG_JSON", "COORDEXP_VLLM_REPEAT_TERMINATE_CONFIG_JSON_PATH"
+UNSET = "unset it: `coordexp serve` takes the guard from rollout_matching.repeat_terminate"
+
+
+class PluginGuard(Response):
+    """The response of GUARD_ROUTE."""
+
+    guard: dict[str, Any]
+    workers: int
+
+
+def read_facts(client: ServerClient, world_size: int) -> tuple[ServerFacts, dict[str, Any] | None]:
+    """Return the facts about a server, and the settings of the guard that its plugin has loaded, if it has one.
+    Raise EngineError unless all its workers have loaded it."""
+    facts = ServerFacts(world_size, reports_version=False, responds_while_busy=False)
+    body = client.get_if_present(GUARD_ROUTE)
+    if body is None:
+        return facts, None
+    plugin: PluginGuard = read_response(PluginGuard, body, client.name, GUARD_ROUTE)
+    if plugin.workers < world_size:
+        raise EngineError(
+            f"{client.name}: the repeat guard of its plugin is active in {plugin.workers} of its {world_size} "
+            "workers",
+            "start it again and see what it printed; the plugin was written for ms-swift 4.6",
+        )
+    return facts, plugin.guard
+
+
+class SwiftLink(Link):
+    """A group for weights, without a session."""
+
+    @classmethod
+    def to(
+        cls, client: ServerClient, facts: ServerFacts, device: torch.device, seconds: float, sync: float
+    ) -> "SwiftLink":
+        message = join_message(client, facts)
+        return cls(client, None, join_group(client, message, device, seconds, max(seconds, sync)))
+
+    def check_adapter(self) -> None:
+        raise AdapterRefused(
+            f"{self.client.name}: it is an ms-swift server, which does not report whether it loaded an adapter"
+        )
+
+    def start(self, version: str, until: float, is_adapter: bool) -> None:
+        """Do nothing: the first bucket begins an update."""
+
+    def announce(
+        self, metadatas: list[Metadata], next_bytes: int, until: float, adapter: AdapterConfig | None
+    ) -> None:
+        self.post("/update_flattened_params/", LoadBucket(metadatas=metadatas), until)
+
+    def finish(self, version: str, until: float, notify: Callable[[str], None]) -> None:
+        for path, is_optional in ENDING:
+            try:
+                self.post(path, WeightMessage(), until)
+            except RequestRefused as refused:
+                if refused.status != 404 or not is_optional:
+                    raise
+                notify(
+                    f"warning: {self.client.name} has no {path}: its answers may use results of the old weights"
+                )
+
+    def leave(self) -> None:
+        with suppress(EngineError):
+            self.client.post("/close_communicator/", WeightMessage(), self.client.timeouts.health)
+        super().leave()
+
+
+def check_guard_environment(guard: RepeatTerminate) -> None:
+    """Raise EngineError if the environment has other guard settings than the config. A server takes those of
+    its config, and ignoring the others silently would be wrong."""
+    if TEXT not in os.environ and FILE not in os.environ:
+        return
+    if (exported := read_guard_settings()) != guard:
+        raise EngineError(
+            f"{TEXT if TEXT in os.environ else FILE} is {exported.model_dump_json()}, but "
+            f"rollout_matching.repeat_terminate is {guard.model_dump_json()}",
+            UNSET,
+        )
+
+
+def read_guard_settings(fix: str = UNSET) -> RepeatTerminate:
+    """Return the settings in the environment. Raise EngineError if one is missing: its default might not be what
+    the learner uses. `fix` says what to do then."""
+    name = TEXT if TEXT in os.environ else FILE
+    try:
+        text = os.environ[TEXT] if name == TEXT else Path(os.environ[FILE]).read_text()
+        values = json.loads(text)
+        missing = sorted(set(RepeatTerminate.model_fields) - set(values))
+        if missing:
+            raise ValueError(f"{', '.join(missing)}: missing")
+        return RepeatTerminate.model_validate(values)
+    except (KeyError, OSError, TypeError, ValueError, ValidationError) as error:
+        reason = "it is not set" if isinstance(error, KeyError) else str(error)
+        raise EngineError(f"{name}: the repeat guard cannot be loaded ({reason})", fix) from error

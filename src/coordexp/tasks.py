@@ -1,0 +1,51 @@
+"""Work in daemon threads, with a deadline: a call that never returns does not keep the process from ending."""
+
+import math
+import time
+from collections.abc import Callable
+from threading import Event, Thread
+from typing import Any, Generic, TypeVar
+
+T = TypeVar("T")
+E = TypeVar("E", bound=BaseException)
+
+
+def ignore(*_: object) -> None:
+    """Do nothing. With `together` it is a barrier, and as a receiver of messages a silent one."""
+
+
+class Task(Generic[T]):
+    """Calls `work(*arguments)` in a thread, at once. Sets `done`, and `changed` if there is one, when it ends."""
+
+    def __init__(self, work: Callable[..., T], *arguments: Any, changed: Event | None = None) -> None:
+        self.done = Event()
+        self.error: BaseException | None = None
+        self._work, self._arguments, self._changed = work, arguments, changed
+        self._result: T | None = None
+        Thread(target=self._run, daemon=True).start()
+
+    def _run(self) -> None:
+        try:
+            self._result = self._work(*self._arguments)
+        except BaseException as error:  # noqa: BLE001 - raised in the thread that asks for the result
+            self.error = error
+        self.done.set()
+        if self._changed is not None:
+            self._changed.set()
+
+    def result(self, deadline: float = math.inf, check: Callable[[], None] = ignore, interval: float = 0.2) -> T:
+        """Wait for the end, and return the result or raise the error of the work. Raise TimeoutError at the
+        deadline, which is a time of `time.monotonic`. `check` is called once per interval, and may raise an error
+        that ends the waiting."""
+        while not self.done.wait(max(0.0, min(interval, deadline - time.monotonic()))):
+            if time.monotonic() >= deadline:
+                raise TimeoutError
+            check()
+        if self.error is not None:
+            raise self.error
+        return self._result  # type: ignore[return-value]
+
+    def failure(self, kind: type[E]) -> E | None:
+        """Wait for the end, and return the error of the work if it is of this kind. `result` raises all others."""
+        self.done.wait()
+        return self.error if isinstance(self.error, kind) else None

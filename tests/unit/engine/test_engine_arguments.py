@@ -1,0 +1,65 @@
+"""The arguments that vLLM engines are started with, colocated and in a server. No engine is started."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from coordexp.config.rollout import RepeatTerminate, RolloutMatching
+from coordexp.engine.start import CUDA_IPC, ENGINE_SIDE, SHARED_MEMORY, EngineSetup, starting
+from coordexp.rollout.backend import Decode
+from coordexp.rollout.guard import ENGINE_GUARD, guard_arguments, key_pattern
+from coordexp.servers.engine import BROADCAST, SERVER_SIDE
+from coordexp.servers.swift_servers import TEXT
+from tests.integration.servers import GUARD
+from tests.vocabularies import table
+
+
+def arguments(transfer: str = SHARED_MEMORY, side: str = ENGINE_SIDE, **settings: Any) -> dict[str, Any]:
+    setup = EngineSetup(Path("model"), "float32", RolloutMatching(**settings), table("small"), torch.device("cpu"))
+    with starting(setup, transfer, side) as given:
+        return dict(given)
+
+
+@pytest.mark.scenario("R07.C3", on="pure")
+@pytest.mark.parametrize(
+    ("setting", "value"),
+    [
+        ("gpu_memory_utilization", 0.31),
+        ("tensor_parallel_size", 2),
+        ("max_model_len", 321),
+        ("enforce_eager", True),
+        ("enable_prefix_caching", False),
+    ],
+)
+def test_an_engine_is_configured_by_rollout_matching_vllm(setting: str, value: Any) -> None:
+    assert arguments(vllm={setting: value})[setting] == value
+    assert arguments()[setting] != value
+
+
+@pytest.mark.scenario("R10.C6", "R10.S2", on="pure")
+@pytest.mark.parametrize(
+    ("transfer", "side"), [(SHARED_MEMORY, ENGINE_SIDE), (CUDA_IPC, ENGINE_SIDE), (BROADCAST, SERVER_SIDE)]
+)
+@pytest.mark.parametrize(("batch", "devices"), [(1, 1), (5, 1), (5, 3)])
+def test_an_engine_may_compute_decode_batch_size_sequences_for_each_of_its_devices(
+    transfer: str, side: str, batch: int, devices: int
+) -> None:
+    given = arguments(transfer, side, decode_batch_size=batch, vllm={"tensor_parallel_size": devices})
+    assert given["tensor_parallel_size"] == devices
+    assert given["max_num_seqs"] == batch * devices
+
+
+@pytest.mark.scenario("R33.S4", "R34.C1", on="pure")
+def test_guard_settings_in_the_environment_of_a_server_have_no_effect_on_a_colocated_engine(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Only the learner's own settings decide whether a colocated engine has the guard (D33)."""
+    monkeypatch.setenv(TEXT, RepeatTerminate(**GUARD).model_dump_json())
+    vocabulary = table("small")
+    for guard, processors in ((RepeatTerminate(), None), (RepeatTerminate(**GUARD), [ENGINE_GUARD])):
+        assert arguments(repeat_terminate=guard)["logits_processors"] == processors
+        decode = Decode.of(RolloutMatching(repeat_terminate=guard))
+        sent = guard_arguments(decode.guard, key_pattern(vocabulary), vocabulary.end_of_turn)
+        assert bool(sent) == guard.enabled

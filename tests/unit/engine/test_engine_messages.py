@@ -1,0 +1,135 @@
+"""The messages about an engine that does not start, and the devices that an engine gets."""
+
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from coordexp.engine.generate import COMMAND_FIXES
+from coordexp.engine.start import (
+    TRAINING_FIXES,
+    _device_indices,
+    _first_error,
+    _first_sentence,
+    _visible_gpus,
+    check_vocabulary,
+)
+from coordexp.errors import EngineError
+from coordexp.vocab import COORD_TOKENS
+from tests.vocabularies import table
+
+LOG = """WorkerProc failed to start.
+Traceback (most recent call last):
+  File "worker.py", line 83, in __init__
+    raise ValueError(
+ValueError: Available memory on node 0 (22.0/23.54 GiB) on startup is less than desired.
+EngineCore failed to start.
+Traceback (most recent call last):
+  File "core.py", line 1482, in run_engine_core
+Exception: WorkerProc initialization failed due to an exception in a background process.
+"""
+VALIDATION = """1 validation error for ModelConfig
+  Value error, User-specified max_model_len (200000) is too long. [type=value_error, input_value=1]
+    For further information visit https://errors.pydantic.dev/2.12/v/value_error
+"""
+
+
+def test_the_cause_of_a_failed_start_is_the_first_error_of_any_of_its_processes():
+    assert _first_error(LOG) == "Available memory on node 0 (22.0/23.54 GiB) on startup is less than desired."
+    assert _first_error("Traceback\n  x\ntorch.OutOfMemoryError: CUDA out of memory.\n") == (
+        "OutOfMemoryError: CUDA out of memory."
+    )
+    assert _first_error("") is None
+
+
+def test_only_the_sentence_of_an_error_is_shown_without_the_text_around_it():
+    assert _first_sentence(VALIDATION) == "User-specified max_model_len (200000) is too long."
+    assert _first_sentence("\nEngine core initialization failed.\nmore") == "Engine core initialization failed."
+    assert _first_sentence("") == "vLLM gave no reason"
+
+
+@pytest.mark.parametrize(
+    ("problem", "training", "command"),
+    [
+        (
+            "Available memory is less than desired",
+            "lower rollout_matching.vllm.gpu_memory_utilization",
+            "free memory on this device",
+        ),
+        (
+            "it is greater than the derived max_model_len",
+            "lower rollout_matching.vllm.max_model_len",
+            "lower --max",
+        ),
+        (
+            "requested memory for kv cache",
+            "raise rollout_matching.vllm.gpu_memory_utilization, or lower max_model_len",
+            "lower --max-new-tokens or --batch",
+        ),
+        (
+            "heads (4) must be divisible by tensor parallel size (3)",
+            "tensor_parallel_size to a divisor of it",
+            "use a GPU that this model fits",
+        ),
+        ("something else", "vLLM's output above says why", "vLLM's output above says why"),
+    ],
+)
+def test_every_failed_start_names_a_fix_and_the_backend_without_an_engine(problem, training, command):
+    """A command has options instead of settings."""
+    assert training in TRAINING_FIXES.choose(problem) and command in COMMAND_FIXES.choose(problem)
+    assert TRAINING_FIXES.choose(problem).endswith(
+        "or set rollout_matching.rollout_backend: hf, which needs no engine"
+    )
+    assert COMMAND_FIXES.choose(problem).endswith("or use --backend hf, which needs no engine")
+    assert "rollout_matching" not in COMMAND_FIXES.choose(problem)
+
+
+@dataclass
+class FakeSetup:
+    size: int
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+
+
+@pytest.mark.scenario("R07.C6", on="pure")
+def test_an_engine_has_the_devices_of_the_ranks_that_share_it(monkeypatch):
+    monkeypatch.setenv("LOCAL_RANK", "2")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    assert _device_indices(FakeSetup(2)) == range(2, 4)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7,5,3,1")
+    assert _visible_gpus(_device_indices(FakeSetup(2))) == "3,1", "the third and fourth GPU of the learner"
+
+
+@pytest.mark.scenario("R07.S8", on="pure")
+def test_ranks_of_two_machines_cannot_share_an_engine(monkeypatch):
+    monkeypatch.setenv("LOCAL_RANK", "2")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    with pytest.raises(EngineError) as error:
+        _device_indices(FakeSetup(4))
+    assert str(error.value).splitlines() == [
+        "rollout_matching.vllm.tensor_parallel_size: 4 ranks from local rank 2 on share an engine, but this "
+        "machine has 4",
+        "  set it to a divisor of the number of ranks on each machine, or set rollout_matching.rollout_backend: "
+        "hf, which needs no engine",
+    ]
+
+
+@pytest.mark.parametrize("fault", ["elsewhere", "missing", "too few rows"])
+def test_a_vocabulary_without_the_learners_coordinate_tokens_is_refused_with_the_command_that_adds_them(fault):
+    small = table("small")
+    ids = {token: small.first_coord + k for k, token in enumerate(COORD_TOKENS)}
+    size = small.first_coord + len(COORD_TOKENS)
+    check_vocabulary(
+        SimpleNamespace(convert_tokens_to_ids=lambda tokens: [ids[token] for token in tokens]), size, small
+    )
+    if fault == "elsewhere":
+        ids = {token: id + 1 for token, id in ids.items()}
+    if fault == "missing":
+        ids = dict.fromkeys(ids, 0)
+    size -= fault == "too few rows"
+    with pytest.raises(
+        EngineError, match=r"run `coordexp model add-coords` on the checkpoint, and set model.path"
+    ):
+        check_vocabulary(
+            SimpleNamespace(convert_tokens_to_ids=lambda tokens: [ids[token] for token in tokens]), size, small
+        )

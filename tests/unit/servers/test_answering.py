@@ -1,0 +1,208 @@
+"""The images in memory are limited by their pixels, however many requests come at once, and a request fails alone.
+The engine is a fake."""
+
+import asyncio
+import json
+import math
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, ClassVar
+
+import pytest
+from PIL import Image
+from transformers import AutoProcessor
+
+from coordexp.config.rollout import RepeatTerminate
+from coordexp.servers.answering import PIXELS_AT_ONCE, AllowedImages, Answering, PixelBudget
+from coordexp.servers.protocol import RequestConfig
+from coordexp.vocab import VocabularyTable
+from tests.source import SOURCE
+
+ROOT = Path(__file__).parents[3]
+MODEL = ROOT / "examples/scenes-cpu/model"
+
+
+@pytest.mark.timeout(240)
+def test_eight_bombs_in_one_call_take_the_memory_of_one_image():
+    """Each is a file of 16 KB and 2^27 pixels. With all eight in memory at once it would be 5 GB and more."""
+    command = [sys.executable, "-m", "tests.unit.servers.bombs_worker", str(MODEL)]
+    run = subprocess.run(command, env=_environment(), cwd=ROOT, capture_output=True, text=True, check=True)
+    report = json.loads(run.stdout.splitlines()[-1])
+    print(f"peak memory {report['peak']} MiB, before {report['before']} MiB, event loop {report['gap']:.2f} s")
+    assert all("patches" in message for message in report["messages"])  # all of them were decoded
+    assert report["peak"] - report["before"] < 16 * PIXELS_AT_ONCE / 2**20
+    assert report["gap"] < 1.0
+
+
+def _environment() -> dict[str, str]:
+    return os.environ | {"PYTHONPATH": f"{SOURCE}:{ROOT}"}
+
+
+def run(work: Any) -> Any:
+    return asyncio.run(asyncio.wait_for(work(), 20))
+
+
+def test_pixels_in_flight_stay_within_the_budget_for_many_calls_of_4096_requests():
+    async def work() -> None:
+        budget, held, most, done = PixelBudget(1000), 0, 0, 0
+        sizes = random.Random(5)
+
+        async def hold(pixels: int) -> None:
+            nonlocal held, most, done
+            share = await budget.acquire(pixels)
+            held += pixels
+            most = max(most, held)
+            await asyncio.sleep(0)
+            held -= pixels
+            done += 1
+            budget.release(share)
+
+        calls = [[hold(sizes.choice((1, 10, 300, 999, 1000))) for _ in range(4096)] for _ in range(4)]
+        await asyncio.gather(*(asyncio.gather(*call) for call in calls))
+        assert done == 4 * 4096 and 900 < most <= 1000 and budget.free == 1000
+
+    run(work)
+
+
+def test_pixels_are_given_out_in_the_order_of_arrival_and_no_image_overtakes_a_large_one():
+    async def work() -> None:
+        budget, order = PixelBudget(100), []
+
+        async def hold(name: str, pixels: int) -> None:
+            share = await budget.acquire(pixels)
+            order.append(name)
+            await asyncio.sleep(0.01)
+            budget.release(share)
+
+        await asyncio.gather(
+            hold("a", 60), hold("large", 100), hold("b", 10), hold("larger than all", 10**9), hold("c", 1)
+        )
+        assert order == ["a", "large", "b", "larger than all", "c"] and budget.free == 100
+
+    run(work)
+
+
+@pytest.mark.parametrize("is_admitted_at_the_same_time", [False, True])
+def test_a_request_that_is_cancelled_while_it_waits_holds_no_pixels(is_admitted_at_the_same_time):
+    async def work() -> None:
+        budget = PixelBudget(100)
+        share = await budget.acquire(100)
+        waiting = [asyncio.ensure_future(budget.acquire(100)) for _ in range(2)]
+        await asyncio.sleep(0)
+        if is_admitted_at_the_same_time:
+            budget.release(share)
+        waiting[0].cancel()
+        if not is_admitted_at_the_same_time:
+            budget.release(share)
+        assert await waiting[1] == 100 and budget.free == 0
+        budget.release(100)
+        assert budget.free == 100 and waiting[0].cancelled()
+
+    run(work)
+
+
+class FakeEngine:
+    """Answers with one token. Waits in `render` while `gate` is closed."""
+
+    defaults: ClassVar[dict[str, Any]] = {}
+    has_ended = False
+
+    def __init__(self, max_model_len: int = 256, logprob: float = -0.5) -> None:
+        self.max_model_len, self.logprob = max_model_len, logprob
+        self.gate, self.rendered = asyncio.Event(), 0
+        self.gate.set()
+
+    async def render(self, prompt: dict[str, Any]) -> Any:
+        self.rendered += 1
+        await self.gate.wait()
+        return {"type": "multimodal"}
+
+    async def answer(self, prompt: Any, sampling: dict[str, Any], id: str) -> Any:
+        assert prompt == {"type": "multimodal"}
+        logprobs = [{7: SimpleNamespace(logprob=self.logprob)}]
+        answer = SimpleNamespace(
+            token_ids=[7], text="x", finish_reason="stop", weight_versions=None, logprobs=logprobs
+        )
+        return SimpleNamespace(outputs=[answer], prompt_token_ids=[1], request_id=id)
+
+
+def answering(engine: FakeEngine, folder: Path) -> Answering:
+    processor, table = AutoProcessor.from_pretrained(MODEL), VocabularyTable.from_folder(MODEL)
+    return Answering(engine, processor, table, RepeatTerminate(), AllowedImages((folder.resolve(),)), 4)
+
+
+def request_for(folder: Path, size: tuple[int, int], **more: Any) -> dict[str, Any]:
+    file = folder / f"{size[0]}-{size[1]}.png"
+    Image.new("RGB", size).save(file)
+    return {"messages": [{"role": "user", "content": "<image>What?"}], "images": [str(file)], **more}
+
+
+def item_of(engine: FakeEngine, folder: Path, request: Any, **config: Any) -> dict[str, Any]:
+    async def work() -> dict[str, Any]:
+        return (await answering(engine, folder).answer(request, RequestConfig(**config), "1"))[0]
+
+    return run(work)
+
+
+@pytest.mark.parametrize(
+    ("size", "problem"),
+    [
+        ((1, 5000), "1 x 5000: the longer side is more than 200 times the shorter one"),
+        ((1024, 1024), "1024 x 1024 are 4096 tokens, but prompt and answer together may have 256"),
+    ],
+)
+def test_an_image_that_cannot_be_used_is_refused_from_its_header(tmp_path, monkeypatch, size, problem):
+    monkeypatch.setattr(
+        "coordexp.servers.answering.RequestImage.decode", lambda self: pytest.fail("it was decoded")
+    )
+    engine = FakeEngine()
+    error = item_of(engine, tmp_path, request_for(tmp_path, size))["error"]
+    assert error["code"] == "bad_request" and problem in error["message"] and error["fix"]
+    assert engine.rendered == 0
+
+
+def test_the_pixels_of_a_client_that_disconnects_count_until_they_are_freed(tmp_path):
+    async def work() -> None:
+        engine = FakeEngine()
+        engine.gate.clear()
+        server = answering(engine, tmp_path)
+        call = asyncio.ensure_future(server.answer(request_for(tmp_path, (64, 64)), RequestConfig(), "1"))
+        while not engine.rendered:
+            await asyncio.sleep(0.01)
+        call.cancel()
+        await asyncio.wait({call})
+        assert call.cancelled() and server._pixels.free == PIXELS_AT_ONCE - 64 * 64
+        engine.gate.set()
+        while server._pixels.free != PIXELS_AT_ONCE:
+            await asyncio.sleep(0.01)
+
+    run(work)
+
+
+@pytest.mark.parametrize("logprob", [math.nan, -math.inf])
+def test_a_log_probability_that_is_not_finite_is_an_error(tmp_path, logprob):
+    item = item_of(FakeEngine(logprob=logprob), tmp_path, request_for(tmp_path, (64, 64)), logprobs=True)
+    assert item["error"]["code"] == "engine" and "not finite" in item["error"]["message"]
+    assert "response" in item_of(FakeEngine(), tmp_path, request_for(tmp_path, (64, 64)), logprobs=True)
+
+
+@pytest.mark.parametrize(
+    ("request_", "problem"),
+    [
+        ({"messages": [{"role": "user", "content": "caf\ud83d"}]}, "half a character"),
+        ({"messages": [{"role": "\ud83d", "content": "x"}]}, "half a character"),
+        ({"messages": [{"role": "user", "content": [{"type": "text", "text": "\ud83d"}]}]}, "half a character"),
+        ({"messages": [{"role": "user", "content": "x"}], "labels": [1]}, "labels: not served here; leave it out"),
+        (
+            {"messages": [{"role": "user", "content": "x"}], "data_dict": {"coordexp": {"speed": 1}}},
+            "speed: not served here",
+        ),
+    ],
+)
+def test_a_request_for_something_that_is_not_served_is_refused_with_the_reason(tmp_path, request_, problem):
+    error = item_of(FakeEngine(), tmp_path, request_)["error"]
+    assert error["code"] == "bad_request" and problem in error["message"]

@@ -1,0 +1,334 @@
+"""The access control and the routes of a server, over real HTTP. The engine is a fake."""
+
+import asyncio
+import json
+import socket
+import statistics
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import httpx
+import pytest
+import uvicorn
+from prometheus_client import CollectorRegistry
+
+from coordexp.servers import connections
+from coordexp.servers.app import RolloutApp, ServerMetrics
+from coordexp.servers.connections import UVICORN, listen
+from coordexp.servers.protocol import ServerVersion
+from tests.unit.servers.test_updates import FakeEngine
+
+TOKEN = "a token"
+
+
+class FakeAnswering:
+    async def answer(self, body: Any, config: Any, version: str) -> tuple[dict[str, Any], int]:
+        await asyncio.sleep(body.get("seconds", 0))
+        if body.get("fails"):
+            raise RuntimeError("the engine failed")
+        return {"response": body, "rollout_infos": {"weight_version": version}}, 3
+
+
+def rollout_app(token: str | None, engine: Any = None) -> RolloutApp:
+    facts = ServerVersion(
+        server="coordexp",
+        protocol=2,
+        boot="1",
+        model={},
+        dtype="float32",
+        world_size=1,
+        max_model_len=100,
+        guard={},
+        devices=[],
+    )
+    options: dict[str, Any] = {"host": "127.0.0.1", "world_size": 1, "token": token}
+    metrics = ServerMetrics(CollectorRegistry())
+    answering: Any = FakeAnswering()
+    return RolloutApp(engine or fake_engine(), answering, facts, **options, metrics=metrics)
+
+
+def fake_engine() -> Any:
+    engine: Any = FakeEngine()
+    engine.has_ended = False
+    return engine
+
+
+class Server:
+    """The app and uvicorn, in a thread of this process."""
+
+    def __init__(self, token: str | None, http: Any = UVICORN["http"]) -> None:
+        self.http = http
+        self.engine = fake_engine()
+        self.app: Any = None
+        self.listening = listen("127.0.0.1", 0)
+        self.url = f"http://127.0.0.1:{self.listening.getsockname()[1]}"
+        self.thread = threading.Thread(target=lambda: asyncio.run(self._serve(token)))
+        self.thread.start()
+        while self.app is None or not self.uvicorn.started:
+            self.thread.join(0.01)
+            assert self.thread.is_alive()
+
+    async def _serve(self, token: str | None) -> None:
+        app = rollout_app(token, self.engine)
+        settings = UVICORN | {"log_level": "error", "timeout_graceful_shutdown": 1, "http": self.http}
+        self.uvicorn = uvicorn.Server(uvicorn.Config(app.api, **settings))
+        self.uvicorn.install_signal_handlers = lambda: None  # type: ignore[attr-defined]
+        self.app, self.loop = app, asyncio.get_running_loop()
+        await self.uvicorn.serve(sockets=[self.listening])
+
+    def client(self, **headers: str) -> httpx.Client:
+        return httpx.Client(base_url=self.url, headers=headers, trust_env=False, timeout=10)
+
+    def close(self) -> None:
+        self.uvicorn.should_exit = True
+        self.thread.join(10)
+
+
+@pytest.fixture
+def server() -> Iterator[Server]:
+    running = Server(None)
+    yield running
+    running.close()
+
+
+def code(answer: httpx.Response) -> tuple[int, str]:
+    error = answer.json()["error"]
+    assert error["message"] and set(error) == {"code", "message", "fix"}
+    return answer.status_code, error["code"]
+
+
+@pytest.mark.timeout(60)
+def test_with_a_token_every_route_but_health_and_readiness_requires_it():
+    server = Server(TOKEN)
+    try:
+        with server.client() as http, server.client(Authorization=f"Bearer {TOKEN}") as known:
+            paths = [(method, path) for method, path, _ in server.app._routes()]
+            assert len(paths) == 20
+            for method, path in paths:
+                answer = http.request(method, path, json={})
+                if path in ("/health/", "/ready/"):
+                    assert answer.status_code == 200
+                else:
+                    assert code(answer) == (401, "no_token")
+            wrong = {"Authorization": "Bearer other"}
+            assert code(http.get("/version/", headers=wrong)) == (401, "no_token")
+            assert known.get("/version/").json()["server"] == "coordexp"
+    finally:
+        server.close()
+
+
+@pytest.mark.timeout(60)
+def test_a_route_without_its_slash_is_redirected_as_the_contract_has_it(server):
+    with server.client() as http:
+        assert http.get("/get_world_size").status_code == 307
+        assert http.get("/get_world_size", follow_redirects=True).json() == {"world_size": 1}
+
+
+@pytest.mark.timeout(60)
+def test_calls_that_are_too_large_or_cannot_be_read_are_refused_with_a_reason(server, monkeypatch):
+    monkeypatch.setattr(connections, "MOST_BYTES", 1000)
+    with server.client() as http:
+        assert code(http.post("/infer/", content=b"x" * 1001)) == (413, "too_large")
+
+        def chunks() -> Iterator[bytes]:
+            for _ in range(30):
+                yield b" " * 100
+
+        assert code(http.post("/infer/", content=chunks())) == (413, "too_large")
+        assert code(http.post("/infer/", content=b"{garbage")) == (422, "bad_request")
+        assert code(http.post("/infer/", json={"infer_requests": 3})) == (422, "bad_request")
+        assert code(http.post("/start_update/", json={})) == (422, "bad_request")
+        group = {"port": 5, "world_size": 4}
+        assert code(http.post("/init_communicator/", json=group)) == (400, "world_size")
+        assert http.post("/infer/", json={"infer_requests": []}).json() == []
+        assert code(http.get("/infer/")) == (405, "no_route")
+        assert code(http.get("/nothing/")) == (404, "no_route")
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("body", [b"[" * 100_000, b'{"a": "\xff\xfe"}', b"9" * 5000, b"{", b"\0", b""])
+def test_a_body_that_cannot_be_parsed_is_a_bad_request_and_no_missing_route(server, body):
+    with server.client() as http:
+        status, error_code = code(http.post("/infer/", content=body, headers={"content-type": "application/json"}))
+    assert status in (400, 422) and error_code == "bad_request"
+
+
+@pytest.mark.timeout(60)
+def test_4096_requests_are_a_call_and_one_more_is_too_large(server):
+    with server.client() as http:
+        assert len(http.post("/infer/", json={"infer_requests": [{}] * 4096}).json()) == 4096
+        answer = http.post("/infer/", json={"infer_requests": [{}] * 4097})
+        assert code(answer) == (413, "too_large") and "4096 requests" in answer.text
+
+
+UNKNOWN = {
+    "logit_bias": {"5": 1},
+    "min_tokens": 5,
+    "bad_words": ["x"],
+    "response_format": {"type": "json_object"},
+    "ignore_eos": True,
+    "anything": 0,
+}
+
+
+@pytest.mark.timeout(60)
+def test_unknown_fields_are_refused_by_name_and_those_that_ms_swift_sends_are_accepted(server):
+    with server.client() as http:
+        for name, value in UNKNOWN.items():
+            for body in ({"request_config": {name: value}}, {name: value}):
+                answer = http.post("/infer/", json={"infer_requests": [{}]} | body)
+                assert code(answer) == (422, "bad_request")
+                assert f"{name}: not served here; leave it out" in answer.text
+        for name, value in {"top_k": 1e20, "temperature": "hot", "stop": ["\ud83d"]}.items():
+            content = json.dumps({"infer_requests": [{}], "request_config": {name: value}})
+            answer = http.post("/infer/", content=content, headers={"content-type": "application/json"})
+            assert code(answer) == (422, "bad_request") and name in answer.text
+        # Everything that ms-swift's client sends in addition to the requests.
+        more = {"metrics": None, "template": None, "use_tqdm": False, "adapter_request": None}
+        for config in (None, {"num_beams": 1, "presence_penalty": 0.0, "structured_outputs_regex": None}):
+            body = {"infer_requests": [{}], "request_config": config} | more
+            assert http.post("/infer/", json=body).status_code == 200
+        assert code(http.post("/infer/", json=body | {"adapter_request": {"name": "x"}})) == (422, "bad_request")
+
+
+@pytest.mark.timeout(60)
+def test_a_session_is_held_by_its_connection(server):
+    with server.client() as http, server.client() as other:
+        with http.stream("POST", "/session/", json={"session": "a", "learner": "host:1"}) as held:
+            lines = held.iter_lines()
+            assert json.loads(next(lines)) == {"session": "a"}
+            version = other.get("/version/")
+            assert version.json()["session"] and '"a"' not in version.text  # the id itself is a secret
+            assert code(other.post("/session/", json={"session": "a"})) == (409, "session_taken")
+            refused = other.post("/session/", json={"session": "b"})
+            assert code(refused) == (409, "session_taken") and "host:1" in refused.text
+        for _ in range(200):
+            if other.get("/version/").json()["session"] is None:
+                break
+        with other.stream("POST", "/session/", json={"session": "b"}) as held:
+            assert held.status_code == 200
+
+
+@pytest.mark.timeout(60)
+def test_a_call_whose_client_disconnects_is_cancelled(server):
+    with server.client() as http:
+        with pytest.raises(httpx.ReadTimeout):
+            http.post("/infer/", json={"infer_requests": [{"seconds": 30}]}, timeout=0.3)
+        for _ in range(300):
+            if server.app.updates.answering == 0:
+                break
+            http.get("/health/")
+        assert server.app.updates.answering == 0
+
+
+@pytest.mark.timeout(60)
+def test_a_server_that_is_ending_ends_all_requests_and_sessions(server):
+    body = {"infer_requests": [{"seconds": 30}]}
+    with server.client() as http, server.client() as other:
+        with http.stream("POST", "/session/", json={"session": "a"}) as held, ThreadPoolExecutor(1) as pool:
+            lines = held.iter_lines()
+            next(lines)
+            call = pool.submit(lambda: other.post("/infer/", json=body))
+            while server.app.updates.answering == 0:
+                assert not call.done()
+            server.loop.call_soon_threadsafe(server.app.ending.set)
+            assert code(call.result(5)) == (503, "ending")
+            assert not any(lines)  # and no error
+        assert server.app.updates.answering == 0
+
+
+@pytest.mark.timeout(60)
+def test_health_reports_an_engine_that_has_ended(server):
+    with server.client() as http:
+        assert http.get("/health/").json() == {"status": "ok"}
+        server.engine.has_ended = True
+        assert code(http.get("/health/")) == (503, "engine_ended")
+
+
+@pytest.mark.timeout(60)
+def test_requests_and_updates_are_counted(server):
+    with server.client() as http:
+        http.post("/infer/", json={"infer_requests": [{}, {}]})
+        metrics = http.get("/metrics").text
+    assert 'coordexp_requests_total{outcome="answered"} 2.0' in metrics
+    assert "coordexp_generated_tokens_total 6.0" in metrics
+
+
+def test_the_kernel_checks_whether_open_connections_are_alive():
+    listening = listen("127.0.0.1", 0)
+    assert listening.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
+    listening.close()
+
+
+@pytest.mark.timeout(60)
+def test_answers_do_not_wait_for_the_acknowledgement_of_their_first_half(server):
+    """With Nagle's algorithm, the second of two packets waits 40 ms for it."""
+    with server.client() as http:
+        seconds = []
+        for _ in range(20):
+            since = time.perf_counter()
+            http.get("/health/")
+            seconds.append(time.perf_counter() - since)
+    assert statistics.median(seconds) < 0.03
+
+
+@pytest.mark.timeout(60)
+def test_an_adapter_is_an_update_like_others_and_the_version_route_reports_the_base(server):
+    metadatas = [{"name": "a", "shape": [2], "dtype": "torch.float32", "start_idx": 0, "end_idx": 8, "numel": 2}]
+    with server.client() as http:
+
+        def post(path: str, **body: Any) -> httpx.Response:
+            return http.post(path, json=body | {"session": "a"})
+
+        def state() -> tuple[str, str]:
+            version = http.get("/version/").json()
+            return version["weight_version"], version["base"]
+
+        with http.stream("POST", "/session/", json={"session": "a"}) as held:
+            lines = held.iter_lines()  # the connection closes with it
+            assert next(lines)
+            assert post("/start_update/", version="1", adapter=True).status_code == 200
+            assert code(post("/update_flattened_params/", metadatas=metadatas)) == (409, "other_kind")
+            assert code(post("/update_adapter_flattened_param/", metadatas=metadatas)) == (422, "bad_request")
+            sent = post("/update_adapter_flattened_param/", metadatas=metadatas, peft_config={"r": 4})
+            assert sent.status_code == 200
+            assert state() == ("default", "original")
+            assert post("/finish_update/", version="1").json() == {"weight_version": "1"}
+            assert state() == ("1", "original")
+            post("/start_update/", version="2")
+            post("/update_flattened_params/", metadatas=metadatas)
+            assert post("/finish_update/", version="2").status_code == 200
+            assert state() == ("2", "changed")
+            assert code(post("/start_update/", version="3", adapter=True)) == (409, "base_changed")
+
+
+@pytest.mark.timeout(60)
+def test_a_call_that_fails_ends_only_after_all_of_its_answers(server):
+    with server.client() as http:
+        since = time.perf_counter()
+        answer = http.post("/infer/", json={"infer_requests": [{"fails": True}, {"seconds": 0.5}]})
+        assert code(answer) == (500, "unexpected") and time.perf_counter() - since > 0.4
+        assert server.app.updates.answering == 0
+
+
+@pytest.mark.timeout(60)
+def test_a_server_is_alive_but_not_ready_while_it_has_no_weights_or_is_being_updated(server):
+    with server.client() as http:
+        assert http.get("/ready/").json() == {"status": "ready"}
+        good(http.post("/start_update/", json={"version": "1"}))
+        assert code(http.get("/ready/")) == (503, "updating") and http.get("/health/").status_code == 200
+        good(http.post("/close_communicator/", json={}))
+        assert code(http.get("/ready/")) == (503, "no_weights") and http.get("/health/").status_code == 200
+        server.engine.has_ended = True
+        assert code(http.get("/ready/")) == code(http.get("/health/")) == (503, "engine_ended")
+        server.engine.has_ended = False
+        server.app.watchdog.silent = 61.0
+        assert code(http.get("/ready/")) == code(http.get("/health/")) == (503, "engine_hung")
+        assert "have not answered for 61 s" in http.get("/health/").text
+
+
+def good(answer: httpx.Response) -> None:
+    assert answer.status_code == 200, answer.text

@@ -1,0 +1,697 @@
+"""A learner with rollout servers that fail: the run goes on with correct answers, or ends with one error.
+
+The servers are fakes: real HTTP and real weight transfer, no model.
+"""
+
+import json
+import threading
+import time
+
+import pytest
+import torch
+
+from coordexp.config.rollout import RepeatTerminate
+from coordexp.errors import DataError, EngineError
+from coordexp.servers import backend as server_backend
+from coordexp.servers import send as server_weights
+from tests.fake_server import (
+    answer_ids,
+    changed,
+    dies,
+    freezes,
+    garbage,
+    slow,
+    status,
+)
+from tests.unit.servers.served import Run, are_right
+
+pytestmark = pytest.mark.timeout(30)
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch):
+    monkeypatch.setattr(server_backend, "AGAIN", 0.05)
+    monkeypatch.setattr(server_weights, "BUCKET_BYTES", 700)
+    monkeypatch.setattr(server_weights, "GRACE", 0.1)
+
+
+@pytest.fixture
+def run(tmp_path):
+    runs = []
+
+    def start(*arguments, **changes) -> Run:
+        runs.append(Run(tmp_path, *arguments, **changes))
+        return runs[-1]
+
+    yield start
+    for started in runs:
+        started.close()
+
+
+# Weights and answers
+
+
+@pytest.mark.scenario("R07.C9", on="fake")
+def test_every_server_has_the_learners_weights_bit_for_bit_after_a_sync(run):
+    learner = run(sizes=[1, 2])
+    learner.sync(0)
+    assert all(learner.has_weights(server, 0) for server in learner.servers)
+    learner.weights["w0"] = torch.zeros(9, 7)
+    learner.sync(1)
+    assert all(learner.has_weights(server, 1) for server in learner.servers)
+
+
+def test_our_server_gets_the_length_of_the_next_bucket_and_an_ms_swift_server_only_fields_that_it_knows(run):
+    learner = run(servers=1)
+    learner.sync(0)
+    bodies = [body for path, body in learner.servers[0].calls if path == "/update_flattened_params/"]
+    lengths = [max(tensor["end_idx"] for tensor in body["metadatas"]) for body in bodies]
+    assert len(lengths) > 3
+    assert [body["next_bytes"] for body in bodies] == [*lengths[1:], 0]
+    other = run(servers=1, options={"is_swift": True})
+    other.sync(0)
+    bodies = [body for path, body in other.servers[0].calls if path == "/update_flattened_params/"]
+    assert all(body.keys() == {"metadatas"} for body in bodies)
+
+
+def test_a_version_that_the_servers_have_is_not_sent_again(run):
+    learner = run()
+    learner.sync(3)
+    learner.clear_calls()
+    learner.sync(3)
+    assert not any("update" in path for server in learner.servers for path in server.paths())
+
+
+@pytest.mark.scenario("R07.S3", on="fake")
+def test_requests_go_to_the_same_servers_every_time_and_come_back_in_order(run):
+    learner = run(servers=2, decode_batch_size=8)
+    learner.sync(1)
+    learner.clear_calls()
+    assert are_right(learner.generate(5), 1)
+    assert are_right(learner.generate(5), 1)
+    assert learner.servers[0].asked() == [[100, 101, 102]] * 2
+    assert learner.servers[1].asked() == [[103, 104]] * 2
+
+
+@pytest.mark.scenario("R15.C3", on="fake")
+def test_servers_of_unequal_size_get_requests_in_proportion(run):
+    learner = run(sizes=[1, 3], decode_batch_size=2)
+    learner.sync(1)
+    learner.clear_calls()
+    assert are_right(learner.generate(8), 1)
+    assert [len(call) for server in learner.servers for call in server.asked()] == [2, 6]
+
+
+@pytest.mark.scenario("R10.C1", "R10.C6", "R15.C2", on="fake")
+def test_no_rank_has_more_requests_out_than_the_devices_decode_at_once(run):
+    learner = run(servers=2, decode_batch_size=2)
+    learner.sync(1)
+    learner.clear_calls()
+    assert are_right(learner.generate(9), 1)
+    assert [len(call) for call in learner.servers[0].asked()] == [2, 2, 1]
+
+
+@pytest.mark.scenario("R07.C16", on="fake")
+def test_without_requests_nothing_is_sent(run):
+    learner = run()
+    learner.sync(1)
+    learner.clear_calls()
+    assert learner.generate(0) == []
+    assert [server.paths() for server in learner.servers] == [[], []]
+
+
+@pytest.mark.scenario("R07.C24", "R39.C2", "R39.C4", "R39.S1", on="fake")
+def test_a_calls_seed_is_that_of_its_first_request_and_every_request_has_its_own(run):
+    learner = run(servers=2, decode_batch_size=8)
+    learner.sync(1)
+    learner.clear_calls()
+    learner.generate(4, first=700)
+    bodies = [body for server in learner.servers for path, body in server.calls if path == "/infer/"]
+    assert [body["request_config"]["seed"] for body in bodies] == [700, 702]
+    assert [server.asked() for server in learner.servers] == [[[700, 701]], [[702, 703]]]
+
+
+def test_every_call_has_the_token(run, monkeypatch):
+    monkeypatch.setenv("COORDEXP_SERVER_TOKEN", "secret")
+    learner = run(servers=1, options={"token": "secret"})
+    learner.sync(1)
+    assert are_right(learner.generate(2), 1)
+    assert {header for path, header in learner.servers[0].headers} == {"Bearer secret"}
+
+
+def test_a_wrong_token_is_an_error(run, monkeypatch):
+    monkeypatch.setenv("COORDEXP_SERVER_TOKEN", "guess")
+    learner = run(servers=1, options={"token": "secret"})
+    with pytest.raises(EngineError, match="401 unauthorized: no valid token"):
+        learner.sync(1)
+
+
+# What stops a run
+
+
+@pytest.mark.scenario("R07.C13", "R07.S6", on="fake")
+def test_a_server_that_cannot_be_reached_in_timeout_s_stops_the_run_and_names_the_alternatives(run):
+    learner = run(timeout_s=0.3)
+    learner.servers[1].die()
+    began = time.monotonic()
+    with pytest.raises(EngineError) as error:
+        learner.sync(0)
+    assert 0.3 <= time.monotonic() - began < 3.0
+    message, url = str(error.value), learner.servers[1].url
+    for part in (url, "nothing listens", "0 s", "coordexp serve", "--index 1", "mode: colocate"):
+        assert part in message
+    assert "rollout_backend: hf" in message
+    assert learner.servers[0].session is None or _becomes_true(lambda: learner.servers[0].session is None)
+
+
+@pytest.mark.scenario("R07.C13", "R07.S6", on="fake")
+def test_a_group_port_that_nothing_opens_in_timeout_s_stops_the_run_and_names_the_alternatives(run):
+    learner = run(servers=1, timeout_s=0.4)
+    learner.servers[0].faults["/init_communicator/"].append(slow(5))
+    began = time.monotonic()
+    with pytest.raises(
+        EngineError, match=f"group_port {learner.servers[0].group_port}.*\n.*port must be free"
+    ) as error:
+        learner.sync(0)
+    assert 0.4 <= time.monotonic() - began < 3.0
+    assert "rollout_matching.vllm.mode: colocate" in str(error.value)
+    assert "rollout_matching.rollout_backend: hf" in str(error.value)
+
+
+def test_another_model_is_refused_with_what_differs(run):
+    learner = run(servers=1)
+    learner.servers[0].facts = learner.servers[0].facts | {"model": {"config.hidden": 16}}
+    with pytest.raises(EngineError, match=r"another model.*config\.hidden is 16 there and 8 here"):
+        learner.sync(0)
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        ({"dtype": "bfloat16"}, "its weights are bfloat16, but model.dtype is float32"),
+        ({"guard": {"enabled": True}}, "its repeat_terminate.enabled is True, but the learner's is False"),
+        ({"protocol": 1}, "with protocol 1, but this learner uses coordexp's protocol 2"),
+        ({"world_size": 3}, "/get_world_size/ says 1, but /version/ says 3"),
+        ({"boot": None}, "/version/ cannot be read: boot is None: Input should be a valid string"),
+    ],
+)
+def test_a_server_that_does_not_fit_is_refused(run, change, problem):
+    learner = run(servers=1)
+    learner.servers[0].facts = learner.servers[0].facts | change
+    with pytest.raises(EngineError) as error:
+        learner.sync(0)
+    assert problem in str(error.value)
+
+
+def test_a_server_whose_group_has_another_size_than_it_reports_stops_the_run(run):
+    """The learner waits for one worker more than there is."""
+    learner = run(sizes=[2], timeout_s=1.5)
+    learner.servers[0].faults["/init_communicator/"].append(_one_worker)
+    with pytest.raises(EngineError, match="no group for weights"):
+        learner.sync(0)
+
+
+def _one_worker(handler):
+    handler.fake.world_size = 1
+    return False
+
+
+@pytest.mark.scenario("R15.S1", on="fake")
+def test_more_ranks_than_decoding_slots_are_refused_when_the_servers_are_asked(run):
+    learner = run(servers=2, decode_batch_size=1)
+    learner.backend.links.learners = 4
+    with pytest.raises(EngineError) as error:
+        learner.sync(0)
+    assert "4 learner ranks each need one" in str(error.value)
+    for way in ("decode_batch_size to at least 2", "add rollout devices", "at most 2 learner ranks"):
+        assert way in str(error.value)
+
+
+def test_a_server_that_another_learner_holds_is_refused(run):
+    learner = run(servers=1)
+    learner.servers[0].session = "somebody else's"
+    with pytest.raises(EngineError, match="409 session_taken: learner host:1 holds it"):
+        learner.sync(0)
+
+
+def test_a_learner_waits_for_the_session_of_one_that_has_just_died_to_end(run, monkeypatch):
+    learner = run(servers=1)
+    learner.servers[0].session = "the previous learner's"
+    threading.Timer(0.1, setattr, (learner.servers[0], "session", None)).start()
+    learner.sync(0)
+    assert learner.has_weights(learner.servers[0], 0)
+
+
+def test_the_error_of_one_bad_request_names_its_image(run):
+    learner = run(servers=1)
+    learner.sync(1)
+    error = {"error": {"code": "bad_request", "message": "no such image", "fix": "copy it there"}}
+    learner.servers[0].faults["/infer/"].append(changed(lambda items: [items[0], error, *items[2:]]))
+    with pytest.raises(EngineError, match=r"1\.png: rollout server 0 .* could not answer it: no such image"):
+        learner.generate(3)
+
+
+BROKEN = {
+    "not JSON": (garbage(), "not JSON but '<html>Bad Gateway'"),
+    "an object": (garbage(b"{}"), "a dict where a list of 2 should be"),
+    "one too few": (changed(lambda items: items[1:]), "1 items where a list of 2"),
+    "no response": (changed(lambda items: [{}, items[1]]), r"[0].response is missing"),
+    "text for ids": (
+        changed(lambda items: _set(items, "token_ids", ["a"])),
+        "[0].response.choices[0].token_ids[0] is 'a': Input should be a valid integer",
+    ),
+    "logprobs of another length": (
+        changed(lambda items: _set(items, "logprobs", {"content": []})),
+        "4 token_ids and 0 logprobs",
+    ),
+    "an unknown end": (changed(lambda items: _set(items, "finish_reason", "abort")), "finish_reason is 'abort'"),
+}
+
+
+def _set(items, name, value):
+    items[0]["response"]["choices"][0][name] = value
+    return items
+
+
+@pytest.mark.parametrize(("fault", "problem"), BROKEN.values(), ids=BROKEN)
+def test_an_answer_that_cannot_be_read_is_one_error_with_server_and_field(run, fault, problem):
+    learner = run(servers=1)
+    learner.sync(1)
+    learner.servers[0].faults["/infer/"].append(fault)
+    with pytest.raises(EngineError) as error:
+        learner.generate(2)
+    assert problem in str(error.value)
+    assert learner.servers[0].url in str(error.value)
+
+
+@pytest.mark.scenario("R07.S5", on="fake")
+def test_another_prompt_than_that_of_training_is_refused(run):
+    learner = run(servers=1)
+    learner.sync(1)
+    learner.servers[0].prompt_ids = (11, 12)
+    with pytest.raises(DataError, match=r"0\.png: the engine's prompt"):
+        learner.generate(1)
+
+
+def test_the_probe_finds_a_server_without_the_learners_weights(run):
+    learner = run()
+    learner.own_model.logprob = -0.7
+    with pytest.raises(EngineError, match="does not have the learner's weights"):
+        learner.sync(1)
+
+
+@pytest.mark.parametrize("replica", [0, 2])
+def test_the_probe_is_answered_by_each_device_of_a_server(run, replica):
+    learner = run(sizes=[3])
+    learner.servers[0].faults["/infer/"].append(changed(lambda items: _less_likely(items, replica)))
+    with pytest.raises(EngineError, match="does not have the learner's weights"):
+        learner.sync(1)
+    assert [len(call) for call in learner.servers[0].asked()] == [3]
+
+
+def _less_likely(items, at):
+    for entry in items[at]["response"]["choices"][0]["logprobs"]["content"]:
+        entry["logprob"] -= 1.0
+    return items
+
+
+# What a run survives
+
+
+ENGINE_FAILED = {"error": {"code": "engine", "message": "vLLM ended an answer by itself", "fix": "ask again"}}
+RETRIES = {
+    "http_500": (status(500), "/infer/ answered 500"),
+    "engine": (changed(lambda items: [items[0], ENGINE_FAILED]), "3.png: vLLM ended an answer by itself"),
+}
+
+
+@pytest.mark.scenario("R32.C2", on="fake")
+@pytest.mark.parametrize("kind", RETRIES)
+def test_a_call_that_the_server_failed_at_is_retried_once_with_the_same_seeds_and_the_retry_is_recorded(run, kind):
+    learner = run(servers=2, decode_batch_size=2)
+    learner.sync(5)
+    learner.clear_calls()
+    fault, reason = RETRIES[kind]
+    learner.servers[1].faults["/infer/"].append(fault)
+    assert are_right(learner.generate(4), 5)
+    assert learner.servers[0].asked() == [[100, 101]] and learner.servers[1].asked() == [[102, 103]] * 2
+    (retry,) = [event for event in learner.events if event["event"] == "retry"]
+    assert reason in retry.pop("reason")
+    assert retry == {
+        "event": "retry",
+        "server": 1,
+        "base_url": learner.servers[1].url,
+        "version": 5,
+        "kind": kind,
+        "requests": [{"image": "2.png", "seed": 102}, {"image": "3.png", "seed": 103}],
+    }
+    json.dumps(learner.events)
+
+
+def test_requests_of_a_server_that_fails_twice_go_to_the_others(run):
+    learner = run()
+    learner.sync(1)
+    learner.servers[0].faults["/infer/"] += [status(500), status(500)]
+    assert are_right(learner.generate(4), 1)
+    assert learner.backend.pool.usable == (1,)
+    assert "goes on without" in learner.messages[-1]
+
+
+@pytest.mark.parametrize("fault", [dies, freezes, status(503, "no_weights")], ids=["dies", "freezes", "empty"])
+def test_requests_of_a_server_that_is_lost_while_it_answers_go_to_the_others(run, fault):
+    learner = run(silence=0.8 if fault is freezes else None)
+    learner.sync(1)
+    learner.servers[1].faults["/infer/"].append(fault)
+    began = time.monotonic()
+    assert are_right(learner.generate(6), 1)
+    assert time.monotonic() - began < 8
+    assert learner.backend.pool.usable == (0,)
+
+
+def test_a_run_waits_for_a_server_that_is_slow_but_alive(run):
+    learner = run(servers=1, silence=0.8)
+    learner.sync(1)
+    learner.servers[0].faults["/infer/"].append(slow(1.6))  # twice as long as it may be silent
+    assert are_right(learner.generate(2), 1)
+    assert not any("goes on without" in message for message in learner.messages)
+
+
+@pytest.mark.scenario("R07.C14", on="fake")
+@pytest.mark.parametrize("seconds", [None, 0, -1])
+def test_a_generation_call_has_no_timeout_when_infer_timeout_s_is_null_or_not_positive(run, seconds):
+    """The call also takes longer than `timeout_s`, which is not for generation."""
+    learner = run(servers=1, infer_timeout_s=seconds, timeout_s=1.0)
+    learner.sync(1)
+    learner.clear_calls()
+    learner.servers[0].faults["/infer/"].append(slow(1.5))
+    assert are_right(learner.generate(2), 1)
+    assert learner.servers[0].paths().count("/infer/") == 1
+    assert not any("goes on without" in message for message in learner.messages)
+
+
+@pytest.mark.scenario("R07.C14", on="fake")
+def test_a_server_that_takes_longer_than_the_timeout_that_was_set_is_lost(run):
+    learner = run(infer_timeout_s=1.0)
+    learner.sync(1)
+    learner.servers[0].faults["/infer/"].append(slow(3))
+    began = time.monotonic()
+    assert are_right(learner.generate(4), 1)
+    assert 1.0 <= time.monotonic() - began < 3.0
+    assert learner.backend.pool.usable == (1,)
+    assert any("no answer in 1.0 s (in /infer/)" in message for message in learner.messages)
+
+
+@pytest.mark.scenario("R07.C14", on="fake")
+def test_a_positive_infer_timeout_s_limits_no_other_call_than_generation(run):
+    learner = run(servers=1, infer_timeout_s=0.3)
+    others = ["/get_world_size/", "/version/", "/init_communicator/", "/start_update/", "/finish_update/"]
+    for path in others:
+        learner.servers[0].faults[path].append(slow(0.5))
+    learner.sync(1)
+    assert learner.has_weights(learner.servers[0], 1) and set(others) <= set(learner.servers[0].paths())
+    assert are_right(learner.generate(2), 1)
+
+
+@pytest.mark.parametrize("fault", [dies, status(500, "update_failed")], ids=["dies", "fails"])
+@pytest.mark.parametrize("path", ["/start_update/", "/update_flattened_params/", "/finish_update/"])
+def test_a_server_that_fails_in_a_sync_is_not_asked_until_it_has_had_a_full_sync(run, path, fault):
+    learner = run()
+    learner.sync(1)
+    learner.servers[0].faults[path].append(fault)
+    learner.sync(2)
+    assert learner.backend.pool.usable == (1,)
+    assert learner.has_weights(learner.servers[1], 2)
+    assert are_right(learner.generate(4), 2)
+    learner.servers[0].restart()
+    learner.sync(3)
+    assert learner.backend.pool.out == {}
+    assert all(learner.has_weights(server, 3) for server in learner.servers)
+
+
+def test_a_run_goes_on_at_once_without_a_server_that_hangs_in_a_sync_and_is_silent(run):
+    learner = run(silence=0.8)
+    learner.sync(1)
+    learner.servers[0].faults["/update_flattened_params/"].append(freezes)
+    began = time.monotonic()
+    learner.sync(2)
+    assert time.monotonic() - began < 5
+    assert learner.backend.pool.usable == (1,)
+    assert are_right(learner.generate(4), 2)
+
+
+def test_a_run_goes_on_at_the_deadline_without_a_server_that_is_alive_and_loads_no_weights(run):
+    learner = run(sync_timeout_s=2)
+    learner.sync(1)
+    learner.servers[0].faults["/update_flattened_params/"].append(slow(8))
+    began = time.monotonic()
+    learner.sync(2)
+    assert time.monotonic() - began < 4
+    assert learner.backend.pool.usable == (1,)
+    assert any("too slowly for rollout_matching.vllm.sync.timeout_s" in message for message in learner.messages)
+    learner.sync(3)
+    assert learner.backend.pool.usable == (0, 1)
+    assert all(learner.has_weights(server, 3) for server in learner.servers)
+
+
+def test_a_server_that_does_not_report_the_new_version_is_not_synced(run):
+    learner = run()
+    learner.sync(1)
+    learner.servers[0].faults["/finish_update/"].append(garbage(b'{"weight_version": "1"}'))
+    learner.sync(2)
+    assert learner.backend.pool.usable == (1,)
+    assert f"version {learner.backend._name_version(2)} was sent, but it reports version 1" in learner.messages[-1]
+
+
+def test_a_restarted_server_is_not_used_before_it_has_the_weights(run):
+    learner = run(servers=1)
+    learner.sync(4)
+    learner.servers[0].restart()
+    assert are_right(learner.generate(3), 4)
+    assert learner.has_weights(learner.servers[0], 4)
+    assert any(
+        f"version default, not {learner.backend._name_version(4)}" in message for message in learner.messages
+    )
+
+
+def test_a_server_that_was_restarted_with_another_config_causes_one_warning(run):
+    learner = run()
+    learner.sync(1)
+    learner.servers[0].facts["dtype"] = "float16"  # both servers share it, but the other is not checked again
+    learner.servers[0].restart()
+    for version in (2, 3, 4):
+        learner.sync(version)
+        assert learner.backend.pool.usable == (1,)
+    assert [
+        message for message in learner.messages if "its weights are float16, but model.dtype is float32" in message
+    ] == [learner.messages[-1]]
+
+
+def test_a_server_that_comes_back_is_probed(run):
+    learner = run(servers=1)
+    learner.sync(4)
+    learner.servers[0].restart()
+    learner.own_model.logprob = -0.7
+    with pytest.raises(EngineError, match="does not have the learner's weights"):
+        learner.sync(5)
+
+
+def test_a_run_waits_for_its_last_server(run):
+    learner = run(servers=1)
+    learner.sync(1)
+    learner.servers[0].faults["/infer/"].append(dies)
+    threading.Timer(0.6, learner.servers[0].restart).start()
+    assert are_right(learner.generate(3), 1)
+    assert learner.has_weights(learner.servers[0], 1)
+
+
+@pytest.mark.parametrize("work", ["generate", "sync"])
+def test_when_no_server_comes_back_the_run_ends_at_the_deadline(run, work):
+    learner = run(servers=2, timeout_s=1.5)
+    learner.sync(1)
+    for server in learner.servers:
+        server.die()
+    began = time.monotonic()
+    with pytest.raises(EngineError, match=r"no rollout server is left, and none came back in 1\.5 s"):
+        learner.sync(2) if work == "sync" else learner.generate(2)
+    assert time.monotonic() - began < 6
+
+
+def test_a_server_that_always_fails_ends_the_run_at_the_deadline(run):
+    learner = run(servers=1, timeout_s=1.5)
+    learner.sync(1)
+    learner.servers[0].faults["/infer/"] += [status(500)] * 1000
+    with pytest.raises(EngineError, match="no rollout server is left"):
+        learner.generate(2)
+
+
+# ms-swift
+
+
+def test_a_server_of_ms_swift_gets_the_weights_and_is_asked(run):
+    learner = run(servers=1, options={"is_swift": True})
+    learner.sync(3)
+    assert {name: weight.tolist() for name, weight in learner.servers[0].weights.items()} == {
+        name: weight.tolist() for name, weight in learner.weights.items()
+    }
+    calls = [path for path in learner.servers[0].paths() if path != "/health/"]  # polled while a call takes long
+    assert calls[-5:-1] == [
+        "/process_weights_after_loading/", "/reset_prefix_cache/", "/reset_mm_cache/", "/reset_encoder_cache/",
+    ]  # fmt: skip
+    rollouts = learner.generate(2)
+    assert [rollout.ids for rollout in rollouts] == [tuple(answer_ids(100))] * 2  # one seed per call
+    assert {rollout.version for rollout in rollouts} == {3}
+
+
+def test_a_server_of_ms_swift_may_be_silent_while_it_answers(run):
+    learner = run(servers=1, options={"is_swift": True}, silence=0.4)
+    learner.sync(3)
+    learner.servers[0].faults["/infer/"].append(slow(1.2))
+    assert len(learner.generate(2)) == 2
+    assert not any("goes on without" in message for message in learner.messages)
+
+
+def test_an_older_server_of_ms_swift_causes_a_warning(run):
+    learner = run(servers=1, options={"is_swift": True})
+    learner.servers[0].faults["/reset_encoder_cache/"].append(status(404))
+    learner.sync(3)
+    assert any("has no /reset_encoder_cache/" in message for message in learner.messages)
+
+
+@pytest.mark.scenario("R33.S2", on="fake")
+def test_a_server_of_ms_swift_that_does_not_prove_its_guard_is_refused_and_the_plugin_is_named(run):
+    learner = run(servers=1, options={"is_swift": True}, guard={"enabled": True})
+    with pytest.raises(EngineError, match="reports no repeat guard") as error:
+        learner.sync(0)
+    assert "swift rollout --external_plugins" in str(error.value)
+    assert "coordexp.plugins.SWIFT_REPEAT_GUARD" in str(error.value)
+
+
+PLUGIN_FAULTS = {
+    "a worker lacks it": ({"workers": 1}, "active in 1 of its 2 workers"),
+    "another threshold": ({"guard": {"enabled": True, "ngram_size": 3}}, "its repeat_terminate.ngram_size is 3"),
+    "no settings": ({"guard": None}, "guard is None: Input should be a valid dictionary"),
+}
+
+
+@pytest.mark.scenario("R33.S2", on="fake")
+@pytest.mark.parametrize(("change", "reason"), PLUGIN_FAULTS.values(), ids=PLUGIN_FAULTS)
+def test_a_server_of_ms_swift_whose_guard_is_not_active_everywhere_or_another_one_is_refused(run, change, reason):
+    learner = run(sizes=[2], options={"is_swift": True}, guard={"enabled": True})
+    whole = RepeatTerminate(enabled=True).model_dump(mode="json")
+    answer = {"guard": whole, "workers": 2} | change
+    learner.servers[0].plugin = answer | ({"guard": whole | answer["guard"]} if answer["guard"] else {})
+    with pytest.raises(EngineError) as error:
+        learner.sync(0)
+    assert reason in str(error.value)
+
+
+@pytest.mark.scenario("R33.C3", on="fake")
+def test_a_server_of_ms_swift_with_the_plugin_in_all_of_its_workers_may_be_used_with_the_guard(run):
+    learner = run(sizes=[2], options={"is_swift": True}, guard={"enabled": True})
+    learner.servers[0].plugin = {"guard": RepeatTerminate(enabled=True).model_dump(mode="json"), "workers": 2}
+    learner.sync(3)
+    assert len(learner.generate(2)) == 2
+
+
+# What is written down
+
+
+@pytest.mark.scenario("R09.C2", "R09.S1", on="fake")
+def test_endpoints_sync_mode_and_seeds_are_recorded_with_each_step(run):
+    learner = run()
+    learner.sync(7)
+    learner.generate(4)
+    sync, rollouts = learner.events
+    for name, attribute in (("base_url", "url"), ("group_port", "group_port"), ("boot", "boot")):
+        expected = [getattr(server, attribute) for server in learner.servers]
+        assert [recorded[name] for recorded in sync["servers"]] == expected
+    assert (sync["version"], sync["sync_mode"], sync["fallbacks"], sync["synced"]) == (7, "full", [], [0, 1])
+    assert sync["bytes"] >= sum(weight.nbytes for weight in learner.weights.values())
+    assert (rollouts["version"], rollouts["sync_mode"]) == (7, "full")
+    assert [(call["base_url"], call["count"], call["seed"]) for call in rollouts["calls"]] == [
+        (learner.servers[0].url, 2, 100),
+        (learner.servers[1].url, 2, 102),
+    ]
+    json.dumps(learner.events)
+
+
+@pytest.mark.scenario("R09.C1", on="fake")
+def test_adapters_that_cannot_be_sent_cause_one_warning_which_is_recorded(run):
+    learner = run(sync={"mode": "adapter"})
+    learner.sync(1)
+    assert learner.backend.describe()["sync_mode"] == "full"
+    (warning,) = learner.backend.describe()["fallbacks"]
+    assert warning in learner.messages and "train_coord_rows" in warning
+
+
+def test_closing_ends_the_sessions(run):
+    learner = run()
+    learner.sync(1)
+    learner.backend.close()
+    assert _becomes_true(lambda: all(server.session is None for server in learner.servers))
+
+
+def _becomes_true(condition) -> bool:
+    until = time.monotonic() + 2
+    while time.monotonic() < until and not condition():
+        time.sleep(0.01)
+    return condition()
+
+
+def wait_until(condition):
+    end = time.monotonic() + 5
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def test_answers_from_another_learners_weights_of_the_same_step_are_not_accepted(run):
+    """The connection was lost, and another learner has taken the server and sent its own weights of that step."""
+    learner = run(1, timeout_s=1.5)
+    learner.sync(5)
+    server = learner.servers[0]
+    learner.backend.links.open[0].session.close()
+    wait_until(lambda: server.session is None)
+    other = Run(learner.folder, addresses=[(server.url, server.group_port)])
+    other.weights = {name: weight + 1 for name, weight in learner.weights.items()}
+    other.sync(5)
+    assert other.has_weights(server, 5)
+    with pytest.raises(EngineError, match="no rollout server is left"):
+        learner.generate(2)
+    other.close()
+
+
+def test_a_request_that_the_servers_engine_fails_at_twice_ends_the_run(run):
+    learner = run(1)
+    learner.sync(1)
+    for _ in range(2):
+        learner.servers[0].faults["/infer/"].append(changed(lambda items: [ENGINE_FAILED, *items[1:]]))
+    with pytest.raises(EngineError, match=r"0\.png: .* could not answer it: vLLM ended an answer by itself"):
+        learner.generate(4)
+
+
+def test_a_server_that_cannot_be_used_is_not_tried_at_every_sync_while_others_answer(run):
+    learner = run(2)
+    learner.sync(1)
+    learner.servers[1].restart()
+    learner.servers[1].session = "another learner's"
+    learner.generate(4)
+    learner.sync(2)
+    attempts = learner.servers[1].paths().count("/session/")
+    for version in (3, 4, 5):
+        learner.sync(version)
+    assert learner.servers[1].paths().count("/session/") == attempts and learner.backend.pool.usable == (0,)
+
+
+def test_a_learner_that_fails_at_its_own_weights_leaves_no_delivery_waiting(run):
+    learner = run(1)
+    learner.sync(1)
+
+    def broken():
+        yield next(iter(learner.weights.items()))
+        raise ValueError("the weights are gone")
+
+    before = threading.active_count()
+    with pytest.raises(ValueError, match="the weights are gone"):
+        learner.backend.sync(broken, 2)
+    wait_until(lambda: threading.active_count() <= before)
