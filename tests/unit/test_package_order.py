@@ -12,7 +12,8 @@ PACKAGE = SOURCE / "coordexp"
 # A part imports no part of its own line or of a later one.
 ORDER = (
     ("errors",),
-    ("files", "child_processes"),
+    ("files", "child_processes", "extensions"),
+    ("families",),
     ("config",),
     ("data",),
     ("vocab",),

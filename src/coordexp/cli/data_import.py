@@ -1,6 +1,7 @@
 """`coordexp data import`: convert COCO, LVIS, YOLO or labelme to a JSONL file, and list what was left out."""
 
 from collections.abc import Iterator
+from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -9,6 +10,7 @@ from rich.text import Text
 
 from coordexp.cli.console import need, out, progress, sanitize
 from coordexp.errors import UserError
+from coordexp.extensions import find_extensions, load_extension
 
 if TYPE_CHECKING:
     from coordexp.data.importers import ImportCounts, Rules, SourceImage
@@ -133,6 +135,32 @@ def labelme(
     rules = Rules(geometry, multipart, "drop", empty, missing, outside, tolerance)
     tally = ImportCounts()
     _import(read_labelme(labels, images, tally, _size), target, rules, tally)
+
+
+def _add_extension_command(entry: EntryPoint) -> None:
+    """Add a command for a format that another package reads."""
+
+    @app.command(entry.name, help=f"Import with {entry.value}.")
+    def command(
+        source: Annotated[Path, typer.Argument(exists=True, help="What to import.", show_default=False)],
+        target: OutOption,
+        geometry: ShapesOption = "auto",
+        multipart: MultipartOption = "largest",
+        crowd: CrowdOption = "drop",
+        empty: EmptyOption = "keep",
+        outside: OutsideOption = "clip",
+        tolerance: ToleranceOption = 0.0,
+        missing: MissingOption = "refuse",
+    ) -> None:
+        from coordexp.data.importers import ImportCounts, Rules
+
+        rules = Rules(geometry, multipart, crowd, empty, missing, outside, tolerance)
+        tally = ImportCounts()
+        _import(load_extension(entry)(source, tally), target, rules, tally)
+
+
+for _entry in find_extensions("importers").values():
+    _add_extension_command(_entry)
 
 
 def _size(path: Path) -> tuple[int, int]:

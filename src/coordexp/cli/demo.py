@@ -101,9 +101,10 @@ def generate(
         )
     with tempfile.TemporaryDirectory() as folder:
         with progress("loading transformers"):
-            from transformers import AutoProcessor, Qwen3VLForConditionalGeneration
+            from transformers import AutoProcessor
 
             from coordexp.config.settings import Custom
+            from coordexp.families import load_model
             from coordexp.rollout.backend import Decode, Request
             from coordexp.rollout.hugging_face import HuggingFaceBackend
             from coordexp.rollout.prompt import PromptBuilder
@@ -113,7 +114,7 @@ def generate(
             table = VocabularyTable.from_folder(model_folder)
             processor = AutoProcessor.from_pretrained(model_folder)
             prompts = PromptBuilder(processor, Custom.model_fields["prompt"].default)
-            loaded = Qwen3VLForConditionalGeneration.from_pretrained(model_folder, dtype="float32")
+            loaded = load_model(model_folder, dtype="float32")
             (expected,) = HuggingFaceBackend(lambda: loaded, prompts, table, 1).generate([request])
         _show("transformers", expected)
         if backend == "hf":

@@ -406,9 +406,8 @@ def _start_backend(
         lengths = [len(prompts.ids(*size)) for size in sizes if size_problem(*size) is None]
         longest = max(lengths, default=0) + max_new_tokens
         return VllmBackend(folder, prompts, table, max_length=longest, batch=batch, dtype=dtype, gpu_share=0.9)
-    from transformers import Qwen3VLForConditionalGeneration
-
+    from coordexp.families import load_model
     from coordexp.rollout.hugging_face import HuggingFaceBackend
 
-    loaded = Qwen3VLForConditionalGeneration.from_pretrained(folder, dtype=dtype).to(device)
+    loaded = load_model(folder, dtype=dtype).to(device)
     return HuggingFaceBackend(lambda: loaded, prompts, table, batch)

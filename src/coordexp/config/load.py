@@ -296,8 +296,8 @@ def _idle_sections(s: Settings) -> Iterator[tuple[str, str]]:
         return
     if s.stage1.pipeline is not None:
         yield "stage1.pipeline", f"not used by {variant}"
-    if rollout.rollout_backend == "hf" and "vllm" in rollout.model_fields_set:
-        yield "rollout_matching.vllm", "not used with rollout_backend: hf"
+    if rollout.rollout_backend != "vllm" and "vllm" in rollout.model_fields_set:
+        yield "rollout_matching.vllm", f"not used with rollout_backend: {rollout.rollout_backend}"
     elif rollout.vllm.mode == "colocate" and "server" in _non_default_keys(rollout.vllm):
         yield "rollout_matching.vllm.server", "not used with vllm.mode: colocate"
     if "max_lora_rank" in _non_default_keys(rollout.vllm) and not rollout.vllm.enable_lora:

@@ -5,7 +5,7 @@ section with derived values filled in, together with the packing keys of `traini
 """
 
 from math import gcd
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, Field
@@ -22,6 +22,7 @@ from coordexp.config.sections import (
     from_null,
 )
 from coordexp.errors import ConfigError, Finding
+from coordexp.extensions import find_extensions
 
 DEFAULT_TENSOR_PARALLEL = 4
 TOKEN = "COORDEXP_SERVER_TOKEN"  # noqa: S105 - the environment variable of learner and server
@@ -284,8 +285,14 @@ class NoiseAnswers(SettingsSection):
     )
 
 
+if TYPE_CHECKING:
+    BackendName = str
+else:
+    BackendName = Literal[("vllm", "hf", *find_extensions("rollout_backends"))]
+
+
 class RolloutMatching(SettingsSection):
-    rollout_backend: Literal["vllm", "hf"] = Field(
+    rollout_backend: BackendName = Field(
         "vllm", description="Engine that generates rollouts: vLLM, or transformers (hf)."
     )
     decode_batch_size: PositiveInt = Field(

@@ -4,9 +4,11 @@ Nothing here has a default. A module entry must state all five of its fields and
 a file means the same in every version of the package.
 """
 
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Union
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+
+from coordexp.extensions import find_extensions, load_extension
 
 
 class SettingsSection(BaseModel):
@@ -111,6 +113,10 @@ class CoordDiagConfig(SettingsSection):
 
 
 class ModuleSpec(SettingsSection):
+    """A declared module. `kind` is for modules of other packages: the `ModuleKind` that computes it, as
+    `module:name`."""
+
+    kind: ClassVar[str] = ""
     enabled: bool = Field(description="Whether the module runs at all.", examples=[True])
     weight: NonNegativeFloat = Field(
         description="Factor on the module's whole contribution to the loss.", examples=[1.0]
@@ -155,8 +161,16 @@ class CoordDiag(ModuleSpec):
 
 
 # Both lists accept all modules here. A rule checks the list, so that a module in the wrong one gets one message.
-Module = Annotated[TokenCE | CoordReg | BBoxGeo | DuplicateUL | CoordDiag, Field(discriminator="name")]
-OBJECTIVES = frozenset({"token_ce", "coord_reg", "bbox_geo", "duplicate_ul"})
+# Other packages may add objectives (docs/extending.md), which a type checker does not know.
+ADDED_OBJECTIVES = find_extensions("objectives")
+if TYPE_CHECKING:
+    AnyModule = TokenCE | CoordReg | BBoxGeo | DuplicateUL | CoordDiag
+else:
+    AnyModule = Union[
+        (TokenCE, CoordReg, BBoxGeo, DuplicateUL, CoordDiag, *map(load_extension, ADDED_OBJECTIVES.values()))
+    ]
+Module = Annotated[AnyModule, Field(discriminator="name")]
+OBJECTIVES = frozenset({"token_ce", "coord_reg", "bbox_geo", "duplicate_ul", *ADDED_OBJECTIVES})
 DIAGNOSTICS = frozenset({"coord_diag"})
 
 

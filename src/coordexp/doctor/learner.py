@@ -12,7 +12,7 @@ from typing import Any, Literal
 import torch
 import yaml
 from torch import Tensor
-from transformers import AutoProcessor, Qwen3VLForConditionalGeneration
+from transformers import AutoProcessor
 
 from coordexp.config import Settings, load_settings
 from coordexp.data import RecordFile
@@ -22,6 +22,7 @@ from coordexp.doctor.machine import Machine
 from coordexp.doctor.outcome import Agreement
 from coordexp.engine.colocate import ColocateBackend
 from coordexp.engine.start import EngineSetup
+from coordexp.families import load_model
 from coordexp.rollout.backend import Decode, ImageRef, Request, Rollout, RolloutBackend
 from coordexp.rollout.hugging_face import HuggingFaceBackend
 from coordexp.rollout.prompt import PromptBuilder
@@ -143,7 +144,7 @@ class TinyLearner:
 
     def _load(self) -> Any:
         dtype = getattr(torch, self.dtype)
-        return Qwen3VLForConditionalGeneration.from_pretrained(self.workspace.model, dtype=dtype)
+        return load_model(self.workspace.model, dtype=dtype)
 
     def connect_servers(
         self, config: Any, notify: Callable[[str], None], record: Callable[[dict[str, Any]], None]

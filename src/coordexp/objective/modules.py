@@ -86,7 +86,7 @@ def token_ce(
     """Cross entropy of the next token over the full vocabulary. Structure, desc and end of turn are separate
     terms, so that each has a weight of its own."""
     values = split(1.0).cross_entropy()
-    return {name: _measure(values, s, allowed & _has_role(s, TOKEN_CE[name].roles)) for name in sorted(terms)}
+    return {name: _measure(values, s, allowed & has_role(s, TOKEN_CE[name].roles)) for name in sorted(terms)}
 
 
 def coord_reg(
@@ -95,7 +95,7 @@ def coord_reg(
     """Losses on the distribution over bins at coordinate positions, and on probability mass in the wrong part of
     the vocabulary."""
     at_temperature = split(config.temperature)
-    here = allowed & _has_role(s, COORD_ROLES)
+    here = allowed & has_role(s, COORD_ROLES)
     at_coords, targets, weights = at_temperature.where(here), s.coord_targets[here], s.weights[here]
     log_p = at_coords.coord.log_softmax(-1)
     q = soft_target(targets, config.target_sigma, config.target_truncate).to(log_p)
@@ -110,7 +110,7 @@ def coord_reg(
         values["w1"] = wasserstein(log_p.exp(), q)
     measures = {name: Measure((value * weights).sum(), here.sum()) for name, value in values.items()}
     if "text_gate" in terms:
-        measures["text_gate"] = _measure(at_temperature.text_gate(), s, allowed & _has_role(s, TEXT_ROLES))
+        measures["text_gate"] = _measure(at_temperature.text_gate(), s, allowed & has_role(s, TEXT_ROLES))
     return measures
 
 
@@ -140,7 +140,7 @@ def coord_diag(
     """Diagnostics of the distributions over bins. They have no gradient, and they do not decode a coordinate:
     that is left to `bbox_geo`, so that a pipeline without it never computes one."""
     whole = split(1.0)
-    here, text = allowed & _has_role(s, COORD_ROLES), allowed & _has_role(s, TEXT_ROLES)
+    here, text = allowed & has_role(s, COORD_ROLES), allowed & has_role(s, TEXT_ROLES)
     log_p = whole.coord[here].log_softmax(-1)
     p = log_p.exp()
     target = nearest_bin(s.coord_targets[here])[:, None]
@@ -204,7 +204,7 @@ def _with_area(boxes: Tensor) -> Tensor:
     return torch.cat((corner, torch.maximum(boxes[:, 2:], corner + 1.0)), dim=1)
 
 
-def _has_role(s: Supervision, roles: frozenset[Role]) -> Tensor:
+def has_role(s: Supervision, roles: frozenset[Role]) -> Tensor:
     """Return a mask of the positions with one of the roles. Roles are compared one after the other, because a
     tensor of them would have to be copied to the device."""
     return functools.reduce(torch.logical_or, [s.roles == role for role in sorted(roles)])

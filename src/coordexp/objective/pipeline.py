@@ -4,6 +4,7 @@ declared is not computed."""
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pkgutil import resolve_name
 from typing import Any
 
 import torch
@@ -48,7 +49,7 @@ class ActiveModule:
 
     @property
     def kind(self) -> ModuleKind:
-        return MODULES[self.module.name]
+        return find_kind(self.module)
 
     @property
     def is_diagnostic(self) -> bool:
@@ -138,8 +139,16 @@ class Objective:
         return allowed
 
 
+def find_kind(module: Module) -> ModuleKind:
+    """Return how a module is computed. A module of another package names its own `ModuleKind`."""
+    if module.name in MODULES:
+        return MODULES[module.name]
+    kind: ModuleKind = resolve_name(module.kind)
+    return kind
+
+
 def _activate(module: Module, settings: Settings) -> ActiveModule:
-    specs = MODULES[module.name].terms
+    specs = find_kind(module).terms
     active = tuple(
         name for name, spec in specs.items() if spec.weight is None or getattr(module.config, spec.weight) > 0
     )

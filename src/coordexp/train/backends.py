@@ -8,6 +8,7 @@ from coordexp.config import Settings
 from coordexp.engine import check_vllm
 from coordexp.engine.colocate import ColocateBackend
 from coordexp.engine.start import EngineSetup
+from coordexp.extensions import find_extensions, load_extension
 from coordexp.rollout.backend import RolloutBackend
 from coordexp.rollout.hugging_face import HuggingFaceBackend
 from coordexp.tasks import ignore
@@ -26,6 +27,10 @@ def backend_for(
     own = HuggingFaceBackend(learner.current_model, prompts, table, rollout.decode_batch_size)
     if not settings.uses_rollouts or rollout.rollout_backend == "hf":
         return own
+    added = find_extensions("rollout_backends")
+    if rollout.rollout_backend in added:
+        backend: RolloutBackend = load_extension(added[rollout.rollout_backend])(settings, training_set, learner)
+        return backend
     folder, rank = Path(arguments.output_dir), arguments.process_index
     setup = EngineSetup(
         Path(settings.model.path), learner.dtype, rollout, table, learner.device, learner.precision

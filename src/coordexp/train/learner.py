@@ -25,13 +25,14 @@ from peft.utils.other import AuxiliaryTrainingWrapper, TrainableTokensWrapper
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.nn import Module, Parameter
-from transformers import AutoProcessor, Qwen3VLForConditionalGeneration, TrainingArguments
+from transformers import AutoProcessor, TrainingArguments
 
 from coordexp.config import Settings
 from coordexp.config.rollout import Offload
 from coordexp.config.settings import Adapter
 from coordexp.data import BINS
 from coordexp.errors import UserError
+from coordexp.families import load_model
 from coordexp.pack.attention import attention_for
 from coordexp.ranks import is_sharded
 from coordexp.rollout.backend import AdapterWeights
@@ -40,7 +41,7 @@ from coordexp.train.offload import OffloadedStorages, offload_learner
 
 @dataclass
 class Learner:
-    """Made before the rollout backend and the trainer, which both refer to it. `base` is the Qwen3-VL model,
+    """Made before the rollout backend and the trainer, which both refer to it. `base` is the checkpoint's model,
     inside peft's wrapper if there is an adapter. accelerate wraps model and optimizer when training begins; the
     trainer then sets them here. `dtype` is the one that the weights are loaded in, `precision` the one that
     forward passes compute in. `offload_folder` is where a learner on the CPU is offloaded to."""
@@ -59,7 +60,7 @@ class Learner:
     def load(cls, settings: Settings, arguments: TrainingArguments, first_coord: int) -> "Learner":
         """Load the model of the settings and add a new adapter, if they have one."""
         dtype, adapter = settings.model.dtype, settings.model.adapter
-        base = Qwen3VLForConditionalGeneration.from_pretrained(
+        base = load_model(
             Path(settings.model.path),
             dtype=getattr(torch, dtype),
             attn_implementation=attention_for(arguments.device),
@@ -217,7 +218,7 @@ def _to_json_value(value: Any) -> Any:
 
 def merge_adapter(base: Path, adapter: Path, to: Path) -> None:
     """Write a whole checkpoint whose weights include the adapter's update, for vLLM and for `coordexp predict`."""
-    model = Qwen3VLForConditionalGeneration.from_pretrained(base, dtype="auto")
+    model = load_model(base, dtype="auto")
     merged = PeftModel.from_pretrained(model, adapter, torch_dtype=torch.float32).merge_and_unload()
     merged.save_pretrained(to)
     AutoProcessor.from_pretrained(adapter).save_pretrained(to)

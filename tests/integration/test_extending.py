@@ -1,0 +1,143 @@
+"""The package on the page docs/extending.md, written to a folder as an installer would, adds all of its parts."""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+import yaml
+from PIL import Image
+
+from tests.integration.stage2_runs import MODEL, ROOT, config, draw, steps
+from tests.source import SOURCE
+
+pytestmark = pytest.mark.timeout(300)
+
+PAGE = (ROOT / "docs/extending.md").read_text()
+PASCAL = """<annotation><filename>a.png</filename><size><width>40</width><height>30</height></size>
+<object><name>cup</name><bndbox><xmin>4</xmin><ymin>5</ymin><xmax>20</xmax><ymax>21</ymax></bndbox></object>
+</annotation>"""
+
+
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
+
+
+def install(folder: Path) -> None:
+    """Write the modules of the page, and the metadata that pip would write."""
+    for block in blocks("python"):
+        path = folder / block.splitlines()[0].removeprefix("# ")
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(block)
+    (project,) = blocks("toml")
+    groups = tomllib.loads(project)["project"]["entry-points"]
+    lines = [
+        f"[{group}]\n" + "\n".join(f"{name} = {value}" for name, value in entries.items())
+        for group, entries in groups.items()
+    ]
+    metadata = folder / "my_package-1.0.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: my-package\nVersion: 1.0\n")
+    (metadata / "entry_points.txt").write_text("\n".join(lines))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("extending")
+    install(folder)
+    return folder
+
+
+def coordexp(folder: Path, *words: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Run a command where the package is installed."""
+    paths = f"{folder}:{SOURCE}"
+    environment = os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"} | variables
+    command = [sys.executable, "-m", "coordexp", *words]
+    return subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True, timeout=250)
+
+
+def test_a_loss_module_and_a_rollout_backend_of_another_package_train_a_run(folder):
+    draw(folder)
+    records = [json.loads(line) for line in (folder / "data/train.jsonl").read_text().splitlines()]
+    answers = {
+        Path(record["images"][0] if "images" in record else record["image"]).name: "{}" for record in records
+    }
+    (folder / "answers.json").write_text(json.dumps(answers))
+    (declared,) = yaml.safe_load(blocks("yaml")[0])
+    changes = {
+        "rollout_matching__rollout_backend": "recorded",
+        "training__max_steps": 2,
+        "training__save_steps": 2,
+    }
+    file = config(folder, "run", **changes)
+    tree = yaml.safe_load(file.read_text())
+    tree["rollout_matching"]["pipeline"]["objective"].append(declared)
+    file.write_text(yaml.safe_dump(tree))
+    run = coordexp(folder, "train", "--config", str(file), RECORDED_ANSWERS=str(folder / "answers.json"))
+    assert run.returncode == 0, run.stderr
+    lines = steps(folder / "run")
+    assert len(lines) == 2
+    assert all(line["sharpness/entropy"] > 0 for line in lines)
+    assert all(line["match/matched"] == 0 and line["match/recall"] == 0 for line in lines), "all answers are empty"
+    assert json.loads((folder / "run/run.json").read_text())[0]["rollouts"]["backend"] == "recorded"
+
+
+def test_the_settings_of_an_added_module_are_checked_as_others_are(folder):
+    file = config(draw(folder / "checked"), "checked", rollout_matching__rollout_backend="hf")
+    tree = yaml.safe_load(file.read_text())
+    (declared,) = yaml.safe_load(blocks("yaml")[0])
+    tree["rollout_matching"]["pipeline"]["objective"].append(declared | {"config": {}})
+    file.write_text(yaml.safe_dump(tree))
+    run = coordexp(folder, "check", "--config", str(file))
+    assert run.returncode != 0
+    assert "entropy_weight: missing" in run.stderr + run.stdout
+
+
+def test_an_import_format_of_another_package_is_a_command(folder):
+    (folder / "voc").mkdir()
+    (folder / "voc/a.xml").write_text(PASCAL)
+    Image.new("RGB", (40, 30)).save(folder / "voc/a.png")
+    run = coordexp(folder, "data", "import", "pascal", "voc", "--out", "voc.jsonl")
+    assert run.returncode == 0, run.stderr
+    (record,) = [json.loads(line) for line in (folder / "voc.jsonl").read_text().splitlines()]
+    (only,) = record["objects"]
+    assert (only["desc"], only["bbox_2d"]) == ("cup", [4, 5, 20, 21])
+
+
+def test_a_model_family_of_another_package_answers_as_the_one_that_it_is_made_from(folder):
+    shutil.copytree(MODEL, folder / "model")
+    settings = json.loads((folder / "model/config.json").read_text())
+    (folder / "model/config.json").write_text(json.dumps(settings | {"model_type": "my_vl"}))
+    draw(folder / "scenes")
+    preds = []
+    for name, model in (("own", MODEL), ("added", folder / "model")):
+        words = ("--data", "scenes/data/val.jsonl", "--out", f"{name}.json", "--max-new-tokens", "48")
+        run = coordexp(folder, "predict", "--model", str(model), *words)
+        assert run.returncode == 0, run.stderr
+        preds.append(json.loads((folder / f"{name}.json").read_text()))
+    assert preds[0] == preds[1] and preds[0]
+
+
+def test_an_unknown_family_is_an_error_that_lists_the_known_ones(folder):
+    shutil.copytree(MODEL, folder / "unknown")
+    settings = json.loads((folder / "unknown/config.json").read_text())
+    (folder / "unknown/config.json").write_text(json.dumps(settings | {"model_type": "other"}))
+    draw(folder / "few")
+    run = coordexp(folder, "predict", "--model", "unknown", "--data", "few/data/val.jsonl", "--out", "none.json")
+    assert run.returncode != 0
+    assert "model_type is 'other'" in run.stderr and "my_vl, qwen3_vl" in run.stderr
+
+
+def test_a_part_that_cannot_be_imported_is_an_error_that_names_its_package(folder, tmp_path):
+    install(tmp_path)
+    (tmp_path / "my_package/pascal.py").write_text("import nothing_of_that_name")
+    (tmp_path / "voc").mkdir()
+    run = coordexp(tmp_path, "data", "import", "pascal", "voc", "--out", "voc.jsonl")
+    assert run.returncode != 0
+    assert "my-package adds `pascal` to coordexp.importers" in run.stderr
+    assert "nothing_of_that_name" in run.stderr and "Traceback" not in run.stderr
