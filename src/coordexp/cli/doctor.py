@@ -103,8 +103,8 @@ def _check_devices() -> CheckOutcome:
     return CheckOutcome("devices", _compare(names or f"CPU, {os.cpu_count()} cores", "CPU"))
 
 
-def _compare(found: str, tested: str) -> str:
-    return f"{found}, tested with {tested}"
+def _compare(installed: str, tested: str) -> str:
+    return f"{installed}, tested with {tested}"
 
 
 # With --gpu or --cpu
