@@ -18,11 +18,11 @@ from coordexp.cli.console import JsonOption, err, need, out, print_findings, pri
 from coordexp.doctor.machine import CheckOutcome, Machine, choose_cpu, choose_gpus
 from coordexp.errors import Finding, UserError
 from coordexp.launch import preflight
-from coordexp.rollout.installed import check_vllm
+from coordexp.rollout.installed import VERSION, check_vllm
 
 # All commands that train or generate need the first group. Only the vLLM backends need the second.
 TRAIN = {"torch": "2.13", "torchvision": "0.28", "transformers": "5.19", "accelerate": "1.15"}
-VLLM = {"vllm": "0.32"}
+VLLM = {"vllm": VERSION}
 
 COLOURS = {"ok": "green", "failed": "bold red", "not checked": "yellow"}
 WIDEST = 400  # columns of a table in a log, where lines are not wrapped

@@ -11,7 +11,6 @@ from coordexp.correction.noise import make_noisy_answer
 from coordexp.correction.parse import ParsedRollout, parse_rollout
 from coordexp.correction.segment import (
     FieldOrder,
-    Fragment,
     Role,
     Segment,
     TokenKind,
@@ -24,7 +23,6 @@ __all__ = [
     "Choice",
     "Correction",
     "FieldOrder",
-    "Fragment",
     "MatchResult",
     "ParsedRollout",
     "PredictedObject",
