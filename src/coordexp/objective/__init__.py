@@ -5,10 +5,4 @@ from coordexp.objective.pipeline import Objective
 from coordexp.objective.reduction import LossTally, reduce_counts
 from coordexp.objective.split import split_vocabulary
 
-__all__ = [
-    "MODULES",
-    "LossTally",
-    "Objective",
-    "reduce_counts",
-    "split_vocabulary",
-]
+__all__ = ["MODULES", "LossTally", "Objective", "reduce_counts", "split_vocabulary"]

@@ -4,12 +4,4 @@ do."""
 from coordexp.pack.carry import CarryBuffer, Example, ExampleId, PackingError, RowReport
 from coordexp.pack.select import select, split_in_order
 
-__all__ = [
-    "CarryBuffer",
-    "Example",
-    "ExampleId",
-    "PackingError",
-    "RowReport",
-    "select",
-    "split_in_order",
-]
+__all__ = ["CarryBuffer", "Example", "ExampleId", "PackingError", "RowReport", "select", "split_in_order"]
