@@ -31,8 +31,7 @@ OutOption = Annotated[Path, typer.Option("--out", "-o", help="A new JSONL file."
 ShapesOption = Annotated[
     Literal["auto", "poly", "box"],
     typer.Option(
-        "--geometry",
-        help="auto: the polygon if there is a segmentation, else the box. poly or box: only these.",
+        "--geometry", help="auto: the polygon if there is a segmentation, else the box. poly or box: only these."
     ),
 ]
 MultipartOption = Annotated[

@@ -28,8 +28,7 @@ def model(
     tied: Annotated[bool, typer.Option(help="Share the embedding with the output head.")] = True,
     seed: Annotated[int, typer.Option(help="Seed of the random weights.")] = 0,
     spread: Annotated[
-        float,
-        typer.Option(min=0.0, help="Factor on the weights. 1 to train; 6 for varied answers untrained."),
+        float, typer.Option(min=0.0, help="Factor on the weights. 1 to train; 6 for varied answers untrained.")
     ] = 1.0,
     scenes: Annotated[
         bool,

@@ -16,13 +16,13 @@ from rich.text import Text
 
 from coordexp.cli.console import JsonOption, err, need, out, print_findings, print_json, progress
 from coordexp.doctor.machine import CheckOutcome, Machine, choose_cpu, choose_gpus
-from coordexp.engine import check_vllm
+from coordexp.engine import VERSION, check_vllm
 from coordexp.errors import Finding, UserError
 from coordexp.launch import preflight
 
 # All commands that train or generate need the first group. Only the vLLM backends need the second.
 TRAIN = {"torch": "2.13", "torchvision": "0.28", "transformers": "5.19", "accelerate": "1.15"}
-VLLM = {"vllm": "0.32"}
+VLLM = {"vllm": VERSION}
 
 COLOURS = {"ok": "green", "failed": "bold red", "not checked": "yellow"}
 WIDEST = 400  # columns of a table in a log, where lines are not wrapped
@@ -103,8 +103,8 @@ def _check_devices() -> CheckOutcome:
     return CheckOutcome("devices", _compare(names or f"CPU, {os.cpu_count()} cores", "CPU"))
 
 
-def _compare(found: str, tested: str) -> str:
-    return f"{found}, tested with {tested}"
+def _compare(installed: str, tested: str) -> str:
+    return f"{installed}, tested with {tested}"
 
 
 # With --gpu or --cpu

@@ -16,14 +16,7 @@ from coordexp.cli.check import ConfigOption
 from coordexp.cli.console import err, need, out, print_config_error, print_findings, print_json, progress
 from coordexp.config import ConfigError, Loaded, World, load_settings
 from coordexp.errors import Finding, UserError
-from coordexp.launch.plan import (
-    LaunchOptions,
-    Plan,
-    make_plan,
-    number_of_learners,
-    option_problems,
-    plan_problems,
-)
+from coordexp.launch.plan import LaunchOptions, Plan, make_plan, number_of_learners, option_problems, plan_problems
 
 if TYPE_CHECKING:
     from coordexp.launch.preflight import MemoryNeed
@@ -52,8 +45,7 @@ def launch(
     ] = False,
     start_timeout: Annotated[float, typer.Option(min=1, help="Seconds until all servers must answer.")] = 1800.0,
     grace: Annotated[
-        float,
-        typer.Option(min=0, help="Seconds the learner has to finish its step and save after a signal."),
+        float, typer.Option(min=0, help="Seconds the learner has to finish its step and save after a signal.")
     ] = 120.0,
     check_only: Annotated[
         bool, typer.Option("--check-only", help="Check everything, print the plan, start nothing.")

@@ -6,12 +6,11 @@ The launcher, the trainer and `coordexp check` all call `load_settings`, so the 
 from coordexp.config.load import Loaded, load_settings, parse_settings
 from coordexp.config.rollout import RolloutContract, RolloutMatching, requests_per_rank
 from coordexp.config.rules import World
-from coordexp.config.settings import CHANNELS_OF, Settings
+from coordexp.config.settings import Settings
 from coordexp.config.yaml_tree import KeyPath, format_path
 from coordexp.errors import ConfigError
 
 __all__ = [
-    "CHANNELS_OF",
     "ConfigError",
     "KeyPath",
     "Loaded",

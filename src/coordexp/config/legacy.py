@@ -52,8 +52,7 @@ LEGACY_KEYS: tuple[LegacyKey, ...] = (
         "remove it: packing always works on one micro-step; training.packing turns it on",
     ),
     LegacyKey(
-        "rollout_matching.rollout_buffer",
-        "remove it: rollouts are never reused; each is trained on at most once",
+        "rollout_matching.rollout_buffer", "remove it: rollouts are never reused; each is trained on at most once"
     ),
     LegacyKey(f"{_SERVER}.base_url", _LIST_SERVERS, f"{_SERVER}.servers", f"{_SERVER}.group_port", _SERVERS),
     LegacyKey(f"{_SERVER}.group_port", _LIST_SERVERS, f"{_SERVER}.servers", None, _SERVERS),

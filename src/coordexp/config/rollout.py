@@ -115,8 +115,7 @@ class ServerPool(SettingsSection):
         examples=[[{"base_url": "http://127.0.0.1:8000", "group_port": 51216}]],
     )
     timeout_s: PositiveFloat = Field(
-        240.0,
-        description="Seconds to wait for a server to be reachable and to join the weight-transfer group.",
+        240.0, description="Seconds to wait for a server to be reachable and to join the weight-transfer group."
     )
     hung_after_s: PositiveFloat = Field(
         60.0,
@@ -169,8 +168,7 @@ class VLLM(SettingsSection):
         examples=[1],
     )
     max_model_len: PositiveInt | None = Field(
-        None,
-        description="Maximum number of tokens in prompt and answer together. Unset: `global_max_length`.",
+        None, description="Maximum number of tokens in prompt and answer together. Unset: `global_max_length`."
     )
     enforce_eager: bool = Field(
         False, description="Run the engine without compilation: it starts faster and generates more slowly."
@@ -264,8 +262,7 @@ class RolloutChoice(SettingsSection):
         2, description="Answers that must have an object before `union` takes it."
     )
     pseudo_labels: bool = Field(
-        False,
-        description="Teach the objects of `union` like labels. false: they are context without supervision.",
+        False, description="Teach the objects of `union` like labels. false: they are context without supervision."
     )
 
 
@@ -355,8 +352,7 @@ class RolloutMatching(SettingsSection):
         default_factory=Offload, description="Offloading of the learner during colocated rollouts."
     )
     pipeline: Pipeline | None = Field(
-        None,
-        description="The declared objective. Required in Stage 2: there is no default.",
+        None, description="The declared objective. Required in Stage 2: there is no default."
     )
 
     def unless_default(self, name: str) -> Any:

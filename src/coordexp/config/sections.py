@@ -47,12 +47,10 @@ Channel = Literal["A", "B"]
 
 class TokenCEConfig(SettingsSection):
     struct_ce_weight: NonNegativeFloat = Field(
-        description="Weight of cross entropy on structure tokens: braces, quotes, keys, commas.",
-        examples=[1.0],
+        description="Weight of cross entropy on structure tokens: braces, quotes, keys, commas.", examples=[1.0]
     )
     desc_ce_weight: NonNegativeFloat = Field(
-        description="Weight of cross entropy on supervised `desc` values. 0 masks them.",
-        examples=[1.0],
+        description="Weight of cross entropy on supervised `desc` values. 0 masks them.", examples=[1.0]
     )
     eos_ce_weight: NonNegativeFloat = Field(
         description="Weight of cross entropy on the end-of-turn token, which teaches the model to stop.",

@@ -9,22 +9,13 @@ from coordexp.correction.entries import PredictedObject, Reason
 from coordexp.correction.match import MatchResult, match_objects
 from coordexp.correction.noise import make_noisy_answer
 from coordexp.correction.parse import ParsedRollout, parse_rollout
-from coordexp.correction.segment import (
-    FieldOrder,
-    Fragment,
-    Role,
-    Segment,
-    TokenKind,
-    build_segment,
-    serialise,
-)
+from coordexp.correction.segment import FieldOrder, Role, Segment, TokenKind, build_segment, serialise
 from coordexp.correction.transport import coord_targets
 
 __all__ = [
     "Choice",
     "Correction",
     "FieldOrder",
-    "Fragment",
     "MatchResult",
     "ParsedRollout",
     "PredictedObject",

@@ -15,14 +15,7 @@ from operator import itemgetter
 import numpy as np
 from numpy.typing import NDArray
 
-from coordexp.correction.entries import (
-    Coords,
-    PredictedObject,
-    Reason,
-    Span,
-    read_any_entry,
-    read_canonical_run,
-)
+from coordexp.correction.entries import Coords, PredictedObject, Reason, Span, read_any_entry, read_canonical_run
 from coordexp.correction.json_text import Broken, expect, read_pair, skip_space
 from coordexp.data import BINS, Geometry
 from coordexp.vocab.table import PLACEHOLDER, STOP, UNKNOWN, VocabularyTable

@@ -263,11 +263,7 @@ def _make_segment(
     # A token belongs to the object in which it ends: 0 is the opening brace, and the last is the closing one.
     owners = np.searchsorted(answer.bounds, answer.ends)
     by_owner = np.array(
-        [
-            _roles_of_brace(starts_anew),
-            *(_roles_of_item(item, policy) for item in items),
-            _roles_of_brace(True),
-        ],
+        [_roles_of_brace(starts_anew), *(_roles_of_item(item, policy) for item in items), _roles_of_brace(True)],
         dtype=np.int8,
     )
     roles[start:-1] = by_owner[owners, kinds[start:-1]]

@@ -196,12 +196,7 @@ class Fragment:
 
 
 def serialise(
-    objects: Sequence[TrueObject],
-    *,
-    after: bytes,
-    first_number: int,
-    order: FieldOrder,
-    table: VocabularyTable,
+    objects: Sequence[TrueObject], *, after: bytes, first_number: int, order: FieldOrder, table: VocabularyTable
 ) -> Fragment:
     """Write `objects` as the continuation of the text `after`, and close the answer. Keys are numbered from
     `first_number`."""

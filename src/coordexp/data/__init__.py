@@ -1,7 +1,7 @@
 """Records and geometry: a detection problem before it becomes tokens. Imports no torch."""
 
 from coordexp.data.geometry import BINS, Geometry, GeometryKind, TrueObject, is_degenerate, to_bin, to_pixels
-from coordexp.data.records import Record, RecordFile, RecordObject, Space, parse_record, read_records
+from coordexp.data.records import Record, RecordFile, RecordObject, parse_record, read_records
 from coordexp.errors import DataError
 
 __all__ = [
@@ -12,7 +12,6 @@ __all__ = [
     "Record",
     "RecordFile",
     "RecordObject",
-    "Space",
     "TrueObject",
     "is_degenerate",
     "parse_record",

@@ -9,14 +9,7 @@ from typing import Any
 
 from coordexp.doctor.learner import TinyLearner, read_settings
 from coordexp.doctor.machine import CheckOutcome
-from coordexp.doctor.outcome import (
-    REPORT,
-    format_rate,
-    judge_detection,
-    judge_guard,
-    judge_health,
-    judge_parity,
-)
+from coordexp.doctor.outcome import REPORT, format_rate, judge_detection, judge_guard, judge_health, judge_parity
 from coordexp.doctor.server import DoctorServer
 from coordexp.errors import EngineError
 from coordexp.launch.parts import ANSWER_S, health_client, is_ready

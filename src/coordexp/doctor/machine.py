@@ -1,4 +1,4 @@
-"""What is checked: the devices, the deadlines and the outcomes. This module imports no torch."""
+"""The devices, the deadlines and the outcomes of an examination. This module imports no torch."""
 
 import os
 from collections.abc import Mapping

@@ -1,16 +1,7 @@
 """Pack examples into rows. Importing this package does not import torch; its modules `collate` and `attention`
 do."""
 
-from coordexp.pack.carry import CarryBuffer, Example, ExampleId, PackedRow, PackingError, RowReport
+from coordexp.pack.carry import CarryBuffer, Example, ExampleId, PackingError, RowReport
 from coordexp.pack.select import select, split_in_order
 
-__all__ = [
-    "CarryBuffer",
-    "Example",
-    "ExampleId",
-    "PackedRow",
-    "PackingError",
-    "RowReport",
-    "select",
-    "split_in_order",
-]
+__all__ = ["CarryBuffer", "Example", "ExampleId", "PackingError", "RowReport", "select", "split_in_order"]

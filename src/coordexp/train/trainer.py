@@ -40,14 +40,7 @@ from coordexp.ranks import max_over_ranks, together
 from coordexp.rollout.backend import RolloutBackend
 from coordexp.train.callbacks import say
 from coordexp.train.checkpoints import clear, rotate, saving, sync_checkpoint, write_manifest
-from coordexp.train.divergence import (
-    WAY_OUT,
-    DivergenceError,
-    Health,
-    StepNumbers,
-    check_weights,
-    describe_broken,
-)
+from coordexp.train.divergence import WAY_OUT, DivergenceError, Health, StepNumbers, check_weights, describe_broken
 from coordexp.train.encode import Encoder
 from coordexp.train.learner import Learner
 from coordexp.train.metrics import StepMetrics

@@ -4,11 +4,4 @@ torch."""
 from coordexp.data.doctor.checks import KINDS, Problem, check_image, check_record
 from coordexp.data.doctor.examine import DataReport, examine
 
-__all__ = [
-    "KINDS",
-    "DataReport",
-    "Problem",
-    "check_image",
-    "check_record",
-    "examine",
-]
+__all__ = ["KINDS", "DataReport", "Problem", "check_image", "check_record", "examine"]
