@@ -96,7 +96,7 @@ def _render_curves(points: Sequence[CurvePoint]) -> str:
     against_recall = draw_lines(
         "Precision against recall",
         [("A", Curve.through(values["recall"], values["precision"]))],
-        Frame(*CHART, 0.0, 1.0, has_steps=False),
+        Frame(*CHART, 0.0, 1.0, "recall"),
         limits=(0.0, 1.0),
         ring=(reached["recall"], reached["precision"], words),
     )
@@ -104,7 +104,7 @@ def _render_curves(points: Sequence[CurvePoint]) -> str:
     against_score = draw_lines(
         "Precision, recall and F1 against the score threshold",
         [(letter, Curve.through(scores, values[name])) for name, letter in letters.items()],
-        Frame(*CHART, float(scores[-1]), float(scores[0]), has_steps=False),
+        Frame(*CHART, float(scores[-1]), float(scores[0]), "score threshold"),
         limits=(0.0, 1.0),
         ring=(best.score, reached["f1"], words),
     )
