@@ -226,13 +226,8 @@ const distribution = (() => {
   }
 
   function expected(p) {
-    let sum = 0;
-    let weighted = 0;
-    p.forEach((share, bin) => {
-      sum += share;
-      weighted += share * bin;
-    });
-    return sum ? weighted / sum : null;
+    const sum = p.reduce((total, share) => total + share, 0);
+    return sum ? p.reduce((total, share, bin) => total + share * bin, 0) / sum : null;
   }
 
   // The Wasserstein-1 distance in bins, with p scaled to its known part.
