@@ -49,7 +49,7 @@ def capture_data(browser: Browser, work: Path, runs: Sequence[Path]) -> None:
     coordexp(work, "predict", "--model", MODEL, *options, "--out", "preds.json")
     coordexp(work, "evaluate", "--data", "scenes/val.jsonl", "--preds", "preds.json", "--page", "evaluate.html")
     take(browser, work / "view.html", "view.png", (1200, 900))
-    take(browser, work / "evaluate.html", "evaluate.png", (1200, 1500))
+    take(browser, work / "evaluate.html", "evaluate.png", (1200, 2320))
 
 
 def capture_inspector(browser: Browser, work: Path, runs: Sequence[Path]) -> None:

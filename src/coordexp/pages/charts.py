@@ -19,7 +19,7 @@ SMALL, WIDE, LARGE = (320, 148), (664, 190), (664, 300)
 MARKED_POINTS = 30  # up to which every point has a mark
 GROUP_OFFSET = 7.0  # between groups that have a single point at the same step
 LOG_SCALE_FROM = 5.0  # highest value divided by lowest
-MARK_ROW = 13
+MARK_ROW, AXIS_ROW = 13, 12  # heights below a chart: of a row of step marks, and of the name of the axis
 
 TICK_GAPS = (1.0, 2.0, 2.5, 5.0, 10.0)
 MIN_DIGITS = 3  # of a tick
@@ -129,13 +129,13 @@ def format_duration(seconds: float) -> str:
 
 @dataclass(frozen=True)
 class Frame:
-    """The size of a chart, and the numbers at its left and right end: steps, unless `has_steps` is False."""
+    """The size of a chart, and the numbers at its left and right end: steps, unless the axis has a name."""
 
     width: int
     height: int
     first: float
     last: float
-    has_steps: bool = True
+    axis: str = ""
 
     @property
     def across(self) -> Scale:
@@ -186,7 +186,8 @@ def draw_lines(
         place = f'cx="{frame.across.at(ring[0]):.1f}" cy="{up.at(ring[1]):.1f}"'
         parts.append(f'<circle class="ring" {place} r="6"><title>{escape_text(ring[2])}</title></circle>')
     words = f"{title}{', logarithmic' if log else ''}"
-    return _draw_chart(words, parts, frame, rows * MARK_ROW, " log" if log else "", has_links=bool(marks))
+    more = rows * MARK_ROW + (AXIS_ROW if frame.axis else 0)
+    return _draw_chart(words, parts, frame, more, " log" if log else "", has_links=bool(marks))
 
 
 def _draw_chart(
@@ -266,13 +267,16 @@ def _draw_grid(frame: Frame, up: Scale) -> list[str]:
         parts.append(f'<line class="grid" x1="{LEFT}" x2="{right}" y1="{y:.1f}" y2="{y:.1f}"/>')
         parts.append(f'<text x="{LEFT - 6}" y="{y + 3.5:.1f}" text-anchor="end">{label}</text>')
     columns = across.ticks(4 if frame.width < 400 else 8)
-    columns = [value for value in columns if value == int(value)] if frame.has_steps else columns
+    columns = [value for value in columns if value == int(value)] if not frame.axis else columns
     for value, label in zip(columns, format_ticks(columns), strict=True):
         x = across.at(value)
         anchor = "end" if x > right - 12 else "middle"
         parts.append(f'<path class="axis" d="M{x:.1f} {bottom}v3"/>')
         parts.append(f'<text x="{min(x, right):.1f}" y="{bottom + 14}" text-anchor="{anchor}">{label}</text>')
     parts.append(f'<path class="axis" d="M{LEFT} {bottom}H{right}"/>')
+    if frame.axis:
+        place = f'x="{(LEFT + right) / 2}" y="{frame.height + AXIS_ROW - 4}"'
+        parts.append(f'<text {place} text-anchor="middle">{escape_text(frame.axis)}</text>')
     return parts
 
 
@@ -292,7 +296,7 @@ def _draw_line(letter: str, curve: Curve, frame: Frame, up: Scale, following: in
     """`following` is the number of groups that are drawn after this one."""
     across = frame.across
     raw = _line_path(curve.steps, curve.mean, across, up)
-    if frame.has_steps and len(curve) > SMOOTH_FROM:
+    if not frame.axis and len(curve) > SMOOTH_FROM:
         smooth_path = _line_path(curve.steps, smooth(curve.mean)[0], across, up)
         svg = f'<path class="raw" d="{raw}"/><path class="line" d="{smooth_path}"/>'
     else:

@@ -272,7 +272,9 @@ def measure_phases(logs: Sequence[Log], ranges: StepRanges) -> PhaseTimes | None
     steps = sum(int(log["loss"].steps[-1]) for log in logs if "loss" in log)
     within = everything - whole["between"]
     shares = {name: value / everything for name, value in whole.items()}
-    return PhaseTimes(mean[-1], _edges(mean[-1], columns), mean[:-1], shares, within / max(1, steps))
+    middles = (mean[-1][1:] + mean[-1][:-1]) / 2
+    edges = np.array([ranges.first, *middles, ranges.last], float)
+    return PhaseTimes(mean[-1], edges, mean[:-1], shares, within / max(1, steps))
 
 
 def total_by_phase(log: Log) -> dict[str, float] | None:
@@ -291,11 +293,6 @@ def share_of_step(log: Log, phase: str) -> float | None:
     totals = total_by_phase(log)
     within = sum(value for name, value in (totals or {}).items() if name != "between")
     return totals[phase] / within if totals and within else None
-
-
-def _edges(steps: Floats, ranges: StepRanges) -> Floats:
-    """Return the ends of the chart and the points half-way between neighbouring columns."""
-    return np.concatenate([[ranges.first], (steps[1:] + steps[:-1]) / 2, [ranges.last]]).astype(float)
 
 
 def _seconds_by_line(log: Log) -> Floats | None:

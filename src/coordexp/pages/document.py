@@ -32,7 +32,8 @@ def render_document(
     becomes a JSON element with its key as the id. A `live` page may send requests to the server that it came
     from."""
     sources = [read_asset(name) for name in scripts]
-    allowed = " ".join(f"'sha256-{_digest(source)}'" for source in sources) or "'none'"
+    digests = [base64.b64encode(hashlib.sha256(source.encode()).digest()).decode() for source in sources]
+    allowed = " ".join(f"'sha256-{digest}'" for digest in digests) or "'none'"
     policy = f"default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src {allowed}"
     policy += "; connect-src 'self'" if live else ""
     elements = "".join(
@@ -123,7 +124,3 @@ def escape_text(text: str) -> str:
 def _to_script_json(value: Any) -> str:
     """Return JSON that is safe inside a script element."""
     return json.dumps(value, separators=(",", ":")).replace("<", "\\u003c")
-
-
-def _digest(script: str) -> str:
-    return base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()

@@ -16,7 +16,7 @@ from coordexp.evaluate.comparison import LabelledShape
 from coordexp.evaluate.matching import THRESHOLDS, CurvePoint, best_point, thin_curve
 from coordexp.evaluate.report import MEASURES, EvaluationReport, ImageReport
 from coordexp.pages.charts import Frame, draw_key, draw_lines
-from coordexp.pages.curves import Curve, Floats
+from coordexp.pages.curves import Curve
 from coordexp.pages.document import (
     escape_text,
     render_document,
@@ -89,14 +89,14 @@ def _render_curves(points: Sequence[CurvePoint]) -> str:
     if best is None:
         return '<p class="note">No curve: it needs objects, and a score for each of them.</p>'
     shown = thin_curve(points)
-    values = {name: _values(shown, name) for name in MEASURES}
+    values = {name: np.array([getattr(point.counts, name) or 0.0 for point in shown]) for name in MEASURES}
     scores = np.array([point.score for point in shown])
     reached = {name: getattr(best.counts, name) or 0.0 for name in MEASURES}
     words = f"Ring: best F1 {reached['f1']:.3f}, keeping objects with a score of at least {best.score:.3g}"
     against_recall = draw_lines(
         "Precision against recall",
         [("A", Curve.through(values["recall"], values["precision"]))],
-        Frame(*CHART, 0.0, 1.0, has_steps=False),
+        Frame(*CHART, 0.0, 1.0, "recall"),
         limits=(0.0, 1.0),
         ring=(reached["recall"], reached["precision"], words),
     )
@@ -104,7 +104,7 @@ def _render_curves(points: Sequence[CurvePoint]) -> str:
     against_score = draw_lines(
         "Precision, recall and F1 against the score threshold",
         [(letter, Curve.through(scores, values[name])) for name, letter in letters.items()],
-        Frame(*CHART, float(scores[-1]), float(scores[0]), has_steps=False),
+        Frame(*CHART, float(scores[-1]), float(scores[0]), "score threshold"),
         limits=(0.0, 1.0),
         ring=(best.score, reached["f1"], words),
     )
@@ -117,10 +117,6 @@ def _render_curves(points: Sequence[CurvePoint]) -> str:
         f"<figure><figcaption><b>Against the score threshold</b><output>{keys}</output></figcaption>"
         f"{against_score}</figure></div>"
     )
-
-
-def _values(points: Sequence[CurvePoint], name: str) -> Floats:
-    return np.array([getattr(point.counts, name) or 0.0 for point in points])
 
 
 def _render_thresholds(report: EvaluationReport) -> str:

@@ -88,7 +88,8 @@ def find_examples(groups: Sequence[RunGroup], report: Path) -> list[RunExamples]
             steps = tuple(step + 1 for step in step_files(folder / FOLDER))
             page = folder / INSPECTOR
             if steps or page.is_file():
-                address = _relative_address(page, report) if page.is_file() else None
+                relative = Path(os.path.relpath(page.resolve(), report.resolve().parent)).as_posix()
+                address = quote(relative) if page.is_file() else None
                 examples.append(RunExamples(run.name, folder, group.letter, steps, address))
     return examples
 
@@ -154,11 +155,12 @@ def make_step_marks(runs: Sequence[RunExamples]) -> list[charts.StepMark]:
 def _render_links(runs: Sequence[RunExamples]) -> str:
     """Render links to the inspector's pages, and the command that makes the missing ones."""
     parts = []
-    linked = [run for run in runs if run.page]
+    linked = {run.page: run for run in runs if run.page}
     if linked:
+        names = [run.name for run in linked.values()]  # if several have the same name, the folder is shown
+        shown = {page: run.name if names.count(run.name) == 1 else run.folder for page, run in linked.items()}
         links = ", ".join(
-            f'<a href="{escape_text(run.page or "")}">{escape_text(_unique_name(run, linked))}</a>'
-            for run in linked
+            f'<a href="{escape_text(page)}">{escape_text(str(name))}</a>' for page, name in shown.items()
         )
         parts.append(f"Look at single examples in the inspector: {links}. Triangles under the loss are its steps.")
     missing = [run for run in runs if run.steps and not run.page]
@@ -171,15 +173,6 @@ def _render_links(runs: Sequence[RunExamples]) -> str:
             + (f" for {escape_text(folders)}." if len(missing) > 1 else ".")
         )
     return "".join(f'<p class="about">{part}</p>' for part in parts)
-
-
-def _unique_name(run: RunExamples, runs: Sequence[RunExamples]) -> str:
-    """Return the name, or the folder if several runs have the same name."""
-    return run.name if sum(other.name == run.name for other in runs) == 1 else str(run.folder)
-
-
-def _relative_address(page: Path, report: Path) -> str:
-    return quote(Path(os.path.relpath(page.resolve(), report.resolve().parent)).as_posix())
 
 
 def _join_names(names: Sequence[str]) -> str:
@@ -260,7 +253,9 @@ class ReadOut:
 def draw_family(
     family: Family, groups: Sequence[RunGroup], read_out: ReadOut, marks: Sequence[charts.StepMark] = ()
 ) -> ReportSection:
-    drawn = [(chart, curves) for chart in family.charts if (curves := _curves(chart, groups, read_out.ranges))]
+    drawn = [
+        (chart, curves) for chart in family.charts if (curves := _read_curves(chart, groups, read_out.ranges))
+    ]
     figures = [
         _draw_figure(family, chart, curves, read_out, marks) for chart, curves in drawn if not _is_zero(curves)
     ]
@@ -271,7 +266,7 @@ def draw_family(
     return ReportSection(family.key, family.title, html, family.absent, family.folded)
 
 
-def _curves(chart: Chart, groups: Sequence[RunGroup], ranges: StepRanges) -> Curves:
+def _read_curves(chart: Chart, groups: Sequence[RunGroup], ranges: StepRanges) -> Curves:
     curves = [(group.letter, build_curve([chart.read(run) for run in group.runs], ranges)) for group in groups]
     return [(letter, curve) for letter, curve in curves if curve is not None]
 

@@ -67,7 +67,7 @@ def list_families(groups: Sequence[RunGroup]) -> tuple[Family, ...]:
     ends = _end_charts(names, runs)
     families = (
         Family("loss", "Loss", LOSS, NOTHING_LOGGED, (_LOSS_CHART, *_term_charts(groups))),
-        Family("eval", "Evaluation on held-out images", EVALUATION, NO_EVALUATION, _evaluation_charts(names)),
+        Family("eval", "Evaluation on held-out images", EVALUATION, NO_EVALUATION, EVALUATION_CHARTS),
         Family("recall", "Training answers: recall", ANSWERS, NO_ROLLOUTS, RECALL),
         Family("precision", "Training answers: precision", ANSWERS, NO_ROLLOUTS, PRECISION),
         Family("ends", "Training answers: how they ended", ENDS, NO_ROLLOUTS, ends),
@@ -80,7 +80,7 @@ def list_families(groups: Sequence[RunGroup]) -> tuple[Family, ...]:
             "Loss terms, means over supervised positions",
             MEANS,
             "no terms were logged",
-            _mean_charts(names),
+            tuple(Chart(name, name.removesuffix("/mean")) for name in names if name.endswith("/mean")),
             folded=True,
         ),
     )
@@ -146,6 +146,7 @@ EVALUATED = {
     "unreadable": ("unreadable", "of answers"),
     "boxes_on_empty": ("boxes on empty images", "of images without an object"),
 }
+EVALUATION_CHARTS = tuple(Chart(f"eval_{name}", *words, share=True) for name, words in EVALUATED.items())
 
 
 def _term_charts(groups: Sequence[RunGroup]) -> tuple[Chart, ...]:
@@ -165,14 +166,6 @@ def _describe_weights(name: str, groups: Sequence[RunGroup]) -> str:
         for group, weight in zip(groups, weights, strict=True)
     ]
     return f"weight {', '.join(words)}"
-
-
-def _evaluation_charts(names: Collection[str]) -> tuple[Chart, ...]:
-    return tuple(
-        Chart(f"eval_{name}", title, note, share=True)
-        for name, (title, note) in EVALUATED.items()
-        if f"eval_{name}" in names
-    )
 
 
 def _end_charts(names: Collection[str], runs: Sequence[LoggedRun]) -> tuple[Chart, ...]:
@@ -200,10 +193,4 @@ def _diagnostic_charts(names: Collection[str]) -> tuple[Chart, ...]:
         for name in names
         if name.startswith("coord_diag/")
     ]
-    if "broken_logits" in names:
-        charts.append(Chart("broken_logits", "broken logits", "NaN or infinite, per position; should be 0"))
-    return tuple(charts)
-
-
-def _mean_charts(names: Collection[str]) -> tuple[Chart, ...]:
-    return tuple(Chart(name, name.removesuffix("/mean")) for name in names if name.endswith("/mean"))
+    return (*charts, Chart("broken_logits", "broken logits", "NaN or infinite, per position; should be 0"))

@@ -10,6 +10,7 @@ shapes and rows: the index of a predicted object, -2 - j of the true object j, a
 that were added because several answers agree on them.
 """
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -64,9 +65,6 @@ class RebuiltAnswer:
         """Return the number of an object in the rebuilt answer, or None if it was left out."""
         return self.owners.index(owner) + 1 if owner in self.owners else None
 
-    def count(self, change: str) -> int:
-        return list(self.changes.values()).count(change)
-
 
 def read_rebuilt(dump: Mapping[str, Any]) -> RebuiltAnswer | None:
     """Return None for an answer that was kept as it is, with the missed objects appended."""
@@ -109,6 +107,7 @@ def summarise_sample(dump: Mapping[str, Any], trained: Mapping[str, Any] | None)
     """Return the entry of the index: counts, and the values that samples are filtered and ordered by."""
     place, result, rollout = dump["place"], dump["result"], dump["rollout"]
     rebuilt = read_rebuilt(dump)
+    changes = Counter(rebuilt.changes.values() if rebuilt else ())
     return {
         "step": place["step"] + 1,
         "record": place["record"],
@@ -122,9 +121,9 @@ def summarise_sample(dump: Mapping[str, Any], trained: Mapping[str, Any] | None)
         "fallback": result["fallback"],
         "finish": rollout["finish_reason"],
         "loss": trained["loss"] if trained else None,
-        "duplicates": rebuilt.count("duplicate") if rebuilt else 0,
-        "removed": rebuilt.count("removed") if rebuilt else 0,
-        "moved": rebuilt.count("moved") if rebuilt else 0,
+        "duplicates": changes["duplicate"],
+        "removed": changes["removed"],
+        "moved": changes["moved"],
         "agreed": sum(owner <= -2 - len(dump["truth"]) for owner in rebuilt.owners) if rebuilt else 0,
     }
 
@@ -337,12 +336,10 @@ def list_notes(dump: Mapping[str, Any]) -> list[str]:
         notes.append(f"The answer cannot be read to its end: its last {cut:,} tokens are cut off.")
     invalid = count_invalid(result)
     is_rebuilt = result.get("rebuilt") is not None  # otherwise they stay in the answer
-    if invalid == 1:
-        end = "is not matched, and the corrected answer leaves it out" if is_rebuilt else "is not matched"
-        notes.append(f"One object of the answer cannot be used and {end}.")
-    elif invalid:
-        end = "are not matched, and the corrected answer leaves them out" if is_rebuilt else "are not matched"
-        notes.append(f"{invalid:,} objects of the answer cannot be used and {end}.")
+    if invalid:
+        noun, verb, it = ("One object", "is", "it") if invalid == 1 else (f"{invalid:,} objects", "are", "them")
+        end = f", and the corrected answer leaves {it} out" if is_rebuilt else ""
+        notes.append(f"{noun} of the answer cannot be used and {verb} not matched{end}.")
     if unread := result.get("unread"):
         notes.append(f"Objects in text that is not read, counted by their keys: {unread:,}.")
     return notes

@@ -7,8 +7,8 @@ Runs that differ only in seeds and names, and used the same data, form one group
 name, in the order of the command line.
 """
 
-import itertools
 import json
+import os
 import re
 import reprlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -339,14 +339,9 @@ def _common_name(group: Sequence[LoggedRun]) -> str:
     names = [run.name for run in group]
     if len(names) == 1:
         return names[0]
-    columns = zip(*names, strict=False)
-    prefix = "".join(letters[0] for letters in itertools.takewhile(_are_equal, columns))
+    prefix = os.path.commonprefix(names)  # noqa: RUF071, letter by letter is meant
     shared = re.sub(r"((^|[-_. ]+)(seed|s)\d*)?([-_. ]+\d*)?$", "", prefix)
     return shared or f"{names[0]} and {len(names) - 1} more"
-
-
-def _are_equal(letters: Sequence[str]) -> bool:
-    return len(set(letters)) == 1
 
 
 def _number_duplicates(names: Sequence[str]) -> list[str]:

@@ -20,14 +20,10 @@
   const span = Math.max(1, data.last - data.first);
   const across = (chart, step) => data.left + (step - data.first) / span * (chart.width - data.left - data.right);
 
-  function nearest(steps, step) {
-    let low = 0, high = steps.length - 1;
-    while (low < high) {
-      const middle = (low + high) >> 1;
-      if (steps[middle] < step) low = middle + 1; else high = middle;
-    }
-    return low > 0 && step - steps[low - 1] <= steps[low] - step ? low - 1 : low;
-  }
+  // The index of the nearest step; of two, the earlier one.
+  const nearest = (steps, step) => (
+    steps.reduce((best, at, k) => (Math.abs(at - step) < Math.abs(steps[best] - step) ? k : best), 0)
+  );
 
   function format(value) {
     if (value === null || value === undefined) return "-";

@@ -3,14 +3,9 @@
 const head = (() => {
   function start() {
     find("kinds").append(...Object.entries(KINDS).map(([kind, words]) => {
-      const box = element("input");
-      box.type = "checkbox";
-      box.checked = true;
-      box.dataset.kind = kind;
+      const box = element("input", "", { type: "checkbox", checked: true, data: { kind } });
       box.addEventListener("change", () => find("stage").classList.toggle(`hide-${kind}`, !box.checked));
-      const label = element("label", "", box, drawKind(kind), words, element("b"));
-      label.dataset.of = kind;
-      return label;
+      return element("label", "", box, drawKind(kind), words, element("b"), { data: { of: kind } });
     }));
   }
 
@@ -66,9 +61,7 @@ const head = (() => {
       const sign = element("span", `token ${style}${shape === "512" ? " bin" : ""}`, shape);
       const count = counts[role] ?? 0;
       const term = element("dt", "", sign, element("b", "", count.toLocaleString("en")), name);
-      const row = element("div", count ? "" : "absent", term, element("dd", "", meaning));
-      row.dataset.role = role;
-      return row;
+      return element("div", count ? "" : "absent", term, element("dd", "", meaning), { data: { role } });
     }), ...(marks ? [unlikelyRow(marks)] : []));
   }
 
@@ -86,8 +79,7 @@ const head = (() => {
     const terms = Object.entries(trained.terms).sort((a, b) => Math.abs(b[1]) - Math.abs(a[1]));
     const most = Math.max(1e-9, ...terms.map(([, value]) => Math.abs(value)));
     const rows = terms.map(([name, value]) => {
-      const bar = element("i");
-      bar.style.width = `${(100 * Math.abs(value)) / most}%`;
+      const bar = element("i", "", { style: `width: ${(100 * Math.abs(value)) / most}%` });
       return [name, element("span", "meter", bar), value === null ? "not a number" : value.toFixed(4)];
     });
     const when = element("small", "", `at step ${trained.step}, of this sample only`);
@@ -106,9 +98,7 @@ const head = (() => {
       element("h4", "", `Answer ${number}`),
       element("pre", "", element("bdi", "", text)),
     ]);
-    const node = element("details", "", element("summary", "", title), ...rows);
-    node.id = "others";
-    return node;
+    return element("details", "", element("summary", "", title), ...rows, { id: "others" });
   }
 
   return { start, show };

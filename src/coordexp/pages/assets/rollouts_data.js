@@ -2,10 +2,18 @@
 // Helpers that create elements. Text from data is inserted as text, never as markup.
 const find = (id) => document.getElementById(id);
 
+// Content is text, nodes, and objects of properties; their `data` are data attributes.
 function element(name, style = "", ...content) {
   const node = document.createElement(name);
   if (style) node.className = style;
-  node.append(...content);
+  for (const part of content) {
+    if (part instanceof Node || typeof part !== "object") node.append(part);
+    else {
+      const { data: attributes, ...properties } = part;
+      Object.assign(node, properties);
+      Object.assign(node.dataset, attributes);
+    }
+  }
   return node;
 }
 
@@ -218,13 +226,8 @@ const distribution = (() => {
   }
 
   function expected(p) {
-    let sum = 0;
-    let weighted = 0;
-    p.forEach((share, bin) => {
-      sum += share;
-      weighted += share * bin;
-    });
-    return sum ? weighted / sum : null;
+    const sum = p.reduce((total, share) => total + share, 0);
+    return sum ? p.reduce((total, share, bin) => total + share * bin, 0) / sum : null;
   }
 
   // The Wasserstein-1 distance in bins, with p scaled to its known part.

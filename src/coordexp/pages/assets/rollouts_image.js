@@ -7,12 +7,9 @@ const imageView = (() => {
 
   function frame(host, entry, sample) {
     host.style.aspectRatio = `${sample.width} / ${sample.height}`;
-    const source = data.image(entry);
-    const image = element("img");
-    image.alt = "";
-    if (source !== null) image.src = source;
+    const src = data.image(entry);
     const over = svg("svg", { viewBox: `0 0 ${sample.width} ${sample.height}`, preserveAspectRatio: "none" });
-    host.replaceChildren(source === null ? element("span", "blank", "no image") : image, over);
+    host.replaceChildren(src === null ? element("span", "blank", "no image") : element("img", "", { alt: "", src }), over);
     return over;
   }
 
@@ -23,10 +20,8 @@ const imageView = (() => {
     for (let k = 0; k + 1 < bins.length; k += 2) {
       points.push(`${toPixels(bins[k], sample.width).toFixed(2)},${toPixels(bins[k + 1], sample.height).toFixed(2)}`);
     }
-    const line = () => svg("polygon", { points: points.join(" ") });
-    const halo = line();
-    halo.setAttribute("class", "halo");
-    return svg("g", { class: `shape ${shape.kind}` }, halo, line(), ...strike(shape, sample));
+    const lines = ["halo", ""].map((style) => svg("polygon", { class: style, points: points.join(" ") }));
+    return svg("g", { class: `shape ${shape.kind}` }, ...lines, ...strike(shape, sample));
   }
 
   // A diagonal through a shape that the corrected answer leaves out.
@@ -45,9 +40,8 @@ const imageView = (() => {
 
   // The name stands above its shape, or inside it where there is no room above.
   function name(shape, height) {
-    const tag = element("span", `tag ${shape.kind}`, describe(clip(shape.desc ?? "", 48)));
+    const tag = element("span", `tag ${shape.kind}`, describe(clip(shape.desc ?? "", 48)), { data: { owner: shape.owner } });
     if (change(shape)) tag.append(element("b", "", change(shape)));
-    tag.dataset.owner = shape.owner;
     const [left, top, right] = shape.box.map((bin) => (100 * bin) / 999);
     if (left > 55) tag.style.right = `${Math.max(0, 100 - right)}%`;
     else tag.style.left = `${left}%`;
@@ -270,12 +264,9 @@ const steps = (() => {
     imageView.small(stage, entry, data.sample(k));
     const counts = `${entry.matched} of ${entry.true} found${entry.extra ? `, ${entry.extra} extra` : ""}`;
     const loss = entry.loss === null ? "no loss" : `loss ${entry.loss.toFixed(3)}`;
-    const node = element("button", "step", stage, element("b", "", `step ${entry.step}`));
-    node.append(element("span", "", counts), element("span", "", loss));
-    node.type = "button";
-    if (current) node.setAttribute("aria-current", "true");
-    node.addEventListener("click", () => inspector.go(k));
-    return node;
+    const words = [element("b", "", `step ${entry.step}`), element("span", "", counts), element("span", "", loss)];
+    const onclick = () => inspector.go(k);
+    return element("button", "step", stage, ...words, { type: "button", ariaCurrent: current ? "true" : null, onclick });
   }
 
   return { show, focus: () => (host.querySelector("[aria-current]") ?? host.querySelector("button"))?.focus() };

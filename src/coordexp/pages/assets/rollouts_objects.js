@@ -47,27 +47,21 @@ const objects = (() => {
   }
 
   function group(name, rows, none) {
-    const title = element("div", "division", `${name} `, element("small", "", String(rows.length)));
-    title.role = "presentation";
-    const nothing = element("div", "none", none);
-    nothing.role = "presentation";
-    return [title, ...(rows.length ? rows : [nothing])];
+    const role = "presentation";
+    const title = element("div", "division", `${name} `, element("small", "", String(rows.length)), { role });
+    return [title, ...(rows.length ? rows : [element("div", "none", none, { role })])];
   }
 
   // The words about an object that was changed have a line of their own.
   function row(owner, key, desc, state, words, isChanged = false) {
-    const label = element("span", "desc", describe(desc));
-    label.title = clip(desc ?? "", 300);
-    const word = { true: "found", removed: "extra" }[state] ?? state;
-    const outcomeNode = element("span", "outcome", words);
-    const node = element("div", `object ${state}`, element("span", "state", word), element("span", "name", key));
-    node.append(label, outcomeNode);
-    node.classList.toggle("changed", isChanged);
-    node.dataset.owner = owner;
-    node.role = "option";
-    node.tabIndex = -1;
-    node.ariaSelected = "false";
-    return node;
+    const parts = [
+      element("span", "state", { true: "found", removed: "extra" }[state] ?? state),
+      element("span", "name", key),
+      element("span", "desc", describe(desc), { title: clip(desc ?? "", 300) }),
+      element("span", "outcome", words),
+    ];
+    const properties = { role: "option", tabIndex: -1, ariaSelected: "false", data: { owner } };
+    return element("div", `object ${state}${isChanged ? " changed" : ""}`, ...parts, properties);
   }
 
   function choose(option) {
@@ -157,11 +151,9 @@ const matrix = (() => {
   function draw({ rows, columns }) {
     active = null;
     if (!rows.length || !columns.length) return host.replaceChildren();
-    const table = element("table");
-    table.setAttribute("role", "grid");
-    table.setAttribute("aria-label", "Overlap of predicted and true objects");
     const titles = element("tr", "", element("td"), ...columns.map(top));
-    table.append(titles, ...rows.map((r) => line(r, columns)));
+    const properties = { role: "grid", ariaLabel: "Overlap of predicted and true objects" };
+    const table = element("table", "", titles, ...rows.map((r) => line(r, columns)), properties);
     host.replaceChildren(table);
     active = table.querySelector("td[data-row]");
     moveTabStop(null, active);
@@ -169,35 +161,28 @@ const matrix = (() => {
 
   function top(j) {
     const { desc } = sample.truth[j];
-    const node = element("th", "", element("span", "", `${j + 1} `, describe(clip(desc, 40))));
-    node.scope = "col";
-    node.title = clip(desc, 300);
-    node.dataset.owner = data.ownerOfTrue(sample, j);
-    return node;
+    const name = element("span", "", `${j + 1} `, describe(clip(desc, 40)));
+    return element("th", "", name, { scope: "col", title: clip(desc, 300), data: { owner: data.ownerOfTrue(sample, j) } });
   }
 
   function line(r, columns) {
     const k = sample.match.rows[r];
     const { key, desc } = sample.objects[k];
-    const node = element("th", "", `${clip(key, 24)} `, describe(clip(desc ?? "", 40)));
-    node.scope = "row";
-    node.title = clip(desc ?? "", 300);
-    node.dataset.owner = k;
+    const properties = { scope: "row", title: clip(desc ?? "", 300), data: { owner: k } };
+    const node = element("th", "", `${clip(key, 24)} `, describe(clip(desc ?? "", 40)), properties);
     return element("tr", "", node, ...columns.map((j) => cell(r, k, j)));
   }
 
   function cell(r, k, j) {
     const iou = sample.match.iou[r][j];
-    const node = element("td", "", iou === null ? "" : iou.toFixed(2).replace(/^0/, ""));
-    node.dataset.row = k;
-    node.dataset.column = data.ownerOfTrue(sample, j);
-    node.tabIndex = -1;
-    const chosen = sample.objects[k].of === j;
-    node.classList.toggle("chosen", chosen);
+    const isPair = sample.objects[k].of === j;
+    const node = element("td", isPair ? "chosen" : "", iou === null ? "" : iou.toFixed(2).replace(/^0/, ""), {
+      tabIndex: -1,
+      ariaLabel: iou === null ? "not a candidate" : `IoU ${iou.toFixed(2)}${isPair ? ", a pair" : ""}`,
+      data: { row: k, column: data.ownerOfTrue(sample, j) },
+    });
     node.classList.toggle("low", iou !== null && iou < sample.match.gate);
-    node.classList.toggle("empty", iou === null);
     if (iou !== null) node.style.setProperty("--share", `${Math.round(55 * iou)}%`);
-    node.ariaLabel = iou === null ? "not a candidate" : `IoU ${iou.toFixed(2)}${chosen ? ", a pair" : ""}`;
     return node;
   }
 

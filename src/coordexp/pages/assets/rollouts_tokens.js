@@ -50,9 +50,8 @@ const strip = (() => {
         last.to = line[1];
         last.lines.push(line);
       } else {
-        groups.push({ from: line[0], to: line[1], lines: [line], box: element("div", "chunk"), height: 0 });
-        groups.at(-1).box.dataset.chunk = groups.length - 1;
-        groups.at(-1).box.role = "presentation";
+        const box = element("div", "chunk", { role: "presentation", data: { chunk: groups.length } });
+        groups.push({ from: line[0], to: line[1], lines: [line], box, height: 0 });
       }
     }
     return groups;
@@ -84,13 +83,9 @@ const strip = (() => {
   const holds = (chunk, i) => chunk.from <= i && i < chunk.to;
 
   function line([from, to]) {
-    const row = element("div", "line");
-    row.role = "presentation";
-    const words = element("div", "words");
-    words.role = "presentation";
+    const words = element("div", "words", { role: "presentation" });
     for (let i = from; i < to; i += 1) words.append(token(i));
-    row.append(margin(from, to), words);
-    return row;
+    return element("div", "line", margin(from, to), words, { role: "presentation" });
   }
 
   // The outcome of the object on this line.
@@ -100,11 +95,8 @@ const strip = (() => {
     while (at < to && owner[at] === -1) at += 1;
     if (at === to) return element("span", "margin");
     const object = data.describeOwner(sample, owner[at]);
-    const node = element("span", `margin ${object.state}`, outcome(object, at));
-    node.dataset.owner = owner[at];
-    node.ariaHidden = "true";
-    node.classList.toggle("lit", lit.has(owner[at]));
-    return node;
+    const style = `margin ${object.state}${lit.has(owner[at]) ? " lit" : ""}`;
+    return element("span", style, outcome(object, at), { ariaHidden: "true", data: { owner: owner[at] } });
   }
 
   // The end of an object that stands before the first change is not labelled again.
@@ -122,24 +114,24 @@ const strip = (() => {
   function token(i) {
     const { ids, roles, owner } = sample.tokens;
     const [style, name] = data.roles(sample)[roles[i]];
-    const coord = data.isCoord(ids[i]);
-    const node = element("span", `token ${style}${coord ? " bin" : ""}`, data.text(ids[i]));
-    node.dataset.i = i;
-    node.dataset.owner = owner[i];
-    node.role = "option";
-    node.tabIndex = i === active ? 0 : -1;
-    node.ariaSelected = String(i === active);
+    const node = element("span", `token ${style}`, data.text(ids[i]), {
+      role: "option",
+      tabIndex: i === active ? 0 : -1,
+      ariaSelected: String(i === active),
+      ariaPosInSet: i + 1,
+      ariaSetSize: ids.length,
+      data: { i, owner: owner[i] },
+    });
+    node.classList.toggle("bin", data.isCoord(ids[i]));
+    node.classList.toggle("lit", lit.has(owner[i]));
     node.ariaLabel = `${node.textContent.trim() || "space"}, ${name}`;
     if (sample.unlikely[i] !== undefined) {
       node.classList.add("unlikely");
       node.title = `should be unlikely here: ${data.text(sample.unlikely[i])}`;
       node.ariaLabel += `, ${node.title}`;
     }
-    node.ariaPosInSet = i + 1;
-    node.ariaSetSize = ids.length;
     const nll = sample.trained?.nll[i];
     if (nll != null) node.style.setProperty("--heat", `${Math.round(Math.min(1, nll / 5) * 55)}%`);
-    node.classList.toggle("lit", lit.has(owner[i]));
     return node;
   }
 
