@@ -48,6 +48,8 @@ from coordexp.vocab import VocabularyTable
 from coordexp.vocab.table import STOP_TOKENS
 
 LARGEST = 2**30  # bytes of a response
+ALTERNATIVES = "set rollout_matching.vllm.mode: colocate, or rollout_matching.rollout_backend: hf"
+OTHERWISE = f"or {ALTERNATIVES}"
 Health = Literal["ok", "refused", "silent", "failed"]
 
 
