@@ -10,8 +10,8 @@ import torch
 from torch import nn
 from vllm.model_executor.model_loader.reload import record_metadata_for_reloading
 
-from coordexp.engine.cuda_ipc import cuda_handle, plain_handle
-from coordexp.engine.receive import NothingToAgree, SharedMemoryReceiver, clear_kv_caches
+from coordexp.engine.cuda_ipc import plain_handle
+from coordexp.engine.receive import NothingToAgree, SharedMemoryReceiver, clear_kv_caches, cuda_handle
 from coordexp.engine.weights import (
     ALIGNMENT,
     MemoryFile,

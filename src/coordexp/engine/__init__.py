@@ -1,5 +1,5 @@
-"""vLLM engines that run in or beside the learner. This file has only the check that the right vLLM is installed;
-it imports neither vLLM nor torch, so a command can make the check before anything slow."""
+"""Engines of vLLM that run in or beside the learner. This file only checks that the right vLLM is installed.
+It imports neither vLLM nor torch, so a command can make the check before anything slow."""
 
 import importlib.metadata
 import importlib.util

@@ -1,7 +1,7 @@
-"""Weights from the learner to a colocated engine on the same GPUs: both ends of vLLM's transfer through CUDA IPC.
+"""The sender of weights to a colocated engine on the same GPUs: vLLM's own transfer through CUDA IPC.
 
 vLLM packs the weights and passes on handles of the packed buffers. Between the processes they are plain values
-here: nothing is pickled. Never run so far: no GPU was available.
+here: nothing is pickled. The receiver is in `receive`. Never run so far: no GPU was available.
 """
 
 from collections.abc import Iterator, Sequence
@@ -17,15 +17,8 @@ from vllm.distributed.weight_transfer.base import (
     WeightSource,
 )
 from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
-from vllm.distributed.weight_transfer.ipc_engine import (
-    IPCTrainerInitInfo,
-    IPCTrainerWeightTransferEngine,
-    IPCWeightTransferEngine,
-    IPCWeightTransferUpdateInfo,
-)
-from vllm.distributed.weight_transfer.packed_tensor import packed_ipc_consumer
+from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo, IPCTrainerWeightTransferEngine
 
-from coordexp.engine.receive import Reload
 from coordexp.engine.start import CUDA_IPC
 from coordexp.rollout.backend import Weights
 
@@ -70,39 +63,6 @@ def connect(rank: int, client: VLLMWeightSyncClient, source: LearnerWeights) -> 
     largest = max(meta.dtype.itemsize * torch.Size(meta.shape).numel() for meta in source.metadata())
     info = CudaIpc(rank=rank, packed_buffer_size_bytes=max(largest, CudaIpc.packed_buffer_size_bytes))
     return WeightTransferTrainerFactory.trainer_init(info, client=client, source=source)
-
-
-class CudaReceiver(Reload, IPCWeightTransferEngine):
-    """The receiver of vLLM, except that handles come as plain values: nothing is unpickled."""
-
-    def parse_update_info(self, update_dict: dict[str, Any]) -> IPCWeightTransferUpdateInfo:
-        handles = {device: cuda_handle(values) for device, values in update_dict["ipc_handles"].items()}
-        return super().parse_update_info(update_dict | {"ipc_handles": handles})
-
-    def receive_weights(self, update_info: IPCWeightTransferUpdateInfo) -> None:
-        assert isinstance(update_info.ipc_handles, dict)
-        self.take(
-            packed_ipc_consumer(
-                ipc_handle=update_info.ipc_handles,
-                names=update_info.names,
-                shapes=update_info.shapes,
-                dtype_names=update_info.dtype_names,
-                tensor_sizes=update_info.tensor_sizes,
-                device_index=self.device.index,
-                importer=self._packed_importer,
-            )
-        )
-
-    def finish_weight_update(self) -> None:
-        super().finish_weight_update()
-        self._packed_importer.close()
-
-
-def cuda_handle(values: Sequence[Any]) -> tuple[Any, ...]:
-    """Return torch's handle of a shared tensor from the values of `plain_handle`."""
-    size, stride, offset, dtype, *rest = values
-    shape = torch.Size(size)
-    return (torch.Tensor, shape, tuple(stride), offset, torch.storage.TypedStorage, getattr(torch, dtype), *rest)
 
 
 WeightTransferTrainerFactory.register_engine(CUDA_IPC, CudaSender)

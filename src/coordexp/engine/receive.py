@@ -1,4 +1,4 @@
-"""The engine's end of the weight transfer. Its workers import this module by name.
+"""The engine's end of the weight transfer. Its workers import this module by name; the learner does not.
 
 On GPUs, weights come through vLLM's CUDA IPC (`cuda_ipc`). On a CPU, for which vLLM has no transfer, they are read
 from memory that the learner maps too. Adapters come as tensors; vLLM itself reads them from a folder. vLLM puts a
@@ -10,7 +10,7 @@ import mmap
 import os
 import signal
 import traceback
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +23,8 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateInfo,
 )
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+from vllm.distributed.weight_transfer.ipc_engine import IPCWeightTransferEngine, IPCWeightTransferUpdateInfo
+from vllm.distributed.weight_transfer.packed_tensor import packed_ipc_consumer
 from vllm.lora.layers import BaseLayerWithLoRA
 from vllm.lora.lora_model import LoRAModel
 from vllm.lora.peft_helper import PEFTHelper
@@ -285,8 +287,41 @@ class SharedMemoryReceiver(Reload, WeightTransferEngine[NothingToAgree, SharedUp
         self._files = {}
 
 
+class CudaReceiver(Reload, IPCWeightTransferEngine):
+    """The receiver of vLLM, except that handles come as plain values: nothing is unpickled."""
+
+    def parse_update_info(self, update_dict: dict[str, Any]) -> IPCWeightTransferUpdateInfo:
+        handles = {device: cuda_handle(values) for device, values in update_dict["ipc_handles"].items()}
+        return super().parse_update_info(update_dict | {"ipc_handles": handles})
+
+    def receive_weights(self, update_info: IPCWeightTransferUpdateInfo) -> None:
+        assert isinstance(update_info.ipc_handles, dict)
+        self.take(
+            packed_ipc_consumer(
+                ipc_handle=update_info.ipc_handles,
+                names=update_info.names,
+                shapes=update_info.shapes,
+                dtype_names=update_info.dtype_names,
+                tensor_sizes=update_info.tensor_sizes,
+                device_index=self.device.index,
+                importer=self._packed_importer,
+            )
+        )
+
+    def finish_weight_update(self) -> None:
+        super().finish_weight_update()
+        self._packed_importer.close()
+
+
+def cuda_handle(values: Sequence[Any]) -> tuple[Any, ...]:
+    """Return torch's handle of a shared tensor from the values of `cuda_ipc.plain_handle`."""
+    size, stride, offset, dtype, *rest = values
+    shape = torch.Size(size)
+    return (torch.Tensor, shape, tuple(stride), offset, torch.storage.TypedStorage, getattr(torch, dtype), *rest)
+
+
 WeightTransferEngineFactory.register_engine(SHARED_MEMORY, SharedMemoryReceiver)
-WeightTransferEngineFactory.register_engine(CUDA_IPC, "coordexp.engine.cuda_ipc", "CudaReceiver")
+WeightTransferEngineFactory.register_engine(CUDA_IPC, CudaReceiver)
 if OWNER in os.environ:  # this is a process of an engine
     # Workers inherit blocked signals (`start._engine_environment`). Until the engine is ready they need SIGTERM:
     # vLLM ends them with it if the engine does not start.

@@ -37,6 +37,7 @@ from coordexp.rollout.backend import (
 from coordexp.rollout.guard import key_pattern_for
 from coordexp.rollout.prompt import PromptBuilder
 from coordexp.servers.client import (
+    OTHERWISE,
     ClientTimeouts,
     RequestFailed,
     ServerAnswer,
@@ -48,7 +49,7 @@ from coordexp.servers.client import (
     read_answers,
     to_rollout,
 )
-from coordexp.servers.links import OTHERWISE, Links, own_device
+from coordexp.servers.links import Links, own_device
 from coordexp.servers.pool import Chunk, Loss, Out, Pool, Up, ask_in_waves
 from coordexp.servers.protocol import ENGINE_FAULT
 from coordexp.servers.send import Sent, send, send_adapter

@@ -48,6 +48,8 @@ from coordexp.vocab import VocabularyTable
 from coordexp.vocab.table import STOP_TOKENS
 
 LARGEST = 2**30  # bytes of a response
+ALTERNATIVES = "set rollout_matching.vllm.mode: colocate, or rollout_matching.rollout_backend: hf"
+OTHERWISE = f"or {ALTERNATIVES}"
 Health = Literal["ok", "refused", "silent", "failed"]
 
 
@@ -85,8 +87,8 @@ class ClientTimeouts:
 
 @dataclass(frozen=True)
 class ServerFacts:
-    """What the ranks know about a server. One of ours reports the version of its weights with each answer, and
-    responds to health checks at any time."""
+    """The facts that all ranks know about a server. One of ours reports the version of its weights with each
+    answer, and responds to health checks at any time."""
 
     world_size: int
     max_model_len: int | None = None
@@ -112,7 +114,7 @@ class ServerClient:
         self.timeouts = timeouts or ClientTimeouts()
         self._infer_timeout = infer_timeout_s if infer_timeout_s and infer_timeout_s > 0 else None
         token = os.environ.get(TOKEN)
-        self._http = httpx.Client(
+        self.http = httpx.Client(
             headers={"Authorization": f"Bearer {token}"} if token else {},
             trust_env=False,  # no proxy stands between a learner and its servers
             follow_redirects=False,
@@ -130,7 +132,7 @@ class ServerClient:
 
     def health(self) -> Health:
         try:
-            with self._http.stream("GET", f"{self.url}/health/", timeout=self.timeouts.health) as response:
+            with self.http.stream("GET", f"{self.url}/health/", timeout=self.timeouts.health) as response:
                 return "ok" if response.status_code == 200 else "failed"
         except httpx.TimeoutException:
             return "silent"
@@ -167,25 +169,20 @@ class ServerClient:
         return self._call("POST", "/infer/", payload, self._infer_timeout)
 
     def close(self) -> None:
-        self._http.close()
+        self.http.close()
 
     def _call(self, method: str, path: str, body: dict[str, Any] | None, seconds: float | None) -> bytes:
-        exchange, liveness = _Exchange(self._http, self.name), _Liveness(self)
+        exchange, liveness = _Exchange(self), _Liveness(self, path)
         deadline = time.monotonic() + seconds if seconds is not None else math.inf
-        task = Task(exchange.run, method, f"{self.url}{path}", body)
         try:
-            status, content = task.result(deadline, liveness.check, self.timeouts.poll)
+            task = Task(exchange.run, method, path, body)
+            return task.result(deadline, liveness.check, self.timeouts.poll)
         except TimeoutError:
             raise ServerLost(f"{self.name}: no answer in {seconds:.1f} s (in {path})") from None
         except httpx.TransportError as error:
             raise ServerLost(f"{self.name}: the connection failed in {path} ({_describe(error)})") from error
-        except ServerLost as lost:
-            raise ServerLost(f"{lost.problem} (in {path})", lost.fix) from None
         finally:
             exchange.cut()
-        if status == 200:
-            return content
-        raise self.to_error(status, path, content)
 
     def to_error(self, status: int, path: str, body: bytes) -> ErrorResponse:
         """Return the error that a response stands for."""
@@ -205,49 +202,54 @@ class ServerClient:
 
 
 class _Liveness:
-    """Whether a server is alive during a call."""
+    """The health of a server during a call."""
 
-    def __init__(self, client: ServerClient) -> None:
-        self.client, self.last_response = client, time.monotonic()
+    def __init__(self, client: ServerClient, path: str) -> None:
+        self.client, self.path, self.last_response = client, path, time.monotonic()
 
     def check(self) -> None:
         """Raise ServerLost if the server has ended, or has been silent for too long."""
-        client, health = self.client, self.client.health()
-        is_patient = client.facts is not None and not client.facts.responds_while_busy
+        facts, health = self.client.facts, self.client.health()
+        is_patient = facts is not None and not facts.responds_while_busy
+        silent = time.monotonic() - self.last_response
         if health == "refused":
-            raise ServerLost(f"{client.name}: it has ended")
+            raise self._lost("it has ended")
         if health == "failed" and not is_patient:
-            raise ServerLost(f"{client.name}: its engine has ended or hangs")
+            raise self._lost("its engine has ended or hangs")
         if health == "ok" or is_patient:
             self.last_response = time.monotonic()
-        elif (silent := time.monotonic() - self.last_response) >= client.timeouts.silence:
-            raise ServerLost(f"{client.name}: no response for {silent:.0f} s")
+        elif silent >= self.client.timeouts.silence:
+            raise self._lost(f"no response for {silent:.0f} s")
+
+    def _lost(self, problem: str) -> ServerLost:
+        return ServerLost(f"{self.client.name}: {problem} (in {self.path})")
 
 
 class _Exchange:
     """One request and its response. Another thread may cut it off."""
 
-    def __init__(self, http: httpx.Client, server: str) -> None:
-        self._http, self._server = http, server
+    def __init__(self, client: ServerClient) -> None:
+        self._client = client
         self._stream: Any = None
 
-    def run(self, method: str, url: str, body: dict[str, Any] | None) -> tuple[int, bytes]:
-        """Return the status and the body of the response."""
-        with self._http.stream(method, url, json=body, extensions={"trace": self._trace}) as response:
+    def run(self, method: str, path: str, body: dict[str, Any] | None) -> bytes:
+        """Return the body of the response. Raise the error that it stands for, if it is one."""
+        with self._send(method, path, body, None) as response:
             content = bytearray()
             for part in response.iter_bytes():
                 content += part
                 if len(content) > LARGEST:
-                    raise EngineError(f"{self._server}: its answer has more than {LARGEST >> 20} MiB")
-            return response.status_code, bytes(content)
+                    raise EngineError(f"{self._client.name}: its answer has more than {LARGEST >> 20} MiB")
+        if response.status_code != 200:
+            raise self._client.to_error(response.status_code, path, bytes(content))
+        return bytes(content)
 
-    def hold(self, url: str, body: dict[str, Any], begun: Event, silence: float) -> None:
-        """Read a response that stays open, until it ends or is silent for `silence` seconds. Set `begun` at its
-        first line."""
-        timeout, trace = httpx.Timeout(silence), {"trace": self._trace}
-        with self._http.stream("POST", url, json=body, timeout=timeout, extensions=trace) as response:
+    def hold(self, path: str, body: dict[str, Any], begun: Event) -> None:
+        """Read a response that stays open, until it ends or is silent for too long. Set `begun` at its first
+        line."""
+        with self._send("POST", path, body, self._client.timeouts.session) as response:
             if response.status_code != 200:
-                raise _NotOpened(response.status_code, response.read())
+                raise self._client.to_error(response.status_code, path, response.read())
             for _ in response.iter_lines():
                 begun.set()
 
@@ -257,16 +259,14 @@ class _Exchange:
             with suppress(OSError):
                 connection.shutdown(socket.SHUT_RDWR)
 
+    def _send(self, method: str, path: str, body: Any, timeout: float | None) -> Any:
+        extensions = {"trace": self._trace}
+        url = f"{self._client.url}{path}"
+        return self._client.http.stream(method, url, json=body, timeout=timeout, extensions=extensions)
+
     def _trace(self, event: str, info: dict[str, Any]) -> None:
         if event in ("connection.connect_tcp.complete", "connection.start_tls.complete"):
             self._stream = info["return_value"]
-
-
-class _NotOpened(Exception):
-    """The response to a request for a session was an error."""
-
-    def __init__(self, status: int, body: bytes) -> None:
-        self.status, self.body = status, body
 
 
 class ServerSession:
@@ -275,7 +275,7 @@ class ServerSession:
     def __init__(self, client: ServerClient, identity: str) -> None:
         self.identity, self.ended = identity, Event()
         self._client, self._begun = client, Event()
-        self._exchange = _Exchange(client._http, client.name)
+        self._exchange = _Exchange(client)
         opening = OpenSession(session=identity, learner=f"{socket.gethostname()}:{os.getpid()}")
         self._task = Task(self._hold, opening.to_json())
 
@@ -299,7 +299,7 @@ class ServerSession:
 
     def _hold(self, body: dict[str, Any]) -> None:
         try:
-            self._exchange.hold(f"{self._client.url}/session/", body, self._begun, self._client.timeouts.session)
+            self._exchange.hold("/session/", body, self._begun)
         finally:
             self.ended.set()
             self._begun.set()
@@ -311,8 +311,8 @@ class ServerSession:
         if self.ended.is_set():
             self._task.done.wait(1)
             error = self._task.error
-            if isinstance(error, _NotOpened):
-                raise self._client.to_error(error.status, "/session/", error.body)
+            if isinstance(error, EngineError):
+                raise error
             raise ServerLost(f"{self._client.name}: the session ended at once ({_describe(error)})")
 
 

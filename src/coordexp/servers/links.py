@@ -14,7 +14,7 @@ from coordexp.config.rollout import capacity_shortage
 from coordexp.engine.start import EngineSetup
 from coordexp.errors import EngineError
 from coordexp.servers import swift_servers
-from coordexp.servers.client import ServerClient, ServerFacts, ServerLost
+from coordexp.servers.client import ALTERNATIVES, OTHERWISE, ServerClient, ServerFacts, ServerLost
 from coordexp.servers.pool import Loss
 from coordexp.servers.protocol import (
     ServerVersion,
@@ -30,8 +30,6 @@ NOTIFY_EVERY = 10.0  # seconds between two messages about a server that is waite
 RETURNING = 30.0  # seconds that a server which is back may take to join, while others wait for it
 PAUSE = 30.0  # seconds between two attempts to connect to a server that could not be used, while others answer
 LEAVING = 2.0  # seconds that the end of a run waits for its groups to be left
-ALTERNATIVES = "set rollout_matching.vllm.mode: colocate, or rollout_matching.rollout_backend: hf"
-OTHERWISE = f"or {ALTERNATIVES}"
 SAME_CONFIG = "start it with the config that the learner has"
 
 
@@ -173,17 +171,9 @@ def examine_server(client: ServerClient, learner: EngineSetup, devices: Sequence
     size = client.read(WorldSize, "/get_world_size/").world_size
     body = client.get_if_present("/version/")
     if body is None:
-        client.facts, guard = swift_servers.read_facts(client, size)
+        client.facts, guard = swift_servers.read_facts(client, size, learner.settings.repeat_terminate)
         if guard is not None:
             _check_guard(client.name, guard, learner)
-        elif learner.settings.repeat_terminate.enabled:
-            raise EngineError(
-                f"{client.name}: this ms-swift server reports no repeat guard, but "
-                "rollout_matching.repeat_terminate.enabled is true",
-                "start it with `swift rollout --external_plugins FILE`, where FILE is coordexp.plugins."
-                "SWIFT_REPEAT_GUARD, as docs/operations.md shows, or with `coordexp serve`, or set enabled: "
-                f"false, {OTHERWISE}",
-            )
         return client.facts
     version = read_version(body, client.name)
     if version.world_size != size:

@@ -287,7 +287,7 @@ class InferItem(Response):
 
 
 class Refusal(UserError):
-    """What a server answers when it does not do what it was asked: an HTTP status, a code for programs, and the
+    """The answer of a server that does not do what it was asked: an HTTP status, a code for programs, and the
     problem and the fix for people."""
 
     def __init__(self, status: int, code: str, problem: str, fix: str = "") -> None:

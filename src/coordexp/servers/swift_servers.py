@@ -19,7 +19,7 @@ from coordexp.config.rollout import RepeatTerminate
 from coordexp.engine.weights import AdapterRefused, Metadata
 from coordexp.errors import EngineError
 from coordexp.rollout.backend import AdapterConfig
-from coordexp.servers.client import RequestRefused, ServerClient, ServerFacts
+from coordexp.servers.client import OTHERWISE, RequestRefused, ServerClient, ServerFacts
 from coordexp.servers.protocol import LoadBucket, Response, WeightMessage, read_response
 from coordexp.servers.send import Link, join_group, join_message
 
@@ -42,11 +42,21 @@ class PluginGuard(Response):
     workers: int
 
 
-def read_facts(client: ServerClient, world_size: int) -> tuple[ServerFacts, dict[str, Any] | None]:
+def read_facts(
+    client: ServerClient, world_size: int, guard: RepeatTerminate
+) -> tuple[ServerFacts, dict[str, Any] | None]:
     """Return the facts about a server, and the settings of the guard that its plugin has loaded, if it has one.
-    Raise EngineError unless all its workers have loaded it."""
+    Raise EngineError if the run needs the guard and it is not loaded, or not by all workers."""
     facts = ServerFacts(world_size, reports_version=False, responds_while_busy=False)
     body = client.get_if_present(GUARD_ROUTE)
+    if body is None and guard.enabled:
+        raise EngineError(
+            f"{client.name}: this ms-swift server reports no repeat guard, but "
+            "rollout_matching.repeat_terminate.enabled is true",
+            "start it with `swift rollout --external_plugins FILE`, where FILE is coordexp.plugins."
+            "SWIFT_REPEAT_GUARD, as docs/operations.md shows, or with `coordexp serve`, or set enabled: false, "
+            f"{OTHERWISE}",
+        )
     if body is None:
         return facts, None
     plugin: PluginGuard = read_response(PluginGuard, body, client.name, GUARD_ROUTE)
