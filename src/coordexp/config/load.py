@@ -38,6 +38,9 @@ from coordexp.errors import ConfigError, Finding
 S = TypeVar("S", bound=SettingsSection)
 
 
+TRACKIO = ("project", "trackio_space_id", "trackio_bucket_id", "trackio_static_space_id", "hub_private_repo")
+# Keys of `rollout_matching` that evaluation reads in every trainer variant.
+READ_BY_EVALUATION = {"decode_batch_size", "max_new_tokens", "repeat_terminate"}
 # How similar a wrong word must be to an allowed one to be replaced by it in further checks.
 CERTAIN_SIMILARITY = 0.85
 MAX_LISTED_KEYS = 25  # A message does not list the keys of a larger section.
@@ -223,11 +226,6 @@ def _replace_with_valid(tree: Tree, path: KeyPath) -> KeyPath:
             value_at(tree, here[:-1])[here[-1]] = copy_tree(value)
             return here
     raise AssertionError(f"no valid value is known for {format_path(path)}")
-
-
-TRACKIO = ("project", "trackio_space_id", "trackio_bucket_id", "trackio_static_space_id", "hub_private_repo")
-# Keys of `rollout_matching` that evaluation reads in every trainer variant.
-READ_BY_EVALUATION = {"decode_batch_size", "max_new_tokens", "repeat_terminate"}
 
 
 def derive(settings: Settings, world: World) -> tuple[Settings, dict[str, str]]:

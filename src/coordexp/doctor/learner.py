@@ -31,6 +31,8 @@ from coordexp.train.learner import learner_weights
 from coordexp.train.offload import OffloadedStorages
 from coordexp.vocab import VocabularyTable
 
+NOISE = 0.5  # in standard deviations of each matrix
+TOKENS = 16  # of the answers that are compared
 IMAGES = 8
 SEQUENCE = 512  # tokens, with the prompt
 SPREAD = 6.0  # of the random weights, so that answers depend on the image
@@ -124,10 +126,6 @@ def _free_ports(count: int) -> list[int]:
 
 def _ignore() -> None:
     pass
-
-
-NOISE = 0.5  # in standard deviations of each matrix
-TOKENS = 16  # of the answers that are compared
 
 
 class TinyLearner:

@@ -24,6 +24,13 @@ from coordexp.train.checkpoints import ANNOUNCED
 from coordexp.train.encode import StepIndex
 from coordexp.train.metrics import StepMetrics
 
+# The carry buffer in a checkpoint: one safetensors file with one array per token-wise field of `Segment`, all
+# waiting segments joined end to end.
+FORMAT = 3  # format 1 had no number in its file, and no ids; formats 1 and 2 had no unlikely tokens
+_STREAMS = tuple(field.name for field in fields(Segment) if field.name != "prompt_length")
+_PER_SEGMENT = ("lengths", "prompt_lengths", "arrived")
+_SOURCE = ("image", "width", "height", "channel", "id")
+
 
 @dataclass(frozen=True)
 class StageRecords:
@@ -168,12 +175,6 @@ class RowStream:
                     "raise global_max_length, lower rollout_matching.max_new_tokens if the example comes from a "
                     "rollout, or remove the record from the data",
                 )
-
-
-FORMAT = 3  # format 1 had no number in its file, and no ids; formats 1 and 2 had no unlikely tokens
-_STREAMS = tuple(field.name for field in fields(Segment) if field.name != "prompt_length")
-_PER_SEGMENT = ("lengths", "prompt_lengths", "arrived")
-_SOURCE = ("image", "width", "height", "channel", "id")
 
 
 def save_buffer(buffer: CarryBuffer[Example], path: Path) -> None:

@@ -77,3 +77,15 @@ def test_the_doctor_reports_every_check_in_the_details(commands):
 def test_json_of_a_launch_needs_check_only():
     result = CliRunner().invoke(app, ["launch", "--config", SERVERS, "--cpu", "--json"])
     assert result.exit_code == 1 and "add --check-only" in result.output
+
+
+def test_a_finding_that_occurs_often_is_printed_once_with_its_count_and_its_first_places(tmp_path):
+    data = tmp_path / "train.jsonl"
+    lines = [json.dumps(RECORD | {"image": f"{k}.png", "objects": [BOX]}) for k in range(7)]
+    data.write_text("\n".join(lines))
+    lines = CliRunner().invoke(app, ["data", "doctor", "--images", "skip", str(data)]).stdout.splitlines()
+    assert lines[:2] == [
+        "error inverted: box whose corners are inverted (7)",
+        "  write the upper left corner before the lower right",
+    ]
+    assert lines[2:7] == [f"  {data}:{k}: objects[0] 'cup' bbox_2d [40, 10, 20, 30]" for k in range(1, 6)]

@@ -20,6 +20,8 @@ from coordexp.data.records import Record, parse_record
 from coordexp.errors import Finding, Place
 
 MOST_CLASSES = 100_000  # counted by name, to bound the memory: free text may describe every object differently
+EXAMPLES = 5  # kept per finding
+ReadImage = Callable[[Path], ImageFacts]
 # A function that counts the tokens of the answer with these objects.
 CountTokens = Callable[[Sequence[TrueObject]], int]
 STEPS = (0, 5, 10, 20, 50, 100, 200, 500, BINS)  # of the histogram of sides
@@ -122,11 +124,6 @@ def quantile(counts: Counter[int], share: float) -> int | None:
         if passed >= needed:
             return value
     return None
-
-
-EXAMPLES = 5  # kept per finding
-
-ReadImage = Callable[[Path], ImageFacts]
 
 
 @dataclass(frozen=True)
