@@ -87,3 +87,12 @@ def test_every_part_has_a_place():
 )
 def test_a_forbidden_import_is_found(part, line):
     assert len(find_forbidden(part, line, "new.py")) == 1
+
+
+def test_only_the_command_line_imports_pages():
+    importers = {
+        part_of(file)
+        for file in PACKAGE.rglob("*.py")
+        if "pages" in find_imported_parts(file.read_text(), str(file))
+    }
+    assert importers == {"pages", "cli"}

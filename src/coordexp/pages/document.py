@@ -67,14 +67,14 @@ def render_select(id: str, label: str, options: Iterable[tuple[str, str]], attri
     return f'<label>{label} <select id="{id}" {attributes}>{items}</select></label>'
 
 
-def render_pager(noun: str) -> str:
-    """Return the buttons that go to the previous and to the next `noun`; the script says where the reader is."""
-    return (
-        f'<nav class="pager" aria-label="{noun.capitalize()}s">'
-        f'<button type="button" id="back" aria-label="Previous {noun}" title="Previous {noun}">&larr;</button>'
-        f'<output id="where"></output>'
-        f'<button type="button" id="on" aria-label="Next {noun}" title="Next {noun}">&rarr;</button></nav>'
+def render_pager(noun: str, keys: tuple[str, str]) -> str:
+    """Return buttons that go to the previous and to the next `noun`, as `keys` do. The script says where the
+    reader is."""
+    back, on = (
+        f'<button type="button" id="{id}" aria-label="{way} {noun}" title="{way} {noun} ({key})">{arrow}</button>'
+        for id, way, key, arrow in (("back", "Previous", keys[0], "&larr;"), ("on", "Next", keys[1], "&rarr;"))
     )
+    return f'<nav class="pager" aria-label="{noun.capitalize()}s">{back}<output id="where"></output>{on}</nav>'
 
 
 def render_table(heads: Sequence[str], rows: Iterable[Sequence[str]], style: str = "") -> str:

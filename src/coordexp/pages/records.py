@@ -101,7 +101,7 @@ def _render_controls(cards: Sequence[Card], classes: Counter[str], healthy: int)
         render_select("class", "class", [("", "all classes"), *names], 'data-filter="classes"')
         + render_select("problem", "problem", [("", "all records"), *problems], 'data-filter="problems"')
         + '<label><input type="checkbox" data-kind="names" checked> names</label>'
-        + render_pager("page")
+        + render_pager("page", ("left arrow", "right arrow"))
     )
 
 

@@ -31,7 +31,7 @@ PLACE = ("step", "micro", "record")
 SCRIPTS = ("rollouts_data.js", "rollouts_image.js", "rollouts_tokens.js", "rollouts_objects.js", "rollouts.js")
 CONTROLS = (
     '<button type="button" id="news" hidden></button><label>show <select id="filter"></select></label>'
-    f'<label>order <select id="order"></select></label>{render_pager("sample")}'
+    f'<label>order <select id="order"></select></label>{render_pager("sample", ("k", "j"))}'
     '<button type="button" id="help" aria-label="Keys" title="Keys (?)">?</button>'
 )
 T = TypeVar("T")
