@@ -1,5 +1,6 @@
 """`coordexp data`: import data, find what is wrong with it, and look at it. `data doctor` is in this module."""
 
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -78,7 +79,6 @@ def _token_counter(folder: Path) -> "CountTokens":
 
 def _describe_data(report: "DataReport") -> dict[str, Any]:
     """Return the statistics of the file, for `--json`."""
-    tokens = report.tokens
     return {
         "records": report.records,
         "objects": report.objects,
@@ -90,14 +90,7 @@ def _describe_data(report: "DataReport") -> dict[str, Any]:
                 {"from": low, "below": high, "objects": count} for low, high, count in report.sizes.histogram
             ],
         },
-        "tokens": tokens
-        and {
-            "records": tokens.records,
-            "per_object": round(tokens.per_object, 1),
-            "median": tokens.median,
-            "p95": tokens.high,
-            "longest": tokens.longest,
-        },
+        "tokens": report.tokens and asdict(report.tokens),
     }
 
 
@@ -108,7 +101,7 @@ def _print_report(report: "DataReport") -> None:
     if report.tokens:
         tokens = report.tokens
         out.print(
-            f"tokens per answer: median {tokens.median:,}, 95 % up to {tokens.high:,}, "
+            f"tokens per answer: median {tokens.median:,}, 95 % up to {tokens.p95:,}, "
             f"longest {tokens.longest:,}; {tokens.per_object:.1f} per object (image and prompt come on top)"
         )
     warnings = sum(finding.severity == "warning" for finding in report.findings)

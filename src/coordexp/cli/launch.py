@@ -5,8 +5,9 @@ import secrets
 import shlex
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 from rich.table import Table
@@ -94,7 +95,8 @@ def launch(
     if plan is None or any(finding.severity == "error" for finding in findings):
         _refuse(options, findings, 2 if plan is None else 1, as_json)
     if as_json:
-        print_json(options.config, findings, _describe_plan(plan, needs))
+        memory = {item.part: round(item.bytes) for item in needs}
+        print_json(options.config, findings, {"plan": asdict(plan), "memory": memory})
         return
     print_findings(findings, err)
     if check_only:
@@ -146,29 +148,6 @@ def _run(plan: Plan, start_timeout: float, grace: float) -> int:
     log = Log(sys.stdout, (*(server.name for server in plan.servers), plan.learner.name))
     patience = Patience(start_s=start_timeout, learner_s=grace)
     return Launch(plan, log, token, patience).run()
-
-
-def _describe_plan(plan: Plan, needs: list["MemoryNeed"]) -> dict[str, Any]:
-    """Return the plan for `--json`. The memory is the least that a part needs on each of its devices, in bytes."""
-    memory = {item.part: round(item.bytes) for item in needs}
-    servers = [
-        {
-            "base_url": server.base_url,
-            "group_port": server.group_port,
-            "world_size": server.world_size,
-            "gpus": server.part.gpus if server.part else None,
-            "memory": memory.get(server.name),
-            "command": server.part.command if server.part else None,
-        }
-        for server in plan.servers
-    ]
-    learner = {
-        "world_size": plan.learners,
-        "gpus": plan.learner.gpus,
-        "memory": memory.get(plan.learner.name),
-        "command": plan.learner.command,
-    }
-    return {"servers": servers, "learner": learner}
 
 
 def _print_plan(plan: Plan, needs: list["MemoryNeed"]) -> None:

@@ -144,13 +144,11 @@ def _servers() -> Iterator[str]:
 
 
 def _modules() -> Iterator[str]:
-    definitions = schema.root()["$defs"]
-    spec = definitions["TokenCE"]
+    entry = schema.root()["$defs"]["Pipeline"]["properties"]["objective"]["items"]
+    modules = [schema.resolve(option)["properties"] for option in entry["oneOf"]]
     yield f"### Every entry\n\n{COLUMNS}"
-    for key in ("enabled", "weight", "channels"):
-        yield _row(key, spec["properties"][key])
-    for name in ("TokenCE", "CoordReg", "BBoxGeo", "DuplicateUL", "CoordDiag"):
-        module = definitions[name]["properties"]
+    yield from (_row(key, modules[0][key]) for key in ("enabled", "weight", "channels"))
+    for module in modules:
         yield f"\n### `{module['name']['const']}`\n\n{module['name']['description']}\n"
         keys = schema.resolve(module["config"])["properties"]
         if keys:

@@ -235,10 +235,10 @@ def test_the_plan_as_json_has_every_part_with_its_command_and_memory(config):
     assert result.exit_code == 0, result.output
     report = json.loads(result.stdout)
     assert report["ok"] is True and report["checked"] == str(config)
-    servers, learner = report["details"]["servers"], report["details"]["learner"]
-    assert [server["command"][-1] for server in servers] == ["0", "1", "2"]
-    assert servers[0]["world_size"] == 1 and servers[0]["memory"] > 8_000_000
-    assert learner["world_size"] == 2 and learner["memory"] == 32_000_000
+    plan, memory = report["details"]["plan"], report["details"]["memory"]
+    assert [server["part"]["command"][-1] for server in plan["servers"]] == ["0", "1", "2"]
+    assert plan["servers"][0]["world_size"] == 1 and plan["learners"] == 2
+    assert memory["server 2"] > 8_000_000 and memory["learner"] == 32_000_000
 
 
 def test_a_launch_that_is_impossible_reports_all_problems_and_starts_nothing(config):

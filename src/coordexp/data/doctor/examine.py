@@ -86,7 +86,7 @@ class TokenCount:
     records: int
     per_object: float
     median: int
-    high: int  # the 95th percentile
+    p95: int
     longest: int
 
 
@@ -107,12 +107,12 @@ class Tokens:
 
     @property
     def count(self) -> TokenCount | None:
-        median, high = quantile(self._lengths, 0.5), quantile(self._lengths, 0.95)
-        if median is None or high is None:
+        median, p95 = quantile(self._lengths, 0.5), quantile(self._lengths, 0.95)
+        if median is None or p95 is None:
             return None
         total = sum(length * count for length, count in self._lengths.items())
         records = self._lengths.total()
-        return TokenCount(records, total / max(1, self._objects), median, high, max(self._lengths))
+        return TokenCount(records, round(total / max(1, self._objects), 1), median, p95, max(self._lengths))
 
 
 def quantile(counts: Counter[int], share: float) -> int | None:
