@@ -92,9 +92,9 @@ def count_matches(dump: dict[str, Any]) -> int:
 
 def point_at_polygon(page: Page) -> None:
     """Point at a coordinate of the first matched object that has more than four."""
-    owners = page.locator("#strip .token.bin").evaluate_all("tokens => tokens.map(token => token.dataset.owner)")
-    polygon = next(owner for owner in owners if owners.count(owner) > 4 and int(owner) >= 0)
-    page.locator(f'#strip .token.bin[data-owner="{polygon}"]').nth(1).hover()
+    owners = page.locator("#strip .token.coord").evaluate_all("tokens => tokens.map(token => token.dataset.owner)")
+    polygon = next(owner for owner in owners if owners.count(owner) > 4)
+    page.locator(f'#strip .token.coord[data-owner="{polygon}"]').nth(1).hover()
 
 
 def point_at_invalid_object(page: Page) -> None:

@@ -27,6 +27,7 @@ from coordexp.pages.document import (
     render_tiles,
 )
 from coordexp.pages.images import (
+    NamePlace,
     explain_missing_image,
     format_points,
     make_thumbnail,
@@ -250,18 +251,24 @@ def _render_answer(image: ImageReport) -> str:
 
 def draw_objects(image: ImageReport) -> tuple[list[str], list[str]]:
     """Return the outlines of all objects, and the names of the wrong ones. Matches are drawn first, so that errors
-    are drawn over them."""
-    comparison, shapes = image.comparison, []
+    are drawn over them. `- cat` is above a missed object and `+ cat` inside an extra one, so that both can be read
+    in one place."""
+    comparison, shapes, names = image.comparison, [], []
     for i, j in image.pairs:
         shapes.append(_draw_outline("true", comparison.true[j]))
         shapes.append(_draw_outline("matched", comparison.predicted[i]))
-    wrong = [("missed", comparison.true[j]) for j in image.missed_objects]
-    wrong += [("extra", comparison.predicted[i]) for i in image.false_positives]
-    shapes += [_draw_outline(kind, obj) for kind, obj in wrong]
-    names = [
-        render_name(comparison.record, obj.desc, obj.shape.box[:3], f'class="tag {kind}"') for kind, obj in wrong
-    ]
-    return shapes, names if len(wrong) <= MAX_NAMES else []
+    missed = [comparison.true[j] for j in image.missed_objects]
+    extra = [comparison.predicted[i] for i in image.false_positives]
+    kinds: dict[str, tuple[list[LabelledShape], str, NamePlace]] = {
+        "missed": (missed, "-", "above"),
+        "extra": (extra, "+", "bottom"),
+    }
+    for kind, (objects, sign, place) in kinds.items():
+        for obj in objects:
+            shapes.append(_draw_outline(kind, obj))
+            attributes = f'class="tag {kind}"'
+            names.append(render_name(comparison.record, f"{sign} {obj.desc}", obj.shape.box, attributes, place))
+    return shapes, names if len(names) <= MAX_NAMES else []
 
 
 def _draw_outline(kind: str, obj: LabelledShape) -> str:

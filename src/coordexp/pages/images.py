@@ -2,8 +2,9 @@
 
 import base64
 import io
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Literal
 
 from coordexp.data import Record
 from coordexp.data.images import open_image_file
@@ -11,6 +12,7 @@ from coordexp.pages.document import escape_text
 
 SIDE = 480  # pixels of a thumbnail
 LOSSLESS_SIDE = 128  # up to this side a thumbnail is a PNG: such a small image is a drawing, or a test
+NamePlace = Literal["above", "top", "bottom"]
 MAX_HEIGHT = 400  # of an image on the page, so that an upright one does not take two rows
 
 
@@ -44,14 +46,20 @@ def render_stage(record: Record, url: str | None, shapes: Iterable[str], names: 
 
 
 def render_name(
-    record: Record, desc: str, edges: tuple[float, float, float], attributes: str, style: str = ""
+    record: Record, text: str, box: Sequence[float], attributes: str, place: NamePlace, style: str = ""
 ) -> str:
-    """Return the name of a shape, inside its upper left corner. In the right half of the image, it ends where the
-    shape ends. `edges` are the left, the top and the right edge of the shape."""
-    left, right = (min(100.0, max(0.0, 100 * x / record.width)) for x in (edges[0], edges[2]))
-    top = min(96.0, max(0.0, 100 * edges[1] / record.height))
+    """Return the name of a shape: above it, or inside its box, at the top or at the bottom. In the right half of
+    the image, it ends where the shape ends."""
+    left, right = (min(100.0, max(0.0, 100 * x / record.width)) for x in box[::2])
+    top, bottom = (100 * y / record.height for y in box[1::2])
+    top, bottom = min(96.0, max(0.0, top)), min(100.0, max(4.0, bottom))
     across = f"right:{100 - right:.2f}%" if left > 55 else f"left:{left:.2f}%"
-    return f'<span {attributes} style="{across};top:{top:.2f}%;{style}">{escape_text(desc)}</span>'
+    down = {
+        "above": f"top:max(0px, {top:.2f}% - 16px)",
+        "top": f"top:{top:.2f}%",
+        "bottom": f"bottom:{100 - bottom:.2f}%",
+    }[place]
+    return f'<span {attributes} style="{across};{down};{style}">{escape_text(text)}</span>'
 
 
 def format_points(coords: tuple[float, ...]) -> str:

@@ -137,9 +137,9 @@ def _render_image(card: Card, record: Record, numbers: dict[str, int]) -> str:
         paint = f'data-class="{number}" data-object="{k}" style="--hue:{_hue(number)}"'
         shapes.append(f"<g {paint}><title>{escape_text(obj.desc)}</title>{_draw_shape(obj, coords)}</g>")
         if k < MAX_NAMES:
-            edges = min(coords[::2]), min(coords[1::2]), max(coords[::2])
+            box = [reduce(coords[axis::2]) for reduce in (min, max) for axis in (0, 1)]
             attributes = f'class="tag" data-class="{number}" data-object="{k}"'
-            names.append(render_name(record, obj.desc, edges, attributes, f"--hue:{_hue(number)}"))
+            names.append(render_name(record, obj.desc, box, attributes, "top", f"--hue:{_hue(number)}"))
     return render_stage(record, card.image, shapes, names)
 
 

@@ -121,7 +121,7 @@ def test_an_overlay_draws_each_object_once_by_its_kind():
     ]
     assert "extra: dog 0.25" in drawn.texts
     assert drawn.all("polygon")[-1]["points"] == "0,0 50,0 50,100 0,100"
-    assert Reader("".join(names)).texts == ["cat", "dog"]
+    assert Reader("".join(names)).texts == ["- cat", "+ dog"]
 
 
 def test_the_worst_images_have_the_lowest_f1_or_the_most_errors():

@@ -2,18 +2,16 @@
 // Helpers that create elements. Text from data is inserted as text, never as markup.
 const find = (id) => document.getElementById(id);
 
-// Content is text, nodes, and objects of properties; their `data` are data attributes.
+// Content is text and nodes. Its last part may be an object of properties; `data` are data attributes.
 function element(name, style = "", ...content) {
   const node = document.createElement(name);
   if (style) node.className = style;
-  for (const part of content) {
-    if (part instanceof Node || typeof part !== "object") node.append(part);
-    else {
-      const { data: attributes, ...properties } = part;
-      Object.assign(node, properties);
-      Object.assign(node.dataset, attributes);
-    }
+  if (content.at(-1)?.constructor === Object) {
+    const { data: attributes, ...properties } = content.pop();
+    Object.assign(node, properties);
+    Object.assign(node.dataset, attributes);
   }
+  node.append(...content);
   return node;
 }
 
