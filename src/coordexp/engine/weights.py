@@ -151,9 +151,10 @@ def flat_size(bucket: Bucket) -> int:
     return before + bucket[-1][1].nbytes if bucket else 0
 
 
-def flatten(bucket: Bucket, buffer: Tensor) -> tuple[list[Metadata], Tensor]:
+def flatten(weights: Iterable[tuple[str, Tensor]], buffer: Tensor) -> tuple[list[Metadata], Tensor]:
     """Copy a bucket, which is not empty, to `buffer`, or to a new buffer if it does not fit. Return the metadata
     of its tensors and the part of the buffer that holds them."""
+    bucket = list(weights)
     size, start = flat_size(bucket), 0
     if size > buffer.numel():
         buffer = torch.empty(size, dtype=torch.uint8, device=buffer.device)

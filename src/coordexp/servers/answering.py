@@ -46,6 +46,7 @@ from coordexp.vocab import VocabularyTable
 # tensor. Patches stay until the answer is complete; the context length and `most_at_once` limit their number.
 PIXELS_AT_ONCE = MOST_PIXELS
 BLOCK = 2**26  # bytes that Pillow allocates at once; the allocator would keep smaller blocks after they are freed
+Item = InferItem | dict[str, Any]  # an answer, or the JSON of a refusal
 log = logging.getLogger(__name__)
 
 
@@ -230,12 +231,12 @@ class Answering:
         self._pixels = PixelBudget(PIXELS_AT_ONCE)
         Image.core.set_block_size(BLOCK)  # type: ignore[attr-defined]
 
-    async def answer(self, body: Any, config: RequestConfig, version: str) -> tuple[dict[str, Any], int]:
+    async def answer(self, body: Any, config: RequestConfig, version: str) -> tuple[Item, int]:
         """Return the item that answers this request, which may be an error, and the number of generated tokens."""
         async with self._slots:
             return await self._answer(body, config, version)
 
-    async def _answer(self, body: Any, config: RequestConfig, version: str) -> tuple[dict[str, Any], int]:
+    async def _answer(self, body: Any, config: RequestConfig, version: str) -> tuple[Item, int]:
         try:
             request = InferRequest.model_validate(body)
             fields = request.learner_fields
@@ -305,7 +306,7 @@ class Answering:
             "extra_args": guard_arguments(guard, self.pattern, self.table.end_of_turn) or None,
         }
 
-    def _item(self, output: Any, config: RequestConfig, guard: RepeatTerminate, version: str) -> dict[str, Any]:
+    def _item(self, output: Any, config: RequestConfig, guard: RepeatTerminate, version: str) -> Item:
         for answer in output.outputs:
             versions = {span.version for span in answer.weight_versions or ()} or {version}
             if answer.finish_reason not in ("stop", "length") or versions != {version}:
@@ -330,14 +331,16 @@ class Answering:
         )
         ended = [self._is_ended_by_guard(answer.token_ids, guard) for answer in output.outputs]
         infos = RolloutInfos(weight_version=version, ended_by_guard=ended)
-        return InferItem(response=response, rollout_infos=infos).model_dump(exclude_none=True)
+        return InferItem(response=response, rollout_infos=infos)
 
     def _is_ended_by_guard(self, ids: Sequence[int], guard: RepeatTerminate) -> bool:
         return cut_at_end(ids, self.table.end_of_turn, guard, self.pattern)[1] == "repeat"
 
 
 def _choice(index: int, answer: Any, config: RequestConfig) -> Choice:
-    logprobs = [TokenLogprob(logprob=value) for value in _logprobs(answer)] if config.logprobs else None
+    logprobs: list[TokenLogprob] | None = None
+    if config.logprobs:
+        logprobs = [{"token": "", "logprob": value} for value in _logprobs(answer)]
     return Choice(
         index=index,
         message={"role": "assistant", "content": answer.text},

@@ -28,7 +28,7 @@ from starlette.exceptions import HTTPException
 
 from coordexp.config.rollout import TOKEN, RolloutMatching
 from coordexp.engine.start import EngineSetup, check_guard_class
-from coordexp.servers.answering import AllowedImages, Answering
+from coordexp.servers.answering import AllowedImages, Answering, Item
 from coordexp.servers.connections import (
     MOST_BYTES,
     UVICORN,
@@ -46,6 +46,7 @@ from coordexp.servers.protocol import (
     SERVER,
     FinishUpdate,
     InferCall,
+    InferItem,
     JoinGroup,
     LoadAdapterBucket,
     LoadBucket,
@@ -195,7 +196,7 @@ class RolloutApp:
         body = await asyncio.to_thread(_encode_items, work.result())
         return Response(body, media_type="application/json")
 
-    async def _answer(self, call: InferCall) -> list[dict[str, Any]]:
+    async def _answer(self, call: InferCall) -> list[Item]:
         if not call.infer_requests:
             return []
         with self.metrics.calls.time(), self.metrics.running.track_inprogress():
@@ -207,7 +208,9 @@ class RolloutApp:
                     ]
                 )
         for item, tokens in answers:
-            self.metrics.requests.labels("failed" if "error" in item else "answered").inc()
+            self.metrics.requests.labels(
+                "failed" if isinstance(item, dict) and "error" in item else "answered"
+            ).inc()
             self.metrics.tokens.inc(tokens)
         return [item for item, _ in answers]
 
@@ -265,9 +268,13 @@ def _hash(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def _encode_items(items: Sequence[dict[str, Any]]) -> bytes:
-    """Encode item by item: `json.dumps` holds the GIL until it returns, and other threads must run in between."""
-    return f"[{','.join([json.dumps(item, allow_nan=False) for item in items])}]".encode()
+def _encode_items(items: Sequence[Item]) -> bytes:
+    """Encode item by item: encoding holds the GIL until it returns, and other threads must run in between."""
+    return f"[{','.join([_encode_item(item) for item in items])}]".encode()
+
+
+def _encode_item(item: Item) -> str:
+    return item.model_dump_json(exclude_none=True) if isinstance(item, InferItem) else json.dumps(item)
 
 
 def _check_metadatas(metadatas: Sequence[Metadata]) -> None:

@@ -403,7 +403,7 @@ def _read_answer(item: InferItem, at: str, server: str) -> ServerAnswer:
     choice = response.choices[0]
     if response.prompt_token_ids is None or choice.token_ids is None or choice.logprobs is None:
         raise unreadable(server, "/infer/", f"{at}: prompt_token_ids, token_ids or logprobs is missing")
-    logprobs = tuple(token.logprob for token in choice.logprobs.content)
+    logprobs = tuple(token["logprob"] for token in choice.logprobs.content)
     if len(logprobs) != len(choice.token_ids):
         problem = f"{at}.choices[0]: {len(choice.token_ids)} token_ids and {len(logprobs)} logprobs"
         raise unreadable(server, "/infer/", problem)

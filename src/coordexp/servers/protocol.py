@@ -13,7 +13,7 @@ import socket
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NotRequired
 
 from pydantic import (
     AfterValidator,
@@ -25,6 +25,7 @@ from pydantic import (
     ValidationError,
     model_validator,
 )
+from typing_extensions import TypedDict
 
 from coordexp.config.rollout import TOKEN as TOKEN
 from coordexp.errors import EngineError, UserError
@@ -245,9 +246,9 @@ class WeightVersion(Response):
     weight_version: str | None
 
 
-class TokenLogprob(Response):
-    token: str = ""
+class TokenLogprob(TypedDict):  # a dict, because an answer may have thousands of them
     logprob: float
+    token: NotRequired[str]
 
 
 class Logprobs(Response):

@@ -18,7 +18,7 @@ from transformers import AutoProcessor
 
 from coordexp.config.rollout import RepeatTerminate
 from coordexp.servers.answering import PIXELS_AT_ONCE, AllowedImages, Answering, PixelBudget
-from coordexp.servers.protocol import RequestConfig
+from coordexp.servers.protocol import InferItem, RequestConfig
 from coordexp.vocab import VocabularyTable
 from tests.source import SOURCE
 
@@ -187,7 +187,7 @@ def test_the_pixels_of_a_client_that_disconnects_count_until_they_are_freed(tmp_
 def test_a_log_probability_that_is_not_finite_is_an_error(tmp_path, logprob):
     item = item_of(FakeEngine(logprob=logprob), tmp_path, request_for(tmp_path, (64, 64)), logprobs=True)
     assert item["error"]["code"] == "engine" and "not finite" in item["error"]["message"]
-    assert "response" in item_of(FakeEngine(), tmp_path, request_for(tmp_path, (64, 64)), logprobs=True)
+    assert isinstance(item_of(FakeEngine(), tmp_path, request_for(tmp_path, (64, 64)), logprobs=True), InferItem)
 
 
 @pytest.mark.parametrize(
