@@ -65,9 +65,8 @@ class SentWeights:
 
     def _spied_rpc(self, method: str, args: tuple[Any, ...] = (), **named: Any) -> Any:
         if args and args[0] == "coordexp_read_adapter":
-            shapes = zip(args[1]["shapes"], args[1]["dtype_names"], strict=True)
-            sizes = [torch.Size(shape).numel() * getattr(torch, dtype).itemsize for shape, dtype in shapes]
-            self.adapters.append(sum(sizes))
+            _, _, metadatas = args
+            self.adapters.append(sum(metadata["end_idx"] - metadata["start_idx"] for metadata in metadatas))
         return self._rpc(method, args=args, **named)
 
     def _spied_update(self, *given: Any) -> Any:
