@@ -48,7 +48,7 @@ class Finding:
     """One result of a check of a config, of records, of packages or of a machine, and what to do about it.
 
     `subject` is the setting, the option, the package, the check or the kind of problem. `count` says how often the
-    problem occurs, and `places` are the first occurrences that have a line in a file."""
+    problem occurs, and `places` are the first occurrences, with their file."""
 
     severity: Severity
     subject: str

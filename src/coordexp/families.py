@@ -6,11 +6,10 @@ Another package can add a kind with an entry point in the group `coordexp.famili
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from pkgutil import resolve_name
 from typing import Any
 
-from coordexp.errors import UserError
-from coordexp.extensions import find_extensions, load_extension
+from coordexp.errors import UserError, explain
+from coordexp.extensions import find_extensions, load_extension, resolve_part
 
 
 @dataclass(frozen=True)
@@ -25,10 +24,11 @@ FAMILIES = {"qwen3_vl": Family("transformers:Qwen3VLForConditionalGeneration")}
 
 def find_family(folder: Path) -> Family:
     """Return the family of a checkpoint. Raise UserError if it is none that can be trained."""
-    model_type = json.loads((folder / "config.json").read_text()).get("model_type")
+    with explain((OSError, ValueError, AttributeError), f"{folder}/config.json cannot be read"):
+        model_type = json.loads((folder / "config.json").read_text()).get("model_type")
     if model_type in FAMILIES:
         return FAMILIES[model_type]
-    added = find_extensions("families")
+    added = find_extensions("families", taken=frozenset(FAMILIES))
     if model_type in added:
         family: Family = load_extension(added[model_type])
         return family
@@ -42,7 +42,7 @@ def load_model(folder: Path, **options: Any) -> Any:
 
     Raise UserError if a weight is missing, or is not one of the model: transformers would only log that, and
     leave random numbers in its place."""
-    model_class = resolve_name(find_family(folder).model_class)
+    model_class = resolve_part(find_family(folder).model_class)
     model, info = model_class.from_pretrained(folder, output_loading_info=True, **options)
     for kind, reason in (("missing_keys", "is missing"), ("unexpected_keys", "is not a weight of this model")):
         names = sorted(info[kind])

@@ -33,7 +33,9 @@ class Task(Generic[T]):
         if self._changed is not None:
             self._changed.set()
 
-    def result(self, deadline: float = math.inf, check: Callable[[], None] = ignore, interval: float = 0.2) -> T:
+    def result(
+        self, *, deadline: float = math.inf, check: Callable[[], None] = ignore, interval: float = 0.2
+    ) -> T:
         """Wait for the end, and return the result or raise the error of the work. Raise TimeoutError at the
         deadline, which is a time of `time.monotonic`. `check` is called once per interval, and may raise an error
         that ends the waiting."""

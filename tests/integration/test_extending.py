@@ -19,6 +19,18 @@ from tests.source import SOURCE
 pytestmark = pytest.mark.timeout(300)
 
 PAGE = (ROOT / "docs/extending.md").read_text()
+IMPORT_ALONE = """
+import my_package.settings
+from pydantic import TypeAdapter, ValidationError
+from coordexp.config.sections import Module
+declared = dict(name="sharpness", enabled=True, weight=1.0, channels=["A"], config={"entropy_weight": 1.0})
+form = TypeAdapter(Module)
+assert form.validate_python(declared).config.entropy_weight == 1
+try:
+    form.validate_python(declared | {"config": {"entropy_weight": 1.0, "other": 1}})
+except ValidationError as error:
+    print(error)
+"""
 PASCAL = """<annotation><filename>a.png</filename><size><width>40</width><height>30</height></size>
 <object><name>cup</name><bndbox><xmin>4</xmin><ymin>5</ymin><xmax>20</xmax><ymax>21</ymax></bndbox></object>
 </annotation>"""
@@ -98,6 +110,18 @@ def test_the_settings_of_an_added_module_are_checked_as_others_are(folder):
     assert "entropy_weight: missing" in run.stderr + run.stdout
 
 
+def test_the_settings_of_an_added_module_can_be_imported_alone_and_refuse_unknown_keys(folder):
+    run = subprocess.run(
+        [sys.executable, "-c", IMPORT_ALONE],
+        env=os.environ | {"PYTHONPATH": f"{folder}:{SOURCE}"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert run.returncode == 0, run.stderr
+    assert "other" in run.stdout and "Extra inputs are not permitted" in run.stdout
+
+
 def test_an_import_format_of_another_package_is_a_command(folder):
     (folder / "voc").mkdir()
     (folder / "voc/a.xml").write_text(PASCAL)
@@ -131,6 +155,30 @@ def test_an_unknown_family_is_an_error_that_lists_the_known_ones(folder):
     run = coordexp(folder, "predict", "--model", "unknown", "--data", "few/data/val.jsonl", "--out", "none.json")
     assert run.returncode != 0
     assert "model_type is 'other'" in run.stderr and "my_vl, qwen3_vl" in run.stderr
+
+
+def test_a_broken_loss_module_is_an_error_of_the_config_that_declares_it_and_of_nothing_else(tmp_path):
+    install(tmp_path)
+    (tmp_path / "my_package/settings.py").write_text("import nothing_of_that_name")
+    assert coordexp(tmp_path, "data", "--help").returncode == 0
+    file = config(draw(tmp_path), "declared")
+    assert coordexp(tmp_path, "check", "--config", str(file)).returncode == 0
+    tree = yaml.safe_load(file.read_text())
+    tree["rollout_matching"]["pipeline"]["objective"] += yaml.safe_load(blocks("yaml")[0])
+    file.write_text(yaml.safe_dump(tree))
+    run = coordexp(tmp_path, "check", "--config", str(file))
+    shown = " ".join((run.stdout + run.stderr).split())
+    assert run.returncode != 0 and "Traceback" not in shown
+    assert "my-package adds `sharpness`" in shown and "nothing_of_that_name" in shown
+
+
+def test_a_name_that_is_taken_is_not_used_and_there_is_a_warning(tmp_path):
+    install(tmp_path)
+    entries = tmp_path / "my_package-1.0.dist-info/entry_points.txt"
+    entries.write_text(entries.read_text().replace("pascal = ", "coco = "))
+    run = coordexp(tmp_path, "data", "import", "coco", "--help")
+    assert "Import COCO instances" in run.stdout
+    assert "my-package adds `coco` to coordexp.importers, but this name is taken" in run.stderr
 
 
 def test_a_part_that_cannot_be_imported_is_an_error_that_names_its_package(folder, tmp_path):

@@ -158,7 +158,7 @@ def _add_extension_command(entry: EntryPoint) -> None:
         _import(load_extension(entry)(source, tally), target, rules, tally)
 
 
-for _entry in find_extensions("importers").values():
+for _entry in find_extensions("importers", taken=frozenset({"coco", "lvis", "yolo", "labelme"})).values():
     _add_extension_command(_entry)
 
 

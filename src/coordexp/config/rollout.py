@@ -282,10 +282,11 @@ class NoiseAnswers(SettingsSection):
     )
 
 
+BACKENDS = ("vllm", "hf")
 if TYPE_CHECKING:
     BackendName = str
 else:
-    BackendName = Literal[("vllm", "hf", *find_extensions("rollout_backends"))]
+    BackendName = Literal[(*BACKENDS, *find_extensions("rollout_backends", taken=frozenset(BACKENDS)))]
 
 
 class RolloutMatching(SettingsSection):

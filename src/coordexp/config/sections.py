@@ -4,10 +4,13 @@ Nothing here has a default. A module entry must state all five of its fields and
 a file means the same in every version of the package.
 """
 
+from functools import partial
+from importlib.metadata import EntryPoint
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Union
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, create_model
 
+from coordexp.errors import UserError
 from coordexp.extensions import find_extensions, load_extension
 
 
@@ -111,10 +114,7 @@ class CoordDiagConfig(SettingsSection):
 
 
 class ModuleSpec(SettingsSection):
-    """A declared module. `kind` is for modules of other packages: the `ModuleKind` that computes it, as
-    `module:name`."""
-
-    kind: ClassVar[str] = ""
+    kind: ClassVar[str] = ""  # of a module of another package: the `ModuleKind` that computes it, as `module:name`
     enabled: bool = Field(description="Whether the module runs at all.", examples=[True])
     weight: NonNegativeFloat = Field(
         description="Factor on the module's whole contribution to the loss.", examples=[1.0]
@@ -159,17 +159,46 @@ class CoordDiag(ModuleSpec):
 
 
 # Both lists accept all modules here. A rule checks the list, so that a module in the wrong one gets one message.
-# Other packages may add objectives (docs/extending.md), which a type checker does not know.
-ADDED_OBJECTIVES = find_extensions("objectives")
+OWN_OBJECTIVES = frozenset({"token_ce", "coord_reg", "bbox_geo", "duplicate_ul"})
+DIAGNOSTICS = frozenset({"coord_diag"})
+ADDED_OBJECTIVES = find_extensions("objectives", taken=OWN_OBJECTIVES | DIAGNOSTICS)
+OBJECTIVES = OWN_OBJECTIVES | frozenset(ADDED_OBJECTIVES)
+
+
+def _make_module(entry: EntryPoint) -> Any:
+    """Return the form of a module that another package adds (docs/extending.md)."""
+    settings, kind, description = _load_module_settings(entry)
+    fields: dict[str, Any] = {
+        "name": (Literal[entry.name], Field(description=description)),
+        "config": (settings, Field(description="The settings of the module.")),
+    }
+    module: Any = create_model(entry.name, __base__=ModuleSpec, **fields)
+    module.kind = kind
+    return module
+
+
+def _load_module_settings(entry: EntryPoint) -> tuple[Any, str, str]:
+    """Return the type of a module's settings, its kind and its description. If the package cannot be imported, all
+    settings are refused with the reason."""
+    try:
+        given = load_extension(entry)
+    except UserError as error:
+        return Annotated[Any, BeforeValidator(partial(_refuse, str(error)))], "", str(error)
+    description = given.__doc__ or f"A module of {entry.module}."
+    return create_model(given.__name__, __base__=(given, SettingsSection)), given.kind, description
+
+
+def _refuse(reason: str, _: Any) -> Any:
+    raise ValueError(reason)
+
+
 if TYPE_CHECKING:
     AnyModule = TokenCE | CoordReg | BBoxGeo | DuplicateUL | CoordDiag
 else:
     AnyModule = Union[
-        (TokenCE, CoordReg, BBoxGeo, DuplicateUL, CoordDiag, *map(load_extension, ADDED_OBJECTIVES.values()))
+        (TokenCE, CoordReg, BBoxGeo, DuplicateUL, CoordDiag, *map(_make_module, ADDED_OBJECTIVES.values()))
     ]
 Module = Annotated[AnyModule, Field(discriminator="name")]
-OBJECTIVES = frozenset({"token_ce", "coord_reg", "bbox_geo", "duplicate_ul", *ADDED_OBJECTIVES})
-DIAGNOSTICS = frozenset({"coord_diag"})
 
 
 class Pipeline(SettingsSection):

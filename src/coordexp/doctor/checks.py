@@ -84,7 +84,7 @@ class ServerChecks:
             while len(milliseconds) < HEALTH_REQUESTS and not polling.done.is_set():
                 self.backend.generate(self.learner.requests(Decode.greedy(LONG // 4), times=2))
             ended.set()
-            polling.result(2 * ANSWER_S)
+            polling.result(deadline=time.monotonic() + 2 * ANSWER_S)
         return judge_health("health in answers", milliseconds)
 
     def check_detection(self) -> CheckOutcome:
@@ -111,7 +111,7 @@ class ServerChecks:
         self.server.kill()
         back = self.learner.workspace.machine.deadlines.back
         try:
-            asking.result(back + NOTICE_S)
+            asking.result(deadline=killed + back + NOTICE_S)
         except EngineError as error:
             ended, message = time.monotonic() - killed, str(error).splitlines()[0]
         except TimeoutError:

@@ -34,9 +34,9 @@ REPORT = f"this should not happen; please report it, {OR_USE_HF}"
 class EngineConnection:
     """Sends weights to the engine. No call of a sync waits past its deadline.
 
-    Of the methods that call the engine, those with the names of vLLM's do nothing after the first failure, and
-    `send` raises it at the end: the pass over the weights must go on, because other ranks take part in gathering
-    them. On GPUs, vLLM's own sender makes these calls."""
+    After the first failure, `start_weight_update`, `update_weights` and `finish_weight_update` do nothing, and
+    `send` raises the failure at the end: the pass over the weights must go on, because other ranks take part in
+    gathering them. On GPUs, vLLM's own sender calls these methods."""
 
     def __init__(self, engine: Any, device: torch.device, timeout: float) -> None:
         self.engine, self.device, self.timeout = engine, device, timeout
@@ -82,11 +82,14 @@ class EngineConnection:
             self.init_weight_transfer_engine({})
         self.start_weight_update()
         loading = Task(ignore)
-        for number, bucket in enumerate(parts):
-            file = self._files[number % 2]
-            contents = {"metadatas": file.write(bucket), "file": file.address}
-            loading.result()
-            loading = Task(self.update_weights, contents)
+        try:
+            for number, bucket in enumerate(parts):
+                file = self._files[number % 2]
+                contents = {"metadatas": file.write(bucket), "file": file.address}
+                loading.result()
+                loading = Task(self.update_weights, contents)
+        finally:
+            loading.done.wait()  # the engine may still read, also if a weight could not be gathered
         loading.result()
         self.finish_weight_update()
 
@@ -194,7 +197,7 @@ def ask_engine(
             raise EngineError("the vLLM engine has ended", fix) from None
 
     try:
-        return Task(work).result(deadline, check_running)
+        return Task(work).result(deadline=deadline, check=check_running)
     except Exception:
         check_running()  # what vLLM raises when its engine has ended is seldom to the point
         raise

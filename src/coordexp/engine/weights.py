@@ -172,13 +172,15 @@ def check_metadata(metadatas: Sequence[Metadata]) -> int:
     """Return the bytes of the bucket. Raise ValueError if dtype, shape and bytes of a tensor contradict each
     other."""
     for metadata in metadatas:
-        name, dtype, shape = metadata["name"], _dtype(metadata), [int(length) for length in metadata["shape"]]
-        start, end = int(metadata["start_idx"]), int(metadata["end_idx"])
+        name, dtype, shape = metadata["name"], _dtype(metadata), metadata["shape"]
+        start, end = metadata["start_idx"], metadata["end_idx"]
+        if not all(type(number) is int for number in (start, end, *shape)):
+            raise ValueError(f"{name}: shape, start_idx and end_idx must be integers")
         if not isinstance(dtype, torch.dtype) or min(shape, default=0) < 0:
             raise ValueError(f"{name}: there is no tensor of dtype {metadata['dtype']} and shape {shape}")
         if start < 0 or end - start != prod(shape) * dtype.itemsize:
             raise ValueError(f"{name}: a tensor of shape {shape} and {dtype} is not bytes {start} to {end}")
-    return max(int(metadata["end_idx"]) for metadata in metadatas)
+    return max(metadata["end_idx"] for metadata in metadatas)
 
 
 def unflatten(metadatas: Iterable[Metadata], buffer: Tensor) -> Iterator[tuple[str, Tensor]]:

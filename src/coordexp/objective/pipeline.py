@@ -4,7 +4,6 @@ declared is not computed."""
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pkgutil import resolve_name
 from typing import Any
 
 import torch
@@ -14,6 +13,7 @@ from coordexp.config.rules import idle_reason
 from coordexp.config.sections import Channel, Module
 from coordexp.config.settings import Settings
 from coordexp.correction import Role, TokenKind
+from coordexp.extensions import resolve_part
 from coordexp.objective.modules import MODULES, Measure, ModuleKind, Split
 from coordexp.pack.collate import CHANNELS, Supervision
 
@@ -143,7 +143,7 @@ def find_kind(module: Module) -> ModuleKind:
     """Return how a module is computed. A module of another package names its own `ModuleKind`."""
     if module.name in MODULES:
         return MODULES[module.name]
-    kind: ModuleKind = resolve_name(module.kind)
+    kind: ModuleKind = resolve_part(module.kind)
     return kind
 
 

@@ -176,7 +176,7 @@ class ServerClient:
         deadline = time.monotonic() + seconds if seconds is not None else math.inf
         try:
             task = Task(exchange.run, method, path, body)
-            return task.result(deadline, liveness.check, self.timeouts.poll)
+            return task.result(deadline=deadline, check=liveness.check, interval=self.timeouts.poll)
         except TimeoutError:
             raise ServerLost(f"{self.name}: no answer in {seconds:.1f} s (in {path})") from None
         except httpx.TransportError as error:

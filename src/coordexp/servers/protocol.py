@@ -246,9 +246,12 @@ class WeightVersion(Response):
     weight_version: str | None
 
 
+# A learner reads the answers of other servers too. Fields that it does not use may be anything.
+
+
 class TokenLogprob(TypedDict):  # a dict, because an answer may have thousands of them
     logprob: float
-    token: NotRequired[str]
+    token: NotRequired[Any]
 
 
 class Logprobs(Response):
@@ -258,26 +261,26 @@ class Logprobs(Response):
 class Choice(Response):
     """One answer. A call without `return_details` or `logprobs` gets none of them."""
 
-    index: int = 0
-    message: dict[str, Any] = {}
+    index: Any = 0
+    message: Any = {}
     finish_reason: Literal["stop", "length", "repeat"]
     token_ids: list[TokenId] | None = None
     logprobs: Logprobs | None = None
 
 
 class Completion(Response):
-    id: str = ""
-    object: str = "chat.completion"
-    created: int = 0
-    model: str = SERVER
+    id: Any = ""
+    object: Any = "chat.completion"
+    created: Any = 0
+    model: Any = SERVER
     choices: list[Choice]
-    usage: dict[str, Any] = {}
+    usage: Any = {}
     prompt_token_ids: list[TokenId] | None = None
 
 
 class RolloutInfos(Response):
     weight_version: str | None = None
-    ended_by_guard: list[bool] = []
+    ended_by_guard: Any = []
 
 
 class InferItem(Response):

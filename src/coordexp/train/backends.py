@@ -5,6 +5,7 @@ from pathlib import Path
 from transformers import TrainingArguments
 
 from coordexp.config import Settings
+from coordexp.config.rollout import BACKENDS
 from coordexp.engine import check_vllm
 from coordexp.engine.colocate import ColocateBackend
 from coordexp.engine.start import EngineSetup
@@ -27,7 +28,7 @@ def backend_for(
     own = HuggingFaceBackend(learner.current_model, prompts, table, rollout.decode_batch_size)
     if not settings.uses_rollouts or rollout.rollout_backend == "hf":
         return own
-    added = find_extensions("rollout_backends")
+    added = find_extensions("rollout_backends", taken=frozenset(BACKENDS))
     if rollout.rollout_backend in added:
         backend: RolloutBackend = load_extension(added[rollout.rollout_backend])(settings, training_set, learner)
         return backend

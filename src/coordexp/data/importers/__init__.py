@@ -6,13 +6,14 @@ Nothing is left out silently: whatever is dropped, changed or worth knowing is c
 from coordexp.data.importers.coco import read_coco, read_lvis
 from coordexp.data.importers.labelme import read_labelme
 from coordexp.data.importers.shape import write_records
-from coordexp.data.importers.source import ImportCounts, Rules, SourceImage
+from coordexp.data.importers.source import ImportCounts, Rules, SourceImage, SourceObject
 from coordexp.data.importers.yolo import read_yolo
 
 __all__ = [
     "ImportCounts",
     "Rules",
     "SourceImage",
+    "SourceObject",
     "read_coco",
     "read_labelme",
     "read_lvis",
