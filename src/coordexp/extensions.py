@@ -10,7 +10,7 @@ docs/extending.md shows what a part of each group has to be.
 import warnings
 from collections.abc import Mapping
 from functools import cache
-from importlib.metadata import EntryPoint, EntryPoints, entry_points
+from importlib.metadata import EntryPoint, entry_points
 from pkgutil import resolve_name
 from typing import Any
 
@@ -33,7 +33,7 @@ def find_extensions(group: str, taken: frozenset[str]) -> Mapping[str, EntryPoin
 
 
 @cache
-def _read_entry_points() -> EntryPoints:
+def _read_entry_points() -> Any:
     """Return the entry points of all packages. It takes some hundredths of a second to read them."""
     return entry_points()
 
