@@ -27,7 +27,7 @@ def _tokenizer(name: str) -> Tokenizer:
     """Build a tokenizer, or read it from the folder in CACHE, because building that of Qwen takes ten seconds."""
     if folder := os.environ.get(CACHE):
         return Tokenizer.from_file(f"{folder}/{name}.json")
-    from coordexp.demo.vocabulary import make_tokenizer
+    from coordexp.demo.model import make_tokenizer
 
     return make_tokenizer(name).backend_tokenizer
 

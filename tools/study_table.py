@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import yaml
-from rollout_curves import draw
+from line_chart import Axes, draw
 from study_data import find_complete
 
 from coordexp.data import RecordFile
@@ -82,7 +82,7 @@ def draw_curves(study: Path, regime: str, steps: int) -> str:
         panels[title] = [
             first + average([log.get(metric, EMPTY) for log in logs_of_row]) for logs_of_row in logs.values()
         ]
-    return draw(list(logs), panels, steps)
+    return draw(list(logs), panels, Axes((0, steps / 2, steps)))
 
 
 def average(series: Sequence[Series]) -> list[tuple[float, float]]:

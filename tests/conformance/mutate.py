@@ -151,7 +151,7 @@ def _prepare_worker(folder: str) -> None:
 def _build_tokenizers(folder: str) -> None:
     """Build the tokenizers once that many tests need. Another process does it, since it imports coordexp."""
     code = (
-        "from coordexp.demo.vocabulary import make_tokenizer\n"
+        "from coordexp.demo.model import make_tokenizer\n"
         "for name in ('qwen', 'small'):\n"
         f"    make_tokenizer(name).backend_tokenizer.save({folder!r} + f'/{{name}}.json')"
     )

@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from torch.distributed.tensor import DTensor
 
 from coordexp.objective import LossTally, reduce_counts
-from coordexp.objective.reduction import gradient_scale
+from coordexp.objective.pipeline import gradient_scale
 from tests.rows import Tiny
 
 

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 from coordexp.demo.model import Size, make_model
 from coordexp.demo.scenes import SceneSettings, write_scenes
-from coordexp.train.divergence import MAX_BROKEN_STEPS
+from coordexp.train.stopping import MAX_BROKEN_STEPS
 from tests.integration.stage2_runs import started
 from tests.integration.test_stage1 import ROOT, config, metrics, ran, train
 

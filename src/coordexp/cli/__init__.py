@@ -12,7 +12,6 @@ from coordexp.cli import (
     demo,
     doctor,
     evaluate,
-    inspect,
     launch,
     model,
     predict,
@@ -57,7 +56,7 @@ app = typer.Typer(
 app.command("check")(check.check)
 app.command("doctor")(doctor.doctor)
 app.command("evaluate")(evaluate.evaluate)
-app.command("inspect")(inspect.inspect)
+app.command("inspect")(report.inspect)
 app.command("launch")(launch.launch)
 app.command("serve")(serve.serve)
 app.command("train")(train.train)

@@ -1,4 +1,4 @@
-"""`coordexp data`: import data, find what is wrong with it, and look at it. `data doctor` is in this module."""
+"""`coordexp data`: import data, find what is wrong with it, and look at it."""
 
 from dataclasses import asdict
 from functools import partial
@@ -9,8 +9,8 @@ import typer
 from rich.cells import cell_len, set_cell_size
 from rich.text import Text
 
-from coordexp.cli import data_import, data_view
-from coordexp.cli.console import JsonOption, need, out, print_findings, print_json, progress, sanitize
+from coordexp.cli import data_import
+from coordexp.cli.console import JsonOption, need, need_page, out, print_findings, print_json, progress, sanitize
 from coordexp.errors import UserError
 
 if TYPE_CHECKING:
@@ -22,7 +22,6 @@ RARE = 10  # classes with fewer objects are rare
 
 app = typer.Typer(help="Import, check and look at training data.", no_args_is_help=True)
 app.add_typer(data_import.app, name="import")
-app.command("view")(data_view.view)
 
 
 FileArgument = Annotated[
@@ -67,6 +66,27 @@ def doctor(
     else:
         _print_report(report)
     raise typer.Exit(1 if report.errors else 0)
+
+
+@app.command("view")
+def view(
+    file: FileArgument,
+    target: Annotated[Path, typer.Option("--out", "-o", help="The HTML file to write.", show_default=False)],
+    limit: Annotated[int, typer.Option(min=1, help="Records to show, from the start of the file.")] = 200,
+    problems: Annotated[bool, typer.Option("--problems", help="Show only records with a problem.")] = False,
+) -> None:
+    """Write one HTML page with images, shapes and problems. It needs no server and loads nothing."""
+    need("PIL", extra="train")
+    from coordexp.pages.document import save_page
+    from coordexp.pages.records import read_cards, render_records
+
+    need_page(target)
+    with progress(f"reading {file}") as notify:
+        cards = list(read_cards(file, limit, problems_only=problems, notify=lambda line: notify(f"line {line:,}")))
+        kind = "records with problems" if problems else "records"
+        scope = f"{'the first' if len(cards) == limit else 'all'} {len(cards):,} {kind}"
+        save_page(target, render_records(cards, str(file), scope))
+    out.print(f"wrote {target}: {scope}", markup=False)
 
 
 def _token_counter(folder: Path) -> "CountTokens":

@@ -1,4 +1,5 @@
-"""`coordexp report`: one page about run folders, and how certain the differences between them are."""
+"""`coordexp report`: one page about run folders, and how certain the differences between them are.
+`coordexp inspect`: single rollouts of a run, and why each token was trained as it was."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -9,8 +10,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from coordexp.cli.console import err, need, out, progress, sanitize
-from coordexp.errors import UserError
+from coordexp.cli.console import err, need, need_page, out, progress, sanitize
+from coordexp.errors import UserError, explain
 
 if TYPE_CHECKING:
     from coordexp.pages.comparison import ComparisonResult, GroupComparison
@@ -86,7 +87,7 @@ def report(
     with progress("drawing"):
         examples = find_examples(groups, file)
         save_page(file, render_report(groups, result, examples))
-    _print(groups, result, examples)
+    _print_report(groups, result, examples)
     out.print(f"wrote {file}", markup=False)
 
 
@@ -126,7 +127,7 @@ def _compare(
         return compare_groups(groups, step, resamples, data, notify)
 
 
-def _print(
+def _print_report(
     groups: "Sequence[RunGroup]", result: "ComparisonResult | str", examples: "Sequence[RunExamples]"
 ) -> None:
     from coordexp.pages.report import inspect_command
@@ -177,3 +178,76 @@ def _make_table(comparison: "GroupComparison", images: int) -> Table:
 
 def _format_interval(interval: tuple[float, float] | None) -> str:
     return "-" if interval is None else f"{interval[0]:+.4f} to {interval[1]:+.4f}"
+
+
+PORT = 8421
+
+
+def inspect(
+    run: Annotated[
+        Path, typer.Argument(exists=True, file_okay=False, help="The folder of a run.", show_default=False)
+    ],
+    target: Annotated[
+        Path | None, typer.Option("--out", "-o", help="The HTML file to write. Unset: RUN/inspect.html.")
+    ] = None,
+    samples: Annotated[
+        int,
+        typer.Option(
+            min=1,
+            help="Most dumped examples on the page: the first step, the last, recurring images, then evenly.",
+        ),
+    ] = 200,
+    serve: Annotated[
+        bool, typer.Option("--serve", help="Serve the pages to this machine while the run goes on.")
+    ] = False,
+    port: Annotated[
+        int | None, typer.Option(min=0, max=65535, help=f"With --serve. Unset: {PORT}. 0: a free one.")
+    ] = None,
+) -> None:
+    """Write one HTML page with dumped rollouts: images, tokens with their roles, matches and losses.
+
+    The page needs no server and loads nothing. With --serve, it and the report are served on 127.0.0.1 instead.
+    """
+    need("PIL", extra="evaluate")
+    if serve:
+        if target is not None:
+            raise UserError("--out and --serve cannot be combined", "leave one of them out")
+        _serve(run, samples, PORT if port is None else port)
+        return
+    if port is not None:
+        raise UserError("--port needs --serve", "add --serve, or leave --port out")
+    _write(run, target, samples)
+
+
+def _write(folder: Path, target: Path | None, samples: int) -> None:
+    from coordexp.pages.document import save_page
+    from coordexp.pages.rollouts import make_inspector_page
+    from coordexp.pages.run_folder import INSPECTOR, REPORT, read_run
+
+    target = target or folder / INSPECTOR
+    need_page(target)
+    run = read_run(folder)
+    report = REPORT if (target.parent / REPORT).is_file() else None
+    with progress(f"reading {folder}"):
+        page = make_inspector_page(run, samples, report=report)
+    save_page(target, page.html)
+    if page.remarks:
+        err.print(f"{len(page.remarks)} of {page.held} have no image, e.g. {page.remarks[0]}", markup=False)
+        err.print("  paths are relative to where the run was started: go there, or put the images back")
+    part = f"{page.held:,} of about {page.total:,}" if page.total > page.held else f"all {page.held:,}"
+    out.print(f"wrote {target}: {part} dumped examples", markup=False)
+
+
+def _serve(folder: Path, samples: int, port: int) -> None:
+    from coordexp.pages.live import HOST, listen, make_live_pages
+    from coordexp.pages.run_folder import read_run
+
+    read_run(folder)  # so that a wrong folder is reported before the server starts
+    with explain(OSError, f"cannot listen on {HOST}:{port}", "give another --port, or 0 for a free one"):
+        server = listen(make_live_pages(folder, samples), port)
+    with server:
+        out.print(f"{folder} at http://{HOST}:{server.server_port}/  (Ctrl-C ends it)", markup=False)
+        try:
+            server.serve_forever()
+        except KeyboardInterrupt:
+            out.print("ended")

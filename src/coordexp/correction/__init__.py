@@ -4,10 +4,9 @@ and build the corrected answer with a role for every token.
 Everything here is a pure function of token ids, a vocabulary table and settings. Nothing imports torch.
 """
 
-from coordexp.correction.correct import Choice, Correction, choose_answer, correct
+from coordexp.correction.correct import Choice, Correction, choose_answer, correct, make_noisy_answer
 from coordexp.correction.entries import PredictedObject, Reason
 from coordexp.correction.match import MatchResult, match_objects
-from coordexp.correction.noise import make_noisy_answer
 from coordexp.correction.parse import ParsedRollout, parse_rollout
 from coordexp.correction.segment import FieldOrder, Role, Segment, TokenKind, build_segment, serialise
 from coordexp.correction.transport import coord_targets

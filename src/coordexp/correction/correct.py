@@ -2,21 +2,23 @@
 the missed ones, or rebuild it as a policy says.
 
 The functions are pure, and training and `coordexp replay` share them. Training on the ground truth alone is the
-case of an empty answer.
+case of an empty answer. Answers with mistakes can also be made from the labels: a control for rollouts, which
+costs no generation. If training on them helps as much, rollouts are not worth their cost.
 """
 
+import random
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from coordexp.config.rollout import RolloutMatching
+from coordexp.config.rollout import NoiseAnswers, RolloutMatching
 from coordexp.correction.match import MatchResult, find_duplicates, match_objects, pairwise_iou
 from coordexp.correction.parse import ParsedRollout, parse_rollout
 from coordexp.correction.rebuild import Rebuilt, rebuild
-from coordexp.correction.segment import FieldOrder, Segment, build_segment
-from coordexp.data import Geometry, TrueObject
+from coordexp.correction.segment import FieldOrder, Segment, build_segment, serialise
+from coordexp.data import BINS, Geometry, TrueObject, is_degenerate
 from coordexp.vocab.table import VocabularyTable
 
 
@@ -147,3 +149,40 @@ def correct(
         prompt_ids, parsed, match, truth, table=table, order=order, settings=settings, agreed=agreed or ()
     )
     return Correction(parsed, match, segment, rebuilt)
+
+
+def make_noisy_answer(
+    truth: Sequence[TrueObject], noise: NoiseAnswers, seed: int, *, table: VocabularyTable, order: FieldOrder
+) -> list[int]:
+    """Return the ids of an answer that lists the true objects in their order, with mistakes: some are left out,
+    all are shifted a little, some are repeated, and boxes that mean nothing stand between them."""
+    chooser = random.Random(seed)  # noqa: S311  (not a secret)
+    objects = []
+    for true in truth:
+        if chooser.random() >= noise.drop:
+            objects.append(_shift(true, noise.jitter, chooser))
+            if chooser.random() < noise.repeat:
+                objects.append(_shift(true, noise.jitter, chooser))
+        if chooser.random() < noise.random:
+            objects.append(TrueObject(chooser.choice(truth).desc, _random_box(chooser)))
+    answer = serialise(objects, after=b"{", first_number=1, order=order, table=table)
+    return table.encode(b"{" + answer.text)
+
+
+def _shift(true: TrueObject, jitter: float, chooser: random.Random) -> TrueObject:
+    """Return the object with every coordinate moved by up to `jitter` of its width or height. A shape that would
+    lose its area stays as it is."""
+    bins = true.geometry.bins
+    sizes = [max(bins[axis::2]) - min(bins[axis::2]) for axis in (0, 1)]
+    moved = tuple(
+        min(BINS - 1, max(0, round(bin + chooser.uniform(-jitter, jitter) * sizes[k % 2])))
+        for k, bin in enumerate(bins)
+    )
+    if is_degenerate(true.geometry.kind, moved):
+        moved = bins
+    return TrueObject(true.desc, Geometry(true.geometry.kind, moved))
+
+
+def _random_box(chooser: random.Random) -> Geometry:
+    (x1, x2), (y1, y2) = (sorted(chooser.sample(range(BINS), 2)) for _ in range(2))
+    return Geometry("bbox_2d", (x1, y1, x2, y2))

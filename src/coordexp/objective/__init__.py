@@ -1,8 +1,7 @@
 """Compute the loss from the logits at supervised positions, exactly as the pipeline declares it. Imports torch."""
 
 from coordexp.objective.modules import MODULES
-from coordexp.objective.pipeline import Objective
-from coordexp.objective.reduction import LossTally, reduce_counts
+from coordexp.objective.pipeline import LossTally, Objective, reduce_counts
 from coordexp.objective.split import split_vocabulary
 
 __all__ = ["MODULES", "LossTally", "Objective", "reduce_counts", "split_vocabulary"]

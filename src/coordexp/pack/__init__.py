@@ -1,7 +1,6 @@
 """Pack examples into rows. Importing this package does not import torch; its modules `collate` and `attention`
 do."""
 
-from coordexp.pack.carry import CarryBuffer, Example, ExampleId, PackingError, RowReport
-from coordexp.pack.select import select, split_in_order
+from coordexp.pack.carry import CarryBuffer, Example, ExampleId, PackingError, RowReport, select, split_in_order
 
 __all__ = ["CarryBuffer", "Example", "ExampleId", "PackingError", "RowReport", "select", "split_in_order"]

@@ -6,6 +6,7 @@ so the answers of both to the same image are compared.
 """
 
 import hashlib
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -13,13 +14,11 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from coordexp.config.rollout import DecodeMode, RepeatTerminate, RolloutMatching
 from coordexp.data import Record, RecordFile
+from coordexp.errors import DataError, EngineError
 from coordexp.vocab.table import VocabularyTable
 
 if TYPE_CHECKING:
     from torch import Tensor
-import math
-
-from coordexp.errors import DataError, EngineError
 
 # The model wrote its end of turn, the token limit was reached, or the repeat guard ended the answer.
 FinishReason = Literal["stop", "length", "repeat"]
@@ -106,11 +105,7 @@ def common_decode(requests: Sequence[Request]) -> Decode:
 # Seeds are distinct within a step that has at most 512 micro-steps, 1,024 ranks, and 4,095 requests of one rank in
 # one micro-step. The product of these limits is below SEED_PRIME.
 MOST_MICRO_STEPS, MOST_RANKS, MOST_REQUESTS = 512, 1024, 4095
-
-
 SEED_PRIME = 2**31 - 1
-
-
 SEED_FACTOR = 0x2545F491  # any number that is not a multiple of the prime
 
 

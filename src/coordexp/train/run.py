@@ -17,29 +17,34 @@ from transformers.integrations import TensorBoardCallback
 from transformers.trainer_utils import set_seed
 
 from coordexp.config import Loaded, RolloutContract, Settings
+from coordexp.config.rollout import BACKENDS
 from coordexp.config.settings import PACKING_KEYS, describe_evaluation
 from coordexp.data import RecordFile, read_records
 from coordexp.data.doctor.examine import SMALL, Sizes
 from coordexp.dumps import CORRECTION_SETTINGS, FOLDER, DumpFolder, DumpWriter, remove_from_step
+from coordexp.engine import check_vllm
+from coordexp.engine.colocate import ColocateBackend
+from coordexp.engine.start import EngineSetup
 from coordexp.errors import DataError, UserError
 from coordexp.evaluate import read_truth
+from coordexp.extensions import find_extensions, load_extension
 from coordexp.objective import Objective
 from coordexp.pack import CarryBuffer, Example
 from coordexp.pack.collate import Collator
 from coordexp.ranks import gather_texts, together
 from coordexp.rollout.backend import RolloutBackend
+from coordexp.rollout.hugging_face import HuggingFaceBackend
 from coordexp.rollout.prompt import PromptBuilder
-from coordexp.train.backends import backend_for
+from coordexp.tasks import ignore
 from coordexp.train.callbacks import Bar, FillWarning, FirstSync, MetricsFile, TensorBoard, say
 from coordexp.train.checkpoints import checkpoints, is_finished, newest_intact, step_of
 from coordexp.train.encode import Encoder, TrainingSet
 from coordexp.train.evaluation import AnswerEvaluation
-from coordexp.train.folder import describe_rollouts, fingerprint, write_run_folder
+from coordexp.train.folder import RolloutFacts, ServerLog, describe_rollouts, fingerprint, write_run_folder
 from coordexp.train.learner import Learner
-from coordexp.train.metrics import StepMetrics
+from coordexp.train.metrics import StepMetrics, TraceWriter
 from coordexp.train.stopping import StopOnSignal, Stopped
 from coordexp.train.stream import RowStream, SampleOrder, StageRecords
-from coordexp.train.trace import TraceWriter
 from coordexp.train.trainer import RowTrainer
 from coordexp.vocab import VocabularyTable
 
@@ -382,3 +387,48 @@ def _choose_checkpoint(folder: Path, resume: bool) -> Path | None:
             "add --resume to continue from there, or set training.output_dir to a new folder",
         )
     return None
+
+
+def backend_for(
+    settings: Settings, arguments: TrainingArguments, training_set: TrainingSet, learner: Learner
+) -> RolloutBackend:
+    """Return the backend that the settings name. In a run without rollouts only evaluation needs one, and the
+    learner answers with transformers."""
+    rollout, prompts, table = settings.rollout_matching_cfg, training_set.prompts, training_set.table
+    own = HuggingFaceBackend(learner.current_model, prompts, table, rollout.decode_batch_size)
+    if not settings.uses_rollouts or rollout.rollout_backend == "hf":
+        return own
+    added = find_extensions("rollout_backends", taken=frozenset(BACKENDS))
+    if rollout.rollout_backend in added:
+        backend: RolloutBackend = load_extension(added[rollout.rollout_backend])(settings, training_set, learner)
+        return backend
+    folder, rank = Path(arguments.output_dir), arguments.process_index
+    setup = EngineSetup(
+        Path(settings.model.path), learner.dtype, rollout, table, learner.device, learner.precision
+    )
+    adapter = learner.adapter_weights if learner.has_plain_adapter else None
+    notify = say if rank == 0 else ignore
+    if rollout.vllm.mode == "server":
+        from coordexp.servers.backend import ServerBackend  # httpx is needed only here
+
+        if arguments.device.type == "cuda":
+            check_vllm()  # weights are sent over its NCCL
+        return ServerBackend(
+            setup,
+            prompts,
+            own,
+            probe=training_set[0].image,
+            notify=notify,
+            record=ServerLog(folder, rank),
+            adapter=adapter,
+        )
+    return ColocateBackend(
+        setup,
+        prompts,
+        own,
+        probe=training_set[0].image,
+        room=learner.offload,
+        notify=notify,
+        adapter=adapter,
+        record=RolloutFacts(folder) if rank == 0 else ignore,
+    )

@@ -33,18 +33,26 @@ from transformers import Trainer
 from coordexp.config import RolloutContract
 from coordexp.files import write_whole
 from coordexp.objective import LossTally, Objective, reduce_counts
-from coordexp.objective.reduction import gradient_scale
+from coordexp.objective.pipeline import gradient_scale
 from coordexp.pack import Example, PackingError, split_in_order
 from coordexp.pack.collate import Collator, Row, kind_counts
 from coordexp.ranks import max_over_ranks, together
 from coordexp.rollout.backend import RolloutBackend
 from coordexp.train.callbacks import say
 from coordexp.train.checkpoints import clear, rotate, saving, sync_checkpoint, write_manifest
-from coordexp.train.divergence import WAY_OUT, DivergenceError, Health, StepNumbers, check_weights, describe_broken
 from coordexp.train.encode import Encoder
 from coordexp.train.learner import Learner
 from coordexp.train.metrics import StepMetrics
-from coordexp.train.stopping import StopOnSignal, Stopped
+from coordexp.train.stopping import (
+    WAY_OUT,
+    DivergenceError,
+    Health,
+    StepNumbers,
+    StopOnSignal,
+    Stopped,
+    check_weights,
+    describe_broken,
+)
 from coordexp.train.stream import RowStream
 
 PROMPT_FILE = "coordexp.json"  # in every checkpoint: how to prompt the model

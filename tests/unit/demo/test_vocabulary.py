@@ -5,8 +5,7 @@ import json
 import pytest
 from transformers import AutoConfig, AutoProcessor, AutoTokenizer
 
-from coordexp.demo.model import make_model
-from coordexp.demo.vocabulary import SPECIAL_TOKENS
+from coordexp.demo.model import SPECIAL_TOKENS, make_model
 from coordexp.errors import UserError
 from coordexp.vocab import COORD_TOKENS
 from tests.engines import drawing, prompt

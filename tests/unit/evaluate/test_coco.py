@@ -10,8 +10,8 @@ from pycocotools.coco import COCO
 from pycocotools.cocoeval import COCOeval
 
 from coordexp.evaluate import ScoreMode, evaluate, replace_scores, write_predictions
-from coordexp.evaluate.coco import NAMES, coco_truth
 from coordexp.evaluate.comparison import compare_images
+from coordexp.evaluate.report import NAMES, coco_truth
 from tests.unit.evaluate.scenes import BOX, FAR, answer, crowd, prediction, record
 
 

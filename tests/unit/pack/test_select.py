@@ -9,7 +9,7 @@ import pytest
 
 from coordexp.errors import UserError
 from coordexp.pack import CarryBuffer, select, split_in_order
-from coordexp.pack.select import first_in_first_out
+from coordexp.pack.carry import first_in_first_out
 
 
 @pytest.mark.scenario("R05.S1", on="pure")

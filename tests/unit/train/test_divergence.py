@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from coordexp.train.divergence import (
+from coordexp.train.stopping import (
     MAX_BROKEN_STEPS,
     MAX_SKIPPED_STEPS,
     DivergenceError,

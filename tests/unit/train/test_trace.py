@@ -19,8 +19,8 @@ from coordexp.objective import LossTally, Objective
 from coordexp.pack import CarryBuffer, ExampleId
 from coordexp.pack.collate import Collator
 from coordexp.train.encode import StepIndex
+from coordexp.train.metrics import TraceWriter, to_runs, trace
 from coordexp.train.stream import RowStream, SampleOrder
-from coordexp.train.trace import TraceWriter, to_runs, trace
 from coordexp.train.trainer import RowTrainer
 from tests.dumped import SMALL, TRUTH, dump_writer, dumping
 from tests.rows import DIAGNOSTICS, settings

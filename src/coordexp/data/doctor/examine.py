@@ -12,8 +12,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 
-from coordexp.data.doctor.checks import KINDS, Problem, check_image, check_record
-from coordexp.data.doctor.suspicion import Suspicions
+from coordexp.data.doctor.checks import KINDS, Problem, Suspicions, check_image, check_record
 from coordexp.data.geometry import BINS, TrueObject
 from coordexp.data.images import ImageFacts
 from coordexp.data.records import Record, parse_record
