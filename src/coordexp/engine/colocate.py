@@ -207,7 +207,7 @@ class ColocateBackend:
 
     def _compare(self, learner: Rollout, engine: Rollout) -> None:
         """Raise EngineError unless the learner and the engine gave the same answer."""
-        if problem := difference(learner, engine, self.setup.precision or self.setup.dtype):
+        if problem := difference(learner, engine, self.setup.coarsest_dtype):
             raise EngineError(
                 f"the engine does not have the learner's weights: in the answers to {self.probe.path} with "
                 f"version {engine.version}, {problem}",

@@ -269,7 +269,7 @@ class ServerBackend:
         return {"synced": synced, "failed": failed}
 
     def _check_probe(self, index: int, own: Rollout, answer: Rollout) -> None:
-        if problem := difference(own, answer, self.setup.precision or self.setup.dtype):
+        if problem := difference(own, answer, self.setup.coarsest_dtype):
             raise EngineError(
                 f"{self.clients[index].name} does not have the learner's weights: for {self.probe.path}, with "
                 f"version {answer.version}, {problem}",
