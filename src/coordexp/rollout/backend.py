@@ -269,8 +269,8 @@ def difference(learner: Rollout, engine: Rollout, dtype: str) -> str | None:
     gaps: list[float] = []
     tokens = zip(learner.ids, engine.ids, learner.logprobs, engine.logprobs, strict=False)
     for place, (learner_id, engine_id, learner_logprob, engine_logprob) in enumerate(tokens):
-        gaps.append(abs(learner_logprob - engine_logprob))
-        if is_exact and gaps[-1] > tolerance:
+        gap = abs(learner_logprob - engine_logprob)
+        if is_exact and not gap <= tolerance:  # it may be NaN
             return (
                 f"token {place} of the learner is {learner_id} with log probability {learner_logprob:.4f}, and "
                 f"that of the engine is {engine_id} with {engine_logprob:.4f}"
@@ -283,10 +283,11 @@ def difference(learner: Rollout, engine: Rollout, dtype: str) -> str | None:
                 f"and that of the engine is {engine_id} with {math.exp(engine_logprob):.3f}: one model cannot be "
                 "so sure of both"
             )
+        gaps.append(gap)
     else:
         # With 16 bits, the end of the answer may have been a choice between equals too.
         if len(learner.ids) != len(engine.ids) and is_exact:
             return f"the learner wrote {len(learner.ids)} tokens and the engine {len(engine.ids)}"
-    if gaps and (gap := statistics.median(gaps)) > tolerance:
-        return f"the log probabilities of {len(gaps)} tokens differ by {gap:.2f} in the median"
+    if gaps and not (median := statistics.median(gaps)) <= tolerance:
+        return f"the log probabilities of {len(gaps)} tokens differ by {median:.2f} in the median"
     return None
