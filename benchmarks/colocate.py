@@ -60,7 +60,7 @@ class ColocatedLearner(BenchmarkLearner):
     def __init__(self, folder: Path, images: list[ImageRef]) -> None:
         super().__init__(folder)
         offload = partial(nullcontext, NothingToDrop())
-        self.backend = ColocateBackend(_engine_setup(folder), self.prompts, self.own, images[0], offload)
+        self.backend = ColocateBackend(_engine_setup(folder), self.prompts, self.own, images[:1], offload)
         self.version = 0
         self.sync()
 

@@ -107,7 +107,7 @@ class ServedLearner(BenchmarkLearner):
         super().__init__(folder)
         self.url, self.folder = url, folder
         setup = EngineSetup(folder, "float32", settings.rollout_matching, self.table, torch.device("cpu"))
-        self.backend = ServerBackend(setup, self.prompts, self.own, images[0])
+        self.backend = ServerBackend(setup, self.prompts, self.own, images[:1])
         self.version = 0
         self.sync()
 

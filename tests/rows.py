@@ -64,7 +64,7 @@ class Tiny:
 
     def __init__(self, folder: Path, objective_settings: Settings | None = None, attention: Any = None) -> None:
         torch.manual_seed(0)
-        attention = attention or attention_for(torch.device("cpu"))
+        attention = attention or attention_for(torch.device("cpu"), "float32")
         self.model = Qwen3VLForConditionalGeneration.from_pretrained(
             folder, dtype=torch.float32, attn_implementation=attention
         )

@@ -71,7 +71,7 @@ class Colocation:
             EngineSetup(folder, "float32", settings, self.table, torch.device("cpu")),
             self.prompts,
             self.learner,
-            images[0],
+            images[:4],
             room=lambda: self.room(),
             notify=self.messages.append,
             adapter=lambda: learner_adapter(self.model),

@@ -91,7 +91,7 @@ def backend(parts):
     setup = EngineSetup(MODEL, "float32", settings, table, torch.device("cpu"))
     learner = HuggingFaceBackend(lambda: model, prompts, table, 4)
     room = SimpleNamespace(drop=lambda: None)
-    made = ColocateBackend(setup, prompts, learner, first_image(parts), lambda: nullcontext(room))
+    made = ColocateBackend(setup, prompts, learner, [first_image(parts)], lambda: nullcontext(room))
     made.weights = lambda: learner_weights(model)
     with made.session():
         made.sync(made.weights, 0)

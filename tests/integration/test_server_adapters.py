@@ -205,7 +205,7 @@ def _learner(fleet: Fleet, model: Any, messages: list[str], events: list[dict[st
         EngineSetup(MODEL, "float32", settings, table, torch.device("cpu")),
         prompts,
         HuggingFaceBackend(model, prompts, table, 4),
-        ImageRef(fleet.images()[0], 64, 64),
+        [ImageRef(fleet.images()[0], 64, 64)],
         messages.append,
         events.append,
         adapter=lambda: learner_adapter(model()),

@@ -47,7 +47,7 @@ def launch(
     start_timeout: Annotated[float, typer.Option(min=1, help="Seconds until all servers must answer.")] = 1800.0,
     grace: Annotated[
         float, typer.Option(min=0, help="Seconds the learner has to finish its step and save after a signal.")
-    ] = 120.0,
+    ] = 900.0,
     check_only: Annotated[
         bool, typer.Option("--check-only", help="Check everything, print the plan, start nothing.")
     ] = False,

@@ -54,7 +54,10 @@ class Model(SettingsSection):
         examples=["checkpoints/qwen3-vl-4b-coord"],
     )
     dtype: Literal["bfloat16", "float16", "float32"] = Field(
-        "bfloat16", description="Data type of the weights, in the learner and in the rollout engine."
+        "bfloat16",
+        description="Data type of the weights in the rollout engine, and of those that an adapter is trained on. "
+        "Without an adapter the learner's weights are float32, because most updates are too small to change a "
+        "weight of 16 bits; `training.bf16` lets it compute with 16 bits.",
     )
     adapter: Adapter | None = Field(
         None,
@@ -207,6 +210,12 @@ class Settings(SettingsSection):
     @property
     def uses_rollouts(self) -> bool:
         return self.custom.trainer_variant != "stage1_sft"
+
+    @property
+    def learner_dtype(self) -> str:
+        """Return the data type that the learner's weights are loaded in. Weights that are trained are float32:
+        most updates are too small to change a weight of 16 bits. peft does the same with adapters."""
+        return "float32" if self.model.adapter is None else self.model.dtype
 
     @property
     def pipeline_path(self) -> str:

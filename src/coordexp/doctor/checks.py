@@ -90,7 +90,7 @@ class ServerChecks:
     def check_detection(self) -> CheckOutcome:
         """Change only the learner's weights, and compare answers that must now differ."""
         self.learner.make_repetitive()
-        return judge_detection("other weights noticed", 0, self.learner.compare_by_image(self.backend))
+        return judge_detection("other weights noticed", self.learner.compare_by_image(self.backend))
 
     def check_guard(self) -> CheckOutcome:
         """Let the server answer with weights that repeat one token."""

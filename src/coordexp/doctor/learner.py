@@ -23,7 +23,7 @@ from coordexp.doctor.outcome import Agreement
 from coordexp.engine.colocate import ColocateBackend
 from coordexp.engine.start import EngineSetup
 from coordexp.families import load_model
-from coordexp.rollout.backend import Decode, ImageRef, Request, Rollout, RolloutBackend
+from coordexp.rollout.backend import PROBED_IMAGES, Decode, ImageRef, Request, Rollout, RolloutBackend
 from coordexp.rollout.hugging_face import HuggingFaceBackend
 from coordexp.rollout.prompt import PromptBuilder
 from coordexp.servers.backend import ServerBackend
@@ -138,6 +138,7 @@ class TinyLearner:
         self.prompts = PromptBuilder(AutoProcessor.from_pretrained(workspace.model), "Detect all objects.")
         self.table = VocabularyTable.from_folder(workspace.model)
         self.images = workspace.images()
+        self.probes = self.images[:PROBED_IMAGES]
         self.own = HuggingFaceBackend(lambda: self.model, self.prompts, self.table, len(self.images))
 
     def _load(self) -> Any:
@@ -148,11 +149,11 @@ class TinyLearner:
         self, config: Any, notify: Callable[[str], None], record: Callable[[dict[str, Any]], None]
     ) -> ServerBackend:
         """Return the backend for the rollout servers of a config."""
-        return ServerBackend(self._setup(config), self.prompts, self.own, self.images[0], notify, record)
+        return ServerBackend(self._setup(config), self.prompts, self.own, self.probes, notify, record)
 
     def start_colocated(self, config: Any) -> ColocateBackend:
         """Return the backend for an engine on the learner's own device."""
-        return ColocateBackend(self._setup(config), self.prompts, self.own, self.images[0], _keep_in_memory)
+        return ColocateBackend(self._setup(config), self.prompts, self.own, self.probes, _keep_in_memory)
 
     def _setup(self, config: Any) -> EngineSetup:
         rollout = read_settings(config).rollout_matching

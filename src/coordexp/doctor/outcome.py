@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from coordexp.doctor.machine import CheckOutcome
-from coordexp.rollout.backend import TOLERANCE, Rollout, difference
+from coordexp.rollout.backend import PROBED_IMAGES, TOLERANCE, Rollout, count_needed, difference
 
 # The share of tokens before the first difference that two models must have in common. With 16 bits, a close choice
 # may go either way, and the rest of the answer with it: a random model shares two thirds of its tokens with itself
@@ -66,14 +66,16 @@ def judge_parity(check: str, agreement: Agreement, fix: str) -> CheckOutcome:
     return CheckOutcome(check, str(agreement), f"the engine does not answer as the learner does: {reason}", fix)
 
 
-def judge_detection(check: str, probe: int, agreements: Sequence[Agreement]) -> CheckOutcome:
+def judge_detection(check: str, agreements: Sequence[Agreement]) -> CheckOutcome:
     """Return a failure if a learner does not notice that the engine has other weights.
 
-    There is one agreement per image. `probe` is the index of the image that training looks at."""
+    There is one agreement per image. Training looks at the first images only."""
     noticed = sum(bool(agreement.differences) for agreement in agreements)
     measured = f"in {noticed} of {len(agreements)} answers"
-    if agreements[probe].differences:
-        return CheckOutcome(check, f"{measured}: {agreements[probe].differences[0]}")
+    probes = agreements[:PROBED_IMAGES]
+    seen = [agreement.differences[0] for agreement in probes if agreement.differences]
+    if len(seen) >= count_needed(len(probes), probes[0].dtype):
+        return CheckOutcome(check, f"{measured}: {seen[0]}")
     problem = "a server with other weights than the learner's answers as if it had the same weights"
     return CheckOutcome(check, measured, problem, f"{REPORT}: the check after a weight sync cannot be relied on")
 

@@ -25,6 +25,7 @@ from coordexp import child_processes
 from coordexp.config.rollout import VLLM, RolloutMatching
 from coordexp.engine import OR_USE_HF
 from coordexp.errors import EngineError, UserError, explain
+from coordexp.rollout.backend import TOLERANCE
 from coordexp.rollout.guard import ENGINE_GUARD
 from coordexp.vocab import COORD_TOKENS, VocabularyTable
 
@@ -79,8 +80,8 @@ TRAINING_FIXES = EngineFixes(
 class EngineSetup:
     """The model that an engine serves, and how it serves it.
 
-    `device` is the device of this process. `precision` is the precision that the learner computes in, if it is not
-    the dtype of its weights. `kv_cache_bytes` replaces the share of memory in the settings."""
+    `device` is the device of this process. `precision` is the one that the learner computes in, if it is not the
+    engine's dtype. `kv_cache_bytes` replaces the share of memory in the settings."""
 
     folder: Path
     dtype: str
@@ -90,6 +91,11 @@ class EngineSetup:
     precision: str = ""
     kv_cache_bytes: int | None = None
     fixes: EngineFixes = TRAINING_FIXES
+
+    @property
+    def coarsest_dtype(self) -> str:
+        """The least exact of the data types that the engine and the learner compute in."""
+        return max(self.dtype, self.precision or self.dtype, key=TOLERANCE.__getitem__)
 
     @property
     def size(self) -> int:

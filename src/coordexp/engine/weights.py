@@ -29,6 +29,7 @@ from coordexp.config.rollout import Sync
 from coordexp.errors import EngineError, UserError
 
 BUCKET_BYTES = 64 * 2**20
+GPU_BUCKET_BYTES = 512 * 2**20  # NCCL moves a bucket in milliseconds, and each costs a call of every server
 ALIGNMENT = (
     256  # bytes; every tensor in a buffer starts at a multiple of it, so that its dtype can be read in place
 )

@@ -244,12 +244,13 @@ def estimate_needs(plan: Plan, settings: Settings, folder: Path) -> list[MemoryN
     shapes = read_shapes(folder)
     if not shapes:
         return []
-    weights = sum(map(math.prod, shapes.values())) * BYTES[settings.model.dtype]
+    numbers = sum(map(math.prod, shapes.values()))
+    weights = numbers * BYTES[settings.model.dtype]
     size = settings.rollout_matching.vllm.tensor_parallel_size or 1  # devices that share one copy of the weights
     cache = _sequence_bytes(settings, folder)
     purpose = f"weights {format_bytes(weights / size)}, one longest sequence {format_bytes(cache / size)}"
     servers = [MemoryNeed(server.name, (weights + cache) / size, purpose) for server in plan.local_servers]
-    return [*servers, _learner(plan, settings, shapes, weights)]
+    return [*servers, _learner(plan, settings, shapes, numbers * BYTES[settings.learner_dtype])]
 
 
 def gpu_memory_problems(

@@ -37,7 +37,7 @@ class Patience:
     """How long a launch waits for its parts, in seconds."""
 
     start_s: float = 1800.0  # until all servers answer
-    learner_s: float = 120.0  # for the learner to finish its step and save
+    learner_s: float = 900.0  # for the learner to finish its step and save, which may be 70 GB
     server_s: float = 20.0  # for the servers to end in order
     back_off_s: tuple[float, ...] = (1.0, 5.0, 25.0)  # before each restart of a server; there are no more restarts
     forgiven_s: float = 3600.0  # a server that ran this long may be restarted as often as a new one

@@ -184,7 +184,13 @@ def nearest_bin(targets: Tensor) -> Tensor:
 
 def wasserstein(p: Tensor, q: Tensor) -> Tensor:
     """Return the Wasserstein-1 distance between distributions over bins, in units of the side of the image."""
-    return (p - q).cumsum(-1).abs().sum(-1) / (BINS - 1)
+    difference = p - q
+    if torch.are_deterministic_algorithms_enabled():  # CUDA has no deterministic cumsum of floats
+        ones = torch.ones(BINS, BINS, dtype=torch.float64, device=p.device)
+        cumulative = (difference.double() @ ones.triu()).to(p)
+    else:
+        cumulative = difference.cumsum(-1)
+    return cumulative.abs().sum(-1) / (BINS - 1)
 
 
 def _boxes(s: Supervision, allowed: Tensor) -> Tensor:

@@ -19,10 +19,10 @@ from transformers.utils import is_flash_attn_2_available
 SEGMENTED_SDPA = "coordexp_segmented_sdpa"
 
 
-def attention_for(device: torch.device) -> str | dict[str, str]:
+def attention_for(device: torch.device, precision: str) -> str | dict[str, str]:
     """Return a value for `attn_implementation`: variable-length flash attention where it can run, else segmented
-    SDPA."""
-    if device.type == "cuda" and is_flash_attn_2_available():
+    SDPA. `precision` is the one that forward passes compute in; flash attention computes with 16 bits only."""
+    if device.type == "cuda" and precision != "float32" and is_flash_attn_2_available():
         return "flash_attention_2"
     return {"text_config": SEGMENTED_SDPA, "vision_config": "sdpa"}
 

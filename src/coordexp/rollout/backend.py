@@ -7,6 +7,7 @@ so the answers of both to the same image are compared.
 
 import hashlib
 import math
+import statistics
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -23,7 +24,10 @@ if TYPE_CHECKING:
 # The model wrote its end of turn, the token limit was reached, or the repeat guard ended the answer.
 FinishReason = Literal["stop", "length", "repeat"]
 PROBE = 16  # tokens of the answers that are compared
-# How far the log probability of a token may differ between two implementations of the same model.
+PROBED_IMAGES = 4
+SURE_FROM = 3  # so many answers do not differ by accident
+# How far the log probabilities of two implementations of the same model may differ: of every token in float32, in
+# the median with 16 bits.
 TOLERANCE = {"float32": 1e-3, "bfloat16": 0.5, "float16": 0.1}
 
 
@@ -236,28 +240,54 @@ def check_version(rollout: Rollout, version: int) -> None:
         )
 
 
+def compare_answers(
+    engine: str, own: Sequence[Rollout], theirs: Sequence[Rollout], dtype: str, fix: str
+) -> str | None:
+    """Compare an engine's answers with the learner's `own`. Raise EngineError, with this fix, if they must be
+    those of other weights. Return a warning if only a few differ: with 16 bits, rounding may be the reason."""
+    pairs = zip(own, theirs, strict=True)
+    differences = [text for mine, other in pairs if (text := difference(mine, other, dtype))]
+    if not differences:
+        return None
+    found = f"{len(differences)} of {len(own)} answers with version {theirs[0].version} differ: {differences[0]}"
+    if len(differences) >= count_needed(len(own), dtype):
+        raise EngineError(f"{engine} does not have the learner's weights: {found}", fix)
+    return f"warning: {engine}: {found}; this may be rounding"
+
+
+def count_needed(answers: int, dtype: str) -> int:
+    """Return how many of the answers must differ to prove that the weights do."""
+    return 1 if dtype == "float32" else min(SURE_FROM, answers // 2 + 1)
+
+
 def difference(learner: Rollout, engine: Rollout, dtype: str) -> str | None:
     """Describe how two greedy answers to the same prompt differ, or return None if one model can have made both.
 
     Where the two best tokens are about equally likely, either may be chosen, and nothing is compared after that
     place. Two different tokens that are both too likely for that come from two models."""
-    tolerance = TOLERANCE[dtype]
+    tolerance, is_exact = TOLERANCE[dtype], dtype == "float32"
+    gaps: list[float] = []
     tokens = zip(learner.ids, engine.ids, learner.logprobs, engine.logprobs, strict=False)
     for place, (learner_id, engine_id, learner_logprob, engine_logprob) in enumerate(tokens):
-        if abs(learner_logprob - engine_logprob) > tolerance:
+        gap = abs(learner_logprob - engine_logprob)
+        if is_exact and not gap <= tolerance:  # it may be NaN
             return (
                 f"token {place} of the learner is {learner_id} with log probability {learner_logprob:.4f}, and "
                 f"that of the engine is {engine_id} with {engine_logprob:.4f}"
             )
         if learner_id != engine_id:
             if math.exp(learner_logprob) + math.exp(engine_logprob - tolerance) <= 1:
-                return None
+                break
             return (
                 f"token {place} of the learner is {learner_id} with probability {math.exp(learner_logprob):.3f}, "
                 f"and that of the engine is {engine_id} with {math.exp(engine_logprob):.3f}: one model cannot be "
                 "so sure of both"
             )
-    # In half precision, the end of the answer may have been a choice between equals too.
-    if len(learner.ids) != len(engine.ids) and dtype == "float32":
-        return f"the learner wrote {len(learner.ids)} tokens and the engine {len(engine.ids)}"
+        gaps.append(gap)
+    else:
+        # With 16 bits, the end of the answer may have been a choice between equals too.
+        if len(learner.ids) != len(engine.ids) and is_exact:
+            return f"the learner wrote {len(learner.ids)} tokens and the engine {len(engine.ids)}"
+    if gaps and not (median := statistics.median(gaps)) <= tolerance:
+        return f"the log probabilities of {len(gaps)} tokens differ by {median:.2f} in the median"
     return None

@@ -174,7 +174,10 @@ class Sampler(LogitsProcessor):
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         step = input_ids.shape[1] - self._prompt_length
-        cumulative = self._warp(input_ids, scores.float()).softmax(-1).double().cumsum(-1)
+        probabilities = self._warp(input_ids, scores.float()).softmax(-1).double()
+        if torch.are_deterministic_algorithms_enabled():
+            probabilities = probabilities.cpu()  # CUDA has no deterministic cumsum of floats
+        cumulative = probabilities.cumsum(-1).to(scores.device)
         threshold = self._uniform[:, step : step + 1].to(scores.device) * cumulative[:, -1:]
         drawn = torch.searchsorted(cumulative, threshold, right=True)
         return torch.full_like(scores, -torch.inf).scatter(1, drawn, 0.0)

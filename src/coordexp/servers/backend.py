@@ -32,7 +32,7 @@ from coordexp.rollout.backend import (
     check_length,
     check_prompt,
     common_decode,
-    difference,
+    compare_answers,
 )
 from coordexp.rollout.guard import key_pattern_for
 from coordexp.rollout.prompt import PromptBuilder
@@ -64,7 +64,7 @@ LEFT_OUT = "the run goes on without this server until it is back and has receive
 class ServerBackend:
     """The backend that asks rollout servers.
 
-    `reference` answers with the learner's own model. It and each server are asked about the `probe` image, to
+    `reference` answers with the learner's own model. It and each server are asked about the images `probes`, to
     check that they have the same weights. `notify` gets messages for people, and `record` gets the events that are
     needed to repeat the run. `adapter` returns the learner's adapter, if it can be sent alone."""
 
@@ -73,13 +73,13 @@ class ServerBackend:
         setup: EngineSetup,
         prompts: PromptBuilder,
         reference: RolloutBackend,
-        probe: ImageRef,
+        probes: Sequence[ImageRef],
         notify: Callable[[str], None] = ignore,
         record: Callable[[dict[str, Any]], None] = ignore,
         adapter: Callable[[], AdapterWeights] | None = None,
         timeouts: ClientTimeouts | None = None,
     ) -> None:
-        self.setup, self.prompts, self.reference, self.probe = setup, prompts, reference, probe
+        self.setup, self.prompts, self.reference, self.probes = setup, prompts, reference, probes
         self.notify, self.record, self.adapter = notify, record, adapter
         self.settings = setup.settings.vllm
         self.sync_mode = SyncMode(self.settings.sync, adapter is not None, notify, OTHERWISE)
@@ -213,7 +213,7 @@ class ServerBackend:
         assert self.pool is not None and self.pool.version is not None
         version = self.pool.version
         is_due = self._probed is None or version - self._probed >= self.settings.sync.canary_every
-        own = self.reference.generate([self._probe]) if is_due or fresh else []
+        own = self.reference.generate(self._probe_requests) if is_due or fresh else []
         sent = together(partial(self._send_weights, targets, version))
         outcome = self._on_first_rank(self._commit, sent, own, targets if is_due else fresh)
         for index in outcome["synced"]:
@@ -243,11 +243,11 @@ class ServerBackend:
     def _commit(self, sent: Sent | None, own: list[Rollout], probed: Sequence[int]) -> dict[str, Any]:
         """Return the servers that have the weights, and why the others do not. Only the first rank does this.
         Raise EngineError if a server that is to be probed does not answer as the learner does. A server gets the
-        probe once for each of its devices, so that each of its replicas answers it."""
+        probes once for each of its devices, so that each of its replicas answers some."""
         assert sent is not None and self.pool is not None and self.pool.version is not None
         version, failed = self.pool.version, dict(sent.failed)
         probes = {
-            k: Task(self.ask_server, k, [self._probe] * self.pool.world_sizes[k], version)
+            k: Task(self.ask_server, k, self._probe_requests * self.pool.world_sizes[k], version)
             for k in sent.servers
             if own and k in probed
         }
@@ -255,8 +255,7 @@ class ServerBackend:
             if (lost := task.failure(ServerLost)) is not None:
                 failed[index] = Loss.from_error(lost)
                 continue
-            for answer in task.result():
-                self._check_probe(index, own[0], answer)
+            self._compare(index, own * self.pool.world_sizes[index], task.result())
         for index, loss in failed.items():
             self._leave_out(index, loss)
         synced = [k for k in sent.servers if k not in failed]
@@ -268,18 +267,17 @@ class ServerBackend:
         )
         return {"synced": synced, "failed": failed}
 
-    def _check_probe(self, index: int, own: Rollout, answer: Rollout) -> None:
-        if problem := difference(own, answer, self.setup.precision or self.setup.dtype):
-            raise EngineError(
-                f"{self.clients[index].name} does not have the learner's weights: for {self.probe.path}, with "
-                f"version {answer.version}, {problem}",
-                f"this should not happen; please report it, {OTHERWISE}",
-            )
+    def _compare(self, index: int, own: Sequence[Rollout], answers: Sequence[Rollout]) -> None:
+        fix = f"this should not happen; please report it, {OTHERWISE}"
+        warning = compare_answers(self.clients[index].name, own, answers, self.setup.coarsest_dtype, fix)
+        if warning:
+            self.notify(warning)
 
     @property
-    def _probe(self) -> Request:
-        """The request of the probe. It has the run's guard, because a server of ms-swift guards every answer."""
-        return Request(self.probe, Decode(PROBE, guard=self.setup.settings.repeat_terminate))
+    def _probe_requests(self) -> list[Request]:
+        """The probes have the run's guard, because a server of ms-swift guards every answer."""
+        decode = Decode(PROBE, guard=self.setup.settings.repeat_terminate)
+        return [Request(image, decode) for image in self.probes]
 
     # Answers
 

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from coordexp.engine.weights import (
     BUCKET_BYTES,
+    GPU_BUCKET_BYTES,
     AdapterRefused,
     Bucket,
     Metadata,
@@ -304,9 +305,10 @@ def send(
     changed, patience = Condition(), seconds * STRAGGLING
     deliveries = [_Delivery(link, version, until, changed, notify, adapter) for link in links]
     memory = [torch.empty(0, dtype=torch.uint8, device=device)] * BUFFERS
+    most = GPU_BUCKET_BYTES if device.type == "cuda" else BUCKET_BYTES
     total, broken = 0, None
     nothing_after: list[Bucket] = [[]]
-    pairs = pairwise(chain(_guard_buckets(weights, deliveries), nothing_after))
+    pairs = pairwise(chain(_guard_buckets(weights, most, deliveries), nothing_after))
     for number, (bucket, following) in enumerate(pairs):
         _wait(deliveries, partial(_has_free_buffer, number), changed, until, patience)
         if all(delivery.loss for delivery in deliveries):
@@ -317,7 +319,7 @@ def send(
             continue
         place = number % BUFFERS
         if memory[place].numel() == 0:
-            memory[place] = torch.empty(BUCKET_BYTES, dtype=torch.uint8, device=device)
+            memory[place] = torch.empty(most, dtype=torch.uint8, device=device)
         metadatas, part = flatten(bucket, memory[place])
         if part.numel() > memory[place].numel():
             memory[place] = part
@@ -351,10 +353,13 @@ def send_adapter(
     return sent
 
 
-def _guard_buckets(weights: Iterable[tuple[str, Tensor]], deliveries: Sequence[_Delivery]) -> Iterator[Bucket]:
-    """Yield the buckets. If the learner fails to produce one, end all deliveries, so that none is left waiting."""
+def _guard_buckets(
+    weights: Iterable[tuple[str, Tensor]], most: int, deliveries: Sequence[_Delivery]
+) -> Iterator[Bucket]:
+    """Yield buckets of at most this many bytes, unless one weight has more. If the learner fails to produce
+    one, end all deliveries, so that none is left waiting."""
     try:
-        yield from buckets(iter(weights), BUCKET_BYTES)
+        yield from buckets(iter(weights), most)
     except Exception:
         for delivery in deliveries:
             delivery.fail(Loss("the learner failed"))

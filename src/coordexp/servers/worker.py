@@ -90,7 +90,7 @@ class BroadcastReceiver(Reload, WeightTransferEngine[GroupInfo, BucketInfo]):
             init_info.plain,
         )
         self._receiver = ThreadPoolExecutor(1)
-        self._buffers = [torch.empty(0, dtype=torch.uint8, device=self.device)] * 2
+        self._free_buffers()
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
         self.receive_weights(self.parse_update_info(update_info))  # vLLM's own method needs an accelerator
@@ -106,6 +106,8 @@ class BroadcastReceiver(Reload, WeightTransferEngine[GroupInfo, BucketInfo]):
         self.load(update_info.metadatas, buffer)
         if self.device.type == "cuda":  # the next bucket but one overwrites the buffer
             torch.cuda.current_stream(self.device).synchronize()
+        if not update_info.next_bytes:
+            self._free_buffers()  # until the next update
 
     def receive_adapter(self, metadatas: list[Metadata]) -> dict[str, Tensor]:
         """Return copies of the tensors on the host, where vLLM keeps adapters."""
@@ -128,6 +130,9 @@ class BroadcastReceiver(Reload, WeightTransferEngine[GroupInfo, BucketInfo]):
             self._group.close()
             self._receiver.shutdown(wait=False, cancel_futures=True)
         self._group, self._ahead, self._buffers = None, None, []
+
+    def _free_buffers(self) -> None:
+        self._buffers = [torch.empty(0, dtype=torch.uint8, device=self.device)] * 2
 
     def _receive(self, size: int) -> Tensor:
         if self._group is None:

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from coordexp.errors import DataError, UserError
-from coordexp.files import free_space, sync, sync_folder, write_json
+from coordexp.files import free_space, sync, sync_folder, write_json, write_whole
 
 MANIFEST = "manifest.json"
 FORMAT = 1
@@ -53,6 +53,19 @@ class Verdict:
         if not self.has_manifest:
             return f"{self.checkpoint.name} has no {MANIFEST}, as in earlier versions: its files were not verified"
         return f"{self.checkpoint.name} is intact: {self.files} files, {self.size / 1e9:.3f} GB"
+
+
+def state_dtype(checkpoint: Path, dtype: str) -> None:
+    """Write into config.json the data type in which others should load the model. The weights themselves may be
+    float32, so that a resumed run continues exactly. An adapter alone has no config.json."""
+    file = checkpoint / "config.json"
+    if not file.is_file():
+        return
+    config = json.loads(file.read_text())
+    for part in (config, *(value for value in config.values() if isinstance(value, dict))):
+        if "dtype" in part:
+            part["dtype"] = dtype
+    write_whole(file, json.dumps(config, indent=2, sort_keys=True) + "\n")
 
 
 def step_of(checkpoint: Path) -> int | None:

@@ -59,6 +59,9 @@ class TrainingSet:
     order: FieldOrder
     settings: RolloutMatching
 
+    def __len__(self) -> int:
+        return len(self.records)
+
     def __getitem__(self, index: int) -> TrainingSample:
         record = self.records[index]
         path = self.records.path

@@ -43,8 +43,8 @@ from coordexp.train.offload import OffloadedStorages, offload_learner
 class Learner:
     """Made before the rollout backend and the trainer, which both refer to it. `base` is the checkpoint's model,
     inside peft's wrapper if there is an adapter. accelerate wraps model and optimizer when training begins; the
-    trainer then sets them here. `dtype` is the one that the weights are loaded in, `precision` the one that
-    forward passes compute in. `offload_folder` is where a learner on the CPU is offloaded to."""
+    trainer then sets them here. `dtype` is the one that engines and checkpoints' users get, `precision` the one
+    that forward passes compute in. `offload_folder` is where a learner on the CPU is offloaded to."""
 
     base: Any
     model: Any
@@ -59,18 +59,19 @@ class Learner:
     @classmethod
     def load(cls, settings: Settings, arguments: TrainingArguments, first_coord: int) -> "Learner":
         """Load the model of the settings and add a new adapter, if they have one."""
-        dtype, adapter = settings.model.dtype, settings.model.adapter
+        adapter, dtype = settings.model.adapter, settings.learner_dtype
+        precision = "bfloat16" if arguments.bf16 else "float16" if arguments.fp16 else dtype
         base = load_model(
             Path(settings.model.path),
             dtype=getattr(torch, dtype),
-            attn_implementation=attention_for(arguments.device),
+            attn_implementation=attention_for(arguments.device, precision),
         )
         return cls(
             base=base,
             model=with_adapter(base, adapter, first_coord),
             device=arguments.device,
-            dtype=dtype,
-            precision="bfloat16" if arguments.bf16 else "float16" if arguments.fp16 else dtype,
+            dtype=settings.model.dtype,
+            precision=precision,
             has_plain_adapter=adapter is not None and not adapter.train_coord_rows and not adapter.dora,
             offload_settings=settings.rollout_matching.offload,
             offload_folder=Path(arguments.output_dir),
@@ -80,9 +81,10 @@ class Learner:
         return self.model
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield all weights, merged with the adapter. If they are sharded, every rank must iterate over all of
-        them."""
-        return learner_weights(self.model)
+        """Yield all weights, merged with the adapter, in the engine's data type. If they are sharded, every rank
+        must iterate over all of them."""
+        dtype = getattr(torch, self.dtype)
+        return ((name, weight.to(dtype)) for name, weight in learner_weights(self.model))
 
     def adapter_weights(self) -> AdapterWeights:
         """Return the config and the weights of the adapter alone."""

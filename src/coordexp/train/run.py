@@ -32,7 +32,7 @@ from coordexp.objective import Objective
 from coordexp.pack import CarryBuffer, Example
 from coordexp.pack.collate import Collator
 from coordexp.ranks import gather_texts, together
-from coordexp.rollout.backend import RolloutBackend
+from coordexp.rollout.backend import PROBED_IMAGES, RolloutBackend
 from coordexp.rollout.hugging_face import HuggingFaceBackend
 from coordexp.rollout.prompt import PromptBuilder
 from coordexp.tasks import ignore
@@ -408,6 +408,7 @@ def backend_for(
     )
     adapter = learner.adapter_weights if learner.has_plain_adapter else None
     notify = say if rank == 0 else ignore
+    probes = [training_set[k].image for k in range(min(PROBED_IMAGES, len(training_set)))]
     if rollout.vllm.mode == "server":
         from coordexp.servers.backend import ServerBackend  # httpx is needed only here
 
@@ -417,7 +418,7 @@ def backend_for(
             setup,
             prompts,
             own,
-            probe=training_set[0].image,
+            probes=probes,
             notify=notify,
             record=ServerLog(folder, rank),
             adapter=adapter,
@@ -426,7 +427,7 @@ def backend_for(
         setup,
         prompts,
         own,
-        probe=training_set[0].image,
+        probes=probes,
         room=learner.offload,
         notify=notify,
         adapter=adapter,

@@ -45,11 +45,11 @@ def test_close_choices_of_16_bits_are_parity_but_not_from_the_first_token_on():
     assert "less than 25% of the tokens are the same" in outcome.problem
 
 
-def test_other_weights_that_the_probe_does_not_show_are_a_problem():
-    seen = Agreement(1, 0, 8, 0, 0.0, ("token 0 is other",), "float32")
-    unseen = Agreement(1, 0, 8, 0, 0.0, (), "float32")
-    assert judge_detection("other", 0, [seen, unseen]).measured == "in 1 of 2 answers: token 0 is other"
-    outcome = judge_detection("other", 1, [seen, unseen])
+def test_other_weights_that_the_probes_do_not_show_are_a_problem():
+    seen = Agreement(1, 0, 8, 0, 0.0, ("token 0 is other",), "bfloat16")
+    unseen = Agreement(1, 0, 8, 0, 0.0, (), "bfloat16")
+    assert judge_detection("other", [seen] * 3 + [unseen] * 5).measured == "in 3 of 8 answers: token 0 is other"
+    outcome = judge_detection("other", [unseen] * 2 + [seen] * 6)
     assert "as if it had the same weights" in outcome.problem and "cannot be relied on" in outcome.fix
 
 

@@ -83,7 +83,7 @@ class Run:
             EngineSetup(Path("model"), "float32", settings, table, torch.device("cpu")),
             prompts,
             learner,
-            IMAGE,
+            [IMAGE],
             room,
             self.messages.append,
             (lambda: (CONFIG, iter(ADAPTER.items()))) if has_adapter else None,

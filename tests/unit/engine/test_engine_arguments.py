@@ -63,3 +63,17 @@ def test_guard_settings_in_the_environment_of_a_server_have_no_effect_on_a_coloc
         decode = Decode.of(RolloutMatching(repeat_terminate=guard))
         sent = guard_arguments(decode.guard, key_pattern(vocabulary), vocabulary.end_of_turn)
         assert bool(sent) == guard.enabled
+
+
+@pytest.mark.parametrize(
+    ("engine", "learner", "coarsest"),
+    [
+        ("float32", "", "float32"),
+        ("float32", "bfloat16", "bfloat16"),
+        ("bfloat16", "float32", "bfloat16"),
+        ("float16", "bfloat16", "bfloat16"),
+    ],
+)
+def test_answers_are_compared_in_the_least_exact_data_type_of_the_two(engine, learner, coarsest):
+    setup = EngineSetup(Path("model"), engine, RolloutMatching(), table("small"), torch.device("cpu"), learner)
+    assert setup.coarsest_dtype == coarsest

@@ -77,6 +77,23 @@ def test_w1_is_one_for_opposite_corners_and_zero_for_equal_distributions():
     assert wasserstein(ends, ends).tolist() == [0.0, 0.0]
 
 
+def test_w1_and_its_gradient_are_the_same_if_algorithms_must_be_deterministic():
+    """CUDA has no deterministic cumsum of floats, so the distance is then computed in another way."""
+    p, q = torch.randn(2, 20, BINS, generator=torch.Generator().manual_seed(0)).softmax(-1)
+    results = []
+    for is_needed in (False, True):
+        torch.use_deterministic_algorithms(is_needed)
+        try:
+            own = p.clone().requires_grad_()
+            distance = wasserstein(own, q)
+            distance.sum().backward()
+        finally:
+            torch.use_deterministic_algorithms(False)
+        results.append((distance.detach(), own.grad))
+    assert torch.allclose(results[0][0], results[1][0], rtol=1e-4, atol=1e-7)
+    assert torch.allclose(results[0][1], results[1][1], rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.scenario("R29.C2", on="pure")
 def test_soft_ce_is_the_explicit_sum():
     logits = random_logits()

@@ -11,6 +11,7 @@ from coordexp.rollout.backend import (
     check_length,
     check_prompt,
     check_version,
+    compare_answers,
     difference,
 )
 
@@ -26,10 +27,38 @@ def test_equal_answers_are_no_difference():
     assert difference(OWN, answer([5, 6, 7], [-0.1005, -0.2, -0.2995]), "float32") is None
 
 
-@pytest.mark.parametrize(("dtype", "shift"), [("float32", 2e-3), ("float16", 0.2), ("bfloat16", 0.6)])
-def test_another_probability_of_the_same_token_is_a_difference_and_its_place_is_named(dtype, shift):
-    text = difference(OWN, answer([5, 6, 7], [-0.1, -0.2 - shift, -0.3]), dtype)
+def test_another_probability_of_the_same_token_is_a_difference_in_float32_and_its_place_is_named():
+    text = difference(OWN, answer([5, 6, 7], [-0.1, -0.202, -0.3]), "float32")
     assert text is not None and text.startswith("token 1 of the learner is 6 with log probability -0.2000, and")
+
+
+@pytest.mark.parametrize(("dtype", "shift"), [("float16", 0.2), ("bfloat16", 0.6)])
+def test_with_16_bits_one_token_may_be_off_but_not_most_of_them(dtype, shift):
+    assert difference(OWN, answer([5, 6, 7], [-0.1, -0.2 - 5 * shift, -0.3]), dtype) is None
+    text = difference(OWN, answer([5, 6, 7], [-0.1, -0.2 - shift, -0.3 - shift]), dtype)
+    assert text == f"the log probabilities of 3 tokens differ by {shift:.2f} in the median"
+
+
+@pytest.mark.parametrize(
+    ("dtype", "answers", "different", "is_error"),
+    [
+        *(("float32", 4, 1, True), ("bfloat16", 4, 1, False), ("bfloat16", 4, 2, False)),
+        *(("bfloat16", 4, 3, True), ("bfloat16", 1, 1, True), ("bfloat16", 16, 3, True)),
+    ],
+)
+def test_one_image_that_differs_with_16_bits_is_a_warning_and_three_end_the_run(
+    dtype, answers, different, is_error
+):
+    other = answer([5, 6, 7], [-2.1, -2.2, -2.3])
+    theirs = [other] * different + [OWN] * (answers - different)
+    found = f"{different} of {answers} answers with version 0 differ: "
+    if is_error:
+        with pytest.raises(EngineError, match=f"^server 1 does not have the learner's weights: {found}.*\n  ask"):
+            compare_answers("server 1", [OWN] * answers, theirs, dtype, "ask")
+    else:
+        warning = compare_answers("server 1", [OWN] * answers, theirs, dtype, "ask")
+        assert warning is not None and warning.startswith(f"warning: server 1: {found}")
+    assert compare_answers("server 1", [OWN] * answers, [OWN] * answers, dtype, "ask") is None
 
 
 def test_rounding_in_bfloat16_is_no_difference():

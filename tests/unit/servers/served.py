@@ -78,7 +78,7 @@ class Run:
             setup,
             OnePrompt(),
             self.own_model,
-            ImageRef("probe.png", 8, 8),
+            [ImageRef("probe.png", 8, 8)],
             self.messages.append,
             self.events.append,
             adapter=self.changes.get("adapter"),
