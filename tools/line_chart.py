@@ -11,7 +11,7 @@ STYLES = (  # colours and dashes
     *(("#a8324a", "12 3"), ("#3c7d86", "4 2"), ("#7d6b1f", "1 3"), ("#555555", "10 2 2 2 2 2")),
 )
 LABEL_HEIGHT = 12
-NAMES_PER_ROW, NAME_WIDTH, NAME_HEIGHT = 4, 200, 20
+NAMES_PER_COLUMN, NAME_WIDTH, NAME_HEIGHT = 2, 200, 20
 Points = Sequence[tuple[float, float]]
 
 
@@ -30,7 +30,8 @@ class Axes:
 def draw(names: Sequence[str], panels: Mapping[str, Sequence[Points]], axes: Axes) -> str:
     """Return an SVG with a legend and, for each title, a panel with one curve per name."""
     columns = min(2, len(panels))
-    legend = NAME_HEIGHT * ceil(len(names) / (NAMES_PER_ROW * columns // 2))
+    names_per_row = NAMES_PER_COLUMN * columns
+    legend = NAME_HEIGHT * ceil(len(names) / names_per_row)
     below = BOTTOM + (NAME_HEIGHT if axes.name else 0)
     size = (columns * WIDTH + (columns + 1) * GAP, ceil(len(panels) / columns) * (HEIGHT + below) + legend + TOP)
     parts = [
@@ -38,7 +39,7 @@ def draw(names: Sequence[str], panels: Mapping[str, Sequence[Points]], axes: Axe
         f'font-size="12"><rect width="{size[0]}" height="{size[1]}" fill="white"/>'
     ]
     for k, name in enumerate(names):
-        row, column = divmod(k, NAMES_PER_ROW * columns // 2)
+        row, column = divmod(k, names_per_row)
         x, y = GAP + NAME_WIDTH * column, 16 + NAME_HEIGHT * row
         parts.append(
             f'<path d="M{x} {y}h28" {line_style(k)}/><text x="{x + 34}" y="{y + 4}">{escape(name)}</text>'
@@ -82,7 +83,8 @@ def draw_values(curves: Sequence[Sequence[tuple[float, float, float]]]) -> list[
     that would hide another one is left out."""
     parts, written = [], list[tuple[float, float]]()
     first = min(x for curve in curves for x, _, _ in curve)
-    for (colour, _), curve in zip(STYLES, curves, strict=False):
+    for k, curve in enumerate(curves):
+        colour, _ = STYLES[k % len(STYLES)]
         for x, y, value in curve:
             parts.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3" fill="{colour}"/>')
             if any(x == other_x and abs(y - other_y) < 2 * LABEL_HEIGHT for other_x, other_y in written):

@@ -13,7 +13,7 @@ from coordexp.config.rollout import RolloutMatching
 from coordexp.config.settings import Adapter
 from coordexp.engine.start import EngineSetup
 from coordexp.engine.weights import flatten
-from coordexp.rollout.backend import AdapterWeights, Decode, ImageRef, Request, difference
+from coordexp.rollout.backend import AdapterWeights, Decode, ImageRef, Request, find_differences
 from coordexp.rollout.hugging_face import HuggingFaceBackend
 from coordexp.rollout.prompt import PromptBuilder
 from coordexp.servers.backend import ServerBackend
@@ -173,8 +173,7 @@ def test_a_server_that_got_whole_weights_refuses_adapters_and_the_run_goes_on_wi
         requests = [Request(ImageRef(image, 64, 64), Decode.greedy(40)) for image in images]
         rollouts = backend.generate(requests)
         assert {rollout.version for rollout in rollouts} == {version}
-        pairs = zip(backend.reference.generate(requests), rollouts, strict=True)
-        assert [text for own, theirs in pairs if (text := difference(own, theirs, "float32"))] == []
+        assert find_differences(backend.reference.generate(requests), rollouts, "float32") == []
         return events[-2]["sync_mode"]
 
     assert sync(1) == "adapter" and reported(client) == (backend._name_version(1), "original")

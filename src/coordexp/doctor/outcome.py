@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from coordexp.doctor.machine import CheckOutcome
-from coordexp.rollout.backend import PROBED_IMAGES, TOLERANCE, Rollout, count_needed, difference
+from coordexp.rollout.backend import PROBED_IMAGES, TOLERANCE, Rollout, count_needed, find_differences
 
 # The share of tokens before the first difference that two models must have in common. With 16 bits, a close choice
 # may go either way, and the rest of the answer with it: a random model shares two thirds of its tokens with itself
@@ -40,7 +40,7 @@ class Agreement:
                 if my_id != other_id:
                     break
                 gaps.append(abs(my_logprob - other_logprob))
-        differences = tuple(text for mine, other in pairs if (text := difference(mine, other, dtype)))
+        differences = tuple(find_differences(own, theirs, dtype))
         equal = sum(mine.ids == other.ids for mine, other in pairs)
         tokens = sum(len(mine.ids) for mine in own)
         return cls(len(pairs), equal, tokens, len(gaps), max(gaps, default=0.0), differences, dtype)

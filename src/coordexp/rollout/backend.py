@@ -245,14 +245,19 @@ def compare_answers(
 ) -> str | None:
     """Compare an engine's answers with the learner's `own`. Raise EngineError, with this fix, if they must be
     those of other weights. Return a warning if only a few differ: with 16 bits, rounding may be the reason."""
-    pairs = zip(own, theirs, strict=True)
-    differences = [text for mine, other in pairs if (text := difference(mine, other, dtype))]
+    differences = find_differences(own, theirs, dtype)
     if not differences:
         return None
-    found = f"{len(differences)} of {len(own)} answers with version {theirs[0].version} differ: {differences[0]}"
+    summary = f"{len(differences)} of {len(own)} answers with version {theirs[0].version} differ: {differences[0]}"
     if len(differences) >= count_needed(len(own), dtype):
-        raise EngineError(f"{engine} does not have the learner's weights: {found}", fix)
-    return f"warning: {engine}: {found}; this may be rounding"
+        raise EngineError(f"{engine} does not have the learner's weights: {summary}", fix)
+    return f"warning: {engine}: {summary}; this may be rounding"
+
+
+def find_differences(own: Sequence[Rollout], theirs: Sequence[Rollout], dtype: str) -> list[str]:
+    """Return a description for each pair of answers that two models must have made."""
+    pairs = zip(own, theirs, strict=True)
+    return [text for mine, other in pairs if (text := difference(mine, other, dtype))]
 
 
 def count_needed(answers: int, dtype: str) -> int:

@@ -55,7 +55,7 @@ class Verdict:
         return f"{self.checkpoint.name} is intact: {self.files} files, {self.size / 1e9:.3f} GB"
 
 
-def state_dtype(checkpoint: Path, dtype: str) -> None:
+def write_dtype(checkpoint: Path, dtype: str) -> None:
     """Write into config.json the data type in which others should load the model. The weights themselves may be
     float32, so that a resumed run continues exactly. An adapter alone has no config.json."""
     file = checkpoint / "config.json"

@@ -39,7 +39,7 @@ from coordexp.pack.collate import Collator, Row, kind_counts
 from coordexp.ranks import max_over_ranks, together
 from coordexp.rollout.backend import RolloutBackend
 from coordexp.train.callbacks import say
-from coordexp.train.checkpoints import clear, rotate, saving, state_dtype, sync_checkpoint, write_manifest
+from coordexp.train.checkpoints import clear, rotate, saving, sync_checkpoint, write_dtype, write_manifest
 from coordexp.train.encode import Encoder
 from coordexp.train.learner import Learner
 from coordexp.train.metrics import StepMetrics
@@ -301,7 +301,7 @@ class RowTrainer(Trainer):
         super()._save_checkpoint(model, trial)
         if self.is_world_process_zero():
             write_whole(checkpoint / PROMPT_FILE, json.dumps(self.prompt) + "\n")
-            state_dtype(checkpoint, self.learner.dtype)
+            write_dtype(checkpoint, self.learner.dtype)
 
     def _rotate(self) -> None:
         """Remove the oldest checkpoints beyond `save_total_limit`, if one was saved since the last call."""
