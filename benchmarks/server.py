@@ -42,6 +42,7 @@ from coordexp.demo.model import Size, make_model
 from coordexp.engine.start import EngineSetup, stop_engine
 from coordexp.engine.weights import join
 from coordexp.rollout.backend import Decode, ImageRef, Request
+from coordexp.rollout.prompt import read_image_size
 from coordexp.servers.backend import ServerBackend
 
 ROOT = Path(__file__).parents[1]
@@ -106,7 +107,10 @@ class ServedLearner(BenchmarkLearner):
         folder = Path(settings.model.path)
         super().__init__(folder)
         self.url, self.folder = url, folder
-        setup = EngineSetup(folder, "float32", settings.rollout_matching, self.table, torch.device("cpu"))
+        size = read_image_size(self.prompts.processor)
+        setup = EngineSetup(
+            folder, "float32", settings.rollout_matching, self.table, torch.device("cpu"), image_size=size
+        )
         self.backend = ServerBackend(setup, self.prompts, self.own, images[:1])
         self.version = 0
         self.sync()

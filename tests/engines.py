@@ -7,11 +7,12 @@ from typing import Any
 
 import torch
 from PIL import Image, ImageDraw
-from transformers import AutoProcessor, Qwen3VLForConditionalGeneration
+from transformers import AutoProcessor
 
 from coordexp.config.settings import Custom
 from coordexp.engine.generate import VllmBackend
 from coordexp.engine.start import stop_engine
+from coordexp.families import load_model
 from coordexp.rollout.prompt import PromptBuilder
 from coordexp.vocab import VocabularyTable
 
@@ -42,7 +43,7 @@ def drawing(seed: int = 0, side: int = 128) -> Image.Image:
 def with_transformers(folder: Path, images: Sequence[Image.Image], new_tokens: int) -> list[PlainAnswer]:
     """Return greedy answers of transformers, one image at a time."""
     processor = AutoProcessor.from_pretrained(folder)
-    model = Qwen3VLForConditionalGeneration.from_pretrained(folder, dtype=torch.float32).eval()
+    model = load_model(folder, dtype=torch.float32).eval()
     answers = []
     for image in images:
         inputs = processor(text=[prompt(processor)], images=[image], return_tensors="pt")

@@ -1,4 +1,4 @@
-"""Real examples for the tiny Qwen3-VL: drawn images, partly right rollouts, and their corrections."""
+"""Real examples for a tiny model: drawn images, partly right rollouts, and their corrections."""
 
 import functools
 import random
@@ -8,15 +8,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoProcessor, Qwen3VLForConditionalGeneration
+from transformers import AutoProcessor
 
 from coordexp.config import RolloutMatching, Settings, parse_settings
 from coordexp.correction import build_segment, match_objects, parse_rollout
 from coordexp.data import Geometry, TrueObject
-from coordexp.objective import Objective
+from coordexp.families import load_model
+from coordexp.objective import Objective, Split
+from coordexp.objective.modules import Measure
 from coordexp.pack import Example
 from coordexp.pack.attention import attention_for
-from coordexp.pack.collate import Collator, Row
+from coordexp.pack.collate import Collator, Row, Supervision
 from coordexp.vocab import VocabularyTable
 from tests.engines import drawing, prompt
 from tests.rollouts import random_shape, random_truth
@@ -59,15 +61,18 @@ def _write_partly_right(chooser: random.Random, truth: Sequence[TrueObject]) -> 
     return "{" + ", ".join(entries) + "}"
 
 
+def measure_logits(objective: Objective, logits: torch.Tensor, supervision: Supervision) -> dict[str, Measure]:
+    """Return the measures of an objective from whole logits."""
+    return objective.measure(Split.of_logits(logits, objective.request_split(supervision)), supervision)
+
+
 class Tiny:
     """A tiny model with its processor, its objective, and examples for it."""
 
     def __init__(self, folder: Path, objective_settings: Settings | None = None, attention: Any = None) -> None:
         torch.manual_seed(0)
         attention = attention or attention_for(torch.device("cpu"), "float32")
-        self.model = Qwen3VLForConditionalGeneration.from_pretrained(
-            folder, dtype=torch.float32, attn_implementation=attention
-        )
+        self.model = load_model(folder, dtype=torch.float32, attn_implementation=attention)
         self.processor = AutoProcessor.from_pretrained(folder)
         self.table = VocabularyTable.from_folder(folder)
         self.objective = Objective(
@@ -122,6 +127,10 @@ class Tiny:
 
     def logits(self, row: Row) -> torch.Tensor:
         return self.model(**row.inputs).logits[0]
+
+    def measure(self, logits: torch.Tensor, supervision: Supervision) -> dict[str, Measure]:
+        """Return the measures of the objective from whole logits."""
+        return measure_logits(self.objective, logits, supervision)
 
     def gradients(self) -> dict[str, torch.Tensor]:
         gradients = {name: weight.grad.clone() for name, weight in self.model.named_parameters()}

@@ -6,26 +6,49 @@ Another package can add a kind with an entry point in the group `coordexp.famili
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from coordexp.errors import UserError, explain
 from coordexp.extensions import find_extensions, load_extension, resolve_part
 
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+# All families have Qwen's special tokens. The first of STOP_TOKENS ends a turn.
+STOP_TOKENS = ("<|im_end|>", "<|endoftext|>")
+PLACEHOLDER_TOKENS = ("<|vision_start|>", "<|vision_end|>", "<|vision_pad|>", "<|image_pad|>", "<|video_pad|>")
+
 
 @dataclass(frozen=True)
 class Family:
-    """What is special about a kind of model. `model_class` is its class, as `module:name`."""
+    """The properties of a kind of model. `model_class` is its class, as `module:name`. `prepare`, if given, is
+    a function in the same form, which is called with every model that is loaded."""
 
     model_class: str
+    prepare: str = ""
 
 
-FAMILIES = {"qwen3_vl": Family("transformers:Qwen3VLForConditionalGeneration")}
+FAMILIES = {
+    "qwen3_vl": Family("transformers:Qwen3VLForConditionalGeneration"),
+    "qwen2_5_vl": Family("transformers:Qwen2_5_VLForConditionalGeneration"),
+    "qwen3_vl_moe": Family("transformers:Qwen3VLMoeForConditionalGeneration"),
+    "qwen3_5": Family(
+        "transformers:Qwen3_5ForConditionalGeneration", "coordexp.pack.attention:separate_linear_attention"
+    ),
+}
+
+
+def read_model_type(folder: Path) -> Any:
+    """Return the `model_type` of a checkpoint, or None if its config.json has none. Raise UserError if that file
+    cannot be read."""
+    with explain((OSError, ValueError, AttributeError), f"{folder}/config.json cannot be read"):
+        return json.loads((folder / "config.json").read_text()).get("model_type")
 
 
 def find_family(folder: Path) -> Family:
     """Return the family of a checkpoint. Raise UserError if it is none that can be trained."""
-    with explain((OSError, ValueError, AttributeError), f"{folder}/config.json cannot be read"):
-        model_type = json.loads((folder / "config.json").read_text()).get("model_type")
+    model_type = read_model_type(folder)
     if model_type in FAMILIES:
         return FAMILIES[model_type]
     added = find_extensions("families", taken=frozenset(FAMILIES))
@@ -42,11 +65,42 @@ def load_model(folder: Path, **options: Any) -> Any:
 
     Raise UserError if a weight is missing, or is not one of the model: transformers would only log that, and
     leave random numbers in its place."""
-    model_class = resolve_part(find_family(folder).model_class)
-    model, info = model_class.from_pretrained(folder, output_loading_info=True, **options)
+    family = find_family(folder)
+    model, info = resolve_part(family.model_class).from_pretrained(folder, output_loading_info=True, **options)
     for kind, reason in (("missing_keys", "is missing"), ("unexpected_keys", "is not a weight of this model")):
         names = sorted(info[kind])
         if names:
             more = f", and {len(names) - 1} more" if len(names) > 1 else ""
             raise UserError(f"{folder}: the weight {names[0]} {reason}{more}", "use a complete checkpoint")
+    keep_published_layout(model)
+    if family.prepare:
+        resolve_part(family.prepare)(model)
     return model
+
+
+def keep_published_layout(model: Any) -> None:
+    """Make transformers save weights in the layout of the published checkpoints, which vLLM reads.
+
+    The experts of Qwen3-VL-MoE are transposed when they are loaded. transformers transposes a weight only if its
+    shape is not the one in memory, so it would save them as they are in memory."""
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import PrefixChange, Transpose
+
+    if getattr(model, "_weight_conversions", None) is None:  # the model was not loaded, but created
+        conversions = get_model_conversion_mapping(model, add_legacy=False)
+        model._weight_conversions = [entry for entry in conversions if not isinstance(entry, PrefixChange)]
+    for conversion in model._weight_conversions:
+        for operation in getattr(conversion, "operations", ()):
+            if isinstance(operation, Transpose):
+                operation.check_dims = False
+
+
+def to_checkpoint_weights(model: Any, name: str, weight: "Tensor") -> "dict[str, Tensor]":
+    """Return a weight with the name and in the layout that it has in a checkpoint. `model` is the one that
+    `load_model` returned."""
+    if not getattr(model, "_weight_conversions", None):  # weights are in a checkpoint as they are in memory
+        return {name: weight}
+    from transformers.core_model_loading import revert_weight_conversion
+
+    weights: dict[str, Tensor] = revert_weight_conversion(model, {name: weight})
+    return weights

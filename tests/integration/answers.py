@@ -5,8 +5,9 @@ from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
-from transformers import AutoProcessor, Qwen3VLForConditionalGeneration
+from transformers import AutoProcessor
 
+from coordexp.families import load_model
 from coordexp.ranks import together
 from coordexp.rollout.backend import Decode, ImageRef, Request, Rollout
 from coordexp.rollout.hugging_face import HuggingFaceBackend
@@ -16,7 +17,7 @@ from tests.integration.step_worker import make_accelerator
 
 
 def whole_model(folder: Path) -> Any:
-    return Qwen3VLForConditionalGeneration.from_pretrained(folder, dtype=torch.float32)
+    return load_model(folder, dtype=torch.float32)
 
 
 def backend(folder: Path, model: Any) -> HuggingFaceBackend:

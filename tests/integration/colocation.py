@@ -1,14 +1,13 @@
 """A colocated engine and the learner that it serves. Tests replace the learner, because an engine is slow to
 start."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoProcessor
 
 from coordexp.config import RolloutMatching
 from coordexp.demo.scenes import SceneSettings, write_scenes
@@ -16,7 +15,7 @@ from coordexp.engine.colocate import ColocateBackend
 from coordexp.engine.start import EngineSetup
 from coordexp.rollout.backend import Decode, ImageRef, Request, Rollout
 from coordexp.rollout.hugging_face import HuggingFaceBackend
-from coordexp.rollout.prompt import PromptBuilder
+from coordexp.rollout.prompt import PromptBuilder, load_processor, read_image_size
 from coordexp.train.learner import learner_adapter, learner_weights
 from coordexp.train.offload import OffloadedStorages
 from coordexp.vocab import VocabularyTable
@@ -54,13 +53,19 @@ def with_adapter_sync(settings: RolloutMatching, rank: int) -> RolloutMatching:
 
 class Colocation:
     """A learner with a colocated backend. `messages` are those to the user, and `recorded` the facts for the run's
-    manifest."""
+    manifest. `image_limits` replace the limits on the pixels of an image that the model folder has."""
 
-    def __init__(self, folder: Path, images: Sequence[ImageRef], settings: RolloutMatching = SETTINGS) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        images: Sequence[ImageRef],
+        settings: RolloutMatching = SETTINGS,
+        image_limits: Mapping[str, int] | None = None,
+    ) -> None:
         self.folder, self.images = folder, images
         self.messages: list[str] = []
         self.recorded: list[dict[str, Any]] = []
-        self.prompts = PromptBuilder(AutoProcessor.from_pretrained(folder), "Detect all objects.")
+        self.prompts = PromptBuilder(load_processor(folder, image_limits), "Detect all objects.")
         self.table = VocabularyTable.from_folder(folder)
         self.model: Any = whole_model(folder)
         self.room: Callable[[], AbstractContextManager[OffloadedStorages]] = lambda: nullcontext(
@@ -68,7 +73,15 @@ class Colocation:
         )
         self.learner = HuggingFaceBackend(lambda: self.model, self.prompts, self.table, 16)
         self.backend = ColocateBackend(
-            EngineSetup(folder, "float32", settings, self.table, torch.device("cpu")),
+            EngineSetup(
+                folder,
+                "float32",
+                settings,
+                self.table,
+                torch.device("cpu"),
+                image_size=read_image_size(self.prompts.processor),
+                has_image_limits=bool(image_limits),
+            ),
             self.prompts,
             self.learner,
             images[:4],

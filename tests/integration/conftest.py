@@ -1,8 +1,13 @@
 """Models, engines and servers that take long to start, shared by all tests of a session."""
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+# A KV cache of 1 GiB per engine, however much memory the machine reports: some virtual machines report a third of
+# theirs for the NUMA node, and the tests' share of that is less than an engine needs.
+os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 
 import pytest
 

@@ -20,16 +20,13 @@ class FaultyTrainer(RowTrainer):
     def compute_loss(self, model: Any, inputs: Any, *words: Any, **named: Any) -> Any:
         if self.state.global_step + 1 < STEP or RANK != RANKS - 1:
             return super().compute_loss(model, inputs, *words, **named)
-        hook = model.register_forward_hook(_break_logits)
+        head = self.learner.head
+        project = head._project
+        head._project = lambda hidden: project(hidden).index_fill(-1, torch.tensor([3]), torch.nan)
         try:
             return super().compute_loss(model, inputs, *words, **named)
         finally:
-            hook.remove()
-
-
-def _break_logits(model: Any, inputs: Any, output: Any) -> Any:
-    output.logits = output.logits.index_fill(-1, torch.tensor([3]), torch.nan)
-    return output
+            head._project = project
 
 
 if __name__ == "__main__":

@@ -26,8 +26,8 @@ class FaultyEngineSide(receive.EngineSide):
     def batch_sizes(self) -> list[int]:
         return list(self.batches)
 
-    def fault_do_not_rebuild_heads(self, on: bool) -> None:
-        receive.rebuild_heads = (lambda model: None) if on else REBUILD_HEADS
+    def fault_do_not_pack_again(self, on: bool) -> None:
+        receive.pack_again = (lambda model: None) if on else PACK_AGAIN
 
     def fault_load_non_finite_weights(self, on: bool) -> None:
         receive.check_finite = (lambda weights: None) if on else CHECK_FINITE
@@ -43,4 +43,4 @@ class FaultyEngineSide(receive.EngineSide):
 
 
 CHECK_FINITE, CLEAR_KV_CACHES = receive.check_finite, receive.clear_kv_caches
-REBUILD_HEADS = receive.rebuild_heads
+PACK_AGAIN = receive.pack_again

@@ -34,7 +34,7 @@ def main(plan: dict) -> None:
     tally = LossTally(tiny.objective)
     for row in rows:
         logits = model(**row.inputs).logits[0]
-        measures = tiny.objective.measure(logits, row.supervision)
+        measures = tiny.measure(logits, row.supervision)
         accelerator.backward(tiny.objective.loss(measures, counts) * gradient_scale())
         tally.add(measures, counts)
     before = _gradients(model)

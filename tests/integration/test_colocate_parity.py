@@ -176,7 +176,7 @@ def fault_cache_stays(name: str) -> Callable[[Colocation, pytest.MonkeyPatch], N
 
 
 def fault_heads_stay(colocation: Colocation, patch: pytest.MonkeyPatch) -> None:
-    colocation.backend.engine.collective_rpc("fault_do_not_rebuild_heads", args=(True,))
+    colocation.backend.engine.collective_rpc("fault_do_not_pack_again", args=(True,))
 
 
 FAULTS = {
@@ -196,7 +196,7 @@ def faulty(colocation: Colocation, fault: str) -> Iterator[None]:
         try:
             yield
         finally:
-            colocation.backend.engine.collective_rpc("fault_do_not_rebuild_heads", args=(False,))
+            colocation.backend.engine.collective_rpc("fault_do_not_pack_again", args=(False,))
 
 
 @only_tied

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from transformers import AutoProcessor
 from typer.testing import CliRunner
 
@@ -17,6 +18,7 @@ from coordexp.rollout.prompt import PromptBuilder
 from coordexp.vocab import VocabularyTable
 from tests.integration.stage2_runs import (
     MODEL,
+    ROOT,
     config,
     draw,
     finish,
@@ -99,6 +101,28 @@ def test_answers_of_an_engine_are_parsed_strictly_and_give_the_same_result_when_
     done = CliRunner().invoke(app, ["replay", str(colocated / "dumps")])
     assert done.exit_code == 0, done.output
     assert replayed_steps(done.output) >= 4
+
+
+def test_stage_1_evaluates_with_an_engine_as_with_the_learner(parts):
+    """The weights of both evaluations are sent to the engine: those after two steps, and after four."""
+    pipeline = yaml.safe_load((ROOT / "configs/stage1.yaml").read_text())["stage1"]["pipeline"]
+    evaluated = {
+        "custom__trainer_variant": "stage1_sft",
+        "training__eval_strategy": "steps",
+        "training__eval_steps": 2,
+        "rollout_matching__pipeline": None,
+    }
+    engine = {key: value for key, value in ENGINE.items() if key.endswith("vllm")}
+    for name, more in (("hf", {}), ("vllm", engine)):
+        stage1 = {"pipeline": pipeline, "eval_backend": name}
+        shown = finish(training(config(parts, f"stage1-{name}", **evaluated, **more, stage1=stage1)))
+        assert shown.count("vLLM is ready after") == (name == "vllm")
+    for step in (2, 4):
+        expected, actual = (
+            [json.loads(line)["text"] for line in (parts / file).read_text().splitlines()]
+            for file in (f"stage1-{name}/evaluations/step-{step}.answers.jsonl" for name in ("hf", "vllm"))
+        )
+        assert actual == expected and any("bbox_2d" in text for text in actual)
 
 
 @pytest.mark.scenario("R07.S7", on="engine")

@@ -4,10 +4,13 @@ import pytest
 
 from tests.integration.stage2_runs import started
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(480)]
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(700)]
 
 CHECKED = (
     "learner",
+    "training",
+    "training resumed",
+    "adapter, rollouts",
     "rollout server",
     "parity",
     "sync",
@@ -29,7 +32,7 @@ def states(shown):
 
 def test_the_doctor_passes_all_checks_on_a_cpu_and_leaves_no_process():
     with started(["-m", "coordexp", "doctor", "--cpu"]) as run:
-        code = run.wait(300)
+        code = run.wait(600)
         assert code == 0, run.shown[-5000:]
         assert states(run.shown) == dict.fromkeys(CHECKED, "ok") | {"colocated engine": "not checked"}
         assert run.remains() == {}

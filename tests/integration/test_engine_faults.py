@@ -31,7 +31,9 @@ from tests.integration.answers import whole_model
 from tests.integration.leavings import leavings
 from tests.integration.stage2_runs import MODEL, ROOT, config, draw, finish, started, steps, training
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(480)]
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
+
+START = 400  # seconds for a run to start its engines on a busy machine
 
 LONG = {"training__max_steps": 200, "training__save_steps": 200, "training__lr_scheduler_type": "constant"}
 ENGINE = {"gpu_memory_utilization": 0.05, "enforce_eager": True}
@@ -66,7 +68,7 @@ def running(words, until, ranks: int = 1, **variables: str):
     with started(words, ranks, **variables) as run:
         while until not in run.shown:
             assert run.process.poll() is None, run.shown[-3000:]
-            assert run.seconds < 200, run.shown[-3000:]
+            assert run.seconds < START, run.shown[-3000:]
             time.sleep(0.1)
         processes = family(run.process.pid)
         try:
@@ -136,7 +138,7 @@ def test_an_engine_that_is_killed_while_it_answers_is_an_error_within_seconds(ba
     began = time.monotonic()
     with pytest.raises(EngineError, match=r"the vLLM engine has ended\n.*rollout_backend: hf"):
         backend.generate(requests)
-    assert 0.5 < time.monotonic() - began < 5
+    assert 0.5 < time.monotonic() - began < 20  # no deadline of a sync or of a request passes
     backend.close()
     assert all_ended(engine)
 
@@ -167,6 +169,7 @@ def test_an_engine_that_cannot_start_is_reported_in_the_words_of_vllm_with_a_fix
     parts, monkeypatch, vllm, message
 ):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
+    monkeypatch.delenv("VLLM_CPU_KVCACHE_SPACE")
     file = with_engine(parts, "refused", vllm, global_max_length=vllm.get("max_model_len", 256))
     settings = load_settings(file, World(3)).settings.rollout_matching
     table = VocabularyTable.from_folder(MODEL)
@@ -197,14 +200,14 @@ def test_signals_to_all_processes_of_a_run_end_its_start_or_save_the_step_and_en
     file = with_engine(parts, "interrupted")
     with running(training(file), until="starting vLLM") as (run, _):
         while not any("multiprocessing.spawn" in " ".join(child.cmdline()) for child in family(run.process.pid)):
-            assert run.seconds < 150, run.shown[-3000:]
+            assert run.seconds < START, run.shown[-3000:]
             time.sleep(0.1)
         time.sleep(2)  # the engine's own process is importing by now
         everything = family(run.process.pid)
         at = time.monotonic()
         os.killpg(run.process.pid, signal.SIGINT)
-        assert run.wait(60) == 130, run.shown[-3000:]
-        assert time.monotonic() - at < START_GRACE + 5
+        assert run.wait(90) == 130, run.shown[-3000:]
+        assert time.monotonic() - at < START_GRACE + 15
         assert all_ended(everything)
         shown = run.shown
     assert shown.count("stopping (SIGINT): no step was trained since the start, so there is nothing to save") == 1
@@ -214,7 +217,7 @@ def test_signals_to_all_processes_of_a_run_end_its_start_or_save_the_step_and_en
     with running(training(file, "--resume"), until="step 2/") as (run, everything):
         for process in [psutil.Process(run.process.pid), *everything]:
             process.terminate()
-        assert run.wait(60) == 0, run.shown[-3000:]
+        assert run.wait(90) == 0, run.shown[-3000:]
         assert all_ended(everything)
         shown = run.shown
     assert "stopped by a signal after step" in shown and "Traceback" not in shown
@@ -226,7 +229,7 @@ def test_an_engine_that_is_being_started_ends_with_its_learner(parts):
         running(training(with_engine(parts, "gone")), until="starting vLLM", **places.variables) as (run, _),
     ):
         while not named(family(run.process.pid), "EngineCore"):
-            assert run.seconds < 150, run.shown[-3000:]
+            assert run.seconds < START, run.shown[-3000:]
             time.sleep(0.1)
         everything = family(run.process.pid)
         places.look(run.process.pid)
@@ -244,13 +247,13 @@ def test_two_ranks_with_an_engine_each_train_as_without_engines_and_end_together
         assert len(named(everything, "EngineCore")) == 2
         hanging = named(family(run.rank(1)), "")
         while "step 5/" not in run.shown:
-            assert run.seconds < 220, run.shown[-3000:]
+            assert run.seconds < START, run.shown[-3000:]
             time.sleep(0.02)
         for process in hanging:  # before the next sync, at step 8
             process.suspend()
         at = time.monotonic()
-        assert run.wait(60) == 1, run.shown[-3000:]
-        assert time.monotonic() - at < 12 + 20
+        assert run.wait(90) == 1, run.shown[-3000:]
+        assert time.monotonic() - at < 12 + 40
         assert all_ended(everything)
         shown = run.shown
     assert [line["loss"] for line in steps(parts / "two")][:5] == pytest.approx(losses, rel=1e-5)
@@ -279,7 +282,7 @@ def test_sharded_ranks_that_share_an_engine_train_as_without_it_and_the_engine_e
         places.look(run.process.pid)
         assert places.sockets() and places.segments
         os.kill(run.rank(0), signal.SIGKILL)
-        assert run.wait(60) == 1, run.shown[-3000:]
+        assert run.wait(90) == 1, run.shown[-3000:]
         assert all_ended(everything)
         assert places.left() == []
     assert [line["loss"] for line in steps(parts / "shared")][:5] == pytest.approx(losses, rel=1e-5)

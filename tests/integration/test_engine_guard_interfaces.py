@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 from vllm import SamplingParams
 from vllm.exceptions import VLLMValidationError
 from vllm.v1.sample.logits_processor import (
@@ -76,18 +77,11 @@ class FirstRunner:
 
 
 class FakeBuffer:
-    """One of the V2 runner's buffers per slot, in plain memory. It counts the reads of `gpu`, for which a real one
-    waits."""
+    """One of the V2 runner's buffers per slot, in plain memory."""
 
     def __init__(self, *size: int) -> None:
-        self._gpu = torch.zeros(size, dtype=torch.int32)
-        self.np = self._gpu.numpy()
-        self.waits = 0
-
-    @property
-    def gpu(self) -> torch.Tensor:
-        self.waits += 1
-        return self._gpu
+        self.gpu = torch.zeros(size, dtype=torch.int32)
+        self.np = self.gpu.numpy()
 
 
 class FakeSecondRunner:
@@ -134,10 +128,6 @@ class FakeSecondRunner:
         )
         before = scores(len(rows))
         return looping(before, self.guard.apply(before.clone(), batch))
-
-    @property
-    def waits(self) -> int:
-        return self.tokens.waits + self.total.waits
 
 
 def test_both_of_vllms_loaders_take_the_class_by_its_name():
@@ -286,6 +276,19 @@ def test_a_resumed_request_comes_with_the_tokens_that_it_had_written():
     assert runner.looping([2]) == [True]
 
 
+def test_keys_in_the_prompt_of_a_shorter_answer_are_not_counted():
+    """All rows of a step are read back to the length of the longest answer."""
+    runner = FakeSecondRunner()
+    rule = params(guard(max_object_keys=1), (5,))
+    runner.add(0, rule)
+    runner.add(1, rule, prompt=(5, 5, 5))
+    runner.commit(0, [1, 2, 3, 4, 5])
+    runner.commit(1, [5])
+    assert runner.looping([0, 1]) == [False, False]
+    runner.commit(1, [5])
+    assert runner.looping([0, 1]) == [False, True]
+
+
 def test_rows_stand_for_slots_in_any_order():
     runner = FakeSecondRunner()
     for slot, rule in ((0, THRICE), (1, None), (2, THRICE), (4, THRICE)):
@@ -319,16 +322,53 @@ def test_keys_in_rejected_drafts_are_not_counted():
     assert runner.looping([0]) == [False]
 
 
-def test_the_guard_does_not_wait_for_the_device_if_no_request_is_due():
+class NoWaiting(TorchDispatchMode):
+    """Fails where the host would wait for a GPU: if a value or a shape that depends on values is read, or if data
+    is moved between the host and the device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.operations = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.operations += 1
+        name = func.overloadpacket.__name__
+        assert name not in ("_local_scalar_dense", "nonzero", "masked_select", "lift_fresh", "unique"), name
+        assert name != "index" or not any(index.dtype == torch.bool for index in args[1] if index is not None), (
+            "indexed by a mask"
+        )
+        assert "device" not in (kwargs or {}) or name not in ("_to_copy", "copy_"), name
+        return func(*args, **(kwargs or {}))
+
+
+def read_a_value(*_):
+    raise AssertionError("the host reads a tensor")
+
+
+@pytest.mark.parametrize("drafts", [{}, {1: [7, 7]}])
+def test_the_guard_never_waits_for_the_device(monkeypatch, drafts):
+    """Without a request that is due, it does not even start work on the device."""
     runner = FakeSecondRunner()
+    rule = guard(max_consecutive_token_repeats=3, max_object_keys=5, min_new_tokens=8)
     runner.add(0, params(None))
-    runner.add(1, params(guard(max_consecutive_token_repeats=3, min_new_tokens=20)))
-    for _ in range(20):
-        assert runner.looping([0, 1]) == [False, False]
+    runner.add(1, params(rule, (5, 6)))
+    apply, verdicts, operations = runner.guard.apply, [], []
+
+    def watched(logits, batch):
+        with NoWaiting() as device, monkeypatch.context() as patch:
+            for name in ("tolist", "item", "numpy", "cpu", "__bool__", "__int__", "__index__"):
+                patch.setattr(torch.Tensor, name, read_a_value)
+            after = apply(logits, batch)
+        operations.append(device.operations)
+        return after
+
+    monkeypatch.setattr(runner.guard, "apply", watched)
+    for _ in range(10):
+        verdicts.append(runner.looping([0, 1], drafts)[-1])
         runner.commit(1, [7])
-    assert runner.waits == 0
-    assert runner.looping([0, 1]) == [False, True]
-    assert runner.waits == 2
+    due = 8 - len(drafts.get(1, ()))
+    assert verdicts == [False] * due + [True] * (10 - due)
+    assert operations[:due] == [0] * due and all(operations[due:])
 
 
 rules = st.builds(

@@ -40,11 +40,11 @@ def test_logits_of_a_packed_row_are_those_of_its_segments_alone(folder, attentio
 @pytest.mark.scenario("R05.C8", "R06.C6", on="model")
 def test_gradients_of_a_packed_row_are_the_sum_of_those_alone(tiny):
     whole, counts = tiny.collate(examples(tiny)), kind_counts(examples(tiny))
-    tiny.objective.loss(tiny.objective.measure(tiny.logits(whole), whole.supervision), counts).backward()
+    tiny.objective.loss(tiny.measure(tiny.logits(whole), whole.supervision), counts).backward()
     together = tiny.gradients()
     for example in examples(tiny):
         row = tiny.collate([example])
-        tiny.objective.loss(tiny.objective.measure(tiny.logits(row), row.supervision), counts).backward()
+        tiny.objective.loss(tiny.measure(tiny.logits(row), row.supervision), counts).backward()
     alone = tiny.gradients()
     assert max((together[name] - alone[name]).abs().max() for name in alone) <= 1e-5
     assert all(gradient.abs().max() > 0 for name, gradient in together.items() if "norm" not in name)
@@ -94,7 +94,7 @@ def test_gradient_checkpointing_changes_nothing(folder):
         if checkpointing:
             tiny.model.gradient_checkpointing_enable({"use_reentrant": False})
         tiny.model.train()
-        tiny.objective.loss(tiny.objective.measure(tiny.logits(row), row.supervision), counts).backward()
+        tiny.objective.loss(tiny.measure(tiny.logits(row), row.supervision), counts).backward()
         gradients.append(tiny.gradients())
     first, second = gradients
     assert max((first[name] - second[name]).abs().max() for name in first) <= 1e-6

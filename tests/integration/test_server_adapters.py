@@ -15,7 +15,7 @@ from coordexp.engine.start import EngineSetup
 from coordexp.engine.weights import flatten
 from coordexp.rollout.backend import AdapterWeights, Decode, ImageRef, Request, find_differences
 from coordexp.rollout.hugging_face import HuggingFaceBackend
-from coordexp.rollout.prompt import PromptBuilder
+from coordexp.rollout.prompt import PromptBuilder, read_image_size
 from coordexp.servers.backend import ServerBackend
 from coordexp.train.learner import learner_adapter, learner_weights, with_adapter
 from coordexp.vocab import VocabularyTable
@@ -201,7 +201,14 @@ def _learner(fleet: Fleet, model: Any, messages: list[str], events: list[dict[st
     vllm = {"mode": "server", "enable_lora": True, "server": servers, "sync": sync}
     settings = RolloutMatching(vllm=vllm, decode_batch_size=4, repeat_terminate=GUARD)
     return ServerBackend(
-        EngineSetup(MODEL, "float32", settings, table, torch.device("cpu")),
+        EngineSetup(
+            MODEL,
+            "float32",
+            settings,
+            table,
+            torch.device("cpu"),
+            image_size=read_image_size(prompts.processor),
+        ),
         prompts,
         HuggingFaceBackend(model, prompts, table, 4),
         [ImageRef(fleet.images()[0], 64, 64)],

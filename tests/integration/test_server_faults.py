@@ -356,7 +356,7 @@ def group_port_taken(fleet: Fleet, proxy: FaultyProxy, stack: ExitStack) -> dict
 
 
 BEGINNINGS = {
-    other_model: ("it serves another model than ", "start it with the config that the learner has (model.path)"),
+    other_model: ("it serves another model than ", "start it with the config that the learner has (model.path, "),
     other_world_size: ("/get_world_size/ says 2, but /version/ says 1", "start the server again"),
     other_world_size_everywhere: (
         "400 world_size: the request names a group of 3, but this server's 1",

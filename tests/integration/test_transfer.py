@@ -8,9 +8,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch import nn
+from vllm.device_allocator import alloc_conf
+from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerWeightTransferEngine
 from vllm.model_executor.model_loader.reload import record_metadata_for_reloading
 
-from coordexp.engine.cuda_ipc import plain_handle
+from coordexp.engine.cuda_ipc import CudaSender, plain_handle
 from coordexp.engine.receive import NothingToAgree, SharedMemoryReceiver, clear_kv_caches, cuda_handle
 from coordexp.engine.weights import (
     ALIGNMENT,
@@ -208,3 +210,28 @@ def test_lengths_that_differ_or_were_never_reduced_are_an_error(reduced):
     with pytest.raises(ValueError, match="this end expects a bucket of 8 bytes"):
         check_agreement(torch.tensor(reduced), buffer)
     check_agreement(torch.tensor((8, -8)), buffer)
+
+
+@pytest.mark.parametrize(
+    ("settings", "written"),
+    [
+        ("max_split_size_mb:512", ["sent"]),
+        (
+            "max_split_size_mb:512,expandable_segments:True",
+            [
+                "max_split_size_mb:512,expandable_segments:False",
+                "sent",
+                "max_split_size_mb:512,expandable_segments:True",
+            ],
+        ),
+    ],
+)
+def test_weights_are_sent_without_expandable_segments_and_other_allocator_settings_stay(
+    monkeypatch, settings, written
+):
+    events: list[str] = []
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", settings)
+    monkeypatch.setattr(alloc_conf, "set_alloc_conf", events.append)
+    monkeypatch.setattr(IPCTrainerWeightTransferEngine, "send_weights", lambda self: events.append("sent"))
+    CudaSender.__new__(CudaSender).send_weights()
+    assert events == written

@@ -13,7 +13,7 @@ PACKAGE = SOURCE / "coordexp"
 ORDER = (
     ("errors",),
     ("files", "child_processes", "extensions"),
-    ("families",),
+    ("families", "shapes"),
     ("config",),
     ("data",),
     ("vocab",),

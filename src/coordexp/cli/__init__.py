@@ -14,6 +14,7 @@ from coordexp.cli import (
     evaluate,
     launch,
     model,
+    plan,
     predict,
     report,
     run,
@@ -58,6 +59,7 @@ app.command("doctor")(doctor.doctor)
 app.command("evaluate")(evaluate.evaluate)
 app.command("inspect")(report.inspect)
 app.command("launch")(launch.launch)
+app.command("plan")(plan.plan)
 app.command("serve")(serve.serve)
 app.command("train")(train.train)
 app.command("predict")(predict.predict)

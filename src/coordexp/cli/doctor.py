@@ -29,8 +29,8 @@ WIDEST = 400  # columns of a table in a log, where lines are not wrapped
 
 
 def doctor(
-    gpu: Annotated[bool, typer.Option("--gpu", help="Check rollouts, weight sync and faults on GPUs.")] = False,
-    cpu: Annotated[bool, typer.Option("--cpu", help="The same on the CPU, in one to two minutes.")] = False,
+    gpu: Annotated[bool, typer.Option("--gpu", help="Check training, rollouts, sync and faults on GPUs.")] = False,
+    cpu: Annotated[bool, typer.Option("--cpu", help="The same on the CPU, in two to three minutes.")] = False,
     server_gpus: Annotated[
         str | None,
         typer.Option(help="With --gpu: the GPU of the server, or two that share one server. Unset: the first."),
@@ -45,10 +45,10 @@ def doctor(
 ) -> None:
     """Import the packages that training uses and compare them with the tested versions. Exits 1 on a problem.
 
-    With --gpu or --cpu, run real engines instead, with a tiny model: a rollout
-    server and a learner answer the same images, the learner's weights are
-    changed and sent, looping answers are ended, the server is killed while it
-    answers, and restarted. Every step has a deadline, and no process is left.
+    With --gpu or --cpu, train a tiny model for some steps and run real engines:
+    a rollout server and a learner answer the same images, the learner's weights
+    are changed and sent, looping answers are ended, the server is killed while
+    it answers, and restarted. Every step has a deadline, and no process is left.
 
     Server mode needs two GPUs; with one, only the engine on the learner's GPU
     (colocate) is checked. GPUs are given by the numbers of nvidia-smi.
@@ -125,7 +125,9 @@ def _run_engines(machine: Machine, as_json: bool) -> NoReturn:
     print_outcomes(report.outcomes, machine.description, as_json)
     where = f"{time.monotonic() - since:.0f} s on {machine.description}"
     if report.ok:
-        (err if as_json else out).print(f"all checks passed ({where})", markup=False)
+        shown = err if as_json else out
+        shown.print(f"all checks passed ({where})", markup=False)
+        shown.print(f"the next larger test: {machine.next_test}", markup=False)
     else:
         err.print(f"a check failed ({where}); its files and logs are in {report.folder}", markup=False)
     if report.hung:  # in a thread that may never return

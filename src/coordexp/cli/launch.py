@@ -96,7 +96,8 @@ def launch(
         _refuse(options, findings, 2 if plan is None else 1, as_json)
     if as_json:
         memory = {item.part: round(item.bytes) for item in needs}
-        print_json(options.config, findings, {"plan": asdict(plan), "memory": memory})
+        likely = {item.part: round(item.likely) for item in needs}
+        print_json(options.config, findings, {"plan": asdict(plan), "memory": memory, "likely_memory": likely})
         return
     print_findings(findings, err)
     if check_only:
@@ -151,7 +152,7 @@ def _run(plan: Plan, start_timeout: float, grace: float) -> int:
 
 
 def _print_plan(plan: Plan, needs: list["MemoryNeed"]) -> None:
-    from coordexp.launch.preflight import format_bytes
+    from coordexp.launch.memory import format_bytes
 
     table = Table()
     for column in ("part", "devices", "world", "address", "weights", "memory"):
@@ -166,7 +167,7 @@ def _print_plan(plan: Plan, needs: list["MemoryNeed"]) -> None:
     table.add_row("learner", _devices(learner.gpus), str(plan.learners), "", "", memory.get("learner", ""))
     out.print(table)
     for item in needs:
-        out.print(Text(f"{item} on each device, without activations" if item.part == "learner" else str(item)))
+        out.print(Text(f"{item}; likely {format_bytes(item.likely)} with everything else, on each device"))
     for part in (*(server.part for server in plan.local_servers if server.part), learner):
         devices = f"CUDA_VISIBLE_DEVICES={part.env.get('CUDA_VISIBLE_DEVICES', '')}"
         out.print(Text(f"{part.name}: {devices} {shlex.join(part.command)}", style="dim"))

@@ -15,7 +15,7 @@ app = typer.Typer(help="Prepare model checkpoints.", no_args_is_help=True)
 @app.command("add-coords")
 def add_coords(
     model_folder: Annotated[
-        Path, typer.Option("--model", "-m", file_okay=False, help="A Hugging Face Qwen3-VL folder.")
+        Path, typer.Option("--model", "-m", file_okay=False, help="A Hugging Face model folder.")
     ],
     out_folder: Annotated[Path, typer.Option("--out", "-o", help="A new folder.")],
     noise: Annotated[

@@ -66,7 +66,8 @@ def _serve(settings: Settings, index: int, address: str, port: int, images: tupl
 
         check_guard_environment(rollout.repeat_terminate)
 
-    serving = Serving(Path(settings.model.path), settings.model.dtype, rollout, listening, images)
+    model = settings.model
+    serving = Serving(Path(model.path), model.dtype, rollout, listening, images, model.image_limits)
     host = f"[{address}]" if ":" in address else address
 
     def announce(world_size: int) -> None:

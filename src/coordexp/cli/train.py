@@ -34,8 +34,11 @@ def train(
     loaded = load_settings(config, World(world_size))
     settings = loaded.settings
     need("torch", "transformers", "peft", "httpx", extra="train")
-    if settings.uses_rollouts and uses_vllm(settings, "colocate"):
-        check_vllm()
+    if uses_vllm(settings, "colocate"):
+        if settings.uses_rollouts:
+            check_vllm()
+        else:
+            check_vllm("stage1.eval_backend is vllm", "or set stage1.eval_backend: hf, which needs no engine")
     is_first = os.environ.get("RANK", "0") == "0"
     print_findings(loaded.notes if is_first else (), err)
     for missing in missing_files(settings):  # before anything heavy is imported

@@ -54,6 +54,11 @@ LEGACY_KEYS: tuple[LegacyKey, ...] = (
     LegacyKey(
         "rollout_matching.rollout_buffer", "remove it: rollouts are never reused; each is trained on at most once"
     ),
+    LegacyKey(
+        "rollout_matching.vllm.engine_args.quantization",
+        "remove it: a weight sync replaces every weight of the engine by its name, and quantised layers have "
+        "scales that no learner sends; engine_args.kv_cache_dtype: fp8 halves the memory of the KV cache",
+    ),
     LegacyKey(f"{_SERVER}.base_url", _LIST_SERVERS, f"{_SERVER}.servers", f"{_SERVER}.group_port", _SERVERS),
     LegacyKey(f"{_SERVER}.group_port", _LIST_SERVERS, f"{_SERVER}.servers", None, _SERVERS),
     LegacyKey(

@@ -288,10 +288,16 @@ def _idle_sections(s: Settings) -> Iterator[tuple[str, str]]:
     elif s.stage2.dump_every is None and "dump_samples" in _non_default_keys(s.stage2):
         yield "stage2.dump_samples", "not used: stage2.dump_every is null"
     if not s.uses_rollouts:
-        hugging_face = {"rollout_backend"} if rollout.rollout_backend == "hf" else set()
-        for name in sorted(_non_default_keys(rollout) - READ_BY_EVALUATION - hugging_face):
+        if s.stage1.eval_backend == "vllm" and not s.evaluates:
+            yield "stage1.eval_backend", "not used: no evaluation is configured"
+        used = READ_BY_EVALUATION | ({"vllm", "offload"} if s.backend == "vllm" else set())
+        if rollout.rollout_backend == "hf":
+            used.add("rollout_backend")
+        for name in sorted(_non_default_keys(rollout) - used):
             yield f"rollout_matching.{name}", f"not used by {variant}"
         return
+    if s.stage1.eval_backend != "hf":
+        yield "stage1.eval_backend", f"not used by {variant}, which evaluates with its rollout_backend"
     if s.stage1.pipeline is not None:
         yield "stage1.pipeline", f"not used by {variant}"
     if rollout.rollout_backend != "vllm" and "vllm" in rollout.model_fields_set:

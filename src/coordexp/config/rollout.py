@@ -25,6 +25,7 @@ from coordexp.errors import ConfigError, Finding
 from coordexp.extensions import find_extensions
 
 DEFAULT_TENSOR_PARALLEL = 4
+ENGINE_STEP_TOKENS = 8192  # that an engine on GPUs computes in one step, as vLLM's own server does on large ones
 TOKEN = "COORDEXP_SERVER_TOKEN"  # noqa: S105 - the environment variable of learner and server
 
 
@@ -146,6 +147,29 @@ class Sync(SettingsSection):
     )
 
 
+class EngineArgs(SettingsSection):
+    """Arguments of vLLM's engine that are passed on as they are. Unset ones have vLLM's own defaults."""
+
+    max_num_batched_tokens: PositiveInt | None = Field(
+        None,
+        description="Tokens that the engine computes in one step, of prompts and answers together. Unset: 8192 in "
+        "a server on GPUs, else vLLM's default.",
+        examples=[8192],
+    )
+    mm_processor_cache_gb: NonNegativeFloat | None = Field(
+        None,
+        description="GiB of host memory for the patches of images, in each of two processes. Several rollouts "
+        "of a sample share them; every weight sync drops them. 0: none. Unset: vLLM's default, 4.",
+        examples=[1.0],
+    )
+    kv_cache_dtype: Literal["auto", "fp8"] | None = Field(
+        None,
+        description="Data type of the KV cache. fp8 takes half the memory of 16 bits, and answers differ slightly "
+        "from those of the learner. Unset: auto, that of the model.",
+        examples=["auto"],
+    )
+
+
 class VLLM(SettingsSection):
     mode: Literal["colocate", "server"] = Field(
         "colocate",
@@ -179,6 +203,14 @@ class VLLM(SettingsSection):
     enable_lora: bool = Field(False, description="Start the engine with LoRA support, which adapter sync needs.")
     max_lora_rank: PositiveInt | None = Field(
         None, description="Largest adapter rank that the engine accepts. Unset: `model.adapter.rank`."
+    )
+    sleep: bool = Field(
+        False,
+        description="Give the GPU memory of a colocated engine to the learner between two rollout phases. The "
+        "engine's weights are moved to host memory, and its KV cache is dropped. Colocate mode on GPUs only.",
+    )
+    engine_args: Annotated[EngineArgs, from_null] = Field(
+        default_factory=EngineArgs, description="Further arguments of vLLM's engine."
     )
     server: Annotated[ServerPool, from_null] = Field(
         default_factory=ServerPool, description="The rollout servers (server mode)."

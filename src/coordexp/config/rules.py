@@ -51,6 +51,8 @@ SYNC = "rollout_matching.vllm.sync.mode"
 ENABLE_LORA = "rollout_matching.vllm.enable_lora"
 TENSOR_PARALLEL = "rollout_matching.vllm.tensor_parallel_size"
 DATA_PARALLEL = "rollout_matching.vllm.data_parallel_size"
+SLEEP = "rollout_matching.vllm.sleep"
+BATCHED_TOKENS = "rollout_matching.vllm.engine_args.max_num_batched_tokens"
 TEMPERATURE = "rollout_matching.decoding.temperature"
 METRIC_FIX = "name a metric of evaluation, e.g. metric_for_best_model: f1_50"
 # The values of `accelerator_config` that have an effect.
@@ -58,7 +60,7 @@ SYNC_EACH_BATCH = tuple({"gradient_accumulation_kwargs": {"sync_each_batch": fla
 
 
 def uses_vllm(s: Settings, mode: str) -> bool:
-    return s.rollout_matching.rollout_backend == "vllm" and s.rollout_matching.vllm.mode == mode
+    return s.backend == "vllm" and s.rollout_matching.vllm.mode == mode
 
 
 def sync_mode(s: Settings) -> str:
@@ -165,11 +167,11 @@ def _answers_fit_in_length(s: Settings, world: World) -> Iterator[Conflict]:
         s.rollout_matching.vllm.max_model_len,
     )
     lengths = ("global_max_length", "template.max_length")
-    if longest is not None and s.uses_rollouts and answer >= longest:
+    if longest is not None and (s.uses_rollouts or s.backend == "vllm") and answer >= longest:
         problem = f"{answer} leaves no room for a prompt in {longest} tokens"
         fix = f"use less than {longest}, or raise global_max_length"
         yield Conflict("rollout_matching.max_new_tokens", problem, fix, (*lengths, VARIANT))
-    elif engine is not None and s.rollout_matching.rollout_backend == "vllm":
+    elif engine is not None and s.backend == "vllm":
         path = "rollout_matching.vllm.max_model_len"
         if engine <= answer:
             problem = f"{engine} leaves no room for a prompt beside max_new_tokens {answer}"
@@ -178,6 +180,13 @@ def _answers_fit_in_length(s: Settings, world: World) -> Iterator[Conflict]:
         elif longest is not None and engine > longest:
             problem = f"{engine} allows answers that global_max_length {longest} cannot hold"
             yield Conflict(path, problem, f"use at most {longest}, or leave it out", (*lengths, BACKEND))
+
+
+def _image_limits_agree(s: Settings, world: World) -> Iterator[Conflict]:
+    least, most = s.model.min_pixels, s.model.max_pixels
+    if least is not None and most is not None and least > most:
+        problem = f"{least} is more than model.max_pixels {most}"
+        yield Conflict("model.min_pixels", problem, f"use at most {most}, or leave it out", ("model.max_pixels",))
 
 
 def _packing_can_work(s: Settings, world: World) -> Iterator[Conflict]:
@@ -354,7 +363,7 @@ def _beams_are_supported(s: Settings, world: World) -> Iterator[Conflict]:
 
 def _adapter_sync_is_possible(s: Settings, world: World) -> Iterator[Conflict]:
     adapter, vllm = s.model.adapter, s.rollout_matching.vllm
-    if s.rollout_matching.rollout_backend != "vllm" or sync_mode(s) != "adapter":
+    if s.backend != "vllm" or sync_mode(s) != "adapter":
         return
     others = (BACKEND, ENABLE_LORA, "model.adapter")
     if not vllm.enable_lora:
@@ -391,6 +400,26 @@ def _replicas_are_in_servers(s: Settings, world: World) -> Iterator[Conflict]:
         problem = f"{replicas}, but vllm.mode is colocate, which has one engine per group of learner ranks"
         fix = "remove it, or set vllm.mode: server and list the servers in vllm.server.servers"
         yield Conflict(DATA_PARALLEL, problem, fix, (MODE, BACKEND))
+
+
+def _engine_can_sleep(s: Settings, world: World) -> Iterator[Conflict]:
+    if not s.rollout_matching.vllm.sleep or s.rollout_matching.rollout_backend != "vllm":
+        return
+    if s.rollout_matching.vllm.mode == "server":
+        problem = "true, but vllm.mode is server: the GPUs of a server have no learner to give memory to"
+        yield Conflict(SLEEP, problem, "remove it, or set vllm.mode: colocate", (MODE, BACKEND))
+    elif s.training.use_cpu:
+        problem = "true, but training.use_cpu is true, and only an engine on GPUs can sleep"
+        yield Conflict(SLEEP, problem, "remove it", (MODE, BACKEND, "training.use_cpu"))
+
+
+def _engine_steps_hold_a_batch(s: Settings, world: World) -> Iterator[Conflict]:
+    tokens = s.rollout_matching.vllm.engine_args.max_num_batched_tokens
+    sequences = s.rollout_matching.decode_batch_size * (s.rollout_matching.vllm.tensor_parallel_size or 1)
+    if s.rollout_matching.rollout_backend == "vllm" and tokens is not None and tokens < sequences:
+        problem = f"{tokens} tokens in one step, but the engine decodes {sequences} sequences at once"
+        others = (BACKEND, "rollout_matching.decode_batch_size", TENSOR_PARALLEL)
+        yield Conflict(BATCHED_TOKENS, problem, f"use at least {sequences}, better 8192, or leave it out", others)
 
 
 def _servers_are_listed(s: Settings, world: World) -> Iterator[Conflict]:
@@ -438,6 +467,7 @@ RULES: tuple[Rule, ...] = (
     _unlikelihood_has_its_loss,
     _length_is_known,
     _answers_fit_in_length,
+    _image_limits_agree,
     _packing_can_work,
     _number_of_steps_is_known,
     _trainer_supports_values,
@@ -452,6 +482,8 @@ RULES: tuple[Rule, ...] = (
     _adapter_sync_is_possible,
     _tensor_parallel_divides_world,
     _replicas_are_in_servers,
+    _engine_can_sleep,
+    _engine_steps_hold_a_batch,
     _servers_are_listed,
     _requests_fit_devices,
 )

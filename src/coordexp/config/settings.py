@@ -50,7 +50,7 @@ class Adapter(SettingsSection):
 
 class Model(SettingsSection):
     path: Text = Field(
-        description="Folder of a Qwen3-VL in Hugging Face format whose tokenizer has the 1,000 coordinate tokens.",
+        description="Folder of a model in Hugging Face format whose tokenizer has the 1,000 coordinate tokens.",
         examples=["checkpoints/qwen3-vl-4b-coord"],
     )
     dtype: Literal["bfloat16", "float16", "float32"] = Field(
@@ -59,11 +59,30 @@ class Model(SettingsSection):
         "Without an adapter the learner's weights are float32, because most updates are too small to change a "
         "weight of 16 bits; `training.bf16` lets it compute with 16 bits.",
     )
+    max_pixels: PositiveInt | None = Field(
+        None,
+        description="Largest number of pixels of an image. A larger image is scaled down in training, in rollouts "
+        "and in evaluation, and every checkpoint of the run has this limit. A vLLM engine reserves memory for an "
+        "image of this size. Unset: the limit of the checkpoint, which is 16,777,216 for Qwen3-VL.",
+        examples=[1048576],
+    )
+    min_pixels: PositiveInt | None = Field(
+        None,
+        description="Smallest number of pixels of an image. A smaller image is scaled up. Unset: the limit of the "
+        "checkpoint.",
+        examples=[65536],
+    )
     adapter: Adapter | None = Field(
         None,
         description="Train an adapter instead of all weights. null: all weights.",
         examples=[{"type": "lora", "rank": 32, "alpha": 64}],
     )
+
+    @property
+    def image_limits(self) -> dict[str, int]:
+        """Return the limits that replace those of the checkpoint, by their names in an image processor."""
+        limits = {"shortest_edge": self.min_pixels, "longest_edge": self.max_pixels}
+        return {name: pixels for name, pixels in limits.items() if pixels is not None}
 
 
 class CurriculumStage(SettingsSection):
@@ -162,6 +181,12 @@ class Stage1(SettingsSection):
     pipeline: Pipeline | None = Field(
         None, description="The declared objective of `stage1_sft`. Required in Stage 1: there is no default."
     )
+    eval_backend: Literal["hf", "vllm"] = Field(
+        "hf",
+        description="Engine that answers the held-out images in Stage 1: transformers (hf), or vLLM as "
+        "`rollout_matching.vllm` describes it. A colocated engine keeps its memory while the learner trains, "
+        "unless `vllm.sleep` is true.",
+    )
 
 
 class Stage2(SettingsSection):
@@ -212,6 +237,17 @@ class Settings(SettingsSection):
         return self.custom.trainer_variant != "stage1_sft"
 
     @property
+    def evaluates(self) -> bool:
+        return self.custom.val_jsonl is not None and self.training.eval_strategy != "no"
+
+    @property
+    def backend(self) -> str:
+        """Return the name of the engine that answers images in this run. In Stage 1, only evaluation asks it."""
+        if self.uses_rollouts:
+            return self.rollout_matching.rollout_backend
+        return self.stage1.eval_backend if self.evaluates else "hf"
+
+    @property
     def learner_dtype(self) -> str:
         """Return the data type that the learner's weights are loaded in. Weights that are trained are float32:
         most updates are too small to change a weight of 16 bits. peft does the same with adapters."""
@@ -247,8 +283,8 @@ def describe_evaluation(settings: Settings, records: int | None) -> str | None:
     A second line says what to change if images are answered one at a time. `records` is the number of held-out
     records, or None if they cannot be counted.
     """
-    training, rollout, limit = settings.training, settings.rollout_matching, settings.custom.eval_samples
-    if settings.custom.val_jsonl is None or training.eval_strategy == "no":
+    rollout, limit = settings.rollout_matching, settings.custom.eval_samples
+    if not settings.evaluates:
         return None
     all_images = "all held-out images" if records is None else f"{records:,} image{'s' if records != 1 else ''}"
     is_limited = limit is not None and (records is None or records > limit)
@@ -256,9 +292,9 @@ def describe_evaluation(settings: Settings, records: int | None) -> str | None:
     at_once = rollout.decode_batch_size
     answered_by = ""
     if not settings.uses_rollouts:
-        answered_by = ", answered with transformers"
-        if rollout.rollout_backend != "hf":
-            answered_by += f" (rollout_backend: {rollout.rollout_backend} has no effect in stage1_sft)"
+        answered_by = f", answered with {'vLLM' if settings.backend == 'vllm' else 'transformers'}"
+        if settings.backend == "hf" and rollout.rollout_backend != "hf":
+            answered_by += " (stage1.eval_backend: vllm would use vLLM)"
     line = (
         f"evaluation: {images}, {at_once} at a time{' on each device' if at_once > 1 else ''}, up to "
         f"{rollout.max_new_tokens:,} tokens each, {_when(settings)}{answered_by}"

@@ -1,1 +1,1 @@
-"""A tiny Qwen3-VL and drawn scenes to train it on, created locally: runs on a laptop CPU, downloads nothing."""
+"""A tiny model and drawn scenes to train it on, created locally: runs on a laptop CPU, downloads nothing."""

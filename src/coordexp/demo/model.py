@@ -1,4 +1,4 @@
-"""Creates a tiny Qwen3-VL with random weights and saves it in a form that transformers and vLLM can load.
+"""Creates a tiny model of any family with random weights, in a form that transformers and vLLM can load.
 
 It has one of two tokenizers with the 1,000 coordinate tokens. Both are byte-level BPE with Qwen's chat and vision
 tokens. The small one has about 1,300 entries and is trained on answers in the format of this project. With the
@@ -13,24 +13,22 @@ import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
-from transformers import (
-    GenerationConfig,
-    PreTrainedTokenizerFast,
-    Qwen3VLConfig,
-    Qwen3VLForConditionalGeneration,
-    Qwen3VLProcessor,
-    Qwen3VLVideoProcessor,
-)
+from transformers import AutoConfig, GenerationConfig, PreTrainedConfig, PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import TikTokenConverter
+from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
+from transformers.models.auto.video_processing_auto import VIDEO_PROCESSOR_MAPPING
 from transformers.models.qwen2_vl.image_processing_qwen2_vl import Qwen2VLImageProcessor
 
 from coordexp.data import BINS
 from coordexp.errors import UserError
+from coordexp.extensions import resolve_part
+from coordexp.families import FAMILIES, keep_published_layout
 from coordexp.files import is_free
+from coordexp.shapes import ModelShape, TextShape, VisionShape
 from coordexp.vocab import COORD_TOKENS
 from coordexp.vocab.expand import ordinal_rows
 
@@ -157,6 +155,7 @@ def _corpus() -> Iterator[str]:
 
 
 MERGE = 2
+HEAD_OF_QWEN, HEIGHT_OF_QWEN = 128, 20  # the published head size, and its part for vertical positions
 # Standard deviations of the ordinal rows of coordinates and of image positions before training. On scenes with one
 # object, after 200 steps of 16 scenes, W1 was 0.090 without both, 0.057 with positions at 0.5, and 0.039 with
 # positions at 1.0 and coordinates at 0.15.
@@ -184,6 +183,7 @@ def make_model(
     folder: Path,
     vocabulary: Vocabulary = "small",
     *,
+    family: str = "qwen3_vl",
     tied: bool = True,
     seed: int = 0,
     spread: float = 1.0,
@@ -193,84 +193,155 @@ def make_model(
 ) -> Path:
     """Write model, tokenizer and processor to `folder`, which must be new or empty, and return the folder.
 
-    `spread` multiplies every weight matrix. At 1 the model is ready for training; untrained, it repeats one token
-    for any image. At 6 its answers vary and depend on the image, which tests of generation need. Without `coords`
-    the model has no coordinate tokens, like a checkpoint before `coordexp model add-coords`. With `ordinal`,
-    neighbouring coordinate tokens start with similar embeddings, and so do neighbouring positions of the image.
+    `family` is a key of FAMILIES. `spread` multiplies every weight matrix. At 1 the model is ready for training;
+    untrained, it repeats one token for any image. At 6 its answers vary and depend on the image, which tests of
+    generation need. Without `coords` the model has no coordinate tokens, like a checkpoint before `coordexp model
+    add-coords`. With `ordinal`, neighbouring coordinate tokens start with similar embeddings, and so do
+    neighbouring positions of the image, if the family has embeddings for them.
     """
     if not is_free(folder):
         raise UserError(f"{folder} is not an empty folder", "give another folder, or remove this one")
     size = size or Size()
     tokenizer = make_tokenizer(vocabulary, coords=coords)
-    model = _random_model(_config(tokenizer, size, tied), seed, spread)
+    config = _config(family, tokenizer, size, tied)
+    model = _random_model(config, seed, spread)
     if ordinal:
         first = tokenizer.convert_tokens_to_ids(COORD_TOKENS[0])
         _make_coordinates_ordinal(model, range(first, first + len(COORD_TOKENS)), seed)
-        _make_positions_ordinal(model, seed)
-    model.generation_config = GenerationConfig(
-        do_sample=False, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id
-    )
+        if hasattr(model.model.visual, "pos_embed"):
+            _make_positions_ordinal(model, seed)
+    model.generation_config = greedy_generation(tokenizer)
+    keep_published_layout(model)
     model.save_pretrained(folder)
-    _processor(tokenizer, size.patch).save_pretrained(folder)
+    side = size.patch * MERGE
+    make_processor(config, tokenizer, (side * side, 1024 * 1024)).save_pretrained(folder)
     return folder
 
 
-def _config(tokenizer: PreTrainedTokenizerFast, size: Size, tied: bool) -> Qwen3VLConfig:
-    head = size.hidden // size.heads
-    height = head // 6
-    token_id = tokenizer.convert_tokens_to_ids
-    rope = {
-        "rope_type": "default",
-        "rope_theta": 10000.0,
-        "mrope_section": [head // 2 - 2 * height, height, height],
-        "mrope_interleaved": True,
+def _config(family: str, tokenizer: PreTrainedTokenizerFast, size: Size, tied: bool) -> PreTrainedConfig:
+    text = TextShape(
+        hidden=size.hidden,
+        layers=size.layers,
+        heads=size.heads,
+        kv_heads=size.heads // 2,
+        head_dim=size.hidden // size.heads,
+        intermediate=2 * size.hidden,
+        vocabulary=math.ceil(len(tokenizer) / 64) * 64,
+    )
+    vision = VisionShape(
+        hidden=size.vision_hidden,
+        depth=size.vision_depth,
+        heads=size.vision_heads,
+        intermediate=2 * size.vision_hidden,
+        deepstack=(size.vision_depth - 1,),
+        patch=size.patch,
+        merge=MERGE,
+        positions=256,
+    )
+    shape = ModelShape(text, vision, tied)
+    return make_config(tokenizer, shape, family=family, rope_theta=10000.0, max_positions=size.max_positions)
+
+
+def make_config(
+    tokenizer: PreTrainedTokenizerFast,
+    shape: ModelShape,
+    *,
+    family: str = "qwen3_vl",
+    rope_theta: float,
+    max_positions: int,
+) -> PreTrainedConfig:
+    """Return the config of a model with this shape and the special tokens of this tokenizer."""
+    text, vision, token_id = shape.text, shape.vision, tokenizer.convert_tokens_to_ids
+    text_config = {
+        "vocab_size": text.vocabulary,
+        "hidden_size": text.hidden,
+        "intermediate_size": text.intermediate,
+        "num_hidden_layers": text.layers,
+        "num_attention_heads": text.heads,
+        "num_key_value_heads": text.kv_heads,
+        "rope_parameters": _rope(family, text.head_dim, rope_theta),
+        "max_position_embeddings": max_positions,
+        "tie_word_embeddings": shape.tied,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
     }
-    return Qwen3VLConfig(
-        text_config={
-            "vocab_size": math.ceil(len(tokenizer) / 64) * 64,
-            "hidden_size": size.hidden,
-            "intermediate_size": 2 * size.hidden,
-            "num_hidden_layers": size.layers,
-            "num_attention_heads": size.heads,
-            "num_key_value_heads": size.heads // 2,
-            "head_dim": head,
-            "rope_parameters": rope,
-            "max_position_embeddings": size.max_positions,
-            "tie_word_embeddings": tied,
-            "eos_token_id": tokenizer.eos_token_id,
-            "pad_token_id": tokenizer.pad_token_id,
-        },
-        vision_config={
-            "depth": size.vision_depth,
-            "hidden_size": size.vision_hidden,
-            "intermediate_size": 2 * size.vision_hidden,
-            "num_heads": size.vision_heads,
-            "out_hidden_size": size.hidden,
-            "patch_size": size.patch,
-            "spatial_merge_size": MERGE,
-            "temporal_patch_size": 2,
-            "deepstack_visual_indexes": [size.vision_depth - 1],
-            "num_position_embeddings": 256,
-        },
+    vision_config = {
+        "depth": vision.depth,
+        "hidden_size": vision.hidden,
+        "intermediate_size": vision.intermediate,
+        "num_heads": vision.heads,
+        "out_hidden_size": text.hidden,
+        "patch_size": vision.patch,
+        "spatial_merge_size": vision.merge,
+        "temporal_patch_size": vision.temporal_patch,
+    }
+    return AutoConfig.for_model(
+        family,
+        text_config=text_config | _own_text_settings(family, text),
+        vision_config=vision_config | _own_vision_settings(family, vision),
         image_token_id=token_id("<|image_pad|>"),
         video_token_id=token_id("<|video_pad|>"),
         vision_start_token_id=token_id("<|vision_start|>"),
         vision_end_token_id=token_id("<|vision_end|>"),
-        tie_word_embeddings=tied,
+        tie_word_embeddings=shape.tied,
     )
 
 
-def _random_model(config: Qwen3VLConfig, seed: int, spread: float) -> Qwen3VLForConditionalGeneration:
+def _rope(family: str, head: int, theta: float) -> dict[str, Any]:
+    """Return the settings of the rotary positions for attention heads of this size. Their frequencies are divided
+    among time, height and width."""
+    rotated = head // 2 if family == "qwen3_5" else head
+    side = HEIGHT_OF_QWEN if rotated == HEAD_OF_QWEN else rotated // 6
+    rope = {
+        "rope_type": "default",
+        "rope_theta": theta,
+        "mrope_section": [rotated // 2 - 2 * side, side, side],
+    }
+    if family == "qwen2_5_vl":
+        return rope
+    return rope | {"mrope_interleaved": True, "partial_rotary_factor": rotated / head}
+
+
+def _own_text_settings(family: str, text: TextShape) -> dict[str, Any]:
+    """Return the settings of the language model that not all families have."""
+    head = text.head_dim
+    if family == "qwen2_5_vl":
+        return {}
+    if family == "qwen3_vl_moe":
+        experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 3 * text.hidden // 4}
+        experts["norm_topk_prob"] = True  # only vLLM reads it
+        return {"head_dim": head, **experts}
+    if family == "qwen3_5":
+        linear_heads = {"linear_num_key_heads": text.kv_heads, "linear_num_value_heads": text.heads}
+        # Linear attention first, and one layer of full attention at the end.
+        layer_types = ["linear_attention"] * (text.layers - 1) + ["full_attention"]
+        widths = {"linear_key_head_dim": head, "linear_value_head_dim": head}
+        return {"head_dim": head, "layer_types": layer_types, **linear_heads, **widths}
+    return {"head_dim": head}
+
+
+def _own_vision_settings(family: str, vision: VisionShape) -> dict[str, Any]:
+    """Return the settings of the vision tower that not all families have."""
+    if family == "qwen2_5_vl":  # windows of 2 x 2 image tokens, and a last block that sees the whole image
+        return {"window_size": 2 * vision.merge * vision.patch, "fullatt_block_indexes": [vision.depth - 1]}
+    positions = {"num_position_embeddings": vision.positions}
+    if family == "qwen3_5":
+        return positions
+    return positions | {"deepstack_visual_indexes": list(vision.deepstack)}
+
+
+def _random_model(config: PreTrainedConfig, seed: int, spread: float) -> Any:
+    model_class = resolve_part(FAMILIES[config.model_type].model_class)
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(seed)
-        model = Qwen3VLForConditionalGeneration(config).to(torch.float32)
+        model = model_class(config).to(torch.float32)
         for weight in model.parameters():
             if weight.ndim >= 2:
                 weight.mul_(spread)
     return model
 
 
-def _make_coordinates_ordinal(model: Qwen3VLForConditionalGeneration, ids: Sequence[int], seed: int) -> None:
+def _make_coordinates_ordinal(model: Any, ids: Sequence[int], seed: int) -> None:
     """Set the embeddings of the coordinate tokens to ordinal rows around the mean of all other embeddings.
 
     The input and the output embedding get the same rows, whether they are tied or not.
@@ -285,7 +356,7 @@ def _make_coordinates_ordinal(model: Qwen3VLForConditionalGeneration, ids: Seque
             layer.weight[list(ids)] = rows.to(layer.weight)
 
 
-def _make_positions_ordinal(model: Qwen3VLForConditionalGeneration, seed: int) -> None:
+def _make_positions_ordinal(model: Any, seed: int) -> None:
     """Set the position embedding of an image patch to the sum of ordinal rows for its row and its column.
 
     With that, the model can read positions from the first step on.
@@ -298,18 +369,25 @@ def _make_positions_ordinal(model: Qwen3VLForConditionalGeneration, seed: int) -
         rows.copy_(((down[:, None] + across[None]) / math.sqrt(2) * POSITION_DEVIATION).flatten(0, 1))
 
 
-def _processor(tokenizer: PreTrainedTokenizerFast, patch: int) -> Qwen3VLProcessor:
-    grid = {"patch_size": patch, "merge_size": MERGE, "temporal_patch_size": 2}
-    side = patch * MERGE
+def greedy_generation(tokenizer: PreTrainedTokenizerFast) -> GenerationConfig:
+    """Return the generation config of a model that answers greedily until the end of its turn."""
+    return GenerationConfig(
+        do_sample=False, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id
+    )
+
+
+def make_processor(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerFast, pixels: tuple[int, int]) -> Any:
+    """Return the processor of a model. Images are resized to between `pixels[0]` and `pixels[1]` pixels."""
+    grid = {"patch_size": config.vision_config.patch_size, "merge_size": MERGE, "temporal_patch_size": 2}
     images = Qwen2VLImageProcessor(
         **grid,
-        size={"shortest_edge": side * side, "longest_edge": 1024 * 1024},
+        size={"shortest_edge": pixels[0], "longest_edge": pixels[1]},
         image_mean=[0.5] * 3,
         image_std=[0.5] * 3,
     )
-    return Qwen3VLProcessor(
+    return PROCESSOR_MAPPING[type(config)](
         image_processor=images,
         tokenizer=tokenizer,
-        video_processor=Qwen3VLVideoProcessor(**grid),
+        video_processor=VIDEO_PROCESSOR_MAPPING[type(config)]["torchvision"](**grid),
         chat_template=CHAT_TEMPLATE,
     )

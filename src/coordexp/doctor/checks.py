@@ -1,22 +1,37 @@
-"""The checks themselves, each on a real engine: a rollout server, or an engine on the learner's own device."""
+"""The checks themselves: training, and rollouts with real engines, on a server or on the learner's own device."""
 
+import json
 import os
+import subprocess
+import sys
 import threading
 import time
 from dataclasses import replace
 from pathlib import Path
+from subprocess import DEVNULL, PIPE, STDOUT
 from typing import Any
 
-from coordexp.doctor.learner import TinyLearner, read_settings
+from coordexp.doctor.learner import TinyLearner, Workspace, read_settings
 from coordexp.doctor.machine import CheckOutcome
-from coordexp.doctor.outcome import REPORT, format_rate, judge_detection, judge_guard, judge_health, judge_parity
-from coordexp.doctor.server import DoctorServer
+from coordexp.doctor.outcome import (
+    REPORT,
+    format_rate,
+    judge_detection,
+    judge_guard,
+    judge_health,
+    judge_losses,
+    judge_parity,
+)
+from coordexp.doctor.server import DoctorServer, quote_lines
 from coordexp.errors import EngineError
 from coordexp.launch.parts import ANSWER_S, health_client, is_ready
+from coordexp.launch.plan import device_variables
 from coordexp.rollout.backend import Decode
 from coordexp.servers.backend import ServerBackend
 from coordexp.tasks import Task
 
+STEPS = 2  # of training
+LAST_LINES = 12  # of a training run that failed
 GUARD_TOKENS = 64  # the limit of an answer that would repeat itself for ever
 LONG = 400
 HEALTH_REQUESTS = 50
@@ -26,6 +41,57 @@ PRECISION = (
     "check that no dtype, attention or TF32 setting is forced on one of the two (VLLM_*, NVIDIA_TF32_OVERRIDE); "
     + REPORT
 )
+
+
+class TrainingChecks:
+    """Training as users start it, with a process of its own for each run."""
+
+    def __init__(self, workspace: Workspace) -> None:
+        self.workspace, self.machine = workspace, workspace.machine
+
+    def check_stage1(self) -> CheckOutcome:
+        """Train whole weights in mixed precision on packed rows, with gradient checkpointing and deterministic
+        operations."""
+        config = self.workspace.write_training_config("stage1", steps=STEPS, stage=1)
+        return self._train("training", config, steps=STEPS)
+
+    def check_resume(self) -> CheckOutcome:
+        """Continue the run of Stage 1 from its checkpoint."""
+        config = self.workspace.write_training_config("stage1", steps=STEPS + 1, stage=1)
+        return self._train("training resumed", config, "--resume", steps=STEPS + 1)
+
+    def check_stage2(self) -> CheckOutcome:
+        """Train an adapter and the coordinate rows on rollouts that transformers makes."""
+        config = self.workspace.write_training_config("stage2", steps=STEPS, stage=2)
+        return self._train("adapter, rollouts", config, steps=STEPS)
+
+    def check_ranks(self) -> CheckOutcome:
+        """Train with two processes, each on a GPU of its own."""
+        config = self.workspace.write_training_config("ranks", steps=STEPS, stage=1)
+        return self._train("training, two ranks", config, steps=STEPS, ranks=2)
+
+    def _train(self, check: str, config: Path, *options: str, steps: int, ranks: int = 1) -> CheckOutcome:
+        """Run `coordexp train` and read its losses."""
+        torchrun = ("-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}")
+        launcher = torchrun if ranks > 1 else ()
+        command = [sys.executable, *launcher, "-m", "coordexp", "train", "--config", str(config), *options]
+        variables = os.environ | device_variables(self.machine.training_gpus[:ranks])
+        since, most = time.monotonic(), self.machine.deadlines.start
+        with subprocess.Popen(  # noqa: S603
+            command, stdin=DEVNULL, stdout=PIPE, stderr=STDOUT, text=True, env=variables
+        ) as process:
+            try:
+                output, _ = process.communicate(timeout=most)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                raise EngineError(f"coordexp train was not done after {most:g} s") from None
+        seconds = time.monotonic() - since
+        if process.returncode:
+            problem = f"coordexp train ended with exit code {process.returncode}"
+            raise EngineError(quote_lines(problem, output.splitlines()[-LAST_LINES:]))
+        folder = Path(read_settings(config).training.output_dir)
+        lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        return judge_losses(check, [line["loss"] for line in lines if "loss" in line], steps, seconds)
 
 
 class ServerChecks:

@@ -12,7 +12,6 @@ from typing import Any, Literal
 import torch
 import yaml
 from torch import Tensor
-from transformers import AutoProcessor
 
 from coordexp.config import Settings, load_settings
 from coordexp.data import RecordFile
@@ -25,7 +24,7 @@ from coordexp.engine.start import EngineSetup
 from coordexp.families import load_model
 from coordexp.rollout.backend import PROBED_IMAGES, Decode, ImageRef, Request, Rollout, RolloutBackend
 from coordexp.rollout.hugging_face import HuggingFaceBackend
-from coordexp.rollout.prompt import PromptBuilder
+from coordexp.rollout.prompt import PromptBuilder, load_processor, read_image_size
 from coordexp.servers.backend import ServerBackend
 from coordexp.train.learner import learner_weights
 from coordexp.train.offload import OffloadedStorages
@@ -46,6 +45,22 @@ GUARD = {
 }
 
 
+# All terms that the shipped configs use, so that training is checked with all of them.
+OBJECTIVE = {
+    "token_ce": {"struct_ce_weight": 1.0, "desc_ce_weight": 1.0, "eos_ce_weight": 1.0},
+    "coord_reg": {
+        "coord_ce_weight": 0.02,
+        "soft_ce_weight": 1.0,
+        "w1_weight": 1.0,
+        "coord_gate_weight": 1.0,
+        "text_gate_weight": 0.1,
+        "temperature": 1.0,
+        "target_sigma": 2.0,
+        "target_truncate": 8,
+    },
+}
+
+
 @dataclass(frozen=True)
 class Workspace:
     """A folder with a model and images, and the machine that they are for."""
@@ -57,7 +72,7 @@ class Workspace:
     def make(cls, folder: Path, machine: Machine) -> "Workspace":
         """Write the model and the images to an empty folder."""
         make_model(folder / "model", "small", spread=SPREAD)
-        write_scenes(folder / "data", SceneSettings(), train=1, val=IMAGES, seed=3, advance=_ignore)
+        write_scenes(folder / "data", SceneSettings(), train=IMAGES, val=IMAGES, seed=3, advance=_ignore)
         return cls(folder, machine)
 
     @property
@@ -83,14 +98,44 @@ class Workspace:
             http, group = _free_ports(2)
             server = {"base_url": f"http://127.0.0.1:{http}", "group_port": group}
             vllm["server"] = {"servers": [server], "timeout_s": machine.deadlines.back}
-        file = self.folder / f"{mode}.yaml"
-        file.write_text(yaml.safe_dump(self._tree(vllm)))
+        return self._write(mode, self._tree({"rollout_backend": "vllm", "vllm": vllm}))
+
+    def write_training_config(self, name: str, *, steps: int, stage: Literal[1, 2]) -> Path:
+        """Write the config of a run that trains, and return its path: Stage 1 with whole weights and deterministic
+        operations, or Stage 2 with an adapter, trained coordinate rows and rollouts with transformers."""
+        is_16_bit = self.machine.dtype == "bfloat16"
+        tree = self._tree({"rollout_backend": "hf"})
+        tree["training"] |= {
+            "output_dir": str(self.folder / name),
+            "max_steps": steps,
+            "save_steps": 1,
+            "logging_steps": 1,
+            "per_device_train_batch_size": IMAGES // 2,
+            "packing": True,
+            "gradient_checkpointing": True,
+            "bf16": is_16_bit,
+            "use_cpu": self.machine.kind == "cpu",
+            "report_to": "none",
+        }
+        if stage == 1:
+            tree["custom"]["trainer_variant"] = "stage1_sft"
+            tree["stage1"] = {"pipeline": tree["rollout_matching"].pop("pipeline")}
+            tree["training"]["full_determinism"] = True
+        else:
+            tree["model"]["adapter"] = {"rank": 8, "alpha": 16}
+        return self._write(name, tree)
+
+    def _write(self, name: str, tree: dict[str, Any]) -> Path:
+        file = self.folder / f"{name}.yaml"
+        file.write_text(yaml.safe_dump(tree))
         return file
 
-    def _tree(self, vllm: dict[str, Any]) -> dict[str, Any]:
-        """Return the config of a run. Nothing is trained with it; engines and backends are started from it."""
-        weights = {"struct_ce_weight": 1.0, "desc_ce_weight": 0.0, "eos_ce_weight": 1.0}
-        objective = {"name": "token_ce", "enabled": True, "weight": 1.0, "channels": ["A", "B"], "config": weights}
+    def _tree(self, rollouts: dict[str, Any]) -> dict[str, Any]:
+        """Return the config of a run. `rollouts` says how they are made."""
+        objective = [
+            {"name": name, "enabled": True, "weight": 1.0, "channels": ["A", "B"], "config": config}
+            for name, config in OBJECTIVE.items()
+        ]
         return {
             "model": {"path": str(self.model), "dtype": self.machine.dtype},
             "custom": {
@@ -100,12 +145,11 @@ class Workspace:
             },
             "global_max_length": SEQUENCE,
             "rollout_matching": {
-                "rollout_backend": "vllm",
                 "decode_batch_size": IMAGES,
                 "max_new_tokens": 64,
                 "repeat_terminate": GUARD,
-                "vllm": vllm,
-                "pipeline": {"objective": [objective], "diagnostics": []},
+                "pipeline": {"objective": objective, "diagnostics": []},
+                **rollouts,
             },
             "training": {"output_dir": str(self.folder / "run"), "max_steps": 1},
         }
@@ -135,7 +179,7 @@ class TinyLearner:
         self.workspace, self.dtype = workspace, workspace.machine.dtype
         self.device = torch.device("cuda:0" if workspace.machine.kind == "cuda" else "cpu")
         self.model: Any = self._load().to(self.device)
-        self.prompts = PromptBuilder(AutoProcessor.from_pretrained(workspace.model), "Detect all objects.")
+        self.prompts = PromptBuilder(load_processor(workspace.model), "Detect all objects.")
         self.table = VocabularyTable.from_folder(workspace.model)
         self.images = workspace.images()
         self.probes = self.images[:PROBED_IMAGES]
@@ -157,7 +201,8 @@ class TinyLearner:
 
     def _setup(self, config: Any) -> EngineSetup:
         rollout = read_settings(config).rollout_matching
-        return EngineSetup(self.workspace.model, self.dtype, rollout, self.table, self.device)
+        size = read_image_size(self.prompts.processor)
+        return EngineSetup(self.workspace.model, self.dtype, rollout, self.table, self.device, image_size=size)
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the weights as an engine gets them."""

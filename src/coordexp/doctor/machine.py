@@ -32,7 +32,7 @@ class CheckOutcome:
 class DoctorDeadlines:
     """The seconds that checks may take."""
 
-    start: float  # to start an engine
+    start: float  # to start an engine, or for a whole training run
     check: float  # for everything else
     back: float  # that a learner waits for a lost server
 
@@ -51,6 +51,25 @@ class Machine:
     eager: bool = True
     servers: bool = True
     notes: Mapping[str, str] = field(default_factory=dict)  # the checks that are not made, and why
+
+    @property
+    def training_gpus(self) -> tuple[int, ...]:
+        """The GPUs that can train while no server runs: that of the learner, then those of the server."""
+        return () if self.train_gpu is None else (self.train_gpu, *self.server_gpus)
+
+    @property
+    def next_test(self) -> str:
+        """The command of the next larger test."""
+        if self.kind == "cpu":
+            return "coordexp doctor --gpu, on a machine with a GPU"
+        if not self.servers:
+            return "coordexp doctor --gpu, on a machine with two GPUs"
+        if len(self.server_gpus) == 1:
+            return "coordexp doctor --gpu --server-gpus 0,1 --train-gpus 2, on a machine with three GPUs"
+        return (
+            "coordexp launch --config YOUR.yaml --server-gpus 0,1,2,3,4,5 --train-gpus 6,7, on eight GPUs, with "
+            "training.max_steps: 10; then the same on several nodes (docs/operations.md)"
+        )
 
     @property
     def description(self) -> str:

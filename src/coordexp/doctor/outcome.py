@@ -1,5 +1,6 @@
 """Judge what engines answered: the decisions of the checks that need no engine. This module imports no torch."""
 
+import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -55,6 +56,14 @@ class Agreement:
             f"{self.equal} of {self.answers} answers equal, {self.common} of {self.tokens} tokens, "
             f"log probabilities within {self.largest_gap:.2g} (allowed: {TOLERANCE[self.dtype]:g})"
         )
+
+
+def judge_losses(check: str, losses: Sequence[float], steps: int, seconds: float) -> CheckOutcome:
+    """Judge the losses of a run, one per step."""
+    measured = f"losses {', '.join(f'{loss:.3f}' for loss in losses)} in {seconds:.0f} s"
+    if len(losses) != steps or not all(map(math.isfinite, losses)):
+        return CheckOutcome(check, measured, f"{steps} finite losses were expected", REPORT)
+    return CheckOutcome(check, measured)
 
 
 def judge_parity(check: str, agreement: Agreement, fix: str) -> CheckOutcome:

@@ -87,10 +87,28 @@ class Examination:
 
         doing = "making a tiny model and some scenes"
         self._run_series([Check("learner", doing, machine.deadlines.check, make_learner)])
-        if learners and machine.servers:
+        if learners:
+            self._check_training(learners[0])
+        if learners and machine.servers and not self.hung:
             self._check_server(learners[0])
         if learners and machine.colocates and not self.hung:
             self._check_colocated(learners[0])
+
+    def _check_training(self, learner: "TinyLearner") -> None:
+        from coordexp.doctor.checks import TrainingChecks
+
+        checks, seconds = TrainingChecks(learner.workspace), self.machine.deadlines.start + CLOSE_S
+        self._run_series(
+            [
+                Check("training", "training whole weights", seconds, checks.check_stage1),
+                Check("training resumed", "continuing from the checkpoint", seconds, checks.check_resume),
+            ]
+        )
+        doing = "training an adapter on rollouts with transformers"
+        self._run_series([Check("adapter, rollouts", doing, seconds, checks.check_stage2)])
+        if len(self.machine.training_gpus) > 1:
+            doing = "training with two processes"
+            self._run_series([Check("training, two ranks", doing, seconds, checks.check_ranks)])
 
     def _check_server(self, learner: "TinyLearner") -> None:
         from coordexp.doctor.checks import ServerChecks

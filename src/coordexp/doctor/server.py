@@ -3,6 +3,7 @@
 import os
 import sys
 import time
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
@@ -83,8 +84,13 @@ class DoctorServer:
 
     def _with_last_lines(self, problem: str) -> str:
         assert self._running is not None
-        lines = "\n".join(f"  | {line}" for line in self._running.last if line.strip())
-        return f"{problem}; its last lines:\n{lines or '  | (it printed nothing)'}"
+        return quote_lines(problem, self._running.last)
+
+
+def quote_lines(problem: str, lines: Iterable[str]) -> str:
+    """Return a problem with the last lines that a process printed."""
+    quoted = "\n".join(f"  | {line}" for line in lines if line.strip())
+    return f"{problem}; its last lines:\n{quoted or '  | (it printed nothing)'}"
 
 
 def find_left_processes() -> dict[int, str]:

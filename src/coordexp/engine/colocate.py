@@ -1,7 +1,8 @@
 """Rollouts from a vLLM engine that shares the learner's devices and gets its weights in memory.
 
 An engine serves `tensor_parallel_size` neighbouring ranks, and the first of them talks to it for the others. It is
-started when it is first needed, after the learner has been offloaded, if the settings say so.
+started when it is first needed, after the learner has been offloaded, if the settings say so. At the end of a
+session, before the learner gets its memory back, the engine falls asleep, if the settings say so.
 """
 
 import json
@@ -12,12 +13,14 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
+import torch
 from pydantic import TypeAdapter
 from torch import distributed as dist
 
 from coordexp.engine import OR_USE_HF
 from coordexp.engine.generate import generate_rollouts
 from coordexp.engine.send import REPORT, EngineConnection, ask_engine
+from coordexp.engine.sleep import EngineMemory
 from coordexp.engine.start import EngineSetup, start_engine, stop_engine
 from coordexp.engine.weights import AdapterRefused, SyncMode
 from coordexp.errors import EngineError
@@ -80,6 +83,7 @@ class ColocateBackend:
         self._sent: int | None = None
         self._probed: int | None = None
         self._connection: EngineConnection | None = None
+        self._memory: EngineMemory | None = None
         self._session: ExitStack | None = None
         self._offloaded: Offloaded | None = None
 
@@ -115,8 +119,7 @@ class ColocateBackend:
         together(self._start)
         self._send(weights, version)
         self._sent = version
-        assert self._offloaded is not None
-        self._offloaded.drop()
+        self._return_memory()
         if due:
             actual = self.generate(probes)
             together(partial(self._compare, expected, actual))
@@ -128,7 +131,7 @@ class ColocateBackend:
     def close(self) -> None:
         if self.engine is not None:
             stop_engine(self.engine.llm_engine.engine_core)
-        self.engine = self.version = self._sent = self._connection = None
+        self.engine = self.version = self._sent = self._connection = self._memory = None
 
     def describe(self) -> dict[str, Any]:
         return self.sync_mode.describe()
@@ -138,6 +141,30 @@ class ColocateBackend:
             assert self._session is not None, "outside a session"
             self._offloaded = self._session.enter_context(self.room())
             self._session.callback(setattr, self, "_offloaded", None)
+            self._session.push(self._end_use)  # before the learner is restored
+            self._return_memory()
+
+    def _return_memory(self) -> None:
+        """Return memory that the learner does not use to the system. Otherwise torch keeps it, and the engine may
+        find too little when it first computes a large batch."""
+        assert self._offloaded is not None
+        self._offloaded.drop()
+        if self.setup.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def _end_use(self, kind: type[BaseException] | None, *_: object) -> None:
+        """Put the engine to sleep at the end of a session. After an error it stays as it is: it may have ended. If
+        ranks share an engine, no rank restores its learner before the engine sleeps."""
+        if kind is not None or not self.setup.settings.vllm.sleep:
+            return
+        if self.group.size > 1:
+            together(self._fall_asleep)
+        else:
+            self._fall_asleep()
+
+    def _fall_asleep(self) -> None:
+        if self._memory is not None and self.group.leads:
+            self._memory.sleep()
 
     def _start(self) -> None:
         if self._connection is not None:
@@ -147,8 +174,9 @@ class ColocateBackend:
             self.notify(f"starting vLLM (tensor_parallel_size {self.group.size}), which takes about a minute")
             self.engine = start_engine(self.setup, adapters=self.sync_mode.is_adapter)
             self.notify(f"vLLM is ready after {time.perf_counter() - start:.0f} s")
-        timeout = self.setup.settings.vllm.sync.timeout_s
-        self._connection = EngineConnection(self.engine, self.setup.device, timeout)
+        vllm = self.setup.settings.vllm
+        self._memory = EngineMemory(self.engine, vllm.sleep)
+        self._connection = EngineConnection(self.engine, self.setup.device, vllm.sync.timeout_s, self._memory)
 
     def _send(self, weights: Weights, version: int) -> None:
         """Send the adapter alone, or whole weights. If any engine refuses the adapter, all engines get whole
@@ -192,6 +220,8 @@ class ColocateBackend:
     def _ask(self, requests: Sequence[Request]) -> list[Rollout]:
         if self.engine is None or self._connection is None or self._sent is None:
             raise EngineError("rollouts were requested before any weights were sent")
+        assert self._memory is not None
+        self._memory.wake()
         ask = partial(
             generate_rollouts,
             self.engine,

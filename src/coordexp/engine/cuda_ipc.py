@@ -5,11 +5,13 @@ here: nothing is pickled. The receiver is in `receive`. Never run so far: no GPU
 """
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
+from vllm.device_allocator import alloc_conf
 from vllm.distributed.weight_transfer.base import (
     ParamMeta,
     TrainerWeightTransferEngine,
@@ -37,7 +39,12 @@ class LearnerWeights(WeightSource):
 
 
 class CudaSender(IPCTrainerWeightTransferEngine):
-    """The sender of vLLM, but IPC handles are sent as plain values, not pickled."""
+    """The sender of vLLM, but IPC handles are sent as plain values, not pickled, and the memory that they refer to
+    is never in an expandable segment."""
+
+    def send_weights(self) -> None:
+        with no_expandable_segments():
+            super().send_weights()
 
     def _do_send(self, *args: Any, ipc_handles: Any, **kwargs: Any) -> None:
         plain = {device: plain_handle(handle) for device, handle in ipc_handles.items()}
@@ -48,6 +55,24 @@ class CudaSender(IPCTrainerWeightTransferEngine):
 class CudaIpc(IPCTrainerInitInfo):
     backend: ClassVar[str] = CUDA_IPC
     packed: bool = True
+
+
+@contextmanager
+def no_expandable_segments() -> Iterator[None]:
+    """Switch torch's expandable segments off, if the user has switched them on, and on again at the end.
+
+    To map a segment of that kind, the engine would have to take a file descriptor from the learner, which is its
+    parent process, and Linux does not allow that by default. torch takes all of its allocator settings from one
+    text, so the others are written again with it."""
+    settings = alloc_conf.current_alloc_conf()
+    if not alloc_conf.conf_flag_enabled(settings, alloc_conf.EXPANDABLE_SEGMENTS):
+        yield
+        return
+    alloc_conf.set_alloc_conf(alloc_conf.with_conf_flag(settings, alloc_conf.EXPANDABLE_SEGMENTS, False))
+    try:
+        yield
+    finally:
+        alloc_conf.set_alloc_conf(settings)
 
 
 def plain_handle(handle: Sequence[Any]) -> list[Any]:

@@ -28,6 +28,7 @@ from vllm.distributed.weight_transfer.packed_tensor import packed_ipc_consumer
 from vllm.lora.layers import BaseLayerWithLoRA
 from vllm.lora.lora_model import LoRAModel
 from vllm.lora.peft_helper import PEFTHelper
+from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
@@ -202,7 +203,7 @@ class Reload:
 
     def finish_weight_update(self) -> None:
         finalize_layerwise_reload(self.model, self.model_config)
-        rebuild_heads(self.model)
+        pack_again(self.model)
         self.wrap()
         if self._missing:
             some = ", ".join(sorted(self._missing)[:3])
@@ -242,12 +243,16 @@ def whole_pages(data: Tensor) -> tuple[int, int]:
     return (first, first + length) if length else (0, 0)
 
 
-def rebuild_heads(model: torch.nn.Module) -> None:
-    """Pack the weights of the output heads again. On a CPU a head multiplies by a packed copy of its weight, and
-    the reload does not renew the copy if the weight is tied to the embedding."""
+def pack_again(model: torch.nn.Module) -> None:
+    """Pack the weights of the output heads, and on a CPU those of the experts, as vLLM does when it starts.
+
+    On a CPU both are packed for its kernels. The reload packs neither a head that is tied to the embedding nor
+    experts that it has packed before (`_setup_kernel` of vLLM's UnquantizedFusedMoEMethod)."""
     for module in model.modules():
         if isinstance(module, ParallelLMHead):
             module.quant_method.process_weights_after_loading(module)
+        elif isinstance(module, RoutedExperts) and module.w13_weight.device.type == "cpu":
+            module.quant_method.moe_kernel.fused_experts.process_weights_after_loading(module)
 
 
 @dataclass

@@ -5,13 +5,15 @@ engine's `additional_config`; if there are none, it is not watched. vLLM passes 
 processes, so this needs no environment variable.
 
 One class serves both of vLLM's model runners. The first (V1) reports every change of its batch, and shares each
-request's list of new tokens. The second (V2, the default on GPUs) numbers requests by slots, and has their tokens
-on the device. Both decide with `guard.loop_in` on the same ids.
+request's list of new tokens, to which `guard.loop_in` is applied. The second (V2, the default on GPUs) numbers
+requests by slots, and has their tokens on the device. There the same decision is made on the device
+(`find_loops`): reading the tokens would make the host wait for the device at every token, and the engine could not
+prepare the next step meanwhile.
 """
 
 import os
-from collections.abc import Iterable, Sequence
-from copy import copy
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -32,8 +34,8 @@ class RepeatGuard(LogitsProcessor, SlotLogitsProcessor):
 
     def __init__(self, vllm_config: Any, *runner: Any) -> None:
         """`runner` is (device, is_pin_memory) of V1, or (req_states,) of V2."""
-        self._watched: dict[int, _WatchedRequest] = {}  # by row of the batch in V1, by slot in V2
-        self._tokens: LogitsProcRequestState = runner[0]
+        self._watched: dict[int, _WatchedRequest] = {}  # in V1, by row of the batch
+        self._slots = _WatchedSlots(runner[0]) if isinstance(runner[0], LogitsProcRequestState) else None
         self._default = EngineGuard.of(vllm_config.additional_config)
         if LOADED in os.environ:  # the ms-swift plugin counts these files, to prove that all workers guard
             (Path(os.environ[LOADED]) / str(os.getpid())).touch()
@@ -51,7 +53,9 @@ class RepeatGuard(LogitsProcessor, SlotLogitsProcessor):
         for row in batch_update.removed:
             self._watched.pop(row, None)
         for row, params, _, ids in batch_update.added:
-            self._watch(row, params, ids)
+            self._watched.pop(row, None)
+            if settings := self._read_settings(params):
+                self._watched[row] = _WatchedRequest(settings, ids)
         for row, other, direction in batch_update.moved:
             here, there = self._watched.pop(row, None), self._watched.pop(other, None)
             if here:
@@ -60,13 +64,17 @@ class RepeatGuard(LogitsProcessor, SlotLogitsProcessor):
                 self._watched[row] = there
 
     def add_request(self, req_idx: int, sampling_params: SamplingParams) -> bool:
-        return self._watch(req_idx, sampling_params, [])
+        assert self._slots is not None
+        settings = self._read_settings(sampling_params)
+        self._slots.watch(req_idx, settings)
+        return settings is not None
 
     def apply(self, logits: Tensor, ctx: LogitsContext | None = None) -> Tensor:
-        if ctx is None:
-            ends = {row: request.end_of_turn for row, request in self._watched.items() if request.loops()}
-        else:
-            ends = {row: request.end_of_turn for row, request, draft in self._rows(ctx) if request.loops(draft)}
+        if ctx is not None:
+            assert self._slots is not None
+            self._slots.end_loops(logits, ctx)
+            return logits
+        ends = {row: request.end_of_turn for row, request in self._watched.items() if request.loops()}
         if ends:
             rows, end_of_turn = torch.tensor([[*ends], [*ends.values()]], device=logits.device)
             scores = logits[rows, end_of_turn]
@@ -74,50 +82,14 @@ class RepeatGuard(LogitsProcessor, SlotLogitsProcessor):
             logits[rows, end_of_turn] = scores
         return logits
 
-    def _watch(self, index: int, params: SamplingParams, ids: list[int]) -> bool:
+    def _read_settings(self, params: SamplingParams) -> EngineGuard | None:
+        """Return the settings with which a request is watched, or None if it is not watched."""
         settings = EngineGuard.of(params.extra_args) or self._default
-        if settings is None or not settings.enabled:
-            self._watched.pop(index, None)
-            return False
-        self._watched[index] = _WatchedRequest(settings, ids)
-        return True
-
-    def _rows(self, ctx: LogitsContext) -> Iterable[tuple[int, "_WatchedRequest", list[int]]]:
-        """Yield the rows to look at, each with its request and the draft tokens before the row. Without such rows,
-        this does not wait for the device."""
-        starts = self._tokens.prompt_len.np
-        batch = zip(ctx.idx_mapping_np.tolist(), ctx.seq_lens_upper_bound_np.tolist(), strict=False)
-        due = {
-            slot: self._watched[slot]
-            for slot, length in batch
-            if slot in self._watched and length - starts[slot] >= self._watched[slot].settings.min_new_tokens
-        }
-        if not due:
-            return
-        row_slots = ctx.expanded_idx_mapping.long()
-        lengths = self._tokens.total_len.gpu[row_slots]
-        columns = (row_slots, lengths, ctx.expanded_local_pos, ctx.input_ids)
-        slots, totals, offsets, inputs = torch.stack([column.long() for column in columns]).tolist()
-        self._read({slot: total for slot, total in zip(slots, totals, strict=True) if slot in due})
-        for row, (slot, offset) in enumerate(zip(slots, offsets, strict=True)):
-            if slot in due:
-                yield row, due[slot], inputs[row - offset + 1 : row + 1]
-
-    def _read(self, totals: dict[int, int]) -> None:
-        """Read the tokens that the slots got since they were last read, in one copy from the device."""
-        new = [
-            (slot, place)
-            for slot, total in totals.items()
-            for place in range(int(self._tokens.prompt_len.np[slot]) + len(self._watched[slot].ids), total)
-        ]
-        if new:
-            slots, places = torch.tensor(new, device=self._tokens.device).unbind(1)
-            for (slot, _), id in zip(new, self._tokens.all_token_ids.gpu[slots, places].tolist(), strict=True):
-                self._watched[slot].ids.append(id)
+        return settings if settings is not None and settings.enabled else None
 
 
 class _WatchedRequest:
-    """A request and its new tokens. In V1, `ids` is vLLM's own list; tokens at its end that are not known yet are
+    """A request of V1 and its new tokens. `ids` is vLLM's own list; tokens at its end that are not known yet are
     -1."""
 
     def __init__(self, settings: EngineGuard, ids: list[int]) -> None:
@@ -125,15 +97,124 @@ class _WatchedRequest:
         self.end_of_turn = settings.end_of_turn
         self._keys = KeyCounter(settings.key_pattern)
 
-    def loops(self, draft: Sequence[int] = ()) -> bool:
-        """Return True if the request loops with the draft tokens behind it, which vLLM may still reject."""
+    def loops(self) -> bool:
         ids, length = self.ids, len(self.ids)
         while length and ids[length - 1] == -1:
             length -= 1
         if length < len(ids):
             ids = ids[:length]
-        keys = self._keys.count(ids)
-        if draft:
-            ids = [*ids, *draft]
-            keys = copy(self._keys).count(ids)
-        return loop_in(ids, keys, self.settings) is not None
+        return loop_in(ids, self._keys.count(ids), self.settings) is not None
+
+
+class _WatchedSlots:
+    """The slots of V2. Nothing here waits for the device: the host knows which settings each slot has and about
+    how long its answer is, and everything else stays on the device."""
+
+    def __init__(self, tokens: LogitsProcRequestState) -> None:
+        self._tokens = tokens
+        self._rules: list[EngineGuard] = []  # the different settings seen so far
+        self._rule_by_slot: dict[int, int] = {}  # indices into `_rules`
+        self._rules_on_device = torch.full((tokens.max_num_reqs,), -1, device=tokens.device)
+
+    def watch(self, slot: int, settings: EngineGuard | None) -> None:
+        """Watch a new request with these settings; with None, do not watch it."""
+        if settings is None:
+            self._rule_by_slot.pop(slot, None)
+            self._rules_on_device[slot] = -1
+            return
+        if settings not in self._rules:
+            self._rules.append(settings)
+        self._rule_by_slot[slot] = self._rules.index(settings)
+        self._rules_on_device[slot] = self._rule_by_slot[slot]
+
+    def end_loops(self, logits: Tensor, ctx: LogitsContext) -> None:
+        """Set the logits of all rows that loop, except that of their end of turn, to minus infinity."""
+        longest = self._longest_due(ctx)
+        if not longest:
+            return
+        slots = ctx.expanded_idx_mapping.long()
+        rules = self._rules_on_device[slots]
+        rows = _Rows(
+            self._tokens.all_token_ids.gpu,
+            slots,
+            self._tokens.prompt_len.gpu[slots].long(),
+            self._tokens.total_len.gpu[slots].long(),
+            ctx.expanded_local_pos.long(),
+            ctx.input_ids,
+        )
+        for rule, length in longest.items():
+            settings = self._rules[rule]
+            loops = find_loops(rows, settings, length) & (rules == rule)
+            scores = logits[:, settings.end_of_turn].clone()
+            logits.masked_fill_(loops[:, None], -torch.inf)
+            logits[:, settings.end_of_turn] = scores
+
+    def _longest_due(self, ctx: LogitsContext) -> dict[int, int]:
+        """Return the rules by which a request of the batch has to be checked now, each with the number of tokens
+        that the longest of their answers may have."""
+        starts = self._tokens.prompt_len.np
+        longest: dict[int, int] = {}
+        for slot, total in zip(ctx.idx_mapping_np.tolist(), ctx.seq_lens_upper_bound_np.tolist(), strict=False):
+            rule, length = self._rule_by_slot.get(slot), total - int(starts[slot])
+            if rule is not None and length >= self._rules[rule].min_new_tokens:
+                longest[rule] = max(longest.get(rule, 0), length)
+        return longest
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """The rows of a step: the tokens of all slots, and for each row its slot, the length of its prompt, the length
+    of prompt and committed answer, and the number of draft tokens behind them. The drafts of a row are the
+    `inputs` of the rows up to it."""
+
+    ids: Tensor
+    slots: Tensor
+    prompt_lengths: Tensor
+    totals: Tensor
+    drafts: Tensor
+    inputs: Tensor
+
+    @property
+    def lengths(self) -> Tensor:
+        """The length of each row's answer."""
+        return self.totals + self.drafts - self.prompt_lengths
+
+    def tail(self, width: int) -> Tensor:
+        """Return the last `width` tokens of each answer: [rows, width]. Places before its first token are -1."""
+        device = self.slots.device
+        back = torch.arange(width - 1, -1, -1, device=device)
+        rows = torch.arange(len(self.slots), device=device)[:, None]
+        drafted = self.inputs[(rows - back).clamp(min=0)]
+        places = (self.totals + self.drafts)[:, None] - 1 - back
+        places = torch.minimum(places, self.totals[:, None] - 1).clamp(min=0)
+        committed = self.ids[self.slots[:, None], places]
+        tail = torch.where(back < self.drafts[:, None], drafted.long(), committed.long())
+        return tail.masked_fill(back >= self.lengths[:, None], -1)
+
+
+def find_loops(rows: _Rows, guard: EngineGuard, longest: int) -> Tensor:
+    """Return a boolean per row, as `guard.loop_in` decides, without waiting for the device. No answer has more
+    than `longest` tokens."""
+    lengths, repeats = rows.lengths, guard.max_consecutive_token_repeats
+    size, whole = guard.ngram_size, guard.ngram_size * guard.ngram_repeats
+    counts_keys = guard.max_object_keys is not None
+    tail = rows.tail(longest if counts_keys else min(longest, max(repeats, whole)))
+    width = tail.shape[1]
+    loops = torch.zeros_like(lengths, dtype=torch.bool)
+    if width >= repeats:
+        loops |= (lengths >= repeats) & (tail[:, -repeats:] == tail[:, -1:]).all(1)
+    if width >= whole:
+        end = tail[:, -whole:]
+        loops |= (lengths >= whole) & (end[:, size:] == end[:, :-size]).all(1)
+    if guard.max_object_keys is not None and width >= len(guard.key_pattern):
+        loops |= _count_keys(tail, guard.key_pattern) > guard.max_object_keys
+    return loops & (lengths >= guard.min_new_tokens)
+
+
+def _count_keys(ids: Tensor, pattern: Sequence[int]) -> Tensor:
+    """Return how often the pattern occurs in each row."""
+    starts = ids.shape[1] - len(pattern) + 1
+    matches = ids[:, :starts] == pattern[0]
+    for offset, id in enumerate(pattern[1:], start=1):
+        matches &= ids[:, offset : offset + starts] == id
+    return matches.sum(1)

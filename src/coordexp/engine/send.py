@@ -6,7 +6,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -27,19 +27,22 @@ from coordexp.errors import EngineError
 from coordexp.rollout.backend import AdapterConfig, Weights
 from coordexp.tasks import Task, ignore
 
+if TYPE_CHECKING:
+    from coordexp.engine.sleep import EngineMemory
+
 T = TypeVar("T")
 REPORT = f"this should not happen; please report it, {OR_USE_HF}"
 
 
 class EngineConnection:
-    """Sends weights to the engine. No call of a sync waits past its deadline.
+    """Sends weights to the engine, which `memory` wakes up for it. No call of a sync waits past its deadline.
 
     After the first failure, `start_weight_update`, `update_weights` and `finish_weight_update` do nothing, and
     `send` raises the failure at the end: the pass over the weights must go on, because other ranks take part in
     gathering them. On GPUs, vLLM's own sender calls these methods."""
 
-    def __init__(self, engine: Any, device: torch.device, timeout: float) -> None:
-        self.engine, self.device, self.timeout = engine, device, timeout
+    def __init__(self, engine: Any, device: torch.device, timeout: float, memory: "EngineMemory") -> None:
+        self.engine, self.device, self.timeout, self.memory = engine, device, timeout, memory
         self._deadline = 0.0
         self._version = ""
         self._failure: EngineError | None = None
@@ -100,6 +103,7 @@ class EngineConnection:
         self._begin(version)
         if (name := find_non_finite(tensors)) is not None:
             raise non_finite_error(name)
+        self._call(self.memory.wake)
         self._adapters += 1
         file = MemoryFile.new(ALIGNMENT)
         metadatas = file.write(tensors)
@@ -127,6 +131,7 @@ class EngineConnection:
         self._call_unless_failed(self.engine.init_weight_transfer_engine, {"init_info": init_info})
 
     def start_weight_update(self) -> None:
+        self._call_unless_failed(self.memory.wake_for_weights)
         if self._adapters:  # the adapter belongs to the weights that are replaced now
             self.lora_request = None
             self._call_unless_failed(self.engine.collective_rpc, "coordexp_remove_adapter")
@@ -156,6 +161,7 @@ class EngineConnection:
         """Drop everything that was computed with the old weights, then set the new version. vLLM's own calls only
         forget what the blocks of the KV cache contain, and leave the values in them."""
         core = self.engine.llm_engine
+        self._call(self.memory.wake)
         self._call(self.engine.collective_rpc, "coordexp_clear_kv_cache")
         if not self._call(core.reset_prefix_cache):
             raise EngineError("vLLM could not clear its prefix cache, which the old weights computed", REPORT)

@@ -10,9 +10,9 @@ import re
 import select
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib import import_module
 from multiprocessing import resource_tracker
 from pathlib import Path
@@ -65,8 +65,9 @@ TRAINING_FIXES = EngineFixes(
     length=f"lower rollout_matching.vllm.max_model_len, or global_max_length, {OR_USE_HF}",
     cache="raise rollout_matching.vllm.gpu_memory_utilization, or lower max_model_len or decode_batch_size, "
     f"{OR_USE_HF}",
-    memory="lower rollout_matching.vllm.gpu_memory_utilization, or move the learner out of memory while the "
-    f"engine generates (rollout_matching.offload), {OR_USE_HF}",
+    memory="lower rollout_matching.vllm.gpu_memory_utilization, move the learner out of memory while the engine "
+    "generates (rollout_matching.offload), free the engine's memory while the learner trains "
+    f"(rollout_matching.vllm.sleep: true), or limit the size of images (model.max_pixels), {OR_USE_HF}",
     parallel=f"set rollout_matching.vllm.tensor_parallel_size to a divisor of it, {OR_USE_HF}",
     unknown="vLLM's output above says why; if it is memory, lower rollout_matching.vllm.gpu_memory_utilization or "
     f"max_model_len; {OR_USE_HF}",
@@ -81,7 +82,9 @@ class EngineSetup:
     """The model that an engine serves, and how it serves it.
 
     `device` is the device of this process. `precision` is the one that the learner computes in, if it is not the
-    engine's dtype. `kv_cache_bytes` replaces the share of memory in the settings."""
+    engine's dtype. `kv_cache_bytes` replaces the share of memory in the settings. `image_size` has the limits on
+    the pixels of an image (`prompt.read_image_size`), if they are known, and `has_image_limits` says that they are
+    not those of the folder."""
 
     folder: Path
     dtype: str
@@ -91,6 +94,8 @@ class EngineSetup:
     precision: str = ""
     kv_cache_bytes: int | None = None
     fixes: EngineFixes = TRAINING_FIXES
+    image_size: Mapping[str, int] = field(default_factory=dict)
+    has_image_limits: bool = False
 
     @property
     def coarsest_dtype(self) -> str:
@@ -118,11 +123,18 @@ def start_engine(setup: EngineSetup, adapters: bool = False) -> Any:
     vLLM's `LLM`. With `adapters`, the engine has room for one LoRA adapter."""
     on_cuda = setup.device.type == "cuda"
     visible = _visible_gpus(_device_indices(setup)) if on_cuda else None
-    lora = lora_arguments(setup.settings.vllm) if adapters else {}
+    extra = lora_arguments(setup.settings.vllm) if adapters else {}
+    if setup.settings.vllm.sleep:
+        if not on_cuda:
+            raise EngineError(
+                f"rollout_matching.vllm.sleep: only an engine on a GPU can sleep, this one is on {setup.device}",
+                "set it to false",
+            )
+        extra["enable_sleep_mode"] = True
     with starting(setup, CUDA_IPC if on_cuda else SHARED_MEMORY, ENGINE_SIDE, visible) as arguments:
         from vllm import LLM
 
-        engine = LLM(**(arguments | lora))
+        engine = LLM(**(arguments | extra))
     engine.collective_rpc("coordexp_is_ready")
     check_vocabulary(engine.get_tokenizer(), engine.llm_engine.model_config.get_vocab_size(), setup.table)
     return engine
@@ -136,6 +148,7 @@ def starting(setup: EngineSetup, transfer: str, side: str, visible: str | None =
     `transfer` names the way in which the engine gets weights, and `side` the class that its workers import. The
     GPUs of the engine are `visible`; None stands for all."""
     settings, vllm = setup.settings, setup.settings.vllm
+    images = {"images_kwargs": {"size": dict(setup.image_size)}} if setup.has_image_limits else None
     with _engine_environment(visible), _error_log() as (logging, log):
         try:
             yield {
@@ -149,12 +162,14 @@ def starting(setup: EngineSetup, transfer: str, side: str, visible: str | None =
                 "enforce_eager": vllm.enforce_eager,
                 "enable_prefix_caching": vllm.enable_prefix_caching,
                 "limit_mm_per_prompt": {"image": 1, "video": 0},
+                "mm_processor_kwargs": images,
                 "use_tqdm_on_load": False,
                 "seed": 0,
                 "logits_processors": [ENGINE_GUARD] if settings.repeat_terminate.enabled else None,
                 "weight_transfer_config": {"backend": transfer},
                 "worker_extension_cls": side,
                 "logging_config": logging,
+                **vllm.engine_args.model_dump(exclude_none=True),
             }
         except UserError:
             raise

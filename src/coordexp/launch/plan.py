@@ -164,7 +164,7 @@ def option_problems(options: LaunchOptions) -> Iterator[Finding]:
 
 
 def _config_problems(settings: Settings, options: LaunchOptions) -> Iterator[Finding]:
-    if not settings.uses_rollouts:
+    if not settings.uses_rollouts and settings.backend != "vllm":
         problem = f"{settings.custom.trainer_variant} makes no rollouts, so there are no servers to start"
         fix = f"run coordexp train --config {options.config}"
         yield Finding("error", "custom.trainer_variant", problem, fix)

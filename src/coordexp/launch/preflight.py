@@ -1,12 +1,10 @@
 """Check the machine before anything is started: files, model, data, ports, GPUs, memory.
 
-Memory is estimated from the headers of the weight files. These are lower bounds: activations, buffers of
-collectives and CUDA's own memory come on top. So a need above the available memory is an error, and one close to
-it is a warning.
+Memory is estimated with the formulas of `launch.memory`, which `coordexp plan` uses too. What does not depend on
+the size of rows and images is a lower bound: if it does not fit, that is an error. If only the whole estimate does
+not fit, that is a warning.
 """
 
-import json
-import math
 import os
 import shutil
 import socket
@@ -17,22 +15,30 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any
 from urllib.parse import urlsplit
 
 from coordexp.config import Settings
 from coordexp.config.rules import SERVERS, uses_vllm
 from coordexp.engine import check_vllm
 from coordexp.errors import Finding, UserError
+from coordexp.families import read_model_type
 from coordexp.files import advise_missing_path
+from coordexp.launch.fit import SampleSize, limit_pixels, row_size
+from coordexp.launch.memory import (
+    CONTEXT_BYTES,
+    RESERVE,
+    EngineLoad,
+    LearnerSetup,
+    engine_memory,
+    format_bytes,
+    learner_memory,
+)
 from coordexp.launch.plan import LaunchOptions, Plan, gpu_ids, is_loopback
+from coordexp.shapes import ModelShape, WeightShapes, read_shape, read_weights
 
 FIRST = 8  # records that are read
 VISIBLE = "CUDA_VISIBLE_DEVICES"
-GB = 1e9
-BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
-CLOSE = 0.7  # a learner that needs more than this share has little left for activations
-ADAM_STATES = 2
+KNOWN_MODEL = "qwen3_vl"  # the `model_type` that the formulas are for
 # Used without nvidia-smi, in a process of its own: torch takes seconds to import, and hundreds of megabytes.
 ASK_TORCH = """
 import torch
@@ -52,11 +58,13 @@ class DeviceMemory:
 
 @dataclass(frozen=True)
 class MemoryNeed:
-    """The bytes that a part needs at least on each of its devices, and what for."""
+    """The bytes that a part needs at least on each of its devices, and what for. `likely` adds what depends on the
+    size of rows and images, without CUDA's own memory."""
 
     part: str
     bytes: float
     purpose: str
+    likely: float
 
     def __str__(self) -> str:
         return f"{self.part} needs at least {format_bytes(self.bytes)} ({self.purpose})"
@@ -130,9 +138,8 @@ def memory_problems(
     """Return the least memory that each part needs, and the problems. `devices` is None on the CPU."""
     try:
         needs = estimate_needs(plan, settings, Path(settings.model.path))
-    except (OSError, ValueError, KeyError, TypeError) as error:  # whatever a damaged header leads to
-        problem = f"the header of a safetensors file, or config.json, cannot be read: {error}"
-        return [], [Finding("error", "model.path", problem, "copy the checkpoint again")]
+    except UserError as error:
+        return [], [Finding("error", "model.path", error.problem, error.fix)]
     if devices is not None:
         return needs, list(gpu_memory_problems(plan, settings, needs, devices))
     return needs, list(machine_memory_problems(plan, settings, needs, _machine_memory()))
@@ -226,31 +233,40 @@ def _machine_memory() -> DeviceMemory:
     return DeviceMemory(memory.total, memory.available)
 
 
-# Memory, from the headers of the weight files alone
-
-
-def read_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of all weights, by name. Only the headers of the safetensors files are read."""
-    shapes: dict[str, tuple[int, ...]] = {}
-    for path in sorted(folder.glob("*.safetensors")):
-        with path.open("rb") as file:
-            header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
-        shapes |= {name: tuple(entry["shape"]) for name, entry in header.items() if name != "__metadata__"}
-    return shapes
+# Memory
 
 
 def estimate_needs(plan: Plan, settings: Settings, folder: Path) -> list[MemoryNeed]:
-    """Return the need of every part that is started here; nothing for a folder without safetensors files."""
-    shapes = read_shapes(folder)
-    if not shapes:
+    """Return the need of every part that is started here; nothing for a folder without safetensors files, and for
+    a model that the formulas are not for. Raise DataError if a file cannot be read."""
+    weights = read_weights(folder)
+    if not weights or _is_other_model(folder):
         return []
-    numbers = sum(map(math.prod, shapes.values()))
-    weights = numbers * BYTES[settings.model.dtype]
-    size = settings.rollout_matching.vllm.tensor_parallel_size or 1  # devices that share one copy of the weights
-    cache = _sequence_bytes(settings, folder)
-    purpose = f"weights {format_bytes(weights / size)}, one longest sequence {format_bytes(cache / size)}"
-    servers = [MemoryNeed(server.name, (weights + cache) / size, purpose) for server in plan.local_servers]
-    return [*servers, _learner(plan, settings, shapes, numbers * BYTES[settings.learner_dtype])]
+    shape = limit_pixels(read_shape(folder), settings)
+    servers = [_server_need(server.name, settings, shape, weights) for server in plan.local_servers]
+    return [*servers, _learner_need(plan, settings, shape, weights)]
+
+
+def _is_other_model(folder: Path) -> bool:
+    with suppress(UserError):  # `read_shape` reports that config.json cannot be read
+        return bool(read_model_type(folder) != KNOWN_MODEL)
+    return False
+
+
+def _server_need(name: str, settings: Settings, shape: ModelShape, weights: WeightShapes) -> MemoryNeed:
+    load = EngineLoad.from_settings(settings, SampleSize().image_tokens(shape))
+    engine = engine_memory(shape, weights, load)
+    own, sequence = engine.items[0].bytes, engine.longest_bytes
+    purpose = f"weights {format_bytes(own)}, one longest sequence {format_bytes(sequence)}"
+    return MemoryNeed(name, own + sequence, purpose, engine.least_bytes - CONTEXT_BYTES)
+
+
+def _learner_need(plan: Plan, settings: Settings, shape: ModelShape, weights: WeightShapes) -> MemoryNeed:
+    setup = LearnerSetup.from_settings(settings, weights, plan.learners)
+    learner = learner_memory(shape, weights, setup, row_size(settings, SampleSize(), shape))
+    parts = (*learner.kept, learner.gradients)
+    purpose = ", ".join(f"{item.name} {format_bytes(item.bytes)}" for item in parts)
+    return MemoryNeed(plan.learner.name, learner.least_bytes, purpose, learner.bytes)
 
 
 def gpu_memory_problems(
@@ -275,10 +291,12 @@ def gpu_memory_problems(
                 )
             elif need.bytes > limit:
                 yield _too_much(need, f"GPU {gpu} has {format_bytes(limit)} for it", learner)
-            elif learner and need.bytes > CLOSE * limit:
-                problem = f"{need}, and GPU {gpu} has {format_bytes(limit)}: little is left for activations"
-                fix = "lower global_max_length if the learner runs out of memory"
-                yield Finding("warning", "--train-gpus", problem, fix)
+            elif (likely := need.likely + CONTEXT_BYTES + (RESERVE * device.total if learner else 0)) > limit:
+                available = f"GPU {gpu} has {format_bytes(limit)} for it"
+                problem = f"{need.part} is likely to need {format_bytes(likely)}, and {available}"
+                option = "--train-gpus" if learner else "--server-gpus"
+                fix = "run `coordexp plan` with this config, which shows every part and what to change"
+                yield Finding("warning", option, problem, fix)
 
 
 def machine_memory_problems(
@@ -313,37 +331,6 @@ def machine_memory_problems(
         )
 
 
-def _learner(plan: Plan, settings: Settings, shapes: dict[str, tuple[int, ...]], weights: int) -> MemoryNeed:
-    states = ADAM_STATES if settings.training.optim in ("adamw_torch", "adamw_torch_fused") else 0
-    adapter = settings.model.adapter
-    parts = plan.learners if settings.training.fsdp else 1
-    if adapter is None:
-        trained = weights * (1 + states)
-        label = f"gradients and optimizer {format_bytes(trained / parts)}"
-    elif adapter.targets == "all-linear":  # peft keeps adapters in float32
-        linear = [s for name, s in shapes.items() if len(s) == 2 and "embed" not in name and "lm_head" not in name]
-        trained = adapter.rank * sum(map(sum, linear)) * 4 * (2 + states)
-        label = f"adapter of rank {adapter.rank}, gradients and optimizer {format_bytes(trained / parts)}"
-    else:
-        trained, label = 0, "without its adapter"
-    purpose = f"weights {format_bytes(weights / parts)}, {label}"
-    return MemoryNeed(plan.learner.name, (weights + trained) / parts, purpose)
-
-
-def _sequence_bytes(settings: Settings, folder: Path) -> float:
-    """Return the bytes of the keys and values of one sequence of the greatest length; 0 without a config.json."""
-    file = folder / "config.json"
-    if not file.is_file():
-        return 0.0
-    config: dict[str, Any] = json.loads(file.read_text())
-    text = config.get("text_config", config)
-    heads = text.get("num_attention_heads") or 1
-    width = text.get("head_dim") or text.get("hidden_size", 0) // heads
-    per_token = 2 * text.get("num_hidden_layers", 0) * text.get("num_key_value_heads", heads) * width
-    length = settings.rollout_matching.vllm.max_model_len or 0
-    return float(per_token * length * BYTES[settings.model.dtype])
-
-
 def _too_much(need: MemoryNeed, available: str, learner: bool) -> Finding:
     fix = (
         "train an adapter (model.adapter), shard it (training.fsdp), or use a larger GPU"
@@ -352,8 +339,3 @@ def _too_much(need: MemoryNeed, available: str, learner: bool) -> Finding:
         "vllm.max_model_len"
     )
     return Finding("error", "--train-gpus" if learner else "--server-gpus", f"{need}, and {available}", fix)
-
-
-def format_bytes(bytes: float) -> str:
-    """Return a number of bytes as words, such as `1.5 GB`."""
-    return f"{bytes / GB:.1f} GB" if bytes >= GB else f"{bytes / 1e6:.1f} MB"

@@ -2,6 +2,6 @@
 
 from coordexp.objective.modules import MODULES
 from coordexp.objective.pipeline import LossTally, Objective, reduce_counts
-from coordexp.objective.split import split_vocabulary
+from coordexp.objective.split import Split, SplittingHead, split_vocabulary
 
-__all__ = ["MODULES", "LossTally", "Objective", "reduce_counts", "split_vocabulary"]
+__all__ = ["MODULES", "LossTally", "Objective", "Split", "SplittingHead", "reduce_counts", "split_vocabulary"]

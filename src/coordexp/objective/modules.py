@@ -19,7 +19,7 @@ from torch.nn.functional import cross_entropy, smooth_l1_loss
 from coordexp.config.sections import CoordRegConfig
 from coordexp.correction import Role, TokenKind
 from coordexp.data import BINS
-from coordexp.objective.split import VocabularySplit, split_vocabulary, unlikelihood
+from coordexp.objective.split import Split
 from coordexp.pack.collate import Supervision
 
 COORD_ROLES = frozenset({Role.matched_coord, Role.tail_coord})
@@ -44,34 +44,7 @@ class TermSpec:
     kinds: frozenset[TokenKind]
 
 
-Run = Callable[[Any, frozenset[str], "Split", Supervision, Tensor], dict[str, Measure]]
-
-
-class Split:
-    """The split logits of a row, computed when they are first needed."""
-
-    def __init__(self, logits: Tensor, supervision: Supervision, first_coord: int) -> None:
-        self._logits, self._supervision, self._first_coord = logits, supervision, first_coord
-        self._by_temperature: dict[float, VocabularySplit] = {}
-
-    def __call__(self, temperature: float) -> VocabularySplit:
-        """Return the split of all positions."""
-        if temperature not in self._by_temperature:
-            self._by_temperature[temperature] = split_vocabulary(
-                self._logits, self._supervision.ids, self._first_coord, temperature
-            )
-        return self._by_temperature[temperature]
-
-    def count_broken(self) -> Tensor:
-        """Return the number of broken logits. Any of the splits has it, because logits are clamped before they are
-        divided by the temperature."""
-        if not self._by_temperature:
-            self(1.0)
-        return next(iter(self._by_temperature.values())).broken
-
-    def unlikelihood(self, here: Tensor) -> Tensor:
-        """Return -log(1 - p) of the unlikely tokens at the positions in `here`."""
-        return unlikelihood(self._logits[here], self._supervision.unlikely[here])
+Run = Callable[[Any, frozenset[str], Split, Supervision, Tensor], dict[str, Measure]]
 
 
 @dataclass(frozen=True)

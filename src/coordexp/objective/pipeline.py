@@ -22,7 +22,8 @@ from coordexp.config.sections import Channel, Module
 from coordexp.config.settings import Settings
 from coordexp.correction import Role, TokenKind
 from coordexp.extensions import resolve_part
-from coordexp.objective.modules import MODULES, Measure, ModuleKind, Split
+from coordexp.objective.modules import MODULES, Measure, ModuleKind
+from coordexp.objective.split import Split, SplitRequest
 from coordexp.pack.collate import CHANNELS, Supervision
 
 # Every pipeline reports this: the number of logits per position that were NaN, infinite or outside the fence.
@@ -95,13 +96,20 @@ class Objective:
             for channel in CHANNELS
         }
 
-    def measure(self, logits: Tensor, supervision: Supervision) -> dict[str, Measure]:
-        """Return the sum and count of every term over one row, in the order of `terms`. `logits` are [positions,
-        vocabulary]."""
-        if len(logits) != len(supervision.ids):
-            raise ValueError(f"{len(logits)} rows of logits for {len(supervision.ids)} supervised positions")
+    def request_split(self, supervision: Supervision) -> SplitRequest:
+        """Return how the logits of a row have to be split for the modules."""
+        configs = [active.module.config for active in self.modules]
+        others = {getattr(config, "temperature", 1.0) for config in configs} - {1.0}
+        has_unlikely = any(active.module.name == "duplicate_ul" for active in self.modules)
+        return SplitRequest(
+            supervision.ids,
+            supervision.unlikely if has_unlikely else None,
+            self.first_coord,
+            (1.0, *sorted(others)),
+        )
 
-        split = Split(logits, supervision, self.first_coord)
+    def measure(self, split: Split, supervision: Supervision) -> dict[str, Measure]:
+        """Return the sum and count of every term over one row, in the order of `terms`."""
         measures: dict[str, Measure] = {}
         for active in self.modules:
             allowed = self._allow_positions(active, supervision)
@@ -110,8 +118,8 @@ class Objective:
                     active.module.config, frozenset(active.terms), split, supervision, allowed
                 )
             measures |= {f"{active.module.name}/{name}": of_module[name] for name in active.terms}
-        broken = Measure(split.count_broken(), torch.tensor(len(logits), device=logits.device))
-        return measures | {BROKEN: broken}
+        broken = split(1.0).broken
+        return measures | {BROKEN: Measure(broken.sum(), torch.tensor(len(broken), device=broken.device))}
 
     def loss(self, measures: dict[str, Measure], counts: Tensor) -> Tensor:
         """Return the weighted sum of the terms, each divided by its number of positions in the whole optimizer

@@ -6,19 +6,27 @@ else is clamped to +-FENCE, and only then divided by the temperature. The log ma
 separate. Their difference is exact even if one part has nearly all of the mass, whereas log(1 - p) would not be.
 The split is a single autograd function, because it then needs two passes over the logits and no copy of them.
 `torch.logsumexp` on slices would need five copies.
+
+Many logits are never in memory at once: `SplittingHead` makes the vocabulary projection of a model return the
+split in place of the logits, computed in chunks of positions.
 """
 
-from dataclasses import dataclass, fields
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import softplus
+from torch.utils.checkpoint import checkpoint
 
 from coordexp.data import BINS
 
 FENCE = 1e4
 _CHUNK = 1 << 20  # logits per chunk: a few megabytes, which fit in the cache of a CPU; a GPU takes larger ones
+# Logits that the vocabulary projection computes at once: 220 positions of Qwen's vocabulary, 64 MB in bfloat16.
+PROJECTED = 1 << 25
 
 
 @dataclass(frozen=True)
@@ -27,8 +35,8 @@ class VocabularySplit:
 
     `coord` has the logits of the coordinate tokens, `target` the logit of the token that follows, and `log_text`
     the log mass of all text tokens. All are clamped, divided by the temperature, and relative to the largest
-    logit of the position, so only differences are meaningful. `broken` counts the logits that were NaN or
-    outside the fence.
+    logit of the position, so only differences are meaningful. `broken` counts the logits of the position that were
+    NaN or outside the fence.
     """
 
     coord: Tensor
@@ -58,8 +66,112 @@ class VocabularySplit:
 
     def where(self, mask: Tensor) -> "VocabularySplit":
         """Return the split of the positions in `mask`."""
-        parts = {field.name: getattr(self, field.name)[mask] for field in fields(self) if field.name != "broken"}
-        return VocabularySplit(**parts, broken=self.broken)
+        return VocabularySplit(**{field.name: getattr(self, field.name)[mask] for field in fields(self)})
+
+
+@dataclass(frozen=True)
+class SplitRequest:
+    """A request to split logits. `ids` are the tokens that follow the positions. `unlikely` has a token whose log
+    odds are needed, or -1, for each position, and is None if no position has one. The first of the temperatures
+    is 1."""
+
+    ids: Tensor
+    unlikely: Tensor | None
+    first_coord: int
+    temperatures: tuple[float, ...]
+
+
+class Split:
+    """The split logits of a row, for the modules of an objective. They are one tensor, [positions, columns],
+    that a model can return in place of the logits. The columns are the coordinate tokens, then the three named
+    below, then the log mass of text tokens at each temperature."""
+
+    TARGET, ODDS, BROKEN, LOG_TEXT = range(BINS, BINS + 4)
+
+    def __init__(self, columns: Tensor, temperatures: tuple[float, ...]) -> None:
+        self.columns, self.temperatures = columns, temperatures
+
+    @classmethod
+    def of_logits(cls, logits: Tensor, request: SplitRequest) -> "Split":
+        """Split logits of shape [positions, vocabulary]."""
+        if len(logits) != len(request.ids):
+            raise ValueError(f"{len(logits)} rows of logits for {len(request.ids)} supervised positions")
+        splits = [
+            split_vocabulary(logits, request.ids, request.first_coord, temperature)
+            for temperature in request.temperatures
+        ]
+        coord, target, broken = splits[0].coord, splits[0].target, splits[0].broken
+        odds = target.new_zeros(len(target))
+        if request.unlikely is not None:
+            here = torch.nonzero(request.unlikely >= 0)[:, 0]
+            odds = odds.index_put((here,), log_odds(logits[here], request.unlikely[here]))
+        others = (target, odds, broken.to(target), *(split.log_text for split in splits))
+        return cls(torch.cat((coord, torch.stack(others, 1)), 1), request.temperatures)
+
+    def __call__(self, temperature: float) -> VocabularySplit:
+        """Return the split of all positions at a temperature: 1, or that of a module of the objective."""
+        if temperature not in self.temperatures:
+            known = ", ".join(map(str, self.temperatures))
+            raise ValueError(
+                f"the logits were split at the temperatures {known}, not at {temperature}: the config of a module "
+                "states its temperature in a field of that name"
+            )
+        log_text = self.columns[:, self.LOG_TEXT + self.temperatures.index(temperature)]
+        coord, target = self.columns[:, :BINS], self.columns[:, self.TARGET]
+        if temperature != 1.0:
+            coord, target = coord / temperature, target / temperature
+        return VocabularySplit(coord, target, log_text, self.columns[:, self.BROKEN].detach())
+
+    def at(self, positions: slice) -> "Split":
+        return Split(self.columns[positions], self.temperatures)
+
+    def unlikelihood(self, here: Tensor) -> Tensor:
+        """Return -log(1 - p) of the unlikely tokens at the positions in `here`."""
+        return softplus(self.columns[here, self.ODDS])
+
+
+class SplittingHead:
+    """The vocabulary projection of a model, which returns the columns of a `Split` while one is requested.
+
+    The logits are computed in chunks of positions, split, dropped, and computed again in the backward pass. If
+    they fit in one chunk, they are kept and not computed twice. All of this is inside the forward pass of the
+    model, so DDP, FSDP and autocast treat the projection as they do without it."""
+
+    def __init__(self, model: Any) -> None:
+        self._head = model.get_output_embeddings()
+        self._vocabulary = model.config.get_text_config().vocab_size
+        self._project = self._head.forward
+        self._request: SplitRequest | None = None
+        self._head.forward = self._forward
+
+    @contextmanager
+    def splitting(self, request: SplitRequest) -> Iterator[None]:
+        """Make forward passes return split logits instead of logits."""
+        self._request = request
+        try:
+            yield
+        finally:
+            self._request = None
+
+    def _forward(self, hidden: Tensor) -> Tensor:
+        request = self._request
+        if request is None:
+            return self._project(hidden)
+        (positions,) = hidden  # a row is alone in its batch
+        size = max(1, PROJECTED // self._vocabulary)
+        if len(positions) <= size:
+            return self._split(positions, request)[None]
+        chunks = [slice(start, start + size) for start in range(0, len(positions), size)]
+        parts = [checkpoint(self._split, positions[at], _cut(request, at), use_reentrant=False) for at in chunks]
+        return torch.cat(parts)[None]
+
+    def _split(self, hidden: Tensor, request: SplitRequest) -> Tensor:
+        return Split.of_logits(self._project(hidden), request).columns
+
+
+def _cut(request: SplitRequest, positions: slice) -> SplitRequest:
+    unlikely = None if request.unlikely is None else request.unlikely[positions]
+    return replace(request, ids=request.ids[positions], unlikely=unlikely)
 
 
 def split_vocabulary(logits: Tensor, ids: Tensor, first_coord: int, temperature: float = 1.0) -> VocabularySplit:
@@ -67,26 +179,26 @@ def split_vocabulary(logits: Tensor, ids: Tensor, first_coord: int, temperature:
     return VocabularySplit(*_Split.apply(logits, ids, first_coord, temperature))
 
 
-def unlikelihood(logits: Tensor, ids: Tensor) -> Tensor:
-    """Return -log(1 - p) of the tokens `ids`, one for each row of `logits`. It compares each token with all
+def log_odds(logits: Tensor, ids: Tensor) -> Tensor:
+    """Return log(p / (1 - p)) of the tokens `ids`, one for each row of `logits`. It compares each token with all
     others, so it is exact, and has a gradient, even if the model is certain of the token."""
     clean = _clamp(logits, clean=False)
     chosen = clean.gather(1, ids[:, None])[:, 0]
     others = clean.scatter(1, ids[:, None], -torch.inf).logsumexp(-1)
-    return softplus(chosen - others)
+    return chosen - others
 
 
 class _Split(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, ids: Tensor, first: int, temperature: float) -> tuple[Tensor, ...]:
         clean = _is_clean(logits)
-        broken = logits.new_zeros((), dtype=torch.int64)
+        broken = logits.new_zeros(len(logits), dtype=torch.int64)
         coord = _clamp(logits[:, first : first + BINS], clean) / temperature
         target = _clamp(logits.gather(1, ids[:, None])[:, 0], clean) / temperature
         log_text, largest = target.new_empty(len(logits)), target.new_empty(len(logits))
         for rows in _chunks(logits):
             if not clean:
-                broken += _outside(logits[rows]).count_nonzero()
+                broken[rows] = _outside(logits[rows]).count_nonzero(-1)
             scaled = _clamp(logits[rows], clean)
             scaled = scaled if temperature == 1.0 else scaled / temperature
             parts = scaled[:, :first].logsumexp(-1), scaled[:, first + BINS :].logsumexp(-1)

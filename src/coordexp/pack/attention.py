@@ -5,12 +5,16 @@ its length. This one cuts the row where text positions start again at 0 and call
 as flash attention does with variable lengths. Everything that is not a packed row (padded batches, generation
 with a cache) takes the ordinary SDPA path. Only the language model uses it: the vision tower already separates
 images.
+
+Linear attention has no mask at all: it carries a state from token to token, and its convolution reads the last few
+tokens. A packed row runs through such a layer segment by segment.
 """
 
-import weakref
+from collections.abc import Callable, MutableMapping
 from typing import Any
 
 import torch
+from torch.utils.weak import WeakTensorKeyDictionary
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
@@ -32,13 +36,19 @@ def segment_lengths(position_ids: torch.Tensor) -> list[int]:
 
     All layers of a forward pass share one tensor of positions, so only the first layer waits for the device.
     """
-    global _last
-    if _last is None or _last[0]() is not position_ids:
-        _last = weakref.ref(position_ids), _lengths(position_ids)
-    return _last[1]
+    if position_ids not in _known_lengths:
+        _known_lengths[position_ids] = _lengths(position_ids)
+    return _known_lengths[position_ids]
 
 
-_last: tuple["weakref.ref[torch.Tensor]", list[int]] | None = None
+def segment_lengths_between(bounds: torch.Tensor) -> list[int]:
+    """Return the lengths of the segments of a row, from the bounds between them. Only the first layer waits."""
+    if bounds not in _known_lengths:
+        _known_lengths[bounds] = bounds.diff().tolist()
+    return _known_lengths[bounds]
+
+
+_known_lengths: MutableMapping[torch.Tensor, list[int]] = WeakTensorKeyDictionary()
 
 
 def _lengths(position_ids: torch.Tensor) -> list[int]:
@@ -46,6 +56,29 @@ def _lengths(position_ids: torch.Tensor) -> list[int]:
     if not starts or starts[0] != 0:
         raise ValueError("a packed row must begin at text position 0")
     return [end - start for start, end in zip(starts, [*starts[1:], position_ids.shape[1]], strict=True)]
+
+
+class SegmentedLayer:
+    """Mixed into the class of a linear attention layer: runs each segment of a packed row by itself.
+
+    Without special kernels, transformers ignores `cu_seq_lens_q` here, and its convolution always does."""
+
+    def forward(
+        self, hidden_states: torch.Tensor, cu_seq_lens_q: torch.Tensor | None = None, **options: Any
+    ) -> torch.Tensor:
+        run: Callable[..., torch.Tensor] = super().forward  # type: ignore[misc]
+        if cu_seq_lens_q is None:
+            return run(hidden_states, **options)
+        lengths = segment_lengths_between(cu_seq_lens_q)
+        return torch.cat([run(piece, **options) for piece in hidden_states.split(lengths, dim=1)], dim=1)
+
+
+def separate_linear_attention(model: torch.nn.Module) -> None:
+    """Make every linear attention layer of a model treat the segments of a packed row separately."""
+    for name, module in model.named_modules():
+        if name.endswith(".linear_attn"):
+            parent = type(module)
+            module.__class__ = type(parent.__name__, (SegmentedLayer, parent), {})
 
 
 def _attention(

@@ -21,7 +21,7 @@ from coordexp.pack.carry import Example, ExampleId
 CHANNELS: tuple[Channel, ...] = ("A", "B")
 
 # Takes the path of an image and the size it must have. Returns its patches [patches, values] and their grid
-# [images, 3], in the form of Qwen3-VL's processor.
+# [images, 3], in the form of the model's processor.
 Pixels = Callable[[str, tuple[int, int]], tuple[Tensor, Tensor]]
 
 
@@ -88,7 +88,7 @@ class Collator:
 
     @classmethod
     def for_model(cls, model: Any, pixels: Pixels, roles: Mapping[Channel, frozenset[Role]]) -> "Collator":
-        """Return the collator of a Qwen3-VL model. Pass the model itself, not the wrapper of peft or
+        """Return the collator of a model. Pass the model itself, not the wrapper of peft or
         accelerate."""
         merge = model.config.vision_config.spatial_merge_size
         return cls(model.model.get_rope_index, model.config.image_token_id, merge, pixels, roles)
@@ -102,6 +102,7 @@ class Collator:
         starts = np.cumsum((0, *map(len, examples[:-1])))
         supervised = [self._find_supervised(example) for example in examples]
         predicted = np.concatenate([tokens + start for tokens, start in zip(supervised, starts, strict=True)])
+        inputs |= _segment_bounds([len(example) for example in examples])
         inputs |= {"logits_to_keep": torch.from_numpy(predicted - 1), "use_cache": False}
         return Row(inputs, _supervision(examples, supervised), _spans(examples, supervised))
 
@@ -138,6 +139,14 @@ class Collator:
 
 
 _BY_IMAGE = ("pixel_values", "image_grid_thw")
+
+
+def _segment_bounds(lengths: Sequence[int]) -> dict[str, Any]:
+    """Return where the segments of a row begin and end. Flash attention and linear attention read it; otherwise
+    flash attention would compute it from the positions in every layer."""
+    bounds = torch.tensor([0, *np.cumsum(lengths)], dtype=torch.int32)
+    longest = max(lengths)
+    return {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds, "max_length_q": longest, "max_length_k": longest}
 
 
 def _supervision(examples: Sequence[Example], supervised: Sequence[np.ndarray]) -> Supervision:

@@ -210,8 +210,8 @@ def check_length(request: Request, prompt_length: int, max_length: int) -> None:
         raise DataError(
             f"{request.image.path}: the engine takes at most {max_length} tokens, but the prompt alone has "
             f"{prompt_length}",
-            "raise global_max_length (and rollout_matching.vllm.max_model_len, if it is set), or use a smaller "
-            "image",
+            "raise global_max_length (and rollout_matching.vllm.max_model_len, if it is set), or let images be "
+            "scaled down with model.max_pixels",
         )
 
 
@@ -227,7 +227,7 @@ def check_prompt(image: str, engine_ids: Sequence[int], learner_ids: Sequence[in
         f"{image}: the engine's prompt ({len(engine_ids)} tokens) is not the one that is trained on "
         f"({len(learner_ids)}); they differ from token {start} on: {actual} where {expected} should be",
         "the record's width and height must be those of the image (run `coordexp data doctor`), and the engine "
-        "must use the same processor",
+        "must use the same processor, with the same model.max_pixels and model.min_pixels",
     )
 
 

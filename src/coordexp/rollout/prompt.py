@@ -4,6 +4,7 @@ The model's own processor decides both, so training, evaluation and generation c
 resized or how many tokens it has.
 """
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
@@ -24,13 +25,13 @@ class PromptBuilder:
         content = [{"type": "image"}, {"type": "text", "text": question}]
         messages = [{"role": "user", "content": content}]
         self.processor, self.question = processor, question
-        self.text = str(processor.apply_chat_template(messages, add_generation_prompt=True, tokenize=False))
+        self.text = chat_text(processor, messages)
         self._ids: list[int] = processor.tokenizer(self.text, add_special_tokens=False)["input_ids"]
         image_token = processor.tokenizer.convert_tokens_to_ids(processor.image_token)
         if self._ids.count(image_token) != 1:
             raise UserError(
                 f"the chat template writes {self._ids.count(image_token)} image tokens for one image",
-                "use a processor whose template writes one, as Qwen3-VL's does",
+                "use a processor whose template writes one, as those of Qwen do",
             )
         self.image_token = image_token
         self._image_at = self._ids.index(image_token)
@@ -44,6 +45,46 @@ class PromptBuilder:
         """Return the patches of an image and their grid, in the form that the model takes."""
         inputs = self.processor.image_processor(images=[open_image(path, size)], return_tensors="pt")
         return inputs["pixel_values"], inputs["image_grid_thw"]
+
+
+def load_processor(folder: Path, limits: Mapping[str, int] | None = None) -> Any:
+    """Load the processor of a model folder. `limits` replace its limits on the pixels of an image
+    (`Model.image_limits`); a checkpoint that is saved with this processor then has them too."""
+    from transformers import AutoProcessor
+
+    processor = AutoProcessor.from_pretrained(folder)
+    if not limits:
+        return processor
+    images = processor.image_processor
+    size = read_image_size(processor)
+    if unknown := sorted(limits.keys() - size.keys()):
+        raise UserError(
+            f"{folder}: its image processor has no {unknown[0]}, so the pixels of an image cannot be limited",
+            "leave model.max_pixels and model.min_pixels out",
+        )
+    size |= limits
+    least, most = size["shortest_edge"], size["longest_edge"]
+    unit = (images.patch_size * images.merge_size) ** 2
+    if most < max(unit, least):
+        other = f"model.min_pixels {least}" if least > unit else f"the {unit} pixels of one image token"
+        fix = "raise model.max_pixels" + (", or set a lower model.min_pixels" if least > unit else "")
+        raise UserError(f"{folder}: model.max_pixels {most} is less than {other}", fix)
+    images.size = type(images.size)(**size)
+    return processor
+
+
+def read_image_size(processor: Any) -> dict[str, int]:
+    """Return a processor's limits on the pixels of an image: `shortest_edge` and `longest_edge`, as it calls the
+    smallest and the largest number."""
+    return dict(processor.image_processor.size)
+
+
+def chat_text(processor: Any, messages: Sequence[Any]) -> str:
+    """Return a conversation as the model's own template writes it, up to where the answer begins. A template that
+    would let the model think first, as that of Qwen3.5, is told not to."""
+    options = {"enable_thinking": False} if "enable_thinking" in str(processor.chat_template) else {}
+    text = processor.apply_chat_template(messages, add_generation_prompt=True, tokenize=False, **options)
+    return str(text)
 
 
 def image_tokens(processor: Any, width: int, height: int, image: str | Path) -> int:

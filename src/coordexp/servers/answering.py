@@ -22,7 +22,7 @@ from coordexp.data.images import MOST_PIXELS, open_image_file, size_problem, upr
 from coordexp.errors import DataError, explain
 from coordexp.files import is_encodable
 from coordexp.rollout.guard import cut_at_end, guard_arguments, key_pattern_for
-from coordexp.rollout.prompt import UNUSABLE, image_tokens, read_image
+from coordexp.rollout.prompt import UNUSABLE, chat_text, image_tokens, read_image
 from coordexp.servers.engine import ServedEngine
 from coordexp.servers.protocol import (
     ENGINE_FAULT,
@@ -274,7 +274,7 @@ class Answering:
     def _read(self, request: InferRequest) -> tuple[str, RequestImage | None]:
         """Return the text of the prompt, and its image. Raise a Refusal if the image cannot be used."""
         conversation, sources = split_request(request)
-        text = self.processor.apply_chat_template(conversation, add_generation_prompt=True, tokenize=False)
+        text = chat_text(self.processor, conversation)
         if not sources:
             return text, None
         image = self.images.open(sources[0], request.learner_fields.size)

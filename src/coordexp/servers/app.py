@@ -11,9 +11,9 @@ import json
 import os
 import secrets
 import socket
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
 from typing import Any, TypeVar
@@ -28,6 +28,7 @@ from starlette.exceptions import HTTPException
 
 from coordexp.config.rollout import TOKEN, RolloutMatching
 from coordexp.engine.start import EngineSetup, check_guard_class
+from coordexp.rollout.prompt import load_processor, read_image_size
 from coordexp.servers.answering import AllowedImages, Answering, Item
 from coordexp.servers.connections import (
     MOST_BYTES,
@@ -345,29 +346,36 @@ async def _handle_invalid_body(_: Request, error: Exception) -> Response:
 
 @dataclass(frozen=True)
 class Serving:
-    """The server to run: a model folder and its settings, the socket to listen on, and the folders that images may
-    be read from."""
+    """The server to run: a model folder and its settings, the socket to listen on, the folders that images may be
+    read from, and the limits on their pixels that replace those of the model folder."""
 
     folder: Path
     dtype: str
     settings: RolloutMatching
     listening: socket.socket
     images: tuple[Path, ...]
+    image_limits: Mapping[str, int] = field(default_factory=dict)
 
 
 def serve(serving: Serving, announce: Callable[[int], None]) -> None:
     """Run the server. Call `announce` with the engine's world size once the server accepts requests. Raise
     EngineError if the server cannot start, and Refusal if its engine ends or hangs."""
-    from transformers import AutoProcessor
-
     raise_file_limit()
     guard = serving.settings.repeat_terminate
     if guard.enabled:
         check_guard_class()
     table = VocabularyTable.from_folder(serving.folder)
-    processor = AutoProcessor.from_pretrained(serving.folder)
+    processor = load_processor(serving.folder, serving.image_limits)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    setup = EngineSetup(serving.folder, serving.dtype, serving.settings, table, device)
+    setup = EngineSetup(
+        serving.folder,
+        serving.dtype,
+        serving.settings,
+        table,
+        device,
+        image_size=read_image_size(processor),
+        has_image_limits=bool(serving.image_limits),
+    )
     check_devices(setup, torch.cuda.device_count())
     with closing(ServedEngine(setup)) as engine:
         app = RolloutApp(
@@ -430,7 +438,7 @@ def _describe(setup: EngineSetup, max_model_len: int) -> ServerVersion:
         release=metadata.version("coordexp"),
         protocol=PROTOCOL,
         boot=secrets.token_hex(8),
-        model=model_fingerprint(setup.folder),
+        model=model_fingerprint(setup.folder, setup.image_size),
         dtype=setup.dtype,
         world_size=setup.world_size,
         max_model_len=max_model_len,

@@ -22,6 +22,7 @@ import httpx
 
 from coordexp.config.rollout import TOKEN, RepeatTerminate, ServerEndpoint
 from coordexp.errors import EngineError
+from coordexp.families import STOP_TOKENS
 from coordexp.rollout.backend import Request, Rollout, common_decode
 from coordexp.rollout.guard import cut_at_end
 from coordexp.servers.protocol import (
@@ -45,7 +46,6 @@ from coordexp.servers.protocol import (
 )
 from coordexp.tasks import Task
 from coordexp.vocab import VocabularyTable
-from coordexp.vocab.table import STOP_TOKENS
 
 LARGEST = 2**30  # bytes of a response
 ALTERNATIVES = "set rollout_matching.vllm.mode: colocate, or rollout_matching.rollout_backend: hf"

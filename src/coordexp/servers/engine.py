@@ -12,6 +12,7 @@ from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+from coordexp.config.rollout import ENGINE_STEP_TOKENS
 from coordexp.engine.start import (
     OWNER,
     EngineSetup,
@@ -43,6 +44,7 @@ class ServedEngine:
             from vllm import AsyncEngineArgs
             from vllm.v1.engine.async_llm import AsyncLLM
 
+            arguments = batch_arguments(setup) | arguments
             arguments |= lora_arguments(setup.settings.vllm) | replica_arguments(setup)
             self.vllm: Any = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
         self.takes_adapters = setup.settings.vllm.enable_lora
@@ -270,6 +272,18 @@ def check_devices(setup: EngineSetup, gpus: int) -> None:
             f"give it {setup.world_size} GPUs (CUDA_VISIBLE_DEVICES, or `coordexp launch --server-gpus`), or "
             "lower data_parallel_size",
         )
+
+
+def batch_arguments(setup: EngineSetup) -> dict[str, Any]:
+    """Return vLLM's argument for the tokens of one step, if the settings leave it open.
+
+    vLLM chooses a default by the entry point that starts the engine. It knows its own server and its `LLM` class,
+    and otherwise takes 2048 tokens: the prompts of two images of a megapixel."""
+    if setup.device.type != "cuda":
+        return {}
+    most_at_once = setup.settings.decode_batch_size * setup.size
+    longest = setup.settings.vllm.max_model_len or ENGINE_STEP_TOKENS
+    return {"max_num_batched_tokens": max(most_at_once, min(ENGINE_STEP_TOKENS, most_at_once * longest))}
 
 
 def replica_arguments(setup: EngineSetup) -> dict[str, Any]:

@@ -188,10 +188,10 @@ def examine_server(client: ServerClient, learner: EngineSetup, devices: Sequence
 
 def _check_version(server: str, version: ServerVersion, learner: EngineSetup, devices: Sequence[str]) -> None:
     """Raise EngineError unless the server has the learner's model, dtype, length and guard, on other devices."""
-    if difference := model_difference(model_fingerprint(learner.folder), version.model):
+    if difference := model_difference(model_fingerprint(learner.folder, learner.image_size), version.model):
         raise EngineError(
             f"{server}: it serves another model than {learner.folder}: {difference}",
-            f"{SAME_CONFIG} (model.path)",
+            f"{SAME_CONFIG} (model.path, max_pixels and min_pixels)",
         )
     if version.dtype != learner.dtype:
         raise EngineError(

@@ -29,9 +29,9 @@ from typing_extensions import TypedDict
 
 from coordexp.config.rollout import TOKEN as TOKEN
 from coordexp.errors import EngineError, UserError
+from coordexp.families import STOP_TOKENS
 from coordexp.files import is_encodable
 from coordexp.vocab import COORD_TOKENS
-from coordexp.vocab.table import STOP_TOKENS
 
 SERVER, PROTOCOL = "coordexp", 2
 IMAGE = "<image>"  # stands for the image in the text of a message
@@ -375,11 +375,12 @@ def read_version(body: bytes, server: str) -> ServerVersion:
 # The model that both ends must have
 
 
-def model_fingerprint(folder: Path | str) -> dict[str, Any]:
-    """Return what two processes that use the same model must agree on, by name: its config, and the ids of the
-    tokens that answers consist of."""
+def model_fingerprint(folder: Path | str, image_size: Mapping[str, int] | None = None) -> dict[str, Any]:
+    """Return what two processes that use the same model must agree on, by name: its config, the limits on the
+    pixels of an image, and the ids of the tokens that answers consist of."""
     folder = Path(folder)
     facts = dict(_leaves(json.loads((folder / "config.json").read_text()), "config"))
+    facts |= {f"image_size.{name}": pixels for name, pixels in (image_size or {}).items()}
     return facts | _token_facts(folder / "tokenizer.json")
 
 

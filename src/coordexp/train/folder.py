@@ -101,8 +101,8 @@ def describe_rollouts(settings: Settings, backend: RolloutBackend) -> dict[str, 
     """Return the facts about rollouts for `run.json`. Facts that only the servers know are added after the first
     sync."""
     rollout = settings.rollout_matching
-    facts: dict[str, Any] = {"backend": rollout.rollout_backend, "decode_mode": Decode.of(rollout).mode}
-    if rollout.rollout_backend == "vllm":
+    facts: dict[str, Any] = {"backend": settings.backend, "decode_mode": Decode.of(rollout).mode}
+    if settings.backend == "vllm":
         facts |= {"mode": rollout.vllm.mode, "tensor_parallel_size": rollout.vllm.tensor_parallel_size}
         facts |= backend.describe()
     return facts

@@ -24,7 +24,8 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.other import AuxiliaryTrainingWrapper, TrainableTokensWrapper
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.nn import Module, Parameter
+from torch.nn import Embedding, Module, Parameter
+from torch.nn.functional import embedding, linear
 from transformers import AutoProcessor, TrainingArguments
 
 from coordexp.config import Settings
@@ -32,7 +33,8 @@ from coordexp.config.rollout import Offload
 from coordexp.config.settings import Adapter
 from coordexp.data import BINS
 from coordexp.errors import UserError
-from coordexp.families import load_model
+from coordexp.families import load_model, to_checkpoint_weights
+from coordexp.objective import SplittingHead
 from coordexp.pack.attention import attention_for
 from coordexp.ranks import is_sharded
 from coordexp.rollout.backend import AdapterWeights
@@ -42,12 +44,14 @@ from coordexp.train.offload import OffloadedStorages, offload_learner
 @dataclass
 class Learner:
     """Made before the rollout backend and the trainer, which both refer to it. `base` is the checkpoint's model,
-    inside peft's wrapper if there is an adapter. accelerate wraps model and optimizer when training begins; the
-    trainer then sets them here. `dtype` is the one that engines and checkpoints' users get, `precision` the one
-    that forward passes compute in. `offload_folder` is where a learner on the CPU is offloaded to."""
+    inside peft's wrapper if there is an adapter, and `head` is its vocabulary projection. accelerate wraps model
+    and optimizer when training begins; the trainer then sets them here. `dtype` is the one that engines and
+    checkpoints' users get, `precision` the one that forward passes compute in. `offload_folder` is where a
+    learner on the CPU is offloaded to."""
 
     base: Any
     model: Any
+    head: SplittingHead
     device: torch.device
     dtype: str
     precision: str
@@ -66,9 +70,11 @@ class Learner:
             dtype=getattr(torch, dtype),
             attn_implementation=attention_for(arguments.device, precision),
         )
+        model = with_adapter(base, adapter, first_coord)
         return cls(
             base=base,
-            model=with_adapter(base, adapter, first_coord),
+            model=model,
+            head=SplittingHead(base),
             device=arguments.device,
             dtype=settings.model.dtype,
             precision=precision,
@@ -100,11 +106,16 @@ _UNNAMED = ("_orig_mod", "_checkpoint_wrapped_module")
 
 
 def learner_weights(model: Any) -> Iterator[tuple[str, Tensor]]:
-    """Yield the names and values of all weights, in the order of the modules. A weight that two modules share
-    comes once, under the name of the first."""
+    """Yield the names and values of all weights as in a checkpoint, in the order of the modules. A weight that two
+    modules share comes once, under the name of the first."""
     is_sharded(model)  # raises if the weights cannot be gathered
     model = extract_model_from_parallel(model, keep_torch_compile=False)
-    return _weights(model.get_base_model() if isinstance(model, PeftModel) else model, "", {})
+    base = model.get_base_model() if isinstance(model, PeftModel) else model
+    return (
+        converted
+        for name, weight in _weights(base, "", {})
+        for converted in to_checkpoint_weights(base, name, weight).items()
+    )
 
 
 def _weights(module: Module, prefix: str, names: dict[Parameter, str]) -> Iterator[tuple[str, Tensor]]:
@@ -190,7 +201,31 @@ def with_adapter(model: Any, adapter: Adapter | None, first_coord: int) -> Any:
         trainable_token_indices=_coord_rows(model, first_coord) if adapter.train_coord_rows else None,
         task_type="CAUSAL_LM",
     )
-    return get_peft_model(model, config)
+    adapted = get_peft_model(model, config)
+    for module in adapted.modules():
+        if isinstance(module, TrainableTokensLayer):
+            module.__class__ = CoordRows
+    return adapted
+
+
+class CoordRows(TrainableTokensLayer):
+    """The trained rows of the coordinate tokens, which replace those of an embedding or a vocabulary projection.
+
+    peft's own layer makes a copy of the whole weight in every forward pass, and a gradient of the same size. This
+    one looks up or projects the rows by themselves. They are neighbours, and there is one adapter."""
+
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        if self.disable_adapters or self.merged:
+            return super().forward(x, *args, **kwargs)
+        base, (adapter,) = self.get_base_layer(), self.active_adapters
+        first, rows = self.token_indices[adapter][0], self.trainable_tokens_delta[adapter].to(base.weight.dtype)
+        result: Tensor = base(x, *args, **kwargs)
+        if isinstance(base, Embedding):
+            is_coord = (x >= first) & (x < first + BINS)
+            own = embedding((x - first).clamp(0, BINS - 1), rows)
+            return torch.where(is_coord[..., None], own, result)
+        result[..., first : first + BINS] = linear(x, rows)
+        return result
 
 
 def _coord_rows(model: Any, first_coord: int) -> dict[str, list[int]]:

@@ -24,7 +24,7 @@ from coordexp.config.rollout import DecodeMode
 from coordexp.correction import Choice, Correction, Reason
 from coordexp.data import TrueObject
 from coordexp.dumps import DumpWriter
-from coordexp.objective import Objective, split_vocabulary
+from coordexp.objective import Objective, Split
 from coordexp.pack import RowReport
 from coordexp.pack.collate import ExampleSpan, Row, Supervision
 from coordexp.ranks import sum_over_ranks
@@ -177,33 +177,33 @@ class TraceWriter:
     objective: Objective
     dumps: DumpWriter
 
-    def __call__(self, row: Row, logits: Tensor, step: int) -> None:
-        """`logits` are of the row's supervised positions, and `step` is the optimizer step, numbered from 1, as in
-        the log."""
+    @torch.no_grad()
+    def __call__(self, row: Row, split: Split, step: int) -> None:
+        """`split` is that of the row's supervised positions, and `step` is the optimizer step, numbered from 1, as
+        in the log."""
         for span in row.spans:
             if span.id is not None and (place := self.dumps.find(span.id)) is not None:
-                values = trace(self.objective, span, logits[span.positions], row.supervision.at(span.positions))
+                values = trace(self.objective, span, split.at(span.positions), row.supervision.at(span.positions))
                 self.dumps.add_trace(span.id, place, step, values)
 
 
 @torch.no_grad()
-def trace(objective: Objective, span: ExampleSpan, logits: Tensor, supervision: Supervision) -> dict[str, Any]:
+def trace(objective: Objective, span: ExampleSpan, split: Split, supervision: Supervision) -> dict[str, Any]:
     """Return the loss of one example alone, and the model's probabilities at each supervised token, as plain JSON
-    values: None where a logit is not finite. The loss is computed as in training, with broken logits clamped."""
-    measures = objective.measure(logits, supervision)
+    values: None where a logit is broken. The loss is computed as in training, with broken logits clamped."""
+    measures = objective.measure(split, supervision)
     shares = objective.shares(measures, span.counts)
-    split = split_vocabulary(logits, supervision.ids, objective.first_coord)
-    largest = logits.amax(-1) if len(logits) else logits.new_zeros(0)  # NaN if any logit of the position is
-    target = logits.gather(1, supervision.ids[:, None])[:, 0]
-    is_coord = ~supervision.coord_targets.isnan() & largest.isfinite()
-    bins = split.coord[is_coord].softmax(-1).cpu().numpy()
+    whole = split(1.0)
+    is_intact = whole.broken == 0
+    is_coord = ~supervision.coord_targets.isnan() & is_intact
+    bins = whole.coord[is_coord].softmax(-1).cpu().numpy()
     coord_tokens = span.tokens[is_coord.cpu().numpy()].tolist()
     return {
         "loss": _round(float(objective.loss(measures, span.counts)), digits=8),
         "terms": {name: _round(float(share), digits=8) for name, share in shares.items()},
         "where": span.tokens.tolist(),
-        "nll": _round_where(largest.isfinite() & target.isfinite(), split.cross_entropy()),
-        "mass": _round_where(largest.isfinite(), split.coord_mass()),
+        "nll": _round_where(is_intact, whole.cross_entropy()),
+        "mass": _round_where(is_intact, whole.coord_mass()),
         "bins": {str(token): to_runs(p) for token, p in zip(coord_tokens, bins, strict=True)},
     }
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import distributed as dist
-from transformers import AutoProcessor, PrinterCallback, TrainingArguments
+from transformers import PrinterCallback, TrainingArguments
 from transformers.integrations import TensorBoardCallback
 from transformers.trainer_utils import set_seed
 
@@ -34,7 +34,7 @@ from coordexp.pack.collate import Collator
 from coordexp.ranks import gather_texts, together
 from coordexp.rollout.backend import PROBED_IMAGES, RolloutBackend
 from coordexp.rollout.hugging_face import HuggingFaceBackend
-from coordexp.rollout.prompt import PromptBuilder
+from coordexp.rollout.prompt import PromptBuilder, load_processor, read_image_size
 from coordexp.tasks import ignore
 from coordexp.train.callbacks import Bar, FillWarning, FirstSync, MetricsFile, TensorBoard, say
 from coordexp.train.checkpoints import checkpoints, is_finished, newest_intact, step_of
@@ -154,7 +154,9 @@ def _begin_folder(
     """On rank 0, write what is run to the run folder, and drop the metrics and dumps that the run will repeat."""
     if not trainer.is_world_process_zero():
         return
-    rollouts = describe_rollouts(loaded.settings, trainer.backend) if loaded.settings.uses_rollouts else None
+    settings = loaded.settings
+    asks_engine = settings.uses_rollouts or settings.backend == "vllm"
+    rollouts = describe_rollouts(settings, trainer.backend) if asks_engine else None
     write_run_folder(folder, loaded, data, trainer.objective.manifest(), rollouts)
     metrics_file.begin(step)
     remove_from_step(folder / FOLDER, step)
@@ -205,7 +207,7 @@ def _make_trainer(
 ) -> RowTrainer:
     contract = settings.rollout_matching_cfg
     table = VocabularyTable.from_folder(Path(settings.model.path))
-    processor = AutoProcessor.from_pretrained(Path(settings.model.path))
+    processor = load_processor(Path(settings.model.path), settings.model.image_limits)
     prompts = PromptBuilder(processor, settings.custom.prompt)
     training_set = TrainingSet(train, prompts, table, settings.custom.object_field_order, contract)
     learner = Learner.load(settings, arguments, table.first_coord)
@@ -339,6 +341,9 @@ def _identity(settings: Settings, records: RecordFile) -> dict[str, Any]:
         "prompt": settings.custom.prompt,
         "object_field_order": settings.custom.object_field_order,
         "channels": sorted(settings.channels),
+        # Checkpoints of earlier releases lack these keys, which counts as None.
+        "model.max_pixels": settings.model.max_pixels,
+        "model.min_pixels": settings.model.min_pixels,
     }
     if "B" in settings.channels:
         rollout = settings.rollout_matching.model_dump(mode="json")
@@ -392,19 +397,25 @@ def _choose_checkpoint(folder: Path, resume: bool) -> Path | None:
 def backend_for(
     settings: Settings, arguments: TrainingArguments, training_set: TrainingSet, learner: Learner
 ) -> RolloutBackend:
-    """Return the backend that the settings name. In a run without rollouts only evaluation needs one, and the
-    learner answers with transformers."""
+    """Return the backend that the settings name. In a run without rollouts only evaluation needs one."""
     rollout, prompts, table = settings.rollout_matching_cfg, training_set.prompts, training_set.table
     own = HuggingFaceBackend(learner.current_model, prompts, table, rollout.decode_batch_size)
-    if not settings.uses_rollouts or rollout.rollout_backend == "hf":
+    if settings.backend == "hf":
         return own
     added = find_extensions("rollout_backends", taken=frozenset(BACKENDS))
-    if rollout.rollout_backend in added:
-        backend: RolloutBackend = load_extension(added[rollout.rollout_backend])(settings, training_set, learner)
+    if settings.backend in added:
+        backend: RolloutBackend = load_extension(added[settings.backend])(settings, training_set, learner)
         return backend
     folder, rank = Path(arguments.output_dir), arguments.process_index
     setup = EngineSetup(
-        Path(settings.model.path), learner.dtype, rollout, table, learner.device, learner.precision
+        Path(settings.model.path),
+        learner.dtype,
+        rollout,
+        table,
+        learner.device,
+        learner.precision,
+        image_size=read_image_size(prompts.processor),
+        has_image_limits=bool(settings.model.image_limits),
     )
     adapter = learner.adapter_weights if learner.has_plain_adapter else None
     notify = say if rank == 0 else ignore

@@ -31,8 +31,9 @@ from torch import Tensor
 from transformers import Trainer
 
 from coordexp.config import RolloutContract
+from coordexp.families import load_model
 from coordexp.files import write_whole
-from coordexp.objective import LossTally, Objective, reduce_counts
+from coordexp.objective import LossTally, Objective, Split, reduce_counts
 from coordexp.objective.pipeline import gradient_scale
 from coordexp.pack import Example, PackingError, split_in_order
 from coordexp.pack.collate import Collator, Row, kind_counts
@@ -58,8 +59,8 @@ from coordexp.train.stream import RowStream
 PROMPT_FILE = "coordexp.json"  # in every checkpoint: how to prompt the model
 T = TypeVar("T")
 Evaluation = Callable[[int], dict[str, float]]
-# Gets a row, the logits of its supervised positions, and the optimizer step, numbered from 1, as in the log.
-Trace = Callable[[Row, Tensor, int], None]
+# Gets a row, the split logits of its supervised positions, and the optimizer step, numbered from 1, as in the log.
+Trace = Callable[[Row, Split, int], None]
 
 
 class RowTrainer(Trainer):
@@ -159,11 +160,13 @@ class RowTrainer(Trainer):
         """Return the share that a row has in the loss of the optimizer step. `num_items_in_batch` is not a number
         here, but a vector: the tokens of the whole step on all ranks, counted by `TokenKind`."""
         assert num_items_in_batch is not None
-        logits = model(**inputs.inputs).logits[0]
-        measures = self.objective.measure(logits, inputs.supervision)
+        request = self.objective.request_split(inputs.supervision)
+        with self.learner.head.splitting(request):
+            split = Split(model(**inputs.inputs).logits[0], request.temperatures)
+        measures = self.objective.measure(split, inputs.supervision)
         self.tally.add(measures, num_items_in_batch)
         if self.trace is not None:
-            self.trace(inputs, logits.detach(), self.state.global_step + 1)
+            self.trace(inputs, split, self.state.global_step + 1)
         return self.objective.loss(measures, num_items_in_batch) * gradient_scale()
 
     def get_train_dataloader(self) -> Iterable[None]:
@@ -321,11 +324,16 @@ class RowTrainer(Trainer):
         if self.is_world_process_zero():
             say(f"step {step}: no checkpoint is saved, because the logits of this step were broken")
 
-    def _issue_warnings_after_load(self, load_result: Any) -> None:
-        """Warn of missing weights, except tied ones, which are saved under one name only."""
-        tied = self.accelerator.unwrap_model(self.model).all_tied_weights_keys
-        missing = [name for name in load_result.missing_keys if name not in tied]
-        super()._issue_warnings_after_load(load_result._replace(missing_keys=missing))
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        """Load the weights of a checkpoint to continue from. transformers would load whole weights under the names
+        and in the layout of the file, which are not those in memory for every family. An adapter alone has no
+        config.json."""
+        folder = Path(resume_from_checkpoint)
+        if self.is_fsdp_enabled or not (folder / "config.json").is_file():
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+        else:
+            saved = load_model(folder, dtype=self.learner.base.dtype)
+            self.learner.base.load_state_dict(saved.state_dict())
 
     def floating_point_ops(self, inputs: tuple[Example, ...]) -> int:
         """Return the usual estimate: six operations per parameter and token."""

@@ -1,4 +1,4 @@
-"""Adds the 1,000 coordinate tokens to a Qwen3-VL checkpoint: to its tokenizer, embeddings and config.
+"""Adds the 1,000 coordinate tokens to a checkpoint: to its tokenizer, embeddings and config.
 
 It works on the files, shard by shard. Only shards with an embedding or the output head are loaded, so the memory
 of the largest shard is enough for a model of any size. All other files are copied. New rows are the mean of the
@@ -89,9 +89,7 @@ def _shards(source: Path) -> list[Path]:
             f"{source} has no *.safetensors", "save the model with safetensors; pickles are not read"
         )
     if not any(_expandable_weights(shard) for shard in shards):
-        raise VocabularyError(
-            f"{source} has no weight named ...{EMBEDDING}", "give the folder of a whole Qwen3-VL model"
-        )
+        raise VocabularyError(f"{source} has no weight named ...{EMBEDDING}", "give the folder of a whole model")
     return shards
 
 
@@ -165,7 +163,7 @@ def _rows(config: dict[str, Any], source: Path) -> int:
     text = config.get("text_config", config)
     if "vocab_size" not in text:
         problem = f"{source / 'config.json'} has no vocab_size"
-        raise VocabularyError(problem, "give the folder of a Qwen3-VL model")
+        raise VocabularyError(problem, "give the folder of a vision-language model")
     return int(text["vocab_size"])
 
 

@@ -17,17 +17,16 @@ from tokenizers import Tokenizer
 
 from coordexp.data import BINS
 from coordexp.errors import DataError, explain
+from coordexp.families import PLACEHOLDER_TOKENS, STOP_TOKENS
 
 COORD_TOKENS = tuple(f"<|coord_{bin}|>" for bin in range(BINS))
-STOP_TOKENS = ("<|im_end|>", "<|endoftext|>")
-PLACEHOLDER_TOKENS = ("<|vision_start|>", "<|vision_end|>", "<|vision_pad|>", "<|image_pad|>", "<|video_pad|>")
 
 COORD_BASE = 0x1000
 STOP = "\u2000"
 PLACEHOLDER = "\u2001"
 UNKNOWN = "\u2002"
 
-USE_QWEN = "use the tokenizer of a Qwen3-VL model"
+USE_QWEN = "use the tokenizer of a Qwen model"
 
 MOST_RUNS = 50_000  # remembered by `encode`
 
@@ -66,9 +65,9 @@ class VocabularyTable:
             for name in names:
                 if (id := tokenizer.token_to_id(name)) is not None:
                     symbols[id] = symbol
-        end_of_turn = tokenizer.token_to_id("<|im_end|>")
+        end_of_turn = tokenizer.token_to_id(STOP_TOKENS[0])
         if end_of_turn is None:
-            raise VocabularyError(f"{source}: the token <|im_end|>, which ends a turn, is missing", USE_QWEN)
+            raise VocabularyError(f"{source}: the token {STOP_TOKENS[0]}, which ends a turn, is missing", USE_QWEN)
         special = [token.content for token in tokenizer.get_added_tokens_decoder().values() if token.special]
         reserved = sorted({*COORD_TOKENS, *STOP_TOKENS, *PLACEHOLDER_TOKENS, *special}, key=len, reverse=True)
         ids = {piece: id for id, piece in enumerate(pieces) if len(piece) == 1}

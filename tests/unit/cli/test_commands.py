@@ -57,11 +57,11 @@ def test_check_of_a_sound_config_shows_each_value_with_its_origin():
     assert rows["dtype: bfloat16"] == "configs/base.yaml:3"
     assert rows["decode_batch_size: 4"].startswith("configs/stage2.yaml:")
     assert rows["gpu_memory_utilization: 0.45"].startswith("configs/stage2-colocate.yaml:")
-    assert rows["tensor_parallel_size: 2"] == "derived: common divisor of 4 and the learner world size 2"
+    assert rows["max_model_len: 16000"] == "derived: from global_max_length"
     assert rows["fp_cost: 1.0"] == "default"
     assert "adam_beta1" not in result.stdout
     assert result.stdout.endswith("configs/stage2-colocate.yaml: sound\n")
-    assert "--world-size N" in run("check", "--config", "configs/stage2-colocate.yaml").stdout
+    assert "--world-size N" in run("check", "--config", "configs/demo/stage2-vllm.yaml").stdout
     assert "adam_beta1: 0.9" in run("check", "--all", "--config", "configs/stage2-colocate.yaml").stdout
 
 
@@ -76,9 +76,11 @@ def test_check_of_a_sound_config_as_json_has_an_origin_for_every_value():
 
 
 def test_check_reads_the_world_size_that_torchrun_sets():
-    result = run("check", "--json", "--config", "configs/stage2-colocate.yaml", env={"WORLD_SIZE": "8"})
-    settings = json.loads(result.stdout)["details"]["settings"]
-    assert settings["rollout_matching"]["vllm"]["tensor_parallel_size"] == 4
+    result = run("check", "--json", "--config", "configs/demo/stage2-vllm.yaml", env={"WORLD_SIZE": "8"})
+    details = json.loads(result.stdout)["details"]
+    assert details["settings"]["rollout_matching"]["vllm"]["tensor_parallel_size"] == 4
+    origin = details["origins"]["rollout_matching.vllm.tensor_parallel_size"]
+    assert origin == "derived: common divisor of 4 and the learner world size 8"
 
 
 def test_check_takes_the_world_sizes_of_the_servers():

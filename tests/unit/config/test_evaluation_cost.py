@@ -22,12 +22,32 @@ def test_a_hint_says_what_to_change_if_images_are_answered_one_at_a_time():
     assert "rollout_matching.decode_batch_size" in hint and "custom.eval_samples" in hint
 
 
-def test_the_line_of_stage_1_says_that_vllm_does_not_answer():
-    tree = stage1(**EVALUATES, rollout_matching={"decode_batch_size": 16, "max_new_tokens": 512})
+@pytest.mark.parametrize(
+    ("backend", "words"),
+    [("hf", "transformers (stage1.eval_backend: vllm would use vLLM)"), ("vllm", "vLLM")],
+)
+def test_the_line_of_stage_1_says_what_answers(backend, words):
+    rollout = {"decode_batch_size": 16, "max_new_tokens": 512}
+    tree = stage1(**EVALUATES, stage1__eval_backend=backend, rollout_matching=rollout)
     assert describe(tree) == (
         "evaluation: 5,000 images, 16 at a time on each device, up to 512 tokens each, every 200 steps, answered "
-        "with transformers (rollout_backend: vllm has no effect in stage1_sft)"
+        f"with {words}"
     )
+
+
+def test_only_an_evaluation_in_stage_1_starts_the_engine_of_its_eval_backend():
+    vllm = {"stage1__eval_backend": "vllm"}
+    assert load(stage1(**EVALUATES, **vllm)).settings.backend == "vllm"
+    for tree, problem in (
+        (stage1(**vllm), "not used: no evaluation is configured"),
+        (
+            stage2(rollout_matching__rollout_backend="hf", **EVALUATES, **vllm),
+            "evaluates with its rollout_backend",
+        ),
+    ):
+        loaded = load(tree)
+        assert loaded.settings.backend == "hf"
+        assert any(note.subject == "stage1.eval_backend" and problem in note.problem for note in loaded.notes)
 
 
 @pytest.mark.parametrize(

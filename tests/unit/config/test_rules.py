@@ -310,6 +310,19 @@ def test_rules_on_world_sizes_are_skipped_while_the_sizes_are_unknown():
     ("tree", "path"),
     [
         (rollout(vllm={"max_model_len": 1024}), "rollout_matching.vllm.max_model_len"),
+        (
+            rollout(decode_batch_size=8, vllm={"engine_args": {"max_num_batched_tokens": 7}}),
+            "rollout_matching.vllm.engine_args.max_num_batched_tokens",
+        ),
+        (
+            rollout(vllm={"engine_args": {"quantization": "fp8"}}),
+            "rollout_matching.vllm.engine_args.quantization",
+        ),
+        (server_mode(rollout_matching__vllm__sleep=True), "rollout_matching.vllm.sleep"),
+        (
+            apply_changes(rollout(vllm={"sleep": True}), training__use_cpu=True),
+            "rollout_matching.vllm.sleep",
+        ),
         (rollout(vllm={"max_model_len": 99999}), "rollout_matching.vllm.max_model_len"),
         (
             apply_changes(

@@ -94,3 +94,16 @@ def test_without_gpus_a_note_says_that_no_colocated_engine_is_checked():
 def test_the_modules_that_decide_import_no_torch():
     code = "import coordexp.doctor.outcome, coordexp.doctor.machine, sys; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_every_examination_names_a_larger_one():
+    machines = [
+        choose_cpu(),
+        choose_gpus([0], None, None, quick=False),
+        choose_gpus([0, 1], None, None, quick=False),
+        choose_gpus([0, 1, 2], "0,1", "2", quick=False),
+    ]
+    tests = [machine.next_test for machine in machines]
+    assert len(set(tests)) == len(tests)
+    assert "with two GPUs" in tests[1] and "--server-gpus 0,1 --train-gpus 2" in tests[2]
+    assert [len(machine.training_gpus) for machine in machines] == [0, 1, 2, 3]

@@ -1,6 +1,7 @@
 """Outcomes that follow from answers and times alone, and that answers show which weights were not sent."""
 
 import copy
+import math
 
 import pytest
 
@@ -10,6 +11,7 @@ from coordexp.doctor.outcome import (
     judge_detection,
     judge_guard,
     judge_health,
+    judge_losses,
     judge_parity,
 )
 from coordexp.rollout.backend import Rollout
@@ -88,3 +90,12 @@ def test_the_answers_of_the_tiny_model_show_which_weights_it_has(tmp_path, dtype
     assert {len(set(rollout.ids)) for rollout in learner.own.generate(learner.requests())} == {1}
     learner.restore()
     assert learner.compare(first).equal == 8
+
+
+@pytest.mark.parametrize(
+    ("losses", "state"), [((7.2, 7.1), "ok"), ((7.2,), "failed"), ((7.2, math.nan), "failed")]
+)
+def test_a_run_must_have_a_finite_loss_for_every_step(losses, state):
+    outcome = judge_losses("training", losses, 2, 12.0)
+    assert outcome.state == state
+    assert "7.200" in outcome.measured and "12 s" in outcome.measured

@@ -64,7 +64,7 @@ def test_any_other_error_is_raised_unchanged():
 
 
 def test_a_sync_that_hangs_ends_at_its_deadline_and_names_the_setting(never):
-    connection = EngineConnection(engine(FakeProcess()), device=None, timeout=0.3)
+    connection = EngineConnection(engine(FakeProcess()), device=None, timeout=0.3, memory=None)
     connection._deadline = time.monotonic() + 0.3
     began = time.monotonic()
     with pytest.raises(EngineError, match=r"took longer than 0.3 s\n.*raise rollout_matching.vllm.sync.timeout_s"):

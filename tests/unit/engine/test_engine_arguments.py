@@ -1,5 +1,6 @@
 """The arguments that vLLM engines are started with, colocated and in a server. No engine is started."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,36 @@ def arguments(transfer: str = SHARED_MEMORY, side: str = ENGINE_SIDE, **settings
 def test_an_engine_is_configured_by_rollout_matching_vllm(setting: str, value: Any) -> None:
     assert arguments(vllm={setting: value})[setting] == value
     assert arguments()[setting] != value
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("max_num_batched_tokens", 4096), ("mm_processor_cache_gb", 0.5), ("kv_cache_dtype", "fp8")],
+)
+def test_further_arguments_are_passed_on_to_vllm_only_if_they_are_set(name: str, value: Any) -> None:
+    assert arguments(vllm={"engine_args": {name: value}})[name] == value
+    assert name not in arguments()
+
+
+def test_vllm_has_no_default_for_the_tokens_of_a_step_of_an_engine_that_is_started_like_a_server() -> None:
+    """The reason for `servers.engine.batch_arguments`."""
+    from vllm import EngineArgs
+    from vllm.config import SchedulerConfig
+    from vllm.usage.usage_lib import UsageContext
+
+    tokens, _ = EngineArgs.get_batch_defaults(1)
+    assert UsageContext.ENGINE_CONTEXT not in tokens and SchedulerConfig.DEFAULT_MAX_NUM_BATCHED_TOKENS == 2048
+    assert tokens[UsageContext.LLM_CLASS] > 2048
+
+
+def test_limits_on_the_pixels_of_an_image_are_passed_on_if_they_are_not_those_of_the_folder() -> None:
+    size = {"shortest_edge": 256, "longest_edge": 4096}
+    setup = EngineSetup(Path("model"), "float32", RolloutMatching(), table("small"), torch.device("cpu"))
+    for is_set, expected in ((True, {"images_kwargs": {"size": size}}), (False, None)):
+        with starting(
+            replace(setup, image_size=size, has_image_limits=is_set), SHARED_MEMORY, ENGINE_SIDE
+        ) as given:
+            assert given["mm_processor_kwargs"] == expected
 
 
 @pytest.mark.scenario("R10.C6", "R10.S2", on="pure")

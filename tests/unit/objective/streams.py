@@ -5,7 +5,7 @@ from typing import Any
 import torch
 
 from coordexp.correction import Role
-from coordexp.objective.modules import Split
+from coordexp.objective.split import Split, SplitRequest
 from coordexp.pack.collate import Supervision
 
 FIRST = 5
@@ -54,5 +54,8 @@ def random_logits(count: int = len(MIXED.ids), *, seed: int = 0, dtype: Any = to
     return (torch.randn(count, SIZE, generator=generator, dtype=torch.float64) * 3).to(dtype)
 
 
+TEMPERATURES = (1.0, 1.5, 2.0)
+
+
 def splitter(logits: torch.Tensor, s: Supervision) -> Split:
-    return Split(logits, s, FIRST)
+    return Split.of_logits(logits, SplitRequest(s.ids, s.unlikely, FIRST, TEMPERATURES))

@@ -10,7 +10,7 @@ from coordexp.objective import LossTally, Objective
 from coordexp.objective.pipeline import BROKEN
 from coordexp.pack import Example
 from coordexp.pack.collate import Supervision, _supervision, kind_counts
-from tests.rows import DIAGNOSTICS, MATCHING, on_both_channels, settings
+from tests.rows import DIAGNOSTICS, MATCHING, measure_logits, on_both_channels, settings
 from tests.unit.config.trees import BBOX_GEO, COORD_REG, TOKEN_CE
 from tests.unit.objective.streams import FIRST, MIXED, SIZE, random_logits, supervision
 from tests.vocabularies import encode, table
@@ -24,7 +24,7 @@ def make_objective(*modules, **options):
 
 def compute_loss(objective: Objective, logits=None, s: Supervision = MIXED, counts=COUNTS):
     logits = random_logits() if logits is None else logits
-    return objective.loss(objective.measure(logits, s), counts)
+    return objective.loss(measure_logits(objective, logits, s), counts)
 
 
 @pytest.mark.scenario("R01.C1", on="pure")
@@ -41,7 +41,7 @@ def test_only_declared_terms_with_a_weight_are_computed():
         "coord_reg/w1",
         "coord_reg/coord_gate",
     ]
-    assert list(objective.measure(random_logits(), MIXED)) == [*names, BROKEN]
+    assert list(measure_logits(objective, random_logits(), MIXED)) == [*names, BROKEN]
 
 
 @pytest.mark.scenario("R01.C1", "R29.C1", on="pure")
@@ -53,7 +53,9 @@ def test_the_loss_is_the_weighted_sum_of_terms_over_positions_of_their_kind():
         on_both_channels(BBOX_GEO) | {"weight": 0.3},
     )
     objective = make_objective(*modules)
-    sums = {name: measure.sum.item() for name, measure in objective.measure(random_logits(), MIXED).items()}
+    sums = {
+        name: measure.sum.item() for name, measure in measure_logits(objective, random_logits(), MIXED).items()
+    }
     divisors = {"struct_ce": 20, "desc_ce": 10, "eos_ce": 2, "text_gate": 32}
     expected = 0.0
     for module in modules:
@@ -93,8 +95,8 @@ def test_modules_do_not_depend_on_each_other(alone):
     ]
     alone = on_both_channels(alone, **({"desc_ce_weight": 1.0} if alone is TOKEN_CE else {}))
     others = [on_both_channels(m, desc_ce_weight=1.0) if m["name"] == "token_ce" else m for m in others]
-    by_itself = make_objective(alone).measure(random_logits(), MIXED)
-    among = make_objective(alone, *others).measure(random_logits(), MIXED)
+    by_itself = measure_logits(make_objective(alone), random_logits(), MIXED)
+    among = measure_logits(make_objective(alone, *others), random_logits(), MIXED)
     for name, measure in by_itself.items():
         assert among[name].sum.item() == pytest.approx(measure.sum.item())
 
@@ -105,13 +107,13 @@ def test_the_text_gate_is_positive_exactly_where_supervised_text_has_coordinate_
     text, coord = (supervision((role, 2)) for role in (Role.tail_structure, Role.tail_coord))
     clean, leaking = torch.full((1, SIZE), -1e4), torch.zeros(1, SIZE)
     clean[0, 2] = 0.0
-    assert objective.measure(leaking, text)["coord_reg/text_gate"].sum.item() == pytest.approx(
+    assert measure_logits(objective, leaking, text)["coord_reg/text_gate"].sum.item() == pytest.approx(
         np.log(SIZE / 10), rel=1e-5
     )
-    assert objective.measure(clean, text)["coord_reg/text_gate"].sum.item() == 0.0
-    assert objective.measure(leaking, coord)["coord_reg/text_gate"].sum.item() == 0.0
+    assert measure_logits(objective, clean, text)["coord_reg/text_gate"].sum.item() == 0.0
+    assert measure_logits(objective, leaking, coord)["coord_reg/text_gate"].sum.item() == 0.0
     without = make_objective(on_both_channels(COORD_REG, text_gate_weight=0.0))
-    assert "coord_reg/text_gate" not in without.measure(leaking, text)
+    assert "coord_reg/text_gate" not in measure_logits(without, leaking, text)
 
 
 ROLLOUT = (
@@ -159,7 +161,7 @@ def test_matched_coordinates_and_the_tail_get_a_gradient_and_nothing_else_does(d
     assert matched == [b"<|coord_100|>", b"<|coord_100|>", b"<|coord_300|>", b"<|coord_300|>"]
     logits = torch.zeros(len(kept), len(vocabulary.pieces), requires_grad=True)
     s = _supervision([example], [kept])
-    objective.loss(objective.measure(logits, s), kind_counts([example])).backward()
+    objective.loss(measure_logits(objective, logits, s), kind_counts([example])).backward()
     assert (logits.grad.abs().sum(-1) > 0).all()
 
 
@@ -185,7 +187,7 @@ def test_false_positives_add_nothing_to_any_term():
 def test_masked_desc_takes_no_part_in_the_text_gate_either():
     masked = make_objective(on_both_channels(TOKEN_CE, desc_ce_weight=0.0), on_both_channels(COORD_REG))
     supervised = make_objective(on_both_channels(TOKEN_CE, desc_ce_weight=1.0), on_both_channels(COORD_REG))
-    measures = [objective.measure(random_logits(), MIXED) for objective in (masked, supervised)]
+    measures = [measure_logits(objective, random_logits(), MIXED) for objective in (masked, supervised)]
     counts = [measure["coord_reg/text_gate"].count.item() for measure in measures]
     assert counts == [3, 4]
     assert Role.tail_desc not in masked.roles()["B"]
@@ -199,15 +201,15 @@ def test_desc_is_masked_on_the_channels_of_the_token_ce_that_masks_it():
     assert Role.tail_desc not in objective.roles()["A"]
     assert Role.tail_desc in objective.roles()["B"]
     mixed = supervision((Role.tail_desc, 2), (Role.tail_desc, 3), channels="AB")
-    assert objective.measure(random_logits(2), mixed)["coord_reg/text_gate"].count.item() == 1
+    assert measure_logits(objective, random_logits(2), mixed)["coord_reg/text_gate"].count.item() == 1
     assert objective.manifest()["masked_desc"] == ["A"]
 
 
 def test_a_position_of_weight_zero_is_not_counted():
     light = Supervision(**{**vars(MIXED), "weights": MIXED.weights.clone()})
     light.weights[0] = light.weights[4] = 0.0
-    measures = make_objective(on_both_channels(TOKEN_CE), on_both_channels(COORD_REG)).measure(
-        random_logits(), light
+    measures = measure_logits(
+        make_objective(on_both_channels(TOKEN_CE), on_both_channels(COORD_REG)), random_logits(), light
     )
     assert measures["coord_reg/w1"].count.item() == 7
     assert measures["token_ce/struct_ce"].count.item() == 1
@@ -218,7 +220,7 @@ def test_a_kind_without_any_token_does_not_cause_a_division_by_zero():
     only_text = supervision((Role.end_of_turn, 4))
     counts = torch.zeros_like(COUNTS)
     counts[TokenKind.end_of_turn] = 1
-    measures = objective.measure(random_logits(1), only_text)
+    measures = measure_logits(objective, random_logits(1), only_text)
     assert torch.isfinite(objective.loss(measures, counts))
     tally = LossTally(objective)
     tally.add(measures, counts)
@@ -230,9 +232,9 @@ def test_without_a_gradient_nothing_keeps_a_graph():
     logits = random_logits().requires_grad_()
     objective = make_objective()
     with torch.no_grad():
-        assert not any(m.sum.requires_grad for m in objective.measure(logits, MIXED).values())
+        assert not any(m.sum.requires_grad for m in measure_logits(objective, logits, MIXED).values())
     tally = LossTally(objective)
-    tally.add(objective.measure(logits, MIXED), COUNTS)
+    tally.add(measure_logits(objective, logits, MIXED), COUNTS)
     assert not tally._sums.requires_grad
 
 
@@ -249,11 +251,13 @@ def test_a_module_runs_on_its_channels_only_and_an_idle_one_is_named():
     only_a = on_both_channels(TOKEN_CE, desc_ce_weight=1.0) | {"channels": ["A"]}
     objective = make_objective(only_a, on_both_channels(COORD_REG))
     mixed = supervision((Role.tail_structure, 2), (Role.tail_structure, 3), channels="AB")
-    measures = objective.measure(random_logits(2), mixed)
+    measures = measure_logits(objective, random_logits(2), mixed)
     assert measures["token_ce/struct_ce"].count.item() == 1
     assert objective.roles()["B"] >= {Role.tail_structure, Role.tail_coord}
     coords = supervision((Role.tail_coord, 2), (Role.tail_coord, 3), channels="AB")
-    alone = make_objective(on_both_channels(COORD_REG) | {"channels": ["A"]}).measure(random_logits(2), coords)
+    alone = measure_logits(
+        make_objective(on_both_channels(COORD_REG) | {"channels": ["A"]}), random_logits(2), coords
+    )
     assert alone["coord_reg/w1"].count.item() == 1
     aligned = make_objective(
         only_a, on_both_channels(COORD_REG), custom__trainer_variant="stage2_rollout_aligned", stage2__b_ratio=None
@@ -280,16 +284,16 @@ def test_without_bbox_geo_no_coordinate_is_decoded(monkeypatch):
         objective = make_objective(
             on_both_channels(TOKEN_CE), on_both_channels(COORD_REG), *declared, diagnostics=DIAGNOSTICS
         )
-        objective.measure(random_logits(), MIXED)
+        measure_logits(objective, random_logits(), MIXED)
         assert not any("iou" in term.name or "bbox" in term.name for term in objective.terms)
     with pytest.raises(AssertionError, match="decoded"):
-        make_objective(on_both_channels(BBOX_GEO)).measure(random_logits(), MIXED)
+        measure_logits(make_objective(on_both_channels(BBOX_GEO)), random_logits(), MIXED)
 
 
 def test_diagnostics_do_not_change_the_loss_or_its_gradient():
     with_diagnostics = make_objective(on_both_channels(COORD_REG), diagnostics=DIAGNOSTICS)
     logits = random_logits().requires_grad_()
-    measures = with_diagnostics.measure(logits, MIXED)
+    measures = measure_logits(with_diagnostics, logits, MIXED)
     assert not any(m.sum.requires_grad for name, m in measures.items() if name.startswith("coord_diag"))
     assert with_diagnostics.loss(measures, COUNTS).item() == pytest.approx(
         compute_loss(make_objective(on_both_channels(COORD_REG))).item()
@@ -314,7 +318,7 @@ def test_a_row_without_any_supervised_position_gives_a_zero_loss_with_a_graph():
 
 def test_logits_and_supervision_of_different_length_are_refused():
     with pytest.raises(ValueError, match="3 rows of logits for 12 supervised positions"):
-        make_objective().measure(random_logits(3), MIXED)
+        measure_logits(make_objective(), random_logits(3), MIXED)
 
 
 def test_a_tally_reports_sums_over_rows_and_counts_broken_logits():
@@ -325,8 +329,8 @@ def test_a_tally_reports_sums_over_rows_and_counts_broken_logits():
     logits[0, 0] = float("nan")
     tally = LossTally(objective)
     for _ in range(2):
-        tally.add(objective.measure(logits, MIXED), 2 * COUNTS)
-    report, once = tally.report(), objective.measure(logits, MIXED)
+        tally.add(measure_logits(objective, logits, MIXED), 2 * COUNTS)
+    report, once = tally.report(), measure_logits(objective, logits, MIXED)
     assert report["loss"] == pytest.approx(objective.loss(once, COUNTS).item())
     assert report["token_ce/struct_ce"] == pytest.approx(once["token_ce/struct_ce"].sum.item() / 20)
     assert report["token_ce/struct_ce/mean"] == pytest.approx(once["token_ce/struct_ce"].sum.item() / 2)
@@ -342,7 +346,7 @@ def test_a_tally_over_several_steps_reports_the_mean_of_their_reports():
     for logits, counts in steps:
         single = LossTally(objective)
         for tally in (single, together):
-            tally.add(objective.measure(logits, MIXED), counts)
+            tally.add(measure_logits(objective, logits, MIXED), counts)
         alone.append(single.report())
     report = together.report(steps=2)
     for name in ("loss", "token_ce/struct_ce", "token_ce/struct_ce/mean"):

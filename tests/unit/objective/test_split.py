@@ -1,14 +1,15 @@
 """The split of the vocabulary that all losses and diagnostics use, and how it treats extreme logits (R38)."""
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch.autograd import gradcheck
 
 from coordexp.data import BINS
-from coordexp.objective import MODULES, split_vocabulary
-from coordexp.objective.split import _Split
+from coordexp.objective import MODULES, Split, SplittingHead, split_vocabulary
+from coordexp.objective.split import SplitRequest, _Split
 from tests.unit.objective.streams import FIRST, MIXED, SIZE, random_logits, splitter
 
 COORDS = slice(FIRST, FIRST + BINS)
@@ -73,7 +74,7 @@ def test_broken_logits_give_finite_outputs_and_are_counted(value, dtype):
     logits[3, 2] = logits[7, 1007] = value
     leaf = logits.clone().requires_grad_()
     split = split_vocabulary(leaf, IDS, FIRST)
-    assert split.broken.item() == (~(logits.abs() <= 1e4)).sum()
+    assert split.broken.tolist() == (~(logits.abs() <= 1e4)).sum(1).tolist()
     outputs = [split.cross_entropy(), split.coord_gate(), split.text_gate(), split.coord_mass(), split.coord]
     assert all(torch.isfinite(output).all() for output in outputs)
     sum(output.sum() for output in outputs).backward()
@@ -147,7 +148,7 @@ def test_logits_are_clamped_to_ten_thousand_and_nan_counts_as_zero():
     assert torch.equal(of_broken.coord, of_mended.coord)
     assert torch.equal(of_broken.cross_entropy(), of_mended.cross_entropy())
     assert torch.equal(of_broken.text_gate(), of_mended.text_gate())
-    assert (of_broken.broken.item(), of_mended.broken.item()) == (4, 0)
+    assert (of_broken.broken.sum().item(), of_mended.broken.sum().item()) == (4, 0)
 
 
 @pytest.mark.parametrize("offset", [30.0, 3000.0])
@@ -160,3 +161,77 @@ def test_a_common_offset_of_all_logits_costs_no_precision(offset):
         split_vocabulary(logits, IDS, FIRST).cross_entropy().sum().backward()
         gradients.append(logits.grad)
     assert torch.allclose(*gradients, rtol=1e-5, atol=1e-7)
+
+
+class FakeModel(torch.nn.Module):
+    """A vocabulary projection without a model."""
+
+    def __init__(self, hidden_size: int = 16) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.head = torch.nn.Linear(hidden_size, SIZE, bias=False, dtype=torch.float64)
+        self.config = SimpleNamespace(get_text_config=lambda: SimpleNamespace(vocab_size=SIZE))
+
+    def get_output_embeddings(self) -> torch.nn.Module:
+        return self.head
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.head(hidden[None])[0]
+
+
+def run_head(monkeypatch, positions: int) -> tuple[torch.Tensor, ...]:
+    """Return the split of all positions, and the gradients of hidden states and weights, if the head projects so
+    many positions at once."""
+    monkeypatch.setattr("coordexp.objective.split.PROJECTED", positions * SIZE)
+    model = FakeModel()
+    head = SplittingHead(model)
+    unlikely = torch.full_like(IDS, -1)
+    unlikely[4], unlikely[6] = 1, FIRST + 30
+    hidden = torch.randn(len(IDS), 16, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    hidden.requires_grad_()
+    request = SplitRequest(IDS, unlikely, FIRST, (1.0, 2.0))
+    with head.splitting(request):
+        split = Split(model(hidden), request.temperatures)
+    warm, cold = split(2.0), split(1.0)
+    values = cold.cross_entropy() + warm.coord_gate() + cold.coord.square().sum(-1)
+    ((values * torch.linspace(0.5, 2, len(IDS))).sum() + split.unlikelihood(unlikely >= 0).sum()).backward()
+    assert model(hidden).shape == (len(IDS), SIZE), "without a request, the head returns logits"
+    return split.columns.detach(), hidden.grad, model.head.weight.grad
+
+
+def test_a_head_that_splits_in_chunks_gives_the_result_of_whole_logits(monkeypatch):
+    whole = run_head(monkeypatch, len(IDS))
+    for positions in (1, 5):
+        for ours, expected in zip(run_head(monkeypatch, positions), whole, strict=True):
+            assert expected.abs().max() > 0
+            assert torch.allclose(ours, expected, rtol=1e-9, atol=1e-12)
+
+
+def test_the_split_of_whole_logits_is_that_of_every_temperature(monkeypatch):
+    columns, _, _ = run_head(monkeypatch, 5)
+    model = FakeModel()
+    hidden = torch.randn(len(IDS), 16, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    logits = model(hidden).detach()
+    for temperature in (1.0, 2.0):
+        ours, expected = Split(columns, (1.0, 2.0))(temperature), split_vocabulary(logits, IDS, FIRST, temperature)
+        for name in ("coord", "target", "log_text"):
+            assert torch.allclose(getattr(ours, name), getattr(expected, name))
+    with pytest.raises(ValueError, match=r"at the temperatures 1.0, 2.0, not at 1.5"):
+        Split(columns, (1.0, 2.0))(1.5)
+
+
+def test_chunks_keep_no_logits_for_the_backward_pass(monkeypatch):
+    """Tensors as wide as the vocabulary are dropped before the backward pass, apart from the weights."""
+    monkeypatch.setattr("coordexp.objective.split.PROJECTED", 5 * SIZE)
+    model, kept = FakeModel(), []
+    request = SplitRequest(IDS, None, FIRST, (1.0,))
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        kept.append(tuple(tensor.shape))
+        return tensor
+
+    hidden = torch.randn(len(IDS), 16, dtype=torch.float64, requires_grad=True)
+    with SplittingHead(model).splitting(request), torch.autograd.graph.saved_tensors_hooks(keep, lambda it: it):
+        columns = model(hidden)
+    assert columns.shape == (len(IDS), BINS + 4)
+    assert not [shape for shape in kept if SIZE in shape and shape != tuple(model.head.weight.shape)]

@@ -20,7 +20,7 @@ from coordexp.data import BINS, Geometry, TrueObject
 from coordexp.objective import Objective
 from coordexp.pack import Example
 from coordexp.pack.collate import _supervision, kind_counts
-from tests.rows import on_both_channels, settings
+from tests.rows import measure_logits, on_both_channels, settings
 from tests.unit.config.trees import COORD_REG
 from tests.unit.correction.conftest import PROMPT, answer, box, entry, poly
 from tests.vocabularies import table
@@ -117,7 +117,7 @@ def soft_labels(example: Example) -> tuple[NDArray[np.int64], Floats]:
     kept = np.flatnonzero(np.isin(example.segment.roles, (Role.matched_coord, Role.tail_coord)))
     counts = kind_counts([example])
     logits = torch.zeros(len(kept), len(SMALL.pieces), dtype=torch.float64, requires_grad=True)
-    objective.loss(objective.measure(logits, _supervision([example], [kept])), counts).backward()
+    objective.loss(measure_logits(objective, logits, _supervision([example], [kept])), counts).backward()
     assert logits.grad is not None
     gradient = logits.grad[:, SMALL.first_coord : SMALL.first_coord + BINS].numpy() * len(kept)
     return kept, 1 / BINS - gradient

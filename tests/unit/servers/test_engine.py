@@ -1,6 +1,7 @@
 """How a rollout server calls its vLLM engine, which has one replica or several. vLLM is a fake here."""
 
 import asyncio
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,7 +12,7 @@ import torch
 from coordexp.config import RolloutMatching
 from coordexp.engine.start import EngineSetup, has_ended
 from coordexp.errors import EngineError
-from coordexp.servers.engine import ServedEngine, check_devices
+from coordexp.servers.engine import ServedEngine, batch_arguments, check_devices
 from coordexp.servers.protocol import Refusal
 from tests.vocabularies import table
 
@@ -86,6 +87,19 @@ def test_the_world_size_counts_the_devices_of_all_replicas():
     assert setup("cpu").world_size == 1
     assert setup("cpu", tensor_parallel_size=2, data_parallel_size=3).world_size == 6
     assert setup("cpu", tensor_parallel_size=2, data_parallel_size=3).size == 2
+
+
+@pytest.mark.parametrize(
+    ("batch", "devices", "longest", "tokens"),
+    [(64, 1, 16000, 8192), (1, 1, 4096, 4096), (2, 2, 1000, 4000), (10000, 1, 16000, 10000)],
+)
+def test_a_server_on_gpus_computes_more_tokens_at_once_than_vllm_would(batch, devices, longest, tokens):
+    """Not more than its sequences can have, and at least one for each of them, as vLLM requires."""
+    vllm = {"mode": "server", "tensor_parallel_size": devices, "max_model_len": longest}
+    settings = RolloutMatching(decode_batch_size=batch, vllm=vllm)
+    here = EngineSetup(Path("model"), "float32", settings, table("small"), torch.device("cuda"))
+    assert batch_arguments(here) == {"max_num_batched_tokens": tokens}
+    assert batch_arguments(replace(here, device=torch.device("cpu"))) == {}
 
 
 def test_too_few_gpus_for_the_replicas_are_an_error_before_vllm_is_started():

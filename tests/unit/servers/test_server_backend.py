@@ -203,6 +203,16 @@ def test_a_server_that_does_not_fit_is_refused(run, change, problem):
     assert problem in str(error.value)
 
 
+def test_a_server_with_other_limits_on_the_pixels_of_an_image_is_refused(run):
+    learner = run(servers=1)
+    facts = learner.servers[0].facts
+    facts["model"] = facts["model"] | {"image_size.longest_edge": 4096}
+    with pytest.raises(EngineError) as error:
+        learner.sync(0)
+    assert "image_size.longest_edge is 4096 there and None here" in error.value.problem
+    assert "max_pixels" in error.value.fix
+
+
 def test_a_server_whose_group_has_another_size_than_it_reports_stops_the_run(run):
     """The learner waits for one worker more than there is."""
     learner = run(sizes=[2], timeout_s=1.5)

@@ -4,12 +4,14 @@ import json
 
 import pytest
 import torch
+from peft.tuners.trainable_tokens import TrainableTokensLayer
 from safetensors.torch import load_file
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import Qwen3VLForConditionalGeneration
 
 from coordexp.config.settings import Adapter
 from coordexp.demo.model import Size, make_model
-from coordexp.train.learner import learner_adapter, with_adapter
+from coordexp.train.learner import CoordRows, learner_adapter, with_adapter
 from coordexp.vocab import VocabularyTable
 
 
@@ -38,6 +40,46 @@ def test_coordinate_rows_are_trained_and_the_merged_model_is_the_same(folder, do
         assert torch.allclose(merged(input_ids=ids).logits, adapted, rtol=1e-4, atol=1e-4)
     rows = merged.lm_head.weight[first : first + 1000]
     assert not torch.allclose(rows, before, atol=1e-6)
+
+
+def test_coordinate_rows_have_the_outputs_and_gradients_of_pefts_own_layer(folder, monkeypatch):
+    first = VocabularyTable.from_folder(folder).first_coord
+    ids = torch.cat((torch.arange(5, 40), torch.tensor([first, first + 7, first + 999, first + 1000])))[None]
+    results = []
+    for forward in (CoordRows.forward, TrainableTokensLayer.forward):
+        monkeypatch.setattr(CoordRows, "forward", forward)
+        torch.manual_seed(0)
+        base = Qwen3VLForConditionalGeneration.from_pretrained(folder, dtype=torch.float32)
+        model = with_adapter(base, Adapter(rank=4, alpha=8), first)
+        rows = [weight for name, weight in model.named_parameters() if "trainable_tokens_delta" in name]
+        assert len(rows) == (1 if base.config.tie_word_embeddings else 2)
+        with torch.no_grad():
+            for weight in rows:
+                weight.add_(torch.randn_like(weight) * 0.1)
+        logits = model(input_ids=ids).logits
+        logits.log_softmax(-1)[0, :, [first + 5, 9]].mean().neg().backward()
+        results.append([logits.detach(), *(weight.grad for weight in rows)])
+    for ours, pefts in zip(*results, strict=True):
+        assert ours.abs().max() > 0
+        assert torch.allclose(ours, pefts, rtol=1e-4, atol=1e-6)
+
+
+def test_a_forward_pass_makes_no_copy_of_the_embedding(folder):
+    first = VocabularyTable.from_folder(folder).first_coord
+    base = Qwen3VLForConditionalGeneration.from_pretrained(folder, dtype=torch.float32)
+    model = with_adapter(base, Adapter(rank=4, alpha=8), first)
+    whole = base.get_input_embeddings().token_adapter.base_layer.weight.shape
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, arguments=(), named=None):
+            result = function(*arguments, **(named or {}))
+            if isinstance(result, torch.Tensor) and result.shape == whole:
+                assert result._is_view() or result.untyped_storage().data_ptr() in known, function
+            return result
+
+    known = {weight.untyped_storage().data_ptr() for weight in model.parameters()}
+    with Watch():
+        model(input_ids=torch.arange(5, 40)[None]).logits.sum().backward()
 
 
 def test_without_the_coordinate_rows_the_adapter_alone_is_trained(folder):

@@ -33,3 +33,14 @@ def test_defaults_of_later_releases_are_none_as_in_a_checkpoint_without_them(mon
 )
 def test_another_policy_choice_or_control_is_another_run(monkeypatch, changes):
     assert identity(monkeypatch, **changes) != identity(monkeypatch)
+
+
+@pytest.mark.parametrize("name", ["max_pixels", "min_pixels"])
+def test_another_limit_on_the_pixels_of_an_image_is_another_run(monkeypatch, name):
+    monkeypatch.setattr(run, "fingerprint", lambda records: {"sha256": "same"})
+    usual, limited = (
+        run._identity(load(stage2(**changes)).settings, SimpleNamespace())
+        for changes in ({}, {f"model__{name}": 65536})
+    )
+    assert usual[f"model.{name}"] is None  # as in a checkpoint of an earlier release
+    assert limited == usual | {f"model.{name}": 65536}

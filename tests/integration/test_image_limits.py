@@ -1,0 +1,119 @@
+"""With `model.max_pixels`, learner, engines and saved checkpoints scale a larger image down in the same way."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from PIL import Image
+
+from coordexp.config import RolloutMatching
+from coordexp.config.rollout import ServerEndpoint
+from coordexp.demo.model import Size, make_model
+from coordexp.demo.scenes import SceneSettings, write_scenes
+from coordexp.engine.start import ENGINE_SIDE, SHARED_MEMORY, EngineSetup, starting
+from coordexp.errors import EngineError
+from coordexp.rollout.backend import ImageRef
+from coordexp.rollout.prompt import PromptBuilder, load_processor, read_image_size
+from coordexp.servers.client import ServerClient
+from coordexp.servers.links import examine_server
+from coordexp.vocab import VocabularyTable
+from tests.engines import drawing
+from tests.integration.colocation import Colocation, ids
+from tests.integration.servers import GUARD, Fleet, PlainClient, infer_request
+from tests.integration.stage2_runs import MODEL, config, finish, training
+
+pytestmark = pytest.mark.timeout(480)
+LIMIT = 64 * 64
+LIMITS = {"longest_edge": LIMIT}
+
+
+def draw_large(folder: Path) -> list[ImageRef]:
+    """Draw images of up to 16 times the limit, and one below it."""
+    images = []
+    for k, side in enumerate((128, 128, 256, 48)):
+        path = folder / f"large-{k}.png"
+        drawing(k, 128).resize((side, side)).save(path)
+        images.append(ImageRef(str(path), side, side))
+    return images
+
+
+@pytest.mark.engine
+def test_a_colocated_engine_scales_images_down_and_answers_as_the_learner_does(tmp_path):
+    folder = make_model(tmp_path / "model", "small", spread=6.0, size=Size(patch=8))
+    colocation = Colocation(folder, draw_large(tmp_path), image_limits=LIMITS)
+    try:
+        with colocation.backend.session():
+            colocation.sync(0)
+            answers = colocation.backend.generate(colocation.requests(24))
+    finally:
+        colocation.backend.close()
+    own = colocation.learner.generate(colocation.requests(24))
+    assert [answer.prompt_ids for answer in answers] == [answer.prompt_ids for answer in own]
+    assert ids(answers) == ids(own)
+    counts = [answer.prompt_ids.count(colocation.prompts.image_token) for answer in answers]
+    assert counts == [16, 16, 16, 9]  # the first two would have 64 tokens without the limit
+    assert len(set(ids(own))) == 4
+
+
+def processor_of_vllm(folder: Path, image_limits: dict[str, int]) -> Any:
+    """Return vLLM's own processor of a model folder, with the arguments that an engine gets."""
+    from vllm import AsyncEngineArgs
+    from vllm.multimodal import MULTIMODAL_REGISTRY
+
+    processor, table = load_processor(folder, image_limits), VocabularyTable.from_folder(folder)
+    setup = EngineSetup(folder, "float32", RolloutMatching(), table, torch.device("cpu"))
+    setup = replace(setup, image_size=read_image_size(processor), has_image_limits=bool(image_limits))
+    with starting(setup, SHARED_MEMORY, ENGINE_SIDE) as arguments:
+        return MULTIMODAL_REGISTRY.create_processor(AsyncEngineArgs(**arguments).create_model_config())
+
+
+@pytest.mark.engine
+def test_the_memory_that_an_engine_reserves_for_an_image_follows_the_limit(tmp_path):
+    """vLLM sizes the profile of its vision encoder and the encoder cache by the largest image."""
+    assert processor_of_vllm(MODEL, {}).info.get_max_image_tokens() == 4096
+    assert processor_of_vllm(MODEL, LIMITS).info.get_max_image_tokens() == 16
+
+
+def test_a_saved_checkpoint_has_the_limit_and_vllm_reads_it_there(tmp_path):
+    """The run trains on images of four times the limit, which are too long for it without the limit."""
+    folder, data = tmp_path, tmp_path / "data"
+    write_scenes(data, SceneSettings(objects=(1, 2), side=256), train=8, val=2, seed=1)
+    changes = {"training__max_steps": 1, "training__save_steps": 1, "global_max_length": 128}
+    finish(training(config(folder, "run", model__max_pixels=LIMIT, **changes)))
+    saved = folder / "run/checkpoint-1"
+    assert read_image_size(load_processor(saved))["longest_edge"] == LIMIT
+    prompts = PromptBuilder(load_processor(saved), "Detect all objects.")
+    processor = processor_of_vllm(saved, {})
+    assert processor.info.get_max_image_tokens() == 16
+    items = processor.info.parse_mm_data({"image": [Image.open(next(data.rglob("*.png"))).convert("RGB")]})
+    rendered = processor(prompts.text, mm_items=items, hf_processor_mm_kwargs={})
+    assert list(rendered["prompt_token_ids"]) == prompts.ids(256, 256)
+
+
+@pytest.mark.engine
+def test_a_server_scales_images_down_and_refuses_a_learner_with_another_limit(tmp_path):
+    fleet = Fleet(tmp_path, 1)
+    fleet.file = fleet.config("limited", model__max_pixels=LIMIT)
+    image = draw_large(fleet.folder / "data")[0]
+    prompts = PromptBuilder(load_processor(MODEL, LIMITS), "Detect all objects.")
+    settings = RolloutMatching(repeat_terminate=GUARD)
+    setup = EngineSetup(MODEL, "float32", settings, VocabularyTable.from_folder(MODEL), torch.device("cpu"))
+    try:
+        fleet.start(0)
+        client = PlainClient(fleet.url(0), 0)
+        (answer,) = client.infer([infer_request(image.path)], max_tokens=4)
+        assert answer["response"]["prompt_token_ids"] == prompts.ids(*image.size)
+        client.close()
+        endpoint = fleet_endpoint(fleet)
+        examine_server(endpoint, replace(setup, image_size=read_image_size(prompts.processor)), [])
+        other = replace(setup, image_size=read_image_size(load_processor(MODEL)))
+        with pytest.raises(EngineError, match=r"image_size.longest_edge is 4096 there and 1048576 here"):
+            examine_server(endpoint, other, [])
+    finally:
+        fleet.close()
+
+
+def fleet_endpoint(fleet: Fleet) -> ServerClient:
+    return ServerClient(0, ServerEndpoint(**fleet.servers[0]), None, None)

@@ -1,0 +1,90 @@
+"""Random checkpoints in the shape of published models, written shard by shard."""
+
+import json
+from types import SimpleNamespace
+
+import pytest
+import torch
+from transformers import AutoProcessor
+from typer.testing import CliRunner
+
+from coordexp.cli import app
+from coordexp.demo.published import SHARD_NUMBERS, plan_shards, write_published
+from coordexp.errors import UserError
+from coordexp.families import load_model
+from coordexp.shapes import (
+    PUBLISHED,
+    ModelShape,
+    TextShape,
+    VisionShape,
+    count_parameters,
+    expected_weights,
+    read_shape,
+    read_weights,
+)
+from coordexp.vocab import VocabularyTable
+
+SHAPE = ModelShape(
+    TextShape(16, 2, 4, 2, 24, 32, 151_936), VisionShape(16, 2, 2, 32, (0,), positions=64), tied=True
+)
+LARGEST = 20_000
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    calls = []
+    folder = tmp_path_factory.mktemp("published") / "model"
+    write_published(folder, SHAPE, spread=2.0, advance=lambda: calls.append(1), largest_shard=LARGEST)
+    return folder, len(calls)
+
+
+def test_the_checkpoint_loads_completely_in_16_bits(checkpoint):
+    model = load_model(checkpoint[0], dtype="auto")
+    assert {weight.dtype for weight in model.parameters()} == {torch.bfloat16}
+    layer = model.model.language_model.layers[1]
+    assert layer.mlp.gate_proj.weight.float().std().item() == pytest.approx(0.04, rel=0.15)
+    assert layer.input_layernorm.weight.unique().tolist() == [1.0]
+    assert model.model.visual.blocks[0].attn.qkv.bias.unique().tolist() == [0.0]
+
+
+def test_the_checkpoint_has_the_shape_and_the_tokenizer_with_coordinates(checkpoint):
+    shape = SHAPE.with_coordinate_tokens()
+    assert read_shape(checkpoint[0]) == shape
+    assert read_weights(checkpoint[0]) == expected_weights(shape)
+    table = VocabularyTable.from_folder(checkpoint[0])
+    assert table.first_coord + 1000 == 152_669 <= shape.text.vocabulary
+    processor = AutoProcessor.from_pretrained(checkpoint[0])
+    assert processor.image_processor.size["longest_edge"] == 16_777_216
+
+
+def test_every_shard_is_reported_and_listed_in_the_index(checkpoint):
+    folder, calls = checkpoint
+    files = sorted(path.name for path in folder.glob("*.safetensors"))
+    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    assert len(files) == calls > 2
+    assert sorted(set(index["weight_map"].values())) == files
+    assert len({path.stat().st_mode for path in folder.iterdir()}) == 1
+    assert index["metadata"]["total_size"] == 2 * count_parameters(
+        expected_weights(SHAPE.with_coordinate_tokens())
+    )
+
+
+def test_the_shards_of_2b_hold_all_weights_and_at_most_a_gigabyte():
+    weights = expected_weights(PUBLISHED["2b"].with_coordinate_tokens())
+    shards = plan_shards(weights)
+    assert [name for shard in shards for name in shard] == list(weights)
+    assert max(map(count_parameters, shards)) <= SHARD_NUMBERS
+    assert sum(map(count_parameters, shards)) == 2_127_532_032 + (152_704 - 151_936) * 2048
+
+
+def test_a_full_disk_is_reported_before_anything_is_written(tmp_path, monkeypatch):
+    monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=1000))
+    with pytest.raises(UserError, match=r"the disk has 0.0 GB free"):
+        write_published(tmp_path / "model", SHAPE, advance=lambda: None)
+    assert list((tmp_path / "model").iterdir()) == []
+
+
+def test_a_size_excludes_other_shapes(tmp_path):
+    words = ["demo", "model", "--out", str(tmp_path / "model"), "--size", "2b", "--vocabulary", "small"]
+    result = CliRunner().invoke(app, words)
+    assert result.exit_code == 1 and "leave --scenes, --tied, --family and --vocabulary small out" in result.output

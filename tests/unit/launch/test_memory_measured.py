@@ -1,0 +1,236 @@
+"""The formulas of `launch.memory` against the tensors that real training steps hold, on a CPU.
+
+Small models of several shapes are trained with and without gradient checkpointing, in float32, in 16 bits on
+float32 weights, and with an adapter on 16-bit weights. A dispatch mode counts the bytes of all live tensors.
+"""
+
+import weakref
+from contextlib import nullcontext
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+from transformers import Qwen3VLForConditionalGeneration
+
+from coordexp.config.settings import Adapter
+from coordexp.demo.model import make_config
+from coordexp.launch.memory import (
+    LearnerSetup,
+    RowSize,
+    adapter_parameters,
+    learner_memory,
+)
+from coordexp.pack.attention import attention_for
+from coordexp.shapes import (
+    PUBLISHED,
+    ModelShape,
+    TextShape,
+    VisionShape,
+    count_parameters,
+    expected_weights,
+    read_shape,
+    read_weights,
+)
+from coordexp.train.learner import with_adapter
+
+IMAGE, START, END, TEXT = 5, 7, 8, 9  # token ids
+SUPERVISED = 8
+
+
+class LiveBytes(TorchDispatchMode):
+    """Counts the bytes of all tensors that exist, and their peak."""
+
+    def __init__(self):
+        super().__init__()
+        self.now = self.peak = 0
+        self._storages = {}
+
+    def add(self, tensor):
+        storage = tensor.untyped_storage()
+        key, size = storage._cdata, storage.nbytes()
+        if key in self._storages:
+            return
+
+        def remove(_):
+            del self._storages[key]
+            self.now -= size
+
+        self._storages[key] = weakref.ref(storage, remove)
+        self.now += size
+        self.peak = max(self.peak, self.now)
+
+    def __torch_dispatch__(self, function, types, arguments=(), keywords=None):
+        result = function(*arguments, **(keywords or {}))
+        for value in tree_iter(result):
+            if isinstance(value, torch.Tensor):
+                self.add(value)
+        return result
+
+
+@dataclass(frozen=True)
+class Images:
+    """A row of several segments, each with one square image and some text."""
+
+    count: int
+    side: int
+    text: int
+
+
+SPECIAL_TOKENS = {
+    "<|image_pad|>": IMAGE,
+    "<|video_pad|>": IMAGE + 1,
+    "<|vision_start|>": START,
+    "<|vision_end|>": END,
+}
+
+
+class FakeTokenizer:
+    """Has the ids of special tokens that a config names, in a vocabulary of any size."""
+
+    eos_token_id = pad_token_id = 0
+
+    def convert_tokens_to_ids(self, token):
+        return SPECIAL_TOKENS[token]
+
+
+def build_config(shape):
+    return make_config(FakeTokenizer(), shape, rope_theta=1e4, max_positions=1024)
+
+
+def build_row(model, images):
+    tokens, patches = (images.side // 32) ** 2, (images.side // 16) ** 2
+    ids = torch.tensor([[START, *[IMAGE] * tokens, END, *[TEXT] * images.text]])
+    types = (ids == IMAGE).int()
+    grid = torch.tensor([[1, images.side // 16, images.side // 16]])
+    positions, _ = model.model.get_rope_index(ids, mm_token_type_ids=types, image_grid_thw=grid)
+    positions = torch.cat((torch.arange(ids.shape[1])[None, None], positions))
+    length = ids.shape[1] * images.count
+    inputs = {
+        "input_ids": ids.repeat(1, images.count),
+        "position_ids": positions.repeat(1, 1, images.count),
+        "mm_token_type_ids": types.repeat(1, images.count),
+        "image_grid_thw": grid.repeat(images.count, 1),
+        "pixel_values": torch.randn(patches * images.count, 3 * 2 * 16 * 16),
+        "logits_to_keep": torch.arange(length - SUPERVISED, length),
+        "use_cache": False,
+    }
+    return inputs, RowSize(length, tokens * images.count, SUPERVISED)
+
+
+def measure(shape, images, kind, checkpointing, adapter):
+    """Return the bytes that are always live, those at the peak of a forward and backward pass, and the row. The
+    model has gradients and optimizer states from the step before."""
+    torch.manual_seed(0)
+    base = Qwen3VLForConditionalGeneration._from_config(
+        build_config(shape), attn_implementation=attention_for(torch.device("cpu"), "float32")
+    )
+    model = base if adapter is None else with_adapter(base.to(torch.bfloat16), adapter, 0)
+    model.train()
+    if checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    live = LiveBytes()
+    inputs, row = build_row(base, images)
+    for weight in model.parameters():
+        live.add(weight)
+    with live:
+        trained = [weight for weight in model.parameters() if weight.requires_grad]
+        for weight in trained:
+            weight.grad = torch.zeros_like(weight)
+        optimizer = torch.optim.AdamW(trained, fused=True)
+        optimizer.step()
+        kept = live.now
+        live.add(inputs["pixel_values"])
+        live.peak = 0
+        with nullcontext() if kind == "float32" else torch.autocast("cpu", torch.bfloat16):
+            logits = model(**inputs).logits
+        loss = logits.float().logsumexp(-1).mean()
+        del logits
+        loss.backward()
+    return kept, live.peak - kept, row
+
+
+def estimate(shape, row, kind, checkpointing, adapter):
+    weights = expected_weights(shape)
+    compute = 4 if kind == "float32" else 2
+    setup = LearnerSetup(
+        weight_bytes=4 if adapter is None else 2,
+        compute_bytes=compute,
+        norm_bytes=compute,  # on a CPU
+        trained=count_parameters(weights) if adapter is None else adapter_parameters(adapter, weights),
+        adapter=adapter,
+        checkpointing=checkpointing,
+        optimizer="adamw_torch_fused",
+        ranks=1,
+        is_sharded=False,
+    )
+    return learner_memory(shape, weights, setup, row)
+
+
+def tower(hidden, depth, heads, intermediate, deepstack):
+    return VisionShape(hidden, depth, heads, intermediate, deepstack, positions=64)
+
+
+SMALL = ModelShape(TextShape(96, 3, 4, 2, 24, 288, 1088), tower(48, 3, 2, 192, (1,)), tied=True)
+OTHER = ModelShape(TextShape(128, 5, 4, 1, 48, 320, 1088), tower(64, 4, 2, 256, (0, 2)), tied=False)
+SHORT, WIDE = Images(3, 96, 90), Images(2, 192, 40)
+LORA = Adapter(rank=8, alpha=16, train_coord_rows=False)
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("kind", ["float32", "autocast", "adapter"])
+@pytest.mark.parametrize(("shape", "images"), [(SMALL, SHORT), (OTHER, WIDE)], ids=["small", "other"])
+def test_the_formulas_are_within_a_tenth_of_what_a_step_holds(shape, images, kind, checkpointing):
+    adapter = LORA if kind == "adapter" else None
+    kept, peak, row = measure(shape, images, kind, checkpointing, adapter)
+    memory = estimate(shape, row, kind, checkpointing, adapter)
+    assert memory.least_bytes == pytest.approx(kept, rel=0.01)
+    assert memory.peak.bytes - memory.gradients.bytes == pytest.approx(peak, rel=0.1)
+
+
+MANY_PATCHES = ModelShape(TextShape(48, 2, 2, 1, 24, 96, 1088), tower(96, 4, 4, 384, (1,)), tied=True)
+WIDE_LAYERS = ModelShape(TextShape(256, 8, 4, 2, 64, 768, 1088), tower(64, 2, 2, 128, (0,)), tied=True)
+
+
+@pytest.mark.parametrize(
+    ("shape", "images", "kind", "name"),
+    [
+        (MANY_PATCHES, Images(1, 384, 4), "float32", "backward pass of the vision tower"),
+        (WIDE_LAYERS, Images(1, 64, 8), "autocast", "end of the forward pass"),
+    ],
+    ids=["many patches", "short rows, so autocast's copies"],
+)
+def test_the_moment_of_the_peak_is_known(shape, images, kind, name):
+    _, peak, row = measure(shape, images, kind, True, None)
+    memory = estimate(shape, row, kind, True, None)
+    assert memory.peak.name == name
+    assert memory.peak.bytes - memory.gradients.bytes == pytest.approx(peak, rel=0.1)
+
+
+def test_trained_coordinate_rows_need_no_copy_of_the_embedding():
+    shape = ModelShape(TextShape(128, 2, 4, 2, 32, 128, 4096), tower(32, 2, 2, 64, (0,)), tied=True)
+    adapter = Adapter(rank=2, alpha=4, train_coord_rows=True)
+    kept, peak, row = measure(shape, Images(1, 64, 24), "adapter", True, adapter)
+    memory = estimate(shape, row, "adapter", True, adapter)
+    assert memory.least_bytes == pytest.approx(kept, rel=0.01)
+    assert memory.peak.bytes - memory.gradients.bytes == pytest.approx(peak, rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("size", "parameters"), [("2b", 2_127_532_032), ("4b", 4_437_815_808), ("8b", 8_767_123_696)]
+)
+def test_the_published_shapes_have_the_weights_of_the_published_checkpoints(size, parameters):
+    shape = PUBLISHED[size]
+    with torch.device("meta"):
+        model = Qwen3VLForConditionalGeneration(build_config(shape))
+    weights = {name: tuple(weight.shape) for name, weight in model.named_parameters()}
+    assert expected_weights(shape) == weights
+    assert count_parameters(expected_weights(shape)) == parameters
+
+
+def test_the_shape_and_the_weights_of_a_checkpoint_are_read_from_its_files(tmp_path):
+    base = Qwen3VLForConditionalGeneration(build_config(OTHER))
+    base.save_pretrained(tmp_path)
+    assert read_shape(tmp_path) == OTHER
+    assert read_weights(tmp_path) == expected_weights(OTHER)
