@@ -176,7 +176,9 @@ def test_an_engine_that_cannot_start_is_reported_in_the_words_of_vllm_with_a_fix
     with pytest.raises(EngineError) as error:
         start_engine(EngineSetup(MODEL, "float32", settings, table, torch.device("cpu")))
     assert str(error.value).startswith(message)
-    assert str(error.value).endswith("or set rollout_matching.rollout_backend: hf, which needs no engine")
+    assert str(error.value).endswith(
+        "or set rollout_matching.rollout_backend: hf (in Stage 1: stage1.eval_backend: hf), which needs no engine"
+    )
     assert all_ended(named(family(os.getpid()), ""))
 
 

@@ -116,7 +116,8 @@ def _check(loaded: Loaded, options: LaunchOptions) -> tuple[Plan | None, list["M
     problems = plan_problems(settings, options)
     plan = None if problems else make_plan(settings, options)
     devices = None if options.cpu else preflight.find_gpus()
-    findings += [*problems, *preflight.engine_problems(options), *preflight.settings_problems(settings, options)]
+    findings += [*problems, *preflight.engine_problems(settings, options)]
+    findings += preflight.settings_problems(settings, options)
     findings += preflight.port_problems(settings, options)
     if devices is not None:
         findings += preflight.gpu_problems(options, devices)

@@ -35,10 +35,7 @@ def train(
     settings = loaded.settings
     need("torch", "transformers", "peft", "httpx", extra="train")
     if uses_vllm(settings, "colocate"):
-        if settings.uses_rollouts:
-            check_vllm()
-        else:
-            check_vllm("stage1.eval_backend is vllm", "or set stage1.eval_backend: hf, which needs no engine")
+        check_vllm(settings.backend_setting)
     is_first = os.environ.get("RANK", "0") == "0"
     print_findings(loaded.notes if is_first else (), err)
     for missing in missing_files(settings):  # before anything heavy is imported

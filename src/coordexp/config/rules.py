@@ -403,7 +403,7 @@ def _replicas_are_in_servers(s: Settings, world: World) -> Iterator[Conflict]:
 
 
 def _engine_can_sleep(s: Settings, world: World) -> Iterator[Conflict]:
-    if not s.rollout_matching.vllm.sleep or s.rollout_matching.rollout_backend != "vllm":
+    if not s.rollout_matching.vllm.sleep or s.backend != "vllm":
         return
     if s.rollout_matching.vllm.mode == "server":
         problem = "true, but vllm.mode is server: the GPUs of a server have no learner to give memory to"
@@ -416,7 +416,7 @@ def _engine_can_sleep(s: Settings, world: World) -> Iterator[Conflict]:
 def _engine_steps_hold_a_batch(s: Settings, world: World) -> Iterator[Conflict]:
     tokens = s.rollout_matching.vllm.engine_args.max_num_batched_tokens
     sequences = s.rollout_matching.decode_batch_size * (s.rollout_matching.vllm.tensor_parallel_size or 1)
-    if s.rollout_matching.rollout_backend == "vllm" and tokens is not None and tokens < sequences:
+    if s.backend == "vllm" and tokens is not None and tokens < sequences:
         problem = f"{tokens} tokens in one step, but the engine decodes {sequences} sequences at once"
         others = (BACKEND, "rollout_matching.decode_batch_size", TENSOR_PARALLEL)
         yield Conflict(BATCHED_TOKENS, problem, f"use at least {sequences}, better 8192, or leave it out", others)

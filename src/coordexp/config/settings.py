@@ -248,6 +248,11 @@ class Settings(SettingsSection):
         return self.stage1.eval_backend if self.evaluates else "hf"
 
     @property
+    def backend_setting(self) -> str:
+        """Return the path of the setting that chooses the engine."""
+        return "rollout_matching.rollout_backend" if self.uses_rollouts else "stage1.eval_backend"
+
+    @property
     def learner_dtype(self) -> str:
         """Return the data type that the learner's weights are loaded in. Weights that are trained are float32:
         most updates are too small to change a weight of 16 bits. peft does the same with adapters."""

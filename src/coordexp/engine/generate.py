@@ -49,7 +49,7 @@ class VllmBackend:
         dtype: str = "float32",
         gpu_share: float = 0.2,
     ) -> None:
-        check_vllm("--backend is vllm", OR_HF)
+        check_vllm("--backend", OR_HF)
         self.prompts, self.table = prompts, table
         on_cuda = torch.cuda.is_available()
         vllm = {

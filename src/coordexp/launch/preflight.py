@@ -70,12 +70,12 @@ class MemoryNeed:
         return f"{self.part} needs at least {format_bytes(self.bytes)} ({self.purpose})"
 
 
-def engine_problems(options: LaunchOptions) -> list[Finding]:
+def engine_problems(settings: Settings, options: LaunchOptions) -> list[Finding]:
     """Return a finding if servers are to be started and vLLM is missing or of another version."""
     findings: list[Finding] = []
     if options.start_servers:
         with _collecting(findings, "vllm"):
-            check_vllm()
+            check_vllm(settings.backend_setting)
     return findings
 
 

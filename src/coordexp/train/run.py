@@ -424,7 +424,7 @@ def backend_for(
         from coordexp.servers.backend import ServerBackend  # httpx is needed only here
 
         if arguments.device.type == "cuda":
-            check_vllm()  # weights are sent over its NCCL
+            check_vllm(settings.backend_setting)  # weights are sent over its NCCL
         return ServerBackend(
             setup,
             prompts,

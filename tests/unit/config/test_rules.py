@@ -33,6 +33,12 @@ def with_evaluation(**changes):
     return stage2(custom__val_jsonl="val.jsonl", training__eval_strategy="steps", **changes)
 
 
+def evaluating_with_vllm(**changes):
+    """Return a Stage 1 config whose evaluation starts an engine, with these changes under `rollout_matching`."""
+    tree = stage1(custom__val_jsonl="val.jsonl", training__eval_strategy="steps", stage1__eval_backend="vllm")
+    return apply_changes(tree, rollout_matching={"rollout_backend": "hf"} | changes)
+
+
 def test_the_valid_configs_load_without_notes():
     for tree in (stage1(), stage2(), server_mode()):
         assert load(tree).notes == ()
@@ -318,7 +324,15 @@ def test_rules_on_world_sizes_are_skipped_while_the_sizes_are_unknown():
             rollout(vllm={"engine_args": {"quantization": "fp8"}}),
             "rollout_matching.vllm.engine_args.quantization",
         ),
+        (
+            evaluating_with_vllm(decode_batch_size=8, vllm={"engine_args": {"max_num_batched_tokens": 7}}),
+            "rollout_matching.vllm.engine_args.max_num_batched_tokens",
+        ),
         (server_mode(rollout_matching__vllm__sleep=True), "rollout_matching.vllm.sleep"),
+        (
+            apply_changes(evaluating_with_vllm(vllm={"sleep": True}), training__use_cpu=True),
+            "rollout_matching.vllm.sleep",
+        ),
         (
             apply_changes(rollout(vllm={"sleep": True}), training__use_cpu=True),
             "rollout_matching.vllm.sleep",

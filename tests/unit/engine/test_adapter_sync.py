@@ -92,7 +92,7 @@ def test_a_run_with_coordinate_rows_that_may_not_fall_back_stops_with_the_ways_o
 
 WAYS_OUT = (
     "  set rollout_matching.vllm.sync.mode: full, or sync.fallback_to_full: true, or set "
-    "rollout_matching.rollout_backend: hf, which needs no engine"
+    "rollout_matching.rollout_backend: hf (in Stage 1: stage1.eval_backend: hf), which needs no engine"
 )
 
 

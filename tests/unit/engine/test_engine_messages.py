@@ -79,7 +79,7 @@ def test_every_failed_start_names_a_fix_and_the_backend_without_an_engine(proble
     """A command has options instead of settings."""
     assert training in TRAINING_FIXES.choose(problem) and command in COMMAND_FIXES.choose(problem)
     assert TRAINING_FIXES.choose(problem).endswith(
-        "or set rollout_matching.rollout_backend: hf, which needs no engine"
+        "or set rollout_matching.rollout_backend: hf (in Stage 1: stage1.eval_backend: hf), which needs no engine"
     )
     assert COMMAND_FIXES.choose(problem).endswith("or use --backend hf, which needs no engine")
     assert "rollout_matching" not in COMMAND_FIXES.choose(problem)
@@ -110,7 +110,7 @@ def test_ranks_of_two_machines_cannot_share_an_engine(monkeypatch):
         "rollout_matching.vllm.tensor_parallel_size: 4 ranks from local rank 2 on share an engine, but this "
         "machine has 4",
         "  set it to a divisor of the number of ranks on each machine, or set rollout_matching.rollout_backend: "
-        "hf, which needs no engine",
+        "hf (in Stage 1: stage1.eval_backend: hf), which needs no engine",
     ]
 
 
