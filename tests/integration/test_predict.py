@@ -181,11 +181,26 @@ def test_an_engine_of_vllm_makes_the_predictions_of_transformers_and_ends_with_t
         assert len(detections) == len(expected[1])
 
 
+# The command, in which the second batch takes a minute, so that a signal comes before its answers.
+WITH_SLOW_BATCH = """
+import sys, time
+from coordexp.cli import app
+from coordexp.rollout.hugging_face import HuggingFaceBackend
+generate, batches = HuggingFaceBackend.generate, []
+def generate_slowly(*arguments):
+    batches.append(arguments)
+    if len(batches) > 1:
+        time.sleep(60)
+    return generate(*arguments)
+HuggingFaceBackend.generate = generate_slowly
+app(sys.argv[1:])
+"""
+
+
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM])
 def test_predictions_that_were_interrupted_are_resumed(lively_model, eight_scenes, number):
-    """Answers are long, so that there is time for the signal between the first of them and the last."""
-    long_answers = command(lively_model, eight_scenes, "--max-new-tokens", "100")
-    whole = CliRunner().invoke(app, long_answers)
+    predicting = command(lively_model, eight_scenes, "--max-new-tokens", "40")
+    whole = CliRunner().invoke(app, predicting)
     assert whole.exit_code == 0, whole.output
     files = [eight_scenes / "preds.json", eight_scenes / "preds.answers.jsonl"]
     undisturbed = [file.read_text() for file in files]
@@ -193,15 +208,14 @@ def test_predictions_that_were_interrupted_are_resumed(lively_model, eight_scene
         file.unlink()
 
     unfinished = eight_scenes / "preds.unfinished.jsonl"
-    code = "import sys; from coordexp.cli import app; app(sys.argv[1:])"
-    words = [sys.executable, "-c", code, *long_answers]
+    words = [sys.executable, "-c", WITH_SLOW_BATCH, *predicting]
     environment = os.environ | {"PYTHONPATH": str(SOURCE)}
     process = subprocess.Popen(words, stderr=subprocess.PIPE, text=True, env=environment)
     deadline = time.monotonic() + 120
     # Wait for the first line and one batch.
     while not (unfinished.is_file() and unfinished.read_bytes().count(b"\n") >= 3):
         assert process.poll() is None and time.monotonic() < deadline
-        time.sleep(0.002)
+        time.sleep(0.02)
     process.send_signal(number)
     _, shown = process.communicate(timeout=60)
     if number != signal.SIGKILL:
@@ -209,21 +223,21 @@ def test_predictions_that_were_interrupted_are_resumed(lively_model, eight_scene
         assert "of 8 images; their answers are in" in shown
         assert "--resume continues from there" in shown
     assert not files[0].exists()
-    before = CliRunner().invoke(app, long_answers)
+    before = CliRunner().invoke(app, predicting)
     assert before.exit_code == 1
     assert "add --resume" in before.output
-    other = CliRunner().invoke(app, [*long_answers, "--resume", "--max-new-tokens", "25"])
+    other = CliRunner().invoke(app, [*predicting, "--resume", "--max-new-tokens", "25"])
     assert other.exit_code == 1
     assert "made with another max_new_tokens" in other.output
-    fewer = CliRunner().invoke(app, [*long_answers, "--resume", "--limit", "1"])
+    fewer = CliRunner().invoke(app, [*predicting, "--resume", "--limit", "1"])
     assert fewer.exit_code == 1
     assert "--limit asks for 1" in fewer.output
-    result = CliRunner().invoke(app, [*long_answers, "--resume"])
+    result = CliRunner().invoke(app, [*predicting, "--resume"])
     assert result.exit_code == 0, result.output
     assert "of 8 images have been answered already" in result.output
     assert [file.read_text() for file in files] == undisturbed
     assert not unfinished.exists()
-    result = CliRunner().invoke(app, [*long_answers, "--resume", "--limit", "2"])
+    result = CliRunner().invoke(app, [*predicting, "--resume", "--limit", "2"])
     assert result.exit_code == 0 and f"{files[0]} is complete: nothing to do" in result.output
     assert [file.read_text() for file in files] == undisturbed
 
