@@ -1,5 +1,7 @@
 """`coordexp data`: import data, find what is wrong with it, and look at it."""
 
+import os
+import sys
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -60,7 +62,14 @@ def doctor(
         def show_share(share: float) -> None:
             show(f"{share:.0%}")
 
-        report = examine(file, look=look, count_tokens=count_tokens, max_length=max_length, notify=show_share)
+        report = examine(
+            file,
+            look=look,
+            count_tokens=count_tokens,
+            max_length=max_length,
+            notify=show_share,
+            processes=len(os.sched_getaffinity(0)) if sys.platform == "linux" else 1,
+        )
     if as_json:
         print_json(str(report.file), report.findings, _describe_data(report))
     else:

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from enum import StrEnum
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -10,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from coordexp.cli.console import need, out, progress
+from coordexp.cli.console import err, need, out, progress
 from coordexp.errors import UserError
 from coordexp.files import write_json
 
@@ -89,7 +90,7 @@ def _read(data: Path, preds: Path, answered_only: bool) -> "tuple[Truth, tuple[I
     from coordexp.evaluate import check_predictions, read_predictions, read_truth
 
     predictions = read_predictions(preds)
-    truth = read_truth(RecordFile(data))
+    truth = read_truth(RecordFile(data, partial(err.print, markup=False)))
     check_predictions(predictions, truth)
     answered = {answer.image_id for answer in predictions.answers}
     evaluated = [(id, record) for id, record in truth if id in answered] if answered_only else truth

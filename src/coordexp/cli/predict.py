@@ -8,6 +8,7 @@ import os
 import signal
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Annotated, Any
@@ -144,7 +145,7 @@ def predict(
         from coordexp.rollout.prompt import PromptBuilder
         from coordexp.vocab import VocabularyTable
 
-        records, table = RecordFile(data), VocabularyTable.from_folder(model)
+        records, table = RecordFile(data, partial(err.print, markup=False)), VocabularyTable.from_folder(model)
         truth = read_truth(records)
         _make_folder(to)
         selected = truth[:limit]

@@ -11,8 +11,10 @@ others. A line that breaks a rule is a `DataError` that names the file and the l
 """
 
 import json
+import os
 import reprlib
-from collections.abc import Iterator, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, NotRequired, get_args
@@ -33,7 +35,9 @@ from coordexp.data.geometry import (
     is_valid_count,
     to_bin,
 )
+from coordexp.data.index import open_index
 from coordexp.errors import DataError, explain
+from coordexp.tasks import ignore
 
 Space = Literal["pixel", "unit", "norm1000", "bin"]
 SPACES: tuple[Space, ...] = get_args(Space)
@@ -155,27 +159,44 @@ def read_records(path: Path) -> Iterator[tuple[int, Record]]:
 
 
 class RecordFile:
-    """Random access to the records of a file. Only the offset and the number of each line are held in memory."""
+    """Random access to the records of a file. Several threads may read at the same time. `notify` gets messages
+    while a large file is read for the first time."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, notify: Callable[[str], None] = ignore) -> None:
         self.path = path
-        self._offsets, self._numbers = _find_lines(path)
-        if not len(self._offsets):
+        self._file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        weakref.finalize(self, os.close, self._file)
+        self._index = open_index(self._file, path, notify)
+        if not len(self._index):
             raise DataError(f"{path}: no records", "write one JSON object per line (see `coordexp data import`)")
 
     def __len__(self) -> int:
-        return len(self._offsets)
+        return len(self._index)
 
     def __getitem__(self, index: int) -> Record:
-        with self.path.open("rb") as file:
-            file.seek(int(self._offsets[index]))
-            return _parse_line(self.path, int(self._numbers[index]), file.readline())
+        index = range(len(self))[index]  # an index below 0 counts from the end, and one beyond it is an IndexError
+        begin, end = (int(offset) for offset in self._index.offsets[index : index + 2])
+        line, _, _ = os.pread(self._file, end - begin, begin).partition(b"\n")  # blank lines may follow
+        return _parse_line(self.path, self._index.line_number(index), line)
+
+    def __reduce__(self) -> Any:
+        return RecordFile, (self.path,)  # another process opens the file itself
+
+    @property
+    def object_counts(self) -> NDArray[np.uint32]:
+        """The number of objects of each record."""
+        return self._index.counts
+
+    @property
+    def sha256(self) -> str:
+        """The hash of the whole file."""
+        return self._index.sha256
 
     def read_with_image_id(self, index: int) -> tuple[int, Record]:
         """Return a record with the number that names its image in predictions: its `image_id`, or else the number
         of its line."""
         record = self[index]
-        return int(self._numbers[index]) if record.image_id is None else record.image_id, record
+        return self._index.line_number(index) if record.image_id is None else record.image_id, record
 
     def image_path(self, record: Record) -> Path:
         return self.path.parent / record.image
@@ -273,15 +294,3 @@ def _refuse_repeated_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _shorten(value: float) -> float | int:
     return int(value) if value == int(value) else value
-
-
-def _find_lines(path: Path) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return the byte offsets and the numbers of all lines that are not blank."""
-    offsets, numbers, offset = [], [], 0
-    with path.open("rb") as file:
-        for number, line in enumerate(file, start=1):
-            if line.strip():
-                offsets.append(offset)
-                numbers.append(number)
-            offset += len(line)
-    return np.array(offsets, dtype=np.int64), np.array(numbers, dtype=np.int64)

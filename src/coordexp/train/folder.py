@@ -4,8 +4,6 @@
 known, and every event of the servers goes to `servers.jsonl`.
 """
 
-import functools
-import hashlib
 import json
 import platform
 import subprocess
@@ -66,12 +64,9 @@ def read_starts(file: Path) -> list[dict[str, Any]]:
     return runs
 
 
-@functools.cache  # a large file is hashed once
 def fingerprint(records: RecordFile) -> dict[str, Any]:
     """Return name, number of records and sha256 of a data file."""
-    with records.path.open("rb") as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
-    return {"file": str(records.path), "records": len(records), "sha256": digest}
+    return {"file": str(records.path), "records": len(records), "sha256": records.sha256}
 
 
 def git_state() -> dict[str, Any] | None:

@@ -10,6 +10,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import distributed as dist
 from transformers import PrinterCallback, TrainingArguments
@@ -88,8 +89,8 @@ def prepare(loaded: Loaded, resume: bool) -> PreparedRun:
     of its folder, if there is one."""
     settings = loaded.settings
     folder = Path(settings.training.output_dir)
-    train = RecordFile(Path(settings.custom.train_jsonl))
-    held_out = RecordFile(Path(settings.custom.val_jsonl)) if settings.custom.val_jsonl else None
+    train = _open_records(Path(settings.custom.train_jsonl))
+    held_out = _open_records(Path(settings.custom.val_jsonl)) if settings.custom.val_jsonl else None
     arguments = training_arguments(settings, len(train))
     together(partial(_check_data, settings, arguments, train, held_out))
     checkpoint = _checkpoint(folder, resume)
@@ -105,6 +106,10 @@ def prepare(loaded: Loaded, resume: bool) -> PreparedRun:
     data = {"train": train} | ({"val": held_out} if held_out else {})
     together(partial(_begin_folder, folder, loaded, data, trainer, metrics_file, step))
     return PreparedRun(folder, checkpoint, trainer, bar)
+
+
+def _open_records(path: Path) -> RecordFile:
+    return RecordFile(path, say if os.environ.get("RANK", "0") == "0" else ignore)
 
 
 def _step_of(checkpoint: Path | None) -> int:
@@ -357,14 +362,11 @@ def _identity(settings: Settings, records: RecordFile) -> dict[str, Any]:
 
 
 def _curriculum(settings: Settings, records: RecordFile) -> list[StageRecords]:
-    """Return the stages of the curriculum. If there are any, all records are read once."""
-    if not settings.custom.curriculum:
-        return []
-    counts = [len(record.objects) for _, record in read_records(records.path)]
+    """Return the stages of the curriculum."""
     stages = []
     for k, stage in enumerate(settings.custom.curriculum):
-        fitting = tuple(index for index, count in enumerate(counts) if count <= stage.objects)
-        if not fitting:
+        fitting = np.flatnonzero(records.object_counts <= stage.objects)
+        if not len(fitting):
             raise DataError(
                 f"custom.curriculum[{k}]: no record of {records.path} has at most {stage.objects} objects",
                 "raise objects, or remove the stage",

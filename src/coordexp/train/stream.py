@@ -38,7 +38,7 @@ class StageRecords:
     taken."""
 
     samples: int
-    records: tuple[int, ...]
+    records: NDArray[np.integer[Any]]
 
 
 class SampleOrder:
@@ -55,7 +55,7 @@ class SampleOrder:
         stages: Sequence[StageRecords] = (),
     ) -> None:
         self.records, self.rank, self.ranks, self.seed, self.shuffled = records, rank, ranks, seed, shuffled
-        self._stages = [(stage.samples, np.array(stage.records)) for stage in stages]
+        self._stages = [(stage.samples, np.asarray(stage.records)) for stage in stages]
         self._permutation: tuple[tuple[int, int], np.ndarray] | None = None  # of one stage and epoch
 
     def index(self, taken: int) -> int:
@@ -63,9 +63,9 @@ class SampleOrder:
         position = taken * self.ranks + self.rank
         for number, (samples, records) in enumerate(self._stages):
             if position < samples:
-                return self._record_at(number, records, position)
+                return self._record_at(number, len(records), position)
             position -= samples
-        return self._record_at(len(self._stages), np.arange(self.records), position)
+        return self._record_at(len(self._stages), self.records, position)
 
     def describe(self) -> dict[str, Any]:
         """Return the facts that must be the same after a resume."""
@@ -73,14 +73,20 @@ class SampleOrder:
         own = {name: getattr(self, name) for name in ("records", "rank", "ranks", "seed", "shuffled")}
         return own | {"stages": stages}
 
-    def _record_at(self, stage: int, records: np.ndarray, position: int) -> int:
-        epoch, offset = divmod(position, len(records))
+    def _record_at(self, stage: int, records: int, position: int) -> int:
+        epoch, offset = divmod(position, records)
         if not self.shuffled:
-            return int(records[offset])
+            return int(self._stages[stage][1][offset]) if stage < len(self._stages) else offset
         if self._permutation is None or self._permutation[0] != (stage, epoch):
-            generator = np.random.default_rng((self.seed, stage, epoch))
-            self._permutation = (stage, epoch), generator.permutation(records)
+            self._permutation = (stage, epoch), self._permute(stage, epoch)
         return int(self._permutation[1][offset])
+
+    def _permute(self, stage: int, epoch: int) -> np.ndarray:
+        """Return the records of a stage in the order of an epoch, with 4 bytes for each."""
+        records = self._stages[stage][1] if stage < len(self._stages) else np.arange(self.records, dtype=np.uint32)
+        order = records.astype(np.uint32)
+        np.random.default_rng((self.seed, stage, epoch)).shuffle(order)
+        return order
 
 
 class RowStream:

@@ -2,7 +2,9 @@
 
 import dataclasses
 import json
+import os
 import shutil
+import signal
 import subprocess
 import sys
 from functools import partial
@@ -14,7 +16,7 @@ from typer.testing import CliRunner
 
 from coordexp.cli import app
 from coordexp.correction.segment import count_answer_tokens
-from coordexp.data import Record, RecordObject
+from coordexp.data import DataError, Record, RecordObject
 from coordexp.data.doctor import KINDS, check_record, examine
 from coordexp.data.images import read_image_facts
 from tests.unit.data.planted import HEIGHT, WIDTH, write_clean
@@ -340,3 +342,44 @@ def test_data_imports_no_torch():
         "assert not {'torch', 'transformers', 'PIL'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def describe(report):
+    return (
+        report.findings,
+        report.records,
+        report.objects,
+        report.classes.counts,
+        report.classes.uncounted,
+        report.sizes.sides,
+        report.tokens,
+    )
+
+
+@pytest.mark.parametrize("processes", [1, 3])
+def test_parts_and_processes_give_the_report_of_one_reading(planted, processes):
+    """The file has blank and broken lines, duplicates in other parts, and boxes whose order only many show."""
+    file = planted.write()
+    lines = file.read_text().splitlines()
+    flipped = [json.loads(line) for line in lines]
+    for row in flipped:
+        for item in row["objects"]:
+            if "bbox_2d" in item:
+                item["bbox_2d"] = item["bbox_2d"][2:] + item["bbox_2d"][:2]
+    file.write_text("\n\n".join([*lines, "{", *lines[::-1], *map(json.dumps, flipped), "[]"]))
+    options = {"look": read_image_facts, "count_tokens": count_tokens, "max_length": 20}
+    whole = examine(file, **options)
+    codes = {finding.subject for finding in whole.findings}
+    assert {"broken-line", "duplicate-image", "inverted", "too-long"} <= codes
+    shares = []
+    parts = examine(file, **options, notify=shares.append, processes=processes, part=500)
+    assert describe(parts) == describe(whole)
+    assert len(shares) > 10 and shares == sorted(shares) and shares[-1] == 1
+
+
+def test_a_killed_process_is_an_error_with_a_way_out(planted):
+    def die(path):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    with pytest.raises(DataError, match="was killed, most likely because memory ran out"):
+        examine(planted.write(), look=die, processes=2, part=500)

@@ -56,7 +56,7 @@ def test_ranks_share_out_each_epoch_and_nothing_is_left_over():
 
 
 def test_a_curriculum_takes_its_records_for_its_samples_and_then_all():
-    curriculum = order(stages=[StageRecords(6, (1, 2, 3)), StageRecords(4, (5, 6))])
+    curriculum = order(stages=[StageRecords(6, np.array([1, 2, 3])), StageRecords(4, np.array([5, 6]))])
     drawn = [curriculum.index(k) for k in range(20)]
     assert sorted(drawn[:6]) == [1, 1, 2, 2, 3, 3]
     assert sorted(drawn[6:10]) == [5, 5, 6, 6]
@@ -166,3 +166,11 @@ def test_a_record_that_is_too_long_is_named_without_packing():
     packed = RowStream(order(), 4, None, max_length=6)
     with pytest.raises(PackingError, match=r"4\.png: 7 tokens, and global_max_length is 6|9\.png: 7 tokens"):
         draw(3, packed)
+
+
+def test_the_order_of_an_epoch_is_that_of_earlier_releases():
+    """So a run that an earlier release began goes on with the same samples."""
+    whole = order(records=1000)
+    for epoch in range(2):
+        expected = np.random.default_rng((3, 0, epoch)).permutation(np.arange(1000))
+        assert [whole.index(1000 * epoch + k) for k in range(1000)] == expected.tolist()

@@ -5,14 +5,15 @@ An error stops training, or would train on something that is not in the image. A
 
 Some mistakes only many records together reveal: boxes as x, y, width, height; x and y swapped; a wrong space. Each
 of these checks needs two observations: some of the shapes are impossible as they are written, and nearly all of
-them are possible under another reading. Either observation alone proves nothing. `add` counts, `problems`
-concludes.
+them are possible under another reading. Either observation alone proves nothing. `add` counts, `merge` adds the
+counts of another part of the file, and `problems` concludes.
 """
 
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import lru_cache
+from typing import Any
 
 from coordexp.data.geometry import BINS, is_degenerate
 from coordexp.data.images import ImageFacts, size_problem
@@ -220,6 +221,9 @@ class BoxOrder:
                 starts = a - c / 2 >= -slack[0] and b - d / 2 >= -slack[1]
                 self.as_centre += sizes and starts and a + c / 2 <= width and b + d / 2 <= height
 
+    def merge(self, other: "BoxOrder") -> None:
+        _add_fields(self, other)
+
     def problems(self) -> Iterator[Problem]:
         if self.boxes < 10 or self.inverted < max(FEW, BREAKS * self.boxes):
             return
@@ -248,6 +252,9 @@ class AxisOrder:
             self.outside += x > width * SLACK or y > height * SLACK
             self.inside_swapped += x <= height * SLACK and y <= width * SLACK
 
+    def merge(self, other: "AxisOrder") -> None:
+        _add_fields(self, other)
+
     def problems(self) -> Iterator[Problem]:
         enough = self.shapes >= 10 and self.outside >= max(FEW, BREAKS * self.shapes)
         if enough and self.inside_swapped >= FITS * self.shapes:
@@ -274,6 +281,12 @@ class SpaceUse:
             self.fits[space] += x <= width * SLACK and y <= height * SLACK
             self.reach[space][0] = max(self.reach[space][0], x / width)
             self.reach[space][1] = max(self.reach[space][1], y / height)
+
+    def merge(self, other: "SpaceUse") -> None:
+        self.records += other.records
+        for space in SPACES:
+            self.fits[space] += other.fits[space]
+            self.reach[space] = [*map(max, self.reach[space], other.reach[space])]
 
     def problems(self) -> Iterator[Problem]:
         others = [space for space in SPACES if not _are_alike(space, self.stated)]
@@ -319,6 +332,12 @@ class Suspicions:
             self._axes.add(record)
             self._spaces[record.space].add(record)
 
+    def merge(self, other: "Suspicions") -> None:
+        self._boxes.merge(other._boxes)
+        self._axes.merge(other._axes)
+        for space, use in self._spaces.items():
+            use.merge(other._spaces[space])
+
     def problems(self) -> Iterator[Problem]:
         swapped = list(self._axes.problems())
         yield from swapped
@@ -327,6 +346,12 @@ class Suspicions:
             # Swapped axes make shapes exceed the image too, and are the better explanation.
             if not (swapped and use.stated == "pixel"):
                 yield from use.problems()
+
+
+def _add_fields(counts: Any, others: Any) -> None:
+    """Add the numbers of one dataclass to those of another."""
+    for item in fields(counts):
+        setattr(counts, item.name, getattr(counts, item.name) + getattr(others, item.name))
 
 
 def _largest(objects: Sequence[RecordObject]) -> tuple[float, float]:

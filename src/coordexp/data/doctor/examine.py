@@ -1,25 +1,35 @@
 """Read a data file line by line and report on it: problems, classes, sizes of objects, tokens of answers. Memory
 grows by two numbers per image.
 
-The function that reads an image file is passed in; without it, image files are not opened.
+The file is read in parts, by several processes if they are allowed. The facts about the parts are then merged in
+the order of the file. The function that reads an image file is passed in; without it, image files are not opened.
 """
 
 import math
+import multiprocessing
 import os
-from collections import Counter
+import signal
+import sys
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 from coordexp.data.doctor.checks import KINDS, Problem, Suspicions, check_image, check_record
 from coordexp.data.geometry import BINS, TrueObject
 from coordexp.data.images import ImageFacts
 from coordexp.data.records import Record, parse_record
-from coordexp.errors import Finding, Place
+from coordexp.errors import DataError, Finding, Place
 
 MOST_CLASSES = 100_000  # counted by name, to bound the memory: free text may describe every object differently
 EXAMPLES = 5  # kept per finding
+PART = 2**21  # bytes of a part of the file, about a second of work
 ReadImage = Callable[[Path], ImageFacts]
 # A function that counts the tokens of the answer with these objects.
 CountTokens = Callable[[Sequence[TrueObject]], int]
@@ -40,6 +50,14 @@ class Classes:
                 self.counts[item.desc] += 1
             else:
                 self.uncounted += 1
+
+    def merge(self, other: "Classes") -> None:
+        self.uncounted += other.uncounted
+        for desc, count in other.counts.items():
+            if desc in self.counts or len(self.counts) < MOST_CLASSES:
+                self.counts[desc] += count
+            else:
+                self.uncounted += count
 
     def problems(self) -> Iterator[Problem]:
         spellings: dict[str, list[str]] = {}
@@ -63,6 +81,9 @@ class Sizes:
             xs, ys = item.coords[::2], item.coords[1::2]
             side = scale * math.sqrt((max(xs) - min(xs)) * (max(ys) - min(ys)))
             self.sides[min(BINS - 1, round(side))] += 1
+
+    def merge(self, other: "Sizes") -> None:
+        self.sides = [*map(sum, zip(self.sides, other.sides, strict=True))]
 
     @property
     def median(self) -> int | None:
@@ -92,17 +113,17 @@ class TokenCount:
 class Tokens:
     """Lengths of the answers as they are trained on, with the end of the turn, without image and prompt."""
 
-    def __init__(self, count_tokens: CountTokens) -> None:
-        self._count_tokens = count_tokens
+    def __init__(self) -> None:
         self._lengths: Counter[int] = Counter()
         self._objects = 0
 
-    def add(self, objects: Sequence[TrueObject]) -> int:
-        """Count the answer with these objects and return its length."""
-        length = self._count_tokens(objects)
+    def add(self, length: int, objects: int) -> None:
         self._lengths[length] += 1
-        self._objects += len(objects)
-        return length
+        self._objects += objects
+
+    def merge(self, other: "Tokens") -> None:
+        self._lengths.update(other._lengths)
+        self._objects += other._objects
 
     @property
     def count(self) -> TokenCount | None:
@@ -149,89 +170,216 @@ def examine(
     count_tokens: CountTokens | None = None,
     max_length: int | None = None,
     notify: Callable[[float], None] | None = None,
+    processes: int = 1,
+    part: int = PART,
 ) -> DataReport:
-    """Report on a data file. `look` reads the facts of an image file. `notify` is called after each line with the
-    share of the file that has been read."""
-    examination = _Examination(path, look, None if count_tokens is None else Tokens(count_tokens), max_length)
-    size, done = max(1, path.stat().st_size), 0
-    with path.open("rb") as file:
-        for number, line in enumerate(file, start=1):
-            done += len(line)
+    """Report on a data file. `look` reads the facts of an image file. `notify` is called with the share of the
+    file that has been read. Several `processes` read parts of the file, of about `part` bytes, side by side; the
+    report is the same."""
+    reader = _PartReader(path, look, count_tokens, max_length)
+    whole, parts, size = _Examination(path), list(_split(path, part)), max(1, path.stat().st_size)
+    with _mapping(reader.read, min(processes, len(parts))) as map_parts:
+        for (_, end), facts in zip(parts, map_parts(parts), strict=True):
+            whole.merge(facts)
             if notify:
-                notify(done / size)
-            if line.strip():
-                examination.add_line(number, line)
-    return examination.report()
+                notify(end / size)
+    return whole.report()
 
 
-class _Examination:
-    """The findings and statistics of a file while it is being read."""
+def _split(path: Path, part: int) -> Iterator[tuple[int, int]]:
+    """Yield the parts of a file: the offsets of their first byte and of their end, which is behind a newline."""
+    begin, size = 0, path.stat().st_size
+    with path.open("rb") as file:
+        while begin < size:
+            file.seek(min(begin + part, size))
+            file.readline()
+            yield begin, file.tell()
+            begin = file.tell()
 
-    def __init__(self, path: Path, look: ReadImage | None, tokens: Tokens | None, max_length: int | None) -> None:
-        self._path, self._look, self._tokens, self._max_length = path, look, tokens, max_length
-        self._records = self._objects = 0
-        self._counts: dict[str, int] = {}  # by code
-        self._places: dict[str, list[Place]] = {}
-        self._classes, self._sizes, self._suspicions = Classes(), Sizes(), Suspicions()
-        self._paths: dict[int, int] = {}  # from the hash of a path to the first line that has it
-        self._contents: dict[int, int] = {}  # from the hash of a content to the first line that has it
 
-    def add_line(self, number: int, line: bytes) -> None:
+@contextmanager
+def _mapping(work: Callable[[tuple[int, int]], "PartFacts"], processes: int) -> Iterator[Callable[..., Any]]:
+    """Yield a function like `map`, which calls `work` in several processes. They are forks of this one, so that
+    `work` need not be sent to them."""
+    if processes <= 1 or sys.platform != "linux":
+        yield partial(map, work)
+        return
+    start = partial(_begin_worker, work)
+    pool = ProcessPoolExecutor(processes, multiprocessing.get_context("fork"), initializer=start)
+    try:
+        yield partial(_map_in_order, pool, 4 * processes)
+    except BrokenProcessPool as error:
+        problem = "a process that read a part of the file was killed, most likely because memory ran out"
+        raise DataError(problem, "end other programs, or allow one processor only (taskset -c 0)") from error
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def _map_in_order(
+    pool: ProcessPoolExecutor, ahead: int, parts: Iterable[tuple[int, int]]
+) -> Iterator["PartFacts"]:
+    """Yield the facts about the parts in order. At most `ahead` parts are read before they are taken."""
+    waiting: deque[Future[PartFacts]] = deque()
+    for part in parts:
+        waiting.append(pool.submit(_work_in_process, part))
+        if len(waiting) == ahead:
+            yield waiting.popleft().result()
+    while waiting:
+        yield waiting.popleft().result()
+
+
+_work: Callable[[tuple[int, int]], "PartFacts"] | None = None  # of this worker process
+
+
+def _begin_worker(work: Callable[[tuple[int, int]], "PartFacts"]) -> None:
+    global _work
+    _work = work
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is sent to all processes; the first one ends the others
+
+
+def _work_in_process(part: tuple[int, int]) -> "PartFacts":
+    assert _work is not None
+    return _work(part)
+
+
+@dataclass
+class PartFacts:
+    """The findings and statistics of a part of a file. Lines are numbered from 1 in each part."""
+
+    lines: int = 0
+    records: int = 0
+    objects: int = 0
+    counts: Counter[str] = field(default_factory=Counter)  # of problems, by code
+    examples: list[tuple[int | None, Problem]] = field(default_factory=list)  # the first ones of each code
+    images: list[tuple[int, str, bytes | None]] = field(default_factory=list)  # line, path, hash of the content
+    classes: Classes = field(default_factory=Classes)
+    sizes: Sizes = field(default_factory=Sizes)
+    suspicions: Suspicions = field(default_factory=Suspicions)
+    tokens: Tokens = field(default_factory=Tokens)
+
+    def add_problems(self, line: int | None, problems: Iterable[Problem]) -> None:
+        for problem in problems:
+            self.counts[problem.code] += 1
+            if self.counts[problem.code] <= EXAMPLES:
+                self.examples.append((line, problem))
+
+
+@dataclass(frozen=True)
+class _PartReader:
+    """Reads parts of a file."""
+
+    path: Path
+    look: ReadImage | None
+    count_tokens: CountTokens | None
+    max_length: int | None
+
+    def read(self, part: tuple[int, int]) -> PartFacts:
+        begin, end = part
+        facts = PartFacts()
+        with self.path.open("rb") as file:
+            file.seek(begin)
+            while file.tell() < end:
+                line = file.readline()
+                if not line:
+                    raise DataError(
+                        f"{self.path} was changed while it was read", "start again when it is complete"
+                    )
+                facts.lines += 1
+                if line.strip():
+                    self._add_line(facts, line)
+        return facts
+
+    def _add_line(self, facts: PartFacts, line: bytes) -> None:
         try:
             record = parse_record(line)
         except ValueError as error:
-            self._add(number, [Problem("broken-line", str(error))])
+            facts.add_problems(facts.lines, [Problem("broken-line", str(error))])
             return
-        self._records += 1
-        self._objects += len(record.objects)
+        facts.records += 1
+        facts.objects += len(record.objects)
         problems = check_record(record)
-        self._add(number, problems)
-        self._add_image(number, record)
-        for measure in (self._classes, self._sizes, self._suspicions):
+        facts.add_problems(facts.lines, problems)
+        self._add_image(facts, record)
+        for measure in (facts.classes, facts.sizes, facts.suspicions):
             measure.add(record)
-        if self._tokens and not any(KINDS[problem.code].severity == "error" for problem in problems):
-            self._check_length(number, self._tokens.add(record.true_objects()))
+        if self.count_tokens and not any(KINDS[problem.code].severity == "error" for problem in problems):
+            objects = record.true_objects()
+            length = self.count_tokens(objects)
+            facts.tokens.add(length, len(objects))
+            if self.max_length is not None and length > self.max_length:
+                detail = f"{length:,} tokens; at most {self.max_length:,} are allowed"
+                facts.add_problems(facts.lines, [Problem("too-long", detail)])
+
+    def _add_image(self, facts: PartFacts, record: Record) -> None:
+        content = None
+        if self.look is not None:
+            try:
+                image = self.look(self.path.parent / record.image)
+            except FileNotFoundError:
+                facts.add_problems(facts.lines, [Problem("image-missing", repr(record.image))])
+            except (OSError, ValueError) as error:  # ValueError: a zero byte in the path
+                facts.add_problems(facts.lines, [Problem("image-unreadable", f"{record.image!r}: {error}")])
+            else:
+                content = image.content_hash
+                facts.add_problems(facts.lines, check_image(record, image))
+        facts.images.append((facts.lines, record.image, content))
+
+
+class _Examination:
+    """The findings and statistics of the parts that were read so far, in the order of the file."""
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._whole = path, PartFacts()
+        self._places: dict[str, list[Place]] = {}  # by code
+        self._paths: dict[int, int] = {}  # from the hash of a path to the first line that has it
+        self._contents: dict[int, int] = {}  # from the hash of a content to the first line that has it
+
+    def merge(self, part: PartFacts) -> None:
+        whole, before = self._whole, self._whole.lines
+        for line, problem in part.examples:
+            self._add_place(None if line is None else before + line, problem)
+        for line, image, content in part.images:
+            self._find_duplicates(before + line, image, content)
+        whole.lines += part.lines
+        whole.records += part.records
+        whole.objects += part.objects
+        whole.counts.update(part.counts)
+        whole.classes.merge(part.classes)
+        whole.sizes.merge(part.sizes)
+        whole.suspicions.merge(part.suspicions)
+        whole.tokens.merge(part.tokens)
 
     def report(self) -> DataReport:
-        if not self._records and not self._counts:
-            self._add(None, [Problem("no-records", "nothing to train on")])
-        for measure in (self._suspicions, self._classes, self._sizes):
-            self._add(None, measure.problems())
+        whole = self._whole
+        if not whole.records and not whole.counts:
+            self._add(None, Problem("no-records", "nothing to train on"))
+        for measure in (whole.suspicions, whole.classes, whole.sizes):
+            for problem in measure.problems():
+                self._add(None, problem)
         findings = tuple(  # in the order of `KINDS`: errors first, and general problems before those of one object
-            replace(kind, count=self._counts[code], places=tuple(self._places[code]))
+            replace(kind, count=whole.counts[code], places=tuple(self._places[code]))
             for code, kind in KINDS.items()
-            if code in self._counts
+            if code in whole.counts
         )
-        tokens = self._tokens.count if self._tokens else None
-        return DataReport(self._path, self._records, self._objects, findings, self._classes, self._sizes, tokens)
+        return DataReport(
+            self._path, whole.records, whole.objects, findings, whole.classes, whole.sizes, whole.tokens.count
+        )
 
-    def _add(self, line: int | None, problems: Iterable[Problem]) -> None:
-        for problem in problems:
-            self._counts[problem.code] = self._counts.get(problem.code, 0) + 1
-            places = self._places.setdefault(problem.code, [])
-            if len(places) < EXAMPLES:
-                places.append(Place(str(self._path), line, problem.detail))
+    def _find_duplicates(self, line: int, image: str, content: bytes | None) -> None:
+        first = self._paths.setdefault(hash(os.path.normpath(image)), line)
+        if first != line:
+            self._add(line, Problem("duplicate-image", f"{image!r}, as in line {first}"))
+        if content is None:
+            return
+        twin = self._contents.setdefault(hash(content), line)
+        if twin != line and first == line:
+            self._add(line, Problem("duplicate-content", f"{image!r}, as in line {twin}"))
 
-    def _add_image(self, number: int, record: Record) -> None:
-        first = self._paths.setdefault(hash(os.path.normpath(record.image)), number)
-        if first != number:
-            self._add(number, [Problem("duplicate-image", f"{record.image!r}, as in line {first}")])
-        if self._look is None:
-            return
-        try:
-            facts = self._look(self._path.parent / record.image)
-        except FileNotFoundError:
-            self._add(number, [Problem("image-missing", repr(record.image))])
-            return
-        except (OSError, ValueError) as error:  # ValueError: a zero byte in the path
-            self._add(number, [Problem("image-unreadable", f"{record.image!r}: {error}")])
-            return
-        self._add(number, check_image(record, facts))
-        twin = self._contents.setdefault(hash(facts.content_hash), number)
-        if twin != number and first == number:
-            self._add(number, [Problem("duplicate-content", f"{record.image!r}, as in line {twin}")])
+    def _add(self, line: int | None, problem: Problem) -> None:
+        self._whole.counts[problem.code] += 1
+        self._add_place(line, problem)
 
-    def _check_length(self, number: int, length: int) -> None:
-        if self._max_length is not None and length > self._max_length:
-            detail = f"{length:,} tokens; at most {self._max_length:,} are allowed"
-            self._add(number, [Problem("too-long", detail)])
+    def _add_place(self, line: int | None, problem: Problem) -> None:
+        places = self._places.setdefault(problem.code, [])
+        if len(places) < EXAMPLES:
+            places.append(Place(str(self._path), line, problem.detail))

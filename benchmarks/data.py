@@ -1,0 +1,81 @@
+"""Measure a large data file: the first and later starts, memory of a rank, and time per sample.
+
+    python benchmarks/data.py [--json] [--records 10000000]
+
+Writes a file of synthetic records to the temporary folder, 1.9 GB for ten million, and removes it. Each start is a
+process of its own. The private memory of a rank is what it needs beyond the pages that it shares with the other
+ranks of its machine. A sample is the next number in the order, its line, and its record.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+from ratios import Results, at_most, show, without_goal
+
+SAMPLES = 20_000
+WARM_UP = 100
+
+
+def write_records(path: Path, count: int) -> None:
+    objects = [{"desc": "red cup", "bbox_2d": [10, 20, 110, 220]}, {"desc": "dog", "bbox_2d": [5, 5, 90, 80]}]
+    head = {"width": 640, "height": 480, "space": "pixel", "objects": objects}
+    rest = json.dumps(head)[1:]
+    with path.open("w", buffering=2**20) as file:
+        for number in range(count):
+            file.write(f'{{"image": "images/{number:09d}.jpg", {rest}\n')
+
+
+def start(path: Path) -> dict[str, Any]:
+    """Open the file as a rank does, take samples, and return what this cost."""
+    from coordexp.data import RecordFile
+    from coordexp.train.stream import SampleOrder
+
+    before = psutil.Process().memory_full_info().uss
+    began = time.perf_counter()
+    records = RecordFile(path)
+    order = SampleOrder(len(records), 3, 8, seed=0, shuffled=True)
+    records[order.index(0)]
+    started = time.perf_counter() - began
+    for taken in range(1, WARM_UP):
+        records[order.index(taken)]
+    began = time.perf_counter()
+    for taken in range(WARM_UP, WARM_UP + SAMPLES):
+        records[order.index(taken)]
+    seconds = (time.perf_counter() - began) / SAMPLES
+    private = psutil.Process().memory_full_info().uss - before
+    return {"start": started, "sample": seconds, "private": private}
+
+
+def measure(count: int) -> Results:
+    with tempfile.TemporaryDirectory() as name:
+        path = Path(name) / "train.jsonl"
+        write_records(path, count)
+        words = [sys.executable, __file__, "--start", str(path)]
+        first, later = (json.loads(subprocess.check_output(words)) for _ in range(2))
+        return {
+            "records": without_goal(count),
+            "gigabytes of the file": without_goal(path.stat().st_size / 1e9),
+            "seconds of the first start, which writes the index": without_goal(first["start"]),
+            "seconds of a later start": at_most(later["start"], 5),
+            "private megabytes of a rank": at_most(later["private"] / 1e6, 100),
+            "milliseconds a sample": at_most(1000 * later["sample"], 0.2),
+        }
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--records", type=int, default=10_000_000)
+    parser.add_argument("--start", type=Path, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.start:
+        print(json.dumps(start(options.start)))
+    else:
+        show(measure(options.records), options.json)
