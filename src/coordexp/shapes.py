@@ -16,6 +16,7 @@ TOKENS_OF_QWEN = 151_669  # tokens of the published tokenizer; further rows of t
 COORDINATES = 1000
 ROWS_ARE_A_MULTIPLE_OF = 64  # as `coordexp model add-coords` writes them
 CHANNELS = 3  # of an image
+KNOWN_MODEL = "qwen3_vl"  # the `model_type` that the formulas are for
 
 WeightShapes = Mapping[str, tuple[int, ...]]
 
@@ -118,6 +119,8 @@ def read_shape(folder: Path) -> ModelShape:
     fix = "give the folder of a Qwen3-VL checkpoint in Hugging Face format"
     with explain((OSError, ValueError, KeyError, TypeError), f"{file} cannot be read", fix):
         config = json.loads(file.read_text())
+        if config["model_type"] != KNOWN_MODEL:
+            raise ValueError(f"its model_type is {config['model_type']}, and the formulas are for {KNOWN_MODEL}")
         text, vision = config["text_config"], config["vision_config"]
         heads = text["num_attention_heads"]
         shape = ModelShape(

@@ -82,7 +82,7 @@ def _choose_address(settings: Settings, config: str, index: int, host: str | Non
     if not uses_vllm(settings, "server"):
         raise UserError(
             f"rollout_matching.vllm.mode: {config} has no rollout servers",
-            "set rollout_backend: vllm and vllm.mode: server, and list vllm.server.servers",
+            f"set {settings.backend_setting}: vllm and vllm.mode: server, and list vllm.server.servers",
         )
     if index >= len(servers):
         raise UserError(f"--index {index}: {config} lists {len(servers)} servers", "the first one is 0")

@@ -451,7 +451,7 @@ def _requests_fit_devices(s: Settings, world: World) -> Iterator[Conflict]:
         return
     if not uses_vllm(s, "server"):
         problem = "world sizes of rollout servers are given, but this run has no rollout servers"
-        fix = "leave --server-world-sizes out, or set rollout_backend: vllm and vllm.mode: server"
+        fix = f"leave --server-world-sizes out, or set {s.backend_setting}: vllm and vllm.mode: server"
         yield Conflict(MODE, problem, fix, (BACKEND,))
     elif len(sizes) != len(servers):
         problem = f"{len(servers)} servers, but {len(sizes)} world sizes are given"

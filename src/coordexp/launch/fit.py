@@ -238,7 +238,8 @@ class Planner:
                 yield Change("global_max_length", length, f"global_max_length: {length}")
         yield from self._parallel_changes(settings, rollouts)
         if rollouts == "colocate":
-            yield Change("rollout_matching.rollout_backend", "hf", "rollout_backend: hf")
+            name = settings.backend_setting
+            yield Change(name, "hf", f"{name.removeprefix('rollout_matching.')}: hf")
 
     def _parallel_changes(self, settings: Settings, rollouts: Rollouts) -> Iterator["Change"]:
         """Yield larger numbers of GPUs per engine."""

@@ -170,7 +170,8 @@ def _config_problems(settings: Settings, options: LaunchOptions) -> Iterator[Fin
         yield Finding("error", "custom.trainer_variant", problem, fix)
         return
     if not uses_vllm(settings, "server"):
-        fix = f"set rollout_backend: vllm and vllm.mode: server, or run coordexp train --config {options.config}"
+        train = f"coordexp train --config {options.config}"
+        fix = f"set {settings.backend_setting}: vllm and rollout_matching.vllm.mode: server, or run {train}"
         yield Finding("error", MODE, "this run has no rollout servers to start", fix)
         return
     yield from _server_problems(settings, options)

@@ -34,11 +34,10 @@ from coordexp.launch.memory import (
     learner_memory,
 )
 from coordexp.launch.plan import LaunchOptions, Plan, gpu_ids, is_loopback
-from coordexp.shapes import ModelShape, WeightShapes, read_shape, read_weights
+from coordexp.shapes import KNOWN_MODEL, ModelShape, WeightShapes, read_shape, read_weights
 
 FIRST = 8  # records that are read
 VISIBLE = "CUDA_VISIBLE_DEVICES"
-KNOWN_MODEL = "qwen3_vl"  # the `model_type` that the formulas are for
 # Used without nvidia-smi, in a process of its own: torch takes seconds to import, and hundreds of megabytes.
 ASK_TORCH = """
 import torch

@@ -48,7 +48,10 @@ from coordexp.tasks import Task
 from coordexp.vocab import VocabularyTable
 
 LARGEST = 2**30  # bytes of a response
-ALTERNATIVES = "set rollout_matching.vllm.mode: colocate, or rollout_matching.rollout_backend: hf"
+ALTERNATIVES = (
+    "set rollout_matching.vllm.mode: colocate, or rollout_matching.rollout_backend: hf (in Stage 1: "
+    "stage1.eval_backend: hf)"
+)
 OTHERWISE = f"or {ALTERNATIVES}"
 Health = Literal["ok", "refused", "silent", "failed"]
 
