@@ -32,15 +32,15 @@ def answers(generator: HuggingFaceBackend, images: list[str], decode: dict[str, 
     return [_plain(rollout) for rollout in generator.generate(requests)]
 
 
-def held(folder: Path, mode: str, calls: list[dict[str, Any]], damaged: list[list[str]]) -> dict[str, Any]:
+def held(folder: str, mode: str, calls: list[dict[str, Any]], damaged: list[list[str]]) -> dict[str, Any]:
     """Return the answers that this rank gets to each call, which has a decoding and the images of each rank. Then
     make a call with a damaged image, and after it the first call again."""
     accelerator = make_accelerator(sharded=mode == "fsdp2")
-    rank, model = accelerator.process_index, whole_model(folder)
+    rank, model = accelerator.process_index, whole_model(Path(folder))
     wrapped, _ = accelerator.prepare(model, torch.optim.SGD(model.parameters()))
     model = wrapped.module if mode == "ddp" else wrapped  # the Trainer has it in this form
     assert (mode == "fsdp2") == all(isinstance(weight, DTensor) for weight in model.parameters())
-    generator = backend(folder, model)
+    generator = backend(Path(folder), model)
     results = [answers(generator, call["pictures"][rank], call["decode"]) for call in calls]
     error = None
     try:
