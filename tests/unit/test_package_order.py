@@ -12,13 +12,13 @@ PACKAGE = SOURCE / "coordexp"
 # A part imports no part of its own line or of a later one.
 ORDER = (
     ("errors",),
-    ("files", "child_processes", "extensions"),
+    ("files", "child_processes", "extensions", "tasks"),
     ("families", "shapes"),
     ("config",),
     ("data",),
     ("vocab",),
     ("correction",),
-    ("ranks", "tasks"),
+    ("ranks",),
     ("rollout",),
     ("engine",),
     ("servers",),
