@@ -1,10 +1,11 @@
-"""Measure a large data file: the first and later starts, memory of a rank, and time per sample.
+"""Measure a large data file: the first and later starts, memory of a rank, time per sample, and the data doctor.
 
     python benchmarks/data.py [--json] [--records 10000000]
 
 Writes a file of synthetic records to the temporary folder, 1.9 GB for ten million, and removes it. Each start is a
-process of its own. The private memory of a rank is what it needs beyond the pages that it shares with the other
-ranks of its machine. A sample is the next number in the order, its line, and its record.
+process of its own. The private memory of a rank does not count the pages of the index, which the ranks of a
+machine share. A sample is the next number in the order, its line, and its record. The doctor examines a hundredth
+of the records, without images.
 """
 
 import argparse
@@ -13,11 +14,15 @@ import subprocess
 import sys
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import psutil
-from ratios import Results, at_most, show, without_goal
+from ratios import Results, at_least, at_most, medians, show, without_goal
+
+from coordexp.data import RecordFile
+from coordexp.data.doctor import examine
+from coordexp.train.stream import SampleOrder
 
 SAMPLES = 20_000
 WARM_UP = 100
@@ -32,12 +37,21 @@ def write_records(path: Path, count: int) -> None:
             file.write(f'{{"image": "images/{number:09d}.jpg", {rest}\n')
 
 
+def anonymous_bytes() -> int:
+    """Return the memory of this process without that of mapped files, which processes share."""
+    (line,) = (text for text in Path("/proc/self/smaps_rollup").read_text().splitlines() if "Anonymous:" in text)
+    return 1024 * int(line.split()[1])
+
+
+def compare_doctors(path: Path) -> float:
+    """Return how many times as fast two processes examine the file as one does, images not included."""
+    times = medians({str(k): partial(examine, path, processes=k) for k in (1, 2)}, repeats=3)
+    return times["1"] / times["2"]
+
+
 def start(path: Path) -> dict[str, Any]:
     """Open the file as a rank does, take samples, and return what this cost."""
-    from coordexp.data import RecordFile
-    from coordexp.train.stream import SampleOrder
-
-    before = psutil.Process().memory_full_info().uss
+    before = anonymous_bytes()
     began = time.perf_counter()
     records = RecordFile(path)
     order = SampleOrder(len(records), 3, 8, seed=0, shuffled=True)
@@ -49,7 +63,7 @@ def start(path: Path) -> dict[str, Any]:
     for taken in range(WARM_UP, WARM_UP + SAMPLES):
         records[order.index(taken)]
     seconds = (time.perf_counter() - began) / SAMPLES
-    private = psutil.Process().memory_full_info().uss - before
+    private = anonymous_bytes() - before
     return {"start": started, "sample": seconds, "private": private}
 
 
@@ -59,6 +73,9 @@ def measure(count: int) -> Results:
         write_records(path, count)
         words = [sys.executable, __file__, "--start", str(path)]
         first, later = (json.loads(subprocess.check_output(words)) for _ in range(2))
+        short = Path(name) / "short.jsonl"
+        write_records(short, count // 100)
+        speed_up = compare_doctors(short)
         return {
             "records": without_goal(count),
             "gigabytes of the file": without_goal(path.stat().st_size / 1e9),
@@ -66,6 +83,7 @@ def measure(count: int) -> Results:
             "seconds of a later start": at_most(later["start"], 5),
             "private megabytes of a rank": at_most(later["private"] / 1e6, 100),
             "milliseconds a sample": at_most(1000 * later["sample"], 0.2),
+            "data doctor, one process / two processes": at_least(speed_up, 1.8),
         }
 
 
