@@ -56,14 +56,14 @@ def open_index(file: int, path: Path, notify: Callable[[str], None] = ignore) ->
     index file, or write it. If that is not possible, the index stays in memory, and `notify` gets a warning."""
     identity = _identify(file)
     if identity["size"] < LARGE:
-        return _scan(file, path, notify)
+        return _scan(file, path, identity, notify)
     place = path.with_name(path.name + ".index")
     if (index := _map_index(place, identity)) is not None:
         return index
     with _waiting_for_others(file, path, notify):
         if (index := _map_index(place, identity)) is not None:
             return index
-        index = _scan(file, path, notify)
+        index = _scan(file, path, identity, notify)
         try:
             _write(place, index, identity)
         except OSError as error:
@@ -99,9 +99,8 @@ def _waiting_for_others(file: int, path: Path, notify: Callable[[str], None]) ->
         fcntl.flock(file, fcntl.LOCK_UN)
 
 
-def _scan(descriptor: int, path: Path, notify: Callable[[str], None]) -> RecordIndex:
-    """Read the whole file once. Raise DataError if it changes meanwhile."""
-    identity = _identify(descriptor)
+def _scan(descriptor: int, path: Path, identity: dict[str, int], notify: Callable[[str], None]) -> RecordIndex:
+    """Read the whole file once. Raise DataError if its identity has changed at the end."""
     offsets, counts, numbers = array("Q"), array("I"), array("I")
     sha256, offset, number, reported = hashlib.sha256(), 0, 0, time.monotonic()
     with open(descriptor, "rb", buffering=2**20, closefd=False) as file:

@@ -250,14 +250,14 @@ class PartFacts:
     records: int = 0
     objects: int = 0
     counts: Counter[str] = field(default_factory=Counter)  # of problems, by code
-    examples: list[tuple[int | None, Problem]] = field(default_factory=list)  # the first ones of each code
+    examples: list[tuple[int, Problem]] = field(default_factory=list)  # the first ones of each code
     images: list[tuple[int, str, bytes | None]] = field(default_factory=list)  # line, path, hash of the content
     classes: Classes = field(default_factory=Classes)
     sizes: Sizes = field(default_factory=Sizes)
     suspicions: Suspicions = field(default_factory=Suspicions)
     tokens: Tokens = field(default_factory=Tokens)
 
-    def add_problems(self, line: int | None, problems: Iterable[Problem]) -> None:
+    def add_problems(self, line: int, problems: Iterable[Problem]) -> None:
         for problem in problems:
             self.counts[problem.code] += 1
             if self.counts[problem.code] <= EXAMPLES:
@@ -337,7 +337,7 @@ class _Examination:
     def merge(self, part: PartFacts) -> None:
         whole, before = self._whole, self._whole.lines
         for line, problem in part.examples:
-            self._add_place(None if line is None else before + line, problem)
+            self._add_place(before + line, problem)
         for line, image, content in part.images:
             self._find_duplicates(before + line, image, content)
         whole.lines += part.lines
