@@ -1,5 +1,10 @@
-"""Collectives on plain data, the rule that an error on one rank stops all ranks, and how weights are sharded."""
+"""Collectives on plain data, the rule that an error on one rank stops all ranks, and how weights are sharded.
 
+These collectives have a process group of their own, which is gloo's: on the group of the gradients they would have
+to wait until the GPU has computed everything that was queued before them.
+"""
+
+import functools
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -78,9 +83,9 @@ def max_over_ranks(value: int, waited: Callable[[float], None] = _ignore) -> int
 def _reduce_over_ranks(values: Sequence[float], operation: Any) -> list[float]:
     if not dist.is_initialized():
         return list(values)
-    reduced = torch.tensor(values, dtype=torch.float64, device=_device())
+    reduced = torch.tensor(values, dtype=torch.float64)
     with _raising_lost_rank():
-        dist.all_reduce(reduced, operation)
+        dist.all_reduce(reduced, operation, group=control_group())
     return reduced.tolist()
 
 
@@ -88,20 +93,28 @@ def gather_texts(text: str) -> list[str]:
     """Return the texts of all ranks, on all ranks. They travel as bytes in tensors, so nothing is unpickled."""
     if not dist.is_initialized():
         return [text]
-    data, device = text.encode(errors="backslashreplace"), _device()
-    sizes = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(dist.get_world_size())]
+    data = bytearray(text.encode(errors="backslashreplace"))
+    sizes = torch.zeros(dist.get_world_size(), 1, dtype=torch.int64)
     with _raising_lost_rank():
-        dist.all_gather(sizes, torch.tensor([len(data)], device=device))
-        padded = torch.zeros(max(1, *map(int, sizes)), dtype=torch.uint8, device=device)
-        padded[: len(data)] = torch.frombuffer(bytearray(data or b"\0"), dtype=torch.uint8)[: len(data)]
-        parts = [torch.zeros_like(padded) for _ in sizes]
-        dist.all_gather(parts, padded)
-    return [bytes(part[: int(size)].tolist()).decode() for part, size in zip(parts, sizes, strict=True)]
+        dist.all_gather(list(sizes), torch.tensor([len(data)]), group=control_group())
+        longest = max(1, int(sizes.max()))
+        padded = torch.frombuffer(data.ljust(longest, b"\0"), dtype=torch.uint8)
+        parts = torch.empty(len(sizes), longest, dtype=torch.uint8)
+        dist.all_gather(list(parts), padded, group=control_group())
+    return [part[:size].tobytes().decode() for part, size in zip(parts.numpy(), sizes[:, 0].tolist(), strict=True)]
 
 
-def _device() -> torch.device:
-    nccl = dist.get_backend() == "nccl"
-    return torch.device("cuda", torch.cuda.current_device()) if nccl else torch.device("cpu")
+def control_group() -> dist.ProcessGroup:
+    """Return the group of these collectives. All ranks make the first call together, which creates it."""
+    return _make_control_group(dist.group.WORLD)
+
+
+@functools.cache
+def _make_control_group(world: Any) -> dist.ProcessGroup:
+    """Return a new gloo group whose collectives may take as long as those of `world` (`training.ddp_timeout`)."""
+    device = torch.device("cuda" if dist.get_backend(world) == "nccl" else "cpu")
+    group: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=world._get_backend(device).options._timeout)
+    return group
 
 
 @contextmanager

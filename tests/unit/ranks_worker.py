@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import distributed as dist
 
-from coordexp.ranks import gather_texts, max_over_ranks, sum_over_ranks, together
+from coordexp.ranks import control_group, gather_texts, max_over_ranks, sum_over_ranks, together
 
 
 def success(rank: int) -> Any:
@@ -65,6 +65,11 @@ def waiting(rank: int) -> Any:
 
 def texts(rank: int) -> Any:
     return gather_texts("" if rank else "cup é 🙂" * 1000)
+
+
+def group(rank: int) -> Any:
+    control = control_group()
+    return [dist.get_backend(control), control is dist.group.WORLD, control is control_group()]
 
 
 def sums(rank: int) -> Any:

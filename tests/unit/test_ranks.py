@@ -20,7 +20,7 @@ def reports(tmp_path_factory) -> list[dict]:
     """The outcome of each scene on each rank. Rank 1 does not survive the last scene."""
     folder = tmp_path_factory.mktemp("ranks")
     command = [sys.executable, str(WORKER)]
-    scenes = [*SCENES, "waiting", "texts", "sums", "rank_killed"]
+    scenes = [*SCENES, "waiting", "texts", "group", "sums", "rank_killed"]
     ranks = [
         subprocess.Popen([*command, str(rank), str(folder), *scenes], stderr=subprocess.PIPE, text=True)
         for rank in range(2)
@@ -70,6 +70,10 @@ def test_a_rank_learns_how_long_it_waited_for_the_others(reports):
     (first,), (last,) = (rank["waiting"]["returned"] for rank in reports)
     assert first > 0.3
     assert last < 0.3
+
+
+def test_messages_between_ranks_have_a_gloo_group_of_their_own(reports):
+    assert [rank["group"]["returned"] for rank in reports] == [["gloo", False, True]] * 2
 
 
 def test_texts_sums_and_maxima_of_all_ranks_are_the_same_on_all(reports):
