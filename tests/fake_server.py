@@ -10,8 +10,8 @@ import socket
 import threading
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from uuid import uuid4
@@ -76,7 +76,8 @@ class FakeRolloutServer:
         self.faults: dict[str, deque[Action]] = defaultdict(deque)
         self.calls: list[tuple[str, dict[str, Any]]] = []
         self.headers: list[tuple[str, str | None]] = []
-        self.leaving, self.dying = threading.Lock(), threading.Lock()
+        self.leaving, self.dying, self.counting = threading.Lock(), threading.Lock(), threading.Lock()
+        self.open_requests = self.most_open = 0  # requests in calls of `/infer/` that are not answered yet
         self.start()
 
     @property
@@ -140,6 +141,17 @@ class FakeRolloutServer:
         """Return the seeds of the requests in each call to `/infer/`."""
         calls = [body["infer_requests"] for path, body in self.calls if path == "/infer/"]
         return [[request["data_dict"]["coordexp"]["seed"] for request in call] for call in calls]
+
+    @contextmanager
+    def counting_open(self, requests: int) -> Iterator[None]:
+        with self.counting:
+            self.open_requests += requests
+            self.most_open = max(self.most_open, self.open_requests)
+        try:
+            yield
+        finally:
+            with self.counting:
+                self.open_requests -= requests
 
     def receive(self, metadatas: list[dict[str, Any]], next_bytes: int) -> None:
         """Receive a bucket. It must have the length that was announced with the previous one."""
@@ -242,11 +254,12 @@ class Handler(BaseHTTPRequestHandler):
         if fake.is_swift and self.path in OWN_ROUTES:
             self.reply(404, {"detail": "Not Found"})
             return
-        if fake.is_swift:
-            with fake.single:
+        with fake.counting_open(len(body.get("infer_requests", ()))):
+            if fake.is_swift:
+                with fake.single:
+                    self._answer(body)
+            else:
                 self._answer(body)
-        else:
-            self._answer(body)
 
     def _answer(self, body: dict[str, Any]) -> None:
         faults = self.fake.faults[self.path]

@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from coordexp.config.rollout import capacity_shortage, requests_per_rank
-from coordexp.servers.pool import Loss, Pool, Up, ask_in_waves, split_count
+from coordexp.servers.pool import Loss, Pool, Up, Window, split_count
 
 SIZES = st.lists(st.integers(1, 8), min_size=1, max_size=9)
 
@@ -75,35 +75,84 @@ def test_ranks_with_few_requests_each_do_not_all_ask_the_same_server(sizes, batc
 
 @settings(max_examples=300)
 @given(st.data())
-def test_every_request_is_answered_once_or_no_server_is_left_and_no_server_that_is_out_is_asked(data):
+@pytest.mark.scenario("R10.C6", "R15.C2", on="pure")
+def test_every_request_is_answered_or_no_server_is_left_and_never_are_more_open_than_may_be(data):
     sizes = data.draw(SIZES)
-    count, batch = data.draw(st.integers(0, 40)), data.draw(st.integers(1, 4))
+    count, batch = data.draw(st.integers(0, 60)), data.draw(st.integers(1, 4))
     learners = data.draw(st.integers(1, 12))
     rank = data.draw(st.integers(0, learners - 1))
-    pool = ready(sizes)
-    out: set[int] = set()
-    assigned: list[int] = []
+    serial = frozenset(data.draw(st.sets(st.integers(0, len(sizes) - 1))))
+    window = Window(ready(sizes), batch, rank, learners, serial)
+    window.deal(range(count))
+    running: list = []
+    answered: list[int] = []
+    while True:
+        running += (made := window.next_calls())
+        usable, capacity = window.pool.usable, window.pool.capacity(batch, learners)
+        requests = {k: [len(part) for server, part in running if server == k] for k in usable}
+        assert all(server in usable and part for server, part in running)
+        # After a loss, more may still be open than the servers that are left may have.
+        assert not made or sum(map(sum, requests.values())) <= capacity
+        devices = sum(sizes[k] for k in usable)
+        most = {k: -(-capacity * sizes[k] // devices) for k in usable}
+        assert all(sum(requests[k]) <= most[k] for k in {server for server, _ in made})
+        assert all(len(requests[k]) <= 1 for k in usable if k in serial)
+        is_full = sum(map(sum, requests.values())) >= capacity or all(
+            sum(requests[k]) >= most[k] or (k in serial and requests[k]) for k in usable
+        )
+        waiting = count - len(answered) - sum(map(sum, requests.values()))
+        assert not (usable and waiting) or is_full, "a server idles while requests wait"
+        if not running:
+            break
+        call = running.pop(data.draw(st.integers(0, len(running) - 1)))
+        if data.draw(st.integers(0, 9)) == 0:
+            window.lose(call[0], Loss("killed"))
+            running = [other for other in running if other[0] != call[0]]
+        else:
+            answered += call[1]
+            window.close(call)
+    assert window.is_idle
+    assert len(answered) == len(set(answered))
+    assert len(answered) == count or not window.pool.usable
 
-    def ask(chunks):
-        answers, losses = {}, {}
-        assert sum(len(part) for _, part in chunks) <= max(1, batch * sum(sizes) // learners)
-        for server, part in chunks:
-            assert server not in out
-            if data.draw(st.integers(0, 4)) == 0:
-                losses[server] = Loss("killed")
-                out.add(server)
-            else:
-                assigned.extend(part)
-                answers |= {request: f"answer {request}" for request in part}
-        return answers, losses
 
-    after, answers = ask_in_waves(pool, count, batch, ask, rank, learners)
-    assert len(assigned) == len(set(assigned)) == len(answers)
-    assert all(answers[request] == f"answer {request}" for request in answers)
-    assert sorted(answers) == list(range(count)) or not after.usable
-    assert set(after.out) == out
-    if count == 0:
-        assert not assigned and after == pool
+@pytest.mark.scenario("R07.C17", "R07.S3", "R15.C3", on="pure")
+@given(st.integers(0, 60), SIZES, st.integers(1, 8), st.integers(0, 15), st.integers(1, 16))
+def test_requests_that_may_all_be_open_at_once_go_out_as_one_call_per_server(count, sizes, batch, rank, learners):
+    pool, rank = ready(sizes), rank % learners
+    if count > pool.capacity(batch, learners):
+        return
+    window = Window(pool, batch, rank, learners)
+    window.deal(range(count))
+    assert sorted(window.next_calls()) == sorted(pool.split_into_chunks(range(count), rank, learners))
+
+
+def test_the_requests_of_two_steps_are_dealt_one_after_the_other():
+    """Every server has requests of the first step, and begins with them."""
+    window = Window(ready([1, 1]), decode_batch_size=1)
+    window.deal(range(4))
+    window.deal(range(4, 8))
+    calls = window.next_calls()
+    order = []
+    while calls:
+        order += [request for _, part in calls for request in part]
+        for call in calls:
+            window.close(call)
+        calls = window.next_calls()
+    assert sorted(order[:4]) == [0, 1, 2, 3] and sorted(order) == list(range(8))
+
+
+def test_a_server_that_is_done_takes_over_requests_of_one_that_is_slow():
+    window = Window(ready([1, 1]), decode_batch_size=1)
+    window.deal(range(6))
+    of_the_slow, call = sorted(window.next_calls())
+    answered = []
+    while call:
+        answered += call[1]
+        window.close(call)
+        (call,) = window.next_calls() or [None]
+    assert of_the_slow == (0, (0,))
+    assert answered == [3, 4, 5, 2, 1]
 
 
 EVENTS = st.one_of(

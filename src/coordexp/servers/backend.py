@@ -4,13 +4,16 @@ Every rank asks the servers itself. Only the first rank connects to them and sen
 with all ranks, so that they always agree on which servers may be asked.
 """
 
+import itertools
 import json
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from functools import partial
+from operator import itemgetter
+from threading import Condition
 from typing import Any
 from uuid import uuid4
 
@@ -50,13 +53,13 @@ from coordexp.servers.client import (
     to_rollout,
 )
 from coordexp.servers.links import Links, own_device
-from coordexp.servers.pool import Chunk, Loss, Out, Pool, Up, ask_in_waves
+from coordexp.servers.pool import Chunk, Loss, Out, Pool, Up, Window
 from coordexp.servers.protocol import ENGINE_FAULT
 from coordexp.servers.send import Sent, send, send_adapter
 from coordexp.tasks import Task, ignore
 
 AGAIN = 1.0  # seconds between two attempts to find a server
-WAVES = 4  # waves of requests in one call of a caller that has many
+WINDOWS = 4  # full windows of requests in one call of a caller that has many
 HTTP_FAULT = "http_500"  # the kind of a retry after an HTTP error of the server
 LEFT_OUT = "the run goes on without this server until it is back and has received the current weights"
 
@@ -114,28 +117,50 @@ class ServerBackend:
     def generate(self, requests: Sequence[Request]) -> list[Rollout]:
         """Return the rollouts of the requests. While no server is left, all ranks wait for one, for up to
         `server.timeout_s`."""
-        began, until = time.monotonic(), 0.0
-        generation = _Generation(self, requests)
+        if self.pool is None or self.pool.version is None:
+            raise EngineError("answers were asked for before any weights were sent")
+        return self.finish(self.start([requests])[0], self.pool.version)
+
+    def start(self, steps: Sequence[Sequence[Request]]) -> "list[_Started]":
+        """Begin to ask for the rollouts of one or several steps, in this order, and return at once. There are no
+        collectives in it. `finish` must be called for each step before the next sync."""
+        generation = _Generation(self, [request for requests in steps for request in requests])
+        ends = list(itertools.accumulate(map(len, steps)))
+        started = [
+            _Started(generation, range(end - len(requests), end))
+            for requests, end in zip(steps, ends, strict=True)
+        ]
+        generation.ask([part.indices for part in started])
+        return started
+
+    def finish(self, started: "_Started", version: int) -> list[Rollout]:
+        """Wait for the rollouts of a step, on all ranks. If no server is left to one of them, all wait for one,
+        for up to `server.timeout_s`. It gets the learner's weights of now, which are `version`, and what is
+        missing is made with these."""
+        generation, until = started.generation, 0.0
         while True:
             agreed = self.pool
-            together(generation.ask_servers)
+            together(partial(generation.wait, started.indices))
             assert agreed is not None and self.pool is not None
-            losses = {k: loss for k, loss in self.pool.out.items() if k not in agreed.out}
-            missing, lost = sum_over_ranks([len(requests) - len(generation.rollouts), len(losses)])
+            losses = {k: loss for k, loss in generation.losses.items() if k not in agreed.out}
+            missing, lost = sum_over_ranks([generation.count_missing(started.indices), len(losses)])
             if lost:
                 self._agree(agreed, losses)
             if not missing:
                 break
+            together(generation.wait_until_idle)  # weights must not change under the requests of another rank
             until = until or time.monotonic() + self.settings.server.timeout_s
+            self.pool = self.pool.advance_to(version)
             self._deliver(until)
-        if requests:
-            self._record_calls(generation.calls, time.monotonic() - began)
-        return [generation.rollouts[k] for k in range(len(requests))]
+            generation.ask()
+        if started.indices:
+            self._record_calls(generation.take_calls(), generation.seconds)
+        return [generation.rollouts[k] for k in started.indices]
 
     @property
     def requests_per_call(self) -> int:
         assert self.pool is not None, "before the first sync"
-        return WAVES * self.pool.capacity(self.setup.settings.decode_batch_size, self.ranks)
+        return WINDOWS * self.pool.capacity(self.setup.settings.decode_batch_size, self.ranks)
 
     def close(self) -> None:
         self.links.close()
@@ -366,40 +391,114 @@ class ServerBackend:
 
 
 class _Generation:
-    """The requests of one `generate` call: their rollouts so far, and the calls to servers that were made."""
+    """Requests of one rank: their rollouts so far, and the calls to servers that were made. Every call has a
+    thread of its own, which makes the next calls when it ends."""
 
     def __init__(self, backend: ServerBackend, requests: Sequence[Request]) -> None:
         self.backend, self.requests = backend, requests
         self.rollouts: dict[int, Rollout] = {}
-        self.calls: list[dict[str, Any]] = []
+        self.seconds = 0.0  # from the first call to the newest answer
+        self._began = time.monotonic()
+        self._calls: list[tuple[int, dict[str, Any]]] = []  # those that have ended, each with its number
+        self._numbers = itertools.count()
+        self._error: BaseException | None = None
+        self._changed = Condition()
+        self._window: Window | None = None
+        self._version = 0
 
-    def ask_servers(self) -> None:
-        """Get all rollouts that the servers which are left to this rank can make. Update the backend's pool."""
+    @property
+    def losses(self) -> dict[int, Loss]:
+        """The servers that are out, as far as this rank knows."""
+        return self._window.pool.out if self._window is not None else {}
+
+    def ask(self, parts: Sequence[Sequence[int]] | None = None) -> None:
+        """Begin to ask the servers of the pool for all rollouts that are missing. The requests of each part are
+        dealt to all servers, one part after the other."""
         backend, pool = self.backend, self.backend.pool
-        if pool is None or pool.version is None:
-            raise EngineError("answers were asked for before any weights were sent")
-        count, batch = len(self.requests), backend.setup.settings.decode_batch_size
-        backend.pool, self.rollouts = ask_in_waves(
-            pool, count, batch, partial(self._ask_wave, pool.version), backend.rank, backend.ranks, self.rollouts
+        assert pool is not None and pool.version is not None, "before the first sync"
+        self._version = pool.version
+        serial = frozenset(
+            client.index for client in backend.clients if client.facts and not client.facts.responds_while_busy
         )
+        batch = backend.setup.settings.decode_batch_size
+        self._window = Window(pool, batch, backend.rank, backend.ranks, serial)
+        for part in parts or [range(len(self.requests))]:
+            self._window.deal([request for request in part if request not in self.rollouts])
+        with self._changed:
+            self._make_calls(self._window)
 
-    def _ask_wave(self, version: int, chunks: list[Chunk]) -> tuple[dict[int, Rollout], dict[int, Loss]]:
-        """Ask several servers side by side. Return the rollouts by request, and the servers that were lost."""
-        tasks = [
-            Task(self.backend.ask_server, server, [self.requests[k] for k in indices], version)
-            for server, indices in chunks
-        ]
-        rollouts: dict[int, Rollout] = {}
-        losses: dict[int, Loss] = {}
-        for (server, indices), task in zip(chunks, tasks, strict=True):
-            call = {"server": server, "count": len(indices), "seed": self.requests[indices[0]].seed}
-            if (lost := task.failure(ServerLost)) is not None:
-                losses[server] = Loss.from_error(lost)
-                call["lost"] = True
-            else:
-                rollouts |= dict(zip(indices, task.result(), strict=True))
-            self.calls.append(call)
-        return rollouts, losses
+    def wait(self, indices: Sequence[int]) -> None:
+        """Wait until these requests are answered, or no server is left. Raise the error of a request that cannot
+        be answered."""
+        with self._changed:
+            for index in indices:
+                while index not in self.rollouts and not self._is_over():
+                    self._changed.wait()
+        if self._error is not None:
+            raise self._error
+
+    def wait_until_idle(self) -> None:
+        """Wait until no request is open."""
+        with self._changed:
+            self._changed.wait_for(self._is_over)
+
+    def count_missing(self, indices: Sequence[int]) -> int:
+        return sum(index not in self.rollouts for index in indices)
+
+    def take_calls(self) -> list[dict[str, Any]]:
+        """Return the calls that ended since the last time, in the order in which they were made."""
+        with self._changed:
+            calls, self._calls = sorted(self._calls, key=itemgetter(0)), []
+        return [facts for _, facts in calls]
+
+    def _is_over(self) -> bool:
+        return self._error is not None or self._window is None or self._window.is_idle
+
+    def _make_calls(self, window: Window) -> None:
+        if self._error is None:
+            for call in window.next_calls():
+                Task(self._ask_server, window, call, self._version, next(self._numbers))
+
+    def _ask_server(self, window: Window, call: Chunk, version: int, number: int) -> None:
+        server, indices = call
+        facts = {"server": server, "count": len(indices), "seed": self.requests[indices[0]].seed}
+        rollouts, lost, error = list[Rollout](), None, None
+        try:
+            rollouts = self.backend.ask_server(server, [self.requests[k] for k in indices], version)
+        except ServerLost as loss:
+            lost = Loss.from_error(loss)
+        except BaseException as failure:  # noqa: BLE001 - raised in the thread that waits
+            error = failure
+        with self._changed:
+            self._calls.append((number, facts | ({"lost": True} if lost else {})))
+            self._error = self._error or error
+            if lost:
+                window.lose(server, lost)
+            window.close(call)
+            for index, rollout in zip(indices, rollouts, strict=False):  # there are none after an error
+                self.rollouts.setdefault(index, rollout)
+            self.seconds = time.monotonic() - self._began
+            self._make_calls(window)
+            self._changed.notify_all()
+
+
+@dataclass(frozen=True)
+class _Started:
+    """The requests of one step: their indices among those of a generation."""
+
+    generation: _Generation
+    indices: range
+
+    @property
+    def rollouts(self) -> list[Rollout | None]:
+        return [self.generation.rollouts.get(index) for index in self.indices]
+
+    @property
+    def seconds(self) -> float:
+        return self.generation.seconds
+
+    def wait(self) -> None:
+        self.generation.wait_until_idle()
 
 
 def _states_to_json(pool: Pool) -> list[Any]:

@@ -5,14 +5,14 @@ A server may be asked only while it has the weights of the pool's version. A ser
 reason. It rejoins only by a full sync of the version that is current then.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections import deque
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 from coordexp.config.rollout import capacity_shortage, requests_per_rank
 from coordexp.errors import UserError
 
-T = TypeVar("T")
 Chunk = tuple[int, tuple[int, ...]]  # a server, and the indices of its requests
 
 
@@ -138,22 +138,96 @@ def split_count(count: int, world_sizes: Sequence[int]) -> list[int]:
     return counts
 
 
-def ask_in_waves(
-    pool: Pool,
-    count: int,
-    decode_batch_size: int,
-    ask: Callable[[list[Chunk]], tuple[dict[int, T], dict[int, Loss]]],
-    rank: int = 0,
-    learners: int = 1,
-    known: Mapping[int, T] | None = None,
-) -> tuple[Pool, dict[int, T]]:
-    """Ask for the answers to requests 0 to `count` - 1, except those that are `known`, until all are there or no
-    server is left. `ask` returns the answers by request, and the servers that were lost. Their requests go to the
-    servers that are left. Return the pool and all answers."""
-    answers = dict(known or {})
-    while pool.usable and (waiting := [request for request in range(count) if request not in answers]):
-        wave = waiting[: pool.capacity(decode_batch_size, learners)]
-        new, losses = ask(pool.split_into_chunks(wave, rank, learners))
-        answers |= new
-        pool = pool.mark_all_lost(losses)
-    return pool, answers
+class Window:
+    """The requests of one rank that wait for a server, and those that are open on one.
+
+    Requests are dealt to the usable servers in contiguous chunks. If all of them may be open at once, each server
+    gets its chunk in one call. Otherwise they go out one by one as others are answered, and a server whose chunk
+    is done takes requests from the end of the chunk that is furthest behind, so that none idles while requests
+    wait. The servers in `serial` answer one call at a time; they get as many requests in a call as may be open."""
+
+    def __init__(
+        self,
+        pool: Pool,
+        decode_batch_size: int,
+        rank: int = 0,
+        learners: int = 1,
+        serial: frozenset[int] = frozenset(),
+    ) -> None:
+        self.pool = pool
+        self.serial = serial
+        self._batch, self._rank, self._learners = decode_batch_size, rank, learners
+        self._waiting: dict[int, deque[int]] = {server: deque() for server in pool.usable}
+        self._open: dict[int, list[Chunk]] = {server: [] for server in pool.usable}
+
+    @property
+    def is_idle(self) -> bool:
+        """True if no request is open: all are answered, or no server is left."""
+        return not any(self._open.values())
+
+    def deal(self, requests: Sequence[int]) -> None:
+        """Add requests behind those that wait."""
+        for server, part in self.pool.split_into_chunks(requests, self._rank, self._learners):
+            self._waiting[server].extend(part)
+
+    def next_calls(self) -> list[Chunk]:
+        """Return the calls that may be made now. They count as open until `close` or `lose`."""
+        calls: list[Chunk] = []
+        room = {server: self._room(server) for server in self.pool.usable}
+        free = self.pool.capacity(self._batch, self._learners) - sum(map(self._count_open, self.pool.usable))
+        all_fit = all(len(self._waiting[server]) <= room[server] for server in room)
+        all_fit &= sum(map(len, self._waiting.values())) <= free
+        while (server := self._next_server(room, free)) is not None:
+            whole = all_fit or server in self.serial
+            count = min(room[server], free) if whole else 1
+            part = self._take(server, count)
+            room[server] -= len(part)
+            free -= len(part)
+            if server in self.serial:
+                room[server] = 0
+            calls.append((server, part))
+            self._open[server].append((server, part))
+        return calls
+
+    def close(self, call: Chunk) -> None:
+        """Note that the requests of a call are answered."""
+        server, _ = call
+        if server in self._open:
+            self._open[server].remove(call)
+
+    def lose(self, server: int, loss: Loss) -> None:
+        """Take a server out. Its requests go to the others, in front of those that wait there. If it was the last
+        server, the window forgets them."""
+        if server not in self.pool.usable:
+            return
+        self.pool = self.pool.mark_lost(server, loss)
+        open_requests = [request for _, part in self._open.pop(server) for request in part]
+        requests = sorted([*open_requests, *self._waiting.pop(server)])
+        for other, part in self.pool.split_into_chunks(requests, self._rank, self._learners):
+            self._waiting[other].extendleft(reversed(part))
+
+    def _room(self, server: int) -> int:
+        """Return how many more of this rank's requests the server may have: its part of all that may be open."""
+        if server in self.serial and self._open[server]:
+            return 0
+        devices = sum(self.pool.world_sizes[k] for k in self.pool.usable)
+        most = -(-self.pool.capacity(self._batch, self._learners) * self.pool.world_sizes[server] // devices)
+        return most - self._count_open(server)
+
+    def _count_open(self, server: int) -> int:
+        return sum(len(part) for _, part in self._open[server])
+
+    def _next_server(self, room: Mapping[int, int], free: int) -> int | None:
+        """Return the server with the most room among those with requests of their own, else among all."""
+        if free <= 0 or not any(self._waiting.values()):
+            return None
+        roomy = [server for server in room if room[server] > 0]
+        own = [server for server in roomy if self._waiting[server]]
+        return max(own or roomy, key=lambda server: room[server], default=None)
+
+    def _take(self, server: int, count: int) -> tuple[int, ...]:
+        queue = self._waiting[server]
+        if queue:
+            return tuple(queue.popleft() for _ in range(min(count, len(queue))))
+        behind = max(self._waiting.values(), key=len)
+        return tuple(sorted(behind.pop() for _ in range(min(count, len(behind)))))

@@ -23,7 +23,7 @@ from tests.fake_server import (
     slow,
     status,
 )
-from tests.unit.servers.served import Run, are_right
+from tests.unit.servers.served import Run, are_right, requests
 
 pytestmark = pytest.mark.timeout(30)
 
@@ -102,13 +102,88 @@ def test_servers_of_unequal_size_get_requests_in_proportion(run):
     assert [len(call) for server in learner.servers for call in server.asked()] == [2, 6]
 
 
-@pytest.mark.scenario("R10.C1", "R10.C6", "R15.C2", on="fake")
+@pytest.mark.scenario("R10.C6", "R15.C2", on="fake")
 def test_no_rank_has_more_requests_out_than_the_devices_decode_at_once(run):
     learner = run(servers=2, decode_batch_size=2)
     learner.sync(1)
     learner.clear_calls()
+    for server in learner.servers:
+        server.faults["/infer/"].extend(slow(0.05) for _ in range(9))
     assert are_right(learner.generate(9), 1)
-    assert [len(call) for call in learner.servers[0].asked()] == [2, 2, 1]
+    assert [server.most_open for server in learner.servers] == [2, 2]
+    assert all(len(call) == 1 for server in learner.servers for call in server.asked())
+    assert sum(len(server.asked()) for server in learner.servers) == 9
+
+
+@pytest.mark.scenario("R10.C1", on="fake")
+def test_requests_that_fit_go_to_each_server_in_one_call(run):
+    learner = run(servers=2, decode_batch_size=2)
+    learner.sync(1)
+    learner.clear_calls()
+    assert are_right(learner.generate(4), 1)
+    assert [len(call) for server in learner.servers for call in server.asked()] == [2, 2]
+
+
+def test_a_server_that_answers_one_call_at_a_time_gets_as_many_requests_in_a_call_as_it_decodes(run):
+    learner = run(servers=1, decode_batch_size=4, options={"is_swift": True})
+    learner.sync(1)
+    learner.clear_calls()
+    assert are_right(learner.generate(9), 1)
+    assert [len(call) for call in learner.servers[0].asked()] == [4, 4, 1]
+    assert learner.servers[0].most_open == 4
+
+
+# Rollouts that are started ahead of time
+
+
+def test_rollouts_that_were_started_are_made_while_the_learner_does_something_else(run):
+    learner = run(servers=2, decode_batch_size=1)
+    learner.sync(1)
+    for server in learner.servers:
+        server.faults["/infer/"].extend(slow(0.1) for _ in range(3))
+    began = time.monotonic()
+    first, second = learner.backend.start([requests(3), requests(3, first=200)])
+    assert time.monotonic() - began < 0.1
+    assert are_right(learner.backend.finish(first, 1), 1)
+    assert are_right(learner.backend.finish(second, 1), 1, first=200)
+    events = [event for event in learner.events if event["event"] == "rollouts"]
+    assert sum(call["count"] for event in events for call in event["calls"]) == 6
+
+
+def test_a_server_that_dies_while_it_generates_ahead_is_replaced_by_the_others(run):
+    learner = run(servers=2, decode_batch_size=1)
+    learner.sync(1)
+    learner.servers[1].faults["/infer/"].append(dies)
+    started = learner.backend.start([requests(6)])[0]
+    assert are_right(learner.backend.finish(started, 2), 1)
+    assert set(learner.backend.pool.out) == {1}
+
+
+def test_rollouts_that_no_server_could_make_ahead_are_made_with_the_weights_of_now(run):
+    """The weights that they were asked from are gone; those of now are newer."""
+    learner = run(servers=1, decode_batch_size=2)
+    learner.sync(1)
+    server = learner.servers[0]
+    server.faults["/infer/"].append(dies)
+    started = learner.backend.start([requests(2)])[0]
+    started.generation.wait_until_idle()
+    server.restart()
+    learner.weights = {name: weight + 1 for name, weight in learner.weights.items()}
+    rollouts = learner.backend.finish(started, 2)
+    assert are_right(rollouts, 2) and learner.has_weights(server, 2)
+    learner.clear_calls()
+    learner.sync(2)
+    assert not any("update" in path for path in server.paths())
+
+
+def test_an_error_in_rollouts_that_were_started_is_raised_when_they_are_finished(run):
+    learner = run(servers=1)
+    learner.sync(1)
+    error = {"error": {"code": "bad_request", "message": "no such image", "fix": "copy it there"}}
+    learner.servers[0].faults["/infer/"].append(changed(lambda items: [error, *items[1:]]))
+    started = learner.backend.start([requests(2)])[0]
+    with pytest.raises(EngineError, match="no such image"):
+        learner.backend.finish(started, 1)
 
 
 @pytest.mark.scenario("R07.C16", on="fake")
