@@ -8,8 +8,9 @@ from types import SimpleNamespace
 from coordexp.config import RolloutMatching
 from coordexp.pack import Example
 from coordexp.rollout.backend import RolloutBackend
-from coordexp.train.encode import Encoder, StepIndex, TrainingSet, Watch
+from coordexp.train.encode import Encoder, StepIndex, StepPlan, TrainingSet, Watch
 from coordexp.train.metrics import StepMetrics
+from coordexp.train.rollouts import RolloutSource
 from coordexp.train.trainer import RowTrainer
 
 
@@ -19,7 +20,7 @@ def no_weights() -> Iterator[tuple[str, object]]:
 
 @dataclass(frozen=True)
 class RolloutStep:
-    """Calls `RowTrainer.collect_micro_step` without a model; the stream gives the records of the call, and packs
+    """Calls `RowTrainer.collect_examples` without a model; the stream gives the records of the call, and packs
     nothing."""
 
     training_set: TrainingSet
@@ -36,7 +37,6 @@ class RolloutStep:
         seed = 17
         return Encoder(
             self.training_set,
-            self.backend,
             self.settings,
             seed,
             self.rank,
@@ -48,9 +48,10 @@ class RolloutStep:
     def trainer(self, stream: object) -> RowTrainer:
         trainer = RowTrainer.__new__(RowTrainer)
         trainer.stream, trainer.encoder, trainer.backend = stream, self.encoder, self.backend
-        trainer.metrics, trainer.learner = self.metrics, SimpleNamespace(weights=self.weights)
+        trainer.rollouts = RolloutSource(stream, trainer.encoder, self.backend, self.weights, self.metrics)
         return trainer
 
     def __call__(self, indices: Sequence[int], at: StepIndex) -> list[Example]:
-        stream = SimpleNamespace(next_micro_step=lambda: (at, indices), pack=list)
-        return self.trainer(stream).collect_micro_step()
+        records = (*((),) * at.micro, tuple(indices))
+        stream = SimpleNamespace(plan_step=lambda: StepPlan(at.step, records), pack=list)
+        return self.trainer(stream).collect_examples()[-1]

@@ -188,7 +188,7 @@ class RefusedArgument(NamedTuple):
     fix: str
 
 
-_NO_LOADER = "has no effect: there is no DataLoader, and nothing is read ahead"
+_NO_LOADER = "has no effect: there is no DataLoader; the next row is always made while a row is trained"
 _NO_LOOP = "has no effect: evaluation scores generated answers, and there is no prediction loop"
 _NO_PUSH = "has no effect: training.push_to_hub is not supported"
 _THREADS = "remove it; training.dataloader_num_workers sets how many threads read images"

@@ -402,6 +402,21 @@ def _replicas_are_in_servers(s: Settings, world: World) -> Iterator[Conflict]:
         yield Conflict(DATA_PARALLEL, problem, fix, (MODE, BACKEND))
 
 
+def _rollouts_can_be_made_ahead(s: Settings, world: World) -> Iterator[Conflict]:
+    if not s.stage2.max_staleness:
+        return
+    name, value, otherwise = "stage2.max_staleness", s.stage2.max_staleness, "set stage2.max_staleness: 0"
+    if not s.uses_rollouts:
+        problem = f"{value}, but this run trains on no rollouts"
+        yield Conflict(name, problem, otherwise, ("custom.trainer_variant",))
+    elif s.rollout_matching.rollout_backend == "hf":
+        problem = f"{value}, but with rollout_backend: hf the learner itself makes the rollouts, and then trains"
+        yield Conflict(name, problem, f"{otherwise}, or use rollout servers (vllm.mode: server)", (BACKEND,))
+    elif uses_vllm(s, "colocate"):
+        problem = f"{value}, but a colocated engine shares its device with the learner, so one of them must wait"
+        yield Conflict(name, problem, f"{otherwise}, or vllm.mode: server", (MODE, BACKEND))
+
+
 def _engine_can_sleep(s: Settings, world: World) -> Iterator[Conflict]:
     if not s.rollout_matching.vllm.sleep or s.backend != "vllm":
         return
@@ -482,6 +497,7 @@ RULES: tuple[Rule, ...] = (
     _adapter_sync_is_possible,
     _tensor_parallel_divides_world,
     _replicas_are_in_servers,
+    _rollouts_can_be_made_ahead,
     _engine_can_sleep,
     _engine_steps_hold_a_batch,
     _servers_are_listed,

@@ -138,7 +138,7 @@ class Training(TransformersArguments):
     gradient_accumulation_steps: PositiveInt = Field(1, description="Micro-steps per optimizer step.")
     learning_rate: NonNegativeFloat = Field(5e-05, description="The initial learning rate for the optimizer.")
     dataloader_num_workers: NonNegativeInt = Field(
-        0, description="Threads per rank that read images. 0: read images one after the other."
+        0, description="Threads per rank that read images, while the row before is trained. 0: one thread."
     )
     include_num_input_tokens_seen: bool | Literal["all", "non_padding", "no"] = Field(
         "no",
@@ -194,6 +194,12 @@ class Stage2(SettingsSection):
         None,
         description="Share of steps that train on rollouts (channel B). Required by `stage2_two_channel`.",
         examples=[0.5],
+    )
+    max_staleness: Literal[0, 1, 2] = Field(
+        0,
+        description="How many updates old the weights may be that make the rollouts of a step. 0: servers and "
+        "learner wait for each other in every step. 1 or 2: while a step is trained, rollout servers make the "
+        "rollouts of the next 1 or 2 steps.",
     )
     dump_every: PositiveInt | None = Field(
         100,

@@ -37,8 +37,8 @@ class Supervision:
     unlikely: Tensor
     channels: Tensor
 
-    def to(self, device: torch.device) -> "Supervision":
-        return Supervision(**{f.name: getattr(self, f.name).to(device, non_blocking=True) for f in fields(self)})
+    def map(self, change: Callable[[Tensor], Tensor]) -> "Supervision":
+        return Supervision(**{f.name: change(getattr(self, f.name)) for f in fields(self)})
 
     def at(self, positions: slice) -> "Supervision":
         return Supervision(**{f.name: getattr(self, f.name)[positions] for f in fields(self)})
@@ -68,11 +68,17 @@ class Row:
     spans: tuple[ExampleSpan, ...]
 
     def to(self, device: torch.device) -> "Row":
+        return self._map(lambda tensor: tensor.to(device, non_blocking=True))
+
+    def pin(self) -> "Row":
+        """Return the row in memory that a GPU can read by itself, so that `to` does not wait."""
+        return self._map(Tensor.pin_memory)
+
+    def _map(self, change: Callable[[Tensor], Tensor]) -> "Row":
         inputs = {
-            name: value.to(device, non_blocking=True) if isinstance(value, Tensor) else value
-            for name, value in self.inputs.items()
+            name: change(value) if isinstance(value, Tensor) else value for name, value in self.inputs.items()
         }
-        return replace(self, inputs=inputs, supervision=self.supervision.to(device))
+        return replace(self, inputs=inputs, supervision=self.supervision.map(change))
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ import statistics
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
 from coordexp.config.rollout import DecodeMode, RepeatTerminate, RolloutMatching
 from coordexp.data import Record, RecordFile
@@ -204,6 +204,35 @@ class RolloutBackend(Protocol):
         """End all processes and connections of the backend."""
 
 
+class StartedRollouts(Protocol):
+    """Rollouts of one rank that are being made."""
+
+    @property
+    def rollouts(self) -> "list[Rollout | None]":
+        """One per request; None for those that are not there."""
+
+    @property
+    def seconds(self) -> float:
+        """From asking to the newest answer."""
+
+    def wait(self) -> None:
+        """Wait until no answer is expected any more: all are there, or nothing can make the others."""
+
+
+@runtime_checkable
+class RolloutStarter(Protocol):
+    """A backend that makes rollouts while the learner trains. Its calls are those of `RolloutBackend`, and
+    these."""
+
+    def start(self, steps: Sequence[Sequence[Request]]) -> Sequence[StartedRollouts]:
+        """Begin to make the rollouts of one or several steps, and return at once. Every one of them must be
+        finished, and in this order, before the next sync."""
+
+    def finish(self, started: Any, version: int) -> list[Rollout]:
+        """Wait for rollouts, on all ranks. Those that could not be made from the weights of the last sync are made
+        from the learner's weights of now, which are `version`."""
+
+
 def check_length(request: Request, prompt_length: int, max_length: int) -> None:
     """Raise DataError if the prompt of a request leaves the engine no room for an answer."""
     if prompt_length >= max_length:
@@ -231,11 +260,13 @@ def check_prompt(image: str, engine_ids: Sequence[int], learner_ids: Sequence[in
     )
 
 
-def check_version(rollout: Rollout, version: int) -> None:
-    """Raise EngineError unless weights of this version made the rollout."""
-    if rollout.version != version:
+def check_version(rollout: Rollout, step: int, max_staleness: int = 0) -> None:
+    """Raise EngineError unless the weights of this step made the rollout, or weights that are at most
+    `max_staleness` updates older."""
+    if not 0 <= step - rollout.version <= max_staleness:
+        allowed = f"{step}" if not max_staleness else f"{step - max_staleness} to {step}"
         raise EngineError(
-            f"a rollout was made by weights of version {rollout.version}, but should be of version {version}",
+            f"a rollout was made by weights of version {rollout.version}, but should be of version {allowed}",
             "this should not happen; please report it",
         )
 

@@ -20,7 +20,6 @@ from coordexp.rollout.backend import (
     ImageRef,
     Request,
     Rollout,
-    RolloutBackend,
     check_prompt,
     check_version,
     request_seed,
@@ -37,6 +36,14 @@ class StepIndex:
 
     step: int
     micro: int
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """The records that an optimizer step takes, by micro-step."""
+
+    step: int
+    records: tuple[tuple[int, ...], ...]
 
 
 @dataclass(frozen=True)
@@ -94,6 +101,16 @@ class TrainingSet:
 
 
 @dataclass(frozen=True)
+class MicroBatch:
+    """The samples of one micro-step. On channel B, there are `rollouts_per_sample` requests for each; the requests
+    of a sample follow each other."""
+
+    at: StepIndex
+    samples: tuple[TrainingSample, ...]
+    requests: tuple[Request, ...] = ()
+
+
+@dataclass(frozen=True)
 class AnsweredSample:
     """A training sample with the model's rollouts for it, and the requests for them."""
 
@@ -109,77 +126,94 @@ Watch = Callable[[ExampleId, AnsweredSample, Choice, Correction], None]
 
 @dataclass(frozen=True)
 class Encoder:
-    """Makes the examples of one rank. `b_ratio` is the share of steps that train on rollouts: 0 for Stage 1, 1 for
-    Stage 2, in between for both channels in turn. `seed` is the seed of the run."""
+    """Makes the requests and the examples of one rank. `b_ratio` is the share of steps that train on rollouts: 0
+    for Stage 1, 1 for Stage 2, in between for both channels in turn. `seed` is the seed of the run."""
 
     training_set: TrainingSet
-    backend: RolloutBackend
     rollout_matching_cfg: RolloutMatching
     seed: int
     rank: int
     metrics: StepMetrics
     b_ratio: Fraction = Fraction(1)
     watch: Watch | None = None
+    max_staleness: int = 0
 
     def takes_rollouts(self, step: int) -> bool:
         return takes_rollouts(step, self.b_ratio)
 
-    def load_samples(self, indices: Sequence[int]) -> list[TrainingSample]:
-        return [self.training_set[index] for index in indices]
+    @property
+    def uses_noise(self) -> bool:
+        """True if labels with random mistakes stand for rollouts, and no model is asked."""
+        return self.rollout_matching_cfg.noise.enabled
 
-    def encode_ground_truth(self, samples: Sequence[TrainingSample], at: StepIndex) -> list[Example]:
+    def prepare(self, plan: StepPlan) -> list[MicroBatch]:
+        """Read the samples of a step and, on channel B, make the requests for their rollouts."""
+        return [self._prepare(StepIndex(plan.step, micro), records) for micro, records in enumerate(plan.records)]
+
+    def _prepare(self, at: StepIndex, records: Sequence[int]) -> MicroBatch:
+        samples = tuple(self.training_set[index] for index in records)
+        if not self.takes_rollouts(at.step):
+            return MicroBatch(at, samples)
+        decode = Decode.of(self.rollout_matching_cfg)
+        # Seeds are numbered by rounds, so that the first request of a sample has the same seed with one rollout
+        # per sample and with several.
+        return MicroBatch(
+            at,
+            samples,
+            tuple(
+                Request(
+                    sample.image,
+                    decode,
+                    request_seed(self.seed, at.step, at.micro, self.rank, round * len(samples) + k),
+                )
+                for k, sample in enumerate(samples)
+                for round in range(self.rollout_matching_cfg.rollouts_per_sample)
+            ),
+        )
+
+    def encode(self, batch: MicroBatch, rollouts: Sequence[Rollout]) -> list[Example]:
+        """Return an example per sample: of its rollouts on channel B, of the ground truth on channel A."""
+        if not self.takes_rollouts(batch.at.step):
+            return self.encode_ground_truth(batch)
+        return self.correct_rollouts(batch, rollouts)
+
+    def encode_ground_truth(self, batch: MicroBatch) -> list[Example]:
         """Channel A: return an example per sample, as if the model had answered nothing and missed every
         object."""
         return [
-            _make_example(self._id(at, k), sample, self.training_set.correct(sample, ()), "A")
-            for k, sample in enumerate(samples)
+            _make_example(self._id(batch.at, k), sample, self.training_set.correct(sample, ()), "A")
+            for k, sample in enumerate(batch.samples)
         ]
 
-    def collect_rollouts(self, samples: Sequence[TrainingSample], at: StepIndex) -> list[AnsweredSample]:
-        """Channel B: ask the backend for the rollouts of all samples, in one call. It is called with no samples
-        too, because generation may contain collectives: of a sharded model, or of an engine that several ranks
-        share."""
-        settings = self.rollout_matching_cfg
-        decode, per_sample = Decode.of(settings), settings.rollouts_per_sample
-        # The requests of an image follow each other, so that one server or prefix cache gets them. Their seeds are
-        # numbered by rounds, so that the first one has the same seed with one rollout per sample and with several.
-        requests = [
-            Request(
-                sample.image,
-                decode,
-                request_seed(self.seed, at.step, at.micro, self.rank, round * len(samples) + k),
-            )
-            for k, sample in enumerate(samples)
-            for round in range(per_sample)
-        ]
-        with self.metrics.measure("rollout"):
-            if settings.noise.enabled:
-                rollouts = [
-                    self.training_set.make_noisy_rollout(sample, settings.noise, request.seed, at.step)
-                    for sample, request in zip(samples, requests, strict=True)
-                ]
-            else:
-                rollouts = self.backend.generate(requests)
-        answers = list(zip(requests, rollouts, strict=True))
+    def make_noisy_rollouts(self, batches: Sequence[MicroBatch]) -> list[Rollout]:
+        """Return a rollout that no model wrote for each sample, which has one request."""
+        noise = self.rollout_matching_cfg.noise
         return [
-            AnsweredSample(sample, *zip(*answers[k * per_sample : (k + 1) * per_sample], strict=True))
-            for k, sample in enumerate(samples)
+            self.training_set.make_noisy_rollout(sample, noise, request.seed, batch.at.step)
+            for batch in batches
+            for sample, request in zip(batch.samples, batch.requests, strict=True)
         ]
 
-    def correct_rollouts(self, answered: Sequence[AnsweredSample], at: StepIndex) -> list[Example]:
+    def correct_rollouts(self, batch: MicroBatch, rollouts: Sequence[Rollout]) -> list[Example]:
         """Channel B: return an example per sample: the rollout that is chosen, corrected."""
+        per_sample = self.rollout_matching_cfg.rollouts_per_sample
+        examples = []
         with self.metrics.measure("correct"):
-            return [self._correct_rollout(at, k, answer) for k, answer in enumerate(answered)]
+            for k, sample in enumerate(batch.samples):
+                own = slice(k * per_sample, (k + 1) * per_sample)
+                answered = AnsweredSample(sample, tuple(batch.requests[own]), tuple(rollouts[own]))
+                examples.append(self._correct_rollout(batch.at, k, answered))
+        return examples
 
     def _correct_rollout(self, at: StepIndex, k: int, answered: AnsweredSample) -> Example:
         sample, rollouts = answered.sample, answered.rollouts
         for rollout in rollouts:
             check_prompt(sample.image.path, rollout.prompt_ids, sample.prompt_ids)
-            check_version(rollout, at.step)
+            check_version(rollout, at.step, self.max_staleness)
         choice = self.training_set.choose(sample, [rollout.ids for rollout in rollouts])
         correction = self.training_set.correct(sample, rollouts[choice.index].ids, choice.agreed)
         mode = answered.requests[choice.index].decode.mode
-        self.metrics.add(count_rollout(rollouts, choice, mode, correction, sample.truth))
+        self.metrics.add(count_rollout(rollouts, choice, mode, correction, sample.truth, at.step))
         id = self._id(at, k)
         if self.watch is not None:
             self.watch(id, answered, choice, correction)

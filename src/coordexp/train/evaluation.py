@@ -39,22 +39,24 @@ class AnswerEvaluation:
     progress: Callable[[int, int], None] | None = None
 
     def __call__(self, step: int) -> dict[str, float]:
-        """Return the same numbers on every rank. Rank 0 writes the predictions, as `coordexp predict` does. Raise
-        Stopped, on all ranks, if the run is asked to stop before the last answer."""
+        """Return the same numbers on every rank; rank 0 computes them. It also writes the predictions, as
+        `coordexp predict` does. Raise Stopped, on all ranks, if the run is asked to stop before the last
+        answer."""
         rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
         chosen = evenly_spaced(len(self.records), self.samples)
         answers = _gather_answers(together(partial(self._answer_images, chosen, rank, ranks, step)))
-        ordered = sorted(answers, key=attrgetter("image_id"))
-        truth = [self.records.read_with_image_id(index) for index in chosen]
-        file = self.folder / "evaluations" / f"step-{step}.json"
-        together(partial(self._write, file, ordered, rank))
-        return evaluate(truth, ordered).metrics()
+        metrics = together(partial(self._score, step, chosen, answers)) if rank == 0 else together(dict)
+        return json.loads(gather_texts(json.dumps(metrics))[0])
 
-    def _write(self, file: Path, answers: Sequence[ImageAnswer], rank: int) -> None:
-        """On rank 0, write the predictions with the classes of all records, numbered as by `coordexp predict`."""
-        if rank == 0:
-            truth = read_truth(self.records)
-            BestEffort("predictions", say).attempt(partial(write_predictions, file, answers, truth))
+    def _score(self, step: int, chosen: Sequence[int], answers: Sequence[ImageAnswer]) -> dict[str, float]:
+        """Return the numbers of an evaluation. Write the predictions, with the classes of all records, numbered as
+        by `coordexp predict`."""
+        ordered = sorted(answers, key=attrgetter("image_id"))
+        file = self.folder / "evaluations" / f"step-{step}.json"
+        classes = read_truth(self.records)
+        BestEffort("predictions", say).attempt(partial(write_predictions, file, ordered, classes))
+        truth = [self.records.read_with_image_id(index) for index in chosen]
+        return evaluate(truth, ordered).metrics()
 
     def _answer_images(self, chosen: Sequence[int], rank: int, ranks: int, step: int) -> list[ImageAnswer]:
         numbered = together(partial(self._read_records, chosen[rank::ranks]))

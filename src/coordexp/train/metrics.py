@@ -33,7 +33,7 @@ from coordexp.rollout.backend import Rollout
 SUMS = (
     *("rollout/answers", "rollout/tokens", "rollout/stopped", "rollout/cut_off", "rollout/looped"),
     *("rollout/unreadable", "rollout/early_stops", "rollout/over_counts"),
-    *("rollout/unused_answers", "rollout/unused_tokens"),
+    *("rollout/unused_answers", "rollout/unused_tokens", "rollout/updates_behind"),
     *(f"rollout/decoded/{mode}" for mode in ("greedy", "sampling", "beam")),
     *("parse/objects", "parse/valid", "parse/invalid", "parse/ambiguous", "parse/repeats"),
     *(f"parse/invalid/{reason.value}" for reason in Reason),
@@ -44,7 +44,7 @@ SUMS = (
     *("target/duplicates_removed", "target/extras_removed", "target/moved"),
 )
 PACKING = ("rows", "fill", "segments", "waiting", "oldest_waited", "underfull")
-PHASES = ("sync", "rollout", "correct", "waited", "pictures", "compute", "step")
+PHASES = ("sync", "rollout", "rollout_ahead", "correct", "waited", "pictures", "compute", "step")
 RATES = {
     "match/recall": ("match/matched", "match/true"),
     "match/precision": ("match/matched", "parse/valid"),
@@ -52,6 +52,7 @@ RATES = {
     "rollout/cut_off_rate": ("rollout/cut_off", "rollout/answers"),
     "rollout/early_stop_rate": ("rollout/early_stops", "rollout/stopped"),
     "rollout/over_count_rate": ("rollout/over_counts", "rollout/answers"),
+    "rollout/staleness": ("rollout/updates_behind", "rollout/answers"),
     "rollout/mean_tokens": ("rollout/tokens", "rollout/answers"),
     "target/mean_prefix_tokens": ("target/prefix_tokens", "rollout/answers"),
     "target/mean_appended_tokens": ("target/appended_tokens", "rollout/answers"),
@@ -64,8 +65,9 @@ def count_rollout(
     mode: DecodeMode,
     correction: Correction,
     truth: Sequence[TrueObject],
+    step: int,
 ) -> Counter[str]:
-    """Return the counters of the rollout that was chosen for a sample. The others count as unused."""
+    """Return the counters of the rollout that was chosen for a sample of this step. The others count as unused."""
     parsed, match, rollout = correction.parsed, correction.match, rollouts[choice.index]
     valid = parsed.valid
     reasons = Counter(prediction.reason for prediction in parsed.objects if prediction.reason is not None)
@@ -76,6 +78,7 @@ def count_rollout(
             "rollout/tokens": len(rollout.ids),
             "rollout/unused_answers": len(rollouts) - 1,
             "rollout/unused_tokens": sum(len(other.ids) for other in rollouts) - len(rollout.ids),
+            "rollout/updates_behind": step - rollout.version,
             "rollout/stopped": int(stopped),
             "rollout/cut_off": int(rollout.finish_reason == "length"),
             "rollout/looped": int(rollout.finish_reason == "repeat"),

@@ -44,6 +44,7 @@ from coordexp.train.evaluation import AnswerEvaluation
 from coordexp.train.folder import RolloutFacts, ServerLog, describe_rollouts, fingerprint, write_run_folder
 from coordexp.train.learner import Learner
 from coordexp.train.metrics import StepMetrics, TraceWriter
+from coordexp.train.rollouts import RolloutSource
 from coordexp.train.stopping import StopOnSignal, Stopped
 from coordexp.train.stream import RowStream, SampleOrder, StageRecords
 from coordexp.train.trainer import RowTrainer
@@ -102,6 +103,7 @@ def prepare(loaded: Loaded, resume: bool) -> PreparedRun:
     trainer = _make_trainer(settings, arguments, train, held_out, metrics_file, bar)
     if checkpoint is not None:
         trainer.stream.load(checkpoint)
+        trainer.rollouts.load(checkpoint)
         trainer.saved, trainer.rotation_is_due = step, True
     data = {"train": train} | ({"val": held_out} if held_out else {})
     together(partial(_begin_folder, folder, loaded, data, trainer, metrics_file, step))
@@ -233,6 +235,8 @@ def _make_trainer(
             stop.agree_to_stop,
             bar.show_evaluation,
         )
+    stream = _make_stream(settings, contract, arguments, train, metrics)
+    encoder = _make_encoder(settings, contract, arguments, training_set, metrics, dumps)
     trainer = RowTrainer(
         learner=learner,
         args=arguments,
@@ -246,8 +250,17 @@ def _make_trainer(
             stop,
         ],
         objective=objective,
-        stream=_make_stream(settings, contract, arguments, train, metrics),
-        encoder=_make_encoder(settings, contract, arguments, training_set, backend, metrics, dumps),
+        stream=stream,
+        encoder=encoder,
+        rollouts=RolloutSource(
+            stream,
+            encoder,
+            backend,
+            learner.weights,
+            metrics,
+            settings.stage2.max_staleness,
+            arguments.max_steps,
+        ),
         collate=Collator.for_model(learner.base, prompts.pixels, objective.roles()),
         evaluation=evaluation,
         backend=backend,
@@ -289,7 +302,6 @@ def _make_encoder(
     contract: RolloutContract,
     arguments: TrainingArguments,
     training_set: TrainingSet,
-    backend: RolloutBackend,
     metrics: StepMetrics,
     dumps: DumpWriter | None,
 ) -> Encoder:
@@ -299,13 +311,13 @@ def _make_encoder(
         b_ratio = Fraction("B" in settings.channels)
     return Encoder(
         training_set,
-        backend,
         contract,
         settings.training.seed,
         arguments.process_index,
         metrics,
         b_ratio,
         watch=dumps.add if dumps else None,
+        max_staleness=settings.stage2.max_staleness,
     )
 
 
@@ -354,6 +366,7 @@ def _identity(settings: Settings, records: RecordFile) -> dict[str, Any]:
         rollout = settings.rollout_matching.model_dump(mode="json")
         decoding = ("max_new_tokens", "decoding", "decode_mode", "num_beams", "repeat_terminate")
         identity |= {"training.seed": settings.training.seed, "stage2.b_ratio": settings.stage2.b_ratio}
+        identity["stage2.max_staleness"] = settings.stage2.max_staleness or None
         identity |= {f"rollout_matching.{name}": rollout[name] for name in (*CORRECTION_SETTINGS, *decoding)}
         for name in ("correction", "rollouts_per_sample", "choice", "noise"):
             # A default is stored as None, because checkpoints of earlier releases lack the key.

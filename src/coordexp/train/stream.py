@@ -2,10 +2,11 @@
 
 The order of samples is a pure function of seed and epoch. A checkpoint has how many samples were taken, how many
 micro-steps were begun (`rows`) and what waits in the carry buffer, so a resumed run trains on the very rows that
-the interrupted one would have trained on. Nothing is read ahead.
+the interrupted one would have trained on.
 """
 
 import json
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass, fields
 from pathlib import Path
@@ -21,7 +22,7 @@ from coordexp.errors import DataError, explain
 from coordexp.files import write_whole
 from coordexp.pack import CarryBuffer, Example, ExampleId, PackingError
 from coordexp.train.checkpoints import ANNOUNCED
-from coordexp.train.encode import StepIndex
+from coordexp.train.encode import StepPlan
 from coordexp.train.metrics import StepMetrics
 
 # The carry buffer in a checkpoint: one safetensors file with one array per token-wise field of `Segment`, all
@@ -90,11 +91,13 @@ class SampleOrder:
 
 
 class RowStream:
-    """Says which records the next micro-step takes, and packs their examples. Without a `buffer`, the examples
-    of a micro-step are one micro-batch of `batch`, which the trainer may cut into rows. With it, a new micro-batch
-    is taken and joins the waiting examples, unless these already have the tokens of two rows. Then the next row is
-    drawn. A micro-batch that the buffer cannot hold stops the run. `accumulation` micro-steps make an optimizer
-    step. `identity` has what must be the same after a resume, besides order and sizes."""
+    """Says which records the next optimizer step takes, and packs their examples.
+
+    A step has `accumulation` micro-steps. Without a `buffer`, the examples of a micro-step are one micro-batch of
+    `batch`, which the trainer may cut into rows. With it, every micro-step draws one row, and takes a new
+    micro-batch unless enough examples wait: the tokens of two rows, where micro-batches that are not packed yet
+    count with the mean length of the earlier ones. A micro-batch that the buffer cannot hold stops the run.
+    `identity` has what must be the same after a resume, besides order and sizes."""
 
     def __init__(
         self,
@@ -111,6 +114,10 @@ class RowStream:
         self.taken = self.rows = 0
         self.buffer = buffer
         self.metrics = metrics or StepMetrics()
+        self._planned: deque[int] = (
+            deque()
+        )  # how many samples each planned micro-step takes that is not packed yet
+        self._packed_samples = self._packed_tokens = 0
         self._batch = batch
         self._max_length = max_length
         self._accumulation = accumulation
@@ -126,23 +133,37 @@ class RowStream:
     def epoch(self) -> float:
         return self.taken * self.order.ranks / self.order.records
 
-    def next_micro_step(self) -> tuple[StepIndex, list[int]]:
-        """Begin the next micro-step. Return its index and the records that it takes: none if enough examples
-        wait."""
-        at = StepIndex(*divmod(self.rows, self._accumulation))
-        enough = self.buffer is not None and self.buffer.tokens >= 2 * self.buffer.capacity
+    def plan_step(self) -> StepPlan:
+        """Return the records that the next optimizer step takes: in a micro-step none, if enough examples wait."""
+        step = self.rows // self._accumulation
+        return StepPlan(step, tuple(self._plan_micro_step() for _ in range(self._accumulation)))
+
+    def _plan_micro_step(self) -> tuple[int, ...]:
+        enough = self.buffer is not None and self._expect_tokens(self.buffer) >= 2 * self.buffer.capacity
         count = 0 if enough else self._batch
-        indices = [self.order.index(self.taken + k) for k in range(count)]
+        indices = tuple(self.order.index(self.taken + k) for k in range(count))
         self.rows += 1
         self.taken += count
-        return at, indices
+        self._planned.append(count)
+        return indices
+
+    def _expect_tokens(self, buffer: CarryBuffer[Example]) -> float:
+        """Return how many tokens will probably wait when the planned micro-steps are packed."""
+        tokens, mean = float(buffer.tokens), self._packed_tokens / max(1, self._packed_samples)
+        for samples in self._planned:
+            tokens = max(0.0, tokens + samples * mean - buffer.capacity)
+        return tokens
 
     def pack(self, examples: Sequence[Example]) -> tuple[Example, ...]:
-        """Return the examples to train on in this micro-step. `examples` are those made in this micro-step."""
+        """Return the examples to train on in the next micro-step. `examples` are those of the records that it
+        takes."""
+        self._planned.popleft()
         if self.buffer is None:
             self._check_lengths(examples)
             return tuple(examples)
+        self._packed_samples += len(examples)
         for example in examples:
+            self._packed_tokens += len(example)
             self.buffer.add(example)
         row = self.buffer.draw()
         self.metrics.add_row(row.report)
@@ -152,7 +173,14 @@ class RowStream:
         rank = self.order.rank
         if self.buffer is not None:
             save_buffer(self.buffer, folder / f"carry_{rank}.safetensors")
-        state = {"taken": self.taken, "rows": self.rows, "order": self.order.describe(), **self._identity}
+        state = {
+            "taken": self.taken,
+            "rows": self.rows,
+            "planned": list(self._planned),
+            "packed": [self._packed_samples, self._packed_tokens],
+            "order": self.order.describe(),
+            **self._identity,
+        }
         write_whole(folder / f"stream_{rank}.json", json.dumps(state | {ANNOUNCED: True}) + "\n")
 
     def load(self, folder: Path) -> None:
@@ -170,6 +198,9 @@ class RowStream:
                     "checkpoint's weights (model.path)",
                 )
         self.taken, self.rows = state["taken"], state["rows"]
+        # Checkpoints of earlier releases have nothing planned, and no lengths.
+        self._planned = deque(state.get("planned", ()))
+        self._packed_samples, self._packed_tokens = state.get("packed", (0, 0))
         if self.buffer is not None:
             load_buffer(self.buffer, folder / f"carry_{self.order.rank}.safetensors")
 

@@ -3,10 +3,12 @@ supervision.
 
 In every optimizer step, the Trainer calls these methods of `RowTrainer`:
 
-1. `get_batch_samples` collects the examples of all micro-steps (`collect_micro_step`: samples, weight sync,
-   rollouts, corrections, packing) and counts their tokens over all ranks.
-2. `training_step`, once per micro-step, splits its examples into rows. For each row, `_prepare_inputs` makes the
-   tensors, `compute_loss` runs the forward pass, and the Trainer runs the backward pass.
+1. `get_batch_samples` collects the examples of all micro-steps (`collect_examples`: samples, weight sync,
+   rollouts, corrections, packing), splits them into rows, counts their tokens over all ranks, and asks for the
+   rollouts of the next steps, if these are made ahead.
+2. `training_step`, once per micro-step, goes through its rows. `_prepare_inputs` gets the tensors of a row, which
+   were made while the row before it was trained, `compute_loss` runs the forward pass, and the Trainer runs the
+   backward pass.
 3. `_get_grad_norm`, after the last micro-step, checks loss, logits and gradient norm. Then the optimizer steps.
 4. `_maybe_log_save_evaluate` calls `log`, `evaluate` and `_save_checkpoint` if they are due.
 
@@ -18,7 +20,8 @@ it; the gradient scaler of fp16 may skip some updates first). Weights that are n
 
 import itertools
 import json
-from collections.abc import Callable, Iterable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
@@ -39,11 +42,13 @@ from coordexp.pack import Example, PackingError, split_in_order
 from coordexp.pack.collate import Collator, Row, kind_counts
 from coordexp.ranks import max_over_ranks, together
 from coordexp.rollout.backend import RolloutBackend
+from coordexp.tasks import Task
 from coordexp.train.callbacks import say
 from coordexp.train.checkpoints import clear, rotate, saving, sync_checkpoint, write_dtype, write_manifest
 from coordexp.train.encode import Encoder
 from coordexp.train.learner import Learner
 from coordexp.train.metrics import StepMetrics
+from coordexp.train.rollouts import RolloutSource
 from coordexp.train.stopping import (
     WAY_OUT,
     DivergenceError,
@@ -58,6 +63,7 @@ from coordexp.train.stream import RowStream
 
 PROMPT_FILE = "coordexp.json"  # in every checkpoint: how to prompt the model
 T = TypeVar("T")
+Rows = Sequence[tuple[Example, ...]]  # the examples of each row of a micro-step
 Evaluation = Callable[[int], dict[str, float]]
 # Gets a row, the split logits of its supervised positions, and the optimizer step, numbered from 1, as in the log.
 Trace = Callable[[Row, Split, int], None]
@@ -71,6 +77,7 @@ class RowTrainer(Trainer):
         objective: Objective,
         stream: RowStream,
         encoder: Encoder,
+        rollouts: RolloutSource,
         collate: Collator,
         evaluation: Evaluation | None,
         backend: RolloutBackend,
@@ -87,7 +94,7 @@ class RowTrainer(Trainer):
         self.objective = objective
         self.stream = stream
         self.encoder = encoder
-        self.collate = collate
+        self.rollouts = rollouts
         self.evaluation = evaluation
         self.backend = backend
         self.stop = stop
@@ -105,54 +112,46 @@ class RowTrainer(Trainer):
         # So the Trainer does not divide the loss again: `compute_loss` divides by the counts of the whole step.
         self.loss_is_scaled_for_ga = True
         self._parameters = sum(weight.numel() for weight in self.model.parameters())
-        self._image_threads = ThreadPoolExecutor(image_threads) if image_threads else None
+        self.row_loader = RowLoader(collate, image_threads, self.args.device)
 
     def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, device: Any) -> Any:
-        """Return the examples of one optimizer step, by micro-step, and their token counts over all ranks. The
-        Trainer calls this before the first micro-step; `epoch_iterator` is not used."""
+        """Return the rows of one optimizer step, by micro-step, and their token counts over all ranks. The Trainer
+        calls this before the first micro-step; `epoch_iterator` is not used."""
         self.metrics.begin_step()
-        micro_steps = self._together(partial(self.collect_examples, num_batches))
+        micro_steps = self._together(self.collect_examples)
+        assert len(micro_steps) == num_batches
+        rows = [self._split_rows(examples) for examples in micro_steps]
+        self.row_loader.begin(itertools.chain(*rows))
+        if self.rollouts.max_staleness:
+            self._together(self.rollouts.ask_ahead)
         self.steps += 1
-        self.tokens += sum(len(example) for examples in micro_steps for example in examples)
-        return micro_steps, reduce_counts([kind_counts(examples) for examples in micro_steps], device)
+        self.tokens += sum(map(_count_tokens, rows))
+        return rows, reduce_counts([kind_counts(examples) for examples in micro_steps], device)
 
-    def collect_examples(self, micro_steps: int) -> list[tuple[Example, ...]]:
-        """Return the examples of one optimizer step, by micro-step. All rollouts that this step requests are made
-        here, before the first forward pass and with the same weights. With packing, a row may also have examples
-        that waited since an earlier step."""
+    def collect_examples(self) -> list[tuple[Example, ...]]:
+        """Return the examples of one optimizer step, by micro-step.
+
+        In Stage 2, the engine gets the current weights, the model answers all samples of the step at once, and the
+        answers are corrected. With `stage2.max_staleness`, the answers were made while earlier steps were trained.
+        In Stage 1, and on channel A, examples are made from the ground truth. With packing, a row may also have
+        examples that waited since an earlier step."""
         with self.backend.session():
-            return [self.collect_micro_step() for _ in range(micro_steps)]
+            step = self.rollouts.next_step()
+            return [self.stream.pack(self.encoder.encode(batch, rollouts)) for batch, rollouts in step]
 
-    def collect_micro_step(self) -> tuple[Example, ...]:
-        """Take the next samples, turn them into examples, and return the examples to train on in this
-        micro-step.
-
-        In Stage 2, the engine gets the current weights at the beginning of a step, the model answers every
-        sample, and the answers are corrected. In Stage 1, and on channel A, examples are made from the ground
-        truth."""
-        at, indices = self.stream.next_micro_step()
-        samples = self.encoder.load_samples(indices)
-        if self.encoder.takes_rollouts(at.step):
-            if at.micro == 0:
-                with self.metrics.measure("sync"):
-                    self.backend.sync(self.learner.weights, version=at.step)
-            rollouts = self.encoder.collect_rollouts(samples, at)
-            examples = self.encoder.correct_rollouts(rollouts, at)
-        else:
-            examples = self.encoder.encode_ground_truth(samples, at)
-        return self.stream.pack(examples)
-
-    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
+    def training_step(self, model: Any, inputs: Rows, num_items_in_batch: Any = None) -> Tensor:
         """Run a forward and a backward pass for each row of the micro-step. The loss of a row is its share of
         the loss of the optimizer step, so gradients add up to the right sum however many rows there are."""
         loss = torch.zeros((), device=self.args.device)
         with self.metrics.measure("compute", without=("pictures", "waited")):
-            for row in self._split_rows(inputs):
+            for row in inputs:
                 loss += super().training_step(model, row, num_items_in_batch)
         return loss
 
     def _prepare_inputs(self, inputs: tuple[Example, ...]) -> Row:
-        return self._together(partial(self._make_row, inputs)).to(self.args.device)
+        with self.metrics.measure("pictures", without=("waited",)):
+            row = self._together(partial(self.row_loader.take, inputs))
+        return row.to(self.args.device)
 
     def compute_loss(
         self, model: Any, inputs: Row, return_outputs: bool = False, num_items_in_batch: Tensor | None = None
@@ -208,6 +207,7 @@ class RowTrainer(Trainer):
     def evaluate(self, eval_dataset: Any = None, ignore_keys: Any = None, metric_key_prefix: str = "eval") -> Any:
         evaluation = self.evaluation
         assert evaluation is not None, "evaluation was asked for without data"
+        self.rollouts.wait()  # the engine answers with other weights now
         with self.stop.during("evaluation"):
             results = evaluation(self.state.global_step)
         metrics = {f"{metric_key_prefix}_{name}": value for name, value in results.items()}
@@ -224,15 +224,6 @@ class RowTrainer(Trainer):
         if self.state.epoch is not None:
             self.state.epoch = self.stream.epoch
         super().log(logs, start_time)
-
-    def _make_row(self, examples: tuple[Example, ...]) -> Row:
-        """Return the tensors of a row. With `image_threads`, its images are read in parallel."""
-        with self.metrics.measure("pictures"):
-            if self._image_threads is None:
-                return self.collate(examples)
-            sources = [(example.image, example.size) for example in examples]
-            pixels = self._image_threads.map(self.collate.pixels, *zip(*sources, strict=True))
-            return replace(self.collate, pixels=LoadedPixels(dict(zip(sources, pixels, strict=True))))(examples)
 
     def _split_rows(self, micro_step: tuple[Example, ...]) -> list[tuple[Example, ...]]:
         """Return the rows of a micro-step. With packing there is one, which was drawn under the limit. Without
@@ -293,12 +284,16 @@ class RowTrainer(Trainer):
                 self._write_model(checkpoint, model, trial)
             else:
                 together(partial(self._write_model, checkpoint, model, trial))
-            together(partial(self.stream.save, checkpoint))
+            together(partial(self._save_stream, checkpoint))
             _together_if(self.args.local_process_index == 0, sync_checkpoint, checkpoint)
             _together_if(first, write_manifest, checkpoint, say)
         self.saved, self.rotation_is_due = self.state.global_step, True
         if self.state.global_step >= self.state.max_steps:
             self._rotate()
+
+    def _save_stream(self, checkpoint: Path) -> None:
+        self.rollouts.save(checkpoint)
+        self.stream.save(checkpoint)
 
     def _write_model(self, checkpoint: Path, model: Any, trial: Any) -> None:
         super()._save_checkpoint(model, trial)
@@ -335,22 +330,59 @@ class RowTrainer(Trainer):
             saved = load_model(folder, dtype=self.learner.base.dtype)
             self.learner.base.load_state_dict(saved.state_dict())
 
-    def floating_point_ops(self, inputs: tuple[Example, ...]) -> int:
+    def floating_point_ops(self, inputs: Rows) -> int:
         """Return the usual estimate: six operations per parameter and token."""
-        return 6 * sum(map(len, inputs)) * self._parameters
+        return 6 * _count_tokens(inputs) * self._parameters
 
-    def _track_num_input_tokens(self, inputs: tuple[Example, ...]) -> None:
-        self.state.num_input_tokens_seen += sum(map(len, inputs)) * self.args.world_size
+    def _track_num_input_tokens(self, inputs: Rows) -> None:
+        self.state.num_input_tokens_seen += _count_tokens(inputs) * self.args.world_size
 
 
-class LoadedPixels:
-    """The pixels of images that are read already, by path and size."""
+class RowLoader:
+    """Makes the tensors of rows in another thread, one row ahead: the images of the next row are read while a row
+    is trained. So at most two rows are in memory. With `image_threads`, the images of a row are read in
+    parallel."""
 
-    def __init__(self, pixels: dict[tuple[str, tuple[int, int]], tuple[Tensor, Tensor]]) -> None:
-        self._pixels = pixels
+    def __init__(self, collate: Collator, image_threads: int, device: torch.device) -> None:
+        self.collate, self.device = collate, device
+        self._readers = ThreadPoolExecutor(image_threads) if image_threads else None
+        self._rows: deque[tuple[Example, ...]] = deque()
+        self._next: tuple[tuple[Example, ...], Task[Row]] | None = None
 
-    def __call__(self, image: str, size: tuple[int, int]) -> tuple[Tensor, Tensor]:
-        return self._pixels[image, size]
+    def begin(self, rows: Iterable[tuple[Example, ...]]) -> None:
+        """Begin with the first of these rows."""
+        self._rows = deque(rows)
+        self._load_next()
+
+    def take(self, examples: tuple[Example, ...]) -> Row:
+        """Return the tensors of a row, which must be the next one, and begin with the one after it."""
+        assert self._next is not None and self._next[0] is examples
+        row = self._next[1].result()
+        self._load_next()
+        return row
+
+    def _load_next(self) -> None:
+        examples = self._rows.popleft() if self._rows else None
+        self._next = (examples, Task(self._load, examples)) if examples is not None else None
+
+    def _load(self, examples: tuple[Example, ...]) -> Row:
+        row = self._collate(examples)
+        if self.device.type != "cuda":
+            return row
+        torch.cuda.set_device(self.device)  # this thread would use the first GPU
+        return row.pin()
+
+    def _collate(self, examples: tuple[Example, ...]) -> Row:
+        if self._readers is None:
+            return self.collate(examples)
+        sources = [(example.image, example.size) for example in examples]
+        pixels = self._readers.map(self.collate.pixels, *zip(*sources, strict=True))
+        loaded = dict(zip(sources, pixels, strict=True))
+        return replace(self.collate, pixels=lambda image, size: loaded[image, size])(examples)
+
+
+def _count_tokens(rows: Rows) -> int:
+    return sum(len(example) for row in rows for example in row)
 
 
 def _together_if(condition: bool, work: Callable[..., None], *arguments: Any) -> None:

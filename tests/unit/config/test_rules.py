@@ -337,6 +337,7 @@ def test_rules_on_world_sizes_are_skipped_while_the_sizes_are_unknown():
             apply_changes(rollout(vllm={"sleep": True}), training__use_cpu=True),
             "rollout_matching.vllm.sleep",
         ),
+        (stage2(stage2__max_staleness=3), "stage2.max_staleness"),
         (rollout(vllm={"max_model_len": 99999}), "rollout_matching.vllm.max_model_len"),
         (
             apply_changes(
@@ -352,6 +353,24 @@ def test_rules_on_world_sizes_are_skipped_while_the_sizes_are_unknown():
 )
 def test_numbers_that_cannot_work_are_refused(tree, path):
     assert only_problem(tree)[0] == path
+
+
+@pytest.mark.parametrize(
+    ("tree", "reason"),
+    [
+        (stage2(), "a colocated engine shares its device with the learner, so one of them must wait"),
+        (stage2(rollout_matching__rollout_backend="hf"), "the learner itself makes the rollouts, and then trains"),
+        (stage1(), "this run trains on no rollouts"),
+    ],
+)
+def test_rollouts_ahead_of_time_are_refused_where_nothing_can_make_them(tree, reason):
+    path, message = only_problem(apply_changes(tree, stage2__max_staleness=1))
+    assert path == "stage2.max_staleness" and reason in message
+    assert "set stage2.max_staleness: 0" in message
+
+
+def test_rollouts_ahead_of_time_are_accepted_with_servers():
+    assert load(server_mode(stage2__max_staleness=2)).settings.stage2.max_staleness == 2
 
 
 @pytest.mark.scenario("R17.C3", on="pure")

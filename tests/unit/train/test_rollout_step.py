@@ -2,6 +2,7 @@
 
 import json
 from fractions import Fraction
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -117,6 +118,7 @@ def test_garbage_nothing_all_right_and_cut_off_answers_in_one_batch_become_examp
         "rollout/cut_off_rate": 1 / 4,
         "rollout/early_stop_rate": 2 / 3,
         "rollout/over_count_rate": 0 / 4,
+        "rollout/staleness": 0.0,
         "rollout/mean_tokens": 112 / 4,
         "target/mean_prefix_tokens": 88 / 4,
         "target/mean_appended_tokens": 126 / 4,
@@ -370,11 +372,12 @@ def test_a_run_whose_buffer_would_overflow_stops_with_a_way_out(tmp_path, monkey
     _, given = handed_over(tmp_path, monkeypatch, global_max_length=200, **mixed, **short, **PACKED)
     stream, encoder = given["stream"], given["encoder"]
     trainer = RowTrainer.__new__(RowTrainer)
-    trainer.stream, trainer.encoder = stream, encoder
-    assert 0 < len(trainer.collect_micro_step()) < 4, "the row leaves some of the first four samples"
+    trainer.stream, trainer.encoder, trainer.backend = stream, encoder, given["backend"]
+    trainer.rollouts = given["rollouts"]
+    assert 0 < len(trainer.collect_examples()[0]) < 4, "the row leaves some of the first four samples"
     assert stream.buffer.tokens < 2 * 200
     with pytest.raises(PackingError, match=r"packing_buffer is 4\n  raise training\.packing_buffer"):
-        trainer.collect_micro_step()
+        trainer.collect_examples()
 
 
 @pytest.mark.scenario("R20.C4", on="fake")
@@ -420,7 +423,7 @@ def test_all_answers_of_a_micro_step_are_made_and_corrected_before_its_row_is_pa
         "generate",
         lambda requests: events.append(("generate", [r.image.path for r in requests])) or generate(requests),
     )
-    row = packing(step, 200, events).collect_micro_step()
+    row = packing(step, 200, events).collect_examples()[0]
     (asked, images), (drawn, lengths) = events
     assert (asked, drawn) == ("generate", "draw")
     assert [path.rpartition("/")[2] for path in images] == list(TRUTH), "one request per sample"
@@ -436,7 +439,7 @@ def test_rows_are_packed_by_the_lengths_that_the_answers_have_made(tmp_path):
     def first_row(said: str) -> list[str]:
         truth = {f"{name}.png": (CUP,) for name in "abcd"}
         step = Step(tmp_path, truth, {name: Said("{}") for name in truth} | {"b.png": Said(said)})
-        row = packing(step, 80).collect_micro_step()
+        row = packing(step, 80).collect_examples()[0]
         return [example.image.rpartition("/")[2] for example in row]
 
     far = TrueObject("dog", box(700, 700, 900, 900))
@@ -450,7 +453,7 @@ def test_ground_truth_and_rollouts_are_packed_by_the_same_scheduler_into_the_sam
     rows = []
     for b_ratio in (Fraction(0), Fraction(1)):
         trainer = packing(Step(tmp_path, TRUTH, {name: Said("") for name in TRUTH}, b_ratio=b_ratio), 200)
-        micro_steps = [trainer.collect_micro_step() for _ in range(12)]
+        micro_steps = [trainer.collect_examples()[0] for _ in range(12)]
         assert {example.channel for row in micro_steps for example in row} == {"B" if b_ratio else "A"}
         rows.append([[(example.image, len(example)) for example in row] for row in micro_steps])
     assert rows[0] == rows[1]
@@ -490,21 +493,37 @@ def test_a_backend_that_loses_an_answer_is_refused(tmp_path, monkeypatch):
 @pytest.mark.scenario("R39.C1", on="fake")
 @pytest.mark.parametrize("rank", [0, 3])
 def test_each_request_has_the_seed_of_its_place(tmp_path, rank):
-    step = Step(tmp_path, TRUTH, SCRIPT, rank=rank, version=2)
-    for micro in range(3):
-        step(StepIndex(2, micro))
+    step = Step(tmp_path, TRUTH, SCRIPT, rank=rank)
+    trainer = accumulating(step, micro_steps=3)
+    trainer.collect_examples()
+    trainer.collect_examples()
     assert [[request.seed for request in call] for call in step.backend.calls] == [
-        [request_seed(17, 2, micro, rank, k) for k in range(4)] for micro in range(3)
+        [request_seed(17, number, micro, rank, k) for micro in range(3) for k in range(4)] for number in range(2)
     ]
 
 
 @pytest.mark.scenario("R08.C2", on="fake")
 def test_weights_are_sent_once_a_step_and_before_its_first_answer(tmp_path):
     step = Step(tmp_path, TRUTH, SCRIPT)
-    for number in (5, 6):
-        for micro in range(3):
-            step(StepIndex(number, micro))
-    assert step.backend.synced == [(weights, 5), (weights, 6)]
+    trainer = accumulating(step, micro_steps=3)
+    for _ in range(2):
+        trainer.collect_examples()
+    assert step.backend.synced == [(weights, 0), (weights, 1)]
+
+
+def accumulating(step: Step, micro_steps: int) -> RowTrainer:
+    """Return a trainer that takes four samples, in file order, in each of several micro-steps."""
+    order = SampleOrder(4, 0, 1, seed=0, shuffled=False)
+    return step.collect.trainer(RowStream(order, 4, None, max_length=9999, accumulation=micro_steps))
+
+
+def test_the_samples_of_all_micro_steps_are_asked_for_in_one_call(tmp_path):
+    step = Step(tmp_path, TRUTH, SCRIPT)
+    micro_steps = accumulating(step, micro_steps=3).collect_examples()
+    (call,) = step.backend.calls
+    assert [Path(request.image.path).name for request in call] == [*TRUTH] * 3
+    assert [[Path(example.image).name for example in examples] for examples in micro_steps] == [[*TRUTH]] * 3
+    assert [example.id.micro for examples in micro_steps for example in examples] == [0] * 4 + [1] * 4 + [2] * 4
 
 
 def test_also_without_a_record_the_backend_is_asked(tmp_path):

@@ -28,7 +28,7 @@ def stream(packing=True, **options) -> RowStream:
 
 
 def next_row(stream: RowStream) -> tuple[Example, ...]:
-    _, indices = stream.next_micro_step()
+    (indices,) = stream.plan_step().records
     return stream.pack([make_example(index) for index in indices])
 
 

@@ -246,7 +246,7 @@ class Process:
 
     def train(self, first: int, last: int) -> None:
         for step in range(first, last):
-            row = COLLATE(self.trainer.collect_micro_step())
+            row = COLLATE(self.trainer.collect_examples()[0])
             train_on(row, logits_for(row, seed=step), self.writer, done=step)
 
 
