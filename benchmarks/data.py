@@ -4,7 +4,8 @@
 
 Writes a file of synthetic records to the temporary folder, 1.9 GB for ten million, and removes it. Each start is a
 process of its own. The private memory of a rank does not count the pages of the index, which the ranks of a
-machine share. A sample is the next number in the order, its line, and its record. The doctor examines a hundredth
+machine share. A sample is the next number in the order, its line, and its record; in the mixture, the records are
+three data sets. The doctor examines a hundredth
 of the records, without images.
 """
 
@@ -22,6 +23,7 @@ from ratios import Results, at_least, at_most, medians, show, without_goal
 
 from coordexp.data import RecordFile
 from coordexp.data.doctor import examine
+from coordexp.train.mixture import Mixture
 from coordexp.train.stream import SampleOrder
 
 SAMPLES = 20_000
@@ -57,14 +59,22 @@ def start(path: Path) -> dict[str, Any]:
     order = SampleOrder(len(records), 3, 8, seed=0, shuffled=True)
     records[order.index(0)]
     started = time.perf_counter() - began
-    for taken in range(1, WARM_UP):
+    seconds = time_samples(records, order)
+    private = anonymous_bytes() - before
+    large, middle = len(records) * 6 // 10, len(records) * 3 // 10
+    mixture = Mixture((2, 1, 1), (large, middle, len(records) - large - middle))
+    mixed = SampleOrder(len(records), 3, 8, seed=0, shuffled=True, mixture=mixture)
+    return {"start": started, "sample": seconds, "private": private, "mixed": time_samples(records, mixed)}
+
+
+def time_samples(records: RecordFile, order: SampleOrder) -> float:
+    """Return the seconds that a sample takes."""
+    for taken in range(WARM_UP):
         records[order.index(taken)]
     began = time.perf_counter()
     for taken in range(WARM_UP, WARM_UP + SAMPLES):
         records[order.index(taken)]
-    seconds = (time.perf_counter() - began) / SAMPLES
-    private = anonymous_bytes() - before
-    return {"start": started, "sample": seconds, "private": private}
+    return (time.perf_counter() - began) / SAMPLES
 
 
 def measure(count: int) -> Results:
@@ -83,6 +93,7 @@ def measure(count: int) -> Results:
             "seconds of a later start": at_most(later["start"], 5),
             "private megabytes of a rank": at_most(later["private"] / 1e6, 100),
             "milliseconds a sample": at_most(1000 * later["sample"], 0.2),
+            "milliseconds a sample of a mixture": at_most(1000 * later["mixed"], 0.2),
             "data doctor, one process / two processes": at_least(speed_up, 1.8),
         }
 

@@ -1,16 +1,19 @@
-"""Files and folders: files that survive a crash or a full disk, and advice about paths that a user gave.
+"""Files and folders: files that survive a crash or a full disk, and the paths and glob patterns that a
+user gives.
 
 Files are written whole or not at all, or grow by whole lines. This module imports nothing heavy, so every package
 can use it.
 """
 
 import errno
+import glob
 import json
 import os
 import re
 import shutil
 import threading
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +22,8 @@ from typing import Any, BinaryIO
 from coordexp.errors import DataError, UserError, explain
 
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+RELATIVE_PATHS = "paths are relative to the folder that the command runs in"
+INDEX, PARTIAL = ".index", ".partial"  # how the names of index files beside data files end
 _NO_SYNC = (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS)  # file systems that cannot sync a folder
 _BLOCK = 1 << 16
 _appending = threading.Lock()  # a failed append removes its half line, and must not remove that of another thread
@@ -184,16 +189,48 @@ def is_free(folder: Path) -> bool:
     return not folder.exists() or (folder.is_dir() and not any(folder.iterdir()))
 
 
-def advise_missing_path(setting: str, name: str) -> str:
-    """Return what to do about a file or folder that does not exist. A model may be named as on the Hugging Face
-    hub."""
-    here = "paths are relative to the folder that the command runs in"
-    if setting != "model.path" or not re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", name):
-        return here
+def advise_missing_model(name: str) -> str:
+    """Return what to do about a model folder that does not exist. It may be named as on the Hugging Face hub."""
+    if not re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", name):
+        return RELATIVE_PATHS
     return (
-        f"{here}; a model of the Hugging Face hub is downloaded first (hf download {name} --local-dir DIR) and "
-        "then given the coordinate tokens (coordexp model add-coords --model DIR --out NEW)"
+        f"{RELATIVE_PATHS}; a model of the Hugging Face hub is downloaded first (hf download {name} --local-dir "
+        "DIR) and then given the coordinate tokens (coordexp model add-coords --model DIR --out NEW)"
     )
+
+
+def match_files(name: str) -> list[Path]:
+    """Return the existing files that a path or a glob pattern stands for. A path that exists is no pattern, even
+    if it has a character such as `[`. A pattern matches neither folders nor the index files of data files."""
+    if Path(name).exists():
+        return [Path(name)]
+    if not glob.has_magic(name):
+        return []
+    matches = map(Path, sorted(glob.glob(name, recursive=True)))  # noqa: PTH207, Path refuses absolute patterns
+    return [path for path in matches if path.is_file() and not path.name.endswith((INDEX, PARTIAL))]
+
+
+def find_data_files(names: Sequence[str]) -> list[Path]:
+    """Return the files of a data set, which paths and glob patterns name: in the order of the list, and those of a
+    pattern in the order of their names. Raise DataError if a name stands for no file, or a file is named twice."""
+    files: list[Path] = []
+    for name in names:
+        matches = match_files(name)
+        if not matches:
+            raise DataError(describe_missing(name), RELATIVE_PATHS)
+        files += matches
+    file, count = Counter(files).most_common(1)[0]
+    if count > 1:
+        raise DataError(
+            f"{file} is named twice in {', '.join(names)}",
+            "name it once; to train on some files more often, give them a weight in custom.train_data",
+        )
+    return files
+
+
+def describe_missing(name: str) -> str:
+    """Return the words for a path or a glob pattern that names no file."""
+    return f"no file matches {name}" if glob.has_magic(name) else f"{name} does not exist"
 
 
 def is_encodable(text: str) -> bool:

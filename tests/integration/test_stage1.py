@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -152,6 +153,62 @@ def test_a_run_learns_and_says_what_it_did(parts):
     again = yaml.safe_load((folder / "resolved.yaml").read_text())
     assert again["training"]["max_steps"] == 30
     assert "step 30" in shown
+
+
+def write_shards(parts: Path) -> Path:
+    """Write the training records to three files and the held-out ones to two, in two folders with images of their
+    own. Return the folder with all of them."""
+    folder = parts / "shards"
+    for name, bounds in (("train", (0, 13, 20, 40)), ("val", (0, 2, 6))):
+        lines = (parts / f"data/{name}.jsonl").read_text().splitlines(keepends=True)
+        for k, (begin, end) in enumerate(pairwise(bounds)):
+            file = folder / ("later" if k == len(bounds) - 2 else "early") / f"{name}-{k}.jsonl"
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text("".join(lines[begin:end]))
+            for line in lines[begin:end]:
+                image = Path(json.loads(line)["image"])
+                (file.parent / image).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy(parts / "data" / image, file.parent / image)
+    return folder
+
+
+def with_data(file: Path, **custom) -> Path:
+    tree = yaml.safe_load(file.read_text())
+    tree["custom"] |= custom
+    file.write_text(yaml.safe_dump(tree))
+    return file
+
+
+def test_a_run_on_several_files_equals_one_on_all_records_in_one_file(parts):
+    folder, settings = write_shards(parts), {"max_steps": 2, "eval_strategy": "steps", "eval_steps": 2}
+    shards = {"train_jsonl": str(folder / "*/train-*.jsonl"), "val_jsonl": [str(folder / "*/val-*.jsonl")]}
+    train(config(parts, "joined", **settings))
+    train(with_data(config(parts, "sharded", **settings), **shards))
+    expected, actual = (weights(parts / name / "checkpoint-2") for name in ("joined", "sharded"))
+    assert all(torch.equal(expected[name], actual[name]) for name in expected)
+    answers = [(parts / name / "evaluations/step-2.answers.jsonl").read_text() for name in ("joined", "sharded")]
+    assert answers[0] == answers[1]
+    described = json.loads((parts / "sharded/run.json").read_text())[0]["data"]
+    assert [file["records"] for file in described["train"]["files"]] == [13, 7, 20]
+    assert [file["records"] for file in described["val"]["files"]] == [2, 4]
+
+
+def test_a_mixture_is_resumed_bit_for_bit_and_only_with_its_own_weights(parts):
+    folder = write_shards(parts)
+    sets = [{"path": str(folder / "early/train-*"), "weight": 3}, {"path": str(folder / "later/train-2.jsonl")}]
+    data = {"train_jsonl": None, "train_data": sets}
+    train(with_data(config(parts, "mixed-whole", max_steps=4, save_steps=2), **data))
+    shutil.copytree(parts / "mixed-whole", parts / "mixed-cut")
+    shutil.rmtree(parts / "mixed-cut/checkpoint-4")
+    cut = config(parts, "mixed-cut", max_steps=4, save_steps=2)
+    train(with_data(cut, **data), "--resume")
+    expected, actual = (weights(parts / name / "checkpoint-4") for name in ("mixed-whole", "mixed-cut"))
+    assert all(torch.equal(expected[name], actual[name]) for name in expected)
+    config(parts, "mixed-cut", max_steps=6)
+    done = ran(with_data(cut, train_jsonl=None, train_data=[sets[0] | {"weight": 2}, sets[1]]), "--resume")
+    assert done.returncode == 1 and "Traceback" not in done.stderr
+    words = "the checkpoint has sets [[3, 20], [1, 20]], this run [[2, 20], [1, 20]]"
+    assert words in " ".join(done.stderr.split())
 
 
 def test_a_run_in_mixed_precision_moves_its_weights_as_a_float32_run_does_and_states_their_dtype(parts):

@@ -3,6 +3,7 @@ configs, for editors and for people."""
 
 import json
 from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -13,7 +14,7 @@ from coordexp.cli.console import JsonOption, out, print_config_error, print_find
 from coordexp.config import ConfigError, KeyPath, Loaded, World, format_path, load_settings, reference
 from coordexp.config.settings import Settings, describe_evaluation
 from coordexp.errors import Finding
-from coordexp.files import advise_missing_path
+from coordexp.files import RELATIVE_PATHS, advise_missing_model, describe_missing, match_files
 
 ConfigOption = Annotated[Path, typer.Option("--config", "-c", help="The YAML file.", show_default=False)]
 
@@ -52,7 +53,7 @@ def check(
         return
     _print_settings(loaded, show_all)
     print_findings(findings, out)
-    if cost := describe_evaluation(loaded.settings, _records(loaded.settings.custom.val_jsonl)):
+    if cost := describe_evaluation(loaded.settings, _count_held_out(loaded.settings)):
         out.print(cost, markup=False)
     unchecked = (
         "" if world_size else " (rules about the number of learners not checked; --world-size N checks them)"
@@ -97,25 +98,31 @@ def _print_settings(loaded: Loaded, show_all: bool) -> None:
         out.print(Text(f"({hidden} more training arguments are at their defaults; --all shows them)", style="dim"))
 
 
-def _records(file: str | None) -> int | None:
-    """Return the number of records in a file, or None if there is no such file here."""
-    if file is None or not Path(file).is_file():
+def _count_held_out(settings: Settings) -> int | None:
+    """Return the number of held-out records, or None if there are no such files here."""
+    names = settings.custom.data_sets.get("custom.val_jsonl", ())
+    matches = [match_files(name) for name in names]
+    files = list(chain.from_iterable(matches))
+    if not names or not all(matches) or not all(file.is_file() for file in files):
         return None
-    with Path(file).open("rb") as lines:
+    return sum(map(_count_lines, files))
+
+
+def _count_lines(file: Path) -> int:
+    with file.open("rb") as lines:
         return sum(1 for line in lines if line.strip())
 
 
 def missing_files(settings: Settings) -> Iterator[Finding]:
     """Yield a note for each setting with a path that does not exist here. `coordexp check` does not treat this as
     an error: the run may be meant for another machine."""
-    paths = {
-        "model.path": settings.model.path,
-        "custom.train_jsonl": settings.custom.train_jsonl,
-        "custom.val_jsonl": settings.custom.val_jsonl,
-    }
-    for setting, name in paths.items():
-        if name is not None and not Path(name).exists():
-            yield Finding("note", setting, f"{name} does not exist", advise_missing_path(setting, name))
+    model = settings.model.path
+    if not Path(model).exists():
+        yield Finding("note", "model.path", f"{model} does not exist", advise_missing_model(model))
+    for setting, names in settings.custom.data_sets.items():
+        for name in names:
+            if not match_files(name):
+                yield Finding("note", setting, describe_missing(name), RELATIVE_PATHS)
 
 
 def _print_headings(path: KeyPath, previous: KeyPath) -> None:

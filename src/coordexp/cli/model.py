@@ -7,7 +7,7 @@ import typer
 
 from coordexp.cli.console import need, need_new, out, progress
 from coordexp.errors import UserError
-from coordexp.files import advise_missing_path, json_object
+from coordexp.files import advise_missing_model, json_object
 
 app = typer.Typer(help="Prepare model checkpoints.", no_args_is_help=True)
 
@@ -32,7 +32,7 @@ def add_coords(
     """Copy a checkpoint and add the 1,000 coordinate tokens, unless it has them already."""
     need("torch", "safetensors", extra="train")
     if not model_folder.is_dir():
-        fix = advise_missing_path("model.path", str(model_folder))
+        fix = advise_missing_model(str(model_folder))
         raise UserError(f"{model_folder} does not exist", fix)
     with progress(f"expanding {model_folder}"):
         from coordexp.vocab.expand import add_coord_tokens

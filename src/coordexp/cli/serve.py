@@ -14,6 +14,7 @@ from coordexp.config.rollout import TOKEN
 from coordexp.config.rules import uses_vllm
 from coordexp.engine import check_vllm
 from coordexp.errors import UserError, explain_value_errors
+from coordexp.files import find_data_files
 from coordexp.launch.plan import is_loopback, is_loopback_host
 
 LOOPBACK = "127.0.0.1"
@@ -46,7 +47,7 @@ def serve(
     need("torch", "transformers", extra="vllm")
     for missing in missing_files(settings):
         raise UserError(f"{missing.subject}: {missing.problem}", missing.fix)
-    data = [Path(name).parent for name in (settings.custom.train_jsonl, settings.custom.val_jsonl) if name]
+    data = [file.parent for names in settings.custom.data_sets.values() for file in find_data_files(names)]
     folders = tuple(dict.fromkeys(folder.resolve() for folder in (*data, *(images or ()))))
     check_vllm()
     with explain_value_errors():

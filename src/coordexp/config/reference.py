@@ -7,8 +7,9 @@ from typing import Any
 
 from coordexp.config import legacy, schema
 from coordexp.config.legacy import REFUSED
+from coordexp.config.rollout import ServerEndpoint
 from coordexp.config.schema import Node
-from coordexp.config.settings import Training
+from coordexp.config.settings import CurriculumStage, Training, TrainingData
 from coordexp.config.training_arguments import TRANSFORMERS_VERSION
 from coordexp.config.yaml_tree import KeyPath
 
@@ -45,7 +46,7 @@ None of them has a default.
 def render_page() -> str:
     """Return the reference page as Markdown."""
     return "\n".join(
-        [HEADER, *_sections(), *_servers(), MODULES, *_modules(), *_refusal_table(), *_legacy_table()]
+        [HEADER, *_sections(), *_entries(), MODULES, *_modules(), *_refusal_table(), *_legacy_table()]
     )
 
 
@@ -136,11 +137,17 @@ def _default_text(value: Any) -> str:
     return value or '""' if isinstance(value, str) else json.dumps(value)
 
 
-def _servers() -> Iterator[str]:
-    yield "## Each entry of `rollout_matching.vllm.server.servers`\n"
-    yield COLUMNS
-    yield from (_row(key, node) for key, node in schema.root()["$defs"]["ServerEndpoint"]["properties"].items())
-    yield ""
+def _entries() -> Iterator[str]:
+    """Yield a table for the entries of each list that has sections as entries, besides those of pipelines."""
+    for path, entry in (
+        ("custom.train_data", TrainingData),
+        ("custom.curriculum", CurriculumStage),
+        ("rollout_matching.vllm.server.servers", ServerEndpoint),
+    ):
+        yield f"## Each entry of `{path}`\n"
+        yield COLUMNS
+        yield from (_row(key, node) for key, node in schema.root()["$defs"][entry.__name__]["properties"].items())
+        yield ""
 
 
 def _modules() -> Iterator[str]:

@@ -54,6 +54,7 @@ DATA_PARALLEL = "rollout_matching.vllm.data_parallel_size"
 SLEEP = "rollout_matching.vllm.sleep"
 BATCHED_TOKENS = "rollout_matching.vllm.engine_args.max_num_batched_tokens"
 TEMPERATURE = "rollout_matching.decoding.temperature"
+LONGEST_MIXTURE = 1_000_000  # samples after which a mixture of data sets repeats itself, at most; 5 bytes each
 METRIC_FIX = "name a metric of evaluation, e.g. metric_for_best_model: f1_50"
 # The values of `accelerator_config` that have an effect.
 SYNC_EACH_BATCH = tuple({"gradient_accumulation_kwargs": {"sync_each_batch": flag}} for flag in (True, False))
@@ -287,6 +288,29 @@ def _share_of_rollouts_is_set(s: Settings, world: World) -> Iterator[Conflict]:
         yield Conflict("stage2.b_ratio", problem, fix, (VARIANT,))
 
 
+def _training_data_is_named_once(s: Settings, world: World) -> Iterator[Conflict]:
+    if s.custom.train_jsonl is None and not s.custom.train_data:
+        fix = (
+            "name the training records: add e.g. train_jsonl: data/train.jsonl; train_data mixes several data sets"
+        )
+        yield Conflict("custom.train_jsonl", "missing", fix, ("custom.train_data",))
+    if s.custom.train_jsonl is not None and s.custom.train_data:
+        fix = "keep one of the two; train_jsonl: null removes that of an extended file, train_data: [] likewise"
+        yield Conflict("custom.train_data", "given, and so is custom.train_jsonl", fix, ("custom.train_jsonl",))
+
+
+def _data_can_be_mixed(s: Settings, world: World) -> Iterator[Conflict]:
+    if len(s.custom.train_data) > 1 and s.custom.curriculum:
+        problem = "given, but custom.train_data has several data sets, and a stage may have no records of one"
+        fix = "remove the curriculum, or train on one data set (train_jsonl may list several files)"
+        yield Conflict("custom.curriculum", problem, fix, ("custom.train_data",))
+    if len(s.custom.train_data) > 1 and (period := sum(s.custom.shares)) > LONGEST_MIXTURE:
+        weights = ", ".join(str(data.weight) for data in s.custom.train_data)
+        problem = f"the weights {weights} are in exact proportion only every {period:,} samples"
+        fix = f"round them, e.g. to three digits: at most {LONGEST_MIXTURE:,} samples are possible"
+        yield Conflict("custom.train_data", problem, fix)
+
+
 def _evaluation_has_data(s: Settings, world: World) -> Iterator[Conflict]:
     if s.training.eval_strategy != "no" and s.custom.val_jsonl is None:
         problem = f"missing, but training.eval_strategy is {s.training.eval_strategy}"
@@ -489,6 +513,8 @@ RULES: tuple[Rule, ...] = (
     _best_metric_is_evaluated,
     _share_of_rollouts_is_set,
     _seeds_are_unique,
+    _training_data_is_named_once,
+    _data_can_be_mixed,
     _evaluation_has_data,
     _one_precision_is_set,
     _decoding_settings_agree,

@@ -1,5 +1,7 @@
 """All settings of a run, as one frozen tree. Every key that a file may have is a field here or in a section."""
 
+import math
+from fractions import Fraction as Ratio
 from typing import Annotated, Literal
 
 from pydantic import Field
@@ -11,6 +13,7 @@ from coordexp.config.sections import (
     NonNegativeFloat,
     NonNegativeInt,
     Pipeline,
+    PositiveFloat,
     PositiveInt,
     SettingsSection,
     Text,
@@ -85,6 +88,22 @@ class Model(SettingsSection):
         return {name: pixels for name, pixels in limits.items() if pixels is not None}
 
 
+# A path, a glob pattern, or a list of these.
+DataFiles = Annotated[Text | Annotated[tuple[Text, ...], Field(min_length=1)], from_list]
+
+
+class TrainingData(SettingsSection):
+    path: DataFiles = Field(
+        description="Files of this data set: a path, a glob pattern, or a list of these.",
+        examples=["data/part-*.jsonl"],
+    )
+    weight: PositiveFloat = Field(
+        1.0,
+        description="How many samples come from this data set, in proportion to the other weights. The number of "
+        "its records does not matter.",
+    )
+
+
 class CurriculumStage(SettingsSection):
     objects: PositiveInt = Field(description="Use only records with at most this many objects.", examples=[1])
     samples: PositiveInt = Field(description="Length of this stage in samples, over all ranks.", examples=[8000])
@@ -95,11 +114,22 @@ class Custom(SettingsSection):
         "stage1_sft",
         description="What the model is trained on: the ground truth, corrected rollouts, or both in turn.",
     )
-    train_jsonl: Text = Field(
-        description="Training records, one JSON object per line.", examples=["data/train.jsonl"]
+    train_jsonl: DataFiles | None = Field(
+        None,
+        description="Training records, one JSON object per line: a path, a glob pattern such as "
+        "`data/part-*.jsonl`, or a list of these. Several files are one data set, in this order. This or "
+        "`train_data` is required.",
+        examples=["data/train.jsonl"],
     )
-    val_jsonl: Text | None = Field(
-        None, description="Held-out records, for evaluation during training.", examples=["data/val.jsonl"]
+    train_data: Annotated[tuple[TrainingData, ...], from_list] = Field(
+        (),
+        description="Several data sets, mixed by weight, instead of `train_jsonl`.",
+        examples=[[{"path": "data/part-*.jsonl", "weight": 0.75}, {"path": "new.jsonl", "weight": 0.25}]],
+    )
+    val_jsonl: DataFiles | None = Field(
+        None,
+        description="Held-out records, for evaluation during training, in one or more files as in `train_jsonl`.",
+        examples=["data/val.jsonl"],
     )
     eval_samples: PositiveInt | None = Field(
         None,
@@ -121,6 +151,31 @@ class Custom(SettingsSection):
         "desc_first",
         description="Order of the two fields of an object in the answers that the model learns to write.",
     )
+
+    @property
+    def train_sets(self) -> dict[str, tuple[str, ...]]:
+        """Return the paths and glob patterns of each training data set, by the setting that has them."""
+        if self.train_jsonl is not None:
+            return {"custom.train_jsonl": _as_tuple(self.train_jsonl)}
+        return {f"custom.train_data[{k}].path": _as_tuple(data.path) for k, data in enumerate(self.train_data)}
+
+    @property
+    def data_sets(self) -> dict[str, tuple[str, ...]]:
+        """Return the paths and glob patterns of all data sets, by the setting that has them."""
+        held_out = {} if self.val_jsonl is None else {"custom.val_jsonl": _as_tuple(self.val_jsonl)}
+        return self.train_sets | held_out
+
+    @property
+    def shares(self) -> tuple[int, ...]:
+        """Return the weights of `train_data` as whole numbers without a common divisor."""
+        weights = [Ratio(str(data.weight)) for data in self.train_data]  # 0.1 is a tenth, not its nearest float
+        scale = math.lcm(*(weight.denominator for weight in weights))
+        numbers = [int(weight * scale) for weight in weights]
+        return tuple(number // math.gcd(*numbers) for number in numbers)
+
+
+def _as_tuple(files: str | tuple[str, ...]) -> tuple[str, ...]:
+    return (files,) if isinstance(files, str) else files
 
 
 class Training(TransformersArguments):

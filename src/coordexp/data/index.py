@@ -24,6 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from coordexp.errors import DataError
+from coordexp.files import INDEX, PARTIAL
 from coordexp.tasks import ignore
 
 LARGE = 2**24  # bytes of a data file from which on it gets an index file
@@ -57,7 +58,7 @@ def open_index(file: int, path: Path, notify: Callable[[str], None] = ignore) ->
     identity = _identify(file)
     if identity["size"] < LARGE:
         return _scan(file, path, identity, notify)
-    place = path.with_name(path.name + ".index")
+    place = path.with_name(path.name + INDEX)
     if (index := _map_index(place, identity)) is not None:
         return index
     with _waiting_for_others(file, path, notify):
@@ -130,7 +131,7 @@ def _scan(descriptor: int, path: Path, identity: dict[str, int], notify: Callabl
 def _write(place: Path, index: RecordIndex, identity: dict[str, int]) -> None:
     """Write the index file, whole or not at all."""
     facts = {"records": len(index), "numbered": index.numbers is not None, "sha256": index.sha256}
-    partial = place.with_name(f"{place.name}.{uuid4().hex[:8]}.partial")
+    partial = place.with_name(f"{place.name}.{uuid4().hex[:8]}{PARTIAL}")
     try:
         with partial.open("xb") as file:
             file.write(json.dumps({"format": FORMAT, **identity, **facts}).encode().ljust(HEADER))

@@ -182,6 +182,18 @@ class RecordFile:
     def __reduce__(self) -> Any:
         return RecordFile, (self.path,)  # another process opens the file itself
 
+    def __str__(self) -> str:
+        return str(self.path)
+
+    @property
+    def files(self) -> "tuple[RecordFile, ...]":
+        """This file. A `RecordSet` has several."""
+        return (self,)
+
+    def locate(self, index: int) -> "tuple[RecordFile, int]":
+        """Return this file and the number of the record. In a `RecordSet`, both depend on the record."""
+        return self, index
+
     @property
     def object_counts(self) -> NDArray[np.uint32]:
         """The number of objects of each record."""

@@ -26,7 +26,7 @@ from typing import Any, NoReturn, TypeVar
 
 from pydantic import ValidationError
 
-from coordexp.data import Record, RecordFile
+from coordexp.data import Record, Records
 from coordexp.data.records import describe_problems
 from coordexp.errors import DataError
 from coordexp.evaluate.answer import (
@@ -60,7 +60,7 @@ def samples_path(path: Path) -> Path:
     return path.with_suffix(".samples.jsonl")
 
 
-def read_truth(records: RecordFile) -> Truth:
+def read_truth(records: Records) -> Truth:
     """Return all records with the numbers that name their images. Raise DataError, before a model is asked
     anything, if two records have the same number or two classes the same `category_id`."""
     truth = [records.read_with_image_id(index) for index in range(len(records))]
@@ -68,8 +68,8 @@ def read_truth(records: RecordFile) -> Truth:
     if len(counts) < len(truth):
         number = next(number for number, count in counts.items() if count > 1)
         raise DataError(
-            f"{records.path}: {counts[number]} records have the image_id {number} (a record without an image_id "
-            "has the number of its line)",
+            f"{records}: {counts[number]} records have the image_id {number} (a record without an image_id "
+            "has the number of its line, or in several files its number in all of them)",
             "give every record an image_id of its own, or remove image_id from all of them",
         )
     category_ids(truth)

@@ -10,7 +10,7 @@ import shutil
 import socket
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import islice
@@ -22,7 +22,7 @@ from coordexp.config.rules import SERVERS, uses_vllm
 from coordexp.engine import check_vllm
 from coordexp.errors import Finding, UserError
 from coordexp.families import read_model_type
-from coordexp.files import advise_missing_path
+from coordexp.files import advise_missing_model, find_data_files
 from coordexp.launch.fit import SampleSize, limit_pixels, row_size
 from coordexp.launch.memory import (
     CONTEXT_BYTES,
@@ -85,20 +85,23 @@ def settings_problems(settings: Settings, options: LaunchOptions) -> list[Findin
     findings: list[Finding] = []
     folder = Path(settings.model.path)
     if not folder.exists():
-        findings.append(_missing("model.path", settings.model.path))
+        fix = advise_missing_model(settings.model.path)
+        findings.append(Finding("error", "model.path", f"{folder} does not exist", fix))
     elif not (folder / "config.json").is_file():
         findings.append(Finding("error", "model.path", f"{folder} has no config.json", "give a model folder"))
     else:
         fix = "run `coordexp model add-coords` on the checkpoint, and set model.path to the folder that it writes"
         with _collecting(findings, "model.path", fix):
             VocabularyTable.from_folder(folder)
-    folders = [Path(image_folder).resolve() for image_folder in options.images]
-    for setting, name in (
-        ("custom.train_jsonl", settings.custom.train_jsonl),
-        ("custom.val_jsonl", settings.custom.val_jsonl),
-    ):
-        if name is not None:
-            findings += _data_problems(setting, name, folders)
+    files: dict[str, list[Path]] = {}
+    for setting, names in settings.custom.data_sets.items():
+        with _collecting(findings, setting):
+            files[setting] = find_data_files(names)
+    data_folders = [file.parent for named in files.values() for file in named]
+    folders = {folder.resolve() for folder in (*map(Path, options.images), *data_folders)}
+    for setting, named in files.items():
+        for file in named:
+            findings += _data_problems(setting, file, folders)
     return findings
 
 
@@ -178,28 +181,24 @@ def _collecting(findings: list[Finding], subject: str, fix: str = "") -> Iterato
         findings.append(Finding("error", subject, str(error), fix))
 
 
-def _missing(setting: str, name: str) -> Finding:
-    return Finding("error", setting, f"{name} does not exist", advise_missing_path(setting, name))
-
-
-def _data_problems(setting: str, name: str, folders: Sequence[Path]) -> list[Finding]:
+def _data_problems(setting: str, path: Path, folders: Collection[Path]) -> list[Finding]:
     from coordexp.data import read_records
 
-    path = Path(name)
-    if not path.exists():
-        return [_missing(setting, name)]
     findings: list[Finding] = []
-    with _collecting(findings, setting, f"run `coordexp data doctor {name}`"):
+    with _collecting(findings, setting, f"run `coordexp data doctor {path}`"):
         records = [record for _, record in islice(read_records(path), FIRST)]
         if not records:
             fix = "write one JSON object per line (see `coordexp data import`)"
-            findings.append(Finding("error", setting, f"{name} has no records", fix))
+            findings.append(Finding("error", setting, f"{path} has no records", fix))
         findings += _image_problems(setting, path, [record.image for record in records], folders)
     return findings
 
 
-def _image_problems(setting: str, path: Path, images: Sequence[str], folders: Sequence[Path]) -> Iterator[Finding]:
-    """Yield a finding for images that do not exist, and one for an image that servers may not read."""
+def _image_problems(
+    setting: str, path: Path, images: Sequence[str], folders: Collection[Path]
+) -> Iterator[Finding]:
+    """Yield a finding for images that do not exist, and one for an image that is in none of the folders that
+    servers may read."""
     missing = [image for image in images if not (path.parent / image).is_file()]
     if missing:
         more = f", nor do {len(missing) - 1} more of the first {len(images)}" if len(missing) > 1 else ""
@@ -207,7 +206,7 @@ def _image_problems(setting: str, path: Path, images: Sequence[str], folders: Se
         yield Finding("error", setting, f"{path}: {missing[0]} does not exist{more}", fix)
     for image in images:
         target = (path.parent / image).resolve()
-        if not any(target.is_relative_to(folder) for folder in (path.parent.resolve(), *folders)):
+        if not any(target.is_relative_to(folder) for folder in folders):
             problem = f"{path}: {image} is {target}, which servers may not read"
             yield Finding("error", setting, problem, f"add --images {target.parent}")
             return

@@ -96,10 +96,11 @@ def compare_groups(
     """Compare groups for which `reason_not_to_compare` returned None: at this step, or at the last evaluation of
     each run. `data` says where the held-out records are now. Raise DataError if files are missing or do not
     fit."""
-    from coordexp.data import read_records
+    from coordexp.data import open_data
+    from coordexp.evaluate import read_truth
 
     steps = {group.letter: tuple(choose_step(run.run, step) for run in group.runs) for group in groups}
-    truth = list(read_records(find_held_out_file(groups[0].runs[0], data)))
+    truth = read_truth(open_data([find_held_out_files(groups[0].runs[0], data)]))
     counts: dict[str, list[RunCounts]] = {}
     for group in groups:
         for run, at in zip(group.runs, steps[group.letter], strict=True):
@@ -156,10 +157,20 @@ def choose_step(run: Run, step: int | None) -> int:
     return step
 
 
-def find_held_out_file(logged: LoggedRun, given: Path | None) -> Path:
-    """Return the file that the run was evaluated on: `given`, or the name in `run.json`, relative to here or to
-    where the run was started. Raise DataError if its hash differs from that in `run.json`."""
+def find_held_out_files(logged: LoggedRun, given: Path | None) -> list[Path]:
+    """Return the files that the run was evaluated on: `given`, or those that `run.json` names, relative to here or
+    to where the run was started. Raise DataError if the hash of a file differs from that in `run.json`."""
     expected = _find_val_data(logged)
+    if given and expected.files:
+        raise DataError(
+            f"--data {given}: {logged.name} was evaluated on {len(expected.files)} files",
+            f"leave --data out, and put them where run.json names them ({expected.files[0].file}), or leave out "
+            "the comparison with --at none",
+        )
+    return [_find_held_out_file(logged, data, given) for data in expected.files or [expected]]
+
+
+def _find_held_out_file(logged: LoggedRun, expected: DataFile, given: Path | None) -> Path:
     name = Path(expected.file)
     root = logged.run.start_folder
     candidates = [given] if given else [name, *([root / name] if root else [])]

@@ -133,7 +133,7 @@ def make_inspector_page(
     """Return a page with at most `most` examples. A served page has the `stamp` of the dumps it was made from.
     `report` is the address of the run's report, if there is one."""
     dumped, total = choose_examples(run.folder, most)
-    target, folder = _read_settings(run)
+    target, folder = _read_soft_target(run), _find_image_folder(run)
     objective, table = run.latest_start.objective, _read_table(run.folder / FOLDER)
     desc_is_masked = objective is not None and "B" in (objective.masked_desc or ())
     entries, samples = _read_samples(dumped, table, folder, desc_is_masked=desc_is_masked)
@@ -178,13 +178,20 @@ def render_inspector(
     )
 
 
-def _read_settings(run: Run) -> tuple[dict[str, Any] | None, Path]:
-    """Return the soft target over bins, if the loss on rollouts has one, and the folder of the images."""
+def _read_soft_target(run: Run) -> dict[str, Any] | None:
+    """Return the soft target over bins, if the loss on rollouts has one."""
     problem = f"{run.folder / RESOLVED} does not have the form that a run writes"
     with explain((KeyError, TypeError, AttributeError), problem, NOT_WRITTEN_BY_A_RUN):  # a tree of any shape
         pipeline = (run.settings.get("rollout_matching") or {}).get("pipeline") or {}
-        data = Path(run.custom.get("train_jsonl") or "")
-        return find_soft_target(pipeline.get("objective") or ()), data.parent
+        return find_soft_target(pipeline.get("objective") or ())
+
+
+def _find_image_folder(run: Run) -> Path:
+    """Return the folder of the training data, which names of images are relative to. Data in several folders has
+    none: the same name may be in each of them."""
+    data = (run.latest_start.data or {}).get("train")
+    folders = {path.parent for path in data.paths} if data else set()
+    return folders.pop() if len(folders) == 1 else Path()
 
 
 def find_soft_target(objective: Sequence[dict[str, Any]]) -> dict[str, Any] | None:

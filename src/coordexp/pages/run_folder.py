@@ -57,11 +57,16 @@ class RunFileModel(BaseModel):
 
 
 class DataFile(RunFileModel):
-    """A data file as the run found it when it started."""
+    """A data file as the run found it when it started. Data in several files has one entry in `files` for each."""
 
     file: str
     records: Count
     sha256: str
+    files: list["DataFile"] = []
+
+    @property
+    def paths(self) -> list[Path]:
+        return [Path(data.file) for data in self.files or [self]]
 
     def __str__(self) -> str:
         return f"{self.file}, {self.records} records, sha256 {self.sha256}"

@@ -12,7 +12,7 @@ from coordexp.config import RolloutMatching
 from coordexp.config.rollout import NoiseAnswers
 from coordexp.config.sections import Channel
 from coordexp.correction import Choice, Correction, FieldOrder, choose_answer, correct, make_noisy_answer
-from coordexp.data import RecordFile, TrueObject
+from coordexp.data import Records, TrueObject
 from coordexp.errors import explain
 from coordexp.pack import Example, ExampleId
 from coordexp.rollout.backend import (
@@ -48,7 +48,7 @@ class StepPlan:
 
 @dataclass(frozen=True)
 class TrainingSample:
-    """A record in the form that training needs. `index` is its number in the file, from 0."""
+    """A record in the form that training needs. `index` is its number in the data, from 0."""
 
     index: int
     image: ImageRef
@@ -60,7 +60,7 @@ class TrainingSample:
 class TrainingSet:
     """The training records, and how an answer to one of them is corrected."""
 
-    records: RecordFile
+    records: Records
     prompts: PromptBuilder
     table: VocabularyTable
     order: FieldOrder
@@ -70,12 +70,12 @@ class TrainingSet:
         return len(self.records)
 
     def __getitem__(self, index: int) -> TrainingSample:
-        record = self.records[index]
-        path = self.records.path
-        problem = f"{path}, record {index + 1} ({record.image})"
-        with explain(ValueError, problem, f"run `coordexp data doctor {path}`"):
+        file, number = self.records.locate(index)
+        record = file[number]
+        problem = f"{file}, record {number + 1} ({record.image})"
+        with explain(ValueError, problem, f"run `coordexp data doctor {file}`"):
             truth = record.true_objects()
-        image = ImageRef.of(self.records, record)
+        image = ImageRef.of(file, record)
         return TrainingSample(index, image, tuple(self.prompts.ids(*image.size, image.path)), tuple(truth))
 
     def make_noisy_rollout(self, sample: TrainingSample, noise: NoiseAnswers, seed: int, version: int) -> Rollout:

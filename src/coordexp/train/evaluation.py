@@ -10,7 +10,7 @@ from pathlib import Path
 from torch import distributed as dist
 
 from coordexp.config import RolloutMatching
-from coordexp.data import Record, RecordFile
+from coordexp.data import Record, Records
 from coordexp.evaluate import ImageAnswer, evaluate, read_truth, write_predictions
 from coordexp.evaluate.answer import build_answer, parse_answer
 from coordexp.files import BestEffort
@@ -28,7 +28,7 @@ class AnswerEvaluation:
     records. `is_stopping` is called between two calls of the backend, on all ranks together. `progress` gets the
     number of answered images and the number of all images."""
 
-    records: RecordFile
+    records: Records
     backend: RolloutBackend
     weights: Weights
     table: VocabularyTable
@@ -61,17 +61,22 @@ class AnswerEvaluation:
     def _answer_images(self, chosen: Sequence[int], rank: int, ranks: int, step: int) -> list[ImageAnswer]:
         numbered = together(partial(self._read_records, chosen[rank::ranks]))
         decode = Decode.for_evaluation(self.rollout_matching_cfg)
-        requests = [Request(ImageRef.of(self.records, record), decode) for _, record in numbered]
+        requests = [Request(image, decode) for _, _, image in numbered]
         with self.backend.session():
             self.backend.sync(self.weights, version=step)
             rollouts = self._collect_rollouts(requests, len(chosen), ranks)
         return [
             build_answer(number, record.image, rollout, self.table)
-            for (number, record), rollout in zip(numbered, rollouts, strict=True)
+            for (number, record, _), rollout in zip(numbered, rollouts, strict=True)
         ]
 
-    def _read_records(self, indices: Sequence[int]) -> list[tuple[int, Record]]:
-        return [self.records.read_with_image_id(index) for index in indices]
+    def _read_records(self, indices: Sequence[int]) -> list[tuple[int, Record, ImageRef]]:
+        numbered = []
+        for index in indices:
+            number, record = self.records.read_with_image_id(index)
+            file, _ = self.records.locate(index)
+            numbered.append((number, record, ImageRef.of(file, record)))
+        return numbered
 
     def _collect_rollouts(self, requests: Sequence[Request], total: int, ranks: int) -> list[Rollout]:
         """Return the answers to this rank's requests. All ranks make the same calls. In the last one, some ranks

@@ -18,7 +18,7 @@ from typing import Any
 import yaml
 
 from coordexp.config import Loaded, Settings
-from coordexp.data import RecordFile
+from coordexp.data import Records
 from coordexp.errors import DataError, explain
 from coordexp.files import BestEffort, append_line, drop_torn_line, write_json, write_whole
 from coordexp.rollout.backend import Decode, RolloutBackend
@@ -31,7 +31,7 @@ PACKAGES = ("coordexp", "torch", "transformers", "accelerate", "peft", "vllm", "
 def write_run_folder(
     folder: Path,
     loaded: Loaded,
-    data: dict[str, RecordFile],
+    data: dict[str, Records],
     objective: dict[str, Any],
     rollouts: dict[str, Any] | None,
 ) -> None:
@@ -64,9 +64,11 @@ def read_starts(file: Path) -> list[dict[str, Any]]:
     return runs
 
 
-def fingerprint(records: RecordFile) -> dict[str, Any]:
-    """Return name, number of records and sha256 of a data file."""
-    return {"file": str(records.path), "records": len(records), "sha256": records.sha256}
+def fingerprint(records: Records) -> dict[str, Any]:
+    """Return name, number of records and sha256 of a data file. For several files, these are facts about all of
+    them, and `files` has the facts about each."""
+    facts = {"file": str(records), "records": len(records), "sha256": records.sha256}
+    return facts | ({"files": [fingerprint(file) for file in records.files]} if len(records.files) > 1 else {})
 
 
 def git_state() -> dict[str, Any] | None:

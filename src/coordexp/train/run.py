@@ -2,11 +2,11 @@
 
 import math
 import os
+from collections.abc import Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import partial
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from transformers.trainer_utils import set_seed
 from coordexp.config import Loaded, RolloutContract, Settings
 from coordexp.config.rollout import BACKENDS
 from coordexp.config.settings import PACKING_KEYS, describe_evaluation
-from coordexp.data import RecordFile, read_records
+from coordexp.data import Records, RecordSet, open_data
 from coordexp.data.doctor.examine import SMALL, Sizes
 from coordexp.dumps import CORRECTION_SETTINGS, FOLDER, DumpFolder, DumpWriter, remove_from_step
 from coordexp.engine import check_vllm
@@ -29,6 +29,7 @@ from coordexp.engine.start import EngineSetup
 from coordexp.errors import DataError, UserError
 from coordexp.evaluate import read_truth
 from coordexp.extensions import find_extensions, load_extension
+from coordexp.files import find_data_files
 from coordexp.objective import Objective
 from coordexp.pack import CarryBuffer, Example
 from coordexp.pack.collate import Collator
@@ -44,6 +45,7 @@ from coordexp.train.evaluation import AnswerEvaluation
 from coordexp.train.folder import RolloutFacts, ServerLog, describe_rollouts, fingerprint, write_run_folder
 from coordexp.train.learner import Learner
 from coordexp.train.metrics import StepMetrics, TraceWriter
+from coordexp.train.mixture import Mixture
 from coordexp.train.rollouts import RolloutSource
 from coordexp.train.stopping import StopOnSignal, Stopped
 from coordexp.train.stream import RowStream, SampleOrder, StageRecords
@@ -90,8 +92,9 @@ def prepare(loaded: Loaded, resume: bool) -> PreparedRun:
     of its folder, if there is one."""
     settings = loaded.settings
     folder = Path(settings.training.output_dir)
-    train = _open_records(Path(settings.custom.train_jsonl))
-    held_out = _open_records(Path(settings.custom.val_jsonl)) if settings.custom.val_jsonl else None
+    train = _open_records(*settings.custom.train_sets.values())
+    val_names = settings.custom.data_sets.get("custom.val_jsonl")
+    held_out = _open_records(val_names) if val_names else None
     arguments = training_arguments(settings, len(train))
     together(partial(_check_data, settings, arguments, train, held_out))
     checkpoint = _checkpoint(folder, resume)
@@ -110,8 +113,10 @@ def prepare(loaded: Loaded, resume: bool) -> PreparedRun:
     return PreparedRun(folder, checkpoint, trainer, bar)
 
 
-def _open_records(path: Path) -> RecordFile:
-    return RecordFile(path, say if os.environ.get("RANK", "0") == "0" else ignore)
+def _open_records(*sets: Sequence[str]) -> Records:
+    """Open data sets, each of which is a list of paths and glob patterns."""
+    notify = say if os.environ.get("RANK", "0") == "0" else ignore
+    return open_data([find_data_files(names) for names in sets], notify)
 
 
 def _step_of(checkpoint: Path | None) -> int:
@@ -119,7 +124,7 @@ def _step_of(checkpoint: Path | None) -> int:
 
 
 def _check_data(
-    settings: Settings, arguments: TrainingArguments, train: RecordFile, held_out: RecordFile | None
+    settings: Settings, arguments: TrainingArguments, train: Records, held_out: Records | None
 ) -> None:
     """Report on rank 0 what the data means for the run. Raise now, and not at the first evaluation, if the
     records to evaluate on cannot be read."""
@@ -134,17 +139,17 @@ def _check_data(
             read_truth(held_out)
 
 
-def _note_coarse_canvas(records: RecordFile, resolution: int) -> None:
+def _note_coarse_canvas(records: Records, resolution: int) -> None:
     """Print a note if the median object of the first records is too small for the mask IoU canvas."""
     if resolution >= EXACT:
         return
     sizes = Sizes()
     with suppress(ValueError):  # a broken record is reported, on all ranks, when it is trained on
-        for _, record in islice(read_records(records.path), MEASURED):
-            sizes.add(record)
+        for index in range(min(MEASURED, len(records))):
+            sizes.add(records[index])
     if sizes.median is not None and sizes.median < SMALL:
         say(
-            f"note: the median side of the objects in {records.path} is {sizes.median} bins (of the first "
+            f"note: the median side of the objects in {records} is {sizes.median} bins (of the first "
             f"{MEASURED:,} records), and rollout_matching.maskiou_resolution is {resolution}, which is coarse for "
             f"objects under {SMALL} bins; {EXACT} is exact for boxes, and matching costs about 2.5 times as much"
         )
@@ -153,7 +158,7 @@ def _note_coarse_canvas(records: RecordFile, resolution: int) -> None:
 def _begin_folder(
     folder: Path,
     loaded: Loaded,
-    data: dict[str, RecordFile],
+    data: dict[str, Records],
     trainer: RowTrainer,
     metrics_file: MetricsFile,
     step: int,
@@ -207,8 +212,8 @@ def training_arguments(settings: Settings, samples: int) -> TrainingArguments:
 def _make_trainer(
     settings: Settings,
     arguments: TrainingArguments,
-    train: RecordFile,
-    held_out: RecordFile | None,
+    train: Records,
+    held_out: Records | None,
     metrics_file: MetricsFile,
     bar: Bar,
 ) -> RowTrainer:
@@ -325,7 +330,7 @@ def _make_stream(
     settings: Settings,
     contract: RolloutContract,
     arguments: TrainingArguments,
-    records: RecordFile,
+    records: Records,
     metrics: StepMetrics,
 ) -> RowStream:
     training = settings.training
@@ -336,6 +341,7 @@ def _make_stream(
         seed=training.data_seed if training.data_seed is not None else training.seed,
         shuffled=training.train_sampling_strategy == "random",
         stages=_curriculum(settings, records),
+        mixture=_mixture(settings, records),
     )
     buffer: CarryBuffer[Example] | None = None
     if contract.packing:
@@ -351,7 +357,7 @@ def _make_stream(
     )
 
 
-def _identity(settings: Settings, records: RecordFile) -> dict[str, Any]:
+def _identity(settings: Settings, records: Records) -> dict[str, Any]:
     """Return what must be the same after a resume, besides order and sizes."""
     identity = {
         "data": fingerprint(records)["sha256"],
@@ -374,14 +380,22 @@ def _identity(settings: Settings, records: RecordFile) -> dict[str, Any]:
     return identity
 
 
-def _curriculum(settings: Settings, records: RecordFile) -> list[StageRecords]:
+def _mixture(settings: Settings, records: Records) -> Mixture | None:
+    """Return how the data sets are mixed, or None if there is only one."""
+    if len(settings.custom.train_data) < 2:
+        return None
+    assert isinstance(records, RecordSet)
+    return Mixture(settings.custom.shares, tuple(map(len, records.parts)))
+
+
+def _curriculum(settings: Settings, records: Records) -> list[StageRecords]:
     """Return the stages of the curriculum."""
     stages = []
     for k, stage in enumerate(settings.custom.curriculum):
         fitting = np.flatnonzero(records.object_counts <= stage.objects)
         if not len(fitting):
             raise DataError(
-                f"custom.curriculum[{k}]: no record of {records.path} has at most {stage.objects} objects",
+                f"custom.curriculum[{k}]: no record of {records} has at most {stage.objects} objects",
                 "raise objects, or remove the stage",
             )
         stages.append(StageRecords(stage.samples, fitting))

@@ -9,6 +9,7 @@ import json
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass, fields
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +25,14 @@ from coordexp.pack import CarryBuffer, Example, ExampleId, PackingError
 from coordexp.train.checkpoints import ANNOUNCED
 from coordexp.train.encode import StepPlan
 from coordexp.train.metrics import StepMetrics
+from coordexp.train.mixture import Mixture
 
 # The carry buffer in a checkpoint: one safetensors file with one array per token-wise field of `Segment`, all
 # waiting segments joined end to end.
 FORMAT = 3  # format 1 had no number in its file, and no ids; formats 1 and 2 had no unlikely tokens
 _STREAMS = tuple(field.name for field in fields(Segment) if field.name != "prompt_length")
 _PER_SEGMENT = ("lengths", "prompt_lengths", "arrived")
+GOLDEN_RATIO = 0x9E3779B97F4A7C15  # 2**64 times its fractional part; its multiples spread evenly
 _SOURCE = ("image", "width", "height", "channel", "id")
 
 
@@ -43,7 +46,11 @@ class StageRecords:
 
 
 class SampleOrder:
-    """The order in which a rank takes records: a pure function of how many it has taken. The ranks take turns."""
+    """The order in which a rank takes records: a pure function of how many it has taken. The ranks take turns.
+
+    Each stage of a curriculum and each data set of a mixture has epochs of its own: each of its records is taken
+    once per epoch, in another order every time. Stages follow one another. The sets of a mixture alternate in
+    proportion to their shares, and their records are numbered one set after the other."""
 
     def __init__(
         self,
@@ -54,39 +61,63 @@ class SampleOrder:
         seed: int,
         shuffled: bool,
         stages: Sequence[StageRecords] = (),
+        mixture: Mixture | None = None,
     ) -> None:
         self.records, self.rank, self.ranks, self.seed, self.shuffled = records, rank, ranks, seed, shuffled
-        self._stages = [(stage.samples, np.asarray(stage.records)) for stage in stages]
-        self._permutation: tuple[tuple[int, int], np.ndarray] | None = None  # of one stage and epoch
+        self._stages = tuple(stages)
+        self._mixture = mixture
+        self._groups: list[NDArray[np.integer[Any]] | range] = [np.asarray(stage.records) for stage in stages]
+        bounds = [0, *accumulate(mixture.sizes if mixture else (records,))]
+        self._groups += [range(begin, end) for begin, end in pairwise(bounds)]
+        self._permutations: dict[int, tuple[int, np.ndarray]] = {}  # the latest epoch of a group, and its records
 
     def index(self, taken: int) -> int:
         """Return the record that this rank takes after `taken` others."""
+        if self._mixture is not None:
+            return self._record_at(*self._mixture.locate(self._take_mixed_turn(taken)))
         position = taken * self.ranks + self.rank
-        for number, (samples, records) in enumerate(self._stages):
-            if position < samples:
-                return self._record_at(number, len(records), position)
-            position -= samples
-        return self._record_at(len(self._stages), self.records, position)
+        for number, stage in enumerate(self._stages):
+            if position < stage.samples:
+                return self._record_at(number, position)
+            position -= stage.samples
+        return self._record_at(len(self._stages), position)
 
     def describe(self) -> dict[str, Any]:
         """Return the facts that must be the same after a resume."""
-        stages = [[samples, len(records)] for samples, records in self._stages]
+        mixture = self._mixture
+        stages = [[stage.samples, len(stage.records)] for stage in self._stages]
+        # Checkpoints of earlier releases lack the key `sets`, which counts as None.
+        sets = [list(pair) for pair in zip(mixture.shares, mixture.sizes, strict=True)] if mixture else None
         own = {name: getattr(self, name) for name in ("records", "rank", "ranks", "seed", "shuffled")}
-        return own | {"stages": stages}
+        return own | {"stages": stages, "sets": sets}
 
-    def _record_at(self, stage: int, records: int, position: int) -> int:
-        epoch, offset = divmod(position, records)
+    def _take_mixed_turn(self, taken: int) -> int:
+        """Return the position in a mixture of the sample that this rank takes after `taken` others. Which rank
+        begins changes from turn to turn without a period. Otherwise, two ranks that train on two sets with equal
+        shares would have one set each."""
+        first = (taken * GOLDEN_RATIO % 2**64) * self.ranks >> 64
+        return taken * self.ranks + (self.rank + first) % self.ranks
+
+    def _record_at(self, group: int, position: int) -> int:
+        """Return the record at a position in the order of one stage or set."""
+        records = self._groups[group]
+        epoch, offset = divmod(position, len(records))
         if not self.shuffled:
-            return int(self._stages[stage][1][offset]) if stage < len(self._stages) else offset
-        if self._permutation is None or self._permutation[0] != (stage, epoch):
-            self._permutation = (stage, epoch), self._permute(stage, epoch)
-        return int(self._permutation[1][offset])
+            return int(records[offset])
+        if group not in self._permutations or self._permutations[group][0] != epoch:
+            if self._mixture is None:
+                self._permutations.clear()  # an earlier stage does not come back
+            self._permutations[group] = epoch, self._permute(group, epoch)
+        return int(self._permutations[group][1][offset])
 
-    def _permute(self, stage: int, epoch: int) -> np.ndarray:
-        """Return the records of a stage in the order of an epoch, with 4 bytes for each."""
-        records = self._stages[stage][1] if stage < len(self._stages) else np.arange(self.records, dtype=np.uint32)
-        order = records.astype(np.uint32)
-        np.random.default_rng((self.seed, stage, epoch)).shuffle(order)
+    def _permute(self, group: int, epoch: int) -> np.ndarray:
+        """Return the records of a stage or set in the order of an epoch, with 4 bytes for each."""
+        records = self._groups[group]
+        if isinstance(records, range):
+            order = np.arange(records.start, records.stop, dtype=np.uint32)
+        else:
+            order = records.astype(np.uint32)
+        np.random.default_rng((self.seed, group, epoch)).shuffle(order)
         return order
 
 
@@ -131,6 +162,7 @@ class RowStream:
 
     @property
     def epoch(self) -> float:
+        """The samples that were taken, divided by all records. In a mixture, each set has epochs of its own."""
         return self.taken * self.order.ranks / self.order.records
 
     def plan_step(self) -> StepPlan:

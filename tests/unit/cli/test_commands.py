@@ -75,6 +75,26 @@ def test_check_of_a_sound_config_as_json_has_an_origin_for_every_value():
     assert details["origins"]["rollout_matching.fp_cost"] == "default"
 
 
+def test_check_counts_the_records_of_all_files_and_notes_patterns_without_files(tmp_path):
+    for name in ("v-0.jsonl", "v-1.jsonl", "a.jsonl"):
+        (tmp_path / name).write_text("{}\n{}\n")
+    sets = [
+        {"path": [str(tmp_path / "a.jsonl"), str(tmp_path / "none-*.jsonl")], "weight": 0.75},
+        {"path": "b.jsonl"},
+    ]
+    custom = {"train_jsonl": None, "train_data": sets, "val_jsonl": str(tmp_path / "v-*.jsonl")}
+    tree = {"extends": [os.path.relpath("configs/stage2-colocate.yaml", tmp_path)], "custom": custom}
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(tree))
+    result = run("check", "--config", str(tmp_path / "run.yaml"))
+    shown = " ".join(result.stdout.split())
+    assert result.exit_code == 0, shown
+    assert "evaluation: 4 images" in shown
+    assert f"custom.train_data[0].path: no file matches {tmp_path}/none-*.jsonl" in shown
+    assert "custom.train_data[1].path: b.jsonl does not exist" in shown
+    assert "weight: 0.75" in shown
+    assert f"{tmp_path}/a.jsonl does not exist" not in shown and f"matches {tmp_path}/v-" not in shown
+
+
 def test_check_reads_the_world_size_that_torchrun_sets():
     result = run("check", "--json", "--config", "configs/demo/stage2-vllm.yaml", env={"WORLD_SIZE": "8"})
     details = json.loads(result.stdout)["details"]

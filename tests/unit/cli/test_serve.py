@@ -18,10 +18,12 @@ def serve(tmp_path, monkeypatch):
     monkeypatch.setattr("coordexp.cli.serve.missing_files", lambda _: [])
     monkeypatch.setattr("coordexp.cli.serve.check_vllm", lambda: None)
     monkeypatch.setattr("coordexp.cli.serve._serve", lambda *given: places.append(given[2:4]))
+    (tmp_path / "train.jsonl").touch()
 
-    def run(url, *options):
+    def run(url, *options, **changes):
         server = {"base_url": url, "group_port": 51216}
-        tree = server_mode(rollout_matching__vllm__server={"servers": [server]})
+        changes = {"custom__train_jsonl": str(tmp_path / "train.jsonl")} | changes
+        tree = server_mode(rollout_matching__vllm__server={"servers": [server]}, **changes)
         file = tmp_path / "run.yaml"
         file.write_text(yaml.safe_dump(tree))
         done = CliRunner().invoke(app, ["serve", "--config", str(file), *options])
@@ -62,3 +64,16 @@ def test_with_a_token_a_server_listens_at_the_given_host(serve, monkeypatch):
     code, shown, places = serve("http://10.0.0.5:8000", "--host", "0.0.0.0")
     assert code == 0, shown
     assert places == [("0.0.0.0", 8000)]
+
+
+def test_a_server_reads_images_beside_every_data_file(serve, tmp_path, monkeypatch):
+    folders = []
+    monkeypatch.setattr("coordexp.cli.serve._serve", lambda *given: folders.extend(given[4]))
+    for name in ("a/0.jsonl", "a/1.jsonl", "b/0.jsonl", "c/val.jsonl"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch()
+    sets = [{"path": str(tmp_path / "a/*.jsonl")}, {"path": [str(tmp_path / "b/0.jsonl")]}]
+    data = {"train_jsonl": None, "train_data": sets, "val_jsonl": str(tmp_path / "c/val.jsonl")}
+    code, shown, _ = serve("http://127.0.0.1:8000", **{f"custom__{name}": value for name, value in data.items()})
+    assert code == 0, shown
+    assert folders == [tmp_path / "a", tmp_path / "b", tmp_path / "c"]

@@ -365,3 +365,30 @@ else:
     RunningPart.__init__ = start_script
     main(sys.argv[1:])
 """
+
+
+def with_data(config, **custom):
+    tree = yaml.safe_load(config.read_text())
+    tree["custom"] = custom
+    config.write_text(yaml.safe_dump(tree))
+    return messages(preflight.settings_problems(load(config), LaunchOptions("x")))
+
+
+def test_every_file_of_every_data_set_is_checked_and_named(config, tmp_path):
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "1.png").touch()
+        (tmp_path / name / "part-0.jsonl").write_text(json.dumps(RECORD))
+    other = RECORD | {"image": "../b/1.png"}
+    (tmp_path / "a/part-1.jsonl").write_text(json.dumps(other))
+    sets = [{"path": str(tmp_path / "a/part-*.jsonl")}, {"path": [str(tmp_path / "b/part-0.jsonl")]}]
+    validation = {"val_jsonl": str(tmp_path / "b/*.jsonl")}
+    assert with_data(config, train_jsonl=None, train_data=sets, **validation) == "", "servers read a and b"
+    (tmp_path / "a/part-1.jsonl").write_text(json.dumps(RECORD | {"image": "2.png"}))
+    (tmp_path / "b/part-0.jsonl").write_text("{}")
+    reported = with_data(config, train_jsonl=None, train_data=sets, **validation)
+    assert "custom.train_data[0].path: " in reported and "a/part-1.jsonl: 2.png does not exist" in reported
+    assert "custom.train_data[1].path: " in reported and "b/part-0.jsonl:1: missing keys" in reported
+    assert "custom.val_jsonl: " in reported
+    reported = with_data(config, train_jsonl=[str(tmp_path / "none-*")])
+    assert "custom.train_jsonl: no file matches" in reported and "paths are relative" in reported

@@ -105,9 +105,9 @@ COORD_REG = {
 def write_dumped_run(folder, steps=(0, 1), **changes):
     """Write a run whose dumps have the examples of `tests.dumped` at these steps, with their images. `changes` are
     settings of the rollouts, or another script."""
-    tree = settings(output_dir=str(folder))
-    tree["custom"]["train_jsonl"] = str(folder / "records.jsonl")
-    write_run(folder, lines(), tree | {"rollout_matching": {"pipeline": {"objective": [COORD_REG]}}})
+    tree = settings(output_dir=str(folder)) | {"rollout_matching": {"pipeline": {"objective": [COORD_REG]}}}
+    data = {"train": {"file": str(folder / "records.jsonl"), "records": len(TRUTH), "sha256": ""}}
+    write_run(folder, lines(), tree, [manifest(data=data)])
     for name in TRUTH:
         Image.new("RGB", (64, 48), "teal").save(folder / name)
     encode, _ = dumping(folder, **changes)

@@ -47,6 +47,17 @@ def test_a_page_is_written_beside_the_run_with_all_of_its_examples(folder):
     assert element(text, "sample-5")["id"] == index["samples"][5]["id"] == "2.0.2"
 
 
+def test_images_of_data_in_several_folders_have_their_whole_path(tmp_path):
+    folder = write_dumped_run(tmp_path / "run", steps=(0,))
+    (start,) = json.loads((folder / "run.json").read_text())
+    whole = start["data"]["train"]
+    start["data"]["train"] = whole | {"files": [whole, whole | {"file": str(tmp_path / "records.jsonl")}]}
+    (folder / "run.json").write_text(json.dumps([start]))
+    run(folder)
+    index = element((folder / "inspect.html").read_text(), "index")
+    assert [entry["image"] for entry in index["samples"]] == [str(folder / name) for name in TRUTH]
+
+
 def test_bytes_that_are_not_text_and_unknown_ids_are_written_as_escapes(folder):
     run(folder)
     pieces = element((folder / "inspect.html").read_text(), "index")["pieces"]

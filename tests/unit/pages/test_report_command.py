@@ -12,7 +12,9 @@ import pytest
 from typer.testing import CliRunner
 
 from coordexp.cli import app, main
-from coordexp.evaluate import evaluate
+from coordexp.data import open_data
+from coordexp.evaluate import evaluate, read_predictions
+from coordexp.train.folder import fingerprint
 from tests.unit.evaluate.scenes import crowd
 from tests.unit.pages.run_folders import (
     END,
@@ -264,6 +266,40 @@ def test_missing_or_changed_data_is_an_error_with_two_fixes(tmp_path, capsys):
         file.write("\n")
     message = refusal(capsys, *runs, "--out", tmp_path / "a.html", "--data", tmp_path / "moved.jsonl")
     assert "its hash is" in message and "the file has changed" in message
+
+
+def test_runs_evaluated_on_several_files_are_compared_if_no_file_has_changed(tmp_path, capsys):
+    runs = write_two_groups(tmp_path)
+    expected = run(*runs, "--out", tmp_path / "a.html", "--resamples", 300).stdout
+    lines_of_data = (tmp_path / "val.jsonl").read_text().splitlines(keepends=True)
+    (tmp_path / "val.jsonl").unlink()
+    for name, part in (("0", lines_of_data[:5]), ("1", lines_of_data[5:])):
+        (tmp_path / f"val-{name}.jsonl").write_text("".join(part))
+    data = {"val": fingerprint(open_data([[tmp_path / "val-0.jsonl", tmp_path / "val-1.jsonl"]]))}
+    for path in runs:
+        (start,) = json.loads((path / "run.json").read_text())
+        (path / "run.json").write_text(json.dumps([start | {"data": data}]))
+    assert run(*runs, "--out", tmp_path / "a.html", "--resamples", 300).stdout == expected
+    message = refusal(capsys, *runs, "--out", tmp_path / "a.html", "--data", tmp_path / "val-0.jsonl")
+    assert "was evaluated on 2 files" in message and "leave --data out" in message
+    with (tmp_path / "val-1.jsonl").open("a") as file:
+        file.write("\n")
+    assert "val-1.jsonl: its hash is" in refusal(capsys, *runs, "--out", tmp_path / "a.html")
+
+
+def test_records_with_an_image_id_are_compared_by_it(tmp_path):
+    runs = write_two_groups(tmp_path)
+    expected = run(*runs, "--out", tmp_path / "a.html", "--resamples", 300).stdout
+    truth, _ = crowd(2)
+    numbered = [(500 + number, replace(record, image_id=500 + number)) for number, record in truth]
+    data = write_data(tmp_path / "val.jsonl", numbered)
+    for path in runs:
+        (start,) = json.loads((path / "run.json").read_text())
+        (path / "run.json").write_text(json.dumps([start | {"data": data}]))
+        predicted = read_predictions(path / "evaluations/step-10.json").answers
+        shifted = [replace(answer, image_id=500 + answer.image_id) for answer in predicted]
+        write_evaluation(path, 10, numbered, shifted)
+    assert run(*runs, "--out", tmp_path / "a.html", "--resamples", 300).stdout == expected
 
 
 def test_a_relative_data_path_is_found_from_where_the_run_was_started(tmp_path, monkeypatch):

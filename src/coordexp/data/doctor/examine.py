@@ -29,7 +29,7 @@ from coordexp.errors import DataError, Finding, Place
 
 MOST_CLASSES = 100_000  # counted by name, to bound the memory: free text may describe every object differently
 EXAMPLES = 5  # kept per finding
-PART = 2**21  # bytes of a part of the file, about a second of work
+PART = 2**18  # bytes of a part of the file, about a tenth of a second of work, so that all processes end together
 ReadImage = Callable[[Path], ImageFacts]
 # A function that counts the tokens of the answer with these objects.
 CountTokens = Callable[[Sequence[TrueObject]], int]
@@ -242,6 +242,11 @@ def _work_in_process(part: tuple[int, int]) -> "PartFacts":
     return _work(part)
 
 
+# An image as a record uses it: line, path, hash of the path, and hash of the content, or None if it was not read.
+# The hashes are those of this process and its forks. Tuples of numbers and texts are sent quickly to other processes.
+ImageUse = tuple[int, str, int, int | None]
+
+
 @dataclass
 class PartFacts:
     """The findings and statistics of a part of a file. Lines are numbered from 1 in each part."""
@@ -251,7 +256,7 @@ class PartFacts:
     objects: int = 0
     counts: Counter[str] = field(default_factory=Counter)  # of problems, by code
     examples: list[tuple[int, Problem]] = field(default_factory=list)  # the first ones of each code
-    images: list[tuple[int, str, bytes | None]] = field(default_factory=list)  # line, path, hash of the content
+    images: list[ImageUse] = field(default_factory=list)
     classes: Classes = field(default_factory=Classes)
     sizes: Sizes = field(default_factory=Sizes)
     suspicions: Suspicions = field(default_factory=Suspicions)
@@ -320,9 +325,9 @@ class _PartReader:
             except (OSError, ValueError) as error:  # ValueError: a zero byte in the path
                 facts.add_problems(facts.lines, [Problem("image-unreadable", f"{record.image!r}: {error}")])
             else:
-                content = image.content_hash
+                content = hash(image.content_hash)
                 facts.add_problems(facts.lines, check_image(record, image))
-        facts.images.append((facts.lines, record.image, content))
+        facts.images.append((facts.lines, record.image, hash(os.path.normpath(record.image)), content))
 
 
 class _Examination:
@@ -338,8 +343,8 @@ class _Examination:
         whole, before = self._whole, self._whole.lines
         for line, problem in part.examples:
             self._add_place(before + line, problem)
-        for line, image, content in part.images:
-            self._find_duplicates(before + line, image, content)
+        for line, image, path_hash, content_hash in part.images:
+            self._find_duplicates(before + line, image, path_hash, content_hash)
         whole.lines += part.lines
         whole.records += part.records
         whole.objects += part.objects
@@ -365,13 +370,13 @@ class _Examination:
             self._path, whole.records, whole.objects, findings, whole.classes, whole.sizes, whole.tokens.count
         )
 
-    def _find_duplicates(self, line: int, image: str, content: bytes | None) -> None:
-        first = self._paths.setdefault(hash(os.path.normpath(image)), line)
+    def _find_duplicates(self, line: int, image: str, path_hash: int, content_hash: int | None) -> None:
+        first = self._paths.setdefault(path_hash, line)
         if first != line:
             self._add(line, Problem("duplicate-image", f"{image!r}, as in line {first}"))
-        if content is None:
+        if content_hash is None:
             return
-        twin = self._contents.setdefault(hash(content), line)
+        twin = self._contents.setdefault(content_hash, line)
         if twin != line and first == line:
             self._add(line, Problem("duplicate-content", f"{image!r}, as in line {twin}"))
 

@@ -1,0 +1,80 @@
+"""Data sets of several files: random access to all of their records, as if the files were one."""
+
+import hashlib
+import resource
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
+from itertools import accumulate
+from pathlib import Path
+from typing import TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from coordexp.data.records import Record, RecordFile
+from coordexp.errors import DataError
+from coordexp.tasks import ignore
+
+RESERVED = 256  # files that a process may have open besides its data
+
+
+class RecordSet:
+    """Random access to the records of several files or data sets, one after the other. `parts` are these files or
+    data sets, and `files` all files of all parts."""
+
+    def __init__(self, parts: Sequence["Records"]) -> None:
+        self.parts = tuple(parts)
+        self.files: tuple[RecordFile, ...] = tuple(file for part in parts for file in part.files)
+        self._starts = [0, *accumulate(len(part) for part in parts)]
+
+    def __len__(self) -> int:
+        return self._starts[-1]
+
+    def __getitem__(self, index: int) -> Record:
+        file, number = self.locate(index)
+        return file[number]
+
+    def __str__(self) -> str:
+        others = len(self.files) - 1
+        return f"{self.files[0]} and {others} more file{'s' if others > 1 else ''}"
+
+    @property
+    def object_counts(self) -> NDArray[np.uint32]:
+        """The number of objects of each record."""
+        return np.concatenate([file.object_counts for file in self.files])
+
+    @property
+    def sha256(self) -> str:
+        """The hash of the hashes of all files."""
+        return hashlib.sha256("\n".join(file.sha256 for file in self.files).encode()).hexdigest()
+
+    def locate(self, index: int) -> tuple[RecordFile, int]:
+        """Return the file that has a record, and the number of the record in this file, from 0."""
+        index = range(len(self))[index]
+        part = bisect_right(self._starts, index) - 1
+        return self.parts[part].locate(index - self._starts[part])
+
+    def read_with_image_id(self, index: int) -> tuple[int, Record]:
+        """Return a record with the number that names its image in predictions: its `image_id`, or else its own
+        number in the data set, from 1. Lines of different files have the same numbers."""
+        record = self[index]
+        return index + 1 if record.image_id is None else record.image_id, record
+
+
+Records: TypeAlias = RecordFile | RecordSet
+
+
+def open_data(sets: Sequence[Sequence[Path]], notify: Callable[[str], None] = ignore) -> Records:
+    """Open the files of one or more data sets. Several sets are joined to one `RecordSet`, whose `parts` they are.
+    A single file is opened as such. `notify` gets messages while a large file is read for the first time."""
+    count, (limit, _) = sum(map(len, sets)), resource.getrlimit(resource.RLIMIT_NOFILE)
+    if limit != resource.RLIM_INFINITY and count > limit - RESERVED:
+        raise DataError(
+            f"{sets[0][0]} and {count - 1:,} more files: a process may open {limit:,} files here",
+            f"raise the limit (ulimit -n {count + 2 * RESERVED}), or join files into larger ones (cat)",
+        )
+    return _join([_join([RecordFile(path, notify) for path in paths]) for paths in sets])
+
+
+def _join(parts: Sequence[Records]) -> Records:
+    return parts[0] if len(parts) == 1 else RecordSet(parts)

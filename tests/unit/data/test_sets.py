@@ -1,0 +1,127 @@
+"""Data sets of several files: which files a setting names, and reading them as one."""
+
+import hashlib
+import json
+import pickle
+import resource
+
+import numpy as np
+import pytest
+
+import coordexp.data.index as index_module
+from coordexp.data import DataError, RecordFile, RecordSet, open_data
+from coordexp.files import find_data_files, match_files
+
+
+def line(image, objects=0, **more):
+    shapes = [{"desc": "cup", "bbox_2d": [1, 2, 30, 40]}] * objects
+    return json.dumps({"image": image, "width": 64, "height": 48, "space": "pixel", "objects": shapes} | more)
+
+
+@pytest.fixture
+def shards(tmp_path):
+    """Three files with 3, 1 and 2 records in two folders. The second one has a blank line and a broken record."""
+    (tmp_path / "more").mkdir()
+    files = [tmp_path / "part-0.jsonl", tmp_path / "part-1.jsonl", tmp_path / "more/part-2.jsonl"]
+    files[0].write_text("".join(line(f"a{k}.png", k) + "\n" for k in range(3)))
+    files[1].write_text("\n{}\n")
+    files[2].write_text(f"{line('b0.png', 4)}\n{line('b1.png', 5)}")
+    return files
+
+
+def test_records_run_through_all_files(shards):
+    records = open_data([shards])
+    assert isinstance(records, RecordSet)
+    assert (len(records), records.files[1].path) == (6, shards[1])
+    assert [records[k].image for k in (0, 2, 4, 5, -1)] == ["a0.png", "a2.png", "b0.png", "b1.png", "b1.png"]
+    assert records.object_counts.tolist() == [0, 1, 2, 0, 4, 5]
+    with pytest.raises(IndexError):
+        records[6]
+
+
+def test_images_are_relative_to_their_own_file_and_errors_name_its_own_line(shards):
+    records = open_data([shards])
+    file, number = records.locate(5)
+    assert (file.path, number) == (shards[2], 1)
+    assert file.image_path(file[number]) == shards[2].parent / "b1.png"
+    with pytest.raises(DataError, match=r"part-1\.jsonl:2: missing keys[\s\S]*data doctor .*part-1\.jsonl"):
+        records[3]
+
+
+def test_predictions_name_an_image_by_its_image_id_or_by_its_number_in_all_files(tmp_path):
+    for name in "ab":
+        (tmp_path / f"{name}.jsonl").write_text(f"\n{line('0.png')}\n{line('1.png', image_id=70)}\n")
+    records = open_data([[tmp_path / "a.jsonl", tmp_path / "b.jsonl"]])
+    assert [records.read_with_image_id(k)[0] for k in range(4)] == [1, 70, 3, 70]
+
+
+def test_one_file_is_opened_as_such(shards):
+    records = open_data([shards[:1]])
+    assert isinstance(records, RecordFile)
+    assert records.files == (records,) and records.locate(2) == (records, 2)
+    assert records.sha256 == hashlib.sha256(shards[0].read_bytes()).hexdigest()
+    assert str(records) == str(shards[0])
+
+
+def test_several_sets_are_the_parts_of_the_whole(shards):
+    records = open_data([shards[:1], shards[1:]])
+    assert [len(part) for part in records.parts] == [3, 3]
+    assert [file.path for file in records.files] == shards
+    assert records[4].image == "b0.png"
+    assert str(records) == f"{shards[0]} and 2 more files" and str(records.parts[1]).endswith("and 1 more file")
+    assert records.sha256 == open_data([shards]).sha256
+
+
+def test_the_hash_changes_with_every_file_and_with_their_order(shards):
+    before = open_data([shards]).sha256
+    assert open_data([[*shards[1:], shards[0]]]).sha256 != before
+    shards[2].write_text(shards[2].read_text().replace("30", "31"))
+    assert open_data([shards]).sha256 != before
+
+
+def test_another_process_opens_the_files_itself(shards):
+    records = pickle.loads(pickle.dumps(open_data([shards])))
+    assert records[4].image == "b0.png"
+
+
+def test_every_large_file_has_an_index_of_its_own_which_a_pattern_does_not_match(shards, monkeypatch):
+    monkeypatch.setattr(index_module, "LARGE", 0)
+    files = find_data_files([str(shards[0].parent / "part-*")])
+    before = np.array(open_data([files]).object_counts)
+    assert sorted(path.name for path in shards[0].parent.glob("*.index")) == [
+        "part-0.jsonl.index",
+        "part-1.jsonl.index",
+    ]
+    assert find_data_files([str(shards[0].parent / "part-*")]) == files == shards[:2]
+    assert np.array_equal(open_data([files]).object_counts, before)
+
+
+def test_a_pattern_stands_for_its_files_sorted_by_name_and_a_list_keeps_its_order(shards, monkeypatch):
+    monkeypatch.chdir(shards[0].parent)
+    named = [str(path) for path in find_data_files(["more/*", "part-[01].jsonl"])]
+    assert named == ["more/part-2.jsonl", "part-0.jsonl", "part-1.jsonl"]
+    assert len(find_data_files(["**/part-*.jsonl"])) == 3
+    assert [path.name for path in match_files("*")] == ["part-0.jsonl", "part-1.jsonl"], "no folders"
+
+
+def test_a_path_that_exists_is_no_pattern(tmp_path):
+    (tmp_path / "a[1].jsonl").write_text(line("0.png"))
+    (tmp_path / "a1.jsonl").write_text(line("0.png"))
+    assert find_data_files([str(tmp_path / "a[1].jsonl")]) == [tmp_path / "a[1].jsonl"]
+
+
+def test_names_without_a_file_and_files_named_twice_are_refused_with_a_way_out(shards):
+    folder = shards[0].parent
+    with pytest.raises(DataError, match=r"no file matches .*none-\*\.jsonl\n  paths are relative to the folder"):
+        find_data_files([str(folder / "none-*.jsonl")])
+    with pytest.raises(DataError, match=r"none\.jsonl does not exist\n  paths are relative"):
+        find_data_files([str(shards[0]), str(folder / "none.jsonl")])
+    with pytest.raises(DataError, match=r"part-0\.jsonl is named twice in .*\n  .*custom\.train_data"):
+        find_data_files([str(shards[0]), str(folder / "part-*.jsonl")])
+
+
+def test_more_files_than_a_process_may_open_are_refused_before_any_is_opened(shards, monkeypatch):
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (258, 1024))
+    with pytest.raises(DataError, match=r"2 more files: a process may open 258 files here\n  .*ulimit -n 515"):
+        open_data([shards])
+    open_data([shards[:1]])

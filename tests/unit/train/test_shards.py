@@ -1,0 +1,65 @@
+"""Training data in several files and data sets, as a run opens it."""
+
+import json
+
+import pytest
+
+from coordexp.config import RolloutMatching
+from coordexp.errors import DataError
+from coordexp.train import run
+from coordexp.train.encode import TrainingSet
+from tests.scripted import OnePrompt
+from tests.unit.config.trees import load, stage2
+from tests.vocabularies import table
+
+
+def write(file, boxes):
+    """Write a record with each of these numbers of objects. The second object of a record has no area."""
+    file.parent.mkdir(exist_ok=True)
+    shapes = [[1, 2, 30, 40], [5, 5, 5, 5]]
+    for k, count in enumerate(boxes):
+        objects = [{"desc": "cup", "bbox_2d": box} for box in shapes[:count]]
+        record = {"image": f"{k}.png", "width": 64, "height": 48, "space": "pixel", "objects": objects}
+        with file.open("a") as lines:
+            lines.write(json.dumps(record) + "\n")
+
+
+@pytest.fixture
+def folder(tmp_path):
+    write(tmp_path / "a/0.jsonl", (1, 0, 2))
+    write(tmp_path / "b/0.jsonl", (0, 1))
+    return tmp_path
+
+
+def open_as_run(**custom):
+    settings = load(stage2(**{f"custom__{name}": value for name, value in custom.items()})).settings
+    return settings, run._open_records(*settings.custom.train_sets.values())
+
+
+def test_a_sample_has_the_image_beside_its_own_file_and_an_error_names_this_file(folder):
+    _, records = open_as_run(train_jsonl=str(folder / "*/0.jsonl"))
+    samples = TrainingSet(records, OnePrompt(), table("small"), "desc_first", RolloutMatching())
+    assert len(samples) == 5
+    assert [samples[k].image.path for k in (0, 3, 4)] == [
+        str(folder / name) for name in ("a/0.png", "b/0.png", "b/1.png")
+    ]
+    assert samples[4].index == 4
+    with pytest.raises(DataError, match=r"a/0\.jsonl, record 3 \(2\.png\).*\n.*data doctor .*a/0\.jsonl"):
+        samples[2]
+
+
+def test_a_curriculum_chooses_records_of_all_files(folder):
+    stages = [{"objects": 1, "samples": 8}, {"objects": 2, "samples": 8}]
+    settings, records = open_as_run(
+        train_jsonl=[str(folder / "b/0.jsonl"), str(folder / "a/0.jsonl")], curriculum=stages
+    )
+    chosen = [stage.records.tolist() for stage in run._curriculum(settings, records)]
+    assert chosen == [[0, 1, 2, 3], [0, 1, 2, 3, 4]]
+
+
+def test_several_sets_are_mixed_by_their_weights_and_one_set_is_not_mixed(folder):
+    sets = [{"path": str(folder / "b/*.jsonl"), "weight": 0.5}, {"path": [str(folder / "a/0.jsonl")], "weight": 2}]
+    mixture = run._mixture(*open_as_run(train_jsonl=None, train_data=sets))
+    assert (mixture.shares, mixture.sizes) == ((1, 4), (2, 3))
+    assert run._mixture(*open_as_run(train_jsonl=None, train_data=sets[:1])) is None
+    assert run._mixture(*open_as_run(train_jsonl=str(folder / "*/0.jsonl"))) is None
