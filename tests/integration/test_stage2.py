@@ -458,3 +458,20 @@ def test_ranks_that_fail_together_while_they_answer_are_still_in_step(by_two, mo
     assert "damaged.png: not a readable image" in own["error"]
     assert other["error"] == f"RankError: rank 1 failed, so all ranks stop\n  {own['error']}"
     assert all(seen["after"] == seen["calls"][0] for seen in (other, own))
+
+
+def test_a_run_of_two_processes_goes_on_with_one_if_a_step_has_as_many_samples(tmp_path):
+    """Both processes have taken samples, and examples wait for a row on both."""
+    draw(tmp_path)
+    sizes = {"training__save_steps": 3, "training__per_device_train_batch_size": 3}
+    first = {"training__max_steps": 3, "training__gradient_accumulation_steps": 1}
+    finish(training(config(tmp_path, "run", **sizes, **first)), 2)
+    then = {"training__max_steps": 6, "training__gradient_accumulation_steps": 2}
+    shown = finish(training(config(tmp_path, "run", **sizes, **then), "--resume"))
+    assert "checkpoint-3" in shown
+    assert [line["step"] for line in steps(tmp_path / "run")] == [1, 2, 3, 4, 5, 6]
+    states = [
+        json.loads((tmp_path / "run" / name).read_text())
+        for name in ("checkpoint-3/stream_0.json", "checkpoint-3/stream_1.json", "checkpoint-6/stream_0.json")
+    ]
+    assert states[2]["begin"] == 2 * min(state["taken"] for state in states[:2]) and states[2]["rows"] == 12

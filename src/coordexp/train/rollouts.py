@@ -134,9 +134,10 @@ class RolloutSource:
             write_whole(self._file(folder), json.dumps({"format": FORMAT, "steps": steps}) + "\n")
 
     def load(self, folder: Path) -> None:
-        """Continue with the steps that a checkpoint has planned ahead."""
+        """Continue with the steps that a checkpoint has planned ahead. The stream must be loaded before. It has no
+        plans if the number of ranks has changed."""
         file = self._file(folder)
-        if not file.is_file():
+        if not file.is_file() or not self.stream.has_plans:
             return
         problem = f"{file} does not hold rollouts of this version"
         with explain((KeyError, TypeError, ValueError), problem, "resume from another checkpoint"):

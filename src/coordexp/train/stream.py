@@ -5,9 +5,11 @@ micro-steps were begun (`rows`) and what waits in the carry buffer, so a resumed
 the interrupted one would have trained on.
 """
 
+import itertools
 import json
 from collections import deque
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import astuple, dataclass, fields
 from itertools import accumulate, pairwise
 from pathlib import Path
@@ -50,7 +52,10 @@ class SampleOrder:
 
     Each stage of a curriculum and each data set of a mixture has epochs of its own: each of its records is taken
     once per epoch, in another order every time. Stages follow one another. The sets of a mixture alternate in
-    proportion to their shares, and their records are numbered one set after the other."""
+    proportion to their shares, and their records are numbered one set after the other.
+
+    If the number of ranks has changed, the ranks take turns from `begin` on. The places in `done`, which are
+    behind it, were taken before the change."""
 
     def __init__(
         self,
@@ -64,6 +69,7 @@ class SampleOrder:
         mixture: Mixture | None = None,
     ) -> None:
         self.records, self.rank, self.ranks, self.seed, self.shuffled = records, rank, ranks, seed, shuffled
+        self.begin, self.done = 0, tuple[int, ...]()
         self._stages = tuple(stages)
         self._mixture = mixture
         self._groups: list[NDArray[np.integer[Any]] | range] = [np.asarray(stage.records) for stage in stages]
@@ -73,14 +79,30 @@ class SampleOrder:
 
     def index(self, taken: int) -> int:
         """Return the record that this rank takes after `taken` others."""
+        position = self.position(taken)
         if self._mixture is not None:
-            return self._record_at(*self._mixture.locate(self._take_mixed_turn(taken)))
-        position = taken * self.ranks + self.rank
+            return self._record_at(*self._mixture.locate(position))
         for number, stage in enumerate(self._stages):
             if position < stage.samples:
                 return self._record_at(number, position)
             position -= stage.samples
         return self._record_at(len(self._stages), position)
+
+    def position(self, taken: int) -> int:
+        """Return the place, in the order of all samples, of the one that this rank takes after `taken` others."""
+        place = self.begin + self._turn(taken)
+        for done in self.done:
+            place += done <= place
+        return place
+
+    def continue_from(self, orders: Sequence["SampleOrder"], taken: Sequence[int]) -> None:
+        """Go on where the ranks of an earlier process group have stopped, each of which has taken so many."""
+        following = [order.position(count) for order, count in zip(orders, taken, strict=True)]
+        self.begin, done = min(following), list[int]()
+        for order, count in zip(orders, taken, strict=True):
+            places = map(order.position, reversed(range(count)))
+            done += itertools.takewhile(lambda place: place > self.begin, places)
+        self.done = tuple(sorted(done))
 
     def describe(self) -> dict[str, Any]:
         """Return the facts that must be the same after a resume."""
@@ -91,11 +113,11 @@ class SampleOrder:
         own = {name: getattr(self, name) for name in ("records", "rank", "ranks", "seed", "shuffled")}
         return own | {"stages": stages, "sets": sets}
 
-    def _take_mixed_turn(self, taken: int) -> int:
-        """Return the position in a mixture of the sample that this rank takes after `taken` others. Which rank
-        begins changes from turn to turn without a period. Otherwise, two ranks that train on two sets with equal
+    def _turn(self, taken: int) -> int:
+        """Return how many samples all ranks take before the one that this rank takes after `taken` others. In a
+        mixture, which rank begins changes without a period. Otherwise, two ranks that train on two sets with equal
         shares would have one set each."""
-        first = (taken * GOLDEN_RATIO % 2**64) * self.ranks >> 64
+        first = (taken * GOLDEN_RATIO % 2**64) * self.ranks >> 64 if self._mixture is not None else 0
         return taken * self.ranks + (self.rank + first) % self.ranks
 
     def _record_at(self, group: int, position: int) -> int:
@@ -163,7 +185,12 @@ class RowStream:
     @property
     def epoch(self) -> float:
         """The samples that were taken, divided by all records. In a mixture, each set has epochs of its own."""
-        return self.taken * self.order.ranks / self.order.records
+        return (self.order.begin + self.taken * self.order.ranks) / self.order.records
+
+    @property
+    def has_plans(self) -> bool:
+        """True if records were taken whose examples are not packed yet."""
+        return bool(self._planned)
 
     def plan_step(self) -> StepPlan:
         """Return the records that the next optimizer step takes: in a micro-step none, if enough examples wait."""
@@ -204,37 +231,80 @@ class RowStream:
     def save(self, folder: Path) -> None:
         rank = self.order.rank
         if self.buffer is not None:
-            save_buffer(self.buffer, folder / f"carry_{rank}.safetensors")
+            save_buffer(self.buffer, _buffer_file(folder, rank))
         state = {
             "taken": self.taken,
             "rows": self.rows,
             "planned": list(self._planned),
             "packed": [self._packed_samples, self._packed_tokens],
+            "begin": self.order.begin,
+            "done": self.order.done,
             "order": self.order.describe(),
             **self._identity,
         }
-        write_whole(folder / f"stream_{rank}.json", json.dumps(state | {ANNOUNCED: True}) + "\n")
+        write_whole(_state_file(folder, rank), json.dumps(state | {ANNOUNCED: True}) + "\n")
 
     def load(self, folder: Path) -> None:
         """Continue from a checkpoint. Raise DataError if it does not fit this run."""
-        file = folder / f"stream_{self.order.rank}.json"
-        if not file.is_file():
-            raise DataError(f"{file}: missing", "resume with as many processes as have written the checkpoint")
-        state = json.loads(file.read_text())
-        saved = state["order"] | state
-        for name, value in (self.order.describe() | self._identity).items():
-            if saved.get(name) != value:
-                raise DataError(
-                    f"{file}: the checkpoint has {name} {saved.get(name)}, this run {value}",
-                    "resume with the same data, settings and number of processes, or start a new run from the "
-                    "checkpoint's weights (model.path)",
-                )
+        ranks = _read_state(folder, 0)["order"]["ranks"]
+        if ranks != self.order.ranks:
+            self._take_over(folder, ranks)
+            return
+        file = _state_file(folder, self.order.rank)
+        state = _read_state(folder, self.order.rank)
+        self._check(file, state, self.order.describe() | self._identity)
+        self._restore_order(self.order, state)
         self.taken, self.rows = state["taken"], state["rows"]
         # Checkpoints of earlier releases have nothing planned, and no lengths.
         self._planned = deque(state.get("planned", ()))
         self._packed_samples, self._packed_tokens = state.get("packed", (0, 0))
         if self.buffer is not None:
-            load_buffer(self.buffer, folder / f"carry_{self.order.rank}.safetensors")
+            self.buffer.restore(*read_buffer(_buffer_file(folder, self.order.rank)))
+
+    def _take_over(self, folder: Path, ranks: int) -> None:
+        """Continue from a checkpoint of another number of ranks. Examples that wait for a row are dealt to the
+        ranks of now. Samples of steps that were only planned are taken again."""
+        states = [_read_state(folder, rank) for rank in range(ranks)]
+        sizes = ("batch", "accumulation", "rank", "ranks")
+        facts = {
+            name: value for name, value in (self.order.describe() | self._identity).items() if name not in sizes
+        }
+        self._check(_state_file(folder, 0), states[0], facts)
+        before = states[0]["batch"] * states[0]["accumulation"] * ranks
+        if before != (now := self._batch * self._accumulation * self.order.ranks):
+            raise DataError(
+                f"{folder}: a step of its {ranks} processes has {before} samples, and one of the "
+                f"{self.order.ranks} processes of this run has {now}",
+                "choose training.per_device_train_batch_size and gradient_accumulation_steps so that the product "
+                f"of both and the number of processes is {before}",
+            )
+        planned = [state.get("planned", ()) for state in states]
+        orders = [copy(self.order) for _ in states]
+        for rank, (order, state) in enumerate(zip(orders, states, strict=True)):
+            order.rank, order.ranks = rank, ranks
+            self._restore_order(order, state)
+        taken = [state["taken"] - sum(plan) for state, plan in zip(states, planned, strict=True)]
+        self.order.continue_from(orders, taken)
+        steps = (states[0]["rows"] - len(planned[0])) // states[0]["accumulation"]
+        self.taken, self.rows, self._planned = 0, steps * self._accumulation, deque()
+        if self.buffer is not None:
+            waiting = [pair for rank in range(ranks) for pair in read_buffer(_buffer_file(folder, rank))[0]]
+            self.buffer.restore([(example, 0) for example, _ in waiting[self.order.rank :: self.order.ranks]], 0)
+
+    @staticmethod
+    def _restore_order(order: SampleOrder, state: dict[str, Any]) -> None:
+        order.begin, order.done = state.get("begin", 0), tuple(state.get("done", ()))
+
+    @staticmethod
+    def _check(file: Path, state: dict[str, Any], facts: dict[str, Any]) -> None:
+        saved = state["order"] | state
+        for name, value in facts.items():
+            if saved.get(name) != value:
+                raise DataError(
+                    f"{file}: the checkpoint has {name} {saved.get(name)}, this run {value}",
+                    "resume with the same data and settings, or start a new run from the checkpoint's weights "
+                    "(model.path)",
+                )
 
     def _check_lengths(self, examples: Sequence[Example]) -> None:
         for example in examples:
@@ -264,8 +334,8 @@ def save_buffer(buffer: CarryBuffer[Example], path: Path) -> None:
     save_file(arrays, path, metadata=metadata)
 
 
-def load_buffer(buffer: CarryBuffer[Example], path: Path) -> None:
-    """Put the saved examples back into `buffer`, under its own capacity and limit."""
+def read_buffer(path: Path) -> tuple[list[tuple[Example, int]], int]:
+    """Return the examples that waited, each with the number of rows before it, and the number of all rows."""
     problem = f"{path} does not hold a carry buffer of this version"
     with explain((SafetensorError, KeyError, ValueError), problem, "resume from another checkpoint"):
         arrays, rows, sources = _read(path)
@@ -277,7 +347,23 @@ def load_buffer(buffer: CarryBuffer[Example], path: Path) -> None:
         segment = Segment(**parts, prompt_length=int(arrays["prompt_lengths"][k]))
         example = Example(segment, image, (width, height), channel, ExampleId(*id) if id else None)
         waiting.append((example, int(arrays["arrived"][k])))
-    buffer.restore(waiting, rows)
+    return waiting, rows
+
+
+def _state_file(folder: Path, rank: int) -> Path:
+    return folder / f"stream_{rank}.json"
+
+
+def _buffer_file(folder: Path, rank: int) -> Path:
+    return folder / f"carry_{rank}.safetensors"
+
+
+def _read_state(folder: Path, rank: int) -> dict[str, Any]:
+    file = _state_file(folder, rank)
+    if not file.is_file():
+        raise DataError(f"{file}: missing", "resume from a checkpoint that has the states of all its processes")
+    state: dict[str, Any] = json.loads(file.read_text())
+    return state
 
 
 def _read(path: Path) -> tuple[dict[str, NDArray[Any]], int, list[Any]]:

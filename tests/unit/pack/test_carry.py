@@ -7,7 +7,7 @@ import pytest
 
 from coordexp.correction import Segment
 from coordexp.pack import CarryBuffer, Example, ExampleId, PackingError, select
-from coordexp.train.stream import load_buffer, save_buffer
+from coordexp.train.stream import read_buffer, save_buffer
 from tests.streams import WAITING, closed_when_full, first_in_first_out, rollout_lengths, stream
 
 
@@ -112,7 +112,7 @@ def test_a_saved_buffer_goes_on_as_if_it_had_not_been_interrupted(tmp_path, wait
         buffer.draw()  # what it leaves has waited
     save_buffer(buffer, tmp_path / "carry.safetensors")
     again: CarryBuffer[Example] = CarryBuffer(16, 50)
-    load_buffer(again, tmp_path / "carry.safetensors")
+    again.restore(*read_buffer(tmp_path / "carry.safetensors"))
     assert again.rows == buffer.rows
     assert [row for _, row in again.waiting] == [row for _, row in buffer.waiting]
     while len(buffer):
@@ -126,7 +126,7 @@ def test_a_file_that_is_no_buffer_is_refused_with_its_name(tmp_path):
     broken = tmp_path / "carry.safetensors"
     broken.write_bytes(b"nothing of the kind")
     with pytest.raises(ValueError, match=r"carry\.safetensors does not hold a carry buffer"):
-        load_buffer(CarryBuffer(16, 50), broken)
+        CarryBuffer(16, 50).restore(*read_buffer(broken))
 
 
 def test_streams_of_different_length_are_refused(tmp_path):
@@ -141,7 +141,7 @@ def test_streams_of_different_length_are_refused(tmp_path):
         sources = '[["a.png", 4, 4, "B", ""]]'
         save_file(arrays | {name: cut}, file, metadata={"rows": "1", "sources": sources})
         with pytest.raises(ValueError, match="different lengths"):
-            load_buffer(CarryBuffer(16, 50), file)
+            CarryBuffer(16, 50).restore(*read_buffer(file))
 
 
 def test_a_restored_segment_that_no_longer_fits_is_refused(tmp_path):
@@ -149,7 +149,7 @@ def test_a_restored_segment_that_no_longer_fits_is_refused(tmp_path):
     buffer.add(example(0))
     save_buffer(buffer, tmp_path / "carry.safetensors")
     with pytest.raises(PackingError, match="global_max_length"):
-        load_buffer(CarryBuffer(3, 50), tmp_path / "carry.safetensors")
+        CarryBuffer(3, 50).restore(*read_buffer(tmp_path / "carry.safetensors"))
 
 
 def test_over_a_long_stream_rows_are_full_and_no_segment_waits_long():
@@ -172,7 +172,7 @@ def test_a_buffer_of_an_earlier_form_is_refused_as_of_another_version(tmp_path):
     save_buffer(buffer, file)
     save_file(load_file(file), file, metadata={"rows": "1", "sources": '[["a.png", 4, 4, "B"]]'})
     with pytest.raises(ValueError, match=r"not hold a carry buffer of this version[\s\S]*resume from another"):
-        load_buffer(CarryBuffer(16, 50), file)
+        CarryBuffer(16, 50).restore(*read_buffer(file))
 
 
 def saved_with(folder: Path, **metadata: str) -> Path:
@@ -190,7 +190,7 @@ def saved_with(folder: Path, **metadata: str) -> Path:
 def test_a_buffer_of_format_1_which_had_the_place_of_a_dump_and_no_id_is_read(tmp_path):
     sources = '[["a.png", 4, 5, "B", "step-000099.jsonl:2"]]'
     buffer: CarryBuffer[Example] = CarryBuffer(16, 50)
-    load_buffer(buffer, saved_with(tmp_path, rows="3", sources=sources))
+    buffer.restore(*read_buffer(saved_with(tmp_path, rows="3", sources=sources)))
     ((restored, _),) = buffer.waiting
     assert (restored.image, restored.size, restored.channel, restored.id) == ("a.png", (4, 5), "B", None)
     assert buffer.rows == 3
@@ -204,7 +204,7 @@ def test_a_buffer_of_format_2_which_had_no_unlikely_tokens_is_read(tmp_path):
     del arrays["unlikely"]
     save_file(arrays, file, metadata={"format": "2", "rows": "1", "sources": '[["a.png", 4, 5, "B", null]]'})
     buffer: CarryBuffer[Example] = CarryBuffer(16, 50)
-    load_buffer(buffer, file)
+    buffer.restore(*read_buffer(file))
     ((restored, _),) = buffer.waiting
     assert restored.segment.unlikely.tolist() == [-1] * len(restored)
 
@@ -212,4 +212,4 @@ def test_a_buffer_of_format_2_which_had_no_unlikely_tokens_is_read(tmp_path):
 def test_a_buffer_of_a_later_format_is_refused(tmp_path):
     file = saved_with(tmp_path, format="4", rows="1", sources='[["a.png", 4, 5, "B", null]]')
     with pytest.raises(ValueError, match=r"format 4, and this version reads up to 3[\s\S]*another checkpoint"):
-        load_buffer(CarryBuffer(16, 50), file)
+        CarryBuffer(16, 50).restore(*read_buffer(file))

@@ -189,9 +189,14 @@ def test_rollouts_that_nobody_could_make_before_the_run_ended_are_made_after_a_r
 
 
 def test_rollouts_of_another_format_are_refused(tmp_path):
+    begun = Learner(tmp_path, 1)
+    begun.train(2)
+    begun.stream.save(tmp_path)
     (tmp_path / "rollouts_0.json").write_text('{"format": 9, "steps": []}')
+    resumed = Learner(tmp_path, 1)
+    resumed.stream.load(tmp_path)
     with pytest.raises(DataError, match="format 9"):
-        Learner(tmp_path, 1).source.load(tmp_path)
+        resumed.source.load(tmp_path)
 
 
 def test_a_rollout_that_is_older_than_the_bound_is_refused():

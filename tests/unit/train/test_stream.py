@@ -151,15 +151,58 @@ def test_each_rank_has_a_carry_buffer_of_its_own_samples_alone(tmp_path):
 
 def test_a_checkpoint_of_another_order_is_refused(tmp_path):
     stream().save(tmp_path)
-    with pytest.raises(ValueError, match=r"has seed 3, this run 9[\s\S]*same data, settings"):
+    with pytest.raises(ValueError, match=r"has seed 3, this run 9[\s\S]*same data and settings"):
         stream(seed=9).load(tmp_path)
     with pytest.raises(ValueError, match="packing"):
         stream(packing=False).load(tmp_path)
     other = RowStream(order(), 5, CarryBuffer(16, 12), max_length=16)
     with pytest.raises(ValueError, match="batch 4, this run 5"):
         other.load(tmp_path)
-    with pytest.raises(ValueError, match=r"stream_1\.json: missing[\s\S]*as many processes"):
+    with pytest.raises(ValueError, match=r"its 1 processes has 4 samples.* 2 processes .* 8[\s\S]*is 4$"):
         stream(rank=1, ranks=2).load(tmp_path)
+    stream(ranks=2).save(tmp_path)
+    with pytest.raises(ValueError, match=r"stream_1\.json: missing"):
+        stream(rank=1, ranks=2).load(tmp_path)
+
+
+def group_of(ranks: int, samples: int, packing: bool) -> list[RowStream]:
+    """Return the streams of so many ranks, which take 12 samples in a step together."""
+    buffers = [CarryBuffer(16, 200) if packing else None for _ in range(ranks)]
+    return [
+        RowStream(order(50, rank, ranks), samples, buffer, max_length=16, accumulation=12 // samples // ranks)
+        for rank, buffer in enumerate(buffers)
+    ]
+
+
+@pytest.mark.parametrize("packing", [False, True])
+@pytest.mark.parametrize("sizes", [[(2, 3), (1, 4)], [(1, 4), (3, 2), (2, 6)], [(4, 3), (6, 2), (2, 2), (1, 12)]])
+def test_with_another_number_of_ranks_a_run_goes_on_without_losing_or_repeating_a_sample(tmp_path, sizes, packing):
+    trained, steps = Counter(), 0
+    for number, (ranks, samples) in enumerate(sizes):
+        group = group_of(ranks, samples, packing)
+        for rank in group:
+            if number:
+                rank.load(tmp_path)
+                assert rank.plan_step().step == steps
+                rank.load(tmp_path)  # as if it had not planned anything
+        for k in range(3 + number):
+            for rank in group:
+                if packing and rank.order.rank and k == 1:
+                    continue  # so that the ranks have taken different numbers of samples
+                for records in rank.plan_step().records:
+                    trained.update(example.image for example in rank.pack([make_example(i) for i in records]))
+        steps = max(rank.rows * ranks * samples for rank in group) // 12
+        for rank in group:
+            rank.rows = steps * (12 // samples // ranks)
+            rank.save(tmp_path)
+    waiting = Counter(e.image for rank in group for e, _ in rank.buffer.waiting) if packing else Counter()
+    last = [rank.order.position(rank.taken) for rank in group]
+    done = {rank.order.position(k) for rank in group for k in range(rank.taken)}
+    places = [*range(group[0].order.begin), *group[0].order.done, *done]
+    assert len(set(places)) == len(places), "no place is taken twice"
+    assert set(range(min(last))) <= set(places), "no place is left out"
+    whole = order(50)
+    assert trained + waiting == Counter(f"{whole.index(place)}.png" for place in places)
 
 
 def test_a_record_that_is_too_long_is_named_without_packing():

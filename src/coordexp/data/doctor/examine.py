@@ -243,7 +243,7 @@ def _work_in_process(part: tuple[int, int]) -> "PartFacts":
 
 
 # An image as a record uses it: line, path, hash of the path, and hash of the content, or None if it was not read.
-# The hashes are those of this process and its forks. Tuples of numbers and texts are sent quickly to other processes.
+# The hashes are those of this process and its forks. Tuples of numbers and texts are sent quickly.
 ImageUse = tuple[int, str, int, int | None]
 
 
