@@ -9,6 +9,7 @@ import argparse
 import heapq
 import itertools
 import math
+import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -18,6 +19,9 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tools"))
+import line_chart
 
 from coordexp.config import Settings
 from coordexp.config.load import load_settings
@@ -545,25 +549,41 @@ def shipped(constants: Constants) -> list[tuple[str, Outcome]]:
     return rows
 
 
-def scaling(constants: Constants, replicas: int, most: int) -> list[tuple[str, Outcome]]:
-    """Rollout GPUs, `replicas` of them in a server, and as many learner GPUs, which train on 128 samples each."""
+def scaling(constants: Constants, most: int) -> list[tuple[str, Outcome]]:
+    """From one server with eight GPUs and four learner ranks to `most` such servers. A rank has 128 samples a
+    step."""
     rows = []
-    for devices in itertools.takewhile(lambda count: count <= most, (2**k for k in range(9))):
-        servers = (min(replicas, devices),) * max(1, devices // replicas)
-        setup = Setup(servers, devices, 4, 32, 32, max_staleness=1, packing=False)  # its time is not simulated
-        rows.append((f"{devices} + {devices} GPUs, {len(servers)} servers", simulate(setup, constants, steps=9)))
+    for servers in itertools.takewhile(lambda count: count <= most, (2**k for k in range(7))):
+        # Packing takes long here, and its time is not simulated.
+        setup = Setup((8,) * servers, 4 * servers, 4, 32, 32, max_staleness=1, packing=False)
+        rows.append((f"{servers} servers, {4 * servers} ranks", simulate(setup, constants, steps=6)))
     return rows
 
 
+def draw(rows: Sequence[tuple[str, Outcome]]) -> str:
+    """Return a figure: how throughput and idle time change with the number of servers."""
+    outcomes = {float(len(outcome.setup.sizes)): outcome for _, outcome in rows}
+    alone = rows[0][1].samples_per_second
+    curves = {
+        "samples/s of a server": [(n, outcome.samples_per_second / n / alone) for n, outcome in outcomes.items()],
+        "learner busy": [(n, outcome.learner_busy) for n, outcome in outcomes.items()],
+        "servers busy": [(n, outcome.servers_busy) for n, outcome in outcomes.items()],
+    }
+    axes = line_chart.Axes(across=list(outcomes), name="servers of eight GPUs, each with four learner ranks")
+    return line_chart.draw(list(curves), {"shares; samples/s relative to one server": list(curves.values())}, axes)
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.parse_args()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--servers", type=int, default=64, help="The largest number of servers.")
+    parser.add_argument("--draw", type=Path, metavar="FILE.svg")
+    options = parser.parse_args()
     constants = Constants()
-    print(table(shipped(constants)))
-    print()
-    print(table(scaling(constants, replicas=8, most=256)))
-    print()
-    print(table(scaling(constants, replicas=1, most=64)))
+    print(table(shipped(constants)), flush=True)
+    rows = scaling(constants, options.servers)
+    print(f"\n{table(rows)}")
+    if options.draw:
+        options.draw.write_text(draw(rows))
 
 
 if __name__ == "__main__":

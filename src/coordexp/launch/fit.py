@@ -41,6 +41,7 @@ UTILIZATION = "rollout_matching.vllm.gpu_memory_utilization"
 SHORTEST = 2048  # rows that are shorter than this are not suggested
 # Settings that may be changed at once to make a run fit: one first, then two, then three.
 MOST_CHANGES = 3
+FEW = 4  # sequences that a device decodes at once, if memory is short
 
 
 @dataclass(frozen=True)
@@ -237,6 +238,8 @@ class Planner:
             if length >= SHORTEST:
                 yield Change("global_max_length", length, f"global_max_length: {length}")
         yield from self._parallel_changes(settings, rollouts)
+        if settings.rollout_matching.decode_batch_size > FEW:
+            yield Change("rollout_matching.decode_batch_size", FEW, f"decode_batch_size: {FEW}")
         if rollouts == "colocate":
             name = settings.backend_setting
             yield Change(name, "hf", f"{name.removeprefix('rollout_matching.')}: hf")

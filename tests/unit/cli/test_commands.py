@@ -55,7 +55,7 @@ def test_check_of_a_sound_config_shows_each_value_with_its_origin():
     shown = [line.split("  ") for line in result.stdout.splitlines()]
     rows = {line[0] or next(filter(None, line)): line[-1].strip() for line in shown}
     assert rows["dtype: bfloat16"] == "configs/base.yaml:3"
-    assert rows["decode_batch_size: 32"].startswith("configs/stage2.yaml:")
+    assert rows["decode_batch_size: 16"].startswith("configs/stage2-colocate.yaml:")
     assert rows["gpu_memory_utilization: 0.45"].startswith("configs/stage2-colocate.yaml:")
     assert rows["max_model_len: 16000"] == "derived: from global_max_length"
     assert rows["fp_cost: 1.0"] == "default"
@@ -104,7 +104,7 @@ def test_check_reads_the_world_size_that_torchrun_sets():
 
 
 def test_check_takes_the_world_sizes_of_the_servers():
-    arguments = ["check", "--config", "configs/stage2-server-3v1.yaml", "--world-size", "16"]
+    arguments = ["check", "--config", "configs/stage2-server-3v1.yaml", "--world-size", "128"]
     assert run(*arguments, "--server-world-sizes", "1,1,1").exit_code == 2
     assert run(*arguments, "--server-world-sizes", "2,1,1").exit_code == 0
     assert run(*arguments, "--server-world-sizes", "2,1").exit_code == 2

@@ -167,8 +167,8 @@ def test_every_suggestion_makes_the_run_fit(config, size, gpus, memory):
 
 def test_a_small_gpu_is_advised_to_use_an_adapter():
     planner, settings = planner_for(COLOCATE, "2b", 1, 24)
-    (finding,) = planner.plan(settings).findings
-    assert "model.adapter: {type: lora" in finding.fix
+    finding, *_ = planner.plan(settings).findings
+    assert finding.severity == "error" and "model.adapter: {type: lora" in finding.fix
 
 
 def test_nothing_is_suggested_where_nothing_helps():

@@ -138,18 +138,18 @@ def test_all_problems_are_reported_at_once():
 
 
 def test_more_learners_than_decoding_slots_are_refused_before_the_start():
-    run_settings = settings(learners=13)
-    message = refusal_of(run_settings, cpu=True, learners=13)
-    assert "4 on 3 rollout devices is 12 requests at once, and 13 learner ranks each need one" in message
-    assert make_plan(run_settings, LaunchOptions(CONFIG, cpu=True, learners=12)).learners == 12
+    run_settings = settings(learners=97)
+    message = refusal_of(run_settings, cpu=True, learners=97)
+    assert "32 on 3 rollout devices is 96 requests at once, and 97 learner ranks each need one" in message
+    assert make_plan(run_settings, LaunchOptions(CONFIG, cpu=True, learners=96)).learners == 96
 
 
 @pytest.mark.scenario("R15.C2", on="pure")
 def test_replicas_are_decoding_slots_of_their_own():
-    run_settings = settings(learners=12, data_parallel_size=3, server=servers("http://127.0.0.1:8000"))
-    assert make_plan(run_settings, LaunchOptions(CONFIG, cpu=True, learners=12)).learners == 12
-    message = refusal_of(run_settings, cpu=True, learners=13)
-    assert "4 on 3 rollout devices is 12 requests at once, and 13 learner ranks each need one" in message
+    run_settings = settings(learners=96, data_parallel_size=3, server=servers("http://127.0.0.1:8000"))
+    assert make_plan(run_settings, LaunchOptions(CONFIG, cpu=True, learners=96)).learners == 96
+    message = refusal_of(run_settings, cpu=True, learners=97)
+    assert "32 on 3 rollout devices is 96 requests at once, and 97 learner ranks each need one" in message
 
 
 def test_a_run_without_servers_is_refused():
