@@ -546,6 +546,8 @@ def shipped(constants: Constants) -> list[tuple[str, Outcome]]:
         for bound in (0, 1, 2):
             outcome = simulate(replace(setup, max_staleness=bound), constants)
             rows.append((f"{name}, `max_staleness: {bound}`", outcome))
+        failing = replace(constants, failure=300.0)
+        rows.append((f"{name} as shipped, a server fails every 5 minutes", simulate(setup, failing)))
     return rows
 
 

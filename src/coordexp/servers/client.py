@@ -14,8 +14,9 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from threading import Event
+from threading import Event, Lock
 from typing import Any, Literal
 
 import httpx
@@ -115,6 +116,7 @@ class ServerClient:
     ) -> None:
         self.index, self.url, self.group_port = index, server.base_url, server.group_port
         self.timeouts = timeouts or ClientTimeouts()
+        self._liveness = _Liveness(self)
         self._infer_timeout = infer_timeout_s if infer_timeout_s and infer_timeout_s > 0 else None
         token = os.environ.get(TOKEN)
         self.http = httpx.Client(
@@ -175,11 +177,12 @@ class ServerClient:
         self.http.close()
 
     def _call(self, method: str, path: str, body: dict[str, Any] | None, seconds: float | None) -> bytes:
-        exchange, liveness = _Exchange(self), _Liveness(self, path)
-        deadline = time.monotonic() + seconds if seconds is not None else math.inf
+        exchange, since = _Exchange(self), time.monotonic()
+        deadline = since + seconds if seconds is not None else math.inf
         try:
             task = Task(exchange.run, method, path, body)
-            return task.result(deadline=deadline, check=liveness.check, interval=self.timeouts.poll)
+            check = partial(self._liveness.check, path, since)
+            return task.result(deadline=deadline, check=check, interval=self.timeouts.poll)
         except TimeoutError:
             raise ServerLost(f"{self.name}: no answer in {seconds:.1f} s (in {path})") from None
         except httpx.TransportError as error:
@@ -205,27 +208,51 @@ class ServerClient:
 
 
 class _Liveness:
-    """The health of a server during a call."""
+    """The health of a server, for all calls that are open on it. Only one of them asks, so that the number of
+    health checks does not grow with that of the calls."""
 
-    def __init__(self, client: ServerClient, path: str) -> None:
-        self.client, self.path, self.last_response = client, path, time.monotonic()
+    def __init__(self, client: "ServerClient") -> None:
+        self.client = client
+        self._asking = Lock()
+        self._health: Health = "ok"
+        self._asked = self._responded = -math.inf
 
-    def check(self) -> None:
-        """Raise ServerLost if the server has ended, or has been silent for too long."""
-        facts, health = self.client.facts, self.client.health()
-        is_patient = facts is not None and not facts.responds_while_busy
-        silent = time.monotonic() - self.last_response
-        if health == "refused":
-            raise self._lost("it has ended")
-        if health == "failed" and not is_patient:
-            raise self._lost("its engine has ended or hangs")
-        if health == "ok" or is_patient:
-            self.last_response = time.monotonic()
-        elif silent >= self.client.timeouts.silence:
-            raise self._lost(f"no response for {silent:.0f} s")
+    def check(self, path: str, since: float) -> None:
+        """Raise ServerLost, for a call to `path` that began at `since`, if the server has ended or has been silent
+        for too long."""
+        if self._asking.acquire(blocking=False):
+            try:
+                self._ask_if_due()
+            finally:
+                self._asking.release()
+        if self._asked < since:
+            return
+        if self._health == "refused":
+            raise self._lost("it has ended", path)
+        if self._is_patient:
+            return
+        if self._health == "failed":
+            raise self._lost("its engine has ended or hangs", path)
+        silent = time.monotonic() - max(self._responded, since)
+        if self._health == "silent" and silent >= self.client.timeouts.silence:
+            raise self._lost(f"no response for {silent:.0f} s", path)
 
-    def _lost(self, problem: str) -> ServerLost:
-        return ServerLost(f"{self.client.name}: {problem} (in {self.path})")
+    @property
+    def _is_patient(self) -> bool:
+        facts = self.client.facts
+        return facts is not None and not facts.responds_while_busy
+
+    def _ask_if_due(self) -> None:
+        if time.monotonic() - self._asked < 0.9 * self.client.timeouts.poll:
+            return
+        began = time.monotonic()
+        self._health = self.client.health()
+        self._asked = began
+        if self._health == "ok":
+            self._responded = time.monotonic()
+
+    def _lost(self, problem: str, path: str) -> ServerLost:
+        return ServerLost(f"{self.client.name}: {problem} (in {path})")
 
 
 class _Exchange:
