@@ -159,11 +159,13 @@ class Window:
         self._batch, self._rank, self._learners = decode_batch_size, rank, learners
         self._waiting: dict[int, deque[int]] = {server: deque() for server in pool.usable}
         self._open: dict[int, list[Chunk]] = {server: [] for server in pool.usable}
+        self._count: dict[int, int] = dict.fromkeys(pool.usable, 0)  # requests that are open
+        self._set_limits()
 
     @property
     def is_idle(self) -> bool:
         """True if no request is open: all are answered, or no server is left."""
-        return not any(self._open.values())
+        return not any(self._count.values())
 
     def deal(self, requests: Sequence[int]) -> None:
         """Add requests behind those that wait."""
@@ -173,49 +175,48 @@ class Window:
     def next_calls(self) -> list[Chunk]:
         """Return the calls that may be made now. They count as open until `close` or `lose`."""
         calls: list[Chunk] = []
-        room = {server: self._room(server) for server in self.pool.usable}
-        free = self.pool.capacity(self._batch, self._learners) - sum(map(self._count_open, self.pool.usable))
-        all_fit = all(len(self._waiting[server]) <= room[server] for server in room)
-        all_fit &= sum(map(len, self._waiting.values())) <= free
+        waiting = sum(map(len, self._waiting.values()))
+        if not waiting:
+            return calls
+        room = {server: most - self._count[server] for server, most in self._most.items()}
+        room |= {server: 0 for server in self.serial if self._count.get(server)}
+        free = self._capacity - sum(self._count.values())
+        all_fit = waiting <= free and all(len(queue) <= room[k] for k, queue in self._waiting.items())
         while (server := self._next_server(room, free)) is not None:
-            whole = all_fit or server in self.serial
-            count = min(room[server], free) if whole else 1
-            part = self._take(server, count)
-            room[server] -= len(part)
+            is_whole = all_fit or server in self.serial
+            part = self._take(server, min(room[server], free) if is_whole else 1)
+            room[server] = 0 if server in self.serial else room[server] - len(part)
             free -= len(part)
-            if server in self.serial:
-                room[server] = 0
             calls.append((server, part))
             self._open[server].append((server, part))
+            self._count[server] += len(part)
         return calls
 
     def close(self, call: Chunk) -> None:
         """Note that the requests of a call are answered."""
-        server, _ = call
+        server, part = call
         if server in self._open:
             self._open[server].remove(call)
+            self._count[server] -= len(part)
 
     def lose(self, server: int, loss: Loss) -> None:
         """Take a server out. Its requests go to the others, in front of those that wait there. If it was the last
         server, the window forgets them."""
-        if server not in self.pool.usable:
+        if server not in self._open:
             return
         self.pool = self.pool.mark_lost(server, loss)
+        del self._count[server]
+        self._set_limits()
         open_requests = [request for _, part in self._open.pop(server) for request in part]
         requests = sorted([*open_requests, *self._waiting.pop(server)])
         for other, part in self.pool.split_into_chunks(requests, self._rank, self._learners):
             self._waiting[other].extendleft(reversed(part))
 
-    def _room(self, server: int) -> int:
-        """Return how many more of this rank's requests the server may have: its part of all that may be open."""
-        if server in self.serial and self._open[server]:
-            return 0
-        devices = sum(self.pool.world_sizes[k] for k in self.pool.usable)
-        most = -(-self.pool.capacity(self._batch, self._learners) * self.pool.world_sizes[server] // devices)
-        return most - self._count_open(server)
-
-    def _count_open(self, server: int) -> int:
-        return sum(len(part) for _, part in self._open[server])
+    def _set_limits(self) -> None:
+        """Compute how many requests of this rank may be open, on all servers and on each: its part, rounded up."""
+        sizes = {server: self.pool.world_sizes[server] for server in self.pool.usable}
+        self._capacity = self.pool.capacity(self._batch, self._learners)
+        self._most = {server: -(-self._capacity * size // sum(sizes.values())) for server, size in sizes.items()}
 
     def _next_server(self, room: Mapping[int, int], free: int) -> int | None:
         """Return the server with the most room among those with requests of their own, else among all."""
