@@ -53,5 +53,11 @@ class RolloutStep:
 
     def __call__(self, indices: Sequence[int], at: StepIndex) -> list[Example]:
         records = (*((),) * at.micro, tuple(indices))
-        stream = SimpleNamespace(plan_step=lambda: StepPlan(at.step, records), pack=list)
+        stream = SimpleNamespace(
+            next_step=at.step,
+            accumulation=len(records),
+            plan_step=lambda: StepPlan(at.step, records),
+            plan_micro_step=iter(records).__next__,
+            pack=list,
+        )
         return self.trainer(stream).collect_examples()[-1]

@@ -252,9 +252,9 @@ class Stage2(SettingsSection):
     )
     max_staleness: Literal[0, 1, 2] = Field(
         0,
-        description="How many updates old the weights may be that make the rollouts of a step. 0: servers and "
-        "learner wait for each other in every step. 1 or 2: while a step is trained, rollout servers make the "
-        "rollouts of the next 1 or 2 steps.",
+        description="The rollouts of a step may come from weights that are up to this many updates old. 0: "
+        "servers and learner wait for each other in every step. 1 or 2: while a step is trained, rollout servers "
+        "make the rollouts of the next 1 or 2 steps.",
     )
     dump_every: PositiveInt | None = Field(
         100,

@@ -112,9 +112,11 @@ class CarryBuffer(Generic[T]):
             )
         self._waiting.append((item, self.rows))
 
-    def draw(self) -> PackedRow[T]:
-        """Return the next row. The segments that are not in it stay in the buffer."""
+    def draw(self, leave: int = 0) -> PackedRow[T]:
+        """Return the next row. The segments that are not in it stay in the buffer: at least `leave` of them, of
+        which there must be more."""
         chosen = select([len(item) for item, _ in self._waiting], self.capacity)
+        chosen = chosen[: len(self._waiting) - leave]
         items = tuple(self._waiting[index][0] for index in chosen)
         fill = sum(map(len, items)) / self.capacity
         report = RowReport(

@@ -225,8 +225,8 @@ class RolloutStarter(Protocol):
     these."""
 
     def start(self, steps: Sequence[Sequence[Request]]) -> Sequence[StartedRollouts]:
-        """Begin to make the rollouts of one or several steps, and return at once. Every one of them must be
-        finished, and in this order, before the next sync."""
+        """Begin to make the rollouts of one or several steps, and return at once. They are finished in this order.
+        No rollout may be in the making when weights are synced: the caller waits for all of them before."""
 
     def finish(self, started: Any, version: int) -> list[Rollout]:
         """Wait for rollouts, on all ranks. Those that could not be made from the weights of the last sync are made

@@ -123,7 +123,7 @@ class ServerBackend:
 
     def start(self, steps: Sequence[Sequence[Request]]) -> "list[_Started]":
         """Begin to ask for the rollouts of one or several steps, in this order, and return at once. There are no
-        collectives in it. `finish` must be called for each step before the next sync."""
+        collectives in it."""
         generation = _Generation(self, [request for requests in steps for request in requests])
         ends = list(itertools.accumulate(map(len, steps)))
         started = [
@@ -142,7 +142,7 @@ class ServerBackend:
             agreed = self.pool
             together(partial(generation.wait, started.indices))
             assert agreed is not None and self.pool is not None
-            losses = {k: loss for k, loss in generation.losses.items() if k not in agreed.out}
+            losses = generation.take_losses(agreed)
             missing, lost = sum_over_ranks([generation.count_missing(started.indices), len(losses)])
             if lost:
                 self._agree(agreed, losses)
@@ -362,7 +362,8 @@ class ServerBackend:
 
     def _record_calls(self, calls: list[dict[str, Any]], seconds: float) -> None:
         assert self.pool is not None
-        facts = {"version": self.pool.version, "sync_mode": self.sync_mode.mode, "seconds": round(seconds, 4)}
+        version = max(call.pop("version") for call in calls) if calls else self.pool.version
+        facts = {"version": version, "sync_mode": self.sync_mode.mode, "seconds": round(seconds, 4)}
         addressed = [call | {"base_url": self.clients[call["server"]].url} for call in calls]
         self.record({"event": "rollouts", **facts, "calls": addressed})
 
@@ -401,15 +402,18 @@ class _Generation:
         self._began = time.monotonic()
         self._calls: list[tuple[int, dict[str, Any]]] = []  # those that have ended, each with its number
         self._numbers = itertools.count()
+        self._lost: dict[int, Loss] = {}
         self._error: BaseException | None = None
         self._changed = Condition()
         self._window: Window | None = None
         self._version = 0
 
-    @property
-    def losses(self) -> dict[int, Loss]:
-        """The servers that are out, as far as this rank knows."""
-        return self._window.pool.out if self._window is not None else {}
+    def take_losses(self, pool: Pool) -> dict[int, Loss]:
+        """Return the servers that this rank has lost since the last time. A server that is out already is not
+        among them, and neither is one that has received newer weights since: it is back."""
+        with self._changed:
+            lost, self._lost = self._lost, {}
+        return {server: loss for server, loss in lost.items() if pool.states[server] == Up(self._version)}
 
     def ask(self, parts: Sequence[Sequence[int]] | None = None) -> None:
         """Begin to ask the servers of the pool for all rollouts that are missing. The requests of each part are
@@ -455,13 +459,19 @@ class _Generation:
         return self._error is not None or self._window is None or self._window.is_idle
 
     def _make_calls(self, window: Window) -> None:
-        if self._error is None:
-            for call in window.next_calls():
+        """Make the calls that may be made now, each in a thread. If one cannot be started, that is the error of
+        the generation."""
+        try:
+            for call in window.next_calls() if self._error is None else ():
                 Task(self._ask_server, window, call, self._version, next(self._numbers))
+        except RuntimeError as error:  # the system has no more threads
+            self._error = error
+        self._changed.notify_all()
 
     def _ask_server(self, window: Window, call: Chunk, version: int, number: int) -> None:
         server, indices = call
         facts = {"server": server, "count": len(indices), "seed": self.requests[indices[0]].seed}
+        facts |= {"version": version}
         rollouts, lost, error = list[Rollout](), None, None
         try:
             rollouts = self.backend.ask_server(server, [self.requests[k] for k in indices], version)
@@ -473,13 +483,13 @@ class _Generation:
             self._calls.append((number, facts | ({"lost": True} if lost else {})))
             self._error = self._error or error
             if lost:
+                self._lost.setdefault(server, lost)
                 window.lose(server, lost)
             window.close(call)
             for index, rollout in zip(indices, rollouts, strict=False):  # there are none after an error
                 self.rollouts.setdefault(index, rollout)
             self.seconds = time.monotonic() - self._began
             self._make_calls(window)
-            self._changed.notify_all()
 
 
 @dataclass(frozen=True)

@@ -78,6 +78,10 @@ class TrainingSet:
         image = ImageRef.of(file, record)
         return TrainingSample(index, image, tuple(self.prompts.ids(*image.size, image.path)), tuple(truth))
 
+    def measure_truth(self, index: int) -> int:
+        """Return how many tokens the example of a record has if it is made from the ground truth."""
+        return len(self.correct(self[index], ()).segment)
+
     def make_noisy_rollout(self, sample: TrainingSample, noise: NoiseAnswers, seed: int, version: int) -> Rollout:
         """Return a rollout that no model wrote: the labels with random mistakes."""
         ids = make_noisy_answer(sample.truth, noise, seed, table=self.table, order=self.order)
@@ -148,9 +152,12 @@ class Encoder:
 
     def prepare(self, plan: StepPlan) -> list[MicroBatch]:
         """Read the samples of a step and, on channel B, make the requests for their rollouts."""
-        return [self._prepare(StepIndex(plan.step, micro), records) for micro, records in enumerate(plan.records)]
+        return [
+            self.prepare_micro_step(StepIndex(plan.step, micro), records)
+            for micro, records in enumerate(plan.records)
+        ]
 
-    def _prepare(self, at: StepIndex, records: Sequence[int]) -> MicroBatch:
+    def prepare_micro_step(self, at: StepIndex, records: Sequence[int]) -> MicroBatch:
         samples = tuple(self.training_set[index] for index in records)
         if not self.takes_rollouts(at.step):
             return MicroBatch(at, samples)

@@ -110,8 +110,10 @@ def evenly_spaced(count: int, most: int | None) -> Sequence[int]:
 
 
 def _gather_answers(answers: list[ImageAnswer]) -> list[ImageAnswer]:
-    """Return the answers of all ranks, on all ranks."""
+    """Return the answers of all ranks, on rank 0."""
     if not dist.is_initialized():
         return answers
     texts = gather_texts("\n".join(json.dumps(asdict(answer)) for answer in answers))
+    if dist.get_rank() != 0:
+        return []
     return [parse_answer(line) for text in texts for line in text.splitlines()]

@@ -3,22 +3,24 @@
 With `stage2.max_staleness: 0`, a step is trained on rollouts of its own weights: the engine gets the weights,
 answers, and waits while the learner trains. With a `max_staleness` of k, the rollouts of the next k steps are
 asked for when a step has its own, and are made while the learner trains. The weights are sent once in k steps,
-when all rollouts that were asked for are there. So the rollouts of a step are at most k updates old.
+when all rollouts that were asked for have arrived. So the rollouts of a step are at most k updates old.
 
 A checkpoint has the rollouts that were asked for ahead of time, so a resumed run trains on the same ones.
 """
 
+import itertools
 import json
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from coordexp.errors import UserError, explain
 from coordexp.files import write_whole
+from coordexp.ranks import sum_over_ranks
 from coordexp.rollout.backend import Rollout, RolloutBackend, RolloutStarter, StartedRollouts, Weights
-from coordexp.train.encode import Encoder, MicroBatch, StepPlan
+from coordexp.train.encode import Encoder, MicroBatch, StepIndex, StepPlan
 from coordexp.train.metrics import StepMetrics
 from coordexp.train.stream import RowStream
 
@@ -27,12 +29,14 @@ FORMAT = 1  # of the rollouts in a checkpoint
 
 @dataclass
 class PlannedStep:
-    """An optimizer step, the rollouts of its requests that are there, and the others if they are being made."""
+    """An optimizer step and the rollouts of its requests that have arrived, with a handle for those that are still
+    being made. `is_saved` is True for a step from a checkpoint."""
 
     plan: StepPlan
     batches: Sequence[MicroBatch]
     rollouts: list[Rollout | None]
     started: StartedRollouts | None = None
+    is_saved: bool = False
 
 
 class RolloutSource:
@@ -60,14 +64,20 @@ class RolloutSource:
                 "set stage2.max_staleness: 0, or use rollout servers (rollout_matching.vllm.mode: server)",
             )
 
-    def next_step(self) -> list[tuple[MicroBatch, Sequence[Rollout]]]:
+    def next_step(self) -> Iterable[tuple[MicroBatch, Sequence[Rollout]]]:
         """Return the micro-batches of the next step, each with the rollouts of its requests. All ranks call this
-        together, since generation may contain collectives."""
+        together, since generation may contain collectives. Without rollouts, each micro-batch is planned when the
+        ones before it are packed."""
+        if not self._ahead and not self.encoder.takes_rollouts(self.stream.next_step):
+            self._step = self.stream.next_step
+            return ((batch, ()) for batch in map(self._prepare_micro_step, range(self.stream.accumulation)))
         step = self._ahead.popleft() if self._ahead else self._plan_step()
         self._step = step.plan.step
-        rollouts = self._complete(step) if self.encoder.takes_rollouts(self._step) else []
-        parts = iter(rollouts)
-        return [(batch, [next(parts) for _ in batch.requests]) for batch in step.batches]
+        rollouts = iter(self._complete(step) if self.encoder.takes_rollouts(self._step) else ())
+        return [(batch, list(itertools.islice(rollouts, len(batch.requests)))) for batch in step.batches]
+
+    def _prepare_micro_step(self, micro: int) -> MicroBatch:
+        return self.encoder.prepare_micro_step(StepIndex(self._step, micro), self.stream.plan_micro_step())
 
     def ask_ahead(self) -> None:
         """Ask for the rollouts of the next steps, if none are left. To be called when the examples of the current
@@ -98,10 +108,12 @@ class RolloutSource:
                 rollouts = self.backend.finish(step.started, version=self._step)
             self.metrics.add_seconds("rollout_ahead", step.started.seconds)
             return rollouts
-        missing = [k for k, rollout in enumerate(step.rollouts) if rollout is None]
-        requests = _requests(step.batches)
         if self.encoder.uses_noise:
             return self.encoder.make_noisy_rollouts(step.batches)
+        missing = [k for k, rollout in enumerate(step.rollouts) if rollout is None]
+        requests = _requests(step.batches)
+        if step.is_saved and not sum_over_ranks([len(missing)])[0]:
+            return [rollout for rollout in step.rollouts if rollout is not None]
         self._sync()
         with self.metrics.measure("rollout"):
             made = self.backend.generate([requests[k] for k in missing])
@@ -158,6 +170,7 @@ class RolloutSource:
             None if values is None else Rollout.of(table, prompt_ids, **values)
             for prompt_ids, values in zip(prompts if step.rollouts else [], saved["rollouts"], strict=True)
         ]
+        step.is_saved = True
         return step
 
     def _file(self, folder: Path) -> Path:

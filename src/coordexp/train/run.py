@@ -240,7 +240,7 @@ def _make_trainer(
             stop.agree_to_stop,
             bar.show_evaluation,
         )
-    stream = _make_stream(settings, contract, arguments, train, metrics)
+    stream = _make_stream(settings, contract, arguments, training_set, metrics)
     encoder = _make_encoder(settings, contract, arguments, training_set, metrics, dumps)
     trainer = RowTrainer(
         learner=learner,
@@ -330,10 +330,10 @@ def _make_stream(
     settings: Settings,
     contract: RolloutContract,
     arguments: TrainingArguments,
-    records: Records,
+    training_set: TrainingSet,
     metrics: StepMetrics,
 ) -> RowStream:
-    training = settings.training
+    training, records = settings.training, training_set.records
     order = SampleOrder(
         len(records),
         arguments.process_index,
@@ -354,6 +354,7 @@ def _make_stream(
         accumulation=training.gradient_accumulation_steps,
         metrics=metrics,
         identity=_identity(settings, records),
+        measure_truth=training_set.measure_truth,
     )
 
 

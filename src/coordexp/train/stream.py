@@ -7,8 +7,9 @@ the interrupted one would have trained on.
 
 import itertools
 import json
+from bisect import bisect_right
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import astuple, dataclass, fields
 from itertools import accumulate, pairwise
@@ -34,6 +35,7 @@ from coordexp.train.mixture import Mixture
 FORMAT = 3  # format 1 had no number in its file, and no ids; formats 1 and 2 had no unlikely tokens
 _STREAMS = tuple(field.name for field in fields(Segment) if field.name != "prompt_length")
 _PER_SEGMENT = ("lengths", "prompt_lengths", "arrived")
+RECENT = 0.9  # the weight of an earlier micro-batch, in the mean length, against the one after it
 GOLDEN_RATIO = 0x9E3779B97F4A7C15  # 2**64 times its fractional part; its multiples spread evenly
 _SOURCE = ("image", "width", "height", "channel", "id")
 
@@ -45,6 +47,10 @@ class StageRecords:
 
     samples: int
     records: NDArray[np.integer[Any]]
+
+
+def _no_length(record: int) -> int:
+    return 0
 
 
 class SampleOrder:
@@ -69,7 +75,8 @@ class SampleOrder:
         mixture: Mixture | None = None,
     ) -> None:
         self.records, self.rank, self.ranks, self.seed, self.shuffled = records, rank, ranks, seed, shuffled
-        self.begin, self.done = 0, tuple[int, ...]()
+        self.begin = 0
+        self.leave_out(())
         self._stages = tuple(stages)
         self._mixture = mixture
         self._groups: list[NDArray[np.integer[Any]] | range] = [np.asarray(stage.records) for stage in stages]
@@ -91,9 +98,7 @@ class SampleOrder:
     def position(self, taken: int) -> int:
         """Return the place, in the order of all samples, of the one that this rank takes after `taken` others."""
         place = self.begin + self._turn(taken)
-        for done in self.done:
-            place += done <= place
-        return place
+        return place + bisect_right(self._before, place)
 
     def continue_from(self, orders: Sequence["SampleOrder"], taken: Sequence[int]) -> None:
         """Go on where the ranks of an earlier process group have stopped, each of which has taken so many."""
@@ -102,7 +107,12 @@ class SampleOrder:
         for order, count in zip(orders, taken, strict=True):
             places = map(order.position, reversed(range(count)))
             done += itertools.takewhile(lambda place: place > self.begin, places)
+        self.leave_out([*done, *(place for place in orders[0].done if place > self.begin)])
+
+    def leave_out(self, done: Sequence[int]) -> None:
+        """Leave out places that were taken before."""
         self.done = tuple(sorted(done))
+        self._before = [place - number for number, place in enumerate(self.done)]
 
     def describe(self) -> dict[str, Any]:
         """Return the facts that must be the same after a resume."""
@@ -148,9 +158,10 @@ class RowStream:
 
     A step has `accumulation` micro-steps. Without a `buffer`, the examples of a micro-step are one micro-batch of
     `batch`, which the trainer may cut into rows. With it, every micro-step draws one row, and takes a new
-    micro-batch unless enough examples wait: the tokens of two rows, where micro-batches that are not packed yet
-    count with the mean length of the earlier ones. A micro-batch that the buffer cannot hold stops the run.
-    `identity` has what must be the same after a resume, besides order and sizes."""
+    micro-batch unless enough examples wait: the tokens of two rows. Examples that are planned, but not packed yet,
+    count with the mean length of the latest ones, and before there are any, with that of ground truth
+    (`measure_truth`). A micro-batch that the buffer cannot hold stops the run. `identity` has what must be the
+    same after a resume, besides order and sizes."""
 
     def __init__(
         self,
@@ -162,15 +173,16 @@ class RowStream:
         accumulation: int = 1,
         metrics: StepMetrics | None = None,
         identity: dict[str, Any] | None = None,
+        measure_truth: Callable[[int], int] = _no_length,
     ) -> None:
         self.order = order
         self.taken = self.rows = 0
         self.buffer = buffer
         self.metrics = metrics or StepMetrics()
-        self._planned: deque[int] = (
-            deque()
-        )  # how many samples each planned micro-step takes that is not packed yet
-        self._packed_samples = self._packed_tokens = 0
+        # How many samples each micro-step takes that is planned, but not packed yet.
+        self._planned: deque[int] = deque()
+        self._recent_samples = self._recent_tokens = 0.0  # that were packed, the latest with the most weight
+        self._measure_truth = measure_truth
         self._batch = batch
         self._max_length = max_length
         self._accumulation = accumulation
@@ -192,26 +204,45 @@ class RowStream:
         """True if records were taken whose examples are not packed yet."""
         return bool(self._planned)
 
-    def plan_step(self) -> StepPlan:
-        """Return the records that the next optimizer step takes: in a micro-step none, if enough examples wait."""
-        step = self.rows // self._accumulation
-        return StepPlan(step, tuple(self._plan_micro_step() for _ in range(self._accumulation)))
+    @property
+    def accumulation(self) -> int:
+        """The number of micro-steps of an optimizer step."""
+        return self._accumulation
 
-    def _plan_micro_step(self) -> tuple[int, ...]:
-        enough = self.buffer is not None and self._expect_tokens(self.buffer) >= 2 * self.buffer.capacity
-        count = 0 if enough else self._batch
+    @property
+    def next_step(self) -> int:
+        """The optimizer step of the next micro-step."""
+        return self.rows // self._accumulation
+
+    def plan_step(self) -> StepPlan:
+        """Return the records that the next optimizer step takes."""
+        step = self.next_step
+        return StepPlan(step, tuple(self.plan_micro_step() for _ in range(self._accumulation)))
+
+    def plan_micro_step(self) -> tuple[int, ...]:
+        """Return the records that the next micro-step takes: none, if enough examples wait."""
+        count = 0 if self.buffer is not None and self._has_enough(self.buffer) else self._batch
         indices = tuple(self.order.index(self.taken + k) for k in range(count))
         self.rows += 1
         self.taken += count
         self._planned.append(count)
         return indices
 
-    def _expect_tokens(self, buffer: CarryBuffer[Example]) -> float:
-        """Return how many tokens will probably wait when the planned micro-steps are packed."""
-        tokens, mean = float(buffer.tokens), self._packed_tokens / max(1, self._packed_samples)
+    def _has_enough(self, buffer: CarryBuffer[Example]) -> bool:
+        """Return True if the tokens of two rows will probably wait when all planned micro-steps are packed, and if
+        an example will be left in any case."""
+        if len(buffer) + sum(self._planned) <= len(self._planned):
+            return False
+        tokens, mean = float(buffer.tokens), self._mean_length() if self._planned else 0.0
         for samples in self._planned:
             tokens = max(0.0, tokens + samples * mean - buffer.capacity)
-        return tokens
+        return tokens >= 2 * buffer.capacity
+
+    def _mean_length(self) -> float:
+        if not self._recent_samples:
+            lengths = [self._measure_truth(self.order.index(k)) for k in range(self._batch)]
+            self._recent_samples, self._recent_tokens = float(len(lengths)), float(sum(lengths))
+        return self._recent_tokens / self._recent_samples
 
     def pack(self, examples: Sequence[Example]) -> tuple[Example, ...]:
         """Return the examples to train on in the next micro-step. `examples` are those of the records that it
@@ -220,13 +251,22 @@ class RowStream:
         if self.buffer is None:
             self._check_lengths(examples)
             return tuple(examples)
-        self._packed_samples += len(examples)
         for example in examples:
-            self._packed_tokens += len(example)
             self.buffer.add(example)
-        row = self.buffer.draw()
+        if examples:
+            self._recent_samples = RECENT * self._recent_samples + len(examples)
+            self._recent_tokens = RECENT * self._recent_tokens + sum(map(len, examples))
+        row = self.buffer.draw(leave=self._count_needed())
         self.metrics.add_row(row.report)
         return row.items
+
+    def _count_needed(self) -> int:
+        """Return how many examples must wait after this row, so that every planned micro-step has one."""
+        needed, arriving = 0, 0
+        for number, samples in enumerate(self._planned, start=1):
+            arriving += samples
+            needed = max(needed, number - arriving)
+        return needed
 
     def save(self, folder: Path) -> None:
         rank = self.order.rank
@@ -236,7 +276,7 @@ class RowStream:
             "taken": self.taken,
             "rows": self.rows,
             "planned": list(self._planned),
-            "packed": [self._packed_samples, self._packed_tokens],
+            "recent": [self._recent_samples, self._recent_tokens],
             "begin": self.order.begin,
             "done": self.order.done,
             "order": self.order.describe(),
@@ -257,7 +297,7 @@ class RowStream:
         self.taken, self.rows = state["taken"], state["rows"]
         # Checkpoints of earlier releases have nothing planned, and no lengths.
         self._planned = deque(state.get("planned", ()))
-        self._packed_samples, self._packed_tokens = state.get("packed", (0, 0))
+        self._recent_samples, self._recent_tokens = state.get("recent", (0.0, 0.0))
         if self.buffer is not None:
             self.buffer.restore(*read_buffer(_buffer_file(folder, self.order.rank)))
 
@@ -287,13 +327,16 @@ class RowStream:
         self.order.continue_from(orders, taken)
         steps = (states[0]["rows"] - len(planned[0])) // states[0]["accumulation"]
         self.taken, self.rows, self._planned = 0, steps * self._accumulation, deque()
+        recent = [state.get("recent", (0.0, 0.0)) for state in states]
+        self._recent_samples, self._recent_tokens = map(sum, zip(*recent, strict=True))
         if self.buffer is not None:
             waiting = [pair for rank in range(ranks) for pair in read_buffer(_buffer_file(folder, rank))[0]]
             self.buffer.restore([(example, 0) for example, _ in waiting[self.order.rank :: self.order.ranks]], 0)
 
     @staticmethod
     def _restore_order(order: SampleOrder, state: dict[str, Any]) -> None:
-        order.begin, order.done = state.get("begin", 0), tuple(state.get("done", ()))
+        order.begin = state.get("begin", 0)
+        order.leave_out(state.get("done", ()))
 
     @staticmethod
     def _check(file: Path, state: dict[str, Any], facts: dict[str, Any]) -> None:

@@ -207,7 +207,7 @@ class RowTrainer(Trainer):
     def evaluate(self, eval_dataset: Any = None, ignore_keys: Any = None, metric_key_prefix: str = "eval") -> Any:
         evaluation = self.evaluation
         assert evaluation is not None, "evaluation was asked for without data"
-        self.rollouts.wait()  # the engine answers with other weights now
+        self.rollouts.wait()  # evaluation sends other weights, so no request may be open
         with self.stop.during("evaluation"):
             results = evaluation(self.state.global_step)
         metrics = {f"{metric_key_prefix}_{name}": value for name, value in results.items()}

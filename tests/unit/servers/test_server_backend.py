@@ -14,6 +14,7 @@ from coordexp.config.rollout import RepeatTerminate
 from coordexp.errors import DataError, EngineError
 from coordexp.servers import backend as server_backend
 from coordexp.servers import send as server_weights
+from coordexp.tasks import Task
 from tests.fake_server import (
     answer_ids,
     changed,
@@ -174,6 +175,52 @@ def test_rollouts_that_no_server_could_make_ahead_are_made_with_the_weights_of_n
     learner.clear_calls()
     learner.sync(2)
     assert not any("update" in path for path in server.paths())
+
+
+@pytest.mark.parametrize("servers", [1, 2])
+def test_a_server_that_evaluation_has_brought_back_stays_in_the_pool(run, servers):
+    """It is lost while it generates ahead. Before the rollouts are finished, evaluation syncs newer weights."""
+    learner = run(servers=servers, decode_batch_size=2)
+    learner.sync(1)
+    learner.servers[0].faults["/infer/"].append(dies)
+    first, second = learner.backend.start([requests(2), requests(2, first=200)])
+    first.wait()
+    learner.servers[0].restart()
+    learner.sync(2)
+    assert learner.backend.pool.usable == tuple(range(servers))
+    learner.messages.clear()
+    before = len([event for event in learner.events if event["event"] == "sync"])
+    rollouts = [*learner.backend.finish(first, 2), *learner.backend.finish(second, 3)]
+    assert {rollout.version for rollout in rollouts} <= {1, 2}
+    assert learner.backend.pool.usable == tuple(range(servers)) and not learner.messages
+    assert len([event for event in learner.events if event["event"] == "sync"]) == before
+
+
+def test_calls_are_recorded_with_the_version_that_answered_them(run):
+    learner = run(servers=1)
+    learner.sync(1)
+    started = learner.backend.start([requests(2)])[0]
+    started.wait()
+    learner.sync(2)  # as evaluation does
+    assert are_right(learner.backend.finish(started, 2), 1)
+    (event,) = [event for event in learner.events if event["event"] == "rollouts"]
+    assert event["version"] == 1 and "version" not in event["calls"][0]
+
+
+def test_a_thread_that_cannot_be_started_is_an_error_and_not_a_hang(run, monkeypatch):
+    learner = run(servers=1, decode_batch_size=1)
+    learner.sync(1)
+    made = []
+
+    def start_few(*arguments, **options):
+        made.append(arguments)
+        if len(made) > 2:
+            raise RuntimeError("can't start new thread")
+        return Task(*arguments, **options)
+
+    monkeypatch.setattr(server_backend, "Task", start_few)
+    with pytest.raises(RuntimeError, match="can't start new thread"):
+        learner.generate(4)
 
 
 def test_an_error_in_rollouts_that_were_started_is_raised_when_they_are_finished(run):

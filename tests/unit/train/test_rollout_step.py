@@ -402,9 +402,9 @@ class RecordingBuffer(CarryBuffer):
         super().__init__(capacity, limit=50)
         self.events = events
 
-    def draw(self):
+    def draw(self, leave=0):
         self.events.append(("draw", [len(item) for item, _ in self.waiting]))
-        return super().draw()
+        return super().draw(leave)
 
 
 def packing(step: Step, capacity: int, events: list | None = None) -> RowTrainer:

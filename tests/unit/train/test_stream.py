@@ -4,6 +4,8 @@ from collections import Counter
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from coordexp.correction import Segment
 from coordexp.pack import CarryBuffer, Example, PackingError
@@ -203,6 +205,70 @@ def test_with_another_number_of_ranks_a_run_goes_on_without_losing_or_repeating_
     assert set(range(min(last))) <= set(places), "no place is left out"
     whole = order(50)
     assert trained + waiting == Counter(f"{whole.index(place)}.png" for place in places)
+
+
+def test_ranks_may_change_more_than_once():
+    first = [order(100, rank, 4) for rank in range(4)]
+    second = [order(100, rank, 2) for rank in range(2)]
+    third = [order(100, rank, 3) for rank in range(3)]
+    places = [rank.position(k) for rank, taken in zip(first, (10, 3, 5, 6), strict=True) for k in range(taken)]
+    for rank in second:
+        rank.continue_from(first, (10, 3, 5, 6))
+    places += [rank.position(k) for rank, taken in zip(second, (2, 1), strict=True) for k in range(taken)]
+    for rank in third:
+        rank.continue_from(second, (2, 1))
+    places += [rank.position(k) for rank in third for k in range(20)]
+    assert len(set(places)) == len(places)
+    assert set(range(60)) <= set(places)
+
+
+def long_example(length: int) -> Example:
+    streams = {name: np.zeros(length, dtype=np.int8) for name in ("roles", "kinds", "sides")}
+    floats = {name: np.zeros(length, dtype=np.float32) for name in ("coord_targets", "weights")}
+    segment = Segment(np.ones(length), **streams, **floats, unlikely=np.full(length, -1), prompt_length=1)
+    return Example(segment, "a.png", (8, 8), "A")
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_however_lengths_change_every_planned_micro_step_has_an_example(data):
+    """Steps are planned before their examples exist, so the plan may expect more tokens than there are."""
+    batch, micro_steps, ahead = (data.draw(st.integers(1, most)) for most in (6, 5, 2))
+    packed = RowStream(
+        order(1000),
+        batch,
+        CarryBuffer(16, 400),
+        max_length=16,
+        accumulation=micro_steps,
+        measure_truth=lambda _: 12,
+    )
+    plans = []
+    for _ in range(12):
+        low, high = sorted(data.draw(st.tuples(st.integers(1, 16), st.integers(1, 16))))
+        plans += [packed.plan_step() for _ in range(ahead - len(plans))]
+        for records in plans.pop(0).records:
+            assert packed.pack([long_example(data.draw(st.integers(low, high))) for _ in records])
+    assert len(packed.buffer) <= 40 + 2 * batch * micro_steps * ahead
+
+
+def test_a_first_step_with_more_examples_than_its_rows_hold_takes_only_what_it_needs():
+    """No example was packed yet, so the lengths of the ground truth are used."""
+    packed = RowStream(
+        order(1000), 8, CarryBuffer(16, 20), max_length=16, accumulation=16, measure_truth=lambda _: 5
+    )
+    for records in packed.plan_step().records:
+        packed.pack([long_example(5) for _ in records])
+    assert packed.taken < 8 * 16
+
+
+def test_without_a_plan_ahead_a_micro_step_takes_samples_as_two_rows_wait_or_not():
+    """So Stage 1 trains on the rows of earlier releases."""
+    packed = RowStream(order(), 8, CarryBuffer(16, 18), max_length=16, accumulation=4)
+    for _ in range(40):
+        enough = packed.buffer.tokens >= 2 * 16
+        records = packed.plan_micro_step()
+        assert len(records) == (0 if enough else 8)
+        packed.pack([make_example(index) for index in records])
 
 
 def test_a_record_that_is_too_long_is_named_without_packing():
