@@ -44,9 +44,14 @@ def serve(folder: Path, count: int) -> None:
 def learn(folder: Path, rank: int, ranks: int, requests_per_server: int) -> None:
     """Run one rank: syncs and rollouts in turn. Write what they cost."""
     import torch
+    from tests.unit.servers import served
     from tests.unit.servers.served import Run, are_right, requests
     from torch import distributed as dist
 
+    from coordexp.servers.client import ClientTimeouts
+
+    # All processes share a few cores, so everything takes longer than on a cluster.
+    served.TIMEOUTS = ClientTimeouts(poll=1, health=60, silence=120, session=120, taken=5, call=120)
     store = dist.FileStore(str(folder / "store"), ranks)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=300))
     addresses = [tuple(address) for address in json.loads((folder / "addresses.json").read_text())]

@@ -29,11 +29,11 @@ SCRIPT = {name: Said("{}" if k % 2 else "") for k, name in enumerate(TRUTH)}
 @dataclass
 class Started:
     rollouts: list
-    is_finished: bool = False
+    is_over: bool = False  # it was waited for
     seconds: float = 0.5
 
     def wait(self) -> None:
-        pass
+        self.is_over = True
 
 
 @dataclass
@@ -46,7 +46,7 @@ class FakeStarter(ScriptedBackend):
     open: list = field(default_factory=list)
 
     def sync(self, weights, version):
-        assert all(started.is_finished for started in self.open), "weights change under requests"
+        assert all(started.is_over for started in self.open), "weights change under requests"
         if not self.synced or self.synced[-1][1] != version:
             self.events.append(("sync", version))
         super().sync(weights, version)
@@ -66,7 +66,7 @@ class FakeStarter(ScriptedBackend):
 
     def finish(self, started, version):
         self.events.append(("finish", version))
-        started.is_finished = True
+        started.wait()
         newer = Rollout.of(QWEN, PROMPT, (), (), "stop", version)
         return [rollout or newer for rollout in started.rollouts]
 
@@ -137,6 +137,14 @@ def test_with_a_bound_of_2_two_steps_are_asked_for_at_once(tmp_path):
         *[("sync", 0), ("generate", 4), ("start", 4, 4)],
         *[("finish", 1), ("finish", 2), ("sync", 2), ("start", 4, 4), ("finish", 3)],
     ]
+
+
+def test_evaluation_may_send_newer_weights_between_asking_and_training(tmp_path):
+    learner = Learner(tmp_path, 1)
+    learner.train(2)
+    learner.source.wait()
+    learner.backend.sync(no_weights, version=2)
+    assert versions(learner.train(2)) == [1, 2]
 
 
 def test_no_rollouts_are_asked_for_beyond_the_last_step(tmp_path):
