@@ -20,7 +20,7 @@ from tests.integration.test_server_faults import (
     through,
 )
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 STEPS = 8
 AHEAD = {"stage2__max_staleness": 1, "training__max_steps": STEPS, "training__save_steps": 3}
 
@@ -29,7 +29,7 @@ AHEAD = {"stage2__max_staleness": 1, "training__max_steps": STEPS, "training__sa
 def undisturbed(fleet: Fleet) -> Iterator[Learning]:
     fleet.ensure(2)
     with proxied(fleet, 2) as proxies, learning(through(fleet, proxies, "ahead", **AHEAD)) as learner:
-        learner.wait_for_end(0, 120)
+        learner.wait_for_end(0, 240)
         yield learner
 
 
@@ -46,7 +46,7 @@ def test_a_server_that_is_killed_while_it_generates_ahead_changes_nothing(fleet,
     with proxied(fleet, 2) as proxies, learning(through(fleet, proxies, "ahead-killed", **AHEAD)) as learner:
         learner.until(lambda: len(learner.steps) >= 2)
         proxies[1].add_faults("/infer/", does(kill_while_it_answers(fleet, 1, KILL)))
-        shown = learner.wait_for_end(0, 120)
+        shown = learner.wait_for_end(0, 240)
         assert shown.count("warning: rollout server 1 (") == 1
         lost = [event for event in learner.events("rollouts") if any("lost" in call for call in event["calls"])]
         assert len(lost) == 1
@@ -72,5 +72,5 @@ def test_a_learner_that_is_stopped_and_killed_with_rollouts_in_flight_goes_on_as
             os.kill(learner.run.process.pid, KILL)
             learner.wait_for_end(-KILL)
         with learning(file, "--resume") as learner:
-            assert "checkpoint-6" in learner.wait_for_end(0, 120)
+            assert "checkpoint-6" in learner.wait_for_end(0, 240)
             check_same(learner.steps, undisturbed.steps)
