@@ -221,7 +221,8 @@ class RowStream:
 
     def plan_micro_step(self) -> tuple[int, ...]:
         """Return the records that the next micro-step takes: none, if enough examples wait."""
-        count = 0 if self.buffer is not None and self._has_enough(self.buffer) else self._batch
+        enough = self.buffer is not None and self._has_enough(self.buffer)
+        count = 0 if enough else self._batch
         indices = tuple(self.order.index(self.taken + k) for k in range(count))
         self.rows += 1
         self.taken += count
