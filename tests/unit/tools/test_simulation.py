@@ -1,13 +1,17 @@
 """The simulation of many GPUs (`benchmarks/scale.py`), at a small size."""
 
+import importlib.util
 import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parents[3] / "benchmarks"))
-from scale import Constants, Setup, simulate
+FILE = Path(__file__).parents[3] / "benchmarks/scale.py"
+specification = importlib.util.spec_from_file_location("scale_simulation", FILE)  # tools has a scale.py too
+scale = sys.modules["scale_simulation"] = importlib.util.module_from_spec(specification)
+specification.loader.exec_module(scale)
+Constants, Setup, simulate = scale.Constants, scale.Setup, scale.simulate
 
 SMALL = Setup((1, 2), ranks=2, batch=2, accumulation=3, decode_batch_size=2, max_staleness=0)
 pytestmark = pytest.mark.timeout(60)
