@@ -28,11 +28,11 @@ def serve(folder: Path, count: int) -> None:
     from tests.rollouts import PROMPT
     from tests.unit.servers.served import TABLE
 
+    from coordexp.config.rollout import RepeatTerminate
     from coordexp.servers.protocol import model_fingerprint
 
     (folder / "config.json").write_text(json.dumps({"hidden": 8, "dtype": "float32"}))
-    guard = {"enabled": False, "min_new_tokens": 256, "max_consecutive_token_repeats": 64}
-    guard |= {"ngram_size": 64, "ngram_repeats": 2, "max_object_keys": None}
+    guard = RepeatTerminate().model_dump(mode="json")
     facts = {"model": model_fingerprint(folder), "dtype": "float32", "guard": guard}
     servers = [FakeRolloutServer(facts, end_of_turn=TABLE.end_of_turn, prompt_ids=PROMPT) for _ in range(count)]
     addresses = [(server.url, server.group_port) for server in servers]

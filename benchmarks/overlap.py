@@ -20,7 +20,7 @@ from typing import Any
 import yaml
 from ratios import Results, at_most, main, without_goal
 from rich.progress import Progress
-from server import DEMO, ROOT, find_free_port, serve
+from server import DEMO, ROOT, describe_server, serve
 
 from coordexp.demo.scenes import SceneSettings, write_scenes
 
@@ -28,13 +28,7 @@ STEPS, SKIPPED = 14, 3
 SAMPLES, TOKENS = 48, 80  # of a step, and of an answer: answering and training take about equally long
 
 
-def write_config(folder: Path, name: str, server: dict[str, Any], max_staleness: int) -> Path:
-    vllm = {
-        "mode": "server",
-        "gpu_memory_utilization": 0.15,
-        "max_model_len": 512,
-        "server": {"servers": [server]},
-    }
+def write_config(folder: Path, name: str, vllm: dict[str, Any], max_staleness: int) -> Path:
     tree = {
         "extends": [os.path.relpath(ROOT / "configs/demo/stage2-vllm.yaml", folder)],
         "model": {"path": str(DEMO)},
@@ -47,7 +41,7 @@ def write_config(folder: Path, name: str, server: dict[str, Any], max_staleness:
         "rollout_matching": {
             "decode_batch_size": SAMPLES,
             "max_new_tokens": TOKENS,
-            "vllm": vllm | {"server": {"servers": [server]}, "sync": {"canary_every": 1000}},
+            "vllm": vllm | {"sync": {"canary_every": 1000}},
         },
         "training": {
             "output_dir": str(folder / name),
@@ -88,8 +82,8 @@ def measure(progress: Progress) -> Results:
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         write_scenes(folder / "data", SceneSettings(), train=200, val=1, seed=1)
-        server = {"base_url": f"http://127.0.0.1:{find_free_port()}", "group_port": find_free_port()}
-        files = [write_config(folder, f"bound-{bound}", server, bound) for bound in (0, 1, 2)]
+        vllm = describe_server()  # all runs use the same one
+        files = [write_config(folder, f"bound-{bound}", vllm, bound) for bound in (0, 1, 2)]
         cores = sorted(os.sched_getaffinity(0))[:2]
         os.sched_setaffinity(0, {cores[0]})  # the server inherits it
         with serve(files[0]):

@@ -57,15 +57,20 @@ def find_free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def write_config(folder: Path, model: Path, name: str) -> Path:
-    data = {f"{part}_jsonl": str(folder / f"data/{part}.jsonl") for part in ("train", "val")}
+def describe_server() -> dict[str, Any]:
+    """Return the section `rollout_matching.vllm` of a run with one server, on free ports."""
     server = {"base_url": f"http://127.0.0.1:{find_free_port()}", "group_port": find_free_port()}
-    vllm = {
+    return {
         "mode": "server",
         "gpu_memory_utilization": 0.15,
         "max_model_len": 512,
         "server": {"servers": [server]},
     }
+
+
+def write_config(folder: Path, model: Path, name: str) -> Path:
+    data = {f"{part}_jsonl": str(folder / f"data/{part}.jsonl") for part in ("train", "val")}
+    vllm = describe_server()
     tree = {
         "extends": [os.path.relpath(ROOT / "configs/demo/stage2-vllm.yaml", folder)],
         "model": {"path": str(model)},

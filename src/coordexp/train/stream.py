@@ -12,7 +12,6 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import astuple, dataclass, fields
-from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -60,8 +59,8 @@ class SampleOrder:
     once per epoch, in another order every time. Stages follow one another. The sets of a mixture alternate in
     proportion to their shares, and their records are numbered one set after the other.
 
-    If the number of ranks has changed, the ranks take turns from `begin` on. The places in `done`, which are
-    behind it, were taken before the change."""
+    If the number of ranks has changed, the ranks take turns from the place `begin` on. The later places in `done`
+    were taken before the change, and are left out."""
 
     def __init__(
         self,
@@ -80,8 +79,8 @@ class SampleOrder:
         self._stages = tuple(stages)
         self._mixture = mixture
         self._groups: list[NDArray[np.integer[Any]] | range] = [np.asarray(stage.records) for stage in stages]
-        bounds = [0, *accumulate(mixture.sizes if mixture else (records,))]
-        self._groups += [range(begin, end) for begin, end in pairwise(bounds)]
+        bounds = [0, *itertools.accumulate(mixture.sizes if mixture else (records,))]
+        self._groups += [range(begin, end) for begin, end in itertools.pairwise(bounds)]
         self._permutations: dict[int, tuple[int, np.ndarray]] = {}  # the latest epoch of a group, and its records
 
     def index(self, taken: int) -> int:
@@ -185,7 +184,7 @@ class RowStream:
         self._measure_truth = measure_truth
         self._batch = batch
         self._max_length = max_length
-        self._accumulation = accumulation
+        self.accumulation = accumulation
         self._identity = {
             "batch": batch,
             "accumulation": accumulation,
@@ -205,19 +204,14 @@ class RowStream:
         return bool(self._planned)
 
     @property
-    def accumulation(self) -> int:
-        """The number of micro-steps of an optimizer step."""
-        return self._accumulation
-
-    @property
     def next_step(self) -> int:
         """The optimizer step of the next micro-step."""
-        return self.rows // self._accumulation
+        return self.rows // self.accumulation
 
     def plan_step(self) -> StepPlan:
         """Return the records that the next optimizer step takes."""
         step = self.next_step
-        return StepPlan(step, tuple(self.plan_micro_step() for _ in range(self._accumulation)))
+        return StepPlan(step, tuple(self.plan_micro_step() for _ in range(self.accumulation)))
 
     def plan_micro_step(self) -> tuple[int, ...]:
         """Return the records that the next micro-step takes: none, if enough examples wait."""
@@ -312,7 +306,7 @@ class RowStream:
         }
         self._check(_state_file(folder, 0), states[0], facts)
         before = states[0]["batch"] * states[0]["accumulation"] * ranks
-        if before != (now := self._batch * self._accumulation * self.order.ranks):
+        if before != (now := self._batch * self.accumulation * self.order.ranks):
             raise DataError(
                 f"{folder}: a step of its {ranks} processes has {before} samples, and one of the "
                 f"{self.order.ranks} processes of this run has {now}",
@@ -327,7 +321,7 @@ class RowStream:
         taken = [state["taken"] - sum(plan) for state, plan in zip(states, planned, strict=True)]
         self.order.continue_from(orders, taken)
         steps = (states[0]["rows"] - len(planned[0])) // states[0]["accumulation"]
-        self.taken, self.rows, self._planned = 0, steps * self._accumulation, deque()
+        self.taken, self.rows, self._planned = 0, steps * self.accumulation, deque()
         recent = [state.get("recent", (0.0, 0.0)) for state in states]
         self._recent_samples, self._recent_tokens = map(sum, zip(*recent, strict=True))
         if self.buffer is not None:

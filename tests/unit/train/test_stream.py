@@ -16,12 +16,15 @@ def order(records=10, rank=0, ranks=1, **options) -> SampleOrder:
     return SampleOrder(records, rank, ranks, **({"seed": 3, "shuffled": True} | options))
 
 
-def make_example(index: int) -> Example:
-    length = 3 + index % 5
+def example_of(length: int, index: int = 0) -> Example:
     streams = {name: np.zeros(length, dtype=np.int8) for name in ("roles", "kinds", "sides")}
     floats = {name: np.zeros(length, dtype=np.float32) for name in ("coord_targets", "weights")}
     segment = Segment(np.full(length, index), **streams, **floats, unlikely=np.full(length, -1), prompt_length=1)
     return Example(segment, f"{index}.png", (8, 8), "A")
+
+
+def make_example(index: int) -> Example:
+    return example_of(3 + index % 5, index)
 
 
 def stream(packing=True, **options) -> RowStream:
@@ -222,13 +225,6 @@ def test_ranks_may_change_more_than_once():
     assert set(range(60)) <= set(places)
 
 
-def long_example(length: int) -> Example:
-    streams = {name: np.zeros(length, dtype=np.int8) for name in ("roles", "kinds", "sides")}
-    floats = {name: np.zeros(length, dtype=np.float32) for name in ("coord_targets", "weights")}
-    segment = Segment(np.ones(length), **streams, **floats, unlikely=np.full(length, -1), prompt_length=1)
-    return Example(segment, "a.png", (8, 8), "A")
-
-
 @settings(max_examples=60, deadline=None)
 @given(st.data())
 def test_however_lengths_change_every_planned_micro_step_has_an_example(data):
@@ -247,7 +243,7 @@ def test_however_lengths_change_every_planned_micro_step_has_an_example(data):
         low, high = sorted(data.draw(st.tuples(st.integers(1, 16), st.integers(1, 16))))
         plans += [packed.plan_step() for _ in range(ahead - len(plans))]
         for records in plans.pop(0).records:
-            assert packed.pack([long_example(data.draw(st.integers(low, high))) for _ in records])
+            assert packed.pack([example_of(data.draw(st.integers(low, high))) for _ in records])
     assert len(packed.buffer) <= 40 + 2 * batch * micro_steps * ahead
 
 
@@ -257,7 +253,7 @@ def test_a_first_step_with_more_examples_than_its_rows_hold_takes_only_what_it_n
         order(1000), 8, CarryBuffer(16, 20), max_length=16, accumulation=16, measure_truth=lambda _: 5
     )
     for records in packed.plan_step().records:
-        packed.pack([long_example(5) for _ in records])
+        packed.pack([example_of(5) for _ in records])
     assert packed.taken < 8 * 16
 
 
