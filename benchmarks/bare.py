@@ -71,7 +71,7 @@ class BareGeneration:
             temperature=0.0, max_tokens=most, logprobs=0, stop_token_ids=[end], ignore_eos=True, detokenize=False
         )
         self.requests = [
-            {"prompt": prompts.text, "multi_modal_data": {"image": open_image(image.path, image.size)}}
+            {"prompt": prompts.text(), "multi_modal_data": {"image": open_image(image.path, image.size)}}
             for image in images
         ]
         self.tokens = 0

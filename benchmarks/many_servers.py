@@ -1,4 +1,5 @@
-"""Measure what many servers cost a learner: `python benchmarks/many_servers.py [--servers 64] [--ranks 16]`.
+"""Measure what many servers cost a learner: `python benchmarks/many_servers.py [--servers 64] [--ranks 16]
+[--senders 1]`.
 
 The ranks are real processes with the learner's own backend. The servers are fakes with real HTTP and a real gloo
 group each, all in one process, which answer at once and have no model. So the figures are the costs of the learner
@@ -16,6 +17,8 @@ import time
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+
+from coordexp.servers.pool import sending_rank
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
@@ -41,7 +44,7 @@ def serve(folder: Path, count: int) -> None:
     sys.stdin.read()
 
 
-def learn(folder: Path, rank: int, ranks: int, requests_per_server: int) -> None:
+def learn(folder: Path, rank: int, ranks: int, senders: int, requests_per_server: int) -> None:
     """Run one rank: syncs and rollouts in turn. Write what they cost."""
     import torch
     from tests.unit.servers import served
@@ -57,7 +60,8 @@ def learn(folder: Path, rank: int, ranks: int, requests_per_server: int) -> None
     addresses = [tuple(address) for address in json.loads((folder / "addresses.json").read_text())]
     own = folder / str(rank)
     own.mkdir()
-    run = Run(own, addresses=addresses, decode_batch_size=32, timeout_s=200, sync_timeout_s=200)
+    limits = {"decode_batch_size": 32, "timeout_s": 200, "sync_timeout_s": 200}
+    run = Run(own, addresses=addresses, sync={"senders": senders}, **limits)
     (own / "config.json").write_text((folder / "config.json").read_text())
     run.weights = {f"w{k}": torch.full((64, 1024), float(k)) for k in range(8)}
     count = len(addresses) * requests_per_server // ranks
@@ -85,6 +89,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--servers", type=int, default=64)
     parser.add_argument("--ranks", type=int, default=16)
+    parser.add_argument("--senders", type=int, default=1, help="ranks that send weights")
     parser.add_argument("--requests", type=int, default=32, help="per server and step")
     for hidden in ("--part", "--folder", "--rank"):
         parser.add_argument(hidden, help=argparse.SUPPRESS)
@@ -92,13 +97,14 @@ def main() -> None:
     if options.part == "serve":
         serve(Path(options.folder), options.servers)
     elif options.part == "learn":
-        learn(Path(options.folder), int(options.rank), options.ranks, options.requests)
+        learn(Path(options.folder), int(options.rank), options.ranks, options.senders, options.requests)
     else:
         measure(options)
 
 
 def measure(options: argparse.Namespace) -> None:
-    sizes = ("--servers", options.servers, "--ranks", options.ranks, "--requests", options.requests)
+    sizes = ("--servers", options.servers, "--ranks", options.ranks, "--senders", options.senders)
+    sizes += ("--requests", options.requests)
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         server = start("serve", folder, *sizes, stdin=subprocess.PIPE)
@@ -114,12 +120,14 @@ def measure(options: argparse.Namespace) -> None:
         finally:
             for process in (server, *ranks):
                 process.kill()
-    show(costs)
+    sending = {sending_rank(k, options.senders, options.ranks) for k in range(options.servers)}
+    show(costs, sending)
 
 
-def show(costs: list[dict[str, list[float]]]) -> None:
+def show(costs: list[dict[str, list[float]]], sending: set[int]) -> None:
     """Print medians over the steps after the first, which connects."""
-    first, others = costs[0], costs[1:] or costs
+    senders = [cost for rank, cost in enumerate(costs) if rank in sending]
+    others = [cost for rank, cost in enumerate(costs) if rank not in sending] or costs
 
     def median(name: str, of: list[dict[str, list[float]]]) -> float:
         return statistics.median(value for cost in of for value in cost[name][1:])
@@ -127,7 +135,7 @@ def show(costs: list[dict[str, list[float]]]) -> None:
     print(f"processor time of a learner per request     {1000 * median('request cpu', costs):8.2f} ms")
     print(f"rollouts of a step, wall time               {median('rollout wall', costs):8.2f} s")
     print(f"sync, wall time                             {median('sync wall', costs):8.2f} s")
-    print(f"sync, processor time of the first rank      {median('sync cpu', [first]):8.2f} s")
+    print(f"sync, processor time of a rank that sends   {median('sync cpu', senders):8.2f} s")
     print(f"sync, processor time of every other rank    {median('sync cpu', others):8.3f} s")
 
 

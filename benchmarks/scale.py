@@ -11,7 +11,7 @@ import itertools
 import math
 import sys
 import threading
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -27,13 +27,14 @@ from coordexp.config import Settings
 from coordexp.config.load import load_settings
 from coordexp.pack import CarryBuffer
 from coordexp.rollout.backend import Decode, ImageRef, Request, Rollout, request_seed
-from coordexp.servers.pool import Chunk, Loss, Pool, Window
+from coordexp.servers.pool import Chunk, Loss, Pool, Window, sending_rank
 from coordexp.train.encode import MicroBatch, StepIndex, StepPlan
 from coordexp.train.metrics import StepMetrics
 from coordexp.train.rollouts import RolloutSource
 from coordexp.train.stream import RowStream, SampleOrder
 
 T = TypeVar("T")
+NODE = 8  # learner ranks of a node
 
 
 @dataclass(frozen=True)
@@ -53,7 +54,7 @@ class Constants:
     train_overhead: float = 0.3  # seconds of a step: optimizer, reduction of gradients
     correct_sample: float = 1.5e-3  # measured on one core
     weights: float = 8.9e9  # bytes
-    network: float = 50e9  # bytes a second of the first learner rank
+    network: float = 50e9  # bytes a second of a rank that sends weights
     sync_fixed: float = 0.3  # seconds: calls, caches, the first and the last bucket
     failure: float = 6 * 3600.0  # mean seconds of a server between two failures
     absence: float = 90.0  # seconds until a server that failed is back
@@ -333,8 +334,9 @@ class SimulatedBackend:
 class World:
     """All servers, and the pool that all ranks agree on."""
 
-    def __init__(self, constants: Constants, sizes: Sequence[int], batch: int, ranks: int, seed: int) -> None:
-        self.constants, self.batch, self.ranks = constants, batch, ranks
+    def __init__(self, constants: Constants, setup: "Setup", seed: int) -> None:
+        sizes, batch = setup.sizes, setup.decode_batch_size
+        self.constants, self.batch, self.ranks, self.senders = constants, batch, setup.ranks, setup.senders
         self.clock = Clock()
         self.ranks_in_turn = RanksInTurn(self.clock)
         self.servers = [Server(self.clock, constants, size, batch) for size in sizes]
@@ -346,11 +348,13 @@ class World:
             self._plan_failure(index)
 
     def sync(self, version: int) -> None:
-        """Send the weights, once for all ranks: to each server over its own group, which is one per node."""
+        """Send the weights: to each server over its own group, which is one per node. All senders send at the same
+        time, and each sends all bytes once per server of its share."""
         if self.pool.version == version:
             return
         up = [k for k, server in enumerate(self.servers) if server.is_up]
-        seconds = self.constants.sync_fixed + len(up) * self.constants.weights / self.constants.network
+        largest_share = max(Counter(sending_rank(k, self.senders, self.ranks) for k in up).values())
+        seconds = self.constants.sync_fixed + largest_share * self.constants.weights / self.constants.network
         self.sync_seconds += seconds
         self.clock.advance_to(self.clock.now + seconds)
         self.pool = self.pool.advance_to(version)
@@ -425,6 +429,7 @@ class Setup:
     accumulation: int
     decode_batch_size: int
     max_staleness: int
+    senders: int = 1
     packing: bool = True
     row: int = 16000
     buffer: int = 256
@@ -440,6 +445,7 @@ class Setup:
             training.gradient_accumulation_steps,
             settings.rollout_matching.decode_batch_size,
             settings.stage2.max_staleness,
+            vllm.sync.senders,
             contract.packing,
             contract.packing_length,
             contract.packing_buffer,
@@ -461,7 +467,7 @@ class Outcome:
 
 def simulate(setup: Setup, constants: Constants, steps: int = 24, seed: int = 1) -> Outcome:
     """Run so many steps. The first three are left out of the outcome."""
-    world = World(constants, setup.sizes, setup.decode_batch_size, setup.ranks, seed)
+    world = World(constants, setup, seed)
     sources, streams, encoders = [], [], []
     for rank in range(setup.ranks):
         order = SampleOrder(10**7, rank, setup.ranks, seed=0, shuffled=False)
@@ -546,19 +552,26 @@ def shipped(constants: Constants) -> list[tuple[str, Outcome]]:
         for bound in (0, 1, 2):
             outcome = simulate(replace(setup, max_staleness=bound), constants)
             rows.append((f"{name}, `max_staleness: {bound}`", outcome))
+        if ranks > 1:
+            senders = min(ranks, len(setup.sizes))
+            rows.append(
+                (f"{name} as shipped, `senders: {senders}`", simulate(replace(setup, senders=senders), constants))
+            )
         failing = replace(constants, failure=300.0)
         rows.append((f"{name} as shipped, a server fails every 5 minutes", simulate(setup, failing)))
     return rows
 
 
-def scaling(constants: Constants, most: int) -> list[tuple[str, Outcome]]:
+def scaling(constants: Constants, most: int, one_sender: bool) -> list[tuple[str, Outcome]]:
     """From one server with eight GPUs and four learner ranks to `most` such servers. A rank has 128 samples a
-    step."""
+    step. Either one rank sends weights, or one of every node does."""
     rows = []
     for servers in itertools.takewhile(lambda count: count <= most, (2**k for k in range(7))):
+        ranks = 4 * servers
+        senders = 1 if one_sender else max(1, ranks // NODE)
         # Packing takes long here, and its time is not simulated.
-        setup = Setup((8,) * servers, 4 * servers, 4, 32, 32, max_staleness=1, packing=False)
-        rows.append((f"{servers} servers, {4 * servers} ranks", simulate(setup, constants, steps=6)))
+        setup = Setup((8,) * servers, ranks, 4, 32, 32, max_staleness=1, senders=senders, packing=False)
+        rows.append((f"{servers} servers, {ranks} ranks, {senders} senders", simulate(setup, constants, steps=6)))
     return rows
 
 
@@ -583,7 +596,8 @@ def main() -> None:
     options = parser.parse_args()
     constants = Constants()
     print(table(shipped(constants)), flush=True)
-    rows = scaling(constants, options.servers)
+    print(f"\n{table(scaling(constants, options.servers, one_sender=True))}", flush=True)
+    rows = scaling(constants, options.servers, one_sender=False)
     print(f"\n{table(rows)}")
     if options.draw:
         options.draw.write_text(draw(rows))

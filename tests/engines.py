@@ -27,7 +27,7 @@ class PlainAnswer:
 
 def prompt(processor: Any) -> str:
     """Return the conversation as the model's own chat template renders it."""
-    return PromptBuilder(processor, QUESTION).text
+    return PromptBuilder(processor, QUESTION).text()
 
 
 def drawing(seed: int = 0, side: int = 128) -> Image.Image:

@@ -25,14 +25,19 @@ OWN_ROUTES = ("/version/", "/session/", "/start_update/", "/finish_update/")  # 
 Action = Callable[["Handler"], bool]  # returns True if it has answered the request
 
 
+_given_ports: set[int] = set()
+
+
 def free_port() -> int:
     """Return a free port below those that the system assigns to connections, so that none of these takes it while
-    a server is down."""
+    a server is down. No port is returned twice, since a server opens its group port only when a learner comes."""
     while True:
         port = random.randrange(12_000, 32_000)
         with socket.socket() as probe, suppress(OSError):
             probe.bind(("127.0.0.1", port))
-            return port
+            if port not in _given_ports:
+                _given_ports.add(port)
+                return port
 
 
 def _wait_until_free(port: int) -> None:
@@ -245,7 +250,7 @@ class Handler(BaseHTTPRequestHandler):
         if not self.path.startswith(fake.prefix + "/"):
             self.reply(404, {"detail": "Not Found"})
             return
-        self.path = self.path.removeprefix(fake.prefix)
+        self.path, _, self.query = self.path.removeprefix(fake.prefix).partition("?")
         fake.calls.append((self.path, body))
         fake.headers.append((self.path, self.headers["Authorization"]))
         if fake.token and self.path != "/health/" and self.headers["Authorization"] != f"Bearer {fake.token}":
@@ -285,7 +290,10 @@ class Handler(BaseHTTPRequestHandler):
         fixed = {"server": "coordexp", "release": "0.1.0", "protocol": 2, "devices": [], "lora": fake.lora}
         now = {"world_size": fake.world_size, "max_model_len": fake.max_model_len, "boot": fake.boot}
         weights = {"weight_version": fake.version, "updating": False, "session": fake.session}
-        self.reply(200, fixed | now | weights | fake.facts)
+        facts = fixed | now | weights | fake.facts
+        if self.query != "full=1":
+            facts.pop("model", None)
+        self.reply(200, facts)
 
     def on_session(self, body: dict[str, Any]) -> None:
         fake = self.fake

@@ -11,7 +11,7 @@ import torch
 from transformers import AutoProcessor
 
 from coordexp.config import RolloutMatching, Settings, parse_settings
-from coordexp.correction import build_segment, match_objects, parse_rollout
+from coordexp.correction import build_chat_segment, build_segment, match_objects, parse_rollout
 from coordexp.data import Geometry, TrueObject
 from coordexp.families import load_model
 from coordexp.objective import Objective, Split
@@ -19,10 +19,11 @@ from coordexp.objective.modules import Measure
 from coordexp.pack import Example
 from coordexp.pack.attention import attention_for
 from coordexp.pack.collate import Collator, Row, Supervision
+from coordexp.rollout.prompt import PromptBuilder
 from coordexp.vocab import VocabularyTable
 from tests.engines import drawing, prompt
 from tests.rollouts import random_shape, random_truth
-from tests.unit.config.trees import BBOX_GEO, COORD_DIAG, COORD_REG, TOKEN_CE, stage2
+from tests.unit.config.trees import BBOX_GEO, CHAT_CE, COORD_DIAG, COORD_REG, TOKEN_CE, stage2
 
 MATCHING = RolloutMatching()
 SIDES = (64, 96, 128)
@@ -45,6 +46,12 @@ def on_both_channels(module: dict[str, Any], **config: Any) -> dict[str, Any]:
     declared = deepcopy(module) | {"channels": ["A", "B"]}
     declared["config"] |= config
     return declared
+
+
+def chat_settings() -> Settings:
+    """Return settings with all modules, and the one for chat records."""
+    detection = (on_both_channels(TOKEN_CE, desc_ce_weight=0.5), on_both_channels(COORD_REG))
+    return settings(*detection, on_both_channels(BBOX_GEO), CHAT_CE, diagnostics=DIAGNOSTICS)
 
 
 DIAGNOSTICS = (on_both_channels(COORD_DIAG),)
@@ -108,6 +115,14 @@ class Tiny:
         )
         return Example(segment, image, (0, 0), channel)
 
+    def chat(self, seed: int, *, has_image: bool) -> Example:
+        """Return the example of a question and its answer."""
+        image = f"{seed}x{SIDES[seed % 3]}" if has_image else None
+        question = f"How many cups are on table {seed}?"
+        prompts = PromptBuilder(self.processor, question)
+        prompt_ids = self.prompt_ids(image) if image else prompts.text_ids(question)
+        return Example(build_chat_segment(prompt_ids, f"there are {seed}", self.table), image, (0, 0), "A")
+
     def pad(self, examples: Sequence[Example]) -> dict[str, Any]:
         """Return the batch in the form of transformers, padded on the right, without our collation."""
         ids = torch.full((len(examples), max(map(len, examples))), self.table.end_of_turn)
@@ -115,7 +130,7 @@ class Tiny:
         for k, example in enumerate(examples):
             ids[k, : len(example)] = torch.from_numpy(example.segment.ids)
             mask[k, : len(example)] = 1
-        images = [self.pixels(example.image) for example in examples]
+        images = [self.pixels(example.image) for example in examples if example.image is not None]
         return {
             "input_ids": ids,
             "attention_mask": mask,

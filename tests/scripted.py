@@ -13,7 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from coordexp.config import RolloutMatching
-from coordexp.data import RecordFile, TrueObject
+from coordexp.config.settings import Custom
+from coordexp.correction import CoordTokenAnswers
+from coordexp.data import Questions, RecordFile, TrueObject
 from coordexp.rollout.backend import FinishReason, Request, Rollout, Weights
 from coordexp.train.encode import TrainingSet
 from coordexp.vocab import VocabularyTable
@@ -72,10 +74,13 @@ class ScriptedBackend:
         return Rollout.of(self.table, self.prompt_ids, ids, (-0.5,) * len(ids), said.finish_reason, version)
 
 
+QUESTIONS = Questions.of(Custom())
+
+
 class OnePrompt:
     """Stands for the prompt builder: the same few tokens for every image."""
 
-    def ids(self, width: int, height: int, image: str = "") -> list[int]:
+    def ids(self, width: int, height: int, image: str = "", question: str | None = None) -> list[int]:
         return list(PROMPT)
 
 
@@ -85,7 +90,8 @@ def write_training_set(
     """Write a file with a record per image, in their order, and return the training set of it."""
     file = folder / "train.jsonl"
     file.write_text("".join(_record(image, objects) + "\n" for image, objects in truth.items()))
-    return TrainingSet(RecordFile(file), OnePrompt(), table, "desc_first", RolloutMatching(**settings))
+    cfg = RolloutMatching(**settings)
+    return TrainingSet(RecordFile(file), OnePrompt(), CoordTokenAnswers(table, settings=cfg), cfg)
 
 
 def _record(image: str, objects: Sequence[TrueObject]) -> str:

@@ -35,8 +35,9 @@ from transformers import AutoProcessor, PrinterCallback, Qwen3VLForConditionalGe
 
 from coordexp.config import RolloutMatching
 from coordexp.config.settings import Custom
-from coordexp.correction import parse_rollout
-from coordexp.data import Record, RecordFile
+from coordexp.correction import CoordTokenAnswers, parse_rollout
+from coordexp.correction.formats import NOTE_FILE
+from coordexp.data import Questions, Record, RecordFile
 from coordexp.errors import UserError
 from coordexp.evaluate.answer import build_answer
 from coordexp.evaluate.comparison import compare_images
@@ -48,7 +49,6 @@ from coordexp.rollout.prompt import PromptBuilder, open_image
 from coordexp.train.callbacks import MetricsFile, say
 from coordexp.train.evaluation import AnswerEvaluation
 from coordexp.train.folder import fingerprint, git_state
-from coordexp.train.trainer import PROMPT_FILE
 from coordexp.vocab import VocabularyTable
 
 WARMUP_STEPS = 10
@@ -141,7 +141,13 @@ def make_trainer(options: argparse.Namespace) -> Any:
     backend = HuggingFaceBackend(lambda: model, PromptBuilder(processor, question), table, DECODE_BATCH)
     limits = RolloutMatching(max_new_tokens=options.max_new_tokens)
     evaluation = AnswerEvaluation(
-        RecordFile(options.val), backend, model.named_parameters, table, limits, options.out
+        RecordFile(options.val),
+        Questions.of(Custom(prompt=question)),
+        backend,
+        model.named_parameters,
+        CoordTokenAnswers(table),
+        limits,
+        options.out,
     )
     trainer = GRPOTrainer(
         model=model,
@@ -202,7 +208,7 @@ def reward_answer(ids: Sequence[int], image_id: int, record: Record, table: Voca
     """Return F1 at IoU 0.5 with class, as evaluation counts it for this image. An answer that cannot be read has
     no objects, so its F1 is 0. Where there is nothing to detect, a complete answer without objects gets 1."""
     rollout = Rollout.of(table, (), ids, [0.0] * len(ids), "stop")
-    answer = build_answer(image_id, record.image, rollout, table)
+    answer = build_answer(image_id, record.image, rollout, CoordTokenAnswers(table))
     (comparison,) = compare_images([(image_id, record)], [answer])
     (pairs,) = match_image(comparison, thresholds=(0.5,)).with_class
     f1 = MatchCounts(len(pairs), len(comparison.predicted), len(comparison.true)).f1
@@ -245,7 +251,7 @@ class Journal(MetricsFile):
 
 def read_question(model: Path) -> str:
     """Return the prompt that the model was trained with, or the default one."""
-    note = model / PROMPT_FILE
+    note = model / NOTE_FILE
     return str(json.loads(note.read_text())["prompt"] if note.is_file() else Custom.model_fields["prompt"].default)
 
 
@@ -253,7 +259,7 @@ def save_model(model: Any, options: argparse.Namespace, folder: Path) -> None:
     """Write the weights, with the processor and the prompt of the model that training started from."""
     model.save_pretrained(folder)
     AutoProcessor.from_pretrained(options.model).save_pretrained(folder)
-    write_json(folder / PROMPT_FILE, {"prompt": read_question(options.model)})
+    write_json(folder / NOTE_FILE, {"prompt": read_question(options.model)})
 
 
 def write_run_files(options: argparse.Namespace) -> None:

@@ -1,6 +1,7 @@
 """Take the screenshots of pages that the documentation shows, with headless Chromium.
 
     python tools/screenshots.py data                        # with the committed demo model
+    python tools/screenshots.py suggestions                 # the same
     python tools/screenshots.py inspector RUN               # a run of configs/demo/stage2-polygons-cpu.yaml
     python tools/screenshots.py report RUN                  # a run of configs/demo/stage2-hf.yaml
     python tools/screenshots.py comparison RUN RUN [RUN ...]
@@ -16,16 +17,19 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from playwright.sync_api import Browser, Page, sync_playwright
 
+from coordexp.data import read_records
 from coordexp.pages.rollouts import choose_examples
 
 ROOT = Path(__file__).parents[1]
 IMAGES = ROOT / "docs/images"
 MODEL = ROOT / "examples/scenes-cpu/model"
+STAGE2_MODEL = ROOT / "examples/stage2-cpu/model"
 FLAGS = (
     *("--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--hide-scrollbars"),
     *("--disable-background-networking", "--disable-component-update", "--disable-sync"),
@@ -49,7 +53,26 @@ def capture_data(browser: Browser, work: Path, runs: Sequence[Path]) -> None:
     coordexp(work, "predict", "--model", MODEL, *options, "--out", "preds.json")
     coordexp(work, "evaluate", "--data", "scenes/val.jsonl", "--preds", "preds.json", "--page", "evaluate.html")
     take(browser, work / "view.html", "view.png", (1200, 900))
-    take(browser, work / "evaluate.html", "evaluate.png", (1200, 2320))
+    take(browser, work / "evaluate.html", "evaluate.png", (1200, 2640))
+
+
+def capture_suggestions(browser: Browser, work: Path, runs: Sequence[Path]) -> None:
+    """Capture the page in the middle of its work, on scenes of which every third label is missing."""
+    coordexp(
+        work, "demo", "scenes", "--out", "scenes", "--train", 1, "--val", 40, "--side", 128, "--objects", "3-8"
+    )
+    records = [record for _, record in read_records(work / "scenes/val.jsonl")]
+    kept = [[item for k, item in enumerate(record.objects) if k % 3] for record in records]
+    lines = [replace(record, objects=tuple(items)).as_json() for record, items in zip(records, kept, strict=True)]
+    (work / "scenes/train.jsonl").write_text("\n".join(lines))
+    options = ["--max-new-tokens", 300, "--batch", 40, "--out", "suggestions"]
+    coordexp(work, "data", "suggest", "--data", "scenes/train.jsonl", "--model", STAGE2_MODEL, *options)
+    take(browser, work / "suggestions/complete.html", "complete.png", (1300, 860), "", decide_about_some)
+
+
+def decide_about_some(page: Page) -> None:
+    for key in "aaaaraaara":
+        page.keyboard.press(key)
 
 
 def capture_inspector(browser: Browser, work: Path, runs: Sequence[Path]) -> None:
@@ -118,6 +141,7 @@ def capture_comparison(browser: Browser, work: Path, runs: Sequence[Path]) -> No
 
 CAPTURES = {
     "data": capture_data,
+    "suggestions": capture_suggestions,
     "inspector": capture_inspector,
     "report": capture_report,
     "comparison": capture_comparison,

@@ -130,7 +130,7 @@ def to_line(
     example: dict[str, Any] = {
         "format": FORMAT,
         "place": asdict(place),
-        "picture": asdict(request.image),
+        "picture": {name: getattr(request.image, name) for name in ("path", "width", "height")},
         "decode": decode,
         "seed": request.seed,
         "rollout": asdict(rollout),
@@ -139,7 +139,8 @@ def to_line(
         "settings": settings.model_dump(mode="json", include=set(CORRECTION_SETTINGS)),
         "result": describe_correction(correction),
     }
-    return json.dumps(example | ({"choice": choice} if choice else {}))
+    question = {"question": request.question} if request.question else {}
+    return json.dumps(example | question | ({"choice": choice} if choice else {}))
 
 
 def describe_choice(answered: DumpedAnswers, choice: "Choice") -> dict[str, Any] | None:

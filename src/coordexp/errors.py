@@ -3,6 +3,7 @@
 This module imports nothing of coordexp, so every package and every command may import it.
 """
 
+import importlib.util
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -71,6 +72,14 @@ class ConfigError(UserError):
     def __init__(self, findings: Sequence[Finding], file: str = "") -> None:
         super().__init__("\n".join(map(str, findings)))
         self.findings, self.file = tuple(findings), file
+
+
+def need_packages(subject: str, *packages: str, extra: str) -> None:
+    """Raise UserError unless these packages, which belong to an extra of coordexp, are installed. `subject` is
+    what needs them."""
+    missing = [name for name in packages if importlib.util.find_spec(name) is None]
+    if missing:
+        raise UserError(f"{subject} needs {' and '.join(missing)}", f"pip install 'coordexp[{extra}]'")
 
 
 @contextmanager

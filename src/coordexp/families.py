@@ -4,6 +4,8 @@ Another package can add a kind with an entry point in the group `coordexp.famili
 """
 
 import json
+import re
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,26 +19,41 @@ if TYPE_CHECKING:
 
 # All families have Qwen's special tokens. The first of STOP_TOKENS ends a turn.
 STOP_TOKENS = ("<|im_end|>", "<|endoftext|>")
+# The parts of a model that `model.freeze` names, as patterns of module names. The aligner maps the output of the
+# vision tower to embeddings of the language model.
+_ALIGNER = r"merger|deepstack_merger_list"
+PARTS = {"vision": rf"(?:.*\.)?visual\.(?!(?:{_ALIGNER})\.).+", "aligner": rf"(?:.*\.)?visual\.(?:{_ALIGNER})\..+"}
 PLACEHOLDER_TOKENS = ("<|vision_start|>", "<|vision_end|>", "<|vision_pad|>", "<|image_pad|>", "<|video_pad|>")
+# How tokens begin that mark a place in an image. A question or an answer may contain them.
+PLACE_TOKENS = ("<|coord_", "<|object_ref_", "<|box_", "<|quad_")
 
 
 @dataclass(frozen=True)
 class Family:
     """The properties of a kind of model. `model_class` is its class, as `module:name`. `prepare`, if given, is
-    a function in the same form, which is called with every model that is loaded."""
+    a function in the same form, which is called with every model that is loaded. `has_relative_boxes` says that
+    the published models write boxes as numbers from 0 to 1000, relative to the image."""
 
     model_class: str
     prepare: str = ""
+    has_relative_boxes: bool = False
 
 
 FAMILIES = {
-    "qwen3_vl": Family("transformers:Qwen3VLForConditionalGeneration"),
-    "qwen2_5_vl": Family("transformers:Qwen2_5_VLForConditionalGeneration"),
-    "qwen3_vl_moe": Family("transformers:Qwen3VLMoeForConditionalGeneration"),
+    "qwen3_vl": Family("transformers:Qwen3VLForConditionalGeneration", has_relative_boxes=True),
+    "qwen2_5_vl": Family("transformers:Qwen2_5_VLForConditionalGeneration"),  # pixels of the resized image
+    "qwen3_vl_moe": Family("transformers:Qwen3VLMoeForConditionalGeneration", has_relative_boxes=True),
     "qwen3_5": Family(
-        "transformers:Qwen3_5ForConditionalGeneration", "coordexp.pack.attention:separate_linear_attention"
+        "transformers:Qwen3_5ForConditionalGeneration",
+        "coordexp.pack.attention:separate_linear_attention",
+        has_relative_boxes=True,
     ),
 }
+
+
+def is_frozen(name: str, parts: Collection[str]) -> bool:
+    """Return whether a module or a weight belongs to one of the parts that `model.freeze` names."""
+    return any(re.fullmatch(PARTS[part], name) for part in parts)
 
 
 def read_model_type(folder: Path) -> Any:

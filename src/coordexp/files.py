@@ -13,8 +13,8 @@ import re
 import shutil
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -23,6 +23,13 @@ from coordexp.errors import DataError, UserError, explain
 
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 RELATIVE_PATHS = "paths are relative to the folder that the command runs in"
+MODEL_PATHS = (
+    f"{RELATIVE_PATHS}; a model of the Hugging Face hub has a name such as Qwen/Qwen3-VL-4B-Instruct, and gets "
+    "its coordinate tokens with: coordexp model add-coords --model Qwen/Qwen3-VL-4B-Instruct --out DIR"
+)
+MODEL_FILES = ["*.json", "*.safetensors", "*.txt", "*.jinja", "*.model"]  # of a model on the Hugging Face hub
+LOCAL_FOLDERS = ("checkpoints", "models", "outputs", "runs")  # never the owner of a model on the hub
+_HUB_NAME = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 INDEX, PARTIAL = ".index", ".partial"  # how the names of index files beside data files end
 _NO_SYNC = (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS)  # file systems that cannot sync a folder
 _BLOCK = 1 << 16
@@ -56,6 +63,49 @@ def write_whole(path: Path, content: str | bytes) -> None:
                 partial.unlink(missing_ok=True)
             raise
         sync_folder(target.parent)
+
+
+@contextmanager
+def write_parts(path: Path) -> Iterator[Callable[[bytes | bytearray], None]]:
+    """Yield a function that adds bytes to a new file of any size. The file appears under its name when the block
+    ends, and not at all if it ends with an exception."""
+    partial = path.with_name(f".{path.name}.partial")
+    with ExitStack() as cleanup:
+        with _as_write_error(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            cleanup.callback(partial.unlink, missing_ok=True)
+            file = cleanup.enter_context(partial.open("wb"))
+
+        def write(data: bytes | bytearray) -> None:
+            with _as_write_error(path):
+                file.write(data)
+
+        yield write
+        with _as_write_error(path):
+            file.flush()
+            os.fsync(file.fileno())
+            partial.replace(path)
+
+
+def write_pieces(path: Path, pieces: Iterable[str]) -> None:
+    """Write a large file piece by piece, whole or not at all, also if making a piece raises an error."""
+    with write_parts(path) as write:
+        for piece in pieces:
+            write(piece.encode(errors="backslashreplace"))
+
+
+def replace_whole(path: Path, content: str) -> None:
+    """Write a file that others may read at any moment: they see the old content or the new one. Unlike with
+    `write_whole`, a crash of the machine may leave an empty file, and nothing waits for the disk."""
+    partial = path.with_name(f"{path.name}{PARTIAL}")
+    with _as_write_error(path):
+        try:
+            partial.write_text(content)
+            partial.replace(path)
+        except OSError:
+            with suppress(OSError):
+                partial.unlink(missing_ok=True)
+            raise
 
 
 def write_json(path: Path, value: Any) -> None:
@@ -189,14 +239,32 @@ def is_free(folder: Path) -> bool:
     return not folder.exists() or (folder.is_dir() and not any(folder.iterdir()))
 
 
-def advise_missing_model(name: str) -> str:
-    """Return what to do about a model folder that does not exist. It may be named as on the Hugging Face hub."""
-    if not re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", name):
-        return RELATIVE_PATHS
-    return (
-        f"{RELATIVE_PATHS}; a model of the Hugging Face hub is downloaded first (hf download {name} --local-dir "
-        "DIR) and then given the coordinate tokens (coordexp model add-coords --model DIR --out NEW)"
-    )
+def is_hub_name(name: str) -> bool:
+    """Return whether a name that is no path here is that of a model on the Hugging Face hub. A name below a folder
+    that exists here, or that usually has local files, is a path with a mistake in it."""
+    owner = name.partition("/")[0]
+    return bool(_HUB_NAME.fullmatch(name)) and owner not in LOCAL_FOLDERS and not Path(owner).exists()
+
+
+def find_model(name: str | Path, *, download: bool = True) -> Path:
+    """Return the folder of a model. A name such as Qwen/Qwen3-VL-4B-Instruct stands for the model of the Hugging
+    Face hub in the local cache; it is downloaded if it is not there. Any other name is a path, which may not
+    exist.
+
+    Raise UserError with the command that downloads the model if that is not possible here."""
+    if Path(name).exists() or not is_hub_name(str(name)):
+        return Path(name)
+    from huggingface_hub import snapshot_download  # takes a moment
+
+    try:
+        return Path(snapshot_download(str(name), allow_patterns=MODEL_FILES, local_files_only=not download))
+    except (OSError, ValueError) as error:
+        reason = "" if not download else f", and it cannot be downloaded: {str(error).splitlines()[0]}"
+        raise UserError(
+            f"{name} is neither a folder here nor a model in the local cache of the Hugging Face hub{reason}",
+            f"where there is a connection, run: hf download {name} (it fills the cache in $HF_HOME), or: hf "
+            f"download {name} --local-dir DIR, and give DIR",
+        ) from error
 
 
 def match_files(name: str) -> list[Path]:

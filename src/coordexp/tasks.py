@@ -2,9 +2,12 @@
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from threading import Event, Thread
 from typing import Any, Generic, TypeVar
+
+REMIND_EVERY_S = 15.0  # while a user waits for something that takes minutes
 
 T = TypeVar("T")
 E = TypeVar("E", bound=BaseException)
@@ -51,3 +54,19 @@ class Task(Generic[T]):
         """Wait for the end, and return the error of the work if it is of this kind. `result` raises all others."""
         self.done.wait()
         return self.error if isinstance(self.error, kind) else None
+
+
+@contextmanager
+def remind(notify: Callable[[str], None], message: str, interval: float = REMIND_EVERY_S) -> Iterator[None]:
+    """Repeat a message, with the seconds that have passed, as long as this context lasts."""
+    ended, began = Event(), time.monotonic()
+
+    def repeat() -> None:
+        while not ended.wait(interval):
+            notify(f"{message} ({time.monotonic() - began:.0f} s)")
+
+    Thread(target=repeat, daemon=True).start()
+    try:
+        yield
+    finally:
+        ended.set()

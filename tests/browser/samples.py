@@ -160,6 +160,7 @@ class Book:
                 "remark": None if f"picture-{record}" in self.images else "image not shown: No such file",
                 "true": len(truth),
                 "matched": len(truth) - len(missed),
+                "renamed": sum(obj.of is not None and obj.desc != truth[obj.of].desc for obj in predicted),
                 "missed": len(missed),
                 "extra": extra,
                 "invalid": sum(obj.reason is not None for obj in predicted),

@@ -1,4 +1,4 @@
-"""The pages of records and of an evaluation in a browser: filters, order, pages, and their width."""
+"""The pages of records, of an evaluation and of predictions in a browser: filters, order, pages, their width."""
 
 import json
 from dataclasses import dataclass
@@ -13,6 +13,7 @@ from coordexp.cli import app
 from coordexp.evaluate import evaluate
 from coordexp.pages.document import save_page
 from coordexp.pages.evaluation import render_evaluation
+from coordexp.pages.predictions import render_predictions
 from tests.browser.conftest import Open
 from tests.unit.evaluate.scenes import BOX, FAR, answer, prediction, record
 
@@ -59,6 +60,20 @@ class EvaluationPage:
             answer(prediction("bird", BOX, 0.9), image_id=3, image="3.png"),
         ]
         save_page(path, render_evaluation(evaluate(truth, answers), self.folder, "preds on data", 9))
+        return path
+
+
+@dataclass(frozen=True)
+class PredictionsPage:
+    """The page of predictions on 30 images: a cat with score 0.9 and a dog with 0.3 on each, but on the last."""
+
+    folder: Path
+
+    def save(self, path: Path) -> Path:
+        images = [(id, record(image=f"{id}.png")) for id in range(1, 31)]
+        objects = (prediction("cat", BOX, 0.9), prediction("dog", FAR, 0.3))
+        answers = [answer(*objects[: 2 * (id < 30)], image_id=id, image=f"{id}.png") for id, _ in images]
+        save_page(path, render_predictions(images, answers, self.folder, "model on images"))
         return path
 
 
@@ -119,6 +134,49 @@ def test_a_kind_of_outline_can_be_hidden_with_its_names(open_page: Open, tmp_pat
     expect(page.locator(".card .shape.missed").first).to_be_visible()
 
 
+def test_a_small_image_fills_its_card_with_sharp_pixels(open_page: Open, tmp_path: Path) -> None:
+    Image.new("RGB", (64, 64), "teal").save(tmp_path / "1.png")
+    page = open_page(EvaluationPage(tmp_path))
+    card, image = page.locator(".card").first.bounding_box(), page.locator(".card img").bounding_box()
+    assert card and image and image["width"] > min(380, 0.9 * card["width"])
+    assert page.locator(".card img").evaluate("node => getComputedStyle(node).imageRendering") == "pixelated"
+
+
+def test_names_over_the_worst_images_can_be_switched_off(open_page: Open, tmp_path: Path) -> None:
+    page = open_page(EvaluationPage(tmp_path))
+    expect(page.locator(".tag").first).to_be_visible()
+    page.locator("[data-kind=names]").uncheck()
+    expect(page.locator(".tag:visible")).to_have_count(0)
+    expect(page.locator(".card .shape.missed").first).to_be_visible()
+
+
+@pytest.mark.parametrize("make", [RecordsPage, EvaluationPage])
+@pytest.mark.parametrize("viewport", [{"width": 1400, "height": 900}, {"width": 390, "height": 800}])
+def test_an_image_is_enlarged_with_its_shapes_by_a_click_or_a_key_and_closed_again(
+    open_page: Open, tmp_path: Path, make: type[RecordsPage | EvaluationPage], viewport: dict[str, int]
+) -> None:
+    page = open_page(make(tmp_path), viewport=viewport)
+    dialog, stage = page.locator("dialog.enlarged"), page.locator(".card .stage").first
+    before = stage.bounding_box()
+    stage.click()
+    expect(dialog).to_be_visible()
+    after = dialog.locator(".stage").bounding_box()
+    assert before and after and after["x"] >= 0 and after["x"] + after["width"] <= viewport["width"]
+    assert after["y"] >= 0 and after["y"] + after["height"] <= viewport["height"]
+    assert after["width"] > 1.5 * before["width"] or after["width"] > 0.9 * viewport["width"]
+    assert dialog.locator("svg polygon, svg rect").count() == stage.locator("svg polygon, svg rect").count() > 0
+    page.keyboard.press("ArrowRight")  # it does not turn the page below
+    page.keyboard.press("Escape")
+    expect(dialog).to_be_hidden()
+    expect(stage).to_be_visible()
+    stage.locator("button").focus()
+    page.keyboard.press("Enter")
+    expect(dialog).to_be_visible()
+    dialog.locator("[data-object], .shape").first.hover(force=True)
+    dialog.locator("button").click()
+    expect(dialog).to_be_hidden()
+
+
 def test_a_click_on_a_column_sorts_the_classes(open_page: Open, tmp_path: Path) -> None:
     page = open_page(EvaluationPage(tmp_path))
     names = page.locator(".sortable tbody th")
@@ -130,10 +188,27 @@ def test_a_click_on_a_column_sorts_the_classes(open_page: Open, tmp_path: Path) 
     assert head.get_attribute("aria-sort") == "ascending"
 
 
+def test_predictions_below_a_score_are_hidden_and_answers_filtered(open_page: Open, tmp_path: Path) -> None:
+    page = open_page(PredictionsPage(tmp_path))
+    expect(page.locator("#where")).to_have_text("1 of 3")
+    card = page.locator(".card").first
+    expect(card.locator(".tag:visible")).to_have_text(["cat 0.90", "dog 0.30"])
+    page.locator("#least").fill("0.35")
+    expect(page.locator("#least-score")).to_have_text("0.35")
+    expect(card.locator(".tag:visible")).to_have_text(["cat 0.90"])
+    expect(card.locator("li:visible")).to_have_text(["cat 0.90"])
+    expect(card.locator("polygon:visible")).to_have_count(1)
+    page.locator("#least").press("ArrowLeft")  # moves the slider, and does not turn the page
+    expect(card.locator(".tag:visible")).to_have_count(2)
+    expect(page.locator("#where")).to_have_text("1 of 3")
+    page.locator("#flag").select_option("empty")
+    assert [text.split()[0] for text in visible_cards(page)] == ["30.png"]
+
+
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("make", [RecordsPage, EvaluationPage])
+@pytest.mark.parametrize("make", [RecordsPage, EvaluationPage, PredictionsPage])
 def test_at_200_percent_nothing_is_wider_than_the_window(
-    open_page: Open, tmp_path: Path, make: type[RecordsPage | EvaluationPage], scheme: str
+    open_page: Open, tmp_path: Path, make: type[RecordsPage | EvaluationPage | PredictionsPage], scheme: str
 ) -> None:
     page = open_page(make(tmp_path), viewport=NARROW, color_scheme=scheme)
     assert page.evaluate("document.documentElement.scrollWidth") <= NARROW["width"]

@@ -416,6 +416,9 @@ def test_an_address_that_is_not_on_the_page_is_reported(open_page: Open) -> None
 def test_a_pair_with_different_names_shows_both(open_page: Open) -> None:
     page = open_page(demo_book(), "#49.0.12")
     expect(page.locator(".object.matched .outcome")).to_have_text(["true 1, which is called red cup, IoU 0.78"])
+    expect(page.locator("#tally .matched")).to_have_text("1 of 5 found, 1 under another name")
+    page.goto(page.url.replace("#49.0.12", "#99.0.12"))
+    expect(page.locator("#tally .matched").first).to_have_text("3 of 5 found")
 
 
 def test_a_resting_mouse_does_not_override_the_keyboard(open_page: Open) -> None:

@@ -122,7 +122,8 @@ def _run_python(code: str) -> None:
 
 
 def _modules_reached_from(start: str) -> set[str]:
-    """Return the modules of coordexp that importing `start` can reach, imports inside functions included."""
+    """Return the modules of coordexp that importing `start` can reach, imports inside functions included. The
+    package itself is not followed: it imports the detector only when that is asked for."""
     reached: set[str] = set()
     waiting = [start]
     while waiting:
@@ -131,7 +132,7 @@ def _modules_reached_from(start: str) -> set[str]:
             continue
         reached.add(name)
         known = set(_modules())
-        waiting += [other for other in _imports(_tree(name), name) if other in known]
+        waiting += [other for other in _imports(_tree(name), name) if other in known - {"coordexp"}]
     return reached
 
 

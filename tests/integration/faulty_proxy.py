@@ -51,7 +51,7 @@ class _Forwarder(Handler):
     proxy: FaultyProxy
 
     def _handle(self, body: dict[str, Any]) -> None:
-        waiting = self.proxy.faults.get(self.path)
+        waiting = self.proxy.faults.get(self.path.partition("?")[0])
         if waiting and waiting.pop(0)(self):
             return
         with suppress(OSError):  # if the server is gone, the learner gets no answer

@@ -46,6 +46,14 @@ def specified_settings() -> dict[str, Any]:
     return general | specified
 
 
+# What a sample asks for, and the order of its objects, are drawn for every step.
+DRAWN = {
+    "custom__class_requests": {"rate": 0.5},
+    "custom__negatives": {"rate": 0.5},
+    "custom__object_order": "random",
+}
+
+
 def config(folder: Path, name: str, **changes: Any) -> Path:
     """Write the config of a run called `name` on the scenes of `folder`, with the shipped objective. Answers
     of two objects are cut off. `changes` are dotted paths with __ for the dots."""

@@ -1,7 +1,8 @@
 """Run one optimizer step of the real objective: `python step_worker.py PLAN.json`, alone or with torchrun.
 
-The plan lists the micro-steps of each rank. A micro-step is a list of example seeds that make one row. Rank 0
-writes the gradients before and after clipping, and the report.
+The plan lists the micro-steps of each rank. A micro-step is a list of example seeds that make one row. With
+`chat`, the objective has a loss for chat records, which seeds from 100 on stand for. Rank 0 writes the gradients
+before and after clipping, and the report.
 """
 
 import json
@@ -16,15 +17,16 @@ from torch.distributed.tensor import DTensor
 
 from coordexp.objective import LossTally, reduce_counts
 from coordexp.objective.pipeline import gradient_scale
-from tests.rows import Tiny
+from coordexp.pack import Example
+from tests.rows import Tiny, chat_settings
 
 
 def main(plan: dict) -> None:
     torch.set_num_threads(1)
     accelerator = make_accelerator(sharded=plan["mode"] == "fsdp2")
-    tiny = Tiny(Path(plan["model"]))
+    tiny = Tiny(Path(plan["model"]), chat_settings() if plan["chat"] else None)
     rows = [
-        tiny.collate([tiny.example(seed, "AB"[seed % 2]) for seed in seeds])
+        tiny.collate([make_example(tiny, seed) for seed in seeds])
         for seeds in plan["ranks"][accelerator.process_index]
     ]
     model = tiny.model.train()
@@ -49,6 +51,13 @@ def main(plan: dict) -> None:
     del model, logits, measures  # a DDP wrapper that outlives its process group can wait for it forever
     accelerator.wait_for_everyone()
     accelerator.end_training()
+
+
+def make_example(tiny: Tiny, seed: int) -> Example:
+    """Return the example of a seed: from 100 on, a question about an image, from 200 on, one without an image."""
+    if seed >= 100:
+        return tiny.chat(seed, has_image=seed < 200)
+    return tiny.example(seed, "AB"[seed % 2])
 
 
 def make_accelerator(sharded: bool) -> Accelerator:

@@ -69,7 +69,7 @@ class Both:
 
     def inputs(self, images: Sequence[ImageRef]) -> list[dict[str, Any]]:
         return [
-            {"prompt": self.prompts.text, "multi_modal_data": {"image": open_image(image.path, image.size)}}
+            {"prompt": self.prompts.text(), "multi_modal_data": {"image": open_image(image.path, image.size)}}
             for image in images
         ]
 

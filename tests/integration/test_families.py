@@ -12,6 +12,7 @@ from coordexp.config import World, load_settings
 from coordexp.config.settings import Adapter
 from coordexp.demo.model import Size, make_model
 from coordexp.demo.scenes import SceneSettings, write_scenes
+from coordexp.errors import DataError
 from coordexp.families import FAMILIES, load_model
 from coordexp.pack.collate import kind_counts
 from coordexp.train.learner import learner_weights, with_adapter
@@ -118,6 +119,30 @@ def test_a_run_saves_checkpoints_in_the_layout_of_the_one_that_it_started_from_a
     last.rename(parts / "removed")
     prepare(load_settings(file, World(1)), resume=True).run()
     assert_equal_weights(load_file(last / "model.safetensors"), saved)
+
+
+@pytest.mark.parametrize("adapter", [None, LORA], ids=["all weights", "adapter"])
+def test_a_frozen_vision_tower_stays_bit_for_bit_and_the_engine_gets_all_weights(parts, adapter):
+    name = "frozen-adapter" if adapter else "frozen"
+    file = config(parts, name, max_steps=2, save_steps=1, lr_scheduler_type="constant", adapter=adapter)
+    loaded = load_settings(file, World(1), ["model.freeze=[vision]"])
+    prepared = prepare(loaded, resume=False)
+    prepared.run()
+    sent, base = dict(learner_weights(prepared.trainer.model)), load_file(parts / "model/model.safetensors")
+    assert sent.keys() == base.keys()
+    moved = {weight for weight in base if not torch.equal(base[weight], sent[weight])}
+    tower = {weight for weight in base if "visual." in weight and "merger" not in weight}
+    mergers = {weight for weight in base if "merger" in weight}
+    assert tower and mergers
+    assert not moved & tower
+    assert moved & mergers
+    assert any("layers.0." in weight for weight in moved)
+    (parts / name / "checkpoint-2").rename(parts / f"removed-{name}")
+    again = prepare(loaded, resume=True)
+    again.run()
+    assert_equal_weights(dict(learner_weights(again.trainer.model)), sent)
+    with pytest.raises(DataError, match=r"model\.freeze"):
+        prepare(load_settings(file, World(1), ["training.max_steps=3"]), resume=True)
 
 
 def test_an_adapter_is_trained_and_merged_into_a_checkpoint_that_answers_as_the_learner_does(parts):

@@ -14,6 +14,7 @@ from transformers import AutoProcessor, Qwen3VLForConditionalGeneration
 
 from coordexp.config.rollout import RepeatTerminate, RolloutMatching
 from coordexp.config.settings import Adapter
+from coordexp.correction import CoordTokenAnswers
 from coordexp.data import RecordFile
 from coordexp.demo.scenes import SceneSettings, write_scenes
 from coordexp.rollout.backend import Decode, ImageRef, Request
@@ -24,7 +25,7 @@ from coordexp.train.evaluation import AnswerEvaluation
 from coordexp.train.learner import with_adapter
 from coordexp.train.metrics import StepMetrics
 from coordexp.vocab import VocabularyTable
-from tests.scripted import Said, ScriptedBackend
+from tests.scripted import QUESTIONS, Said, ScriptedBackend
 from tests.steps import RolloutStep
 
 pytestmark = pytest.mark.timeout(240)
@@ -294,7 +295,13 @@ def test_the_guard_of_the_settings_ends_looping_answers_in_evaluation_when_it_is
     file.write_text("".join(json.dumps(record) + "\n" for record in records))
     cfg = RolloutMatching(max_new_tokens=40, repeat_terminate=GUARD.model_copy(update={"enabled": enabled}))
     evaluation = AnswerEvaluation(
-        RecordFile(file), parts.backend(), lambda: iter(()), parts.table, cfg, tmp_path / "run"
+        RecordFile(file),
+        QUESTIONS,
+        parts.backend(),
+        lambda: iter(()),
+        CoordTokenAnswers(parts.table),
+        cfg,
+        tmp_path / "run",
     )
     evaluation(3)
     lines = (tmp_path / "run/evaluations/step-3.answers.jsonl").read_text().splitlines()
@@ -395,7 +402,7 @@ def test_answers_carry_the_version_of_the_weights_and_their_prompt(parts, images
 def test_another_backend_with_the_same_answers_gives_the_same_examples_and_counters(parts, tmp_path):
     write_scenes(tmp_path / "s", SceneSettings(), train=1, val=5, seed=0)
     cfg = RolloutMatching(rollout_backend="hf", max_new_tokens=16)
-    cases = TrainingSet(RecordFile(tmp_path / "s/val.jsonl"), parts.prompts, parts.table, "desc_first", cfg)
+    cases = TrainingSet(RecordFile(tmp_path / "s/val.jsonl"), parts.prompts, CoordTokenAnswers(parts.table), cfg)
     script = {}
 
     def step(backend, watch):

@@ -88,7 +88,7 @@ def test_a_saved_checkpoint_has_the_limit_and_vllm_reads_it_there(tmp_path):
     processor = processor_of_vllm(saved, {})
     assert processor.info.get_max_image_tokens() == 16
     items = processor.info.parse_mm_data({"image": [Image.open(next(data.rglob("*.png"))).convert("RGB")]})
-    rendered = processor(prompts.text, mm_items=items, hf_processor_mm_kwargs={})
+    rendered = processor(prompts.text(), mm_items=items, hf_processor_mm_kwargs={})
     assert list(rendered["prompt_token_ids"]) == prompts.ids(256, 256)
 
 

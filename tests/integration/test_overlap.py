@@ -9,7 +9,7 @@ import pytest
 
 from tests.integration.faulty_proxy import does
 from tests.integration.servers import Fleet
-from tests.integration.stage2_runs import started, steps, training
+from tests.integration.stage2_runs import DRAWN, started, steps, training
 from tests.integration.test_server_faults import (
     KILL,
     Learning,
@@ -22,7 +22,7 @@ from tests.integration.test_server_faults import (
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 STEPS = 8
-AHEAD = {"stage2__max_staleness": 1, "training__max_steps": STEPS, "training__save_steps": 3}
+AHEAD = DRAWN | {"stage2__max_staleness": 1, "training__max_steps": STEPS, "training__save_steps": 3}
 
 
 @pytest.fixture(scope="module")

@@ -1,14 +1,18 @@
 """A packed row on the real tiny Qwen3-VL equals its segments run alone."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from coordexp.demo.model import make_model
+from coordexp.errors import DataError
+from coordexp.families import FAMILIES
 from coordexp.pack import Example
 from coordexp.pack.attention import segment_lengths
 from coordexp.pack.collate import kind_counts
 from tests.engines import drawing, prompt
-from tests.rows import Tiny
+from tests.rows import Tiny, chat_settings
 
 SEEDS = range(6)
 
@@ -48,6 +52,44 @@ def test_gradients_of_a_packed_row_are_the_sum_of_those_alone(tiny):
     alone = tiny.gradients()
     assert max((together[name] - alone[name]).abs().max() for name in alone) <= 1e-5
     assert all(gradient.abs().max() > 0 for name, gradient in together.items() if "norm" not in name)
+
+
+def chat_examples(tiny: Tiny) -> list[Example]:
+    """Return questions with and without an image, between records with objects."""
+    questions = [tiny.chat(seed, has_image=seed % 2 == 0) for seed in range(3, 7)]
+    return [questions[0], tiny.example(0, "A"), *questions[1:], tiny.example(1, "B")]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_questions_with_and_without_an_image_share_a_row_with_records(family, tmp_path):
+    tiny = Tiny(make_model(tmp_path / "model", "small", family=family, spread=3.0), chat_settings())
+    together = tiny.logits(tiny.collate(chat_examples(tiny)))
+    alone = torch.cat([tiny.logits(tiny.collate([example])) for example in chat_examples(tiny)])
+    assert together.shape == alone.shape
+    assert (together - alone).abs().max() <= 1e-4
+    plain = tiny.model(**tiny.pad(chat_examples(tiny))).logits
+    flat = torch.cat([plain[k, : len(example)] for k, example in enumerate(chat_examples(tiny))])
+    row = tiny.collate(chat_examples(tiny))
+    assert (flat[row.inputs["logits_to_keep"]] - together).abs().max() <= 1e-4
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_row_without_an_image_has_a_gradient_of_zero_for_the_vision_tower(family, tmp_path):
+    """Without the blank image, it would have none: DDP would wait for it, and the optimizer would skip it."""
+    tiny = Tiny(make_model(tmp_path / "model", "small", family=family, spread=3.0), chat_settings())
+    row = tiny.collate([tiny.chat(3, has_image=False), tiny.chat(5, has_image=False)])
+    assert row.inputs["mm_token_type_ids"].sum() == 1 and len(row.inputs["image_grid_thw"]) == 1
+    counts = sum(span.counts for span in row.spans)
+    tiny.objective.loss(tiny.measure(tiny.logits(row), row.supervision), counts).backward()
+    with_blank = {name: weight.grad for name, weight in tiny.model.named_parameters()}
+    tiny.model.zero_grad()
+    without = replace(tiny.collate, blank=None)([tiny.chat(3, has_image=False), tiny.chat(5, has_image=False)])
+    tiny.objective.loss(tiny.measure(tiny.logits(without), without.supervision), counts).backward()
+    for name, weight in tiny.model.named_parameters():
+        if ".visual." in name:
+            assert weight.grad is None and with_blank[name] is not None and not with_blank[name].any()
+        elif weight.grad is not None:
+            assert (with_blank[name] - weight.grad).abs().max() <= 1e-5
 
 
 def test_a_packed_row_equals_the_padded_batch_of_transformers(folder, tiny):
@@ -103,7 +145,7 @@ def test_gradient_checkpointing_changes_nothing(folder):
 def test_a_picture_that_does_not_fit_its_prompt_is_named(tiny):
     first = tiny.example(0)
     other = Example(first.segment, "4x96", first.size, first.channel)
-    with pytest.raises(ValueError, match=r"4x96: the prompt has \d+ image tokens, the image makes \d+"):
+    with pytest.raises(DataError, match=r"4x96: the prompt has \d+ image tokens, the image makes \d+"):
         tiny.collate([other])
 
 

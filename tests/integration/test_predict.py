@@ -14,9 +14,9 @@ from transformers import AutoProcessor, Qwen3VLForConditionalGeneration
 from typer.testing import CliRunner
 
 from coordexp.cli import app
-from coordexp.cli.predict import Answering
 from coordexp.data import DataError
 from coordexp.demo.scenes import SceneSettings, write_scenes
+from coordexp.detect.answering import Answering
 from coordexp.engine.generate import generate_rollouts
 from coordexp.rollout.backend import Decode, ImageRef, Request
 from coordexp.rollout.hugging_face import HuggingFaceBackend
@@ -43,11 +43,13 @@ def test_vllm_and_transformers_write_the_same_tokens_for_fifty_images(lively_mod
     prompts = PromptBuilder(AutoProcessor.from_pretrained(lively_model), "Detect all objects.")
     model = Qwen3VLForConditionalGeneration.from_pretrained(lively_model, dtype="float32")
     backend = HuggingFaceBackend(lambda: model, prompts, table, decode_batch_size=10)
-    requests = [Request(image, Decode.greedy(32)) for image in images]
+    questions = [None, "Detect all objects of these classes: red circle, blue square."]
+    requests = [Request(image, Decode.greedy(32), question=questions[k % 2]) for k, image in enumerate(images)]
     expected = backend.generate(requests)
     actual = generate_rollouts(lively_engine, prompts, table, requests)
     assert len(expected) == len(actual) == 50
     assert len({rollout.ids for rollout in expected}) > 10
+    assert len(expected[1].prompt_ids) > len(expected[0].prompt_ids)
     for rollout, other in zip(actual, expected, strict=True):
         assert rollout.ids == other.ids
         assert rollout.finish_reason == other.finish_reason
@@ -61,7 +63,7 @@ def test_a_prompt_has_the_tokens_that_the_processor_makes(lively_model, images):
     from coordexp.rollout.prompt import open_image
 
     for image in images[::10]:
-        inputs = processor(text=[prompts.text], images=[open_image(image.path, image.size)], return_tensors="pt")
+        inputs = processor(text=[prompts.text()], images=[open_image(image.path, image.size)], return_tensors="pt")
         assert inputs["input_ids"][0].tolist() == prompts.ids(*image.size)
 
 

@@ -32,8 +32,17 @@ def test_every_step_of_the_ladder_works(tmp_path):
     assert "vLLM and transformers agree on all 16 tokens" in result.stdout
 
 
+def test_the_detector_of_the_first_screen_finds_the_objects_of_the_scene():
+    """The scene has a yellow triangle, a red circle and a purple square."""
+    example, _ = blocks("python")
+    assert example in Path("docs/detector.md").read_text()
+    run = [sys.executable, "-c", example]
+    shown = subprocess.run(run, capture_output=True, text=True, check=True).stdout.splitlines()
+    assert [line.split(" (")[0] for line in shown] == ["yellow triangle", "red circle", "purple square"]
+
+
 def test_the_python_example_prints_what_the_text_says(tmp_path, lively_model):
-    (example,) = blocks("python")
+    _, example = blocks("python")
     (tmp_path / "demo-model").symlink_to(lively_model)
     run = [sys.executable, "-c", example]
     result = subprocess.run(run, capture_output=True, text=True, cwd=tmp_path, check=True)

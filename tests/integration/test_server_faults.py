@@ -337,7 +337,7 @@ def other_world_size(fleet: Fleet, proxy: FaultyProxy, stack: ExitStack) -> dict
 
 
 def other_world_size_everywhere(fleet: Fleet, proxy: FaultyProxy, stack: ExitStack) -> dict[str, Any]:
-    facts = httpx.get(f"{fleet.url(0)}/version/", trust_env=False).json()
+    facts = httpx.get(f"{fleet.url(0)}/version/?full=1", trust_env=False).json()
     proxy.add_faults("/get_world_size/", says({"world_size": 2}))
     proxy.add_faults("/version/", says(facts | {"world_size": 2}))
     return {}

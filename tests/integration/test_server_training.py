@@ -14,26 +14,30 @@ from typer.testing import CliRunner
 from coordexp.cli import app
 from coordexp.rollout.backend import request_seed
 from tests.integration.servers import GUARD, Fleet
-from tests.integration.stage2_runs import config, finish, replayed_steps, started, steps, training
+from tests.integration.stage2_runs import DRAWN, config, finish, replayed_steps, started, steps, training
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(480)]
 
 STEPS = 10
-RUN = {"training__max_steps": STEPS, "training__save_steps": STEPS, "stage2__dump_every": 5}
+RUN = DRAWN | {"training__max_steps": STEPS, "training__save_steps": STEPS, "stage2__dump_every": 5}
 
 
 class Pair:
-    """A run with servers that are already running, and the same run with the learner alone."""
+    """A run with servers that are already running, and the same run with the learner alone (`own`, unless there is
+    one already)."""
 
-    def __init__(self, fleet: Fleet, name: str, servers: int, ranks: int) -> None:
+    def __init__(
+        self, fleet: Fleet, name: str, servers: int, ranks: int, own: Path | None = None, **changes: Any
+    ) -> None:
         fleet.ensure(servers)
-        file = str(fleet.config(name, servers, **RUN))
+        file = str(fleet.config(name, servers, **RUN, **changes))
         launch = ["-m", "coordexp", "launch", "--config", file, "--cpu", "--no-servers", "--learners", str(ranks)]
         self.shown = finish(launch)
         self.folder = fleet.folder / name
-        own = {"rollout_matching__repeat_terminate": GUARD}
-        finish(training(config(fleet.folder, f"{name}-own", **RUN, **own)), ranks)
-        self.own = fleet.folder / f"{name}-own"
+        self.own = own or fleet.folder / f"{name}-own"
+        if own is None:
+            guard = {"rollout_matching__repeat_terminate": GUARD}
+            finish(training(config(fleet.folder, f"{name}-own", **RUN, **guard)), ranks)
         self.servers, self.ranks, self.fleet = servers, ranks, fleet
 
     def events(self, kind: str, rank: int = 0) -> list[dict[str, Any]]:
@@ -49,6 +53,12 @@ def two_servers(fleet: Fleet) -> Pair:
 @pytest.fixture(scope="module")
 def two_ranks(fleet: Fleet) -> Pair:
     return Pair(fleet, "two-ranks", servers=1, ranks=2)
+
+
+@pytest.fixture(scope="module")
+def two_senders(fleet: Fleet, two_ranks: Pair) -> Pair:
+    senders = {"rollout_matching__vllm__sync__senders": 2}
+    return Pair(fleet, "two-senders", servers=2, ranks=2, own=two_ranks.own, **senders)
 
 
 def check_losses(run: Path, own: Path) -> None:
@@ -76,6 +86,16 @@ def test_one_server_and_two_ranks_give_the_losses_of_their_own_answers(two_ranks
         calls = [call for event in two_ranks.events("rollouts", rank) for call in event["calls"]]
         assert calls and {call["server"] for call in calls} == {0}
     assert len(two_ranks.events("sync")) == STEPS and not two_ranks.events("sync", 1)
+
+
+def test_two_ranks_that_each_send_to_one_of_two_servers_give_the_losses_of_their_own_answers(two_senders):
+    check_losses(two_senders.folder, two_senders.own)
+    syncs = two_senders.events("sync")
+    assert [event["version"] for event in syncs] == list(range(STEPS)) and not two_senders.events("sync", 1)
+    assert all(event["synced"] == [0, 1] and event["bytes"] > 3_000_000 for event in syncs)
+    for rank in (0, 1):
+        calls = [call for event in two_senders.events("rollouts", rank) for call in event["calls"]]
+        assert {call["server"] for call in calls} == {0, 1}
 
 
 @pytest.mark.scenario("R07.C5", "R07.S5", on="engine")

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -125,6 +126,21 @@ def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(parts):
     losses = [[line["loss"] for line in metrics(parts / name) if "loss" in line] for name in ("whole", "cut")]
     assert losses[0] == losses[1]
     assert len(losses[0]) == 8
+
+
+def test_every_line_of_a_run_has_a_time_and_a_level_and_a_resume_does_not_mention_tied_weights(parts):
+    file = config(parts, "logged", max_steps=1, save_steps=1)
+    done = ran(file, "--log-format", "json")
+    records = [json.loads(line) for line in (done.stdout + done.stderr).splitlines()]
+    assert done.returncode == 0 and {record["level"] for record in records} <= {"info", "warning"}
+    assert "step 1/1" in " ".join(record["message"] for record in records)
+    config(parts, "logged", max_steps=2, save_steps=1)
+    done = ran(file, "--resume")
+    assert done.returncode == 0, done.stderr
+    assert "resuming from" in done.stdout and "missing" not in done.stdout + done.stderr
+    for line in (done.stdout + done.stderr).splitlines():
+        assert re.match(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d (INFO|WARNING) ", line), line
+    assert f'coordexp_learner_step{{run="{parts / "logged"}"}} 2\n' in (parts / "logged/metrics.prom").read_text()
 
 
 LEARNS = {

@@ -23,6 +23,7 @@ from typer.testing import CliRunner
 from coordexp.cli import app
 from tests.integration.answers import answers, backend, whole_model
 from tests.integration.stage2_runs import (
+    DRAWN,
     MODEL,
     ROOT,
     config,
@@ -43,6 +44,7 @@ EVALUATED = {**SHORT, "training__eval_strategy": "steps", "training__eval_steps"
 BOTH_CHANNELS = {"custom__trainer_variant": "stage2_two_channel"}
 MIXED = {
     **BOTH_CHANNELS,
+    **DRAWN,
     "stage2__b_ratio": 0.5,
     "training__max_steps": 6,
     "training__save_steps": 3,

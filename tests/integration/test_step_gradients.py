@@ -23,6 +23,14 @@ PLANS = {
     "fsdp2, two micro-steps": ("fsdp2", [[[0], [4, 1, 2]], [[3, 7], [5, 6]]]),
 }
 
+# With questions about images (from 100 on) and without (from 200 on). Some rows of some ranks have no image.
+CHAT_PLANS = {
+    "chat, one row": ("none", [[[0, 1, 100, 200, 101, 201]]]),
+    "chat, unpacked": ("none", [[[0], [1], [100], [200], [101], [201]]]),
+    "chat, ddp": ("ddp", [[[200], [0, 101]], [[1, 100], [201]]]),
+    "chat, fsdp2": ("fsdp2", [[[200], [0, 101]], [[1, 100], [201]]]),
+}
+
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
@@ -42,8 +50,9 @@ def run(folder, tmp_path_factory):
 
 
 def _run_step(name: str, folder: Path, out: Path):
-    mode, ranks = PLANS[name]
+    mode, ranks = (PLANS | CHAT_PLANS)[name]
     plan = {"mode": mode, "ranks": ranks, "model": str(folder), "out": str(out), "clip": CLIP}
+    plan["chat"] = name in CHAT_PLANS
     (out / "plan.json").write_text(json.dumps(plan))
     run_worker("step_worker.py", str(out / "plan.json"), processes=len(ranks), timeout=120)
     report = json.loads((out / "report.json").read_text())
@@ -53,7 +62,16 @@ def _run_step(name: str, folder: Path, out: Path):
 @pytest.mark.timeout(480)
 @pytest.mark.parametrize("name", [name for name in PLANS if name != "one row"])
 def test_the_step_has_the_same_gradient_and_report_as_one_row_on_one_process(run, name):
-    expected, actual = run("one row"), run(name)
+    check_same_step(run("one row"), run(name))
+
+
+@pytest.mark.timeout(480)
+@pytest.mark.parametrize("name", [name for name in CHAT_PLANS if name != "chat, one row"])
+def test_a_step_with_questions_has_the_same_gradient_and_report_also_if_a_row_has_no_image(run, name):
+    check_same_step(run("chat, one row"), run(name))
+
+
+def check_same_step(expected, actual):
     for whole, part in zip(expected[:2], actual[:2], strict=True):
         assert whole.keys() == part.keys()
         for weight in whole:

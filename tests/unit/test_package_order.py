@@ -12,7 +12,7 @@ PACKAGE = SOURCE / "coordexp"
 # A part imports no part of its own line or of a later one.
 ORDER = (
     ("errors",),
-    ("files", "child_processes", "extensions", "tasks"),
+    ("files", "child_processes", "extensions", "logs", "tasks"),
     ("families", "shapes"),
     ("config",),
     ("data",),
@@ -26,6 +26,7 @@ ORDER = (
     ("objective",),
     ("dumps",),
     ("evaluate",),
+    ("detect",),
     ("train", "pages"),
     ("demo",),
     ("launch",),

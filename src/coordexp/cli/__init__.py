@@ -22,6 +22,7 @@ from coordexp.cli import (
     train,
 )
 from coordexp.errors import ConfigError, UserError
+from coordexp.logs import at_level
 
 
 class Commands(TyperGroup):
@@ -35,12 +36,14 @@ class Commands(TyperGroup):
         try:
             return super().invoke(ctx)
         except ConfigError as error:
-            console.print_config_error(error, console.err)
+            with at_level("error"):
+                console.print_config_error(error, console.err)
             raise typer.Exit(2) from None
         except BrokenPipeError:  # the reader of the output went away (`coordexp ... | head`): typer ends quietly
             raise
         except (UserError, OSError) as error:
-            console.err.print(str(error), markup=False, style="red")
+            with at_level("error"):
+                console.err.print(str(error), markup=False, style="red")
             raise typer.Exit(1) from None
 
 

@@ -3,7 +3,9 @@ configs, for editors and for people."""
 
 import json
 from collections.abc import Iterator
-from itertools import chain
+from contextlib import suppress
+from dataclasses import replace
+from itertools import chain, islice
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -12,15 +14,27 @@ from rich.text import Text
 
 from coordexp.cli.console import JsonOption, out, print_config_error, print_findings, print_json
 from coordexp.config import ConfigError, KeyPath, Loaded, World, format_path, load_settings, reference
-from coordexp.config.settings import Settings, describe_evaluation
-from coordexp.errors import Finding
-from coordexp.files import RELATIVE_PATHS, advise_missing_model, describe_missing, match_files
+from coordexp.config.rules import trains_chat
+from coordexp.config.settings import Settings, describe_chat_evaluation, describe_evaluation
+from coordexp.errors import DataError, Finding, UserError
+from coordexp.files import MODEL_PATHS, RELATIVE_PATHS, describe_missing, find_model, match_files
 
+FIRST = 100  # records of a file whose kind is checked
 ConfigOption = Annotated[Path, typer.Option("--config", "-c", help="The YAML file.", show_default=False)]
+SetOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set",
+        metavar="KEY=VALUE",
+        help="Replace a value of the config, e.g. training.max_steps=6. Can be repeated.",
+        show_default=False,
+    ),
+]
 
 
 def check(
     config: ConfigOption,
+    overrides: SetOption = None,
     world_size: Annotated[
         int | None,
         typer.Option(
@@ -32,28 +46,30 @@ def check(
         typer.Option(help="Devices of each rollout server, e.g. 1,1,2, to check that all requests fit."),
     ] = None,
     as_json: JsonOption = False,
-    show_all: Annotated[bool, typer.Option("--all", help="Also show untouched training arguments.")] = False,
+    show_all: Annotated[bool, typer.Option("--all", help="Also show settings at their defaults.")] = False,
 ) -> None:
-    """Load a config. Print all its problems, or the resolved settings and where each of them comes from.
+    """Load a config. Print all its problems, or the settings that it changes and where each comes from.
 
     Exits 0 if the config is valid and 2 if it is not.
     """
     world = World(world_size, _sizes(server_world_sizes))
     try:
-        loaded = load_settings(config, world)
+        loaded = load_settings(config, world, overrides or ())
     except ConfigError as error:  # the result of this command, on standard output
         if as_json:
             print_json(error.file, error.findings, {})
         else:
             print_config_error(error, out)
         raise typer.Exit(2) from None
-    findings = [*loaded.notes, *missing_files(loaded.settings)]
+    findings = [*loaded.notes, *missing_files(loaded.settings), *wrong_kinds(loaded.settings)]
     if as_json:
         print_json(loaded.files[-1], findings, _describe(loaded))
         return
     _print_settings(loaded, show_all)
     print_findings(findings, out)
     if cost := describe_evaluation(loaded.settings, _count_held_out(loaded.settings)):
+        out.print(cost, markup=False)
+    if cost := describe_chat_evaluation(loaded.settings):
         out.print(cost, markup=False)
     unchecked = (
         "" if world_size else " (rules about the number of learners not checked; --world-size N checks them)"
@@ -86,7 +102,7 @@ def _print_settings(loaded: Loaded, show_all: bool) -> None:
     previous: KeyPath = ()
     for path, value in _walk((), loaded.settings.model_dump(mode="json")):
         origin = _origin(loaded, path)
-        if path[0] == "training" and origin == "default" and not show_all:
+        if origin == "default" and not show_all:
             hidden += 1
             continue
         _print_headings(path, previous)
@@ -95,7 +111,7 @@ def _print_settings(loaded: Loaded, show_all: bool) -> None:
         label = f"{indent}{_label(path[-1])}: {value}"
         out.print(Text(f"{label:<58}  ").append(origin, style="dim" if origin == "default" else "cyan"))
     if hidden:
-        out.print(Text(f"({hidden} more training arguments are at their defaults; --all shows them)", style="dim"))
+        out.print(Text(f"({hidden} more settings are at their defaults; --all shows them)", style="dim"))
 
 
 def _count_held_out(settings: Settings) -> int | None:
@@ -113,16 +129,44 @@ def _count_lines(file: Path) -> int:
         return sum(1 for line in lines if line.strip())
 
 
+def use_local_model(loaded: Loaded) -> Loaded:
+    """Return the settings with the folder of their model in place of its name on the Hugging Face hub. The model
+    is downloaded if it is not in the cache."""
+    name = loaded.settings.model.path
+    folder = find_model(name)
+    if folder == Path(name):
+        return loaded
+    model = loaded.settings.model.model_copy(update={"path": str(folder)})
+    origins = loaded.origins | {"model.path": f"derived: {name} of the Hugging Face hub"}
+    return replace(loaded, settings=loaded.settings.model_copy(update={"model": model}), origins=origins)
+
+
 def missing_files(settings: Settings) -> Iterator[Finding]:
     """Yield a note for each setting with a path that does not exist here. `coordexp check` does not treat this as
     an error: the run may be meant for another machine."""
-    model = settings.model.path
-    if not Path(model).exists():
-        yield Finding("note", "model.path", f"{model} does not exist", advise_missing_model(model))
+    try:
+        model = find_model(settings.model.path, download=False)
+        if not model.exists():
+            yield Finding("note", "model.path", f"{model} does not exist", MODEL_PATHS)
+    except UserError as error:
+        yield Finding("note", "model.path", error.problem, error.fix)
     for setting, names in settings.custom.data_sets.items():
         for name in names:
             if not match_files(name):
                 yield Finding("note", setting, describe_missing(name), RELATIVE_PATHS)
+
+
+def wrong_kinds(settings: Settings) -> Iterator[Finding]:
+    """Yield a warning for each data file that is here and whose first records are not of the kind that its setting
+    needs. A line that cannot be read is left to the doctor."""
+    for setting, names in settings.custom.data_sets.items():
+        for file in filter(Path.is_file, chain.from_iterable(map(match_files, names))):
+            from coordexp.data import find_wrong_kind, read_any_records  # numpy takes a tenth of a second
+
+            with suppress(DataError):
+                records = [record for _, record in islice(read_any_records(file), FIRST)]
+                if wrong := find_wrong_kind(setting, records, trains_chat(settings)):
+                    yield Finding("warning", setting, f"{file}: {wrong[0]}", wrong[1])
 
 
 def _print_headings(path: KeyPath, previous: KeyPath) -> None:

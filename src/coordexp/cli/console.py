@@ -1,6 +1,5 @@
 """Output of commands: in colour on a terminal, and as plain lines that are never wrapped in a pipe."""
 
-import importlib.util
 import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -14,11 +13,21 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.text import Text
 
-from coordexp.errors import ConfigError, Finding, UserError
+from coordexp.errors import ConfigError, Finding, UserError, need_packages
 from coordexp.files import is_free
+from coordexp.logs import FORMAT, LogFormat
 
 COLOURS = {"error": "red", "warning": "yellow", "note": "yellow"}
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
+LogOption = Annotated[
+    LogFormat | None,
+    typer.Option(
+        envvar=FORMAT,
+        show_default=False,
+        help="Write lines with a time and a level, without colours and progress bars. Unset: text, if the output "
+        "is not a terminal.",
+    ),
+]
 
 out = Console(soft_wrap=True, highlight=False)
 err = Console(soft_wrap=True, highlight=False, stderr=True)
@@ -33,12 +42,11 @@ def print_findings(findings: Sequence[Finding], console: Console) -> None:
         line.append(f" ({finding.count:,})" if finding.count > 1 else "")
         for place in finding.places:
             line.append("" if place.detail else f"  {place}", style="dim")
-        console.print(line)
-        if finding.fix:
-            console.print(Text(f"  {finding.fix}", style="green"))
+        lines = [line, *([Text(f"  {finding.fix}", style="green")] if finding.fix else [])]
         for place in finding.places:
             if place.detail:
-                console.print(Text(f"  {replace(place, detail=sanitize(place.detail))}", style="dim"))
+                lines.append(Text(f"  {replace(place, detail=sanitize(place.detail))}", style="dim"))
+        console.print(Text("\n").join(lines))  # in one call, which is one record of a log
 
 
 def print_config_error(error: ConfigError, console: Console) -> None:
@@ -103,14 +111,18 @@ def need_new(folder: Path) -> None:
         raise UserError(f"{folder} exists and is not an empty folder", "give another one, or remove it")
 
 
-def need_page(file: Path) -> None:
-    """Raise unless the name of the file is that of an HTML page."""
+def need_new_file(file: Path) -> None:
+    """Raise if the file exists: no command overwrites data."""
+    if file.exists():
+        raise UserError(f"{file} exists", "give another file, or remove it")
+
+
+def need_page(file: Path, option: str = "--out") -> None:
+    """Raise unless the name of the file is that of an HTML page. `option` is the one that gives it."""
     if file.suffix.lower() not in (".html", ".htm"):
-        raise UserError(f"{file}: a page is an .html file", f"give e.g. --out {file.with_suffix('.html')}")
+        raise UserError(f"{file}: a page is an .html file", f"give e.g. {option} {file.with_suffix('.html')}")
 
 
 def need(*packages: str, extra: str) -> None:
     """Raise unless these packages, which belong to an extra of coordexp, are installed."""
-    missing = [name for name in packages if importlib.util.find_spec(name) is None]
-    if missing:
-        raise UserError(f"this command needs {' and '.join(missing)}", f"pip install 'coordexp[{extra}]'")
+    need_packages("this command", *packages, extra=extra)

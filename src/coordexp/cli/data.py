@@ -1,4 +1,5 @@
-"""`coordexp data`: import data, find what is wrong with it, and look at it."""
+"""`coordexp data`: import and export data, find and leave out what is wrong with it, split it, look at it, and
+complete its labels."""
 
 import os
 import sys
@@ -11,21 +12,29 @@ import typer
 from rich.cells import cell_len, set_cell_size
 from rich.text import Text
 
-from coordexp.cli import data_import
+from coordexp.cli import data_export, data_import, data_suggest
 from coordexp.cli.console import JsonOption, need, need_page, out, print_findings, print_json, progress, sanitize
 from coordexp.errors import UserError
+from coordexp.files import find_model
 
 if TYPE_CHECKING:
     from coordexp.data.doctor import DataReport
-    from coordexp.data.doctor.examine import CountTokens
+    from coordexp.data.doctor.examine import CountTokens, ReadImage
 
 SHOWN_CLASSES = 10
 RARE = 10  # classes with fewer objects are rare
 
-app = typer.Typer(help="Import, check and look at training data.", no_args_is_help=True)
+app = typer.Typer(help="Import, check, clean, split, export, look at and complete data.", no_args_is_help=True)
 app.add_typer(data_import.app, name="import")
+app.add_typer(data_export.app, name="export")
+app.command("suggest")(data_suggest.suggest)
+app.command("complete")(data_suggest.complete)
 
 
+ImagesOption = Annotated[
+    Literal["head", "decode", "skip"],
+    typer.Option(help="Read the header of each image (fast), decode all pixels, or skip images."),
+]
 FileArgument = Annotated[
     Path, typer.Argument(exists=True, dir_okay=False, help="A JSONL file of records.", show_default=False)
 ]
@@ -34,13 +43,10 @@ FileArgument = Annotated[
 @app.command("doctor")
 def doctor(
     file: FileArgument,
-    images: Annotated[
-        Literal["head", "decode", "skip"],
-        typer.Option(help="Read the header of each image (fast), decode all pixels, or skip images."),
-    ] = "head",
+    images: ImagesOption = "head",
     model: Annotated[
         Path | None,
-        typer.Option(exists=True, file_okay=False, help="A folder with tokenizer.json, to count tokens."),
+        typer.Option(file_okay=False, help="A folder with tokenizer.json, or a hub name, to count tokens."),
     ] = None,
     max_length: Annotated[
         int | None, typer.Option(min=1, help="Tokens that an answer may have. Needs --model.")
@@ -50,12 +56,9 @@ def doctor(
     """Find broken lines, images and shapes, wrong formats and duplicates. Exits 1 if there are errors."""
     if max_length is not None and model is None:
         raise UserError("--max-length needs a tokenizer to count tokens with", "add --model DIR")
-    if images != "skip":
-        need("PIL", extra="train")
+    need_image_reader(images)
     from coordexp.data.doctor import examine
-    from coordexp.data.images import read_image_facts
 
-    look = None if images == "skip" else partial(read_image_facts, decode=images == "decode")
     count_tokens = None if model is None else _token_counter(model)
     with progress(f"reading {file}") as show:
 
@@ -64,17 +67,104 @@ def doctor(
 
         report = examine(
             file,
-            look=look,
+            look=_image_reader(images),
             count_tokens=count_tokens,
             max_length=max_length,
             notify=show_share,
-            processes=len(os.sched_getaffinity(0)) if sys.platform == "linux" else 1,
+            processes=_processors(),
         )
     if as_json:
         print_json(str(report.file), report.findings, _describe_data(report))
     else:
         _print_report(report)
     raise typer.Exit(1 if report.errors else 0)
+
+
+@app.command("clean")
+def clean_file(
+    file: FileArgument,
+    target: Annotated[Path, typer.Option("--out", "-o", help="A new JSONL file.", show_default=False)],
+    images: ImagesOption = "head",
+) -> None:
+    """Write a file without the records and objects that the doctor calls errors, and say what was dropped.
+
+    Repeated objects are dropped too. Image paths stay the same, so the new file belongs in the folder of
+    the old one. A file that is suspect as a whole, e.g. with boxes as x, y, width, height, is refused.
+    """
+    need_image_reader(images)
+    _need_sibling(file, target)
+    from coordexp.data.doctor.clean import clean
+
+    with progress(f"reading {file}") as show:
+
+        def show_share(share: float) -> None:
+            show(f"{share:.0%}")
+
+        report = clean(file, target, look=_image_reader(images), notify=show_share, processes=_processors())
+    for kind in report.dropped:
+        line = Text("dropped", style="red").append(f" {kind.count:>9,}  {kind.what}  ", style="default")
+        out.print(line.append(sanitize(str(kind.first)), style="dim"))
+    changed = f", {report.changed:,} of them with fewer objects" if report.changed else ""
+    out.print(f"wrote {target}: {report.records:,} records{changed}, {report.objects:,} objects", markup=False)
+
+
+@app.command("split")
+def split_file(
+    file: FileArgument,
+    val: Annotated[float, typer.Option(help="The share of records to hold out (0.1), or their number (500).")],
+    seed: Annotated[int, typer.Option(help="Another seed holds out other records.")] = 0,
+) -> None:
+    """Divide a file into FILE.train.jsonl and FILE.val.jsonl, beside it. Every class gives its share of records.
+
+    The same file and seed give the same parts on every machine. Records with the same image stay together.
+    """
+    if val <= 0 or (val >= 1 and val != round(val)):
+        raise UserError(f"--val {val:g} is neither a share below 1 nor a number of records", "give e.g. --val 0.1")
+    train, held_out = (file.with_name(f"{file.stem}.{name}.jsonl") for name in ("train", "val"))
+    for part in (train, held_out):
+        if part.exists():
+            raise UserError(f"{part} exists", "remove it, or rename it")
+    from coordexp.data.split import split_records
+
+    with progress(f"splitting {file}") as show:
+        share, count = (val, None) if val < 1 else (None, round(val))
+        report = split_records(file, train, held_out, share, count, seed, show)
+    out.print(f"wrote {train}: {report.train:,} records", markup=False)
+    out.print(f"wrote {held_out}: {report.held_out:,} records", markup=False)
+    if report.repeated:
+        out.print(f"{report.repeated:,} records have the image of an earlier one and are on its side")
+    absent = [row for row in report.classes if not row.held_out]
+    if absent:
+        named = ", ".join(f"{sanitize(row.desc)} ({row.records:,})" for row in absent[:SHOWN_CLASSES])
+        more = f" and {len(absent) - SHOWN_CLASSES:,} more" if len(absent) > SHOWN_CLASSES else ""
+        out.print(Text(f"without a held-out record: {named}{more}", style="yellow"))
+
+
+def need_image_reader(images: str) -> None:
+    if images != "skip":
+        need("PIL", extra="evaluate")
+
+
+def _image_reader(images: str) -> "ReadImage | None":
+    """Return the function that reads the facts of an image file, or None if images are skipped."""
+    from coordexp.data.images import read_image_facts
+
+    return None if images == "skip" else partial(read_image_facts, decode=images == "decode")
+
+
+def _processors() -> int:
+    return len(os.sched_getaffinity(0)) if sys.platform == "linux" else 1
+
+
+def _need_sibling(file: Path, target: Path) -> None:
+    """Raise unless the target is a new file in the same folder: image paths are relative to it."""
+    if target.exists():
+        raise UserError(f"{target} exists", "give another file, or remove it")
+    if target.parent.resolve() != file.parent.resolve():
+        raise UserError(
+            f"{target} is in another folder than {file}, to which the image paths are relative",
+            f"give e.g. --out {file.with_name(target.name)}",
+        )
 
 
 @app.command("view")
@@ -103,13 +193,14 @@ def _token_counter(folder: Path) -> "CountTokens":
     from coordexp.correction.segment import count_answer_tokens
     from coordexp.vocab import VocabularyTable
 
-    return partial(count_answer_tokens, table=VocabularyTable.from_folder(folder))
+    return partial(count_answer_tokens, table=VocabularyTable.from_folder(find_model(folder)))
 
 
 def _describe_data(report: "DataReport") -> dict[str, Any]:
     """Return the statistics of the file, for `--json`."""
     return {
         "records": report.records,
+        "questions": report.questions,
         "objects": report.objects,
         "classes": dict(report.classes.counts.most_common()),
         "objects_of_uncounted_classes": report.classes.uncounted,
@@ -135,7 +226,9 @@ def _print_report(report: "DataReport") -> None:
         )
     warnings = sum(finding.severity == "warning" for finding in report.findings)
     errors = len(report.findings) - warnings
-    verdict = Text(f"{report.file}: {report.records:,} records, {report.objects:,} objects: ", style="bold")
+    questions = f" ({report.questions:,} of them questions)" if report.questions else ""
+    contents = f"{report.records:,} records{questions}, {report.objects:,} objects"
+    verdict = Text(f"{report.file}: {contents}: ", style="bold")
     verdict.append(_count_kinds(errors, "error"), style="red" if errors else "green")
     verdict.append(", ").append(_count_kinds(warnings, "warning"), style="yellow" if warnings else "green")
     out.print(verdict)

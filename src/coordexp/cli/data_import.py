@@ -1,4 +1,5 @@
-"""`coordexp data import`: convert COCO, LVIS, YOLO or labelme to a JSONL file, and list what was left out."""
+"""`coordexp data import`: convert COCO, LVIS, YOLO, labelme or Label Studio to a JSONL file, and list
+what was left out."""
 
 from collections.abc import Iterator
 from importlib.metadata import EntryPoint
@@ -8,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 from rich.text import Text
 
-from coordexp.cli.console import need, out, progress, sanitize
+from coordexp.cli.console import need, need_new_file, out, progress, sanitize
 from coordexp.errors import UserError
 from coordexp.extensions import find_extensions, load_extension
 
@@ -50,6 +51,10 @@ MissingOption = Annotated[
 OutsideOption = Annotated[
     Literal["clip", "drop", "refuse"], typer.Option(help="Objects that extend beyond their image.")
 ]
+AskOption = Annotated[
+    Literal["all", "classes"],
+    typer.Option(help="What a record asks for: all objects, or a list of the classes that it has."),
+]
 ToleranceOption = Annotated[
     float,
     typer.Option(
@@ -73,11 +78,12 @@ def _add_instances_command(name: str, summary: str) -> None:
         outside: OutsideOption = "clip",
         tolerance: ToleranceOption = 0.0,
         missing: MissingOption = "refuse",
+        ask: AskOption = "all",
     ) -> None:
         from coordexp.data.importers import ImportCounts, Rules, read_coco, read_lvis
 
         read = {"coco": read_coco, "lvis": read_lvis}[name]
-        rules = Rules(geometry, multipart, crowd, empty, missing, outside, tolerance)
+        rules = Rules(geometry, multipart, crowd, empty, missing, outside, tolerance, ask)
         tally = ImportCounts()
         _import(read(annotations, images, rules, tally, _size), target, rules, tally)
 
@@ -136,6 +142,26 @@ def labelme(
     _import(read_labelme(labels, images, tally, _size), target, rules, tally)
 
 
+@app.command("labelstudio")
+def labelstudio(
+    annotations: AnnotationsArgument,
+    images: ImagesOption,
+    target: OutOption,
+    key: Annotated[str, typer.Option(help="The key of the image in the data of a task.")] = "image",
+    geometry: ShapesOption = "auto",
+    empty: EmptyOption = "keep",
+    outside: OutsideOption = "clip",
+    tolerance: ToleranceOption = 0.0,
+    missing: MissingOption = "refuse",
+) -> None:
+    """Import Label Studio's JSON export: rectangles and polygons of the latest annotation of each task."""
+    from coordexp.data.importers import ImportCounts, Rules, read_labelstudio
+
+    rules = Rules(geometry, empty=empty, missing=missing, outside=outside, tolerance=tolerance)
+    tally = ImportCounts()
+    _import(read_labelstudio(annotations, images, key, tally, _size), target, rules, tally)
+
+
 def _add_extension_command(entry: EntryPoint) -> None:
     """Add a command for a format that another package reads."""
 
@@ -158,7 +184,8 @@ def _add_extension_command(entry: EntryPoint) -> None:
         _import(load_extension(entry)(source, tally), target, rules, tally)
 
 
-for _entry in find_extensions("importers", taken=frozenset({"coco", "lvis", "yolo", "labelme"})).values():
+_OWN = frozenset({"coco", "lvis", "yolo", "labelme", "labelstudio"})
+for _entry in find_extensions("importers", taken=_OWN).values():
     _add_extension_command(_entry)
 
 
@@ -174,8 +201,7 @@ def _import(images: "Iterator[SourceImage]", target: Path, rules: "Rules", tally
     """Write the images to a new file, and print what was dropped or changed. `tally` is filled by reading them."""
     from coordexp.data.importers import write_records
 
-    if target.exists():
-        raise UserError(f"{target} exists", "give another file, or remove it")
+    need_new_file(target)
     with progress("importing") as show:
 
         def show_count(done: int) -> None:

@@ -11,6 +11,7 @@ import typer
 from coordexp.cli.console import bar, need, need_new, out, progress
 from coordexp.errors import UserError, explain
 from coordexp.families import FAMILIES
+from coordexp.files import find_model
 
 if TYPE_CHECKING:
     from coordexp.rollout.backend import ImageRef, Rollout
@@ -47,15 +48,18 @@ def model(
         bool,
         typer.Option("--scenes", help="Ready to learn `demo scenes`: small patches, and weights that start well."),
     ] = False,
+    native: Annotated[
+        bool, typer.Option("--native", help="For native answers: without coordinate tokens, as Qwen is published.")
+    ] = False,
 ) -> None:
     """Write a random model that transformers and vLLM load: a tiny one, or a Qwen3-VL of a published size."""
     need("torch", "transformers", extra="train")
     need_new(out_folder)
     if size is not None:
-        if scenes or tied is not None or family is not None or vocabulary == "small":
+        if scenes or native or tied is not None or family is not None or vocabulary == "small":
             raise UserError(
-                "--size has the vocabulary and the head of a published Qwen3-VL",
-                "leave --scenes, --tied, --family and --vocabulary small out, or --size",
+                "--size has the vocabulary, with coordinate tokens, and the head of a published Qwen3-VL",
+                "leave --scenes, --native, --tied, --family and --vocabulary small out, or --size",
             )
         _write_published(out_folder, size, seed, spread)
         return
@@ -69,7 +73,16 @@ def model(
         from coordexp.demo.model import SCENES, make_model
 
         with explain(OSError, f"{out_folder} cannot be written", "give another --out"):
-            make = partial(make_model, out_folder, words, family=family, tied=share, seed=seed)
+            make = partial(
+                make_model,
+                out_folder,
+                words,
+                family=family,
+                tied=share,
+                seed=seed,
+                coords=not native,
+                native=native,
+            )
             if scenes:
                 make(spread=3.0, ordinal=True, size=SCENES)
             else:
@@ -106,8 +119,12 @@ def scenes(
     polygons: Annotated[float, typer.Option(min=0, max=1, help="Share of objects given as polygons.")] = 0.0,
     rotated: Annotated[float, typer.Option(min=0, max=1, help="Share of objects that are turned.")] = 0.0,
     overlap: Annotated[float, typer.Option(min=0, max=1, help="Share of a box that others may cover.")] = 0.0,
+    ask: Annotated[float, typer.Option(min=0, max=1, help="Share of scenes that ask for some classes.")] = 0.0,
+    questions: Annotated[
+        int, typer.Option(min=0, help="Most questions about each scene, in *.questions.jsonl: colours, counts.")
+    ] = 0,
 ) -> None:
-    """Draw scenes with exact boxes: records for training, COCO files for other tools."""
+    """Draw scenes with exact boxes: records for training, COCO files for other tools, and questions about them."""
     need("PIL", extra="train")
     from coordexp.demo.scenes import SceneSettings, write_scenes
 
@@ -115,9 +132,9 @@ def scenes(
     if not (least.isdigit() and (most or least).isdigit() and 1 <= int(least) <= int(most or least) <= 100):
         raise UserError(f"--objects {objects} is not a range such as 1-4, from 1 to 100")
     need_new(out_folder)
-    settings = SceneSettings(side, (int(least), int(most or least)), empty, rare, polygons, rotated, overlap)
+    settings = SceneSettings(side, (int(least), int(most or least)), empty, rare, polygons, rotated, overlap, ask)
     with bar("drawing", train + val) as advance:
-        write_scenes(out_folder, settings, train=train, val=val, seed=seed, advance=advance)
+        write_scenes(out_folder, settings, train=train, val=val, seed=seed, questions=questions, advance=advance)
     out.print(f"wrote {train} + {val} scenes to {out_folder}")
 
 
@@ -136,6 +153,7 @@ def generate(
     need("torch", "transformers", extra="train")
     if backend == "vllm":
         need("vllm", extra="vllm")
+    model_folder = find_model(model_folder)
     if not (model_folder / "config.json").is_file():
         raise UserError(
             f"{model_folder} has no config.json", "give a model folder, e.g. one made by `coordexp demo model`"
@@ -152,13 +170,14 @@ def generate(
             from coordexp.vocab import VocabularyTable
 
             request = Request(_image_ref(image or _draw_scene(Path(folder) / "scene.png")), Decode.greedy(tokens))
-            table = VocabularyTable.from_folder(model_folder)
+            table = VocabularyTable.from_folder(model_folder, needs_coords=False)
             processor = AutoProcessor.from_pretrained(model_folder)
             prompts = PromptBuilder(processor, Custom.model_fields["prompt"].default)
             loaded = load_model(model_folder, dtype="float32")
             (expected,) = HuggingFaceBackend(lambda: loaded, prompts, table, 1).generate([request])
         _show("transformers", expected)
         if backend == "hf":
+            out.print("transformers answers; the tokens of a random model mean nothing, as they should")
             return
         with progress("starting a vLLM engine (about a minute on a CPU)"):
             from coordexp.engine.generate import VllmBackend

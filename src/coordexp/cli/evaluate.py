@@ -37,7 +37,7 @@ def evaluate(
         Path, typer.Option("--data", "-d", exists=True, dir_okay=False, help="The records.", show_default=False)
     ],
     preds: Annotated[
-        Path, typer.Option("--preds", "-p", help="preds.json, with its answers beside it.", show_default=False)
+        Path, typer.Option("--preds", "-p", help="preds.json of predict, or any COCO results.", show_default=False)
     ],
     report_file: Annotated[
         Path | None, typer.Option("--out", "-o", dir_okay=False, help="Write the report here, as JSON.")
@@ -60,14 +60,12 @@ def evaluate(
 ) -> None:
     """Compare predictions with the ground truth: AP and AR, F1, and behaviour. Exits 1 if the files do not fit."""
     need("hotcoco", "PIL", extra="evaluate")
-    with progress(f"reading {preds}"):
-        truth, answers = _read(data, preds, answered_only)
-    with progress(f"evaluating {len(truth)} images"):
-        from coordexp.evaluate import ScoreMode, replace_scores
-        from coordexp.evaluate import evaluate as run
+    from coordexp.evaluate.predictions import answers_path
 
-        report = run(truth, replace_scores(answers, ScoreMode(scores.value), seed))
-        sampled = None if samples is None else _evaluate_samples(truth, answers, preds, samples)
+    if preds.is_file() and not answers_path(preds).exists():
+        report, sampled = _evaluate_results(data, preds, scores, answered_only or samples is not None), None
+    else:
+        report, sampled = _evaluate_answers(data, preds, scores, seed, answered_only, samples)
     _print(report, scores, sampled)
     if report_file is not None:
         report_file.parent.mkdir(parents=True, exist_ok=True)
@@ -83,6 +81,36 @@ def evaluate(
 
             save_page(page_file, render_evaluation(report, data.parent, description, images))
         out.print(f"wrote {page_file}", markup=False)
+
+
+def _evaluate_answers(
+    data: Path, preds: Path, scores: ScoreSource, seed: int, answered_only: bool, samples: int | None
+) -> "tuple[EvaluationReport, SamplesReport | None]":
+    with progress(f"reading {preds}"):
+        truth, answers = _read(data, preds, answered_only)
+    with progress(f"evaluating {len(truth)} images"):
+        from coordexp.evaluate import ScoreMode, evaluate, replace_scores
+
+        report = evaluate(truth, replace_scores(answers, ScoreMode(scores.value), seed))
+        return report, None if samples is None else _evaluate_samples(truth, answers, preds, samples)
+
+
+def _evaluate_results(data: Path, preds: Path, scores: ScoreSource, needs_answers: bool) -> "EvaluationReport":
+    """Evaluate a COCO results file that has no answers beside it, such as that of another detector."""
+    from coordexp.data import RecordFile
+    from coordexp.evaluate import evaluate_results, read_results, read_truth
+    from coordexp.evaluate.predictions import answers_path
+
+    if needs_answers or scores is not ScoreSource.own:
+        raise UserError(
+            f"{answers_path(preds)} does not exist, and --samples, --answered-only and --scores need it",
+            "leave these options out, or keep both files of `coordexp predict` together",
+        )
+    with progress(f"reading {preds}"):
+        truth = read_truth(RecordFile(data, partial(err.print, markup=False)))
+        results = read_results(preds, truth)
+    with progress(f"evaluating {len(truth)} images"):
+        return evaluate_results(truth, results)
 
 
 def _read(data: Path, preds: Path, answered_only: bool) -> "tuple[Truth, tuple[ImageAnswer, ...]]":
@@ -115,6 +143,8 @@ def _print(report: "EvaluationReport", scores: ScoreSource, sampled: "SamplesRep
     tables = [_make_quality_table(report), _make_class_table(report), _make_behaviour_table(report)]
     if report.boxes is not None:
         tables.insert(1, _make_coco_table(report, scores))
+    if report.asked:
+        tables.append(_make_request_table(report))
     if sampled is not None:
         tables.append(_make_samples_table(sampled))
     wide = Console(width=max(out.width, MIN_WIDTH), highlight=False)
@@ -175,7 +205,15 @@ def _make_behaviour_table(report: "EvaluationReport") -> Table:
     table = _make_table("behaviour", "rate", "count")
     for name, rate in report.behaviour.rates.items():
         share = "-" if rate.value is None else f"{100 * rate.value:.1f} %"
-        table.add_row(name.replace("_", " "), share, f"{rate.count} of {rate.of}")
+        table.add_row(name.replace("_", " "), share, report.describe_count(name))
+    return table
+
+
+def _make_request_table(report: "EvaluationReport") -> Table:
+    table = _make_table("classes asked, IoU 0.50", "true", "predicted", "F1", "precision", "recall")
+    for number, counts in report.asked.items():
+        shares = map(_format_number, (counts.f1, counts.precision, counts.recall))
+        table.add_row(str(number), str(counts.true), str(counts.predicted), *shares)
     return table
 
 

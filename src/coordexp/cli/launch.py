@@ -13,11 +13,21 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
-from coordexp.cli.check import ConfigOption
-from coordexp.cli.console import err, need, out, print_config_error, print_findings, print_json, progress
+from coordexp.cli.check import ConfigOption, SetOption, use_local_model
+from coordexp.cli.console import (
+    LogOption,
+    err,
+    need,
+    out,
+    print_config_error,
+    print_findings,
+    print_json,
+    progress,
+)
 from coordexp.config import ConfigError, Loaded, World, load_settings
 from coordexp.errors import Finding, UserError
 from coordexp.launch.plan import LaunchOptions, Plan, make_plan, number_of_learners, option_problems, plan_problems
+from coordexp.logs import LogFormat, get_target, start_log
 
 if TYPE_CHECKING:
     from coordexp.launch.preflight import MemoryNeed
@@ -25,6 +35,7 @@ if TYPE_CHECKING:
 
 def launch(
     config: ConfigOption,
+    overrides: SetOption = None,
     server_gpus: Annotated[
         str | None,
         typer.Option(
@@ -52,6 +63,7 @@ def launch(
         bool, typer.Option("--check-only", help="Check everything, print the plan, start nothing.")
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="With --check-only: print one JSON object.")] = False,
+    log_format: LogOption = None,
 ) -> None:
     """Start the rollout servers of a config and its learners, and end them together.
 
@@ -76,20 +88,35 @@ def launch(
     --rdzv_endpoint HOST:PORT -m coordexp train --config X.yaml
 
     Servers and learners need the same COORDEXP_SERVER_TOKEN, if it is set. A
-    launch that starts all servers itself makes a token if there is none.
+    launch that starts all servers itself makes a token if there is none, in a
+    file that only you can read and that goes when the launch ends. The log
+    says how to read the servers' metrics with it.
 
     Exits 2 when the config or the command line is wrong, 1 when the machine
     does not fit them or a server fails, 130 after Ctrl-C.
     """
     folders = tuple(map(str, images or ()))
-    options = LaunchOptions(str(config), server_gpus, train_gpus, cpu, learners, not no_servers, resume, folders)
+    options = LaunchOptions(
+        str(config),
+        server_gpus,
+        train_gpus,
+        cpu,
+        learners,
+        not no_servers,
+        resume,
+        folders,
+        tuple(overrides or ()),
+    )
     if as_json and not check_only:
         raise UserError("--json belongs to --check-only", "add --check-only, or leave --json out")
+    if not check_only:
+        start_log(log_format)
     try:
-        loaded = load_settings(options.config, World(number_of_learners(options)))
+        loaded = load_settings(options.config, World(number_of_learners(options)), options.overrides)
     except ConfigError as error:  # reported beside the problems of the command line
         _refuse(options, [*option_problems(options), *error.findings], 2, as_json)
     need("torch", "transformers", "peft", "httpx", "psutil", extra="train")
+    loaded = use_local_model(loaded)
     with progress("checking the model, the data and the machine"):
         plan, needs, findings = _check(loaded, options)
     if plan is None or any(finding.severity == "error" for finding in findings):
@@ -103,7 +130,7 @@ def launch(
     if check_only:
         _print_plan(plan, needs)
         return
-    raise typer.Exit(_run(plan, start_timeout, grace))
+    raise typer.Exit(_run(plan, start_timeout, grace, log_format))
 
 
 def _check(loaded: Loaded, options: LaunchOptions) -> tuple[Plan | None, list["MemoryNeed"], list[Finding]]:
@@ -139,17 +166,34 @@ def _refuse(options: LaunchOptions, findings: Sequence[Finding], code: int, as_j
     raise typer.Exit(code)
 
 
-def _run(plan: Plan, start_timeout: float, grace: float) -> int:
+def _run(plan: Plan, start_timeout: float, grace: float, log_format: LogFormat | None) -> int:
     from coordexp.launch.parts import Log
     from coordexp.launch.processes import Launch, Patience
     from coordexp.servers.protocol import TOKEN
 
-    token = os.environ.get(TOKEN)
+    token, secret = os.environ.get(TOKEN), f"${TOKEN}"
+    log = Log(get_target(sys.stdout), (*(server.name for server in plan.servers), plan.learner.name), log_format)
     if token is None and len(plan.local_servers) == len(plan.servers):
         token = secrets.token_urlsafe(32)
-    log = Log(sys.stdout, (*(server.name for server in plan.servers), plan.learner.name))
-    patience = Patience(start_s=start_timeout, learner_s=grace)
-    return Launch(plan, log, token, patience).run()
+        secret = f"$(cat {share_token(token)})"
+    log.say(describe_metrics(plan, secret if token else None))
+    return Launch(plan, log, token, Patience(start_s=start_timeout, learner_s=grace)).run()
+
+
+def share_token(token: str) -> Path:
+    """Return a path at which the user of this process, and nobody else, can read the token while it runs. The
+    file is in memory only, so nothing is left even if this process is killed."""
+    descriptor = os.memfd_create("coordexp-token")
+    os.write(descriptor, token.encode())
+    return Path(f"/proc/{os.getpid()}/fd/{descriptor}")
+
+
+def describe_metrics(plan: Plan, secret: str | None) -> str:
+    """Return the command that reads a server's metrics. `secret` is what a shell replaces with the token; the
+    token itself is never shown."""
+    header = f'-H "Authorization: Bearer {secret}" ' if secret else ""
+    others = f" (and of {len(plan.servers) - 1} more)" if len(plan.servers) > 1 else ""
+    return f"metrics of {plan.servers[0].name}{others}: curl {header}{plan.servers[0].base_url}/metrics"
 
 
 def _print_plan(plan: Plan, needs: list["MemoryNeed"]) -> None:

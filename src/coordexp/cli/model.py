@@ -7,7 +7,7 @@ import typer
 
 from coordexp.cli.console import need, need_new, out, progress
 from coordexp.errors import UserError
-from coordexp.files import advise_missing_model, json_object
+from coordexp.files import MODEL_PATHS, find_model, json_object
 
 app = typer.Typer(help="Prepare model checkpoints.", no_args_is_help=True)
 
@@ -15,7 +15,8 @@ app = typer.Typer(help="Prepare model checkpoints.", no_args_is_help=True)
 @app.command("add-coords")
 def add_coords(
     model_folder: Annotated[
-        Path, typer.Option("--model", "-m", file_okay=False, help="A Hugging Face model folder.")
+        Path,
+        typer.Option("--model", "-m", file_okay=False, help="A model folder, or its name on the hub."),
     ],
     out_folder: Annotated[Path, typer.Option("--out", "-o", help="A new folder.")],
     noise: Annotated[
@@ -31,13 +32,13 @@ def add_coords(
 ) -> None:
     """Copy a checkpoint and add the 1,000 coordinate tokens, unless it has them already."""
     need("torch", "safetensors", extra="train")
-    if not model_folder.is_dir():
-        fix = advise_missing_model(str(model_folder))
-        raise UserError(f"{model_folder} does not exist", fix)
+    folder = find_model(model_folder)
+    if not folder.is_dir():
+        raise UserError(f"{model_folder} does not exist", MODEL_PATHS)
     with progress(f"expanding {model_folder}"):
         from coordexp.vocab.expand import add_coord_tokens
 
-        added = add_coord_tokens(model_folder, out_folder, noise=noise, ordinal=ordinal, seed=seed)
+        added = add_coord_tokens(folder, out_folder, noise=noise, ordinal=ordinal, seed=seed)
     out.print(f"wrote {out_folder}: {added} coordinate tokens added")
 
 
@@ -57,7 +58,7 @@ def merge(
     if not file.is_file():
         raise UserError(f"{adapter} has no adapter_config.json", "give a checkpoint of a run with model.adapter")
     need_new(out_folder)
-    base = model_folder or _read_base_model(file)
+    base = find_model(model_folder or _read_base_model(file))
     if not (base / "config.json").is_file():
         raise UserError(f"{base} is not a model folder", "give the base model with --model")
     with progress("merging"):

@@ -8,11 +8,12 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
-from coordexp.cli.check import ConfigOption
+from coordexp.cli.check import ConfigOption, SetOption
 from coordexp.cli.console import JsonOption, out, print_findings, print_json
 from coordexp.config import Settings, World, load_settings
 from coordexp.config.settings import Adapter
 from coordexp.errors import UserError
+from coordexp.files import find_model
 from coordexp.launch import fit
 from coordexp.launch.memory import GIB, Item, LearnerMemory
 from coordexp.shapes import PUBLISHED
@@ -23,6 +24,7 @@ ACTIVATIONS = "activations"
 
 def plan(
     config: ConfigOption,
+    overrides: SetOption = None,
     gpus: Annotated[int, typer.Option(min=1, help="GPUs of the machine.")] = 1,
     memory: Annotated[float, typer.Option(min=1, help="Memory of each GPU in GiB, e.g. 24 or 80.")] = 80.0,
     server_gpus: Annotated[
@@ -36,7 +38,7 @@ def plan(
         ),
     ] = None,
     model: Annotated[
-        Path | None, typer.Option("--model", "-m", help="A checkpoint folder. Unset: model.path of the config.")
+        Path | None, typer.Option("--model", "-m", help="A checkpoint folder or a hub name. Unset: model.path.")
     ] = None,
     size: Annotated[
         Literal["2b", "4b", "8b"] | None,
@@ -61,10 +63,10 @@ def plan(
     """
     if model is not None and size is not None:
         raise UserError("--model and --size both name a model", "leave one of the two out")
-    settings, split = load_for_gpus(config, gpus, server_gpus, rollouts)
+    settings, split = load_for_gpus(config, gpus, server_gpus, rollouts, overrides or ())
     if lora is not None:
         settings = fit.change_setting(settings, "model.adapter", Adapter(rank=lora, alpha=2 * lora))
-    folder = Path(model or settings.model.path)
+    folder = Path() if size else find_model(model or settings.model.path)
     if size is None and not (folder / "config.json").is_file():
         raise UserError(
             f"{folder} has no config.json",
@@ -86,14 +88,18 @@ def plan(
 
 
 def load_for_gpus(
-    config: Path, gpus: int, server_gpus: int | None = None, rollouts: fit.Rollouts | None = None
+    config: Path,
+    gpus: int,
+    server_gpus: int | None = None,
+    rollouts: fit.Rollouts | None = None,
+    overrides: Sequence[str] = (),
 ) -> tuple[Settings, fit.GpuSplit]:
     """Return the settings of a config for this many GPUs, and which of them have servers. Some settings follow
     from the number of learners, so the config is loaded again once that is known."""
-    settings = load_settings(config, World()).settings
+    settings = load_settings(config, World(), overrides).settings
     settings = fit.with_rollouts(settings, rollouts) if rollouts else settings
     split = fit.split_gpus(settings, gpus, server_gpus)
-    settings = load_settings(config, World(len(split.learners))).settings
+    settings = load_settings(config, World(len(split.learners)), overrides).settings
     settings = fit.with_rollouts(settings, rollouts) if rollouts else settings
     return fit.with_engine_size(settings, len(split.learners)), split
 
@@ -101,6 +107,7 @@ def load_for_gpus(
 def _print(result: fit.MemoryPlan, planner: fit.Planner, settings: Settings) -> None:
     row = fit.row_size(settings, planner.sample, planner.model.shape)
     trained = "all weights" if settings.model.adapter is None else f"LoRA of rank {settings.model.adapter.rank}"
+    trained += f" without {' and '.join(settings.model.freeze)}" if settings.model.freeze else ""
     out.print(
         Text(
             f"{planner.model.name}, {trained}: rows of {row.tokens:,} tokens, {row.image_tokens:,} of them of "

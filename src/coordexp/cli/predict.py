@@ -1,13 +1,10 @@
-"""`coordexp predict`: a model's answers to the images of a file of records, as COCO detections and as text."""
+"""`coordexp predict`: a model's answers to images, with or without labels, as COCO detections and as text."""
 
 import hashlib
-import itertools
-import json
-import math
 import os
 import signal
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from types import FrameType
@@ -15,98 +12,82 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from coordexp.cli.console import bar, err, need, out, progress, sanitize
-from coordexp.cli.demo import Backend
+from coordexp.cli.console import bar, err, need, need_page, out, progress, sanitize
+from coordexp.config.settings import AnswerFormatName
+from coordexp.detect.answering import (
+    Answering,
+    AnswerOptions,
+    Backend,
+    Generator,
+    check_model_folder,
+    count_longest_prompt,
+    find_untrained_request,
+    make_record,
+    read_questions,
+    start_backend,
+)
 from coordexp.errors import UserError
-from coordexp.files import both_ends
+from coordexp.files import both_ends, find_model
 
 if TYPE_CHECKING:
-    from coordexp.data import DataError, Record, RecordFile
-    from coordexp.engine.generate import VllmBackend
+    from coordexp.data import Questions
     from coordexp.evaluate import ImageAnswer
     from coordexp.evaluate.predictions import Truth, UnfinishedPredictions
-    from coordexp.rollout.backend import Decode, ImageRef, Request, Rollout
-    from coordexp.rollout.hugging_face import HuggingFaceBackend
+    from coordexp.rollout.prompt import PromptBuilder
     from coordexp.vocab import VocabularyTable
 
 END = 2**20  # bytes at both ends of a file of weights that distinguish it from another
 MOST_SAMPLES = 1000
+SHOWN_FILES = 10  # skipped files that are listed
+API_KEY = "COORDEXP_API_KEY"
 
 
 @dataclass(frozen=True)
-class AnswerOptions:
-    """The options of the command that decide what a model answers. None means that an option was not given."""
+class Source:
+    """The images to answer, and where they come from. Image paths are relative to `folder`. `sha256` changes with
+    the records or the list of images. `classes` are those that images without labels are asked for; it is None if
+    the images have records."""
 
-    max_new_tokens: int
-    stop_bias: float
-    dedup: float | None
-    samples: int
-    temperature: float | None
-    top_p: float | None
-    seed: int | None
-
-    def check(self) -> None:
-        """Raise UserError if a value is impossible, or if an option has no effect."""
-        if not math.isfinite(self.stop_bias):
-            raise UserError(f"--stop-bias {self.stop_bias:g} is not a finite number", "give e.g. --stop-bias 1")
-        if self.dedup is not None and not 0 < self.dedup <= 1:
-            raise UserError(f"--dedup {self.dedup:g} is not an IoU above 0 and at most 1", "give e.g. --dedup 0.7")
-        for name in ("temperature", "top_p", "seed"):
-            if not self.samples and getattr(self, name) is not None:
-                raise UserError(
-                    f"--{name.replace('_', '-')} has no effect without --samples",
-                    "add --samples, or leave it out: the other answers are greedy",
-                )
-        if self.temperature is not None and not 0 < self.temperature < math.inf:
-            raise UserError(
-                f"--temperature {self.temperature:g} is not a number above 0", "give e.g. --temperature 0.7"
-            )
-        if self.top_p is not None and not 0 < self.top_p <= 1:
-            raise UserError(f"--top-p {self.top_p:g} is not above 0 and at most 1", "give e.g. --top-p 0.95")
-
-    def identity(self) -> dict[str, Any]:
-        """Return the options that differ from their defaults, by name, and the token limit."""
-        sampling = {
-            "samples": self.samples,
-            "temperature": self.sampling().temperature,
-            "top_p": self.sampling().top_p,
-            "seed": self.seed or 0,
-        }
-        return {
-            "max_new_tokens": self.max_new_tokens,
-            **({"stop_bias": self.stop_bias} if self.stop_bias else {}),
-            **({"dedup": self.dedup} if self.dedup is not None else {}),
-            **(sampling if self.samples else {}),
-        }
-
-    def greedy(self) -> "Decode":
-        from coordexp.rollout.backend import Decode
-
-        return Decode(self.max_new_tokens, stop_bias=self.stop_bias)
-
-    def sampling(self) -> "Decode":
-        return replace(
-            self.greedy(),
-            mode="sampling",
-            temperature=1.0 if self.temperature is None else self.temperature,
-            top_p=1.0 if self.top_p is None else self.top_p,
-        )
-
-    @property
-    def answers_per_image(self) -> int:
-        return 1 + self.samples
+    images: "Truth"
+    folder: Path
+    sha256: str
+    classes: tuple[str, ...] | None = None
 
 
 def predict(
-    model: Annotated[Path, typer.Option("--model", "-m", help="A model folder.", show_default=False)],
-    data: Annotated[Path, typer.Option("--data", "-d", exists=True, dir_okay=False, help="A file of records.")],
+    model: Annotated[Path, typer.Option("--model", "-m", help="A model folder or hub name.", show_default=False)],
     to: Annotated[Path, typer.Option("--out", "-o", help="preds.json; preds.answers.jsonl is written beside it.")],
-    backend: Annotated[Backend, typer.Option(help="What answers: transformers or a vLLM engine.")] = "hf",
+    data: Annotated[
+        Path | None, typer.Option("--data", "-d", exists=True, dir_okay=False, help="A file of records.")
+    ] = None,
+    images: Annotated[
+        list[Path] | None,
+        typer.Option("--images", "-i", help="Images without labels, or folders of them, instead of --data."),
+    ] = None,
+    more_images: Annotated[
+        list[Path] | None,
+        typer.Argument(metavar="[IMAGES]...", help="More images or folders, after --images.", show_default=False),
+    ] = None,
+    backend: Annotated[
+        Backend | None, typer.Option(help="What answers: transformers (hf, the default) or a vLLM engine.")
+    ] = None,
+    server: Annotated[
+        str | None, typer.Option(help=f"Ask a `vllm serve` of this model instead. {API_KEY} is its key.")
+    ] = None,
+    served_model: Annotated[
+        str | None, typer.Option(help="The name of the model on the server, if it has several.")
+    ] = None,
     batch: Annotated[int, typer.Option(min=1, help="Sequences decoded at once.")] = 16,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens an answer may have.")] = 1024,
-    limit: Annotated[int | None, typer.Option(min=1, help="Only the first records.")] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="Only the first records or images.")] = None,
     prompt: Annotated[
         str | None, typer.Option(help="The question. Unset: the one the model was trained with.")
+    ] = None,
+    classes: Annotated[
+        str | None, typer.Option(help="With --images: ask for these classes only, e.g. 'red cup,fork'.")
+    ] = None,
+    expression: Annotated[
+        str | None, typer.Option(help="With --images: ask for what this describes, e.g. 'the cup on the left'.")
     ] = None,
     stop_bias: Annotated[
         float, typer.Option(help="Subtract this from the logits of tokens that close the answer. Below 0: add.")
@@ -121,42 +102,68 @@ def predict(
     temperature: Annotated[float | None, typer.Option(help="Of the samples. Unset: 1.")] = None,
     top_p: Annotated[float | None, typer.Option(help="Of the samples: nucleus sampling. Unset: 1.")] = None,
     seed: Annotated[int | None, typer.Option(help="Of the samples. Unset: 0.")] = None,
+    answer_format: Annotated[
+        AnswerFormatName | None,
+        typer.Option(
+            help="How the model writes objects. Unset: as it was trained; native: as published Qwen3-VL."
+        ),
+    ] = None,
+    draw: Annotated[
+        Path | None, typer.Option(file_okay=False, help="A folder for one picture per image, with its objects.")
+    ] = None,
+    page: Annotated[
+        Path | None, typer.Option(dir_okay=False, help="An .html file with the images and their objects.")
+    ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on after an interruption.")] = False,
 ) -> None:
     """Answer every image greedily, and with --samples also at random. Scores are token probabilities."""
     options = AnswerOptions(max_new_tokens, stop_bias, dedup, samples, temperature, top_p, seed)
-    options.check()
-    need("torch", "transformers", extra="train")
+    options.check(_to_option)
+    sources = [*(images or ()), *(more_images or ())]
+    _check_sources(data, images, more_images, classes, expression)
+    _check_server(backend, server, served_model)
+    if page is not None:
+        need_page(page, "--page")
+    need("torch", "transformers", *(("httpx",) if server else ()), extra="train")
     if backend == "vllm":
         need("vllm", extra="vllm")
-    if not (model / "config.json").is_file():
-        checkpoints = sorted(path.name for path in model.glob("checkpoint-*"))
-        fix = "give a model folder; merge an adapter first (coordexp model merge)"
-        if checkpoints:
-            fix = f"it contains {checkpoints[-1]}: give that"
-        raise UserError(f"{model} has no config.json", fix)
-    question = prompt or _prompt_of_training(model)
+    model = find_model(model)
+    check_model_folder(model)
+    source = _read_records(data) if data else _read_images(sources, _split(classes), expression, prompt)
+    selected = source.images[:limit]
+    if warning := find_untrained_request(model, selected[0][1]):
+        err.print(warning, markup=False, style="yellow")
     with progress("loading"):
-        from transformers import AutoProcessor
+        from coordexp.correction import load_format
+        from coordexp.evaluate import write_predictions
+        from coordexp.evaluate.predictions import (
+            UnfinishedPredictions,
+            number_answered_classes,
+            write_images,
+            write_samples,
+        )
+        from coordexp.rollout.prompt import PromptBuilder, load_processor
 
-        from coordexp.data import RecordFile
-        from coordexp.evaluate import read_truth, write_predictions
-        from coordexp.evaluate.predictions import UnfinishedPredictions, write_samples
-        from coordexp.rollout.prompt import PromptBuilder
-        from coordexp.vocab import VocabularyTable
-
-        records, table = RecordFile(data, partial(err.print, markup=False)), VocabularyTable.from_folder(model)
-        truth = read_truth(records)
+        answer_as = load_format(model, answer_format)
+        questions = read_questions(model, prompt, answer_as.name)
+        options.check_format(answer_as.name, _to_option)
         _make_folder(to)
-        selected = truth[:limit]
-        unfinished = UnfinishedPredictions(to, _identity(model, records, question, options))
-        answers = _begin(unfinished, len(selected), batch, options, resume)
-        prompts = PromptBuilder(AutoProcessor.from_pretrained(model), question)
-        sizes = {(record.width, record.height) for _, record in selected}
-        generator = _start_backend(backend, model, prompts, table, batch, sizes, max_new_tokens)
+        request = _identity(model, source, questions, options, server, answer_as.name)
+        unfinished = UnfinishedPredictions(to, request)
+        answers = _begin(unfinished, source, len(selected), batch, options, resume)
+        prompts = PromptBuilder(load_processor(model), questions.of_run)
+        asked = {(record.width, record.height, questions.ask(record)) for _, record in selected}
+        if server is None:
+            longest = count_longest_prompt(prompts, asked) + max_new_tokens
+            generator = start_backend(
+                backend or "hf", model, prompts, answer_as.table, batch=batch, max_length=longest
+            )
+        else:
+            generator = _connect(server, served_model, prompts, answer_as.table, batch)
     signal.signal(signal.SIGTERM, _interrupt)
+    answering = Answering(source.folder, questions, answer_as, generator, options, _warn_about_image)
     try:
-        _predict(answers, unfinished, selected, Answering(records, table, generator, options), batch)
+        _predict(answers, unfinished, selected, answering, batch)
     except KeyboardInterrupt as interruption:
         err.print(
             f"interrupted after {len(answers) // options.answers_per_image} of {len(selected)} images; their "
@@ -167,12 +174,105 @@ def predict(
     finally:
         generator.close()
     greedy = [answer for answer in answers if answer.sample is None]
-    write_predictions(to, greedy, truth)
+    categories = None if source.classes is None else number_answered_classes(source.classes, greedy)
+    write_predictions(to, greedy, source.images, categories)
+    if categories is not None:
+        write_images(to, selected, categories)
     if samples:
         write_samples(to, [answer for answer in answers if answer.sample is not None])
     unfinished.remove()
-    _print_summary(to, greedy, options)
+    _print_summary(to, greedy, options, is_labelled=categories is None)
+    if draw is not None:
+        _draw(draw, source.folder, selected, greedy)
+    if page is not None:
+        _write_page(page, source.folder, selected, greedy, f"{model} on {data or sources[0]}")
     _stop_if_most_are_unread(greedy)
+
+
+def _to_option(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
+def _check_sources(
+    data: Path | None,
+    images: Sequence[Path] | None,
+    more_images: Sequence[Path] | None,
+    classes: str | None,
+    expression: str | None,
+) -> None:
+    """Raise UserError unless the options name either records or images, with a request that fits."""
+    if more_images and not images:
+        raise UserError(f"{more_images[0]}: an image without --images", "write --images before the first image")
+    if (data is None) == (not images):
+        problem = "--data and --images exclude each other" if data else "there is nothing to predict on"
+        raise UserError(problem, "give --data for records, or --images for images without labels")
+    if data is not None and (classes is not None or expression is not None):
+        name = "--classes" if classes is not None else "--expression"
+        raise UserError(
+            f"{name} has no effect with --data: each record says what it asks for",
+            "write classes or expression into the records, or give --images",
+        )
+    if classes is not None and expression is not None:
+        raise UserError("--classes and --expression exclude each other", "leave one of them out")
+    if classes is not None and not _split(classes):
+        raise UserError("--classes names no class", "give e.g. --classes 'red cup,fork'")
+
+
+def _check_server(backend: Backend | None, server: str | None, served_model: str | None) -> None:
+    if server is not None and backend is not None:
+        raise UserError("--backend has no effect with --server", "leave one of them out")
+    if server is None and served_model is not None:
+        raise UserError("--served-model has no effect without --server", "leave it out")
+
+
+def _split(classes: str | None) -> tuple[str, ...] | None:
+    """Return the classes of a list with commas."""
+    if classes is None:
+        return None
+    return tuple(name for part in classes.split(",") if (name := part.strip()))
+
+
+def _read_records(data: Path) -> Source:
+    from coordexp.data import RecordFile
+    from coordexp.evaluate import read_truth
+    from coordexp.train.folder import fingerprint
+
+    with progress(f"reading {data}"):
+        records = RecordFile(data, partial(err.print, markup=False))
+        return Source(read_truth(records), data.parent, fingerprint(records)["sha256"])
+
+
+def _read_images(
+    sources: Sequence[Path], classes: tuple[str, ...] | None, expression: str | None, prompt: str | None
+) -> Source:
+    """Read the sizes of all images, and list the files that are none."""
+    from coordexp.detect.image_files import find_images
+
+    with progress("reading images") as show:
+        files = find_images(sources, lambda number: show(f"{number:,} files"))
+    for path, reason in files.skipped[:SHOWN_FILES]:
+        err.print(sanitize(f"skipped {path}: {reason}"), markup=False, style="yellow")
+    if len(files.skipped) > SHOWN_FILES:
+        err.print(f"and {len(files.skipped) - SHOWN_FILES:,} more files that are not images", style="yellow")
+    images = [
+        (k, make_record(str(file.path), (file.width, file.height), classes, expression, prompt))
+        for k, file in enumerate(files.images, start=1)
+    ]
+    digest = hashlib.sha256("\n".join(record.as_json() for _, record in images).encode("utf-8", "replace"))
+    return Source(images, Path(), digest.hexdigest(), classes or ())
+
+
+def _connect(
+    server: str, served_model: str | None, prompts: "PromptBuilder", table: "VocabularyTable", batch: int
+) -> Generator:
+    from coordexp.detect.chat_server import ChatServerBackend
+
+    key = os.environ.get(API_KEY)
+    return ChatServerBackend(server, prompts, table, batch=batch, api_key=key, served_model=served_model)
+
+
+def _warn_about_image(problem: str) -> None:
+    err.print(sanitize(problem), markup=False, style="yellow")
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:
@@ -191,13 +291,18 @@ def _make_folder(file: Path) -> None:
 
 
 def _begin(
-    unfinished: "UnfinishedPredictions", images: int, batch: int, options: AnswerOptions, resume: bool
+    unfinished: "UnfinishedPredictions",
+    source: Source,
+    images: int,
+    batch: int,
+    options: AnswerOptions,
+    resume: bool,
 ) -> list["ImageAnswer"]:
     """Return the answers of an interrupted run. Only whole batches are kept, so that the other records are asked
     in the same batches as without the interruption."""
-    from coordexp.evaluate.predictions import samples_path
+    from coordexp.evaluate.predictions import images_path, samples_path
 
-    samples = samples_path(unfinished.predictions)
+    samples, numbers = samples_path(unfinished.predictions), images_path(unfinished.predictions)
     complete = unfinished.predictions.is_file() and (samples.is_file() or not options.samples)
     if resume and complete and not unfinished.path.is_file():
         out.print(f"{unfinished.predictions} is complete: nothing to do", markup=False)
@@ -206,6 +311,11 @@ def _begin(
         raise UserError(
             f"{samples} has samples of earlier predictions, which would not fit the new ones",
             "remove it, give another --out, or add --samples to replace it",
+        )
+    if numbers.is_file() and source.classes is None:
+        raise UserError(
+            f"{numbers} has the numbers of earlier predictions on --images, which would not fit the new ones",
+            "remove it, or give another --out",
         )
     if not (resume and unfinished.path.is_file()):
         unfinished.begin()
@@ -227,59 +337,6 @@ def _begin(
     return answers
 
 
-@dataclass(frozen=True)
-class Answering:
-    """Everything that answering an image needs."""
-
-    records: "RecordFile"
-    table: "VocabularyTable"
-    generator: "HuggingFaceBackend | VllmBackend"
-    options: AnswerOptions
-
-    def answer_batch(self, images: "Truth") -> list["ImageAnswer"]:
-        """Return the greedy answer of each image, followed by its sampled ones. An image that cannot be read is
-        asked about only once."""
-        greedy = self._ask(images, None)
-        readable = [image for image, answer in zip(images, greedy, strict=True) if answer.was_asked]
-        rounds = [greedy]
-        for sample in range(1, self.options.samples + 1):
-            sampled = iter(self._ask(readable, sample))
-            rounds.append(
-                [next(sampled) if answer.was_asked else replace(answer, sample=sample) for answer in greedy]
-            )
-        return list(itertools.chain.from_iterable(zip(*rounds, strict=True)))
-
-    def _ask(self, images: "Truth", sample: int | None) -> list["ImageAnswer"]:
-        """Return the greedy answer of each image, or the sampled one of this number."""
-        requests = [self._make_request(image_id, record, sample) for image_id, record in images]
-        rollouts = _generate(requests, self.generator)
-        return [
-            self._make_answer(image_id, record, rollout, sample)
-            for (image_id, record), rollout in zip(images, rollouts, strict=True)
-        ]
-
-    def _make_request(self, image_id: int, record: "Record", sample: int | None) -> "Request":
-        """Return the request for an image. The seed of a sample depends on the image and its own number only."""
-        from coordexp.rollout.backend import ImageRef, Request, request_seed
-
-        image = ImageRef.of(self.records, record)
-        if sample is None:
-            return Request(image, self.options.greedy())
-        return Request(
-            image, self.options.sampling(), request_seed(self.options.seed or 0, image_id, 0, 0, sample)
-        )
-
-    def _make_answer(
-        self, image_id: int, record: "Record", rollout: "Rollout | None", sample: int | None
-    ) -> "ImageAnswer":
-        from coordexp.evaluate.answer import NO_IMAGE, ImageAnswer, build_answer, drop_duplicates
-
-        if rollout is None:
-            return ImageAnswer(image_id, record.image, "", NO_IMAGE, 0, (), sample=sample)
-        answer = replace(build_answer(image_id, record.image, rollout, self.table), sample=sample)
-        return answer if self.options.dedup is None else drop_duplicates(answer, self.options.dedup)
-
-
 def _predict(
     answers: list["ImageAnswer"],
     unfinished: "UnfinishedPredictions",
@@ -299,41 +356,12 @@ def _predict(
                 advance()
 
 
-def _generate(
-    requests: Sequence["Request"], generator: "HuggingFaceBackend | VllmBackend"
-) -> list["Rollout | None"]:
-    """Return the rollout of each request, or None if its image cannot be read. The rest of the batch is then asked
-    without it."""
-    from coordexp.data import DataError
-
-    try:
-        return list(generator.generate(requests))
-    except DataError:
-        problems = [_image_problem(request.image) for request in requests]
-        if not any(problems):  # the error is not about a file
-            raise
-    for problem in filter(None, problems):
-        err.print(sanitize(problem.problem), markup=False, style="yellow")
-    readable = [request for request, problem in zip(requests, problems, strict=True) if problem is None]
-    rollouts = iter(generator.generate(readable) if readable else ())
-    return [next(rollouts) if problem is None else None for problem in problems]
-
-
-def _image_problem(image: "ImageRef") -> "DataError | None":
-    from coordexp.data import DataError
-    from coordexp.rollout.prompt import open_image
-
-    try:
-        open_image(image.path, image.size)
-    except DataError as error:
-        return error
-    return None
-
-
-def _print_summary(to: Path, greedy: Sequence["ImageAnswer"], options: AnswerOptions) -> None:
-    from coordexp.evaluate.predictions import samples_path
+def _print_summary(to: Path, greedy: Sequence["ImageAnswer"], options: AnswerOptions, is_labelled: bool) -> None:
+    from coordexp.evaluate.predictions import images_path, samples_path
 
     out.print(f"{sum(len(answer.valid) for answer in greedy)} objects in {len(greedy)} images: {to}", markup=False)
+    if not is_labelled:
+        out.print(f"the numbers of images and classes: {images_path(to)}", markup=False)
     if options.dedup is not None:
         dropped = sum(len(answer.dropped) for answer in greedy)
         out.print(f"{dropped} objects dropped as duplicates, at IoU {options.dedup:g} with an earlier object")
@@ -342,6 +370,36 @@ def _print_summary(to: Path, greedy: Sequence["ImageAnswer"], options: AnswerOpt
     if truncated := sum(answer.is_truncated for answer in greedy):
         limit = options.max_new_tokens
         err.print(f"{truncated} answers were cut off at {limit} tokens; --max-new-tokens allows more")
+
+
+def _draw(folder: Path, images: Path, selected: "Truth", greedy: Sequence["ImageAnswer"]) -> None:
+    """Write one picture per image, named by its number and its file. Small images become PNG files."""
+    from coordexp.detect.detections import Detections
+    from coordexp.detect.drawing import draw_detections
+    from coordexp.rollout.prompt import open_image
+
+    folder.mkdir(parents=True, exist_ok=True)
+    with bar("drawing", len(greedy)) as advance:
+        for (image_id, record), answer in zip(selected, greedy, strict=True):
+            if answer.was_asked:
+                size = (record.width, record.height)
+                image = open_image(images / record.image, size)
+                picture = draw_detections(image, Detections.of(answer, record))
+                suffix = "jpg" if picture.size == size else "png"
+                picture.save(folder / f"{image_id}-{Path(record.image).stem}.{suffix}", quality=92)
+            advance()
+    out.print(f"wrote pictures to {folder}", markup=False)
+
+
+def _write_page(
+    file: Path, images: Path, selected: "Truth", greedy: Sequence["ImageAnswer"], description: str
+) -> None:
+    with progress(f"drawing {file}"):
+        from coordexp.pages.document import save_page
+        from coordexp.pages.predictions import render_predictions
+
+        save_page(file, render_predictions(selected, greedy, images, description))
+    out.print(f"wrote {file}", markup=False)
 
 
 def _stop_if_most_are_unread(answers: Sequence["ImageAnswer"]) -> None:
@@ -365,50 +423,20 @@ def _file_hash(file: Path) -> str:
     return hashlib.sha256(head + tail + size.to_bytes(8, "big")).hexdigest()
 
 
-def _identity(model: Path, records: "RecordFile", prompt: str, options: AnswerOptions) -> dict[str, Any]:
+def _identity(
+    model: Path,
+    source: Source,
+    questions: "Questions",
+    options: AnswerOptions,
+    server: str | None,
+    answer_format: AnswerFormatName,
+) -> dict[str, Any]:
     """Return everything that decides the predictions. The names of the parts appear in error messages."""
-    from coordexp.train.folder import fingerprint
-
     return {
         "model": [_file_hash(file) for file in sorted(model.glob("*.safetensors"))],
-        "data": fingerprint(records)["sha256"],
-        "prompt": prompt,
+        "data": source.sha256,
+        **asdict(questions),
+        **({} if answer_format == "coord_tokens" else {"answer_format": answer_format}),
         **options.identity(),
+        **({} if server is None else {"server": server}),
     }
-
-
-def _prompt_of_training(model: Path) -> str:
-    """Return the prompt that training recorded in the checkpoint, or the default prompt."""
-    from coordexp.config.settings import Custom
-
-    note = model / "coordexp.json"
-    return str(json.loads(note.read_text())["prompt"] if note.is_file() else Custom.model_fields["prompt"].default)
-
-
-def _start_backend(
-    backend: Backend,
-    folder: Path,
-    prompts: Any,
-    table: "VocabularyTable",
-    batch: int,
-    sizes: set[tuple[int, int]],
-    max_new_tokens: int,
-) -> "HuggingFaceBackend | VllmBackend":
-    """Load the model, or start an engine with it that is long enough for images of these sizes. Images of a size
-    that no model accepts get no answer, whatever the length."""
-    import torch
-
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    dtype: Any = "float32" if device == "cpu" else "auto"
-    if backend == "vllm":
-        from coordexp.data.images import size_problem
-        from coordexp.engine.generate import VllmBackend
-
-        lengths = [len(prompts.ids(*size)) for size in sizes if size_problem(*size) is None]
-        longest = max(lengths, default=0) + max_new_tokens
-        return VllmBackend(folder, prompts, table, max_length=longest, batch=batch, dtype=dtype, gpu_share=0.9)
-    from coordexp.families import load_model
-    from coordexp.rollout.hugging_face import HuggingFaceBackend
-
-    loaded = load_model(folder, dtype=dtype).to(device)
-    return HuggingFaceBackend(lambda: loaded, prompts, table, batch)

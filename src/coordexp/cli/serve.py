@@ -7,8 +7,8 @@ from urllib.parse import urlsplit
 
 import typer
 
-from coordexp.cli.check import ConfigOption, missing_files
-from coordexp.cli.console import err, need, progress
+from coordexp.cli.check import ConfigOption, SetOption, missing_files, use_local_model
+from coordexp.cli.console import LogOption, err, need, progress
 from coordexp.config import Settings, load_settings
 from coordexp.config.rollout import TOKEN
 from coordexp.config.rules import uses_vllm
@@ -16,12 +16,14 @@ from coordexp.engine import check_vllm
 from coordexp.errors import UserError, explain_value_errors
 from coordexp.files import find_data_files
 from coordexp.launch.plan import is_loopback, is_loopback_host
+from coordexp.logs import start_log
 
 LOOPBACK = "127.0.0.1"
 
 
 def serve(
     config: ConfigOption,
+    overrides: SetOption = None,
     index: Annotated[int, typer.Option(min=0, help="Which of rollout_matching.vllm.server.servers to be.")] = 0,
     host: Annotated[
         str | None,
@@ -35,6 +37,7 @@ def serve(
             help="Folder below which images may be read, besides those of the data files. Can be repeated."
         ),
     ] = None,
+    log_format: LogOption = None,
 ) -> None:
     """Serve rollouts with vLLM to the learner that trains with the same config.
 
@@ -42,9 +45,12 @@ def serve(
     /ready/ requires that token; learners read it from the same variable. Without it, a server
     listens on this machine's own addresses only. SIGTERM or Ctrl-C ends the server and its engine.
     """
-    settings = load_settings(config).settings
+    start_log(log_format)
+    loaded = load_settings(config, overrides=overrides or ())
+    settings = loaded.settings
     address, port = _choose_address(settings, str(config), index, host)
     need("torch", "transformers", extra="vllm")
+    settings = use_local_model(loaded).settings
     for missing in missing_files(settings):
         raise UserError(f"{missing.subject}: {missing.problem}", missing.fix)
     data = [file.parent for names in settings.custom.data_sets.values() for file in find_data_files(names)]

@@ -1,16 +1,18 @@
 """`coordexp train`, and `python -m src.sft`, which is the same."""
 
 import os
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from coordexp.cli.check import ConfigOption, missing_files
-from coordexp.cli.console import err, need, out, print_findings, progress
+from coordexp.cli.check import ConfigOption, SetOption, missing_files, use_local_model
+from coordexp.cli.console import LogOption, err, need, out, print_findings, progress
 from coordexp.config import Loaded, World, load_settings
 from coordexp.config.rules import uses_vllm
 from coordexp.engine import check_vllm
-from coordexp.errors import DataError, UserError, explain_value_errors
+from coordexp.errors import DataError, UserError, explain, explain_value_errors
+from coordexp.logs import start_log
 
 if TYPE_CHECKING:
     from coordexp.train.run import PreparedRun, RunOutcome
@@ -18,9 +20,11 @@ if TYPE_CHECKING:
 
 def train(
     config: ConfigOption,
+    overrides: SetOption = None,
     resume: Annotated[
         bool, typer.Option("--resume", help="Resume from the newest checkpoint of training.output_dir.")
     ] = False,
+    log_format: LogOption = None,
     world_size: Annotated[int, typer.Option(min=1, envvar="WORLD_SIZE", hidden=True)] = 1,
 ) -> None:
     """Train as a config says. Under torchrun, start one process per rank of the learner.
@@ -31,15 +35,19 @@ def train(
     abandoned. A second signal ends the run at once. A run that diverges exits 1 and saves no weights
     that are not finite.
     """
-    loaded = load_settings(config, World(world_size))
+    start_log(log_format)
+    loaded = load_settings(config, World(world_size), overrides or ())
     settings = loaded.settings
     need("torch", "transformers", "peft", "httpx", extra="train")
     if uses_vllm(settings, "colocate"):
         check_vllm(settings.backend_setting)
     is_first = os.environ.get("RANK", "0") == "0"
     print_findings(loaded.notes if is_first else (), err)
+    loaded = use_local_model(loaded)
+    settings = loaded.settings
     for missing in missing_files(settings):  # before anything heavy is imported
         raise DataError(f"{missing.subject}: {missing.problem}", missing.fix)
+    _make_folder(Path(settings.training.output_dir))
     with progress("loading"):
         prepared = _prepare(loaded, resume)
     if resume and is_first:
@@ -56,6 +64,15 @@ def train(
         from coordexp.train.stopping import exit_code
 
         raise typer.Exit(exit_code(outcome.stopped_by))
+
+
+def _make_folder(folder: Path) -> None:
+    """Make the run folder before anything slow. Raise UserError if it cannot be written."""
+    fix = "set training.output_dir to a folder that you may write to"
+    with explain(OSError, f"training.output_dir: {folder} cannot be written", fix, to=UserError):
+        folder.mkdir(parents=True, exist_ok=True)
+        if not os.access(folder, os.W_OK):
+            raise PermissionError("permission denied")
 
 
 def _prepare(loaded: Loaded, resume: bool) -> "PreparedRun":

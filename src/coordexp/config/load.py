@@ -6,7 +6,7 @@ errors.
 """
 
 import difflib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -21,6 +21,7 @@ from coordexp.config.schema import closest_module, closest_option, explain_error
 from coordexp.config.sections import SettingsSection
 from coordexp.config.settings import PACKING_KEYS, Settings, Training
 from coordexp.config.yaml_tree import (
+    COMMAND_LINE,
     Document,
     Key,
     KeyPath,
@@ -55,10 +56,16 @@ class Loaded:
     notes: tuple[Finding, ...]
     files: tuple[str, ...]
 
+    @property
+    def overrides(self) -> dict[str, str]:
+        """The origins of the values that were given on the command line, by their paths."""
+        return {path: origin for path, origin in self.origins.items() if origin.startswith(COMMAND_LINE)}
 
-def load_settings(path: Path | str, world: World | None = None) -> Loaded:
-    """Return the settings of a YAML file and of the files it extends. Raise ConfigError with all violations."""
-    return parse_settings(read_document(Path(path)), world, file=str(path))
+
+def load_settings(path: Path | str, world: World | None = None, overrides: Sequence[str] = ()) -> Loaded:
+    """Return the settings of a YAML file and of the files it extends. Overrides are texts such as
+    `training.max_steps=6`. Raise ConfigError with all violations."""
+    return parse_settings(read_document(Path(path), overrides), world, file=str(path))
 
 
 def parse_settings(document: Document | Tree, world: World | None = None, file: str = "") -> Loaded:
@@ -81,8 +88,10 @@ def _findings_in_file_order(violations: list[Violation], document: Document) -> 
     """Return the findings with their origins, sorted by file and line. Those without an origin come last."""
 
     def position(violation: Violation) -> tuple[int, int]:
-        origin = document.origin_of(violation.path)
-        return (document.files.index(origin.file), origin.line or 0) if origin else (len(document.files), 0)
+        origin = violation.origin or document.origin_of(violation.path)
+        if origin is None or origin.file not in document.files:
+            return len(document.files), 0
+        return document.files.index(origin.file), origin.line or 0
 
     ordered = sorted(violations, key=position)
     return [replace(v, origin=v.origin or document.origin_of(v.path)).to_finding() for v in ordered]
@@ -240,6 +249,8 @@ def derive(settings: Settings, world: World) -> tuple[Settings, dict[str, str]]:
 def _derive_values(s: Settings, world: World) -> Iterator[tuple[str, Any, str]]:
     """Yield the path, the value and the reason of each value that the file leaves open."""
     vllm, length = s.rollout_matching.vllm, rules.max_length(s)
+    if not s.uses_rollouts and s.evaluates and s.stage1.eval_backend == "auto":
+        yield "stage1.eval_backend", s.backend, f"auto, and {_explain_backend(s)}"
     if s.global_max_length is None:
         yield "global_max_length", length, "from template.max_length"
     if s.template.max_length is None:
@@ -257,6 +268,12 @@ def _derive_values(s: Settings, world: World) -> Iterator[tuple[str, Any, str]]:
         yield "rollout_matching.vllm.max_model_len", length, "from global_max_length"
     if vllm.max_lora_rank is None and vllm.enable_lora and s.model.adapter is not None:
         yield "rollout_matching.vllm.max_lora_rank", s.model.adapter.rank, "from model.adapter.rank"
+
+
+def _explain_backend(s: Settings) -> str:
+    if not s.describes_engine:
+        return "rollout_matching.vllm describes no engine"
+    return f"vLLM is {'' if s.backend == 'vllm' else 'not '}installed"
 
 
 def _replace(section: S, path: list[str], value: Any) -> S:
@@ -291,12 +308,15 @@ def _idle_sections(s: Settings) -> Iterator[tuple[str, str]]:
         if s.stage1.eval_backend == "vllm" and not s.evaluates:
             yield "stage1.eval_backend", "not used: no evaluation is configured"
         used = READ_BY_EVALUATION | ({"vllm", "offload"} if s.backend == "vllm" else set())
+        if s.evaluates and s.stage1.eval_backend == "auto" and s.describes_engine and s.backend == "hf":
+            used.add("vllm")
+            yield "rollout_matching.vllm", "not used: vLLM is not installed, so transformers answers in evaluation"
         if rollout.rollout_backend == "hf":
             used.add("rollout_backend")
         for name in sorted(_non_default_keys(rollout) - used):
             yield f"rollout_matching.{name}", f"not used by {variant}"
         return
-    if s.stage1.eval_backend != "hf":
+    if s.stage1.eval_backend != "auto":
         yield "stage1.eval_backend", f"not used by {variant}, which evaluates with its rollout_backend"
     if s.stage1.pipeline is not None:
         yield "stage1.pipeline", f"not used by {variant}"
@@ -304,6 +324,8 @@ def _idle_sections(s: Settings) -> Iterator[tuple[str, str]]:
         yield "rollout_matching.vllm", f"not used with rollout_backend: {rollout.rollout_backend}"
     elif rollout.vllm.mode == "colocate" and "server" in _non_default_keys(rollout.vllm):
         yield "rollout_matching.vllm.server", "not used with vllm.mode: colocate"
+    if uses_vllm(s, "colocate") and "senders" in _non_default_keys(rollout.vllm.sync):
+        yield rules.SENDERS, "not used with vllm.mode: colocate"
     if "max_lora_rank" in _non_default_keys(rollout.vllm) and not rollout.vllm.enable_lora:
         yield "rollout_matching.vllm.max_lora_rank", "not used: enable_lora is false"
     if rollout.vllm.enable_lora and uses_vllm(s, "colocate") and rules.sync_mode(s) == "full":

@@ -145,6 +145,12 @@ class Sync(SettingsSection):
         description="Steps between two canary checks. At the first weight sync, and again after this many steps, "
         "the engine and the learner answer the same prompt and must agree.",
     )
+    senders: PositiveInt = Field(
+        1,
+        description="Learner ranks that send the weights, each to its share of the rollout servers, all at the "
+        "same time. 1: the first rank sends them to every server. With many servers, use the number of learner "
+        "nodes. Server mode only.",
+    )
 
 
 class EngineArgs(SettingsSection):

@@ -41,6 +41,8 @@ class Conflict:
 Rule = Callable[[Settings, World], Iterator[Conflict]]
 
 VARIANT = "custom.trainer_variant"
+ANSWER_FORMAT = "custom.answer_format"
+COORD_MODULES = ("coord_reg", "bbox_geo", "coord_diag")  # they read distributions over coordinate tokens
 BACKEND = "rollout_matching.rollout_backend"
 DECODE_MODE = "rollout_matching.decode_mode"
 PER_SAMPLE = "rollout_matching.rollouts_per_sample"
@@ -48,6 +50,7 @@ DUPLICATES = "rollout_matching.correction.duplicates"
 MODE = "rollout_matching.vllm.mode"
 SERVERS = "rollout_matching.vllm.server.servers"
 SYNC = "rollout_matching.vllm.sync.mode"
+SENDERS = "rollout_matching.vllm.sync.senders"
 ENABLE_LORA = "rollout_matching.vllm.enable_lora"
 TENSOR_PARALLEL = "rollout_matching.vllm.tensor_parallel_size"
 DATA_PARALLEL = "rollout_matching.vllm.data_parallel_size"
@@ -80,12 +83,20 @@ def idle_reason(module: Module, s: Settings) -> str | None:
     weights = [value for name, value in module.config if name.endswith("_weight")]
     if not module.enabled:
         return "disabled"
-    if not s.channels & set(module.channels):
+    if module.name == "chat_ce" and "A" not in module.channels:
+        return "inactive: chat records are on channel A, and it runs on channel B"
+    if module.name != "chat_ce" and not s.channels & set(module.channels):
         own, others = ", ".join(module.channels), ", ".join(sorted(s.channels))
         return f"inactive: it runs on channel {own}, and this run on {others}"
     if module.name in OBJECTIVES and (module.weight == 0 or not any(weights)):
         return "without effect: its weight is 0"
     return None
+
+
+def trains_chat(s: Settings) -> bool:
+    """Return whether the objective of the run trains on chat records."""
+    modules = s.pipeline.objective if s.pipeline is not None else ()
+    return any(module.name == "chat_ce" and not idle_reason(module, s) for module in modules)
 
 
 def _pipeline_is_declared(s: Settings, world: World) -> Iterator[Conflict]:
@@ -149,6 +160,45 @@ def _unlikelihood_has_its_loss(s: Settings, world: World) -> Iterator[Conflict]:
         problem = "duplicate_ul has no effect: no token is marked as unlikely"
         fix = f"remove or disable the module, or set {DUPLICATES}: unlikelihood in a run with rollouts"
         yield Conflict(objective, problem, fix, (VARIANT, DUPLICATES))
+
+
+def _native_answers_can_be_trained(s: Settings, world: World) -> Iterator[Conflict]:
+    objective, adapter = f"{s.pipeline_path}.objective", s.model.adapter
+    modules = () if s.pipeline is None else (*s.pipeline.objective, *s.pipeline.diagnostics)
+    numbers = [module for module in modules if module.name == "number_ce"]
+    if s.custom.answer_format != "native":
+        if any(module.enabled for module in numbers):
+            problem = "number_ce has no effect: coordinates are tokens of their own, which coord_reg trains"
+            fix = f"remove or disable the module, or set {ANSWER_FORMAT}: native"
+            yield Conflict(objective, problem, fix, (ANSWER_FORMAT,))
+        return
+    if s.uses_rollouts:
+        problem = f"native, but {s.custom.trainer_variant} corrects rollouts, which needs coordinate tokens"
+        fix = "set custom.answer_format: coord_tokens, or custom.trainer_variant: stage1_sft"
+        yield Conflict(ANSWER_FORMAT, problem, fix, (VARIANT,))
+        return
+    if unusable := [module.name for module in modules if module.name in COORD_MODULES and module.enabled]:
+        names = " and ".join(unusable)
+        problem = f"{names}: only for coordinate tokens, and native answers have numbers in ordinary tokens"
+        fix = (
+            f"remove or disable {names}, and train numbers with number_ce (configs/stage1-native.yaml shows it), "
+            f"or set {ANSWER_FORMAT}: coord_tokens"
+        )
+        yield Conflict(s.pipeline_path, problem, fix, (ANSWER_FORMAT,))
+    elif s.pipeline is not None and all(idle_reason(module, s) for module in numbers):
+        problem = "no module trains the coordinates of native answers"
+        fix = "declare number_ce with a weight above 0 on channel A, as configs/stage1-native.yaml does"
+        yield Conflict(objective, problem, fix, (ANSWER_FORMAT,))
+    if adapter is not None and adapter.train_coord_rows:
+        problem = "true, but native answers have no coordinate tokens"
+        yield Conflict("model.adapter.train_coord_rows", problem, "set it to false", (ANSWER_FORMAT,))
+    if s.custom.object_field_order != "desc_first":
+        problem = f"{s.custom.object_field_order} has no effect: native answers have bbox_2d first, then label"
+        yield Conflict("custom.object_field_order", problem, "remove it", (ANSWER_FORMAT,))
+    if s.rollout_matching.repeat_terminate.max_object_keys is not None:
+        problem = "the keys object_1, object_2, ... are counted, and native answers have none"
+        path = "rollout_matching.repeat_terminate.max_object_keys"
+        yield Conflict(path, problem, "set it to null", (ANSWER_FORMAT,))
 
 
 def _length_is_known(s: Settings, world: World) -> Iterator[Conflict]:
@@ -299,6 +349,39 @@ def _training_data_is_named_once(s: Settings, world: World) -> Iterator[Conflict
         yield Conflict("custom.train_data", "given, and so is custom.train_jsonl", fix, ("custom.train_jsonl",))
 
 
+def _prompts_have_their_fields(s: Settings, world: World) -> Iterator[Conflict]:
+    custom = s.custom
+    sets = {"custom": custom} | {f"custom.train_data[{k}]": data for k, data in enumerate(custom.train_data)}
+    for path, texts in sets.items():
+        for name, field in (("class_prompt", "{classes}"), ("expression_prompt", "{expression}")):
+            if field not in (getattr(texts, name) or field):
+                problem = f"it has no {field}, so the model would not know what is asked for"
+                yield Conflict(f"{path}.{name}", problem, f"write {field} where the words of the record belong")
+        for name in ("prompt", "class_prompt", "expression_prompt"):
+            if "{order}" in (getattr(texts, name) or "") and custom.object_order in ("file", "random"):
+                problem = f"{{order}} has no words for custom.object_order: {custom.object_order}"
+                fix = "remove {order}, or set custom.object_order: reading, left_to_right or large_first"
+                yield Conflict(f"{path}.{name}", problem, fix)
+
+
+def _data_sets_have_names_of_their_own(s: Settings, world: World) -> Iterator[Conflict]:
+    for path, names in (("custom.train_data", s.custom.set_names), ("custom.eval_data", s.custom.eval_names)):
+        twice = next((name for name in names if names.count(name) > 1), None)
+        if twice is not None:
+            problem = f"two data sets are named {twice}, so their metrics would be the same"
+            yield Conflict(path, problem, "give each of them a name of its own")
+
+
+def _objects_have_one_order(s: Settings, world: World) -> Iterator[Conflict]:
+    insertion = s.rollout_matching.correction.insertion
+    if "B" in s.channels and insertion == "reading_order" and s.custom.object_order not in ("file", "reading"):
+        yield Conflict(
+            "rollout_matching.correction.insertion",
+            f"reading_order contradicts custom.object_order: {s.custom.object_order}",
+            "set insertion: in_order, which follows custom.object_order, or custom.object_order: reading",
+        )
+
+
 def _data_can_be_mixed(s: Settings, world: World) -> Iterator[Conflict]:
     if len(s.custom.train_data) > 1 and s.custom.curriculum:
         problem = "given, but custom.train_data has several data sets, and a stage may have no records of one"
@@ -312,9 +395,9 @@ def _data_can_be_mixed(s: Settings, world: World) -> Iterator[Conflict]:
 
 
 def _evaluation_has_data(s: Settings, world: World) -> Iterator[Conflict]:
-    if s.training.eval_strategy != "no" and s.custom.val_jsonl is None:
+    if s.training.eval_strategy != "no" and s.custom.val_jsonl is None and not s.custom.eval_data:
         problem = f"missing, but training.eval_strategy is {s.training.eval_strategy}"
-        fix = "name a file of held-out records, or set eval_strategy: no"
+        fix = "name a file of held-out records, or of questions (custom.eval_data), or set eval_strategy: no"
         yield Conflict("custom.val_jsonl", problem, fix, ("training.eval_strategy",))
     if s.training.eval_on_start and s.training.eval_strategy == "no":
         problem = "true, but training.eval_strategy is no"
@@ -484,6 +567,21 @@ def _servers_are_listed(s: Settings, world: World) -> Iterator[Conflict]:
             taken.setdefault((url.hostname, port), f"servers[{index}].{key}")
 
 
+def _senders_have_servers(s: Settings, world: World) -> Iterator[Conflict]:
+    vllm = s.rollout_matching.vllm
+    senders, servers = vllm.sync.senders, len(vllm.server.servers)
+    if not uses_vllm(s, "server") or senders == 1:
+        return
+    if senders > servers > 0:
+        problem = f"{senders} senders, but there {'is 1 server' if servers == 1 else f'are {servers} servers'}"
+        fix = f"use at most {servers}, or list more servers in vllm.server.servers"
+        yield Conflict(SENDERS, problem, fix, (MODE, BACKEND, SERVERS))
+    if world.learners is not None and senders > world.learners:
+        ranks = "is 1 learner rank" if world.learners == 1 else f"are {world.learners} learner ranks"
+        fix = f"use at most {world.learners}, or start more learner ranks"
+        yield Conflict(SENDERS, f"{senders} senders, but there {ranks}", fix, (MODE, BACKEND))
+
+
 def _requests_fit_devices(s: Settings, world: World) -> Iterator[Conflict]:
     sizes, servers = world.server_world_sizes, s.rollout_matching.vllm.server.servers
     if sizes is None:
@@ -504,6 +602,7 @@ RULES: tuple[Rule, ...] = (
     _modules_are_in_the_right_list,
     _something_is_trained,
     _unlikelihood_has_its_loss,
+    _native_answers_can_be_trained,
     _length_is_known,
     _answers_fit_in_length,
     _image_limits_agree,
@@ -514,6 +613,9 @@ RULES: tuple[Rule, ...] = (
     _share_of_rollouts_is_set,
     _seeds_are_unique,
     _training_data_is_named_once,
+    _prompts_have_their_fields,
+    _data_sets_have_names_of_their_own,
+    _objects_have_one_order,
     _data_can_be_mixed,
     _evaluation_has_data,
     _one_precision_is_set,
@@ -527,6 +629,7 @@ RULES: tuple[Rule, ...] = (
     _engine_can_sleep,
     _engine_steps_hold_a_batch,
     _servers_are_listed,
+    _senders_have_servers,
     _requests_fit_devices,
 )
 

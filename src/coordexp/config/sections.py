@@ -109,6 +109,20 @@ class DuplicateULConfig(SettingsSection):
     )
 
 
+class NumberCEConfig(SettingsSection):
+    ce_weight: NonNegativeFloat = Field(
+        description="Weight of cross entropy on the digits of coordinates in native answers.", examples=[1.0]
+    )
+
+
+class ChatCEConfig(SettingsSection):
+    answer_ce_weight: NonNegativeFloat = Field(
+        description="Weight of cross entropy on the answers of chat records and their end-of-turn tokens. The sum "
+        "over these tokens is divided by their number in the step.",
+        examples=[1.0],
+    )
+
+
 class CoordDiagConfig(SettingsSection):
     """Empty: this diagnostic has no settings."""
 
@@ -151,6 +165,22 @@ class DuplicateUL(ModuleSpec):
     config: DuplicateULConfig = Field(description="Weight of the term. The key is required.")
 
 
+class NumberCE(ModuleSpec):
+    name: Literal["number_ce"] = Field(
+        description="Cross entropy on the coordinates of native answers, which are numbers in ordinary tokens. It "
+        "needs `custom.answer_format: native`."
+    )
+    config: NumberCEConfig = Field(description="Weight of the term. The key is required.")
+
+
+class ChatCE(ModuleSpec):
+    name: Literal["chat_ce"] = Field(
+        description="Cross entropy on the answers of chat records, which are on channel A in every run. A run on "
+        "chat records needs it."
+    )
+    config: ChatCEConfig = Field(description="Weight of the term. The key is required.")
+
+
 class CoordDiag(ModuleSpec):
     name: Literal["coord_diag"] = Field(
         description="Reports statistics of the coordinate distributions. It has no gradient."
@@ -159,7 +189,7 @@ class CoordDiag(ModuleSpec):
 
 
 # Both lists accept all modules here. A rule checks the list, so that a module in the wrong one gets one message.
-OWN_OBJECTIVES = frozenset({"token_ce", "coord_reg", "bbox_geo", "duplicate_ul"})
+OWN_OBJECTIVES = frozenset({"token_ce", "coord_reg", "bbox_geo", "duplicate_ul", "number_ce", "chat_ce"})
 DIAGNOSTICS = frozenset({"coord_diag"})
 ADDED_OBJECTIVES = find_extensions("objectives", taken=OWN_OBJECTIVES | DIAGNOSTICS)
 OBJECTIVES = OWN_OBJECTIVES | frozenset(ADDED_OBJECTIVES)
@@ -193,10 +223,13 @@ def _refuse(reason: str, _: Any) -> Any:
 
 
 if TYPE_CHECKING:
-    AnyModule = TokenCE | CoordReg | BBoxGeo | DuplicateUL | CoordDiag
+    AnyModule = TokenCE | CoordReg | BBoxGeo | DuplicateUL | NumberCE | ChatCE | CoordDiag
 else:
     AnyModule = Union[
-        (TokenCE, CoordReg, BBoxGeo, DuplicateUL, CoordDiag, *map(_make_module, ADDED_OBJECTIVES.values()))
+        (
+            *(TokenCE, CoordReg, BBoxGeo, DuplicateUL, NumberCE, ChatCE, CoordDiag),
+            *map(_make_module, ADDED_OBJECTIVES.values()),
+        )
     ]
 Module = Annotated[AnyModule, Field(discriminator="name")]
 

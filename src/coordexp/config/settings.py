@@ -1,6 +1,8 @@
 """All settings of a run, as one frozen tree. Every key that a file may have is a field here or in a section."""
 
+import importlib.util
 import math
+from collections.abc import Sequence
 from fractions import Fraction as Ratio
 from typing import Annotated, Literal
 
@@ -22,6 +24,15 @@ from coordexp.config.sections import (
 )
 from coordexp.config.training_arguments import TransformersArguments
 
+AnswerFormatName = Literal["coord_tokens", "native"]
+# The prompts for a published model, which was not trained on ours: for all objects, for classes, and for an
+# expression. In the words of Qwen's own example.
+NATIVE_PROMPTS = (
+    "Locate every object in the image. Report bbox coordinates in JSON format.",
+    'Locate every instance that belongs to the following categories: "{classes}". Report bbox coordinates in JSON '
+    "format.",
+    "Locate {expression}. Report bbox coordinates in JSON format.",
+)
 Variant = Literal["stage1_sft", "stage2_rollout_aligned", "stage2_two_channel"]
 
 CHANNELS_OF: dict[Variant, frozenset[Channel]] = {
@@ -53,7 +64,8 @@ class Adapter(SettingsSection):
 
 class Model(SettingsSection):
     path: Text = Field(
-        description="Folder of a model in Hugging Face format whose tokenizer has the 1,000 coordinate tokens.",
+        description="Folder of a model in Hugging Face format, or its name on the hub. Its tokenizer has the "
+        "1,000 coordinate tokens, unless `custom.answer_format` is native.",
         examples=["checkpoints/qwen3-vl-4b-coord"],
     )
     dtype: Literal["bfloat16", "float16", "float32"] = Field(
@@ -75,6 +87,12 @@ class Model(SettingsSection):
         "checkpoint.",
         examples=[65536],
     )
+    freeze: Annotated[tuple[Literal["vision", "aligner"], ...], from_list] = Field(
+        (),
+        description="Parts that are not trained: `vision`, the vision tower, and `aligner`, the layers that map "
+        "its output to the language model (mergers). With an adapter, these parts get none. `[]`: train all.",
+        examples=[["vision"]],
+    )
     adapter: Adapter | None = Field(
         None,
         description="Train an adapter instead of all weights. null: all weights.",
@@ -92,6 +110,9 @@ class Model(SettingsSection):
 DataFiles = Annotated[Text | Annotated[tuple[Text, ...], Field(min_length=1)], from_list]
 
 
+SetName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]+$")]
+
+
 class TrainingData(SettingsSection):
     path: DataFiles = Field(
         description="Files of this data set: a path, a glob pattern, or a list of these.",
@@ -103,10 +124,71 @@ class TrainingData(SettingsSection):
         "its records does not matter.",
     )
 
+    name: SetName | None = Field(
+        None,
+        description="Name of the data set in metrics and charts. Unset: `set_0`, `set_1` and so on, by its place "
+        "in the list.",
+        examples=["shelves"],
+    )
+    prompt: Text | None = Field(
+        None,
+        description="Replaces `custom.prompt` for the records of this data set, in training. Evaluation asks with "
+        "`custom.prompt`.",
+    )
+    class_prompt: Text | None = Field(
+        None, description="Replaces `custom.class_prompt` for the records of this data set, in training."
+    )
+    expression_prompt: Text | None = Field(
+        None, description="Replaces `custom.expression_prompt` for the records of this data set, in training."
+    )
+
+
+class EvaluationData(SettingsSection):
+    path: DataFiles = Field(
+        description="Held-out chat records: a path, a glob pattern, or a list of these.",
+        examples=["questions/val.jsonl"],
+    )
+    name: SetName | None = Field(
+        None,
+        description="Name of the data set in its metric, `eval_accuracy_NAME`. Unset: `set_0`, `set_1` and so on, "
+        "by its place in the list.",
+        examples=["questions"],
+    )
+    max_new_tokens: PositiveInt = Field(32, description="Maximum number of tokens of an answer.")
+
 
 class CurriculumStage(SettingsSection):
     objects: PositiveInt = Field(description="Use only records with at most this many objects.", examples=[1])
     samples: PositiveInt = Field(description="Length of this stage in samples, over all ranks.", examples=[8000])
+
+
+ObjectOrder = Literal["file", "reading", "left_to_right", "large_first", "random"]
+
+
+class ClassRequests(SettingsSection):
+    rate: Fraction = Field(
+        0.0,
+        description="Share of the training samples without a request of their own that ask for a list of their "
+        "classes (`class_prompt`) instead of all objects. The list is drawn anew in every step.",
+    )
+    keep: Fraction = Field(
+        0.5, description="Probability with which a class of the record is on the list. It has at least one."
+    )
+
+
+class Negatives(SettingsSection):
+    rate: Fraction = Field(
+        0.0,
+        description="Share of the training samples with a list of classes that also ask for classes which the "
+        "image does not show. They are drawn from the record's `exhaustive` classes, or else from the classes of "
+        "other records, so that frequent classes are drawn often. Requires that every object of a record is "
+        "labelled, at least of its `exhaustive` classes.",
+    )
+    alone: Fraction = Field(
+        0.25, description="Share of these samples that ask for nothing else. The answer is then empty."
+    )
+    most: PositiveInt = Field(3, description="Largest number of absent classes in a request.")
+    seed: NonNegativeInt = Field(0, description="Seed of the draws of this section and of `class_requests`.")
 
 
 class Custom(SettingsSection):
@@ -131,15 +213,48 @@ class Custom(SettingsSection):
         description="Held-out records, for evaluation during training, in one or more files as in `train_jsonl`.",
         examples=["data/val.jsonl"],
     )
+    eval_data: Annotated[tuple[EvaluationData, ...], from_list] = Field(
+        (),
+        description="Held-out chat records, for evaluation during training. The learner answers the questions "
+        "greedily with transformers, and `eval_accuracy_NAME` is the share of answers that are right, except for "
+        "case and white space.",
+        examples=[[{"name": "questions", "path": "questions/val.jsonl"}]],
+    )
     eval_samples: PositiveInt | None = Field(
         None,
-        description="Evaluate on at most this many of the held-out records. They are evenly spaced over the file "
-        "and the same every time. null: all.",
+        description="Evaluate on at most this many of the held-out records of `val_jsonl` and of each set of "
+        "`eval_data`. They are evenly spaced over the file and the same every time. null: all.",
         examples=[500],
+    )
+    eval_images: NonNegativeInt = Field(
+        8,
+        description="Images that each evaluation shows in TensorBoard and Weights & Biases "
+        "(`training.report_to`), with true and predicted objects. They are the same every time. 0: none.",
     )
     prompt: Text = Field(
         "Detect all objects.",
-        description="Text of the user's message beside every image, in training and in prediction.",
+        description="Text of the user's message beside every image that has no request of its own, in training "
+        "and in prediction. In this and the other prompts, `{order}` stands for the words for `object_order`.",
+    )
+    class_prompt: Text = Field(
+        "Detect all objects of these classes: {classes}.",
+        description="Text for a record with `classes`, which replace `{classes}`.",
+    )
+    expression_prompt: Text = Field(
+        "Detect {expression}.",
+        description="Text for a record with an `expression`, which replaces `{expression}`.",
+    )
+    class_requests: ClassRequests = Field(
+        default_factory=ClassRequests, description="Lists of classes that training draws for samples without one."
+    )
+    negatives: Negatives = Field(
+        default_factory=Negatives, description="Absent classes that training adds to lists of classes."
+    )
+    object_order: ObjectOrder = Field(
+        "file",
+        description="Order of the objects in the answers that the model learns to write: that of the file, "
+        "`reading` (by the top edge, then the left one), `left_to_right`, `large_first`, or `random`, which is "
+        "drawn anew in every step.",
     )
     curriculum: Annotated[tuple[CurriculumStage, ...], from_list] = Field(
         (),
@@ -150,6 +265,12 @@ class Custom(SettingsSection):
     object_field_order: Literal["desc_first", "geometry_first"] = Field(
         "desc_first",
         description="Order of the two fields of an object in the answers that the model learns to write.",
+    )
+    answer_format: AnswerFormatName = Field(
+        "coord_tokens",
+        description="How answers are written: with the 1,000 coordinate tokens, or as Qwen3-VL itself writes them "
+        "(native), with numbers from 0 to 1000 in ordinary tokens. Only Stage 1 can train native answers, and the "
+        "model needs no coordinate tokens for it.",
     )
 
     @property
@@ -163,7 +284,18 @@ class Custom(SettingsSection):
     def data_sets(self) -> dict[str, tuple[str, ...]]:
         """Return the paths and glob patterns of all data sets, by the setting that has them."""
         held_out = {} if self.val_jsonl is None else {"custom.val_jsonl": _as_tuple(self.val_jsonl)}
-        return self.train_sets | held_out
+        chat = {f"custom.eval_data[{k}].path": _as_tuple(data.path) for k, data in enumerate(self.eval_data)}
+        return self.train_sets | held_out | chat
+
+    @property
+    def set_names(self) -> tuple[str, ...]:
+        """Return the names of the data sets of a mixture in metrics. A single data set has none."""
+        return _name_sets(self.train_data) if len(self.train_data) > 1 else ()
+
+    @property
+    def eval_names(self) -> tuple[str, ...]:
+        """Return the names of the sets of `eval_data`."""
+        return _name_sets(self.eval_data)
 
     @property
     def shares(self) -> tuple[int, ...]:
@@ -172,6 +304,10 @@ class Custom(SettingsSection):
         scale = math.lcm(*(weight.denominator for weight in weights))
         numbers = [int(weight * scale) for weight in weights]
         return tuple(number // math.gcd(*numbers) for number in numbers)
+
+
+def _name_sets(sets: Sequence[TrainingData | EvaluationData]) -> tuple[str, ...]:
+    return tuple(data.name or f"set_{k}" for k, data in enumerate(sets))
 
 
 def _as_tuple(files: str | tuple[str, ...]) -> tuple[str, ...]:
@@ -236,11 +372,12 @@ class Stage1(SettingsSection):
     pipeline: Pipeline | None = Field(
         None, description="The declared objective of `stage1_sft`. Required in Stage 1: there is no default."
     )
-    eval_backend: Literal["hf", "vllm"] = Field(
-        "hf",
+    eval_backend: Literal["auto", "hf", "vllm"] = Field(
+        "auto",
         description="Engine that answers the held-out images in Stage 1: transformers (hf), or vLLM as "
-        "`rollout_matching.vllm` describes it. A colocated engine keeps its memory while the learner trains, "
-        "unless `vllm.sleep` is true.",
+        "`rollout_matching.vllm` describes it. auto: vLLM if the config has something under "
+        "`rollout_matching.vllm` and vLLM is installed, else transformers. An engine takes GPU memory: a "
+        "colocated one keeps its share while the learner trains, unless `vllm.sleep` is true.",
     )
 
 
@@ -299,14 +436,29 @@ class Settings(SettingsSection):
 
     @property
     def evaluates(self) -> bool:
+        """Return whether the held-out images are answered during training."""
         return self.custom.val_jsonl is not None and self.training.eval_strategy != "no"
+
+    @property
+    def evaluates_chat(self) -> bool:
+        """Return whether held-out questions are answered during training."""
+        return bool(self.custom.eval_data) and self.training.eval_strategy != "no"
 
     @property
     def backend(self) -> str:
         """Return the name of the engine that answers images in this run. In Stage 1, only evaluation asks it."""
         if self.uses_rollouts:
             return self.rollout_matching.rollout_backend
-        return self.stage1.eval_backend if self.evaluates else "hf"
+        chosen = self.stage1.eval_backend if self.evaluates else "hf"
+        if chosen == "auto":
+            return "vllm" if self.describes_engine and importlib.util.find_spec("vllm") is not None else "hf"
+        return chosen
+
+    @property
+    def describes_engine(self) -> bool:
+        """True if something is written under `rollout_matching.vllm`."""
+        rollout = self.rollout_matching
+        return "vllm" in rollout.model_fields_set and bool(rollout.vllm.model_fields_set)
 
     @property
     def backend_setting(self) -> str:
@@ -360,7 +512,7 @@ def describe_evaluation(settings: Settings, records: int | None) -> str | None:
     if not settings.uses_rollouts:
         answered_by = f", answered with {'vLLM' if settings.backend == 'vllm' else 'transformers'}"
         if settings.backend == "hf" and rollout.rollout_backend != "hf":
-            answered_by += " (stage1.eval_backend: vllm would use vLLM)"
+            answered_by += " (stage1.eval_backend: vllm would use vLLM, and GPU memory for it)"
     line = (
         f"evaluation: {images}, {at_once} at a time{' on each device' if at_once > 1 else ''}, up to "
         f"{rollout.max_new_tokens:,} tokens each, {_when(settings)}{answered_by}"
@@ -371,6 +523,19 @@ def describe_evaluation(settings: Settings, records: int | None) -> str | None:
         "  raise rollout_matching.decode_batch_size to answer several images at once, or limit their number with "
     )
     return f"{line}\n{hint}custom.eval_samples"
+
+
+def describe_chat_evaluation(settings: Settings) -> str | None:
+    """Return one line on the questions that are answered during training, or None if there are none."""
+    if not settings.evaluates_chat:
+        return None
+    custom, limit = settings.custom, settings.custom.eval_samples
+    sets = ", ".join(
+        f"{name} (up to {data.max_new_tokens:,} tokens each)"
+        for name, data in zip(custom.eval_names, custom.eval_data, strict=True)
+    )
+    most = "" if limit is None else f", at most {limit:,} of each"
+    return f"questions: {sets}{most}, {_when(settings)}, answered with transformers"
 
 
 def _when(settings: Settings) -> str:

@@ -7,6 +7,7 @@ variables are not interpolated. A key that is written twice is an error.
 
 import os
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ MAX_BYTES = 1_000_000
 MAX_DEPTH = 32
 MAX_VALUES = 10_000
 MAX_FILES = 64
+COMMAND_LINE = "command line"  # how the origin of a value that --set gives begins
 
 Tree = dict[str, Any]
 Key = str | int
@@ -113,19 +115,64 @@ class Document:
         return None
 
 
-def read_document(path: Path) -> Document:
-    """Return the file at `path` merged over the files that it extends.
+def read_document(path: Path, overrides: Sequence[str] = ()) -> Document:
+    """Return the file at `path` merged over the files that it extends, with the values of `--set` options.
 
-    Later files win, mappings are merged and lists are replaced. Raise ConfigError, with the violations of all
-    files, if one of them cannot be read. Violations that do not prevent reading, such as a key that is written
-    twice, are returned in the document.
+    Later files win, mappings are merged and lists are replaced. An override is a text such as
+    `training.max_steps=6`. Raise ConfigError, with the violations of all files, if one of them cannot be read.
+    Violations that do not prevent reading, such as a key that is written twice, are returned in the document.
     """
     reader = _DocumentReader()
     document = reader.read(path, chain=())
     if reader.unreadable:
         violations = [*reader.unreadable, *document.violations]
         raise ConfigError([violation.to_finding() for violation in violations], str(path))
+    for text in overrides:
+        if violation := _override(document, text):
+            document.violations.append(violation)
     return document
+
+
+def _override(document: Document, text: str) -> Violation | None:
+    """Replace one value of the document. Return a violation if the text or its place is wrong."""
+    name, is_assignment, value = text.partition("=")
+    origin = Place(f"{COMMAND_LINE} (--set {name.strip()})")
+    path = parse_path(name.strip()) if _SETTING.fullmatch(name.strip()) else ()
+    if not is_assignment or not path or not value.strip():
+        fix = "write KEY=VALUE, e.g. --set training.max_steps=6; null removes a value"
+        return Violation(path, "not a setting with a value", fix, origin)
+    try:
+        node = yaml.compose(value, Loader=_CoreSchemaLoader)
+    except yaml.YAMLError:
+        return Violation(path, "the value is not YAML", "quote it, e.g. --set 'custom.prompt=\"a: b\"'", origin)
+    builder = _TreeBuilder(origin.file, overlay := Document(tree={}))
+    new = builder.value(node, path)
+    problem = next((violation.problem for violation in overlay.violations), "")
+    problem = problem or ("too many values" if builder.too_large_at else _assign(document.tree, path, new))
+    if problem:
+        return Violation(path, problem, "correct the option", origin)
+    for stale in _paths_below(document.origins, path):
+        del document.origins[stale]
+    document.origins |= dict.fromkeys((path, *overlay.origins), origin)
+    return None
+
+
+def _assign(tree: Any, path: KeyPath, value: Any) -> str:
+    """Write a value at a path, with the sections above it. Return what is wrong if there can be no such path."""
+    for end, key in enumerate(path, start=1):
+        if isinstance(key, int):
+            if not isinstance(tree, list) or key >= len(tree):
+                count = len(tree) if isinstance(tree, list) else 0
+                return f"{format_path(path[: end - 1])} has {count} items, so there is no [{key}]"
+        elif not isinstance(tree, dict):
+            return f"{format_path(path[: end - 1])} is not a section"
+        if end == len(path):
+            tree[key] = value
+            return ""
+        if isinstance(tree, dict) and tree.get(key) is None:
+            tree[key] = {}
+        tree = tree[key]
+    return ""
 
 
 class _DocumentReader:
@@ -216,6 +263,7 @@ def _base_problem(path: Path, entry: str, chain: tuple[Path, ...]) -> tuple[str,
 
 
 _TAG = "tag:yaml.org,2002:"
+_SETTING = re.compile(r"\w+(\[\d+\])*(\.\w+(\[\d+\])*)*")
 
 
 class _CoreSchemaLoader(yaml.SafeLoader):
@@ -269,10 +317,10 @@ class _TreeBuilder:
                 problem = f"written twice, first at {self._document.origins[here]}"
                 self._report(here, problem, "keep one of the two", key_node)
             self._document.origins[here] = self._origin(key_node)
-            result[key] = self._value(value_node, here)
+            result[key] = self.value(value_node, here)
         return result
 
-    def _value(self, node: yaml.Node, path: KeyPath) -> Any:
+    def value(self, node: yaml.Node, path: KeyPath) -> Any:
         self._values += 1
         if self.too_large_at is None and (self._values > MAX_VALUES or len(path) > MAX_DEPTH):
             self.too_large_at = path
@@ -288,7 +336,7 @@ class _TreeBuilder:
 
     def _item(self, node: yaml.Node, path: KeyPath) -> Any:
         self._document.origins[path] = self._origin(node)
-        return self._value(node, path)
+        return self.value(node, path)
 
     def _scalar(self, node: yaml.ScalarNode, path: KeyPath) -> Any:
         text, kind = node.value, node.tag.removeprefix(_TAG)

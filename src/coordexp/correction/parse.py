@@ -48,6 +48,15 @@ class ParsedRollout:
         return [prediction.geometry for prediction in self.objects if prediction.geometry is not None]
 
 
+@dataclass(frozen=True, slots=True)
+class ReadAnswer:
+    """The objects of an answer in order, and the positions of each one's tokens among the ids. They begin with the
+    token that decides that there is another object."""
+
+    objects: tuple[PredictedObject, ...]
+    tokens: tuple[range, ...]
+
+
 # Every part is possessive, so that counting takes one pass over the text.
 _OBJECT_KEY = re.compile(r'"object_[0-9]{1,18}+"[ \t\n\r]*+:')
 
@@ -62,7 +71,7 @@ def parse_rollout(ids: Sequence[int], table: VocabularyTable) -> ParsedRollout:
     """Parse any sequence of ids. This function never raises an error."""
     parts, coords = _look_up(ids, table)
     text = "".join(parts)
-    sound, is_blocked = _readable_text(text)
+    sound, is_blocked = readable_text(text)
     start = skip_space(sound, 0)
     if sound[start : start + 1] != "{":
         return replace(FALLBACK, unread=_count_keys(text, 0))
@@ -116,7 +125,7 @@ def entry_indices(ids: Sequence[int], table: VocabularyTable) -> list[int]:
 def _locate_entries(ids: Sequence[int], table: VocabularyTable) -> tuple[NDArray[np.int64], list[Span]]:
     """Return the position in the symbol text at which each token ends, and the positions of the entries."""
     parts, _ = _look_up(ids, table)
-    text, _ = _readable_text("".join(parts))
+    text, _ = readable_text("".join(parts))
     is_lost = [prediction.reason in LOST for prediction in parse_rollout(ids, table).objects]
     spans = _spans_in_text(text, is_lost.count(False), any(is_lost))
     return np.cumsum([len(part) for part in parts], dtype=np.int64), spans
@@ -162,21 +171,21 @@ def _look_up(ids: Sequence[int], table: VocabularyTable) -> tuple[Sequence[str],
     """Return the symbols of the ids, and the coordinates among them."""
     try:
         values = np.frombuffer(array("I", ids), dtype=np.uint32)  # raises for a negative id
-        parts: Sequence[str] = itemgetter(*ids)(table.symbols) if len(ids) > 1 else _look_up_slowly(ids, table)
+        parts: Sequence[str] = itemgetter(*ids)(table.symbols) if len(ids) > 1 else look_up_symbols(ids, table)
     except (OverflowError, IndexError):
         known = [id if 0 <= id < len(table.symbols) else len(table.symbols) for id in ids]
-        values, parts = np.array(known, dtype=np.uint32), _look_up_slowly(known, table)
+        values, parts = np.array(known, dtype=np.uint32), look_up_symbols(known, table)
     first = np.uint32(table.first_coord)
     indices = np.flatnonzero(values - first < BINS)  # ids below the first wrap around to large numbers
     return parts, Coords(indices.tolist(), (values[indices] - first).tolist())
 
 
-def _look_up_slowly(ids: Sequence[int], table: VocabularyTable) -> list[str]:
+def look_up_symbols(ids: Sequence[int], table: VocabularyTable) -> list[str]:
     """Return the symbols of any number of ids, including unknown ones."""
-    return [table.symbols[id] if id < len(table.symbols) else UNKNOWN for id in ids]
+    return [table.symbols[id] if 0 <= id < len(table.symbols) else UNKNOWN for id in ids]
 
 
-def _readable_text(text: str) -> tuple[str, bool]:
+def readable_text(text: str) -> tuple[str, bool]:
     """Return the text up to the first end of turn, and whether a symbol that cannot be trained on ended it
     earlier."""
     stop = text.find(STOP)

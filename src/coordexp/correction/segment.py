@@ -26,6 +26,7 @@ from coordexp.correction.match import MatchResult
 from coordexp.correction.parse import ParsedRollout
 from coordexp.correction.transport import coord_targets
 from coordexp.data import BINS, Geometry, TrueObject
+from coordexp.families import PLACE_TOKENS
 from coordexp.vocab.table import VocabularyTable, normal_form
 
 FieldOrder = Literal["desc_first", "geometry_first"]
@@ -41,6 +42,7 @@ class Role(IntEnum):
     tail_desc = 4
     tail_coord = 5
     end_of_turn = 6
+    answer = 9  # the answer of a chat record with its end of turn; 7 and 8 are roles that only the inspector has
 
 
 class TokenKind(IntEnum):
@@ -53,6 +55,7 @@ class TokenKind(IntEnum):
     desc = 2
     coord = 3
     end_of_turn = 4
+    answer = 5  # of a chat record, with its end of turn
 
 
 @dataclass(frozen=True, eq=False)
@@ -123,6 +126,38 @@ def build_segment(
     return Segment(ids, roles, kinds, sides, targets, weights, np.full(len(ids), -1, dtype=np.int64), start)
 
 
+def build_chat_segment(prompt_ids: Sequence[int], answer: str, table: VocabularyTable) -> Segment:
+    """Return the segment of a chat record: all tokens of the answer and the end of turn are supervised. Raise
+    ValueError if the answer has a token that is not text."""
+    if reserved := find_reserved(answer, table):
+        raise ValueError(f"the answer contains {reserved}, which is not text for this model")
+    tail = [*table.encode(normal_form(answer).encode()), table.end_of_turn]
+    ids = np.array([*prompt_ids, *tail], dtype=np.int64)
+    start = len(prompt_ids)
+    roles = np.zeros(len(ids), dtype=np.int8)
+    kinds = np.zeros(len(ids), dtype=np.int8)
+    roles[start:], kinds[start:] = Role.answer, TokenKind.answer
+    return Segment(
+        ids,
+        roles,
+        kinds,
+        sides=np.zeros(len(ids), dtype=np.int8),
+        coord_targets=np.full(len(ids), np.nan, dtype=np.float32),
+        weights=(roles == Role.answer).astype(np.float32),
+        unlikely=np.full(len(ids), -1, dtype=np.int64),
+        prompt_length=start,
+    )
+
+
+def find_reserved(text: str, table: VocabularyTable) -> str | None:
+    """Return a token in the text that ends a turn, stands for an image, or the like. Tokens that mark a place in
+    an image are part of an answer."""
+    if table.reserved_starts.isdisjoint(text):
+        return None
+    tokens = (token for token in table.reserved if not token.startswith(PLACE_TOKENS))
+    return next((token for token in tokens if token in text), None)
+
+
 SUPERVISED_ROLE = np.zeros(len(TokenKind), dtype=np.int8)
 SUPERVISED_ROLE[[TokenKind.structure, TokenKind.desc, TokenKind.coord]] = [
     Role.tail_structure,
@@ -173,15 +208,22 @@ def token_kinds(
     """Return the kind of each token. Coordinates are recognised by their ids. A token is desc if it lies entirely
     inside a desc value. Everything else is structure."""
     kinds = np.full(len(ids), TokenKind.structure, dtype=np.int8)
-    if desc_spans:
-        spans = np.array(desc_spans, dtype=np.int64)
-        starts = np.concatenate(([0], ends[:-1]))
-        nearest = np.searchsorted(spans[:, 0], starts, side="right") - 1
-        inside = (nearest >= 0) & (starts < ends) & (ends <= spans[nearest, 1])
-        kinds[inside] = TokenKind.desc
+    kinds[tokens_inside(ends, desc_spans)] = TokenKind.desc
     first = table.first_coord
     kinds[(ids >= first) & (ids < first + BINS)] = TokenKind.coord
     return kinds
+
+
+def tokens_inside(ends: NDArray[np.int64], spans: Sequence[Span]) -> NDArray[np.bool_]:
+    """Return which tokens lie entirely inside one of the spans, which are in order. `ends` are the positions at
+    which the tokens end."""
+    if not spans:
+        return np.zeros(len(ends), dtype=np.bool_)
+    bounds = np.array(spans, dtype=np.int64)
+    starts = np.concatenate(([0], ends[:-1]))
+    nearest = np.searchsorted(bounds[:, 0], starts, side="right") - 1
+    inside: NDArray[np.bool_] = (nearest >= 0) & (starts < ends) & (ends <= bounds[nearest, 1])
+    return inside
 
 
 @dataclass(frozen=True)
@@ -210,7 +252,7 @@ def serialise(
     for offset, true in enumerate(objects):
         if offset or last == b"}":
             text += b", "
-        desc = f'"desc": "{_escape(true.desc, table)}"'.encode()
+        desc = f'"desc": "{escape_desc(true.desc, table)}"'.encode()
         coords = ", ".join([f'"<|coord_{bin}|>"' for bin in true.geometry.bins])
         geometry = f'"{true.geometry.kind}": [{coords}]'.encode()
         text += f'"object_{first_number + offset}": {{'.encode()
@@ -222,13 +264,16 @@ def serialise(
     return Fragment(bytes(text + b"}"), tuple(spans), tuple(bins), tuple(ends))
 
 
-def count_answer_tokens(objects: Sequence[TrueObject], table: VocabularyTable) -> int:
-    """Return the number of tokens of the ground-truth answer with these objects, including the end of turn."""
-    text = serialise(objects, after=b"{", first_number=1, order="desc_first", table=table).text
+def count_answer_tokens(answer: Sequence[TrueObject] | str, table: VocabularyTable) -> int:
+    """Return the number of tokens of the ground-truth answer with these objects, or of the answer to a question,
+    including the end of turn."""
+    if isinstance(answer, str):
+        return len(table.encode(normal_form(answer).encode())) + 1
+    text = serialise(answer, after=b"{", first_number=1, order="desc_first", table=table).text
     return len(table.encode(b"{" + text)) + 1
 
 
-def _escape(desc: str, table: VocabularyTable) -> str:
+def escape_desc(desc: str, table: VocabularyTable) -> str:
     """Return `desc` as the inside of a JSON string that contains no text of a special token."""
     text = json.dumps(normal_form(desc), ensure_ascii=False)[1:-1]
     if normal_form(text) != text:  # an accent after an escape would combine with the last letter of the escape

@@ -3,8 +3,22 @@
     {"image": "images/7.png", "width": 640, "height": 480, "space": "pixel",
      "objects": [{"desc": "red cup", "bbox_2d": [10, 20, 110, 220]}, {"desc": "leaf", "poly": [1, 2, 9, 4, 5, 9]}]}
 
+A record may ask a question of its own (`coordexp.data.requests`):
+
+    "classes": ["red cup", "fork"]       find objects of these classes; other objects are not part of the answer
+    "expression": "the cup on the left"  find what is described: the objects of the record
+    "prompt": "Find every {classes}."    the question itself, in which {classes} stands for the classes
+
+"exhaustive": ["red cup", "fork"] are the classes of which every object is labelled. Without it, these are all
+classes of the data. Negatives are drawn from them (`custom.negatives`).
+
 A record may have an `image_id` and an object a `category_id`, as in the COCO file that they come from. Training
 does not use them. Predictions carry them, so that COCO tools recognise the same images and classes.
+
+A chat record has a question and its answer instead of objects, with an image or without one:
+
+    {"image": "images/7.png", "width": 640, "height": 480, "question": "How many cups are there?", "answer": "3"}
+    {"question": "What is the capital of France?", "answer": "Paris"}
 
 Image paths are relative to the folder of the file. Files are streamed, and `RecordFile` reads any line without the
 others. A line that breaks a rule is a `DataError` that names the file and the line number.
@@ -14,7 +28,7 @@ import json
 import os
 import reprlib
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, NotRequired, get_args
@@ -59,6 +73,11 @@ class RecordObject:
     coords: tuple[float, ...]
     category_id: int | None = None
 
+    def as_dict(self) -> dict[str, Any]:
+        """Return the object as it stands in a line of JSON."""
+        shape = {"desc": self.desc, self.kind: [_shorten(value) for value in self.coords]}
+        return shape if self.category_id is None else shape | {"category_id": self.category_id}
+
 
 @dataclass(frozen=True, slots=True)
 class Record:
@@ -70,6 +89,22 @@ class Record:
     space: Space
     objects: tuple[RecordObject, ...]
     image_id: int | None = None
+    classes: tuple[str, ...] | None = None
+    expression: str | None = None
+    prompt: str | None = None
+    exhaustive: tuple[str, ...] | None = None
+
+    @property
+    def has_request(self) -> bool:
+        """True if the record has a question of its own, and not that of the run."""
+        return self.classes is not None or self.expression is not None or self.prompt is not None
+
+    @property
+    def asked_objects(self) -> tuple[RecordObject, ...]:
+        """The objects that are the right answer to the request of the record."""
+        if self.classes is None:
+            return self.objects
+        return tuple(item for item in self.objects if item.desc in self.classes)
 
     @property
     def extent(self) -> tuple[float, float]:
@@ -92,32 +127,48 @@ class Record:
         return tuple(to_bin(value, extent[k % 2]) for k, value in enumerate(item.coords))
 
     def true_objects(self) -> tuple[TrueObject, ...]:
-        """Return the objects in bins, ready for matching and training. Raise ValueError if one cannot be used."""
-        return tuple(TrueObject(item.desc, Geometry(item.kind, self.in_bins(item))) for item in self.objects)
+        """Return the objects that are asked for in bins, ready for matching and training. Raise ValueError if one
+        cannot be used."""
+        return tuple(TrueObject(item.desc, Geometry(item.kind, self.in_bins(item))) for item in self.asked_objects)
 
     def as_json(self) -> str:
-        objects = [
-            {"desc": item.desc, item.kind: [_shorten(value) for value in item.coords]}
-            | ({} if item.category_id is None else {"category_id": item.category_id})
-            for item in self.objects
-        ]
-        image_id = {} if self.image_id is None else {"image_id": self.image_id}
+        objects = [item.as_dict() for item in self.objects]
         head = {"image": self.image, "width": self.width, "height": self.height, "space": self.space}
-        return json.dumps(head | image_id | {"objects": objects}, ensure_ascii=False)
+        optional = {name: value for name in OPTIONAL_KEYS if (value := getattr(self, name)) is not None}
+        return json.dumps(head | optional | {"objects": objects}, ensure_ascii=False)
 
+
+@dataclass(frozen=True, slots=True)
+class ChatRecord:
+    """One line of a data file: a question and its answer, about an image or, if `image` is None, about none."""
+
+    question: str
+    answer: str
+    image: str | None = None
+    width: int = 0
+    height: int = 0
+
+    def as_json(self) -> str:
+        head = {} if self.image is None else {"image": self.image, "width": self.width, "height": self.height}
+        return json.dumps(head | {"question": self.question, "answer": self.answer}, ensure_ascii=False)
+
+
+AnyRecord = Record | ChatRecord
+OPTIONAL_KEYS = ("image_id", "classes", "expression", "prompt", "exhaustive")
 
 # The keys of a line, as pydantic checks them. A key that is NotRequired may be absent, but not null.
 _Side = Annotated[int, Strict(), Field(gt=0)]
-_Id = Annotated[int, Strict(), Field(ge=0, lt=LARGEST_ID)]
+Id = Annotated[int, Strict(), Field(ge=0, lt=LARGEST_ID)]
+_Words = Annotated[str, Strict()]
 _Coordinates = list[Annotated[float, Strict(), Field(gt=-LARGEST, lt=LARGEST)]]
 
 
 @with_config(ConfigDict(extra="forbid"))
-class _ObjectLine(TypedDict):
+class ObjectLine(TypedDict):
     desc: Annotated[str, Strict()]
     bbox_2d: NotRequired[_Coordinates]
     poly: NotRequired[_Coordinates]
-    category_id: NotRequired[_Id]
+    category_id: NotRequired[Id]
 
 
 @with_config(ConfigDict(extra="forbid"))
@@ -126,32 +177,91 @@ class _RecordLine(TypedDict):
     width: _Side
     height: _Side
     space: Space
-    objects: list[_ObjectLine]
-    image_id: NotRequired[_Id]
+    objects: list[ObjectLine]
+    image_id: NotRequired[Id]
+    classes: NotRequired[list[_Words]]
+    expression: NotRequired[_Words]
+    prompt: NotRequired[_Words]
+    exhaustive: NotRequired[list[_Words]]
+
+
+@with_config(ConfigDict(extra="forbid"))
+class _ChatLine(TypedDict):
+    question: _Words
+    answer: _Words
+    image: NotRequired[_Words]
+    width: NotRequired[_Side]
+    height: NotRequired[_Side]
 
 
 _RECORD_LINE = TypeAdapter(_RecordLine)
+_CHAT_LINE = TypeAdapter(_ChatLine)
 
 
 def parse_record(line: str | bytes) -> Record:
-    """Return the record of a line. Raise ValueError with what is wrong with it.
+    """Return the record of a line, which has objects. Raise ValueError with what is wrong with it."""
+    return _expect_objects(parse_any_record(line))
 
-    The line is not read with pydantic's own JSON parser: that one accepts a key twice, and refuses a lone
-    surrogate, which the doctor reports with a better message."""
+
+def parse_any_record(line: str | bytes) -> AnyRecord:
+    """Return the record of a line, with objects or with a question and its answer. Raise ValueError with what is
+    wrong with it."""
     try:
-        value = _RECORD_LINE.validate_python(json.loads(line, object_pairs_hook=_refuse_repeated_keys))
-    except RecursionError as error:
-        raise ValueError("brackets are nested too deeply") from error
+        value = load_strictly(line)
+        if isinstance(value, dict) and not value.keys().isdisjoint(("question", "answer")):
+            return _read_chat(_CHAT_LINE.validate_python(value))
+        return _read_record(_RECORD_LINE.validate_python(value))
     except ValidationError as error:
         raise ValueError(describe_problems(error) + _object_hint(error)) from error
-    if not value["image"]:
+
+
+def _expect_objects(record: AnyRecord) -> Record:
+    if isinstance(record, ChatRecord):
+        raise ValueError("it has a question and an answer; here, records with objects are needed")
+    return record
+
+
+def _read_chat(value: "_ChatLine") -> ChatRecord:
+    for key in ("question", "answer"):
+        if not value[key].strip():
+            raise ValueError(f"{key} is empty")
+    keys = [key for key in ("image", "width", "height") if key in value]
+    if 0 < len(keys) < 3:
+        raise ValueError(f"it has {' and '.join(keys)}; a question about an image needs image, width and height")
+    _check_image_name(value.get("image"))
+    return ChatRecord(
+        value["question"], value["answer"], value.get("image"), value.get("width", 0), value.get("height", 0)
+    )
+
+
+def _check_image_name(image: str | None) -> None:
+    if image == "":
         raise ValueError("image is empty; it is the path of the image, relative to the folder of this file")
-    objects = tuple(_read_object(item, f"objects[{k}]") for k, item in enumerate(value["objects"]))
-    return Record(value["image"], value["width"], value["height"], value["space"], objects, value.get("image_id"))
+
+
+def _read_record(value: "_RecordLine") -> Record:
+    _check_image_name(value["image"])
+    objects = tuple(read_object(item, f"objects[{k}]") for k, item in enumerate(value["objects"]))
+    return Record(
+        value["image"],
+        value["width"],
+        value["height"],
+        value["space"],
+        objects,
+        value.get("image_id"),
+        **read_request(value),
+    )
 
 
 def read_records(path: Path) -> Iterator[tuple[int, Record]]:
-    """Yield the records with their line numbers, from 1. Blank lines are skipped."""
+    """Yield the records with their line numbers, from 1. Blank lines are skipped. Raise DataError for a chat
+    record."""
+    for number, record in read_any_records(path):
+        yield number, _expect_objects_of_line(path, number, record)
+
+
+def read_any_records(path: Path) -> Iterator[tuple[int, AnyRecord]]:
+    """Yield the records of both kinds with their line numbers, from 1. Blank lines are skipped."""
     with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
             if line.strip():
@@ -174,6 +284,12 @@ class RecordFile:
         return len(self._index)
 
     def __getitem__(self, index: int) -> Record:
+        """Return a record with objects. Raise DataError if it is a chat record."""
+        record = self.read(index)
+        return _expect_objects_of_line(self.path, self._index.line_number(range(len(self))[index]), record)
+
+    def read(self, index: int) -> AnyRecord:
+        """Return a record of either kind."""
         index = range(len(self))[index]  # an index below 0 counts from the end, and one beyond it is an IndexError
         begin, end = (int(offset) for offset in self._index.offsets[index : index + 2])
         line, _, _ = os.pread(self._file, end - begin, begin).partition(b"\n")  # blank lines may follow
@@ -210,7 +326,9 @@ class RecordFile:
         record = self[index]
         return self._index.line_number(index) if record.image_id is None else record.image_id, record
 
-    def image_path(self, record: Record) -> Path:
+    def image_path(self, record: AnyRecord) -> Path:
+        """Return the path of a record's image, which it must have."""
+        assert record.image is not None
         return self.path.parent / record.image
 
 
@@ -276,12 +394,18 @@ def _format_place(location: tuple[int | str, ...]) -> str:
     return text
 
 
-def _parse_line(path: Path, number: int, line: bytes) -> Record:
+def _parse_line(path: Path, number: int, line: bytes) -> AnyRecord:
     with explain(ValueError, f"{path}:{number}", f"run `coordexp data doctor {path}`"):
-        return parse_record(line)
+        return parse_any_record(line)
 
 
-def _read_object(line: _ObjectLine, place: str) -> RecordObject:
+def _expect_objects_of_line(path: Path, number: int, record: AnyRecord) -> Record:
+    with explain(ValueError, f"{path}:{number}", "keep questions and answers in a file of their own"):
+        return _expect_objects(record)
+
+
+def read_object(line: ObjectLine, place: str) -> RecordObject:
+    """Return the object of a checked line. Raise ValueError, which names the `place`, if it breaks a rule."""
     kinds = [kind for kind in GEOMETRY_KINDS if kind in line]
     if len(kinds) != 1:
         shapes = " and ".join(kinds) or "no shape"
@@ -292,6 +416,39 @@ def _read_object(line: _ObjectLine, place: str) -> RecordObject:
     if not is_valid_count(kinds[0], len(coords)):
         raise ValueError(f"{place}.{kinds[0]} has {len(coords)} numbers; {COUNT_RULE}")
     return RecordObject(line["desc"], kinds[0], tuple(coords), line.get("category_id"))
+
+
+def read_request(line: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the keys that say what a record asks for. Raise ValueError if they contradict each other."""
+    request: dict[str, Any] = {}
+    for key in ("classes", "exhaustive"):
+        if key in line:
+            request[key] = tuple(line[key])
+            if len(set(line[key])) < len(line[key]) or not all(desc.strip() for desc in line[key]):
+                raise ValueError(f"{key} has an empty name, or a name twice")
+    for key in ("expression", "prompt"):
+        if key in line:
+            request[key] = line[key]
+            if not line[key].strip():
+                raise ValueError(f"{key} is empty; leave it out to ask the question of the run")
+    if "classes" in line and not line["classes"]:
+        raise ValueError("classes is empty; leave it out to ask the question of the run")
+    if "expression" in line and "classes" in line:
+        raise ValueError("it has an expression and classes; a record asks for one of them")
+    if "{classes}" in line.get("prompt", "") and "classes" not in line:
+        raise ValueError("prompt has {classes}, but there are no classes")
+    return request
+
+
+def load_strictly(text: str | bytes) -> Any:
+    """Return the value of a JSON text. Raise ValueError if it is broken, nested too deeply, or has a key twice.
+
+    This is not pydantic's own JSON parser: that one accepts a key twice, and refuses a lone surrogate, which the
+    doctor reports with a better message."""
+    try:
+        return json.loads(text, object_pairs_hook=_refuse_repeated_keys)
+    except RecursionError as error:
+        raise ValueError("brackets are nested too deeply") from error
 
 
 def _refuse_repeated_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -1,9 +1,11 @@
 """Data sets of several files: random access to all of their records, as if the files were one."""
 
 import hashlib
+import json
 import resource
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from itertools import accumulate
 from pathlib import Path
 from typing import TypeAlias
@@ -11,7 +13,7 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from coordexp.data.records import Record, RecordFile
+from coordexp.data.records import AnyRecord, ChatRecord, Record, RecordFile, parse_any_record
 from coordexp.errors import DataError
 from coordexp.tasks import ignore
 
@@ -34,6 +36,11 @@ class RecordSet:
         file, number = self.locate(index)
         return file[number]
 
+    def read(self, index: int) -> AnyRecord:
+        """Return a record of either kind."""
+        file, number = self.locate(index)
+        return file.read(number)
+
     def __str__(self) -> str:
         others = len(self.files) - 1
         return f"{self.files[0]} and {others} more file{'s' if others > 1 else ''}"
@@ -50,9 +57,14 @@ class RecordSet:
 
     def locate(self, index: int) -> tuple[RecordFile, int]:
         """Return the file that has a record, and the number of the record in this file, from 0."""
+        part, number = self.find_part(index)
+        return self.parts[part].locate(number)
+
+    def find_part(self, index: int) -> tuple[int, int]:
+        """Return the number of the part that has a record, and that of the record in this part, both from 0."""
         index = range(len(self))[index]
         part = bisect_right(self._starts, index) - 1
-        return self.parts[part].locate(index - self._starts[part])
+        return part, index - self._starts[part]
 
     def read_with_image_id(self, index: int) -> tuple[int, Record]:
         """Return a record with the number that names its image in predictions: its `image_id`, or else its own
@@ -62,6 +74,21 @@ class RecordSet:
 
 
 Records: TypeAlias = RecordFile | RecordSet
+
+
+def find_wrong_kind(setting: str, records: Iterable[AnyRecord], trains_chat: bool) -> tuple[str, str] | None:
+    """Return the problem and the fix if the data of a setting has records of a kind that does not belong there.
+    `trains_chat` is True if the objective of the run trains on chat records."""
+    has_chat = {isinstance(record, ChatRecord) for record in records}
+    if setting.startswith("custom.eval_data"):
+        if False in has_chat:
+            return "it has records with objects, and evaluation asks questions", "name it in custom.val_jsonl"
+    elif True in has_chat and setting == "custom.val_jsonl":
+        return "it has questions and answers, and evaluation needs objects", "name it in custom.eval_data"
+    elif True in has_chat and not trains_chat:
+        fix = "declare the module chat_ce in the objective (docs/training.md), or remove such records"
+        return "it has questions and answers, which no loss of this run trains on", fix
+    return None
 
 
 def open_data(sets: Sequence[Sequence[Path]], notify: Callable[[str], None] = ignore) -> Records:
@@ -74,6 +101,22 @@ def open_data(sets: Sequence[Sequence[Path]], notify: Callable[[str], None] = ig
             f"raise the limit (ulimit -n {count + 2 * RESERVED}), or join files into larger ones (cat)",
         )
     return _join([_join([RecordFile(path, notify) for path in paths]) for paths in sets])
+
+
+def locate_image(files: Sequence[RecordFile], path: str) -> str:
+    """Return the file and the line of the first record with an image, such as `train.jsonl:40`, or nothing. The
+    files are searched line by line, so this is for errors only."""
+    name = Path(path).name
+    spellings = {name.encode("utf-8", "surrogateescape"), json.dumps(name)[1:-1].encode()}
+    for file in files:
+        with file.path.open("rb") as lines:
+            for number, line in enumerate(lines, start=1):
+                if any(spelling in line for spelling in spellings):
+                    with suppress(ValueError):
+                        record = parse_any_record(line)
+                        if record.image is not None and str(file.image_path(record)) == path:
+                            return f"{file}:{number}"
+    return ""
 
 
 def _join(parts: Sequence[Records]) -> Records:

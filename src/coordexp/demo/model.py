@@ -34,6 +34,8 @@ from coordexp.vocab.expand import ordinal_rows
 
 Vocabulary = Literal["small", "qwen"]
 
+NATIVE_ENTRIES = 420  # of the small tokenizer with native answers: every word of both formats is one token
+
 # In Qwen's order, so that they get the same ids as in Qwen, after its 151,643 ranks.
 SPECIAL_TOKENS = (
     "<|endoftext|>",
@@ -82,9 +84,12 @@ CHAT_TEMPLATE = (
 )
 
 
-def make_tokenizer(vocabulary: Vocabulary, *, coords: bool = True) -> PreTrainedTokenizerFast:
-    """Return one of the two tokenizers, with or without the coordinate tokens."""
-    core = _train_small() if vocabulary == "small" else _rebuild_qwen()
+def make_tokenizer(
+    vocabulary: Vocabulary, *, coords: bool = True, native: bool = False
+) -> PreTrainedTokenizerFast:
+    """Return one of the two tokenizers, with or without the coordinate tokens. With `native`, the small one is
+    trained on native answers too."""
+    core = _train_small(native) if vocabulary == "small" else _rebuild_qwen()
     added = [*SPECIAL_TOKENS] if vocabulary == "small" else [*SPECIAL_TOKENS, *PLAIN_ADDED_TOKENS]
     core.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIAL_TOKENS])
     plain = [token for token in added if token not in SPECIAL_TOKENS] + [*(COORD_TOKENS if coords else ())]
@@ -117,7 +122,7 @@ def _rebuild_qwen() -> Tokenizer:
     return core
 
 
-def _train_small() -> Tokenizer:
+def _train_small(native: bool) -> Tokenizer:
     core = Tokenizer(models.BPE())
     core.normalizer = normalizers.NFC()
     core.pre_tokenizer = pre_tokenizers.Sequence(
@@ -125,10 +130,9 @@ def _train_small() -> Tokenizer:
     )
     core.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(
-        vocab_size=300 + len(alphabet) // 8, initial_alphabet=alphabet, show_progress=False
-    )
-    core.train_from_iterator(_corpus(), trainer)
+    entries = NATIVE_ENTRIES if native else 300 + len(alphabet) // 8
+    trainer = trainers.BpeTrainer(vocab_size=entries, initial_alphabet=alphabet, show_progress=False)
+    core.train_from_iterator(itertools.chain(_corpus(), _native_corpus() if native else ()), trainer)
     return core
 
 
@@ -136,15 +140,18 @@ def _byte_level() -> pre_tokenizers.ByteLevel:
     return pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
 
 
-def _corpus() -> Iterator[str]:
-    """Yield answers without their coordinates, and prompts. The same ones every time."""
+def _names() -> list[str]:
     colours = ("red", "green", "blue", "yellow", "purple", "orange", "black", "white")
     shapes = ("circle", "square", "triangle", "star", "hexagon", "cross")
-    names = [f"{colour} {shape}" for colour, shape in itertools.product(colours, shapes)]
+    return [f"{colour} {shape}" for colour, shape in itertools.product(colours, shapes)]
+
+
+def _corpus() -> Iterator[str]:
+    """Yield answers without their coordinates, and prompts. The same ones every time."""
     chooser = random.Random(0)  # noqa: S311
     for _ in range(400):
         objects = []
-        for number, name in enumerate(chooser.sample(names, chooser.randint(1, 30)), start=1):
+        for number, name in enumerate(chooser.sample(_names(), chooser.randint(1, 30)), start=1):
             geometry = (
                 '"bbox_2d": ["", "", "", ""]' if chooser.random() < 0.6 else '"poly": ["", "", "", "", "", ""]'
             )
@@ -152,6 +159,16 @@ def _corpus() -> Iterator[str]:
             objects.append(f'"object_{number}": {{{", ".join(fields)}}}')
         yield "{" + ", ".join(objects) + "}"
         yield "user\nDetect all objects.\nassistant\n"
+
+
+def _native_corpus() -> Iterator[str]:
+    """Yield native answers. The same ones every time. Digits are split before bytes are merged, so that the
+    numbers do not matter."""
+    chooser = random.Random(0)  # noqa: S311
+    for count in [0, *(chooser.randint(1, 30) for _ in range(400))]:
+        names = chooser.choices(_names(), k=count)
+        lines = [f'\t{{"bbox_2d": [74, 361, 324, 808], "label": "{name}"}}' for name in names]
+        yield "```json\n[" + ("\n" + ",\n".join(lines) + "\n" if lines else "") + "]\n```"
 
 
 MERGE = 2
@@ -188,6 +205,7 @@ def make_model(
     seed: int = 0,
     spread: float = 1.0,
     coords: bool = True,
+    native: bool = False,
     ordinal: bool = False,
     size: Size | None = None,
 ) -> Path:
@@ -196,18 +214,20 @@ def make_model(
     `family` is a key of FAMILIES. `spread` multiplies every weight matrix. At 1 the model is ready for training;
     untrained, it repeats one token for any image. At 6 its answers vary and depend on the image, which tests of
     generation need. Without `coords` the model has no coordinate tokens, like a checkpoint before `coordexp model
-    add-coords`. With `ordinal`, neighbouring coordinate tokens start with similar embeddings, and so do
-    neighbouring positions of the image, if the family has embeddings for them.
+    add-coords`. With `native`, the small tokenizer has the words of native answers. With `ordinal`, neighbouring
+    coordinate tokens start with similar embeddings, and so do neighbouring positions of the image, if the family
+    has embeddings for them.
     """
     if not is_free(folder):
         raise UserError(f"{folder} is not an empty folder", "give another folder, or remove this one")
     size = size or Size()
-    tokenizer = make_tokenizer(vocabulary, coords=coords)
+    tokenizer = make_tokenizer(vocabulary, coords=coords, native=native)
     config = _config(family, tokenizer, size, tied)
     model = _random_model(config, seed, spread)
     if ordinal:
-        first = tokenizer.convert_tokens_to_ids(COORD_TOKENS[0])
-        _make_coordinates_ordinal(model, range(first, first + len(COORD_TOKENS)), seed)
+        if coords:
+            first = tokenizer.convert_tokens_to_ids(COORD_TOKENS[0])
+            _make_coordinates_ordinal(model, range(first, first + len(COORD_TOKENS)), seed)
         if hasattr(model.model.visual, "pos_embed"):
             _make_positions_ordinal(model, seed)
     model.generation_config = greedy_generation(tokenizer)

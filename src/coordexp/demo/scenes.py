@@ -2,21 +2,24 @@
 
 A scene depends on nothing but the seed and its index. Objects are listed in reading order (by top edge, then by
 left edge), which is the order that a model learns to write them in. An object that is partly covered keeps its
-whole outline. `write_scenes` writes images and records, and the same objects as COCO files for other tools.
+whole outline. `write_scenes` writes images and records, the same objects as COCO files for other tools, and
+questions about the scenes as chat records.
 """
 
 import json
 import math
 import random
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
 from PIL import Image, ImageDraw
 
-from coordexp.data import GeometryKind, Record, RecordObject
+from coordexp.config.settings import ClassRequests, Negatives
+from coordexp.data import ChatRecord, GeometryKind, Record, RecordObject, draw_request
 
 COLOURS = {
     "red": (214, 48, 49),
@@ -37,7 +40,8 @@ class SceneSettings:
     """The look of the scenes.
 
     `objects` is the minimum and the maximum number of objects, and `overlap` the share of a box that another one
-    may cover. The other numbers, except `side`, are shares of scenes or objects.
+    may cover. `ask` is the share of scenes that ask for a list of classes: some of those that they show, and in
+    half of the lists also absent ones. The other numbers, except `side`, are shares of scenes or objects.
     """
 
     side: int = 64
@@ -47,6 +51,7 @@ class SceneSettings:
     polygons: float = 0.0
     rotated: float = 0.0
     overlap: float = 0.0
+    ask: float = 0.0
 
 
 Points = list[tuple[float, float]]
@@ -88,9 +93,11 @@ def write_scenes(
     train: int,
     val: int,
     seed: int,
+    questions: int = 0,
     advance: Callable[[], None] | None = None,
 ) -> None:
-    """Write `train.jsonl`, `val.jsonl`, `*.coco.json` and `images/`. Call `advance` after every scene, if given.
+    """Write `train.jsonl`, `val.jsonl`, `*.coco.json` and `images/`, and with `questions`, up to that many about
+    each scene to `*.questions.jsonl`. Call `advance` after every scene, if given.
 
     Training and held-out scenes are drawn with different seeds.
     """
@@ -99,12 +106,16 @@ def write_scenes(
         records = []
         for scene in draw_scenes(count, settings, seed=own_seed, folder=f"images/{part}"):
             scene.image.save(folder / scene.record.image)
-            records.append(scene.record)
+            records.append(_draw_classes(scene.record, settings, f"{own_seed} {scene.record.image}"))
             if advance is not None:
                 advance()
         lines = "".join(record.as_json() + "\n" for record in records)
         (folder / f"{part}.jsonl").write_text(lines, encoding="utf-8")
         (folder / f"{part}.coco.json").write_text(json.dumps(_to_coco(records)))
+        if questions:
+            chat = [item for record in records for item in _ask_questions(record, questions, own_seed)]
+            lines = "".join(record.as_json() + "\n" for record in chat)
+            (folder / f"{part}.questions.jsonl").write_text(lines, encoding="utf-8")
 
 
 def _draw_scene(chooser: random.Random, settings: SceneSettings, path: str) -> DrawnScene:
@@ -126,6 +137,32 @@ def _draw_scene(chooser: random.Random, settings: SceneSettings, path: str) -> D
     image = _draw_shapes(chooser, side, shapes)
     ordered = sorted(shapes, key=attrgetter("reading_order"))
     return DrawnScene(image, Record(path, side, side, "pixel", tuple(shape.record for shape in ordered)))
+
+
+def _draw_classes(record: Record, settings: SceneSettings, seed: str) -> Record:
+    """Return the record with a list of classes, if it is to have one. All absent classes are equally likely."""
+    chooser = random.Random(seed)  # noqa: S311
+    lists, negatives = ClassRequests(rate=settings.ask), Negatives(rate=0.5)
+    shapes = (*COMMON, *RARE) if settings.rare else COMMON
+    any_class = [RecordObject(f"{colour} {shape}", "bbox_2d", ()) for colour in COLOURS for shape in shapes]
+    every_class = replace(record, objects=tuple(any_class))
+    return draw_request(record, chooser, lists, negatives, lambda _: every_class)
+
+
+def _ask_questions(record: Record, most: int, seed: int) -> list[ChatRecord]:
+    """Return up to `most` questions about a scene, each with one right answer: how many shapes there are, the
+    colour of a shape that occurs once, and the shape of a colour that occurs once."""
+    words = [item.desc.split() for item in record.objects]
+    colours, shapes = Counter(colour for colour, _ in words), Counter(shape for _, shape in words)
+    pairs = [("How many shapes are there?", str(len(words)))]
+    for colour, shape in words:
+        if shapes[shape] == 1:
+            pairs.append((f"What colour is the {shape}?", colour))
+        if colours[colour] == 1:
+            pairs.append((f"What shape is {colour}?", shape))
+    chooser = random.Random(f"{seed} {record.image} questions")  # noqa: S311
+    chosen = chooser.sample(pairs, min(most, len(pairs)))
+    return [ChatRecord(*pair, record.image, record.width, record.height) for pair in chosen]
 
 
 def _place_outline(chooser: random.Random, shape: str, settings: SceneSettings, count: int) -> Points:

@@ -15,6 +15,7 @@ from coordexp.errors import EngineError
 from coordexp.launch.parts import Log, RunningPart, health_client, is_ready
 from coordexp.launch.plan import Part, device_variables
 from coordexp.launch.tether import UNKILLABLE_S
+from coordexp.logs import LogRecord
 from coordexp.servers.protocol import TOKEN
 
 MARK = "COORDEXP_DOCTOR"  # in the environment of all processes that an examination starts
@@ -84,12 +85,12 @@ class DoctorServer:
 
     def _with_last_lines(self, problem: str) -> str:
         assert self._running is not None
-        return quote_lines(problem, self._running.last)
+        return quote_lines(problem, (LogRecord.parse(line).message for line in self._running.last))
 
 
 def quote_lines(problem: str, lines: Iterable[str]) -> str:
     """Return a problem with the last lines that a process printed."""
-    quoted = "\n".join(f"  | {line}" for line in lines if line.strip())
+    quoted = "\n".join(f"  | {line}" for text in lines for line in text.splitlines() if line.strip())
     return f"{problem}; its last lines:\n{quoted or '  | (it printed nothing)'}"
 
 

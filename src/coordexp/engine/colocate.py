@@ -38,7 +38,7 @@ from coordexp.rollout.backend import (
     compare_answers,
 )
 from coordexp.rollout.prompt import PromptBuilder
-from coordexp.tasks import ignore
+from coordexp.tasks import ignore, remind
 
 T = TypeVar("T")
 REQUESTS, ROLLOUTS = TypeAdapter(list[Request]), TypeAdapter(list[Rollout])
@@ -172,7 +172,8 @@ class ColocateBackend:
         if self.group.leads:
             start = time.perf_counter()
             self.notify(f"starting vLLM (tensor_parallel_size {self.group.size}), which takes about a minute")
-            self.engine = start_engine(self.setup, adapters=self.sync_mode.is_adapter)
+            with remind(self.notify, "waiting for vLLM"):
+                self.engine = start_engine(self.setup, adapters=self.sync_mode.is_adapter)
             self.notify(f"vLLM is ready after {time.perf_counter() - start:.0f} s")
         vllm = self.setup.settings.vllm
         self._memory = EngineMemory(self.engine, vllm.sleep)

@@ -16,7 +16,7 @@ from coordexp.errors import EngineError
 from coordexp.rollout.backend import Decode, Request, Rollout, check_length, check_prompt, common_decode
 from coordexp.rollout.guard import cut_at_end, guard_arguments, key_pattern_for
 from coordexp.rollout.hugging_face import engine_bias
-from coordexp.rollout.prompt import PromptBuilder, open_image
+from coordexp.rollout.prompt import PromptBuilder, load_image
 from coordexp.vocab import VocabularyTable
 
 CPU_CACHE = 2**30  # bytes of an engine's KV cache on a CPU; VLLM_CPU_KVCACHE_SPACE overrides it
@@ -36,7 +36,7 @@ class VllmBackend:
     """Generates with an engine that keeps the weights of a model folder. The constructor starts the engine.
 
     `max_length` limits the tokens of prompt and answer together. At most `batch` sequences are decoded at once. On
-    a GPU, the engine takes `gpu_share` of the memory."""
+    a GPU, the engine takes `gpu_share` of the memory. `fixes` are the advice of its errors."""
 
     def __init__(
         self,
@@ -48,9 +48,10 @@ class VllmBackend:
         batch: int = 8,
         dtype: str = "float32",
         gpu_share: float = 0.2,
+        fixes: EngineFixes = COMMAND_FIXES,
     ) -> None:
-        check_vllm("--backend", OR_HF)
-        self.prompts, self.table = prompts, table
+        check_vllm("backend", OR_HF)
+        self.prompts, self.table, self.fixes = prompts, table, fixes
         on_cuda = torch.cuda.is_available()
         vllm = {
             "gpu_memory_utilization": gpu_share,
@@ -65,13 +66,13 @@ class VllmBackend:
             table,
             torch.device("cuda" if on_cuda else "cpu"),
             kv_cache_bytes=None if on_cuda else CPU_CACHE,
-            fixes=COMMAND_FIXES,
+            fixes=fixes,
         )
         self.engine: Any = start_engine(setup)
 
     def generate(self, requests: Sequence[Request]) -> list[Rollout]:
         ask = partial(generate_rollouts, self.engine, self.prompts, self.table, requests)
-        return ask_engine(self.engine, ask, fix=COMMAND_FIXES.ended)
+        return ask_engine(self.engine, ask, fix=self.fixes.ended)
 
     def close(self) -> None:
         if self.engine is not None:
@@ -94,13 +95,13 @@ def generate_rollouts(
         return []
     decode = common_decode(requests)
     pattern = key_pattern_for(decode.guard, table)
-    prompt_ids = [prompts.ids(*request.image.size, request.image.path) for request in requests]
+    prompt_ids = [prompts.ids(*request.image.size, request.image.path, request.question) for request in requests]
     for request, ids in zip(requests, prompt_ids, strict=True):
         check_length(request, len(ids), engine.llm_engine.model_config.max_model_len)
     inputs = [
         {
-            "prompt": prompts.text,
-            "multi_modal_data": {"image": open_image(request.image.path, request.image.size)},
+            "prompt": prompts.text(request.question),
+            "multi_modal_data": {"image": load_image(request.image)},
         }
         for request in requests
     ]

@@ -25,6 +25,7 @@ from coordexp import child_processes
 from coordexp.config.rollout import VLLM, RolloutMatching
 from coordexp.engine import OR_USE_HF
 from coordexp.errors import EngineError, UserError, explain
+from coordexp.logs import capture_children
 from coordexp.rollout.backend import TOLERANCE
 from coordexp.rollout.guard import ENGINE_GUARD
 from coordexp.vocab import COORD_TOKENS, VocabularyTable
@@ -149,7 +150,7 @@ def starting(setup: EngineSetup, transfer: str, side: str, visible: str | None =
     GPUs of the engine are `visible`; None stands for all."""
     settings, vllm = setup.settings, setup.settings.vllm
     images = {"images_kwargs": {"size": dict(setup.image_size)}} if setup.has_image_limits else None
-    with _engine_environment(visible), _error_log() as (logging, log):
+    with _engine_environment(visible), capture_children(), _error_log() as (logging, log):
         try:
             yield {
                 "model": str(setup.folder),
@@ -211,8 +212,11 @@ def check_guard_class() -> None:
 
 
 def check_vocabulary(tokenizer: Any, size: int, table: VocabularyTable) -> None:
-    """Raise EngineError unless the engine's coordinate tokens are those of the learner."""
-    ids = list(range(table.first_coord, table.first_coord + len(COORD_TOKENS)))
+    """Raise EngineError unless the engine's coordinate tokens are those of the learner. A model for native answers
+    may have none."""
+    if table.coord_start is None:
+        return
+    ids = list(range(table.coord_start, table.coord_start + len(COORD_TOKENS)))
     if tokenizer.convert_tokens_to_ids(list(COORD_TOKENS)) != ids or size <= ids[-1]:
         raise EngineError(
             f"the engine's vocabulary ({size} tokens) does not have the learner's coordinate tokens, "

@@ -9,10 +9,11 @@ from coordexp.evaluate.predictions import (
     Predictions,
     check_predictions,
     read_predictions,
+    read_results,
     read_truth,
     write_predictions,
 )
-from coordexp.evaluate.report import EvaluationReport, count_by_image, evaluate
+from coordexp.evaluate.report import EvaluationReport, count_by_image, evaluate, evaluate_results
 
 __all__ = [
     "AnswerObject",
@@ -24,7 +25,9 @@ __all__ = [
     "check_predictions",
     "count_by_image",
     "evaluate",
+    "evaluate_results",
     "read_predictions",
+    "read_results",
     "read_truth",
     "replace_scores",
     "write_predictions",

@@ -8,32 +8,32 @@ of the choice to continue the answer at all. Coordinates are left out: the proba
 distribution shows how soft the training targets were, and on the demo model it did not improve the ranking.
 """
 
-import bisect
-import itertools
 import json
 import math
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import AllowInfNan, ConfigDict, Field, Strict, TypeAdapter
 
-from coordexp.correction import PredictedObject, parse_rollout
+from coordexp.correction import AnswerFormat, PredictedObject
+from coordexp.correction.formats import is_readable
 from coordexp.correction.match import find_duplicates
 from coordexp.data import BINS, Geometry, GeometryKind, Record, is_degenerate, to_pixels
 from coordexp.data.geometry import COUNT_RULE, is_valid_count
 from coordexp.rollout.backend import Rollout
-from coordexp.vocab import VocabularyTable
 
 NO_IMAGE = "image_unreadable"
+NO_TEXT = "no_text"  # of detections by another detector, which wrote no answer
 
 # Types that pydantic checks when JSON is read. Nothing is converted, except a list to a tuple.
 _Count = Annotated[int, Strict(), Field(ge=0)]
 _Ordinal = Annotated[int, Strict(), Field(ge=1)]
 _Text = Annotated[str, Strict()]
 _Number = Annotated[float, Strict(), AllowInfNan(False)]
+_Length = Annotated[float, Strict(), AllowInfNan(False), Field(ge=0)]
 _Bin = Annotated[int, Strict()]
 
 
@@ -81,7 +81,8 @@ class ImageAnswer:
     token limit, and `NO_IMAGE` if the model was not asked because the image cannot be read.
 
     `dropped` are the valid objects of the text that were dropped as duplicates; `objects` are all others. `sample`
-    is the number of a sampled answer, from 1, and None for the greedy one."""
+    is the number of a sampled answer, from 1, and None for the greedy one. `answer_format` is None for answers
+    with coordinate tokens."""
 
     __pydantic_config__ = ConfigDict(extra="forbid")
 
@@ -93,6 +94,7 @@ class ImageAnswer:
     objects: tuple[AnswerObject, ...]
     dropped: tuple[AnswerObject, ...] = ()
     sample: _Ordinal | None = None
+    answer_format: Literal["native"] | None = None
 
     @property
     def valid(self) -> tuple[AnswerObject, ...]:
@@ -103,8 +105,16 @@ class ImageAnswer:
         return self.finish_reason == "length"
 
     @property
+    def is_readable(self) -> bool:
+        return is_readable(self.text, self.answer_format or "coord_tokens")
+
+    @property
     def was_asked(self) -> bool:
         return self.finish_reason != NO_IMAGE
+
+    @property
+    def has_text(self) -> bool:
+        return self.finish_reason != NO_TEXT
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +141,26 @@ class Detection:
         return values if self.segmentation is None else values | {"segmentation": self.segmentation}
 
 
+@dataclass(frozen=True, slots=True)
+class CocoResult:
+    """A detection in the results list of any detector: a box x, y, width, height in pixels, and polygons or a mask
+    as run lengths, if it has one. Other keys are ignored."""
+
+    __pydantic_config__ = ConfigDict(extra="ignore")
+
+    image_id: _Count
+    category_id: _Count
+    score: _Number
+    bbox: tuple[_Number, _Number, _Length, _Length]
+    segmentation: list[list[_Number]] | dict[str, Any] | None = None
+
+    def as_dict(self) -> dict[str, Any]:
+        values = {name: getattr(self, name) for name in ("image_id", "category_id", "bbox", "score")}
+        return values if not self.segmentation else values | {"segmentation": self.segmentation}
+
+
 _ANSWER = TypeAdapter(ImageAnswer)
+_RESULT = TypeAdapter(CocoResult)
 _DETECTION = TypeAdapter(Detection)
 
 
@@ -146,6 +175,11 @@ def parse_answer(line: str | bytes) -> ImageAnswer:
 def parse_detection(value: Any) -> Detection:
     """Return the detection of an entry of a COCO results list. Raise pydantic's ValidationError if it is wrong."""
     return _DETECTION.validate_python(value)
+
+
+def parse_result(value: Any) -> CocoResult:
+    """Return an entry of the results list of any detector. Raise pydantic's ValidationError if it is wrong."""
+    return _RESULT.validate_python(value)
 
 
 def bins_to_pixels(bins: Sequence[int], record: Record) -> tuple[float, ...]:
@@ -186,14 +220,15 @@ def replace_scores(answers: Sequence[ImageAnswer], mode: ScoreMode, seed: int = 
     ]
 
 
-def build_answer(image_id: int, image: str, rollout: Rollout, table: VocabularyTable) -> ImageAnswer:
-    """Parse the generated tokens strictly and score every valid object."""
-    parsed = parse_rollout(rollout.ids, table)
-    objects = [
+def build_answer(image_id: int, image: str, rollout: Rollout, answers: AnswerFormat) -> ImageAnswer:
+    """Read the generated tokens strictly and score every valid object."""
+    parsed = answers.read(rollout.ids)
+    objects = tuple(
         AnswerObject.from_parsed(item, _score(item, rollout.logprobs, tokens) if item.is_valid else None)
-        for item, tokens in zip(parsed.objects, _find_tokens(rollout.ids, parsed.objects, table), strict=True)
-    ]
-    return ImageAnswer(image_id, image, rollout.text, rollout.finish_reason, len(rollout.ids), tuple(objects))
+        for item, tokens in zip(parsed.objects, parsed.tokens, strict=True)
+    )
+    answer = ImageAnswer(image_id, image, rollout.text, rollout.finish_reason, len(rollout.ids), objects)
+    return replace(answer, answer_format="native") if answers.name == "native" else answer
 
 
 def drop_duplicates(answer: ImageAnswer, iou: float) -> ImageAnswer:
@@ -207,20 +242,6 @@ def drop_duplicates(answer: ImageAnswer, iou: float) -> ImageAnswer:
         objects=tuple(item for k, item in enumerate(answer.objects) if k not in dropped),
         dropped=tuple(item for k, item in enumerate(answer.objects) if k in dropped),
     )
-
-
-def _find_tokens(ids: Sequence[int], objects: Sequence[PredictedObject], table: VocabularyTable) -> list[range]:
-    """Return the token positions of each object, valid or not. They begin with the token before its key, which
-    decides that there is another object, and end where those of the next object begin."""
-    symbols = [table.symbols[id] if id < len(table.symbols) else "" for id in ids]
-    text, ends = "".join(symbols), list(itertools.accumulate(map(len, symbols)))
-    starts, position = [], 0
-    for item in objects:
-        key = text.find(json.dumps(item.key, ensure_ascii=False).encode().decode("latin-1"), position)
-        position = key if key >= 0 else position  # a key with escapes shares the tokens of the object before it
-        starts.append(max(0, bisect.bisect_right(ends, position) - 1))
-        position += 1
-    return [range(*pair) for pair in itertools.pairwise([*starts, len(ids)])]
 
 
 def _score(item: PredictedObject, logprobs: Sequence[float], tokens: range) -> float:

@@ -17,6 +17,7 @@ SAME = 0.9  # IoU from which two predictions are the same
 TOO_LARGE = 4.0  # times the area of the nearest true object
 NEARLY_ALL = 0.9  # share of the image
 
+NEED_TEXT = frozenset({"invalid", "truncated", "unreadable", "early_stop"})  # rates that need the text of answers
 DEFINITIONS = {
     "duplicates": "unmatched objects that repeat a matched or an earlier one (same desc, IoU >= 0.9); of valid"
     " objects",
@@ -25,10 +26,14 @@ DEFINITIONS = {
     "oversized": "unmatched objects whose box is over 4 times that of the nearest true object, or over 90 % of an"
     " image in which no true object is that large; of valid objects",
     "truncated": "answers cut off at the token limit; of all answers",
-    "unreadable": "answers that do not begin with {, so that nothing of them is read; of all answers",
+    "unreadable": "answers that do not begin with { (native ones: with a list, an object or a markdown fence), so"
+    " that nothing of them is read; of all answers",
     "early_stop": "answers with fewer valid objects than true ones; of those that the model ended itself",
     "over_count": "answers with more valid objects than true ones; of all answers",
     "boxes_on_empty": "images without a true object that got a valid one; of all such images",
+    "absent_classes": "classes that were asked for, are not in the image, and got a valid object; of all classes"
+    " that were asked for and are not in the image",
+    "unasked": "objects of a class that was not asked for; of valid objects in answers to a list of classes",
 }
 
 
@@ -77,18 +82,32 @@ def true_classes(comparisons: Sequence[ImageComparison]) -> frozenset[str]:
 def observe_image(image: ImageComparison, matching: Matching, classes: frozenset[str]) -> dict[str, Rate]:
     """Return what one image adds to each rate. `classes` are those of all true objects of the data."""
     valid, true = len(image.predicted), len(image.true)
-    refused = len(image.answer.objects) - valid
+    refused = image.refused
     stopped, asked = image.answer.finish_reason == "stop", int(image.answer.was_asked)
+    answered = int(asked and image.answer.has_text)
     return {
         "duplicates": Rate(len(find_duplicates(image, matching)), valid),
-        "invalid": Rate(refused, valid + refused),
+        "invalid": Rate(refused, valid + refused if answered else 0),
         "unknown_class": Rate(sum(item.desc not in classes for item in image.predicted), valid),
         "oversized": Rate(len(find_oversized(image, matching)), valid),
-        "truncated": Rate(int(image.answer.is_truncated), asked),
-        "unreadable": Rate(int(asked and not image.answer.text.lstrip().startswith("{")), asked),
+        "truncated": Rate(int(image.answer.is_truncated), answered),
+        "unreadable": Rate(int(answered and not image.answer.is_readable), answered),
         "early_stop": Rate(int(stopped and valid < true), int(stopped)),
         "over_count": Rate(int(valid > true), asked),
         "boxes_on_empty": Rate(int(not true and valid > 0), int(not true and asked)),
+        **_observe_request(image),
+    }
+
+
+def _observe_request(image: ImageComparison) -> dict[str, Rate]:
+    classes = image.record.classes if image.answer.was_asked else None
+    answered = [item.desc for item in image.predicted]
+    absent = set(classes or ()) - {item.desc for item in image.true}
+    return {
+        "absent_classes": Rate(len(absent & set(answered)), len(absent)),
+        "unasked": Rate(
+            sum(desc not in classes for desc in answered) if classes else 0, len(answered) if classes else 0
+        ),
     }
 
 

@@ -10,23 +10,27 @@ run lengths on the canvas of the image. A polygon too thin to cover a pixel is c
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from pycocotools import mask as rle
 
 from coordexp.correction.match import Floats, box_iou, mask_iou
 from coordexp.data import GeometryKind, Record, RecordObject
-from coordexp.errors import DataError
-from coordexp.evaluate.answer import ImageAnswer, bins_to_pixels
-from coordexp.evaluate.predictions import NAMING_RULE, Truth, check_same_image
+from coordexp.data.importers.coco import decode_mask
+from coordexp.errors import DataError, explain
+from coordexp.evaluate.answer import NO_TEXT, CocoResult, ImageAnswer, bins_to_pixels
+from coordexp.evaluate.predictions import NAMING_RULE, Truth, category_ids, check_same_image
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """A shape in pixels, as in `Geometry`: x1, y1, x2, y2 of a box, or x and y of each vertex of a polygon."""
+    """A shape in pixels, as in `Geometry`: x1, y1, x2, y2 of a box, or x and y of each vertex of a polygon. A
+    shape that no single polygon describes has a `mask` as run lengths; its `coords` are the corners of its box."""
 
     kind: GeometryKind
     coords: tuple[float, ...]
+    mask: dict[str, Any] | None = None
 
     @property
     def box(self) -> tuple[float, float, float, float]:
@@ -56,8 +60,8 @@ class LabelledShape:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class ImageComparison:
-    """An image with its true objects and the valid objects of its answer. `overlap` is their IoU, with a row for
-    each predicted object and a column for each true one."""
+    """An image with the true objects that its record asks for, and the valid objects of its answer. `overlap` is
+    their IoU, with a row for each predicted object and a column for each true one."""
 
     image_id: int
     record: Record
@@ -65,6 +69,11 @@ class ImageComparison:
     true: tuple[LabelledShape, ...]
     predicted: tuple[LabelledShape, ...]
     overlap: Floats
+
+    @property
+    def refused(self) -> int:
+        """The number of objects of the answer that are not valid."""
+        return sum(item.reason is not None for item in self.answer.objects)
 
 
 def compare_images(truth: Truth, answers: Sequence[ImageAnswer]) -> list[ImageComparison]:
@@ -75,8 +84,61 @@ def compare_images(truth: Truth, answers: Sequence[ImageAnswer]) -> list[ImageCo
     return [_compare_image(image_id, record, by_id[image_id]) for image_id, record in truth]
 
 
+def compare_results(truth: Truth, results: Sequence[CocoResult]) -> list[ImageComparison]:
+    """Return one comparison per image with the detections of another detector. An image without detections is one
+    in which it found nothing. Raise DataError if a detection is about another image."""
+    categories = {number: desc for desc, number in category_ids(truth).items()}
+    by_image: dict[int, list[LabelledShape]] = {image_id: [] for image_id, _ in truth}
+    if unknown := sorted({result.image_id for result in results} - by_image.keys()):
+        raise DataError(
+            f"{_format_ids(unknown)} of the detections not in the data",
+            f"give the data they are about; {NAMING_RULE}",
+        )
+    records = dict(truth)
+    for result in results:
+        desc, record = (
+            categories.get(result.category_id, f"category {result.category_id}"),
+            records[result.image_id],
+        )
+        if record.classes is not None and desc not in record.classes:
+            continue  # the record does not ask for this class
+        shape = _result_shape(result, record)
+        by_image[result.image_id].append(LabelledShape(desc, shape, result.score))
+    comparisons = []
+    for image_id, record in truth:
+        true, predicted = _true_shapes(image_id, record), tuple(by_image[image_id])
+        overlap = iou([o.shape for o in predicted], [o.shape for o in true], record.width, record.height)
+        answer = ImageAnswer(image_id, record.image, "", NO_TEXT, 0, ())
+        comparisons.append(ImageComparison(image_id, record, answer, true, predicted, overlap))
+    return comparisons
+
+
+def _result_shape(result: CocoResult, record: Record) -> Shape:
+    x, y, width, height = result.bbox
+    corners = (x, y, x + width, y, x + width, y + height, x, y + height)
+    match result.segmentation:
+        case None | []:
+            return Shape("bbox_2d", (x, y, x + width, y + height))
+        case [ring]:
+            return Shape("poly", tuple(ring))
+        case list() as rings:
+            parts = rle.frPyObjects(rings, record.height, record.width)
+            return Shape("poly", corners, dict(rle.merge(parts)))
+        case mask:
+            return Shape("poly", corners, to_run_lengths(mask, record))
+
+
+def to_run_lengths(mask: dict[str, Any], record: Record) -> dict[str, Any]:
+    """Return a mask of a COCO result in the compressed form of pycocotools. Raise DataError if it is broken."""
+    with explain(ValueError, f"segmentation of an object in {record.image}", "write the masks again"):
+        pixels = decode_mask(mask, record.width, record.height)
+    return dict(rle.encode(np.asfortranarray(pixels, dtype=np.uint8)))
+
+
 def encode_mask(shape: Shape, width: int, height: int) -> dict[str, object]:
     """Return the pixels of a shape as run lengths."""
+    if shape.mask is not None:
+        return shape.mask
     (mask,) = rle.frPyObjects([list(shape.ring)], height, width)
     return dict(mask)
 
@@ -125,7 +187,7 @@ def _format_ids(ids: Sequence[int]) -> str:
 
 def _compare_image(image_id: int, record: Record, answer: ImageAnswer) -> ImageComparison:
     check_same_image(answer, record)
-    true = tuple(_true_shape(image_id, k, record, item) for k, item in enumerate(record.objects))
+    true = _true_shapes(image_id, record)
     predicted = []
     for item in answer.valid:
         assert item.desc is not None and item.kind is not None and item.bins is not None
@@ -134,6 +196,10 @@ def _compare_image(image_id: int, record: Record, answer: ImageAnswer) -> ImageC
     sides = [item.shape for item in predicted], [item.shape for item in true]
     overlap = iou(*sides, record.width, record.height)
     return ImageComparison(image_id, record, answer, true, tuple(predicted), overlap)
+
+
+def _true_shapes(image_id: int, record: Record) -> tuple[LabelledShape, ...]:
+    return tuple(_true_shape(image_id, k, record, item) for k, item in enumerate(record.asked_objects))
 
 
 def _true_shape(image_id: int, index: int, record: Record, item: RecordObject) -> LabelledShape:

@@ -34,6 +34,9 @@ class MatchCounts:
     predicted: int
     true: int
 
+    def __add__(self, other: "MatchCounts") -> "MatchCounts":
+        return MatchCounts(self.pairs + other.pairs, self.predicted + other.predicted, self.true + other.true)
+
     @property
     def precision(self) -> float | None:
         return self.pairs / self.predicted if self.predicted else None
@@ -119,6 +122,20 @@ def score_by_class(
         )
         for desc in sorted(true)
     }
+
+
+def count_by_classes_asked(
+    comparisons: Sequence[ImageComparison], matchings: Sequence[Matching]
+) -> dict[int, MatchCounts]:
+    """Return the counts at the lowest threshold, with class, by the number of classes that a record asks for.
+    Records without a list of classes are left out."""
+    counts: dict[int, MatchCounts] = {}
+    for image, matching in zip(comparisons, matchings, strict=True):
+        if image.record.classes is not None:
+            own = MatchCounts(len(matching.with_class[0]), len(image.predicted), len(image.true))
+            number = len(image.record.classes)
+            counts[number] = counts[number] + own if number in counts else own
+    return dict(sorted(counts.items()))
 
 
 def _assign_at(thresholds: Sequence[float], overlap: Floats) -> tuple[tuple[Pair, ...], ...]:

@@ -4,8 +4,11 @@
                            "segmentation": [[x, y, ...]] of a polygon}, ...]
     preds.answers.jsonl  {"image_id": 7, "image": "images/7.png", "text": "{...", "finish_reason": "stop",
                           "tokens": 120, "objects": [{"desc", "kind", "bins", "score", "reason"}, ...],
-                          "dropped": [objects that were dropped as duplicates], if there are any}
+                          "dropped": [objects that were dropped as duplicates], if there are any,
+                          "answer_format": "native", unless the answer has coordinate tokens}
     preds.samples.jsonl  sampled answers, if there are any: lines like those above, with "sample": 1, 2, ...
+    preds.images.json    of images without records: a COCO file without annotations, which says what image_id and
+                         category_id stand for
 
     preds.unfinished.jsonl  while predictions are being made: the request and the model, then the answers so far.
                             The greedy answer of an image is followed by its sampled ones.
@@ -27,22 +30,25 @@ from typing import Any, NoReturn, TypeVar
 from pydantic import ValidationError
 
 from coordexp.data import Record, Records
+from coordexp.data.export import number_classes
 from coordexp.data.records import describe_problems
 from coordexp.errors import DataError
 from coordexp.evaluate.answer import (
     AnswerObject,
+    CocoResult,
     Detection,
     ImageAnswer,
     bins_to_pixels,
     parse_answer,
     parse_detection,
+    parse_result,
 )
 from coordexp.files import write_whole
 
 Truth = Sequence[tuple[int, Record]]  # records with the numbers that name their images
 NAMING_RULE = "an image_id is that of a record, or the number of its line if it has none"
 HASHES = ("model", "data")  # parts of a request that are hashes; an error message does not show their values
-OPTIONAL = ("dropped", "sample")  # fields of an answer that are written only if they have a value
+OPTIONAL = ("dropped", "sample", "answer_format")  # fields of an answer that are written only if they have a value
 T = TypeVar("T")
 
 
@@ -58,6 +64,10 @@ def answers_path(path: Path) -> Path:
 
 def samples_path(path: Path) -> Path:
     return path.with_suffix(".samples.jsonl")
+
+
+def images_path(path: Path) -> Path:
+    return path.with_suffix(".images.json")
 
 
 def read_truth(records: Records) -> Truth:
@@ -77,23 +87,8 @@ def read_truth(records: Records) -> Truth:
 
 
 def category_ids(truth: Truth) -> dict[str, int]:
-    """Return the number of every class of the data, by its desc: the smallest `category_id` that its objects have.
-    Classes without one get the next free numbers, in the order of their descs, so a file without any id is
-    numbered from 1. Raise DataError if two classes share an id."""
-    objects = [item for _, record in truth for item in record.objects]
-    given: dict[str, int] = {}
-    for item in objects:
-        if item.category_id is not None:
-            given[item.desc] = min(item.category_id, given.get(item.desc, item.category_id))
-    descs: dict[int, str] = {}
-    for desc, number in given.items():
-        if descs.setdefault(number, desc) != desc:
-            raise DataError(
-                f"category_id {number} is used for the class {descs[number]!r} and for the class {desc!r}",
-                "give every class its own id, or remove category_id from all records",
-            )
-    free = itertools.count(max(descs, default=0) + 1)
-    return {desc: given[desc] if desc in given else next(free) for desc in sorted({o.desc for o in objects})}
+    """Return the number of every class of the data, by its desc. Raise DataError if two classes share an id."""
+    return number_classes(item for _, record in truth for item in record.objects)
 
 
 def unknown_category_id(categories: dict[str, int]) -> int:
@@ -101,9 +96,19 @@ def unknown_category_id(categories: dict[str, int]) -> int:
     return 0 if 0 not in categories.values() else max(categories.values()) + 1
 
 
-def to_detections(answers: Sequence[ImageAnswer], truth: Truth) -> Iterator[Detection]:
-    """Yield the valid objects of the answers, in their order, in the pixels of the true images."""
-    categories, records = category_ids(truth), dict(truth)
+def number_answered_classes(classes: Sequence[str], answers: Sequence[ImageAnswer]) -> dict[str, int]:
+    """Return a number for every class of answers about images without labels, from 1: first the `classes` that
+    were asked for, in their order, then all other names."""
+    names = {item.desc for answer in answers for item in answer.valid if item.desc is not None}
+    return {name: k for k, name in enumerate([*classes, *sorted(names - set(classes))], start=1)}
+
+
+def to_detections(
+    answers: Sequence[ImageAnswer], truth: Truth, categories: dict[str, int] | None = None
+) -> Iterator[Detection]:
+    """Yield the valid objects of the answers, in their order, in the pixels of the true images. `categories`
+    replace the numbers of the true classes."""
+    categories, records = category_ids(truth) if categories is None else categories, dict(truth)
     unknown = unknown_category_id(categories)
     for answer in answers:
         record = records.get(answer.image_id)
@@ -178,12 +183,28 @@ class UnfinishedPredictions:
         )
 
 
-def write_predictions(path: Path, answers: Sequence[ImageAnswer], truth: Truth) -> None:
-    """Write both files. Every valid object needs a score, because every COCO result has one."""
-    detections = [detection.as_dict() for detection in to_detections(answers, truth)]
+def write_predictions(
+    path: Path, answers: Sequence[ImageAnswer], truth: Truth, categories: dict[str, int] | None = None
+) -> None:
+    """Write both files. Every valid object needs a score, because every COCO result has one. `categories` replace
+    the numbers of the true classes."""
+    detections = [detection.as_dict() for detection in to_detections(answers, truth, categories)]
     path.parent.mkdir(parents=True, exist_ok=True)
     _write(path, "[" + ",\n".join(map(_to_json, detections)) + "]\n")
     _write(answers_path(path), "".join(map(_to_line, answers)))
+
+
+def write_images(path: Path, images: Truth, categories: dict[str, int]) -> None:
+    """Write beside the predictions at `path` what their numbers stand for, as a COCO file without annotations."""
+    content = {
+        "images": [
+            {"id": image_id, "file_name": record.image, "width": record.width, "height": record.height}
+            for image_id, record in images
+        ],
+        "annotations": [],
+        "categories": [{"id": number, "name": name} for name, number in categories.items()],
+    }
+    _write(images_path(path), f"{_to_json(content)}\n")
 
 
 def write_samples(path: Path, samples: Sequence[ImageAnswer]) -> None:
@@ -217,6 +238,23 @@ def read_samples(path: Path, count: int, image_ids: Sequence[int]) -> list[list[
     return [[samples[k] for samples in by_image.values()] for k in range(1, count + 1)]
 
 
+def read_results(path: Path, truth: Truth) -> list[CocoResult]:
+    """Return the detections of a COCO results file of any detector. An image may be named by its `image_id`, or as
+    Ultralytics does it, by the name of its file without the ending. Raise DataError if an entry is wrong."""
+    results = []
+    stems = {Path(record.image).stem: image_id for image_id, record in truth}
+    for k, item in enumerate(_read_list(path)):
+        if isinstance(item, dict) and isinstance(name := item.get("image_id"), str):
+            if name not in stems:
+                raise DataError(
+                    f"{path}: [{k}]: no record has an image file called {name!r}",
+                    "give the data that the detections are about",
+                )
+            item = item | {"image_id": stems[name]}
+        results.append(_read(parse_result, item, f"{path}: [{k}]"))
+    return results
+
+
 def read_predictions(path: Path) -> Predictions:
     """Read both files and check each line by itself. `check_predictions` compares them with the data."""
     for file in (path, answers_path(path)):
@@ -225,11 +263,17 @@ def read_predictions(path: Path) -> Predictions:
                 f"{file}: no such file",
                 f"keep both files of the predictions together, {path.name} and {answers_path(path).name}",
             )
+    detections = tuple(_read(parse_detection, item, f"{path}: [{k}]") for k, item in enumerate(_read_list(path)))
+    return Predictions(detections, tuple(_read_answers(answers_path(path))))
+
+
+def _read_list(path: Path) -> list[Any]:
+    if not path.is_file():
+        raise DataError(f"{path}: no such file", "give a COCO results file, e.g. one of `coordexp predict`")
     listed = _read(json.loads, path.read_bytes(), str(path))
     if not isinstance(listed, list):
         raise DataError(f"{path}: not a list", "give a COCO results file, which is a list of detections")
-    detections = tuple(_read(parse_detection, item, f"{path}: [{k}]") for k, item in enumerate(listed))
-    return Predictions(detections, tuple(_read_answers(answers_path(path))))
+    return listed
 
 
 def check_predictions(predictions: Predictions, truth: Truth) -> None:

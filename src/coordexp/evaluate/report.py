@@ -9,17 +9,25 @@ test checks that they equal those of pycocotools. The box of a polygon is the bo
 is its rectangle. COCO considers at most 100 detections per image.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 from hotcoco import COCO, COCOeval
 from numpy.typing import NDArray
 
-from coordexp.evaluate.answer import Detection, ImageAnswer
-from coordexp.evaluate.behaviour import DEFINITIONS, Behaviour, observe, observe_image, true_classes
-from coordexp.evaluate.comparison import ImageComparison, LabelledShape, compare_images, encode_mask, mask_area
+from coordexp.evaluate.answer import CocoResult, Detection, ImageAnswer
+from coordexp.evaluate.behaviour import DEFINITIONS, NEED_TEXT, Behaviour, observe, observe_image, true_classes
+from coordexp.evaluate.comparison import (
+    ImageComparison,
+    LabelledShape,
+    compare_images,
+    compare_results,
+    encode_mask,
+    mask_area,
+)
 from coordexp.evaluate.matching import (
     THRESHOLDS,
     CurvePoint,
@@ -28,6 +36,7 @@ from coordexp.evaluate.matching import (
     MatchScores,
     Pair,
     best_point,
+    count_by_classes_asked,
     match_image,
     score,
     score_by_class,
@@ -61,7 +70,9 @@ class CocoScores:
     classes: dict[str, float | None]
 
 
-def coco_scores(comparisons: Sequence[ImageComparison], detections: Sequence[Detection], kind: str) -> CocoScores:
+def coco_scores(
+    comparisons: Sequence[ImageComparison], detections: Sequence[Detection | CocoResult], kind: str
+) -> CocoScores:
     """Return the numbers for boxes (`kind` is bbox) or masks (segm). A detection of a class that the ground truth
     does not have belongs to no category and is not counted."""
     categories = _category_ids(comparisons)
@@ -75,7 +86,7 @@ def coco_scores(comparisons: Sequence[ImageComparison], detections: Sequence[Det
     results = evaluation.get_results(per_class=True)
     return CocoScores(
         {ours: _none_if_absent(results[theirs]) for theirs, ours in NAMES.items()},
-        {desc: _none_if_absent(results[f"AP/{number}"]) for desc, number in categories.items()},
+        {desc: _none_if_absent(results.get(f"AP/{number}", -1.0)) for desc, number in categories.items()},
     )
 
 
@@ -120,6 +131,10 @@ def _none_if_absent(value: float) -> float | None:
     return None if value == -1.0 else float(value)
 
 
+NO_ANSWERS = (
+    "detections without answers: rates about the text of answers are not available. F1, precision and recall "
+    "count every detection, whatever its score; the curve shows them over the threshold"
+)
 MEASURES = ("f1", "precision", "recall")
 Counts = NDArray[np.int64]  # [images, 2]: the numerator and the denominator of a rate, for each image
 
@@ -147,7 +162,7 @@ class ImageReport:
 
     @property
     def invalid(self) -> int:
-        return len(self.comparison.answer.objects) - len(self.comparison.predicted)
+        return self.comparison.refused
 
     @property
     def errors(self) -> int:
@@ -156,7 +171,8 @@ class ImageReport:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class EvaluationReport:
-    """All results of an evaluation. `boxes` and `masks` are None if COCO's numbers cannot be computed; `notes`
+    """All results of an evaluation. `asked` has the counts at IoU 0.5, with class, by the number of classes that a
+    record asks for. `boxes` and `masks` are None if COCO's numbers cannot be computed; `notes`
     says why."""
 
     with_class: MatchScores
@@ -166,8 +182,19 @@ class EvaluationReport:
     masks: CocoScores | None
     curve: tuple[CurvePoint, ...]
     behaviour: Behaviour
+    asked: dict[int, MatchCounts]
     images: tuple[ImageReport, ...]
     notes: tuple[str, ...]
+
+    @property
+    def has_answers(self) -> bool:
+        """False for the detections of another detector."""
+        return all(image.comparison.answer.has_text for image in self.images)
+
+    def describe_count(self, name: str) -> str:
+        """Return the two numbers of a behaviour rate as words."""
+        rate = self.behaviour.rates[name]
+        return "not available" if name in NEED_TEXT and not self.has_answers else f"{rate.count} of {rate.of}"
 
     def metrics(self) -> dict[str, float]:
         """Return every number by its metric name. A share of nothing is left out."""
@@ -179,6 +206,7 @@ class EvaluationReport:
         if best := best_point(self.curve):
             values |= {"best_f1_50": best.counts.f1, "best_score": best.score}
         values |= {name: rate.value for name, rate in self.behaviour.rates.items()}
+        values |= {f"f1_50_asked_{number}": counts.f1 for number, counts in self.asked.items()}
         return {name: float(value) for name, value in values.items() if value is not None}
 
     def as_dict(self) -> dict[str, Any]:
@@ -202,6 +230,7 @@ class EvaluationReport:
             "thresholds": thresholds,
             "classes": {desc: self._class_to_dict(desc) for desc in self.classes},
             "behaviour": behaviour,
+            "classes_asked": {str(number): counts_to_dict(counts) for number, counts in self.asked.items()},
             "invalid_reasons": self.behaviour.reasons,
             "unknown_classes": self.behaviour.unknown,
             "curve": [{"score": point.score, **counts_to_dict(point.counts)} for point in thin_curve(self.curve)],
@@ -218,9 +247,26 @@ class EvaluationReport:
 
 def evaluate(truth: Truth, answers: Sequence[ImageAnswer]) -> EvaluationReport:
     """Compare answers with the ground truth of the same images. Raise DataError if they do not belong together."""
-    comparisons = compare_images(truth, answers)
+    notes = (*_note_dropped(answers), *_note_unread(answers))
+    return _report(compare_images(truth, answers), partial(to_detections, answers, truth), notes)
+
+
+def evaluate_results(truth: Truth, results: Sequence[CocoResult]) -> EvaluationReport:
+    """Compare the detections of another detector with the ground truth. Rates that need answers are of nothing.
+    Raise DataError if a detection is about an image that the ground truth does not have."""
+    comparisons = compare_results(truth, results)
+    categories = set(category_ids(truth).values())
+    known = [result for result in results if result.category_id in categories]
+    return _report(comparisons, partial(iter, known), (NO_ANSWERS,))
+
+
+def _report(
+    comparisons: Sequence[ImageComparison],
+    detections: Callable[[], Iterator[Detection | CocoResult]],
+    notes_on_answers: tuple[str, ...],
+) -> EvaluationReport:
     matchings = [match_image(image) for image in comparisons]
-    boxes, masks, notes = _coco(comparisons, truth, answers)
+    boxes, masks, notes = _coco(comparisons, detections)
     return EvaluationReport(
         score(comparisons, matchings, with_class=True),
         score(comparisons, matchings, with_class=False),
@@ -229,11 +275,12 @@ def evaluate(truth: Truth, answers: Sequence[ImageAnswer]) -> EvaluationReport:
         masks,
         score_curve(comparisons),
         observe(comparisons, matchings),
+        count_by_classes_asked(comparisons, matchings),
         tuple(
             ImageReport(image, matching.with_class[0])
             for image, matching in zip(comparisons, matchings, strict=True)
         ),
-        (*notes, *_note_dropped(answers), *_note_unread(answers)),
+        (*notes, *notes_on_answers),
     )
 
 
@@ -284,7 +331,7 @@ def _note_unread(answers: Sequence[ImageAnswer]) -> tuple[str, ...]:
 
 
 def _coco(
-    comparisons: Sequence[ImageComparison], truth: Truth, answers: Sequence[ImageAnswer]
+    comparisons: Sequence[ImageComparison], read_detections: Callable[[], Iterator[Detection | CocoResult]]
 ) -> tuple[CocoScores | None, CocoScores | None, tuple[str, ...]]:
     """Return COCO's numbers for boxes and masks, and notes about them."""
     objects = [item for image in comparisons for item in image.predicted]
@@ -292,7 +339,7 @@ def _coco(
         return None, None, ("no AP: the data has no true object",)
     if unscored := sum(item.score is None for item in objects):
         return None, None, (f"no AP: {unscored} of {len(objects)} objects have no score",)
-    detections = list(to_detections(answers, truth))
+    detections = list(read_detections())
     boxes = coco_scores(comparisons, detections, "bbox")
     has_polygons = any(item.shape.kind == "poly" for image in comparisons for item in image.true)
     masks = coco_scores(comparisons, detections, "segm") if has_polygons else None

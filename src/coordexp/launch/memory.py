@@ -8,11 +8,13 @@ This module imports no torch.
 
 import math
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from coordexp.config import Settings
 from coordexp.config.rollout import ENGINE_STEP_TOKENS
 from coordexp.config.settings import Adapter
+from coordexp.families import is_frozen
 from coordexp.shapes import COORDINATES, ModelShape, WeightShapes, count_parameters
 
 GIB = 2**30
@@ -114,24 +116,35 @@ class LearnerSetup:
     optimizer: str
     ranks: int
     is_sharded: bool  # weights, gradients and optimizer states are spread over the ranks (FSDP)
+    frozen: tuple[str, ...] = ()  # parts that are not trained, as in `model.freeze`
 
     @classmethod
     def from_settings(cls, settings: Settings, weights: WeightShapes, ranks: int) -> "LearnerSetup":
         """Return the setup of a learner on a GPU that trains a model with these weights."""
-        training, adapter = settings.training, settings.model.adapter
+        training, adapter, frozen = settings.training, settings.model.adapter, settings.model.freeze
         weight_bytes = BYTES[settings.learner_dtype]
         compute = 2 if training.bf16 or training.fp16 else weight_bytes
         return cls(
             weight_bytes=weight_bytes,
             compute_bytes=compute,
             norm_bytes=FLOAT32 if training.bf16 or training.fp16 else compute,
-            trained=count_parameters(weights) if adapter is None else adapter_parameters(adapter, weights),
+            trained=count_trained(weights, adapter, frozen),
             adapter=adapter,
             checkpointing=training.gradient_checkpointing,
             optimizer=training.optim,
             ranks=ranks,
             is_sharded=bool(training.fsdp),
+            frozen=frozen,
         )
+
+    @property
+    def trains_vision(self) -> bool:
+        return "vision" not in self.frozen
+
+    @property
+    def trains_images(self) -> bool:
+        """True if the backward pass reaches the vision tower or its mergers."""
+        return self.trains_vision or "aligner" not in self.frozen
 
     @property
     def has_casts(self) -> bool:
@@ -141,6 +154,12 @@ class LearnerSetup:
     @property
     def shards(self) -> int:
         return self.ranks if self.is_sharded else 1
+
+
+def count_trained(weights: WeightShapes, adapter: Adapter | None, frozen: Sequence[str] = ()) -> int:
+    """Return the number of trained parameters."""
+    open_weights = {name: size for name, size in weights.items() if not is_frozen(name, frozen)}
+    return count_parameters(open_weights) if adapter is None else adapter_parameters(adapter, open_weights)
 
 
 def adapter_parameters(adapter: Adapter, weights: WeightShapes) -> int:
@@ -195,21 +214,24 @@ def _moments(shape: ModelShape, weights: WeightShapes, setup: LearnerSetup, row:
     layer = text_layer_bytes(shape, setup) * tokens
     block = vision_block_bytes(shape, setup) * patches
     images = Item("images of a row", patches * vision.patch_values * (FLOAT32 + _patch_copy_bytes(setup)))
-    merged = merger_bytes(shape, setup) * patches
+    merged = merger_bytes(shape, setup) * patches if setup.trains_images else 0
     last_norm = text.hidden * tokens * (FLOAT32 if setup.adapter else 2 * FLOAT32)
     if setup.checkpointing:
         text_kept = text.layers * text.hidden * tokens * setup.weight_bytes
         vision_kept = vision.depth * vision.hidden * patches * setup.compute_bytes
     else:
         text_kept, vision_kept = text.layers * layer, vision.depth * block
+    if not setup.trains_vision:
+        block = vision_kept = 0
     held = (
         images,
         Item("activations of the language model", text_kept + last_norm),
         Item("activations of the vision tower", vision_kept + merged),
     )
-    copies = Item("16-bit copies of the weights", _cast_bytes(weights, setup))
+    cached = {name: size for name, size in weights.items() if not is_frozen(name, setup.frozen)}
+    copies = Item("16-bit copies of the weights", _cast_bytes(cached, setup))
     # With checkpointing, only the copies of weights outside of layers and blocks are kept for the backward pass.
-    outside = {name: size for name, size in weights.items() if not _is_in_layer(name) and "visual" in name}
+    outside = {name: size for name, size in cached.items() if not _is_in_layer(name) and "visual" in name}
     kept_copies = replace(copies, bytes=_cast_bytes(outside, setup)) if setup.checkpointing else copies
     again = 1 if setup.checkpointing else 0  # a layer whose activations are computed again
     loss = Item("loss", loss_bytes(shape, row.supervised, setup))
@@ -217,7 +239,8 @@ def _moments(shape: ModelShape, weights: WeightShapes, setup: LearnerSetup, row:
     head = Item("gradient of the head", _head_gradient_bytes(shape, setup))
     rows = _row_copies(shape, setup)
     one_layer = Item("backward pass of a layer", again * layer + text_backward_bytes(shape, setup) * tokens)
-    one_block = Item("backward pass of a block", again * block + vision_backward_bytes(shape, setup) * patches)
+    through_block = vision_backward_bytes(shape, setup) * patches if setup.trains_vision else 0
+    one_block = Item("backward pass of a block", again * block + through_block)
     layer_weights = Item("weights of a layer", _layer_transient_bytes(shape, setup))
     moments = [
         Moment("end of the forward pass", (*held, copies, rows, *gathered)),
@@ -314,9 +337,9 @@ def _vocabulary_weights(weights: WeightShapes) -> dict[str, tuple[int, ...]]:
 
 
 def _cast_bytes(weights: WeightShapes, setup: LearnerSetup) -> float:
-    """Return the bytes of the copies that autocast makes of the weights of linear layers, and keeps until the end
-    of the forward pass. Without checkpointing, autograd keeps them for the backward pass. With FSDP, the gathered
-    weights have 16 bits already."""
+    """Return the bytes of the copies that autocast makes of the trained weights of linear layers, and keeps until
+    the end of the forward pass. Without checkpointing, autograd keeps them for the backward pass. With FSDP, the
+    gathered weights have 16 bits already."""
     if setup.adapter is not None:  # the base has few bits already, and the adapter is small
         return float(setup.trained * setup.compute_bytes) if setup.compute_bytes < FLOAT32 else 0.0
     if not setup.has_casts or setup.is_sharded:
@@ -327,7 +350,7 @@ def _cast_bytes(weights: WeightShapes, setup: LearnerSetup) -> float:
 
 def _patch_copy_bytes(setup: LearnerSetup) -> int:
     """Return the bytes per value of the copy of the patches that the first layer of the vision tower keeps."""
-    return setup.compute_bytes if setup.has_casts else 0
+    return setup.compute_bytes if setup.has_casts and setup.trains_vision else 0
 
 
 def _layer_transient_bytes(shape: ModelShape, setup: LearnerSetup) -> float:

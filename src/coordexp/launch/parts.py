@@ -1,7 +1,7 @@
 """The parts of a launch while they run: their processes, their log lines, and the health of rollout servers.
 
-Every part runs in a session of its own, below a tether. All parts write to one log: whole lines, each with the
-name of its part, in colour on a terminal.
+Every part runs in a session of its own, below a tether. All parts write to one log: whole lines, each with its
+time, its level and the name of its part, in colour on a terminal.
 """
 
 import codecs
@@ -16,6 +16,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
+from dataclasses import replace
 from typing import TextIO
 
 import httpx
@@ -24,13 +25,11 @@ from coordexp.child_processes import TORCHRUN_VARIABLES
 from coordexp.errors import EngineError, explain
 from coordexp.launch.plan import Part
 from coordexp.launch.tether import to_shell_code
+from coordexp.logs import COLOUR, FORMAT, STEERING, TERMINAL, Level, LogFormat, LogRecord, at_level
 from coordexp.servers.protocol import TOKEN
 
 LAST_LINES = 20  # of a part, which are repeated when it fails
 SWEEP_S = 35.0  # the time a tether has to end everything below it
-# Variables that would make a part believe that it writes to a terminal.
-TERMINAL = ("FORCE_COLOR", "CLICOLOR_FORCE", "TTY_COMPATIBLE", "TTY_INTERACTIVE")
-
 PROGRESS_EVERY_S = 5.0
 LONGEST = 65_536  # characters after which a line without end is cut
 COLOURS = ("36", "33", "35", "34", "32", "96", "93", "95")
@@ -39,46 +38,48 @@ LAUNCHER = "launch"
 ANSWER_S = 2.0  # the time a rollout server has to answer the launcher
 
 _LINE_END = re.compile(r"\r\n|\n|\r(?!$)")  # a \r at the very end may become \r\n
-_COLOUR = re.compile(r"\x1b\[[0-9;]*m")
-_STEERING = re.compile(
-    r"\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)"  # titles and links
-    r"|\x1b\[[0-9;?]*[ -/]*[@-ln-~]"  # moves and erasures, but no colour
-    r"|\x1b(?![\[\]]).?|[\x00-\x08\x0b-\x1a\x1c-\x1f\x7f-\x9f]"
-)
 
 
 class Log:
-    """A log that any number of threads may write to. If its reader goes away (`coordexp launch | head`), the parts
-    keep running."""
+    """A log that any number of threads may write to. Without a format it is made for readers: on a terminal, lines
+    have colours and only the time of day. If its reader goes away (`coordexp launch | head`), the parts keep
+    running."""
 
-    def __init__(self, stream: TextIO, names: tuple[str, ...]) -> None:
-        self._stream = stream
-        self._coloured = stream.isatty()
+    def __init__(self, stream: TextIO, names: tuple[str, ...], log_format: LogFormat | None = None) -> None:
+        self._stream, self._format = stream, log_format
+        self._coloured = stream.isatty() and log_format is None
         self._width = max(map(len, (*names, LAUNCHER)))
         self._colours = {name: COLOURS[k % len(COLOURS)] for k, name in enumerate(names)} | {LAUNCHER: "1"}
         self._lock = threading.Lock()
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
 
-    def say(self, message: str) -> None:
+    def say(self, message: str, level: Level = "info") -> None:
         """Write a message of the launcher itself."""
-        for line in message.splitlines():
-            self.write(LAUNCHER, line)
+        with at_level(level):
+            self.write(LAUNCHER, message)
 
     def write(self, name: str, line: str) -> None:
-        """Write a line of the part of this name, without anything that would steer a terminal."""
-        prefix = f"{name:<{self._width}} | "
-        line = _STEERING.sub("", line)
-        if self._coloured:
-            prefix, line = f"\x1b[{self._colours.get(name, '0')}m{prefix}\x1b[0m", f"{line}\x1b[0m"
-        else:
-            line = _COLOUR.sub("", line)
+        """Write a line of the part of this name, which may be a record in the JSON format, without anything that
+        would steer a terminal."""
+        record = LogRecord.parse(line)
+        message = STEERING.sub("", record.message)
+        record = replace(record, message=message if self._coloured else COLOUR.sub("", message))
         with self._lock:
             try:
-                self._stream.write(f"{prefix}{line}\n")
+                self._stream.write(self._to_text(name, record))
                 self._stream.flush()
             except OSError:
                 self._stream = io.StringIO()
+
+    def _to_text(self, name: str, record: LogRecord) -> str:
+        if self._format == "json":
+            return record.to_json(name)
+        prefix, lines = f"{name:<{self._width}} | ", record.message.splitlines() or [""]
+        if not self._coloured:
+            return "".join(f"{record.stamp}{prefix}{line}\n" for line in lines)
+        prefix = f"\x1b[2m{record.time:%H:%M:%S}\x1b[0m \x1b[{self._colours.get(name, '0')}m{prefix}\x1b[0m"
+        return "".join(f"{prefix}{line}\x1b[0m\n" for line in lines)
 
 
 class Lines:
@@ -200,7 +201,8 @@ def _environment(part: Part, extra: Mapping[str, str]) -> dict[str, str]:
         for name, value in os.environ.items()
         if not name.startswith(TORCHRUN_VARIABLES) and name not in TERMINAL
     }
-    return inherited | {"PYTHONUNBUFFERED": "1"} | dict(extra) | dict(part.env)
+    # `Log` reads the level of a message, and where it ends, from the JSON format.
+    return inherited | {"PYTHONUNBUFFERED": "1", FORMAT: "json"} | dict(extra) | dict(part.env)
 
 
 def health_client(token: str | None) -> httpx.Client:

@@ -32,6 +32,12 @@ class LaunchOptions:
     start_servers: bool = True
     resume: bool = False
     images: tuple[str, ...] = ()  # folders that servers may read images from, besides those of the data files
+    overrides: tuple[str, ...] = ()  # of the config, such as training.max_steps=6
+
+    @property
+    def config_words(self) -> tuple[str, ...]:
+        """The config as options of `coordexp serve` and `coordexp train`."""
+        return "--config", self.config, *(f"--set={override}" for override in self.overrides)
 
 
 @dataclass(frozen=True)
@@ -96,7 +102,7 @@ def make_plan(settings: Settings, options: LaunchOptions) -> Plan:
     for index, server in enumerate(settings.rollout_matching.vllm.server.servers):
         here = options.start_servers and is_loopback(server.base_url)
         own, gpus = (gpus[:size], gpus[size:]) if here else ((), gpus)
-        words = ["-m", "coordexp", "serve", "--config", options.config, "--index", str(index)]
+        words = ["-m", "coordexp", "serve", *options.config_words, "--index", str(index)]
         command = (sys.executable, *words, *(f"--images={folder}" for folder in options.images))
         part = Part(f"server {index}", command, device_variables(own), own) if here else None
         servers.append(PlannedServer(index, server.base_url, server.group_port, size if here else None, part))
@@ -119,7 +125,7 @@ def is_loopback_host(host: str) -> bool:
 def _learner(options: LaunchOptions) -> Part:
     count, gpus = number_of_learners(options), gpu_ids(options.train_gpus)
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(count))
-    train = ("-m", "coordexp", "train", "--config", options.config, *(["--resume"] if options.resume else []))
+    train = ("-m", "coordexp", "train", *options.config_words, *(["--resume"] if options.resume else []))
     command = (sys.executable, *(torchrun if count > 1 else ()), *train)
     return Part("learner", command, device_variables(gpus), gpus, ranks=count > 1)
 

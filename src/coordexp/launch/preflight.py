@@ -18,11 +18,11 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from coordexp.config import Settings
-from coordexp.config.rules import SERVERS, uses_vllm
+from coordexp.config.rules import SERVERS, trains_chat, uses_vllm
 from coordexp.engine import check_vllm
 from coordexp.errors import Finding, UserError
 from coordexp.families import read_model_type
-from coordexp.files import advise_missing_model, find_data_files
+from coordexp.files import MODEL_PATHS, find_data_files
 from coordexp.launch.fit import SampleSize, limit_pixels, row_size
 from coordexp.launch.memory import (
     CONTEXT_BYTES,
@@ -80,19 +80,18 @@ def engine_problems(settings: Settings, options: LaunchOptions) -> list[Finding]
 
 def settings_problems(settings: Settings, options: LaunchOptions) -> list[Finding]:
     """Return the problems of the files: the model and its vocabulary, the first records and their images."""
-    from coordexp.vocab import VocabularyTable
+    from coordexp.correction import load_format
 
     findings: list[Finding] = []
-    folder = Path(settings.model.path)
+    folder, is_native = Path(settings.model.path), settings.custom.answer_format == "native"
     if not folder.exists():
-        fix = advise_missing_model(settings.model.path)
-        findings.append(Finding("error", "model.path", f"{folder} does not exist", fix))
+        findings.append(Finding("error", "model.path", f"{folder} does not exist", MODEL_PATHS))
     elif not (folder / "config.json").is_file():
         findings.append(Finding("error", "model.path", f"{folder} has no config.json", "give a model folder"))
     else:
         fix = "run `coordexp model add-coords` on the checkpoint, and set model.path to the folder that it writes"
-        with _collecting(findings, "model.path", fix):
-            VocabularyTable.from_folder(folder)
+        with _collecting(findings, "model.path", "" if is_native else fix):
+            load_format(folder, settings.custom.answer_format)
     files: dict[str, list[Path]] = {}
     for setting, names in settings.custom.data_sets.items():
         with _collecting(findings, setting):
@@ -101,7 +100,9 @@ def settings_problems(settings: Settings, options: LaunchOptions) -> list[Findin
     folders = {folder.resolve() for folder in (*map(Path, options.images), *data_folders)}
     for setting, named in files.items():
         for file in named:
-            findings += _data_problems(setting, file, folders)
+            findings += _data_problems(setting, file, folders, trains_chat(settings))
+            if is_native and setting in settings.custom.train_sets:
+                findings += _polygon_problems(setting, file)
     return findings
 
 
@@ -181,17 +182,32 @@ def _collecting(findings: list[Finding], subject: str, fix: str = "") -> Iterato
         findings.append(Finding("error", subject, str(error), fix))
 
 
-def _data_problems(setting: str, path: Path, folders: Collection[Path]) -> list[Finding]:
-    from coordexp.data import read_records
+def _data_problems(setting: str, path: Path, folders: Collection[Path], has_chat_loss: bool) -> list[Finding]:
+    from coordexp.data import find_wrong_kind, read_any_records
 
     findings: list[Finding] = []
     with _collecting(findings, setting, f"run `coordexp data doctor {path}`"):
-        records = [record for _, record in islice(read_records(path), FIRST)]
+        records = [record for _, record in islice(read_any_records(path), FIRST)]
         if not records:
             fix = "write one JSON object per line (see `coordexp data import`)"
             findings.append(Finding("error", setting, f"{path} has no records", fix))
-        findings += _image_problems(setting, path, [record.image for record in records], folders)
+        if wrong := find_wrong_kind(setting, records, has_chat_loss):
+            findings.append(Finding("error", setting, f"{path}: {wrong[0]}", wrong[1]))
+        images = [record.image for record in records if record.image is not None]
+        findings += _image_problems(setting, path, images, folders)
     return findings
+
+
+def _polygon_problems(setting: str, path: Path) -> Iterator[Finding]:
+    """Yield a finding if one of the first records has a polygon, which native answers cannot express."""
+    from coordexp.data import read_records
+
+    with suppress(UserError, OSError):  # `_data_problems` reports a file that cannot be read
+        for line, record in islice(read_records(path), FIRST):
+            if any(item.kind == "poly" for item in record.objects):
+                fix = "set custom.answer_format: coord_tokens, or train on records with bbox_2d in place of poly"
+                yield Finding("error", setting, f"{path}:{line} has a polygon, and native answers only boxes", fix)
+                return
 
 
 def _image_problems(

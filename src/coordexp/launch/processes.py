@@ -25,11 +25,11 @@ from coordexp.launch.parts import Log, RunningPart, health_client, is_ready, rea
 from coordexp.launch.plan import Part, Plan, PlannedServer
 from coordexp.launch.tether import BY_SIGNAL, UNKILLABLE_S, adopt_orphans
 from coordexp.servers.protocol import TOKEN
+from coordexp.tasks import REMIND_EVERY_S
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 MARK = "COORDEXP_LAUNCH"  # in the environment of all processes of one launch
 POLL_S = 0.25
-REMIND_EVERY_S = 15.0  # while servers start
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,7 @@ class Launch:
         except Interrupted as interruption:
             return self._end_after_signal(interruption.number)
         except (EngineError, ConfigError) as error:
-            self._log.say(str(error))
+            self._log.say(str(error), "error")
             return 2 if isinstance(error, ConfigError) else 1
 
     # Before the learner starts
@@ -158,11 +158,11 @@ class Launch:
             if event.running.part is self._plan.learner:
                 if event.code:
                     self._repeat_last_lines(event)
-                self._log.say(f"the learner ended with exit code {event.code}")
+                self._log.say(f"the learner ended with exit code {event.code}", "error" if event.code else "info")
                 return event.code
             self._schedule_restart(event)
             if not self._has_server():
-                self._log.say("no rollout server is left: the learner is asked to end")
+                self._log.say("no rollout server is left: the learner is asked to end", "error")
                 self._end_learner()
                 return 1
 
@@ -174,14 +174,15 @@ class Launch:
         ending = f"{name} ended with exit code {event.code} while the learner runs"
         if number >= most:
             self._repeat_last_lines(event)
-            self._log.say(f"{ending}; it was restarted {most} times, and is given up")
+            self._log.say(f"{ending}; it was restarted {most} times, and is given up", "error")
             return
         wait = self._patience.back_off_s[number]
         self._restarts[name] = number + 1
         self._due[name] = time.monotonic() + wait
         self._log.say(
             f"{ending}; the learner continues with the remaining servers\n"
-            f"restart {number + 1} of {most} in {wait:g} s; it gets requests again after a full sync"
+            f"restart {number + 1} of {most} in {wait:g} s; it gets requests again after a full sync",
+            "warning",
         )
 
     def _has_server(self) -> bool:
@@ -214,7 +215,9 @@ class Launch:
             for event in self._ends_within(seconds, [learner]):
                 if event.running is learner:
                     return event.code
-            self._log.say(f"the learner did not end in {seconds:g} s and is killed; --grace gives it more time")
+            self._log.say(
+                f"the learner did not end in {seconds:g} s and is killed; --grace gives it more time", "warning"
+            )
         except Interrupted:
             self._at_once = True
         learner.release()

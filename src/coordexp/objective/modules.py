@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import cross_entropy, smooth_l1_loss
+from torch.nn.functional import cross_entropy, kl_div, smooth_l1_loss
 
 from coordexp.config.sections import CoordRegConfig
 from coordexp.correction import Role, TokenKind
@@ -24,6 +24,7 @@ from coordexp.pack.collate import Supervision
 
 COORD_ROLES = frozenset({Role.matched_coord, Role.tail_coord})
 TEXT_ROLES = frozenset({Role.tail_structure, Role.tail_desc, Role.end_of_turn})
+ANSWER_ROLES = frozenset({Role.answer})
 TEXT_KINDS = frozenset({TokenKind.structure, TokenKind.desc, TokenKind.end_of_turn})
 
 
@@ -37,11 +38,15 @@ class Measure:
 
 @dataclass(frozen=True)
 class TermSpec:
-    """A term of a module. `weight` is the name of the setting with its weight, or None for a diagnostic."""
+    """A term of a module. `weight` is the name of the setting with its weight, or None for a diagnostic.
+
+    A diagnostic may belong to another term of its module, `part_of`. It is then computed with that term only, and
+    is divided by the same number of positions."""
 
     weight: str | None
     roles: frozenset[Role]
     kinds: frozenset[TokenKind]
+    part_of: str | None = None
 
 
 Run = Callable[[Any, frozenset[str], Split, Supervision, Tensor], dict[str, Measure]]
@@ -79,6 +84,8 @@ def coord_reg(
         values["coord_gate"] = at_coords.coord_gate()
     if "soft_ce" in terms:
         values["soft_ce"] = -(q * log_p).sum(-1)
+    if "soft_kl" in terms:  # soft_ce without the entropy of its target, which no model can get below
+        values["soft_kl"] = kl_div(log_p.detach(), q, reduction="none").sum(-1)
     if "w1" in terms:
         values["w1"] = wasserstein(log_p.exp(), q)
     measures = {name: Measure((value * weights).sum(), here.sum()) for name, value in values.items()}
@@ -139,6 +146,21 @@ def duplicate_ul(
     return {"ul": Measure(split.unlikelihood(here).sum(), here.sum())}
 
 
+def number_ce(
+    config: Any, terms: frozenset[str], split: Split, s: Supervision, allowed: Tensor
+) -> dict[str, Measure]:
+    """Cross entropy of the digits of native answers, over the full vocabulary."""
+    return {"ce": _measure(split(1.0).cross_entropy(), s, allowed & has_role(s, COORD_ROLES))}
+
+
+def chat_ce(
+    config: Any, terms: frozenset[str], split: Split, s: Supervision, allowed: Tensor
+) -> dict[str, Measure]:
+    """Cross entropy of the next token over the full vocabulary, at the answers of chat records."""
+    here = allowed & has_role(s, ANSWER_ROLES)
+    return {"answer_ce": _measure(split(1.0).cross_entropy(), s, here)}
+
+
 def soft_target(targets: Tensor, sigma: float, truncate: int | None) -> Tensor:
     """Return a Gaussian over the bins around each target, which may lie between two bins. Each row sums to 1."""
     bins = torch.arange(BINS, device=targets.device, dtype=torch.float32)
@@ -194,8 +216,8 @@ def _measure(values: Tensor, s: Supervision, mask: Tensor) -> Measure:
     return Measure((values[mask] * s.weights[mask]).sum(), mask.sum())
 
 
-def _coord_term(weight: str | None) -> TermSpec:
-    return TermSpec(weight, COORD_ROLES, frozenset({TokenKind.coord}))
+def _coord_term(weight: str | None, part_of: str | None = None) -> TermSpec:
+    return TermSpec(weight, COORD_ROLES, frozenset({TokenKind.coord}), part_of)
 
 
 def _text_term(weight: str | None) -> TermSpec:
@@ -213,10 +235,14 @@ MODULES: dict[str, ModuleKind] = {
     "coord_reg": ModuleKind(
         coord_reg,
         {name: _coord_term(f"{name}_weight") for name in ("coord_ce", "soft_ce", "w1", "coord_gate")}
-        | {"text_gate": _text_term("text_gate_weight")},
+        | {"text_gate": _text_term("text_gate_weight"), "soft_kl": _coord_term(None, part_of="soft_ce")},
     ),
     "duplicate_ul": ModuleKind(
         duplicate_ul, {"ul": TermSpec("ul_weight", frozenset(), frozenset({TokenKind.end_of_turn}))}
+    ),
+    "number_ce": ModuleKind(number_ce, {"ce": _coord_term("ce_weight")}),
+    "chat_ce": ModuleKind(
+        chat_ce, {"answer_ce": TermSpec("answer_ce_weight", ANSWER_ROLES, frozenset({TokenKind.answer}))}
     ),
     "bbox_geo": ModuleKind(bbox_geo, {name: _coord_term(f"{name}_weight") for name in ("smoothl1", "ciou")}),
     "coord_diag": ModuleKind(

@@ -24,7 +24,7 @@ from coordexp.correction import Role, TokenKind
 from coordexp.extensions import resolve_part
 from coordexp.objective.modules import MODULES, Measure, ModuleKind
 from coordexp.objective.split import Split, SplitRequest
-from coordexp.pack.collate import CHANNELS, Supervision
+from coordexp.pack.collate import CHANNELS, ExampleSpan, Row, Supervision
 
 # Every pipeline reports this: the number of logits per position that were NaN, infinite or outside the fence.
 BROKEN = "broken_logits"
@@ -32,12 +32,19 @@ BROKEN = "broken_logits"
 
 @dataclass(frozen=True)
 class Term:
-    """An active loss term or diagnostic. `weight` is None for diagnostics, which are means over positions."""
+    """An active loss term or diagnostic. `weight` is None for diagnostics, which are means over positions, unless
+    they are `part_of` a loss term and are divided as that term is."""
 
     name: str
     weight: float | None
     channels: frozenset[Channel]
     kinds: frozenset[TokenKind]
+    part_of: str | None = None
+
+    @property
+    def is_mean(self) -> bool:
+        """Whether it is reported as a mean over the positions at which it was computed, and in no other way."""
+        return self.weight is None and self.part_of is None
 
     def denominator(self, counts: Tensor) -> int:
         """Return the number of positions of the term's kinds in all answers of the optimizer step, and at least 1.
@@ -50,7 +57,8 @@ class Term:
 
 @dataclass(frozen=True)
 class ActiveModule:
-    """A declared module that runs, with those of its terms that have a weight above 0 or are diagnostics."""
+    """A declared module that runs, with those of its terms that have a weight above 0 or are diagnostics. A
+    diagnostic that is a part of another term needs that term."""
 
     module: Module
     terms: tuple[str, ...]
@@ -68,7 +76,7 @@ class ActiveModule:
 class Objective:
     """The weighted sum of losses that a config declares, with its diagnostics."""
 
-    def __init__(self, settings: Settings, first_coord: int) -> None:
+    def __init__(self, settings: Settings, first_coord: int | None) -> None:
         pipeline = settings.pipeline
         if pipeline is None:
             raise ValueError(f"{settings.pipeline_path}: missing; an objective needs a declared pipeline")
@@ -141,7 +149,7 @@ class Objective:
                 "term": term.name,
                 "weight": term.weight,
                 "channels": sorted(term.channels),
-                "divided_by": sorted(kind.name for kind in term.kinds) if term.weight is not None else "positions",
+                "divided_by": "positions" if term.is_mean else sorted(kind.name for kind in term.kinds),
             }
             for term in self.terms
         ]
@@ -168,7 +176,10 @@ def _activate(module: Module, settings: Settings) -> ActiveModule:
     active = tuple(
         name for name, spec in specs.items() if spec.weight is None or getattr(module.config, spec.weight) > 0
     )
-    return ActiveModule(module, active, settings.channels & frozenset(module.channels))
+    computed = tuple(name for name in active if specs[name].part_of in (None, *active))
+    # Chat records are on channel A also in a run whose other samples are all on channel B.
+    running = frozenset[Channel]({"A"}) if module.name == "chat_ce" else settings.channels
+    return ActiveModule(module, computed, running & frozenset(module.channels))
 
 
 def _terms(active: ActiveModule) -> list[Term]:
@@ -176,7 +187,8 @@ def _terms(active: ActiveModule) -> list[Term]:
     for name in active.terms:
         spec = active.kind.terms[name]
         weight = None if spec.weight is None else module.weight * getattr(module.config, spec.weight)
-        terms.append(Term(f"{module.name}/{name}", weight, active.channels, spec.kinds))
+        part_of = None if spec.part_of is None else f"{module.name}/{spec.part_of}"
+        terms.append(Term(f"{module.name}/{name}", weight, active.channels, spec.kinds, part_of))
     return terms
 
 
@@ -259,8 +271,8 @@ class LossTally:
         """Return the metrics since the last report, as means over `steps`, and start again from zero.
 
         They are `loss`, each term, normalised as in the loss but not yet weighted, and each term as a mean over
-        the positions at which it was computed (`.../mean`). Diagnostics are means over positions. Call this on all
-        ranks. All of them get the same result.
+        the positions at which it was computed (`.../mean`). Diagnostics are means over positions, but a part of a
+        term is normalised as the term is. Call this on all ranks. All of them get the same result.
         """
         sums = self._sums if self._sums is not None else torch.zeros(len(self._names), 3, dtype=torch.float64)
         self._sums = None
@@ -269,9 +281,64 @@ class LossTally:
         metrics = {"loss": 0.0}
         for name, (share, total, count) in zip(self._names, sums.tolist(), strict=True):
             term, mean = self._terms.get(name), total / max(count, 1.0)
-            if term is None or term.weight is None:
+            if term is None or term.is_mean:
                 metrics[name] = mean
                 continue
-            metrics["loss"] += term.weight * share / steps
+            metrics["loss"] += (term.weight or 0.0) * share / steps
             metrics |= {name: share / steps, f"{name}/mean": mean}
+        return metrics
+
+
+class SetTally:
+    """The loss and the number of samples and tokens of each data set of a mixture, over one or more optimizer
+    steps, for reports. The loss of a set is that of its examples alone: each term is divided by the positions of
+    its kinds in the answers of the set."""
+
+    def __init__(self, objective: Objective, names: Sequence[str]) -> None:
+        self.names = tuple(names)
+        self._objective = objective
+        self._terms = [term for term in objective.terms if term.weight is not None]
+        self._start()
+
+    def _start(self) -> None:
+        # One row per set: the sums of all terms; tokens of answers by kind; samples and tokens.
+        self._sums: Tensor = torch.zeros(len(self.names), len(self._terms), dtype=torch.float64)
+        self._counts = torch.zeros(len(self.names), len(TokenKind), dtype=torch.float64)
+        self._sizes = torch.zeros(len(self.names), 2, dtype=torch.float64)
+
+    @torch.no_grad()
+    def add(self, row: Row, split: Split, measures: dict[str, Measure]) -> None:
+        """Add a row. `measures` are those of the whole row."""
+        by_set: dict[int, list[ExampleSpan]] = {}
+        for span in row.spans:
+            by_set.setdefault(span.data_set, []).append(span)
+            self._counts[span.data_set] += span.counts
+            self._sizes[span.data_set] += torch.tensor([1, span.length])
+        for data_set, spans in by_set.items():
+            own = measures
+            if len(by_set) > 1:
+                parts = [torch.arange(span.positions.start, span.positions.stop) for span in spans]
+                positions = torch.cat(parts).to(split.columns.device)
+                own = self._objective.measure(split.at(positions), row.supervision.at(positions))
+            sums = torch.stack([own[term.name].sum for term in self._terms]).double()
+            self._sums = self._sums.to(sums.device)
+            self._sums[data_set] += sums
+
+    def report(self) -> dict[str, float]:
+        """Return the metrics of all ranks since the last report, and start again from zero. Call this on all
+        ranks. A set without samples has no loss."""
+        numbers = torch.cat((self._sums, self._counts.to(self._sums.device), self._sizes.to(self._sums.device)), 1)
+        self._start()
+        if dist.is_initialized():
+            dist.all_reduce(numbers)
+        sums, counts, sizes = numbers.cpu().split([len(self._terms), len(TokenKind), 2], dim=1)
+        metrics: dict[str, float] = {}
+        for k, name in enumerate(self.names):
+            samples, tokens = sizes[k].tolist()
+            if samples:
+                terms = zip(self._terms, sums[k].tolist(), strict=True)
+                metrics[f"set/{name}/loss"] = sum(
+                    (term.weight or 0.0) * total / term.denominator(counts[k]) for term, total in terms
+                )
+            metrics |= {f"set/{name}/samples": samples, f"set/{name}/tokens": tokens}
         return metrics

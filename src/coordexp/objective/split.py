@@ -33,10 +33,10 @@ PROJECTED = 1 << 25
 class VocabularySplit:
     """The split logits of each position.
 
-    `coord` has the logits of the coordinate tokens, `target` the logit of the token that follows, and `log_text`
-    the log mass of all text tokens. All are clamped, divided by the temperature, and relative to the largest
-    logit of the position, so only differences are meaningful. `broken` counts the logits of the position that were
-    NaN or outside the fence.
+    `coord` has the logits of the coordinate tokens (no columns if the model has none), `target` the logit of the
+    token that follows, and `log_text` the log mass of all text tokens. All are clamped, divided by the
+    temperature, and relative to the largest logit of the position, so only differences are meaningful. `broken`
+    counts the logits of the position that were NaN or outside the fence.
     """
 
     coord: Tensor
@@ -72,21 +72,21 @@ class VocabularySplit:
 @dataclass(frozen=True)
 class SplitRequest:
     """A request to split logits. `ids` are the tokens that follow the positions. `unlikely` has a token whose log
-    odds are needed, or -1, for each position, and is None if no position has one. The first of the temperatures
-    is 1."""
+    odds are needed, or -1, for each position, and is None if no position has one. `first_coord` is the id of bin
+    0, or None if the model has no coordinate tokens. The first of the temperatures is 1."""
 
     ids: Tensor
     unlikely: Tensor | None
-    first_coord: int
+    first_coord: int | None
     temperatures: tuple[float, ...]
 
 
 class Split:
     """The split logits of a row, for the modules of an objective. They are one tensor, [positions, columns],
-    that a model can return in place of the logits. The columns are the coordinate tokens, then the three named
-    below, then the log mass of text tokens at each temperature."""
+    that a model can return in place of the logits. The columns are the three named below, then the log mass of
+    text tokens at each temperature, then the coordinate tokens, if the model has them."""
 
-    TARGET, ODDS, BROKEN, LOG_TEXT = range(BINS, BINS + 4)
+    TARGET, ODDS, BROKEN, LOG_TEXT = range(4)
 
     def __init__(self, columns: Tensor, temperatures: tuple[float, ...]) -> None:
         self.columns, self.temperatures = columns, temperatures
@@ -106,7 +106,7 @@ class Split:
             here = torch.nonzero(request.unlikely >= 0)[:, 0]
             odds = odds.index_put((here,), log_odds(logits[here], request.unlikely[here]))
         others = (target, odds, broken.to(target), *(split.log_text for split in splits))
-        return cls(torch.cat((coord, torch.stack(others, 1)), 1), request.temperatures)
+        return cls(torch.cat((torch.stack(others, 1), coord), 1), request.temperatures)
 
     def __call__(self, temperature: float) -> VocabularySplit:
         """Return the split of all positions at a temperature: 1, or that of a module of the objective."""
@@ -117,12 +117,12 @@ class Split:
                 "states its temperature in a field of that name"
             )
         log_text = self.columns[:, self.LOG_TEXT + self.temperatures.index(temperature)]
-        coord, target = self.columns[:, :BINS], self.columns[:, self.TARGET]
+        coord, target = self.columns[:, self.LOG_TEXT + len(self.temperatures) :], self.columns[:, self.TARGET]
         if temperature != 1.0:
             coord, target = coord / temperature, target / temperature
         return VocabularySplit(coord, target, log_text, self.columns[:, self.BROKEN].detach())
 
-    def at(self, positions: slice) -> "Split":
+    def at(self, positions: slice | Tensor) -> "Split":
         return Split(self.columns[positions], self.temperatures)
 
     def unlikelihood(self, here: Tensor) -> Tensor:
@@ -174,9 +174,13 @@ def _cut(request: SplitRequest, positions: slice) -> SplitRequest:
     return replace(request, ids=request.ids[positions], unlikely=unlikely)
 
 
-def split_vocabulary(logits: Tensor, ids: Tensor, first_coord: int, temperature: float = 1.0) -> VocabularySplit:
+def split_vocabulary(
+    logits: Tensor, ids: Tensor, first_coord: int | None, temperature: float = 1.0
+) -> VocabularySplit:
     """Split `logits`, which are [positions, vocabulary]. `ids` are the tokens that follow each position."""
-    return VocabularySplit(*_Split.apply(logits, ids, first_coord, temperature))
+    size = logits.shape[1]
+    coords = slice(size, size) if first_coord is None else slice(first_coord, first_coord + BINS)
+    return VocabularySplit(*_Split.apply(logits, ids, coords, temperature))
 
 
 def log_odds(logits: Tensor, ids: Tensor) -> Tensor:
@@ -190,10 +194,10 @@ def log_odds(logits: Tensor, ids: Tensor) -> Tensor:
 
 class _Split(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, ids: Tensor, first: int, temperature: float) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, logits: Tensor, ids: Tensor, coords: slice, temperature: float) -> tuple[Tensor, ...]:
         clean = _is_clean(logits)
         broken = logits.new_zeros(len(logits), dtype=torch.int64)
-        coord = _clamp(logits[:, first : first + BINS], clean) / temperature
+        coord = _clamp(logits[:, coords], clean) / temperature
         target = _clamp(logits.gather(1, ids[:, None])[:, 0], clean) / temperature
         log_text, largest = target.new_empty(len(logits)), target.new_empty(len(logits))
         for rows in _chunks(logits):
@@ -201,11 +205,11 @@ class _Split(torch.autograd.Function):
                 broken[rows] = _outside(logits[rows]).count_nonzero(-1)
             scaled = _clamp(logits[rows], clean)
             scaled = scaled if temperature == 1.0 else scaled / temperature
-            parts = scaled[:, :first].logsumexp(-1), scaled[:, first + BINS :].logsumexp(-1)
+            parts = scaled[:, : coords.start].logsumexp(-1), scaled[:, coords.stop :].logsumexp(-1)
             torch.logaddexp(*parts, out=log_text[rows])
             torch.amax(scaled, -1, out=largest[rows])
         ctx.save_for_backward(logits, ids, log_text)
-        ctx.settings = first, temperature, clean
+        ctx.settings = coords, temperature, clean
         ctx.mark_non_differentiable(broken)
         return coord - largest[:, None], target - largest, log_text - largest, broken
 
@@ -213,7 +217,7 @@ class _Split(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
         of_coord, of_target, of_log_text, _ = gradients
         logits, ids, log_text = ctx.saved_tensors
-        first, temperature, clean = ctx.settings
+        coords, temperature, clean = ctx.settings
         gradient = torch.empty_like(logits)
         for rows in _chunks(logits):
             part = _clamp(logits[rows], clean, copy=True)
@@ -221,7 +225,7 @@ class _Split(torch.autograd.Function):
                 part /= temperature
             part -= log_text[rows, None]
             part.exp_().mul_(of_log_text[rows, None])
-            part[:, first : first + BINS] = of_coord[rows]
+            part[:, coords] = of_coord[rows]
             part.scatter_add_(1, ids[rows, None], of_target[rows, None])
             if temperature != 1.0:
                 part /= temperature

@@ -39,15 +39,22 @@ class ExampleId:
 class Example:
     """A segment with its image, ready to be packed into a row.
 
-    `image` is the path of the image. It is read when the row is made, so that waiting examples hold no pixels.
-    `size` is the width and height that the prompt was made for. `id` is None for an example made outside training,
-    or restored from a checkpoint of a release that did not save ids."""
+    `image` is the path of the image, or None for a question without one. It is read when the row is made, so that
+    waiting examples hold no pixels. `size` is the width and height that the prompt was made for. `id` is None for
+    an example made outside training, or restored from a checkpoint of a release that did not save ids. `data_set`
+    is the number of its data set in a mixture."""
 
     segment: Segment
-    image: str
+    image: str | None
     size: tuple[int, int]
     channel: Channel
     id: ExampleId | None = None
+    data_set: int = 0
+
+    @property
+    def name(self) -> str:
+        """The words that name the example in a message."""
+        return self.image or "a question without an image"
 
     def __len__(self) -> int:
         return len(self.segment)

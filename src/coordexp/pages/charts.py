@@ -165,10 +165,11 @@ def draw_lines(
     marks: Sequence[StepMark] = (),
     limits: tuple[float, float] | None = None,
     ring: tuple[float, float, str] | None = None,
+    stairs: bool = False,
 ) -> str:
     """Return a line chart. `curves` are pairs of a letter and a curve. `log` needs positive values. The values at
     the ends are chosen by the curves, unless `limits` gives them. `ring` marks a point: its place and its
-    tooltip."""
+    tooltip. With `stairs`, the value of a point holds from the point before it, and the line has steps."""
     extent = _extent(curves)
     low, high = limits or ((extent[0] / 1.1, extent[1] * 1.1) if log else pad_range(extent, share))
     up = Scale(low, high, frame.height - BOTTOM, TOP, log)
@@ -177,7 +178,7 @@ def draw_lines(
         *_draw_grid(frame, up),
         *(f'<g class="of-{letter}">{_draw_bands(curve, frame.across, up)}</g>' for letter, curve in curves),
         *(
-            f'<g class="of-{letter}">{_draw_line(letter, curve, frame, up, following=len(curves) - 1 - k)}</g>'
+            f'<g class="of-{letter}">{_draw_line(letter, curve, frame, up, len(curves) - 1 - k, stairs)}</g>'
             for k, (letter, curve) in enumerate(curves)
         ),
         *(_draw_step_mark(mark, frame) for mark in marks),
@@ -292,10 +293,10 @@ def _draw_bands(curve: Curve, across: Scale, up: Scale) -> str:
     )
 
 
-def _draw_line(letter: str, curve: Curve, frame: Frame, up: Scale, following: int) -> str:
+def _draw_line(letter: str, curve: Curve, frame: Frame, up: Scale, following: int, stairs: bool) -> str:
     """`following` is the number of groups that are drawn after this one."""
     across = frame.across
-    raw = _line_path(curve.steps, curve.mean, across, up)
+    raw = _line_path(*(_add_corners(curve, frame) if stairs else (curve.steps, curve.mean)), across, up)
     if not frame.axis and len(curve) > SMOOTH_FROM:
         smooth_path = _line_path(curve.steps, smooth(curve.mean)[0], across, up)
         svg = f'<path class="raw" d="{raw}"/><path class="line" d="{smooth_path}"/>'
@@ -307,6 +308,13 @@ def _draw_line(letter: str, curve: Curve, frame: Frame, up: Scale, following: in
         x, y = across.at(curve.steps[k]), frame.height - BOTTOM
         svg += f'<path class="broken" d="M{x - 3:.1f} {y - 8}l6 6m-6 0l6-6"><title>not a number</title></path>'
     return svg
+
+
+def _add_corners(curve: Curve, frame: Frame) -> tuple[Floats, Floats]:
+    """Return the points of a line that goes up or down at a point and then straight to the next one. It begins at
+    the left end of the frame."""
+    before = np.concatenate([[frame.first], curve.steps[:-1]])
+    return np.stack([before, curve.steps], axis=1).ravel(), np.repeat(curve.mean, 2)
 
 
 def _draw_marks(letter: str, curve: Curve, across: Scale, up: Scale, offset: float) -> str:

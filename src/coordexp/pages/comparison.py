@@ -28,7 +28,7 @@ from coordexp.pages.curves import Floats
 from coordexp.pages.run_folder import MANIFEST, DataFile, LoggedRun, Run, RunGroup
 
 if TYPE_CHECKING:
-    from coordexp.evaluate.predictions import Truth
+    from coordexp.evaluate.predictions import Predictions, Truth
 
 LEVEL = 0.95
 SEED = 20_250  # of the resamples, so that the same page comes out again
@@ -97,15 +97,22 @@ def compare_groups(
     each run. `data` says where the held-out records are now. Raise DataError if files are missing or do not
     fit."""
     from coordexp.data import open_data
-    from coordexp.evaluate import read_truth
+    from coordexp.evaluate import count_by_image, read_truth
 
     steps = {group.letter: tuple(choose_step(run.run, step) for run in group.runs) for group in groups}
     truth = read_truth(open_data([find_held_out_files(groups[0].runs[0], data)]))
     counts: dict[str, list[RunCounts]] = {}
+    evaluated: dict[int, str] | None = None  # the images that the first run was evaluated on
     for group in groups:
         for run, at in zip(group.runs, steps[group.letter], strict=True):
             notify(f"{run.name}, step {at}")
-            counts.setdefault(group.letter, []).append(_count(run.run, at, truth))
+            predictions = _read_predictions(run.run, at, truth)
+            answered = {answer.image_id: run.name for answer in predictions.answers}
+            evaluated = evaluated or answered
+            if answered.keys() != evaluated.keys():
+                raise _different_images(evaluated, answered)
+            images = [(image_id, record) for image_id, record in truth if image_id in answered]
+            counts.setdefault(group.letter, []).append(count_by_image(images, predictions.answers))
     notify(f"{resamples} resamples")
     base = groups[0]
     comparisons = tuple(
@@ -117,8 +124,20 @@ def compare_groups(
         )
         for other in groups[1:]
     )
-    notes = (*_note_different_steps(groups, steps), *_note_deviations(groups, steps, counts))
-    return ComparisonResult(len(truth), resamples, steps, comparisons, notes)
+    notes = (
+        *_note_different_steps(groups, steps),
+        *_note_deviations(groups, steps, counts),
+        *(note for comparison in comparisons for note in note_shift_of_length(comparison)),
+    )
+    return ComparisonResult(len(evaluated or ()), resamples, steps, comparisons, notes)
+
+
+def _different_images(first: dict[int, str], other: dict[int, str]) -> DataError:
+    names = [next(iter(answered.values()), "a run") for answered in (first, other)]
+    return DataError(
+        f"{names[0]} was evaluated on {len(first)} images and {names[1]} on {len(other)}, which are not the same",
+        "compare runs with the same custom.eval_samples, or leave out the comparison with --at none",
+    )
 
 
 def reason_not_to_compare(groups: Sequence[RunGroup]) -> str | None:
@@ -202,15 +221,14 @@ def _find_val_data(logged: LoggedRun) -> DataFile:
     return logged.data["val"]
 
 
-def _count(run: Run, step: int, truth: "Truth") -> RunCounts:
+def _read_predictions(run: Run, step: int, truth: "Truth") -> "Predictions":
     from coordexp.evaluate import check_predictions, read_predictions
-    from coordexp.evaluate.report import count_by_image
 
     path = run.folder / "evaluations" / f"step-{step}.json"
     try:
         predictions = read_predictions(path)
         check_predictions(predictions, truth)
-        return count_by_image(truth, predictions.answers)
+        return predictions
     except DataError as error:  # it does not name the run
         raise DataError(f"{path}: {error.problem}", error.fix) from error
 
@@ -259,6 +277,27 @@ def _note_deviations(
                     f"{above / below:.4f} now: another version evaluated them, or they were changed."
                 )
     return notes
+
+
+def note_shift_of_length(comparison: GroupComparison) -> list[str]:
+    """Report early stops and over-counts that clearly moved in opposite directions: a model that writes more
+    objects in every answer stops early less often and over-counts more often, without detecting anything
+    better."""
+    rows = {row.name: row for row in comparison.rows}
+    stops, overs = rows.get("early_stop"), rows.get("over_count")
+    if stops is None or overs is None or not (stops.is_clear and overs.is_clear and stops.value * overs.value < 0):
+        return []
+    base, other = comparison.base.letter, comparison.other.letter
+    stop, over, number = ("less", "more", "more") if overs.value > 0 else ("more", "less", "fewer")
+    return [
+        f"{other} stops early {stop} often ({_format_points(stops)}) and over-counts {over} often "
+        f"({_format_points(overs)}) than {base}: these are two sides of one shift, to answers with {number} "
+        "objects. Recall and precision show what it is worth."
+    ]
+
+
+def _format_points(row: RateDifference) -> str:
+    return f"{100 * row.value:+.1f} points"
 
 
 def bootstrap_differences(

@@ -125,6 +125,12 @@ def divide(numerator: Series, denominator: Series) -> Series:
     return Series(steps[nonzero], numerator.values[left][nonzero] / denominator.values[right][nonzero])
 
 
+def subtract(minuend: Series, subtrahend: Series) -> Series:
+    """Subtract step by step, at the steps that both have."""
+    steps, left, right = np.intersect1d(minuend.steps, subtrahend.steps, assume_unique=True, return_indices=True)
+    return Series(steps, minuend.values[left] - subtrahend.values[right])
+
+
 def steps_per_line(log: Log) -> Steps:
     """Return how many optimizer steps each line with a loss covers."""
     steps = log.get("loss", EMPTY).steps

@@ -25,16 +25,18 @@ def render_document(
     styles: Sequence[str] = ("page.css",),
     data: Mapping[str, Any] | None = None,
     live: bool = False,
+    linked_images: bool = False,
 ) -> str:
     """Return the HTML of a page.
 
     `body` is trusted and inserted unchanged. `scripts` and `styles` are names of assets. Each value of `data`
     becomes a JSON element with its key as the id. A `live` page may send requests to the server that it came
-    from."""
+    from. A page with `linked_images` may show image files of the same disk or server."""
     sources = [read_asset(name) for name in scripts]
     digests = [base64.b64encode(hashlib.sha256(source.encode()).digest()).decode() for source in sources]
     allowed = " ".join(f"'sha256-{digest}'" for digest in digests) or "'none'"
-    policy = f"default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src {allowed}"
+    images = "data: file: 'self'" if linked_images else "data:"
+    policy = f"default-src 'none'; img-src {images}; style-src 'unsafe-inline'; script-src {allowed}"
     policy += "; connect-src 'self'" if live else ""
     elements = "".join(
         f'<script type="application/json" id="{escape(name)}">{_to_script_json(value)}</script>'
@@ -103,6 +105,12 @@ def render_list(items: Iterable[str], style: str = "") -> str:
     """Return a list of items, which are HTML, or nothing if there are none."""
     rows = "".join(f"<li>{item}</li>" for item in items)
     return f'<ul class="{style}">{rows}</ul>' if rows else ""
+
+
+def render_look(notes: Iterable[str]) -> str:
+    """Return the notes on what deserves attention, which are text, or nothing if there are none."""
+    items = render_list(map(escape_text, notes))
+    return f'<div class="look"><h4>What to look at</h4>{items}</div>' if items else ""
 
 
 def read_asset(name: str) -> str:

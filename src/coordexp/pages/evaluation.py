@@ -22,6 +22,7 @@ from coordexp.pages.document import (
     render_document,
     render_header,
     render_list,
+    render_look,
     render_select,
     render_table,
     render_tiles,
@@ -34,6 +35,7 @@ from coordexp.pages.images import (
     render_name,
     render_stage,
 )
+from coordexp.pages.report_notes import MAX_BAD_SHARE, MAX_REPEATS
 
 HEADLINE = {
     "f1_50": "F1 at IoU 0.5",
@@ -44,6 +46,20 @@ HEADLINE = {
     "ar_100": "AR, 100 per image",
     "mask_ap": "mask AP",
     "mean_iou": "mean IoU of matches",
+}
+TO_LOOK_AT = {
+    "unreadable": (
+        MAX_BAD_SHARE,
+        "answers do not begin with {, so nothing of them is read: the model was not trained to answer in this "
+        "format, or not with this prompt",
+    ),
+    "truncated": (
+        MAX_BAD_SHARE,
+        "answers were cut off at the token limit, and the objects behind it count as missed: raise "
+        "--max-new-tokens, unless the raw answers below repeat themselves",
+    ),
+    "invalid": (MAX_BAD_SHARE, "objects are invalid; the reasons are listed under Behaviour"),
+    "duplicates": (MAX_REPEATS, "valid objects are duplicates; predict --dedup drops them"),
 }
 FILTERS = {
     "": "all",
@@ -76,13 +92,28 @@ def render_evaluation(report: EvaluationReport, folder: Path, description: str, 
         "Behaviour": _render_behaviour(report),
         "By IoU": _render_thresholds(report),
         "By class": _render_classes(report),
+        **({"By number of classes asked": _render_requests(report)} if report.asked else {}),
         "Worst images": _render_images(report, folder, most),
     }
     body = (
-        f"{render_header('evaluation', description, counts)}<main><section>{notes}{render_tiles(tiles)}</section>"
+        f"{render_header('evaluation', description, counts)}"
+        f"<main><section>{render_look(make_notes(report))}{notes}{render_tiles(tiles)}</section>"
         f"{''.join(f'<section><h2>{title}</h2>{content}</section>' for title, content in sections.items())}</main>"
     )
     return render_document(f"Evaluation: {description}", body, scripts=["cards.js"])
+
+
+def make_notes(report: EvaluationReport) -> list[str]:
+    """Return what may explain the numbers: rates of behaviour above their thresholds, and a lack of objects."""
+    counts = report.with_class.at(0.5)
+    notes = []
+    if counts.true and not counts.predicted:
+        notes.append("no answer has a valid object, so every number of quality is 0")
+    for name, (most, words) in TO_LOOK_AT.items():
+        rate = report.behaviour.rates[name]
+        if rate.value is not None and rate.value > most:
+            notes.append(f"{rate.count:,} of {rate.of:,} {words}")
+    return notes
 
 
 def _render_curves(points: Sequence[CurvePoint]) -> str:
@@ -100,14 +131,16 @@ def _render_curves(points: Sequence[CurvePoint]) -> str:
         Frame(*CHART, 0.0, 1.0, "recall"),
         limits=(0.0, 1.0),
         ring=(reached["recall"], reached["precision"], words),
+        stairs=True,
     )
     letters = dict(zip(TITLES, "ABC", strict=True))
     against_score = draw_lines(
         "Precision, recall and F1 against the score threshold",
-        [(letter, Curve.through(scores, values[name])) for name, letter in letters.items()],
+        [(letter, Curve.through(scores[::-1], values[name][::-1])) for name, letter in letters.items()],
         Frame(*CHART, float(scores[-1]), float(scores[0]), "score threshold"),
         limits=(0.0, 1.0),
         ring=(best.score, reached["f1"], words),
+        stairs=True,
     )
     keys = "".join(
         f'<span class="of-{letter}">{draw_key(letter)}{TITLES[name]}</span>' for name, letter in letters.items()
@@ -145,12 +178,22 @@ def _render_classes(report: EvaluationReport) -> str:
     return '<p class="about">Click a column to sort by it.</p>' + render_table(heads, rows, "numbers sortable")
 
 
+def _render_requests(report: EvaluationReport) -> str:
+    rows = []
+    for number, counts in report.asked.items():
+        shares = [_format_share(getattr(counts, name)) for name in MEASURES]
+        rows.append([str(number), str(counts.true), str(counts.predicted), *shares])
+    words = "Records that ask for a list of classes, by its length, at IoU 0.5."
+    heads = ["classes asked", "true", "predicted", "F1", "precision", "recall"]
+    return f'<p class="about">{words}</p>' + render_table(heads, rows, "numbers")
+
+
 def _render_behaviour(report: EvaluationReport) -> str:
     rows = []
     for name, rate in report.behaviour.rates.items():
         share = "&ndash;" if rate.value is None else f"{100 * rate.value:.1f} %"
         bar = f'<span class="meter"><i style="width:{100 * (rate.value or 0.0):.1f}%"></i></span>'
-        cells = (f"{rate.count} of {rate.of}", escape_text(DEFINITIONS[name]))
+        cells = (report.describe_count(name), escape_text(DEFINITIONS[name]))
         rows.append([name.replace("_", " "), share, bar, *cells])
     lists = _render_counts("Why objects were invalid", report.behaviour.reasons)
     lists += _render_counts("Classes that the data does not have", report.behaviour.unknown)
@@ -177,8 +220,9 @@ def _render_images(report: EvaluationReport, folder: Path, most: int) -> str:
     controls = render_select("filter", "show", FILTERS.items(), 'data-filter="flags"')
     controls += render_select("order", "order", orders.items())
     return f"""<p class="about">{len(worst)} of {len(report.images)} images: lowest F1 at IoU 0.5, or most errors.
-Point at a shape for its class and score.</p>
-<div class="controls">{controls}<output id="where"></output>{_render_legend()}</div>
+Point at a shape for its class and score, click an image to enlarge it.</p>
+<div class="controls">{controls}<output id="where"></output>{_render_legend()}
+<label><input type="checkbox" checked data-kind="names">names</label></div>
 <div class="cards">{"".join(_render_card(image, folder) for image in worst)}</div>
 <p id="nothing" hidden>No image on this page matches. Choose another filter.</p>"""
 
@@ -241,6 +285,8 @@ def _render_image(image: ImageReport, folder: Path) -> str:
 
 def _render_answer(image: ImageReport) -> str:
     answer = image.comparison.answer
+    if not answer.has_text:
+        return ""
     reasons = ", ".join(obj.reason for obj in answer.objects if obj.reason is not None)
     ended = f"{answer.tokens} tokens, ended by {answer.finish_reason}"
     ended += f"; invalid: {reasons}" if reasons else ""

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Literal
 
-from coordexp.data import Record
+from coordexp.data import AnyRecord, Record
 from coordexp.data.images import open_image_file
 from coordexp.pages.document import escape_text
 
@@ -34,9 +34,11 @@ def explain_missing_image(error: OSError | ValueError) -> str:
     return f"image not shown: {getattr(error, 'strerror', None) or error}"
 
 
-def render_stage(record: Record, url: str | None, shapes: Iterable[str], names: Iterable[str]) -> str:
-    """Return an image with SVG shapes stretched over it, in the pixels of its record, and names."""
-    image = f'<img alt="" src="{url}">' if url else '<span class="blank">no image</span>'
+def render_stage(record: AnyRecord, url: str | None, shapes: Iterable[str], names: Iterable[str]) -> str:
+    """Return an image with SVG shapes stretched over it, in the pixels of its record, and names. A small image is
+    shown larger than it is, with sharp pixels. The script enlarges any image on a click."""
+    small = ' class="small"' if url and url.startswith("data:image/png") else ""
+    image = f'<img alt=""{small} src="{url}">' if url else '<span class="blank">no image</span>'
     width = round(MAX_HEIGHT * record.width / record.height)
     return (
         f'<div class="stage" style="aspect-ratio:{record.width}/{record.height};max-width:{width}px">{image}'
@@ -65,3 +67,8 @@ def render_name(
 def format_points(coords: tuple[float, ...]) -> str:
     """Return the points of a polygon as SVG has them."""
     return " ".join(f"{x:.6g},{y:.6g}" for x, y in zip(coords[::2], coords[1::2], strict=True))
+
+
+def choose_hue(number: int) -> int:
+    """Return hues that are far apart for neighbours in the list of classes."""
+    return round(number * 137.5) % 360

@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from coordexp.data import Record, RecordObject, parse_record
-from coordexp.data.doctor import KINDS, Problem, check_image, check_record
+from coordexp.data import AnyRecord, ChatRecord, Record, RecordObject, parse_any_record
+from coordexp.data.doctor import KINDS, Problem, check_chat, check_image, check_record
 from coordexp.data.images import read_image_facts
 from coordexp.pages.document import (
     escape_text,
@@ -20,17 +20,18 @@ from coordexp.pages.document import (
     render_pager,
     render_select,
 )
-from coordexp.pages.images import format_points, make_thumbnail, render_name, render_stage
+from coordexp.pages.images import choose_hue, format_points, make_thumbnail, render_name, render_stage
 
 MAX_NAMES = 40  # drawn over an image; its list has all of them
 
 
 @dataclass(frozen=True, slots=True)
 class Card:
-    """`record` is None if the line is broken. `image` is a data URL, None if the image cannot be read."""
+    """`record` is None if the line is broken. `image` is a data URL, None if there is no image or it cannot be
+    read."""
 
     line: int
-    record: Record | None
+    record: AnyRecord | None
     problems: tuple[Problem, ...]
     image: str | None
 
@@ -57,32 +58,37 @@ def read_cards(
 
 def _make_card(path: Path, number: int, line: bytes, problems_only: bool) -> Card | None:
     try:
-        record = parse_record(line)
+        record = parse_any_record(line)
     except (ValueError, RecursionError) as error:
         return Card(number, None, (Problem("broken-line", str(error)),), None)
-    image = path.parent / record.image
+    image = None if record.image is None else path.parent / record.image
     problems, is_readable = _find_problems(image, record)
     if problems_only and not problems:
         return None
-    return Card(number, record, problems, make_thumbnail(image) if is_readable else None)
+    return Card(number, record, problems, make_thumbnail(image) if image is not None and is_readable else None)
 
 
-def _find_problems(image: Path, record: Record) -> tuple[tuple[Problem, ...], bool]:
+def _find_problems(image: Path | None, record: AnyRecord) -> tuple[tuple[Problem, ...], bool]:
     """Return the problems of the record and of its image, and whether the image can be shown."""
+    own = check_chat(record) if isinstance(record, ChatRecord) else check_record(record)
+    if image is None:
+        return own, False
     try:
         facts = read_image_facts(image, decode=True)
     except FileNotFoundError:
-        return (Problem("image-missing", repr(record.image)), *check_record(record)), False
+        return (Problem("image-missing", repr(record.image)), *own), False
     except (OSError, ValueError) as error:
-        return (Problem("image-unreadable", f"{record.image!r}: {error}"), *check_record(record)), False
-    return (*check_image(record, facts), *check_record(record)), True
+        return (Problem("image-unreadable", f"{record.image!r}: {error}"), *own), False
+    return (*check_image(record, facts), *own), True
 
 
 def render_records(cards: Sequence[Card], title: str, scope: str) -> str:
     """Return the page. `scope` says which part of the file this is."""
-    classes = Counter(obj.desc for card in cards if card.record for obj in card.record.objects)
+    classes = Counter(obj.desc for card in cards if isinstance(card.record, Record) for obj in card.record.objects)
     numbers = {desc: k for k, (desc, _) in enumerate(classes.most_common())}
     healthy = sum(not card.problems for card in cards)
+    if questions := sum(isinstance(card.record, ChatRecord) for card in cards):
+        scope += f", {questions:,} of them questions"
     scope += f", {classes.total():,} objects of {len(classes):,} classes, {len(cards) - healthy:,} with problems"
     body = (
         f"{render_header('records', title, scope, _render_controls(cards, classes, healthy))}\n"
@@ -118,6 +124,11 @@ def _render_card(card: Card, numbers: dict[str, int]) -> str:
     if record is None:
         head = f"<h3>line {card.line}</h3>{problems}"
         return f'<article class="card" data-classes="" data-problems="{codes}">{head}</article>'
+    if isinstance(record, ChatRecord):
+        return (
+            f'<article class="card" data-classes="" data-problems="{codes}">'
+            f"{_render_question(card, record)}{problems}</article>"
+        )
     classes = " ".join(map(str, sorted({numbers[obj.desc] for obj in record.objects})))
     count = len(record.objects)
     facts = f"{record.width} x {record.height}, {record.space}, {count:,} object{'' if count == 1 else 's'}"
@@ -125,8 +136,28 @@ def _render_card(card: Card, numbers: dict[str, int]) -> str:
         f'<article class="card" data-classes="{classes}" data-problems="{codes}">'
         f"{_render_image(card, record, numbers)}"
         f"<h3>line {card.line} <small>{escape_text(record.image)}</small></h3><p>{facts}</p>"
-        f"{problems}{_render_objects(record, numbers)}</article>"
+        f"{render_request(record)}{problems}{_render_objects(record, numbers)}</article>"
     )
+
+
+def _render_question(card: Card, record: ChatRecord) -> str:
+    """Render the image of a chat record, if it has one, its question and its answer."""
+    image = "" if record.image is None else render_stage(record, card.image, [], [])
+    name = "no image" if record.image is None else escape_text(record.image)
+    return (
+        f"{image}<h3>line {card.line} <small>{name}</small></h3>"
+        f"<p>question: <b>{escape_text(record.question)}</b></p><p>answer: <b>{escape_text(record.answer)}</b></p>"
+    )
+
+
+def render_request(record: Record) -> str:
+    """Render what the record asks for, if it has a request of its own."""
+    parts = {
+        "asks for": ", ".join(record.classes or ()),
+        "asks for what is described as": record.expression or "",
+        "prompt": record.prompt or "",
+    }
+    return "".join(f"<p>{title}: <b>{escape_text(text)}</b></p>" for title, text in parts.items() if text)
 
 
 def _render_image(card: Card, record: Record, numbers: dict[str, int]) -> str:
@@ -134,12 +165,12 @@ def _render_image(card: Card, record: Record, numbers: dict[str, int]) -> str:
     shapes, names = [], []
     for k, obj in enumerate(record.objects):
         coords, number = record.in_pixels(obj), numbers[obj.desc]
-        paint = f'data-class="{number}" data-object="{k}" style="--hue:{_hue(number)}"'
+        paint = f'data-class="{number}" data-object="{k}" style="--hue:{choose_hue(number)}"'
         shapes.append(f"<g {paint}><title>{escape_text(obj.desc)}</title>{_draw_shape(obj, coords)}</g>")
         if k < MAX_NAMES:
             box = [reduce(coords[axis::2]) for reduce in (min, max) for axis in (0, 1)]
             attributes = f'class="tag" data-class="{number}" data-object="{k}"'
-            names.append(render_name(record, obj.desc, box, attributes, "top", f"--hue:{_hue(number)}"))
+            names.append(render_name(record, obj.desc, box, attributes, "top", f"--hue:{choose_hue(number)}"))
     return render_stage(record, card.image, shapes, names)
 
 
@@ -158,12 +189,7 @@ def _render_objects(record: Record, numbers: dict[str, int]) -> str:
         number = numbers[obj.desc]
         shape = "box" if obj.kind == "bbox_2d" else f"polygon of {len(obj.coords) // 2}"
         items.append(
-            f'<li data-class="{number}" data-object="{k}" style="--hue:{_hue(number)}">'
+            f'<li data-class="{number}" data-object="{k}" style="--hue:{choose_hue(number)}">'
             f"{escape_text(obj.desc)} <small>{shape}</small></li>"
         )
     return f'<ol class="objects" start="0">{"".join(items)}</ol>' if items else ""
-
-
-def _hue(number: int) -> int:
-    """Return hues that are far apart for neighbours in the list of classes."""
-    return round(number * 137.5) % 360

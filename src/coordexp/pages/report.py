@@ -6,7 +6,7 @@ their differences on the same images.
 
 import os
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -32,8 +32,9 @@ from coordexp.pages.curves import (
 from coordexp.pages.document import escape_text, render_document, render_header, render_list, render_table
 from coordexp.pages.report_charts import Chart, Family, list_families
 from coordexp.pages.report_notes import render_summary
-from coordexp.pages.report_tables import render_badge, render_comparison, render_configuration, render_servers
-from coordexp.pages.run_folder import INSPECTOR, RunGroup
+from coordexp.pages.report_servers import ServerSummary, read_servers, render_servers
+from coordexp.pages.report_tables import render_badge, render_comparison, render_configuration
+from coordexp.pages.run_folder import INSPECTOR, RunGroup, find_differences
 
 TIME = (
     "Phases do not overlap: compute excludes reading images and waiting, and rest is what a step takes besides "
@@ -104,13 +105,15 @@ def render_report(groups: Sequence[RunGroup], result: ComparisonResult | str, ru
     series = [run.series(metric) for metric in ("loss", "eval_f1_50") for group in groups for run in group.runs]
     read_out = ReadOut(divide_steps(series, len(groups)))
     marks = make_step_marks(runs)
+    folders = [run.run.folder for group in groups for run in group.runs]
+    servers = {folder: summary for folder in folders if (summary := read_servers(folder)) is not None}
     drawn = [draw_family(family, groups, read_out, marks) for family in list_families(groups)]
     sections = [
         ReportSection("comparison", "Compared on the same images", _render_result(result, len(groups))),
         *drawn[:2],
         ReportSection("time", "Where the time goes", draw_times(groups, read_out), NO_TIME),
         *drawn[2:],
-        ReportSection("servers", "Rollout servers", render_servers(groups), NO_SERVERS),
+        ReportSection("servers", "Rollout servers", render_servers(groups, servers), NO_SERVERS),
     ]
     reasons = [
         f"<b>{escape_text(section.title)}</b>: {escape_text(section.absent)}"
@@ -125,7 +128,7 @@ def render_report(groups: Sequence[RunGroup], result: ComparisonResult | str, ru
     body = (
         f"{_render_bar(name, groups, read_out.ranges)}"
         f'<main><nav class="contents" aria-label="Sections">{links}</nav>'
-        f'<section id="summary">{"".join(map(render_summary, groups))}{_render_links(runs)}'
+        f'<section id="summary">{_render_summaries(groups, servers)}{_render_links(runs)}'
         f'<p class="about">{escape_text(_explain_charts(groups, read_out.ranges))}</p></section>'
         f"{''.join(section.html for section in shown)}</main>"
     )
@@ -138,6 +141,15 @@ def render_report(groups: Sequence[RunGroup], result: ComparisonResult | str, ru
         "charts": read_out.charts,
     }
     return render_document(f"Run report: {name}", body, scripts=["report.js"], data={"curves": curves})
+
+
+def _render_summaries(groups: Sequence[RunGroup], servers: Mapping[Path, ServerSummary]) -> str:
+    """Render the first look at each group, with its values of the settings in which the groups differ."""
+    if len(groups) == 1:
+        return render_summary(groups[0], servers)
+    rows = find_differences(groups)
+    values = [{path: row[k] for path, row in rows.items()} for k in range(len(groups))]
+    return "".join(render_summary(group, servers, own) for group, own in zip(groups, values, strict=True))
 
 
 def make_step_marks(runs: Sequence[RunExamples]) -> list[charts.StepMark]:

@@ -10,28 +10,37 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from coordexp.pages.curves import Series, divide
+from coordexp.pages.charts import format_number
+from coordexp.pages.curves import Series, divide, subtract
 from coordexp.pages.run_folder import LoggedRun, RunGroup
 
 
 @dataclass(frozen=True)
 class Chart:
-    """A logged number over steps, divided by the number `per`, or multiplied by the weight of its loss term.
-    `note` explains the number, and a `share` is between 0 and 1."""
+    """A logged number over steps, divided by the number `per`, or multiplied by the weight of the loss term
+    `weight_of`. `note` explains the number, and a `share` is between 0 and 1."""
 
     name: str
     title: str
     note: str = ""
     share: bool = False
     per: str = ""
-    weighted: bool = False
+    weight_of: str = ""
     wide: bool = False
 
     def read(self, run: LoggedRun) -> Series:
         series = run.series(self.name)
         if self.per:
             return divide(series, run.series(self.per))
-        return series.scale(term_weight(run, self.name) or 0.0) if self.weighted else series
+        return series.scale(term_weight(run, self.weight_of) or 0.0) if self.weight_of else series
+
+
+@dataclass(frozen=True)
+class LearnableLoss(Chart):
+    """The loss without the entropy of its soft targets, for runs that logged it."""
+
+    def read(self, run: LoggedRun) -> Series:
+        return subtract(run.series("loss"), entropy_of_targets(run))
 
 
 @dataclass(frozen=True)
@@ -47,11 +56,23 @@ class Family:
 
 
 LOSS = "Each term is multiplied by its weight, so the terms add up to the loss. Every chart has its own scale."
+SOFT_CE, SOFT_KL = "coord_reg/soft_ce", "coord_reg/soft_kl"
+ENTROPY = (
+    f" A model that gives exactly the soft target of {SOFT_CE} still has its entropy as a loss. {SOFT_KL} is "
+    f"{SOFT_CE} without that entropy, and the loss that can be learned is the loss without it."
+)
 EVALUATION = "Greedy answers to the held-out images, at IoU 0.5 unless stated otherwise."
 NO_EVALUATION = (
     'no evaluation was logged: custom.val_jsonl is not set, training.eval_strategy is "no", or the first '
     "evaluation is still to come"
 )
+QUESTIONS = "Share of held-out questions whose greedy answer is right, by data set (custom.eval_data)."
+NO_QUESTIONS = "no questions were asked: custom.eval_data is not set, or the first evaluation is still to come"
+SETS = (
+    "The loss of a data set is that of its own samples, each term divided by their positions only, so the losses "
+    "of sets do not add up to the loss. Samples and tokens are those of a log line, over all processes."
+)
+NO_SETS = "the run has a single data set (custom.train_data mixes several)"
 ANSWERS = "Training rollouts before correction, without regard to class. Steps on the ground truth have none."
 ENDS = "Shares of answers, and of the objects in them."
 NO_ROLLOUTS = "no step had rollouts: all steps so far were on the ground truth"
@@ -65,9 +86,12 @@ def list_families(groups: Sequence[RunGroup]) -> tuple[Family, ...]:
     runs = [run for group in groups for run in group.runs]
     names = dict.fromkeys(name for run in runs for name in run.log)
     ends = _end_charts(names, runs)
+    loss_note = LOSS + (ENTROPY if SOFT_KL in names else "")
     families = (
-        Family("loss", "Loss", LOSS, NOTHING_LOGGED, (_LOSS_CHART, *_term_charts(groups))),
+        Family("loss", "Loss", loss_note, NOTHING_LOGGED, (*_loss_charts(groups), *_term_charts(groups))),
         Family("eval", "Evaluation on held-out images", EVALUATION, NO_EVALUATION, EVALUATION_CHARTS),
+        Family("chat", "Questions", QUESTIONS, NO_QUESTIONS, _chat_charts(names)),
+        Family("sets", "Data sets of the mixture", SETS, NO_SETS, _set_charts(names)),
         Family("recall", "Training answers: recall", ANSWERS, NO_ROLLOUTS, RECALL),
         Family("precision", "Training answers: precision", ANSWERS, NO_ROLLOUTS, PRECISION),
         Family("ends", "Training answers: how they ended", ENDS, NO_ROLLOUTS, ends),
@@ -95,8 +119,13 @@ def term_weight(run: LoggedRun, term: str) -> float | None:
     return next((row.weight for row in objective.terms if row.term == term), None) if objective else None
 
 
+def entropy_of_targets(run: LoggedRun) -> Series:
+    """Return how much of the loss is the entropy of soft targets, at the steps that logged it."""
+    entropy = subtract(run.series(SOFT_CE), run.series(SOFT_KL))
+    return entropy.scale(term_weight(run, SOFT_CE) or 0.0)
+
+
 _ANSWERS = "rollout/answers"
-_LOSS_CHART = Chart("loss", "loss", "the weighted sum of the terms", wide=True)
 RECALL = (
     Chart("match/recall", "recall", "true objects that were matched", share=True),
     Chart("match/missed", "missed per answer", "true objects that were appended", per=_ANSWERS),
@@ -145,8 +174,26 @@ EVALUATED = {
     "unknown_class": ("unknown class", "of valid objects"),
     "unreadable": ("unreadable", "of answers"),
     "boxes_on_empty": ("boxes on empty images", "of images without an object"),
+    "absent_classes": ("absent classes answered", "of asked classes that are not in the image"),
+    "unasked": ("unasked objects", "of valid objects in answers to a list of classes"),
 }
 EVALUATION_CHARTS = tuple(Chart(f"eval_{name}", *words, share=True) for name, words in EVALUATED.items())
+
+
+def _loss_charts(groups: Sequence[RunGroup]) -> tuple[Chart, ...]:
+    """Return the chart of the loss, and that of the part that can be learned if there is another part."""
+    last = {
+        group.letter: value for group in groups if (value := entropy_of_targets(group.runs[0]).last) is not None
+    }
+    note = "the weighted sum of the terms"
+    if not last:
+        return (Chart("loss", "loss", note, wide=True),)
+    shown = ", ".join(f"{letter} {format_number(value)}" for letter, value in last.items())
+    note += f"; in the last line with soft targets, {shown} of it is their entropy"
+    learnable = LearnableLoss(
+        "learnable", "loss that can be learned", "the loss without the entropy of soft targets"
+    )
+    return Chart("loss", "loss", note, wide=True), learnable
 
 
 def _term_charts(groups: Sequence[RunGroup]) -> tuple[Chart, ...]:
@@ -154,7 +201,14 @@ def _term_charts(groups: Sequence[RunGroup]) -> tuple[Chart, ...]:
     names = dict.fromkeys(
         name for run in runs for name in run.log if "/" in name and term_weight(run, name) is not None
     )
-    return tuple(Chart(name, name, _describe_weights(name, groups), weighted=True) for name in names)
+    charts = {name: Chart(name, name, _describe_weights(name, groups), weight_of=name) for name in names}
+    if SOFT_CE in charts and any(SOFT_KL in run.log for run in runs):
+        note = f"{SOFT_CE} without the entropy of its target, {charts[SOFT_CE].note}"
+        charts[SOFT_CE] = replace(
+            charts[SOFT_CE], note=f"{charts[SOFT_CE].note}; includes the entropy of its target"
+        )
+        charts[SOFT_KL] = Chart(SOFT_KL, SOFT_KL, note, weight_of=SOFT_CE)
+    return tuple(charts.values())
 
 
 def _describe_weights(name: str, groups: Sequence[RunGroup]) -> str:
@@ -185,6 +239,18 @@ def _end_charts(names: Collection[str], runs: Sequence[LoggedRun]) -> tuple[Char
             for name in reasons
         ),
     )
+
+
+def _chat_charts(names: Collection[str]) -> tuple[Chart, ...]:
+    prefix = "eval_accuracy_"
+    return tuple(
+        Chart(name, name.removeprefix(prefix), "accuracy", share=True) for name in names if name.startswith(prefix)
+    )
+
+
+def _set_charts(names: Collection[str]) -> tuple[Chart, ...]:
+    """Return the charts of each data set: `set/NAME/loss` and so on, set by set."""
+    return tuple(Chart(name, " ".join(name.split("/")[1:])) for name in sorted(names) if name.startswith("set/"))
 
 
 def _diagnostic_charts(names: Collection[str]) -> tuple[Chart, ...]:

@@ -4,13 +4,17 @@ A rule for notes is a pure function from a run or a group to sentences, empty if
 thresholds of all rules are listed below.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from coordexp.pages.charts import format_duration, format_number
 from coordexp.pages.curves import Series, Steps, share_of_step
-from coordexp.pages.document import escape_text, render_list, render_tiles
+from coordexp.pages.document import escape_text, render_look, render_tiles
+from coordexp.pages.report_servers import ServerSummary, note_servers_out
+from coordexp.pages.report_tables import format_value
 from coordexp.pages.run_folder import LoggedRun, RunGroup
 
 LATE = 0.25  # the share of lines, from the end, by which rates of training answers are judged
@@ -19,6 +23,7 @@ MAX_REPEATS = 0.05  # of valid objects
 WORSE = 0.02  # F1 below the best evaluation
 MAX_WAITING = 0.3  # of the time in steps
 SPIKE = 20.0  # times the median of the gradient norm
+MAX_SETTINGS = 6  # in which groups differ, listed with each group; the table of settings has all of them
 
 TRAINING_RATES = (
     (
@@ -42,17 +47,32 @@ EVALUATION_RATES = (
 Tile = tuple[str, str, str]  # a headline number, its name, and a smaller remark
 
 
-def render_summary(group: RunGroup) -> str:
-    notes = render_list(map(escape_text, make_notes(group)))
-    notes = f'<div class="look"><h4>What to look at</h4>{notes}</div>' if notes else ""
+def render_summary(
+    group: RunGroup, servers: Mapping[Path, ServerSummary], differing: Mapping[str, Any] | None = None
+) -> str:
+    """`servers` are the rollout servers by the folder of the run. `differing` has the values of this group for the
+    settings in which the groups differ; None if there is only one group."""
+    settings = "" if differing is None else _render_differing(differing)
     count = len(group.runs)
     seeds = f"{count} runs, seeds {group.seeds}" if count > 1 else f"seed {group.seeds}"
     variant = str(group.runs[0].run.custom.get("trainer_variant", "run")).replace("_", " ")
     return (
         f'<article class="group of-{group.letter}"><h3><b class="badge">{group.letter}</b> '
         f"{escape_text(group.name)} <small>{escape_text(variant)}, {escape_text(seeds)}</small></h3>"
-        f"{render_tiles(make_tiles(group))}{notes}</article>"
+        f"{settings}{render_tiles(make_tiles(group))}{render_look(make_notes(group, servers))}</article>"
     )
+
+
+def _render_differing(differing: Mapping[str, Any]) -> str:
+    if not differing:
+        return '<p class="differing">the same settings as the other groups, but different data</p>'
+    shown = [
+        f"<span><code>{escape_text(path)}</code> <b>{escape_text(format_value(value))}</b></span>"
+        for path, value in list(differing.items())[:MAX_SETTINGS]
+    ]
+    more = len(differing) - len(shown)
+    link = f'<a href="#settings">{more} more setting{"s differ" if more > 1 else " differs"}</a>' if more else ""
+    return f'<p class="differing">{"".join(shown)}{link}</p>'
 
 
 def make_tiles(group: RunGroup) -> list[Tile]:
@@ -95,15 +115,15 @@ def _mean_tile(name: str, values: Iterable[float | None], show: Callable[[float]
     return show(sum(known) / len(known)), name, f"{low} to {high}" if low != high else ""
 
 
-def make_notes(group: RunGroup) -> list[str]:
+def make_notes(group: RunGroup, servers: Mapping[Path, ServerSummary]) -> list[str]:
     """Return the notes on each run, with its name if there are several, then those on the group."""
     several = len(group.runs) > 1
-    notes = [
-        f"{run.name}: {note}" if several else note
-        for run in group.runs
-        for rule in RUN_RULES
-        for note in rule(run)
-    ]
+    notes = []
+    for run in group.runs:
+        of_run = [note for rule in RUN_RULES for note in rule(run)]
+        if run.run.folder in servers:
+            of_run += note_servers_out(servers[run.run.folder], run.last_step)
+        notes += [f"{run.name}: {note}" if several else note for note in of_run]
     return [*notes, *note_different_ends(group), *note_different_code(group)]
 
 
@@ -112,7 +132,7 @@ def note_unfinished(run: LoggedRun) -> list[str]:
     step must have been reached too."""
     if not len(run.series("loss")):
         return ["no step was logged"]
-    last = max(int(series.steps[-1]) for series in run.log.values())
+    last = run.last_step
     ends = run.series("train_runtime").steps
     max_steps = run.run.training.get("max_steps")
     # A run that is limited by epochs does not say how many steps they are.

@@ -1,35 +1,25 @@
-"""The tables of a report: the comparison with its intervals, how the runs were made, and the rollout servers.
+"""The tables of a report: the comparison with its intervals, and how the runs were made.
 
 `run.json` has no environment variables, and settings that may be secrets are not shown.
 """
 
 import shlex
-from collections import Counter
 from collections.abc import Sequence
-from dataclasses import astuple, dataclass
-from pathlib import Path
-from statistics import median
-from typing import Annotated, Any
+from typing import Any
 
 import yaml
-from pydantic import StringConstraints, TypeAdapter
 
-from coordexp.files import read_json_lines
-from coordexp.pages.charts import Scale, choose_ticks, format_duration
+from coordexp.pages.charts import Scale, choose_ticks
 from coordexp.pages.comparison import ComparisonResult, GroupComparison, Interval, RateDifference
 from coordexp.pages.document import escape_text, render_list, render_table
 from coordexp.pages.report_charts import EVALUATED
 from coordexp.pages.run_folder import (
-    Count,
     LoggedRun,
-    Number,
-    RunFileModel,
     RunGroup,
     RunObjective,
     RunStart,
     find_differences,
     hide_secrets,
-    validate,
 )
 
 WIDTH, HEIGHT, MARGIN = 300, 22, 8
@@ -52,8 +42,6 @@ NO_INTERVAL = (
 )
 MAX_LETTERS = 90  # of a value in a table
 CHANNELS = {"A": "ground truth", "B": "rollouts"}  # in words, because groups of runs have letters too
-NO_REASON = "no reason was given"
-ServerNumber = Annotated[str, StringConstraints(pattern=r"^[0-9]{1,9}$")]
 
 
 def render_comparison(result: ComparisonResult) -> str:
@@ -173,7 +161,7 @@ def _render_differences(groups: Sequence[RunGroup]) -> str:
         return "<p>The groups have the same settings, but different data.</p>"
     heads = [f"{render_badge(group)} {escape_text(group.name)}" for group in groups]
     cells = [
-        (f"<code>{escape_text(path)}</code>", *(escape_text(_format_value(value)) for value in row))
+        (f"<code>{escape_text(path)}</code>", *(escape_text(format_value(value)) for value in row))
         for path, row in rows.items()
     ]
     words = f"{len(rows)} setting{'s differ' if len(rows) > 1 else ' differs'}, besides seeds and names."
@@ -253,140 +241,6 @@ def _describe_rollouts(facts: Any) -> str:
     return ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in simple.items())
 
 
-def _format_value(value: Any) -> str:
+def format_value(value: Any) -> str:
     text = "-" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
     return text if len(text) <= MAX_LETTERS else f"{text[: MAX_LETTERS - 3]}..."
-
-
-class ServerAddress(RunFileModel):
-    base_url: str
-
-
-class SyncEvent(RunFileModel):
-    """A weight sync. `failed` has the reason by the number of the server."""
-
-    servers: list[ServerAddress]
-    synced: list[Count]
-    failed: dict[ServerNumber, str]
-    seconds: Number
-    bytes: Count
-    fallbacks: list[str] | None = None
-
-
-class ServerCall(RunFileModel):
-    server: Count
-    base_url: str
-    count: Count
-    lost: Any = False
-
-
-class RolloutEvent(RunFileModel):
-    """A round of calls that together answered the requests of a step."""
-
-    calls: list[ServerCall]
-    seconds: Number
-
-
-SYNC, ROLLOUT = TypeAdapter(SyncEvent), TypeAdapter(RolloutEvent)
-
-
-@dataclass(frozen=True)
-class ServerTotals:
-    """The work of one server over the whole run."""
-
-    address: str
-    calls: int
-    answers: int
-    lost: int
-    synced: int
-    failed: int
-
-
-@dataclass(frozen=True)
-class ServerSummary:
-    """`failures` are reasons of failed syncs with their counts, most frequent first. `sync_seconds` and
-    `round_seconds` are the median and the maximum."""
-
-    servers: tuple[ServerTotals, ...]
-    syncs: int
-    sync_seconds: tuple[float, float]
-    megabytes: float
-    rounds: int
-    round_seconds: tuple[float, float]
-    fallbacks: tuple[str, ...]
-    failures: tuple[tuple[str, int], ...]
-
-
-def read_servers(folder: Path) -> ServerSummary | None:
-    """Return the summary over all ranks of the learner, or None if the run used no servers. Raise DataError if a
-    file holds something that no run writes."""
-    syncs: list[SyncEvent] = []
-    rounds: list[RolloutEvent] = []
-    files = sorted(folder.glob("servers*.jsonl"))
-    lines = [(f"{file}, line {k}", event) for file in files for k, event in enumerate(read_json_lines(file), 1)]
-    for where, event in lines:
-        if event.get("event") == "sync":
-            syncs.append(validate(SYNC, event, where))
-        elif event.get("event") == "rollouts":
-            rounds.append(validate(ROLLOUT, event, where))
-    return _summarise(syncs, rounds) if lines else None
-
-
-def _summarise(syncs: Sequence[SyncEvent], rounds: Sequence[RolloutEvent]) -> ServerSummary:
-    addresses: dict[int, str] = {}
-    counts: Counter[tuple[str, int]] = Counter()
-    failures: Counter[str] = Counter()
-    for sync in syncs:
-        addresses |= {k: server.base_url for k, server in enumerate(sync.servers)}
-        counts.update(("synced", k) for k in sync.synced)
-        counts.update(("failed", int(k)) for k in sync.failed)
-        failures.update((reason.splitlines() or [NO_REASON])[0] for reason in sync.failed.values())
-    for call in (call for event in rounds for call in event.calls):
-        addresses.setdefault(call.server, call.base_url)
-        counts["lost" if call.lost else "calls", call.server] += 1
-        counts["answers", call.server] += 0 if call.lost else call.count
-    fields = ("calls", "answers", "lost", "synced", "failed")
-    return ServerSummary(
-        tuple(ServerTotals(addresses[k], *(counts[field, k] for field in fields)) for k in sorted(addresses)),
-        len(syncs),
-        _median_and_max([sync.seconds for sync in syncs]),
-        max((sync.bytes for sync in syncs), default=0) / 1e6,
-        len(rounds),
-        _median_and_max([event.seconds for event in rounds]),
-        tuple(dict.fromkeys(reason for sync in syncs for reason in sync.fallbacks or ())),
-        tuple(failures.most_common(5)),
-    )
-
-
-def _median_and_max(values: list[float]) -> tuple[float, float]:
-    return (median(values), max(values)) if values else (0.0, 0.0)
-
-
-def render_servers(groups: Sequence[RunGroup]) -> str:
-    """Return a table per run that used rollout servers."""
-    summaries = [(group, run.name, read_servers(run.run.folder)) for group in groups for run in group.runs]
-    return "".join(
-        _render_servers(group, name, summary) for group, name, summary in summaries if summary is not None
-    )
-
-
-def _render_servers(group: RunGroup, name: str, summary: ServerSummary) -> str:
-    rows = [
-        (escape_text(address), *(f"{count:,}" for count in counts))
-        for address, *counts in map(astuple, summary.servers)
-    ]
-    heads = ("server", "calls answered", "answers", "calls lost", "syncs", "syncs failed")
-    failures = [f"{reason} ({count} times)" if count > 1 else reason for reason, count in summary.failures]
-    return (
-        f'<h3>{render_badge(group)} {escape_text(name)}</h3><p class="about">'
-        f"Weight syncs of {summary.megabytes:.3g} MB: {_describe_times(summary.syncs, summary.sync_seconds)}. "
-        f"Rounds of answers: {_describe_times(summary.rounds, summary.round_seconds)}.</p>"
-        + render_table(heads, rows, "numbers")
-        + render_list(map(escape_text, (*failures, *summary.fallbacks)))
-    )
-
-
-def _describe_times(count: int, seconds: tuple[float, float]) -> str:
-    if not count:
-        return "none"
-    return f"{count:,}, median {format_duration(seconds[0])}, at most {format_duration(seconds[1])}"

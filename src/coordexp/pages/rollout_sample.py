@@ -113,6 +113,7 @@ def summarise_sample(dump: Mapping[str, Any], trained: Mapping[str, Any] | None)
         "record": place["record"],
         "true": len(dump["truth"]),
         "matched": len(result["pairs"]),
+        "renamed": _count_renamed(dump),
         "missed": len(result["missed"]),
         "extra": len(result["extra"]),
         "invalid": count_invalid(result),
@@ -126,6 +127,13 @@ def summarise_sample(dump: Mapping[str, Any], trained: Mapping[str, Any] | None)
         "moved": changes["moved"],
         "agreed": sum(owner <= -2 - len(dump["truth"]) for owner in rebuilt.owners) if rebuilt else 0,
     }
+
+
+def _count_renamed(dump: Mapping[str, Any]) -> int:
+    """Return how many matched objects have another name than the true object."""
+    result = dump["result"]
+    valid = valid_indices(result)
+    return sum(result["objects"][valid[i]]["desc"] != dump["truth"][j]["desc"] for i, j in result["pairs"])
 
 
 def show_sample(
@@ -307,6 +315,7 @@ def list_facts(dump: Mapping[str, Any]) -> list[list[str]]:
         ["ended", str(ENDED.get(rollout["finish_reason"], rollout["finish_reason"]))],
         ["answer", f"{len(rollout['ids']):,} tokens, {kept:,} of them kept"],
         ["prompt", f"{dump['result']['prompt_length']:,} tokens"],
+        *([["question", str(dump["question"])]] if "question" in dump else []),
         ["place", f"record {place['record']}, micro-step {place['micro']}, rank {place['rank']}"],
     ]
 

@@ -226,6 +226,11 @@ class LoggedRun:
         """The data files of the latest start, by `train` and `val`."""
         return dict(self.run.latest_start.data or {})
 
+    @property
+    def last_step(self) -> int:
+        """The last step that was logged; 0 if none was."""
+        return max((int(series.steps[-1]) for series in self.log.values() if len(series)), default=0)
+
     def series(self, metric: str) -> Series:
         """Return the values of a metric; an empty series if it was never logged."""
         return self.log.get(metric, EMPTY)

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
 from coordexp.config.rollout import DecodeMode, RepeatTerminate, RolloutMatching
-from coordexp.data import Record, RecordFile
+from coordexp.data import AnyRecord, RecordFile
 from coordexp.errors import DataError, EngineError
 from coordexp.vocab.table import VocabularyTable
 
@@ -33,18 +33,20 @@ TOLERANCE = {"float32": 1e-3, "bfloat16": 0.5, "float16": 0.1}
 
 @dataclass(frozen=True)
 class ImageRef:
-    """The path of an image file, and the size that the image must have."""
+    """The path of an image file, and the size that the image must have. `pixels` is the image itself, upright and
+    in RGB, if it does not come from a file; `path` is then only its name."""
 
     path: str
     width: int
     height: int
+    pixels: Any = field(default=None, compare=False, repr=False)  # an image of PIL, or None
 
     @property
     def size(self) -> tuple[int, int]:
         return self.width, self.height
 
     @classmethod
-    def of(cls, records: RecordFile, record: Record) -> "ImageRef":
+    def of(cls, records: RecordFile, record: AnyRecord) -> "ImageRef":
         return cls(str(records.image_path(record)), record.width, record.height)
 
 
@@ -91,14 +93,25 @@ class Decode:
 @dataclass(frozen=True)
 class Request:
     """One image to answer. When sampling, `seed` alone decides which tokens are drawn; the other requests of the
-    batch have no influence."""
+    batch have no influence. `question` is the text beside the image. Without one, it is that of the run."""
 
     image: ImageRef
     decode: Decode
     seed: int = 1
+    question: str | None = None
 
 
-def common_decode(requests: Sequence[Request]) -> Decode:
+@dataclass(frozen=True)
+class TextRequest:
+    """A question without an image. Only the learner's own model answers it (`HuggingFaceBackend`)."""
+
+    question: str
+    decode: Decode
+    seed: int = 1
+    image: None = None
+
+
+def common_decode(requests: Sequence[Request | TextRequest]) -> Decode:
     """Return the decoding of all requests of a call. Raise ValueError if they differ in it."""
     decodes = {request.decode for request in requests}
     if len(decodes) != 1:
@@ -239,8 +252,8 @@ def check_length(request: Request, prompt_length: int, max_length: int) -> None:
         raise DataError(
             f"{request.image.path}: the engine takes at most {max_length} tokens, but the prompt alone has "
             f"{prompt_length}",
-            "raise global_max_length (and rollout_matching.vllm.max_model_len, if it is set), or let images be "
-            "scaled down with model.max_pixels",
+            "raise global_max_length (and rollout_matching.vllm.max_model_len, if it is set; max_length of a "
+            "Detector, --max-model-len of `vllm serve`), or let images be scaled down with model.max_pixels",
         )
 
 

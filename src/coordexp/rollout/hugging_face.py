@@ -12,10 +12,9 @@ one closes the answer. An empty answer, `{}`, has no `}}`, so the stop bias does
 empty.
 """
 
-import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -38,9 +37,9 @@ from transformers.cache_utils import DynamicLayer
 from coordexp.config.rollout import RepeatTerminate
 from coordexp.errors import EngineError
 from coordexp.ranks import gather_texts, is_sharded, together
-from coordexp.rollout.backend import Decode, ImageRef, Request, Rollout, Weights, common_decode
+from coordexp.rollout.backend import Decode, Request, Rollout, TextRequest, Weights, common_decode
 from coordexp.rollout.guard import cut_at_end, key_pattern_for
-from coordexp.rollout.prompt import PromptBuilder
+from coordexp.rollout.prompt import PromptBuilder, load_image, make_blank_image
 from coordexp.tasks import ignore
 from coordexp.vocab import VocabularyTable
 
@@ -195,7 +194,9 @@ class HuggingFaceBackend:
         self.decode_batch_size = decode_batch_size
         self.version = 0
 
-    def generate(self, requests: Sequence[Request]) -> list[Rollout]:
+    def generate(self, requests: Sequence[Request | TextRequest]) -> list[Rollout]:
+        """Return one rollout per request. Unlike other backends, this one also answers questions without an
+        image."""
         model = self.model()
         sharded = is_sharded(model)
         size = max(1, self.decode_batch_size // (common_decode(requests).num_beams if requests else 1))
@@ -225,11 +226,15 @@ class HuggingFaceBackend:
     def close(self) -> None:
         pass
 
-    def _generate_batch(self, model: Any, requests: Sequence[Request], lockstep: bool) -> list[Rollout]:
+    def _generate_batch(
+        self, model: Any, requests: Sequence[Request | TextRequest], lockstep: bool
+    ) -> list[Rollout]:
         decode, stop = common_decode(requests), self.table.end_of_turn
         pattern = key_pattern_for(decode.guard, self.table)
-        rows = [self.prompts.ids(*request.image.size, request.image.path) for request in requests]
+        rows = [_prompt_ids(self.prompts, request) for request in requests]
         inputs = _pad_batch(self.prompts, requests, rows, pad=stop, device=model.device)
+        if lockstep and "pixel_values" not in inputs:
+            _add_blank_image(model, inputs, self.prompts.image_token)
         if lockstep:
             together(ignore)  # wait until all ranks have read their images
         start = inputs["input_ids"].shape[1]
@@ -246,10 +251,11 @@ class HuggingFaceBackend:
             synced_gpus=lockstep,
             logits_processor=self._processors(decode, pattern, requests, start, recorder),
         )
-        new = ids[:, start:]
-        logprobs = recorder.logprobs(new) if recorder else new[:, :0].float()
+        new = ids[: len(requests), start:]
+        logprobs = recorder.logprobs(ids[:, start:]) if recorder else new[:, :0].float()
         rollouts = []
-        for prompt_ids, new_ids, row_logprobs in zip(rows, new.tolist(), logprobs.tolist(), strict=True):
+        answers = zip(rows, new.tolist(), logprobs[: len(requests)].tolist(), strict=True)
+        for prompt_ids, new_ids, row_logprobs in answers:
             answer_ids, reason = cut_at_end(new_ids, stop, decode.guard, pattern)
             rollouts.append(Rollout.of(self.table, prompt_ids, answer_ids, row_logprobs, reason, self.version))
         return rollouts
@@ -258,7 +264,7 @@ class HuggingFaceBackend:
         self,
         decode: Decode,
         pattern: Sequence[int],
-        requests: Sequence[Request],
+        requests: Sequence[Request | TextRequest],
         start: int,
         recorder: Recorder | None,
     ) -> LogitsProcessorList:
@@ -331,34 +337,56 @@ def generation_mode(model: Any) -> Iterator[None]:
         yield
 
 
-def _filler_requests(model: Any, batches: Sequence[Sequence[Request]]) -> list[Request]:
+def _filler_requests(model: Any, batches: Sequence[Sequence[Request | TextRequest]]) -> list[TextRequest]:
     """Return requests that this rank answers, with one token each, while other ranks have more batches.
 
-    A sharded model generates on all ranks at once, because every forward pass needs all shards. The fillers ask
-    about an image of any rank."""
+    A sharded model generates on all ranks at once, because every forward pass needs all shards."""
     if "generate" not in vars(model):  # `generate` encodes images before it calls `forward`
         register_fsdp_forward_method(model, "generate")
     together(ignore)  # wait for all ranks
-    own_image = asdict(batches[0][0].image) if batches else None
-    by_rank = [json.loads(text) for text in gather_texts(json.dumps([len(batches), own_image]))]
-    images = [ImageRef(**image) for _, image in by_rank if image]
-    most_batches = max(count for count, _ in by_rank)
-    return [Request(images[0], Decode.greedy(1)) for _ in range(most_batches - len(batches))]
+    most_batches = max(map(int, gather_texts(str(len(batches)))))
+    return [TextRequest("Wait.", Decode.greedy(1)) for _ in range(most_batches - len(batches))]
+
+
+def _prompt_ids(prompts: PromptBuilder, request: Request | TextRequest) -> list[int]:
+    if isinstance(request, TextRequest):
+        return prompts.text_ids(request.question)
+    return prompts.ids(*request.image.size, request.image.path, request.question)
 
 
 def _pad_batch(
-    prompts: PromptBuilder, requests: Sequence[Request], rows: list[list[int]], pad: int, device: torch.device
+    prompts: PromptBuilder,
+    requests: Sequence[Request | TextRequest],
+    rows: list[list[int]],
+    pad: int,
+    device: torch.device,
 ) -> dict[str, Any]:
     """Return the model's inputs, padded on the left, so that all answers begin at the same place."""
     longest = max(map(len, rows))
     ids = torch.tensor([[pad] * (longest - len(row)) + row for row in rows], device=device)
     mask = torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in rows], device=device)
-    pixels = [prompts.pixels(request.image.path, request.image.size) for request in requests]
     inputs: dict[str, Tensor] = {
         "input_ids": ids,
         "attention_mask": mask,
         "mm_token_type_ids": (ids == prompts.image_token).int(),
-        "pixel_values": torch.cat([patches for patches, _ in pixels]).to(device),
-        "image_grid_thw": torch.cat([grid for _, grid in pixels]).to(device),
     }
+    images = [request.image for request in requests if request.image is not None]
+    if images:
+        pixels = [prompts.patches(load_image(image)) for image in images]
+        inputs["pixel_values"] = torch.cat([patches for patches, _ in pixels]).to(device)
+        inputs["image_grid_thw"] = torch.cat([grid for _, grid in pixels]).to(device)
     return inputs
+
+
+def _add_blank_image(model: Any, inputs: dict[str, Any], image_token: int) -> None:
+    """Add a row with a blank image to a batch without images. The vision tower of a sharded model runs on all
+    ranks or on none, and other ranks may have images."""
+    length = inputs["input_ids"].shape[1]
+    ids = torch.zeros_like(inputs["input_ids"][:1])
+    mask = torch.zeros_like(ids)
+    ids[0, length - 1], mask[0, length - 1] = image_token, 1
+    added = {"input_ids": ids, "attention_mask": mask, "mm_token_type_ids": (ids == image_token).int()}
+    for name, row in added.items():
+        inputs[name] = torch.cat((inputs[name], row))
+    patches, grid = make_blank_image(model.config.vision_config)
+    inputs |= {"pixel_values": patches.to(ids.device), "image_grid_thw": grid.to(ids.device)}

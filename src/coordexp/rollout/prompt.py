@@ -4,47 +4,100 @@ The model's own processor decides both, so training, evaluation and generation c
 resized or how many tokens it has.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import IO, Any
 
+import torch
 from PIL import Image, ImageOps
 from torch import Tensor
 
 from coordexp.data import DataError
 from coordexp.data.images import ImageError, open_image_file, size_problem
 from coordexp.errors import UserError, explain
+from coordexp.families import PLACE_TOKENS
+from coordexp.rollout.backend import ImageRef
 
+UNREADABLE = "`coordexp data doctor` finds all such images, and `coordexp data clean` leaves their records out"
+REMEMBERED = 4096  # questions whose tokens are kept
 UNUSABLE = "cut the image into tiles, or remove the record; `coordexp data doctor` finds all of them"
 
 
 class PromptBuilder:
-    """Makes the prompt that asks `question` about an image."""
+    """Makes the prompts that ask about an image: `question`, unless a request has a question of its own. `locate`
+    returns the line of the data that has an image, for errors about it."""
 
-    def __init__(self, processor: Any, question: str) -> None:
-        content = [{"type": "image"}, {"type": "text", "text": question}]
-        messages = [{"role": "user", "content": content}]
-        self.processor, self.question = processor, question
-        self.text = chat_text(processor, messages)
-        self._ids: list[int] = processor.tokenizer(self.text, add_special_tokens=False)["input_ids"]
-        image_token = processor.tokenizer.convert_tokens_to_ids(processor.image_token)
-        if self._ids.count(image_token) != 1:
+    def __init__(self, processor: Any, question: str, locate: Callable[[str], str] | None = None) -> None:
+        self.processor, self.question, self._locate = processor, question, locate
+        self.image_token: int = processor.tokenizer.convert_tokens_to_ids(processor.image_token)
+        self._tokenize = lru_cache(REMEMBERED)(self._tokenize_question)
+        self._tokenize_alone = lru_cache(REMEMBERED)(self._tokenize_text)
+        self._tokenize(question)
+
+    def text(self, question: str | None = None, *, has_image: bool = True) -> str:
+        """Return the prompt as text, with one token in the place of the image, if it has one."""
+        image = [{"type": "image"}] if has_image else []
+        content = [*image, {"type": "text", "text": question or self.question}]
+        return chat_text(self.processor, [{"role": "user", "content": content}])
+
+    def text_ids(self, question: str) -> list[int]:
+        """Return the token ids of the prompt of a question without an image."""
+        return list(self._tokenize_alone(question))
+
+    def ids(
+        self, width: int, height: int, image: str | Path = "the image", question: str | None = None
+    ) -> list[int]:
+        """Return the token ids of the prompt for an image of this size. `image` names it in an error."""
+        before, after = self._tokenize(question or self.question)
+        tokens = [self.image_token] * image_tokens(self.processor, width, height, image)
+        return [*before, *tokens, *after]
+
+    def _tokenize_question(self, question: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Return the tokens before the image and those after it."""
+        ids = self._tokenize_prompt(question, has_image=True)
+        if (count := ids.count(self.image_token)) != 1:
             raise UserError(
-                f"the chat template writes {self._ids.count(image_token)} image tokens for one image",
+                f"the chat template writes {count} image tokens for one image",
                 "use a processor whose template writes one, as those of Qwen do",
             )
-        self.image_token = image_token
-        self._image_at = self._ids.index(image_token)
+        place = ids.index(self.image_token)
+        return tuple(ids[:place]), tuple(ids[place + 1 :])
 
-    def ids(self, width: int, height: int, image: str | Path = "the image") -> list[int]:
-        """Return the token ids of the prompt for an image of this size. `image` names it in an error."""
-        tokens = [self.image_token] * image_tokens(self.processor, width, height, image)
-        return [*self._ids[: self._image_at], *tokens, *self._ids[self._image_at + 1 :]]
+    def _tokenize_text(self, question: str) -> tuple[int, ...]:
+        return tuple(self._tokenize_prompt(question, has_image=False))
+
+    def _tokenize_prompt(self, question: str, *, has_image: bool) -> list[int]:
+        if special := find_special_token(self.processor, question):
+            raise DataError(
+                f"the question {question!r} contains {special}, which is not text for this model",
+                "write it without this token; coordinate tokens are allowed",
+            )
+        text = self.text(question, has_image=has_image)
+        ids: list[int] = self.processor.tokenizer(text, add_special_tokens=False)["input_ids"]
+        return ids
 
     def pixels(self, path: str | Path, size: tuple[int, int]) -> tuple[Tensor, Tensor]:
-        """Return the patches of an image and their grid, in the form that the model takes."""
-        inputs = self.processor.image_processor(images=[open_image(path, size)], return_tensors="pt")
+        """Return the patches of an image file and their grid, in the form that the model takes."""
+        try:
+            image = open_image(path, size)
+        except DataError as error:
+            if self._locate is None or not (place := self._locate(str(path))):
+                raise
+            raise DataError(f"{place}: {error.problem}", error.fix) from error
+        return self.patches(image)
+
+    def patches(self, image: Image.Image) -> tuple[Tensor, Tensor]:
+        """Return the patches of an image and their grid."""
+        inputs = self.processor.image_processor(images=[image], return_tensors="pt")
         return inputs["pixel_values"], inputs["image_grid_thw"]
+
+
+def make_blank_image(vision_config: Any) -> tuple[Tensor, Tensor]:
+    """Return the patches and the grid of the smallest image, which has one token."""
+    side = vision_config.spatial_merge_size
+    values = vision_config.in_channels * vision_config.temporal_patch_size * vision_config.patch_size**2
+    return torch.zeros(side**2, values), torch.tensor([[1, side, side]])
 
 
 def load_processor(folder: Path, limits: Mapping[str, int] | None = None) -> Any:
@@ -79,12 +132,24 @@ def read_image_size(processor: Any) -> dict[str, int]:
     return dict(processor.image_processor.size)
 
 
+def find_special_token(processor: Any, text: str) -> str | None:
+    """Return a token of the model in the text that ends a turn, stands for an image, or the like. Tokens that mark
+    a place in an image are part of a prompt."""
+    tokens = [token for token in processor.tokenizer.all_special_tokens if not token.startswith(PLACE_TOKENS)]
+    return next((token for token in tokens if token in text), None)
+
+
 def chat_text(processor: Any, messages: Sequence[Any]) -> str:
-    """Return a conversation as the model's own template writes it, up to where the answer begins. A template that
-    would let the model think first, as that of Qwen3.5, is told not to."""
-    options = {"enable_thinking": False} if "enable_thinking" in str(processor.chat_template) else {}
+    """Return a conversation as the model's own template writes it, up to where the answer begins."""
+    options = template_options(processor)
     text = processor.apply_chat_template(messages, add_generation_prompt=True, tokenize=False, **options)
     return str(text)
+
+
+def template_options(processor: Any) -> dict[str, Any]:
+    """Return the options of the chat template. One that would let the model think first, as that of Qwen3.5, is
+    told not to."""
+    return {"enable_thinking": False} if "enable_thinking" in str(processor.chat_template) else {}
 
 
 def image_tokens(processor: Any, width: int, height: int, image: str | Path) -> int:
@@ -94,6 +159,17 @@ def image_tokens(processor: Any, width: int, height: int, image: str | Path) -> 
         raise DataError(f"{image}: {problem}", UNUSABLE)
     images = processor.image_processor
     return int(images.get_number_of_image_patches(height, width, {}) // images.merge_size**2)
+
+
+def most_image_tokens(processor: Any) -> int:
+    """Return how many tokens the largest image takes that the processor does not scale down."""
+    images = processor.image_processor
+    return int(read_image_size(processor)["longest_edge"] // (images.patch_size * images.merge_size) ** 2)
+
+
+def load_image(image: ImageRef) -> Image.Image:
+    """Return the image of a request, upright and in RGB."""
+    return open_image(image.path, image.size) if image.pixels is None else image.pixels
 
 
 def open_image(path: str | Path, size: tuple[int, int]) -> Image.Image:
@@ -112,7 +188,7 @@ def read_image(source: str | Path | IO[bytes], name: str) -> Image.Image:
     """Return the image in RGB, rotated as its EXIF data says. An image of an unusable size is not decoded."""
     file = Path(source) if isinstance(source, str) else source
     with (
-        explain(OSError, f"{name}: not a readable image", "run `coordexp data doctor`"),
+        explain(OSError, f"{name}: not a readable image", UNREADABLE),
         open_image_file(file) as image,
     ):
         if problem := size_problem(*image.size):

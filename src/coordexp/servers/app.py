@@ -167,7 +167,9 @@ class RolloutApp:
             problem = no_weights()
         return to_response(problem) if problem else JSONResponse({"status": "ready"})
 
-    async def version(self) -> ServerVersion:
+    async def version(self, full: bool = False) -> Response:
+        """The state of the weights, and facts about the server. The fingerprint of the model, which is long, only
+        with `?full=1`: learners compare it with their own."""
         updates = self.updates
         is_whole = updates.update is None or not updates.update.touched
         state = {
@@ -176,7 +178,8 @@ class RolloutApp:
             "updating": updates.update is not None,
             "session": _hash(updates.session.id) if updates.session else None,  # the id itself is a secret
         }
-        return self.facts.model_copy(update=state)
+        version = self.facts.model_copy(update=state)
+        return JSONResponse(version.model_dump(mode="json", exclude=None if full else {"model"}))
 
     async def get_metrics(self) -> Response:
         return Response(await asyncio.to_thread(self.metrics.to_text), media_type="text/plain; version=0.0.4")
@@ -364,7 +367,7 @@ def serve(serving: Serving, announce: Callable[[int], None]) -> None:
     guard = serving.settings.repeat_terminate
     if guard.enabled:
         check_guard_class()
-    table = VocabularyTable.from_folder(serving.folder)
+    table = VocabularyTable.from_folder(serving.folder, needs_coords=False)  # the learner knows the answer format
     processor = load_processor(serving.folder, serving.image_limits)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     setup = EngineSetup(

@@ -1,7 +1,8 @@
 """Rollouts by servers that get the learner's weights over the network.
 
-Every rank asks the servers itself. Only the first rank connects to them and sends weights. It shares its results
-with all ranks, so that they always agree on which servers may be asked.
+Every rank asks the servers itself. Only the senders connect to them and send weights, each to its share of the
+servers: the first rank alone, or `sync.senders` ranks. They share their results with all ranks, so that these
+always agree on which servers may be asked.
 """
 
 import itertools
@@ -10,7 +11,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from operator import itemgetter
 from threading import Condition
@@ -19,6 +20,7 @@ from uuid import uuid4
 
 from torch import distributed as dist
 
+from coordexp.config.rollout import capacity_shortage
 from coordexp.engine.start import EngineSetup
 from coordexp.engine.weights import AdapterRefused, SyncMode
 from coordexp.errors import EngineError
@@ -53,7 +55,7 @@ from coordexp.servers.client import (
     to_rollout,
 )
 from coordexp.servers.links import Links, own_device
-from coordexp.servers.pool import Chunk, Loss, Out, Pool, Up, Window
+from coordexp.servers.pool import Chunk, Loss, Pool, Up, Window, sending_rank
 from coordexp.servers.protocol import ENGINE_FAULT
 from coordexp.servers.send import Sent, send, send_adapter
 from coordexp.tasks import Task, ignore
@@ -62,14 +64,16 @@ AGAIN = 1.0  # seconds between two attempts to find a server
 WINDOWS = 4  # full windows of requests in one call of a caller that has many
 HTTP_FAULT = "http_500"  # the kind of a retry after an HTTP error of the server
 LEFT_OUT = "the run goes on without this server until it is back and has received the current weights"
+_Results = list[dict[str, Any]]  # of all senders, the first rank first; servers are the keys of objects
 
 
 class ServerBackend:
     """The backend that asks rollout servers.
 
     `reference` answers with the learner's own model. It and each server are asked about the images `probes`, to
-    check that they have the same weights. `notify` gets messages for people, and `record` gets the events that are
-    needed to repeat the run. `adapter` returns the learner's adapter, if it can be sent alone."""
+    check that they have the same weights. `notify` gets messages for people: those of the first rank, and those of
+    another sender about its own servers. `record` gets the events that are needed to repeat the run. `adapter`
+    returns the learner's adapter, if it can be sent alone."""
 
     def __init__(
         self,
@@ -83,19 +87,24 @@ class ServerBackend:
         timeouts: ClientTimeouts | None = None,
     ) -> None:
         self.setup, self.prompts, self.reference, self.probes = setup, prompts, reference, probes
-        self.notify, self.record, self.adapter = notify, record, adapter
+        self.record, self.adapter = record, adapter
         self.settings = setup.settings.vllm
-        self.sync_mode = SyncMode(self.settings.sync, adapter is not None, notify, OTHERWISE)
+        self.rank, self.ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+        self._notify_here = notify if self.rank == 0 else lambda message: notify(f"rank {self.rank}: {message}")
+        self.notify = notify if self.rank == 0 else ignore
+        self.sync_mode = SyncMode(self.settings.sync, adapter is not None, self.notify, OTHERWISE)
         seconds = self.settings.server.infer_timeout_s
         self.clients = [
             ServerClient(k, server, seconds, timeouts) for k, server in enumerate(self.settings.server.servers)
         ]
-        self.rank, self.ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-        self.links = Links(self.clients, setup, self.ranks, notify)
+        owners = [sending_rank(k, self.settings.sync.senders, self.ranks) for k in range(len(self.clients))]
+        own = {k: client for k, client in enumerate(self.clients) if owners[k] == self.rank}
+        self.links = Links(own, setup, self._notify_here)
         self.pool: Pool | None = None
         self._run = ""
         self._weights: Weights | None = None
         self._probed: int | None = None  # the version at which all servers were last probed
+        self._warnings: dict[int, str] = {}  # the latest warning about a server
         guard = setup.settings.repeat_terminate
         self._pattern = key_pattern_for(guard, setup.table)
 
@@ -182,57 +191,78 @@ class ServerBackend:
         together(ignore)
         self.links.devices = gather_texts(own_device(self.setup.device))
         self.notify(f"connecting to {', '.join(client.name for client in self.clients)}")
-        self._run, sizes = self._on_first_rank(self._connect_first)
+        results = self._on_senders(self._connect_share)
+        self._run = results[0]["run"]
+        sizes = self._take_facts(results)
+        if shortage := capacity_shortage(self.setup.settings.decode_batch_size, sizes, self.ranks):
+            problem, fix = shortage
+            raise EngineError(f"rollout_matching.decode_batch_size: {problem}", fix)
         self.pool = Pool.of(sizes)
 
-    def _connect_first(self) -> tuple[str, list[int]]:
+    def _connect_share(self) -> dict[str, Any]:
         self.links.connect()
-        return uuid4().hex[:8], [client.facts.world_size for client in self.clients if client.facts]
+        return {"run": uuid4().hex[:8], "facts": self._own_facts()}
+
+    def _own_facts(self) -> dict[int, dict[str, Any]]:
+        return {index: asdict(client.facts) for index, client in self.links.clients.items() if client.facts}
+
+    def _take_facts(self, results: _Results) -> tuple[int, ...]:
+        """Set the facts of all clients, and return the world sizes of the servers."""
+        facts = _merge(results, "facts")
+        for client in self.clients:
+            client.facts = ServerFacts(**facts[client.index])
+        return tuple(values["world_size"] for values in facts.values())
 
     def _name_version(self, version: int) -> str:
         """Return the name of a version on the servers. No weights of another learner have the same name."""
         return f"{version}-{self._run}"
 
     def _deliver(self, until: float) -> None:
-        """Send the current weights to all servers that can be reached and lack them. Return once one has them."""
+        """Send the current weights to all servers that can be reached and lack them. Return once one has them.
+        Raise EngineError if that takes until the deadline."""
         while True:
-            plan = self._on_first_rank(self._plan, until)
-            self._apply_plan(plan["facts"], plan["pool"])
-            if plan["targets"]:
-                self._send(plan["targets"], plan["fresh"])
+            plans = self._on_senders(self._plan, until)
+            self._apply_plans(plans)
             assert self.pool is not None
+            if targets := _merge_lists(plans, "targets"):
+                self._send(targets, _merge_lists(plans, "fresh"))
             if self.pool.usable:
                 return
+            if not targets:
+                time.sleep(AGAIN)
 
     def _plan(self, until: float) -> dict[str, Any]:
-        """Return which servers get weights, and which of them have come back. If there is none, wait for one. Only
-        the first rank does this."""
+        """Connect to the servers of this sender that are back. Return which of its servers get weights, and why
+        the others cannot."""
         pool = self.pool
         assert pool is not None
-        for index, loss in self.links.find_ended().items():
-            self._leave_out(index, loss)
+        if self.rank == 0 and not pool.usable and time.monotonic() >= until:
+            raise _none_left(pool, self.settings.server.timeout_s)
+        ended = self.links.drop_ended()
+        for index, loss in ended.items():
             pool = pool.mark_failed(index, loss)
-        while True:
-            if not pool.usable and time.monotonic() >= until:
-                raise _none_left(pool, self.settings.server.timeout_s)
-            gone = [k for k in pool.out if k not in self.links.open]
-            is_last_hope = len(pool.out) == len(self.clients)
-            for index, loss in self.links.reconnect(gone, until, is_last_hope).items():
-                pool = pool.mark_failed(index, loss)
-            targets = [k for k in pool.behind if k in self.links.open]
-            if targets or pool.usable:
-                break
-            time.sleep(AGAIN)
-        facts = [asdict(client.facts) for client in self.clients if client.facts]
-        fresh = [k for k in targets if k in gone]
-        return {"targets": targets, "fresh": fresh, "facts": facts, "pool": _states_to_json(pool)}
+        gone = [k for k in pool.out if k in self.links.clients and k not in self.links.open]
+        errors = self.links.reconnect(gone, until, is_last_hope=len(pool.out) == len(self.clients))
+        targets = [k for k in pool.behind if k in self.links.open]
+        return {
+            "targets": targets,
+            "fresh": [k for k in targets if k in gone],  # they have come back
+            "ended": ended,
+            "failed": {index: Loss.from_error(error) for index, error in errors.items()},
+            "refused": [index for index, error in errors.items() if not isinstance(error, ServerLost)],
+            "facts": self._own_facts(),
+        }
 
-    def _apply_plan(self, facts: list[dict[str, Any]], states: list[Any]) -> None:
+    def _apply_plans(self, plans: _Results) -> None:
         assert self.pool is not None
-        for client, values in zip(self.clients, facts, strict=True):
-            client.facts = ServerFacts(**values)
-        sizes = tuple(values["world_size"] for values in facts)
-        self.pool = Pool(sizes, _states_from_json(states), self.pool.version)
+        ended, failed = _merge(plans, "ended"), _merge(plans, "failed")
+        self.pool = replace(self.pool, world_sizes=self._take_facts(plans))
+        for index, loss in (ended | failed).items():
+            self.pool = self.pool.mark_failed(index, Loss(*loss))
+        for loss in ended.values():
+            self._warn_left_out(Loss(*loss))
+        for index in _merge_lists(plans, "refused"):
+            self._warn_once(index, f"warning: {EngineError(*failed[index])}")
 
     def _send(self, targets: list[int], fresh: list[int]) -> None:
         assert self.pool is not None and self.pool.version is not None
@@ -240,36 +270,42 @@ class ServerBackend:
         is_due = self._probed is None or version - self._probed >= self.settings.sync.canary_every
         own = self.reference.generate(self._probe_requests) if is_due or fresh else []
         sent = together(partial(self._send_weights, targets, version))
-        outcome = self._on_first_rank(self._commit, sent, own, targets if is_due else fresh)
-        for index in outcome["synced"]:
+        results = self._on_senders(self._probe, sent, own, targets if is_due else fresh)
+        synced, failed = _merge_lists(results, "synced"), _merge(results, "failed")
+        for index in synced:
             self.pool = self.pool.mark_synced(index, version)
-        for index, loss in outcome["failed"].items():
-            self.pool = self.pool.mark_failed(int(index), Loss(*loss))
-        if is_due and outcome["synced"]:
+        for index, loss in failed.items():
+            self._leave_out(index, Loss(*loss))
+            self.pool = self.pool.mark_failed(index, Loss(*loss))
+        if self.rank == 0:
+            self._record_sync(results, version)
+        if is_due and synced:
             if self._probed is None:
                 self.notify("the rollout servers answer as the learner does")
             self._probed = version
 
-    def _send_weights(self, targets: list[int], version: int) -> Sent | None:
+    def _send_weights(self, targets: list[int], version: int) -> Sent:
+        """Send the weights to those of the targets that are this rank's."""
         assert self._weights is not None
-        if self.rank != 0:
+        links = [self.links.open[k] for k in targets if k in self.links.open]
+        if not links:
             deque(self._weights(), maxlen=0)  # it takes part in gathering them
-            return None
-        links, seconds = [self.links.open[k] for k in targets], self.settings.sync.timeout_s
-        name, device = self._name_version(version), self.setup.device
+            return Sent((), {}, 0, 0.0)
+        name, device, seconds = self._name_version(version), self.setup.device, self.settings.sync.timeout_s
         if self.sync_mode.is_adapter:
             assert self.adapter is not None and self.ranks == 1  # other ranks take no part in gathering it
             try:
                 return send_adapter(links, self.adapter(), name, device, seconds)
             except AdapterRefused as error:
                 self.sync_mode.fall_back(error.problem)
-        return send(links, self._weights(), name, device, seconds, self.notify)
+        is_only = self.settings.sync.senders == 1
+        return send(links, self._weights(), name, device, seconds, self._notify_here, is_only_sender=is_only)
 
-    def _commit(self, sent: Sent | None, own: list[Rollout], probed: Sequence[int]) -> dict[str, Any]:
-        """Return the servers that have the weights, and why the others do not. Only the first rank does this.
-        Raise EngineError if a server that is to be probed does not answer as the learner does. A server gets the
-        probes once for each of its devices, so that each of its replicas answers some."""
-        assert sent is not None and self.pool is not None and self.pool.version is not None
+    def _probe(self, sent: Sent, own: list[Rollout], probed: Sequence[int]) -> dict[str, Any]:
+        """Return which servers of this sender have the weights, and why the others do not. Raise EngineError if a
+        server that is to be probed does not answer as the learner does. A server gets the probes once for each of
+        its devices, so that each of its replicas answers some."""
+        assert self.pool is not None and self.pool.version is not None
         version, failed = self.pool.version, dict(sent.failed)
         probes = {
             k: Task(self.ask_server, k, self._probe_requests * self.pool.world_sizes[k], version)
@@ -281,22 +317,26 @@ class ServerBackend:
                 failed[index] = Loss.from_error(lost)
                 continue
             self._compare(index, own * self.pool.world_sizes[index], task.result())
-        for index, loss in failed.items():
-            self._leave_out(index, loss)
         synced = [k for k in sent.servers if k not in failed]
-        reasons = {str(k): str(EngineError(*loss)) for k, loss in failed.items()}
+        result = {"synced": synced, "failed": failed, "probed": list(probes)}
+        return result | {"seconds": sent.seconds, "bytes": sent.nbytes}
+
+    def _record_sync(self, results: _Results, version: int) -> None:
+        """Record the sync of all senders as one event. Each of them has sent the same bytes to each server."""
+        seconds, nbytes = (max(result[name] for result in results) for name in ("seconds", "bytes"))
+        reasons = {str(k): str(EngineError(*loss)) for k, loss in _merge(results, "failed").items()}
+        servers = {name: _merge_lists(results, name) for name in ("synced", "probed")}
         self.record(
-            {"event": "sync", "version": version, "seconds": round(sent.seconds, 4), "bytes": sent.nbytes}
-            | {"synced": synced, "failed": reasons, "probed": list(probes)}
+            {"event": "sync", "version": version, "seconds": round(seconds, 4), "bytes": nbytes}
+            | {"synced": servers["synced"], "failed": reasons, "probed": servers["probed"]}
             | self.describe()
         )
-        return {"synced": synced, "failed": failed}
 
     def _compare(self, index: int, own: Sequence[Rollout], answers: Sequence[Rollout]) -> None:
         fix = f"this should not happen; please report it, {OTHERWISE}"
         warning = compare_answers(self.clients[index].name, own, answers, self.setup.coarsest_dtype, fix)
         if warning:
-            self.notify(warning)
+            self._notify_here(warning)
 
     @property
     def _probe_requests(self) -> list[Request]:
@@ -311,7 +351,9 @@ class ServerBackend:
         prompts that training uses."""
         client, decode = self.clients[server], common_decode(requests)
         assert not decode.guard.enabled or decode.guard == self.setup.settings.repeat_terminate, "another guard"
-        prompts = [self.prompts.ids(*request.image.size, request.image.path) for request in requests]
+        prompts = [
+            self.prompts.ids(*request.image.size, request.image.path, request.question) for request in requests
+        ]
         facts = client.facts
         assert facts is not None, "before the first sync"
         if facts.max_model_len is not None:
@@ -377,18 +419,37 @@ class ServerBackend:
             self._leave_out(index, loss)
         self.pool = agreed.mark_all_lost(union)
 
-    def _on_first_rank(self, work: Callable[..., Any], *arguments: Any) -> Any:
-        """Do the work on the first rank, and return its result, which is JSON, on all ranks."""
-        text = together(partial(self._run_first, work, *arguments))
-        return json.loads(gather_texts(text)[0])
+    def _on_senders(self, work: Callable[..., Any], *arguments: Any) -> _Results:
+        """Do the work on all senders, and return their results, which are JSON, on all ranks."""
+        text = together(partial(self._run_if_sender, work, *arguments))
+        return [json.loads(result) for result in gather_texts(text) if result]
 
-    def _run_first(self, work: Callable[..., Any], *arguments: Any) -> str:
-        return json.dumps(work(*arguments)) if self.rank == 0 else ""
+    def _run_if_sender(self, work: Callable[..., Any], *arguments: Any) -> str:
+        return json.dumps(work(*arguments)) if self.links.clients else ""
 
     def _leave_out(self, index: int, loss: Loss) -> None:
+        self._warn_left_out(loss)
+        self.links.drop(index)
+
+    def _warn_left_out(self, loss: Loss) -> None:
         fix = "; ".join(filter(None, (loss.fix, LEFT_OUT)))
         self.notify(f"warning: {EngineError(loss.problem, fix)}")
-        self.links.drop(index)
+
+    def _warn_once(self, index: int, warning: str) -> None:
+        """Warn about a server that responds but cannot be used: the user has to act."""
+        if self._warnings.get(index) != warning:
+            self._warnings[index] = warning
+            self.notify(warning)
+
+
+def _merge(results: _Results, name: str) -> dict[int, Any]:
+    """Return this object of all senders as one, in the order of the servers."""
+    return dict(sorted((int(index), value) for result in results for index, value in result[name].items()))
+
+
+def _merge_lists(results: _Results, name: str) -> list[int]:
+    """Return the servers in this list of all senders, in order."""
+    return sorted(index for result in results for index in result[name])
 
 
 class _Generation:
@@ -509,14 +570,6 @@ class _Started:
 
     def wait(self) -> None:
         self.generation.wait_until_idle()
-
-
-def _states_to_json(pool: Pool) -> list[Any]:
-    return [state.version if isinstance(state, Up) else state.loss for state in pool.states]
-
-
-def _states_from_json(states: list[Any]) -> tuple[Up | Out, ...]:
-    return tuple(Up(state) if isinstance(state, int) else Out(Loss(*state)) for state in states)
 
 
 def _none_left(pool: Pool, seconds: float) -> EngineError:

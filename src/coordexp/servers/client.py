@@ -351,13 +351,9 @@ def _describe(error: BaseException | None) -> str:
 
 
 def infer_payload(requests: Sequence[Request], question: str) -> dict[str, Any]:
-    """Return the body of one call, whose requests all decode alike. It sets every sampling field, because ms-swift
-    takes missing ones from the model's `generation_config.json`."""
-    if IMAGE in question:
-        raise EngineError(
-            f"custom.prompt: it contains {IMAGE}, which marks the place of the image in requests to servers",
-            f"write the prompt without {IMAGE}: the image always comes first",
-        )
+    """Return the body of one call, whose requests all decode alike. `question` is that of requests without their
+    own. The body sets every sampling field, because ms-swift takes missing ones from the model's
+    `generation_config.json`."""
     decode = common_decode(requests)
     if decode.mode == "beam":
         raise EngineError("rollout servers have no beam search", "set rollout_backend: hf, or decode_mode: greedy")
@@ -371,7 +367,7 @@ def infer_payload(requests: Sequence[Request], question: str) -> dict[str, Any]:
     for request in requests:
         own = LearnerFields(seed=request.seed, guard=decode.guard.enabled, size=request.image.size)
         infer_request = InferRequest(
-            messages=[ChatMessage(role="user", content=IMAGE + question)],
+            messages=[ChatMessage(role="user", content=_content(request, question))],
             images=[str(Path(request.image.path).absolute())],
             data_dict={OWN_KEY: own.to_json()},
         )
@@ -389,6 +385,17 @@ def infer_payload(requests: Sequence[Request], question: str) -> dict[str, Any]:
         logprobs=True,
     )
     return InferCall(infer_requests=infer_requests, request_config=config).to_json()
+
+
+def _content(request: Request, question: str) -> str:
+    text = request.question or question
+    if IMAGE in text:
+        raise EngineError(
+            f"{request.image.path}: its prompt contains {IMAGE}, which marks the place of the image in requests "
+            "to servers",
+            f"write the prompt without {IMAGE}: the image always comes first",
+        )
+    return IMAGE + text
 
 
 class RequestFailed(EngineError):

@@ -1,16 +1,15 @@
-"""The first rank's connections to all servers. They are opened at the first sync, closed when a server fails, and
-opened again when it is back."""
+"""The connections of a rank to the servers that it sends weights to. They are opened at the first sync, closed
+when a server fails, and opened again when it is back."""
 
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from coordexp.config.rollout import capacity_shortage
 from coordexp.engine.start import EngineSetup
 from coordexp.errors import EngineError
 from coordexp.servers import swift_servers
@@ -35,17 +34,16 @@ SAME_CONFIG = "start it with the config that the learner has"
 
 @dataclass
 class Links:
-    """The open links by server. `devices` are those of all learner ranks, of which there are `learners`."""
+    """The open links by server. `clients` are those of the servers that this rank sends weights to, and `devices`
+    are those of all learner ranks."""
 
-    clients: Sequence[ServerClient]
+    clients: Mapping[int, ServerClient]
     setup: EngineSetup
-    learners: int
     notify: Callable[[str], None]
     devices: Sequence[str] = ()
     open: dict[int, Link] = field(default_factory=dict)
     _attempts: dict[int, float] = field(default_factory=dict)  # when a server was last tried
     _leaving: list[Task[None]] = field(default_factory=list)
-    _warnings: dict[int, str] = field(default_factory=dict)  # the latest warning about a server
 
     @property
     def timeout(self) -> float:
@@ -53,29 +51,32 @@ class Links:
 
     def connect(self) -> None:
         """Connect to all servers, at the beginning of a run. Raise EngineError if one cannot be used."""
-        tasks = [Task(self._wait_for_server, client) for client in self.clients]
+        tasks = [Task(self._wait_for_server, client) for client in self.clients.values()]
         with ExitStack() as undo:
             undo.callback(self.close)
             facts = [task.result() for task in tasks]
-            self._check_capacity(facts)
             self._join(facts)
             undo.pop_all()
 
-    def find_ended(self) -> dict[int, Loss]:
-        """Return the servers whose sessions have ended."""
-        return {
+    def drop_ended(self) -> dict[int, Loss]:
+        """Drop the links whose sessions have ended, and return the losses of their servers."""
+        ended = {
             index: Loss(f"{link.client.name}: its session has ended")
             for index, link in self.open.items()
             if not link.is_alive
         }
+        for index in ended:
+            self.drop(index)
+        return ended
 
     def drop(self, index: int) -> None:
         if (link := self.open.pop(index, None)) is not None:
             self._leaving.append(link.close())
 
-    def reconnect(self, out: Sequence[int], until: float, is_last_hope: bool) -> dict[int, Loss]:
-        """Connect to those of these servers that are back, and return why the others failed. A server that
-        responds but could not be used is not tried at every step, unless no server is left (`is_last_hope`)."""
+    def reconnect(self, out: Sequence[int], until: float, is_last_hope: bool) -> dict[int, EngineError]:
+        """Connect to those of these servers that are back, and return the errors of the others. The error of a
+        server that does not respond is a ServerLost. A server that responds but could not be used is not tried at
+        every step, unless no server is left (`is_last_hope`)."""
         now = time.monotonic()
         due = [index for index in out if is_last_hope or now - self._attempts.get(index, -PAUSE) >= PAUSE]
         tasks = {index: Task(self._reconnect, index, until) for index in due}
@@ -85,9 +86,7 @@ class Links:
                 self.open[index] = task.result()
                 del self._attempts[index]
                 continue
-            failed[index] = Loss.from_error(error)
-            if not isinstance(error, ServerLost):
-                self._warn_once(index, str(error))
+            failed[index] = error
         return failed
 
     def close(self) -> None:
@@ -97,12 +96,6 @@ class Links:
         until = time.monotonic() + LEAVING
         for task in self._leaving:
             task.done.wait(max(0.0, until - time.monotonic()))
-
-    def _warn_once(self, index: int, warning: str) -> None:
-        """Warn about a server that responds but cannot be used: the user has to act."""
-        if self._warnings.get(index) != warning:
-            self._warnings[index] = warning
-            self.notify(f"warning: {warning}")
 
     def _wait_for_server(self, client: ServerClient) -> ServerFacts:
         began = notified = time.monotonic()
@@ -116,20 +109,13 @@ class Links:
             time.sleep(min(client.timeouts.poll, max(0.0, began + self.timeout - now)))
         return examine_server(client, self.setup, self.devices)
 
-    def _check_capacity(self, facts: Sequence[ServerFacts]) -> None:
-        sizes = tuple(server.world_size for server in facts)
-        shortage = capacity_shortage(self.setup.settings.decode_batch_size, sizes, self.learners)
-        if shortage is not None:
-            problem, fix = shortage
-            raise EngineError(f"rollout_matching.decode_batch_size: {problem}", fix)
-
     def _join(self, facts: Sequence[ServerFacts]) -> None:
-        servers = zip(self.clients, facts, strict=True)
+        servers = zip(self.clients.values(), facts, strict=True)
         tasks = [Task(self._link, client, server, self.timeout) for client, server in servers]
         errors = []
-        for client, task in zip(self.clients, tasks, strict=True):
+        for index, task in zip(self.clients, tasks, strict=True):
             if (error := task.failure(EngineError)) is None:
-                self.open[client.index] = task.result()
+                self.open[index] = task.result()
             else:
                 errors.append(error)
         if errors:
@@ -169,7 +155,7 @@ def examine_server(client: ServerClient, learner: EngineSetup, devices: Sequence
     """Set and return the facts of a client. Raise EngineError if its server does not fit the learner.
     `devices` are those of all learner ranks. A server without our version route is one of ms-swift."""
     size = client.read(WorldSize, "/get_world_size/").world_size
-    body = client.get_if_present("/version/")
+    body = client.get_if_present("/version/?full=1")
     if body is None:
         client.facts, guard = swift_servers.read_facts(client, size, learner.settings.repeat_terminate)
         if guard is not None:

@@ -122,6 +122,12 @@ class Pool:
         return usable
 
 
+def sending_rank(server: int, senders: int, ranks: int) -> int:
+    """Return the learner rank that sends weights to a server. The servers take turns with the senders, which are
+    spread evenly over the ranks: with as many senders as nodes, they are the first ranks of the nodes."""
+    return server % senders * ranks // senders
+
+
 def split_count(count: int, world_sizes: Sequence[int]) -> list[int]:
     """Return how many of `count` requests each server gets. Servers of equal size get chunks of the rounded-up
     size, one after the other. Otherwise each server gets its proportion, by the largest remainder."""

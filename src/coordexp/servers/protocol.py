@@ -222,7 +222,8 @@ class ServerIdentity(Response):
 
 
 class ServerVersion(ServerIdentity):
-    """The response of `/version/`: facts that a learner checks, and the state of the weights."""
+    """The response of `/version/?full=1`: facts that a learner checks, and the state of the weights. Without
+    `full`, `model` is missing."""
 
     boot: str
     model: dict[str, Any]

@@ -69,7 +69,7 @@ REFUSED_FOR_GOOD = frozenset(
 
 
 class Link:
-    """The first rank's connection to one server: a session, and a group for weights."""
+    """A rank's connection to one server: a session, and a group for weights."""
 
     def __init__(self, client: ServerClient, session: ServerSession | None, group: WeightGroup) -> None:
         self.client, self.session, self.group = client, session, group
@@ -297,9 +297,13 @@ def send(
     seconds: float,
     notify: Callable[[str], None] = ignore,
     adapter: AdapterConfig | None = None,
+    is_only_sender: bool = True,
 ) -> Sent:
     """Send the weights to all servers within `seconds`. If there is an `adapter` config, they are the weights of
-    that adapter. Raise EngineError if a weight has a NaN or an Inf; its bucket is not sent to any server."""
+    that adapter. Raise EngineError if a weight has a NaN or an Inf; its bucket is not sent to any server.
+
+    Unless this is the only sender, others may gather the weights with it and wait for it. So it gives up a slow
+    server even if it sends to no other."""
     began = time.monotonic()
     until = began + seconds
     changed, patience = Condition(), seconds * STRAGGLING
@@ -310,7 +314,7 @@ def send(
     nothing_after: list[Bucket] = [[]]
     pairs = pairwise(chain(_guard_buckets(weights, most, deliveries), nothing_after))
     for number, (bucket, following) in enumerate(pairs):
-        _wait(deliveries, partial(_has_free_buffer, number), changed, until, patience)
+        _wait(deliveries, partial(_has_free_buffer, number), changed, until, patience, is_only_sender)
         if all(delivery.loss for delivery in deliveries):
             continue  # other ranks take part in the pass, so it goes on to its end
         if (broken := find_non_finite(bucket)) is not None:
@@ -378,9 +382,11 @@ def _wait(
     changed: Condition,
     until: float,
     patience: float,
+    is_only_sender: bool = True,
 ) -> None:
     """Return once each delivery is ready or has failed. Fail those that are not ready at the deadline, and those
-    that keep ready ones waiting for `patience` seconds, so that one slow server does not make all of them late."""
+    that keep ready ones or another sender waiting for `patience` seconds, so that one slow server does not make
+    all of them late."""
 
     def is_settled() -> bool:
         return all(delivery.loss or is_ready(delivery) for delivery in deliveries)
@@ -388,7 +394,7 @@ def _wait(
     with changed:
         while not is_settled() and (left := until + GRACE - time.monotonic()) > 0:
             changed.wait_for(is_settled, min(patience, left))
-            if any(is_ready(delivery) for delivery in deliveries if not delivery.loss):
+            if not is_only_sender or any(is_ready(delivery) for delivery in deliveries if not delivery.loss):
                 break
     for delivery in deliveries:
         if not delivery.loss and not is_ready(delivery):

@@ -13,16 +13,17 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from transformers import TrainerCallback
-from transformers.integrations import TensorBoardCallback
+from transformers.integrations import TensorBoardCallback, WandbCallback
 
-from coordexp.errors import DataError
-from coordexp.files import BestEffort, append_line, drop_torn_line, json_object
+from coordexp.errors import DataError, UserError, explain
+from coordexp.files import BestEffort, append_line, drop_torn_line, json_object, write_whole
 from coordexp.ranks import RankLostError, together
 from coordexp.rollout.backend import RolloutBackend, Weights
 from coordexp.train.stopping import StopOnSignal, Stopped
 
 QUIET = 2.0  # seconds of an evaluation before its progress is shown
 RETRY = 60.0  # seconds after which writing TensorBoard events is tried again on a full disk
+WANDB_ID = "wandb-run-id"  # in the run folder
 TELL_EVERY = 30.0  # seconds between two lines on the progress of an evaluation, in a log
 
 
@@ -109,14 +110,25 @@ class TensorBoard(TensorBoardCallback):
     an error its writer is useless: its thread has ended, and every call raises the same error. So a new attempt,
     at most one per minute, begins a new event file, which TensorBoard shows together with the others."""
 
+    logging_dir: str | None
+
     def __init__(self) -> None:
         super().__init__()
         self._writes = BestEffort("TensorBoard events", say)
         self._not_before = 0.0
+        self._repeated_from: int | None = None  # the first step that a resumed run repeats
         threading.excepthook = functools.partial(_report_thread_error, threading.excepthook)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step and self.logging_dir is None:
+            self.logging_dir = find_event_folder(Path(args.output_dir))
+            self._repeated_from = state.global_step + 1
         self._attempt(functools.partial(super().on_train_begin, args, state, control, **kwargs))
+
+    def _init_summary_writer(self, args: Any) -> None:
+        """Open a writer. TensorBoard hides older events of the steps that are repeated."""
+        self.tb_writer = self._SummaryWriter(log_dir=self.logging_dir, purge_step=self._repeated_from)
+        self._repeated_from = None
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
         self._attempt(functools.partial(super().on_log, args, state, control, logs=logs, **kwargs))
@@ -127,6 +139,36 @@ class TensorBoard(TensorBoardCallback):
     def _attempt(self, write: Callable[[], None]) -> None:
         if time.monotonic() >= self._not_before and not self._writes.attempt(write):
             self.tb_writer, self._not_before = None, time.monotonic() + RETRY
+
+
+def find_event_folder(run: Path) -> str | None:
+    """Return the folder of the newest TensorBoard events of a run, or None if there are none."""
+    events = sorted(run.glob("runs/*/events.out.tfevents.*"), key=lambda file: file.stat().st_mtime)
+    return str(events[-1].parent) if events else None
+
+
+class Wandb(WandbCallback):
+    """The callback of transformers, except that a resumed run continues the run of Weights & Biases that it began,
+    and that an error at the start is one that the user can fix. The id of that run is in the run folder."""
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        begin = functools.partial(super().on_train_begin, args, state, control, **kwargs)
+        together(functools.partial(self._begin, begin, args, state))
+
+    def _begin(self, begin: Callable[[], None], args: Any, state: Any) -> None:
+        file, is_first = Path(args.output_dir) / WANDB_ID, state.is_world_process_zero
+        fix = (
+            "run `wandb login`, or set WANDB_API_KEY; WANDB_MODE=offline writes files that `wandb sync` sends "
+            "later, and training.report_to: tensorboard needs no account"
+        )
+        with explain(self._wandb.Error, "training.report_to: wandb", fix, to=UserError):
+            if is_first and state.global_step and file.is_file() and "WANDB_RUN_ID" not in os.environ:
+                project = os.environ.get("WANDB_PROJECT", "huggingface")  # as in transformers
+                self._wandb.init(project=project, name=args.run_name, id=file.read_text().strip(), resume="allow")
+            begin()
+        if is_first:
+            write = functools.partial(write_whole, file, f"{self._wandb.run.id}\n")
+            BestEffort("ids of Weights & Biases", say).attempt(write)
 
 
 def _report_thread_error(report: Callable[[Any], object], failure: Any) -> None:
@@ -179,6 +221,7 @@ class Bar(TrainerCallback):
             f"{name.removeprefix('eval_')} {value:.3f}"
             for name, value in logs.items()
             if name in ("eval_f1_50", "eval_recall_50", "eval_precision_50", "eval_ap")
+            or name.startswith("eval_accuracy_")
         )
         if results:
             self._progress.console.print(f"step {state.global_step}: {results}")

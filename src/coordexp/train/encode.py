@@ -1,19 +1,43 @@
 """Turn training samples into examples: channel A from the ground truth, channel B from corrected rollouts.
 
 Channel A is channel B with an empty rollout. Which channel a step takes depends only on the number of the step,
-so it is the same on every rank and after a resume.
+so it is the same on every rank and after a resume. A chat record has its answer, so it needs no rollout: it is on
+channel A in every step.
 """
 
+import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fractions import Fraction
+from functools import cached_property
 
 from coordexp.config import RolloutMatching
 from coordexp.config.rollout import NoiseAnswers
 from coordexp.config.sections import Channel
-from coordexp.correction import Choice, Correction, FieldOrder, choose_answer, correct, make_noisy_answer
-from coordexp.data import Records, TrueObject
-from coordexp.errors import explain
+from coordexp.config.settings import Custom
+from coordexp.correction import (
+    AnswerFormat,
+    Choice,
+    Correction,
+    FieldOrder,
+    Segment,
+    build_chat_segment,
+    choose_answer,
+    correct,
+    make_noisy_answer,
+)
+from coordexp.data import (
+    ChatRecord,
+    Questions,
+    Record,
+    RecordFile,
+    Records,
+    RecordSet,
+    TrueObject,
+    draw_request,
+    order_objects,
+)
+from coordexp.errors import DataError, explain
 from coordexp.pack import Example, ExampleId
 from coordexp.rollout.backend import (
     Decode,
@@ -27,6 +51,8 @@ from coordexp.rollout.backend import (
 from coordexp.rollout.prompt import PromptBuilder
 from coordexp.train.metrics import StepMetrics, count_rollout
 from coordexp.vocab import VocabularyTable
+
+SEARCHED = 1000  # records of a data set among which images are looked for
 
 
 @dataclass(frozen=True)
@@ -48,39 +74,143 @@ class StepPlan:
 
 @dataclass(frozen=True)
 class TrainingSample:
-    """A record in the form that training needs. `index` is its number in the data, from 0."""
+    """A record in the form that training needs. `index` is its number in the data, from 0. `question` is that of a
+    request of its own, or one that was drawn for it."""
 
     index: int
     image: ImageRef
     prompt_ids: tuple[int, ...]
     truth: tuple[TrueObject, ...]
+    question: str | None = None
+    data_set: int = 0
+
+
+@dataclass(frozen=True)
+class ChatSample:
+    """A chat record in the form that training needs: the segment of its prompt and its answer."""
+
+    index: int
+    image: ImageRef | None
+    segment: Segment
+    data_set: int = 0
 
 
 @dataclass(frozen=True)
 class TrainingSet:
-    """The training records, and how an answer to one of them is corrected."""
+    """The training records, what is asked about them, how answers are written, and how an answer to one of them is
+    corrected. `trains_chat` is True if the objective of the run trains on chat records."""
 
     records: Records
     prompts: PromptBuilder
-    table: VocabularyTable
-    order: FieldOrder
+    answers: AnswerFormat
     settings: RolloutMatching
+    custom: Custom = field(default_factory=Custom)
+    trains_chat: bool = False
+
+    @property
+    def table(self) -> VocabularyTable:
+        return self.answers.table
 
     def __len__(self) -> int:
         return len(self.records)
 
-    def __getitem__(self, index: int) -> TrainingSample:
+    @property
+    def order(self) -> FieldOrder:
+        return self.custom.object_field_order
+
+    def read(self, index: int, step: int) -> TrainingSample | ChatSample:
+        """Return a record as an optimizer step takes it, with the request and the order of objects that are drawn
+        for this step."""
         file, number = self.records.locate(index)
-        record = file[number]
-        problem = f"{file}, record {number + 1} ({record.image})"
-        with explain(ValueError, problem, f"run `coordexp data doctor {file}`"):
+        record, data_set = file.read(number), self._find_set(index)
+        if isinstance(record, ChatRecord):
+            return self._read_chat(record, file, f"{file}, record {number + 1}", index, data_set)
+        record = self._draw(record, index, step)
+        with explain(ValueError, self._name_record(index, record.image), f"run `coordexp data doctor {file}`"):
             truth = record.true_objects()
-        image = ImageRef.of(file, record)
-        return TrainingSample(index, image, tuple(self.prompts.ids(*image.size, image.path)), tuple(truth))
+        image, question = ImageRef.of(file, record), self._questions[data_set].ask(record)
+        prompt_ids = self.prompts.ids(*image.size, image.path, question)
+        own = question if question != self._questions_of_run.of_run else None
+        return TrainingSample(index, image, tuple(prompt_ids), tuple(truth), own, data_set)
+
+    def _read_chat(
+        self, record: ChatRecord, file: RecordFile, place: str, index: int, data_set: int
+    ) -> ChatSample:
+        if not self.trains_chat:
+            raise DataError(
+                f"{place}: it has a question and an answer, which no loss of this run trains on",
+                "declare the module chat_ce in the objective (docs/training.md), or remove such records",
+            )
+        image = None if record.image is None else ImageRef.of(file, record)
+        with explain(ValueError, place, f"run `coordexp data doctor {file}`"):
+            if image is None:
+                prompt_ids = self.prompts.text_ids(record.question)
+            else:
+                prompt_ids = self.prompts.ids(*image.size, image.path, record.question)
+            segment = build_chat_segment(prompt_ids, record.answer, self.table)
+        return ChatSample(index, image, segment, data_set)
+
+    def _draw(self, record: Record, index: int, step: int) -> Record:
+        custom = self.custom
+        draw = random.Random(f"{custom.negatives.seed} {step} {index}")  # noqa: S311  (not a secret)
+        data = self.records
+        if isinstance(data, RecordSet) and len(custom.train_data) > 1:
+            data = data.parts[self._find_set(index)]  # the sets of a mixture may have different classes
+
+        def read_other(draw: random.Random) -> Record:
+            other = data.read(draw.randrange(len(data)))
+            return record if isinstance(other, ChatRecord) else other  # its own classes are not absent
+
+        record = draw_request(record, draw, custom.class_requests, custom.negatives, read_other)
+        return order_objects(record, custom.object_order, draw)
+
+    def _find_set(self, index: int) -> int:
+        """Return the number of the data set of a record, from 0."""
+        if len(self.custom.train_data) < 2:
+            return 0
+        assert isinstance(self.records, RecordSet)
+        return self.records.find_part(index)[0]
+
+    @cached_property
+    def _questions_of_run(self) -> Questions:
+        return Questions.of(self.custom)
+
+    @cached_property
+    def _questions(self) -> tuple[Questions, ...]:
+        """The texts of each data set."""
+        sets = [Questions.of(self.custom, data) for data in self.custom.train_data]
+        return tuple(sets) or (self._questions_of_run,)
 
     def measure_truth(self, index: int) -> int:
         """Return how many tokens the example of a record has if it is made from the ground truth."""
-        return len(self.correct(self[index], ()).segment)
+        return len(self.build_truth(self.read(index, 0)))
+
+    def build_truth(self, sample: TrainingSample | ChatSample) -> Segment:
+        """Return the training sequence of a sample without a rollout. Raise DataError if the format of answers
+        cannot express it."""
+        if isinstance(sample, ChatSample):
+            return sample.segment
+        fix = "set custom.answer_format: coord_tokens, or train on records with bbox_2d in place of poly"
+        with explain(ValueError, self._name_record(sample.index, sample.image.path), fix):
+            return self.answers.write(sample.prompt_ids, sample.truth)
+
+    def _name_record(self, index: int, image: str) -> str:
+        file, number = self.records.locate(index)
+        return f"{file}, record {number + 1} ({image})"
+
+    def find_images(self, most: int) -> list[ImageRef]:
+        """Return images of up to `most` records with objects. The first records of every data set are looked
+        at."""
+        parts = self.records.parts if isinstance(self.records, RecordSet) else (self.records,)
+        images: list[ImageRef] = []
+        for part in parts:
+            for index in range(min(SEARCHED, len(part))):
+                if len(images) == most:
+                    return images
+                file, number = part.locate(index)
+                if isinstance(record := file.read(number), Record):
+                    images.append(ImageRef.of(file, record))
+        return images
 
     def make_noisy_rollout(self, sample: TrainingSample, noise: NoiseAnswers, seed: int, version: int) -> Rollout:
         """Return a rollout that no model wrote: the labels with random mistakes."""
@@ -106,12 +236,17 @@ class TrainingSet:
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """The samples of one micro-step. On channel B, there are `rollouts_per_sample` requests for each; the requests
-    of a sample follow each other."""
+    """The samples of one micro-step. On channel B, there are `rollouts_per_sample` requests for each, except for
+    those of chat records; the requests of a sample follow each other."""
 
     at: StepIndex
-    samples: tuple[TrainingSample, ...]
+    samples: tuple[TrainingSample | ChatSample, ...]
     requests: tuple[Request, ...] = ()
+
+    @property
+    def asked(self) -> list[TrainingSample]:
+        """The samples that a model is asked about on channel B."""
+        return [sample for sample in self.samples if isinstance(sample, TrainingSample)]
 
 
 @dataclass(frozen=True)
@@ -158,7 +293,7 @@ class Encoder:
         ]
 
     def prepare_micro_step(self, at: StepIndex, records: Sequence[int]) -> MicroBatch:
-        samples = tuple(self.training_set[index] for index in records)
+        samples = tuple(self.training_set.read(index, at.step) for index in records)
         if not self.takes_rollouts(at.step):
             return MicroBatch(at, samples)
         decode = Decode.of(self.rollout_matching_cfg)
@@ -172,14 +307,17 @@ class Encoder:
                     sample.image,
                     decode,
                     request_seed(self.seed, at.step, at.micro, self.rank, round * len(samples) + k),
+                    sample.question,
                 )
                 for k, sample in enumerate(samples)
+                if isinstance(sample, TrainingSample)
                 for round in range(self.rollout_matching_cfg.rollouts_per_sample)
             ),
         )
 
     def encode(self, batch: MicroBatch, rollouts: Sequence[Rollout]) -> list[Example]:
-        """Return an example per sample: of its rollouts on channel B, of the ground truth on channel A."""
+        """Return an example per sample: of its rollouts on channel B, of the ground truth on channel A. The
+        example of a chat record has its own answer on both."""
         if not self.takes_rollouts(batch.at.step):
             return self.encode_ground_truth(batch)
         return self.correct_rollouts(batch, rollouts)
@@ -187,10 +325,10 @@ class Encoder:
     def encode_ground_truth(self, batch: MicroBatch) -> list[Example]:
         """Channel A: return an example per sample, as if the model had answered nothing and missed every
         object."""
-        return [
-            _make_example(self._id(batch.at, k), sample, self.training_set.correct(sample, ()), "A")
-            for k, sample in enumerate(batch.samples)
-        ]
+        return [self._encode_truth(batch.at, k, sample) for k, sample in enumerate(batch.samples)]
+
+    def _encode_truth(self, at: StepIndex, k: int, sample: TrainingSample | ChatSample) -> Example:
+        return _make_example(self._id(at, k), sample, self.training_set.build_truth(sample), "A")
 
     def make_noisy_rollouts(self, batches: Sequence[MicroBatch]) -> list[Rollout]:
         """Return a rollout that no model wrote for each sample, which has one request."""
@@ -198,18 +336,22 @@ class Encoder:
         return [
             self.training_set.make_noisy_rollout(sample, noise, request.seed, batch.at.step)
             for batch in batches
-            for sample, request in zip(batch.samples, batch.requests, strict=True)
+            for sample, request in zip(batch.asked, batch.requests, strict=True)
         ]
 
     def correct_rollouts(self, batch: MicroBatch, rollouts: Sequence[Rollout]) -> list[Example]:
         """Channel B: return an example per sample: the rollout that is chosen, corrected."""
         per_sample = self.rollout_matching_cfg.rollouts_per_sample
-        examples = []
+        examples, begin = list[Example](), 0
         with self.metrics.measure("correct"):
             for k, sample in enumerate(batch.samples):
-                own = slice(k * per_sample, (k + 1) * per_sample)
+                if isinstance(sample, ChatSample):
+                    examples.append(self._encode_truth(batch.at, k, sample))
+                    continue
+                own = slice(begin, begin + per_sample)
                 answered = AnsweredSample(sample, tuple(batch.requests[own]), tuple(rollouts[own]))
                 examples.append(self._correct_rollout(batch.at, k, answered))
+                begin += per_sample
         return examples
 
     def _correct_rollout(self, at: StepIndex, k: int, answered: AnsweredSample) -> Example:
@@ -224,14 +366,17 @@ class Encoder:
         id = self._id(at, k)
         if self.watch is not None:
             self.watch(id, answered, choice, correction)
-        return _make_example(id, sample, correction, "B")
+        return _make_example(id, sample, correction.segment, "B")
 
     def _id(self, at: StepIndex, k: int) -> ExampleId:
         return ExampleId(at.step, at.micro, self.rank, k)
 
 
-def _make_example(id: ExampleId, sample: TrainingSample, correction: Correction, channel: Channel) -> Example:
-    return Example(correction.segment, sample.image.path, sample.image.size, channel, id)
+def _make_example(
+    id: ExampleId, sample: TrainingSample | ChatSample, segment: Segment, channel: Channel
+) -> Example:
+    image, size = (sample.image.path, sample.image.size) if sample.image else (None, (0, 0))
+    return Example(segment, image, size, channel, id, sample.data_set)
 
 
 def takes_rollouts(step: int, b_ratio: Fraction) -> bool:

@@ -6,19 +6,21 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from operator import attrgetter
 from pathlib import Path
+from typing import Any
 
 from torch import distributed as dist
 
 from coordexp.config import RolloutMatching
-from coordexp.data import Record, Records
+from coordexp.correction import AnswerFormat
+from coordexp.data import Questions, Record, Records
 from coordexp.evaluate import ImageAnswer, evaluate, read_truth, write_predictions
 from coordexp.evaluate.answer import build_answer, parse_answer
+from coordexp.evaluate.report import ImageReport
 from coordexp.files import BestEffort
 from coordexp.ranks import gather_texts, together
-from coordexp.rollout.backend import Decode, ImageRef, Request, Rollout, RolloutBackend, Weights
+from coordexp.rollout.backend import Decode, ImageRef, Request, Rollout, RolloutBackend, TextRequest, Weights
 from coordexp.train.callbacks import say
 from coordexp.train.stopping import Stopped
-from coordexp.vocab import VocabularyTable
 
 
 @dataclass(frozen=True)
@@ -26,17 +28,20 @@ class AnswerEvaluation:
     """Evaluates greedily. Unlike `coordexp predict`, it uses the repeat guard if the settings enable it. Only the
     backend's `decode_batch_size` sets how many sequences are decoded at once. `samples` limits the number of
     records. `is_stopping` is called between two calls of the backend, on all ranks together. `progress` gets the
-    number of answered images and the number of all images."""
+    number of answered images and the number of all images. `show` gets all images, each with its file and its
+    question, on rank 0."""
 
     records: Records
+    questions: Questions
     backend: RolloutBackend
     weights: Weights
-    table: VocabularyTable
+    answers: AnswerFormat
     rollout_matching_cfg: RolloutMatching
     folder: Path
     samples: int | None = None
     is_stopping: Callable[[], bool] | None = None
     progress: Callable[[int, int], None] | None = None
+    show: Callable[[Sequence[tuple[ImageReport, Path, str]]], None] | None = None
 
     def __call__(self, step: int) -> dict[str, float]:
         """Return the same numbers on every rank; rank 0 computes them. It also writes the predictions, as
@@ -56,17 +61,28 @@ class AnswerEvaluation:
         classes = read_truth(self.records)
         BestEffort("predictions", say).attempt(partial(write_predictions, file, ordered, classes))
         truth = [self.records.read_with_image_id(index) for index in chosen]
-        return evaluate(truth, ordered).metrics()
+        report = evaluate(truth, ordered)
+        if self.show is not None:
+            files = [self.records.locate(index)[0] for index in chosen]
+            self.show(
+                [
+                    (image, file.image_path(record), self.questions.ask(record))
+                    for image, file, (_, record) in zip(report.images, files, truth, strict=True)
+                ]
+            )
+        return report.metrics()
 
     def _answer_images(self, chosen: Sequence[int], rank: int, ranks: int, step: int) -> list[ImageAnswer]:
         numbered = together(partial(self._read_records, chosen[rank::ranks]))
         decode = Decode.for_evaluation(self.rollout_matching_cfg)
-        requests = [Request(image, decode) for _, _, image in numbered]
+        requests = [Request(image, decode, question=self.questions.ask(record)) for _, record, image in numbered]
         with self.backend.session():
             self.backend.sync(self.weights, version=step)
-            rollouts = self._collect_rollouts(requests, len(chosen), ranks)
+            rollouts = collect_rollouts(
+                self.backend, requests, len(chosen), ranks, is_stopping=self.is_stopping, progress=self.progress
+            )
         return [
-            build_answer(number, record.image, rollout, self.table)
+            build_answer(number, record.image, rollout, self.answers)
             for (number, record, _), rollout in zip(numbered, rollouts, strict=True)
         ]
 
@@ -78,28 +94,40 @@ class AnswerEvaluation:
             numbered.append((number, record, ImageRef.of(file, record)))
         return numbered
 
-    def _collect_rollouts(self, requests: Sequence[Request], total: int, ranks: int) -> list[Rollout]:
-        """Return the answers to this rank's requests. All ranks make the same calls. In the last one, some ranks
-        may have no requests left."""
-        size, rollouts = self.backend.requests_per_call, list[Rollout]()
-        together(partial(self._show_progress, 0, total))
-        for start in range(0, -(-total // ranks), size):
-            if self.is_stopping is not None and self.is_stopping():
-                raise Stopped
-            done = min(total, (start + size) * ranks)
-            rollouts += together(partial(self._generate, requests[start : start + size], done, total))
-        return rollouts
 
-    def _generate(self, requests: Sequence[Request], done: int, total: int) -> list[Rollout]:
-        """Generate, and show the progress. Both are part of one `together`, so that an error of either is an error
-        of all ranks."""
-        rollouts = self.backend.generate(requests)
-        self._show_progress(done, total)
-        return rollouts
+def collect_rollouts(
+    backend: Any,
+    requests: Sequence[Request | TextRequest],
+    total: int,
+    ranks: int,
+    *,
+    is_stopping: Callable[[], bool] | None,
+    progress: Callable[[int, int], None] | None,
+) -> list[Rollout]:
+    """Return the answers to this rank's requests, of `total` on all ranks. All ranks make the same calls. In the
+    last one, some ranks may have no requests left. Raise Stopped if the run is asked to stop."""
+    size, rollouts, show = backend.requests_per_call, list[Rollout](), progress or _show_nothing
+    together(partial(show, 0, total))
+    for start in range(0, -(-total // ranks), size):
+        if is_stopping is not None and is_stopping():
+            raise Stopped
+        done = min(total, (start + size) * ranks)
+        rollouts += together(
+            partial(_generate, backend, requests[start : start + size], partial(show, done, total))
+        )
+    return rollouts
 
-    def _show_progress(self, done: int, total: int) -> None:
-        if self.progress is not None:
-            self.progress(done, total)
+
+def _generate(backend: Any, requests: Sequence[Request | TextRequest], show: Callable[[], None]) -> list[Rollout]:
+    """Generate, and show the progress. Both are part of one `together`, so that an error of either is an error of
+    all ranks."""
+    rollouts: list[Rollout] = backend.generate(requests)
+    show()
+    return rollouts
+
+
+def _show_nothing(done: int, total: int) -> None:
+    pass
 
 
 def evenly_spaced(count: int, most: int | None) -> Sequence[int]:

@@ -8,6 +8,7 @@ import json
 import platform
 import subprocess
 import sys
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -22,6 +23,7 @@ from coordexp.data import Records
 from coordexp.errors import DataError, explain
 from coordexp.files import BestEffort, append_line, drop_torn_line, write_json, write_whole
 from coordexp.rollout.backend import Decode, RolloutBackend
+from coordexp.tasks import ignore
 from coordexp.train.callbacks import say
 
 _RESTORE = "restore it, or move it away: the run then continues without the facts of earlier starts"
@@ -41,7 +43,8 @@ def write_run_folder(
     resolved = loaded.settings.model_dump(mode="json")
     file = folder / "run.json"
     runs = read_starts(file) if file.is_file() else []
-    write_whole(folder / "resolved.yaml", yaml.safe_dump(resolved, sort_keys=False, allow_unicode=True))
+    origins = "".join(f"# {path}: {origin}\n" for path, origin in loaded.overrides.items())
+    write_whole(folder / "resolved.yaml", origins + yaml.safe_dump(resolved, sort_keys=False, allow_unicode=True))
     start = {
         "command": sys.argv,
         "files": [str(path) for path in loaded.files],
@@ -72,12 +75,13 @@ def fingerprint(records: Records) -> dict[str, Any]:
 
 
 def git_state() -> dict[str, Any] | None:
-    """Return the commit of the folder that the run was started in, and how many files differ from it. Return None
-    outside a repository."""
-    commit = _git("rev-parse", "HEAD")
-    if commit is None:
-        return None
-    return {"commit": commit, "changed_files": len((_git("status", "-s") or "").splitlines())}
+    """Return the commit of the folder that the run was started in or, outside a repository, of the one that this
+    package is in, and how many files differ from it. Return None if neither is in a repository."""
+    for folder in (".", str(Path(__file__).parent)):
+        if (commit := _git("-C", folder, "rev-parse", "HEAD")) is not None:
+            changes = _git("-C", folder, "status", "-s") or ""
+            return {"commit": commit, "changed_files": len(changes.splitlines())}
+    return None
 
 
 def _git(*arguments: str) -> str | None:
@@ -126,10 +130,12 @@ class ServerLog:
     """Writes `servers.jsonl`: every sync, every call for rollouts with its seeds, and every retry. Ranks other
     than the first write `servers_1.jsonl` and so on. `run.json` gets the servers as the first sync found them,
     and the sync mode and its fallbacks as of the latest sync. Each event is one write, because several threads
-    may record at once. If the disk is full, events are lost and the run continues."""
+    may record at once. If the disk is full, events are lost and the run continues. `watch` gets every event
+    too."""
 
     folder: Path
     rank: int
+    watch: Callable[[dict[str, Any]], None] = ignore
     _recorded: dict[str, Any] = field(default_factory=dict)
     _writes: BestEffort = field(default_factory=lambda: BestEffort("server events", say))
 
@@ -143,6 +149,7 @@ class ServerLog:
 
     def __call__(self, event: dict[str, Any]) -> None:
         self._writes.attempt(partial(self._append, json.dumps(event)))
+        self.watch(event)
         if event["event"] == "sync":
             facts = {"servers": event["servers"]} | self._recorded  # the servers are recorded once
             facts |= {name: event[name] for name in ("sync_mode", "fallbacks")}

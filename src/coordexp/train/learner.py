@@ -8,7 +8,7 @@ iterates, so all ranks must iterate over the same ones.
 
 import copy
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from enum import Enum
@@ -31,9 +31,10 @@ from transformers import AutoProcessor, TrainingArguments
 from coordexp.config import Settings
 from coordexp.config.rollout import Offload
 from coordexp.config.settings import Adapter
+from coordexp.correction.formats import NOTE_FILE
 from coordexp.data import BINS
 from coordexp.errors import UserError
-from coordexp.families import load_model, to_checkpoint_weights
+from coordexp.families import PARTS, is_frozen, load_model, to_checkpoint_weights
 from coordexp.objective import SplittingHead
 from coordexp.pack.attention import attention_for
 from coordexp.ranks import is_sharded
@@ -61,8 +62,9 @@ class Learner:
     optimizer: Any = None
 
     @classmethod
-    def load(cls, settings: Settings, arguments: TrainingArguments, first_coord: int) -> "Learner":
-        """Load the model of the settings and add a new adapter, if they have one."""
+    def load(cls, settings: Settings, arguments: TrainingArguments, first_coord: int | None) -> "Learner":
+        """Load the model of the settings and add a new adapter, if they have one. `first_coord` is None if the
+        model has no coordinate tokens."""
         adapter, dtype = settings.model.adapter, settings.learner_dtype
         precision = "bfloat16" if arguments.bf16 else "float16" if arguments.fp16 else dtype
         base = load_model(
@@ -70,7 +72,8 @@ class Learner:
             dtype=getattr(torch, dtype),
             attn_implementation=attention_for(arguments.device, precision),
         )
-        model = with_adapter(base, adapter, first_coord)
+        freeze_parts(base, settings.model.freeze)
+        model = with_adapter(base, adapter, first_coord, settings.model.freeze)
         return cls(
             base=base,
             model=model,
@@ -188,8 +191,22 @@ def gather_weight(weight: Tensor) -> Tensor:
     return shard.full_tensor()
 
 
-def with_adapter(model: Any, adapter: Adapter | None, first_coord: int) -> Any:
-    """Return the model with a new adapter, or the model itself if the settings have none."""
+def freeze_parts(model: Any, parts: Sequence[str]) -> None:
+    """Exclude parts of a model from training. Raise UserError if the model has no such part."""
+    for part in parts:
+        weights = [weight for name, weight in model.named_parameters() if is_frozen(name, (part,))]
+        if not weights:
+            raise UserError(
+                f"model.freeze: {type(model).__name__} has no modules that are known as its {part}",
+                f"remove {part} from model.freeze",
+            )
+        for weight in weights:
+            weight.requires_grad_(False)
+
+
+def with_adapter(model: Any, adapter: Adapter | None, first_coord: int | None, frozen: Sequence[str] = ()) -> Any:
+    """Return the model with a new adapter, or the model itself if the settings have none. Frozen parts get no
+    adapter."""
     if adapter is None:
         return model
     config = LoraConfig(
@@ -198,6 +215,7 @@ def with_adapter(model: Any, adapter: Adapter | None, first_coord: int) -> Any:
         lora_dropout=adapter.dropout,
         use_dora=adapter.dora,
         target_modules=adapter.targets,
+        exclude_modules="|".join(PARTS[part] for part in frozen) or None,
         trainable_token_indices=_coord_rows(model, first_coord) if adapter.train_coord_rows else None,
         task_type="CAUSAL_LM",
     )
@@ -228,7 +246,8 @@ class CoordRows(TrainableTokensLayer):
         return result
 
 
-def _coord_rows(model: Any, first_coord: int) -> dict[str, list[int]]:
+def _coord_rows(model: Any, first_coord: int | None) -> dict[str, list[int]]:
+    assert first_coord is not None, "the rules of settings refuse coordinate rows without coordinate tokens"
     rows = list(range(first_coord, first_coord + BINS))
     return {"embed_tokens": rows} | ({} if model.config.tie_word_embeddings else {"lm_head": rows})
 
@@ -259,5 +278,5 @@ def merge_adapter(base: Path, adapter: Path, to: Path) -> None:
     merged = PeftModel.from_pretrained(model, adapter, torch_dtype=torch.float32).merge_and_unload()
     merged.save_pretrained(to)
     AutoProcessor.from_pretrained(adapter).save_pretrained(to)
-    if (adapter / "coordexp.json").is_file():
-        shutil.copyfile(adapter / "coordexp.json", to / "coordexp.json")
+    if (adapter / NOTE_FILE).is_file():
+        shutil.copyfile(adapter / NOTE_FILE, to / NOTE_FILE)

@@ -163,7 +163,7 @@ class RolloutSource:
         step = self._prepare(plan)
         per_sample = self.encoder.rollout_matching_cfg.rollouts_per_sample
         prompts = [
-            sample.prompt_ids for batch in step.batches for sample in batch.samples for _ in range(per_sample)
+            sample.prompt_ids for batch in step.batches for sample in batch.asked for _ in range(per_sample)
         ]
         table = self.encoder.training_set.table
         step.rollouts = [

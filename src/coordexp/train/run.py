@@ -2,9 +2,9 @@
 
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import closing, suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from fractions import Fraction
 from functools import partial
 from pathlib import Path
@@ -14,14 +14,17 @@ import numpy as np
 import torch
 from torch import distributed as dist
 from transformers import PrinterCallback, TrainingArguments
-from transformers.integrations import TensorBoardCallback
+from transformers.integrations import TensorBoardCallback, WandbCallback
 from transformers.trainer_utils import set_seed
 
 from coordexp.config import Loaded, RolloutContract, Settings
 from coordexp.config.rollout import BACKENDS
-from coordexp.config.settings import PACKING_KEYS, describe_evaluation
-from coordexp.data import Records, RecordSet, open_data
+from coordexp.config.rules import trains_chat
+from coordexp.config.settings import PACKING_KEYS, Custom, describe_chat_evaluation, describe_evaluation
+from coordexp.correction import load_format
+from coordexp.data import Questions, Record, Records, RecordSet, find_wrong_kind, open_data
 from coordexp.data.doctor.examine import SMALL, Sizes
+from coordexp.data.sets import locate_image
 from coordexp.dumps import CORRECTION_SETTINGS, FOLDER, DumpFolder, DumpWriter, remove_from_step
 from coordexp.engine import check_vllm
 from coordexp.engine.colocate import ColocateBackend
@@ -38,22 +41,25 @@ from coordexp.rollout.backend import PROBED_IMAGES, RolloutBackend
 from coordexp.rollout.hugging_face import HuggingFaceBackend
 from coordexp.rollout.prompt import PromptBuilder, load_processor, read_image_size
 from coordexp.tasks import ignore
-from coordexp.train.callbacks import Bar, FillWarning, FirstSync, MetricsFile, TensorBoard, say
+from coordexp.train.callbacks import Bar, FillWarning, FirstSync, MetricsFile, TensorBoard, Wandb, say
+from coordexp.train.chat_evaluation import ChatEvaluation, QuestionSet
 from coordexp.train.checkpoints import checkpoints, is_finished, newest_intact, step_of
 from coordexp.train.encode import Encoder, TrainingSet
-from coordexp.train.evaluation import AnswerEvaluation
+from coordexp.train.evaluation import AnswerEvaluation, evenly_spaced
 from coordexp.train.folder import RolloutFacts, ServerLog, describe_rollouts, fingerprint, write_run_folder
 from coordexp.train.learner import Learner
 from coordexp.train.metrics import StepMetrics, TraceWriter
 from coordexp.train.mixture import Mixture
+from coordexp.train.pictures import EvaluationPictures
+from coordexp.train.prometheus import LearnerMetrics
 from coordexp.train.rollouts import RolloutSource
 from coordexp.train.stopping import StopOnSignal, Stopped
 from coordexp.train.stream import RowStream, SampleOrder, StageRecords
-from coordexp.train.trainer import RowTrainer
-from coordexp.vocab import VocabularyTable
+from coordexp.train.trainer import Evaluation, RowTrainer
 
 EXACT = 1000  # side of the mask IoU canvas on which every box is exact
 METRICS = "metrics.jsonl"
+FIRST_RECORDS = 10  # of each data set, whose kind is checked at the start of a run
 MEASURED = 1000  # records whose objects are measured at the start of a run
 
 
@@ -94,7 +100,7 @@ def prepare(loaded: Loaded, resume: bool) -> PreparedRun:
     folder = Path(settings.training.output_dir)
     train = _open_records(*settings.custom.train_sets.values())
     val_names = settings.custom.data_sets.get("custom.val_jsonl")
-    held_out = _open_records(val_names) if val_names else None
+    held_out = HeldOut(_open_records(val_names) if val_names else None, _open_questions(settings))
     arguments = training_arguments(settings, len(train))
     together(partial(_check_data, settings, arguments, train, held_out))
     checkpoint = _checkpoint(folder, resume)
@@ -108,9 +114,31 @@ def prepare(loaded: Loaded, resume: bool) -> PreparedRun:
         trainer.stream.load(checkpoint)
         trainer.rollouts.load(checkpoint)
         trainer.saved, trainer.rotation_is_due = step, True
-    data = {"train": train} | ({"val": held_out} if held_out else {})
+    data = {"train": train} | held_out.files
     together(partial(_begin_folder, folder, loaded, data, trainer, metrics_file, step))
     return PreparedRun(folder, checkpoint, trainer, bar)
+
+
+@dataclass(frozen=True)
+class HeldOut:
+    """The data of evaluation: records with objects, and sets of questions by name."""
+
+    records: Records | None
+    questions: dict[str, QuestionSet]
+
+    @property
+    def files(self) -> dict[str, Records]:
+        """All held-out data, by names for `run.json`."""
+        files = {} if self.records is None else {"val": self.records}
+        return files | {f"eval_data.{name}": data.records for name, data in self.questions.items()}
+
+
+def _open_questions(settings: Settings) -> dict[str, QuestionSet]:
+    custom = settings.custom
+    return {
+        name: QuestionSet(_open_records(custom.data_sets[f"custom.eval_data[{k}].path"]), data.max_new_tokens)
+        for k, (name, data) in enumerate(zip(custom.eval_names, custom.eval_data, strict=True))
+    }
 
 
 def _open_records(*sets: Sequence[str]) -> Records:
@@ -123,20 +151,36 @@ def _step_of(checkpoint: Path | None) -> int:
     return (step_of(checkpoint) or 0) if checkpoint else 0
 
 
-def _check_data(
-    settings: Settings, arguments: TrainingArguments, train: Records, held_out: Records | None
-) -> None:
+def _check_data(settings: Settings, arguments: TrainingArguments, train: Records, held_out: HeldOut) -> None:
     """Report on rank 0 what the data means for the run. Raise now, and not at the first evaluation, if the
     records to evaluate on cannot be read."""
     if arguments.process_index != 0:
         return
+    _check_first_records(settings, train)
     if settings.uses_rollouts:
         _note_coarse_canvas(train, settings.rollout_matching.maskiou_resolution)
-    if held_out is not None:
-        if cost := describe_evaluation(settings, len(held_out)):
+    if held_out.records is not None:
+        if cost := describe_evaluation(settings, len(held_out.records)):
             say(cost)
         if arguments.eval_strategy != "no":
-            read_truth(held_out)
+            read_truth(held_out.records)
+    if cost := describe_chat_evaluation(settings):
+        say(cost)
+        for data in held_out.questions.values():
+            for index in evenly_spaced(len(data.records), settings.custom.eval_samples):
+                data.read(index)
+
+
+def _check_first_records(settings: Settings, train: Records) -> None:
+    """Raise DataError if the first records of a data set are chat records, and the objective has no loss for
+    them. Others are refused when they are trained on."""
+    for part in train.parts if isinstance(train, RecordSet) else (train,):
+        records = []
+        with suppress(ValueError):  # a broken record is reported, on all ranks, when it is trained on
+            for index in range(min(FIRST_RECORDS, len(part))):
+                records.append(part.read(index))
+        if wrong := find_wrong_kind("custom.train_data", records, trains_chat(settings)):
+            raise DataError(f"{part}: {wrong[0]}", wrong[1])
 
 
 def _note_coarse_canvas(records: Records, resolution: int) -> None:
@@ -146,7 +190,8 @@ def _note_coarse_canvas(records: Records, resolution: int) -> None:
     sizes = Sizes()
     with suppress(ValueError):  # a broken record is reported, on all ranks, when it is trained on
         for index in range(min(MEASURED, len(records))):
-            sizes.add(records[index])
+            if isinstance(record := records.read(index), Record):
+                sizes.add(record)
     if sizes.median is not None and sizes.median < SMALL:
         say(
             f"note: the median side of the objects in {records} is {sizes.median} bins (of the first "
@@ -190,8 +235,8 @@ def training_arguments(settings: Settings, samples: int) -> TrainingArguments:
     if half and not given["use_cpu"] and not torch.accelerator.is_available():
         raise UserError(
             f"training.{half}: true needs a GPU, but torch sees none",
-            f"to train on a CPU, set training.use_cpu: true and training.{half}: false, as "
-            "configs/demo/stage1-cpu.yaml does; `coordexp doctor` shows what torch sees",
+            f"to train on a CPU, extend configs/cpu.yaml, which sets training.use_cpu: true and training.{half}: "
+            "false; `coordexp doctor` shows what torch sees",
         )
     ours = {
         "remove_unused_columns": False,  # rows are not dicts of columns
@@ -203,8 +248,8 @@ def training_arguments(settings: Settings, samples: int) -> TrainingArguments:
     if arguments.n_gpu > 1:
         raise UserError(
             f"one process sees {arguments.n_gpu} GPUs",
-            f"start one process per GPU (torchrun --nproc_per_node {arguments.n_gpu} -m src.sft ...), or let it "
-            "see only one (CUDA_VISIBLE_DEVICES=0)",
+            f"start one process per GPU (torchrun --nproc_per_node {arguments.n_gpu} -m coordexp train ...), or "
+            "let it see only one (CUDA_VISIBLE_DEVICES=0)",
         )
     return arguments
 
@@ -213,44 +258,55 @@ def _make_trainer(
     settings: Settings,
     arguments: TrainingArguments,
     train: Records,
-    held_out: Records | None,
+    held_out: HeldOut,
     metrics_file: MetricsFile,
     bar: Bar,
 ) -> RowTrainer:
     contract = settings.rollout_matching_cfg
-    table = VocabularyTable.from_folder(Path(settings.model.path))
+    answers = load_format(
+        Path(settings.model.path),
+        settings.custom.answer_format,
+        order=settings.custom.object_field_order,
+        settings=contract,
+    )
     processor = load_processor(Path(settings.model.path), settings.model.image_limits)
-    prompts = PromptBuilder(processor, settings.custom.prompt)
-    training_set = TrainingSet(train, prompts, table, settings.custom.object_field_order, contract)
-    learner = Learner.load(settings, arguments, table.first_coord)
-    backend = backend_for(settings, arguments, training_set, learner)
-    objective = Objective(settings, table.first_coord)
+    questions = Questions.of(settings.custom)
+    files = [file for data in (train, *held_out.files.values()) for file in data.files]
+    prompts = PromptBuilder(processor, questions.of_run, partial(locate_image, files))
+    training_set = TrainingSet(train, prompts, answers, contract, settings.custom, trains_chat(settings))
+    learner = Learner.load(settings, arguments, answers.table.coord_start)
+    learner_metrics = LearnerMetrics(Path(arguments.output_dir))
+    backend = backend_for(settings, arguments, training_set, learner, watch=learner_metrics.count)
+    objective = Objective(settings, answers.table.coord_start)
     metrics, stop = StepMetrics(), StopOnSignal()
     dumps = _make_dump_writer(settings, arguments, training_set)
-    evaluation = None
-    if held_out is not None and arguments.eval_strategy != "no":
-        evaluation = AnswerEvaluation(
-            held_out,
-            backend,
-            learner.weights,
-            table,
-            contract,
-            Path(arguments.output_dir),
-            settings.custom.eval_samples,
-            stop.agree_to_stop,
-            bar.show_evaluation,
+    folder, samples = Path(arguments.output_dir), settings.custom.eval_samples
+    shared = (folder, samples, stop.agree_to_stop, bar.show_evaluation)
+    pictures = EvaluationPictures(settings.custom.eval_images)
+    evaluations: list[Evaluation] = []
+    if held_out.records is not None and settings.evaluates:
+        add = pictures.add if settings.custom.eval_images else None
+        evaluations.append(
+            AnswerEvaluation(
+                held_out.records, questions, backend, learner.weights, answers, contract, *shared, add
+            )
         )
+    if settings.evaluates_chat:
+        own = HuggingFaceBackend(learner.current_model, prompts, answers.table, contract.decode_batch_size)
+        evaluations.append(ChatEvaluation(held_out.questions, own, *shared))
     stream = _make_stream(settings, contract, arguments, training_set, metrics)
     encoder = _make_encoder(settings, contract, arguments, training_set, metrics, dumps)
     trainer = RowTrainer(
         learner=learner,
         args=arguments,
         processing_class=processor,
-        eval_dataset=held_out,
+        eval_dataset=next(iter(held_out.files.values()), None),
         callbacks=[
             FirstSync(backend, learner.weights, stop),
             metrics_file,
+            learner_metrics,
             bar,
+            pictures,
             *([FillWarning(contract.packing_min_fill_ratio)] if contract.packing else []),
             stop,
         ],
@@ -267,20 +323,20 @@ def _make_trainer(
             arguments.max_steps,
         ),
         collate=Collator.for_model(learner.base, prompts.pixels, objective.roles()),
-        evaluation=evaluation,
+        evaluations=evaluations,
         backend=backend,
         stop=stop,
         metrics=metrics,
-        prompt={"prompt": settings.custom.prompt},
+        note=asdict(questions) | {"answer_format": answers.name},
         rollout_matching_cfg=contract,
         image_threads=settings.training.dataloader_num_workers,
         trace=TraceWriter(objective, dumps) if dumps else None,
+        set_names=settings.custom.set_names,
     )
     trainer.remove_callback(PrinterCallback)
-    if trainer.pop_callback(TensorBoardCallback):
-        trainer.add_callback(TensorBoard)
-        trainer.remove_callback(stop)
-        trainer.add_callback(stop)  # it has to be the last one
+    handler, trackers = trainer.callback_handler, {TensorBoardCallback: TensorBoard, WandbCallback: Wandb}
+    handler.callbacks = [trackers[type(item)]() if type(item) in trackers else item for item in handler.callbacks]
+    pictures.trackers = handler.callbacks
     return trainer
 
 
@@ -358,6 +414,19 @@ def _make_stream(
     )
 
 
+def _describe_requests(custom: Custom) -> dict[str, Any]:
+    """Return the settings of requests that differ from the defaults, which are what earlier releases did."""
+    names = {"class_prompt", "expression_prompt", "class_requests", "negatives", "object_order"}
+    return custom.model_dump(mode="json", include=names, exclude_defaults=True)
+
+
+def _describe_prompts(custom: Custom) -> dict[str, Any]:
+    """Return the prompts of data sets that have their own, by the number of the set."""
+    names = {"prompt", "class_prompt", "expression_prompt"}
+    own = {str(k): data.model_dump(include=names, exclude_none=True) for k, data in enumerate(custom.train_data)}
+    return {number: texts for number, texts in own.items() if texts}
+
+
 def _identity(settings: Settings, records: Records) -> dict[str, Any]:
     """Return what must be the same after a resume, besides order and sizes."""
     identity = {
@@ -366,8 +435,12 @@ def _identity(settings: Settings, records: Records) -> dict[str, Any]:
         "object_field_order": settings.custom.object_field_order,
         "channels": sorted(settings.channels),
         # Checkpoints of earlier releases lack these keys, which counts as None.
+        "answer_format": "native" if settings.custom.answer_format == "native" else None,
         "model.max_pixels": settings.model.max_pixels,
         "model.min_pixels": settings.model.min_pixels,
+        "requests": _describe_requests(settings.custom) or None,
+        "model.freeze": sorted(settings.model.freeze) or None,
+        "prompts": _describe_prompts(settings.custom) or None,
     }
     if "B" in settings.channels:
         rollout = settings.rollout_matching.model_dump(mode="json")
@@ -425,9 +498,14 @@ def _choose_checkpoint(folder: Path, resume: bool) -> Path | None:
 
 
 def backend_for(
-    settings: Settings, arguments: TrainingArguments, training_set: TrainingSet, learner: Learner
+    settings: Settings,
+    arguments: TrainingArguments,
+    training_set: TrainingSet,
+    learner: Learner,
+    watch: Callable[[dict[str, Any]], None] = ignore,
 ) -> RolloutBackend:
-    """Return the backend that the settings name. In a run without rollouts only evaluation needs one."""
+    """Return the backend that the settings name. In a run without rollouts only evaluation needs one. `watch` gets
+    the events of rollout servers."""
     rollout, prompts, table = settings.rollout_matching_cfg, training_set.prompts, training_set.table
     own = HuggingFaceBackend(learner.current_model, prompts, table, rollout.decode_batch_size)
     if settings.backend == "hf":
@@ -448,8 +526,7 @@ def backend_for(
         has_image_limits=bool(settings.model.image_limits),
     )
     adapter = learner.adapter_weights if learner.has_plain_adapter else None
-    notify = say if rank == 0 else ignore
-    probes = [training_set[k].image for k in range(min(PROBED_IMAGES, len(training_set)))]
+    probes = training_set.find_images(PROBED_IMAGES)
     if rollout.vllm.mode == "server":
         from coordexp.servers.backend import ServerBackend  # httpx is needed only here
 
@@ -460,8 +537,8 @@ def backend_for(
             prompts,
             own,
             probes=probes,
-            notify=notify,
-            record=ServerLog(folder, rank),
+            notify=say,
+            record=ServerLog(folder, rank, watch),
             adapter=adapter,
         )
     return ColocateBackend(
@@ -470,7 +547,7 @@ def backend_for(
         own,
         probes=probes,
         room=learner.offload,
-        notify=notify,
+        notify=say if rank == 0 else ignore,
         adapter=adapter,
         record=RolloutFacts(folder) if rank == 0 else ignore,
     )

@@ -31,12 +31,12 @@ from coordexp.train.mixture import Mixture
 
 # The carry buffer in a checkpoint: one safetensors file with one array per token-wise field of `Segment`, all
 # waiting segments joined end to end.
-FORMAT = 3  # format 1 had no number in its file, and no ids; formats 1 and 2 had no unlikely tokens
+FORMAT = 4  # format 1 had no number in its file, and no ids; 1 and 2 had no unlikely tokens; 1 to 3 no data sets
 _STREAMS = tuple(field.name for field in fields(Segment) if field.name != "prompt_length")
 _PER_SEGMENT = ("lengths", "prompt_lengths", "arrived")
 RECENT = 0.9  # the weight of an earlier micro-batch, in the mean length, against the one after it
 GOLDEN_RATIO = 0x9E3779B97F4A7C15  # 2**64 times its fractional part; its multiples spread evenly
-_SOURCE = ("image", "width", "height", "channel", "id")
+_SOURCE = ("image", "width", "height", "channel", "id", "data_set")
 
 
 @dataclass(frozen=True)
@@ -348,7 +348,7 @@ class RowStream:
         for example in examples:
             if len(example) > self._max_length:
                 raise PackingError(
-                    f"{example.image}: {len(example)} tokens, and global_max_length is {self._max_length}",
+                    f"{example.name}: {len(example)} tokens, and global_max_length is {self._max_length}",
                     "raise global_max_length, lower rollout_matching.max_new_tokens if the example comes from a "
                     "rollout, or remove the record from the data",
                 )
@@ -365,7 +365,13 @@ def save_buffer(buffer: CarryBuffer[Example], path: Path) -> None:
     for name in _STREAMS:
         arrays[name] = np.concatenate([getattr(segment, name) for segment in segments] or [np.zeros(0)])
     sources = [
-        [example.image, *example.size, example.channel, astuple(example.id) if example.id else None]
+        [
+            example.image,
+            *example.size,
+            example.channel,
+            astuple(example.id) if example.id else None,
+            example.data_set,
+        ]
         for example in examples
     ]
     metadata = {"format": str(FORMAT), "rows": str(buffer.rows), "sources": json.dumps(sources)}
@@ -380,10 +386,10 @@ def read_buffer(path: Path) -> tuple[list[tuple[Example, int]], int]:
     cuts = np.cumsum(arrays["lengths"])[:-1]
     streams = {name: np.split(arrays[name], cuts) for name in _STREAMS}
     waiting = []
-    for k, (image, width, height, channel, id) in enumerate(sources):
+    for k, (image, width, height, channel, id, data_set) in enumerate(sources):
         parts = {name: stream[k] for name, stream in streams.items()}
         segment = Segment(**parts, prompt_length=int(arrays["prompt_lengths"][k]))
-        example = Example(segment, image, (width, height), channel, ExampleId(*id) if id else None)
+        example = Example(segment, image, (width, height), channel, ExampleId(*id) if id else None, data_set)
         waiting.append((example, int(arrays["arrived"][k])))
     return waiting, rows
 
@@ -420,8 +426,10 @@ def _read(path: Path) -> tuple[dict[str, NDArray[Any]], int, list[Any]]:
         len(arrays[name]) != total for name in _STREAMS
     ):
         raise ValueError("its streams have different lengths")
-    if any(len(source) != len(_SOURCE) for source in sources):
-        raise ValueError(f"its sources are not {', '.join(_SOURCE)}")
     if file_format == 1:  # it has the name of a dump in the place of the id
         sources = [[*source[:-1], None] for source in sources]
+    if file_format < 4:
+        sources = [[*source, 0] for source in sources]
+    if any(len(source) != len(_SOURCE) for source in sources):
+        raise ValueError(f"its sources are not {', '.join(_SOURCE)}")
     return arrays, rows, sources

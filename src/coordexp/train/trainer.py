@@ -34,9 +34,10 @@ from torch import Tensor
 from transformers import Trainer
 
 from coordexp.config import RolloutContract
+from coordexp.correction.formats import NOTE_FILE
 from coordexp.families import load_model
 from coordexp.files import write_whole
-from coordexp.objective import LossTally, Objective, Split, reduce_counts
+from coordexp.objective import LossTally, Objective, SetTally, Split, reduce_counts
 from coordexp.objective.pipeline import gradient_scale
 from coordexp.pack import Example, PackingError, split_in_order
 from coordexp.pack.collate import Collator, Row, kind_counts
@@ -61,7 +62,6 @@ from coordexp.train.stopping import (
 )
 from coordexp.train.stream import RowStream
 
-PROMPT_FILE = "coordexp.json"  # in every checkpoint: how to prompt the model
 T = TypeVar("T")
 Rows = Sequence[tuple[Example, ...]]  # the examples of each row of a micro-step
 Evaluation = Callable[[int], dict[str, float]]
@@ -79,14 +79,15 @@ class RowTrainer(Trainer):
         encoder: Encoder,
         rollouts: RolloutSource,
         collate: Collator,
-        evaluation: Evaluation | None,
+        evaluations: Sequence[Evaluation],
         backend: RolloutBackend,
         stop: StopOnSignal,
         metrics: StepMetrics,
-        prompt: dict[str, Any],
+        note: dict[str, Any],
         rollout_matching_cfg: RolloutContract,
         image_threads: int = 0,
         trace: Trace | None = None,
+        set_names: Sequence[str] = (),
         **kwargs: Any,
     ) -> None:
         super().__init__(model=learner.model, **kwargs)
@@ -95,14 +96,15 @@ class RowTrainer(Trainer):
         self.stream = stream
         self.encoder = encoder
         self.rollouts = rollouts
-        self.evaluation = evaluation
+        self.evaluations = tuple(evaluations)
         self.backend = backend
         self.stop = stop
         self.metrics = metrics
-        self.prompt = prompt
+        self.note = note
         self.rollout_matching_cfg = rollout_matching_cfg
         self.trace = trace
         self.tally = LossTally(objective)
+        self.set_tally = SetTally(objective, set_names) if set_names else None
         self.health = Health()
         self.saved: int | None = None  # the step of the newest checkpoint
         # `_rotate` alone removes checkpoints.
@@ -164,6 +166,8 @@ class RowTrainer(Trainer):
             split = Split(model(**inputs.inputs).logits[0], request.temperatures)
         measures = self.objective.measure(split, inputs.supervision)
         self.tally.add(measures, num_items_in_batch)
+        if self.set_tally is not None:
+            self.set_tally.add(inputs, split, measures)
         if self.trace is not None:
             self.trace(inputs, split, self.state.global_step + 1)
         return self.objective.loss(measures, num_items_in_batch) * gradient_scale()
@@ -205,12 +209,11 @@ class RowTrainer(Trainer):
         )
 
     def evaluate(self, eval_dataset: Any = None, ignore_keys: Any = None, metric_key_prefix: str = "eval") -> Any:
-        evaluation = self.evaluation
-        assert evaluation is not None, "evaluation was asked for without data"
+        assert self.evaluations, "evaluation was asked for without data"
         self.rollouts.wait()  # evaluation sends other weights, so no request may be open
         with self.stop.during("evaluation"):
-            results = evaluation(self.state.global_step)
-        metrics = {f"{metric_key_prefix}_{name}": value for name, value in results.items()}
+            results = [evaluation(self.state.global_step) for evaluation in self.evaluations]
+        metrics = {f"{metric_key_prefix}_{name}": value for part in results for name, value in part.items()}
         self.log(metrics)
         self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
         return metrics
@@ -220,6 +223,7 @@ class RowTrainer(Trainer):
         if "loss" in logs:
             logs |= self.tally.report(self.steps) | {"tokens": float(self.tokens)}
             logs |= self.metrics.report(self.steps)
+            logs |= self.set_tally.report() if self.set_tally is not None else {}
             self.tokens = self.steps = 0
         if self.state.epoch is not None:
             self.state.epoch = self.stream.epoch
@@ -298,7 +302,7 @@ class RowTrainer(Trainer):
     def _write_model(self, checkpoint: Path, model: Any, trial: Any) -> None:
         super()._save_checkpoint(model, trial)
         if self.is_world_process_zero():
-            write_whole(checkpoint / PROMPT_FILE, json.dumps(self.prompt) + "\n")
+            write_whole(checkpoint / NOTE_FILE, json.dumps(self.note) + "\n")
             write_dtype(checkpoint, self.learner.dtype)
 
     def _rotate(self) -> None:
@@ -375,7 +379,9 @@ class RowLoader:
     def _collate(self, examples: tuple[Example, ...]) -> Row:
         if self._readers is None:
             return self.collate(examples)
-        sources = [(example.image, example.size) for example in examples]
+        sources = [(example.image, example.size) for example in examples if example.image is not None]
+        if not sources:
+            return self.collate(examples)
         pixels = self._readers.map(self.collate.pixels, *zip(*sources, strict=True))
         loaded = dict(zip(sources, pixels, strict=True))
         return replace(self.collate, pixels=lambda image, size: loaded[image, size])(examples)

@@ -3,7 +3,8 @@
 The parser reads a rollout through `symbols`, which has one string per id. Each character of the string stands for
 one byte, as in Latin-1. A coordinate token is the single character `coord_symbol(bin)`, a stop token is STOP, an
 image or video placeholder is PLACEHOLDER, and an id without text is UNKNOWN. These characters differ from all
-bytes, and the text of an answer is the concatenation of its symbols.
+bytes, and the text of an answer is the concatenation of its symbols. A tokenizer without coordinate tokens has a
+table too, for answers in the model's own format.
 """
 
 import re
@@ -41,7 +42,7 @@ class VocabularyError(DataError):
 class VocabularyTable:
     pieces: tuple[bytes, ...]  # the bytes of each id; b"" for an id without text
     symbols: tuple[str, ...]
-    first_coord: int
+    coord_start: int | None  # the id of bin 0; None without coordinate tokens
     end_of_turn: int
     reserved: tuple[str, ...]  # texts that the tokenizer turns into a coordinate, stop or special token
     tokenizer: Tokenizer = field(repr=False, compare=False)
@@ -49,18 +50,24 @@ class VocabularyTable:
     _runs: dict[bytes, list[int]] = field(default_factory=dict, repr=False, compare=False)
 
     @classmethod
-    def from_folder(cls, folder: Path | str) -> "VocabularyTable":
-        """Return the table of a saved model or tokenizer."""
-        return cls.from_tokenizer(read_tokenizer(Path(folder)), str(folder))
+    def from_folder(cls, folder: Path | str, *, needs_coords: bool = True) -> "VocabularyTable":
+        """Return the table of a saved model or tokenizer. Raise VocabularyError if it has no coordinate tokens and
+        `needs_coords` is set."""
+        return cls.from_tokenizer(read_tokenizer(Path(folder)), str(folder), needs_coords=needs_coords)
 
     @classmethod
-    def from_tokenizer(cls, tokenizer: Tokenizer, source: str = "the tokenizer") -> "VocabularyTable":
+    def from_tokenizer(
+        cls, tokenizer: Tokenizer, source: str = "the tokenizer", *, needs_coords: bool = True
+    ) -> "VocabularyTable":
         """Return the table of a tokenizer. Messages name it as `source`."""
         pieces = _pieces(tokenizer, source)
-        first_coord = _first_coord(tokenizer, source)
+        coord_start = _coord_start(tokenizer, source)
+        if coord_start is None and needs_coords:
+            raise _no_coord_tokens(source)
         symbols = [piece.decode("latin-1") or UNKNOWN for piece in pieces]
-        for bin in range(BINS):
-            symbols[first_coord + bin] = coord_symbol(bin)
+        if coord_start is not None:
+            for bin in range(BINS):
+                symbols[coord_start + bin] = coord_symbol(bin)
         for names, symbol in ((STOP_TOKENS, STOP), (PLACEHOLDER_TOKENS, PLACEHOLDER)):
             for name in names:
                 if (id := tokenizer.token_to_id(name)) is not None:
@@ -69,14 +76,22 @@ class VocabularyTable:
         if end_of_turn is None:
             raise VocabularyError(f"{source}: the token {STOP_TOKENS[0]}, which ends a turn, is missing", USE_QWEN)
         special = [token.content for token in tokenizer.get_added_tokens_decoder().values() if token.special]
-        reserved = sorted({*COORD_TOKENS, *STOP_TOKENS, *PLACEHOLDER_TOKENS, *special}, key=len, reverse=True)
+        coords = () if coord_start is None else COORD_TOKENS
+        reserved = sorted({*coords, *STOP_TOKENS, *PLACEHOLDER_TOKENS, *special}, key=len, reverse=True)
         ids = {piece: id for id, piece in enumerate(pieces) if len(piece) == 1}
         missing = [byte for byte in range(256) if bytes([byte]) not in ids]
         if missing:
             problem = f"{source}: no token for the byte {missing[0]:#x}, so it is not a byte-level BPE tokenizer"
             raise VocabularyError(problem, USE_QWEN)
         byte_ids = tuple(ids[bytes([byte])] for byte in range(256))
-        return cls(pieces, tuple(symbols), first_coord, end_of_turn, tuple(reserved), tokenizer, byte_ids)
+        return cls(pieces, tuple(symbols), coord_start, end_of_turn, tuple(reserved), tokenizer, byte_ids)
+
+    @property
+    def first_coord(self) -> int:
+        """Return the id of bin 0. Raise VocabularyError if the tokenizer has no coordinate tokens."""
+        if self.coord_start is None:
+            raise _no_coord_tokens("the tokenizer")
+        return self.coord_start
 
     @cached_property
     def reserved_starts(self) -> frozenset[str]:
@@ -84,7 +99,7 @@ class VocabularyTable:
         return frozenset(text[0] for text in self.reserved)
 
     def is_coord(self, id: int) -> bool:
-        return 0 <= id - self.first_coord < BINS
+        return self.coord_start is not None and 0 <= id - self.coord_start < BINS
 
     def bytes_of(self, ids: Sequence[int]) -> bytes:
         return b"".join([self.pieces[id] for id in ids])
@@ -101,6 +116,8 @@ class VocabularyTable:
         They are the tokenizer's own ids if these keep every byte. Otherwise, for a part of a character or for text
         that is not NFC, the text between two coordinates is encoded byte by byte.
         """
+        if self.coord_start is None:
+            return self.encode_text(text)
         ids: list[int] = []
         for k, run in enumerate(_COORD_RUNS.split(text)):
             if k % 2:
@@ -114,18 +131,22 @@ class VocabularyTable:
         token independently. Answers repeat the same few runs, so their ids are remembered."""
         ids = self._runs.get(run)
         if ids is None:
-            start = 0
-            while start < len(run) and 0x80 <= run[start] < 0xC0:  # the end of a character that was cut in two
-                start += 1
-            rest = run[start:]
-            ids = self.tokenizer.encode(rest.decode(errors="replace"), add_special_tokens=False).ids
-            if self.bytes_of(ids) != rest:
-                ids = [self.byte_ids[byte] for byte in rest]
-            ids = [self.byte_ids[byte] for byte in run[:start]] + ids
+            ids = self.encode_text(run)
             if len(self._runs) >= MOST_RUNS:
                 self._runs.clear()
             self._runs[run] = ids
         return ids
+
+    def encode_text(self, text: bytes) -> list[int]:
+        """Return ids whose bytes are exactly `text`, which has no coordinate tokens. They are not remembered."""
+        start = 0
+        while start < len(text) and 0x80 <= text[start] < 0xC0:  # the end of a character that was cut in two
+            start += 1
+        rest = text[start:]
+        ids: list[int] = self.tokenizer.encode(rest.decode(errors="replace"), add_special_tokens=False).ids
+        if self.bytes_of(ids) != rest:
+            ids = [self.byte_ids[byte] for byte in rest]
+        return [self.byte_ids[byte] for byte in text[:start]] + ids
 
 
 def coord_symbol(bin: int) -> str:
@@ -171,12 +192,23 @@ def _byte_characters() -> list[str]:
     return [chr(byte) if byte in visible else chr(next(shifted)) for byte in range(256)]
 
 
-def _first_coord(tokenizer: Tokenizer, source: str) -> int:
+def _no_coord_tokens(source: str, missing: Sequence[str] = COORD_TOKENS) -> VocabularyError:
+    return VocabularyError(
+        f"{source}: {len(missing)} of the {BINS} coordinate tokens are missing, first {missing[0]}",
+        f"add them with: coordexp model add-coords --model {source} --out DIR, or use the format that needs none: "
+        "custom.answer_format: native, and coordexp predict --answer-format native",
+    )
+
+
+def _coord_start(tokenizer: Tokenizer, source: str) -> int | None:
+    """Return the id of bin 0, or None if there are no coordinate tokens. Raise VocabularyError if only some are
+    there."""
     ids = [tokenizer.token_to_id(token) for token in COORD_TOKENS]
     missing = [token for token, id in zip(COORD_TOKENS, ids, strict=True) if id is None]
+    if len(missing) == BINS:
+        return None
     if missing:
-        problem = f"{source}: {len(missing)} of the {BINS} coordinate tokens are missing, first {missing[0]}"
-        raise VocabularyError(problem, "add them with: coordexp model add-coords --model DIR --out DIR")
+        raise _no_coord_tokens(source, missing)
     first = ids[0]
     assert first is not None
     if ids != list(range(first, first + BINS)):

@@ -1,13 +1,16 @@
 """The options of `predict` that decide the answers: what is refused, what --resume compares, and seeds."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
 from coordexp.cli import app
-from coordexp.cli.predict import Answering, AnswerOptions
-from coordexp.data import Record
+from coordexp.config.settings import Custom
+from coordexp.data import Questions, Record
+from coordexp.detect.answering import Answering, AnswerOptions
+from coordexp.tasks import ignore
 
 DEFAULTS: dict[str, Any] = {
     "max_new_tokens": 9,
@@ -58,15 +61,12 @@ def test_every_option_that_changes_an_answer_is_part_of_the_identity():
     assert AnswerOptions(**DEFAULTS | explicit).identity() == AnswerOptions(**DEFAULTS | {"samples": 2}).identity()
 
 
-class FakeRecords:
-    """A file of records that only knows where images are."""
-
-    def image_path(self, record: Record) -> str:
-        return record.image
+QUESTIONS = Questions.of(Custom())
 
 
-def make_request(image_id: int, sample: int | None, **options: Any) -> Any:
-    answering: Any = Answering(FakeRecords(), None, None, AnswerOptions(**DEFAULTS | options))  # type: ignore[arg-type]
+def make_request(image_id: int, sample: int | None, **changes: Any) -> Any:
+    options = AnswerOptions(**DEFAULTS | changes)
+    answering: Any = Answering(Path(), QUESTIONS, None, None, options, ignore)  # type: ignore[arg-type]
     return answering._make_request(image_id, Record(f"{image_id}.png", 8, 8, "bin", ()), sample)
 
 

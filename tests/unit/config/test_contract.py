@@ -157,6 +157,54 @@ def test_adapter_sync_with_several_learner_ranks_is_refused(mode):
     assert load(tree, learners=1).settings.rollout_matching.vllm.sync.mode == "adapter"
 
 
+def servers(count):
+    return [{"base_url": f"http://node-{k}:8000", "group_port": 51216} for k in range(count)]
+
+
+@pytest.mark.parametrize(
+    ("senders", "listed", "learners", "problem", "way_out"),
+    [
+        (3, 2, 8, "3 senders, but there are 2 servers", "use at most 2, or list more servers"),
+        (2, 1, None, "2 senders, but there is 1 server", "use at most 1, or list more servers"),
+        (3, 4, 2, "3 senders, but there are 2 learner ranks", "use at most 2, or start more learner ranks"),
+        (2, 2, 1, "2 senders, but there is 1 learner rank", "use at most 1, or start more learner ranks"),
+    ],
+)
+def test_more_senders_than_servers_or_learner_ranks_are_refused_with_a_way_out(
+    senders, listed, learners, problem, way_out
+):
+    tree = server_mode(
+        rollout_matching__decode_batch_size=8,
+        rollout_matching__vllm__server={"servers": servers(listed)},
+        rollout_matching__vllm__sync={"senders": senders},
+    )
+    path, message = only_problem(tree, learners=learners)
+    assert path == "rollout_matching.vllm.sync.senders"
+    assert problem in message and way_out in message
+
+
+@pytest.mark.parametrize(("listed", "learners"), [(3, 3), (64, 256), (3, None)])
+def test_as_many_senders_as_servers_and_learner_ranks_allow_are_accepted(listed, learners):
+    tree = server_mode(
+        rollout_matching__decode_batch_size=8,
+        rollout_matching__vllm__server={"servers": servers(listed)},
+        rollout_matching__vllm__sync={"senders": 3},
+    )
+    assert load(tree, learners=learners).settings.rollout_matching.vllm.sync.senders == 3
+
+
+@pytest.mark.parametrize("senders", [0, -1, 1.5, "all", None])
+def test_the_number_of_senders_is_a_positive_integer(senders):
+    path, _ = only_problem(server_mode(rollout_matching__vllm__sync={"senders": senders}))
+    assert path == "rollout_matching.vllm.sync.senders"
+    assert load(server_mode()).settings.rollout_matching.vllm.sync.senders == 1
+
+
+def test_a_note_says_that_a_colocated_engine_has_no_senders():
+    (note,) = load(stage2(rollout_matching__vllm__sync={"senders": 2})).notes
+    assert str(note) == "rollout_matching.vllm.sync.senders: not used with vllm.mode: colocate"
+
+
 @pytest.mark.scenario("R10.C4", "R10.C7", "R10.S1", on="pure")
 def test_decode_batch_size_reaches_the_rollout_settings():
     assert load(stage2(rollout_matching__decode_batch_size=4)).settings.rollout_matching.decode_batch_size == 4

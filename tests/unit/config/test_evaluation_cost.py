@@ -1,7 +1,10 @@
 """The line that says what an evaluation costs."""
 
+import importlib.util
+
 import pytest
 
+from coordexp.config import World, parse_settings
 from coordexp.config.settings import describe_evaluation
 from tests.unit.config.trees import load, stage1, stage2
 
@@ -24,7 +27,11 @@ def test_a_hint_says_what_to_change_if_images_are_answered_one_at_a_time():
 
 @pytest.mark.parametrize(
     ("backend", "words"),
-    [("hf", "transformers (stage1.eval_backend: vllm would use vLLM)"), ("vllm", "vLLM")],
+    [
+        ("hf", "transformers (stage1.eval_backend: vllm would use vLLM, and GPU memory for it)"),
+        ("auto", "transformers (stage1.eval_backend: vllm would use vLLM, and GPU memory for it)"),
+        ("vllm", "vLLM"),
+    ],
 )
 def test_the_line_of_stage_1_says_what_answers(backend, words):
     rollout = {"decode_batch_size": 16, "max_new_tokens": 512}
@@ -48,6 +55,33 @@ def test_only_an_evaluation_in_stage_1_starts_the_engine_of_its_eval_backend():
         loaded = load(tree)
         assert loaded.settings.backend == "hf"
         assert any(note.subject == "stage1.eval_backend" and problem in note.problem for note in loaded.notes)
+
+
+@pytest.mark.parametrize(
+    ("vllm", "is_installed", "backend", "reason"),
+    [
+        (None, True, "hf", "rollout_matching.vllm describes no engine"),
+        ({}, True, "hf", "rollout_matching.vllm describes no engine"),
+        ({"gpu_memory_utilization": 0.3}, True, "vllm", "vLLM is installed"),
+        ({"gpu_memory_utilization": 0.3}, False, "hf", "vLLM is not installed"),
+    ],
+)
+def test_without_a_choice_vllm_answers_where_the_config_gives_an_engine_its_memory(
+    monkeypatch, vllm, is_installed, backend, reason
+):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object() if is_installed else None)
+    loaded = load(stage1(**EVALUATES, rollout_matching={} if vllm is None else {"vllm": vllm}))
+    assert loaded.settings.backend == loaded.settings.stage1.eval_backend == backend
+    assert loaded.origins["stage1.eval_backend"] == f"derived: auto, and {reason}"
+    notes = [note for note in loaded.notes if note.subject == "rollout_matching.vllm"]
+    assert len(notes) == (1 if vllm and not is_installed else 0)
+    again = parse_settings(loaded.settings.model_dump(mode="json"), World(1)).settings
+    assert again.backend == backend
+
+
+def test_a_run_that_does_not_evaluate_in_stage_1_starts_no_engine():
+    loaded = load(stage1(rollout_matching={"vllm": {"gpu_memory_utilization": 0.3}}))
+    assert loaded.settings.backend == "hf"
 
 
 @pytest.mark.parametrize(

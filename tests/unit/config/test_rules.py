@@ -4,6 +4,8 @@ import pytest
 
 from coordexp.config import parse_settings
 from tests.unit.config.trees import (
+    BBOX_GEO,
+    COORD_DIAG,
     COORD_REG,
     SERVER,
     TOKEN_CE,
@@ -424,3 +426,54 @@ def test_a_note_says_that_a_colocated_engine_does_not_use_lora_support(vllm, idl
 def test_a_note_says_that_offload_moves_nothing():
     (note,) = load(rollout(offload={"enabled": True})).notes
     assert str(note) == "rollout_matching.offload: moves nothing: set offload_model, offload_optimizer or both"
+
+
+NUMBER_CE = {"name": "number_ce", "enabled": True, "weight": 1.0, "channels": ["A"], "config": {"ce_weight": 1.0}}
+ON_A = {"channels": ["A"]}
+ADAPTER = {"rank": 4, "alpha": 8}
+
+
+def native(*modules, diagnostics=(), **changes):
+    """Return a Stage 1 config with native answers, and with these modules beside token_ce."""
+    pipeline = {"objective": [TOKEN_CE | ON_A, *modules], "diagnostics": list(diagnostics)}
+    return stage1(custom__answer_format="native", stage1__pipeline=pipeline, **changes)
+
+
+def test_native_answers_are_accepted_in_stage_1():
+    load(native(NUMBER_CE))
+    load(native(NUMBER_CE, model__adapter=ADAPTER | {"train_coord_rows": False}))
+    load(native(NUMBER_CE, COORD_REG | ON_A | {"enabled": False}))
+
+
+@pytest.mark.parametrize(
+    ("tree", "path", "expected"),
+    [
+        (stage2(custom__answer_format="native"), "custom.answer_format", "custom.trainer_variant: stage1_sft"),
+        (native(NUMBER_CE, COORD_REG | ON_A), "stage1.pipeline", "configs/stage1-native.yaml"),
+        (native(NUMBER_CE, BBOX_GEO | ON_A), "stage1.pipeline", "remove or disable bbox_geo"),
+        (native(NUMBER_CE, diagnostics=[COORD_DIAG | ON_A]), "stage1.pipeline", "remove or disable coord_diag"),
+        (
+            native(COORD_REG | ON_A, diagnostics=[COORD_DIAG | ON_A]),
+            "stage1.pipeline",
+            "remove or disable coord_reg and coord_diag",
+        ),
+        (native(), "stage1.pipeline.objective", "declare number_ce"),
+        (native(NUMBER_CE | {"weight": 0.0}), "stage1.pipeline.objective", "declare number_ce"),
+        (
+            stage1(stage1__pipeline={"objective": [TOKEN_CE | ON_A, NUMBER_CE], "diagnostics": []}),
+            "stage1.pipeline.objective",
+            "custom.answer_format: native",
+        ),
+        (native(NUMBER_CE, model__adapter=ADAPTER), "model.adapter.train_coord_rows", "set it to false"),
+        (native(NUMBER_CE, custom__object_field_order="geometry_first"), "custom.object_field_order", "remove it"),
+        (
+            native(NUMBER_CE, rollout_matching__repeat_terminate={"enabled": True, "max_object_keys": 9}),
+            "rollout_matching.repeat_terminate.max_object_keys",
+            "set it to null",
+        ),
+    ],
+)
+def test_what_native_answers_cannot_do_is_refused_with_a_way_out(tree, path, expected):
+    wrong_path, message = only_problem(tree)
+    assert wrong_path == path
+    assert expected in message

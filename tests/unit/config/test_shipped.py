@@ -1,6 +1,7 @@
 """The shipped configs, and the documents that are generated from the schema."""
 
 import json
+import os
 import re
 from collections import Counter
 from pathlib import Path
@@ -8,11 +9,14 @@ from pathlib import Path
 import jsonschema
 import pytest
 import yaml
+from typer.testing import CliRunner
 
+from coordexp.cli import app
 from coordexp.config import ConfigError, load_settings, reference, schema
+from coordexp.train.run import training_arguments
 
 CONFIGS = sorted(Path("configs").rglob("*.yaml"))
-PART = Path("configs/base.yaml")
+PART, MIX_IN = Path("configs/base.yaml"), Path("configs/cpu.yaml")
 
 
 def test_there_is_a_config_for_every_kind_of_run():
@@ -28,9 +32,44 @@ def test_there_is_a_config_for_every_kind_of_run():
     }
 
 
-@pytest.mark.parametrize("path", [path for path in CONFIGS if path != PART], ids=str)
+@pytest.mark.parametrize("path", [path for path in CONFIGS if path not in (PART, MIX_IN)], ids=str)
 def test_a_shipped_config_loads_and_nothing_in_it_is_without_effect(path):
     assert load_settings(path).notes == ()
+
+
+@pytest.mark.parametrize("name", ["stage1.yaml", "stage1-lora-24gb.yaml", "stage2.yaml", "stage2-hf.yaml"])
+def test_the_mix_in_turns_a_config_for_gpus_into_one_for_cpus(tmp_path, name):
+    folder = os.path.relpath(Path("configs").resolve(), tmp_path)
+    (tmp_path / "mine.yaml").write_text(f"extends: [{folder}/{name}, {folder}/cpu.yaml]\n")
+    loaded = load_settings(tmp_path / "mine.yaml")
+    training_arguments(loaded.settings, samples=10)  # raises where torch sees no GPU that the settings need
+    assert loaded.settings.training.use_cpu and loaded.settings.backend == "hf"
+    assert loaded.notes == ()
+
+
+@pytest.mark.parametrize(("pixels", "answer"), [(786_432, 350), (1_048_576, 1024)])
+def test_the_config_for_24_gb_fits_on_such_a_gpu(pixels, answer):
+    words = ["--size", "4b", "--memory", "24", "--pixels", pixels, "--answer-tokens", answer, "--json"]
+    result = CliRunner().invoke(app, ["plan", "--config", "configs/stage1-lora-24gb.yaml", *map(str, words)])
+    assert json.loads(result.stdout)["details"]["verdict"] == "fits"
+
+
+def test_the_configs_of_stage_2_follow_the_recommendations_of_the_results():
+    """docs/results.md and docs/correction.md: which policy, how many rollout steps, and that names are trained."""
+    for path in CONFIGS:
+        if (
+            path.parent != Path("configs")
+            or not path.name.startswith("stage2")
+            or path.name.endswith("specified.yaml")
+        ):
+            continue
+        settings = load_settings(path).settings
+        policy = settings.rollout_matching.correction
+        assert (policy.duplicates, policy.extras, policy.insertion) == ("remove", "keep", "in_order"), path
+        assert policy.supervise == "matched_with_desc" and policy.closing_weight < 1, path
+        assert settings.stage2.b_ratio in (None, 0.25), path
+        (text,) = [module for module in settings.pipeline.objective if module.name == "token_ce"]
+        assert text.config.desc_ce_weight > 0, path
 
 
 def test_the_shared_part_lacks_only_what_each_run_must_set():

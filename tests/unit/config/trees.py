@@ -39,6 +39,13 @@ BBOX_GEO: Tree = {
     "channels": ["B"],
     "config": {"smoothl1_weight": 1.0, "ciou_weight": 1.0},
 }
+CHAT_CE: Tree = {
+    "name": "chat_ce",
+    "enabled": True,
+    "weight": 1.0,
+    "channels": ["A"],
+    "config": {"answer_ce_weight": 1.0},
+}
 COORD_DIAG: Tree = {"name": "coord_diag", "enabled": True, "weight": 0.0, "channels": ["B"], "config": {}}
 SERVER: Tree = {"base_url": "http://127.0.0.1:8000", "group_port": 51216}
 

@@ -55,6 +55,35 @@ def test_clean_data_has_no_findings(planted):
     assert (report.records, report.objects, report.errors) == (40, 160, 0)
 
 
+def test_questions_are_counted_and_checked_beside_records(planted):
+    image = {name: planted.rows[0][name] for name in ("image", "width", "height")}
+    planted.rows += [
+        image | {"question": "How many?", "answer": "3"},
+        {"question": "Where is <|coord_5|>?", "answer": "in the <|box_start|>first<|box_end|> image"},
+        {"question": "Why?", "answer": "so<|im_end|>"},
+        {"question": "half \ud83d", "answer": "x"},
+        image | {"width": 9, "question": "How many?", "answer": "4"},
+        {"image": "none.png", "width": 9, "height": 9, "question": "How many?", "answer": "4"},
+        {"question": "Empty?", "answer": " "},
+        {"question": "Long?", "answer": "long " * 400},
+    ]
+    options = {"look": read_image_facts, "count_tokens": count_tokens, "max_length": 300}
+    report = examine(planted.write(), **options)
+    assert {finding.subject: [place.line for place in finding.places] for finding in report.findings} == {
+        "special-token": [43],
+        "text-broken": [44],
+        "size-mismatch": [45],
+        "image-missing": [46],
+        "broken-line": [47],
+        "too-long": [48],
+    }
+    assert (report.records, report.questions, report.objects) == (47, 7, 160)
+    without = examine(planted.write().parent / "train.jsonl", count_tokens=count_tokens)
+    planted.rows = planted.rows[:40]
+    assert without.tokens.per_object == examine(planted.write(), count_tokens=count_tokens).tokens.per_object
+    assert examine(planted.write(), processes=2, part=2000).questions == 0
+
+
 def replace_first_box(planted, box, line=11):
     planted.rows[line - 1]["objects"][0] = {"desc": "dog", "bbox_2d": box}
 
@@ -383,3 +412,18 @@ def test_a_killed_process_is_an_error_with_a_way_out(planted):
 
     with pytest.raises(DataError, match="was killed, most likely because memory ran out"):
         examine(planted.write(), look=die, processes=2, part=500)
+
+
+def test_a_class_with_boxes_and_polygons_is_named_and_a_single_odd_shape_is_not(tmp_path):
+    box, ring = {"bbox_2d": [10, 10, 40, 40]}, {"poly": [10, 10, 40, 10, 40, 40]}
+    shapes = {"mixed": [box, ring] * 10, "boxes": [box] * 20, "nearly": [box] * 39 + [ring]}
+    objects = [{"desc": desc} | shape for desc, items in shapes.items() for shape in items]
+    lines = [
+        {"image": f"{k}.png", "width": 64, "height": 48, "space": "pixel", "objects": [item]}
+        for k, item in enumerate(objects)
+    ]
+    (tmp_path / "a.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    for processes in (1, 2):
+        report = examine(tmp_path / "a.jsonl", processes=processes, part=500)
+        (finding,) = [item for item in report.findings if item.subject == "mixed-shapes"]
+        assert [place.detail for place in finding.places] == ["'mixed': 10 boxes and 10 polygons"]

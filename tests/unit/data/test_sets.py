@@ -10,6 +10,7 @@ import pytest
 
 import coordexp.data.index as index_module
 from coordexp.data import DataError, RecordFile, RecordSet, open_data
+from coordexp.data.sets import locate_image
 from coordexp.files import find_data_files, match_files
 
 
@@ -125,3 +126,27 @@ def test_more_files_than_a_process_may_open_are_refused_before_any_is_opened(sha
     with pytest.raises(DataError, match=r"2 more files: a process may open 258 files here\n  .*ulimit -n 515"):
         open_data([shards])
     open_data([shards[:1]])
+
+
+def test_the_line_of_an_image_is_found_in_any_file_and_spelling(tmp_path):
+    def line(image):
+        return {"image": image, "width": 4, "height": 4, "space": "pixel", "objects": []}
+
+    rows = [json.dumps(line("a/1.png")), "", "{broken 2.png", json.dumps(line("b/2.png"))]
+    (tmp_path / "one.jsonl").write_text("\n".join(rows) + "\n")
+    names = ("b/1.png", "\u00e9.png")
+    texts = [
+        json.dumps(line(names[0])),
+        json.dumps(line(names[1])),
+        json.dumps(line("\u00fc.png"), ensure_ascii=False),
+    ]
+    (tmp_path / "two.jsonl").write_text("\n".join(texts) + "\n", encoding="utf-8")
+    files = open_data([[tmp_path / "one.jsonl", tmp_path / "two.jsonl"]]).files
+    for image, place in (
+        ("b/2.png", "one.jsonl:4"),
+        ("b/1.png", "two.jsonl:1"),
+        ("\u00e9.png", "two.jsonl:2"),
+        ("\u00fc.png", "two.jsonl:3"),
+    ):
+        assert locate_image(files, str(tmp_path / image)) == str(tmp_path / place)
+    assert locate_image(files, str(tmp_path / "c/1.png")) == ""

@@ -87,4 +87,7 @@ def test_a_full_disk_is_reported_before_anything_is_written(tmp_path, monkeypatc
 def test_a_size_excludes_other_shapes(tmp_path):
     words = ["demo", "model", "--out", str(tmp_path / "model"), "--size", "2b", "--vocabulary", "small"]
     result = CliRunner().invoke(app, words)
-    assert result.exit_code == 1 and "leave --scenes, --tied, --family and --vocabulary small out" in result.output
+    assert (
+        result.exit_code == 1
+        and "leave --scenes, --native, --tied, --family and --vocabulary small out" in result.output
+    )

@@ -9,7 +9,7 @@ from PIL import Image, ImageDraw
 from typer.testing import CliRunner
 
 from coordexp.cli import app
-from coordexp.data import read_records
+from coordexp.data import read_any_records, read_records
 from coordexp.demo.scenes import COLOURS, RARE, SceneSettings, draw_scenes, write_scenes
 
 RICH = SceneSettings(side=96, objects=(1, 30), empty=0.1, rare=0.1, polygons=0.5, rotated=0.5, overlap=0.4)
@@ -99,3 +99,24 @@ def test_scenes_that_cannot_be_drawn_are_refused(tmp_path, words, message):
     result = CliRunner().invoke(app, ["demo", "scenes", "--out", str(tmp_path / "x"), *words])
     assert result.exit_code == 1
     assert message in result.output
+
+
+def test_questions_about_scenes_have_one_right_answer(tmp_path):
+    write_scenes(tmp_path, SceneSettings(objects=(1, 4), empty=0.2), train=30, val=10, seed=5, questions=3)
+    scenes = {record.image: record for _, record in read_records(tmp_path / "train.jsonl")}
+    chat = [record for _, record in read_any_records(tmp_path / "train.questions.jsonl")]
+    assert (tmp_path / "val.questions.jsonl").is_file()
+    for record in chat:
+        scene = scenes[record.image]
+        assert (record.width, record.height) == (scene.width, scene.height)
+        words = [item.desc.split() for item in scene.objects]
+        last = record.question.rstrip("?").split()[-1]
+        answers = {
+            "How many": {str(len(words))},
+            "What colour": {colour for colour, shape in words if shape == last},
+            "What shape": {shape for colour, shape in words if colour == last},
+        }
+        assert answers[" ".join(record.question.split()[:2])] == {record.answer}
+    asked = [record.image for record in chat]
+    assert max(map(asked.count, asked)) == 3 and set(asked) == set(scenes)
+    assert len({record.question.split()[1] for record in chat}) == 3

@@ -1,4 +1,4 @@
-"""Run a worker module as two learner ranks, in real processes."""
+"""Run a worker module as several learner ranks, in real processes."""
 
 import json
 import os
@@ -12,10 +12,10 @@ from tests.source import SOURCE
 ROOT = Path(__file__).parents[3]
 
 
-def run_two_ranks(module: str, folder: Path) -> list[dict[str, Any]]:
-    """Run `python -m MODULE RANK FOLDER` for both ranks. Return the contents of `rank-RANK.json` that each
+def run_ranks(module: str, folder: Path, ranks: int = 2, seconds: float = 110) -> list[dict[str, Any]]:
+    """Run `python -m MODULE RANK FOLDER` for all ranks. Return the contents of `rank-RANK.json` that each
     writes."""
-    ranks = [
+    processes = [
         subprocess.Popen(
             [sys.executable, "-m", module, str(rank), str(folder)],
             cwd=ROOT,
@@ -23,12 +23,12 @@ def run_two_ranks(module: str, folder: Path) -> list[dict[str, Any]]:
             stderr=subprocess.PIPE,
             text=True,
         )
-        for rank in range(2)
+        for rank in range(ranks)
     ]
     try:
-        errors = [rank.communicate(timeout=110)[1][-3000:] for rank in ranks]
+        errors = [process.communicate(timeout=seconds)[1][-3000:] for process in processes]
     finally:
-        for rank in ranks:
-            rank.kill()
-    assert [rank.returncode for rank in ranks] == [0, 0], errors
-    return [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(2)]
+        for process in processes:
+            process.kill()
+    assert [process.returncode for process in processes] == [0] * ranks, errors
+    return [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(ranks)]

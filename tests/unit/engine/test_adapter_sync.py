@@ -9,7 +9,7 @@ from coordexp.errors import EngineError
 from coordexp.train.offload import offload_learner
 from tests.unit.config.trees import load, stage2
 from tests.unit.engine.fake_engine import ADAPTER, WEIGHTS, Run
-from tests.unit.engine.ranks import run_two_ranks
+from tests.unit.engine.ranks import run_ranks
 
 BOTH = Offload(enabled=True, offload_model=True, offload_optimizer=True)
 REFUSAL = "the engine cannot use the adapter: LoRA rank 16 is greater than max_lora_rank 8"
@@ -139,7 +139,7 @@ def test_the_learner_is_out_of_memory_before_a_fake_engine_starts_until_it_has_a
 @pytest.mark.timeout(120)
 def test_when_the_fake_engine_of_one_rank_refuses_the_adapter_both_ranks_send_whole_weights(tmp_path):
     """The ranks are real processes that communicate with gloo. Each has an engine of its own."""
-    for result in run_two_ranks("tests.unit.engine.colocate_worker", tmp_path):
+    for result in run_ranks("tests.unit.engine.colocate_worker", tmp_path):
         assert result["sent"][0] == [1, list(ADAPTER)]
         assert result["sent"][-2:] == [[2, list(WEIGHTS)], [3, list(WEIGHTS)]]
         assert result["warnings"] == [f"warning: {REFUSAL}; whole weights are sent from here on"]

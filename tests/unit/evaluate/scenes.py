@@ -10,10 +10,10 @@ BOX = (100, 100, 300, 300)
 FAR = (600, 600, 800, 800)
 
 
-def record(*objects, image="a.png", width=EDGE, height=EDGE):
+def record(*objects, image="a.png", width=EDGE, height=EDGE, classes=None):
     """Return a record. Each object is a desc and its coordinates: four of a box, more of a polygon."""
     items = tuple(RecordObject(desc, _kind(coords), tuple(map(float, coords))) for desc, coords in objects)
-    return Record(image, width, height, "bin", items)
+    return Record(image, width, height, "bin", items, classes=classes)
 
 
 def prediction(desc, bins, score=0.5):
@@ -28,8 +28,9 @@ def answer(*objects, image_id=1, image="a.png", text="{}", finish="stop"):
     return ImageAnswer(image_id, image, text, finish, 10, tuple(objects))
 
 
-def crowd(seed, images=12, classes=("cat", "cup", "dog"), shapes=("bbox_2d",), ties=False):
-    """Return many overlapping objects: true ones moved a little, false positives, wrong classes, repeats."""
+def crowd(seed, images=12, classes=("cat", "cup", "dog"), shapes=("bbox_2d",), ties=False, asks=False):
+    """Return many overlapping objects: true ones moved a little, false positives, wrong classes, repeats. With
+    `asks`, some records ask for a list of classes."""
     rng = random.Random(seed)
     truth, answers = [], []
     for image_id in range(1, images + 1):
@@ -42,7 +43,8 @@ def crowd(seed, images=12, classes=("cat", "cup", "dog"), shapes=("bbox_2d",), t
         predicted += [(desc, _move(rng, bins)) for desc, bins in predicted[:3]]
         rng.shuffle(predicted)
         name = f"{image_id}.png"
-        truth.append((image_id, record(*true, image=name, width=size[0], height=size[1])))
+        asked = (*classes[:2], "absent") if asks and image_id % 5 == 0 else None
+        truth.append((image_id, record(*true, image=name, width=size[0], height=size[1], classes=asked)))
         scored = [prediction(desc, bins, round(rng.random(), 1 if ties else 6)) for desc, bins in predicted]
         answers.append(answer(*scored, image_id=image_id, image=name))
     return truth, answers

@@ -4,6 +4,7 @@ import pytest
 
 from coordexp.evaluate import evaluate
 from coordexp.evaluate.behaviour import DEFINITIONS, Rate
+from coordexp.evaluate.matching import MatchCounts
 from tests.unit.evaluate.scenes import BOX, EDGE, FAR, answer, crowd, invalid_object, prediction, record
 
 NEARBY = (100, 100, 300, 302)  # IoU with BOX above 0.9
@@ -15,7 +16,7 @@ def rates(true, predicted, **fields):
 
 
 def test_every_rate_has_a_definition_and_a_name_in_the_log():
-    report = evaluate(*crowd(0))
+    report = evaluate(*crowd(0, asks=True))
     assert set(report.behaviour.rates) == set(DEFINITIONS)
     assert set(DEFINITIONS) <= set(report.metrics())
 
@@ -116,3 +117,26 @@ def test_a_desc_that_no_true_object_of_the_data_has_is_unknown():
 @pytest.mark.parametrize(("text", "count"), [("{}", 0), (' \n{"a"', 0), ("", 1), ("I see a cat", 1)])
 def test_an_answer_without_a_container_is_unreadable(text, count):
     assert rates([], [], text=text)["unreadable"] == Rate(count, 1)
+
+
+def test_answers_to_a_list_of_classes():
+    """Cats are asked for and there, dogs are asked for and absent, cups are there and not asked for."""
+    asked = record(("cat", BOX), ("cup", FAR), classes=("cat", "dog", "cow"))
+    report = evaluate(
+        [(1, asked)], [answer(prediction("cat", BOX), prediction("dog", FAR), prediction("cup", FAR))]
+    )
+    assert report.behaviour.rates["absent_classes"] == Rate(1, 2)
+    assert report.behaviour.rates["unasked"] == Rate(1, 3)
+    assert report.behaviour.rates["over_count"] == Rate(1, 1)
+    assert report.asked[3] == report.with_class.at(0.5) == MatchCounts(1, 3, 1)
+    assert report.metrics()["f1_50_asked_3"] == 0.5
+
+
+def test_the_right_answer_to_absent_classes_is_empty():
+    truth = [(1, record(("cat", BOX), classes=("dog",))), (2, record(("cat", BOX), image="b.png"))]
+    report = evaluate(truth, [answer(), answer(image_id=2, image="b.png")])
+    assert report.behaviour.rates["absent_classes"] == Rate(0, 1)
+    assert report.behaviour.rates["boxes_on_empty"] == Rate(0, 1)
+    assert report.behaviour.rates["unasked"] == Rate(0, 0)
+    assert list(report.asked) == [1]
+    assert report.with_class.at(0.5) == MatchCounts(0, 0, 1)

@@ -4,6 +4,7 @@ import math
 
 import pytest
 
+from coordexp.correction import CoordTokenAnswers
 from coordexp.evaluate.answer import build_answer
 from coordexp.rollout.backend import Rollout
 from tests.vocabularies import encode, table
@@ -34,7 +35,7 @@ def make_improbable(word):
 @pytest.mark.parametrize("form", [FIRST_DESC, FIRST_GEOMETRY])
 def test_a_score_is_the_probability_of_an_objects_own_words_in_either_order(form):
     text = "{" + ", ".join(form % values for values in ((1, "cup"), (2, "dog"), (3, "cup"))) + "}"
-    answer = build_answer(7, "a.png", generate(text, make_improbable("cup")), table("qwen"))
+    answer = build_answer(7, "a.png", generate(text, make_improbable("cup")), CoordTokenAnswers(table("qwen")))
     assert [item.score for item in answer.objects] == pytest.approx([0.5, 1.0, 0.5])
     assert (answer.image_id, answer.text, answer.finish_reason) == (7, text, "stop")
 
@@ -42,7 +43,7 @@ def test_a_score_is_the_probability_of_an_objects_own_words_in_either_order(form
 def test_the_tokens_of_a_refused_object_do_not_count_for_the_next_one():
     flat = (FIRST_DESC % (1, "cup")).replace("coord_40", "coord_2")
     text = "{" + flat + ", " + FIRST_DESC % (2, "dog") + "}"
-    answer = build_answer(1, "a.png", generate(text, make_improbable("cup")), table("qwen"))
+    answer = build_answer(1, "a.png", generate(text, make_improbable("cup")), CoordTokenAnswers(table("qwen")))
     assert [item.score for item in answer.objects] == [None, pytest.approx(1.0)]
 
 
@@ -52,16 +53,18 @@ def test_the_choice_to_go_on_counts_for_the_object_that_follows():
     ids = encode(text, vocabulary)
     going_on = next(k for k, id in enumerate(ids) if vocabulary.pieces[id].endswith(b"},"))
     logprobs = tuple(math.log(0.25) if k == going_on else 0.0 for k in range(len(ids)))
-    answer = build_answer(1, "a.png", Rollout.of(vocabulary, (), ids, logprobs, "stop"), vocabulary)
+    answer = build_answer(
+        1, "a.png", Rollout.of(vocabulary, (), ids, logprobs, "stop"), CoordTokenAnswers(vocabulary)
+    )
     assert [item.score for item in answer.objects] == pytest.approx([1.0, 0.25])
 
 
 def test_a_refused_object_has_a_reason_and_no_score():
     text = "{" + ENTRY % (1, 2) + ", " + ENTRY % (2, 50) + "}"  # the first has no height
-    answer = build_answer(1, "a.png", generate(text), table("qwen"))
+    answer = build_answer(1, "a.png", generate(text), CoordTokenAnswers(table("qwen")))
     assert [(item.reason is None, item.score) for item in answer.objects] == [(False, None), (True, 1.0)]
 
 
 def test_an_unreadable_answer_keeps_its_text():
-    answer = build_answer(1, "a.png", generate("Sure!"), table("qwen"))
+    answer = build_answer(1, "a.png", generate("Sure!"), CoordTokenAnswers(table("qwen")))
     assert (answer.text, answer.objects) == ("Sure!", ())

@@ -8,7 +8,7 @@ from tests.unit.evaluate.scenes import answer, crowd, invalid_object, prediction
 
 
 def test_ratios_of_sums_are_the_metrics_of_the_report():
-    truth, answers = crowd(3, images=30, shapes=("bbox_2d", "poly"))
+    truth, answers = crowd(3, images=30, shapes=("bbox_2d", "poly"), asks=True)
     answers[4] = answer(
         invalid_object(), prediction("cat", (1, 1, 50, 50)), image_id=5, image="5.png", finish="length", text="no"
     )

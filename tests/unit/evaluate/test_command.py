@@ -163,7 +163,7 @@ def test_missing_or_mixed_files_are_refused(folder):
     (folder / "preds.json").write_text("[]")
     assert "no image to evaluate" in refusal(folder, "--answered-only")
     beside.unlink()
-    assert "preds.answers.jsonl: no such file" in refusal(folder)
+    assert "preds.answers.jsonl does not exist" in refusal(folder, "--answered-only")
 
 
 def test_without_its_packages_the_command_says_what_to_install(folder, monkeypatch):

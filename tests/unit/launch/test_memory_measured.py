@@ -19,7 +19,7 @@ from coordexp.demo.model import make_config
 from coordexp.launch.memory import (
     LearnerSetup,
     RowSize,
-    adapter_parameters,
+    count_trained,
     learner_memory,
 )
 from coordexp.pack.attention import attention_for
@@ -33,7 +33,7 @@ from coordexp.shapes import (
     read_shape,
     read_weights,
 )
-from coordexp.train.learner import with_adapter
+from coordexp.train.learner import freeze_parts, with_adapter
 
 IMAGE, START, END, TEXT = 5, 7, 8, 9  # token ids
 SUPERVISED = 8
@@ -119,14 +119,15 @@ def build_row(model, images):
     return inputs, RowSize(length, tokens * images.count, SUPERVISED)
 
 
-def measure(shape, images, kind, checkpointing, adapter):
+def measure(shape, images, kind, checkpointing, adapter, frozen=()):
     """Return the bytes that are always live, those at the peak of a forward and backward pass, and the row. The
     model has gradients and optimizer states from the step before."""
     torch.manual_seed(0)
     base = Qwen3VLForConditionalGeneration._from_config(
         build_config(shape), attn_implementation=attention_for(torch.device("cpu"), "float32")
     )
-    model = base if adapter is None else with_adapter(base.to(torch.bfloat16), adapter, 0)
+    freeze_parts(base, frozen)
+    model = base if adapter is None else with_adapter(base.to(torch.bfloat16), adapter, 0, frozen)
     model.train()
     if checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
@@ -151,19 +152,20 @@ def measure(shape, images, kind, checkpointing, adapter):
     return kept, live.peak - kept, row
 
 
-def estimate(shape, row, kind, checkpointing, adapter):
+def estimate(shape, row, kind, checkpointing, adapter, frozen=()):
     weights = expected_weights(shape)
     compute = 4 if kind == "float32" else 2
     setup = LearnerSetup(
         weight_bytes=4 if adapter is None else 2,
         compute_bytes=compute,
         norm_bytes=compute,  # on a CPU
-        trained=count_parameters(weights) if adapter is None else adapter_parameters(adapter, weights),
+        trained=count_trained(weights, adapter, frozen),
         adapter=adapter,
         checkpointing=checkpointing,
         optimizer="adamw_torch_fused",
         ranks=1,
         is_sharded=False,
+        frozen=frozen,
     )
     return learner_memory(shape, weights, setup, row)
 
@@ -187,6 +189,18 @@ def test_the_formulas_are_within_a_tenth_of_what_a_step_holds(shape, images, kin
     memory = estimate(shape, row, kind, checkpointing, adapter)
     assert memory.least_bytes == pytest.approx(kept, rel=0.01)
     assert memory.peak.bytes - memory.gradients.bytes == pytest.approx(peak, rel=0.1)
+
+
+@pytest.mark.parametrize("frozen", [("vision",), ("vision", "aligner")], ids=["vision", "both"])
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("kind", ["float32", "autocast", "adapter"])
+def test_the_formulas_know_what_a_frozen_vision_tower_saves(kind, checkpointing, frozen):
+    adapter = LORA if kind == "adapter" else None
+    kept, peak, row = measure(OTHER, WIDE, kind, checkpointing, adapter, frozen)
+    memory = estimate(OTHER, row, kind, checkpointing, adapter, frozen)
+    assert memory.least_bytes == pytest.approx(kept, rel=0.01)
+    assert memory.peak.bytes - memory.gradients.bytes == pytest.approx(peak, rel=0.1)
+    assert memory.bytes < estimate(OTHER, row, kind, checkpointing, adapter).bytes
 
 
 MANY_PATCHES = ModelShape(TextShape(48, 2, 2, 1, 24, 96, 1088), tower(96, 4, 4, 384, (1,)), tied=True)

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -12,11 +13,13 @@ import yaml
 from typer.testing import CliRunner
 
 from coordexp.cli import app
+from coordexp.cli.launch import describe_metrics
 from coordexp.config import World, load_settings
+from coordexp.demo.model import make_tokenizer
 from coordexp.launch import preflight
 from coordexp.launch.fit import GpuSplit, PlannedModel, Planner, SampleSize
 from coordexp.launch.memory import GIB, format_bytes
-from coordexp.launch.plan import LaunchOptions, make_plan
+from coordexp.launch.plan import LaunchOptions, Part, Plan, PlannedServer, make_plan
 from coordexp.launch.preflight import DeviceMemory
 from tests.vocabularies import table
 
@@ -120,6 +123,23 @@ def test_missing_files_a_wrong_vocabulary_and_bad_records_are_all_reported(confi
     assert "train.jsonl:1: missing keys" in reported
     (tmp_path / "train.jsonl").unlink()
     assert "train.jsonl does not exist" in messages(preflight.settings_problems(load(config), LaunchOptions("x")))
+
+
+def test_native_answers_need_no_coordinate_tokens_a_family_that_has_them_and_boxes(config, tmp_path):
+    tree = yaml.safe_load(config.read_text()) | {
+        "extends": [os.path.relpath(Path("configs/stage1-native.yaml"), tmp_path)],
+        "rollout_matching": {},
+    }
+    config.write_text(yaml.safe_dump(tree))
+    tokenizer = make_tokenizer("small", coords=False).backend_tokenizer
+    tokenizer.save(str(tmp_path / "model/tokenizer.json"))
+    assert messages(preflight.settings_problems(load(config), LaunchOptions("x"))) == ""
+    (tmp_path / "model/config.json").write_text(json.dumps(MODEL | {"model_type": "qwen2_5_vl"}))
+    leaf = {"desc": "leaf", "poly": [1, 1, 5, 1, 3, 5]}
+    (tmp_path / "train.jsonl").write_text(json.dumps(RECORD) + "\n" + json.dumps(RECORD | {"objects": [leaf]}))
+    reported = messages(preflight.settings_problems(load(config), LaunchOptions("x")))
+    assert "qwen2_5_vl do not write boxes as numbers from 0 to 1000" in reported
+    assert reported.count("train.jsonl:2 has a polygon, and native answers only boxes") == 1  # not of val_jsonl
 
 
 def test_images_that_servers_may_not_read_are_reported_with_the_fix(config, tmp_path):
@@ -317,7 +337,7 @@ def test_a_launch_gives_its_parts_a_new_token_and_returns_the_exit_code_of_the_l
     stand_in.write_text(STAND_IN)
     run = subprocess.run(
         [sys.executable, str(stand_in), "launch", "--config", str(config), "--cpu", "--learners", "1"],
-        env={k: v for k, v in os.environ.items() if k != "COORDEXP_SERVER_TOKEN"},
+        env={k: v for k, v in os.environ.items() if k != "COORDEXP_SERVER_TOKEN"} | {"TMPDIR": str(tmp_path)},
         capture_output=True,
         text=True,
         timeout=40,
@@ -325,6 +345,20 @@ def test_a_launch_gives_its_parts_a_new_token_and_returns_the_exit_code_of_the_l
     assert run.returncode == 5, run.stdout + run.stderr
     assert "server 2 | serving with a token of 43 characters" in run.stdout
     assert "learner  | training with a token of 43 characters" in run.stdout
+    command = r'metrics of server 0 \(and of 2 more\): curl -H "Authorization: Bearer \$\(cat (\S+)\)"'
+    file = re.search(command, run.stdout)[1]
+    assert f"learner  | {file} has the token and mode 0o600" in run.stdout
+    assert not Path(file).parent.exists()
+    assert (tmp_path / "token").read_text() not in run.stdout + run.stderr
+
+
+def test_the_way_to_the_metrics_names_the_variable_of_a_token_that_the_user_has_set():
+    servers = (PlannedServer(0, "http://127.0.0.1:8000", 1, 1, None),)
+    plan = Plan(servers, Part("learner", ()), 1, decode_batch_size=1)
+    header = '-H "Authorization: Bearer $COORDEXP_SERVER_TOKEN"'
+    command = f"metrics of server 0: curl {header} http://127.0.0.1:8000/metrics"
+    assert describe_metrics(plan, "$COORDEXP_SERVER_TOKEN") == command
+    assert describe_metrics(plan, None) == "metrics of server 0: curl http://127.0.0.1:8000/metrics"
 
 
 STAND_IN = """
@@ -352,6 +386,11 @@ if sys.argv[1] == "serve":
     serve(sys.argv[3], int(sys.argv[5]))
 elif sys.argv[1] == "train":
     print("training with a token of", len(token), "characters")
+    temporary = Path(os.environ["TMPDIR"])
+    (file,) = temporary.glob("coordexp-launch-*/token")
+    if file.read_text() == token:
+        print(file, "has the token and mode", oct(file.stat().st_mode & 0o777))
+    (temporary / "token").write_text(token)
     sys.exit(5)
 else:
     from coordexp.cli import main

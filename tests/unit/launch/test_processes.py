@@ -53,6 +53,12 @@ def fake(*options):
     return {"port": port, "command": [*FAKE, str(port), *options]}
 
 
+def without_stamp(line):
+    stamp = re.match(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d (INFO|WARNING|ERROR) +", line)
+    assert stamp, f"no time or level: {line!r}"
+    return line[stamp.end() :]
+
+
 class LaunchProcess:
     """A launcher in a process of its own, its output so far, and all processes that carry its mark."""
 
@@ -72,11 +78,11 @@ class LaunchProcess:
             cwd=ROOT,
             env=os.environ | {MARK: self.mark, "PYTHONPATH": f"{ROOT}:{SOURCE}", "RANK": "5"},
         )
-        self.text = ""
+        self.text = ""  # without the time and the level at the beginning of every line
 
     def read_until(self, pattern):
         """Read the output up to a line with this pattern, and return that line."""
-        for line in self.process.stdout:
+        for line in map(without_stamp, self.process.stdout):
             self.text += line
             if re.search(pattern, line):
                 return line
@@ -84,7 +90,7 @@ class LaunchProcess:
 
     def wait(self):
         """Wait for the end, and return the exit code."""
-        self.text += self.process.communicate(timeout=25)[0]
+        self.text += "".join(map(without_stamp, self.process.communicate(timeout=25)[0].splitlines(keepends=True)))
         return self.process.returncode
 
     def find_processes(self):

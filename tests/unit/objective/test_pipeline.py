@@ -1,17 +1,20 @@
 """The objective computes what the pipeline declares and nothing else (R01 to R04, D5 to D7, D15, D19)."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 
-from coordexp.correction import Role, TokenKind, build_segment, match_objects, parse_rollout
+from coordexp.config import parse_settings
+from coordexp.correction import NativeAnswers, Role, TokenKind, build_segment, match_objects, parse_rollout
 from coordexp.data import Geometry, TrueObject
 from coordexp.objective import LossTally, Objective
 from coordexp.objective.pipeline import BROKEN
 from coordexp.pack import Example
 from coordexp.pack.collate import Supervision, _supervision, kind_counts
 from tests.rows import DIAGNOSTICS, MATCHING, measure_logits, on_both_channels, settings
-from tests.unit.config.trees import BBOX_GEO, COORD_REG, TOKEN_CE
+from tests.unit.config.trees import BBOX_GEO, COORD_REG, TOKEN_CE, stage1
 from tests.unit.objective.streams import FIRST, MIXED, SIZE, random_logits, supervision
 from tests.vocabularies import encode, table
 
@@ -40,8 +43,24 @@ def test_only_declared_terms_with_a_weight_are_computed():
         "coord_reg/soft_ce",
         "coord_reg/w1",
         "coord_reg/coord_gate",
+        "coord_reg/soft_kl",
     ]
     assert list(measure_logits(objective, random_logits(), MIXED)) == [*names, BROKEN]
+
+
+def test_a_part_of_a_term_is_computed_with_the_term_only_and_divided_like_it():
+    objective = make_objective(on_both_channels(COORD_REG, soft_ce_weight=0.5))
+    tally = LossTally(objective)
+    measures = measure_logits(objective, random_logits(), MIXED)
+    tally.add(measures, COUNTS)
+    report = tally.report()
+    assert report["coord_reg/soft_kl"] == pytest.approx(measures["coord_reg/soft_kl"].sum.item() / 16)
+    assert report["coord_reg/soft_kl/mean"] == pytest.approx(measures["coord_reg/soft_kl"].sum.item() / 8)
+    assert report["loss"] == pytest.approx(objective.loss(measures, COUNTS).item())
+    divisors = {term["term"]: term["divided_by"] for term in objective.manifest()["terms"]}
+    assert divisors["coord_reg/soft_kl"] == divisors["coord_reg/soft_ce"] == ["coord"]
+    without = make_objective(on_both_channels(COORD_REG, soft_ce_weight=0.0))
+    assert "coord_reg/soft_kl" not in [term.name for term in without.terms]
 
 
 @pytest.mark.scenario("R01.C1", "R29.C1", on="pure")
@@ -357,3 +376,41 @@ def test_an_objective_without_a_declared_pipeline_is_refused():
     bare = settings().model_copy(update={"rollout_matching": MATCHING})
     with pytest.raises(ValueError, match=r"rollout_matching\.pipeline: missing"):
         Objective(bare, FIRST)
+
+
+NUMBER_CE = {"name": "number_ce", "enabled": True, "weight": 1.0, "channels": ["A"], "config": {"ce_weight": 3.0}}
+
+
+def test_the_digits_of_native_answers_have_a_term_of_their_own_and_need_no_coordinate_tokens():
+    """Every token of the answer is in exactly one term, and each term is divided by its own kind."""
+    vocabulary = table("small")
+    truth = [TrueObject("red cup", Geometry("bbox_2d", (10, 20, 300, 400)))]
+    segment = NativeAnswers(vocabulary).write((1, 2), truth)
+    example = Example(segment, "a.png", (8, 8), "A")
+    supervised = np.flatnonzero(segment.weights)
+    s = _supervision([example], [supervised])
+    modules = [TOKEN_CE | {"channels": ["A"], "config": TOKEN_CE["config"] | {"desc_ce_weight": 2.0}}, NUMBER_CE]
+    pipeline = {"objective": modules, "diagnostics": []}
+    tree = stage1(custom__answer_format="native", stage1__pipeline=pipeline)
+    objective = Objective(parse_settings(tree).settings, None)
+    logits = torch.randn(len(supervised), 700, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    logits.requires_grad_()
+    own = replace(s, ids=s.ids % 700)
+    measures = measure_logits(objective, logits, own)
+    losses = torch.nn.functional.cross_entropy(logits, own.ids, reduction="none")
+    kinds = torch.from_numpy(segment.kinds[supervised])
+    for name, kind in {
+        "token_ce/struct_ce": TokenKind.structure,
+        "token_ce/desc_ce": TokenKind.desc,
+        "token_ce/eos_ce": TokenKind.end_of_turn,
+        "number_ce/ce": TokenKind.coord,
+    }.items():
+        assert measures[name].count == (kinds == kind).sum() > 0
+        torch.testing.assert_close(measures[name].sum, losses[kinds == kind].sum())
+    counts = kind_counts([example])
+    weights = {TokenKind.structure: 1.0, TokenKind.desc: 2.0, TokenKind.end_of_turn: 1.0, TokenKind.coord: 3.0}
+    expected = sum(weight * losses[kinds == kind].mean() for kind, weight in weights.items())
+    loss = objective.loss(measures, counts)
+    torch.testing.assert_close(loss, expected)
+    (gradient,) = torch.autograd.grad(loss, logits, retain_graph=True)
+    torch.testing.assert_close(gradient, torch.autograd.grad(expected, logits)[0])

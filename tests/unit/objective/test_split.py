@@ -56,7 +56,7 @@ def test_finite_differences_agree_with_every_output(temperature):
     def outputs(narrow: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Return all differences between the three outputs. Losses depend on nothing else."""
         wide = torch.cat((narrow[:, :8], logits[:, 8:-6], narrow[:, 8:]), dim=1)
-        coord, target, log_text, _ = _Split.apply(wide, ids, FIRST, temperature)
+        coord, target, log_text, _ = _Split.apply(wide, ids, COORDS, temperature)
         return coord - log_text[:, None], target - log_text, coord - target[:, None]
 
     assert gradcheck(outputs, (narrow,))

@@ -105,6 +105,26 @@ def test_soft_ce_is_the_explicit_sum():
     assert measure.sum.item() == pytest.approx(expected, rel=1e-6)
 
 
+def test_soft_kl_is_soft_ce_without_the_entropy_of_its_target_and_has_no_gradient():
+    logits = random_logits().requires_grad_()
+    measures = run("coord_reg", logits, terms={"soft_ce", "soft_kl"})
+    targets = [explicit_target(t.item(), 2.0, 8) for t in MIXED.coord_targets[COORD]]
+    entropy = -sum(float((q[q > 0] * np.log(q[q > 0])).sum()) for q in targets)
+    assert measures["soft_kl"].sum.item() == pytest.approx(measures["soft_ce"].sum.item() - entropy, rel=1e-5)
+    assert measures["soft_kl"].count.item() == measures["soft_ce"].count.item() == 8
+    assert measures["soft_ce"].sum.requires_grad and not measures["soft_kl"].sum.requires_grad
+
+
+def test_soft_kl_is_zero_for_a_model_that_gives_the_soft_target():
+    s = supervision((Role.tail_coord, 17.3), (Role.tail_coord, 500))
+    logits = random_logits(2)
+    config = coord_config(temperature=1.0, target_truncate=None)
+    logits[:, FIRST : FIRST + BINS] = soft_target(s.coord_targets, 2.0, None).to(logits).clamp(min=1e-30).log()
+    measures = run("coord_reg", logits, s, config, terms={"soft_ce", "soft_kl"})
+    assert measures["soft_ce"].sum.item() > 4.0
+    assert measures["soft_kl"].sum.item() == pytest.approx(0.0, abs=1e-5)
+
+
 def test_hard_ce_is_the_limit_of_a_small_sigma():
     whole = supervision(
         (Role.tail_coord, 0), (Role.tail_coord, 17), (Role.tail_coord, 17.3), (Role.tail_coord, 999)
@@ -245,7 +265,9 @@ def test_finite_differences_agree_with_the_gradient_of_every_term(module, seed):
     logits = random_logits(seed=seed)
     columns = torch.tensor([1, 2, 3, 4, FIRST, FIRST + 10, FIRST + 201, FIRST + 700, FIRST + 999, 1007, 1009])
     narrow = logits[:, columns].clone().requires_grad_()
-    for name in MODULES[module].terms:
+    for name, spec in MODULES[module].terms.items():
+        if spec.weight is None:
+            continue  # diagnostics have no gradient
 
         def value(narrow, name=name):
             wide = logits.index_copy(1, columns, narrow)

@@ -210,6 +210,6 @@ def test_a_buffer_of_format_2_which_had_no_unlikely_tokens_is_read(tmp_path):
 
 
 def test_a_buffer_of_a_later_format_is_refused(tmp_path):
-    file = saved_with(tmp_path, format="4", rows="1", sources='[["a.png", 4, 5, "B", null]]')
-    with pytest.raises(ValueError, match=r"format 4, and this version reads up to 3[\s\S]*another checkpoint"):
+    file = saved_with(tmp_path, format="5", rows="1", sources='[["a.png", 4, 5, "B", null, 0]]')
+    with pytest.raises(ValueError, match=r"format 5, and this version reads up to 4[\s\S]*another checkpoint"):
         CarryBuffer(16, 50).restore(*read_buffer(file))

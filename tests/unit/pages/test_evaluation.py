@@ -4,13 +4,14 @@ import base64
 import io
 import re
 from html.parser import HTMLParser
+from itertools import pairwise
 
 import pytest
 from PIL import Image
 
 from coordexp.evaluate import evaluate
 from coordexp.pages.document import read_asset, save_page
-from coordexp.pages.evaluation import KINDS, choose_worst_images, draw_objects, render_evaluation
+from coordexp.pages.evaluation import KINDS, choose_worst_images, draw_objects, make_notes, render_evaluation
 from tests.unit.evaluate.scenes import BOX, FAR, answer, crowd, invalid_object, prediction, record
 
 NASTY = '"><script>alert(1)</script>&amp; <img src=x onerror=alert(2)>'
@@ -152,6 +153,22 @@ def test_a_page_has_curves_with_three_named_lines(tmp_path):
     assert len(reader.all("article")) == 2
 
 
+def test_curves_have_steps_and_no_slopes_between_points(tmp_path):
+    """A score of 0.9 is right and one of 0.1 is wrong. In between, nothing changes; there is no slope."""
+    answers = [answer(prediction("cat", BOX, 0.9), prediction("cat", FAR, 0.1))]
+    page = render_evaluation(
+        evaluate([(1, record(("cat", BOX), ("cat", (0, 0, 9, 9))))], answers), tmp_path, "a", 2
+    )
+    paths = re.findall(r'<path class="line" d="M([0-9., ]+)"', page)
+    lines = [[tuple(map(float, point.split(","))) for point in path.split()] for path in paths]
+    assert [len(line) for line in lines] == [4] * 4
+    for line in lines:
+        assert all(a[0] == b[0] or a[1] == b[1] for a, b in pairwise(line))
+    (start, corner, _, end), (_, low, _, high) = lines[0], lines[2]
+    assert start[0] < corner[0] == end[0] and start[1] == corner[1] < end[1]  # precision 1 up to recall 0.5
+    assert low[0] < high[0] and low[1] > high[1]  # precision 0.5 at the lowest score, and 1 above it
+
+
 @pytest.mark.parametrize(
     ("answers", "words"),
     [
@@ -164,6 +181,26 @@ def test_a_page_has_curves_with_three_named_lines(tmp_path):
 def test_a_page_can_be_made_from_very_little(answers, words, tmp_path):
     report = evaluate([(1, record(("cat", BOX)))], answers)
     assert words in " ".join("".join(Reader(render_evaluation(report, tmp_path, "a", 5)).texts).split())
+
+
+def test_what_may_explain_the_numbers_is_on_top(tmp_path):
+    truth = [(k, record(("cat", BOX), image=f"{k}")) for k in range(1, 13)]
+    garbage = [
+        answer(image_id=k, image=f"{k}", finish="length", text="I see" if k <= 8 else "{") for k in range(1, 13)
+    ]
+    report = evaluate(truth, garbage)
+    notes = make_notes(report)
+    assert notes[0] == "no answer has a valid object, so every number of quality is 0"
+    assert (
+        notes[1].startswith("8 of 12 answers do not begin with {") and "12 of 12 answers were cut off" in notes[2]
+    )
+    page = render_evaluation(report, tmp_path, "a", 2)
+    assert (
+        page.index("What to look at") < page.index("12 of 12 answers were cut off") < page.index('class="tiles"')
+    )
+    right = [answer(prediction("cat", BOX), image_id=k, image=f"{k}") for k in range(1, 13)]
+    assert make_notes(evaluate(truth, right)) == make_notes(evaluate(truth, [*right[:11], garbage[11]])) == []
+    assert "What to look at" not in render_evaluation(evaluate(truth, right), tmp_path, "a", 2)
 
 
 def test_half_a_character_in_an_answer_does_not_stop_the_page(tmp_path):

@@ -55,6 +55,21 @@ def view(planted, *options):
     return Reader(target.read_text(encoding="utf-8"))
 
 
+def test_a_question_is_shown_with_its_answer_and_its_image_if_it_has_one(planted):
+    hostile = HOSTILE[0]
+    planted.rows = [
+        planted.rows[0] | {},
+        {key: planted.rows[0][key] for key in ("image", "width", "height")} | {"question": "Why?", "answer": "3"},
+        {"question": hostile, "answer": hostile},
+    ]
+    page = view(planted)
+    assert page.texts["b"].count(hostile) == 2 and {"Why?", "3"} <= set(page.texts["b"])
+    assert len(page.all("img")) == 2 and len(cards(page)) == 3
+    assert any("no image" in text for text in page.texts["small"])
+    assert any("2 of them questions" in text for texts in page.texts.values() for text in texts)
+    assert all("alert" not in text for text in page.texts["script"])
+
+
 def cards(page):
     return page.all("article")
 

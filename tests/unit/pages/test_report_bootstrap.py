@@ -5,7 +5,15 @@ import time
 import numpy as np
 import pytest
 
-from coordexp.pages.comparison import bootstrap_differences, estimate_seed_interval, resample_sums
+from coordexp.pages.comparison import (
+    GroupComparison,
+    RateDifference,
+    bootstrap_differences,
+    estimate_seed_interval,
+    note_shift_of_length,
+    resample_sums,
+)
+from coordexp.pages.run_folder import RunGroup
 
 
 def shares(hits):
@@ -141,6 +149,24 @@ def test_a_difference_that_seeds_can_explain_is_not_clear():
     difference = compare(*groups)
     assert difference.image_interval[0] > 0 and difference.seed_interval[0] < 0
     assert not difference.is_clear
+
+
+def test_early_stops_and_over_counts_that_shift_together_are_named_as_one_shift():
+    def compare_rates(stops, overs, width=0.01):
+        rows = [
+            RateDifference(name, 0.5, 0.5 + value, (value - width, value + width), 1.0, None)
+            for name, value in (("early_stop", stops), ("over_count", overs))
+        ]
+        return note_shift_of_length(
+            GroupComparison(RunGroup("A", "a", ()), RunGroup("B", "b", ()), (*rows,), None)
+        )
+
+    (longer,) = compare_rates(-0.08, 0.096)
+    assert "B stops early less often (-8.0 points) and over-counts more often (+9.6 points) than A" in longer
+    assert "answers with more objects" in longer and "answers with fewer objects" in compare_rates(0.08, -0.096)[0]
+    assert compare_rates(0.08, 0.096) == compare_rates(-0.08, 0.096, width=0.09) == []
+    nothing = GroupComparison(RunGroup("A", "a", ()), RunGroup("B", "b", ()), (), None)
+    assert note_shift_of_length(nothing) == []
 
 
 def test_a_rate_without_a_denominator_is_left_out_and_a_rare_one_has_no_interval():

@@ -114,6 +114,44 @@ def test_terms_are_drawn_times_their_weight_and_add_up_to_the_loss(tmp_path):
     assert loss == pytest.approx([a + b for a, b in zip(struct, w1, strict=True)], rel=1e-3)
 
 
+def test_the_entropy_of_soft_targets_is_subtracted_from_the_loss_in_a_chart_of_its_own(tmp_path):
+    """The loss is 6 + 2 / step: 0.5 times 12 nats of entropy, and 0.5 times a divergence that falls to 0.4."""
+    logged = [
+        {
+            "step": k,
+            "seconds": 1.0 * k,
+            "loss": 6 + 2 / k,
+            "coord_reg/soft_ce": 12 + 4 / k,
+            "coord_reg/soft_kl": 4 / k,
+        }
+        for k in range(1, 11)
+    ]
+    term = {"channels": ["A", "B"], "divided_by": ["coord"]}
+    terms = [
+        {"term": "coord_reg/soft_ce", "weight": 0.5} | term,
+        {"term": "coord_reg/soft_kl", "weight": None} | term,
+    ]
+    text = page_of(write_run(tmp_path / "one", logged, starts=[manifest(objective={"terms": terms})]))
+    charts = json.loads(re.search(r'id="curves">(.*?)</script>', text)[1])["charts"]
+    expected = pytest.approx([2 / k for k in range(1, 11)], rel=1e-3)
+    assert charts["loss:learnable"][0]["v"][0] == charts["loss:coord_reg/soft_kl"][0]["v"][0] == expected
+    assert "in the last line with soft targets, A 6 of it is their entropy" in text
+    assert "loss:learnable" not in page_of(write_run(tmp_path / "other"))
+
+
+def test_a_mixture_has_charts_of_each_data_set_and_of_each_set_of_questions(tmp_path):
+    of_sets = {"set/scenes/loss": 2.0, "set/scenes/tokens": 90.0, "set/questions/loss": 0.5}
+    logged = [line | of_sets for line in lines()] + [evaluation_line(10, accuracy_questions=0.75)]
+    text = page_of(write_run(tmp_path / "one", logged))
+    charts = json.loads(re.search(r'id="curves">(.*?)</script>', text)[1])["charts"]
+    assert {name for name in charts if name.startswith(("sets:", "chat:"))} == {
+        *(f"sets:{name}" for name in of_sets),
+        "chat:eval_accuracy_questions",
+    }
+    assert charts["chat:eval_accuracy_questions"][0]["v"] == [[0.75]]
+    assert "questions loss" in text and "Data sets of the mixture" in text
+
+
 def test_what_a_run_lacks_is_listed_with_the_reason_and_not_drawn(tmp_path):
     text = page_of(write_run(tmp_path / "one", [*lines(rollouts=False), END]))
     assert "<b>Training answers: recall</b>: no step had rollouts" in text
@@ -205,6 +243,28 @@ def test_the_table_and_the_page_show_the_difference(tmp_path):
     assert "300 times, as many images as there are (12)" in text
     assert '<th scope="row">AP</th><td>0.2500</td><td>0.5000</td>' in text and "AP has no interval" in text
     assert "nothing can be said about other seeds" in text
+
+
+def test_the_settings_in_which_groups_differ_are_listed_with_each_group_at_the_top(tmp_path):
+    names = [f"key_{k}" for k in range(8)]
+    folders = [tmp_path / name for name in ("one", "other")]
+    for k, folder in enumerate(folders):
+        write_run(folder, tree=settings(output_dir=str(folder), **dict.fromkeys(names, f"<{k}>")))
+    text = page_of(*folders, "--out", folders[0] / "report.html")
+    first, second = re.findall(r'<p class="differing">(.*?)</p>', text)
+    assert second.startswith("<span><code>training.key_0</code> <b>&lt;1&gt;</b></span>")
+    assert first.count("<span>") == 6 and first.endswith('<a href="#settings">2 more settings differ</a>')
+    assert text.index('class="differing"') < text.index('id="loss"') < text.index('id="settings"')
+    assert 'class="differing"' not in page_of(folders[0])
+
+
+def test_groups_that_differ_in_data_only_say_so_at_the_top(tmp_path):
+    folders = [tmp_path / name for name in ("one", "other")]
+    for k, folder in enumerate(folders):
+        data = {"train": {"file": "train.jsonl", "records": 1, "sha256": f"{k}"}}
+        write_run(folder, tree=settings(seed=k, output_dir=str(folder)), starts=[manifest(data=data)])
+    text = page_of(*folders, "--out", folders[0] / "report.html")
+    assert text.count("the same settings as the other groups, but different data") == 2
 
 
 def test_three_seeds_on_both_sides_have_an_interval_with_seeds(tmp_path):
@@ -300,6 +360,19 @@ def test_records_with_an_image_id_are_compared_by_it(tmp_path):
         shifted = [replace(answer, image_id=500 + answer.image_id) for answer in predicted]
         write_evaluation(path, 10, numbered, shifted)
     assert run(*runs, "--out", tmp_path / "a.html", "--resamples", 300).stdout == expected
+
+
+def test_runs_that_were_evaluated_on_the_same_part_of_the_records_are_compared_on_it(tmp_path, capsys):
+    runs = write_two_groups(tmp_path)
+    truth, _ = crowd(2)
+    answers = [read_predictions(path / "evaluations/step-10.json").answers[::2] for path in runs]
+    for path, part in zip(runs, answers, strict=True):
+        write_evaluation(path, 10, truth, part)
+    run(*runs, "--out", tmp_path / "a.html", "--resamples", 300)
+    assert f"as many images as there are ({len(answers[0])})" in (tmp_path / "a.html").read_text()
+    write_evaluation(runs[1], 10, truth, answers[1][1:])
+    message = refusal(capsys, *runs, "--out", tmp_path / "a.html")
+    assert "which are not the same" in message and "custom.eval_samples" in message
 
 
 def test_a_relative_data_path_is_found_from_where_the_run_was_started(tmp_path, monkeypatch):

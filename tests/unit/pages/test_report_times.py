@@ -8,8 +8,10 @@ import pytest
 
 from coordexp.errors import DataError
 from coordexp.pages.curves import PHASES, StepRanges, measure_phases, share_of_step, total_by_phase
-from coordexp.pages.report_tables import read_servers
-from tests.unit.pages.run_folders import END, lines, make_run, settings
+from coordexp.pages.report import render_report
+from coordexp.pages.report_servers import note_servers_out, read_servers
+from coordexp.pages.run_folder import group_runs, read_logged_run
+from tests.unit.pages.run_folders import END, lines, make_run, settings, write_run
 
 
 def test_phases_and_rest_add_up_to_the_step_and_the_wall_to_the_run():
@@ -92,10 +94,46 @@ def test_calls_answers_and_failures_are_counted_per_server(tmp_path):
         (tmp_path / name).write_text("".join(json.dumps(event) + "\n" for event in events))
     summary = read_servers(tmp_path)
     first_server, second_server = summary.servers
-    assert astuple(first_server)[1:] == (2, 6, 0, 2, 0)
-    assert astuple(second_server)[1:] == (0, 0, 1, 1, 1)
+    assert astuple(first_server)[1:] == ("one", 2, 6, 0, 2, 0, ())
+    assert astuple(second_server)[1:] == ("two", 0, 0, 1, 1, 1, ())
     assert summary.failures == (("server 1: no answer", 1),) and summary.fallbacks == ("slow",)
     assert (summary.sync_seconds, summary.round_seconds, summary.megabytes) == ((2.0, 3.0), (3.0, 4.0), 2.0)
+
+
+def sync_of(version, *synced, count=2):
+    event = {"event": "sync", "seconds": 1.0, "bytes": 1, "failed": {}}
+    return event | {"version": version, "servers": servers(*map(str, range(count))), "synced": list(synced)}
+
+
+def write_events(folder, events):
+    folder.mkdir(exist_ok=True)
+    (folder / "servers.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
+    return folder
+
+
+def test_a_server_that_did_not_get_the_weights_of_a_step_was_out_in_it(tmp_path):
+    """As in a run whose server was killed and came back too late: no call was lost and no sync failed."""
+    synced = [(0, 1)] * 4 + [(0,)] * 11
+    summary = read_servers(write_events(tmp_path, [sync_of(k, *servers) for k, servers in enumerate(synced)]))
+    assert (summary.servers[1].lost, summary.servers[1].failed, len(summary.servers[1].out)) == (0, 0, 11)
+    assert note_servers_out(summary, last=14) == ["server 1 was out in steps 5 to 14"]
+    page = render_report([*group_runs([read_logged_run(write_run(tmp_path, lines(14)))])], "", [])
+    assert "<li>server 1 was out in steps 5 to 14</li>" in page and "<td>steps 5 to 14</td></tr>" in page
+    assert page.count("<td>never</td></tr>") == 1
+
+
+def test_steps_without_a_sync_do_not_interrupt_an_outage_and_a_server_that_returns_is_in(tmp_path):
+    lost = {"event": "rollouts", "version": 9, "seconds": 1.0, "calls": [CALL | {"server": 1, "lost": True}]}
+    events = [sync_of(0, 0, 1), sync_of(2, 0), sync_of(6, 0), sync_of(7, 0), sync_of(7, 1), sync_of(9, 0, 1), lost]
+    summary = read_servers(write_events(tmp_path, events))
+    assert note_servers_out(summary, last=20) == ["server 1 was out in steps 3 to 7, 10"]
+
+
+def test_of_many_servers_that_were_out_the_worst_is_named(tmp_path):
+    first = [sync_of(k, *range(60), count=64) for k in range(1, 4)]
+    events = [sync_of(0, *range(64), count=64), *first, sync_of(4, *range(63), count=64)]
+    (note,) = note_servers_out(read_servers(write_events(tmp_path, events)), last=9)
+    assert note == "4 of 64 servers were out in some steps; server 63 in most: steps 2 to 5"
 
 
 def test_a_failure_without_a_reason_is_counted_too(tmp_path):

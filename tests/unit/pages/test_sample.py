@@ -140,6 +140,14 @@ def test_counts_are_those_of_the_step(dumped):
     assert (cut["truncated"], cut["finish"], cut["invalid"]) == (True, "length", 1)
 
 
+def test_matched_objects_with_another_name_are_counted(dumped):
+    dump = json.loads(json.dumps(dumped["partly.png"]))
+    assert summarise_sample(dump, None)["renamed"] == 0
+    dump["truth"][0]["desc"] = "mug"
+    dump["truth"][1]["desc"] = "cat"  # it is missed
+    assert (summarise_sample(dump, None)["matched"], summarise_sample(dump, None)["renamed"]) == (2, 1)
+
+
 def test_every_reason_has_words():
     assert set(REASONS) == set(Reason)
 

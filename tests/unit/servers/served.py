@@ -24,7 +24,7 @@ DECODE = Decode(20, "sampling", temperature=1.0)
 class OnePrompt:
     question = "detect"
 
-    def ids(self, width, height, image=""):
+    def ids(self, width, height, image="", question=None):
         return list(PROMPT)
 
 

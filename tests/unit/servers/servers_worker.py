@@ -29,7 +29,12 @@ def in_turn(rank, learner):
         count = 5 if rank else 3
         correct.append(are_right(learner.generate(count, 100 * rank), version, 100 * rank))
     starts = [server.paths().count("/start_update/") for server in learner.servers] if rank == 0 else None
-    return {"right": correct, "starts": starts, "recorded": [event["event"] for event in learner.events]}
+    return {
+        "right": correct,
+        "starts": starts,
+        "links": sorted(learner.backend.links.open),
+        "recorded": [event["event"] for event in learner.events],
+    }
 
 
 def lost_by_one(rank, learner):

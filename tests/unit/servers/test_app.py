@@ -18,7 +18,7 @@ from prometheus_client import CollectorRegistry
 from coordexp.servers import connections
 from coordexp.servers.app import RolloutApp, ServerMetrics
 from coordexp.servers.connections import UVICORN, listen
-from coordexp.servers.protocol import ServerVersion
+from coordexp.servers.protocol import ServerVersion, read_version
 from tests.unit.servers.test_updates import FakeEngine
 
 TOKEN = "a token"
@@ -118,6 +118,15 @@ def test_with_a_token_every_route_but_health_and_readiness_requires_it():
             assert known.get("/version/").json()["server"] == "coordexp"
     finally:
         server.close()
+
+
+@pytest.mark.timeout(60)
+def test_the_fingerprint_of_the_model_is_only_in_the_full_version(server):
+    with server.client() as http:
+        short, full = http.get("/version/").json(), http.get("/version/?full=1").json()
+        assert {"weight_version", "updating", "session", "release", "base"} <= set(short)
+        assert set(full) - set(short) == {"model"} and full == short | {"model": full["model"]}
+        assert read_version(http.get("/version/?full=1").content, "server 0").model == full["model"]
 
 
 @pytest.mark.timeout(60)

@@ -351,7 +351,7 @@ def _one_worker(handler):
 @pytest.mark.scenario("R15.S1", on="fake")
 def test_more_ranks_than_decoding_slots_are_refused_when_the_servers_are_asked(run):
     learner = run(servers=2, decode_batch_size=1)
-    learner.backend.links.learners = 4
+    learner.backend.ranks = 4
     with pytest.raises(EngineError) as error:
         learner.sync(0)
     assert "4 learner ranks each need one" in str(error.value)

@@ -5,14 +5,14 @@ The ranks are real processes that communicate with gloo. The servers are fakes.
 
 import pytest
 
-from tests.unit.engine.ranks import run_two_ranks
+from tests.unit.engine.ranks import run_ranks
 
 pytestmark = pytest.mark.timeout(120)
 
 
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory) -> list[dict]:
-    return run_two_ranks("tests.unit.servers.servers_worker", tmp_path_factory.mktemp("ranks"))
+    return run_ranks("tests.unit.servers.servers_worker", tmp_path_factory.mktemp("ranks"))
 
 
 def test_no_scene_leaves_a_rank_behind(outcomes):
@@ -24,6 +24,7 @@ def test_no_scene_leaves_a_rank_behind(outcomes):
 def test_both_ranks_get_the_answers_to_their_own_requests_and_only_the_first_sends_weights(outcomes):
     for rank in outcomes:
         assert rank["in_turn"]["result"]["right"] == [True] * 4
+    assert [rank["in_turn"]["result"]["links"] for rank in outcomes] == [[0, 1], []]
     # A version that the servers have is not sent again.
     assert outcomes[0]["in_turn"]["result"]["starts"] == [3, 3]
     assert outcomes[0]["in_turn"]["result"]["recorded"] == [

@@ -66,7 +66,7 @@ def test_greedy_leaves_nothing_to_a_models_own_settings():
 
 
 def test_a_question_with_an_image_tag_is_refused():
-    with pytest.raises(EngineError, match=r"custom\.prompt: it contains <image>"):
+    with pytest.raises(EngineError, match=r"its prompt contains <image>"):
         infer_payload([request()], "what is <image>?")
 
 

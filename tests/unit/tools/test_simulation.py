@@ -38,3 +38,10 @@ def test_servers_that_fail_cost_time_and_no_sample():
     assert failing.failures > 3 and calm.failures == 0
     assert failing.step_seconds > calm.step_seconds
     assert failing.samples_per_second * failing.step_seconds == pytest.approx(12, rel=0.01)
+
+
+def test_two_senders_send_to_two_servers_in_the_time_of_one():
+    one, two = run(), run(senders=2)
+    constants = Constants()
+    assert one.sync == pytest.approx(constants.sync_fixed + 2 * constants.weights / constants.network)
+    assert two.sync == pytest.approx(constants.sync_fixed + constants.weights / constants.network)

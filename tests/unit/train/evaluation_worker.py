@@ -11,7 +11,8 @@ from pathlib import Path
 from torch import distributed as dist
 
 from coordexp.config.rollout import RolloutMatching
-from coordexp.data import DataError, RecordFile
+from coordexp.config.settings import Custom
+from coordexp.data import DataError, Questions, RecordFile
 from coordexp.ranks import RankError
 from coordexp.train.evaluation import AnswerEvaluation
 from coordexp.train.stopping import StopOnSignal
@@ -43,6 +44,7 @@ if __name__ == "__main__":
     stop = StopOnSignal()
     evaluation = AnswerEvaluation(
         RecordFile(folder / "val.jsonl"),
+        Questions.of(Custom()),
         FakeBackend(),
         None,
         None,

@@ -11,7 +11,8 @@ from transformers import Qwen3VLForConditionalGeneration
 
 from coordexp.config.settings import Adapter
 from coordexp.demo.model import Size, make_model
-from coordexp.train.learner import CoordRows, learner_adapter, with_adapter
+from coordexp.errors import UserError
+from coordexp.train.learner import CoordRows, freeze_parts, learner_adapter, with_adapter
 from coordexp.vocab import VocabularyTable
 
 
@@ -118,3 +119,13 @@ def test_an_adapter_with_more_trained_beside_it_is_not_given_alone(folder):
     base = Qwen3VLForConditionalGeneration.from_pretrained(folder, dtype=torch.float32)
     with pytest.raises(AssertionError, match="beside the adapter"):
         learner_adapter(with_adapter(base, Adapter(rank=4, alpha=8), first))
+
+
+def test_frozen_parts_get_no_adapter_and_an_unknown_part_is_refused(folder):
+    first = VocabularyTable.from_folder(folder).first_coord
+    base = Qwen3VLForConditionalGeneration.from_pretrained(folder, dtype=torch.float32)
+    model = with_adapter(base, Adapter(rank=4, alpha=8), first, ("vision", "aligner"))
+    trained = [name for name, weight in model.named_parameters() if weight.requires_grad]
+    assert trained and not [name for name in trained if "visual" in name]
+    with pytest.raises(UserError, match="Linear has no modules that are known as its vision"):
+        freeze_parts(torch.nn.Linear(2, 2), ("vision",))

@@ -29,7 +29,7 @@ from coordexp.train.checkpoints import (
 )
 from coordexp.train.run import _checkpoint
 from tests.source import SOURCE
-from tests.unit.engine.ranks import run_two_ranks
+from tests.unit.engine.ranks import run_ranks
 
 pytestmark = pytest.mark.timeout(60)
 FILES = ("model.safetensors", "optimizer.pt", "scheduler.pt", "trainer_state.json", "global_step4/shard.pt")
@@ -320,7 +320,7 @@ def test_every_rank_follows_the_first_one_which_alone_reads(tmp_path):
         for step in steps:
             saved(tmp_path / run, step)
         flip(tmp_path / run / f"checkpoint-{steps[-1]}/model.safetensors")
-    ranks = run_two_ranks("tests.unit.train.checkpoint_worker", tmp_path)
+    ranks = run_ranks("tests.unit.train.checkpoint_worker", tmp_path)
     assert [rank["damaged"] for rank in ranks] == [str(tmp_path / "damaged/checkpoint-4")] * 2
     assert ranks[0]["hopeless"].startswith(f"DataError: {tmp_path}/hopeless has no checkpoint to resume from")
     assert ranks[1]["hopeless"].startswith("RankError: rank 0 failed, so all ranks stop\n  DataError: ")

@@ -5,14 +5,15 @@ import json
 import pytest
 
 from coordexp.config.rollout import Decoding, RepeatTerminate, RolloutMatching
+from coordexp.correction import CoordTokenAnswers
 from coordexp.data import TrueObject
 from coordexp.evaluate import check_predictions, read_predictions, read_truth
 from coordexp.rollout.backend import Decode
 from coordexp.train.evaluation import AnswerEvaluation, evenly_spaced
 from coordexp.train.stopping import Stopped
-from tests.scripted import Said, ScriptedBackend, write_training_set
+from tests.scripted import QUESTIONS, Said, ScriptedBackend, write_training_set
 from tests.unit.correction.conftest import box
-from tests.unit.engine.ranks import run_two_ranks
+from tests.unit.engine.ranks import run_ranks
 from tests.vocabularies import table
 
 SMALL = table("small")
@@ -25,7 +26,8 @@ def test_evaluation_decodes_greedily_with_the_limit_and_the_guard_of_the_setting
     cases = write_training_set(tmp_path, {"a.png": (TrueObject("cup", box(1, 1, 9, 9)),)}, SMALL)
     backend = ScriptedBackend({"a.png": Said("{}", "repeat")}, SMALL)
     cfg = RolloutMatching(max_new_tokens=77, decoding=Decoding(temperature=0.7), repeat_terminate=guard)
-    AnswerEvaluation(cases.records, backend, lambda: iter(()), SMALL, cfg, tmp_path)(step=4)
+    answers = CoordTokenAnswers(SMALL)
+    AnswerEvaluation(cases.records, QUESTIONS, backend, lambda: iter(()), answers, cfg, tmp_path)(step=4)
     ((request,),) = backend.calls
     assert request.decode == Decode(77, "greedy", guard=guard)
     assert backend.synced[0][1] == 4
@@ -39,7 +41,9 @@ def evaluation(tmp_path, **named):
     cases = write_training_set(tmp_path, {name: (TrueObject("cup", box(1, 1, 9, 9)),) for name in NAMES}, SMALL)
     backend = ScriptedBackend({name: Said("{}") for name in NAMES}, SMALL)
     cfg = RolloutMatching(max_new_tokens=77)
-    return backend, AnswerEvaluation(cases.records, backend, lambda: iter(()), SMALL, cfg, tmp_path, **named)
+    return backend, AnswerEvaluation(
+        cases.records, QUESTIONS, backend, lambda: iter(()), CoordTokenAnswers(SMALL), cfg, tmp_path, **named
+    )
 
 
 def asked(backend):
@@ -95,8 +99,9 @@ def test_predictions_of_a_part_are_numbered_by_the_classes_of_all_records(tmp_pa
         name: Said(json.dumps({"object_1": {"desc": desc, "bbox_2d": CORNERS}})) for name, desc in names.items()
     }
     backend = ScriptedBackend(said, SMALL)
-    cfg = RolloutMatching(max_new_tokens=77)
-    AnswerEvaluation(cases.records, backend, lambda: iter(()), SMALL, cfg, tmp_path, samples=2)(step=1)
+    cfg, answers = RolloutMatching(max_new_tokens=77), CoordTokenAnswers(SMALL)
+    part = AnswerEvaluation(cases.records, QUESTIONS, backend, lambda: iter(()), answers, cfg, tmp_path, samples=2)
+    part(step=1)
     written = read_predictions(tmp_path / "evaluations/step-1.json")
     assert len(written.detections) == 2
     check_predictions(written, read_truth(cases.records))
@@ -105,7 +110,7 @@ def test_predictions_of_a_part_are_numbered_by_the_classes_of_all_records(tmp_pa
 def test_a_record_that_one_rank_cannot_read_ends_the_evaluation_of_all(tmp_path):
     good = '{"image": "a.png", "width": 10, "height": 10, "space": "pixel", "objects": []}\n'
     (tmp_path / "val.jsonl").write_text(good + good.replace("pixel", "pixxel") + good + good)
-    first, second = run_two_ranks("tests.unit.train.evaluation_worker", tmp_path)
+    first, second = run_ranks("tests.unit.train.evaluation_worker", tmp_path)
     assert first["error"].startswith("RankError: rank 1 failed, so all ranks stop\n  DataError: ")
     assert second["error"].startswith("DataError: ") and "val.jsonl:2: space 'pixxel'" in second["error"]
     assert first["stopped_by"] is second["stopped_by"] is None
@@ -115,6 +120,6 @@ def test_a_rank_that_cannot_print_its_progress_ends_the_evaluation_of_all(tmp_pa
     record = '{"image": "a.png", "width": 10, "height": 10, "space": "pixel", "objects": []}\n'
     (tmp_path / "val.jsonl").write_text(record * 8)
     (tmp_path / "full").touch()
-    first, second = run_two_ranks("tests.unit.train.evaluation_worker", tmp_path)
+    first, second = run_ranks("tests.unit.train.evaluation_worker", tmp_path)
     assert first["error"] == "OSError: [Errno 28] No space left on device"
     assert second["error"].startswith("RankError: rank 0 failed, so all ranks stop\n  OSError: ")

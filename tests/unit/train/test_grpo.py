@@ -12,6 +12,7 @@ from transformers import AutoProcessor, Qwen3VLForConditionalGeneration
 from typer.testing import CliRunner
 
 from coordexp.cli import app
+from coordexp.correction import CoordTokenAnswers
 from coordexp.data import Record, RecordFile, read_records
 from coordexp.data.records import RecordObject
 from coordexp.demo.scenes import SceneSettings, write_scenes
@@ -72,7 +73,7 @@ def test_the_reward_is_f1_of_the_valid_objects_with_class(text, expected):
 def test_the_reward_is_what_evaluation_reports_for_the_same_image(text):
     ids, truth = encode(text, SMALL), record(CUP, DOG)
     rollout = Rollout.of(SMALL, (), ids, [0.0] * len(ids), "stop")
-    report = evaluate([(1, truth)], [build_answer(1, "a.png", rollout, SMALL)])
+    report = evaluate([(1, truth)], [build_answer(1, "a.png", rollout, CoordTokenAnswers(SMALL))])
     assert reward(text, CUP, DOG) == report.metrics()["f1_50"]
 
 

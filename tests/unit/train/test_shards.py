@@ -5,6 +5,7 @@ import json
 import pytest
 
 from coordexp.config import RolloutMatching
+from coordexp.correction import CoordTokenAnswers
 from coordexp.errors import DataError
 from coordexp.train import run
 from coordexp.train.encode import TrainingSet
@@ -38,14 +39,14 @@ def open_as_run(**custom):
 
 def test_a_sample_has_the_image_beside_its_own_file_and_an_error_names_this_file(folder):
     _, records = open_as_run(train_jsonl=str(folder / "*/0.jsonl"))
-    samples = TrainingSet(records, OnePrompt(), table("small"), "desc_first", RolloutMatching())
+    samples = TrainingSet(records, OnePrompt(), CoordTokenAnswers(table("small")), RolloutMatching())
     assert len(samples) == 5
-    assert [samples[k].image.path for k in (0, 3, 4)] == [
+    assert [samples.read(k, 0).image.path for k in (0, 3, 4)] == [
         str(folder / name) for name in ("a/0.png", "b/0.png", "b/1.png")
     ]
-    assert samples[4].index == 4
+    assert samples.read(4, 0).index == 4
     with pytest.raises(DataError, match=r"a/0\.jsonl, record 3 \(2\.png\).*\n.*data doctor .*a/0\.jsonl"):
-        samples[2]
+        samples.read(2, 0)
 
 
 def test_a_curriculum_chooses_records_of_all_files(folder):

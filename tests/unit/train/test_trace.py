@@ -65,6 +65,7 @@ class FakeModel:
 def train_on(row, logits, writer=None, done=0) -> tuple[torch.Tensor, torch.Tensor]:
     """Return loss and gradient when this row is a whole step, after `done` others."""
     trainer = RowTrainer.__new__(RowTrainer)
+    trainer.set_tally = None
     trainer.objective, trainer.tally, trainer.trace = OBJECTIVE, LossTally(OBJECTIVE), writer
     trainer.state = SimpleNamespace(global_step=done)
     leaf, counts = logits.clone().requires_grad_(), sum(span.counts for span in row.spans)

@@ -17,8 +17,9 @@ from typing import Any
 
 from coordexp.data.geometry import BINS, is_degenerate
 from coordexp.data.images import ImageFacts, size_problem
-from coordexp.data.records import SPACES, Record, RecordObject, Space
+from coordexp.data.records import SPACES, AnyRecord, ChatRecord, Record, RecordObject, Space
 from coordexp.errors import Finding
+from coordexp.families import PLACE_TOKENS
 from coordexp.files import is_encodable
 
 # The problem and the fix, by code.
@@ -65,6 +66,11 @@ _ERRORS = {
         "remove it, or cut the image into tiles",
     ),
     "desc-broken": ("desc with half a character (a lone surrogate)", "write the text as UTF-8"),
+    "text-broken": ("question or answer with half a character (a lone surrogate)", "write the text as UTF-8"),
+    "special-token": (
+        "question or answer with a token that is not text for the model, such as <|im_end|>",
+        "remove the token; a question or an answer is plain text, and may have coordinate tokens",
+    ),
     "too-long": (
         "answer with more tokens than --max-length",
         "raise the length, or give polygons fewer vertices, or cut the image into tiles",
@@ -89,6 +95,11 @@ _WARNINGS = {
         "remove one of the two: the model would learn to repeat objects",
     ),
     "desc-thin": ("desc that says next to nothing", "describe the object in a word or two"),
+    "mixed-shapes": (
+        "class with boxes and with polygons",
+        "give all objects of a class the same kind of shape (import with --geometry box or poly), or the model "
+        "has to guess which one to write",
+    ),
     "desc-spelling": ("classes that differ only in case or spaces", "use one spelling, or the model learns both"),
     "small-objects": (
         "the median side of the objects is under 20 bins",
@@ -102,15 +113,18 @@ KINDS = {code: Finding("error", code, *words) for code, words in _ERRORS.items()
 
 FAR = 0.01  # share of the image by which a shape may extend beyond it before that is an error
 HALF_A_BIN = 0.5 / (BINS - 1)
+_SPECIAL = re.compile(r"<\|[a-z_]+\|>")  # as all families write the tokens that end a turn or stand for an image
 THIN = frozenset({"n/a", "na", "nan", "none", "null", "undefined", "unknown", "todo", "unlabeled", "unlabelled"})
 
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """Something wrong in one place. `code` is a key of `KINDS`, `detail` names the place and the values."""
+    """Something wrong in one place. `code` is a key of `KINDS`, `detail` names the place and the values, and
+    `index` is the number of the object that has the problem, if it is one object."""
 
     code: str
     detail: str
+    index: int | None = None
 
 
 def check_record(record: Record) -> tuple[Problem, ...]:
@@ -123,14 +137,31 @@ def check_record(record: Record) -> tuple[Problem, ...]:
         bins = record.in_bins(item)
         problems += _check_shape(record, item, bins, index)
         if code := _desc_problem(item.desc):
-            problems.append(Problem(code, _format_name(item, index)))
+            problems.append(Problem(code, _format_name(item, index), index))
         earlier = seen.setdefault((item.desc, item.kind, bins), index)
         if earlier != index:
-            problems.append(Problem("duplicate-object", f"{_format_name(item, index)} repeats objects[{earlier}]"))
+            detail = f"{_format_name(item, index)} repeats objects[{earlier}]"
+            problems.append(Problem("duplicate-object", detail, index))
     return tuple(problems)
 
 
-def check_image(record: Record, facts: ImageFacts) -> tuple[Problem, ...]:
+def check_chat(record: ChatRecord) -> tuple[Problem, ...]:
+    """Return the problems of a chat record."""
+    problems: list[Problem] = []
+    unusable = size_problem(record.width, record.height) if record.image is not None else None
+    if unusable:
+        problems.append(Problem("image-size", f"{record.image!r}: {unusable}"))
+    for name, text in (("question", record.question), ("answer", record.answer)):
+        if not is_encodable(text):
+            problems.append(Problem("text-broken", name))
+        if special := next(
+            (token for token in _SPECIAL.findall(text) if not token.startswith(PLACE_TOKENS)), None
+        ):
+            problems.append(Problem("special-token", f"{name} has {special}"))
+    return tuple(problems)
+
+
+def check_image(record: AnyRecord, facts: ImageFacts) -> tuple[Problem, ...]:
     """Return a problem if the record states another size than its image has."""
     stated, real = (record.width, record.height), (facts.width, facts.height)
     if stated == real:
@@ -152,17 +183,17 @@ def _check_shape(record: Record, item: RecordObject, bins: tuple[int, ...], inde
         return  # almost all shapes: no text is built for them
     shown = f"{_format_name(item, index)} {_format_shape(item)}"
     if inverted:
-        yield Problem("inverted", shown)
+        yield Problem("inverted", shown, index)
     if excess > FAR:
-        yield Problem("outside", f"{shown} in {_format_size(extent)}")
+        yield Problem("outside", f"{shown} in {_format_size(extent)}", index)
     elif excess > HALF_A_BIN:
-        yield Problem("over-the-edge", f"{shown} in {_format_size(extent)}")
+        yield Problem("over-the-edge", f"{shown} in {_format_size(extent)}", index)
     if inverted:
         return
     if flat:
-        yield Problem("no-area", shown)
+        yield Problem("no-area", shown, index)
     elif excess <= FAR and is_degenerate(item.kind, bins):
-        yield Problem("no-area-in-bins", f"{shown} in {_format_size(extent)}")
+        yield Problem("no-area-in-bins", f"{shown} in {_format_size(extent)}", index)
 
 
 def _excess(values: tuple[float, ...], size: float) -> float:

@@ -21,33 +21,37 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from coordexp.data.doctor.checks import KINDS, Problem, Suspicions, check_image, check_record
+from coordexp.data.doctor.checks import KINDS, Problem, Suspicions, check_chat, check_image, check_record
 from coordexp.data.geometry import BINS, TrueObject
 from coordexp.data.images import ImageFacts
-from coordexp.data.records import Record, parse_record
+from coordexp.data.records import AnyRecord, ChatRecord, Record, parse_any_record
 from coordexp.errors import DataError, Finding, Place
 
 MOST_CLASSES = 100_000  # counted by name, to bound the memory: free text may describe every object differently
 EXAMPLES = 5  # kept per finding
+MIXED = 0.05  # share of the rarer kind of shape from which a class counts as mixed
 PART = 2**18  # bytes of a part of the file, about a tenth of a second of work, so that all processes end together
 ReadImage = Callable[[Path], ImageFacts]
-# A function that counts the tokens of the answer with these objects.
-CountTokens = Callable[[Sequence[TrueObject]], int]
+# A function that counts the tokens of the answer with these objects, or of the answer to a question.
+CountTokens = Callable[[Sequence[TrueObject] | str], int]
 STEPS = (0, 5, 10, 20, 50, 100, 200, 500, BINS)  # of the histogram of sides
 SMALL = 20  # bins; below this median side, the masks of matching are too coarse
 
 
 class Classes:
-    """How many objects each class has. `uncounted` are the objects of classes beyond `MOST_CLASSES`."""
+    """How many objects each class has, and how many of them are boxes. `uncounted` are the objects of classes
+    beyond `MOST_CLASSES`."""
 
     def __init__(self) -> None:
         self.counts: Counter[str] = Counter()
+        self.boxes: Counter[str] = Counter()
         self.uncounted = 0
 
     def add(self, record: Record) -> None:
         for item in record.objects:
             if item.desc in self.counts or len(self.counts) < MOST_CLASSES:
                 self.counts[item.desc] += 1
+                self.boxes[item.desc] += item.kind == "bbox_2d"
             else:
                 self.uncounted += 1
 
@@ -56,10 +60,15 @@ class Classes:
         for desc, count in other.counts.items():
             if desc in self.counts or len(self.counts) < MOST_CLASSES:
                 self.counts[desc] += count
+                self.boxes[desc] += other.boxes[desc]
             else:
                 self.uncounted += count
 
     def problems(self) -> Iterator[Problem]:
+        for desc, count in self.counts.items():
+            polygons = count - self.boxes[desc]
+            if min(self.boxes[desc], polygons) >= max(1, MIXED * count):
+                yield Problem("mixed-shapes", f"{desc!r}: {self.boxes[desc]:,} boxes and {polygons:,} polygons")
         spellings: dict[str, list[str]] = {}
         for desc in self.counts:
             spellings.setdefault(" ".join(desc.casefold().split()), []).append(desc)
@@ -115,24 +124,27 @@ class Tokens:
 
     def __init__(self) -> None:
         self._lengths: Counter[int] = Counter()
-        self._objects = 0
+        self._objects = self._tokens_of_objects = 0
 
-    def add(self, length: int, objects: int) -> None:
+    def add(self, length: int, objects: int | None) -> None:
+        """Add an answer with so many objects, or None if it is the answer to a question."""
         self._lengths[length] += 1
-        self._objects += objects
+        if objects is not None:
+            self._objects += objects
+            self._tokens_of_objects += length
 
     def merge(self, other: "Tokens") -> None:
         self._lengths.update(other._lengths)
         self._objects += other._objects
+        self._tokens_of_objects += other._tokens_of_objects
 
     @property
     def count(self) -> TokenCount | None:
         median, p95 = quantile(self._lengths, 0.5), quantile(self._lengths, 0.95)
         if median is None or p95 is None:
             return None
-        total = sum(length * count for length, count in self._lengths.items())
-        records = self._lengths.total()
-        return TokenCount(records, round(total / max(1, self._objects), 1), median, p95, max(self._lengths))
+        per_object = round(self._tokens_of_objects / max(1, self._objects), 1)
+        return TokenCount(self._lengths.total(), per_object, median, p95, max(self._lengths))
 
 
 def quantile(counts: Counter[int], share: float) -> int | None:
@@ -148,10 +160,12 @@ def quantile(counts: Counter[int], share: float) -> int | None:
 
 @dataclass(frozen=True)
 class DataReport:
-    """The findings, errors first, and statistics of the file."""
+    """The findings, errors first, and statistics of the file. `questions` are the chat records among its
+    records."""
 
     file: Path
     records: int
+    questions: int
     objects: int
     findings: tuple[Finding, ...]
     classes: Classes
@@ -177,16 +191,16 @@ def examine(
     file that has been read. Several `processes` read parts of the file, of about `part` bytes, side by side; the
     report is the same."""
     reader = _PartReader(path, look, count_tokens, max_length)
-    whole, parts, size = _Examination(path), list(_split(path, part)), max(1, path.stat().st_size)
-    with _mapping(reader.read, min(processes, len(parts))) as map_parts:
-        for (_, end), facts in zip(parts, map_parts(parts), strict=True):
+    whole, parts, size = _Examination(path), list(split_file(path, part)), max(1, path.stat().st_size)
+    with map_parts(reader.read, min(processes, len(parts))) as read_parts:
+        for (_, end), facts in zip(parts, read_parts(parts), strict=True):
             whole.merge(facts)
             if notify:
                 notify(end / size)
     return whole.report()
 
 
-def _split(path: Path, part: int) -> Iterator[tuple[int, int]]:
+def split_file(path: Path, part: int = PART) -> Iterator[tuple[int, int]]:
     """Yield the parts of a file: the offsets of their first byte and of their end, which is behind a newline."""
     begin, size = 0, path.stat().st_size
     with path.open("rb") as file:
@@ -197,8 +211,20 @@ def _split(path: Path, part: int) -> Iterator[tuple[int, int]]:
             begin = file.tell()
 
 
+def read_lines(path: Path, part: tuple[int, int]) -> Iterator[bytes]:
+    """Yield the lines of a part of a file."""
+    begin, end = part
+    with path.open("rb") as file:
+        file.seek(begin)
+        while file.tell() < end:
+            line = file.readline()
+            if not line:
+                raise DataError(f"{path} was changed while it was read", "start again when it is complete")
+            yield line
+
+
 @contextmanager
-def _mapping(work: Callable[[tuple[int, int]], "PartFacts"], processes: int) -> Iterator[Callable[..., Any]]:
+def map_parts(work: Callable[[tuple[int, int]], Any], processes: int) -> Iterator[Callable[..., Any]]:
     """Yield a function like `map`, which calls `work` in several processes. They are forks of this one, so that
     `work` need not be sent to them."""
     if processes <= 1 or sys.platform != "linux":
@@ -215,11 +241,9 @@ def _mapping(work: Callable[[tuple[int, int]], "PartFacts"], processes: int) -> 
         pool.shutdown(cancel_futures=True)
 
 
-def _map_in_order(
-    pool: ProcessPoolExecutor, ahead: int, parts: Iterable[tuple[int, int]]
-) -> Iterator["PartFacts"]:
-    """Yield the facts about the parts in order. At most `ahead` parts are read before they are taken."""
-    waiting: deque[Future[PartFacts]] = deque()
+def _map_in_order(pool: ProcessPoolExecutor, ahead: int, parts: Iterable[tuple[int, int]]) -> Iterator[Any]:
+    """Yield the results of the parts in order. At most `ahead` parts are read before they are taken."""
+    waiting: deque[Future[Any]] = deque()
     for part in parts:
         waiting.append(pool.submit(_work_in_process, part))
         if len(waiting) == ahead:
@@ -228,16 +252,16 @@ def _map_in_order(
         yield waiting.popleft().result()
 
 
-_work: Callable[[tuple[int, int]], "PartFacts"] | None = None  # of this worker process
+_work: Callable[[tuple[int, int]], Any] | None = None  # of this worker process
 
 
-def _begin_worker(work: Callable[[tuple[int, int]], "PartFacts"]) -> None:
+def _begin_worker(work: Callable[[tuple[int, int]], Any]) -> None:
     global _work
     _work = work
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is sent to all processes; the first one ends the others
 
 
-def _work_in_process(part: tuple[int, int]) -> "PartFacts":
+def _work_in_process(part: tuple[int, int]) -> Any:
     assert _work is not None
     return _work(part)
 
@@ -253,6 +277,7 @@ class PartFacts:
 
     lines: int = 0
     records: int = 0
+    questions: int = 0
     objects: int = 0
     counts: Counter[str] = field(default_factory=Counter)  # of problems, by code
     examples: list[tuple[int, Problem]] = field(default_factory=list)  # the first ones of each code
@@ -279,55 +304,56 @@ class _PartReader:
     max_length: int | None
 
     def read(self, part: tuple[int, int]) -> PartFacts:
-        begin, end = part
         facts = PartFacts()
-        with self.path.open("rb") as file:
-            file.seek(begin)
-            while file.tell() < end:
-                line = file.readline()
-                if not line:
-                    raise DataError(
-                        f"{self.path} was changed while it was read", "start again when it is complete"
-                    )
-                facts.lines += 1
-                if line.strip():
-                    self._add_line(facts, line)
+        for line in read_lines(self.path, part):
+            facts.lines += 1
+            if line.strip():
+                self._add_line(facts, line)
         return facts
 
     def _add_line(self, facts: PartFacts, line: bytes) -> None:
         try:
-            record = parse_record(line)
+            record = parse_any_record(line)
         except ValueError as error:
             facts.add_problems(facts.lines, [Problem("broken-line", str(error))])
             return
         facts.records += 1
-        facts.objects += len(record.objects)
-        problems = check_record(record)
+        problems = check_chat(record) if isinstance(record, ChatRecord) else check_record(record)
         facts.add_problems(facts.lines, problems)
-        self._add_image(facts, record)
-        for measure in (facts.classes, facts.sizes, facts.suspicions):
-            measure.add(record)
+        content = self._read_image(facts, record, record.image) if record.image is not None else None
+        if isinstance(record, ChatRecord):
+            facts.questions += 1
+        else:
+            facts.objects += len(record.objects)
+            facts.images.append((facts.lines, record.image, hash(os.path.normpath(record.image)), content))
+            for measure in (facts.classes, facts.sizes, facts.suspicions):
+                measure.add(record)
         if self.count_tokens and not any(KINDS[problem.code].severity == "error" for problem in problems):
-            objects = record.true_objects()
-            length = self.count_tokens(objects)
-            facts.tokens.add(length, len(objects))
+            answer = record.answer if isinstance(record, ChatRecord) else record.true_objects()
+            length = self.count_tokens(answer)
+            facts.tokens.add(length, None if isinstance(answer, str) else len(answer))
             if self.max_length is not None and length > self.max_length:
                 detail = f"{length:,} tokens; at most {self.max_length:,} are allowed"
                 facts.add_problems(facts.lines, [Problem("too-long", detail)])
 
-    def _add_image(self, facts: PartFacts, record: Record) -> None:
-        content = None
-        if self.look is not None:
-            try:
-                image = self.look(self.path.parent / record.image)
-            except FileNotFoundError:
-                facts.add_problems(facts.lines, [Problem("image-missing", repr(record.image))])
-            except (OSError, ValueError) as error:  # ValueError: a zero byte in the path
-                facts.add_problems(facts.lines, [Problem("image-unreadable", f"{record.image!r}: {error}")])
-            else:
-                content = hash(image.content_hash)
-                facts.add_problems(facts.lines, check_image(record, image))
-        facts.images.append((facts.lines, record.image, hash(os.path.normpath(record.image)), content))
+    def _read_image(self, facts: PartFacts, record: AnyRecord, image: str) -> int | None:
+        """Return the hash of the content of an image, or None if it was not read. Add what is wrong with it."""
+        if self.look is None:
+            return None
+        seen, problems = look_at_image(self.path.parent / image, record, self.look)
+        facts.add_problems(facts.lines, problems)
+        return None if seen is None else hash(seen.content_hash)
+
+
+def look_at_image(file: Path, record: AnyRecord, look: ReadImage) -> tuple[ImageFacts | None, tuple[Problem, ...]]:
+    """Return the facts of the image of a record, and what is wrong with it."""
+    try:
+        image = look(file)
+    except FileNotFoundError:
+        return None, (Problem("image-missing", repr(record.image)),)
+    except (OSError, ValueError) as error:  # ValueError: a zero byte in the path
+        return None, (Problem("image-unreadable", f"{record.image!r}: {error}"),)
+    return image, check_image(record, image)
 
 
 class _Examination:
@@ -347,6 +373,7 @@ class _Examination:
             self._find_duplicates(before + line, image, path_hash, content_hash)
         whole.lines += part.lines
         whole.records += part.records
+        whole.questions += part.questions
         whole.objects += part.objects
         whole.counts.update(part.counts)
         whole.classes.merge(part.classes)
@@ -367,7 +394,14 @@ class _Examination:
             if code in whole.counts
         )
         return DataReport(
-            self._path, whole.records, whole.objects, findings, whole.classes, whole.sizes, whole.tokens.count
+            self._path,
+            whole.records,
+            whole.questions,
+            whole.objects,
+            findings,
+            whole.classes,
+            whole.sizes,
+            whole.tokens.count,
         )
 
     def _find_duplicates(self, line: int, image: str, path_hash: int, content_hash: int | None) -> None:

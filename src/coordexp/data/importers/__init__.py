@@ -5,6 +5,7 @@ Nothing is left out silently: whatever is dropped, changed or worth knowing is c
 
 from coordexp.data.importers.coco import read_coco, read_lvis
 from coordexp.data.importers.labelme import read_labelme
+from coordexp.data.importers.labelstudio import read_labelstudio
 from coordexp.data.importers.shape import write_records
 from coordexp.data.importers.source import ImportCounts, Rules, SourceImage, SourceObject
 from coordexp.data.importers.yolo import read_yolo
@@ -16,6 +17,7 @@ __all__ = [
     "SourceObject",
     "read_coco",
     "read_labelme",
+    "read_labelstudio",
     "read_lvis",
     "read_yolo",
     "write_records",

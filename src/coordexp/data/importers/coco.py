@@ -7,11 +7,12 @@ images and categories are kept in the records.
 
 LVIS gives the address of each image instead of a file name:
 `http://images.cocodataset.org/val2017/000000397133.jpg` is the file `val2017/000000397133.jpg` in the folder of
-images. Records cannot hold what LVIS says about absent and unlisted categories, so that is counted.
+images. LVIS labels every object only of the categories that it lists for an image, as present or absent. These
+become the `exhaustive` classes of the record.
 """
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
@@ -37,11 +38,9 @@ from coordexp.data.records import LARGEST_ID
 from coordexp.errors import DataError, explain
 
 JsonObject = dict[str, Any]
-_LEFT_OUT_OF_LVIS = {
-    "neg_category_ids": "image with a list of absent categories: not kept, records have no place for it",
-    "not_exhaustive_category_ids": "image in which not all objects of a category are marked: "
-    "correct detections can count as false there",
-}
+NOT_EXHAUSTIVE = (
+    "image in which not all objects of a category are marked: correct detections can count as false there"
+)
 
 
 def read_coco(
@@ -55,11 +54,10 @@ def read_lvis(
 ) -> Iterator[SourceImage]:
     document = _load_document(path)
     for image in document["images"]:
-        for key, reason in _LEFT_OUT_OF_LVIS.items():
-            if image.get(key):
-                counts.add("noted", reason, f"image {image.get('id')!r}")
+        if image.get("not_exhaustive_category_ids"):
+            counts.add("noted", NOT_EXHAUSTIVE, f"image {image.get('id')!r}")
         image["file_name"] = _lvis_file_name(image)
-    yield from _read_document(document, images, rules, counts, size_of)
+    yield from _read_document(document, images, rules, counts, size_of, is_lvis=True)
 
 
 def _lvis_file_name(image: JsonObject) -> Any:
@@ -86,7 +84,12 @@ def _load_document(path: Path) -> JsonObject:
 
 
 def _read_document(
-    document: JsonObject, folder: Path, rules: Rules, counts: ImportCounts, size_of: SizeOf
+    document: JsonObject,
+    folder: Path,
+    rules: Rules,
+    counts: ImportCounts,
+    size_of: SizeOf,
+    is_lvis: bool = False,
 ) -> Iterator[SourceImage]:
     """Yield the images in the order of the document, each with its annotations in their order."""
     names = _read_categories(document["categories"], counts)
@@ -100,11 +103,40 @@ def _read_document(
             counts.add("noted", "file that two images share: both are kept", where)
         seen.add(path)
         size = _read_size(image, path, where, counts, size_of)
+        own = annotations.pop(id, [])
+        kept = [annotation for annotation in own if not _is_dropped_crowd(annotation, rules)]
         objects = [
-            _read_object(annotation, names[annotation["category_id"]], size, rules, counts)
-            for annotation in annotations.pop(id, ())
+            _read_object(annotation, names[annotation["category_id"]], size, rules, counts) for annotation in kept
         ]
-        yield SourceImage(path, *size, tuple(objects), _keep_id(id, "image", counts))
+        unlabelled = {annotation["category_id"] for annotation in own if _is_dropped_crowd(annotation, rules)}
+        exhaustive = _find_exhaustive(image, own, names, unlabelled, is_lvis)
+        yield SourceImage(path, *size, tuple(objects), _keep_id(id, "image", counts), exhaustive)
+
+
+def _is_dropped_crowd(annotation: JsonObject, rules: Rules) -> bool:
+    return bool(annotation.get("iscrowd")) and rules.crowd == "drop"
+
+
+def _find_exhaustive(
+    image: JsonObject, own: Sequence[JsonObject], names: Mapping[Any, str], unlabelled: set[Any], is_lvis: bool
+) -> tuple[str, ...] | None:
+    """Return the names of the categories of which all objects are labelled, or None if these are all categories. A
+    crowd that is dropped leaves objects of its category without a label."""
+    known: Iterable[Any] = names
+    if is_lvis:
+        known = [*(annotation["category_id"] for annotation in own), *_read_ids(image, "neg_category_ids")]
+        unlabelled = unlabelled | set(_read_ids(image, "not_exhaustive_category_ids"))
+    elif not unlabelled:
+        return None
+    lacking = {names[id] for id in unlabelled if id in names}
+    return tuple(dict.fromkeys(names[id] for id in known if id in names and names[id] not in lacking))
+
+
+def _read_ids(image: JsonObject, key: str) -> list[Any]:
+    ids = image.get(key) or []
+    if not isinstance(ids, list) or not all(type(id) in (int, str) for id in ids):
+        raise DataError(f"image {image.get('id')!r}: {key} is not a list of ids", "correct or remove it")
+    return ids
 
 
 def _read_categories(entries: list[JsonObject], counts: ImportCounts) -> dict[Any, str]:
@@ -158,12 +190,12 @@ def _group_by_image(
             and by_id[id] == annotation
         ):
             counts.add("dropped", "annotation that occurs twice", where)
-        elif annotation.get("iscrowd") and rules.crowd == "drop":
-            counts.add("dropped", "crowd (--crowd drop)", where)
         else:
             if type(id) in (int, str) and by_id[id] is not annotation:
                 counts.add("noted", "annotation with the id of another: both are kept", where)
-            if annotation.get("iscrowd"):
+            if _is_dropped_crowd(annotation, rules):
+                counts.add("dropped", "crowd (--crowd drop)", where)
+            elif annotation.get("iscrowd"):
                 counts.add("noted", "crowd: kept as one object", where)
             groups.setdefault(image, []).append(annotation)
     return groups

@@ -236,7 +236,16 @@ def _convert_image(image: SourceImage, folder: Path, rules: Rules, counts: Impor
             "image file that does not exist: its record is written, and training would stop at it",
             str(image.path),
         )
-    return Record(_relative_path(image.path, folder), *size, "pixel", objects, image.image_id)
+    classes = tuple(dict.fromkeys(item.desc for item in objects)) if rules.ask == "classes" else ()
+    return Record(
+        _relative_path(image.path, folder),
+        *size,
+        "pixel",
+        objects,
+        image.image_id,
+        exhaustive=image.exhaustive,
+        **{"classes": classes or None, **image.request},
+    )
 
 
 def _check_missing(counts: ImportCounts, rules: Rules) -> None:

@@ -6,8 +6,8 @@ guessing is counted instead.
 
 import math
 import re
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any, Literal
 
@@ -36,6 +36,7 @@ class Rules:
     )
     outside: Literal["clip", "drop", "refuse"] = "clip"
     tolerance: float = 0.0  # pixels by which a polygon may move to save vertices
+    ask: Literal["all", "classes"] = "all"  # classes: each record asks for the classes of its objects
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +57,8 @@ class SourceImage:
     height: int
     objects: tuple[SourceObject, ...]
     image_id: int | None = None
+    exhaustive: tuple[str, ...] | None = None  # the classes of which every object is labelled; None: all
+    request: Mapping[str, Any] = field(default_factory=dict)  # what the record asks for, by its key of a `Record`
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,5 +1,6 @@
 "use strict";
-// Filters, orders and pages through cards, hides kinds of shapes, and sorts tables. The page can be read without it.
+// Filters, orders and pages through cards, enlarges images, hides kinds of shapes and low scores, and sorts tables. The
+// page can be read without it.
 const find = (id) => document.getElementById(id);
 const host = document.querySelector(".cards");
 const cards = [...document.querySelectorAll(".card")];
@@ -58,14 +59,49 @@ function sortBy(column, header) {
   body.append(...[...body.rows].sort((a, b) => (falling ? 1 : -1) * compare(a, b)));
 }
 
+function hideBelow(least) {
+  find("least-score").textContent = Number(least).toFixed(2);
+  for (const part of document.querySelectorAll("[data-score]")) {
+    part.classList.toggle("below", Number(part.dataset.score) < Number(least));
+  }
+}
+
 function highlight(event) {
   const part = event.target.closest("[data-object]");
   if (!part) return;
-  for (const other of part.closest(".card").querySelectorAll(`[data-object="${part.dataset.object}"]`)) {
+  for (const other of part.closest(".card, dialog").querySelectorAll(`[data-object="${part.dataset.object}"]`)) {
     other.classList.toggle("lit", event.type === "mouseover");
   }
 }
 
+// Shows a copy of an image, as large as the window allows. A click closes it, as Escape does.
+const dialog = document.createElement("dialog");
+dialog.className = "enlarged";
+dialog.addEventListener("click", () => dialog.close());
+
+function enlarge(stage, name) {
+  const copy = stage.cloneNode(true);
+  const { width, height } = stage.querySelector("svg").viewBox.baseVal;
+  copy.style.maxWidth = `${(88 * width) / height}vh`;
+  const close = document.createElement("button");
+  close.type = "button";
+  close.textContent = "Close";
+  copy.querySelector("button").replaceWith(close);
+  dialog.setAttribute("aria-label", name);
+  dialog.replaceChildren(copy);
+  dialog.showModal();
+}
+
+for (const stage of document.querySelectorAll(".card .stage")) {
+  const name = stage.closest(".card").querySelector("h3").textContent;
+  const button = document.createElement("button");
+  button.type = "button";
+  button.textContent = "Enlarge";
+  button.setAttribute("aria-label", `Enlarge ${name}`);
+  stage.append(button);
+  stage.addEventListener("click", () => enlarge(stage, name));
+}
+document.body.append(dialog);
 for (const select of filters) select.addEventListener("change", filter);
 for (const box of document.querySelectorAll("[data-kind]")) {
   box.addEventListener("change", () => document.body.classList.toggle(`hide-${box.dataset.kind}`, !box.checked));
@@ -73,13 +109,15 @@ for (const box of document.querySelectorAll("[data-kind]")) {
 document.querySelectorAll(".sortable th[scope=col]").forEach((header, column) => {
   header.addEventListener("click", () => sortBy(column, header));
 });
+find("least")?.addEventListener("input", (event) => hideBelow(event.target.value));
 find("order")?.addEventListener("change", (event) => order(event.target.value));
 find("back")?.addEventListener("click", () => goTo(at - 1));
 find("on")?.addEventListener("click", () => goTo(at + 1));
 document.addEventListener("mouseover", highlight);
 document.addEventListener("mouseout", highlight);
 document.addEventListener("keydown", (event) => {
-  if (event.target.tagName === "SELECT" || event.altKey || event.ctrlKey || event.metaKey || !find("back")) return;
+  if (event.target.matches("select, [type=range]") || event.altKey || event.ctrlKey || event.metaKey) return;
+  if (!find("back") || dialog.open) return;
   if (event.key === "ArrowLeft") goTo(at - 1);
   if (event.key === "ArrowRight") goTo(at + 1);
 });

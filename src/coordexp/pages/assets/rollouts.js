@@ -38,7 +38,7 @@ const head = (() => {
   }
 
   function tally(entry) {
-    const words = [[`${entry.matched} of ${entry.true} found`, "matched"]];
+    const words = [[data.countFound(entry), "matched"]];
     if (entry.missed) words.push([`${entry.missed} missed`, "missed"]);
     if (entry.extra) words.push([`${entry.extra} extra`, "extra"]);
     if (entry.duplicates) words.push([`${countOf(entry.duplicates, "duplicate")} removed`, "extra"]);

@@ -112,6 +112,11 @@ const data = (() => {
     return images.get(entry.picture);
   }
 
+  function countFound(entry) {
+    const renamed = entry.renamed ? `, ${entry.renamed} under another name` : "";
+    return `${entry.matched} of ${entry.true} found${renamed}`;
+  }
+
   function state(object) {
     if (object.reason !== null) return "invalid";
     if (LEFT_OUT.has(object.change)) return object.change;
@@ -186,8 +191,8 @@ const data = (() => {
   const text = (id) => (isCoord(id) ? String(id - index.coord0) : (index.pieces[id] ?? `#${id}`));
 
   return {
-    index, sample, image, state, roles, ownerOfTrue, ownerOfAgreed, isCoord, isTrained, describeOwner, shapes,
-    tokensByOwner, coordsAround, text,
+    index, sample, image, countFound, state, roles, ownerOfTrue, ownerOfAgreed, isCoord, isTrained, describeOwner,
+    shapes, tokensByOwner, coordsAround, text,
   };
 })();
 

@@ -262,7 +262,7 @@ const steps = (() => {
     const entry = data.index.samples[k];
     const stage = element("span", "stage");
     imageView.small(stage, entry, data.sample(k));
-    const counts = `${entry.matched} of ${entry.true} found${entry.extra ? `, ${entry.extra} extra` : ""}`;
+    const counts = `${data.countFound(entry)}${entry.extra ? `, ${entry.extra} extra` : ""}`;
     const loss = entry.loss === null ? "no loss" : `loss ${entry.loss.toFixed(3)}`;
     const words = [element("b", "", `step ${entry.step}`), element("span", "", counts), element("span", "", loss)];
     const onclick = () => inspector.go(k);

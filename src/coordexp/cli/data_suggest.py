@@ -1,0 +1,224 @@
+"""`coordexp data suggest` and `coordexp data complete`: find labels that are missing, and add them."""
+
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+
+from coordexp.cli.console import err, need, need_new, need_new_file, out, progress, sanitize
+from coordexp.cli.demo import Backend
+from coordexp.cli.predict import MOST_SAMPLES, predict
+from coordexp.errors import UserError
+
+if TYPE_CHECKING:
+    from coordexp.data import RecordFile
+    from coordexp.evaluate import ImageAnswer
+    from coordexp.evaluate.predictions import Truth
+    from coordexp.evaluate.suggest import SuggestionReport
+
+SUGGESTIONS, PAGE, PREDICTIONS = "suggestions.jsonl", "complete.html", "preds.json"
+SHOWN_CLASSES = 5
+
+DataOption = Annotated[
+    Path, typer.Option("--data", "-d", exists=True, dir_okay=False, help="A file of records.", show_default=False)
+]
+
+
+def suggest(
+    data: DataOption,
+    folder: Annotated[Path, typer.Option("--out", "-o", help="A new folder.", show_default=False)],
+    model: Annotated[Path | None, typer.Option("--model", "-m", help="The model folder that answers.")] = None,
+    preds: Annotated[
+        Path | None,
+        typer.Option("--preds", "-p", exists=True, dir_okay=False, help="preds.json of `coordexp predict`."),
+    ] = None,
+    samples: Annotated[
+        int, typer.Option(min=0, max=MOST_SAMPLES, help="Sampled answers per image, which improve the ranking.")
+    ] = 0,
+    iou: Annotated[
+        float, typer.Option(help="A label of the same class with this IoU explains a predicted object.")
+    ] = 0.3,
+    other_iou: Annotated[float, typer.Option(help="The same for a label of another class.")] = 0.3,
+    new_classes: Annotated[
+        bool, typer.Option("--new-classes", help="Also suggest classes that no label of the data has.")
+    ] = False,
+    ignore_exhaustive: Annotated[
+        bool,
+        typer.Option("--ignore-exhaustive", help="Also suggest classes that a record lists as `exhaustive`."),
+    ] = False,
+    page_limit: Annotated[int, typer.Option(min=1, help="Suggestions on the page, the best ones.")] = 5000,
+    images: Annotated[
+        Literal["auto", "inside", "linked"],
+        typer.Option(help="Images inside the page, or linked from where they are. auto: linked if over 300."),
+    ] = "auto",
+    backend: Annotated[Backend | None, typer.Option(help="With --model, as for predict. Unset: hf.")] = None,
+    batch: Annotated[int | None, typer.Option(min=1, help="With --model, as for predict.")] = None,
+    max_new_tokens: Annotated[int | None, typer.Option(min=1, help="With --model, as for predict.")] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="With --model: only the first records.")] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="With --model: go on after an interruption.")] = False,
+) -> None:
+    """Suggest missing labels: predicted objects that no label explains, with a page to decide about them."""
+    for name, value in (("--iou", iou), ("--other-iou", other_iou)):
+        if not 0 < value <= 1:
+            raise UserError(f"{name} {value:g} is not an IoU above 0 and at most 1", f"give e.g. {name} 0.5")
+    asking = {"backend": backend, "batch": batch, "max_new_tokens": max_new_tokens, "limit": limit}
+    asking = {name: value for name, value in asking.items() if value is not None}
+    _check_source(model, preds, [*asking, *(["resume"] if resume else [])])
+    need("PIL", extra="evaluate")
+    if model is not None and not resume:
+        need_new(folder)
+    for name in (SUGGESTIONS, PAGE):
+        need_new_file(folder / name)
+    if preds is None:
+        assert model is not None
+        preds = folder / PREDICTIONS
+        _predict(model, data, preds, samples, resume, asking)
+    from coordexp.data import RecordFile
+    from coordexp.evaluate import read_truth
+    from coordexp.evaluate.suggest import SuggestionRules, suggest_labels
+
+    with progress(f"reading {preds}"):
+        records = RecordFile(data, partial(err.print, markup=False))
+        truth = read_truth(records)
+        answers = _read_answers(preds, truth, samples)
+    with progress("comparing predictions with labels"):
+        report = suggest_labels(truth, answers, SuggestionRules(iou, other_iou, new_classes, ignore_exhaustive))
+    folder.mkdir(parents=True, exist_ok=True)
+    _write(folder, records, truth, report, page_limit, images)
+    _print_report(report, folder, len(truth))
+
+
+def _check_source(model: Path | None, preds: Path | None, asking: Sequence[str]) -> None:
+    """Raise UserError unless exactly one source of answers is given, or if an option has no effect."""
+    if (model is None) == (preds is None):
+        raise UserError("give either --model or --preds", "a model answers all images; preds.json has its answers")
+    if preds is not None and asking:
+        raise UserError(
+            f"--{asking[0].replace('_', '-')} has no effect with --preds", "leave it out, or give --model instead"
+        )
+
+
+def _predict(model: Path, data: Path, preds: Path, samples: int, resume: bool, asking: dict[str, Any]) -> None:
+    """Run `coordexp predict`, with its own defaults for what was not given."""
+    try:
+        predict(model, preds, data, samples=samples, resume=resume, **asking)
+    except typer.Exit as end:
+        if end.exit_code:  # 0: the predictions were complete before
+            raise
+
+
+def _read_answers(preds: Path, truth: "Truth", samples: int) -> "list[ImageAnswer]":
+    """Return the greedy answers, which come first, and the sampled ones."""
+    from coordexp.evaluate import check_predictions, read_predictions
+    from coordexp.evaluate.predictions import read_samples
+
+    predictions = read_predictions(preds)
+    check_predictions(predictions, truth)
+    answers = list(predictions.answers)
+    if samples:
+        sampled = read_samples(preds, samples, [answer.image_id for answer in answers])
+        answers += [answer for answered in sampled for answer in answered]
+    return answers
+
+
+def _write(
+    folder: Path,
+    records: "RecordFile",
+    truth: "Truth",
+    report: "SuggestionReport",
+    page_limit: int,
+    images: Literal["auto", "inside", "linked"],
+) -> None:
+    from coordexp.data.suggestions import write_suggestions
+    from coordexp.pages.document import save_page
+    from coordexp.pages.suggestions import render_suggestions
+
+    with progress(f"writing {folder / PAGE}") as show:
+
+        def show_image(number: int) -> None:
+            show(f"image {number:,}")
+
+        file = write_suggestions(folder / SUGGESTIONS, report.suggestions)
+        page = render_suggestions(
+            file,
+            dict(truth),
+            str(records),
+            folder=records.path.parent,
+            target=folder,
+            most=page_limit,
+            place=images,
+            notify=show_image,
+        )
+        save_page(folder / PAGE, page)
+
+
+def _print_report(report: "SuggestionReport", folder: Path, records: int) -> None:
+    if report.images < records:
+        err.print(
+            f"{records - report.images:,} of {records:,} records get no suggestions: they have no answer, or ask "
+            "for an expression"
+        )
+    out.print(
+        f"{report.objects:,} predicted objects in {report.images:,} images: {report.explained:,} explained by a "
+        f"label, {report.repeated:,} repeat a better one"
+    )
+    if report.complete:
+        out.print(
+            f"{report.complete:,} have a class of which their record states that every object is labelled "
+            "(--ignore-exhaustive)"
+        )
+    if unknown := report.new_classes:
+        names = ", ".join(sanitize(desc) for desc, _ in unknown.most_common(SHOWN_CLASSES))
+        names += ", ..." if len(unknown) > SHOWN_CLASSES else ""
+        out.print(
+            f"{unknown.total():,} have a class that no label has and were left out (--new-classes): {names}",
+            markup=False,
+        )
+    out.print(f"{len(report.suggestions):,} suggestions: {folder / SUGGESTIONS}", markup=False)
+    out.print(f"open {folder / PAGE} to accept or reject them", markup=False)
+
+
+def complete(
+    data: DataOption,
+    suggestions: Annotated[
+        Path,
+        typer.Option(
+            "--suggestions", "-s", exists=True, dir_okay=False, help="suggestions.jsonl of `data suggest`."
+        ),
+    ],
+    target: Annotated[Path, typer.Option("--out", "-o", help="A new JSONL file.", show_default=False)],
+    decisions: Annotated[
+        Path | None, typer.Option(exists=True, dir_okay=False, help="decisions.json, saved from the page.")
+    ] = None,
+    accept_above: Annotated[
+        float | None,
+        typer.Option(min=0, max=1, help="Accept suggestions with at least this score that nobody has decided on."),
+    ] = None,
+) -> None:
+    """Write a data set with the accepted labels. Records, ids and the space of coordinates stay as they are."""
+    from coordexp.data import RecordFile
+    from coordexp.data.suggestions import accept, complete_records, read_decisions, read_suggestions
+    from coordexp.files import write_pieces
+
+    if decisions is None and accept_above is None:
+        raise UserError(
+            "nothing says which labels to add", "give --decisions decisions.json or --accept-above SCORE"
+        )
+    need_new_file(target)
+    with progress(f"writing {target}"):
+        file = read_suggestions(suggestions)
+        decided = {} if decisions is None else read_decisions(decisions, file)
+        accepted = accept(file.suggestions, decided, accept_above)
+        records = RecordFile(data, partial(err.print, markup=False))
+        target.parent.mkdir(parents=True, exist_ok=True)
+        completed = complete_records(records, accepted, target.parent)
+        write_pieces(target, (f"{record.as_json()}\n" for record in completed))
+    rejected = sum(decision == "reject" for decision in decided.values())
+    undecided = len(file.suggestions) - len(accepted) - rejected
+    out.print(
+        f"wrote {target}: {len(records):,} records, {len(accepted):,} labels added; {rejected:,} suggestions were "
+        f"rejected, {undecided:,} are undecided",
+        markup=False,
+    )

@@ -1,0 +1,157 @@
+"""Write a data file without what the doctor calls an error: records that cannot be used, and single objects of the
+others. Lines that stay whole are copied byte by byte.
+
+A problem of the file as a whole, such as boxes that are x, y, width and height, cannot be mended by leaving
+something out. Nothing is written then.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from coordexp.data.doctor.checks import KINDS, Problem, Suspicions, check_chat, check_record
+from coordexp.data.doctor.examine import ReadImage, look_at_image, map_parts, read_lines, split_file
+from coordexp.data.records import AnyRecord, ChatRecord, Record, parse_any_record
+from coordexp.errors import DataError, Place
+from coordexp.files import write_parts
+
+# Problems of one object for which the object is left out, besides errors: the doctor advises to remove it.
+REMOVED_WARNINGS = frozenset({"duplicate-object"})
+NO_OBJECTS = "record all of whose objects were dropped"
+Removal = tuple[str, int, str]  # what was dropped, the line, and the detail
+
+
+@dataclass(frozen=True)
+class DroppedKind:
+    """What was dropped for one reason: how often, and the first place."""
+
+    what: str
+    count: int
+    first: Place
+
+
+@dataclass(frozen=True)
+class CleanReport:
+    """`changed` are the records that lost some of their objects."""
+
+    records: int
+    objects: int
+    changed: int
+    dropped: tuple[DroppedKind, ...]
+
+
+@dataclass
+class CleanPart:
+    """The result of reading a part of a file. Lines are numbered from 1 in each part."""
+
+    lines: int = 0
+    records: int = 0
+    objects: int = 0
+    changed: int = 0
+    text: bytearray = field(default_factory=bytearray)
+    removals: list[Removal] = field(default_factory=list)
+    suspicions: Suspicions = field(default_factory=Suspicions)
+
+    def keep(self, line: bytes, objects: int) -> None:
+        self.text += line.rstrip(b"\n") + b"\n"
+        self.records += 1
+        self.objects += objects
+
+    def remove(self, problem: Problem) -> None:
+        self.removals.append((KINDS[problem.code].problem, self.lines, problem.detail))
+
+
+def clean(
+    path: Path,
+    target: Path,
+    *,
+    look: ReadImage | None = None,
+    notify: Callable[[float], None] | None = None,
+    processes: int = 1,
+) -> CleanReport:
+    """Write the records and objects of a file that can be used to `target`, and return what was dropped. `look`
+    reads the facts of an image file; without it, image files are not opened. `notify` is called with the share of
+    the file that has been read. Raise DataError, and write nothing, if the whole file is suspect."""
+    reader = _PartCleaner(path, look)
+    parts, size = list(split_file(path)), max(1, path.stat().st_size)
+    whole, counts, firsts = CleanPart(), dict[str, int](), dict[str, Place]()
+    with write_parts(target) as write, map_parts(reader.read, min(processes, len(parts))) as read_parts:
+        for (_, end), part in zip(parts, read_parts(parts), strict=True):
+            write(part.text)
+            for what, line, detail in part.removals:
+                counts[what] = counts.get(what, 0) + 1
+                firsts.setdefault(what, Place(str(path), whole.lines + line, detail))
+            whole.lines += part.lines
+            whole.records += part.records
+            whole.objects += part.objects
+            whole.changed += part.changed
+            whole.suspicions.merge(part.suspicions)
+            if notify:
+                notify(end / size)
+        for problem in whole.suspicions.problems():
+            if (kind := KINDS[problem.code]).severity == "error":
+                raise DataError(f"{path}: {kind.problem}: {problem.detail}; nothing was written", kind.fix)
+        if not whole.records:
+            raise DataError(
+                f"{path}: no record would be left, so nothing was written", "see `coordexp data doctor`"
+            )
+    ranked = sorted(counts, key=lambda what: (-counts[what], what))
+    dropped = tuple(DroppedKind(what, counts[what], firsts[what]) for what in ranked)
+    return CleanReport(whole.records, whole.objects, whole.changed, dropped)
+
+
+@dataclass(frozen=True)
+class _PartCleaner:
+    path: Path
+    look: ReadImage | None
+
+    def read(self, bounds: tuple[int, int]) -> CleanPart:
+        part = CleanPart()
+        for line in read_lines(self.path, bounds):
+            part.lines += 1
+            if line.strip():
+                self._add_line(part, line)
+        return part
+
+    def _add_line(self, part: CleanPart, line: bytes) -> None:
+        try:
+            record = parse_any_record(line)
+        except ValueError as error:
+            part.remove(Problem("broken-line", str(error)))
+            return
+        problems = [problem for problem in self._problems(record) if _is_removed(problem)]
+        unusable = [problem for problem in problems if problem.index is None]
+        if isinstance(record, Record):
+            part.suspicions.add(record)
+        if unusable:
+            part.remove(unusable[0])
+        elif isinstance(record, ChatRecord):
+            part.keep(line, 0)
+        else:
+            self._add_objects(part, record, line, problems)
+
+    def _add_objects(self, part: CleanPart, record: Record, line: bytes, problems: Sequence[Problem]) -> None:
+        """Add a record without the objects that have a problem."""
+        removed = {problem.index: problem for problem in reversed(problems)}  # the first problem of each object
+        for problem in reversed(removed.values()):
+            part.remove(problem)
+        if removed and len(removed) == len(record.objects):
+            part.removals.append((NO_OBJECTS, part.lines, repr(record.image)))
+            return
+        if removed:
+            part.changed += 1
+            objects = tuple(item for k, item in enumerate(record.objects) if k not in removed)
+            record = replace(record, objects=objects)
+            line = record.as_json().encode()
+        part.keep(line, len(record.objects))
+
+    def _problems(self, record: AnyRecord) -> tuple[Problem, ...]:
+        problems = check_chat(record) if isinstance(record, ChatRecord) else check_record(record)
+        if self.look is None or record.image is None:
+            return problems
+        _, of_image = look_at_image(self.path.parent / record.image, record, self.look)
+        return (*of_image, *problems)
+
+
+def _is_removed(problem: Problem) -> bool:
+    return KINDS[problem.code].severity == "error" or problem.code in REMOVED_WARNINGS

@@ -1,0 +1,165 @@
+"""Write records in the formats of other tools: COCO instances as one JSON document, YOLO as a folder of texts.
+
+Files are read twice and written as they are read, so memory grows only with the number of images and classes.
+"""
+
+import itertools
+import json
+import os
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import yaml
+
+from coordexp.data.records import Record, RecordObject, read_records
+from coordexp.errors import DataError, UserError, explain
+from coordexp.files import is_free, write_parts, write_whole
+
+DIGITS = 9  # of a number in units of the image; a thousandth of a pixel needs seven
+
+
+@dataclass(frozen=True)
+class ExportReport:
+    images: int
+    objects: int
+    classes: int
+
+
+def number_classes(objects: Iterable[RecordObject]) -> dict[str, int]:
+    """Return the number of every class, by its desc: the smallest `category_id` that its objects have. Classes
+    without one get the next free numbers, in the order of their descs, so objects without any id are numbered
+    from 1. Raise DataError if two classes share an id."""
+    names: set[str] = set()
+    given: dict[str, int] = {}
+    for item in objects:
+        names.add(item.desc)
+        if item.category_id is not None:
+            given[item.desc] = min(item.category_id, given.get(item.desc, item.category_id))
+    descs: dict[int, str] = {}
+    for desc, number in given.items():
+        if descs.setdefault(number, desc) != desc:
+            raise DataError(
+                f"category_id {number} is used for the class {descs[number]!r} and for the class {desc!r}",
+                "give every class its own id, or remove category_id from all records",
+            )
+    free = itertools.count(max(descs, default=0) + 1)
+    return {desc: given[desc] if desc in given else next(free) for desc in sorted(names)}
+
+
+def export_coco(path: Path, target: Path, images: Path, notify: Callable[[str], None]) -> ExportReport:
+    """Write a COCO document. An image has the `image_id` of its record, or else the number of its line; its file
+    name is relative to the folder `images`."""
+    classes = number_classes(_read_objects(path, notify))
+    seen: dict[int, int] = {}
+    objects = 0
+    with write_parts(target) as write:
+        categories = [{"id": number, "name": desc} for desc, number in sorted(classes.items(), key=_by_number)]
+        write(f'{{"categories": {_to_json(categories)},\n"images": ['.encode())
+        for line, record in read_records(path):
+            image_id = line if record.image_id is None else record.image_id
+            if image_id in seen:
+                raise DataError(
+                    f"{path}:{line}: the image_id {image_id} is that of line {seen[image_id]} too (a record "
+                    "without an image_id has the number of its line)",
+                    "give every record an image_id of its own, or remove image_id from all of them",
+                )
+            image = {"id": image_id, "file_name": _name_in(images, path, line, record)}
+            write((",\n" if seen else "\n").encode())
+            write(_to_json(image | {"width": record.width, "height": record.height}).encode())
+            seen[image_id] = line
+        write(b'],\n"annotations": [')
+        for line, record in read_records(path):
+            image_id = line if record.image_id is None else record.image_id
+            for item in record.objects:
+                objects += 1
+                ids = {"id": objects, "image_id": image_id, "category_id": classes[item.desc]}
+                write((",\n" if objects > 1 else "\n").encode())
+                write(_to_json(ids | _to_annotation(record, item)).encode())
+            notify(f"line {line:,}")
+        write(b"]}\n")
+    return ExportReport(len(seen), objects, len(classes))
+
+
+def export_yolo(path: Path, target: Path, images: Path, notify: Callable[[str], None]) -> ExportReport:
+    """Write a folder with `data.yaml`, a text file for each image below `labels`, and a link to each image below
+    `images`, as Ultralytics expects them. Classes are numbered from 0, in the order of their COCO numbers."""
+    if not is_free(target):
+        raise UserError(f"{target} exists and is not an empty folder", "give another one, or remove it")
+    numbers = number_classes(_read_objects(path, notify))
+    order = [desc for desc, _ in sorted(numbers.items(), key=_by_number)]
+    classes = {desc: k for k, desc in enumerate(order)}
+    lines: dict[str, int] = {}
+    objects = 0
+    for line, record in read_records(path):
+        name = PurePosixPath(_name_in(images, path, line, record))
+        label = name.with_suffix(".txt").as_posix()
+        if label in lines:
+            raise DataError(
+                f"{path}:{line}: {record.image} and the image of line {lines[label]} would share {label}",
+                "put all objects of an image into one record, and give images different names",
+            )
+        lines[label] = line
+        file, link = target / "labels" / label, target / "images" / name
+        for folder in (file.parent, link.parent):
+            folder.mkdir(parents=True, exist_ok=True)
+        file.write_text("".join(f"{_to_yolo(record, item, classes)}\n" for item in record.objects))
+        with explain(
+            OSError, f"{link} cannot be made", "give --out on a file system that has links", to=UserError
+        ):
+            link.symlink_to((path.parent / record.image).resolve())
+        objects += len(record.objects)
+        notify(f"line {line:,}")
+    facts = {"path": str(target.resolve()), "train": "images", "val": "images", "names": dict(enumerate(order))}
+    write_whole(target / "data.yaml", yaml.safe_dump(facts, sort_keys=False, allow_unicode=True))
+    return ExportReport(len(lines), objects, len(classes))
+
+
+def _read_objects(path: Path, notify: Callable[[str], None]) -> Iterator[RecordObject]:
+    for line, record in read_records(path):
+        notify(f"classes, line {line:,}")
+        yield from record.objects
+
+
+def _by_number(entry: tuple[str, int]) -> int:
+    return entry[1]
+
+
+def _name_in(images: Path, path: Path, line: int, record: Record) -> str:
+    """Return the name of an image relative to the folder of images. Links in its path are kept."""
+    name = Path(os.path.relpath(path.parent / record.image, images))
+    if name.parts[:1] == ("..",):
+        raise DataError(
+            f"{path}:{line}: {record.image} is not below the folder of images, {images}",
+            "give a folder that has all images below it with --images",
+        )
+    return name.as_posix()
+
+
+def _to_annotation(record: Record, item: RecordObject) -> dict[str, Any]:
+    """Return an object as COCO has it. The area of a polygon is that of its mask, as in COCO."""
+    from pycocotools import mask as rle
+
+    coords = [round(value, 3) for value in record.in_pixels(item)]
+    xs, ys = coords[::2], coords[1::2]
+    width, height = max(xs) - min(xs), max(ys) - min(ys)
+    area, rings = width * height, list[list[float]]()
+    if item.kind == "poly":
+        rings = [coords]
+        area = float(rle.area(rle.frPyObjects(rings, record.height, record.width)).sum())
+    box = [min(xs), min(ys), round(width, 3), round(height, 3)]
+    return {"bbox": box, "area": round(area, 3), "iscrowd": 0, "segmentation": rings}
+
+
+def _to_yolo(record: Record, item: RecordObject, classes: dict[str, int]) -> str:
+    extent = record.extent
+    coords = [value / extent[k % 2] for k, value in enumerate(item.coords)]
+    if item.kind == "bbox_2d":
+        x1, y1, x2, y2 = coords
+        coords = [(x1 + x2) / 2, (y1 + y2) / 2, x2 - x1, y2 - y1]
+    return " ".join([str(classes[item.desc]), *(f"{value:.{DIGITS}f}" for value in coords)])
+
+
+_to_json = partial(json.dumps, ensure_ascii=False)

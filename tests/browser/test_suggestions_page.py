@@ -1,0 +1,264 @@
+"""The page of suggestions in a browser: keys, filters, and the file of decisions."""
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+from PIL import Image
+from playwright.sync_api import Page, expect
+
+from coordexp.data import Record, RecordObject
+from coordexp.data.suggestions import Suggestion, read_decisions, read_suggestions, write_suggestions
+from coordexp.pages.document import save_page
+from coordexp.pages.suggestions import ImagePlace, render_suggestions
+from tests.browser.conftest import Open
+
+pytestmark = pytest.mark.timeout(60)
+PHONE = {"width": 390, "height": 844}
+
+
+@dataclass(frozen=True)
+class SuggestionsPage:
+    """Six suggestions in three images, with scores 0.9, 0.8, ... 0.4: cats and dogs in turn."""
+
+    folder: Path
+    place: ImagePlace = "inside"
+    sizes: tuple[tuple[int, int], ...] = field(default=((64, 48), (48, 96), (64, 64)))
+
+    @property
+    def suggestions(self) -> Path:
+        return self.folder / "suggestions.jsonl"
+
+    def save(self, path: Path) -> Path:
+        records, suggestions = {}, []
+        for k, size in enumerate(self.sizes, start=1):
+            Image.new("RGB", size, "teal").save(self.folder / f"{k}.png")
+            label = RecordObject("bird", "bbox_2d", (30, 20, 46, 40))
+            records[k] = Record(f"{k}.png", *size, "pixel", (label,), k)
+        for k in range(6):
+            box = (2.0 + k, 3.0, 20.0 + k, 18.0)
+            item = RecordObject(("cat", "<i>dog</i>")[k % 2], "bbox_2d", box)
+            image = 1 + k // 2
+            suggestions.append(Suggestion(k + 1, image, f"{image}.png", 1, item, 0.9 - k / 10, 0.5))
+        file = write_suggestions(self.suggestions, suggestions)
+        page = render_suggestions(
+            file, records, "data.jsonl", folder=self.folder, target=path.parent, most=100, place=self.place
+        )
+        save_page(path, page)
+        return path
+
+
+def press(page: Page, *keys: str) -> None:
+    for key in keys:
+        page.keyboard.press(key)
+
+
+def save_decisions(page: Page, path: Path) -> Path:
+    with page.expect_download() as download:
+        press(page, "s")
+    assert download.value.suggested_filename == "decisions.json"
+    download.value.save_as(path)
+    return path
+
+
+def test_keys_decide_and_go_to_the_next_suggestion(open_page: Open, tmp_path: Path) -> None:
+    page = open_page(SuggestionsPage(tmp_path))
+    expect(page.locator("#where")).to_have_text("1 of 6")
+    expect(page.locator("#number")).to_have_text("1 of 6")
+    press(page, "a")
+    expect(page.locator("#number")).to_have_text("2 of 6")
+    expect(page.locator("#name")).to_have_text("<i>dog</i>")
+    press(page, "r", "y", "n")
+    expect(page.locator("#number")).to_have_text("5 of 6")
+    expect(page.locator("#counts")).to_have_text("4 of 6 decided: 2 accepted, 2 rejected")
+
+
+def test_arrows_move_without_deciding_and_a_decision_skips_what_is_decided(
+    open_page: Open, tmp_path: Path
+) -> None:
+    page = open_page(SuggestionsPage(tmp_path))
+    press(page, "ArrowRight", "a", "ArrowLeft", "ArrowLeft")
+    expect(page.locator("#number")).to_have_text("1 of 6")
+    press(page, "ArrowRight")
+    expect(page.locator("#state")).to_have_text("accepted")
+    press(page, "ArrowLeft", "a")
+    expect(page.locator("#number")).to_have_text("3 of 6")
+
+
+def test_after_the_last_one_the_first_undecided_is_next_and_at_the_end_nothing_moves(
+    open_page: Open, tmp_path: Path
+) -> None:
+    page = open_page(SuggestionsPage(tmp_path))
+    press(page, *["ArrowRight"] * 9, "a")
+    expect(page.locator("#number")).to_have_text("1 of 6")
+    press(page, *"aaaaa")
+    expect(page.locator("#counts")).to_have_text("6 of 6 decided: 6 accepted, 0 rejected")
+    expect(page.locator("#number")).to_have_text("5 of 6")
+    press(page, "r")
+    expect(page.locator("#counts")).to_have_text("6 of 6 decided: 5 accepted, 1 rejected")
+
+
+def test_undo_takes_decisions_back_one_by_one(open_page: Open, tmp_path: Path) -> None:
+    page = open_page(SuggestionsPage(tmp_path))
+    expect(page.locator("#undo")).to_be_disabled()
+    press(page, "a", "r", "u")
+    expect(page.locator("#number")).to_have_text("2 of 6")
+    expect(page.locator("#state")).to_have_text("undecided")
+    press(page, "u", "u")
+    expect(page.locator("#number")).to_have_text("1 of 6")
+    expect(page.locator("#counts")).to_have_text("0 of 6 decided: 0 accepted, 0 rejected")
+
+
+def test_undo_shows_a_suggestion_that_the_filter_hides(open_page: Open, tmp_path: Path) -> None:
+    page = open_page(SuggestionsPage(tmp_path))
+    press(page, "a")
+    page.locator("#class").select_option(label="<i>dog</i> (3)")
+    page.locator("h1").click()
+    press(page, "u")
+    expect(page.locator("#number")).to_have_text("1 of 6")
+    expect(page.locator("#where")).to_have_text("1 of 6")
+
+
+def test_the_saved_file_has_all_decisions_and_is_read_by_the_command(open_page: Open, tmp_path: Path) -> None:
+    source = SuggestionsPage(tmp_path)
+    page = open_page(source)
+    press(page, "a", "r", "ArrowRight", "a")
+    file = save_decisions(page, tmp_path / "decisions.json")
+    assert read_decisions(file, read_suggestions(source.suggestions)) == {1: "accept", 2: "reject", 4: "accept"}
+
+
+def test_decisions_stay_when_the_page_is_opened_again(open_page: Open, tmp_path: Path) -> None:
+    page = open_page(SuggestionsPage(tmp_path))
+    press(page, "a", "r")
+    page.reload()
+    expect(page.locator("#counts")).to_have_text("2 of 6 decided: 1 accepted, 1 rejected")
+    expect(page.locator("#number")).to_have_text("3 of 6")
+    expect(page.locator("#where")).to_have_text("1 of 4")
+
+
+def test_decisions_can_be_loaded_from_a_file_of_the_same_suggestions(open_page: Open, tmp_path: Path) -> None:
+    page = open_page(SuggestionsPage(tmp_path))
+    press(page, "a", "r")
+    file = save_decisions(page, tmp_path / "decisions.json")
+    press(page, "u", "u")
+    page.locator("#load").set_input_files(file)
+    expect(page.locator("#counts")).to_have_text("2 of 6 decided: 1 accepted, 1 rejected")
+    other = tmp_path / "other.json"
+    other.write_text(json.dumps({"format": 1, "suggestions": "0" * 64, "decisions": {"3": "accept"}}))
+    page.locator("#load").set_input_files(other)
+    expect(page.locator("#trouble")).to_contain_text("decisions about other suggestions")
+    expect(page.locator("#counts")).to_have_text("2 of 6 decided: 1 accepted, 1 rejected")
+
+
+def test_suggestions_are_filtered_by_class_score_and_decision(open_page: Open, tmp_path: Path) -> None:
+    page = open_page(SuggestionsPage(tmp_path))
+    page.locator("#class").select_option(label="cat (3)")
+    expect(page.locator("#where")).to_have_text("1 of 3")
+    page.locator("#least").fill("0.6")
+    expect(page.locator("#where")).to_have_text("1 of 2")
+    page.locator("h1").click()  # keys go to the page again
+    press(page, "a")
+    page.locator("#filter").select_option("accept")
+    expect(page.locator("#where")).to_have_text("1 of 1")
+    page.locator("#filter").select_option("reject")
+    expect(page.locator("#nothing")).to_be_visible()
+    expect(page.locator("#decide")).to_be_hidden()
+    page.locator("#filter").select_option("undecided")
+    expect(page.locator("#number")).to_have_text("3 of 6")
+
+
+def test_keys_in_a_field_decide_nothing(open_page: Open, tmp_path: Path) -> None:
+    page = open_page(SuggestionsPage(tmp_path))
+    page.locator("#class").focus()
+    press(page, "a")
+    page.locator("#least").focus()
+    press(page, "r")
+    expect(page.locator("#counts")).to_have_text("0 of 6 decided: 0 accepted, 0 rejected")
+
+
+def test_the_image_has_labels_the_suggestion_and_the_others(open_page: Open, tmp_path: Path) -> None:
+    page = open_page(SuggestionsPage(tmp_path))
+    stage = page.locator("#stage")
+    for kind in ("label", "suggested", "other"):
+        expect(stage.locator(f".shape.{kind}")).to_have_count(1)
+    colours = {
+        page.locator(f"#stage .shape.{kind} polygon").last.evaluate("node => getComputedStyle(node).stroke")
+        for kind in ("label", "suggested")
+    }
+    assert len(colours) == 2
+    press(page, "a")
+    expect(stage.locator(".shape.accepted")).to_have_count(1)
+    press(page, "l")
+    expect(stage.locator(".shape.accepted")).to_be_hidden()
+    expect(stage.locator(".shape.suggested")).to_be_visible()
+
+
+def test_the_enlarged_view_contains_the_suggestion(open_page: Open, tmp_path: Path) -> None:
+    page = open_page(SuggestionsPage(tmp_path, sizes=((640, 480), (48, 96), (64, 64))))
+    frame, shape = (
+        page.locator(f"#close-up {part}").bounding_box()
+        for part in ("> svg", ".shape.suggested polygon:last-child")
+    )
+    assert frame and shape
+    assert frame["x"] <= shape["x"] and shape["x"] + shape["width"] <= frame["x"] + frame["width"]
+    assert shape["width"] > 80  # a box of 18 pixels
+
+
+def test_linked_images_are_shown_from_their_files(browser, tmp_path: Path) -> None:
+    """The other tests allow no request but the page itself; this page requests its images, and nothing else."""
+    path = SuggestionsPage(tmp_path, "linked").save(tmp_path / "out/complete.html")
+    page = browser.new_page()
+    requests: list[str] = []
+    problems: list[str] = []
+    page.on("request", lambda request: requests.append(request.url))
+    page.on("console", lambda message: problems.append(message.text))
+    page.goto(path.as_uri())
+    press(page, "a", "a")
+    page.wait_for_timeout(200)
+    expect(page.locator("#remark")).to_be_hidden()
+    assert set(requests) <= {path.as_uri(), *((tmp_path / f"{k}.png").as_uri() for k in (1, 2, 3))}
+    assert (tmp_path / "1.png").as_uri() in requests
+    (tmp_path / "3.png").unlink()
+    page.reload()
+    press(page, "ArrowRight", "ArrowRight")
+    expect(page.locator("#remark")).to_have_text("image not shown: the browser cannot read 3.png")
+    page.close()
+    assert not [problem for problem in problems if "Content Security Policy" in problem]
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_on_a_phone_nothing_is_wider_than_the_window_and_buttons_are_in_reach(
+    open_page: Open, tmp_path: Path, scheme: str
+) -> None:
+    page = open_page(SuggestionsPage(tmp_path), viewport=PHONE, color_scheme=scheme)
+    assert page.evaluate("document.documentElement.scrollWidth") <= PHONE["width"]
+    expect(page.locator("#accept")).to_be_in_viewport()
+    page.locator("#accept").click()
+    expect(page.locator("#number")).to_have_text("2 of 6")
+
+
+def test_five_thousand_suggestions_are_decided_without_delay(open_page: Open, tmp_path: Path) -> None:
+    @dataclass(frozen=True)
+    class ManySuggestions:
+        folder: Path
+
+        def save(self, path: Path) -> Path:
+            item = RecordObject("cat", "bbox_2d", (2, 3, 20, 18))
+            suggestions = [Suggestion(k, k, f"{k}.png", 1, item, 0.5) for k in range(1, 5001)]
+            records = {k: Record(f"{k}.png", 64, 48, "pixel", (item,), k) for k in range(1, 5001)}
+            file = write_suggestions(self.folder / "s.jsonl", suggestions)
+            page = render_suggestions(
+                file, records, "many", folder=self.folder, target=self.folder, most=5000, place="inside"
+            )
+            save_page(path, page)
+            return path
+
+    page = open_page(ManySuggestions(tmp_path))
+    seconds = page.evaluate(
+        """() => { const start = performance.now();
+        for (let k = 0; k < 100; k++) document.dispatchEvent(new KeyboardEvent("keydown", { key: "a" }));
+        return (performance.now() - start) / 1000; }"""
+    )
+    expect(page.locator("#counts")).to_have_text("100 of 5000 decided: 100 accepted, 0 rejected")
+    assert seconds < 5

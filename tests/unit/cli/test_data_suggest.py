@@ -1,0 +1,166 @@
+"""`coordexp data suggest`, `data complete` and `data export labelstudio`, with predictions from a file."""
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+from PIL import Image
+from typer.testing import CliRunner
+
+from coordexp.cli import app
+from coordexp.data import RecordFile, read_records
+from coordexp.data.suggestions import read_suggestions
+from coordexp.evaluate import read_truth, write_predictions
+from coordexp.evaluate.predictions import write_samples
+from tests.unit.evaluate.scenes import BOX, FAR, answer, prediction, record
+
+THIRD = (400, 100, 500, 200)
+
+
+def run(*arguments):
+    return CliRunner().invoke(app, ["data", *map(str, arguments)])
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A data set of two images, and predictions with two objects that have no label."""
+    for name in ("a.png", "b.png"):
+        Image.new("RGB", (99, 99), "teal").save(tmp_path / name)
+    records = [record(("cat", BOX)), record(("dog", BOX), image="b.png")]
+    (tmp_path / "train.jsonl").write_text("".join(item.as_json() + "\n" for item in records))
+    answers = [
+        answer(prediction("cat", BOX, 0.9), prediction("dog", FAR, 0.8), prediction("<b>", THIRD, 0.9)),
+        answer(prediction("cat", FAR, 0.4), image_id=2, image="b.png"),
+    ]
+    write_predictions(tmp_path / "preds.json", answers, read_truth(RecordFile(tmp_path / "train.jsonl")))
+    return tmp_path
+
+
+def suggest(folder, *more, out="out"):
+    return run(
+        "suggest", "--data", folder / "train.jsonl", "--preds", folder / "preds.json", "--out", folder / out, *more
+    )
+
+
+def complete(folder, *more, out="new.jsonl"):
+    file = folder / "out/suggestions.jsonl"
+    return run("complete", "--data", folder / "train.jsonl", "-s", file, "--out", folder / out, *more)
+
+
+def test_suggestions_and_their_page_are_written(folder):
+    result = suggest(folder)
+    assert result.exit_code == 0, result.output
+    assert "4 predicted objects in 2 images: 1 explained by a label, 0 repeat a better one" in result.stdout
+    assert "1 have a class that no label has and were left out (--new-classes): <b>" in result.stdout
+    assert "2 suggestions" in result.stdout
+    suggestions = read_suggestions(folder / "out/suggestions.jsonl").suggestions
+    assert [(item.item.desc, item.score) for item in suggestions] == [("dog", 0.8), ("cat", 0.4)]
+    assert (folder / "out/complete.html").is_file()
+
+
+def test_labels_above_a_score_are_added(folder):
+    suggest(folder)
+    result = complete(folder, "--accept-above", "0.8")
+    assert result.exit_code == 0, result.output
+    assert "2 records, 1 labels added; 0 suggestions were rejected, 1 are undecided" in result.stdout
+    records = [record for _, record in read_records(folder / "new.jsonl")]
+    assert [[item.desc for item in record.objects] for record in records] == [["cat", "dog"], ["dog"]]
+    assert run("doctor", folder / "new.jsonl", "--images", "skip").exit_code == 0
+
+
+def test_labels_that_a_person_accepted_are_added(folder):
+    suggest(folder)
+    sha256 = read_suggestions(folder / "out/suggestions.jsonl").sha256
+    decisions = {"format": 1, "suggestions": sha256, "decisions": {"1": "reject", "2": "accept"}}
+    (folder / "decisions.json").write_text(json.dumps(decisions))
+    result = complete(folder, "--decisions", folder / "decisions.json", "--accept-above", "0.5")
+    assert "1 labels added; 1 suggestions were rejected, 0 are undecided" in result.stdout
+    objects = [len(record.objects) for _, record in read_records(folder / "new.jsonl")]
+    assert objects == [1, 2]
+
+
+def test_samples_beside_the_predictions_lower_the_score_of_what_they_lack(folder):
+    samples = [answer(prediction("dog", FAR, 0.6)), answer(image_id=2, image="b.png")]
+    write_samples(folder / "preds.json", [replace(item, sample=1) for item in samples])
+    assert suggest(folder, "--samples", "1").exit_code == 0
+    suggestions = read_suggestions(folder / "out/suggestions.jsonl").suggestions
+    assert [(item.item.desc, item.agreement) for item in suggestions] == [("dog", 1.0), ("cat", 0.5)]
+
+
+def test_nothing_is_overwritten(folder):
+    suggest(folder)
+    assert "out/suggestions.jsonl exists" in suggest(folder).output
+    assert complete(folder, "--accept-above", "0").exit_code == 0
+    before = (folder / "new.jsonl").read_text()
+    again = complete(folder, "--accept-above", "1")
+    assert again.exit_code == 1 and "new.jsonl exists" in again.output
+    assert (folder / "new.jsonl").read_text() == before
+
+
+def test_the_data_set_is_not_completed_in_place(folder):
+    suggest(folder)
+    assert "train.jsonl exists" in complete(folder, "--accept-above", "0", out="train.jsonl").output
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--iou", "0"], "--iou 0 is not an IoU"),
+        (["--other-iou", "1.5"], "--other-iou 1.5 is not an IoU"),
+        (["--batch", "4"], "--batch has no effect with --preds"),
+        (["--resume"], "--resume has no effect with --preds"),
+        (["--model", "."], "give either --model or --preds"),
+        (["--samples", "2"], "preds.samples.jsonl: no such file"),
+    ],
+)
+def test_options_that_cannot_work_are_refused(folder, options, words):
+    result = suggest(folder, *options)
+    assert result.exit_code == 1
+    assert words in result.output
+    assert not (folder / "out").exists()
+
+
+def test_a_completion_needs_decisions_or_a_score(folder):
+    suggest(folder)
+    assert "nothing says which labels to add" in complete(folder).output
+
+
+def test_suggestions_go_to_label_studio_and_back(folder):
+    suggest(folder)
+    options = ("--suggestions", folder / "out/suggestions.jsonl", "--model-version", "run 3")
+    result = run("export", "labelstudio", folder / "train.jsonl", "--out", folder / "tasks.json", *options)
+    assert result.exit_code == 0, result.output
+    assert "2 tasks" in result.stdout and "2 classes" in result.stdout
+    tasks = json.loads((folder / "tasks.json").read_text())
+    assert [task["predictions"][0]["model_version"] for task in tasks] == ["run 3"] * 2
+    for task in tasks:  # a person copies each prediction and changes nothing
+        task["annotations"] = [{"result": task["predictions"][0]["result"]}]
+    (folder / "export.json").write_text(json.dumps(tasks))
+    result = run(
+        "import", "labelstudio", folder / "export.json", "--images", folder, "--out", folder / "back.jsonl"
+    )
+    assert result.exit_code == 0, result.output
+    assert complete(folder, "--accept-above", "0").exit_code == 0
+    truths = [read_records(folder / name) for name in ("back.jsonl", "new.jsonl")]
+    for (_, back), (_, completed) in zip(*truths, strict=True):
+        assert back.image == completed.image
+        assert set(back.true_objects()) == set(completed.true_objects())
+
+
+def test_an_export_overwrites_nothing_and_refuses_options_without_effect(folder):
+    words = ("export", "labelstudio", folder / "train.jsonl", "--out")
+    assert run(*words, folder / "tasks.json").exit_code == 0
+    assert "tasks.json exists" in run(*words, folder / "tasks.json").output
+    (folder / "other.xml").touch()
+    assert "other.xml exists" in run(*words, folder / "other.json").output
+    assert "--only-suggested has no effect" in run(*words, folder / "x.json", "--only-suggested").output
+
+
+def test_suggesting_from_predictions_imports_no_torch(folder):
+    words = ["data", "suggest", "--data", "train.jsonl", "--preds", "preds.json", "--out", "out"]
+    code = f"import sys; from coordexp.cli import app; app({words!r}, standalone_mode=False)"
+    code += "; print('torch' in sys.modules)"
+    result = subprocess.run([sys.executable, "-c", code], cwd=folder, capture_output=True, text=True, check=True)
+    assert result.stdout.splitlines()[-1] == "False"

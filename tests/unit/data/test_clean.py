@@ -1,0 +1,97 @@
+"""`coordexp data clean`: what it drops, what it keeps, and that the doctor has nothing to add."""
+
+import json
+
+from typer.testing import CliRunner
+
+from coordexp.cli import app
+from coordexp.data.doctor import examine
+from coordexp.data.images import read_image_facts
+from tests.unit.data.sources import write_image
+
+
+def line(image="a.png", objects=(("cat", [8, 6, 24, 18]),), size=(64, 48)):
+    items = [{"desc": desc, "bbox_2d": box} for desc, box in objects]
+    return json.dumps(
+        {"image": image, "width": size[0], "height": size[1], "space": "pixel", "objects": items, "image_id": 4}
+    )
+
+
+def clean(folder, *lines, more=()):
+    for name in ("a.png", "b.png"):
+        write_image(folder / name)
+    (folder / "torn.png").write_bytes((folder / "a.png").read_bytes()[:30])
+    file, target = folder / "train.jsonl", folder / "clean.jsonl"
+    file.write_text("".join(f"{text}\n" for text in lines))
+    result = CliRunner().invoke(app, ["data", "clean", str(file), "--out", str(target), *more])
+    return result, target
+
+
+def test_records_and_objects_with_errors_are_dropped_and_named(tmp_path):
+    good = line().replace("[8, 6", "[8,  6")  # whole lines are copied as they are
+    wrong = [("cat", [30, 6, 10, 18]), ("dog", [1, 1, 9, 9]), ("dog", [1, 1, 9, 9]), ("far", [70, 50, 90, 60])]
+    result, target = clean(
+        tmp_path,
+        good,
+        "{not json",
+        line("none.png"),
+        line("torn.png"),
+        line("b.png", size=(48, 64)),
+        line("b.png", wrong),
+        line("b.png", [("cat", [5, 5, 5, 5])]),
+        line("b.png", []),
+    )
+    assert result.exit_code == 0, result.output
+    lines = target.read_text().splitlines()
+    assert lines[0] == good
+    assert [json.loads(text)["objects"] for text in lines[1:]] == [[{"desc": "dog", "bbox_2d": [1, 1, 9, 9]}], []]
+    assert json.loads(lines[1])["image_id"] == 4
+    rows = [row for row in result.stdout.splitlines() if row.startswith("dropped")]
+    words = " ".join(rows)
+    for expected in (
+        "1  line that is not a record",
+        "1  image file that does not exist",
+        "1  image that cannot be read",
+        "1  width and height differ from those of the image",
+        "1  box whose corners are inverted",
+        "1  object that occurs twice",
+        "1  object that extends beyond the image",
+        "1  object without area",
+        "1  record all of whose objects were dropped",
+        "train.jsonl:2",
+    ):
+        assert expected in words
+    assert "3 records, 1 of them with fewer objects, 2 objects" in result.stdout
+    report = examine(target, look=lambda path: read_image_facts(path, decode=False))
+    assert not report.errors
+
+
+def test_a_file_that_is_suspect_as_a_whole_is_refused(tmp_path):
+    boxes = [line("a.png", [("cat", [20 + k % 9, 20, 8, 9])]) for k in range(30)]
+    result, target = clean(tmp_path, *boxes)
+    assert result.exit_code == 1
+    assert "boxes look like x, y, width, height" in result.output
+    assert not target.exists() and not (tmp_path / ".clean.jsonl.partial").exists()
+
+
+def test_nothing_is_written_if_nothing_would_be_left_or_the_folder_is_another_one(tmp_path):
+    result, target = clean(tmp_path, "{not json")
+    assert result.exit_code == 1 and "no record would be left" in result.output
+    assert not target.exists()
+    (tmp_path / "other").mkdir()
+    words = ["data", "clean", str(tmp_path / "train.jsonl"), "--out", str(tmp_path / "other/clean.jsonl")]
+    result = CliRunner().invoke(app, words)
+    assert result.exit_code == 1 and "image paths are relative" in result.output
+
+
+def test_images_can_be_skipped(tmp_path):
+    result, target = clean(tmp_path, line("none.png"), more=("--images", "skip"))
+    assert result.exit_code == 0
+    assert len(target.read_text().splitlines()) == 1
+
+
+def test_questions_are_kept_unless_they_cannot_be_used(tmp_path):
+    kept = '{"question": "How many?", "answer": "3"}'
+    result, target = clean(tmp_path, kept, '{"question": "How many?", "answer": " "}')
+    assert result.exit_code == 0, result.output
+    assert target.read_text() == f"{kept}\n"

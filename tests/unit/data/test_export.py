@@ -1,0 +1,159 @@
+"""Records as COCO and YOLO: what is written can be read by pycocotools, and imported again."""
+
+import contextlib
+import io
+import json
+import random
+
+import pytest
+import yaml
+from pycocotools.coco import COCO
+from pycocotools.cocoeval import COCOeval
+from typer.testing import CliRunner
+
+from coordexp.cli import app
+from coordexp.data import Record, RecordObject, read_records
+from coordexp.data.export import number_classes
+from tests.unit.data.sources import write_image
+
+
+def run(*words):
+    return CliRunner().invoke(app, ["data", *map(str, words)])
+
+
+def run_well(*words):
+    result = run(*words)
+    assert result.exit_code == 0, result.output
+    return result.output
+
+
+def write_records(path, records):
+    path.write_text("".join(f"{record.as_json()}\n" for record in records))
+    return path
+
+
+def crowd(folder, ids=True, space="pixel"):
+    """Return records with boxes and polygons, in two folders of images, with and without objects."""
+    rng = random.Random(3)
+    records = []
+    for k in range(12):
+        name = f"images/{'ab'[k % 2]}/{k}.png"
+        write_image(folder / name, (640, 480))
+        objects = []
+        for _ in range(k % 5):
+            x, y = rng.uniform(0, 500), rng.uniform(0, 300)
+            box = (x, y, x + rng.uniform(5, 130), y + rng.uniform(5, 130))
+            ring = (box[0], box[1], box[2], box[1] + 3, box[0] + 4, box[3])
+            kind, coords = rng.choice([("bbox_2d", box), ("poly", ring)])
+            desc = rng.choice(["cat", "dog", 'red "cup" é'])
+            coords = tuple(round(value, 3) for value in coords)
+            objects.append(RecordObject(desc, kind, coords, {"cat": 7, "dog": 3}.get(desc, 90) if ids else None))
+        records.append(Record(name, 640, 480, space, tuple(objects), 1000 + 7 * k if ids else None))
+    return records
+
+
+def export_coco(folder, records, *more):
+    run_well("export", "coco", write_records(folder / "val.jsonl", records), "--out", folder / "coco.json", *more)
+    return json.loads((folder / "coco.json").read_text())
+
+
+def test_a_coco_export_is_imported_as_the_same_records(tmp_path):
+    records = crowd(tmp_path)
+    document = export_coco(tmp_path, records)
+    assert [image["id"] for image in document["images"]] == [record.image_id for record in records]
+    assert {entry["name"]: entry["id"] for entry in document["categories"]} == {
+        "cat": 7,
+        "dog": 3,
+        'red "cup" é': 90,
+    }
+    run_well("import", "coco", tmp_path / "coco.json", "--images", tmp_path, "--out", tmp_path / "again.jsonl")
+    assert [record for _, record in read_records(tmp_path / "again.jsonl")] == records
+
+
+def test_pycocotools_finds_perfect_detections_perfect(tmp_path):
+    document = export_coco(tmp_path, crowd(tmp_path))
+    with contextlib.redirect_stdout(io.StringIO()):
+        truth = COCO(tmp_path / "coco.json")
+        results = [{**entry, "score": 0.5} for entry in document["annotations"]]
+        polygons = [entry for entry in document["annotations"] if entry["segmentation"]]
+        evaluation = COCOeval(truth, truth.loadRes(results), "bbox")
+        evaluation.evaluate()
+        evaluation.accumulate()
+        evaluation.summarize()
+    assert evaluation.stats[0] == pytest.approx(1.0)
+    assert polygons and all(truth.annToMask(entry).sum() == entry["area"] for entry in polygons)
+    assert all(entry["area"] > 0 and entry["iscrowd"] == 0 for entry in document["annotations"])
+
+
+def test_records_without_ids_are_named_by_their_lines_and_classes_are_numbered(tmp_path):
+    document = export_coco(tmp_path, crowd(tmp_path, ids=False))
+    assert [image["id"] for image in document["images"]] == [*range(1, 13)]
+    assert [entry["id"] for entry in document["categories"]] == [1, 2, 3]
+
+
+def test_other_spaces_become_pixels(tmp_path):
+    write_image(tmp_path / "a.png", (640, 480))
+    unit = Record("a.png", 640, 480, "unit", (RecordObject("cat", "bbox_2d", (0.25, 0.5, 0.75, 1.0)),))
+    document = export_coco(tmp_path, [unit])
+    assert document["annotations"][0]["bbox"] == [160.0, 240.0, 320.0, 240.0]
+
+
+def test_image_names_are_relative_to_the_folder_of_images(tmp_path):
+    records = crowd(tmp_path)
+    document = export_coco(tmp_path, records, "--images", tmp_path / "images")
+    assert document["images"][0]["file_name"] == "a/0.png"
+    (tmp_path / "coco.json").unlink()
+    result = run(
+        "export",
+        "coco",
+        tmp_path / "val.jsonl",
+        "--out",
+        tmp_path / "coco.json",
+        "--images",
+        tmp_path / "images/a",
+    )
+    assert result.exit_code == 1
+    assert "val.jsonl:2: images/b/1.png is not below" in result.output
+    assert not (tmp_path / "coco.json").exists()
+
+
+def test_two_records_with_one_image_id_are_refused(tmp_path):
+    records = crowd(tmp_path)
+    file = write_records(tmp_path / "val.jsonl", [*records, records[0]])
+    result = run("export", "coco", file, "--out", tmp_path / "coco.json")
+    assert result.exit_code == 1
+    assert "val.jsonl:13: the image_id 1000 is that of line 1 too" in result.output
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["images", "val.jsonl"]
+
+
+def test_a_yolo_export_is_imported_as_the_same_shapes(tmp_path):
+    records = crowd(tmp_path)
+    file = write_records(tmp_path / "val.jsonl", records)
+    run_well("export", "yolo", file, "--out", tmp_path / "yolo", "--images", tmp_path / "images")
+    facts = yaml.safe_load((tmp_path / "yolo/data.yaml").read_text())
+    assert facts["names"] == {0: "dog", 1: "cat", 2: 'red "cup" é'}  # in the order of their COCO numbers
+    assert (tmp_path / "yolo/images/a/0.png").read_bytes() == (tmp_path / "images/a/0.png").read_bytes()
+    labels, images = tmp_path / "yolo/labels", tmp_path / "yolo/images"
+    run_well("import", "yolo", labels, "--images", images, "--out", tmp_path / "again.jsonl")
+    again = {record.image.rpartition("/")[2]: record for _, record in read_records(tmp_path / "again.jsonl")}
+    assert len(again) == len(records)
+    for record in records:
+        twin = again[record.image.rpartition("/")[2]]
+        assert [(item.desc, item.kind) for item in twin.objects] == [
+            (item.desc, item.kind) for item in record.objects
+        ]
+        for item, other in zip(record.objects, twin.objects, strict=True):
+            assert other.coords == pytest.approx(item.coords, abs=0.0011)
+
+
+def test_images_that_would_share_a_file_of_labels_are_refused(tmp_path):
+    records = crowd(tmp_path)
+    file = write_records(tmp_path / "val.jsonl", [*records, records[3]])
+    result = run("export", "yolo", file, "--out", tmp_path / "yolo")
+    assert result.exit_code == 1
+    assert "the image of line 4 would share images/b/3.txt" in result.output
+
+
+def test_classes_keep_their_numbers_and_others_get_the_next_ones():
+    objects = [RecordObject("b", "bbox_2d", (0, 0, 1, 1), 5), RecordObject("a", "bbox_2d", (0, 0, 1, 1))]
+    assert number_classes(objects) == {"a": 6, "b": 5}

@@ -1,0 +1,206 @@
+"""Records and suggestions as tasks of Label Studio, and its JSON export as records."""
+
+import json
+from xml.etree import ElementTree
+
+import pytest
+
+from coordexp.data import Record, RecordFile, RecordObject
+from coordexp.data.images import read_image_size
+from coordexp.data.importers import ImportCounts, read_labelstudio
+from coordexp.data.labelstudio import TaskSettings, labelling_config, to_task, write_tasks
+from coordexp.data.suggestions import Suggestion
+from coordexp.errors import DataError
+from tests.unit.data.sources import count_reasons, list_shapes, write_and_read, write_image
+
+CUP = RecordObject("cup", "bbox_2d", (64, 120, 320, 240), 3)
+LEAF = RecordObject('a "leaf" & <more>', "poly", (0, 0, 64, 48, 128, 480))
+RECORD = Record("images/a b.png", 640, 480, "pixel", (CUP, LEAF), 7)
+DOG = Suggestion(1, 7, "images/a b.png", 2, RecordObject("dog", "bbox_2d", (0, 0, 320, 480), 9), 0.75)
+
+
+def region(kind="rectanglelabels", names=("cat",), original=(64, 48), **value):
+    shape = {"x": 25, "y": 50, "width": 50, "height": 25, "rotation": 0} if kind == "rectanglelabels" else {}
+    return {
+        "type": kind,
+        "original_width": original[0],
+        "original_height": original[1],
+        "value": shape | value | {kind: list(names)},
+    }
+
+
+def task(*regions, data=None, **annotation):
+    return {
+        "id": 5,
+        "data": data or {"image": "/data/local-files/?d=a.png"},
+        "annotations": [{"result": list(regions), "updated_at": "2026-01-02T00:00:00Z"} | annotation],
+    }
+
+
+def import_tasks(folder, *tasks, key="image"):
+    (folder / "export.json").write_text(json.dumps(tasks))
+    (folder / "images").mkdir(exist_ok=True)
+    counts = ImportCounts()
+    images = read_labelstudio(folder / "export.json", folder / "images", key, counts, read_image_size)
+    return write_and_read(folder, images, counts), counts
+
+
+def test_labels_are_an_annotation_and_suggestions_a_prediction_in_percent():
+    result = to_task(RECORD, [DOG], TaskSettings(model_version="run 3"))
+    assert result["data"] == {
+        "image": "/data/local-files/?d=images/a%20b.png",
+        "coordexp": {"image": "images/a b.png", "width": 640, "height": 480, "image_id": 7},
+        "category_ids": {"cup": 3, "dog": 9},
+    }
+    box, polygon = result["annotations"][0]["result"]
+    assert box["type"] == "rectanglelabels" and box["from_name"] == "box" and box["to_name"] == "image"
+    corner_and_size = {"x": 10, "y": 25, "width": 40, "height": 25, "rotation": 0}
+    assert box["value"] == corner_and_size | {"rectanglelabels": ["cup"]}
+    assert polygon["value"]["points"] == [[0, 0], [10, 10], [20, 100]]
+    assert polygon["value"]["polygonlabels"] == [LEAF.desc]
+    (prediction,) = result["predictions"]
+    assert (prediction["model_version"], prediction["score"]) == ("run 3", 0.75)
+    assert prediction["result"][:2] == [box, polygon]
+    assert prediction["result"][2]["score"] == 0.75
+    assert prediction["result"][2]["value"]["rectanglelabels"] == ["dog"]
+
+
+def test_a_record_without_suggestions_has_no_prediction():
+    assert "predictions" not in to_task(RECORD, [], TaskSettings())
+
+
+def test_the_labelling_config_has_every_class_for_both_tools():
+    tree = ElementTree.fromstring(labelling_config(["cup", LEAF.desc]))
+    for name in ("RectangleLabels", "PolygonLabels"):
+        assert [label.get("value") for label in tree.find(name)] == ["cup", LEAF.desc]
+
+
+def test_what_was_exported_is_imported_without_loss(tmp_path):
+    for name in ("a b.png", "c.png"):
+        write_image(tmp_path / "images" / name, (640, 480))
+    other = Record("images/c.png", 640, 480, "pixel", (), classes=("cup",), prompt="Cup?", exhaustive=("leaf",))
+    (tmp_path / "train.jsonl").write_text(f"{RECORD.as_json()}\n{other.as_json()}\n")
+    counts = write_tasks(tmp_path / "tasks.json", RecordFile(tmp_path / "train.jsonl"), [DOG], TaskSettings())
+    assert (counts.tasks, list(counts.classes)) == (2, ["cup", LEAF.desc, "dog"])
+    tally = ImportCounts()
+    images = read_labelstudio(tmp_path / "tasks.json", tmp_path, "image", tally, read_image_size)
+    assert write_and_read(tmp_path, images, tally) == [RECORD, other]
+    assert count_reasons(tally) == {"noted: image without objects: kept": 1}
+
+
+def test_a_prediction_that_a_person_accepted_becomes_labels_with_their_ids(tmp_path):
+    exported = to_task(RECORD, [DOG], TaskSettings())
+    copied = {"result": exported["predictions"][0]["result"], "updated_at": "2026-03-01T00:00:00Z"}
+    exported["annotations"].append(copied)
+    ((record,), counts) = import_tasks(tmp_path, exported)
+    assert [(item.desc, item.category_id) for item in record.objects] == [
+        ("cup", 3),
+        (LEAF.desc, None),
+        ("dog", 9),
+    ]
+    assert record.objects[2].coords == DOG.item.coords
+    assert count_reasons(counts)["noted: task with several annotations: the latest is taken"] == 1
+
+
+def test_of_several_annotations_the_latest_that_was_not_cancelled_counts(tmp_path):
+    first = task(region(names=["new"]), updated_at="2026-01-05T00:00:00Z")
+    first["annotations"] += task(region(names=["old"]), updated_at="2026-01-04T00:00:00Z")["annotations"]
+    first["annotations"] += task(region(names=["skipped"]), was_cancelled=True)["annotations"]
+    skipped = task(region(), was_cancelled=True)
+    ((record,), counts) = import_tasks(tmp_path, first, skipped)
+    assert [item.desc for item in record.objects] == ["new"]
+    assert count_reasons(counts)["dropped: task without an annotation"] == 1
+
+
+def test_a_rotated_rectangle_becomes_a_polygon(tmp_path):
+    turned = region(x=50, y=0, width=25, height=50, rotation=90)  # 16 x 24 pixels, around (32, 0)
+    (records, counts) = import_tasks(tmp_path, task(turned))
+    assert list_shapes(records) == [("poly", (32, 0, 32, 16, 8, 16, 8, 0))]
+    assert count_reasons(counts)["changed: rotated rectangle: kept as a polygon"] == 1
+
+
+@pytest.mark.parametrize(
+    ("wrong", "reason"),
+    [
+        ("text", "dropped: region without a value"),
+        (region("brushlabels"), "dropped: region of the type brushlabels: not rectanglelabels or polygonlabels"),
+        (region(names=[]), "dropped: region without a label"),
+        (region(x="left"), "dropped: rectangle whose numbers cannot be read"),
+        (region(rotation="much"), "dropped: rectangle whose numbers cannot be read"),
+        (region("polygonlabels", points=[[1], [2, 3], [4, 5]]), "dropped: polygon whose points cannot be read"),
+        (region("polygonlabels"), "dropped: polygon whose points cannot be read"),
+        (region(width=0), "dropped: box whose width or height is not above 0"),
+        (region() | {"image_rotation": 90}, "dropped: region of an image that was rotated in Label Studio"),
+    ],
+)
+def test_a_region_that_cannot_be_used_is_dropped_and_counted(tmp_path, wrong, reason):
+    (records, counts) = import_tasks(tmp_path, task(wrong, region(names=["dog"])))
+    assert [item.desc for item in records[0].objects] == ["dog"]
+    assert count_reasons(counts)[reason] == 1
+
+
+def test_the_first_of_several_labels_is_taken(tmp_path):
+    (records, counts) = import_tasks(tmp_path, task(region(names=["cat", "dog"])))
+    assert [item.desc for item in records[0].objects] == ["cat"]
+    assert count_reasons(counts)["changed: region with several labels: the first is taken"] == 1
+
+
+@pytest.mark.parametrize(
+    ("data", "name"),
+    [
+        ({"image": "/data/local-files/?d=deep/a%20b.png"}, "deep/a b.png"),
+        ({"image": "/data/upload/3/0f3a9b1c-a.png"}, "a.png"),
+        ({"image": "https://example.org/x/a%20b.png?token=1"}, "a b.png"),
+        ({"image": "s3://bucket/folder/a.png"}, "a.png"),
+        ({"image": "x", "coordexp": {"image": "deep/c.png", "width": 64, "height": 48}}, "deep/c.png"),
+    ],
+)
+def test_the_file_of_an_image_comes_from_its_address(tmp_path, data, name):
+    (records, _) = import_tasks(tmp_path, task(region(), data=data))
+    assert records[0].image == f"images/{name}"
+
+
+def test_the_size_of_an_image_without_regions_is_read_from_its_file(tmp_path):
+    write_image(tmp_path / "images/a.png", (30, 20))
+    (records, _) = import_tasks(tmp_path, task())
+    assert (records[0].width, records[0].height) == (30, 20)
+
+
+@pytest.mark.parametrize(
+    ("tasks", "words"),
+    [
+        ([], "not a list of tasks"),
+        ([{"image": "a.png", "label": []}], "task no 1 has no data[\\s\\S]*not JSON-MIN"),
+        ([{"data": {}}], "no list of annotations"),
+        ([task(region(), data={"photo": "a.png"})], "no 'image', but 'photo'[\\s\\S]*--key"),
+        ([task(region(), data={"image": "/data/local-files/?d=../a.png"})], "leads out of the folder"),
+        ([task(data={"coordexp": {"image": "a.png"}})], "task 5: data.coordexp: missing keys: height, width"),
+        ([task(data={"coordexp": 3})], "task 5: data.coordexp: missing keys"),
+        ([task(region(names=[" "]))], "is not a name"),
+    ],
+)
+def test_what_would_need_a_guess_stops_the_import(tmp_path, tasks, words):
+    with pytest.raises(DataError, match=words):
+        import_tasks(tmp_path, *tasks)
+
+
+def test_another_key_of_the_image_can_be_named(tmp_path):
+    (records, _) = import_tasks(tmp_path, task(region(), data={"photo": "a.png"}), key="photo")
+    assert records[0].image == "images/a.png"
+
+
+def test_only_records_with_suggestions_are_exported_if_asked_for(tmp_path):
+    other = Record("images/c.png", 640, 480, "pixel", (), 8)
+    (tmp_path / "train.jsonl").write_text(f"{other.as_json()}\n{RECORD.as_json()}\n")
+    records = RecordFile(tmp_path / "train.jsonl")
+    counts = write_tasks(tmp_path / "tasks.json", records, [DOG], TaskSettings(only_suggested=True))
+    assert counts.tasks == len(json.loads((tmp_path / "tasks.json").read_text())) == 1
+    assert write_tasks(tmp_path / "none.json", records, [], TaskSettings(only_suggested=True)).tasks == 0
+    assert json.loads((tmp_path / "none.json").read_text()) == []
+
+
+def test_suggestions_for_other_records_leave_no_file(tmp_path):
+    (tmp_path / "train.jsonl").write_text(Record("x.png", 9, 9, "pixel", (), 7).as_json())
+    with pytest.raises(DataError, match="in the suggestions"):
+        write_tasks(tmp_path / "tasks.json", RecordFile(tmp_path / "train.jsonl"), [DOG], TaskSettings())
+    assert [path.name for path in tmp_path.iterdir()] == ["train.jsonl"]

@@ -1,0 +1,113 @@
+"""Detections in pixels, and their conversion for other tools."""
+
+import subprocess
+import sys
+
+import pytest
+
+from coordexp import Detections
+from coordexp.detect.answering import find_untrained_request, make_record
+from coordexp.errors import UserError
+from coordexp.evaluate import write_predictions
+from coordexp.evaluate.predictions import number_answered_classes, read_predictions, write_images
+from tests.unit.evaluate.scenes import BOX, answer, invalid_object, prediction, record
+
+TRIANGLE = (0, 0, 999, 0, 0, 999)
+
+
+def detections(*objects, width=200, height=100):
+    return Detections.of(answer(*objects, finish="length"), record(width=width, height=height))
+
+
+def test_boxes_and_polygons_are_in_pixels_of_the_image():
+    result = detections(prediction("cup", (0, 0, 999, 333), 0.7), prediction("kite", TRIANGLE), invalid_object())
+    cup, kite = result
+    assert cup.box == pytest.approx((0, 0, 200, 100 / 3)) and (cup.name, cup.score) == ("cup", 0.7)
+    assert cup.polygon is None
+    assert kite.polygon == ((0.0, 0.0), (200.0, 0.0), (0.0, 100.0)) and kite.box == (0, 0, 200, 100)
+    assert (len(result), result.refused, result.is_truncated) == (2, ("degenerate",), True)
+
+
+def test_coco_results_are_those_that_predict_writes(tmp_path):
+    objects = (prediction("cup", BOX, 0.7), prediction("kite", TRIANGLE, 0.2), prediction("ghost", BOX, 0.1))
+    truth = [(7, record(("cup", BOX), ("kite", TRIANGLE), width=200, height=100))]
+    write_predictions(tmp_path / "preds.json", [answer(*objects, image_id=7)], truth)
+    written = [entry.as_dict() for entry in read_predictions(tmp_path / "preds.json").detections]
+    results = detections(*objects).to_coco(7, {"cup": 1, "kite": 2})
+    assert results == written
+    assert [entry["category_id"] for entry in results] == [1, 2, 0]
+    assert detections(*objects).to_coco(7, {"cup": 0})[1]["category_id"] == 1  # 0 is a class here
+
+
+def test_classes_of_images_without_labels_are_numbered_and_named_in_a_coco_file(tmp_path):
+    from pycocotools.coco import COCO
+
+    answers = [answer(prediction("fork", BOX, 0.9), prediction("cup", BOX, 0.8), prediction("ape", BOX, 0.7))]
+    categories = number_answered_classes(["cup", "spoon"], answers)
+    assert categories == {"cup": 1, "spoon": 2, "ape": 3, "fork": 4}
+    images = [(1, record(width=200, height=100))]
+    write_predictions(tmp_path / "preds.json", answers, images, categories)
+    write_images(tmp_path / "preds.json", images, categories)
+    coco = COCO(str(tmp_path / "preds.images.json"))
+    results = coco.loadRes(str(tmp_path / "preds.json"))
+    names = [coco.cats[entry["category_id"]]["name"] for entry in results.anns.values()]
+    assert names == ["fork", "cup", "ape"] and coco.imgs[1]["file_name"] == "a.png"
+
+
+def test_without_the_package_supervision_the_error_says_how_to_install_it(monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(UserError, match="pip install supervision"):
+        detections().to_supervision()
+
+
+def test_detections_become_those_of_supervision():
+    supervision = pytest.importorskip("supervision")
+    result = detections(prediction("cup", (0, 0, 499, 999), 0.7), prediction("kite", TRIANGLE, 0.5))
+    converted = result.to_supervision(["kite"])
+    assert isinstance(converted, supervision.Detections)
+    assert converted.class_id.tolist() == [-1, 0]
+    assert list(converted["class_name"]) == ["cup", "kite"]
+    assert converted.mask.shape == (2, 100, 200)
+    assert converted.mask.sum((1, 2)) == pytest.approx([100 * 100, 100 * 100], rel=0.03)
+    assert detections(prediction("cup", BOX)).to_supervision().class_id.tolist() == [0]
+    assert len(detections().to_supervision()) == 0
+
+
+def test_importing_the_package_imports_neither_torch_nor_pillow():
+    code = (
+        "import sys, coordexp; from coordexp import Detector, Detections, DetectedObject; "
+        "print([name for name in ('torch', 'PIL', 'transformers', 'httpx') if name in sys.modules])"
+    )
+    assert subprocess.check_output([sys.executable, "-c", code], text=True) == "[]\n"
+    with pytest.raises(ImportError, match="cannot import name 'Nothing'"):
+        from coordexp import Nothing  # noqa: F401
+
+
+@pytest.mark.parametrize(
+    ("request_words", "message"),
+    [
+        ({"classes": ["cup"], "expression": "the cup"}, "an expression and classes"),
+        ({"classes": []}, "classes is empty"),
+        ({"classes": ["cup", "cup"]}, "a name twice"),
+        ({"expression": " "}, "expression is empty"),
+        ({"prompt": "Where are {classes}?"}, "prompt has {classes}, but there are no classes"),
+    ],
+)
+def test_a_request_that_contradicts_itself_is_refused(request_words, message):
+    with pytest.raises(UserError, match=message):
+        make_record("a.png", (64, 48), **request_words)
+
+
+def test_one_class_may_be_given_as_text():
+    assert make_record("a.png", (64, 48), "red cup").classes == ("red cup",)
+
+
+def test_a_request_of_a_kind_without_a_recorded_prompt_gives_a_warning(tmp_path):
+    asks = make_record("a.png", (64, 48), ["cup"])
+    assert find_untrained_request(tmp_path, asks) is None  # not a checkpoint of a training run
+    (tmp_path / "coordexp.json").write_text('{"prompt": "Detect all objects."}')
+    assert "was not trained to be asked for a list of classes" in (find_untrained_request(tmp_path, asks) or "")
+    assert find_untrained_request(tmp_path, make_record("a.png", (64, 48))) is None
+    assert find_untrained_request(tmp_path, make_record("a.png", (64, 48), ["cup"], None, "{classes}?")) is None
+    (tmp_path / "coordexp.json").write_text('{"prompt": "All.", "class_prompt": "{classes}?"}')
+    assert find_untrained_request(tmp_path, asks) is None

@@ -1,0 +1,168 @@
+"""COCO results of other detectors have the numbers of pycocotools, and of our own predictions with answers."""
+
+import contextlib
+import io
+import json
+import random
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from pycocotools import mask as rle
+from pycocotools.coco import COCO
+from pycocotools.cocoeval import COCOeval
+from typer.testing import CliRunner
+
+from coordexp.cli import app
+from coordexp.evaluate import evaluate, evaluate_results, read_results, write_predictions
+from coordexp.evaluate.behaviour import DEFINITIONS, NEED_TEXT
+from tests.unit.evaluate.scenes import BOX, FAR, crowd, record
+from tests.unit.evaluate.test_coco import twelve_numbers
+
+
+def run(folder, *more):
+    words = ["--data", folder / "val.jsonl", "--preds", folder / "results.json", *more]
+    return CliRunner().invoke(app, ["evaluate", *map(str, words)])
+
+
+def write(folder, truth, results):
+    (folder / "val.jsonl").write_text("".join(f"{line.as_json()}\n" for _, line in truth))
+    (folder / "results.json").write_text(json.dumps(results))
+
+
+def detect(truth, seed, segmentation=None):
+    """Return detections of a detector that knows pixels, not bins, and is often wrong."""
+    rng = random.Random(seed)
+    results = []
+    for image_id, line in truth:
+        for item in line.objects:
+            coords = [value + rng.gauss(0, 4) for value in line.in_pixels(item)]
+            xs, ys = coords[::2], coords[1::2]
+            box = [min(xs), min(ys), max(xs) - min(xs) + 0.37, max(ys) - min(ys) + 0.21]
+            category = (
+                rng.choice([1, 2, 3, 4]) if rng.random() < 0.3 else {"cat": 1, "cup": 2, "dog": 3}[item.desc]
+            )
+            result = {"image_id": image_id, "category_id": category, "bbox": box, "score": rng.random(), "id": 5}
+            results.append(result | ({} if segmentation is None else {"segmentation": segmentation(box, line)}))
+    return results
+
+
+def run_pycocotools(folder, results, kind):
+    words = ["data", "export", "coco", str(folder / "val.jsonl"), "--out", str(folder / "truth.json")]
+    assert CliRunner().invoke(app, words).exit_code == 0
+    with contextlib.redirect_stdout(io.StringIO()):
+        truth = COCO(folder / "truth.json")
+        evaluation = COCOeval(truth, truth.loadRes(results), kind)
+        evaluation.evaluate()
+        evaluation.accumulate()
+        evaluation.summarize()
+    return evaluation.stats
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_the_numbers_of_another_detector_are_those_of_pycocotools_on_the_exported_data(tmp_path, seed):
+    truth, _ = crowd(seed)
+    results = detect(truth, seed)
+    write(tmp_path, truth, results)
+    report = evaluate_results(truth, read_results(tmp_path / "results.json", truth))
+    expected = run_pycocotools(tmp_path, results, "bbox")
+    np.testing.assert_allclose(twelve_numbers(report.boxes), expected, atol=1e-6, rtol=0)
+    assert 0.05 < expected[0] < 0.95
+
+
+def to_mask(box, line):
+    pixels = np.zeros((line.height, line.width), np.uint8, order="F")
+    x, y, width, height = (max(0, round(value)) for value in box)
+    pixels[y : y + height, x : x + width // 2 + 1] = 1
+    mask = rle.encode(pixels)
+    return {"size": mask["size"], "counts": mask["counts"].decode()}
+
+
+def to_rings(box, line):
+    x, y, width, height = box
+    return [
+        [x, y, x + width / 3, y, x, y + height],
+        [x + width, y, x + width, y + height, x + width / 2, y + height],
+    ]
+
+
+@pytest.mark.parametrize("segmentation", [to_mask, to_rings], ids=["run lengths", "several rings"])
+def test_masks_of_another_detector_give_the_numbers_of_pycocotools(tmp_path, segmentation):
+    truth, _ = crowd(1, shapes=("poly",))
+    results = detect(truth, 1, segmentation)
+    write(tmp_path, truth, results)
+    report = evaluate_results(truth, read_results(tmp_path / "results.json", truth))
+    expected = run_pycocotools(tmp_path, json.loads((tmp_path / "results.json").read_text()), "segm")
+    np.testing.assert_allclose(twelve_numbers(report.masks), expected, atol=1e-6, rtol=0)
+
+
+def test_our_own_predictions_without_their_answers_have_the_same_numbers_but_those_of_answers(tmp_path):
+    truth, answers = crowd(2)
+    write_predictions(tmp_path / "results.json", answers, truth)
+    (tmp_path / "results.answers.jsonl").unlink()
+    whole, alone = (
+        evaluate(truth, answers),
+        evaluate_results(truth, read_results(tmp_path / "results.json", truth)),
+    )
+    numbers, others = whole.metrics(), alone.metrics()
+    assert {name for name in numbers if name not in others} == NEED_TEXT
+    assert others == pytest.approx({name: numbers[name] for name in others})
+
+
+def test_the_command_shows_what_is_not_available(tmp_path):
+    truth, _ = crowd(0)
+    write(tmp_path, truth, detect(truth, 0))
+    result = run(tmp_path, "--page", tmp_path / "page.html", "--out", tmp_path / "report.json")
+    assert result.exit_code == 0, result.output
+    for name in DEFINITIONS:
+        (row,) = [line for line in result.stdout.splitlines() if line.startswith(name.replace("_", " "))]
+        assert ("not available" in row) == (name in NEED_TEXT)
+    assert "note: detections without answers" in result.stdout
+    assert json.loads((tmp_path / "report.json").read_text())["behaviour"]["truncated"]["rate"] is None
+    page = (tmp_path / "page.html").read_text()
+    assert page.count("not available") >= 4 and "Raw answer" not in page
+
+
+def test_images_may_be_named_by_their_files_as_ultralytics_does(tmp_path):
+    truth, _ = crowd(0)
+    named = [(image_id, replace(line, image=f"images/scene-{image_id}.png")) for image_id, line in truth]
+    results = detect(named, 0)
+    write(tmp_path, named, [result | {"image_id": f"scene-{result['image_id']}"} for result in results])
+    read = read_results(tmp_path / "results.json", named)
+    assert [result.image_id for result in read] == [result["image_id"] for result in results]
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"image_id": 77}, "1 image_id (77) of the detections not in the data"),
+        ({"image_id": "none"}, "[0]: no record has an image file called 'none'"),
+        ({"bbox": [1, 2, 3]}, "[0]:"),
+        ({"bbox": [1, 2, -3, 4]}, "[0]:"),
+        ({"score": None}, "[0]:"),
+        ({"segmentation": {"size": [1, 1], "counts": "1"}}, "the size of a mask differs from that of its image"),
+    ],
+)
+def test_results_that_do_not_fit_are_refused(tmp_path, change, words):
+    truth = [(1, record(("cat", BOX)))]
+    write(tmp_path, truth, [{"image_id": 1, "category_id": 1, "bbox": [1, 2, 3, 4], "score": 0.5} | change])
+    result = run(tmp_path)
+    assert result.exit_code == 1
+    assert words in result.output
+
+
+@pytest.mark.parametrize("option", [("--samples", "2"), ("--answered-only",), ("--scores", "constant")])
+def test_options_that_need_answers_are_refused(tmp_path, option):
+    truth, _ = crowd(0)
+    write(tmp_path, truth, detect(truth, 0))
+    result = run(tmp_path, *option)
+    assert result.exit_code == 1
+    assert "results.answers.jsonl does not exist" in result.output
+
+
+def test_detections_of_classes_that_a_record_does_not_ask_for_are_left_out(tmp_path):
+    asked = replace(record(("cat", BOX), ("dog", FAR)), classes=("cat",))
+    results = [{"image_id": 1, "category_id": k, "bbox": [100, 100, 200, 200], "score": 0.5} for k in (1, 2)]
+    write(tmp_path, [(1, asked)], results)
+    report = evaluate_results([(1, asked)], read_results(tmp_path / "results.json", [(1, asked)]))
+    assert (report.with_class.at(0.5).predicted, report.with_class.at(0.5).true) == (1, 1)

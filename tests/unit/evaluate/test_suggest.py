@@ -1,0 +1,190 @@
+"""Which predicted objects are suggested as missing labels, and in which order."""
+
+from dataclasses import replace
+
+import pytest
+
+from coordexp.data import Record, RecordObject
+from coordexp.errors import DataError
+from coordexp.evaluate.suggest import SuggestionRules, merge_answers, suggest_labels
+from tests.unit.evaluate.scenes import BOX, FAR, answer, invalid_object, prediction, record
+
+RULES = SuggestionRules(iou=0.5, other_iou=0.7)
+NEAR = (100, 100, 300, 240)  # IoU 0.7 with BOX
+HALF = (100, 100, 300, 200)  # IoU 0.5 with BOX
+THIRD = (200, 100, 400, 300)  # IoU 1/3 with BOX
+
+
+def suggest(labels, *answers, rules=RULES, known=("cat", "dog", "cup")):
+    """Return the report on one image with these labels. Another image has the known classes."""
+    other = record(*((desc, BOX) for desc in known), image="b.png")
+    return suggest_labels([(1, record(*labels)), (2, other)], answers, rules)
+
+
+def shapes(report):
+    return [(item.item.desc, tuple(map(int, item.item.coords))) for item in report.suggestions]
+
+
+def test_an_object_that_no_label_has_is_suggested():
+    report = suggest([("cat", BOX)], answer(prediction("cat", BOX, 0.9), prediction("cat", FAR, 0.8)))
+    assert shapes(report) == [("cat", FAR)]
+    (suggestion,) = report.suggestions
+    assert (suggestion.id, suggestion.image_id, suggestion.image, suggestion.labels) == (1, 1, "a.png", 1)
+    assert (suggestion.score, suggestion.agreement) == (0.8, None)
+    assert (report.images, report.objects, report.explained, report.repeated) == (1, 2, 1, 0)
+
+
+@pytest.mark.parametrize(
+    ("label", "predicted", "is_explained"),
+    [
+        (("cat", BOX), ("cat", HALF), True),
+        (("cat", BOX), ("cat", THIRD), False),
+        (("dog", BOX), ("cat", NEAR), True),
+        (("dog", BOX), ("cat", HALF), False),
+    ],
+)
+def test_a_label_of_another_class_explains_only_what_it_overlaps_more(label, predicted, is_explained):
+    report = suggest([label], answer(prediction(*predicted)))
+    assert (report.suggestions == ()) is is_explained
+    assert report.explained == is_explained
+
+
+def test_one_label_explains_several_predictions():
+    report = suggest([("cat", BOX)], answer(prediction("cat", BOX, 0.9), prediction("cat", NEAR, 0.8)))
+    assert (report.suggestions, report.explained) == ((), 1)  # the two are one object
+    apart = answer(prediction("cat", HALF, 0.9), prediction("cat", (100, 200, 300, 300), 0.8))
+    assert suggest([("cat", BOX)], apart).explained == 2
+
+
+def test_of_two_suggestions_for_one_object_the_better_score_wins():
+    report = suggest([], answer(prediction("dog", NEAR, 0.4), prediction("cat", BOX, 0.6)))
+    assert shapes(report) == [("cat", BOX)]
+    assert report.repeated == 1
+
+
+def test_two_classes_that_overlap_little_are_both_suggested():
+    report = suggest([], answer(prediction("dog", HALF, 0.4), prediction("cat", BOX, 0.6)))
+    assert shapes(report) == [("cat", BOX), ("dog", HALF)]
+
+
+def test_polygons_are_compared_by_their_masks():
+    triangle = (100, 100, 300, 100, 100, 300)  # half of BOX
+    rest = (300, 100, 300, 300, 100, 300)
+    report = suggest([("cat", triangle)], answer(prediction("cat", triangle), prediction("cat", rest)))
+    assert shapes(report) == [("cat", rest)]
+    assert report.suggestions[0].item.kind == "poly"
+
+
+def test_all_images_are_ranked_together_and_numbered_from_the_best():
+    first = answer(prediction("cat", BOX, 0.3), prediction("cat", FAR, 0.9))
+    second = answer(prediction("cat", FAR, 0.6), image_id=2, image="b.png")
+    report = suggest([], first, second)
+    assert [(item.id, item.image_id, item.score) for item in report.suggestions] == [
+        (1, 1, 0.9),
+        (2, 2, 0.6),
+        (3, 1, 0.3),
+    ]
+
+
+def test_classes_that_no_label_has_are_left_out_and_counted_unless_they_are_asked_for():
+    predicted = answer(prediction("ghost", BOX), prediction("ghost", FAR), prediction("cat", THIRD))
+    report = suggest([], predicted)
+    assert shapes(report) == [("cat", THIRD)]
+    assert report.new_classes == {"ghost": 2}
+    report = suggest([], predicted, rules=replace(RULES, new_classes=True))
+    assert [desc for desc, _ in shapes(report)].count("ghost") == 2
+    assert not report.new_classes
+
+
+def test_classes_that_a_record_states_to_be_complete_are_not_suggested():
+    labelled = replace(record(("cat", BOX), ("dog", BOX)), exhaustive=("cat",))
+    answers = [answer(prediction("cat", FAR, 0.9), prediction("dog", THIRD, 0.8))]
+    report = suggest_labels([(1, labelled)], answers, RULES)
+    assert (shapes(report), report.complete) == ([("dog", THIRD)], 1)
+    report = suggest_labels([(1, labelled)], answers, replace(RULES, ignore_exhaustive=True))
+    assert (shapes(report), report.complete) == ([("cat", FAR), ("dog", THIRD)], 0)
+
+
+def test_a_record_that_asks_for_an_expression_gets_no_suggestions():
+    asking = replace(record(("cat", BOX)), expression="the cat on the left")
+    report = suggest_labels([(1, asking)], [answer(prediction("cat", FAR))], RULES)
+    assert (report.images, report.suggestions) == (0, ())
+
+
+def test_a_label_that_was_not_asked_for_explains_too():
+    asking = replace(record(("cat", BOX), ("dog", FAR)), classes=("cat",))
+    report = suggest_labels([(1, asking)], [answer(prediction("dog", FAR))], RULES)
+    assert (report.suggestions, report.explained) == ((), 1)
+
+
+def test_a_suggestion_has_the_category_id_of_its_class_if_its_labels_have_one():
+    numbered = RecordObject("cat", "bbox_2d", BOX, 17)
+    plain = RecordObject("dog", "bbox_2d", BOX)
+    truth = [(1, Record("a.png", 999, 999, "bin", (numbered,))), (2, Record("b.png", 999, 999, "bin", (plain,)))]
+    report = suggest_labels(truth, [answer(prediction("cat", FAR), prediction("dog", THIRD))], RULES)
+    assert {item.item.desc: item.item.category_id for item in report.suggestions} == {"cat": 17, "dog": None}
+
+
+def test_suggestions_are_in_the_space_of_their_record():
+    truth = [(1, Record("a.png", 640, 480, "unit", (RecordObject("cat", "bbox_2d", (0, 0, 0.1, 0.1)),)))]
+    report = suggest_labels(truth, [answer(prediction("cat", (0, 333, 999, 666)))], RULES)
+    assert report.suggestions[0].item.coords == (0, 0.333333, 1, 0.666667)
+
+
+def test_answers_of_several_samples_are_merged_and_the_median_box_is_taken():
+    answers = [
+        answer(prediction("cat", (100, 100, 300, 300), 0.5)),
+        replace(answer(prediction("cat", (104, 100, 300, 300), 0.9)), sample=1),
+        replace(answer(prediction("cat", (110, 100, 306, 300), 0.8), prediction("cat", FAR, 0.2)), sample=2),
+        replace(answer(), sample=3),
+    ]
+    best, weak = merge_answers(answers, 0.5)
+    assert best.geometry.bins == (104, 100, 300, 300)
+    assert best.scores == (0.9, 0.8, 0.5)
+    assert best.agreement == 0.75
+    assert weak.agreement == 0.25
+
+
+def test_an_object_counts_once_per_answer():
+    (candidate,) = merge_answers([answer(prediction("cat", BOX, 0.5), prediction("cat", NEAR, 0.6))], 0.5)
+    assert (candidate.scores, candidate.geometry.bins) == ((0.6,), NEAR)
+
+
+def test_agreement_ranks_first_and_the_mean_score_among_equals():
+    certain, weak, often = prediction("cat", BOX, 0.9), prediction("dog", FAR, 0.1), prediction("cup", THIRD, 0.2)
+    apart = (500, 0, 590, 90)
+    answers = [answer(certain, often, prediction("dog", apart, 0.5)), replace(answer(often, weak), sample=1)]
+    report = suggest([], *answers)
+    assert [item.item.desc for item in report.suggestions] == ["cup", "cat", "dog", "dog"]
+    assert [item.score for item in report.suggestions] == pytest.approx([0.6, 0.45, 0.25, 0.05])
+    assert [item.agreement for item in report.suggestions] == [1.0, 0.5, 0.5, 0.5]
+
+
+def test_the_ranking_by_score_or_agreement_alone_can_be_compared():
+    answers = [answer(prediction("cat", BOX, 0.9)), replace(answer(prediction("dog", FAR, 0.1)), sample=1)]
+    for ranking, scores in (("score", [0.9, 0.1]), ("agreement", [0.5, 0.5])):
+        report = suggest([], *answers, rules=replace(RULES, ranking=ranking))
+        assert [item.score for item in report.suggestions] == scores
+
+
+def test_images_that_were_not_answered_get_no_suggestions():
+    report = suggest([], answer(finish="image_unreadable"))
+    assert (report.images, report.suggestions) == (0, ())
+
+
+def test_objects_that_the_parser_refused_are_not_suggested():
+    assert suggest([], answer(invalid_object())).objects == 0
+
+
+def test_answers_about_other_data_are_refused():
+    with pytest.raises(DataError, match="image_id 9"):
+        suggest([], answer(image_id=9))
+    with pytest.raises(DataError, match=r"'c\.png' in the answers"):
+        suggest([], answer(image="c.png"))
+    with pytest.raises(DataError, match="no score"):
+        suggest([], answer(prediction("cat", BOX, None)))
+
+
+def test_a_label_without_area_is_named_with_its_image():
+    with pytest.raises(DataError, match=r"image_id 1: .*no area"):
+        suggest([("cat", (5, 5, 5, 9))], answer(prediction("cat", BOX)))

@@ -1,0 +1,103 @@
+"""The learner's metrics for Prometheus: a file that another process may read at any moment."""
+
+import threading
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from transformers import TrainerCallback, TrainerControl, TrainerState
+
+from coordexp.files import replace_whole
+from coordexp.train.folder import ServerLog
+from coordexp.train.prometheus import FILE, LearnerMetrics, to_prometheus
+
+parser = pytest.importorskip("prometheus_client.parser")
+ARGUMENTS = SimpleNamespace(per_device_train_batch_size=4, gradient_accumulation_steps=2, world_size=3)
+
+
+def read(folder: Path) -> dict[str, float]:
+    """Read the file with Prometheus' own parser, and check that every sample names its run."""
+    values = {}
+    for family in parser.text_string_to_metric_families((folder / FILE).read_text()):
+        (sample,) = family.samples
+        assert sample.labels == {"run": str(folder)}
+        values[sample.name.removeprefix("coordexp_learner_")] = sample.value
+    return values
+
+
+def call(callback: TrainerCallback, event: str, step: int, is_first: bool = True, **values: object) -> None:
+    state = TrainerState(global_step=step, max_steps=50, is_world_process_zero=is_first)
+    getattr(callback, event)(ARGUMENTS, state, TrainerControl(), **values)
+
+
+def test_the_file_has_step_loss_time_and_samples_of_a_resumed_run(tmp_path):
+    metrics, before = LearnerMetrics(tmp_path), time.time()
+    call(metrics, "on_train_begin", 10)
+    assert read(tmp_path)["step"] == 10 and read(tmp_path)["samples_total"] == 0
+    call(metrics, "on_step_end", 11)
+    call(metrics, "on_step_end", 12)
+    call(metrics, "on_log", 12, logs={"loss": float("nan")})
+    values = read(tmp_path)
+    assert before <= values.pop("last_step_timestamp_seconds") <= time.time()
+    assert str(values.pop("loss")) == "nan"
+    assert values == {"running": 1, "step": 12, "max_steps": 50, "samples_total": 2 * 4 * 2 * 3}
+    call(metrics, "on_train_end", 12)
+    assert read(tmp_path)["running"] == 0
+
+
+def test_it_counts_what_servers_lost(tmp_path):
+    metrics = LearnerMetrics(tmp_path)
+    log = ServerLog(tmp_path, 0, metrics.count)
+    call(metrics, "on_train_begin", 0)
+    lost, made = {"server": 0, "count": 5, "lost": True}, {"server": 1, "count": 8}
+    log(
+        {
+            "event": "sync",
+            "servers": [],
+            "sync_mode": "full",
+            "fallbacks": [],
+            "synced": [1],
+            "failed": {"0": "slow"},
+        }
+    )
+    log({"event": "rollouts", "calls": [lost, made]})
+    log({"event": "rollouts", "calls": [made]})
+    call(metrics, "on_step_end", 1)
+    values = read(tmp_path)
+    assert values["rollouts_lost_total"] == 5 and values["rollouts_total"] == 16
+    assert values["servers"] == 1 and values["syncs_failed_total"] == 1
+
+
+def test_other_ranks_write_nothing(tmp_path):
+    call(LearnerMetrics(tmp_path), "on_train_begin", 0, is_first=False)
+    assert not (tmp_path / FILE).exists()
+
+
+def test_a_disk_that_takes_no_file_costs_the_file_and_not_the_run(tmp_path, capsys):
+    metrics = LearnerMetrics(tmp_path / "no folder")
+    call(metrics, "on_train_begin", 0)
+    call(metrics, "on_step_end", 1)
+    assert capsys.readouterr().err.count("metrics for Prometheus are not written") == 1
+
+
+def test_a_reader_never_sees_half_a_file(tmp_path):
+    path, contents = tmp_path / FILE, ["a" * 100_000, "b" * 100_000]
+    replace_whole(path, contents[0])
+    ended = threading.Event()
+
+    def write() -> None:
+        for k in range(100):
+            replace_whole(path, contents[k % 2])
+        ended.set()
+
+    threading.Thread(target=write).start()
+    while not ended.is_set():
+        assert path.read_text() in contents
+    assert [file.name for file in tmp_path.iterdir()] == [FILE]
+
+
+def test_the_name_of_a_run_is_escaped():
+    text = to_prometheus({"step": 3}, 'a"b\\c')
+    (family,) = parser.text_string_to_metric_families(text)
+    assert family.samples[0].labels == {"run": 'a"b\\c'}

@@ -1,0 +1,136 @@
+"""Measure how well suggested labels are those that were removed from a data set.
+
+    python tools/missing_labels.py --complete train-complete.jsonl --data train.jsonl --preds preds.json
+
+`--data` has the records of `--complete` without some of their labels, as `tools/study.py data` writes them. The
+predictions are those of `coordexp predict --data train.jsonl`, and each row is a way to rank the suggestions that
+`coordexp data suggest` makes of them. A suggestion is right if it has the class of a removed label and overlaps it
+by half, and no better suggestion has that label. `--records 301:1000` takes these answers only.
+"""
+
+import argparse
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from pathlib import Path
+from typing import get_args
+
+from coordexp.correction.match import pairwise_iou
+from coordexp.data import Record, RecordFile, TrueObject
+from coordexp.data.suggestions import Suggestion
+from coordexp.evaluate import read_predictions, read_truth
+from coordexp.evaluate.answer import ImageAnswer
+from coordexp.evaluate.predictions import Truth, read_samples
+from coordexp.evaluate.suggest import RESOLUTION, Ranking, SuggestionRules, suggest_labels
+
+PRECISION = 0.9  # that the best suggestions should have
+IOU = 0.5
+HEADS = ("ranking", "suggestions", "precision", "removed labels found", "first 10 %", "top at 90 %", "found there")
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """Whether each suggestion is right, from the best score, and how many labels were removed."""
+
+    right: tuple[bool, ...]
+    removed: int
+    scores: tuple[float, ...]
+
+    def precision(self, count: int) -> float:
+        """Return the share of the first suggestions that are right."""
+        return sum(self.right[:count]) / count if count else 0.0
+
+    def recall(self, count: int) -> float:
+        """Return the share of the removed labels that the first suggestions have."""
+        return sum(self.right[:count]) / self.removed
+
+    @property
+    def precise(self) -> int:
+        """The largest number of first suggestions of which `PRECISION` are right."""
+        hits = accumulate(self.right)
+        return max((k for k, hit in enumerate(hits, start=1) if hit >= PRECISION * k), default=0)
+
+
+def measure(truth: Truth, complete: Truth, suggestions: Sequence[Suggestion]) -> Measurement:
+    removed = {id: find_removed(record, dict(complete)[id]) for id, record in truth}
+    total = sum(map(len, removed.values()))
+    records = dict(truth)
+    right = [take_match(suggestion, records[suggestion.image_id], removed) for suggestion in suggestions]
+    return Measurement(tuple(right), total, tuple(suggestion.score for suggestion in suggestions))
+
+
+def find_removed(record: Record, complete: Record) -> list[TrueObject]:
+    """Return the labels that the complete record has and this one does not."""
+    assert record.image == complete.image, f"{record.image} is not {complete.image}"
+    rest = list(complete.true_objects())
+    for label in record.true_objects():
+        rest.remove(label)
+    return rest
+
+
+def take_match(suggestion: Suggestion, record: Record, removed: dict[int, list[TrueObject]]) -> bool:
+    """Take the removed label that a suggestion has out of the list. Return False if there is none."""
+    rest = removed[suggestion.image_id]
+    (label,) = Record(record.image, record.width, record.height, record.space, (suggestion.item,)).true_objects()
+    overlaps = pairwise_iou([label.geometry, *(item.geometry for item in rest)], RESOLUTION)[0, 1:]
+    matches = [k for k, item in enumerate(rest) if item.desc == label.desc and overlaps[k] >= IOU]
+    if not matches:
+        return False
+    rest.pop(max(matches, key=lambda k: overlaps[k]))
+    return True
+
+
+def format_row(name: str, result: Measurement) -> str:
+    count, precise = len(result.right), result.precise
+    first = max(1, count // 10)
+    score = f"score {result.scores[precise - 1]:.3f}" if precise else "-"
+    cells = (
+        name,
+        f"{count}",
+        f"{result.precision(count):.3f}",
+        f"{result.recall(count):.3f} of {result.removed}",
+        f"{result.precision(first):.3f}",
+        f"{precise}, {score}",
+        f"**{result.recall(precise):.3f}**",
+    )
+    return f"| {' | '.join(cells)} |"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name in ("--complete", "--data", "--preds"):
+        parser.add_argument(name, type=Path, required=True)
+    parser.add_argument("--samples", type=int, default=0, help="Also with this many sampled answers per image.")
+    parser.add_argument("--records", default="1:", help="The answers to measure, from and to, counted from 1.")
+    parser.add_argument("--iou", type=float, nargs="+", default=[0.3])
+    parser.add_argument("--other-iou", type=float, nargs="+", default=[0.3])
+    options = parser.parse_args()
+    truth, complete = (read_truth(RecordFile(path)) for path in (options.data, options.complete))
+    first, _, last = options.records.partition(":")
+    answers = read_predictions(options.preds).answers
+    chosen = answers[int(first) - 1 : int(last or len(answers))]
+    ids = [answer.image_id for answer in chosen]
+    kept = [(id, record) for id, record in truth if id in set(ids)]
+    sampled = read_all_samples(options.preds, options.samples, [answer.image_id for answer in answers], set(ids))
+    print(f"{len(ids)} images\n\n| {' | '.join(HEADS)} |\n|{' --- |' * len(HEADS)}")
+    for iou, other in itertools.product(options.iou, options.other_iou):
+        for ranking in get_args(Ranking) if sampled else ("score",):
+            rules = SuggestionRules(iou, other, ranking=ranking)
+            report = suggest_labels(kept, [*chosen, *sampled], rules)
+            print(
+                format_row(
+                    f"{ranking}, IoU {iou:g}, other classes {other:g}", measure(kept, complete, report.suggestions)
+                )
+            )
+
+
+def read_all_samples(preds: Path, count: int, ids: Sequence[int], wanted: set[int]) -> list[ImageAnswer]:
+    """Return the sampled answers to the images that are measured."""
+    if not count:
+        return []
+    return [answer for sample in read_samples(preds, count, ids) for answer in sample if answer.image_id in wanted]
+
+
+if __name__ == "__main__":
+    main()
