@@ -1,4 +1,5 @@
-"""The README is correct: its commands run, and its terminal blocks show real output."""
+"""The README and the pages that it leads to first are correct: their commands run, and their terminal blocks show
+real output."""
 
 import re
 import shlex
@@ -8,22 +9,33 @@ from pathlib import Path
 
 import pytest
 
-README = Path("README.md").read_text()
+MOST_LINES = 150
 
 
-def blocks(language: str) -> list[str]:
-    return re.findall(rf"^```{language}\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
+def blocks(page: str, language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```$", Path(page).read_text(), re.MULTILINE | re.DOTALL)
 
 
-def ladder() -> list[str]:
-    (steps,) = [block for block in blocks("bash") if "coordexp --version" in block]
-    return steps.strip().splitlines()
+def test_the_readme_is_a_landing_page():
+    assert len(Path("README.md").read_text().splitlines()) <= MOST_LINES
+
+
+def test_the_quickstart_makes_a_page_with_detections(tmp_path):
+    (install, *steps) = blocks("README.md", "bash")[0].strip().splitlines()
+    assert install.startswith("pip install") and len(steps) <= 4
+    (tmp_path / "examples").symlink_to(Path("examples").absolute())
+    for step in steps:
+        command = [sys.executable, "-m", *shlex.split(step)]
+        result = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+        assert result.returncode == 0, f"{step}\n{result.stdout}\n{result.stderr}"
+    assert "all 24 images" in (tmp_path / "found.html").read_text()
 
 
 @pytest.mark.engine
 @pytest.mark.timeout(400)
 def test_every_step_of_the_ladder_works(tmp_path):
-    steps = ladder()
+    (ladder,) = [block for block in blocks("docs/install.md", "bash") if "coordexp --version" in block]
+    steps = ladder.strip().splitlines()
     assert len(steps) == 6
     for step in steps:
         command = shlex.split(step.replace("demo-model", str(tmp_path / "demo-model")))
@@ -34,7 +46,7 @@ def test_every_step_of_the_ladder_works(tmp_path):
 
 def test_the_detector_of_the_first_screen_finds_the_objects_of_the_scene():
     """The scene has a yellow triangle, a red circle and a purple square."""
-    example, _ = blocks("python")
+    (example,) = blocks("README.md", "python")
     assert example in Path("docs/detector.md").read_text()
     run = [sys.executable, "-c", example]
     shown = subprocess.run(run, capture_output=True, text=True, check=True).stdout.splitlines()
@@ -42,7 +54,7 @@ def test_the_detector_of_the_first_screen_finds_the_objects_of_the_scene():
 
 
 def test_the_python_example_prints_what_the_text_says(tmp_path, lively_model):
-    _, example = blocks("python")
+    (example,) = blocks("docs/correction.md", "python")
     (tmp_path / "demo-model").symlink_to(lively_model)
     run = [sys.executable, "-c", example]
     result = subprocess.run(run, capture_output=True, text=True, cwd=tmp_path, check=True)
@@ -55,15 +67,15 @@ def test_the_python_example_prints_what_the_text_says(tmp_path, lively_model):
 
 
 def test_terminal_blocks_are_what_the_command_prints():
-    (block,) = blocks("console")
+    (block,) = blocks("docs/checks.md", "console")
     command, _, shown = block.partition("\n")
     result = subprocess.run(shlex.split(command.removeprefix("$ ")), capture_output=True, text=True)
     assert result.returncode == 2
-    assert shown == result.stdout, "stale: run python tools/readme.py"
+    assert shown == result.stdout, "stale: run python tools/terminal_blocks.py"
 
 
 def test_the_tree_names_existing_files_and_every_folder_at_the_top():
-    (tree,) = blocks("text")
+    (tree,) = blocks("CONTRIBUTING.md", "text")
     names = [line.split()[0] for line in tree.splitlines() if not line.startswith(" ")]
     for name in names:
         assert Path(name).exists(), name
@@ -72,6 +84,7 @@ def test_the_tree_names_existing_files_and_every_folder_at_the_top():
     assert folders <= {name.split("/")[0] for name in names}
 
 
-def test_links_lead_to_existing_files():
-    for target in re.findall(r"\]\(([^)#:]+)[)#]", README):
-        assert Path(target).exists(), target
+@pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md", *map(str, sorted(Path("docs").rglob("*.md")))])
+def test_links_lead_to_existing_files(page):
+    for target in re.findall(r"\]\(([^)#: ]+)[)#]", Path(page).read_text()):
+        assert (Path(page).parent / target).exists(), target
