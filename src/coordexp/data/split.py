@@ -2,12 +2,14 @@
 
 Which records are held out follows from the seed, the lines and the classes alone. Every record belongs to the
 rarest of its classes, and every class gives its share, so that rare classes are in both parts if they have enough
-records. Records with the same image stay together. The file is parsed once, and its lines are copied as they are.
-Memory grows by about 30 bytes per record.
+records. Records with the same image stay together, so the number of held-out records may differ from the wanted
+one by a few. Records without objects, and questions, are one class more. The file is parsed once, and its lines
+are copied as they are. Memory grows by about 30 bytes per record.
 """
 
 import hashlib
 import math
+import os
 from array import array
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,7 +18,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from coordexp.data.records import read_records
+from coordexp.data.records import Record, read_any_records
 from coordexp.errors import UserError
 from coordexp.files import write_parts
 
@@ -49,12 +51,14 @@ class RecordFacts:
     def __init__(self, path: Path, seed: int, notify: Notify) -> None:
         self.descs: dict[str, int] = {}  # with their numbers, in the order of the file
         classes, lengths, keys, images = array("i"), array("i"), array("Q"), array("Q")
-        for number, record in read_records(path):
-            own = {self.descs.setdefault(item.desc, len(self.descs)) for item in record.objects}
+        for number, record in read_any_records(path):
+            objects = record.objects if isinstance(record, Record) else ()
+            own = {self.descs.setdefault(item.desc, len(self.descs)) for item in objects}
             classes.extend(own)
             lengths.append(len(own))
             keys.append(_hash(f"{seed}:{number}"))
-            images.append(_hash(record.image))
+            image = f"{number}" if record.image is None else f"/{os.path.normpath(record.image)}"
+            images.append(_hash(image))
             _tell(notify, "reading", len(lengths))
         self.keys, self._images = np.frombuffer(keys, np.uint64), np.frombuffer(images, np.uint64)
         self._classes = np.frombuffer(classes, np.int32)
@@ -78,10 +82,13 @@ class RecordFacts:
         np.minimum.at(strata, self._owners, ranks[self._classes])
         return strata
 
-    def find_images(self) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
-        """Return the first record of each image, and the number of the image of each record."""
-        _, firsts, members = np.unique(self._images, return_index=True, return_inverse=True)
-        return firsts, members
+    def find_images(self) -> tuple[NDArray[np.intp], NDArray[np.intp], NDArray[np.intp]]:
+        """Return the first record of each image, the number of the image of each record, and how many records each
+        image has."""
+        _, firsts, members, sizes = np.unique(
+            self._images, return_index=True, return_inverse=True, return_counts=True
+        )
+        return firsts, members, sizes
 
 
 def split_records(
@@ -96,8 +103,14 @@ def split_records(
             f"{wanted:,} of {len(facts):,} records would be held out, so one of the two files would be empty",
             "give another --val, e.g. 0.1 or a number of records",
         )
-    firsts, members = facts.find_images()
-    is_held_out = choose(facts.find_strata()[firsts], facts.keys[firsts], wanted)[members]
+    firsts, members, sizes = facts.find_images()
+    is_held_out = choose(facts.find_strata()[firsts], facts.keys[firsts], sizes, wanted)[members]
+    if is_held_out.all() or not is_held_out.any():
+        raise UserError(
+            f"records with the same image stay together (records: {len(facts):,}, images: {len(firsts):,}), so "
+            "one of the two files would be empty",
+            "give another --val, or more images",
+        )
     with write_parts(train) as to_train, write_parts(val) as to_val, path.open("rb") as file:
         lines = (line for line in file if line.strip())
         for number, (line, to_held_out) in enumerate(zip(lines, is_held_out.tolist(), strict=True)):
@@ -109,22 +122,24 @@ def split_records(
     return SplitReport(len(facts) - held_out, held_out, len(facts) - len(firsts), tuple(classes))
 
 
-def choose(strata: NDArray[np.int32], keys: NDArray[np.uint64], wanted: int) -> NDArray[np.bool_]:
-    """Return which records are held out: from each stratum those with the lowest keys, as many as its share. What
-    rounding leaves goes to the strata with the largest remainders, and the rarest first among equal ones."""
-    wanted = min(wanted, len(strata) - 1)
-    sizes = np.unique(strata, return_counts=True)[1].tolist()
-    shares = [wanted * size / len(strata) for size in sizes]
+def choose(
+    strata: NDArray[np.int32], keys: NDArray[np.uint64], sizes: NDArray[np.intp], wanted: int
+) -> NDArray[np.bool_]:
+    """Return which images are held out, such that they have about `wanted` records. `sizes` are the numbers of
+    records of the images. Every stratum gives the images with the lowest keys, up to its share of the records.
+    What rounding leaves goes to the strata with the largest remainders, and the rarest first among equal ones."""
+    ranks, members = np.unique(strata, return_inverse=True)
+    totals = np.bincount(members, sizes, len(ranks)).astype(np.int64)
+    shares = [wanted * total / int(totals.sum()) for total in totals.tolist()]
     quotas = [math.floor(share) for share in shares]
-    by_remainder = sorted(range(len(sizes)), key=lambda k: (quotas[k] - shares[k], k))
+    by_remainder = sorted(range(len(shares)), key=lambda k: (quotas[k] - shares[k], k))
     for k in by_remainder[: wanted - sum(quotas)]:
         quotas[k] += 1
     order = np.lexsort((keys, strata))
+    before = np.cumsum(sizes[order]) - sizes[order]  # the records of the images that come earlier in this order
+    before -= np.repeat(np.cumsum(totals) - totals, np.bincount(members))  # ... in the same stratum
     is_chosen = np.zeros(len(strata), dtype=bool)
-    start = 0
-    for size, quota in zip(sizes, quotas, strict=True):
-        is_chosen[order[start : start + quota]] = True
-        start += size
+    is_chosen[order] = before + sizes[order] / 2 <= np.array(quotas)[members[order]]
     return is_chosen
 
 

@@ -83,7 +83,36 @@ def test_records_with_the_same_image_stay_together(tmp_path):
     result, train, val = split(write_records(tmp_path / "all.jsonl", records), "--val", 0.25)
     assert "300 records have the image of an earlier one" in result.output
     images = [{record.image for _, record in read_records(part)} for part in (train, val)]
-    assert images[0] and images[1] and not images[0] & images[1]
+    assert not images[0] & images[1]
+    assert len(descs(val)) == 100  # a quarter of the records, and not one for each of them
+
+
+def test_images_with_many_records_are_held_out_by_their_records(tmp_path):
+    rng = random.Random(2)
+    numbers = [k for k in range(200) for _ in range(rng.randint(1, 9))]
+    spellings = [record(f"./{k}" if rng.random() < 0.5 else k, [rng.choice(COMMON)]) for k in numbers]
+    result, train, val = split(write_records(tmp_path / "all.jsonl", spellings), "--val", 0.2)
+    assert result.exit_code == 0, result.output
+    assert len(descs(val)) == pytest.approx(0.2 * len(numbers), abs=15)
+    images = [{record.image.removeprefix("./") for _, record in read_records(part)} for part in (train, val)]
+    assert not images[0] & images[1]
+
+
+def test_records_of_one_image_cannot_be_divided(tmp_path):
+    file = write_records(tmp_path / "all.jsonl", [record(0, ["car"]) for _ in range(10)])
+    result, train, val = split(file, "--val", 0.2)
+    assert result.exit_code == 1 and "(records: 10, images: 1)" in result.output
+    assert not train.exists() and not val.exists()
+
+
+def test_questions_are_divided_too(tmp_path):
+    file = tmp_path / "all.jsonl"
+    lines = [f'{{"question": "What is {k}?", "answer": "{k}"}}' for k in range(100)]
+    file.write_text("\n".join(lines) + "\n")
+    result, train, val = split(file, "--val", 0.1)
+    assert result.exit_code == 0, result.output
+    assert len(val.read_text().splitlines()) == 10
+    assert sorted((train.read_text() + val.read_text()).splitlines()) == sorted(lines)
 
 
 def test_lines_are_copied_as_they_are(tmp_path):
