@@ -1,6 +1,7 @@
 """Write records in the formats of other tools: COCO instances as one JSON document, YOLO as a folder of texts.
 
-Files are read twice and written as they are read, so memory grows only with the number of images and classes.
+Files are read more than once and written as they are read, so memory grows only with the number of images and
+classes.
 """
 
 import itertools
@@ -8,7 +9,6 @@ import json
 import os
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -57,7 +57,7 @@ def export_coco(path: Path, target: Path, images: Path, notify: Callable[[str], 
     objects = 0
     with write_parts(target) as write:
         categories = [{"id": number, "name": desc} for desc, number in sorted(classes.items(), key=_by_number)]
-        write(f'{{"categories": {_to_json(categories)},\n"images": ['.encode())
+        write(b'{"categories": ' + _to_json(categories) + b',\n"images": [')
         for line, record in read_records(path):
             image_id = line if record.image_id is None else record.image_id
             if image_id in seen:
@@ -67,8 +67,8 @@ def export_coco(path: Path, target: Path, images: Path, notify: Callable[[str], 
                     "give every record an image_id of its own, or remove image_id from all of them",
                 )
             image = {"id": image_id, "file_name": _name_in(images, path, line, record)}
-            write((",\n" if seen else "\n").encode())
-            write(_to_json(image | {"width": record.width, "height": record.height}).encode())
+            write(b",\n" if seen else b"\n")
+            write(_to_json(image | {"width": record.width, "height": record.height}))
             seen[image_id] = line
         write(b'],\n"annotations": [')
         for line, record in read_records(path):
@@ -76,8 +76,8 @@ def export_coco(path: Path, target: Path, images: Path, notify: Callable[[str], 
             for item in record.objects:
                 objects += 1
                 ids = {"id": objects, "image_id": image_id, "category_id": classes[item.desc]}
-                write((",\n" if objects > 1 else "\n").encode())
-                write(_to_json(ids | _to_annotation(record, item)).encode())
+                write(b",\n" if objects > 1 else b"\n")
+                write(_to_json(ids | _to_annotation(record, item)))
             notify(f"line {line:,}")
         write(b"]}\n")
     return ExportReport(len(seen), objects, len(classes))
@@ -85,7 +85,10 @@ def export_coco(path: Path, target: Path, images: Path, notify: Callable[[str], 
 
 def export_yolo(path: Path, target: Path, images: Path, notify: Callable[[str], None]) -> ExportReport:
     """Write a folder with `data.yaml`, a text file for each image below `labels`, and a link to each image below
-    `images`, as Ultralytics expects them. Classes are numbered from 0, in the order of their COCO numbers."""
+    `images`, as Ultralytics expects them. Classes are numbered from 0, in the order of their COCO numbers.
+
+    Ultralytics finds the labels of an image by replacing the last folder `images` of its path, so the names of
+    links have no such folder."""
     if not is_free(target):
         raise UserError(f"{target} exists and is not an empty folder", "give another one, or remove it")
     numbers = number_classes(_read_objects(path, notify))
@@ -94,7 +97,8 @@ def export_yolo(path: Path, target: Path, images: Path, notify: Callable[[str], 
     lines: dict[str, int] = {}
     objects = 0
     for line, record in read_records(path):
-        name = PurePosixPath(_name_in(images, path, line, record))
+        *folders, file_name = PurePosixPath(_name_in(images, path, line, record)).parts
+        name = PurePosixPath(*(folder for folder in folders if folder != "images"), file_name)
         label = name.with_suffix(".txt").as_posix()
         if label in lines:
             raise DataError(
@@ -154,12 +158,16 @@ def _to_annotation(record: Record, item: RecordObject) -> dict[str, Any]:
 
 
 def _to_yolo(record: Record, item: RecordObject, classes: dict[str, int]) -> str:
+    """Return an object as a line of YOLO, clipped to the image: Ultralytics ignores all labels of an image if one
+    of them is outside."""
     extent = record.extent
-    coords = [value / extent[k % 2] for k, value in enumerate(item.coords)]
+    coords = [min(1.0, max(0.0, value / extent[k % 2])) for k, value in enumerate(item.coords)]
     if item.kind == "bbox_2d":
         x1, y1, x2, y2 = coords
         coords = [(x1 + x2) / 2, (y1 + y2) / 2, x2 - x1, y2 - y1]
     return " ".join([str(classes[item.desc]), *(f"{value:.{DIGITS}f}" for value in coords)])
 
 
-_to_json = partial(json.dumps, ensure_ascii=False)
+def _to_json(value: Any) -> bytes:
+    """Return a value as JSON. A name of a file that is not text stays an escape."""
+    return json.dumps(value, ensure_ascii=False).encode(errors="backslashreplace")

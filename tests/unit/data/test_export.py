@@ -4,6 +4,7 @@ import contextlib
 import io
 import json
 import random
+from pathlib import Path
 
 import pytest
 import yaml
@@ -151,7 +152,36 @@ def test_images_that_would_share_a_file_of_labels_are_refused(tmp_path):
     file = write_records(tmp_path / "val.jsonl", [*records, records[3]])
     result = run("export", "yolo", file, "--out", tmp_path / "yolo")
     assert result.exit_code == 1
-    assert "the image of line 4 would share images/b/3.txt" in result.output
+    assert "the image of line 4 would share b/3.txt" in result.output
+
+
+def find_labels(image):
+    """Return where Ultralytics looks for the labels of an image (`img2label_paths`)."""
+    return Path("/labels/".join(str(image).rsplit("/images/", 1)).rsplit(".", 1)[0] + ".txt")
+
+
+def test_ultralytics_finds_the_labels_of_every_image_in_a_folder_called_images(tmp_path):
+    file = write_records(tmp_path / "val.jsonl", crowd(tmp_path))  # its images are in images/a and images/b
+    run_well("export", "yolo", file, "--out", tmp_path / "yolo")
+    links = list((tmp_path / "yolo/images").rglob("*.png"))
+    assert len(links) == 12
+    assert {find_labels(link) for link in links} == set((tmp_path / "yolo/labels").rglob("*.txt"))
+
+
+def test_yolo_labels_are_clipped_to_the_image(tmp_path):
+    over = Record("a.png", 64, 48, "pixel", (RecordObject("cat", "bbox_2d", (-0.5, 12.0, 64.5, 48.4)),))
+    run_well("export", "yolo", write_records(tmp_path / "val.jsonl", [over]), "--out", tmp_path / "yolo")
+    assert (tmp_path / "yolo/labels/a.txt").read_text().split() == [
+        "0", "0.500000000", "0.625000000", "1.000000000", "0.750000000"
+    ]  # fmt: skip
+
+
+def test_a_file_name_that_is_not_text_is_exported_as_an_escape(tmp_path):
+    odd = Record("a\udcff.png", 64, 48, "pixel", (RecordObject("cat", "bbox_2d", (1.0, 1.0, 9.0, 9.0)),))
+    file = tmp_path / "val.jsonl"
+    file.write_bytes(odd.as_json().encode(errors="backslashreplace") + b"\n")
+    run_well("export", "coco", file, "--out", tmp_path / "coco.json")
+    assert json.loads((tmp_path / "coco.json").read_bytes())["images"][0]["file_name"] == "a\udcff.png"
 
 
 def test_classes_keep_their_numbers_and_others_get_the_next_ones():

@@ -204,7 +204,7 @@ def write_records(
     part = target.with_name(f".{target.name}.part")
     with ExitStack() as cleanup:
         cleanup.callback(part.unlink, missing_ok=True)
-        with part.open("w", encoding="utf-8") as file:
+        with part.open("w", encoding="utf-8", errors="backslashreplace") as file:
             for number, image in enumerate(images, start=1):
                 notify(number)
                 record = _convert_image(image, target.parent, rules, counts)
