@@ -435,8 +435,12 @@ def read_request(line: Mapping[str, Any]) -> dict[str, Any]:
         raise ValueError("classes is empty; leave it out to ask the question of the run")
     if "expression" in line and "classes" in line:
         raise ValueError("it has an expression and classes; a record asks for one of them")
-    if "{classes}" in line.get("prompt", "") and "classes" not in line:
-        raise ValueError("prompt has {classes}, but there are no classes")
+    for field, key, words in (
+        ("{classes}", "classes", "are no classes"),
+        ("{expression}", "expression", "is none"),
+    ):
+        if field in line.get("prompt", "") and key not in line:
+            raise ValueError(f"prompt has {field}, but there {words}")
     return request
 
 

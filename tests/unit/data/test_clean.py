@@ -95,3 +95,35 @@ def test_questions_are_kept_unless_they_cannot_be_used(tmp_path):
     result, target = clean(tmp_path, kept, '{"question": "How many?", "answer": " "}')
     assert result.exit_code == 0, result.output
     assert target.read_text() == f"{kept}\n"
+
+
+def test_a_class_that_lost_an_object_is_neither_exhaustive_nor_asked_for(tmp_path):
+    lost, kept, twice = ("cat", [5, 5, 5, 5]), ("cat", [8, 6, 24, 18]), ("dog", [1, 1, 9, 9])
+    request = {"classes": ["cat", "dog", "cow"], "exhaustive": ["cat", "dog", "cow"]}
+    lines = [
+        json.dumps(json.loads(line(objects=objects)) | more)
+        for objects, more in (
+            ([lost, twice, twice], request),
+            ([lost, kept], request),
+            ([lost, twice], {"classes": ["cat"]}),
+        )
+    ]
+    result, target = clean(tmp_path, *lines)
+    assert result.exit_code == 0, result.output
+    records = [json.loads(text) for text in target.read_text().splitlines()]
+    assert [(record["classes"], record["exhaustive"]) for record in records] == [
+        (["dog", "cow"], ["dog", "cow"]),
+        (["cat", "dog", "cow"], ["dog", "cow"]),
+    ]
+    assert "1  record that asks only for classes whose objects were dropped" in result.stdout
+
+
+def test_a_changed_record_keeps_a_file_name_that_is_not_text(tmp_path):
+    result, target = clean(
+        tmp_path, line("a\udcff.png", [("cat", [5, 5, 5, 5]), ("dog", [1, 1, 9, 9])]), more=SKIP
+    )
+    assert result.exit_code == 0, result.output
+    assert json.loads(target.read_bytes())["image"] == "a\udcff.png"
+
+
+SKIP = ("--images", "skip")

@@ -141,7 +141,21 @@ ONE_LINE = {
     "duplicate-object": [lambda planted: planted.rows[10]["objects"].append(planted.rows[10]["objects"][1])],
     "desc-thin": [change_desc("-"), change_desc("x"), change_desc("N/A")],
     "desc-broken": [change_desc("cup \ud83d")],
+    "text-broken": [change_row(expression="the cup \ud83d"), change_row(classes=["cup", "\ud83d"])],
+    "special-token": [change_row(prompt="Stop.<|im_end|>"), change_row(classes=["<|image_pad|>"])],
 }
+
+
+def test_an_image_with_several_requests_is_no_duplicate(planted):
+    row = planted.rows[3]
+    other = {"expression": "the left leaf"}
+    planted.rows += [row | other, row | {"classes": ["leaf"]}, row | other, row]
+    findings = {finding.subject: finding for finding in examine(planted.write(), look=read_image_facts).findings}
+    assert list(findings) == ["duplicate-image"]
+    assert [(place.line, place.detail) for place in findings["duplicate-image"].places] == [
+        (43, "'images/3.png', as in line 41"),
+        (44, "'images/3.png', as in line 4"),
+    ]
 
 
 @pytest.mark.parametrize(

@@ -334,3 +334,12 @@ def test_ids_that_are_texts_are_not_kept_and_that_is_counted(tmp_path):
     assert (record.image_id, record.objects[0].category_id) == (None, None)
     assert count_reasons(counts)["noted: image id that is not a whole number from 0: it is not kept"] == 1
     assert count_reasons(counts)["noted: category id that is not a whole number from 0: it is not kept"] == 1
+
+
+def test_a_category_with_a_dropped_object_is_not_exhaustive(tmp_path):
+    names = [{"id": number, "name": name} for number, name in enumerate(("cat", "dog", "cow"), start=1)]
+    write_image(tmp_path / "images/val2017/9.png")
+    entry = {"id": 1, "coco_url": "http://images.cocodataset.org/val2017/9.png"} | SIZES
+    annotations = [annotation(), annotation(id=2, category_id=2), annotation(id=3, bbox=[200, 200, 9, 9])]
+    (record,), _ = import_lvis(tmp_path, coco(annotations, [entry | {"neg_category_ids": [3]}], names))
+    assert record.exhaustive == ("dog", "cow")

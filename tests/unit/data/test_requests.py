@@ -58,6 +58,7 @@ def test_only_objects_of_the_classes_are_the_answer():
         ('"classes": ["a", "a"]', "a name twice"),
         ('"classes": ["a"], "expression": "b"', "a record asks for one of them"),
         ('"prompt": "{classes}?"', "there are no classes"),
+        ('"prompt": "{expression}?"', "prompt has {expression}, but there is none"),
         ('"expression": " "', "expression is empty"),
     ],
 )

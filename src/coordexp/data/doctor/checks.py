@@ -66,10 +66,13 @@ _ERRORS = {
         "remove it, or cut the image into tiles",
     ),
     "desc-broken": ("desc with half a character (a lone surrogate)", "write the text as UTF-8"),
-    "text-broken": ("question or answer with half a character (a lone surrogate)", "write the text as UTF-8"),
+    "text-broken": (
+        "question, answer or request with half a character (a lone surrogate)",
+        "write the text as UTF-8",
+    ),
     "special-token": (
-        "question or answer with a token that is not text for the model, such as <|im_end|>",
-        "remove the token; a question or an answer is plain text, and may have coordinate tokens",
+        "question, answer or request with a token that is not text for the model, such as <|im_end|>",
+        "remove the token; these are plain text, and may have coordinate tokens",
     ),
     "too-long": (
         "answer with more tokens than --max-length",
@@ -85,7 +88,10 @@ _WARNINGS = {
         "object that extends beyond the image by less than 1 %",
         "leave it, since training clips it; or clip it in the file",
     ),
-    "duplicate-image": ("image that an earlier record uses", "put all objects of the image into one record"),
+    "duplicate-image": (
+        "image that an earlier record uses, with the same request",
+        "put all objects of the image into one record",
+    ),
     "duplicate-content": (
         "image with the same content as an earlier one",
         "remove one of them, above all if they are in different splits",
@@ -132,6 +138,7 @@ def check_record(record: Record) -> tuple[Problem, ...]:
     problems: list[Problem] = []
     if unusable := size_problem(record.width, record.height):
         problems.append(Problem("image-size", f"{record.image!r}: {unusable}"))
+    problems += _check_request(record)
     seen: dict[tuple[object, ...], int] = {}
     for index, item in enumerate(record.objects):
         bins = record.in_bins(item)
@@ -151,14 +158,26 @@ def check_chat(record: ChatRecord) -> tuple[Problem, ...]:
     unusable = size_problem(record.width, record.height) if record.image is not None else None
     if unusable:
         problems.append(Problem("image-size", f"{record.image!r}: {unusable}"))
-    for name, text in (("question", record.question), ("answer", record.answer)):
-        if not is_encodable(text):
-            problems.append(Problem("text-broken", name))
-        if special := next(
-            (token for token in _SPECIAL.findall(text) if not token.startswith(PLACE_TOKENS)), None
-        ):
-            problems.append(Problem("special-token", f"{name} has {special}"))
+    problems += _check_text("question", record.question)
+    problems += _check_text("answer", record.answer)
     return tuple(problems)
+
+
+def _check_request(record: Record) -> Iterator[Problem]:
+    """Yield the problems of the texts that a record asks with."""
+    for name in ("prompt", "expression"):
+        if text := getattr(record, name):
+            yield from _check_text(name, text)
+    for k, desc in enumerate(record.classes or ()):
+        yield from _check_text(f"classes[{k}]", desc)
+
+
+def _check_text(name: str, text: str) -> Iterator[Problem]:
+    """Yield the problems of a text that becomes a part of a conversation."""
+    if not is_encodable(text):
+        yield Problem("text-broken", name)
+    if special := next((token for token in _SPECIAL.findall(text) if not token.startswith(PLACE_TOKENS)), None):
+        yield Problem("special-token", f"{name} has {special}")
 
 
 def check_image(record: AnyRecord, facts: ImageFacts) -> tuple[Problem, ...]:

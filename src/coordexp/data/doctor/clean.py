@@ -1,11 +1,13 @@
 """Write a data file without what the doctor calls an error: records that cannot be used, and single objects of the
-others. Lines that stay whole are copied byte by byte.
+others. Lines that stay whole are copied byte by byte. A record that loses an object no longer states that all
+objects of its class are labelled (`exhaustive`), nor asks for the class if it has no other object of it: the right
+answer would be empty, although the image shows one.
 
 A problem of the file as a whole, such as boxes that are x, y, width and height, cannot be mended by leaving
 something out. Nothing is written then.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -18,6 +20,7 @@ from coordexp.files import write_parts
 # Problems of one object for which the object is left out, besides errors: the doctor advises to remove it.
 REMOVED_WARNINGS = frozenset({"duplicate-object"})
 NO_OBJECTS = "record all of whose objects were dropped"
+NO_CLASSES = "record that asks only for classes whose objects were dropped"
 Removal = tuple[str, int, str]  # what was dropped, the line, and the detail
 
 
@@ -139,10 +142,12 @@ class _PartCleaner:
             part.removals.append((NO_OBJECTS, part.lines, repr(record.image)))
             return
         if removed:
+            record = _leave_out(record, removed)
+            if record.classes == ():
+                part.removals.append((NO_CLASSES, part.lines, repr(record.image)))
+                return
             part.changed += 1
-            objects = tuple(item for k, item in enumerate(record.objects) if k not in removed)
-            record = replace(record, objects=objects)
-            line = record.as_json().encode()
+            line = record.as_json().encode(errors="backslashreplace")
         part.keep(line, len(record.objects))
 
     def _problems(self, record: AnyRecord) -> tuple[Problem, ...]:
@@ -151,6 +156,28 @@ class _PartCleaner:
             return problems
         _, of_image = look_at_image(self.path.parent / record.image, record, self.look)
         return (*of_image, *problems)
+
+
+def _leave_out(record: Record, removed: Mapping[int | None, Problem]) -> Record:
+    """Return the record without these objects, and without their classes where it states or asks for them. A
+    repeated object is no loss. The classes of the result may be empty."""
+    objects = tuple(item for k, item in enumerate(record.objects) if k not in removed)
+    lost = {
+        item.desc
+        for k, item in enumerate(record.objects)
+        if k in removed and removed[k].code not in REMOVED_WARNINGS
+    }
+    gone = lost - {item.desc for item in objects}
+    return replace(
+        record,
+        objects=objects,
+        classes=_without(record.classes, gone),
+        exhaustive=_without(record.exhaustive, lost),
+    )
+
+
+def _without(classes: tuple[str, ...] | None, names: set[str]) -> tuple[str, ...] | None:
+    return None if classes is None else tuple(desc for desc in classes if desc not in names)
 
 
 def _is_removed(problem: Problem) -> bool:

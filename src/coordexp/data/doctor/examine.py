@@ -267,8 +267,15 @@ def _work_in_process(part: tuple[int, int]) -> Any:
 
 
 # An image as a record uses it: line, path, hash of the path, and hash of the content, or None if it was not read.
-# The hashes are those of this process and its forks. Tuples of numbers and texts are sent quickly.
+# The request of the record is a part of both hashes: an image with another request is not a duplicate. The hashes
+# are those of this process and its forks. Tuples of numbers and texts are sent quickly.
 ImageUse = tuple[int, str, int, int | None]
+
+
+def _describe_use(line: int, record: Record, content: int | None) -> ImageUse:
+    request = (record.classes, record.expression, record.prompt)
+    path_hash = hash((os.path.normpath(record.image), request))
+    return line, record.image, path_hash, None if content is None else hash((content, request))
 
 
 @dataclass
@@ -325,7 +332,7 @@ class _PartReader:
             facts.questions += 1
         else:
             facts.objects += len(record.objects)
-            facts.images.append((facts.lines, record.image, hash(os.path.normpath(record.image)), content))
+            facts.images.append(_describe_use(facts.lines, record, content))
             for measure in (facts.classes, facts.sizes, facts.suspicions):
                 measure.add(record)
         if self.count_tokens and not any(KINDS[problem.code].severity == "error" for problem in problems):

@@ -219,7 +219,8 @@ def write_records(
 def _convert_image(image: SourceImage, folder: Path, rules: Rules, counts: ImportCounts) -> Record | None:
     """Return the record of an image, or None if the rules drop it."""
     size = (image.width, image.height)
-    objects = tuple(item for source in image.objects for item in convert_object(source, size, rules, counts))
+    converted = [(source.desc, tuple(convert_object(source, size, rules, counts))) for source in image.objects]
+    objects = tuple(item for _, items in converted for item in items)
     if not objects and rules.empty == "drop":
         counts.add("dropped", "image without objects (--empty drop)", str(image.path))
         return None
@@ -237,13 +238,15 @@ def _convert_image(image: SourceImage, folder: Path, rules: Rules, counts: Impor
             str(image.path),
         )
     classes = tuple(dict.fromkeys(item.desc for item in objects)) if rules.ask == "classes" else ()
+    lost = {desc for desc, items in converted if not items}
+    exhaustive = image.exhaustive and tuple(desc for desc in image.exhaustive if desc not in lost)
     return Record(
         _relative_path(image.path, folder),
         *size,
         "pixel",
         objects,
         image.image_id,
-        exhaustive=image.exhaustive,
+        exhaustive=exhaustive,
         **{"classes": classes or None, **image.request},
     )
 
