@@ -24,7 +24,7 @@ import json
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any, NoReturn, TypeVar
 
 from pydantic import ValidationError
@@ -32,7 +32,7 @@ from pydantic import ValidationError
 from coordexp.data import Record, Records
 from coordexp.data.export import number_classes
 from coordexp.data.records import describe_problems
-from coordexp.errors import DataError
+from coordexp.errors import DataError, explain
 from coordexp.evaluate.answer import (
     AnswerObject,
     CocoResult,
@@ -240,19 +240,61 @@ def read_samples(path: Path, count: int, image_ids: Sequence[int]) -> list[list[
 
 def read_results(path: Path, truth: Truth) -> list[CocoResult]:
     """Return the detections of a COCO results file of any detector. An image may be named by its `image_id`, or as
-    Ultralytics does it, by the name of its file without the ending. Raise DataError if an entry is wrong."""
+    Ultralytics does it: by a `file_name`, or by the name of its file without the ending, as a number if it is one.
+    Raise DataError if an entry is wrong, or if two images may be meant."""
+    entries = _read_list(path)
+    ids = [item.get("image_id") for item in entries if isinstance(item, dict)]
+    names = _ImageNames(truth, {id for id in ids if type(id) is int})
     results = []
-    stems = {Path(record.image).stem: image_id for image_id, record in truth}
-    for k, item in enumerate(_read_list(path)):
-        if isinstance(item, dict) and isinstance(name := item.get("image_id"), str):
-            if name not in stems:
-                raise DataError(
-                    f"{path}: [{k}]: no record has an image file called {name!r}",
-                    "give the data that the detections are about",
-                )
-            item = item | {"image_id": stems[name]}
+    for k, item in enumerate(entries):
+        with explain(ValueError, f"{path}: [{k}]", "give the data that the detections are about"):
+            if isinstance(item, dict) and (image_id := names.find(item)) is not None:
+                item = item | {"image_id": image_id}
         results.append(_read(parse_result, item, f"{path}: [{k}]"))
     return results
+
+
+class _ImageNames:
+    """The images of the data by the names that other detectors give them."""
+
+    def __init__(self, truth: Truth, used: set[int]) -> None:
+        self._files, self._stems = dict[str, list[int]](), dict[str, list[int]]()
+        for image_id, record in truth:
+            name = PurePosixPath(record.image)
+            self._files.setdefault(name.name, []).append(image_id)
+            self._stems.setdefault(name.stem, []).append(image_id)
+        self._numbers = self._choose_numbers(truth, used)
+
+    def find(self, entry: dict[str, Any]) -> int | None:
+        """Return the image of a detection that names its file, or None if its `image_id` says it. Raise ValueError
+        unless one image has this name."""
+        name, number = entry.get("file_name"), entry.get("image_id")
+        if isinstance(name, str):
+            images = self._files.get(PurePosixPath(name).name, [])
+        elif isinstance(number, str):
+            name, images = number, self._stems.get(number, [])
+        else:
+            return self._numbers.get(number) if type(number) is int else None
+        if len(images) != 1:
+            raise ValueError(f"{len(images) or 'no'} records have an image file called {name!r}")
+        return images[0]
+
+    def _choose_numbers(self, truth: Truth, used: set[int]) -> dict[int, int]:
+        """Return the images by numbers that are names of files, or nothing if the numbers are those of the data.
+        Raise DataError if they may be both."""
+        unique = {stem: images[0] for stem, images in self._stems.items() if len(images) == 1}
+        by_file = {int(stem): image_id for stem, image_id in unique.items() if stem.isdecimal()}
+        differing = sorted(number for number in used if by_file.get(number) != number)
+        if not differing or not used <= by_file.keys():
+            return {}
+        if not used <= {image_id for image_id, _ in truth}:
+            return by_file
+        if any(record.image_id is None for _, record in truth):
+            raise DataError(
+                f"image_id {differing[0]} of the detections may be the line of a record or the name of a file",
+                "give every record an image_id, as the detections have it",
+            )
+        return {}
 
 
 def read_predictions(path: Path) -> Predictions:

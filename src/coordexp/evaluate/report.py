@@ -257,7 +257,19 @@ def evaluate_results(truth: Truth, results: Sequence[CocoResult]) -> EvaluationR
     comparisons = compare_results(truth, results)
     categories = set(category_ids(truth).values())
     known = [result for result in results if result.category_id in categories]
-    return _report(comparisons, partial(iter, known), (NO_ANSWERS,))
+    notes = (NO_ANSWERS, *_note_unknown_categories(results, categories))
+    return _report(comparisons, partial(iter, known), notes)
+
+
+def _note_unknown_categories(results: Sequence[CocoResult], known: set[int]) -> tuple[str, ...]:
+    unknown = [result.category_id for result in results if result.category_id not in known]
+    if not unknown:
+        return ()
+    return (
+        f"{len(unknown):,} of {len(results):,} detections have a category_id that no class of the data has, first "
+        f"{min(unknown)}: the detector may number classes in another way, e.g. from 0, and then all classes are "
+        "compared with others",
+    )
 
 
 def _report(

@@ -14,6 +14,7 @@ from pycocotools.cocoeval import COCOeval
 from typer.testing import CliRunner
 
 from coordexp.cli import app
+from coordexp.errors import DataError
 from coordexp.evaluate import evaluate, evaluate_results, read_results, write_predictions
 from coordexp.evaluate.behaviour import DEFINITIONS, NEED_TEXT
 from tests.unit.evaluate.scenes import BOX, FAR, crowd, record
@@ -132,11 +133,42 @@ def test_images_may_be_named_by_their_files_as_ultralytics_does(tmp_path):
     assert [result.image_id for result in read] == [result["image_id"] for result in results]
 
 
+def test_images_with_the_same_name_in_two_folders_are_told_apart_or_refused(tmp_path):
+    truth = [(k, replace(record(("cat", BOX)), image=f"{folder}/x.png")) for k, folder in ((1, "a"), (2, "b"))]
+    write(tmp_path, truth, [{"image_id": "x", "category_id": 1, "bbox": [1, 2, 3, 4], "score": 0.5}])
+    with pytest.raises(DataError, match="2 records have an image file called 'x'"):
+        read_results(tmp_path / "results.json", truth)
+
+
+def read_numbers(folder, files, numbers, own_ids=False):
+    """Return the images of detections with these numbers, in data whose files are called by numbers too."""
+    names = [replace(record(("cat", BOX)), image=f"images/{name:06}.png") for name in files]
+    truth = [(k, replace(line, image_id=k if own_ids else None)) for k, line in enumerate(names, start=1)]
+    entry = {"category_id": 1, "bbox": [1, 2, 3, 4], "score": 0.5}
+    write(folder, truth, [entry | {"image_id": number} for number in numbers])
+    return [result.image_id for result in read_results(folder / "results.json", truth)]
+
+
+def test_numbers_are_names_of_files_if_nothing_else_can_be_meant(tmp_path):
+    assert read_numbers(tmp_path, files=(12, 2, 30), numbers=(12, 30)) == [1, 3]  # as Ultralytics writes them
+    assert read_numbers(tmp_path, files=(12, 50, 30), numbers=(1, 3)) == [1, 3]  # of lines
+    assert read_numbers(tmp_path, files=(1, 2, 3), numbers=(1, 3)) == [1, 3]  # both are the same
+    assert read_numbers(tmp_path, files=(2, 1, 30), numbers=(1, 2), own_ids=True) == [1, 2]
+    with pytest.raises(DataError, match="image_id 1 of the detections may be the line of a record or the name of"):
+        read_numbers(tmp_path, files=(2, 1, 30), numbers=(1, 2))
+
+
+def test_a_category_that_the_data_does_not_have_is_noted(tmp_path):
+    truth = [(1, record(("cat", BOX)))]
+    write(tmp_path, truth, [{"image_id": 1, "category_id": 0, "bbox": [1, 2, 3, 4], "score": 0.5}])
+    assert "1 of 1 detections have a category_id that no class of the data has, first 0" in run(tmp_path).stdout
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [
         ({"image_id": 77}, "1 image_id (77) of the detections not in the data"),
-        ({"image_id": "none"}, "[0]: no record has an image file called 'none'"),
+        ({"image_id": "none"}, "[0]: no records have an image file called 'none'"),
         ({"bbox": [1, 2, 3]}, "[0]:"),
         ({"bbox": [1, 2, -3, 4]}, "[0]:"),
         ({"score": None}, "[0]:"),
