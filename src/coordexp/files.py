@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from coordexp.errors import DataError, UserError, explain
+from coordexp.errors import DataError, UserError, describe_exception, explain
 
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 RELATIVE_PATHS = "paths are relative to the folder that the command runs in"
@@ -258,8 +258,10 @@ def find_model(name: str | Path, *, download: bool = True) -> Path:
 
     try:
         return Path(snapshot_download(str(name), allow_patterns=MODEL_FILES, local_files_only=not download))
-    except (OSError, ValueError) as error:
-        reason = "" if not download else f", and it cannot be downloaded: {str(error).splitlines()[0]}"
+    except Exception as error:  # also those of the HTTP library, if a connection breaks during a download
+        reason = (
+            "" if not download else f", and it cannot be downloaded: {describe_exception(error).splitlines()[0]}"
+        )
         raise UserError(
             f"{name} is neither a folder here nor a model in the local cache of the Hugging Face hub{reason}",
             f"where there is a connection, run: hf download {name} (it fills the cache in $HF_HOME), or: hf "

@@ -18,10 +18,11 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from datetime import datetime
 from types import TracebackType
-from typing import Any, Literal, TextIO
+from typing import Any, Literal, TextIO, get_args
 
 LogFormat = Literal["text", "json"]
 Level = Literal["debug", "info", "warning", "error"]
+LEVELS: tuple[Level, ...] = get_args(Level)
 FORMAT = "COORDEXP_LOG_FORMAT"  # the format of this process and of those that it starts
 # Variables that would make a process believe that it writes to a terminal.
 TERMINAL = ("FORCE_COLOR", "CLICOLOR_FORCE", "TTY_COMPATIBLE", "TTY_INTERACTIVE")
@@ -84,7 +85,8 @@ class LogRecord:
         if line.startswith('{"time": '):
             try:
                 fields = json.loads(line)
-                return cls(datetime.fromisoformat(fields["time"]), fields["level"], str(fields["message"]))
+                if fields["level"] in LEVELS:
+                    return cls(datetime.fromisoformat(fields["time"]), fields["level"], str(fields["message"]))
             except (ValueError, KeyError, TypeError):  # cut short, or of another program
                 pass
         return cls.of(line)

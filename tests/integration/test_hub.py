@@ -104,3 +104,17 @@ def test_a_cached_model_gets_coordinate_tokens_trains_and_answers(home, tmp_path
     result = run(home, tmp_path, "train", "--config", "run.yaml", "--set", "training.output_dir=other")
     assert result.returncode == 1
     assert "coordexp model add-coords --model" in result.stderr
+
+
+class BrokenConnection(Exception):
+    """As HTTP libraries define theirs: no OSError, and without words."""
+
+
+def test_a_download_that_breaks_off_is_an_error_with_the_command_that_repeats_it(monkeypatch):
+    def break_off(*_: object, **__: object) -> str:
+        raise BrokenConnection
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", break_off)
+    with pytest.raises(UserError, match="cannot be downloaded: BrokenConnection") as caught:
+        find_model("Tiny/other")
+    assert "hf download Tiny/other" in caught.value.fix

@@ -101,3 +101,5 @@ def test_a_message_after_a_bar_that_was_not_ended_is_kept():
 
 def test_a_line_of_another_program_that_looks_like_a_record_is_a_message():
     assert LogRecord.parse('{"time": 3, "level": "info"}').message == '{"time": 3, "level": "info"}'
+    other = '{"time": "2026-01-01T00:00:00", "level": 30, "message": "of another program"}'
+    assert LogRecord.parse(other).to_text().endswith(f" INFO    {other}\n")

@@ -202,7 +202,8 @@ def _open(source: ImageSource, number: int) -> "ImageRef":
         )
     if problem := size_problem(*source.size):
         raise DataError(f"image {number}: {problem}", "cut the image into tiles, or scale it down")
-    upright = ImageOps.exif_transpose(source).convert("RGB")
+    with explain(OSError, f"image {number}: not a readable image", "give an image whose file is complete"):
+        upright = ImageOps.exif_transpose(source).convert("RGB")  # an image that was only opened is read here
     return ImageRef(f"image {number}", *upright.size, upright)
 
 

@@ -5,7 +5,9 @@ run folder, and nothing else of the config.
 """
 
 import math
+import threading
 import time
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,7 +24,7 @@ HELP = {
     "max_steps": ("gauge", "The last step of the run"),
     "last_step_timestamp_seconds": ("gauge", "When the latest step ended, or when the run was started"),
     "loss": ("gauge", "The loss that was logged last"),
-    "samples_total": ("counter", "Samples taken since the run was started, over all ranks"),
+    "samples_total": ("counter", "Samples taken since the run was started: those of rank 0, times the ranks"),
     "rollouts_total": ("counter", "Rollouts that servers made for rank 0 since the run was started"),
     "rollouts_lost_total": ("counter", "Rollouts that rank 0 asked again because their server was lost"),
     "syncs_failed_total": ("counter", "Weight syncs that a server did not take"),
@@ -32,13 +34,15 @@ HELP = {
 
 class LearnerMetrics(TrainerCallback):
     """Writes the file on rank 0: when the run begins, after every step, at every line of the log, and at the end.
-    If the disk is full, the file keeps its content and the run continues."""
+    If the disk is full, the file keeps its content and the run continues. `count_taken` returns how many samples
+    this rank has taken: with packing, that is not the same number in every step."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, count_taken: Callable[[], int]) -> None:
         self._path = folder / FILE
         self._run = str(folder)
         self._values: dict[str, float] = {}
-        self._first_step = 0
+        self._count_taken, self._taken_before = count_taken, 0
+        self._lock = threading.Lock()  # several threads ask servers, and count
         self._writes = BestEffort("metrics for Prometheus", say)
 
     def count(self, event: dict[str, Any]) -> None:
@@ -52,7 +56,7 @@ class LearnerMetrics(TrainerCallback):
             self._values["servers"] = len(event["synced"])
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        self._first_step = state.global_step
+        self._taken_before = self._count_taken()
         self._values |= {"running": 1, "max_steps": state.max_steps}
         self._note_step(args, state)
 
@@ -69,14 +73,14 @@ class LearnerMetrics(TrainerCallback):
         self._write(state)
 
     def _note_step(self, args: Any, state: Any) -> None:
-        per_step = args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size
         self._values |= {"step": state.global_step, "last_step_timestamp_seconds": time.time()}
-        self._values["samples_total"] = (state.global_step - self._first_step) * per_step
+        self._values["samples_total"] = (self._count_taken() - self._taken_before) * args.world_size
         self._write(state)
 
     def _add(self, counts: dict[str, int]) -> None:
-        for name, count in counts.items():
-            self._values[name] = self._values.get(name, 0) + count
+        with self._lock:
+            for name, count in counts.items():
+                self._values[name] = self._values.get(name, 0) + count
 
     def _write(self, state: Any) -> None:
         if state.is_world_process_zero:

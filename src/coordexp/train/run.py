@@ -275,10 +275,11 @@ def _make_trainer(
     prompts = PromptBuilder(processor, questions.of_run, partial(locate_image, files))
     training_set = TrainingSet(train, prompts, answers, contract, settings.custom, trains_chat(settings))
     learner = Learner.load(settings, arguments, answers.table.coord_start)
-    learner_metrics = LearnerMetrics(Path(arguments.output_dir))
+    metrics, stop = StepMetrics(), StopOnSignal()
+    stream = _make_stream(settings, contract, arguments, training_set, metrics)
+    learner_metrics = LearnerMetrics(Path(arguments.output_dir), lambda: stream.taken)
     backend = backend_for(settings, arguments, training_set, learner, watch=learner_metrics.count)
     objective = Objective(settings, answers.table.coord_start)
-    metrics, stop = StepMetrics(), StopOnSignal()
     dumps = _make_dump_writer(settings, arguments, training_set)
     folder, samples = Path(arguments.output_dir), settings.custom.eval_samples
     shared = (folder, samples, stop.agree_to_stop, bar.show_evaluation)
@@ -294,7 +295,6 @@ def _make_trainer(
     if settings.evaluates_chat:
         own = HuggingFaceBackend(learner.current_model, prompts, answers.table, contract.decode_batch_size)
         evaluations.append(ChatEvaluation(held_out.questions, own, *shared))
-    stream = _make_stream(settings, contract, arguments, training_set, metrics)
     encoder = _make_encoder(settings, contract, arguments, training_set, metrics, dumps)
     trainer = RowTrainer(
         learner=learner,

@@ -1,5 +1,6 @@
 """The learner's metrics for Prometheus: a file that another process may read at any moment."""
 
+import sys
 import threading
 import time
 from pathlib import Path
@@ -13,7 +14,7 @@ from coordexp.train.folder import ServerLog
 from coordexp.train.prometheus import FILE, LearnerMetrics, to_prometheus
 
 parser = pytest.importorskip("prometheus_client.parser")
-ARGUMENTS = SimpleNamespace(per_device_train_batch_size=4, gradient_accumulation_steps=2, world_size=3)
+ARGUMENTS = SimpleNamespace(world_size=3)
 
 
 def read(folder: Path) -> dict[str, float]:
@@ -32,7 +33,8 @@ def call(callback: TrainerCallback, event: str, step: int, is_first: bool = True
 
 
 def test_the_file_has_step_loss_time_and_samples_of_a_resumed_run(tmp_path):
-    metrics, before = LearnerMetrics(tmp_path), time.time()
+    taken = iter([80, 80, 84, 92])  # before the run, and after each step; with packing, steps take more or less
+    metrics, before = LearnerMetrics(tmp_path, lambda: next(taken)), time.time()
     call(metrics, "on_train_begin", 10)
     assert read(tmp_path)["step"] == 10 and read(tmp_path)["samples_total"] == 0
     call(metrics, "on_step_end", 11)
@@ -41,13 +43,33 @@ def test_the_file_has_step_loss_time_and_samples_of_a_resumed_run(tmp_path):
     values = read(tmp_path)
     assert before <= values.pop("last_step_timestamp_seconds") <= time.time()
     assert str(values.pop("loss")) == "nan"
-    assert values == {"running": 1, "step": 12, "max_steps": 50, "samples_total": 2 * 4 * 2 * 3}
+    assert values == {"running": 1, "step": 12, "max_steps": 50, "samples_total": (92 - 80) * 3}
     call(metrics, "on_train_end", 12)
     assert read(tmp_path)["running"] == 0
 
 
+def take_none() -> int:
+    return 0
+
+
+def test_no_count_is_lost_when_several_threads_count(tmp_path):
+    metrics, event = LearnerMetrics(tmp_path, take_none), {"event": "rollouts", "calls": [{"count": 1}]}
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        threads = [threading.Thread(target=lambda: [metrics.count(event) for _ in range(5000)]) for _ in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(interval)
+    call(metrics, "on_train_begin", 0)
+    assert read(tmp_path)["rollouts_total"] == 40000
+
+
 def test_it_counts_what_servers_lost(tmp_path):
-    metrics = LearnerMetrics(tmp_path)
+    metrics = LearnerMetrics(tmp_path, take_none)
     log = ServerLog(tmp_path, 0, metrics.count)
     call(metrics, "on_train_begin", 0)
     lost, made = {"server": 0, "count": 5, "lost": True}, {"server": 1, "count": 8}
@@ -70,12 +92,12 @@ def test_it_counts_what_servers_lost(tmp_path):
 
 
 def test_other_ranks_write_nothing(tmp_path):
-    call(LearnerMetrics(tmp_path), "on_train_begin", 0, is_first=False)
+    call(LearnerMetrics(tmp_path, take_none), "on_train_begin", 0, is_first=False)
     assert not (tmp_path / FILE).exists()
 
 
 def test_a_disk_that_takes_no_file_costs_the_file_and_not_the_run(tmp_path, capsys):
-    metrics = LearnerMetrics(tmp_path / "no folder")
+    metrics = LearnerMetrics(tmp_path / "no folder", take_none)
     call(metrics, "on_train_begin", 0)
     call(metrics, "on_step_end", 1)
     assert capsys.readouterr().err.count("metrics for Prometheus are not written") == 1
