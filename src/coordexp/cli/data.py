@@ -13,11 +13,14 @@ from rich.cells import cell_len, set_cell_size
 from rich.text import Text
 
 from coordexp.cli import data_export, data_import, data_suggest
+from coordexp.cli.check import SetOption, use_local_model
 from coordexp.cli.console import JsonOption, need, need_page, out, print_findings, print_json, progress, sanitize
+from coordexp.config import load_settings
 from coordexp.errors import UserError
 from coordexp.files import find_model
 
 if TYPE_CHECKING:
+    from coordexp.config import Settings
     from coordexp.data.doctor import DataReport
     from coordexp.data.doctor.examine import CountTokens, ReadImage
 
@@ -51,15 +54,37 @@ def doctor(
     max_length: Annotated[
         int | None, typer.Option(min=1, help="Tokens that an answer may have. Needs --model.")
     ] = None,
+    config: Annotated[
+        Path | None,
+        typer.Option(
+            "--config",
+            "-c",
+            help="The config of a run on FILE, to compare whole examples (prompt, image and answer) with its "
+            "global_max_length.",
+        ),
+    ] = None,
+    overrides: SetOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Find broken lines, images and shapes, wrong formats and duplicates. Exits 1 if there are errors."""
     if max_length is not None and model is None:
         raise UserError("--max-length needs a tokenizer to count tokens with", "add --model DIR")
+    if config is not None and model is not None:
+        raise UserError("--model has no effect with --config, which names a model", "leave one of them out")
+    if overrides and config is None:
+        raise UserError("--set has no effect without --config", "add --config, or leave it out")
     need_image_reader(images)
     from coordexp.data.doctor import examine
 
-    count_tokens = None if model is None else _token_counter(model)
+    count_tokens = None if model is None else _make_answer_counter(model)
+    if config is not None:
+        need("torch", "transformers", extra="train")
+        with progress("loading"):
+            loaded = use_local_model(load_settings(config, overrides=overrides or ()))
+            count_tokens, max_length = (
+                _make_example_counter(loaded.settings, file),
+                loaded.settings.global_max_length,
+            )
     with progress(f"reading {file}") as show:
 
         def show_share(share: float) -> None:
@@ -76,7 +101,7 @@ def doctor(
     if as_json:
         print_json(str(report.file), report.findings, _describe_data(report))
     else:
-        _print_report(report)
+        _print_report(report, max_length)
     raise typer.Exit(1 if report.errors else 0)
 
 
@@ -188,12 +213,33 @@ def view(
     out.print(f"wrote {target}: {scope}", markup=False)
 
 
-def _token_counter(folder: Path) -> "CountTokens":
-    """Return a function that counts the tokens of an answer with the tokenizer in `folder`."""
-    from coordexp.correction.segment import count_answer_tokens
-    from coordexp.vocab import VocabularyTable
+def _make_answer_counter(folder: Path) -> "CountTokens":
+    """Return a function that counts the tokens of answers with the tokenizer in `folder`."""
+    from coordexp.correction import load_format
+    from coordexp.rollout.lengths import ExampleCounter
 
-    return partial(count_answer_tokens, table=VocabularyTable.from_folder(find_model(folder)))
+    return ExampleCounter(load_format(find_model(folder)))
+
+
+def _make_example_counter(settings: "Settings", file: Path) -> "CountTokens":
+    """Return a function that counts the tokens of whole examples, as the run of these settings makes them of the
+    records of a file. They have the prompts of its data set, if it has its own."""
+    from coordexp.correction import load_format
+    from coordexp.data import Questions
+    from coordexp.files import match_files
+    from coordexp.rollout.lengths import ExampleCounter
+    from coordexp.rollout.prompt import PromptBuilder, load_processor
+
+    folder, custom = Path(settings.model.path), settings.custom
+    own = [
+        data
+        for data, names in zip(custom.train_data, custom.train_sets.values(), strict=False)
+        if any(path.resolve() == file.resolve() for name in names for path in match_files(name))
+    ]
+    questions = Questions.of(custom, own[0] if own else None)
+    prompts = PromptBuilder(load_processor(folder, settings.model.image_limits), questions.of_run)
+    answers = load_format(folder, custom.answer_format, order=custom.object_field_order)
+    return ExampleCounter(answers, prompts, questions)
 
 
 def _describe_data(report: "DataReport") -> dict[str, Any]:
@@ -211,18 +257,26 @@ def _describe_data(report: "DataReport") -> dict[str, Any]:
             ],
         },
         "tokens": report.tokens and asdict(report.tokens),
+        "example_tokens": report.examples and asdict(report.examples),
     }
 
 
-def _print_report(report: "DataReport") -> None:
+def _print_report(report: "DataReport", max_length: int | None) -> None:
     print_findings(report.findings, out)
     _print_classes(report)
     _print_sizes(report)
     if report.tokens:
         tokens = report.tokens
+        per_object = f"; {tokens.per_object:.1f} per object" if report.objects else ""
+        more = "" if report.examples else " (image and prompt come on top: --config counts them)"
         out.print(
             f"tokens per answer: median {tokens.median:,}, 95 % up to {tokens.p95:,}, "
-            f"longest {tokens.longest:,}; {tokens.per_object:.1f} per object (image and prompt come on top)"
+            f"longest {tokens.longest:,}{per_object}{more}"
+        )
+    if examples := report.examples:
+        out.print(
+            f"tokens per example, with prompt and image: median {examples.median:,}, 95 % up to {examples.p95:,}, "
+            f"longest {examples.longest:,}{f'; global_max_length is {max_length:,}' if max_length else ''}"
         )
     warnings = sum(finding.severity == "warning" for finding in report.findings)
     errors = len(report.findings) - warnings

@@ -17,9 +17,9 @@ from coordexp.config.rollout import RolloutMatching
 from coordexp.config.settings import AnswerFormatName
 from coordexp.correction.correct import correct
 from coordexp.correction.entries import PredictedObject
-from coordexp.correction.native import build_native_segment, find_list, read_native
+from coordexp.correction.native import build_native_segment, find_list, read_native, write_native
 from coordexp.correction.parse import ReadAnswer, parse_rollout
-from coordexp.correction.segment import FieldOrder, Segment
+from coordexp.correction.segment import FieldOrder, Segment, count_answer_tokens
 from coordexp.data import TrueObject
 from coordexp.errors import UserError
 from coordexp.families import find_family, read_model_type
@@ -43,6 +43,10 @@ class AnswerFormat(Protocol):
         """Return the training sequence of an image: its prompt, and the answer with these objects. Raise
         ValueError if the format cannot express one of them."""
 
+    def count(self, objects: Sequence[TrueObject]) -> int:
+        """Return the number of tokens of the answer with these objects, including the end of turn, without its
+        training sequence. Raise ValueError if the format cannot express one of them."""
+
     def read(self, ids: Sequence[int]) -> ReadAnswer:
         """Return the objects of any sequence of ids, with the reasons of those that are not valid."""
 
@@ -63,6 +67,9 @@ class CoordTokenAnswers:
         """Return the correction of an empty rollout, which misses every object."""
         return correct(prompt_ids, (), objects, table=self.table, order=self.order, settings=self.settings).segment
 
+    def count(self, objects: Sequence[TrueObject]) -> int:
+        return count_answer_tokens(objects, self.table, self.order)
+
     def read(self, ids: Sequence[int]) -> ReadAnswer:
         objects = parse_rollout(ids, self.table).objects
         return ReadAnswer(objects, tuple(_find_tokens(ids, objects, self.table)))
@@ -80,6 +87,9 @@ class NativeAnswers:
 
     def write(self, prompt_ids: Sequence[int], objects: Sequence[TrueObject]) -> Segment:
         return build_native_segment(prompt_ids, objects, self.table)
+
+    def count(self, objects: Sequence[TrueObject]) -> int:
+        return len(self.table.encode_text(write_native(objects, self.table).text)) + 1
 
     def read(self, ids: Sequence[int]) -> ReadAnswer:
         return read_native(ids, self.table)

@@ -264,12 +264,14 @@ def serialise(
     return Fragment(bytes(text + b"}"), tuple(spans), tuple(bins), tuple(ends))
 
 
-def count_answer_tokens(answer: Sequence[TrueObject] | str, table: VocabularyTable) -> int:
+def count_answer_tokens(
+    answer: Sequence[TrueObject] | str, table: VocabularyTable, order: FieldOrder = "desc_first"
+) -> int:
     """Return the number of tokens of the ground-truth answer with these objects, or of the answer to a question,
     including the end of turn."""
     if isinstance(answer, str):
         return len(table.encode(normal_form(answer).encode())) + 1
-    text = serialise(answer, after=b"{", first_number=1, order="desc_first", table=table).text
+    text = serialise(answer, after=b"{", first_number=1, order=order, table=table).text
     return len(table.encode(b"{" + text)) + 1
 
 

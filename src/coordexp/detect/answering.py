@@ -278,7 +278,7 @@ def count_longest_prompt(prompts: "PromptBuilder", asked: "Iterable[tuple[int, i
 
     return max(
         (
-            len(prompts.ids(width, height, question=question))
+            prompts.count((width, height), question=question)
             for width, height, question in asked
             if size_problem(width, height) is None
         ),

@@ -53,6 +53,15 @@ class PromptBuilder:
         tokens = [self.image_token] * image_tokens(self.processor, width, height, image)
         return [*before, *tokens, *after]
 
+    def count(
+        self, size: tuple[int, int] | None, image: str | Path = "the image", question: str | None = None
+    ) -> int:
+        """Return the number of tokens of the prompt for an image of this size, or of one without an image."""
+        if size is None:
+            return len(self._tokenize_alone(question or self.question))
+        before, after = self._tokenize(question or self.question)
+        return len(before) + image_tokens(self.processor, *size, image) + len(after)
+
     def _tokenize_question(self, question: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Return the tokens before the image and those after it."""
         ids = self._tokenize_prompt(question, has_image=True)

@@ -7,7 +7,6 @@ import shutil
 import signal
 import subprocess
 import sys
-from functools import partial
 
 import pytest
 from hypothesis import given
@@ -15,15 +14,16 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from coordexp.cli import app
-from coordexp.correction.segment import count_answer_tokens
+from coordexp.correction import CoordTokenAnswers, NativeAnswers
 from coordexp.data import DataError, Record, RecordObject
 from coordexp.data.doctor import KINDS, check_record, examine
 from coordexp.data.images import read_image_facts
+from coordexp.rollout.lengths import ExampleCounter
 from tests.unit.data.planted import HEIGHT, WIDTH, write_clean
 from tests.unit.data.sources import write_image
 from tests.vocabularies import table
 
-count_tokens = partial(count_answer_tokens, table=table("small"))
+count_tokens = ExampleCounter(CoordTokenAnswers(table("small")))
 
 
 @pytest.fixture(scope="module")
@@ -287,6 +287,14 @@ def test_answers_over_the_length_are_reported_with_their_tokens(planted):
     text = '{"object_1": {"desc": "dog", "bbox_2d": ["<|coord_1|>", "<|coord_2|>", "<|coord_3|>", "<|coord_4|>"]}}'
     alone = len(table("small").encode(text.encode()))
     assert alone / 2 < report.tokens.per_object < alone * 2
+
+
+def test_a_polygon_is_reported_where_answers_can_have_none(planted):
+    report = examine(planted.write(), count_tokens=ExampleCounter(NativeAnswers(table("small"))))
+    assert [(finding.subject, finding.severity, finding.count) for finding in report.findings] == [
+        ("not-writable", "error", 40)
+    ]
+    assert "'leaf' is a polygon, and native answers have boxes only" in report.findings[0].places[0].detail
 
 
 def test_at_most_five_examples_are_kept_and_all_are_counted(planted):

@@ -75,8 +75,13 @@ _ERRORS = {
         "remove the token; these are plain text, and may have coordinate tokens",
     ),
     "too-long": (
-        "answer with more tokens than --max-length",
-        "raise the length, or give polygons fewer vertices, or cut the image into tiles",
+        "answer or example with more tokens than are allowed",
+        "raise --max-length, or global_max_length of the config; or lower model.max_pixels, give polygons fewer "
+        "vertices, or cut the image into tiles",
+    ),
+    "not-writable": (
+        "object that the format of answers cannot express",
+        "set custom.answer_format: coord_tokens, or give the record bbox_2d in place of poly",
     ),
 }
 _WARNINGS = {

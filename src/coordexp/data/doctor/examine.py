@@ -11,7 +11,7 @@ import os
 import signal
 import sys
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
@@ -19,10 +19,10 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from coordexp.data.doctor.checks import KINDS, Problem, Suspicions, check_chat, check_image, check_record
-from coordexp.data.geometry import BINS, TrueObject
+from coordexp.data.geometry import BINS
 from coordexp.data.images import ImageFacts
 from coordexp.data.records import AnyRecord, ChatRecord, Record, parse_any_record
 from coordexp.errors import DataError, Finding, Place
@@ -32,10 +32,20 @@ EXAMPLES = 5  # kept per finding
 MIXED = 0.05  # share of the rarer kind of shape from which a class counts as mixed
 PART = 2**18  # bytes of a part of the file, about a tenth of a second of work, so that all processes end together
 ReadImage = Callable[[Path], ImageFacts]
-# A function that counts the tokens of the answer with these objects, or of the answer to a question.
-CountTokens = Callable[[Sequence[TrueObject] | str], int]
 STEPS = (0, 5, 10, 20, 50, 100, 200, 500, BINS)  # of the histogram of sides
 SMALL = 20  # bins; below this median side, the masks of matching are too coarse
+
+
+class ExampleTokens(NamedTuple):
+    """The tokens of an example: those of its prompt, with those of its image, or None if only answers are counted,
+    and those of its answer, with the end of the turn."""
+
+    prompt: int | None
+    answer: int
+
+
+# A function that counts the tokens of the example of a record. It raises ValueError if there can be none.
+CountTokens = Callable[[AnyRecord], ExampleTokens]
 
 
 class Classes:
@@ -110,7 +120,8 @@ class Sizes:
 
 @dataclass(frozen=True, slots=True)
 class TokenCount:
-    """Tokens per answer: median, 95th percentile and maximum."""
+    """Tokens per answer or per example: median, 95th percentile and maximum. `per_object` is the number of all
+    tokens by that of all objects."""
 
     records: int
     per_object: float
@@ -120,14 +131,14 @@ class TokenCount:
 
 
 class Tokens:
-    """Lengths of the answers as they are trained on, with the end of the turn, without image and prompt."""
+    """Lengths of answers as they are trained on, or of whole examples."""
 
     def __init__(self) -> None:
         self._lengths: Counter[int] = Counter()
         self._objects = self._tokens_of_objects = 0
 
     def add(self, length: int, objects: int | None) -> None:
-        """Add an answer with so many objects, or None if it is the answer to a question."""
+        """Add a length with so many objects, or None if it is that of a question and its answer."""
         self._lengths[length] += 1
         if objects is not None:
             self._objects += objects
@@ -160,8 +171,8 @@ def quantile(counts: Counter[int], share: float) -> int | None:
 
 @dataclass(frozen=True)
 class DataReport:
-    """The findings, errors first, and statistics of the file. `questions` are the chat records among its
-    records."""
+    """The findings, errors first, and statistics of the file. `questions` are the chat records among its records.
+    `tokens` are those of answers, and `examples` those of whole examples, with prompt and image."""
 
     file: Path
     records: int
@@ -171,6 +182,7 @@ class DataReport:
     classes: Classes
     sizes: Sizes
     tokens: TokenCount | None
+    examples: TokenCount | None
 
     @property
     def errors(self) -> int:
@@ -187,8 +199,9 @@ def examine(
     processes: int = 1,
     part: int = PART,
 ) -> DataReport:
-    """Report on a data file. `look` reads the facts of an image file. `notify` is called with the share of the
-    file that has been read. Several `processes` read parts of the file, of about `part` bytes, side by side; the
+    """Report on a data file. `look` reads the facts of an image file. `max_length` is the largest number of tokens
+    of an example, as far as they are counted. `notify` is called with the share of the file that has been read.
+    Several `processes` read parts of the file, of about `part` bytes, side by side; the
     report is the same."""
     reader = _PartReader(path, look, count_tokens, max_length)
     whole, parts, size = _Examination(path), list(split_file(path, part)), max(1, path.stat().st_size)
@@ -293,6 +306,7 @@ class PartFacts:
     sizes: Sizes = field(default_factory=Sizes)
     suspicions: Suspicions = field(default_factory=Suspicions)
     tokens: Tokens = field(default_factory=Tokens)
+    example_tokens: Tokens = field(default_factory=Tokens)
 
     def add_problems(self, line: int, problems: Iterable[Problem]) -> None:
         for problem in problems:
@@ -336,12 +350,23 @@ class _PartReader:
             for measure in (facts.classes, facts.sizes, facts.suspicions):
                 measure.add(record)
         if self.count_tokens and not any(KINDS[problem.code].severity == "error" for problem in problems):
-            answer = record.answer if isinstance(record, ChatRecord) else record.true_objects()
-            length = self.count_tokens(answer)
-            facts.tokens.add(length, None if isinstance(answer, str) else len(answer))
-            if self.max_length is not None and length > self.max_length:
-                detail = f"{length:,} tokens; at most {self.max_length:,} are allowed"
-                facts.add_problems(facts.lines, [Problem("too-long", detail)])
+            facts.add_problems(facts.lines, self._add_length(facts, record, self.count_tokens))
+
+    def _add_length(self, facts: PartFacts, record: AnyRecord, count_tokens: CountTokens) -> Iterator[Problem]:
+        """Count the tokens of a record's example. Yield a problem if it is too long, or if there can be none."""
+        try:
+            prompt, answer = count_tokens(record)
+        except ValueError as error:
+            yield Problem("not-writable", str(error))
+            return
+        objects = None if isinstance(record, ChatRecord) else len(record.asked_objects)
+        facts.tokens.add(answer, objects)
+        length = answer + (prompt or 0)
+        if prompt is not None:
+            facts.example_tokens.add(length, objects)
+        if self.max_length is not None and length > self.max_length:
+            parts = "" if prompt is None else f", {answer:,} of them the answer"
+            yield Problem("too-long", f"{length:,} tokens{parts}; at most {self.max_length:,} are allowed")
 
     def _read_image(self, facts: PartFacts, record: AnyRecord, image: str) -> int | None:
         """Return the hash of the content of an image, or None if it was not read. Add what is wrong with it."""
@@ -387,6 +412,7 @@ class _Examination:
         whole.sizes.merge(part.sizes)
         whole.suspicions.merge(part.suspicions)
         whole.tokens.merge(part.tokens)
+        whole.example_tokens.merge(part.example_tokens)
 
     def report(self) -> DataReport:
         whole = self._whole
@@ -409,6 +435,7 @@ class _Examination:
             whole.classes,
             whole.sizes,
             whole.tokens.count,
+            whole.example_tokens.count,
         )
 
     def _find_duplicates(self, line: int, image: str, path_hash: int, content_hash: int | None) -> None:
