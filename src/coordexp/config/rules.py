@@ -12,6 +12,7 @@ from urllib.parse import urlsplit
 from coordexp.config.rollout import capacity_shortage
 from coordexp.config.sections import DIAGNOSTICS, OBJECTIVES, Module
 from coordexp.config.settings import Settings
+from coordexp.extensions import find_extensions
 
 
 @dataclass(frozen=True)
@@ -382,6 +383,14 @@ def _objects_have_one_order(s: Settings, world: World) -> Iterator[Conflict]:
         )
 
 
+def _checkpoint_hook_is_installed(s: Settings, world: World) -> Iterator[Conflict]:
+    name, hooks = s.custom.on_checkpoint, find_extensions("checkpoint_hooks", taken=frozenset())
+    if name is not None and name not in hooks:
+        problem = f"{name}: no installed package adds it to coordexp.checkpoint_hooks"
+        fix = f"install the package that does (docs/extending.md), or use one of: {', '.join(hooks) or 'none'}"
+        yield Conflict("custom.on_checkpoint", problem, fix)
+
+
 def _data_can_be_mixed(s: Settings, world: World) -> Iterator[Conflict]:
     if len(s.custom.train_data) > 1 and s.custom.curriculum:
         problem = "given, but custom.train_data has several data sets, and a stage may have no records of one"
@@ -617,6 +626,7 @@ RULES: tuple[Rule, ...] = (
     _data_sets_have_names_of_their_own,
     _objects_have_one_order,
     _data_can_be_mixed,
+    _checkpoint_hook_is_installed,
     _evaluation_has_data,
     _one_precision_is_set,
     _decoding_settings_agree,

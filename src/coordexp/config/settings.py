@@ -256,6 +256,12 @@ class Custom(SettingsSection):
         "`reading` (by the top edge, then the left one), `left_to_right`, `large_first`, or `random`, which is "
         "drawn anew in every step.",
     )
+    on_checkpoint: str | None = Field(
+        None,
+        description="Name of a function that an installed package adds (docs/extending.md). It is called with the "
+        "folder of every complete checkpoint, in the background, e.g. to upload it. null: none.",
+        examples=["upload"],
+    )
     curriculum: Annotated[tuple[CurriculumStage, ...], from_list] = Field(
         (),
         description="Stages that training begins with, one after the other. All records are used after the last "

@@ -43,6 +43,7 @@ from coordexp.rollout.prompt import PromptBuilder, load_processor, read_image_si
 from coordexp.tasks import ignore
 from coordexp.train.callbacks import Bar, FillWarning, FirstSync, MetricsFile, TensorBoard, Wandb, say
 from coordexp.train.chat_evaluation import ChatEvaluation, QuestionSet
+from coordexp.train.checkpoint_hook import CheckpointHook, load_hook
 from coordexp.train.checkpoints import checkpoints, is_finished, newest_intact, step_of
 from coordexp.train.encode import Encoder, TrainingSet
 from coordexp.train.evaluation import AnswerEvaluation, evenly_spaced
@@ -87,7 +88,13 @@ class PreparedRun:
         if trainer is None:
             return RunOutcome(_step_of(self.checkpoint), stopped_by=None, folder=self.folder)
         trainer.stop.listen()
-        with closing(trainer.stop), closing(trainer.backend), closing(self.bar), suppress(Stopped):
+        with (
+            closing(trainer.stop),
+            closing(trainer.checkpoint_hook),
+            closing(trainer.backend),
+            closing(self.bar),
+            suppress(Stopped),
+        ):
             trainer.train(resume_from_checkpoint=str(self.checkpoint) if self.checkpoint else None)
         steps = trainer.state.global_step
         return RunOutcome(steps, trainer.stop.stopped_by, self.folder, saved=trainer.saved == steps)
@@ -331,6 +338,7 @@ def _make_trainer(
         rollout_matching_cfg=contract,
         image_threads=settings.training.dataloader_num_workers,
         trace=TraceWriter(objective, dumps) if dumps else None,
+        checkpoint_hook=CheckpointHook(load_hook(settings.custom.on_checkpoint)),
         set_names=settings.custom.set_names,
     )
     trainer.remove_callback(PrinterCallback)

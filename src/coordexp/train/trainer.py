@@ -45,6 +45,7 @@ from coordexp.ranks import max_over_ranks, together
 from coordexp.rollout.backend import RolloutBackend
 from coordexp.tasks import Task
 from coordexp.train.callbacks import say
+from coordexp.train.checkpoint_hook import CheckpointHook
 from coordexp.train.checkpoints import clear, rotate, saving, sync_checkpoint, write_dtype, write_manifest
 from coordexp.train.encode import Encoder
 from coordexp.train.learner import Learner
@@ -87,6 +88,7 @@ class RowTrainer(Trainer):
         rollout_matching_cfg: RolloutContract,
         image_threads: int = 0,
         trace: Trace | None = None,
+        checkpoint_hook: CheckpointHook | None = None,
         set_names: Sequence[str] = (),
         **kwargs: Any,
     ) -> None:
@@ -103,6 +105,7 @@ class RowTrainer(Trainer):
         self.note = note
         self.rollout_matching_cfg = rollout_matching_cfg
         self.trace = trace
+        self.checkpoint_hook = checkpoint_hook or CheckpointHook(None)
         self.tally = LossTally(objective)
         self.set_tally = SetTally(objective, set_names) if set_names else None
         self.health = Health()
@@ -291,6 +294,8 @@ class RowTrainer(Trainer):
             together(partial(self._save_stream, checkpoint))
             _together_if(self.args.local_process_index == 0, sync_checkpoint, checkpoint)
             _together_if(first, write_manifest, checkpoint, say)
+        if first:
+            self.checkpoint_hook.start(checkpoint)
         self.saved, self.rotation_is_due = self.state.global_step, True
         if self.state.global_step >= self.state.max_steps:
             self._rotate()

@@ -1,0 +1,53 @@
+"""The function that gets every checkpoint: in the background, one after the other, and without harm to the run."""
+
+from pathlib import Path
+from threading import Event
+
+import pytest
+
+from coordexp.config import ConfigError
+from coordexp.config.load import parse_settings
+from coordexp.train.checkpoint_hook import CheckpointHook, load_hook
+
+
+def test_the_hook_runs_while_training_goes_on_and_the_next_one_waits_for_it():
+    seen, may_end = [], Event()
+
+    def upload(checkpoint: Path) -> None:
+        seen.append(f"begin {checkpoint}")
+        assert may_end.wait(20)
+        seen.append(f"end {checkpoint}")
+
+    hook = CheckpointHook(upload)
+    hook.start(Path("checkpoint-1"))
+    assert "end checkpoint-1" not in seen
+    may_end.set()
+    hook.start(Path("checkpoint-2"))
+    hook.close()
+    hook.close()
+    assert seen == ["begin checkpoint-1", "end checkpoint-1", "begin checkpoint-2", "end checkpoint-2"]
+
+
+def test_an_error_of_the_hook_is_a_warning(capsys):
+    def upload(checkpoint: Path) -> None:
+        raise PermissionError(13, "no such bucket")
+
+    hook = CheckpointHook(upload)
+    hook.start(Path("checkpoint-1"))
+    hook.start(Path("checkpoint-2"))
+    hook.close()
+    assert capsys.readouterr().err.splitlines() == [
+        f"warning: custom.on_checkpoint failed with checkpoint-{k}: no such bucket" for k in (1, 2)
+    ]
+
+
+def test_a_run_without_a_hook_calls_none():
+    hook = CheckpointHook(load_hook(None))
+    hook.start(Path("checkpoint-1"))
+    hook.close()
+
+
+def test_a_hook_that_no_package_adds_is_refused():
+    with pytest.raises(ConfigError) as caught:
+        parse_settings({"custom": {"on_checkpoint": "upload"}})
+    assert "custom.on_checkpoint: upload: no installed package adds it" in str(caught.value)
