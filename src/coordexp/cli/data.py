@@ -14,7 +14,17 @@ from rich.text import Text
 
 from coordexp.cli import data_export, data_import, data_suggest
 from coordexp.cli.check import SetOption, use_local_model
-from coordexp.cli.console import JsonOption, need, need_page, out, print_findings, print_json, progress, sanitize
+from coordexp.cli.console import (
+    JsonOption,
+    need,
+    need_new_file,
+    need_page,
+    out,
+    print_findings,
+    print_json,
+    progress,
+    sanitize,
+)
 from coordexp.config import load_settings
 from coordexp.errors import UserError
 from coordexp.files import find_model
@@ -147,8 +157,7 @@ def split_file(
         raise UserError(f"--val {val:g} is neither a share below 1 nor a number of records", "give e.g. --val 0.1")
     train, held_out = (file.with_name(f"{file.stem}.{name}.jsonl") for name in ("train", "val"))
     for part in (train, held_out):
-        if part.exists():
-            raise UserError(f"{part} exists", "remove it, or rename it")
+        need_new_file(part)
     from coordexp.data.split import split_records
 
     with progress(f"splitting {file}") as show:
@@ -183,8 +192,7 @@ def _processors() -> int:
 
 def _need_sibling(file: Path, target: Path) -> None:
     """Raise unless the target is a new file in the same folder: image paths are relative to it."""
-    if target.exists():
-        raise UserError(f"{target} exists", "give another file, or remove it")
+    need_new_file(target)
     if target.parent.resolve() != file.parent.resolve():
         raise UserError(
             f"{target} is in another folder than {file}, to which the image paths are relative",

@@ -1,12 +1,16 @@
 """`coordexp data export`: write records as COCO, YOLO or tasks of Label Studio, for other tools."""
 
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from coordexp.cli.console import need_new_file, out, progress
 from coordexp.errors import UserError
+
+if TYPE_CHECKING:
+    from coordexp.data.export import ExportReport
 
 app = typer.Typer(help="Convert a JSONL file of records to other formats.", no_args_is_help=True)
 
@@ -29,12 +33,7 @@ def coco(
     from coordexp.data.export import export_coco
 
     need_new_file(target)
-    with progress(f"exporting {file}") as show:
-        report = export_coco(file, target, images or file.parent, show)
-    out.print(
-        f"wrote {target}: {report.images:,} images, {report.objects:,} objects, {report.classes:,} classes",
-        markup=False,
-    )
+    _export(export_coco, file, target, images)
 
 
 @app.command("yolo")
@@ -46,8 +45,12 @@ def yolo(
     """Write a folder with data.yaml, labels, and links to the images. YOLO has no ids of images."""
     from coordexp.data.export import export_yolo
 
+    _export(export_yolo, file, target, images)
+
+
+def _export(write: "Callable[..., ExportReport]", file: Path, target: Path, images: Path | None) -> None:
     with progress(f"exporting {file}") as show:
-        report = export_yolo(file, target, images or file.parent, show)
+        report = write(file, target, images or file.parent, show)
     out.print(
         f"wrote {target}: {report.images:,} images, {report.objects:,} objects, {report.classes:,} classes",
         markup=False,

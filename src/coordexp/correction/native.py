@@ -35,6 +35,7 @@ from coordexp.correction.segment import (
     Segment,
     TokenKind,
     escape_desc,
+    make_plain_segment,
     token_ends,
     tokens_inside,
 )
@@ -98,16 +99,7 @@ def build_native_segment(
     kinds[start:-1][tokens_inside(ends, written.numbers)] = TokenKind.coord
     roles = np.zeros(len(ids), dtype=np.int8)
     roles[start:-1], roles[-1] = SUPERVISED_ROLE[kinds[start:-1]], Role.end_of_turn
-    return Segment(
-        ids,
-        roles,
-        kinds,
-        sides=np.zeros(len(ids), dtype=np.int8),
-        coord_targets=np.full(len(ids), np.nan, dtype=np.float32),
-        weights=(roles > Role.masked_prefix).astype(np.float32),
-        unlikely=np.full(len(ids), -1, dtype=np.int64),
-        prompt_length=start,
-    )
+    return make_plain_segment(ids, roles, kinds, start)
 
 
 def find_list(text: str) -> int | None:

@@ -137,15 +137,22 @@ def build_chat_segment(prompt_ids: Sequence[int], answer: str, table: Vocabulary
     roles = np.zeros(len(ids), dtype=np.int8)
     kinds = np.zeros(len(ids), dtype=np.int8)
     roles[start:], kinds[start:] = Role.answer, TokenKind.answer
+    return make_plain_segment(ids, roles, kinds, start)
+
+
+def make_plain_segment(
+    ids: NDArray[np.int64], roles: NDArray[np.int8], kinds: NDArray[np.int8], prompt_length: int
+) -> Segment:
+    """Return a segment without coordinate tokens, in which all supervised tokens have the weight 1."""
     return Segment(
         ids,
         roles,
         kinds,
         sides=np.zeros(len(ids), dtype=np.int8),
         coord_targets=np.full(len(ids), np.nan, dtype=np.float32),
-        weights=(roles == Role.answer).astype(np.float32),
+        weights=(roles > Role.masked_prefix).astype(np.float32),
         unlikely=np.full(len(ids), -1, dtype=np.int64),
-        prompt_length=start,
+        prompt_length=prompt_length,
     )
 
 
