@@ -190,6 +190,18 @@ def _check_first_records(settings: Settings, train: Records) -> None:
             raise DataError(f"{part}: {wrong[0]}", wrong[1])
 
 
+def find_requests(custom: Custom, train: Records) -> list[str]:
+    """Return which kinds of requests the run trains, `classes` and `expression`: those that it draws, and those of
+    the first records of each data set."""
+    kinds = {"classes"} if custom.class_requests.rate else set[str]()
+    for part in train.parts if isinstance(train, RecordSet) else (train,):
+        with suppress(ValueError):  # a broken record is reported, on all ranks, when it is trained on
+            for index in range(min(MEASURED, len(part))):
+                record = part.read(index)
+                kinds |= {kind for kind in ("classes", "expression") if getattr(record, kind, None) is not None}
+    return sorted(kinds)
+
+
 def _note_coarse_canvas(records: Records, resolution: int) -> None:
     """Print a note if the median object of the first records is too small for the mask IoU canvas."""
     if resolution >= EXACT:
@@ -334,7 +346,8 @@ def _make_trainer(
         backend=backend,
         stop=stop,
         metrics=metrics,
-        note=asdict(questions) | {"answer_format": answers.name},
+        note=asdict(questions)
+        | {"answer_format": answers.name, "requests": find_requests(settings.custom, train)},
         rollout_matching_cfg=contract,
         image_threads=settings.training.dataloader_num_workers,
         trace=TraceWriter(objective, dumps) if dumps else None,

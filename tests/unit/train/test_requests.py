@@ -8,6 +8,7 @@ from coordexp.correction import CoordTokenAnswers
 from coordexp.data import open_data
 from coordexp.train.encode import Encoder, StepIndex, TrainingSet
 from coordexp.train.metrics import StepMetrics
+from coordexp.train.run import find_requests
 from tests.vocabularies import table
 
 DESCS = ("cup", "fork", "plate", "cup")
@@ -92,3 +93,12 @@ def test_a_request_for_rollouts_has_the_question_of_its_sample(tmp_path):
     encoder = Encoder(samples, RolloutMatching(rollouts_per_sample=1), 0, 0, StepMetrics())
     batch = encoder.prepare_micro_step(StepIndex(4, 0), (0, 1))
     assert [request.question for request in batch.requests] == [None, "Detect the left cup."]
+
+
+def test_a_checkpoint_notes_which_requests_were_trained(tmp_path):
+    plain = write(tmp_path / "a.jsonl", [(DESCS, {})])
+    asking = write(tmp_path / "b.jsonl", [(DESCS, {}), (DESCS, {"expression": "the left cup"})])
+    drawn = Custom(class_requests={"rate": 0.5})
+    assert find_requests(Custom(), open_data([[plain]])) == []
+    assert find_requests(drawn, open_data([[plain]])) == ["classes"]
+    assert find_requests(drawn, open_data([[plain], [asking]])) == ["classes", "expression"]
