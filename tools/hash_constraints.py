@@ -40,8 +40,8 @@ def main() -> None:
 
 
 def _ask_index() -> dict[str, set[str]]:
-    command = ["uv", "pip", "compile", "--quiet", "--no-deps", "--native-tls", "--format", "pylock.toml"]
-    platform = ["--python-version", "3.11", "--python-platform", "x86_64-manylinux_2_40"]
+    command = ["uv", "pip", "compile", "--quiet", "--no-deps", "--system-certs", "--format", "pylock.toml"]
+    platform = ["--python-version", "3.11.5", "--python-platform", "x86_64-manylinux_2_40"]
     result = subprocess.run([*command, *platform, ROOT / "constraints.txt"], check=True, capture_output=True)
     packages = tomllib.loads(result.stdout.decode())["packages"]
     return {f"{package['name']}=={package['version']}": _digests(package) for package in packages}
