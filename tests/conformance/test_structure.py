@@ -23,7 +23,8 @@ ROOT = Path(__file__).parents[2]
 @pytest.mark.scenario("R05.C9", "R06.C5", "R18.C1", "R34.C2", on="pure")
 @pytest.mark.parametrize("name", ["train", "serve", "launch"])
 def test_no_setting_is_an_option_of_a_command_that_trains_or_serves(name: str) -> None:
-    """Hyperparameters are only in the config file. Options say where and whether to run."""
+    """Hyperparameters are settings of the config. Options say where and whether to run; `--set` changes the config
+    itself for one run."""
     group: Any = typer.main.get_command(app)
     options = {word.lstrip("-").replace("-", "_") for param in group.commands[name].params for word in param.opts}
     settings = {str(path[-1]) for path, _ in leaves()}

@@ -1,10 +1,12 @@
-"""Compare the answer formats on drawn scenes: the same start, samples and steps for each, with several seeds.
+"""Compare answer formats, and orders of objects, on drawn scenes: the same start, samples and steps for each, with
+several seeds.
 
-    python tools/compare_formats.py data --out DIR
-    python tools/compare_formats.py run --out DIR --arm native --seed 0
-    python tools/compare_formats.py table --out DIR
+    python tools/compare_answers.py run --out DIR --arm native --seed 0
+    python tools/compare_answers.py run --out DIR --arm large_first --objects 4
+    python tools/compare_answers.py table --out DIR
 
 Run it from the root of the repository. `run` makes the data if it is missing. What is complete is not repeated.
+All runs of a folder need the same `--objects` and `--steps`.
 
 Every run of a seed starts from the same weights: the vision tower of examples/scenes-cpu/model, which has seen
 such scenes, and a language model with new random weights. Neither format has a better start: neighbouring
@@ -51,10 +53,11 @@ from coordexp.vocab.expand import ordinal_rows
 ROOT = Path(__file__).parents[1]
 CONFIG = ROOT / "configs/demo/scenes-cpu.yaml"
 VISION = ROOT / "examples/scenes-cpu/model/model.safetensors"
-TRAIN, HELD_OUT, OBJECTS = 12_000, 300, (1, 2)
+TRAIN, HELD_OUT, OBJECTS = 12_000, 300, 2
 STEPS, BATCH, ONE_OBJECT_SAMPLES = 1000, 16, 4800
-ANSWER_BATCH, MOST_TOKENS = 20, 120
-BASE = "coord_tokens"
+ANSWER_BATCH, TOKENS_PER_OBJECT = 20, 60
+BASE = "coord_tokens"  # in the order of the file, which is the reading order
+ORDERS = ("left_to_right", "large_first", "random")
 
 TOKEN_CE = {
     "name": "token_ce",
@@ -68,7 +71,7 @@ CROSS_ENTROPY = {"coord_ce_weight": 1.0, "soft_ce_weight": 0.0, "w1_weight": 0.0
 
 def describe_pipeline(arm: str) -> dict[str, Any] | None:
     """Return the objective of an arm, or None for that of the config: soft targets and W1."""
-    if arm == BASE:
+    if arm == BASE or arm in ORDERS:
         return None
     if arm == "native":
         module = {"name": "number_ce", "config": {"ce_weight": 1.0}}
@@ -81,28 +84,28 @@ def describe_pipeline(arm: str) -> dict[str, Any] | None:
     }
 
 
-ARMS = (BASE, "coord_tokens_ce", "native")
+ARMS = (BASE, "coord_tokens_ce", "native", *ORDERS)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("command", choices=("data", "run", "table"))
+    parser.add_argument("command", choices=("run", "table"))
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--arm", choices=ARMS, default="native")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--steps", type=int, default=STEPS)
+    parser.add_argument("--objects", type=int, default=OBJECTS, help="The largest number of objects of a scene.")
     options = parser.parse_args()
-    if options.command == "data":
-        make_data(options.out)
-    elif options.command == "run":
+    if options.command == "run":
+        make_data(options.out, options.objects)
         run(options.out, options.arm, options.seed, options.steps)
     else:
         print(write_table(options.out))
 
 
-def make_data(out: Path) -> None:
+def make_data(out: Path, objects: int) -> None:
     if not (out / "data").exists():
-        write_scenes(out / "data", SceneSettings(objects=OBJECTS), train=TRAIN, val=HELD_OUT, seed=0)
+        write_scenes(out / "data", SceneSettings(objects=(1, objects)), train=TRAIN, val=HELD_OUT, seed=0)
 
 
 def make_start(out: Path, seed: int) -> Path:
@@ -127,7 +130,6 @@ def run(out: Path, arm: str, seed: int, steps: int) -> None:
     folder = out / f"{arm}-{seed}"
     if (folder / "result.json").is_file():
         return
-    make_data(out)
     tree: dict[str, Any] = {
         "extends": [os.path.relpath(CONFIG, folder)],
         "model": {"path": str(make_start(out, seed))},
@@ -135,6 +137,7 @@ def run(out: Path, arm: str, seed: int, steps: int) -> None:
             "train_jsonl": str(out / "data/train.jsonl"),
             "val_jsonl": str(out / "data/val.jsonl"),
             "answer_format": "native" if arm == "native" else "coord_tokens",
+            "object_order": arm if arm in ORDERS else "file",
             "curriculum": [{"objects": 1, "samples": ONE_OBJECT_SAMPLES}],
         },
         "training": {
@@ -170,7 +173,8 @@ def answer(out: Path, folder: Path, steps: int) -> dict[str, Any]:
     model = load_model(model_folder, dtype=torch.float32)
     backend = HuggingFaceBackend(lambda: model, prompts, answers.table, ANSWER_BATCH)
     truth = read_truth(records)
-    requests = [Request(ImageRef.of(records, record), Decode.greedy(MOST_TOKENS)) for _, record in truth]
+    decode = Decode.greedy(TOKENS_PER_OBJECT * max(len(record.objects) for _, record in truth))
+    requests = [Request(ImageRef.of(records, record), decode) for _, record in truth]
     began = time.process_time()
     rollouts = backend.generate(requests)
     seconds = time.process_time() - began
