@@ -77,16 +77,16 @@ app.add_typer(run.app, name="run")
 
 def _print_version(is_requested: bool) -> None:
     if is_requested:
-        from coordexp import __version__
+        from coordexp.cli.version import describe_version
 
-        typer.echo(f"coordexp {__version__}")
+        typer.echo(describe_version())
         raise typer.Exit
 
 
 @app.callback()
 def options(
     version: Annotated[
-        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print version and commit.")
     ] = False,
 ) -> None:
     """Options before the subcommand."""

@@ -24,7 +24,7 @@ def run(*arguments, env=None):
 
 
 def test_version():
-    assert run("--version").stdout == f"coordexp {__version__}\n"
+    assert run("--version").stdout.startswith(f"coordexp {__version__}")
 
 
 def test_check_of_a_wrong_config_lists_everything_and_exits_2():
