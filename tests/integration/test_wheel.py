@@ -28,7 +28,7 @@ def test_a_wheel_installs_into_an_empty_environment_and_checks_configs_there(tmp
     run("empty/bin/python", "-m", "pip", "install", "-qq", "-c", str(ROOT / "constraints.txt"), str(wheel))
     installed = json.loads(run("empty/bin/python", "-m", "pip", "list", "--format", "json"))
     assert not {"torch", "transformers", "vllm"} & {package["name"].lower() for package in installed}
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    commit = run("git", "-C", str(ROOT), "rev-parse", "HEAD")
     assert f"(commit {commit[:12]}" in run("empty/bin/coordexp", "--version")
     run("empty/bin/coordexp", "check", "--config", str(ROOT / "configs/stage2-server-3v1.yaml"))
     shown = run("empty/bin/coordexp", "check", "--config", str(ROOT / "examples/check/ten-mistakes.yaml"), code=2)
