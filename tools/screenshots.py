@@ -5,6 +5,7 @@
     python tools/screenshots.py inspector RUN               # a run of configs/demo/stage2-polygons-cpu.yaml
     python tools/screenshots.py report RUN                  # a run of configs/demo/stage2-hf.yaml
     python tools/screenshots.py comparison RUN RUN [RUN ...]
+    python tools/screenshots.py site FOLDER                 # pages of the documentation site
 
 Commands run inside the folder of their files, so that no page shows an absolute path.
 """
@@ -30,6 +31,7 @@ ROOT = Path(__file__).parents[1]
 IMAGES = ROOT / "docs/images"
 MODEL = ROOT / "examples/scenes-cpu/model"
 STAGE2_MODEL = ROOT / "examples/stage2-cpu/model"
+SITE_PAGES = ("index", "install", "training", "reference/config", "architecture", "results")
 FLAGS = (
     *("--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--hide-scrollbars"),
     *("--disable-background-networking", "--disable-component-update", "--disable-sync"),
@@ -139,7 +141,33 @@ def capture_comparison(browser: Browser, work: Path, runs: Sequence[Path]) -> No
     take(browser, work / "report.html", "report-comparison.png", (1300, 2050))
 
 
+def capture_site(browser: Browser, work: Path, runs: Sequence[Path]) -> None:
+    """Capture pages of the documentation site and a search, in both widths and both colours."""
+    (folder,) = runs
+    folder.mkdir(parents=True, exist_ok=True)
+    subprocess.run([sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", work], cwd=ROOT, check=True)
+    for width, height in ((1280, 900), (390, 844)):
+        for scheme in ("light", "dark"):
+            context = browser.new_context(viewport={"width": width, "height": height}, color_scheme=scheme)
+            page = context.new_page()
+            for name in SITE_PAGES:
+                page.goto((work / f"{name}.html").as_uri())
+                page.screenshot(path=folder / f"{name.replace('/', '-')}-{width}-{scheme}.png")
+            search_site(page, "staleness")
+            page.screenshot(path=folder / f"search-{width}-{scheme}.png")
+            context.close()
+
+
+def search_site(page: Page, words: str) -> None:
+    """Type words into the search field of the site, and wait for the first result."""
+    if not page.locator(".md-search__input").is_visible():
+        page.locator(".md-header label[for=__search]").click()
+    page.locator(".md-search__input").press_sequentially(words)
+    page.locator(".md-search-result__item").first.wait_for()
+
+
 CAPTURES = {
+    "site": capture_site,
     "data": capture_data,
     "suggestions": capture_suggestions,
     "inspector": capture_inspector,
