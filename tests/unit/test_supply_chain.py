@@ -1,9 +1,11 @@
 """CI installs and runs fixed versions: packages by hash, actions by commit, with read access only."""
 
 import re
+import tomllib
 from pathlib import Path
 
 import yaml
+from packaging.requirements import Requirement
 
 ROOT = Path(__file__).parents[2]
 WORKFLOWS = sorted((ROOT / ".github/workflows").glob("*.yml"))
@@ -20,6 +22,19 @@ def test_every_package_of_the_tested_set_has_a_hash():
             name, version = pin.split("==")
             hashed[_normalize(name)] = version
     assert hashed == {_normalize(name): version for name, version in versions}
+
+
+def test_the_versions_for_gpus_meet_what_the_package_asks_for():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    wanted = project["dependencies"] + [
+        item for name in ("evaluate", "train", "vllm", "track") for item in extras[name]
+    ]
+    pins = dict(re.findall(r"^([\w.-]+)==(\S+)$", (ROOT / "constraints-gpu.txt").read_text(), re.MULTILINE))
+    versions = {_normalize(name): version for name, version in pins.items()}
+    for requirement in map(Requirement, wanted):
+        if requirement.name != "coordexp":
+            assert versions[_normalize(requirement.name)] in requirement.specifier, requirement
 
 
 def test_ci_installs_only_by_hash():
