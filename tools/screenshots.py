@@ -1,6 +1,7 @@
 """Take the screenshots of pages that the documentation shows, with headless Chromium.
 
-    python tools/screenshots.py data                        # with the committed demo model
+    python tools/screenshots.py quickstart                  # with the committed demo model
+    python tools/screenshots.py data                        # the same
     python tools/screenshots.py suggestions                 # the same
     python tools/screenshots.py inspector RUN               # a run of configs/demo/stage2-polygons-cpu.yaml
     python tools/screenshots.py report RUN                  # a run of configs/demo/stage2-hf.yaml
@@ -46,6 +47,14 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder, chromium() as browser:
         work = Path(folder)
         CAPTURES[options.what](browser, work, options.runs)
+
+
+def capture_quickstart(browser: Browser, work: Path, runs: Sequence[Path]) -> None:
+    coordexp(work, "demo", "scenes", "--out", "scenes", "--train", 1, "--val", 24)
+    (work / "examples").symlink_to(ROOT / "examples")
+    options = ["--images", "scenes/images/val", "--out", "found.json", "--page", "found.html"]
+    coordexp(work, "predict", "--model", "examples/scenes-cpu/model", *options)
+    take(browser, work / "found.html", "found.png", (1200, 620))
 
 
 def capture_data(browser: Browser, work: Path, runs: Sequence[Path]) -> None:
@@ -167,7 +176,11 @@ def search_site(page: Page, words: str) -> None:
 
 
 CAPTURES = {
+<<<<<<< HEAD
     "site": capture_site,
+=======
+    "quickstart": capture_quickstart,
+>>>>>>> 0eab6be (A quickstart, five tutorials, and six pages on concepts with figures that the project's own functions compute)
     "data": capture_data,
     "suggestions": capture_suggestions,
     "inspector": capture_inspector,
