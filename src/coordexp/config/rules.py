@@ -359,7 +359,7 @@ def _prompts_have_their_fields(s: Settings, world: World) -> Iterator[Conflict]:
                 problem = f"it has no {field}, so the model would not know what is asked for"
                 yield Conflict(f"{path}.{name}", problem, f"write {field} where the words of the record belong")
         for name in ("prompt", "class_prompt", "expression_prompt"):
-            if "{order}" in (getattr(texts, name) or "") and custom.object_order in ("file", "random"):
+            if "{order}" in (getattr(texts, name) or "") and custom.object_order in ("file", "asked", "random"):
                 problem = f"{{order}} has no words for custom.object_order: {custom.object_order}"
                 fix = "remove {order}, or set custom.object_order: reading, left_to_right or large_first"
                 yield Conflict(f"{path}.{name}", problem, fix)

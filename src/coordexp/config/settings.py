@@ -162,7 +162,7 @@ class CurriculumStage(SettingsSection):
     samples: PositiveInt = Field(description="Length of this stage in samples, over all ranks.", examples=[8000])
 
 
-ObjectOrder = Literal["file", "reading", "left_to_right", "large_first", "random"]
+ObjectOrder = Literal["file", "reading", "left_to_right", "large_first", "asked", "random"]
 
 
 class ClassRequests(SettingsSection):
@@ -253,8 +253,9 @@ class Custom(SettingsSection):
     object_order: ObjectOrder = Field(
         "file",
         description="Order of the objects in the answers that the model learns to write: that of the file, "
-        "`reading` (by the top edge, then the left one), `left_to_right`, `large_first`, or `random`, which is "
-        "drawn anew in every step.",
+        "`reading` (by the top edge, then the left one), `left_to_right`, `large_first`, `asked` (that of the "
+        "classes that the record asks for, and that of the file among objects of one class), or `random`, which "
+        "is drawn anew in every step.",
     )
     on_checkpoint: str | None = Field(
         None,

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from coordexp.config.settings import ClassRequests, Custom, Negatives, ObjectOrder, TrainingData
 from coordexp.data.records import Record, RecordObject
 
-# How a prompt says the order, in place of {order}. The order of a file and a random one have no words.
+# How a prompt says the order, in place of {order}. The other orders have no words.
 ORDER_WORDS: dict[ObjectOrder, str] = {
     "reading": "from top to bottom and from left to right",
     "left_to_right": "from left to right",
@@ -121,11 +121,14 @@ def _draw_absent(
 def order_objects(record: Record, order: ObjectOrder, draw: random.Random) -> Record:
     """Return the record with its objects in this order. Objects that are equal in it keep the order of the
     file."""
-    if order == "file":
+    if order == "file" or (order == "asked" and record.classes is None):
         return record
     objects = list(record.objects)
     if order == "random":
         draw.shuffle(objects)
+    elif order == "asked":
+        places = {desc: place for place, desc in enumerate(record.classes or ())}
+        objects.sort(key=lambda item: places.get(item.desc, len(places)))
     else:
         boxes = {id(item): _box(record, item) for item in objects}
         keys: dict[str, Callable[[RecordObject], tuple[float, ...]]] = {

@@ -124,6 +124,14 @@ def test_objects_are_ordered(order, expected):
     assert "".join(item.desc for item in ordered.objects) == expected
 
 
+def test_objects_follow_the_classes_that_are_asked_for_and_else_the_file():
+    made = record("b", "a", "c", "a", classes=("a", "x", "b"))
+    ordered = order_objects(made, "asked", random.Random(0))
+    assert ordered.asked_objects == (made.objects[1], made.objects[3], made.objects[0])
+    without_list = record("b", "a")
+    assert order_objects(without_list, "asked", random.Random(0)) is without_list
+
+
 def test_a_random_order_differs_between_draws_and_repeats_with_its_seed():
     made = record(*"abcdef")
     orders = {tuple(order_objects(made, "random", random.Random(seed)).objects) for seed in range(20)}
