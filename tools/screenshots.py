@@ -176,11 +176,8 @@ def search_site(page: Page, words: str) -> None:
 
 
 CAPTURES = {
-<<<<<<< HEAD
     "site": capture_site,
-=======
     "quickstart": capture_quickstart,
->>>>>>> 0eab6be (A quickstart, five tutorials, and six pages on concepts with figures that the project's own functions compute)
     "data": capture_data,
     "suggestions": capture_suggestions,
     "inspector": capture_inspector,
