@@ -59,7 +59,7 @@ def test_from_a_trained_model_to_its_own_answers(tmp_path):
 @pytest.mark.timeout(400)
 def test_a_model_learns_lists_of_classes(tmp_path):
     smaller = {"--train 20000 --val 400": "--train 60 --val 6", "--val 400": "--val 6"}
-    smaller |= {"checkpoint-3000": "checkpoint-3"}
+    smaller |= {"checkpoint-6000": "checkpoint-3"}
     outputs = run_all("docs/requests.md", tmp_path, "configs/demo/requests-cpu.yaml", 3, smaller)
     assert len(outputs) == 7
     assert re.search(r"absent classes +\d", outputs[4]) and "classes asked" in outputs[4]
