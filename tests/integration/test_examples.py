@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 import yaml
 
+from tests.documented import find_undocumented_files, find_undocumented_metrics
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -35,6 +37,9 @@ def run_all(page: str, folder: Path, config: str, steps: int, smaller: dict[str,
         )
         assert done.returncode == 0, f"{command}\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}"
         outputs.append(done.stdout)
+    for metrics in (folder / "runs").glob("*/metrics.jsonl"):
+        assert find_undocumented_metrics(metrics.parent) == []
+        assert find_undocumented_files(metrics.parent) == []
     return outputs
 
 
