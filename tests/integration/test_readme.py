@@ -82,12 +82,3 @@ def test_the_tree_names_existing_files_and_every_folder_at_the_top():
     tracked = subprocess.run(["git", "ls-files"], capture_output=True, text=True, check=True).stdout.splitlines()
     folders = {name.split("/")[0] for name in tracked if "/" in name} - {".github", ".ci"}
     assert folders <= {name.split("/")[0] for name in names}
-
-
-@pytest.mark.parametrize(
-    "page",
-    ["README.md", "CONTRIBUTING.md", "RELEASE.md", "SECURITY.md", *map(str, sorted(Path("docs").rglob("*.md")))],
-)
-def test_links_lead_to_existing_files(page):
-    for target in re.findall(r"\]\(([^)#: ]+)[)#]", Path(page).read_text()):
-        assert (Path(page).parent / target).exists(), target
