@@ -24,6 +24,8 @@ from coordexp.cli import (
 from coordexp.errors import ConfigError, UserError
 from coordexp.logs import at_level
 
+TORCHVISION = "torchvision cannot be loaded: it was built for other devices than torch"
+
 
 class Commands(TyperGroup):
     """All commands, and the one place that prints errors which the user can fix.
@@ -45,6 +47,19 @@ class Commands(TyperGroup):
             with at_level("error"):
                 console.err.print(str(error), markup=False, style="red")
             raise typer.Exit(1) from None
+        except (ImportError, RuntimeError) as error:
+            if not is_of_another_build(error):
+                raise
+            with at_level("error"):
+                console.err.print(f"{TORCHVISION}\n  {doctor.SAME_INDEX}", markup=False, style="red")
+            raise typer.Exit(1) from None
+
+
+def is_of_another_build(error: BaseException | None) -> bool:
+    """Return True if the error, or what caused it, is that torchvision was built for other devices than torch."""
+    if error is None:
+        return False
+    return "torchvision::nms" in str(error) or is_of_another_build(error.__cause__ or error.__context__)
 
 
 app = typer.Typer(

@@ -24,6 +24,11 @@ from coordexp.launch import preflight
 TRAIN = {"torch": "2.13", "torchvision": "0.28", "transformers": "5.19", "accelerate": "1.15"}
 VLLM = {"vllm": VERSION}
 
+SAME_INDEX = (
+    "install torch and torchvision from one index, that of your device, with the --index-url that PyTorch's page "
+    '"Get Started" shows: pip install --force-reinstall torch==2.13.0 torchvision==0.28.0 --index-url URL'
+)
+
 COLOURS = {"ok": "green", "failed": "bold red", "not checked": "yellow"}
 WIDEST = 400  # columns of a table in a log, where lines are not wrapped
 
@@ -78,8 +83,10 @@ def _compare_versions(as_json: bool) -> NoReturn:
 
 
 def _check_package(name: str, tested: str, extra: str) -> CheckOutcome:
-    fix = f"pip install 'coordexp[{extra}]'"
+    fix = f"pip install 'coordexp[{extra}]', or in a clone pip install '.[{extra}]'"
     candidates = [package for alias in (name, f"{name}-cpu") for package in distributions(name=alias)]
+    if not candidates and name in VLLM:  # most commands do without it
+        return CheckOutcome(name, f"not installed; rollouts with vLLM need it: {fix}", checked=False)
     if not candidates:
         return CheckOutcome(name, _compare("missing", tested), "not installed", fix)
     version, distribution = candidates[0].version, candidates[0].name
@@ -88,7 +95,8 @@ def _check_package(name: str, tested: str, extra: str) -> CheckOutcome:
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
         importlib.import_module(name)
     except Exception as error:  # noqa: BLE001  (whatever stops the import is what the user must read)
-        return CheckOutcome(name, measured, f"does not import: {type(error).__name__}: {error}")
+        advice = SAME_INDEX if "torchvision::nms" in str(error) else ""
+        return CheckOutcome(name, measured, f"does not import: {type(error).__name__}: {error}", advice)
     if not version.startswith(tested):
         return CheckOutcome(name, measured, "not the tested release", fix)
     return CheckOutcome(name, measured)

@@ -127,7 +127,8 @@ def check_same_image(answer: ImageAnswer, record: Record) -> None:
     if answer.image != record.image:
         raise DataError(
             f"image_id {answer.image_id} is {answer.image!r} in the answers and {record.image!r} in the data",
-            "give the file that was predicted on; this one has changed, or is another one",
+            "give the file that was predicted on; this one has changed, or is another one. Predictions with "
+            "--images have no such file: predict again, with --data",
         )
 
 
@@ -299,12 +300,13 @@ class _ImageNames:
 
 def read_predictions(path: Path) -> Predictions:
     """Read both files and check each line by itself. `check_predictions` compares them with the data."""
-    for file in (path, answers_path(path)):
-        if not file.is_file():
-            raise DataError(
-                f"{file}: no such file",
-                f"keep both files of the predictions together, {path.name} and {answers_path(path).name}",
-            )
+    if not path.is_file():
+        raise DataError(f"{path}: no such file", "give the file that `coordexp predict --out` wrote")
+    if not answers_path(path).is_file():
+        raise DataError(
+            f"{answers_path(path)}: no such file",
+            f"keep both files of the predictions together, {path.name} and {answers_path(path).name}",
+        )
     detections = tuple(_read(parse_detection, item, f"{path}: [{k}]") for k, item in enumerate(_read_list(path)))
     return Predictions(detections, tuple(_read_answers(answers_path(path))))
 

@@ -1,9 +1,11 @@
 """The commands as a user runs them."""
 
+import importlib.util
 import json
 import os
 import subprocess
 import sys
+import sysconfig
 import time
 from pathlib import Path
 
@@ -14,7 +16,7 @@ import yaml
 from typer.testing import CliRunner
 
 from coordexp import __version__
-from coordexp.cli import app
+from coordexp.cli import app, doctor
 
 TEN_MISTAKES = "examples/check/ten-mistakes.yaml"
 
@@ -222,3 +224,40 @@ def test_a_run_folder_that_cannot_be_written_is_reported_before_anything_is_load
     assert result.exit_code == 1
     assert f"training.output_dir: {tmp_path}/file/run cannot be written: Not a directory" in result.output
     assert "loading" not in result.output
+
+
+@pytest.mark.timeout(200)
+def test_torchvision_of_another_build_is_an_error_with_a_way_out(tmp_path):
+    """-S leaves out what the development environment does to load a torchvision that was built for CUDA."""
+    code = "from coordexp.cli import main; main(['predict', *__import__('sys').argv[1:]])"
+    options = [
+        "--model",
+        "examples/scenes-cpu/model",
+        "--images",
+        "examples/scenes-cpu",
+        "--out",
+        tmp_path / "a.json",
+    ]
+    path = f"src:{sysconfig.get_path('purelib')}"
+    command = [sys.executable, "-S", "-c", code, *options]
+    result = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": path})
+    assert result.returncode == 1
+    assert "torchvision cannot be loaded" in result.stderr and "from one index" in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+@pytest.mark.parametrize("tracker", ["tensorboard", "wandb"])
+def test_a_tracker_that_is_not_installed_is_named_before_anything_is_loaded(tracker, monkeypatch):
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == tracker else find_spec(name))
+    words = ["train", "--config", "configs/demo/stage1-cpu.yaml", "--set", f"training.report_to=[{tracker}]"]
+    result = run(*words)
+    assert result.exit_code == 1
+    assert f"training.report_to: {tracker} needs {tracker}" in result.stderr
+
+
+def test_the_doctor_is_content_without_vllm(monkeypatch):
+    monkeypatch.setattr("coordexp.cli.doctor.distributions", lambda name: iter(()))
+    vllm, torch = (doctor._check_package(name, "1.0", "vllm") for name in ("vllm", "torch"))
+    assert vllm.state == "not checked" and "pip install" in vllm.measured
+    assert torch.state == "failed"
