@@ -123,7 +123,8 @@ def test_every_metric_in_the_dashboard_and_the_alerts_is_exported_and_every_expo
 
 def test_every_metric_of_vllm_in_the_dashboard_exists_in_this_release():
     spec = importlib.util.find_spec("vllm")
-    assert spec and spec.origin
+    if spec is None or spec.origin is None:
+        pytest.skip("vLLM is not installed, as in the tests on Python 3.12")
     source = (Path(spec.origin).parent / "v1/metrics/loggers.py").read_text()
     used = set(re.findall(r"vllm:\w+", " ".join(queries())))
     assert used and all(f'"{name}"' in source for name in used)
