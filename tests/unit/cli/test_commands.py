@@ -9,7 +9,7 @@ import sysconfig
 import time
 from pathlib import Path
 
-import huggingface_hub
+import huggingface_hub.constants
 import jsonschema
 import pytest
 import yaml
