@@ -24,8 +24,6 @@ from coordexp.cli import (
 from coordexp.errors import ConfigError, UserError
 from coordexp.logs import at_level
 
-TORCHVISION = "torchvision cannot be loaded: it was built for other devices than torch"
-
 
 class Commands(TyperGroup):
     """All commands, and the one place that prints errors which the user can fix.
@@ -43,23 +41,14 @@ class Commands(TyperGroup):
             raise typer.Exit(2) from None
         except BrokenPipeError:  # the reader of the output went away (`coordexp ... | head`): typer ends quietly
             raise
-        except (UserError, OSError) as error:
-            with at_level("error"):
-                console.err.print(str(error), markup=False, style="red")
-            raise typer.Exit(1) from None
-        except (ImportError, RuntimeError) as error:
-            if not is_of_another_build(error):
+        except (UserError, OSError, ImportError, RuntimeError) as error:
+            is_clear = isinstance(error, (UserError, OSError))
+            explained = error if is_clear else doctor.explain_torchvision(error)
+            if explained is None:
                 raise
             with at_level("error"):
-                console.err.print(f"{TORCHVISION}\n  {doctor.SAME_INDEX}", markup=False, style="red")
+                console.err.print(str(explained), markup=False, style="red")
             raise typer.Exit(1) from None
-
-
-def is_of_another_build(error: BaseException | None) -> bool:
-    """Return True if the error, or what caused it, is that torchvision was built for other devices than torch."""
-    if error is None:
-        return False
-    return "torchvision::nms" in str(error) or is_of_another_build(error.__cause__ or error.__context__)
 
 
 app = typer.Typer(

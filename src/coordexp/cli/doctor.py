@@ -24,11 +24,6 @@ from coordexp.launch import preflight
 TRAIN = {"torch": "2.13", "torchvision": "0.28", "transformers": "5.19", "accelerate": "1.15"}
 VLLM = {"vllm": VERSION}
 
-SAME_INDEX = (
-    "install torch and torchvision from one index, that of your device, with the --index-url that PyTorch's page "
-    '"Get Started" shows: pip install --force-reinstall torch==2.13.0 torchvision==0.28.0 --index-url URL'
-)
-
 COLOURS = {"ok": "green", "failed": "bold red", "not checked": "yellow"}
 WIDEST = 400  # columns of a table in a log, where lines are not wrapped
 
@@ -95,11 +90,27 @@ def _check_package(name: str, tested: str, extra: str) -> CheckOutcome:
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
         importlib.import_module(name)
     except Exception as error:  # noqa: BLE001  (whatever stops the import is what the user must read)
-        advice = SAME_INDEX if "torchvision::nms" in str(error) else ""
+        explained = explain_torchvision(error)
+        advice = explained.fix if explained else ""
         return CheckOutcome(name, measured, f"does not import: {type(error).__name__}: {error}", advice)
     if not version.startswith(tested):
         return CheckOutcome(name, measured, "not the tested release", fix)
     return CheckOutcome(name, measured)
+
+
+def explain_torchvision(error: BaseException | None) -> UserError | None:
+    """Return what to do if the error, or what caused it, is that torchvision was built for other devices than
+    torch, and None for any other error."""
+    if error is None:
+        return None
+    if "torchvision::nms" not in str(error):
+        return explain_torchvision(error.__cause__ or error.__context__)
+    return UserError(
+        "torchvision cannot be loaded: it was built for other devices than torch",
+        "install torch and torchvision from one index, that of your device, with the --index-url that "
+        'PyTorch\'s page "Get Started" shows: pip install --force-reinstall torch==2.13.0 torchvision==0.28.0 '
+        "--index-url URL",
+    )
 
 
 def _check_devices() -> CheckOutcome:

@@ -1,7 +1,6 @@
 """`coordexp train`, and `python -m src.sft`, which is the same."""
 
 import os
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -9,7 +8,7 @@ import typer
 
 from coordexp.cli.check import ConfigOption, SetOption, missing_files, use_local_model
 from coordexp.cli.console import LogOption, err, need, out, print_findings, progress
-from coordexp.config import Loaded, Settings, World, load_settings
+from coordexp.config import Loaded, World, load_settings
 from coordexp.config.rules import uses_vllm
 from coordexp.engine import check_vllm
 from coordexp.errors import DataError, UserError, explain, explain_value_errors, need_packages
@@ -40,7 +39,7 @@ def train(
     loaded = load_settings(config, World(world_size), overrides or ())
     settings = loaded.settings
     need("torch", "transformers", "peft", "httpx", extra="train")
-    for tracker in {"tensorboard", "wandb"}.intersection(_list_trackers(settings)):
+    for tracker in {"tensorboard", "wandb"}.intersection(settings.training.trackers):
         need_packages(f"training.report_to: {tracker}", tracker, extra="train,track")
     if uses_vllm(settings, "colocate"):
         check_vllm(settings.backend_setting)
@@ -67,11 +66,6 @@ def train(
         from coordexp.train.stopping import exit_code
 
         raise typer.Exit(exit_code(outcome.stopped_by))
-
-
-def _list_trackers(settings: Settings) -> Sequence[str]:
-    names = settings.training.report_to or ()
-    return (names,) if isinstance(names, str) else names
 
 
 def _make_folder(folder: Path) -> None:

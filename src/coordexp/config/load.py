@@ -371,9 +371,8 @@ def _non_default_keys(section: SettingsSection) -> set[str]:
 
 def _idle_arguments(training: Training) -> Iterator[tuple[str, str]]:
     """Yield a note for every training argument that another argument makes ineffective."""
-    reports = training.report_to or ()
-    reports = (reports,) if isinstance(reports, str) else reports
-    trackio = bool({"trackio", "all"} & set(reports))
+    trackers = set(training.trackers)
+    trackio = bool({"trackio", "all"} & trackers)
     evaluates = training.eval_strategy != "no"
     galore = training.optim.startswith(("galore", "apollo"))
     idle = {
@@ -394,7 +393,7 @@ def _idle_arguments(training: Training) -> Iterator[tuple[str, str]]:
         "optim_target_modules": not galore and f"training.optim is {training.optim}",
         "fsdp_config": not training.fsdp and "training.fsdp is not set",
         "ddp_timeout": training.use_cpu and "with training.use_cpu, transformers sets no timeout",
-        "run_name": set(reports) <= {"none", "tensorboard"} and "no integration in training.report_to shows it",
+        "run_name": trackers <= {"none", "tensorboard"} and "no integration in training.report_to shows it",
         **dict.fromkeys(TRACKIO, not trackio and "training.report_to does not name trackio"),
     }
     for name, reason in idle.items():

@@ -317,8 +317,8 @@ def _name_sets(sets: Sequence[TrainingData | EvaluationData]) -> tuple[str, ...]
     return tuple(data.name or f"set_{k}" for k, data in enumerate(sets))
 
 
-def _as_tuple(files: str | tuple[str, ...]) -> tuple[str, ...]:
-    return (files,) if isinstance(files, str) else files
+def _as_tuple(names: str | tuple[str, ...]) -> tuple[str, ...]:
+    return (names,) if isinstance(names, str) else names
 
 
 class Training(TransformersArguments):
@@ -363,6 +363,11 @@ class Training(TransformersArguments):
         True,
         description="Do not train on examples that still wait at the end of the run. Must be true with `packing`.",
     )
+
+    @property
+    def trackers(self) -> tuple[str, ...]:
+        """Return the names in `report_to`."""
+        return _as_tuple(self.report_to or ())
 
 
 # The keys of `training` that transformers does not have.

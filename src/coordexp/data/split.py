@@ -46,7 +46,7 @@ class SplitReport:
 
 
 class RecordFacts:
-    """What decides the side of each record: its classes, a number at random, and its image, as numbers."""
+    """The values that decide the side of each record: its classes, a random number, and its image, as numbers."""
 
     def __init__(self, path: Path, seed: int, notify: Notify) -> None:
         self.descs: dict[str, int] = {}  # with their numbers, in the order of the file
@@ -97,14 +97,14 @@ def split_records(
     """Write the lines of a file to two new files, in their order. Either a share or a number of records is held
     out. Raise UserError if one of the two files would be empty."""
     facts = RecordFacts(path, seed, notify)
-    wanted = round(len(facts) * share) if share is not None else count or 0
-    if not 0 < wanted < len(facts):
+    target = round(len(facts) * share) if share is not None else count or 0
+    if not 0 < target < len(facts):
         raise UserError(
-            f"{wanted:,} of {len(facts):,} records would be held out, so one of the two files would be empty",
+            f"{target:,} of {len(facts):,} records would be held out, so one of the two files would be empty",
             "give another --val, e.g. 0.1 or a number of records",
         )
     firsts, members, sizes = facts.find_images()
-    is_held_out = choose(facts.find_strata()[firsts], facts.keys[firsts], sizes, wanted)[members]
+    is_held_out = choose(facts.find_strata()[firsts], facts.keys[firsts], sizes, target)[members]
     if is_held_out.all() or not is_held_out.any():
         raise UserError(
             f"records with the same image stay together (records: {len(facts):,}, images: {len(firsts):,}), so "
@@ -123,17 +123,17 @@ def split_records(
 
 
 def choose(
-    strata: NDArray[np.int32], keys: NDArray[np.uint64], sizes: NDArray[np.intp], wanted: int
+    strata: NDArray[np.int32], keys: NDArray[np.uint64], sizes: NDArray[np.intp], target: int
 ) -> NDArray[np.bool_]:
-    """Return which images are held out, such that they have about `wanted` records. `sizes` are the numbers of
+    """Return which images are held out, such that they have about `target` records. `sizes` are the numbers of
     records of the images. Every stratum gives the images with the lowest keys, up to its share of the records.
     What rounding leaves goes to the strata with the largest remainders, and the rarest first among equal ones."""
     ranks, members = np.unique(strata, return_inverse=True)
     totals = np.bincount(members, sizes, len(ranks)).astype(np.int64)
-    shares = [wanted * total / int(totals.sum()) for total in totals.tolist()]
+    shares = [target * total / int(totals.sum()) for total in totals.tolist()]
     quotas = [math.floor(share) for share in shares]
     by_remainder = sorted(range(len(shares)), key=lambda k: (quotas[k] - shares[k], k))
-    for k in by_remainder[: wanted - sum(quotas)]:
+    for k in by_remainder[: target - sum(quotas)]:
         quotas[k] += 1
     order = np.lexsort((keys, strata))
     before = np.cumsum(sizes[order]) - sizes[order]  # the records of the images that come earlier in this order

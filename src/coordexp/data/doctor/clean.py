@@ -26,7 +26,7 @@ Removal = tuple[str, int, str]  # what was dropped, the line, and the detail
 
 @dataclass(frozen=True)
 class DroppedKind:
-    """What was dropped for one reason: how often, and the first place."""
+    """The records or objects that were dropped for one reason: how many, and the first place."""
 
     what: str
     count: int
