@@ -399,6 +399,9 @@ def render_protocol() -> Iterator[str]:
     yield f"This is protocol {protocol.PROTOCOL}. [Rollout servers](../operations.md) says how servers are run.\n"
     yield "## Routes\n\nIf the server was started with `COORDEXP_SERVER_TOKEN`, every route needs the header"
     yield "`Authorization: Bearer TOKEN`, except `/health/` and `/ready/`.\n"
+    yield "Responses have the SHA-256 of their body in the header `Content-Digest` (RFC 9530), except the stream"
+    yield "of a session. A request may have it too: if it differs from the body, the server refuses it as"
+    yield "`damaged`.\n"
     yield from render_table(("method", "route", "body", "what it does"), _routes())
     yield "## Messages\n"
     for name, message in messages.items():

@@ -1,6 +1,7 @@
-"""A proxy between a learner and a real rollout server. It forwards all requests, except those that a test spoils.
+"""Proxies between a learner and a real rollout server. `FaultyProxy` forwards all requests, except those that a
+test spoils. `Relay` forwards bytes, and a test may delay, change or drop any of them.
 
-Weights do not go through it: the learner connects to the server's group_port directly.
+Weights do not go through them: the learner connects to the server's group_port directly.
 """
 
 import json
@@ -67,6 +68,51 @@ class _Forwarder(Handler):
                 if not (part := server.recv(2**16)):
                     break
                 self.wfile.write(part)
+
+
+class Relay:
+    """Forwards every connection to a port of this machine. `alter` gets the bytes that arrive together, and True
+    if they are from the server. It returns the bytes to forward, or None to close the connection, and may wait."""
+
+    def __init__(self, port: int, alter: Callable[[bytes, bool], bytes | None] = lambda part, _: part) -> None:
+        self.port, self.alter = port, alter
+        self._listening = socket.create_server(("127.0.0.1", 0), backlog=128)
+        self._listening.settimeout(0.1)
+        self._closed = threading.Event()
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self._listening.getsockname()[1]}"
+
+    def close(self) -> None:
+        self._closed.set()
+
+    def _accept(self) -> None:
+        with self._listening:
+            while not self._closed.is_set():
+                with suppress(TimeoutError):
+                    client, _ = self._listening.accept()
+                    threading.Thread(target=self._connect, args=(client,), daemon=True).start()
+
+    def _connect(self, client: socket.socket) -> None:
+        with client, suppress(OSError), socket.create_connection(("127.0.0.1", self.port)) as server:
+            answers = threading.Thread(target=self._forward, args=(server, client, True), daemon=True)
+            answers.start()
+            self._forward(client, server, False)
+            answers.join()
+
+    def _forward(self, source: socket.socket, target: socket.socket, is_answer: bool) -> None:
+        """Forward until one end closes or breaks, and then close both."""
+        with suppress(OSError):
+            while not self._closed.is_set() and (part := source.recv(2**16)):
+                altered = self.alter(part, is_answer)
+                if altered is None:
+                    break
+                target.sendall(altered)
+        for end in (source, target):
+            with suppress(OSError):
+                end.shutdown(socket.SHUT_RDWR)
 
 
 # Faults, in addition to those of the fake server.

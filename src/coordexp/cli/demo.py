@@ -120,6 +120,10 @@ def scenes(
     rotated: Annotated[float, typer.Option(min=0, max=1, help="Share of objects that are turned.")] = 0.0,
     overlap: Annotated[float, typer.Option(min=0, max=1, help="Share of a box that others may cover.")] = 0.0,
     ask: Annotated[float, typer.Option(min=0, max=1, help="Share of scenes that ask for some classes.")] = 0.0,
+    names: Annotated[
+        Literal["colour-shape", "shape", "colour"],
+        typer.Option(help="What a class is: red circle, circle or red."),
+    ] = "colour-shape",
     questions: Annotated[
         int, typer.Option(min=0, help="Most questions about each scene, in *.questions.jsonl: colours, counts.")
     ] = 0,
@@ -131,8 +135,11 @@ def scenes(
     least, _, most = objects.partition("-")
     if not (least.isdigit() and (most or least).isdigit() and 1 <= int(least) <= int(most or least) <= 100):
         raise UserError(f"--objects {objects} is not a range such as 1-4, from 1 to 100")
+    if questions and names != "colour-shape":
+        raise UserError("--questions needs the colours and shapes as names", "leave --names out, or --questions")
     need_new(out_folder)
-    settings = SceneSettings(side, (int(least), int(most or least)), empty, rare, polygons, rotated, overlap, ask)
+    counts = (int(least), int(most or least))
+    settings = SceneSettings(side, counts, empty, rare, polygons, rotated, overlap, ask, names)
     with bar("drawing", train + val) as advance:
         write_scenes(out_folder, settings, train=train, val=val, seed=seed, questions=questions, advance=advance)
     out.print(f"wrote {train} + {val} scenes to {out_folder}")

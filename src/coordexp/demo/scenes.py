@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from operator import attrgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from PIL import Image, ImageDraw
 
@@ -31,7 +31,7 @@ COLOURS = {
 }
 COMMON = ("circle", "square", "triangle")
 RARE = ("star", "cross")
-CLASSES = sorted(f"{colour} {shape}" for colour in COLOURS for shape in (*COMMON, *RARE))
+Naming = Literal["colour-shape", "shape", "colour"]
 _OVERSAMPLING = 4  # Shapes are drawn this much larger and scaled down, so that edges can fall between pixels.
 
 
@@ -41,7 +41,8 @@ class SceneSettings:
 
     `objects` is the minimum and the maximum number of objects, and `overlap` the share of a box that another one
     may cover. `ask` is the share of scenes that ask for a list of classes: some of those that they show, and in
-    half of the lists also absent ones. The other numbers, except `side`, are shares of scenes or objects.
+    half of the lists also absent ones. `names` says what a class is: "red circle", "circle" or "red". The other
+    numbers, except `side`, are shares of scenes or objects.
     """
 
     side: int = 64
@@ -52,6 +53,14 @@ class SceneSettings:
     rotated: float = 0.0
     overlap: float = 0.0
     ask: float = 0.0
+    names: Naming = "colour-shape"
+
+    def name(self, colour: str, shape: str) -> str:
+        return {"colour-shape": f"{colour} {shape}", "shape": shape, "colour": colour}[self.names]
+
+    def classes(self, shapes: Sequence[str] = (*COMMON, *RARE)) -> list[str]:
+        """Return the names of all classes with these shapes, sorted."""
+        return sorted({self.name(colour, shape) for colour in COLOURS for shape in shapes})
 
 
 Points = list[tuple[float, float]]
@@ -111,7 +120,7 @@ def write_scenes(
                 advance()
         lines = "".join(record.as_json() + "\n" for record in records)
         (folder / f"{part}.jsonl").write_text(lines, encoding="utf-8")
-        (folder / f"{part}.coco.json").write_text(json.dumps(_to_coco(records)))
+        (folder / f"{part}.coco.json").write_text(json.dumps(_to_coco(records, settings.classes())))
         if questions:
             chat = [item for record in records for item in _ask_questions(record, questions, own_seed)]
             lines = "".join(record.as_json() + "\n" for record in chat)
@@ -125,14 +134,14 @@ def _draw_scene(chooser: random.Random, settings: SceneSettings, path: str) -> D
     for _ in range(40 * count):
         if len(shapes) == count:
             break
-        name = chooser.choice(RARE if chooser.random() < settings.rare else COMMON)
+        shape = chooser.choice(RARE if chooser.random() < settings.rare else COMMON)
         colour = chooser.choice(tuple(COLOURS))
-        outline = _place_outline(chooser, name, settings, count)
+        outline = _place_outline(chooser, shape, settings, count)
         box = _bounding_box(outline)
         if all(_overlap(box, other.box) <= settings.overlap for other in shapes):
             kind: GeometryKind = "poly" if chooser.random() < settings.polygons else "bbox_2d"
             coords = tuple(v for point in outline for v in point) if kind == "poly" else box
-            record = RecordObject(f"{colour} {name}", kind, tuple(round(v, 2) for v in coords))
+            record = RecordObject(settings.name(colour, shape), kind, tuple(round(v, 2) for v in coords))
             shapes.append(_Shape(record, outline, box, COLOURS[colour]))
     image = _draw_shapes(chooser, side, shapes)
     ordered = sorted(shapes, key=attrgetter("reading_order"))
@@ -143,9 +152,8 @@ def _draw_classes(record: Record, settings: SceneSettings, seed: str) -> Record:
     """Return the record with a list of classes, if it is to have one. All absent classes are equally likely."""
     chooser = random.Random(seed)  # noqa: S311
     lists, negatives = ClassRequests(rate=settings.ask), Negatives(rate=0.5)
-    shapes = (*COMMON, *RARE) if settings.rare else COMMON
-    any_class = [RecordObject(f"{colour} {shape}", "bbox_2d", ()) for colour in COLOURS for shape in shapes]
-    every_class = replace(record, objects=tuple(any_class))
+    classes = settings.classes((*COMMON, *RARE) if settings.rare else COMMON)
+    every_class = replace(record, objects=tuple(RecordObject(name, "bbox_2d", ()) for name in classes))
     return draw_request(record, chooser, lists, negatives, lambda _: every_class)
 
 
@@ -231,18 +239,19 @@ OUTLINES: dict[str, Points] = {
 }
 
 
-def _to_coco(records: Sequence[Record]) -> dict[str, Any]:
+def _to_coco(records: Sequence[Record], classes: Sequence[str]) -> dict[str, Any]:
     images: list[dict[str, Any]] = []
     annotations: list[dict[str, Any]] = []
     for number, record in enumerate(records, start=1):
         images.append({"id": number, "file_name": record.image, "width": record.width, "height": record.height})
         for item in record.objects:
-            annotations.append(_annotation(len(annotations) + 1, number, record, item))
-    categories = [{"id": number, "name": name} for number, name in enumerate(CLASSES, start=1)]
+            category = classes.index(item.desc) + 1
+            annotations.append(_annotation(len(annotations) + 1, number, category, record, item))
+    categories = [{"id": number, "name": name} for number, name in enumerate(classes, start=1)]
     return {"images": images, "annotations": annotations, "categories": categories}
 
 
-def _annotation(number: int, image: int, record: Record, item: RecordObject) -> dict[str, Any]:
+def _annotation(number: int, image: int, category: int, record: Record, item: RecordObject) -> dict[str, Any]:
     coords = record.in_pixels(item)
     xs, ys = coords[::2], coords[1::2]
     x, y, width, height = min(xs), min(ys), max(xs) - min(xs), max(ys) - min(ys)
@@ -250,7 +259,7 @@ def _annotation(number: int, image: int, record: Record, item: RecordObject) -> 
     return {
         "id": number,
         "image_id": image,
-        "category_id": CLASSES.index(item.desc) + 1,
+        "category_id": category,
         "bbox": [x, y, width, height],
         "segmentation": [ring] if item.kind == "poly" else [],
         "area": _area(ring),

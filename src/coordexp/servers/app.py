@@ -42,6 +42,8 @@ from coordexp.servers.connections import (
 )
 from coordexp.servers.engine import ServedEngine, Watchdog, check_devices, engine_ended
 from coordexp.servers.protocol import (
+    DAMAGED,
+    DIGEST,
     MOST_REQUESTS,
     PROTOCOL,
     SERVER,
@@ -333,6 +335,8 @@ async def _handle_http_error(request: Request, error: Exception) -> Response:
     if error.status_code == 413:
         return to_response(too_large(f"{MOST_BYTES} bytes"))
     problem = f"{request.method} {request.url.path}: {error.detail}"
+    if error.status_code == 400 and error.detail == DIGEST:
+        return to_response(Refusal(400, DAMAGED, f"{problem} differs from the body", "send the request again"))
     if error.status_code == 400:  # not UTF-8, or JSON that is too deep or has too long a number
         return to_response(bad_request(problem, f"send a body of JSON; {CONTRACT}"))
     return to_response(Refusal(error.status_code, "no_route", problem, CONTRACT))

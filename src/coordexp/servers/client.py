@@ -5,6 +5,7 @@ No call outlives its server. While a call is running, the client polls the serve
 the server has died or has been silent for too long.
 """
 
+import hashlib
 import json
 import math
 import os
@@ -27,6 +28,8 @@ from coordexp.families import STOP_TOKENS
 from coordexp.rollout.backend import Request, Rollout, common_decode
 from coordexp.rollout.guard import cut_at_end
 from coordexp.servers.protocol import (
+    DAMAGED,
+    DIGEST,
     IMAGE,
     KEEP_ALIVE,
     OWN_KEY,
@@ -40,6 +43,7 @@ from coordexp.servers.protocol import (
     RequestConfig,
     WeightVersion,
     check_form,
+    format_digest,
     read_error,
     read_json,
     read_response,
@@ -70,7 +74,7 @@ class ErrorResponse(EngineError):
 
 
 class ServerFault(ErrorResponse, ServerLost):
-    """The server answered with an error of its own (5xx)."""
+    """The server answered with an error of its own (5xx), or the request was damaged on the way to it."""
 
 
 class RequestRefused(ErrorResponse):
@@ -198,7 +202,7 @@ class ServerClient:
         reason, fix, code = read_error(content)
         problem = f"{self.name}: {path} answered {status}" + (f" {code}" if code else "")
         problem += f": {reason}" if reason else ""
-        if status >= 500:
+        if status >= 500 or code == DAMAGED:
             return ServerFault(problem, fix, status, code)
         if status == 401:
             fix = fix or f"set {TOKEN} to the same value for the server and the learner"
@@ -270,6 +274,10 @@ class _Exchange:
                 content += part
                 if len(content) > LARGEST:
                     raise EngineError(f"{self._client.name}: its answer has more than {LARGEST >> 20} MiB")
+        if response.headers.get(DIGEST, expected := _digest(content)) != expected:
+            raise ServerLost(
+                f"{self._client.name}: its answer to {path} was damaged on the way ({DIGEST} differs)"
+            )
         if response.status_code != 200:
             raise self._client.to_error(response.status_code, path, bytes(content))
         return bytes(content)
@@ -290,9 +298,13 @@ class _Exchange:
                 connection.shutdown(socket.SHUT_RDWR)
 
     def _send(self, method: str, path: str, body: Any, timeout: float | None) -> Any:
+        content = None if body is None else json.dumps(body).encode()
+        headers = {} if content is None else {"Content-Type": "application/json", DIGEST: _digest(content)}
         extensions = {"trace": self._trace}
         url = f"{self._client.url}{path}"
-        return self._client.http.stream(method, url, json=body, timeout=timeout, extensions=extensions)
+        return self._client.http.stream(
+            method, url, content=content, headers=headers, timeout=timeout, extensions=extensions
+        )
 
     def _trace(self, event: str, info: dict[str, Any]) -> None:
         if event in ("connection.connect_tcp.complete", "connection.start_tls.complete"):
@@ -344,6 +356,10 @@ class ServerSession:
             if isinstance(error, EngineError):
                 raise error
             raise ServerLost(f"{self._client.name}: the session ended at once ({_describe(error)})")
+
+
+def _digest(content: bytes | bytearray) -> str:
+    return format_digest(hashlib.sha256(content).digest())
 
 
 def _describe(error: BaseException | None) -> str:

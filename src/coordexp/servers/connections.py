@@ -7,6 +7,7 @@ read no byte of a response. The time to answer a request and the length of a ses
 """
 
 import asyncio
+import hashlib
 import hmac
 import resource
 import socket
@@ -20,7 +21,7 @@ from starlette.responses import JSONResponse
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
 from coordexp.errors import EngineError, explain
-from coordexp.servers.protocol import KEEP_ALIVE, Refusal
+from coordexp.servers.protocol import DIGEST, KEEP_ALIVE, Refusal, format_digest
 
 HEADER = 10.0  # seconds for a whole header, from the first byte or from the start of the connection
 BODY = 30.0  # seconds without a byte of the body, or in which the client reads no byte of a response
@@ -148,8 +149,9 @@ UVICORN: dict[str, Any] = {
 
 
 class AccessControl:
-    """ASGI middleware that refuses requests with a missing token or an oversized body. Once the server is
-    `ending`, it also ends the requests that are being answered, with the refusal that `reason` returns."""
+    """ASGI middleware that refuses requests with a missing token, an oversized body, or a body that does not have
+    the digest in its header, and adds the digest to responses. Once the server is `ending`, it also ends the
+    requests that are being answered, with the refusal that `reason` returns."""
 
     def __init__(self, app: Any, token: str | None, ending: asyncio.Event, reason: Callable[[], Refusal]) -> None:
         self.app, self.token, self.ending, self.reason = app, token, ending, reason
@@ -166,16 +168,22 @@ class AccessControl:
         if is_known and CONNECTION in scope:
             scope[CONNECTION].is_known = True
         left = MOST_BYTES
+        digest, expected = hashlib.sha256(), headers.get(DIGEST.encode())
 
-        async def receive_limited() -> Any:
+        async def receive_checked() -> Any:
             nonlocal left
             message = await receive()
-            left -= len(message.get("body", b""))
+            body = message.get("body", b"")
+            left -= len(body)
             if left < 0:
                 raise HTTPException(413)
+            if expected is not None and message["type"] == "http.request":
+                digest.update(body)
+                if not message.get("more_body") and format_digest(digest.digest()).encode() != expected:
+                    raise HTTPException(400, DIGEST)
             return message
 
-        await self._run_until_ending(scope, receive_limited, send)
+        await self._run_until_ending(scope, receive_checked, _add_digest(send))
 
     async def _run_until_ending(self, scope: Any, receive: Any, send: Any) -> None:
         last: list[Any] = []  # the latest message that was sent
@@ -213,6 +221,26 @@ class AccessControl:
         if not length.isdigit() or int(length) > MOST_BYTES:
             return too_large(f"{MOST_BYTES} bytes")
         return None
+
+
+def _add_digest(send: Any) -> Any:
+    """Return a function that sends messages, with the digest of the body among the headers if the whole body comes
+    in one message. A stream of several has none."""
+    start: list[Any] = []
+
+    async def send_with_digest(message: Any) -> None:
+        if message["type"] == "http.response.start":
+            start.append(message)
+            return
+        if start:
+            first = start.pop()
+            if not message.get("more_body"):
+                value = format_digest(hashlib.sha256(message.get("body", b"")).digest())
+                first = first | {"headers": [*first.get("headers", ()), (DIGEST.encode(), value.encode())]}
+            await send(first)
+        await send(message)
+
+    return send_with_digest
 
 
 def too_large(limit: str) -> Refusal:

@@ -7,6 +7,7 @@ sends with the same models: a response that lacks a field, or has one of another
 server and the field.
 """
 
+import base64
 import hashlib
 import json
 import socket
@@ -37,6 +38,8 @@ SERVER, PROTOCOL = "coordexp", 2
 IMAGE = "<image>"  # stands for the image in the text of a message
 OWN_KEY = "coordexp"  # the key of our own fields in `data_dict`
 ENGINE_FAULT = "engine"  # the code of a request that failed through no fault of its own
+DIGEST = "content-digest"  # the header (RFC 9530) with which both ends detect a body that was damaged on the way
+DAMAGED = "damaged"  # the code of the refusal of such a body
 UPDATE_TIMEOUT = 240.0  # seconds that an update may make no progress, unless the learner sets another limit
 MOST_REQUESTS = 4096  # requests in one call
 MOST_ANSWERS = 64  # answers to one request
@@ -313,6 +316,11 @@ def read_error(content: Any) -> tuple[str, str, str]:
     if isinstance(error, dict):
         return str(error.get("message", "")), str(error.get("fix", "")), str(error.get("code", ""))
     return (str(error), "", "") if error else ("", "", "")
+
+
+def format_digest(sha256: bytes) -> str:
+    """Return the value of the header `Content-Digest` for a body with this SHA-256."""
+    return f"sha-256=:{base64.b64encode(sha256).decode()}:"
 
 
 def read_response(form: Any, body: bytes, server: str, route: str) -> Any:

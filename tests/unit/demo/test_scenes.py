@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from coordexp.cli import app
 from coordexp.data import read_any_records, read_records
-from coordexp.demo.scenes import COLOURS, RARE, SceneSettings, draw_scenes, write_scenes
+from coordexp.demo.scenes import COLOURS, COMMON, RARE, SceneSettings, draw_scenes, write_scenes
 
 RICH = SceneSettings(side=96, objects=(1, 30), empty=0.1, rare=0.1, polygons=0.5, rotated=0.5, overlap=0.4)
 
@@ -70,6 +70,17 @@ def test_records_can_be_trained_on_and_are_in_reading_order():
         assert tops == sorted(tops)
 
 
+@pytest.mark.parametrize(("names", "classes"), [("shape", {*COMMON, *RARE}), ("colour", {*COLOURS})])
+def test_classes_can_be_shapes_or_colours_alone(tmp_path, names, classes):
+    settings = SceneSettings(objects=(1, 4), rare=0.4, ask=1.0, names=names)
+    folder = write_rich_scenes(tmp_path / "scenes", settings)
+    records = [record for _, record in read_records(folder / "train.jsonl")]
+    assert {item.desc for record in records for item in record.objects} == classes
+    assert {name for record in records for name in record.classes} == classes
+    coco = json.loads((folder / "train.coco.json").read_text())
+    assert {category["name"] for category in coco["categories"]} == classes
+
+
 def test_the_coco_file_imports_to_the_same_records(tmp_path):
     folder = write_rich_scenes(tmp_path / "scenes")
     words = ["data", "import", "coco", str(folder / "train.coco.json"), "--images", str(folder)]
@@ -93,7 +104,11 @@ def test_the_doctor_finds_no_fault_in_scenes(tmp_path):
 
 @pytest.mark.parametrize(
     ("words", "message"),
-    [(["--objects", "4-1"], "not a range such as 1-4"), (["--objects", "some"], "not a range such as 1-4")],
+    [
+        (["--objects", "4-1"], "not a range such as 1-4"),
+        (["--objects", "some"], "not a range such as 1-4"),
+        (["--names", "shape", "--questions", "2"], "--questions needs"),
+    ],
 )
 def test_scenes_that_cannot_be_drawn_are_refused(tmp_path, words, message):
     result = CliRunner().invoke(app, ["demo", "scenes", "--out", str(tmp_path / "x"), *words])

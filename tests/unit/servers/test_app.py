@@ -15,10 +15,13 @@ import pytest
 import uvicorn
 from prometheus_client import CollectorRegistry
 
+from coordexp.config.rollout import ServerEndpoint
 from coordexp.servers import connections
 from coordexp.servers.app import RolloutApp, ServerMetrics
+from coordexp.servers.client import ServerClient, ServerFault, ServerLost
 from coordexp.servers.connections import UVICORN, listen
 from coordexp.servers.protocol import ServerVersion, read_version
+from tests.integration.faulty_proxy import Relay
 from tests.unit.servers.test_updates import FakeEngine
 
 TOKEN = "a token"
@@ -166,6 +169,28 @@ def test_a_body_that_cannot_be_parsed_is_a_bad_request_and_no_missing_route(serv
 
 
 @pytest.mark.timeout(60)
+def test_a_body_that_was_damaged_on_the_way_is_noticed_at_both_ends(server):
+    def flip(part: bytes, is_answer: bool) -> bytes:
+        return part.replace(b"ask 1", b"ask 3") if damaged == ("answer" if is_answer else "request") else part
+
+    damaged = ""
+    relay = Relay(int(server.url.rpartition(":")[2]), flip)
+    client = ServerClient(0, ServerEndpoint(base_url=relay.url, group_port=1))
+    payload = {"infer_requests": [{"text": "ask 1"}], "request_config": {}}
+    try:
+        assert b"ask 1" in client.infer(payload)
+        damaged = "answer"
+        with pytest.raises(ServerLost, match="its answer to /infer/ was damaged on the way"):
+            client.infer(payload)
+        damaged = "request"
+        with pytest.raises(ServerFault, match="400 damaged: POST /infer/: content-digest differs from the body"):
+            client.infer(payload)
+        damaged = ""
+        assert b"ask 1" in client.infer(payload)
+    finally:
+        relay.close()
+
+
 def test_4096_requests_are_a_call_and_one_more_is_too_large(server):
     with server.client() as http:
         assert len(http.post("/infer/", json={"infer_requests": [{}] * 4096}).json()) == 4096

@@ -21,7 +21,7 @@ from study_data import (
 )
 
 from coordexp.data import Record, RecordFile, RecordObject, read_records
-from coordexp.demo.scenes import CLASSES, SceneSettings, draw_scenes
+from coordexp.demo.scenes import SceneSettings, draw_scenes
 from coordexp.errors import UserError
 
 
@@ -76,7 +76,7 @@ def test_a_federated_image_has_all_objects_of_at_most_half_of_the_classes_and_at
     kept = sum(len(record.objects) for record in thinned) / sum(len(record.objects) for record in records)
     assert 0.45 < kept < 0.6
     counts = Counter(item.desc for record in thinned for item in record.objects)
-    assert counts.keys() == classes <= set(CLASSES)
+    assert counts.keys() == classes <= set(SceneSettings().classes())
 
 
 def test_regimes_share_images_and_only_training_lacks_labels(tmp_path):
