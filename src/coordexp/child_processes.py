@@ -4,15 +4,16 @@ The processes of an engine talk through sockets that have a path, and through sh
 stay when all processes are killed. The sockets are therefore put in a folder that belongs to the process that
 started the engine, and the segments of shared memory are read from the memory maps of the engine's processes while
 these live. Whoever notices that the owner is gone removes both: the engine's workers, or the tether of a part of
-`coordexp launch`.
+`coordexp launch`. If a process of the engine is killed, the owner removes them when it ends.
 """
 
 import atexit
 import os
 import shutil
 import tempfile
+import threading
 from collections.abc import Iterable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
 
@@ -92,6 +93,33 @@ def remove_unused_segments(names: set[str]) -> None:
     """Remove the segments that no living process has mapped. The others may belong to somebody else, too."""
     if names:
         remove_segments(names.difference(*map(find_segments, psutil.pids())))
+
+
+@contextmanager
+def recording_segments(interval: float = 0.5) -> Iterator[None]:
+    """Record the shared memory of this process's children while the block runs, in which an engine starts. When
+    this process ends, what no process uses any more is removed: a child that is killed cannot do that itself, not
+    even while it starts."""
+    segments: set[str] = set()
+    atexit.register(remove_unused_segments, segments)
+
+    def record() -> None:
+        for child in psutil.Process().children(recursive=True):
+            segments.update(find_segments(child.pid))
+
+    def record_until_stopped() -> None:
+        while not stopped.wait(interval):
+            record()
+
+    stopped = threading.Event()
+    thread = threading.Thread(target=record_until_stopped, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        stopped.set()
+        thread.join()
+        record()
 
 
 def remove_engine(segments: Iterable[str]) -> None:

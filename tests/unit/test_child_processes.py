@@ -117,6 +117,30 @@ def test_processes_are_found_by_a_variable_of_their_environment_while_they_live(
         child.communicate()
 
 
+# Makes a segment in a child, kills it while an engine would start, prints the segment, and ends.
+OWNER = """
+import subprocess, sys, time
+from coordexp.child_processes import recording_segments
+CHILD = "import sys, time\\nfrom multiprocessing import resource_tracker, shared_memory\\n"
+CHILD += "own = shared_memory.SharedMemory(create=True, size=64)\\n"
+CHILD += "resource_tracker.unregister(own._name, 'shared_memory')\\nprint(own.name, flush=True)\\ntime.sleep(600)"
+with recording_segments(interval=0.01):
+    child = subprocess.Popen([sys.executable, "-c", CHILD], stdout=subprocess.PIPE, text=True)
+    name = child.stdout.readline().strip()
+    time.sleep(1)
+    child.kill()
+    child.wait()
+print(name)
+"""
+
+
+def test_the_memory_of_a_process_that_is_killed_while_an_engine_starts_is_removed_by_its_owner():
+    environment = os.environ | {"PYTHONPATH": str(SOURCE)}
+    owner = subprocess.run([sys.executable, "-c", OWNER], capture_output=True, text=True, env=environment)
+    assert owner.returncode == 0, owner.stderr
+    assert not Path("/dev/shm", owner.stdout.strip()).exists()
+
+
 def test_a_segment_that_a_living_process_has_mapped_is_not_removed(segment):
     left = shared_memory.SharedMemory(create=True, size=64)
     left.close()

@@ -150,7 +150,8 @@ def starting(setup: EngineSetup, transfer: str, side: str, visible: str | None =
     GPUs of the engine are `visible`; None stands for all."""
     settings, vllm = setup.settings, setup.settings.vllm
     images = {"images_kwargs": {"size": dict(setup.image_size)}} if setup.has_image_limits else None
-    with _engine_environment(visible), capture_children(), _error_log() as (logging, log):
+    recording = child_processes.recording_segments()
+    with _engine_environment(visible), capture_children(), recording, _error_log() as (logging, log):
         try:
             yield {
                 "model": str(setup.folder),

@@ -1,0 +1,30 @@
+"""Some minutes of chaos: real servers and a learner, with faults drawn from a seed, against an undisturbed run.
+
+`python benchmarks/chaos.py --minutes 60 --seed 1` is the long form. A seed that has failed is added here.
+"""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(1500)]
+
+
+@pytest.mark.parametrize(("seed", "variant", "minutes"), [(1, "ahead", 2.5), (2, "two ranks", 2.5)])
+def test_no_fault_changes_what_is_trained_and_nothing_is_left(tmp_path, seed, variant, minutes):
+    file = tmp_path / "chaos.json"
+    command = [sys.executable, "benchmarks/chaos.py", "--minutes", str(minutes), "--seed", str(seed)]
+    run = subprocess.run(
+        [*command, "--variant", variant, "--json", str(file)],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    assert run.returncode == 0, run.stdout[-6000:]
+    result = json.loads(file.read_text())
+    assert sum(len(entry["faults"]) for entry in result["rounds"]) >= 2
