@@ -23,6 +23,7 @@ from coordexp.errors import DataError, UserError
 from coordexp.files import free_space, sync, sync_folder, write_json, write_whole
 
 MANIFEST = "manifest.json"
+UNFINISHED = f"was not written to its end: it has no {MANIFEST}"
 FORMAT = 1
 NEEDED = ("optimizer*", "scheduler.pt", "trainer_state.json")  # for an exact resume, besides the streams
 # Set in stream_N.json by releases that write manifests: a checkpoint with this key and no manifest is unfinished.
@@ -81,9 +82,9 @@ def checkpoints(folder: Path) -> list[Path]:
 
 
 def newest_intact(folder: Path, notify: Notify) -> Path | None:
-    """Return the newest checkpoint that a run can resume from, or None if there are no checkpoints. Report
-    which ones were passed over, and why. Only as many as needed are read. Raise DataError if every one has a
-    fault."""
+    """Return the newest checkpoint that a run can resume from, or None if none was ever written to its end. Report
+    which ones were passed over, and why. Only as many as needed are read. Raise DataError if none is intact and at
+    least one is damaged."""
     faulty: list[Verdict] = []
     for checkpoint in checkpoints(folder):
         verdict = examine(checkpoint, notify)
@@ -95,12 +96,14 @@ def newest_intact(folder: Path, notify: Notify) -> Path | None:
         if faulty or not verdict.has_manifest:
             notify(f"note: {verdict}")
         return checkpoint
-    if faulty:
+    if any(verdict.fault != UNFINISHED for verdict in faulty):
         raise DataError(
             f"{folder} has no checkpoint to resume from: {'; '.join(map(str, faulty))}",
             "copy an intact checkpoint there, remove them to start from the beginning, or set training.output_dir "
             "to a new folder",
         )
+    for verdict in faulty:
+        notify(f"warning: {verdict}; no other checkpoint is there, so the run starts from the beginning")
     return None
 
 
@@ -276,16 +279,15 @@ def _fault_of_streams(checkpoint: Path) -> str:
     """Return what is wrong with the stream states. Each rank writes its own after its other files; only the
     manifest is written later."""
     first = checkpoint / "stream_0.json"
-    unfinished = f"was not written to its end: it has no {MANIFEST}"
     if not first.is_file():
-        return unfinished
+        return UNFINISHED
     try:
         state = json.loads(first.read_text())
         ranks = int(state["order"]["ranks"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         return f"is damaged: {first} cannot be read ({type(error).__name__}: {error})"
     if state.get(ANNOUNCED) or not all((checkpoint / f"stream_{rank}.json").is_file() for rank in range(ranks)):
-        return unfinished
+        return UNFINISHED
     return ""
 
 

@@ -105,6 +105,22 @@ def test_without_an_intact_checkpoint_every_fault_is_named_with_a_way_out(tmp_pa
     assert "copy an intact checkpoint there, remove them to start from the beginning" in fix
 
 
+def test_if_no_checkpoint_was_written_to_its_end_the_run_starts_from_the_beginning_with_a_warning(
+    tmp_path, capsys
+):
+    for step in (4, 8):
+        (saved(tmp_path, step) / "manifest.json").unlink()
+    (tmp_path / "checkpoint-8/stream_0.json").unlink()
+    assert _checkpoint(tmp_path, resume=True) is None
+    shown = capsys.readouterr().err
+    for step in (4, 8):
+        assert f"checkpoint-{step} was not written to its end" in shown
+    assert "the run starts from the beginning" in shown
+    flip(saved(tmp_path, 12) / "model.safetensors")
+    with pytest.raises(DataError, match="has no checkpoint to resume from"):
+        _checkpoint(tmp_path, resume=True)
+
+
 def test_only_as_many_checkpoints_as_needed_are_read(tmp_path, monkeypatch):
     for step in (4, 8, 12):
         saved(tmp_path, step)
