@@ -1,9 +1,12 @@
 """CI installs and runs fixed versions: packages by hash, actions by commit, with read access only."""
 
 import re
+import subprocess
+import sys
 import tomllib
 from pathlib import Path
 
+import pytest
 import yaml
 from packaging.requirements import Requirement
 
@@ -11,17 +14,47 @@ ROOT = Path(__file__).parents[2]
 WORKFLOWS = sorted((ROOT / ".github/workflows").glob("*.yml"))
 
 
-def test_every_package_of_the_tested_set_has_a_hash():
-    versions = re.findall(r"^([\w.-]+)==(\S+)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
-    blocks = (ROOT / "constraints-hashes.txt").read_text().replace("\\\n", " ").splitlines()
+def read_hashed(name: str) -> dict[str, str]:
+    """Return the versions of a file whose packages all have hashes."""
     hashed = {}
-    for line in blocks:
+    for line in (ROOT / name).read_text().replace("\\\n", " ").splitlines():
         if not line.startswith("#"):
             pin, *hashes = line.split()
             assert hashes and all(re.fullmatch("--hash=sha256:[0-9a-f]{64}", word) for word in hashes), line
-            name, version = pin.split("==")
-            hashed[_normalize(name)] = version
-    assert hashed == {_normalize(name): version for name, version in versions}
+            package, version = pin.split("==")
+            hashed[_normalize(package)] = version
+    return hashed
+
+
+def test_every_package_of_the_tested_set_has_a_hash():
+    versions = re.findall(r"^([\w.-]+)==(\S+)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
+    assert read_hashed("constraints-hashes.txt") == {_normalize(name): version for name, version in versions}
+
+
+def test_the_tools_of_a_release_are_installed_by_hash_and_nothing_installed_later_can_change_what_they_build():
+    steps = yaml.safe_load((ROOT / ".github/workflows/release.yml").read_text())["jobs"]["build"]["steps"]
+    words = [step.get("run", step.get("uses", "")) for step in steps]
+    install, build, upload = (
+        next(k for k, text in enumerate(words) if text.startswith(start))
+        for start in ("pip install", "python -m build", "actions/upload-artifact")
+    )
+    assert words[install] == "pip install --require-hashes -r constraints-release.txt"
+    assert words[build] == "python -m build --no-isolation"  # isolation would install hatchling without a hash
+    assert (install, build, upload) == (upload - 2, upload - 1, upload) and steps[upload]["with"]["name"] == "dist"
+    assert {"build", "cyclonedx-bom", "hatchling", "pip-audit"} <= set(read_hashed("constraints-release.txt"))
+    assert any("cyclonedx-py requirements constraints-gpu.txt" in text for text in words)
+
+
+def test_an_audit_fails_if_a_package_cannot_be_audited_and_is_repeated_every_week():
+    """Without --strict, pip-audit exits with 0 where it cannot reach its data."""
+    files = {}
+    for workflow in ("release", "audit"):
+        text = (ROOT / f".github/workflows/{workflow}.yml").read_text()
+        assert text.count("pip-audit --") == text.count("pip-audit --strict --no-deps --disable-pip -r ")
+        files[workflow] = set(re.findall(r"pip-audit --strict .* -r (\S+)", text))
+    assert files["release"] == {"constraints-gpu.txt"}
+    assert files["audit"] == {"constraints-gpu.txt", "constraints.txt", "constraints-release.txt"}
+    assert yaml.safe_load(text)[True]["schedule"]  # YAML reads the key "on" as true
 
 
 def test_the_versions_for_gpus_meet_what_the_package_asks_for():
@@ -80,15 +113,51 @@ def test_the_version_has_a_dated_entry_in_the_changelog_and_is_the_cited_one():
     assert citation["repository-code"] == project["urls"]["Repository"]
 
 
-def test_no_line_of_the_source_is_exempt_from_the_rules_against_running_or_unpickling_data():
-    """Ruff's rules for exec, pickle, marshal, eval, unsafe YAML, a shell, and torch.load hold everywhere."""
+PLANTED = {
+    "import pickle; pickle.load(file)": {"S301", "TID251"},
+    "from pickle import loads; loads(data)": {"S301", "TID251"},
+    "import marshal; marshal.loads(data)": {"S302"},
+    "import torch; torch.load(path)": {"TID251"},
+    "from torch import load; load(path, weights_only=False)": {"TID251"},
+    "import numpy as np; np.load(path, allow_pickle=True)": {"TID251"},
+    "import yaml; yaml.load(text, Loader=yaml.Loader)": {"S506"},
+    "import subprocess; subprocess.run(text, shell=True)": {"S602"},
+    "import os; os.system(text)": {"S605"},
+    "eval(text)": {"S307"},
+    "exec(text)": {"S102"},
+}
+
+
+@pytest.mark.parametrize("place", ["src/coordexp", "tools", "benchmarks", "examples", ".ci"])
+def test_code_that_would_run_or_unpickle_data_fails_the_style_check(place):
+    """The lines are given to the command that CI runs, as if they were a file of the checkout."""
+    command = [sys.executable, "-m", "ruff", "check", "--output-format", "concise", "--stdin-filename"]
+    words = [*command, f"{place}/planted.py", "-"]
+    check = subprocess.run(words, input="\n".join(PLANTED), cwd=ROOT, capture_output=True, text=True)
+    reported = set(re.findall(r"planted\.py:(\d+):\d+: (\w+) ", check.stdout))
+    for number, (line, codes) in enumerate(PLANTED.items(), 1):
+        assert {(str(number), code) for code in codes} <= reported, (line, check.stdout, check.stderr)
+    assert check.returncode == 1
+
+
+def test_no_line_is_exempt_from_the_rules_against_running_or_unpickling_data():
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["ruff"]["lint"]
-    assert "S" in settings["select"] and settings["ignore"] == ["S101"]
-    dangerous = re.compile(r"noqa(?!:)|noqa:.*\b(S102|S30[12]|S307|S506|S60[2456]|S614|S615|S)\b")
-    for file in (ROOT / "src").rglob("*.py"):
-        text = file.read_text()
-        assert not dangerous.search(text), file
-        assert "trust_remote_code=True" not in text, file
+    assert {"S", "TID251"} < set(settings["select"]) and settings["ignore"] == ["S101"]
+    of_security = re.compile(r"S\d*|TID\d*")
+    exempt = {
+        place: {rule for rule in rules if of_security.fullmatch(rule)}
+        for place, rules in settings["per-file-ignores"].items()
+    }
+    assert {place: rules for place, rules in exempt.items() if rules} == {
+        "tests/**": {"S", "TID251"},
+        "{benchmarks,examples,tools,.ci}/**": {"S311", "S603"},
+    }
+    dangerous = re.compile(r"noqa(?!:)|noqa:.*\b(S102|S30[12]|S307|S506|S60[2456]|TID251|S)\b")
+    checked = [file for folder in ("src", "benchmarks", "tools") for file in (ROOT / folder).rglob("*.py")]
+    for file in checked:
+        lines = [line for line in file.read_text().splitlines() if dangerous.search(line)]
+        assert not lines or (file.name, len(lines)) == ("reference.py", 1), lines  # it evaluates our own source
+        assert "trust_remote_code=True" not in file.read_text(), file
 
 
 def _normalize(name: str) -> str:
