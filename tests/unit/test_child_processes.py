@@ -190,3 +190,14 @@ def test_if_every_path_is_too_long_the_message_says_what_to_set(monkeypatch):
     monkeypatch.setattr(child_processes, "LONGEST", 3)
     with pytest.raises(EngineError, match="short enough for sockets\n  set TMPDIR"):
         child_processes.make_folder()
+
+
+def test_only_their_owner_may_enter_the_folder_of_sockets():
+    before = os.umask(0)
+    try:
+        folder = child_processes.make_folder()
+    finally:
+        os.umask(before)
+    mode = folder.stat().st_mode & 0o777
+    folder.rmdir()
+    assert mode == 0o700

@@ -4,6 +4,8 @@ Trainers that use rollouts receive a single object, `rollout_matching_cfg`. This
 section with derived values filled in, together with the packing keys of `training`.
 """
 
+from contextlib import suppress
+from ipaddress import ip_address
 from math import gcd
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 from urllib.parse import urlsplit
@@ -53,6 +55,13 @@ def _check_base_url(value: str) -> str:
     ):
         raise ValueError(problem)
     return value.rstrip("/")
+
+
+def is_loopback_host(host: str) -> bool:
+    """Return True if an address, or the name localhost, can be reached only from this machine."""
+    with suppress(ValueError):  # a name
+        return ip_address(host).is_loopback
+    return host.lower() == "localhost"
 
 
 DecodeMode = Literal["greedy", "sampling", "beam"]

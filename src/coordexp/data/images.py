@@ -62,8 +62,8 @@ def _pixel_problem(width: int, height: int) -> str | None:
 @contextmanager
 def open_image_file(source: Path | IO[bytes]) -> "Iterator[Image.Image]":
     """Open an image and read its header; its pixels are decoded when they are used. Raise ImageError if the format
-    is not in `FORMATS`, if there are too many pixels, or if the file is broken, even if that shows inside the
-    block."""
+    is not in `FORMATS`, if there are too many pixels or pixels of 32 bits, or if the file is broken, even if that
+    shows inside the block."""
     from PIL import Image, UnidentifiedImageError
 
     Image.MAX_IMAGE_PIXELS = None  # our own limit applies: an error above it, and no warning below it
@@ -73,6 +73,7 @@ def open_image_file(source: Path | IO[bytes]) -> "Iterator[Image.Image]":
                 raise ImageError(problem)
             if image.format == "TIFF":
                 _check_tiles(image)
+            _check_mode(image)
             yield image
     except FileNotFoundError:
         raise
@@ -80,6 +81,20 @@ def open_image_file(source: Path | IO[bytes]) -> "Iterator[Image.Image]":
         raise ImageError(f"not a {', '.join(FORMATS[:-1])} or {FORMATS[-1]} image") from error
     except (OSError, ValueError, SyntaxError, EOFError, *_BROKEN) as error:
         raise ImageError(getattr(error, "strerror", None) or str(error) or type(error).__name__) from error
+
+
+def _check_mode(image: "Image.Image") -> None:
+    if image.mode in ("I", "F"):
+        raise ImageError("its pixels are 32-bit numbers of no known range; save it with 8 or 16 bits")
+
+
+def to_rgb(image: "Image.Image") -> "Image.Image":
+    """Return the image with three channels of 8 bits. Pillow alone would clip 16 bits of grey at 255, so that
+    nearly every pixel becomes white. Raise ImageError if the range of its pixels is unknown."""
+    _check_mode(image)
+    if image.mode.startswith("I;16"):
+        image = image.convert("I").point(lambda value: value * (1 / 256)).convert("L")
+    return image.convert("RGB")
 
 
 def _check_tiles(image: "Image.Image") -> None:

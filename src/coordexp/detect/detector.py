@@ -190,7 +190,7 @@ def _open(source: ImageSource, number: int) -> "ImageRef":
     """Return an image in the form of a request. The file of a path is read later, except for its size."""
     from PIL import Image, ImageOps
 
-    from coordexp.data.images import read_image_size, size_problem
+    from coordexp.data.images import read_image_size, size_problem, to_rgb
     from coordexp.rollout.backend import ImageRef
 
     if isinstance(source, str | Path):
@@ -203,7 +203,7 @@ def _open(source: ImageSource, number: int) -> "ImageRef":
     if problem := size_problem(*source.size):
         raise DataError(f"image {number}: {problem}", "cut the image into tiles, or scale it down")
     with explain(OSError, f"image {number}: not a readable image", "give an image whose file is complete"):
-        upright = ImageOps.exif_transpose(source).convert("RGB")  # an image that was only opened is read here
+        upright = to_rgb(ImageOps.exif_transpose(source))  # an image that was only opened is read here
     return ImageRef(f"image {number}", *upright.size, upright)
 
 

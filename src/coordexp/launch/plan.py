@@ -6,13 +6,11 @@ are reported at once.
 
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field
-from ipaddress import ip_address
 from urllib.parse import urlsplit
 
 from coordexp.config import Settings
-from coordexp.config.rollout import capacity_shortage
+from coordexp.config.rollout import capacity_shortage, is_loopback_host
 from coordexp.config.rules import DATA_PARALLEL, MODE, SERVERS, TENSOR_PARALLEL, uses_vllm
 from coordexp.errors import ConfigError, Finding
 
@@ -113,13 +111,6 @@ def make_plan(settings: Settings, options: LaunchOptions) -> Plan:
 def is_loopback(base_url: str) -> bool:
     """Return True if the host of a URL is this machine's loopback address."""
     return is_loopback_host(urlsplit(base_url).hostname or "")
-
-
-def is_loopback_host(host: str) -> bool:
-    """Return True if an address, or the name localhost, can be reached only from this machine."""
-    with suppress(ValueError):  # a name
-        return ip_address(host).is_loopback
-    return host.lower() == "localhost"
 
 
 def _learner(options: LaunchOptions) -> Part:

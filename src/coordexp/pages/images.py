@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Literal
 
 from coordexp.data import AnyRecord, Record
-from coordexp.data.images import open_image_file
+from coordexp.data.images import open_image_file, to_rgb
 from coordexp.pages.document import escape_text
 
 SIDE = 480  # pixels of a thumbnail
@@ -22,7 +22,7 @@ def make_thumbnail(path: Path, side: int = SIDE) -> str:
 
     with open_image_file(path) as file:
         file.draft("RGB", (2 * side, 2 * side))
-        image = ImageOps.exif_transpose(file).convert("RGB")
+        image = to_rgb(ImageOps.exif_transpose(file))
     image.thumbnail((side, side))
     kind = "PNG" if max(image.size) <= LOSSLESS_SIDE else "JPEG"
     buffer = io.BytesIO()

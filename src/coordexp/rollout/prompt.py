@@ -14,7 +14,7 @@ from PIL import Image, ImageOps
 from torch import Tensor
 
 from coordexp.data import DataError
-from coordexp.data.images import ImageError, open_image_file, size_problem
+from coordexp.data.images import ImageError, open_image_file, size_problem, to_rgb
 from coordexp.errors import UserError, explain
 from coordexp.families import PLACE_TOKENS
 from coordexp.rollout.backend import ImageRef
@@ -203,4 +203,4 @@ def read_image(source: str | Path | IO[bytes], name: str) -> Image.Image:
         if problem := size_problem(*image.size):
             raise ImageError(problem)
         ImageOps.exif_transpose(image, in_place=True)
-        return image.convert("RGB")
+        return to_rgb(image)

@@ -12,14 +12,16 @@ import hmac
 import resource
 import socket
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from operator import attrgetter
 from typing import Any
+from urllib.parse import urlsplit
 
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
+from coordexp.config.rollout import is_loopback_host
 from coordexp.errors import EngineError, explain
 from coordexp.servers.protocol import DIGEST, KEEP_ALIVE, Refusal, format_digest
 
@@ -149,9 +151,9 @@ UVICORN: dict[str, Any] = {
 
 
 class AccessControl:
-    """ASGI middleware that refuses requests with a missing token, an oversized body, or a body that does not have
-    the digest in its header, and adds the digest to responses. Once the server is `ending`, it also ends the
-    requests that are being answered, with the refusal that `reason` returns."""
+    """ASGI middleware that refuses requests with a missing token, for another host, or with a body that is too
+    large or does not have the digest in its header. It adds the digest to responses. Once the server is `ending`,
+    it also ends the requests that are being answered, with the refusal that `reason` returns."""
 
     def __init__(self, app: Any, token: str | None, ending: asyncio.Event, reason: Callable[[], Refusal]) -> None:
         self.app, self.token, self.ending, self.reason = app, token, ending, reason
@@ -217,10 +219,26 @@ class AccessControl:
                 "this server requires a token",
                 "set COORDEXP_SERVER_TOKEN to the same value for the server and the learner",
             )
+        if not self.token and path.rstrip("/") not in PROBES and not _is_for_this_machine(headers):
+            return Refusal(
+                421,
+                "other_host",
+                "the request names another host than this machine, and this server has no token",
+                "use 127.0.0.1 or localhost in base_url, or set COORDEXP_SERVER_TOKEN on both ends",
+            )
         length = headers.get(b"content-length", b"0")
         if not length.isdigit() or int(length) > MOST_BYTES:
             return too_large(f"{MOST_BYTES} bytes")
         return None
+
+
+def _is_for_this_machine(headers: dict[bytes, bytes]) -> bool:
+    """Return True if a request names this machine, or no host. A web page can make the name of its own site stand
+    for 127.0.0.1; a browser on this machine would then send the page's requests to a server without a token."""
+    host = headers.get(b"host", b"localhost").decode("latin-1")
+    with suppress(ValueError):  # an address that is not one
+        return is_loopback_host(urlsplit(f"//{host}").hostname or "")
+    return False
 
 
 def _add_digest(send: Any) -> Any:

@@ -139,14 +139,17 @@ class InferRequest(StrictMessage):
         return LearnerFields.model_validate((self.data_dict or {}).get(OWN_KEY) or {})
 
 
+Number = Annotated[float, Field(allow_inf_nan=False)]
+
+
 class RequestConfig(StrictMessage):
     """The settings of a call. A sampling field that is not set comes from the model's `generation_config.json`."""
 
     max_tokens: Annotated[int, Field(ge=1, le=2**31)] | None = None
-    temperature: float | None = None
+    temperature: Number | None = None
     top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
-    top_p: float | None = None
-    repetition_penalty: float | None = None
+    top_p: Number | None = None
+    repetition_penalty: Number | None = None
     stop: list[Text] | None = None
     seed: Whole | None = None
     n: Annotated[int, Field(ge=1, le=MOST_ANSWERS)] = 1

@@ -2,6 +2,7 @@
 
 import ast
 import base64
+import io
 import json
 import os
 import struct
@@ -44,6 +45,55 @@ def ghostscript(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("PATH", f"{folder}{os.pathsep}{os.environ['PATH']}")
     monkeypatch.setattr("PIL.EpsImagePlugin.gs_binary", None)  # so that Pillow searches the PATH again
     return trace
+
+
+GREY = [round(k * 255 / 63) for k in range(64)]  # the pixels of an image of 8 x 8
+
+
+def grey_image(mode: str) -> Image.Image:
+    """Return the same grey ramp in any mode of Pillow."""
+    eight = Image.new("L", (8, 8))
+    eight.putdata(GREY)
+    if mode.startswith("I;16"):
+        order = "big" if mode.endswith("B") else "little"
+        return Image.frombytes(mode, (8, 8), b"".join((value * 257).to_bytes(2, order) for value in GREY))
+    return eight.convert("RGB").convert(mode) if mode == "CMYK" else eight.convert(mode)
+
+
+@pytest.mark.parametrize(
+    ("mode", "kind"),
+    [
+        ("L", "PNG"),
+        ("LA", "PNG"),
+        ("RGBA", "PNG"),
+        ("P", "GIF"),
+        ("I;16", "PNG"),
+        ("I;16", "TIFF"),
+        ("I;16B", "TIFF"),
+        ("CMYK", "JPEG"),
+        ("CMYK", "TIFF"),
+    ],
+)
+def test_pixels_are_the_same_whatever_the_mode_of_the_file(tmp_path, mode, kind):
+    """Pillow alone makes 16 bits of grey white."""
+    file = tmp_path / f"a.{kind.lower()}"
+    grey_image(mode).save(file, kind)
+    for image in (read_image(file, "a"), Image.open(io.BytesIO(base64.b64decode(make_thumbnail(file)[22:])))):
+        channels = [channel.tobytes() for channel in image.convert("RGB").split()]
+        assert all(
+            abs(value - expected) <= 3 for values in channels for value, expected in zip(values, GREY, strict=True)
+        )
+
+
+@pytest.mark.parametrize("mode", ["I", "F"])
+def test_pixels_that_are_numbers_of_no_known_range_are_refused_by_the_doctor_and_by_training(tmp_path, mode):
+    file = tmp_path / "a.tiff"
+    grey_image("L").convert(mode).save(file)
+    for read in (read_image_facts, partial(read_image, name="a")):
+        with pytest.raises(
+            (ImageError, DataError), match="32-bit numbers of no known range; save it with 8 or 16"
+        ):
+            read(file)
 
 
 @pytest.mark.timeout(60)

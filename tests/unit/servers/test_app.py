@@ -1,6 +1,7 @@
 """The access control and the routes of a server, over real HTTP. The engine is a fake."""
 
 import asyncio
+import base64
 import json
 import socket
 import statistics
@@ -121,6 +122,60 @@ def test_with_a_token_every_route_but_health_and_readiness_requires_it():
             assert known.get("/version/").json()["server"] == "coordexp"
     finally:
         server.close()
+
+
+@pytest.mark.timeout(60)
+def test_nothing_but_the_token_in_its_header_opens_a_route():
+    server = Server(TOKEN)
+    near = (TOKEN, f"bearer {TOKEN}", f"Bearer {TOKEN.upper()}", f"Bearer  {TOKEN}", f"Bearer {TOKEN}x", "Bearer")
+    values = (*near, f"Basic {base64.b64encode(f':{TOKEN}'.encode()).decode()}")
+    paths = ("//version/", "/health/../version/", "/health/..%2fversion/", "/health%2f..%2fversion/", "/Health/")
+    try:
+        with server.client() as http:
+            for value in values:
+                assert code(http.get("/version/", headers={"Authorization": value})) == (401, "no_token"), value
+            assert code(http.get("/version/", params={"token": TOKEN, "authorization": TOKEN})) == (
+                401,
+                "no_token",
+            )
+            for path in paths:
+                answer = send_raw(server, f"GET {path} HTTP/1.1\r\nHost: 127.0.0.1\r\n")
+                assert answer.startswith("HTTP/1.1 401 ") and "weight_version" not in answer, path
+    finally:
+        server.close()
+
+
+@pytest.mark.timeout(60)
+def test_a_server_without_a_token_answers_only_requests_that_name_this_machine(server):
+    """A web page can make its own host name stand for 127.0.0.1, and a browser here would ask this server."""
+    with server.client() as http:
+        for host in ("evil.example", "evil.example:8000", "127.0.0.1.evil.example", "10.0.0.5", "[", ""):
+            assert code(http.get("/version/", headers={"Host": host})) == (421, "other_host"), host
+            assert http.get("/health/", headers={"Host": host}).status_code == 200
+        for host in ("127.0.0.1", "127.0.0.1:1", "localhost:8000", "LOCALHOST", "[::1]:8000", "127.8.9.1"):
+            assert http.get("/version/", headers={"Host": host}).status_code == 200, host
+    known = Server(TOKEN)
+    try:
+        with known.client(Authorization=f"Bearer {TOKEN}", Host="node-5:8000") as http:
+            assert http.get("/version/").status_code == 200
+    finally:
+        known.close()
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("length", ["-1", "x", "1e3", "9" * 5000, "99999999999999", "0x10", "5, 6", ""])
+def test_a_content_length_that_no_body_has_is_refused_and_the_server_goes_on(server, length):
+    head = f"POST /infer/ HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: {length}\r\n"
+    assert send_raw(server, head)[:12] in ("HTTP/1.1 400", "HTTP/1.1 413")
+    with server.client() as http:
+        assert http.post("/infer/", json={"infer_requests": [{}]}).status_code == 200
+
+
+def send_raw(server: Server, head: str) -> str:
+    """Send a header as it is and return the answer, however the server closes the connection."""
+    with socket.create_connection(server.listening.getsockname(), timeout=10) as connection:
+        connection.sendall(f"{head}Connection: close\r\n\r\n".encode())
+        return connection.recv(65536).decode()
 
 
 @pytest.mark.timeout(60)

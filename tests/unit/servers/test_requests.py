@@ -144,6 +144,10 @@ def test_numbers_that_no_engine_takes_are_refused():
     for values in ({"seed": 2**70}, {"max_tokens": 2**40}, {"n": 65}):
         with pytest.raises(ValueError, match="less than"):
             RequestConfig.model_validate(values)
+    for name in ("temperature", "top_p", "repetition_penalty"):
+        for value in (float("nan"), float("inf"), -float("inf")):
+            with pytest.raises(ValueError, match="finite number"):
+                RequestConfig.model_validate({name: value})
 
 
 def test_text_must_be_text():
