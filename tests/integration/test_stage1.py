@@ -20,7 +20,6 @@ from safetensors.torch import load_file
 from coordexp.config import World, load_settings
 from coordexp.demo.model import Size, make_model
 from coordexp.demo.scenes import SceneSettings, write_scenes
-from coordexp.train.checkpoints import write_manifest
 from coordexp.train.run import prepare
 from coordexp.train.stream import RowStream
 from tests.source import SOURCE
@@ -364,33 +363,6 @@ def test_a_damaged_checkpoint_is_refused(parts):
     )
     assert done.returncode == 1
     assert "has no scheduler.pt: a run could not resume from it exactly" in done.stderr
-
-
-class Payload:
-    """An object whose pickle makes a folder when it is loaded."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-
-    def __reduce__(self):
-        return os.mkdir, (str(self.folder),)
-
-
-@pytest.mark.parametrize("name", ["optimizer.pt", "scheduler.pt", "rng_state.pth"])
-def test_a_pickle_in_a_checkpoint_is_not_run(parts, name):
-    """Whoever could write the file could write its manifest too, so that the checkpoint looks intact."""
-    run = Path(name).stem
-    file = config(parts, run, max_steps=1, save_steps=1)
-    train(file)
-    checkpoint, traces = parts / run / "checkpoint-1", parts / f"{run}-was-loaded"
-    torch.save({"state": Payload(traces)}, checkpoint / name)
-    write_manifest(checkpoint, print)
-    config(parts, run, max_steps=2, save_steps=1)
-    done = ran(file, "--resume")
-    assert done.returncode == 1 and "Weights only load failed" in done.stderr
-    assert not traces.exists()
-    torch.load(checkpoint / name, weights_only=False)
-    assert traces.exists()
 
 
 def make_thin(data: Path) -> None:
