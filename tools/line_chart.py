@@ -27,12 +27,14 @@ class Axes:
     show_values: bool = False
 
 
-def draw(names: Sequence[str], panels: Mapping[str, Sequence[Points]], axes: Axes) -> str:
-    """Return an SVG with a legend and, for each title, a panel with one curve per name."""
+def draw(names: Sequence[str], panels: Mapping[str, Sequence[Points]], axes: Axes | Mapping[str, Axes]) -> str:
+    """Return an SVG with a legend and, for each title, a panel with one curve per name. All panels have the same
+    axes, or each has those of its title."""
+    own_axes = {title: axes if isinstance(axes, Axes) else axes[title] for title in panels}
     columns = min(2, len(panels))
     names_per_row = NAMES_PER_COLUMN * columns
     legend = NAME_HEIGHT * ceil(len(names) / names_per_row)
-    below = BOTTOM + (NAME_HEIGHT if axes.name else 0)
+    below = BOTTOM + (NAME_HEIGHT if any(own.name for own in own_axes.values()) else 0)
     size = (columns * WIDTH + (columns + 1) * GAP, ceil(len(panels) / columns) * (HEIGHT + below) + legend + TOP)
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {size[0]} {size[1]}" font-family="sans-serif" '
@@ -46,7 +48,7 @@ def draw(names: Sequence[str], panels: Mapping[str, Sequence[Points]], axes: Axe
         )
     for k, (title, curves) in enumerate(panels.items()):
         left, top = GAP + (k % columns) * (WIDTH + GAP), legend + TOP + (k // columns) * (HEIGHT + below)
-        parts += draw_panel(left, top, title, curves, axes)
+        parts += draw_panel(left, top, title, curves, own_axes[title])
     return "".join(parts) + "</svg>\n"
 
 

@@ -105,6 +105,11 @@ def sanitize(text: str) -> str:
     return "".join(character if character.isprintable() else "?" for character in text)
 
 
+def shorten(text: str, most: int = 1000) -> str:
+    """Return the text without its middle, if it is longer than a message should be."""
+    return text if len(text) <= most else f"{text[: most // 2]} ... {text[-most // 2 :]}"
+
+
 def need_new(folder: Path) -> None:
     """Raise unless the folder is new or empty."""
     if not is_free(folder):

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 from rich.text import Text
 
-from coordexp.cli.console import need, need_new_file, out, progress, sanitize
+from coordexp.cli.console import need, need_new_file, out, progress, sanitize, shorten
 from coordexp.errors import UserError
 from coordexp.extensions import find_extensions, load_extension
 
@@ -85,7 +85,7 @@ def _add_instances_command(name: str, summary: str) -> None:
         read = {"coco": read_coco, "lvis": read_lvis}[name]
         rules = Rules(geometry, multipart, crowd, empty, missing, outside, tolerance, ask)
         tally = ImportCounts()
-        _import(read(annotations, images, rules, tally, _size), target, rules, tally)
+        _import(annotations, read(annotations, images, rules, tally, _size), target, rules, tally)
 
 
 _add_instances_command("coco", "Import COCO instances: boxes, polygons, masks.")
@@ -116,7 +116,7 @@ def yolo(
 
     rules = Rules(geometry=geometry, empty=empty, outside=outside, tolerance=tolerance)
     tally = ImportCounts()
-    _import(read_yolo(labels, images, names, tally, _size), target, rules, tally)
+    _import(labels, read_yolo(labels, images, names, tally, _size), target, rules, tally)
 
 
 @app.command("labelme")
@@ -139,7 +139,7 @@ def labelme(
 
     rules = Rules(geometry, multipart, "drop", empty, missing, outside, tolerance)
     tally = ImportCounts()
-    _import(read_labelme(labels, images, tally, _size), target, rules, tally)
+    _import(labels, read_labelme(labels, images, tally, _size), target, rules, tally)
 
 
 @app.command("labelstudio")
@@ -159,7 +159,7 @@ def labelstudio(
 
     rules = Rules(geometry, empty=empty, missing=missing, outside=outside, tolerance=tolerance)
     tally = ImportCounts()
-    _import(read_labelstudio(annotations, images, key, tally, _size), target, rules, tally)
+    _import(annotations, read_labelstudio(annotations, images, key, tally, _size), target, rules, tally)
 
 
 def _add_extension_command(entry: EntryPoint) -> None:
@@ -181,7 +181,7 @@ def _add_extension_command(entry: EntryPoint) -> None:
 
         rules = Rules(geometry, multipart, crowd, empty, missing, outside, tolerance)
         tally = ImportCounts()
-        _import(load_extension(entry)(source, tally), target, rules, tally)
+        _import(source, load_extension(entry)(source, tally), target, rules, tally)
 
 
 _OWN = frozenset({"coco", "lvis", "yolo", "labelme", "labelstudio"})
@@ -197,8 +197,11 @@ def _size(path: Path) -> tuple[int, int]:
     return read_image_size(path)
 
 
-def _import(images: "Iterator[SourceImage]", target: Path, rules: "Rules", tally: "ImportCounts") -> None:
-    """Write the images to a new file, and print what was dropped or changed. `tally` is filled by reading them."""
+def _import(
+    source: Path, images: "Iterator[SourceImage]", target: Path, rules: "Rules", tally: "ImportCounts"
+) -> None:
+    """Write the images of a source to a new file, and print what was dropped or changed. `tally` is filled by
+    reading them."""
     from coordexp.data.importers import write_records
 
     need_new_file(target)
@@ -210,7 +213,8 @@ def _import(images: "Iterator[SourceImage]", target: Path, rules: "Rules", tally
         try:
             write_records(images, target, rules, tally, show_count)
         except (UserError, OSError) as error:  # the user may wonder how much of the file is there
-            raise UserError(f"nothing was written: {error}") from error
+            where = "" if str(source) in str(error) else f"{source}: "
+            raise UserError(f"nothing was written: {where}{shorten(str(error))}") from error
     _print_tally(tally)
     out.print(f"wrote {target}: {tally.images:,} images, {tally.objects:,} objects", markup=False)
 

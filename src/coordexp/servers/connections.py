@@ -9,6 +9,7 @@ read no byte of a response. The time to answer a request and the length of a ses
 import asyncio
 import hashlib
 import hmac
+import json
 import resource
 import socket
 from collections.abc import Callable, Iterator
@@ -18,7 +19,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from starlette.exceptions import HTTPException
-from starlette.responses import JSONResponse
+from starlette.responses import Response
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
 from coordexp.config.rollout import is_loopback_host
@@ -267,8 +268,9 @@ def too_large(limit: str) -> Refusal:
     )
 
 
-def to_response(refusal: Refusal) -> JSONResponse:
-    return JSONResponse(refusal.to_json(), refusal.status)
+def to_response(refusal: Refusal) -> Response:
+    """Return the refusal as JSON in ASCII: what it quotes from a request may have no form in UTF-8."""
+    return Response(json.dumps(refusal.to_json()), refusal.status, media_type="application/json")
 
 
 def body_chunk(text: str, is_last: bool = False) -> dict[str, Any]:

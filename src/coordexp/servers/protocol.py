@@ -178,7 +178,7 @@ class InferCall(StrictMessage):
 class WeightMessage(Message):
     """A message about weights. A client of ms-swift has no session."""
 
-    session: str | None = None
+    session: Name | None = None
 
 
 class OpenSession(Message):  # POST /session/

@@ -4,18 +4,23 @@ Such a client has no session. Its first bucket begins an update, and each of the
 weights ends the update. Versions that it does not name are numbered.
 """
 
-from typing import Any
+from math import prod
+from typing import Annotated, Any
 
 import torch
+from pydantic import Field
 
-from coordexp.servers.protocol import Metadata, WeightMessage, bad_request
+from coordexp.servers.protocol import Metadata, Name, Text, WeightMessage, bad_request
 from coordexp.servers.updates import Updates
+
+LARGEST = 2**48  # elements of a tensor; no machine has the memory for so many
+Side = Annotated[int, Field(ge=0, le=LARGEST)]
 
 
 class LoadTensor(WeightMessage):  # POST /update_named_param/
-    name: str
-    dtype: str
-    shape: list[int]
+    name: Text
+    dtype: Name
+    shape: list[Side]
 
 
 class SwiftClients:
@@ -53,7 +58,9 @@ class SwiftClients:
         dtype = getattr(torch, tensor.dtype.removeprefix("torch."), None)
         if not isinstance(dtype, torch.dtype):
             raise bad_request(f"dtype: {tensor.dtype} is not a dtype of torch")
-        count = torch.Size(tensor.shape).numel()
+        count = prod(tensor.shape)
+        if count > LARGEST:
+            raise bad_request(f"shape: {tensor.shape} are more than {LARGEST} elements")
         place: Metadata = {"start_idx": 0, "end_idx": count * dtype.itemsize, "numel": count}
         await self.begin(tensor)
         await self.updates.load(tensor.session, [place | tensor.model_dump(include={"name", "dtype", "shape"})])

@@ -58,6 +58,16 @@ def test_a_source_that_cannot_be_imported_leaves_nothing(source):
     assert sorted(path.name for path in source.iterdir()) == ["coco.json", "images"]
 
 
+def test_the_message_names_the_source_and_is_short(source):
+    """Also if it is about one image, and if what is wrong there is long."""
+    images = [{"id": ["x" * 9000], "file_name": "a.png", "width": 64, "height": 48}]
+    (source / "coco.json").write_text(json.dumps(coco([], images)))
+    result = run("coco", source / "coco.json", "--images", source / "images", "--out", source / "train.jsonl")
+    assert result.exit_code == 1
+    assert f"nothing was written: {source / 'coco.json'}: image" in result.output
+    assert "is not a number or a text" in result.output and len(result.output) < 2000
+
+
 def test_an_import_that_left_nothing_out_says_so(source):
     (source / "labels").mkdir()
     (source / "labels/a.txt").write_text("0 0.5 0.5 0.5 0.5")

@@ -77,6 +77,16 @@ def test_an_image_that_cannot_be_read_is_counted(folder):
     assert count_reasons(counts) == {"dropped: image that cannot be read": 1}
 
 
+@pytest.mark.parametrize(
+    "text",
+    ['{"a":' * 20_000, "names: {0: 2020-99-99}", f"names: {{'{'9' * 5000}': cat}}", f"names: [{'9' * 5000}]"],
+)
+def test_names_that_cannot_be_read_are_an_error_with_the_file(folder, text):
+    (folder / "data.yaml").write_text(text)
+    with pytest.raises(DataError, match=r"data\.yaml"):
+        import_files(folder, "0 0.5 0.5 0.1 0.1")
+
+
 def test_names_come_from_classes_txt_one_per_line(folder):
     (folder / "data.yaml").unlink()
     (folder / "labels/classes.txt").write_text("dog\ncat\n")

@@ -20,8 +20,8 @@ from coordexp.config.rollout import ServerEndpoint
 from coordexp.servers import connections
 from coordexp.servers.app import RolloutApp, ServerMetrics
 from coordexp.servers.client import ServerClient, ServerFault, ServerLost
-from coordexp.servers.connections import UVICORN, listen
-from coordexp.servers.protocol import ServerVersion, read_version
+from coordexp.servers.connections import UVICORN, listen, to_response
+from coordexp.servers.protocol import Refusal, ServerVersion, read_version
 from tests.integration.faulty_proxy import Relay
 from tests.unit.servers.test_updates import FakeEngine
 
@@ -246,6 +246,33 @@ def test_a_body_that_was_damaged_on_the_way_is_noticed_at_both_ends(server):
         relay.close()
 
 
+@pytest.mark.timeout(60)
+def test_weight_calls_with_half_characters_or_impossible_shapes_are_bad_requests(server):
+    tensor = {"name": "a", "dtype": "float32", "shape": [2]}
+    bad = [
+        ("/start_update/", {"session": "\ud83d", "version": "1"}),
+        ("/start_update/", {"session": "x" * 201, "version": "1"}),
+        ("/start_update/", {"version": "\ud83d"}),
+        ("/update_named_param/", tensor | {"shape": [10**30]}),
+        ("/update_named_param/", tensor | {"shape": [2**40, 2**40]}),
+        ("/update_named_param/", tensor | {"shape": [-5]}),
+        ("/update_named_param/", tensor | {"name": "\ud83d"}),
+        ("/update_named_param/", tensor | {"dtype": "\ud83d"}),
+    ]
+    with server.client() as http:
+        for path, body in bad:
+            answer = http.post(path, content=json.dumps(body), headers={"content-type": "application/json"})
+            status, error_code = code(answer)
+            assert status in (400, 422) and error_code == "bad_request", (path, body, answer.text)
+        assert http.get("/ready/").status_code == 200  # none of them has begun an update
+
+
+def test_a_refusal_may_quote_half_a_character():
+    body = to_response(Refusal(409, "no_session", "session \ud83d", "")).body
+    assert json.loads(bytes(body))["error"]["message"] == "session \ud83d"
+
+
+@pytest.mark.timeout(60)
 def test_4096_requests_are_a_call_and_one_more_is_too_large(server):
     with server.client() as http:
         assert len(http.post("/infer/", json={"infer_requests": [{}] * 4096}).json()) == 4096

@@ -61,19 +61,25 @@ def _find_names_file(labels: Path) -> Path:
 
 def _read_classes(path: Path) -> dict[int, str]:
     """Return the names by class number. Numbers may have gaps in data.yaml."""
-    kinds = (OSError, UnicodeDecodeError, yaml.YAMLError)
+    kinds = (OSError, ValueError, RecursionError, yaml.YAMLError)  # YAML reads dates and numbers: ValueError
+    is_yaml = path.suffix in (".yaml", ".yml")
     with explain(kinds, f"{path}: cannot be read", "give data.yaml or classes.txt"):
         text = path.read_text(encoding="utf-8-sig")
-        if path.suffix not in (".yaml", ".yml"):
-            lines = text.rstrip().split("\n")
-            return {k: check_name(line.strip(), f"{path}:{k + 1}") for k, line in enumerate(lines)}
-        tree = yaml.safe_load(text)
+        tree = yaml.safe_load(text) if is_yaml else None
+    if not is_yaml:
+        lines = text.rstrip().split("\n")
+        return {k: check_name(line.strip(), f"{path}:{k + 1}") for k, line in enumerate(lines)}
     names: Any = tree.get("names") if isinstance(tree, dict) else None
     if isinstance(names, list):
         names = dict(enumerate(names))
-    if not isinstance(names, dict) or not all(str(key).isdecimal() for key in names):
+    if not isinstance(names, dict) or not all(_is_number(key) for key in names):
         raise DataError(f"{path}: no names", "write names: [cat, dog], or names: {0: cat, 1: dog}")
     return {int(key): check_name(name, f"{path}: names[{key}]") for key, name in names.items()}
+
+
+def _is_number(key: Any) -> bool:
+    text = str(key)
+    return text.isdecimal() and len(text) < 10
 
 
 def _find_images(folder: Path) -> dict[Path, Path]:
