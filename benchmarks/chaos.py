@@ -60,10 +60,11 @@ from tests.integration.stage2_runs import DRAWN, Started, metrics, started, step
 STEPS, SAVED, EVALUATED = 24, 4, 8
 MOST_FAULTS = 6  # of a round
 MOST_STARTS = 40  # of the learner, in a round
+START = 600.0  # seconds for both servers to start
 ROUND = 900.0  # seconds after which a round has failed
 PHASES = ("rollout", "sync", "evaluation", "save", "start", "any")
 PHASE_WAIT = 12.0  # seconds to wait for the drawn phase, before the fault comes regardless
-TOLERANCE = 1e-5  # of losses and weights
+TOLERANCE = 1e-5  # of losses
 GROWTH = 1.15  # of a server's memory, after its first round
 DISK = 400  # MiB
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -178,7 +179,7 @@ class Machine:
             with suppress(psutil.NoSuchProcess):
                 main = psutil.Process(self.process(index).process.pid)
                 family = [main, *main.children(recursive=True)]
-                memory = sum(process.memory_full_info().pss for process in family)
+                memory = sum(process.memory_full_info().uss for process in family)
                 sizes[main.pid] = (memory, sum(process.num_fds() for process in family))
         return sizes
 
@@ -467,23 +468,30 @@ class Outcome:
             problems.append(f"steps are not each there once, in order: {numbers}")
         if (lacking := sorted(others.keys() - lines.keys())) and not may_lack_lines:
             problems.append(f"steps without a line: {lacking}")
-        largest = 0.0
+        gaps = [0.0]
         for step, line in lines.items():
             other = others[step]
-            largest = max(largest, abs(line["loss"] - other["loss"]))
+            gaps.append(abs(line["loss"] - other["loss"]))
+            if not gaps[-1] <= TOLERANCE:  # also if it is NaN
+                problems.append(f"step {step}: the loss is {line['loss']}, not {other['loss']}")
             names = [name for name in other if name.startswith(("rollout/", "parse/", "match/", "packing/"))]
             if unlike := [name for name in names if line.get(name) != other[name]]:
                 problems.append(f"step {step}: other counters: {unlike}")
         if self.tensors.keys() != expected.tensors.keys():
             problems.append("the last checkpoint has other tensors")
         else:
-            gaps = [(self.tensors[name] - value).abs().max().item() for name, value in expected.tensors.items()]
-            largest = max([largest, *gaps])
-        if largest > TOLERANCE:
-            problems.append(f"a loss or a tensor differs by {largest:g}")
+            gaps += [(self.tensors[name] - value).abs().max().item() for name, value in expected.tensors.items()]
+            unlike = [name for name, value in expected.tensors.items() if not is_close(self.tensors[name], value)]
+            if unlike:
+                problems.append(f"tensors of the last checkpoint differ: {unlike[:5]}")
         if self.stream != expected.stream:
             problems.append("the last checkpoint is at another place of the stream of samples")
-        return problems, largest
+        return problems, max(gaps)
+
+
+def is_close(tensor: torch.Tensor, expected: torch.Tensor) -> bool:
+    """Return False if a number differs, or is NaN. Second moments of the optimizer are as small as 1e-8."""
+    return torch.allclose(tensor.float(), expected.float(), rtol=1e-4, atol=1e-10)
 
 
 @contextmanager
@@ -494,7 +502,9 @@ def prepared(seed: int) -> Iterator[Machine]:
             machine.start(0)
             machine.start(1)
             report("starting two servers")
+            until = time.monotonic() + START
             while not all(machine.is_ready(index) for index in range(2)):
+                assert time.monotonic() < until, f"the servers did not start in {START:g} s"
                 machine.keep()
                 time.sleep(0.5)
             yield machine
@@ -521,14 +531,14 @@ def check_growth(sizes: dict[int, list[tuple[int, int]]]) -> list[str]:
 
 
 def run_chaos(minutes: float, seed: int, variants: list[str]) -> dict[str, Any]:
-    until = time.monotonic() + 60 * minutes
     rounds: list[dict[str, Any]] = []
     sizes: dict[int, list[tuple[int, int]]] = defaultdict(list)
     undisturbed: dict[str, Outcome] = {}
     with prepared(seed) as machine:
+        until = time.monotonic() + 60 * minutes
         if not machine.can_fill:
             report("the disk is never full: no right to mount a file system")
-        while time.monotonic() < until:
+        while not rounds or time.monotonic() < until:
             number = len(rounds)
             variant = variants[number % len(variants)]
             if variant not in undisturbed:
@@ -601,11 +611,12 @@ def _summarize(faults: list[dict[str, Any]], key: str) -> str:
 def main() -> None:
     form = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=form)
-    parser.add_argument("--minutes", type=float, default=60, help="the last round may take longer")
+    parser.add_argument("--minutes", type=float, default=60, help="the round that is running then is finished")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--variant", action="append", choices=list(VARIANTS), help="default: all, in turn")
     parser.add_argument("--json", type=Path, help="a file for every fault and round")
     options = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that processes and the mount do not stay
     result = run_chaos(options.minutes, options.seed, options.variant or list(VARIANTS))
     if options.json:
         options.json.write_text(json.dumps(result, indent=2) + "\n")

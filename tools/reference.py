@@ -463,13 +463,14 @@ def _routes() -> Iterator[tuple[str, str, str, str]]:
 
 
 def _refusals() -> Iterator[tuple[str, str]]:
+    from coordexp.servers import protocol
+
     for file in sorted((ROOT / "src/coordexp/servers").glob("*.py")):
         for call in ast.walk(ast.parse(file.read_text())):
             if isinstance(call, ast.Call) and ast.unparse(call.func) == "Refusal" and len(call.args) > 1:
                 status, name = call.args[:2]
-                word = (
-                    "engine" if ast.unparse(name) == "ENGINE_FAULT" else getattr(name, "value", ast.unparse(name))
-                )
+                text_of_name = ast.unparse(name)  # a word in quotes, or a constant of the protocol
+                word = getattr(name, "value", getattr(protocol, text_of_name, text_of_name))
                 yield code(word), ast.unparse(status) if isinstance(status, ast.Constant) else "4xx"
 
 

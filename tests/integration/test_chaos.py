@@ -16,15 +16,17 @@ pytestmark = [pytest.mark.engine, pytest.mark.timeout(1500)]
 
 @pytest.mark.parametrize(("seed", "variant", "minutes"), [(1, "ahead", 2.5), (2, "two ranks", 2.5)])
 def test_no_fault_changes_what_is_trained_and_nothing_is_left(tmp_path, seed, variant, minutes):
-    file = tmp_path / "chaos.json"
+    file, log = tmp_path / "chaos.json", tmp_path / "log"
     command = [sys.executable, "benchmarks/chaos.py", "--minutes", str(minutes), "--seed", str(seed)]
-    run = subprocess.run(
-        [*command, "--variant", variant, "--json", str(file)],
-        cwd=ROOT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-    assert run.returncode == 0, run.stdout[-6000:]
+    with log.open("wb") as output:
+        run = subprocess.Popen(
+            [*command, "--variant", variant, "--json", str(file)], cwd=ROOT, stdout=output, stderr=output
+        )
+        try:
+            code = run.wait(1400)
+        finally:
+            run.terminate()  # it ends its processes
+            run.wait(60)
+    assert code == 0, log.read_text()[-6000:]
     result = json.loads(file.read_text())
     assert sum(len(entry["faults"]) for entry in result["rounds"]) >= 2

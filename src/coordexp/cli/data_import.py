@@ -213,7 +213,8 @@ def _import(
         try:
             write_records(images, target, rules, tally, show_count)
         except (UserError, OSError) as error:  # the user may wonder how much of the file is there
-            where = "" if str(source) in str(error) else f"{source}: "
+            is_about_source = isinstance(error, UserError) and not str(error).startswith(str(source))
+            where = f"{source}: " if is_about_source else ""
             raise UserError(f"nothing was written: {where}{shorten(str(error))}") from error
     _print_tally(tally)
     out.print(f"wrote {target}: {tally.images:,} images, {tally.objects:,} objects", markup=False)

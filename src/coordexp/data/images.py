@@ -6,11 +6,11 @@ rotation, which is also what vision processors use. Needs Pillow, which is impor
 
 import hashlib
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, TYPE_CHECKING
+from typing import IO, TYPE_CHECKING, Any
 
 from coordexp.errors import UserError
 from coordexp.files import both_ends
@@ -24,7 +24,7 @@ FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF", "TIFF")
 MOST_PIXELS = 2**27  # per image: a file of a few kilobytes can decode to gigabytes
 MOST_RATIO = 200  # longer side to shorter side; the image processors of Qwen-VL refuse more
 LARGEST_TILE = 2**20  # pixels; a tile of a TIFF may be larger than a small image
-_ORIENTATION, _TILE_WIDTH, _TILE_LENGTH = 0x0112, 322, 323
+_ORIENTATION, _BITS, _PHOTOMETRIC, _TILE_WIDTH, _TILE_LENGTH = 0x0112, 258, 262, 322, 323
 # Pillow raises these for tags with wrong values.
 _BROKEN = (TypeError, KeyError, IndexError, OverflowError, struct.error)
 _ENDS = 4096  # bytes from each end of a file that are hashed
@@ -62,8 +62,8 @@ def _pixel_problem(width: int, height: int) -> str | None:
 @contextmanager
 def open_image_file(source: Path | IO[bytes]) -> "Iterator[Image.Image]":
     """Open an image and read its header; its pixels are decoded when they are used. Raise ImageError if the format
-    is not in `FORMATS`, if there are too many pixels or pixels of 32 bits, or if the file is broken, even if that
-    shows inside the block."""
+    is not in `FORMATS`, if there are too many pixels or pixels of an unknown range, or if the file is broken, even
+    if that shows inside the block."""
     from PIL import Image, UnidentifiedImageError
 
     Image.MAX_IMAGE_PIXELS = None  # our own limit applies: an error above it, and no warning below it
@@ -84,8 +84,12 @@ def open_image_file(source: Path | IO[bytes]) -> "Iterator[Image.Image]":
 
 
 def _check_mode(image: "Image.Image") -> None:
-    if image.mode in ("I", "F"):
-        raise ImageError("its pixels are 32-bit numbers of no known range; save it with 8 or 16 bits")
+    """Raise ImageError if pixels have no known range. Pillow also reads 12 bits, and 16 bits with white at zero,
+    as 16 bits, without changing the numbers."""
+    tags: Mapping[int, Any] = getattr(image, "tag_v2", {})
+    is_odd = image.mode.startswith("I;16") and (tags.get(_BITS) == (12,) or tags.get(_PHOTOMETRIC) == 0)
+    if image.mode in ("I", "F") or is_odd:
+        raise ImageError("its pixels are not 8 or 16 unsigned bits with black at 0; save it so")
 
 
 def to_rgb(image: "Image.Image") -> "Image.Image":
@@ -93,7 +97,10 @@ def to_rgb(image: "Image.Image") -> "Image.Image":
     nearly every pixel becomes white. Raise ImageError if the range of its pixels is unknown."""
     _check_mode(image)
     if image.mode.startswith("I;16"):
-        image = image.convert("I").point(lambda value: value * (1 / 256)).convert("L")
+        from PIL import Image
+
+        high_bytes = image.tobytes()[0 if image.mode == "I;16B" else 1 :: 2]
+        image = Image.frombytes("L", image.size, high_bytes)
     return image.convert("RGB")
 
 

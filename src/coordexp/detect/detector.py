@@ -202,7 +202,9 @@ def _open(source: ImageSource, number: int) -> "ImageRef":
         )
     if problem := size_problem(*source.size):
         raise DataError(f"image {number}: {problem}", "cut the image into tiles, or scale it down")
-    with explain(OSError, f"image {number}: not a readable image", "give an image whose file is complete"):
+    with explain(
+        OSError, f"image {number}: not a readable image", "give a complete image with 8 or 16 bits per channel"
+    ):
         upright = to_rgb(ImageOps.exif_transpose(source))  # an image that was only opened is read here
     return ImageRef(f"image {number}", *upright.size, upright)
 

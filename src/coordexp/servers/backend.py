@@ -56,7 +56,7 @@ from coordexp.servers.client import (
 )
 from coordexp.servers.links import Links, own_device
 from coordexp.servers.pool import Chunk, Loss, Pool, Up, Window, sending_rank
-from coordexp.servers.protocol import ENGINE_FAULT
+from coordexp.servers.protocol import DAMAGED, ENGINE_FAULT
 from coordexp.servers.send import Sent, send, send_adapter
 from coordexp.tasks import Task, ignore
 
@@ -374,17 +374,19 @@ class ServerBackend:
     def _request_answers(
         self, client: ServerClient, requests: Sequence[Request], version: int
     ) -> list[ServerAnswer]:
-        """Return the answers of one call. A failure of the server itself (HTTP 500, or an `engine` error of one
-        request) is retried with the same requests, once for each of the two kinds, and every retry is recorded."""
+        """Return the answers of one call. A failure of the server itself (HTTP 500, a body that was damaged on the
+        way, or an `engine` error of one request) is retried with the same requests, once for each of the three
+        kinds, and every retry is recorded."""
         payload = infer_payload(requests, self.prompts.question)
         retried: set[str] = set()
         while True:
             try:
                 return read_answers(client.infer(payload), len(requests), client.name)
             except ServerFault as fault:
-                if fault.status != 500 or HTTP_FAULT in retried:  # other codes: it has no weights, or no engine
+                kind, reason = DAMAGED if fault.code == DAMAGED else HTTP_FAULT, str(fault)
+                is_own = fault.status == 500 or kind == DAMAGED  # else it has no weights, or no engine
+                if not is_own or kind in retried:
                     raise
-                kind, reason = HTTP_FAULT, str(fault)
             except RequestFailed as failed:
                 image = requests[failed.index].image.path
                 if failed.code != ENGINE_FAULT or ENGINE_FAULT in retried:

@@ -44,6 +44,7 @@ from coordexp.servers.protocol import (
     WeightVersion,
     check_form,
     format_digest,
+    is_damaged,
     read_error,
     read_json,
     read_response,
@@ -74,7 +75,7 @@ class ErrorResponse(EngineError):
 
 
 class ServerFault(ErrorResponse, ServerLost):
-    """The server answered with an error of its own (5xx), or the request was damaged on the way to it."""
+    """The server answered with an error of its own (5xx), or the request or the answer was damaged on the way."""
 
 
 class RequestRefused(ErrorResponse):
@@ -274,10 +275,9 @@ class _Exchange:
                 content += part
                 if len(content) > LARGEST:
                     raise EngineError(f"{self._client.name}: its answer has more than {LARGEST >> 20} MiB")
-        if response.headers.get(DIGEST, expected := _digest(content)) != expected:
-            raise ServerLost(
-                f"{self._client.name}: its answer to {path} was damaged on the way ({DIGEST} differs)"
-            )
+        if is_damaged(response.headers.get(DIGEST), hashlib.sha256(content).digest()):
+            problem = f"{self._client.name}: its answer to {path} was damaged on the way ({DIGEST} differs)"
+            raise ServerFault(problem, "", response.status_code, DAMAGED)
         if response.status_code != 200:
             raise self._client.to_error(response.status_code, path, bytes(content))
         return bytes(content)
@@ -298,8 +298,11 @@ class _Exchange:
                 connection.shutdown(socket.SHUT_RDWR)
 
     def _send(self, method: str, path: str, body: Any, timeout: float | None) -> Any:
-        content = None if body is None else json.dumps(body).encode()
-        headers = {} if content is None else {"Content-Type": "application/json", DIGEST: _digest(content)}
+        content = None if body is None else json.dumps(body, separators=(",", ":"), allow_nan=False).encode()
+        headers = {}
+        if content is not None:
+            digest = format_digest(hashlib.sha256(content).digest())
+            headers = {"Content-Type": "application/json", DIGEST: digest}
         extensions = {"trace": self._trace}
         url = f"{self._client.url}{path}"
         return self._client.http.stream(
@@ -356,10 +359,6 @@ class ServerSession:
             if isinstance(error, EngineError):
                 raise error
             raise ServerLost(f"{self._client.name}: the session ended at once ({_describe(error)})")
-
-
-def _digest(content: bytes | bytearray) -> str:
-    return format_digest(hashlib.sha256(content).digest())
 
 
 def _describe(error: BaseException | None) -> str:

@@ -14,6 +14,7 @@ import resource
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from operator import attrgetter
 from typing import Any
 from urllib.parse import urlsplit
@@ -24,7 +25,7 @@ from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
 from coordexp.config.rollout import is_loopback_host
 from coordexp.errors import EngineError, explain
-from coordexp.servers.protocol import DIGEST, KEEP_ALIVE, Refusal, format_digest
+from coordexp.servers.protocol import DIGEST, KEEP_ALIVE, Refusal, format_digest, is_damaged
 
 HEADER = 10.0  # seconds for a whole header, from the first byte or from the start of the connection
 BODY = 30.0  # seconds without a byte of the body, or in which the client reads no byte of a response
@@ -35,6 +36,7 @@ BACKLOG = 256  # connections that are accepted at once, before the first of them
 CONNECTION = "coordexp.connection"  # the key of the connection in the scope of a request
 LEAVING = 0.5  # seconds that a request may take to clean up when the server stops
 MOST_BYTES = 256 * 2**20  # bytes in the body of one call
+LARGE_BODY = 2**20  # bytes of a response that a thread hashes, so that the event loop goes on
 PROBES = ("/health", "/ready")  # routes without a token
 
 
@@ -163,6 +165,7 @@ class AccessControl:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
+        send = _add_digest(send)
         headers = dict(scope["headers"])
         is_known = self._has_token(headers)
         if refusal := self._check(scope["path"], headers, is_known):
@@ -182,11 +185,11 @@ class AccessControl:
                 raise HTTPException(413)
             if expected is not None and message["type"] == "http.request":
                 digest.update(body)
-                if not message.get("more_body") and format_digest(digest.digest()).encode() != expected:
+                if not message.get("more_body") and is_damaged(expected.decode("latin-1"), digest.digest()):
                     raise HTTPException(400, DIGEST)
             return message
 
-        await self._run_until_ending(scope, receive_checked, _add_digest(send))
+        await self._run_until_ending(scope, receive_checked, send)
 
     async def _run_until_ending(self, scope: Any, receive: Any, send: Any) -> None:
         last: list[Any] = []  # the latest message that was sent
@@ -224,7 +227,7 @@ class AccessControl:
             return Refusal(
                 421,
                 "other_host",
-                "the request names another host than this machine, and this server has no token",
+                "the request is from a web page or names another host, and this server has no token",
                 "use 127.0.0.1 or localhost in base_url, or set COORDEXP_SERVER_TOKEN on both ends",
             )
         length = headers.get(b"content-length", b"0")
@@ -234,8 +237,11 @@ class AccessControl:
 
 
 def _is_for_this_machine(headers: dict[bytes, bytes]) -> bool:
-    """Return True if a request names this machine, or no host. A web page can make the name of its own site stand
-    for 127.0.0.1; a browser on this machine would then send the page's requests to a server without a token."""
+    """Return True if a request names this machine, or no host, and is not from a web page. A browser on this
+    machine sends a page's requests to 127.0.0.1, with the header Origin, and the page can make the name of its own
+    site stand for 127.0.0.1."""
+    if b"origin" in headers:
+        return False
     host = headers.get(b"host", b"localhost").decode("latin-1")
     with suppress(ValueError):  # an address that is not one
         return is_loopback_host(urlsplit(f"//{host}").hostname or "")
@@ -254,7 +260,10 @@ def _add_digest(send: Any) -> Any:
         if start:
             first = start.pop()
             if not message.get("more_body"):
-                value = format_digest(hashlib.sha256(message.get("body", b"")).digest())
+                body = message.get("body", b"")
+                compute = partial(hashlib.sha256, body)
+                sha256 = await asyncio.to_thread(compute) if len(body) > LARGE_BODY else compute()
+                value = format_digest(sha256.digest())
                 first = first | {"headers": [*first.get("headers", ()), (DIGEST.encode(), value.encode())]}
             await send(first)
         await send(message)

@@ -326,6 +326,12 @@ def format_digest(sha256: bytes) -> str:
     return f"sha-256=:{base64.b64encode(sha256).decode()}:"
 
 
+def is_damaged(header: str | None, sha256: bytes) -> bool:
+    """Return True if the header names another SHA-256 than this one. It may name several digests, or none that is
+    known here."""
+    return header is not None and "sha-256=:" in header and format_digest(sha256) not in header
+
+
 def read_response(form: Any, body: bytes, server: str, route: str) -> Any:
     """Return the content of a response in a form, such as a message class. `server` and `route` are for the
     message of the error."""

@@ -84,7 +84,7 @@ def checkpoints(folder: Path) -> list[Path]:
 def newest_intact(folder: Path, notify: Notify) -> Path | None:
     """Return the newest checkpoint that a run can resume from, or None if none was ever written to its end. Report
     which ones were passed over, and why. Only as many as needed are read. Raise DataError if none is intact and at
-    least one is damaged."""
+    least one is damaged or may be from another program."""
     faulty: list[Verdict] = []
     for checkpoint in checkpoints(folder):
         verdict = examine(checkpoint, notify)
@@ -96,7 +96,8 @@ def newest_intact(folder: Path, notify: Notify) -> Path | None:
         if faulty or not verdict.has_manifest:
             notify(f"note: {verdict}")
         return checkpoint
-    if any(verdict.fault != UNFINISHED for verdict in faulty):
+    is_ours = (folder / "run.json").is_file()  # checkpoints of other programs have no manifests either
+    if any(verdict.fault != UNFINISHED or not is_ours for verdict in faulty):
         raise DataError(
             f"{folder} has no checkpoint to resume from: {'; '.join(map(str, faulty))}",
             "copy an intact checkpoint there, remove them to start from the beginning, or set training.output_dir "

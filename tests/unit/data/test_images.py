@@ -90,10 +90,21 @@ def test_pixels_that_are_numbers_of_no_known_range_are_refused_by_the_doctor_and
     file = tmp_path / "a.tiff"
     grey_image("L").convert(mode).save(file)
     for read in (read_image_facts, partial(read_image, name="a")):
-        with pytest.raises(
-            (ImageError, DataError), match="32-bit numbers of no known range; save it with 8 or 16"
-        ):
+        with pytest.raises((ImageError, DataError), match="not 8 or 16 unsigned bits with black at 0"):
             read(file)
+
+
+@pytest.mark.parametrize(("tag", "value"), [(258, 12), (262, 0)])
+def test_16_bits_of_another_range_are_refused(tmp_path, tag, value):
+    """Pillow reads 12 bits, and 16 bits with white at zero, as if they were 16 bits with black at zero."""
+    file = tmp_path / "a.tiff"
+    grey_image("I;16").save(file)
+    content = bytearray(file.read_bytes())
+    place = content.index(tag.to_bytes(2, "little") + (3).to_bytes(2, "little")) + 8  # the value of a short tag
+    content[place : place + 2] = value.to_bytes(2, "little")
+    file.write_bytes(content)
+    with pytest.raises((ImageError, DataError), match="not 8 or 16 unsigned bits with black at 0"):
+        read_image(file, "a")
 
 
 @pytest.mark.timeout(60)

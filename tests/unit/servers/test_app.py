@@ -2,6 +2,7 @@
 
 import asyncio
 import base64
+import hashlib
 import json
 import socket
 import statistics
@@ -19,9 +20,9 @@ from prometheus_client import CollectorRegistry
 from coordexp.config.rollout import ServerEndpoint
 from coordexp.servers import connections
 from coordexp.servers.app import RolloutApp, ServerMetrics
-from coordexp.servers.client import ServerClient, ServerFault, ServerLost
+from coordexp.servers.client import ServerClient, ServerFault
 from coordexp.servers.connections import UVICORN, listen, to_response
-from coordexp.servers.protocol import Refusal, ServerVersion, read_version
+from coordexp.servers.protocol import Refusal, ServerVersion, format_digest, read_version
 from tests.integration.faulty_proxy import Relay
 from tests.unit.servers.test_updates import FakeEngine
 
@@ -152,6 +153,8 @@ def test_a_server_without_a_token_answers_only_requests_that_name_this_machine(s
         for host in ("evil.example", "evil.example:8000", "127.0.0.1.evil.example", "10.0.0.5", "[", ""):
             assert code(http.get("/version/", headers={"Host": host})) == (421, "other_host"), host
             assert http.get("/health/", headers={"Host": host}).status_code == 200
+        page = {"Origin": "http://evil.example"}  # a page's own requests to 127.0.0.1
+        assert code(http.post("/reset_prefix_cache/", headers=page)) == (421, "other_host")
         for host in ("127.0.0.1", "127.0.0.1:1", "localhost:8000", "LOCALHOST", "[::1]:8000", "127.8.9.1"):
             assert http.get("/version/", headers={"Host": host}).status_code == 200, host
     known = Server(TOKEN)
@@ -235,7 +238,7 @@ def test_a_body_that_was_damaged_on_the_way_is_noticed_at_both_ends(server):
     try:
         assert b"ask 1" in client.infer(payload)
         damaged = "answer"
-        with pytest.raises(ServerLost, match="its answer to /infer/ was damaged on the way"):
+        with pytest.raises(ServerFault, match="its answer to /infer/ was damaged on the way"):
             client.infer(payload)
         damaged = "request"
         with pytest.raises(ServerFault, match="400 damaged: POST /infer/: content-digest differs from the body"):
@@ -244,6 +247,18 @@ def test_a_body_that_was_damaged_on_the_way_is_noticed_at_both_ends(server):
         assert b"ask 1" in client.infer(payload)
     finally:
         relay.close()
+
+
+def test_responses_have_the_digest_of_their_body_and_other_digests_of_a_request_are_accepted(server):
+    with server.client() as http:
+        for response in (
+            http.get("/version/"),
+            http.get("/nothing/"),
+            http.get("/version/", headers={"Host": "x.y"}),
+        ):
+            assert response.headers["content-digest"] == format_digest(hashlib.sha256(response.content).digest())
+        body = {"infer_requests": [{"text": "ask"}], "request_config": {}}
+        assert http.post("/infer/", json=body, headers={"Content-Digest": "sha-512=:AAAA:"}).status_code == 200
 
 
 @pytest.mark.timeout(60)

@@ -454,6 +454,7 @@ ENGINE_FAILED = {"error": {"code": "engine", "message": "vLLM ended an answer by
 RETRIES = {
     "http_500": (status(500), "/infer/ answered 500"),
     "engine": (changed(lambda items: [items[0], ENGINE_FAILED]), "3.png: vLLM ended an answer by itself"),
+    "damaged": (status(400, "damaged"), "/infer/ answered 400 damaged"),
 }
 
 

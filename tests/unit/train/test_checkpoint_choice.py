@@ -111,6 +111,9 @@ def test_if_no_checkpoint_was_written_to_its_end_the_run_starts_from_the_beginni
     for step in (4, 8):
         (saved(tmp_path, step) / "manifest.json").unlink()
     (tmp_path / "checkpoint-8/stream_0.json").unlink()
+    with pytest.raises(DataError, match="has no checkpoint to resume from"):  # they may be from another program
+        _checkpoint(tmp_path, resume=True)
+    (tmp_path / "run.json").write_text("{}")
     assert _checkpoint(tmp_path, resume=True) is None
     shown = capsys.readouterr().err
     for step in (4, 8):
