@@ -133,6 +133,8 @@ class Machine:
             Relay(port, network.alter) for port, network in zip(self.fleet.ports, self.networks, strict=True)
         ]
         self.running: dict[int, tuple[ExitStack, Started]] = {}
+        self.hit: set[int] = set()  # servers that a fault has ended
+        self.ended_by_themselves: list[str] = []
         self.starts = 0
         self.runs = folder / "runs"
         self.runs.mkdir()
@@ -161,6 +163,11 @@ class Machine:
         for index in range(2):
             server = self.process(index)
             if server.process.poll() is not None:
+                if index not in self.hit:
+                    end = f"server {index} ended by itself with exit code {server.process.poll()}"
+                    self.ended_by_themselves.append(f"{end}: {server.shown[-2000:]}")
+                    report(self.ended_by_themselves[-1])
+                self.hit.discard(index)
                 if left := server.remains(30):
                     self.problems.append(f"server {index} has ended, but processes of it live: {list(left)}")
                 self.running.pop(index)[0].close()
@@ -408,6 +415,7 @@ def inject(fault: Fault, run: Round, draw: random.Random) -> bool:
         is_kill = fault.kind == "kill"
         send(draw.choice(pids) if is_kill else process.process.pid, signal.SIGKILL if is_kill else signal.SIGTERM)
         if fault.target != "learner":
+            machine.hit.add(int(fault.target[-1]))
             began = time.monotonic()
             until_ended(process)
             run.away.append((fault, began, len(run.syncs())))
@@ -575,6 +583,7 @@ def run_chaos(minutes: float, seed: int, variants: list[str]) -> dict[str, Any]:
         "seed": seed,
         "rounds": rounds,
         "starts of servers": starts,
+        "servers that ended by themselves": machine.ended_by_themselves,
         "problems": machine.problems + check_growth(sizes),
     }
 
@@ -596,6 +605,7 @@ def show(result: dict[str, Any]) -> None:
     total = sum(len(entry["faults"]) for entry in rounds)
     print(f"{len(rounds)} rounds of {STEPS} steps, {total} faults")
     print(f"{starts} starts of the learner, {result['starts of servers']} of servers")
+    print(f"{len(result['servers that ended by themselves'])} servers ended by themselves")
     print(f"largest difference of a loss, weight or optimizer state from the undisturbed run: {largest:g}")
     for problem in result["problems"]:
         print(f"PROBLEM: {problem}")

@@ -98,10 +98,10 @@ def remove_unused_segments(names: set[str]) -> None:
 @contextmanager
 def recording_segments(interval: float = 0.5) -> Iterator[None]:
     """Record the shared memory of this process's children while the block runs, in which an engine starts. When
-    this process ends, what no process uses any more is removed: a child that is killed cannot do that itself, not
-    even while it starts."""
+    this process ends, it is removed, except what processes of others use: a child that is killed cannot do that
+    itself, not even while it starts."""
     segments: set[str] = set()
-    atexit.register(remove_unused_segments, segments)
+    atexit.register(_remove_segments_of_engines, segments)
 
     def record() -> None:
         for child in psutil.Process().children(recursive=True):
@@ -120,6 +120,13 @@ def recording_segments(interval: float = 0.5) -> Iterator[None]:
         stopped.set()
         thread.join()
         record()
+
+
+def _remove_segments_of_engines(names: set[str]) -> None:
+    """Remove the segments that nobody uses but this process and its engines, of which some may be about to end."""
+    if names:
+        own = {process.pid for process in find_marked(ENGINE_FOLDER, str(engine_folder()))} | {os.getpid()}
+        remove_segments(names.difference(*map(find_segments, set(psutil.pids()) - own)))
 
 
 def remove_engine(segments: Iterable[str]) -> None:

@@ -117,20 +117,27 @@ def test_processes_are_found_by_a_variable_of_their_environment_while_they_live(
         child.communicate()
 
 
-# Makes a segment in a child, kills it while an engine would start, prints the segment, and ends.
+# Makes a segment that two children of an engine use, and kills one of them while the engine would start. Prints
+# the segment and the child that lives, and ends.
 OWNER = """
-import subprocess, sys, time
-from coordexp.child_processes import recording_segments
-CHILD = "import sys, time\\nfrom multiprocessing import resource_tracker, shared_memory\\n"
-CHILD += "own = shared_memory.SharedMemory(create=True, size=64)\\n"
-CHILD += "resource_tracker.unregister(own._name, 'shared_memory')\\nprint(own.name, flush=True)\\ntime.sleep(600)"
+import os, subprocess, sys, time
+from coordexp.child_processes import ENGINE_FOLDER, engine_folder, recording_segments
+MAP = "import sys, time\\nfrom multiprocessing import resource_tracker, shared_memory\\n"
+MAP += "own = shared_memory.SharedMemory(**eval(sys.argv[1]))\\n"
+MAP += "resource_tracker.unregister(own._name, 'shared_memory')\\nprint(own.name, flush=True)\\ntime.sleep(600)"
+def start(options):
+    environment = os.environ | {ENGINE_FOLDER: str(engine_folder())}
+    words = [sys.executable, "-c", MAP, repr(options)]
+    quiet = subprocess.DEVNULL
+    child = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=quiet, text=True, env=environment)
+    return child, child.stdout.readline().strip()
 with recording_segments(interval=0.01):
-    child = subprocess.Popen([sys.executable, "-c", CHILD], stdout=subprocess.PIPE, text=True)
-    name = child.stdout.readline().strip()
+    first, name = start({"create": True, "size": 64})
+    second, _ = start({"name": name})
     time.sleep(1)
-    child.kill()
-    child.wait()
-print(name)
+    first.kill()
+    first.wait()
+print(name, second.pid)
 """
 
 
@@ -138,7 +145,9 @@ def test_the_memory_of_a_process_that_is_killed_while_an_engine_starts_is_remove
     environment = os.environ | {"PYTHONPATH": str(SOURCE)}
     owner = subprocess.run([sys.executable, "-c", OWNER], capture_output=True, text=True, env=environment)
     assert owner.returncode == 0, owner.stderr
-    assert not Path("/dev/shm", owner.stdout.strip()).exists()
+    name, living = owner.stdout.split()
+    os.kill(int(living), signal.SIGKILL)
+    assert not Path("/dev/shm", name).exists()
 
 
 def test_a_segment_that_a_living_process_has_mapped_is_not_removed(segment):
