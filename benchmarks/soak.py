@@ -7,19 +7,21 @@ python benchmarks/soak.py --json soak.json --svg soak.svg            also writes
 The benchmark starts `coordexp serve` with the demo model. A learner's own client and sender update the weights,
 which alternate between two sets, and ask for answers after each update. Every answer is compared with that of
 the learner's own model for this set of weights. After every `--every` updates, while nothing runs, it reads the
-memory (PSS, which divides shared pages among processes), the open files and the threads of each process of the
-server and of this one, and the segments of shared memory. Times are medians since the previous sample.
+memory (USS, the pages that no other process has), the open files and the threads of each process of the server and
+of this one, the segments of shared memory, and the load average of the machine. Times are medians since the
+previous sample. Ctrl-C or SIGTERM ends the run after the current update, with the results so far.
 
 The first 30 % of the updates are warm-up, in which every block of the KV cache is used once and allocators reach
 their size. In a shorter run the cache still fills up after it. The rest gives the Theil-Sen slope of each quantity
 with its 95 % confidence interval. The goal of each is a slope of zero within noise: zero is in the interval, or
 the drift over the whole measured part is less than 1 % of the median (5 % for times, because other work on the
-machine changes them).
+machine changes them). The load average has no goal: it tells what else the machine did.
 """
 
 import argparse
 import json
 import os
+import signal
 import statistics
 import sys
 import tempfile
@@ -42,22 +44,19 @@ from server import DEMO, ROOT, ServedLearner, serve, write_config
 from coordexp.child_processes import find_segments
 from coordexp.rollout.backend import Decode, ImageRef, Request
 
-sys.path.insert(0, str(ROOT / "tools"))
-import line_chart
-
 IMAGES, TOKENS = 32, 24
 WARM_UP = 0.3  # of the updates
 # GiB of the KV cache. A request takes the block that was unused for the longest time, and the memory of a block
 # counts once it was used: 6,000 requests of a block each use all of a cache of 1 GiB.
-os.environ["VLLM_CPU_KVCACHE_SPACE"] = "1"
+KV_CACHE = "1"
 CONFIDENCE = 0.95
 DRIFT, DRIFT_OF_TIMES = 0.01, 0.05  # of the median, over the measured part
 NOISE = 0.05  # of the standard deviation of each weight: the second set of weights
 CLIENT, HTTP = "learner", "HTTP server"
 ROLES = {"VLLM::EngineCore": "engine core", "VLLM::Worker": "engine worker"}  # by the names that vLLM gives them
-SEEN = "seen from the learner"
+SEEN, MACHINE = "seen from the learner", "machine"
 TITLES = {
-    "memory": "memory (PSS), MB",
+    "memory": "memory (USS), MB",
     "files": "open files",
     "threads": "threads",
     "segments": "segments of shared memory",
@@ -65,6 +64,7 @@ TITLES = {
     "call": "milliseconds per call",
     "health": "milliseconds of the health route",
     "cpu": "CPU milliseconds per update and its call",
+    "load": "load average of the last minute",
 }
 TIMES = ("update", "call", "health", "cpu")
 Sample = dict[str, Any]
@@ -87,11 +87,12 @@ class Watch:
         before, self._cpu = self._cpu, self._cpu_seconds()
         family = [self.server, *self.server.children(recursive=True)]
         return {
-            "memory": {name: process.memory_full_info().pss / 1e6 for name, process in self.processes.items()},
+            "memory": {name: process.memory_full_info().uss / 1e6 for name, process in self.processes.items()},
             "files": {name: process.num_fds() for name, process in self.processes.items()},
             "threads": {name: process.num_threads() for name, process in self.processes.items()},
             "segments": {HTTP: len(set[str]().union(*(find_segments(process.pid) for process in family)))},
             "cpu": {name: 1000 * (self._cpu[name] - before[name]) / max(rounds, 1) for name in self.processes},
+            "load": {MACHINE: os.getloadavg()[0]},
             "processes": len(family),
         }
 
@@ -131,6 +132,11 @@ class Soak:
     every: int
     samples: list[Sample] = field(default_factory=list)
     wrong: int = 0
+    is_ended: bool = False  # by a signal
+
+    def end(self, *_: Any) -> None:
+        """End the run after the current update."""
+        self.is_ended = True
 
     def run(self, progress: Progress) -> None:
         task = progress.add_task("a server", total=self.updates)
@@ -164,7 +170,11 @@ class Soak:
             milliseconds[name].append(1000 * (time.perf_counter() - since))
             return result
 
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self.end)
         for update in range(1, self.updates + 1):
+            if self.is_ended:
+                break
             sets.use(update % 2)
             timed("update", learner.sync)
             due = self.requests * update // self.updates - asked
@@ -190,15 +200,18 @@ class Soak:
         return {
             (quantity, name): [(sample["at"]["update"], sample[quantity][name]) for sample in self.samples]
             for quantity in TITLES
-            for name in self.samples[0][quantity]
+            for name in (self.samples[0][quantity] if self.samples else ())
         }
 
     def slopes(self) -> list[dict[str, Any]]:
-        """Return the slope of each quantity, per 1,000 updates, and whether its goal is reached."""
-        results = []
+        """Return the slope of each quantity, per 1,000 updates, and whether its goal is reached. There is none if
+        the run ended in the warm-up."""
+        results: list[dict[str, Any]] = []
         for (quantity, name), points in self.curves().items():
             kept = [point for point in points if point[0] > self.first_measured]
-            results.append({"quantity": quantity, "process": name, **fit(kept, quantity in TIMES)})
+            if len(kept) > 1:
+                goal = {"ok": None} if quantity == "load" else {}
+                results.append({"quantity": quantity, "process": name, **fit(kept, quantity in TIMES), **goal})
         return results
 
 
@@ -221,10 +234,12 @@ def fit(points: Sequence[tuple[float, float]], is_time: bool) -> dict[str, Any]:
 
 def draw_picture(soak: Soak) -> str:
     """Return an SVG with a panel per quantity. A curve of times as the learner sees them has a name of its own."""
+    import line_chart  # from tools/, which `main` adds to the path
+
     curves = soak.curves()
-    names = [HTTP, *ROLES.values(), CLIENT, SEEN]
+    names = [HTTP, *ROLES.values(), CLIENT, SEEN, MACHINE]
     panels = {title: [curves.get((key, name), []) for name in names] for key, title in TITLES.items()}
-    across = [soak.updates * k / 4 for k in range(5)]
+    across = ticks(soak.samples[-1]["at"]["update"])
     most = {title: max(value for points in parts for _, value in points) for title, parts in panels.items()}
     axes = {title: line_chart.Axes(across, ticks(value), name="updates") for title, value in most.items()}
     return line_chart.draw(names, panels, axes)
@@ -239,13 +254,17 @@ def ticks(most: float) -> list[float]:
 
 def show(soak: Soak, slopes: Sequence[dict[str, Any]]) -> None:
     last = soak.samples[-1]["at"]
-    print(f"{last['update']} updates, {last['asked']} requests, {last['seconds'] / 60:.1f} minutes")
+    loads = [sample["load"][MACHINE] for sample in soak.samples]
+    print(
+        f"{last['update']} of {soak.updates} updates, {last['asked']} requests, {last['seconds'] / 60:.1f} minutes"
+    )
+    print(f"load average: {min(loads):.1f} to {max(loads):.1f}, median {statistics.median(loads):.1f}")
     print(f"answers that differ from the learner's own: {soak.wrong}")
     print(f"slopes per 1,000 updates after the first {soak.first_measured}, with intervals of {CONFIDENCE:.0%}")
     for row in slopes:
         name = f"{TITLES[row['quantity']]}, {row['process']}"
         interval = f"{row['low']:+.3g} to {row['high']:+.3g}"
-        goal = "ok" if row["ok"] else "not reached"
+        goal = {True: "ok", False: "not reached", None: "no goal"}[row["ok"]]
         print(
             f"{name:<66} {row['median']:>8.4g}  {row['slope']:+9.3g}  {interval:>22}  {row['drift']:+7.2%}  {goal}"
         )
@@ -259,9 +278,14 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="file for the samples")
     parser.add_argument("--svg", type=Path, help="file for the picture")
     options = parser.parse_args()
+    sys.path.append(str(ROOT / "tools"))
+    os.environ["VLLM_CPU_KVCACHE_SPACE"] = KV_CACHE
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: the server ends too
     soak = Soak(options.updates, options.requests, options.every)
     with Progress(transient=True) as progress:
         soak.run(progress)
+    if not soak.samples:
+        sys.exit(f"The run ended before its first sample, after {options.every} updates.")
     slopes = soak.slopes()
     if options.json:
         content = {"wrong": soak.wrong, "slopes": slopes, "samples": soak.samples}
@@ -269,7 +293,7 @@ def main() -> None:
     if options.svg:
         options.svg.write_text(draw_picture(soak))
     show(soak, slopes)
-    sys.exit(bool(soak.wrong) or not all(row["ok"] for row in slopes))
+    sys.exit(bool(soak.wrong) or not slopes or any(row["ok"] is False for row in slopes))
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """Whatever is in the files that a command reads, it succeeds or ends with one clear message: no other exception,
-no hang, no growth, nothing read outside the folders it was given, and nothing unescaped on its pages.
+no hang, no growth, and nothing unescaped on its pages. Imports open no file outside the folders they were given,
+and no command shows the content of one.
 
 Each example damages one or two files of a valid set: values of every kind in any place, and bytes. To run more of
 them: COORDEXP_FUZZ_EXAMPLES=20000 pytest tests/property/test_any_file.py
@@ -19,6 +20,7 @@ from coordexp.data import read_records
 from coordexp.data.suggestions import write_suggestions
 from coordexp.evaluate import write_predictions
 from coordexp.evaluate.predictions import write_samples
+from tests import hostile
 from tests.hostile import Case, Outcome, attempt, bounded_memory, fuzzing, write_outside
 from tests.unit.config.trees import stage1, stage2
 from tests.unit.data.sources import annotation, coco, write_image
@@ -242,3 +244,13 @@ def test_any_file_is_read_or_refused(tmp_path, base, target):
 def is_refused_as_it_is(command: str) -> bool:
     """Return True for the command that refuses even the valid files: the run has no checkpoint."""
     return command.startswith("run verify")
+
+
+def test_the_check_of_memory_sees_growth_below_an_earlier_peak(monkeypatch):
+    monkeypatch.setattr(hostile, "MOST_MEGABYTES", 100)
+    allocate = bytearray(b"x").__mul__
+    assert len(allocate(400 * 2**20)) > 0  # the earlier peak
+    with bounded_memory():
+        allocate(20 * 2**20)
+    with pytest.raises(AssertionError, match="the process grew by"), bounded_memory():
+        allocate(200 * 2**20)

@@ -43,10 +43,10 @@ def test_the_picture_has_a_panel_per_quantity(soak):
     run = soak.Soak(40, 400, 1)
     for update in range(1, 41):
         own = {key: dict.fromkeys(names, 100.0 + update) for key in ("memory", "files", "threads", "cpu")}
-        seen = {key: {soak.SEEN: 3.5} for key in ("update", "call", "health")}
+        seen = {key: {soak.SEEN: 3.5} for key in ("update", "call", "health")} | {"load": {soak.MACHINE: 7.0}}
         place = {"update": update, "asked": 10 * update, "seconds": 1.0}
         run.samples.append({"at": place, "segments": {soak.HTTP: 3}, **own, **seen})
     picture = soak.draw_picture(run)
     ElementTree.fromstring(picture)
     assert all(title in picture for title in soak.TITLES.values())
-    assert {row["quantity"] for row in run.slopes() if not row["ok"]} == {"memory", "files", "threads", "cpu"}
+    assert {row["quantity"] for row in run.slopes() if row["ok"] is False} == {"memory", "files", "threads", "cpu"}
