@@ -27,6 +27,7 @@ from torch import distributed as dist
 
 from coordexp.config.rollout import Sync
 from coordexp.errors import EngineError, UserError
+from coordexp.files import is_encodable
 
 BUCKET_BYTES = 64 * 2**20
 GPU_BUCKET_BYTES = 512 * 2**20  # NCCL moves a bucket in milliseconds, and each costs a call of every server
@@ -169,16 +170,27 @@ def flatten(weights: Iterable[tuple[str, Tensor]], buffer: Tensor) -> tuple[list
     return metadatas, buffer[:size]
 
 
+METADATA_FIELDS = {"name": str, "shape": list, "dtype": str, "start_idx": int, "end_idx": int}
+MOST_DIMENSIONS = 64  # of a tensor in torch
+MOST_QUOTED = 200  # characters of a name in an error message
+
+
 def check_metadata(metadatas: Sequence[Metadata]) -> int:
-    """Return the bytes of the bucket. Raise ValueError if dtype, shape and bytes of a tensor contradict each
-    other."""
-    for metadata in metadatas:
-        name, dtype, shape = metadata["name"], _dtype(metadata), metadata["shape"]
+    """Return the bytes of the bucket. Raise ValueError if the description of a tensor lacks a field, has a value
+    that no tensor has, or if its dtype, shape and bytes contradict each other."""
+    for number, metadata in enumerate(metadatas):
+        for field, kind in METADATA_FIELDS.items():
+            if type(metadata.get(field)) is not kind:
+                raise ValueError(f"tensor {number} of the bucket: {field} must be of type {kind.__name__}")
+        name, dtype, shape = metadata["name"][:MOST_QUOTED], _dtype(metadata), metadata["shape"]
         start, end = metadata["start_idx"], metadata["end_idx"]
-        if not all(type(number) is int for number in (start, end, *shape)):
-            raise ValueError(f"{name}: shape, start_idx and end_idx must be integers")
+        if not is_encodable(metadata["name"]):
+            raise ValueError(f"tensor {number} of the bucket: its name has half a character (a lone surrogate)")
+        if len(shape) > MOST_DIMENSIONS or not all(type(side) is int for side in shape):
+            raise ValueError(f"{name}: shape must be a list of at most {MOST_DIMENSIONS} integers")
         if not isinstance(dtype, torch.dtype) or min(shape, default=0) < 0:
-            raise ValueError(f"{name}: there is no tensor of dtype {metadata['dtype']} and shape {shape}")
+            quoted = metadata["dtype"][:MOST_QUOTED]
+            raise ValueError(f"{name}: there is no tensor of dtype {quoted} and shape {shape}")
         if start < 0 or end - start != prod(shape) * dtype.itemsize:
             raise ValueError(f"{name}: a tensor of shape {shape} and {dtype} is not bytes {start} to {end}")
     return max(metadata["end_idx"] for metadata in metadatas)

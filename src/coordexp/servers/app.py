@@ -28,6 +28,7 @@ from starlette.exceptions import HTTPException
 
 from coordexp.config.rollout import TOKEN, RolloutMatching
 from coordexp.engine.start import EngineSetup, check_guard_class
+from coordexp.engine.weights import check_metadata
 from coordexp.rollout.prompt import load_processor, read_image_size
 from coordexp.servers.answering import AllowedImages, Answering, Item
 from coordexp.servers.connections import (
@@ -284,8 +285,13 @@ def _encode_item(item: Item) -> str:
 
 
 def _check_metadatas(metadatas: Sequence[Metadata]) -> None:
+    """Refuse a bucket that cannot be read, before it begins or fails an update."""
     if not metadatas:
         raise bad_request("metadatas: empty", "send at least one tensor")
+    try:
+        check_metadata(metadatas)
+    except ValueError as error:
+        raise bad_request(f"metadatas: {error}") from error
 
 
 async def _gather_all(works: Sequence[Awaitable[T]]) -> list[T]:

@@ -282,6 +282,24 @@ def test_weight_calls_with_half_characters_or_impossible_shapes_are_bad_requests
         assert http.get("/ready/").status_code == 200  # none of them has begun an update
 
 
+@pytest.mark.timeout(60)
+def test_a_bucket_whose_description_cannot_be_read_is_a_bad_request_and_begins_no_update(server):
+    good = {"name": "a", "shape": [2], "dtype": "float32", "start_idx": 0, "end_idx": 8, "numel": 2}
+    strange = [None, [], {}, True, 1e308, -1, [[1]], ["\ud83d"], [1] * 100, [10**30], "x" * 5000]
+    bad = [
+        {name: value for name, value in good.items() if name != missing} for missing in good if missing != "numel"
+    ]
+    bad += [good | {name: value} for name in ("dtype", "shape", "start_idx", "end_idx") for value in strange]
+    bad += [good | {"name": name} for name in (None, 5, "\ud83d")] + [good | {"name": "x" * 5000, "end_idx": 9}]
+    with server.client() as http:
+        for path in ("/update_flattened_params/", "/update_adapter_flattened_param/"):
+            for metadata in bad:
+                body = {"metadatas": [good, metadata], "peft_config": {"r": 4}}
+                answer = http.post(path, content=json.dumps(body), headers={"content-type": "application/json"})
+                assert code(answer) == (400, "bad_request") and len(answer.content) < 2000, (metadata, answer.text)
+        assert http.get("/ready/").status_code == 200
+
+
 def test_a_refusal_may_quote_half_a_character():
     body = to_response(Refusal(409, "no_session", "session \ud83d", "")).body
     assert json.loads(bytes(body))["error"]["message"] == "session \ud83d"
