@@ -1,0 +1,468 @@
+"""A real server under calls that are drawn from its own OpenAPI document, and under attacks made by hand. Whatever
+comes, it answers or refuses with a code and a message, in time, and gives the right answers afterwards with the
+files and the memory that it had before.
+
+Other attacks have tests of their own: tokens, body sizes and JSON in tests/unit/servers/test_app.py, slow and many
+connections in test_connections.py beside it, image bombs in test_answering.py there and in test_server.py here,
+wrong weights in test_server.py.
+"""
+
+import base64
+import gzip
+import io
+import json
+import os
+import random
+import socket
+import struct
+import threading
+import time
+import zlib
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+import schemathesis
+from hypothesis import HealthCheck, given, settings
+from hypothesis.errors import Unsatisfiable
+from PIL import Image
+from schemathesis import GenerationMode
+
+from coordexp.servers.protocol import InferRequest
+from tests.integration.servers import (
+    GREEDY,
+    Fleet,
+    PlainClient,
+    assert_ok,
+    concurrently,
+    infer_request,
+    model_weights,
+    wait_for,
+)
+from tests.unit.servers.test_app import rollout_app
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
+
+EXAMPLES = int(os.environ.get("COORDEXP_FUZZ_EXAMPLES", "12"))  # per route and kind of call
+MOST_SECONDS = 30.0  # of one call; the machine does other work too
+# The documented codes of errors that are not the client's, besides those of an engine that has ended.
+DOCUMENTED = {"no_group", "update_failed", "no_weights", "updating"}
+SECRET = b"zqxsecret"
+
+
+class Attacked:
+    """The server under attack: calls to it, and its state before."""
+
+    def __init__(self, fleet: Fleet) -> None:
+        self.fleet, self.url = fleet, fleet.url(0)
+        self.address = ("127.0.0.1", fleet.ports[0])
+        self.group_port = int(fleet.servers[0]["group_port"])
+        self.http = httpx.Client(base_url=self.url, timeout=120, trust_env=False)  # the first answer takes longer
+        self.restore()  # another test may have sent other weights
+        self.answers = self.answer()
+        self.http.timeout = httpx.Timeout(MOST_SECONDS)
+        server = psutil.Process(fleet[0].process.pid)
+        engine = [child for child in server.children(recursive=True) if child.cmdline()[0].startswith("VLLM::")]
+        self.processes = [server, *engine]
+        self.files, self.memory = self.count_files(), self.measure_memory()
+
+    def answer(self) -> list[list[int]]:
+        body = {"infer_requests": [infer_request(image) for image in self.fleet.images()[:3]]}
+        answer = self.http.post("/infer/", json=body | {"request_config": GREEDY})
+        assert_ok(answer)
+        return [item["response"]["choices"][0]["token_ids"] for item in answer.json()]
+
+    def count_files(self) -> int:
+        return sum(process.num_fds() for process in self.processes)
+
+    def measure_memory(self) -> float:
+        return sum(process.memory_full_info().uss for process in self.processes) / 2**20
+
+    def reset(self) -> None:
+        """End an update that a call may have begun, because answers wait for its end."""
+        check_answer(self.http.post("/close_communicator/", json={}))
+
+    def restore(self) -> None:
+        """Send the weights that the server had."""
+        wait_for(lambda: self.http.get("/version/").json()["session"] is None, 20)
+        client = PlainClient(self.url, self.group_port)
+        with client.session("the attacked") as session:
+            assert_ok(client.join(session=session))
+            client.update(model_weights(), "restored", session)
+        client.close()
+
+    def check_unharmed(self) -> None:
+        """The server gives the same answers as before, and its files and memory come back."""
+        assert self.http.get("/health/").status_code == 200
+        if self.http.get("/ready/").status_code != 200:
+            self.restore()
+        assert self.answer() == self.answers
+        assert all(process.is_running() for process in self.processes)
+        wait_for(lambda: self.count_files() <= self.files + 4, 40, lambda: f"{self.files} -> {self.count_files()}")
+        grown = self.measure_memory() - self.memory
+        print(f"files {self.files} -> {self.count_files()}, memory {self.memory:.0f} MiB, grown by {grown:.0f}")
+        assert grown < 400
+
+    @contextmanager
+    def connect(self, first: bytes = b"") -> Iterator[socket.socket]:
+        with socket.create_connection(self.address, timeout=MOST_SECONDS) as client:
+            client.sendall(first)
+            yield client
+
+    def send_raw(self, content: bytes) -> bytes:
+        """Send bytes as they are, and return what comes back until the server closes the connection."""
+        received = b""
+        with self.connect() as client, suppress(ConnectionError):
+            client.sendall(content)
+            client.shutdown(socket.SHUT_WR)
+            while part := client.recv(65536):
+                received += part
+        return received
+
+
+@pytest.fixture(scope="module")
+def server(fleet: Fleet) -> Iterator[Attacked]:
+    fleet.ensure(1)
+    attacked = Attacked(fleet)
+    yield attacked
+    attacked.http.close()
+
+
+@pytest.fixture
+def attacked(server: Attacked) -> Iterator[Attacked]:
+    """The first server, which is as it was before the first attack after each."""
+    yield server
+    server.check_unharmed()
+
+
+def check_answer(answer: httpx.Response) -> None:
+    """A success, or a refusal with its code, message and fix. The server's own errors are the documented ones."""
+    assert SECRET not in answer.content
+    if answer.status_code in (200, 307):
+        return
+    error = answer.json()["error"]
+    assert set(error) == {"code", "message", "fix"} and error["code"] and error["message"]
+    assert answer.status_code < 500 or error["code"] in DOCUMENTED, answer.text
+    assert len(answer.content) < 20_000
+
+
+def check_items(items: list[dict[str, Any]]) -> None:
+    for item in items:
+        if "error" in item:
+            assert item["error"]["code"] == "bad_request" and item["error"]["message"], item
+
+
+def openapi_document(group_port: int, images: list[str]) -> dict[str, Any]:
+    """Return the document of the server's routes, in which requests have their form too. Numbers that only say how
+    long the server works are small, and the workers are sent to no port but the fleet's own."""
+    document = rollout_app(None).api.openapi()
+    schemas = document["components"]["schemas"]
+    request = InferRequest.model_json_schema(ref_template="#/components/schemas/{model}")
+    schemas |= request.pop("$defs") | {"InferRequest": request}
+    request["properties"]["images"] = {"type": "array", "maxItems": 2, "items": {"enum": images}}
+    text = {"enum": ["<image>Detect all objects.", "Hello", "<image><image>", "", "<|im_end|>", "\u0000"]}
+    schemas["ChatMessage"]["properties"]["content"] = text
+    calls = schemas["InferCall"]["properties"]
+    calls["infer_requests"] = {
+        "type": "array", "maxItems": 3, "items": {"anyOf": [{"$ref": "#/components/schemas/InferRequest"}, {}]},
+    }  # fmt: skip
+    limits = schemas["RequestConfig"]["properties"]
+    limits["max_tokens"], limits["n"] = ({"type": "integer", "minimum": 1, "maximum": k} for k in (8, 2))
+    schemas["RequestConfig"]["required"] = ["max_tokens"]
+    calls["request_config"] = {"$ref": "#/components/schemas/RequestConfig"}
+    schemas["InferCall"]["required"] = ["infer_requests", "request_config"]
+    group = schemas["JoinGroup"]["properties"]
+    group |= {"port": {"enum": [group_port]}, "timeout_s": {"type": "number", "minimum": 0.1, "maximum": 1}}
+    schemas["JoinGroup"]["required"] = ["port", "timeout_s", "world_size"]
+    return document
+
+
+@pytest.mark.parametrize("mode", GenerationMode)
+def test_any_call_of_the_openapi_document_is_answered_or_refused(attacked, mode, tmp_path):
+    (tmp_path / "secret.png").write_bytes(SECRET)
+    good = attacked.fleet.images()[0]
+    images = [
+        good,
+        base64.b64encode(SECRET).decode(),
+        str(tmp_path / "secret.png"),
+        f"{good}/../../x.png",
+        "",
+        "\0",
+    ]
+    schema = schemathesis.openapi.from_dict(openapi_document(attacked.group_port, images))
+    operations = [result.ok() for result in schema.get_all_operations()]
+    assert len(operations) == 20
+    counts: dict[str, int] = {}
+    for operation in operations:
+        if operation.path == "/session/":  # its answer does not end; see below
+            continue
+
+        @settings(
+            max_examples=EXAMPLES, deadline=None, derandomize=True, database=None,
+            suppress_health_check=list(HealthCheck),
+        )  # fmt: skip
+        @given(case=operation.as_strategy(generation_mode=mode))
+        def check(case: Any) -> None:
+            call = case.as_transport_kwargs(base_url=attacked.url)
+            content = json.dumps(call["json"]).encode() if "json" in call else call.get("data") or b""
+            headers = {"content-type": "application/json"} if "json" in call else {}
+            answer = attacked.http.request(
+                call["method"], call["url"], params=call.get("params"), content=content, headers=headers
+            )
+            check_answer(answer)
+            name = f"{answer.status_code}"
+            counts[name] = counts.get(name, 0) + 1
+            if case.path == "/infer/" and answer.status_code == 200:
+                check_items(answer.json())
+            if "update" in case.path or "communicator" in case.path:
+                attacked.reset()
+
+        with suppress(Unsatisfiable):  # a route without a body or parameters cannot be called wrongly
+            check()
+    print(f"{mode.value}: {sum(counts.values())} calls, by status {counts}")
+
+
+def test_any_session_is_opened_or_refused(attacked):
+    for body in (
+        {},
+        {"session": ""},
+        {"session": "\ud83d"},
+        {"session": "x" * 201},
+        {"session": 5},
+        [],
+        "a",
+        None,
+    ):
+        check_answer(attacked.http.post("/session/", content=json.dumps(body), headers=JSON))
+    for _ in range(20):
+        with attacked.http.stream("POST", "/session/", json={"session": "a", "learner": "\u202e<b>"}) as held:
+            assert held.status_code == 200
+        wait_for(lambda: attacked.http.get("/version/").json()["session"] is None, 20)
+
+
+JSON = {"content-type": "application/json"}
+HEAD = b"POST /infer/ HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
+
+
+def test_garbage_instead_of_http_is_refused_or_cut_off(attacked):
+    draws = random.Random(7)
+    garbage = [
+        b"\0" * 1000,
+        b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(500),
+        b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
+        b"GET / HTTP/9.9\r\n\r\n",
+        b"GET " + b"/" * 100_000 + b" HTTP/1.1\r\n\r\n",
+        b"\r\n" * 5000,
+        b"GET /health/ HTTP/1.1\r\n" + b"A: b\r\n" * 20_000 + b"\r\n",
+        HEAD + b"X: " + b"y" * 200_000 + b"\r\n\r\n",
+        HEAD + b"Content-Length: -1\r\n\r\n",
+        HEAD + b"Content-Length: " + b"9" * 5000 + b"\r\n\r\n",
+        HEAD + b"Content-Length: 2\r\nContent-Length: 3\r\n\r\n{}}",
+        HEAD + b"Content-Length: 0x2\r\n\r\n{}",
+        HEAD + b"Content-Length: 2\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\nGET /version/ HTTP/1.1\r\n\r\n",
+        HEAD + b"Transfer-Encoding: chunked\r\n\r\nffffffffffffffff\r\n{",
+        HEAD + b"Transfer-Encoding: chunked\r\n\r\nzz\r\n",
+        HEAD + b"Transfer-Encoding: gzip, chunked\r\n\r\n0\r\n\r\n",
+        HEAD + b"Expect: 200-maybe\r\nContent-Length: 2\r\n\r\n{}",
+        b"GET /version/?full=%00%ff HTTP/1.1\r\nHost: \xff\r\n\r\n",
+        b"GET http://[::1/ HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n",
+        b"CONNECT x:1 HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n",
+        b"GET /session/ HTTP/1.1\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n\r\n",
+        *(draws.randbytes(draws.randrange(1, 3000)) for _ in range(40)),
+        *(HEAD + b"Content-Length: 3000\r\n\r\n" + draws.randbytes(3000) for _ in range(10)),
+    ]
+    for content in garbage:
+        received = attacked.send_raw(content)
+        if received:
+            status = int(received.split(b" ", 2)[1])
+            assert received.startswith(b"HTTP/1.1 ") and (status < 500 or status == 501), received[:300]
+            assert b"Traceback" not in received
+
+
+def test_pipelined_calls_and_clients_that_leave_in_the_middle_do_no_harm(attacked):
+    body = json.dumps(
+        {"infer_requests": [infer_request(attacked.fleet.images()[0])] * 4, "request_config": GREEDY}
+    )
+    whole = HEAD + b"Content-Length: %d\r\n\r\n" % len(body) + body.encode()
+    for share in (0.1, 0.5, 0.99, 1.0, 1.0):
+        with attacked.connect(whole[: int(share * len(whole))]) as client:
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")  # ends with a reset
+    with attacked.connect(whole * 3) as client:
+        received = b""
+        until = time.monotonic() + 3 * MOST_SECONDS
+        while received.count(b"HTTP/1.1 200 OK") < 3:
+            assert time.monotonic() < until
+            received += client.recv(65536)
+    wait_for(lambda: "coordexp_running_requests 0.0" in attacked.http.get("/metrics").text, 30)
+
+
+def test_slow_headers_slow_bodies_and_half_open_connections_do_not_delay_answers(attacked):
+    """tests/unit/servers/test_connections.py tests their deadlines; here a real engine works beside them."""
+    with ExitStack() as stack:
+        for first in (b"", b"POST /inf", HEAD, HEAD + b"Content-Length: 100\r\n\r\n{"):
+            for _ in range(60):
+                stack.enter_context(attacked.connect(first))
+        half = [stack.enter_context(attacked.connect(HEAD)) for _ in range(20)]
+        for client in half:
+            client.shutdown(socket.SHUT_WR)
+        since = time.monotonic()
+        assert attacked.answer() == attacked.answers
+        assert time.monotonic() - since < MOST_SECONDS
+
+
+def test_huge_bodies_deep_json_and_compressed_bodies_are_refused(attacked):
+    size = 300 * 2**20
+    with attacked.connect(HEAD + b"Content-Length: %d\r\n\r\n" % size) as client:
+        assert b"413" in client.recv(65536)
+
+    def chunks() -> Iterator[bytes]:
+        for _ in range(size // 2**20):
+            yield b" " * 2**20
+
+    with suppress(httpx.WriteError, httpx.ReadError):  # the server may close while the rest is on its way
+        answer = attacked.http.post("/infer/", content=chunks(), headers=JSON)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (413, "too_large")
+    deep = b'{"infer_requests":' + b"[" * 100_000
+    nested = b'{"infer_requests":[' + b'{"data_dict":' * 900 + b"1" + b"}" * 900 + b"]}"
+    digits = b'{"infer_requests":[],"request_config":{"seed":' + b"9" * 5000 + b"}}"
+    for content in (deep, deep + b"]" * 100_000 + b"}", nested, digits, b"[" * 2**20):
+        check_answer(attacked.http.post("/infer/", content=content, headers=JSON))
+    for encoding, packed in (("gzip", gzip.compress(bytes(2**26))), ("deflate", zlib.compress(bytes(2**26)))):
+        answer = attacked.http.post("/infer/", content=packed, headers=JSON | {"content-encoding": encoding})
+        assert answer.status_code in (400, 415, 422)
+        check_answer(answer)
+
+
+def bomb(kind: str) -> bytes:
+    """Return a small file that becomes large when it is decoded, or that is cut off."""
+    buffer = io.BytesIO()
+    if kind == "gif":  # many frames
+        frames = [Image.new("P", (500, 500), k % 2) for k in range(200)]
+        frames[0].save(buffer, "GIF", save_all=True, append_images=frames[1:])
+    elif kind == "text":  # a compressed comment of 64 MiB
+        from PIL.PngImagePlugin import PngInfo
+
+        comment = PngInfo()
+        comment.add_text("a", "x" * 2**26, zip=True)
+        Image.new("RGB", (32, 32)).save(buffer, "PNG", pnginfo=comment)
+    elif kind == "tiff":
+        Image.new("1", (40_000, 3_000)).save(buffer, "TIFF", compression="tiff_lzw")
+    else:
+        Image.new("RGB", (64, 64)).save(buffer, "PNG")
+        return buffer.getvalue()[: -int(kind)]
+    return buffer.getvalue()
+
+
+@pytest.mark.parametrize("kind", ["gif", "text", "tiff", "20", "200"])
+def test_images_that_grow_or_end_too_early_are_answered_or_refused(attacked, kind):
+    source = base64.b64encode(bomb(kind)).decode()
+    requests = [infer_request(source)] * 4
+    answer = attacked.http.post("/infer/", json={"infer_requests": requests, "request_config": GREEDY})
+    check_answer(answer)
+    check_items(answer.json())
+
+
+def test_no_path_leads_out_of_the_allowed_folders(attacked, tmp_path):
+    inside = attacked.fleet.images()[0]
+    folder = inside.rpartition("/")[0]
+    Image.new("RGB", (64, 64)).save(tmp_path / "outside.png")
+    outside = str(tmp_path / "outside.png")
+    link = f"{folder}/zqx-link.png"
+    os.symlink(outside, link)  # noqa: PTH211
+    paths = [
+        outside,
+        link,
+        f"{folder}/../../../../../../../..{outside}",
+        f"{folder}/./..//{outside}",
+        f"/proc/self/root{outside}",
+        "/proc/self/environ",
+        "/proc/self/fd/1",
+        "/dev/zero",
+        "/dev/stdin",
+        "/etc/passwd",
+        f"file://{outside}",
+        f"//{outside}",
+        f"{outside}\0.png",
+        f"{inside}\0",
+        "~/x.png",
+        "\\\\host\\x.png",
+        "." * 5000,
+        f"{folder}/%2e%2e/x.png",
+        "http://127.0.0.1:1/x.png",
+        "\udcff.png",
+        "a/" * 2000 + "x.png",
+        "./x.png",
+        "..",
+    ]
+    try:
+        body = {"infer_requests": [infer_request(path) for path in paths], "request_config": GREEDY}
+        answer = attacked.http.post("/infer/", content=json.dumps(body), headers=JSON)
+    finally:
+        os.unlink(link)  # noqa: PTH108
+    assert_ok(answer)
+    check_items(answer.json())
+    assert [path for path, item in zip(paths, answer.json(), strict=True) if "error" not in item] == []
+
+
+def test_garbage_at_the_weight_port_does_not_stop_a_sync(attacked):
+    """While nobody listens, while the workers wait for the learner, in a sync, and after it."""
+    draws = random.Random(3)
+    magic = b"\0" + struct.pack("<I", 0x3C85F7CE)  # the first message of a client of torch's TCPStore
+    contents = [
+        b"",
+        b"\0" * 100,
+        draws.randbytes(5000),
+        b"GET / HTTP/1.1\r\n\r\n",
+        magic[:3],
+        magic + b"\xff" * 100,
+        magic + b"\x01" + struct.pack("<Q", 2**62) + b"a",  # a key of 4 EiB
+    ]
+
+    def throw() -> int:
+        reached = 0
+        for content in contents:
+            with suppress(OSError), socket.create_connection(("127.0.0.1", attacked.group_port), 2) as client:
+                reached += 1
+                client.sendall(content)
+        return reached
+
+    assert throw() == 0
+    body = {"port": attacked.group_port, "world_size": 2, "timeout_s": 6}
+    since = time.monotonic()
+    with concurrently(lambda: attacked.http.post("/init_communicator/", json=body)) as answer:
+        wait_for(lambda: throw() == len(contents), 20)
+    check_answer(answer[0])
+    assert answer[0].status_code != 200 and time.monotonic() - since < MOST_SECONDS  # no learner came
+    reached, is_over = [], threading.Event()
+
+    def throw_until_the_end() -> bool:
+        while not is_over.wait(0.05):
+            reached.append(throw())
+        return True
+
+    with concurrently(throw_until_the_end):
+        attacked.restore()
+        is_over.set()
+    assert sum(reached) > 0
+    throw()
+    assert attacked.answer() == attacked.answers
+    print(f"{sum(reached)} connections in a sync")
+
+
+def test_metadata_of_any_form_is_refused_and_the_next_sync_works(attacked):
+    good = {"name": "lm_head.weight", "shape": [2], "dtype": "float32", "start_idx": 0, "end_idx": 8, "numel": 2}
+    strange = ["x", None, [], {}, 1e308, True, [[1]], -1]
+    bad = [good | {name: value} for name in ("dtype", "shape", "start_idx", "end_idx") for value in strange]
+    bad += [good | {"end_idx": 10**30}, good | {"name": "\ud83d"}]
+    for metadata in bad:
+        body = {"metadatas": [metadata], "next_bytes": 0}
+        answer = attacked.http.post("/update_flattened_params/", content=json.dumps(body), headers=JSON)
+        assert answer.status_code in (400, 422), metadata
+        check_answer(answer)
+    for body in ({"metadatas": [good], "next_bytes": 10**30}, {"metadatas": [{}] * 3}, {"metadatas": [5]}):
+        check_answer(attacked.http.post("/update_flattened_params/", json=body))
+        attacked.reset()
+    attacked.restore()
