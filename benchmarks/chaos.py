@@ -180,9 +180,10 @@ class Machine:
                 self.left.look(self.process(index).process.pid)
 
     def sizes(self) -> dict[int, tuple[int, int]]:
-        """Return the memory in bytes, and the open files, of each server, by the pid of its main process."""
+        """Return the memory in bytes, and the open files, of each server that runs, by the pid of its main
+        process."""
         sizes = {}
-        for index in range(2):
+        for index in filter(self.is_ready, range(2)):
             with suppress(psutil.NoSuchProcess):
                 main = psutil.Process(self.process(index).process.pid)
                 family = [main, *main.children(recursive=True)]
