@@ -20,17 +20,27 @@ def commands(page: str) -> list[str]:
     return [line for block in blocks for line in block.strip().splitlines()]
 
 
-def run_all(page: str, folder: Path, config: str, steps: int, smaller: dict[str, str]) -> list[str]:
-    """Run all commands of a page in a folder, and return their outputs."""
+def replace_all(text: str, smaller: dict[str, str]) -> str:
+    for large, reduced in smaller.items():
+        text = text.replace(large, reduced)
+    return text
+
+
+def run_all(page: str, folder: Path, steps: int, smaller: dict[str, str]) -> list[str]:
+    """Run all commands of a page in a folder, and return their outputs. Training is as short as `steps`, and in
+    commands and paths of models, the keys of `smaller` are replaced."""
     (folder / "configs").symlink_to(ROOT / "configs")
     (folder / "examples").symlink_to(ROOT / "examples")
     training = {"max_steps": steps, "save_steps": steps, "eval_steps": steps, "report_to": "none"}
-    (folder / "small.yaml").write_text(yaml.safe_dump({"extends": [config], "training": training}))
+    configs = re.findall(r"--config (\S+)", "\n".join(commands(page)))
+    for number, config in enumerate(dict.fromkeys(configs)):
+        path = yaml.safe_load((ROOT / config).read_text())["model"]["path"]
+        tree = {"extends": [config], "training": training, "model": {"path": replace_all(path, smaller)}}
+        (folder / f"small-{number}.yaml").write_text(yaml.safe_dump(tree))
+        smaller = smaller | {config: f"small-{number}.yaml"}
     outputs = []
     for command in commands(page):
-        for large, reduced in (smaller | {config: "small.yaml"}).items():
-            command = command.replace(large, reduced)
-        words = shlex.split(command)
+        words = shlex.split(replace_all(command, smaller))
         assert words[0] == "coordexp"
         done = subprocess.run(
             [sys.executable, "-m", *words], cwd=folder, capture_output=True, text=True, timeout=200
@@ -46,7 +56,7 @@ def run_all(page: str, folder: Path, config: str, steps: int, smaller: dict[str,
 @pytest.mark.timeout(400)
 def test_from_nothing_to_a_measured_model(tmp_path):
     smaller = {"--train 20000 --val 200": "--train 60 --val 6", "checkpoint-7000": "checkpoint-6"}
-    outputs = run_all("examples/scenes-cpu/README.md", tmp_path, "configs/demo/scenes-cpu.yaml", 6, smaller)
+    outputs = run_all("examples/scenes-cpu/README.md", tmp_path, 6, smaller)
     assert len(outputs) == 7
     assert (tmp_path / "scenes/evaluate.html").is_file()
     assert "f1" in outputs[-1].lower()
@@ -55,20 +65,20 @@ def test_from_nothing_to_a_measured_model(tmp_path):
 @pytest.mark.timeout(400)
 def test_from_a_trained_model_to_its_own_answers(tmp_path):
     smaller = {"--train 600 --val 240": "--train 24 --val 4"}
-    outputs = run_all("examples/stage2-cpu/README.md", tmp_path, "configs/demo/stage2-hf.yaml", 4, smaller)
+    outputs = run_all("examples/stage2-cpu/README.md", tmp_path, 4, smaller)
     assert re.search(r"step 4/4 .* 16 answers: found \d+ of \d+", outputs[1])
     assert "6 examples of 1 steps come out the same" in outputs[-1]
     assert all((tmp_path / "runs/scenes-stage2" / name).is_file() for name in ("inspect.html", "report.html"))
 
 
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(900)
 def test_a_model_learns_lists_of_classes(tmp_path):
     smaller = {"--train 20000 --val 400": "--train 60 --val 6", "--val 400": "--val 6"}
-    smaller |= {"checkpoint-6000": "checkpoint-3"}
-    outputs = run_all("docs/requests.md", tmp_path, "configs/demo/requests-cpu.yaml", 3, smaller)
-    assert len(outputs) == 7
-    assert re.search(r"absent classes +\d", outputs[4]) and "classes asked" in outputs[4]
-    assert re.search(r"absent classes +- ", outputs[6]) and "classes asked" not in outputs[6]
+    smaller |= {f"checkpoint-{steps}": "checkpoint-3" for steps in (4500, 4000, 2500)}
+    outputs = run_all("docs/requests.md", tmp_path, 3, smaller)
+    assert len(outputs) == 9
+    assert re.search(r"absent classes +\d", outputs[6]) and "classes asked" in outputs[6]
+    assert re.search(r"absent classes +- ", outputs[8]) and "classes asked" not in outputs[8]
 
 
 @pytest.mark.timeout(400)
@@ -77,6 +87,6 @@ def test_native_answers_from_a_random_model_to_a_report(tmp_path):
         "scenes --out demo-data": "scenes --out demo-data --train 32 --val 4",
         "checkpoint-200": "checkpoint-6",
     }
-    outputs = run_all("docs/answer-formats.md", tmp_path, "configs/demo/stage1-native-cpu.yaml", 6, smaller)
+    outputs = run_all("docs/answer-formats.md", tmp_path, 6, smaller)
     assert len(outputs) == 5
     assert "f1" in outputs[-1].lower()
