@@ -60,7 +60,7 @@ class _Forwarder(Handler):
 
     def _forward(self, body: bytes) -> None:
         passed = {name: self.headers[name] for name in ("Authorization", "Content-Type") if self.headers[name]}
-        headers = {"Host": "server", "Connection": "close", "Content-Length": str(len(body))} | passed
+        headers = {"Host": "127.0.0.1", "Connection": "close", "Content-Length": str(len(body))} | passed
         lines = [f"{self.command} {self.path} HTTP/1.1", *(f"{name}: {value}" for name, value in headers.items())]
         with socket.create_connection(self.proxy.server) as server:
             server.sendall("\r\n".join([*lines, "", ""]).encode() + body)
