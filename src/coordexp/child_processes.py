@@ -101,10 +101,12 @@ def recording_segments(interval: float = 0.5) -> Iterator[None]:
     this process ends, it is removed, except what processes of others use: a child that is killed cannot do that
     itself, not even while it starts."""
     segments: set[str] = set()
-    atexit.register(_remove_segments_of_engines, segments)
+    children: set[psutil.Process] = set()
+    atexit.register(_remove_segments_of_engines, segments, children)
 
     def record() -> None:
         for child in psutil.Process().children(recursive=True):
+            children.add(child)
             segments.update(find_segments(child.pid))
 
     def record_until_stopped() -> None:
@@ -122,10 +124,11 @@ def recording_segments(interval: float = 0.5) -> Iterator[None]:
         record()
 
 
-def _remove_segments_of_engines(names: set[str]) -> None:
-    """Remove the segments that nobody uses but this process and its engines, of which some may be about to end."""
+def _remove_segments_of_engines(names: set[str], children: set[psutil.Process]) -> None:
+    """Remove the segments that nobody uses but this process and the processes of its engines. Some of these may be
+    about to end, and are no longer its children if the process between them was killed."""
     if names:
-        own = {process.pid for process in find_marked(ENGINE_FOLDER, str(engine_folder()))} | {os.getpid()}
+        own = {child.pid for child in children if child.is_running()} | {os.getpid()}
         remove_segments(names.difference(*map(find_segments, set(psutil.pids()) - own)))
 
 

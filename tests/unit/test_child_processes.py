@@ -120,16 +120,15 @@ def test_processes_are_found_by_a_variable_of_their_environment_while_they_live(
 # Makes a segment that two children of an engine use, and kills one of them while the engine would start. Prints
 # the segment and the child that lives, and ends.
 OWNER = """
-import os, subprocess, sys, time
-from coordexp.child_processes import ENGINE_FOLDER, engine_folder, recording_segments
+import subprocess, sys, time
+from coordexp.child_processes import recording_segments
 MAP = "import sys, time\\nfrom multiprocessing import resource_tracker, shared_memory\\n"
 MAP += "own = shared_memory.SharedMemory(**eval(sys.argv[1]))\\n"
 MAP += "resource_tracker.unregister(own._name, 'shared_memory')\\nprint(own.name, flush=True)\\ntime.sleep(600)"
 def start(options):
-    environment = os.environ | {ENGINE_FOLDER: str(engine_folder())}
     words = [sys.executable, "-c", MAP, repr(options)]
     quiet = subprocess.DEVNULL
-    child = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=quiet, text=True, env=environment)
+    child = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=quiet, text=True)
     return child, child.stdout.readline().strip()
 with recording_segments(interval=0.01):
     first, name = start({"create": True, "size": 64})

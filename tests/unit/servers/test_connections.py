@@ -63,7 +63,7 @@ def seconds_until_closed(client: socket.socket, trickle: bytes = b"") -> float:
     return time.monotonic() - since
 
 
-HEAD = b"POST /infer/ HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+HEAD = b"POST /infer/ HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
 HEAD += b"Authorization: Bearer " + TOKEN.encode() + b"\r\n"
 
 
@@ -77,7 +77,7 @@ def test_a_connection_without_a_whole_header_is_closed_however_it_trickles(serve
 
 @pytest.mark.timeout(60)
 def test_a_second_request_on_a_connection_has_the_same_deadline(server):
-    whole = b"GET /health/ HTTP/1.1\r\nHost: x\r\n\r\n"
+    whole = b"GET /health/ HTTP/1.1\r\nHost: localhost\r\n\r\n"
     with connect(server.url, whole) as client:
         assert b"200 OK" in client.recv(65536)
         client.sendall(b"GET /hea")
@@ -87,7 +87,7 @@ def test_a_second_request_on_a_connection_has_the_same_deadline(server):
 @pytest.mark.timeout(60)
 def test_a_body_that_stops_is_closed_and_one_that_comes_slowly_is_not(server):
     with connect(server.url, HEAD + b"Content-Length: 30\r\n\r\n{") as client:
-        assert 1.5 < seconds_until_closed(client) < 10
+        assert 1.5 < seconds_until_closed(client) < 5
     body = b'{"infer_requests": [{"a": 1}]}'
     with connect(server.url, HEAD + b"Content-Length: %d\r\n\r\n" % len(body)) as client:
         for byte in range(0, len(body), 5):
@@ -105,7 +105,7 @@ def test_a_client_that_reads_no_response_is_closed(server):
         client.settimeout(5.0)
         client.connect((host, int(port)))
         with suppress(OSError):
-            client.sendall(b"GET /health/ HTTP/1.1\r\nHost: x\r\n\r\n" * 5000)
+            client.sendall(b"GET /health/ HTTP/1.1\r\nHost: localhost\r\n\r\n" * 5000)
         since = time.monotonic()
         while server.uvicorn.server_state.connections:
             assert time.monotonic() - since < 30, "it was never closed"
@@ -120,7 +120,7 @@ def test_a_client_that_was_refused_and_goes_on_sending_is_closed():
             patch.setattr(connections, "HEADER", 1.0)
             patch.setattr(connections, "LOOKS", 0.1)
             with connect(
-                server.url, b"POST /infer/ HTTP/1.1\r\nHost: x\r\nContent-Length: 9999\r\n\r\n"
+                server.url, b"POST /infer/ HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9999\r\n\r\n"
             ) as client:
                 assert b"401 Unauthorized" in client.recv(65536)
                 assert seconds_until_closed(client, b"x") < 5
@@ -185,7 +185,8 @@ def test_1100_slow_connections_at_a_limit_of_1024_files_do_not_stop_answers(many
     limits = (1024, 1024 if is_hard else many_files)
     with fake_engine_server(limits, token) as (url, pid, limit), ExitStack() as stack:
         assert limit == limits[1]
-        slow = [stack.enter_context(connect(url, b"POST /infer/ HTTP/1.1\r\nHost: x\r\n")) for _ in range(1100)]
+        half = b"POST /infer/ HTTP/1.1\r\nHost: localhost\r\n"
+        slow = [stack.enter_context(connect(url, half)) for _ in range(1100)]
         with httpx.Client(base_url=url, headers=KNOWN, trust_env=False, timeout=5) as http:
             since = time.monotonic()
             assert http.post("/infer/", json={"infer_requests": [{"a": 1}]}).status_code == 200
