@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[2]
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(1500)]
 
 
-@pytest.mark.parametrize(("seed", "variant", "minutes"), [(1, "ahead", 2.5), (2, "two ranks", 2.5)])
+@pytest.mark.parametrize(("seed", "variant", "minutes"), [(1, "ahead", 3)])
 def test_no_fault_changes_what_is_trained_and_nothing_is_left(tmp_path, seed, variant, minutes):
     file, log = tmp_path / "chaos.json", tmp_path / "log"
     command = [sys.executable, "benchmarks/chaos.py", "--minutes", str(minutes), "--seed", str(seed)]
