@@ -37,7 +37,7 @@ class PageEvents:
 
     def _console(self, message: ConsoleMessage) -> None:
         if message.type in ("error", "warning"):
-            self.problems.append(message.text)
+            self.problems.append(f"{message.text} ({message.location['url']})")
 
     def _dialog(self, dialog: Any) -> None:
         self.problems.append(f"a dialog: {dialog.message}")

@@ -30,9 +30,14 @@ def site(tmp_path_factory) -> Path:
 @pytest.fixture
 def served(site: Path) -> Iterator[str]:
     class QuietHandler(SimpleHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"  # a browser keeps a connection, instead of opening one for every file
+
         def log_message(self, *_: object) -> None: ...
 
-    with ThreadingHTTPServer(("127.0.0.1", 0), partial(QuietHandler, directory=str(site))) as server:
+    class Server(ThreadingHTTPServer):
+        request_queue_size = 64  # connections that wait; by default five, which a browser can exceed
+
+    with Server(("127.0.0.1", 0), partial(QuietHandler, directory=str(site))) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         yield f"http://127.0.0.1:{server.server_port}"
         server.shutdown()
@@ -52,7 +57,8 @@ def page(browser: Browser) -> Iterator[Page]:
 
 
 @pytest.mark.parametrize("place", ["disk", "server"])
-def test_search_works_without_any_other_host(page, site, served, place):
+def test_search_works_without_any_other_host(site, served, page, place):
+    # The page comes after the server among the fixtures, so that it is closed first: it may still load a file.
     start = site.as_uri() if place == "disk" else served
     others: list[str] = []
     page.on("request", lambda request: others.append(request.url) if not request.url.startswith(start) else None)
@@ -65,6 +71,7 @@ def test_search_works_without_any_other_host(page, site, served, place):
     results.first.locator("a").first.click()
     page.wait_for_url(lambda address: "index.html" not in address)
     assert "staleness" in page.locator("article").inner_text()
+    page.wait_for_load_state("networkidle")
     assert [address for address in others if not address.startswith(("data:", "about:"))] == []
 
 
