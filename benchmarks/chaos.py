@@ -54,14 +54,15 @@ from coordexp.train.checkpoints import checkpoints, is_finished
 sys.path.insert(0, str(Path(__file__).parents[1]))  # for the tests, which are not installed
 from tests.integration.faulty_proxy import Relay
 from tests.integration.leavings import Leavings, leavings
-from tests.integration.servers import SERVE, Fleet
-from tests.integration.stage2_runs import DRAWN, Started, metrics, started, steps
+from tests.integration.servers import Fleet
+from tests.integration.stage2_runs import DRAWN, Started, counters, metrics, started, steps
 
 STEPS, SAVED, EVALUATED = 24, 4, 8
 MOST_FAULTS = 6  # of a round
 MOST_STARTS = 40  # of the learner, in a round
 START = 600.0  # seconds for both servers to start
 ROUND = 900.0  # seconds after which a round has failed
+NETWORK_FAULTS = ("delay", "drop", "truncate", "corrupt")
 PHASES = ("rollout", "sync", "evaluation", "save", "start", "any")
 PHASE_WAIT = 12.0  # seconds to wait for the drawn phase, before the fault comes regardless
 TOLERANCE = 1e-5  # of losses
@@ -96,6 +97,11 @@ class Fault:
     recovered_after: float | None = None  # seconds until the next step was trained
     back_after: float | None = None  # seconds until a server that had ended received weights again
 
+    @property
+    def server(self) -> int | None:
+        """The server that it hits, if it hits one."""
+        return None if self.target == "learner" else int(self.target.removeprefix("server "))
+
 
 @dataclass
 class Network:
@@ -126,13 +132,12 @@ class Machine:
 
     def __init__(self, folder: Path, left: Leavings, draw: random.Random) -> None:
         self.fleet = Fleet(folder, 2)
-        self.variables = left.variables | {"VLLM_CPU_KVCACHE_SPACE": "1"}
+        self.fleet.variables = left.variables | {"VLLM_CPU_KVCACHE_SPACE": "1"}
         self.left, self.problems = left, list[str]()
         self.networks = [Network(random.Random(draw.random())) for _ in range(2)]
         self.relays = [
             Relay(port, network.alter) for port, network in zip(self.fleet.ports, self.networks, strict=True)
         ]
-        self.running: dict[int, tuple[ExitStack, Started]] = {}
         self.hit: set[int] = set()  # servers that a fault has ended
         self.ended_by_themselves: list[str] = []
         self.starts = 0
@@ -145,9 +150,7 @@ class Machine:
         self.can_fill = mounted.returncode == 0
 
     def start(self, index: int) -> None:
-        stack = ExitStack()
-        words = [*SERVE, "--config", str(self.fleet.file), "--index", str(index)]
-        self.running[index] = (stack, stack.enter_context(started(words, **self.variables)))
+        self.fleet.launch(index)
         self.starts += 1
 
     def is_ready(self, index: int) -> bool:
@@ -155,13 +158,10 @@ class Machine:
             return True
         return False
 
-    def process(self, index: int) -> Started:
-        return self.running[index][1]
-
     def keep(self) -> None:
         """Start servers that have ended. None of their processes may be left."""
         for index in range(2):
-            server = self.process(index)
+            server = self.fleet[index]
             if server.process.poll() is not None:
                 if index not in self.hit:
                     end = f"server {index} ended by itself with exit code {server.process.poll()}"
@@ -170,14 +170,14 @@ class Machine:
                 self.hit.discard(index)
                 if left := server.remains(30):
                     self.problems.append(f"server {index} has ended, but processes of it live: {list(left)}")
-                self.running.pop(index)[0].close()
+                self.fleet.stop(index)
                 self.start(index)
 
     def look(self) -> None:
         """Record the shared memory of all servers, to check later that it is gone."""
         for index in range(2):
             with suppress(psutil.NoSuchProcess):
-                self.left.look(self.process(index).process.pid)
+                self.left.look(self.fleet[index].process.pid)
 
     def sizes(self) -> dict[int, tuple[int, int]]:
         """Return the memory in bytes, and the open files, of each server that runs, by the pid of its main
@@ -185,7 +185,7 @@ class Machine:
         sizes = {}
         for index in filter(self.is_ready, range(2)):
             with suppress(psutil.NoSuchProcess):
-                main = psutil.Process(self.process(index).process.pid)
+                main = psutil.Process(self.fleet[index].process.pid)
                 family = [main, *main.children(recursive=True)]
                 memory = sum(process.memory_full_info().uss for process in family)
                 sizes[main.pid] = (memory, sum(process.num_fds() for process in family))
@@ -203,18 +203,16 @@ class Machine:
     def close(self) -> None:
         """End everything in the orderly way, and record what is left."""
         for index in range(2):
-            with suppress(ProcessLookupError):
-                os.kill(self.process(index).process.pid, signal.SIGCONT)
-                os.kill(self.process(index).process.pid, signal.SIGTERM)
+            for number in (signal.SIGCONT, signal.SIGTERM):
+                send(self.fleet[index].process.pid, number)
         for index in range(2):
             with suppress(subprocess.TimeoutExpired):
-                self.process(index).wait(60)
-            if left := self.process(index).remains(20):
+                self.fleet[index].wait(60)
+            if left := self.fleet[index].remains(20):
                 self.problems.append(f"processes of server {index} are left: {list(left)}")
             if self.is_ready(index):
                 self.problems.append(f"port {self.fleet.ports[index]} is still open")
-        for stack, _ in self.running.values():
-            stack.close()
+        self.fleet.close()
         for relay in self.relays:
             relay.close()
         if self.can_fill:
@@ -244,7 +242,7 @@ class Round:
         if self.variant == "two ranks":
             words[2:3] = ["launch", "--no-servers", "--cpu", "--learners", "2"]
         self.stack = ExitStack()
-        self.learner: Started | None = self.stack.enter_context(started(words, **self.machine.variables))
+        self.learner: Started | None = self.stack.enter_context(started(words, **self.machine.fleet.variables))
         self.starts += 1
 
     def steps(self) -> list[dict[str, Any]]:
@@ -289,7 +287,7 @@ class Round:
         """Note which servers are back: those that were started again, and have received weights since then."""
         for entry in list(self.away):
             fault, began, count = entry
-            if any(int(fault.target[-1]) in synced for synced in self.syncs()[count:]):
+            if any(fault.server in synced for synced in self.syncs()[count:]):
                 fault.back_after = round(time.monotonic() - began, 1)
                 self.away.remove(entry)
 
@@ -382,8 +380,9 @@ def draw_faults(draw: random.Random, can_fill: bool) -> Iterator[Fault]:
     weights |= {"checkpoint": 2} | ({"disk": 2} if can_fill else {})
     while True:
         (kind,) = draw.choices(list(weights), list(weights.values()))
-        on_network = kind in ("delay", "drop", "truncate", "corrupt")
-        targets = ["server 0", "server 1"] if on_network else ["server 0", "server 1", "learner", "learner"]
+        targets = (
+            ["server 0", "server 1"] if kind in NETWORK_FAULTS else ["server 0", "server 1", "learner", "learner"]
+        )
         target = "learner" if kind in ("disk", "checkpoint") else draw.choice(targets)
         seconds = {"stop": draw.uniform(1, 15), "disk": draw.uniform(2, 10)}.get(kind, draw.uniform(1, 8))
         yield Fault(kind, target, draw.choice(PHASES), round(seconds, 1))
@@ -391,9 +390,9 @@ def draw_faults(draw: random.Random, can_fill: bool) -> Iterator[Fault]:
 
 def inject(fault: Fault, run: Round, draw: random.Random) -> bool:
     """Make it happen. Return False if that is impossible at this moment."""
-    machine = run.machine
-    if fault.kind in ("delay", "drop", "truncate", "corrupt"):
-        network = machine.networks[int(fault.target[-1])]
+    machine, index = run.machine, fault.server
+    if index is not None and fault.kind in NETWORK_FAULTS:
+        network = machine.networks[index]
         network.kind = fault.kind
         run.later.append((time.monotonic() + fault.seconds, lambda: setattr(network, "kind", "")))
         return True
@@ -401,7 +400,7 @@ def inject(fault: Fault, run: Round, draw: random.Random) -> bool:
         machine.fill()
         run.later.append((time.monotonic() + fault.seconds, lambda: machine.balloon.unlink(missing_ok=True)))
         return True
-    process = run.learner if fault.target == "learner" else machine.process(int(fault.target[-1]))
+    process = run.learner if index is None else machine.fleet[index]
     if process is None or process.process.poll() is not None or not (pids := sorted(process.left())):
         return False
     machine.look()
@@ -415,8 +414,8 @@ def inject(fault: Fault, run: Round, draw: random.Random) -> bool:
     elif fault.kind in ("terminate", "kill"):
         is_kill = fault.kind == "kill"
         send(draw.choice(pids) if is_kill else process.process.pid, signal.SIGKILL if is_kill else signal.SIGTERM)
-        if fault.target != "learner":
-            machine.hit.add(int(fault.target[-1]))
+        if index is not None:
+            machine.hit.add(index)
             began = time.monotonic()
             until_ended(process)
             run.away.append((fault, began, len(run.syncs())))
@@ -483,8 +482,7 @@ class Outcome:
             gaps.append(abs(line["loss"] - other["loss"]))
             if not gaps[-1] <= TOLERANCE:  # also if it is NaN
                 problems.append(f"step {step}: the loss is {line['loss']}, not {other['loss']}")
-            names = [name for name in other if name.startswith(("rollout/", "parse/", "match/", "packing/"))]
-            if unlike := [name for name in names if line.get(name) != other[name]]:
+            if unlike := [name for name, value in counters(other).items() if line.get(name) != value]:
                 problems.append(f"step {step}: other counters: {unlike}")
         if self.tensors.keys() != expected.tensors.keys():
             problems.append("the last checkpoint has other tensors")
@@ -578,12 +576,11 @@ def run_chaos(minutes: float, seed: int, variants: list[str]) -> dict[str, Any]:
                     "faults": [asdict(fault) for fault in faults],
                 }
             )
-        starts = machine.starts
     return {
         "minutes": minutes,
         "seed": seed,
         "rounds": rounds,
-        "starts of servers": starts,
+        "starts of servers": machine.starts,
         "servers that ended by themselves": machine.ended_by_themselves,
         "problems": machine.problems + check_growth(sizes),
     }

@@ -83,12 +83,16 @@ class Fleet:
         }
         return config(self.folder, name, **(ours | changes))
 
+    def launch(self, index: int) -> None:
+        """Start a server, and do not wait for it."""
+        stack = ExitStack()
+        words = [*SERVE, "--config", str(self.file), "--index", str(index)]
+        self._running[index] = (stack, stack.enter_context(started(words, **self.variables)))
+
     def start(self, *indices: int) -> None:
         """Start servers side by side, and wait until they are ready."""
         for index in indices:
-            stack = ExitStack()
-            words = [*SERVE, "--config", str(self.file), "--index", str(index)]
-            self._running[index] = (stack, stack.enter_context(started(words, **self.variables)))
+            self.launch(index)
         for index in indices:
             wait_for(lambda index=index: self.is_ready(index), START, lambda index=index: self[index].shown)
 

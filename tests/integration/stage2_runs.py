@@ -30,6 +30,7 @@ from tests.unit.config.trees import apply_changes
 ROOT = Path(__file__).parents[2]
 MODEL = ROOT / "examples/scenes-cpu/model"
 MARK = "COORDEXP_TEST_RUN"
+COUNTED = ("rollout/", "parse/", "match/", "packing/")  # how the names of counters begin
 
 
 def draw(folder: Path) -> Path:
@@ -182,6 +183,11 @@ def metrics(folder: Path) -> list[dict[str, Any]]:
 
 def steps(folder: Path) -> list[dict[str, Any]]:
     return [line for line in metrics(folder) if "loss" in line]
+
+
+def counters(line: dict[str, Any]) -> dict[str, Any]:
+    """Return the numbers of a step that a sample which was lost or trained twice would change."""
+    return {name: value for name, value in line.items() if name.startswith(COUNTED)}
 
 
 def _environments() -> Iterator[tuple[int, dict[str, str]]]:

@@ -216,14 +216,15 @@ class AccessControl:
         return bool(self.token) and hmac.compare_digest(header, expected)
 
     def _check(self, path: str, headers: dict[bytes, bytes], is_known: bool) -> Refusal | None:
-        if self.token and path.rstrip("/") not in PROBES and not is_known:
+        is_probe = path.rstrip("/") in PROBES
+        if self.token and not is_probe and not is_known:
             return Refusal(
                 401,
                 "no_token",
                 "this server requires a token",
                 "set COORDEXP_SERVER_TOKEN to the same value for the server and the learner",
             )
-        if not self.token and path.rstrip("/") not in PROBES and not _is_for_this_machine(headers):
+        if not self.token and not is_probe and not _is_for_this_machine(headers):
             return Refusal(
                 421,
                 "other_host",
