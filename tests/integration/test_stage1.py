@@ -20,6 +20,8 @@ from safetensors.torch import load_file
 from coordexp.config import World, load_settings
 from coordexp.demo.model import Size, make_model
 from coordexp.demo.scenes import SceneSettings, write_scenes
+from coordexp.tasks import ignore
+from coordexp.train.checkpoints import write_manifest
 from coordexp.train.run import prepare
 from coordexp.train.stream import RowStream
 from tests.source import SOURCE
@@ -363,6 +365,25 @@ def test_a_damaged_checkpoint_is_refused(parts):
     )
     assert done.returncode == 1
     assert "has no scheduler.pt: a run could not resume from it exactly" in done.stderr
+
+
+@pytest.mark.parametrize("name", ["optimizer.pt", "scheduler.pt", "rng_state.pth"])
+def test_code_that_is_hidden_in_a_checkpoint_is_not_run(parts, tmp_path, name):
+    class Payload:
+        def __reduce__(self):
+            return os.mkdir, (str(tmp_path / "run"),)
+
+    file = config(parts, f"hidden-{name}", max_steps=1, save_steps=1)
+    prepare(load_settings(file, World(1)), resume=False).run()
+    checkpoint = parts / f"hidden-{name}/checkpoint-1"
+    assert (checkpoint / name).is_file()
+    torch.save({"state": Payload()}, checkpoint / name)
+    write_manifest(checkpoint, ignore)  # as an attacker would, because the hash is another one now
+    config(parts, f"hidden-{name}", max_steps=2, save_steps=1)
+    prepared = prepare(load_settings(file, World(1)), resume=True)
+    with pytest.raises(Exception, match="Weights only load failed"):
+        prepared.run()
+    assert not (tmp_path / "run").exists()
 
 
 def make_thin(data: Path) -> None:
