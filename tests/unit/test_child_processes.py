@@ -47,13 +47,14 @@ def segment() -> Iterator[shared_memory.SharedMemory]:
 @pytest.fixture
 def part(segment) -> Iterator[tuple[subprocess.Popen[str], Path, Path, int]]:
     """A tether, and the segment, the folder and the process id of the part below it."""
+    made = child_processes.make_folder()
     words = ["-m", "coordexp.launch.tether", "--", sys.executable, "-c", PART, segment.name]
     tether = subprocess.Popen(
         [sys.executable, *words],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
-        env=os.environ | {"PYTHONPATH": str(SOURCE)},
+        env=os.environ | {"PYTHONPATH": str(SOURCE), child_processes.RUN_FOLDER: str(made)},
     )
     assert tether.stdout is not None and tether.stdin is not None
     name, folder, pid = tether.stdout.readline().split()

@@ -8,6 +8,7 @@ import codecs
 import io
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -21,7 +22,7 @@ from typing import TextIO
 
 import httpx
 
-from coordexp.child_processes import TORCHRUN_VARIABLES
+from coordexp.child_processes import RUN_FOLDER, TORCHRUN_VARIABLES, make_folder
 from coordexp.errors import EngineError, explain
 from coordexp.launch.plan import Part
 from coordexp.launch.tether import to_shell_code
@@ -119,19 +120,21 @@ class Lines:
 
 
 class RunningPart:
-    """The process of a part, which is started at once. `extra` is added to its environment."""
+    """The process of a part, which is started at once, and a folder for the sockets and temporary files of its
+    engines. `extra` is added to its environment."""
 
     def __init__(self, part: Part, extra: Mapping[str, str]) -> None:
         self.part = part
         self.since = time.monotonic()
         self.last: deque[str] = deque(maxlen=LAST_LINES)
+        self._folder = make_folder()
         tether = [sys.executable, "-m", "coordexp.launch.tether", *(["--ranks"] if part.ranks else []), "--"]
         self._process = subprocess.Popen(  # noqa: S603 - the plan's own commands
             [*tether, *part.command],
             stdin=subprocess.PIPE,  # closes when this process ends, for whatever reason
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
-            env=_environment(part, extra),
+            env=_environment(part, {**extra, RUN_FOLDER: str(self._folder)}),
             start_new_session=True,
         )
         self._reader: threading.Thread | None = None
@@ -169,6 +172,10 @@ class RunningPart:
             self._process.kill()
             self._process.wait()
         self._read_to_end()
+
+    def remove_folder(self) -> None:
+        """Remove the folder of the part, which has ended. Its tether has done so, unless it was killed."""
+        shutil.rmtree(self._folder, ignore_errors=True)
 
     def _read(self, log: Log) -> None:
         assert self._process.stdout is not None

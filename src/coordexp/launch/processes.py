@@ -249,8 +249,11 @@ class Launch:
             running.release()
         for running in self._running.values():
             running.wait_killed()
+        parts = list(self._running.values())
         self._running.clear()
         self._kill_strays()
+        for running in parts:
+            running.remove_folder()
 
     # Processes and events
 
@@ -276,6 +279,7 @@ class Launch:
             raise Interrupted(event.number)
         del self._running[event.running.part.name]
         self._kill_strays()
+        event.running.remove_folder()
         return event
 
     def _kill_strays(self) -> None:

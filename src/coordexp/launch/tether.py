@@ -4,7 +4,7 @@ Standard input is a pipe that only the starter holds open. When it closes, howev
 kills the command and everything that came from it. Processes that the command leaves when it ends are killed too.
 None can escape: a process that loses its parent becomes a child of the tether, whatever its session is. SIGTERM is
 passed on to the command. At the end the tether removes the sockets, temporary files and shared memory of the
-engines below it.
+engines below it. The starter makes the folder for these files, and names it in COORDEXP_RUN_FOLDER.
 """
 
 import ctypes
@@ -34,8 +34,6 @@ def main(words: list[str]) -> int:
     adopt_orphans()
     signals: list[int] = []
     wake_up = _record_signals(signals)
-    folder = child_processes.make_folder()
-    os.environ[child_processes.RUN_FOLDER] = str(folder)
     # This process has one thread, so the code between fork and exec cannot wait for a lock of another thread.
     child = subprocess.Popen(command, stdin=subprocess.DEVNULL, preexec_fn=_end_with_parent)  # noqa: S603
     code = None
@@ -51,7 +49,7 @@ def main(words: list[str]) -> int:
         code = reap(child.pid)
     segments = kill_children()
     child_processes.remove_unused_segments(segments)
-    shutil.rmtree(folder, ignore_errors=True)
+    shutil.rmtree(os.environ[child_processes.RUN_FOLDER], ignore_errors=True)
     child.returncode = code if code is not None else BY_SIGNAL + signal.SIGKILL
     return child.returncode
 

@@ -15,6 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from coordexp.child_processes import RUN_FOLDER
 from tests.source import SOURCE
 
 ROOT = Path(__file__).parents[3]
@@ -215,14 +216,17 @@ def test_no_process_outlives_a_launcher_that_is_killed():
             time.sleep(0.05)
 
 
-def test_a_part_whose_tether_is_killed_leaves_no_process_and_is_restarted():
+def test_a_part_whose_tether_is_killed_leaves_no_process_and_no_folder_and_is_restarted():
     with launch(SAVES, [fake("--spawn")]) as run:
         tether = int(re.search(r"process (\d+)", run.read_until("started server 0"))[1])
         run.read_until("training")
         below = psutil.Process(tether).children(recursive=True)
         assert len(below) >= 3
+        folder = Path(psutil.Process(tether).environ()[RUN_FOLDER])
+        assert folder.is_dir()
         os.kill(tether, signal.SIGKILL)
         run.read_until("started server 0")
+        assert not folder.exists()
         assert not any(process in run.find_processes() for process in below)
         run.read_until("starting the engine")
         run.process.send_signal(signal.SIGTERM)
