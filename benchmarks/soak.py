@@ -15,7 +15,9 @@ The first 30 % of the updates are warm-up, in which every block of the KV cache 
 their size. In a shorter run the cache still fills up after it. The rest gives the Theil-Sen slope of each quantity
 with its 95 % confidence interval. The goal of each is a slope of zero within noise: zero is in the interval, or
 the drift over the whole measured part is less than 1 % of the median (5 % for times, because other work on the
-machine changes them). The load average has no goal: it tells what else the machine did.
+machine changes them). Times are also divided by the learner's CPU time of the same updates: its work is the same
+each time, so a machine that becomes slower changes both. The load average has no goal: it tells what else the
+machine did.
 """
 
 import argparse
@@ -64,9 +66,10 @@ TITLES = {
     "call": "milliseconds per call",
     "health": "milliseconds of the health route",
     "cpu": "CPU milliseconds per update and its call",
+    "relative": "CPU time, relative to that of the learner",
     "load": "load average of the last minute",
 }
-TIMES = ("update", "call", "health", "cpu")
+TIMES = ("update", "call", "health", "cpu", "relative")
 Sample = dict[str, Any]
 
 
@@ -86,12 +89,14 @@ class Watch:
         """Return the resources of now, by process. `rounds` updates were made since the previous sample."""
         before, self._cpu = self._cpu, self._cpu_seconds()
         family = [self.server, *self.server.children(recursive=True)]
+        cpu = {name: 1000 * (self._cpu[name] - before[name]) / max(rounds, 1) for name in self.processes}
         return {
             "memory": {name: process.memory_full_info().uss / 1e6 for name, process in self.processes.items()},
             "files": {name: process.num_fds() for name, process in self.processes.items()},
             "threads": {name: process.num_threads() for name, process in self.processes.items()},
             "segments": {HTTP: len(set[str]().union(*(find_segments(process.pid) for process in family)))},
-            "cpu": {name: 1000 * (self._cpu[name] - before[name]) / max(rounds, 1) for name in self.processes},
+            "cpu": cpu,
+            "relative": {name: cpu[name] / cpu[CLIENT] for name in cpu if name != CLIENT},
             "load": {MACHINE: os.getloadavg()[0]},
             "processes": len(family),
         }

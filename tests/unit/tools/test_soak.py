@@ -8,6 +8,7 @@ from xml.etree import ElementTree
 import pytest
 
 FOLDER = Path(__file__).parents[3] / "benchmarks"
+OF_PROCESSES = {"memory", "files", "threads", "cpu", "relative"}  # quantities that each process has
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +44,7 @@ def sampled(soak, updates):
     names = (soak.HTTP, *soak.ROLES.values(), soak.CLIENT)
     run = soak.Soak(40, 400, 1)
     for update in range(1, updates + 1):
-        own = {key: dict.fromkeys(names, 100.0 + update) for key in ("memory", "files", "threads", "cpu")}
+        own = {key: dict.fromkeys(names, 100.0 + update) for key in OF_PROCESSES}
         seen = {key: {soak.SEEN: 3.5} for key in ("update", "call", "health")} | {"load": {soak.MACHINE: 7.0}}
         place = {"update": update, "asked": 10 * update, "seconds": 1.0}
         run.samples.append({"at": place, "segments": {soak.HTTP: 3}, **own, **seen})
@@ -55,7 +56,7 @@ def test_the_picture_has_a_panel_per_quantity(soak):
     picture = soak.draw_picture(run)
     ElementTree.fromstring(picture)
     assert all(title in picture for title in soak.TITLES.values())
-    assert {row["quantity"] for row in run.slopes() if row["ok"] is False} == {"memory", "files", "threads", "cpu"}
+    assert {row["quantity"] for row in run.slopes() if row["ok"] is False} == OF_PROCESSES
 
 
 def test_a_run_that_was_ended_early_shows_what_it_has(soak, capsys):
