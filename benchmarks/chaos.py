@@ -266,11 +266,7 @@ class Round:
         time.sleep(0.02)
         if time.monotonic() - self.began > ROUND:
             raise AssertionError(f"the round did not end in {ROUND:g} s")
-        now = time.monotonic()
-        due = [act for when, act in self.later if when <= now]
-        self.later = [(when, act) for when, act in self.later if when > now]
-        for act in due:
-            act()
+        self._end_faults()
         self.machine.keep()
         self._look_for_servers()
         if self.learner is None:
@@ -282,6 +278,14 @@ class Round:
             self._check_end(code)
             self.stack.close()
             self.learner = None
+
+    def _end_faults(self) -> None:
+        """End the faults that have lasted long enough."""
+        now = time.monotonic()
+        due = [act for when, act in self.later if when <= now]
+        self.later = [(when, act) for when, act in self.later if when > now]
+        for act in due:
+            act()
 
     def _look_for_servers(self) -> None:
         """Note which servers are back: those that were started again, and have received weights since then."""
@@ -297,7 +301,11 @@ class Round:
         own = shown.partition("torch/distributed/elastic")[0]  # torchrun has a traceback of its own
         if "Traceback" in own:
             self.machine.problems.append(f"{self.folder.name}: traceback of the learner:\n{own[-3000:]}")
-        if self.learner and (left := self.learner.remains(30)):
+        until = time.monotonic() + 30
+        while self.learner and self.learner.left() and time.monotonic() < until:
+            self._end_faults()  # a process that is stopped cannot end
+            time.sleep(0.1)
+        if self.learner and (left := self.learner.left()):
             self.machine.problems.append(f"{self.folder.name}: the learner left processes: {list(left)}")
 
     def wait_until(self, is_reached: Callable[[], bool], seconds: float) -> bool:
@@ -408,8 +416,8 @@ def inject(fault: Fault, run: Round, draw: random.Random) -> bool:
         whole = [path for path in checkpoints(run.folder) if is_finished(path)]
         if len(whole) < 2:
             return False
-        for pid in pids:
-            send(pid, signal.SIGKILL)
+        send(process.process.pid, signal.SIGKILL)
+        process.remains(30)  # its other processes end themselves, and none of them writes after the damage
         damage(draw.choice(sorted(path for path in whole[0].rglob("*") if path.is_file())), draw)
     elif fault.kind in ("terminate", "kill"):
         is_kill = fault.kind == "kill"
