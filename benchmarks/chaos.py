@@ -266,7 +266,7 @@ class Round:
         time.sleep(0.02)
         if time.monotonic() - self.began > ROUND:
             raise AssertionError(f"the round did not end in {ROUND:g} s")
-        self._end_faults()
+        self.end_faults()
         self.machine.keep()
         self._look_for_servers()
         if self.learner is None:
@@ -279,8 +279,8 @@ class Round:
             self.stack.close()
             self.learner = None
 
-    def _end_faults(self) -> None:
-        """End the faults that have lasted long enough."""
+    def end_faults(self) -> None:
+        """End the faults that have lasted long enough. A process that is stopped cannot end before that."""
         now = time.monotonic()
         due = [act for when, act in self.later if when <= now]
         self.later = [(when, act) for when, act in self.later if when > now]
@@ -301,11 +301,7 @@ class Round:
         own = shown.partition("torch/distributed/elastic")[0]  # torchrun has a traceback of its own
         if "Traceback" in own:
             self.machine.problems.append(f"{self.folder.name}: traceback of the learner:\n{own[-3000:]}")
-        until = time.monotonic() + 30
-        while self.learner and self.learner.left() and time.monotonic() < until:
-            self._end_faults()  # a process that is stopped cannot end
-            time.sleep(0.1)
-        if self.learner and (left := self.learner.left()):
+        if self.learner and (left := self.learner.remains(30, self.end_faults)):
             self.machine.problems.append(f"{self.folder.name}: the learner left processes: {list(left)}")
 
     def wait_until(self, is_reached: Callable[[], bool], seconds: float) -> bool:
@@ -417,7 +413,7 @@ def inject(fault: Fault, run: Round, draw: random.Random) -> bool:
         if len(whole) < 2:
             return False
         send(process.process.pid, signal.SIGKILL)
-        process.remains(30)  # its other processes end themselves, and none of them writes after the damage
+        process.remains(30, run.end_faults)  # its other processes end too, and none writes after the damage
         damage(draw.choice(sorted(path for path in whole[0].rglob("*") if path.is_file())), draw)
     elif fault.kind in ("terminate", "kill"):
         is_kill = fault.kind == "kill"

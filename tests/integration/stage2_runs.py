@@ -13,7 +13,7 @@ import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +24,7 @@ import yaml
 from safetensors.torch import load_file
 
 from coordexp.demo.scenes import SceneSettings, write_scenes
+from coordexp.tasks import ignore
 from tests.source import SOURCE
 from tests.unit.config.trees import apply_changes
 
@@ -114,11 +115,12 @@ class Started:
         """Return the living processes of this run, each with its environment."""
         return {pid: environment for pid, environment in _environments() if environment.get(MARK) == self.mark}
 
-    def remains(self, seconds: float = 10) -> dict[int, dict[str, str]]:
+    def remains(self, seconds: float = 10, meanwhile: Callable[[], None] = ignore) -> dict[int, dict[str, str]]:
         """Return what is left after some seconds to end: Python's resource trackers end a moment after their
-        process."""
+        process. `meanwhile` is called again and again."""
         until = time.monotonic() + seconds
         while (left := self.left()) and time.monotonic() < until:
+            meanwhile()
             time.sleep(0.1)
         return left
 
