@@ -3,13 +3,18 @@
 The processes of an engine talk through sockets that have a path, and through shared memory that has a name. Both
 stay when all processes are killed. The sockets are therefore put in a folder that belongs to the process that
 started the engine, and the segments of shared memory are read from the memory maps of the engine's processes while
-these live. Whoever notices that the owner is gone removes both: the engine's workers, or the tether of a part of
-`coordexp launch`. If a process of the engine is killed, the owner removes them when it ends.
+these live. Whoever notices that the owner is gone removes both: the tether of a part of `coordexp launch`, or the
+engine's processes, which start `python -m coordexp.child_processes` for it before they end. If a process of the
+engine is killed, the owner removes them when it ends.
 """
 
 import atexit
+import ctypes
 import os
 import shutil
+import signal
+import subprocess
+import sys
 import tempfile
 import threading
 from collections.abc import Iterable, Iterator
@@ -28,6 +33,7 @@ TORCHRUN_VARIABLES = (
 RUN_FOLDER = "COORDEXP_RUN_FOLDER"  # in the environment of a part below a tether, which removes this folder
 ENGINE_FOLDER = "COORDEXP_ENGINE_FOLDER"  # in the environment of an engine's processes: where its sockets are
 PREFIX = "coordexp-"
+SET_PARENT_DEATH_SIGNAL = 1  # an option of prctl, see linux/prctl.h
 SEGMENTS = "/dev/shm/psm_"  # noqa: S108 - Python's names for shared memory, which vLLM's message queues use
 # Bytes that the path of a folder may have. The path of a socket has at most 107, and vLLM adds 37 to that of its
 # folder, which may be 9 below ours.
@@ -50,6 +56,17 @@ def find_marked(
         with suppress(psutil.Error):  # it has just ended, or belongs to another user
             if is_alive(process) and process.environ().get(variable) == value:
                 yield process
+
+
+def prctl(option: int, value: int) -> None:
+    """Set an attribute of this process, with the system call of this name."""
+    if ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0):
+        raise OSError(ctypes.get_errno(), "prctl")
+
+
+def end_with_parent() -> None:
+    """Have Linux kill this process when its parent ends, whatever both are doing at that time."""
+    prctl(SET_PARENT_DEATH_SIGNAL, signal.SIGKILL)
 
 
 @cache
@@ -132,8 +149,19 @@ def _remove_segments_of_engines(names: set[str], children: set[psutil.Process]) 
         remove_segments(names.difference(*map(find_segments, set(psutil.pids()) - own)))
 
 
+def start_remover(segments: Iterable[str]) -> "subprocess.Popen[bytes]":
+    """Start a process that calls `remove_engine` when this process, one of the engine's, has ended.
+
+    A process that still runs must not lose its folder: it may wait for minutes for a file there, in a call that
+    lets none of its threads run, not even the one that would end it. Keep the result: the remover waits until its
+    standard input is closed."""
+    words = [sys.executable, "-m", "coordexp.child_processes", *segments]
+    return subprocess.Popen(words, stdin=subprocess.PIPE, start_new_session=True)  # noqa: S603
+
+
 def remove_engine(segments: Iterable[str]) -> None:
-    """Remove the segments and the folder of an engine whose owner is gone. Call this in one of its processes."""
+    """Remove the segments and the folder of an engine whose owner is gone. The environment must be that of its
+    processes."""
     remove_segments(segments)
     if folder := os.environ.get(ENGINE_FOLDER):
         aside = f"{folder}-removed"  # the engine may still make files, but no more in a folder of another name
@@ -143,3 +171,8 @@ def remove_engine(segments: Iterable[str]) -> None:
     if above := os.environ.get(RUN_FOLDER):  # a living tether removes it itself
         with suppress(OSError):
             Path(above).rmdir()
+
+
+if __name__ == "__main__":
+    sys.stdin.read()
+    remove_engine(sys.argv[1:])

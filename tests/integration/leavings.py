@@ -1,8 +1,10 @@
 """The files and shared memory that the processes of a run leave on the machine. Other runs at the same time do not
 count: temporary files go to a folder of the run, and shared memory is found through the processes that map it."""
 
+import os
 import shutil
 import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -33,8 +35,14 @@ class Leavings:
     def sockets(self) -> list[Path]:
         return [path for path in self.folder.rglob("*") if path.is_socket()]
 
-    def left(self) -> list[str]:
-        return self.files() + sorted(name for name in self.segments if Path(name).exists())
+    def left(self, seconds: float = 5) -> list[str]:
+        """Return what is left after so many seconds. Some of it is removed only when all processes have ended."""
+        until = time.monotonic() + seconds
+        while True:
+            left = [*self.files(), *sorted(filter(os.path.exists, self.segments))]
+            if not left or time.monotonic() > until:
+                return left
+            time.sleep(0.1)
 
 
 @contextmanager

@@ -9,7 +9,7 @@ import os
 import signal
 import threading
 import time
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from types import SimpleNamespace
 
 import psutil
@@ -55,7 +55,16 @@ def family(pid: int) -> list[psutil.Process]:
 
 
 def named(processes: list[psutil.Process], name: str) -> list[psutil.Process]:
-    return [process for process in processes if " ".join(process.cmdline()).startswith(f"VLLM::{name}")]
+    return with_command(processes, f"VLLM::{name}")
+
+
+def with_command(processes: list[psutil.Process], text: str) -> list[psutil.Process]:
+    """Return the processes that have this text in their command lines. Those that have just ended have none."""
+    chosen = []
+    for process in processes:
+        with suppress(psutil.NoSuchProcess):
+            chosen += [process] if text in " ".join(process.cmdline()) else []
+    return chosen
 
 
 def all_ended(processes: list[psutil.Process], seconds: float = 10) -> bool:
@@ -225,15 +234,17 @@ def test_signals_to_all_processes_of_a_run_end_its_start_or_save_the_step_and_en
     assert "stopped by a signal after step" in shown and "Traceback" not in shown
 
 
-def test_an_engine_that_is_being_started_ends_with_its_learner(parts):
+@pytest.mark.parametrize(
+    "command", ["multiprocessing.spawn", "VLLM::EngineCore"], ids=["imports vLLM", "has started"]
+)
+def test_an_engine_that_is_being_started_ends_with_its_learner(parts, command):
     with (
         leavings() as places,
         running(training(with_engine(parts, "gone")), until="starting vLLM", **places.variables) as (run, _),
     ):
-        while not named(family(run.process.pid), "EngineCore"):
+        while not with_command(everything := family(run.process.pid), command):
             assert run.seconds < START, run.shown[-3000:]
             time.sleep(0.1)
-        everything = family(run.process.pid)
         places.look(run.process.pid)
         run.process.kill()
         assert all_ended(everything, seconds=60)

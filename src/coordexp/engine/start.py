@@ -13,11 +13,12 @@ import threading
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import cache
 from importlib import import_module
-from multiprocessing import resource_tracker
+from multiprocessing import parent_process, resource_tracker
 from pathlib import Path
 from tempfile import TemporaryDirectory, gettempdir
-from typing import Any
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 
@@ -153,6 +154,7 @@ def starting(setup: EngineSetup, transfer: str, side: str, visible: str | None =
     recording = child_processes.recording_segments()
     with _engine_environment(visible), capture_children(), recording, _error_log() as (logging, log):
         try:
+            tie_to_owner()
             yield {
                 "model": str(setup.folder),
                 "dtype": setup.dtype,
@@ -246,33 +248,89 @@ def _visible_gpus(indices: range) -> str:
     return ",".join(gpus[k] for k in indices)
 
 
+def tie_to_owner() -> None:
+    """Make the processes of engines that this process starts end with it.
+
+    Workers import a class of ours and see to it themselves. The engine and, with several replicas, the coordinator
+    that counts their requests get another function to start with. In the new process vLLM's own function is in its
+    place, which this function calls."""
+    from vllm.v1.engine.coordinator import DPCoordinatorProc
+    from vllm.v1.engine.core import EngineCoreProc
+
+    EngineCoreProc.run_engine_core = staticmethod(run_engine)
+    DPCoordinatorProc.run_coordinator = staticmethod(run_coordinator)
+
+
+def run_engine(*positional: Any, **arguments: Any) -> None:
+    """Run a vLLM engine, in its own process, until the owner ends."""
+    from vllm.v1.engine.core import EngineCoreProc
+
+    end_with(int(os.environ[OWNER]))
+    EngineCoreProc.run_engine_core(*positional, **arguments)
+
+
+def run_coordinator(**arguments: Any) -> None:
+    """Run vLLM's coordinator, in its own process, until the owner ends. Signals are blocked while an engine
+    starts, but vLLM uses SIGTERM to end the coordinator of an engine that fails to start."""
+    from vllm.v1.engine.coordinator import DPCoordinatorProc
+
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
+    end_with(int(os.environ[OWNER]))
+    DPCoordinatorProc.run_coordinator(**arguments)
+
+
+class EngineOfWorker(NamedTuple):
+    """The process that started a worker. The file descriptor is that of the same process, even if it has ended and
+    another one has its pid."""
+
+    pid: int
+    fd: int
+
+    def is_alive(self) -> bool:
+        return not select.select([self.fd], [], [], 0)[0]
+
+
+@cache  # an engine without workers is its own worker, and calls this twice
 def end_with(owner: int) -> None:
     """End this process when its owner ends, however that happens. Otherwise vLLM's processes would live on and
-    keep their memory."""
-    parent = os.getppid()  # the engine, if this process is one of its workers
+    keep their memory. A worker also ends with its engine."""
+    parent = parent_process()
     try:
         owner_fd = os.pidfd_open(owner)
-    except ProcessLookupError:  # the owner has ended already; the engine ends without its worker
-        child_processes.remove_engine(child_processes.find_segments(os.getpid()))
-        os.kill(os.getpid(), signal.SIGKILL)
-        raise
-    engine = None if parent == owner else (parent, os.pidfd_open(parent))
+        if parent is None or parent.pid in (None, owner):
+            engine = None
+        else:
+            child_processes.end_with_parent()
+            engine = EngineOfWorker(parent.pid, os.pidfd_open(parent.pid))
+            if not parent.is_alive():  # since before Linux was asked, and its pid may be another's
+                _end(None)
+    except ProcessLookupError:  # the owner or the engine has ended
+        _end(None)
     threading.Thread(target=_wait_and_end, args=(owner_fd, engine), daemon=True).start()
 
 
-def _wait_and_end(owner_fd: int, engine: tuple[int, int] | None) -> None:
-    """Wait until the owner ends. Then kill the engine and this process, and remove their shared memory and
-    sockets: no other process is left to do it."""
+def _wait_and_end(owner_fd: int, engine: EngineOfWorker | None) -> None:
     select.select([owner_fd], [], [])
-    segments = child_processes.find_segments(os.getpid())
-    if (
-        engine is not None and not select.select([engine[1]], [], [], 0)[0]
-    ):  # it lives, so the pid is still its own
-        segments |= child_processes.find_segments(engine[0])
-        with suppress(ProcessLookupError):
-            signal.pidfd_send_signal(engine[1], signal.SIGKILL)
-    child_processes.remove_engine(segments)
-    os.kill(os.getpid(), signal.SIGKILL)
+    _end(engine)
+
+
+def _end(engine: EngineOfWorker | None) -> NoReturn:
+    """End this process and the engine that started it, if it is a worker. Their shared memory and sockets are
+    removed when they have ended."""
+    import psutil
+
+    try:
+        first = engine.pid if engine is not None and engine.is_alive() else os.getpid()
+        segments = child_processes.find_segments(os.getpid()) | child_processes.find_segments(first)
+        with suppress(psutil.NoSuchProcess):
+            for worker in psutil.Process(first).children(recursive=True):
+                segments |= child_processes.find_segments(worker.pid)
+        remover = child_processes.start_remover(segments)  # noqa: F841 - waits until this process has ended
+    finally:
+        if engine is not None:
+            with suppress(ProcessLookupError):
+                signal.pidfd_send_signal(engine.fd, signal.SIGKILL)
+        os._exit(1)
 
 
 def has_ended(core: Any) -> bool:

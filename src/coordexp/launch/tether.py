@@ -7,7 +7,6 @@ passed on to the command. At the end the tether removes the sockets, temporary f
 engines below it. The starter makes the folder for these files, and names it in COORDEXP_RUN_FOLDER.
 """
 
-import ctypes
 import os
 import select
 import shutil
@@ -23,7 +22,7 @@ import psutil
 
 from coordexp import child_processes
 
-SET_PARENT_DEATH_SIGNAL, SET_CHILD_SUBREAPER = 1, 36  # options of prctl, see linux/prctl.h
+SET_CHILD_SUBREAPER = 36  # an option of prctl, see linux/prctl.h
 UNKILLABLE_S = 30.0  # a process that hangs in a driver ends only when the driver returns: no use to wait longer
 BY_SIGNAL = 128  # higher exit codes mean that a signal ended the process
 
@@ -35,7 +34,7 @@ def main(words: list[str]) -> int:
     signals: list[int] = []
     wake_up = _record_signals(signals)
     # This process has one thread, so the code between fork and exec cannot wait for a lock of another thread.
-    child = subprocess.Popen(command, stdin=subprocess.DEVNULL, preexec_fn=_end_with_parent)  # noqa: S603
+    child = subprocess.Popen(command, stdin=subprocess.DEVNULL, preexec_fn=child_processes.end_with_parent)  # noqa: S603
     code = None
     while code is None:
         ready, _, _ = select.select([sys.stdin.fileno(), wake_up], [], [])
@@ -56,7 +55,7 @@ def main(words: list[str]) -> int:
 
 def adopt_orphans() -> None:
     """Make processes below this one whose parent ends children of this process, instead of init's."""
-    _prctl(SET_CHILD_SUBREAPER, 1)
+    child_processes.prctl(SET_CHILD_SUBREAPER, 1)
 
 
 def kill_children() -> set[str]:
@@ -105,10 +104,6 @@ def _record_signals(signals: list[int]) -> socket.socket:
     return reader
 
 
-def _end_with_parent() -> None:
-    _prctl(SET_PARENT_DEATH_SIGNAL, signal.SIGKILL)
-
-
 def _pass_on_sigterm(pid: int, ranks: bool) -> None:
     """Send SIGTERM to the command, or directly to its ranks. torchrun would give these only half a minute, and
     would then fail although they did not."""
@@ -124,11 +119,6 @@ def _is_rank(process: psutil.Process) -> bool:
     with suppress(psutil.Error):
         return "LOCAL_RANK" in process.environ()
     return False
-
-
-def _prctl(option: int, value: int) -> None:
-    if ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0):
-        raise OSError(ctypes.get_errno(), "prctl")
 
 
 if __name__ == "__main__":

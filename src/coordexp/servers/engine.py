@@ -5,8 +5,6 @@ weights, versions and caches go to all of them.
 """
 
 import asyncio
-import os
-import signal
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -14,11 +12,9 @@ from typing import Any
 
 from coordexp.config.rollout import ENGINE_STEP_TOKENS
 from coordexp.engine.start import (
-    OWNER,
     EngineSetup,
     cause,
     check_vocabulary,
-    end_with,
     has_ended,
     lora_arguments,
     lora_request,
@@ -288,28 +284,4 @@ def batch_arguments(setup: EngineSetup) -> dict[str, Any]:
 
 def replica_arguments(setup: EngineSetup) -> dict[str, Any]:
     """Return vLLM's arguments for data-parallel replicas."""
-    if setup.replicas == 1:
-        return {}
-    tie_coordinator_to_server()
-    return {"data_parallel_size": setup.replicas}
-
-
-def tie_coordinator_to_server() -> None:
-    """Make vLLM's coordinator of replicas end with this process.
-
-    The coordinator is a process that counts the requests of each replica. It loads no worker extension, and vLLM
-    does not end it when the server is killed, so vLLM gets another function to start it with. In the new process
-    vLLM's own function is in its place, and `run_coordinator` calls that."""
-    from vllm.v1.engine.coordinator import DPCoordinatorProc
-
-    DPCoordinatorProc.run_coordinator = staticmethod(run_coordinator)
-
-
-def run_coordinator(**arguments: Any) -> None:
-    """Run vLLM's coordinator, in its own process, until the server ends. Signals are blocked while an engine
-    starts, but vLLM uses SIGTERM to end the coordinator of an engine that fails to start."""
-    from vllm.v1.engine.coordinator import DPCoordinatorProc
-
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
-    end_with(int(os.environ[OWNER]))
-    DPCoordinatorProc.run_coordinator(**arguments)
+    return {"data_parallel_size": setup.replicas} if setup.replicas > 1 else {}
