@@ -65,7 +65,7 @@ def prctl(option: int, value: int) -> None:
 
 
 def end_with_parent() -> None:
-    """Have Linux kill this process when its parent ends, whatever both are doing at that time."""
+    """Have Linux kill this process when the thread that started it ends, whatever both are doing at that time."""
     prctl(SET_PARENT_DEATH_SIGNAL, signal.SIGKILL)
 
 
@@ -149,20 +149,19 @@ def _remove_segments_of_engines(names: set[str], children: set[psutil.Process]) 
         remove_segments(names.difference(*map(find_segments, set(psutil.pids()) - own)))
 
 
-def start_remover(segments: Iterable[str]) -> "subprocess.Popen[bytes]":
-    """Start a process that calls `remove_engine` when this process, one of the engine's, has ended.
+def start_remover() -> "subprocess.Popen[bytes]":
+    """Start a process that calls `remove_engine_folder` when this process, one of the engine's, has ended.
 
-    A process that still runs must not lose its folder: it may wait for minutes for a file there, in a call that
-    lets none of its threads run, not even the one that would end it. Keep the result: the remover waits until its
-    standard input is closed."""
-    words = [sys.executable, "-m", "coordexp.child_processes", *segments]
-    return subprocess.Popen(words, stdin=subprocess.PIPE, start_new_session=True)  # noqa: S603
+    This process itself must not lose the folder while it runs: it could wait for minutes for a file there, in a
+    call that lets none of its threads run, not even the one that would end it. Keep the result: the remover waits
+    until its standard input is closed."""
+    words = [sys.executable, "-m", "coordexp.child_processes"]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}  # finds this module as this process did
+    return subprocess.Popen(words, stdin=subprocess.PIPE, env=environment, start_new_session=True)  # noqa: S603
 
 
-def remove_engine(segments: Iterable[str]) -> None:
-    """Remove the segments and the folder of an engine whose owner is gone. The environment must be that of its
-    processes."""
-    remove_segments(segments)
+def remove_engine_folder() -> None:
+    """Remove the folder of an engine whose owner is gone. The environment must be that of the engine."""
     if folder := os.environ.get(ENGINE_FOLDER):
         aside = f"{folder}-removed"  # the engine may still make files, but no more in a folder of another name
         with suppress(OSError):  # another process of the engine was first
@@ -175,4 +174,4 @@ def remove_engine(segments: Iterable[str]) -> None:
 
 if __name__ == "__main__":
     sys.stdin.read()
-    remove_engine(sys.argv[1:])
+    remove_engine_folder()

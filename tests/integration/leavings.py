@@ -29,13 +29,17 @@ class Leavings:
 
     def files(self) -> list[str]:
         """Return all files in the run's temporary folder, except the log folder that torchrun leaves."""
-        names = (str(path.relative_to(self.folder)) for path in self.folder.rglob("*"))
+        names = (path.relative_to(self.folder).as_posix() for path in self._paths())
         return sorted(name for name in names if not name.startswith("torchelastic_"))
 
     def sockets(self) -> list[Path]:
-        return [path for path in self.folder.rglob("*") if path.is_socket()]
+        return [path for path in self._paths() if path.is_socket()]
 
-    def left(self, seconds: float = 5) -> list[str]:
+    def _paths(self) -> list[Path]:
+        """Return all files and folders. Unlike `rglob`, this passes over folders that are being removed."""
+        return [Path(above, name) for above, folders, files in os.walk(self.folder) for name in folders + files]
+
+    def left(self, seconds: float = 30) -> list[str]:
         """Return what is left after so many seconds. Some of it is removed only when all processes have ended."""
         until = time.monotonic() + seconds
         while True:

@@ -247,7 +247,7 @@ def test_an_engine_that_is_being_started_ends_with_its_learner(parts, command):
             time.sleep(0.1)
         places.look(run.process.pid)
         run.process.kill()
-        assert all_ended(everything, seconds=60)
+        assert all_ended(everything, seconds=START / 2)  # when it has imported vLLM
         assert places.left() == []
 
 

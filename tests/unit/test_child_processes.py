@@ -175,9 +175,9 @@ def test_the_folder_of_an_engine_is_removed_while_the_engine_still_makes_files(t
     try:
         while not any(folder.iterdir()):
             time.sleep(0.01)
-        child_processes.remove_engine([])
+        child_processes.remove_engine_folder()
         assert list(tmp_path.iterdir()) == []
-        child_processes.remove_engine([])  # another process of the engine, which comes later
+        child_processes.remove_engine_folder()  # another process of the engine, which comes later
     finally:
         ended.set()
         engine.join()

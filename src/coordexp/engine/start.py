@@ -18,8 +18,10 @@ from importlib import import_module
 from multiprocessing import parent_process, resource_tracker
 from pathlib import Path
 from tempfile import TemporaryDirectory, gettempdir
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
+from unittest.mock import patch
 
+import psutil
 import torch
 
 from coordexp import child_processes
@@ -152,9 +154,14 @@ def starting(setup: EngineSetup, transfer: str, side: str, visible: str | None =
     settings, vllm = setup.settings, setup.settings.vllm
     images = {"images_kwargs": {"size": dict(setup.image_size)}} if setup.has_image_limits else None
     recording = child_processes.recording_segments()
-    with _engine_environment(visible), capture_children(), recording, _error_log() as (logging, log):
+    with (
+        _engine_environment(visible),
+        capture_children(),
+        recording,
+        _error_log() as (logging, log),
+        tied_to_owner(),
+    ):
         try:
-            tie_to_owner()
             yield {
                 "model": str(setup.folder),
                 "dtype": setup.dtype,
@@ -248,17 +255,21 @@ def _visible_gpus(indices: range) -> str:
     return ",".join(gpus[k] for k in indices)
 
 
-def tie_to_owner() -> None:
-    """Make the processes of engines that this process starts end with it.
+@contextmanager
+def tied_to_owner() -> Iterator[None]:
+    """Make the processes of engines that are started in this context end with this process.
 
-    Workers import a class of ours and see to it themselves. The engine and, with several replicas, the coordinator
-    that counts their requests get another function to start with. In the new process vLLM's own function is in its
-    place, which this function calls."""
+    Workers import a class of ours, which sees to it. The engine and, with several replicas, the coordinator that
+    counts their requests start with `run_engine` and `run_coordinator` instead of vLLM's own functions. These two
+    call vLLM's own, which are in their places in a new process."""
     from vllm.v1.engine.coordinator import DPCoordinatorProc
     from vllm.v1.engine.core import EngineCoreProc
 
-    EngineCoreProc.run_engine_core = staticmethod(run_engine)
-    DPCoordinatorProc.run_coordinator = staticmethod(run_coordinator)
+    with (
+        patch.object(EngineCoreProc, "run_engine_core", staticmethod(run_engine)),
+        patch.object(DPCoordinatorProc, "run_coordinator", staticmethod(run_coordinator)),
+    ):
+        yield
 
 
 def run_engine(*positional: Any, **arguments: Any) -> None:
@@ -279,57 +290,44 @@ def run_coordinator(**arguments: Any) -> None:
     DPCoordinatorProc.run_coordinator(**arguments)
 
 
-class EngineOfWorker(NamedTuple):
-    """The process that started a worker. The file descriptor is that of the same process, even if it has ended and
-    another one has its pid."""
-
-    pid: int
-    fd: int
-
-    def is_alive(self) -> bool:
-        return not select.select([self.fd], [], [], 0)[0]
-
-
 @cache  # an engine without workers is its own worker, and calls this twice
 def end_with(owner: int) -> None:
     """End this process when its owner ends, however that happens. Otherwise vLLM's processes would live on and
     keep their memory. A worker also ends with its engine."""
-    parent = parent_process()
+    parent, engine = parent_process(), psutil.Process()
     try:
         owner_fd = os.pidfd_open(owner)
-        if parent is None or parent.pid in (None, owner):
-            engine = None
-        else:
-            child_processes.end_with_parent()
-            engine = EngineOfWorker(parent.pid, os.pidfd_open(parent.pid))
-            if not parent.is_alive():  # since before Linux was asked, and its pid may be another's
-                _end(None)
-    except ProcessLookupError:  # the owner or the engine has ended
-        _end(None)
+    except ProcessLookupError:
+        _end(engine)
+    if parent is not None and parent.pid == owner:
+        if not parent.is_alive():  # the pid has gone to another process
+            _end(engine)
+    elif parent is not None:  # this is a worker, and its parent the engine
+        child_processes.end_with_parent()
+        if not parent.is_alive():
+            os._exit(1)  # a living owner removes their files; otherwise the engine has seen to it
+        engine = psutil.Process(parent.pid)
     threading.Thread(target=_wait_and_end, args=(owner_fd, engine), daemon=True).start()
 
 
-def _wait_and_end(owner_fd: int, engine: EngineOfWorker | None) -> None:
+def _wait_and_end(owner_fd: int, engine: psutil.Process) -> None:
     select.select([owner_fd], [], [])
     _end(engine)
 
 
-def _end(engine: EngineOfWorker | None) -> NoReturn:
-    """End this process and the engine that started it, if it is a worker. Their shared memory and sockets are
-    removed when they have ended."""
-    import psutil
-
+def _end(engine: psutil.Process) -> NoReturn:
+    """End all processes of an engine, of which this is one. Their shared memory is removed at once: they keep it
+    while they have it mapped. Their folder is removed when this process has ended."""
     try:
-        first = engine.pid if engine is not None and engine.is_alive() else os.getpid()
-        segments = child_processes.find_segments(os.getpid()) | child_processes.find_segments(first)
-        with suppress(psutil.NoSuchProcess):
-            for worker in psutil.Process(first).children(recursive=True):
-                segments |= child_processes.find_segments(worker.pid)
-        remover = child_processes.start_remover(segments)  # noqa: F841 - waits until this process has ended
+        processes = [engine, *engine.children(recursive=True)]
+        for process in processes:
+            child_processes.remove_segments(child_processes.find_segments(process.pid))
+        remover = child_processes.start_remover()  # noqa: F841 - waits until this process has ended
+        for process in reversed(processes):
+            with suppress(psutil.NoSuchProcess):
+                if process.pid != os.getpid():
+                    process.kill()
     finally:
-        if engine is not None:
-            with suppress(ProcessLookupError):
-                signal.pidfd_send_signal(engine.fd, signal.SIGKILL)
         os._exit(1)
 
 
@@ -352,8 +350,6 @@ def cause(message: str) -> str:
 def stop_engine(core: Any) -> None:
     """Kill the engine and its workers, which have nothing to save. A worker that is asked to stop would wait for
     the engine."""
-    import psutil
-
     segments: set[str] = set()
     for process in _processes(core):
         with suppress(psutil.NoSuchProcess):
