@@ -29,6 +29,7 @@ from coordexp.train.stopping import START_GRACE
 from coordexp.vocab import VocabularyTable
 from tests.integration.answers import whole_model
 from tests.integration.leavings import leavings
+from tests.integration.servers import wait_for
 from tests.integration.stage2_runs import MODEL, ROOT, config, draw, finish, started, steps, training
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
@@ -210,7 +211,7 @@ def test_signals_to_all_processes_of_a_run_end_its_start_or_save_the_step_and_en
     """A terminal sends Ctrl-C to all processes, here while the engine starts, and schedulers send SIGTERM."""
     file = with_engine(parts, "interrupted")
     with running(training(file), until="starting vLLM") as (run, _):
-        while not any("multiprocessing.spawn" in " ".join(child.cmdline()) for child in family(run.process.pid)):
+        while not with_command(family(run.process.pid), "multiprocessing.spawn"):
             assert run.seconds < START, run.shown[-3000:]
             time.sleep(0.1)
         time.sleep(2)  # the engine's own process is importing by now
@@ -235,9 +236,11 @@ def test_signals_to_all_processes_of_a_run_end_its_start_or_save_the_step_and_en
 
 
 @pytest.mark.parametrize(
-    "command", ["multiprocessing.spawn", "VLLM::EngineCore"], ids=["imports vLLM", "has started"]
+    ("command", "seconds"),
+    [("multiprocessing.spawn", START / 2), ("VLLM::EngineCore", 60)],
+    ids=["imports vLLM first", "has imported it"],
 )
-def test_an_engine_that_is_being_started_ends_with_its_learner(parts, command):
+def test_an_engine_that_is_being_started_ends_with_its_learner(parts, command, seconds):
     with (
         leavings() as places,
         running(training(with_engine(parts, "gone")), until="starting vLLM", **places.variables) as (run, _),
@@ -247,8 +250,8 @@ def test_an_engine_that_is_being_started_ends_with_its_learner(parts, command):
             time.sleep(0.1)
         places.look(run.process.pid)
         run.process.kill()
-        assert all_ended(everything, seconds=START / 2)  # when it has imported vLLM
-        assert places.left() == []
+        assert all_ended(everything, seconds)
+        wait_for(lambda: not places.left(), 15, lambda: str(places.left()))
 
 
 def test_two_ranks_with_an_engine_each_train_as_without_engines_and_end_together_when_one_engine_hangs(
@@ -297,5 +300,5 @@ def test_sharded_ranks_that_share_an_engine_train_as_without_it_and_the_engine_e
         os.kill(run.rank(0), signal.SIGKILL)
         assert run.wait(90) == 1, run.shown[-3000:]
         assert all_ended(everything)
-        assert places.left() == []
+        wait_for(lambda: not places.left(), 15, lambda: str(places.left()))
     assert [line["loss"] for line in steps(parts / "shared")][:5] == pytest.approx(losses, rel=1e-5)

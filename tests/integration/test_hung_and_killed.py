@@ -87,7 +87,7 @@ def test_servers_that_hung_or_were_killed_leave_nothing(servers, places):
     server.process.kill()
     assert server.wait(10) == -signal.SIGKILL
     assert not psutil.wait_procs(below, timeout=15)[1]
-    assert places.left() == []
+    wait_for(lambda: not places.left(), 5, lambda: str(places.left()))
 
 
 def test_a_launcher_that_is_killed_leaves_nothing(tmp_path_factory):
@@ -99,4 +99,4 @@ def test_a_launcher_that_is_killed_leaves_nothing(tmp_path_factory):
             below = psutil.Process(run.process.pid).children(recursive=True)
             os.kill(run.process.pid, signal.SIGKILL)
             assert not psutil.wait_procs(below, timeout=20)[1]
-            assert places.left() == []
+            wait_for(lambda: not places.left(), 5, lambda: str(places.left()))
