@@ -158,6 +158,7 @@ def _print_comparison(result: "ComparisonResult") -> None:
 
 def _make_table(comparison: "GroupComparison", images: int) -> Table:
     """A row is bold if it has intervals and none of them contains 0."""
+    from coordexp.pages.comparison import describe_interval
     from coordexp.pages.report_charts import EVALUATED
 
     by_name = {row.name: row for row in comparison.rows}
@@ -169,15 +170,11 @@ def _make_table(comparison: "GroupComparison", images: int) -> Table:
     for k, head in enumerate([*heads, *(["95 % with seeds"] if seeds else []), "same sign"]):
         table.add_column(head, justify="right" if k else "left", no_wrap=True)
     for row in rows:
-        cells = [f"{row.base:.4f}", f"{row.other:.4f}", f"{row.value:+.4f}", _format_interval(row.image_interval)]
-        cells += [_format_interval(row.seed_interval)] if seeds else []
+        cells = [f"{row.base:.4f}", f"{row.other:.4f}", f"{row.value:+.4f}", describe_interval(row.image_interval)]
+        cells += [describe_interval(row.seed_interval)] if seeds else []
         cells.append("-" if row.same_sign is None else f"{100 * row.same_sign:.1f} %")
         table.add_row(Text(EVALUATED[row.name][0]), *cells, style="bold" if row.is_clear else "")
     return table
-
-
-def _format_interval(interval: tuple[float, float] | None) -> str:
-    return "-" if interval is None else f"{interval[0]:+.4f} to {interval[1]:+.4f}"
 
 
 PORT = 8421

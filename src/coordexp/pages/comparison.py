@@ -65,6 +65,12 @@ class RateDifference:
         return bool(known) and all(low > 0 or high < 0 for low, high in known)
 
 
+def describe_interval(interval: Interval | None) -> str:
+    if interval == (0.0, 0.0):
+        return "no image differs"
+    return "-" if interval is None else f"{interval[0]:+.4f} to {interval[1]:+.4f}"
+
+
 @dataclass(frozen=True)
 class GroupComparison:
     """`average_precision` is that of both groups, as logged."""

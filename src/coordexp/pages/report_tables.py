@@ -10,7 +10,7 @@ from typing import Any
 import yaml
 
 from coordexp.pages.charts import Scale, choose_ticks
-from coordexp.pages.comparison import ComparisonResult, GroupComparison, Interval, RateDifference
+from coordexp.pages.comparison import ComparisonResult, GroupComparison, RateDifference, describe_interval
 from coordexp.pages.document import escape_text, render_list, render_table
 from coordexp.pages.report_charts import EVALUATED
 from coordexp.pages.run_folder import (
@@ -94,7 +94,7 @@ def _render_row(row: RateDifference, scale: Scale, higher_is_better: bool, seeds
     style = "" if not row.is_clear else " better" if (row.value > 0) == higher_is_better else " worse"
     intervals = [row.image_interval, *([row.seed_interval] if seeds else [])]
     same_sign = "-" if row.same_sign is None else f"{100 * row.same_sign:.1f} %"
-    cells = [_draw_intervals(row, scale), *map(_format_interval, intervals), same_sign]
+    cells = [_draw_intervals(row, scale), *map(describe_interval, intervals), same_sign]
     return _render_cells(EVALUATED[row.name][0], style, row.base, row.other, cells)
 
 
@@ -115,10 +115,6 @@ def _render_cells(title: str, style: str, base: float, other: float, cells: Sequ
         f'<tr class="row{style}"><th scope="row">{escape_text(title)}</th><td>{base:.4f}</td><td>{other:.4f}</td>'
         f'<td class="delta">{_format_signed(other - base)}</td>{rest}</tr>'
     )
-
-
-def _format_interval(interval: Interval | None) -> str:
-    return "-" if interval is None else f"{_format_signed(interval[0])} to {_format_signed(interval[1])}"
 
 
 def _draw_intervals(row: RateDifference, scale: Scale) -> str:

@@ -245,6 +245,17 @@ def test_the_table_and_the_page_show_the_difference(tmp_path):
     assert "nothing can be said about other seeds" in text
 
 
+def test_equal_counts_on_every_image_are_no_interval_of_zeros(tmp_path):
+    base, other = write_two_groups(tmp_path)
+    for file in (base / "evaluations").iterdir():
+        (other / "evaluations" / file.name).write_bytes(file.read_bytes())
+    result = run(base, other, "--out", tmp_path / "all.html", "--resamples", 100)
+    row = next(line for line in result.stdout.splitlines() if line.startswith("F1 "))
+    assert "no image differs" in row and "+0.0000 to" not in result.stdout
+    page = (tmp_path / "all.html").read_text()
+    assert '<td class="delta">0</td>' in page and "<td>no image differs</td>" in page and "0 to 0" not in page
+
+
 def test_the_settings_in_which_groups_differ_are_listed_with_each_group_at_the_top(tmp_path):
     names = [f"key_{k}" for k in range(8)]
     folders = [tmp_path / name for name in ("one", "other")]
