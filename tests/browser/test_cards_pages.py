@@ -43,13 +43,14 @@ class RecordsPage:
 
 @dataclass(frozen=True)
 class EvaluationPage:
-    """The page of an evaluation of three images: one has a miss, one has two extras, one is right."""
+    """The page of an evaluation of three images: one has a miss, one a wrong name and an extra, one is right."""
 
     folder: Path
 
     def save(self, path: Path) -> Path:
         names = {1: "cat", 2: "cat", 3: "bird"}
         truth = [(id, record((desc, BOX), image=f"{id}.png")) for id, desc in names.items()]
+        truth[1] = (2, record(("cat", BOX), ("bird", FAR), image="2.png"))
         answers = [
             answer(image_id=1, image="1.png"),
             answer(
@@ -132,6 +133,19 @@ def test_a_kind_of_outline_can_be_hidden_with_its_names(open_page: Open, tmp_pat
     expect(page.locator(".card .shape.extra").first).to_be_hidden()
     expect(page.locator(".card .tag.extra").first).to_be_hidden()
     expect(page.locator(".card .shape.missed").first).to_be_visible()
+    expect(page.locator(".card .tag.wrong-name")).to_have_text("bird → dog")
+    page.locator("[data-kind=wrong-name]").uncheck()
+    expect(page.locator(".card .shape.wrong-name")).to_be_hidden()
+    expect(page.locator(".card .tag.wrong-name")).to_be_hidden()
+
+
+def test_the_link_at_the_top_shows_the_heading_of_the_worst_images(open_page: Open, tmp_path: Path) -> None:
+    page = open_page(EvaluationPage(tmp_path))
+    expect(page.locator("#worst-images")).not_to_be_in_viewport()
+    page.locator("a[href='#worst-images']").click()
+    expect(page.locator("#worst-images")).to_be_in_viewport()
+    bar, heading = page.locator("#bar").bounding_box(), page.locator("#worst-images").bounding_box()
+    assert bar and heading and heading["y"] >= bar["y"] + bar["height"]
 
 
 def test_a_small_image_fills_its_card_with_sharp_pixels(open_page: Open, tmp_path: Path) -> None:

@@ -85,7 +85,7 @@ def match_image(image: ImageComparison, thresholds: Sequence[float] = THRESHOLDS
         return Matching(nothing, nothing)
     same = np.equal.outer([item.desc for item in image.predicted], [item.desc for item in image.true])
     return Matching(
-        _assign_at(thresholds, np.where(same, image.overlap, 0.0)), _assign_at(thresholds, image.overlap)
+        assign_at(thresholds, np.where(same, image.overlap, 0.0)), assign_at(thresholds, image.overlap)
     )
 
 
@@ -138,7 +138,7 @@ def count_by_classes_asked(
     return dict(sorted(counts.items()))
 
 
-def _assign_at(thresholds: Sequence[float], overlap: Floats) -> tuple[tuple[Pair, ...], ...]:
+def assign_at(thresholds: Sequence[float], overlap: Floats) -> tuple[tuple[Pair, ...], ...]:
     result: list[tuple[Pair, ...]] = []
     for threshold in thresholds:
         possible = overlap >= threshold

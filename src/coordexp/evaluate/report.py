@@ -9,6 +9,7 @@ test checks that they equal those of pycocotools. The box of a polygon is the bo
 is its rectangle. COCO considers at most 100 detections per image.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -35,6 +36,7 @@ from coordexp.evaluate.matching import (
     Matching,
     MatchScores,
     Pair,
+    assign_at,
     best_point,
     count_by_classes_asked,
     match_image,
@@ -136,6 +138,7 @@ NO_ANSWERS = (
     "count every detection, whatever its score; the curve shows them over the threshold"
 )
 MEASURES = ("f1", "precision", "recall")
+MAX_WRONG_NAMES = 10  # pairs of names that a report lists
 Counts = NDArray[np.int64]  # [images, 2]: the numerator and the denominator of a rate, for each image
 
 
@@ -159,6 +162,14 @@ class ImageReport:
     def false_positives(self) -> tuple[int, ...]:
         matched = {i for i, _ in self.pairs}
         return tuple(i for i in range(len(self.comparison.predicted)) if i not in matched)
+
+    @property
+    def wrong_names(self) -> tuple[Pair, ...]:
+        """False positives, each with the missed object at its place (IoU 0.5). Two of the same name would be a
+        match."""
+        extra, missed = self.false_positives, self.missed_objects
+        (pairs,) = assign_at(THRESHOLDS[:1], self.comparison.overlap[np.ix_(extra, missed)])
+        return tuple((extra[i], missed[j]) for i, j in pairs)
 
     @property
     def invalid(self) -> int:
@@ -196,6 +207,13 @@ class EvaluationReport:
         rate = self.behaviour.rates[name]
         return "not available" if name in NEED_TEXT and not self.has_answers else f"{rate.count} of {rate.of}"
 
+    def count_wrong_names(self) -> list[dict[str, Any]]:
+        """Return the most frequent pairs of a true name and the one that was written at its place."""
+        pairs = ((image.comparison, *pair) for image in self.images for pair in image.wrong_names)
+        names = Counter((image.true[j].desc, image.predicted[i].desc) for image, i, j in pairs)
+        most = names.most_common(MAX_WRONG_NAMES)
+        return [{"true": true, "written": written, "count": count} for (true, written), count in most]
+
     def metrics(self) -> dict[str, float]:
         """Return every number by its metric name. A share of nothing is left out."""
         values: dict[str, float | None] = {}
@@ -231,6 +249,7 @@ class EvaluationReport:
             "classes": {desc: self._class_to_dict(desc) for desc in self.classes},
             "behaviour": behaviour,
             "classes_asked": {str(number): counts_to_dict(counts) for number, counts in self.asked.items()},
+            "wrong_names": self.count_wrong_names(),
             "invalid_reasons": self.behaviour.reasons,
             "unknown_classes": self.behaviour.unknown,
             "curve": [{"score": point.score, **counts_to_dict(point.counts)} for point in thin_curve(self.curve)],

@@ -1,10 +1,11 @@
 """The page of an evaluation: numbers, curves, and the worst images with the objects drawn over them.
 
-Four kinds of outlines differ in dashes as well as in colour: matched, the true shape of a match, missed and extra.
-If an image cannot be read, its place stays empty and a remark says why.
+Five kinds of outlines differ in dashes as well as in colour: matched, a wrong name, the true shape of these two,
+missed and extra. If an image cannot be read, its place stays empty and a remark says why.
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from operator import itemgetter
 from pathlib import Path
 
@@ -63,6 +64,7 @@ TO_LOOK_AT = {
 }
 FILTERS = {
     "": "all",
+    "wrong-names": "with wrong names",
     "misses": "with misses",
     "extras": "with extras",
     "invalid": "with invalid objects",
@@ -70,7 +72,8 @@ FILTERS = {
 }
 KINDS = {
     "matched": "matched",
-    "true": "true shape of a match",
+    "wrong-name": "right place, wrong name: true &rarr; written",
+    "true": "true shape of these two",
     "missed": "missed: true, but not predicted",
     "extra": "extra: predicted, but not true",
 }
@@ -93,11 +96,12 @@ def render_evaluation(report: EvaluationReport, folder: Path, description: str, 
         "By IoU": _render_thresholds(report),
         "By class": _render_classes(report),
         **({"By number of classes asked": _render_requests(report)} if report.asked else {}),
-        "Worst images": _render_images(report, folder, most),
+        '<span id="worst-images">Worst images</span>': _render_images(report, folder, most),
     }
     body = (
         f"{render_header('evaluation', description, counts)}"
-        f"<main><section>{render_look(make_notes(report))}{notes}{render_tiles(tiles)}</section>"
+        f"<main><section>{render_look(make_notes(report))}{notes}{render_tiles(tiles)}"
+        '<p class="about"><a href="#worst-images">Worst images</a></p></section>'
         f"{''.join(f'<section><h2>{title}</h2>{content}</section>' for title, content in sections.items())}</main>"
     )
     return render_document(f"Evaluation: {description}", body, scripts=["cards.js"])
@@ -197,6 +201,8 @@ def _render_behaviour(report: EvaluationReport) -> str:
         rows.append([name.replace("_", " "), share, bar, *cells])
     lists = _render_counts("Why objects were invalid", report.behaviour.reasons)
     lists += _render_counts("Classes that the data does not have", report.behaviour.unknown)
+    wrong = {f"{row['true']} → {row['written']}": row["count"] for row in report.count_wrong_names()}
+    lists += _render_counts("Most frequent wrong names at the right place", wrong)
     return render_table(["", "rate", "", "count", "what is counted"], rows, "numbers last-words") + lists
 
 
@@ -220,6 +226,7 @@ def _render_images(report: EvaluationReport, folder: Path, most: int) -> str:
     controls = render_select("filter", "show", FILTERS.items(), 'data-filter="flags"')
     controls += render_select("order", "order", orders.items())
     return f"""<p class="about">{len(worst)} of {len(report.images)} images: lowest F1 at IoU 0.5, or most errors.
+A wrong name at the right place counts as a missed and an extra object.
 Point at a shape for its class and score, click an image to enlarge it.</p>
 <div class="controls">{controls}<output id="where"></output>{_render_legend()}
 <label><input type="checkbox" checked data-kind="names">names</label></div>
@@ -253,11 +260,14 @@ def _f1(image: ImageReport) -> float:
 
 
 def _render_card(image: ImageReport, folder: Path) -> str:
-    counts = f"{len(image.pairs)} matched, {len(image.missed_objects)} missed, {len(image.false_positives)} extra"
+    wrong, (missed, extra) = len(image.wrong_names), _find_missed_and_extra(image)
+    counts = f"{len(image.pairs)} matched, {wrong} wrong name{'' if wrong == 1 else 's'}"
+    counts += f", {len(missed)} missed, {len(extra)} extra"
     counts += f", {image.invalid} invalid" if image.invalid else ""
     flags = {
-        "misses": image.missed_objects,
-        "extras": image.false_positives,
+        "wrong-names": wrong,
+        "misses": missed,
+        "extras": extra,
         "invalid": image.invalid,
         "truncated": image.comparison.answer.is_truncated,
     }
@@ -295,25 +305,33 @@ def _render_answer(image: ImageReport) -> str:
     return f"<details>{summary}<pre>{escape_text(answer.text)}</pre></details>"
 
 
+def _find_missed_and_extra(image: ImageReport) -> tuple[list[int], list[int]]:
+    """Return the missed objects and the false positives, without wrong names at the right place."""
+    missed = set(image.missed_objects) - {j for _, j in image.wrong_names}
+    extra = set(image.false_positives) - {i for i, _ in image.wrong_names}
+    return sorted(missed), sorted(extra)
+
+
 def draw_objects(image: ImageReport) -> tuple[list[str], list[str]]:
     """Return the outlines of all objects, and the names of the wrong ones. Matches are drawn first, so that errors
     are drawn over them. `- cat` is above a missed object and `+ cat` inside an extra one, so that both can be read
-    in one place."""
-    comparison, shapes, names = image.comparison, [], []
-    for i, j in image.pairs:
-        shapes.append(_draw_outline("true", comparison.true[j]))
-        shapes.append(_draw_outline("matched", comparison.predicted[i]))
-    missed = [comparison.true[j] for j in image.missed_objects]
-    extra = [comparison.predicted[i] for i in image.false_positives]
+    in one place. A wrong name at the right place is one mark, `cat → dog`."""
+    true, predicted = image.comparison.true, image.comparison.predicted
+    shapes = [_draw_outline("true", true[j]) for _, j in (*image.pairs, *image.wrong_names)]
+    shapes += [_draw_outline("matched", predicted[i]) for i, _ in image.pairs]
+    wrong = [replace(predicted[i], desc=f"{true[j].desc} → {predicted[i].desc}") for i, j in image.wrong_names]
+    missed, extra = _find_missed_and_extra(image)
     kinds: dict[str, tuple[list[LabelledShape], str, NamePlace]] = {
-        "missed": (missed, "-", "above"),
-        "extra": (extra, "+", "bottom"),
+        "wrong-name": (wrong, "", "above"),
+        "missed": ([true[j] for j in missed], "- ", "above"),
+        "extra": ([predicted[i] for i in extra], "+ ", "bottom"),
     }
+    names = []
     for kind, (objects, sign, place) in kinds.items():
         for obj in objects:
             shapes.append(_draw_outline(kind, obj))
-            attributes = f'class="tag {kind}"'
-            names.append(render_name(comparison.record, f"{sign} {obj.desc}", obj.shape.box, attributes, place))
+            attributes, words = f'class="tag {kind}"', f"{sign}{obj.desc}"
+            names.append(render_name(image.comparison.record, words, obj.shape.box, attributes, place))
     return shapes, names if len(names) <= MAX_NAMES else []
 
 

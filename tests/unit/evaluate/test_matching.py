@@ -187,6 +187,32 @@ def test_an_image_report_has_missed_objects_and_false_positives():
     assert image.errors == 2
 
 
+@pytest.mark.parametrize("seed", range(8))
+def test_wrong_names_are_the_most_unmatched_objects_that_can_be_paired_in_place_and_never_have_the_same_name(seed):
+    for image in evaluate(*crowd(seed, shapes=("bbox_2d", "poly"))).images:
+        comparison, pairs = image.comparison, image.wrong_names
+        found, true = [{pair[side] for pair in pairs} for side in (0, 1)]
+        assert len(found) == len(true) == len(pairs)
+        assert found <= set(image.false_positives) and true <= set(image.missed_objects)
+        assert all(comparison.predicted[i].desc != comparison.true[j].desc for i, j in pairs)
+        assert all(comparison.overlap[i, j] >= 0.5 for i, j in pairs)
+        left = comparison.overlap[np.ix_(image.false_positives, image.missed_objects)] >= 0.5
+        assert len(pairs) == (maximum_bipartite_matching(csr_array(left)) >= 0).sum()
+
+
+def test_a_repeated_wrong_name_is_counted_once_and_the_most_frequent_pairs_come_first():
+    names = [f"class {k}" for k in range(12)]
+    truth = [(k, record(("cat", BOX), image=f"{k}")) for k in range(1, 16)]
+    answers = [
+        answer(*[prediction(names[max(0, k - 4)], BOX)] * 2, image_id=k, image=f"{k}") for k in range(1, 16)
+    ]
+    report = evaluate(truth, answers)
+    listed = report.as_dict()["wrong_names"]
+    assert listed[0] == {"true": "cat", "written": "class 0", "count": 4}
+    assert [row["count"] for row in listed[1:]] == [1] * 9
+    assert report.with_class.at(0.5).pairs == 0
+
+
 def test_a_crowd_of_a_thousand_boxes_is_scored():
     rows = [("cell", (x, y, x + 20, y + 20)) for x, y in itertools.product(range(0, 960, 30), repeat=2)]
     report = evaluate([(1, record(*rows))], [answer(*[prediction(d, b) for d, b in rows[::-1]])])

@@ -78,7 +78,7 @@ def test_the_page_loads_nothing(nasty):
     (policy,) = reader.all("meta", **{"http-equiv": "Content-Security-Policy"})
     assert policy["content"].startswith("default-src 'none'")
     addresses = [names[key] for _, names in reader.tags for key in ("src", "href", "action") if key in names]
-    assert all(address.startswith("data:") for address in addresses)
+    assert all(address.startswith(("data:", "#")) for address in addresses)
     assert "url(" not in read_asset("page.css") + read_asset("rollouts.css")
     assert reader.all("link") == [{"rel": "icon", "href": "data:,"}]  # an empty icon, so that none is requested
 
@@ -100,16 +100,16 @@ def test_an_image_that_is_missing_or_has_another_size_gets_a_remark(nasty):
 def test_cards_carry_the_flags_that_the_filter_looks_for(nasty):
     reader = Reader(nasty)
     flags = {card["data-flags"] for card in reader.all("article")}
-    assert flags == {"misses extras invalid", "misses truncated", "misses extras"}
+    assert flags == {"wrong-names invalid", "misses truncated", "misses extras"}
     choices = {option["value"] for option in reader.all("option")}
-    assert choices == {"", "misses", "extras", "invalid", "truncated", "f1", "errors"}
+    assert choices == {"", "wrong-names", "misses", "extras", "invalid", "truncated", "f1", "errors"}
 
 
-def test_the_four_kinds_of_outlines_differ_in_dashes_and_not_only_in_colour():
+def test_the_kinds_of_outlines_differ_in_dashes_and_not_only_in_colour():
     style = read_asset("page.css")
     rules = {kind: re.search(rf"\n\.{kind}[, ].*?\{{(.*)\}}", style)[1] for kind in KINDS}
     assert all("--outline: #" in rule for rule in rules.values())
-    assert len({"".join(re.findall("--dashes: ([0-9. ]+)", rule)) for rule in rules.values()}) == 4
+    assert len({"".join(re.findall("--dashes: ([0-9. ]+)", rule)) for rule in rules.values()}) == len(KINDS)
 
 
 def test_an_overlay_draws_each_object_once_by_its_kind():
@@ -123,6 +123,35 @@ def test_an_overlay_draws_each_object_once_by_its_kind():
     assert "extra: dog 0.25" in drawn.texts
     assert drawn.all("polygon")[-1]["points"] == "0,0 50,0 50,100 0,100"
     assert Reader("".join(names)).texts == ["- cat", "+ dog"]
+
+
+def test_a_wrong_name_at_the_right_place_is_one_mark_with_both_names():
+    truth = [(1, record(("cat", BOX), ("cow", FAR)))]
+    answers = [answer(prediction("dog", BOX, 0.25), prediction("cow", FAR), prediction("dog", BOX))]
+    (image,) = evaluate(truth, answers).images
+    shapes, names = draw_objects(image)
+    drawn = Reader("".join(shapes))
+    kinds = [g["class"].removeprefix("shape ") for g in drawn.all("g")]
+    assert kinds == ["true", "true", "matched", "wrong-name", "extra"]
+    assert "wrong-name: cat \N{RIGHTWARDS ARROW} dog 0.25" in drawn.texts
+    assert Reader("".join(names)).texts == ["cat \N{RIGHTWARDS ARROW} dog", "+ dog"]
+
+
+def test_the_page_and_its_cards_count_wrong_names_apart_from_missed_and_extra_objects(tmp_path):
+    truth = [(1, record(("cat", BOX), ("cat", FAR))), (2, record(("<b>", BOX), image="2"))]
+    answers = [
+        answer(prediction("dog", BOX), prediction("dog", FAR)),
+        answer(prediction("owl", BOX), image_id=2, image="2"),
+    ]
+    text = " ".join("".join(Reader(render_evaluation(evaluate(truth, answers), tmp_path, "a", 9)).texts).split())
+    assert "0 matched, 2 wrong names, 0 missed, 0 extra" in text and "0 matched, 1 wrong name, 0 missed" in text
+    assert text.index("cat \N{RIGHTWARDS ARROW} dog 2") < text.index("<b> \N{RIGHTWARDS ARROW} owl 1")
+
+
+def test_a_link_at_the_top_leads_to_the_worst_images(nasty):
+    (link,) = Reader(nasty).all("a")
+    assert nasty.index(f'<a href="{link["href"]}"') < nasty.index("<h2>")
+    assert re.search(rf'<h2>.*id="{link["href"][1:]}">Worst images', nasty)
 
 
 def test_the_worst_images_have_the_lowest_f1_or_the_most_errors():
