@@ -45,6 +45,30 @@ def test_the_tools_of_a_release_are_installed_by_hash_and_nothing_installed_late
     assert any("cyclonedx-py requirements constraints-gpu.txt" in text for text in words)
 
 
+def test_whatever_a_job_of_the_release_hands_on_was_made_with_tools_by_hash_and_is_attested_before_it_is_published():
+    jobs = yaml.safe_load((ROOT / ".github/workflows/release.yml").read_text())["jobs"]
+    handed_on: set[str] = set()
+    for job in jobs.values():
+        steps = job["steps"]
+        names = [
+            step["with"]["name"] for step in steps if step.get("uses", "").startswith("actions/upload-artifact")
+        ]
+        installs = [line for step in steps for line in step.get("run", "").splitlines() if "pip install" in line]
+        assert not names or all(line.split()[:3] == ["pip", "install", "--require-hashes"] for line in installs)
+        handed_on.update(names)
+    assert handed_on == {"dist", "bill-of-materials"}
+    uses = [(step["uses"].split("@")[0], step.get("with", {})) for step in jobs["publish"]["steps"]]
+    fetched = {
+        options["name"]: options["path"] for action, options in uses if action == "actions/download-artifact"
+    }
+    (proved,) = [options for action, options in uses if action == "actions/attest-build-provenance"]
+    assert fetched.keys() == handed_on
+    assert proved["subject-path"].split() == [f"{path}*" for path in fetched.values()]
+    assert (
+        uses[-1] == ("pypa/gh-action-pypi-publish", {}) and fetched["dist"] == "dist/"
+    )  # it publishes dist/ only
+
+
 def test_an_audit_fails_if_a_package_cannot_be_audited_and_is_repeated_every_week():
     """Without --strict, pip-audit exits with 0 where it cannot reach its data."""
     files = {}
@@ -97,7 +121,7 @@ def test_actions_are_pinned_by_commit_and_may_only_read_except_for_proving_where
 def test_only_a_job_with_an_environment_that_asks_a_maintainer_publishes_and_it_runs_no_code_of_the_checkout():
     workflow = yaml.safe_load((ROOT / ".github/workflows/release.yml").read_text())
     job = workflow["jobs"]["publish"]
-    assert job["environment"] == "pypi" and job["needs"] == "build"
+    assert job["environment"] == "pypi" and set(job["needs"]) == set(workflow["jobs"]) - {"publish"}
     assert not any("run" in step or "checkout" in step["uses"] for step in job["steps"])
     assert "secrets." not in (ROOT / ".github/workflows/release.yml").read_text()
 
