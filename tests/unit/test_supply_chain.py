@@ -45,7 +45,7 @@ def test_the_tools_of_a_release_are_installed_by_hash_and_nothing_installed_late
     assert any("cyclonedx-py requirements constraints-gpu.txt" in text for text in words)
 
 
-def test_whatever_a_job_of_the_release_hands_on_was_made_with_tools_by_hash_and_is_attested_before_it_is_published():
+def test_whatever_a_job_of_the_release_hands_on_is_made_with_tools_by_hash_and_attested_before_it_is_published():
     jobs = yaml.safe_load((ROOT / ".github/workflows/release.yml").read_text())["jobs"]
     handed_on: set[str] = set()
     for job in jobs.values():

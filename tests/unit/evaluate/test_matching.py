@@ -189,7 +189,13 @@ def test_an_image_report_has_missed_objects_and_false_positives():
 
 @pytest.mark.parametrize("seed", range(8))
 def test_wrong_names_are_the_most_unmatched_objects_that_can_be_paired_in_place_and_never_have_the_same_name(seed):
-    for image in evaluate(*crowd(seed, shapes=("bbox_2d", "poly"))).images:
+    truth, answers = crowd(seed, shapes=("bbox_2d", "poly"))
+    renamed = [
+        replace(answer, objects=tuple(replace(item, desc="cat") for item in answer.objects)) for answer in answers
+    ]
+    images = evaluate(truth, renamed).images
+    assert sum(len(image.wrong_names) for image in images) > 10
+    for image in images:
         comparison, pairs = image.comparison, image.wrong_names
         found, true = [{pair[side] for pair in pairs} for side in (0, 1)]
         assert len(found) == len(true) == len(pairs)
