@@ -1,5 +1,5 @@
 """Draw the quality of rollouts over the steps of several runs as an SVG: recall and precision of the rollouts, the
-share that stopped early, and the share with too many objects. Each is smoothed over 8 steps with rollouts.
+share with too few objects, and the share with too many. Each is smoothed over 8 steps with rollouts.
 
     python tools/rollout_curves.py OUT.svg NAME=RUN_FOLDER [NAME=RUN_FOLDER ...]
 """
@@ -13,7 +13,7 @@ from line_chart import Axes, Points, draw
 PANELS = {
     "match/recall": "recall of the answers",
     "match/precision": "precision of the answers",
-    "rollout/early_stop_rate": "stopped early",
+    "rollout/under_count_rate": "too few objects",
     "rollout/over_count_rate": "too many objects",
 }
 

@@ -34,7 +34,8 @@ COLUMNS = {
     CLASS_ACCURACY: "",  # recall divided by recall of any class: how many of the found objects have the right name
     "duplicates": "duplicates",
     "truncated": "truncated",
-    "early stop": "early_stop",
+    "skipped": "skipped",
+    "stopped": "stopped",
     "over count": "over_count",
 }
 PANELS = {
@@ -99,9 +100,9 @@ def find_steps(folder: Path) -> list[int]:
 
 
 def find_starts(study: Path, regime: str) -> list[Row]:
-    """Return the start of a regime and, for reference, that on complete labels."""
+    """Return the start of a regime and, for reference, the model before it and the start on complete labels."""
     complete = find_complete(regime)
-    starts = [Row("start", {None: study / regime / "start"})]
+    starts = [Row(name, {None: study / regime / name.replace(" ", "-")}) for name in ("before start", "start")]
     if complete != regime:
         starts.append(Row("start, complete labels", {None: study / complete / "start"}))
     return starts

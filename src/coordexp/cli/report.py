@@ -26,7 +26,8 @@ SHOWN = (
     "f1_50_any_class",
     "duplicates",
     "truncated",
-    "early_stop",
+    "skipped",
+    "stopped",
     "over_count",
 )
 

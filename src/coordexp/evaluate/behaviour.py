@@ -1,7 +1,9 @@
-"""How a model behaves apart from what it detects: repeated and broken objects, early stops, far too large boxes.
+"""How a model behaves apart from what it detects: repeated and broken objects, where it misses objects, far too
+large boxes.
 
 Each rate has a numerator and a denominator. `DEFINITIONS` says what is counted; reports print it. "Matched" means
-at IoU 0.5, with class for duplicates and without class for sizes.
+at IoU 0.5, with class for duplicates and without class for sizes and missed objects. Every missed object counts as
+either skipped or stopped, so these two rates add up to 1 - recall of any class.
 """
 
 from collections import Counter
@@ -10,14 +12,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from coordexp.evaluate.comparison import ImageComparison, iou, stack_boxes
+from coordexp.evaluate.comparison import ImageComparison, LabelledShape, iou, stack_boxes
 from coordexp.evaluate.matching import Matching
 
 SAME = 0.9  # IoU from which two predictions are the same
 TOO_LARGE = 4.0  # times the area of the nearest true object
 NEARLY_ALL = 0.9  # share of the image
 
-NEED_TEXT = frozenset({"invalid", "truncated", "unreadable", "early_stop"})  # rates that need the text of answers
+NEED_TEXT = frozenset({"invalid", "truncated", "unreadable", "skipped", "stopped"})  # they need an answer's text
 DEFINITIONS = {
     "duplicates": "unmatched objects that repeat a matched or an earlier one (same desc, IoU >= 0.9); of valid"
     " objects",
@@ -28,7 +30,9 @@ DEFINITIONS = {
     "truncated": "answers cut off at the token limit; of all answers",
     "unreadable": "answers that do not begin with { (native ones: with a list, an object or a markdown fence), so"
     " that nothing of them is read; of all answers",
-    "early_stop": "answers with fewer valid objects than true ones; of those that the model ended itself",
+    "skipped": "missed objects before the last object of the answer in reading order (top edge, then left edge);"
+    " of true objects",
+    "stopped": "missed objects behind the last object of the answer in reading order; of true objects",
     "over_count": "answers with more valid objects than true ones; of all answers",
     "boxes_on_empty": "images without a true object that got a valid one; of all such images",
     "absent_classes": "classes that were asked for, are not in the image, and got a valid object; of all classes"
@@ -83,7 +87,7 @@ def observe_image(image: ImageComparison, matching: Matching, classes: frozenset
     """Return what one image adds to each rate. `classes` are those of all true objects of the data."""
     valid, true = len(image.predicted), len(image.true)
     refused = image.refused
-    stopped, asked = image.answer.finish_reason == "stop", int(image.answer.was_asked)
+    asked = int(image.answer.was_asked)
     answered = int(asked and image.answer.has_text)
     return {
         "duplicates": Rate(len(find_duplicates(image, matching)), valid),
@@ -92,11 +96,28 @@ def observe_image(image: ImageComparison, matching: Matching, classes: frozenset
         "oversized": Rate(len(find_oversized(image, matching)), valid),
         "truncated": Rate(int(image.answer.is_truncated), answered),
         "unreadable": Rate(int(answered and not image.answer.is_readable), answered),
-        "early_stop": Rate(int(stopped and valid < true), int(stopped)),
+        **_observe_missed(image, matching),
         "over_count": Rate(int(valid > true), asked),
         "boxes_on_empty": Rate(int(not true and valid > 0), int(not true and asked)),
         **_observe_request(image),
     }
+
+
+def _observe_missed(image: ImageComparison, matching: Matching) -> dict[str, Rate]:
+    """Return which missed objects are before and which behind the last object of the answer, all in reading order.
+    The detections of another detector have no order of writing, so they give no rate."""
+    true = len(image.true) if image.answer.has_text else 0
+    matched = {j for _, j in matching.any_class[0]}
+    missed = [_corner(item) for j, item in enumerate(image.true) if j not in matched] if true else []
+    last = max(map(_corner, image.predicted), default=(-1.0, -1.0))
+    skipped = sum(corner <= last for corner in missed)
+    return {"skipped": Rate(skipped, true), "stopped": Rate(len(missed) - skipped, true)}
+
+
+def _corner(item: LabelledShape) -> tuple[float, float]:
+    """Return the top and the left edge of an object."""
+    left, top, _, _ = item.shape.box
+    return top, left
 
 
 def _observe_request(image: ImageComparison) -> dict[str, Rate]:

@@ -286,17 +286,16 @@ def _note_deviations(
 
 
 def note_shift_of_length(comparison: GroupComparison) -> list[str]:
-    """Report early stops and over-counts that clearly moved in opposite directions: a model that writes more
-    objects in every answer stops early less often and over-counts more often, without detecting anything
-    better."""
+    """Report stops and over-counts that clearly moved in opposite directions: a model that writes more objects in
+    every answer stops before fewer objects and over-counts more often, without detecting anything better."""
     rows = {row.name: row for row in comparison.rows}
-    stops, overs = rows.get("early_stop"), rows.get("over_count")
+    stops, overs = rows.get("stopped"), rows.get("over_count")
     if stops is None or overs is None or not (stops.is_clear and overs.is_clear and stops.value * overs.value < 0):
         return []
     base, other = comparison.base.letter, comparison.other.letter
-    stop, over, number = ("less", "more", "more") if overs.value > 0 else ("more", "less", "fewer")
+    stop, over, number = ("fewer", "more", "more") if overs.value > 0 else ("more", "less", "fewer")
     return [
-        f"{other} stops early {stop} often ({_format_points(stops)}) and over-counts {over} often "
+        f"{other} stops before {stop} objects ({_format_points(stops)}) and over-counts {over} often "
         f"({_format_points(overs)}) than {base}: these are two sides of one shift, to answers with {number} "
         "objects. Recall and precision show what it is worth."
     ]

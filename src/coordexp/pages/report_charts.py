@@ -129,13 +129,13 @@ _ANSWERS = "rollout/answers"
 RECALL = (
     Chart("match/recall", "recall", "true objects that were matched", share=True),
     Chart("match/missed", "missed per answer", "true objects that were appended", per=_ANSWERS),
-    Chart("rollout/early_stop_rate", "early stops", "answers with fewer valid objects than true ones", share=True),
+    Chart("rollout/under_count_rate", "under-counts", "answers with fewer valid objects than labels", share=True),
 )
 PRECISION = (
     Chart("match/precision", "precision", "valid objects that were matched", share=True),
     Chart("match/extra", "extra per answer", "false positives: valid, but not matched", per=_ANSWERS),
     Chart("parse/repeats", "repeats per answer", "valid objects that were written before", per=_ANSWERS),
-    Chart("rollout/over_count_rate", "over-counts", "answers with more valid objects than true ones", share=True),
+    Chart("rollout/over_count_rate", "over-counts", "answers with more valid objects than labels", share=True),
 )
 LENGTHS = (
     Chart("rollout/mean_tokens", "of an answer", "without the stop token"),
@@ -168,7 +168,8 @@ EVALUATED = {
     "duplicates": ("duplicates", "of valid objects"),
     "invalid": ("invalid", "of all objects"),
     "truncated": ("truncated", "of answers"),
-    "early_stop": ("early stops", "of answers that the model ended itself"),
+    "skipped": ("skipped", "of true objects: missed, before the last object of the answer"),
+    "stopped": ("stopped", "of true objects: missed, behind the last object of the answer"),
     "over_count": ("over-counts", "of answers"),
     "oversized": ("oversized", "of valid objects"),
     "unknown_class": ("unknown class", "of valid objects"),

@@ -32,7 +32,7 @@ from coordexp.rollout.backend import Rollout
 
 SUMS = (
     *("rollout/answers", "rollout/tokens", "rollout/stopped", "rollout/cut_off", "rollout/looped"),
-    *("rollout/unreadable", "rollout/early_stops", "rollout/over_counts"),
+    *("rollout/unreadable", "rollout/under_counts", "rollout/over_counts"),
     *("rollout/unused_answers", "rollout/unused_tokens", "rollout/updates_behind"),
     *(f"rollout/decoded/{mode}" for mode in ("greedy", "sampling", "beam")),
     *("parse/objects", "parse/valid", "parse/invalid", "parse/ambiguous", "parse/repeats"),
@@ -50,7 +50,7 @@ RATES = {
     "match/precision": ("match/matched", "parse/valid"),
     "parse/invalid_rate": ("parse/invalid", "parse/objects"),
     "rollout/cut_off_rate": ("rollout/cut_off", "rollout/answers"),
-    "rollout/early_stop_rate": ("rollout/early_stops", "rollout/stopped"),
+    "rollout/under_count_rate": ("rollout/under_counts", "rollout/stopped"),
     "rollout/over_count_rate": ("rollout/over_counts", "rollout/answers"),
     "rollout/staleness": ("rollout/updates_behind", "rollout/answers"),
     "rollout/mean_tokens": ("rollout/tokens", "rollout/answers"),
@@ -83,7 +83,7 @@ def count_rollout(
             "rollout/cut_off": int(rollout.finish_reason == "length"),
             "rollout/looped": int(rollout.finish_reason == "repeat"),
             "rollout/unreadable": int(parsed.fallback),
-            "rollout/early_stops": int(stopped and len(valid) < len(truth)),
+            "rollout/under_counts": int(stopped and len(valid) < len(truth)),
             "rollout/over_counts": int(len(valid) > len(truth)),
             f"rollout/decoded/{mode}": 1,
             "parse/objects": len(parsed.objects) + parsed.unread,

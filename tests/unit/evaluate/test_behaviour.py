@@ -1,10 +1,14 @@
 """Each rate of behaviour, with its numerator and denominator, on images that show one thing each."""
 
+from dataclasses import replace
+
 import pytest
 
 from coordexp.evaluate import evaluate
+from coordexp.evaluate.answer import NO_IMAGE
 from coordexp.evaluate.behaviour import DEFINITIONS, Rate
 from coordexp.evaluate.matching import MatchCounts
+from coordexp.evaluate.report import count_by_image
 from tests.unit.evaluate.scenes import BOX, EDGE, FAR, answer, crowd, invalid_object, prediction, record
 
 NEARBY = (100, 100, 300, 302)  # IoU with BOX above 0.9
@@ -57,23 +61,53 @@ def test_invalid_objects_are_counted_with_their_reasons():
     assert report.metrics()["precision_50"] == 1.0  # they are no detections
 
 
-def test_an_answer_cut_off_is_truncated_and_no_early_stop():
-    got = rates([("cat", BOX)], [], finish="length")
-    assert got["truncated"] == Rate(1, 1)
-    assert got["early_stop"] == Rate(0, 0)
-    assert got["early_stop"].value is None
+def test_an_answer_cut_off_is_truncated():
+    assert rates([("cat", BOX)], [], finish="length")["truncated"] == Rate(1, 1)
 
 
-@pytest.mark.parametrize(("count", "early", "over"), [(1, 1, 0), (2, 0, 0), (3, 0, 1)])
-def test_an_answer_stops_early_or_goes_on_too_long_by_its_number_of_objects(count, early, over):
+@pytest.mark.parametrize(("count", "over"), [(1, 0), (2, 0), (3, 1)])
+def test_an_answer_with_more_objects_than_true_ones_over_counts(count, over):
     predicted = [prediction("cat", BOX), prediction("cat", FAR), prediction("cat", (0, 0, 50, 50))][:count]
-    got = rates([("cat", BOX), ("cat", FAR)], predicted)
-    assert got["early_stop"] == Rate(early, 1)
-    assert got["over_count"] == Rate(over, 1)
+    assert rates([("cat", BOX), ("cat", FAR)], predicted)["over_count"] == Rate(over, 1)
 
 
-def test_invalid_objects_do_not_keep_an_answer_from_having_stopped_early():
-    assert rates([("cat", BOX)], [invalid_object()])["early_stop"] == Rate(1, 1)
+ROWS = [(x, y, x + 80, y + 80) for y in (0, 300, 600) for x in (0, 300, 600)]  # nine boxes in reading order
+
+
+@pytest.mark.parametrize("kept", [ROWS, ROWS[:5], ROWS[4:], ROWS[2:6], [ROWS[0], ROWS[8]], [ROWS[3]], []])
+def test_a_missed_object_before_the_last_one_was_skipped_and_one_behind_it_stopped(kept):
+    places = [ROWS.index(box) for box in kept]
+    behind = len(ROWS) - 1 - max(places, default=-1)
+    for written in (kept, kept[::-1]):  # a late place in the answer does not move an object down the image
+        got = rates([("cat", box) for box in ROWS], [prediction("dog", box) for box in written])
+        assert got["stopped"] == Rate(behind, len(ROWS))
+        assert got["skipped"] == Rate(len(ROWS) - len(kept) - behind, len(ROWS))
+
+
+def test_false_positives_say_how_far_the_model_has_looked_and_invalid_objects_do_not():
+    true = [("cat", ROWS[2]), ("cat", ROWS[4])]
+    got = rates(true, [prediction("cat", ROWS[3])])
+    assert (got["skipped"], got["stopped"]) == (Rate(1, 2), Rate(1, 2))
+    got = rates(true, [invalid_object()])
+    assert (got["skipped"], got["stopped"]) == (Rate(0, 2), Rate(2, 2))
+
+
+def test_a_missed_object_with_the_corner_of_the_last_one_was_skipped():
+    got = rates([("cat", (100, 100, 300, 300))], [prediction("cat", (100, 100, 180, 180))])
+    assert (got["skipped"], got["stopped"]) == (Rate(1, 1), Rate(0, 1))
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_every_missed_object_was_either_skipped_or_stopped_before(seed):
+    truth, answers = crowd(seed, shapes=("bbox_2d", "poly"), asks=True)
+    answers[seed % len(answers)] = replace(answers[seed % len(answers)], finish_reason=NO_IMAGE, objects=())
+    report = evaluate(truth, answers)
+    counts, skipped, stopped = report.any_class.at(0.5), *map(report.behaviour.rates.get, ("skipped", "stopped"))
+    assert skipped.of == stopped.of == counts.true
+    assert skipped.count + stopped.count == counts.true - counts.pairs
+    by_image = count_by_image(truth, answers)
+    missed = by_image["recall_50_any_class"] @ (-1, 1)
+    assert (by_image["skipped"][:, 0] + by_image["stopped"][:, 0]).tolist() == missed.tolist()
 
 
 def test_boxes_on_empty_images_are_counted_by_image():

@@ -71,7 +71,7 @@ def test_the_json_has_every_number_with_its_counts(folder):
 def test_the_metrics_that_training_logs_have_their_names():
     metrics = evaluate(*crowd(2)).metrics()
     names = "f1_50 f1_95 f1 precision_50 recall_50 f1_50_any_class mean_iou ap ap_50 ap_75 ar_100 best_f1_50"
-    names += " duplicates invalid truncated early_stop over_count boxes_on_empty oversized unknown_class"
+    names += " duplicates invalid truncated skipped stopped over_count boxes_on_empty oversized unknown_class"
     assert set(names.split()) <= set(metrics)
     assert all(type(value) is float for value in metrics.values())
 

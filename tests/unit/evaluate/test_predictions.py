@@ -290,7 +290,7 @@ def test_an_image_that_could_not_be_read_is_noted_and_its_objects_are_missed():
     report = evaluate(truth, answers)
     assert report.metrics()["recall_50"] == 0.5
     assert report.behaviour.rates["unreadable"].of == 1
-    assert report.behaviour.rates["early_stop"].of == 1
+    assert report.behaviour.rates["stopped"] == Rate(1, 2)
     assert any("1 image could not be read (the first is b.png)" in note for note in report.notes)
 
 

@@ -151,18 +151,18 @@ def test_a_difference_that_seeds_can_explain_is_not_clear():
     assert not difference.is_clear
 
 
-def test_early_stops_and_over_counts_that_shift_together_are_named_as_one_shift():
+def test_objects_after_the_stop_and_over_counts_that_shift_together_are_named_as_one_shift():
     def compare_rates(stops, overs, width=0.01):
         rows = [
             RateDifference(name, 0.5, 0.5 + value, (value - width, value + width), 1.0, None)
-            for name, value in (("early_stop", stops), ("over_count", overs))
+            for name, value in (("stopped", stops), ("over_count", overs))
         ]
         return note_shift_of_length(
             GroupComparison(RunGroup("A", "a", ()), RunGroup("B", "b", ()), (*rows,), None)
         )
 
     (longer,) = compare_rates(-0.08, 0.096)
-    assert "B stops early less often (-8.0 points) and over-counts more often (+9.6 points) than A" in longer
+    assert "B stops before fewer objects (-8.0 points) and over-counts more often (+9.6 points) than A" in longer
     assert "answers with more objects" in longer and "answers with fewer objects" in compare_rates(0.08, -0.096)[0]
     assert compare_rates(0.08, 0.096) == compare_rates(-0.08, 0.096, width=0.09) == []
     nothing = GroupComparison(RunGroup("A", "a", ()), RunGroup("B", "b", ()), (), None)

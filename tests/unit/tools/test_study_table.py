@@ -100,11 +100,11 @@ def test_class_accuracy_is_the_share_of_found_objects_with_the_right_name(study)
 
 def test_starts_are_rows_if_they_have_answered(study):
     add_run(study, "continued", 0, every=2)
-    for regime in ("missing-50", "complete"):
-        answer(study, study / regime / "start", every=1)
-        (study / regime / "start/metrics.jsonl").write_text("")
+    for start in ("missing-50/start", "complete/start", "missing-50/before-start"):
+        answer(study, study / start, every=1)
     rows = [row["name"] for row in read_rows(write_tables(study, "missing-50", "test", None))]
-    assert rows == [*["start", "start, complete labels", "continued"], *["start", "start, complete labels"]]
+    starts = ["before start", "start", "start, complete labels"]
+    assert rows == [*starts, "continued", *starts]
 
 
 def test_settings_are_chosen_on_the_last_evaluation_of_the_validation_images(study):

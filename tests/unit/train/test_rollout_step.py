@@ -88,7 +88,7 @@ COUNTED = {
     "rollout/stopped": 3,
     "rollout/cut_off": 1,  # cut
     "rollout/unreadable": 2,  # garbage and empty have no container
-    "rollout/early_stops": 2,  # they stopped by themselves with less than there is
+    "rollout/under_counts": 2,  # they stopped by themselves with less than there is
     "rollout/decoded/greedy": 4,
     "parse/objects": 2 + 2,  # right; cut, of which one is lost
     "parse/valid": 2 + 1,
@@ -116,7 +116,7 @@ def test_garbage_nothing_all_right_and_cut_off_answers_in_one_batch_become_examp
         "match/precision": 3 / 3,
         "parse/invalid_rate": 1 / 4,
         "rollout/cut_off_rate": 1 / 4,
-        "rollout/early_stop_rate": 2 / 3,
+        "rollout/under_count_rate": 2 / 3,
         "rollout/over_count_rate": 0 / 4,
         "rollout/staleness": 0.0,
         "rollout/mean_tokens": 112 / 4,
@@ -147,7 +147,7 @@ def test_loops_repeats_overlaps_and_too_many_objects_are_counted(tmp_path):
         "rollout/tokens": 60 + 30 + 90 + 1,
         "rollout/stopped": 3,
         "rollout/looped": 1,
-        "rollout/early_stops": 0,
+        "rollout/under_counts": 0,
         "rollout/over_counts": 1 + 0 + 1 + 0,
         "rollout/decoded/sampling": 4,
         "parse/objects": 2 + 1 + 3 + 0,
