@@ -9,11 +9,12 @@
     python tools/study.py table --out STUDY --regime missing-50
 
 Run it from the root of the repository. `headline` makes the main result of docs/results.md from nothing: two
-starts, Stage 1 continued, Stage 2, and their table. The other commands make what they need and do not find: `run`
-makes the start, and `start` the data. What is complete is never repeated, and what was interrupted is resumed when
-the same command is given again. Everything is kept:
+starts, the model before them, Stage 1 continued, Stage 2, and their table. The other commands make what they need
+and do not find: `run` makes the start, and `start` the data. What is complete is never repeated, and what was
+interrupted is resumed when the same command is given again. Everything is kept:
 
     STUDY/sources/, STUDY/REGIME/data/             images and records (`tools/study_data.py`)
+    STUDY/REGIME/before-start/                     the model that the start is trained from, and its answers
     STUDY/REGIME/start/                            Stage 1 on the labels of the regime; all runs begin with it
     STUDY/REGIME/steps-STEPS/VARIANT-SEED/         a run folder of `coordexp train`
     STUDY/REGIME/steps-STEPS/VARIANT-SEED/test/    its answers to test.jsonl, and what `coordexp evaluate` says
@@ -255,6 +256,13 @@ class Study:
             return MODEL
         return find_result(self.start)
 
+    def plan_before_start(self) -> Job | None:
+        """Return what is left to do for the model that the start is trained from: answer the test images. It has
+        learned other scenes with all labels."""
+        if self.regime == "few":  # that model is the start
+            return None
+        return self.make_job("before the start", self.data.with_name("before-start"), MODEL, (), test=True)
+
     def plan_start(self, steps: int, eval_every: int) -> Job | None:
         """Return what is left to do for the start: train it on the labels of the regime, and answer the test
         images."""
@@ -422,7 +430,7 @@ def parse_setting(text: str) -> tuple[str, Any]:
 
 def make_start(study: Study, steps: int, eval_every: int) -> None:
     study.make_data()
-    run_jobs([study.plan_start(steps, eval_every)], 1)
+    run_jobs([study.plan_before_start(), study.plan_start(steps, eval_every)], 1)
 
 
 def make_runs(study: Study, options: argparse.Namespace) -> None:
@@ -461,7 +469,7 @@ def make_headline(folder: Path, options: argparse.Namespace) -> str:
     for one in (study, reference):
         one.make_data(options.train, options.held_out)
     starts = [one.plan_start(options.start_steps, options.start_steps) for one in (study, reference)]
-    run_jobs(starts, side_by_side=2)
+    run_jobs([study.plan_before_start(), *starts], side_by_side=2)
     numbers = {"steps": options.steps, "eval_every": options.steps}
     runs = [study.plan_run(name, 0, study.choose_settings(name), **numbers) for name in HEADLINE]
     run_jobs(runs, side_by_side=2)

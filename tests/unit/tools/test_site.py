@@ -102,5 +102,5 @@ def test_an_image_outside_docs_is_a_warning(caplog):
 
 def test_the_start_page_says_what_the_readme_says():
     readme, start = (Path(ROOT, name).read_text() for name in ("README.md", "docs/index.md"))
-    _, slogan, _, lead = start.split("\n\n")[:4]
-    assert slogan in readme and lead in readme
+    _, slogan, limits, _, lead = start.split("\n\n")[:5]
+    assert f"{slogan}\n\n{limits}" in readme and lead in readme

@@ -93,6 +93,20 @@ def test_a_run_trains_then_answers_and_evaluates_the_test_images(few):
     assert str(few.data / "test.jsonl") in job.commands[1] and str(few.data / "test.jsonl") in job.commands[2]
 
 
+def test_the_model_before_the_start_answers_the_test_images_once(tmp_path):
+    missing = Study(tmp_path, "missing-50")
+    job = missing.plan_before_start()
+    predict, evaluate = job.commands
+    assert predict[0] == "predict" and predict[predict.index("--model") + 1] == str(study.MODEL)
+    assert str(missing.data / "test.jsonl") in predict and evaluate[0] == "evaluate"
+    report = tmp_path / "missing-50/before-start/test/report.json"
+    assert str(report) in evaluate
+    report.parent.mkdir(parents=True)
+    report.write_text("{}")
+    assert missing.plan_before_start() is None
+    assert Study(tmp_path, "few").plan_before_start() is None, "its start is that model"
+
+
 def test_nothing_complete_is_repeated(few):
     job = few.plan_run("continued", 0, VARIANTS["continued"], **NUMBERS)
     pretend_result(job, 50)
