@@ -57,20 +57,68 @@ def test_chunks_are_contiguous_in_order_and_the_same_every_time(count, sizes, ra
     assert len({server for server, _ in chunks}) == len(chunks)
 
 
-@given(SIZES, st.integers(1, 8), st.integers(1, 40))
-def test_ranks_with_few_requests_each_do_not_all_ask_the_same_server(sizes, batch, learners):
-    """No server has more requests than it decodes at once plus those of one rank."""
-    sizes = [sizes[0]] * len(sizes)
+def windows(sizes, batch, learners, count) -> list[Window]:
+    """Return the windows of all ranks, with the same number of requests each."""
+    of_ranks = [Window(ready(sizes), batch, rank, learners) for rank in range(learners)]
+    for window in of_ranks:
+        window.deal(range(count))
+    return of_ranks
+
+
+@pytest.mark.scenario("R15.C3", on="pure")
+@given(st.integers(1, 9), st.integers(1, 8), st.integers(1, 8), st.integers(1, 40), st.integers(1, 80))
+def test_no_server_gets_more_first_requests_of_all_ranks_than_it_decodes_and_one_rank_rounds_up(
+    servers, size, batch, learners, count
+):
+    sizes = [size] * servers
     if capacity_shortage(batch, tuple(sizes), learners):
         return
-    wave = requests_per_rank(batch, tuple(sizes), learners)
-    if wave > len(sizes):
-        return
-    asked = [0] * len(sizes)
-    for rank in range(learners):
-        for server, part in ready(sizes).split_into_chunks(range(wave), rank, learners):
+    asked = [0] * servers
+    for window in windows(sizes, batch, learners, count):
+        for server, part in window.next_calls():
             asked[server] += len(part)
-    assert max(asked) <= batch * sizes[0] + wave
+    assert max(asked) < batch * size + -(-requests_per_rank(batch, tuple(sizes), learners) // servers)
+
+
+def time_to_answer(sizes, batch, learners, count) -> int:
+    """Return when all requests of all ranks are answered, if each takes one unit of time. A server decodes the
+    requests that it got first, as many as it can at once."""
+    of_ranks = windows(sizes, batch, learners, count)
+    queues: list[list] = [[] for _ in sizes]
+    left: dict = {}
+    time = 0
+    while True:
+        for rank, window in enumerate(of_ranks):
+            for call in window.next_calls():
+                queues[call[0]] += [(rank, call)] * len(call[1])
+                left[rank, call] = len(call[1])
+        if not any(queues):
+            return time
+        time += 1
+        for server, queue in enumerate(queues):
+            for rank, call in queue[: batch * sizes[server]]:
+                left[rank, call] -= 1
+                if not left[rank, call]:
+                    of_ranks[rank].close(call)
+            del queue[: batch * sizes[server]]
+
+
+@pytest.mark.scenario("R15.C3", on="pure")
+@pytest.mark.parametrize(
+    ("sizes", "learners", "batch", "count", "expected"),
+    [
+        ([1] * 4, 4, 1, 8, 8),  # one server per GPU; 18 if all ranks began with the same servers
+        ([1] * 3, 2, 1, 6, 6),
+        ([1] * 8, 8, 2, 8, 4),
+        ([1] * 24, 8, 4, 32, 3),
+        ([1] * 8, 4, 1, 16, 8),
+        ([1] * 4, 4, 2, 16, 8),
+        ([2, 1], 3, 2, 8, 5),
+        ([8] * 3, 8, 4, 32, 3),
+    ],
+)
+def test_several_ranks_keep_all_servers_busy(sizes, learners, batch, count, expected):
+    assert time_to_answer(sizes, batch, learners, count) <= expected
 
 
 @settings(max_examples=300)

@@ -103,7 +103,7 @@ class Pool:
         """Return which of the usable servers gets which of these requests. Rank 0 begins with the first server.
         Every other rank begins where its part of the devices begins, so that many ranks with few requests each do
         not all ask the same server."""
-        servers = self._rotate_servers(rank, learners)
+        servers = self.rotate_servers(rank, learners)
         counts = split_count(len(requests), [self.world_sizes[k] for k in servers])
         chunks, start = [], 0
         for server, count in zip(servers, counts, strict=True):
@@ -112,7 +112,7 @@ class Pool:
             start += count
         return chunks
 
-    def _rotate_servers(self, rank: int, learners: int) -> tuple[int, ...]:
+    def rotate_servers(self, rank: int, learners: int) -> tuple[int, ...]:
         usable = self.usable
         first = rank * sum(self.world_sizes[k] for k in usable) // learners  # the rank's first device
         for index, server in enumerate(usable):
@@ -220,7 +220,8 @@ class Window:
 
     def _set_limits(self) -> None:
         """Compute how many requests of this rank may be open, on all servers and on each: its part, rounded up."""
-        sizes = {server: self.pool.world_sizes[server] for server in self.pool.usable}
+        servers = self.pool.rotate_servers(self._rank, self._learners)  # the order in which they are asked
+        sizes = {server: self.pool.world_sizes[server] for server in servers}
         self._capacity = self.pool.capacity(self._batch, self._learners)
         self._most = {server: -(-self._capacity * size // sum(sizes.values())) for server, size in sizes.items()}
 
