@@ -2,8 +2,9 @@
 closes. Imports no torch, so that the port can be reserved before slow imports.
 
 uvicorn by itself waits for a header and for a body as long as a client likes. Here a connection is closed when it
-has not sent a whole header within `HEADER` seconds, or when for `BODY` seconds it has sent no byte of a body or
-read no byte of a response. The time to answer a request and the length of a session are not limited.
+has not sent a whole header within `HEADER` seconds and `MOST_HEADER` bytes, or when for `BODY` seconds it has sent
+no byte of a body or read no byte of a response. The time to answer a request and the length of a session are not
+limited.
 """
 
 import asyncio
@@ -19,16 +20,19 @@ from operator import attrgetter
 from typing import Any
 from urllib.parse import urlsplit
 
+import h11
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
-from uvicorn.protocols.http.auto import AutoHTTPProtocol
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from coordexp.config.rollout import is_loopback_host
 from coordexp.errors import EngineError, explain
-from coordexp.servers.protocol import DIGEST, KEEP_ALIVE, Refusal, format_digest, is_damaged
+from coordexp.servers.protocol import DIGEST, KEEP_ALIVE, Refusal, bad_request, format_digest, is_damaged
 
 HEADER = 10.0  # seconds for a whole header, from the first byte or from the start of the connection
 BODY = 30.0  # seconds without a byte of the body, or in which the client reads no byte of a response
+MOST_HEADER = 2**14  # bytes of a header or trailer, unless it comes whole in one read
+MOST_READ = 2**16  # bytes that are read from a socket, and parsed, before others have their turn
 LOOKS = 1.0  # seconds between two checks of a connection
 MOST_STRANGERS = 2048  # or a quarter of the files that may be open, if that is less
 CUT_AT_ONCE = 8  # one in so many strangers is closed at once: counting them for every connection takes too long
@@ -66,22 +70,18 @@ def most_strangers() -> int:
     return min(MOST_STRANGERS, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4)
 
 
-class ConnectionDeadlines:
-    """Adds deadlines to a connection of uvicorn, for either of its HTTP implementations.
+class TimedConnection(H11Protocol):
+    """A connection of uvicorn with deadlines. Of uvicorn's two HTTP parsers, only h11 limits the size of a header.
 
     A stranger is a connection that has not shown the token and has no request that is being answered. When there
     are too many, the oldest eighth of them is closed: an honest client sends its header at once, and must not wait
     behind those that do not."""
 
     is_known = False  # the app sets it when a request has the token
-    loop: Any
-    cycle: Any  # the latest request
-    flow: Any
-    transport: Any
-    connections: Any
 
     def connection_made(self, transport: Any) -> None:
-        super().connection_made(transport)  # type: ignore[misc]
+        super().connection_made(transport)
+        transport.max_size = MOST_READ
         now = self.loop.time()
         self.since = self._received = self._read = now
         self._unread = 0  # bytes of responses that the client has not read yet
@@ -96,7 +96,10 @@ class ConnectionDeadlines:
 
     def data_received(self, data: bytes) -> None:
         before, self._received = self.cycle, self.loop.time()
-        super().data_received(data)  # type: ignore[misc]
+        if len(data) > MOST_HEADER and before is not None and before.response_complete and before.more_body:
+            self.transport.close()  # nobody reads this body
+            return
+        super().data_received(data)
         if self.cycle is not before:
             self._header_since = None
             self.cycle.scope[CONNECTION] = self  # the app handles the request after this call
@@ -105,7 +108,16 @@ class ConnectionDeadlines:
 
     def connection_lost(self, error: Exception | None) -> None:
         self._timer.cancel()
-        super().connection_lost(error)  # type: ignore[misc]
+        super().connection_lost(error)
+
+    def send_400_response(self, msg: str) -> None:
+        """Answer bytes that are no HTTP, unless the request that they belong to has a response already."""
+        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
+            super().send_400_response(msg)
+        else:
+            self.cut_off()
+        if self.cycle is not None:
+            self.cycle.disconnected = True  # so that the app's own response is not sent
 
     @property
     def is_stranger(self) -> bool:
@@ -138,13 +150,10 @@ class ConnectionDeadlines:
             self._timer = self.loop.call_later(LOOKS, self._look)
 
 
-class TimedConnection(ConnectionDeadlines, AutoHTTPProtocol):  # type: ignore[misc,valid-type]
-    """A connection of uvicorn with deadlines."""
-
-
 # The arguments that uvicorn is started with.
 UVICORN: dict[str, Any] = {
     "http": TimedConnection,
+    "h11_max_incomplete_event_size": MOST_HEADER,
     "ws": "none",
     "backlog": BACKLOG,
     "log_level": "warning",
@@ -169,7 +178,9 @@ class AccessControl:
         headers = dict(scope["headers"])
         is_known = self._has_token(headers)
         if refusal := self._check(scope["path"], headers, is_known):
-            await to_response(refusal)(scope, receive, send)
+            response = to_response(refusal)
+            response.headers["Connection"] = "close"  # the rest of the request is not read
+            await response(scope, receive, send)
             return
         if is_known and CONNECTION in scope:
             scope[CONNECTION].is_known = True
@@ -231,9 +242,10 @@ class AccessControl:
                 "the request is from a web page or names another host, and this server has no token",
                 "use 127.0.0.1 or localhost in base_url, or set COORDEXP_SERVER_TOKEN on both ends",
             )
-        length = headers.get(b"content-length", b"0")
-        if not length.isdigit() or int(length) > MOST_BYTES:
+        if int(headers.get(b"content-length", b"0")) > MOST_BYTES:
             return too_large(f"{MOST_BYTES} bytes")
+        if b"content-length" in headers and b"transfer-encoding" in headers:
+            return bad_request("Content-Length and Transfer-Encoding contradict each other", "send one of them")
         return None
 
 

@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from typing import Any
 
 import httpx
@@ -166,12 +167,65 @@ def test_a_server_without_a_token_answers_only_requests_that_name_this_machine(s
 
 
 @pytest.mark.timeout(60)
-@pytest.mark.parametrize("length", ["-1", "x", "1e3", "9" * 5000, "99999999999999", "0x10", "5, 6", ""])
+@pytest.mark.parametrize("length", ["-1", "x", "1e3", "9" * 5000, "0" * 5000 + "5", "99999999999999", "0x10", "5, 6", ""])
 def test_a_content_length_that_no_body_has_is_refused_and_the_server_goes_on(server, length):
     head = f"POST /infer/ HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: {length}\r\n"
     assert send_raw(server, head)[:12] in ("HTTP/1.1 400", "HTTP/1.1 413")
     with server.client() as http:
         assert http.post("/infer/", json={"infer_requests": [{}]}).status_code == 200
+
+
+INNER = b"GET /version/ HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n"
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize(
+    "lines",
+    [
+        "Content-Length: 400\r\nTransfer-Encoding: chunked",
+        "Transfer-Encoding: chunked\r\nContent-Length: 0",
+        "Transfer-Encoding: chunked\r\nTransfer-Encoding: chunked",
+        "Transfer-Encoding: identity, chunked",
+        "Transfer-Encoding : chunked",
+        "Content-Length: 0\r\nContent-Length: 5",
+    ],
+)
+def test_a_request_whose_end_is_ambiguous_is_refused_and_what_follows_is_no_request(server, lines):
+    """A proxy in front of the server may see its end elsewhere, and would let a second request through unseen."""
+    head = f"POST /infer/ HTTP/1.1\r\nHost: 127.0.0.1\r\n{lines}\r\n\r\n".encode()
+    answer = send_until_closed(server, head + b"0\r\n\r\n" + INNER)
+    assert answer.startswith(b"HTTP/1.1 400 ") and answer.count(b"HTTP/1.1 ") == 1
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("body", [b"zz\r\n", b"1\r\nxyz", b"-5\r\n"])
+@pytest.mark.parametrize("host", ["127.0.0.1", "other"])
+def test_a_broken_body_is_answered_once_and_logs_no_traceback(body, host, capfd):
+    """The app refuses another host before the body is read. With one packet, the body is refused first."""
+    server = Server(None)
+    try:
+        for pause in (0.0, 0.2):
+            head = f"POST /infer/ HTTP/1.1\r\nHost: {host}\r\nTransfer-Encoding: chunked\r\n\r\n"
+            answer = send_until_closed(server, head.encode(), body, pause=pause)
+            assert answer.count(b"HTTP/1.1 4") == answer.count(b"HTTP/1.1 ") == 1
+    finally:
+        server.close()
+    assert "Traceback" not in capfd.readouterr().err
+
+
+def send_until_closed(server: Server, *parts: bytes, pause: float = 0.0) -> bytes:
+    """Send bytes as they are, and return everything that comes back until the server closes the connection."""
+    received = b""
+    with socket.create_connection(server.listening.getsockname(), timeout=10) as connection:
+        with suppress(ConnectionError):
+            if not pause:
+                parts = (b"".join(parts),)
+            for part in parts:
+                connection.sendall(part)
+                time.sleep(pause)
+            while part := connection.recv(65536):
+                received += part
+    return received
 
 
 def send_raw(server: Server, head: str) -> str:

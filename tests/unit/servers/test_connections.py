@@ -9,32 +9,28 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import httpx
 import pytest
-from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from coordexp.servers import connections
-from coordexp.servers.connections import ConnectionDeadlines, TimedConnection
 from tests.source import SOURCE
+from tests.unit.servers.bombs import memory
 from tests.unit.servers.test_app import TOKEN, Server
 
 ROOT = Path(__file__).parents[3]
 KNOWN = {"Authorization": f"Bearer {TOKEN}"}
 
 
-class H11Connection(ConnectionDeadlines, H11Protocol):
-    """A connection with deadlines on uvicorn's other implementation of HTTP."""
-
-
-@pytest.fixture(params=[(None, TimedConnection), (TOKEN, TimedConnection), (TOKEN, H11Connection)])
+@pytest.fixture(params=[None, TOKEN])
 def server(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
     monkeypatch.setattr(connections, "HEADER", 1.0)
     monkeypatch.setattr(connections, "BODY", 2.0)
     monkeypatch.setattr(connections, "LOOKS", 0.1)
-    running = Server(*request.param)
+    running = Server(request.param)
     yield running
     running.close()
 
@@ -237,6 +233,67 @@ def test_a_flood_of_strangers_does_not_push_out_a_client_with_the_token(many_fil
         finally:
             ended.set()
             flooding.join(30)
+
+
+CHUNKED = HEAD + b"Transfer-Encoding: chunked\r\n\r\n"
+
+
+@pytest.mark.timeout(90)
+def test_headers_without_end_on_six_connections_take_no_memory_and_are_cut_off():
+    attacks = {
+        "header": (b"GET /health/ HTTP/1.1\r\nHost: localhost\r\n", b"a: b\r\n"),
+        "path": (b"GET /health/?", b"x"),
+        "trailer": (CHUNKED + b"0\r\n", b"a: b\r\n"),
+        "extension of a chunk": (CHUNKED + b"1;", b"x"),
+    }
+
+    def send_again_and_again(url: str, first: bytes, then: bytes) -> int:
+        """Return how many connections were closed."""
+        closed, until = 0, time.monotonic() + 2
+        while time.monotonic() < until:
+            with connect(url, first) as client, suppress(OSError):
+                while time.monotonic() < until:
+                    client.sendall(then * 2**14)
+                closed -= 1
+            closed += 1
+        return closed
+
+    with fake_engine_server((1024, 1024), TOKEN, 10.0) as (url, pid, _), ThreadPoolExecutor(6) as pool:
+        with httpx.Client(base_url=url, trust_env=False, timeout=20) as http:
+            assert http.get("/health/").status_code == 200
+            before = memory(pid, "VmRSS")
+            for name, (first, then) in attacks.items():
+                closed = [pool.submit(send_again_and_again, url, first, then) for _ in range(6)]
+                assert all(future.result(30) for future in closed), name
+                assert http.get("/health/").status_code == 200
+                assert memory(pid, "VmHWM") < before + 40, name
+
+
+@pytest.mark.timeout(60)
+def test_chunks_of_one_byte_from_strangers_do_not_hold_up_the_others():
+    """Parsing such a chunk takes longer than sending it. Strangers are answered before their bodies have come."""
+    is_over = threading.Event()
+
+    def flood(url: str, route: str) -> None:
+        first = f"{route} HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n"
+        while not is_over.is_set():
+            with suppress(OSError), connect(url, first.encode()) as client:
+                while not is_over.is_set():
+                    client.sendall(b"1\r\na\r\n" * 2**14)
+
+    with fake_engine_server((1024, 1024), TOKEN, 60.0) as (url, _, _), ThreadPoolExecutor(2) as pool:
+        for route in ("GET /health/", "POST /infer/"):
+            pool.submit(flood, url, route)
+        try:
+            with httpx.Client(base_url=url, headers=KNOWN, trust_env=False, timeout=30) as http:
+                seconds = []
+                for _ in range(8):
+                    since = time.monotonic()
+                    assert http.get("/version/").status_code == 200
+                    seconds.append(time.monotonic() - since)
+        finally:
+            is_over.set()
+    assert sorted(seconds)[4] < 2.0, seconds
 
 
 def test_the_limit_of_open_files_is_raised_to_the_hard_limit():
