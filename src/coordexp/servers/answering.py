@@ -9,16 +9,18 @@ import math
 import time
 import uuid
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from PIL import Image
 from pydantic import ValidationError
 
 from coordexp.config.rollout import RepeatTerminate
 from coordexp.data.images import MOST_PIXELS, open_image_file, size_problem, upright_size
+from coordexp.engine.weights import MOST_QUOTED
 from coordexp.errors import DataError, explain
 from coordexp.files import is_encodable
 from coordexp.rollout.guard import cut_at_end, guard_arguments, key_pattern_for
@@ -45,7 +47,10 @@ from coordexp.vocab import VocabularyTable
 # that is scaled down takes 10 to 16 bytes in the process: in the file's own mode, as RGB, in the array and in the
 # tensor. Patches stay until the answer is complete; the context length and `most_at_once` limit their number.
 PIXELS_AT_ONCE = MOST_PIXELS
+READERS = 32  # images that are read at once; storage that hangs blocks each of them for as long as it likes
+READ = 60.0  # seconds for the header of an image, and again for its pixels
 BLOCK = 2**26  # bytes that Pillow allocates at once; the allocator would keep smaller blocks after they are freed
+T = TypeVar("T")
 Item = InferItem | dict[str, Any]  # an answer, or the JSON of a refusal
 log = logging.getLogger(__name__)
 
@@ -87,10 +92,10 @@ class AllowedImages:
         if not any(path.is_relative_to(folder) for folder in self.folders):
             allowed = ", ".join(map(str, self.folders)) or "no folder"
             raise bad_request(
-                f"{source}: this server only reads images below {allowed}",
+                f"{source[:MOST_QUOTED]}: this server only reads images below {allowed}",
                 "start it with --images FOLDER (can be repeated), or send base64",
             )
-        return path, source
+        return path, source[:MOST_QUOTED]
 
 
 @dataclass(frozen=True)
@@ -229,6 +234,7 @@ class Answering:
         self.unguarded = RepeatTerminate()
         self._slots = asyncio.Semaphore(2 * most_at_once)  # further requests are not read yet
         self._pixels = PixelBudget(PIXELS_AT_ONCE)
+        self._readers = ThreadPoolExecutor(READERS)  # other work does not wait for images
         Image.core.set_block_size(BLOCK)  # type: ignore[attr-defined]
 
     async def answer(self, body: Any, config: RequestConfig, version: str) -> tuple[Item, int]:
@@ -262,13 +268,13 @@ class Answering:
     async def _render(self, request: InferRequest) -> Any:
         """Return the prompt in the engine's form. Its image is decoded when there are free pixels for it, and is
         freed once it has been cut into patches."""
-        text, image = await asyncio.to_thread(self._read, request)
+        text, image = await self._run_reader(lambda: self._read(request), next(iter(request.images), "the image"))
         if image is None:
             return await self.engine.render({"prompt": text})
         share = await self._pixels.acquire(image.pixels)
         work = asyncio.ensure_future(self._render_image(text, image))
         work.add_done_callback(lambda _: self._pixels.release(share))
-        # A thread cannot be interrupted. If the request is cancelled, its pixels count until the thread has ended.
+        # If the request is cancelled, its pixels count until the thread has ended, or is late.
         return await asyncio.shield(work)
 
     def _read(self, request: InferRequest) -> tuple[str, RequestImage | None]:
@@ -287,8 +293,18 @@ class Answering:
             )
         return text, image
 
+    async def _run_reader(self, work: Callable[[], T], name: str) -> T:
+        """Return the result of work that reads an image. Raise a Refusal if it takes too long. Its thread goes on,
+        because it cannot be interrupted."""
+        reading = asyncio.get_running_loop().run_in_executor(self._readers, work)
+        try:
+            return await asyncio.wait_for(reading, READ)
+        except TimeoutError:
+            problem = f"{name[:MOST_QUOTED]}: not read within {READ:.0f} s"
+            raise Refusal(500, ENGINE_FAULT, problem, "check the storage that the image is on") from None
+
     async def _render_image(self, text: str, image: RequestImage) -> Any:
-        pixels = await asyncio.to_thread(image.decode)
+        pixels = await self._run_reader(image.decode, image.name)
         return await self.engine.render({"prompt": text, "multi_modal_data": {"image": pixels}})
 
     def _sampling(self, config: RequestConfig, guard: RepeatTerminate, seed: int | None) -> dict[str, Any]:

@@ -8,6 +8,8 @@ import os
 import random
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -17,7 +19,8 @@ from PIL import Image
 from transformers import AutoProcessor
 
 from coordexp.config.rollout import RepeatTerminate
-from coordexp.servers.answering import PIXELS_AT_ONCE, AllowedImages, Answering, PixelBudget
+from coordexp.servers import answering as answering_module
+from coordexp.servers.answering import PIXELS_AT_ONCE, AllowedImages, Answering, PixelBudget, RequestImage
 from coordexp.servers.protocol import InferItem, RequestConfig
 from coordexp.vocab import VocabularyTable
 from tests.source import SOURCE
@@ -133,9 +136,9 @@ class FakeEngine:
         return SimpleNamespace(outputs=[answer], prompt_token_ids=[1], request_id=id)
 
 
-def answering(engine: FakeEngine, folder: Path) -> Answering:
+def answering(engine: FakeEngine, folder: Path, most_at_once: int = 4) -> Answering:
     processor, table = AutoProcessor.from_pretrained(MODEL), VocabularyTable.from_folder(MODEL)
-    return Answering(engine, processor, table, RepeatTerminate(), AllowedImages((folder.resolve(),)), 4)
+    return Answering(engine, processor, table, RepeatTerminate(), AllowedImages((folder.resolve(),)), most_at_once)
 
 
 def request_for(folder: Path, size: tuple[int, int], **more: Any) -> dict[str, Any]:
@@ -184,6 +187,47 @@ def test_the_pixels_of_a_client_that_disconnects_count_until_they_are_freed(tmp_
             await asyncio.sleep(0.01)
 
     run(work)
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("hanging", ["open", "decode"])
+def test_images_on_storage_that_hangs_fail_by_name_and_hold_up_nothing_else(tmp_path, monkeypatch, hanging):
+    """Storage that hangs is a fake here. Nothing can interrupt a thread that waits for it."""
+    mends = threading.Event()
+
+    def wait_in(kind: type, method: str) -> None:
+        original = getattr(kind, method)
+
+        def wait(self: Any, *arguments: Any) -> Any:
+            if "-9." in str((vars(self), arguments)):
+                mends.wait(40)
+            return original(self, *arguments)
+
+        monkeypatch.setattr(kind, method, wait)
+
+    wait_in(*((AllowedImages, "open") if hanging == "open" else (RequestImage, "decode")))
+    monkeypatch.setattr(answering_module, "READ", 4.0)
+
+    async def work() -> None:
+        server, began = answering(FakeEngine(), tmp_path, most_at_once=20), time.monotonic()
+
+        def ask(size: tuple[int, int]) -> Any:
+            return asyncio.ensure_future(server.answer(request_for(tmp_path, size), RequestConfig(), "1"))
+
+        late = [ask((width, 9)) for width in range(10, 10 + 16)]
+        await asyncio.sleep(0.2)
+        assert isinstance((await ask((64, 64)))[0], InferItem)
+        await asyncio.to_thread(time.monotonic)  # as other routes do
+        assert time.monotonic() - began < 4
+        for width, answer in enumerate(late, 10):
+            error = (await answer)[0]["error"]
+            assert error["code"] == "engine" and f"{width}-9.png: not read within 4 s" in error["message"]
+        assert isinstance((await ask((64, 64)))[0], InferItem) and server._pixels.free == PIXELS_AT_ONCE
+
+    try:
+        run(work)
+    finally:
+        mends.set()
 
 
 @pytest.mark.parametrize("logprob", [math.nan, -math.inf])
