@@ -172,7 +172,10 @@ def flatten(weights: Iterable[tuple[str, Tensor]], buffer: Tensor) -> tuple[list
 
 METADATA_FIELDS = {"name": str, "shape": list, "dtype": str, "start_idx": int, "end_idx": int}
 MOST_DIMENSIONS = 64  # of a tensor in torch
+MOST_NAMED = 500  # characters in the name of a weight
 MOST_QUOTED = 200  # characters of a name in an error message
+LARGEST = 2**48  # bytes of a bucket, elements of a tensor; no machine has the memory for so many
+INTEGERS = {torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64}
 
 
 def check_metadata(metadatas: Sequence[Metadata]) -> int:
@@ -184,11 +187,14 @@ def check_metadata(metadatas: Sequence[Metadata]) -> int:
                 raise ValueError(f"tensor {number} of the bucket: {field} must be of type {kind.__name__}")
         name, dtype, shape = metadata["name"][:MOST_QUOTED], _dtype(metadata), metadata["shape"]
         start, end = metadata["start_idx"], metadata["end_idx"]
+        if not 0 < len(metadata["name"]) <= MOST_NAMED:
+            raise ValueError(f"tensor {number} of the bucket: its name must have 1 to {MOST_NAMED} characters")
         if not is_encodable(metadata["name"]):
             raise ValueError(f"tensor {number} of the bucket: its name has half a character (a lone surrogate)")
         if len(shape) > MOST_DIMENSIONS or not all(type(side) is int for side in shape):
             raise ValueError(f"{name}: shape must be a list of at most {MOST_DIMENSIONS} integers")
-        if not isinstance(dtype, torch.dtype) or min(shape, default=0) < 0:
+        is_weight = isinstance(dtype, torch.dtype) and (dtype.is_floating_point or dtype in INTEGERS)
+        if not is_weight or min(shape, default=0) < 0 or max([end, *shape]) > LARGEST:
             quoted = metadata["dtype"][:MOST_QUOTED]
             raise ValueError(f"{name}: there is no tensor of dtype {quoted} and shape {shape}")
         if start < 0 or end - start != prod(shape) * dtype.itemsize:

@@ -215,7 +215,7 @@ def _environment(part: Part, extra: Mapping[str, str]) -> dict[str, str]:
 def health_client(token: str | None) -> httpx.Client:
     """Return a client for the two functions below. It uses no proxy, since the servers are on our own network."""
     headers = {"Authorization": f"Bearer {token}"} if token else {}
-    return httpx.Client(headers=headers, timeout=ANSWER_S, trust_env=False, follow_redirects=True)
+    return httpx.Client(headers=headers, timeout=ANSWER_S, trust_env=False)
 
 
 def is_ready(client: httpx.Client, base_url: str) -> bool:

@@ -28,7 +28,6 @@ from starlette.exceptions import HTTPException
 
 from coordexp.config.rollout import TOKEN, RolloutMatching
 from coordexp.engine.start import EngineSetup, check_guard_class
-from coordexp.engine.weights import check_metadata
 from coordexp.rollout.prompt import load_processor, read_image_size
 from coordexp.servers.answering import AllowedImages, Answering, Item
 from coordexp.servers.connections import (
@@ -54,7 +53,6 @@ from coordexp.servers.protocol import (
     JoinGroup,
     LoadAdapterBucket,
     LoadBucket,
-    Metadata,
     OpenSession,
     Refusal,
     ServerVersion,
@@ -64,7 +62,7 @@ from coordexp.servers.protocol import (
     model_fingerprint,
 )
 from coordexp.servers.swift_clients import SwiftClients
-from coordexp.servers.updates import LearnerSession, Updates, no_weights
+from coordexp.servers.updates import LearnerSession, Updates, check_bucket, no_weights
 from coordexp.vocab import VocabularyTable
 
 BEAT = 5.0  # seconds between the empty lines of a session's stream, which show that the server is alive
@@ -122,7 +120,9 @@ class RolloutApp:
         self.swift_clients = SwiftClients(engine, self.updates)
         self.watchdog = Watchdog(engine.ping, hung_after_s, self.updates.waiting_allowance)
         self.ending = asyncio.Event()
-        self.api = FastAPI(title="coordexp rollout server", docs_url=None, redoc_url=None, openapi_url=None)
+        hidden: dict[str, Any] = {"docs_url": None, "redoc_url": None, "openapi_url": None}
+        # A redirect would lead to whatever host a request names.
+        self.api = FastAPI(title="coordexp rollout server", redirect_slashes=False, **hidden)
         self.api.exception_handler(Refusal)(_handle_refusal)
         self.api.exception_handler(HTTPException)(_handle_http_error)
         self.api.exception_handler(Exception)(self._handle_unexpected)
@@ -248,13 +248,13 @@ class RolloutApp:
         return {"message": "begun"}
 
     async def load_bucket(self, body: LoadBucket) -> dict[str, str]:
-        _check_metadatas(body.metadatas)
+        check_bucket(body.metadatas)
         await self.swift_clients.begin(body)
         await self.updates.load(body.session, body.metadatas, body.next_bytes)
         return {"message": "taken"}
 
     async def load_adapter_bucket(self, body: LoadAdapterBucket) -> dict[str, str]:
-        _check_metadatas(body.metadatas)
+        check_bucket(body.metadatas)
         await self.swift_clients.begin(body, is_adapter=True)
         await self.updates.load_adapter(body.session, body.peft_config, body.metadatas)
         return {"message": "taken"}
@@ -282,16 +282,6 @@ def _encode_items(items: Sequence[Item]) -> bytes:
 
 def _encode_item(item: Item) -> str:
     return item.model_dump_json(exclude_none=True) if isinstance(item, InferItem) else json.dumps(item)
-
-
-def _check_metadatas(metadatas: Sequence[Metadata]) -> None:
-    """Refuse a bucket that cannot be read, before it begins or fails an update."""
-    if not metadatas:
-        raise bad_request("metadatas: empty", "send at least one tensor")
-    try:
-        check_metadata(metadatas)
-    except ValueError as error:
-        raise bad_request(f"metadatas: {error}") from error
 
 
 async def _gather_all(works: Sequence[Awaitable[T]]) -> list[T]:

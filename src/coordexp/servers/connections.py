@@ -41,7 +41,7 @@ CONNECTION = "coordexp.connection"  # the key of the connection in the scope of 
 LEAVING = 0.5  # seconds that a request may take to clean up when the server stops
 MOST_BYTES = 256 * 2**20  # bytes in the body of one call
 LARGE_BODY = 2**20  # bytes of a response that a thread hashes, so that the event loop goes on
-PROBES = ("/health", "/ready")  # routes without a token
+PROBES = ("/health/", "/ready/")  # routes without a token
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -176,7 +176,7 @@ class AccessControl:
             return
         send = _add_digest(send)
         headers = dict(scope["headers"])
-        is_known = self._has_token(headers)
+        is_known = self._has_token([value for name, value in scope["headers"] if name == b"authorization"])
         if refusal := self._check(scope["path"], headers, is_known):
             response = to_response(refusal)
             response.headers["Connection"] = "close"  # the rest of the request is not read
@@ -222,12 +222,12 @@ class AccessControl:
         elif last[0]["type"] == "http.response.start" or last[0].get("more_body"):
             await send(body_chunk("", is_last=True))
 
-    def _has_token(self, headers: dict[bytes, bytes]) -> bool:
-        header, expected = headers.get(b"authorization", b""), f"Bearer {self.token}".encode()
-        return bool(self.token) and hmac.compare_digest(header, expected)
+    def _has_token(self, values: list[bytes]) -> bool:
+        expected = f"Bearer {self.token}".encode()
+        return bool(self.token) and len(values) == 1 and hmac.compare_digest(values[0], expected)
 
     def _check(self, path: str, headers: dict[bytes, bytes], is_known: bool) -> Refusal | None:
-        is_probe = path.rstrip("/") in PROBES
+        is_probe = path in PROBES
         if self.token and not is_probe and not is_known:
             return Refusal(
                 401,

@@ -200,7 +200,7 @@ class StartUpdate(WeightMessage):  # POST /start_update/
 
 class LoadBucket(WeightMessage):  # POST /update_flattened_params/
     metadatas: list[Metadata]
-    next_bytes: Annotated[int, Field(ge=0)] = 0
+    next_bytes: Annotated[int, Field(ge=0, le=2**48)] = 0
 
 
 class LoadAdapterBucket(WeightMessage):  # POST /update_adapter_flattened_param/

@@ -5,22 +5,18 @@ weights ends the update. Versions that it does not name are numbered.
 """
 
 from math import prod
-from typing import Annotated, Any
+from typing import Any
 
 import torch
-from pydantic import Field
 
-from coordexp.servers.protocol import Metadata, Name, Text, WeightMessage, bad_request
-from coordexp.servers.updates import Updates
-
-LARGEST = 2**48  # elements of a tensor; no machine has the memory for so many
-Side = Annotated[int, Field(ge=0, le=LARGEST)]
+from coordexp.servers.protocol import Metadata, Name, Text, WeightMessage
+from coordexp.servers.updates import Updates, check_bucket
 
 
 class LoadTensor(WeightMessage):  # POST /update_named_param/
     name: Text
     dtype: Name
-    shape: list[Side]
+    shape: list[int]
 
 
 class SwiftClients:
@@ -56,14 +52,12 @@ class SwiftClients:
 
     async def load_tensor(self, tensor: LoadTensor) -> dict[str, str]:
         dtype = getattr(torch, tensor.dtype.removeprefix("torch."), None)
-        if not isinstance(dtype, torch.dtype):
-            raise bad_request(f"dtype: {tensor.dtype} is not a dtype of torch")
         count = prod(tensor.shape)
-        if count > LARGEST:
-            raise bad_request(f"shape: {tensor.shape} are more than {LARGEST} elements")
-        place: Metadata = {"start_idx": 0, "end_idx": count * dtype.itemsize, "numel": count}
+        place: Metadata = {"start_idx": 0, "end_idx": count * getattr(dtype, "itemsize", 0), "numel": count}
+        bucket = [place | tensor.model_dump(include={"name", "dtype", "shape"})]
+        check_bucket(bucket)
         await self.begin(tensor)
-        await self.updates.load(tensor.session, [place | tensor.model_dump(include={"name", "dtype", "shape"})])
+        await self.updates.load(tensor.session, bucket)
         return {"message": "taken"}
 
     async def finish_update(self) -> dict[str, str]:

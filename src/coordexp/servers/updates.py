@@ -20,7 +20,8 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from coordexp.errors import EngineError
+from coordexp.engine.weights import Metadata, check_metadata
+from coordexp.errors import EngineError, explain
 from coordexp.servers.engine import ServedEngine
 from coordexp.servers.protocol import UPDATE_TIMEOUT, Refusal, bad_request
 from coordexp.tasks import ignore
@@ -63,6 +64,7 @@ class Updates:
         self._timeout = UPDATE_TIMEOUT
         self._changed = asyncio.Condition()
         self._engine = asyncio.Lock()  # one call about weights at a time
+        self._expired: asyncio.Task[None] | None = None  # the event loop itself keeps no reference to a task
 
     @asynccontextmanager
     async def answers(self) -> AsyncIterator[str]:
@@ -286,11 +288,19 @@ class Updates:
         update.timer = asyncio.get_running_loop().call_later(self._timeout, self._expire, update)
 
     def _expire(self, update: Update) -> None:
-        asyncio.get_running_loop().create_task(self._fail(update))
+        self._expired = asyncio.get_running_loop().create_task(self._fail(update))
 
 
 def no_weights() -> Refusal:
     return Refusal(503, "no_weights", "this server has no weights: the last weight update failed", _SYNC)
+
+
+def check_bucket(metadatas: Sequence[Metadata]) -> None:
+    """Refuse a bucket that cannot be read, before it begins or fails an update."""
+    if not metadatas:
+        raise bad_request("metadatas: empty", "send at least one tensor")
+    with explain(ValueError, "metadatas", to=bad_request):
+        check_metadata(metadatas)
 
 
 def _bucket_bytes(metadatas: Sequence[dict[str, Any]]) -> int:

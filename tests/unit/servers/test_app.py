@@ -140,6 +140,8 @@ def test_nothing_but_the_token_in_its_header_opens_a_route():
                 401,
                 "no_token",
             )
+            twice = f"Authorization: Bearer {TOKEN}\r\n" * 2
+            assert send_raw(server, f"GET /version/ HTTP/1.1\r\nHost: 127.0.0.1\r\n{twice}")[9:12] == "401"
             for path in paths:
                 answer = send_raw(server, f"GET {path} HTTP/1.1\r\nHost: 127.0.0.1\r\n")
                 assert answer.startswith("HTTP/1.1 401 ") and "weight_version" not in answer, path
@@ -167,7 +169,9 @@ def test_a_server_without_a_token_answers_only_requests_that_name_this_machine(s
 
 
 @pytest.mark.timeout(60)
-@pytest.mark.parametrize("length", ["-1", "x", "1e3", "9" * 5000, "0" * 5000 + "5", "99999999999999", "0x10", "5, 6", ""])
+@pytest.mark.parametrize(
+    "length", ["-1", "x", "1e3", "9" * 5000, "0" * 5000 + "5", "99999999999999", "0x10", "5, 6", ""]
+)
 def test_a_content_length_that_no_body_has_is_refused_and_the_server_goes_on(server, length):
     head = f"POST /infer/ HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: {length}\r\n"
     assert send_raw(server, head)[:12] in ("HTTP/1.1 400", "HTTP/1.1 413")
@@ -216,15 +220,13 @@ def test_a_broken_body_is_answered_once_and_logs_no_traceback(body, host, capfd)
 def send_until_closed(server: Server, *parts: bytes, pause: float = 0.0) -> bytes:
     """Send bytes as they are, and return everything that comes back until the server closes the connection."""
     received = b""
-    with socket.create_connection(server.listening.getsockname(), timeout=10) as connection:
-        with suppress(ConnectionError):
-            if not pause:
-                parts = (b"".join(parts),)
-            for part in parts:
-                connection.sendall(part)
-                time.sleep(pause)
-            while part := connection.recv(65536):
-                received += part
+    address = server.listening.getsockname()
+    with socket.create_connection(address, timeout=10) as connection, suppress(ConnectionError):
+        for part in parts if pause else (b"".join(parts),):
+            connection.sendall(part)
+            time.sleep(pause)
+        while part := connection.recv(65536):
+            received += part
     return received
 
 
@@ -245,10 +247,12 @@ def test_the_fingerprint_of_the_model_is_only_in_the_full_version(server):
 
 
 @pytest.mark.timeout(60)
-def test_a_route_without_its_slash_is_redirected_as_the_contract_has_it(server):
+def test_a_route_without_its_slash_is_no_route_and_nobody_is_sent_to_the_host_that_a_request_names(server):
     with server.client() as http:
-        assert http.get("/get_world_size").status_code == 307
-        assert http.get("/get_world_size", follow_redirects=True).json() == {"world_size": 1}
+        assert code(http.get("/get_world_size")) == (404, "no_route")
+        for path in ("/health", "/ready"):
+            answer = http.get(path, headers={"Host": "evil.example"})
+            assert code(answer) == (421, "other_host") and "location" not in answer.headers
 
 
 @pytest.mark.timeout(60)
@@ -325,6 +329,9 @@ def test_weight_calls_with_half_characters_or_impossible_shapes_are_bad_requests
         ("/update_named_param/", tensor | {"shape": [10**30]}),
         ("/update_named_param/", tensor | {"shape": [2**40, 2**40]}),
         ("/update_named_param/", tensor | {"shape": [-5]}),
+        ("/update_named_param/", tensor | {"shape": [2**62, 4]}),
+        ("/update_named_param/", tensor | {"name": ""}),
+        ("/update_named_param/", tensor | {"dtype": "bits8"}),
         ("/update_named_param/", tensor | {"name": "\ud83d"}),
         ("/update_named_param/", tensor | {"dtype": "\ud83d"}),
     ]
@@ -344,13 +351,19 @@ def test_a_bucket_whose_description_cannot_be_read_is_a_bad_request_and_begins_n
         {name: value for name, value in good.items() if name != missing} for missing in good if missing != "numel"
     ]
     bad += [good | {name: value} for name in ("dtype", "shape", "start_idx", "end_idx") for value in strange]
-    bad += [good | {"name": name} for name in (None, 5, "\ud83d")] + [good | {"name": "x" * 5000, "end_idx": 9}]
+    bad += [good | {"dtype": name, "end_idx": 2} for name in ("quint8", "bits8", "torch.qint8")]
+    bad += [good | {"shape": [0, 2**70], "end_idx": 0}, good | {"shape": [2**62, 4], "end_idx": 2**66}]
+    bad += [good | {"name": name} for name in (None, 5, "\ud83d", "", "x" * 501)] + [
+        good | {"name": "x" * 5000, "end_idx": 9}
+    ]
     with server.client() as http:
         for path in ("/update_flattened_params/", "/update_adapter_flattened_param/"):
             for metadata in bad:
                 body = {"metadatas": [good, metadata], "peft_config": {"r": 4}}
                 answer = http.post(path, content=json.dumps(body), headers={"content-type": "application/json"})
                 assert code(answer) == (400, "bad_request") and len(answer.content) < 2000, (metadata, answer.text)
+            announced = {"metadatas": [good], "peft_config": {}, "next_bytes": 2**48 + 1}
+            assert path.endswith("adapter_flattened_param/") or http.post(path, json=announced).status_code == 422
         assert http.get("/ready/").status_code == 200
 
 
