@@ -246,12 +246,14 @@ RECORD_KEYS = {
     "expression": "the record asks for what this describes",
     "prompt": "the record asks with this text",
     "exhaustive": "classes of which every object is labelled",
+    "meta": "keys of your own; not used, but kept",
 }
 OBJECT_KEYS = {
     "desc": "the text that names the object",
     "bbox_2d": "x1, y1, x2, y2; an object has this or `poly`",
     "poly": "one ring: x, y, x, y, ...",
     "category_id": "id that predictions carry",
+    "meta": "keys of your own; not used, but kept",
 }
 CHAT_KEYS = {
     "question": "the question",
@@ -259,6 +261,7 @@ CHAT_KEYS = {
     "image": "path of the image, if the question is about one",
     "width": "width of the image in pixels",
     "height": "height of the image in pixels",
+    "meta": "keys of your own; not used",
 }
 ANSWER_KEYS = {
     "image_id": "`image_id` of the record, or its line number",

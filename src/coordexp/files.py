@@ -11,6 +11,7 @@ import json
 import os
 import re
 import shutil
+import stat
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -21,6 +22,7 @@ from typing import Any, BinaryIO
 
 from coordexp.errors import DataError, UserError, describe_exception, explain
 
+NOT_A_FILE = "not a regular file"
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 RELATIVE_PATHS = "paths are relative to the folder that the command runs in"
 MODEL_PATHS = (
@@ -38,6 +40,28 @@ _appending = threading.Lock()  # a failed append removes its half line, and must
 
 class WriteError(UserError, OSError):
     """A file could not be written. The message has the path, the reason and a fix."""
+
+
+class NotAFileError(DataError, OSError):
+    """A path that has to be that of a file is a pipe, a device or a folder."""
+
+
+def open_file(path: Path) -> BinaryIO:
+    """Open an image, records or annotations of a user for reading. Raise NotAFileError if they are not a regular
+    file: reading a device may never end, and opening a pipe may wait for ever."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        error = NotAFileError(f"{path}: {NOT_A_FILE}", "give a file, and not a pipe, a device or a folder")
+        error.strerror = NOT_A_FILE
+        raise error
+    return os.fdopen(descriptor, "rb")
+
+
+def read_file(path: Path) -> bytes:
+    """Return the content of a file that `open_file` opens."""
+    with open_file(path) as file:
+        return file.read()
 
 
 def write_whole(path: Path, content: str | bytes) -> None:
@@ -155,11 +179,11 @@ def sync_folder(folder: Path) -> None:
 
 def both_ends(path: Path, length: int) -> tuple[bytes, bytes, int]:
     """Return the first and the last `length` bytes of a file, which overlap in a short file, and its size."""
-    with path.open("rb") as file:
+    with open_file(path) as file:
         head = file.read(length)
         size = file.seek(0, os.SEEK_END)
         file.seek(max(0, size - length))
-        return head, file.read(), size
+        return head, file.read(length), size
 
 
 def is_torn(line: bytes) -> bool:

@@ -7,13 +7,13 @@ rotation, which is also what vision processors use. Needs Pillow, which is impor
 import hashlib
 import struct
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 from coordexp.errors import UserError
-from coordexp.files import both_ends
+from coordexp.files import both_ends, open_file
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -61,14 +61,17 @@ def _pixel_problem(width: int, height: int) -> str | None:
 
 @contextmanager
 def open_image_file(source: Path | IO[bytes]) -> "Iterator[Image.Image]":
-    """Open an image and read its header; its pixels are decoded when they are used. Raise ImageError if the format
-    is not in `FORMATS`, if there are too many pixels or pixels of an unknown range, or if the file is broken, even
-    if that shows inside the block."""
+    """Open an image and read its header; its pixels are decoded when they are used. Raise ImageError if it is not
+    a regular file, if the format is not in `FORMATS`, if there are too many pixels or pixels of an unknown range,
+    or if the file is broken, even if that shows inside the block."""
     from PIL import Image, UnidentifiedImageError
 
     Image.MAX_IMAGE_PIXELS = None  # our own limit applies: an error above it, and no warning below it
     try:
-        with Image.open(source, formats=FORMATS) as image:
+        with (
+            open_file(source) if isinstance(source, Path) else nullcontext(source) as file,
+            Image.open(file, formats=FORMATS) as image,
+        ):
             if problem := _pixel_problem(*image.size):
                 raise ImageError(problem)
             if image.format == "TIFF":
@@ -135,8 +138,8 @@ def read_image_size(path: Path) -> tuple[int, int]:
 def read_image_facts(path: Path, *, decode: bool = False) -> ImageFacts:
     """Read the header of an image file. Decode its pixels too if `decode` is set or the file seems to be cut
     off."""
-    content_hash, is_complete = _hash_ends(path)
     with open_image_file(path) as image:
+        content_hash, is_complete = _hash_ends(path)
         width, height, is_rotated = upright_size(image)
         if decode or not is_complete:
             image.load()

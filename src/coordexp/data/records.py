@@ -13,7 +13,8 @@ A record may ask a question of its own (`coordexp.data.requests`):
 classes of the data. Negatives are drawn from them (`custom.negatives`).
 
 A record may have an `image_id` and an object a `category_id`, as in the COCO file that they come from. Training
-does not use them. Predictions carry them, so that COCO tools recognise the same images and classes.
+does not use them. Predictions carry them, so that COCO tools recognise the same images and classes. Either may
+have `meta`, a JSON object with keys of the user's own. It is not used, but kept when records are written again.
 
 A chat record has a question and its answer instead of objects, with an image or without one:
 
@@ -26,12 +27,13 @@ others. A line that breaks a rule is a `DataError` that names the file and the l
 
 import json
 import os
+import re
 import reprlib
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Literal, NotRequired, get_args
+from typing import Annotated, Any, BinaryIO, Literal, NotRequired, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -51,6 +53,7 @@ from coordexp.data.geometry import (
 )
 from coordexp.data.index import open_index
 from coordexp.errors import DataError, explain
+from coordexp.files import open_file
 from coordexp.tasks import ignore
 
 Space = Literal["pixel", "unit", "norm1000", "bin"]
@@ -60,6 +63,21 @@ LARGEST = 1e12  # larger than any coordinate; excludes infinity, NaN and integer
 SHOWN_PROBLEMS = 3  # wrong values that a message names
 SHOWN_KEYS = 6  # missing or unknown keys that a message names
 _UNKNOWN_KEY = ("extra_forbidden", "unexpected_keyword_argument")  # in a dict and in a dataclass
+# How files begin that are not of records, what they are, and what to do.
+_OTHER_FORMATS = (
+    (rb"\x1f\x8b|\x28\xb5\x2f\xfd|BZh|PK\x03\x04|\xfd7zXZ", "is compressed", "unpack it, e.g. with gunzip"),
+    (
+        rb'\s*\{\s*"(info"\s*:\s*\{|(images|annotations|categories|licenses)"\s*:\s*\[\s*[{\]])',
+        "is a COCO file",
+        "convert it: coordexp data import coco FILE --images DIR --out train.jsonl",
+    ),
+    (
+        rb"\s*\[\s*\{",
+        "is one JSON list, and records are one JSON object per line",
+        "convert tasks of Label Studio with coordexp data import labelstudio, and other lists by docs/data.md",
+    ),
+)
+_CHAT_KEYS = ("messages", "conversations", "instruction")  # in lines of ms-swift, LLaMA-Factory and LLaVA
 # Words of pydantic that a reader of JSON does not know.
 _PLAIN_WORDS = {"Tuple": "List", "valid tuple": "list", "valid list": "list", " after validation": ""}
 
@@ -72,11 +90,13 @@ class RecordObject:
     kind: GeometryKind
     coords: tuple[float, ...]
     category_id: int | None = None
+    meta: Mapping[str, Any] | None = field(default=None, compare=False)
 
     def as_dict(self) -> dict[str, Any]:
         """Return the object as it stands in a line of JSON."""
         shape = {"desc": self.desc, self.kind: [_shorten(value) for value in self.coords]}
-        return shape if self.category_id is None else shape | {"category_id": self.category_id}
+        optional = {"category_id": self.category_id, "meta": self.meta}
+        return shape | {name: value for name, value in optional.items() if value is not None}
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +113,7 @@ class Record:
     expression: str | None = None
     prompt: str | None = None
     exhaustive: tuple[str, ...] | None = None
+    meta: Mapping[str, Any] | None = field(default=None, compare=False)
 
     @property
     def has_request(self) -> bool:
@@ -154,12 +175,13 @@ class ChatRecord:
 
 
 AnyRecord = Record | ChatRecord
-OPTIONAL_KEYS = ("image_id", "classes", "expression", "prompt", "exhaustive")
+OPTIONAL_KEYS = ("image_id", "classes", "expression", "prompt", "exhaustive", "meta")
 
 # The keys of a line, as pydantic checks them. A key that is NotRequired may be absent, but not null.
 _Side = Annotated[int, Strict(), Field(gt=0)]
 Id = Annotated[int, Strict(), Field(ge=0, lt=LARGEST_ID)]
 _Words = Annotated[str, Strict()]
+_Meta = dict[str, Any]  # the user's own keys
 _Coordinates = list[Annotated[float, Strict(), Field(gt=-LARGEST, lt=LARGEST)]]
 
 
@@ -169,6 +191,7 @@ class ObjectLine(TypedDict):
     bbox_2d: NotRequired[_Coordinates]
     poly: NotRequired[_Coordinates]
     category_id: NotRequired[Id]
+    meta: NotRequired[_Meta]
 
 
 @with_config(ConfigDict(extra="forbid"))
@@ -183,6 +206,7 @@ class _RecordLine(TypedDict):
     expression: NotRequired[_Words]
     prompt: NotRequired[_Words]
     exhaustive: NotRequired[list[_Words]]
+    meta: NotRequired[_Meta]
 
 
 @with_config(ConfigDict(extra="forbid"))
@@ -192,6 +216,7 @@ class _ChatLine(TypedDict):
     image: NotRequired[_Words]
     width: NotRequired[_Side]
     height: NotRequired[_Side]
+    meta: NotRequired[_Meta]
 
 
 _RECORD_LINE = TypeAdapter(_RecordLine)
@@ -208,6 +233,8 @@ def parse_any_record(line: str | bytes) -> AnyRecord:
     wrong with it."""
     try:
         value = load_strictly(line)
+        if isinstance(value, dict) and not value.keys().isdisjoint(_CHAT_KEYS):
+            raise ValueError("a line of ms-swift, LLaMA-Factory or LLaVA; docs/data.md has the keys of a record")
         if isinstance(value, dict) and not value.keys().isdisjoint(("question", "answer")):
             return _read_chat(_CHAT_LINE.validate_python(value))
         return _read_record(_RECORD_LINE.validate_python(value))
@@ -249,8 +276,20 @@ def _read_record(value: "_RecordLine") -> Record:
         value["space"],
         objects,
         value.get("image_id"),
+        meta=value.get("meta"),
         **read_request(value),
     )
+
+
+def open_records(path: Path) -> BinaryIO:
+    """Open a file of records. Raise DataError if it is not a regular file, or begins as one of another format."""
+    file = open_file(path)
+    head = os.pread(file.fileno(), 4096, 0)
+    for pattern, problem, fix in _OTHER_FORMATS:
+        if re.match(pattern, head):
+            file.close()
+            raise DataError(f"{path} {problem}", fix)
+    return file
 
 
 def read_records(path: Path) -> Iterator[tuple[int, Record]]:
@@ -262,7 +301,7 @@ def read_records(path: Path) -> Iterator[tuple[int, Record]]:
 
 def read_any_records(path: Path) -> Iterator[tuple[int, AnyRecord]]:
     """Yield the records of both kinds with their line numbers, from 1. Blank lines are skipped."""
-    with path.open("rb") as file:
+    with open_records(path) as file:
         for number, line in enumerate(file, start=1):
             if line.strip():
                 yield number, _parse_line(path, number, line)
@@ -274,7 +313,8 @@ class RecordFile:
 
     def __init__(self, path: Path, notify: Callable[[str], None] = ignore) -> None:
         self.path = path
-        self._file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        with open_records(path) as file:
+            self._file = os.dup(file.fileno())
         weakref.finalize(self, os.close, self._file)
         self._index = open_index(self._file, path, notify)
         if not len(self._index):
@@ -357,7 +397,7 @@ def _object_hint(error: ValidationError) -> str:
     """Return which keys an object of a record has, if one of them is missing or unknown."""
     wrong_keys = {"missing", *_UNKNOWN_KEY}
     wrong = any(problem["type"] in wrong_keys and len(problem["loc"]) == 3 for problem in error.errors())
-    return "; an object has desc, one of bbox_2d and poly, and may have category_id" if wrong else ""
+    return "; an object has desc, one of bbox_2d and poly, and may have category_id and meta" if wrong else ""
 
 
 def _is_missing_key(problem: ErrorDetails) -> bool:
@@ -415,7 +455,7 @@ def read_object(line: ObjectLine, place: str) -> RecordObject:
     coords = line[kinds[0]]
     if not is_valid_count(kinds[0], len(coords)):
         raise ValueError(f"{place}.{kinds[0]} has {len(coords)} numbers; {COUNT_RULE}")
-    return RecordObject(line["desc"], kinds[0], tuple(coords), line.get("category_id"))
+    return RecordObject(line["desc"], kinds[0], tuple(coords), line.get("category_id"), line.get("meta"))
 
 
 def read_request(line: Mapping[str, Any]) -> dict[str, Any]:
@@ -435,12 +475,12 @@ def read_request(line: Mapping[str, Any]) -> dict[str, Any]:
         raise ValueError("classes is empty; leave it out to ask the question of the run")
     if "expression" in line and "classes" in line:
         raise ValueError("it has an expression and classes; a record asks for one of them")
-    for field, key, words in (
+    for placeholder, key, words in (
         ("{classes}", "classes", "are no classes"),
         ("{expression}", "expression", "is none"),
     ):
-        if field in line.get("prompt", "") and key not in line:
-            raise ValueError(f"prompt has {field}, but there {words}")
+        if placeholder in line.get("prompt", "") and key not in line:
+            raise ValueError(f"prompt has {placeholder}, but there {words}")
     return request
 
 

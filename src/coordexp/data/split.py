@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from coordexp.data.records import Record, read_any_records
 from coordexp.errors import UserError
-from coordexp.files import write_parts
+from coordexp.files import open_file, write_parts
 
 Notify = Callable[[str], None]
 
@@ -111,7 +111,7 @@ def split_records(
             "one of the two files would be empty",
             "give another --val, or more images",
         )
-    with write_parts(train) as to_train, write_parts(val) as to_val, path.open("rb") as file:
+    with write_parts(train) as to_train, write_parts(val) as to_val, open_file(path) as file:
         lines = (line for line in file if line.strip())
         for number, (line, to_held_out) in enumerate(zip(lines, is_held_out.tolist(), strict=True)):
             (to_val if to_held_out else to_train)(line.rstrip(b"\r\n") + b"\n")

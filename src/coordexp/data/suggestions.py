@@ -35,7 +35,7 @@ from coordexp.data.records import (
     read_object,
 )
 from coordexp.errors import DataError, explain
-from coordexp.files import write_whole
+from coordexp.files import read_file, write_whole
 
 FORMAT = 1  # of decisions.json
 DIGITS: dict[Space, int] = {"pixel": 3, "norm1000": 3, "unit": 6, "bin": 0}  # after the decimal point
@@ -144,7 +144,7 @@ def write_suggestions(path: Path, suggestions: Iterable[Suggestion]) -> Suggesti
 
 def read_suggestions(path: Path) -> SuggestionFile:
     with explain(OSError, f"{path} cannot be read", _MADE_BY):
-        content = path.read_bytes()
+        content = read_file(path)
     suggestions = []
     for number, line in enumerate(content.splitlines(), start=1):
         with explain(ValueError, f"{path}:{number}", _MADE_BY):
@@ -168,7 +168,7 @@ def _parse_suggestion(line: bytes, number: int) -> Suggestion:
 def read_decisions(path: Path, suggestions: SuggestionFile) -> dict[int, Decision]:
     """Return the decisions by the id of the suggestion. Raise DataError if they are about other suggestions."""
     with explain((OSError, ValueError), f"{path} cannot be read", _DOWNLOADED):
-        value: Any = load_strictly(path.read_bytes())
+        value: Any = load_strictly(read_file(path))
     try:
         document = _DECISIONS_FILE.validate_python(value)
     except ValidationError as error:

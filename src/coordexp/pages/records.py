@@ -7,11 +7,13 @@ through with the arrow keys.
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from coordexp.data import AnyRecord, ChatRecord, Record, RecordObject, parse_any_record
-from coordexp.data.doctor import KINDS, Problem, check_chat, check_image, check_record
+from coordexp.data.doctor import KINDS, Problem, check_chat, check_record, look_at_image
 from coordexp.data.images import read_image_facts
+from coordexp.data.records import open_records
 from coordexp.pages.document import (
     escape_text,
     render_document,
@@ -42,7 +44,7 @@ def read_cards(
     """Yield at most `limit` cards; the rest of the file is not read. Call `notify` with the number of each
     line."""
     count = 0
-    with path.open("rb") as file:
+    with open_records(path) as file:
         for number, line in enumerate(file, start=1):
             if notify is not None:
                 notify(number)
@@ -73,13 +75,8 @@ def _find_problems(image: Path | None, record: AnyRecord) -> tuple[tuple[Problem
     own = check_chat(record) if isinstance(record, ChatRecord) else check_record(record)
     if image is None:
         return own, False
-    try:
-        facts = read_image_facts(image, decode=True)
-    except FileNotFoundError:
-        return (Problem("image-missing", repr(record.image)), *own), False
-    except (OSError, ValueError) as error:
-        return (Problem("image-unreadable", f"{record.image!r}: {error}"), *own), False
-    return (*check_image(record, facts), *own), True
+    facts, of_image = look_at_image(image, record, partial(read_image_facts, decode=True))
+    return (*of_image, *own), facts is not None
 
 
 def render_records(cards: Sequence[Card], title: str, scope: str) -> str:

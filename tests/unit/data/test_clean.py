@@ -127,3 +127,11 @@ def test_a_changed_record_keeps_a_file_name_that_is_not_text(tmp_path):
 
 
 SKIP = ("--images", "skip")
+
+
+def test_what_is_kept_of_a_record_keeps_its_meta(tmp_path):
+    record = json.loads(line("a.png", [("cat", [0, 0, 20, 20]), ("dog", [19, 9, 1, 1])]))
+    record["meta"], record["objects"][0]["meta"] = {"source": "x"}, {"score": 1}
+    result, target = clean(tmp_path, json.dumps(record))
+    assert result.exit_code == 0, result.output
+    assert json.loads(target.read_text()) == record | {"objects": record["objects"][:1]}

@@ -1,6 +1,7 @@
 """Records and suggestions as tasks of Label Studio, and its JSON export as records."""
 
 import json
+from dataclasses import replace
 from xml.etree import ElementTree
 
 import pytest
@@ -204,3 +205,9 @@ def test_suggestions_for_other_records_leave_no_file(tmp_path):
     with pytest.raises(DataError, match="in the suggestions"):
         write_tasks(tmp_path / "tasks.json", RecordFile(tmp_path / "train.jsonl"), [DOG], TaskSettings())
     assert [path.name for path in tmp_path.iterdir()] == ["train.jsonl"]
+
+
+def test_the_meta_of_a_record_comes_back_from_label_studio(tmp_path):
+    exported = json.loads(json.dumps(to_task(replace(RECORD, meta={"camera": 7}), [], TaskSettings())))
+    ((record,), _) = import_tasks(tmp_path, exported)
+    assert record.meta == {"camera": 7}

@@ -1,10 +1,12 @@
 """Records on disk: one JSON object per line, which states the space of its coordinates."""
 
+import gzip
 import json
 
 import pytest
 
-from coordexp.data import DataError, Record, RecordFile, RecordObject, parse_record, read_records
+from coordexp.data import DataError, Record, RecordFile, RecordObject, parse_any_record, parse_record, read_records
+from coordexp.data.doctor import examine
 
 LINE = {
     "image": "images/7.png",
@@ -54,7 +56,7 @@ def test_every_space_gives_the_same_bins_and_pixels(space, box):
             change(objects=[{"label": "x", "bbox": [1, 2, 3, 4]}] * 20),
             r"missing keys: objects\[0\]\.desc, objects\[1\]\.desc,.* and 14 more; "
             r"unknown keys: objects\[0\]\.bbox, .* and 34 more; "
-            "an object has desc, one of bbox_2d and poly, and may have category_id$",
+            "an object has desc, one of bbox_2d and poly, and may have category_id and meta$",
         ),
         (change(width="640"), "width '640': input should be a valid integer"),
         (change(height=0), "height 0: input should be greater than 0"),
@@ -79,6 +81,10 @@ def test_every_space_gives_the_same_bins_and_pixels(space, box):
         (json.dumps(LINE).replace('"width"', '"height": 9, "width"'), "the key 'height' occurs twice"),
         ("[" * 100_000, "nested too deeply"),
         (change(**{"a\0": 1}), r"unknown keys: 'a\\x00'"),
+        (change(meta="a note"), "meta is not a JSON object"),
+        (json.dumps({"messages": [], "images": ["a.png"]}), "ms-swift, LLaMA-Factory or LLaVA"),
+        (json.dumps({"id": 1, "image": "a.png", "conversations": []}), "ms-swift, LLaMA-Factory or LLaVA"),
+        (json.dumps({"instruction": "", "input": "", "output": ""}), "ms-swift, LLaMA-Factory or LLaVA"),
         (change(image_id=-1), "image_id -1: input should be greater than or equal to 0"),
         (change(image_id="7"), "image_id '7': input should be a valid integer"),
         (change(image_id=None), "image_id None: input should be a valid integer"),
@@ -129,3 +135,38 @@ def test_ids_of_coco_are_kept_and_name_the_image(tmp_path):
     (tmp_path / "a.jsonl").write_text(f"{json.dumps(LINE)}\n{line}\n")
     records = RecordFile(tmp_path / "a.jsonl")
     assert [records.read_with_image_id(k)[0] for k in range(2)] == [1, 0]
+
+
+def test_keys_of_the_user_in_meta_are_kept_and_have_no_other_effect():
+    own = {"source": {"camera": 7}, "images": [1], "messages": None, "é": "\ud83d"}
+    line = LINE | {"meta": own, "objects": [item | {"meta": {"score": 0.5}} for item in LINE["objects"]]}
+    record = parse_record(json.dumps(line))
+    assert record == parse_record(json.dumps(LINE)) and hash(record) == hash(parse_record(json.dumps(LINE)))
+    assert json.loads(record.as_json()) == line
+    assert parse_any_record(json.dumps({"question": "a", "answer": "b", "meta": own})).question == "a"
+
+
+@pytest.mark.parametrize(
+    ("content", "problem"),
+    [
+        (gzip.compress(json.dumps(LINE).encode()), "is compressed"),
+        (json.dumps({"images": [{"id": 1}], "annotations": [], "categories": []}).encode(), "is a COCO file"),
+        (json.dumps({"info": {}, "images": [], "annotations": []}, indent=2).encode(), "is a COCO file"),
+        (json.dumps([{"image_id": 1, "bbox": [1, 2, 3, 4]}]).encode(), "is one JSON list"),
+        (json.dumps([{"data": {}, "annotations": []}], indent=1).encode(), "is one JSON list"),
+    ],
+)
+def test_a_file_of_another_format_is_named_by_all_readers(tmp_path, content, problem):
+    file = tmp_path / "train.jsonl"
+    file.write_bytes(content)
+    for read in (RecordFile, lambda path: list(read_records(path)), examine):
+        with pytest.raises(DataError, match=problem) as raised:
+            read(file)
+        assert raised.value.problem.startswith(f"{file} ") and raised.value.fix
+
+
+@pytest.mark.parametrize("first", [LINE, {"images": ["a.png"], "messages": []}, {"annotations": 1}, {}])
+def test_a_line_that_only_resembles_another_format_is_a_line(tmp_path, first):
+    file = tmp_path / "train.jsonl"
+    file.write_text(f"{json.dumps(first)}\n{json.dumps(LINE)}\n")
+    assert len(RecordFile(file)) == 2

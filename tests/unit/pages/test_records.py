@@ -8,6 +8,9 @@ import pytest
 from typer.testing import CliRunner
 
 from coordexp.cli import app
+from coordexp.data.doctor import examine
+from coordexp.data.images import read_image_facts
+from coordexp.pages.records import read_cards
 from tests.unit.data.planted import HEIGHT, WIDTH, write_clean
 
 HOSTILE = (
@@ -186,3 +189,14 @@ def test_a_page_is_an_html_file(planted):
     result = CliRunner().invoke(app, ["data", "view", str(planted.write()), "--out", "train.jsonl"])
     assert result.exit_code == 1
     assert "a page is an .html file" in result.output
+
+
+def test_an_image_that_is_too_large_has_one_problem_on_the_page_and_in_the_doctor(planted, monkeypatch):
+    monkeypatch.setattr("coordexp.data.images.MOST_PIXELS", WIDTH * HEIGHT - 1)
+    planted.rows = planted.rows[:1]
+    file = planted.write()
+    (card,) = read_cards(file, 1)
+    assert [problem.code for problem in card.problems] == ["image-size"] and card.image is None
+    report = examine(file, look=read_image_facts)
+    assert [finding.subject for finding in report.findings if finding.severity == "error"] == ["image-size"]
+    assert report.errors == 1

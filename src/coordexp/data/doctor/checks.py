@@ -27,7 +27,7 @@ _ERRORS = {
     "no-records": ("the file has no records", "write one JSON object per line (see `coordexp data import`)"),
     "broken-line": (
         "line that is not a record",
-        "correct or remove the line; one record is one JSON object on one line",
+        "correct or remove the line; one record is one JSON object on one line, with keys of your own in `meta`",
     ),
     "image-missing": (
         "image file that does not exist",

@@ -23,8 +23,8 @@ from typing import Any, NamedTuple
 
 from coordexp.data.doctor.checks import KINDS, Problem, Suspicions, check_chat, check_image, check_record
 from coordexp.data.geometry import BINS
-from coordexp.data.images import ImageFacts
-from coordexp.data.records import AnyRecord, ChatRecord, Record, parse_any_record
+from coordexp.data.images import ImageFacts, size_problem
+from coordexp.data.records import AnyRecord, ChatRecord, Record, open_records, parse_any_record
 from coordexp.errors import DataError, Finding, Place
 
 MOST_CLASSES = 100_000  # counted by name, to bound the memory: free text may describe every object differently
@@ -216,7 +216,7 @@ def examine(
 def split_file(path: Path, part: int = PART) -> Iterator[tuple[int, int]]:
     """Yield the parts of a file: the offsets of their first byte and of their end, which is behind a newline."""
     begin, size = 0, path.stat().st_size
-    with path.open("rb") as file:
+    with open_records(path) as file:
         while begin < size:
             file.seek(min(begin + part, size))
             file.readline()
@@ -384,6 +384,8 @@ def look_at_image(file: Path, record: AnyRecord, look: ReadImage) -> tuple[Image
     except FileNotFoundError:
         return None, (Problem("image-missing", repr(record.image)),)
     except (OSError, ValueError) as error:  # ValueError: a zero byte in the path
+        if size_problem(record.width, record.height):
+            return None, ()  # `check_record` has reported this size
         return None, (Problem("image-unreadable", f"{record.image!r}: {error}"),)
     return image, check_image(record, image)
 

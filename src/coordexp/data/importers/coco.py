@@ -36,6 +36,7 @@ from coordexp.data.importers.source import (
 )
 from coordexp.data.records import LARGEST_ID
 from coordexp.errors import DataError, explain
+from coordexp.files import read_file
 
 JsonObject = dict[str, Any]
 NOT_EXHAUSTIVE = (
@@ -70,8 +71,8 @@ def _lvis_file_name(image: JsonObject) -> Any:
 
 def _load_document(path: Path) -> JsonObject:
     kinds = (OSError, ValueError, RecursionError)
-    with explain(kinds, f"{path}: not a JSON document", "give the file of annotations"), path.open("rb") as file:
-        document = json.load(file)
+    with explain(kinds, f"{path}: not a JSON document", "give the file of annotations"):
+        document = json.loads(read_file(path))
     for name in ("images", "categories", "annotations"):
         entries = document.get(name) if isinstance(document, dict) else None
         if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):

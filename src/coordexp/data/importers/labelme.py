@@ -24,6 +24,7 @@ from coordexp.data.importers.source import (
     resolve_image,
 )
 from coordexp.errors import DataError
+from coordexp.files import read_file
 
 CIRCLE_VERTICES = 32
 
@@ -47,7 +48,7 @@ def read_labelme(
 def _load_document(file: Path) -> dict[str, Any] | None:
     """Return the document, or None if the file is not one of labelme's."""
     try:
-        document = json.loads(file.read_bytes())
+        document = json.loads(read_file(file))
     except (ValueError, RecursionError):
         return None
     if not isinstance(document, dict) or not isinstance(document.get("shapes"), list):

@@ -29,6 +29,7 @@ from coordexp.data.importers.source import (
 )
 from coordexp.data.records import LARGEST_ID, Record, parse_record
 from coordexp.errors import DataError, explain
+from coordexp.files import read_file
 
 JsonObject = dict[str, Any]
 SHAPES = ("rectanglelabels", "polygonlabels")
@@ -60,15 +61,15 @@ def read_labelstudio(
 
 
 def _with_keys_of(record: Record, file: Path, objects: tuple[SourceObject, ...]) -> SourceImage:
-    request = {"classes": record.classes, "expression": record.expression, "prompt": record.prompt}
+    request = {key: getattr(record, key) for key in ("classes", "expression", "prompt", "meta")}
     size = (record.width, record.height)
     return SourceImage(file, *size, objects, record.image_id, record.exhaustive, request)
 
 
 def _load_tasks(path: Path) -> list[JsonObject]:
     kinds = (OSError, ValueError, RecursionError)
-    with explain(kinds, f"{path}: not a JSON document", _FIX), path.open("rb") as file:
-        tasks = json.load(file)
+    with explain(kinds, f"{path}: not a JSON document", _FIX):
+        tasks = json.loads(read_file(path))
     if not isinstance(tasks, list) or not tasks:
         raise DataError(f"{path}: not a list of tasks", _FIX)
     for number, task in enumerate(tasks, start=1):

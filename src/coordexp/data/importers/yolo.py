@@ -21,6 +21,7 @@ from coordexp.data.importers.source import (
     check_name,
 )
 from coordexp.errors import DataError, explain
+from coordexp.files import read_file
 
 SUFFIXES = frozenset({".bmp", ".jpeg", ".jpg", ".png", ".tif", ".tiff", ".webp"})
 FAR = 2.0  # a number beyond this cannot be in units of the image
@@ -64,7 +65,7 @@ def _read_classes(path: Path) -> dict[int, str]:
     kinds = (OSError, ValueError, RecursionError, yaml.YAMLError)  # YAML reads dates and numbers: ValueError
     is_yaml = path.suffix in (".yaml", ".yml")
     with explain(kinds, f"{path}: cannot be read", "give data.yaml or classes.txt"):
-        text = path.read_text(encoding="utf-8-sig")
+        text = read_file(path).decode("utf-8-sig")
         tree = yaml.safe_load(text) if is_yaml else None
     if not is_yaml:
         lines = text.rstrip().split("\n")
