@@ -94,7 +94,7 @@ def find_segments(pid: int) -> set[str]:
     """Return the files of the shared memory that a process has mapped; nothing if it has ended."""
     lines: list[str] = []
     with suppress(OSError):
-        lines = Path(f"/proc/{pid}/maps").read_text(errors="replace").splitlines()
+        lines = Path(f"/proc/{pid}/maps").read_text(encoding="utf-8", errors="replace").splitlines()
     names = {line.split(maxsplit=5)[-1] for line in lines if SEGMENTS in line}
     return {name for name in names if name.startswith(SEGMENTS) and not name.endswith("(deleted)")}
 

@@ -22,7 +22,7 @@ import numpy as np
 
 from coordexp.config.rollout import RolloutMatching
 from coordexp.data import Geometry, TrueObject
-from coordexp.files import BestEffort, append_line, copy_whole, drop_torn_line
+from coordexp.files import BestEffort, append_line, drop_torn_line, write_whole
 from coordexp.rollout.backend import Request, Rollout, request_seed
 from coordexp.vocab.table import VocabularyTable
 
@@ -276,7 +276,7 @@ class DumpFolder:
     def _write(self, path: Path, line: str) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         if not (self.path / TOKENIZER).is_file():
-            copy_whole(self.model / TOKENIZER, self.path / TOKENIZER)
+            write_whole(self.path / TOKENIZER, (self.model / TOKENIZER).read_bytes())
         append_line(path, line)
 
 

@@ -60,7 +60,7 @@ def read_model_type(folder: Path) -> Any:
     """Return the `model_type` of a checkpoint, or None if its config.json has none. Raise UserError if that file
     cannot be read."""
     with explain((OSError, ValueError, AttributeError), f"{folder}/config.json cannot be read"):
-        return json.loads((folder / "config.json").read_text()).get("model_type")
+        return json.loads((folder / "config.json").read_text(encoding="utf-8")).get("model_type")
 
 
 def find_family(folder: Path) -> Family:

@@ -124,7 +124,7 @@ def replace_whole(path: Path, content: str) -> None:
     partial = path.with_name(f"{path.name}{PARTIAL}")
     with _as_write_error(path):
         try:
-            partial.write_text(content)
+            partial.write_text(content, encoding="utf-8")
             partial.replace(path)
         except OSError:
             with suppress(OSError):
@@ -135,11 +135,6 @@ def replace_whole(path: Path, content: str) -> None:
 def write_json(path: Path, value: Any) -> None:
     """Write a value as indented JSON, whole or not at all."""
     write_whole(path, json.dumps(value, indent=2) + "\n")
-
-
-def copy_whole(source: Path, path: Path) -> None:
-    """Copy a file of moderate size, whole or not at all."""
-    write_whole(path, source.read_bytes())
 
 
 def append_line(path: Path, line: str) -> None:

@@ -118,7 +118,7 @@ def read_shape(folder: Path) -> ModelShape:
     file = folder / "config.json"
     fix = "give the folder of a Qwen3-VL checkpoint in Hugging Face format"
     with explain((OSError, ValueError, KeyError, TypeError), f"{file} cannot be read", fix):
-        config = json.loads(file.read_text())
+        config = json.loads(file.read_text(encoding="utf-8"))
         if config["model_type"] != KNOWN_MODEL:
             raise ValueError(f"its model_type is {config['model_type']}, and the formulas are for {KNOWN_MODEL}")
         text, vision = config["text_config"], config["vision_config"]
@@ -167,7 +167,7 @@ def _read_largest_image(folder: Path) -> int:
     for name in ("processor_config.json", "preprocessor_config.json"):
         if not (folder / name).is_file():
             continue
-        config: dict[str, Any] = json.loads((folder / name).read_text())
+        config: dict[str, Any] = json.loads((folder / name).read_text(encoding="utf-8"))
         config = config.get("image_processor", config)
         pixels = (config.get("size") or {}).get("longest_edge") or config.get("max_pixels")
         if pixels:

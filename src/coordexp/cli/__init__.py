@@ -1,5 +1,7 @@
 """The `coordexp` command. Each subcommand is a thin module, and only those that need torch import it."""
 
+import io
+import sys
 from typing import Annotated, Any
 
 import typer
@@ -59,7 +61,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
     add_completion=False,
     pretty_exceptions_enable=False,
-    rich_markup_mode="rich",
+    rich_markup_mode="markdown",
 )
 app.command("check")(check.check)
 app.command("doctor")(doctor.doctor)
@@ -98,4 +100,7 @@ def options(
 
 def main(arguments: list[str] | None = None, name: str = "coordexp") -> None:
     """Run a command as the shell does."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # a character that the locale does not have becomes an escape
+            stream.reconfigure(errors="backslashreplace")
     app(arguments, prog_name=name)

@@ -215,5 +215,5 @@ def _write(text: str, out: Path | None) -> None:
         typer.echo(text, nl=False)
     else:
         out.parent.mkdir(parents=True, exist_ok=True)
-        out.write_text(text)
+        out.write_text(text, encoding="utf-8")
         typer.echo(f"wrote {out}", err=True)

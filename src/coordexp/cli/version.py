@@ -23,7 +23,7 @@ def read_commit(package: Path) -> str | None:
     if (checkout / ".git").exists():
         return _ask_git(checkout)
     file = package / COMMIT_FILE
-    return file.read_text().strip() if file.is_file() else None
+    return file.read_text(encoding="utf-8").strip() if file.is_file() else None
 
 
 def _ask_git(checkout: Path) -> str | None:

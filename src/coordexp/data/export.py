@@ -109,7 +109,8 @@ def export_yolo(path: Path, target: Path, images: Path, notify: Callable[[str], 
         file, link = target / "labels" / label, target / "images" / name
         for folder in (file.parent, link.parent):
             folder.mkdir(parents=True, exist_ok=True)
-        file.write_text("".join(f"{_to_yolo(record, item, classes)}\n" for item in record.objects))
+        lines_of_record = (f"{_to_yolo(record, item, classes)}\n" for item in record.objects)
+        file.write_text("".join(lines_of_record), encoding="utf-8")
         with explain(
             OSError, f"{link} cannot be made", "give --out on a file system that has links", to=UserError
         ):

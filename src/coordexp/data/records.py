@@ -63,19 +63,12 @@ LARGEST = 1e12  # larger than any coordinate; excludes infinity, NaN and integer
 SHOWN_PROBLEMS = 3  # wrong values that a message names
 SHOWN_KEYS = 6  # missing or unknown keys that a message names
 _UNKNOWN_KEY = ("extra_forbidden", "unexpected_keyword_argument")  # in a dict and in a dataclass
+_COCO = rb'\s*\{\s*"(info"\s*:\s*\{|(images|annotations|categories|licenses)"\s*:\s*\[\s*[{\]])'
 # How files begin that are not of records, what they are, and what to do.
 _OTHER_FORMATS = (
     (rb"\x1f\x8b|\x28\xb5\x2f\xfd|BZh|PK\x03\x04|\xfd7zXZ", "is compressed", "unpack it, e.g. with gunzip"),
-    (
-        rb'\s*\{\s*"(info"\s*:\s*\{|(images|annotations|categories|licenses)"\s*:\s*\[\s*[{\]])',
-        "is a COCO file",
-        "convert it: coordexp data import coco FILE --images DIR --out train.jsonl",
-    ),
-    (
-        rb"\s*\[\s*\{",
-        "is one JSON list, and records are one JSON object per line",
-        "convert tasks of Label Studio with coordexp data import labelstudio, and other lists by docs/data.md",
-    ),
+    (_COCO, "is a COCO file", "convert it: coordexp data import coco FILE --images DIR --out train.jsonl"),
+    (rb"\s*\[\s*\{", "is one JSON list, not one record per line", "see docs/data.md, and `coordexp data import`"),
 )
 _CHAT_KEYS = ("messages", "conversations", "instruction")  # in lines of ms-swift, LLaMA-Factory and LLaVA
 # Words of pydantic that a reader of JSON does not know.

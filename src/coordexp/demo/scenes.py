@@ -120,7 +120,7 @@ def write_scenes(
                 advance()
         lines = "".join(record.as_json() + "\n" for record in records)
         (folder / f"{part}.jsonl").write_text(lines, encoding="utf-8")
-        (folder / f"{part}.coco.json").write_text(json.dumps(_to_coco(records, settings.classes())))
+        (folder / f"{part}.coco.json").write_bytes(json.dumps(_to_coco(records, settings.classes())).encode())
         if questions:
             chat = [item for record in records for item in _ask_questions(record, questions, own_seed)]
             lines = "".join(record.as_json() + "\n" for record in chat)

@@ -239,7 +239,7 @@ def _find_max_length(model: Path, prompts: "PromptBuilder", max_new_tokens: int)
     answer, but at most as many as the model has positions for."""
     from coordexp.rollout.prompt import most_image_tokens
 
-    config: dict[str, Any] = json.loads((model / "config.json").read_text())
+    config: dict[str, Any] = json.loads((model / "config.json").read_text(encoding="utf-8"))
     positions = (config.get("text_config") or config).get("max_position_embeddings")
     needed = most_image_tokens(prompts.processor) + QUESTION_TOKENS + max_new_tokens
     return min(needed, positions) if isinstance(positions, int) else needed

@@ -78,7 +78,7 @@ class TrainingChecks:
         variables = os.environ | device_variables(self.machine.training_gpus[:ranks])
         since, most = time.monotonic(), self.machine.deadlines.start
         with subprocess.Popen(  # noqa: S603
-            command, stdin=DEVNULL, stdout=PIPE, stderr=STDOUT, text=True, env=variables
+            command, stdin=DEVNULL, stdout=PIPE, stderr=STDOUT, encoding="utf-8", errors="replace", env=variables
         ) as process:
             try:
                 output, _ = process.communicate(timeout=most)
@@ -90,7 +90,7 @@ class TrainingChecks:
             problem = f"coordexp train ended with exit code {process.returncode}"
             raise EngineError(quote_lines(problem, output.splitlines()[-LAST_LINES:]))
         folder = Path(read_settings(config).training.output_dir)
-        lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
         return judge_losses(check, [line["loss"] for line in lines if "loss" in line], steps, seconds)
 
 

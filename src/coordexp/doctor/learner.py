@@ -127,7 +127,7 @@ class Workspace:
 
     def _write(self, name: str, tree: dict[str, Any]) -> Path:
         file = self.folder / f"{name}.yaml"
-        file.write_text(yaml.safe_dump(tree))
+        file.write_text(yaml.safe_dump(tree), encoding="utf-8")
         return file
 
     def _tree(self, rollouts: dict[str, Any]) -> dict[str, Any]:

@@ -185,7 +185,7 @@ def starting(setup: EngineSetup, transfer: str, side: str, visible: str | None =
         except UserError:
             raise
         except (RuntimeError, ValueError, OSError) as error:
-            problem = _first_error(log.read_text()) or _first_sentence(str(error))
+            problem = _first_error(log.read_text(encoding="utf-8")) or _first_sentence(str(error))
             raise EngineError(f"vLLM did not start: {problem}", setup.fixes.choose(problem)) from error
 
 
@@ -388,7 +388,7 @@ def _error_log() -> Iterator[tuple[Any, Path]]:
             "file": {"class": "logging.FileHandler", "filename": str(log), "level": "ERROR"},
         }
         logger = {"handlers": list(handlers), "level": level, "propagate": False}
-        config.write_text(json.dumps(DEFAULT | {"handlers": handlers, "loggers": {"vllm": logger}}))
+        config.write_bytes(json.dumps(DEFAULT | {"handlers": handlers, "loggers": {"vllm": logger}}).encode())
         yield LoggingConfig(pylogging_config_file=str(config)), log
 
 

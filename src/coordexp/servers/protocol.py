@@ -397,7 +397,7 @@ def model_fingerprint(folder: Path | str, image_size: Mapping[str, int] | None =
     """Return what two processes that use the same model must agree on, by name: its config, the limits on the
     pixels of an image, and the ids of the tokens that answers consist of."""
     folder = Path(folder)
-    facts = dict(_leaves(json.loads((folder / "config.json").read_text()), "config"))
+    facts = dict(_leaves(json.loads((folder / "config.json").read_text(encoding="utf-8")), "config"))
     facts |= {f"image_size.{name}": pixels for name, pixels in (image_size or {}).items()}
     return facts | _token_facts(folder / "tokenizer.json")
 
@@ -415,7 +415,7 @@ def _leaves(value: Any, at: str) -> list[tuple[str, Any]]:
 def _token_facts(file: Path) -> dict[str, Any]:
     if not file.is_file():
         return {}
-    content = json.loads(file.read_text())
+    content = json.loads(file.read_text(encoding="utf-8"))
     ids = dict(content.get("model", {}).get("vocab", {}))
     ids |= {token["content"]: token["id"] for token in content.get("added_tokens", [])}
     tokens = {"first_coord": COORD_TOKENS[0], "last_coord": COORD_TOKENS[-1], "end_of_turn": STOP_TOKENS[0]}

@@ -127,7 +127,7 @@ def read_guard_settings(fix: str = UNSET) -> RepeatTerminate:
     the learner uses. `fix` says what to do then."""
     name = TEXT if TEXT in os.environ else FILE
     try:
-        text = os.environ[TEXT] if name == TEXT else Path(os.environ[FILE]).read_text()
+        text = os.environ[TEXT] if name == TEXT else Path(os.environ[FILE]).read_text(encoding="utf-8")
         values = json.loads(text)
         missing = sorted(set(RepeatTerminate.model_fields) - set(values))
         if missing:

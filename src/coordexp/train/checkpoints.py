@@ -62,7 +62,7 @@ def write_dtype(checkpoint: Path, dtype: str) -> None:
     file = checkpoint / "config.json"
     if not file.is_file():
         return
-    config = json.loads(file.read_text())
+    config = json.loads(file.read_text(encoding="utf-8"))
     for part in (config, *(value for value in config.values() if isinstance(value, dict))):
         if "dtype" in part:
             part["dtype"] = dtype
@@ -264,7 +264,7 @@ def _worth(checkpoint: Path) -> tuple[bool, int]:
 
 
 def _read_manifest(manifest: Path) -> dict[str, Any]:
-    content = json.loads(manifest.read_text())
+    content = json.loads(manifest.read_text(encoding="utf-8"))
     if content["format"] != FORMAT:
         raise ValueError(f"format {content['format']}, and this version reads {FORMAT}")
     return dict(content["files"])
@@ -283,7 +283,7 @@ def _fault_of_streams(checkpoint: Path) -> str:
     if not first.is_file():
         return UNFINISHED
     try:
-        state = json.loads(first.read_text())
+        state = json.loads(first.read_text(encoding="utf-8"))
         ranks = int(state["order"]["ranks"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         return f"is damaged: {first} cannot be read ({type(error).__name__}: {error})"

@@ -61,7 +61,7 @@ def write_run_folder(
 def read_starts(file: Path) -> list[dict[str, Any]]:
     """Return the entries of `run.json`, one for each start of the run."""
     with explain((ValueError, RecursionError), f"{file} cannot be read", _RESTORE):
-        runs = json.loads(file.read_text())
+        runs = json.loads(file.read_text(encoding="utf-8"))
     if not isinstance(runs, list) or not all(isinstance(run, dict) for run in runs):
         raise DataError(f"{file} is not a list of the starts of a run", _RESTORE)
     return runs

@@ -113,7 +113,7 @@ def _settings(adapter: Path) -> Iterator[tuple[str, Any]]:
         if key in config:
             yield f"adapter: {name}", config[key]
     file = adapter.parent / "resolved.yaml"
-    run = yaml.safe_load(file.read_text()) if file.is_file() else {}
+    run = yaml.safe_load(file.read_text(encoding="utf-8")) if file.is_file() else {}
     for section, keys in SETTINGS.items():
         for key in keys:
             value = (run.get(section) or {}).get(key)

@@ -153,7 +153,7 @@ class RolloutSource:
             return
         problem = f"{file} does not hold rollouts of this version"
         with explain((KeyError, TypeError, ValueError), problem, "resume from another checkpoint"):
-            state = json.loads(file.read_text())
+            state = json.loads(file.read_text(encoding="utf-8"))
             if state["format"] != FORMAT:
                 raise ValueError(f"it has format {state['format']}, and this version reads {FORMAT}")
             self._ahead = deque(map(self._read_step, state["steps"]))

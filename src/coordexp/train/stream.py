@@ -406,7 +406,7 @@ def _read_state(folder: Path, rank: int) -> dict[str, Any]:
     file = _state_file(folder, rank)
     if not file.is_file():
         raise DataError(f"{file}: missing", "resume from a checkpoint that has the states of all its processes")
-    state: dict[str, Any] = json.loads(file.read_text())
+    state: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
     return state
 
 

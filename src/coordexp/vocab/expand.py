@@ -183,4 +183,4 @@ def _read_json(file: Path) -> dict[str, Any]:
 
 
 def _write_json(file: Path, content: dict[str, Any]) -> None:
-    file.write_text(json.dumps(content, indent=2) + "\n")
+    file.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")

@@ -261,3 +261,9 @@ def test_the_doctor_is_content_without_vllm(monkeypatch):
     vllm, torch = (doctor._check_package(name, "1.0", "vllm") for name in ("vllm", "torch"))
     assert vllm.state == "not checked" and "pip install" in vllm.measured
     assert torch.state == "failed"
+
+
+def test_the_paragraphs_of_a_help_text_fill_their_lines(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "1000")
+    lines = run("train", "--help").output.splitlines()
+    assert any("Rollouts are made" in line and "not finite." in line for line in lines)
