@@ -79,7 +79,12 @@ def need_packages(subject: str, *packages: str, extra: str) -> None:
     what needs them."""
     missing = [name for name in packages if importlib.util.find_spec(name) is None]
     if missing:
-        raise UserError(f"{subject} needs {' and '.join(missing)}", f"pip install 'coordexp[{extra}]'")
+        raise UserError(f"{subject} needs {' and '.join(missing)}", pip_install(extra))
+
+
+def pip_install(extra: str) -> str:
+    """Return how to install coordexp with an extra, for a message."""
+    return f"in a clone: pip install '.[{extra}]'; elsewhere: pip install 'coordexp[{extra}]'"
 
 
 @contextmanager

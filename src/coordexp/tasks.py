@@ -4,10 +4,12 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from threading import Event, Thread
 from typing import Any, Generic, TypeVar
 
 REMIND_EVERY_S = 15.0  # while a user waits for something that takes minutes
+TELL_EVERY_S = 30.0  # between two lines of a log on the progress of something long
 
 T = TypeVar("T")
 E = TypeVar("E", bound=BaseException)
@@ -56,16 +58,29 @@ class Task(Generic[T]):
         return self.error if isinstance(self.error, kind) else None
 
 
+def describe_progress(what: str, done: int, total: int, rate: float) -> str:
+    """Return e.g. `answering 1,200 of 20,000, 3.4 per second, 1:32:09 left`."""
+    left = f", {rate:.3g} per second, {timedelta(seconds=round((total - done) / rate))} left" if rate else ""
+    return f"{what} {done:,} of {total:,}{left}"
+
+
 @contextmanager
 def remind(notify: Callable[[str], None], message: str, interval: float = REMIND_EVERY_S) -> Iterator[None]:
     """Repeat a message, with the seconds that have passed, as long as this context lasts."""
+    with repeat(lambda seconds: notify(f"{message} ({seconds:.0f} s)"), interval):
+        yield
+
+
+@contextmanager
+def repeat(call: Callable[[float], None], interval: float) -> Iterator[None]:
+    """Call with the seconds that have passed, once per interval, as long as this context lasts."""
     ended, began = Event(), time.monotonic()
 
-    def repeat() -> None:
+    def work() -> None:
         while not ended.wait(interval):
-            notify(f"{message} ({time.monotonic() - began:.0f} s)")
+            call(time.monotonic() - began)
 
-    Thread(target=repeat, daemon=True).start()
+    Thread(target=work, daemon=True).start()
     try:
         yield
     finally:

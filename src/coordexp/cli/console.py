@@ -16,6 +16,7 @@ from rich.text import Text
 from coordexp.errors import ConfigError, Finding, UserError, need_packages
 from coordexp.files import is_free
 from coordexp.logs import FORMAT, LogFormat
+from coordexp.tasks import TELL_EVERY_S, describe_progress, repeat
 
 COLOURS = {"error": "red", "warning": "yellow", "note": "yellow"}
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
@@ -85,13 +86,20 @@ def progress(message: str) -> Iterator[Callable[[str], None]]:
 
 @contextmanager
 def bar(message: str, total: int, done: int = 0) -> Iterator[Callable[[], None]]:
-    """Show a progress bar on a terminal; in a log, print the message once. Yield a function that advances the bar
-    by one."""
+    """Show a progress bar on a terminal; in a log, print the message, and how far it is now and then.
+    Yield a function that advances the bar by one."""
     with Progress(console=err, transient=True, disable=not err.is_terminal) as display:
         task = display.add_task(message, total=total, completed=done)
+
+        def tell(seconds: float) -> None:
+            if not err.is_terminal:
+                now = int(display.tasks[0].completed)
+                err.print(describe_progress(message, now, total, (now - done) / seconds), markup=False)
+
         if not err.is_terminal:
             err.print(message)
-        yield partial(display.advance, task)
+        with repeat(tell, TELL_EVERY_S):
+            yield partial(display.advance, task)
 
 
 def _ignore(detail: str) -> None:

@@ -17,7 +17,7 @@ from rich.text import Text
 from coordexp.cli.console import JsonOption, err, need, out, print_findings, print_json, progress
 from coordexp.doctor.machine import CheckOutcome, Machine, choose_cpu, choose_gpus
 from coordexp.engine import VERSION, check_vllm
-from coordexp.errors import Finding, UserError
+from coordexp.errors import Finding, UserError, pip_install
 from coordexp.launch import preflight
 
 # All commands that train or generate need the first group. Only the vLLM backends need the second.
@@ -78,7 +78,7 @@ def _compare_versions(as_json: bool) -> NoReturn:
 
 
 def _check_package(name: str, tested: str, extra: str) -> CheckOutcome:
-    fix = f"pip install 'coordexp[{extra}]', or in a clone pip install '.[{extra}]'"
+    fix = pip_install(extra)
     candidates = [package for alias in (name, f"{name}-cpu") for package in distributions(name=alias)]
     if not candidates and name in VLLM:  # most commands do without it
         return CheckOutcome(name, f"not installed; rollouts with vLLM need it: {fix}", checked=False)
@@ -107,9 +107,8 @@ def explain_torchvision(error: BaseException | None) -> UserError | None:
         return explain_torchvision(error.__cause__ or error.__context__)
     return UserError(
         "torchvision cannot be loaded: it was built for other devices than torch",
-        "install torch and torchvision from one index, that of your device, with the --index-url that "
-        'PyTorch\'s page "Get Started" shows: pip install --force-reinstall torch==2.13.0 torchvision==0.28.0 '
-        "--index-url URL",
+        "install both from one index of PyTorch, for a GPU with --torch-backend auto: pip install uv && "
+        "uv pip install --reinstall --torch-backend cpu torch==2.13.0 torchvision==0.28.0",
     )
 
 

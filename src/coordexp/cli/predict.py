@@ -134,6 +134,8 @@ def predict(
     if warning := find_untrained_request(model, selected[0][1]):
         err.print(warning, markup=False, style="yellow")
     with progress("loading"):
+        from transformers.utils import logging
+
         from coordexp.correction import load_format
         from coordexp.evaluate import write_predictions
         from coordexp.evaluate.predictions import (
@@ -145,6 +147,8 @@ def predict(
         from coordexp.rollout.prompt import PromptBuilder, load_processor
 
         answer_as = load_format(model, answer_format)
+        if not err.is_terminal:
+            logging.disable_progress_bar()
         questions = read_questions(model, prompt, answer_as.name)
         options.check_format(answer_as.name, _to_option)
         _make_folder(to)

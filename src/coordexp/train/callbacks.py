@@ -19,12 +19,12 @@ from coordexp.errors import DataError, UserError, explain
 from coordexp.files import BestEffort, append_line, drop_torn_line, json_object, write_whole
 from coordexp.ranks import RankLostError, together
 from coordexp.rollout.backend import RolloutBackend, Weights
+from coordexp.tasks import TELL_EVERY_S, describe_progress
 from coordexp.train.stopping import StopOnSignal, Stopped
 
 QUIET = 2.0  # seconds of an evaluation before its progress is shown
 RETRY = 60.0  # seconds after which writing TensorBoard events is tried again on a full disk
 WANDB_ID = "wandb-run-id"  # in the run folder
-TELL_EVERY = 30.0  # seconds between two lines on the progress of an evaluation, in a log
 
 
 def say(message: str) -> None:
@@ -190,7 +190,7 @@ class Bar(TrainerCallback):
         self._progress: Progress | None = None
         self._task: Any = None
         self._description = "training"
-        self._show_at = 0.0  # when the progress of an evaluation is shown next
+        self._evaluating_since = self._show_at = 0.0  # when the progress of an evaluation is shown next
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if not state.is_world_process_zero:
@@ -242,14 +242,15 @@ class Bar(TrainerCallback):
             return
         now, text = time.monotonic(), f"evaluating {done:,} of {total:,}"
         if done == 0:
-            self._show_at = now + QUIET
+            self._evaluating_since, self._show_at = now, now + QUIET
         elif done >= total:
             self._progress.update(self._task, description=self._description)
         elif now >= self._show_at and self._progress.console.is_terminal:
             self._progress.update(self._task, description=text)
         elif now >= self._show_at:
-            self._show_at = now + TELL_EVERY
-            self._progress.console.print(text)
+            self._show_at = now + TELL_EVERY_S
+            rate = done / (now - self._evaluating_since)
+            self._progress.console.print(describe_progress("evaluating", done, total, rate))
 
     def close(self) -> None:
         """Leave the terminal as it was, however the run ends."""

@@ -209,7 +209,7 @@ def test_a_demo_command_without_its_engine_says_what_to_install(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     result = run("demo", "model", "--out", "nowhere")
     assert result.exit_code == 1
-    assert "pip install 'coordexp[train]'" in result.output
+    assert "pip install 'coordexp[train]'" in result.output and "pip install '.[train]'" in result.output
     assert not Path("nowhere").exists()
 
 
@@ -243,6 +243,8 @@ def test_torchvision_of_another_build_is_an_error_with_a_way_out(tmp_path):
     result = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": path})
     assert result.returncode == 1
     assert "torchvision cannot be loaded" in result.stderr and "from one index" in result.stderr
+    versions = {name: f"{name}=={tested}.0" for name, tested in doctor.TRAIN.items() if name.startswith("torch")}
+    assert f"--torch-backend cpu {' '.join(versions.values())}" in result.stderr
     assert "Traceback" not in result.stderr
 
 
