@@ -151,11 +151,9 @@ def is_sharded(model: Any) -> bool:
     from torch.distributed.fsdp import FullyShardedDataParallel  # takes seconds to import
     from torch.distributed.tensor import DTensor
 
-    flat = any(isinstance(module, FullyShardedDataParallel) for module in model.modules())
-    if flat or any(hasattr(weight, "ds_id") for weight in model.parameters()):
-        method = "FSDP version 1" if flat else "ZeRO stage 3"
+    if any(isinstance(module, FullyShardedDataParallel) for module in model.modules()):
         raise EngineError(
-            f"a model that is sharded with {method} cannot make rollouts",
-            "use FSDP2 (training.fsdp_config: {version: 2}), ZeRO up to stage 2, or DDP",
+            "a model that is sharded with FSDP version 1 cannot make rollouts",
+            "use FSDP2 (training.fsdp_config: {version: 2}) or DDP",
         )
     return dist.is_initialized() and any(isinstance(weight, DTensor) for weight in model.parameters())

@@ -21,6 +21,7 @@ from transformers import TrainerCallback
 
 from coordexp.config import World, load_settings
 from coordexp.train import run
+from coordexp.train.checkpoints import newest_intact
 from coordexp.train.trainer import RowTrainer
 from tests.integration.answers import held
 from tests.integration.step_worker import shard_layers
@@ -99,7 +100,10 @@ def _trained(job: dict[str, Any], gradients: Path) -> dict[str, Any]:
     WatchedTrainer.sharded = job["sharded"]
     error = None
     try:
-        run.prepare(load_settings(Path(job["config"]), World(RANKS)), job["resume"]).run()
+        loaded = load_settings(Path(job["config"]), World(RANKS))
+        folder = Path(loaded.settings.training.output_dir)
+        checkpoint = newest_intact(folder, print) if job["resume"] and RANK == 0 else None
+        run.prepare(loaded, checkpoint).run()
     except Exception as failed:  # noqa: BLE001
         error = f"{type(failed).__name__}: {failed}"
     trainer = STARTED.pop()  # a DDP wrapper that outlives its process group can wait for it forever

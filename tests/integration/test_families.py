@@ -102,7 +102,7 @@ def test_coordinate_tokens_are_added_to_a_checkpoint_and_its_logits_stay(family,
 
 def test_a_run_saves_checkpoints_in_the_layout_of_the_one_that_it_started_from_and_resumes(parts, family):
     file = config(parts, "full", max_steps=2, save_steps=1, lr_scheduler_type="constant")
-    prepared = prepare(load_settings(file, World(1)), resume=False)
+    prepared = prepare(load_settings(file, World(1)))
     prepared.run()
     last = parts / "full/checkpoint-2"
     saved, base = (load_file(folder / "model.safetensors") for folder in (last, parts / "model"))
@@ -117,7 +117,7 @@ def test_a_run_saves_checkpoints_in_the_layout_of_the_one_that_it_started_from_a
     moved = [name for name in base if not torch.equal(base[name], saved[name])]
     assert len(moved) > 0.9 * len(base)
     last.rename(parts / "removed")
-    prepare(load_settings(file, World(1)), resume=True).run()
+    prepare(load_settings(file, World(1)), parts / "full/checkpoint-1").run()
     assert_equal_weights(load_file(last / "model.safetensors"), saved)
 
 
@@ -126,7 +126,7 @@ def test_a_frozen_vision_tower_stays_bit_for_bit_and_the_engine_gets_all_weights
     name = "frozen-adapter" if adapter else "frozen"
     file = config(parts, name, max_steps=2, save_steps=1, lr_scheduler_type="constant", adapter=adapter)
     loaded = load_settings(file, World(1), ["model.freeze=[vision]"])
-    prepared = prepare(loaded, resume=False)
+    prepared = prepare(loaded)
     prepared.run()
     sent, base = dict(learner_weights(prepared.trainer.model)), load_file(parts / "model/model.safetensors")
     assert sent.keys() == base.keys()
@@ -138,16 +138,17 @@ def test_a_frozen_vision_tower_stays_bit_for_bit_and_the_engine_gets_all_weights
     assert moved & mergers
     assert any("layers.0." in weight for weight in moved)
     (parts / name / "checkpoint-2").rename(parts / f"removed-{name}")
-    again = prepare(loaded, resume=True)
+    first = parts / name / "checkpoint-1"
+    again = prepare(loaded, first)
     again.run()
     assert_equal_weights(dict(learner_weights(again.trainer.model)), sent)
     with pytest.raises(DataError, match=r"model\.freeze"):
-        prepare(load_settings(file, World(1), ["training.max_steps=3"]), resume=True)
+        prepare(load_settings(file, World(1), ["training.max_steps=3"]), first)
 
 
 def test_an_adapter_is_trained_and_merged_into_a_checkpoint_that_answers_as_the_learner_does(parts):
     file = config(parts, "adapter", max_steps=2, save_steps=2, adapter=LORA)
-    prepared = prepare(load_settings(file, World(1)), resume=False)
+    prepared = prepare(load_settings(file, World(1)))
     prepared.run()
     merged = parts / "merged"
     run_command("model", "merge", "--adapter", str(parts / "adapter/checkpoint-2"), "--out", str(merged))

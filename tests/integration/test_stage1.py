@@ -21,7 +21,7 @@ from coordexp.config import World, load_settings
 from coordexp.demo.model import Size, make_model
 from coordexp.demo.scenes import SceneSettings, write_scenes
 from coordexp.tasks import ignore
-from coordexp.train.checkpoints import write_manifest
+from coordexp.train.checkpoints import newest_intact, write_manifest
 from coordexp.train.run import prepare
 from coordexp.train.stream import RowStream
 from tests.source import SOURCE
@@ -246,7 +246,7 @@ def test_a_run_in_mixed_precision_moves_its_weights_as_a_float32_run_does_and_st
     assert stated["dtype"] == stated["text_config"]["dtype"] == stated["vision_config"]["dtype"] == "bfloat16"
 
 
-def test_sigterm_saves_and_exits_zero_and_the_run_can_go_on(parts):
+def test_sigterm_saves_and_exits_zero_and_the_run_can_go_on_and_meanwhile_no_second_one_starts(parts):
     file = config(parts, "stopped", max_steps=4000, save_steps=4000)
     process = subprocess.Popen(
         command(file), env=environment(), cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
@@ -255,12 +255,17 @@ def test_sigterm_saves_and_exits_zero_and_the_run_can_go_on(parts):
     deadline = time.time() + 100
     while time.time() < deadline and not (log.is_file() and log.read_text().count("\n") > 2):
         time.sleep(0.2)
+    second = ran(file, "--resume")
     process.send_signal(signal.SIGTERM)
     shown, _ = process.communicate(timeout=60)
     assert process.returncode == 0, shown
     assert "stopped by a signal" in shown
+    assert second.returncode == 1
+    assert f"in use by a run: process {process.pid} on " in second.stderr
     (checkpoint,) = (parts / "stopped").glob("checkpoint-*")
     step = int(checkpoint.name.split("-")[1])
+    steps = [json.loads(line)["step"] for line in log.read_text().splitlines()]
+    assert steps == [*range(1, step + 1), step], "each step once, and a line about all"
     config(parts, "stopped", max_steps=step + 2)
     assert f"step {step + 2}" in train(file, "--resume")
 
@@ -345,14 +350,14 @@ def test_an_older_checkpoint_goes_only_when_the_newer_one_is_whole(parts, monkey
         whole(self, folder)
 
     monkeypatch.setattr(RowStream, "save", save)
-    prepared = prepare(load_settings(file, World(1)), resume=False)
+    prepared = prepare(load_settings(file, World(1)))
     with pytest.raises(OSError, match="no space left"):
         prepared.run()
     assert sorted(path.name for path in (parts / "rotated").glob("checkpoint-*")) == [
         "checkpoint-2",
         "checkpoint-3",
     ]
-    assert prepare(load_settings(file, World(1)), resume=True).checkpoint.name == "checkpoint-2"
+    assert newest_intact(parts / "rotated", ignore).name == "checkpoint-2"
 
 
 def test_a_damaged_checkpoint_is_refused(parts):
@@ -374,13 +379,13 @@ def test_code_that_is_hidden_in_a_checkpoint_is_not_run(parts, tmp_path, name):
             return os.mkdir, (str(tmp_path / "run"),)
 
     file = config(parts, f"hidden-{name}", max_steps=1, save_steps=1)
-    prepare(load_settings(file, World(1)), resume=False).run()
+    prepare(load_settings(file, World(1))).run()
     checkpoint = parts / f"hidden-{name}/checkpoint-1"
     assert (checkpoint / name).is_file()
     torch.save({"state": Payload()}, checkpoint / name)
     write_manifest(checkpoint, ignore)  # as an attacker would, because the hash is another one now
     config(parts, f"hidden-{name}", max_steps=2, save_steps=1)
-    prepared = prepare(load_settings(file, World(1)), resume=True)
+    prepared = prepare(load_settings(file, World(1)), checkpoint)
     with pytest.raises(Exception, match="Weights only load failed"):
         prepared.run()
     assert not (tmp_path / "run").exists()

@@ -47,10 +47,13 @@ def check(
     ] = None,
     as_json: JsonOption = False,
     show_all: Annotated[bool, typer.Option("--all", help="Also show settings at their defaults.")] = False,
+    strict: Annotated[
+        bool, typer.Option("--strict", help="Exit 1 on a warning, e.g. if a file of the config is missing here.")
+    ] = False,
 ) -> None:
     """Load a config. Print all its problems, or the settings that it changes and where each comes from.
 
-    Exits 0 if the config is valid and 2 if it is not.
+    Exits 0 if the config is valid, and 2 if it is not. With --strict, a warning exits 1.
     """
     world = World(world_size, _sizes(server_world_sizes))
     try:
@@ -61,10 +64,12 @@ def check(
         else:
             print_config_error(error, out)
         raise typer.Exit(2) from None
-    findings = [*loaded.notes, *missing_files(loaded.settings), *wrong_kinds(loaded.settings)]
+    missing = list(missing_files(loaded.settings))
+    findings = [*loaded.notes, *missing, *wrong_kinds(loaded.settings)]
+    code = int(strict and any(finding.severity == "warning" for finding in findings))
     if as_json:
         print_json(loaded.files[-1], findings, _describe(loaded))
-        return
+        raise typer.Exit(code)
     _print_settings(loaded, show_all)
     print_findings(findings, out)
     if cost := describe_evaluation(loaded.settings, _count_held_out(loaded.settings)):
@@ -74,7 +79,10 @@ def check(
     unchecked = (
         "" if world_size else " (rules about the number of learners not checked; --world-size N checks them)"
     )
-    out.print(Text(f"{loaded.files[-1]}: sound", style="bold green").append(unchecked, style="dim"))
+    but = f", but {len(missing)} file{'s are' if len(missing) > 1 else ' is'} missing" if missing else ""
+    verdict = Text(f"{loaded.files[-1]}: sound{but}", style="bold yellow" if missing else "bold green")
+    out.print(verdict.append(unchecked, style="dim"))
+    raise typer.Exit(code)
 
 
 def _sizes(text: str | None) -> tuple[int, ...] | None:
@@ -142,18 +150,18 @@ def use_local_model(loaded: Loaded) -> Loaded:
 
 
 def missing_files(settings: Settings) -> Iterator[Finding]:
-    """Yield a note for each setting with a path that does not exist here. `coordexp check` does not treat this as
-    an error: the run may be meant for another machine."""
+    """Yield a warning for each setting with a path that does not exist here. `coordexp check` does not treat this
+    as an error: the run may be meant for another machine."""
     try:
         model = find_model(settings.model.path, download=False)
         if not model.exists():
-            yield Finding("note", "model.path", f"{model} does not exist", MODEL_PATHS)
+            yield Finding("warning", "model.path", f"{model} does not exist", MODEL_PATHS)
     except UserError as error:
-        yield Finding("note", "model.path", error.problem, error.fix)
+        yield Finding("warning", "model.path", error.problem, error.fix)
     for setting, names in settings.custom.data_sets.items():
         for name in names:
             if not match_files(name):
-                yield Finding("note", setting, describe_missing(name), RELATIVE_PATHS)
+                yield Finding("warning", setting, describe_missing(name), RELATIVE_PATHS)
 
 
 def wrong_kinds(settings: Settings) -> Iterator[Finding]:

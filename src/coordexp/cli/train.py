@@ -1,6 +1,8 @@
 """`coordexp train`, and `python -m src.sft`, which is the same."""
 
 import os
+from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -10,9 +12,11 @@ from coordexp.cli.check import ConfigOption, SetOption, missing_files, use_local
 from coordexp.cli.console import LogOption, err, need, out, print_findings, progress
 from coordexp.config import Loaded, World, load_settings
 from coordexp.config.rules import uses_vllm
+from coordexp.config.settings import Training
 from coordexp.engine import check_vllm
 from coordexp.errors import DataError, UserError, explain, explain_value_errors, need_packages
 from coordexp.logs import start_log
+from coordexp.train.checkpoints import choose_checkpoint, hold_folder
 
 if TYPE_CHECKING:
     from coordexp.train.run import PreparedRun, RunOutcome
@@ -49,17 +53,17 @@ def train(
     settings = loaded.settings
     for missing in missing_files(settings):  # before anything heavy is imported
         raise DataError(f"{missing.subject}: {missing.problem}", missing.fix)
-    _make_folder(Path(settings.training.output_dir))
-    with progress("loading"):
-        prepared = _prepare(loaded, resume)
-    if resume and is_first:
-        folder = settings.training.output_dir
-        out.print(
-            f"resuming from {prepared.checkpoint}"
-            if prepared.checkpoint
-            else f"no checkpoint in {folder}: from the beginning"
-        )
-    outcome = _run(prepared)
+    folder, notify = Path(settings.training.output_dir), partial(err.print, markup=False)
+    _make_folder(folder)
+    with hold_folder(folder, notify) if is_first else nullcontext():
+        checkpoint = choose_checkpoint(folder, resume, notify) if is_first else None
+        _check_device(settings.training)
+        with progress("loading"):
+            prepared = _prepare(loaded, checkpoint)
+        if resume and is_first:
+            begin = f"resuming from {checkpoint}" if checkpoint else f"no checkpoint in {folder}: from the beginning"
+            out.print(begin)
+        outcome = _run(prepared)
     if is_first:
         out.print(f"{_describe_end(outcome)}; see {outcome.folder}")
     if outcome.stopped_by:
@@ -77,11 +81,24 @@ def _make_folder(folder: Path) -> None:
             raise PermissionError("permission denied")
 
 
-def _prepare(loaded: Loaded, resume: bool) -> "PreparedRun":
+def _check_device(training: Training) -> None:
+    """Raise UserError if the run needs a GPU and there is none. Of all that a run imports, this needs torch only."""
+    import torch
+
+    half = next((name for name in ("bf16", "fp16") if getattr(training, name)), None)
+    if half and not training.use_cpu and not torch.accelerator.is_available():
+        raise UserError(
+            f"training.{half}: true needs a GPU, but torch sees none",
+            f"to train on a CPU, extend configs/cpu.yaml, which sets training.use_cpu: true and training.{half}: "
+            "false; `coordexp doctor` shows what torch sees",
+        )
+
+
+def _prepare(loaded: Loaded, checkpoint: Path | None) -> "PreparedRun":
     from coordexp.train.run import prepare
 
     with explain_value_errors():
-        return prepare(loaded, resume)
+        return prepare(loaded, checkpoint)
 
 
 def _run(prepared: "PreparedRun") -> "RunOutcome":

@@ -302,6 +302,11 @@ REFUSED: dict[str, RefusedArgument] = {
         "is not accepted: settings are logged and written to run folders, and a token must not appear there",
         "set the HF_TOKEN environment variable",
     ),
+    # Sharding.
+    "deepspeed": RefusedArgument(
+        "is not supported: no test trains with DeepSpeed",
+        "remove it; training.fsdp: true shards weights, gradients and optimizer states over the ranks (FSDP2)",
+    ),
     # Decided by the command or by torchrun.
     "do_train": RefusedArgument(
         "has no effect: the command decides what is done", "remove it; coordexp train trains"
@@ -316,7 +321,7 @@ REFUSED: dict[str, RefusedArgument] = {
     "local_rank": RefusedArgument("is not accepted: torchrun gives each process its rank", "remove it"),
     "parallelism_config": RefusedArgument(
         "is not accepted: it is a Python object, which a YAML file cannot contain",
-        "remove it; use training.fsdp or training.deepspeed",
+        "remove it; use training.fsdp",
     ),
 }
 

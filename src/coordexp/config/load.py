@@ -77,11 +77,23 @@ def parse_settings(document: Document | Tree, world: World | None = None, file: 
     violations = [*document.violations, *violations]
     if violations:
         raise ConfigError(_findings_in_file_order(violations, document), file)
-    notes = tuple(idle_settings(settings))
+    notes = (*_lost_modules(settings, document), *idle_settings(settings))
     settings, reasons = derive(settings, world)
     origins = {format_path(path): str(origin) for path, origin in document.origins.items()}
     origins |= {path: f"derived: {reason}" for path, reason in reasons.items()}
     return Loaded(settings, origins, notes, tuple(document.files))
+
+
+def _lost_modules(s: Settings, document: Document) -> Iterator[Finding]:
+    """Yield a note for each file whose modules of the objective a list of another file, or an option, replaces."""
+    assert s.pipeline is not None
+    path, kept = f"{s.pipeline_path}.objective", {module.name for module in s.pipeline.objective}
+    for file, tree in document.parts.items():
+        modules = value_at(tree, parse_path(path))
+        names = [value_at(module, ("name",)) for module in modules] if isinstance(modules, list) else []
+        if lost := [str(name) for name in names if name not in kept]:
+            problem = f"replaces the list of {file}: {', '.join(lost)} {'is' if len(lost) == 1 else 'are'} gone"
+            yield Finding("note", path, problem, "to keep a module, repeat its entry: lists are not merged")
 
 
 def _findings_in_file_order(violations: list[Violation], document: Document) -> list[Finding]:

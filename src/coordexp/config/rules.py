@@ -5,12 +5,13 @@ if one of these settings is wrong itself, so rules may assume valid values. Rule
 servers, which are known only at run time, are functions in `rollout` and are checked here if the sizes are given.
 """
 
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
 from coordexp.config.rollout import capacity_shortage
-from coordexp.config.sections import DIAGNOSTICS, OBJECTIVES, Module
+from coordexp.config.sections import ADDED_OBJECTIVES, DIAGNOSTICS, OBJECTIVES, Module
 from coordexp.config.settings import Settings
 from coordexp.extensions import find_extensions
 
@@ -44,6 +45,16 @@ Rule = Callable[[Settings, World], Iterator[Conflict]]
 VARIANT = "custom.trainer_variant"
 ANSWER_FORMAT = "custom.answer_format"
 COORD_MODULES = ("coord_reg", "bbox_geo", "coord_diag")  # they read distributions over coordinate tokens
+# The weights that supervise a part of an answer. The others bound, or end, what these teach.
+TEACHING = {
+    "token_ce": ("struct_ce_weight", "desc_ce_weight"),
+    "coord_reg": ("coord_ce_weight", "soft_ce_weight", "w1_weight"),
+    "bbox_geo": ("smoothl1_weight", "ciou_weight"),
+    "number_ce": ("ce_weight",),
+    "chat_ce": ("answer_ce_weight",),
+}
+SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
+UNSET_STEPS = -1  # the default of training.max_steps
 BACKEND = "rollout_matching.rollout_backend"
 DECODE_MODE = "rollout_matching.decode_mode"
 PER_SAMPLE = "rollout_matching.rollouts_per_sample"
@@ -144,6 +155,22 @@ def _something_is_trained(s: Settings, world: World) -> Iterator[Conflict]:
         fix = "enable at least one module with a weight above 0 on a channel of this run"
         others = (VARIANT, "stage2.b_ratio")
         yield Conflict(f"{s.pipeline_path}.objective", f"nothing would be trained: {reasons}", fix, others)
+
+
+def _answers_are_taught(s: Settings, world: World) -> Iterator[Conflict]:
+    """Refuse an objective that teaches no part of an answer. One of modules of other packages alone is possible if
+    it names an own module that is off: then it is not a list whose other entries were forgotten."""
+    modules = s.pipeline.objective if s.pipeline is not None else ()
+    active = [module for module in modules if module.name in OBJECTIVES and not idle_reason(module, s)]
+    is_taught = any(value for module in active for name, value in module.config if name in TEACHING.get(module.name, ()))
+    is_meant = any(m.name in ADDED_OBJECTIVES for m in active) and any(m.name in TEACHING for m in modules)
+    if active and not is_taught and not is_meant:
+        names = ", ".join(module.name for module in active)
+        fix = "declare token_ce and coord_reg too (configs/stage1.yaml shows them)"
+        if any(module.name in ADDED_OBJECTIVES for module in active):
+            fix += "; if modules of other packages are all that you want, declare token_ce with enabled: false"
+        problem = f"no weight of {names} supervises structure, names or coordinates of answers"
+        yield Conflict(f"{s.pipeline_path}.objective", problem, fix, (VARIANT, "stage2.b_ratio"))
 
 
 def _unlikelihood_has_its_loss(s: Settings, world: World) -> Iterator[Conflict]:
@@ -255,7 +282,13 @@ def _packing_can_work(s: Settings, world: World) -> Iterator[Conflict]:
 
 
 def _number_of_steps_is_known(s: Settings, world: World) -> Iterator[Conflict]:
-    if s.training.packing and s.training.max_steps <= 0:
+    steps, epochs = s.training.max_steps, s.training.num_train_epochs
+    if steps < 1 and steps != UNSET_STEPS:
+        fix = f"use 1 or more, or leave it out ({UNSET_STEPS}) to train for training.num_train_epochs"
+        yield Conflict("training.max_steps", f"{steps} is not a number of steps", fix)
+    elif steps == UNSET_STEPS and epochs <= 0:
+        yield Conflict("training.num_train_epochs", f"{epochs:g} trains nothing", "use more, or set max_steps")
+    elif s.training.packing and steps == UNSET_STEPS:
         problem = "missing, but required with training.packing: true"
         fix = (
             "the number of rows per epoch is not known in advance; add e.g. max_steps: 2000, or set packing: false"
@@ -348,6 +381,14 @@ def _training_data_is_named_once(s: Settings, world: World) -> Iterator[Conflict
     if s.custom.train_jsonl is not None and s.custom.train_data:
         fix = "keep one of the two; train_jsonl: null removes that of an extended file, train_data: [] likewise"
         yield Conflict("custom.train_data", "given, and so is custom.train_jsonl", fix, ("custom.train_jsonl",))
+
+
+def _files_have_paths(s: Settings, world: World) -> Iterator[Conflict]:
+    own = {"model.path": s.model.path, "training.output_dir": s.training.output_dir}
+    for setting, names in ({name: (path,) for name, path in own.items()} | s.custom.data_sets).items():
+        for scheme in filter(None, (SCHEME.match(name or "") for name in names)):
+            problem = f"{scheme[0]} is not supported: files are read and written by their paths"
+            yield Conflict(setting, problem, "copy the files to a disk, or mount them, and give the path")
 
 
 def _prompts_have_their_fields(s: Settings, world: World) -> Iterator[Conflict]:
@@ -610,6 +651,7 @@ RULES: tuple[Rule, ...] = (
     _pipeline_is_declared,
     _modules_are_in_the_right_list,
     _something_is_trained,
+    _answers_are_taught,
     _unlikelihood_has_its_loss,
     _native_answers_can_be_trained,
     _length_is_known,
@@ -622,6 +664,7 @@ RULES: tuple[Rule, ...] = (
     _share_of_rollouts_is_set,
     _seeds_are_unique,
     _training_data_is_named_once,
+    _files_have_paths,
     _prompts_have_their_fields,
     _data_sets_have_names_of_their_own,
     _objects_have_one_order,

@@ -225,7 +225,6 @@ class TransformersArguments(SettingsSection):
     fsdp_config: dict[str, Any] | str | None = Field(
         None, description="Tuning for FSDP (used only when `fsdp` is enabled)."
     )
-    deepspeed: dict[str, Any] | str | None = Field(None, description="Enable DeepSpeed integration.")
     debug: Annotated[str | tuple[str, ...], from_list] = Field(
         "", description="Enable one or more debug features."
     )

@@ -100,11 +100,13 @@ class Violation:
 
 @dataclass
 class Document:
-    """A merged tree. `origins` has an entry for the path of every key and list item."""
+    """A merged tree. `origins` has an entry for the path of every key and list item, `parts` the own tree of each
+    file."""
 
     tree: Tree
     origins: dict[KeyPath, Place] = field(default_factory=dict)
     files: list[str] = field(default_factory=list)
+    parts: dict[str, Tree] = field(default_factory=dict)
     violations: list[Violation] = field(default_factory=list)
 
     def origin_of(self, path: KeyPath) -> Place | None:
@@ -240,7 +242,7 @@ class _DocumentReader:
         if not isinstance(node, yaml.MappingNode) or node.tag != f"{_TAG}map":
             return self._refuse((), f"{name} is not a mapping of keys to values", "write e.g. model: ...")
         builder = _TreeBuilder(name, document)
-        document.tree = builder.mapping(node, ())
+        document.tree = document.parts[name] = builder.mapping(node, ())
         if builder.too_large_at is not None:
             problem = f"{name} has more than {MAX_VALUES:,} values or {MAX_DEPTH} levels"
             return self._refuse(builder.too_large_at, problem, "do not nest aliases")
@@ -366,6 +368,7 @@ class _TreeBuilder:
 
 def _merge(base: Document, overlay: Document) -> None:
     """Change `base` so that the values of `overlay` win. Mappings are merged, and lists are replaced."""
+    base.parts |= overlay.parts
     base.files += [name for name in overlay.files if name not in base.files]
     base.violations += [violation for violation in overlay.violations if violation not in base.violations]
     _merge_trees(base, overlay, base.tree, overlay.tree, ())

@@ -72,7 +72,7 @@ class MemoryNeed:
 def engine_problems(settings: Settings, options: LaunchOptions) -> list[Finding]:
     """Return a finding if servers are to be started and vLLM is missing or of another version."""
     findings: list[Finding] = []
-    if options.start_servers:
+    if options.start_servers and uses_vllm(settings, "server"):
         with _collecting(findings, "vllm"):
             check_vllm(settings.backend_setting)
     return findings

@@ -1,13 +1,17 @@
-"""The checkpoints of a run folder: their manifests, and which one a run can resume from.
+"""The checkpoints of a run folder: their manifests, which one a run can resume from, and the lock that keeps other
+runs out of the folder.
 
 A checkpoint is complete when it has a `manifest.json` with the size and sha256 of every other file in it. The
 manifest is written last, when everything else is on the disk. This module imports no torch, so `coordexp run
 verify` starts quickly.
 """
 
+import errno
+import fcntl
 import hashlib
 import json
 import os
+import platform
 import re
 import shutil
 import time
@@ -20,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from coordexp.errors import DataError, UserError
-from coordexp.files import free_space, sync, sync_folder, write_json, write_whole
+from coordexp.files import FULL, free_space, sync, sync_folder, write_json, write_whole
 
 MANIFEST = "manifest.json"
 UNFINISHED = f"was not written to its end: it has no {MANIFEST}"
@@ -28,6 +32,7 @@ FORMAT = 1
 NEEDED = ("optimizer*", "scheduler.pt", "trainer_state.json")  # for an exact resume, besides the streams
 # Set in stream_N.json by releases that write manifests: a checkpoint with this key and no manifest is unfinished.
 ANNOUNCED = "manifest_follows"
+LOCK = "run.lock"
 _NAME = re.compile(r"checkpoint-(\d+)")
 _BLOCK = 1 << 22
 _QUIET_S, _EVERY_S = 2.0, 30.0  # seconds until progress is reported for the first time, and between two reports
@@ -79,6 +84,43 @@ def checkpoints(folder: Path) -> list[Path]:
     """Return the folders named `checkpoint-<number>`, newest first."""
     named = [(step_of(path), path) for path in folder.glob("checkpoint-*") if path.is_dir()]
     return [path for _, path in sorted(((step, path) for step, path in named if step is not None), reverse=True)]
+
+
+@contextmanager
+def hold_folder(folder: Path, notify: Notify) -> Iterator[None]:
+    """Keep other runs out of a run folder until the end of the block. Raise UserError if another run is in it.
+
+    The kernel releases the lock when this process ends, however it ends. It is a POSIX lock, because processes
+    that are forked from this one do not inherit it, so what a killed run leaves for a moment keeps nobody out.
+    Nothing else in this process may open the file: closing it would release the lock."""
+    with (folder / LOCK).open("a+b", buffering=0) as file:
+        try:
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno not in (errno.EACCES, errno.EAGAIN):
+                reason = f"{folder} cannot be locked ({error.strerror})"
+                notify(f"warning: {reason}; a second run in it would not be noticed, so do not start one")
+            else:
+                file.seek(0)
+                holder = file.read().decode(errors="replace") or "another process"
+                fix = "wait for its end or stop it, or set training.output_dir to a new folder"
+                raise UserError(f"{folder} is in use by a run: {holder}", fix) from error
+        with suppress(OSError):  # on a full disk, the message above lacks the process
+            file.truncate(0)
+            file.write(f"process {os.getpid()} on {platform.node()}".encode())
+        yield
+
+
+def choose_checkpoint(folder: Path, resume: bool, notify: Notify) -> Path | None:
+    """Return the checkpoint to resume from, if any. Raise DataError if a run may not start in this folder."""
+    if resume:
+        return newest_intact(folder, notify)
+    if existing := next(filter(is_finished, checkpoints(folder)), None):
+        raise DataError(
+            f"{folder} already holds {existing.name}",
+            "add --resume to continue from there, or set training.output_dir to a new folder",
+        )
+    return None
 
 
 def newest_intact(folder: Path, notify: Notify) -> Path | None:
@@ -161,10 +203,10 @@ def saving(checkpoint: Path) -> Iterator[None]:
             None,
         )
         then = f"--resume then continues from {older.name}" if older else "there is no earlier checkpoint"
-        raise SaveError(
-            f"{checkpoint} cannot be saved: {reason}",
-            f"free space on that disk ({free_space(checkpoint.parent)}), or make it writable; {then}",
-        ) from error
+        fix = f"free space on that disk ({free_space(checkpoint.parent)}), or make it writable"
+        if not _is_refusal(error):
+            fix = "look for another program that changes this folder, and at the log of its file system"
+        raise SaveError(f"{checkpoint} cannot be saved: {reason}", f"{fix}; {then}") from error
 
 
 def clear(checkpoint: Path) -> None:
@@ -252,6 +294,13 @@ def _disk_problem(error: Exception, checkpoint: Path) -> str | None:
         latest = max(_files(checkpoint), key=_modification_time, default=checkpoint)
         return f"torch could not write {latest.name} to its end ({text})"
     return None
+
+
+def _is_refusal(error: Exception) -> bool:
+    """Return False if an error has a number, and not one of a disk that is full or may not be written."""
+    number = re.search(r"\(os error (\d+)\)", str(error))  # of Rust code, which has no errno
+    code = int(number[1]) if number else getattr(error, "errno", None)
+    return code is None or code in (*FULL, errno.EROFS, errno.EACCES, errno.EPERM)
 
 
 def _modification_time(file: Path) -> int:

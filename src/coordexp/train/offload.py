@@ -76,7 +76,7 @@ def offload_learner(
     if not settings.enabled:
         yield OffloadedStorages()
         return
-    check_offload(settings, model, optimizer)
+    check_offload(settings, model)
     tensors: list[Tensor] = []
     if settings.offload_model:
         for module in model.modules():
@@ -89,22 +89,13 @@ def offload_learner(
         yield offloaded
 
 
-def check_offload(settings: Offload, model: nn.Module, optimizer: Any) -> None:
-    """Raise EngineError for a learner that could not be restored. `optimizer` is None until there is one."""
-    if not settings.enabled:
-        return
+def check_offload(settings: Offload, model: nn.Module) -> None:
+    """Raise EngineError for a learner that could not be restored."""
     is_flat = any(isinstance(module, FullyShardedDataParallel) for module in model.modules())
-    if settings.offload_model and (is_flat or any(hasattr(weight, "ds_id") for weight in model.parameters())):
-        sharding = "FSDP version 1" if is_flat else "ZeRO stage 3"
+    if settings.enabled and settings.offload_model and is_flat:
         raise EngineError(
-            f"rollout_matching.offload.offload_model: {sharding} moves the model's memory itself",
-            "use FSDP2 (training.fsdp_config: {version: 2}), ZeRO up to stage 2, or DDP",
-        )
-    if settings.offload_optimizer and _is_deepspeed(optimizer):
-        raise EngineError(
-            "rollout_matching.offload.offload_optimizer: DeepSpeed's optimizer cannot be offloaded",
-            "set offload_optimizer: false, let DeepSpeed do it (zero_optimization: {offload_optimizer: {device: "
-            "cpu}}), train with FSDP2 or DDP, or set rollout_backend: hf",
+            "rollout_matching.offload.offload_model: FSDP version 1 moves the model's memory itself",
+            "use FSDP2 (training.fsdp_config: {version: 2}) or DDP",
         )
 
 
@@ -117,14 +108,6 @@ def _model_tensors(model: nn.Module) -> list[Tensor]:
 def _optimizer_tensors(optimizer: Any) -> list[Tensor]:
     slots = [] if optimizer is None else optimizer.state.values()
     return [value for slot in slots for value in slot.values() if isinstance(value, Tensor)]
-
-
-def _is_deepspeed(optimizer: Any) -> bool:
-    while optimizer is not None:
-        if any(kind.__module__.split(".")[0] == "deepspeed" for kind in type(optimizer).__mro__):
-            return True
-        optimizer = getattr(optimizer, "optimizer", None)  # the one that accelerate wraps
-    return False
 
 
 @contextmanager

@@ -12,12 +12,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import distributed as dist
 from transformers import PrinterCallback, TrainingArguments
 from transformers.integrations import TensorBoardCallback, WandbCallback
 from transformers.trainer_utils import set_seed
 
 from coordexp.config import Loaded, RolloutContract, Settings
+from coordexp.config.legacy import REFUSED
 from coordexp.config.rollout import BACKENDS
 from coordexp.config.rules import trains_chat
 from coordexp.config.settings import PACKING_KEYS, Custom, describe_chat_evaluation, describe_evaluation
@@ -44,7 +44,7 @@ from coordexp.tasks import ignore
 from coordexp.train.callbacks import Bar, FillWarning, FirstSync, MetricsFile, TensorBoard, Wandb, say
 from coordexp.train.chat_evaluation import ChatEvaluation, QuestionSet
 from coordexp.train.checkpoint_hook import CheckpointHook, load_hook
-from coordexp.train.checkpoints import checkpoints, is_finished, newest_intact, step_of
+from coordexp.train.checkpoints import step_of
 from coordexp.train.encode import Encoder, TrainingSet
 from coordexp.train.evaluation import AnswerEvaluation, evenly_spaced
 from coordexp.train.folder import RolloutFacts, ServerLog, describe_rollouts, fingerprint, write_run_folder
@@ -100,9 +100,8 @@ class PreparedRun:
         return RunOutcome(steps, trainer.stop.stopped_by, self.folder, saved=trainer.saved == steps)
 
 
-def prepare(loaded: Loaded, resume: bool) -> PreparedRun:
-    """Load and check everything that a run needs. With `resume`, it continues from the newest intact checkpoint
-    of its folder, if there is one."""
+def prepare(loaded: Loaded, checkpoint: Path | None = None) -> PreparedRun:
+    """Load and check everything that a run needs. It continues from the checkpoint that rank 0 gives, if any."""
     settings = loaded.settings
     folder = Path(settings.training.output_dir)
     train = _open_records(*settings.custom.train_sets.values())
@@ -110,7 +109,8 @@ def prepare(loaded: Loaded, resume: bool) -> PreparedRun:
     held_out = HeldOut(_open_records(val_names) if val_names else None, _open_questions(settings))
     arguments = training_arguments(settings, len(train))
     together(partial(_check_data, settings, arguments, train, held_out))
-    checkpoint = _checkpoint(folder, resume)
+    name = gather_texts(checkpoint.name if checkpoint else "")[0]
+    checkpoint = folder / name if name else None
     step, bar = _step_of(checkpoint), Bar()
     if checkpoint is not None and step >= arguments.max_steps:
         return PreparedRun(folder, checkpoint, None, bar)
@@ -250,13 +250,8 @@ def training_arguments(settings: Settings, samples: int) -> TrainingArguments:
         per_step = settings.training.per_device_train_batch_size * settings.training.gradient_accumulation_steps
         ranks = int(os.environ.get("WORLD_SIZE", "1"))
         given["max_steps"] = math.ceil(given["num_train_epochs"] * samples / (ranks * per_step))
-    half = next((name for name in ("bf16", "fp16") if given[name]), None)
-    if half and not given["use_cpu"] and not torch.accelerator.is_available():
-        raise UserError(
-            f"training.{half}: true needs a GPU, but torch sees none",
-            f"to train on a CPU, extend configs/cpu.yaml, which sets training.use_cpu: true and training.{half}: "
-            "false; `coordexp doctor` shows what torch sees",
-        )
+    if os.environ.get("ACCELERATE_USE_DEEPSPEED", "false") != "false":  # set by `accelerate launch`
+        raise UserError("ACCELERATE_USE_DEEPSPEED is set: DeepSpeed is not supported", REFUSED["deepspeed"].fix)
     ours = {
         "remove_unused_columns": False,  # rows are not dicts of columns
         "ignore_data_skip": True,  # the stream restores its own place after a resume
@@ -495,27 +490,6 @@ def _curriculum(settings: Settings, records: Records) -> list[StageRecords]:
             )
         stages.append(StageRecords(stage.samples, fitting))
     return stages
-
-
-def _checkpoint(folder: Path, resume: bool) -> Path | None:
-    """Return the checkpoint to resume from, the same on every rank: rank 0 verifies it, the others follow."""
-    chosen = together(partial(_choose_checkpoint, folder, resume))
-    name = gather_texts(chosen.name if chosen else "")[0]
-    return folder / name if name else None
-
-
-def _choose_checkpoint(folder: Path, resume: bool) -> Path | None:
-    if dist.is_initialized() and dist.get_rank() != 0:
-        return None
-    if resume:
-        return newest_intact(folder, say)
-    existing = next(filter(is_finished, checkpoints(folder)), None)
-    if existing:
-        raise DataError(
-            f"{folder} already holds {existing.name}",
-            "add --resume to continue from there, or set training.output_dir to a new folder",
-        )
-    return None
 
 
 def backend_for(

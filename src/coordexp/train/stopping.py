@@ -275,5 +275,4 @@ def check_weights(model: nn.Module, step: int) -> None:
 
 
 def _to_local(weight: Tensor) -> Tensor:
-    weight = getattr(weight, "ds_tensor", weight).detach()  # ZeRO stage 3 leaves the weight itself empty
-    return weight.to_local() if isinstance(weight, DTensor) else weight
+    return weight.detach().to_local() if isinstance(weight, DTensor) else weight.detach()

@@ -14,8 +14,8 @@ In every optimizer step, the Trainer calls these methods of `RowTrainer`:
 
 Other differences from the plain Trainer: the sample order and the carry buffer are part of every checkpoint, the
 loss is the declared objective, normalised over all rows of the optimizer step on all ranks, and evaluation lets
-the model answer. A loss or gradient norm that is not finite stops the run before the update (with DeepSpeed, after
-it; the gradient scaler of fp16 may skip some updates first). Weights that are not finite are never saved.
+the model answer. A loss or gradient norm that is not finite stops the run before the update (the gradient scaler of
+fp16 may skip some updates first). Weights that are not finite are never saved.
 """
 
 import itertools
@@ -39,7 +39,7 @@ from coordexp.families import load_model
 from coordexp.files import write_whole
 from coordexp.objective import LossTally, Objective, SetTally, Split, reduce_counts
 from coordexp.objective.pipeline import gradient_scale
-from coordexp.pack import Example, PackingError, split_in_order
+from coordexp.pack import Example, split_in_order
 from coordexp.pack.collate import Collator, Row, kind_counts
 from coordexp.ranks import max_over_ranks, together
 from coordexp.rollout.backend import RolloutBackend
@@ -186,8 +186,7 @@ class RowTrainer(Trainer):
         return prepared
 
     def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
-        """Return the gradient norm. Raise DivergenceError, before the optimizer steps, if a value is not finite.
-        (DeepSpeed has stepped by now; there, `check_weights` keeps the update from being saved.)"""
+        """Return the gradient norm. Raise DivergenceError, before the optimizer steps, if a value is not finite."""
         grad_norm = super()._get_grad_norm(model, grad_norm)
         terms, broken_logits, norm = self.tally.end_step(grad_norm)
         scaled = self.accelerator.scaler is not None
@@ -243,13 +242,6 @@ class RowTrainer(Trainer):
             return [micro_step]
         lengths, cap = [len(example) for example in micro_step], contract.packing_length
         passes = max_over_ranks(len(split_in_order(lengths, cap)), waited=self._add_waited)
-        if passes > 1 and self.is_deepspeed_enabled:
-            raise PackingError(
-                f"a micro-batch has more tokens than one row may have (global_max_length {cap}), and DeepSpeed "
-                "would step its optimizer after each row",
-                "lower training.per_device_train_batch_size, raise global_max_length, or set training.packing: "
-                "true",
-            )
         return [micro_step[part] for part in split_in_order(lengths, cap, at_least=passes)]
 
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
@@ -287,7 +279,7 @@ class RowTrainer(Trainer):
         first = self.is_world_process_zero()
         with saving(checkpoint):
             _together_if(first, clear, checkpoint)  # a damaged or unfinished one that the run did not resume from
-            if self.is_fsdp_enabled or self.is_deepspeed_enabled:  # saving has collectives of its own
+            if self.is_fsdp_enabled:  # saving has collectives of its own
                 self._write_model(checkpoint, model, trial)
             else:
                 together(partial(self._write_model, checkpoint, model, trial))

@@ -62,7 +62,7 @@ def test_check_of_a_sound_config_shows_each_value_with_its_origin():
     assert rows["gpu_memory_utilization: 0.45"].startswith("configs/stage2-colocate.yaml:")
     assert rows["max_model_len: 16000"] == "derived: from global_max_length"
     assert "fp_cost" not in result.stdout and "adam_beta1" not in result.stdout
-    assert result.stdout.endswith("configs/stage2-colocate.yaml: sound\n")
+    assert result.stdout.endswith("configs/stage2-colocate.yaml: sound, but 3 files are missing\n")
     assert "--world-size N" in run("check", "--config", "configs/demo/stage2-vllm.yaml").stdout
     everything = run("check", "--all", "--config", "configs/stage2-colocate.yaml").stdout
     assert "adam_beta1: 0.9" in everything and "fp_cost: 1.0" in everything
@@ -96,6 +96,22 @@ def test_check_counts_the_records_of_all_files_and_notes_patterns_without_files(
     assert "custom.train_data[1].path: b.jsonl does not exist" in shown
     assert "weight: 0.75" in shown
     assert f"{tmp_path}/a.jsonl does not exist" not in shown and f"matches {tmp_path}/v-" not in shown
+
+
+def test_check_says_that_files_are_missing_and_exits_1_if_it_is_strict(tmp_path):
+    names = ["custom.train_jsonl", "custom.val_jsonl", "model.path"]
+    here = [f"--set={name}={tmp_path}" if name == "model.path" else f"--set={name}={tmp_path}/a" for name in names]
+    (tmp_path / "a").write_text("")
+    for count, words in ((0, "sound ("), (1, "sound, but 1 file is missing ("), (2, "sound, but 2 files are missing (")):
+        command = ["check", "--config", "configs/stage2-colocate.yaml", *here[count:]]
+        result = run(*command)
+        assert result.exit_code == 0, result.output
+        assert f"configs/stage2-colocate.yaml: {words}" in result.stdout
+        assert run(*command, "--strict").exit_code == min(count, 1)
+        strict = run(*command, "--strict", "--json")
+        assert strict.exit_code == min(count, 1)
+        missing = {finding["subject"] for finding in json.loads(strict.stdout)["findings"]}
+        assert missing == set(names[:count])
 
 
 def test_check_warns_of_questions_that_no_loss_trains_on_and_of_files_in_the_wrong_place(tmp_path):
@@ -200,7 +216,7 @@ def test_for_a_model_named_as_on_the_hub_the_message_says_how_to_get_it(tmp_path
     assert "hf download Qwen/Qwen3-VL-4B-Instruct" in result.output
     result = run("check", "--config", str(config))
     assert result.exit_code == 0
-    assert "note model.path: Qwen/Qwen3-VL-4B-Instruct is neither a folder here nor" in result.output
+    assert "warning model.path: Qwen/Qwen3-VL-4B-Instruct is neither a folder here nor" in result.output
 
 
 def test_a_demo_command_without_its_engine_says_what_to_install(monkeypatch):

@@ -63,7 +63,7 @@ def test_every_check_prints_its_findings_in_the_same_form(commands, name):
 def test_a_sound_config_has_its_notes_among_the_findings_and_its_settings_in_the_details():
     report = json.loads(CliRunner().invoke(app, ["check", "--config", SERVERS, "--json"]).stdout)
     assert report["ok"] is True
-    assert {finding["severity"] for finding in report["findings"]} == {"note"}
+    assert {finding["severity"] for finding in report["findings"]} == {"warning"}
     assert "model.path" in {finding["subject"] for finding in report["findings"]}
     assert set(report["details"]) == {"settings", "origins", "files"}
 

@@ -1,8 +1,11 @@
 """Rules between settings: each refuses what it must and accepts the valid config next to it."""
 
-import pytest
+import json
 
-from coordexp.config import parse_settings
+import pytest
+import yaml
+
+from coordexp.config import load_settings, parse_settings
 from tests.unit.config.trees import (
     BBOX_GEO,
     COORD_DIAG,
@@ -477,3 +480,72 @@ def test_what_native_answers_cannot_do_is_refused_with_a_way_out(tree, path, exp
     wrong_path, message = only_problem(tree)
     assert wrong_path == path
     assert expected in message
+
+
+@pytest.mark.parametrize(
+    ("module", "weight"),
+    [
+        (TOKEN_CE, "struct_ce_weight"),
+        (TOKEN_CE, "desc_ce_weight"),
+        (COORD_REG, "coord_ce_weight"),
+        (COORD_REG, "soft_ce_weight"),
+        (COORD_REG, "w1_weight"),
+        (BBOX_GEO, "smoothl1_weight"),
+        (BBOX_GEO, "ciou_weight"),
+    ],
+)
+def test_each_weight_that_supervises_a_part_of_an_answer_is_an_objective_by_itself(module, weight):
+    config = {name: 0.0 if name.endswith("_weight") else value for name, value in module["config"].items()}
+    load(rollout(pipeline={"objective": [module | {"config": config | {weight: 0.5}}], "diagnostics": []}))
+
+
+@pytest.mark.parametrize(
+    ("module", "weight"),
+    [(TOKEN_CE, "eos_ce_weight"), (COORD_REG, "coord_gate_weight"), (COORD_REG, "text_gate_weight")],
+)
+def test_an_objective_that_supervises_neither_structure_nor_names_nor_coordinates_is_refused(module, weight):
+    config = {name: 0.0 if name.endswith("_weight") else value for name, value in module["config"].items()}
+    tree = rollout(pipeline={"objective": [module | {"config": config | {weight: 0.5}}], "diagnostics": []})
+    assert only_problem(tree)[0] == "rollout_matching.pipeline.objective"
+    off = {"objective": [*tree["rollout_matching"]["pipeline"]["objective"], BBOX_GEO | {"enabled": False}]}
+    assert only_problem(rollout(pipeline=off | {"diagnostics": []}))[0] == "rollout_matching.pipeline.objective"
+
+
+@pytest.mark.parametrize("option", [False, True], ids=["a file", "an option"])
+def test_a_list_of_modules_that_replaces_an_inherited_one_says_which_modules_are_gone(tmp_path, option):
+    tree = stage2()
+    (tmp_path / "base.yaml").write_text(yaml.safe_dump(tree))
+    own = {"extends": ["base.yaml"], "rollout_matching": {"pipeline": {"objective": [BBOX_GEO]}}}
+    (tmp_path / "own.yaml").write_text(yaml.safe_dump({"extends": ["base.yaml"]} if option else own))
+    override = [f"rollout_matching.pipeline.objective={json.dumps([BBOX_GEO])}"] if option else []
+    (note,) = load_settings(tmp_path / "own.yaml", overrides=override).notes
+    assert note.subject == "rollout_matching.pipeline.objective"
+    assert f"{tmp_path}/base.yaml: token_ce, coord_reg are gone" in note.problem
+    own["rollout_matching"]["pipeline"]["objective"] = [BBOX_GEO, COORD_REG, TOKEN_CE]
+    (tmp_path / "own.yaml").write_text(yaml.safe_dump(own))
+    assert load_settings(tmp_path / "own.yaml").notes == ()
+
+
+@pytest.mark.parametrize(
+    "setting", ["model.path", "training.output_dir", "custom.train_jsonl", "custom.val_jsonl", "custom.eval_data"]
+)
+@pytest.mark.parametrize("scheme", ["s3://", "hf://", "https://", "file://"])
+def test_an_address_is_no_path_and_what_may_be_secret_in_it_is_not_shown(setting, scheme):
+    path = f"{scheme}user:secret@host/a.jsonl"
+    value = [{"path": ["b.jsonl", path], "name": "b", "max_new_tokens": 8}] if setting == "custom.eval_data" else path
+    subject, message = only_problem(stage2(**{setting.replace(".", "__"): value}))
+    assert subject.startswith(setting) and scheme in message and "secret" not in message
+
+
+@pytest.mark.parametrize("packing", [False, True])
+@pytest.mark.parametrize("steps", [0, -2])
+def test_zero_steps_are_refused_because_transformers_would_train_for_three_epochs(steps, packing):
+    training = {"output_dir": "runs/test", "max_steps": steps, "packing": packing}
+    assert only_problem(stage2(training=training))[0] == "training.max_steps"
+    load(stage2(training={"output_dir": "runs/test", "max_steps": -1}))
+
+
+def test_epochs_that_train_nothing_are_refused_unless_the_steps_are_given():
+    training = {"output_dir": "runs/test", "num_train_epochs": 0.0}
+    assert only_problem(stage2(training=training))[0] == "training.num_train_epochs"
+    load(stage2(training=training | {"max_steps": 3}))

@@ -149,10 +149,21 @@ def test_the_trainer_is_given_the_arguments_of_the_file_and_filters_no_loss(tmp_
 def test_half_precision_without_a_gpu_names_the_settings_to_change(tmp_path, monkeypatch):
     import torch
 
+    from coordexp.cli.train import _check_device
     from coordexp.errors import UserError
-    from coordexp.train.run import training_arguments
 
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
     settings = load(stage2(training={"output_dir": str(tmp_path), "bf16": True, "max_steps": 3})).settings
     with pytest.raises(UserError, match=r"training.bf16: true needs a GPU[\s\S]*training.use_cpu: true"):
+        _check_device(settings.training)
+
+
+def test_deepspeed_is_refused_also_if_accelerate_asks_for_it(tmp_path, monkeypatch):
+    from coordexp.errors import UserError
+    from coordexp.train.run import training_arguments
+
+    assert only_problem(stage2(training={"output_dir": "runs/test", "deepspeed": "ds.json"}))[0] == "training.deepspeed"
+    monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
+    settings = load(stage2(training={"output_dir": str(tmp_path), "use_cpu": True, "max_steps": 3})).settings
+    with pytest.raises(UserError, match=r"DeepSpeed is not supported[\s\S]*training\.fsdp"):
         training_arguments(settings, samples=8)

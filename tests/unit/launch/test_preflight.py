@@ -16,6 +16,7 @@ from coordexp.cli import app
 from coordexp.cli.launch import describe_metrics
 from coordexp.config import World, load_settings
 from coordexp.demo.model import make_tokenizer
+from coordexp.errors import UserError
 from coordexp.launch import preflight
 from coordexp.launch.fit import GpuSplit, PlannedModel, Planner, SampleSize
 from coordexp.launch.memory import GIB, format_bytes
@@ -279,6 +280,18 @@ def test_gpus_are_found_by_nvidia_smi(tmp_path, monkeypatch):
         0: DeviceMemory(81920 * 2**20, 81000 * 2**20),
         1: DeviceMemory(81920 * 2**20, 5 * 2**20),
     }
+
+
+def test_a_run_without_servers_is_refused_for_that_alone_wherever_vllm_is_installed(monkeypatch, capsys):
+    def miss(_):
+        raise UserError("vLLM is not installed")
+
+    monkeypatch.setattr(preflight, "check_vllm", miss)
+    config = "configs/demo/coco-cpu.yaml"
+    result = CliRunner().invoke(app, ["launch", "--config", config, "--cpu", "--check-only", "--json"])
+    subjects = {finding["subject"] for finding in json.loads(result.stdout)["findings"]}
+    assert "custom.trainer_variant" in subjects or "rollout_matching.vllm.mode" in subjects
+    assert "vllm" not in subjects
 
 
 def test_check_only_prints_the_plan_and_starts_nothing(config):

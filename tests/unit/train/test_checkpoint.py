@@ -1,6 +1,6 @@
 import json
 
-from coordexp.train.run import _checkpoint
+from coordexp.train.checkpoints import newest_intact
 
 
 def test_a_checkpoint_that_one_of_its_ranks_did_not_finish_is_passed_over(tmp_path):
@@ -11,4 +11,4 @@ def test_a_checkpoint_that_one_of_its_ranks_did_not_finish_is_passed_over(tmp_pa
             (folder / name).touch()
         for rank in finished:
             (folder / f"stream_{rank}.json").write_text(json.dumps({"order": {"ranks": 2}}))
-    assert _checkpoint(tmp_path, resume=True) == tmp_path / "checkpoint-8"
+    assert newest_intact(tmp_path, print) == tmp_path / "checkpoint-8"

@@ -1,8 +1,11 @@
 """Which checkpoint a run resumes from, and what is reported about the others."""
 
 import errno
+import fcntl
 import json
 import os
+import platform
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -11,25 +14,25 @@ import pytest
 from typer.testing import CliRunner
 
 from coordexp.cli import app
-from coordexp.errors import DataError
+from coordexp.errors import DataError, UserError
 from coordexp.train import checkpoints
-from coordexp.train.callbacks import cut_metrics
+from coordexp.train.callbacks import cut_metrics, say
 from coordexp.train.checkpoints import (
     ANNOUNCED,
     MANIFEST,
     SaveError,
+    choose_checkpoint,
     clear,
     examine,
     hash_files,
+    hold_folder,
     newest_intact,
     rotate,
     saving,
     sync_checkpoint,
     write_manifest,
 )
-from coordexp.train.run import _checkpoint
 from tests.source import SOURCE
-from tests.unit.engine.ranks import run_ranks
 
 pytestmark = pytest.mark.timeout(60)
 FILES = ("model.safetensors", "optimizer.pt", "scheduler.pt", "trainer_state.json", "global_step4/shard.pt")
@@ -51,6 +54,14 @@ def saved(run: Path, step: int, manifest: bool = True) -> Path:
         sync_checkpoint(folder)
         write_manifest(folder, silent)
     return folder
+
+
+def train_words(run: Path) -> list[str]:
+    """Return the command of a run in a folder, whose files are all there, but empty."""
+    (run / "train.jsonl").touch()
+    paths = {"training.output_dir": run, "model.path": run}
+    paths |= dict.fromkeys(("custom.train_jsonl", "custom.val_jsonl"), run / "train.jsonl")
+    return ["train", "-c", "configs/demo/stage1-cpu.yaml", *(f"--set={name}={path}" for name, path in paths.items())]
 
 
 def flip(file: Path) -> None:
@@ -85,10 +96,10 @@ def test_a_damaged_checkpoint_is_named_and_the_newest_intact_one_is_taken(tmp_pa
     damage, words = DAMAGES[name]
     for step in (4, 8):
         saved(tmp_path, step)
-    assert _checkpoint(tmp_path, resume=True) == tmp_path / "checkpoint-8"
+    assert choose_checkpoint(tmp_path, True, say) == tmp_path / "checkpoint-8"
     assert capsys.readouterr().err == ""
     damage(tmp_path / "checkpoint-8")
-    assert _checkpoint(tmp_path, resume=True) == tmp_path / "checkpoint-4"
+    assert choose_checkpoint(tmp_path, True, say) == tmp_path / "checkpoint-4"
     shown = capsys.readouterr().err
     assert words in shown
     assert "note: checkpoint-4 is intact" in shown
@@ -98,7 +109,7 @@ def test_without_an_intact_checkpoint_every_fault_is_named_with_a_way_out(tmp_pa
     for step in (4, 8):
         os.truncate(saved(tmp_path, step) / "optimizer.pt", step)
     with pytest.raises(DataError) as raised:
-        _checkpoint(tmp_path, resume=True)
+        choose_checkpoint(tmp_path, True, say)
     problem, fix = str(raised.value).splitlines()
     for step in (4, 8):
         assert f"checkpoint-{step}/optimizer.pt has {step} bytes, not 1100" in problem
@@ -112,16 +123,16 @@ def test_if_no_checkpoint_was_written_to_its_end_the_run_starts_from_the_beginni
         (saved(tmp_path, step) / "manifest.json").unlink()
     (tmp_path / "checkpoint-8/stream_0.json").unlink()
     with pytest.raises(DataError, match="has no checkpoint to resume from"):  # they may be from another program
-        _checkpoint(tmp_path, resume=True)
+        choose_checkpoint(tmp_path, True, say)
     (tmp_path / "run.json").write_text("{}")
-    assert _checkpoint(tmp_path, resume=True) is None
+    assert choose_checkpoint(tmp_path, True, say) is None
     shown = capsys.readouterr().err
     for step in (4, 8):
         assert f"checkpoint-{step} was not written to its end" in shown
     assert "the run starts from the beginning" in shown
     flip(saved(tmp_path, 12) / "model.safetensors")
     with pytest.raises(DataError, match="has no checkpoint to resume from"):
-        _checkpoint(tmp_path, resume=True)
+        choose_checkpoint(tmp_path, True, say)
 
 
 def test_only_as_many_checkpoints_as_needed_are_read(tmp_path, monkeypatch):
@@ -142,21 +153,21 @@ def test_names_that_are_no_number_are_skipped_and_numbers_are_compared_as_such(t
     for name in ("checkpoint-best", "checkpoint-11.partial", "checkpoint-12-copy", "checkpoint-"):
         (tmp_path / name).mkdir()
     (tmp_path / "checkpoint-13").write_text("a file")
-    assert _checkpoint(tmp_path, resume=True) == tmp_path / "checkpoint-10"
+    assert choose_checkpoint(tmp_path, True, say) == tmp_path / "checkpoint-10"
 
 
 def test_a_checkpoint_of_an_earlier_version_is_taken_with_a_note(tmp_path, capsys):
     saved(tmp_path, 4, manifest=False)
-    assert _checkpoint(tmp_path, resume=True) == tmp_path / "checkpoint-4"
+    assert choose_checkpoint(tmp_path, True, say) == tmp_path / "checkpoint-4"
     assert "note: checkpoint-4 has no manifest.json, as in earlier versions" in capsys.readouterr().err
 
 
 def test_a_new_run_does_not_take_a_folder_with_a_finished_checkpoint_and_reads_none(tmp_path, monkeypatch):
-    assert _checkpoint(tmp_path, resume=False) is None
+    assert choose_checkpoint(tmp_path, False, say) is None
     flip(saved(tmp_path, 4) / "model.safetensors")
     monkeypatch.setattr(checkpoints, "hash_files", None)
     with pytest.raises(DataError, match="already holds checkpoint-4"):
-        _checkpoint(tmp_path, resume=False)
+        choose_checkpoint(tmp_path, False, say)
 
 
 def test_files_that_were_added_to_a_checkpoint_do_not_matter(tmp_path):
@@ -212,6 +223,22 @@ def test_a_full_disk_at_a_save_says_what_to_do_and_what_to_go_on_from(tmp_path):
         assert "free space on that disk (" in fix and "GB are free" in fix and words in fix
         if older:
             clear(tmp_path / "checkpoint-4")
+
+
+@pytest.mark.parametrize(
+    ("error", "is_about_the_disk"),
+    [
+        (OSError(errno.EDQUOT, "Disk quota exceeded"), True),
+        (OSError(errno.EROFS, "Read-only file system"), True),
+        (RuntimeError("I/O error: File too large (os error 27)"), True),
+        (FileNotFoundError(errno.ENOENT, "No such file or directory"), False),
+        (RuntimeError("I/O error: No such file or directory (os error 2)"), False),
+    ],
+)
+def test_only_an_error_of_the_disk_gives_advice_about_the_disk(tmp_path, error, is_about_the_disk):
+    with pytest.raises(SaveError) as raised, saving(tmp_path / "checkpoint-8"):
+        raise error
+    assert ("GB are free" in raised.value.fix) == is_about_the_disk
 
 
 @pytest.mark.parametrize("kind", ["safetensors", "tokenizers", "torch"])
@@ -334,12 +361,96 @@ def test_a_broken_line_of_the_metrics_is_named_with_a_way_out_and_nothing_is_cha
 
 
 @pytest.mark.timeout(150)
-def test_every_rank_follows_the_first_one_which_alone_reads(tmp_path):
-    for run, steps in (("damaged", (4, 8)), ("hopeless", (4,))):
-        for step in steps:
-            saved(tmp_path / run, step)
-        flip(tmp_path / run / f"checkpoint-{steps[-1]}/model.safetensors")
-    ranks = run_ranks("tests.unit.train.checkpoint_worker", tmp_path)
-    assert [rank["damaged"] for rank in ranks] == [str(tmp_path / "damaged/checkpoint-4")] * 2
-    assert ranks[0]["hopeless"].startswith(f"DataError: {tmp_path}/hopeless has no checkpoint to resume from")
-    assert ranks[1]["hopeless"].startswith("RankError: rank 0 failed, so all ranks stop\n  DataError: ")
+def test_if_the_first_rank_refuses_a_folder_no_other_rank_waits_for_it(tmp_path):
+    flip(saved(tmp_path, 4) / "model.safetensors")
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    words = [*torchrun, "-m", "coordexp", *train_words(tmp_path), "--resume"]
+    done = subprocess.run(words, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert done.stderr.count(f"{tmp_path} has no checkpoint to resume from") == 1
+
+
+@pytest.mark.parametrize(
+    ("damage", "options", "problem", "unneeded"),
+    [
+        (None, [], "already holds checkpoint-4", "torch"),
+        (flip, ["--resume"], "has no checkpoint to resume from", "torch"),
+        (flip, ["--resume", "--set=training.output_dir=new", "--set=training.bf16=true"], "bf16", "transformers"),
+    ],
+)
+def test_what_needs_no_model_is_refused_before_it_is_imported(tmp_path, damage, options, problem, unneeded):
+    checkpoint = saved(tmp_path, 4)
+    if damage:
+        damage(checkpoint / "model.safetensors")
+    words = train_words(tmp_path)
+    options = [option.replace("=new", f"={tmp_path}/new") for option in options]
+    code = f"""
+import sys
+from typer.testing import CliRunner
+from coordexp.cli import app
+result = CliRunner().invoke(app, sys.argv[1:])
+assert {unneeded!r} not in sys.modules
+print(result.exit_code, result.stderr)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code, *words, "--set=training.use_cpu=false", *options],
+        capture_output=True,
+        text=True,
+        check=True,
+        env=os.environ | {"CUDA_VISIBLE_DEVICES": ""},
+    )
+    assert done.stdout.startswith("1 ") and problem in done.stdout
+
+
+HOLDER = """
+import sys, os, time
+from pathlib import Path
+from coordexp.train.checkpoints import hold_folder
+with hold_folder(Path(sys.argv[1]), print):
+    child = os.fork()  # lives on when this process is killed, as an engine does for a moment
+    print(child or "", flush=True)
+    time.sleep(60)
+"""
+
+
+@pytest.fixture
+def holder(tmp_path):
+    """Start a process that holds the folder and forks another one."""
+    words = [sys.executable, "-c", HOLDER, str(tmp_path)]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as process:
+        children = [int(line) for line in (process.stdout.readline(), process.stdout.readline()) if line.strip()]
+        yield process
+        process.kill()
+        for child in children:
+            os.kill(child, signal.SIGKILL)
+
+
+def test_a_folder_that_a_run_holds_is_refused_with_process_and_host_until_that_run_is_killed(tmp_path, holder):
+    with pytest.raises(UserError) as raised, hold_folder(tmp_path, say):
+        pass
+    assert f"{tmp_path} is in use by a run: process {holder.pid} on {platform.node()}" in raised.value.problem
+    holder.kill()
+    holder.wait()
+    with hold_folder(tmp_path, say):
+        assert (tmp_path / "run.lock").read_text() == f"process {os.getpid()} on {platform.node()}"
+
+
+@pytest.mark.parametrize("resume", [[], ["--resume"]], ids=["plain", "resume"])
+def test_train_refuses_a_folder_in_use_and_changes_nothing_in_it(tmp_path, holder, resume):
+    words = train_words(tmp_path)
+    before = sorted(tmp_path.iterdir())
+    result = CliRunner().invoke(app, [*words, *resume])
+    assert result.exit_code == 1
+    assert f"process {holder.pid}" in result.stderr
+    assert sorted(tmp_path.iterdir()) == before
+
+
+def test_on_a_file_system_without_locks_a_run_begins_with_a_warning(tmp_path, monkeypatch):
+    def refuse(*_):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "lockf", refuse)
+    messages: list[str] = []
+    with hold_folder(tmp_path, messages.append):
+        pass
+    assert len(messages) == 1 and messages[0].startswith(f"warning: {tmp_path} cannot be locked (No locks available)")

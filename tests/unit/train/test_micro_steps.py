@@ -4,13 +4,12 @@ from types import SimpleNamespace
 
 import pytest
 
-from coordexp.pack import PackingError
 from coordexp.train.trainer import RowTrainer
 
 
-def rows(lengths: list[int], *, cap: int = 10, packing: bool = False, deepspeed: bool = False) -> list[list[int]]:
+def rows(lengths: list[int], *, cap: int = 10, packing: bool = False) -> list[list[int]]:
     contract = SimpleNamespace(packing=packing, packing_length=cap)
-    trainer = SimpleNamespace(rollout_matching_cfg=contract, is_deepspeed_enabled=deepspeed, _add_waited=None)
+    trainer = SimpleNamespace(rollout_matching_cfg=contract, _add_waited=None)
     return [[len(part) for part in row] for row in RowTrainer._split_rows(trainer, tuple(map(range, lengths)))]
 
 
@@ -23,11 +22,3 @@ def test_without_packing_no_forward_pass_has_more_than_the_cap():
 
 def test_a_packed_row_is_one_forward_pass():
     assert rows([4, 6], packing=True) == [[4, 6]]
-
-
-def test_with_deepspeed_a_micro_batch_above_the_cap_is_refused_with_a_way_out():
-    assert rows([4, 6], deepspeed=True) == [[4, 6]]
-    with pytest.raises(
-        PackingError, match=r"global_max_length 10[\s\S]*per_device_train_batch_size[\s\S]*packing: true"
-    ):
-        rows([4, 7], deepspeed=True)

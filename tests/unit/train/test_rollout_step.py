@@ -294,7 +294,7 @@ def handed_over(tmp_path, monkeypatch, truth=TRUTH, **changes):
 
     monkeypatch.setattr(run, "RowTrainer", trainer)
     with pytest.raises(InterruptedError):
-        run.prepare(loaded, resume=False)
+        run.prepare(loaded)
     return loaded.settings, given
 
 

@@ -214,10 +214,3 @@ def test_a_tied_head_with_an_adapter_of_its_own_is_refused(tmp_path):
         model = learner(tmp_path / "m", LORA.model_copy(update={"targets": ".*lm_head"}))
     with pytest.raises(UserError, match=r"lm_head\.weight is tied to model\.language_model"):
         dict(learner_weights(model))
-
-
-def test_zero_stage_3_is_refused(folder):
-    model = plain_model(folder)
-    model.lm_head.weight.ds_id = 1
-    with pytest.raises(RuntimeError, match="ZeRO stage 3 cannot make rollouts\n  use FSDP2"):
-        learner_weights(model)
