@@ -24,6 +24,7 @@ STOP_TOKENS = ("<|im_end|>", "<|endoftext|>")
 _ALIGNER = r"merger|deepstack_merger_list"
 PARTS = {"vision": rf"(?:.*\.)?visual\.(?!(?:{_ALIGNER})\.).+", "aligner": rf"(?:.*\.)?visual\.(?:{_ALIGNER})\..+"}
 PLACEHOLDER_TOKENS = ("<|vision_start|>", "<|vision_end|>", "<|vision_pad|>", "<|image_pad|>", "<|video_pad|>")
+COPY_AGAIN = "download it again (hf download), or copy it again"
 # How tokens begin that mark a place in an image. A question or an answer may contain them.
 PLACE_TOKENS = ("<|coord_", "<|object_ref_", "<|box_", "<|quad_")
 
@@ -59,7 +60,8 @@ def is_frozen(name: str, parts: Collection[str]) -> bool:
 def read_model_type(folder: Path) -> Any:
     """Return the `model_type` of a checkpoint, or None if its config.json has none. Raise UserError if that file
     cannot be read."""
-    with explain((OSError, ValueError, AttributeError), f"{folder}/config.json cannot be read"):
+    kinds = (OSError, ValueError, AttributeError, RecursionError)
+    with explain(kinds, f"{folder}/config.json cannot be read", COPY_AGAIN):
         return json.loads((folder / "config.json").read_text(encoding="utf-8")).get("model_type")
 
 
@@ -81,9 +83,13 @@ def load_model(folder: Path, **options: Any) -> Any:
     """Load the model of a checkpoint. `options` are those of `from_pretrained` in transformers.
 
     Raise UserError if a weight is missing, or is not one of the model: transformers would only log that, and
-    leave random numbers in its place."""
+    leave random numbers in its place. Files other than safetensors are never read."""
     family = find_family(folder)
-    model, info = resolve_part(family.model_class).from_pretrained(folder, output_loading_info=True, **options)
+    check_files(folder)
+    if not any(folder.glob("*.safetensors")):
+        raise UserError(f"{folder} has no weights: it has no *.safetensors file", COPY_AGAIN)
+    options |= {"output_loading_info": True, "use_safetensors": True}
+    model, info = resolve_part(family.model_class).from_pretrained(folder, **options)
     for kind, reason in (("missing_keys", "is missing"), ("unexpected_keys", "is not a weight of this model")):
         names = sorted(info[kind])
         if names:
@@ -93,6 +99,19 @@ def load_model(folder: Path, **options: Any) -> Any:
     if family.prepare:
         resolve_part(family.prepare)(model)
     return model
+
+
+def check_files(folder: Path) -> None:
+    """Raise UserError if a file of a model folder is damaged, e.g. by a download that broke off. The errors of
+    transformers do not name the file."""
+    from safetensors import SafetensorError, safe_open  # not every command has it
+
+    for file in sorted((*folder.glob("*config.json"), *folder.glob("*.index.json"))):
+        with explain((OSError, ValueError, RecursionError), f"{file} cannot be read", COPY_AGAIN):
+            json.loads(file.read_bytes())
+    for file in sorted(folder.glob("*.safetensors")):
+        with explain((OSError, SafetensorError), f"{file} cannot be read", COPY_AGAIN), safe_open(file, "np"):
+            pass  # its header has been compared with its length
 
 
 def keep_published_layout(model: Any) -> None:

@@ -180,6 +180,22 @@ def test_a_broken_loss_module_is_an_error_of_the_config_that_declares_it_and_of_
     assert "my-package adds `sharpness`" in shown and "nothing_of_that_name" in shown
 
 
+def test_a_module_of_another_package_alone_is_an_objective_only_if_an_own_one_is_named_and_off(tmp_path):
+    install(tmp_path)
+    base = config(draw(tmp_path), "declared")
+    own = base.with_name("own.yaml")
+    off = yaml.safe_load(base.read_text())["rollout_matching"]["pipeline"]["objective"][0] | {"enabled": False}
+    for modules, code, gone in (([], 2, None), ([off], 0, "coord_reg is gone")):
+        pipeline = {"objective": [*modules, *yaml.safe_load(blocks("yaml")[0])]}
+        own.write_text(yaml.safe_dump({"extends": [base.name], "rollout_matching": {"pipeline": pipeline}}))
+        run = coordexp(tmp_path, "check", "--config", str(own), "--json")
+        assert run.returncode == code, run.stderr
+        findings = json.loads(run.stdout)["findings"]
+        problems = [finding for finding in findings if finding["subject"] == "rollout_matching.pipeline.objective"]
+        assert [problem["severity"] for problem in problems] == ["error" if code else "note"]
+        assert not gone or gone in problems[0]["problem"]
+
+
 def test_a_name_that_is_taken_is_not_used_and_there_is_a_warning(tmp_path):
     install(tmp_path)
     entries = tmp_path / "my_package-1.0.dist-info/entry_points.txt"

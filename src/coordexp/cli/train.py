@@ -61,8 +61,8 @@ def train(
         with progress("loading"):
             prepared = _prepare(loaded, checkpoint)
         if resume and is_first:
-            begin = f"resuming from {checkpoint}" if checkpoint else f"no checkpoint in {folder}: from the beginning"
-            out.print(begin)
+            start = f"resuming from {checkpoint}"
+            out.print(start if checkpoint else f"no checkpoint in {folder}: from the beginning")
         outcome = _run(prepared)
     if is_first:
         out.print(f"{_describe_end(outcome)}; see {outcome.folder}")
@@ -82,7 +82,7 @@ def _make_folder(folder: Path) -> None:
 
 
 def _check_device(training: Training) -> None:
-    """Raise UserError if the run needs a GPU and there is none. Of all that a run imports, this needs torch only."""
+    """Raise UserError if the run needs a GPU and there is none. Of what a run imports, this needs only torch."""
     import torch
 
     half = next((name for name in ("bf16", "fp16") if getattr(training, name)), None)

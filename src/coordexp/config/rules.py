@@ -162,12 +162,14 @@ def _answers_are_taught(s: Settings, world: World) -> Iterator[Conflict]:
     it names an own module that is off: then it is not a list whose other entries were forgotten."""
     modules = s.pipeline.objective if s.pipeline is not None else ()
     active = [module for module in modules if module.name in OBJECTIVES and not idle_reason(module, s)]
-    is_taught = any(value for module in active for name, value in module.config if name in TEACHING.get(module.name, ()))
-    is_meant = any(m.name in ADDED_OBJECTIVES for m in active) and any(m.name in TEACHING for m in modules)
+    weights = {(module.name, name) for module in active for name, value in module.config if value}
+    is_taught = any((module, name) in weights for module, names in TEACHING.items() for name in names)
+    has_added = any(module.name in ADDED_OBJECTIVES for module in active)
+    is_meant = has_added and any(module.name in TEACHING for module in modules)
     if active and not is_taught and not is_meant:
         names = ", ".join(module.name for module in active)
         fix = "declare token_ce and coord_reg too (configs/stage1.yaml shows them)"
-        if any(module.name in ADDED_OBJECTIVES for module in active):
+        if has_added:
             fix += "; if modules of other packages are all that you want, declare token_ce with enabled: false"
         problem = f"no weight of {names} supervises structure, names or coordinates of answers"
         yield Conflict(f"{s.pipeline_path}.objective", problem, fix, (VARIANT, "stage2.b_ratio"))

@@ -10,13 +10,14 @@ from pathlib import Path
 from typing import IO, Any
 
 import torch
+from jinja2 import TemplateError
 from PIL import Image, ImageOps
 from torch import Tensor
 
 from coordexp.data import DataError
 from coordexp.data.images import ImageError, open_image_file, size_problem, to_rgb
 from coordexp.errors import UserError, explain
-from coordexp.families import PLACE_TOKENS
+from coordexp.families import PLACE_TOKENS, check_files
 from coordexp.rollout.backend import ImageRef
 
 UNREADABLE = "`coordexp data doctor` finds all such images, and `coordexp data clean` leaves their records out"
@@ -114,6 +115,7 @@ def load_processor(folder: Path, limits: Mapping[str, int] | None = None) -> Any
     (`Model.image_limits`); a checkpoint that is saved with this processor then has them too."""
     from transformers import AutoProcessor
 
+    check_files(folder)
     processor = AutoProcessor.from_pretrained(folder)
     if not limits:
         return processor
@@ -151,7 +153,9 @@ def find_special_token(processor: Any, text: str) -> str | None:
 def chat_text(processor: Any, messages: Sequence[Any]) -> str:
     """Return a conversation as the model's own template writes it, up to where the answer begins."""
     options = template_options(processor)
-    text = processor.apply_chat_template(messages, add_generation_prompt=True, tokenize=False, **options)
+    fix = "use the template of the published model, which knows the roles that your data has"
+    with explain(TemplateError, "the chat template of the model cannot be used", fix, to=UserError):
+        text = processor.apply_chat_template(messages, add_generation_prompt=True, tokenize=False, **options)
     return str(text)
 
 

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from transformers import PrinterCallback, TrainingArguments
 from transformers.integrations import TensorBoardCallback, WandbCallback
 from transformers.trainer_utils import set_seed

@@ -14,8 +14,8 @@ In every optimizer step, the Trainer calls these methods of `RowTrainer`:
 
 Other differences from the plain Trainer: the sample order and the carry buffer are part of every checkpoint, the
 loss is the declared objective, normalised over all rows of the optimizer step on all ranks, and evaluation lets
-the model answer. A loss or gradient norm that is not finite stops the run before the update (the gradient scaler of
-fp16 may skip some updates first). Weights that are not finite are never saved.
+the model answer. A loss or gradient norm that is not finite stops the run before the update (the gradient scaler
+of fp16 may skip some updates first). Weights that are not finite are never saved.
 """
 
 import itertools
@@ -186,7 +186,7 @@ class RowTrainer(Trainer):
         return prepared
 
     def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
-        """Return the gradient norm. Raise DivergenceError, before the optimizer steps, if a value is not finite."""
+        """Return the gradient norm. Raise DivergenceError, before the optimizer steps, if one is not finite."""
         grad_norm = super()._get_grad_norm(model, grad_norm)
         terms, broken_logits, norm = self.tally.end_step(grad_norm)
         scaled = self.accelerator.scaler is not None

@@ -102,7 +102,11 @@ def test_check_says_that_files_are_missing_and_exits_1_if_it_is_strict(tmp_path)
     names = ["custom.train_jsonl", "custom.val_jsonl", "model.path"]
     here = [f"--set={name}={tmp_path}" if name == "model.path" else f"--set={name}={tmp_path}/a" for name in names]
     (tmp_path / "a").write_text("")
-    for count, words in ((0, "sound ("), (1, "sound, but 1 file is missing ("), (2, "sound, but 2 files are missing (")):
+    for count, words in (
+        (0, "sound ("),
+        (1, "sound, but 1 file is missing ("),
+        (2, "sound, but 2 files are missing ("),
+    ):
         command = ["check", "--config", "configs/stage2-colocate.yaml", *here[count:]]
         result = run(*command)
         assert result.exit_code == 0, result.output

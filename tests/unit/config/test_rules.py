@@ -532,7 +532,9 @@ def test_a_list_of_modules_that_replaces_an_inherited_one_says_which_modules_are
 @pytest.mark.parametrize("scheme", ["s3://", "hf://", "https://", "file://"])
 def test_an_address_is_no_path_and_what_may_be_secret_in_it_is_not_shown(setting, scheme):
     path = f"{scheme}user:secret@host/a.jsonl"
-    value = [{"path": ["b.jsonl", path], "name": "b", "max_new_tokens": 8}] if setting == "custom.eval_data" else path
+    value = (
+        [{"path": ["b.jsonl", path], "name": "b", "max_new_tokens": 8}] if setting == "custom.eval_data" else path
+    )
     subject, message = only_problem(stage2(**{setting.replace(".", "__"): value}))
     assert subject.startswith(setting) and scheme in message and "secret" not in message
 

@@ -162,7 +162,10 @@ def test_deepspeed_is_refused_also_if_accelerate_asks_for_it(tmp_path, monkeypat
     from coordexp.errors import UserError
     from coordexp.train.run import training_arguments
 
-    assert only_problem(stage2(training={"output_dir": "runs/test", "deepspeed": "ds.json"}))[0] == "training.deepspeed"
+    assert (
+        only_problem(stage2(training={"output_dir": "runs/test", "deepspeed": "ds.json"}))[0]
+        == "training.deepspeed"
+    )
     monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
     settings = load(stage2(training={"output_dir": str(tmp_path), "use_cpu": True, "max_steps": 3})).settings
     with pytest.raises(UserError, match=r"DeepSpeed is not supported[\s\S]*training\.fsdp"):

@@ -61,7 +61,12 @@ def train_words(run: Path) -> list[str]:
     (run / "train.jsonl").touch()
     paths = {"training.output_dir": run, "model.path": run}
     paths |= dict.fromkeys(("custom.train_jsonl", "custom.val_jsonl"), run / "train.jsonl")
-    return ["train", "-c", "configs/demo/stage1-cpu.yaml", *(f"--set={name}={path}" for name, path in paths.items())]
+    return [
+        "train",
+        "-c",
+        "configs/demo/stage1-cpu.yaml",
+        *(f"--set={name}={path}" for name, path in paths.items()),
+    ]
 
 
 def flip(file: Path) -> None:
@@ -453,4 +458,6 @@ def test_on_a_file_system_without_locks_a_run_begins_with_a_warning(tmp_path, mo
     messages: list[str] = []
     with hold_folder(tmp_path, messages.append):
         pass
-    assert len(messages) == 1 and messages[0].startswith(f"warning: {tmp_path} cannot be locked (No locks available)")
+    assert len(messages) == 1 and messages[0].startswith(
+        f"warning: {tmp_path} cannot be locked (No locks available)"
+    )
