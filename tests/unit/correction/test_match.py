@@ -47,6 +47,7 @@ def test_the_assignment_is_the_one_that_brute_force_finds():
         assert all(feasible[i, j] for i, j in pairs)
 
 
+@pytest.mark.scenario("R27.C3", on="pure")
 def test_solving_by_groups_costs_as_little_as_solving_at_once(monkeypatch):
     chooser = np.random.default_rng(4)
     for _ in range(200):
@@ -91,6 +92,17 @@ def test_only_candidates_can_match():
     truth = [box(100, 100, 200, 200), box(110, 100, 200, 200)]
     assert len(match_objects(predicted, truth, RolloutMatching()).pairs) == 2
     assert len(match_objects(predicted, truth, RolloutMatching(candidate_top_k=1)).pairs) == 1
+
+
+@pytest.mark.scenario("R27.C6", on="pure")
+def test_a_candidate_is_chosen_by_its_box_even_if_another_object_has_the_better_mask():
+    """The triangle has the box of the prediction, but half of its area. The smaller box covers more of it."""
+    predicted, triangle, smaller = box(0, 0, 400, 400), poly(0, 0, 400, 0, 0, 400), box(20, 20, 400, 400)
+    both = match_objects([predicted], [triangle, smaller], RolloutMatching())
+    assert both.pairs == ((0, 1),)
+    result = match_objects([predicted], [triangle, smaller], RolloutMatching(candidate_top_k=1))
+    assert (result.pairs, result.missed) == (((0, 0),), (1,))
+    assert np.isnan(result.iou[0, 1])
 
 
 @pytest.mark.parametrize("side", [1, 2, 3])
@@ -147,6 +159,36 @@ def test_mask_iou_is_the_iou_of_the_polygons_within_the_raster_error(resolution)
         assert iou == pytest.approx(exact, abs=pixel * outline / union.area + 1e-9)
 
 
+@pytest.mark.scenario("R27.C2", on="pure")
+@pytest.mark.parametrize("resolution", [250, 1000])
+def test_objects_are_compared_on_a_canvas_of_the_resolution_that_is_set(resolution):
+    """On 1000 pixels, one bin is one pixel. On 250, the left edge at bin 102 lies inside a pixel."""
+    settings = RolloutMatching(maskiou_resolution=resolution)
+    (iou,) = match_objects([box(102, 100, 200, 200)], [box(100, 100, 200, 200)], settings).iou[0]
+    assert (iou == pytest.approx(0.98, abs=1e-12)) == (resolution == 1000)
+    assert iou == pytest.approx(0.98, abs=0.03)
+
+
+@pytest.mark.scenario("R27.C5", on="pure")
+@pytest.mark.parametrize(("gate", "matches"), [(0.49, True), (0.5, True), (0.51, False)])
+def test_a_pair_at_the_gate_may_match_and_one_below_it_may_not(gate, matches):
+    settings = RolloutMatching(maskiou_gate=gate, maskiou_resolution=1000)
+    result = match_objects([box(100, 100, 200, 200)], [box(100, 100, 200, 300)], settings)
+    assert result.iou[0, 0] == 0.5
+    assert bool(result.pairs) == matches
+
+
+@pytest.mark.scenario("R27.C3", on="pure")
+@pytest.mark.parametrize(
+    ("fp_cost", "fn_cost", "matches"), [(0.6, 0.1, True), (0.1, 0.6, True), (0.1, 0.1, False), (0.3, 0.3, True)]
+)
+def test_objects_are_paired_if_that_costs_less_than_to_leave_both_unmatched(fp_cost, fn_cost, matches):
+    """The pair has an IoU of 0.5 and so costs 0.5."""
+    settings = RolloutMatching(fp_cost=fp_cost, fn_cost=fn_cost, maskiou_resolution=1000)
+    result = match_objects([box(100, 100, 200, 200)], [box(100, 100, 200, 300)], settings)
+    assert bool(result.pairs) == matches
+
+
 @pytest.mark.scenario("R27.C1", on="pure")
 def test_candidates_are_the_most_overlapping_then_the_nearest_then_the_first():
     truth = [box(0, 0, 10, 10), box(500, 500, 510, 510), box(20, 0, 30, 10), box(20, 0, 30, 10), box(0, 0, 9, 10)]
@@ -155,6 +197,37 @@ def test_candidates_are_the_most_overlapping_then_the_nearest_then_the_first():
     assert choose_candidates(bounding_boxes([box(0, 0, 10, 10)]), bounding_boxes(truth), 9).all()
 
 
+@pytest.mark.scenario("R27.C1", on="pure")
+def test_an_overlapping_object_is_a_candidate_before_a_nearer_one_that_overlaps_less():
+    """The speck lies at the centre of the prediction, and the lid along its edge. The last two do not touch it: of
+    them, the nearer centre counts, and not the nearer corner or column."""
+    predicted = [box(400, 400, 500, 500)]
+    speck, lid = box(448, 448, 452, 452), box(400, 400, 500, 430)
+    near, large, above = box(540, 540, 560, 560), box(510, 510, 900, 900), box(440, 0, 460, 20)
+    truth = bounding_boxes([large, above, near, speck, lid])
+    for top_k, expected in ((1, {4}), (2, {4, 3}), (3, {4, 3, 2}), (4, {4, 3, 2, 0})):
+        chosen = choose_candidates(bounding_boxes(predicted), truth, top_k)
+        assert set(np.flatnonzero(chosen[0])) == expected
+
+
+@pytest.mark.scenario("R27.C1", on="pure")
+def test_the_candidates_of_random_boxes_are_those_of_the_definition():
+    """Coordinates are coarse, so that IoUs and distances are often equal."""
+    chooser = random.Random(6)
+    for case in range(300):
+        predicted, truth = ([_coarse_box(chooser) for _ in range(8)] for _ in range(2))
+        top_k = case % 7 + 1
+        chosen = choose_candidates(np.array(predicted, dtype=float), np.array(truth, dtype=float), top_k)
+        for row, here in zip(chosen, predicted, strict=True):
+
+            def place(k, here=here):
+                distance = sum((here[a] + here[a + 2] - truth[k][a] - truth[k][a + 2]) ** 2 for a in (0, 1))
+                return -_box_iou(here, truth[k]), distance, k
+
+            assert np.flatnonzero(row).tolist() == sorted(sorted(range(8), key=place)[:top_k])
+
+
+@pytest.mark.scenario("R27.C2", on="pure")
 def test_a_polygon_can_match_a_box():
     diamond = poly(500, 400, 600, 500, 500, 600, 400, 500)
     result = match_objects([box(400, 400, 600, 600)], [diamond], RolloutMatching())
@@ -165,6 +238,11 @@ def test_a_polygon_can_match_a_box():
 def _random_box(chooser):
     (x1, x2), (y1, y2) = (sorted(chooser.sample(range(1000), 2)) for _ in range(2))
     return (x1, y1, x2, y2)
+
+
+def _coarse_box(chooser):
+    x, y = chooser.randrange(0, 800, 100), chooser.randrange(0, 800, 100)
+    return (x, y, x + chooser.choice((100, 200, 300)), y + chooser.choice((100, 200, 300)))
 
 
 def _box_iou(left, right):
