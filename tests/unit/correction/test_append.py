@@ -100,6 +100,16 @@ def test_without_an_opening_brace_the_prefix_is_one_brace_and_all_truth_is_appen
     assert not {Role.masked_prefix, Role.matched_coord} & set(segment.roles.tolist())
 
 
+@pytest.mark.scenario("R19.C5", on="pure")
+@pytest.mark.parametrize("space", ["\n", " ", "\r\n\t  "])
+def test_white_space_before_the_opening_brace_is_kept_and_makes_no_fallback(core, space):
+    parsed, match, segment = core.build(space + answer(entry("object_1", "red cup", CUP.geometry)), [CUP, ROOF])
+    assert (parsed.fallback, match.pairs) == (False, ((0, 0),))
+    assert core.answer(segment) == space + answer(
+        entry("object_1", "red cup", CUP.geometry), entry("object_2", "roof", ROOF.geometry)
+    )
+
+
 def spell_out(text: str, core) -> list[int]:
     """Return ids that no tokenizer writes for this text: one per byte, and coordinates as their tokens."""
     return [

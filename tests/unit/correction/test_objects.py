@@ -2,7 +2,7 @@
 
 import pytest
 
-from coordexp.correction import match_objects
+from coordexp.correction import Reason, match_objects
 from coordexp.data import Geometry, TrueObject
 from coordexp.vocab import COORD_TOKENS
 from tests.unit.correction.conftest import Core, answer, box, coords, entry, poly
@@ -20,24 +20,47 @@ def bins(*numbers: int) -> str:
 
 @pytest.mark.scenario("R25.C1", on="pure")
 @pytest.mark.parametrize(
-    "body",
+    ("body", "reason"),
     [
-        '{"desc": "a", "bbox_2d": ["<|coord_1|>", "<|coord_2|>"',  # missing brackets
-        f'{{"desc": "a",, "bbox_2d": {SQUARE}}}',  # extra comma
-        f'{{"desc": "a", "bbox_2d": {SQUARE}, "score": 1}}',  # unexpected key
-        f'{{"desc": "a", "box": {{"bbox_2d": {SQUARE}}}}}',  # nested
-        f'{{"desc": "a", "bbox_2d": {bins(1, 2, 3)}}}',  # wrong count
-        '{"desc": "a", "bbox_2d": [1, 2, 3, 4]}',  # no coordinate tokens
-        f'{{"desc": "a", "geometry": {SQUARE}}}',  # invalid geometry key
-        f'{{"bbox_2d": {SQUARE}}}',  # missing desc
-        f'{{"desc": "", "bbox_2d": {SQUARE}}}',  # empty desc
-        f'{{"desc": 5, "bbox_2d": {SQUARE}}}',  # a desc that is not text
+        ('{"desc": "a", "bbox_2d": ["<|coord_1|>", "<|coord_2|>"', Reason.syntax),  # missing brackets
+        (f'{{"desc": "a",, "bbox_2d": {SQUARE}}}', Reason.syntax),  # extra comma
+        (f'{{"desc": "a", "bbox_2d": {SQUARE}, "score": 1}}', Reason.unexpected_key),
+        (f'{{"desc": "a", "box": {{"bbox_2d": {SQUARE}}}}}', Reason.unexpected_key),  # nested
+        (f'{{"desc": "a", "bbox_2d": {bins(1, 2, 3)}}}', Reason.wrong_count),
+        ('{"desc": "a", "bbox_2d": [1, 2, 3, 4]}', Reason.bad_geometry),  # no coordinate tokens
+        (f'{{"desc": "a", "geometry": {SQUARE}}}', Reason.unexpected_key),  # invalid geometry key
+        (f'{{"bbox_2d": {SQUARE}}}', Reason.missing_desc),
+        (f'{{"desc": "", "bbox_2d": {SQUARE}}}', Reason.empty_desc),
+        (f'{{"desc": " \\t", "bbox_2d": {SQUARE}}}', Reason.empty_desc),
+        (f'{{"desc": 5, "bbox_2d": {SQUARE}}}', Reason.missing_desc),  # a desc that is not text
+        (f'{{"desc": "a", "desc": "a", "bbox_2d": {SQUARE}}}', Reason.repeated_field),
+        (f'{{"desc": "a", "poly": [], "bbox_2d": {SQUARE}}}', Reason.two_geometries),
+        (f'{{"desc": "a", "bbox_2d": {bins(700, 600, 600, 700)}}}', Reason.degenerate),  # inverted
+        (f'{{"desc": "a", "bbox_2d": {bins(600, 700, 700, 600)}}}', Reason.degenerate),
+        (f'{{"desc": "a", "bbox_2d": {bins(600, 600, 600, 700)}}}', Reason.degenerate),  # without area
+        (f'{{"desc": "a", "bbox_2d": {bins(600, 600, 700, 600)}}}', Reason.degenerate),
+        (f'{{"desc": "a", "poly": {bins(1, 1, 2, 2, 3, 3)}}}', Reason.degenerate),
+        (f'{{"desc": "a <|coord_5|>", "bbox_2d": {SQUARE}}}', Reason.stray_coord),
+        (f'{{"desc": "a <|image_pad|>", "bbox_2d": {SQUARE}}}', Reason.placeholder),
+        (f'{{"desc": "a <|video_pad|>", "bbox_2d": {SQUARE}}}', Reason.placeholder),
     ],
 )
-def test_an_object_that_breaks_the_syntax_or_the_schema_is_invalid(core: Core, body: str) -> None:
+def test_an_object_that_breaks_the_syntax_or_the_schema_is_invalid(
+    core: Core, body: str, reason: Reason
+) -> None:
     parsed = core.parse(answer(entry("object_1", "cup", CUP), f'"object_2": {body}'))
-    assert [prediction.key for prediction in parsed.valid] == ["object_1"]
-    assert any(not prediction.is_valid for prediction in parsed.objects)
+    assert [prediction.reason for prediction in parsed.objects] == [None, reason]
+
+
+@pytest.mark.scenario("R25.C1", on="pure")
+@pytest.mark.parametrize(
+    ("key", "reason"), [("object_1", Reason.repeated_key), ("cup", Reason.bad_key), ("object_2b", Reason.bad_key)]
+)
+def test_an_object_with_a_key_that_was_used_or_has_no_number_is_invalid(
+    core: Core, key: str, reason: Reason
+) -> None:
+    parsed = core.parse(answer(entry("object_1", "cup", CUP), entry(key, "dog", DOG)))
+    assert [prediction.reason for prediction in parsed.objects] == [None, reason]
 
 
 @pytest.mark.scenario("R26.C2", on="pure")
@@ -68,19 +91,22 @@ def test_a_box_has_four_coordinates_and_a_polygon_an_even_number_of_at_least_six
 
 @pytest.mark.scenario("R26.C3", on="pure")
 @pytest.mark.parametrize(
-    "body",
+    ("body", "reason"),
     [
-        '{"desc": "a"}',
-        f'{{"desc": "a", "bbox_2d": {SQUARE}, "poly": {coords(ROOF)}}}',
-        f'{{"desc": "a", "bbox_2d": {SQUARE}, "bbox_2d": {SQUARE}}}',
-        f'{{"desc": "a", "bbox_2d": [{SQUARE}]}}',
-        f'{{"desc": {{"bbox_2d": {SQUARE}}}, "poly": {coords(ROOF)}}}',
-        f'{{"desc": "a", "bbox_2d": {SQUARE[:-1]}',
+        ('{"desc": "a"}', Reason.missing_geometry),
+        (f'{{"desc": "a", "bbox_2d": {SQUARE}, "poly": {coords(ROOF)}}}', Reason.two_geometries),
+        (f'{{"desc": "a", "bbox_2d": {SQUARE}, "bbox_2d": {SQUARE}}}', Reason.repeated_field),
+        (f'{{"desc": "a", "bbox_2d": [], "bbox_2d": {SQUARE}}}', Reason.repeated_field),
+        (f'{{"desc": "a", "bbox_2d": [{SQUARE}]}}', Reason.bad_geometry),
+        (f'{{"desc": {{"bbox_2d": {SQUARE}}}, "poly": {coords(ROOF)}}}', Reason.missing_desc),
+        (f'{{"desc": "a", "bbox_2d": {SQUARE[:-1]}', Reason.syntax),
     ],
 )
-def test_an_object_without_exactly_one_flat_closed_geometry_is_invalid(core: Core, body: str) -> None:
+def test_an_object_without_exactly_one_flat_closed_geometry_is_invalid(
+    core: Core, body: str, reason: Reason
+) -> None:
     parsed = core.parse(answer(entry("object_1", "cup", CUP), f'"object_2": {body}'))
-    assert [prediction.key for prediction in parsed.valid] == ["object_1"]
+    assert [prediction.reason for prediction in parsed.objects] == [None, reason]
     assert not any(prediction.coord_indices for prediction in parsed.objects if not prediction.is_valid)
 
 
@@ -140,6 +166,9 @@ def test_an_appended_object_names_its_kind_of_geometry(core: Core, geometry: Geo
         f'{{"desc": "", "bbox_2d": {coords(CUP)}}}',
         '{"desc": "cup", "bbox_2d": [10, 10, 110, 110]}',
         '{"desc": "cup", "bbox_2d": ["<|coord_10|>", "<|coord_10|>", "<|coord_110|>"]}',
+        f'{{"desc": "cup <|coord_5|>", "bbox_2d": {coords(CUP)}}}',
+        f'{{"desc": "cup", "bbox_2d": {coords(CUP)}, "score": 1}}',
+        f'{{"desc": "cup", "poly": [], "bbox_2d": {coords(CUP)}}}',
     ],
 )
 def test_a_true_object_whose_prediction_is_unusable_is_missed_and_appended(core: Core, unusable: str) -> None:
@@ -151,10 +180,12 @@ def test_a_true_object_whose_prediction_is_unusable_is_missed_and_appended(core:
 
 @pytest.mark.scenario("R27.C5", on="pure")
 def test_a_pair_below_the_gate_is_not_assigned_even_if_both_have_better_partners(core: Core) -> None:
-    """Two predictions and two true objects, of which only one pair overlaps enough."""
-    predicted = [box(0, 0, 100, 100), box(80, 0, 180, 100)]
-    truth = [box(0, 0, 100, 100), box(150, 0, 250, 100)]
-    match = match_objects(predicted, truth, core.settings)
-    assert [tuple(pair[:2]) for pair in match.pairs] == [(0, 0)]
-    ungated = core.settings.model_copy(update={"maskiou_gate": 0.1})
-    assert len(match_objects(predicted, truth, ungated).pairs) == 2
+    """Of three on each side, the second ones overlap each other too little. Each overlaps another object well
+    enough, which has a better partner."""
+    predicted = [box(0, 0, 100, 100), box(20, 0, 120, 100), box(80, 0, 180, 100)]
+    truth = [box(0, 0, 100, 100), box(70, 0, 170, 100), box(80, 0, 180, 100)]
+    gated = core.settings.model_copy(update={"maskiou_gate": 0.5})
+    match = match_objects(predicted, truth, gated)
+    assert match.iou[1, 1] < 0.5 < min(match.iou[1, 0], match.iou[2, 1])
+    assert match.pairs == ((0, 0), (2, 2))
+    assert len(match_objects(predicted, truth, core.settings).pairs) == 3

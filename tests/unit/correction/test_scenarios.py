@@ -28,6 +28,14 @@ def test_the_first_appended_key_follows_the_highest_key_kept_even_of_an_invalid_
     assert list(core.objects(segment)) == ["object_2", "object_9", "object_10"]
 
 
+@pytest.mark.scenario("R19.S2", "R19.C9", on="pure")
+@pytest.mark.parametrize("lost", ['"object_9": 3', '"object_9": 3}', '"object_9": {"desc": "x"', '"object_9": !}'])
+def test_the_key_of_an_entry_that_is_cut_off_does_not_count_for_the_first_appended_key(core, lost):
+    parsed, _, segment = core.build("{" + entry("object_2", "red cup", NEAR_CUP) + ", " + lost, [DOG])
+    assert len(parsed.objects) == 2
+    assert list(core.objects(segment)) == ["object_2", "object_3"]
+
+
 @pytest.mark.scenario("R21.C1", "R21.S1", on="pure")
 @pytest.mark.parametrize(
     "text", ["", "no idea", "{", "{}", answer(entry("object_1", "x", box(900, 900, 990, 990)))]
@@ -85,7 +93,7 @@ def test_objects_keep_the_order_of_the_text(core, numbers):
     assert list(core.objects(segment)) == keys
 
 
-@pytest.mark.scenario("R25.C2", "R25.S1", on="pure")
+@pytest.mark.scenario("R25.C1", "R25.C2", "R25.S1", on="pure")
 @pytest.mark.parametrize(
     ("middle", "reason"),
     [
@@ -190,7 +198,7 @@ def spell_coords(core, text: str, which: slice) -> list[int]:
     ]
 
 
-@pytest.mark.scenario("R26.S1", on="pure")
+@pytest.mark.scenario("R25.C1", "R26.S1", on="pure")
 @pytest.mark.parametrize("which", [slice(None), slice(1), slice(2, 3), slice(3, None)])
 @pytest.mark.parametrize("shape", [box(10, 12, 111, 113), poly(600, 601, 802, 603, 704, 705)])
 def test_an_object_with_coordinates_in_ordinary_tokens_is_not_matched_and_its_true_object_is_appended(
@@ -246,15 +254,15 @@ def test_coordinate_positions_come_from_the_structure_of_the_answer_and_not_from
 
 
 @pytest.mark.scenario("R27.S1", on="pure")
-def test_a_prediction_below_the_gate_everywhere_matches_nothing(core):
-    near_miss = box(80, 80, 180, 180)
+@pytest.mark.parametrize("near_miss", [box(80, 80, 180, 180), box(48, 48, 148, 148)])
+def test_a_prediction_below_the_gate_everywhere_matches_nothing(core, near_miss):
     parsed, match, segment = core.build(answer(entry("object_1", "red cup", near_miss)), [CUP, DOG])
     assert len(parsed.valid) == 1
     assert (match.pairs, match.missed, match.false_positives, match.gate_rejections) == ((), (0, 1), (0,), 1)
     assert list(core.objects(segment)) == ["object_1", "object_2", "object_3"]
 
 
-@pytest.mark.scenario("R19.C1", "R29.S1", on="pure")
+@pytest.mark.scenario("R19.C1", "R29.C5", "R29.S1", on="pure")
 def test_matched_coordinates_are_supervised_and_the_text_of_the_prefix_is_not(core):
     ghost = box(850, 850, 950, 950)
     text = answer(entry("object_1", "red cup", NEAR_CUP), entry("object_2", "ghost", ghost))
@@ -291,7 +299,7 @@ def test_a_supervised_position_outside_the_answer_is_an_error(core):
             )
 
 
-@pytest.mark.scenario("R30.C2", on="pure")
+@pytest.mark.scenario("R30.C1", "R30.C2", on="pure")
 def test_no_token_of_the_prompt_is_supervised_even_where_it_is_a_coordinate(core):
     prompt = [*PROMPT, *core.table.encode(answer(entry("object_1", "red cup", NEAR_CUP)).encode())]
     ids = core.table.encode(answer(entry("object_1", "red cup", NEAR_CUP)).encode())
@@ -465,6 +473,7 @@ def test_counting_keys_takes_one_pass_whatever_the_text(core):
         assert parsed.unread == soup.count('"object_1":')
 
 
+@pytest.mark.scenario("R19.C1", on="pure")
 def test_the_part_of_the_cut_token_that_the_model_wrote_is_not_supervised():
     """On the real vocabulary, one token ends a desc, the object and a line. Its desc part stays masked."""
     from tests.unit.correction.conftest import Core
