@@ -245,7 +245,7 @@ class OptimalTransport(SettingsSection):
     epsilon: PositiveFloat = Field(
         0.05, description="Entropic regularisation, relative to the longer side of the smaller shape."
     )
-    max_iterations: PositiveInt = Field(200, description="Maximum number of Sinkhorn iterations.")
+    max_iterations: PositiveInt = Field(10_000, description="Maximum number of Sinkhorn iterations.")
     tolerance: PositiveFloat = Field(1e-5, description="Stop when the error of the marginals is below this.")
 
 

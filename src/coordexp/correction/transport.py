@@ -6,7 +6,7 @@ Sinkhorn's algorithm in the log domain finds an entropic transport plan between 
 predicted vertex is the mean of the true vertices under that plan (the barycentric projection). Epsilon is relative
 to the smaller shape, so that a shape of 5 bins keeps its vertices as well as one of 500. Shapes are centred
 because all plans between two distant shapes would cost nearly the same. All pairs of a rollout are solved
-together, each until it has converged.
+together, each until it has converged, or for `max_iterations`: about one in a hundred pairs of unlike shapes.
 """
 
 from collections import defaultdict

@@ -105,13 +105,10 @@ class Detections:
 
     def _draw_mask(self, item: DetectedObject) -> Any:
         """Return the inside of an object as a boolean array of the size of the image."""
-        import numpy as np
-        from PIL import Image, ImageDraw
+        from pycocotools import mask as rle
 
-        mask = Image.new("1", (self.width, self.height))
-        draw = ImageDraw.Draw(mask)
-        if item.polygon is None:
-            draw.rectangle(item.box, fill=1)
-        else:
-            draw.polygon(item.polygon, fill=1)
-        return np.asarray(mask, dtype=bool)
+        from coordexp.evaluate.comparison import Shape, encode_mask
+
+        ring = tuple(value for point in item.polygon or () for value in point)
+        shape = Shape("poly", ring) if ring else Shape("bbox_2d", item.box)
+        return rle.decode(encode_mask(shape, self.width, self.height)).astype(bool)

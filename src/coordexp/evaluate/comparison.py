@@ -19,7 +19,7 @@ from coordexp.correction.match import Floats, box_iou, mask_iou
 from coordexp.data import GeometryKind, Record, RecordObject
 from coordexp.data.importers.coco import decode_mask
 from coordexp.errors import DataError, explain
-from coordexp.evaluate.answer import NO_TEXT, CocoResult, ImageAnswer, bins_to_pixels
+from coordexp.evaluate.answer import NO_TEXT, CocoResult, Detection, ImageAnswer, bins_to_pixels
 from coordexp.evaluate.predictions import NAMING_RULE, Truth, category_ids, check_same_image
 
 
@@ -102,7 +102,7 @@ def compare_results(truth: Truth, results: Sequence[CocoResult]) -> list[ImageCo
         )
         if record.classes is not None and desc not in record.classes:
             continue  # the record does not ask for this class
-        shape = _result_shape(result, record)
+        shape = to_shape(result, record)
         by_image[result.image_id].append(LabelledShape(desc, shape, result.score))
     comparisons = []
     for image_id, record in truth:
@@ -113,7 +113,7 @@ def compare_results(truth: Truth, results: Sequence[CocoResult]) -> list[ImageCo
     return comparisons
 
 
-def _result_shape(result: CocoResult, record: Record) -> Shape:
+def to_shape(result: Detection | CocoResult, record: Record) -> Shape:
     x, y, width, height = result.bbox
     corners = (x, y, x + width, y, x + width, y + height, x, y + height)
     match result.segmentation:

@@ -5,8 +5,9 @@ import subprocess
 import sys
 
 import pytest
+from pycocotools import mask as rle
 
-from coordexp import Detections
+from coordexp import DetectedObject, Detections
 from coordexp.detect.answering import find_untrained_request, make_record
 from coordexp.errors import UserError
 from coordexp.evaluate import write_predictions
@@ -59,6 +60,19 @@ def test_without_the_package_supervision_the_error_says_how_to_install_it(monkey
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(UserError, match="pip install supervision"):
         detections().to_supervision()
+
+
+@pytest.mark.parametrize(
+    ("box", "area"), [((10, 10, 20, 20), 100), ((5, 5, 6, 6), 1), ((0, 0, 100, 50), 5000), ((90, 40, 100, 50), 100)]
+)
+def test_the_mask_of_a_box_has_its_area_and_that_of_a_polygon_the_pixels_of_pycocotools(box, area):
+    ring = (3, 4, 60, 7, 40, 45, 12, 30)
+    kite = DetectedObject("kite", (3, 4, 60, 45), 0.5, tuple(zip(ring[::2], ring[1::2], strict=True)))
+    image = Detections((DetectedObject("cup", box, 0.5), kite), "", "stop", 100, 50)
+    of_box, of_polygon = [image._draw_mask(item) for item in image]
+    assert of_box.sum() == area and of_box[box[1] : box[3], box[0] : box[2]].all()
+    (expected,) = rle.frPyObjects([list(ring)], 50, 100)
+    assert (of_polygon == rle.decode(expected)).all() and of_polygon.dtype == bool
 
 
 def test_detections_become_those_of_supervision():

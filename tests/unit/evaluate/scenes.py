@@ -1,6 +1,9 @@
 """Small ground truths and answers to evaluate: exact ones, written in bins, and random crowds."""
 
 import random
+from typing import Any
+
+from pycocotools import mask as rle
 
 from coordexp.data import Record, RecordObject
 from coordexp.evaluate import AnswerObject, ImageAnswer
@@ -48,6 +51,21 @@ def crowd(seed, images=12, classes=("cat", "cup", "dog"), shapes=("bbox_2d",), t
         scored = [prediction(desc, bins, round(rng.random(), 1 if ties else 6)) for desc, bins in predicted]
         answers.append(answer(*scored, image_id=image_id, image=name))
     return truth, answers
+
+
+def masks_alone(results, truth) -> list[dict[str, Any]]:
+    """Return COCO results with their masks as run lengths and without boxes, from which pycocotools would take the
+    area."""
+    lines, masks = dict(truth), []
+    for result in results:
+        x, y, w, h = result["bbox"]
+        shape = result.get("segmentation") or [[x, y, x + w, y, x + w, y + h, x, y + h]]
+        if isinstance(shape, list):
+            line = lines[result["image_id"]]
+            shape = rle.merge(rle.frPyObjects(shape, line.height, line.width))
+        names = ("image_id", "category_id", "score")
+        masks.append({name: result[name] for name in names} | {"segmentation": shape})
+    return masks
 
 
 def _kind(coords):

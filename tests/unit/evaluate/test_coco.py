@@ -12,17 +12,18 @@ from pycocotools.cocoeval import COCOeval
 from coordexp.evaluate import ScoreMode, evaluate, replace_scores, write_predictions
 from coordexp.evaluate.comparison import compare_images
 from coordexp.evaluate.report import NAMES, coco_truth
-from tests.unit.evaluate.scenes import BOX, FAR, answer, crowd, prediction, record
+from tests.unit.evaluate.scenes import BOX, FAR, answer, crowd, masks_alone, prediction, record
 
 
 def run_pycocotools(truth, answers, kind, folder):
-    """Return the evaluation that pycocotools makes from preds.json."""
+    """Return the evaluation that pycocotools makes from preds.json, or from its masks alone."""
     write_predictions(folder / "preds.json", answers, truth)
+    results = json.loads((folder / "preds.json").read_text())
     with contextlib.redirect_stdout(io.StringIO()):
         dataset = COCO()
         dataset.dataset = coco_truth(compare_images(truth, answers))
         dataset.createIndex()
-        run = COCOeval(dataset, dataset.loadRes(json.loads((folder / "preds.json").read_text())), kind)
+        run = COCOeval(dataset, dataset.loadRes(results if kind == "bbox" else masks_alone(results, truth)), kind)
         run.evaluate()
         run.accumulate()
         run.summarize()
@@ -65,6 +66,14 @@ def test_more_than_a_hundred_detections_are_cut_as_coco_cuts_them(tmp_path):
     truth = [(1, record(("cat", (140, 0, 190, 90))))]
     expected = run_pycocotools(truth, [many], "bbox", tmp_path).stats
     np.testing.assert_allclose(twelve_numbers(evaluate(truth, [many]).boxes), expected, atol=1e-6, rtol=0)
+
+
+def test_the_size_of_a_predicted_polygon_is_that_of_its_mask_too():
+    """A false positive of 800 pixels in a box of 1,600 counts among small objects, and halves their precision."""
+    diamond, beside = (120, 100, 140, 120, 120, 140, 100, 120), (420, 400, 440, 420, 420, 440, 400, 420)
+    found, extra = prediction("leaf", diamond, 0.5), prediction("leaf", beside, 0.9)
+    masks = evaluate([(1, record(("leaf", diamond)))], [answer(found, extra)]).masks
+    assert masks.values["ap_small"] == pytest.approx(0.5)
 
 
 def test_the_size_of_a_polygon_is_that_of_its_mask():

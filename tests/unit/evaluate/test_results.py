@@ -17,7 +17,7 @@ from coordexp.cli import app
 from coordexp.errors import DataError
 from coordexp.evaluate import evaluate, evaluate_results, read_results, write_predictions
 from coordexp.evaluate.behaviour import DEFINITIONS, NEED_TEXT
-from tests.unit.evaluate.scenes import BOX, FAR, crowd, record
+from tests.unit.evaluate.scenes import BOX, FAR, crowd, masks_alone, record
 from tests.unit.evaluate.test_coco import twelve_numbers
 
 
@@ -48,12 +48,12 @@ def detect(truth, seed, segmentation=None):
     return results
 
 
-def run_pycocotools(folder, results, kind):
+def run_pycocotools(folder, results, kind, lines=()):
     words = ["data", "export", "coco", str(folder / "val.jsonl"), "--out", str(folder / "truth.json")]
     assert CliRunner().invoke(app, words).exit_code == 0
     with contextlib.redirect_stdout(io.StringIO()):
         truth = COCO(folder / "truth.json")
-        evaluation = COCOeval(truth, truth.loadRes(results), kind)
+        evaluation = COCOeval(truth, truth.loadRes(results if kind == "bbox" else masks_alone(results, lines)), kind)
         evaluation.evaluate()
         evaluation.accumulate()
         evaluation.summarize()
@@ -93,7 +93,7 @@ def test_masks_of_another_detector_give_the_numbers_of_pycocotools(tmp_path, seg
     results = detect(truth, 1, segmentation)
     write(tmp_path, truth, results)
     report = evaluate_results(truth, read_results(tmp_path / "results.json", truth))
-    expected = run_pycocotools(tmp_path, json.loads((tmp_path / "results.json").read_text()), "segm")
+    expected = run_pycocotools(tmp_path, json.loads((tmp_path / "results.json").read_text()), "segm", truth)
     np.testing.assert_allclose(twelve_numbers(report.masks), expected, atol=1e-6, rtol=0)
 
 

@@ -87,7 +87,20 @@ def per_token(predicted: Geometry, landed: Floats) -> Floats:
     return np.array([(ax + dx) / 2, (ay + by) / 2, (bx + cx) / 2, (cy + dy) / 2])
 
 
-@pytest.mark.scenario("R28.C1", "R28.C3", on="pure")
+@pytest.mark.parametrize(
+    "pair",
+    [
+        (box(24, 124, 488, 675), poly(251, 300, 40, 800, 139, 846, 401, 13, 491, 545, 573, 280)),
+        (poly(503, 491, 536, 870, 739, 180, 783, 830, 479, 492, 962, 502), box(244, 242, 580, 331)),
+    ],
+)
+def test_the_targets_of_unlike_shapes_have_converged_with_the_default_settings(pair):
+    """With 200 iterations, they are 1 to 2 bins off."""
+    (targets,) = coord_targets([pair], OptimalTransport())
+    assert np.abs(np.array(targets) - compute_expected(*pair, OptimalTransport()).barycentric).max() < 0.1
+
+
+@pytest.mark.scenario("R28.C1", "R28.C2", "R28.C3", "R28.C5", on="pure")
 @pytest.mark.parametrize("transport", TRANSPORT)
 @pytest.mark.parametrize("pair", PAIRS)
 def test_targets_are_the_barycentric_projection_of_pots_plan(pair, transport):
@@ -129,7 +142,7 @@ def gaussian(target: float, sigma: float, truncate: int) -> Floats:
     return label / label.sum()
 
 
-@pytest.mark.scenario("R28.S1", on="pure")
+@pytest.mark.scenario("R28.C4", "R28.S1", on="pure")
 @pytest.mark.parametrize("pair", PAIRS)
 def test_each_coordinate_token_of_a_matched_shape_has_a_soft_label_around_its_projection(pair):
     predicted, true = PAIRS[pair]
