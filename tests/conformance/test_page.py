@@ -43,9 +43,11 @@ def test_ids_are_unique_and_in_order(name: str) -> None:
     )
 
 
-def test_the_specification_has_107_requirements_and_scenarios_and_164_further_clauses() -> None:
+def test_the_specification_has_107_requirements_and_scenarios_and_164_further_clauses_and_decisions_add_3() -> None:
     clauses = [part for part in page.parts() if ".C" in part]
-    assert (len(page.titles()) - len(clauses), len(clauses)) == (107, 164)
+    of_decisions = [part for part in clauses if re.search(r"\(D\d+\)$", page.titles()[part])]
+    assert (len(page.titles()) - len(clauses), len(clauses) - len(of_decisions)) == (107, 164)
+    assert of_decisions == ["R02.C5", "R07.C26", "R08.C5"]
 
 
 def test_decisions_name_every_deviation() -> None:

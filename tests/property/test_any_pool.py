@@ -65,7 +65,7 @@ def windows(sizes, batch, learners, count) -> list[Window]:
     return of_ranks
 
 
-@pytest.mark.scenario("R15.C3", on="pure")
+@pytest.mark.scenario("R07.C17", "R15.C3", on="pure")
 @given(st.integers(1, 9), st.integers(1, 8), st.integers(1, 8), st.integers(1, 40), st.integers(1, 80))
 def test_no_server_gets_more_first_requests_of_all_ranks_than_it_decodes_and_one_rank_rounds_up(
     servers, size, batch, learners, count

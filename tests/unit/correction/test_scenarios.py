@@ -290,7 +290,7 @@ def test_matched_coordinates_are_supervised_and_the_text_of_the_prefix_is_not(co
 @pytest.mark.scenario("R30.S1", on="pure")
 def test_a_supervised_position_outside_the_answer_is_an_error(core):
     parsed, match, _ = core.build(answer(entry("object_1", "red cup", NEAR_CUP)), [CUP])
-    for indices in ((-1, 2, 3, 4), (1, 2, 3, 10_000)):
+    for indices in ((-1, 2, 3, 4), (1, 2, 3, 10_000), (1, 2, 3, len(parsed.prefix_ids))):
         wrong = parsed.objects[0]._replace(coord_indices=indices)
         spoiled = type(parsed)((wrong,), *[getattr(parsed, name) for name in list(parsed.__slots__)[1:]])
         with pytest.raises(ValueError, match="lie outside the kept prefix"):

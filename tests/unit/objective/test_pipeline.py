@@ -203,6 +203,7 @@ def test_false_positives_add_nothing_to_any_term():
     assert added[TokenKind.coord] == 4  # it counts in the denominators, as every masked token does (D19)
 
 
+@pytest.mark.scenario("R04.C2", "R29.C5", on="pure")
 def test_masked_desc_takes_no_part_in_the_text_gate_either():
     masked = make_objective(on_both_channels(TOKEN_CE, desc_ce_weight=0.0), on_both_channels(COORD_REG))
     supervised = make_objective(on_both_channels(TOKEN_CE, desc_ce_weight=1.0), on_both_channels(COORD_REG))
@@ -266,6 +267,7 @@ def test_the_manifest_names_what_every_term_is_divided_by():
     assert divisors["coord_diag/entropy"] == "positions"
 
 
+@pytest.mark.scenario("R02.C5", on="pure")
 def test_a_module_runs_on_its_channels_only_and_an_idle_one_is_named():
     only_a = on_both_channels(TOKEN_CE, desc_ce_weight=1.0) | {"channels": ["A"]}
     objective = make_objective(only_a, on_both_channels(COORD_REG))

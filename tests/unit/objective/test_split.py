@@ -9,7 +9,7 @@ from torch.autograd import gradcheck
 
 from coordexp.data import BINS
 from coordexp.objective import MODULES, Split, SplittingHead, split_vocabulary
-from coordexp.objective.split import SplitRequest, _Split
+from coordexp.objective.split import SplitRequest, _Split, log_odds
 from tests.unit.objective.streams import FIRST, MIXED, SIZE, random_logits, splitter
 
 COORDS = slice(FIRST, FIRST + BINS)
@@ -149,6 +149,15 @@ def test_logits_are_clamped_to_ten_thousand_and_nan_counts_as_zero():
     assert torch.equal(of_broken.cross_entropy(), of_mended.cross_entropy())
     assert torch.equal(of_broken.text_gate(), of_mended.text_gate())
     assert (of_broken.broken.sum().item(), of_mended.broken.sum().item()) == (4, 0)
+
+
+@pytest.mark.scenario("R38.S1", on="pure")
+@pytest.mark.parametrize("value", BROKEN)
+def test_the_log_odds_of_a_token_have_the_fences_of_the_gates(value):
+    broken, mended = random_logits(), random_logits()
+    instead = 0.0 if math.isnan(value) else max(-1e4, min(1e4, value))
+    broken[:, 7], mended[:, 7] = value, instead
+    assert torch.equal(log_odds(broken, IDS), log_odds(mended, IDS))
 
 
 @pytest.mark.parametrize("offset", [30.0, 3000.0])

@@ -57,7 +57,29 @@ def test_soft_targets_are_truncated_gaussians_around_fractions_of_a_bin():
     assert soft_target(torch.tensor([500.0]), 50.0, None)[0, 300] > 0
 
 
-@pytest.mark.scenario("R29.C1", on="pure")
+@pytest.mark.scenario("R29.C1", "R29.C3", on="pure")
+@pytest.mark.parametrize("term", ["soft_ce", "w1", "coord_gate"])
+def test_each_term_has_a_gradient_at_every_coordinate_of_prefix_and_tail_and_at_no_text(term):
+    logits = random_logits().requires_grad_()
+    run("coord_reg", logits, terms={term})[term].sum.backward()
+    assert ((logits.grad.abs().sum(-1) > 0) == COORD).all()
+    mass = torch.autograd.grad(run("coord_reg", logits, terms={"coord_gate"})["coord_gate"].sum, logits)[0]
+    assert (mass[COORD, :FIRST] > 0).all(), "more mass on text costs more"
+
+
+@pytest.mark.scenario("R29.C6", on="pure")
+def test_token_level_terms_treat_every_coordinate_of_a_box_alone():
+    """A loss of a decoded box or of its IoU would couple the four."""
+    logits, whole = random_logits(4), supervision(*((Role.tail_coord, k) for k in (100, 200, 300, 400)))
+    parts = [whole.at(slice(k, k + 1)) for k in range(4)]
+    terms = {name for name, spec in MODULES["coord_reg"].terms.items() if name != "text_gate"}
+    together = run("coord_reg", logits, whole, terms=terms)
+    alone = [run("coord_reg", logits[k : k + 1], part, terms=terms) for k, part in enumerate(parts)]
+    for name in terms:
+        assert together[name].sum.item() == pytest.approx(sum(part[name].sum.item() for part in alone))
+
+
+@pytest.mark.scenario("R29.C1", "R29.C6", on="pure")
 def test_w1_is_scipys_wasserstein_distance_in_units_of_the_side():
     logits = random_logits()
     measure = run("coord_reg", logits, terms={"w1"})["w1"]
@@ -321,6 +343,7 @@ def test_broken_and_half_precision_logits_give_finite_sums_and_gradients(module,
     assert torch.isfinite(logits.grad).all()
 
 
+@pytest.mark.scenario("R29.C6", on="pure")
 def test_diagnostics_describe_the_distribution():
     s = supervision((Role.tail_coord, 5), (Role.tail_structure, 2))
     logits = torch.zeros(2, 1010, dtype=torch.float64)

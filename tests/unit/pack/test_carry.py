@@ -18,7 +18,7 @@ def filled(lengths, *, capacity=10, limit=50, **settings):
     return buffer
 
 
-@pytest.mark.scenario("R05.C3", "R06.S3", on="pure")
+@pytest.mark.scenario("R05.C3", "R05.C4", "R06.S3", on="pure")
 def test_what_a_row_leaves_waits_whole_for_the_next_ones():
     lengths = [7, 6, 5, 4, 3, 3]
     buffer = filled(lengths)

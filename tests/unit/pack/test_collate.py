@@ -37,7 +37,7 @@ def example(channel: str = "B", **changes) -> Example:
     return Example(Segment(**(streams | changes), prompt_length=3), "a.png", (32, 32), channel)
 
 
-@pytest.mark.scenario("R05.C8", on="pure")
+@pytest.mark.scenario("R05.C8", "R29.C4", on="pure")
 def test_the_position_before_a_supervised_token_is_kept_and_offset_by_its_segment():
     row = collator()([example("B"), example("A")])
     assert row.inputs["logits_to_keep"].tolist() == [2, 3, 4, 8, 10]

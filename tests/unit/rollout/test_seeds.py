@@ -55,12 +55,13 @@ def test_all_places_of_a_step_have_distinct_seeds_by_construction():
 
 
 @pytest.mark.scenario("R39.C3", on="pure")
-@pytest.mark.parametrize("other", [(18, 3), (17, 4), (1, 73), (3, 17)])
+@pytest.mark.parametrize("other", [(18, 3), (17, 4), (1, 73), (3, 17), (16, 4), (17 + 2**16, 3), (17 + 2**31, 3)])
 def test_another_run_seed_or_step_gives_other_seeds(other):
     own, others = ({request_seed(*which, 0, 0, request) for request in range(2000)} for which in ((17, 3), other))
     assert len(own & others) <= 1
 
 
+@pytest.mark.scenario("R39.S1", on="pure")
 def test_seeds_never_change_so_that_old_runs_can_be_repeated():
     """They are the same in every process, unlike Python's own hash."""
     assert (request_seed(17, 3, 0, 0, 0), request_seed(17, 3, 2, 1, 5)) == (1161564359, 1386066773)

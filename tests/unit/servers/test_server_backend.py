@@ -6,6 +6,7 @@ The servers are fakes: real HTTP and real weight transfer, no model.
 import json
 import threading
 import time
+from dataclasses import replace
 
 import pytest
 import torch
@@ -247,10 +248,11 @@ def test_a_calls_seed_is_that_of_its_first_request_and_every_request_has_its_own
     learner = run(servers=2, decode_batch_size=8)
     learner.sync(1)
     learner.clear_calls()
-    learner.generate(4, first=700)
+    seeds = [900, 701, 20, 703]  # the first of a call is not its lowest
+    learner.backend.generate([replace(request, seed=seed) for request, seed in zip(requests(4), seeds, strict=True)])
     bodies = [body for server in learner.servers for path, body in server.calls if path == "/infer/"]
-    assert [body["request_config"]["seed"] for body in bodies] == [700, 702]
-    assert [server.asked() for server in learner.servers] == [[[700, 701]], [[702, 703]]]
+    assert [body["request_config"]["seed"] for body in bodies] == [900, 20]
+    assert [server.asked() for server in learner.servers] == [[[900, 701]], [[20, 703]]]
 
 
 def test_every_call_has_the_token(run, monkeypatch):
@@ -416,7 +418,7 @@ def test_an_answer_that_cannot_be_read_is_one_error_with_server_and_field(run, f
     assert learner.servers[0].url in str(error.value)
 
 
-@pytest.mark.scenario("R07.S5", on="fake")
+@pytest.mark.scenario("R07.S5", "R30.C3", on="fake")
 def test_another_prompt_than_that_of_training_is_refused(run):
     learner = run(servers=1)
     learner.sync(1)
@@ -586,15 +588,18 @@ def test_a_run_goes_on_at_the_deadline_without_a_server_that_is_alive_and_loads_
     assert all(learner.has_weights(server, 3) for server in learner.servers)
 
 
-def test_a_server_that_does_not_report_the_new_version_is_not_synced(run):
+@pytest.mark.scenario("R07.C26", "R08.C2", on="fake")
+@pytest.mark.parametrize("path", ["/finish_update/", "/version/"])
+def test_a_server_that_does_not_report_the_new_version_is_not_synced(run, path):
     learner = run()
     learner.sync(1)
-    learner.servers[0].faults["/finish_update/"].append(garbage(b'{"weight_version": "1"}'))
+    learner.servers[0].faults[path].append(garbage(b'{"weight_version": "1"}'))
     learner.sync(2)
     assert learner.backend.pool.usable == (1,)
     assert f"version {learner.backend._name_version(2)} was sent, but it reports version 1" in learner.messages[-1]
 
 
+@pytest.mark.scenario("R08.C2", "R08.C5", "R20.C1", on="fake")
 def test_a_restarted_server_is_not_used_before_it_has_the_weights(run):
     learner = run(servers=1)
     learner.sync(4)
@@ -778,6 +783,7 @@ def wait_until(condition):
         time.sleep(0.01)
 
 
+@pytest.mark.scenario("R08.C5", "R20.C1", on="fake")
 def test_answers_from_another_learners_weights_of_the_same_step_are_not_accepted(run):
     """The connection was lost, and another learner has taken the server and sent its own weights of that step."""
     learner = run(1, timeout_s=1.5)

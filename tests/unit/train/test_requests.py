@@ -2,6 +2,8 @@
 
 import json
 
+import pytest
+
 from coordexp.config.rollout import RolloutMatching
 from coordexp.config.settings import Custom
 from coordexp.correction import CoordTokenAnswers
@@ -43,6 +45,7 @@ def question(sample):
     return bytes(sample.prompt_ids).decode()
 
 
+@pytest.mark.scenario("R30.C1", on="pure")
 def test_a_sample_has_the_question_and_the_objects_of_its_record(tmp_path):
     asked = {"classes": ["cup", "dog"]}
     samples = make_set([write(tmp_path / "a.jsonl", [(DESCS, {}), (DESCS, asked)])])

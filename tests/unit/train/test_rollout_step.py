@@ -1,6 +1,7 @@
 """One step of channel B: rollouts are collected, checked, corrected and counted. The backend is scripted."""
 
 import json
+from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from coordexp.config.rollout import Decoding, RepeatTerminate
 from coordexp.correction import Reason, Role
 from coordexp.data import DataError, TrueObject
 from coordexp.demo.model import Size, make_model
+from coordexp.errors import EngineError
 from coordexp.pack import CarryBuffer, ExampleId, PackingError
 from coordexp.rollout.backend import Decode, request_seed
 from coordexp.train import run
@@ -127,7 +129,7 @@ def test_garbage_nothing_all_right_and_cut_off_answers_in_one_batch_become_examp
     assert set(report) == {*SUMS, *RATES, "time/sync", "time/rollout", "time/correct"} - {"target/answers"}
 
 
-@pytest.mark.scenario("R31.C5", on="fake")
+@pytest.mark.scenario("R31.C1", "R31.C3", "R31.C4", "R31.C5", "R31.C6", on="fake")
 def test_loops_repeats_overlaps_and_too_many_objects_are_counted(tmp_path):
     """The answers: two cups where there is one, looped; a box that overlaps too little; a box far from all
     true objects."""
@@ -168,6 +170,26 @@ def test_loops_repeats_overlaps_and_too_many_objects_are_counted(tmp_path):
     }
     assert report["rollout/over_count_rate"] == 2 / 4
     assert report["match/precision"] == 3 / 6
+    assert report["match/recall"] == 3 / 4
+
+
+@pytest.mark.scenario("R31.C5", on="fake")
+def test_every_pair_below_the_gate_is_counted_also_of_one_prediction(tmp_path):
+    truth = {"a.png": (CUP, TrueObject("cup", box(90, 90, 190, 190)))}
+    step = Step(tmp_path, truth, {"a.png": Said(written(TrueObject("cup", box(50, 50, 150, 150))))})
+    step()
+    report = step.metrics.report(steps=1)
+    assert (report["match/gate_rejections"], report["match/matched"], report["match/missed"]) == (2, 0, 2)
+
+
+@pytest.mark.scenario("R31.C2", on="fake")
+def test_ambiguous_objects_are_counted_one_by_one_and_apart_from_others(tmp_path):
+    spelled = '"object_%d": {"desc": "a", "bbox_2d": ["\\u003c|coord_1|>"]}'
+    text = answer(spelled % 1, spelled % 2, ENTRIES[Reason.stray_coord], spelled % 3)
+    step = Step(tmp_path, {"a.png": (CUP,)}, {"a.png": Said(text)})
+    step()
+    report = step.metrics.report(steps=1)
+    assert (report["parse/ambiguous"], report["parse/invalid"]) == (3, 4)
 
 
 SHAPE = coords(box(1, 2, 3, 4))
@@ -343,6 +365,12 @@ PACKED = {
 }
 
 
+@pytest.mark.scenario("R39.C3", on="fake")
+def test_requests_have_the_seed_of_the_run(tmp_path, monkeypatch):
+    _, given = handed_over(tmp_path, monkeypatch, rollout_matching__rollout_backend="hf", training__seed=23)
+    assert given["encoder"].seed == 23
+
+
 @pytest.mark.scenario("R06.C2", on="fake")
 def test_the_stream_packs_as_the_contract_says(tmp_path, monkeypatch):
     _, given = handed_over(tmp_path, monkeypatch, rollout_matching__rollout_backend="hf", **PACKED)
@@ -466,6 +494,7 @@ def test_a_prompt_that_the_engine_reads_otherwise_is_refused_with_the_first_diff
         ((11, 99, 13), r"they differ from token 1 on: \[99, 13\] where \[12, 13\] should be"),
         ((11, 12), r"\(2 tokens\) is not the one .*\(3\); they differ from token 2 on: the end where \[13\]"),
         ((11, 12, 13, 14, 15), r"they differ from token 3 on: \[14, 15\] where the end should be"),
+        ((12, 11, 13), r"they differ from token 0 on: \[12, 11, 13\] where \[11, 12, 13\] should be"),
     ):
         step = Step(tmp_path, {"right.png": (CUP, DOG)}, SCRIPT, prompt_ids=ids)
         with pytest.raises(DataError, match=words) as caught:
@@ -474,12 +503,28 @@ def test_a_prompt_that_the_engine_reads_otherwise_is_refused_with_the_first_diff
         assert step.metrics.report(steps=1).keys() <= {"time/sync", "time/rollout", "time/correct"}
 
 
-@pytest.mark.scenario("R20.C1", on="fake")
+@pytest.mark.scenario("R08.C2", "R08.C5", "R20.C1", on="fake")
 def test_an_answer_of_other_weights_is_refused(tmp_path):
     step = Step(tmp_path, {"empty.png": (CUP,)}, SCRIPT, version=4)
     assert len(step(StepIndex(4, 0))) == 1
     with pytest.raises(RuntimeError, match="weights of version 4, but should be of version 5"):
         step(StepIndex(5, 0))
+
+
+@pytest.mark.scenario("R06.C4", "R08.C5", "R30.C3", on="fake")
+@pytest.mark.parametrize("change", [{"prompt_ids": (11, 99, 13)}, {"version": 4}])
+def test_each_of_several_rollouts_of_a_sample_is_checked(tmp_path, monkeypatch, change):
+    """The first one answers the prompt of training, with the weights of the step. The last one does not."""
+    step = Step(tmp_path, {"empty.png": (CUP,)}, SCRIPT, cfg=SEVERAL)
+    plain = step.backend.generate
+
+    def spoil_the_last(requests):
+        *others, last = plain(requests)
+        return [*others, replace(last, **change)]
+
+    monkeypatch.setattr(step.backend, "generate", spoil_the_last)
+    with pytest.raises((DataError, EngineError)):
+        step()
 
 
 def test_a_backend_that_loses_an_answer_is_refused(tmp_path, monkeypatch):
@@ -490,7 +535,7 @@ def test_a_backend_that_loses_an_answer_is_refused(tmp_path, monkeypatch):
         step()
 
 
-@pytest.mark.scenario("R39.C1", on="fake")
+@pytest.mark.scenario("R39.C1", "R39.C3", "R39.C4", on="fake")
 @pytest.mark.parametrize("rank", [0, 3])
 def test_each_request_has_the_seed_of_its_place(tmp_path, rank):
     step = Step(tmp_path, TRUTH, SCRIPT, rank=rank)
@@ -550,6 +595,7 @@ def test_all_that_belongs_to_an_example_is_shown_to_the_watcher(tmp_path):
 SEVERAL = RolloutMatching(rollouts_per_sample=3, decoding={"temperature": 0.7})
 
 
+@pytest.mark.scenario("R39.C4", "R39.S1", on="fake")
 def test_several_rollouts_are_asked_for_in_one_call_and_the_best_is_trained_on(tmp_path):
     truth = {"a.png": (CUP, DOG), "b.png": (CUP,)}
     script = {
@@ -665,3 +711,15 @@ def test_a_report_without_rollouts_has_no_counters():
 def test_no_counter_is_a_value_of_geometry():
     """How well shapes overlap is measured by evaluation (D7)."""
     assert not [name for name in (*SUMS, *RATES) if "iou" in name or "distance" in name]
+
+
+@pytest.mark.scenario("R29.C6", "R31.C7", on="fake")
+def test_counters_depend_on_which_objects_match_and_not_on_how_well(tmp_path):
+    """All counters of a hit in the middle and of one that is off by some bins are the same whole numbers."""
+    counters = []
+    for near in (CUP, TrueObject("cup", box(15, 20, 115, 120))):
+        step = Step(tmp_path, {"a.png": (CUP, DOG)}, {"a.png": Said(written(near))})
+        step()
+        counters.append(dict(step.metrics._sums))
+    assert counters[0] == counters[1]
+    assert all(type(value) is int for value in counters[0].values())

@@ -118,6 +118,7 @@ def test_terms_are_weighted_sum_to_the_loss_and_leave_diagnostics_out(examples):
     assert sum(values["terms"].values()) == pytest.approx(values["loss"], rel=1e-6)
 
 
+@pytest.mark.scenario("R38.S1", on="pure")
 def test_tokens_have_the_plain_cross_entropy_of_the_whole_vocabulary(examples):
     example = examples[0]
     values, logits = trace_of(example)
