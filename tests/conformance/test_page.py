@@ -43,7 +43,7 @@ def test_ids_are_unique_and_in_order(name: str) -> None:
     )
 
 
-def test_the_specification_has_107_requirements_and_scenarios_and_164_further_clauses_and_decisions_add_3() -> None:
+def test_the_specification_has_107_requirements_and_scenarios_and_164_clauses_and_decisions_add_3() -> None:
     clauses = [part for part in page.parts() if ".C" in part]
     of_decisions = [part for part in clauses if re.search(r"\(D\d+\)$", page.titles()[part])]
     assert (len(page.titles()) - len(clauses), len(clauses) - len(of_decisions)) == (107, 164)

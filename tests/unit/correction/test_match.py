@@ -219,12 +219,8 @@ def test_the_candidates_of_random_boxes_are_those_of_the_definition():
         top_k = case % 7 + 1
         chosen = choose_candidates(np.array(predicted, dtype=float), np.array(truth, dtype=float), top_k)
         for row, here in zip(chosen, predicted, strict=True):
-
-            def place(k, here=here):
-                distance = sum((here[a] + here[a + 2] - truth[k][a] - truth[k][a + 2]) ** 2 for a in (0, 1))
-                return -_box_iou(here, truth[k]), distance, k
-
-            assert np.flatnonzero(row).tolist() == sorted(sorted(range(8), key=place)[:top_k])
+            places = [(-_box_iou(here, true), _distance(here, true), k) for k, true in enumerate(truth)]
+            assert np.flatnonzero(row).tolist() == sorted(k for *_, k in sorted(places)[:top_k])
 
 
 @pytest.mark.scenario("R27.C2", on="pure")
@@ -243,6 +239,10 @@ def _random_box(chooser):
 def _coarse_box(chooser):
     x, y = chooser.randrange(0, 800, 100), chooser.randrange(0, 800, 100)
     return (x, y, x + chooser.choice((100, 200, 300)), y + chooser.choice((100, 200, 300)))
+
+
+def _distance(left, right):
+    return sum((left[a] + left[a + 2] - right[a] - right[a + 2]) ** 2 for a in (0, 1))
 
 
 def _box_iou(left, right):

@@ -45,9 +45,7 @@ def bins(*numbers: int) -> str:
         (f'{{"desc": "a <|video_pad|>", "bbox_2d": {SQUARE}}}', Reason.placeholder),
     ],
 )
-def test_an_object_that_breaks_the_syntax_or_the_schema_is_invalid(
-    core: Core, body: str, reason: Reason
-) -> None:
+def test_an_object_that_breaks_the_syntax_or_the_schema_is_invalid(core: Core, body: str, reason: Reason) -> None:
     parsed = core.parse(answer(entry("object_1", "cup", CUP), f'"object_2": {body}'))
     assert [prediction.reason for prediction in parsed.objects] == [None, reason]
 

@@ -63,7 +63,7 @@ def test_without_the_package_supervision_the_error_says_how_to_install_it(monkey
 
 
 @pytest.mark.parametrize(
-    ("box", "area"), [((10, 10, 20, 20), 100), ((5, 5, 6, 6), 1), ((0, 0, 100, 50), 5000), ((90, 40, 100, 50), 100)]
+    ("box", "area"), [((10, 10, 20, 20), 100), ((5, 5, 6, 6), 1), ((0, 0, 100, 50), 5000), ((90, 40, 99, 50), 90)]
 )
 def test_the_mask_of_a_box_has_its_area_and_that_of_a_polygon_the_pixels_of_pycocotools(box, area):
     ring = (3, 4, 60, 7, 40, 45, 12, 30)

@@ -53,7 +53,8 @@ def run_pycocotools(folder, results, kind, lines=()):
     assert CliRunner().invoke(app, words).exit_code == 0
     with contextlib.redirect_stdout(io.StringIO()):
         truth = COCO(folder / "truth.json")
-        evaluation = COCOeval(truth, truth.loadRes(results if kind == "bbox" else masks_alone(results, lines)), kind)
+        results = results if kind == "bbox" else masks_alone(results, lines)
+        evaluation = COCOeval(truth, truth.loadRes(results), kind)
         evaluation.evaluate()
         evaluation.accumulate()
         evaluation.summarize()
