@@ -9,6 +9,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -23,6 +24,7 @@ pytestmark = [pytest.mark.engine, pytest.mark.timeout(480)]
 
 HUNG_AFTER = 4.0  # seconds
 HUNG, KILLED = 0, 1  # servers
+COMPILED = "TORCHINDUCTOR_CACHE_DIR"  # what vLLM compiles, kept for later starts; empty before this one
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +38,7 @@ def servers(tmp_path_factory: pytest.TempPathFactory, places: Leavings) -> Itera
     fleet = Fleet(tmp_path_factory.mktemp("hung"), 2)
     fleet.vllm = {"server": {"servers": fleet.servers, "hung_after_s": HUNG_AFTER}}
     fleet.file = fleet.config("hung")
-    fleet.variables = places.variables
+    fleet.variables = places.variables | {COMPILED: str(tmp_path_factory.mktemp("compiled"))}
     try:
         fleet.start(HUNG, KILLED)
         for index in (HUNG, KILLED):
@@ -45,6 +47,22 @@ def servers(tmp_path_factory: pytest.TempPathFactory, places: Leavings) -> Itera
         yield fleet
     finally:
         fleet.close()
+
+
+@pytest.mark.parametrize("seed", [5, None])
+def test_the_first_answer_of_a_new_server_with_log_probabilities_waits_for_no_compiler(servers, seed):
+    """Compiling takes longer than the watchdog of this server waits."""
+    compiled = set(Path(servers.variables[COMPILED]).rglob("*"))
+    assert compiled
+    requests = [infer_request(image) for image in servers.images()[:3]]
+    sampling = GREEDY | {"temperature": 1.0, "top_k": 5, "top_p": 0.9, "max_tokens": 4, "seed": seed}
+    began = time.monotonic()
+    for count in (1, 3):
+        body = {"infer_requests": requests[:count], "request_config": sampling}
+        answer = httpx.post(f"{servers.url(KILLED)}/infer/", json=body, timeout=60, trust_env=False)
+        assert answer.status_code == 200 and "error" not in answer.text, answer.text
+    print(f"first answers after {time.monotonic() - began:.1f} s")
+    assert set(Path(servers.variables[COMPILED]).rglob("*")) == compiled
 
 
 def test_a_server_whose_worker_hangs_reports_it_to_all_and_ends_itself(servers):

@@ -28,6 +28,8 @@ BROADCAST = "coordexp_broadcast"
 SERVER_SIDE = "coordexp.servers.worker.ServerSide"
 PING = 5.0  # seconds between two pings, at most
 LOOK = 0.5  # seconds between two checks for a reply
+# The sampling of a learner. Without a seed, vLLM also compiles what clients without seeds use.
+FIRST_ANSWERS = {"temperature": 1.0, "top_k": 2, "top_p": 0.9, "max_tokens": 2, "logprobs": 0, "ignore_eos": True}
 ENDING = 3.0  # seconds to wait for the end of an engine that has begun to refuse calls
 
 
@@ -56,8 +58,14 @@ class ServedEngine:
         return bool(self.vllm.errored) or has_ended(self.vllm.engine_core)
 
     async def ready(self) -> None:
-        """Return once all workers are ready."""
+        """Return once all workers are ready, and have made one answer, and two at a time. vLLM compiles functions
+        of sampling and of log-probabilities at their first use, for up to minutes in which no worker replies to a
+        ping."""
         await self._call_workers("coordexp_is_ready")
+        prompt = await self.render({"prompt_token_ids": [0]})
+        for replica in range(self.setup.replicas):
+            for count in (1, 2):
+                await self.answer(prompt, FIRST_ANSWERS | {"n": count}, f"first-{replica}-{count}", replica)
 
     async def ping(self) -> None:
         """Return once every worker has replied."""
@@ -72,14 +80,17 @@ class ServedEngine:
             (rendered,) = await self.vllm.renderer.render_cmpl_async([parsed])
         return rendered
 
-    async def answer(self, prompt: Any, sampling: dict[str, Any], id: str) -> Any:
-        """Return vLLM's output for a rendered prompt, once it is complete."""
+    async def answer(self, prompt: Any, sampling: dict[str, Any], id: str, replica: int | None = None) -> Any:
+        """Return vLLM's output for a rendered prompt, once it is complete. vLLM chooses the replica if none is
+        given."""
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
         with refuse_client_errors():
             parameters = SamplingParams(**sampling, output_kind=RequestOutputKind.FINAL_ONLY)
-            outputs = self.vllm.generate(prompt, parameters, id, lora_request=self._adapter)
+            outputs = self.vllm.generate(
+                prompt, parameters, id, lora_request=self._adapter, data_parallel_rank=replica
+            )
             (output,) = [output async for output in outputs]
         return output
 

@@ -47,6 +47,23 @@ def test_every_replica_is_called():
     assert core.calls == [("collective_rpc", "coordexp_try", None, ("coordexp_leave",), None)]
 
 
+def test_every_replica_has_made_answers_with_log_probabilities_before_the_engine_is_ready(monkeypatch):
+    engine, asked = engine_of(FakeCore(None, None)), []
+
+    async def render(prompt: Any) -> Any:
+        return prompt
+
+    async def answer(prompt: Any, sampling: dict[str, Any], id: str, replica: int) -> None:
+        asked.append((replica, sampling["n"], sampling["logprobs"]))
+
+    engine.setup = SimpleNamespace(replicas=2)
+    monkeypatch.setattr(engine, "render", render)
+    monkeypatch.setattr(engine, "answer", answer)
+    asyncio.run(engine.ready())
+    assert engine.vllm.engine_core.calls == [("collective_rpc", "coordexp_is_ready", None, (), None)]
+    assert asked == [(0, 1, 0), (0, 2, 0), (1, 1, 0), (1, 2, 0)]
+
+
 class DeadCore(FakeCore):
     """vLLM's client of an engine whose worker has died: it refuses calls before the engine's process ends."""
 
