@@ -78,6 +78,8 @@ class TimedConnection(H11Protocol):
     behind those that do not."""
 
     is_known = False  # the app sets it when a request has the token
+    cycle: Any  # the latest request
+    connections: Any
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)

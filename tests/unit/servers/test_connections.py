@@ -258,15 +258,18 @@ def test_headers_without_end_on_six_connections_take_no_memory_and_are_cut_off()
             closed += 1
         return closed
 
-    with fake_engine_server((1024, 1024), TOKEN, 10.0) as (url, pid, _), ThreadPoolExecutor(6) as pool:
-        with httpx.Client(base_url=url, trust_env=False, timeout=20) as http:
+    with (
+        fake_engine_server((1024, 1024), TOKEN, 10.0) as (url, pid, _),
+        ThreadPoolExecutor(6) as pool,
+        httpx.Client(base_url=url, trust_env=False, timeout=20) as http,
+    ):
+        assert http.get("/health/").status_code == 200
+        before = memory(pid, "VmRSS")
+        for name, (first, then) in attacks.items():
+            closed = [pool.submit(send_again_and_again, url, first, then) for _ in range(6)]
+            assert all(future.result(30) for future in closed), name
             assert http.get("/health/").status_code == 200
-            before = memory(pid, "VmRSS")
-            for name, (first, then) in attacks.items():
-                closed = [pool.submit(send_again_and_again, url, first, then) for _ in range(6)]
-                assert all(future.result(30) for future in closed), name
-                assert http.get("/health/").status_code == 200
-                assert memory(pid, "VmHWM") < before + 40, name
+            assert memory(pid, "VmHWM") < before + 40, name
 
 
 @pytest.mark.timeout(60)
