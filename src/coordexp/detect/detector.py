@@ -8,6 +8,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Union, overload
 
+import numpy as np
+from numpy.typing import NDArray
+
 from coordexp.config.settings import AnswerFormatName
 from coordexp.detect.answering import (
     AnswerOptions,
@@ -30,7 +33,7 @@ if TYPE_CHECKING:
     from coordexp.rollout.backend import ImageRef
     from coordexp.rollout.prompt import PromptBuilder
 
-ImageSource = Union[str, Path, "Image"]
+ImageSource = Union[str, Path, "Image", NDArray[np.uint8]]
 QUESTION_TOKENS = 1024  # room for a question in the length of an engine, if the user sets no length
 OR_HF = 'or use backend="hf", which needs no engine'
 
@@ -133,9 +136,10 @@ class Detector:
     ) -> Detections | list[Detections]:
         """Return the objects of an image, or of each image of a list.
 
-        An image is a path or a Pillow image. Without further arguments the model is asked for all objects, as in
-        its training; with `classes` or `expression` for these only, and with `prompt` in other words, which may
-        contain {classes} or {expression}. Raise DataError if an image cannot be read."""
+        An image is a path, a Pillow image or an RGB array (height x width x 3, uint8). Without further arguments
+        the model is asked for all objects, as in its training; with `classes` or `expression` for these only, and
+        with `prompt` in other words, which may contain {classes} or {expression}. Raise DataError if an image
+        cannot be read."""
         if not isinstance(images, Sequence) or isinstance(images, str):
             return self._detect([images], classes, expression, prompt)[0]
         return self._detect(images, classes, expression, prompt)
@@ -194,12 +198,18 @@ def _open(source: ImageSource, number: int) -> "ImageRef":
     from coordexp.rollout.backend import ImageRef
 
     if isinstance(source, str | Path):
+        if str(source).startswith(("http:/", "https:/", "s3:/", "gs:/")):
+            raise UserError(f"{source}: images are not read from URLs", "download it, and give its path")
         with explain(OSError, f"{source}: not a readable image", "give the path of an image file"):
             return ImageRef(str(source), *read_image_size(Path(source)))
+    if isinstance(source, np.ndarray):
+        if source.dtype != np.uint8 or source.ndim != 3 or source.shape[2] != 3 or not source.size:
+            problem = f"image {number} is an array of {source.dtype} with the shape {source.shape}"
+            raise UserError(problem, "give RGB as uint8: height x width x 3")
+        source = Image.fromarray(source)
     if not isinstance(source, Image.Image):
-        raise UserError(
-            f"image {number} is a {type(source).__name__}", "give a path or a Pillow image (Image.fromarray)"
-        )
+        problem = f"image {number} is a {type(source).__name__}"
+        raise UserError(problem, "give a path, a Pillow image or an RGB array")
     if problem := size_problem(*source.size):
         raise DataError(f"image {number}: {problem}", "cut the image into tiles, or scale it down")
     with explain(
