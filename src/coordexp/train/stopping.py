@@ -275,4 +275,4 @@ def check_weights(model: nn.Module, step: int) -> None:
 
 
 def _to_local(weight: Tensor) -> Tensor:
-    return weight.detach().to_local() if isinstance(weight, DTensor) else weight.detach()
+    return (weight.to_local() if isinstance(weight, DTensor) else weight).detach()
