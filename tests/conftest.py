@@ -6,8 +6,13 @@ from collections.abc import Generator
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # tiny tensors: threads would wait for each other on a busy machine
 
 import pytest
+from hypothesis import settings
 
 from tests.conformance.page import KINDS, parts
+from tests.examples import examples
+
+settings.register_profile("coordexp", examples(100))
+settings.load_profile("coordexp")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

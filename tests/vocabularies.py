@@ -1,14 +1,16 @@
 """Vocabularies for tests: that of Qwen, the small trained one, and some with random merges."""
 
 import functools
+import hashlib
+import importlib.util
 import os
 import random
+from pathlib import Path
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from coordexp.vocab import COORD_TOKENS, VocabularyTable
 
-CACHE = "COORDEXP_TEST_TOKENIZERS"  # an environment variable: a folder with saved tokenizers
 SAMPLE = (
     '{"object_1": {"desc": "red cup", "bbox_2d": ["", ""]}, "object_20": {"poly": ["", "", ""], "desc": "a \\" '
     '\\u00e9 猫 🙂 é"}}, {} ]}, }}" "]}} {"object_3": 5, [[]] true null -1.5e3 \n\t  object_007'
@@ -24,12 +26,28 @@ def table(name: str) -> VocabularyTable:
 
 
 def _tokenizer(name: str) -> Tokenizer:
-    """Build a tokenizer, or read it from the folder in CACHE, because building that of Qwen takes ten seconds."""
-    if folder := os.environ.get(CACHE):
-        return Tokenizer.from_file(f"{folder}/{name}.json")
+    """Return a tokenizer of the demo model, from disk if it was built before: that of Qwen takes ten seconds."""
+    path = _cached(name)
+    if path.exists():
+        return Tokenizer.from_file(str(path))
     from coordexp.demo.model import make_tokenizer
 
-    return make_tokenizer(name).backend_tokenizer
+    tokenizer = make_tokenizer(name).backend_tokenizer
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_suffix(f".{os.getpid()}")  # several processes may build it at once
+    tokenizer.save(str(partial))
+    partial.replace(path)
+    return tokenizer
+
+
+@functools.cache
+def _cached(name: str) -> Path:
+    """Return the file of a tokenizer. Its name changes with the code that builds it and with Qwen's ranks."""
+    builder, ranks = (importlib.util.find_spec(module) for module in ("coordexp.demo.model", "dashscope"))
+    files = Path(builder.origin), Path(ranks.submodule_search_locations[0]) / "resources/qwen.tiktoken"
+    key = hashlib.sha256(b"".join(map(Path.read_bytes, files))).hexdigest()[:16]
+    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(home) / "coordexp/tokenizers" / f"{name}-{key}.json"
 
 
 def encode(text: str, vocabulary: VocabularyTable) -> list[int]:

@@ -20,7 +20,6 @@ import multiprocessing
 import os
 import shutil
 import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -50,7 +49,6 @@ WARM = (
     "torchvision.ops", "torch.distributed.fsdp", "transformers.trainer", "peft", "accelerate", "vllm.config",
     "pycocotools.mask",
 )  # fmt: skip
-CACHE = "COORDEXP_TEST_TOKENIZERS"  # the folder from which tests/vocabularies.py reads tokenizers
 # Some plugins of pytest are already imported, so that their assertions cannot be rewritten any more.
 OPTIONS = ("-x", "-q", "-p", "no:cacheprovider", "-W", "ignore::pytest.PytestAssertRewriteWarning")
 
@@ -148,18 +146,6 @@ def _prepare_worker(folder: str) -> None:
     shutil.copytree(ROOT / "src", _workspace / "src", ignore=shutil.ignore_patterns("__pycache__"))
 
 
-def _build_tokenizers(folder: str) -> None:
-    """Build the tokenizers once that many tests need. Another process does it, since it imports coordexp."""
-    code = (
-        "from coordexp.demo.model import make_tokenizer\n"
-        "for name in ('qwen', 'small'):\n"
-        f"    make_tokenizer(name).backend_tokenizer.save({folder!r} + f'/{{name}}.json')"
-    )
-    environment = os.environ | {"PYTHONPATH": str(ROOT / "src")}
-    subprocess.run([sys.executable, "-c", code], check=True, env=environment)
-    os.environ[CACHE] = folder
-
-
 def _write(source: Path, text: str) -> None:
     """Write a source file and remove its byte code, since a time stamp does not show two writes in one second."""
     source.write_text(text)
@@ -253,12 +239,13 @@ def main() -> int:
     page.claims()
     gc.freeze()  # pytest collects garbage at the end of every run, and would search all imported modules
     verdicts = []
-    with tempfile.TemporaryDirectory(prefix="coordexp-mutate-") as folder:
-        _build_tokenizers(folder)
-        with multiprocessing.get_context("fork").Pool(WORKERS, _prepare_worker, (folder,)) as pool:
-            for verdict in pool.imap_unordered(judge, chosen):
-                verdicts.append(verdict)
-                print(f"[{len(verdicts)}/{len(chosen)}] {_line(verdict)}", flush=True)
+    with (
+        tempfile.TemporaryDirectory(prefix="coordexp-mutate-") as folder,
+        multiprocessing.get_context("fork").Pool(WORKERS, _prepare_worker, (folder,)) as pool,
+    ):
+        for verdict in pool.imap_unordered(judge, chosen):
+            verdicts.append(verdict)
+            print(f"[{len(verdicts)}/{len(chosen)}] {_line(verdict)}", flush=True)
     missed = [verdict for verdict in verdicts if not verdict.caught_by]
     if missed:
         print("\nNot caught:\n" + "\n".join(map(_line, missed)))

@@ -6,12 +6,13 @@ import random
 import unicodedata
 
 import numpy as np
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from coordexp.correction import NativeAnswers, Role
 from coordexp.correction.native import to_number
 from coordexp.data import Geometry, TrueObject
+from tests.examples import examples
 from tests.rollouts import DESCS, PROMPT
 from tests.vocabularies import encode, table
 
@@ -39,7 +40,7 @@ def content(objects):
     return [(unicodedata.normalize("NFC", item.desc), item.geometry) for item in objects]
 
 
-@settings(max_examples=600, deadline=None)
+@examples(600)
 @given(st.sampled_from(VOCABULARIES), answers)
 def test_what_is_written_is_read_again_and_every_token_is_trained(vocabulary, truth):
     native = NativeAnswers(table(vocabulary))
@@ -56,7 +57,7 @@ def test_what_is_written_is_read_again_and_every_token_is_trained(vocabulary, tr
         assert set(item.coord_indices) <= set(tokens)
 
 
-@settings(max_examples=400, deadline=None)
+@examples(400)
 @given(st.sampled_from(["qwen", "small", "random-3"]), plain_answers, seeds)
 def test_any_other_layout_of_the_same_list_is_read_alike(vocabulary, truth, seed):
     chooser, native = random.Random(seed), NativeAnswers(table(vocabulary))
@@ -75,7 +76,7 @@ def test_any_other_layout_of_the_same_list_is_read_alike(vocabulary, truth, seed
     assert [(item.desc, item.geometry) for item in objects] == content(truth)
 
 
-@settings(max_examples=600, deadline=None)
+@examples(600)
 @given(st.sampled_from(VOCABULARIES), answers, seeds)
 def test_any_ids_can_be_read(vocabulary, truth, seed):
     chooser, native = random.Random(seed), NativeAnswers(table(vocabulary))

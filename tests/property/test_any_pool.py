@@ -1,11 +1,12 @@
 """Properties of every pool of servers, whatever fails: which server gets which request, and what comes back."""
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from coordexp.config.rollout import capacity_shortage, requests_per_rank
 from coordexp.servers.pool import Loss, Pool, Up, Window, split_count
+from tests.examples import examples
 
 SIZES = st.lists(st.integers(1, 8), min_size=1, max_size=9)
 
@@ -121,7 +122,7 @@ def test_several_ranks_keep_all_servers_busy(sizes, learners, batch, count, expe
     assert time_to_answer(sizes, batch, learners, count) <= expected
 
 
-@settings(max_examples=300)
+@examples(300)
 @given(st.data())
 @pytest.mark.scenario("R10.C6", "R15.C2", on="pure")
 def test_every_request_is_answered_or_no_server_is_left_and_never_are_more_open_than_may_be(data):
@@ -211,7 +212,7 @@ EVENTS = st.one_of(
 )
 
 
-@settings(max_examples=300)
+@examples(300)
 @given(st.lists(EVENTS, max_size=40))
 def test_a_server_may_be_asked_only_after_a_full_sync_of_the_current_version(events):
     pool, has, current = Pool.of([1] * 4), [None] * 4, None

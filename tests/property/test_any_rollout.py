@@ -7,7 +7,7 @@ import re
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import coordexp.correction.entries
@@ -17,6 +17,7 @@ from coordexp.correction import Reason, correct, parse_rollout
 from coordexp.correction.parse import LOST, entry_spans
 from coordexp.dumps import CORRECTION_SETTINGS, describe_correction
 from coordexp.pages.rollout_sample import CUT, show_sample
+from tests.examples import examples
 from tests.rollouts import PROMPT, check_rebuilt, check_rollout, random_policy, random_rollout, random_truth
 from tests.vocabularies import encode, table
 
@@ -26,7 +27,7 @@ seeds = st.integers(0, 2**64 - 1)
 
 
 @pytest.mark.scenario("R19.C2", "R19.C10", "R19.C11", on="pure")
-@settings(max_examples=1500, deadline=None)
+@examples(1500)
 @given(st.sampled_from(VOCABULARIES), seeds, st.sampled_from(["desc_first", "geometry_first"]))
 def test_the_correction_of_every_rollout_can_be_trained_on(vocabulary, seed, order):
     chooser = random.Random(seed)
@@ -34,7 +35,7 @@ def test_the_correction_of_every_rollout_can_be_trained_on(vocabulary, seed, ord
     check_rollout(random_rollout(chooser, truth, table(vocabulary)), truth, table(vocabulary), order)
 
 
-@settings(max_examples=600, deadline=None)
+@examples(600)
 @given(st.sampled_from(VOCABULARIES), seeds, st.sampled_from(["desc_first", "geometry_first"]))
 def test_under_every_policy_the_rebuilt_answer_has_every_true_object_once_and_supervises_what_it_says(
     vocabulary, seed, order
@@ -45,7 +46,7 @@ def test_under_every_policy_the_rebuilt_answer_has_every_true_object_once_and_su
     check_rebuilt(rollout, truth, random_policy(chooser), table(vocabulary), order)
 
 
-@settings(max_examples=200, deadline=None)
+@examples(200)
 @given(st.sampled_from(VOCABULARIES), seeds, st.booleans())
 def test_whatever_was_corrected_the_inspector_links_every_coordinate_to_its_object(vocabulary, seed, is_specified):
     """An object that is trained has all of its coordinates once in the strip without the cut, in their order."""
@@ -86,7 +87,7 @@ def _dump(ids, truth, matching, vocabulary):
     }
 
 
-@settings(max_examples=200, deadline=None)
+@examples(200)
 @given(st.sampled_from(VOCABULARIES), seeds)
 def test_an_empty_answer_is_corrected_to_the_ground_truth_under_every_policy(vocabulary, seed):
     chooser = random.Random(seed)
@@ -107,14 +108,14 @@ def test_an_empty_answer_is_corrected_to_the_ground_truth_under_every_policy(voc
 
 
 @pytest.mark.scenario("R19.C10", on="pure")
-@settings(max_examples=400, deadline=None)
+@examples(400)
 @given(st.sampled_from(VOCABULARIES), st.binary(max_size=60))
 def test_the_correction_of_any_bytes_can_be_trained_on(vocabulary, content):
     ids = [table(vocabulary).byte_ids[byte] for byte in b"{" + content]
     check_rollout(ids, [], table(vocabulary))
 
 
-@settings(max_examples=300, deadline=None)
+@examples(300)
 @given(st.sampled_from(VOCABULARIES), seeds)
 def test_the_quick_reader_of_entries_gives_the_result_of_the_full_one(vocabulary, seed):
     chooser = random.Random(seed)
@@ -125,7 +126,7 @@ def test_the_quick_reader_of_entries_gives_the_result_of_the_full_one(vocabulary
         assert parse_rollout(ids, table(vocabulary)) == quick
 
 
-@settings(max_examples=3000, deadline=None)
+@examples(3000)
 @given(st.sampled_from(VOCABULARIES), seeds)
 def test_every_object_has_its_range_of_tokens(vocabulary, seed):
     """Ranges are in order, share at most one token with the next, and contain the coordinates of their object."""
@@ -145,7 +146,7 @@ def test_every_object_has_its_range_of_tokens(vocabulary, seed):
                 assert f'"{prediction.key}"'.encode() in b"".join(written)
 
 
-@settings(max_examples=300, deadline=None)
+@examples(300)
 @given(st.sampled_from(["qwen", "small"]), seeds, st.integers(1, 8), st.sampled_from(["!", "{,}", "[1 2]", "tru"]))
 def test_every_object_that_was_written_is_counted_wherever_the_answer_breaks(vocabulary, seed, count, broken):
     """The valid objects, the broken one and the unread ones behind it add up to the number of written objects."""
@@ -157,7 +158,7 @@ def test_every_object_that_was_written_is_counted_wherever_the_answer_breaks(voc
     assert len(parsed.objects) + parsed.unread == count
 
 
-@settings(max_examples=300, deadline=None)
+@examples(300)
 @given(st.sampled_from(VOCABULARIES), seeds)
 def test_no_object_without_a_key_in_the_text_is_counted(vocabulary, seed):
     chooser = random.Random(seed)
@@ -182,7 +183,7 @@ def _answer(bodies):
     return "{" + ", ".join(f'"object_{n + 1}": {body}' for n, body in enumerate(bodies)) + "}"
 
 
-@settings(max_examples=300, deadline=None)
+@examples(300)
 @given(st.sampled_from(["qwen", "small"]), values, st.integers(0, 2), st.booleans())
 def test_an_entry_that_breaks_the_schema_does_not_affect_its_neighbours(vocabulary, value, place, escape):
     bodies = [GOOD] * 3

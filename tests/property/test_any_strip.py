@@ -2,20 +2,21 @@
 
 import random
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from coordexp.config.rollout import RolloutMatching
 from coordexp.correction import Role, correct
 from coordexp.dumps import describe_correction
 from coordexp.pages.rollout_sample import CUT, Strip
+from tests.examples import examples
 from tests.rollouts import PROMPT, random_rollout, random_truth
 from tests.vocabularies import table
 
 VOCABULARIES = ["qwen", "small", *(f"random-{k}" for k in range(30))]
 
 
-@settings(max_examples=1500, deadline=None)
+@examples(1500)
 @given(st.sampled_from(VOCABULARIES), st.integers(0, 2**60), st.sampled_from(["desc_first", "geometry_first"]))
 def test_every_token_belongs_to_the_object_that_it_writes(vocabulary, seed, order):
     chooser, vocabulary_table = random.Random(seed), table(vocabulary)

@@ -4,12 +4,13 @@ from collections import Counter
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from coordexp.correction import Segment
 from coordexp.pack import CarryBuffer, Example, PackingError
 from coordexp.train.stream import RowStream, SampleOrder, StageRecords
+from tests.examples import examples
 
 
 def order(records=10, rank=0, ranks=1, **options) -> SampleOrder:
@@ -225,7 +226,7 @@ def test_ranks_may_change_more_than_once():
     assert set(range(60)) <= set(places)
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(st.data())
 def test_however_lengths_change_every_planned_micro_step_has_an_example(data):
     """Steps are planned before their examples exist, so the plan may expect more tokens than there are."""
