@@ -1,36 +1,29 @@
-"""Stage-2 runs on the committed model and drawn scenes: their configs, their processes, and what they leave.
-
-Every process has a mark in its environment, which its children inherit, whichever process group they are in.
-It is how they are found and ended, because torchrun gives each of its workers a session of its own.
-"""
+"""Stage-2 runs on the committed model and drawn scenes: their configs, their processes, and what they leave."""
 
 import json
 import os
 import re
-import signal
-import subprocess
-import sys
 import tempfile
 import time
-import uuid
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 import yaml
 from safetensors.torch import load_file
 
 from coordexp.demo.scenes import SceneSettings, write_scenes
 from coordexp.tasks import ignore
+from tests import zygote
 from tests.source import SOURCE
 from tests.unit.config.trees import apply_changes
 
 ROOT = Path(__file__).parents[2]
 MODEL = ROOT / "examples/scenes-cpu/model"
-MARK = "COORDEXP_TEST_RUN"
 COUNTED = ("rollout/", "parse/", "match/", "packing/")  # how the names of counters begin
 
 
@@ -95,9 +88,8 @@ def training(file: Path, *options: str) -> list[str]:
 
 @dataclass
 class Started:
-    process: subprocess.Popen[bytes]
+    process: zygote.Program
     log: Path
-    mark: str
     began: float
 
     def wait(self, seconds: float) -> int:
@@ -111,11 +103,15 @@ class Started:
     def seconds(self) -> float:
         return time.monotonic() - self.began
 
-    def left(self) -> dict[int, dict[str, str]]:
-        """Return the living processes of this run, each with its environment."""
-        return {pid: environment for pid, environment in _environments() if environment.get(MARK) == self.mark}
+    def left(self) -> dict[int, str]:
+        """Return the living processes of this run, each with its name."""
+        left = {}
+        for process in self.process.processes():
+            with suppress(psutil.NoSuchProcess):
+                left[process.pid] = process.name()
+        return left
 
-    def remains(self, seconds: float = 10, meanwhile: Callable[[], None] = ignore) -> dict[int, dict[str, str]]:
+    def remains(self, seconds: float = 10, meanwhile: Callable[[], None] = ignore) -> dict[int, str]:
         """Return what is left after some seconds to end: Python's resource trackers end a moment after their
         process. `meanwhile` is called again and again."""
         until = time.monotonic() + seconds
@@ -126,35 +122,30 @@ class Started:
 
     def rank(self, rank: int) -> int:
         """Return the process of a rank."""
-        (pid,) = [pid for pid, environment in self.left().items() if environment.get("RANK") == str(rank)]
+        (pid,) = [process.pid for process in self.process.processes() if zygote.rank_of(process) == rank]
         return pid
 
 
 @contextmanager
-def started(words: list[str], processes: int = 1, **variables: str) -> Iterator[Started]:
+def started(words: list[str], processes: int = 1, cold: bool = False, **variables: str) -> Iterator[Started]:
     """Start Python with these arguments, alone or with torchrun. Whatever is left of it at the end is killed."""
     launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
-    mark = uuid.uuid4().hex
-    paths = f"{ROOT}:{SOURCE}"
-    environment = os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1", MARK: mark} | variables
+    environment = os.environ | {"PYTHONPATH": f"{ROOT}:{SOURCE}", "OMP_NUM_THREADS": "1"} | variables
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "shown"
         with log.open("wb") as file:
-            process = subprocess.Popen(
-                [sys.executable, *(launch if processes > 1 else []), *words],
-                env=environment,
+            process = zygote.start(
+                [*(launch if processes > 1 else []), *words],
                 cwd=ROOT,
-                stdout=file,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
+                env=environment,
+                stdout=file.fileno(),
+                stderr=file.fileno(),
+                cold=cold,
             )
-        run = Started(process, log, mark, time.monotonic())
         try:
-            yield run
+            yield Started(process, log, time.monotonic())
         finally:
-            for pid in run.left():
-                os.kill(pid, signal.SIGKILL)
-            process.wait(timeout=20)
+            process.close()
 
 
 def replayed_steps(shown: str) -> int:
@@ -190,14 +181,3 @@ def steps(folder: Path) -> list[dict[str, Any]]:
 def counters(line: dict[str, Any]) -> dict[str, Any]:
     """Return the numbers of a step that a sample which was lost or trained twice would change."""
     return {name: value for name, value in line.items() if name.startswith(COUNTED)}
-
-
-def _environments() -> Iterator[tuple[int, dict[str, str]]]:
-    for path in Path("/proc").glob("[0-9]*"):
-        try:
-            text = (path / "environ").read_bytes().decode(errors="replace")
-            gone = (path / "stat").read_text().rpartition(")")[2].split()[0] == "Z"
-        except OSError:  # it has ended, or belongs to somebody else
-            continue
-        if not gone:
-            yield int(path.name), dict(pair.split("=", 1) for pair in text.split("\0") if "=" in pair)

@@ -2,13 +2,12 @@
 
 import re
 import shlex
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import yaml
 
+from tests import zygote
 from tests.documented import find_undocumented_files, find_undocumented_metrics
 
 ROOT = Path(__file__).parents[2]
@@ -42,9 +41,7 @@ def run_all(page: str, folder: Path, steps: int, smaller: dict[str, str]) -> lis
     for command in commands(page):
         words = shlex.split(replace_all(command, smaller))
         assert words[0] == "coordexp"
-        done = subprocess.run(
-            [sys.executable, "-m", *words], cwd=folder, capture_output=True, text=True, timeout=200
-        )
+        done = zygote.run(["-m", *words], cwd=folder)
         assert done.returncode == 0, f"{command}\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}"
         outputs.append(done.stdout)
     for metrics in (folder / "runs").glob("*/metrics.jsonl"):

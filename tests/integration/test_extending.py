@@ -13,6 +13,7 @@ import pytest
 import yaml
 from PIL import Image
 
+from tests import zygote
 from tests.integration.stage2_runs import MODEL, ROOT, config, draw, steps
 from tests.source import SOURCE
 
@@ -69,8 +70,7 @@ def coordexp(folder: Path, *words: str, **variables: str) -> subprocess.Complete
     """Run a command where the package is installed."""
     paths = f"{folder}:{SOURCE}"
     environment = os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"} | variables
-    command = [sys.executable, "-m", "coordexp", *words]
-    return subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True, timeout=250)
+    return zygote.run(["-m", "coordexp", *words], env=environment, cwd=folder, timeout=250)
 
 
 def test_a_loss_module_a_rollout_backend_and_an_upload_of_another_package_serve_a_run(folder):

@@ -4,13 +4,12 @@ import json
 import os
 import re
 import shlex
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from coordexp.data import Record, read_records
+from tests import zygote
 from tests.source import SOURCE
 
 ROOT = SOURCE.parent
@@ -28,10 +27,10 @@ def example(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
         (folder / name).symlink_to(ROOT / name)
     printed = ""
     for language, block in BLOCK.findall(PAGE):
-        commands = [[sys.executable, "-c", block]] if language == "python" else map(split, block.splitlines())
+        commands = [["-c", block]] if language == "python" else map(split, block.splitlines())
         for command in commands:
             environment = os.environ | {"PYTHONPATH": str(SOURCE)}
-            result = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
+            result = zygote.run(command, cwd=folder, env=environment)
             assert result.returncode == 0, f"{command}\n{result.stdout}\n{result.stderr}"
             printed += result.stdout
     return folder, printed
@@ -39,7 +38,7 @@ def example(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
 
 def split(line: str) -> list[str]:
     program, *words = shlex.split(line)
-    return [sys.executable, *(["-m", "coordexp"] if program == "coordexp" else []), *words]
+    return [*(["-m", "coordexp"] if program == "coordexp" else []), *words]
 
 
 def read(file: Path) -> list[Record]:

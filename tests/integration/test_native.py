@@ -4,7 +4,6 @@ asked, and evaluated. Every part is real."""
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -19,6 +18,7 @@ from coordexp.data import RecordFile
 from coordexp.demo.model import Size, make_model
 from coordexp.demo.scenes import SceneSettings, write_scenes
 from coordexp.vocab import VocabularyError, VocabularyTable
+from tests import zygote
 from tests.source import SOURCE
 
 ROOT = Path(__file__).parents[2]
@@ -69,14 +69,8 @@ def config(parts: Path, name: str, data: str = "data", **training) -> Path:
 
 
 def run(file: Path, *options: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "coordexp", "train", "--config", str(file), *options],
-        env=os.environ | {"PYTHONPATH": str(SOURCE), "OMP_NUM_THREADS": "1"},
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=200,
-    )
+    environment = os.environ | {"PYTHONPATH": str(SOURCE), "OMP_NUM_THREADS": "1"}
+    return zygote.run(["-m", "coordexp", "train", "--config", str(file), *options], env=environment, cwd=ROOT)
 
 
 def train(file: Path, *options: str) -> str:

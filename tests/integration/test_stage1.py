@@ -4,10 +4,7 @@ import json
 import os
 import re
 import shutil
-import signal
 import subprocess
-import sys
-import time
 from itertools import pairwise
 from pathlib import Path
 
@@ -24,6 +21,9 @@ from coordexp.tasks import ignore
 from coordexp.train.checkpoints import newest_intact, write_manifest
 from coordexp.train.run import prepare
 from coordexp.train.stream import RowStream
+from tests import zygote
+from tests.integration.servers import wait_for
+from tests.integration.stage2_runs import started
 from tests.source import SOURCE
 
 ROOT = Path(__file__).parents[2]
@@ -78,7 +78,7 @@ def command(file: Path, *options: str, processes: int = 1) -> list[str]:
     launch = (
         ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"] if processes > 1 else []
     )
-    return [sys.executable, *launch, "-m", "src.sft", "--config", str(file), *options]
+    return [*launch, "-m", "src.sft", "--config", str(file), *options]
 
 
 def environment() -> dict[str, str]:
@@ -86,14 +86,7 @@ def environment() -> dict[str, str]:
 
 
 def ran(file: Path, *options: str, processes: int = 1) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        command(file, *options, processes=processes),
-        env=environment(),
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=200,
-    )
+    return zygote.run(command(file, *options, processes=processes), env=environment(), cwd=ROOT)
 
 
 def train(file: Path, *options: str, processes: int = 1) -> str:
@@ -248,20 +241,16 @@ def test_a_run_in_mixed_precision_moves_its_weights_as_a_float32_run_does_and_st
 
 def test_sigterm_saves_and_exits_zero_and_the_run_can_go_on_and_meanwhile_no_second_one_starts(parts):
     file = config(parts, "stopped", max_steps=4000, save_steps=4000)
-    process = subprocess.Popen(
-        command(file), env=environment(), cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    )
     log = parts / "stopped/metrics.jsonl"
-    deadline = time.time() + 100
-    while time.time() < deadline and not (log.is_file() and log.read_text().count("\n") > 2):
-        time.sleep(0.2)
-    second = ran(file, "--resume")
-    process.send_signal(signal.SIGTERM)
-    shown, _ = process.communicate(timeout=60)
-    assert process.returncode == 0, shown
+    with started(command(file)) as run:
+        wait_for(lambda: log.is_file() and log.read_text().count("\n") > 2, 100, lambda: run.shown)
+        second = ran(file, "--resume")
+        run.process.terminate()
+        assert run.wait(60) == 0, run.shown
+        shown = run.shown
     assert "stopped by a signal" in shown
     assert second.returncode == 1
-    assert f"in use by a run: process {process.pid} on " in second.stderr
+    assert f"in use by a run: process {run.process.pid} on " in second.stderr
     (checkpoint,) = (parts / "stopped").glob("checkpoint-*")
     step = int(checkpoint.name.split("-")[1])
     steps = [json.loads(line)["step"] for line in log.read_text().splitlines()]
@@ -273,7 +262,7 @@ def test_sigterm_saves_and_exits_zero_and_the_run_can_go_on_and_meanwhile_no_sec
 def test_a_folder_with_checkpoints_is_not_overwritten(parts):
     file = config(parts, "twice", max_steps=1, save_steps=1)
     train(file)
-    done = subprocess.run(command(file), env=environment(), cwd=ROOT, capture_output=True, text=True, timeout=100)
+    done = ran(file)
     assert done.returncode == 1
     assert "already holds checkpoint-1" in done.stderr
     assert "--resume" in done.stderr
@@ -289,12 +278,7 @@ def test_a_merged_model_answers_as_the_adapter_does(parts, dora, tmp_path):
     train(config(parts, name, adapter=adapter, max_steps=6, save_steps=6, learning_rate=1e-2))
     checkpoint = parts / name / "checkpoint-6"
     words = ["model", "merge", "--adapter", str(checkpoint), "--out", str(tmp_path / "merged")]
-    subprocess.run(
-        [sys.executable, "-m", "coordexp", *words],
-        env=environment(),
-        check=True,
-        timeout=100,
-    )
+    zygote.run(["-m", "coordexp", *words], env=environment(), cwd=ROOT, check=True)
     base = Qwen3VLForConditionalGeneration.from_pretrained(parts / "model", dtype=torch.float32)
     adapted = PeftModel.from_pretrained(base, checkpoint).eval()
     merged = Qwen3VLForConditionalGeneration.from_pretrained(tmp_path / "merged", dtype=torch.float32).eval()
@@ -365,9 +349,7 @@ def test_a_damaged_checkpoint_is_refused(parts):
     train(file)
     (parts / "damaged/checkpoint-1/scheduler.pt").unlink()
     config(parts, "damaged", max_steps=2, save_steps=1)
-    done = subprocess.run(
-        command(file, "--resume"), env=environment(), cwd=ROOT, capture_output=True, text=True, timeout=100
-    )
+    done = ran(file, "--resume")
     assert done.returncode == 1
     assert "has no scheduler.pt: a run could not resume from it exactly" in done.stderr
 
@@ -425,7 +407,7 @@ def test_faults_of_the_data_are_told_without_a_traceback(parts, tmp_path, spoil,
     tree = yaml.safe_load(file.read_text())
     tree["custom"]["train_jsonl"] = str(tmp_path / "data/train.jsonl")
     file.write_text(yaml.safe_dump(tree))
-    done = subprocess.run(command(file), env=environment(), cwd=ROOT, capture_output=True, text=True, timeout=100)
+    done = ran(file)
     assert done.returncode == 1
     assert words in done.stderr
     assert "Traceback" not in done.stderr
