@@ -82,14 +82,14 @@ def coco_scores(
     truth = COCO(coco_truth(comparisons))
     unknown = unknown_category_id(categories)
     known = [detection for detection in detections if detection.category_id != unknown]
-    results = [detection.as_dict() for detection in known]
+    entries = [detection.as_dict() for detection in known]
     if kind == "segm":  # with a box, a mask would count as small or large by the area of the box
         records = {image.image_id: image.record for image in comparisons}
-        for detection, result in zip(known, results, strict=True):
+        for detection, entry in zip(known, entries, strict=True):
             record = records[detection.image_id]
-            del result["bbox"]
-            result["segmentation"] = encode_mask(to_shape(detection, record), record.width, record.height)
-    evaluation = COCOeval(truth, truth.load_res(results), kind)
+            del entry["bbox"]
+            entry["segmentation"] = encode_mask(to_shape(detection, record), record.width, record.height)
+    evaluation = COCOeval(truth, truth.load_res(entries), kind)
     evaluation.evaluate()
     evaluation.accumulate()
     evaluation.summary_lines()  # fills the results; `summarize` would also print them

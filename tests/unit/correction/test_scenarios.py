@@ -287,6 +287,18 @@ def test_matched_coordinates_are_supervised_and_the_text_of_the_prefix_is_not(co
     assert [weight == 1 for weight in segment.weights] == [role in supervised_roles for role in segment.roles]
 
 
+@pytest.mark.scenario("R29.C5", on="pure")
+def test_a_token_that_ends_a_description_and_goes_on_behind_it_is_structure():
+    """On the real vocabulary, the bracket, the quote and the comma are one token. It is not masked with desc."""
+    from tests.unit.correction.conftest import Core
+    from tests.vocabularies import table
+
+    core = Core(table("qwen"))
+    *_, segment = core.build("", [TrueObject("cup (red)", CUP.geometry)])
+    assert b')",' in [core.table.pieces[id] for id in segment.ids[segment.roles == Role.tail_structure]]
+    assert "".join(core.tokens(segment, Role.tail_desc)) == "cup (red"
+
+
 @pytest.mark.scenario("R30.S1", on="pure")
 def test_a_supervised_position_outside_the_answer_is_an_error(core):
     parsed, match, _ = core.build(answer(entry("object_1", "red cup", NEAR_CUP)), [CUP])

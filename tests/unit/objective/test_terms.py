@@ -281,6 +281,7 @@ def test_polygons_are_not_used_as_boxes():
     assert run("bbox_geo", random_logits(6), polygon)["ciou"].count.item() == 0
 
 
+@pytest.mark.scenario("R28.C4", on="pure")
 @pytest.mark.parametrize("module", ["token_ce", "coord_reg", "bbox_geo"])
 @pytest.mark.parametrize("seed", [0, 1])
 def test_finite_differences_agree_with_the_gradient_of_every_term(module, seed):
