@@ -65,22 +65,19 @@ def describe_progress(what: str, done: int, total: int, rate: float) -> str:
 
 
 @contextmanager
-def remind(notify: Callable[[str], None], message: str, interval: float = REMIND_EVERY_S) -> Iterator[None]:
-    """Repeat a message, with the seconds that have passed, as long as this context lasts."""
-    with repeat(lambda seconds: notify(f"{message} ({seconds:.0f} s)"), interval):
-        yield
-
-
-@contextmanager
-def repeat(call: Callable[[float], None], interval: float) -> Iterator[None]:
-    """Call with the seconds that have passed, once per interval, as long as this context lasts."""
+def remind(
+    notify: Callable[[str], None], message: str | Callable[[float], str], interval: float = REMIND_EVERY_S
+) -> Iterator[None]:
+    """Repeat a message as long as this context lasts: a text with the seconds that have passed, or what a function
+    makes of them."""
     ended, began = Event(), time.monotonic()
 
-    def work() -> None:
+    def repeat() -> None:
         while not ended.wait(interval):
-            call(time.monotonic() - began)
+            seconds = time.monotonic() - began
+            notify(message(seconds) if callable(message) else f"{message} ({seconds:.0f} s)")
 
-    Thread(target=work, daemon=True).start()
+    Thread(target=repeat, daemon=True).start()
     try:
         yield
     finally:

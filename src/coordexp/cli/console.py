@@ -16,7 +16,7 @@ from rich.text import Text
 from coordexp.errors import ConfigError, Finding, UserError, need_packages
 from coordexp.files import is_free
 from coordexp.logs import FORMAT, LogFormat
-from coordexp.tasks import TELL_EVERY_S, describe_progress, repeat
+from coordexp.tasks import TELL_EVERY_S, describe_progress, remind
 
 COLOURS = {"error": "red", "warning": "yellow", "note": "yellow"}
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
@@ -90,16 +90,18 @@ def bar(message: str, total: int, done: int = 0) -> Iterator[Callable[[], None]]
     Yield a function that advances the bar by one."""
     with Progress(console=err, transient=True, disable=not err.is_terminal) as display:
         task = display.add_task(message, total=total, completed=done)
+        advance = partial(display.advance, task)
+        if err.is_terminal:
+            yield advance
+            return
 
-        def tell(seconds: float) -> None:
-            if not err.is_terminal:
-                now = int(display.tasks[0].completed)
-                err.print(describe_progress(message, now, total, (now - done) / seconds), markup=False)
+        def describe(seconds: float) -> str:
+            now = int(display.tasks[0].completed)
+            return describe_progress(message, now, total, (now - done) / seconds)
 
-        if not err.is_terminal:
-            err.print(message)
-        with repeat(tell, TELL_EVERY_S):
-            yield partial(display.advance, task)
+        err.print(message)
+        with remind(partial(err.print, markup=False), describe, TELL_EVERY_S):
+            yield advance
 
 
 def _ignore(detail: str) -> None:

@@ -204,12 +204,12 @@ def _open(source: ImageSource, number: int) -> "ImageRef":
             return ImageRef(str(source), *read_image_size(Path(source)))
     if isinstance(source, np.ndarray):
         if source.dtype != np.uint8 or source.ndim != 3 or source.shape[2] != 3 or not source.size:
-            problem = f"image {number} is an array of {source.dtype} with the shape {source.shape}"
-            raise UserError(problem, "give RGB as uint8: height x width x 3")
+            wrong = f"image {number} is an array of {source.dtype} with the shape {source.shape}"
+            raise UserError(wrong, "give RGB as uint8: height x width x 3")
         source = Image.fromarray(source)
     if not isinstance(source, Image.Image):
-        problem = f"image {number} is a {type(source).__name__}"
-        raise UserError(problem, "give a path, a Pillow image or an RGB array")
+        wrong = f"image {number} is a {type(source).__name__}"
+        raise UserError(wrong, "give a path, a Pillow image or an RGB array")
     if problem := size_problem(*source.size):
         raise DataError(f"image {number}: {problem}", "cut the image into tiles, or scale it down")
     with explain(
