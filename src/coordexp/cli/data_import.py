@@ -94,9 +94,17 @@ _add_instances_command("lvis", "Import LVIS instances. --images is the folder wi
 
 @app.command("yolo")
 def yolo(
-    labels: LabelsArgument,
-    images: ImagesOption,
+    labels: Annotated[
+        Path, typer.Argument(exists=True, help="The folder of labels, or data.yaml.", show_default=False)
+    ],
     target: OutOption,
+    images: Annotated[
+        Path | None,
+        typer.Option(exists=True, file_okay=False, help="The folder of images, for a folder of labels."),
+    ] = None,
+    split: Annotated[
+        Literal["train", "val", "test"] | None, typer.Option(help="The split of data.yaml. Unset: train.")
+    ] = None,
     names: Annotated[
         Path | None,
         typer.Option(
@@ -112,8 +120,14 @@ def yolo(
 ) -> None:
     """Import YOLO text files: boxes or polygons in units of the image."""
     need("PIL", extra="train")
-    from coordexp.data.importers import ImportCounts, Rules, read_yolo
+    from coordexp.data.importers import ImportCounts, Rules, find_split, read_yolo
 
+    if labels.is_dir() == (images is None) or (images and split):
+        problem = "--images belongs to a folder of labels, and --split to data.yaml"
+        raise UserError(problem, "give LABELS --images FOLDER, or data.yaml --split val")
+    if images is None:
+        names = names or labels
+        labels, images = find_split(labels, split or "train")
     rules = Rules(geometry=geometry, empty=empty, outside=outside, tolerance=tolerance)
     tally = ImportCounts()
     _import(labels, read_yolo(labels, images, names, tally, _size), target, rules, tally)

@@ -1,9 +1,12 @@
 """YOLO text files to records."""
 
 import pytest
+from typer.testing import CliRunner
 
+from coordexp.cli import app
+from coordexp.data import RecordFile
 from coordexp.data.images import read_image_size
-from coordexp.data.importers import ImportCounts, read_yolo
+from coordexp.data.importers import ImportCounts, find_split, read_yolo
 from coordexp.errors import DataError
 from tests.unit.data.sources import count_reasons, list_shapes, write_and_read, write_image
 
@@ -141,3 +144,55 @@ def test_a_photo_on_its_side_has_the_size_that_people_see(folder):
     Image.new("RGB", (64, 48)).save(folder / "images/a.png", exif=turned)
     records, _ = import_files(folder, "0 0.5 0.5 0.5 0.5")
     assert (records[0].width, records[0].height) == (48, 64)
+
+
+@pytest.mark.parametrize(
+    ("images", "content"),
+    [
+        ("images/val", "path: .\nval: images/val"),
+        ("images/val", "val: ./images/val/"),
+        ("images", "val: images"),
+        ("valid/images", "val: ../valid/images"),  # as Roboflow writes it
+        ("valid/images", "val: valid"),
+        ("sets/images/images2/val", "path: sets\nval: images/images2/val"),
+    ],
+)
+def test_the_folders_of_a_split_are_found_as_ultralytics_finds_them(tmp_path, images, content):
+    labels = "labels".join(f"{images}/".rsplit("images/", 1)).rstrip("/") if images.endswith("images") else None
+    labels = labels or images.replace("images/", "labels/", 1)
+    write_image(tmp_path / images / "a.png")
+    (tmp_path / labels).mkdir(parents=True)
+    (tmp_path / labels / "a.txt").write_text("0 0.5 0.5 0.25 0.5\n")
+    file = tmp_path / "data.yaml"
+    file.write_text(f"names: [cat]\ntrain: nowhere\n{content}\n")
+    assert [path.resolve() for path in find_split(file, "val")] == [tmp_path / labels, tmp_path / images]
+    out = tmp_path / "val.jsonl"
+    result = CliRunner().invoke(app, ["data", "import", "yolo", str(file), "--split", "val", "--out", str(out)])
+    assert result.exit_code == 0 and "1 images, 1 objects" in result.output, result.output
+    assert RecordFile(out)[0].objects[0].desc == "cat"
+
+
+@pytest.mark.parametrize(
+    ("content", "problem"),
+    [
+        ("val: images", "train is not a folder of images"),
+        ("train: [a, b]", "train is not a folder of images"),
+        ("train: none", "which is not a folder"),
+        ("- train", "train is not a folder of images"),
+    ],
+)
+def test_a_split_that_is_no_folder_is_named(folder, content, problem):
+    (folder / "data.yaml").write_text(content)
+    with pytest.raises(DataError, match=problem):
+        find_split(folder / "data.yaml", "train")
+
+
+def test_a_folder_of_labels_needs_images_and_data_yaml_does_without(folder):
+    for words in (
+        ["labels"],
+        ["data.yaml", "--images", "images"],
+        ["labels", "--images", "images", "--split", "val"],
+    ):
+        paths = [word if word.startswith("--") or word == "val" else str(folder / word) for word in words]
+        result = CliRunner().invoke(app, ["data", "import", "yolo", *paths, "--out", str(folder / "new.jsonl")])
+        assert result.exit_code == 1 and "--images belongs to" in result.output

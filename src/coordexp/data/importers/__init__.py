@@ -8,13 +8,14 @@ from coordexp.data.importers.labelme import read_labelme
 from coordexp.data.importers.labelstudio import read_labelstudio
 from coordexp.data.importers.shape import write_records
 from coordexp.data.importers.source import ImportCounts, Rules, SourceImage, SourceObject
-from coordexp.data.importers.yolo import read_yolo
+from coordexp.data.importers.yolo import find_split, read_yolo
 
 __all__ = [
     "ImportCounts",
     "Rules",
     "SourceImage",
     "SourceObject",
+    "find_split",
     "read_coco",
     "read_labelme",
     "read_labelstudio",

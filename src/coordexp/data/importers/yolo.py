@@ -48,6 +48,22 @@ def read_yolo(
         yield SourceImage(path, *size, tuple(_read_objects(file, classes, size, counts)))
 
 
+def find_split(file: Path, split: str) -> tuple[Path, Path]:
+    """Return the folders of labels and of images of a split of data.yaml, as Ultralytics finds them: labels are in
+    a folder `labels` in place of the last `images` of the path, or else beside the images."""
+    tree = _read_yaml(file)
+    entry = tree.get(split) if isinstance(tree, dict) else None
+    if not isinstance(entry, str):
+        raise DataError(f"{file}: {split} is not a folder of images", "give the folder of labels and --images")
+    root = file.parent / str(tree.get("path") or "")
+    found = [root / name for name in (entry, entry.removeprefix("../")) if (root / name).is_dir()]
+    if not found:
+        raise DataError(f"{file}: {split} is {root / entry}, which is not a folder", "correct path or " + split)
+    images = found[0] / "images" if (found[0] / "images").is_dir() else found[0]
+    head, separator, tail = f"{images}/".rpartition("/images/")
+    return Path(f"{head}/labels/{tail}" if separator else images), images
+
+
 def _find_names_file(labels: Path) -> Path:
     folders = (labels, labels.parent, labels.parent.parent)
     files = [folder / name for folder in folders for name in _NAMES_FILES if (folder / name).is_file()]
@@ -62,20 +78,23 @@ def _find_names_file(labels: Path) -> Path:
 
 def _read_classes(path: Path) -> dict[int, str]:
     """Return the names by class number. Numbers may have gaps in data.yaml."""
-    kinds = (OSError, ValueError, RecursionError, yaml.YAMLError)  # YAML reads dates and numbers: ValueError
-    is_yaml = path.suffix in (".yaml", ".yml")
-    with explain(kinds, f"{path}: cannot be read", "give data.yaml or classes.txt"):
-        text = read_file(path).decode("utf-8-sig")
-        tree = yaml.safe_load(text) if is_yaml else None
-    if not is_yaml:
-        lines = text.rstrip().split("\n")
+    if path.suffix not in (".yaml", ".yml"):
+        with explain((OSError, ValueError), f"{path}: cannot be read", "give data.yaml or classes.txt"):
+            lines = read_file(path).decode("utf-8-sig").rstrip().split("\n")
         return {k: check_name(line.strip(), f"{path}:{k + 1}") for k, line in enumerate(lines)}
+    tree = _read_yaml(path)
     names: Any = tree.get("names") if isinstance(tree, dict) else None
     if isinstance(names, list):
         names = dict(enumerate(names))
     if not isinstance(names, dict) or not all(_is_number(key) for key in names):
         raise DataError(f"{path}: no names", "write names: [cat, dog], or names: {0: cat, 1: dog}")
     return {int(key): check_name(name, f"{path}: names[{key}]") for key, name in names.items()}
+
+
+def _read_yaml(path: Path) -> Any:
+    kinds = (OSError, ValueError, RecursionError, yaml.YAMLError)  # YAML reads dates and numbers: ValueError
+    with explain(kinds, f"{path}: cannot be read", "give data.yaml or classes.txt"):
+        return yaml.safe_load(read_file(path).decode("utf-8-sig"))
 
 
 def _is_number(key: Any) -> bool:
