@@ -221,10 +221,7 @@ def replay(line: str | bytes, table: VocabularyTable) -> list[str]:
         settings=RolloutMatching.model_validate(dumped["settings"]),
         agreed=None if agreed is None else _read_objects(agreed),
     )
-    result = describe_correction(correction)
-    if "unread" not in dumped["result"]:  # a dump of an earlier release, which did not count these objects
-        del result["unread"]
-    return list(_differences("result", dumped["result"], result))
+    return list(_differences("result", dumped["result"], describe_correction(correction)))
 
 
 def _to_json_values(values: np.ndarray) -> list[Any]:

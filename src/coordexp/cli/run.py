@@ -36,9 +36,8 @@ def verify(
     intact = []
     for checkpoint in newest_first:
         verdict = examine(checkpoint, partial(err.print, markup=False))
-        intact.append(not verdict.fault and verdict.has_manifest)
-        style = "green" if intact[-1] else "red" if verdict.fault else "yellow"
-        out.print(Text(str(verdict), style=style))
+        intact.append(not verdict.fault)
+        out.print(Text(str(verdict), style="green" if intact[-1] else "red"))
     if not intact[0]:
         raise typer.Exit(1)
 

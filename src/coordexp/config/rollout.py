@@ -7,7 +7,7 @@ section with derived values filled in, together with the packing keys of `traini
 from contextlib import suppress
 from ipaddress import ip_address
 from math import gcd
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, Field
@@ -402,11 +402,6 @@ class RolloutMatching(SettingsSection):
     pipeline: Pipeline | None = Field(
         None, description="The declared objective. Required in Stage 2: there is no default."
     )
-
-    def unless_default(self, name: str) -> Any:
-        """Return the plain value of a setting, or None if it has its default."""
-        value, default = getattr(self, name), type(self).model_fields[name].get_default(call_default_factory=True)
-        return None if value == default else self.model_dump(mode="json", include={name})[name]
 
     @property
     def effective_decode_mode(self) -> DecodeMode:

@@ -297,9 +297,9 @@ def _show_trace(trained: Mapping[str, Any], strip: Strip) -> dict[str, Any]:
 
 
 def count_invalid(result: Mapping[str, Any]) -> int:
-    """Return how many objects of the answer are not used: those with a reason, and those in text that is not read.
-    Dumps of earlier releases do not count the latter."""
-    return sum(obj["reason"] is not None for obj in result["objects"]) + int(result.get("unread", 0))
+    """Return how many objects of the answer are not used: those with a reason, and those in text that is not
+    read."""
+    return sum(obj["reason"] is not None for obj in result["objects"]) + int(result["unread"])
 
 
 def list_facts(dump: Mapping[str, Any]) -> list[list[str]]:

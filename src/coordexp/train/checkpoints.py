@@ -29,9 +29,6 @@ from coordexp.files import FULL, free_space, sync, sync_folder, write_json, writ
 MANIFEST = "manifest.json"
 UNFINISHED = f"was not written to its end: it has no {MANIFEST}"
 FORMAT = 1
-NEEDED = ("optimizer*", "scheduler.pt", "trainer_state.json")  # for an exact resume, besides the streams
-# Set in stream_N.json by releases that write manifests: a checkpoint with this key and no manifest is unfinished.
-ANNOUNCED = "manifest_follows"
 LOCK = "run.lock"
 _NAME = re.compile(r"checkpoint-(\d+)")
 _BLOCK = 1 << 22
@@ -49,15 +46,12 @@ class Verdict:
 
     checkpoint: Path
     fault: str = ""
-    has_manifest: bool = True
     files: int = 0
     size: int = 0
 
     def __str__(self) -> str:
         if self.fault:
             return f"{self.checkpoint.name} {self.fault}"
-        if not self.has_manifest:
-            return f"{self.checkpoint.name} has no {MANIFEST}, as in earlier versions: its files were not verified"
         return f"{self.checkpoint.name} is intact: {self.files} files, {self.size / 1e9:.3f} GB"
 
 
@@ -135,7 +129,7 @@ def newest_intact(folder: Path, notify: Notify) -> Path | None:
             continue
         for other in faulty:
             notify(f"warning: {other}; it is left unchanged until the run saves that step again")
-        if faulty or not verdict.has_manifest:
+        if faulty:
             notify(f"note: {verdict}")
         return checkpoint
     is_ours = (folder / "run.json").is_file()  # checkpoints of other programs have no manifests either
@@ -161,7 +155,7 @@ def examine(checkpoint: Path, notify: Notify) -> Verdict:
 def _examine(checkpoint: Path, notify: Notify) -> Verdict:
     path = checkpoint / MANIFEST
     if not path.is_file():
-        return Verdict(checkpoint, _fault_without_manifest(checkpoint), has_manifest=False)
+        return Verdict(checkpoint, UNFINISHED)
     try:
         listed = {
             str(name): (int(file["size"]), str(file["sha256"])) for name, file in _read_manifest(path).items()
@@ -184,7 +178,7 @@ def _examine(checkpoint: Path, notify: Notify) -> Verdict:
 
 def is_finished(checkpoint: Path) -> bool:
     """Return True if the checkpoint was written to its end. The contents of its files are not checked."""
-    return (checkpoint / MANIFEST).is_file() or not _fault_of_streams(checkpoint)
+    return (checkpoint / MANIFEST).is_file()
 
 
 @contextmanager
@@ -317,28 +311,6 @@ def _read_manifest(manifest: Path) -> dict[str, Any]:
     if content["format"] != FORMAT:
         raise ValueError(f"format {content['format']}, and this version reads {FORMAT}")
     return dict(content["files"])
-
-
-def _fault_without_manifest(checkpoint: Path) -> str:
-    """Return what is wrong with a checkpoint of an earlier version, judged by the names of its files."""
-    missing = [name for name in NEEDED if not any(checkpoint.glob(name))]
-    return _fault_of_streams(checkpoint) or (_fault_of_missing(missing) if missing else "")
-
-
-def _fault_of_streams(checkpoint: Path) -> str:
-    """Return what is wrong with the stream states. Each rank writes its own after its other files; only the
-    manifest is written later."""
-    first = checkpoint / "stream_0.json"
-    if not first.is_file():
-        return UNFINISHED
-    try:
-        state = json.loads(first.read_text(encoding="utf-8"))
-        ranks = int(state["order"]["ranks"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        return f"is damaged: {first} cannot be read ({type(error).__name__}: {error})"
-    if state.get(ANNOUNCED) or not all((checkpoint / f"stream_{rank}.json").is_file() for rank in range(ranks)):
-        return UNFINISHED
-    return ""
 
 
 def _fault_of_missing(names: list[str]) -> str:

@@ -60,6 +60,7 @@ from coordexp.train.trainer import Evaluation, RowTrainer
 EXACT = 1000  # side of the mask IoU canvas on which every box is exact
 METRICS = "metrics.jsonl"
 FIRST_RECORDS = 10  # of each data set, whose kind is checked at the start of a run
+REQUESTS = {"class_prompt", "expression_prompt", "class_requests", "negatives", "object_order"}  # of `custom`
 MEASURED = 1000  # records whose objects are measured at the start of a run
 
 
@@ -429,12 +430,6 @@ def _make_stream(
     )
 
 
-def _describe_requests(custom: Custom) -> dict[str, Any]:
-    """Return the settings of requests that differ from the defaults, which are what earlier releases did."""
-    names = {"class_prompt", "expression_prompt", "class_requests", "negatives", "object_order"}
-    return custom.model_dump(mode="json", include=names, exclude_defaults=True)
-
-
 def _describe_prompts(custom: Custom) -> dict[str, Any]:
     """Return the prompts of data sets that have their own, by the number of the set."""
     names = {"prompt", "class_prompt", "expression_prompt"}
@@ -449,23 +444,20 @@ def _identity(settings: Settings, records: Records) -> dict[str, Any]:
         "prompt": settings.custom.prompt,
         "object_field_order": settings.custom.object_field_order,
         "channels": sorted(settings.channels),
-        # Checkpoints of earlier releases lack these keys, which counts as None.
-        "answer_format": "native" if settings.custom.answer_format == "native" else None,
+        "answer_format": settings.custom.answer_format,
         "model.max_pixels": settings.model.max_pixels,
         "model.min_pixels": settings.model.min_pixels,
-        "requests": _describe_requests(settings.custom) or None,
-        "model.freeze": sorted(settings.model.freeze) or None,
-        "prompts": _describe_prompts(settings.custom) or None,
+        "requests": settings.custom.model_dump(mode="json", include=REQUESTS),
+        "model.freeze": sorted(settings.model.freeze),
+        "prompts": _describe_prompts(settings.custom),
     }
     if "B" in settings.channels:
         rollout = settings.rollout_matching.model_dump(mode="json")
-        decoding = ("max_new_tokens", "decoding", "decode_mode", "num_beams", "repeat_terminate")
+        names = ("max_new_tokens", "decoding", "decode_mode", "num_beams", "repeat_terminate")
+        names += ("rollouts_per_sample", "noise", *CORRECTION_SETTINGS)
         identity |= {"training.seed": settings.training.seed, "stage2.b_ratio": settings.stage2.b_ratio}
-        identity["stage2.max_staleness"] = settings.stage2.max_staleness or None
-        identity |= {f"rollout_matching.{name}": rollout[name] for name in (*CORRECTION_SETTINGS, *decoding)}
-        for name in ("correction", "rollouts_per_sample", "choice", "noise"):
-            # A default is stored as None, because checkpoints of earlier releases lack the key.
-            identity[f"rollout_matching.{name}"] = settings.rollout_matching.unless_default(name)
+        identity["stage2.max_staleness"] = settings.stage2.max_staleness
+        identity |= {f"rollout_matching.{name}": rollout[name] for name in names}
     return identity
 
 

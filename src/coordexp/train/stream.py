@@ -24,14 +24,13 @@ from coordexp.correction import Segment
 from coordexp.errors import DataError, explain
 from coordexp.files import write_whole
 from coordexp.pack import CarryBuffer, Example, ExampleId, PackingError
-from coordexp.train.checkpoints import ANNOUNCED
 from coordexp.train.encode import StepPlan
 from coordexp.train.metrics import StepMetrics
 from coordexp.train.mixture import Mixture
 
 # The carry buffer in a checkpoint: one safetensors file with one array per token-wise field of `Segment`, all
 # waiting segments joined end to end.
-FORMAT = 4  # format 1 had no number in its file, and no ids; 1 and 2 had no unlikely tokens; 1 to 3 no data sets
+FORMAT = 1
 _STREAMS = tuple(field.name for field in fields(Segment) if field.name != "prompt_length")
 _PER_SEGMENT = ("lengths", "prompt_lengths", "arrived")
 RECENT = 0.9  # the weight of an earlier micro-batch, in the mean length, against the one after it
@@ -117,7 +116,6 @@ class SampleOrder:
         """Return the facts that must be the same after a resume."""
         mixture = self._mixture
         stages = [[stage.samples, len(stage.records)] for stage in self._stages]
-        # Checkpoints of earlier releases lack the key `sets`, which counts as None.
         sets = [list(pair) for pair in zip(mixture.shares, mixture.sizes, strict=True)] if mixture else None
         own = {name: getattr(self, name) for name in ("records", "rank", "ranks", "seed", "shuffled")}
         return own | {"stages": stages, "sets": sets}
@@ -277,7 +275,7 @@ class RowStream:
             "order": self.order.describe(),
             **self._identity,
         }
-        write_whole(_state_file(folder, rank), json.dumps(state | {ANNOUNCED: True}) + "\n")
+        write_whole(_state_file(folder, rank), json.dumps(state) + "\n")
 
     def load(self, folder: Path) -> None:
         """Continue from a checkpoint. Raise DataError if it does not fit this run."""
@@ -290,9 +288,8 @@ class RowStream:
         self._check(file, state, self.order.describe() | self._identity)
         self._restore_order(self.order, state)
         self.taken, self.rows = state["taken"], state["rows"]
-        # Checkpoints of earlier releases have nothing planned, and no lengths.
-        self._planned = deque(state.get("planned", ()))
-        self._recent_samples, self._recent_tokens = state.get("recent", (0.0, 0.0))
+        self._planned = deque(state["planned"])
+        self._recent_samples, self._recent_tokens = state["recent"]
         if self.buffer is not None:
             self.buffer.restore(*read_buffer(_buffer_file(folder, self.order.rank)))
 
@@ -413,23 +410,15 @@ def _read_state(folder: Path, rank: int) -> dict[str, Any]:
 def _read(path: Path) -> tuple[dict[str, NDArray[Any]], int, list[Any]]:
     with safe_open(path, framework="numpy") as file:
         metadata = file.metadata()
-        file_format = int(metadata.get("format", "1"))
-        if file_format > FORMAT:
-            raise ValueError(f"it has format {file_format}, and this version reads up to {FORMAT}")
-        saved = [name for name in (*_PER_SEGMENT, *_STREAMS) if file_format >= 3 or name != "unlikely"]
-        arrays = {name: file.get_tensor(name) for name in saved}
-    if file_format < 3:
-        arrays["unlikely"] = np.full(len(arrays["ids"]), -1, dtype=np.int64)
+        if metadata.get("format") != str(FORMAT):
+            raise ValueError(f"it has format {metadata.get('format')}, and this version reads {FORMAT}")
+        arrays = {name: file.get_tensor(name) for name in (*_PER_SEGMENT, *_STREAMS)}
     rows, sources = int(metadata["rows"]), json.loads(metadata["sources"])
     total = int(arrays["lengths"].sum())
     if any(len(arrays[name]) != len(sources) for name in _PER_SEGMENT) or any(
         len(arrays[name]) != total for name in _STREAMS
     ):
         raise ValueError("its streams have different lengths")
-    if file_format == 1:  # it has the name of a dump in the place of the id
-        sources = [[*source[:-1], None] for source in sources]
-    if file_format < 4:
-        sources = [[*source, 0] for source in sources]
     if any(len(source) != len(_SOURCE) for source in sources):
         raise ValueError(f"its sources are not {', '.join(_SOURCE)}")
     return arrays, rows, sources

@@ -18,7 +18,6 @@ from coordexp.errors import DataError, UserError
 from coordexp.train import checkpoints
 from coordexp.train.callbacks import cut_metrics, say
 from coordexp.train.checkpoints import (
-    ANNOUNCED,
     MANIFEST,
     SaveError,
     choose_checkpoint,
@@ -42,17 +41,15 @@ def silent(message: str) -> None:
     """Drop messages that other tests check."""
 
 
-def saved(run: Path, step: int, manifest: bool = True) -> Path:
-    """Write a checkpoint as a run does, or without a manifest, as earlier versions did."""
+def saved(run: Path, step: int) -> Path:
+    """Write a checkpoint as a run does."""
     folder = run / f"checkpoint-{step}"
     for name in FILES:
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_bytes(f"{name} of step {step}".encode() * 50)
-    state = {"order": {"ranks": 1}} | ({ANNOUNCED: True} if manifest else {})
-    (folder / "stream_0.json").write_text(json.dumps(state))
-    if manifest:
-        sync_checkpoint(folder)
-        write_manifest(folder, silent)
+    (folder / "stream_0.json").write_text(json.dumps({"order": {"ranks": 1}}))
+    sync_checkpoint(folder)
+    write_manifest(folder, silent)
     return folder
 
 
@@ -159,12 +156,6 @@ def test_names_that_are_no_number_are_skipped_and_numbers_are_compared_as_such(t
         (tmp_path / name).mkdir()
     (tmp_path / "checkpoint-13").write_text("a file")
     assert choose_checkpoint(tmp_path, True, say) == tmp_path / "checkpoint-10"
-
-
-def test_a_checkpoint_of_an_earlier_version_is_taken_with_a_note(tmp_path, capsys):
-    saved(tmp_path, 4, manifest=False)
-    assert choose_checkpoint(tmp_path, True, say) == tmp_path / "checkpoint-4"
-    assert "note: checkpoint-4 has no manifest.json, as in earlier versions" in capsys.readouterr().err
 
 
 def test_a_new_run_does_not_take_a_folder_with_a_finished_checkpoint_and_reads_none(tmp_path, monkeypatch):
@@ -289,7 +280,7 @@ def run_verify(folder: Path):
 def test_verify_says_one_line_a_checkpoint_and_exits_by_the_newest(tmp_path):
     for step in (4, 8, 12):
         saved(tmp_path, step)
-    saved(tmp_path, 2, manifest=False)
+    (saved(tmp_path, 2) / MANIFEST).unlink()
     flip(tmp_path / "checkpoint-4/model.safetensors")
     result = run_verify(tmp_path)
     assert result.exit_code == 0
@@ -297,7 +288,7 @@ def test_verify_says_one_line_a_checkpoint_and_exits_by_the_newest(tmp_path):
         "checkpoint-12 is intact",
         "checkpoint-8 is intact",
         "checkpoint-4 is damaged",
-        "checkpoint-2 has no manifest.json, as in earlier versions",
+        "checkpoint-2 was not written to its end",
     ]
     assert f"{tmp_path}/checkpoint-4/model.safetensors differs from what was saved" in result.stdout
     (tmp_path / "checkpoint-12" / MANIFEST).unlink()

@@ -10,18 +10,12 @@ from coordexp.train.folder import fingerprint
 from tests.unit.config.trees import load, stage2
 
 RECORD = '{"image": "1.png", "width": 8, "height": 8, "space": "pixel", "objects": []}'
-LATER = ("correction", "rollouts_per_sample", "choice", "noise")
 
 
 def identity(monkeypatch, **changes):
     monkeypatch.setattr(run, "fingerprint", lambda records: {"sha256": "same"})
     settings = load(stage2(**{f"rollout_matching__{name}": value for name, value in changes.items()})).settings
     return run._identity(settings, SimpleNamespace())
-
-
-def test_defaults_of_later_releases_are_none_as_in_a_checkpoint_without_them(monkeypatch):
-    usual = identity(monkeypatch)
-    assert all(usual[f"rollout_matching.{name}"] is None for name in LATER)
 
 
 @pytest.mark.parametrize(
@@ -45,7 +39,7 @@ def test_another_limit_on_the_pixels_of_an_image_is_another_run(monkeypatch, nam
         run._identity(load(stage2(**changes)).settings, SimpleNamespace())
         for changes in ({}, {f"model__{name}": 65536})
     )
-    assert usual[f"model.{name}"] is None  # as in a checkpoint of an earlier release
+    assert usual[f"model.{name}"] is None
     assert limited == usual | {f"model.{name}": 65536}
 
 
