@@ -3,8 +3,7 @@ closes. Imports no torch, so that the port can be reserved before slow imports.
 
 uvicorn by itself waits for a header and for a body as long as a client likes. Here a connection is closed when it
 has not sent a whole header within `HEADER` seconds and `MOST_HEADER` bytes, or when for `BODY` seconds it has sent
-no byte of a body or read no byte of a response. The time to answer a request and the length of a session are not
-limited.
+no byte of a body or read no byte of a response. An answer or a session may take as long as it needs.
 """
 
 import asyncio

@@ -58,9 +58,8 @@ class ServedEngine:
         return bool(self.vllm.errored) or has_ended(self.vllm.engine_core)
 
     async def ready(self) -> None:
-        """Return once all workers are ready, and have made one answer, and two at a time. vLLM compiles functions
-        of sampling and of log-probabilities at their first use, for up to minutes in which no worker replies to a
-        ping."""
+        """Return once all workers are ready and have made answers, one and then two at a time. vLLM compiles
+        functions at their first use, and meanwhile no worker replies to a ping."""
         await self._call_workers("coordexp_is_ready")
         prompt = await self.render({"prompt_token_ids": [0]})
         for replica in range(self.setup.replicas):
@@ -81,8 +80,7 @@ class ServedEngine:
         return rendered
 
     async def answer(self, prompt: Any, sampling: dict[str, Any], id: str, replica: int | None = None) -> Any:
-        """Return vLLM's output for a rendered prompt, once it is complete. vLLM chooses the replica if none is
-        given."""
+        """Return vLLM's output for a rendered prompt, once it is complete, from this replica or from any."""
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
