@@ -121,7 +121,7 @@ def to_shape(result: Detection | CocoResult, record: Record) -> Shape:
             return Shape("bbox_2d", (x, y, x + width, y + height))
         case [ring]:
             return Shape("poly", tuple(ring))
-        case list() as rings:
+        case list() | tuple() as rings:
             parts = rle.frPyObjects(rings, record.height, record.width)
             return Shape("poly", corners, dict(rle.merge(parts)))
         case mask:
