@@ -122,7 +122,7 @@ def to_shape(result: Detection | CocoResult, record: Record) -> Shape:
         case [ring]:
             return Shape("poly", tuple(ring))
         case list() | tuple() as rings:
-            parts = rle.frPyObjects(rings, record.height, record.width)
+            parts = rle.frPyObjects([list(ring) for ring in rings], record.height, record.width)
             return Shape("poly", corners, dict(rle.merge(parts)))
         case mask:
             return Shape("poly", corners, to_run_lengths(mask, record))
