@@ -164,12 +164,8 @@ class Wandb(WandbCallback):
         with explain(self._wandb.Error, "training.report_to: wandb", fix, to=UserError):
             if is_first and state.global_step and file.is_file() and "WANDB_RUN_ID" not in os.environ:
                 project = os.environ.get("WANDB_PROJECT", "huggingface")  # as in transformers
-                self._wandb.init(
-                    project=project,
-                    name=args.run_name,
-                    id=file.read_text(encoding="utf-8").strip(),
-                    resume="allow",
-                )
+                run_id = file.read_text(encoding="utf-8").strip()
+                self._wandb.init(project=project, name=args.run_name, id=run_id, resume="allow")
             begin()
         if is_first:
             write = functools.partial(write_whole, file, f"{self._wandb.run.id}\n")
