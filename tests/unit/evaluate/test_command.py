@@ -170,7 +170,7 @@ def test_without_its_packages_the_command_says_what_to_install(folder, monkeypat
     import importlib.util
 
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    assert "pip install 'coordexp[evaluate]'" in refusal(folder)
+    assert "pip install '.[evaluate]'" in refusal(folder)
 
 
 @pytest.mark.parametrize(

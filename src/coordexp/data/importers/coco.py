@@ -244,7 +244,7 @@ def _read_box(value: Any, where: str, counts: ImportCounts) -> Box | None:
         return None
     coords = read_numbers(value)
     if coords is None or len(coords) != 4:
-        counts.add("dropped", "bbox that is not four numbers", where)
+        counts.add("changed", "bbox that is not four numbers: it is ignored", where)
         return None
     x, y, width, height = coords
     return x, y, x + width, y + height
