@@ -52,7 +52,7 @@ READ_AT_IMPORT = (
     "HOME",
     "LD_",
 )
-SET_PARENT_DEATH_SIGNAL, SET_NAME, SET_CHILD_SUBREAPER = 1, 15, 36  # options of prctl, see linux/prctl.h
+SET_NAME, SET_CHILD_SUBREAPER = 15, 36  # options of prctl, see linux/prctl.h
 IMPORTED = (
     "coordexp.cli", "coordexp.demo.model", "coordexp.detect.answering", "coordexp.evaluate", "coordexp.pages",
     "coordexp.rollout.hugging_face", "coordexp.train.callbacks", "coordexp.train.run", "peft",
@@ -124,9 +124,10 @@ def start(
     differs -= {"OMP_NUM_THREADS"} if env.get("OMP_NUM_THREADS") == "1" else set()
     cold = cold or COLD in os.environ or any(name.startswith(READ_AT_IMPORT) for name in differs)
     request = {"words": list(words), "cwd": str(cwd), "env": dict(env), "cold": cold}
-    connection = socket.socket(socket.AF_UNIX)
     with _starting:
-        connection.connect(_zygote(importing=not cold))
+        path = _zygote(importing=not cold)
+    connection = socket.socket(socket.AF_UNIX)
+    connection.connect(path)
     content = json.dumps(request).encode()
     descriptors = array.array("i", [stdout, stderr])
     connection.sendmsg([b"%20d" % len(content)], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, descriptors)])
@@ -184,7 +185,7 @@ def _zygote(importing: bool) -> str:
     path = f"{folder}/socket"
     words = [sys.executable, "-m", "tests.zygote", path, *(IMPORTED if importing else ())]
     env = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, [str(Path(__file__).parents[1]), *sys.path]))}
-    process = subprocess.Popen(words, env=env | {"OMP_NUM_THREADS": "1"}, stdin=subprocess.DEVNULL)
+    process = subprocess.Popen(words, env=env | {"OMP_NUM_THREADS": "1"}, stdin=subprocess.PIPE)
     atexit.register(process.kill)
     until = time.monotonic() + 170
     while not Path(path).exists():
@@ -203,7 +204,6 @@ def _lives(process: psutil.Process) -> bool:
 
 
 def main(path: str, modules: Sequence[str]) -> NoReturn:
-    prctl(SET_PARENT_DEATH_SIGNAL, signal.SIGKILL)
     paths = list(sys.path)
     for module in modules:
         importlib.import_module(module)
@@ -217,17 +217,17 @@ def main(path: str, modules: Sequence[str]) -> NoReturn:
     listener.bind(f"{path}.new")
     listener.listen(64)
     Path(f"{path}.new").rename(path)
-    while True:
+    while sys.stdin not in select.select([listener, sys.stdin], [], [])[0]:  # the tests have ended: it is closed
         connection, _ = listener.accept()
         if os.fork() == 0:
             listener.close()
             _keep(connection, paths)
         connection.close()
+    sys.exit()
 
 
 def _keep(connection: socket.socket, paths: list[str]) -> NoReturn:
     """Start the program that is asked for, say how it ended, and end what is left when the connection closes."""
-    prctl(SET_PARENT_DEATH_SIGNAL, 0)
     prctl(SET_CHILD_SUBREAPER, 1)
     os.setsid()
     signal.signal(signal.SIGCHLD, lambda *_: None)
