@@ -10,10 +10,10 @@ import time
 import uuid
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from PIL import Image
 from pydantic import ValidationError
@@ -41,16 +41,16 @@ from coordexp.servers.protocol import (
     TokenLogprob,
     bad_request,
 )
+from coordexp.tasks import Task
 from coordexp.vocab import VocabularyTable
 
 # The most pixels of all images, of all calls, that are being decoded or cut into patches. Each pixel of an image
 # that is scaled down takes 10 to 16 bytes in the process: in the file's own mode, as RGB, in the array and in the
 # tensor. Patches stay until the answer is complete; the context length and `most_at_once` limit their number.
 PIXELS_AT_ONCE = MOST_PIXELS
-READERS = 32  # images that are read at once; storage that hangs blocks each of them for as long as it likes
+READERS = 32  # image files that are read at once, and those that may be late: storage can hang for any time
 READ = 60.0  # seconds for the header of an image, and again for its pixels
 BLOCK = 2**26  # bytes that Pillow allocates at once; the allocator would keep smaller blocks after they are freed
-T = TypeVar("T")
 Item = InferItem | dict[str, Any]  # an answer, or the JSON of a refusal
 log = logging.getLogger(__name__)
 
@@ -82,7 +82,7 @@ class AllowedImages:
 
     def _locate(self, source: str) -> tuple[Path | bytes, str]:
         """Return the path or the bytes of an image, and a name for messages."""
-        if source.startswith("data:") or not _is_path(source):
+        if not _is_path(source):
             return _decode_base64(source), "the base64 image"
         if "://" in source:
             raise bad_request(f"{source[:80]}: images are not fetched from elsewhere", "send a path, or base64")
@@ -107,10 +107,6 @@ class RequestImage:
     width: int
     height: int
 
-    @property
-    def pixels(self) -> int:
-        return self.width * self.height
-
     def decode(self) -> Image.Image:
         """Return the upright image. Raise DataError or a Refusal if it cannot be decoded or has another size than
         its header says."""
@@ -126,7 +122,8 @@ class RequestImage:
 def _is_path(source: str) -> bool:
     """Return True if the source is a path or a URL, not base64. Base64 has no dot, and a JPEG in base64 begins
     with `/9j/`."""
-    return "." in source or "://" in source or (source.startswith("/") and not source.startswith("/9j/"))
+    may_be = "." in source or "://" in source or (source.startswith("/") and not source.startswith("/9j/"))
+    return may_be and not source.startswith("data:")
 
 
 def _decode_base64(source: str) -> bytes:
@@ -232,24 +229,22 @@ class Answering:
         self.guard, self.images = guard, images
         self.pattern = key_pattern_for(guard, table)
         self.unguarded = RepeatTerminate()
-        self._slots = asyncio.Semaphore(2 * most_at_once)  # further requests are not read yet
+        self._slots = asyncio.Semaphore(2 * most_at_once)  # further images are not cut into patches yet
         self._pixels = PixelBudget(PIXELS_AT_ONCE)
-        self._readers = ThreadPoolExecutor(READERS)  # other work does not wait for images
+        self._readers = asyncio.Semaphore(READERS)
+        self._late: list[Task[Any]] = []  # threads that still wait for an image whose request has failed
         Image.core.set_block_size(BLOCK)  # type: ignore[attr-defined]
 
     async def answer(self, body: Any, config: RequestConfig, version: str) -> tuple[Item, int]:
         """Return the item that answers this request, which may be an error, and the number of generated tokens."""
-        async with self._slots:
-            return await self._answer(body, config, version)
-
-    async def _answer(self, body: Any, config: RequestConfig, version: str) -> tuple[Item, int]:
         try:
             request = InferRequest.model_validate(body)
             fields = request.learner_fields
-            prompt = await self._render(request)
             guard = self.guard if fields.guard else self.unguarded
             seed = fields.seed if fields.seed is not None else config.seed
-            output = await self.engine.answer(prompt, self._sampling(config, guard, seed), uuid.uuid4().hex)
+            async with AsyncExitStack() as slot:
+                prompt = await self._render(request, slot)
+                output = await self.engine.answer(prompt, self._sampling(config, guard, seed), uuid.uuid4().hex)
         except ValidationError as error:
             problems = (f"{'.'.join(map(str, detail['loc']))}: {detail['msg']}" for detail in error.errors()[:3])
             return bad_request("; ".join(problems), "see the contract in docs/operations.md").to_json(), 0
@@ -265,25 +260,28 @@ class Answering:
         tokens = sum(len(answer.token_ids) for answer in output.outputs)
         return self._item(output, config, guard, version), tokens
 
-    async def _render(self, request: InferRequest) -> Any:
-        """Return the prompt in the engine's form. Its image is decoded when there are free pixels for it, and is
-        freed once it has been cut into patches."""
-        text, image = await self._run_reader(lambda: self._read(request), next(iter(request.images), "the image"))
-        if image is None:
-            return await self.engine.render({"prompt": text})
-        share = await self._pixels.acquire(image.pixels)
-        work = asyncio.ensure_future(self._render_image(text, image))
-        work.add_done_callback(lambda _: self._pixels.release(share))
-        # If the request is cancelled, its pixels count until the thread has ended, or is late.
-        return await asyncio.shield(work)
-
-    def _read(self, request: InferRequest) -> tuple[str, RequestImage | None]:
-        """Return the text of the prompt, and its image. Raise a Refusal if the image cannot be used."""
-        conversation, sources = split_request(request)
-        text = chat_text(self.processor, conversation)
+    async def _render(self, request: InferRequest, slot: AsyncExitStack) -> Any:
+        """Return the prompt in the engine's form, and take a slot. Its image is decoded when there are free pixels
+        for it, and is freed once it has been cut into patches. No slot is held while storage is waited for."""
+        conversation, sources = await asyncio.to_thread(split_request, request)
+        text = await asyncio.to_thread(chat_text, self.processor, conversation)
         if not sources:
-            return text, None
-        image = self.images.open(sources[0], request.learner_fields.size)
+            await slot.enter_async_context(self._slots)
+            return await self.engine.render({"prompt": text})
+        image = await self._open(sources[0], request.learner_fields.size)
+        share = await self._pixels.acquire(image.width * image.height)
+        work = asyncio.ensure_future(self._read(sources[0], image.decode))
+        try:
+            pixels = {"image": await asyncio.shield(work)}
+            await slot.enter_async_context(self._slots)
+            work = asyncio.ensure_future(self.engine.render({"prompt": text, "multi_modal_data": pixels}))
+            return await asyncio.shield(work)
+        finally:
+            # If the request is cancelled, its pixels count until the thread has ended, or is late.
+            work.add_done_callback(lambda _: self._pixels.release(share))
+
+    async def _open(self, source: str, size: tuple[int, int] | None) -> RequestImage:
+        image: RequestImage = await asyncio.shield(self._read(source, lambda: self.images.open(source, size)))
         tokens = image_tokens(self.processor, image.width, image.height, image.name)
         if tokens >= self.engine.max_model_len:
             raise bad_request(
@@ -291,21 +289,31 @@ class Answering:
                 f"together may have {self.engine.max_model_len}",
                 "send a smaller image, or start the server with a longer global_max_length",
             )
-        return text, image
+        return image
 
-    async def _run_reader(self, work: Callable[[], T], name: str) -> T:
-        """Return the result of work that reads an image. Raise a Refusal if it takes too long. Its thread goes on,
-        because it cannot be interrupted."""
-        reading = asyncio.get_running_loop().run_in_executor(self._readers, work)
-        try:
-            return await asyncio.wait_for(reading, READ)
-        except TimeoutError:
-            problem = f"{name[:MOST_QUOTED]}: not read within {READ:.0f} s"
-            raise Refusal(500, ENGINE_FAULT, problem, "check the storage that the image is on") from None
+    async def _read(self, source: str, work: Callable[[], Any]) -> Any:
+        """Return the result of work that reads an image. Raise a Refusal if its storage hangs, which cannot be
+        interrupted. Shield this call, so that its thread counts until it has ended, or is late."""
+        if not _is_path(source):
+            return await asyncio.to_thread(work)
+        loop = asyncio.get_running_loop()
+        ended = loop.create_future()
 
-    async def _render_image(self, text: str, image: RequestImage) -> Any:
-        pixels = await self._run_reader(image.decode, image.name)
-        return await self.engine.render({"prompt": text, "multi_modal_data": {"image": pixels}})
+        def run() -> Any:
+            try:
+                return work()
+            finally:
+                loop.call_soon_threadsafe(ended.set_result, None)
+
+        async with self._readers:
+            self._late = [reader for reader in self._late if not reader.done.is_set()]
+            if len(self._late) < READERS:
+                reader = Task(run)
+                if (await asyncio.wait({ended}, timeout=READ))[0]:
+                    return reader.result()
+                self._late.append(reader)
+        problem = f"{source[:MOST_QUOTED]}: not read, because {len(self._late)} images wait for storage that hangs"
+        raise Refusal(500, ENGINE_FAULT, problem, "check the storage that the image is on")
 
     def _sampling(self, config: RequestConfig, guard: RepeatTerminate, seed: int | None) -> dict[str, Any]:
         if config.stream:
@@ -345,12 +353,10 @@ class Answering:
             },
             prompt_token_ids=list(output.prompt_token_ids) if config.return_details else None,
         )
-        ended = [self._is_ended_by_guard(answer.token_ids, guard) for answer in output.outputs]
-        infos = RolloutInfos(weight_version=version, ended_by_guard=ended)
+        end = self.table.end_of_turn
+        reasons = [cut_at_end(answer.token_ids, end, guard, self.pattern)[1] for answer in output.outputs]
+        infos = RolloutInfos(weight_version=version, ended_by_guard=[reason == "repeat" for reason in reasons])
         return InferItem(response=response, rollout_infos=infos)
-
-    def _is_ended_by_guard(self, ids: Sequence[int], guard: RepeatTerminate) -> bool:
-        return cut_at_end(ids, self.table.end_of_turn, guard, self.pattern)[1] == "repeat"
 
 
 def _choice(index: int, answer: Any, config: RequestConfig) -> Choice:

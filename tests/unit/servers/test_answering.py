@@ -2,6 +2,7 @@
 The engine is a fake."""
 
 import asyncio
+import base64
 import json
 import math
 import os
@@ -125,10 +126,10 @@ class FakeEngine:
     async def render(self, prompt: dict[str, Any]) -> Any:
         self.rendered += 1
         await self.gate.wait()
-        return {"type": "multimodal"}
+        return {"type": "multimodal" if "multi_modal_data" in prompt else "text"}
 
     async def answer(self, prompt: Any, sampling: dict[str, Any], id: str) -> Any:
-        assert prompt == {"type": "multimodal"}
+        assert prompt in ({"type": "multimodal"}, {"type": "text"})
         logprobs = [{7: SimpleNamespace(logprob=self.logprob)}]
         answer = SimpleNamespace(
             token_ids=[7], text="x", finish_reason="stop", weight_versions=None, logprobs=logprobs
@@ -189,7 +190,7 @@ def test_the_pixels_of_a_client_that_disconnects_count_until_they_are_freed(tmp_
     run(work)
 
 
-@pytest.mark.timeout(60)
+@pytest.mark.timeout(120)
 @pytest.mark.parametrize("hanging", ["open", "decode"])
 def test_images_on_storage_that_hangs_fail_by_name_and_hold_up_nothing_else(tmp_path, monkeypatch, hanging):
     """Storage that hangs is a fake here. Nothing can interrupt a thread that waits for it."""
@@ -200,34 +201,91 @@ def test_images_on_storage_that_hangs_fail_by_name_and_hold_up_nothing_else(tmp_
 
         def wait(self: Any, *arguments: Any) -> Any:
             if "-9." in str((vars(self), arguments)):
-                mends.wait(40)
+                mends.wait(100)
             return original(self, *arguments)
 
         monkeypatch.setattr(kind, method, wait)
 
     wait_in(*((AllowedImages, "open") if hanging == "open" else (RequestImage, "decode")))
-    monkeypatch.setattr(answering_module, "READ", 4.0)
+    monkeypatch.setattr(answering_module, "READ", 6.0)
+    monkeypatch.setattr(answering_module, "READERS", 8)
 
     async def work() -> None:
-        server, began = answering(FakeEngine(), tmp_path, most_at_once=20), time.monotonic()
+        server = answering(FakeEngine(), tmp_path, most_at_once=1)
 
-        def ask(size: tuple[int, int]) -> Any:
-            return asyncio.ensure_future(server.answer(request_for(tmp_path, size), RequestConfig(), "1"))
+        def ask(request: dict[str, Any]) -> Any:
+            return asyncio.ensure_future(server.answer(request, RequestConfig(), "1"))
 
-        late = [ask((width, 9)) for width in range(10, 10 + 16)]
-        await asyncio.sleep(0.2)
-        assert isinstance((await ask((64, 64)))[0], InferItem)
+        good = request_for(tmp_path, (64, 64))
+        inline = good | {"images": [base64.b64encode(Path(good["images"][0]).read_bytes()).decode()]}
+        text = {"messages": [{"role": "user", "content": "What?"}]}
+        requests = [request_for(tmp_path, (width, 9)) for width in range(10, 10 + 20)]
+        late = [ask(request) for request in requests]
+        while threading.active_count() < 9:
+            await asyncio.sleep(0.01)
+        for request in (inline, text, inline, text):
+            assert isinstance((await ask(request))[0], InferItem)
         await asyncio.to_thread(time.monotonic)  # as other routes do
-        assert time.monotonic() - began < 4
+        assert not any(answer.done() for answer in late)
         for width, answer in enumerate(late, 10):
             error = (await answer)[0]["error"]
-            assert error["code"] == "engine" and f"{width}-9.png: not read within 4 s" in error["message"]
-        assert isinstance((await ask((64, 64)))[0], InferItem) and server._pixels.free == PIXELS_AT_ONCE
+            assert error["code"] == "engine" and f"{width}-9.png: not read" in error["message"]
+        since = time.monotonic()
+        refused = (await ask(good))[0]["error"]  # at once: all threads are late
+        assert refused["code"] == "engine" and f"{len(server._late)} images wait" in refused["message"]
+        assert 8 <= len(server._late) < 2 * 8
+        assert time.monotonic() - since < 6 and server._pixels.free == PIXELS_AT_ONCE
+        assert isinstance((await ask(inline))[0], InferItem)
+        mends.set()
+        while not isinstance((await ask(good))[0], InferItem):
+            await asyncio.sleep(0.01)
+
+    try:
+        asyncio.run(asyncio.wait_for(work(), 90))
+    finally:
+        mends.set()
+
+
+def test_images_of_calls_that_are_cancelled_again_and_again_have_no_more_threads_than_others(
+    tmp_path, monkeypatch
+):
+    mends = threading.Event()
+    monkeypatch.setattr(AllowedImages, "open", lambda *_: mends.wait(40))
+    monkeypatch.setattr(answering_module, "READERS", 4)
+
+    async def work() -> None:
+        server, before = answering(FakeEngine(), tmp_path), threading.active_count()
+        request = request_for(tmp_path, (64, 64))
+        for _ in range(5):
+            calls = [asyncio.ensure_future(server.answer(request, RequestConfig(), "1")) for _ in range(3)]
+            await asyncio.wait(calls, timeout=0.2)
+            for call in calls:
+                call.cancel()
+            await asyncio.wait(calls)
+        pool = sum(thread.name.startswith("asyncio") for thread in threading.enumerate())
+        assert threading.active_count() - pool <= before + 4
 
     try:
         run(work)
     finally:
         mends.set()
+
+
+@pytest.mark.timeout(120)
+def test_a_process_ends_while_an_image_of_it_waits_for_storage(tmp_path):
+    code = f"""if True:
+        import asyncio, pathlib, threading
+        from coordexp.servers import answering
+        from tests.unit.servers import test_answering as tests
+        answering.READ = 0.2
+        answering.AllowedImages.open = lambda *_: threading.Event().wait()
+        folder = pathlib.Path({str(tmp_path)!r})
+        print(tests.item_of(tests.FakeEngine(), folder, tests.request_for(folder, (64, 64)))["error"]["code"])
+    """
+    run = subprocess.run(
+        [sys.executable, "-c", code], env=_environment(), cwd=ROOT, capture_output=True, text=True, timeout=100
+    )
+    assert run.returncode == 0 and run.stdout == "engine\n", run.stderr
 
 
 @pytest.mark.parametrize("logprob", [math.nan, -math.inf])
