@@ -235,16 +235,12 @@ def read_questions(
 
 
 def find_untrained_request(model: Path, record: "Record") -> str | None:
-    """Return a warning if the training of a checkpoint did not ask as the record does. Notes of earlier releases
-    do not say how it asked, but have only the prompts that it used."""
+    """Return a warning if the training of a checkpoint did not ask as the record does."""
     from coordexp.correction.formats import NOTE_FILE, read_note
 
     recorded = read_note(model)
-    for kind, name, words in (
-        ("classes", "class_prompt", "a list of classes"),
-        ("expression", "expression_prompt", "an expression"),
-    ):
-        is_trained = kind in recorded["requests"] if "requests" in recorded else name in recorded
+    for kind, words in (("classes", "a list of classes"), ("expression", "an expression")):
+        is_trained = kind in recorded.get("requests", ())
         if getattr(record, kind) is not None and record.prompt is None and recorded and not is_trained:
             return (
                 f"{model / NOTE_FILE}: this model was not trained to be asked for {words}, so its answers may be "

@@ -202,14 +202,12 @@ def _open(source: ImageSource, number: int) -> "ImageRef":
             raise UserError(f"{source}: images are not read from URLs", "download it, and give its path")
         with explain(OSError, f"{source}: not a readable image", "give the path of an image file"):
             return ImageRef(str(source), *read_image_size(Path(source)))
-    if isinstance(source, np.ndarray):
-        if source.dtype != np.uint8 or source.ndim != 3 or source.shape[2] != 3 or not source.size:
-            wrong = f"image {number} is an array of {source.dtype} with the shape {source.shape}"
-            raise UserError(wrong, "give RGB as uint8: height x width x 3")
+    if isinstance(source, np.ndarray) and source.dtype == np.uint8 and source.shape[2:] == (3,) and source.size:
         source = Image.fromarray(source)
     if not isinstance(source, Image.Image):
-        wrong = f"image {number} is a {type(source).__name__}"
-        raise UserError(wrong, "give a path, a Pillow image or an RGB array")
+        what = f"{type(source).__name__} {getattr(source, 'dtype', '')} {getattr(source, 'shape', '')}".rstrip()
+        fix = "give a path, a Pillow image, or RGB as an array of uint8: height x width x 3"
+        raise UserError(f"image {number} is a {what}", fix)
     if problem := size_problem(*source.size):
         raise DataError(f"image {number}: {problem}", "cut the image into tiles, or scale it down")
     with explain(

@@ -124,8 +124,6 @@ def test_a_request_of_a_kind_without_a_recorded_prompt_gives_a_warning(tmp_path)
     assert "was not trained to be asked for a list of classes" in (find_untrained_request(tmp_path, asks) or "")
     assert find_untrained_request(tmp_path, make_record("a.png", (64, 48))) is None
     assert find_untrained_request(tmp_path, make_record("a.png", (64, 48), ["cup"], None, "{classes}?")) is None
-    (tmp_path / "coordexp.json").write_text('{"prompt": "All.", "class_prompt": "{classes}?"}')
-    assert find_untrained_request(tmp_path, asks) is None
     note = {"prompt": "All.", "class_prompt": "{classes}?", "expression_prompt": "{expression}?"}
     (tmp_path / "coordexp.json").write_text(json.dumps(note | {"requests": ["expression"]}))
     assert "was not trained to be asked for a list of classes" in (find_untrained_request(tmp_path, asks) or "")

@@ -38,7 +38,7 @@ def test_an_array_is_the_image_with_its_pixels(view):
     ],
 )
 def test_an_array_that_is_not_rgb_is_refused(array):
-    with pytest.raises(UserError, match="image 2 is an array of") as raised:
+    with pytest.raises(UserError, match="image 2 is a ndarray") as raised:
         _open(array, 2)
     assert raised.value.fix
 
