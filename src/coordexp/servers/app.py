@@ -28,6 +28,7 @@ from starlette.exceptions import HTTPException
 
 from coordexp.config.rollout import TOKEN, RolloutMatching
 from coordexp.engine.start import EngineSetup, check_guard_class
+from coordexp.errors import EngineError, explain
 from coordexp.rollout.prompt import load_processor, read_image_size
 from coordexp.servers.answering import AllowedImages, Answering, Item
 from coordexp.servers.connections import (
@@ -66,6 +67,7 @@ from coordexp.servers.updates import LearnerSession, Updates, check_bucket, no_w
 from coordexp.vocab import VocabularyTable
 
 BEAT = 5.0  # seconds between the empty lines of a session's stream, which show that the server is alive
+READY = 600.0  # seconds for the first answers of an engine, which compiles functions for them
 LOOKS = 1.0  # seconds between two checks of the engine
 SECONDS = (0.1, 0.3, 1, 3, 10, 30, 100, 300, 1000)  # the buckets of histograms
 CONTRACT = "see the contract in docs/operations.md"
@@ -417,7 +419,8 @@ class _QuietServer(uvicorn.Server):
 async def _run(
     server: uvicorn.Server, listening: socket.socket, app: RolloutApp, announce: Callable[[int], None]
 ) -> None:
-    await app.engine.ready()
+    with explain(TimeoutError, f"no answer of the engine in {READY:.0f} s", "see its output", to=EngineError):
+        await asyncio.wait_for(app.engine.ready(), READY)
     watching = asyncio.ensure_future(app.watchdog.run())
     work = asyncio.ensure_future(server.serve(sockets=[listening]))
     is_announced = False

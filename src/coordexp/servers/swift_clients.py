@@ -5,9 +5,10 @@ weights ends the update. Versions that it does not name are numbered.
 """
 
 from math import prod
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+from pydantic import Field
 
 from coordexp.servers.protocol import Metadata, Name, Text, WeightMessage
 from coordexp.servers.updates import Updates, check_bucket
@@ -16,7 +17,7 @@ from coordexp.servers.updates import Updates, check_bucket
 class LoadTensor(WeightMessage):  # POST /update_named_param/
     name: Text
     dtype: Name
-    shape: list[int]
+    shape: Annotated[list[Annotated[int, Field(ge=0, le=2**48)]], Field(max_length=64)]
 
 
 class SwiftClients:
