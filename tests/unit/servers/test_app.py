@@ -11,7 +11,8 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import httpx
 import pytest
@@ -19,6 +20,8 @@ import uvicorn
 from prometheus_client import CollectorRegistry
 
 from coordexp.config.rollout import ServerEndpoint
+from coordexp.errors import EngineError
+from coordexp.servers import app as app_module
 from coordexp.servers import connections
 from coordexp.servers.app import RolloutApp, ServerMetrics
 from coordexp.servers.client import ServerClient, ServerFault
@@ -549,3 +552,13 @@ def test_a_server_is_alive_but_not_ready_while_it_has_no_weights_or_is_being_upd
 
 def good(answer: httpx.Response) -> None:
     assert answer.status_code == 200, answer.text
+
+
+def test_a_server_whose_engine_makes_no_first_answer_ends_with_an_error(monkeypatch):
+    async def hang() -> None:
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(app_module, "READY", 0.1)
+    app: Any = SimpleNamespace(engine=SimpleNamespace(ready=hang))
+    with pytest.raises(EngineError, match="no answer"):
+        asyncio.run(asyncio.wait_for(app_module._run(cast("Any", None), cast("Any", None), app, print), 30))
