@@ -1,6 +1,7 @@
 """`coordexp data export`: write records as COCO, YOLO or tasks of Label Studio, for other tools."""
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -41,20 +42,19 @@ def yolo(
     file: RecordsArgument,
     target: Annotated[Path, typer.Option("--out", "-o", help="A new folder.", show_default=False)],
     images: ImagesOption = None,
+    val: Annotated[Path | None, typer.Option(exists=True, dir_okay=False, help="Held-out records.")] = None,
 ) -> None:
     """Write a folder with data.yaml, labels, and links to the images. YOLO has no ids of images."""
     from coordexp.data.export import export_yolo
 
-    _export(export_yolo, file, target, images)
+    _export(partial(export_yolo, val=val), file, target, images)
 
 
 def _export(write: "Callable[..., ExportReport]", file: Path, target: Path, images: Path | None) -> None:
     with progress(f"exporting {file}") as show:
         report = write(file, target, images or file.parent, show)
-    out.print(
-        f"wrote {target}: {report.images:,} images, {report.objects:,} objects, {report.classes:,} classes",
-        markup=False,
-    )
+    counts = f"{report.images:,} images, {report.objects:,} objects, {report.classes:,} classes"
+    out.print(f"wrote {target}: {counts}", markup=False)
 
 
 @app.command("labelstudio")

@@ -56,7 +56,7 @@ def export_coco(path: Path, target: Path, images: Path, notify: Callable[[str], 
     seen: dict[int, int] = {}
     objects = 0
     with write_parts(target) as write:
-        categories = [{"id": number, "name": desc} for desc, number in sorted(classes.items(), key=_by_number)]
+        categories = [{"id": classes[desc], "name": desc} for desc in sorted(classes, key=classes.__getitem__)]
         write(b'{"categories": ' + _to_json(categories) + b',\n"images": [')
         for line, record in read_records(path):
             image_id = line if record.image_id is None else record.image_id
@@ -83,26 +83,30 @@ def export_coco(path: Path, target: Path, images: Path, notify: Callable[[str], 
     return ExportReport(len(seen), objects, len(classes))
 
 
-def export_yolo(path: Path, target: Path, images: Path, notify: Callable[[str], None]) -> ExportReport:
+def export_yolo(
+    path: Path, target: Path, images: Path, notify: Callable[[str], None], val: Path | None = None
+) -> ExportReport:
     """Write a folder with `data.yaml`, a text file for each image below `labels`, and a link to each image below
     `images`, as Ultralytics expects them. Classes are numbered from 0, in the order of their COCO numbers.
 
-    Ultralytics finds the labels of an image by replacing the last folder `images` of its path, so the names of
-    links have no such folder."""
+    With `val`, there are two splits. Ultralytics finds the labels of an image by replacing the last folder
+    `images` of its path, so the names of links have no such folder."""
     if not is_free(target):
         raise UserError(f"{target} exists and is not an empty folder", "give another one, or remove it")
-    numbers = number_classes(_read_objects(path, notify))
-    order = [desc for desc, _ in sorted(numbers.items(), key=_by_number)]
+    files = {"train": path, "val": val} if val else {"": path}
+    numbers = number_classes(item for source in files.values() for item in _read_objects(source, notify))
+    order = sorted(numbers, key=numbers.__getitem__)
     classes = {desc: k for k, desc in enumerate(order)}
     lines: dict[str, int] = {}
     objects = 0
-    for line, record in read_records(path):
-        *folders, file_name = PurePosixPath(_name_in(images, path, line, record)).parts
-        name = PurePosixPath(*(folder for folder in folders if folder != "images"), file_name)
+    all_records = ((split, source, *entry) for split, source in files.items() for entry in read_records(source))
+    for split, source, line, record in all_records:
+        *folders, file_name = PurePosixPath(_name_in(images, source, line, record)).parts
+        name = PurePosixPath(split, *(folder for folder in folders if folder != "images"), file_name)
         label = name.with_suffix(".txt").as_posix()
         if label in lines:
             raise DataError(
-                f"{path}:{line}: {record.image} and the image of line {lines[label]} would share {label}",
+                f"{source}:{line}: {record.image} and the image of line {lines[label]} would share {label}",
                 "put all objects of an image into one record, and give images different names",
             )
         lines[label] = line
@@ -111,13 +115,13 @@ def export_yolo(path: Path, target: Path, images: Path, notify: Callable[[str], 
             folder.mkdir(parents=True, exist_ok=True)
         lines_of_record = (f"{_to_yolo(record, item, classes)}\n" for item in record.objects)
         file.write_text("".join(lines_of_record), encoding="utf-8")
-        with explain(
-            OSError, f"{link} cannot be made", "give --out on a file system that has links", to=UserError
-        ):
-            link.symlink_to((path.parent / record.image).resolve())
+        fix = "give --out on a file system that has links"
+        with explain(OSError, f"{link} cannot be made", fix, to=UserError):
+            link.symlink_to((source.parent / record.image).resolve())
         objects += len(record.objects)
         notify(f"line {line:,}")
-    facts = {"path": str(target.resolve()), "train": "images", "val": "images", "names": dict(enumerate(order))}
+    splits = [str(PurePosixPath("images", split)) for split in files]
+    facts = {"path": str(target.resolve()), "train": splits[0], "val": splits[-1], "names": dict(enumerate(order))}
     write_whole(target / "data.yaml", yaml.safe_dump(facts, sort_keys=False, allow_unicode=True))
     return ExportReport(len(lines), objects, len(classes))
 
@@ -126,10 +130,6 @@ def _read_objects(path: Path, notify: Callable[[str], None]) -> Iterator[RecordO
     for line, record in read_records(path):
         notify(f"classes, line {line:,}")
         yield from record.objects
-
-
-def _by_number(entry: tuple[str, int]) -> int:
-    return entry[1]
 
 
 def _name_in(images: Path, path: Path, line: int, record: Record) -> str:

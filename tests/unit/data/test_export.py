@@ -147,6 +147,18 @@ def test_a_yolo_export_is_imported_as_the_same_shapes(tmp_path):
             assert other.coords == pytest.approx(item.coords, abs=0.0011)
 
 
+def test_two_splits_have_one_list_of_classes_and_come_back_apart(tmp_path):
+    records = crowd(tmp_path)
+    files = [write_records(tmp_path / "a.jsonl", records[:9]), write_records(tmp_path / "b.jsonl", records[8:])]
+    run_well("export", "yolo", files[0], "--val", files[1], "--out", tmp_path / "yolo")
+    for split, part in (("train", records[:9]), ("val", records[8:])):
+        again = tmp_path / f"{split}.jsonl"
+        run_well("import", "yolo", tmp_path / "yolo/data.yaml", "--split", split, "--out", again)
+        found = {record.image.rpartition("/")[2]: record for _, record in read_records(again)}
+        descs = {record.image.rpartition("/")[2]: [item.desc for item in record.objects] for record in part}
+        assert {name: [item.desc for item in record.objects] for name, record in found.items()} == descs
+
+
 def test_images_that_would_share_a_file_of_labels_are_refused(tmp_path):
     records = crowd(tmp_path)
     file = write_records(tmp_path / "val.jsonl", [*records, records[3]])
