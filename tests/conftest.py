@@ -8,6 +8,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # tiny tensors: threads would wai
 import pytest
 from hypothesis import settings
 
+from tests import zygote
 from tests.conformance.page import KINDS, parts
 from tests.examples import examples
 
@@ -17,6 +18,8 @@ settings.load_profile("coordexp")
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     known = set(parts())
+    if any(item.get_closest_marker("engine") for item in items):
+        zygote.fork_engines()
     for item in items:
         for mark in item.iter_markers("scenario"):
             for identity in mark.args:
@@ -31,6 +34,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                     f"{item.nodeid}: on={kind!r} must be one of {', '.join(KINDS)}, and 'engine' exactly for "
                     "tests that start a vLLM engine (pytest.mark.engine)"
                 )
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    zygote.cold = zygote.COLD or item.get_closest_marker("cold") is not None
 
 
 @pytest.hookimpl(wrapper=True)

@@ -66,7 +66,7 @@ def with_vllm(engine: Any, folder: Path, images: Sequence[Image.Image], new_toke
 
 
 def start_vllm(folder: Path) -> Any:
-    """Start an engine in float32 as `coordexp predict` does. It takes about a minute on a CPU."""
+    """Start an engine in float32 as `coordexp predict` does."""
     table = VocabularyTable.from_folder(folder)
     prompts = PromptBuilder(AutoProcessor.from_pretrained(folder), QUESTION)
     return VllmBackend(folder, prompts, table, max_length=1024).engine

@@ -1,20 +1,25 @@
 """Python programs as processes that tests start: forked from a process that has imported everything once.
 
-To import torch, transformers and coordexp takes ten seconds of a processor, and most programs that tests start
-work for two. `start` therefore asks a *zygote* for a fork: a process that has imported them and computes nothing.
-It begins with the first program of a test session and ends with the session. With the environment variable
-COORDEXP_TESTS_COLD, or if the program's environment has a variable that libraries read while they are imported,
-Python is started anew instead.
+To import torch, transformers, vLLM and coordexp takes ten to thirty seconds of a processor, and most programs that
+tests start work for two. `start` therefore asks a *zygote* for a fork: a process that has imported them and does
+nothing. It begins with the first program of a test session and ends with the session. Python is started anew
+instead with the variable COORDEXP_TESTS_COLD, in tests with the mark `cold`, which are about the start, and if the
+program's environment has a variable that libraries read while they are imported.
 
-Each program has a *keeper*, a small process above it, to which Linux gives the program's descendants when their
-own parents end. All that a program leaves behind is therefore below its keeper, whichever session or process group
-it is in, and ends when the keeper's connection closes: with the test, or if the tests are killed.
+A program that starts Python gets a fork, too: torchrun its ranks, a server its engine, an engine its workers. Each
+program therefore has a zygote of its own below it, which is forked before the program begins. Linux shows forks as
+if they had been started: with their own arguments and environments, and as children of those that start them.
+
+Each program of a test has a *keeper*, a small process above it, to which Linux gives the program's descendants
+when their own parents end. All that a program leaves behind is therefore below its keeper, whichever session or
+process group it is in, and ends when the keeper's connection closes: with the test, or if the tests are killed.
 """
 
-import array
+import _posixsubprocess
 import atexit
 import contextlib
 import ctypes
+import fcntl
 import functools
 import gc
 import importlib
@@ -30,36 +35,44 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Mapping, Sequence
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import Any, NoReturn
 
 import psutil
 
-COLD = "COORDEXP_TESTS_COLD"
+COLD = "COORDEXP_TESTS_COLD" in os.environ
+STARTS = "COORDEXP_TESTS_STARTS"  # a file that gets a line for each program that a zygote starts
 # Libraries read variables with these prefixes while they are imported.
 READ_AT_IMPORT = (
-    "PYTHON",
-    "HF_",
-    "TRANSFORMERS_",
-    "VLLM_",
-    "OMP_",
-    "TORCH",
-    "CUDA",
-    "LC_",
-    "LANG",
-    "XDG_",
-    "HOME",
+    "PYTHON", "HF_", "TRANSFORMERS_", "VLLM_LOGGING_", "OMP_", "TORCH_", "CUDA", "LC_", "LANG", "XDG_", "HOME",
     "LD_",
-)
-SET_NAME, SET_CHILD_SUBREAPER = 15, 36  # options of prctl, see linux/prctl.h
+)  # fmt: skip
+SET_DEATH_SIGNAL, SET_SUBREAPER, GET_SUBREAPER = 1, 36, 37  # options of prctl, see linux/prctl.h
 IMPORTED = (
     "coordexp.cli", "coordexp.demo.model", "coordexp.detect.answering", "coordexp.evaluate", "coordexp.pages",
     "coordexp.rollout.hugging_face", "coordexp.train.callbacks", "coordexp.train.run", "peft",
     "accelerate.utils.fsdp_utils", "torch.distributed.run", "torch.utils.tensorboard",
     "transformers.models.qwen3_vl",
 )  # fmt: skip
-_starting = threading.Lock()
+IMPORTED_FOR_ENGINES = (
+    "vllm", "vllm.entrypoints.llm", "vllm.v1.engine.async_llm", "vllm.v1.engine.core", "vllm.v1.worker.cpu_worker",
+    "vllm.v1.executor.multiproc_executor", "vllm.v1.core.sched.scheduler", "vllm.v1.attention.backends.cpu_attn",
+    "vllm.model_executor.models.qwen3_vl", "vllm.model_executor.layers.quantization.online.base",
+    "vllm.model_executor.layers.quantization.compressed_tensors.utils",
+    "vllm.plugins.lora_resolvers.filesystem_resolver", "vllm.plugins.lora_resolvers.hf_hub_resolver",
+    "vllm.distributed.elastic_ep.elastic_execute", "transformers.tokenization_mistral_common",
+    "torch._dynamo.backends.inductor", "torch._dynamo.backends.cudagraphs", "torch._inductor.compile_fx",
+    "torch.distributed.tensor.experimental", "torch.export._trace", "sympy.combinatorics",
+    "coordexp.engine.repeat_guard", "coordexp.servers.app", "coordexp.servers.client", "coordexp.servers.worker",
+)  # fmt: skip
+ROOM = 50_000  # bytes for the arguments of a fork, and for its environment, in the place of the zygote's
+_lock = threading.Lock()
+_start_really = _posixsubprocess.fork_exec
+cold = COLD  # also while a test runs that is marked as one that starts Python anew
+imported: Sequence[str] = IMPORTED  # by the zygote, when it starts
 
 
 class Program:
@@ -115,24 +128,17 @@ class Program:
         return line
 
 
-def start(
-    words: Sequence[str], *, cwd: Path | str, env: Mapping[str, str], stdout: int, stderr: int, cold: bool = False
-) -> Program:
+def start(words: Sequence[str], *, cwd: Path | str, env: Mapping[str, str], stdout: int, stderr: int) -> Program:
     """Start Python with these arguments: `-m MODULE`, `-c CODE` or a script, and the program's own. It leads a new
     session."""
     differs = {name for name in {*env, *os.environ} if env.get(name) != os.environ.get(name)} - {"PYTHONPATH"}
     differs -= {"OMP_NUM_THREADS"} if env.get("OMP_NUM_THREADS") == "1" else set()
-    cold = cold or COLD in os.environ or any(name.startswith(READ_AT_IMPORT) for name in differs)
-    request = {"words": list(words), "cwd": str(cwd), "env": dict(env), "cold": cold}
-    with _starting:
-        path = _zygote(importing=not cold)
-    connection = socket.socket(socket.AF_UNIX)
-    connection.connect(path)
-    content = json.dumps(request).encode()
-    descriptors = array.array("i", [stdout, stderr])
-    connection.sendmsg([b"%20d" % len(content)], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, descriptors)])
-    connection.sendall(content)
-    return Program(connection)
+    really = cold or any(name.startswith(READ_AT_IMPORT) for name in differs)
+    program = {"words": list(words), "cwd": str(cwd), "env": dict(env), "session": True, "cold": really}
+    with _lock:
+        address = _zygote(importing=not really)
+    with Path(os.devnull).open() as stdin:
+        return Program(_ask(address, program | {"kept": True}, {0: stdin.fileno(), 1: stdout, 2: stderr}))
 
 
 def run(
@@ -142,18 +148,11 @@ def run(
     env: Mapping[str, str] | None = None,
     timeout: float = 200,
     check: bool = False,
-    cold: bool = False,
 ) -> subprocess.CompletedProcess[str]:
     """Run Python with these arguments to its end, as `subprocess.run` with `capture_output` and `text` does."""
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
-        program = start(
-            words,
-            cwd=cwd,
-            env=os.environ if env is None else env,
-            stdout=out.fileno(),
-            stderr=err.fileno(),
-            cold=cold,
-        )
+        environment = os.environ if env is None else env
+        program = start(words, cwd=cwd, env=environment, stdout=out.fileno(), stderr=err.fileno())
         try:
             code = program.wait(timeout)
         finally:
@@ -168,30 +167,26 @@ def run(
     return done
 
 
-def rank_of(process: psutil.Process) -> int | None:
-    """Return the rank of a process in its run."""
-    with contextlib.suppress(psutil.NoSuchProcess):
-        # A fork has the environment of the zygote in /proc, and its rank in its name.
-        word, _, number = process.name().partition(" ")
-        rank = number if word == "rank" else process.environ().get("RANK", "")
-        return int(rank) if rank.isdigit() else None
-    return None
+def fork_engines() -> None:
+    """Have this process fork the engines that it starts. Call it before tests that start any."""
+    global imported
+    imported = IMPORTED + IMPORTED_FOR_ENGINES
+    _posixsubprocess.fork_exec = functools.partial(_fork_exec, functools.partial(_zygote, importing=True))
 
 
 @functools.cache
 def _zygote(importing: bool) -> str:
-    """Start the process that forks keepers, with or without imports. Return the path of its socket."""
-    folder = tempfile.mkdtemp(prefix="zygote-")
-    path = f"{folder}/socket"
-    words = [sys.executable, "-m", "tests.zygote", path, *(IMPORTED if importing else ())]
+    """Start the process that forks keepers, with or without imports. Return the address of its socket."""
+    listener = _listen()
+    modules = imported if importing else ()
+    words = [sys.executable, "-m", "tests.zygote", str(listener.fileno()), *modules, " " * ROOM]
     env = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, [str(Path(__file__).parents[1]), *sys.path]))}
-    process = subprocess.Popen(words, env=env | {"OMP_NUM_THREADS": "1"}, stdin=subprocess.PIPE)
+    env |= {"OMP_NUM_THREADS": "1", "VLLM_LOGGING_LEVEL": "ERROR", "ROOM": " " * ROOM}
+    process = subprocess.Popen(words, env=env, stdin=subprocess.PIPE, pass_fds=[listener.fileno()])
     atexit.register(process.kill)
-    until = time.monotonic() + 170
-    while not Path(path).exists():
-        assert process.poll() is None and time.monotonic() < until, "the zygote did not start"
-        time.sleep(0.05)
-    return path
+    address: str = listener.getsockname()
+    listener.close()
+    return address
 
 
 def _lives(process: psutil.Process) -> bool:
@@ -200,54 +195,87 @@ def _lives(process: psutil.Process) -> bool:
     return False
 
 
-# What follows runs in the zygote and its forks.
+def _listen() -> socket.socket:
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind("")  # Linux chooses an address that is not in the file system
+    listener.listen(64)
+    return listener
 
 
-def main(path: str, modules: Sequence[str]) -> NoReturn:
-    paths = list(sys.path)
+def _ask(address: str, program: Mapping[str, Any], files: Mapping[int, int]) -> socket.socket:
+    """Ask a zygote for a program. `files` are the numbers of its open files, and ours for them."""
+    content = json.dumps({**program, "files": list(files)}).encode()
+    connection = socket.socket(socket.AF_UNIX)
+    connection.connect(address)
+    socket.send_fds(connection, [b"%20d" % len(content)], list(files.values()))
+    connection.sendall(content)
+    return connection
+
+
+# What follows runs in zygotes and their forks, and `_fork_exec` in the tests, too.
+
+
+def main(listener: str, modules: Sequence[str]) -> NoReturn:
     for module in modules:
         importlib.import_module(module)
     if modules:
-        _fork_ranks()
+        importlib.import_module("setproctitle").getproctitle()  # finds out where Linux keeps the title
+        importlib.import_module("transformers").models.auto.VIDEO_PROCESSOR_MAPPING.values()  # imports them
     gc.collect()
     gc.freeze()  # a fork does not search what was imported here, and shares its memory
     assert threading.active_count() == 1, threading.enumerate()
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # keepers need no parent
-    listener = socket.socket(socket.AF_UNIX)
-    listener.bind(f"{path}.new")
-    listener.listen(64)
-    Path(f"{path}.new").rename(path)
-    while sys.stdin not in select.select([listener, sys.stdin], [], [])[0]:  # the tests have ended: it is closed
+    _serve(socket.socket(fileno=int(listener)), sys.stdin.fileno())
+
+
+def _serve(listener: socket.socket, *until_readable: int) -> NoReturn:
+    """Start the programs that are asked for, until one of these files can be read: it is closed with the tests."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD):
+        signal.signal(number, signal.SIG_IGN)
+    waiting = listener.fileno()
+    while select.select([waiting, *until_readable], [], [])[0] == [waiting]:
         connection, _ = listener.accept()
         if os.fork() == 0:
             listener.close()
-            _keep(connection, paths)
+            _answer(connection)
         connection.close()
-    sys.exit()
+    os._exit(0)
 
 
-def _keep(connection: socket.socket, paths: list[str]) -> NoReturn:
-    """Start the program that is asked for, say how it ended, and end what is left when the connection closes."""
-    prctl(SET_CHILD_SUBREAPER, 1)
+def _answer(connection: socket.socket) -> NoReturn:
+    """Start a program below a keeper, or as a child of the process that asks."""
+    size, files, _, _ = socket.recv_fds(connection, 20, 200)
+    content = b""
+    while len(content) < int(size):
+        content += connection.recv(1 << 20)
+    program = json.loads(content)
+    if program["kept"]:
+        _keep(connection, program, files)
+    me = os.getpid()
+    if os.fork():
+        os._exit(0)
+    while os.getppid() == me:  # then the process that asks adopts this one
+        time.sleep(0.0005)
+    connection.sendall(b"%d\n" % os.getpid())
+    connection.close()
+    _become(program, files)
+
+
+def _keep(connection: socket.socket, program: Mapping[str, Any], files: Sequence[int]) -> NoReturn:
+    """Start the program, say how it ended, and end what is left when the connection closes."""
+    _prctl(SET_SUBREAPER, 1)
     os.setsid()
     signal.signal(signal.SIGCHLD, lambda *_: None)
     reading, writing = os.pipe()
     os.set_blocking(writing, False)
     signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
-    size, ancillary, _, _ = connection.recvmsg(20, socket.CMSG_SPACE(8))
-    stdout, stderr = array.array("i", ancillary[0][2])
-    content = b""
-    while len(content) < int(size):
-        content += connection.recv(1 << 20)
     child = os.fork()
     if child == 0:
-        for number in (connection.fileno(), reading):
-            os.close(number)
         signal.set_wakeup_fd(-1)
-        os.close(writing)
-        _become(json.loads(content), stdout, stderr, paths)
-    os.close(stdout)
-    os.close(stderr)
+        for number in (connection.detach(), reading, writing):
+            os.close(number)
+        _become(program, files)
+    for number in files:
+        os.close(number)
     connection.sendall(b"[%d, %d]\n" % (os.getpid(), child))
     while True:
         with contextlib.suppress(ChildProcessError):
@@ -255,8 +283,8 @@ def _keep(connection: socket.socket, paths: list[str]) -> NoReturn:
                 if ended[0] == child:
                     with contextlib.suppress(OSError):
                         connection.sendall(b"%d\n" % os.waitstatus_to_exitcode(ended[1]))
-        ready, _, _ = select.select([connection, reading], [], [])
-        if connection in ready:  # closed: nothing is ever sent
+        ready, _, _ = select.select([connection.fileno(), reading], [], [])
+        if connection.fileno() in ready:  # closed: nothing is ever sent
             break
         os.read(reading, 1024)
     me = psutil.Process()
@@ -271,42 +299,109 @@ def _keep(connection: socket.socket, paths: list[str]) -> NoReturn:
     os._exit(0)
 
 
-def _become(program: Mapping[str, Any], stdout: int, stderr: int, paths: Sequence[str]) -> NoReturn:
+def _become(program: Mapping[str, Any], files: Sequence[int]) -> NoReturn:
     """Be the program: in a fork that has imported everything, or in a new Python."""
-    os.setsid()
-    for number, source in ((0, os.open(os.devnull, os.O_RDONLY)), (1, stdout), (2, stderr)):
+    if STARTS in os.environ:
+        with Path(os.environ[STARTS]).open("a") as file:
+            file.write(json.dumps([program["cold"], program["kept"], *program["words"]]) + "\n")
+    if program["session"]:
+        os.setsid()
+    if not program["cold"] and program["words"][:2] != ["-m", "pytest"]:  # tests choose themselves what is a fork
+        _start_zygote(files)
+    above = max(*files, *program["files"]) + 1
+    moved = [fcntl.fcntl(number, fcntl.F_DUPFD_CLOEXEC, above) for number in files]
+    for number, source in zip(program["files"], moved, strict=True):
         os.dup2(source, number)
-        if source > 2:
-            os.close(source)
+    for number in {*range(max(moved) + 1)} - {*program["files"]}:
+        with contextlib.suppress(OSError):
+            os.close(number)
     os.chdir(program["cwd"])
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD):
+        signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.pthread_sigmask(signal.SIG_SETMASK, program.get("blocked", ()))
     if program["cold"]:
         os.execve(sys.executable, [sys.executable, *program["words"]], program["env"])
-    _run_and_exit(program["words"], program["env"], paths)
+    _run_and_exit(program["words"], program["env"], program.get("first"))
 
 
-def _run_and_exit(words: Sequence[str], env: Mapping[str, str], paths: Sequence[str]) -> NoReturn:
+def _start_zygote(files: Sequence[int]) -> None:
+    """Start the zygote of this program, which ends with it, and start Python from now on as its forks."""
+    listener = _listen()
+    if os.fork() == 0:
+        for number in files:
+            os.close(number)
+        _prctl(SET_DEATH_SIGNAL, signal.SIGKILL)
+        _serve(listener)
+    address = listener.getsockname()
+    _posixsubprocess.fork_exec = functools.partial(_fork_exec, lambda: address)
+    subprocess._fork_exec = _posixsubprocess.fork_exec  # type: ignore[attr-defined]
+
+
+def _fork_exec(zygote: Any, *arguments: Any) -> int:
+    """Start a process, as the function of `_posixsubprocess` does for `subprocess` and `multiprocessing`. If it is
+    Python, it is a fork of the zygote and becomes a child of this process."""
+    args, _, _, pass_fds, cwd, env, stdin, _, _, stdout, _, stderr, _, error, _, session, *_, first, _ = arguments
+    python, *words = map(os.fsdecode, args)
+    if cold or python != sys.executable or "resource_tracker" in words[-1]:
+        return _start_really(*arguments)
+    pairs = [entry.partition(b"=") for entry in env or ()]
+    program = {
+        "words": words,
+        "cwd": os.fsdecode(cwd) if cwd else str(Path.cwd()),
+        "env": {os.fsdecode(name): os.fsdecode(value) for name, _, value in pairs} if pairs else dict(os.environ),
+        "session": session,
+        "first": first and [first.__module__, first.__name__],
+        "blocked": list(signal.pthread_sigmask(signal.SIG_BLOCK, ())),
+        "cold": False,
+        "kept": False,
+    }
+    standard = {number: number if own < 0 else own for number, own in enumerate((stdin, stdout, stderr))}
+    passed = {number: number for number in pass_fds if number != error}
+    with _lock, _adopting(), _ask(zygote(), program, standard | passed) as connection:
+        return int(connection.recv(20))
+
+
+@contextlib.contextmanager
+def _adopting() -> Iterator[None]:
+    """Let Linux give processes to this process whose parent, below it, ends."""
+    before = ctypes.c_int()
+    _prctl(GET_SUBREAPER, ctypes.addressof(before))
+    _prctl(SET_SUBREAPER, 1)
+    yield
+    _prctl(SET_SUBREAPER, before.value)
+
+
+def _run_and_exit(words: Sequence[str], env: Mapping[str, str], call_first: Sequence[str] | None) -> NoReturn:
     """Run Python's arguments as Python does after a fork, and end as it does."""
     os.environ.clear()
     os.environ.update(env)
-    if rank := env.get("RANK"):
-        name = ctypes.create_string_buffer(
-            f"rank {rank}".encode()
-        )  # a fork shows its parent's environment in /proc
-        prctl(SET_NAME, ctypes.addressof(name))
+    tempfile.tempdir = None  # is chosen again
+    _show([sys.executable, *words], env)
+    if env.get("PYTHONWARNINGS") == "ignore":
+        warnings.simplefilter("ignore")
+    if call_first:
+        getattr(importlib.import_module(call_first[0]), call_first[1])()
+    # The zygote's streams know of its files, for example whether they can be searched.
+    sys.stdin = os.fdopen(0, closefd=False)
+    sys.stdout = os.fdopen(1, "w", buffering=1 if words[0] == "-u" else -1, closefd=False)
+    sys.stderr = os.fdopen(2, "w", buffering=1, errors="backslashreplace", closefd=False)
+    while words[0].startswith("-") and words[0] not in ("-c", "-m"):
+        words = words[1:]  # another option, which is the zygote's, too
     first, *others = words
     inherited = [path for path in env.get("PYTHONPATH", "").split(os.pathsep) if path]
-    installed = [path for path in paths if path.startswith((sys.prefix, sys.base_prefix))]
+    installed = [path for path in sys.path if path.startswith((sys.prefix, sys.base_prefix))]
     sys.path[:] = [str(Path.cwd()), *inherited, *installed]
     code = 0
     try:
         if first == "-m":
             sys.argv[:] = others
+            warnings.filterwarnings("ignore", ".*found in sys.modules", RuntimeWarning)
             runpy.run_module(others[0], run_name="__main__", alter_sys=True)
         elif first == "-c":
             sys.argv[:] = ["-c", *others[1:]]
-            sys.modules["__main__"].__dict__.update(__name__="__main__", __file__=None, __spec__=None)
-            exec(compile(others[0], "<string>", "exec"), sys.modules["__main__"].__dict__)
+            sys.modules["__main__"] = module = ModuleType("__main__")
+            exec(compile(others[0], "<string>", "exec"), module.__dict__)
         else:
             sys.argv[:] = list(words)
             sys.path[0] = str(Path(first).absolute().parent)
@@ -333,37 +428,20 @@ def _run_and_exit(words: Sequence[str], env: Mapping[str, str], paths: Sequence[
     os._exit(code & 255)
 
 
-class ForkingPopen(subprocess.Popen[bytes]):
-    """Starts Python by a fork of this process, for a program that starts others of the same kind."""
-
-    def _execute_child(self, args: Any, *others: Any) -> None:
-        names = subprocess.Popen._execute_child.__code__.co_varnames[2 : 2 + len(others)]
-        given = dict(zip(names, others, strict=True))
-        paths = list(sys.path)
-        self.pid = os.fork()
-        if self.pid == 0:
-            os.setsid()
-            for number, source in ((1, given["c2pwrite"]), (2, given["errwrite"])):
-                if source >= 0:
-                    os.dup2(source, number)
-            signal.signal(signal.SIGINT, signal.default_int_handler)
-            for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD):
-                signal.signal(number, signal.SIG_DFL)
-            _run_and_exit(args[2:], given["env"], paths)  # without the name of Python and -u
-        self._child_created = True
+def _show(words: Sequence[str], env: Mapping[str, str]) -> None:
+    """Show these arguments and this environment in /proc instead of the zygote's. They are where Linux has put the
+    zygote's, as far as there is room."""
+    fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+    places = map(int, fields[45:49])  # see proc_pid_stat(5)
+    for start, end, texts in zip(places, places, (words, map("=".join, env.items())), strict=True):
+        content = b"".join(os.fsencode(text) + b"\0" for text in texts)[: end - start - 1]
+        ctypes.memmove(start, content.ljust(end - start, b"\0"), end - start)
 
 
-def _fork_ranks() -> None:
-    """Have torchrun fork the ranks of a run."""
-    from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
-
-    subprocess_handler.Popen = ForkingPopen
-
-
-def prctl(option: int, value: int) -> None:
+def _prctl(option: int, value: int) -> None:
     if ctypes.CDLL(None, use_errno=True).prctl(option, ctypes.c_ulong(value), 0, 0, 0):
         raise OSError(ctypes.get_errno(), "prctl")
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2:])
+    main(sys.argv[1], sys.argv[2:-1])

@@ -100,7 +100,9 @@ class Fleet:
         if self[index].process.poll() is not None:
             raise AssertionError(f"server {index} has ended:\n{self[index].shown[-3000:]}")
         try:
-            return httpx.get(f"{self.url(index)}/health/", timeout=5, trust_env=False).status_code == 200
+            # Not to read certificates saves a tenth of a second.
+            answer = httpx.get(f"{self.url(index)}/health/", timeout=5, trust_env=False, verify=False)
+            return answer.status_code == 200
         except httpx.HTTPError:
             return False
 

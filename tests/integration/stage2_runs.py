@@ -16,6 +16,7 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
+from coordexp.child_processes import find_marked
 from coordexp.demo.scenes import SceneSettings, write_scenes
 from coordexp.tasks import ignore
 from tests import zygote
@@ -122,12 +123,12 @@ class Started:
 
     def rank(self, rank: int) -> int:
         """Return the process of a rank."""
-        (pid,) = [process.pid for process in self.process.processes() if zygote.rank_of(process) == rank]
-        return pid
+        (process,) = find_marked("RANK", str(rank), self.process.processes())
+        return process.pid
 
 
 @contextmanager
-def started(words: list[str], processes: int = 1, cold: bool = False, **variables: str) -> Iterator[Started]:
+def started(words: list[str], processes: int = 1, **variables: str) -> Iterator[Started]:
     """Start Python with these arguments, alone or with torchrun. Whatever is left of it at the end is killed."""
     launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
     environment = os.environ | {"PYTHONPATH": f"{ROOT}:{SOURCE}", "OMP_NUM_THREADS": "1"} | variables
@@ -140,7 +141,6 @@ def started(words: list[str], processes: int = 1, cold: bool = False, **variable
                 env=environment,
                 stdout=file.fileno(),
                 stderr=file.fileno(),
-                cold=cold,
             )
         try:
             yield Started(process, log, time.monotonic())

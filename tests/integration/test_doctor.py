@@ -30,6 +30,7 @@ def states(shown):
     return {name: state for name, _, state in rows}
 
 
+@pytest.mark.cold
 def test_the_doctor_passes_all_checks_on_a_cpu_and_leaves_no_process():
     with started(["-m", "coordexp", "doctor", "--cpu"]) as run:
         code = run.wait(600)

@@ -207,6 +207,7 @@ def losses(parts):
     return [line["loss"] for line in steps(parts / "hf")]
 
 
+@pytest.mark.cold
 def test_signals_to_all_processes_of_a_run_end_its_start_or_save_the_step_and_end_the_engine(parts):
     """A terminal sends Ctrl-C to all processes, here while the engine starts, and schedulers send SIGTERM."""
     file = with_engine(parts, "interrupted")
@@ -235,6 +236,7 @@ def test_signals_to_all_processes_of_a_run_end_its_start_or_save_the_step_and_en
     assert "stopped by a signal after step" in shown and "Traceback" not in shown
 
 
+@pytest.mark.cold
 @pytest.mark.parametrize(
     ("command", "seconds"),
     [("multiprocessing.spawn", START / 2), ("VLLM::EngineCore", 60)],

@@ -92,6 +92,7 @@ def test_a_saved_checkpoint_has_the_limit_and_vllm_reads_it_there(tmp_path):
     assert list(rendered["prompt_token_ids"]) == prompts.ids(256, 256)
 
 
+@pytest.mark.cold
 @pytest.mark.engine
 def test_a_server_scales_images_down_and_refuses_a_learner_with_another_limit(tmp_path):
     fleet = Fleet(tmp_path, 1)

@@ -82,6 +82,7 @@ def check_every_replica(client: PlainClient, weights: list[Any], images: list[st
     assert answers == answer_with_transformers(weights, images)
 
 
+@pytest.mark.cold
 def test_the_world_size_of_a_server_counts_the_devices_of_all_replicas(client):
     assert client.http.get("/get_world_size/").json() == {"world_size": REPLICAS}
     assert client.http.get("/version/").json()["world_size"] == REPLICAS

@@ -290,6 +290,7 @@ def test_a_merged_model_answers_as_the_adapter_does(parts, dora, tmp_path):
     assert not torch.allclose(expected, before, atol=1e-2)
 
 
+@pytest.mark.cold
 def test_two_processes_train_as_one_does_on_the_same_samples(parts):
     """In file order and without packing, two ranks of three samples take the same samples as one rank of six."""
     same = {
