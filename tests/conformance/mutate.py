@@ -8,36 +8,32 @@ The mutations are data: `mutations.yaml` names the part of the specification, th
 it. A mutation is caught when a test that carries the part's mark fails with it and passes without it. Tests that
 start a vLLM engine are not run here. The exit code is 1 unless every mutation is caught.
 
-Each mutation is applied to a copy of `src`. Python, torch and pytest are imported once; every test run is a fork
-of that process, which takes about a second instead of ten.
+Each mutation is applied to a copy of `src`. Every test run is a fork of a process that has imported what is not
+mutated (`tests/zygote.py`), which takes about a second instead of ten.
 """
 
 import argparse
 import ast
-import gc
-import json
-import multiprocessing
 import os
+import re
 import shutil
-import signal
+import subprocess
 import sys
 import tempfile
+import threading
 import time
-import traceback
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")
-
-import pytest
 import yaml
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
 
+from tests import zygote  # noqa: E402
 from tests.conformance import page  # noqa: E402
 
 DATA = ROOT / "tests/conformance/mutations.yaml"
@@ -47,13 +43,13 @@ DEADLINE_S = 150  # for the tests of one file
 WARM = (
     "numpy", "scipy.optimize", "ot", "hypothesis", "pydantic", "typer", "httpx", "fastapi", "uvicorn", "torch",
     "torchvision.ops", "torch.distributed.fsdp", "transformers.trainer", "peft", "accelerate", "vllm.config",
-    "pycocotools.mask",
+    "pycocotools.mask", "pytest",
 )  # fmt: skip
 # Some plugins of pytest are already imported, so that their assertions cannot be rewritten any more.
-OPTIONS = ("-x", "-q", "-p", "no:cacheprovider", "-W", "ignore::pytest.PytestAssertRewriteWarning")
+OPTIONS = ("-x", "-q", "-rfE", "-p", "no:cacheprovider", "-W", "ignore::pytest.PytestAssertRewriteWarning")
 
 
-_workspace = Path()  # of this worker: its copy of `src`, and the output of its last test run
+_worker = threading.local()  # its workspace, a folder with its copy of `src`
 
 
 @dataclass(frozen=True)
@@ -114,7 +110,7 @@ def judge(mutation: Mutation) -> Verdict:
     def verdict(caught_by: str | None, error: str | None = None) -> Verdict:
         return Verdict(mutation, caught_by, time.perf_counter() - since, error)
 
-    source = _workspace / mutation.file
+    source = _worker.workspace / mutation.file
     original = source.read_text()
     if original.count(mutation.old) != 1:
         return verdict(None, f"its text occurs {original.count(mutation.old)} times in {mutation.file}")
@@ -140,10 +136,10 @@ def judge(mutation: Mutation) -> Verdict:
 
 
 def _prepare_worker(folder: str) -> None:
-    """Give this process its own copy of `src` below `folder`."""
-    global _workspace
-    _workspace = Path(folder) / str(os.getpid())
-    shutil.copytree(ROOT / "src", _workspace / "src", ignore=shutil.ignore_patterns("__pycache__"))
+    """Give this thread its own copy of `src` below `folder`."""
+    _worker.workspace = Path(tempfile.mkdtemp(dir=folder))
+    ignored = shutil.ignore_patterns("__pycache__")
+    shutil.copytree(ROOT / "src", _worker.workspace / "src", ignore=ignored)
 
 
 def _write(source: Path, text: str) -> None:
@@ -159,56 +155,21 @@ def _passes_unmutated(test: str) -> bool:
 
 
 def _run(tests: Sequence[str]) -> tuple[str | None, str | None]:
-    """Run tests in a fork. Return the first test that fails, or the reason why they could not be run."""
-    reading, writing = os.pipe()
-    child = os.fork()
-    if child == 0:
-        os.close(reading)
-        os.setpgid(0, 0)
-        _run_and_exit(tests, writing)
-    os.close(writing)
-    signal.signal(signal.SIGALRM, lambda *_: os.killpg(child, signal.SIGKILL))
-    signal.alarm(DEADLINE_S)
-    with os.fdopen(reading) as pipe:
-        output = pipe.read()
-    os.waitpid(child, 0)
-    signal.alarm(0)
-    if not output:
-        return f"{tests[0]} (did not end within {DEADLINE_S} s, or crashed)", None
-    outcome: dict[str, Any] = json.loads(output)
-    if outcome["exit"] not in (0, 1):
-        last = " | ".join((_workspace / "output").read_text(errors="replace").strip().splitlines()[-3:])
-        return None, f"pytest could not run {tests[0]} (exit code {outcome['exit']}): {last}"
-    return outcome["failed"], None
-
-
-def _run_and_exit(tests: Sequence[str], writing: int) -> None:
-    """Run in the fork: import coordexp from the copy, write the result to the pipe, and end the process."""
-    output = os.open(_workspace / "output", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-    os.dup2(output, 1)
-    os.dup2(output, 2)
-    os.chdir(ROOT)
-    os.environ["PYTHONPATH"] = str(_workspace / "src")
-    sys.path.insert(0, str(_workspace / "src"))
-    failures = _Failures()
+    """Run tests with this worker's copy. Return the first test that fails, or the reason why they could not be
+    run."""
+    words = ["-m", "pytest", *OPTIONS, f"--basetemp={_worker.workspace}/files", *tests]
+    environment = os.environ | {"PYTHONPATH": f"{_worker.workspace}/src", "OMP_NUM_THREADS": "1"}
     try:
-        code = pytest.main([*OPTIONS, f"--basetemp={_workspace}/files", *tests], plugins=[failures])
-    except BaseException:  # noqa: BLE001 - the exit code and the output report it
-        traceback.print_exc()
-        code = 70
-    with os.fdopen(writing, "w") as pipe:
-        json.dump({"exit": int(code), "failed": failures.first}, pipe)
-    os._exit(0)
-
-
-class _Failures:
-    """A pytest plugin that remembers the first test that failed."""
-
-    first: str | None = None
-
-    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        if report.failed and self.first is None:
-            self.first = report.nodeid
+        done = zygote.run(words, cwd=ROOT, env=environment, timeout=DEADLINE_S)
+    except subprocess.TimeoutExpired:
+        return f"{tests[0]} (did not end within {DEADLINE_S} s)", None
+    if done.returncode < 0:
+        return f"{tests[0]} (crashed)", None
+    if done.returncode not in (0, 1):
+        last = " | ".join(f"{done.stdout}{done.stderr}".strip().splitlines()[-3:])
+        return None, f"pytest could not run {tests[0]} (exit code {done.returncode}): {last}"
+    failed = re.search("^(?:FAILED|ERROR) (.+?)(?: - .*)?$", done.stdout, re.MULTILINE)
+    return failed and failed[1], None
 
 
 def _select(arguments: argparse.Namespace) -> list[Mutation]:
@@ -234,17 +195,14 @@ def main() -> int:
     chosen = _select(parser.parse_args())
     print(f"{len(chosen)} mutations, {WORKERS} at a time", flush=True)
     since = time.perf_counter()
-    for name in WARM:
-        __import__(name)
-    page.claims()
-    gc.freeze()  # pytest collects garbage at the end of every run, and would search all imported modules
+    zygote.imported = WARM
     verdicts = []
     with (
         tempfile.TemporaryDirectory(prefix="coordexp-mutate-") as folder,
-        multiprocessing.get_context("fork").Pool(WORKERS, _prepare_worker, (folder,)) as pool,
+        ThreadPoolExecutor(WORKERS, initializer=_prepare_worker, initargs=(folder,)) as pool,
     ):
-        for verdict in pool.imap_unordered(judge, chosen):
-            verdicts.append(verdict)
+        for judged in as_completed([pool.submit(judge, mutation) for mutation in chosen]):
+            verdicts.append(verdict := judged.result())
             print(f"[{len(verdicts)}/{len(chosen)}] {_line(verdict)}", flush=True)
     missed = [verdict for verdict in verdicts if not verdict.caught_by]
     if missed:
