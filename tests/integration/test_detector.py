@@ -8,7 +8,6 @@ import re
 import shlex
 import signal
 import subprocess
-import sys
 import time
 import warnings
 from collections.abc import Iterator
@@ -29,6 +28,7 @@ from coordexp.demo.scenes import SceneSettings, write_scenes
 from coordexp.detect.answering import Answering
 from coordexp.errors import DataError, EngineError, UserError
 from coordexp.families import load_model
+from tests import zygote
 from tests.integration.servers import free_ports
 from tests.integration.stage2_runs import Started, started
 
@@ -280,7 +280,7 @@ def served(photos: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[S
     make_adapter(folder / "runs/lora/checkpoint-200")
     (block,) = documented("bash")
     merge, serve, predict = block.strip().splitlines()
-    done = subprocess.run([sys.executable, "-m", *shlex.split(merge)], cwd=folder, capture_output=True, text=True)
+    done = zygote.run(["-m", *shlex.split(merge)], cwd=folder)
     assert done.returncode == 0, done.stderr
     # Published checkpoints recommend sampling and penalties here, which vLLM applies to requests that say nothing.
     recommended = {"do_sample": True, "temperature": 0.7, "top_k": 20, "top_p": 0.8, "repetition_penalty": 1.5}
@@ -336,15 +336,12 @@ def test_transformers_an_engine_and_a_server_find_the_same_objects(served, photo
 def test_the_documented_commands_detect_through_the_server(served):
     served.wait()
     environment = os.environ | {"COORDEXP_API_KEY": KEY}
-    words = [sys.executable, "-m", *shlex.split(served.predict)]
-    done = subprocess.run(words, cwd=served.folder, capture_output=True, text=True, env=environment)
+    done = zygote.run(["-m", *shlex.split(served.predict)], cwd=served.folder, env=environment)
     assert done.returncode == 0, done.stderr
     assert "objects in 8 images: preds.json" in done.stdout and KEY not in done.stdout + done.stderr
     (example,) = documented("python")
     example = example.replace('"http://127.0.0.1:8000"', f'"{served.url}", api_key="{KEY}"')
-    shown = subprocess.run(
-        [sys.executable, "-c", example], cwd=served.folder, capture_output=True, text=True, check=True
-    ).stdout
+    shown = zygote.run(["-c", example], cwd=served.folder, check=True).stdout
     answers = [json.loads(line) for line in (served.folder / "preds.answers.jsonl").read_text().splitlines()]
     (kitchen,) = [answer for answer in answers if answer["image"] == "photos/kitchen.jpg"]
     assert [line.split(" (")[0] for line in shown.splitlines()] == [item["desc"] for item in kitchen["objects"]]

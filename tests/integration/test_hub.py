@@ -3,7 +3,6 @@
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import huggingface_hub
@@ -14,6 +13,7 @@ from coordexp.demo.model import Size, make_model
 from coordexp.demo.scenes import SceneSettings, write_scenes
 from coordexp.errors import UserError
 from coordexp.files import find_model, is_hub_name
+from tests import zygote
 from tests.source import SOURCE
 
 pytestmark = pytest.mark.timeout(600)
@@ -52,8 +52,7 @@ def offline(home, monkeypatch):
 def run(home: Path, folder: Path, *words: str) -> subprocess.CompletedProcess:
     environment = os.environ | {"HF_HOME": str(home), "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(SOURCE)}
     environment.pop("HF_HUB_CACHE", None)
-    command = [sys.executable, "-m", "coordexp", *words]
-    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300)
+    return zygote.run(["-m", "coordexp", *words], cwd=folder, env=environment, timeout=300)
 
 
 def test_a_name_of_the_hub_is_found_in_the_cache(home, offline):

@@ -1,10 +1,7 @@
 """`coordexp predict`: answers with scores from transformers and from a real vLLM engine, and files to evaluate."""
 
 import json
-import os
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -23,7 +20,7 @@ from coordexp.rollout.hugging_face import HuggingFaceBackend
 from coordexp.rollout.prompt import PromptBuilder
 from coordexp.vocab import VocabularyTable
 from tests.integration.leavings import leavings
-from tests.source import SOURCE
+from tests.integration.stage2_runs import finish, started
 
 pytestmark = pytest.mark.timeout(480)
 TRAINED_MODEL = Path("examples/scenes-cpu/model")
@@ -161,6 +158,7 @@ def test_an_image_of_a_size_that_no_model_accepts_gets_no_answer(lively_model, e
     assert reasons[7] == "image_unreadable" and "image_unreadable" not in reasons[:7]
 
 
+@pytest.mark.cold
 @pytest.mark.engine
 def test_an_engine_of_vllm_makes_the_predictions_of_transformers_and_ends_with_the_command(
     lively_model, eight_scenes
@@ -169,12 +167,9 @@ def test_an_engine_of_vllm_makes_the_predictions_of_transformers_and_ends_with_t
     files = [eight_scenes / "preds.json", eight_scenes / "preds.answers.jsonl"]
     expected = []
     for backend in ("hf", "vllm"):
-        words = [sys.executable, "-m", "coordexp", *command(lively_model, eight_scenes, "--backend", backend)]
+        words = ["-m", "coordexp", *command(lively_model, eight_scenes, "--backend", backend)]
         with leavings() as places:
-            environment = os.environ | {"PYTHONPATH": str(SOURCE)} | places.variables
-            with subprocess.Popen(words, stderr=subprocess.PIPE, text=True, env=environment) as process:
-                _, shown = process.communicate(timeout=200)
-            assert process.returncode == 0, shown
+            finish(words, **places.variables)
             assert places.left() == []
         answers = [json.loads(line) for line in files[1].read_text().splitlines()]
         detections = json.loads(files[0].read_text())
@@ -210,19 +205,16 @@ def test_predictions_that_were_interrupted_are_resumed(lively_model, eight_scene
         file.unlink()
 
     unfinished = eight_scenes / "preds.unfinished.jsonl"
-    words = [sys.executable, "-c", WITH_SLOW_BATCH, *predicting]
-    environment = os.environ | {"PYTHONPATH": str(SOURCE)}
-    process = subprocess.Popen(words, stderr=subprocess.PIPE, text=True, env=environment)
-    deadline = time.monotonic() + 120
-    # Wait for the first line and one batch.
-    while not (unfinished.is_file() and unfinished.read_bytes().count(b"\n") >= 3):
-        assert process.poll() is None and time.monotonic() < deadline
-        time.sleep(0.02)
-    process.send_signal(number)
-    _, shown = process.communicate(timeout=60)
+    with started(["-c", WITH_SLOW_BATCH, *predicting]) as run:
+        # Wait for the first line and one batch.
+        while not (unfinished.is_file() and unfinished.read_bytes().count(b"\n") >= 3):
+            assert run.process.poll() is None and run.seconds < 120, run.shown
+            time.sleep(0.02)
+        run.process.send_signal(number)
+        code, shown = run.wait(60), run.shown
     assert "Loading weights" not in shown  # the progress bars of transformers do not belong into a log
     if number != signal.SIGKILL:
-        assert process.returncode == 128 + number, shown
+        assert code == 128 + number, shown
         assert "of 8 images; their answers are in" in shown
         assert "--resume continues from there" in shown
     assert not files[0].exists()

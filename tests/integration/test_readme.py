@@ -4,10 +4,11 @@ real output."""
 import re
 import shlex
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests import zygote
 
 MOST_LINES = 150
 
@@ -25,12 +26,12 @@ def test_the_quickstart_makes_a_page_with_detections(tmp_path):
     assert install.startswith("pip install") and len(steps) <= 4
     (tmp_path / "examples").symlink_to(Path("examples").absolute())
     for step in steps:
-        command = [sys.executable, "-m", *shlex.split(step)]
-        result = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+        result = zygote.run(["-m", *shlex.split(step)], cwd=tmp_path)
         assert result.returncode == 0, f"{step}\n{result.stdout}\n{result.stderr}"
     assert "all 24 images" in (tmp_path / "found.html").read_text()
 
 
+@pytest.mark.cold
 @pytest.mark.engine
 @pytest.mark.timeout(400)
 def test_every_step_of_the_ladder_works(tmp_path):
@@ -48,16 +49,14 @@ def test_the_detector_of_the_first_screen_finds_the_objects_of_the_scene():
     """The scene has a yellow triangle, a red circle and a purple square."""
     (example,) = blocks("README.md", "python")
     assert example in Path("docs/detector.md").read_text()
-    run = [sys.executable, "-c", example]
-    shown = subprocess.run(run, capture_output=True, text=True, check=True).stdout.splitlines()
+    shown = zygote.run(["-c", example], cwd=Path.cwd(), check=True).stdout.splitlines()
     assert [line.split(" (")[0] for line in shown] == ["yellow triangle", "red circle", "purple square"]
 
 
 def test_the_python_example_prints_what_the_text_says(tmp_path, lively_model):
     (example,) = blocks("docs/correction.md", "python")
     (tmp_path / "demo-model").symlink_to(lively_model)
-    run = [sys.executable, "-c", example]
-    result = subprocess.run(run, capture_output=True, text=True, cwd=tmp_path, check=True)
+    result = zygote.run(["-c", example], cwd=tmp_path, check=True)
     roles = [line.split()[-2] for line in result.stdout.splitlines()]
     targets = [line.split()[-1] for line in result.stdout.splitlines() if "matched_coord" in line]
     assert targets == ["10", "10", "110", "110"]

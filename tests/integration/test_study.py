@@ -2,11 +2,12 @@
 
 import os
 import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+
+from tests import zygote
 
 ROOT = Path(__file__).parents[2]
 NUMBERS = ("--steps", "2", "--seeds", "0")
@@ -15,9 +16,9 @@ NUMBERS = ("--steps", "2", "--seeds", "0")
 def study(
     folder: Path, command: str, *options: str, regime: Sequence[str] = ("--regime", "few")
 ) -> subprocess.CompletedProcess[str]:
-    arguments = [sys.executable, "tools/study.py", command, "--out", str(folder), *regime, *options]
+    arguments = ["tools/study.py", command, "--out", str(folder), *regime, *options]
     environment = os.environ | {"PYTHONPATH": str(ROOT / "src")}
-    return subprocess.run(arguments, cwd=ROOT, env=environment, text=True, capture_output=True, check=True)
+    return zygote.run(arguments, cwd=ROOT, env=environment, timeout=800, check=True)
 
 
 @pytest.mark.timeout(900)

@@ -1,8 +1,7 @@
 """The parts of the weight transfer that need no engine: buckets, memory files, handles as plain values."""
 
 import json
-import subprocess
-import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -25,6 +24,7 @@ from coordexp.engine.weights import (
     flatten,
     unflatten,
 )
+from tests import zygote
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -85,8 +85,8 @@ def test_another_process_reads_a_written_tensor_too():
         "address, metadatas = json.loads(sys.argv[1]); file = MemoryFile.from_process(*address);"
         "print([weight.tolist() for _, weight in unflatten(metadatas, file.bytes)])"
     )
-    command = [sys.executable, "-c", code, json.dumps([file.address, metadatas])]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    command = ["-c", code, json.dumps([file.address, metadatas])]
+    done = zygote.run(command, cwd=Path.cwd(), timeout=100)
     assert done.stdout.splitlines()[-1:] == ["[[[1.0, 2.0], [3.0, 4.0]]]"], done.stderr
 
 

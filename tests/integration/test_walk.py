@@ -3,11 +3,10 @@
 import json
 import os
 import re
-import subprocess
-import sys
 
 import pytest
 
+from tests import zygote
 from tests.integration.stage2_runs import ROOT, config, draw
 from tests.source import SOURCE
 
@@ -46,8 +45,8 @@ def test_a_run_calls_the_functions_of_the_walk_in_their_order(tmp_path):
     assert TRANSFORMERS in walk
     settings = {"training__max_steps": 1, "training__save_strategy": "no", "training__packing": False}
     file = config(draw(tmp_path), "run", **settings)
-    command = [sys.executable, "-c", FOLLOW, json.dumps(walk), "train", "--config", str(file)]
+    command = ["-c", FOLLOW, json.dumps(walk), "train", "--config", str(file)]
     environment = os.environ | {"PYTHONPATH": str(SOURCE), "OMP_NUM_THREADS": "1"}
-    run = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=280)
+    run = zygote.run(command, env=environment, cwd=ROOT, timeout=280)
     calls = next((line for line in reversed(run.stderr.splitlines()) if line.startswith('["coordexp')), run.stderr)
     assert json.loads(calls) == walk

@@ -1,11 +1,9 @@
 """The processes of an engine end with their owner, and leave nothing, whatever they are doing."""
 
 import os
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,6 +11,7 @@ import psutil
 import pytest
 
 from coordexp.child_processes import is_alive
+from tests import zygote
 from tests.integration.servers import wait_for
 from tests.source import SOURCE
 
@@ -35,22 +34,21 @@ class Running:
 def started(folder: Path, work: str) -> Iterator[Running]:
     """Start an owner, which starts an engine, which starts a worker. Yield them when the worker is at work."""
     folder.mkdir()
-    words = [sys.executable, "-m", "tests.unit.engine.tied_processes", str(folder), work]
+    words = ["-m", "tests.unit.engine.tied_processes", str(folder), work]
     environment = os.environ | {"PYTHONPATH": f"{ROOT}:{SOURCE}"}
-    owner = subprocess.Popen(words, stdout=subprocess.PIPE, text=True, cwd=ROOT, env=environment)
+    reading, writing = os.pipe()
+    owner = zygote.start(words, cwd=ROOT, env=environment, stdout=writing, stderr=2)
+    os.close(writing)
     running = Running()
     try:
-        while running.worker is None:
-            name, value = owner.stdout.readline().split()
-            setattr(running, name, Path("/dev/shm", value) if name == "segment" else psutil.Process(int(value)))
+        with os.fdopen(reading) as shown:
+            while running.worker is None:
+                name, value = shown.readline().split()
+                made = Path("/dev/shm", value) if name == "segment" else psutil.Process(int(value))
+                setattr(running, name, made)
         yield running
     finally:
-        for process in (running.owner, running.engine, running.worker):
-            with suppress(psutil.NoSuchProcess):
-                if process is not None:
-                    process.kill()
-        owner.wait()
-        owner.stdout.close()
+        owner.close()
         if running.segment is not None:
             running.segment.unlink(missing_ok=True)
 

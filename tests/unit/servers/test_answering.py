@@ -24,6 +24,7 @@ from coordexp.servers import answering as answering_module
 from coordexp.servers.answering import PIXELS_AT_ONCE, AllowedImages, Answering, PixelBudget, RequestImage
 from coordexp.servers.protocol import InferItem, RequestConfig
 from coordexp.vocab import VocabularyTable
+from tests import zygote
 from tests.source import SOURCE
 
 ROOT = Path(__file__).parents[3]
@@ -282,9 +283,7 @@ def test_a_process_ends_while_an_image_of_it_waits_for_storage(tmp_path):
         folder = pathlib.Path({str(tmp_path)!r})
         print(tests.item_of(tests.FakeEngine(), folder, tests.request_for(folder, (64, 64)))["error"]["code"])
     """
-    run = subprocess.run(
-        [sys.executable, "-c", code], env=_environment(), cwd=ROOT, capture_output=True, text=True, timeout=100
-    )
+    run = zygote.run(["-c", code], env=_environment(), cwd=ROOT, timeout=100)
     assert run.returncode == 0 and run.stdout == "engine\n", run.stderr
 
 

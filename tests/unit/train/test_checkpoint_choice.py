@@ -31,6 +31,7 @@ from coordexp.train.checkpoints import (
     sync_checkpoint,
     write_manifest,
 )
+from tests import zygote
 from tests.source import SOURCE
 
 pytestmark = pytest.mark.timeout(60)
@@ -359,9 +360,8 @@ def test_a_broken_line_of_the_metrics_is_named_with_a_way_out_and_nothing_is_cha
 @pytest.mark.timeout(150)
 def test_if_the_first_rank_refuses_a_folder_no_other_rank_waits_for_it(tmp_path):
     flip(saved(tmp_path, 4) / "model.safetensors")
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    words = [*torchrun, "-m", "coordexp", *train_words(tmp_path), "--resume"]
-    done = subprocess.run(words, capture_output=True, text=True, check=False)
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    done = zygote.run([*torchrun, "-m", "coordexp", *train_words(tmp_path), "--resume"], cwd=Path.cwd())
     assert done.returncode == 1
     assert done.stderr.count(f"{tmp_path} has no checkpoint to resume from") == 1
 
