@@ -31,16 +31,6 @@ def dev(checkout, *arguments):
     return subprocess.run([checkout / "dev", *arguments], capture_output=True, text=True, env=env, cwd="/")
 
 
-def test_without_a_task_the_line_that_activates_the_environment_is_printed(checkout):
-    done = dev(checkout)
-    assert done.returncode == 0
-    assert f"  source {checkout.parent}/env/bin/activate\n" in done.stdout
-
-
-def test_a_shell_has_the_tools_of_the_environment_and_the_code_of_this_checkout(checkout):
-    assert dev(checkout, "shell").stdout.splitlines() == ["fake shell ", f"PYTHONPATH={checkout}/src"]
-
-
 def test_check_runs_style_and_types_and_reports_a_failure_after_all_of_them(checkout):
     shown = dev(checkout, "check").stdout.splitlines()[::2]
     assert shown == ["fake ruff check .", "fake ruff format --check .", "fake mypy "]

@@ -51,8 +51,3 @@ def test_links_lead_to_files_and_headings(name):
 def test_broken_links_are_found():
     text = "[a](nothing.md), [b](README.md#nowhere), [c](README.md#quickstart), [d](https://a.b/c), `[e](no.md)`"
     assert find_broken_links(ROOT / "x.md", text) == ["nothing.md", "README.md#nowhere"]
-
-
-def test_headings_have_the_anchors_of_github():
-    text = "# A `code`, and more!\n\n## Again\n\n## Again\n\n```bash\n# no heading\n```\n"
-    assert find_headings(text) == {"a-code-and-more", "again", "again-1"}

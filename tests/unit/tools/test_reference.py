@@ -5,7 +5,7 @@ import re
 import pytest
 import reference
 import typer
-from reference import FOLDER, check_names, describe_schema, escape, split_at_commas
+from reference import FOLDER
 
 from coordexp.cli import app
 
@@ -41,25 +41,3 @@ def test_the_detector_comes_first_and_every_entry_has_text(pages):
     headings = re.findall(r"^### `(\w+)`$", pages["python.md"], re.MULTILINE)
     assert headings[0] == "Detector"
     assert {"RolloutBackend", "ModuleKind", "Family", "SourceImage", "Record", "evaluate"} <= set(headings)
-
-
-def test_a_name_without_a_meaning_and_a_meaning_without_a_name_are_refused():
-    check_names("table", ["a"], {"a": "the first letter"})
-    with pytest.raises(ValueError, match="b"):
-        check_names("table", ["a", "b"], {"a": "the first letter"})
-    with pytest.raises(ValueError, match="c"):
-        check_names("table", ["a"], {"a": "the first letter", "c": "the third"})
-
-
-def test_types_are_described_in_words():
-    whole = {"type": "integer", "minimum": 1}
-    assert describe_schema({"anyOf": [whole, {"type": "null"}]}) == "integer >= 1 or null"
-    assert describe_schema({"type": "array", "items": {"$ref": "#/$defs/Choice"}}) == "list of `Choice`"
-
-
-def test_arguments_are_split_outside_of_brackets():
-    assert split_at_commas("a: dict[str, int], *, b=(1, 2)") == ["a: dict[str, int]", "*", "b=(1, 2)"]
-
-
-def test_markdown_is_escaped_outside_of_code():
-    assert escape("a < b, `c < d`, *e") == r"a \< b, `c < d`, \*e"

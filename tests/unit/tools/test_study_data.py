@@ -1,20 +1,15 @@
 """The data of the study: which labels are missing, and that no image or scan is in two splits."""
 
-import sys
 from collections import Counter
 from dataclasses import replace
-from itertools import combinations
 
 import numpy as np
 import pytest
 from study_data import (
-    REGIMES,
     SOURCES,
     Source,
     annotate_half_of_classes,
     draw_page,
-    find_complete,
-    load_scans,
     make_data,
     remove_labels,
     split_scans,
@@ -22,7 +17,6 @@ from study_data import (
 
 from coordexp.data import Record, RecordFile, RecordObject, read_records
 from coordexp.demo.scenes import SceneSettings, draw_scenes
-from coordexp.errors import UserError
 
 
 def draw_records(count: int = 40) -> list[Record]:
@@ -60,11 +54,6 @@ def test_labels_are_removed_by_a_seed_and_the_others_stay_in_order(thin):
         assert replace(after, objects=before.objects) == before
 
 
-def test_more_labels_than_can_be_removed_are_refused():
-    with pytest.raises(UserError, match="every image keeps one"):
-        remove_labels(draw_records(), 0.95, seed=5)
-
-
 def test_a_federated_image_has_all_objects_of_at_most_half_of_the_classes_and_at_least_one():
     records = draw_records(200)
     classes = {item.desc for record in records for item in record.objects}
@@ -95,38 +84,6 @@ def test_regimes_share_images_and_only_training_lacks_labels(tmp_path):
     assert records.image_path(records[0]).is_file()
 
 
-def test_validation_and_test_images_are_the_two_halves_of_the_held_out_ones(tmp_path):
-    folder = make_data(tmp_path, "missing-30", train=4, held_out=10)
-    held_out = read(tmp_path / "sources/scenes/val.jsonl")
-    val, test = read(folder / "val.jsonl"), read(folder / "test.jsonl")
-    assert [record.objects for record in (*val, *test)] == [record.objects for record in held_out]
-    assert len(val) == len(test) == 5
-    assert not {record.image for record in val} & {record.image for record in test}
-
-
-def test_other_numbers_of_images_than_there_are_already_are_refused(tmp_path):
-    make_data(tmp_path, "complete", train=4, held_out=2)
-    with pytest.raises(UserError, match="--train 5"):
-        make_data(tmp_path, "missing-50", train=5)
-    assert make_data(tmp_path, "missing-50").is_dir()
-
-
-def test_every_regime_names_the_one_with_all_labels():
-    assert {name: find_complete(name) for name in REGIMES} == {
-        **dict.fromkeys(("complete", "missing-30", "missing-50", "missing-70", "federated"), "complete"),
-        **dict.fromkeys(("digits", "digits-missing-50"), "digits"),
-        "crowded": "crowded",
-        "few": "few",
-    }
-
-
-def test_crowded_scenes_get_all_of_their_objects():
-    source = SOURCES["crowded"]
-    settings = SceneSettings(source.side, source.objects)
-    counts = [len(scene.record.objects) for scene in draw_scenes(60, settings, seed=44, folder="images")]
-    assert source.objects[0] <= min(counts) < 20 and 35 < max(counts) <= source.objects[1]
-
-
 def test_no_scan_is_in_two_splits():
     parts = split_scans(1797, seed=23)
     assert sorted(np.concatenate(list(parts.values()))) == list(range(1797))
@@ -140,18 +97,6 @@ def draw_invented_page(seed: int = 0, side: int = 192):
         scans[digit, :, : max(2, digit)] = 1.0
     source = Source((12, 40), side, seed=0, train=1, held_out=1)
     return draw_page(np.random.default_rng(seed), scans, np.arange(8), source, "images/0.png")
-
-
-def test_a_page_lists_its_digits_in_reading_order_without_overlap():
-    for seed in range(20):
-        page = draw_invented_page(seed)
-        boxes = [item.coords for item in page.record.objects]
-        assert 12 <= len(boxes) <= 40
-        assert [(box[1], box[0]) for box in boxes] == sorted((box[1], box[0]) for box in boxes)
-        for first, second in combinations(boxes, 2):
-            assert min(first[2], second[2]) <= max(first[0], second[0]) or min(first[3], second[3]) <= max(
-                first[1], second[1]
-            )
 
 
 def test_a_box_encloses_the_ink_of_its_digit():
@@ -174,19 +119,3 @@ def test_the_pages_of_a_split_have_only_scans_of_that_split(tmp_path, monkeypatc
     for name, split in (("train-complete", "train"), ("val", "val"), ("test", "test")):
         drawn = {int(item.desc) for record in read(folder / f"{name}.jsonl") for item in record.objects}
         assert drawn <= set(parts[split].tolist()) and len(drawn) > 5
-
-
-def test_pages_are_made_of_the_real_scans(tmp_path):
-    pytest.importorskip("sklearn")
-    scans, digits = load_scans()
-    assert scans.shape == (1797, 8, 8) and scans.max() == 1 and set(digits.tolist()) == set(range(10))
-    folder = make_data(tmp_path, "digits", train=4, held_out=4)
-    descs = {item.desc for record in read(folder / "train.jsonl") for item in record.objects}
-    assert descs == set(map(str, range(10)))
-
-
-def test_without_scikit_learn_the_pages_of_digits_say_what_to_install(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
-    with pytest.raises(UserError, match="pip install scikit-learn"):
-        make_data(tmp_path, "digits")
-    assert not (tmp_path / "sources").exists()

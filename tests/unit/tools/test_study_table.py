@@ -5,10 +5,9 @@ import json
 import pytest
 import yaml
 from study_data import make_data
-from study_table import count_tokens, draw_curves, find_rows, write_tables
+from study_table import count_tokens, write_tables
 
 from coordexp.data import RecordFile
-from coordexp.errors import UserError
 from coordexp.evaluate import AnswerObject, ImageAnswer, read_truth, write_predictions
 
 
@@ -98,27 +97,6 @@ def test_class_accuracy_is_the_share_of_found_objects_with_the_right_name(study)
     assert rows["stage2"]["recall, any class"] == "1.000"
 
 
-def test_starts_are_rows_if_they_have_answered(study):
-    add_run(study, "continued", 0, every=2)
-    for start in ("missing-50/start", "complete/start", "missing-50/before-start"):
-        answer(study, study / start, every=1)
-    rows = [row["name"] for row in read_rows(write_tables(study, "missing-50", "test", None))]
-    starts = ["before start", "start", "start, complete labels"]
-    assert rows == [*starts, "continued", *starts]
-
-
-def test_settings_are_chosen_on_the_last_evaluation_of_the_validation_images(study):
-    for step, every in ((50, 1), (100, 2)):
-        add_run(study, "continued", 0, every, split="val", step=step)
-    (row,) = read_rows(write_tables(study, "missing-50", "val", None))
-    assert row["recall"].startswith("0.5")
-    answer(study, study / "missing-50/steps-100/dedup-0", every=1, split="val")
-    rows = {
-        row["name"]: row for row in read_rows(write_tables(study, "missing-50", "val", None)) if "seeds" in row
-    }
-    assert rows["dedup"]["recall"] == "1.000" and rows["dedup"]["generated tokens"] == "0"
-
-
 def test_all_tokens_count_that_were_generated_and_no_others(study):
     lines = {
         "best-of-4": [{"step": 1, "rollout/tokens": 10, "rollout/unused_tokens": 30}],
@@ -131,32 +109,3 @@ def test_all_tokens_count_that_were_generated_and_no_others(study):
         noise = {"rollout_matching": {"noise": {"enabled": name == "noise"}}}
         (folder / "resolved.yaml").write_text(yaml.safe_dump(noise))
     assert [count_tokens(study / name) for name in lines] == [40, 90, 0]
-
-
-def test_a_run_without_answers_is_left_out(study):
-    add_run(study, "continued", 0, every=2)
-    (study / "missing-50/steps-100/stage2-0").mkdir()
-    assert [row["name"] for row in read_rows(write_tables(study, "missing-50", "test", None))] == ["continued"]
-
-
-def test_a_regime_without_runs_is_an_error(study):
-    with pytest.raises(UserError, match="no runs"):
-        write_tables(study, "missing-50", "test", None)
-
-
-def test_names_may_have_hyphens_and_continued_comes_first(study):
-    for name in ("append-clean", "in-order", "continued"):
-        add_run(study, name, 12, every=1)
-    rows = find_rows(study / "missing-50/steps-100")
-    assert [row.name for row in rows] == ["continued", "append-clean", "in-order"]
-    assert [set(row.folders) for row in rows] == [{12}] * 3
-
-
-def test_curves_are_means_over_seeds_at_the_steps_that_all_have(study):
-    for seed in (0, 1):
-        add_run(study, "continued", seed, every=1)
-    (study / "missing-50/start").mkdir()
-    svg = draw_curves(study, "missing-50", 100)
-    assert "continued" in svg and svg.count("<polyline") == 4
-    first, last = svg.split('<polyline points="')[1].split('"')[0].split()
-    assert float(first.split(",")[1]) > float(last.split(",")[1])  # 0.375 at step 50 is lower than 0.5
