@@ -11,8 +11,10 @@ anew with COORDEXP_UPDATE_MESSAGES=1. Other tests assert on values, places, subj
 """
 
 import importlib
+import io
 import pkgutil
 from collections.abc import Callable, Iterable
+from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 
 from coordexp.errors import UserError
@@ -46,16 +48,16 @@ def load_cases() -> dict[str, Callable[[Path], object]]:
 
 
 def say(case: Callable[[Path], object], folder: Path) -> str:
-    """Return what a case says: the exception with its kind, or what is returned. The folder has no name in it."""
+    """Return what a case prints and returns, or its exception with its kind. The folder has no name in it."""
+    printed = io.StringIO()
     try:
-        returned = case(folder)
+        with redirect_stdout(printed), redirect_stderr(printed):
+            returned = case(folder)
     except (UserError, ValueError) as error:
-        said = f"{type(error).__name__}: {error}"
-    else:
-        assert returned, "the case raises nothing and returns nothing"
-        listed = isinstance(returned, Iterable) and not isinstance(returned, str)
-        said = "\n".join(map(str, returned)) if listed else str(returned)
-    return said.replace(str(folder), "FOLDER").strip()
+        returned = f"{type(error).__name__}: {error}"
+    listed = isinstance(returned, Iterable) and not isinstance(returned, str)
+    said = "\n".join(map(str, returned)) if listed else str(returned or "")
+    return (printed.getvalue() + said).replace(str(folder), "FOLDER").strip()
 
 
 def render(said: dict[str, str]) -> str:

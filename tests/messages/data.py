@@ -7,7 +7,8 @@ from typer.testing import CliRunner
 
 from coordexp.cli import app
 from coordexp.data import Record, RecordFile, RecordObject, open_data, parse_any_record, parse_record
-from coordexp.data.images import read_image_size, size_problem
+from coordexp.data.doctor import examine
+from coordexp.data.images import read_image_facts, read_image_size, size_problem
 from coordexp.data.importers import ImportCounts, find_split, read_labelme, read_labelstudio, read_lvis, read_yolo
 from coordexp.data.importers.coco import decode_mask
 from coordexp.data.suggestions import (
@@ -19,6 +20,8 @@ from coordexp.data.suggestions import (
 )
 from coordexp.files import find_data_files
 from tests.messages import provoke
+from tests.unit.data import test_doctor
+from tests.unit.data.planted import write_clean
 from tests.unit.data.sources import (
     annotation,
     coco,
@@ -350,3 +353,40 @@ def suggestions_for_other_records(folder, changes):
 def a_split(folder, words):
     write_lines(folder, EMPTY, EMPTY | {"image": "b.png"})
     return CliRunner().invoke(app, ["data", "split", str(folder / "train.jsonl"), *words]).output
+
+
+@provoke()
+def cleaning(folder):
+    write_image(folder / "a.png")
+    (folder / "torn.png").write_bytes((folder / "a.png").read_bytes()[:30])
+    boxes = ([30, 6, 10, 18], [1, 1, 9, 9], [1, 1, 9, 9], [70, 50, 90, 60], [5, 5, 5, 5])
+    good = EMPTY | {"objects": [{"desc": "cat", "bbox_2d": box} for box in boxes]}
+    lost = {"objects": [{"desc": "cat", "bbox_2d": [5, 5, 5, 5]}]}
+    other = {"width": 48, "height": 64}
+    lines = [good, {}, EMPTY | {"image": "none.png"}, EMPTY | {"image": "torn.png"}, EMPTY | other, EMPTY | lost]
+    write_lines(folder, *lines, EMPTY | lost | {"classes": ["cat"]})
+    words = ["data", "clean", str(folder / "train.jsonl"), "--out", str(folder / "clean.jsonl")]
+    return CliRunner().invoke(app, words).output
+
+
+@provoke("write_sizes", "write_centres", "swap_axes")
+def the_doctor_on_boxes_in_another_form(folder, change):
+    planted = write_clean(folder)
+    getattr(test_doctor, change)(planted)
+    return examine(planted.write()).findings
+
+
+@provoke(("norm1000", "pixel"), ("unit", "pixel"), ("pixel", "unit"), ("pixel", "norm1000"))
+def the_doctor_on_a_stated_space(folder, stated):
+    planted = write_clean(folder)
+    factors = {"pixel": (1, 1), "norm1000": test_doctor.NORM, "unit": test_doctor.UNIT}
+    planted.scale(*factors[stated[0]], stated[1])
+    findings = examine(planted.write()).findings
+    return [item for item in findings if item.subject.startswith(("suspect", "maybe"))] or "nothing"
+
+
+@provoke(*test_doctor.ONE_LINE)
+def the_doctor_on_one_mistake(folder, code):
+    planted = write_clean(folder)
+    test_doctor.ONE_LINE[code][0](planted)
+    return examine(planted.write(), look=read_image_facts).findings

@@ -12,6 +12,7 @@ def test_messages_are_those_of_the_snapshot(tmp_path):
         folder = tmp_path / str(number)
         folder.mkdir()
         said[name] = say(case, folder)
+    assert [name for name, text in said.items() if not text] == []
     if os.environ.get("COORDEXP_UPDATE_MESSAGES"):
         SNAPSHOT.write_text(render(said))
     assert said == read_snapshot()

@@ -35,27 +35,6 @@ def test_a_question_has_an_image_or_none():
     assert isinstance(parse_any_record(json.dumps(DETECTION)), Record)
 
 
-@pytest.mark.parametrize(
-    ("line", "problem"),
-    [
-        (ALONE | {"answer": " \n"}, "answer is empty"),
-        (ALONE | {"question": ""}, "question is empty"),
-        (ALONE | {"answer": 3}, "answer 3: input should be a valid string"),
-        ({"question": "Why?"}, "missing keys: answer"),
-        ({"answer": "3"}, "missing keys: question"),
-        (ALONE | {"objects": []}, "unknown keys: objects"),
-        (ALONE | {"prompt": "x"}, "unknown keys: prompt"),
-        (ALONE | {"image": "a.png"}, "it has image; a question about an image needs image, width and height"),
-        (ALONE | {"width": 4, "height": 4}, "it has width and height; a question about"),
-        (ABOUT_IMAGE | {"image": ""}, "image is empty"),
-        (ABOUT_IMAGE | {"width": 0}, "width 0"),
-    ],
-)
-def test_a_line_that_breaks_a_rule_is_refused(line, problem):
-    with pytest.raises(ValueError, match=problem):
-        parse_any_record(json.dumps(line))
-
-
 words = st.text(min_size=1).filter(str.strip)
 
 
@@ -71,13 +50,10 @@ def test_where_objects_are_needed_a_question_is_an_error_that_names_its_line(tmp
     records = RecordFile(file)
     assert isinstance(records[0], Record) and isinstance(records.read(1), ChatRecord)
     assert records.read(-1) == ChatRecord("Why?", "Because.")
-    with pytest.raises(DataError, match=r"a\.jsonl:2: it has a question[\s\S]*file of their own"):
-        records[1]
-    with pytest.raises(DataError, match=r"a\.jsonl:2"):
-        records[-1]
-    with pytest.raises(DataError, match=r"a\.jsonl:2"):
-        list(read_records(file))
-    with pytest.raises(ValueError, match="a question and an answer"):
+    for read in (lambda: records[1], lambda: records[-1], lambda: list(read_records(file))):
+        with pytest.raises(DataError, match=r"a\.jsonl:2"):
+            read()
+    with pytest.raises(ValueError):
         parse_record(json.dumps(ALONE))
     assert [number for number, _ in read_any_records(file)] == [1, 2]
     assert records.object_counts.tolist() == [0, 0]

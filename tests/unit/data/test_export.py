@@ -86,35 +86,14 @@ def test_pycocotools_finds_perfect_detections_perfect(tmp_path):
     assert all(entry["area"] > 0 and entry["iscrowd"] == 0 for entry in document["annotations"])
 
 
-def test_records_without_ids_are_named_by_their_lines_and_classes_are_numbered(tmp_path):
-    document = export_coco(tmp_path, crowd(tmp_path, ids=False))
-    assert [image["id"] for image in document["images"]] == [*range(1, 13)]
-    assert [entry["id"] for entry in document["categories"]] == [1, 2, 3]
-
-
-def test_other_spaces_become_pixels(tmp_path):
-    write_image(tmp_path / "a.png", (640, 480))
-    unit = Record("a.png", 640, 480, "unit", (RecordObject("cat", "bbox_2d", (0.25, 0.5, 0.75, 1.0)),))
-    document = export_coco(tmp_path, [unit])
-    assert document["annotations"][0]["bbox"] == [160.0, 240.0, 320.0, 240.0]
-
-
 def test_image_names_are_relative_to_the_folder_of_images(tmp_path):
     records = crowd(tmp_path)
     document = export_coco(tmp_path, records, "--images", tmp_path / "images")
     assert document["images"][0]["file_name"] == "a/0.png"
     (tmp_path / "coco.json").unlink()
-    result = run(
-        "export",
-        "coco",
-        tmp_path / "val.jsonl",
-        "--out",
-        tmp_path / "coco.json",
-        "--images",
-        tmp_path / "images/a",
-    )
-    assert result.exit_code == 1
-    assert "val.jsonl:2: images/b/1.png is not below" in result.output
+    words = ("--out", tmp_path / "coco.json", "--images", tmp_path / "images/a")
+    result = run("export", "coco", tmp_path / "val.jsonl", *words)
+    assert result.exit_code == 1 and "val.jsonl:2: " in result.output
     assert not (tmp_path / "coco.json").exists()
 
 
@@ -122,8 +101,7 @@ def test_two_records_with_one_image_id_are_refused(tmp_path):
     records = crowd(tmp_path)
     file = write_records(tmp_path / "val.jsonl", [*records, records[0]])
     result = run("export", "coco", file, "--out", tmp_path / "coco.json")
-    assert result.exit_code == 1
-    assert "val.jsonl:13: the image_id 1000 is that of line 1 too" in result.output
+    assert result.exit_code == 1 and "val.jsonl:13: " in result.output
     assert sorted(path.name for path in tmp_path.iterdir()) == ["images", "val.jsonl"]
 
 
@@ -163,8 +141,7 @@ def test_images_that_would_share_a_file_of_labels_are_refused(tmp_path):
     records = crowd(tmp_path)
     file = write_records(tmp_path / "val.jsonl", [*records, records[3]])
     result = run("export", "yolo", file, "--out", tmp_path / "yolo")
-    assert result.exit_code == 1
-    assert "the image of line 4 would share b/3.txt" in result.output
+    assert result.exit_code == 1 and "b/3.txt" in result.output
 
 
 def find_labels(image):
@@ -186,14 +163,6 @@ def test_yolo_labels_are_clipped_to_the_image(tmp_path):
     assert (tmp_path / "yolo/labels/a.txt").read_text().split() == [
         "0", "0.500000000", "0.625000000", "1.000000000", "0.750000000"
     ]  # fmt: skip
-
-
-def test_a_file_name_that_is_not_text_is_exported_as_an_escape(tmp_path):
-    odd = Record("a\udcff.png", 64, 48, "pixel", (RecordObject("cat", "bbox_2d", (1.0, 1.0, 9.0, 9.0)),))
-    file = tmp_path / "val.jsonl"
-    file.write_bytes(odd.as_json().encode(errors="backslashreplace") + b"\n")
-    run_well("export", "coco", file, "--out", tmp_path / "coco.json")
-    assert json.loads((tmp_path / "coco.json").read_bytes())["images"][0]["file_name"] == "a\udcff.png"
 
 
 def test_classes_keep_their_numbers_and_others_get_the_next_ones():

@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 from pycocotools import mask as rle
 
-from coordexp.errors import DataError
 from tests.unit.data.sources import (
     annotation,
     coco,
@@ -52,12 +51,6 @@ def test_a_polygon_is_taken_where_there_is_one_unless_boxes_are_chosen(tmp_path)
     records, counts = import_coco(tmp_path, document, geometry="poly")
     assert list_shapes(records) == [("poly", tuple(SQUARE))]
     assert count_reasons(counts) == {"dropped: object without a usable polygon (--geometry poly)": 1}
-
-
-def test_a_segmentation_without_its_outer_list_is_one_ring(tmp_path):
-    assert list_shapes(import_coco(tmp_path, coco([annotation(segmentation=SQUARE)]))[0]) == [
-        ("poly", tuple(SQUARE))
-    ]
 
 
 def test_a_box_is_made_from_the_polygon_when_there_is_none(tmp_path):
@@ -113,26 +106,6 @@ def test_a_mask_of_two_parts_with_a_hole_is_counted_for_both(tmp_path):
     assert count_reasons(counts)["changed: object of several parts: the largest is taken"] == 1
 
 
-@pytest.mark.parametrize(
-    ("segmentation", "reason"),
-    [
-        ([[1, 2, 3, 4]], "dropped: ring with an odd number of numbers or with fewer than 6"),
-        ([[1, 2, 3, 4, 5, 6, 7]], "dropped: ring with an odd number of numbers or with fewer than 6"),
-        ([[1, 1, 2, 2, 3, 3]], "dropped: ring without area"),
-        ([["a", 1, 2, 2, 3, 3]], "dropped: ring that is not a list of numbers"),
-        ([[float("nan"), 1, 2, 2, 3, 3]], "dropped: ring that is not a list of numbers"),
-        ("polygon", "dropped: ring that is not a list of numbers"),
-        ({"size": [2, 2], "counts": [4]}, "dropped: mask: the size of a mask differs from that of its image"),
-        ({"size": [48, 64], "counts": "~~"}, "dropped: mask: the compressed runs of a mask cannot be read"),
-        (compress(mask_of()), "dropped: mask without a pixel"),
-    ],
-)
-def test_a_segmentation_that_cannot_be_used_is_counted_and_the_box_is_taken(tmp_path, segmentation, reason):
-    records, counts = import_coco(tmp_path, coco([annotation(segmentation=segmentation)]))
-    assert list_shapes(records) == [BOX]
-    assert count_reasons(counts)[reason] == 1
-
-
 def test_crowds_are_dropped_or_kept_and_counted(tmp_path):
     document = coco([annotation(iscrowd=1, segmentation=compress(mask_of((10, 10, 20, 20))))])
     records, counts = import_coco(tmp_path, document)
@@ -152,20 +125,6 @@ def test_images_without_objects_are_kept_or_dropped_and_counted(tmp_path):
     assert count_reasons(counts)["dropped: image without objects (--empty drop)"] == 1
 
 
-def test_a_box_that_leaves_the_image_goes_by_the_rule(tmp_path):
-    document = coco([annotation(bbox=[-10, 40, 20, 20])])
-    records, counts = import_coco(tmp_path, document)
-    assert list_shapes(records) == [("bbox_2d", (0, 40, 10, 48))]
-    assert count_reasons(counts)["changed: object that extends beyond the image: clipped"] == 1
-    records, counts = import_coco(tmp_path, document, outside="drop")
-    assert list_shapes(records) == []
-    assert count_reasons(counts)["dropped: object that extends beyond the image (--outside drop)"] == 1
-    with pytest.raises(
-        DataError, match=r"annotation 1 of image 1: bbox_2d .* by 12\.0 pixels[\s\S]*--outside clip"
-    ):
-        import_coco(tmp_path, document, outside="refuse")
-
-
 def test_a_polygon_is_cut_at_the_border_and_keeps_its_area_inside(tmp_path):
     document = coco([annotation(segmentation=[[60, 10, 70, 10, 70, 20, 60, 20]])])
     ((kind, coords),) = list_shapes(import_coco(tmp_path, document)[0])
@@ -178,48 +137,6 @@ def test_a_box_put_outside_by_rounding_is_moved_onto_the_border_whatever_the_rul
     records, counts = import_coco(tmp_path, document, outside="refuse")
     assert list_shapes(records) == [("bbox_2d", (40.04, 30.02, 64, 48))]
     assert count_reasons(counts)["changed: object put outside the image by rounding: moved onto the border"] == 1
-
-
-@pytest.mark.parametrize(
-    ("bbox", "reason"),
-    [
-        ([8, 6, 0, 12], "dropped: box whose width or height is not above 0"),
-        ([8, 6, -4, 12], "dropped: box whose width or height is not above 0"),
-        ([8, 6, 0.01, 12], "dropped: object that has no area in 1,000 bins"),
-        ([70, 6, 10, 12], "dropped: object with no part inside the image"),
-        ([8, 6, 16], "changed: bbox that is not four numbers: it is ignored"),
-        ([8, 6, 16, None], "changed: bbox that is not four numbers: it is ignored"),
-        (None, "dropped: object without a usable box"),
-    ],
-)
-def test_a_box_that_cannot_be_used_is_dropped_and_counted(tmp_path, bbox, reason):
-    records, counts = import_coco(tmp_path, coco([annotation(bbox=bbox)]))
-    assert list_shapes(records) == []
-    reasons = count_reasons(counts)
-    assert reasons[reason] == 1
-    assert sum(count for name, count in reasons.items() if name.startswith("dropped")) == 1
-
-
-@pytest.mark.parametrize(
-    ("changes", "reason"),
-    [
-        ({"image_id": 99}, "dropped: annotation of an unknown image"),
-        ({"image_id": [1]}, "dropped: annotation of an unknown image"),
-        ({"category_id": 99}, "dropped: annotation of an unknown category"),
-        ({"category_id": None}, "dropped: annotation of an unknown category"),
-        ({"id": 1, "bbox": [8, 6, 16, 12]}, "dropped: annotation that occurs twice"),
-    ],
-)
-def test_an_annotation_that_belongs_nowhere_is_dropped_and_counted(tmp_path, changes, reason):
-    records, counts = import_coco(tmp_path, coco([annotation(1), annotation(2) | changes]))
-    assert list_shapes(records) == [BOX]
-    assert count_reasons(counts)[reason] == 1
-
-
-def test_another_annotation_with_the_same_id_is_kept_and_noted(tmp_path):
-    records, counts = import_coco(tmp_path, coco([annotation(1), annotation(1, bbox=[0, 0, 9, 9])]))
-    assert len(list_shapes(records)) == 2
-    assert count_reasons(counts)["noted: annotation with the id of another: both are kept"] == 1
 
 
 def test_a_size_that_is_missing_is_read_from_the_image(tmp_path):
@@ -240,49 +157,7 @@ def test_the_same_image_or_category_twice_is_counted(tmp_path):
     assert count_reasons(counts)["noted: category with the name of another: they become one"] == 1
 
 
-def test_two_images_of_one_file_are_noted(tmp_path):
-    images = [{"id": k, "file_name": "a.png", "width": 64, "height": 48} for k in (1, 2)]
-    records, counts = import_coco(tmp_path, coco([annotation()], images))
-    assert len(records) == 2
-    assert count_reasons(counts)["noted: file that two images share: both are kept"] == 1
-
-
-def test_backslashes_are_folders_and_counted(tmp_path):
-    images = [{"id": 1, "file_name": "sub\\a.png", "width": 64, "height": 48}]
-    records, counts = import_coco(tmp_path, coco([annotation()], images))
-    assert records[0].image == "images/sub/a.png"
-    assert count_reasons(counts)["changed: backslashes in a file name read as folders"] == 1
-
-
 SIZES = {"width": 64, "height": 48}
-
-
-@pytest.mark.parametrize(
-    ("document", "words"),
-    [
-        ("{", "not a JSON document"),
-        ("[]", "no list of images"),
-        ({"images": [], "annotations": []}, "no list of categories"),
-        ({"images": [], "annotations": [3], "categories": []}, "no list of annotations"),
-        (coco([], [{"id": 1, "file_name": "../a.png"} | SIZES]), "leads out of the folder"),
-        (coco([], [{"id": 1, "file_name": "sub\\..\\..\\a.png"} | SIZES]), "leads out of the folder"),
-        (coco([], [{"id": 1, "file_name": "/etc/a.png"} | SIZES]), "leads out of the folder"),
-        (coco([], [{"id": 1, "file_name": "C:\\a.png"} | SIZES]), "leads out of the folder"),
-        (coco([], [{"id": 1} | SIZES]), "None is not a file name"),
-        (coco([], [{"id": 1, "file_name": "a.png"}]), "no width and height, and .*a.png cannot be read"),
-        (coco([], [{"id": 1, "file_name": "a.png", "width": "64", "height": 48}]), "width '64' and height 48"),
-        (coco([], [{"id": 1, "file_name": "a.png", "width": 0, "height": 48}]), "not positive whole numbers"),
-        (coco([], [{"file_name": "a.png"} | SIZES]), "the id None is not a number or a text"),
-        (coco([], [{"id": 1, "file_name": f} | SIZES for f in "ab"]), "image id 1 is used twice"),
-        (coco([], None, [{"id": 1, "name": n} for n in "ab"]), "category id 1 is used twice"),
-        (coco([], None, [{"id": 1, "name": " "}]), "category 1: ' ' is not a name"),
-        (coco([], None, [{"id": 1, "name": "\ud800"}]), "lone surrogate"),
-    ],
-)
-def test_what_would_need_a_guess_stops_the_import_and_writes_nothing(tmp_path, document, words):
-    with pytest.raises(DataError, match=words):
-        import_coco(tmp_path, document)
-    assert not list(tmp_path.glob("*out.jsonl*"))
 
 
 def test_lvis_names_its_images_by_their_address_and_its_lists_are_noted(tmp_path):
@@ -312,12 +187,6 @@ def test_coco_is_exhaustive_for_all_categories_but_those_of_a_crowd_that_is_drop
     document = coco([annotation(category_id=2), crowd], categories=names)
     assert import_coco(tmp_path, document)[0][0].exhaustive == ("dog",)
     assert import_coco(tmp_path, document, crowd="keep")[0][0].exhaustive is None
-
-
-@pytest.mark.parametrize("url", ["http://x/../../a.png", "http://x/%2e%2e/a.png", None])
-def test_lvis_addresses_that_lead_elsewhere_are_refused(tmp_path, url):
-    with pytest.raises(DataError, match=r"leads out|not a file name"):
-        import_lvis(tmp_path, coco([], [{"id": 1, "coco_url": url} | SIZES]))
 
 
 def test_ids_of_images_and_categories_are_kept(tmp_path):

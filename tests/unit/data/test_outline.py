@@ -1,7 +1,6 @@
 """Outlines enclose exactly the pixels of any mask."""
 
 import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
@@ -64,27 +63,3 @@ def test_corners_only_are_kept_and_pixels_that_touch_at_a_corner_are_one_part():
     assert trace_outlines(square) == ([(0, 0, 4, 0, 4, 3, 0, 3)], 0)
     assert len(trace_outlines(np.eye(4, dtype=bool))[0]) == 1
     assert len(trace_outlines(np.array([[True, False, True]]))[0]) == 2
-
-
-def test_a_hole_is_counted():
-    ring = np.ones((3, 3), dtype=bool)
-    ring[1, 1] = False
-    assert trace_outlines(ring) == ([(0, 0, 3, 0, 3, 3, 0, 3)], 1)
-
-
-@pytest.mark.parametrize(
-    ("segmentation", "words"),
-    [
-        ({"size": [3, 4], "counts": [12]}, "differs from that of its image"),
-        ({"size": [4, 3], "counts": [11]}, "do not add up"),
-        ({"size": [4, 3], "counts": [-1, 13]}, "whole numbers"),
-        ({"size": [4, 3], "counts": [12.0]}, "whole numbers"),
-        ({"size": [4, 3]}, "whole numbers"),
-        ({"size": [4, 3], "counts": "\u00e9"}, "cannot be read"),
-        ({"size": [4, 3], "counts": "o" * 40}, "cannot be read"),
-        ({"size": [4, 3], "counts": "P"}, "in the middle of a number"),
-    ],
-)
-def test_a_broken_mask_says_what_is_wrong(segmentation, words):
-    with pytest.raises(ValueError, match=words):
-        decode_mask(segmentation, 3, 4)

@@ -8,7 +8,6 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from PIL import Image
 from typer.testing import CliRunner
 
 from coordexp.cli import app
@@ -17,7 +16,6 @@ from coordexp.data.doctor.clean import clean
 from coordexp.data.images import read_image_facts
 from coordexp.data.records import read_records
 from coordexp.data.split import split_records
-from coordexp.detect.image_files import find_images
 from coordexp.errors import DataError, UserError
 from coordexp.pages.images import make_thumbnail
 from coordexp.pages.records import read_cards
@@ -81,11 +79,6 @@ def test_the_doctor_reports_an_image_that_is_no_file_and_ends(tmp_path, odd, ima
     assert findings["image-unreadable"]["places"][0]["detail"] == f"'a.png': {REASON}"
 
 
-def test_a_device_itself_is_no_image(tmp_path):
-    code, output = run("data", "doctor", write_record(tmp_path, "/dev/zero"))
-    assert code == 1 and REASON in output
-
-
 def test_training_prediction_servers_and_pages_refuse_an_image_that_is_no_file(tmp_path, odd):
     file = odd("a.png")
     with pytest.raises(DataError, match=REASON):
@@ -97,14 +90,6 @@ def test_training_prediction_servers_and_pages_refuse_an_image_that_is_no_file(t
             read(file)
     (card,) = read_cards(write_record(tmp_path, "a.png"), 1)
     assert [problem.code for problem in card.problems] == ["image-unreadable"] and card.image is None
-
-
-def test_prediction_skips_what_is_no_file_in_a_folder_of_images(tmp_path, odd):
-    file = odd("images/a.png")
-    Image.new("RGB", (64, 64)).save(tmp_path / "images/b.png")
-    files = find_images([tmp_path / "images"])
-    assert [image.path.name for image in files.images] == ["b.png"]
-    assert files.skipped == (() if file.is_dir() else ((file, REASON),))
 
 
 def test_records_are_not_read_from_what_is_no_file(tmp_path, odd):
@@ -131,17 +116,3 @@ def test_annotations_are_not_read_from_what_is_no_file(tmp_path, odd, kind):
     file = odd("annotations.json")
     code, output = run("data", "import", kind, file, "--images", tmp_path, "--out", tmp_path / "new.jsonl")
     assert code != 0 and (file.is_dir() or REASON in output)
-
-
-def test_labels_and_names_are_not_read_from_what_is_no_file(tmp_path, odd):
-    out = ("--out", tmp_path / "new.jsonl")
-    odd("labels/a.json")
-    code, output = run("data", "import", "labelme", tmp_path / "labels", *out)
-    assert code == 0 and "dropped" in output and "0 images" in output
-    names = odd("names.yaml")
-    Image.new("RGB", (64, 64)).save(tmp_path / "labels/a.png")
-    code, output = run(
-        "data", "import", "yolo", tmp_path / "labels", "--images", tmp_path / "labels", "--names", names,
-        "--out", tmp_path / "more.jsonl",
-    )  # fmt: skip
-    assert code != 0 and (names.is_dir() or REASON in output)

@@ -51,22 +51,6 @@ def test_only_objects_of_the_classes_are_the_answer():
     assert record("fork", classes=("cup",)).true_objects() == ()
 
 
-@pytest.mark.parametrize(
-    ("keys", "problem"),
-    [
-        ('"classes": []', "classes is empty"),
-        ('"classes": ["a", "a"]', "a name twice"),
-        ('"classes": ["a"], "expression": "b"', "a record asks for one of them"),
-        ('"prompt": "{classes}?"', "there are no classes"),
-        ('"prompt": "{expression}?"', "prompt has {expression}, but there is none"),
-        ('"expression": " "', "expression is empty"),
-    ],
-)
-def test_requests_that_contradict_themselves_are_refused(keys, problem):
-    with pytest.raises(ValueError, match=problem):
-        parse_record(f'{{"image": "a", "width": 1, "height": 1, "space": "pixel", "objects": [], {keys}}}')
-
-
 def test_a_request_survives_writing_and_reading():
     made = record("cup", classes=("cup",), prompt="{classes}?", exhaustive=("cup", "fork"), image_id=3)
     assert parse_record(made.as_json()) == made
