@@ -47,8 +47,8 @@ def test_the_size_is_that_after_the_rotation_of_the_exif_data(folder):
 
 
 def test_a_path_that_does_not_exist_and_a_folder_without_images_are_refused(folder):
-    with pytest.raises(UserError, match="nowhere does not exist"):
+    with pytest.raises(UserError, match="nowhere"):
         find_images([folder / "nowhere"])
     (folder / "empty").mkdir()
-    with pytest.raises(UserError, match=r"no image in .*empty"):
+    with pytest.raises(UserError, match="empty"):
         find_images([folder / "empty"])

@@ -11,9 +11,6 @@ from coordexp.evaluate.matching import MatchCounts
 from coordexp.evaluate.report import count_by_image
 from tests.unit.evaluate.scenes import BOX, EDGE, FAR, answer, crowd, invalid_object, prediction, record
 
-NEARBY = (100, 100, 300, 302)  # IoU with BOX above 0.9
-WHOLE = (0, 0, EDGE, EDGE)
-
 
 def rates(true, predicted, **fields):
     return evaluate([(1, record(*true))], [answer(*predicted, **fields)]).behaviour.rates
@@ -25,30 +22,44 @@ def test_every_rate_has_a_definition_and_a_name_in_the_log():
     assert set(DEFINITIONS) <= set(report.metrics())
 
 
-def test_a_second_copy_is_a_duplicate():
-    assert rates([("cat", BOX)], [prediction("cat", BOX), prediction("cat", NEARBY)])["duplicates"] == Rate(1, 2)
+NEARBY = (100, 100, 300, 302)  # IoU with BOX above 0.9
+WHOLE = (0, 0, EDGE, EDGE)
+CAT, COPY, ELSEWHERE = ("cat", BOX), ("cat", NEARBY), ("cat", FAR)
+LARGE, SMALL, SKY = ("bus", (0, 0, 400, 400)), ("cup", (900, 900, 930, 930)), ("sky", WHOLE)
 
 
-def test_a_copy_counts_once_whichever_of_the_two_is_matched():
-    assert rates([("cat", BOX)], [prediction("cat", NEARBY), prediction("cat", BOX)])["duplicates"] == Rate(1, 2)
+@pytest.mark.parametrize(
+    ("name", "true", "predicted", "expected"),
+    [
+        ("duplicates", [CAT], [CAT, COPY], Rate(1, 2)),
+        ("duplicates", [CAT], [COPY, CAT], Rate(1, 2)),  # whichever of the two is matched
+        ("duplicates", [], [CAT] * 3, Rate(2, 3)),  # the first copy of something that is not there is none
+        ("duplicates", [CAT, COPY], [CAT, COPY], Rate(0, 2)),  # two true objects in one place
+        ("duplicates", [CAT], [CAT, ("dog", BOX)], Rate(0, 2)),
+        ("duplicates", [], [CAT, ("cat", (100, 100, 300, 330))], Rate(0, 2)),
+        ("over_count", [CAT, ELSEWHERE], [CAT, ELSEWHERE], Rate(0, 1)),
+        ("over_count", [CAT, ELSEWHERE], [CAT, ELSEWHERE, SMALL], Rate(1, 1)),
+        ("oversized", [("cat", (0, 0, 200, 200))], [("cat", (0, 0, 399, 399))], Rate(0, 1)),  # four times the area
+        ("oversized", [("cat", (0, 0, 200, 200))], [("cat", (0, 0, 401, 401))], Rate(1, 1)),
+        # Compared with the true object that overlaps most, or is nearest.
+        ("oversized", [LARGE, SMALL], [("bus", (0, 450, 400, 850))], Rate(0, 1)),
+        ("oversized", [LARGE, SMALL], [("cup", (700, 700, 990, 990))], Rate(1, 1)),
+        # Nearly the whole image, unless a true object is as large.
+        ("oversized", [], [("cat", WHOLE)], Rate(1, 1)),
+        ("oversized", [("cat", (0, 0, 800, 800))], [("dog", WHOLE), ("dog", (0, 0, 800, 800))], Rate(1, 2)),
+        ("oversized", [SKY], [("cat", WHOLE), SKY], Rate(0, 2)),
+        # A missed object with the corner of the last one was skipped.
+        ("skipped", [("cat", (100, 100, 300, 300))], [("cat", (100, 100, 180, 180))], Rate(1, 1)),
+    ],
+)
+def test_what_each_rate_counts(name, true, predicted, expected):
+    assert rates(true, [prediction(*item) for item in predicted])[name] == expected
 
 
-def test_copies_of_something_that_is_not_there_are_duplicates_but_the_first_is_not():
-    assert rates([], [prediction("cat", BOX)] * 3)["duplicates"] == Rate(2, 3)
-
-
-def test_two_true_objects_in_one_place_make_no_duplicate():
-    assert (
-        rates([("cat", BOX), ("cat", NEARBY)], [prediction("cat", BOX), prediction("cat", NEARBY)])[
-            "duplicates"
-        ].count
-        == 0
-    )
-
-
-def test_another_class_or_another_place_is_no_duplicate():
-    assert rates([("cat", BOX)], [prediction("cat", BOX), prediction("dog", BOX)])["duplicates"].count == 0
-    assert rates([], [prediction("cat", BOX), prediction("cat", (100, 100, 300, 330))])["duplicates"].count == 0
+@pytest.mark.parametrize(("text", "count"), [("{}", 0), (' \n{"a"', 0), ("", 1), ("I see a cat", 1)])
+def test_how_an_answer_ends_and_begins(text, count):
+    got = rates([CAT], [], finish="length", text=text)
+    assert (got["truncated"], got["unreadable"]) == (Rate(1, 1), Rate(count, 1))
 
 
 def test_invalid_objects_are_counted_with_their_reasons():
@@ -59,16 +70,6 @@ def test_invalid_objects_are_counted_with_their_reasons():
     assert report.behaviour.rates["invalid"] == Rate(3, 4)
     assert list(report.behaviour.reasons.items()) == [("degenerate", 2), ("syntax", 1)]
     assert report.metrics()["precision_50"] == 1.0  # they are no detections
-
-
-def test_an_answer_cut_off_is_truncated():
-    assert rates([("cat", BOX)], [], finish="length")["truncated"] == Rate(1, 1)
-
-
-@pytest.mark.parametrize(("count", "over"), [(1, 0), (2, 0), (3, 1)])
-def test_an_answer_with_more_objects_than_true_ones_over_counts(count, over):
-    predicted = [prediction("cat", BOX), prediction("cat", FAR), prediction("cat", (0, 0, 50, 50))][:count]
-    assert rates([("cat", BOX), ("cat", FAR)], predicted)["over_count"] == Rate(over, 1)
 
 
 ROWS = [(x, y, x + 80, y + 80) for y in (0, 300, 600) for x in (0, 300, 600)]  # nine boxes in reading order
@@ -90,11 +91,6 @@ def test_false_positives_say_how_far_the_model_has_looked_and_invalid_objects_do
     assert (got["skipped"], got["stopped"]) == (Rate(1, 2), Rate(1, 2))
     got = rates(true, [invalid_object()])
     assert (got["skipped"], got["stopped"]) == (Rate(0, 2), Rate(2, 2))
-
-
-def test_a_missed_object_with_the_corner_of_the_last_one_was_skipped():
-    got = rates([("cat", (100, 100, 300, 300))], [prediction("cat", (100, 100, 180, 180))])
-    assert (got["skipped"], got["stopped"]) == (Rate(1, 1), Rate(0, 1))
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -120,37 +116,12 @@ def test_boxes_on_empty_images_are_counted_by_image():
     assert evaluate(truth, answers).behaviour.rates["boxes_on_empty"] == Rate(1, 2)
 
 
-@pytest.mark.parametrize(("side", "count"), [(399, 0), (401, 1)])
-def test_a_box_of_over_four_times_the_area_is_oversized(side, count):
-    got = rates([("cat", (0, 0, 200, 200))], [prediction("cat", (0, 0, side, side))])
-    assert got["oversized"] == Rate(count, 1)
-
-
-def test_the_size_is_compared_with_the_true_object_that_overlaps_most_or_is_nearest():
-    large, small = ("bus", (0, 0, 400, 400)), ("cup", (900, 900, 930, 930))
-    assert rates([large, small], [prediction("bus", (0, 450, 400, 850))])["oversized"].count == 0
-    assert rates([large, small], [prediction("cup", (700, 700, 990, 990))])["oversized"].count == 1
-
-
-def test_a_box_over_nearly_the_whole_image_is_oversized_unless_a_true_one_is_as_large():
-    assert rates([], [prediction("cat", WHOLE)])["oversized"].count == 1
-    assert rates([("cat", (0, 0, 800, 800))], [prediction("dog", WHOLE), prediction("dog", (0, 0, 800, 800))])[
-        "oversized"
-    ] == Rate(1, 2)
-    assert rates([("sky", WHOLE)], [prediction("cat", WHOLE), prediction("sky", WHOLE)])["oversized"].count == 0
-
-
 def test_a_desc_that_no_true_object_of_the_data_has_is_unknown():
     truth = [(1, record(("cat", BOX), image="1")), (2, record(("dog", BOX), image="2"))]
     answers = [answer(prediction("dog", BOX), prediction("ghost", FAR), image="1"), answer(image_id=2, image="2")]
     behaviour = evaluate(truth, answers).behaviour
     assert behaviour.rates["unknown_class"] == Rate(1, 2)
     assert behaviour.unknown == {"ghost": 1}
-
-
-@pytest.mark.parametrize(("text", "count"), [("{}", 0), (' \n{"a"', 0), ("", 1), ("I see a cat", 1)])
-def test_an_answer_without_a_container_is_unreadable(text, count):
-    assert rates([], [], text=text)["unreadable"] == Rate(count, 1)
 
 
 def test_answers_to_a_list_of_classes():

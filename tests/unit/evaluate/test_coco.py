@@ -68,24 +68,12 @@ def test_more_than_a_hundred_detections_are_cut_as_coco_cuts_them(tmp_path):
     np.testing.assert_allclose(twelve_numbers(evaluate(truth, [many]).boxes), expected, atol=1e-6, rtol=0)
 
 
-def test_the_size_of_a_predicted_polygon_is_that_of_its_mask_too():
-    """A false positive of 800 pixels in a box of 1,600 counts among small objects, and halves their precision."""
-    diamond, beside = (120, 100, 140, 120, 120, 140, 100, 120), (420, 400, 440, 420, 420, 440, 400, 420)
-    found, extra = prediction("leaf", diamond, 0.5), prediction("leaf", beside, 0.9)
-    masks = evaluate([(1, record(("leaf", diamond)))], [answer(found, extra)]).masks
-    assert masks.values["ap_small"] == pytest.approx(0.5)
-
-
 def test_the_size_of_a_polygon_is_that_of_its_mask():
     """A diamond of 800 pixels, which is small, in a box of 1,600, which is not."""
     diamond = (120, 100, 140, 120, 120, 140, 100, 120)
     masks = evaluate([(1, record(("leaf", diamond)))], [answer(prediction("leaf", diamond))]).masks
     assert masks.values["ap_small"] == pytest.approx(1.0)
     assert masks.values["ap_medium"] is None
-
-
-def test_no_detection_at_all_is_an_ap_of_zero():
-    assert evaluate([(1, record(("cat", BOX)))], [answer()]).metrics()["ap"] == 0.0
 
 
 def test_boxes_alone_have_no_mask_numbers():

@@ -5,10 +5,9 @@ from dataclasses import replace
 
 import pytest
 
-from coordexp.errors import DataError
 from coordexp.evaluate import evaluate, write_predictions
 from coordexp.evaluate.predictions import read_samples, samples_path, write_samples
-from coordexp.evaluate.samples import evaluate_samples, sample_counts
+from coordexp.evaluate.samples import evaluate_samples
 from tests.unit.evaluate.scenes import BOX, FAR, answer, crowd, prediction, record
 
 THIRD = (400, 100, 500, 200)
@@ -79,10 +78,6 @@ def test_the_counts_of_one_sample_are_those_of_an_evaluation_of_it():
     assert report.union.value == metrics["recall_50"]
 
 
-def test_k_doubles_up_to_the_number_of_samples():
-    assert [sample_counts(count) for count in (1, 2, 5, 8)] == [[1], [1, 2], [1, 2, 4, 5], [1, 2, 4, 8]]
-
-
 @pytest.fixture
 def predictions(tmp_path):
     path = tmp_path / "preds.json"
@@ -98,22 +93,3 @@ def test_samples_are_read_as_they_were_written(predictions):
     lines = [json.loads(line) for line in samples_path(predictions).read_text().splitlines()]
     assert [line["sample"] for line in lines] == [1, 2]
     assert [item["desc"] for item in lines[1]["dropped"]] == ["dog"] and "dropped" not in lines[0]
-
-
-def test_samples_that_are_missing_too_few_or_of_another_run_are_refused(predictions):
-    with pytest.raises(DataError, match=r"preds\.samples\.jsonl: no such file\n  make it with .*--samples 4"):
-        read_samples(predictions, 4, [1])
-    samples = [replace(answer(CAT), sample=k) for k in (1, 2, 4)]
-    write_samples(predictions, samples)
-    with pytest.raises(DataError, match=r"has 2 samples of image_id 1[\s\S]*--samples 4, or .* --samples 2"):
-        read_samples(predictions, 4, [1])
-    with pytest.raises(DataError, match="has 0 samples of image_id 7"):
-        read_samples(predictions, 1, [1, 7])
-    with pytest.raises(DataError, match=r"has samples of image_id 1, which .*\n  use files of the same run"):
-        read_samples(predictions, 1, [7])
-    write_samples(predictions, [samples[0], samples[0]])
-    with pytest.raises(DataError, match=r":2: sample 1 of image_id 1 is already on line 1"):
-        read_samples(predictions, 1, [1])
-    write_samples(predictions, [answer(CAT)])
-    with pytest.raises(DataError, match="has 0 samples of image_id 1"):
-        read_samples(predictions, 1, [1])

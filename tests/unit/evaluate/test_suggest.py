@@ -5,9 +5,8 @@ from dataclasses import replace
 import pytest
 
 from coordexp.data import Record, RecordObject
-from coordexp.errors import DataError
 from coordexp.evaluate.suggest import SuggestionRules, merge_answers, suggest_labels
-from tests.unit.evaluate.scenes import BOX, FAR, answer, invalid_object, prediction, record
+from tests.unit.evaluate.scenes import BOX, FAR, answer, prediction, record
 
 RULES = SuggestionRules(iou=0.5, other_iou=0.7)
 NEAR = (100, 100, 300, 240)  # IoU 0.7 with BOX
@@ -62,11 +61,6 @@ def test_of_two_suggestions_for_one_object_the_better_score_wins():
     assert report.repeated == 1
 
 
-def test_two_classes_that_overlap_little_are_both_suggested():
-    report = suggest([], answer(prediction("dog", HALF, 0.4), prediction("cat", BOX, 0.6)))
-    assert shapes(report) == [("cat", BOX), ("dog", HALF)]
-
-
 def test_polygons_are_compared_by_their_masks():
     triangle = (100, 100, 300, 100, 100, 300)  # half of BOX
     rest = (300, 100, 300, 300, 100, 300)
@@ -111,12 +105,6 @@ def test_a_record_that_asks_for_an_expression_gets_no_suggestions():
     assert (report.images, report.suggestions) == (0, ())
 
 
-def test_a_label_that_was_not_asked_for_explains_too():
-    asking = replace(record(("cat", BOX), ("dog", FAR)), classes=("cat",))
-    report = suggest_labels([(1, asking)], [answer(prediction("dog", FAR))], RULES)
-    assert (report.suggestions, report.explained) == ((), 1)
-
-
 def test_a_suggestion_has_the_category_id_of_its_class_if_its_labels_have_one():
     numbered = RecordObject("cat", "bbox_2d", BOX, 17)
     plain = RecordObject("dog", "bbox_2d", BOX)
@@ -158,33 +146,3 @@ def test_agreement_ranks_first_and_the_mean_score_among_equals():
     assert [item.item.desc for item in report.suggestions] == ["cup", "cat", "dog", "dog"]
     assert [item.score for item in report.suggestions] == pytest.approx([0.6, 0.45, 0.25, 0.05])
     assert [item.agreement for item in report.suggestions] == [1.0, 0.5, 0.5, 0.5]
-
-
-def test_the_ranking_by_score_or_agreement_alone_can_be_compared():
-    answers = [answer(prediction("cat", BOX, 0.9)), replace(answer(prediction("dog", FAR, 0.1)), sample=1)]
-    for ranking, scores in (("score", [0.9, 0.1]), ("agreement", [0.5, 0.5])):
-        report = suggest([], *answers, rules=replace(RULES, ranking=ranking))
-        assert [item.score for item in report.suggestions] == scores
-
-
-def test_images_that_were_not_answered_get_no_suggestions():
-    report = suggest([], answer(finish="image_unreadable"))
-    assert (report.images, report.suggestions) == (0, ())
-
-
-def test_objects_that_the_parser_refused_are_not_suggested():
-    assert suggest([], answer(invalid_object())).objects == 0
-
-
-def test_answers_about_other_data_are_refused():
-    with pytest.raises(DataError, match="image_id 9"):
-        suggest([], answer(image_id=9))
-    with pytest.raises(DataError, match=r"'c\.png' in the answers"):
-        suggest([], answer(image="c.png"))
-    with pytest.raises(DataError, match="no score"):
-        suggest([], answer(prediction("cat", BOX, None)))
-
-
-def test_a_label_without_area_is_named_with_its_image():
-    with pytest.raises(DataError, match=r"image_id 1: .*no area"):
-        suggest([("cat", (5, 5, 5, 9))], answer(prediction("cat", BOX)))
