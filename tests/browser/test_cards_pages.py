@@ -108,13 +108,6 @@ def test_records_can_be_filtered_by_class_and_by_problem(open_page: Open, tmp_pa
     expect(page.locator(".tag").first).to_be_hidden()
 
 
-def test_an_object_in_the_list_highlights_its_shape(open_page: Open, tmp_path: Path) -> None:
-    page = open_page(RecordsPage(tmp_path))
-    page.locator(".card:first-child .objects li").hover()
-    expect(page.locator(".card:first-child g.lit")).to_have_count(1)
-    assert page.locator("g.lit").count() == 1
-
-
 def test_the_worst_images_can_be_filtered_and_ordered(open_page: Open, tmp_path: Path) -> None:
     page = open_page(EvaluationPage(tmp_path))
     expect(page.locator("#where")).to_have_text("2 of 2 shown")
@@ -137,31 +130,6 @@ def test_a_kind_of_outline_can_be_hidden_with_its_names(open_page: Open, tmp_pat
     page.locator("[data-kind=wrong-name]").uncheck()
     expect(page.locator(".card .shape.wrong-name")).to_be_hidden()
     expect(page.locator(".card .tag.wrong-name")).to_be_hidden()
-
-
-def test_the_link_at_the_top_shows_the_heading_of_the_worst_images(open_page: Open, tmp_path: Path) -> None:
-    page = open_page(EvaluationPage(tmp_path))
-    expect(page.locator("#worst-images")).not_to_be_in_viewport()
-    page.locator("a[href='#worst-images']").click()
-    expect(page.locator("#worst-images")).to_be_in_viewport()
-    bar, heading = page.locator("#bar").bounding_box(), page.locator("#worst-images").bounding_box()
-    assert bar and heading and heading["y"] >= bar["y"] + bar["height"]
-
-
-def test_a_small_image_fills_its_card_with_sharp_pixels(open_page: Open, tmp_path: Path) -> None:
-    Image.new("RGB", (64, 64), "teal").save(tmp_path / "1.png")
-    page = open_page(EvaluationPage(tmp_path))
-    card, image = page.locator(".card").first.bounding_box(), page.locator(".card img").bounding_box()
-    assert card and image and image["width"] > min(380, 0.9 * card["width"])
-    assert page.locator(".card img").evaluate("node => getComputedStyle(node).imageRendering") == "pixelated"
-
-
-def test_names_over_the_worst_images_can_be_switched_off(open_page: Open, tmp_path: Path) -> None:
-    page = open_page(EvaluationPage(tmp_path))
-    expect(page.locator(".tag").first).to_be_visible()
-    page.locator("[data-kind=names]").uncheck()
-    expect(page.locator(".tag:visible")).to_have_count(0)
-    expect(page.locator(".card .shape.missed").first).to_be_visible()
 
 
 @pytest.mark.parametrize("make", [RecordsPage, EvaluationPage])

@@ -5,11 +5,9 @@ from playwright.sync_api import Page, expect
 
 from tests.browser.books import demo_book
 from tests.browser.conftest import Open
-from tests.browser.samples import PREFIX, Book, Predicted, TrueShape
+from tests.browser.samples import Book, Predicted, TrueShape
 
 pytestmark = pytest.mark.timeout(60)
-
-CUP_Y1 = '#strip .token[data-owner="0"].bin >> nth=1'  # in the sample at step 100
 
 
 def lit_shapes(page: Page) -> set[tuple[str, str]]:
@@ -62,20 +60,6 @@ def test_a_shape_highlights_its_tokens_and_its_row(open_page: Open) -> None:
     assert page.locator(".object.lit .desc").all_inner_texts() == ["spoon"]
 
 
-def test_the_chosen_object_is_highlighted_again_when_the_pointer_leaves(open_page: Open) -> None:
-    page = open_page(demo_book(), "#99.0.12")
-    page.locator('#strip .token.bin[data-owner="2"]').first.click()
-    page.locator('#strip .token.bin[data-owner="3"]').first.hover()
-    page.locator("#name").hover()
-    assert {owner for owner, _ in lit_shapes(page)} == {"2"}
-
-
-def test_a_cell_of_the_overlap_highlights_both_of_its_objects(open_page: Open) -> None:
-    page = open_page(demo_book(), "#99.0.12")
-    page.locator('#matrix td[data-row="3"][data-column="-6"]').hover()
-    assert {owner for owner, _ in lit_shapes(page)} == {"3", "-6"}
-
-
 def test_an_invalid_object_has_no_shape_and_says_why(open_page: Open) -> None:
     page = open_page(demo_book(), "#49.0.12")
     row = page.locator(".object.invalid")
@@ -84,13 +68,6 @@ def test_an_invalid_object_has_no_shape_and_says_why(open_page: Open) -> None:
     assert lit_shapes(page) == set()
     assert lit_tokens(page) == {"1"}
     assert page.locator('#stage .shape[data-owner="1"]').count() == 0
-
-
-def test_the_removed_part_of_a_truncated_answer_is_marked_as_cut(open_page: Open) -> None:
-    page = open_page(demo_book(), "#49.1.13")
-    assert page.locator("#strip .token.cut").count() > 5
-    assert page.locator("#strip .token.masked").count() > 0
-    expect(page.locator("#tally")).to_contain_text("truncated")
 
 
 def test_a_hidden_kind_of_shape_is_not_drawn(open_page: Open) -> None:
@@ -159,17 +136,6 @@ def walk(page: Page) -> list[str]:
     return ids
 
 
-def test_a_filter_that_leaves_nothing_says_so(open_page: Open) -> None:
-    book = Book()
-    book.add("0.0.1", [], [])
-    page = open_page(book)
-    page.locator("#filter").select_option("truncated")
-    expect(page.locator("#nothing")).to_be_visible()
-    assert position(page) == "0 of 0"
-    page.locator("#filter").select_option("all")
-    expect(page.locator("#sample")).to_be_visible()
-
-
 def test_the_address_names_a_sample_or_a_step(open_page: Open) -> None:
     page = open_page(demo_book(), "#149.0.12")
     expect(page.locator("#name")).to_contain_text("Step 150")
@@ -189,15 +155,6 @@ def test_the_same_image_at_other_steps_links_to_them(open_page: Open) -> None:
     page.locator(".step").last.click()
     assert sample_id(page) == "199.0.12"
     expect(page.locator(".step[aria-current]")).to_contain_text("loss 0.127")
-
-
-def test_only_the_steps_around_the_current_one_are_drawn_if_there_are_many(open_page: Open) -> None:
-    book = Book()
-    for step in range(200):
-        book.add(f"{step}.0.5", [TrueShape("cup", (1, 1, 500, 500))], [])
-    page = open_page(book, "#100.0.5")
-    assert page.locator(".step b").all_inner_texts() == [f"step {step}" for step in range(95, 107)]
-    expect(page.locator("#alone")).to_contain_text("12 of 200")
 
 
 # Keys
@@ -225,34 +182,6 @@ def test_everything_can_be_done_with_the_keyboard_only(open_page: Open) -> None:
     assert page.evaluate("document.activeElement.matches('#strip .token')"), "the focus stays in the tokens"
     page.keyboard.press("k")
     assert sample_id(page) == "99.0.12"
-
-
-def test_rows_cells_and_steps_can_be_reached_with_keys(open_page: Open) -> None:
-    page = open_page(demo_book(), "#99.0.12")
-    page.keyboard.press("o")
-    page.keyboard.press("ArrowDown")
-    assert {owner for owner, _ in lit_shapes(page)} == {"1"}
-    page.keyboard.press("End")
-    assert lit_shapes(page) == {("-6", "missed")}
-    page.keyboard.press("Tab")
-    assert focus_attribute(page, "data-row") == "0"
-    page.keyboard.press("ArrowRight")
-    page.keyboard.press("ArrowDown")
-    assert (focus_attribute(page, "data-row"), focus_attribute(page, "data-column")) == ("1", "1")
-    page.keyboard.press("s")
-    page.keyboard.press("Shift+Tab")
-    page.keyboard.press("Enter")
-    assert sample_id(page) == "49.0.12"
-
-
-def test_a_filter_can_be_chosen_with_keys_and_letters_there_do_not_change_the_sample(open_page: Open) -> None:
-    page = open_page(demo_book(), "#99.0.12")
-    page.keyboard.press("Tab")
-    assert focus_attribute(page, "id") == "filter"
-    page.keyboard.press("ArrowDown")
-    assert position(page) == "1 of 6"
-    page.keyboard.press("k")
-    assert position(page) == "1 of 6"
 
 
 def test_the_keys_are_listed_on_request(open_page: Open) -> None:
@@ -309,13 +238,6 @@ def w1_of_example(sigma: float = 8.0) -> float:
     return total
 
 
-def test_the_truncated_soft_target_ends_where_the_loss_ends_it(open_page: Open) -> None:
-    page = open_page(demo_book(), "#99.0.12")
-    q = page.evaluate("Array.from(distribution.softTarget(100.5, {sigma: 8, truncate: 3}))")
-    assert [bin for bin, share in enumerate(q) if share] == [98, 99, 100, 101, 102, 103]
-    assert sum(q) == pytest.approx(1.0)
-
-
 def test_a_text_token_shows_what_it_is_and_how_likely_it_was(open_page: Open) -> None:
     book = demo_book()
     sample = book.samples[3]
@@ -326,31 +248,6 @@ def test_a_text_token_shows_what_it_is_and_how_likely_it_was(open_page: Open) ->
     assert shown["token id"] == str(sample["tokens"]["ids"][at])
     assert shown["-log p"] == f"{sample['trained']['nll'][str(at)]:.4f}"
     expect(page.locator("#detail h3")).to_contain_text("added description")
-
-
-def test_a_sample_that_was_not_trained_is_marked_so(open_page: Open) -> None:
-    page = open_page(demo_book(), "#199.1.14")
-    page.locator("#strip .token.coord").first.hover()
-    expect(page.locator("#detail .no-data")).to_contain_text("not trained yet")
-    expect(page.locator("#about")).to_contain_text("Not known")
-
-
-def test_pointing_at_an_object_explains_its_first_coordinate(open_page: Open) -> None:
-    page = open_page(demo_book(), "#99.0.12")
-    page.locator('.object[data-owner="2"]').first.hover()
-    expect(page.locator(".owner")).to_contain_text("x of point 1 of object_3, green leaf")
-    assert numbers(page)["written bin"] == "515"
-    assert page.locator("#guides .written").count() == 1
-
-
-def test_without_a_soft_target_the_model_is_shown_alone(open_page: Open) -> None:
-    book = demo_book()
-    book.more = {"target": None}
-    page = open_page(book, "#99.0.12")
-    page.locator(CUP_Y1).hover()
-    assert page.locator(".chart .model").count() == 2
-    assert page.locator(".chart .soft-target").count() == 0
-    assert "distance to the target (W1)" not in numbers(page)
 
 
 def test_a_page_without_samples_says_so_and_takes_keys(open_page: Open) -> None:
@@ -375,14 +272,6 @@ def test_a_target_between_two_bins_is_shown_exactly(open_page: Open) -> None:
     assert numbers(page)["in the chart (bins under 0.05 % are not stored)"] == "40.0 %"
 
 
-def test_roles_are_counted(open_page: Open) -> None:
-    book = demo_book()
-    page = open_page(book, "#99.0.12")
-    roles = book.samples[3]["tokens"]["roles"]
-    count = page.locator(f'#roles [data-role="{PREFIX}"] b').inner_text()
-    assert int(count) == roles.count(PREFIX)
-
-
 def test_a_missing_image_has_a_remark_and_keeps_its_shapes(open_page: Open) -> None:
     book = Book()
     book.add("0.0.1", [TrueShape("cup", (100, 100, 400, 400))], [])
@@ -391,39 +280,9 @@ def test_a_missing_image_has_a_remark_and_keeps_its_shapes(open_page: Open) -> N
     assert page.locator("#stage .shape.missed").count() == 1
 
 
-def test_values_that_were_not_numbers_are_shown_as_such(open_page: Open) -> None:
-    book = demo_book()
-    sample = next(sample for sample in book.samples if sample["id"] == "99.0.12")
-    trained = sample["trained"]
-    trained |= {"nll": dict.fromkeys(trained["nll"]), "mass": dict.fromkeys(trained["mass"]), "bins": {}}
-    trained |= {"loss": None, "terms": {**trained["terms"], "coord_reg/w1": None}}
-    page = open_page(book, "#99.0.12")
-    expect(page.locator("#about")).to_contain_text("Loss was not a number")
-    page.locator("#strip .token.structure").first.hover()
-    expect(page.locator("#detail")).to_contain_text("its logits were NaN or infinite")
-    page.locator('#strip .token.bin[data-owner="0"]').first.hover()
-    assert "%" not in " ".join(numbers(page).values())
-
-
 def test_an_address_that_is_not_on_the_page_is_reported(open_page: Open) -> None:
     page = open_page(demo_book(), "#step=100")
     expect(page.locator("#astray")).to_be_hidden()
     page.evaluate("location.hash = 'step=101'")
     expect(page.locator("#astray")).to_contain_text("step=101 is not on this page, which holds 7 answers")
     assert sample_id(page) == "149.0.12"
-
-
-def test_a_pair_with_different_names_shows_both(open_page: Open) -> None:
-    page = open_page(demo_book(), "#49.0.12")
-    expect(page.locator(".object.matched .outcome")).to_have_text(["true 1, which is called red cup, IoU 0.78"])
-    expect(page.locator("#tally .matched")).to_have_text("1 of 5 found, 1 under another name")
-    page.goto(page.url.replace("#49.0.12", "#99.0.12"))
-    expect(page.locator("#tally .matched").first).to_have_text("3 of 5 found")
-
-
-def test_a_resting_mouse_does_not_override_the_keyboard(open_page: Open) -> None:
-    page = open_page(demo_book(), "#99.0.12")
-    page.locator("#strip .token").nth(3).hover()
-    page.keyboard.press("t")
-    page.keyboard.press("Control+End")
-    expect(page.locator("#detail")).to_contain_text("end of turn")

@@ -37,21 +37,6 @@ def test_token_roles_differ_by_more_than_colour(open_page: Open) -> None:
         assert first_form != second_form, f"{first} looks like {second}"
 
 
-def test_kinds_of_shapes_differ_by_more_than_colour(open_page: Open) -> None:
-    page = open_page(demo_book(), "#99.0.12")
-    kinds = ("true", "matched", "missed", "extra")
-    dashes = [page.locator(f"#stage .shape.{kind} polygon >> nth=1").evaluate(FORM) for kind in kinds]
-    assert len(set(dashes)) == 4
-
-
-def test_the_two_distributions_differ_by_more_than_colour(open_page: Open) -> None:
-    page = open_page(demo_book(), "#99.0.12")
-    model, target = page.locator(".chart .model").first, page.locator(".chart .soft-target").first
-    assert model.evaluate("node => getComputedStyle(node).fill") != "none"
-    assert target.evaluate("node => getComputedStyle(node).fill") == "none"
-    assert target.evaluate("node => getComputedStyle(node).strokeDasharray") != "none"
-
-
 # Enlarged, dark
 
 
@@ -127,21 +112,6 @@ def test_hostile_text_is_shown_as_text(open_page: Open) -> None:
     assert page.title() == 'Rollouts of runs/<b>"bold"</b>'
 
 
-@pytest.mark.parametrize("height", [480, 100, 1900], ids=["ordinary", "flat", "upright"])
-def test_a_long_name_stays_inside_the_image_and_inside_its_row(open_page: Open, height: int) -> None:
-    book = hostile_book()
-    book.samples[0]["height"] = height
-    page = open_page(book)
-    inside = """() => [...document.querySelectorAll("#stage .tag")].filter((node) => {
-      const tag = node.getBoundingClientRect();
-      const stage = document.getElementById("stage").getBoundingClientRect();
-      return tag.left < stage.left - 1 || tag.right > stage.right + 1 || tag.top < stage.top - 1;
-    }).map((node) => node.textContent)"""
-    assert page.evaluate(inside) == []
-    for row in page.locator(".object:not(.invalid)").all():
-        assert row.bounding_box()["height"] < 60  # type: ignore[index]
-
-
 # Huge
 
 
@@ -200,18 +170,6 @@ def test_choosing_a_shape_brings_its_tokens_its_row_and_its_pair_into_view(open_
     expect(page.locator('.object[data-owner="480"]')).to_be_in_viewport()
     page.locator('#stage .shape.matched[data-owner="200"] polygon >> nth=1').click()
     expect(page.locator('#matrix td.chosen[data-row="200"]')).to_be_in_viewport()
-
-
-def test_the_token_with_the_focus_is_kept_when_it_is_scrolled_away(open_page: Open) -> None:
-    page = open_page(huge_book())
-    page.keyboard.press("t")
-    page.keyboard.press("Control+Home")
-    page.wait_for_timeout(300)  # until the browser has reported which chunks are near
-    page.evaluate("document.getElementById('strip').scrollTop = 1e6")
-    page.wait_for_timeout(300)
-    page.keyboard.press("ArrowRight")
-    assert page.evaluate("document.activeElement.dataset.i") == "1"
-    expect(page.locator('#strip [data-i="1"]')).to_be_in_viewport()
 
 
 def test_a_page_with_200_samples_opens_at_once_because_samples_are_parsed_when_shown(open_page: Open) -> None:

@@ -88,20 +88,6 @@ def test_a_token_of_an_added_object_highlights_it_and_one_of_a_moved_object_both
     assert margins[0] == "moved below" and margins[1].startswith("matched")
 
 
-def test_an_object_is_explained_by_its_trained_coordinates_and_not_by_the_removed_ones(page: Page) -> None:
-    page.locator(f'.object[data-owner="{ROOF_OWNER}"]').first.hover()
-    expect(page.locator("#detail h3")).to_contain_text("matched coordinate")
-
-
-def test_a_kind_of_shape_is_in_the_legend_only_if_the_sample_has_it(page: Page) -> None:
-    expect(page.locator("#kinds label:visible")).to_have_count(7)
-    page.locator("#kinds [data-kind=duplicate]").uncheck()
-    expect(page.locator("#stage .shape.duplicate")).to_be_hidden()
-    expect(page.locator("#stage .shape.removed")).to_be_visible()
-    page.locator("#on").click()
-    expect(page.locator("#kinds label:visible")).to_have_count(4)
-
-
 def test_a_token_says_which_one_should_be_unlikely_in_its_place(page: Page) -> None:
     token = page.locator("#strip .token.unlikely")
     expect(token).to_have_count(1)

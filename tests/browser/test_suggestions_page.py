@@ -74,31 +74,6 @@ def test_keys_decide_and_go_to_the_next_suggestion(open_page: Open, tmp_path: Pa
     expect(page.locator("#counts")).to_have_text("4 of 6 decided: 2 accepted, 2 rejected")
 
 
-def test_arrows_move_without_deciding_and_a_decision_skips_what_is_decided(
-    open_page: Open, tmp_path: Path
-) -> None:
-    page = open_page(SuggestionsPage(tmp_path))
-    press(page, "ArrowRight", "a", "ArrowLeft", "ArrowLeft")
-    expect(page.locator("#number")).to_have_text("1 of 6")
-    press(page, "ArrowRight")
-    expect(page.locator("#state")).to_have_text("accepted")
-    press(page, "ArrowLeft", "a")
-    expect(page.locator("#number")).to_have_text("3 of 6")
-
-
-def test_after_the_last_one_the_first_undecided_is_next_and_at_the_end_nothing_moves(
-    open_page: Open, tmp_path: Path
-) -> None:
-    page = open_page(SuggestionsPage(tmp_path))
-    press(page, *["ArrowRight"] * 9, "a")
-    expect(page.locator("#number")).to_have_text("1 of 6")
-    press(page, *"aaaaa")
-    expect(page.locator("#counts")).to_have_text("6 of 6 decided: 6 accepted, 0 rejected")
-    expect(page.locator("#number")).to_have_text("5 of 6")
-    press(page, "r")
-    expect(page.locator("#counts")).to_have_text("6 of 6 decided: 5 accepted, 1 rejected")
-
-
 def test_undo_takes_decisions_back_one_by_one(open_page: Open, tmp_path: Path) -> None:
     page = open_page(SuggestionsPage(tmp_path))
     expect(page.locator("#undo")).to_be_disabled()
@@ -108,16 +83,6 @@ def test_undo_takes_decisions_back_one_by_one(open_page: Open, tmp_path: Path) -
     press(page, "u", "u")
     expect(page.locator("#number")).to_have_text("1 of 6")
     expect(page.locator("#counts")).to_have_text("0 of 6 decided: 0 accepted, 0 rejected")
-
-
-def test_undo_shows_a_suggestion_that_the_filter_hides(open_page: Open, tmp_path: Path) -> None:
-    page = open_page(SuggestionsPage(tmp_path))
-    press(page, "a")
-    page.locator("#class").select_option(label="<i>dog</i> (3)")
-    page.locator("h1").click()
-    press(page, "u")
-    expect(page.locator("#number")).to_have_text("1 of 6")
-    expect(page.locator("#where")).to_have_text("1 of 6")
 
 
 def test_the_saved_file_has_all_decisions_and_is_read_by_the_command(open_page: Open, tmp_path: Path) -> None:
@@ -168,15 +133,6 @@ def test_suggestions_are_filtered_by_class_score_and_decision(open_page: Open, t
     expect(page.locator("#number")).to_have_text("3 of 6")
 
 
-def test_keys_in_a_field_decide_nothing(open_page: Open, tmp_path: Path) -> None:
-    page = open_page(SuggestionsPage(tmp_path))
-    page.locator("#class").focus()
-    press(page, "a")
-    page.locator("#least").focus()
-    press(page, "r")
-    expect(page.locator("#counts")).to_have_text("0 of 6 decided: 0 accepted, 0 rejected")
-
-
 def test_the_image_has_labels_the_suggestion_and_the_others(open_page: Open, tmp_path: Path) -> None:
     page = open_page(SuggestionsPage(tmp_path))
     stage = page.locator("#stage")
@@ -192,17 +148,6 @@ def test_the_image_has_labels_the_suggestion_and_the_others(open_page: Open, tmp
     press(page, "l")
     expect(stage.locator(".shape.accepted")).to_be_hidden()
     expect(stage.locator(".shape.suggested")).to_be_visible()
-
-
-def test_the_enlarged_view_contains_the_suggestion(open_page: Open, tmp_path: Path) -> None:
-    page = open_page(SuggestionsPage(tmp_path, sizes=((640, 480), (48, 96), (64, 64))))
-    frame, shape = (
-        page.locator(f"#close-up {part}").bounding_box()
-        for part in ("> svg", ".shape.suggested polygon:last-child")
-    )
-    assert frame and shape
-    assert frame["x"] <= shape["x"] and shape["x"] + shape["width"] <= frame["x"] + frame["width"]
-    assert shape["width"] > 80  # a box of 18 pixels
 
 
 def test_linked_images_are_shown_from_their_files(browser, tmp_path: Path) -> None:

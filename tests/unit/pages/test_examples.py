@@ -3,9 +3,6 @@
 import itertools
 import json
 
-import pytest
-
-from coordexp.errors import DataError
 from coordexp.pages.live import compute_dump_stamp, last_dumped_step
 from coordexp.pages.rollouts import choose_examples
 
@@ -22,14 +19,6 @@ def steps(examples):
     return [example.content["place"]["step"] for example in examples]
 
 
-def test_all_examples_are_shown_in_the_order_of_steps_when_they_fit(tmp_path):
-    for step in (20, 0, 10):
-        dump(tmp_path, step)
-    chosen, total = choose_examples(tmp_path, 200)
-    assert steps(chosen) == [0, 0, 10, 10, 20, 20]
-    assert total == 6
-
-
 def test_steps_of_a_long_run_are_chosen_evenly_and_include_the_first_and_the_last(tmp_path):
     for step in range(1000):
         dump(tmp_path, step)
@@ -37,13 +26,6 @@ def test_steps_of_a_long_run_are_chosen_evenly_and_include_the_first_and_the_las
     assert sorted(set(steps(chosen))) == [0, 111, 222, 333, 444, 555, 666, 777, 888, 999]
     assert len(chosen) == 20
     assert total == 2000
-
-
-def test_files_that_are_not_shown_are_not_read(tmp_path):
-    for step in range(100):
-        dump(tmp_path, step)
-    (tmp_path / "dumps/step-000050.jsonl").write_text("broken\n")
-    assert len(choose_examples(tmp_path, 4)[0]) == 4
 
 
 def test_followed_records_are_marked_and_take_at_most_half_of_the_page(tmp_path):
@@ -69,12 +51,6 @@ def test_the_end_of_a_run_is_shown_however_many_examples_its_steps_have(tmp_path
         assert shown[-1] == 99 and max(late - early for early, late in itertools.pairwise(shown)) <= 12
 
 
-def test_the_total_counts_examples_that_do_not_fit(tmp_path):
-    dump(tmp_path, 0, (1, 2, 3, 4))
-    chosen, total = choose_examples(tmp_path, 2)
-    assert (len(chosen), total) == (2, 4)
-
-
 def test_followed_records_do_not_push_out_the_first_step_and_the_last(tmp_path):
     for step in range(10):
         dump(tmp_path, step, (1, 2, 3))
@@ -95,26 +71,6 @@ def test_a_line_that_is_still_being_written_is_left_out(tmp_path):
     file = dump(tmp_path, 3)
     file.write_text(file.read_text() + '{"format": 1, "pla')
     assert len(choose_examples(tmp_path, 9)[0]) == 2
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("broken\n", "line 1: not JSON"),
-        ("[]\n", "line 1: not a JSON object"),
-        ('{"format": 9}\n', "a dump of format 9; this version reads 1"),
-    ],
-)
-def test_a_damaged_dump_is_reported_with_file_and_line(tmp_path, text, message):
-    dump(tmp_path, 3).write_text(text)
-    with pytest.raises(DataError, match=message) as error:
-        choose_examples(tmp_path, 9)
-    assert "step-000003.jsonl" in str(error.value)
-
-
-def test_a_run_without_dumps_says_where_they_come_from(tmp_path):
-    with pytest.raises(DataError, match=r"stage2\.dump_every"):
-        choose_examples(tmp_path, 9)
 
 
 def test_the_stamp_of_a_run_changes_when_it_dumps_more(tmp_path):

@@ -3,7 +3,6 @@
 import json
 import re
 import shutil
-import socket
 from pathlib import Path
 
 import pytest
@@ -25,7 +24,6 @@ def folder(tmp_path_factory):
 
 
 FIRST = "dumps/step-000000.jsonl"
-NO_MORE = json.dumps({"format": 1, "place": {"step": 0, "micro": 0, "record": 0}})
 
 
 def element(text: str, name: str):
@@ -58,13 +56,6 @@ def test_images_of_data_in_several_folders_have_their_whole_path(tmp_path):
     assert [entry["image"] for entry in index["samples"]] == [str(folder / name) for name in TRUTH]
 
 
-def test_bytes_that_are_not_text_and_unknown_ids_are_written_as_escapes(folder):
-    run(folder)
-    pieces = element((folder / "inspect.html").read_text(), "index")["pieces"]
-    assert "\\xff" in pieces.values() and "<id 1000000>" in pieces.values()
-    assert all(text.isprintable() for text in pieces.values())
-
-
 def test_images_are_found_relative_to_where_the_run_was_started(tmp_path, monkeypatch):
     (tmp_path / "runs").mkdir()
     monkeypatch.chdir(tmp_path)
@@ -79,74 +70,6 @@ def test_the_page_has_at_most_the_requested_number_of_examples(folder, tmp_path)
     run(folder, "--samples", 2, "--out", tmp_path / "few.html")
     index = element((tmp_path / "few.html").read_text(), "index")
     assert len(index["samples"]) == 2 and index["total"] == 6
-
-
-def test_an_image_that_cannot_be_read_is_replaced_by_a_remark(tmp_path):
-    folder = write_dumped_run(tmp_path / "demo", steps=(0,))
-    (folder / "partly.png").unlink()
-    (folder / "cut.png").write_bytes(b"not an image")
-    result = run(folder)
-    assert "2 of 3 have no image, e.g. image not shown: No such file or directory" in result.stderr
-    samples = element((folder / "inspect.html").read_text(), "index")["samples"]
-    assert [entry["picture"] for entry in samples] == [None, "picture-1", None]
-    assert "No such file" in samples[0]["remark"] and "not a PNG, JPEG" in samples[2]["remark"]
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["--out", "page.pdf"], "a page is an .html file"),
-        (["--port", "9"], "--port needs --serve"),
-        (["--serve", "--out", "page.html"], "--out and --serve cannot be combined"),
-    ],
-)
-def test_options_that_do_not_fit_are_refused_with_a_fix(folder, options, message):
-    result = run(folder, *options)
-    assert result.exit_code == 1 and message in result.stderr and "\n  " in result.stderr
-
-
-def test_a_port_in_use_is_reported_with_a_fix(folder):
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        port = taken.getsockname()[1]
-        result = run(folder, "--serve", "--port", port)
-    assert result.exit_code == 1
-    assert f"cannot listen on 127.0.0.1:{port}: Address already in use\n  give another --port" in result.stderr
-
-
-@pytest.mark.parametrize(
-    ("spoil", "message"),
-    [
-        (lambda folder: (folder / "run.json").unlink(), "not the folder of a run, it has no run.json"),
-        (lambda folder: (folder / "resolved.yaml").write_text("a: [b"), "resolved.yaml: cannot be read"),
-        (lambda folder: (folder / "run.json").write_text("{}"), "run.json: expected a list"),
-        (lambda folder: (folder / "dumps/tokenizer.json").unlink(), "tokenizer.json: no such file"),
-        (lambda folder: (folder / FIRST).write_text("{}\n"), "a dump of format None"),
-        (lambda folder: (folder / FIRST).write_text('{"format": 1}\n'), "(its place has no step, micro, record)"),
-        (lambda folder: (folder / FIRST).write_text(f"{NO_MORE}\n"), "not a dumped example: KeyError"),
-        (lambda folder: (folder / "run.json").write_text("[1]"), "run.json: [0] is 1, not an object"),
-        (
-            lambda folder: (folder / "resolved.yaml").write_text("custom: 3"),
-            "resolved.yaml: custom is 3, not an object",
-        ),
-        (
-            lambda folder: (folder / "dumps/tokenizer.json").write_text("{"),
-            "not a saved tokenizer",
-        ),
-    ],
-)
-def test_a_folder_that_is_not_a_run_is_refused_with_the_file_and_without_a_traceback(
-    tmp_path, spoil, message, capsys
-):
-    folder = write_dumped_run(tmp_path / "demo", steps=(0,))
-    spoil(folder)
-    from coordexp.cli import main
-
-    with pytest.raises(SystemExit) as end:
-        main(["inspect", str(folder)])
-    assert end.value.code == 1
-    assert message in capsys.readouterr().err
 
 
 def test_a_record_that_occurs_twice_in_a_step_has_two_addresses(tmp_path):

@@ -32,11 +32,6 @@ def served(tmp_path):
     thread.join(5)
 
 
-def test_it_listens_on_loopback_only(tmp_path):
-    with listen(LivePages(tmp_path, {}), 0) as server:
-        assert server.server_address[0] == "127.0.0.1"
-
-
 def test_a_page_is_made_again_only_if_the_run_wrote_more(served):
     folder, stamps, client = served
     assert client.get("/").text == client.get("/").text == "<p>page 1</p>"
@@ -79,21 +74,6 @@ def test_no_file_can_be_read_through_it(served, address):
 )
 def test_a_foreign_host_name_is_refused_and_a_forwarded_port_is_not(served, host, status):
     assert served[2].get("/", headers={"Host": host}).status_code == status
-
-
-def test_a_page_that_could_not_be_made_is_tried_again(tmp_path):
-    tries = []
-
-    def make_page(stamp):
-        tries.append(stamp)
-        if len(tries) == 1:
-            raise DataError("half a file")
-        return "whole"
-
-    pages = LivePages(tmp_path, {"/": make_page})
-    assert "half a file" in pages.get("/")
-    assert pages.get("/") == pages.get("/") == "whole"
-    assert len(tries) == 2
 
 
 def test_the_reason_why_there_is_no_page_yet_is_escaped(served):

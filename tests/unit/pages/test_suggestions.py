@@ -47,11 +47,6 @@ def test_few_images_are_inside_the_page_and_many_are_linked(tmp_path, monkeypatc
     assert 'id="picture-1"' in render(tmp_path, place="inside")
 
 
-def test_a_link_is_relative_to_the_page_and_quoted(tmp_path):
-    page = render(tmp_path, place="linked", target=tmp_path / "out")
-    assert read_index(page)["images"][0]["source"] == "../a%201%3F%23.png"
-
-
 def test_an_image_that_cannot_be_read_has_a_remark(tmp_path):
     render(tmp_path)
     (tmp_path / "a 1?#.png").write_bytes(b"")
@@ -60,13 +55,6 @@ def test_an_image_that_cannot_be_read_has_a_remark(tmp_path):
     page = render_suggestions(file, records, "t", folder=tmp_path, target=tmp_path, most=9)
     (image,) = read_index(page)["images"]
     assert image["remark"].startswith("image not shown") and "element" not in image
-
-
-def test_the_best_suggestions_are_shown_if_there_are_too_many(tmp_path):
-    page = render(tmp_path, images=3, most=2)
-    assert "the best 2 of 3 suggestions in 2 images" in page
-    assert [item[0] for item in read_index(page)["items"]] == [1, 2]
-    assert read_index(page)["total"] == 3
 
 
 def test_text_of_the_data_cannot_become_markup(tmp_path):

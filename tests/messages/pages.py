@@ -1,0 +1,53 @@
+"""Messages about run folders that are shown as pages."""
+
+import json
+import shutil
+
+from typer.testing import CliRunner
+
+from coordexp.cli import app
+from coordexp.pages.rollouts import choose_examples
+from tests.messages import provoke
+from tests.unit.pages.run_folders import write_dumped_run
+
+FIRST = "dumps/step-000000.jsonl"
+NO_MORE = json.dumps({"format": 1, "place": {"step": 0, "micro": 0, "record": 0}})
+
+
+@provoke(
+    ("run.json", None),
+    ("run.json", "{}"),
+    ("run.json", "[1]"),
+    ("resolved.yaml", "a: [b"),
+    ("resolved.yaml", "custom: 3"),
+    ("dumps/tokenizer.json", None),
+    ("dumps/tokenizer.json", "{"),
+    (FIRST, "{}\n"),
+    (FIRST, '{"format": 1}\n'),
+    (FIRST, f"{NO_MORE}\n"),
+    (FIRST, "broken\n"),
+    (FIRST, "[]\n"),
+)
+def inspecting_a_run_with(folder, spoilt):
+    template = folder.parent / "dumped run"  # of all these cases
+    if not template.exists():
+        write_dumped_run(template, steps=(0,))
+    run = shutil.copytree(template, folder / "demo")
+    name, content = spoilt
+    if content is None:
+        (run / name).unlink()
+    else:
+        (run / name).write_text(content)
+    result = CliRunner().invoke(app, ["inspect", str(run)])
+    assert result.exit_code == 1
+    return result.output
+
+
+@provoke(["--out", "page.pdf"], ["--port", "9"], ["--serve", "--out", "page.html"])
+def inspecting(folder, options):
+    return CliRunner().invoke(app, ["inspect", str(folder), *options]).output
+
+
+@provoke()
+def a_run_without_dumps(folder):
+    choose_examples(folder, 9)
