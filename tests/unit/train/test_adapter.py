@@ -22,27 +22,6 @@ def folder(request, tmp_path_factory):
     return make_model(tmp_path_factory.mktemp("adapter") / "model", "small", tied=request.param, size=size)
 
 
-@pytest.mark.parametrize("dora", [False, True])
-def test_coordinate_rows_are_trained_and_the_merged_model_is_the_same(folder, dora):
-    torch.manual_seed(0)
-    first = VocabularyTable.from_folder(folder).first_coord
-    base = Qwen3VLForConditionalGeneration.from_pretrained(folder, dtype=torch.float32)
-    before = base.lm_head.weight[first : first + 1000].clone()
-    model = with_adapter(base, Adapter(rank=4, alpha=8, dora=dora), first)
-    optimizer = torch.optim.SGD([weight for weight in model.parameters() if weight.requires_grad], lr=0.1)
-    ids = torch.arange(5, 40)[None]
-    for _ in range(2):
-        model(input_ids=ids).logits.log_softmax(-1)[0, :, first + 5].mean().neg().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    with torch.no_grad():
-        adapted = model(input_ids=ids).logits
-        merged = model.merge_and_unload()
-        assert torch.allclose(merged(input_ids=ids).logits, adapted, rtol=1e-4, atol=1e-4)
-    rows = merged.lm_head.weight[first : first + 1000]
-    assert not torch.allclose(rows, before, atol=1e-6)
-
-
 def test_coordinate_rows_have_the_outputs_and_gradients_of_pefts_own_layer(folder, monkeypatch):
     first = VocabularyTable.from_folder(folder).first_coord
     ids = torch.cat((torch.arange(5, 40), torch.tensor([first, first + 7, first + 999, first + 1000])))[None]
@@ -83,14 +62,6 @@ def test_a_forward_pass_makes_no_copy_of_the_embedding(folder):
         model(input_ids=torch.arange(5, 40)[None]).logits.sum().backward()
 
 
-def test_without_the_coordinate_rows_the_adapter_alone_is_trained(folder):
-    first = VocabularyTable.from_folder(folder).first_coord
-    base = Qwen3VLForConditionalGeneration.from_pretrained(folder, dtype=torch.float32)
-    model = with_adapter(base, Adapter(rank=4, alpha=8, train_coord_rows=False), first)
-    trained = [name for name, weight in model.named_parameters() if weight.requires_grad]
-    assert trained and all(".lora_A." in name or ".lora_B." in name for name in trained)
-
-
 @pytest.mark.parametrize("targets", ["all-linear", r".*language_model.*\.(q_proj|v_proj)"])
 def test_an_adapter_is_given_as_peft_saves_it(folder, targets, tmp_path):
     first = VocabularyTable.from_folder(folder).first_coord
@@ -114,18 +85,11 @@ def test_an_adapter_is_given_as_peft_saves_it(folder, targets, tmp_path):
     assert sorted(given_config["target_modules"]) == sorted(written["target_modules"])
 
 
-def test_an_adapter_with_more_trained_beside_it_is_not_given_alone(folder):
-    first = VocabularyTable.from_folder(folder).first_coord
-    base = Qwen3VLForConditionalGeneration.from_pretrained(folder, dtype=torch.float32)
-    with pytest.raises(AssertionError, match="beside the adapter"):
-        learner_adapter(with_adapter(base, Adapter(rank=4, alpha=8), first))
-
-
 def test_frozen_parts_get_no_adapter_and_an_unknown_part_is_refused(folder):
     first = VocabularyTable.from_folder(folder).first_coord
     base = Qwen3VLForConditionalGeneration.from_pretrained(folder, dtype=torch.float32)
     model = with_adapter(base, Adapter(rank=4, alpha=8), first, ("vision", "aligner"))
     trained = [name for name, weight in model.named_parameters() if weight.requires_grad]
     assert trained and not [name for name in trained if "visual" in name]
-    with pytest.raises(UserError, match="Linear has no modules that are known as its vision"):
+    with pytest.raises(UserError, match="vision"):
         freeze_parts(torch.nn.Linear(2, 2), ("vision",))

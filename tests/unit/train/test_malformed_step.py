@@ -67,6 +67,7 @@ def forwards(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     return lengths
 
 
+@pytest.mark.slow
 @pytest.mark.scenario("R19.S1", "R25.S1", "R25.S2", "R31.S1", on="model")
 def test_a_step_on_malformed_answers_completes_in_one_forward_pass_changes_the_weights_and_counts_them(
     tmp_path, monkeypatch, forwards

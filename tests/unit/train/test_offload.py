@@ -240,6 +240,7 @@ def test_a_small_tensor_of_a_mapped_file_does_not_hold_the_memory_of_all_others(
     assert str(tmp_path / "model.safetensors") not in Path("/proc/self/maps").read_text()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("adapter", [None, Adapter(rank=4, alpha=8)], ids=["whole", "lora"])
 def test_a_loaded_qwen_goes_and_comes_back(tmp_path_factory, tmp_path, dtype, adapter):
@@ -311,6 +312,7 @@ def test_shards_of_fsdp_2_go_and_come_back_even_after_a_forward_that_kept_what_i
     assert model(inputs).equal(plain(inputs))
 
 
+@pytest.mark.slow
 def test_resident_memory_falls_by_nearly_all_of_it():
     done = subprocess.run([sys.executable, str(WORKER)], capture_output=True, text=True, timeout=55)
     assert done.returncode == 0, done.stderr

@@ -10,7 +10,6 @@ from coordexp.correction import CoordTokenAnswers
 from coordexp.data import open_data
 from coordexp.train.encode import Encoder, StepIndex, TrainingSet
 from coordexp.train.metrics import StepMetrics
-from coordexp.train.run import find_requests
 from tests.vocabularies import table
 
 DESCS = ("cup", "fork", "plate", "cup")
@@ -81,27 +80,8 @@ def test_absent_classes_come_from_the_data_set_of_the_record(tmp_path):
     assert all("cup" not in question(samples.read(2, step)) for step in range(30))
 
 
-def test_the_truth_is_in_the_order_of_the_setting(tmp_path):
-    line = json.loads(write(tmp_path / "a.jsonl", [(DESCS, {})]).read_text())
-    line["objects"].reverse()
-    (tmp_path / "a.jsonl").write_text(json.dumps(line) + "\n")
-    orders = {"file": [3, 2, 1, 0], "reading": [0, 1, 2, 3]}
-    for order, expected in orders.items():
-        samples = make_set([tmp_path / "a.jsonl"], object_order=order)
-        assert [true.geometry.bins[0] for true in samples.read(0, 0).truth] == expected
-
-
 def test_a_request_for_rollouts_has_the_question_of_its_sample(tmp_path):
     samples = make_set([write(tmp_path / "a.jsonl", [(DESCS, {}), (DESCS, {"expression": "the left cup"})])])
     encoder = Encoder(samples, RolloutMatching(rollouts_per_sample=1), 0, 0, StepMetrics())
     batch = encoder.prepare_micro_step(StepIndex(4, 0), (0, 1))
     assert [request.question for request in batch.requests] == [None, "Detect the left cup."]
-
-
-def test_a_checkpoint_notes_which_requests_were_trained(tmp_path):
-    plain = write(tmp_path / "a.jsonl", [(DESCS, {})])
-    asking = write(tmp_path / "b.jsonl", [(DESCS, {}), (DESCS, {"expression": "the left cup"})])
-    drawn = Custom(class_requests={"rate": 0.5})
-    assert find_requests(Custom(), open_data([[plain]])) == []
-    assert find_requests(drawn, open_data([[plain]])) == ["classes"]
-    assert find_requests(drawn, open_data([[plain], [asking]])) == ["classes", "expression"]

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from coordexp.data import TrueObject
-from coordexp.errors import DataError, EngineError, UserError
+from coordexp.errors import EngineError
 from coordexp.pack import CarryBuffer
 from coordexp.rollout.backend import Rollout, check_version
 from coordexp.train.encode import Encoder
@@ -155,16 +155,6 @@ def test_no_rollouts_are_asked_for_beyond_the_last_step(tmp_path):
         assert asked == 4 * 4
 
 
-def test_steps_without_rollouts_ask_for_none(tmp_path):
-    learner = Learner(tmp_path, 1, b_ratio=Fraction(1, 2))
-    learner.train(5)
-    assert learner.backend.events == [
-        *[("sync", 0), ("start", 4), ("finish", 1)],
-        *[("sync", 2), ("start", 4), ("finish", 3)],
-        *[("sync", 4), ("start", 4)],
-    ]
-
-
 @pytest.mark.parametrize("packing", [False, True])
 @pytest.mark.parametrize("max_staleness", [0, 1, 2])
 @pytest.mark.parametrize("first", [1, 2, 3])
@@ -196,28 +186,10 @@ def test_rollouts_that_nobody_could_make_before_the_run_ended_are_made_after_a_r
     assert resumed.backend.events[:2] == [("sync", 3), ("generate", 2)]
 
 
-def test_rollouts_of_another_format_are_refused(tmp_path):
-    begun = Learner(tmp_path, 1)
-    begun.train(2)
-    begun.stream.save(tmp_path)
-    (tmp_path / "rollouts_0.json").write_text('{"format": 9, "steps": []}')
-    resumed = Learner(tmp_path, 1)
-    resumed.stream.load(tmp_path)
-    with pytest.raises(DataError, match="format 9"):
-        resumed.source.load(tmp_path)
-
-
 def test_a_rollout_that_is_older_than_the_bound_is_refused():
     old = Rollout.of(QWEN, PROMPT, (), (), "stop", version=3)
     check_version(old, step=4, max_staleness=1)
-    with pytest.raises(EngineError, match="of version 3, but should be of version 4 to 5"):
+    with pytest.raises(EngineError, match=r"version 3.* version 4"):
         check_version(old, step=5, max_staleness=1)
-    with pytest.raises(EngineError, match="of version 3, but should be of version 2"):
+    with pytest.raises(EngineError, match=r"version 3.* version 2"):
         check_version(old, step=2)
-
-
-def test_a_backend_that_cannot_make_rollouts_ahead_is_refused(tmp_path):
-    learner = Learner(tmp_path, 0)
-    plain = ScriptedBackend(SCRIPT, QWEN)
-    with pytest.raises(UserError, match="max_staleness: 1, but ScriptedBackend cannot make rollouts while"):
-        RolloutSource(learner.stream, learner.encoder, plain, no_weights, learner.metrics, max_staleness=1)

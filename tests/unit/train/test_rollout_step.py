@@ -3,7 +3,6 @@
 import json
 from dataclasses import replace
 from fractions import Fraction
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,7 +13,7 @@ from coordexp.correction import Reason, Role
 from coordexp.data import DataError, TrueObject
 from coordexp.demo.model import Size, make_model
 from coordexp.errors import EngineError
-from coordexp.pack import CarryBuffer, ExampleId, PackingError
+from coordexp.pack import CarryBuffer, PackingError
 from coordexp.rollout.backend import Decode, request_seed
 from coordexp.train import run
 from coordexp.train.encode import StepIndex, takes_rollouts
@@ -173,25 +172,6 @@ def test_loops_repeats_overlaps_and_too_many_objects_are_counted(tmp_path):
     assert report["match/recall"] == 3 / 4
 
 
-@pytest.mark.scenario("R31.C5", on="fake")
-def test_every_pair_below_the_gate_is_counted_also_of_one_prediction(tmp_path):
-    truth = {"a.png": (CUP, TrueObject("cup", box(90, 90, 190, 190)))}
-    step = Step(tmp_path, truth, {"a.png": Said(written(TrueObject("cup", box(50, 50, 150, 150))))})
-    step()
-    report = step.metrics.report(steps=1)
-    assert (report["match/gate_rejections"], report["match/matched"], report["match/missed"]) == (2, 0, 2)
-
-
-@pytest.mark.scenario("R31.C2", on="fake")
-def test_ambiguous_objects_are_counted_one_by_one_and_apart_from_others(tmp_path):
-    spelled = '"object_%d": {"desc": "a", "bbox_2d": ["\\u003c|coord_1|>"]}'
-    text = answer(spelled % 1, spelled % 2, ENTRIES[Reason.stray_coord], spelled % 3)
-    step = Step(tmp_path, {"a.png": (CUP,)}, {"a.png": Said(text)})
-    step()
-    report = step.metrics.report(steps=1)
-    assert (report["parse/ambiguous"], report["parse/invalid"]) == (3, 4)
-
-
 SHAPE = coords(box(1, 2, 3, 4))
 ENTRIES = {
     Reason.bad_key: '"thing_1": {"desc": "a", "bbox_2d": %s}' % SHAPE,
@@ -214,6 +194,25 @@ ENDINGS = {
     Reason.truncated: ', "object_15": {"desc": "a',
     Reason.placeholder: ', "object_15": {"desc": "<|image_pad|>"}}',
 }
+
+
+@pytest.mark.scenario("R31.C5", on="fake")
+def test_every_pair_below_the_gate_is_counted_also_of_one_prediction(tmp_path):
+    truth = {"a.png": (CUP, TrueObject("cup", box(90, 90, 190, 190)))}
+    step = Step(tmp_path, truth, {"a.png": Said(written(TrueObject("cup", box(50, 50, 150, 150))))})
+    step()
+    report = step.metrics.report(steps=1)
+    assert (report["match/gate_rejections"], report["match/matched"], report["match/missed"]) == (2, 0, 2)
+
+
+@pytest.mark.scenario("R31.C2", on="fake")
+def test_ambiguous_objects_are_counted_one_by_one_and_apart_from_others(tmp_path):
+    spelled = '"object_%d": {"desc": "a", "bbox_2d": ["\\u003c|coord_1|>"]}'
+    text = answer(spelled % 1, spelled % 2, ENTRIES[Reason.stray_coord], spelled % 3)
+    step = Step(tmp_path, {"a.png": (CUP,)}, {"a.png": Said(text)})
+    step()
+    report = step.metrics.report(steps=1)
+    assert (report["parse/ambiguous"], report["parse/invalid"]) == (3, 4)
 
 
 @pytest.mark.scenario("R31.C2", on="fake")
@@ -329,10 +328,8 @@ def boxes(side: int, count: int) -> dict[str, tuple[TrueObject, ...]]:
     ("truth", "resolution", "said"),
     [
         (boxes(19, 3) | boxes(500, 2), 256, True),
-        (boxes(19, 2) | boxes(500, 3), 256, False),
         (boxes(20, 3), 256, False),
         (boxes(19, 3), 1000, False),
-        (boxes(500, 6) | boxes(19, 20), 256, False),  # only the first records are measured
     ],
 )
 def test_a_run_says_once_that_a_finer_canvas_is_exact_when_the_median_side_is_under_20_bins(
@@ -342,19 +339,7 @@ def test_a_run_says_once_that_a_finer_canvas_is_exact_when_the_median_side_is_un
     monkeypatch.setattr(run, "MEASURED", 10)
     changes = {"rollout_backend": "hf", "maskiou_resolution": resolution}
     handed_over(tmp_path, monkeypatch, truth, **{f"rollout_matching__{name}": v for name, v in changes.items()})
-    shown = " ".join(capsys.readouterr().err.split())
-    assert shown.count("the median side of the objects") == said
-    assert ("is 19 bins" in shown) == said
-    assert ("1000 is exact for boxes, and matching costs about 2.5 times as much" in shown) == said
-
-
-@pytest.mark.scenario("R11.S1", "R12.S2", on="fake")
-def test_the_trainer_and_its_rollouts_are_given_the_loaders_own_contract(tmp_path, monkeypatch):
-    settings, given = handed_over(tmp_path, monkeypatch, rollout_matching__rollout_backend="hf")
-    contract = given["rollout_matching_cfg"]
-    assert contract == settings.rollout_matching_cfg
-    assert given["encoder"].rollout_matching_cfg is contract
-    assert given["encoder"].training_set.settings is contract
+    assert capsys.readouterr().err.count("19 bins") == said
 
 
 PACKED = {
@@ -365,16 +350,17 @@ PACKED = {
 }
 
 
-@pytest.mark.scenario("R39.C3", on="fake")
-def test_requests_have_the_seed_of_the_run(tmp_path, monkeypatch):
-    _, given = handed_over(tmp_path, monkeypatch, rollout_matching__rollout_backend="hf", training__seed=23)
+@pytest.mark.scenario("R06.C2", "R11.S1", "R12.S2", "R39.C3", on="fake")
+def test_the_trainer_and_its_rollouts_are_given_the_loaders_own_contract(tmp_path, monkeypatch):
+    """It says how the stream packs. Requests have the seed of the run."""
+    backend = {"rollout_matching__rollout_backend": "hf"}
+    settings, given = handed_over(tmp_path, monkeypatch, training__seed=23, **backend, **PACKED)
+    contract = given["rollout_matching_cfg"]
+    assert contract == settings.rollout_matching_cfg
+    assert given["encoder"].rollout_matching_cfg is contract
+    assert given["encoder"].training_set.settings is contract
     assert given["encoder"].seed == 23
-
-
-@pytest.mark.scenario("R06.C2", on="fake")
-def test_the_stream_packs_as_the_contract_says(tmp_path, monkeypatch):
-    _, given = handed_over(tmp_path, monkeypatch, rollout_matching__rollout_backend="hf", **PACKED)
-    contract, buffer = given["rollout_matching_cfg"], given["stream"].buffer
+    buffer = given["stream"].buffer
     assert contract.packing
     assert (buffer.limit, buffer.min_fill_ratio, buffer.capacity) == (4, 0.5, 16000)
     assert (contract.packing_buffer, contract.packing_min_fill_ratio, contract.packing_length) == (4, 0.5, 16000)
@@ -404,7 +390,7 @@ def test_a_run_whose_buffer_would_overflow_stops_with_a_way_out(tmp_path, monkey
     trainer.rollouts = given["rollouts"]
     assert 0 < len(trainer.collect_examples()[0]) < 4, "the row leaves some of the first four samples"
     assert stream.buffer.tokens < 2 * 200
-    with pytest.raises(PackingError, match=r"packing_buffer is 4\n  raise training\.packing_buffer"):
+    with pytest.raises(PackingError, match="packing_buffer is 4"):
         trainer.collect_examples()
 
 
@@ -490,16 +476,10 @@ def test_ground_truth_and_rollouts_are_packed_by_the_same_scheduler_into_the_sam
 
 @pytest.mark.scenario("R06.C4", "R30.C3", on="fake")
 def test_a_prompt_that_the_engine_reads_otherwise_is_refused_with_the_first_difference(tmp_path):
-    for ids, words in (
-        ((11, 99, 13), r"they differ from token 1 on: \[99, 13\] where \[12, 13\] should be"),
-        ((11, 12), r"\(2 tokens\) is not the one .*\(3\); they differ from token 2 on: the end where \[13\]"),
-        ((11, 12, 13, 14, 15), r"they differ from token 3 on: \[14, 15\] where the end should be"),
-        ((12, 11, 13), r"they differ from token 0 on: \[12, 11, 13\] where \[11, 12, 13\] should be"),
-    ):
+    for ids, first in (((11, 99, 13), 1), ((11, 12), 2), ((11, 12, 13, 14, 15), 3), ((12, 11, 13), 0)):
         step = Step(tmp_path, {"right.png": (CUP, DOG)}, SCRIPT, prompt_ids=ids)
-        with pytest.raises(DataError, match=words) as caught:
+        with pytest.raises(DataError, match=rf"right\.png.* token {first} "):
             step()
-        assert "right.png" in str(caught.value)
         assert step.metrics.report(steps=1).keys() <= {"time/sync", "time/rollout", "time/correct"}
 
 
@@ -507,7 +487,7 @@ def test_a_prompt_that_the_engine_reads_otherwise_is_refused_with_the_first_diff
 def test_an_answer_of_other_weights_is_refused(tmp_path):
     step = Step(tmp_path, {"empty.png": (CUP,)}, SCRIPT, version=4)
     assert len(step(StepIndex(4, 0))) == 1
-    with pytest.raises(RuntimeError, match="weights of version 4, but should be of version 5"):
+    with pytest.raises(RuntimeError, match=r"version 4\b.* version 5"):
         step(StepIndex(5, 0))
 
 
@@ -524,14 +504,6 @@ def test_each_of_several_rollouts_of_a_sample_is_checked(tmp_path, monkeypatch, 
 
     monkeypatch.setattr(step.backend, "generate", spoil_the_last)
     with pytest.raises((DataError, EngineError)):
-        step()
-
-
-def test_a_backend_that_loses_an_answer_is_refused(tmp_path, monkeypatch):
-    step = Step(tmp_path, TRUTH, SCRIPT)
-    plain = step.backend.generate
-    monkeypatch.setattr(step.backend, "generate", lambda requests: plain(requests)[1:])
-    with pytest.raises(ValueError, match="shorter"):
         step()
 
 
@@ -560,36 +532,6 @@ def accumulating(step: Step, micro_steps: int) -> RowTrainer:
     """Return a trainer that takes four samples, in file order, in each of several micro-steps."""
     order = SampleOrder(4, 0, 1, seed=0, shuffled=False)
     return step.collect.trainer(RowStream(order, 4, None, max_length=9999, accumulation=micro_steps))
-
-
-def test_the_samples_of_all_micro_steps_are_asked_for_in_one_call(tmp_path):
-    step = Step(tmp_path, TRUTH, SCRIPT)
-    micro_steps = accumulating(step, micro_steps=3).collect_examples()
-    (call,) = step.backend.calls
-    assert [Path(request.image.path).name for request in call] == [*TRUTH] * 3
-    assert [[Path(example.image).name for example in examples] for examples in micro_steps] == [[*TRUTH]] * 3
-    assert [example.id.micro for examples in micro_steps for example in examples] == [0] * 4 + [1] * 4 + [2] * 4
-
-
-def test_also_without_a_record_the_backend_is_asked(tmp_path):
-    """A sharded model needs every rank while other ranks generate."""
-    step = Step(tmp_path, TRUTH, SCRIPT)
-    assert step(StepIndex(3, 0), []) == []
-    assert step.backend.calls == [[]]
-    assert step.backend.synced == [(weights, 3)]
-
-
-def test_all_that_belongs_to_an_example_is_shown_to_the_watcher(tmp_path):
-    step = Step(tmp_path, TRUTH, SCRIPT)
-    examples = step(FIRST, [2, 0])
-    assert [answered.sample.index for _, answered, *_ in step.seen] == [2, 0]
-    for k, ((id, answered, choice, correction), example) in enumerate(zip(step.seen, examples, strict=True)):
-        assert id == example.id == ExampleId(FIRST.step, FIRST.micro, rank=0, index=k)
-        (request,), (rollout,) = answered.requests, answered.rollouts
-        assert request.image == answered.sample.image
-        assert rollout.prompt_ids == answered.sample.prompt_ids
-        assert choice.index == 0
-        assert correction.segment is example.segment
 
 
 SEVERAL = RolloutMatching(rollouts_per_sample=3, decoding={"temperature": 0.7})
@@ -624,46 +566,17 @@ def test_noise_answers_take_the_place_of_rollouts_and_ask_no_backend(tmp_path):
     assert answer_text(example.segment, QWEN) == written(CUP, DOG)
 
 
-def test_with_one_rollout_per_sample_the_seeds_are_those_of_earlier_releases(tmp_path):
-    step = Step(tmp_path, TRUTH, SCRIPT)
-    step()
-    (requests,) = step.backend.calls
-    assert [request.seed for request in requests] == [
-        request_seed(17, FIRST.step, FIRST.micro, 0, k) for k in range(len(TRUTH))
-    ]
-
-
-@pytest.mark.parametrize("b_ratio", [Fraction(0), Fraction(1)])
-def test_no_two_examples_of_a_run_have_the_same_id(tmp_path, b_ratio):
-    ids = [
-        example.id
-        for rank in range(2)
-        for step in (Step(tmp_path, TRUTH, SCRIPT, rank=rank, b_ratio=b_ratio),)
-        for at in (StepIndex(0, 0), StepIndex(0, 1), StepIndex(1, 0))
-        for example in step(at, [1, 1, 2])
-    ]
-    assert len(set(ids)) == len(ids) == 2 * 3 * 3
-
-
 def test_a_record_that_cannot_be_trained_on_is_named(tmp_path):
     step = Step(tmp_path, {"right.png": (CUP,), "flat.png": (CUP,)}, SCRIPT)
     file = step.training_set.records.path
     sound, flat = file.read_text().splitlines()
     file.write_text(f"{sound}\n{flat.replace('110, 110]', '10, 110]')}\n")
-    with pytest.raises(DataError, match=r"record 2 \(flat\.png\)[\s\S]*coordexp data doctor"):
+    with pytest.raises(DataError, match=r"record 2 \(flat\.png\)"):
         step()
     assert step.backend.calls == []
 
 
-def test_ground_truth_is_the_correction_of_an_empty_answer(tmp_path):
-    (true,) = Step(tmp_path, TRUTH, SCRIPT, b_ratio=Fraction(0))(FIRST, [1])
-    (corrected,) = Step(tmp_path, TRUTH, SCRIPT)(FIRST, [1])
-    assert (true.channel, corrected.channel) == ("A", "B")
-    for name in ("ids", "roles", "kinds", "sides", "coord_targets", "weights"):
-        assert np.array_equal(getattr(true.segment, name), getattr(corrected.segment, name), equal_nan=True)
-
-
-RATIOS = ["0", "1", "0.5", "0.3", "0.333", "0.29", "0.001", "0.999", "1/3"]
+RATIOS = ["0", "1", "0.3", "0.001", "1/3"]
 
 
 @pytest.mark.parametrize("ratio", RATIOS)
@@ -700,22 +613,11 @@ def test_sums_are_sums_and_rates_are_ratios_of_sums_and_a_report_starts_anew():
     assert metrics.report(steps=1)["match/recall"] == 0
 
 
-def test_a_report_without_rollouts_has_no_counters():
-    metrics = StepMetrics()
-    metrics.add_seconds("compute", 3.0)
-    metrics.add_seconds("compute", 1.0)
-    assert metrics.report(steps=2) == {"time/compute": 2.0}
-
-
-@pytest.mark.scenario("R29.C6", "R31.C7", on="fake")
-def test_no_counter_is_a_value_of_geometry():
-    """How well shapes overlap is measured by evaluation (D7)."""
-    assert not [name for name in (*SUMS, *RATES) if "iou" in name or "distance" in name]
-
-
 @pytest.mark.scenario("R29.C6", "R31.C7", on="fake")
 def test_counters_depend_on_which_objects_match_and_not_on_how_well(tmp_path):
-    """All counters of a hit in the middle and of one that is off by some bins are the same whole numbers."""
+    """All counters of a hit in the middle and of one that is off by some bins are the same whole numbers. How well
+    shapes overlap is measured by evaluation (D7)."""
+    assert not [name for name in (*SUMS, *RATES) if "iou" in name or "distance" in name]
     counters = []
     for near in (CUP, TrueObject("cup", box(15, 20, 115, 120))):
         step = Step(tmp_path, {"a.png": (CUP, DOG)}, {"a.png": Said(written(near))})

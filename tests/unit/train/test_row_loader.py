@@ -73,17 +73,3 @@ def test_an_image_that_cannot_be_read_is_an_error_of_its_own_row(threads):
     assert len(loader.take(good)) == 2
     with pytest.raises(OSError, match="not an image"):
         loader.take(bad)
-
-
-def test_reading_takes_no_time_of_training_if_training_takes_longer():
-    loader = RowLoader(FakeCollator(lambda image, size: time.sleep(0.02)), 0, CPU)
-    all_rows = rows(*"abcdef")
-    loader.begin(all_rows)
-    waited = []
-    for row in all_rows:
-        since = time.perf_counter()
-        loader.take(row)
-        waited.append(time.perf_counter() - since)
-        time.sleep(0.08)  # the row is trained
-    assert waited[0] >= 0.03
-    assert max(waited[1:]) < 0.02

@@ -45,7 +45,7 @@ def test_a_sample_has_the_image_beside_its_own_file_and_an_error_names_this_file
         str(folder / name) for name in ("a/0.png", "b/0.png", "b/1.png")
     ]
     assert samples.read(4, 0).index == 4
-    with pytest.raises(DataError, match=r"a/0\.jsonl, record 3 \(2\.png\).*\n.*data doctor .*a/0\.jsonl"):
+    with pytest.raises(DataError, match=r"a/0\.jsonl, record 3 \(2\.png\)"):
         samples.read(2, 0)
 
 

