@@ -63,13 +63,6 @@ def test_the_shares_of_object_kinds_are_as_requested():
     assert {item.desc.split()[0] for item in objects} == set(COLOURS)
 
 
-def test_records_can_be_trained_on_and_are_in_reading_order():
-    for scene in draw_scenes(100, RICH, seed=3, folder="x"):
-        assert len(scene.record.true_objects()) == len(scene.record.objects)
-        tops = [min(item.coords[1::2]) for item in scene.record.objects]
-        assert tops == sorted(tops)
-
-
 @pytest.mark.parametrize(("names", "classes"), [("shape", {*COMMON, *RARE}), ("colour", {*COLOURS})])
 def test_classes_can_be_shapes_or_colours_alone(tmp_path, names, classes):
     settings = SceneSettings(objects=(1, 4), rare=0.4, ask=1.0, names=names)
@@ -81,39 +74,11 @@ def test_classes_can_be_shapes_or_colours_alone(tmp_path, names, classes):
     assert {category["name"] for category in coco["categories"]} == classes
 
 
-def test_the_coco_file_imports_to_the_same_records(tmp_path):
-    folder = write_rich_scenes(tmp_path / "scenes")
-    words = ["data", "import", "coco", str(folder / "train.coco.json"), "--images", str(folder)]
-    result = CliRunner().invoke(app, [*words, "--out", str(folder / "again.jsonl")])
-    assert result.exit_code == 0, result.output
-    records, again = (dict(read_records(folder / name)) for name in ("train.jsonl", "again.jsonl"))
-    assert again.keys() == records.keys()
-    for number, record in records.items():
-        assert (again[number].image, again[number].width) == (record.image, record.width)
-        for item, copy in zip(record.objects, again[number].objects, strict=True):
-            assert (copy.desc, copy.kind) == (item.desc, item.kind)
-            assert copy.coords == pytest.approx(item.coords, abs=1e-6)
-
-
 def test_the_doctor_finds_no_fault_in_scenes(tmp_path):
     folder = write_rich_scenes(tmp_path / "scenes", SceneSettings(objects=(1, 4)))
     result = CliRunner().invoke(app, ["data", "doctor", str(folder / "train.jsonl"), "--json"])
     assert result.exit_code == 0, result.output
     assert not [finding for finding in json.loads(result.stdout)["findings"] if finding["severity"] == "error"]
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["--objects", "4-1"], "not a range such as 1-4"),
-        (["--objects", "some"], "not a range such as 1-4"),
-        (["--names", "shape", "--questions", "2"], "--questions needs"),
-    ],
-)
-def test_scenes_that_cannot_be_drawn_are_refused(tmp_path, words, message):
-    result = CliRunner().invoke(app, ["demo", "scenes", "--out", str(tmp_path / "x"), *words])
-    assert result.exit_code == 1
-    assert message in result.output
 
 
 def test_questions_about_scenes_have_one_right_answer(tmp_path):

@@ -8,9 +8,8 @@ from contextlib import nullcontext
 
 import pytest
 
-from coordexp.cli.doctor import print_outcomes
 from coordexp.doctor.machine import CheckOutcome, choose_cpu
-from coordexp.doctor.run import Check, DoctorReport, Examination
+from coordexp.doctor.run import Check, Examination
 from coordexp.doctor.server import MARK
 from coordexp.errors import EngineError
 
@@ -64,7 +63,7 @@ def test_a_check_that_hangs_is_given_up_at_its_deadline(examination):
     examination._run_series([check("sync", never.wait, seconds=0.05)])
     never.set()
     assert examination.hung
-    assert "not done after 0.05 s" in examination.outcomes[0].problem
+    assert "0.05 s" in examination.outcomes[0].problem
 
 
 def test_a_left_process_is_found_by_its_mark_and_killed(examination, monkeypatch):
@@ -78,13 +77,3 @@ def test_a_left_process_is_found_by_its_mark_and_killed(examination, monkeypatch
     assert f"{left.pid} " in examination.outcomes[0].problem
     other.communicate()
     left.communicate()
-
-
-def test_the_report_has_one_line_per_check_and_each_problem_in_full(capsys):
-    wrong = CheckOutcome("parity", "x" * 200, "the engine answers otherwise [token 3]", "look at the dtype")
-    report = DoctorReport((wrong, CheckOutcome("sync", "1 s")), None, hung=False)
-    print_outcomes(report.outcomes, "the CPU", as_json=False)
-    lines = capsys.readouterr().out.splitlines()
-    assert any("parity" in line and "x" * 200 in line and "failed" in line for line in lines)
-    assert lines[-2:] == ["error parity: the engine answers otherwise [token 3]", "  look at the dtype"]
-    assert not report.ok

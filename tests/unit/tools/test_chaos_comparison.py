@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+pytestmark = pytest.mark.slow  # it imports what starts servers
 FOLDER = Path(__file__).parents[3] / "benchmarks"
 
 

@@ -2,9 +2,11 @@
 
 from pathlib import Path
 
+import pytest
 import scale
 
 
+@pytest.mark.slow
 def test_the_table_in_the_docs_is_what_the_command_writes():
     page = Path("docs/scale.md").read_text()
     table = page.partition(scale.BEGIN)[2].partition(scale.END)[0].strip()
