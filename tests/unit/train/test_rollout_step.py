@@ -519,6 +519,16 @@ def test_each_request_has_the_seed_of_its_place(tmp_path, rank):
     ]
 
 
+@pytest.mark.scenario("R39.C1", on="fake")
+def test_micro_steps_are_numbered_in_the_order_of_the_data(tmp_path):
+    step = Step(tmp_path, TRUTH, SCRIPT)
+    accumulating(step, micro_steps=3, samples=1).collect_examples()
+    (call,) = step.backend.calls
+    assert [(Path(request.image.path).name, request.seed) for request in call] == [
+        (image, request_seed(17, 0, micro, 0, 0)) for micro, image in enumerate([*TRUTH][:3])
+    ]
+
+
 @pytest.mark.scenario("R08.C2", on="fake")
 def test_weights_are_sent_once_a_step_and_before_its_first_answer(tmp_path):
     step = Step(tmp_path, TRUTH, SCRIPT)
@@ -528,10 +538,10 @@ def test_weights_are_sent_once_a_step_and_before_its_first_answer(tmp_path):
     assert step.backend.synced == [(weights, 0), (weights, 1)]
 
 
-def accumulating(step: Step, micro_steps: int) -> RowTrainer:
-    """Return a trainer that takes four samples, in file order, in each of several micro-steps."""
+def accumulating(step: Step, micro_steps: int, samples: int = 4) -> RowTrainer:
+    """Return a trainer that takes some samples, in file order, in each of several micro-steps."""
     order = SampleOrder(4, 0, 1, seed=0, shuffled=False)
-    return step.collect.trainer(RowStream(order, 4, None, max_length=9999, accumulation=micro_steps))
+    return step.collect.trainer(RowStream(order, samples, None, max_length=9999, accumulation=micro_steps))
 
 
 SEVERAL = RolloutMatching(rollouts_per_sample=3, decoding={"temperature": 0.7})
