@@ -1,8 +1,8 @@
-"""Run one optimizer step of the real objective: `python step_worker.py PLAN.json`, alone or with torchrun.
+"""Run optimizer steps of the real objective: `python step_worker.py JOB.json`, alone or with torchrun.
 
-The plan lists the micro-steps of each rank. A micro-step is a list of example seeds that make one row. With
-`chat`, the objective has a loss for chat records, which seeds from 100 on stand for. Rank 0 writes the gradients
-before and after clipping, and the report.
+The job lists the micro-steps of each rank for every step. A micro-step is a list of example seeds that make one
+row. Seeds from 100 on stand for chat records; a step with any has a loss for them. For each step, rank 0 writes
+the gradients before and after clipping, and the report.
 """
 
 import json
@@ -21,17 +21,23 @@ from coordexp.pack import Example
 from tests.rows import Tiny, chat_settings
 
 
-def main(plan: dict) -> None:
+def main(job: dict) -> None:
     torch.set_num_threads(1)
-    accelerator = make_accelerator(sharded=plan["mode"] == "fsdp2")
-    tiny = Tiny(Path(plan["model"]), chat_settings() if plan["chat"] else None)
+    for name, ranks in job["steps"].items():
+        run_step(job, ranks, Path(job["out"]) / name)
+    make_accelerator(sharded=False).end_training()
+
+
+def run_step(job: dict, ranks: list[list[list[int]]], out: Path) -> None:
+    accelerator = make_accelerator(sharded=job["mode"] == "fsdp2")
+    has_chat = any(seed >= 100 for rows in ranks for seeds in rows for seed in seeds)
+    tiny = Tiny(Path(job["model"]), chat_settings() if has_chat else None)
     rows = [
-        tiny.collate([make_example(tiny, seed) for seed in seeds])
-        for seeds in plan["ranks"][accelerator.process_index]
+        tiny.collate([make_example(tiny, seed) for seed in seeds]) for seeds in ranks[accelerator.process_index]
     ]
     model = tiny.model.train()
     model, _ = accelerator.prepare(model, torch.optim.SGD(model.parameters()))
-    assert (plan["mode"] == "fsdp2") == all(isinstance(weight, DTensor) for weight in model.parameters())
+    assert (job["mode"] == "fsdp2") == all(isinstance(weight, DTensor) for weight in model.parameters())
     counts = reduce_counts([sum(span.counts for span in row.spans) for row in rows], accelerator.device)
     tally = LossTally(tiny.objective)
     for row in rows:
@@ -40,17 +46,15 @@ def main(plan: dict) -> None:
         accelerator.backward(tiny.objective.loss(measures, counts) * gradient_scale())
         tally.add(measures, counts)
     before = _gradients(model)
-    norm = accelerator.clip_grad_norm_(model.parameters(), plan["clip"])
+    norm = accelerator.clip_grad_norm_(model.parameters(), job["clip"])
     norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
     after, report = _gradients(model), tally.report()
     if accelerator.is_main_process:
-        out = Path(plan["out"])
+        out.mkdir()
         save_file(before, out / "before.safetensors")
         save_file(after, out / "after.safetensors")
         (out / "report.json").write_text(json.dumps({"norm": norm.item(), "losses": report}))
     del model, logits, measures  # a DDP wrapper that outlives its process group can wait for it forever
-    accelerator.wait_for_everyone()
-    accelerator.end_training()
 
 
 def make_example(tiny: Tiny, seed: int) -> Example:

@@ -24,7 +24,7 @@ from coordexp.train.offload import offload_learner
 from tests.integration import engine_faults
 from tests.integration.answers import whole_model
 from tests.integration.colocation import Colocation, draw_images, ids
-from tests.unit.train.offload_worker import resident
+from tests.memory import resident
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(480)]
 

@@ -1,7 +1,5 @@
 """Runs that diverge stop with the step and the reason, and leave only finite checkpoints. On a tiny model."""
 
-import json
-import math
 import re
 import shutil
 from pathlib import Path
@@ -29,12 +27,11 @@ def parts(tmp_path_factory):
     return folder
 
 
-def failing(file: Path, *options: str, processes: int = 1) -> str:
-    """Run it, assert that it exits 1 without a traceback of its own, and return what it printed."""
-    done = ran(file, *options, processes=processes)
+def failing(file: Path) -> str:
+    """Run it, assert that it exits 1 without a traceback, and return what it printed."""
+    done = ran(file)
     shown = done.stdout + done.stderr
-    assert done.returncode == 1, shown[-3000:]
-    assert "Traceback" not in shown or processes > 1, shown[-3000:]
+    assert done.returncode == 1 and "Traceback" not in shown, shown[-3000:]
     return shown
 
 
@@ -50,12 +47,13 @@ def is_finite(folder: Path) -> bool:
     return all(tensor.isfinite().all() for tensor in tensors)
 
 
-def test_a_run_that_diverges_stops_and_its_good_checkpoint_can_be_resumed(parts):
+@pytest.mark.parametrize("clipping", [{}, {"max_grad_norm": 0.0}], ids=["clipped", "unclipped"])
+def test_a_run_that_diverges_stops_and_its_good_checkpoint_can_be_resumed(parts, clipping):
     """One checkpoint is kept. That of step 2, whose weights are finite but far too large, must not replace it.
     Warm-up begins with a learning rate of 0, so the first step is good."""
-    name = "explodes"
+    name = f"explodes-{len(clipping)}"
     warm = {"lr_scheduler_type": "constant_with_warmup", "warmup_steps": 4, "learning_rate": 1e20}
-    settings = warm | {"save_steps": 1, "save_total_limit": 1}
+    settings = warm | clipping | {"save_steps": 1, "save_total_limit": 1}
     file = config(parts, name, max_steps=8, **settings)
     shown = failing(file)
     assert re.search(r"step 3: the gradient norm is (NaN|Inf)", shown), shown
@@ -70,37 +68,24 @@ def test_a_run_that_diverges_stops_and_its_good_checkpoint_can_be_resumed(parts)
     assert checkpoints(parts / name) == [2]
 
 
-def test_a_learning_rate_of_1e20_stops_the_run(parts):
-    shown = failing(config(parts, "huge", learning_rate=1e20, max_steps=12, save_steps=2, **CONSTANT))
-    assert re.search(r"step \d: the gradient norm is (NaN|Inf)", shown), shown
-    assert "training.learning_rate" in shown and "done" not in shown
-    assert all(is_finite(parts / "huge" / f"checkpoint-{step}") for step in checkpoints(parts / "huge"))
-    assert all(math.isfinite(line["loss"]) for line in metrics(parts / "huge") if "loss" in line)
-    assert json.loads((parts / "huge/run.json").read_text())
-
-
-@pytest.mark.parametrize("processes", [1, 2])
-def test_broken_logits_of_one_rank_are_told_and_not_saved_and_stop_all_ranks(parts, processes):
+def test_broken_logits_of_one_rank_are_told_and_not_saved_and_stop_all_ranks(parts):
     """The step after the newest checkpoint is broken, so the one before it is kept beyond save_total_limit."""
     settings = {"save_steps": 1, "save_total_limit": 1} | CONSTANT
-    file = config(parts, f"broken-{processes}", max_steps=20, **settings)
-    with started([str(ROOT / "tests/integration/divergence_worker.py"), str(file), "3"], processes) as run:
+    file = config(parts, "broken", max_steps=20, **settings)
+    with started([str(ROOT / "tests/integration/divergence_worker.py"), str(file), "3"], processes=2) as run:
         assert run.wait(400) == 1, run.shown[-3000:]
         shown = run.shown
-    for step in range(3, 3 + MAX_BROKEN_STEPS - 1):
-        warnings = re.findall(
-            rf"warning: step {step}: ([\d,]+) logits were NaN, infinite or beyond \+-10,000", shown
-        )
-        assert len(warnings) == 1 and int(warnings[0].replace(",", "")) > 0
-        assert (
-            shown.count(f"step {step}: no checkpoint is saved, because the logits of this step were broken") == 1
-        )
-    assert shown.count(f"step {2 + MAX_BROKEN_STEPS}: logits were broken in {MAX_BROKEN_STEPS} steps in a row") > 0
-    assert "lost another rank" not in shown and ("Traceback" not in shown or processes > 1)  # torchrun has its own
-    folder = parts / f"broken-{processes}"
+    last = 2 + MAX_BROKEN_STEPS
+    warned = re.findall(r"warning: step (\d+): ([\d,]+) logits were NaN, infinite or beyond", shown)
+    assert [int(step) for step, _ in warned] == list(range(3, last)) and all(count != "0" for _, count in warned)
+    unsaved = [int(step) for step in re.findall(r"step (\d+): no checkpoint is saved", shown)]
+    assert unsaved == list(range(3, last))
+    assert f"step {last}: logits were broken in {MAX_BROKEN_STEPS} steps in a row" in shown
+    assert "lost another rank" not in shown and "]: Traceback" not in shown  # of a rank; torchrun has its own
+    folder = parts / "broken"
     assert checkpoints(folder) == [1, 2]
     assert is_finite(folder / "checkpoint-2")
-    assert "done" in train(config(parts, folder.name, max_steps=3, **settings), "--resume", processes=processes)
+    assert "done" in train(config(parts, "broken", max_steps=3, **settings), "--resume", processes=2)
     assert checkpoints(folder) == [3]
 
 
@@ -113,9 +98,3 @@ def test_weights_that_are_not_finite_are_not_saved(parts):
     )
     assert "lower training.learning_rate" in shown
     assert checkpoints(parts / "overflows") == []
-
-
-def test_without_clipping_the_gradient_norm_is_looked_at_too(parts):
-    shown = failing(config(parts, "unclipped", learning_rate=1e20, max_grad_norm=0.0, save_steps=50, **CONSTANT))
-    assert re.search(r"step \d: the gradient norm is (NaN|Inf)", shown), shown
-    assert checkpoints(parts / "unclipped") == []

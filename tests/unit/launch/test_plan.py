@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from coordexp.config import ConfigError, World, load_settings, parse_settings
+from coordexp.config import ConfigError, World, parse_settings
 from coordexp.config.yaml_tree import read_document
 from coordexp.launch.plan import LaunchOptions, is_loopback, make_plan
 
@@ -21,13 +21,6 @@ def settings(learners=1, **vllm):
 
 def servers(*urls):
     return {"servers": [{"base_url": url, "group_port": 51000 + k} for k, url in enumerate(urls)]}
-
-
-def refusal_of(run_settings, **options):
-    """Return the message with which a plan is refused."""
-    with pytest.raises(ConfigError) as caught:
-        make_plan(run_settings, LaunchOptions(CONFIG, **options))
-    return str(caught.value)
 
 
 @pytest.mark.scenario("R10.C8", on="pure")
@@ -70,10 +63,6 @@ def test_replicas_of_several_gpus_get_all_of_theirs():
     )
     plan = make_plan(large, LaunchOptions(CONFIG, "0,1,2,3,4,5,6,7", "8"))
     assert [server.part.gpus for server in plan.servers] == [(0, 1, 2, 3), (4, 5, 6, 7)]
-    message = refusal_of(large, server_gpus="0,1,2,3", train_gpus="8")
-    assert "4 GPUs, and the config has 2 servers on this machine with 4 GPUs each" in message
-    assert "give 8 GPUs, or list 1 servers" in message
-    assert "set vllm.data_parallel_size: 1, or set vllm.tensor_parallel_size: 1" in message
 
 
 def test_several_learners_run_under_torchrun():
@@ -98,83 +87,35 @@ def test_servers_on_this_machine_are_started_and_others_are_not():
     assert plan.servers[1].world_size is None
 
 
+@pytest.mark.parametrize(
+    ("options", "subjects"),
+    [
+        ({"server_gpus": "0,1,1", "train_gpus": "1"}, ["--server-gpus", "--train-gpus"]),
+        ({"server_gpus": "0,one,2", "train_gpus": ""}, ["--server-gpus", "--train-gpus"]),
+        ({"server_gpus": "0,1", "train_gpus": "3"}, ["--server-gpus"]),
+        ({}, ["--train-gpus", "--server-gpus"]),
+        ({"server_gpus": "0,1,2", "train_gpus": "3", "learners": 2}, ["--learners"]),
+        ({"server_gpus": "0", "train_gpus": "3", "start_servers": False}, ["--server-gpus"]),
+    ],
+)
+def test_all_options_that_do_not_fit_are_refused_at_once(options, subjects):
+    with pytest.raises(ConfigError) as caught:
+        make_plan(settings(), LaunchOptions(CONFIG, **options))
+    assert list(dict.fromkeys(finding.subject for finding in caught.value.findings)) == subjects
+
+
 def test_no_servers_starts_none():
     plan = make_plan(settings(), LaunchOptions(CONFIG, train_gpus="0", start_servers=False))
     assert plan.local_servers == ()
     assert len(plan.servers) == 3
 
 
-@pytest.mark.parametrize(
-    ("options", "problem"),
-    [
-        ({"server_gpus": "0,1", "train_gpus": "3"}, "2 GPUs, and the config has 3 servers"),
-        ({"server_gpus": "0,1,2", "train_gpus": "2"}, "GPU 2 is in --server-gpus too"),
-        ({"server_gpus": "0,1,1", "train_gpus": "3"}, "names a GPU twice"),
-        ({"server_gpus": "0,one,2", "train_gpus": "3"}, "'0,one,2' is not a list of GPU numbers"),
-        ({"server_gpus": "0,1,2", "train_gpus": ""}, "'' is not a list of GPU numbers"),
-        ({"server_gpus": "0,1,2", "train_gpus": "-1"}, "'-1' is not a list of GPU numbers"),
-        ({"server_gpus": "0,1,2"}, "--train-gpus: missing"),
-        ({"train_gpus": "3"}, "--server-gpus: missing"),
-        ({"server_gpus": "0,1,2", "cpu": True}, "0,1,2 was given together with --cpu"),
-        ({"server_gpus": "0,1,2", "train_gpus": "3", "learners": 2}, "--learners: is only for --cpu"),
-        ({"server_gpus": "0", "train_gpus": "3", "start_servers": False}, "--no-servers starts no server"),
-    ],
-)
-def test_a_command_line_that_does_not_fit_is_refused(options, problem):
-    assert problem in refusal_of(settings(), **options)
-
-
-def test_the_message_about_the_number_of_gpus_lists_all_fixes():
-    message = refusal_of(settings(), server_gpus="0,1,2,4,5,6", train_gpus="3")
-    assert "give 3 GPUs, or list 6 servers" in message
-    assert "set vllm.data_parallel_size: 2, or set vllm.tensor_parallel_size: 2" in message
-
-
-def test_all_problems_are_reported_at_once():
-    message = refusal_of(settings(), server_gpus="0,0", train_gpus="0")
-    assert "names a GPU twice" in message
-    assert "GPU 0 is in --server-gpus too" in message
-    assert "2 GPUs, and the config has 3 servers" in message
-
-
-def test_more_learners_than_decoding_slots_are_refused_before_the_start():
-    run_settings = settings(learners=97)
-    message = refusal_of(run_settings, cpu=True, learners=97)
-    assert "32 on 3 rollout devices is 96 requests at once, and 97 learner ranks each need one" in message
-    assert make_plan(run_settings, LaunchOptions(CONFIG, cpu=True, learners=96)).learners == 96
-
-
 @pytest.mark.scenario("R15.C2", on="pure")
 def test_replicas_are_decoding_slots_of_their_own():
     run_settings = settings(learners=96, data_parallel_size=3, server=servers("http://127.0.0.1:8000"))
     assert make_plan(run_settings, LaunchOptions(CONFIG, cpu=True, learners=96)).learners == 96
-    message = refusal_of(run_settings, cpu=True, learners=97)
-    assert "32 on 3 rollout devices is 96 requests at once, and 97 learner ranks each need one" in message
-
-
-def test_a_run_without_servers_is_refused():
-    colocated = load_settings("configs/stage2-colocate.yaml", World(1)).settings
-    assert "no rollout servers to start" in refusal_of(colocated, cpu=True)
-    first_stage = load_settings("configs/stage1.yaml", World(1)).settings
-    assert "makes no rollouts" in refusal_of(first_stage, cpu=True)
-
-
-def test_if_all_servers_are_elsewhere_the_option_no_servers_is_required():
-    run_settings = settings(server=servers("http://node2:8000", "http://10.0.0.3:8000"))
-    assert "none of the 2 servers is on this machine" in refusal_of(
-        run_settings, server_gpus="0,1", train_gpus="2"
-    )
-    assert "coordexp serve --config X --index i --host H" in refusal_of(run_settings, cpu=True)
-
-
-def test_a_server_that_is_started_here_listens_at_a_plain_address():
-    urls = ("https://127.0.0.1:8000", "http://127.0.0.1:8001/api", "http://127.0.0.2:8002", "http://[::1]:8003")
-    run_settings = settings(server=servers(*urls))
-    message = refusal_of(run_settings, cpu=True)
-    assert "servers[0].base_url: https://127.0.0.1:8000 is not" in message
-    assert "servers[1].base_url: http://127.0.0.1:8001/api is not" in message
-    assert "servers[2].base_url: http://127.0.0.2:8002 is not" in message
-    assert "servers[3]" not in message
+    with pytest.raises(ConfigError):
+        make_plan(run_settings, LaunchOptions(CONFIG, cpu=True, learners=97))
 
 
 @pytest.mark.parametrize(

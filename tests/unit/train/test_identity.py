@@ -31,6 +31,21 @@ def test_another_policy_choice_or_control_is_another_run(monkeypatch, changes):
     assert identity(monkeypatch, **changes) != identity(monkeypatch)
 
 
+@pytest.mark.parametrize(
+    ("section", "changes"),
+    [
+        ("custom", {"answer_format": "native"}),
+        ("custom", {"prompt": "Other."}),
+        ("model", {"freeze": ("vision",)}),
+    ],
+)
+def test_another_format_prompt_or_frozen_part_is_another_run(monkeypatch, section, changes):
+    monkeypatch.setattr(run, "fingerprint", lambda records: {"sha256": "same"})
+    settings = load(stage2()).settings
+    changed = settings.model_copy(update={section: getattr(settings, section).model_copy(update=changes)})
+    assert run._identity(changed, SimpleNamespace()) != run._identity(settings, SimpleNamespace())
+
+
 def write_shards(folder):
     for name in ("a", "b"):
         (folder / f"{name}.jsonl").write_text(RECORD + "\n")
