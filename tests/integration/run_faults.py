@@ -1,8 +1,7 @@
 """Make runs that end at a certain write, or whose files are damaged afterwards, and resume them.
 
-This is started as its own process, which loads everything once and forks a child for every run, so that a run
-takes about a second. It prints one JSON object per file and fault. Each fault hits one file, and comes from the
-kernel:
+This is started as its own process, which forks a child for every run, so that a run takes about a second. It
+writes one JSON object per file and fault. Each fault hits one file, and comes from the kernel:
 
 - no room: from the moment the file is opened for writing, RLIMIT_FSIZE is in the middle of it, so that the write
   is short and the next one fails with EFBIG, as on a full disk with ENOSPC. C++ and Rust code sees the same.
@@ -12,7 +11,6 @@ kernel:
 """
 
 import atexit
-import importlib
 import json
 import os
 import re
@@ -20,10 +18,8 @@ import resource
 import shutil
 import signal
 import sys
-import time
 import traceback
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +38,21 @@ def key(path: Path, run: Path) -> str:
 
 def files_of(run: Path) -> dict[str, Path]:
     return {key(path, run): path for path in sorted(run.rglob("*")) if path.is_file()}
+
+
+class Watch:
+    """Writes, when a run has ended, which of its files were renamed to their final names."""
+
+    def __init__(self, run: Path, report: Path) -> None:
+        self.run, self.report, self.renamed = run, report, []
+
+    def install(self) -> None:
+        sys.addaudithook(self._audit)
+        atexit.register(lambda: self.report.write_text(json.dumps(self.renamed)))
+
+    def _audit(self, event: str, arguments: tuple[Any, ...]) -> None:
+        if event == "os.rename" and Path(os.fspath(arguments[1])).is_relative_to(self.run):
+            self.renamed.append(key(Path(os.fspath(arguments[1])), self.run))
 
 
 class FaultAtWrite:
@@ -140,6 +151,7 @@ def forked(work: Callable[[], None]) -> tuple[int, str]:
             os.close(ours)
             os.dup2(theirs, 1)
             os.dup2(theirs, 2)
+            sys.stdout, sys.stderr = (os.fdopen(number, "w", closefd=False) for number in (1, 2))
             work()
             code = 0
         except SystemExit as end:
@@ -156,25 +168,6 @@ def forked(work: Callable[[], None]) -> tuple[int, str]:
         shown = pipe.read().decode(errors="replace")
     _, status = os.waitpid(child, 0)
     return os.waitstatus_to_exitcode(status), shown
-
-
-class Watch:
-    """Writes, when a run has ended, which of its files were renamed to their final names and which modules it
-    imported."""
-
-    def __init__(self, run: Path, report: Path) -> None:
-        self.run, self.report, self.renamed = run, report, []
-
-    def install(self) -> None:
-        sys.addaudithook(self._audit)
-        atexit.register(self._tell)
-
-    def _audit(self, event: str, arguments: tuple[Any, ...]) -> None:
-        if event == "os.rename" and Path(os.fspath(arguments[1])).is_relative_to(self.run):
-            self.renamed.append(key(Path(os.fspath(arguments[1])), self.run))
-
-    def _tell(self) -> None:
-        self.report.write_text(json.dumps({"renamed": self.renamed, "modules": sorted(sys.modules)}))
 
 
 def train(config: Path, run: Path, steps: int, fault: FaultAtWrite | Watch | None = None) -> tuple[int, str]:
@@ -209,8 +202,7 @@ class Undisturbed:
         for steps in (SAVED, STEPS):
             code, shown = train(config, whole, steps, Watch(whole, report))
             assert code == 0, shown
-            self.renamed = json.loads(report.read_text())["renamed"]
-            load_modules(json.loads(report.read_text())["modules"])
+            self.renamed = json.loads(report.read_text())
             if steps == SAVED:
                 shutil.copytree(whole, self.begun)
         self.losses = losses(whole)
@@ -275,7 +267,7 @@ class Undisturbed:
         return self.outcome_of_resume(run, name)
 
     def matrix(self, part: int, parts: int) -> None:
-        """Print the outcome of every `parts`-th pair of a file and a fault."""
+        """Write the outcome of every `parts`-th pair of a file and a fault."""
         pairs = [
             (name, fault)
             for name in self.written()
@@ -286,19 +278,10 @@ class Undisturbed:
         for name, fault in pairs[part::parts]:
             run = self.folder / "run"
             shutil.copytree(self.begun, run)
-            since = time.monotonic()
             outcome = (self.hit_write if fault in FAULTS_OF_WRITES else self.hit_afterwards)(run, name, fault)
-            seconds = round(time.monotonic() - since, 1)
-            print(json.dumps({"file": name, "fault": fault, "outcome": outcome, "seconds": seconds}), flush=True)
+            with (self.folder / "outcomes.jsonl").open("a") as outcomes:
+                outcomes.write(json.dumps({"file": name, "fault": fault, "outcome": outcome}) + "\n")
             shutil.rmtree(run)
-
-
-def load_modules(names: list[str]) -> None:
-    """Import the modules of a run, so that children need not. Nothing is computed: torch's threads do not
-    survive a fork."""
-    for name in names:
-        with suppress(Exception):  # some can only be imported by others
-            importlib.import_module(name)
 
 
 if __name__ == "__main__":

@@ -81,7 +81,8 @@ def test_a_mixed_run_trains_on_questions_in_every_step_and_is_resumed_bit_for_bi
     assert [bool(count) for count in rollouts] == [False, True] * 3
     assert max(rollouts) < 6, "half of the six samples of a step are scenes"
     (evaluated,) = (line for line in metrics(parts / "whole") if "eval_accuracy_alone" in line)
-    answers = [json.loads(line) for line in (parts / "whole/evaluations/step-6-alone.jsonl").open()]
+    lines = (parts / "whole/evaluations/step-6-alone.jsonl").read_text().splitlines()
+    answers = [json.loads(line) for line in lines]
     assert [answer["question"] for answer in answers] == [line["question"] for line in ALONE]
     assert evaluated["eval_accuracy_alone"] == sum(answer["right"] for answer in answers) / len(answers)
     assert 0 <= evaluated["eval_accuracy_questions"] <= 1 and "eval_f1_50" in evaluated

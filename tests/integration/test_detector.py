@@ -25,7 +25,6 @@ from typer.testing import CliRunner
 from coordexp import Detections, Detector
 from coordexp.cli import app
 from coordexp.demo.scenes import SceneSettings, write_scenes
-from coordexp.detect.answering import Answering
 from coordexp.errors import DataError, EngineError, UserError
 from coordexp.families import load_model
 from tests import zygote
@@ -129,39 +128,21 @@ def test_wrong_arguments_and_images_are_refused_with_a_way_out(detector, photos,
     for arguments, message in (
         ({"backend": "tpu"}, "backend 'tpu' is unknown"),
         ({"server": "http://127.0.0.1:9", "backend": "vllm"}, "backend: no effect with server"),
-        ({"api_key": KEY}, "api_key: no effect with hf"),
-        ({"backend": "vllm", "device": "cpu"}, "device: no effect with vllm"),
-        ({"batch": 0}, "batch 0"),
         ({"dedup": 2.0}, "dedup 2 is not an IoU above 0 and at most 1"),
         ({"stop_bias": float("nan")}, "stop_bias nan is not a finite number"),
     ):
-        with pytest.raises(UserError, match=message) as error:
+        with pytest.raises(UserError, match=message):
             Detector(MODEL, **arguments)
-        assert KEY not in str(error.value)
     with pytest.raises(UserError, match=r"has no config.json"):
         Detector(tmp_path)
     with pytest.raises(DataError, match=r"broken\.png: not a readable image"):
         detector([photos / "0.png", photos / "broken.png"])
     with pytest.raises(DataError, match=r"nowhere\.png: not a readable image: No such file"):
         detector(photos / "nowhere.png")
-    with pytest.raises(DataError, match="image 1: 4000 x 1: the longer side"):
-        detector(Image.new("RGB", (4000, 1)))
     with pytest.raises(UserError, match="image 1 is a list"):
         detector([[1, 2]])
     with pytest.raises(UserError, match="an expression and classes"):
         detector(photos / "0.png", classes=["cup"], expression="the cup")
-
-
-def test_options_of_decoding_change_the_answers(photos):
-    plain, biased, single = (
-        Detector(MODEL, **{"max_new_tokens": 200} | changes)(images_of(photos))
-        for changes in ({}, {"stop_bias": 10.0}, {"stop_bias": 10.0, "dedup": 0.5})
-    )
-    lengths = [sum(len(found.text) for found in results) for results in (plain, biased, single)]
-    assert lengths[0] < lengths[1] == lengths[2]
-    assert sum(map(len, plain)) <= sum(map(len, single)) < sum(map(len, biased))
-    short = Detector(MODEL, max_new_tokens=5)(photos / "1.png")
-    assert short.is_truncated and len(short) == 0
 
 
 def predict(*words: Any) -> Any:
@@ -198,30 +179,6 @@ def test_predict_on_images_writes_what_the_detector_finds_with_pictures_and_a_pa
     assert (
         labelled.exit_code == 1 and "preds.images.json has the numbers of earlier predictions" in labelled.output
     )
-
-
-def test_interrupted_predictions_on_images_are_resumed_with_the_same_images_only(photos, tmp_path, monkeypatch):
-    def words(name: str) -> list[Any]:
-        return ["--images", photos, "--out", tmp_path / name, "--batch", 2]
-
-    assert predict(*words("whole.json")).exit_code == 0
-    answer_batch, batches = Answering.answer_batch, []
-
-    def answer_or_interrupt(self: Answering, images: Any) -> Any:
-        if batches:
-            raise KeyboardInterrupt
-        batches.append(images)
-        return answer_batch(self, images)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Answering, "answer_batch", answer_or_interrupt)
-        assert predict(*words("cut.json")).exit_code == 130
-    other = predict("--images", photos / "1.png", photos, *words("cut.json")[2:], "--resume")
-    assert other.exit_code == 1 and "made with another data" in other.output
-    resumed = predict(*words("cut.json"), "--resume")
-    assert resumed.exit_code == 0 and "2 of 8 images have been answered already" in resumed.output
-    for suffix in (".json", ".answers.jsonl", ".images.json"):
-        assert (tmp_path / f"cut{suffix}").read_text() == (tmp_path / f"whole{suffix}").read_text()
 
 
 def make_adapter(folder: Path) -> Path:

@@ -17,7 +17,8 @@ from tests import zygote
 from tests.integration.stage2_runs import MODEL, ROOT, config, draw, steps
 from tests.source import SOURCE
 
-pytestmark = pytest.mark.timeout(300)
+# Started anew: the process that tests fork has looked for other packages before this one was there.
+pytestmark = [pytest.mark.cold, pytest.mark.timeout(300)]
 
 PAGE = (ROOT / "docs/extending.md").read_text()
 IMPORT_ALONE = """

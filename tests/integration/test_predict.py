@@ -7,18 +7,14 @@ from pathlib import Path
 
 import pytest
 from PIL import Image
-from transformers import AutoProcessor, Qwen3VLForConditionalGeneration
+from transformers import AutoProcessor
 from typer.testing import CliRunner
 
 from coordexp.cli import app
 from coordexp.data import DataError
 from coordexp.demo.scenes import SceneSettings, write_scenes
 from coordexp.detect.answering import Answering
-from coordexp.engine.generate import generate_rollouts
-from coordexp.rollout.backend import Decode, ImageRef, Request
-from coordexp.rollout.hugging_face import HuggingFaceBackend
 from coordexp.rollout.prompt import PromptBuilder
-from coordexp.vocab import VocabularyTable
 from tests.integration.leavings import leavings
 from tests.integration.stage2_runs import finish, started
 
@@ -26,42 +22,13 @@ pytestmark = pytest.mark.timeout(480)
 TRAINED_MODEL = Path("examples/scenes-cpu/model")
 
 
-@pytest.fixture(scope="module")
-def images(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("images")
-    write_scenes(folder / "a", SceneSettings(side=96), train=1, val=25, seed=0)
-    write_scenes(folder / "b", SceneSettings(side=64), train=1, val=25, seed=1)
-    files = sorted(folder.glob("*/images/val/*.png"))
-    return [ImageRef(str(file), side, side) for file in files for side in [96 if "/a/" in str(file) else 64]]
-
-
-def test_vllm_and_transformers_write_the_same_tokens_for_fifty_images(lively_model, lively_engine, images):
-    table = VocabularyTable.from_folder(lively_model)
-    prompts = PromptBuilder(AutoProcessor.from_pretrained(lively_model), "Detect all objects.")
-    model = Qwen3VLForConditionalGeneration.from_pretrained(lively_model, dtype="float32")
-    backend = HuggingFaceBackend(lambda: model, prompts, table, decode_batch_size=10)
-    questions = [None, "Detect all objects of these classes: red circle, blue square."]
-    requests = [Request(image, Decode.greedy(32), question=questions[k % 2]) for k, image in enumerate(images)]
-    expected = backend.generate(requests)
-    actual = generate_rollouts(lively_engine, prompts, table, requests)
-    assert len(expected) == len(actual) == 50
-    assert len({rollout.ids for rollout in expected}) > 10
-    assert len(expected[1].prompt_ids) > len(expected[0].prompt_ids)
-    for rollout, other in zip(actual, expected, strict=True):
-        assert rollout.ids == other.ids
-        assert rollout.finish_reason == other.finish_reason
-        assert rollout.logprobs == pytest.approx(other.logprobs, abs=2e-3)
-
-
 @pytest.mark.scenario("R30.C1", on="model")
-def test_a_prompt_has_the_tokens_that_the_processor_makes(lively_model, images):
+def test_a_prompt_has_the_tokens_that_the_processor_makes(lively_model):
     processor = AutoProcessor.from_pretrained(lively_model)
     prompts = PromptBuilder(processor, "Detect all objects.")
-    from coordexp.rollout.prompt import open_image
-
-    for image in images[::10]:
-        inputs = processor(text=[prompts.text()], images=[open_image(image.path, image.size)], return_tensors="pt")
-        assert inputs["input_ids"][0].tolist() == prompts.ids(*image.size)
+    for size in ((64, 64), (96, 96), (96, 160)):
+        inputs = processor(text=[prompts.text()], images=[Image.new("RGB", size)], return_tensors="pt")
+        assert inputs["input_ids"][0].tolist() == prompts.ids(*size)
 
 
 def test_an_image_of_another_size_than_its_record_is_refused(lively_model, tmp_path):

@@ -8,7 +8,6 @@ processes those of two ranks.
 import json
 import math
 import os
-import re
 import shutil
 import signal
 import time
@@ -29,7 +28,6 @@ from tests.integration.stage2_runs import (
     config,
     draw,
     finish,
-    metrics,
     specified_settings,
     started,
     steps,
@@ -188,43 +186,9 @@ def test_dumped_examples_come_out_the_same_when_they_are_corrected_again(trained
     assert "8 examples of 2 steps come out the same" in done.output
 
 
-def test_a_dumped_example_has_what_the_model_said_of_it_when_it_was_trained(trained):
-    """Examples that still waited for a row at the end of the run have no trace."""
-    waiting = load_file(trained / "checkpoint-3/carry_0.safetensors")["lengths"]
-    traces = 0
-    for file in sorted((trained / "dumps").glob("step-*")):
-        dumped = [json.loads(line) for line in file.read_text().splitlines()]
-        lines = file.with_name(file.name.replace("step", "trained")).read_text().splitlines()
-        for line in map(json.loads, lines):
-            example = dumped[line["example"]]
-            assert line["step"] > example["place"]["step"]
-            assert sum(line["terms"].values()) == pytest.approx(line["loss"], rel=1e-5)
-            weights = example["result"]["streams"]["weights"]
-            assert set(line["where"]) <= {at for at, weight in enumerate(weights) if weight}
-            assert len(line["where"]) == len(line["nll"]) == len(line["mass"])
-            assert len(line["bins"]) == sum(target is not None for target in targets(example))
-            traces += 1
-    assert 8 - len(waiting) <= traces <= 8
-
-
-def targets(example: dict) -> list[float | None]:
-    return example["result"]["streams"]["coord_targets"]
-
-
 def test_a_run_with_dumps_is_the_one_without_bit_for_bit(parts, by_one, trained):
     assert not (parts / "aligned/dumps").exists()
     same_run(parts / "aligned", trained, last=3)
-
-
-def test_a_run_becomes_a_report_of_what_it_logged(trained, tmp_path):
-    done = CliRunner().invoke(app, ["report", str(trained), "--out", str(tmp_path / "report.html")])
-    assert done.exit_code == 0, done.output
-    page = (tmp_path / "report.html").read_text()
-    curves = json.loads(re.search(r'id="curves">(.*?)</script>', page)[1])
-    (recall,) = curves["charts"]["recall:match/recall"]
-    assert curves["steps"][recall["x"]] == [1, 2, 3]
-    assert recall["v"][0] == pytest.approx([line["match/recall"] for line in steps(trained)], rel=1e-3)
-    assert "eval:eval_f1_50" in curves["charts"] and "coordexp inspect" in page
 
 
 @pytest.mark.scenario("R06.C6", "R06.S1", on="processes")
@@ -366,22 +330,6 @@ def test_an_error_of_one_rank_is_the_same_error_on_all(by_two, name, words):
     other, own = (by_two(name, rank)["error"] for rank in range(2))
     assert words in own
     assert other == f"RankError: rank 1 failed, so all ranks stop\n  {own}"
-
-
-def test_a_damaged_image_of_one_rank_ends_all_of_them_with_its_name(parts):
-    data = shutil.copytree(parts / "data", parts / "damaged-data")
-    (data / "images/train/0000009.png").write_bytes(b"not a picture")
-    file = config(parts, "damaged", **IN_ORDER, custom__train_jsonl=str(data / "train.jsonl"))
-    with started(training(file), processes=2) as run:
-        code = run.wait(240)
-        shown, left = run.shown, run.remains()
-    assert code != 0
-    assert not left
-    assert [line["step"] for line in metrics(parts / "damaged")] == [1]
-    assert shown.count("images/train/0000009.png: not a readable image") == 2
-    assert shown.count("rank 1 failed, so all ranks stop") == 1
-    assert set(re.findall(r"rank      : (\d)", shown)) == {"0", "1"}  # in torchrun's list of failures
-    assert "]: Traceback" not in shown  # of a rank; torchrun has its own
 
 
 SAMPLED = {

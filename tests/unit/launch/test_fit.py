@@ -216,10 +216,11 @@ def test_a_missing_checkpoint_is_reported_with_the_way_out():
     assert "leave one of the two out" in result.output
 
 
-def test_launch_and_plan_import_no_torch():
+def test_launch_plan_and_run_verify_import_no_torch():
     words = ["plan", "--config", str(SERVERS), "--size", "2b", "--gpus", "4", "--json"]
     code = (
-        "import sys, coordexp.cli.launch, coordexp.launch.processes; from coordexp.cli import app; "
+        "import sys, coordexp.cli.launch, coordexp.launch.processes, coordexp.train.checkpoints; "
+        "from coordexp.cli import app; "
         f"app({words!r}, standalone_mode=False); assert not {{'torch', 'transformers'}} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)

@@ -4,8 +4,6 @@ import json
 import os
 import re
 import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -17,7 +15,7 @@ from coordexp.cli.launch import describe_metrics
 from coordexp.config import World, load_settings
 from coordexp.demo.model import make_tokenizer
 from coordexp.errors import UserError
-from coordexp.launch import preflight
+from coordexp.launch import preflight, processes
 from coordexp.launch.fit import GpuSplit, PlannedModel, Planner, SampleSize
 from coordexp.launch.memory import GIB
 from coordexp.launch.plan import LaunchOptions, Part, Plan, PlannedServer, make_plan
@@ -297,26 +295,25 @@ def test_a_launch_that_is_impossible_reports_all_problems_and_starts_nothing(con
         assert expected <= {finding["subject"] for finding in json.loads(result.stdout)["findings"]}
 
 
-@pytest.mark.slow
-def test_a_launch_gives_its_parts_a_new_token_and_returns_the_exit_code_of_the_learner(config, tmp_path):
-    """This runs the whole command, with a small script in place of `coordexp serve` and `coordexp train`."""
-    stand_in = tmp_path / "stand_in.py"
-    stand_in.write_text(STAND_IN)
-    run = subprocess.run(
-        [sys.executable, str(stand_in), "launch", "--config", str(config), "--cpu", "--learners", "1"],
-        env={k: v for k, v in os.environ.items() if k != "COORDEXP_SERVER_TOKEN"} | {"TMPDIR": str(tmp_path)},
-        capture_output=True,
-        text=True,
-        timeout=40,
-    )
-    assert run.returncode == 5, run.stdout + run.stderr
-    assert "server 2 | serving with a token of 43 characters" in run.stdout
-    assert "learner  | training with a token of 43 characters" in run.stdout
-    command = r'metrics of server 0 \(and of 2 more\): curl -H "Authorization: Bearer \$\(cat (\S+)\)"'
-    file = re.search(command, run.stdout)[1]
-    assert f"learner  | {file} has the token, in a folder of mode 0o500" in run.stdout
-    assert not Path(file).exists()
-    assert (tmp_path / "token").read_text() not in run.stdout + run.stderr
+def test_a_launch_makes_a_token_that_its_user_alone_can_read_and_returns_the_learners_code(config, monkeypatch):
+    monkeypatch.delenv("COORDEXP_SERVER_TOKEN", raising=False)
+    tokens = []
+
+    class FakeLaunch:
+        def __init__(self, plan, log, token, patience):
+            tokens.append(token)
+
+        def run(self):
+            return 5
+
+    monkeypatch.setattr(processes, "Launch", FakeLaunch)
+    result = CliRunner().invoke(app, ["launch", "--config", str(config), "--cpu"])
+    assert result.exit_code == 5
+    (token,) = tokens
+    assert len(token) == 43 and token not in result.output
+    file = Path(re.search(r"metrics of server 0 .*\$\(cat (\S+)\)", result.output)[1])
+    assert file.read_text() == token
+    assert file.is_relative_to(f"/proc/{os.getpid()}/fd") and file.parent.stat().st_mode & 0o777 == 0o500
 
 
 def test_the_way_to_the_metrics_names_the_variable_of_a_token_that_the_user_has_set():
@@ -326,53 +323,6 @@ def test_the_way_to_the_metrics_names_the_variable_of_a_token_that_the_user_has_
     command = f"metrics of server 0: curl {header} http://127.0.0.1:8000/metrics"
     assert describe_metrics(plan, "$COORDEXP_SERVER_TOKEN") == command
     assert describe_metrics(plan, None) == "metrics of server 0: curl http://127.0.0.1:8000/metrics"
-
-
-STAND_IN = """
-import os, sys
-from pathlib import Path
-from urllib.parse import urlsplit
-
-def serve(config, index):
-    from http.server import BaseHTTPRequestHandler, HTTPServer
-    from coordexp.config import load_settings
-    class FakeServer(BaseHTTPRequestHandler):
-        def do_GET(self):
-            allowed = self.path == "/health/" or self.headers["Authorization"] == "Bearer " + token
-            self.send_response(200 if allowed else 401)
-            self.end_headers()
-            self.wfile.write(b'{"world_size": 1}')
-        def log_message(self, *_):
-            pass
-    server = load_settings(config).settings.rollout_matching.vllm.server.servers[index]
-    print("serving with a token of", len(token), "characters")
-    HTTPServer(("127.0.0.1", urlsplit(server.base_url).port), FakeServer).serve_forever()
-
-token = os.environ.get("COORDEXP_SERVER_TOKEN", "")
-if sys.argv[1] == "serve":
-    serve(sys.argv[3], int(sys.argv[5]))
-elif sys.argv[1] == "train":
-    print("training with a token of", len(token), "characters")
-    import psutil
-    folders = [Path(f"/proc/{parent.pid}/fd") for parent in psutil.Process().parents()[:2]]
-    opened = [item for folder in folders for item in folder.iterdir()]
-    (file,) = [item for item in opened if "coordexp-token" in os.readlink(item)]
-    if file.read_text() == token:
-        print(file, "has the token, in a folder of mode", oct(file.parent.stat().st_mode & 0o777))
-    (Path(os.environ["TMPDIR"]) / "token").write_text(token)
-    sys.exit(5)
-else:
-    from coordexp.cli import main
-    from coordexp.launch import plan
-    from coordexp.launch.parts import RunningPart
-    start = RunningPart.__init__
-    def start_script(self, part, extra):
-        words = part.command[part.command.index("coordexp") + 1:]
-        start(self, plan.Part(part.name, (sys.executable, __file__, *words), part.env), extra)
-        self.part = part
-    RunningPart.__init__ = start_script
-    main(sys.argv[1:])
-"""
 
 
 def test_every_file_of_every_data_set_is_checked_and_named(config, tmp_path):

@@ -29,7 +29,6 @@ from coordexp.train.checkpoints import (
     write_manifest,
 )
 from tests import zygote
-from tests.source import SOURCE
 
 pytestmark = pytest.mark.timeout(60)
 FILES = ("model.safetensors", "optimizer.pt", "scheduler.pt", "trainer_state.json", "global_step4/shard.pt")
@@ -177,28 +176,6 @@ def test_only_an_error_of_the_disk_gives_advice_about_the_disk(tmp_path, error, 
     assert ("GB are free" in raised.value.fix) == is_about_the_disk
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["safetensors", "tokenizers", "torch"])
-def test_a_disk_without_room_is_recognised_in_the_errors_of_every_library(tmp_path, kind):
-    """Writing to /dev/full fails as on a full disk."""
-    import safetensors.torch
-    import tokenizers
-    import torch
-
-    folder = tmp_path / "checkpoint-8"
-    folder.mkdir()
-    (folder / "full").symlink_to("/dev/full")
-    tensors = {"a": torch.zeros(100_000)}
-    with pytest.raises(SaveError, match="checkpoint-8 cannot be saved: "), saving(folder):
-        if kind == "safetensors":  # writes beside the file and renames: a folder in its way stands for a full disk
-            (folder / "model.safetensors").mkdir()
-            safetensors.torch.save_file(tensors, folder / "model.safetensors")
-        elif kind == "tokenizers":
-            tokenizers.Tokenizer(tokenizers.models.BPE()).save(str(folder / "full"))
-        else:
-            torch.save(tensors, folder / "full")
-
-
 def run_verify(folder: Path):
     return CliRunner().invoke(app, ["run", "verify", str(folder)])
 
@@ -216,20 +193,6 @@ def test_verify_says_one_line_a_checkpoint_and_exits_by_the_newest(tmp_path):
     result = run_verify(tmp_path)
     assert result.exit_code == 1
     assert result.stdout.startswith("checkpoint-12 ") and "manifest.json" in result.stdout
-
-
-@pytest.mark.slow
-def test_verify_needs_no_torch(tmp_path):
-    saved(tmp_path, 4)
-    code = (
-        "import sys; from coordexp.cli import main\n"
-        f"try: main(['run', 'verify', {str(tmp_path)!r}])\n"
-        "except SystemExit as end: assert not end.code, end.code\n"
-        "heavy = {'torch', 'transformers', 'safetensors'} & set(sys.modules); assert not heavy, heavy"
-    )
-    subprocess.run(
-        [sys.executable, "-c", code], check=True, timeout=50, env=os.environ | {"PYTHONPATH": str(SOURCE)}
-    )
 
 
 def lines(*steps: int) -> bytes:
@@ -267,39 +230,6 @@ def test_if_the_first_rank_refuses_a_folder_no_other_rank_waits_for_it(tmp_path)
     done = zygote.run([*torchrun, "-m", "coordexp", *train_words(tmp_path), "--resume"], cwd=Path.cwd())
     assert done.returncode == 1
     assert done.stderr.count(f"{tmp_path} ") == 1
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("damage", "options", "problem", "unneeded"),
-    [
-        (None, [], "checkpoint-4", "torch"),
-        (flip, ["--resume"], "model.safetensors", "torch"),
-        (flip, ["--resume", "--set=training.output_dir=new", "--set=training.bf16=true"], "bf16", "transformers"),
-    ],
-)
-def test_what_needs_no_model_is_refused_before_it_is_imported(tmp_path, damage, options, problem, unneeded):
-    checkpoint = saved(tmp_path, 4)
-    if damage:
-        damage(checkpoint / "model.safetensors")
-    words = train_words(tmp_path)
-    options = [option.replace("=new", f"={tmp_path}/new") for option in options]
-    code = f"""
-import sys
-from typer.testing import CliRunner
-from coordexp.cli import app
-result = CliRunner().invoke(app, sys.argv[1:])
-assert {unneeded!r} not in sys.modules
-print(result.exit_code, result.stderr)
-"""
-    done = subprocess.run(
-        [sys.executable, "-c", code, *words, "--set=training.use_cpu=false", *options],
-        capture_output=True,
-        text=True,
-        check=True,
-        env=os.environ | {"CUDA_VISIBLE_DEVICES": ""},
-    )
-    assert done.stdout.startswith("1 ") and problem in done.stdout
 
 
 HOLDER = """

@@ -4,7 +4,6 @@ import errno
 import json
 import logging
 import os
-from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
 
@@ -14,7 +13,6 @@ from coordexp.config.rollout import RepeatTerminate
 from coordexp.dumps import CORRECTION_SETTINGS, DumpFolder, remove_from_step, replay
 from coordexp.rollout.backend import request_seed
 from coordexp.train.encode import StepIndex, takes_rollouts
-from coordexp.vocab import VocabularyTable
 from tests.dumped import NEAR_CUP, SCRIPT, SMALL, TRUTH, dump_of, dump_writer, dumping
 from tests.rollouts import PROMPT
 from tests.scripted import Said
@@ -24,14 +22,6 @@ from tests.vocabularies import encode
 
 def images(file: Path) -> list[str]:
     return [Path(json.loads(line)["picture"]["path"]).name for line in file.read_text().splitlines()]
-
-
-@pytest.mark.parametrize("image", TRUTH)
-def test_a_dumped_example_corrected_again_comes_out_the_same(tmp_path, image):
-    lines = dump_of(tmp_path).read_text().splitlines()
-    line = lines[list(TRUTH).index(image)]
-    assert replay(line, SMALL) == []
-    assert replay(line, VocabularyTable.from_folder(tmp_path / "dumps")) == []
 
 
 OTHERS = (
@@ -230,20 +220,6 @@ def test_a_line_that_the_disk_took_half_of_does_not_spoil_the_next(tmp_path, mon
     assert folder.add("trained-000000.jsonl", "of three") == 0
     assert (tmp_path / "dumps/step-000000.jsonl").read_text() == "one\nthree\n"
     assert (tmp_path / "dumps/trained-000000.jsonl").read_text() == "of three\n"
-
-
-def test_dumping_changes_nothing_about_the_examples(tmp_path):
-    (tmp_path / "with").mkdir()
-    (tmp_path / "without").mkdir()
-    with_dumps, _ = dumping(tmp_path / "with")
-    dumps = tmp_path / "without/dumps"
-    without = replace(dumping(tmp_path / "without")[0], watch=None)
-    made = [step([0, 1, 2], StepIndex(1, 0)) for step in (with_dumps, without)]
-    assert [example.segment.ids.tolist() for example in made[0]] == [
-        example.segment.ids.tolist() for example in made[1]
-    ]
-    assert (tmp_path / "with/dumps").exists()
-    assert not dumps.exists()
 
 
 def test_with_two_channels_the_first_rollout_step_of_every_window_is_dumped(tmp_path):

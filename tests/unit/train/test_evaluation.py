@@ -13,7 +13,6 @@ from coordexp.train.evaluation import AnswerEvaluation, evenly_spaced
 from coordexp.train.stopping import Stopped
 from tests.scripted import QUESTIONS, Said, ScriptedBackend, write_training_set
 from tests.unit.correction.conftest import box
-from tests.unit.engine.ranks import run_ranks
 from tests.vocabularies import table
 
 SMALL = table("small")
@@ -104,13 +103,3 @@ def test_predictions_of_a_part_are_numbered_by_the_classes_of_all_records(tmp_pa
     written = read_predictions(tmp_path / "evaluations/step-1.json")
     assert len(written.detections) == 2
     check_predictions(written, read_truth(cases.records))
-
-
-@pytest.mark.slow
-def test_a_record_that_one_rank_cannot_read_ends_the_evaluation_of_all(tmp_path):
-    good = '{"image": "a.png", "width": 10, "height": 10, "space": "pixel", "objects": []}\n'
-    (tmp_path / "val.jsonl").write_text(good + good.replace("pixel", "pixxel") + good + good)
-    first, second = run_ranks("tests.unit.train.evaluation_worker", tmp_path)
-    assert first["error"].startswith("RankError: ")
-    assert second["error"].startswith("DataError: ") and "val.jsonl:2: " in second["error"]
-    assert first["stopped_by"] is second["stopped_by"] is None

@@ -1,6 +1,7 @@
 """While a colocated engine generates, the learner is offloaded but readable, and is restored bit for bit."""
 
 import errno
+from contextlib import suppress
 from copy import deepcopy
 from pathlib import Path
 
@@ -11,17 +12,13 @@ from safetensors.torch import load_file, save_file
 from torch import distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
-from transformers import Qwen3VLForConditionalGeneration
 
 from coordexp.config.rollout import Offload
-from coordexp.config.settings import Adapter
-from coordexp.demo.model import Size, make_model
 from coordexp.errors import EngineError
 from coordexp.ranks import is_sharded
 from coordexp.train import offload
-from coordexp.train.learner import learner_weights, with_adapter
+from coordexp.train.learner import learner_weights
 from coordexp.train.offload import SMALL, MappedFile, check_offload, offload_learner, offload_storages
-from coordexp.vocab import VocabularyTable
 
 BOTH = Offload(enabled=True, offload_model=True, offload_optimizer=True)
 
@@ -80,15 +77,17 @@ def bits(tensors):
 
 
 @pytest.mark.scenario("R17.C2", on="model")
-def test_everything_is_the_same_object_and_the_same_bits_afterwards(learner, tmp_path):
+@pytest.mark.parametrize("fails", [False, True])
+def test_everything_is_the_same_object_and_the_same_bits_afterwards(learner, tmp_path, fails):
     model, optimizer = learner
     train(model, optimizer, 2)
     with torch.no_grad():
         model.left.view(torch.int32)[0, :3] = torch.tensor([0x7FC12345, 0x7F800001, -0x80000000])  # NaNs, -0.0
     alias = model.left.data.view(-1)
     before, objects = bits(state(model, optimizer)), state(model, optimizer)
-    with offload_learner(BOTH, model, optimizer, tmp_path):
-        pass
+    with suppress(KeyboardInterrupt), offload_learner(BOTH, model, optimizer, tmp_path):
+        if fails:
+            raise KeyboardInterrupt
     after = state(model, optimizer)
     assert bits(after) == before
     assert all(after[name] is tensor for name, tensor in objects.items())
@@ -125,27 +124,18 @@ def test_memory_is_free_and_the_model_readable_while_away(learner, tmp_path):
     assert torch.is_grad_enabled()
 
 
-@pytest.mark.parametrize("part", ["model", "optimizer"])
+@pytest.mark.parametrize("part", ["model", "optimizer", None])
 def test_only_what_is_asked_for_goes(learner, tmp_path, part):
     model, optimizer = learner
     train(model, optimizer, 1)
     slot = optimizer.state[model.left]
-    settings = Offload(enabled=True, **{f"offload_{part}": True})
+    asked = {f"offload_{part}": True} if part else {"offload_model": True, "offload_optimizer": True}
+    settings = Offload(enabled=part is not None, **asked)
     weight = model.left
     with offload_learner(settings, model, optimizer, tmp_path):
         assert (weight.untyped_storage().nbytes() == 0) == (part == "model")
         assert (model.left is weight) == (part != "model")
         assert (slot["exp_avg"].untyped_storage().nbytes() == 0) == (part == "optimizer")
-
-
-def test_nothing_happens_if_it_is_not_enabled(learner, tmp_path):
-    model, optimizer = learner
-    weight = model.left
-    settings = Offload(enabled=False, offload_model=True, offload_optimizer=True)
-    with offload_learner(settings, model, optimizer, tmp_path / "missing") as offloaded:
-        offloaded.drop()
-        assert model.left is weight
-        assert weight.untyped_storage().nbytes() > 0
 
 
 def test_training_goes_on_as_if_nothing_had_been(learner, tmp_path):
@@ -170,15 +160,6 @@ def test_hooks_on_gradients_stay(learner, tmp_path):
         pass
     train(model, optimizer, 1)
     assert seen == ["left"]
-
-
-def test_an_error_inside_brings_everything_back(learner, tmp_path):
-    model, optimizer = learner
-    train(model, optimizer, 1)
-    before = bits(state(model, optimizer))
-    with pytest.raises(KeyboardInterrupt), offload_learner(BOTH, model, optimizer, tmp_path):
-        raise KeyboardInterrupt
-    assert bits(state(model, optimizer)) == before
 
 
 class FakeFullDisk(MappedFile):
@@ -234,31 +215,6 @@ def test_a_small_tensor_of_a_mapped_file_does_not_hold_the_memory_of_all_others(
     assert torch.equal(held["large"], saved["large"] + 1)
     assert torch.equal(held["small"], saved["small"])
     assert str(tmp_path / "model.safetensors") not in Path("/proc/self/maps").read_text()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("adapter", [None, Adapter(rank=4, alpha=8)], ids=["whole", "lora"])
-def test_a_loaded_qwen_goes_and_comes_back(tmp_path_factory, tmp_path, dtype, adapter):
-    size = Size(hidden=64, layers=2, patch=8, vision_hidden=32)
-    folder = make_model(tmp_path_factory.mktemp("offload") / "model", "small", size=size)
-    base = Qwen3VLForConditionalGeneration.from_pretrained(folder, dtype=dtype)
-    model = with_adapter(base, adapter, VocabularyTable.from_folder(folder).first_coord)
-    optimizer = torch.optim.AdamW([weight for weight in model.parameters() if weight.requires_grad])
-    ids = torch.arange(5, 40)[None]
-    model(input_ids=ids).logits.float().square().mean().backward()
-    optimizer.step()
-    before, weights = bits(state(model, optimizer)), bits(model.state_dict())
-    logits, large = model(input_ids=ids).logits, [weight for weight in model.parameters() if weight.nbytes >= 1024]
-    with offload_learner(BOTH, model, optimizer, tmp_path):
-        assert all(weight.untyped_storage().nbytes() == 0 for weight in large)
-        assert bits(model.state_dict()) == weights
-        if adapter is not None:
-            merged = deepcopy(model).merge_and_unload()
-    assert bits(state(model, optimizer)) == before
-    assert model(input_ids=ids).logits.equal(logits)
-    if adapter is not None and dtype == torch.float32:
-        assert torch.allclose(merged(input_ids=ids).logits, logits, rtol=1e-4, atol=1e-4)
 
 
 @pytest.fixture

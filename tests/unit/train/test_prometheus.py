@@ -9,7 +9,6 @@ from types import SimpleNamespace
 import pytest
 from transformers import TrainerCallback, TrainerControl, TrainerState
 
-from coordexp.files import replace_whole
 from coordexp.train.folder import ServerLog
 from coordexp.train.prometheus import FILE, LearnerMetrics, to_prometheus
 
@@ -101,22 +100,6 @@ def test_a_disk_that_takes_no_file_costs_the_file_and_not_the_run(tmp_path, caps
     call(metrics, "on_train_begin", 0)
     call(metrics, "on_step_end", 1)
     assert capsys.readouterr().err.count("metrics for Prometheus are not written") == 1
-
-
-def test_a_reader_never_sees_half_a_file(tmp_path):
-    path, contents = tmp_path / FILE, ["a" * 100_000, "b" * 100_000]
-    replace_whole(path, contents[0])
-    ended = threading.Event()
-
-    def write() -> None:
-        for k in range(100):
-            replace_whole(path, contents[k % 2])
-        ended.set()
-
-    threading.Thread(target=write).start()
-    while not ended.is_set():
-        assert path.read_text() in contents
-    assert [file.name for file in tmp_path.iterdir()] == [FILE]
 
 
 def test_the_name_of_a_run_is_escaped():

@@ -130,15 +130,6 @@ def test_with_a_bound_of_1_the_next_steps_rollouts_are_asked_for_when_those_of_t
     ]
 
 
-def test_with_a_bound_of_2_two_steps_are_asked_for_at_once(tmp_path):
-    learner = Learner(tmp_path, 2)
-    learner.train(4)
-    assert learner.backend.events == [
-        *[("sync", 0), ("generate", 4), ("start", 4, 4)],
-        *[("finish", 1), ("finish", 2), ("sync", 2), ("start", 4, 4), ("finish", 3)],
-    ]
-
-
 def test_evaluation_may_send_newer_weights_between_asking_and_training(tmp_path):
     learner = Learner(tmp_path, 1)
     learner.train(2)

@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 
 from coordexp.config import RolloutMatching, Settings
-from coordexp.config.rollout import Decoding, RepeatTerminate
+from coordexp.config.rollout import Decoding
 from coordexp.correction import Reason, Role
 from coordexp.data import DataError, TrueObject
 from coordexp.demo.model import Size, make_model
 from coordexp.errors import EngineError
-from coordexp.pack import CarryBuffer, PackingError
+from coordexp.pack import CarryBuffer
 from coordexp.rollout.backend import Decode, request_seed
 from coordexp.train import run
 from coordexp.train.encode import StepIndex, takes_rollouts
@@ -276,25 +276,6 @@ def sampled(**decoding):
     return load(tree).settings.rollout_matching
 
 
-@pytest.mark.scenario("R12.S2", on="fake")
-def test_rollout_settings_reach_the_step_from_the_loader_as_rollout_matching_cfg(tmp_path):
-    guard = {"enabled": True, "max_object_keys": 9}
-    tree = stage2(
-        rollout_matching__rollout_backend="hf",
-        rollout_matching__max_new_tokens=77,
-        rollout_matching__decoding={"temperature": 0.7, "top_p": 0.9, "top_k": 5},
-        rollout_matching__repeat_terminate=guard,
-    )
-    cfg = load(tree).settings.rollout_matching
-    step = Step(tmp_path, {"empty.png": (CUP,)}, SCRIPT, cfg=cfg)
-    assert step.collect.encoder.rollout_matching_cfg is cfg
-    step()
-    ((request,),) = step.backend.calls
-    assert request.decode == Decode(
-        77, "sampling", 0.7, 0.9, 5, guard=RepeatTerminate(enabled=True, max_object_keys=9)
-    )
-
-
 def handed_over(tmp_path, monkeypatch, truth=TRUTH, **changes):
     """Return the settings of a run, and the arguments of its trainer."""
     training = {"output_dir": str(tmp_path / "run"), "use_cpu": True, "max_steps": 1, "report_to": "none"}
@@ -377,22 +358,6 @@ def test_packing_is_read_from_the_contract_and_not_from_the_training_section(tmp
     monkeypatch.setattr(Settings, "rollout_matching_cfg", property(other))
     _, given = handed_over(tmp_path, monkeypatch, rollout_matching__rollout_backend="hf", **PACKED)
     assert (given["stream"].buffer.limit, given["stream"].buffer.capacity) == (9, 777)
-
-
-@pytest.mark.scenario("R06.S4", on="fake")
-def test_a_run_whose_buffer_would_overflow_stops_with_a_way_out(tmp_path, monkeypatch):
-    """Channel A is enough: it packs as channel B does, and needs no engine."""
-    mixed = {"custom__trainer_variant": "stage2_two_channel", "stage2__b_ratio": 0.0}
-    short = {"rollout_matching__rollout_backend": "hf", "rollout_matching__max_new_tokens": 16}
-    _, given = handed_over(tmp_path, monkeypatch, global_max_length=200, **mixed, **short, **PACKED)
-    stream, encoder = given["stream"], given["encoder"]
-    trainer = RowTrainer.__new__(RowTrainer)
-    trainer.stream, trainer.encoder, trainer.backend = stream, encoder, given["backend"]
-    trainer.rollouts = given["rollouts"]
-    assert 0 < len(trainer.collect_examples()[0]) < 4, "the row leaves some of the first four samples"
-    assert stream.buffer.tokens < 2 * 200
-    with pytest.raises(PackingError, match="packing_buffer is 4"):
-        trainer.collect_examples()
 
 
 @pytest.mark.scenario("R20.C4", on="fake")
@@ -575,16 +540,6 @@ def test_noise_answers_take_the_place_of_rollouts_and_ask_no_backend(tmp_path):
     assert step.backend.calls == []
     assert step.metrics.report(1)["match/missed"] == 2
     assert answer_text(example.segment, QWEN) == written(CUP, DOG)
-
-
-def test_a_record_that_cannot_be_trained_on_is_named(tmp_path):
-    step = Step(tmp_path, {"right.png": (CUP,), "flat.png": (CUP,)}, SCRIPT)
-    file = step.training_set.records.path
-    sound, flat = file.read_text().splitlines()
-    file.write_text(f"{sound}\n{flat.replace('110, 110]', '10, 110]')}\n")
-    with pytest.raises(DataError, match=r"record 2 \(flat\.png\)"):
-        step()
-    assert step.backend.calls == []
 
 
 RATIOS = ["0", "1", "0.3", "0.001", "1/3"]

@@ -165,16 +165,6 @@ def test_a_logit_that_is_not_finite_is_null_at_its_token(tmp_path, examples):
     assert all_broken["bins"] == {}
 
 
-def test_a_step_is_the_same_to_the_bit_with_a_trace_and_without(tmp_path, examples):
-    row = COLLATE(examples)
-    logits = logits_for(row)
-    (loss, gradient), (plain, expected) = train_on(row, logits, trace_writer(tmp_path)), train_on(row, logits)
-    assert len(lines(tmp_path)) == 3
-    assert torch.equal(loss, plain)
-    assert torch.equal(gradient, expected)
-    assert gradient.abs().sum() > 0
-
-
 @pytest.mark.parametrize("resumed", [False, True])
 def test_a_line_says_its_step_as_the_log_counts_and_stands_beside_its_dump(tmp_path, resumed):
     collect, dumps = dumping(tmp_path, every=1000)
