@@ -1,16 +1,12 @@
 """The parts of the weight transfer that need no engine: buckets, memory files, handles as plain values."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
-from torch import nn
 from vllm.device_allocator import alloc_conf
 from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerWeightTransferEngine
-from vllm.model_executor.model_loader.reload import record_metadata_for_reloading
 
 from coordexp.engine.cuda_ipc import CudaSender, plain_handle
-from coordexp.engine.receive import NothingToAgree, SharedMemoryReceiver, clear_kv_caches, cuda_handle
+from coordexp.engine.receive import clear_kv_caches, cuda_handle
 from coordexp.engine.weights import (
     ALIGNMENT,
     MemoryFile,
@@ -83,55 +79,6 @@ def test_a_handle_survives_as_plain_values():
     plain = plain_handle(handle)
     assert {type(value) for value in plain} <= {list, int, str, bytes, bool}
     assert cuda_handle(plain) == handle
-
-
-class FakeModel(nn.Module):
-    """Loads as vLLM's models do: one weight is fused from two, and one has rows that no checkpoint has."""
-
-    def __init__(self):
-        super().__init__()
-        self.fused, self.padded = nn.Module(), nn.Module()
-        self.fused.weight = nn.Parameter(torch.zeros(2, 4), requires_grad=False)
-        self.fused.weight.weight_loader = lambda param, weight, row: param.data[row].copy_(weight)
-        self.padded.weight = nn.Parameter(torch.zeros(8, 4), requires_grad=False)
-        self.padded.weight.weight_loader = lambda param, weight: param.data[:5].copy_(weight)
-
-    def load_weights(self, weights):
-        loaded = set()
-        for name, weight in weights:
-            if name == "padded":
-                self.padded.weight.weight_loader(self.padded.weight, weight)
-            else:
-                self.fused.weight.weight_loader(self.fused.weight, weight, int(name))
-            loaded.add("padded.weight" if name == "padded" else "fused.weight")
-        return loaded
-
-
-def receiver(model):
-    record_metadata_for_reloading(model)
-    engine = SharedMemoryReceiver.__new__(SharedMemoryReceiver)
-    engine.model, engine.model_config = model, SimpleNamespace(dtype=torch.float32)
-    engine.init_transfer_engine(NothingToAgree())
-    return engine
-
-
-def give(engine, file, **weights):
-    """Send weights as the learner does: write them to the file, then announce them."""
-    engine.update_weights({"metadatas": file.write(list(weights.items())), "file": file.address})
-
-
-def test_weights_that_wait_for_others_survive_the_next_bucket():
-    """vLLM's reload loads a fused weight when its last part has arrived, and a padded one at the end."""
-    model, first, second = FakeModel(), MemoryFile.new(4096), MemoryFile.new(4096)
-    engine = receiver(model)
-    with torch.device("cpu"):
-        engine.start_weight_update()
-        give(engine, first, padded=torch.full((5, 4), 7.0), **{"0": torch.full((4,), 1.0)})
-        first.bytes.fill_(199)  # the learner's next bucket
-        give(engine, second, **{"1": torch.full((4,), 2.0)})
-        engine.finish_weight_update()
-    assert model.fused.weight.tolist() == [[1.0] * 4, [2.0] * 4]
-    assert model.padded.weight[:5].eq(7.0).all()
 
 
 WITH_INF = [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.float8_e5m2]

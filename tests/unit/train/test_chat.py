@@ -9,17 +9,13 @@ from coordexp.config.rollout import NoiseAnswers, RolloutMatching
 from coordexp.config.settings import Custom
 from coordexp.correction import CoordTokenAnswers, Role
 from coordexp.data import DataError, open_data
-from coordexp.pack import CarryBuffer
 from coordexp.rollout.backend import Rollout
 from coordexp.train.chat_evaluation import is_right
 from coordexp.train.encode import Encoder, StepIndex, TrainingSet
 from coordexp.train.metrics import StepMetrics
-from coordexp.train.rollouts import RolloutSource
-from coordexp.train.stream import RowStream, SampleOrder
 from tests.scripted import Said
-from tests.steps import no_weights
 from tests.unit.train.test_requests import SpelledPrompts
-from tests.unit.train.test_rollout_source import FakeStarter
+from tests.unit.train.test_rollout_source import FakeStarter, Learner, check_resume
 from tests.vocabularies import table
 
 SMALL = table("small")
@@ -145,54 +141,20 @@ def test_answers_with_mistakes_are_made_for_records_with_objects_alone(tmp_path)
     assert [example.channel for example in encoder.encode(batch, rollouts)] == ["A", "B", "A"]
 
 
-class Ahead:
-    """A learner of one rank, without a model, that asks for rollouts ahead of time."""
-
-    def __init__(self, folder):
-        self.samples = make_set(folder / "a.jsonl", folder / "b.jsonl")
-        order = SampleOrder(len(self.samples), 0, 1, seed=3, shuffled=True)
-        self.stream = RowStream(order, 2, CarryBuffer(220, 50), max_length=999, accumulation=2)
-        self.encoder = make_encoder(self.samples, max_staleness=1)
-        script = {f"{k}.png": Said("{}") for k in range(5)}
-        self.backend = FakeStarter(script, SMALL, prompt_ids=tuple(b"Detect all objects."))
-        self.source = RolloutSource(
-            self.stream, self.encoder, self.backend, no_weights, self.encoder.metrics, 1, 99
-        )
-
-    def train(self, steps):
-        trained = []
-        for _ in range(steps):
-            rows = [
-                self.stream.pack(self.encoder.encode(batch, rollouts))
-                for batch, rollouts in self.source.next_step()
-            ]
-            self.source.ask_ahead()
-            trained += [
-                [(example.image, example.channel, example.data_set, tuple(example.segment.ids)) for example in row]
-                for row in rows
-            ]
-        return trained
-
-
 @pytest.mark.parametrize("after", [1, 2, 3, 4])
 def test_a_run_with_questions_and_rollouts_ahead_is_resumed_exactly(tmp_path, after):
     write(tmp_path / "a.jsonl", *map(detection, range(5)))
     write(tmp_path / "b.jsonl", ALONE, CHAT, ALONE | {"answer": "never"})
-    whole = Ahead(tmp_path)
-    expected = whole.train(7)
-    first = Ahead(tmp_path)
-    done = first.train(after)
-    (tmp_path / "saved").mkdir()
-    first.stream.save(tmp_path / "saved")
-    first.source.save(tmp_path / "saved")
-    second = Ahead(tmp_path)
-    second.stream.load(tmp_path / "saved")
-    second.source.load(tmp_path / "saved")
-    assert done + second.train(7 - after) == expected
-    channels = {channel for row in expected for _, channel, _, _ in row}
-    images = {image for row in expected for image, _, _, _ in row}
-    assert channels == {"A", "B"} and None in images
-    assert {number for row in expected for _, _, number, _ in row} == {0, 1}
+
+    def learner():
+        script = {f"{k}.png": Said("{}") for k in range(5)}
+        backend = FakeStarter(script, SMALL, prompt_ids=tuple(b"Detect all objects."))
+        training_set = make_set(tmp_path / "a.jsonl", tmp_path / "b.jsonl")
+        return Learner(tmp_path, 1, room=220, training_set=training_set, backend=backend)
+
+    examples = [example for rows, _ in check_resume(learner, tmp_path, after) for row in rows for example in row]
+    assert {channel for _, channel, _ in examples} == {"A", "B"}
+    assert None in {image for image, *_ in examples}
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,5 @@
 """Mixtures of data sets: which set a sample comes from, and which record of it."""
 
-from collections import Counter
-from itertools import chain
-
 import numpy as np
 import pytest
 
@@ -14,13 +11,6 @@ def mixed(shares=(3, 1), sizes=(10, 6), rank=0, ranks=1, seed=3, shuffled=True) 
     return SampleOrder(
         sum(sizes), rank, ranks, seed=seed, shuffled=shuffled, mixture=Mixture(tuple(shares), tuple(sizes))
     )
-
-
-def test_sets_alternate_by_their_shares_whatever_their_sizes():
-    order = mixed()
-    sets = [0 if order.index(k) < 10 else 1 for k in range(400)]
-    assert Counter(sets) == {0: 300, 1: 100}
-    assert all(Counter(sets[k : k + 4])[1] == 1 for k in range(0, 400, 4))
 
 
 def test_each_set_takes_every_record_once_per_own_epoch_in_another_order():
@@ -42,12 +32,10 @@ def test_the_first_set_has_the_order_of_a_run_on_it_alone():
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 8])
-def test_ranks_share_out_the_samples_and_every_rank_gets_every_set(ranks):
+def test_every_rank_gets_every_set(ranks):
     """Without changing turns, the ranks would have one set each whenever the period divides their number."""
     orders = [mixed((1, 1), (40, 40), rank=rank, ranks=ranks) for rank in range(ranks)]
     drawn = [[order.index(k) for k in range(400)] for order in orders]
-    alone = mixed((1, 1), (40, 40))
-    assert Counter(chain.from_iterable(drawn)) == Counter(alone.index(k) for k in range(400 * ranks))
     for records in drawn:
         assert 0.4 < np.mean(np.array(records) < 40) < 0.6
 

@@ -1,5 +1,6 @@
 """Rollouts that are asked for before their step: which weights make them, and what a checkpoint has of them."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from fractions import Fraction
 from pathlib import Path
@@ -75,12 +76,20 @@ class Learner:
     """A learner of one rank, without a model. It takes two samples in each of two micro-steps."""
 
     def __init__(
-        self, folder: Path, max_staleness: int, *, max_steps=9, b_ratio=Fraction(1), packing=False
+        self,
+        folder: Path,
+        max_staleness: int,
+        *,
+        max_steps=9,
+        b_ratio=Fraction(1),
+        room=None,
+        training_set=None,
+        backend=None,
     ) -> None:
-        training_set = write_training_set(folder, TRUTH, QWEN)
-        self.backend, self.metrics = FakeStarter(SCRIPT, QWEN), StepMetrics()
-        order = SampleOrder(len(TRUTH), 0, 1, seed=3, shuffled=True)
-        buffer = CarryBuffer(40, 50) if packing else None
+        training_set = training_set or write_training_set(folder, TRUTH, QWEN)
+        self.backend, self.metrics = backend or FakeStarter(SCRIPT, QWEN), StepMetrics()
+        order = SampleOrder(len(training_set), 0, 1, seed=3, shuffled=True)
+        buffer = CarryBuffer(room, 50) if room else None
         self.stream = RowStream(order, 2, buffer, max_length=999, accumulation=2)
         self.encoder = Encoder(
             training_set, training_set.settings, 17, 0, self.metrics, b_ratio, max_staleness=max_staleness
@@ -97,8 +106,10 @@ class Learner:
             versions = [[rollout.version for rollout in rollouts] for _, rollouts in step]
             rows = [self.stream.pack(self.encoder.encode(batch, rollouts)) for batch, rollouts in step]
             self.source.ask_ahead()
-            names = [[(Path(example.image).name, tuple(example.segment.ids)) for example in row] for row in rows]
-            trained.append((names, versions))
+            examples = [
+                [(example.image, example.channel, tuple(example.segment.ids)) for example in row] for row in rows
+            ]
+            trained.append((examples, versions))
         return trained
 
 
@@ -146,21 +157,26 @@ def test_no_rollouts_are_asked_for_beyond_the_last_step(tmp_path):
         assert asked == 4 * 4
 
 
-@pytest.mark.parametrize("packing", [False, True])
-@pytest.mark.parametrize("max_staleness", [0, 1, 2])
-@pytest.mark.parametrize("first", [1, 2, 3])
-def test_a_resumed_run_trains_on_the_rollouts_that_were_asked_for_before(tmp_path, max_staleness, first, packing):
-    whole = Learner(tmp_path, max_staleness, packing=packing).train(8)
-    begun = Learner(tmp_path, max_staleness, packing=packing)
+def check_resume(make: Callable[[], Learner], folder: Path, first: int) -> list:
+    """Assert that a learner that is resumed after some steps trains on what an uninterrupted one trains on. Return
+    this."""
+    whole, begun, resumed = make().train(8), make(), make()
     before = begun.train(first)
-    begun.source.save(tmp_path)
-    begun.stream.save(tmp_path)
-    resumed = Learner(tmp_path, max_staleness, packing=packing)
-    resumed.stream.load(tmp_path)
-    resumed.source.load(tmp_path)
+    begun.source.save(folder)
+    begun.stream.save(folder)
+    resumed.stream.load(folder)
+    resumed.source.load(folder)
     resumed.backend.sync(no_weights, version=first)  # as at the start of every run
     assert before + resumed.train(8 - first) == whole
     assert begun.train(8 - first) == whole[first:], "saving changes nothing"
+    return whole
+
+
+@pytest.mark.parametrize("room", [None, 40])
+@pytest.mark.parametrize("max_staleness", [0, 1, 2])
+@pytest.mark.parametrize("first", [1, 2, 3])
+def test_a_resumed_run_trains_on_the_rollouts_that_were_asked_for_before(tmp_path, max_staleness, first, room):
+    check_resume(lambda: Learner(tmp_path, max_staleness, room=room), tmp_path, first)
 
 
 def test_rollouts_that_nobody_could_make_before_the_run_ended_are_made_after_a_resume(tmp_path):

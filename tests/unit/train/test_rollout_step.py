@@ -4,6 +4,7 @@ import json
 from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -591,3 +592,20 @@ def test_counters_depend_on_which_objects_match_and_not_on_how_well(tmp_path):
         counters.append(dict(step.metrics._sums))
     assert counters[0] == counters[1]
     assert all(type(value) is int for value in counters[0].values())
+
+
+def split_rows(lengths: list[int], *, cap: int = 10, packing: bool = False) -> list[list[int]]:
+    contract = SimpleNamespace(packing=packing, packing_length=cap)
+    trainer = SimpleNamespace(rollout_matching_cfg=contract, _add_waited=None)
+    return [[len(part) for part in row] for row in RowTrainer._split_rows(trainer, tuple(map(range, lengths)))]
+
+
+@pytest.mark.scenario("R05.C2", on="fake")
+def test_without_packing_no_forward_pass_has_more_than_the_cap():
+    assert split_rows([4, 6, 1]) == [[4, 6], [1]]
+    assert split_rows([4, 6]) == [[4, 6]]
+    assert split_rows([10, 10, 3]) == [[10], [10], [3]]
+
+
+def test_a_packed_row_is_one_forward_pass():
+    assert split_rows([4, 6], packing=True) == [[4, 6]]
