@@ -127,18 +127,21 @@ class Started:
         return process.pid
 
 
+def environment() -> dict[str, str]:
+    return os.environ | {"PYTHONPATH": f"{ROOT}:{SOURCE}", "OMP_NUM_THREADS": "1"}
+
+
 @contextmanager
 def started(words: list[str], processes: int = 1, **variables: str) -> Iterator[Started]:
     """Start Python with these arguments, alone or with torchrun. Whatever is left of it at the end is killed."""
     launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
-    environment = os.environ | {"PYTHONPATH": f"{ROOT}:{SOURCE}", "OMP_NUM_THREADS": "1"} | variables
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "shown"
         with log.open("wb") as file:
             process = zygote.start(
                 [*(launch if processes > 1 else []), *words],
                 cwd=ROOT,
-                env=environment,
+                env=environment() | variables,
                 stdout=file.fileno(),
                 stderr=file.fileno(),
             )
@@ -163,8 +166,8 @@ def finish(words: list[str], processes: int = 1, seconds: float = 400, **variabl
         return run.shown
 
 
-def weights(folder: Path) -> dict[str, torch.Tensor]:
-    return load_file(folder / "model.safetensors")
+def weights(folder: Path, name: str = "model.safetensors") -> dict[str, torch.Tensor]:
+    return load_file(folder / name)
 
 
 def metrics(folder: Path) -> list[dict[str, Any]]:

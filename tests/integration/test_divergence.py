@@ -8,11 +8,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from coordexp.demo.model import Size, make_model
-from coordexp.demo.scenes import SceneSettings, write_scenes
 from coordexp.train.stopping import MAX_BROKEN_STEPS
-from tests.integration.stage2_runs import started
-from tests.integration.test_stage1 import ROOT, config, metrics, ran, train
+from tests.integration.stage1_runs import config, make_parts, ran, train
+from tests.integration.stage2_runs import ROOT, metrics, started
 
 pytestmark = pytest.mark.timeout(480)
 CONSTANT = {"lr_scheduler_type": "constant"}
@@ -20,11 +18,7 @@ CONSTANT = {"lr_scheduler_type": "constant"}
 
 @pytest.fixture(scope="module")
 def parts(tmp_path_factory):
-    """Return a folder with a tiny model and 40 scenes."""
-    folder = tmp_path_factory.mktemp("diverges")
-    write_scenes(folder / "data", SceneSettings(objects=(1, 3)), train=40, val=6, seed=1)
-    make_model(folder / "model", "small", ordinal=True, size=Size(hidden=64, layers=2, patch=8, vision_hidden=32))
-    return folder
+    return make_parts(tmp_path_factory.mktemp("diverges"))
 
 
 def failing(file: Path) -> str:

@@ -16,7 +16,7 @@ from coordexp.families import FAMILIES, load_model
 from coordexp.train.learner import learner_weights, with_adapter
 from coordexp.train.run import prepare
 from tests.integration.answers import whole_model
-from tests.integration.test_stage1 import config
+from tests.integration.stage1_runs import config
 from tests.rows import Tiny
 
 pytestmark = pytest.mark.timeout(300)

@@ -3,7 +3,7 @@
 import pytest
 
 from coordexp.demo.model import Size, make_model
-from tests.integration.workers import run_worker
+from tests.integration.stage2_runs import ROOT, finish
 
 
 @pytest.mark.timeout(240)
@@ -11,4 +11,4 @@ from tests.integration.workers import run_worker
 def test_two_ranks_give_the_weights_of_one_process_with_and_without_adapters(tmp_path, mode):
     size = Size(hidden=64, layers=1, patch=8, vision_hidden=32, vision_depth=1)
     folders = [make_model(tmp_path / name, "small", tied=name == "tied", size=size) for name in ("tied", "untied")]
-    run_worker("weights_worker.py", mode, *map(str, folders), processes=2, timeout=90)
+    finish([str(ROOT / "tests/integration/weights_worker.py"), mode, *map(str, folders)], processes=2)

@@ -1,7 +1,6 @@
 """`coordexp predict`: answers with scores from transformers and from a real vLLM engine, and files to evaluate."""
 
 import json
-import signal
 import time
 from pathlib import Path
 
@@ -119,8 +118,7 @@ app(sys.argv[1:])
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
-def test_predictions_that_were_interrupted_are_resumed(lively_model, eight_scenes, number):
+def test_predictions_that_were_killed_are_resumed(lively_model, eight_scenes):
     predicting = command(lively_model, eight_scenes, "--max-new-tokens", "40")
     whole = CliRunner().invoke(app, predicting)
     assert whole.exit_code == 0, whole.output
@@ -135,13 +133,9 @@ def test_predictions_that_were_interrupted_are_resumed(lively_model, eight_scene
         while not (unfinished.is_file() and unfinished.read_bytes().count(b"\n") >= 3):
             assert run.process.poll() is None and run.seconds < 120, run.shown
             time.sleep(0.02)
-        run.process.send_signal(number)
-        code, shown = run.wait(60), run.shown
-    assert "Loading weights" not in shown  # the progress bars of transformers do not belong into a log
-    if number != signal.SIGKILL:
-        assert code == 128 + number, shown
-        assert "of 8 images; their answers are in" in shown
-        assert "--resume continues from there" in shown
+        run.process.kill()
+        run.wait(60)
+        assert "Loading weights" not in run.shown  # the progress bars of transformers do not belong into a log
     assert not files[0].exists()
     before = CliRunner().invoke(app, predicting)
     assert before.exit_code == 1

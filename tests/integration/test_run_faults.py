@@ -7,8 +7,9 @@ from contextlib import ExitStack
 
 import pytest
 
-from coordexp.demo.model import Size, make_model
+from coordexp.demo.model import make_model
 from coordexp.demo.scenes import SceneSettings, write_scenes
+from tests.integration.stage1_runs import TINY
 from tests.integration.stage2_runs import config, started
 
 WORKERS = 2
@@ -31,8 +32,7 @@ CHANGES = {
 @pytest.mark.timeout(1500)  # three minutes on two free cores
 def test_whatever_happens_to_a_file_of_a_run_it_resumes_exactly_or_the_file_is_named(tmp_path):
     write_scenes(tmp_path / "data", SceneSettings(objects=(1, 2)), train=12, val=2, seed=1)
-    size = Size(hidden=64, layers=2, patch=8, vision_hidden=32)
-    model = make_model(tmp_path / "model", "small", ordinal=True, size=size)
+    model = make_model(tmp_path / "model", "small", ordinal=True, size=TINY)
     file = config(tmp_path, "run", model__path=str(model), **CHANGES)
     with ExitStack() as stack:
         workers = []

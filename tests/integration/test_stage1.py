@@ -4,7 +4,6 @@ import json
 import os
 import re
 import shutil
-import subprocess
 from itertools import pairwise
 from pathlib import Path
 
@@ -15,92 +14,22 @@ from PIL import Image
 from safetensors.torch import load_file
 
 from coordexp.config import World, load_settings
-from coordexp.demo.model import Size, make_model
-from coordexp.demo.scenes import SceneSettings, write_scenes
+from coordexp.demo.scenes import SceneSettings
 from coordexp.tasks import ignore
 from coordexp.train.checkpoints import newest_intact, write_manifest
 from coordexp.train.run import prepare
 from coordexp.train.stream import RowStream
-from tests import zygote
 from tests.integration.servers import wait_for
-from tests.integration.stage2_runs import started
-from tests.source import SOURCE
+from tests.integration.stage1_runs import config, make_parts, ran, train
+from tests.integration.stage2_runs import metrics, started, training, weights
 
-ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.timeout(480)
 
 
 @pytest.fixture(scope="module")
 def parts(tmp_path_factory):
-    """Return a folder with a tiny model and 40 scenes."""
-    folder = tmp_path_factory.mktemp("stage1")
-    write_scenes(
-        folder / "data",
-        SceneSettings(objects=(1, 3), polygons=0.3, empty=0.1),
-        train=40,
-        val=6,
-        seed=1,
-    )
-    make_model(folder / "model", "small", ordinal=True, size=Size(hidden=64, layers=2, patch=8, vision_hidden=32))
-    return folder
-
-
-def config(parts: Path, name: str, **training) -> Path:
-    pipeline = yaml.safe_load((ROOT / "configs/stage1.yaml").read_text())["stage1"]["pipeline"]
-    adapter, dtype = training.pop("adapter", None), training.pop("dtype", "float32")
-    tree = {
-        "model": {"path": str(parts / "model"), "dtype": dtype, "adapter": adapter},
-        "custom": {"train_jsonl": str(parts / "data/train.jsonl"), "val_jsonl": str(parts / "data/val.jsonl")},
-        "global_max_length": 512,
-        "stage1": {"pipeline": pipeline},
-        "rollout_matching": {"rollout_backend": "hf", "decode_batch_size": 4, "max_new_tokens": 24},
-        "training": {
-            "output_dir": str(parts / name),
-            "use_cpu": True,
-            "max_steps": 8,
-            "save_steps": 4,
-            "logging_steps": 1,
-            "learning_rate": 1e-3,
-            "per_device_train_batch_size": 3,
-            "gradient_accumulation_steps": 2,
-            "packing": True,
-            "packing_buffer": 32,
-            "report_to": "none",
-            **training,
-        },
-    }
-    file = parts / f"{name}.yaml"
-    file.write_text(yaml.safe_dump(tree))
-    return file
-
-
-def command(file: Path, *options: str, processes: int = 1) -> list[str]:
-    launch = (
-        ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"] if processes > 1 else []
-    )
-    return [*launch, "-m", "src.sft", "--config", str(file), *options]
-
-
-def environment() -> dict[str, str]:
-    return os.environ | {"PYTHONPATH": str(SOURCE), "OMP_NUM_THREADS": "1"}
-
-
-def ran(file: Path, *options: str, processes: int = 1) -> subprocess.CompletedProcess[str]:
-    return zygote.run(command(file, *options, processes=processes), env=environment(), cwd=ROOT)
-
-
-def train(file: Path, *options: str, processes: int = 1) -> str:
-    done = ran(file, *options, processes=processes)
-    assert done.returncode == 0, done.stderr[-3000:] + done.stdout[-2000:]
-    return done.stdout
-
-
-def weights(folder: Path, name: str = "model.safetensors") -> dict[str, torch.Tensor]:
-    return load_file(folder / name)
-
-
-def metrics(folder: Path) -> list[dict]:
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    scenes = SceneSettings(objects=(1, 3), polygons=0.3, empty=0.1)
+    return make_parts(tmp_path_factory.mktemp("stage1"), scenes)
 
 
 def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(parts):
@@ -214,7 +143,7 @@ def test_a_run_in_mixed_precision_moves_its_weights_as_a_float32_run_does_and_st
 def test_sigterm_saves_and_exits_zero_and_the_run_can_go_on_and_meanwhile_no_second_one_starts(parts):
     file = config(parts, "stopped", max_steps=4000, save_steps=4000)
     log = parts / "stopped/metrics.jsonl"
-    with started(command(file)) as run:
+    with started(training(file)) as run:
         wait_for(lambda: log.is_file() and log.read_text().count("\n") > 2, 100, lambda: run.shown)
         second = ran(file, "--resume")
         run.process.terminate()

@@ -6,7 +6,7 @@ import pytest
 from safetensors.torch import load_file
 
 from coordexp.demo.model import make_model
-from tests.integration.workers import run_worker
+from tests.integration.stage2_runs import ROOT, finish
 
 pytestmark = pytest.mark.timeout(480)
 CLIP = 0.5
@@ -42,7 +42,8 @@ def steps(tmp_path_factory):
     for mode, plans in STEPS.items():
         job = {"mode": mode, "steps": plans, "model": str(model), "out": str(out), "clip": CLIP}
         (out / f"{mode}.json").write_text(json.dumps(job))
-        run_worker("step_worker.py", str(out / f"{mode}.json"), processes=1 if mode == "none" else 2, timeout=200)
+        worker = [str(ROOT / "tests/integration/step_worker.py"), str(out / f"{mode}.json")]
+        finish(worker, processes=1 if mode == "none" else 2)
 
     def read(name):
         report = json.loads((out / name / "report.json").read_text())

@@ -11,11 +11,9 @@ import pytest
 import torch
 import yaml
 
-from coordexp.demo.model import Size, make_model
-from coordexp.demo.scenes import SceneSettings, write_scenes
 from coordexp.train.stopping import SAME
-from tests.integration.stage2_runs import Started, started, training
-from tests.integration.test_stage1 import ROOT, config, metrics, train, weights
+from tests.integration.stage1_runs import config, make_parts, train
+from tests.integration.stage2_runs import ROOT, Started, metrics, started, training, weights
 
 pytestmark = pytest.mark.timeout(480)
 HELD_OUT = 120
@@ -23,11 +21,7 @@ HELD_OUT = 120
 
 @pytest.fixture(scope="module")
 def parts(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("stopped")
-    scenes = SceneSettings(objects=(1, 3))
-    write_scenes(folder / "data", scenes, train=40, val=HELD_OUT, seed=1)
-    make_model(folder / "model", "small", ordinal=True, size=Size(hidden=64, layers=2, patch=8, vision_hidden=32))
-    return folder
+    return make_parts(tmp_path_factory.mktemp("stopped"), held_out=HELD_OUT)
 
 
 def evaluating(parts: Path, name: str, at_once: int, **changes: object) -> Path:
