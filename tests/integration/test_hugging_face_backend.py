@@ -294,14 +294,3 @@ def test_two_ways_of_decoding_in_one_call_are_refused(parts, images):
     for size in (1, 2):  # also if they are not decoded at once
         with pytest.raises(ValueError, match="2 ways of decoding in one call"):
             parts.backend(size).generate(asked)
-
-
-@pytest.mark.scenario("R20.C1", on="model")
-def test_answers_carry_the_version_of_the_weights_and_their_prompt(parts, images):
-    backend = parts.backend()
-    assert backend.generate([]) == []
-    for version in (0, 7):
-        backend.sync(lambda: iter(()), version)
-        (rollout,) = backend.generate(requests(images[:1], Decode.greedy(2)))
-        assert rollout.version == version
-        assert list(rollout.prompt_ids) == parts.prompts.ids(images[0].width, images[0].height)

@@ -8,12 +8,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import torch
 import yaml
 
 from coordexp.train.stopping import SAME
 from tests.integration.stage1_runs import config, make_parts, train
-from tests.integration.stage2_runs import ROOT, Started, metrics, started, training, weights
+from tests.integration.stage2_runs import ROOT, Started, metrics, started, training
 
 pytestmark = pytest.mark.timeout(480)
 HELD_OUT = 120
@@ -42,7 +41,7 @@ def wait_until(run: Started, true: Callable[[], bool], seconds: float = 120) -> 
     return time.monotonic() - since
 
 
-def test_sigterm_abandons_an_evaluation_and_saves_and_the_run_goes_on_exactly(parts):
+def test_sigterm_abandons_an_evaluation_and_saves(parts):
     file = evaluating(parts, "abandoned", at_once=2)
     with started(training(file)) as run:
         wait_until(run, lambda: f" of {HELD_OUT}\n" in run.shown)
@@ -56,13 +55,6 @@ def test_sigterm_abandons_an_evaluation_and_saves_and_the_run_goes_on_exactly(pa
     folder = parts / "abandoned"
     assert (folder / "checkpoint-3/stream_0.json").is_file()
     assert not (folder / "evaluations").exists()
-    train(config(parts, "abandoned", max_steps=6, save_steps=100), "--resume")
-    train(config(parts, "undisturbed", max_steps=6, save_steps=100))
-    both = ("undisturbed", "abandoned")
-    expected, actual = (weights(parts / name / "checkpoint-6") for name in both)
-    assert all(torch.equal(expected[name], actual[name]) for name in expected)
-    losses = [[line["loss"] for line in metrics(parts / name) if "loss" in line] for name in both]
-    assert losses[0] == losses[1] and len(losses[0]) == 6
 
 
 def test_a_second_signal_ends_the_run_at_once(parts):
