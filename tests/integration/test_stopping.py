@@ -44,8 +44,7 @@ def wait_until(run: Started, true: Callable[[], bool], seconds: float = 120) -> 
 def test_sigterm_abandons_an_evaluation_and_saves(parts):
     file = evaluating(parts, "abandoned", at_once=2)
     with started(training(file)) as run:
-        wait_until(run, lambda: f" of {HELD_OUT}\n" in run.shown)
-        assert "evaluating" in run.shown
+        wait_until(run, lambda: "evaluating" in run.shown)
         os.kill(run.process.pid, signal.SIGTERM)
         line = "stopping (SIGTERM): the evaluation is abandoned after its current batch, then step 3 is saved; "
         assert wait_until(run, lambda: line in run.shown, 10) < 1.0
@@ -76,7 +75,7 @@ def test_a_second_signal_ends_the_run_at_once(parts):
 def test_a_signal_to_one_rank_abandons_the_evaluation_of_all(parts):
     file = evaluating(parts, "ranks", at_once=2)
     with started(training(file), processes=2) as run:
-        wait_until(run, lambda: f" of {HELD_OUT}\n" in run.shown)
+        wait_until(run, lambda: "evaluating" in run.shown)
         os.kill(run.rank(1), signal.SIGTERM)
         assert run.wait(60) == 0, run.shown[-3000:]
         assert "stopped by a signal after step 3, which is saved" in run.shown

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from coordexp.config import RolloutMatching
+from coordexp.config import RolloutMatching, Settings
 from coordexp.config.rollout import Decoding
 from coordexp.correction import Reason, Role
 from coordexp.data import DataError, TrueObject
@@ -347,6 +347,18 @@ def test_the_trainer_and_its_rollouts_are_given_the_loaders_own_contract(tmp_pat
     assert contract.packing
     assert (buffer.limit, buffer.min_fill_ratio, buffer.capacity) == (4, 0.5, 16000)
     assert (contract.packing_buffer, contract.packing_min_fill_ratio, contract.packing_length) == (4, 0.5, 16000)
+
+
+@pytest.mark.scenario("R11.C1", on="fake")
+def test_packing_is_read_from_the_contract_and_not_from_the_training_section(tmp_path, monkeypatch):
+    written = Settings.rollout_matching_cfg.fget
+
+    def other(settings):
+        return written(settings).model_copy(update={"packing_buffer": 9, "packing_length": 777})
+
+    monkeypatch.setattr(Settings, "rollout_matching_cfg", property(other))
+    _, given = handed_over(tmp_path, monkeypatch, rollout_matching__rollout_backend="hf", **PACKED)
+    assert (given["stream"].buffer.limit, given["stream"].buffer.capacity) == (9, 777)
 
 
 @pytest.mark.scenario("R20.C4", on="fake")
