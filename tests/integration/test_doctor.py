@@ -4,7 +4,7 @@ import pytest
 
 from tests.integration.stage2_runs import started
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(700)]
+pytestmark = [pytest.mark.full, pytest.mark.engine, pytest.mark.timeout(700)]
 
 CHECKED = (
     "learner",

@@ -40,6 +40,7 @@ RUN_HERE = [
 ]
 
 
+@pytest.mark.full
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("page", RUN_HERE)
 def test_the_commands_of_a_page_run_in_their_order(page, tmp_path):

@@ -11,6 +11,7 @@ from tests import zygote
 from tests.documented import find_undocumented_files, find_undocumented_metrics
 
 ROOT = Path(__file__).parents[2]
+pytestmark = pytest.mark.full
 
 
 def commands(page: str) -> list[str]:

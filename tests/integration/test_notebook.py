@@ -12,6 +12,7 @@ ROOT = Path(__file__).parents[2]
 NOTEBOOK = ROOT / "examples/quickstart.ipynb"
 
 
+@pytest.mark.full
 @pytest.mark.timeout(600)
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::ResourceWarning", "ignore::RuntimeWarning")
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")

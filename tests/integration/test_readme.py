@@ -31,6 +31,7 @@ def test_the_quickstart_makes_a_page_with_detections(tmp_path):
     assert "all 24 images" in (tmp_path / "found.html").read_text()
 
 
+@pytest.mark.full
 @pytest.mark.cold
 @pytest.mark.engine
 @pytest.mark.timeout(400)

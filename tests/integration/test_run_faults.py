@@ -29,6 +29,7 @@ CHANGES = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.timeout(1500)  # three minutes on two free cores
 def test_whatever_happens_to_a_file_of_a_run_it_resumes_exactly_or_the_file_is_named(tmp_path):
     write_scenes(tmp_path / "data", SceneSettings(objects=(1, 2)), train=12, val=2, seed=1)

@@ -10,6 +10,7 @@ import pytest
 from tests import zygote
 
 ROOT = Path(__file__).parents[2]
+pytestmark = [pytest.mark.full, pytest.mark.timeout(900)]
 NUMBERS = ("--steps", "2", "--seeds", "0")
 
 
@@ -21,7 +22,6 @@ def study(
     return zygote.run(arguments, cwd=ROOT, env=environment, timeout=800, check=True)
 
 
-@pytest.mark.timeout(900)
 def test_a_small_study_trains_variants_side_by_side_and_compares_them(tmp_path):
     study(tmp_path, "data", "--train", "32", "--held-out", "8")
     variants = ("--variant", "continued", "in-order", "--eval-every", "2", "--jobs", "2")
@@ -37,7 +37,6 @@ def test_a_small_study_trains_variants_side_by_side_and_compares_them(tmp_path):
     assert study(tmp_path, "run", *variants, *NUMBERS).stderr == "", "a complete run is not repeated"
 
 
-@pytest.mark.timeout(900)
 def test_one_command_makes_the_headline_from_nothing(tmp_path):
     small = ("--train", "32", "--held-out", "8", "--start-steps", "2", "--steps", "2")
     table = study(tmp_path, "headline", *small, regime=()).stdout

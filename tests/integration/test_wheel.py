@@ -12,6 +12,7 @@ import pytest
 ROOT = Path.cwd()
 
 
+@pytest.mark.full
 @pytest.mark.timeout(480)
 def test_a_wheel_installs_into_an_empty_environment_and_checks_configs_there(tmp_path):
     env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}  # test the wheel only
