@@ -112,22 +112,6 @@ def test_the_launchers_preflight_and_the_trainer_it_starts_see_the_same_contract
     assert {server.world_size for server in plan.servers} == {contract.vllm.tensor_parallel_size}
 
 
-@pytest.mark.scenario("R12.S1", on="pure")
-@pytest.mark.parametrize("wrong", [{"unknown_key": 1}, {"decode_batch_size": 0}, {"rollout_infer_batch_size": 2}])
-def test_the_launcher_and_the_trainer_refuse_the_same_rollout_keys_in_the_same_words(config, wrong):
-    tree = yaml.safe_load(config.read_text())
-    tree["rollout_matching"] |= wrong
-    config.write_text(yaml.safe_dump(tree))
-    messages = []
-    for command in (["launch", "--cpu", "--check-only"], ["train"], ["serve", "--index", "0"]):
-        result = CliRunner().invoke(app, [command[0], "--config", str(config), *command[1:]])
-        assert result.exit_code == 2, command
-        output = re.sub(r"(?m)^[\d-]{10} [\d:]{8} ERROR +", "", result.output)  # in the logs of train and serve
-        messages.append(output.replace("nothing was started\n", ""))
-    assert len(set(messages)) == 1, messages
-    assert f"rollout_matching.{next(iter(wrong))}" in messages[0]
-
-
 @pytest.mark.scenario("R12.C1", on="pure")
 def test_only_the_schema_lists_rollout_keys_and_only_the_loader_makes_settings_of_a_file():
     """A consumer that reads the file or builds the section itself would have a contract of its own."""

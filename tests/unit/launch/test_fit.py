@@ -58,13 +58,6 @@ def setup_for(settings, size, ranks=1):
     return LearnerSetup.from_settings(settings, model(size).weights, ranks)
 
 
-def test_whole_weights_take_sixteen_bytes_each():
-    settings, _ = load_for_gpus(COLOCATE, 1)
-    planned = model("2b")
-    memory = learner_memory(planned.shape, planned.weights, setup_for(settings, "2b"), RowSize(**FULL))
-    assert memory.least_bytes == 16 * count_parameters(planned.weights)
-
-
 def test_several_learners_add_buckets_and_fsdp_divides():
     settings, _ = load_for_gpus(COLOCATE, 8)
     planned = model("2b")

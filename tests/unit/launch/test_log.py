@@ -4,6 +4,8 @@ import io
 import json
 import re
 
+import pytest
+
 from coordexp.launch.parts import Lines, Log
 from coordexp.logs import LogRecord
 
@@ -13,22 +15,19 @@ class Terminal(io.StringIO):
         return True
 
 
-def test_lines_come_whole_however_the_text_is_cut():
-    lines = Lines()
-    text = "one\r\ntwo\n\nlast"
-    assert [line for character in text for line in lines.feed(character)] == ["one", "two", ""]
-    assert list(lines.end()) == ["last"]
-
-
-def test_the_first_and_the_last_state_of_a_bar_that_redraws_itself_are_kept():
-    lines = Lines()
-    drawn = "".join(f"\r{k}%" for k in range(101))
-    assert list(lines.feed(f"{drawn}\nnext\n")) == ["0%", "100%", "next"]
-
-
-def test_a_bar_that_is_erased_leaves_its_last_state():
-    lines = Lines()
-    assert list(lines.feed("\r1%\r2%\r   \r\nnext\n")) == ["1%", "2%", "next"]
+@pytest.mark.parametrize(
+    ("text", "lines"),
+    [
+        ("one\r\ntwo\n\nlast", ["one", "two", "", "last"]),
+        ("".join(f"\r{k}%" for k in range(101)) + "\nnext\n", ["0%", "100%", "next"]),
+        ("\r1%\r2%\r   \r\nnext\n", ["1%", "2%", "next"]),
+    ],
+    ids=["cut anywhere", "a bar that redraws itself", "a bar that is erased"],
+)
+def test_lines_come_whole_however_the_text_is_cut_with_the_first_and_last_state_of_a_bar(text, lines):
+    for pieces in (text, [text]):
+        found = Lines()
+        assert [*(line for piece in pieces for line in found.feed(piece)), *found.end()] == lines
 
 
 def test_a_line_without_end_is_cut():

@@ -4,14 +4,8 @@ import json
 
 import pytest
 
-from coordexp.config import RolloutMatching
-from coordexp.correction import CoordTokenAnswers
-from coordexp.errors import DataError
 from coordexp.train import run
-from coordexp.train.encode import TrainingSet
-from tests.scripted import OnePrompt
 from tests.unit.config.trees import load, stage2
-from tests.vocabularies import table
 
 
 def write(file, boxes):
@@ -35,18 +29,6 @@ def folder(tmp_path):
 def open_as_run(**custom):
     settings = load(stage2(**{f"custom__{name}": value for name, value in custom.items()})).settings
     return settings, run._open_records(*settings.custom.train_sets.values())
-
-
-def test_a_sample_has_the_image_beside_its_own_file_and_an_error_names_this_file(folder):
-    _, records = open_as_run(train_jsonl=str(folder / "*/0.jsonl"))
-    samples = TrainingSet(records, OnePrompt(), CoordTokenAnswers(table("small")), RolloutMatching())
-    assert len(samples) == 5
-    assert [samples.read(k, 0).image.path for k in (0, 3, 4)] == [
-        str(folder / name) for name in ("a/0.png", "b/0.png", "b/1.png")
-    ]
-    assert samples.read(4, 0).index == 4
-    with pytest.raises(DataError, match=r"a/0\.jsonl, record 3 \(2\.png\)"):
-        samples.read(2, 0)
 
 
 def test_a_curriculum_chooses_records_of_all_files(folder):
