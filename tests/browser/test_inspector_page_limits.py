@@ -5,6 +5,7 @@ import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import combinations
+from statistics import median
 from typing import Any
 
 import pytest
@@ -138,8 +139,8 @@ def test_only_tokens_near_the_window_have_elements_and_scrolling_is_smooth(open_
           const strip = document.getElementById("strip");
           const [times, counts] = [[], []];
           let last = performance.now();
-          for (let k = 0; k < 90; k += 1) {
-            strip.scrollTop = k < 60 ? strip.scrollTop + 180 : (strip.scrollHeight * (k - 59)) / 30;
+          for (let k = -60; k < 90; k += 1) {
+            if (k >= 0) strip.scrollTop = k < 60 ? strip.scrollTop + 180 : (strip.scrollHeight * (k - 59)) / 30;
             await new Promise(requestAnimationFrame);
             const now = performance.now();
             times.push(now - last);
@@ -149,12 +150,12 @@ def test_only_tokens_near_the_window_have_elements_and_scrolling_is_smooth(open_
           await new Promise((done) => setTimeout(done, 300));
           const rect = strip.getBoundingClientRect();
           const seen = document.elementFromPoint(rect.x + 200, rect.y + rect.height / 2);
-          times.sort((a, b) => a - b);
-          return { median: times[45], most: Math.max(...counts), end: !!seen.closest(".line") };
+          return { times, most: Math.max(...counts), end: !!seen.closest(".line") };
         }"""
     )
     assert measured["most"] < 4000
-    assert measured["median"] < 60
+    at_rest, scrolling = median(measured["times"][10:60]), median(measured["times"][60:])
+    assert scrolling < 3 * at_rest + 10  # milliseconds per frame; a busy machine delays both
     assert measured["end"], "tokens are shown where the strip was scrolled to"
 
 

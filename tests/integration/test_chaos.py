@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(1500)]
+pytestmark = [pytest.mark.engine, pytest.mark.full, pytest.mark.timeout(1500)]
 
 
 @pytest.mark.parametrize(("seed", "variant", "minutes"), [(1, "ahead", 3)])

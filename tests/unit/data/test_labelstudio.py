@@ -74,7 +74,8 @@ def test_the_labelling_config_has_every_class_for_both_tools():
 def test_what_was_exported_is_imported_without_loss(tmp_path):
     for name in ("a b.png", "c.png"):
         write_image(tmp_path / "images" / name, (640, 480))
-    other = Record("images/c.png", 640, 480, "pixel", (), classes=("cup",), prompt="Cup?", exhaustive=("leaf",))
+    more = {"classes": ("cup",), "prompt": "Cup?", "exhaustive": ("leaf",), "meta": {"camera": 7}}
+    other = Record("images/c.png", 640, 480, "pixel", (), **more)
     (tmp_path / "train.jsonl").write_text(f"{RECORD.as_json()}\n{other.as_json()}\n")
     counts = write_tasks(tmp_path / "tasks.json", RecordFile(tmp_path / "train.jsonl"), [DOG], TaskSettings())
     assert (counts.tasks, list(counts.classes)) == (2, ["cup", LEAF.desc, "dog"])

@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+from PIL import Image
 from typer.testing import CliRunner
 
 from coordexp.cli import app
@@ -16,6 +17,7 @@ from coordexp.data.doctor.clean import clean
 from coordexp.data.images import read_image_facts
 from coordexp.data.records import read_records
 from coordexp.data.split import split_records
+from coordexp.detect.image_files import find_images
 from coordexp.errors import DataError, UserError
 from coordexp.pages.images import make_thumbnail
 from coordexp.pages.records import read_cards
@@ -92,6 +94,14 @@ def test_training_prediction_servers_and_pages_refuse_an_image_that_is_no_file(t
     assert [problem.code for problem in card.problems] == ["image-unreadable"] and card.image is None
 
 
+def test_prediction_skips_what_is_no_file_in_a_folder_of_images(tmp_path, odd):
+    file = odd("images/a.png")
+    Image.new("RGB", (64, 64)).save(tmp_path / "images/b.png")
+    files = find_images([tmp_path / "images"])
+    assert [image.path.name for image in files.images] == ["b.png"]
+    assert files.skipped == (() if file.is_dir() else ((file, REASON),))
+
+
 def test_records_are_not_read_from_what_is_no_file(tmp_path, odd):
     file, other = odd("data.jsonl"), tmp_path / "other.jsonl"
     readers = [
@@ -116,3 +126,14 @@ def test_annotations_are_not_read_from_what_is_no_file(tmp_path, odd, kind):
     file = odd("annotations.json")
     code, output = run("data", "import", kind, file, "--images", tmp_path, "--out", tmp_path / "new.jsonl")
     assert code != 0 and (file.is_dir() or REASON in output)
+
+
+def test_labels_and_names_are_not_read_from_what_is_no_file(tmp_path, odd):
+    odd("labels/a.json")
+    labels, names = tmp_path / "labels", odd("names.yaml")
+    code, output = run("data", "import", "labelme", labels, "--out", tmp_path / "new.jsonl")
+    assert code == 0 and "dropped" in output and "0 images" in output
+    Image.new("RGB", (64, 64)).save(labels / "a.png")
+    yolo = ("yolo", labels, "--images", labels, "--names", names)
+    code, output = run("data", "import", *yolo, "--out", tmp_path / "more.jsonl")
+    assert code != 0 and (names.is_dir() or REASON in output)

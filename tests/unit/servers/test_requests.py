@@ -42,6 +42,9 @@ def test_an_image_may_be_below_an_allowed_folder_and_nowhere_else(folder):
             allowed.open(str(folder / name))
     with pytest.raises(Refusal, match="not a readable image"):
         allowed.open(str(folder / "in/nothing.png"))
+    with pytest.raises(Refusal) as error:
+        allowed.open("/" + "a/" * 10**5 + "b.png")
+    assert len(error.value.problem) < 1000, "a refusal quotes the beginning of a path"
 
 
 @pytest.mark.scenario("R40.C2", on="pure")

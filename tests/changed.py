@@ -1,0 +1,89 @@
+"""Print the tests that a change concerns, for `./dev test --changed`. They are a fast look, not a proof.
+
+    python tests/changed.py           the tests that the uncommitted change concerns
+    python tests/changed.py main      the same, for everything since the branch left `main`
+
+A test is concerned if it imports a changed module, or a module that imports one. With more steps between them,
+most tests would be. A change of another file concerns the tests that name it.
+"""
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterable, Iterator
+from functools import cache
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+STEPS = 2
+FAST = ("tests/unit", "tests/property")
+
+
+def main() -> None:
+    print("\n".join(sorted(concerned(changed_files(sys.argv[1] if sys.argv[1:] else "HEAD")))))
+
+
+def changed_files(since: str) -> list[str]:
+    """Return the files that differ from where this branch left `since`, those that git does not know included."""
+    base = _git("merge-base", since, "HEAD")[0]
+    return [*_git("diff", "--name-only", base), *_git("ls-files", "--others", "--exclude-standard")]
+
+
+def concerned(files: Iterable[str]) -> set[str]:
+    """Return the files of fast tests that a change of these files concerns."""
+    tests = {name for name in _sources() if name.startswith(FAST) and Path(name).name.startswith("test_")}
+    reached, selected = set(), set()
+    for file in files:
+        if file.endswith(".py"):
+            reached.add(file)
+        else:
+            selected |= {test for test in tests if Path(file).name in (ROOT / test).read_text()}
+    for _ in range(STEPS):
+        selected |= reached & tests
+        reached = {name for name, imports in _imports().items() if imports & reached}
+    return selected | reached & tests
+
+
+@cache
+def _imports() -> dict[str, set[str]]:
+    """Return, for each source file, the source files that it imports. A name that a package takes from one of its
+    modules leads to that module."""
+    files = {_module(name): name for name in _sources()}
+    taken = {name: dict(_imported(ROOT / name)) for name in _sources()}
+
+    def origin(path: str) -> str | None:
+        if path in files:
+            return files[path]
+        package = files.get(path.rpartition(".")[0], "")
+        source = taken.get(package, {}).get(path.rpartition(".")[2]) if package.endswith("/__init__.py") else None
+        return origin(source) if source else package or None
+
+    return {name: {*filter(None, map(origin, paths.values()))} for name, paths in taken.items()}
+
+
+def _imported(path: Path) -> Iterator[tuple[str, str]]:
+    """Yield the names that a file imports, and where they come from."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from ((alias.name, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            yield from ((alias.asname or alias.name, f"{node.module}.{alias.name}") for alias in node.names)
+
+
+@cache
+def _sources() -> list[str]:
+    """Return the Python files of the package and of its tests."""
+    return [str(path.relative_to(ROOT)) for top in ("src", "tests") for path in sorted((ROOT / top).rglob("*.py"))]
+
+
+def _module(name: str) -> str:
+    return name.removeprefix("src/").removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+
+
+def _git(*words: str) -> list[str]:
+    done = subprocess.run(["git", *words], cwd=ROOT, check=True, capture_output=True, text=True)
+    return done.stdout.splitlines()
+
+
+if __name__ == "__main__":
+    main()
