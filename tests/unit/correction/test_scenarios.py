@@ -17,6 +17,7 @@ CUP = TrueObject("red cup", box(10, 10, 110, 110))
 DOG = TrueObject("dog", box(300, 300, 500, 500))
 ROOF = TrueObject("roof", poly(600, 600, 800, 600, 700, 700))
 NEAR_CUP = box(12, 8, 111, 108)
+SQUARE = coords(box(600, 600, 700, 700))
 
 
 @pytest.mark.scenario("R19.S2", on="pure")
@@ -47,7 +48,7 @@ def test_all_true_objects_are_appended_when_nothing_matches(core, text):
     assert [item["desc"] for item in written] == ["red cup", "dog", "roof"]
 
 
-@pytest.mark.scenario("R22.C1", "R22.C3", "R22.S1", on="pure")
+@pytest.mark.scenario("R22.C1", "R22.C2", "R22.C3", "R22.S1", on="pure")
 def test_geometry_first_changes_only_the_field_order(core):
     text = answer(entry("object_4", "red cup", NEAR_CUP))
     *_, plain = core.build(text, [CUP, DOG, ROOF])
@@ -67,7 +68,7 @@ def test_desc_first_is_the_baseline_layout(core):
     )
 
 
-@pytest.mark.scenario("R23.C1", "R23.S1", on="pure")
+@pytest.mark.scenario("R23.C1", "R23.C2", "R23.S1", on="pure")
 @pytest.mark.parametrize("quoted", [True, False])
 @pytest.mark.parametrize("shape", [NEAR_CUP, ROOF.geometry])
 def test_an_object_with_its_geometry_first_is_valid(core, shape, quoted):
@@ -93,29 +94,36 @@ def test_objects_keep_the_order_of_the_text(core, numbers):
     assert list(core.objects(segment)) == keys
 
 
-@pytest.mark.scenario("R25.C1", "R25.C2", "R25.S1", on="pure")
+@pytest.mark.scenario("R23.C1", "R25.C1", "R25.C2", "R25.S1", "R26.C3", on="pure")
 @pytest.mark.parametrize(
     ("middle", "reason"),
     [
-        ('{"desc": "a", "bbox_2d": ["<|coord_1|>", "<|coord_2|>", "<|coord_3|>"]}', Reason.wrong_count),
-        (
-            '{"desc": "a", "poly": ["<|coord_1|>", "<|coord_2|>", "<|coord_3|>", "<|coord_9|>"]}',
-            Reason.wrong_count,
-        ),
         ('{"desc": "a", "bbox_2d": [1, 2, 3, 4]}', Reason.bad_geometry),
         ('{"desc": "a", "bbox_2d": "<|coord_1|>"}', Reason.bad_geometry),
         ('{"desc": "a", "bbox_2d": [["<|coord_1|>"]]}', Reason.bad_geometry),
         ('{"desc": "a"}', Reason.missing_geometry),
         ("{}", Reason.missing_geometry),
-        ('{"bbox_2d": %s}' % coords(box(1, 2, 3, 4)), Reason.missing_desc),
-        ('{"desc": 3, "bbox_2d": %s}' % coords(box(1, 2, 3, 4)), Reason.missing_desc),
-        ('{"desc": "  ", "bbox_2d": %s}' % coords(box(1, 2, 3, 4)), Reason.empty_desc),
-        ('{"desc": "a", "bbox_2d": %s, "score": 1}' % coords(box(1, 2, 3, 4)), Reason.unexpected_key),
-        ('{"desc": "a", "desc": "b", "bbox_2d": %s}' % coords(box(1, 2, 3, 4)), Reason.repeated_field),
-        ('{"desc": "a", "poly": [], "bbox_2d": %s}' % coords(box(1, 2, 3, 4)), Reason.two_geometries),
-        ('{"desc": "a <|coord_5|>", "bbox_2d": %s}' % coords(box(1, 2, 3, 4)), Reason.stray_coord),
-        ('{"desc": "a", "bbox_2d": %s}' % coords(box(3, 2, 1, 4)), Reason.degenerate),
-        ('{"desc": "a", "bbox_2d": %s}' % coords(box(1, 2, 1, 4)), Reason.degenerate),
+        ('{"bbox_2d": %s}' % SQUARE, Reason.missing_desc),
+        ('{"desc": 3, "bbox_2d": %s}' % SQUARE, Reason.missing_desc),
+        ('{"desc": "  ", "bbox_2d": %s}' % SQUARE, Reason.empty_desc),
+        ('{"desc": "a", "bbox_2d": %s, "score": 1}' % SQUARE, Reason.unexpected_key),
+        ('{"desc": "a", "desc": "b", "bbox_2d": %s}' % SQUARE, Reason.repeated_field),
+        ('{"desc": "a", "poly": [], "bbox_2d": %s}' % SQUARE, Reason.two_geometries),
+        ('{"desc": "a <|coord_5|>", "bbox_2d": %s}' % SQUARE, Reason.stray_coord),
+        ('{"desc": "a", "box": {"bbox_2d": %s}}' % SQUARE, Reason.unexpected_key),
+        ('{"desc": "a", "geometry": %s}' % SQUARE, Reason.unexpected_key),
+        ('{"desc": {"bbox_2d": %s}, "poly": %s}' % (SQUARE, SQUARE), Reason.missing_desc),
+        ('{"desc": "a", "bbox_2d": [], "bbox_2d": %s}' % SQUARE, Reason.repeated_field),
+        ('{"desc": "a", "bbox_2d": %s, "poly": %s}' % (SQUARE, SQUARE), Reason.two_geometries),
+        ('{"bbox_2d": ["<|coord_1|>", "<|coord_2|>", "<|coord_3|>"], "desc": "a"}', Reason.wrong_count),
+        ('{"bbox_2d": [1, 2, 3, 4], "desc": "a"}', Reason.bad_geometry),
+        ('{"bbox_2d": %s, "desc": ""}' % SQUARE, Reason.empty_desc),
+        ('{"bbox_2d": %s, "desc": 5}' % SQUARE, Reason.missing_desc),
+        ('{"bbox_2d": %s, "desc": "a", "score": 1}' % SQUARE, Reason.unexpected_key),
+        *(
+            ('{"desc": "a", "bbox_2d": %s}' % coords(box(*corners)), Reason.degenerate)
+            for corners in ((3, 2, 1, 4), (1, 4, 3, 2), (1, 2, 1, 4), (1, 2, 3, 2))
+        ),
         ('{"desc": "a", "poly": %s}' % coords(poly(1, 1, 2, 2, 3, 3)), Reason.degenerate),
         ("5", Reason.not_a_mapping),
         ('["<|coord_1|>"]', Reason.not_a_mapping),
@@ -235,7 +243,7 @@ def test_an_object_with_coordinates_in_ordinary_tokens_is_not_matched_and_its_tr
     assert in_tokens.match.pairs == ((0, 0), (1, 1)), "the same text in coordinate tokens is matched"
 
 
-@pytest.mark.scenario("R26.C1", on="pure")
+@pytest.mark.scenario("R26.C1", "R26.C6", on="pure")
 @pytest.mark.parametrize("shape", [NEAR_CUP, poly(600, 601, 802, 603, 704, 705, 650, 690)])
 @pytest.mark.parametrize("geometry_first", [True, False])
 @pytest.mark.parametrize("quoted", [True, False])
@@ -251,6 +259,7 @@ def test_coordinate_positions_come_from_the_structure_of_the_answer_and_not_from
     assert [prediction.coord_indices for prediction in parse_rollout(ids, core.table).objects] == [
         tuple(coords[count * k : count * (k + 1)]) for k in range(3)
     ]
+    assert tuple(ids[place] - core.table.first_coord for place in coords[:count]) == shape.bins
 
 
 @pytest.mark.scenario("R27.S1", on="pure")
