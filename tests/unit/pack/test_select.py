@@ -12,6 +12,12 @@ from coordexp.pack import CarryBuffer, select, split_in_order
 from coordexp.pack.carry import first_in_first_out
 
 
+@pytest.mark.scenario("R05.S2", "R37.S1", on="pure")
+def test_the_same_lengths_give_the_same_selection():
+    lengths = [n * 7919 % 97 + 3 for n in range(300)]
+    assert len({select(list(lengths), 256) for _ in range(5)}) == 1
+
+
 @pytest.mark.scenario("R05.C6", "R05.S2", "R37.S1", on="pure")
 def test_another_process_draws_the_same_rows_whatever_its_hash_seed():
     program = (
@@ -48,7 +54,7 @@ def test_a_segment_beyond_the_exact_window_is_still_found_by_binpacking():
     assert select(lengths, 100) == (0, 102)
 
 
-@pytest.mark.scenario("R05.C6", on="pure")
+@pytest.mark.scenario("R05.C6", "R05.S1", on="pure")
 def test_up_to_twelve_segments_the_result_is_what_trying_all_subsets_gives():
     for seed in range(400):
         count, capacity = 1 + seed % 12, 20 + seed % 31
