@@ -277,15 +277,6 @@ def test_three_seeds_on_both_sides_have_an_interval_with_seeds_and_two_have_none
     assert images != seeds and f"<td>{images}</td><td>{seeds}</td>" in text
 
 
-def test_the_first_group_is_the_baseline(tmp_path):
-    base, other = write_two_groups(tmp_path)
-    values = []
-    for pair in ((base, other), (other, base)):
-        stdout = run(*pair, "--out", tmp_path / "all.html").stdout
-        values.append(float(re.search(r"^F1 +\S+ +\S+ +(\S+)", stdout, re.M)[1]))
-    assert values[0] == -values[1] != 0
-
-
 def test_predictions_that_do_not_reproduce_the_logged_f1_are_reported(tmp_path):
     base, other = write_two_groups(tmp_path)
     text = (other / "metrics.jsonl").read_text()
@@ -342,21 +333,6 @@ def test_runs_evaluated_on_several_files_are_compared_if_no_file_has_changed(tmp
     with (tmp_path / "val-1.jsonl").open("a") as file:
         file.write("\n")
     assert "val-1.jsonl: its hash is" in refusal(capsys, *runs, "--out", tmp_path / "a.html")
-
-
-def test_records_with_an_image_id_are_compared_by_it(tmp_path):
-    runs = write_two_groups(tmp_path)
-    expected = run(*runs, "--out", tmp_path / "a.html", "--resamples", 300).stdout
-    truth, _ = crowd(2)
-    numbered = [(500 + number, replace(record, image_id=500 + number)) for number, record in truth]
-    data = write_data(tmp_path / "val.jsonl", numbered)
-    for path in runs:
-        (start,) = json.loads((path / "run.json").read_text())
-        (path / "run.json").write_text(json.dumps([start | {"data": data}]))
-        predicted = read_predictions(path / "evaluations/step-10.json").answers
-        shifted = [replace(answer, image_id=500 + answer.image_id) for answer in predicted]
-        write_evaluation(path, 10, numbered, shifted)
-    assert run(*runs, "--out", tmp_path / "a.html", "--resamples", 300).stdout == expected
 
 
 def test_runs_that_were_evaluated_on_the_same_part_of_the_records_are_compared_on_it(tmp_path, capsys):
