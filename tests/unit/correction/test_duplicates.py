@@ -13,6 +13,12 @@ from tests.unit.correction.conftest import box, poly
 SQUARE = box(100, 100, 300, 300)
 
 
+def test_an_overlap_of_exactly_the_limit_is_enough():
+    half = [box(0, 0, 200, 100), box(0, 0, 100, 100)]
+    assert find_duplicates(half, 0.5) == (1,)
+    assert find_duplicates(half, 0.501) == ()
+
+
 def test_polygons_are_compared_by_their_masks_and_not_by_their_boxes():
     upper, lower = poly(0, 0, 800, 0, 800, 800), poly(0, 0, 800, 800, 0, 800)  # two halves of one square
     assert find_duplicates([upper, lower], 0.1) == ()
