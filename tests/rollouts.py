@@ -39,7 +39,8 @@ DESCS = (
     "e\u0301",
     "}}]},{",
     "object_3",
-    "a\nb",
+    "a\n\u0301b\tc\x00",
+    "<|coord_5|> <|image_pad|>",
     "<|im_end|>",
     "x" * 40,
 )

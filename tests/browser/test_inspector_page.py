@@ -37,15 +37,6 @@ def focus_attribute(page: Page, name: str) -> str | None:
 # Highlighting
 
 
-def test_a_coordinate_highlights_its_own_shape_and_its_matched_true_shape_and_no_other(open_page: Open) -> None:
-    page = open_page(demo_book(), "#99.0.12")
-    page.locator('#strip .token.bin[data-owner="1"]').first.hover()
-    assert lit_shapes(page) == {("1", "matched"), ("1", "true")}
-    assert lit_tokens(page) == {"1"}
-    page.locator('#strip .token.bin[data-owner="3"]').first.hover()
-    assert lit_shapes(page) == {("3", "extra")}
-
-
 def test_an_added_token_highlights_its_missed_object(open_page: Open) -> None:
     page = open_page(demo_book(), "#99.0.12")
     page.locator('#strip .token.desc[data-owner="-6"]').first.hover()

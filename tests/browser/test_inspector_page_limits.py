@@ -1,18 +1,14 @@
 """The page of the rollout inspector at its limits: without colour, enlarged, with hostile text, huge, and live."""
 
-import json
-import threading
-from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import combinations
 from statistics import median
 from typing import Any
 
 import pytest
-from playwright.sync_api import Browser, Page, expect
+from playwright.sync_api import Page, expect
 
 from tests.browser.books import HOSTILE, LONG, TWISTED, demo_book, hostile_book, huge_book
-from tests.browser.conftest import WIDE, Open, PageEvents
+from tests.browser.conftest import Open
 from tests.browser.samples import Book, TrueShape
 
 pytestmark = pytest.mark.timeout(60)
@@ -185,63 +181,3 @@ def test_a_page_with_200_samples_opens_at_once_because_samples_are_parsed_when_s
 
 
 # Live
-
-
-class PageServer(ThreadingHTTPServer):
-    daemon_threads = True
-
-    def __init__(self, html: str) -> None:
-        super().__init__(("127.0.0.1", 0), PageHandler)
-        self.html, self.requests, self.changed = html, [], False
-        self.address = f"http://127.0.0.1:{self.server_address[1]}/"
-
-
-class PageHandler(BaseHTTPRequestHandler):
-    server: PageServer
-
-    def do_GET(self) -> None:
-        is_page = self.path == "/"
-        if not is_page:
-            self.server.requests.append(self.path)
-        body = self.server.html if is_page else json.dumps({"changed": self.server.changed, "step": 120})
-        self.send_response(200)
-        self.send_header("Content-Type", "text/html; charset=utf-8" if is_page else "application/json")
-        self.end_headers()
-        self.wfile.write(body.encode())
-
-    def log_message(self, format: str, *args: Any) -> None:
-        pass
-
-
-@pytest.fixture
-def server() -> Iterator[PageServer]:
-    server = PageServer(demo_book().html(live=True, stamp="a b"))
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
-    thread.start()
-    yield server
-    server.shutdown()
-    thread.join(10)
-    server.server_close()
-
-
-def test_a_served_page_asks_for_new_answers_and_shows_them_at_the_same_sample(
-    browser: Browser, server: PageServer
-) -> None:
-    context, events = browser.new_context(viewport=WIDE), PageEvents()  # type: ignore[arg-type]
-    page: Page = context.new_page()
-    events.listen(page)
-    page.clock.install()
-    page.goto(server.address + "#99.0.12")
-    with page.expect_response("**/changed?*"):
-        page.clock.run_for(3100)
-    assert server.requests == ["/changed?since=a%20b"]
-    expect(page.locator("#news")).to_be_hidden()
-    server.changed = True
-    page.clock.run_for(3100)
-    expect(page.locator("#news")).to_have_text("New answers, up to step 120: show")
-    page.locator("#news").click()
-    page.wait_for_load_state()
-    expect(page.locator("#name")).to_contain_text("Step 100")
-    expect(page.locator("#news")).to_be_hidden()
-    context.close()
-    assert events.problems == []

@@ -42,14 +42,6 @@ def test_each_coordinate_of_a_dumped_answer_highlights_its_shape(open_page: Open
             assert set(lit) == {str(k)} and len(lit) == (2 if k in pairs else 1)
 
 
-def test_an_appended_coordinate_highlights_its_missed_object(open_page: Open, tmp_path: Path) -> None:
-    page = open_page(RunInspectorPage(write_dumped_run(tmp_path / "run", steps=(0,))), "#1.0.0")
-    page.locator('#strip .token.bin[data-owner="-3"]').first.hover()
-    lit = page.locator("#stage .shape.lit")
-    expect(lit).to_have_count(1)
-    assert lit.get_attribute("data-owner") == "-3"
-
-
 def test_a_served_page_offers_what_was_written_later(browser: Browser, tmp_path: Path) -> None:
     folder = write_dumped_run(tmp_path / "run", steps=(0,))
     server = listen(make_live_pages(folder, 200), 0)

@@ -10,7 +10,7 @@ from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
-from playwright.sync_api import Browser, Page, expect
+from playwright.sync_api import Browser, Page
 
 from tests.browser.conftest import PageEvents
 
@@ -83,14 +83,3 @@ def test_no_page_is_wider_than_a_phone(page, site):
         if page.evaluate("document.documentElement.scrollWidth > innerWidth"):
             wide.append(str(file.relative_to(site)))
     assert wide == []
-
-
-def test_the_colours_change_with_one_click_and_stay(page, site):
-    page.emulate_media(color_scheme="light")
-    page.goto((site / "index.html").as_uri())
-    scheme = page.locator("body")
-    expect(scheme).to_have_attribute("data-md-color-scheme", "default")
-    page.get_by_title("Use dark colours").first.click()
-    expect(scheme).to_have_attribute("data-md-color-scheme", "slate")
-    page.goto((site / "install.html").as_uri())
-    expect(scheme).to_have_attribute("data-md-color-scheme", "slate")

@@ -3,9 +3,11 @@
 import json
 from dataclasses import replace
 
+from PIL import Image
 from typer.testing import CliRunner
 
 from coordexp.cli import app
+from coordexp.data.suggestions import write_suggestions
 from coordexp.detect.answering import make_record
 from coordexp.detect.chat_server import normalise_url
 from coordexp.evaluate import check_predictions, evaluate, read_predictions, read_results, write_predictions
@@ -167,3 +169,51 @@ def a_request_to_the_detector(folder, words):
 )
 def the_address_of_a_chat_server(folder, url):
     normalise_url(url)
+
+
+@provoke(
+    ["--images", "IMAGE", "--data", "DATA"],
+    [],
+    ["IMAGE"],
+    *(["--data", "DATA", *more] for more in (["IMAGE"], ["--classes", "cup"], ["--expression", "the cup"])),
+    *(["--data", "DATA", name, value] for name, value in (("--dedup", "0"), ("--dedup", "1.5"), ("--seed", "0"))),
+    *(["--data", "DATA", name, value] for name, value in (("--stop-bias", "nan"), ("--temperature", "0.7"))),
+    *(["--data", "DATA", "--samples", "2", *more] for more in (["--temperature", "0"], ["--top-p", "1.1"])),
+    ["--data", "DATA", "--top-p", "0.9"],
+    ["--images", "IMAGE", "--classes", "cup", "--expression", "it"],
+    ["--images", "IMAGE", "--classes", " , "],
+    ["--images", "IMAGE", "--server", "http://h", "--backend", "vllm"],
+    ["--images", "IMAGE", "--served-model", "mine"],
+    ["--images", "IMAGE", "--page", "page.txt"],
+    ["--images", "IMAGE", "IMAGE"],  # all is right, but there is no model
+)
+def predicting(folder, words):
+    Image.new("RGB", (64, 48)).save(folder / "a.png")
+    (folder / "val.jsonl").write_text("{}")
+    paths = {"IMAGE": str(folder / "a.png"), "DATA": str(folder / "val.jsonl")}
+    given = ["predict", "--model", str(folder), "--out", str(folder / "preds.json")]
+    result = CliRunner().invoke(app, [*given, *(paths.get(word, word) for word in words)])
+    assert result.exit_code == 1
+    return result.output
+
+
+@provoke(
+    *(
+        words.split()
+        for words in ("--iou 0", "--other-iou 1.5", "--batch 4", "--samples 2", "--resume", "--model .")
+    ),
+)
+def suggesting(folder, words):
+    (folder / "val.jsonl").write_text("".join(f"{line.as_json()}\n" for _, line in TRUTH))
+    files = ["--data", folder / "val.jsonl", "--preds", write(folder), "--out", folder / "out"]
+    result = CliRunner().invoke(app, ["data", "suggest", *map(str, files), *words])
+    assert result.exit_code == 1 and not (folder / "out").exists()
+    return result.output
+
+
+@provoke()
+def completing_without_decisions_or_a_score(folder):
+    write_suggestions(folder / "s.jsonl", [])
+    (folder / "val.jsonl").write_text(f"{TRUTH[0][1].as_json()}\n")
+    files = ["--data", folder / "val.jsonl", "-s", folder / "s.jsonl", "--out", folder / "new.jsonl"]
+    return CliRunner().invoke(app, ["data", "complete", *map(str, files)]).output

@@ -8,7 +8,7 @@ from typer.testing import CliRunner
 from coordexp.cli import app
 from coordexp.pages.rollouts import choose_examples
 from tests.messages import provoke
-from tests.unit.pages.run_folders import write_dumped_run
+from tests.unit.pages.run_folders import TERMS, manifest, write_dumped_run, write_run
 
 FIRST = "dumps/step-000000.jsonl"
 NO_MORE = json.dumps({"format": 1, "place": {"step": 0, "micro": 0, "record": 0}})
@@ -51,3 +51,33 @@ def inspecting(folder, options):
 @provoke()
 def a_run_without_dumps(folder):
     choose_examples(folder, 9)
+
+
+@provoke(
+    *(("run.json", text) for text in ("[]", "[3]", '[{"data": {"val": {"file": 1}}}]')),
+    ("resolved.yaml", "training: [1]"),
+    *(("metrics.jsonl", text) for text in ("{\n", '{"step": -1}\n', '{"step": 1, "loss": -1e308}\n')),
+    *(("servers.jsonl", f'{{"event": "sync"{more}}}\n') for more in ("", ', "seconds": "x"', ', "servers": [{}]')),
+)
+def reporting_a_run_with(folder, spoilt):
+    (write_run(folder / "one") / spoilt[0]).write_text(spoilt[1])
+    return CliRunner().invoke(app, ["report", str(folder / "one")]).output
+
+
+@provoke(
+    *({"command": [3]}, {"packages": [3]}, {"objective": {"terms": [TERMS[0] | {"weight": 1e300}]}}),
+    {"objective": {"terms": [{"term": "a"}]}},
+)
+def reporting_a_run_whose_manifest_has(folder, changes):
+    write_run(folder / "one", starts=[manifest(**changes)])
+    return CliRunner().invoke(app, ["report", str(folder / "one")]).output
+
+
+@provoke(["--out", "page.txt"], ["--out", "page"], ["--at", "best"])
+def reporting(folder, options):
+    return CliRunner().invoke(app, ["report", str(write_run(folder / "one")), *options]).output
+
+
+@provoke()
+def reporting_a_folder_that_is_not_a_run(folder):
+    return CliRunner().invoke(app, ["report", str(folder)]).output

@@ -1,6 +1,5 @@
 """Properties of the selection from any buffer (R05)."""
 
-import itertools
 import random
 
 import pytest
@@ -25,16 +24,3 @@ def test_no_selection_is_below_first_in_first_out_above_the_cap_or_without_the_o
         assert chosen[0] == 0
         assert list(chosen) == sorted(set(chosen))
         assert sum(lengths[i] for i in first_in_first_out(lengths, capacity)) <= total <= capacity
-
-
-def test_with_up_to_twelve_segments_no_subset_is_fuller():
-    chooser = random.Random(12)
-    for _ in range(300):
-        capacity = chooser.choice((30, 300, 3000))
-        lengths = [chooser.randint(1, capacity) for _ in range(chooser.randint(1, 12))]
-        rest = lengths[1:]
-        sums = {
-            lengths[0] + sum(part) for size in range(len(rest) + 1) for part in itertools.combinations(rest, size)
-        }
-        best = max(total for total in sums if total <= capacity)
-        assert sum(lengths[i] for i in select(lengths, capacity)) == best

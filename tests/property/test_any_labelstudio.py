@@ -71,25 +71,17 @@ def has_same_shape(item: RecordObject, original: RecordObject, record: Record) -
 
 
 @given(records())
-def test_labels_come_back_as_they_were(tmp_path_factory, given_record):
+def test_labels_come_back_as_they_were_and_a_copied_prediction_has_the_suggestions_too(
+    tmp_path_factory, given_record
+):
     record, suggested = given_record
     task = to_task(record, suggested, TaskSettings())
-    image, items, _ = bring_back(task, tmp_path_factory.getbasetemp())
-    assert (image.width, image.height, image.image_id) == (record.width, record.height, record.image_id)
-    assert image.path.name == "ä b?.png"
-    assert [(item.desc, item.category_id) for item in items] == [
-        (item.desc, item.category_id) for item in record.objects
-    ]
-    assert all(has_same_shape(*pair, record) for pair in zip(items, record.objects, strict=True))
-
-
-@given(records())
-def test_a_copied_prediction_has_the_labels_and_the_suggestions(tmp_path_factory, given_record):
-    record, suggested = given_record
-    task = to_task(record, suggested, TaskSettings())
-    if suggested:
-        task["annotations"] = [{"result": task["predictions"][0]["result"]}]
-    expected = [*record.objects, *(suggestion.item for suggestion in suggested)]
-    _, items, _ = bring_back(task, tmp_path_factory.getbasetemp())
-    assert [item.desc for item in items] == [item.desc for item in expected]
-    assert all(has_same_shape(*pair, record) for pair in zip(items, expected, strict=True))
+    copied = task | ({"annotations": [{"result": task["predictions"][0]["result"]}]} if suggested else {})
+    suggestions = tuple(suggestion.item for suggestion in suggested)
+    for exported, expected in ((task, record.objects), (copied, (*record.objects, *suggestions))):
+        image, items, _ = bring_back(exported, tmp_path_factory.getbasetemp())
+        assert (image.width, image.height, image.image_id) == (record.width, record.height, record.image_id)
+        assert image.path.name == "ä b?.png"
+        names, wanted = ([(item.desc, item.category_id) for item in side] for side in (items, expected))
+        assert names == wanted
+        assert all(has_same_shape(*pair, record) for pair in zip(items, expected, strict=True))

@@ -5,7 +5,6 @@ import importlib.util
 import json
 import os
 import re
-import shlex
 import signal
 import subprocess
 import sys
@@ -239,11 +238,3 @@ def test_the_learner_has_time_to_save_before_slurm_ends_its_job():
     for item in KUBERNETES:
         if item["kind"] == "Job":
             assert item["spec"]["template"]["spec"]["terminationGracePeriodSeconds"] > grace
-
-
-def test_the_examples_on_the_page_name_existing_files():
-    page = (ROOT / "docs/deploy.md").read_text()
-    for block in re.findall(r"^```bash\n(.*?)^```$", page, re.MULTILINE | re.DOTALL):
-        for word in shlex.split(block.replace("\\\n", " "), comments=True):
-            if word.startswith(("deploy/", "configs/")):
-                assert (ROOT / word).exists(), word

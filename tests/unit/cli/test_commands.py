@@ -67,16 +67,6 @@ def test_check_of_a_sound_config_shows_each_value_with_its_origin():
     assert "adam_beta1: 0.9" in everything and "fp_cost: 1.0" in everything
 
 
-def test_check_of_a_sound_config_as_json_has_an_origin_for_every_value():
-    answer = json.loads(run("check", "--json", "--config", "configs/stage2-server-3v1.yaml").stdout)
-    assert answer["ok"] is True
-    details = answer["details"]
-    assert details["files"] == ["configs/base.yaml", "configs/stage2.yaml", "configs/stage2-server-3v1.yaml"]
-    place = "rollout_matching.vllm.server.servers[2].group_port"
-    assert details["origins"][place].startswith("configs/stage2-server-3v1.yaml:")
-    assert details["origins"]["rollout_matching.fp_cost"] == "default"
-
-
 def test_check_counts_the_records_of_all_files_and_notes_patterns_without_files(tmp_path):
     for name in ("v-0.jsonl", "v-1.jsonl", "a.jsonl"):
         (tmp_path / name).write_text("{}\n{}\n")

@@ -60,16 +60,6 @@ def test_suggestions_and_their_page_are_written(folder):
     assert (folder / "out/complete.html").is_file()
 
 
-def test_labels_above_a_score_are_added(folder):
-    suggest(folder)
-    result = complete(folder, "--accept-above", "0.8")
-    assert result.exit_code == 0, result.output
-    assert "2 records, 1 labels added; 0 suggestions were rejected, 1 are undecided" in result.stdout
-    records = [record for _, record in read_records(folder / "new.jsonl")]
-    assert [[item.desc for item in record.objects] for record in records] == [["cat", "dog"], ["dog"]]
-    assert run("doctor", folder / "new.jsonl", "--images", "skip").exit_code == 0
-
-
 def test_labels_that_a_person_accepted_are_added(folder):
     suggest(folder)
     sha256 = read_suggestions(folder / "out/suggestions.jsonl").sha256
@@ -102,51 +92,6 @@ def test_nothing_is_overwritten(folder):
 def test_the_data_set_is_not_completed_in_place(folder):
     suggest(folder)
     assert "train.jsonl exists" in complete(folder, "--accept-above", "0", out="train.jsonl").output
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        (["--iou", "0"], "--iou 0 is not an IoU"),
-        (["--other-iou", "1.5"], "--other-iou 1.5 is not an IoU"),
-        (["--batch", "4"], "--batch has no effect with --preds"),
-        (["--resume"], "--resume has no effect with --preds"),
-        (["--model", "."], "give either --model or --preds"),
-        (["--samples", "2"], "preds.samples.jsonl: no such file"),
-    ],
-)
-def test_options_that_cannot_work_are_refused(folder, options, words):
-    result = suggest(folder, *options)
-    assert result.exit_code == 1
-    assert words in result.output
-    assert not (folder / "out").exists()
-
-
-def test_a_completion_needs_decisions_or_a_score(folder):
-    suggest(folder)
-    assert "nothing says which labels to add" in complete(folder).output
-
-
-def test_suggestions_go_to_label_studio_and_back(folder):
-    suggest(folder)
-    options = ("--suggestions", folder / "out/suggestions.jsonl", "--model-version", "run 3")
-    result = run("export", "labelstudio", folder / "train.jsonl", "--out", folder / "tasks.json", *options)
-    assert result.exit_code == 0, result.output
-    assert "2 tasks" in result.stdout and "2 classes" in result.stdout
-    tasks = json.loads((folder / "tasks.json").read_text())
-    assert [task["predictions"][0]["model_version"] for task in tasks] == ["run 3"] * 2
-    for task in tasks:  # a person copies each prediction and changes nothing
-        task["annotations"] = [{"result": task["predictions"][0]["result"]}]
-    (folder / "export.json").write_text(json.dumps(tasks))
-    result = run(
-        "import", "labelstudio", folder / "export.json", "--images", folder, "--out", folder / "back.jsonl"
-    )
-    assert result.exit_code == 0, result.output
-    assert complete(folder, "--accept-above", "0").exit_code == 0
-    truths = [read_records(folder / name) for name in ("back.jsonl", "new.jsonl")]
-    for (_, back), (_, completed) in zip(*truths, strict=True):
-        assert back.image == completed.image
-        assert set(back.true_objects()) == set(completed.true_objects())
 
 
 def test_an_export_overwrites_nothing_and_refuses_options_without_effect(folder):

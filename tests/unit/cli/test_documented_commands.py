@@ -13,7 +13,6 @@ from tests.documented_commands import (
     find_mistake,
     find_pages,
     find_unknown_names,
-    read_blocks,
 )
 
 PAGES = find_pages()
@@ -38,13 +37,6 @@ def test_every_option_of_a_command_in_a_sentence_exists(page):
             continue
         words = [word for word in span.split() if re.fullmatch(r"[a-z][\w-]*|--?[a-z][\w-]*", word)]
         assert find_unknown_names(words[1:]) == [], f"{page}: {span}"
-
-
-def test_blocks_and_their_marks_are_found():
-    text = "a\n\n```bash\nls\n```\n\n<!-- not run: needs a GPU -->\n```bash\ncoordexp doctor --gpu\n```\n"
-    first, second = read_blocks("page.md", text)
-    assert (first.line, first.text, first.reason) == (3, "ls", None)
-    assert (second.text, second.reason) == ("coordexp doctor --gpu", "needs a GPU")
 
 
 def test_commands_are_found_in_pipes_loops_and_continued_lines():
@@ -72,12 +64,6 @@ def test_commands_are_found_in_pipes_loops_and_continued_lines():
 def test_mistakes_in_commands_are_found(arguments, mistake):
     problem = find_mistake(arguments)
     assert (problem is None) if mistake is None else mistake in problem
-
-
-def test_names_that_do_not_exist_are_found_without_complete_arguments():
-    assert find_unknown_names(["predict", "--stop-bias", "--dedupe"]) == ["--dedupe"]
-    assert find_unknown_names(["data", "imports"]) == ["imports"]
-    assert find_unknown_names(["data"]) == []
 
 
 def test_files_that_do_not_exist_are_found():

@@ -65,7 +65,12 @@ def test_a_sound_config_has_its_notes_among_the_findings_and_its_settings_in_the
     assert report["ok"] is True
     assert {finding["severity"] for finding in report["findings"]} == {"warning"}
     assert "model.path" in {finding["subject"] for finding in report["findings"]}
-    assert set(report["details"]) == {"settings", "origins", "files"}
+    details = report["details"]
+    assert set(details) == {"settings", "origins", "files"}
+    assert details["files"] == ["configs/base.yaml", "configs/stage2.yaml", "configs/stage2-server-3v1.yaml"]
+    place = "rollout_matching.vllm.server.servers[2].group_port"
+    assert details["origins"][place].startswith("configs/stage2-server-3v1.yaml:")
+    assert details["origins"]["rollout_matching.fp_cost"] == "default"
 
 
 def test_the_doctor_reports_every_check_in_the_details(commands):

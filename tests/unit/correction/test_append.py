@@ -1,12 +1,11 @@
 """The text that is appended to an answer and the prefix that it continues (R19), clause by clause."""
 
 import json
-from dataclasses import replace
 
 import numpy as np
 import pytest
 
-from coordexp.correction import Role, build_segment, parse_rollout
+from coordexp.correction import Role
 from coordexp.correction.correct import correct
 from coordexp.correction.segment import serialise
 from coordexp.data import TrueObject
@@ -47,17 +46,6 @@ def test_a_leading_comma_is_written_behind_a_closing_brace_and_nowhere_else(afte
 def test_a_prefix_that_is_not_append_ready_is_an_error(after, objects):
     with pytest.raises(ValueError, match="an answer can be continued only after"):
         fragment(after, *objects)
-
-
-@pytest.mark.scenario("R19.C8", on="pure")
-def test_a_segment_is_not_built_on_a_prefix_that_is_not_append_ready(core):
-    """The error is raised although an object is missed, so the prefix is never used."""
-    parsed, match, _ = core.build(answer(entry("object_1", "red cup", CUP.geometry)), [CUP, ROOF])
-    spoiled = replace(parsed, remainder=parsed.remainder + b' "desc"')
-    with pytest.raises(ValueError, match="the prefix ends in b'\"'"):
-        build_segment(
-            PROMPT, spoiled, match, [CUP, ROOF], table=core.table, order="desc_first", settings=core.settings
-        )
 
 
 @pytest.mark.scenario("R19.C6", on="pure")
@@ -138,17 +126,6 @@ def test_no_token_before_the_cut_is_changed_whatever_the_tokenisation_and_layout
     assert core.answer(correction.segment) == (
         text.replace("~", "")[:-2] + ", " + entry("object_8", "roof", ROOF.geometry) + "}"
     )
-
-
-@pytest.mark.scenario("R19.C4", on="pure")
-def test_only_the_token_that_the_cut_falls_into_is_replaced():
-    """On the real vocabulary the last token is `}}`. Its first brace is kept."""
-    qwen = table("qwen")
-    text = answer(entry("object_1", "red cup", CUP.geometry))
-    ids = qwen.encode(text.encode())
-    assert qwen.pieces[ids[-1]] == b"}}"
-    parsed = parse_rollout([*ids, qwen.end_of_turn], qwen)
-    assert (list(parsed.prefix_ids), parsed.remainder) == (ids[:-1], b"}")
 
 
 @pytest.mark.scenario("R19.C3", on="pure")

@@ -1,5 +1,7 @@
 """Which of several answers is trained on, and what several answers agree on."""
 
+import pytest
+
 from coordexp.config import RolloutMatching
 from coordexp.config.rollout import CorrectionPolicy, RolloutChoice
 from coordexp.correction import Choice, Correction, choose_answer, correct
@@ -32,29 +34,26 @@ def corrected(*texts: str, settings: RolloutMatching) -> Correction:
     return correct(PROMPT, ids, TRUTH, table=QWEN, order="desc_first", settings=settings, agreed=choice.agreed)
 
 
-def test_the_answer_with_the_highest_f1_is_chosen():
-    assert choose(write(CUP), write(CUP, CAT), write(CUP, CAT, DOG)).index == 1
+AGAIN, LAMP, MUG = box("cup", 5, 5), box("lamp", 800, 400), box("mug", 0, 0)
+BROKEN = write(CUP, CAT)[:-1] + ', "object_9": {"desc": "x"}}'
 
 
-def test_of_equal_answers_the_one_with_fewer_duplicates_is_chosen_and_then_the_first():
-    again, lamp = box("cup", 5, 5), box("lamp", 800, 400)
-    assert choose(write(CUP, CAT, again), write(CUP, CAT, lamp), write(CUP, CAT, lamp)).index == 1
-
-
-def test_of_answers_with_the_same_shapes_the_one_with_the_right_names_is_chosen_and_then_the_cleaner_one():
-    mug = box("mug", 0, 0)
-    assert choose(write(mug, CAT), write(CUP, CAT)).index == 1
-    broken = write(CUP, CAT)[:-1] + ', "object_9": {"desc": "x"}}'
-    assert choose(broken, write(CUP, CAT)).index == 1
-    assert choose("Sure!", "{}", truth=[]).index == 1
-
-
-def test_if_nothing_is_true_the_empty_answer_is_chosen():
-    assert choose(write(CUP), "{}", truth=[]).index == 1
-
-
-def test_answers_that_cannot_be_read_are_chosen_last():
-    assert choose("Sure!", write(CUP), "{").index == 1
+@pytest.mark.parametrize(
+    ("worse", "best", "truth"),
+    [
+        ([write(CUP)], write(CUP, CAT), None),  # F1
+        ([write(CUP, CAT, DOG)], write(CUP, CAT), None),
+        ([write(CUP, CAT, AGAIN)], write(CUP, CAT, LAMP), None),  # duplicates
+        ([write(MUG, CAT)], write(CUP, CAT), None),  # the right names
+        ([BROKEN], write(CUP, CAT), None),
+        (["Sure!"], "{}", []),
+        ([write(CUP)], "{}", []),
+        (["Sure!", "{"], write(CUP), None),
+    ],
+)
+def test_the_best_answer_is_chosen_and_of_equal_ones_the_first(worse, best, truth):
+    assert choose(*worse, best, truth=truth).index == len(worse)
+    assert choose(*worse, best, best, truth=truth).index == len(worse)
 
 
 def test_best_asks_nothing_about_agreement():

@@ -13,33 +13,10 @@ from tests.unit.correction.conftest import box, poly
 SQUARE = box(100, 100, 300, 300)
 
 
-def test_nothing_and_a_single_shape_have_no_duplicates():
-    assert find_duplicates([], 0.5) == ()
-    assert find_duplicates([SQUARE], 0.5) == ()
-
-
-def test_all_copies_but_the_first_are_duplicates():
-    far = box(600, 600, 900, 900)
-    assert find_duplicates([SQUARE, far, SQUARE, SQUARE, far], 1.0) == (2, 3, 4)
-
-
-def test_a_shape_that_overlaps_only_a_duplicate_is_kept():
-    """a and b overlap by 0.6, b and c too, but a and c only by 1/3. b is dropped, so nothing is left that c
-    repeats."""
-    chain = [box(0, 0, 400, 400), box(100, 0, 500, 400), box(200, 0, 600, 400)]
-    assert find_duplicates(chain, 0.6) == (1,)
-    assert find_duplicates(chain, 0.3) == (1, 2)
-    assert find_duplicates([*chain, box(300, 0, 700, 400)], 0.6) == (1, 3)
-
-
 def test_an_overlap_of_exactly_the_limit_is_enough():
     half = [box(0, 0, 200, 100), box(0, 0, 100, 100)]
     assert find_duplicates(half, 0.5) == (1,)
     assert find_duplicates(half, 0.501) == ()
-
-
-def test_the_earlier_shape_is_kept_also_if_it_is_the_smaller_one():
-    assert find_duplicates([box(0, 0, 100, 100), box(0, 0, 100, 110), box(0, 0, 100, 121)], 0.9) == (1,)
 
 
 def test_polygons_are_compared_by_their_masks_and_not_by_their_boxes():

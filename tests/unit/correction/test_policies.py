@@ -8,7 +8,7 @@ import pytest
 
 from coordexp.config import RolloutMatching
 from coordexp.config.rollout import CorrectionPolicy
-from coordexp.correction import Correction, Role, TokenKind, correct
+from coordexp.correction import Correction, correct
 from coordexp.data import Geometry, TrueObject
 from tests.vocabularies import encode, table
 
@@ -60,19 +60,6 @@ def test_a_missed_object_is_inserted_where_the_ground_truth_has_it_and_the_rest_
     assert text_of(correction) == write(CUP, DOG, CAT)
 
 
-def test_the_tokens_before_the_first_change_are_the_models_own():
-    """The first cup is spelled byte by byte, as no tokenizer would."""
-    text = write(CUP, CAT)
-    length = len('{"object_1": {"desc": "cup"')
-    ids = [QWEN.byte_ids[byte] for byte in text[:length].encode()] + encode(text[length:], QWEN)
-    settings = RolloutMatching(correction=CorrectionPolicy(insertion="in_order"))
-    correction = correct(PROMPT, ids, TRUTH, table=QWEN, order="desc_first", settings=settings)
-    own = correction.own_tokens
-    assert own > length
-    assert correction.segment.ids[len(PROMPT) : len(PROMPT) + own].tolist() == ids[:own]
-    assert text_of(correction) == write(CUP, DOG, CAT)
-
-
 def test_an_answer_without_a_mistake_stays_as_it_is():
     for insertion in ("append", "in_order"):
         correction = corrected(write(*TRUTH), TRUTH, insertion=insertion, supervise="matched")
@@ -105,11 +92,6 @@ def test_in_order_an_extra_stays_behind_the_object_it_followed():
     assert text_of(correction) == write(first, truth[0], truth[1], lamp, truth[2])
 
 
-def test_extras_are_removed_if_the_policy_says_so():
-    lamp = box("lamp", 800, 400)
-    assert text_of(corrected(write(CUP, lamp, DOG), TRUTH, extras="remove")) == write(CUP, DOG, CAT)
-
-
 def test_a_duplicate_is_removed_and_an_extra_is_not():
     again, lamp = box("cup", 5, 5), box("lamp", 800, 400)
     correction = corrected(write(CUP, again, lamp), TRUTH, duplicates="remove")
@@ -138,31 +120,6 @@ def test_a_box_around_a_group_does_not_cost_the_objects_in_it():
     correction = corrected(write(group, left, right), [left, right], duplicates="remove")
     assert text_of(correction) == write(left, right)
     assert correction.rebuilt.duplicates == (0,)
-
-
-def test_objects_that_are_not_valid_are_left_out():
-    text = write(CUP, CAT).replace('"object_2"', '"object_2": {"desc": "broken"}, "object_3"')
-    assert text_of(corrected(text, TRUTH, insertion="in_order")) == write(CUP, DOG, CAT)
-
-
-def test_by_default_of_supervise_only_missed_text_is_supervised_and_matched_adds_the_structure():
-    missed = supervised_text(corrected(write(CUP, CAT), TRUTH, insertion="in_order"))
-    matched = supervised_text(corrected(write(CUP, CAT), TRUTH, insertion="in_order", supervise="matched"))
-    assert '"object_2": {"desc": "dog", "bbox_2d": ["' in missed
-    assert "object_" in missed.split("dog")[0]
-    assert '"desc": "' not in missed.split("dog")[1]
-    assert matched.count('"desc": "') == 3
-    assert "cup" not in matched
-    assert "cat" not in matched
-
-
-def test_a_matched_object_gets_its_true_desc_if_desc_is_supervised():
-    wrong = box("mug", 0, 0)
-    correction = corrected(write(wrong, CAT), TRUTH, insertion="in_order", supervise="matched_with_desc")
-    assert text_of(correction) == write(CUP, DOG, CAT)
-    assert all(desc in supervised_text(correction) for desc in ("cup", "dog", "cat"))
-    segment = correction.segment
-    assert (segment.roles[segment.kinds == TokenKind.desc] == Role.tail_desc).all()
 
 
 def test_polygons_are_inserted_and_their_duplicates_removed():
@@ -218,11 +175,3 @@ def test_copies_of_one_duplicate_are_marked_once(vocabulary):
         PROMPT, ids, [CUP, CAT], table=table(vocabulary), order="desc_first", settings=settings
     ).segment
     assert (segment.unlikely >= 0).sum() == 1
-
-
-@pytest.mark.parametrize("weight", [0.0, 0.5, 1.0])
-def test_the_closing_brace_has_the_weight_of_the_policy_and_nothing_else_has(weight):
-    segment = corrected(write(CUP, CAT), TRUTH, insertion="in_order", closing_weight=weight).segment
-    usual = corrected(write(CUP, CAT), TRUTH, insertion="in_order").segment
-    assert segment.weights[-2:].tolist() == [weight, 1.0]
-    assert segment.weights[:-2].tolist() == usual.weights[:-2].tolist()

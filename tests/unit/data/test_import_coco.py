@@ -43,77 +43,66 @@ def test_boxes_come_in_source_order_with_paths_relative_to_the_file(tmp_path):
     assert (counts.images, counts.objects, counts.entries) == (1, 2, ())
 
 
-def test_a_polygon_is_taken_where_there_is_one_unless_boxes_are_chosen(tmp_path):
-    document = coco([annotation(segmentation=[SQUARE]), annotation(2)])
-    write_image(tmp_path / "images/a.png")
-    assert list_shapes(import_coco(tmp_path, document)[0]) == [("poly", tuple(SQUARE)), BOX]
-    assert list_shapes(import_coco(tmp_path, document, geometry="box")[0]) == [BOX, BOX]
-    records, counts = import_coco(tmp_path, document, geometry="poly")
-    assert list_shapes(records) == [("poly", tuple(SQUARE))]
-    assert count_reasons(counts) == {"dropped: object without a usable polygon (--geometry poly)": 1}
+def two_parts_with_a_hole():
+    mask = mask_of((10, 10, 20, 20), (30, 30, 33, 33))
+    mask[15, 15] = 0
+    return compress(mask)
 
 
-def test_a_box_is_made_from_the_polygon_when_there_is_none(tmp_path):
-    document = coco([annotation(bbox=None, segmentation=[SQUARE, SMALL])])
-    assert list_shapes(import_coco(tmp_path, document, geometry="box")[0]) == [("bbox_2d", (10, 10, 34, 34))]
+POLYGON, WAVY = ("poly", tuple(SQUARE)), [10, 10, 15, 10.2, 20, 10, 20, 20, 10, 20]
+MASK = compress(mask_of((10, 10, 20, 20)))
+PLAIN_MASK = {"size": [48, 64], "counts": [10 * 48 + 10, *[10, 38] * 9, 10, 64 * 48 - 19 * 48 - 20]}
+BOTH = {"segmentation": [SMALL, SQUARE]}
+CROWD = {"iscrowd": 1, "segmentation": MASK}
+PARTS = "changed: object of several parts:"
 
 
 @pytest.mark.parametrize(
-    ("multipart", "expected", "reason"),
+    ("changes", "rules", "shapes", "reasons"),
     [
-        ("largest", [("poly", tuple(SQUARE))], "changed: object of several parts: the largest is taken"),
-        ("box", [BOX], "changed: object of several parts: its box is taken"),
+        ({}, {}, [BOX], []),
+        ({"segmentation": [SQUARE]}, {}, [POLYGON], []),
+        ({"segmentation": [SQUARE]}, {"geometry": "box"}, [BOX], []),
+        ({"bbox": None} | BOTH, {"geometry": "box"}, [("bbox_2d", (10, 10, 34, 34))], []),
+        ({}, {"geometry": "poly"}, [], ["dropped: object without a usable polygon (--geometry poly)"]),
+        (BOTH, {"multipart": "largest"}, [POLYGON], [f"{PARTS} the largest is taken"]),
+        (BOTH, {"multipart": "box"}, [BOX], [f"{PARTS} its box is taken"]),
+        (BOTH, {"multipart": "split"}, [("poly", tuple(SMALL)), POLYGON], [f"{PARTS} split into one object each"]),
+        (BOTH, {"multipart": "drop"}, [], ["dropped: object of several parts (--multipart drop)"]),
+        ({"segmentation": MASK}, {}, [POLYGON], []),
+        ({"segmentation": PLAIN_MASK}, {}, [POLYGON], []),
         (
-            "split",
-            [("poly", tuple(SMALL)), ("poly", tuple(SQUARE))],
-            "changed: object of several parts: split into one object each",
+            {"segmentation": two_parts_with_a_hole()},
+            {},
+            [POLYGON],
+            ["changed: mask with a hole: the hole is filled", f"{PARTS} the largest is taken"],
         ),
-        ("drop", [], "dropped: object of several parts (--multipart drop)"),
+        ({"segmentation": [WAVY]}, {}, [("poly", tuple(WAVY))], []),
+        (
+            {"segmentation": [WAVY]},
+            {"tolerance": 0.5},
+            [POLYGON],
+            ["changed: polygon drawn with fewer vertices (--tolerance)"],
+        ),
+        (CROWD, {}, [], ["dropped: crowd (--crowd drop)"]),
+        (CROWD, {"crowd": "keep"}, [POLYGON], ["noted: crowd: kept as one object"]),
+        (  # put outside by rounding
+            {"bbox": [40.04, 30.02, 24.01, 18.03]},
+            {"outside": "refuse"},
+            [("bbox_2d", (40.04, 30.02, 64, 48))],
+            ["changed: object put outside the image by rounding: moved onto the border"],
+        ),
     ],
 )
-def test_an_object_of_several_parts_goes_by_the_rule(tmp_path, multipart, expected, reason):
+def test_an_annotation_becomes_the_shape_of_the_rules_and_every_change_is_counted(
+    tmp_path, changes, rules, shapes, reasons
+):
     write_image(tmp_path / "images/a.png")
-    document = coco([annotation(segmentation=[SMALL, SQUARE])])
-    records, counts = import_coco(tmp_path, document, multipart=multipart)
-    assert list_shapes(records) == expected
-    assert count_reasons(counts)[reason] == 1
-
-
-@pytest.mark.parametrize("form", ["compressed", "plain"])
-def test_a_mask_becomes_its_outline(tmp_path, form):
-    mask = mask_of((10, 10, 20, 20))
-    plain = {"size": [48, 64], "counts": [10 * 48 + 10, *[10, 38] * 9, 10, 64 * 48 - 19 * 48 - 20]}
-    segmentation = compress(mask) if form == "compressed" else plain
-    records, counts = import_coco(tmp_path, coco([annotation(segmentation=segmentation)]))
-    assert list_shapes(records) == [("poly", (10, 10, 20, 10, 20, 20, 10, 20))]
-    assert [entry.effect for entry in counts.entries] == ["noted"]  # the image file does not exist
-
-
-def test_a_tolerance_takes_vertices_away_and_is_counted(tmp_path):
-    document = coco([annotation(segmentation=[[10, 10, 15, 10.2, 20, 10, 20, 20, 10, 20]])])
-    assert len(list_shapes(import_coco(tmp_path, document)[0])[0][1]) == 10
-    records, counts = import_coco(tmp_path, document, tolerance=0.5)
-    assert list_shapes(records) == [("poly", tuple(SQUARE))]
-    assert count_reasons(counts)["changed: polygon drawn with fewer vertices (--tolerance)"] == 1
-
-
-def test_a_mask_of_two_parts_with_a_hole_is_counted_for_both(tmp_path):
-    mask = mask_of((10, 10, 20, 20), (30, 30, 33, 33))
-    mask[15, 15] = 0
-    records, counts = import_coco(tmp_path, coco([annotation(segmentation=compress(mask))]))
-    assert list_shapes(records) == [("poly", (10, 10, 20, 10, 20, 20, 10, 20))]
-    assert count_reasons(counts)["changed: mask with a hole: the hole is filled"] == 1
-    assert count_reasons(counts)["changed: object of several parts: the largest is taken"] == 1
-
-
-def test_crowds_are_dropped_or_kept_and_counted(tmp_path):
-    document = coco([annotation(iscrowd=1, segmentation=compress(mask_of((10, 10, 20, 20))))])
-    records, counts = import_coco(tmp_path, document)
-    assert list_shapes(records) == []
-    assert count_reasons(counts)["dropped: crowd (--crowd drop)"] == 1
-    records, counts = import_coco(tmp_path, document, crowd="keep")
-    assert len(list_shapes(records)) == 1
-    assert count_reasons(counts)["noted: crowd: kept as one object"] == 1
+    records, counts = import_coco(tmp_path, coco([annotation(**changes)]), **rules)
+    assert list_shapes(records) == shapes
+    noted = count_reasons(counts)
+    assert [noted[reason] for reason in reasons] == [1] * len(reasons)
+    assert {reason for reason in noted if "image without objects" not in reason} == set(reasons)
 
 
 def test_images_without_objects_are_kept_or_dropped_and_counted(tmp_path):
@@ -130,13 +119,6 @@ def test_a_polygon_is_cut_at_the_border_and_keeps_its_area_inside(tmp_path):
     ((kind, coords),) = list_shapes(import_coco(tmp_path, document)[0])
     assert kind == "poly"
     assert set(zip(coords[::2], coords[1::2], strict=True)) == {(60, 10), (64, 10), (64, 20), (60, 20)}
-
-
-def test_a_box_put_outside_by_rounding_is_moved_onto_the_border_whatever_the_rule(tmp_path):
-    document = coco([annotation(bbox=[40.04, 30.02, 24.01, 18.03])])
-    records, counts = import_coco(tmp_path, document, outside="refuse")
-    assert list_shapes(records) == [("bbox_2d", (40.04, 30.02, 64, 48))]
-    assert count_reasons(counts)["changed: object put outside the image by rounding: moved onto the border"] == 1
 
 
 def test_a_size_that_is_missing_is_read_from_the_image(tmp_path):

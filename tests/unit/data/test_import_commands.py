@@ -49,14 +49,6 @@ def test_a_file_that_exists_is_not_overwritten(source):
     assert out.read_text() == "mine"
 
 
-def test_a_source_that_cannot_be_imported_leaves_nothing(source):
-    (source / "coco.json").write_text(json.dumps(coco([], [{"id": 1, "file_name": "../a.png"}])))
-    result = run("coco", source / "coco.json", "--images", source / "images", "--out", source / "train.jsonl")
-    assert result.exit_code == 1
-    assert "leads out of the folder of images" in result.output
-    assert sorted(path.name for path in source.iterdir()) == ["coco.json", "images"]
-
-
 def test_the_message_names_the_source_and_is_short(source):
     """Also if it is about one image, and if what is wrong there is long."""
     images = [{"id": ["x" * 9000], "file_name": "a.png", "width": 64, "height": 48}]
@@ -64,21 +56,6 @@ def test_the_message_names_the_source_and_is_short(source):
     result = run("coco", source / "coco.json", "--images", source / "images", "--out", source / "train.jsonl")
     assert result.exit_code == 1
     assert str(source / "coco.json") in result.output and len(result.output) < 2000
-
-
-def test_lvis_and_labelme_are_commands_too(source):
-    document = coco([annotation()], [{"id": 1, "coco_url": "http://x/images/a.png", "width": 64, "height": 48}])
-    (source / "lvis.json").write_text(json.dumps(document))
-    result = run("lvis", source / "lvis.json", "--images", source, "--out", source / "lvis.jsonl")
-    assert result.exit_code == 0, result.output
-    shape = {"label": "cat", "points": [[1, 1], [9, 9]], "shape_type": "rectangle"}
-    (source / "images/a.json").write_text(json.dumps({"imagePath": "a.png", "shapes": [shape]}))
-    result = run("labelme", source / "images", "--out", source / "labelme.jsonl")
-    assert result.exit_code == 0, result.output
-    for name in ("lvis.jsonl", "labelme.jsonl"):
-        ((_, record),) = read_records(source / name)
-        assert record.image == "images/a.png"
-        assert len(record.objects) == 1
 
 
 def test_an_output_behind_a_link_finds_its_images(source):

@@ -53,14 +53,6 @@ def test_the_index_says_what_reading_the_file_says_and_the_file_is_not_read_agai
     assert sorted(path.name for path in file.parent.iterdir()) == ["train.jsonl", "train.jsonl.index"]
 
 
-def test_a_file_without_blank_lines_has_no_line_numbers_in_its_index(file, monkeypatch):
-    file.write_text(record(0, 1) + "\n" + record(1, 2) + "\n")
-    RecordFile(file)
-    forbid_scanning(monkeypatch)
-    assert RecordFile(file)._index.numbers is None
-    assert_same_as_reading(file)
-
-
 def test_records_are_found_as_in_a_list(file):
     records = RecordFile(file)
     assert records[-1] == records[9] and [*records] == [records[k] for k in range(10)]

@@ -85,20 +85,6 @@ def test_what_was_exported_is_imported_without_loss(tmp_path):
     assert count_reasons(tally) == {"noted: image without objects: kept": 1}
 
 
-def test_a_prediction_that_a_person_accepted_becomes_labels_with_their_ids(tmp_path):
-    exported = to_task(RECORD, [DOG], TaskSettings())
-    copied = {"result": exported["predictions"][0]["result"], "updated_at": "2026-03-01T00:00:00Z"}
-    exported["annotations"].append(copied)
-    ((record,), counts) = import_tasks(tmp_path, exported)
-    assert [(item.desc, item.category_id) for item in record.objects] == [
-        ("cup", 3),
-        (LEAF.desc, None),
-        ("dog", 9),
-    ]
-    assert record.objects[2].coords == DOG.item.coords
-    assert count_reasons(counts)["noted: task with several annotations: the latest is taken"] == 1
-
-
 def test_of_several_annotations_the_latest_that_was_not_cancelled_counts(tmp_path):
     first = task(region(names=["new"]), updated_at="2026-01-05T00:00:00Z")
     first["annotations"] += task(region(names=["old"]), updated_at="2026-01-04T00:00:00Z")["annotations"]

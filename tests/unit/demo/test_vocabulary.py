@@ -5,33 +5,6 @@ from transformers import AutoTokenizer
 
 from coordexp.demo.model import SPECIAL_TOKENS, make_model
 from coordexp.errors import UserError
-from coordexp.vocab import COORD_TOKENS
-
-ANSWER = (
-    '{"object_1": {"desc": "red circle", '
-    '"bbox_2d": ["<|coord_10|>", "<|coord_20|>", "<|coord_999|>", "<|coord_0|>"]}}'
-)
-
-
-@pytest.fixture(scope="module", params=["small", pytest.param("qwen", marks=pytest.mark.slow)])
-def folder(request, tmp_path_factory):
-    return make_model(tmp_path_factory.mktemp("models") / request.param, request.param)
-
-
-@pytest.fixture(scope="module")
-def tokenizer(folder):
-    return AutoTokenizer.from_pretrained(folder)
-
-
-def test_there_are_a_thousand_coordinate_tokens_in_order(tokenizer):
-    ids = tokenizer.convert_tokens_to_ids(list(COORD_TOKENS))
-    assert ids == list(range(ids[0], ids[0] + 1000))
-    assert len(tokenizer) == ids[-1] + 1
-
-
-@pytest.mark.parametrize("text", [ANSWER, " a  b\n\n1234", "猫 🙂 naïve", '{"a": "\\"}}"}'])
-def test_decoding_gives_back_what_was_encoded(tokenizer, text):
-    assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
 
 
 @pytest.mark.slow

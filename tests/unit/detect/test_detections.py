@@ -1,8 +1,6 @@
 """Detections in pixels, and their conversion for other tools."""
 
 import json
-import subprocess
-import sys
 
 import pytest
 from pycocotools import mask as rle
@@ -79,15 +77,6 @@ def test_detections_become_those_of_supervision():
     assert converted.mask.sum((1, 2)) == pytest.approx([100 * 100, 100 * 100], rel=0.03)
     assert detections(prediction("cup", BOX)).to_supervision().class_id.tolist() == [0]
     assert len(detections().to_supervision()) == 0
-
-
-@pytest.mark.slow
-def test_importing_the_package_imports_neither_torch_nor_pillow():
-    code = (
-        "import sys, coordexp; from coordexp import Detector, Detections, DetectedObject; "
-        "print([name for name in ('torch', 'PIL', 'transformers', 'httpx') if name in sys.modules])"
-    )
-    assert subprocess.check_output([sys.executable, "-c", code], text=True) == "[]\n"
 
 
 def test_a_request_of_a_kind_without_a_recorded_prompt_gives_a_warning(tmp_path):

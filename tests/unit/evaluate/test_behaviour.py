@@ -106,16 +106,6 @@ def test_every_missed_object_was_either_skipped_or_stopped_before(seed):
     assert (by_image["skipped"][:, 0] + by_image["stopped"][:, 0]).tolist() == missed.tolist()
 
 
-def test_boxes_on_empty_images_are_counted_by_image():
-    truth = [(1, record(image="1")), (2, record(image="2")), (3, record(("cat", BOX), image="3"))]
-    answers = [
-        answer(prediction("cat", BOX), prediction("cat", FAR), image="1"),
-        answer(image_id=2, image="2"),
-        answer(prediction("cat", BOX), image_id=3, image="3"),
-    ]
-    assert evaluate(truth, answers).behaviour.rates["boxes_on_empty"] == Rate(1, 2)
-
-
 def test_a_desc_that_no_true_object_of_the_data_has_is_unknown():
     truth = [(1, record(("cat", BOX), image="1")), (2, record(("dog", BOX), image="2"))]
     answers = [answer(prediction("dog", BOX), prediction("ghost", FAR), image="1"), answer(image_id=2, image="2")]

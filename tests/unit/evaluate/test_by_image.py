@@ -20,9 +20,12 @@ def test_ratios_of_sums_are_the_metrics_of_the_report():
 
 def test_every_rate_has_two_counts_per_image_in_the_order_of_the_truth():
     truth = [(2, record(("cup", (1, 1, 90, 90)), image="b.png")), (7, record())]
-    answers = [answer(image_id=7), answer(prediction("cup", (1, 1, 90, 90)), image_id=2, image="b.png")]
+    answers = [
+        answer(*[prediction("cup", (1, 1, 90, 90))] * 2, image_id=7),
+        answer(prediction("cup", (1, 1, 90, 90)), image_id=2, image="b.png"),
+    ]
     counts = count_by_image(truth, answers)
     assert tuple(counts) == rate_names()
     assert counts["recall_50"].tolist() == [[1, 1], [0, 0]]
-    assert counts["f1_50"].tolist() == [[2, 2], [0, 0]]
-    assert counts["boxes_on_empty"].tolist() == [[0, 0], [0, 1]]
+    assert counts["f1_50"].tolist() == [[2, 2], [0, 2]]
+    assert counts["boxes_on_empty"].tolist() == [[0, 0], [1, 1]]

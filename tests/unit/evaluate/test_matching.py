@@ -35,13 +35,6 @@ def test_iou_decides_at_which_thresholds_a_box_counts():
     assert metrics([("cat", (0, 0, 100, 100))], [prediction("cat", (0, 0, 100, 50))])["f1_50"] == 1.0
 
 
-def test_as_many_pairs_as_possible_are_made_even_where_a_greedy_choice_makes_fewer():
-    """The first prediction equals one true box and just fits the other; the second just fits the first only."""
-    true = [("cat", (0, 0, 100, 100)), ("cat", (32, 0, 132, 100))]
-    predicted = [prediction("cat", (0, 0, 100, 100), 0.9), prediction("cat", (0, 0, 52, 100), 0.1)]
-    assert metrics(true, predicted)["recall_50"] == 1.0
-
-
 def test_of_equally_many_pairs_those_of_larger_iou_are_made():
     true, predicted = (
         [("cat", (0, 0, 100, 100))],

@@ -3,12 +3,12 @@
 import pytest
 import torch
 
-from coordexp.correction import Role, TokenKind
+from coordexp.correction import Role
 from coordexp.objective import Objective, SetTally
 from coordexp.pack.collate import ExampleSpan, Row
 from tests.rows import chat_settings, measure_logits, settings
 from tests.unit.config.trees import CHAT_CE, TOKEN_CE, load, stage2
-from tests.unit.objective.streams import FIRST, MIXED, SIZE, random_logits, splitter, supervision
+from tests.unit.objective.streams import FIRST, MIXED, random_logits, splitter, supervision
 
 ANSWER = supervision((Role.answer, 2), (Role.answer, 700), (Role.answer, 4), channels="AAA")
 COUNTS = torch.tensor([0, 20, 10, 16, 2, 3])
@@ -84,7 +84,3 @@ def test_a_row_of_one_data_set_needs_no_second_measure():
     objective.measure = None  # a call would fail
     tally.add(Row({}, MIXED, spans(1, 1)[:1]), split, measures)
     assert tally.report()["set/b/loss"] > 0
-
-
-def test_the_vocabulary_of_these_tests_has_the_answer():
-    assert int(ANSWER.ids.max()) < SIZE and TokenKind.answer == 5

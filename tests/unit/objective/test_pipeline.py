@@ -85,27 +85,6 @@ def test_the_loss_is_the_weighted_sum_of_terms_over_positions_of_their_kind():
     assert compute_loss(objective).item() == pytest.approx(expected, rel=1e-9)
 
 
-def test_one_missed_object_weighs_the_same_however_many_others_were_found():
-    """The counts include masked positions, so a single supervised box does not weigh as much as a whole scene."""
-    single, four = (supervision(*((Role.tail_coord, 50 + k) for k in range(4 * n))) for n in (1, 4))
-    counts = COUNTS.clone()
-    objective = make_objective(on_both_channels(COORD_REG, text_gate_weight=0.0))
-    logits = random_logits(16)
-    parts = [
-        compute_loss(
-            objective,
-            logits[4 * k : 4 * k + 4],
-            supervision(*((Role.tail_coord, 50 + 4 * k + i) for i in range(4))),
-            counts,
-        )
-        for k in range(4)
-    ]
-    assert compute_loss(objective, logits[:4], single, counts).item() == pytest.approx(parts[0].item())
-    assert compute_loss(objective, logits, four, counts).item() == pytest.approx(
-        sum(part.item() for part in parts)
-    )
-
-
 @pytest.mark.parametrize("alone", [TOKEN_CE, COORD_REG, BBOX_GEO])
 def test_modules_do_not_depend_on_each_other(alone):
     """There is one exception: where token_ce masks desc, no module supervises it (tested below)."""

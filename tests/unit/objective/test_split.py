@@ -118,13 +118,6 @@ def test_bfloat16_logits_are_read_in_float32():
     assert rough.coord.dtype == torch.float32
 
 
-def test_logits_without_any_position_are_allowed():
-    logits = torch.zeros(0, SIZE, requires_grad=True)
-    split = split_vocabulary(logits, torch.zeros(0, dtype=torch.int64), FIRST)
-    split.cross_entropy().sum().backward()
-    assert logits.grad.shape == (0, SIZE)
-
-
 @pytest.mark.parametrize("temperature", [1.0, 2.0])
 def test_logits_in_several_chunks_give_the_result_of_one_chunk(monkeypatch, temperature):
     results = []

@@ -1,7 +1,6 @@
 """The page of an evaluation: one file that needs nothing else, safe for any text in the data."""
 
 import re
-from html.parser import HTMLParser
 from itertools import pairwise
 
 import pytest
@@ -10,31 +9,9 @@ from PIL import Image
 from coordexp.evaluate import evaluate
 from coordexp.pages.evaluation import choose_worst_images, draw_objects, make_notes, render_evaluation
 from tests.unit.evaluate.scenes import BOX, FAR, answer, invalid_object, prediction, record
+from tests.unit.pages.reader import Reader
 
 NASTY = '"><script>alert(1)</script>&amp; <img src=x onerror=alert(2)>'
-
-
-class Reader(HTMLParser):
-    """Tags with their attributes, and the text outside style and script."""
-
-    def __init__(self, html):
-        super().__init__()
-        self.tags, self.texts, self._quiet = [], [], 0
-        self.feed(html)
-
-    def handle_starttag(self, tag, attributes):
-        self.tags.append((tag, dict(attributes)))
-        self._quiet += tag in ("style", "script")
-
-    def handle_endtag(self, tag):
-        self._quiet -= tag in ("style", "script")
-
-    def handle_data(self, data):
-        if not self._quiet:
-            self.texts.append(data)
-
-    def all(self, name, **expected):
-        return [names for tag, names in self.tags if tag == name and expected.items() <= names.items()]
 
 
 @pytest.fixture
@@ -65,13 +42,13 @@ def test_text_from_the_data_is_escaped_everywhere(nasty):
     assert nasty.count("<script") == 1
     assert "<img src=x" not in nasty
     reader = Reader(nasty)
-    assert not [names for _, names in reader.tags if any(name.startswith("on") for name in names)]
+    assert not [names for _, names in reader.elements if any(name.startswith("on") for name in names)]
     assert all(image["src"].startswith("data:image/") for image in reader.all("img"))
-    assert "".join(reader.texts).count(NASTY) >= 6  # title, class, reason, unknown class, image, answer
+    assert "".join(reader.shown).count(NASTY) >= 6  # title, class, reason, unknown class, image, answer
 
 
 def test_an_image_that_is_missing_or_has_another_size_gets_a_remark(nasty):
-    text = "".join(Reader(nasty).texts)
+    text = "".join(Reader(nasty).shown)
     assert "image not shown: No such file or directory" in text
     assert "the file is 10 x 20, but its record says 999 x 999" in text
 
@@ -84,9 +61,9 @@ def test_an_overlay_draws_each_object_once_by_its_kind():
     assert [g["class"] for g in drawn.all("g")] == [
         f"shape {kind}" for kind in ("true", "matched", "missed", "extra")
     ]
-    assert "extra: dog 0.25" in drawn.texts
+    assert "extra: dog 0.25" in drawn.shown
     assert drawn.all("polygon")[-1]["points"] == "0,0 50,0 50,100 0,100"
-    assert Reader("".join(names)).texts == ["- cat", "+ dog"]
+    assert Reader("".join(names)).shown == ["- cat", "+ dog"]
 
 
 def test_a_wrong_name_at_the_right_place_is_one_mark_with_both_names():
@@ -97,8 +74,8 @@ def test_a_wrong_name_at_the_right_place_is_one_mark_with_both_names():
     drawn = Reader("".join(shapes))
     kinds = [g["class"].removeprefix("shape ") for g in drawn.all("g")]
     assert kinds == ["true", "true", "matched", "wrong-name", "extra"]
-    assert "wrong-name: cat \N{RIGHTWARDS ARROW} dog 0.25" in drawn.texts
-    assert Reader("".join(names)).texts == ["cat \N{RIGHTWARDS ARROW} dog", "+ dog"]
+    assert "wrong-name: cat \N{RIGHTWARDS ARROW} dog 0.25" in drawn.shown
+    assert Reader("".join(names)).shown == ["cat \N{RIGHTWARDS ARROW} dog", "+ dog"]
 
 
 def test_a_link_above_the_first_table_leads_to_the_worst_images(nasty):

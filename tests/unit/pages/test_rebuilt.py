@@ -7,13 +7,10 @@ import pytest
 
 from coordexp.correction import Role
 from coordexp.pages.rollout_sample import CUT, show_sample, summarise_sample
-from coordexp.pages.rollouts import make_inspector_page
-from coordexp.pages.run_folder import read_run
 from coordexp.train.encode import StepIndex
 from tests.dumped import CUP, DOG, NEAR_CUP, NEAR_ROOF, SCRIPT, SMALL, dumping
 from tests.scripted import Said
 from tests.unit.correction.conftest import answer, box, entry
-from tests.unit.pages.run_folders import write_run
 
 AGAIN, LAMP = box(15, 12, 113, 109), box(850, 0, 950, 100)
 IN_ORDER = {"insertion": "reading_order"}
@@ -51,18 +48,6 @@ def text_of(sample, owner, *, cut):
     """Return the text of an object, as it was written or as it stands in the corrected answer."""
     tokens = zip(*(sample["tokens"][name] for name in ("ids", "owner", "roles")), strict=True)
     return SMALL.text_of([id for id, own, role in tokens if own == owner and (role == CUT) == cut])
-
-
-@pytest.mark.parametrize("correction", POLICIES, ids=str)
-@pytest.mark.parametrize("said", [ROOF_CUP_CUP_LAMP, CUP_CUP_ROOF, *SCRIPT.values()])
-def test_the_strip_has_the_whole_answer_and_without_the_cut_what_is_trained(tmp_path, said, correction):
-    dumped = dump(tmp_path, said, correction=correction)
-    tokens = show(dumped)["tokens"]
-    own, rollout = dumped["result"]["rebuilt"]["own_tokens"], dumped["rollout"]["ids"]
-    assert tokens["ids"][: len(rollout)] == rollout
-    assert [k for k, role in enumerate(tokens["roles"]) if role == CUT] == list(range(own, len(rollout)))
-    kept = [id for id, role in zip(tokens["ids"], tokens["roles"], strict=True) if role != CUT]
-    assert kept == dumped["result"]["streams"]["ids"][dumped["result"]["prompt_length"] :]
 
 
 @pytest.mark.parametrize("correction", POLICIES, ids=str)
@@ -127,15 +112,6 @@ def test_a_token_in_whose_place_a_duplicate_should_be_unlikely_says_which(tmp_pa
     assert "cup".startswith(SMALL.text_of([unlikely])) and "dog".startswith(SMALL.text_of([tokens["ids"][at]]))
 
 
-def test_the_page_has_the_text_of_every_unlikely_token(tmp_path):
-    write_run(tmp_path / "run")
-    again = written(("cup", NEAR_CUP), ("cup", AGAIN))
-    dumped = dump(tmp_path / "run", again, correction={"duplicates": "unlikelihood"})
-    (unlikely,) = dumped["result"]["rebuilt"]["unlikely"].values()
-    html = make_inspector_page(read_run(tmp_path / "run"), 9).html
-    assert f'"{unlikely}":' in html.partition('"pieces":{')[2].partition("}")[0] + '"'
-
-
 # Several rollouts
 
 UNION = {
@@ -166,9 +142,3 @@ def test_an_extra_that_other_answers_have_too_is_marked_if_that_keeps_or_teaches
         (tmp_path / "dumps/step-000000.jsonl").unlink(missing_ok=True)
         sample = show(dump(tmp_path, [LAMPS[2], LAMPS[0], Said("{}")], **UNION | changes))
         assert [obj["agreed"] for obj in sample["objects"]] == marks
-
-
-def test_of_several_answers_the_chosen_one_is_named_and_the_others_are_there(tmp_path):
-    sample = show(dump(tmp_path, LAMPS, **UNION))
-    assert dict(sample["facts"])["chosen"].startswith("answer 2 of 3")
-    assert sample["choice"] == {"count": 3, "others": [[1, LAMPS[0].text], [3, LAMPS[2].text]]}

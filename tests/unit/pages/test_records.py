@@ -2,13 +2,13 @@
 
 import json
 import re
-from html.parser import HTMLParser
 
 import pytest
 from typer.testing import CliRunner
 
 from coordexp.cli import app
 from tests.unit.data.planted import HEIGHT, WIDTH, write_clean
+from tests.unit.pages.reader import Reader
 
 HOSTILE = (
     "<script>alert(1)</script>",
@@ -17,30 +17,6 @@ HOSTILE = (
     "</title></style></option><svg onload=alert(1)>",
     "&lt;b&gt; \u732b",
 )
-
-
-class Reader(HTMLParser):
-    """The elements of a page with their attributes, and the text directly inside each kind of element."""
-
-    def __init__(self, page):
-        super().__init__()
-        self.elements, self.texts, self._open = [], {}, []
-        self.feed(page)
-
-    def handle_starttag(self, tag, attributes):
-        self.elements.append((tag, dict(attributes)))
-        self._open.append(tag)
-
-    def handle_endtag(self, tag):
-        if tag in self._open:
-            del self._open[len(self._open) - 1 - self._open[::-1].index(tag) :]
-
-    def handle_data(self, data):
-        if self._open:
-            self.texts.setdefault(self._open[-1], []).append(data)
-
-    def all(self, tag):
-        return [attributes for name, attributes in self.elements if name == tag]
 
 
 @pytest.fixture

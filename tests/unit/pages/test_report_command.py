@@ -18,7 +18,6 @@ from coordexp.train.folder import fingerprint
 from tests.unit.evaluate.scenes import crowd
 from tests.unit.pages.run_folders import (
     END,
-    TERMS,
     evaluation_line,
     lines,
     manifest,
@@ -54,6 +53,7 @@ def refusal(capsys, *arguments):
 def write_two_groups(folder, seeds=1):
     """Write two groups that were evaluated on the same images. The second misses objects, more with each seed."""
     truth, answers = crowd(2)
+    folder.mkdir(exist_ok=True)
     data = write_data(folder / "val.jsonl", truth)
     runs = []
     for group in ("base", "other"):
@@ -222,17 +222,6 @@ def test_seeds_are_one_group_with_a_band(tmp_path):
     assert 'class="band"' in text and "(seeds: A 3); the band is from the lowest to the highest run" in text
 
 
-def test_groups_differ_in_colour_dashes_and_marks(tmp_path):
-    runs = write_two_groups(tmp_path)
-    file = tmp_path / "all.html"
-    run(*runs, "--out", file)
-    text = file.read_text()
-    style = dict(re.findall(r"\.of-([A-H]) \{ (.*?) \}", text))
-    assert len(set(style.values())) == 8
-    assert 'class="of-A"' in text and 'class="of-B"' in text
-    assert "<code>training.learning_rate</code></th><td>1</td><td>2</td>" in text
-
-
 def test_the_table_and_the_page_show_the_difference(tmp_path):
     runs = write_two_groups(tmp_path)
     result = run(*runs, "--out", tmp_path / "all.html", "--resamples", 300)
@@ -278,26 +267,14 @@ def test_groups_that_differ_in_data_only_say_so_at_the_top(tmp_path):
     assert text.count("the same settings as the other groups, but different data") == 2
 
 
-def test_three_seeds_on_both_sides_have_an_interval_with_seeds(tmp_path):
+def test_three_seeds_on_both_sides_have_an_interval_with_seeds_and_two_have_none(tmp_path):
+    few = run(*write_two_groups(tmp_path / "few", seeds=2), "--out", tmp_path / "few.html", "--resamples", 200)
+    assert "95 % over images" in few.stdout and "with seeds" not in few.stdout
     stdout = run(*write_two_groups(tmp_path, seeds=3), "--out", tmp_path / "all.html", "--resamples", 200).stdout
     text = (tmp_path / "all.html").read_text()
     assert "95 % with seeds" in text and "95 % with seeds" in stdout
     images, seeds = re.search(r"^F1 .* (\S+ to \S+) +(\S+ to \S+) +\S+ %", stdout, re.M).groups()
     assert images != seeds and f"<td>{images}</td><td>{seeds}</td>" in text
-
-
-def test_with_fewer_seeds_the_table_has_no_column_for_them(tmp_path):
-    stdout = run(*write_two_groups(tmp_path, seeds=2), "--out", tmp_path / "all.html", "--resamples", 200).stdout
-    assert "95 % over images" in stdout and "with seeds" not in stdout
-
-
-def test_the_first_group_is_the_baseline(tmp_path):
-    base, other = write_two_groups(tmp_path)
-    values = []
-    for pair in ((base, other), (other, base)):
-        stdout = run(*pair, "--out", tmp_path / "all.html").stdout
-        values.append(float(re.search(r"^F1 +\S+ +\S+ +(\S+)", stdout, re.M)[1]))
-    assert values[0] == -values[1] != 0
 
 
 def test_predictions_that_do_not_reproduce_the_logged_f1_are_reported(tmp_path):
@@ -358,21 +335,6 @@ def test_runs_evaluated_on_several_files_are_compared_if_no_file_has_changed(tmp
     assert "val-1.jsonl: its hash is" in refusal(capsys, *runs, "--out", tmp_path / "a.html")
 
 
-def test_records_with_an_image_id_are_compared_by_it(tmp_path):
-    runs = write_two_groups(tmp_path)
-    expected = run(*runs, "--out", tmp_path / "a.html", "--resamples", 300).stdout
-    truth, _ = crowd(2)
-    numbered = [(500 + number, replace(record, image_id=500 + number)) for number, record in truth]
-    data = write_data(tmp_path / "val.jsonl", numbered)
-    for path in runs:
-        (start,) = json.loads((path / "run.json").read_text())
-        (path / "run.json").write_text(json.dumps([start | {"data": data}]))
-        predicted = read_predictions(path / "evaluations/step-10.json").answers
-        shifted = [replace(answer, image_id=500 + answer.image_id) for answer in predicted]
-        write_evaluation(path, 10, numbered, shifted)
-    assert run(*runs, "--out", tmp_path / "a.html", "--resamples", 300).stdout == expected
-
-
 def test_runs_that_were_evaluated_on_the_same_part_of_the_records_are_compared_on_it(tmp_path, capsys):
     runs = write_two_groups(tmp_path)
     truth, _ = crowd(2)
@@ -411,107 +373,23 @@ def test_evaluations_of_different_steps_are_reported_with_the_last_shared_step(t
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("file", "text"),
     [
-        (["--out", "page.txt"], "--out page.txt: the suffix is .txt"),
-        (["--out", "page"], "the suffix is missing"),
-        (["--at", "best"], "--at best: not a step"),
+        *(("resolved.yaml", text) for text in (MANY, "a: &a\n  b: *a\n", "[" * 3000)),
+        *(("run.json", text) for text in ("[" * 200_000, "[%s%s]" % ('{"a":' * 300 + "1", "}" * 300))),
+        *(("metrics.jsonl", f'{{"step": 1, "x": {text}\n') for text in ("[" * 200_000, "1" + "0" * 400 + "}")),
     ],
 )
-def test_options_that_do_not_fit_are_refused_with_a_fix(tmp_path, capsys, options, message):
-    printed = refusal(capsys, write_run(tmp_path / "one"), *options)
-    assert message in printed and "\n  " in printed
-
-
-def test_a_folder_that_is_not_a_run_is_refused(tmp_path, capsys):
-    assert "not the folder of a run" in refusal(capsys, tmp_path)
-
-
-@pytest.mark.parametrize(
-    ("file", "text", "message"),
-    [
-        ("run.json", "[]", "an empty list"),
-        ("run.json", "[3]", "run.json: [0] is 3, not an object"),
-        (
-            "run.json",
-            '[{"data": {"val": {"file": 1}}}]',
-            "run.json: [0].data.val.file is 1: it should be a valid string",
-        ),
-        (
-            "run.json",
-            '[{"objective": {"terms": [{"term": "a"}]}}]',
-            "run.json: [0].objective.terms[0].weight is missing",
-        ),
-        ("resolved.yaml", "training: [1]", "resolved.yaml: training is [1], not an object"),
-        ("metrics.jsonl", "{\n", "line 1: not JSON"),
-        ("metrics.jsonl", '{"step": -1}\n', "step -1 is not"),
-        ("metrics.jsonl", '{"step": 1, "x": 1%s}\n' % ("0" * 400), "line 1: x 1000"),
-        ("metrics.jsonl", '{"step": 1, "loss": -1e308}\n', "line 1: loss -1e+308 is not a number"),
-        ("metrics.jsonl", '{"step": 1, "x": %s\n' % ("[" * 200_000), "line 1: not JSON"),
-        ("metrics.jsonl", '{"step": 1, "x": %s%s}\n' % ("[" * 300, "]" * 300), "line 1: x [[[[[["),
-        ("run.json", "[" * 200_000, "run.json: cannot be read"),
-        (
-            "run.json",
-            "[%s%s]" % ('{"a":' * 300 + "1", "}" * 300),
-            "run.json: more than 64 objects and lists nested",
-        ),
-        ("resolved.yaml", "[" * 3000, "resolved.yaml: cannot be read"),
-        ("resolved.yaml", "a: &a\n  b: *a\n", "resolved.yaml: more than 64 objects and lists nested"),
-        ("resolved.yaml", MANY, "resolved.yaml: more than 100,000 values"),
-        ("servers.jsonl", '{"event": "sync"}\n', "servers.jsonl, line 1: servers is missing"),
-    ],
-)
-def test_a_file_that_no_run_writes_is_reported_with_its_name(tmp_path, capsys, file, text, message):
+def test_a_file_that_could_exhaust_its_reader_is_reported_with_its_name(tmp_path, capsys, file, text):
     folder = write_run(tmp_path / "one")
     (folder / file).write_text(text)
-    assert message in refusal(capsys, folder)
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"command": 3}, "command is 3: it should be a valid list"),
-        ({"command": [3]}, "command[0] is 3: it should be a valid string"),
-        ({"files": 3}, "files is 3: it should be a valid list"),
-        ({"packages": [3]}, "packages is [3], not an object"),
-        ({"objective": {"terms": [], "masked_desc": 3}}, "objective.masked_desc is 3: it should be a valid list"),
-        (
-            {"objective": {"terms": [], "masked_desc": [3]}},
-            "objective.masked_desc[0] is 3: it should be a valid string",
-        ),
-        ({"objective": {"terms": [], "idle": [3]}}, "objective.idle is [3], not an object"),
-        (
-            {"objective": {"terms": [TERMS[0] | {"channels": [1]}]}},
-            "objective.terms[0].channels[0] is 1: it should be a valid string",
-        ),
-        (
-            {"objective": {"terms": [TERMS[0] | {"divided_by": [1]}]}},
-            "objective.terms[0].divided_by[0] is 1: it should be a valid string",
-        ),
-        (
-            {"objective": {"terms": [TERMS[0] | {"weight": 1e300}]}},
-            "objective.terms[0].weight is 1e+300: it should be a number up to 1e+100",
-        ),
-        (
-            {"objective": {"terms": [TERMS[0] | {"weight": True}]}},
-            "objective.terms[0].weight is True: it should be",
-        ),
-    ],
-)
-def test_a_manifest_that_no_run_writes_is_reported_with_the_place(tmp_path, capsys, changes, message):
-    folder = write_run(tmp_path / "one", starts=[manifest(**changes)])
-    assert f"run.json: [0].{message}" in refusal(capsys, folder)
+    assert file in refusal(capsys, folder)
 
 
 @pytest.mark.parametrize("step", [None, -1.0])
 def test_steps_without_a_duration_are_reported_as_not_timed(tmp_path, step):
     line = {"step": 1, "loss": 1.0, "seconds": None, "time/step": step}
     assert "<b>Where the time goes</b>: no step was timed" in page_of(write_run(tmp_path / "one", [line]))
-
-
-def test_a_run_given_twice_is_refused(tmp_path, capsys):
-    folder = write_run(tmp_path / "one")
-    assert "given twice" in refusal(capsys, folder, tmp_path / "." / "one", "--out", tmp_path / "a.html")
 
 
 def test_dumped_steps_link_to_the_inspector_and_count_as_the_log_does(tmp_path):

@@ -34,21 +34,18 @@ def test_each_name_has_the_steps_at_which_it_was_logged():
     assert log["eval_f1_50"].steps.tolist() == [2]
 
 
-def test_null_is_kept_as_a_value_that_is_not_a_number():
-    loss = collect_series([{"step": 1, "loss": None}, {"step": 2, "loss": 1.0}], "m")["loss"]
-    assert loss.invalid_steps.tolist() == [1] and loss.last == 1.0
-
-
-def test_infinite_values_are_not_numbers():
-    loss = collect_series([{"step": 1, "loss": math.inf}, {"step": 2, "loss": -math.inf}], "m")["loss"]
-    assert np.isnan(loss.values).all()
-
-
-def test_the_last_value_counts_if_a_step_was_logged_twice():
-    loss = collect_series([{"step": 1, "loss": 9.0}, {"step": 2, "loss": 8.0}, {"step": 1, "loss": 1.0}], "m")[
-        "loss"
-    ]
-    assert loss.steps.tolist() == [1, 2] and loss.values.tolist() == [1.0, 8.0]
+@pytest.mark.parametrize(
+    ("logged", "steps", "values"),
+    [
+        ([(1, None), (2, 1.0)], [1, 2], [math.nan, 1.0]),
+        ([(1, math.inf), (2, -math.inf)], [1, 2], [math.nan] * 2),
+        ([(1, 9.0), (2, 8.0), (1, 1.0)], [1, 2], [1.0, 8.0]),  # the last value of a step counts
+    ],
+)
+def test_a_series_has_one_value_per_step_and_none_that_is_not_a_number(logged, steps, values):
+    loss = collect_series([{"step": step, "loss": value} for step, value in logged], "m")["loss"]
+    assert loss.steps.tolist() == steps
+    np.testing.assert_equal(loss.values, values)
 
 
 @pytest.mark.parametrize(
@@ -68,12 +65,6 @@ def test_a_ratio_has_the_steps_that_both_have_without_zero_denominators():
     assert ratio.steps.tolist() == [2] and ratio.values.tolist() == [0.5]
 
 
-def test_few_steps_become_one_point_each():
-    logged = make_series((1, 3.0), (5, 2.0), (9, 1.0))
-    curve = build_curve([logged], divide_steps([logged], 1))
-    assert curve.steps.tolist() == [1, 5, 9] and curve.mean.tolist() == [3.0, 2.0, 1.0]
-
-
 def test_ten_thousand_steps_become_two_hundred_points_whose_band_covers_every_value():
     rng = np.random.default_rng(0)
     logged = Series(np.arange(1, 10_001), rng.normal(size=10_000))
@@ -84,37 +75,37 @@ def test_ten_thousand_steps_become_two_hundred_points_whose_band_covers_every_va
     assert curve.steps[0] == pytest.approx(25.5)
 
 
-def test_the_band_is_from_the_lowest_to_the_highest_seed():
-    runs = [make_series((1, 1.0), (2, 4.0)), make_series((1, 3.0), (2, 2.0)), make_series((1, 5.0), (2, 3.0))]
-    curve = build_curve(runs, divide_steps(runs, 1))
-    assert curve.mean.tolist() == [3.0, 3.0]
-    assert (curve.low.tolist(), curve.high.tolist()) == ([1.0, 2.0], [5.0, 4.0])
+NAN = math.nan
 
 
-def test_with_ranges_the_inner_band_spans_means_and_the_outer_band_spans_values():
-    runs = [make_series((1, 0.0), (2, 2.0)), make_series((1, 4.0), (2, 10.0))]
-    curve = build_curve(runs, StepRanges(1, 2, 1))
-    assert (curve.low[0], curve.high[0]) == (1.0, 7.0)
-    assert (curve.lowest[0], curve.highest[0]) == (0.0, 10.0)
-    assert curve.mean[0] == 4.0
-
-
-def test_a_seed_that_ended_early_is_missing_and_not_zero():
-    runs = [make_series((1, 2.0), (2, 2.0)), make_series((1, 4.0))]
-    curve = build_curve(runs, divide_steps(runs, 1))
-    assert curve.mean.tolist() == [3.0, 2.0] and curve.runs.tolist() == [2, 1]
-
-
-def test_a_value_that_is_not_a_number_leaves_a_gap_and_is_marked():
-    logged = make_series((1, 1.0), (2, math.nan), (3, 2.0))
-    curve = build_curve([logged], divide_steps([logged], 1))
-    assert np.isnan(curve.mean[1]) and curve.broken.tolist() == [1]
-
-
-def test_a_value_that_is_not_a_number_is_marked_even_if_its_range_has_numbers():
-    logged = make_series((1, 1.0), (2, math.nan), (3, 3.0), (4, 5.0))
-    curve = build_curve([logged], StepRanges(1, 4, 2))
-    assert curve.mean.tolist() == [1.0, 4.0] and curve.broken.tolist() == [0]
+@pytest.mark.parametrize(
+    ("runs", "ranges", "expected"),
+    [
+        ([[(1, 3.0), (5, 2.0), (9, 1.0)]], None, {"steps": [1, 5, 9], "mean": [3.0, 2.0, 1.0]}),
+        # The band is from the lowest to the highest seed.
+        (
+            [[(1, 1.0), (2, 4.0)], [(1, 3.0), (2, 2.0)], [(1, 5.0), (2, 3.0)]],
+            None,
+            {"mean": [3.0, 3.0], "low": [1.0, 2.0], "high": [5.0, 4.0]},
+        ),
+        # With ranges, the inner band spans means and the outer band spans values.
+        (
+            [[(1, 0.0), (2, 2.0)], [(1, 4.0), (2, 10.0)]],
+            StepRanges(1, 2, 1),
+            {"low": [1.0], "high": [7.0], "lowest": [0.0], "highest": [10.0], "mean": [4.0]},
+        ),
+        # A seed that ended early is missing, and not zero.
+        ([[(1, 2.0), (2, 2.0)], [(1, 4.0)]], None, {"mean": [3.0, 2.0], "runs": [2, 1]}),
+        # A value that is not a number leaves a gap, and is marked also if its range has numbers.
+        ([[(1, 1.0), (2, NAN), (3, 2.0)]], None, {"mean": [1.0, NAN, 2.0], "broken": [1]}),
+        ([[(1, 1.0), (2, NAN), (3, 3.0), (4, 5.0)]], StepRanges(1, 4, 2), {"mean": [1.0, 4.0], "broken": [0]}),
+    ],
+)
+def test_a_curve_has_the_mean_the_bands_and_the_broken_values_of_its_runs(runs, ranges, expected):
+    series = [make_series(*run) for run in runs]
+    curve = build_curve(series, ranges or divide_steps(series, 1))
+    for name, values in expected.items():
+        np.testing.assert_equal(getattr(curve, name).tolist(), values)
 
 
 def test_without_any_number_there_is_no_curve():

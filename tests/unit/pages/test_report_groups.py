@@ -53,11 +53,6 @@ def test_groups_with_the_same_name_are_numbered():
     assert [group.name for group in groups] == ["run", "run (2)"]
 
 
-def test_names_without_anything_in_common_are_counted():
-    (group,) = group_runs([named_run("first", seed=1), named_run("other", seed=2)])
-    assert group.name == "first and 1 more"
-
-
 @pytest.mark.parametrize(
     ("names", "shared"),
     [
@@ -71,6 +66,7 @@ def test_names_without_anything_in_common_are_counted():
         (("x_s-1", "x_s-2"), "x"),
         (("x.seed_1", "x.seed_2"), "x"),
         (("seed-1", "seed-2"), "seed-1 and 1 more"),
+        (("first", "other"), "first and 1 more"),
     ],
 )
 def test_a_group_is_named_by_the_shared_start_of_its_runs_without_the_seed(names, shared):

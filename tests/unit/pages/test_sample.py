@@ -35,24 +35,6 @@ def roles_text(sample, role):
     return SMALL.text_of([id for id, own in zip(tokens["ids"], tokens["roles"], strict=True) if own == role])
 
 
-def test_without_the_cut_the_strip_is_the_answer_that_is_trained(dumped):
-    for dump in dumped.values():
-        tokens = show_sample(dump, None, SMALL, desc_is_masked=False)["tokens"]
-        kept = [id for id, role in zip(tokens["ids"], tokens["roles"], strict=True) if role != CUT]
-        assert kept == dump["result"]["streams"]["ids"][dump["result"]["prompt_length"] :]
-        assert {len(values) for name, values in tokens.items() if name != "breaks"} == {len(tokens["ids"])}
-
-
-def test_the_cut_stands_where_it_stood_in_the_answer(dumped):
-    for dump in dumped.values():
-        tokens = show_sample(dump, None, SMALL, desc_is_masked=False)["tokens"]
-        answer = dump["rollout"]["ids"]
-        assert tokens["ids"][: len(answer)] == answer
-        cut = len(answer) - dump["result"]["prefix_tokens"]
-        assert tokens["roles"].count(CUT) == cut
-        assert tokens["roles"][len(answer) - cut : len(answer)] == [CUT] * cut
-
-
 def test_tokens_belong_to_the_object_that_they_write(dumped):
     sample = show_sample(dumped["partly.png"], None, SMALL, desc_is_masked=False)
     assert texts(sample, 0).startswith('{"object_1": {"desc": "cup"')

@@ -2,7 +2,6 @@
 
 from itertools import product
 
-import numpy as np
 import pytest
 
 from coordexp.rollout.backend import MOST_MICRO_STEPS, MOST_RANKS, MOST_REQUESTS, request_seed
@@ -34,16 +33,6 @@ def test_the_lowest_and_the_highest_possible_seed_belong_to_a_request(seed):
 
 
 @pytest.mark.scenario("R39.S1", on="pure")
-def test_no_two_places_of_a_step_share_a_seed_and_a_repeated_run_has_the_same():
-    dense = list(product(range(8), range(32), range(400)))
-    chooser = np.random.default_rng(0)
-    far = chooser.integers(0, (MOST_MICRO_STEPS, MOST_RANKS, MOST_REQUESTS), (100_000, 3)).tolist()
-    places = {*dense, *CORNERS, *map(tuple, far)}
-    first, again = ([request_seed(17, 3, *place) for place in places] for _ in range(2))
-    assert len(set(first)) == len(places) > 190_000
-    assert first == again
-
-
 def test_all_places_of_a_step_have_distinct_seeds_by_construction():
     """Places are numbered without a gap, and the numbers are below the prime that is the modulus of the seeds."""
     assert MOST_MICRO_STEPS * MOST_RANKS * MOST_REQUESTS < PRIME

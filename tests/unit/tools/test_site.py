@@ -1,8 +1,5 @@
 """The documentation site (mkdocs.yml, tools/site_hooks.py) builds without a warning, and needs no other host."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -10,20 +7,6 @@ from site_hooks import rewrite_links
 
 ROOT = Path(__file__).parents[3]
 HOST = "https://example.org/coordexp"
-
-
-def build(folder: Path, *options: object) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", folder, *options]
-    environment = os.environ | {"NO_MKDOCS_2_WARNING": "1"}
-    return subprocess.run(map(str, command), cwd=ROOT, env=environment, capture_output=True, text=True)
-
-
-@pytest.fixture(scope="module")
-def site(tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("site")
-    result = build(folder)
-    assert result.returncode == 0, result.stderr
-    return folder
 
 
 def rewrite(text: str, page: str = "install.md") -> str:

@@ -7,9 +7,7 @@ import numpy as np
 import pytest
 from study_data import (
     SOURCES,
-    Source,
     annotate_half_of_classes,
-    draw_page,
     make_data,
     remove_labels,
     split_scans,
@@ -88,26 +86,6 @@ def test_no_scan_is_in_two_splits():
     parts = split_scans(1797, seed=23)
     assert sorted(np.concatenate(list(parts.values()))) == list(range(1797))
     assert all(len(part) > 250 for part in parts.values())
-
-
-def draw_invented_page(seed: int = 0, side: int = 192):
-    """A page of invented scans: a digit's ink is a bar as wide as the digit."""
-    scans = np.zeros((8, 8, 8))
-    for digit in range(8):
-        scans[digit, :, : max(2, digit)] = 1.0
-    source = Source((12, 40), side, seed=0, train=1, held_out=1)
-    return draw_page(np.random.default_rng(seed), scans, np.arange(8), source, "images/0.png")
-
-
-def test_a_box_encloses_the_ink_of_its_digit():
-    page = draw_invented_page()
-    grey = np.asarray(page.image.convert("L"), dtype=float)
-    for item in page.record.objects:
-        left, top, right, bottom = (int(value) for value in item.coords)
-        assert 16 <= bottom - top <= 24
-        middle = grey[top + 3 : bottom - 3, (left + right) // 2]
-        assert middle.max() < 150
-        assert grey[(top + bottom) // 2, min(191, right + 1)] > 180 or right > 188
 
 
 def test_the_pages_of_a_split_have_only_scans_of_that_split(tmp_path, monkeypatch):
