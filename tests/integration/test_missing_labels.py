@@ -16,7 +16,7 @@ ROOT = SOURCE.parent
 PAGE = (ROOT / "docs/missing-labels.md").read_text()
 BLOCK = re.compile(r"^```(bash|python)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
-pytestmark = [pytest.mark.full, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.timeout(600)
 
 
 @pytest.fixture(scope="module")
