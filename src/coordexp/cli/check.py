@@ -15,7 +15,7 @@ from rich.text import Text
 from coordexp.cli.console import JsonOption, out, print_config_error, print_findings, print_json
 from coordexp.config import ConfigError, KeyPath, Loaded, World, format_path, load_settings, reference
 from coordexp.config.rules import trains_chat
-from coordexp.config.settings import Settings, describe_chat_evaluation, describe_evaluation
+from coordexp.config.settings import Settings, describe_evaluation
 from coordexp.errors import DataError, Finding, UserError
 from coordexp.files import MODEL_PATHS, RELATIVE_PATHS, describe_missing, find_model, match_files
 
@@ -72,10 +72,8 @@ def check(
         raise typer.Exit(code)
     _print_settings(loaded, show_all)
     print_findings(findings, out)
-    if cost := describe_evaluation(loaded.settings, _count_held_out(loaded.settings)):
-        out.print(cost, markup=False)
-    if cost := describe_chat_evaluation(loaded.settings):
-        out.print(cost, markup=False)
+    for line in describe_evaluation(loaded.settings, _count_held_out(loaded.settings)):
+        out.print(line, markup=False)
     unchecked = (
         "" if world_size else " (rules about the number of learners not checked; --world-size N checks them)"
     )

@@ -12,7 +12,7 @@ from coordexp.cli.check import ConfigOption, SetOption, missing_files, use_local
 from coordexp.cli.console import LogOption, err, need, out, print_findings, progress
 from coordexp.config import Loaded, World, load_settings
 from coordexp.config.rules import uses_vllm
-from coordexp.config.settings import Training
+from coordexp.config.training import Training
 from coordexp.engine import check_vllm
 from coordexp.errors import DataError, UserError, explain, explain_value_errors, need_packages
 from coordexp.logs import start_log
