@@ -62,28 +62,19 @@ class Explanation(NamedTuple):
 def explain_old_key(path: KeyPath, tree: Tree) -> list[Explanation] | None:
     """Return what to write instead of the key at `path`, or None if it is not an old one. The old section gives
     one explanation for each of its keys, and the two keys of the old list of servers give one for both."""
-    name, module = format_path(path), value_at(tree, (*path[:-2], "name"))
-    aliases = ALIASES.get(module, {}) if isinstance(module, str) else {}
-    if path[-1] in aliases:
-        new = aliases[str(path[-1])]
+    name, aliases = format_path(path), ALIASES.get(str(value_at(tree, (*path[:-2], "name"))), {})
+    old = value_at(tree, OLD_SECTION) if path == OLD_SECTION[:2] else None
+    if isinstance(old, dict) and old:
+        return [_explain((*OLD_SECTION, key), f"rollout_matching.{key}", "moved") for key in old]
+    if new := aliases.get(str(path[-1])):
         return [Explanation(path, "renamed", f"use {new} instead", (*path[:-1], new))]
-    if path == OLD_SECTION[:2] and "rollout_matching" in (value_at(tree, path) or ()):
-        old = value_at(tree, OLD_SECTION)
-        moved = [(key, f"rollout_matching.{key}") for key in old] if isinstance(old, dict) else []
-        explained = [
-            _explain((*OLD_SECTION, key), RENAMED.get(new, new), REMOVED.get(new), "moved") for key, new in moved
-        ]
-        return explained or [Explanation(OLD_SECTION, "moved", "write these settings under rollout_matching")]
-    if path[-1] == "group_port" and value_at(tree, (*path[:-1], "base_url")) is not None and name in REMOVED:
+    if name == f"{_SERVER}.group_port" and value_at(tree, (*path[:-1], "base_url")) is not None:
         return []
-    return (
-        [_explain(path, RENAMED.get(name, ""), REMOVED.get(name), "renamed")]
-        if name in RENAMED | REMOVED
-        else None
-    )
+    return [_explain(path, name, "renamed")] if name in RENAMED or name in REMOVED else None
 
 
-def _explain(path: KeyPath, new: str, removal: str | None, verb: str) -> Explanation:
-    if removal is not None:
-        return Explanation(path, "removed", removal)
+def _explain(path: KeyPath, name: str, verb: str) -> Explanation:
+    new = RENAMED.get(name, name)
+    if name in REMOVED:
+        return Explanation(path, "removed", REMOVED[name])
     return Explanation(path, verb, f"use {new} instead", parse_path(new))

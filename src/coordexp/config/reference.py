@@ -45,9 +45,8 @@ None of them has a default.
 
 def render_page() -> str:
     """Return the reference page as Markdown."""
-    return "\n".join(
-        [HEADER, *_sections(), *_entries(), MODULES, *_modules(), *_refusal_table(), *_legacy_table()]
-    )
+    tables = *_sections(), *_entries(), MODULES, *_modules(), *_refusal_table(), *_legacy_table()
+    return "\n".join((HEADER, *tables))
 
 
 def editor_schema() -> dict[str, Any]:

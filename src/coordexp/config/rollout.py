@@ -1,7 +1,6 @@
 """Settings under `rollout_matching`: how rollouts are generated, parsed and matched, and the objective for them.
 
-Trainers that use rollouts receive a single object, `rollout_matching_cfg`. This `RolloutContract` is the validated
-section with derived values filled in, together with the packing keys of `training`.
+Trainers with rollouts receive one object, `rollout_matching_cfg`: this section with derived values, and packing.
 """
 
 from contextlib import suppress
@@ -133,8 +132,7 @@ class EngineArgs(SettingsSection):
     """Arguments of vLLM's engine that are passed on as they are. Unset ones have vLLM's own defaults."""
 
     max_num_batched_tokens: PositiveInt | None = Field(None, examples=[8192])
-    """Tokens that the engine computes in one step, of prompts and answers together. Unset: 8192 in a server on
-    GPUs, else vLLM's default."""
+    """Tokens that the engine computes in one step. Unset: 8192 in a server on GPUs, else vLLM's default."""
     mm_processor_cache_gb: NonNegativeFloat | None = None
     """GiB of host memory for the patches of images, in each of two processes. Several rollouts of a sample share
     them; every weight sync drops them. 0: none. Unset: vLLM's default, 4."""
@@ -149,8 +147,7 @@ class VLLM(SettingsSection):
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.45
     """Share of the memory of each GPU that the engine may use. On a CPU: of the machine's memory."""
     tensor_parallel_size: PositiveInt | None = Field(None, examples=[1])
-    """GPUs per engine. Unset: with colocate, the greatest common divisor of 4 and the learner world size; with
-    server, 1."""
+    """GPUs per engine. Unset: 1 in a server, else the greatest common divisor of 4 and the learner world size."""
     data_parallel_size: PositiveInt = Field(1, examples=[1])
     """Engine replicas in one rollout server, each on `tensor_parallel_size` GPUs of its own. The server
     distributes requests among them. Server mode only."""
@@ -197,8 +194,7 @@ class CorrectionPolicy(SettingsSection):
     """An object is a duplicate if it overlaps an earlier one of the same answer, of any class, by at least this
     IoU. An object that matches a true one is never a duplicate, and others that overlap it are."""
     extras: Literal["keep", "remove"] = "keep"
-    """Objects that match no true object and are not duplicates: keep them without supervision, because the labels
-    may be incomplete, or remove them."""
+    """Objects that match no true object and are not duplicates: keep them without supervision, or remove them."""
     insertion: Literal["append", "in_order", "reading_order"] = "append"
     """Where missed objects go. `append`: at the end of the answer. `in_order`: where the ground truth has them; an
     extra stays behind the true object that it followed. `reading_order`: where the ground truth has them; an extra
@@ -208,9 +204,8 @@ class CorrectionPolicy(SettingsSection):
     objects. `matched_with_desc`: also the `desc` of matched objects, which is the true one in place of their own.
     The coordinates of missed and matched objects are always supervised."""
     closing_weight: Annotated[float, Field(ge=0, le=1)] = 1.0
-    """The weight of the loss on the closing brace of an answer. With incomplete labels, every answer teaches to
-    close, but only labelled objects teach to go on: a weight near the share of labelled objects restores the
-    balance."""
+    """Weight of the loss on the closing brace of an answer. With incomplete labels every answer teaches to close,
+    but only labelled objects to go on: a weight near the share of labelled objects restores the balance."""
 
     @property
     def is_specified(self) -> bool:
@@ -258,8 +253,7 @@ class RolloutMatching(SettingsSection):
     rollout_backend: BackendName = "vllm"
     """Engine that generates rollouts: vLLM, or transformers (hf)."""
     decode_batch_size: PositiveInt = Field(1, examples=[4])
-    """Sequences that each rollout device decodes at once. No other setting changes the parallelism of decoding, in
-    training and in evaluation."""
+    """Sequences that each rollout device decodes at once, in training and in evaluation."""
     max_new_tokens: PositiveInt = 2048
     """Maximum number of tokens in an answer. A longer answer is cut off."""
     rollouts_per_sample: Annotated[int, Field(ge=1, le=16)] = 1
@@ -304,11 +298,8 @@ class RolloutMatching(SettingsSection):
 
 
 class RolloutContract(RolloutMatching, Packing):
-    """All settings that a trainer with rollouts reads. `Settings.rollout_matching_cfg` creates it.
-
-    It is not a section of a file: a file has the packing keys under `training`, and `packing_length` is its
-    `global_max_length`.
-    """
+    """All settings that a trainer with rollouts reads. It is not a section of a file: a file has the packing keys
+    under `training`, and `packing_length` is its `global_max_length`."""
 
     packing_length: PositiveInt
 
@@ -319,11 +310,8 @@ def default_tensor_parallel_size(learner_world_size: int) -> int:
 
 
 def requests_per_rank(decode_batch_size: int, server_world_sizes: tuple[int, ...], learner_world_size: int) -> int:
-    """Return how many requests one learner rank may have in flight.
-
-    With that number, no rollout device decodes more than `decode_batch_size` sequences even if all ranks ask at
-    the same time. Raise ConfigError if there are fewer decoding slots than ranks.
-    """
+    """Return how many requests one learner rank may have in flight, so that no rollout device decodes more than
+    `decode_batch_size` sequences if all ranks ask at once. Raise ConfigError if there are too many ranks."""
     if shortage := capacity_shortage(decode_batch_size, server_world_sizes, learner_world_size):
         raise ConfigError([Finding("error", "rollout_matching.decode_batch_size", *shortage)])
     return decode_batch_size * sum(server_world_sizes) // learner_world_size

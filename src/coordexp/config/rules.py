@@ -54,9 +54,8 @@ def uses_vllm(s: Settings, mode: str) -> bool:
 
 def sync_mode(s: Settings) -> str:
     vllm = s.rollout_matching.vllm
-    if vllm.sync.mode != "auto":
-        return vllm.sync.mode
-    return "adapter" if vllm.enable_lora else "full"
+    automatic = "adapter" if vllm.enable_lora else "full"
+    return automatic if vllm.sync.mode == "auto" else vllm.sync.mode
 
 
 def max_length(s: Settings) -> int | None:
@@ -94,7 +93,6 @@ def find_conflicts(settings: Settings, world: World) -> Conflicts:
         _check_steps,
         _check_trainer,
         _check_evaluation,
-        _check_seeds,
         _check_data,
         _check_prompts,
         _check_decoding,
@@ -108,9 +106,7 @@ def find_conflicts(settings: Settings, world: World) -> Conflicts:
 
 def _check_modules(s: Settings, world: World) -> Conflicts:
     if s.pipeline is None:
-        fix = (
-            "declare objective and diagnostics; coordexp config reference lists the modules, which have no default"
-        )
+        fix = "declare objective and diagnostics (coordexp config reference lists the modules; none is a default)"
         yield Error(s.pipeline_path, f"missing, but required by {s.custom.trainer_variant}", fix)
     for section, pipeline in (("rollout_matching", s.rollout_matching.pipeline), ("stage1", s.stage1.pipeline)):
         for part in ("objective", "diagnostics") if pipeline is not None else ():
@@ -179,11 +175,8 @@ def _check_native_answers(s: Settings, world: World) -> Conflicts:
     if unusable := [module.name for module in modules if module.name in COORD_MODULES and module.enabled]:
         names = " and ".join(unusable)
         problem = f"{names}: only for coordinate tokens, and native answers have numbers in ordinary tokens"
-        fix = (
-            f"remove or disable {names}, and train numbers with number_ce (configs/stage1-native.yaml shows it), "
-            f"or set {ANSWER_FORMAT}: coord_tokens"
-        )
-        yield Error(s.pipeline_path, problem, fix)
+        fix = f"remove or disable {names}, and declare number_ce, as configs/stage1-native.yaml does"
+        yield Error(s.pipeline_path, problem, f"{fix}, or set {ANSWER_FORMAT}: coord_tokens")
     elif s.pipeline is not None and all(idle_reason(module, s) for module in numbers):
         fix = "declare number_ce with a weight above 0 on channel A, as configs/stage1-native.yaml does"
         yield Error(objective, "no module trains the coordinates of native answers", fix)
@@ -254,15 +247,27 @@ def _check_trainer(s: Settings, world: World) -> Conflicts:
     if not two_channel and ratio is not None:
         problem = f"{ratio:g} has no meaning for {s.custom.trainer_variant}"
         yield Error("stage2.b_ratio", problem, "remove it, or set custom.trainer_variant: stage2_two_channel")
-    sync_each_batch = tuple({"gradient_accumulation_kwargs": {"sync_each_batch": flag}} for flag in (True, False))
-    if training.accelerator_config not in (None, {}, *sync_each_batch):
+    each_batch = tuple({"gradient_accumulation_kwargs": {"sync_each_batch": flag}} for flag in (True, False))
+    if training.accelerator_config not in (None, {}, *each_batch):
         problem = "only gradient_accumulation_kwargs.sync_each_batch has an effect: there is no DataLoader"
         fix = "write accelerator_config: {gradient_accumulation_kwargs: {sync_each_batch: true}}, or leave it out"
         yield Error("training.accelerator_config", problem, fix)
+    batch, steps, ranks = (
+        training.per_device_train_batch_size,
+        training.gradient_accumulation_steps,
+        world.learners,
+    )
+    for name, value, limit in (
+        ("training.per_device_train_batch_size", batch, 4095 // s.rollout_matching.rollouts_per_sample),
+        ("training.gradient_accumulation_steps", steps, 512),
+        ("training", ranks or 1, 1024),
+    ):
+        if s.uses_rollouts and value > limit:
+            yield Error(name, f"{value} is more than {limit}: rollouts would share seeds", f"use at most {limit}")
     if training.bf16 and training.fp16:
         yield Error("training.fp16", "true, and so is training.bf16", "keep one of the two")
-    if (name := s.custom.on_checkpoint) is not None and name not in hooks:
-        problem = f"{name}: no installed package adds it to coordexp.checkpoint_hooks"
+    if (hook := s.custom.on_checkpoint) is not None and hook not in hooks:
+        problem = f"{hook}: no installed package adds it to coordexp.checkpoint_hooks"
         fix = f"install the package that does (docs/extending.md), or use one of: {', '.join(hooks) or 'none'}"
         yield Error("custom.on_checkpoint", problem, fix)
 
@@ -291,20 +296,6 @@ def _check_evaluation(s: Settings, world: World) -> Conflicts:
         yield Error("training.metric_for_best_model", problem, fix)
 
 
-def _check_seeds(s: Settings, world: World) -> Conflicts:
-    if not s.uses_rollouts:
-        return
-    several = s.rollout_matching.rollouts_per_sample
-    for name, limit in (("gradient_accumulation_steps", 512), ("per_device_train_batch_size", 4095 // several)):
-        if (value := getattr(s.training, name)) > limit:
-            fix = f"use at most {limit}: with more, rollouts of one step would share seeds"
-            fix += f" (rollouts_per_sample is {several})" if several > 1 and limit < 512 else ""
-            yield Error(f"training.{name}", f"{value} is too many for rollouts", fix)
-    if world.learners is not None and world.learners > 1024:
-        problem = f"{world.learners} learner ranks are too many for rollouts"
-        yield Error("training", problem, "use at most 1024: with more, ranks would share seeds")
-
-
 def _check_data(s: Settings, world: World) -> Conflicts:
     custom, weights = s.custom, [data.weight for data in s.custom.train_data]
     if custom.train_jsonl is None and not custom.train_data:
@@ -318,9 +309,7 @@ def _check_data(s: Settings, world: World) -> Conflicts:
         fix = "remove the curriculum, or train on one data set (train_jsonl may list several files)"
         yield Error("custom.curriculum", problem, fix)
     if len(weights) > 1 and (period := sum(custom.shares)) > LONGEST_MIXTURE:
-        problem = (
-            f"the weights {', '.join(map(str, weights))} are in exact proportion only every {period:,} samples"
-        )
+        problem = f"{', '.join(map(str, weights))} are in exact proportion only every {period:,} samples"
         fix = f"round them, e.g. to three digits: at most {LONGEST_MIXTURE:,} samples are possible"
         yield Error("custom.train_data", problem, fix)
     for path, names in (("custom.train_data", custom.set_names), ("custom.eval_data", custom.eval_names)):
@@ -419,9 +408,7 @@ def _check_adapter_sync(s: Settings, world: World) -> Conflicts:
         yield Error(SYNC, f"sends adapters, but there are {world.learners} learner ranks", fix)
     elif vllm.max_lora_rank is not None and vllm.max_lora_rank < adapter.rank:
         problem = f"{vllm.max_lora_rank} is below model.adapter.rank {adapter.rank}"
-        yield Error(
-            "rollout_matching.vllm.max_lora_rank", problem, f"use at least {adapter.rank}, or leave it out"
-        )
+        yield Error("rollout_matching.vllm.max_lora_rank", problem, f"use at least {adapter.rank}")
 
 
 def _check_engine(s: Settings, world: World) -> Conflicts:
@@ -461,7 +448,7 @@ def _check_engine(s: Settings, world: World) -> Conflicts:
 def _check_servers(s: Settings, world: World) -> Conflicts:
     vllm, sizes, learners = s.rollout_matching.vllm, world.server_world_sizes, world.learners
     servers, senders, is_used = vllm.server.servers, vllm.sync.senders, uses_vllm(s, "server")
-    taken: dict[tuple[str | None, int], str] = {}
+    taken, at_once = dict[tuple[str | None, int], str](), s.rollout_matching.decode_batch_size
     for index, server in enumerate(servers):
         url = urlsplit(server.base_url)
         ports = {"base_url": url.port or {"http": 80, "https": 443}[url.scheme], "group_port": server.group_port}
@@ -481,11 +468,7 @@ def _check_servers(s: Settings, world: World) -> Conflicts:
     elif is_used and sizes is not None and len(sizes) != len(servers):
         problem = f"{len(servers)} servers, but {len(sizes)} world sizes are given"
         yield Error(SERVERS, problem, "give one world size for each server")
-    elif (
-        is_used
-        and sizes
-        and (shortage := capacity_shortage(s.rollout_matching.decode_batch_size, sizes, learners or 1))
-    ):
+    elif is_used and sizes and (shortage := capacity_shortage(at_once, sizes, learners or 1)):
         yield Error("rollout_matching.decode_batch_size", *shortage)
     for count, noun, fix in (
         (len(servers), "server", "list more servers in vllm.server.servers"),

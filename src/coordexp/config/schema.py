@@ -1,8 +1,5 @@
 """The settings classes as one JSON Schema: what is allowed at a path, in words and as an example value, and the
-words for what is not allowed.
-
-Error messages, the reference page and the editor schema all read it. So a name, a default or a description is
-written only once, in the settings classes.
+words for what is not allowed. Error messages, the reference page and the editor schema all read it.
 """
 
 import difflib
@@ -95,18 +92,12 @@ def describe(node: Node) -> str:
         return " or ".join(describe(option) for option in node["anyOf"])
     if "oneOf" in node:
         return "a mapping whose name is one of " + ", ".join(module_names(node))
-    if node.get("type") == "array":
+    if (kind := node.get("type", "")) == "array":
         return "a list of " + re.sub(r"^(?:a )?(text|mapping)$", r"\1s", describe(node["items"]))
-    words = {
-        "boolean": "true or false",
-        "integer": "an integer",
-        "number": "a number",
-        "string": "text",
-        "null": "null",
-    }
+    words = {"boolean": "true or false", "integer": "an integer", "number": "a number", "string": "text"}
     signs = {"minimum": ">=", "exclusiveMinimum": ">", "maximum": "<=", "exclusiveMaximum": "<"}
     bounds = " and ".join(f"{sign} {node[key]:g}" for key, sign in signs.items() if key in node)
-    return f"{words.get(node.get('type', ''), 'a mapping')} {bounds}".rstrip()
+    return f"{words.get(kind, 'null' if kind == 'null' else 'a mapping')} {bounds}".rstrip()
 
 
 def module_names(node: Node) -> list[str]:
@@ -135,8 +126,7 @@ def _find_path(error: Any, tree: Any) -> KeyPath:
     """Return the path in the file for pydantic's location, which also names the union member that it tried."""
     path: KeyPath = ()
     for key in error["loc"]:
-        is_item = isinstance(tree, list) and isinstance(key, int) and key < len(tree)
-        if is_item or (isinstance(tree, dict) and key in tree):
+        if value_at(tree, (key,), ...) is not ...:
             tree = tree[key]
         elif isinstance(tree, dict) and tree.get("name") == key:
             continue  # the kind of module, not a key
@@ -152,12 +142,10 @@ def _explain_unknown(path: KeyPath, tree: Tree) -> list[Explanation]:
     *parent, key = path
     if parent == ["training"] and key in REFUSED:
         return [Explanation(path, *REFUSED[key])]
-    names = names_at(path[:-1], tree)
-    elsewhere = [there for there, _, _ in walk() if there[-1] == key]
-    if close := _closest(str(key), names):
-        elsewhere = [(*parent, close)]
-    if len(elsewhere) == 1:
-        return [Explanation(path, "unknown key", f"did you mean {format_path(elsewhere[0])}?", elsewhere[0])]
+    names, close = names_at(path[:-1], tree), _closest(str(key), names_at(path[:-1], tree))
+    likely = [(*parent, close)] if close else [there for there, _, _ in walk() if there[-1] == key]
+    if len(likely) == 1:
+        return [Explanation(path, "unknown key", f"did you mean {format_path(likely[0])}?", likely[0])]
     fix = f"allowed here: {', '.join(names) or 'nothing'}"
     if len(names) > MAX_LISTED_KEYS:
         fix = f"coordexp config reference lists the {len(names)} keys of {format_path(path[:-1])}"
@@ -170,7 +158,7 @@ def _explain(error: Any, path: KeyPath, tree: Any) -> Explanation:
     value = quote_value(error["input"], path)
     match error["type"]:
         case "missing":
-            return Explanation(path, "missing", f"{_meaning(node)}add e.g. {path[-1]}: {flow_yaml(_sample(node))}")
+            return Explanation(path, "missing", _example(path, node).replace("write e.g.", "add e.g."))
         case "union_tag_not_found":
             return Explanation((*path, "name"), "missing", f"write one of {', '.join(module_names(node))}")
         case "union_tag_invalid":

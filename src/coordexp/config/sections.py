@@ -92,29 +92,25 @@ class BBoxGeoConfig(SettingsSection):
 
 
 class DuplicateULConfig(SettingsSection):
-    """Unlikelihood of duplicates. It needs `rollout_matching.correction.duplicates: unlikelihood`, which marks the
-    tokens."""
+    """Unlikelihood of duplicates. It needs `rollout_matching.correction.duplicates: unlikelihood`."""
 
     ul_weight: NonNegativeFloat
-    """Weight of the unlikelihood of tokens that would begin a duplicate. The sum over these tokens is divided by
-    the number of answers of the step."""
+    """Weight of the unlikelihood of tokens that would begin a duplicate, per answer of the step."""
 
 
 class NumberCEConfig(SettingsSection):
-    """Cross entropy on the coordinates of native answers, which are numbers in ordinary tokens. It needs
-    `custom.answer_format: native`."""
+    """Cross entropy on the coordinates of native answers (`custom.answer_format: native`), which are ordinary
+    tokens."""
 
     ce_weight: NonNegativeFloat
     """Weight of cross entropy on the digits of coordinates in native answers."""
 
 
 class ChatCEConfig(SettingsSection):
-    """Cross entropy on the answers of chat records, which are on channel A in every run. A run on chat records
-    needs it."""
+    """Cross entropy on the answers of chat records, which need it. They are on channel A in every run."""
 
     answer_ce_weight: NonNegativeFloat
-    """Weight of cross entropy on the answers of chat records and their end-of-turn tokens. The sum over these
-    tokens is divided by their number in the step."""
+    """Weight of cross entropy on the answers of chat records and their end-of-turn tokens, per such token."""
 
 
 class CoordDiagConfig(SettingsSection):
@@ -141,8 +137,8 @@ def _make_module(name: str, config: Any, description: str) -> Any:
 
 
 def _make_added_module(entry: EntryPoint) -> Any:
-    """Return the form of a module that another package adds (docs/extending.md). If the package cannot be
-    imported, all settings are refused with the reason."""
+    """Return the form of a module that another package adds (docs/extending.md). One that fails refuses all
+    settings."""
     try:
         given = load_extension(entry)
     except UserError as error:

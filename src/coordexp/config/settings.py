@@ -47,9 +47,8 @@ class Adapter(SettingsSection):
     targets: Text = "all-linear"
     """Modules that get an adapter: `all-linear`, or a regular expression for module names."""
     train_coord_rows: bool = True
-    """Train the embeddings of the coordinate tokens together with the adapter. false: train only the adapter, if
-    the checkpoint has trained embeddings already. Only then can a weight sync send adapters alone
-    (`sync.mode`)."""
+    """Train the embeddings of the coordinate tokens together with the adapter. false: only the adapter, if the
+    checkpoint has trained embeddings already. Only then can a weight sync send adapters alone (`sync.mode`)."""
 
 
 class Model(SettingsSection):
@@ -57,9 +56,8 @@ class Model(SettingsSection):
     """Folder of a model in Hugging Face format, or its name on the hub. Its tokenizer has the 1,000 coordinate
     tokens, unless `custom.answer_format` is native."""
     dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
-    """Data type of the weights in the rollout engine, and of those that an adapter is trained on. Without an
-    adapter the learner's weights are float32, because most updates are too small to change a weight of 16 bits;
-    `training.bf16` lets it compute with 16 bits."""
+    """Data type of the weights in the rollout engine, and of those that an adapter is trained on. Weights that are
+    trained themselves are float32; `training.bf16` lets the learner compute with 16 bits."""
     max_pixels: PositiveInt | None = Field(None, examples=[1048576])
     """Largest number of pixels of an image. A larger image is scaled down in training, in rollouts and in
     evaluation, and every checkpoint of the run has this limit. A vLLM engine reserves memory for an image of this
@@ -90,14 +88,12 @@ class TrainingData(SettingsSection):
     path: DataFiles = Field(examples=["data/part-*.jsonl"])
     """Files of this data set: a path, a glob pattern, or a list of these."""
     weight: PositiveFloat = 1.0
-    """How many samples come from this data set, in proportion to the other weights. The number of its records does
-    not matter."""
+    """Share of the samples that come from this data set, in proportion to the other weights, whatever its size."""
 
     name: SetName | None = Field(None, examples=["shelves"])
     """Name of the data set in metrics and charts. Unset: `set_0`, `set_1` and so on, by its place in the list."""
     prompt: Text | None = None
-    """Replaces `custom.prompt` for the records of this data set, in training. Evaluation asks with
-    `custom.prompt`."""
+    """Replaces `custom.prompt` for the records of this data set, in training and not in evaluation."""
     class_prompt: Text | None = None
     """Replaces `custom.class_prompt` for the records of this data set, in training."""
     expression_prompt: Text | None = None
@@ -108,8 +104,7 @@ class EvaluationData(SettingsSection):
     path: DataFiles = Field(examples=["questions/val.jsonl"])
     """Held-out chat records: a path, a glob pattern, or a list of these."""
     name: SetName | None = Field(None, examples=["questions"])
-    """Name of the data set in its metric, `eval_accuracy_NAME`. Unset: `set_0`, `set_1` and so on, by its place in
-    the list."""
+    """Name of the data set in its metric, `eval_accuracy_NAME`. Unset: `set_0`, `set_1` and so on."""
     max_new_tokens: PositiveInt = 32
     """Maximum number of tokens of an answer."""
 
@@ -135,9 +130,8 @@ class ClassRequests(SettingsSection):
 class Negatives(SettingsSection):
     rate: Fraction = 0.0
     """Share of the training samples with a list of classes that also ask for classes which the image does not
-    show. They are drawn from the record's `exhaustive` classes, or else from the classes of other records, so that
-    frequent classes are drawn often. Requires that every object of a record is labelled, at least of its
-    `exhaustive` classes."""
+    show. They are drawn from the record's `exhaustive` classes, or else from the classes of other records,
+    frequent ones often. Every object of a record must be labelled, at least of its `exhaustive` classes."""
     alone: Fraction = 0.25
     """Share of these samples that ask for nothing else. The answer is then empty."""
     most: PositiveInt = 3
@@ -161,9 +155,8 @@ class Custom(SettingsSection):
     eval_data: Annotated[tuple[EvaluationData, ...], from_list] = Field(
         (), examples=[[{"name": "questions", "path": "questions/val.jsonl"}]]
     )
-    """Held-out chat records, for evaluation during training. The learner answers the questions greedily with
-    transformers, and `eval_accuracy_NAME` is the share of answers that are right, except for case and white
-    space."""
+    """Held-out chat records, for evaluation during training. The learner answers greedily with transformers, and
+    `eval_accuracy_NAME` is the share of right answers, whatever their case and white space."""
     eval_samples: PositiveInt | None = Field(None, examples=[500])
     """Evaluate on at most this many of the held-out records of `val_jsonl` and of each set of `eval_data`. They
     are evenly spaced over the file and the same every time. null: all."""
@@ -196,8 +189,7 @@ class Custom(SettingsSection):
     """Order of the two fields of an object in the answers that the model learns to write."""
     answer_format: AnswerFormatName = "coord_tokens"
     """How answers are written: with the 1,000 coordinate tokens, or as Qwen3-VL itself writes them (native), with
-    numbers from 0 to 1000 in ordinary tokens. Only Stage 1 can train native answers, and the model needs no
-    coordinate tokens for it."""
+    numbers from 0 to 1000 in ordinary tokens, which only Stage 1 can train."""
 
     @property
     def train_sets(self) -> dict[str, tuple[str, ...]]:
@@ -250,9 +242,8 @@ class Stage1(SettingsSection):
     """The declared objective of `stage1_sft`. Required in Stage 1: there is no default."""
     eval_backend: Literal["auto", "hf", "vllm"] = "auto"
     """Engine that answers the held-out images in Stage 1: transformers (hf), or vLLM as `rollout_matching.vllm`
-    describes it. auto: vLLM if the config has something under `rollout_matching.vllm` and vLLM is installed, else
-    transformers. An engine takes GPU memory: a colocated one keeps its share while the learner trains, unless
-    `vllm.sleep` is true."""
+    describes it. auto: vLLM if something is written there and vLLM is installed, else transformers. A colocated
+    engine keeps its share of the GPU memory while the learner trains, unless `vllm.sleep` is true."""
 
 
 class Stage2(SettingsSection):
@@ -260,8 +251,7 @@ class Stage2(SettingsSection):
     """Share of steps that train on rollouts (channel B). Required by `stage2_two_channel`."""
     max_staleness: Literal[0, 1, 2] = 0
     """The rollouts of a step may come from weights that are up to this many updates old. 0: servers and learner
-    wait for each other in every step. 1 or 2: while a step is trained, rollout servers make the rollouts of the
-    next 1 or 2 steps."""
+    wait for each other in every step. 1 or 2: rollout servers make those of the next 1 or 2 steps meanwhile."""
     dump_every: PositiveInt | None = 100
     """Dump examples once in this many steps, at the first step with rollouts: write them to `dumps` in the run
     folder, with the losses and probabilities of their tokens, for `coordexp inspect` and `coordexp replay`. The
@@ -276,8 +266,7 @@ class Settings(SettingsSection):
     custom: Custom
     """The kind of training and its data."""
     global_max_length: PositiveInt | None = Field(None, examples=[16000])
-    """Maximum number of tokens in a sequence and in a row, packed or not. Unset: `template.max_length`. One of the
-    two is required."""
+    """Maximum number of tokens in a sequence and in a row. This or `template.max_length` is required."""
     template: Annotated[Template, from_null] = Field(default_factory=Template)
     """Encoding of conversations."""
     training: Training
@@ -352,32 +341,3 @@ class Settings(SettingsSection):
         running = CHANNELS_OF[self.custom.trainer_variant]
         without = {0.0: "B", 1.0: "A"}.get(self.stage2.b_ratio) if self.stage2.b_ratio is not None else None
         return running - {without} if len(running) > 1 else running
-
-
-def describe_evaluation(settings: Settings, records: int | None) -> list[str]:
-    """Return lines on what an evaluation during training costs, and what to change if images are answered one at a
-    time. `records` is the number of held-out records, or None if they cannot be counted."""
-    custom, rollout, training, lines = settings.custom, settings.rollout_matching, settings.training, list[str]()
-    steps = training.logging_steps if training.eval_steps is None else training.eval_steps
-    when = f"every {steps:,.0f} steps" if steps >= 1 else f"every {steps:g} of all steps"
-    limit, at_once = custom.eval_samples, rollout.decode_batch_size
-    if settings.evaluates:
-        images = "all held-out images" if records is None else f"{records:,} image{'s' if records != 1 else ''}"
-        if limit is not None and (records is None or records > limit):
-            images = f"{limit:,} of {images}"
-        parallel = f"{at_once} at a time{' on each device' if at_once > 1 else ''}"
-        line = f"evaluation: {images}, {parallel}, up to {rollout.max_new_tokens:,} tokens each, {when}"
-        if not settings.uses_rollouts:
-            line += f", answered with {'vLLM' if settings.backend == 'vllm' else 'transformers'}"
-            if settings.backend == "hf" and rollout.rollout_backend != "hf":
-                line += " (stage1.eval_backend: vllm would use vLLM, and GPU memory for it)"
-        lines.append(line)
-        if at_once == 1:
-            lines.append("  raise rollout_matching.decode_batch_size to answer several images at once, or limit")
-            lines[-1] += " their number with custom.eval_samples"
-    if settings.evaluates_chat:
-        sets = zip(custom.eval_names, custom.eval_data, strict=True)
-        asked = ", ".join(f"{name} (up to {data.max_new_tokens:,} tokens each)" for name, data in sets)
-        most = "" if limit is None else f", at most {limit:,} of each"
-        lines.append(f"questions: {asked}{most}, {when}, answered with transformers")
-    return lines

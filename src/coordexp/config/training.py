@@ -85,24 +85,15 @@ _UPLOAD = (
 REFUSED: dict[str, tuple[str, str]] = {
     **dict.fromkeys(_UNUSED.split(), UNUSED),
     **dict.fromkeys(("push_to_hub", "hub_model_id", "hub_strategy", "hub_always_push", "hub_revision"), _UPLOAD),
-    "hub_token": (
-        "is not accepted: settings are logged and written to run folders, and a token must not appear there",
-        "set the HF_TOKEN environment variable",
-    ),
+    "hub_token": ("is not accepted: settings are logged, a token must not be", "set HF_TOKEN in the environment"),
     "label_smoothing_factor": (
         "has no effect: the loss is the declared objective, not the loss of the model",
         "remove it; target_sigma of a coord_reg module softens coordinate targets",
     ),
-    "neftune_noise_alpha": (
-        "is not supported: the noise would depend on how many samples share a packed row",
-        "remove it",
-    ),
-    "use_liger_kernel": (
-        "is not supported: its fused loss computes no logits, and the objective needs them",
-        "remove it",
-    ),
+    "neftune_noise_alpha": ("is not supported: the noise would depend on how samples are packed", "remove it"),
+    "use_liger_kernel": ("is not supported: its fused loss has no logits, which the objective needs", "remove it"),
     "auto_find_batch_size": (
-        "is not supported: the batch size is part of the state of the data stream, which every checkpoint saves",
+        "is not supported: every checkpoint saves the batch size with the state of the data stream",
         "remove it; if memory runs out, lower training.per_device_train_batch_size or global_max_length",
     ),
     "save_only_model": (
@@ -111,13 +102,11 @@ REFUSED: dict[str, tuple[str, str]] = {
     ),
     "load_best_model_at_end": (
         "has no effect: a run ends with its last step, and its result is its checkpoints",
-        "remove it; with training.metric_for_best_model, save_total_limit keeps the best checkpoint, and "
-        "trainer_state.json names it",
+        "remove it; with training.metric_for_best_model, save_total_limit keeps the best checkpoint",
     ),
     "resume_from_checkpoint": (
         "has no effect: the command line decides whether to resume",
-        "remove it, and run coordexp train --resume, which continues from the newest checkpoint of "
-        "training.output_dir",
+        "remove it; coordexp train --resume continues from the newest checkpoint of training.output_dir",
     ),
     "deepspeed": (
         "is not supported: no test trains with DeepSpeed",

@@ -287,20 +287,16 @@ class _Builder:
 
     def _scalar(self, node: yaml.ScalarNode, path: KeyPath) -> Any:
         text, kind = node.value, node.tag.removeprefix(_TAG)
-        if kind == "str" and is_encodable(text):
-            return text
+        if kind == "str" and not is_encodable(text):
+            return self._report(path, "has half a character (a lone surrogate)", "write the whole one", node)
         if kind == "str":
-            problem, fix = "has half a character (a lone surrogate)", "write the whole character"
-            return self._report(path, problem, fix, node)
+            return text
         if kind not in _SCALARS or not re.match(_SCALARS[kind][0], text):
             return self._report(path, f"{text[:40]!r} has the YAML tag {node.tag}", "write a plain value", node)
-        match kind:
-            case "null":
-                return None
-            case "bool":
-                return text.lower() == "true"
-            case "int":
-                return int(text, 0) if text[:2] in ("0o", "0x") else int(text)
+        if kind == "int":
+            return int(text, 0 if text[:2] in ("0o", "0x") else 10)
+        if kind in ("null", "bool"):
+            return text.lower() == "true" if kind == "bool" else None
         return float(re.sub(r"\.(?=inf|nan)", "", text.lower()))
 
     def _report(self, path: KeyPath, problem: str, fix: str, node: yaml.Node) -> None:

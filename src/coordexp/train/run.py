@@ -18,7 +18,7 @@ from transformers.trainer_utils import set_seed
 from coordexp.config import Loaded, RolloutContract, Settings
 from coordexp.config.rollout import BACKENDS
 from coordexp.config.rules import trains_chat
-from coordexp.config.settings import Custom, describe_evaluation
+from coordexp.config.settings import Custom
 from coordexp.config.training import PACKING_KEYS, REFUSED
 from coordexp.correction import load_format
 from coordexp.data import Questions, Record, Records, RecordSet, find_wrong_kind, open_data
@@ -168,8 +168,6 @@ def _check_data(settings: Settings, arguments: TrainingArguments, train: Records
         _note_coarse_canvas(train, settings.rollout_matching.maskiou_resolution)
     if held_out.records is not None and arguments.eval_strategy != "no":
         read_truth(held_out.records)
-    for line in describe_evaluation(settings, None if held_out.records is None else len(held_out.records)):
-        say(line)
     for data in held_out.questions.values() if settings.evaluates_chat else ():
         for index in evenly_spaced(len(data.records), settings.custom.eval_samples):
             data.read(index)

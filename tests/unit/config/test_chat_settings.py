@@ -2,8 +2,8 @@
 
 import pytest
 
+from coordexp.cli.check import describe_evaluation
 from coordexp.config.rules import trains_chat
-from coordexp.config.settings import describe_evaluation
 from tests.unit.config.trees import CHAT_CE, TOKEN_CE, load, only_problem, stage1, stage2
 
 SETS = [{"path": "a.jsonl"}, {"path": "b.jsonl", "name": "questions"}]

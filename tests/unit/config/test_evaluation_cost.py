@@ -4,8 +4,8 @@ import importlib.util
 
 import pytest
 
+from coordexp.cli.check import describe_evaluation
 from coordexp.config import World, parse_settings
-from coordexp.config.settings import describe_evaluation
 from tests.unit.config.trees import load, stage1, stage2
 
 EVALUATES = {
