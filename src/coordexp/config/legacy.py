@@ -1,10 +1,6 @@
 """Keys of older versions and of other tools. Each is an error that says what to write instead, never an alias."""
 
-from typing import NamedTuple
-
-from coordexp.config.yaml_tree import KeyPath, Tree, format_path, parse_path, value_at
-
-OLD_SECTION: KeyPath = ("custom", "extra", "rollout_matching")
+OLD_SECTION = ("custom", "extra", "rollout_matching")
 OLD_VARIANT = "rollout_matching_sft"  # of custom.trainer_variant
 RENAMED = {
     "rollout_matching.rollout_generate_batch_size": "rollout_matching.decode_batch_size",
@@ -48,33 +44,3 @@ ALIASES = {
     "bbox_geo": {"bbox_smoothl1_weight": "smoothl1_weight", "bbox_ciou_weight": "ciou_weight"},
     "coord_reg": {"coord_soft_ce_weight": "soft_ce_weight", "coord_w1_weight": "w1_weight"},
 }
-
-
-class Explanation(NamedTuple):
-    """What is wrong with a key, and what to write instead. `new` is the key that was meant, or empty."""
-
-    path: KeyPath
-    problem: str
-    fix: str
-    new: KeyPath = ()
-
-
-def explain_old_key(path: KeyPath, tree: Tree) -> list[Explanation] | None:
-    """Return what to write instead of the key at `path`, or None if it is not an old one. The old section gives
-    one explanation for each of its keys, and the two keys of the old list of servers give one for both."""
-    name, aliases = format_path(path), ALIASES.get(str(value_at(tree, (*path[:-2], "name"))), {})
-    old = value_at(tree, OLD_SECTION) if path == OLD_SECTION[:2] else None
-    if isinstance(old, dict) and old:
-        return [_explain((*OLD_SECTION, key), f"rollout_matching.{key}", "moved") for key in old]
-    if new := aliases.get(str(path[-1])):
-        return [Explanation(path, "renamed", f"use {new} instead", (*path[:-1], new))]
-    if name == f"{_SERVER}.group_port" and value_at(tree, (*path[:-1], "base_url")) is not None:
-        return []
-    return [_explain(path, name, "renamed")] if name in RENAMED or name in REMOVED else None
-
-
-def _explain(path: KeyPath, name: str, verb: str) -> Explanation:
-    new = RENAMED.get(name, name)
-    if name in REMOVED:
-        return Explanation(path, "removed", REMOVED[name])
-    return Explanation(path, verb, f"use {new} instead", parse_path(new))

@@ -16,7 +16,7 @@ from coordexp.config.rules import World, find_conflicts, uses_vllm
 from coordexp.config.schema import explain_errors
 from coordexp.config.sections import SettingsSection
 from coordexp.config.settings import Settings
-from coordexp.config.yaml_tree import Document, Tree, format_path, parse_path, read_document, value_at
+from coordexp.config.yaml_tree import Document, Tree, format_path, read_document
 from coordexp.errors import ConfigError, Finding
 
 S = TypeVar("S", bound=SettingsSection)
@@ -63,8 +63,11 @@ def _find_notes(s: Settings, document: Document) -> Iterator[Finding]:
     assert s.pipeline is not None
     objective, kept = f"{s.pipeline_path}.objective", {module.name for module in s.pipeline.objective}
     for file, tree in document.parts.items():
-        modules = value_at(tree, parse_path(objective))
-        names = [value_at(module, ("name",)) for module in modules] if isinstance(modules, list) else []
+        modules: Any = tree
+        for key in objective.split("."):
+            modules = modules.get(key) if isinstance(modules, dict) else None
+        modules = modules if isinstance(modules, list) else []
+        names = [module.get("name") for module in modules if isinstance(module, dict)]
         if lost := [str(name) for name in names if name not in kept]:
             problem = f"replaces the list of {file}: {', '.join(lost)} {'is' if len(lost) == 1 else 'are'} gone"
             yield Finding("note", objective, problem, "to keep a module, repeat its entry: lists are not merged")

@@ -26,7 +26,6 @@ class World:
 
 
 Conflicts = Iterator[Finding]
-
 ANSWER_FORMAT = "custom.answer_format"
 COORD_MODULES = ("coord_reg", "bbox_geo", "coord_diag")  # they read distributions over coordinate tokens
 # The weights that supervise a part of an answer. The others bound, or end, what these teach.

@@ -7,20 +7,29 @@ import json
 import re
 from collections.abc import Iterator
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 from pydantic import ValidationError
 
-from coordexp.config.legacy import OLD_VARIANT, Explanation, explain_old_key
+from coordexp.config.legacy import ALIASES, OLD_SECTION, OLD_VARIANT, REMOVED, RENAMED
 from coordexp.config.settings import Settings
 from coordexp.config.training import REFUSED
-from coordexp.config.yaml_tree import Error, KeyPath, Tree, format_path, value_at
+from coordexp.config.yaml_tree import Error, Key, KeyPath, Tree, format_path
 from coordexp.errors import Finding
 
 Node = dict[str, Any]
 SIMILARITY = 0.75  # How similar two words must be for one to be suggested for the other.
 MAX_LISTED_KEYS = 25  # A message does not list the keys of a larger section.
 WORDS_OF_BOOLEANS = {"yes": "true", "on": "true", "1": "true", "no": "false", "off": "false", "0": "false"}
+
+
+class Explanation(NamedTuple):
+    """What is wrong with a key, and what to write instead. `new` is the key that was meant, or empty."""
+
+    path: KeyPath
+    problem: str
+    fix: str
+    new: KeyPath = ()
 
 
 @cache
@@ -32,19 +41,28 @@ def root() -> Node:
 
 def node_at(path: KeyPath, tree: Any) -> Node | None:
     """Return the schema of the value at `path`, or None. `tree` tells which kind of module a list entry is."""
-    node: Node | None = root()
-    for depth, key in enumerate(path):
-        if node is None:
-            return None
-        node = _concrete(node, value_at(tree, path[:depth]))
-        node = node.get("items") if isinstance(key, int) else node.get("properties", {}).get(key)
-    return node
+    return _descend(path, tree)[0]
 
 
 def names_at(path: KeyPath, tree: Any) -> list[str]:
     """Return the keys that are allowed in the mapping at `path`."""
-    node = node_at(path, tree)
-    return list(_concrete(node, value_at(tree, path)).get("properties", {})) if node else []
+    node, value = _descend(path, tree)
+    return list(_concrete(node, value).get("properties", {})) if node else []
+
+
+def _descend(path: KeyPath, tree: Any) -> tuple[Node | None, Any]:
+    """Return the schema of the value at `path`, and the value. Each is None if there is none."""
+    node: Node | None = root()
+    for key in path:
+        inner = _concrete(node, tree) if node else {}
+        node = inner.get("items") if isinstance(key, int) else inner.get("properties", {}).get(key)
+        tree = tree[key] if _has(tree, key) else None
+    return node, tree
+
+
+def _has(tree: Any, key: Key) -> bool:
+    is_item = isinstance(tree, list) and isinstance(key, int) and key < len(tree)
+    return is_item or (isinstance(tree, dict) and key in tree)
 
 
 def walk(path: KeyPath = (), node: Node | None = None) -> Iterator[tuple[KeyPath, Node, bool]]:
@@ -126,7 +144,7 @@ def _find_path(error: Any, tree: Any) -> KeyPath:
     """Return the path in the file for pydantic's location, which also names the union member that it tried."""
     path: KeyPath = ()
     for key in error["loc"]:
-        if value_at(tree, (key,), ...) is not ...:
+        if _has(tree, key):
             tree = tree[key]
         elif isinstance(tree, dict) and tree.get("name") == key:
             continue  # the kind of module, not a key
@@ -137,9 +155,20 @@ def _find_path(error: Any, tree: Any) -> KeyPath:
 
 
 def _explain_unknown(path: KeyPath, tree: Tree) -> list[Explanation]:
-    if (old := explain_old_key(path, tree)) is not None:
-        return old
+    """Return what to write instead of an unknown key. The old section gives one explanation for each of its keys,
+    and the two keys of the old list of servers give one for both."""
     *parent, key = path
+    name, section, entry = format_path(path), _descend(path[:-1], tree)[1], _descend(path[:-2], tree)[1]
+    old = section[key].get(OLD_SECTION[2]) if path == OLD_SECTION[:2] and isinstance(section[key], dict) else None
+    if isinstance(old, dict) and old:
+        return [_explain_old((*OLD_SECTION, key), f"rollout_matching.{key}", "moved") for key in old]
+    aliases = ALIASES.get(str(entry.get("name")) if isinstance(entry, dict) else "", {})
+    if new := aliases.get(str(key)):
+        return [Explanation(path, "renamed", f"use {new} instead", (*parent, new))]
+    if key == "group_port" and "base_url" in section and name in REMOVED:
+        return []
+    if name in RENAMED or name in REMOVED:
+        return [_explain_old(path, name, "renamed")]
     if parent == ["training"] and key in REFUSED:
         return [Explanation(path, *REFUSED[key])]
     names, close = names_at(path[:-1], tree), _closest(str(key), names_at(path[:-1], tree))
@@ -150,6 +179,13 @@ def _explain_unknown(path: KeyPath, tree: Tree) -> list[Explanation]:
     if len(names) > MAX_LISTED_KEYS:
         fix = f"coordexp config reference lists the {len(names)} keys of {format_path(path[:-1])}"
     return [Explanation(path, "unknown key", fix)]
+
+
+def _explain_old(path: KeyPath, name: str, verb: str) -> Explanation:
+    new = RENAMED.get(name, name)
+    if name in REMOVED:
+        return Explanation(path, "removed", REMOVED[name])
+    return Explanation(path, verb, f"use {new} instead", tuple(new.split(".")))
 
 
 def _explain(error: Any, path: KeyPath, tree: Any) -> Explanation:
@@ -170,7 +206,7 @@ def _explain(error: Any, path: KeyPath, tree: Any) -> Explanation:
             return Explanation(path, f"{value}: {error['ctx']['error']}", _example(path, node))
         case "too_short":
             return Explanation(path, "is empty", _example(path, node))
-    if format_path(path) == "custom.trainer_variant" and error["input"] == OLD_VARIANT:
+    if path == ("custom", "trainer_variant") and error["input"] == OLD_VARIANT:
         return Explanation(path, f"{OLD_VARIANT} is the old name", "write trainer_variant: stage2_rollout_aligned")
     allowed = describe(node)
     allowed = allowed if len(allowed) < 200 else ", ".join(allowed.split(", ")[:8]) + ", ..."

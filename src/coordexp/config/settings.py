@@ -79,8 +79,6 @@ class Model(SettingsSection):
 
 # A path, a glob pattern, or a list of these.
 DataFiles = Annotated[Text | Annotated[tuple[Text, ...], Field(min_length=1)], from_list]
-
-
 SetName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]+$")]
 
 
@@ -89,7 +87,6 @@ class TrainingData(SettingsSection):
     """Files of this data set: a path, a glob pattern, or a list of these."""
     weight: PositiveFloat = 1.0
     """Share of the samples that come from this data set, in proportion to the other weights, whatever its size."""
-
     name: SetName | None = Field(None, examples=["shelves"])
     """Name of the data set in metrics and charts. Unset: `set_0`, `set_1` and so on, by its place in the list."""
     prompt: Text | None = None
