@@ -45,14 +45,13 @@ def parse_path(text: str) -> KeyPath:
     return tuple(int(part[1:-1]) if part.startswith("[") else part for part in parts)
 
 
-def value_at(tree: Any, path: KeyPath, otherwise: Any = None) -> Any:
-    """Return the value at `path`, or `otherwise` if the tree has no such path."""
+def _exists(tree: Any, path: KeyPath) -> bool:
     for key in path:
         is_item = isinstance(tree, list) and isinstance(key, int) and key < len(tree)
         if not is_item and not (isinstance(tree, dict) and key in tree):
-            return otherwise
+            return False
         tree = tree[key]
-    return tree
+    return True
 
 
 @dataclass
@@ -69,16 +68,17 @@ class Document:
         """Put the values of another tree over these. Mappings are merged, lists are replaced."""
         self.tree = _merge(self.tree, tree)
         places = self.places | places
-        self.places = {path: places[path] for path in places if value_at(self.tree, path, ...) is not ...}
+        self.places = {path: places[path] for path in places if _exists(self.tree, path)}
 
     def locate(self, findings: Sequence[Finding]) -> list[Finding]:
         """Return the findings with the places of their settings, or of the nearest sections around them, sorted by
         file and line. Those without a place come last."""
-        located = []
+        located, places = [], {format_path(path): place for path, place in self.places.items()}
         for finding in findings:
-            path = parse_path(finding.subject)
-            around = [self.places[path[:end]] for end in range(len(path), 0, -1) if path[:end] in self.places]
-            located.append(replace(finding, places=finding.places or tuple(around[:1])))
+            around = finding.subject
+            while around and around not in places:
+                around = around[: max(around.rfind("."), around.rfind("["), 0)]
+            located.append(replace(finding, places=finding.places or ((places[around],) if around else ())))
         return sorted(located, key=lambda f: (not f.places, [(place.file, place.line or 0) for place in f.places]))
 
 

@@ -147,6 +147,12 @@ def test_no_file_is_a_traceback(tmp_path, text):
     assert findings_of(tmp_path, text)
 
 
+@pytest.mark.parametrize("key", ["a[b]", "a[", "a.b", "]", "model[0]", "training.packing"])
+def test_a_key_that_looks_like_a_path_is_reported_at_its_line(tmp_path, key):
+    finding = next(finding for finding in findings_of(tmp_path, f"{VALID}'{key}': 1\n") if finding.subject == key)
+    assert finding.places[0].line == len(VALID.splitlines()) + 1
+
+
 def test_all_unreadable_files_are_reported_at_once(tmp_path):
     (tmp_path / "bad.yaml").write_text("x: [\n")
     findings = findings_of(tmp_path, "extends: [no1.yaml, no2.yaml, bad.yaml]\nmodel: 1\nmodel: 2\n")
