@@ -115,14 +115,14 @@ class CoordDiagConfig(SettingsSection):
     """Reports statistics of the coordinate distributions. It has no gradient, and no settings."""
 
 
-class ModuleSpec(SettingsSection):
+class ModuleSpec(SettingsSection, use_attribute_docstrings=False):  # those made from it have no source
     kind: ClassVar[str] = ""  # of a module of another package: the `ModuleKind` that computes it, as `module:name`
-    enabled: bool
-    """Whether the module runs at all."""
-    weight: NonNegativeFloat
-    """Factor on the module's whole contribution to the loss."""
-    channels: Annotated[tuple[Channel, ...], Field(min_length=1), from_list] = Field(examples=[["A", "B"]])
-    """Channels that the module runs on: A trains on the ground truth, B on corrected rollouts."""
+    enabled: bool = Field(description="Whether the module runs at all.")
+    weight: NonNegativeFloat = Field(description="Factor on the module's whole contribution to the loss.")
+    channels: Annotated[tuple[Channel, ...], Field(min_length=1), from_list] = Field(
+        description="Channels that the module runs on: A trains on the ground truth, B on corrected rollouts.",
+        examples=[["A", "B"]],
+    )
 
 
 def _make_module(name: str, config: Any, description: str) -> Any:
