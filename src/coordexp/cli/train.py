@@ -8,11 +8,18 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from coordexp.cli.check import ConfigOption, SetOption, missing_files, use_local_model
+from coordexp.cli.check import (
+    ConfigOption,
+    SetOption,
+    count_held_out,
+    describe_evaluation,
+    missing_files,
+    use_local_model,
+)
 from coordexp.cli.console import LogOption, err, need, out, print_findings, progress
 from coordexp.config import Loaded, World, load_settings
 from coordexp.config.rules import uses_vllm
-from coordexp.config.settings import Training
+from coordexp.config.training import Training
 from coordexp.engine import check_vllm
 from coordexp.errors import DataError, UserError, explain, explain_value_errors, need_packages
 from coordexp.logs import start_log
@@ -54,6 +61,8 @@ def train(
     for missing in missing_files(settings):  # before anything heavy is imported
         raise DataError(f"{missing.subject}: {missing.problem}", missing.fix)
     folder, notify = Path(settings.training.output_dir), partial(err.print, markup=False)
+    for line in describe_evaluation(settings, count_held_out(settings)) if is_first else ():
+        notify(line)
     _make_folder(folder)
     with hold_folder(folder, notify) if is_first else nullcontext():
         checkpoint = choose_checkpoint(folder, resume, notify) if is_first else None

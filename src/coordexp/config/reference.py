@@ -2,15 +2,15 @@
 
 import copy
 import json
+import re
 from collections.abc import Iterator
 from typing import Any
 
 from coordexp.config import legacy, schema
-from coordexp.config.legacy import REFUSED
 from coordexp.config.rollout import ServerEndpoint
 from coordexp.config.schema import Node
-from coordexp.config.settings import CurriculumStage, Training, TrainingData
-from coordexp.config.training_arguments import TRANSFORMERS_VERSION
+from coordexp.config.settings import CurriculumStage, EvaluationData, TrainingData
+from coordexp.config.training import REFUSED, TRANSFORMERS_VERSION, UNUSED, Training
 from coordexp.config.yaml_tree import KeyPath
 
 HEADER = """# Configuration reference
@@ -45,9 +45,8 @@ None of them has a default.
 
 def render_page() -> str:
     """Return the reference page as Markdown."""
-    return "\n".join(
-        [HEADER, *_sections(), *_entries(), MODULES, *_modules(), *_refusal_table(), *_legacy_table()]
-    )
+    tables = *_sections(), *_entries(), MODULES, *_modules(), *_refusal_table(), *_legacy_table()
+    return "\n".join((HEADER, *tables))
 
 
 def editor_schema() -> dict[str, Any]:
@@ -59,35 +58,18 @@ def editor_schema() -> dict[str, Any]:
     result = copy.deepcopy(schema.root())
     result["$schema"] = "https://json-schema.org/draft/2020-12/schema"
     result["title"] = "coordexp config"
-    in_lists = set(_definitions_in_lists(result))
-    for name, definition in [("", result), *result["$defs"].items()]:
-        if name not in in_lists:
-            required = definition.pop("required", [])
-            for key, node in definition.get("properties", {}).items():
-                if "$ref" in node and "default" not in node and key not in required:
-                    definition["properties"][key] = {"anyOf": [node, {"type": "null"}]}
-    paths = {"type": "array", "items": {"type": "string"}}
+    sections = json.dumps([node for _, node, is_section in schema.walk() if is_section])
+    names = sorted(set(re.findall(r"#/\$defs/(\w+)", sections)))
+    for definition in (result, *(result["$defs"][name] for name in names)):
+        required = definition.pop("required", [])
+        for key, node in definition["properties"].items():
+            if "$ref" in node and "default" not in node and key not in required:
+                definition["properties"][key] = {"anyOf": [node, {"type": "null"}]}
     result["properties"]["extends"] = {
         "description": "Files whose values this one starts from. Paths are relative to this file.",
-        "anyOf": [{"type": "string"}, paths],
+        "anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}],
     }
     return result
-
-
-def _definitions_in_lists(node: Any, inside: bool = False) -> Iterator[str]:
-    """Yield the names of the definitions that are used inside lists."""
-    root = schema.root()["$defs"]
-    if isinstance(node, list):
-        for item in node:
-            yield from _definitions_in_lists(item, inside)
-    elif isinstance(node, dict):
-        reference = node.get("$ref", "").rpartition("/")[2]
-        if inside and reference:
-            yield reference
-            yield from _definitions_in_lists(root[reference], inside)
-        for key, value in node.items():
-            if key != "discriminator":
-                yield from _definitions_in_lists(value, inside or key == "items")
 
 
 def _sections() -> Iterator[str]:
@@ -105,47 +87,38 @@ def _sections() -> Iterator[str]:
             rows.setdefault(path[:-1], []).append(row)
     rows[("training",)] += mirrored
     for path in rows:
-        yield from _heading(path)
+        yield f"\n## `{'.'.join(map(str, path))}`\n" if path else "\n## Top level\n"
+        section = schema.node_at(path, None)
+        if path and section and "description" in section:
+            yield section["description"] + "\n"
+        if path == ("training",):
+            own = len(Training.__annotations__)
+            yield f"The first {own} are coordexp's, the others are from transformers {TRANSFORMERS_VERSION}."
+            yield "Arguments of transformers that have no effect are refused: see Refused training arguments.\n"
+        yield COLUMNS
         yield from rows[path]
     yield ""
 
 
-def _heading(path: tuple[Any, ...]) -> Iterator[str]:
-    yield f"\n## `{'.'.join(path)}`\n" if path else "\n## Top level\n"
-    node = schema.node_at(path, None)
-    if path and node and "description" in node:
-        yield node["description"] + "\n"
-    if path == ("training",):
-        own, version = len(Training.__annotations__), TRANSFORMERS_VERSION
-        yield f"The first {own} are defined or restricted by coordexp, the others are from transformers {version}."
-        yield "Arguments of transformers that have no effect are refused: see Refused training arguments.\n"
-    yield COLUMNS
-
-
 def _row(key: str, node: Node) -> str:
-    default = "required" if "default" not in node else f"`{_default_text(node['default'])}`"
-    cells = [f"`{key}`", _type(node), default, schema.resolve(node).get("description", "")]
+    value = node.get("default")
+    default = json.dumps(value) if not isinstance(value, str) else value or '""'
+    kind = schema.describe(node)
+    kind = kind if len(kind) < 160 else kind[:150].rpartition(",")[0] + ", ..."
+    default = f"`{default}`" if "default" in node else "required"
+    cells = [f"`{key}`", kind, default, schema.resolve(node).get("description", "")]
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
-
-
-def _type(node: Node) -> str:
-    text = schema.describe(node)
-    return text if len(text) < 160 else text[:150].rpartition(",")[0] + ", ..."
-
-
-def _default_text(value: Any) -> str:
-    return value or '""' if isinstance(value, str) else json.dumps(value)
 
 
 def _entries() -> Iterator[str]:
     """Yield a table for the entries of each list that has sections as entries, besides those of pipelines."""
     for path, entry in (
         ("custom.train_data", TrainingData),
+        ("custom.eval_data", EvaluationData),
         ("custom.curriculum", CurriculumStage),
         ("rollout_matching.vllm.server.servers", ServerEndpoint),
     ):
-        yield f"## Each entry of `{path}`\n"
-        yield COLUMNS
+        yield f"## Each entry of `{path}`\n\n{COLUMNS}"
         yield from (_row(key, node) for key, node in schema.root()["$defs"][entry.__name__]["properties"].items())
         yield ""
 
@@ -165,23 +138,22 @@ def _modules() -> Iterator[str]:
 
 
 def _refusal_table() -> Iterator[str]:
+    names = ", ".join(f"`{name}`" for name, refusal in sorted(REFUSED.items()) if refusal == UNUSED)
     yield "## Refused training arguments\n"
     yield "Arguments of `transformers.TrainingArguments` that `training` may not have. Each is an error.\n"
+    yield f"These {UNUSED[0].replace('has', 'have', 1)}: {names}.\n"
     yield "| argument | problem | fix |\n| --- | --- | --- |"
-    for name, refused in REFUSED.items():
-        yield f"| `{name}` | {refused.problem} | {refused.fix} |"
+    yield from (f"| `{name}` | {text} | {fix} |" for name, (text, fix) in REFUSED.items() if (text, fix) != UNUSED)
     yield ""
 
 
 def _legacy_table() -> Iterator[str]:
-    yield "## Keys of older versions\n\nEach is an error that says what to write instead.\n"
+    yield "## Keys of older versions and of other tools\n\nEach is an error that says what to write instead.\n"
     yield "| key | instead |\n| --- | --- |"
     yield "| `custom.extra.rollout_matching.*` | write it under `rollout_matching`, at the top level |"
-    for old, new in legacy.OLD_VARIANTS.items():
-        yield f"| `custom.trainer_variant: {old}` | `{new}` |"
-    for key in legacy.LEGACY_KEYS:
-        yield f"| `{key.old}` | {key.fix} |"
+    yield f"| `custom.trainer_variant: {legacy.OLD_VARIANT}` | `stage2_rollout_aligned` |"
+    yield from (f"| `{old}` | use {new} instead |" for old, new in legacy.RENAMED.items())
+    yield from (f"| `{old}` | {fix} |" for old, fix in legacy.REMOVED.items())
     for module, names in legacy.ALIASES.items():
-        for alias, name in names.items():
-            yield f"| `{alias}` in a `{module}` config | `{name}` |"
+        yield from (f"| `{alias}` in a `{module}` config | `{name}` |" for alias, name in names.items())
     yield ""

@@ -1,7 +1,6 @@
 """Settings under `rollout_matching`: how rollouts are generated, parsed and matched, and the objective for them.
 
-Trainers that use rollouts receive a single object, `rollout_matching_cfg`. This `RolloutContract` is the validated
-section with derived values filled in, together with the packing keys of `training`.
+Trainers with rollouts receive one object, `rollout_matching_cfg`: this section with derived values, and packing.
 """
 
 from contextlib import suppress
@@ -23,6 +22,7 @@ from coordexp.config.sections import (
     from_list,
     from_null,
 )
+from coordexp.config.training import Packing
 from coordexp.errors import ConfigError, Finding
 from coordexp.extensions import find_extensions
 
@@ -33,27 +33,15 @@ TOKEN = "COORDEXP_SERVER_TOKEN"  # noqa: S105 - the environment variable of lear
 
 def _check_base_url(value: str) -> str:
     """Return the URL without a trailing slash. Raise ValueError if it is not a plain HTTP address."""
-    problem = "not a URL prefix such as http://127.0.0.1:8000"
     if "@" in value:  # Checked first, before a message can quote the password.
         raise ValueError(
             "a URL with a user or a password, which would be written into the run folder; remove the part before "
             f"the @ and set {TOKEN} for the learner and the server"
         )
-    try:
-        url = urlsplit(value)
-        port = url.port
-    except ValueError as error:
-        raise ValueError(f"{problem} ({error})") from error
-    has_space = any(character.isspace() for character in value)
-    if (
-        url.scheme not in ("http", "https")
-        or not url.hostname
-        or url.query
-        or url.fragment
-        or port == 0
-        or has_space
-    ):
-        raise ValueError(problem)
+    url = urlsplit(value)  # it raises ValueError itself, and so does `port`
+    rest = url.query or url.fragment or url.port == 0 or any(map(str.isspace, value))
+    if url.scheme not in ("http", "https") or not url.hostname or rest:
+        raise ValueError("not a URL prefix such as http://127.0.0.1:8000")
     return value.rstrip("/")
 
 
@@ -69,170 +57,117 @@ BaseUrl = Annotated[str, AfterValidator(_check_base_url)]
 
 
 class Decoding(SettingsSection):
-    temperature: NonNegativeFloat = Field(0.0, description="Sampling temperature. 0: greedy decoding.")
-    top_p: Annotated[float, Field(gt=0, le=1)] = Field(
-        1.0,
-        description="Sample from the most likely tokens whose probabilities add up to this share (nucleus "
-        "sampling).",
-    )
-    top_k: Literal[-1] | PositiveInt = Field(
-        -1, description="Sample from this many of the most likely tokens. -1: all."
-    )
+    temperature: NonNegativeFloat = 0.0
+    """Sampling temperature. 0: greedy decoding."""
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Sample from the most likely tokens whose probabilities add up to this share (nucleus sampling)."""
+    top_k: Literal[-1] | PositiveInt = -1
+    """Sample from this many of the most likely tokens. -1: all."""
 
 
 class RepeatTerminate(SettingsSection):
-    enabled: bool = Field(
-        False, description="End a rollout that repeats itself. Other rollouts of the batch go on."
-    )
-    min_new_tokens: Annotated[int, Field(ge=0)] = Field(
-        256, description="Do not check a rollout before it has this many tokens."
-    )
-    max_consecutive_token_repeats: PositiveInt = Field(
-        64, description="End a rollout when one token is repeated this many times in a row."
-    )
-    ngram_size: PositiveInt = Field(
-        64, description="Length of the token sequences that are checked for repetition."
-    )
-    ngram_repeats: Annotated[int, Field(ge=2)] = Field(
-        2, description="End a rollout when its last `ngram_size` tokens occur this many times in a row."
-    )
-    max_object_keys: PositiveInt | None = Field(
-        None, description="End a rollout after this many object keys. null: no limit."
-    )
+    enabled: bool = False
+    """End a rollout that repeats itself. Other rollouts of the batch go on."""
+    min_new_tokens: Annotated[int, Field(ge=0)] = 256
+    """Do not check a rollout before it has this many tokens."""
+    max_consecutive_token_repeats: PositiveInt = 64
+    """End a rollout when one token is repeated this many times in a row."""
+    ngram_size: PositiveInt = 64
+    """Length of the token sequences that are checked for repetition."""
+    ngram_repeats: Annotated[int, Field(ge=2)] = 2
+    """End a rollout when its last `ngram_size` tokens occur this many times in a row."""
+    max_object_keys: PositiveInt | None = None
+    """End a rollout after this many object keys. null: no limit."""
 
 
 class Offload(SettingsSection):
-    enabled: bool = Field(False, description="Free memory of the learner while a colocated engine generates.")
-    offload_model: bool = Field(False, description="Offload the parameters of the learner.")
-    offload_optimizer: bool = Field(False, description="Offload the state of the optimizer.")
+    enabled: bool = False
+    """Free memory of the learner while a colocated engine generates."""
+    offload_model: bool = False
+    """Offload the parameters of the learner."""
+    offload_optimizer: bool = False
+    """Offload the state of the optimizer."""
 
 
 class ServerEndpoint(SettingsSection):
     base_url: BaseUrl = Field(
-        description="URL prefix of a rollout server.",
-        examples=["http://127.0.0.1:8000"],
-        json_schema_extra={"pattern": "^https?://[^ ]+$"},
+        examples=["http://127.0.0.1:8000"], json_schema_extra={"pattern": "^https?://[^ ]+$"}
     )
-    group_port: Port = Field(
-        description="Port for weight transfer to this server, different for each server.", examples=[51216]
-    )
+    """URL prefix of a rollout server."""
+    group_port: Port = Field(examples=[51216])
+    """Port for weight transfer to this server, different for each server."""
 
 
 class ServerPool(SettingsSection):
     servers: Annotated[tuple[ServerEndpoint, ...], from_list] = Field(
-        (),
-        description="The rollout servers, in the order in which they get requests. Required in server mode.",
-        examples=[[{"base_url": "http://127.0.0.1:8000", "group_port": 51216}]],
+        (), examples=[[{"base_url": "http://127.0.0.1:8000", "group_port": 51216}]]
     )
-    timeout_s: PositiveFloat = Field(
-        240.0, description="Seconds to wait for a server to be reachable and to join the weight-transfer group."
-    )
-    hung_after_s: PositiveFloat = Field(
-        60.0,
-        description="Seconds without progress of its engine after which a server reports that it hangs and exits. "
-        "Raise it if one engine step takes longer, for example with a large model on a CPU.",
-    )
-    infer_timeout_s: float | None = Field(
-        None, description="HTTP timeout of one generation call, in seconds. null, 0 or less: no timeout."
-    )
+    """The rollout servers, in the order in which they get requests. Required in server mode."""
+    timeout_s: PositiveFloat = 240.0
+    """Seconds to wait for a server to be reachable and to join the weight-transfer group."""
+    hung_after_s: PositiveFloat = 60.0
+    """Seconds without progress of its engine after which a server reports that it hangs and exits. Raise it if one
+    engine step takes longer, for example with a large model on a CPU."""
+    infer_timeout_s: float | None = None
+    """HTTP timeout of one generation call, in seconds. null, 0 or less: no timeout."""
 
 
 class Sync(SettingsSection):
-    mode: Literal["full", "adapter", "auto"] = Field(
-        "full",
-        description="What a weight sync sends: all weights with adapters merged (full), or adapters only "
-        "(adapter, which needs `enable_lora`). `auto`: adapter with `enable_lora`, else full.",
-    )
-    fallback_to_full: bool = Field(
-        True, description="If an adapter sync fails, warn and send full weights from then on. false: stop the run."
-    )
-    timeout_s: PositiveFloat = Field(
-        240.0, description="Seconds that a weight sync may take before the run stops."
-    )
-    canary_every: PositiveInt = Field(
-        100,
-        description="Steps between two canary checks. At the first weight sync, and again after this many steps, "
-        "the engine and the learner answer the same prompt and must agree.",
-    )
-    senders: PositiveInt = Field(
-        1,
-        description="Learner ranks that send the weights, each to its share of the rollout servers, all at the "
-        "same time. 1: the first rank sends them to every server. With many servers, use the number of learner "
-        "nodes. Server mode only.",
-    )
+    mode: Literal["full", "adapter", "auto"] = "full"
+    """What a weight sync sends: all weights with adapters merged (full), or adapters only (adapter, which needs
+    `enable_lora`). `auto`: adapter with `enable_lora`, else full."""
+    fallback_to_full: bool = True
+    """If an adapter sync fails, warn and send full weights from then on. false: stop the run."""
+    timeout_s: PositiveFloat = 240.0
+    """Seconds that a weight sync may take before the run stops."""
+    canary_every: PositiveInt = 100
+    """Steps between two canary checks. At the first weight sync, and again after this many steps, the engine and
+    the learner answer the same prompt and must agree."""
+    senders: PositiveInt = 1
+    """Learner ranks that send the weights, each to its share of the rollout servers, all at the same time. 1: the
+    first rank sends them to every server. With many servers, use the number of learner nodes. Server mode only."""
 
 
 class EngineArgs(SettingsSection):
     """Arguments of vLLM's engine that are passed on as they are. Unset ones have vLLM's own defaults."""
 
-    max_num_batched_tokens: PositiveInt | None = Field(
-        None,
-        description="Tokens that the engine computes in one step, of prompts and answers together. Unset: 8192 in "
-        "a server on GPUs, else vLLM's default.",
-        examples=[8192],
-    )
-    mm_processor_cache_gb: NonNegativeFloat | None = Field(
-        None,
-        description="GiB of host memory for the patches of images, in each of two processes. Several rollouts "
-        "of a sample share them; every weight sync drops them. 0: none. Unset: vLLM's default, 4.",
-        examples=[1.0],
-    )
-    kv_cache_dtype: Literal["auto", "fp8"] | None = Field(
-        None,
-        description="Data type of the KV cache. fp8 takes half the memory of 16 bits, and answers differ slightly "
-        "from those of the learner. Unset: auto, that of the model.",
-        examples=["auto"],
-    )
+    max_num_batched_tokens: PositiveInt | None = Field(None, examples=[8192])
+    """Tokens that the engine computes in one step. Unset: 8192 in a server on GPUs, else vLLM's default."""
+    mm_processor_cache_gb: NonNegativeFloat | None = None
+    """GiB of host memory for the patches of images, in each of two processes. Several rollouts of a sample share
+    them; every weight sync drops them. 0: none. Unset: vLLM's default, 4."""
+    kv_cache_dtype: Literal["auto", "fp8"] | None = Field(None, examples=["auto"])
+    """Data type of the KV cache. fp8 takes half the memory of 16 bits, and answers differ slightly from those of
+    the learner. Unset: auto, that of the model."""
 
 
 class VLLM(SettingsSection):
-    mode: Literal["colocate", "server"] = Field(
-        "colocate",
-        description="Where vLLM runs: on the devices of the learner (colocate), or in rollout servers (server).",
-    )
-    gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = Field(
-        0.45,
-        description="Share of the memory of each GPU that the engine may use. On a CPU: of the machine's memory.",
-    )
-    tensor_parallel_size: PositiveInt | None = Field(
-        None,
-        description="GPUs per engine. Unset: with colocate, the greatest common divisor of 4 and the learner "
-        "world size; with server, 1.",
-        examples=[1],
-    )
-    data_parallel_size: PositiveInt = Field(
-        1,
-        description="Engine replicas in one rollout server, each on `tensor_parallel_size` GPUs of its own. The "
-        "server distributes requests among them. Server mode only.",
-        examples=[1],
-    )
-    max_model_len: PositiveInt | None = Field(
-        None, description="Maximum number of tokens in prompt and answer together. Unset: `global_max_length`."
-    )
-    enforce_eager: bool = Field(
-        False, description="Run the engine without compilation: it starts faster and generates more slowly."
-    )
-    enable_prefix_caching: bool = Field(
-        True, description="Reuse the cached prompt of a sample that was seen before."
-    )
-    enable_lora: bool = Field(False, description="Start the engine with LoRA support, which adapter sync needs.")
-    max_lora_rank: PositiveInt | None = Field(
-        None, description="Largest adapter rank that the engine accepts. Unset: `model.adapter.rank`."
-    )
-    sleep: bool = Field(
-        False,
-        description="Give the GPU memory of a colocated engine to the learner between two rollout phases. The "
-        "engine's weights are moved to host memory, and its KV cache is dropped. Colocate mode on GPUs only.",
-    )
-    engine_args: Annotated[EngineArgs, from_null] = Field(
-        default_factory=EngineArgs, description="Further arguments of vLLM's engine."
-    )
-    server: Annotated[ServerPool, from_null] = Field(
-        default_factory=ServerPool, description="The rollout servers (server mode)."
-    )
-    sync: Annotated[Sync, from_null] = Field(
-        default_factory=Sync, description="How updated weights reach the engine."
-    )
+    mode: Literal["colocate", "server"] = "colocate"
+    """Where vLLM runs: on the devices of the learner (colocate), or in rollout servers (server)."""
+    gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.45
+    """Share of the memory of each GPU that the engine may use. On a CPU: of the machine's memory."""
+    tensor_parallel_size: PositiveInt | None = Field(None, examples=[1])
+    """GPUs per engine. Unset: 1 in a server, else the greatest common divisor of 4 and the learner world size."""
+    data_parallel_size: PositiveInt = Field(1, examples=[1])
+    """Engine replicas in one rollout server, each on `tensor_parallel_size` GPUs of its own. The server
+    distributes requests among them. Server mode only."""
+    max_model_len: PositiveInt | None = None
+    """Maximum number of tokens in prompt and answer together. Unset: `global_max_length`."""
+    enforce_eager: bool = False
+    """Run the engine without compilation: it starts faster and generates more slowly."""
+    enable_lora: bool = False
+    """Start the engine with LoRA support, which adapter sync needs."""
+    max_lora_rank: PositiveInt | None = None
+    """Largest adapter rank that the engine accepts. Unset: `model.adapter.rank`."""
+    sleep: bool = False
+    """Give the GPU memory of a colocated engine to the learner between two rollout phases. The engine's weights
+    are moved to host memory, and its KV cache is dropped. Colocate mode on GPUs only."""
+    engine_args: Annotated[EngineArgs, from_null] = Field(default_factory=EngineArgs)
+    """Further arguments of vLLM's engine."""
+    server: Annotated[ServerPool, from_null] = Field(default_factory=ServerPool)
+    """The rollout servers (server mode)."""
+    sync: Annotated[Sync, from_null] = Field(default_factory=Sync)
+    """How updated weights reach the engine."""
 
     @property
     def devices_per_server(self) -> int:
@@ -241,12 +176,10 @@ class VLLM(SettingsSection):
 
 
 class OptimalTransport(SettingsSection):
-    cost: Literal["l1", "l2"] = Field("l2", description="Distance between vertices: the L1 or the L2 norm.")
-    epsilon: PositiveFloat = Field(
-        0.05, description="Entropic regularisation, relative to the longer side of the smaller shape."
-    )
-    max_iterations: PositiveInt = Field(10_000, description="Maximum number of Sinkhorn iterations.")
-    tolerance: PositiveFloat = Field(1e-5, description="Stop when the error of the marginals is below this.")
+    cost: Literal["l1", "l2"] = "l2"
+    """Distance between vertices: the L1 or the L2 norm."""
+    epsilon: PositiveFloat = 0.05
+    """Entropic regularisation, relative to the longer side of the smaller shape."""
 
 
 class CorrectionPolicy(SettingsSection):
@@ -254,41 +187,25 @@ class CorrectionPolicy(SettingsSection):
     objects are appended. Under every other policy the answer is written anew from its first change on: its objects
     are renumbered, and those that are not valid are left out."""
 
-    duplicates: Literal["keep", "remove", "unlikelihood"] = Field(
-        "keep",
-        description="Objects that repeat an earlier one of the same answer: keep them, remove them, or remove "
-        "them and make them less likely (unlikelihood, which needs the module `duplicate_ul`).",
-    )
-    duplicate_iou: Annotated[float, Field(gt=0, le=1)] = Field(
-        0.5,
-        description="An object is a duplicate if it overlaps an earlier one of the same answer, of any class, by "
-        "at least this IoU. An object that matches a true one is never a duplicate, and others that overlap it "
-        "are.",
-    )
-    extras: Literal["keep", "remove"] = Field(
-        "keep",
-        description="Objects that match no true object and are not duplicates: keep them without supervision, "
-        "because the labels may be incomplete, or remove them.",
-    )
-    insertion: Literal["append", "in_order", "reading_order"] = Field(
-        "append",
-        description="Where missed objects go. `append`: at the end of the answer. `in_order`: where the ground "
-        "truth has them; an extra stays behind the true object that it followed. `reading_order`: where the "
-        "ground truth has them; an extra goes to its place by top edge, then by left edge. It is for data in that "
-        "order.",
-    )
-    supervise: Literal["missed", "matched", "matched_with_desc"] = Field(
-        "missed",
-        description="The text that is supervised. `missed`: that of missed objects. `matched`: also the structure "
-        "of matched objects. `matched_with_desc`: also the `desc` of matched objects, which is the true one in "
-        "place of their own. The coordinates of missed and matched objects are always supervised.",
-    )
-    closing_weight: Annotated[float, Field(ge=0, le=1)] = Field(
-        1.0,
-        description="The weight of the loss on the closing brace of an answer. With incomplete labels, every "
-        "answer teaches to close, but only labelled objects teach to go on: a weight near the share of labelled "
-        "objects restores the balance.",
-    )
+    duplicates: Literal["keep", "remove", "unlikelihood"] = "keep"
+    """Objects that repeat an earlier one of the same answer: keep them, remove them, or remove them and make them
+    less likely (unlikelihood, which needs the module `duplicate_ul`)."""
+    duplicate_iou: Annotated[float, Field(gt=0, le=1)] = 0.5
+    """An object is a duplicate if it overlaps an earlier one of the same answer, of any class, by at least this
+    IoU. An object that matches a true one is never a duplicate, and others that overlap it are."""
+    extras: Literal["keep", "remove"] = "keep"
+    """Objects that match no true object and are not duplicates: keep them without supervision, or remove them."""
+    insertion: Literal["append", "in_order", "reading_order"] = "append"
+    """Where missed objects go. `append`: at the end of the answer. `in_order`: where the ground truth has them; an
+    extra stays behind the true object that it followed. `reading_order`: where the ground truth has them; an extra
+    goes to its place by top edge, then by left edge. It is for data in that order."""
+    supervise: Literal["missed", "matched", "matched_with_desc"] = "missed"
+    """The text that is supervised. `missed`: that of missed objects. `matched`: also the structure of matched
+    objects. `matched_with_desc`: also the `desc` of matched objects, which is the true one in place of their own.
+    The coordinates of missed and matched objects are always supervised."""
+    closing_weight: Annotated[float, Field(ge=0, le=1)] = 1.0
+    """Weight of the loss on the closing brace of an answer. With incomplete labels every answer teaches to close,
+    but only labelled objects to go on: a weight near the share of labelled objects restores the balance."""
 
     @property
     def is_specified(self) -> bool:
@@ -300,33 +217,29 @@ class CorrectionPolicy(SettingsSection):
 class RolloutChoice(SettingsSection):
     """The choice among several rollouts of a sample."""
 
-    rule: Literal["best", "union"] = Field(
-        "best",
-        description="`best`: the answer with the highest F1 against the labels, by shapes alone. `union`: the "
-        "same answer, and with it the objects that several answers agree on and that no label has.",
-    )
-    votes: Annotated[int, Field(ge=2)] = Field(
-        2, description="Answers that must have an object before `union` takes it."
-    )
-    pseudo_labels: bool = Field(
-        False, description="Teach the objects of `union` like labels. false: they are context without supervision."
-    )
+    rule: Literal["best", "union"] = "best"
+    """`best`: the answer with the highest F1 against the labels, by shapes alone. `union`: the same answer, and
+    with it the objects that several answers agree on and that no label has."""
+    votes: Annotated[int, Field(ge=2)] = 2
+    """Answers that must have an object before `union` takes it."""
+    pseudo_labels: bool = False
+    """Teach the objects of `union` like labels. false: they are context without supervision."""
 
 
 class NoiseAnswers(SettingsSection):
     """Answers that are made from the labels in place of rollouts, as a control."""
 
-    enabled: bool = Field(
-        False,
-        description="Train on answers made from the labels with random mistakes, instead of rollouts. A control "
-        "experiment: it shows what is gained without generation. Needs `rollout_backend: hf`.",
-    )
-    drop: Fraction = Field(0.3, description="Probability that a true object is left out.")
-    repeat: Fraction = Field(0.1, description="Probability that an object is followed by a copy of it.")
-    random: Fraction = Field(0.1, description="Probability that a random box follows a true object.")
-    jitter: Fraction = Field(
-        0.1, description="How far a coordinate may be moved, as a share of the object's width or height."
-    )
+    enabled: bool = False
+    """Train on answers made from the labels with random mistakes, instead of rollouts. A control experiment: it
+    shows what is gained without generation. Needs `rollout_backend: hf`."""
+    drop: Fraction = 0.3
+    """Probability that a true object is left out."""
+    repeat: Fraction = 0.1
+    """Probability that an object is followed by a copy of it."""
+    random: Fraction = 0.1
+    """Probability that a random box follows a true object."""
+    jitter: Fraction = 0.1
+    """How far a coordinate may be moved, as a share of the object's width or height."""
 
 
 BACKENDS = ("vllm", "hf")
@@ -337,71 +250,46 @@ else:
 
 
 class RolloutMatching(SettingsSection):
-    rollout_backend: BackendName = Field(
-        "vllm", description="Engine that generates rollouts: vLLM, or transformers (hf)."
-    )
-    decode_batch_size: PositiveInt = Field(
-        1,
-        description="Sequences that each rollout device decodes at once. No other setting changes the "
-        "parallelism of decoding, in training and in evaluation.",
-        examples=[4],
-    )
-    max_new_tokens: PositiveInt = Field(
-        2048, description="Maximum number of tokens in an answer. A longer answer is cut off."
-    )
-    rollouts_per_sample: Annotated[int, Field(ge=1, le=16)] = Field(
-        1,
-        description="Rollouts of each training sample. More than one needs sampling, and `choice` says what is "
-        "trained on.",
-    )
-    choice: Annotated[RolloutChoice, from_null] = Field(
-        default_factory=RolloutChoice, description="What is trained on if there are several rollouts per sample."
-    )
-    decode_mode: DecodeMode | None = Field(
-        None,
-        description="How tokens are chosen. Unset: greedy at temperature 0, else sampling. beam needs "
-        "`rollout_backend: hf`.",
-        examples=["greedy"],
-    )
-    num_beams: Annotated[int, Field(ge=2)] | None = Field(
-        None, description="Number of beams of `decode_mode: beam`. The best beam is trained on.", examples=[4]
-    )
-    decoding: Annotated[Decoding, from_null] = Field(default_factory=Decoding, description="Sampling parameters.")
-    candidate_top_k: PositiveInt = Field(
-        10,
-        description="True objects that are considered for each prediction, chosen by box overlap, then by "
-        "distance.",
-    )
-    maskiou_gate: Fraction = Field(0.3, description="Minimum mask IoU of a matched pair.")
-    maskiou_resolution: Annotated[int, Field(ge=16, le=4096)] = Field(
-        256, description="Side of the square canvas for mask IoU, in pixels. 1000 is exact for boxes."
-    )
-    fp_cost: NonNegativeFloat = Field(1.0, description="Matching cost of a prediction without a true object.")
-    fn_cost: NonNegativeFloat = Field(1.0, description="Matching cost of a true object without a prediction.")
-    optimal_transport: Annotated[OptimalTransport, from_null] = Field(
-        default_factory=OptimalTransport,
-        description="Optimal transport, which sets the targets of polygon vertices.",
-    )
-    correction: Annotated[CorrectionPolicy, from_null] = Field(
-        default_factory=CorrectionPolicy,
-        description="How answers are corrected. The defaults are the specified target.",
-    )
-    noise: Annotated[NoiseAnswers, from_null] = Field(
-        default_factory=NoiseAnswers,
-        description="Answers made from the labels in place of rollouts, as a control.",
-    )
-    vllm: Annotated[VLLM, from_null] = Field(
-        default_factory=VLLM, description="The vLLM engine (`rollout_backend: vllm`)."
-    )
-    repeat_terminate: Annotated[RepeatTerminate, from_null] = Field(
-        default_factory=RepeatTerminate, description="The repeat guard, the same for every backend."
-    )
-    offload: Annotated[Offload, from_null] = Field(
-        default_factory=Offload, description="Offloading of the learner during colocated rollouts."
-    )
-    pipeline: Pipeline | None = Field(
-        None, description="The declared objective. Required in Stage 2: there is no default."
-    )
+    rollout_backend: BackendName = "vllm"
+    """Engine that generates rollouts: vLLM, or transformers (hf)."""
+    decode_batch_size: PositiveInt = Field(1, examples=[4])
+    """Sequences that each rollout device decodes at once, in training and in evaluation."""
+    max_new_tokens: PositiveInt = 2048
+    """Maximum number of tokens in an answer. A longer answer is cut off."""
+    rollouts_per_sample: Annotated[int, Field(ge=1, le=16)] = 1
+    """Rollouts of each training sample. More than one needs sampling, and `choice` says what is trained on."""
+    choice: Annotated[RolloutChoice, from_null] = Field(default_factory=RolloutChoice)
+    """What is trained on if there are several rollouts per sample."""
+    decode_mode: DecodeMode | None = Field(None, examples=["greedy"])
+    """How tokens are chosen. Unset: greedy at temperature 0, else sampling. beam needs `rollout_backend: hf`."""
+    num_beams: Annotated[int, Field(ge=2)] | None = Field(None, examples=[4])
+    """Number of beams of `decode_mode: beam`. The best beam is trained on."""
+    decoding: Annotated[Decoding, from_null] = Field(default_factory=Decoding)
+    """Sampling parameters."""
+    candidate_top_k: PositiveInt = 10
+    """True objects that are considered for each prediction, chosen by box overlap, then by distance."""
+    maskiou_gate: Fraction = 0.3
+    """Minimum mask IoU of a matched pair."""
+    maskiou_resolution: Annotated[int, Field(ge=16, le=4096)] = 256
+    """Side of the square canvas for mask IoU, in pixels. 1000 is exact for boxes."""
+    fp_cost: NonNegativeFloat = 1.0
+    """Matching cost of a prediction without a true object."""
+    fn_cost: NonNegativeFloat = 1.0
+    """Matching cost of a true object without a prediction."""
+    optimal_transport: Annotated[OptimalTransport, from_null] = Field(default_factory=OptimalTransport)
+    """Optimal transport, which sets the targets of polygon vertices."""
+    correction: Annotated[CorrectionPolicy, from_null] = Field(default_factory=CorrectionPolicy)
+    """How answers are corrected. The defaults are the specified target."""
+    noise: Annotated[NoiseAnswers, from_null] = Field(default_factory=NoiseAnswers)
+    """Answers made from the labels in place of rollouts, as a control."""
+    vllm: Annotated[VLLM, from_null] = Field(default_factory=VLLM)
+    """The vLLM engine (`rollout_backend: vllm`)."""
+    repeat_terminate: Annotated[RepeatTerminate, from_null] = Field(default_factory=RepeatTerminate)
+    """The repeat guard, the same for every backend."""
+    offload: Annotated[Offload, from_null] = Field(default_factory=Offload)
+    """Offloading of the learner during colocated rollouts."""
+    pipeline: Pipeline | None = None
+    """The declared objective. Required in Stage 2: there is no default."""
 
     @property
     def effective_decode_mode(self) -> DecodeMode:
@@ -409,17 +297,10 @@ class RolloutMatching(SettingsSection):
         return self.decode_mode or ("sampling" if self.decoding.temperature > 0 else "greedy")
 
 
-class RolloutContract(RolloutMatching):
-    """All settings that a trainer with rollouts reads. `Settings.rollout_matching_cfg` creates it.
+class RolloutContract(RolloutMatching, Packing):
+    """All settings that a trainer with rollouts reads. It is not a section of a file: a file has the packing keys
+    under `training`, and `packing_length` is its `global_max_length`."""
 
-    It is not a section of a file: a file has the packing keys under `training`, and `packing_length` is its
-    `global_max_length`.
-    """
-
-    packing: bool
-    packing_buffer: PositiveInt
-    packing_min_fill_ratio: Fraction
-    packing_drop_last: bool
     packing_length: PositiveInt
 
 
@@ -429,11 +310,8 @@ def default_tensor_parallel_size(learner_world_size: int) -> int:
 
 
 def requests_per_rank(decode_batch_size: int, server_world_sizes: tuple[int, ...], learner_world_size: int) -> int:
-    """Return how many requests one learner rank may have in flight.
-
-    With that number, no rollout device decodes more than `decode_batch_size` sequences even if all ranks ask at
-    the same time. Raise ConfigError if there are fewer decoding slots than ranks.
-    """
+    """Return how many requests one learner rank may have in flight, so that no rollout device decodes more than
+    `decode_batch_size` sequences if all ranks ask at once. Raise ConfigError if there are too many ranks."""
     if shortage := capacity_shortage(decode_batch_size, server_world_sizes, learner_world_size):
         raise ConfigError([Finding("error", "rollout_matching.decode_batch_size", *shortage)])
     return decode_batch_size * sum(server_world_sizes) // learner_world_size

@@ -1,8 +1,5 @@
 """The settings classes as one JSON Schema: what is allowed at a path, in words and as an example value, and the
-words for what is not allowed.
-
-Error messages, recovery after an error, the reference page and the editor schema all read it. So a name, a default
-or a description is written only once, in the settings classes.
+words for what is not allowed. Error messages, the reference page and the editor schema all read it.
 """
 
 import difflib
@@ -10,97 +7,77 @@ import json
 import re
 from collections.abc import Iterator
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
+from pydantic import ValidationError
+
+from coordexp.config.legacy import ALIASES, OLD_SECTION, OLD_VARIANT, REMOVED, RENAMED
 from coordexp.config.settings import Settings
-from coordexp.config.yaml_tree import KeyPath, Violation, value_at
+from coordexp.config.training import REFUSED
+from coordexp.config.yaml_tree import Error, Key, KeyPath, Tree, format_path
+from coordexp.errors import Finding
 
 Node = dict[str, Any]
 SIMILARITY = 0.75  # How similar two words must be for one to be suggested for the other.
+MAX_LISTED_KEYS = 25  # A message does not list the keys of a larger section.
+WORDS_OF_BOOLEANS = {"yes": "true", "on": "true", "1": "true", "no": "false", "off": "false", "0": "false"}
+
+
+class Explanation(NamedTuple):
+    """What is wrong with a key, and what to write instead. `new` is the key that was meant, or empty."""
+
+    path: KeyPath
+    problem: str
+    fix: str
+    new: KeyPath = ()
 
 
 @cache
 def root() -> Node:
-    return Settings.model_json_schema()
+    """Return the schema of all settings. Descriptions are on one line."""
+    node: Node = json.loads(re.sub(r"\\n *", " ", json.dumps(Settings.model_json_schema())))
+    return node
 
 
 def node_at(path: KeyPath, tree: Any) -> Node | None:
     """Return the schema of the value at `path`, or None. `tree` tells which kind of module a list entry is."""
-    node: Node | None = root()
-    for depth, key in enumerate(path):
-        if node is None:
-            return None
-        node = _concrete(node, value_at(tree, path[:depth]))
-        node = node.get("items") if isinstance(key, int) else node.get("properties", {}).get(key)
-    return node
+    return _descend(path, tree)[0]
 
 
 def names_at(path: KeyPath, tree: Any) -> list[str]:
     """Return the keys that are allowed in the mapping at `path`."""
-    node = node_at(path, tree)
-    return list(_concrete(node, value_at(tree, path)).get("properties", {})) if node else []
+    node, value = _descend(path, tree)
+    return list(_concrete(node, value).get("properties", {})) if node else []
+
+
+def _descend(path: KeyPath, tree: Any) -> tuple[Node | None, Any]:
+    """Return the schema of the value at `path`, and the value. Each is None if there is none."""
+    node: Node | None = root()
+    for key in path:
+        inner = _concrete(node, tree) if node else {}
+        node = inner.get("items") if isinstance(key, int) else inner.get("properties", {}).get(key)
+        tree = tree[key] if _has(tree, key) else None
+    return node, tree
+
+
+def _has(tree: Any, key: Key) -> bool:
+    is_item = isinstance(tree, list) and isinstance(key, int) and key < len(tree)
+    return is_item or (isinstance(tree, dict) and key in tree)
+
+
+def walk(path: KeyPath = (), node: Node | None = None) -> Iterator[tuple[KeyPath, Node, bool]]:
+    """Yield the path and the schema of every setting and section that is not inside a list, in the order of the
+    classes, and whether it is a section."""
+    for key, child in (node or root())["properties"].items():
+        inner = _concrete(child, None)
+        yield (*path, key), child, "properties" in inner
+        if "properties" in inner:
+            yield from walk((*path, key), inner)
 
 
 def leaves() -> Iterator[tuple[KeyPath, Node]]:
-    """Yield the path and the schema of every setting that is not inside a list, in the order of the classes."""
-    yield from ((path, node) for path, node, is_section in _walk((), root()) if not is_section)
-
-
-@cache
-def all_paths() -> tuple[KeyPath, ...]:
-    """Return the paths of all settings and sections that are not inside a list."""
-    return tuple(path for path, _, _ in _walk((), root()))
-
-
-def describe(node: Node) -> str:
-    """Return the type of a value in words: `an integer >= 1`, `one of vllm, hf`, `text or null`."""
-    if "$ref" in node:
-        return describe(resolve(node))
-    if "const" in node:
-        return flow_yaml(node["const"])
-    if "enum" in node:
-        return "one of " + ", ".join(map(flow_yaml, node["enum"]))
-    if "anyOf" in node:
-        return " or ".join(describe(option) for option in node["anyOf"])
-    if "oneOf" in node:
-        return "a mapping whose name is one of " + ", ".join(module_names(node))
-    match node.get("type"):
-        case "boolean":
-            return "true or false"
-        case "integer":
-            return "an integer" + _bounds(node)
-        case "number":
-            return "a number" + _bounds(node)
-        case "string":
-            return "text"
-        case "null":
-            return "null"
-        case "array":
-            return "a list of " + {"text": "texts", "a mapping": "mappings"}.get(
-                describe(node["items"]), describe(node["items"])
-            )
-    return "a mapping"
-
-
-def module_names(node: Node) -> list[str]:
-    """Return the names of the modules that a list entry with the schema `node` may have."""
-    return [resolve(option)["properties"]["name"]["const"] for option in node["oneOf"]]
-
-
-def valid_value(node: Node) -> Any:
-    """Return a value that the schema accepts: the default if there is one, else an example."""
-    if "default" in node:
-        return node["default"]
-    if "examples" in node:
-        return node["examples"][0]
-    node = resolve(node)
-    if "oneOf" in node:
-        node = resolve(node["oneOf"][0])
-    if "const" in node or "enum" in node:
-        return node.get("const", node.get("enum", [None])[0])
-    if node.get("type") == "array":
-        return [valid_value(node["items"])] if node.get("minItems") else []
-    return {key: valid_value(node["properties"][key]) for key in node.get("required", ())}
+    """Yield the path and the schema of every setting that is not inside a list."""
+    yield from ((path, node) for path, node, is_section in walk() if not is_section)
 
 
 def resolve(node: Node) -> Node:
@@ -111,15 +88,6 @@ def resolve(node: Node) -> Node:
     return node
 
 
-def _walk(path: KeyPath, node: Node) -> Iterator[tuple[KeyPath, Node, bool]]:
-    for key, child in node["properties"].items():
-        inner = _concrete(child, None)
-        is_section = "properties" in inner
-        yield (*path, key), child, is_section
-        if is_section:
-            yield from _walk((*path, key), inner)
-
-
 def _concrete(node: Node, value: Any) -> Node:
     """Return the schema behind references, behind `X or null`, and of the module that `value` names."""
     node = resolve(node)
@@ -127,66 +95,177 @@ def _concrete(node: Node, value: Any) -> Node:
         name = value.get("name") if isinstance(value, dict) else None
         target = node["discriminator"]["mapping"].get(name) if isinstance(name, str) else None
         return resolve({"$ref": target}) if target else {}
+    options = [option for option in node.get("anyOf", ()) if option.get("type") != "null"]
+    return _concrete(options[0], value) if len(options) == 1 else node
+
+
+def describe(node: Node) -> str:
+    """Return the type of a value in words: `an integer >= 1`, `one of vllm, hf`, `text or null`."""
+    node = resolve(node)
+    if "const" in node:
+        return flow_yaml(node["const"])
+    if "enum" in node:
+        return "one of " + ", ".join(map(flow_yaml, node["enum"]))
     if "anyOf" in node:
-        options = [option for option in node["anyOf"] if option.get("type") != "null"]
-        if len(options) == 1:
-            return _concrete(options[0], value)
-    return node
-
-
-def _bounds(node: Node) -> str:
+        return " or ".join(describe(option) for option in node["anyOf"])
+    if "oneOf" in node:
+        return "a mapping whose name is one of " + ", ".join(module_names(node))
+    if (kind := node.get("type", "")) == "array":
+        return "a list of " + re.sub(r"^(?:a )?(text|mapping)$", r"\1s", describe(node["items"]))
+    words = {"boolean": "true or false", "integer": "an integer", "number": "a number", "string": "text"}
     signs = {"minimum": ">=", "exclusiveMinimum": ">", "maximum": "<=", "exclusiveMaximum": "<"}
-    bounds = [f"{sign} {node[key]:g}" for key, sign in signs.items() if key in node]
-    return " " + " and ".join(bounds) if bounds else ""
+    bounds = " and ".join(f"{sign} {node[key]:g}" for key, sign in signs.items() if key in node)
+    return f"{words.get(kind, 'null' if kind == 'null' else 'a mapping')} {bounds}".rstrip()
 
 
-def explain_error(error: Any, path: KeyPath, tree: Any) -> Violation:
-    """Return the violation that one of pydantic's errors means to the user."""
+def module_names(node: Node) -> list[str]:
+    """Return the names of the modules that a list entry with the schema `node` may have."""
+    return [resolve(option)["properties"]["name"]["const"] for option in node["oneOf"]]
+
+
+def explain_errors(invalid: ValidationError, tree: Tree) -> list[Finding]:
+    """Return a finding for each value that is wrong, missing or unknown in the tree, one for each mistake: a key
+    that another one was meant to be is not missing."""
+    errors: dict[KeyPath, Any] = {}
+    for error in invalid.errors(include_url=False):
+        is_follow_up = error["type"] == "too_short" and len(error["input"]) >= error["ctx"]["min_length"]
+        if not is_follow_up:  # pydantic calls a list too short if its items are wrong
+            errors.setdefault(_find_path(error, tree), error)
+    unknown = [path for path, error in errors.items() if error["type"] == "extra_forbidden"]
+    explained = [item for path in unknown for item in _explain_unknown(path, tree)]
+    meant = {item.new[:end] for item in explained for end in range(len(item.new) + 1)}
+    for path, error in errors.items():
+        if path not in unknown and not (error["type"] == "missing" and path in meant):
+            explained.append(_explain(error, path, tree))
+    return [Error(format_path(item.path), item.problem, item.fix) for item in explained]
+
+
+def _find_path(error: Any, tree: Any) -> KeyPath:
+    """Return the path in the file for pydantic's location, which also names the union member that it tried."""
+    path: KeyPath = ()
+    for key in error["loc"]:
+        if _has(tree, key):
+            tree = tree[key]
+        elif isinstance(tree, dict) and tree.get("name") == key:
+            continue  # the kind of module, not a key
+        elif error["type"] != "missing":
+            break
+        path = (*path, key)
+    return path
+
+
+def _explain_unknown(path: KeyPath, tree: Tree) -> list[Explanation]:
+    """Return what to write instead of an unknown key. The old section gives one explanation for each of its keys,
+    and the two keys of the old list of servers give one for both."""
+    *parent, key = path
+    name, section, entry = format_path(path), _descend(path[:-1], tree)[1], _descend(path[:-2], tree)[1]
+    old = section[key].get(OLD_SECTION[2]) if path == OLD_SECTION[:2] and isinstance(section[key], dict) else None
+    if isinstance(old, dict) and old:
+        return [_explain_old((*OLD_SECTION, key), f"rollout_matching.{key}", "moved") for key in old]
+    aliases = ALIASES.get(str(entry.get("name")) if isinstance(entry, dict) else "", {})
+    if new := aliases.get(str(key)):
+        return [Explanation(path, "renamed", f"use {new} instead", (*parent, new))]
+    if key == "group_port" and "base_url" in section and name in REMOVED:
+        return []
+    if name in RENAMED or name in REMOVED:
+        return [_explain_old(path, name, "renamed")]
+    if parent == ["training"] and key in REFUSED:
+        return [Explanation(path, *REFUSED[key])]
+    names, close = names_at(path[:-1], tree), _closest(str(key), names_at(path[:-1], tree))
+    likely = [(*parent, close)] if close else [there for there, _, _ in walk() if there[-1] == key]
+    if len(likely) == 1:
+        return [Explanation(path, "unknown key", f"did you mean {format_path(likely[0])}?", likely[0])]
+    fix = f"allowed here: {', '.join(names) or 'nothing'}"
+    if len(names) > MAX_LISTED_KEYS:
+        fix = f"coordexp config reference lists the {len(names)} keys of {format_path(path[:-1])}"
+    return [Explanation(path, "unknown key", fix)]
+
+
+def _explain_old(path: KeyPath, name: str, verb: str) -> Explanation:
+    new = RENAMED.get(name, name)
+    if name in REMOVED:
+        return Explanation(path, "removed", REMOVED[name])
+    return Explanation(path, verb, f"use {new} instead", tuple(new.split(".")))
+
+
+def _explain(error: Any, path: KeyPath, tree: Any) -> Explanation:
+    """Return what one of pydantic's errors means to the user."""
     node = node_at(path, tree) or {}
     value = quote_value(error["input"], path)
     match error["type"]:
         case "missing":
-            return Violation(path, "missing", f"{_meaning(node)}add e.g. {path[-1]}: {flow_yaml(_sample(node))}")
+            return Explanation(path, "missing", _example(path, node).replace("write e.g.", "add e.g."))
         case "union_tag_not_found":
-            return Violation((*path, "name"), "missing", f"write one of {', '.join(module_names(node))}")
+            return Explanation((*path, "name"), "missing", f"write one of {', '.join(module_names(node))}")
         case "union_tag_invalid":
             name, known = error["ctx"]["tag"], module_names(node)
-            close = _closest(name, known, SIMILARITY)
+            close = _closest(name, known)
             fix = f"did you mean name: {close}?" if close else f"write one of {', '.join(known)}"
-            return Violation((*path, "name"), f"{quote_value(name, path)} is not a module", fix)
+            return Explanation((*path, "name"), f"{quote_value(name, path)} is not a module", fix)
         case "value_error":
-            return Violation(path, f"{value}: {error['ctx']['error']}", _example(path, node))
+            return Explanation(path, f"{value}: {error['ctx']['error']}", _example(path, node))
         case "too_short":
-            return Violation(path, "is empty", _example(path, node))
-    problem = f"{value} is not {_shorten(describe(node))}"
-    if close := closest_option(error, path, tree, SIMILARITY):
-        return Violation(path, problem, f"did you mean {path[-1]}: {close}?")
-    if guess := _guess_value(error["input"], node):
-        return Violation(path, problem, f"write {path[-1]}: {guess}")
-    return Violation(path, problem, _example(path, node))
+            return Explanation(path, "is empty", _example(path, node))
+    if path == ("custom", "trainer_variant") and error["input"] == OLD_VARIANT:
+        return Explanation(path, f"{OLD_VARIANT} is the old name", "write trainer_variant: stage2_rollout_aligned")
+    allowed = describe(node)
+    allowed = allowed if len(allowed) < 200 else ", ".join(allowed.split(", ")[:8]) + ", ..."
+    fix = _suggest(error["input"], path, node) or _example(path, node)
+    return Explanation(path, f"{value} is not {allowed}", fix)
 
 
-def _guess_value(value: Any, node: Node) -> str | None:
-    """Return the number for a number in quotes, true or false for words such as yes and no, else None."""
-    kinds = {option.get("type") for option in node.get("anyOf", [node])}
-    text = str(value).lower() if isinstance(value, str | int) else ""
-    if "boolean" in kinds:
-        return {"yes": "true", "on": "true", "1": "true", "no": "false", "off": "false", "0": "false"}.get(text)
-    bare = text.replace("_", "")
-    return bare if kinds & {"integer", "number"} and isinstance(value, str) and bare.isdecimal() else None
+def _suggest(value: Any, path: KeyPath, node: Node) -> str:
+    """Return the value that was probably meant: an allowed word that is similar to the wrong one, a number without
+    its quotes, true for yes. Return "" if there is none."""
+    options = [resolve(option) for option in (node, *resolve(node).get("anyOf", ()))]
+    kinds = {option.get("type") for option in options}
+    words = [word for option in options for word in option.get("enum", [option.get("const")])]
+    if isinstance(value, str) and (close := _closest(value, [word for word in words if isinstance(word, str)])):
+        return f"did you mean {path[-1]}: {close}?"
+    bare = str(value).lower().replace("_", "")
+    if "boolean" in kinds and bare in WORDS_OF_BOOLEANS:
+        return f"write {path[-1]}: {WORDS_OF_BOOLEANS[bare]}"
+    if kinds & {"integer", "number"} and isinstance(value, str) and bare.isdecimal():
+        return f"write {path[-1]}: {bare}"
+    return ""
 
 
-def closest_option(error: Any, path: KeyPath, tree: Any, similarity: float) -> str | None:
-    """Return the allowed word that is most similar to the wrong one, or None if none is similar enough."""
-    value, node = error["input"], node_at(path, tree)
-    if not isinstance(value, str) or node is None:
-        return None
-    return _closest(value, [option for option in _options(node) if isinstance(option, str)], similarity)
+def _closest(word: str, options: list[str]) -> str | None:
+    folded = {option.casefold(): option for option in options}
+    close = difflib.get_close_matches(word.casefold(), folded, n=1, cutoff=SIMILARITY)
+    begun = [option for option in folded if len(word) > 2 and option.startswith(word.casefold())]
+    return folded[(close or begun)[0]] if close or begun else None
 
 
-def closest_module(error: Any, path: KeyPath, tree: Any, similarity: float) -> str | None:
-    """Return the module whose name is most similar to the wrong one, or None if none is similar enough."""
-    return _closest(str(error["ctx"]["tag"]), module_names(node_at(path, tree) or {}), similarity)
+def _example(path: KeyPath, node: Node) -> str:
+    sample = _sample(node)
+    if sample == {}:
+        return f"{_meaning(node)}write a mapping of keys to values"
+    key = f"{path[-1]}: " if path and isinstance(path[-1], str) else ""
+    return f"{_meaning(node)}write e.g. {key}{flow_yaml(sample)}"
+
+
+def _sample(node: Node) -> Any:
+    """Return an example of an allowed value: one that is written in the settings class, the default, or a value of
+    the type."""
+    node = {**resolve(node), **node}
+    node = resolve(node["oneOf"][0]) if "oneOf" in node else node
+    for name in ("examples", "default", "const", "enum"):
+        if name in node:
+            return node[name][0] if name in ("examples", "enum") else node[name]
+    if node.get("type") == "array":
+        return [_sample(node["items"])] if node.get("minItems") else []
+    if "properties" in node:
+        return {key: _sample(node["properties"][key]) for key in node.get("required", ())}
+    return {"boolean": True, "integer": 1, "number": 1.0}.get(node.get("type", ""), {})
+
+
+def _meaning(node: Node) -> str:
+    """Return the first sentence of the description, to be continued by what to write."""
+    text = resolve(node).get("description", "") if node.get("type") != "object" else ""
+    sentence = re.split(r"\.(?: |$)", text, maxsplit=1)[0]
+    is_word = not sentence[1:2].isupper()
+    return (sentence[0].lower() if is_word else sentence[0]) + sentence[1:] + "; " if sentence else ""
 
 
 def quote_value(value: Any, path: KeyPath) -> str:
@@ -206,44 +285,3 @@ def flow_yaml(value: Any) -> str:
     if isinstance(value, list | tuple):
         return "[" + ", ".join(map(flow_yaml, value)) + "]"
     return value if isinstance(value, str) and value else json.dumps(value)
-
-
-def _shorten(text: str) -> str:
-    return text if len(text) < 200 else ", ".join(text.split(", ")[:8]) + ", ..."
-
-
-def _closest(word: str, options: list[str], similarity: float) -> str | None:
-    folded = {option.casefold(): option for option in options}
-    close = difflib.get_close_matches(word.casefold(), folded, n=1, cutoff=similarity)
-    begun = [option for option in folded if len(word) > 2 and option.startswith(word.casefold())]
-    return folded[(close or begun)[0]] if close or begun else None
-
-
-def _options(node: Node) -> list[Any]:
-    node = resolve(node)
-    options = list(node.get("enum", [node["const"]] if "const" in node else []))
-    for alternative in node.get("anyOf", []):
-        options += _options(alternative)
-    return options
-
-
-def _sample(node: Node) -> Any:
-    return node["examples"][0] if "examples" in node else valid_value(node)
-
-
-def _example(path: KeyPath, node: Node) -> str:
-    sample = _sample(node)
-    if sample == {}:
-        return f"{_meaning(node)}write a mapping of keys to values"
-    key = f"{path[-1]}: " if path and isinstance(path[-1], str) else ""
-    return f"{_meaning(node)}write e.g. {key}{flow_yaml(sample)}"
-
-
-def _meaning(node: Node) -> str:
-    """Return the first sentence of the description, to be continued by what to write."""
-    text = resolve(node).get("description", "") if node.get("type") != "object" else ""
-    sentence = re.split(r"\.(?: |$)", text, maxsplit=1)[0]
-    if not sentence:
-        return ""
-    is_word = not sentence[1:2].isupper()
-    return (sentence[0].lower() if is_word else sentence[0]) + sentence[1:] + "; "

@@ -4,9 +4,10 @@ Nothing here has a default. A module entry must state all five of its fields and
 a file means the same in every version of the package.
 """
 
-from functools import partial
+from functools import partial, reduce
 from importlib.metadata import EntryPoint
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Union
+from operator import or_
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, create_model
 
@@ -20,7 +21,8 @@ class SettingsSection(BaseModel):
         extra="forbid",
         strict=True,
         allow_inf_nan=False,
-        hide_input_in_errors=True,  # A value may be a secret. `wording.quote_value` knows which.
+        hide_input_in_errors=True,  # A value may be a secret. `schema.quote_value` knows which.
+        use_attribute_docstrings=True,  # The text under a setting is its description.
     )
 
 
@@ -43,201 +45,139 @@ PositiveFloat = Annotated[float, Field(gt=0)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 Port = Annotated[int, Field(ge=1, le=65535)]
 Text = Annotated[str, Field(min_length=1)]
-
-
 Channel = Literal["A", "B"]
 
 
 class TokenCEConfig(SettingsSection):
-    struct_ce_weight: NonNegativeFloat = Field(
-        description="Weight of cross entropy on structure tokens: braces, quotes, keys, commas.", examples=[1.0]
-    )
-    desc_ce_weight: NonNegativeFloat = Field(
-        description="Weight of cross entropy on supervised `desc` values. 0 masks them.", examples=[1.0]
-    )
-    eos_ce_weight: NonNegativeFloat = Field(
-        description="Weight of cross entropy on the end-of-turn token, which teaches the model to stop.",
-        examples=[1.0],
-    )
+    """Cross entropy on text tokens."""
+
+    struct_ce_weight: NonNegativeFloat
+    """Weight of cross entropy on structure tokens: braces, quotes, keys, commas."""
+    desc_ce_weight: NonNegativeFloat
+    """Weight of cross entropy on supervised `desc` values. 0 masks them."""
+    eos_ce_weight: NonNegativeFloat
+    """Weight of cross entropy on the end-of-turn token, which teaches the model to stop."""
 
 
 class CoordRegConfig(SettingsSection):
-    coord_ce_weight: NonNegativeFloat = Field(
-        description="Weight of hard cross entropy on the true coordinate bin.", examples=[0.02]
-    )
-    soft_ce_weight: NonNegativeFloat = Field(
-        description="Weight of cross entropy against the soft target over the 1,000 bins.", examples=[1.0]
-    )
-    w1_weight: NonNegativeFloat = Field(
-        description="Weight of the Wasserstein-1 distance between predicted and target bins.", examples=[1.0]
-    )
-    coord_gate_weight: NonNegativeFloat = Field(
-        description="Weight of the penalty on the probability of text tokens at coordinate positions.",
-        examples=[1.0],
-    )
-    text_gate_weight: NonNegativeFloat = Field(
-        description="Weight of the penalty on the probability of coordinate tokens at supervised text positions.",
-        examples=[0.1],
-    )
-    temperature: PositiveFloat = Field(
-        description="Temperature of the softmax over coordinate bins.", examples=[1.0]
-    )
-    target_sigma: PositiveFloat = Field(
-        description="Standard deviation, in bins, of the Gaussian soft target.", examples=[2.0]
-    )
-    target_truncate: Annotated[int, Field(ge=1)] | None = Field(
-        description="The soft target is 0 at more than this many bins from its centre. null: no limit.",
-        examples=[8],
-    )
+    """Distribution losses on coordinate tokens."""
+
+    coord_ce_weight: NonNegativeFloat = Field(examples=[0.02])
+    """Weight of hard cross entropy on the true coordinate bin."""
+    soft_ce_weight: NonNegativeFloat
+    """Weight of cross entropy against the soft target over the 1,000 bins."""
+    w1_weight: NonNegativeFloat
+    """Weight of the Wasserstein-1 distance between predicted and target bins."""
+    coord_gate_weight: NonNegativeFloat
+    """Weight of the penalty on the probability of text tokens at coordinate positions."""
+    text_gate_weight: NonNegativeFloat = Field(examples=[0.1])
+    """Weight of the penalty on the probability of coordinate tokens at supervised text positions."""
+    temperature: PositiveFloat
+    """Temperature of the softmax over coordinate bins."""
+    target_sigma: PositiveFloat = Field(examples=[2.0])
+    """Standard deviation, in bins, of the Gaussian soft target."""
+    target_truncate: Annotated[int, Field(ge=1)] | None = Field(examples=[8])
+    """The soft target is 0 at more than this many bins from its centre. null: no limit."""
 
 
 class BBoxGeoConfig(SettingsSection):
-    smoothl1_weight: NonNegativeFloat = Field(
-        description="Weight of the smooth L1 loss on boxes decoded as expectations over the bins.", examples=[1.0]
-    )
-    ciou_weight: NonNegativeFloat = Field(
-        description="Weight of the complete-IoU loss on boxes decoded as expectations over the bins.",
-        examples=[1.0],
-    )
+    """Losses on decoded boxes. An ablation: of the shipped configs, only `stage2-bbox-geo.yaml` uses it."""
+
+    smoothl1_weight: NonNegativeFloat
+    """Weight of the smooth L1 loss on boxes decoded as expectations over the bins."""
+    ciou_weight: NonNegativeFloat
+    """Weight of the complete-IoU loss on boxes decoded as expectations over the bins."""
 
 
 class DuplicateULConfig(SettingsSection):
-    ul_weight: NonNegativeFloat = Field(
-        description="Weight of the unlikelihood of tokens that would begin a duplicate. The sum over these tokens "
-        "is divided by the number of answers of the step.",
-        examples=[1.0],
-    )
+    """Unlikelihood of duplicates. It needs `rollout_matching.correction.duplicates: unlikelihood`."""
+
+    ul_weight: NonNegativeFloat
+    """Weight of the unlikelihood of tokens that would begin a duplicate, per answer of the step."""
 
 
 class NumberCEConfig(SettingsSection):
-    ce_weight: NonNegativeFloat = Field(
-        description="Weight of cross entropy on the digits of coordinates in native answers.", examples=[1.0]
-    )
+    """Cross entropy on the coordinates of native answers (`custom.answer_format: native`), which are ordinary
+    tokens."""
+
+    ce_weight: NonNegativeFloat
+    """Weight of cross entropy on the digits of coordinates in native answers."""
 
 
 class ChatCEConfig(SettingsSection):
-    answer_ce_weight: NonNegativeFloat = Field(
-        description="Weight of cross entropy on the answers of chat records and their end-of-turn tokens. The sum "
-        "over these tokens is divided by their number in the step.",
-        examples=[1.0],
-    )
+    """Cross entropy on the answers of chat records, which need it. They are on channel A in every run."""
+
+    answer_ce_weight: NonNegativeFloat
+    """Weight of cross entropy on the answers of chat records and their end-of-turn tokens, per such token."""
 
 
 class CoordDiagConfig(SettingsSection):
-    """Empty: this diagnostic has no settings."""
+    """Reports statistics of the coordinate distributions. It has no gradient, and no settings."""
 
 
-class ModuleSpec(SettingsSection):
+class ModuleSpec(SettingsSection, use_attribute_docstrings=False):  # those made from it have no source
     kind: ClassVar[str] = ""  # of a module of another package: the `ModuleKind` that computes it, as `module:name`
-    enabled: bool = Field(description="Whether the module runs at all.", examples=[True])
-    weight: NonNegativeFloat = Field(
-        description="Factor on the module's whole contribution to the loss.", examples=[1.0]
-    )
+    enabled: bool = Field(description="Whether the module runs at all.")
+    weight: NonNegativeFloat = Field(description="Factor on the module's whole contribution to the loss.")
     channels: Annotated[tuple[Channel, ...], Field(min_length=1), from_list] = Field(
         description="Channels that the module runs on: A trains on the ground truth, B on corrected rollouts.",
         examples=[["A", "B"]],
     )
 
 
-class TokenCE(ModuleSpec):
-    name: Literal["token_ce"] = Field(description="Cross entropy on text tokens.")
-    config: TokenCEConfig = Field(description="Weights of the three text terms. All keys are required.")
-
-
-class CoordReg(ModuleSpec):
-    name: Literal["coord_reg"] = Field(description="Distribution losses on coordinate tokens.")
-    config: CoordRegConfig = Field(description="Weights and target shape. All keys are required.")
-
-
-class BBoxGeo(ModuleSpec):
-    name: Literal["bbox_geo"] = Field(
-        description="Losses on decoded boxes. An ablation: of the shipped configs, only `stage2-bbox-geo.yaml` "
-        "uses it."
-    )
-    config: BBoxGeoConfig = Field(description="Weights of the two terms. All keys are required.")
-
-
-class DuplicateUL(ModuleSpec):
-    name: Literal["duplicate_ul"] = Field(
-        description="Unlikelihood of duplicates. It needs `rollout_matching.correction.duplicates: unlikelihood`, "
-        "which marks the tokens."
-    )
-    config: DuplicateULConfig = Field(description="Weight of the term. The key is required.")
-
-
-class NumberCE(ModuleSpec):
-    name: Literal["number_ce"] = Field(
-        description="Cross entropy on the coordinates of native answers, which are numbers in ordinary tokens. It "
-        "needs `custom.answer_format: native`."
-    )
-    config: NumberCEConfig = Field(description="Weight of the term. The key is required.")
-
-
-class ChatCE(ModuleSpec):
-    name: Literal["chat_ce"] = Field(
-        description="Cross entropy on the answers of chat records, which are on channel A in every run. A run on "
-        "chat records needs it."
-    )
-    config: ChatCEConfig = Field(description="Weight of the term. The key is required.")
-
-
-class CoordDiag(ModuleSpec):
-    name: Literal["coord_diag"] = Field(
-        description="Reports statistics of the coordinate distributions. It has no gradient."
-    )
-    config: CoordDiagConfig = Field(description="Always `{}`.", examples=[{}])
-
-
-# Both lists accept all modules here. A rule checks the list, so that a module in the wrong one gets one message.
-OWN_OBJECTIVES = frozenset({"token_ce", "coord_reg", "bbox_geo", "duplicate_ul", "number_ce", "chat_ce"})
-DIAGNOSTICS = frozenset({"coord_diag"})
-ADDED_OBJECTIVES = find_extensions("objectives", taken=OWN_OBJECTIVES | DIAGNOSTICS)
-OBJECTIVES = OWN_OBJECTIVES | frozenset(ADDED_OBJECTIVES)
-
-
-def _make_module(entry: EntryPoint) -> Any:
-    """Return the form of a module that another package adds (docs/extending.md)."""
-    settings, kind, description = _load_module_settings(entry)
+def _make_module(name: str, config: Any, description: str) -> Any:
+    """Return the form of an entry of a pipeline."""
     fields: dict[str, Any] = {
-        "name": (Literal[entry.name], Field(description=description)),
-        "config": (settings, Field(description="The settings of the module.")),
+        "name": (Literal[name], Field(description=description)),
+        "config": (config, Field(description="The settings of the module. All keys are required.")),
     }
-    module: Any = create_model(entry.name, __base__=ModuleSpec, **fields)
-    module.kind = kind
-    return module
+    return create_model(name, __base__=ModuleSpec, **fields)
 
 
-def _load_module_settings(entry: EntryPoint) -> tuple[Any, str, str]:
-    """Return the type of a module's settings, its kind and its description. If the package cannot be imported, all
-    settings are refused with the reason."""
+def _make_added_module(entry: EntryPoint) -> Any:
+    """Return the form of a module that another package adds (docs/extending.md). One that fails refuses all
+    settings."""
     try:
         given = load_extension(entry)
     except UserError as error:
-        return Annotated[Any, BeforeValidator(partial(_refuse, str(error)))], "", str(error)
-    description = given.__doc__ or f"A module of {entry.module}."
-    return create_model(given.__name__, __base__=(given, SettingsSection)), given.kind, description
+        return _make_module(entry.name, Annotated[Any, BeforeValidator(partial(_refuse, str(error)))], str(error))
+    settings = create_model(given.__name__, __base__=(given, SettingsSection))
+    module = _make_module(entry.name, settings, given.__doc__ or f"A module of {entry.module}.")
+    module.kind = given.kind
+    return module
 
 
 def _refuse(reason: str, _: Any) -> Any:
     raise ValueError(reason)
 
 
+OWN = {
+    "token_ce": TokenCEConfig,
+    "coord_reg": CoordRegConfig,
+    "bbox_geo": BBoxGeoConfig,
+    "duplicate_ul": DuplicateULConfig,
+    "number_ce": NumberCEConfig,
+    "chat_ce": ChatCEConfig,
+    "coord_diag": CoordDiagConfig,
+}
+DIAGNOSTICS = frozenset({"coord_diag"})
+ADDED_OBJECTIVES = find_extensions("objectives", taken=frozenset(OWN))
+OBJECTIVES = (frozenset(OWN) | frozenset(ADDED_OBJECTIVES)) - DIAGNOSTICS
+
 if TYPE_CHECKING:
-    AnyModule = TokenCE | CoordReg | BBoxGeo | DuplicateUL | NumberCE | ChatCE | CoordDiag
+
+    class Module(ModuleSpec):
+        name: str
+        config: Any
 else:
-    AnyModule = Union[
-        (
-            *(TokenCE, CoordReg, BBoxGeo, DuplicateUL, NumberCE, ChatCE, CoordDiag),
-            *map(_make_module, ADDED_OBJECTIVES.values()),
-        )
-    ]
-Module = Annotated[AnyModule, Field(discriminator="name")]
+    _own = [_make_module(name, config, config.__doc__) for name, config in OWN.items()]
+    _modules = (*_own, *map(_make_added_module, ADDED_OBJECTIVES.values()))
+    Module = Annotated[reduce(or_, _modules), Field(discriminator="name")]
 
 
 class Pipeline(SettingsSection):
-    objective: Annotated[tuple[Module, ...], Field(min_length=1), from_list] = Field(
-        description="The modules whose weighted sum is the loss."
-    )
-    diagnostics: Annotated[tuple[Module, ...], from_list] = Field(
-        description="Modules that only report. `[]`: none."
-    )
+    # Both lists accept all modules here. A rule checks the list, so that one in the wrong list gets one message.
+    objective: Annotated[tuple[Module, ...], Field(min_length=1), from_list]
+    """The modules whose weighted sum is the loss."""
+    diagnostics: Annotated[tuple[Module, ...], from_list]
+    """Modules that only report. `[]`: none."""

@@ -12,7 +12,6 @@ from coordexp.config.rollout import RolloutContract, RolloutMatching
 from coordexp.config.sections import (
     Channel,
     Fraction,
-    NonNegativeFloat,
     NonNegativeInt,
     Pipeline,
     PositiveFloat,
@@ -22,17 +21,9 @@ from coordexp.config.sections import (
     from_list,
     from_null,
 )
-from coordexp.config.training_arguments import TransformersArguments
+from coordexp.config.training import PACKING_KEYS, Training
 
 AnswerFormatName = Literal["coord_tokens", "native"]
-# The prompts for a published model, which was not trained on ours: for all objects, for classes, and for an
-# expression. In the words of Qwen's own example.
-NATIVE_PROMPTS = (
-    "Locate every object in the image. Report bbox coordinates in JSON format.",
-    'Locate every instance that belongs to the following categories: "{classes}". Report bbox coordinates in JSON '
-    "format.",
-    "Locate {expression}. Report bbox coordinates in JSON format.",
-)
 Variant = Literal["stage1_sft", "stage2_rollout_aligned", "stage2_two_channel"]
 
 CHANNELS_OF: dict[Variant, frozenset[Channel]] = {
@@ -43,61 +34,41 @@ CHANNELS_OF: dict[Variant, frozenset[Channel]] = {
 
 
 class Adapter(SettingsSection):
-    type: Literal["lora"] = Field("lora", description="Kind of adapter.")
-    rank: PositiveInt = Field(32, description="Rank of the low-rank update.")
-    alpha: PositiveInt = Field(64, description="The update is scaled by alpha / rank.")
-    dropout: Fraction = Field(0.0, description="Dropout on the adapter's input.")
-    dora: bool = Field(
-        False, description="Use DoRA, weight-decomposed LoRA. It can be sent to vLLM only as merged weights."
-    )
-    targets: Text = Field(
-        "all-linear",
-        description="Modules that get an adapter: `all-linear`, or a regular expression for module names.",
-    )
-    train_coord_rows: bool = Field(
-        True,
-        description="Train the embeddings of the coordinate tokens together with the adapter. false: train only "
-        "the adapter, if the checkpoint has trained embeddings already. Only then can a weight sync send "
-        "adapters alone (`sync.mode`).",
-    )
+    type: Literal["lora"] = "lora"
+    """Kind of adapter."""
+    rank: PositiveInt = 32
+    """Rank of the low-rank update."""
+    alpha: PositiveInt = 64
+    """The update is scaled by alpha / rank."""
+    dropout: Fraction = 0.0
+    """Dropout on the adapter's input."""
+    dora: bool = False
+    """Use DoRA, weight-decomposed LoRA. It can be sent to vLLM only as merged weights."""
+    targets: Text = "all-linear"
+    """Modules that get an adapter: `all-linear`, or a regular expression for module names."""
+    train_coord_rows: bool = True
+    """Train the embeddings of the coordinate tokens together with the adapter. false: only the adapter, if the
+    checkpoint has trained embeddings already. Only then can a weight sync send adapters alone (`sync.mode`)."""
 
 
 class Model(SettingsSection):
-    path: Text = Field(
-        description="Folder of a model in Hugging Face format, or its name on the hub. Its tokenizer has the "
-        "1,000 coordinate tokens, unless `custom.answer_format` is native.",
-        examples=["checkpoints/qwen3-vl-4b-coord"],
-    )
-    dtype: Literal["bfloat16", "float16", "float32"] = Field(
-        "bfloat16",
-        description="Data type of the weights in the rollout engine, and of those that an adapter is trained on. "
-        "Without an adapter the learner's weights are float32, because most updates are too small to change a "
-        "weight of 16 bits; `training.bf16` lets it compute with 16 bits.",
-    )
-    max_pixels: PositiveInt | None = Field(
-        None,
-        description="Largest number of pixels of an image. A larger image is scaled down in training, in rollouts "
-        "and in evaluation, and every checkpoint of the run has this limit. A vLLM engine reserves memory for an "
-        "image of this size. Unset: the limit of the checkpoint, which is 16,777,216 for Qwen3-VL.",
-        examples=[1048576],
-    )
-    min_pixels: PositiveInt | None = Field(
-        None,
-        description="Smallest number of pixels of an image. A smaller image is scaled up. Unset: the limit of the "
-        "checkpoint.",
-        examples=[65536],
-    )
-    freeze: Annotated[tuple[Literal["vision", "aligner"], ...], from_list] = Field(
-        (),
-        description="Parts that are not trained: `vision`, the vision tower, and `aligner`, the layers that map "
-        "its output to the language model (mergers). With an adapter, these parts get none. `[]`: train all.",
-        examples=[["vision"]],
-    )
-    adapter: Adapter | None = Field(
-        None,
-        description="Train an adapter instead of all weights. null: all weights.",
-        examples=[{"type": "lora", "rank": 32, "alpha": 64}],
-    )
+    path: Text = Field(examples=["checkpoints/qwen3-vl-4b-coord"])
+    """Folder of a model in Hugging Face format, or its name on the hub. Its tokenizer has the 1,000 coordinate
+    tokens, unless `custom.answer_format` is native."""
+    dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
+    """Data type of the weights in the rollout engine, and of those that an adapter is trained on. Weights that are
+    trained themselves are float32; `training.bf16` lets the learner compute with 16 bits."""
+    max_pixels: PositiveInt | None = Field(None, examples=[1048576])
+    """Largest number of pixels of an image. A larger image is scaled down in training, in rollouts and in
+    evaluation, and every checkpoint of the run has this limit. A vLLM engine reserves memory for an image of this
+    size. Unset: the limit of the checkpoint, which is 16,777,216 for Qwen3-VL."""
+    min_pixels: PositiveInt | None = Field(None, examples=[65536])
+    """Smallest number of pixels of an image. A smaller image is scaled up. Unset: the limit of the checkpoint."""
+    freeze: Annotated[tuple[Literal["vision", "aligner"], ...], from_list] = Field((), examples=[["vision"]])
+    """Parts that are not trained: `vision`, the vision tower, and `aligner`, the layers that map its output to the
+    language model (mergers). With an adapter, these parts get none. `[]`: train all."""
+    adapter: Adapter | None = Field(None, examples=[{"type": "lora", "rank": 32, "alpha": 64}])
+    """Train an adapter instead of all weights. null: all weights."""
 
     @property
     def image_limits(self) -> dict[str, int]:
@@ -108,177 +79,114 @@ class Model(SettingsSection):
 
 # A path, a glob pattern, or a list of these.
 DataFiles = Annotated[Text | Annotated[tuple[Text, ...], Field(min_length=1)], from_list]
-
-
 SetName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]+$")]
 
 
 class TrainingData(SettingsSection):
-    path: DataFiles = Field(
-        description="Files of this data set: a path, a glob pattern, or a list of these.",
-        examples=["data/part-*.jsonl"],
-    )
-    weight: PositiveFloat = Field(
-        1.0,
-        description="How many samples come from this data set, in proportion to the other weights. The number of "
-        "its records does not matter.",
-    )
-
-    name: SetName | None = Field(
-        None,
-        description="Name of the data set in metrics and charts. Unset: `set_0`, `set_1` and so on, by its place "
-        "in the list.",
-        examples=["shelves"],
-    )
-    prompt: Text | None = Field(
-        None,
-        description="Replaces `custom.prompt` for the records of this data set, in training. Evaluation asks with "
-        "`custom.prompt`.",
-    )
-    class_prompt: Text | None = Field(
-        None, description="Replaces `custom.class_prompt` for the records of this data set, in training."
-    )
-    expression_prompt: Text | None = Field(
-        None, description="Replaces `custom.expression_prompt` for the records of this data set, in training."
-    )
+    path: DataFiles = Field(examples=["data/part-*.jsonl"])
+    """Files of this data set: a path, a glob pattern, or a list of these."""
+    weight: PositiveFloat = 1.0
+    """Share of the samples that come from this data set, in proportion to the other weights, whatever its size."""
+    name: SetName | None = Field(None, examples=["shelves"])
+    """Name of the data set in metrics and charts. Unset: `set_0`, `set_1` and so on, by its place in the list."""
+    prompt: Text | None = None
+    """Replaces `custom.prompt` for the records of this data set, in training and not in evaluation."""
+    class_prompt: Text | None = None
+    """Replaces `custom.class_prompt` for the records of this data set, in training."""
+    expression_prompt: Text | None = None
+    """Replaces `custom.expression_prompt` for the records of this data set, in training."""
 
 
 class EvaluationData(SettingsSection):
-    path: DataFiles = Field(
-        description="Held-out chat records: a path, a glob pattern, or a list of these.",
-        examples=["questions/val.jsonl"],
-    )
-    name: SetName | None = Field(
-        None,
-        description="Name of the data set in its metric, `eval_accuracy_NAME`. Unset: `set_0`, `set_1` and so on, "
-        "by its place in the list.",
-        examples=["questions"],
-    )
-    max_new_tokens: PositiveInt = Field(32, description="Maximum number of tokens of an answer.")
+    path: DataFiles = Field(examples=["questions/val.jsonl"])
+    """Held-out chat records: a path, a glob pattern, or a list of these."""
+    name: SetName | None = Field(None, examples=["questions"])
+    """Name of the data set in its metric, `eval_accuracy_NAME`. Unset: `set_0`, `set_1` and so on."""
+    max_new_tokens: PositiveInt = 32
+    """Maximum number of tokens of an answer."""
 
 
 class CurriculumStage(SettingsSection):
-    objects: PositiveInt = Field(description="Use only records with at most this many objects.", examples=[1])
-    samples: PositiveInt = Field(description="Length of this stage in samples, over all ranks.", examples=[8000])
+    objects: PositiveInt = Field(examples=[1])
+    """Use only records with at most this many objects."""
+    samples: PositiveInt = Field(examples=[8000])
+    """Length of this stage in samples, over all ranks."""
 
 
 ObjectOrder = Literal["file", "reading", "left_to_right", "large_first", "asked", "random"]
 
 
 class ClassRequests(SettingsSection):
-    rate: Fraction = Field(
-        0.0,
-        description="Share of the training samples without a request of their own that ask for a list of their "
-        "classes (`class_prompt`) instead of all objects. The list is drawn anew in every step.",
-    )
-    keep: Fraction = Field(
-        0.5, description="Probability with which a class of the record is on the list. It has at least one."
-    )
+    rate: Fraction = 0.0
+    """Share of the training samples without a request of their own that ask for a list of their classes
+    (`class_prompt`) instead of all objects. The list is drawn anew in every step."""
+    keep: Fraction = 0.5
+    """Probability with which a class of the record is on the list. It has at least one."""
 
 
 class Negatives(SettingsSection):
-    rate: Fraction = Field(
-        0.0,
-        description="Share of the training samples with a list of classes that also ask for classes which the "
-        "image does not show. They are drawn from the record's `exhaustive` classes, or else from the classes of "
-        "other records, so that frequent classes are drawn often. Requires that every object of a record is "
-        "labelled, at least of its `exhaustive` classes.",
-    )
-    alone: Fraction = Field(
-        0.25, description="Share of these samples that ask for nothing else. The answer is then empty."
-    )
-    most: PositiveInt = Field(3, description="Largest number of absent classes in a request.")
-    seed: NonNegativeInt = Field(0, description="Seed of the draws of this section and of `class_requests`.")
+    rate: Fraction = 0.0
+    """Share of the training samples with a list of classes that also ask for classes which the image does not
+    show. They are drawn from the record's `exhaustive` classes, or else from the classes of other records,
+    frequent ones often. Every object of a record must be labelled, at least of its `exhaustive` classes."""
+    alone: Fraction = 0.25
+    """Share of these samples that ask for nothing else. The answer is then empty."""
+    most: PositiveInt = 3
+    """Largest number of absent classes in a request."""
+    seed: NonNegativeInt = 0
+    """Seed of the draws of this section and of `class_requests`."""
 
 
 class Custom(SettingsSection):
-    trainer_variant: Variant = Field(
-        "stage1_sft",
-        description="What the model is trained on: the ground truth, corrected rollouts, or both in turn.",
-    )
-    train_jsonl: DataFiles | None = Field(
-        None,
-        description="Training records, one JSON object per line: a path, a glob pattern such as "
-        "`data/part-*.jsonl`, or a list of these. Several files are one data set, in this order. This or "
-        "`train_data` is required.",
-        examples=["data/train.jsonl"],
-    )
+    trainer_variant: Variant = "stage1_sft"
+    """What the model is trained on: the ground truth, corrected rollouts, or both in turn."""
+    train_jsonl: DataFiles | None = Field(None, examples=["data/train.jsonl"])
+    """Training records, one JSON object per line: a path, a glob pattern such as `data/part-*.jsonl`, or a list of
+    these. Several files are one data set, in this order. This or `train_data` is required."""
     train_data: Annotated[tuple[TrainingData, ...], from_list] = Field(
-        (),
-        description="Several data sets, mixed by weight, instead of `train_jsonl`.",
-        examples=[[{"path": "data/part-*.jsonl", "weight": 0.75}, {"path": "new.jsonl", "weight": 0.25}]],
+        (), examples=[[{"path": "data/part-*.jsonl", "weight": 0.75}, {"path": "new.jsonl", "weight": 0.25}]]
     )
-    val_jsonl: DataFiles | None = Field(
-        None,
-        description="Held-out records, for evaluation during training, in one or more files as in `train_jsonl`.",
-        examples=["data/val.jsonl"],
-    )
+    """Several data sets, mixed by weight, instead of `train_jsonl`."""
+    val_jsonl: DataFiles | None = Field(None, examples=["data/val.jsonl"])
+    """Held-out records, for evaluation during training, in one or more files as in `train_jsonl`."""
     eval_data: Annotated[tuple[EvaluationData, ...], from_list] = Field(
-        (),
-        description="Held-out chat records, for evaluation during training. The learner answers the questions "
-        "greedily with transformers, and `eval_accuracy_NAME` is the share of answers that are right, except for "
-        "case and white space.",
-        examples=[[{"name": "questions", "path": "questions/val.jsonl"}]],
+        (), examples=[[{"name": "questions", "path": "questions/val.jsonl"}]]
     )
-    eval_samples: PositiveInt | None = Field(
-        None,
-        description="Evaluate on at most this many of the held-out records of `val_jsonl` and of each set of "
-        "`eval_data`. They are evenly spaced over the file and the same every time. null: all.",
-        examples=[500],
-    )
-    eval_images: NonNegativeInt = Field(
-        8,
-        description="Images that each evaluation shows in TensorBoard and Weights & Biases "
-        "(`training.report_to`), with true and predicted objects. They are the same every time. 0: none.",
-    )
-    prompt: Text = Field(
-        "Detect all objects.",
-        description="Text of the user's message beside every image that has no request of its own, in training "
-        "and in prediction. In this and the other prompts, `{order}` stands for the words for `object_order`.",
-    )
-    class_prompt: Text = Field(
-        "Detect all objects of these classes: {classes}.",
-        description="Text for a record with `classes`, which replace `{classes}`.",
-    )
-    expression_prompt: Text = Field(
-        "Detect {expression}.",
-        description="Text for a record with an `expression`, which replaces `{expression}`.",
-    )
-    class_requests: ClassRequests = Field(
-        default_factory=ClassRequests, description="Lists of classes that training draws for samples without one."
-    )
-    negatives: Negatives = Field(
-        default_factory=Negatives, description="Absent classes that training adds to lists of classes."
-    )
-    object_order: ObjectOrder = Field(
-        "file",
-        description="Order of the objects in the answers that the model learns to write: that of the file, "
-        "`reading` (by the top edge, then the left one), `left_to_right`, `large_first`, `asked` (that of the "
-        "classes that the record asks for, and that of the file among objects of one class), or `random`, which "
-        "is drawn anew in every step.",
-    )
-    on_checkpoint: str | None = Field(
-        None,
-        description="Name of a function that an installed package adds (docs/extending.md). It is called with the "
-        "folder of every complete checkpoint, in the background, e.g. to upload it. null: none.",
-        examples=["upload"],
-    )
+    """Held-out chat records, for evaluation during training. The learner answers greedily with transformers, and
+    `eval_accuracy_NAME` is the share of right answers, whatever their case and white space."""
+    eval_samples: PositiveInt | None = Field(None, examples=[500])
+    """Evaluate on at most this many of the held-out records of `val_jsonl` and of each set of `eval_data`. They
+    are evenly spaced over the file and the same every time. null: all."""
+    eval_images: NonNegativeInt = 8
+    """Images that each evaluation shows in TensorBoard and Weights & Biases (`training.report_to`), with true and
+    predicted objects. They are the same every time. 0: none."""
+    prompt: Text = "Detect all objects."
+    """Text of the user's message beside every image that has no request of its own, in training and in prediction.
+    In this and the other prompts, `{order}` stands for the words for `object_order`."""
+    class_prompt: Text = "Detect all objects of these classes: {classes}."
+    """Text for a record with `classes`, which replace `{classes}`."""
+    expression_prompt: Text = "Detect {expression}."
+    """Text for a record with an `expression`, which replaces `{expression}`."""
+    class_requests: ClassRequests = Field(default_factory=ClassRequests)
+    """Lists of classes that training draws for samples without one."""
+    negatives: Negatives = Field(default_factory=Negatives)
+    """Absent classes that training adds to lists of classes."""
+    object_order: ObjectOrder = "file"
+    """Order of the objects in the answers that the model learns to write: that of the file, `reading` (by the top
+    edge, then the left one), `left_to_right`, `large_first`, `asked` (that of the classes that the record asks
+    for, and that of the file among objects of one class), or `random`, which is drawn anew in every step."""
+    on_checkpoint: str | None = Field(None, examples=["upload"])
+    """Name of a function that an installed package adds (docs/extending.md). It is called with the folder of every
+    complete checkpoint, in the background, e.g. to upload it. null: none."""
     curriculum: Annotated[tuple[CurriculumStage, ...], from_list] = Field(
-        (),
-        description="Stages that training begins with, one after the other. All records are used after the last "
-        "one.",
-        examples=[[{"objects": 1, "samples": 8000}]],
+        (), examples=[[{"objects": 1, "samples": 8000}]]
     )
-    object_field_order: Literal["desc_first", "geometry_first"] = Field(
-        "desc_first",
-        description="Order of the two fields of an object in the answers that the model learns to write.",
-    )
-    answer_format: AnswerFormatName = Field(
-        "coord_tokens",
-        description="How answers are written: with the 1,000 coordinate tokens, or as Qwen3-VL itself writes them "
-        "(native), with numbers from 0 to 1000 in ordinary tokens. Only Stage 1 can train native answers, and the "
-        "model needs no coordinate tokens for it.",
-    )
+    """Stages that training begins with, one after the other. All records are used after the last one."""
+    object_field_order: Literal["desc_first", "geometry_first"] = "desc_first"
+    """Order of the two fields of an object in the answers that the model learns to write."""
+    answer_format: AnswerFormatName = "coord_tokens"
+    """How answers are written: with the 1,000 coordinate tokens, or as Qwen3-VL itself writes them (native), with
+    numbers from 0 to 1000 in ordinary tokens, which only Stage 1 can train."""
 
     @property
     def train_sets(self) -> dict[str, tuple[str, ...]]:
@@ -321,126 +229,51 @@ def _as_tuple(names: str | tuple[str, ...]) -> tuple[str, ...]:
     return (names,) if isinstance(names, str) else names
 
 
-class Training(TransformersArguments):
-    # Required here. In transformers it is optional and defaults to `trainer_output`.
-    output_dir: Text = Field(
-        description="Folder for checkpoints, metrics and the resolved settings.", examples=["runs/stage2"]
-    )
-    # transformers checks these bounds late or not at all.
-    per_device_train_batch_size: PositiveInt = Field(8, description="Samples per device and micro-step.")
-    per_device_eval_batch_size: PositiveInt = Field(
-        8,
-        description="Has no effect. `rollout_matching.decode_batch_size` sets how many answers evaluation "
-        "generates at once.",
-    )
-    gradient_accumulation_steps: PositiveInt = Field(1, description="Micro-steps per optimizer step.")
-    learning_rate: NonNegativeFloat = Field(5e-05, description="The initial learning rate for the optimizer.")
-    dataloader_num_workers: NonNegativeInt = Field(
-        0, description="Threads per rank that read images, while the row before is trained. 0: one thread."
-    )
-    include_num_input_tokens_seen: bool | Literal["all", "non_padding", "no"] = Field(
-        "no",
-        description="Log the number of tokens that were trained on. true, all and non_padding mean the same, "
-        "because rows have no padding.",
-    )
-    hub_private_repo: bool | None = Field(
-        None, description="Whether the Space of `trackio_space_id` is private. null: the default of its owner."
-    )
-    packing: bool = Field(
-        False, description="Pack several samples into one row of up to `global_max_length` tokens."
-    )
-    packing_buffer: PositiveInt = Field(
-        256,
-        description="Maximum number of examples per rank that wait for a row. With `packing`, at least "
-        "`per_device_train_batch_size`. The run stops if more would have to wait.",
-    )
-    packing_min_fill_ratio: Fraction = Field(
-        0.85,
-        description="Warn if the rows between two log lines are filled less than this on average. The warning is "
-        "not repeated until they have been filled enough again.",
-    )
-    packing_drop_last: bool = Field(
-        True,
-        description="Do not train on examples that still wait at the end of the run. Must be true with `packing`.",
-    )
-
-    @property
-    def trackers(self) -> tuple[str, ...]:
-        """Return the names in `report_to`."""
-        return _as_tuple(self.report_to or ())
-
-
-# The keys of `training` that transformers does not have.
-PACKING_KEYS = ("packing", "packing_buffer", "packing_min_fill_ratio", "packing_drop_last")
-
-
 class Template(SettingsSection):
-    max_length: PositiveInt | None = Field(
-        None, description="The same as `global_max_length`, under the name that other tools use.", examples=[16000]
-    )
+    max_length: PositiveInt | None = Field(None, examples=[16000])
+    """The same as `global_max_length`, under the name that other tools use."""
 
 
 class Stage1(SettingsSection):
-    pipeline: Pipeline | None = Field(
-        None, description="The declared objective of `stage1_sft`. Required in Stage 1: there is no default."
-    )
-    eval_backend: Literal["auto", "hf", "vllm"] = Field(
-        "auto",
-        description="Engine that answers the held-out images in Stage 1: transformers (hf), or vLLM as "
-        "`rollout_matching.vllm` describes it. auto: vLLM if the config has something under "
-        "`rollout_matching.vllm` and vLLM is installed, else transformers. An engine takes GPU memory: a "
-        "colocated one keeps its share while the learner trains, unless `vllm.sleep` is true.",
-    )
+    pipeline: Pipeline | None = None
+    """The declared objective of `stage1_sft`. Required in Stage 1: there is no default."""
+    eval_backend: Literal["auto", "hf", "vllm"] = "auto"
+    """Engine that answers the held-out images in Stage 1: transformers (hf), or vLLM as `rollout_matching.vllm`
+    describes it. auto: vLLM if something is written there and vLLM is installed, else transformers. A colocated
+    engine keeps its share of the GPU memory while the learner trains, unless `vllm.sleep` is true."""
 
 
 class Stage2(SettingsSection):
-    b_ratio: Fraction | None = Field(
-        None,
-        description="Share of steps that train on rollouts (channel B). Required by `stage2_two_channel`.",
-        examples=[0.5],
-    )
-    max_staleness: Literal[0, 1, 2] = Field(
-        0,
-        description="The rollouts of a step may come from weights that are up to this many updates old. 0: "
-        "servers and learner wait for each other in every step. 1 or 2: while a step is trained, rollout servers "
-        "make the rollouts of the next 1 or 2 steps.",
-    )
-    dump_every: PositiveInt | None = Field(
-        100,
-        description="Dump examples once in this many steps, at the first step with rollouts: write them to "
-        "`dumps` in the run folder, with the losses and probabilities of their tokens, for `coordexp inspect` "
-        "and `coordexp replay`. The images of the first dump are followed: every later answer to them is written "
-        "too. null: never.",
-    )
-    dump_samples: PositiveInt = Field(
-        4, description="Maximum number of examples per dump, and of images that are followed."
-    )
+    b_ratio: Fraction | None = Field(None, examples=[0.5])
+    """Share of steps that train on rollouts (channel B). Required by `stage2_two_channel`."""
+    max_staleness: Literal[0, 1, 2] = 0
+    """The rollouts of a step may come from weights that are up to this many updates old. 0: servers and learner
+    wait for each other in every step. 1 or 2: rollout servers make those of the next 1 or 2 steps meanwhile."""
+    dump_every: PositiveInt | None = 100
+    """Dump examples once in this many steps, at the first step with rollouts: write them to `dumps` in the run
+    folder, with the losses and probabilities of their tokens, for `coordexp inspect` and `coordexp replay`. The
+    images of the first dump are followed: every later answer to them is written too. null: never."""
+    dump_samples: PositiveInt = 4
+    """Maximum number of examples per dump, and of images that are followed."""
 
 
 class Settings(SettingsSection):
-    model: Model = Field(description="The model that is trained.")
-    custom: Custom = Field(description="The kind of training and its data.")
-    global_max_length: PositiveInt | None = Field(
-        None,
-        description="Maximum number of tokens in a sequence and in a row, packed or not. Unset: "
-        "`template.max_length`. One of the two is required.",
-        examples=[16000],
-    )
-    template: Annotated[Template, from_null] = Field(
-        default_factory=Template, description="Encoding of conversations."
-    )
-    training: Training = Field(
-        description="The arguments of `transformers.TrainingArguments` that have an effect, and packing."
-    )
-    stage1: Annotated[Stage1, from_null] = Field(
-        default_factory=Stage1, description="Supervised training on the ground truth."
-    )
-    stage2: Annotated[Stage2, from_null] = Field(
-        default_factory=Stage2, description="Training on rollouts: their share of the steps, and dumps."
-    )
-    rollout_matching: Annotated[RolloutMatching, from_null] = Field(
-        default_factory=RolloutMatching, description="Rollouts: generation, matching and objective."
-    )
+    model: Model
+    """The model that is trained."""
+    custom: Custom
+    """The kind of training and its data."""
+    global_max_length: PositiveInt | None = Field(None, examples=[16000])
+    """Maximum number of tokens in a sequence and in a row. This or `template.max_length` is required."""
+    template: Annotated[Template, from_null] = Field(default_factory=Template)
+    """Encoding of conversations."""
+    training: Training
+    """The arguments of `transformers.TrainingArguments` that have an effect, and packing."""
+    stage1: Annotated[Stage1, from_null] = Field(default_factory=Stage1)
+    """Supervised training on the ground truth."""
+    stage2: Annotated[Stage2, from_null] = Field(default_factory=Stage2)
+    """Training on rollouts: their share of the steps, and dumps."""
+    rollout_matching: Annotated[RolloutMatching, from_null] = Field(default_factory=RolloutMatching)
+    """Rollouts: generation, matching and objective."""
 
     @property
     def uses_rollouts(self) -> bool:
@@ -505,52 +338,3 @@ class Settings(SettingsSection):
         running = CHANNELS_OF[self.custom.trainer_variant]
         without = {0.0: "B", 1.0: "A"}.get(self.stage2.b_ratio) if self.stage2.b_ratio is not None else None
         return running - {without} if len(running) > 1 else running
-
-
-def describe_evaluation(settings: Settings, records: int | None) -> str | None:
-    """Return one line on what an evaluation during training costs, or None if the run does not evaluate.
-
-    A second line says what to change if images are answered one at a time. `records` is the number of held-out
-    records, or None if they cannot be counted.
-    """
-    rollout, limit = settings.rollout_matching, settings.custom.eval_samples
-    if not settings.evaluates:
-        return None
-    all_images = "all held-out images" if records is None else f"{records:,} image{'s' if records != 1 else ''}"
-    is_limited = limit is not None and (records is None or records > limit)
-    images = f"{limit:,} of {all_images}" if is_limited else all_images
-    at_once = rollout.decode_batch_size
-    answered_by = ""
-    if not settings.uses_rollouts:
-        answered_by = f", answered with {'vLLM' if settings.backend == 'vllm' else 'transformers'}"
-        if settings.backend == "hf" and rollout.rollout_backend != "hf":
-            answered_by += " (stage1.eval_backend: vllm would use vLLM, and GPU memory for it)"
-    line = (
-        f"evaluation: {images}, {at_once} at a time{' on each device' if at_once > 1 else ''}, up to "
-        f"{rollout.max_new_tokens:,} tokens each, {_when(settings)}{answered_by}"
-    )
-    if at_once > 1:
-        return line
-    hint = (
-        "  raise rollout_matching.decode_batch_size to answer several images at once, or limit their number with "
-    )
-    return f"{line}\n{hint}custom.eval_samples"
-
-
-def describe_chat_evaluation(settings: Settings) -> str | None:
-    """Return one line on the questions that are answered during training, or None if there are none."""
-    if not settings.evaluates_chat:
-        return None
-    custom, limit = settings.custom, settings.custom.eval_samples
-    sets = ", ".join(
-        f"{name} (up to {data.max_new_tokens:,} tokens each)"
-        for name, data in zip(custom.eval_names, custom.eval_data, strict=True)
-    )
-    most = "" if limit is None else f", at most {limit:,} of each"
-    return f"questions: {sets}{most}, {_when(settings)}, answered with transformers"
-
-
-def _when(settings: Settings) -> str:
-    steps = settings.training.eval_steps
-    steps = settings.training.logging_steps if steps is None else steps
-    return f"every {steps:,.0f} steps" if steps >= 1 else f"every {steps:g} of all steps"

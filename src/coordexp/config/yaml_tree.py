@@ -1,4 +1,4 @@
-"""Reads a YAML file and the files that it extends into one tree of plain values, each with its origin. The
+"""Reads a YAML file and the files that it extends into one tree of plain values, and the place of each value. The
 functions on paths into such a tree are here too.
 
 Scalars follow the YAML 1.2 core schema: `no` is text and `1e-5` is a number, the opposite of YAML 1.1. Environment
@@ -7,8 +7,10 @@ variables are not interpolated. A key that is written twice is an error.
 
 import os
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from copy import deepcopy
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +23,12 @@ MAX_BYTES = 1_000_000
 MAX_DEPTH = 32
 MAX_VALUES = 10_000
 MAX_FILES = 64
-COMMAND_LINE = "command line"  # how the origin of a value that --set gives begins
+COMMAND_LINE = "command line"  # how the place of a value that --set gives begins
 
 Tree = dict[str, Any]
 Key = str | int
 KeyPath = tuple[Key, ...]
+Error = partial(Finding, "error")
 
 
 def format_path(path: KeyPath) -> str:
@@ -42,226 +45,103 @@ def parse_path(text: str) -> KeyPath:
     return tuple(int(part[1:-1]) if part.startswith("[") else part for part in parts)
 
 
-def value_at(tree: Any, path: KeyPath) -> Any:
-    """Return the value at `path`, or None if the tree has no such path."""
+def _exists(tree: Any, path: KeyPath) -> bool:
     for key in path:
         is_item = isinstance(tree, list) and isinstance(key, int) and key < len(tree)
         if not is_item and not (isinstance(tree, dict) and key in tree):
-            return None
+            return False
         tree = tree[key]
-    return tree
-
-
-def copy_tree(tree: Any) -> Any:
-    """Return a copy in which no two places share an object, so that a change at one place cannot show at another.
-
-    `copy.deepcopy` would keep what YAML aliases share.
-    """
-    if isinstance(tree, dict):
-        return {key: copy_tree(item) for key, item in tree.items()}
-    return [copy_tree(item) for item in tree] if isinstance(tree, list) else tree
-
-
-def fill(tree: Any, value: Any, path: KeyPath) -> list[KeyPath]:
-    """Write `value` at `path` unless a value is there already, and return the paths that were filled.
-
-    A mapping is merged into an existing mapping, key by key.
-    """
-    *parents, last = path
-    for key in parents:
-        if isinstance(tree, dict) and tree.get(key) is None:
-            tree[key] = {}
-        tree = value_at(tree, (key,))
-        if not isinstance(tree, dict | list):
-            return []
-    present = value_at(tree, (last,))
-    if isinstance(present, dict) and isinstance(value, dict):
-        return [(*path[:-1], *filled) for key, item in value.items() for filled in fill(tree, item, (last, key))]
-    if present is not None or not isinstance(tree, dict):
-        return []
-    tree[last] = value
-    return [path]
-
-
-@dataclass(frozen=True)
-class Violation:
-    """A finding while a config is loaded, when its path may still change. `origin` is where the value was
-    written, if that is known."""
-
-    path: KeyPath
-    problem: str
-    fix: str
-    origin: Place | None = None
-
-    def to_finding(self) -> Finding:
-        places = (self.origin,) if self.origin else ()
-        return Finding("error", format_path(self.path), self.problem, self.fix, places=places)
+    return True
 
 
 @dataclass
 class Document:
-    """A merged tree. `origins` has an entry for the path of every key and list item, `parts` the own tree of each
-    file."""
+    """A tree. `places` has the place of every key and list item, `parts` the own tree of each file, and `findings`
+    what is wrong with the text of the files and of the options."""
 
     tree: Tree
-    origins: dict[KeyPath, Place] = field(default_factory=dict)
-    files: list[str] = field(default_factory=list)
+    places: dict[KeyPath, Place] = field(default_factory=dict)
     parts: dict[str, Tree] = field(default_factory=dict)
-    violations: list[Violation] = field(default_factory=list)
+    findings: list[Finding] = field(default_factory=list)
 
-    def origin_of(self, path: KeyPath) -> Place | None:
-        """Return where the value at `path` was written, or the nearest value around it that has an origin."""
-        for end in range(len(path), 0, -1):
-            if path[:end] in self.origins:
-                return self.origins[path[:end]]
-        return None
+    def add(self, tree: Tree, places: dict[KeyPath, Place]) -> None:
+        """Put the values of another tree over these. Mappings are merged, lists are replaced."""
+        self.tree = _merge(self.tree, tree)
+        places = self.places | places
+        self.places = {path: places[path] for path in places if _exists(self.tree, path)}
+
+    def locate(self, findings: Sequence[Finding]) -> list[Finding]:
+        """Return the findings with the places of their settings, or of the nearest sections around them, sorted by
+        file and line. Those without a place come last."""
+        located, places = [], {format_path(path): place for path, place in self.places.items()}
+        for finding in findings:
+            around = finding.subject
+            while around and around not in places:
+                around = around[: max(around.rfind("."), around.rfind("["), 0)]
+            located.append(replace(finding, places=finding.places or ((places[around],) if around else ())))
+        return sorted(located, key=lambda f: (not f.places, [(place.file, place.line or 0) for place in f.places]))
+
+
+def _merge(below: Any, above: Any) -> Any:
+    if not isinstance(below, dict) or not isinstance(above, dict):
+        return above
+    return below | {key: _merge(below.get(key), value) for key, value in above.items()}
 
 
 def read_document(path: Path, overrides: Sequence[str] = ()) -> Document:
     """Return the file at `path` merged over the files that it extends, with the values of `--set` options.
 
     Later files win, mappings are merged and lists are replaced. An override is a text such as
-    `training.max_steps=6`. Raise ConfigError, with the violations of all files, if one of them cannot be read.
-    Violations that do not prevent reading, such as a key that is written twice, are returned in the document.
+    `training.max_steps=6`. Raise ConfigError, with what is wrong in all files, if one of them cannot be read. What
+    does not prevent reading, such as a key that is written twice, is returned in the document.
     """
-    reader = _DocumentReader()
-    document = reader.read(path, chain=())
-    if reader.unreadable:
-        violations = [*reader.unreadable, *document.violations]
-        raise ConfigError([violation.to_finding() for violation in violations], str(path))
+    reader = _Reader()
+    document = reader.read(path, ())
+    if reader.is_broken:
+        raise ConfigError(reader.findings, str(path))
+    document = Document(deepcopy(document.tree), document.places, reader.parts, reader.findings)
     for text in overrides:
-        if violation := _override(document, text):
-            document.violations.append(violation)
+        _override(document, text)
     return document
 
 
-def _override(document: Document, text: str) -> Violation | None:
-    """Replace one value of the document. Return a violation if the text or its place is wrong."""
-    name, is_assignment, value = text.partition("=")
-    origin = Place(f"{COMMAND_LINE} (--set {name.strip()})")
-    path = parse_path(name.strip()) if _SETTING.fullmatch(name.strip()) else ()
-    if not is_assignment or not path or not value.strip():
+def _override(document: Document, text: str) -> None:
+    """Write the value of a `--set` option into the document."""
+    name, is_assignment, value = (part.strip() for part in text.partition("="))
+    place, path = Place(f"{COMMAND_LINE} (--set {name})"), parse_path(name) if _SETTING.fullmatch(name) else ()
+    if not is_assignment or not path or not value:
+        problem = "not a setting with a value"
         fix = "write KEY=VALUE, e.g. --set training.max_steps=6; null removes a value"
-        return Violation(path, "not a setting with a value", fix, origin)
-    try:
-        node = yaml.compose(value, Loader=_CoreSchemaLoader)
-    except yaml.YAMLError:
-        return Violation(path, "the value is not YAML", "quote it, e.g. --set 'custom.prompt=\"a: b\"'", origin)
-    builder = _TreeBuilder(origin.file, overlay := Document(tree={}))
-    new = builder.value(node, path)
-    problem = next((violation.problem for violation in overlay.violations), "")
-    problem = problem or ("too many values" if builder.too_large_at else _assign(document.tree, path, new))
+    else:
+        problem, fix, wrong = "", "correct the option", list[Finding]()
+        builder = _Builder(place.file, wrong, place)
+        try:
+            new = builder.build(yaml.compose(value, Loader=_CoreSchemaLoader), path)
+            if not wrong:
+                _assign(document.tree, path, new)
+                document.add({}, {path: place} | builder.places)
+        except (yaml.YAMLError, RecursionError):
+            problem, fix = "the value is not YAML", "quote it, e.g. --set 'custom.prompt=\"a: b\"'"
+        except ValueError as error:
+            problem = str(error)
+        document.findings += wrong
     if problem:
-        return Violation(path, problem, "correct the option", origin)
-    for stale in _paths_below(document.origins, path):
-        del document.origins[stale]
-    document.origins |= dict.fromkeys((path, *overlay.origins), origin)
-    return None
+        document.findings.append(Error(format_path(path), problem, fix, places=(place,)))
 
 
-def _assign(tree: Any, path: KeyPath, value: Any) -> str:
-    """Write a value at a path, with the sections above it. Return what is wrong if there can be no such path."""
+def _assign(tree: Any, path: KeyPath, value: Any) -> None:
+    """Write a value at a path, with the sections above it. Raise ValueError if there can be no such path."""
     for end, key in enumerate(path, start=1):
-        if isinstance(key, int):
-            if not isinstance(tree, list) or key >= len(tree):
-                count = len(tree) if isinstance(tree, list) else 0
-                return f"{format_path(path[: end - 1])} has {count} items, so there is no [{key}]"
-        elif not isinstance(tree, dict):
-            return f"{format_path(path[: end - 1])} is not a section"
+        above = format_path(path[: end - 1])
+        if isinstance(key, int) and (count := len(tree) if isinstance(tree, list) else 0) <= key:
+            raise ValueError(f"{above} has {count} items, so there is no [{key}]")
+        if isinstance(key, str) and not isinstance(tree, dict):
+            raise ValueError(f"{above} is not a section")
         if end == len(path):
             tree[key] = value
-            return ""
-        if isinstance(tree, dict) and tree.get(key) is None:
+        elif isinstance(tree, dict) and tree.get(key) is None:
             tree[key] = {}
         tree = tree[key]
-    return ""
-
-
-class _DocumentReader:
-    """Reads each file once, however often it is extended."""
-
-    def __init__(self) -> None:
-        self.unreadable: list[Violation] = []
-        self._done: dict[Path, Document] = {}
-
-    def read(self, path: Path, chain: tuple[Path, ...]) -> Document:
-        where = path.resolve()
-        if where in self._done:
-            return self._done[where]
-        if len(self._done) >= MAX_FILES:
-            return self._refuse((), f"more than {MAX_FILES} files", "extend fewer files")
-        own = self._parse(path)
-        merged = Document(tree={})
-        for entry in self._bases(own):
-            problem, fix = _base_problem(path, entry, (*chain, where))
-            if problem:
-                self._refuse(("extends",), problem, fix, Place(_display_path(path)))
-            else:
-                _merge(merged, self.read(path.parent / entry, (*chain, where)))
-        _merge(merged, own)
-        self._done[where] = merged
-        return merged
-
-    def _refuse(self, path: KeyPath, problem: str, fix: str, origin: Place | None = None) -> Document:
-        self.unreadable.append(Violation(path, problem, fix, origin))
-        return Document(tree={})
-
-    def _bases(self, document: Document) -> list[str]:
-        value = document.tree.pop("extends", [])
-        origin = document.origins.pop(("extends",), None)
-        entries = [value] if isinstance(value, str) else value
-        if isinstance(entries, list) and all(isinstance(entry, str) for entry in entries):
-            return entries
-        fix = "write a path or a list of paths, relative to this file, e.g. extends: [../base.yaml]"
-        self._refuse(("extends",), f"{value!r} is not a list of paths", fix, origin)
-        return []
-
-    def _parse(self, path: Path) -> Document:
-        name = _display_path(path)
-        if not path.is_file():
-            problem = f"{name} is a folder" if path.is_dir() else f"{name}: no such file"
-            return self._refuse((), problem, "give the path of a YAML file")
-        if path.stat().st_size > MAX_BYTES:
-            problem = f"{name} has {path.stat().st_size:,} bytes; a config has at most {MAX_BYTES:,}"
-            return self._refuse((), problem, "give the path of a config")
-        try:
-            node = yaml.compose(path.read_text(encoding="utf-8"), Loader=_CoreSchemaLoader)
-        except yaml.MarkedYAMLError as error:
-            mark = error.problem_mark or error.context_mark
-            place = f"{name}:{mark.line + 1}:{mark.column + 1}" if mark else name
-            tab = "\\t" in str(error.problem)
-            fix = "indent with spaces" if tab else "correct the YAML there"
-            return self._refuse((), f"{place} cannot be read: {error.problem or error.context}", fix)
-        except (yaml.YAMLError, UnicodeDecodeError, OSError) as error:
-            return self._refuse((), f"{name} cannot be read: {error}", "correct the file")
-        except RecursionError:
-            return self._refuse((), f"{name} is nested too deeply", f"use at most {MAX_DEPTH} levels")
-        document = Document(tree={}, files=[name])
-        if node is None:
-            return document
-        if not isinstance(node, yaml.MappingNode) or node.tag != f"{_TAG}map":
-            return self._refuse((), f"{name} is not a mapping of keys to values", "write e.g. model: ...")
-        builder = _TreeBuilder(name, document)
-        document.tree = document.parts[name] = builder.mapping(node, ())
-        if builder.too_large_at is not None:
-            problem = f"{name} has more than {MAX_VALUES:,} values or {MAX_DEPTH} levels"
-            return self._refuse(builder.too_large_at, problem, "do not nest aliases")
-        return document
-
-
-def _base_problem(path: Path, entry: str, chain: tuple[Path, ...]) -> tuple[str, str]:
-    """Return the problem and the fix of a file that cannot be extended, or two empty texts."""
-    if Path(entry).is_absolute():
-        return f"{entry} is absolute", "write a path relative to this file, so that configs can be moved"
-    base = path.parent / entry
-    if not os.path.isfile(base):  # noqa: PTH113 - Path.is_file raises OSError for names that are too long
-        problem = f"{entry[:200]} is not a file"
-        return problem, f"correct the path; it is relative to {_display_path(path.parent)}"
-    where = base.resolve()
-    if where in chain:
-        loop = " -> ".join(_display_path(file) for file in (*chain[chain.index(where) :], where))
-        return f"the files form a cycle: {loop}", "remove one of the links"
-    return "", ""
 
 
 _TAG = "tag:yaml.org,2002:"
@@ -275,123 +155,155 @@ class _CoreSchemaLoader(yaml.SafeLoader):
 
 
 _SCALARS = {
-    "null": (re.compile(r"^(?:~|null|Null|NULL|)$"), [*"~nN", ""]),
-    "bool": (re.compile(r"^(?:true|True|TRUE|false|False|FALSE)$"), [*"tTfF"]),
-    "int": (re.compile(r"^[-+]?[0-9]{1,18}$|^0o[0-7]{1,20}$|^0x[0-9a-fA-F]{1,15}$"), [*"-+0123456789"]),
+    "null": (r"^(?:~|null|Null|NULL|)$", [*"~nN", ""]),
+    "bool": (r"^(?:true|True|TRUE|false|False|FALSE)$", [*"tTfF"]),
+    "int": (r"^[-+]?[0-9]{1,18}$|^0o[0-7]{1,20}$|^0x[0-9a-fA-F]{1,15}$", [*"-+0123456789"]),
     "float": (
-        re.compile(
-            r"^[-+]?(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?$"
-            r"|^[-+]?\.(?:inf|Inf|INF)$|^\.(?:nan|NaN|NAN)$"
-        ),
+        r"^[-+]?(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?$|^[-+]?\.(?:inf|Inf|INF)$|^\.(?:nan|NaN|NAN)$",
         [*"-+.0123456789"],
     ),
 }
 for _kind, (_pattern, _first) in _SCALARS.items():
-    _CoreSchemaLoader.add_implicit_resolver(_TAG + _kind, _pattern, _first)
+    _CoreSchemaLoader.add_implicit_resolver(_TAG + _kind, re.compile(_pattern), _first)
 
 
-class _TreeBuilder:
-    """Turns composed nodes into values and records where each was written.
+class _Reader:
+    """Reads each file once, however often it is extended. `is_broken` is True once a file cannot be read."""
 
-    `too_large_at` is the path at which the file exceeded a limit. From there on, nothing more is read.
-    """
+    def __init__(self) -> None:
+        self.is_broken = False
+        self.findings: list[Finding] = []
+        self.parts: dict[str, Tree] = {}
+        self._done: dict[Path, Document] = {}
 
-    def __init__(self, file: str, document: Document) -> None:
-        self._file = file
-        self._document = document
+    def read(self, path: Path, chain: tuple[Path, ...]) -> Document:
+        """Return the values of a file over those of the files that it extends. `chain` are the files that led to
+        it."""
+        chain = (*chain, path.resolve())
+        if chain[-1] not in self._done:
+            merged, (tree, places) = Document({}), self._parse(path)
+            for base in self._find_bases(path, tree.pop("extends", []), places.pop(("extends",), None), chain):
+                below = self.read(base, chain)
+                merged.add(below.tree, below.places)
+            self.parts[_display_path(path)] = tree
+            merged.add(tree, places)
+            self._done[chain[-1]] = merged
+        return self._done[chain[-1]]
+
+    def _refuse(self, subject: str, problem: str, fix: str, place: Place | None = None) -> None:
+        self.is_broken = True
+        self.findings.append(Error(subject, problem, fix, places=(place,) if place else ()))
+
+    def _find_bases(self, path: Path, value: Any, place: Place | None, chain: tuple[Path, ...]) -> Iterator[Path]:
+        """Yield the files that a file extends, and refuse the others."""
+        entries = [value] if isinstance(value, str) else value
+        if not isinstance(entries, list) or not all(isinstance(entry, str) for entry in entries):
+            fix = "write a path or a list of paths, relative to this file, e.g. extends: [../base.yaml]"
+            self._refuse("extends", f"{value!r} is not a list of paths", fix, place)
+            return
+        for entry in entries:
+            base = path.parent / entry
+            if Path(entry).is_absolute():
+                fix = "write a path relative to this file, so that configs can be moved"
+                self._refuse("extends", f"{entry} is absolute", fix, place)
+            elif not os.path.isfile(base):  # noqa: PTH113 - Path.is_file raises OSError for names that are too long
+                fix = f"correct the path; it is relative to {_display_path(path.parent)}"
+                self._refuse("extends", f"{entry[:200]} is not a file", fix, place)
+            elif (where := base.resolve()) in chain:
+                loop = " -> ".join(map(_display_path, (*chain[chain.index(where) :], where)))
+                self._refuse("extends", f"the files form a cycle: {loop}", "remove one of the links", place)
+            elif len(chain) >= MAX_FILES:
+                self._refuse("extends", f"a chain of more than {MAX_FILES} files", "extend fewer files", place)
+            else:
+                yield base
+
+    def _parse(self, path: Path) -> tuple[Tree, dict[KeyPath, Place]]:
+        name = _display_path(path)
+        builder = _Builder(name, self.findings)
+        if not path.is_file():
+            problem = f"{name} is a folder" if path.is_dir() else f"{name}: no such file"
+            self._refuse("", problem, "give the path of a YAML file")
+        elif (size := path.stat().st_size) > MAX_BYTES:
+            problem = f"{name} has {size:,} bytes; a config has at most {MAX_BYTES:,}"
+            self._refuse("", problem, "give the path of a config")
+        else:
+            try:
+                node = yaml.compose(path.read_text(encoding="utf-8"), Loader=_CoreSchemaLoader)
+                tree = {} if node is None else builder.build(node, ())
+                if isinstance(tree, dict):
+                    return tree, builder.places
+                self._refuse("", f"{name} is not a mapping of keys to values", "write e.g. model: ...")
+            except yaml.MarkedYAMLError as error:
+                mark = error.problem_mark or error.context_mark
+                where = f"{name}:{mark.line + 1}:{mark.column + 1}" if mark else name
+                fix = "indent with spaces" if "\\t" in str(error.problem) else "correct the YAML there"
+                self._refuse("", f"{where} cannot be read: {error.problem or error.context}", fix)
+            except (yaml.YAMLError, OSError, ValueError, RecursionError) as error:
+                reason = f"more than {MAX_DEPTH} levels" if isinstance(error, RecursionError) else error
+                self._refuse("", f"{name} cannot be read: {reason}", "correct the file")
+        return {}, {}
+
+
+class _Builder:
+    """Turns composed YAML into plain values. `places` has the places of all values below the first one; all are at
+    `place`, if it is given. Adds what is wrong in the YAML to `findings`. Raises ValueError if there are too many
+    values or levels."""
+
+    def __init__(self, file: str, findings: list[Finding], place: Place | None = None) -> None:
+        self.places: dict[KeyPath, Place] = {}
+        self._file, self._findings, self._place = file, findings, place
         self._values = 0
-        self.too_large_at: KeyPath | None = None
 
-    def mapping(self, node: yaml.MappingNode, path: KeyPath) -> Tree:
-        result: Tree = {}
-        for key_node, value_node in node.value:
-            if not isinstance(key_node, yaml.ScalarNode) or not is_encodable(key_node.value):
-                self._report(path, "has a key that is not plain text", "use plain text for keys", key_node)
-                continue
-            key = key_node.value
-            here = (*path, key)
-            if key == "<<":
-                self._report(
-                    here, "merge keys are not part of YAML 1.2", "use extends, or repeat the values", key_node
-                )
-                continue
-            if key in result:
-                problem = f"written twice, first at {self._document.origins[here]}"
-                self._report(here, problem, "keep one of the two", key_node)
-            self._document.origins[here] = self._origin(key_node)
-            result[key] = self.value(value_node, here)
-        return result
-
-    def value(self, node: yaml.Node, path: KeyPath) -> Any:
+    def build(self, node: yaml.Node, path: KeyPath) -> Any:
         self._values += 1
-        if self.too_large_at is None and (self._values > MAX_VALUES or len(path) > MAX_DEPTH):
-            self.too_large_at = path
-        if self.too_large_at is not None:
-            return None
+        if self._values > MAX_VALUES or len(path) > MAX_DEPTH:
+            raise ValueError(f"more than {MAX_VALUES:,} values or {MAX_DEPTH} levels; do not nest aliases")
         if isinstance(node, yaml.MappingNode) and node.tag == f"{_TAG}map":
-            return self.mapping(node, path)
+            return self._mapping(node, path)
         if isinstance(node, yaml.SequenceNode) and node.tag == f"{_TAG}seq":
-            return [self._item(item, (*path, index)) for index, item in enumerate(node.value)]
+            self.places |= {(*path, index): self._place_of(item) for index, item in enumerate(node.value)}
+            return [self.build(item, (*path, index)) for index, item in enumerate(node.value)]
         if isinstance(node, yaml.ScalarNode):
             return self._scalar(node, path)
         return self._report(path, f"has the YAML tag {node.tag}", "write a plain value", node)
 
-    def _item(self, node: yaml.Node, path: KeyPath) -> Any:
-        self._document.origins[path] = self._origin(node)
-        return self.value(node, path)
+    def _mapping(self, node: yaml.MappingNode, path: KeyPath) -> Tree:
+        result: Tree = {}
+        for key_node, value_node in node.value:
+            key = key_node.value
+            if not isinstance(key_node, yaml.ScalarNode) or not is_encodable(key):
+                self._report(path, "has a key that is not plain text", "use plain text for keys", key_node)
+            elif key == "<<":
+                problem = "merge keys are not part of YAML 1.2"
+                self._report((*path, key), problem, "use extends, or repeat the values", key_node)
+            else:
+                here = (*path, key)
+                if key in result:
+                    problem = f"written twice, first at {self.places[here]}"
+                    self._report(here, problem, "keep one of the two", key_node)
+                self.places[here] = self._place_of(key_node)
+                result[key] = self.build(value_node, here)
+        return result
 
     def _scalar(self, node: yaml.ScalarNode, path: KeyPath) -> Any:
         text, kind = node.value, node.tag.removeprefix(_TAG)
+        if kind == "str" and not is_encodable(text):
+            return self._report(path, "has half a character (a lone surrogate)", "write the whole one", node)
         if kind == "str":
-            if not is_encodable(text):
-                return self._report(
-                    path, "has half a character (a lone surrogate)", "write the whole character", node
-                )
             return text
-        if kind not in _SCALARS or not _SCALARS[kind][0].match(text):
+        if kind not in _SCALARS or not re.match(_SCALARS[kind][0], text):
             return self._report(path, f"{text[:40]!r} has the YAML tag {node.tag}", "write a plain value", node)
-        match kind:
-            case "null":
-                return None
-            case "bool":
-                return text.lower() == "true"
-            case "int":
-                return int(text, 0) if text[:2] in ("0o", "0x") else int(text)
+        if kind == "int":
+            return int(text, 0 if text[:2] in ("0o", "0x") else 10)
+        if kind in ("null", "bool"):
+            return text.lower() == "true" if kind == "bool" else None
         return float(re.sub(r"\.(?=inf|nan)", "", text.lower()))
 
     def _report(self, path: KeyPath, problem: str, fix: str, node: yaml.Node) -> None:
-        self._document.violations.append(Violation(path, problem, fix, self._origin(node)))
+        self._findings.append(Error(format_path(path), problem, fix, places=(self._place_of(node),)))
 
-    def _origin(self, node: yaml.Node) -> Place:
-        return Place(self._file, node.start_mark.line + 1)
-
-
-def _merge(base: Document, overlay: Document) -> None:
-    """Change `base` so that the values of `overlay` win. Mappings are merged, and lists are replaced."""
-    base.parts |= overlay.parts
-    base.files += [name for name in overlay.files if name not in base.files]
-    base.violations += [violation for violation in overlay.violations if violation not in base.violations]
-    _merge_trees(base, overlay, base.tree, overlay.tree, ())
-
-
-def _merge_trees(base: Document, overlay: Document, old: Tree, new: Tree, path: KeyPath) -> None:
-    """Merge `new`, the part of `overlay` at `path`, into `old`, the part of `base` there."""
-    for key, value in new.items():
-        here = (*path, key)
-        if isinstance(value, dict) and isinstance(old.get(key), dict):
-            _merge_trees(base, overlay, old[key], value, here)
-        else:
-            for stale in _paths_below(base.origins, here) if isinstance(old.get(key), dict | list) else ():
-                del base.origins[stale]
-            old[key] = copy_tree(value)
-            if isinstance(value, dict | list):
-                inner = _paths_below(overlay.origins, here)
-                base.origins |= {inner_path: overlay.origins[inner_path] for inner_path in inner}
-        base.origins[here] = overlay.origins[here]
-
-
-def _paths_below(origins: dict[KeyPath, Place], path: KeyPath) -> list[KeyPath]:
-    return [inner for inner in origins if inner[: len(path)] == path]
+    def _place_of(self, node: yaml.Node) -> Place:
+        return self._place or Place(self._file, node.start_mark.line + 1)
 
 
 def _display_path(path: Path) -> str:

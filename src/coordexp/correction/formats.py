@@ -117,8 +117,7 @@ def load_format(
 
 
 def recorded_format(folder: Path) -> AnswerFormatName:
-    """Return the format that training recorded in a checkpoint. Checkpoints without a note, and notes of earlier
-    releases, have coordinate tokens."""
+    """Return the format that training recorded in a checkpoint. One without a note has coordinate tokens."""
     name = read_note(folder).get("answer_format", "coord_tokens")
     for known in FORMATS:
         if name == known:

@@ -6,7 +6,7 @@ Sinkhorn's algorithm in the log domain finds an entropic transport plan between 
 predicted vertex is the mean of the true vertices under that plan (the barycentric projection). Epsilon is relative
 to the smaller shape, so that a shape of 5 bins keeps its vertices as well as one of 500. Shapes are centred
 because all plans between two distant shapes would cost nearly the same. All pairs of a rollout are solved
-together, each until it has converged, or for `max_iterations`: about one in a hundred pairs of unlike shapes.
+together, each until it has converged, or for `MAX_ITERATIONS`: about one in a hundred pairs of unlike shapes.
 """
 
 from collections import defaultdict
@@ -22,6 +22,8 @@ Floats = NDArray[np.float64]
 Points = Sequence[tuple[float, float]]
 Problem = tuple[Points, Points]
 
+MAX_ITERATIONS = 10_000
+TOLERANCE = 1e-5  # a problem has converged when the error of its marginals is below this
 _CHECK_EVERY = 10
 
 
@@ -64,7 +66,7 @@ def _solve(problems: Sequence[Problem], settings: OptimalTransport) -> list[Floa
     kernel = _pad([-cost for cost in costs], -np.inf)
     log_rows = _pad([np.full(cost.shape[0], -np.log(cost.shape[0])) for cost in costs], -np.inf)
     log_columns = _pad([np.full(cost.shape[1], -np.log(cost.shape[1])) for cost in costs], -np.inf)
-    f, g = _sinkhorn(kernel, log_rows, log_columns, settings.max_iterations, settings.tolerance)
+    f, g = _sinkhorn(kernel, log_rows, log_columns)
     plans = np.exp(kernel + f[:, :, None] + g[:, None, :])
     return [plan[: cost.shape[0], : cost.shape[1]] for plan, cost in zip(plans, costs, strict=True)]
 
@@ -89,23 +91,21 @@ def _epsilon(problem: Problem, relative: float) -> float:
     return relative * max(1.0, min(sides))
 
 
-def _sinkhorn(
-    kernel: Floats, log_rows: Floats, log_columns: Floats, iterations: int, tolerance: float
-) -> tuple[Floats, Floats]:
+def _sinkhorn(kernel: Floats, log_rows: Floats, log_columns: Floats) -> tuple[Floats, Floats]:
     """Return the potentials of every problem, divided by epsilon. Problems that have converged take no further
     part."""
     f, g = np.zeros(log_rows.shape), np.zeros(log_columns.shape)
     active = np.arange(len(kernel))
     k, rows, columns = kernel, log_rows, log_columns
     u: Floats = f
-    for iteration in range(1, iterations + 1):
+    for iteration in range(1, MAX_ITERATIONS + 1):
         v = _finite(columns - _log_sum(k + u[:, :, None], axis=1))
         u = _finite(rows - _log_sum(k + v[:, None, :], axis=2))
-        if iteration % _CHECK_EVERY and iteration < iterations:
+        if iteration % _CHECK_EVERY and iteration < MAX_ITERATIONS:
             continue
         f[active], g[active] = u, v
         reached = np.exp(k + u[:, :, None] + v[:, None, :]).sum(axis=1)
-        unfinished = np.abs(reached - np.exp(columns)).max(axis=1) >= tolerance
+        unfinished = np.abs(reached - np.exp(columns)).max(axis=1) >= TOLERANCE
         if not unfinished.any():
             break
         active, k, rows, columns, u = (part[unfinished] for part in (active, k, rows, columns, u))

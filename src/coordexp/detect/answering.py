@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
-from coordexp.config.settings import NATIVE_PROMPTS, AnswerFormatName, Custom
+from coordexp.config.settings import AnswerFormatName, Custom
 from coordexp.errors import DataError, UserError
 
 if TYPE_CHECKING:
@@ -24,6 +24,14 @@ if TYPE_CHECKING:
     from coordexp.vocab import VocabularyTable
 
 Backend = Literal["hf", "vllm"]
+# The prompts for a published model, which was not trained on ours: for all objects, for classes, and for an
+# expression. In the words of Qwen's own example.
+NATIVE_PROMPTS = (
+    "Locate every object in the image. Report bbox coordinates in JSON format.",
+    'Locate every instance that belongs to the following categories: "{classes}". Report bbox coordinates in JSON '
+    "format.",
+    "Locate {expression}. Report bbox coordinates in JSON format.",
+)
 
 
 class Generator(Protocol):

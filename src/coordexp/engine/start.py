@@ -171,7 +171,7 @@ def starting(setup: EngineSetup, transfer: str, side: str, visible: str | None =
                 "max_model_len": vllm.max_model_len,
                 "max_num_seqs": settings.decode_batch_size * setup.size,
                 "enforce_eager": vllm.enforce_eager,
-                "enable_prefix_caching": vllm.enable_prefix_caching,
+                "enable_prefix_caching": True,
                 "limit_mm_per_prompt": {"image": 1, "video": 0},
                 "mm_processor_kwargs": images,
                 "use_tqdm_on_load": False,

@@ -41,8 +41,7 @@ class Example:
 
     `image` is the path of the image, or None for a question without one. It is read when the row is made, so that
     waiting examples hold no pixels. `size` is the width and height that the prompt was made for. `id` is None for
-    an example made outside training, or restored from a checkpoint of a release that did not save ids. `data_set`
-    is the number of its data set in a mixture."""
+    an example made outside training. `data_set` is the number of its data set in a mixture."""
 
     segment: Segment
     image: str | None

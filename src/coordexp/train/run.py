@@ -16,10 +16,10 @@ from transformers.integrations import TensorBoardCallback, WandbCallback
 from transformers.trainer_utils import set_seed
 
 from coordexp.config import Loaded, RolloutContract, Settings
-from coordexp.config.legacy import REFUSED
 from coordexp.config.rollout import BACKENDS
 from coordexp.config.rules import trains_chat
-from coordexp.config.settings import PACKING_KEYS, Custom, describe_chat_evaluation, describe_evaluation
+from coordexp.config.settings import Custom
+from coordexp.config.training import PACKING_KEYS, REFUSED
 from coordexp.correction import load_format
 from coordexp.data import Questions, Record, Records, RecordSet, find_wrong_kind, open_data
 from coordexp.data.doctor.examine import SMALL, Sizes
@@ -166,16 +166,11 @@ def _check_data(settings: Settings, arguments: TrainingArguments, train: Records
     _check_first_records(settings, train)
     if settings.uses_rollouts:
         _note_coarse_canvas(train, settings.rollout_matching.maskiou_resolution)
-    if held_out.records is not None:
-        if cost := describe_evaluation(settings, len(held_out.records)):
-            say(cost)
-        if arguments.eval_strategy != "no":
-            read_truth(held_out.records)
-    if cost := describe_chat_evaluation(settings):
-        say(cost)
-        for data in held_out.questions.values():
-            for index in evenly_spaced(len(data.records), settings.custom.eval_samples):
-                data.read(index)
+    if held_out.records is not None and arguments.eval_strategy != "no":
+        read_truth(held_out.records)
+    for data in held_out.questions.values() if settings.evaluates_chat else ():
+        for index in evenly_spaced(len(data.records), settings.custom.eval_samples):
+            data.read(index)
 
 
 def _check_first_records(settings: Settings, train: Records) -> None:
@@ -251,7 +246,7 @@ def training_arguments(settings: Settings, samples: int) -> TrainingArguments:
         ranks = int(os.environ.get("WORLD_SIZE", "1"))
         given["max_steps"] = math.ceil(given["num_train_epochs"] * samples / (ranks * per_step))
     if os.environ.get("ACCELERATE_USE_DEEPSPEED", "0").lower() not in ("0", "false"):  # set by `accelerate launch`
-        raise UserError("ACCELERATE_USE_DEEPSPEED is set: DeepSpeed is not supported", REFUSED["deepspeed"].fix)
+        raise UserError("ACCELERATE_USE_DEEPSPEED is set: DeepSpeed is not supported", REFUSED["deepspeed"][1])
     ours = {
         "remove_unused_columns": False,  # rows are not dicts of columns
         "ignore_data_skip": True,  # the stream restores its own place after a resume

@@ -310,7 +310,7 @@ class RowStream:
                 "choose training.per_device_train_batch_size and gradient_accumulation_steps so that the product "
                 f"of both and the number of processes is {before}",
             )
-        planned = [state.get("planned", ()) for state in states]
+        planned = [state["planned"] for state in states]
         orders = [copy(self.order) for _ in states]
         for rank, (order, state) in enumerate(zip(orders, states, strict=True)):
             order.rank, order.ranks = rank, ranks
@@ -319,7 +319,7 @@ class RowStream:
         self.order.continue_from(orders, taken)
         steps = (states[0]["rows"] - len(planned[0])) // states[0]["accumulation"]
         self.taken, self.rows, self._planned = 0, steps * self.accumulation, deque()
-        recent = [state.get("recent", (0.0, 0.0)) for state in states]
+        recent = [state["recent"] for state in states]
         self._recent_samples, self._recent_tokens = map(sum, zip(*recent, strict=True))
         if self.buffer is not None:
             waiting = [pair for rank in range(ranks) for pair in read_buffer(_buffer_file(folder, rank))[0]]
@@ -327,8 +327,8 @@ class RowStream:
 
     @staticmethod
     def _restore_order(order: SampleOrder, state: dict[str, Any]) -> None:
-        order.begin = state.get("begin", 0)
-        order.leave_out(state.get("done", ()))
+        order.begin = state["begin"]
+        order.leave_out(state["done"])
 
     @staticmethod
     def _check(file: Path, state: dict[str, Any], facts: dict[str, Any]) -> None:

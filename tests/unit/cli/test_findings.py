@@ -24,7 +24,7 @@ def commands(tmp_path, monkeypatch):
     data.write_text(json.dumps(RECORD | {"objects": [BOX]}))
     launch = ["launch", "--cpu", "--check-only", "--config"]
     cases = (
-        (["check", "--config", TEN_MISTAKES], 2, "rollout_matching.decode_mode"),
+        (["check", "--config", TEN_MISTAKES], 2, "rollout_matching.decode_batch_size"),
         (["doctor"], 1, "no-such-package"),
         (["data", "doctor", "--images", "skip", str(data)], 1, "inverted"),
         ([*launch, SERVERS], 1, "model.path"),

@@ -4,8 +4,7 @@ import inspect
 import json
 
 from coordexp.cli.predict import predict
-from coordexp.config.settings import NATIVE_PROMPTS
-from coordexp.detect.answering import read_questions
+from coordexp.detect.answering import NATIVE_PROMPTS, read_questions
 
 
 def test_the_prompts_are_those_saved_with_the_model_or_the_defaults_of_the_format(tmp_path):

@@ -200,11 +200,6 @@ def test_the_number_of_senders_is_a_positive_integer(senders):
     assert load(server_mode()).settings.rollout_matching.vllm.sync.senders == 1
 
 
-def test_a_note_says_that_a_colocated_engine_has_no_senders():
-    (note,) = load(stage2(rollout_matching__vllm__sync={"senders": 2})).notes
-    assert str(note) == "rollout_matching.vllm.sync.senders: not used with vllm.mode: colocate"
-
-
 @pytest.mark.scenario("R10.C4", "R10.C7", "R10.S1", on="pure")
 def test_decode_batch_size_reaches_the_rollout_settings():
     assert load(stage2(rollout_matching__decode_batch_size=4)).settings.rollout_matching.decode_batch_size == 4

@@ -12,27 +12,50 @@ from tests.unit.config.trees import SERVER, only_problem, problems, server_mode,
 TEN_MISTAKES = Path("examples/check/ten-mistakes.yaml")
 
 
-def test_ten_mistakes_are_ten_messages_in_the_order_of_the_file():
-    with pytest.raises(ConfigError) as caught:
-        load_settings(TEN_MISTAKES)
-    assert [finding.subject for finding in caught.value.findings] == [
+# What a user writes after the first run, in the order of the file.
+CORRECTIONS = {
+    "stage2_rollout_alinged": "stage2_rollout_aligned",
+    "{struct_ce_weight: 1.0, ": "{struct_ce_weight: 1.0, desc_ce_weight: 1.0, ",
+    "bbox_smoothl1_weight": "smoothl1_weight",
+    "decode_batch_size: four": "decode_batch_size: 4",
+    "  rollout_buffer: {enabled: true, m_steps: 2}\n": "",
+    '      base_url: ["http://127.0.0.1:8000"]\n      group_port: [51216]\n': "",
+    ", unknown_flag: true": "",
+}
+
+
+def test_ten_mistakes_are_ten_messages_in_the_order_of_the_file_and_two_runs(tmp_path):
+    text, corrected = TEN_MISTAKES.read_text(), TEN_MISTAKES.read_text()
+    for wrong, right in CORRECTIONS.items():
+        corrected = corrected.replace(wrong, right)
+    assert subjects_of(text, tmp_path) == [
         "custom.trainer_variant",
         "stage1.pipeline.objective[0].config.desc_ce_weight",
         "stage1.pipeline.objective[1].config.bbox_smoothl1_weight",
-        "rollout_matching.pipeline",
         "rollout_matching.decode_batch_size",
-        "rollout_matching.decode_mode",
         "rollout_matching.rollout_buffer",
         "rollout_matching.vllm.server.base_url",
         "rollout_matching.vllm.server.servers[0].unknown_flag",
+    ]
+    assert subjects_of(corrected, tmp_path) == [
+        "rollout_matching.pipeline",
+        "rollout_matching.decode_mode",
         "rollout_matching.vllm.sync.mode",
     ]
-    lines = TEN_MISTAKES.read_text().splitlines()
+
+
+def subjects_of(text, folder):
+    """Return the settings that are wrong. Each must have a fix and the line at which it is written."""
+    (folder / "config.yaml").write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        load_settings(folder / "config.yaml")
+    lines = text.splitlines()
     for finding in caught.value.findings:
         assert finding.fix
         (place,) = finding.places
         keys = re.sub(r"\[\d+\]", "", finding.subject).split(".")[-2:]
         assert any(key in lines[place.line - 1] for key in keys), finding
+    return [finding.subject for finding in caught.value.findings]
 
 
 @pytest.mark.parametrize(
@@ -83,7 +106,7 @@ def test_the_message_on_an_unknown_module_lists_the_known_ones():
 
 
 def test_an_empty_file_asks_for_everything_required():
-    assert set(problems({})) == {"model", "custom", "training", "global_max_length"}
+    assert set(problems({})) == {"model", "custom", "training"}
 
 
 def test_infinite_and_nan_weights_are_refused():

@@ -131,7 +131,6 @@ def test_unlikelihood_with_its_loss_is_accepted():
             "training.accelerator_config",
             "leave it out",
         ),
-        (stage2(training__debug="tpu_metrics_debug"), "training.debug", "underflow_overflow"),
         (stage2(training__eval_on_start=True), "training.eval_on_start", "eval_strategy: steps"),
         (stage2(training__save_strategy="best"), "training.save_strategy", "eval_strategy: steps"),
         (
@@ -144,7 +143,7 @@ def test_unlikelihood_with_its_loss_is_accepted():
         (
             stage2(training__train_sampling_strategy="group_by_length"),
             "training.train_sampling_strategy",
-            "use random",
+            "e.g.",
         ),
         (stage2(stage2__b_ratio=0.5), "stage2.b_ratio", "stage2_two_channel"),
         (stage2(custom__trainer_variant="stage2_two_channel"), "stage2.b_ratio", "b_ratio: 0.5"),
@@ -279,38 +278,6 @@ def test_a_note_says_that_a_module_on_a_channel_without_steps_is_inactive(b_rati
     assert "coord_reg is inactive" in note.problem
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"offload": {"offload_model": True}},
-        {"repeat_terminate": {"max_object_keys": 5}},
-        {"decoding": {"top_p": 0.9}},
-        {"decoding": {"top_k": 5}},
-        {"vllm": {"server": {"infer_timeout_s": 5.0}}},
-        {"vllm": {"max_lora_rank": 8}},
-    ],
-)
-def test_a_note_says_that_a_setting_without_its_switch_is_not_used(change):
-    (note,) = load(rollout(**change)).notes
-    assert note.subject.startswith(f"rollout_matching.{next(iter(change))}")
-
-
-def test_a_note_says_that_dump_samples_is_not_used_without_dumps():
-    (note,) = load(stage2(stage2__dump_every=None, stage2__dump_samples=2)).notes
-    assert str(note) == "stage2.dump_samples: not used: stage2.dump_every is null"
-
-
-def test_notes_name_the_rollout_settings_that_stage1_does_not_read():
-    section = {"decoding": {"temperature": 0.5}, "vllm": {"mode": "server"}, "repeat_terminate": {"enabled": True}}
-    tree = stage1(
-        rollout_matching=section | {"decode_batch_size": 4, "max_new_tokens": 64, "rollout_backend": "hf"}
-    )
-    assert [str(note) for note in load(tree).notes] == [
-        f"rollout_matching.{name}: not used by stage1_sft" for name in ("decoding", "vllm")
-    ]
-    assert load(stage1(rollout_matching={"rollout_backend": "hf"})).notes == ()
-
-
 def test_rules_on_world_sizes_are_skipped_while_the_sizes_are_unknown():
     settings = parse_settings(rollout(vllm={"tensor_parallel_size": 3})).settings
     assert settings.rollout_matching.vllm.tensor_parallel_size == 3
@@ -387,14 +354,8 @@ def test_a_setting_without_effect_is_a_note_and_not_an_error():
     switched_back = apply_changes(
         server_mode(), rollout_matching__rollout_backend="hf", rollout_matching__offload__enabled=True
     )
-    notes = load(switched_back).notes
-    assert [note.subject for note in notes] == ["rollout_matching.vllm", "rollout_matching.offload"]
-    assert all(note.problem.startswith("not used") for note in notes)
-
-
-def test_a_conflict_that_involves_a_wrong_value_is_not_reported():
-    tree = rollout(rollout_backend=3, decode_mode="beam", num_beams=4)
-    assert only_problem(tree)[0] == "rollout_matching.rollout_backend"
+    (note,) = load(switched_back).notes
+    assert note.subject == "rollout_matching.offload"
 
 
 def test_a_misspelt_section_does_not_hide_what_is_in_it():
@@ -409,26 +370,6 @@ def test_the_message_on_a_key_in_the_wrong_section_names_the_right_path():
     path, message = only_problem(stage2(custom__decode_batch_size=4))
     assert path == "custom.decode_batch_size"
     assert "did you mean rollout_matching.decode_batch_size?" in message
-
-
-@pytest.mark.parametrize(
-    ("vllm", "idle"),
-    [
-        ({"enable_lora": True}, True),
-        ({"enable_lora": True, "sync": {"mode": "full"}}, True),
-        ({"enable_lora": True, "sync": {"mode": "adapter"}}, False),
-        ({"enable_lora": True, "sync": {"mode": "auto"}}, False),
-        ({"enable_lora": False}, False),
-    ],
-)
-def test_a_note_says_that_a_colocated_engine_does_not_use_lora_support(vllm, idle):
-    notes = load(apply_changes(rollout(vllm=vllm), model__adapter={"rank": 8})).notes
-    assert any("vllm.enable_lora: not used: a colocated engine" in str(note) for note in notes) == idle
-
-
-def test_a_note_says_that_offload_moves_nothing():
-    (note,) = load(rollout(offload={"enabled": True})).notes
-    assert str(note) == "rollout_matching.offload: moves nothing: set offload_model, offload_optimizer or both"
 
 
 NUMBER_CE = {"name": "number_ce", "enabled": True, "weight": 1.0, "channels": ["A"], "config": {"ce_weight": 1.0}}

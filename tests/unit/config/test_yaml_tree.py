@@ -32,7 +32,7 @@ def test_later_files_win_mappings_merge_and_lists_are_replaced(write):
     write("sub/b.yaml", "m: {y: 2, deep: {q: 2}}\n")
     document = read_document(write("c.yaml", "extends: [a.yaml, sub/b.yaml]\nm: {z: 3}\nl: [9]\n"))
     assert document.tree == {"m": {"x": 1, "y": 2, "deep": {"p": 1, "q": 2}, "z": 3}, "l": [9]}
-    assert {path: str(document.origin_of(path)) for path in (("m", "x"), ("m", "y"), ("m", "z"), ("l", 0))} == {
+    assert {path: str(document.places[path]) for path in (("m", "x"), ("m", "y"), ("m", "z"), ("l", 0))} == {
         ("m", "x"): "a.yaml:1",
         ("m", "y"): "sub/b.yaml:1",
         ("m", "z"): "c.yaml:2",
@@ -50,7 +50,7 @@ def test_null_removes_a_section_of_an_extended_file(write):
     write("a.yaml", "adapter: {rank: 8}\n")
     document = read_document(write("b.yaml", "extends: a.yaml\nadapter: null\n"))
     assert document.tree == {"adapter": None}
-    assert ("adapter", "rank") not in document.origins
+    assert ("adapter", "rank") not in document.places
 
 
 def test_a_cycle_is_named(write):

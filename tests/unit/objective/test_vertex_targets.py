@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from scipy.spatial.distance import cdist
 
 from coordexp.config.rollout import OptimalTransport, RolloutMatching
-from coordexp.correction import Role, coord_targets
+from coordexp.correction import Role, coord_targets, transport
 from coordexp.correction.correct import correct
 from coordexp.data import BINS, Geometry, TrueObject
 from coordexp.objective import Objective
@@ -39,9 +39,15 @@ PAIRS = {
     "box to poly": (BOX, HEPTAGON),
 }
 TRANSPORT = {
-    "default": OptimalTransport(max_iterations=20_000, tolerance=1e-9),
-    "soft plan by l1": OptimalTransport(cost="l1", epsilon=0.3, max_iterations=20_000, tolerance=1e-9),
+    "default": OptimalTransport(),
+    "soft plan by l1": OptimalTransport(cost="l1", epsilon=0.3),
 }
+
+
+@pytest.fixture(autouse=True)
+def exact_plans(monkeypatch):
+    monkeypatch.setattr(transport, "MAX_ITERATIONS", 20_000)
+    monkeypatch.setattr(transport, "TOLERANCE", 1e-9)
 
 
 def points_of(shape: Geometry) -> Floats:
