@@ -304,7 +304,7 @@ def test_a_killed_learner_resumes_with_the_same_server_as_if_nothing_had_happene
             proxy.add_faults(path, *[PASSES] * after, does(lambda: os.kill(learner.run.process.pid, KILL)))
             learner.wait_for_end(-KILL)
             assert proxy.is_clear()
-        wait_for(lambda: server.get("/version/").json()["session"] is None, 5)
+        wait_for(lambda: server.get("/version/").json()["learner"] is None, 5)
 
     kill_at("/infer/", 15)  # after the probe, and one for each of the six samples of two steps
     kill_at("/update_flattened_params/", 2, "--resume")  # from step 2 on
@@ -423,9 +423,9 @@ def test_a_server_that_gets_sigterm_while_it_loads_weights_ends_and_leaves_nothi
         threading.Thread(target=_post_ignoring_errors, args=(client, path, body), daemon=True)
         for path, body in (("/update_flattened_params/", _announce(sent)), ("/infer/", request))
     ]
-    with client.session("learner") as session:
-        assert_ok(client.join(session=session))
-        assert_ok(client.post("/start_update/", session=session, version="1"))
+    with client.learner("learner") as group:
+        assert_ok(client.join(group=group))
+        assert_ok(client.post("/start_update/", group=group, version="1"))
         for thread in waiting:
             thread.start()
         wait_for(lambda: "coordexp_running_requests 1.0" in client.http.get("/metrics").text, 10)
@@ -440,7 +440,7 @@ def test_a_server_that_gets_sigterm_while_it_loads_weights_ends_and_leaves_nothi
 
 
 def _announce(sent: Any) -> dict[str, Any]:
-    return {"metadatas": flatten(sent, torch.empty(0, dtype=torch.uint8))[0], "session": "learner"}
+    return {"metadatas": flatten(sent, torch.empty(0, dtype=torch.uint8))[0], "group": "learner"}
 
 
 def _post_ignoring_errors(client: PlainClient, path: str, body: dict[str, Any]) -> None:

@@ -25,7 +25,6 @@ from tests.unit.servers.served import Run, are_right
 server_backend.AGAIN = 0.05
 server_links.NOTIFY_EVERY = 0.2
 server_weights.BUCKET_BYTES = 700
-server_weights.GRACE = 0.1
 RANKS = 3
 SLOW_SYNC_S = 4.0
 
@@ -140,7 +139,7 @@ def share_lost(rank, learner, lost):
     """All servers of one sender are gone, and come back later."""
     learner.sync(1)
     on_first_rank(rank, lambda: [learner.servers[k].die() for k in lost])
-    time.sleep(0.3)  # the sessions end
+    time.sleep(0.3)  # the connections close
     learner.sync(2)
     correct = [learner.answers(2)]
     usable = [learner.backend.pool.usable]
