@@ -144,13 +144,18 @@ def check_same(actual: list[dict[str, Any]], expected: list[dict[str, Any]]) -> 
 def kill_while_it_answers(fleet: Fleet, index: int, number: signal.Signals) -> Callable[[], None]:
     """Return a function that sends the signal as soon as the server reports a running request."""
 
-    def look() -> None:
-        with httpx.Client(base_url=fleet.url(index), trust_env=False) as http:
-            while "coordexp_running_requests 0.0" in http.get("/metrics").text:
-                pass
-        fleet.signal(index, number)
+    def look(http: httpx.Client, pids: list[int]) -> None:
+        while "coordexp_running_requests 0.0" in http.get("/metrics").text:
+            pass
+        for pid in pids:
+            os.kill(pid, number)
 
-    return lambda: threading.Thread(target=look, daemon=True).start()
+    def prepare() -> None:
+        """Look up what takes long before the request is forwarded."""
+        http = httpx.Client(base_url=fleet.url(index), trust_env=False, verify=False)
+        threading.Thread(target=look, args=(http, list(fleet[index].left())), daemon=True).start()
+
+    return prepare
 
 
 # A run that goes on
