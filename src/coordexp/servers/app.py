@@ -10,9 +10,8 @@ import json
 import os
 import secrets
 import socket
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import dataclass, field
 from importlib import metadata
 from math import prod
 from pathlib import Path
@@ -27,6 +26,7 @@ from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histo
 from starlette.exceptions import HTTPException
 
 from coordexp.config.rollout import TOKEN, RolloutMatching
+from coordexp.config.settings import Model
 from coordexp.engine.start import EngineSetup, check_guard_class
 from coordexp.errors import EngineError, explain
 from coordexp.rollout.prompt import load_processor, read_image_size
@@ -370,52 +370,46 @@ async def _handle_invalid_body(_: Request, error: Exception) -> Response:
     return to_response(Refusal(422, "bad_request", problem, CONTRACT))
 
 
-@dataclass(frozen=True)
-class Serving:
-    """The server to run: a model folder and its settings, the socket to listen on, the folders that images may be
-    read from, and the limits on their pixels that replace those of the model folder."""
-
-    folder: Path
-    dtype: str
-    settings: RolloutMatching
-    listening: socket.socket
-    images: tuple[Path, ...]
-    image_limits: Mapping[str, int] = field(default_factory=dict)
-
-
-def serve(serving: Serving, announce: Callable[[int], None]) -> None:
-    """Run the server. Call `announce` with the engine's world size once the server accepts requests. Raise
-    EngineError if the server cannot start, and Refusal if its engine ends or hangs."""
+def serve(
+    model: Model,
+    settings: RolloutMatching,
+    listening: socket.socket,
+    images: tuple[Path, ...],
+    announce: Callable[[int], None],
+) -> None:
+    """Run a server on a socket. It may read images from the folders `images`. Call `announce` with the engine's
+    world size once the server accepts requests. Raise EngineError if the server cannot start, and Refusal if its
+    engine ends or hangs."""
     raise_file_limit()
-    guard = serving.settings.repeat_terminate
+    guard, folder, limits = settings.repeat_terminate, Path(model.path), model.image_limits
     if guard.enabled:
         check_guard_class()
-    table = VocabularyTable.from_folder(serving.folder, needs_coords=False)  # the learner knows the answer format
-    processor = load_processor(serving.folder, serving.image_limits)
+    table = VocabularyTable.from_folder(folder, needs_coords=False)  # the learner knows the answer format
+    processor = load_processor(folder, limits)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     setup = EngineSetup(
-        serving.folder,
-        serving.dtype,
-        serving.settings,
+        folder,
+        model.dtype,
+        settings,
         table,
         device,
         image_size=read_image_size(processor),
-        has_image_limits=bool(serving.image_limits),
+        has_image_limits=bool(limits),
     )
     check_devices(setup, torch.cuda.device_count())
     with closing(ServedEngine(setup)) as engine:
         app = RolloutApp(
             engine,
-            Answering(engine, processor, table, guard, AllowedImages(serving.images), engine.most_at_once),
+            Answering(engine, processor, table, guard, AllowedImages(images), engine.most_at_once),
             _describe(setup, engine.max_model_len),
-            host=str(serving.listening.getsockname()[0]),
+            host=str(listening.getsockname()[0]),
             world_size=setup.world_size,
             token=os.environ.get(TOKEN) or None,
             metrics=ServerMetrics(),
-            hung_after_s=serving.settings.vllm.server.hung_after_s,
+            hung_after_s=settings.vllm.server.hung_after_s,
         )
         server = _QuietServer(uvicorn.Config(app.api, **UVICORN), app.ending)
-        asyncio.run(_run(server, serving.listening, app, announce))
+        asyncio.run(_run(server, listening, app, announce))
 
 
 class _QuietServer(uvicorn.Server):

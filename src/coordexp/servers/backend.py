@@ -133,7 +133,6 @@ class ServerBackend:
         self._run = ""
         self._weights: Weights | None = None
         self._probed: int | None = None  # the version at which all servers were last probed
-        self._warnings: dict[int, str] = {}  # the latest warning about a server
         guard = setup.settings.repeat_terminate
         self._pattern = key_pattern_for(guard, setup.table)
 
@@ -282,11 +281,11 @@ class ServerBackend:
         for index, prospect in prospects.items():
             if prospect.lost:
                 self.pool = self.pool.mark_failed(index, prospect.lost)
-                self._warn_left_out(prospect.lost)
+                self._warn_left_out(prospect.lost)  # it may be back already
             if prospect.failed:
+                if prospect.responds and self.pool.out.get(index) != prospect.failed:  # the user has to act
+                    self.notify(f"warning: {EngineError(*prospect.failed)}")
                 self.pool = self.pool.mark_failed(index, prospect.failed)
-            if prospect.failed and prospect.responds:
-                self._warn_once(index, f"warning: {EngineError(*prospect.failed)}")
 
     def _send(self, targets: dict[int, bool]) -> None:
         """Send the current weights to these servers. A value says that the server has just come back: then it is
@@ -436,10 +435,10 @@ class ServerBackend:
 
     def _agree(self, agreed: Pool, losses: dict[int, Loss]) -> None:
         """Leave out, on all ranks, every server that one rank has lost."""
-        union = _share(losses, Loss)
-        for index, loss in union.items():
+        self.pool = agreed
+        for index, loss in _share(losses, Loss).items():
             self._leave_out(index, loss)
-        self.pool = agreed.mark_all_lost(union)
+            self.pool = self.pool.mark_lost(index, loss)
 
     def _on_senders(self, work: Callable[[], dict[int, T]], kind: type[T]) -> dict[int, T]:
         """Do the work on all senders. Return the results by server, on all ranks."""
@@ -452,12 +451,6 @@ class ServerBackend:
     def _warn_left_out(self, loss: Loss) -> None:
         fix = "; ".join(filter(None, (loss.fix, LEFT_OUT)))
         self.notify(f"warning: {EngineError(loss.problem, fix)}")
-
-    def _warn_once(self, index: int, warning: str) -> None:
-        """Warn about a server that responds but cannot be used: the user has to act."""
-        if self._warnings.get(index) != warning:
-            self._warnings[index] = warning
-            self.notify(warning)
 
 
 def _share(own: dict[int, T], kind: type[T]) -> dict[int, T]:

@@ -80,12 +80,6 @@ class Pool:
         """Mark the server as out because an attempt to bring it back failed. Keep this newest reason."""
         return self._with_state(server, Out(loss))
 
-    def mark_all_lost(self, losses: Mapping[int, Loss]) -> "Pool":
-        pool = self
-        for server, loss in sorted(losses.items()):
-            pool = pool.mark_lost(server, loss)
-        return pool
-
     def _with_state(self, server: int, state: Up | Out) -> "Pool":
         states = list(self.states)
         states[server] = state

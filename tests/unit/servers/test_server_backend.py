@@ -4,6 +4,7 @@ The servers are fakes: real HTTP and real weight transfer, no model.
 """
 
 import json
+import socket
 import threading
 import time
 from dataclasses import replace
@@ -365,6 +366,21 @@ def test_a_server_that_another_learner_holds_is_refused(run):
     learner.servers[0].owner = "somebody else's"
     with pytest.raises(EngineError, match="409 taken: learner host:1 holds it"):
         learner.sync(0)
+
+
+def test_a_learner_waits_for_a_server_to_leave_the_group_of_a_learner_that_has_just_died(run):
+    learner = run(servers=1)
+    server = learner.servers[0]
+    server.owner = "the previous learner"
+    of_the_old_group = socket.create_server(("127.0.0.1", server.group_port))
+
+    def leave():
+        of_the_old_group.close()
+        server.owner = None
+
+    threading.Timer(0.1, leave).start()
+    learner.sync(0)
+    assert learner.has_weights(server, 0)
 
 
 def test_the_error_of_one_bad_request_names_its_image(run):
