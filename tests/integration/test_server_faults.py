@@ -145,8 +145,9 @@ def kill_while_it_answers(fleet: Fleet, index: int, number: signal.Signals) -> C
     """Return a function that sends the signal as soon as the server reports a running request."""
 
     def look(http: httpx.Client, pids: list[int]) -> None:
-        while "coordexp_running_requests 0.0" in http.get("/metrics").text:
-            pass
+        with http:
+            while "coordexp_running_requests 0.0" in http.get("/metrics").text:
+                pass
         for pid in pids:
             os.kill(pid, number)
 
