@@ -14,7 +14,7 @@ tests.
 - kill: SIGKILL of one process of a server or of the learner.
 - stop: SIGSTOP of a process, and SIGCONT after 1 to 15 s.
 - terminate: SIGTERM of a server, or of the learner, which saves and ends.
-- delay, drop, truncate, corrupt: the connections to a server, for 1 to 8 s.
+- delay, drop, truncate: the connections to a server, for 1 to 8 s.
 - disk: the file system of the run has no room for 2 to 10 s. (Needs the right to mount; if there is none, the
   benchmark says so and goes on without this fault.)
 - checkpoint: the learner is killed, and a file of its newest checkpoint is damaged.
@@ -62,7 +62,7 @@ MOST_FAULTS = 6  # of a round
 MOST_STARTS = 40  # of the learner, in a round
 START = 600.0  # seconds for both servers to start
 ROUND = 900.0  # seconds after which a round has failed
-NETWORK_FAULTS = ("delay", "drop", "truncate", "corrupt")
+NETWORK_FAULTS = ("delay", "drop", "truncate")
 PHASES = ("rollout", "sync", "evaluation", "save", "start", "any")
 PHASE_WAIT = 12.0  # seconds to wait for the drawn phase, before the fault comes regardless
 TOLERANCE = 1e-5  # of losses
@@ -121,9 +121,6 @@ class Network:
             return part
         if self.kind == "truncate" and len(part) > 1:
             return part[: self.draw.randrange(1, len(part))]
-        if self.kind == "corrupt":
-            place = self.draw.randrange(len(part))
-            return part[:place] + bytes([part[place] ^ (1 << self.draw.randrange(8))]) + part[place + 1 :]
         return None
 
 
@@ -380,7 +377,7 @@ class Round:
 
 
 def draw_faults(draw: random.Random, can_fill: bool) -> Iterator[Fault]:
-    weights = {"kill": 5, "stop": 4, "terminate": 3, "delay": 2, "drop": 2, "truncate": 2, "corrupt": 2}
+    weights = {"kill": 5, "stop": 4, "terminate": 3, "delay": 2, "drop": 2, "truncate": 2}
     weights |= {"checkpoint": 2} | ({"disk": 2} if can_fill else {})
     while True:
         (kind,) = draw.choices(list(weights), list(weights.values()))

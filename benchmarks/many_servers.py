@@ -54,7 +54,7 @@ def learn(folder: Path, rank: int, ranks: int, senders: int, requests_per_server
     from coordexp.servers.client import ClientTimeouts
 
     # All processes share a few cores, so everything takes longer than on a cluster.
-    served.TIMEOUTS = ClientTimeouts(poll=1, health=60, silence=120, session=120, taken=5, call=120)
+    served.TIMEOUTS = ClientTimeouts(poll=1, health=60, silence=120, call=120)
     store = dist.FileStore(str(folder / "store"), ranks)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=300))
     addresses = [tuple(address) for address in json.loads((folder / "addresses.json").read_text())]

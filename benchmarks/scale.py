@@ -288,7 +288,7 @@ class SimulatedBackend:
         ends = list(itertools.accumulate(map(len, steps)))
         parts = [range(end - len(requests), end) for requests, end in zip(steps, ends, strict=True)]
         for part in parts:
-            self.window.deal(part)
+            self.window.add(part)
         self.parts = [Started(self, part, len(part)) for part in parts]
         self._make_calls()
         return self.parts

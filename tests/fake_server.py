@@ -21,7 +21,7 @@ import torch
 from coordexp.engine.weights import WeightGroup, check_metadata, join, unflatten
 
 CPU = torch.device("cpu")
-OWN_ROUTES = ("/version/", "/session/", "/start_update/", "/finish_update/")  # ms-swift lacks them
+OWN_ROUTES = ("/version/", "/start_update/", "/finish_update/")  # ms-swift lacks them
 Action = Callable[["Handler"], bool]  # returns True if it has answered the request
 
 
@@ -53,6 +53,29 @@ def _wait_until_free(port: int) -> None:
 def answer_ids(seed: int) -> list[int]:
     """Return the tokens that the fake model writes for a seed."""
     return [3 + seed % 90, 5, 3 + seed // 90 % 90]
+
+
+class Receiving:
+    """A bucket that all workers of a server receive, each in a thread."""
+
+    def __init__(self, groups: list[WeightGroup], length: int) -> None:
+        self.length = length
+        self._buffers = [torch.empty(length, dtype=torch.uint8) for _ in groups]
+        self._threads = [
+            threading.Thread(target=self._receive, args=(group, buffer), daemon=True)
+            for group, buffer in zip(groups, self._buffers, strict=True)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def wait(self) -> torch.Tensor:
+        for thread in self._threads:
+            thread.join()
+        return self._buffers[0]
+
+    def _receive(self, group: WeightGroup, buffer: torch.Tensor) -> None:
+        with suppress(RuntimeError, AttributeError):  # the learner has left
+            group.broadcast(buffer)
 
 
 class FakeRolloutServer:
@@ -96,8 +119,8 @@ class FakeRolloutServer:
         self.adapter: dict[str, Any] | None = None  # its config, as peft writes it
         self.plugin: dict[str, Any] | None = None  # the response of the route that our plugin adds to ms-swift
         self.lora, self.base_changed = True, False
-        self.announced = 0
-        self.session: str | None = None
+        self.ahead: Receiving | None = None
+        self.owner: str | None = None  # the name of the learner's group
         self.groups: list[WeightGroup] = []
         self.thawed, self.single = threading.Event(), threading.Lock()
         self.thawed.set()
@@ -119,15 +142,15 @@ class FakeRolloutServer:
             for connection in self.sockets:
                 with suppress(OSError):
                     connection.shutdown(socket.SHUT_RDWR)
-            self.leave(self.session)
+            self.leave(self.owner)
 
-    def leave(self, session: str | None) -> None:
-        """End the session. The group port is free for the next one."""
+    def leave(self, group: str | None) -> None:
+        """Leave the group. Its port is free for the next one."""
         with self.leaving:
-            if session == self.session:
+            if group == self.owner:
                 self.groups.clear()
                 _wait_until_free(self.group_port)
-                self.session = None
+                self.owner = None
 
     def restart(self) -> None:
         self.die()
@@ -159,24 +182,17 @@ class FakeRolloutServer:
                 self.open_requests -= requests
 
     def receive(self, metadatas: list[dict[str, Any]], next_bytes: int) -> None:
-        """Receive a bucket. It must have the length that was announced with the previous one."""
+        """Receive a bucket of the length that was announced, and begin to receive the next one."""
         length = check_metadata(metadatas)
-        assert self.announced in (0, length), (self.announced, length)
-        self.announced = next_bytes
-        buffers = [torch.empty(length, dtype=torch.uint8) for _ in self.groups]
-        threads = [
-            threading.Thread(target=group.broadcast, args=(buffer,), daemon=True)
-            for group, buffer in zip(self.groups, buffers, strict=True)
-        ]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        self.weights |= {name: weight.clone() for name, weight in unflatten(metadatas, buffers[0])}
+        ahead, self.ahead = self.ahead or Receiving(self.groups, length), None
+        assert ahead.length == length, (ahead.length, length)
+        buffer = ahead.wait()
+        self.ahead = Receiving(self.groups, next_bytes) if next_bytes else None
+        self.weights |= {name: weight.clone() for name, weight in unflatten(metadatas, buffer)}
 
     def join(self, body: dict[str, Any]) -> None:
         self.groups = [None] * self.world_size  # type: ignore[list-item]
-        timeout = body.get("timeout_s", 5)
+        timeout = body.get("timeout_s", 20)
 
         def join_as(rank: int) -> None:
             self.groups[rank] = join(
@@ -287,42 +303,47 @@ class Handler(BaseHTTPRequestHandler):
 
     def on_version(self, body: dict[str, Any]) -> None:
         fake = self.fake
-        fixed = {"server": "coordexp", "release": "0.1.0", "protocol": 2, "devices": [], "lora": fake.lora}
+        fixed = {"server": "coordexp", "release": "0.1.0", "protocol": 3, "devices": [], "lora": fake.lora}
         now = {"world_size": fake.world_size, "max_model_len": fake.max_model_len, "boot": fake.boot}
-        weights = {"weight_version": fake.version, "updating": False, "session": fake.session}
+        weights = {"weight_version": fake.version, "updating": False, "learner": fake.owner}
         facts = fixed | now | weights | fake.facts
         if self.query != "full=1":
             facts.pop("model", None)
         self.reply(200, facts)
 
-    def on_session(self, body: dict[str, Any]) -> None:
+    def on_init_communicator(self, body: dict[str, Any]) -> None:
         fake = self.fake
-        if fake.session is not None:
-            self.refuse(409, "session_taken", "learner host:1 holds it", "end that one")
+        if fake.is_swift:
+            fake.join(body)
+            self.reply(200, {"message": "joined"})
             return
-        fake.session = body["session"]
+        until = time.monotonic() + 0.2  # the previous learner may have just left
+        while fake.owner is not None and time.monotonic() < until:
+            time.sleep(0.01)
+        if fake.owner is not None:
+            self.refuse(409, "taken", "learner host:1 holds it", "end that one")
+            return
+        fake.owner = body["group"]
         self.send_response(200)
         self.end_headers()
-        self.wfile.write(json.dumps({"session": fake.session}).encode() + b"\n")
+        self.wfile.write(b'{"message": "taken"}\n')
+        fake.join(body)
+        self.wfile.write(b'{"message": "joined"}\n')
         with suppress(OSError, ValueError):
             while not select.select([self.connection], [], [], 0.05)[0]:
                 self.wfile.write(b"\n")
-        fake.leave(body["session"])
-
-    def on_init_communicator(self, body: dict[str, Any]) -> None:
-        self.fake.join(body)
-        self.reply(200, {"message": "joined"})
+        fake.leave(body["group"])
 
     def on_start_update(self, body: dict[str, Any]) -> None:
-        if body["session"] != self.fake.session:
-            self.refuse(409, "no_session")
+        if body["group"] != self.fake.owner:
+            self.refuse(409, "other_group")
             return
         if body.get("adapter") and (self.fake.base_changed or not self.fake.lora):
             self.refuse(409, "base_changed" if self.fake.lora else "no_lora")
             return
         if not body.get("adapter"):
             self.fake.base_changed = True
-        self.fake.weights, self.fake.announced, self.fake.adapter = {}, 0, None
+        self.fake.weights, self.fake.ahead, self.fake.adapter = {}, None, None
         self.reply(200, {"message": "begun"})
 
     def on_update_flattened_params(self, body: dict[str, Any]) -> None:

@@ -399,9 +399,6 @@ def render_protocol() -> Iterator[str]:
     yield f"This is protocol {protocol.PROTOCOL}. [Rollout servers](../operations.md) says how servers are run.\n"
     yield "## Routes\n\nIf the server was started with `COORDEXP_SERVER_TOKEN`, every route needs the header"
     yield "`Authorization: Bearer TOKEN`, except `/health/` and `/ready/`.\n"
-    yield "Responses have the SHA-256 of their body in the header `Content-Digest` (RFC 9530), except the stream"
-    yield "of a session. A request may have it too: if it differs from the body, the server refuses it as"
-    yield "`damaged`.\n"
     yield from render_table(("method", "route", "body", "what it does"), _routes())
     yield "## Messages\n"
     for name, message in messages.items():
@@ -443,23 +440,17 @@ def _message_names() -> list[str]:
 
 
 def _routes() -> Iterator[tuple[str, str, str, str]]:
-    for module, owner, function in (
-        ("servers.app", "RolloutApp", "_routes"),
-        ("servers.swift_clients", "SwiftClients", "routes"),
-    ):
-        _, node = _find_definition(module, owner)
-        assert isinstance(node, ast.ClassDef)
-        methods = {
-            item.name: item for item in node.body if isinstance(item, ast.FunctionDef | ast.AsyncFunctionDef)
-        }
-        for entry in ast.walk(methods[function]):
-            if isinstance(entry, ast.Tuple) and len(entry.elts) == 3 and isinstance(entry.elts[0], ast.Constant):
-                verb, path = (ast.literal_eval(item) for item in entry.elts[:2])
-                handler = methods[ast.unparse(entry.elts[2]).removeprefix("self.")]
-                kinds = [ast.unparse(item.annotation) for item in handler.args.args if item.annotation]
-                bodies = [kind for kind in kinds if kind not in ("Request", "bool")]
-                meaning = _describe(handler).replace("\n", " ") or text.ROUTES[path]
-                yield verb, code(path), ", ".join(map(code, bodies)), meaning
+    _, node = _find_definition("servers.app", "RolloutApp")
+    assert isinstance(node, ast.ClassDef)
+    methods = {item.name: item for item in node.body if isinstance(item, ast.FunctionDef | ast.AsyncFunctionDef)}
+    for entry in ast.walk(methods["_routes"]):
+        if isinstance(entry, ast.Tuple) and len(entry.elts) == 3 and isinstance(entry.elts[0], ast.Constant):
+            verb, path = (ast.literal_eval(item) for item in entry.elts[:2])
+            handler = methods[ast.unparse(entry.elts[2]).removeprefix("self.")]
+            kinds = [ast.unparse(item.annotation) for item in handler.args.args if item.annotation]
+            bodies = [kind for kind in kinds if kind not in ("Request", "bool")]
+            meaning = _describe(handler).replace("\n", " ") or text.ROUTES[path]
+            yield verb, code(path), ", ".join(map(code, bodies)), meaning
 
 
 def _refusals() -> Iterator[tuple[str, str]]:

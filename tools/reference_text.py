@@ -164,9 +164,8 @@ FIELDS = {
     "RequestConfig.logprobs": "true returns the log probability of every token",
     "RequestConfig.return_details": "true returns the token ids of prompt and answer",
     "RequestConfig.stream": "refused if true",
-    "WeightMessage.session": "the id of the learner's session; null for a client of ms-swift",
-    "OpenSession.session": "a random id that authorises all later calls",
-    "OpenSession.learner": "a name for messages",
+    "WeightMessage.group": "the random name of the learner's group; null for a client of ms-swift",
+    "JoinGroup.learner": "the learner's name, for messages",
     "JoinGroup.host": "of ms-swift's client; has no effect: the group meets at the address of the server",
     "JoinGroup.port": "the port at which the sender and the workers meet",
     "JoinGroup.world_size": "the sender and all workers of the server",
@@ -177,6 +176,9 @@ FIELDS = {
     "LoadBucket.next_bytes": "the size of the next bucket, so that it can be received meanwhile",
     "LoadAdapterBucket.peft_config": "the adapter's config, as peft writes it",
     "LoadAdapterBucket.metadatas": "as above",
+    "LoadTensor.name": "the name of the weight",
+    "LoadTensor.dtype": "its data type, such as `torch.bfloat16`",
+    "LoadTensor.shape": "its shape",
     "FinishUpdate.version": "the version that the update began with",
     "ServerIdentity.server": "`coordexp`",
     "ServerIdentity.protocol": "the number of this protocol; both ends must have the same",
@@ -192,7 +194,7 @@ FIELDS = {
     "ServerVersion.weight_version": "the version of the weights; null while they change",
     "ServerVersion.base": "`original` until weights were sent, then `changed`",
     "ServerVersion.updating": "true during an update",
-    "ServerVersion.session": "a hash of the session that holds the server",
+    "ServerVersion.learner": "the learner that holds the server",
     "WorldSize.world_size": "the workers of the engine",
     "WeightVersion.weight_version": "the version that is committed now",
     "InferItem.response": "the answers",
@@ -215,12 +217,12 @@ FIELDS = {
 }
 
 # What a route does, where its handler does not say it.
-_SWIFT = "For clients of ms-swift, which have no session: "
+_SWIFT = "For clients of ms-swift, whose groups have no name: "
 ROUTES = {
     "/metrics": "The metrics of the server and of vLLM, for Prometheus.",
     "/get_world_size/": "The number of workers, as `WorldSize`.",
-    "/session/": "Hold the server for one learner, as long as this connection is open.",
-    "/init_communicator/": "Let the workers meet the rank that sends weights.",
+    "/init_communicator/": "Let the workers meet the rank that sends weights. If its group has a name, the server "
+    "is this learner's as long as the connection is open.",
     "/close_communicator/": "Leave that group.",
     "/start_update/": "Begin to send weights. The server answers nothing until they are complete.",
     "/update_flattened_params/": "Receive one bucket of weights through the group.",

@@ -72,7 +72,8 @@ class _Forwarder(Handler):
 
 class Relay:
     """Forwards every connection to a port of this machine. `alter` gets the bytes that arrive together, and True
-    if they are from the server. It returns the bytes to forward, or None to close the connection, and may wait."""
+    if they are from the server. It returns the bytes to forward, and may wait. If they are fewer, or None, the
+    connection is closed after them."""
 
     def __init__(self, port: int, alter: Callable[[bytes, bool], bytes | None] = lambda part, _: part) -> None:
         self.port, self.alter = port, alter
@@ -107,9 +108,9 @@ class Relay:
         with suppress(OSError):
             while not self._closed.is_set() and (part := source.recv(2**16)):
                 altered = self.alter(part, is_answer)
-                if altered is None:
+                target.sendall(altered or b"")
+                if altered is None or len(altered) < len(part):
                     break
-                target.sendall(altered)
         for end in (source, target):
             with suppress(OSError):
                 end.shutdown(socket.SHUT_RDWR)

@@ -7,7 +7,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -163,13 +163,14 @@ def assert_ok(answer: httpx.Response) -> None:
 
 
 class PlainClient:
-    """A client of the ms-swift contract, written from its description. With a session, it acts as our learner."""
+    """A client of the ms-swift contract, written from its description. In a named group, it is our learner."""
 
     def __init__(self, url: str, port: int, token: str | None = None) -> None:
         headers = {"Authorization": f"Bearer {token}"} if token else {}
         self.http = httpx.Client(base_url=url, timeout=60, trust_env=False, headers=headers)
         self.url, self.port = url, port
         self.group: Any = None
+        self.held: httpx.Response | None = None
 
     def post(self, path: str, **body: Any) -> httpx.Response:
         return self.http.post(path, json=body)
@@ -179,13 +180,27 @@ class PlainClient:
         assert answer.status_code == 200, answer.text
         return list(answer.json())
 
-    def join(self, **more: Any) -> httpx.Response:
+    def join(self, group: str | None = None, **more: Any) -> httpx.Response:
+        """Join a group. The response to a named one stays open, and `leave` closes it."""
+        self.leave()
         size = int(self.http.get("/get_world_size/").json()["world_size"]) + 1
-        body = {"host": "0.0.0.0", "port": self.port, "world_size": size, **more}
-        with concurrently(lambda: self.post("/init_communicator/", **body)) as answer:
-            plain = "session" not in more
-            self.group = join("127.0.0.1", self.port, size - 1, size, torch.device("cpu"), 20.0, plain)
+        body = {"host": "0.0.0.0", "port": self.port, "world_size": size, "learner": "test:1", **more}
+        body |= {"group": group} if group else {}
+        request = self.http.build_request("POST", "/init_communicator/", json=body)
+        with concurrently(lambda: self.http.send(request, stream=group is not None)) as answer:
+            self.group = join("127.0.0.1", self.port, size - 1, size, torch.device("cpu"), 20.0, group is None)
+        if group is not None:
+            lines = answer[0].iter_lines()
+            assert (next(lines), next(lines)) == ('{"message": "taken"}', '{"message": "joined"}')
+            self.held, self._lines = answer[0], lines  # the connection closes with them
         return answer[0]
+
+    def leave(self) -> None:
+        if self.held is not None:
+            self.held.close()
+            with suppress(httpx.TransportError):  # the server has ended
+                wait_for(lambda: self.http.get("/version/").json()["learner"] is None, 20)
+        self.held = None
 
     def send(self, weights: Sequence[tuple[str, Tensor]], **more: Any) -> httpx.Response:
         metadatas, buffer = flatten(weights, torch.empty(0, dtype=torch.uint8))
@@ -194,19 +209,18 @@ class PlainClient:
             self.group.broadcast(buffer)
         return answer[0]
 
-    def update(self, weights: Sequence[tuple[str, Tensor]], version: str, session: str) -> None:
-        assert_ok(self.post("/start_update/", session=session, version=version))
-        assert_ok(self.send(weights, session=session))
-        assert_ok(self.post("/finish_update/", session=session, version=version))
+    def update(self, weights: Sequence[tuple[str, Tensor]], version: str, group: str) -> None:
+        assert_ok(self.post("/start_update/", group=group, version=version))
+        assert_ok(self.send(weights, group=group))
+        assert_ok(self.post("/finish_update/", group=group, version=version))
 
     @contextmanager
-    def session(self, name: str) -> Iterator[str]:
-        """Hold a session for as long as the block runs."""
-        with self.http.stream("POST", "/session/", json={"session": name, "learner": "test:1"}) as held:
-            assert held.status_code == 200, held.read()
-            lines = held.iter_lines()  # the connection closes with it
-            assert next(lines) == f'{{"session": "{name}"}}'
+    def learner(self, name: str) -> Iterator[str]:
+        """Yield the name of a group, and leave the group at the end of the block."""
+        try:
             yield name
+        finally:
+            self.leave()
 
     def close(self) -> None:
         if self.group is not None:

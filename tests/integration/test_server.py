@@ -48,13 +48,13 @@ def client(fleet: Fleet) -> Iterator[PlainClient]:
     """A client of a server that has the committed model's weights, whatever the previous test has sent."""
     fleet.ensure(1)
     plain = PlainClient(fleet.url(0), fleet.servers[0]["group_port"])
-    wait_for(lambda: plain.http.get("/version/").json()["session"] is None, 20)
+    wait_for(lambda: plain.http.get("/version/").json()["learner"] is None, 20)
     yield plain
     plain.close()
     again = PlainClient(fleet.url(0), fleet.servers[0]["group_port"])
-    with again.session("the fixture") as session:
-        assert_ok(again.join(session=session))
-        again.update(model_weights(), "restored", session)
+    with again.learner("the fixture") as group:
+        assert_ok(again.join(group=group))
+        again.update(model_weights(), "restored", group)
     again.close()
 
 
@@ -187,7 +187,7 @@ LONG = {"role": "user", "content": "<image>" + "Detect all objects. " * 200}
 
 
 def test_a_server_with_the_weights_of_a_plain_client_answers_as_transformers_does(client, fleet):
-    """Without a session, a start or a finish: one tensor by name, the others in two buckets."""
+    """Without a name, a start or a finish: one tensor by name, the others in two buckets."""
     weights = model_weights(0.3)
     assert_ok(client.join())
     name, alone = weights[0]
@@ -210,20 +210,21 @@ def test_a_server_with_the_weights_of_a_plain_client_answers_as_transformers_doe
 def test_a_learner_that_leaves_half_way_is_replaced_and_its_weights_are_never_used(client, fleet):
     weights, request = model_weights(), [infer_request(fleet.images()[0])]
     before = client.infer(request)
-    with client.session("first") as session:
-        assert_ok(client.join(session=session))
-        second = httpx.post(f"{client.url}/session/", json={"session": "second"}, trust_env=False)
+    with client.learner("first") as group:
+        assert_ok(client.join(group=group))
+        body = {"group": "second", "port": client.port, "world_size": 2}
+        second = httpx.post(f"{client.url}/init_communicator/", json=body, trust_env=False, timeout=30)
         assert second.status_code == 409 and "test:1" in second.text
-        assert_ok(client.post("/start_update/", session=session, version="1"))
-        assert_ok(client.send(weights[:20], session=session))
-    wait_for(lambda: client.http.get("/version/").json()["session"] is None, 20)
+        assert_ok(client.post("/start_update/", group=group, version="1"))
+        assert_ok(client.send(weights[:20], group=group))
+    wait_for(lambda: client.http.get("/version/").json()["learner"] is None, 20)
     refused = client.post("/infer/", infer_requests=request, request_config=GREEDY)
     assert (refused.status_code, refused.json()["error"]["code"]) == (503, "no_weights")
     assert client.http.get("/version/").json()["weight_version"] is None
     client.group.close()
-    with client.session("second") as session:
-        assert_ok(client.join(session=session))
-        client.update(weights, "2", session)
+    with client.learner("second") as group:
+        assert_ok(client.join(group=group))
+        client.update(weights, "2", group)
     assert [ids(item) for item in client.infer(request)] == [ids(item) for item in before]
 
 
@@ -231,20 +232,20 @@ def test_weights_that_are_incomplete_or_do_not_fit_are_refused_with_their_name(c
     weights = model_weights()
     fused = {name: tensor for name, tensor in weights if name.endswith(("q_proj.weight", "k_proj.weight"))}
     (first, whole), (name, tensor) = list(fused.items())[:2]  # parts of one layer in the engine
-    with client.session("learner") as session:
-        assert_ok(client.join(session=session))
-        assert_ok(client.post("/start_update/", session=session, version="1"))
-        assert_ok(client.send(weights[1:], session=session))
-        error = client.post("/finish_update/", session=session, version="1").json()["error"]
+    with client.learner("learner") as group:
+        assert_ok(client.join(group=group))
+        assert_ok(client.post("/start_update/", group=group, version="1"))
+        assert_ok(client.send(weights[1:], group=group))
+        error = client.post("/finish_update/", group=group, version="1").json()["error"]
         assert error["code"] == "update_failed" and "1 weights of the engine were not sent" in error["message"]
         client.group.close()
-        assert_ok(client.join(session=session))
-        assert_ok(client.post("/start_update/", session=session, version="2"))
-        error = client.send([(first, whole), (name, tensor[:-1])], session=session).json()["error"]
+        assert_ok(client.join(group=group))
+        assert_ok(client.post("/start_update/", group=group, version="2"))
+        error = client.send([(first, whole), (name, tensor[:-1])], group=group).json()["error"]
         assert error["code"] == "update_failed" and name in error["message"]
         client.group.close()
-        assert_ok(client.join(session=session))
-        client.update(weights, "3", session)
+        assert_ok(client.join(group=group))
+        client.update(weights, "3", group)
     assert client.infer([infer_request(fleet.images()[0])])[0]["rollout_infos"]["weight_version"] == "3"
 
 
@@ -256,16 +257,16 @@ def test_a_bucket_with_a_nan_is_refused_with_the_name_of_the_weight_and_the_serv
     name, tensor = weights[30]
     broken = tensor.clone()
     broken.view(-1)[-1] = float("nan")
-    with client.session("learner") as session:
-        assert_ok(client.join(session=session))
-        assert_ok(client.post("/start_update/", session=session, version="1"))
-        error = client.send([*weights[:30], (name, broken)], session=session).json()["error"]
+    with client.learner("learner") as group:
+        assert_ok(client.join(group=group))
+        assert_ok(client.post("/start_update/", group=group, version="1"))
+        error = client.send([*weights[:30], (name, broken)], group=group).json()["error"]
         assert error["code"] == "update_failed" and f"{name} has NaN or Inf values" in error["message"]
         assert "lower training.learning_rate" in error["fix"] and "a full sync brings it back" in error["fix"]
         assert client.http.get("/version/").json()["weight_version"] is None
         client.group.close()
-        assert_ok(client.join(session=session))
-        client.update(weights, "2", session)
+        assert_ok(client.join(group=group))
+        client.update(weights, "2", group)
     assert [ids(item) for item in client.infer(request)] == before
 
 
@@ -285,10 +286,10 @@ def test_more_or_fewer_bytes_than_announced_are_an_error_at_both_ends_and_the_se
     before = [ids(item) for item in client.infer(request)]
     metadatas, buffer = flatten(weights, torch.empty(0, dtype=torch.uint8))
     size = buffer.numel()
-    with client.session("learner") as session:
-        assert_ok(client.join(session=session))
-        assert_ok(client.post("/start_update/", session=session, version="1"))
-        body = {"session": session, "metadatas": metadatas}
+    with client.learner("learner") as group:
+        assert_ok(client.join(group=group))
+        assert_ok(client.post("/start_update/", group=group, version="1"))
+        body = {"group": group, "metadatas": metadatas}
         began = time.monotonic()
         with concurrently(lambda: client.post("/update_flattened_params/", **body)) as answer:
             says = f"this end expects a bucket of {size + differs} bytes, and the other end one of {size} bytes"
@@ -299,8 +300,8 @@ def test_more_or_fewer_bytes_than_announced_are_an_error_at_both_ends_and_the_se
         assert error["code"] == "update_failed"
         assert f"expects a bucket of {size} bytes, and the other end one of {size + differs}" in error["message"]
         client.group.close()
-        assert_ok(client.join(session=session))
-        client.update(weights, "2", session)
+        assert_ok(client.join(group=group))
+        client.update(weights, "2", group)
     assert [ids(item) for item in client.infer(request)] == before
 
 
@@ -308,16 +309,16 @@ def test_a_bucket_that_is_announced_and_never_sent_ends_the_update_in_time_and_t
     weights, request = model_weights(), [infer_request(fleet.images()[0])]
     before = [ids(item) for item in client.infer(request)]
     metadatas, _ = flatten(weights, torch.empty(0, dtype=torch.uint8))
-    with client.session("learner") as session:
-        assert_ok(client.join(session=session, timeout_s=3.0))
-        assert_ok(client.post("/start_update/", session=session, version="1"))
+    with client.learner("learner") as group:
+        assert_ok(client.join(group=group, timeout_s=3.0))
+        assert_ok(client.post("/start_update/", group=group, version="1"))
         began = time.monotonic()
-        answer = client.post("/update_flattened_params/", session=session, metadatas=metadatas)
+        answer = client.post("/update_flattened_params/", group=group, metadatas=metadatas)
         assert time.monotonic() - began < 8
         assert (answer.status_code, answer.json()["error"]["code"]) == (500, "update_failed")
         client.group.close()
-        assert_ok(client.join(session=session))
-        client.update(weights, "2", session)
+        assert_ok(client.join(group=group))
+        client.update(weights, "2", group)
     assert [ids(item) for item in client.infer(request)] == before
 
 
@@ -325,10 +326,10 @@ def test_an_update_during_32_running_requests_mixes_no_versions(client, fleet):
     images = fleet.images()[:8]
     versions = {"old": model_weights(), "new": model_weights(0.3)}
     expected: dict[str, list[list[int]]] = {}
-    with client.session("learner") as session:
-        assert_ok(client.join(session=session))
+    with client.learner("learner") as group:
+        assert_ok(client.join(group=group))
         for version in ("new", "old"):
-            client.update(versions[version], version, session)
+            client.update(versions[version], version, group)
             items = client.infer([infer_request(image, guard=False) for image in images])
             expected[version] = [ids(item) for item in items]
         assert all(old != new for old, new in zip(expected["old"], expected["new"], strict=True))
@@ -344,15 +345,15 @@ def test_an_update_during_32_running_requests_mixes_no_versions(client, fleet):
         for caller in callers[:2]:
             caller.start()
         wait_for(lambda: "coordexp_running_requests 0.0" not in client.http.get("/metrics").text, 20)
-        with concurrently(lambda: client.post("/start_update/", session=session, version="later")) as first:
+        with concurrently(lambda: client.post("/start_update/", group=group, version="later")) as first:
             wait_for(lambda: client.http.get("/version/").json()["updating"], 20)
-            second = client.post("/start_update/", session=session, version="other")
+            second = client.post("/start_update/", group=group, version="other")
             for caller in callers[2:]:
                 caller.start()
         assert_ok(first[0])
         assert (second.status_code, second.json()["error"]["code"]) == (409, "update_running")
-        assert_ok(client.send(versions["new"], session=session))
-        assert_ok(client.post("/finish_update/", session=session, version="later"))
+        assert_ok(client.send(versions["new"], group=group))
+        assert_ok(client.post("/finish_update/", group=group, version="later"))
         for caller in callers:
             caller.join(60)
     assert len(responses) == 4
@@ -394,10 +395,10 @@ def test_health_is_reported_at_once_during_answers_and_updates(client, fleet):
     watcher = threading.Thread(target=look)
     watcher.start()
     client.infer([infer_request(image) for image in fleet.images()])
-    with client.session("learner") as session:
-        assert_ok(client.join(session=session))
+    with client.learner("learner") as group:
+        assert_ok(client.join(group=group))
         for version in ("1", "2", "3"):
-            client.update(weights, version, session)
+            client.update(weights, version, group)
     ended.set()
     watcher.join(20)
     print(f"health: median {statistics.median(latencies) * 1000:.1f} ms, most {max(latencies) * 1000:.1f} ms")
@@ -414,9 +415,9 @@ def test_one_looping_answer_of_eight_ends_and_the_others_are_bit_identical(clien
         whole = range(1, len(tokens) + 1)
         return next((k for k in whole if loop_in(tokens[:k], counter.count(tokens[:k]), guard)), None)
 
-    with client.session("learner") as session:
-        assert_ok(client.join(session=session))
-        client.update(model_weights(0.3), "babbling", session)
+    with client.learner("learner") as group:
+        assert_ok(client.join(group=group))
+        client.update(model_weights(0.3), "babbling", group)
     images = fleet.images()
     free = client.infer([infer_request(image, guard=False) for image in images])
     at = {image: loops_at(ids(item)) for image, item in zip(images, free, strict=True)}
@@ -486,19 +487,19 @@ def test_two_workers_that_share_a_model_take_weights_and_fail_together(tmp_path_
     try:
         two.start(0)
         client = PlainClient(two.url(0), two.servers[0]["group_port"])
-        with client.session("learner") as session:
-            assert_ok(client.join(session=session))
+        with client.learner("learner") as group:
+            assert_ok(client.join(group=group))
             for version in ("1", "3"):
-                client.update(weights, version, session)
+                client.update(weights, version, group)
                 items = client.infer([infer_request(image, guard=False) for image in images])
                 assert [ids(item) for item in items] == answer_with_transformers(weights, images)
                 if version == "1":
-                    assert_ok(client.post("/start_update/", session=session, version="2"))
-                    assert_ok(client.send(weights[:9], session=session))
-                    error = client.post("/finish_update/", session=session, version="2").json()["error"]
+                    assert_ok(client.post("/start_update/", group=group, version="2"))
+                    assert_ok(client.send(weights[:9], group=group))
+                    error = client.post("/finish_update/", group=group, version="2").json()["error"]
                     assert error["code"] == "update_failed" and "were not sent" in error["message"]
                     client.group.close()
-                    assert_ok(client.join(session=session))
+                    assert_ok(client.join(group=group))
                     weights = model_weights(0.3, seed=1)
         client.close()
     finally:

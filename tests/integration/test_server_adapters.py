@@ -49,7 +49,7 @@ def adapting(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
 @pytest.fixture
 def client(adapting: Fleet) -> Iterator[PlainClient]:
     plain = PlainClient(adapting.url(0), adapting.servers[0]["group_port"])
-    wait_for(lambda: plain.http.get("/version/").json()["session"] is None, 20)
+    wait_for(lambda: plain.http.get("/version/").json()["learner"] is None, 20)
     yield plain
     plain.close()
 
@@ -82,10 +82,10 @@ def send(client: PlainClient, adapter: AdapterWeights, **more: Any) -> httpx.Res
     return answer[0]
 
 
-def update(client: PlainClient, model: Any, version: str, session: str) -> None:
-    assert_ok(client.post("/start_update/", session=session, version=version, adapter=True))
-    assert_ok(send(client, learner_adapter(model), session=session))
-    assert_ok(client.post("/finish_update/", session=session, version=version))
+def update(client: PlainClient, model: Any, version: str, group: str) -> None:
+    assert_ok(client.post("/start_update/", group=group, version=version, adapter=True))
+    assert_ok(send(client, learner_adapter(model), group=group))
+    assert_ok(client.post("/finish_update/", group=group, version=version))
 
 
 def reported(client: PlainClient) -> tuple[str | None, str]:
@@ -118,10 +118,10 @@ def test_a_run_that_trains_only_an_adapter_sends_only_the_adapter(adapting):
 def test_adapters_one_after_the_other_answer_as_peft_does(client, adapting):
     images = adapting.images()[:8]
     seen = []
-    with client.session("learner") as session:
-        assert_ok(client.join(session=session))
+    with client.learner("learner") as group:
+        assert_ok(client.join(group=group))
         for version, model in (("1", adapted(1)), ("2", adapted(2))):
-            update(client, model, version, session)
+            update(client, model, version, group)
             assert reported(client) == (version, "original")
             seen.append(answers(client, images))
             assert seen[-1] == expected(model, images)
@@ -132,20 +132,20 @@ def test_an_adapter_that_fails_leaves_the_answers_as_they_were(client, adapting)
     """One is too large, one is for a module that the server does not have, and the learner of one leaves."""
     images = adapting.images()[:4]
     model = adapted(3)
-    with client.session("learner") as session:
-        assert_ok(client.join(session=session))
-        update(client, model, "3", session)
+    with client.learner("learner") as group:
+        assert_ok(client.join(group=group))
+        update(client, model, "3", group)
         large = learner_adapter(adapted(4, adapter=LORA.model_copy(update={"rank": 16})))
         config, weights = learner_adapter(adapted(4))
         strange = (config, ((name.replace("v_proj", "w_proj"), weight) for name, weight in weights))
         for refused in (large, strange):
-            assert_ok(client.post("/start_update/", session=session, version="4", adapter=True))
-            assert_ok(send(client, refused, session=session))
-            answer = client.post("/finish_update/", session=session, version="4")
+            assert_ok(client.post("/start_update/", group=group, version="4", adapter=True))
+            assert_ok(send(client, refused, group=group))
+            answer = client.post("/finish_update/", group=group, version="4")
             assert (answer.status_code, answer.json()["error"]["code"]) == (409, "adapter_refused"), answer.text
-        assert_ok(client.post("/start_update/", session=session, version="5", adapter=True))
-        assert_ok(send(client, learner_adapter(adapted(5)), session=session))
-    wait_for(lambda: client.http.get("/version/").json()["session"] is None, 20)
+        assert_ok(client.post("/start_update/", group=group, version="5", adapter=True))
+        assert_ok(send(client, learner_adapter(adapted(5)), group=group))
+    wait_for(lambda: client.http.get("/version/").json()["learner"] is None, 20)
     assert reported(client) == ("3", "original")
     assert answers(client, images) == expected(model, images)
 
@@ -178,12 +178,12 @@ def test_a_server_that_got_whole_weights_refuses_adapters_and_the_run_goes_on_wi
 
     assert sync(1) == "adapter" and reported(client) == (backend._name_version(1), "original")
     backend.close()
-    wait_for(lambda: client.http.get("/version/").json()["session"] is None, 20)
-    with client.session("somebody") as session:
-        assert_ok(client.join(session=session))
-        client.update(model_weights(0.3), "babbling", session)
+    wait_for(lambda: client.http.get("/version/").json()["learner"] is None, 20)
+    with client.learner("somebody") as group:
+        assert_ok(client.join(group=group))
+        client.update(model_weights(0.3), "babbling", group)
     assert reported(client) == ("babbling", "changed")
-    wait_for(lambda: client.http.get("/version/").json()["session"] is None, 20)
+    wait_for(lambda: client.http.get("/version/").json()["learner"] is None, 20)
     backend = _learner(adapting, lambda: model, messages, events)
     for version, seed in ((2, 8), (3, 9)):
         model = adapted(seed)

@@ -144,13 +144,19 @@ def check_same(actual: list[dict[str, Any]], expected: list[dict[str, Any]]) -> 
 def kill_while_it_answers(fleet: Fleet, index: int, number: signal.Signals) -> Callable[[], None]:
     """Return a function that sends the signal as soon as the server reports a running request."""
 
-    def look() -> None:
-        with httpx.Client(base_url=fleet.url(index), trust_env=False) as http:
+    def look(http: httpx.Client, pids: list[int]) -> None:
+        with http:
             while "coordexp_running_requests 0.0" in http.get("/metrics").text:
                 pass
-        fleet.signal(index, number)
+        for pid in pids:
+            os.kill(pid, number)
 
-    return lambda: threading.Thread(target=look, daemon=True).start()
+    def prepare() -> None:
+        """Look up what takes long before the request is forwarded."""
+        http = httpx.Client(base_url=fleet.url(index), trust_env=False, verify=False)
+        threading.Thread(target=look, args=(http, list(fleet[index].left())), daemon=True).start()
+
+    return prepare
 
 
 # A run that goes on
@@ -304,7 +310,7 @@ def test_a_killed_learner_resumes_with_the_same_server_as_if_nothing_had_happene
             proxy.add_faults(path, *[PASSES] * after, does(lambda: os.kill(learner.run.process.pid, KILL)))
             learner.wait_for_end(-KILL)
             assert proxy.is_clear()
-        wait_for(lambda: server.get("/version/").json()["session"] is None, 5)
+        wait_for(lambda: server.get("/version/").json()["learner"] is None, 5)
 
     kill_at("/infer/", 15)  # after the probe, and one for each of the six samples of two steps
     kill_at("/update_flattened_params/", 2, "--resume")  # from step 2 on
@@ -423,9 +429,9 @@ def test_a_server_that_gets_sigterm_while_it_loads_weights_ends_and_leaves_nothi
         threading.Thread(target=_post_ignoring_errors, args=(client, path, body), daemon=True)
         for path, body in (("/update_flattened_params/", _announce(sent)), ("/infer/", request))
     ]
-    with client.session("learner") as session:
-        assert_ok(client.join(session=session))
-        assert_ok(client.post("/start_update/", session=session, version="1"))
+    with client.learner("learner") as group:
+        assert_ok(client.join(group=group))
+        assert_ok(client.post("/start_update/", group=group, version="1"))
         for thread in waiting:
             thread.start()
         wait_for(lambda: "coordexp_running_requests 1.0" in client.http.get("/metrics").text, 10)
@@ -440,7 +446,7 @@ def test_a_server_that_gets_sigterm_while_it_loads_weights_ends_and_leaves_nothi
 
 
 def _announce(sent: Any) -> dict[str, Any]:
-    return {"metadatas": flatten(sent, torch.empty(0, dtype=torch.uint8))[0], "session": "learner"}
+    return {"metadatas": flatten(sent, torch.empty(0, dtype=torch.uint8))[0], "group": "learner"}
 
 
 def _post_ignoring_errors(client: PlainClient, path: str, body: dict[str, Any]) -> None:

@@ -58,7 +58,7 @@ def replicated(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
 def client(replicated: Fleet) -> Iterator[PlainClient]:
     replicated.ensure(1)
     plain = PlainClient(replicated.url(0), replicated.servers[0]["group_port"])
-    wait_for(lambda: plain.http.get("/version/").json()["session"] is None, 20)
+    wait_for(lambda: plain.http.get("/version/").json()["learner"] is None, 20)
     yield plain
     plain.close()
 
@@ -89,21 +89,21 @@ def test_the_world_size_of_a_server_counts_the_devices_of_all_replicas(client):
 
 
 def test_every_replica_gets_the_adapter(client, replicated):
-    with client.session("learner") as session:
-        assert_ok(client.join(session=session))
+    with client.learner("learner") as group:
+        assert_ok(client.join(group=group))
         for version, seed in (("1", 1), ("2", 2)):
             model = adapted(seed)
-            update(client, model, version, session)
+            update(client, model, version, group)
             check_every_replica(client, list(learner_weights(model)), replicated.images()[:12])
 
 
 @pytest.mark.scenario("R07.C9", "R08.C2", on="engine")
 def test_every_replica_answers_as_the_learner_after_each_weight_sync(client, replicated):
-    with client.session("learner") as session:
-        assert_ok(client.join(session=session))
+    with client.learner("learner") as group:
+        assert_ok(client.join(group=group))
         for version, seed in (("1", 1), ("2", 2)):
             weights = model_weights(0.3, seed=seed)
-            client.update(weights, version, session)
+            client.update(weights, version, group)
             assert client.http.get("/version/").json()["weight_version"] == version
             check_every_replica(client, weights, replicated.images()[:12])
 

@@ -50,19 +50,23 @@ def test_the_rest_goes_to_the_largest_remainder_and_of_equal_ones_to_the_first()
 @pytest.mark.scenario("R07.S3", on="pure")
 @given(st.integers(0, 80), SIZES, st.integers(0, 15), st.integers(1, 16))
 def test_chunks_are_contiguous_in_order_and_the_same_every_time(count, sizes, rank, learners):
-    pool, requests = ready(sizes), tuple(range(count))
-    chunks = pool.split_into_chunks(requests, rank % learners, learners)
-    assert chunks == pool.split_into_chunks(requests, rank % learners, learners)
-    assert tuple(request for _, part in chunks for request in part) == requests
-    assert all(part for _, part in chunks)
-    assert len({server for server, _ in chunks}) == len(chunks)
+    def chunks():
+        window = Window(ready(sizes), 100 * learners, rank % learners, learners)
+        window.add(range(count))
+        return window.next_calls()
+
+    first = chunks()
+    assert first == chunks()
+    assert tuple(request for _, part in first for request in part) == tuple(range(count))
+    assert all(part for _, part in first)
+    assert len({server for server, _ in first}) == len(first)
 
 
 def windows(sizes, batch, learners, count) -> list[Window]:
     """Return the windows of all ranks, with the same number of requests each."""
     of_ranks = [Window(ready(sizes), batch, rank, learners) for rank in range(learners)]
     for window in of_ranks:
-        window.deal(range(count))
+        window.add(range(count))
     return of_ranks
 
 
@@ -132,7 +136,7 @@ def test_every_request_is_answered_or_no_server_is_left_and_never_are_more_open_
     rank = data.draw(st.integers(0, learners - 1))
     serial = frozenset(data.draw(st.sets(st.integers(0, len(sizes) - 1))))
     window = Window(ready(sizes), batch, rank, learners, serial)
-    window.deal(range(count))
+    window.add(range(count))
     running: list = []
     answered: list[int] = []
     while True:
@@ -172,28 +176,32 @@ def test_requests_that_may_all_be_open_at_once_go_out_as_one_call_per_server(cou
     if count > pool.capacity(batch, learners):
         return
     window = Window(pool, batch, rank, learners)
-    window.deal(range(count))
-    assert sorted(window.next_calls()) == sorted(pool.split_into_chunks(range(count), rank, learners))
-
-
-def test_the_requests_of_two_steps_are_dealt_one_after_the_other():
-    """Every server has requests of the first step, and begins with them."""
-    window = Window(ready([1, 1]), decode_batch_size=1)
-    window.deal(range(4))
-    window.deal(range(4, 8))
+    window.add(range(count))
     calls = window.next_calls()
-    order = []
+    shares = {server: share for server, share in pool.split(count, rank, learners).items() if share}
+    assert [(server, len(part)) for server, part in calls] == list(shares.items())
+
+
+def answer_in_turn(window: Window) -> list[int]:
+    """Answer the oldest call first, and return the order in which requests were asked."""
+    calls, order = window.next_calls(), []
     while calls:
-        order += [request for _, part in calls for request in part]
-        for call in calls:
-            window.close(call)
-        calls = window.next_calls()
-    assert sorted(order[:4]) == [0, 1, 2, 3] and sorted(order) == list(range(8))
+        order += calls[0][1]
+        window.close(calls[0])
+        calls = [*calls[1:], *window.next_calls()]
+    return order
 
 
-def test_a_server_that_is_done_takes_over_requests_of_one_that_is_slow():
+def test_the_requests_of_two_steps_are_asked_one_after_the_other():
     window = Window(ready([1, 1]), decode_batch_size=1)
-    window.deal(range(6))
+    window.add(range(4))
+    window.add(range(4, 8))
+    assert answer_in_turn(window) == list(range(8))
+
+
+def test_a_server_that_is_done_goes_on_with_the_next_request_while_another_is_slow():
+    window = Window(ready([1, 1]), decode_batch_size=1)
+    window.add(range(6))
     of_the_slow, call = sorted(window.next_calls())
     answered = []
     while call:
@@ -201,7 +209,16 @@ def test_a_server_that_is_done_takes_over_requests_of_one_that_is_slow():
         window.close(call)
         (call,) = window.next_calls() or [None]
     assert of_the_slow == (0, (0,))
-    assert answered == [3, 4, 5, 2, 1]
+    assert answered == [1, 2, 3, 4, 5]
+
+
+def test_the_requests_of_a_server_that_is_lost_come_next():
+    window = Window(ready([1, 1]), decode_batch_size=1)
+    window.add(range(6))
+    first, second = window.next_calls()
+    window.lose(first[0], Loss("killed"))
+    window.close(second)
+    assert answer_in_turn(window) == [*first[1], 2, 3, 4, 5]
 
 
 EVENTS = st.one_of(

@@ -68,19 +68,17 @@ def _serve(settings: Settings, index: int, address: str, port: int, images: tupl
         rollout = settings.rollout_matching
         listening = listen(address, port)  # before the imports below, which take long
 
-        from coordexp.servers.app import Serving, serve
+        from coordexp.servers.app import serve
         from coordexp.servers.swift_servers import check_guard_environment
 
         check_guard_environment(rollout.repeat_terminate)
 
-    model = settings.model
-    serving = Serving(Path(model.path), model.dtype, rollout, listening, images, model.image_limits)
     host = f"[{address}]" if ":" in address else address
 
     def announce(world_size: int) -> None:
         err.print(f"rollout server {index} ready at http://{host}:{port} (world size {world_size})", markup=False)
 
-    serve(serving, announce)
+    serve(settings.model, rollout, listening, images, announce)
 
 
 def _choose_address(settings: Settings, config: str, index: int, host: str | None) -> tuple[str, int]:

@@ -173,8 +173,12 @@ class Reload:
         self._missing = {name for name, _ in self.model.named_parameters()}  # of tied parameters, only the first
         initialize_layerwise_reload(self.model)
 
-    def take(self, bucket: Iterable[tuple[str, Tensor]]) -> None:
-        """Load the weights of a bucket. If one of them is not finite, none of them is loaded."""
+    def load(self, bucket: Iterable[tuple[str, Tensor]], buffer: Tensor | None = None) -> None:
+        """Load the weights of a bucket. If one of them is not finite, none of them is loaded.
+
+        A later bucket overwrites the `buffer` that they are in. vLLM's reload keeps references to the weights of a
+        layer until the last of them has arrived, which may be in a later bucket or at the end. Those that still
+        point to the buffer are cloned."""
         weights, current = list(bucket), ""
         check_finite(weights)
 
@@ -188,12 +192,7 @@ class Reload:
         except Exception as error:
             raise ValueError(f"at {current}: {str(error) or type(error).__name__}") from error
 
-    def load(self, metadatas: list[Metadata], buffer: Tensor) -> None:
-        """Load a bucket from a buffer that a later bucket overwrites. vLLM's reload keeps references to a layer's
-        weights until the last of them has arrived, which may be in a later bucket or at the end. Those that still
-        point to the buffer are cloned."""
-        self.take(unflatten(metadatas, buffer))
-        start = buffer.untyped_storage().data_ptr()
+        start = buffer.untyped_storage().data_ptr() if buffer is not None else None
         for module in self.model.modules():
             for _, call in get_layerwise_info(module).loaded_weights:
                 for name, value in call.arguments.items():
@@ -278,7 +277,8 @@ class SharedMemoryReceiver(Reload, WeightTransferEngine[NothingToAgree, SharedUp
         self.receive_weights(self.parse_update_info(update_info))  # vLLM's method would wait for an accelerator
 
     def receive_weights(self, update_info: SharedUpdate) -> None:
-        self.load(update_info.metadatas, self.map_file(*update_info.file).bytes)
+        buffer = self.map_file(*update_info.file).bytes
+        self.load(unflatten(update_info.metadatas, buffer), buffer)
 
     def map_file(self, pid: int, fd: int, size: int) -> MemoryFile:
         if (pid, fd) not in self._files:
@@ -301,7 +301,7 @@ class CudaReceiver(Reload, IPCWeightTransferEngine):
 
     def receive_weights(self, update_info: IPCWeightTransferUpdateInfo) -> None:
         assert isinstance(update_info.ipc_handles, dict)
-        self.take(
+        self.load(
             packed_ipc_consumer(
                 ipc_handle=update_info.ipc_handles,
                 names=update_info.names,

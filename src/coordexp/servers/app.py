@@ -6,15 +6,14 @@ health at any time.
 """
 
 import asyncio
-import hashlib
 import json
 import os
 import secrets
 import socket
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import dataclass, field
 from importlib import metadata
+from math import prod
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -27,6 +26,7 @@ from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histo
 from starlette.exceptions import HTTPException
 
 from coordexp.config.rollout import TOKEN, RolloutMatching
+from coordexp.config.settings import Model
 from coordexp.engine.start import EngineSetup, check_guard_class
 from coordexp.errors import EngineError, explain
 from coordexp.rollout.prompt import load_processor, read_image_size
@@ -43,8 +43,6 @@ from coordexp.servers.connections import (
 )
 from coordexp.servers.engine import ServedEngine, Watchdog, check_devices, engine_ended
 from coordexp.servers.protocol import (
-    DAMAGED,
-    DIGEST,
     MOST_REQUESTS,
     PROTOCOL,
     SERVER,
@@ -54,7 +52,7 @@ from coordexp.servers.protocol import (
     JoinGroup,
     LoadAdapterBucket,
     LoadBucket,
-    OpenSession,
+    LoadTensor,
     Refusal,
     ServerVersion,
     StartUpdate,
@@ -62,11 +60,10 @@ from coordexp.servers.protocol import (
     bad_request,
     model_fingerprint,
 )
-from coordexp.servers.swift_clients import SwiftClients
-from coordexp.servers.updates import LearnerSession, Updates, check_bucket, no_weights
+from coordexp.servers.updates import Updates, no_weights
 from coordexp.vocab import VocabularyTable
 
-BEAT = 5.0  # seconds between the empty lines of a session's stream, which show that the server is alive
+BEAT = 5.0  # seconds between the empty lines of a response that stays open, which show that the server is alive
 READY = 600.0  # seconds for the first answers of an engine, which compiles functions for them
 LOOKS = 1.0  # seconds between two checks of the engine
 SECONDS = (0.1, 0.3, 1, 3, 10, 30, 100, 300, 1000)  # the buckets of histograms
@@ -119,7 +116,6 @@ class RolloutApp:
         self.engine, self.answering, self.facts = engine, answering, facts
         self.host, self.world_size, self.metrics = host, world_size, metrics
         self.updates = Updates(engine, metrics.count_update)
-        self.swift_clients = SwiftClients(engine, self.updates)
         self.watchdog = Watchdog(engine.ping, hung_after_s, self.updates.waiting_allowance)
         self.ending = asyncio.Event()
         hidden: dict[str, Any] = {"docs_url": None, "redoc_url": None, "openapi_url": None}
@@ -141,14 +137,20 @@ class RolloutApp:
             ("GET", "/metrics", self.get_metrics),
             ("GET", "/get_world_size/", self.get_world_size),
             ("POST", "/infer/", self.infer),
-            ("POST", "/session/", self.open_session),
             ("POST", "/init_communicator/", self.join),
             ("POST", "/close_communicator/", self.leave),
-            ("POST", "/start_update/", self.start_update),
-            ("POST", "/update_flattened_params/", self.load_bucket),
-            ("POST", "/update_adapter_flattened_param/", self.load_adapter_bucket),
-            ("POST", "/finish_update/", self.finish_update),
-            *self.swift_clients.routes(),
+            ("POST", "/start_update/", self.start),
+            ("POST", "/update_flattened_params/", self.load),
+            ("POST", "/update_adapter_flattened_param/", self.load_adapter),
+            ("POST", "/finish_update/", self.finish),
+            # Only for clients of ms-swift
+            ("GET", "/get_model_state_keys/", self.get_state_keys),
+            ("POST", "/get_engine_type/", self.get_engine_type),
+            ("POST", "/update_named_param/", self.load_tensor),
+            ("POST", "/process_weights_after_loading/", self.finish_plain),
+            ("POST", "/reset_prefix_cache/", self.clear_caches),
+            ("POST", "/reset_mm_cache/", self.clear_caches),
+            ("POST", "/reset_encoder_cache/", self.clear_caches),
         ]
 
     @property
@@ -181,7 +183,7 @@ class RolloutApp:
             "weight_version": updates.version if is_whole else None,
             "base": "changed" if updates.base_changed else "original",
             "updating": updates.update is not None,
-            "session": _hash(updates.session.id) if updates.session else None,  # the id itself is a secret
+            "learner": updates.owner.learner if updates.owner else None,
         }
         version = self.facts.model_copy(update=state)
         return JSONResponse(version.model_dump(mode="json", exclude=None if full else {"model"}))
@@ -223,12 +225,7 @@ class RolloutApp:
             self.metrics.tokens.inc(tokens)
         return [item for item, _ in answers]
 
-    async def open_session(self, opening: OpenSession) -> Response:
-        session = LearnerSession(opening.session, opening.learner)
-        await self.updates.claim(session)
-        return _SessionStream(self.updates, session)
-
-    async def join(self, body: JoinGroup, request: Request) -> dict[str, str]:
+    async def join(self, body: JoinGroup, request: Request) -> Response:
         if body.world_size != self.world_size + 1:
             raise Refusal(
                 400,
@@ -238,31 +235,53 @@ class RolloutApp:
                 f"join with world_size {self.world_size + 1}",
             )
         host = request.scope["server"][0] if self.host in EVERYWHERE else self.host
-        await self.updates.join(body.session, host, body.port, body.world_size, body.timeout_s)
-        return {"message": "joined"}
+        await self.updates.take(body)
+        if body.group is not None:
+            return _Joined(self.updates, body, host)
+        await self.updates.join(body, host)
+        return JSONResponse({"message": "joined"})
 
     async def leave(self, body: WeightMessage | None = None) -> dict[str, str]:
-        await self.updates.leave(body.session if body else None)
+        await self.updates.close_group(body.group if body else None)
         return {"message": "left"}
 
-    async def start_update(self, body: StartUpdate) -> dict[str, str]:
-        await self.updates.begin(body.session, body.version, body.adapter)
+    async def start(self, body: StartUpdate) -> dict[str, str]:
+        await self.updates.start(body.group, body.version, body.adapter)
         return {"message": "begun"}
 
-    async def load_bucket(self, body: LoadBucket) -> dict[str, str]:
-        check_bucket(body.metadatas)
-        await self.swift_clients.begin(body)
-        await self.updates.load(body.session, body.metadatas, body.next_bytes)
+    async def load(self, body: LoadBucket) -> dict[str, str]:
+        await self.updates.load(body.group, body.metadatas, body.next_bytes)
         return {"message": "taken"}
 
-    async def load_adapter_bucket(self, body: LoadAdapterBucket) -> dict[str, str]:
-        check_bucket(body.metadatas)
-        await self.swift_clients.begin(body, is_adapter=True)
-        await self.updates.load_adapter(body.session, body.peft_config, body.metadatas)
+    async def load_adapter(self, body: LoadAdapterBucket) -> dict[str, str]:
+        await self.updates.load(body.group, body.metadatas, config=body.peft_config)
         return {"message": "taken"}
 
-    async def finish_update(self, body: FinishUpdate) -> dict[str, str]:
-        return {"weight_version": await self.updates.finish(body.session, body.version)}
+    async def finish(self, body: FinishUpdate) -> dict[str, str]:
+        return {"weight_version": await self.updates.finish(body.group, body.version)}
+
+    async def get_state_keys(self) -> dict[str, list[str]]:
+        return {"keys": await self.engine.state_keys()}
+
+    async def get_engine_type(self) -> dict[str, Any]:
+        return {"engine_type": "AsyncLLMEngine", "enable_multi_turn": False}
+
+    async def load_tensor(self, tensor: LoadTensor) -> dict[str, str]:
+        dtype = getattr(torch, tensor.dtype.removeprefix("torch."), None)
+        count = prod(tensor.shape)
+        place = {"start_idx": 0, "end_idx": count * getattr(dtype, "itemsize", 0), "numel": count}
+        await self.updates.load(tensor.group, [place | tensor.model_dump(include={"name", "dtype", "shape"})])
+        return {"message": "taken"}
+
+    async def finish_plain(self) -> dict[str, str]:
+        await self.updates.finish_plain()
+        return {"message": "done"}
+
+    async def clear_caches(self) -> dict[str, str]:
+        await self.updates.finish_plain()
+        async with self.updates.answers():
+            await self.engine.clear_caches()
+        return {"message": "done"}
 
     async def _handle_unexpected(self, _: Request, error: Exception) -> Response:
         """Answer with the server's own problem, if it has one: what vLLM raises after its engine has ended is
@@ -271,10 +290,6 @@ class RolloutApp:
             500, "unexpected", f"{type(error).__name__}: {error}", "see this server's output, and please report it"
         )
         return to_response(self.problem or unexpected)
-
-
-def _hash(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def _encode_items(items: Sequence[Item]) -> bytes:
@@ -300,23 +315,31 @@ async def _wait_for_disconnect(receive: Any) -> None:
         pass
 
 
-class _SessionStream(Response):
-    """A response that stays open as long as the learner's connection does. When that closes, the session ends."""
+class _Joined(Response):
+    """The response to a learner that joins. Its first line says that the server is the learner's now, its second
+    that the group is complete, or why not. It stays open as long as the learner's connection does. When that
+    closes, the server leaves the group."""
 
-    def __init__(self, updates: Updates, session: LearnerSession) -> None:
-        self.updates, self.session = updates, session
+    def __init__(self, updates: Updates, learner: JoinGroup, host: str) -> None:
+        self.updates, self.learner, self.host = updates, learner, host
         self.background = None
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         try:
             headers = [(b"content-type", b"application/x-ndjson")]
             await send({"type": "http.response.start", "status": 200, "headers": headers})
-            await send(body_chunk(json.dumps({"session": self.session.id}) + "\n"))
+            await send(body_chunk(json.dumps({"message": "taken"}) + "\n"))
+            try:
+                await self.updates.join(self.learner, self.host)
+            except Refusal as refusal:
+                await send(body_chunk(json.dumps(refusal.to_json()), is_last=True))
+                return
+            await send(body_chunk(json.dumps({"message": "joined"}) + "\n"))
             disconnect = asyncio.ensure_future(_wait_for_disconnect(receive))
             while not (await asyncio.wait({disconnect}, timeout=BEAT))[0]:
                 await send(body_chunk("\n"))
         finally:
-            await asyncio.shield(asyncio.ensure_future(self.updates.release(self.session)))
+            await asyncio.shield(asyncio.ensure_future(self.updates.leave(self.learner)))
 
 
 _UPDATING = Refusal(503, "updating", "weights are being sent to this server", "ask again after the weight update")
@@ -333,8 +356,6 @@ async def _handle_http_error(request: Request, error: Exception) -> Response:
     if error.status_code == 413:
         return to_response(too_large(f"{MOST_BYTES} bytes"))
     problem = f"{request.method} {request.url.path}: {error.detail}"
-    if error.status_code == 400 and error.detail == DIGEST:
-        return to_response(Refusal(400, DAMAGED, f"{problem} differs from the body", "send the request again"))
     if error.status_code == 400:  # not UTF-8, or JSON that is too deep or has too long a number
         return to_response(bad_request(problem, f"send a body of JSON; {CONTRACT}"))
     return to_response(Refusal(error.status_code, "no_route", problem, CONTRACT))
@@ -349,57 +370,51 @@ async def _handle_invalid_body(_: Request, error: Exception) -> Response:
     return to_response(Refusal(422, "bad_request", problem, CONTRACT))
 
 
-@dataclass(frozen=True)
-class Serving:
-    """The server to run: a model folder and its settings, the socket to listen on, the folders that images may be
-    read from, and the limits on their pixels that replace those of the model folder."""
-
-    folder: Path
-    dtype: str
-    settings: RolloutMatching
-    listening: socket.socket
-    images: tuple[Path, ...]
-    image_limits: Mapping[str, int] = field(default_factory=dict)
-
-
-def serve(serving: Serving, announce: Callable[[int], None]) -> None:
-    """Run the server. Call `announce` with the engine's world size once the server accepts requests. Raise
-    EngineError if the server cannot start, and Refusal if its engine ends or hangs."""
+def serve(
+    model: Model,
+    settings: RolloutMatching,
+    listening: socket.socket,
+    images: tuple[Path, ...],
+    announce: Callable[[int], None],
+) -> None:
+    """Run a server on a socket. It may read images from the folders `images`. Call `announce` with the engine's
+    world size once the server accepts requests. Raise EngineError if the server cannot start, and Refusal if its
+    engine ends or hangs."""
     raise_file_limit()
-    guard = serving.settings.repeat_terminate
+    guard, folder, limits = settings.repeat_terminate, Path(model.path), model.image_limits
     if guard.enabled:
         check_guard_class()
-    table = VocabularyTable.from_folder(serving.folder, needs_coords=False)  # the learner knows the answer format
-    processor = load_processor(serving.folder, serving.image_limits)
+    table = VocabularyTable.from_folder(folder, needs_coords=False)  # the learner knows the answer format
+    processor = load_processor(folder, limits)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     setup = EngineSetup(
-        serving.folder,
-        serving.dtype,
-        serving.settings,
+        folder,
+        model.dtype,
+        settings,
         table,
         device,
         image_size=read_image_size(processor),
-        has_image_limits=bool(serving.image_limits),
+        has_image_limits=bool(limits),
     )
     check_devices(setup, torch.cuda.device_count())
     with closing(ServedEngine(setup)) as engine:
         app = RolloutApp(
             engine,
-            Answering(engine, processor, table, guard, AllowedImages(serving.images), engine.most_at_once),
+            Answering(engine, processor, table, guard, AllowedImages(images), engine.most_at_once),
             _describe(setup, engine.max_model_len),
-            host=str(serving.listening.getsockname()[0]),
+            host=str(listening.getsockname()[0]),
             world_size=setup.world_size,
             token=os.environ.get(TOKEN) or None,
             metrics=ServerMetrics(),
-            hung_after_s=serving.settings.vllm.server.hung_after_s,
+            hung_after_s=settings.vllm.server.hung_after_s,
         )
         server = _QuietServer(uvicorn.Config(app.api, **UVICORN), app.ending)
-        asyncio.run(_run(server, serving.listening, app, announce))
+        asyncio.run(_run(server, listening, app, announce))
 
 
 class _QuietServer(uvicorn.Server):
-    """A signal ends the running requests at once, such as a learner's session, and then the server. It does not
-    end the process, which still has an engine to stop."""
+    """A signal ends the running requests at once, and those that stay open, and then the server. It does not end
+    the process, which still has an engine to stop."""
 
     def __init__(self, config: uvicorn.Config, ending: asyncio.Event) -> None:
         super().__init__(config)

@@ -6,18 +6,18 @@ always agree on which servers may be asked.
 """
 
 import itertools
-import json
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from operator import itemgetter
 from threading import Condition
-from typing import Any
+from typing import Any, TypeVar
 from uuid import uuid4
 
+from pydantic import TypeAdapter
 from torch import distributed as dist
 
 from coordexp.config.rollout import capacity_shortage
@@ -44,6 +44,7 @@ from coordexp.rollout.prompt import PromptBuilder
 from coordexp.servers.client import (
     OTHERWISE,
     ClientTimeouts,
+    ErrorResponse,
     RequestFailed,
     ServerAnswer,
     ServerClient,
@@ -56,15 +57,43 @@ from coordexp.servers.client import (
 )
 from coordexp.servers.links import Links, own_device
 from coordexp.servers.pool import Chunk, Loss, Pool, Up, Window, sending_rank
-from coordexp.servers.protocol import DAMAGED, ENGINE_FAULT
-from coordexp.servers.send import Sent, send, send_adapter
+from coordexp.servers.protocol import ENGINE_FAULT
+from coordexp.servers.send import Sent, send
 from coordexp.tasks import Task, ignore
 
 AGAIN = 1.0  # seconds between two attempts to find a server
 WINDOWS = 4  # full windows of requests in one call of a caller that has many
-HTTP_FAULT = "http_500"  # the kind of a retry after an HTTP error of the server
 LEFT_OUT = "the run goes on without this server until it is back and has received the current weights"
-_Results = list[dict[str, Any]]  # of all senders, the first rank first; servers are the keys of objects
+# A server that refuses an adapter with one of these codes would refuse it again. With any other error, the run
+# goes on without the server until it is back.
+REFUSED_FOR_GOOD = frozenset(
+    {"no_lora", "base_changed", "adapter_refused", "update_failed", "bad_request", "no_route"}
+)
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Prospect:
+    """A server before a sync, as its sender sees it: whether weights are sent to it, and whether it has just come
+    back. `lost` is why it was lost since the last sync, and `failed` why it is not back. A server that `responds`
+    is refused for that reason."""
+
+    facts: ServerFacts
+    is_target: bool
+    is_back: bool
+    lost: Loss | None
+    failed: Loss | None
+    responds: bool
+
+
+@dataclass(frozen=True)
+class Delivery:
+    """The result of a sync for one server. Without a `loss`, it has the weights."""
+
+    seconds: float
+    nbytes: int
+    was_probed: bool = False
+    loss: Loss | None = None
 
 
 class ServerBackend:
@@ -104,7 +133,6 @@ class ServerBackend:
         self._run = ""
         self._weights: Weights | None = None
         self._probed: int | None = None  # the version at which all servers were last probed
-        self._warnings: dict[int, str] = {}  # the latest warning about a server
         guard = setup.settings.repeat_terminate
         self._pattern = key_pattern_for(guard, setup.table)
 
@@ -190,28 +218,19 @@ class ServerBackend:
     def _connect(self) -> None:
         together(ignore)
         self.links.devices = gather_texts(own_device(self.setup.device))
+        self._run = gather_texts(uuid4().hex[:8])[0]
         self.notify(f"connecting to {', '.join(client.name for client in self.clients)}")
-        results = self._on_senders(self._connect_share)
-        self._run = results[0]["run"]
-        sizes = self._take_facts(results)
+        sizes = self._take_facts(self._on_senders(self.links.connect, ServerFacts))
         if shortage := capacity_shortage(self.setup.settings.decode_batch_size, sizes, self.ranks):
             problem, fix = shortage
             raise EngineError(f"rollout_matching.decode_batch_size: {problem}", fix)
         self.pool = Pool.of(sizes)
 
-    def _connect_share(self) -> dict[str, Any]:
-        self.links.connect()
-        return {"run": uuid4().hex[:8], "facts": self._own_facts()}
-
-    def _own_facts(self) -> dict[int, dict[str, Any]]:
-        return {index: asdict(client.facts) for index, client in self.links.clients.items() if client.facts}
-
-    def _take_facts(self, results: _Results) -> tuple[int, ...]:
+    def _take_facts(self, facts: dict[int, ServerFacts]) -> tuple[int, ...]:
         """Set the facts of all clients, and return the world sizes of the servers."""
-        facts = _merge(results, "facts")
         for client in self.clients:
-            client.facts = ServerFacts(**facts[client.index])
-        return tuple(values["world_size"] for values in facts.values())
+            client.facts = facts[client.index]
+        return tuple(facts[client.index].world_size for client in self.clients)
 
     def _name_version(self, version: int) -> str:
         """Return the name of a version on the servers. No weights of another learner have the same name."""
@@ -221,17 +240,18 @@ class ServerBackend:
         """Send the current weights to all servers that can be reached and lack them. Return once one has them.
         Raise EngineError if that takes until the deadline."""
         while True:
-            plans = self._on_senders(self._plan, until)
-            self._apply_plans(plans)
+            prospects = self._on_senders(partial(self._find_prospects, until), Prospect)
+            self._take_losses(prospects)
             assert self.pool is not None
-            if targets := _merge_lists(plans, "targets"):
-                self._send(targets, _merge_lists(plans, "fresh"))
+            targets = {k: prospect.is_back for k, prospect in prospects.items() if prospect.is_target}
+            if targets:
+                self._send(targets)
             if self.pool.usable:
                 return
             if not targets:
                 time.sleep(AGAIN)
 
-    def _plan(self, until: float) -> dict[str, Any]:
+    def _find_prospects(self, until: float) -> dict[int, Prospect]:
         """Connect to the servers of this sender that are back. Return which of its servers get weights, and why
         the others cannot."""
         pool = self.pool
@@ -239,96 +259,113 @@ class ServerBackend:
         if self.rank == 0 and not pool.usable and time.monotonic() >= until:
             raise _none_left(pool, self.settings.server.timeout_s)
         ended = self.links.drop_ended()
-        for index, loss in ended.items():
-            pool = pool.mark_failed(index, loss)
-        gone = [k for k in pool.out if k in self.links.clients and k not in self.links.open]
-        errors = self.links.reconnect(gone, until, is_last_hope=len(pool.out) == len(self.clients))
-        targets = [k for k in pool.behind if k in self.links.open]
-        return {
-            "targets": targets,
-            "fresh": [k for k in targets if k in gone],  # they have come back
-            "ended": ended,
-            "failed": {index: Loss.from_error(error) for index, error in errors.items()},
-            "refused": [index for index, error in errors.items() if not isinstance(error, ServerLost)],
-            "facts": self._own_facts(),
-        }
+        gone = [k for k in self.links.clients if k not in self.links.open and (k in pool.out or k in ended)]
+        is_last_hope = len(pool.out | ended) == len(self.clients)
+        errors = self.links.reconnect(gone, until, is_last_hope)
+        prospects = {}
+        for index, client in self.links.clients.items():
+            assert client.facts is not None, "before the first sync"
+            is_open = index in self.links.open
+            is_target = is_open and (index in pool.behind or index in ended)
+            error = errors.get(index)
+            failed = Loss.from_error(error) if error else None
+            responds = not isinstance(error, ServerLost)
+            prospects[index] = Prospect(client.facts, is_target, index in gone, ended.get(index), failed, responds)
+        return prospects
 
-    def _apply_plans(self, plans: _Results) -> None:
+    def _take_losses(self, prospects: dict[int, Prospect]) -> None:
         assert self.pool is not None
-        ended, failed = _merge(plans, "ended"), _merge(plans, "failed")
-        self.pool = replace(self.pool, world_sizes=self._take_facts(plans))
-        for index, loss in (ended | failed).items():
-            self.pool = self.pool.mark_failed(index, Loss(*loss))
-        for loss in ended.values():
-            self._warn_left_out(Loss(*loss))
-        for index in _merge_lists(plans, "refused"):
-            self._warn_once(index, f"warning: {EngineError(*failed[index])}")
+        self.pool = replace(
+            self.pool, world_sizes=self._take_facts({k: prospect.facts for k, prospect in prospects.items()})
+        )
+        for index, prospect in prospects.items():
+            if prospect.lost:
+                self.pool = self.pool.mark_failed(index, prospect.lost)
+                self._warn_left_out(prospect.lost)  # it may be back already
+            if prospect.failed:
+                if prospect.responds and self.pool.out.get(index) != prospect.failed:  # the user has to act
+                    self.notify(f"warning: {EngineError(*prospect.failed)}")
+                self.pool = self.pool.mark_failed(index, prospect.failed)
 
-    def _send(self, targets: list[int], fresh: list[int]) -> None:
+    def _send(self, targets: dict[int, bool]) -> None:
+        """Send the current weights to these servers. A value says that the server has just come back: then it is
+        probed."""
         assert self.pool is not None and self.pool.version is not None
         version = self.pool.version
         is_due = self._probed is None or version - self._probed >= self.settings.sync.canary_every
-        own = self.reference.generate(self._probe_requests) if is_due or fresh else []
-        sent = together(partial(self._send_weights, targets, version))
-        results = self._on_senders(self._probe, sent, own, targets if is_due else fresh)
-        synced, failed = _merge_lists(results, "synced"), _merge(results, "failed")
-        for index in synced:
-            self.pool = self.pool.mark_synced(index, version)
-        for index, loss in failed.items():
-            self._leave_out(index, Loss(*loss))
-            self.pool = self.pool.mark_failed(index, Loss(*loss))
+        probed = [k for k, is_back in targets.items() if is_due or is_back]
+        own = self.reference.generate(self._probe_requests) if probed else []
+        sent = together(partial(self._send_share, targets, version))
+        deliveries = self._on_senders(partial(self._probe, targets, sent, own, probed), Delivery)
+        for index, delivery in deliveries.items():
+            if delivery.loss is None:
+                self.pool = self.pool.mark_synced(index, version)
+            else:
+                self._leave_out(index, delivery.loss)
+                self.pool = self.pool.mark_failed(index, delivery.loss)
         if self.rank == 0:
-            self._record_sync(results, version)
-        if is_due and synced:
+            self._record_sync(deliveries, version)
+        if is_due and self.pool.usable:
             if self._probed is None:
                 self.notify("the rollout servers answer as the learner does")
             self._probed = version
 
-    def _send_weights(self, targets: list[int], version: int) -> Sent:
+    def _send_share(self, targets: dict[int, bool], version: int) -> Sent:
         """Send the weights to those of the targets that are this rank's."""
         assert self._weights is not None
         links = [self.links.open[k] for k in targets if k in self.links.open]
         if not links:
             deque(self._weights(), maxlen=0)  # it takes part in gathering them
-            return Sent((), {}, 0, 0.0)
+            return Sent()
         name, device, seconds = self._name_version(version), self.setup.device, self.settings.sync.timeout_s
         if self.sync_mode.is_adapter:
             assert self.adapter is not None and self.ranks == 1  # other ranks take no part in gathering it
-            try:
-                return send_adapter(links, self.adapter(), name, device, seconds)
-            except AdapterRefused as error:
-                self.sync_mode.fall_back(error.problem)
-        is_only = self.settings.sync.senders == 1
-        return send(links, self._weights(), name, device, seconds, self._notify_here, is_only_sender=is_only)
+            config, weights = self.adapter()
+            sent = send(links, weights, name, device, seconds, config)
+            if (reason := _refusal_of_adapter(sent.errors)) is None:
+                return sent
+            self.sync_mode.fall_back(reason)
+        return send(links, self._weights(), name, device, seconds, others_wait=self.settings.sync.senders > 1)
 
-    def _probe(self, sent: Sent, own: list[Rollout], probed: Sequence[int]) -> dict[str, Any]:
+    def _probe(
+        self, targets: dict[int, bool], sent: Sent, own: list[Rollout], probed: Sequence[int]
+    ) -> dict[int, Delivery]:
         """Return which servers of this sender have the weights, and why the others do not. Raise EngineError if a
         server that is to be probed does not answer as the learner does. A server gets the probes once for each of
         its devices, so that each of its replicas answers some."""
         assert self.pool is not None and self.pool.version is not None
-        version, failed = self.pool.version, dict(sent.failed)
+        errors: dict[int, EngineError] = dict(sent.errors)
         probes = {
-            k: Task(self.ask_server, k, self._probe_requests * self.pool.world_sizes[k], version)
-            for k in sent.servers
-            if own and k in probed
+            k: Task(self.ask_server, k, self._probe_requests * self.pool.world_sizes[k], self.pool.version)
+            for k in targets
+            if k in self.links.clients and k in probed and k not in errors
         }
         for index, task in probes.items():
             if (lost := task.failure(ServerLost)) is not None:
-                failed[index] = Loss.from_error(lost)
-                continue
-            self._compare(index, own * self.pool.world_sizes[index], task.result())
-        synced = [k for k in sent.servers if k not in failed]
-        result = {"synced": synced, "failed": failed, "probed": list(probes)}
-        return result | {"seconds": sent.seconds, "bytes": sent.nbytes}
+                errors[index] = lost
+            else:
+                self._compare(index, own * self.pool.world_sizes[index], task.result())
+        return {
+            k: Delivery(
+                sent.seconds, sent.nbytes, k in probes, Loss.from_error(errors[k]) if k in errors else None
+            )
+            for k in targets
+            if k in self.links.clients
+        }
 
-    def _record_sync(self, results: _Results, version: int) -> None:
+    def _record_sync(self, deliveries: dict[int, Delivery], version: int) -> None:
         """Record the sync of all senders as one event. Each of them has sent the same bytes to each server."""
-        seconds, nbytes = (max(result[name] for result in results) for name in ("seconds", "bytes"))
-        reasons = {str(k): str(EngineError(*loss)) for k, loss in _merge(results, "failed").items()}
-        servers = {name: _merge_lists(results, name) for name in ("synced", "probed")}
+        losses = {index: delivery.loss for index, delivery in deliveries.items()}
         self.record(
-            {"event": "sync", "version": version, "seconds": round(seconds, 4), "bytes": nbytes}
-            | {"synced": servers["synced"], "failed": reasons, "probed": servers["probed"]}
+            {
+                "event": "sync",
+                "version": version,
+                "seconds": round(max(delivery.seconds for delivery in deliveries.values()), 4),
+                "bytes": max(delivery.nbytes for delivery in deliveries.values()),
+                "synced": [index for index, loss in losses.items() if loss is None],
+                "failed": {str(index): str(EngineError(*loss)) for index, loss in losses.items() if loss},
+                "probed": [index for index, delivery in deliveries.items() if delivery.was_probed],
+            }
             | self.describe()
         )
 
@@ -374,35 +411,20 @@ class ServerBackend:
     def _request_answers(
         self, client: ServerClient, requests: Sequence[Request], version: int
     ) -> list[ServerAnswer]:
-        """Return the answers of one call. A failure of the server itself (HTTP 500, a body that was damaged on the
-        way, or an `engine` error of one request) is retried with the same requests, once for each of the three
-        kinds, and every retry is recorded."""
-        payload = infer_payload(requests, self.prompts.question)
-        retried: set[str] = set()
+        """Return the answers of one call. If the server itself fails (HTTP 500, or an `engine` error of one
+        request), send the same requests once more, and record that."""
+        payload, is_retry = infer_payload(requests, self.prompts.question), False
         while True:
             try:
                 return read_answers(client.infer(payload), len(requests), client.name)
-            except ServerFault as fault:
-                kind, reason = DAMAGED if fault.code == DAMAGED else HTTP_FAULT, str(fault)
-                is_own = fault.status == 500 or kind == DAMAGED  # else it has no weights, or no engine
-                if not is_own or kind in retried:
-                    raise
-            except RequestFailed as failed:
-                image = requests[failed.index].image.path
-                if failed.code != ENGINE_FAULT or ENGINE_FAULT in retried:
-                    problem = f"{image}: {client.name} could not answer it: {failed.problem}"
-                    raise EngineError(problem, failed.fix) from failed
-                kind, reason = ENGINE_FAULT, f"{image}: {failed}"
-            retried.add(kind)
-            self._record_retry(client, requests, version, kind, reason)
-
-    def _record_retry(
-        self, client: ServerClient, requests: Sequence[Request], version: int, kind: str, reason: str
-    ) -> None:
-        """Record which requests are sent a second time. Their seeds stay the same."""
-        sent = [{"image": request.image.path, "seed": request.seed} for request in requests]
-        place = {"server": client.index, "base_url": client.url, "version": version}
-        self.record({"event": "retry", **place, "kind": kind, "reason": reason, "requests": sent})
+            except (ServerFault, RequestFailed) as error:
+                reason = _name_image(error, client, requests)
+                if is_retry or not _is_own_failure(error):
+                    raise reason from None
+            is_retry = True
+            place = {"server": client.index, "base_url": client.url, "version": version}
+            sent = [{"image": request.image.path, "seed": request.seed} for request in requests]
+            self.record({"event": "retry", **place, "reason": str(reason), "requests": sent})
 
     def _record_calls(self, calls: list[dict[str, Any]], seconds: float) -> None:
         assert self.pool is not None
@@ -413,21 +435,14 @@ class ServerBackend:
 
     def _agree(self, agreed: Pool, losses: dict[int, Loss]) -> None:
         """Leave out, on all ranks, every server that one rank has lost."""
-        union: dict[int, Loss] = {}
-        for text in gather_texts(json.dumps(losses)):
-            for index, loss in json.loads(text).items():
-                union.setdefault(int(index), Loss(*loss))
-        for index, loss in union.items():
+        self.pool = agreed
+        for index, loss in _share(losses, Loss).items():
             self._leave_out(index, loss)
-        self.pool = agreed.mark_all_lost(union)
+            self.pool = self.pool.mark_lost(index, loss)
 
-    def _on_senders(self, work: Callable[..., Any], *arguments: Any) -> _Results:
-        """Do the work on all senders, and return their results, which are JSON, on all ranks."""
-        text = together(partial(self._run_if_sender, work, *arguments))
-        return [json.loads(result) for result in gather_texts(text) if result]
-
-    def _run_if_sender(self, work: Callable[..., Any], *arguments: Any) -> str:
-        return json.dumps(work(*arguments)) if self.links.clients else ""
+    def _on_senders(self, work: Callable[[], dict[int, T]], kind: type[T]) -> dict[int, T]:
+        """Do the work on all senders. Return the results by server, on all ranks."""
+        return _share(together(lambda: work() if self.links.clients else {}), kind)
 
     def _leave_out(self, index: int, loss: Loss) -> None:
         self._warn_left_out(loss)
@@ -437,21 +452,39 @@ class ServerBackend:
         fix = "; ".join(filter(None, (loss.fix, LEFT_OUT)))
         self.notify(f"warning: {EngineError(loss.problem, fix)}")
 
-    def _warn_once(self, index: int, warning: str) -> None:
-        """Warn about a server that responds but cannot be used: the user has to act."""
-        if self._warnings.get(index) != warning:
-            self._warnings[index] = warning
-            self.notify(warning)
+
+def _share(own: dict[int, T], kind: type[T]) -> dict[int, T]:
+    """Return what all ranks know about servers, on all ranks. Of several facts about one server, the first rank's
+    counts."""
+    adapter = TypeAdapter(dict[int, kind])  # type: ignore[valid-type]
+    shared: dict[int, T] = {}
+    for text in gather_texts(adapter.dump_json(own).decode()):
+        shared = adapter.validate_json(text) | shared
+    return dict(sorted(shared.items()))
 
 
-def _merge(results: _Results, name: str) -> dict[int, Any]:
-    """Return this object of all senders as one, in the order of the servers."""
-    return dict(sorted((int(index), value) for result in results for index, value in result[name].items()))
+def _refusal_of_adapter(errors: dict[int, EngineError]) -> str | None:
+    """Return why a server will never take an adapter, if one of these errors says so."""
+    for error in errors.values():
+        is_final = isinstance(error, ErrorResponse) and error.code in REFUSED_FOR_GOOD
+        if is_final or isinstance(error, AdapterRefused):
+            return error.problem.splitlines()[0]
+    return None
 
 
-def _merge_lists(results: _Results, name: str) -> list[int]:
-    """Return the servers in this list of all senders, in order."""
-    return sorted(index for result in results for index in result[name])
+def _is_own_failure(error: ServerFault | RequestFailed) -> bool:
+    """Return True if the server failed at a call, and not because it has no weights or no engine."""
+    return error.status == 500 if isinstance(error, ServerFault) else error.code == ENGINE_FAULT
+
+
+def _name_image(
+    error: ServerFault | RequestFailed, client: ServerClient, requests: Sequence[Request]
+) -> EngineError:
+    """Return the error with the image of the request that failed."""
+    if isinstance(error, ServerFault):
+        return error
+    image = requests[error.index].image.path
+    return EngineError(f"{image}: {client.name} could not answer it: {error.problem}", error.fix)
 
 
 class _Generation:
@@ -490,7 +523,7 @@ class _Generation:
         batch = backend.setup.settings.decode_batch_size
         self._window = Window(pool, batch, backend.rank, backend.ranks, serial)
         for part in parts or [range(len(self.requests))]:
-            self._window.deal([request for request in part if request not in self.rollouts])
+            self._window.add([request for request in part if request not in self.rollouts])
         with self._changed:
             self._make_calls(self._window)
 

@@ -1,11 +1,10 @@
-"""The HTTP client of one rollout server: health, session, weights and answers. Several threads may use it. Imports
+"""The HTTP client of one rollout server: health, weights and answers. Several threads may use it. Imports
 no torch.
 
 No call outlives its server. While a call is running, the client polls the server's health, and ends the call if
 the server has died or has been silent for too long.
 """
 
-import hashlib
 import json
 import math
 import os
@@ -15,9 +14,8 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from threading import Event, Lock
+from threading import Lock
 from typing import Any, Literal
 
 import httpx
@@ -28,8 +26,6 @@ from coordexp.families import STOP_TOKENS
 from coordexp.rollout.backend import Request, Rollout, common_decode
 from coordexp.rollout.guard import cut_at_end
 from coordexp.servers.protocol import (
-    DAMAGED,
-    DIGEST,
     IMAGE,
     KEEP_ALIVE,
     OWN_KEY,
@@ -39,12 +35,9 @@ from coordexp.servers.protocol import (
     InferRequest,
     LearnerFields,
     Message,
-    OpenSession,
     RequestConfig,
     WeightVersion,
     check_form,
-    format_digest,
-    is_damaged,
     read_error,
     read_json,
     read_response,
@@ -75,7 +68,7 @@ class ErrorResponse(EngineError):
 
 
 class ServerFault(ErrorResponse, ServerLost):
-    """The server answered with an error of its own (5xx), or the request or the answer was damaged on the way."""
+    """The server answered with an error of its own (5xx)."""
 
 
 class RequestRefused(ErrorResponse):
@@ -89,8 +82,6 @@ class ClientTimeouts:
     poll: float = 1.0  # between two health checks of a server
     health: float = 2.0  # for the response to a health check
     silence: float = 10.0  # without any response, until a server counts as lost
-    session: float = 30.0  # without a line in the session's stream, until the session counts as ended
-    taken: float = 15.0  # for the session of a learner that has died to end
     call: float = 30.0  # for the response to a call that takes no time on the server
 
 
@@ -111,6 +102,7 @@ class ServerClient:
     calls; without it, or if it is not positive, they have no limit."""
 
     facts: ServerFacts | None = None
+    _health: Health = "ok"
 
     def __init__(
         self,
@@ -121,14 +113,15 @@ class ServerClient:
     ) -> None:
         self.index, self.url, self.group_port = index, server.base_url, server.group_port
         self.timeouts = timeouts or ClientTimeouts()
-        self._liveness = _Liveness(self)
-        self._infer_timeout = infer_timeout_s if infer_timeout_s and infer_timeout_s > 0 else None
+        self._asking = Lock()
+        self._asked = self._responded = -math.inf
+        self._infer_timeout = infer_timeout_s if infer_timeout_s and infer_timeout_s > 0 else math.inf
         token = os.environ.get(TOKEN)
         self.http = httpx.Client(
             headers={"Authorization": f"Bearer {token}"} if token else {},
             trust_env=False,  # no proxy stands between a learner and its servers
             follow_redirects=False,
-            timeout=None,  # noqa: S113 - `_call` ends a call
+            timeout=None,  # noqa: S113 - a `Call` ends by itself
             transport=httpx.HTTPTransport(
                 verify=ssl.create_default_context(),
                 limits=httpx.Limits(max_connections=None, max_keepalive_connections=0),
@@ -168,32 +161,43 @@ class ServerClient:
         return version.weight_version
 
     def get(self, path: str) -> bytes:
-        return self._call("GET", path, None, self.timeouts.call)
+        return Call(self, "GET", path).result(time.monotonic() + self.timeouts.call)
 
-    def post(self, path: str, message: Message, seconds: float | None = None) -> bytes:
-        """Return the response. Raise ServerLost if the server dies meanwhile, or needs more than `seconds`."""
-        return self._call("POST", path, message.to_json(), seconds)
+    def post(self, path: str, message: Message, until: float) -> bytes:
+        """Return the response. Raise ServerLost if the server dies meanwhile, or has not responded at `until`."""
+        return Call(self, "POST", path, message.to_json()).result(until)
 
     def infer(self, payload: dict[str, Any]) -> bytes:
         """Return the response. `infer_timeout_s` limits this call alone."""
-        return self._call("POST", "/infer/", payload, self._infer_timeout)
+        return Call(self, "POST", "/infer/", payload).result(time.monotonic() + self._infer_timeout)
 
     def close(self) -> None:
         self.http.close()
 
-    def _call(self, method: str, path: str, body: dict[str, Any] | None, seconds: float | None) -> bytes:
-        exchange, since = _Exchange(self), time.monotonic()
-        deadline = since + seconds if seconds is not None else math.inf
-        try:
-            task = Task(exchange.run, method, path, body)
-            check = partial(self._liveness.check, path, since)
-            return task.result(deadline=deadline, check=check, interval=self.timeouts.poll)
-        except TimeoutError:
-            raise ServerLost(f"{self.name}: no answer in {seconds:.1f} s (in {path})") from None
-        except httpx.TransportError as error:
-            raise ServerLost(f"{self.name}: the connection failed in {path} ({_describe(error)})") from error
-        finally:
-            exchange.cut()
+    def check_alive(self, path: str, since: float) -> None:
+        """Raise ServerLost, for a call to `path` that began at `since`, if the server has ended or has been silent
+        for too long. However many calls are open, only one of them asks for the health at a time."""
+        if self._asking.acquire(blocking=False):
+            try:
+                if (now := time.monotonic()) - self._asked >= 0.9 * self.timeouts.poll:
+                    self._health, self._asked = self.health(), now
+                    self._responded = time.monotonic() if self._health == "ok" else self._responded
+            finally:
+                self._asking.release()
+        silent = time.monotonic() - max(self._responded, since)
+        problem = ""
+        if self._asked < since:
+            return
+        if self._health == "refused":
+            problem = "it has ended"
+        elif self.facts is not None and not self.facts.responds_while_busy:
+            return
+        elif self._health == "failed":
+            problem = "its engine has ended or hangs"
+        elif self._health == "silent" and silent >= self.timeouts.silence:
+            problem = f"no response for {silent:.0f} s"
+        if problem:
+            raise ServerLost(f"{self.name}: {problem} (in {path})")
 
     def to_error(self, status: int, path: str, body: bytes) -> ErrorResponse:
         """Return the error that a response stands for."""
@@ -203,7 +207,7 @@ class ServerClient:
         reason, fix, code = read_error(content)
         problem = f"{self.name}: {path} answered {status}" + (f" {code}" if code else "")
         problem += f": {reason}" if reason else ""
-        if status >= 500 or code == DAMAGED:
+        if status >= 500:
             return ServerFault(problem, fix, status, code)
         if status == 401:
             fix = fix or f"set {TOKEN} to the same value for the server and the learner"
@@ -212,157 +216,77 @@ class ServerClient:
         return RequestRefused(problem, fix, status, code)
 
 
-class _Liveness:
-    """The health of a server, for all calls that are open on it. Only one of them asks, so that the number of
-    health checks does not grow with that of the calls."""
+class Call:
+    """A request and its response, in a thread of its own, which begins at once. The response to a call that
+    `stays_open` is read line by line until the call is cut off or the server ends it. `lines` counts them."""
 
-    def __init__(self, client: "ServerClient") -> None:
-        self.client = client
-        self._asking = Lock()
-        self._health: Health = "ok"
-        self._asked = self._responded = -math.inf
-
-    def check(self, path: str, since: float) -> None:
-        """Raise ServerLost, for a call to `path` that began at `since`, if the server has ended or has been silent
-        for too long."""
-        if self._asking.acquire(blocking=False):
-            try:
-                self._ask_if_due()
-            finally:
-                self._asking.release()
-        if self._asked < since:
-            return
-        if self._health == "refused":
-            raise self._lost("it has ended", path)
-        if self._is_patient:
-            return
-        if self._health == "failed":
-            raise self._lost("its engine has ended or hangs", path)
-        silent = time.monotonic() - max(self._responded, since)
-        if self._health == "silent" and silent >= self.client.timeouts.silence:
-            raise self._lost(f"no response for {silent:.0f} s", path)
+    def __init__(
+        self,
+        client: ServerClient,
+        method: str,
+        path: str,
+        body: dict[str, Any] | None = None,
+        stays_open: bool = False,
+    ) -> None:
+        self.client, self.path, self.since = client, path, time.monotonic()
+        self.lines = 0
+        self._stream: Any = None
+        self._task = Task(self._run, method, body, stays_open)
 
     @property
-    def _is_patient(self) -> bool:
-        facts = self.client.facts
-        return facts is not None and not facts.responds_while_busy
+    def has_ended(self) -> bool:
+        return self._task.done.is_set()
 
-    def _ask_if_due(self) -> None:
-        if time.monotonic() - self._asked < 0.9 * self.client.timeouts.poll:
-            return
-        began = time.monotonic()
-        self._health = self.client.health()
-        self._asked = began
-        if self._health == "ok":
-            self._responded = time.monotonic()
+    def check(self) -> None:
+        """Raise the error of the call if it has failed, or if its server is lost."""
+        if self.has_ended:
+            self.result()
+        else:
+            self.client.check_alive(self.path, self.since)
 
-    def _lost(self, problem: str, path: str) -> ServerLost:
-        return ServerLost(f"{self.client.name}: {problem} (in {path})")
-
-
-class _Exchange:
-    """One request and its response. Another thread may cut it off."""
-
-    def __init__(self, client: ServerClient) -> None:
-        self._client = client
-        self._stream: Any = None
-
-    def run(self, method: str, path: str, body: dict[str, Any] | None) -> bytes:
-        """Return the body of the response. Raise the error that it stands for, if it is one."""
-        with self._send(method, path, body, None) as response:
-            content = bytearray()
-            for part in response.iter_bytes():
-                content += part
-                if len(content) > LARGEST:
-                    raise EngineError(f"{self._client.name}: its answer has more than {LARGEST >> 20} MiB")
-        if is_damaged(response.headers.get(DIGEST), hashlib.sha256(content).digest()):
-            problem = f"{self._client.name}: its answer to {path} was damaged on the way ({DIGEST} differs)"
-            raise ServerFault(problem, "", response.status_code, DAMAGED)
-        if response.status_code != 200:
-            raise self._client.to_error(response.status_code, path, bytes(content))
-        return bytes(content)
-
-    def hold(self, path: str, body: dict[str, Any], begun: Event) -> None:
-        """Read a response that stays open, until it ends or is silent for too long. Set `begun` at its first
-        line."""
-        with self._send("POST", path, body, self._client.timeouts.session) as response:
-            if response.status_code != 200:
-                raise self._client.to_error(response.status_code, path, response.read())
-            for _ in response.iter_lines():
-                begun.set()
+    def result(self, until: float = math.inf) -> bytes:
+        """Return the response. Raise ServerLost if it has not come at `until`, or if the server is lost."""
+        name = self.client.name
+        try:
+            return self._task.result(deadline=until, check=self.check, interval=self.client.timeouts.poll)
+        except TimeoutError:
+            raise ServerLost(f"{name}: no answer in {until - self.since:.1f} s (in {self.path})") from None
+        except httpx.TransportError as error:
+            raise ServerLost(
+                f"{name}: the connection failed in {self.path} ({str(error) or type(error).__name__})"
+            ) from error
+        finally:
+            self.cut()
 
     def cut(self) -> None:
-        """End the exchange by closing its socket."""
+        """End the call by closing its socket."""
         if self._stream is not None and (connection := self._stream.get_extra_info("socket")) is not None:
             with suppress(OSError):
                 connection.shutdown(socket.SHUT_RDWR)
 
-    def _send(self, method: str, path: str, body: Any, timeout: float | None) -> Any:
+    def _run(self, method: str, body: dict[str, Any] | None, stays_open: bool) -> bytes:
+        client, parts = self.client, bytearray()
         content = None if body is None else json.dumps(body, separators=(",", ":"), allow_nan=False).encode()
-        headers = {}
-        if content is not None:
-            digest = format_digest(hashlib.sha256(content).digest())
-            headers = {"Content-Type": "application/json", DIGEST: digest}
-        extensions = {"trace": self._trace}
-        url = f"{self._client.url}{path}"
-        return self._client.http.stream(
-            method, url, content=content, headers=headers, timeout=timeout, extensions=extensions
-        )
+        headers = {} if content is None else {"Content-Type": "application/json"}
+        options: Any = {"content": content, "headers": headers, "extensions": {"trace": self._trace}}
+        with client.http.stream(method, f"{client.url}{self.path}", **options) as response:
+            if stays_open and response.status_code == 200:
+                for line in filter(None, response.iter_lines()):
+                    if '"error"' in line:
+                        raise client.to_error(500, self.path, line.encode())
+                    self.lines += 1
+                return b""
+            for part in response.iter_bytes():
+                parts += part
+                if len(parts) > LARGEST:
+                    raise EngineError(f"{client.name}: its answer has more than {LARGEST >> 20} MiB")
+        if response.status_code != 200:
+            raise client.to_error(response.status_code, self.path, bytes(parts))
+        return bytes(parts)
 
     def _trace(self, event: str, info: dict[str, Any]) -> None:
         if event in ("connection.connect_tcp.complete", "connection.start_tls.complete"):
             self._stream = info["return_value"]
-
-
-class ServerSession:
-    """This learner's right to send weights to a server. It lasts as long as its connection stays open."""
-
-    def __init__(self, client: ServerClient, identity: str) -> None:
-        self.identity, self.ended = identity, Event()
-        self._client, self._begun = client, Event()
-        self._exchange = _Exchange(client)
-        opening = OpenSession(session=identity, learner=f"{socket.gethostname()}:{os.getpid()}")
-        self._task = Task(self._hold, opening.to_json())
-
-    @classmethod
-    def open(cls, client: ServerClient, identity: str) -> "ServerSession":
-        """Open a session. If another learner holds the server, retry for a while: that learner may have just
-        died."""
-        until = time.monotonic() + client.timeouts.taken
-        while True:
-            session = cls(client, identity)
-            try:
-                session._wait_until_open()
-                return session
-            except RequestRefused as refused:
-                if refused.code != "session_taken" or time.monotonic() >= until:
-                    raise
-            time.sleep(min(1.0, client.timeouts.poll))
-
-    def close(self) -> None:
-        self._exchange.cut()
-
-    def _hold(self, body: dict[str, Any]) -> None:
-        try:
-            self._exchange.hold("/session/", body, self._begun)
-        finally:
-            self.ended.set()
-            self._begun.set()
-
-    def _wait_until_open(self) -> None:
-        if not self._begun.wait(self._client.timeouts.call):
-            self.close()
-            raise ServerLost(f"{self._client.name}: it did not begin a session")
-        if self.ended.is_set():
-            self._task.done.wait(1)
-            error = self._task.error
-            if isinstance(error, EngineError):
-                raise error
-            raise ServerLost(f"{self._client.name}: the session ended at once ({_describe(error)})")
-
-
-def _describe(error: BaseException | None) -> str:
-    return str(error) or type(error).__name__ if error is not None else "without an error"
 
 
 def infer_payload(requests: Sequence[Request], question: str) -> dict[str, Any]:

@@ -1,45 +1,31 @@
-"""Connections of a rollout server: the socket it listens on, which requests it lets in, and which connections it
-closes. Imports no torch, so that the port can be reserved before slow imports.
+"""Which requests a rollout server lets in, and the socket that it listens on. Imports no torch, so that the port
+can be reserved before slow imports.
 
-uvicorn by itself waits for a header and for a body as long as a client likes. Here a connection is closed when it
-has not sent a whole header within `HEADER` seconds and `MOST_HEADER` bytes, or when for `BODY` seconds it has sent
-no byte of a body or read no byte of a response. An answer or a session may take as long as it needs.
+The parser limits the size of a header, and this module that of a body. A client that opens connections and sends
+nothing is not closed: a server that listens for more than a trusted network belongs behind a proxy.
 """
 
 import asyncio
-import hashlib
 import hmac
 import json
 import resource
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from functools import partial
-from operator import attrgetter
 from typing import Any
 from urllib.parse import urlsplit
 
-import h11
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
-from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from coordexp.config.rollout import is_loopback_host
 from coordexp.errors import EngineError, explain
-from coordexp.servers.protocol import DIGEST, KEEP_ALIVE, Refusal, bad_request, format_digest, is_damaged
+from coordexp.servers.protocol import KEEP_ALIVE, Refusal, bad_request
 
-HEADER = 10.0  # seconds for a whole header, from the first byte or from the start of the connection
-BODY = 30.0  # seconds without a byte of the body, or in which the client reads no byte of a response
 MOST_HEADER = 2**14  # bytes of a header or trailer, unless it comes whole in one read
-MOST_READ = 2**16  # bytes that are read from a socket, and parsed, before others have their turn
-LOOKS = 1.0  # seconds between two checks of a connection
-MOST_STRANGERS = 2048  # or a quarter of the files that may be open, if that is less
-CUT_AT_ONCE = 8  # one in so many strangers is closed at once: counting them for every connection takes too long
-BACKLOG = 256  # connections that are accepted at once, before the first of them can be closed
-CONNECTION = "coordexp.connection"  # the key of the connection in the scope of a request
+BACKLOG = 256  # connections that wait to be accepted
 LEAVING = 0.5  # seconds that a request may take to clean up when the server stops
 MOST_BYTES = 256 * 2**20  # bytes in the body of one call
-LARGE_BODY = 2**20  # bytes of a response that a thread hashes, so that the event loop goes on
 PROBES = ("/health/", "/ready/")  # routes without a token
 
 
@@ -58,102 +44,15 @@ def listen(host: str, port: int) -> socket.socket:
     return listening
 
 
-def raise_file_limit() -> int:
-    """Allow this process as many open files as the system permits, and return that number."""
+def raise_file_limit() -> None:
+    """Allow this process as many open files as the system permits."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    return hard
 
 
-def most_strangers() -> int:
-    return min(MOST_STRANGERS, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4)
-
-
-class TimedConnection(H11Protocol):
-    """A connection of uvicorn with deadlines. Of uvicorn's two HTTP parsers, only h11 limits the size of a header.
-
-    A stranger is a connection that has not shown the token and has no request that is being answered. When there
-    are too many, the oldest eighth of them is closed: an honest client sends its header at once, and must not wait
-    behind those that do not."""
-
-    is_known = False  # the app sets it when a request has the token
-    cycle: Any  # the latest request
-    connections: Any
-
-    def connection_made(self, transport: Any) -> None:
-        super().connection_made(transport)
-        transport.max_size = MOST_READ
-        now = self.loop.time()
-        self.since = self._received = self._read = now
-        self._unread = 0  # bytes of responses that the client has not read yet
-        self._header_since: float | None = now
-        self._timer = self.loop.call_later(LOOKS, self._look)
-        if len(self.connections) > (most := most_strangers()):
-            strangers = [connection for connection in self.connections if connection.is_stranger]
-            if len(strangers) > most:
-                strangers.sort(key=attrgetter("since"))
-                for stranger in strangers[: max(1, most // CUT_AT_ONCE)]:
-                    stranger.cut_off()
-
-    def data_received(self, data: bytes) -> None:
-        before, self._received = self.cycle, self.loop.time()
-        if len(data) > MOST_HEADER and before is not None and before.response_complete and before.more_body:
-            self.transport.close()  # nobody reads this body
-            return
-        super().data_received(data)
-        if self.cycle is not before:
-            self._header_since = None
-            self.cycle.scope[CONNECTION] = self  # the app handles the request after this call
-        elif self._header_since is None and self._has_no_request:
-            self._header_since = self._received
-
-    def connection_lost(self, error: Exception | None) -> None:
-        self._timer.cancel()
-        super().connection_lost(error)
-
-    def send_400_response(self, msg: str) -> None:
-        """Answer bytes that are no HTTP, unless the request that they belong to has a response already."""
-        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
-            super().send_400_response(msg)
-        else:
-            self.cut_off()
-        if self.cycle is not None:
-            self.cycle.disconnected = True  # so that the app's own response is not sent
-
-    @property
-    def is_stranger(self) -> bool:
-        is_answered = not self._has_no_request and not self.cycle.more_body and not self.flow.write_paused
-        return not self.is_known and not is_answered and not self.transport.is_closing()
-
-    def cut_off(self) -> None:
-        self.transport.abort()
-
-    @property
-    def _has_no_request(self) -> bool:
-        return self.cycle is None or bool(self.cycle.response_complete)
-
-    def _look(self) -> None:
-        now = self.loop.time()
-        before, self._unread = self._unread, self.transport.get_write_buffer_size()
-        if self._unread == 0 or self._unread != before:
-            self._read = now
-        if now - self._read > BODY:
-            is_late = True
-        elif self._has_no_request:
-            is_late = self._header_since is not None and now - self._header_since > HEADER
-        else:
-            if self.flow.read_paused:  # the client may have sent more: the app has not read it yet
-                self._received = now
-            is_late = self.cycle.more_body and now - self._received > BODY
-        if is_late:
-            self.cut_off()
-        else:
-            self._timer = self.loop.call_later(LOOKS, self._look)
-
-
-# The arguments that uvicorn is started with.
+# The arguments that uvicorn is started with. Of its two HTTP parsers, only h11 limits the size of a header.
 UVICORN: dict[str, Any] = {
-    "http": TimedConnection,
+    "http": "h11",
     "h11_max_incomplete_event_size": MOST_HEADER,
     "ws": "none",
     "backlog": BACKLOG,
@@ -165,8 +64,8 @@ UVICORN: dict[str, Any] = {
 
 class AccessControl:
     """ASGI middleware that refuses requests with a missing token, for another host, or with a body that is too
-    large or does not have the digest in its header. It adds the digest to responses. Once the server is `ending`,
-    it also ends the requests that are being answered, with the refusal that `reason` returns."""
+    large. Once the server is `ending`, it also ends the requests that are being answered, with the refusal that
+    `reason` returns."""
 
     def __init__(self, app: Any, token: str | None, ending: asyncio.Event, reason: Callable[[], Refusal]) -> None:
         self.app, self.token, self.ending, self.reason = app, token, ending, reason
@@ -175,30 +74,19 @@ class AccessControl:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        send = _add_digest(send)
-        headers = dict(scope["headers"])
-        is_known = self._has_token([value for name, value in scope["headers"] if name == b"authorization"])
-        if refusal := self._check(scope["path"], headers, is_known):
+        if refusal := self._check(scope["path"], scope["headers"]):
             response = to_response(refusal)
             response.headers["Connection"] = "close"  # the rest of the request is not read
             await response(scope, receive, send)
             return
-        if is_known and CONNECTION in scope:
-            scope[CONNECTION].is_known = True
         left = MOST_BYTES
-        digest, expected = hashlib.sha256(), headers.get(DIGEST.encode())
 
         async def receive_checked() -> Any:
             nonlocal left
             message = await receive()
-            body = message.get("body", b"")
-            left -= len(body)
+            left -= len(message.get("body", b""))
             if left < 0:
                 raise HTTPException(413)
-            if expected is not None and message["type"] == "http.request":
-                digest.update(body)
-                if not message.get("more_body") and is_damaged(expected.decode("latin-1"), digest.digest()):
-                    raise HTTPException(400, DIGEST)
             return message
 
         await self._run_until_ending(scope, receive_checked, send)
@@ -227,8 +115,9 @@ class AccessControl:
         expected = f"Bearer {self.token}".encode()
         return bool(self.token) and len(values) == 1 and hmac.compare_digest(values[0], expected)
 
-    def _check(self, path: str, headers: dict[bytes, bytes], is_known: bool) -> Refusal | None:
-        is_probe = path in PROBES
+    def _check(self, path: str, lines: list[tuple[bytes, bytes]]) -> Refusal | None:
+        is_probe, headers = path in PROBES, dict(lines)
+        is_known = self._has_token([value for name, value in lines if name == b"authorization"])
         if self.token and not is_probe and not is_known:
             return Refusal(
                 401,
@@ -260,29 +149,6 @@ def _is_for_this_machine(headers: dict[bytes, bytes]) -> bool:
     with suppress(ValueError):  # an address that is not one
         return is_loopback_host(urlsplit(f"//{host}").hostname or "")
     return False
-
-
-def _add_digest(send: Any) -> Any:
-    """Return a function that sends messages, with the digest of the body among the headers if the whole body comes
-    in one message. A stream of several has none."""
-    start: list[Any] = []
-
-    async def send_with_digest(message: Any) -> None:
-        if message["type"] == "http.response.start":
-            start.append(message)
-            return
-        if start:
-            first = start.pop()
-            if not message.get("more_body"):
-                body = message.get("body", b"")
-                compute = partial(hashlib.sha256, body)
-                sha256 = await asyncio.to_thread(compute) if len(body) > LARGE_BODY else compute()
-                value = format_digest(sha256.digest())
-                first = first | {"headers": [*first.get("headers", ()), (DIGEST.encode(), value.encode())]}
-            await send(first)
-        await send(message)
-
-    return send_with_digest
 
 
 def too_large(limit: str) -> Refusal:

@@ -24,7 +24,6 @@ from coordexp.engine.start import (
 from coordexp.errors import EngineError
 from coordexp.servers.protocol import Refusal, bad_request
 
-BROADCAST = "coordexp_broadcast"
 SERVER_SIDE = "coordexp.servers.worker.ServerSide"
 PING = 5.0  # seconds between two pings, at most
 LOOK = 0.5  # seconds between two checks for a reply
@@ -38,12 +37,12 @@ class ServedEngine:
 
     def __init__(self, setup: EngineSetup) -> None:
         self.setup = setup
-        with starting(setup, BROADCAST, SERVER_SIDE) as arguments:
+        with starting(setup, "", SERVER_SIDE) as arguments:
             from vllm import AsyncEngineArgs
             from vllm.v1.engine.async_llm import AsyncLLM
 
-            arguments = batch_arguments(setup) | arguments
-            arguments |= lora_arguments(setup.settings.vllm) | replica_arguments(setup)
+            arguments = batch_arguments(setup) | arguments | {"weight_transfer_config": None}
+            arguments |= lora_arguments(setup.settings.vllm) | {"data_parallel_size": setup.replicas}
             self.vllm: Any = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
         self.takes_adapters = setup.settings.vllm.enable_lora
         self._adapter: Any = None  # the adapter that answers are made with
@@ -93,24 +92,23 @@ class ServedEngine:
         return output
 
     async def join(self, host: str, port: int, world_size: int, timeout: float, plain: bool) -> None:
-        group = {"host": host, "port": port, "world_size": world_size, "timeout_s": timeout, "plain": plain}
-        await self._ask("init_weight_transfer_engine", group)
+        await self._ask("coordexp_join", host, port, world_size, timeout, plain)
 
     async def leave(self) -> None:
         await self._ask("coordexp_leave")
 
-    async def begin(self) -> None:
+    async def start(self) -> None:
         """Begin an update of whole weights. Remove the adapter, which belongs to the weights before."""
         self._adapter = None
         if self.takes_adapters:
             await self._ask("coordexp_remove_adapter")
-        await self._ask("start_weight_update")
+        await self._ask("coordexp_start")
 
     async def load(self, metadatas: Sequence[dict[str, Any]], next_bytes: int) -> None:
-        await self._ask("update_weights", {"metadatas": list(metadatas), "next_bytes": next_bytes})
+        await self._ask("coordexp_load", list(metadatas), next_bytes)
 
     async def finish(self, version: str) -> None:
-        await self._ask("finish_weight_update")
+        await self._ask("coordexp_finish")
         await self._commit(version)
 
     async def _commit(self, version: str) -> None:
@@ -124,14 +122,12 @@ class ServedEngine:
     async def abandon(self) -> None:
         await self._ask("coordexp_abandon")
 
-    async def begin_adapter(self) -> None:
-        await self._ask("coordexp_forget_adapter")
-
-    async def abandon_adapter(self) -> None:
+    async def forget_adapter(self) -> None:
+        """Forget an adapter that was received or built but is not in use."""
         await self._ask("coordexp_forget_adapter")
 
     async def load_adapter(self, metadatas: Sequence[dict[str, Any]]) -> None:
-        await self._ask("coordexp_take_adapter", list(metadatas))
+        await self._ask("coordexp_load_adapter", list(metadatas))
 
     async def build_adapter(self, config: dict[str, Any]) -> None:
         """Build the adapter beside the one in use. Everything that can be wrong with it is found here, before the
@@ -289,8 +285,3 @@ def batch_arguments(setup: EngineSetup) -> dict[str, Any]:
     most_at_once = setup.settings.decode_batch_size * setup.size
     longest = setup.settings.vllm.max_model_len or ENGINE_STEP_TOKENS
     return {"max_num_batched_tokens": max(most_at_once, min(ENGINE_STEP_TOKENS, most_at_once * longest))}
-
-
-def replica_arguments(setup: EngineSetup) -> dict[str, Any]:
-    """Return vLLM's arguments for data-parallel replicas."""
-    return {"data_parallel_size": setup.replicas} if setup.replicas > 1 else {}

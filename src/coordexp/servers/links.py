@@ -4,7 +4,6 @@ when a server fails, and opened again when it is back."""
 import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -49,19 +48,20 @@ class Links:
     def timeout(self) -> float:
         return self.setup.settings.vllm.server.timeout_s
 
-    def connect(self) -> None:
-        """Connect to all servers, at the beginning of a run. Raise EngineError if one cannot be used."""
-        tasks = [Task(self._wait_for_server, client) for client in self.clients.values()]
-        with ExitStack() as undo:
-            undo.callback(self.close)
-            facts = [task.result() for task in tasks]
-            self._join(facts)
-            undo.pop_all()
+    def connect(self) -> dict[int, ServerFacts]:
+        """Connect to all servers, at the beginning of a run, and return their facts. Raise EngineError if one
+        cannot be used."""
+        errors = self._open_all({index: Task(self._wait_for, client) for index, client in self.clients.items()})
+        for error in errors.values():
+            self.close()
+            fixes = [error.fix, "" if ALTERNATIVES in error.fix else f"without servers: {ALTERNATIVES}"]
+            raise EngineError(error.problem, "; ".join(filter(None, fixes))) from error
+        return {index: client.facts for index, client in self.clients.items() if client.facts}
 
     def drop_ended(self) -> dict[int, Loss]:
-        """Drop the links whose sessions have ended, and return the losses of their servers."""
+        """Drop the links that their servers have closed, and return the losses of these servers."""
         ended = {
-            index: Loss(f"{link.client.name}: its session has ended")
+            index: Loss(f"{link.client.name}: it has left the group for weights")
             for index, link in self.open.items()
             if not link.is_alive
         }
@@ -79,15 +79,7 @@ class Links:
         every step, unless no server is left (`is_last_hope`)."""
         now = time.monotonic()
         due = [index for index in out if is_last_hope or now - self._attempts.get(index, -PAUSE) >= PAUSE]
-        tasks = {index: Task(self._reconnect, index, until) for index in due}
-        failed = {}
-        for index, task in tasks.items():
-            if (error := task.failure(EngineError)) is None:
-                self.open[index] = task.result()
-                del self._attempts[index]
-                continue
-            failed[index] = error
-        return failed
+        return self._open_all({index: Task(self._reconnect, self.clients[index], until) for index in due})
 
     def close(self) -> None:
         """Leave all groups. The process must not end while a thread leaves a group: gloo would abort it."""
@@ -97,7 +89,18 @@ class Links:
         for task in self._leaving:
             task.done.wait(max(0.0, until - time.monotonic()))
 
-    def _wait_for_server(self, client: ServerClient) -> ServerFacts:
+    def _open_all(self, tasks: Mapping[int, Task[Link]]) -> dict[int, EngineError]:
+        """Note the links that the tasks return, and return the errors of the others."""
+        errors = {}
+        for index, task in tasks.items():
+            if (error := task.failure(EngineError)) is None:
+                self.open[index] = task.result()
+                self._attempts.pop(index, None)
+            else:
+                errors[index] = error
+        return errors
+
+    def _wait_for(self, client: ServerClient) -> Link:
         began = notified = time.monotonic()
         while (health := client.health()) != "ok":
             now = time.monotonic()
@@ -107,33 +110,19 @@ class Links:
                 self.notify(f"waiting for {client.name}: {now - began:.0f} of {self.timeout:g} s")
                 notified = now
             time.sleep(min(client.timeouts.poll, max(0.0, began + self.timeout - now)))
-        return examine_server(client, self.setup, self.devices)
+        return self._join(client, time.monotonic() + self.timeout)
 
-    def _join(self, facts: Sequence[ServerFacts]) -> None:
-        servers = zip(self.clients.values(), facts, strict=True)
-        tasks = [Task(self._link, client, server, self.timeout) for client, server in servers]
-        errors = []
-        for index, task in zip(self.clients, tasks, strict=True):
-            if (error := task.failure(EngineError)) is None:
-                self.open[index] = task.result()
-            else:
-                errors.append(error)
-        if errors:
-            fixes = filter(None, (errors[0].fix, f"without servers: {ALTERNATIVES}"))
-            raise EngineError(errors[0].problem, "; ".join(fixes)) from errors[0]
-
-    def _reconnect(self, index: int, until: float) -> Link:
-        client = self.clients[index]
+    def _reconnect(self, client: ServerClient, until: float) -> Link:
         if (health := client.health()) != "ok":
             raise ServerLost(f"{client.name}: {_PROBLEMS[health]}")
-        self._attempts[index] = time.monotonic()
-        facts = examine_server(client, self.setup, self.devices)
-        seconds = max(1.0, min(self.timeout, RETURNING, until - time.monotonic()))
-        return self._link(client, facts, seconds)
+        now = self._attempts[client.index] = time.monotonic()
+        return self._join(client, max(now + 1.0, min(now + self.timeout, now + RETURNING, until)))
 
-    def _link(self, client: ServerClient, facts: ServerFacts, seconds: float) -> Link:
+    def _join(self, client: ServerClient, until: float) -> Link:
+        facts = examine_server(client, self.setup, self.devices)
         kind = Link if facts.reports_version else swift_servers.SwiftLink
-        return kind.to(client, facts, self.setup.device, seconds, self.setup.settings.vllm.sync.timeout_s)
+        sync = self.setup.settings.vllm.sync.timeout_s
+        return kind(client, facts.world_size, self.setup.device, until, sync, self.notify)
 
 
 _PROBLEMS = {

@@ -80,12 +80,6 @@ class Pool:
         """Mark the server as out because an attempt to bring it back failed. Keep this newest reason."""
         return self._with_state(server, Out(loss))
 
-    def mark_all_lost(self, losses: Mapping[int, Loss]) -> "Pool":
-        pool = self
-        for server, loss in sorted(losses.items()):
-            pool = pool.mark_lost(server, loss)
-        return pool
-
     def _with_state(self, server: int, state: Up | Out) -> "Pool":
         states = list(self.states)
         states[server] = state
@@ -99,18 +93,12 @@ class Pool:
             return 1
         return requests_per_rank(decode_batch_size, sizes, learners)
 
-    def split_into_chunks(self, requests: Sequence[int], rank: int = 0, learners: int = 1) -> list[Chunk]:
-        """Return which of the usable servers gets which of these requests. Rank 0 begins with the first server.
-        Every other rank begins where its part of the devices begins, so that many ranks with few requests each do
-        not all ask the same server."""
+    def split(self, count: int, rank: int = 0, learners: int = 1) -> dict[int, int]:
+        """Return how many of `count` requests each of the usable servers gets, which are contiguous chunks in this
+        order. Rank 0 begins with the first server. Every other rank begins where its part of the devices begins,
+        so that many ranks with few requests each do not all ask the same server."""
         servers = self.rotate_servers(rank, learners)
-        counts = split_count(len(requests), [self.world_sizes[k] for k in servers])
-        chunks, start = [], 0
-        for server, count in zip(servers, counts, strict=True):
-            if count:
-                chunks.append((server, tuple(requests[start : start + count])))
-            start += count
-        return chunks
+        return dict(zip(servers, split_count(count, [self.world_sizes[k] for k in servers]), strict=True))
 
     def rotate_servers(self, rank: int, learners: int) -> tuple[int, ...]:
         usable = self.usable
@@ -145,12 +133,12 @@ def split_count(count: int, world_sizes: Sequence[int]) -> list[int]:
 
 
 class Window:
-    """The requests of one rank that wait for a server, and those that are open on one.
+    """The requests of one rank: a queue of those that wait, and those that are open on a server.
 
-    Requests are dealt to the usable servers in contiguous chunks. If all of them may be open at once, each server
-    gets its chunk in one call. Otherwise they go out one by one as others are answered, and a server whose chunk
-    is done takes requests from the end of the chunk that is furthest behind, so that none idles while requests
-    wait. The servers in `serial` answer one call at a time; they get as many requests in a call as may be open."""
+    If all of them may be open at once, each server gets its contiguous chunk in one call. Otherwise as many as may
+    be open go out in contiguous chunks, one call per request, and each time that one is answered, the next in the
+    queue goes to the server with the most room. So no server idles while requests wait. The servers in `serial`
+    answer one call at a time; they get as many requests in a call as may be open."""
 
     def __init__(
         self,
@@ -160,82 +148,72 @@ class Window:
         learners: int = 1,
         serial: frozenset[int] = frozenset(),
     ) -> None:
-        self.pool = pool
-        self.serial = serial
+        self.pool, self.serial = pool, serial
         self._batch, self._rank, self._learners = decode_batch_size, rank, learners
-        self._waiting: dict[int, deque[int]] = {server: deque() for server in pool.usable}
+        self._waiting: deque[int] = deque()
         self._open: dict[int, list[Chunk]] = {server: [] for server in pool.usable}
-        self._count: dict[int, int] = dict.fromkeys(pool.usable, 0)  # requests that are open
-        self._set_limits()
 
     @property
     def is_idle(self) -> bool:
         """True if no request is open: all are answered, or no server is left."""
-        return not any(self._count.values())
+        return not any(self._open.values())
 
-    def deal(self, requests: Sequence[int]) -> None:
+    def add(self, requests: Sequence[int]) -> None:
         """Add requests behind those that wait."""
-        for server, part in self.pool.split_into_chunks(requests, self._rank, self._learners):
-            self._waiting[server].extend(part)
+        self._waiting.extend(requests)
 
     def next_calls(self) -> list[Chunk]:
         """Return the calls that may be made now. They count as open until `close` or `lose`."""
-        calls: list[Chunk] = []
-        waiting = sum(map(len, self._waiting.values()))
-        if not waiting:
-            return calls
-        room = {server: most - self._count[server] for server, most in self._most.items()}
-        room |= {server: 0 for server in self.serial if self._count.get(server)}
-        free = self._capacity - sum(self._count.values())
-        all_fit = waiting <= free and all(len(queue) <= room[k] for k, queue in self._waiting.items())
-        while (server := self._next_server(room, free)) is not None:
-            is_whole = all_fit or server in self.serial
-            part = self._take(server, min(room[server], free) if is_whole else 1)
-            room[server] = 0 if server in self.serial else room[server] - len(part)
-            free -= len(part)
-            calls.append((server, part))
-            self._open[server].append((server, part))
-            self._count[server] += len(part)
+        capacity = self.pool.capacity(self._batch, self._learners)
+        fits = self.is_idle and len(self._waiting) <= capacity
+        if self.is_idle:
+            counts = self.pool.split(min(capacity, len(self._waiting)), self._rank, self._learners)
+        else:
+            counts = self._fill(capacity)
+        calls = self._take(counts, one_by_one=not fits)
+        for call in calls:
+            self._open[call[0]].append(call)
         return calls
 
     def close(self, call: Chunk) -> None:
         """Note that the requests of a call are answered."""
-        server, part = call
-        if server in self._open:
-            self._open[server].remove(call)
-            self._count[server] -= len(part)
+        if call[0] in self._open:
+            self._open[call[0]].remove(call)
 
     def lose(self, server: int, loss: Loss) -> None:
-        """Take a server out. Its requests go to the others, in front of those that wait there. If it was the last
-        server, the window forgets them."""
+        """Take a server out. Its requests go to the front of the queue. If it was the last server, the window
+        forgets all that wait."""
         if server not in self._open:
             return
         self.pool = self.pool.mark_lost(server, loss)
-        del self._count[server]
-        self._set_limits()
-        open_requests = [request for _, part in self._open.pop(server) for request in part]
-        requests = sorted([*open_requests, *self._waiting.pop(server)])
-        for other, part in self.pool.split_into_chunks(requests, self._rank, self._learners):
-            self._waiting[other].extendleft(reversed(part))
+        self._waiting.extendleft(sorted((k for _, part in self._open.pop(server) for k in part), reverse=True))
+        if not self._open:
+            self._waiting.clear()
 
-    def _set_limits(self) -> None:
-        """Compute how many requests of this rank may be open, on all servers and on each: its part, rounded up."""
-        servers = self.pool.rotate_servers(self._rank, self._learners)  # the order in which they are asked
+    def _fill(self, capacity: int) -> dict[int, int]:
+        """Return how many requests each server gets beside those that are open: at most its part of the capacity,
+        rounded up. The first goes to the server with the most room."""
+        servers = self.pool.rotate_servers(self._rank, self._learners)
         sizes = {server: self.pool.world_sizes[server] for server in servers}
-        self._capacity = self.pool.capacity(self._batch, self._learners)
-        self._most = {server: -(-self._capacity * size // sum(sizes.values())) for server, size in sizes.items()}
+        is_open = {server: sum(len(part) for _, part in self._open[server]) for server in sizes}
+        room = {k: -(-capacity * size // sum(sizes.values())) - is_open[k] for k, size in sizes.items()}
+        room |= {server: 0 for server in self.serial if is_open.get(server)}
+        counts = dict.fromkeys(sizes, 0)
+        for _ in range(min(len(self._waiting), capacity - sum(is_open.values()))):
+            server = max(room, key=lambda k: room[k])
+            if room[server] <= 0:
+                break
+            room[server] -= 1
+            counts[server] += 1
+        return counts
 
-    def _next_server(self, room: Mapping[int, int], free: int) -> int | None:
-        """Return the server with the most room among those with requests of their own, else among all."""
-        if free <= 0 or not any(self._waiting.values()):
-            return None
-        roomy = [server for server in room if room[server] > 0]
-        own = [server for server in roomy if self._waiting[server]]
-        return max(own or roomy, key=lambda server: room[server], default=None)
-
-    def _take(self, server: int, count: int) -> tuple[int, ...]:
-        queue = self._waiting[server]
-        if queue:
-            return tuple(queue.popleft() for _ in range(min(count, len(queue))))
-        behind = max(self._waiting.values(), key=len)
-        return tuple(sorted(behind.pop() for _ in range(min(count, len(behind)))))
+    def _take(self, counts: Mapping[int, int], one_by_one: bool) -> list[Chunk]:
+        """Take the next requests from the queue, for one server after the other."""
+        calls: list[Chunk] = []
+        for server, count in counts.items():
+            part = tuple(self._waiting.popleft() for _ in range(count))
+            if one_by_one and server not in self.serial:
+                calls += [(server, (request,)) for request in part]
+            elif part:
+                calls.append((server, part))
+        return calls

@@ -1,13 +1,12 @@
 """The wire between a learner and a rollout server: its routes, messages, answers and errors. Both ends import this
 module, and it imports no torch.
 
-Messages are JSON in the format of ms-swift 4.6, with fields and routes of our own for sessions, versions and
-updates. A server refuses what it does not serve, and never ignores it. A learner reads everything that a server
-sends with the same models: a response that lacks a field, or has one of another type, is an error that names the
-server and the field.
+Messages are JSON in the format of ms-swift 4.6, with fields and routes of our own for versions and updates. A
+server refuses what it does not serve, and never ignores it. A learner reads everything that a server sends with
+the same models: a response that lacks a field, or has one of another type, is an error that names the server and
+the field.
 """
 
-import base64
 import hashlib
 import json
 import socket
@@ -34,12 +33,10 @@ from coordexp.families import STOP_TOKENS
 from coordexp.files import is_encodable
 from coordexp.vocab import COORD_TOKENS
 
-SERVER, PROTOCOL = "coordexp", 2
+SERVER, PROTOCOL = "coordexp", 3
 IMAGE = "<image>"  # stands for the image in the text of a message
 OWN_KEY = "coordexp"  # the key of our own fields in `data_dict`
 ENGINE_FAULT = "engine"  # the code of a request that failed through no fault of its own
-DIGEST = "content-digest"  # the header (RFC 9530) with which both ends detect a body that was damaged on the way
-DAMAGED = "damaged"  # the code of the refusal of such a body
 UPDATE_TIMEOUT = 240.0  # seconds that an update may make no progress, unless the learner sets another limit
 MOST_REQUESTS = 4096  # requests in one call
 MOST_ANSWERS = 64  # answers to one request
@@ -172,21 +169,20 @@ class InferCall(StrictMessage):
     use_tqdm: Any = None
 
 
-# Weights: sessions, groups and updates
+# Weights: groups and updates
 
 
 class WeightMessage(Message):
-    """A message about weights. A client of ms-swift has no session."""
+    """A message about weights. `group` names the sender's group. A client of ms-swift has no name for its own."""
 
-    session: Name | None = None
-
-
-class OpenSession(Message):  # POST /session/
-    session: Name
-    learner: Annotated[str, Field(max_length=200)] = "unknown"
+    group: Name | None = None
 
 
 class JoinGroup(WeightMessage):  # POST /init_communicator/
+    """The response to a named group stays open, and the server is this learner's until the connection closes. It
+    has a line of JSON when the server is the learner's, and one when the group is complete, or the error."""
+
+    learner: Annotated[str, Field(max_length=200)] = "unknown"
     host: str = ""
     port: Annotated[int, Field(ge=1, le=65535)]
     world_size: Annotated[int, Field(ge=2)]
@@ -206,6 +202,12 @@ class LoadBucket(WeightMessage):  # POST /update_flattened_params/
 class LoadAdapterBucket(WeightMessage):  # POST /update_adapter_flattened_param/
     peft_config: dict[str, Any]
     metadatas: list[Metadata]
+
+
+class LoadTensor(WeightMessage):  # POST /update_named_param/
+    name: Text
+    dtype: Name
+    shape: Annotated[list[Annotated[int, Field(ge=0, le=2**48)]], Field(max_length=64)]
 
 
 class FinishUpdate(WeightMessage):  # POST /finish_update/
@@ -242,7 +244,7 @@ class ServerVersion(ServerIdentity):
     weight_version: str | None = None
     base: str = "original"
     updating: bool = False
-    session: str | None = None
+    learner: str | None = None
 
 
 class WorldSize(Response):
@@ -319,17 +321,6 @@ def read_error(content: Any) -> tuple[str, str, str]:
     if isinstance(error, dict):
         return str(error.get("message", "")), str(error.get("fix", "")), str(error.get("code", ""))
     return (str(error), "", "") if error else ("", "", "")
-
-
-def format_digest(sha256: bytes) -> str:
-    """Return the value of the header `Content-Digest` for a body with this SHA-256."""
-    return f"sha-256=:{base64.b64encode(sha256).decode()}:"
-
-
-def is_damaged(header: str | None, sha256: bytes) -> bool:
-    """Return True if the header names another SHA-256 than this one. It may name several digests, or none that is
-    known here."""
-    return header is not None and "sha-256=:" in header and format_digest(sha256) not in header
 
 
 def read_response(form: Any, body: bytes, server: str, route: str) -> Any:

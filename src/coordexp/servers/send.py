@@ -2,19 +2,20 @@
 
 A server that fails is left behind, and the others go on. The pass itself always runs to its end, because other
 ranks may take part in gathering the weights.
+
+At every level, from here to the workers of a server, an update has the same calls: `start`, one `load` for each
+bucket, and `finish`, over a group that was joined with `join`.
 """
 
-import math
+import os
 import socket
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import chain, pairwise
-from operator import attrgetter
-from queue import SimpleQueue
-from threading import Condition, Event
+from operator import methodcaller
+from typing import Any, ClassVar
 from urllib.parse import urlsplit
 from uuid import uuid4
 
@@ -24,7 +25,6 @@ from torch import Tensor
 from coordexp.engine.weights import (
     BUCKET_BYTES,
     GPU_BUCKET_BYTES,
-    AdapterRefused,
     Bucket,
     Metadata,
     WeightGroup,
@@ -36,15 +36,8 @@ from coordexp.engine.weights import (
     non_finite_error,
 )
 from coordexp.errors import EngineError
-from coordexp.rollout.backend import AdapterConfig, AdapterWeights
-from coordexp.servers.client import (
-    ErrorResponse,
-    ServerClient,
-    ServerFacts,
-    ServerLost,
-    ServerSession,
-)
-from coordexp.servers.pool import Loss
+from coordexp.rollout.backend import AdapterConfig
+from coordexp.servers.client import Call, ServerClient, ServerLost
 from coordexp.servers.protocol import (
     FinishUpdate,
     JoinGroup,
@@ -57,67 +50,97 @@ from coordexp.servers.protocol import (
 )
 from coordexp.tasks import Task, ignore
 
-BUFFERS = 2  # while the servers load one, the next is filled
+BUFFERS = 2  # while the servers receive one bucket, the next is filled
+SHARE = 0.5  # of the time that is left: what a server may take for one step while others wait for it
+LOOK = 0.02  # seconds between two looks at a group that is not complete
 LATE = 0.5  # seconds in which a thread with the same deadline ends by itself
-STRAGGLING = 0.25  # of the deadline: the time that servers wait for one of them to load a bucket
-GRACE = 0.5  # seconds in which a delivery reports by itself what it was late with
-# A server that refuses an adapter with one of these codes would refuse it again. With any other error, the run
-# goes on without the server until it is back.
-REFUSED_FOR_GOOD = frozenset(
-    {"no_lora", "base_changed", "adapter_refused", "update_failed", "bad_request", "no_route"}
-)
+
+
+@dataclass(frozen=True)
+class FlatBucket:
+    """A bucket in its buffer. `following` is the length of the next one, and 0 after the last. `adapter` is the
+    config of the adapter whose weights these are."""
+
+    metadatas: list[Metadata]
+    part: Tensor
+    following: int
+    adapter: AdapterConfig | None = None
 
 
 class Link:
-    """A rank's connection to one server: a session, and a group for weights."""
+    """A rank's group with one server. The server is this learner's until the connection of the group closes."""
 
-    def __init__(self, client: ServerClient, session: ServerSession | None, group: WeightGroup) -> None:
-        self.client, self.session, self.group = client, session, group
+    is_ours: ClassVar[bool] = True  # the server is not one of ms-swift
+
+    def __init__(
+        self,
+        client: ServerClient,
+        world_size: int,
+        device: torch.device,
+        until: float,
+        sync: float,
+        notify: Callable[[str], None] = ignore,
+    ) -> None:
+        """Join a group with the server until `until`. Later, a transfer over it may take `sync` seconds."""
+        self.client, self.notify = client, notify
+        self.name = uuid4().hex if self.is_ours else None
         self.is_torn = False  # the group may still carry weights that the server no longer expects
-
-    @classmethod
-    def to(
-        cls, client: ServerClient, facts: ServerFacts, device: torch.device, seconds: float, sync: float
-    ) -> "Link":
-        """Connect to the server within `seconds`. Later, a transfer over the link may take `sync` seconds."""
-        with ExitStack() as undo:
-            session = ServerSession.open(client, uuid4().hex)
-            undo.callback(session.close)
-            timeout = max(seconds, sync)
-            message = join_message(client, facts).model_copy(
-                update={"session": session.identity, "timeout_s": timeout}
-            )
-            group = join_group(client, message, device, seconds, timeout)
-            undo.pop_all()
-        return cls(client, session, group)
+        self._loading: Call | None = None  # the load that the server has not answered yet
+        host, timeout = urlsplit(client.url).hostname or "127.0.0.1", max(sync, until - time.monotonic())
+        message = JoinGroup(host=host, port=client.group_port, world_size=world_size + 1)
+        if self.is_ours:
+            learner = {"learner": f"{socket.gethostname()}:{os.getpid()}", "timeout_s": timeout}
+            message = message.model_copy(update=learner)
+        self._joined = Call(client, "POST", "/init_communicator/", self._to_json(message), stays_open=self.is_ours)
+        try:
+            self.group = self._join(message, device, until, timeout)
+        except BaseException:
+            self._joined.cut()
+            raise
 
     @property
     def is_alive(self) -> bool:
-        return self.session is None or not self.session.ended.is_set()
+        return not (self.is_ours and self._joined.has_ended)
 
-    def check_adapter(self) -> None:
-        """Raise AdapterRefused if the server cannot be given an adapter alone."""
+    def check(self) -> None:
+        """Raise the error of a load that has failed meanwhile, or ServerLost if the server does not respond."""
+        if (loading := self._loading) is not None:
+            loading.check()
 
-    def start(self, version: str, until: float, is_adapter: bool) -> None:
+    def start(self, version: str, is_adapter: bool, until: float) -> None:
+        if self.is_torn:
+            raise ServerLost(f"{self.client.name}: it refused weights while they were being sent to it")
         self.post("/start_update/", StartUpdate(version=version, adapter=is_adapter), until)
+        self.is_torn = True
 
-    def announce(
-        self, metadatas: list[Metadata], next_bytes: int, until: float, adapter: AdapterConfig | None
-    ) -> None:
-        """Send the metadata of a bucket, and return once the server has loaded the bucket."""
-        if adapter is not None:
-            message = LoadAdapterBucket(peft_config=adapter, metadatas=metadatas)
-            self.post("/update_adapter_flattened_param/", message, until)
+    def load(self, bucket: FlatBucket, until: float) -> None:
+        """Send a bucket. Return once the server has received it. A server of ours loads it while it receives the
+        next one, whose length it knows."""
+        message: WeightMessage
+        if bucket.adapter is not None:
+            path = "/update_adapter_flattened_param/"
+            message = LoadAdapterBucket(peft_config=bucket.adapter, metadatas=bucket.metadatas)
         else:
-            self.post("/update_flattened_params/", LoadBucket(metadatas=metadatas, next_bytes=next_bytes), until)
+            path = "/update_flattened_params/"
+            more = {"next_bytes": bucket.following} if self.is_ours else {}
+            message = LoadBucket(metadatas=bucket.metadatas, **more)
+        is_expected = self._loading is not None and self.is_ours and bucket.adapter is None
+        if not is_expected:
+            self._begin_load(path, message, until)
+        if bucket.part.device.type == "cuda":
+            torch.cuda.set_device(bucket.part.device)
+        try:
+            self.group.broadcast(bucket.part)
+        except (RuntimeError, ValueError) as error:
+            self._wait_for_load(until)  # the server may say why
+            raise ServerLost(f"{self.client.name}: {error}") from error
+        if is_expected:
+            self._begin_load(path, message, until)
 
-    def broadcast(self, part: Tensor) -> None:
-        if part.device.type == "cuda":
-            torch.cuda.set_device(part.device)
-        self.group.broadcast(part)
-
-    def finish(self, version: str, until: float, notify: Callable[[str], None]) -> None:
+    def finish(self, version: str, until: float) -> None:
         """Return once the server has put the weights into use, has cleared its caches, and reports the version."""
+        self._wait_for_load(until)
+        self.is_torn = False
         route = "/finish_update/"
         body = self.post(route, FinishUpdate(version=version), until)
         reported = read_response(WeightVersion, body, self.client.name, route).weight_version
@@ -127,166 +150,107 @@ class Link:
             raise ServerLost(f"{self.client.name}: version {version} was sent, but it reports version {reported}")
 
     def close(self) -> Task[None]:
-        """Close the link, in whatever state the server is. The task that is returned may wait for a peer that is
-        gone."""
-        if self.session is not None:
-            self.session.close()  # the server notices that by itself
+        """Close the link, in whatever state the server is, which notices that by itself. The task that is returned
+        may wait for a peer that is gone."""
+        self._joined.cut()
         return Task(self.leave)
 
     def leave(self) -> None:
         self.group.close()
 
     def post(self, path: str, message: WeightMessage, until: float) -> bytes:
-        if self.session is not None:
-            message = message.model_copy(update={"session": self.session.identity})
-        return self.client.post(path, message, max(0.0, until - time.monotonic()))
+        return Call(self.client, "POST", path, self._to_json(message)).result(until)
+
+    def _to_json(self, message: WeightMessage) -> dict[str, Any]:
+        values = message.to_json()
+        return values | {"group": self.name} if self.is_ours else values
+
+    def _begin_load(self, path: str, message: WeightMessage, until: float) -> None:
+        self._wait_for_load(until)
+        self._loading = Call(self.client, "POST", path, self._to_json(message))
+
+    def _wait_for_load(self, until: float) -> None:
+        if self._loading is not None:
+            self._loading.result(until)
+        self._loading = None
+
+    def _join(self, message: JoinGroup, device: torch.device, until: float, timeout: float) -> WeightGroup:
+        """Return the group: the server's workers, and this process as the last rank."""
+        host, port, size = message.host, message.port, message.world_size
+        while True:  # an attempt to join before the port is open could disturb the next one
+            self._joined.check()
+            if self._joined.lines or not self.is_ours:  # the server has left the group before
+                with suppress(OSError):
+                    socket.create_connection((host, port), timeout=1).close()
+                    break
+            if time.monotonic() >= until:
+                raise self._no_group("nothing listens there")
+            time.sleep(LOOK)
+        group = Task(join, host, port, size - 1, size, device, timeout, not self.is_ours)
+        while not (group.done.is_set() and self._is_answered) and group.error is None:
+            self._joined.check()
+            if time.monotonic() >= until + LATE:
+                raise self._no_group(f"it was not complete after {until - self._joined.since:.1f} s")
+            time.sleep(LOOK)
+        self._joined.check()
+        if isinstance(group.error, EngineError):
+            raise group.error
+        if group.error is not None:
+            raise self._no_group(str(group.error).splitlines()[0]) from group.error
+        return group.result()
+
+    @property
+    def _is_answered(self) -> bool:
+        return self._joined.lines == 2 if self.is_ours else self._joined.has_ended
+
+    def _no_group(self, reason: str) -> ServerLost:
+        return ServerLost(
+            f"{self.client.name}: no group for weights at its group_port {self.client.group_port}: {reason}",
+            "the port must be free on the server's machine and open to the learner's",
+        )
 
 
-def join_message(client: ServerClient, facts: ServerFacts) -> JoinGroup:
-    host = urlsplit(client.url).hostname or "127.0.0.1"
-    return JoinGroup(host=host, port=client.group_port, world_size=facts.world_size + 1)
-
-
-def join_group(
-    client: ServerClient, message: JoinGroup, device: torch.device, seconds: float, timeout: float
-) -> WeightGroup:
-    """Return the group for weights: the server's workers, and this process as the last rank. Raise ServerLost if
-    it is not complete in `seconds`. Later, a transfer over it may take `timeout` seconds. A group without a
-    session is one with ms-swift."""
-    host, port, size = message.host, message.port, message.world_size
-    until, changed = time.monotonic() + seconds, Event()
-    request = Task(client.post, "/init_communicator/", message, seconds + client.timeouts.call, changed=changed)
-    _wait_until_open(client, host, request, until)
-    is_plain = message.session is None
-    group = Task(join, host, port, size - 1, size, device, timeout, is_plain, changed=changed)
-    while not (request.done.is_set() and group.done.is_set()) and not (request.error or group.error):
-        if not changed.wait(max(0.0, until + LATE - time.monotonic())):
-            raise _no_group(client, f"it was not complete after {seconds:g} s")
-        changed.clear()
-    for error in (request.error, group.error):
-        if isinstance(error, EngineError):
-            raise error
-        if error is not None:
-            raise _no_group(client, str(error).splitlines()[0]) from error
-    return group.result()
-
-
-def _wait_until_open(client: ServerClient, host: str, request: Task[bytes], until: float) -> None:
-    """Wait until the group's port is open. An attempt to join before that, which nobody waits for any more, could
-    disturb the next one."""
-    while True:
-        if request.done.is_set():
-            request.result()
-        with suppress(OSError):
-            socket.create_connection((host, client.group_port), timeout=1).close()
-            return
-        if time.monotonic() >= until:
-            raise _no_group(client, "nothing listens there")
-        time.sleep(0.02)
-
-
-def _no_group(client: ServerClient, reason: str) -> ServerLost:
-    return ServerLost(
-        f"{client.name}: no group for weights at its group_port {client.group_port}: {reason}",
-        "the port must be free on the server's machine and open to the learner's",
-    )
-
-
-@dataclass(frozen=True)
+@dataclass
 class Sent:
-    """The result of a pass: the servers that have the weights, why the others do not, and the codes of the errors
-    that those answered with."""
+    """The result of a pass: the errors of the servers that do not have the weights."""
 
-    servers: tuple[int, ...]
-    failed: dict[int, Loss]
-    nbytes: int
-    seconds: float
-    codes: dict[int, str] = field(default_factory=dict)
+    errors: dict[int, EngineError] = field(default_factory=dict)
+    nbytes: int = 0
+    seconds: float = 0.0
 
 
-@dataclass(frozen=True)
-class _Load:
-    """A bucket in its buffer, and the length of the next one. A server that knows the length receives the next
-    bucket while it loads this one."""
+class _Steps:
+    """What all servers of a pass do at the same time, step by step. A server that fails at one is left out of the
+    next. With `others_wait`, so is one that takes long, because other servers or senders wait for it."""
 
-    metadatas: list[Metadata]
-    part: Tensor
-    next_bytes: int
+    def __init__(self, links: Sequence[Link], until: float, others_wait: bool) -> None:
+        self.left, self.until, self.others_wait = list(links), until, others_wait
+        self.errors: dict[int, EngineError] = {}
+        self._running: dict[Link, Task[None]] = {}
 
+    def begin(self, step: Callable[[Link], None]) -> None:
+        """Begin a step with every server that is left, once the one before has ended."""
+        self.wait()
+        self._running = {link: Task(step, link) for link in self.left}
 
-class _Delivery:
-    """Sends all buckets to one server, in two threads: one sends the bytes, ahead of the other, which sends the
-    metadata. `received` counts the buckets whose bytes the server has received."""
-
-    def __init__(
-        self,
-        link: Link,
-        version: str,
-        until: float,
-        changed: Condition,
-        notify: Callable[[str], None],
-        adapter: AdapterConfig | None,
-    ) -> None:
-        self.link, self.received, self.code = link, 0, ""
-        self.loss: Loss | None = None
-        self.is_over = False
-        self._announcements: SimpleQueue[_Load | None] = SimpleQueue()
-        self._bytes: SimpleQueue[_Load | None] = SimpleQueue()
-        self._changed, self._until, self._adapter = changed, until, adapter
-        self._version, self._notify = version, notify
-        Task(self._run, self._announce_all)
-
-    def put(self, load: _Load | None) -> None:
-        """Send a bucket. None ends the delivery."""
-        self._announcements.put(load)
-        self._bytes.put(load)
-
-    def fail(self, loss: Loss) -> None:
-        with self._changed:
-            if not self.is_over:
-                self.loss, self.is_over = loss, True
-            self._changed.notify_all()
-
-    def _announce_all(self) -> None:
-        if self.link.is_torn:
-            raise ServerLost(f"{self.link.client.name}: it refused weights while they were being sent to it")
-        self.link.start(self._version, self._until, self._adapter is not None)
-        self.link.is_torn = True
-        Task(self._run, self._send_all)
-        while (load := self._announcements.get()) is not None:
-            self._stop_if_over()
-            self.link.announce(load.metadatas, load.next_bytes, self._until, self._adapter)
-        self._stop_if_over()
-        self.link.is_torn = False
-        self.link.finish(self._version, self._until, self._notify)
-        with self._changed:
-            self.is_over = True
-            self._changed.notify_all()
-
-    def _send_all(self) -> None:
-        while (load := self._bytes.get()) is not None:
-            self._stop_if_over()  # the buffer may hold another bucket by now
-            self.link.broadcast(load.part)
-            with self._changed:
-                self.received += 1
-                self._changed.notify_all()
-
-    def _run(self, work: Callable[[], None]) -> None:
-        """Do the work of a thread. Its error is the loss of this server."""
-        try:
-            work()
-        except TimeoutError:
-            self.fail(_too_slow(self.link))
-        except Exception as error:  # noqa: BLE001 - kept for the thread that waits
-            self.code = self.code or (error.code if isinstance(error, ErrorResponse) else "")
-            if isinstance(error, EngineError):
-                self.fail(Loss.from_error(error))
-            else:
-                self.fail(Loss(f"{self.link.client.name}: {error}"))
-
-    def _stop_if_over(self) -> None:
-        if self.is_over:
-            raise TimeoutError
+    def wait(self, is_last: bool = False) -> None:
+        now = time.monotonic()
+        share = 1.0 if is_last or not self.others_wait else SHARE
+        deadline = now + share * (self.until - now)
+        for link, task in self._running.items():
+            name, index = link.client.name, link.client.index
+            try:
+                task.result(deadline=deadline, check=link.check)
+                continue
+            except TimeoutError:
+                self.errors[index] = ServerLost(
+                    f"{name}: it loaded weights too slowly for rollout_matching.vllm.sync.timeout_s",
+                    "if the model is large, raise it; otherwise check the memory and load of the server's machine",
+                )
+            except EngineError as error:
+                self.errors[index] = error
+            self.left.remove(link)
+        self._running = {}
 
 
 def send(
@@ -295,32 +259,22 @@ def send(
     version: str,
     device: torch.device,
     seconds: float,
-    notify: Callable[[str], None] = ignore,
     adapter: AdapterConfig | None = None,
-    is_only_sender: bool = True,
+    others_wait: bool = False,
 ) -> Sent:
     """Send the weights to all servers within `seconds`. If there is an `adapter` config, they are the weights of
     that adapter. Raise EngineError if a weight has a NaN or an Inf; its bucket is not sent to any server.
-
-    Unless this is the only sender, others may gather the weights with it and wait for it. So it gives up a slow
-    server even if it sends to no other."""
-    began = time.monotonic()
-    until = began + seconds
-    changed, patience = Condition(), seconds * STRAGGLING
-    deliveries = [_Delivery(link, version, until, changed, notify, adapter) for link in links]
+    `others_wait` says that other ranks gather the weights together with this one."""
+    began, total, broken = time.monotonic(), 0, None
+    steps = _Steps(links, began + seconds, others_wait or len(links) > 1)
     memory = [torch.empty(0, dtype=torch.uint8, device=device)] * BUFFERS
     most = GPU_BUCKET_BYTES if device.type == "cuda" else BUCKET_BYTES
-    total, broken = 0, None
     nothing_after: list[Bucket] = [[]]
-    pairs = pairwise(chain(_guard_buckets(weights, most, deliveries), nothing_after))
-    for number, (bucket, following) in enumerate(pairs):
-        _wait(deliveries, partial(_has_free_buffer, number), changed, until, patience, is_only_sender)
-        if all(delivery.loss for delivery in deliveries):
+    steps.begin(methodcaller("start", version, adapter is not None, steps.until))
+    for number, (bucket, following) in enumerate(pairwise(chain(buckets(iter(weights), most), nothing_after))):
+        broken = broken or find_non_finite(bucket)
+        if broken or not steps.left:
             continue  # other ranks take part in the pass, so it goes on to its end
-        if (broken := find_non_finite(bucket)) is not None:
-            for delivery in deliveries:
-                delivery.fail(Loss.from_error(non_finite_error(broken)))
-            continue
         place = number % BUFFERS
         if memory[place].numel() == 0:
             memory[place] = torch.empty(most, dtype=torch.uint8, device=device)
@@ -330,79 +284,10 @@ def send(
         if device.type == "cuda":
             torch.cuda.current_stream(device).synchronize()
         total += part.numel()
-        for delivery in deliveries:
-            delivery.put(_Load(metadatas, part, flat_size(following)))
-    for delivery in deliveries:
-        delivery.put(None)
-    _wait(deliveries, attrgetter("is_over"), changed, until, patience=math.inf)
+        bucket_sent = FlatBucket(metadatas, part, flat_size(following), adapter)
+        steps.begin(methodcaller("load", bucket_sent, steps.until))
     if broken is not None:
         raise non_finite_error(broken)
-    failed = {delivery.link.client.index: delivery.loss for delivery in deliveries if delivery.loss}
-    servers = tuple(delivery.link.client.index for delivery in deliveries if not delivery.loss)
-    codes = {delivery.link.client.index: delivery.code for delivery in deliveries if delivery.code}
-    return Sent(servers, failed, total, time.monotonic() - began, codes)
-
-
-def send_adapter(
-    links: Sequence[Link], adapter: AdapterWeights, version: str, device: torch.device, seconds: float
-) -> Sent:
-    """Send an adapter to all servers. Raise AdapterRefused if whole weights have to be sent instead."""
-    for link in links:
-        link.check_adapter()
-    config, weights = adapter
-    sent = send(links, weights, version, device, seconds, adapter=config)
-    for index, code in sent.codes.items():
-        if code in REFUSED_FOR_GOOD:
-            raise AdapterRefused(sent.failed[index].problem.splitlines()[0])
-    return sent
-
-
-def _guard_buckets(
-    weights: Iterable[tuple[str, Tensor]], most: int, deliveries: Sequence[_Delivery]
-) -> Iterator[Bucket]:
-    """Yield buckets of at most this many bytes, unless one weight has more. If the learner fails to produce
-    one, end all deliveries, so that none is left waiting."""
-    try:
-        yield from buckets(iter(weights), most)
-    except Exception:
-        for delivery in deliveries:
-            delivery.fail(Loss("the learner failed"))
-            delivery.put(None)
-        raise
-
-
-def _has_free_buffer(number: int, delivery: _Delivery) -> bool:
-    """Return True if the server has received the previous contents of the buffer that bucket `number` will use."""
-    return delivery.received > number - BUFFERS
-
-
-def _wait(
-    deliveries: Sequence[_Delivery],
-    is_ready: Callable[[_Delivery], bool],
-    changed: Condition,
-    until: float,
-    patience: float,
-    is_only_sender: bool = True,
-) -> None:
-    """Return once each delivery is ready or has failed. Fail those that are not ready at the deadline, and those
-    that keep ready ones or another sender waiting for `patience` seconds, so that one slow server does not make
-    all of them late."""
-
-    def is_settled() -> bool:
-        return all(delivery.loss or is_ready(delivery) for delivery in deliveries)
-
-    with changed:
-        while not is_settled() and (left := until + GRACE - time.monotonic()) > 0:
-            changed.wait_for(is_settled, min(patience, left))
-            if not is_only_sender or any(is_ready(delivery) for delivery in deliveries if not delivery.loss):
-                break
-    for delivery in deliveries:
-        if not delivery.loss and not is_ready(delivery):
-            delivery.fail(_too_slow(delivery.link))
-
-
-def _too_slow(link: Link) -> Loss:
-    return Loss(
-        f"{link.client.name}: it loaded weights too slowly for rollout_matching.vllm.sync.timeout_s",
-        "if the model is large, raise it; otherwise check the memory and load of the server's machine",
-    )
+    steps.begin(methodcaller("finish", version, steps.until))
+    steps.wait(is_last=True)
+    return Sent(steps.errors, total, time.monotonic() - began)

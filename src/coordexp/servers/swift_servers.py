@@ -1,27 +1,25 @@
 """Rollout servers of ms-swift 4.6: how a learner uses one, and what our plugin in one needs.
 
-Such a server knows no sessions and no versions, answers 200 although a worker failed, and responds to nothing
+Such a server has no owner and no versions, answers 200 although a worker failed, and responds to nothing
 while it generates. It has no repeat guard, unless it was started with our plugin (`coordexp.plugins`), which reads
 the guard's settings from the environment and reports them.
 """
 
 import json
 import os
-from collections.abc import Callable
+import time
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import torch
 from pydantic import ValidationError
 
 from coordexp.config.rollout import RepeatTerminate
-from coordexp.engine.weights import AdapterRefused, Metadata
+from coordexp.engine.weights import AdapterRefused
 from coordexp.errors import EngineError
-from coordexp.rollout.backend import AdapterConfig
 from coordexp.servers.client import OTHERWISE, RequestRefused, ServerClient, ServerFacts
-from coordexp.servers.protocol import LoadBucket, Response, WeightMessage, read_response
-from coordexp.servers.send import Link, join_group, join_message
+from coordexp.servers.protocol import Response, WeightMessage, read_response
+from coordexp.servers.send import Link
 
 GUARD_ROUTE = "/coordexp_repeat_guard/"  # the route that our plugin adds
 # The calls after the weights, and whether older servers may lack them.
@@ -70,42 +68,33 @@ def read_facts(
 
 
 class SwiftLink(Link):
-    """A group for weights, without a session."""
+    """A group with a server of ms-swift. Anybody may join it or send weights to it."""
 
-    @classmethod
-    def to(
-        cls, client: ServerClient, facts: ServerFacts, device: torch.device, seconds: float, sync: float
-    ) -> "SwiftLink":
-        message = join_message(client, facts)
-        return cls(client, None, join_group(client, message, device, seconds, max(seconds, sync)))
+    is_ours = False
 
-    def check_adapter(self) -> None:
-        raise AdapterRefused(
-            f"{self.client.name}: it is an ms-swift server, which does not report whether it loaded an adapter"
-        )
-
-    def start(self, version: str, until: float, is_adapter: bool) -> None:
+    def start(self, version: str, is_adapter: bool, until: float) -> None:
         """Do nothing: the first bucket begins an update."""
+        if is_adapter:
+            problem = "it is an ms-swift server, which does not report whether it loaded an adapter"
+            raise AdapterRefused(f"{self.client.name}: {problem}")
 
-    def announce(
-        self, metadatas: list[Metadata], next_bytes: int, until: float, adapter: AdapterConfig | None
-    ) -> None:
-        self.post("/update_flattened_params/", LoadBucket(metadatas=metadatas), until)
-
-    def finish(self, version: str, until: float, notify: Callable[[str], None]) -> None:
+    def finish(self, version: str, until: float) -> None:
+        self._wait_for_load(until)
         for path, is_optional in ENDING:
             try:
                 self.post(path, WeightMessage(), until)
             except RequestRefused as refused:
                 if refused.status != 404 or not is_optional:
                     raise
-                notify(
+                self.notify(
                     f"warning: {self.client.name} has no {path}: its answers may use results of the old weights"
                 )
 
     def leave(self) -> None:
         with suppress(EngineError):
-            self.client.post("/close_communicator/", WeightMessage(), self.client.timeouts.health)
+            self.client.post(
+                "/close_communicator/", WeightMessage(), time.monotonic() + self.client.timeouts.health
+            )
         super().leave()
 
 

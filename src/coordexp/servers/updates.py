@@ -8,38 +8,33 @@ An adapter is loaded beside the weights in use and replaces the previous adapter
 fails before that step, the old version stays. An adapter belongs to the weights that the server was started with:
 once an update of whole weights has begun, the server takes no adapter any more.
 
-A learner holds the server by a session, which is a connection that it keeps open. When the connection closes, the
-server abandons the learner's update and leaves its group. A client of ms-swift has no session (`swift_clients`).
-Another such client may replace it at any time, but nobody may replace a learner with a session.
+The group for weights is the ownership: the server belongs to the learner that has joined it, until the connection
+of that call closes. Then the server abandons the learner's update and leaves the group. A client of ms-swift keeps
+no connection open, so another such client may replace it at any time, but nobody may replace a learner. Its first
+bucket begins an update, and each of the calls that it makes after its weights ends the update.
 """
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
 from coordexp.engine.weights import Metadata, check_metadata
 from coordexp.errors import EngineError, explain
 from coordexp.servers.engine import ServedEngine
-from coordexp.servers.protocol import UPDATE_TIMEOUT, Refusal, bad_request
+from coordexp.servers.protocol import UPDATE_TIMEOUT, JoinGroup, Refusal, bad_request
 from coordexp.tasks import ignore
 
 STARTED = "default"  # vLLM's name for the weights that it was started with
-
-
-@dataclass(frozen=True)
-class LearnerSession:
-    id: str
-    learner: str
+TAKEN = 10.0  # seconds that a learner waits for the end of one that has just died
 
 
 @dataclass
 class Update:
     """An update that is running."""
 
-    session: str | None
     version: str
     since: float
     adapter: bool = False
@@ -58,10 +53,11 @@ class Updates:
         self.engine, self.count = engine, count
         self.version: str | None = STARTED
         self.base_changed = False
-        self.session: LearnerSession | None = None
+        self.owner: JoinGroup | None = None
         self.update: Update | None = None
         self.answering = 0
         self._timeout = UPDATE_TIMEOUT
+        self._plain = 0  # updates by clients of ms-swift so far
         self._changed = asyncio.Condition()
         self._engine = asyncio.Lock()  # one call about weights at a time
         self._expired: asyncio.Task[None] | None = None  # the event loop itself keeps no reference to a task
@@ -87,131 +83,145 @@ class Updates:
         # Agreeing on the length of a bucket and sending it may each take the whole deadline.
         return 2 * self._timeout if self._engine.locked() else 0.0
 
-    async def claim(self, session: LearnerSession) -> None:
-        """Let the session hold the server. While it does, its own connection is open, so every other claim is a
-        stranger's, even one with the same id."""
-        if self.session is not None:
+    async def take(self, learner: JoinGroup) -> None:
+        """Let the server belong to a learner until it leaves, or to nobody if this is a client of ms-swift. Wait a
+        while if there is another learner, which may have just died. Leave the group that there was."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(TAKEN), self._changed:
+                while self.owner is not None:
+                    await self._changed.wait()
+        if self.owner is not None:
             raise Refusal(
                 409,
-                "session_taken",
-                f"learner {self.session.learner} holds this server",
+                "taken",
+                f"learner {self.owner.learner} holds this server",
                 "end that one, or give this run servers of its own",
             )
-        self.session = session
+        self._timeout = learner.timeout_s
+        self.owner = learner if learner.group else None
         try:
             await self._clear()
         except BaseException:
-            self.session = None  # no connection holds it
+            await self._give_up(learner)
             raise
 
-    async def release(self, session: LearnerSession) -> None:
-        if self.session is session:
-            try:
-                await self._clear()
-            finally:
-                if self.session is session:
-                    self.session = None
-
-    async def join(self, session: str | None, host: str, port: int, world_size: int, timeout: float) -> None:
-        self.check_session(session)
-        self._timeout = timeout
-        await self._clear()
+    async def join(self, learner: JoinGroup, host: str) -> None:
+        """Let the workers meet the learner at this host."""
         async with self._engine:
             try:
-                await self.engine.join(host, port, world_size, timeout, plain=session is None)
+                await self.engine.join(
+                    host, learner.port, learner.world_size, learner.timeout_s, plain=learner.group is None
+                )
             except EngineError as error:
-                problem = f"the learner and this server's workers formed no group at port {port}: {error.problem}"
+                problem = f"the learner and the workers formed no group at port {learner.port}: {error.problem}"
                 raise Refusal(500, "no_group", problem, _PORT) from error
 
-    async def leave(self, session: str | None) -> None:
-        self.check_session(session)
+    async def leave(self, learner: JoinGroup) -> None:
+        """Abandon the learner's update and leave its group. The server is free for another one then."""
+        try:
+            await self._clear()
+        finally:
+            await self._give_up(learner)
+
+    async def _give_up(self, learner: JoinGroup) -> None:
+        async with self._changed:
+            self.owner = None if self.owner is learner else self.owner
+            self._changed.notify_all()
+
+    async def close_group(self, group: str | None) -> None:
+        self._check_group(group)
         await self._clear()
 
-    async def begin(self, session: str | None, version: str, adapter: bool = False) -> None:
+    async def start(self, group: str | None, version: str, adapter: bool = False) -> None:
         """Begin an update, once the answers that are running have ended."""
-        self.check_session(session)
+        self._check_group(group)
         async with self._changed:
             if self.update is not None:
                 raise Refusal(409, "update_running", f"weights of version {self.update.version} are being sent")
             if adapter:
                 self._check_adapters()
-            self.update = update = Update(session, version, time.perf_counter(), adapter)
+            self.update = update = Update(version, time.perf_counter(), adapter)
             self._restart_timer(update)
             while self.answering != 0 and self.update is update:
                 await self._changed.wait()
         update.begun = True
-        if adapter:
-            await self._apply(update, self.engine.begin_adapter)
-            return
-        update.touched = True
-        await self._apply(update, self._begin_whole)
+        async with self._working(update):
+            if adapter:
+                await self.engine.forget_adapter()
+            else:
+                update.touched = self.base_changed = True
+                await self.engine.start()
 
-    async def _begin_whole(self) -> None:
-        self.base_changed = True
-        await self.engine.begin()
-
-    async def load(self, session: str | None, metadatas: Sequence[dict[str, Any]], next_bytes: int = 0) -> None:
-        """Load one bucket of whole weights. `next_bytes` is the length of the next bucket, if it comes at once."""
-        update = self._prepare_to_load(session, adapter=False)
-        await self._apply(update, self.engine.load, metadatas, next_bytes)
-        update.bytes += _bucket_bytes(metadatas)
-
-    async def load_adapter(
-        self, session: str | None, config: dict[str, Any], metadatas: Sequence[dict[str, Any]]
+    async def load(
+        self,
+        group: str | None,
+        metadatas: Sequence[Metadata],
+        next_bytes: int = 0,
+        config: dict[str, Any] | None = None,
     ) -> None:
-        """Load one bucket of an adapter."""
-        update = self._prepare_to_load(session, adapter=True)
-        if update.config not in (None, config):
-            raise bad_request(
-                "peft_config: it differs from the one that came with the first tensors of this adapter"
-            )
-        update.config = config
-        await self._apply(update, self.engine.load_adapter, metadatas)
-        update.bytes += _bucket_bytes(metadatas)
-
-    def _prepare_to_load(self, session: str | None, *, adapter: bool) -> Update:
-        """Return the running update that a bucket belongs to."""
-        self.check_session(session)
-        update = self._running_update(session)
-        if update.adapter != adapter:
+        """Load one bucket. `next_bytes` is the length of the next one, if it comes at once. With a `config`, the
+        bucket is of an adapter."""
+        if not metadatas:
+            raise bad_request("metadatas: empty", "send at least one tensor")
+        with explain(ValueError, "metadatas", to=bad_request):
+            size = check_metadata(metadatas)
+        is_adapter = config is not None
+        if group is None and self.update is None:  # a client of ms-swift
+            self._plain += 1
+            await self.start(None, f"plain-{self._plain}", is_adapter)
+        update = self._running_update(group)
+        if update.adapter != is_adapter:
             begun, other = ("an adapter", "whole weights") if update.adapter else ("whole weights", "an adapter")
             raise Refusal(
                 409, "other_kind", f"the running update is of {begun}, but {other} came", "end that update first"
             )
+        if update.config not in (None, config):
+            raise bad_request(
+                "peft_config: it differs from the one that came with the first tensors of this adapter"
+            )
         self._restart_timer(update)
-        return update
+        update.config = config
+        async with self._working(update):
+            if is_adapter:
+                await self.engine.load_adapter(metadatas)
+            else:
+                await self.engine.load(metadatas, next_bytes)
+        update.bytes += size
 
-    async def finish(self, session: str | None, version: str) -> str:
-        """Put the loaded weights into use, and return their version."""
-        self.check_session(session)
-        update = self._running_update(session)
-        if version != update.version:
+    async def finish(self, group: str | None, version: str | None) -> str:
+        """Put the loaded weights into use, and return their version, which a client of ms-swift does not name."""
+        update = self._running_update(group)
+        if version not in (None, update.version):
             raise Refusal(
                 409, "other_version", f"the running update is of version {update.version}, not of {version}"
             )
         if update.adapter:
-            await self._apply(update, self._build_adapter, update, to_refusal=_adapter_refused)
-        await self._apply(update, self._commit, update)
-        return version
+            async with self._working(update, _adapter_refused):
+                if update.config is None:
+                    raise EngineError("none of its tensors were sent")
+                await self.engine.build_adapter(update.config)
+        async with self._working(update):
+            if update.adapter:
+                update.touched = True
+                await self.engine.finish_adapter(update.version)
+            else:
+                await self.engine.finish(update.version)
+            await self._end(update, "done", update.version)
+        return update.version
 
-    async def _build_adapter(self, update: Update) -> None:
-        if update.config is None:
-            raise EngineError("none of its tensors were sent")
-        await self.engine.build_adapter(update.config)
+    async def finish_plain(self) -> None:
+        """End the update of a client of ms-swift, if one is running."""
+        self._check_group(None)
+        if self.update is not None:
+            await self.finish(None, None)
 
-    async def _commit(self, update: Update) -> None:
-        if update.adapter:
-            update.touched = True
-            await self.engine.finish_adapter(update.version)
-        else:
-            await self.engine.finish(update.version)
-        await self._end(update, "done", update.version)
-
-    def check_session(self, session: str | None) -> None:
-        if session != (self.session.id if self.session else None):
-            holder = f"learner {self.session.learner} holds it" if self.session else "nobody holds it"
-            problem = f"session {session or '(none)'} does not hold this server: {holder}"
-            raise Refusal(409, "no_session", problem, "open one at /session/, and keep the connection open")
+    def _check_group(self, group: str | None) -> None:
+        if group != (self.owner.group if self.owner else None):
+            holder = f"learner {self.owner.learner} holds it" if self.owner else "nobody holds it"
+            problem = f"group {group or '(none)'} does not hold this server: {holder}"
+            raise Refusal(
+                409, "other_group", problem, "join a group at /init_communicator/, and keep that call open"
+            )
 
     def _check_adapters(self) -> None:
         if not self.engine.takes_adapters:
@@ -229,24 +239,22 @@ class Updates:
                 "start the server again, or send whole weights",
             )
 
-    def _running_update(self, session: str | None) -> Update:
-        if self.update is None or self.update.session != session or not self.update.begun:
+    def _running_update(self, group: str | None) -> Update:
+        self._check_group(group)
+        if self.update is None or not self.update.begun:
             raise Refusal(409, "no_update", "no weight update is running", "begin one at /start_update/")
         return self.update
 
-    async def _apply(
-        self,
-        update: Update,
-        work: Callable[..., Awaitable[None]],
-        *arguments: Any,
-        to_refusal: Callable[[EngineError], Refusal] | None = None,
-    ) -> None:
-        """Do one piece of the update's work in the engine. If that fails, the update fails."""
+    @asynccontextmanager
+    async def _working(
+        self, update: Update, to_refusal: Callable[[EngineError], Refusal] | None = None
+    ) -> AsyncIterator[None]:
+        """Hold the engine for a piece of the update's work. If that fails, the update fails."""
         try:
             async with self._engine:
                 if self.update is not update:
                     raise Refusal(500, "update_failed", "the update was ended before it was complete", _SYNC)
-                await work(*arguments)
+                yield
         except EngineError as error:
             await self._fail(update)
             raise (to_refusal or _update_failed)(error) from error
@@ -260,7 +268,7 @@ class Updates:
                 return
             try:
                 if update.adapter:
-                    await self.engine.abandon_adapter()
+                    await self.engine.forget_adapter()
                 elif update.touched:
                     await self.engine.abandon()
             finally:  # answers must not wait for this update, even if the engine cannot abandon it
@@ -275,7 +283,7 @@ class Updates:
             self._changed.notify_all()
 
     async def _clear(self) -> None:
-        """Abandon the running update and leave the group of the previous learner."""
+        """Abandon the running update and leave the group that there is."""
         if self.update is not None:
             await self._fail(self.update)
         async with self._engine:
@@ -293,18 +301,6 @@ class Updates:
 
 def no_weights() -> Refusal:
     return Refusal(503, "no_weights", "this server has no weights: the last weight update failed", _SYNC)
-
-
-def check_bucket(metadatas: Sequence[Metadata]) -> None:
-    """Refuse a bucket that cannot be read, before it begins or fails an update."""
-    if not metadatas:
-        raise bad_request("metadatas: empty", "send at least one tensor")
-    with explain(ValueError, "metadatas", to=bad_request):
-        check_metadata(metadatas)
-
-
-def _bucket_bytes(metadatas: Sequence[dict[str, Any]]) -> int:
-    return max(int(tensor["end_idx"]) for tensor in metadatas)
 
 
 def _update_failed(error: EngineError) -> Refusal:

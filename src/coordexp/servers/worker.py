@@ -5,108 +5,97 @@ while it loads this one.
 """
 
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from vllm.config import set_current_vllm_config
-from vllm.distributed.weight_transfer.base import (
-    WeightTransferEngine,
-    WeightTransferInitInfo,
-    WeightTransferUpdateInfo,
-)
-from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
 from coordexp.engine.receive import EngineSide, Reload, plain_name
 from coordexp.engine.weights import Metadata, WeightGroup, check_metadata, join, unflatten
-from coordexp.servers.engine import BROADCAST
 
 
 class ServerSide(EngineSide):
     """The methods that the server calls in every worker of its engine, by name."""
 
-    weight_transfer_engine: Any
+    device: torch.device
     vllm_config: Any
-    _weight_update_active: bool
+    _coordexp_receiver: "Receiver"
+
+    def coordexp_is_ready(self) -> None:
+        super().coordexp_is_ready()
+        self._coordexp_receiver = Receiver(self.model_runner.get_model(), self.vllm_config, self.device)
 
     def coordexp_state_keys(self) -> list[str]:
         return [plain_name(name) for name, _ in self.model_runner.get_model().named_parameters()]
 
+    def coordexp_join(self, host: str, port: int, world_size: int, timeout_s: float, is_plain: bool) -> None:
+        self._coordexp_receiver.join(host, port, world_size, timeout_s, is_plain)
+
+    def coordexp_leave(self) -> None:
+        self._coordexp_receiver.leave()
+
+    def coordexp_start(self) -> None:
+        with set_current_vllm_config(self.vllm_config):
+            self._coordexp_receiver.start_weight_update()
+
+    def coordexp_load(self, metadatas: list[Metadata], next_bytes: int) -> None:
+        with set_current_vllm_config(self.vllm_config):
+            self._coordexp_receiver.receive(metadatas, next_bytes)
+
+    def coordexp_finish(self) -> None:
+        with set_current_vllm_config(self.vllm_config):
+            self._coordexp_receiver.finish_weight_update()
+        self.model_runner.reset_lora_state()
+
     def coordexp_abandon(self) -> None:
         """Abandon an update. The model then has neither old nor new weights, but can be given whole ones."""
         with set_current_vllm_config(self.vllm_config):
-            self.weight_transfer_engine.abandon()
-        self._weight_update_active = False
+            self._coordexp_receiver.abandon()
 
-    def coordexp_leave(self) -> None:
-        self.weight_transfer_engine.shutdown()
-
-    def coordexp_take_adapter(self, metadatas: list[Metadata]) -> None:
-        self._adapter.update(self.weight_transfer_engine.receive_adapter(metadatas))
+    def coordexp_load_adapter(self, metadatas: list[Metadata]) -> None:
+        self._adapter.update(self._coordexp_receiver.receive_adapter(metadatas))
 
 
-@dataclass
-class GroupInfo(WeightTransferInitInfo):
-    """The learner's group to join."""
+class Receiver(Reload):
+    """Receives buckets and loads them into a worker's model."""
 
-    host: str
-    port: int
-    world_size: int
-    timeout_s: float
-    plain: bool = False  # the other end is a client of ms-swift
-
-
-@dataclass
-class BucketInfo(WeightTransferUpdateInfo):
-    """The tensors of a bucket."""
-
-    metadatas: list[Metadata]
-    next_bytes: int = 0  # the length of the next bucket, if it comes at once
-
-
-class BroadcastReceiver(Reload, WeightTransferEngine[GroupInfo, BucketInfo]):
-    """Receives buckets and loads them into the model."""
-
-    init_info_cls, update_info_cls = GroupInfo, BucketInfo
-
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
+    def __init__(self, model: Any, vllm_config: Any, device: torch.device) -> None:
+        self.model, self.model_config, self.device = model, vllm_config.model_config, device
+        self._rank = rank_in_server(vllm_config.parallel_config)
         self._group: WeightGroup | None = None
         self._ahead: Future[Tensor] | None = None
         self._buffers: list[Tensor] = []
 
-    def init_transfer_engine(self, init_info: GroupInfo) -> None:
-        self.shutdown()
-        self._group = join(
-            init_info.host,
-            init_info.port,
-            rank_in_server(self.parallel_config),
-            init_info.world_size,
-            self.device,
-            init_info.timeout_s,
-            init_info.plain,
-        )
-        self._receiver = ThreadPoolExecutor(1)
+    def join(self, host: str, port: int, world_size: int, timeout_s: float, is_plain: bool) -> None:
+        """Join the group of a learner, or of a client of ms-swift (`is_plain`)."""
+        self.leave()
+        self._group = join(host, port, self._rank, world_size, self.device, timeout_s, is_plain)
+        self._thread = ThreadPoolExecutor(1)
         self._free_buffers()
 
-    def update_weights(self, update_info: dict[str, Any]) -> None:
-        self.receive_weights(self.parse_update_info(update_info))  # vLLM's own method needs an accelerator
+    def leave(self) -> None:
+        """Leave the group. A transfer that is running ends with the group's connections, or at its deadline."""
+        if self._group is not None:
+            self._group.close()
+            self._thread.shutdown(wait=False, cancel_futures=True)
+        self._group, self._ahead, self._buffers = None, None, []
 
-    def receive_weights(self, update_info: BucketInfo) -> None:
-        size = check_metadata(update_info.metadatas)
+    def receive(self, metadatas: list[Metadata], next_bytes: int) -> None:
+        """Receive a bucket, unless it has been received ahead, and load it."""
+        size = check_metadata(metadatas)
         ahead, self._ahead = self._ahead, None
         buffer = ahead.result() if ahead else self._receive(size)
         if buffer.numel() != size:
             raise ValueError(f"a bucket of {size} bytes was announced as {buffer.numel()}")
-        if update_info.next_bytes:
-            self._ahead = self._receiver.submit(self._receive, update_info.next_bytes)
-        self.load(update_info.metadatas, buffer)
+        if next_bytes:
+            self._ahead = self._thread.submit(self._receive, next_bytes)
+        self.load(unflatten(metadatas, buffer), buffer)
         if self.device.type == "cuda":  # the next bucket but one overwrites the buffer
             torch.cuda.current_stream(self.device).synchronize()
-        if not update_info.next_bytes:
+        if not next_bytes:
             self._free_buffers()  # until the next update
 
     def receive_adapter(self, metadatas: list[Metadata]) -> dict[str, Tensor]:
@@ -116,20 +105,13 @@ class BroadcastReceiver(Reload, WeightTransferEngine[GroupInfo, BucketInfo]):
 
     def abandon(self) -> None:
         """Give up an update because the learner has left or stopped sending. An announced bucket will not come."""
-        self.shutdown()
+        self.leave()
         for module in self.model.modules():  # drop incomplete layers: they may be the cause of the failure
             waiting = get_layerwise_info(module)
             waiting.loaded_weights.clear()
             waiting.load_numel = 0
         finalize_layerwise_reload(self.model, self.model_config)
         self.wrap()
-
-    def shutdown(self) -> None:
-        """Leave the group. A transfer that is running ends with the group's connections, or at its deadline."""
-        if self._group is not None:
-            self._group.close()
-            self._receiver.shutdown(wait=False, cancel_futures=True)
-        self._group, self._ahead, self._buffers = None, None, []
 
     def _free_buffers(self) -> None:
         self._buffers = [torch.empty(0, dtype=torch.uint8, device=self.device)] * 2
@@ -149,6 +131,3 @@ def rank_in_server(parallel_config: Any) -> int:
     """Return the rank of a worker among all workers of its server. vLLM numbers the workers of each replica from
     0, and keeps the number of the replica as `data_parallel_index`."""
     return int(parallel_config.data_parallel_index * parallel_config.world_size + parallel_config.rank)
-
-
-WeightTransferEngineFactory.register_engine(BROADCAST, BroadcastReceiver)

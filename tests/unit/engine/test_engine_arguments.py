@@ -11,7 +11,7 @@ from coordexp.config.rollout import RepeatTerminate, RolloutMatching
 from coordexp.engine.start import CUDA_IPC, ENGINE_SIDE, SHARED_MEMORY, EngineSetup, starting
 from coordexp.rollout.backend import Decode
 from coordexp.rollout.guard import ENGINE_GUARD, guard_arguments, key_pattern
-from coordexp.servers.engine import BROADCAST, SERVER_SIDE
+from coordexp.servers.engine import SERVER_SIDE
 from coordexp.servers.swift_servers import TEXT
 from tests.integration.servers import GUARD
 from tests.vocabularies import table
@@ -70,7 +70,7 @@ def test_limits_on_the_pixels_of_an_image_are_passed_on_if_they_are_not_those_of
 
 @pytest.mark.scenario("R10.C6", "R10.S2", on="pure")
 @pytest.mark.parametrize(
-    ("transfer", "side"), [(SHARED_MEMORY, ENGINE_SIDE), (CUDA_IPC, ENGINE_SIDE), (BROADCAST, SERVER_SIDE)]
+    ("transfer", "side"), [(SHARED_MEMORY, ENGINE_SIDE), (CUDA_IPC, ENGINE_SIDE), ("", SERVER_SIDE)]
 )
 @pytest.mark.parametrize(("batch", "devices"), [(1, 1), (5, 1), (5, 3)])
 def test_an_engine_may_compute_decode_batch_size_sequences_for_each_of_its_devices(

@@ -25,7 +25,6 @@ from tests.unit.servers.served import Run, are_right
 server_backend.AGAIN = 0.05
 server_links.NOTIFY_EVERY = 0.2
 server_weights.BUCKET_BYTES = 700
-server_weights.GRACE = 0.1
 RANKS = 3
 SLOW_SYNC_S = 4.0
 
@@ -136,11 +135,12 @@ def lost_in_a_sync(rank, learner):
     }
 
 
-def share_lost(rank, learner, lost):
-    """All servers of one sender are gone, and come back later."""
+def share_of_another_rank_lost(rank, learner):
+    """All servers of rank 1 are gone, and come back later."""
+    lost = (1, 3)
     learner.sync(1)
     on_first_rank(rank, lambda: [learner.servers[k].die() for k in lost])
-    time.sleep(0.3)  # the sessions end
+    time.sleep(0.3)  # the connections close
     learner.sync(2)
     correct = [learner.answers(2)]
     usable = [learner.backend.pool.usable]
@@ -156,14 +156,6 @@ def share_lost(rank, learner, lost):
     }
 
 
-def share_of_the_first_rank_lost(rank, learner):
-    return share_lost(rank, learner, (0, 2))
-
-
-def share_of_another_rank_lost(rank, learner):
-    return share_lost(rank, learner, (1, 3))
-
-
 def all_lost(rank, learner):
     """All servers die. One of rank 1 comes back while all ranks wait, and rank 2 has no requests."""
     learner.sync(1)
@@ -177,12 +169,6 @@ def all_lost(rank, learner):
     count = 0 if rank == 2 else 4
     correct = are_right(learner.generate(count), 1)
     return {"right": [correct], "usable": [learner.backend.pool.usable]}
-
-
-def none_comes_back(rank, learner):
-    learner.sync(1)
-    on_first_rank(rank, lambda: [server.die() for server in learner.servers])
-    learner.generate(2)
 
 
 def another_model(rank, learner):
@@ -243,10 +229,8 @@ SCENES = {
     lost_in_a_share: {},
     restarted: {},
     lost_in_a_sync: {},
-    share_of_the_first_rank_lost: {},
     share_of_another_rank_lost: {},
     all_lost: {},
-    none_comes_back: {"timeout_s": 1.5},
     another_model: {},
     too_few_slots: {"servers": 2, "decode_batch_size": 1},
     returns_with_another_dtype: {},

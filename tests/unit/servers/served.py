@@ -17,7 +17,7 @@ from tests.rollouts import PROMPT
 from tests.vocabularies import table
 
 TABLE = table("small")
-TIMEOUTS = ClientTimeouts(poll=0.05, health=5, silence=20, session=20, taken=0.2, call=20)
+TIMEOUTS = ClientTimeouts(poll=0.05, health=5, silence=20, call=20)
 DECODE = Decode(20, "sampling", temperature=1.0)
 
 

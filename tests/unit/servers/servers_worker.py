@@ -6,7 +6,6 @@ call that the other has left, the sum shows it.
 
 import json
 import sys
-import threading
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -15,7 +14,7 @@ from torch import distributed as dist
 
 from coordexp.ranks import gather_texts, sum_over_ranks, together
 from coordexp.servers import backend as server_backend
-from tests.fake_server import changed, dies, garbage, slow, status
+from tests.fake_server import changed, garbage, slow
 from tests.unit.servers.served import Run, are_right
 
 server_backend.AGAIN = 0.05
@@ -35,31 +34,6 @@ def in_turn(rank, learner):
         "links": sorted(learner.backend.links.open),
         "recorded": [event["event"] for event in learner.events],
     }
-
-
-def lost_by_one(rank, learner):
-    """A server dies while one rank asks it. Both ranks go on without it, until it is back for both."""
-    learner.sync(1)
-    if rank == 0:
-        learner.servers[1].faults["/infer/"].append(dies)
-    first = are_right(learner.generate(4, 100 * rank), 1, 100 * rank)
-    left = learner.backend.pool.usable
-    if rank == 0:
-        learner.servers[1].restart()
-    learner.sync(1)
-    again = are_right(learner.generate(4, 100 * rank), 1, 100 * rank)
-    return {"right": [first, again], "usable": [left, learner.backend.pool.usable]}
-
-
-def all_lost(rank, learner):
-    """Rank 1 has no request, but takes part in sending the servers their weights again."""
-    learner.sync(1)
-    if rank == 0:
-        for server in learner.servers:
-            server.faults["/infer/"].append(dies)
-        threading.Timer(0.4, learner.servers[0].restart).start()
-    count = 0 if rank else 4
-    return {"right": [are_right(learner.generate(count), 1)], "usable": [learner.backend.pool.usable]}
 
 
 def none_comes_back(rank, learner):
@@ -96,15 +70,6 @@ def one_bad_request(rank, learner):
     learner.generate(1 if rank == 0 else 0)
 
 
-def faults_in_sync(rank, learner):
-    learner.sync(1)
-    if rank == 0:
-        learner.servers[0].faults["/finish_update/"].append(status(500, "update_failed"))
-        learner.servers[1].faults["/infer/"].append(slow(0.5))
-    learner.sync(2)
-    return {"right": [are_right(learner.generate(3), 2)], "usable": [learner.backend.pool.usable]}
-
-
 def no_weight_group(rank, learner):
     """The group port of one server never opens."""
     if rank == 0:
@@ -112,10 +77,7 @@ def no_weight_group(rank, learner):
     learner.sync(1)
 
 
-SCENES = (
-    in_turn, lost_by_one, all_lost, none_comes_back, another_model, unreadable, one_bad_request, faults_in_sync,
-    no_weight_group,
-)  # fmt: skip
+SCENES = (in_turn, none_comes_back, another_model, unreadable, one_bad_request, no_weight_group)
 
 
 def play(scene, rank, folder):

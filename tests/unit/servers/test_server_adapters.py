@@ -22,7 +22,6 @@ def adapting(tmp_path, monkeypatch):
     """A function that starts runs whose buckets hold only a part of the adapter."""
     monkeypatch.setattr(server_backend, "AGAIN", 0.05)
     monkeypatch.setattr(server_weights, "BUCKET_BYTES", 700)
-    monkeypatch.setattr(server_weights, "GRACE", 0.1)
     runs = []
 
     def start(**changes) -> Run:

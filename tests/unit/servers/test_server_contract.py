@@ -42,7 +42,7 @@ def test_requests_and_weights_are_all_that_a_learner_sends(run: Callable[..., Ru
     for version in (1, 2):
         learner.sync(version)
         assert are_right(learner.generate(5), version)
-    control = {"/health/", "/get_world_size/", "/version/", "/session/", "/init_communicator/", "/start_update/"}
+    control = {"/health/", "/get_world_size/", "/version/", "/init_communicator/", "/start_update/"}
     weights = {"/update_flattened_params/", "/finish_update/"}
     for server in learner.servers:
         assert set(server.paths()) <= control | weights | {"/infer/"}

@@ -33,21 +33,6 @@ def test_both_ranks_get_the_answers_to_their_own_requests_and_only_the_first_sen
     assert outcomes[1]["in_turn"]["result"]["recorded"] == ["rollouts"] * 4
 
 
-def test_no_rank_asks_a_server_that_one_rank_has_lost_until_it_is_back(outcomes):
-    for rank in outcomes:
-        assert rank["lost_by_one"]["result"] == {"right": [True, True], "usable": [[0], [0, 1]]}
-
-
-def test_a_rank_without_requests_takes_part_in_bringing_servers_back(outcomes):
-    for rank in outcomes:
-        assert rank["all_lost"]["result"] == {"right": [True], "usable": [[0]]}
-
-
-def test_no_rank_asks_a_server_that_failed_in_a_sync(outcomes):
-    for rank in outcomes:
-        assert rank["faults_in_sync"]["result"] == {"right": [True], "usable": [[1]]}
-
-
 @pytest.mark.scenario("R07.C11", on="fake")
 @pytest.mark.parametrize(
     ("scene", "problem"),
