@@ -16,7 +16,7 @@ from coordexp.config.rules import World, find_conflicts, uses_vllm
 from coordexp.config.schema import explain_errors
 from coordexp.config.sections import SettingsSection
 from coordexp.config.settings import Settings
-from coordexp.config.yaml_tree import Document, Tree, format_path, read_document
+from coordexp.config.yaml_tree import COMMAND_LINE, Document, Tree, format_path, read_document
 from coordexp.errors import ConfigError, Finding
 
 S = TypeVar("S", bound=SettingsSection)
@@ -30,6 +30,11 @@ class Loaded:
     origins: dict[str, str]
     notes: tuple[Finding, ...]
     files: tuple[str, ...]
+
+    @property
+    def overrides(self) -> dict[str, str]:
+        """The origins of the values that were given on the command line, by their paths."""
+        return {path: origin for path, origin in self.origins.items() if origin.startswith(COMMAND_LINE)}
 
 
 def load_settings(path: Path | str, world: World | None = None, overrides: Sequence[str] = ()) -> Loaded:

@@ -171,8 +171,7 @@ class _Reader:
     """Reads each file once, however often it is extended. `is_broken` is True once a file cannot be read."""
 
     def __init__(self) -> None:
-        self.is_broken = False
-        self.findings: list[Finding] = []
+        self.is_broken, self.findings = False, list[Finding]()
         self.parts: dict[str, Tree] = {}
         self._done: dict[Path, Document] = {}
 
@@ -251,8 +250,7 @@ class _Builder:
 
     def __init__(self, file: str, findings: list[Finding], place: Place | None = None) -> None:
         self.places: dict[KeyPath, Place] = {}
-        self._file, self._findings, self._place = file, findings, place
-        self._values = 0
+        self._file, self._findings, self._place, self._values = file, findings, place, 0
 
     def build(self, node: yaml.Node, path: KeyPath) -> Any:
         self._values += 1

@@ -19,7 +19,6 @@ from typing import Any
 import yaml
 
 from coordexp.config import Loaded, Settings
-from coordexp.config.yaml_tree import COMMAND_LINE
 from coordexp.data import Records
 from coordexp.errors import DataError, explain
 from coordexp.files import BestEffort, append_line, drop_torn_line, write_json, write_whole
@@ -44,8 +43,7 @@ def write_run_folder(
     resolved = loaded.settings.model_dump(mode="json")
     file = folder / "run.json"
     runs = read_starts(file) if file.is_file() else []
-    overrides = {path: origin for path, origin in loaded.origins.items() if origin.startswith(COMMAND_LINE)}
-    origins = "".join(f"# {path}: {origin}\n" for path, origin in overrides.items())
+    origins = "".join(f"# {path}: {origin}\n" for path, origin in loaded.overrides.items())
     write_whole(folder / "resolved.yaml", origins + yaml.safe_dump(resolved, sort_keys=False, allow_unicode=True))
     start = {
         "command": sys.argv,

@@ -130,7 +130,7 @@ def test_a_server_has_an_address_that_is_text_and_a_port_that_is_a_number(entry:
 @pytest.mark.scenario("R07.C13", "R07.C14", on="pure")
 def test_timeouts_are_numbers_and_the_one_of_answers_may_be_null_0_or_less() -> None:
     server = rollout(server_mode()).vllm.server
-    assert (server.timeout_s, server.infer_timeout_s) == (240.0, None)
+    assert (server.timeout_s, server.infer_timeout_s, server.hung_after_s) == (240.0, None, 60.0)
     for seconds in (1, 2.5):
         timeouts = {"timeout_s": seconds, "infer_timeout_s": seconds}
         given = rollout(

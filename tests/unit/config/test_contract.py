@@ -62,13 +62,6 @@ def test_objects_are_written_with_desc_first_unless_the_config_says_otherwise():
     assert reordered == "geometry_first"
 
 
-@pytest.mark.scenario("R27.C2", on="pure")
-def test_matching_has_the_specified_defaults():
-    cfg = load(stage2()).settings.rollout_matching
-    assert (cfg.maskiou_resolution, cfg.maskiou_gate, cfg.candidate_top_k) == (256, 0.3, 10)
-    assert (cfg.fp_cost, cfg.fn_cost) == (1.0, 1.0)
-
-
 @pytest.mark.scenario("R02.C1", on="pure")
 @pytest.mark.parametrize("field", ["name", "enabled", "weight", "channels", "config"])
 def test_a_module_entry_must_state_every_field(field):

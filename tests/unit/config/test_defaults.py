@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.unit.config.trees import SERVER, load, server_mode, stage1, stage2
+from tests.unit.config.trees import load, stage1, stage2
 
 
 @pytest.fixture
@@ -19,45 +19,8 @@ def test_rollouts_come_from_a_colocated_vllm_engine(rollout):
     assert rollout.vllm.enable_lora is False
 
 
-@pytest.mark.scenario("R07.C7", on="pure")
-def test_four_learners_share_an_engine_of_tensor_parallel_size_four():
-    assert load(stage2(), learners=4).settings.rollout_matching.vllm.tensor_parallel_size == 4
-
-
-@pytest.mark.scenario("R07.C18", "R07.C19", on="pure")
-def test_full_weights_are_synced_and_an_adapter_sync_falls_back_to_them(rollout):
-    assert rollout.vllm.sync.mode == "full"
-    assert rollout.vllm.sync.fallback_to_full is True
-
-
-@pytest.mark.scenario("R07.C13", "R07.C14", on="pure")
-def test_a_server_has_240_seconds_to_be_reachable_and_no_time_limit_for_answers():
-    settings = load(server_mode(rollout_matching__vllm__server={"servers": [SERVER]})).settings
-    pool = settings.rollout_matching.vllm.server
-    assert pool.timeout_s == 240.0
-    assert pool.infer_timeout_s is None
-    assert pool.hung_after_s == 60.0
-
-
-@pytest.mark.scenario("R10.C7", on="pure")
-@pytest.mark.parametrize("tree", [stage1(), stage2(), server_mode()])
-def test_one_sequence_is_decoded_at_once(tree):
-    assert load(tree).settings.rollout_matching.decode_batch_size == 1
-
-
 def test_all_held_out_records_are_evaluated():
     assert load(stage1()).settings.custom.eval_samples is None
-
-
-@pytest.mark.scenario("R17.C1", on="pure")
-def test_nothing_is_offloaded(rollout):
-    assert rollout.offload.model_dump() == {"enabled": False, "offload_model": False, "offload_optimizer": False}
-
-
-@pytest.mark.scenario("R32.C1", on="pure")
-def test_decoding_is_greedy_over_all_tokens(rollout):
-    assert rollout.decoding.model_dump() == {"temperature": 0.0, "top_p": 1.0, "top_k": -1}
-    assert (rollout.decode_mode, rollout.num_beams) == ("greedy", None)
 
 
 @pytest.mark.scenario("R34.C1", on="pure")

@@ -69,10 +69,11 @@ def test_settings_have_the_value_and_its_origin():
     assert loaded.settings.training.max_steps == 6
     assert loaded.settings.stage1.pipeline.objective[0].config.desc_ce_weight == 0.5
     assert loaded.origins["training.max_steps"] == "command line (--set training.max_steps)"
-    assert {path for path, origin in loaded.origins.items() if origin.startswith("command line")} == {
+    assert set(loaded.overrides) == {
         "training.max_steps",
         "stage1.pipeline.objective[0].config.desc_ce_weight",
     }
+    assert load().overrides == {}
 
 
 def test_an_item_of_a_list_is_replaced_alone():
