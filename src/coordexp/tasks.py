@@ -20,12 +20,12 @@ def ignore(*_: object) -> None:
 
 
 class Task(Generic[T]):
-    """Calls `work(*arguments)` in a thread, at once. Sets `done`, and `changed` if there is one, when it ends."""
+    """Calls `work(*arguments)` in a thread, at once. Sets `done` when it ends."""
 
-    def __init__(self, work: Callable[..., T], *arguments: Any, changed: Event | None = None) -> None:
+    def __init__(self, work: Callable[..., T], *arguments: Any) -> None:
         self.done = Event()
         self.error: BaseException | None = None
-        self._work, self._arguments, self._changed = work, arguments, changed
+        self._work, self._arguments = work, arguments
         self._result: T | None = None
         Thread(target=self._run, daemon=True).start()
 
@@ -35,8 +35,6 @@ class Task(Generic[T]):
         except BaseException as error:  # noqa: BLE001 - raised in the thread that asks for the result
             self.error = error
         self.done.set()
-        if self._changed is not None:
-            self._changed.set()
 
     def result(
         self, *, deadline: float = math.inf, check: Callable[[], None] = ignore, interval: float = 0.2
