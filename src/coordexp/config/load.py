@@ -336,8 +336,9 @@ def _idle_sections(s: Settings) -> Iterator[tuple[str, str]]:
         yield "rollout_matching.vllm", f"not used with rollout_backend: {rollout.rollout_backend}"
     elif rollout.vllm.mode == "colocate" and "server" in _non_default_keys(rollout.vllm):
         yield "rollout_matching.vllm.server", "not used with vllm.mode: colocate"
-    if uses_vllm(s, "colocate") and "senders" in _non_default_keys(rollout.vllm.sync):
-        yield rules.SENDERS, "not used with vllm.mode: colocate"
+    for name in sorted({"senders", "timeout_s"} & _non_default_keys(rollout.vllm.sync)):
+        if uses_vllm(s, "colocate"):
+            yield f"rollout_matching.vllm.sync.{name}", "not used with vllm.mode: colocate"
     if "max_lora_rank" in _non_default_keys(rollout.vllm) and not rollout.vllm.enable_lora:
         yield "rollout_matching.vllm.max_lora_rank", "not used: enable_lora is false"
     if rollout.vllm.enable_lora and uses_vllm(s, "colocate") and rules.sync_mode(s) == "full":

@@ -147,7 +147,7 @@ class Sync(SettingsSection):
         True, description="If an adapter sync fails, warn and send full weights from then on. false: stop the run."
     )
     timeout_s: PositiveFloat = Field(
-        240.0, description="Seconds that a weight sync may take before the run stops."
+        240.0, description="Seconds that a weight sync with servers may take. Server mode only."
     )
     canary_every: PositiveInt = Field(
         100,
