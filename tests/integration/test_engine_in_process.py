@@ -27,7 +27,7 @@ pytestmark = [pytest.mark.engine, pytest.mark.timeout(240)]
 def state() -> dict[str, Any]:
     """Return what vLLM sets in a process of its own."""
     return {
-        "environment": dict(os.environ),
+        "environment": {name: value for name, value in os.environ.items() if "TORCHINDUCTOR" not in name},
         "signals": [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGCHLD)],
         "logging": (logging.getLogger().level, list(logging.getLogger().handlers)),
         "threads": (torch.get_num_threads(), torch.set_num_threads),

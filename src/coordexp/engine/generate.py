@@ -12,6 +12,7 @@ from coordexp.engine.start import (
     TRAINING_FIXES,
     EngineFixes,
     EngineSetup,
+    keep_random_numbers,
     start_engine,
     stop_engine,
 )
@@ -110,7 +111,7 @@ def generate_rollouts(
     guard = guard_arguments(decode.guard, pattern, table.end_of_turn)
     bias = engine_bias(decode, table)
     sampling = [_sampling_params(decode, guard, bias, table.end_of_turn, request.seed) for request in requests]
-    with explain(RuntimeError, "vLLM failed", fixes.failed, to=EngineError):
+    with keep_random_numbers(), explain(RuntimeError, "vLLM failed", fixes.failed, to=EngineError):
         outputs = engine.generate(inputs, sampling, use_tqdm=False, lora_request=lora_request)
     rollouts = []
     for request, ids, output in zip(requests, prompt_ids, outputs, strict=True):

@@ -132,7 +132,7 @@ def start_engine(setup: EngineSetup, adapters: bool = False) -> Any:
                 "set it to false",
             )
         extra["enable_sleep_mode"] = True
-    with undisturbed(setup.device), explain_start(setup.fixes):
+    with undisturbed(), explain_start(setup.fixes):
         from vllm import LLM, envs
         from vllm.distributed.parallel_state import destroy_model_parallel
 
@@ -182,12 +182,12 @@ def engine_arguments(setup: EngineSetup) -> dict[str, Any]:
 
 
 @contextmanager
-def undisturbed(device: torch.device) -> Iterator[None]:
+def undisturbed() -> Iterator[None]:
     """Keep what belongs to the rest of this process while vLLM starts: variables of the environment, random
     numbers, the number of threads, and the objects that the garbage collector looks at. vLLM sets these as if the
     process were its own."""
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # also for what is imported or logged later
-    before, python, numpy = dict(os.environ), random.getstate(), np.random.get_state()
+    before = dict(os.environ)
     folder = make_folder()  # of sockets between ranks, which need no path when they are connected
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     os.environ |= {
@@ -199,12 +199,21 @@ def undisturbed(device: torch.device) -> Iterator[None]:
     with ExitStack() as at_end:
         at_end.callback(_restore_environment, before)
         at_end.callback(shutil.rmtree, folder, ignore_errors=True)
-        at_end.callback(random.setstate, python)
-        at_end.callback(np.random.set_state, numpy)
         at_end.callback(gc.unfreeze)
-        at_end.enter_context(torch.random.fork_rng([device] if device.type == "cuda" else []))
+        at_end.enter_context(keep_random_numbers())
         at_end.enter_context(warnings.catch_warnings(action="ignore"))
         at_end.enter_context(patch.object(torch, "set_num_threads", torch.set_num_threads))
+        yield
+
+
+@contextmanager
+def keep_random_numbers() -> Iterator[None]:
+    """Leave the generators of random numbers as they are: those of Python, numpy and torch."""
+    devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
+    with ExitStack() as at_end:
+        at_end.callback(random.setstate, random.getstate())
+        at_end.callback(np.random.set_state, np.random.get_state())
+        at_end.enter_context(torch.random.fork_rng(devices))
         yield
 
 
