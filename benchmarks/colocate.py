@@ -7,8 +7,8 @@ Each figure is a ratio within one run, of the medians of calls that take turns: 
 backend, compared with `LLM.generate` on the same requests with the images in memory. Caches are emptied before
 each call. - bytes per second of a sync (from the learner's weights to a committed version), compared with a copy
 of the same bytes within the learner. Measured on a model of 460 MB, and on the demo model of 2 MB, where the
-cost of calls dominates. - the share of a training step that the sync takes, in Stage 2 of the demo. - the time
-until an engine is ready, compared with a bare engine with the same settings, each in its own process.
+cost of calls dominates. - the share of a training step that the sync takes, in Stage 2 of the demo. - the CPU
+seconds until an engine is ready, compared with a bare engine with the same settings, each in its own process.
 """
 
 import json
@@ -17,12 +17,12 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import time
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 import yaml
 from bare import BareGeneration, BenchmarkLearner, count_tokens, draw_images, start_bare_engine
@@ -32,14 +32,14 @@ from rich.progress import Progress
 from coordexp.config.rollout import VLLM, RolloutMatching
 from coordexp.demo.model import Size, make_model
 from coordexp.engine.colocate import ColocateBackend
-from coordexp.engine.start import EngineSetup, start_engine, stop_engine
+from coordexp.engine.start import EngineSetup, start_engine
 from coordexp.rollout.backend import Decode, ImageRef, Request
 from coordexp.vocab import VocabularyTable
 
 ROOT = Path(__file__).parents[1]
 DEMO = ROOT / "examples/stage2-cpu/model"
 LARGE = Size(hidden=1024, layers=12, heads=8)
-REQUESTS, TOKENS, REPEATS = 32, 200, 5
+REQUESTS, TOKENS, STARTS = 32, 200, 3
 SETTINGS = RolloutMatching(
     decode_batch_size=16,
     max_new_tokens=TOKENS,
@@ -136,29 +136,38 @@ def measure_share_of_step(folder: Path) -> dict[str, Any]:
 
 
 def time_start(kind: str, folder: Path) -> float:
-    """Start an engine in this process, and return the seconds since before the import of vLLM."""
-    began = time.perf_counter()
+    """Start an engine in this process, and return the CPU seconds since before the import of vLLM, also those of
+    its own processes."""
+    before = cpu_seconds()
     if kind == "ours":
-        engine = start_engine(_engine_setup(folder))
+        start_engine(_engine_setup(folder))
     else:
         vllm = SETTINGS.vllm
         assert vllm.max_model_len is not None
         most = SETTINGS.decode_batch_size
-        engine = start_bare_engine(folder, most, vllm.max_model_len, vllm.gpu_memory_utilization)
-    seconds = time.perf_counter() - began
-    stop_engine(engine.llm_engine.engine_core)
-    return seconds
+        start_bare_engine(folder, most, vllm.max_model_len, vllm.gpu_memory_utilization)
+    return cpu_seconds() - before
+
+
+def cpu_seconds() -> float:
+    """Return the seconds of a processor that this process has used, and the processes that it has started."""
+    here = psutil.Process()
+    times = [process.cpu_times() for process in (here, *here.children(recursive=True))]
+    return sum(time.user + time.system + time.children_user + time.children_system for time in times)
 
 
 def measure_start_up() -> dict[str, Any]:
-    times: dict[str, list[float]] = {"bare": [], "ours": []}
-    for round in range(REPEATS):
-        for kind in sorted(times, reverse=round % 2 == 1):
+    seconds: dict[str, list[float]] = {"bare": [], "ours": []}
+    for round in range(STARTS):
+        for kind in sorted(seconds, reverse=round % 2 == 1):
             command = [sys.executable, __file__, "--start", kind]
             result = subprocess.run(command, check=True, capture_output=True, text=True, timeout=300)
-            times[kind].append(float(result.stdout.splitlines()[-1]))
-    bare, ours = (statistics.median(seconds) for seconds in times.values())
-    return {"start-up / bare engine": at_most(ours / bare, 1.05), "start-up, seconds": without_goal(ours)}
+            seconds[kind].append(float(result.stdout.splitlines()[-1]))
+    bare, ours = (statistics.median(of_kind) for of_kind in seconds.values())
+    return {
+        "CPU seconds of a start / bare engine": at_most(ours / bare, 0.5),
+        "CPU seconds of a start": without_goal(ours),
+    }
 
 
 def measure(progress: Progress) -> dict[str, dict[str, Any]]:

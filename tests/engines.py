@@ -73,4 +73,4 @@ def start_vllm(folder: Path) -> Any:
 
 
 def stop_vllm(engine: Any) -> None:
-    stop_engine(engine.llm_engine.engine_core)
+    stop_engine(engine)

@@ -1,11 +1,11 @@
 """Child processes: what they must not inherit, how to find them, and how to remove what they leave behind.
 
-The processes of an engine talk through sockets that have a path, and through shared memory that has a name. Both
-stay when all processes are killed. The sockets are therefore put in a folder that belongs to the process that
-started the engine, and the segments of shared memory are read from the memory maps of the engine's processes while
-these live. Whoever notices that the owner is gone removes both: the tether of a part of `coordexp launch`, or the
-engine's processes, which start `python -m coordexp.child_processes` for it before they end. If a process of the
-engine is killed, the owner removes them when it ends.
+The processes of a server's engine talk through sockets that have a path, and through shared memory that has a
+name. Both stay when all processes are killed. The sockets are therefore put in a folder that belongs to the
+server, and the segments of shared memory are read from the memory maps of the engine's processes while these live.
+Whoever notices that the server is gone removes both: the tether of a part of `coordexp launch`, or the engine's
+processes, which start `python -m coordexp.child_processes` for it before they end. If a process of the engine is
+killed, the server removes them when it ends.
 """
 
 import atexit

@@ -60,7 +60,7 @@ sent.
 
 GPU = """**No test has run on a GPU**, because none was available. For the {count} parts below that could matter:
 their proof involves a model, an engine, processes or a fake, so a device could change the outcome. The other parts
-depend on no device. Never executed at all are transfers by CUDA IPC and NCCL, pinned-memory offload, and vLLM's
+depend on no device. Never executed at all are transfers by NCCL, pinned-memory offload, and vLLM's
 second model runner (the default on GPUs) in a real engine.
 
 {ids}"""

@@ -96,6 +96,12 @@ class Colocation:
     def tied(self) -> bool:
         return bool(self.model.config.tie_word_embeddings)
 
+    @property
+    def runner(self) -> Any:
+        """vLLM's model runner."""
+        assert self.backend._updates is not None
+        return self.backend._updates.runner
+
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         return learner_weights(self.model)
 

@@ -27,9 +27,10 @@ class Leavings:
         return self.segments
 
     def files(self) -> list[str]:
-        """Return all files in the run's temporary folder, except the log folder that torchrun leaves."""
+        """Return all files in the run's temporary folder, except torchrun's logs and what torch has compiled and
+        keeps for later starts."""
         names = (path.relative_to(self.folder).as_posix() for path in self._paths())
-        return sorted(name for name in names if not name.startswith("torchelastic_"))
+        return sorted(name for name in names if not name.startswith(("torchelastic_", "torchinductor_")))
 
     def sockets(self) -> list[Path]:
         return [path for path in self._paths() if path.is_socket()]

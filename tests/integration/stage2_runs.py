@@ -105,11 +105,11 @@ class Started:
         return time.monotonic() - self.began
 
     def left(self) -> dict[int, str]:
-        """Return the living processes of this run, each with its name."""
+        """Return the living processes of this run, each with its command."""
         left = {}
         for process in self.process.processes():
             with suppress(psutil.NoSuchProcess):
-                left[process.pid] = process.name()
+                left[process.pid] = " ".join(process.cmdline()) or process.name()
         return left
 
     def remains(self, seconds: float = 10, meanwhile: Callable[[], None] = ignore) -> dict[int, str]:
@@ -122,9 +122,9 @@ class Started:
         return left
 
     def rank(self, rank: int) -> int:
-        """Return the process of a rank."""
-        (process,) = find_marked("RANK", str(rank), self.process.processes())
-        return process.pid
+        """Return the process of a rank. Python's resource tracker may be below it."""
+        marked = find_marked("RANK", str(rank), self.process.processes())
+        return min(marked, key=psutil.Process.create_time).pid
 
 
 def environment() -> dict[str, str]:

@@ -18,13 +18,12 @@ from torch import Tensor
 from coordexp.config.rollout import Offload
 from coordexp.config.settings import Adapter
 from coordexp.demo.model import Size, make_model
-from coordexp.engine import colocate
-from coordexp.engine.weights import AdapterRefused
-from coordexp.errors import EngineError
+from coordexp.engine import colocate, load, update
+from coordexp.engine.load import ModelReload
+from coordexp.errors import EngineError, UserError
 from coordexp.rollout.backend import Weights
 from coordexp.train.learner import learner_adapter, with_adapter
 from coordexp.train.offload import SMALL, OffloadedStorages, offload_learner
-from tests.integration import engine_faults
 from tests.integration.answers import whole_model
 from tests.integration.colocation import SETTINGS, Colocation, draw_images, ids, with_adapter_sync
 from tests.integration.stage2_runs import config, draw, finish, training
@@ -53,25 +52,23 @@ class Memory:
         self.seen.append((when, self.bytes))
 
 
-class SentWeights:
-    """Counts what the learner sends to its engine: the bytes of each adapter, and the buckets of whole weights."""
+class Updates:
+    """Counts the updates of an engine: the bytes of each adapter, and the updates of whole weights."""
 
-    def __init__(self, engine: Any, patch: pytest.MonkeyPatch) -> None:
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.adapters: list[int] = []
-        self.buckets = 0
-        self._rpc, self._update = engine.collective_rpc, engine.update_weights
-        patch.setattr(engine, "collective_rpc", self._spied_rpc)
-        patch.setattr(engine, "update_weights", self._spied_update)
+        self.whole = 0
+        self._build, self._load = update.build_adapter, ModelReload.load
+        patch.setattr(update, "build_adapter", self._spied_build)
+        patch.setattr(ModelReload, "load", lambda reload, weights: self._spied_load(reload, weights))
 
-    def _spied_rpc(self, method: str, args: tuple[Any, ...] = (), **named: Any) -> Any:
-        if args and args[0] == "coordexp_read_adapter":
-            _, _, metadatas = args
-            self.adapters.append(sum(metadata["end_idx"] - metadata["start_idx"] for metadata in metadatas))
-        return self._rpc(method, args=args, **named)
+    def _spied_build(self, manager: Any, tensors: dict[str, Tensor], *given: Any) -> Any:
+        self.adapters.append(sum(tensor.nbytes for tensor in tensors.values()))
+        return self._build(manager, tensors, *given)
 
-    def _spied_update(self, *given: Any) -> Any:
-        self.buckets += 1
-        return self._update(*given)
+    def _spied_load(self, reload: ModelReload, weights: Any) -> None:
+        self.whole += 1
+        self._load(reload, weights)
 
 
 def learn(colocation: Colocation, adapter: Adapter = LORA) -> torch.optim.Optimizer:
@@ -121,7 +118,6 @@ def adapting(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Colocat
 
     plain = colocate.start_engine
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("coordexp.engine.start.ENGINE_SIDE", engine_faults.ENGINE_SIDE)
         patch.setattr(colocate, "start_engine", start_engine)
         with colocation.backend.session():
             colocation.sync(1)
@@ -146,7 +142,7 @@ def test_the_learner_is_out_of_memory_while_the_engine_starts(adapting):
 def test_after_each_of_four_updates_the_engine_answers_as_the_learner_and_got_only_the_adapter(
     colocation, monkeypatch
 ):
-    sent = SentWeights(colocation.backend.engine, monkeypatch)
+    sent = Updates(monkeypatch)
     optimizer, requests = learn(colocation), colocation.requests(TOKENS)
     last = ids(colocation.learner.generate(requests))
     for number in range(4):
@@ -164,7 +160,7 @@ def test_after_each_of_four_updates_the_engine_answers_as_the_learner_and_got_on
         last = ids(own)
     size = sum(weight.nbytes for _, weight in learner_adapter(colocation.model)[1])
     whole = sum(weight.nbytes for _, weight in colocation.weights())
-    assert sent.adapters == [size] * 4 and sent.buckets == 0 and 4 * size < whole
+    assert sent.adapters == [size] * 4 and sent.whole == 0 and 4 * size < whole
     assert colocation.backend.describe() == {"sync_mode": "adapter", "fallbacks": []}
 
 
@@ -176,7 +172,7 @@ def test_an_adapter_sync_leaves_nothing_in_the_three_caches_of_the_engine(coloca
             colocation.train(optimizer, number)
             colocation.sync()
             images = len(engine.llm_engine.renderer.mm_processor_cache._cache)
-            assert (images, *engine.collective_rpc("encoded_images")) == (0, 0)
+            assert (images, len(colocation.runner.encoder_cache)) == (0, 0)
             colocation.backend.generate(requests)
             assert cached == [0] * 16
             cached.clear()
@@ -191,19 +187,18 @@ def test_the_learner_is_out_of_memory_while_the_engine_takes_the_adapter_and_is_
     expected = ids(colocation.learner.generate(requests))
     memory = Memory(colocation.model, optimizer)
     full, before = memory.bytes, [tensor.detach().clone() for tensor in memory.tensors]
-    plain = colocation.backend.engine.collective_rpc
+    names = ["build_adapter", "replace_adapter", "clear_kv_caches"]
 
-    def spied(method: str, args: tuple[Any, ...] = ()) -> Any:
-        memory.look(args[0] if args else method)
-        return plain(method, args=args)
+    def spied(name: str, plain: Any) -> Any:
+        return lambda *given: (memory.look(name), plain(*given))[1]
 
-    monkeypatch.setattr(colocation.backend.engine, "collective_rpc", spied)
+    for name in names:
+        monkeypatch.setattr(update, name, spied(name, getattr(update, name)))
     monkeypatch.setattr(colocation, "room", lambda: offload_learner(BOTH, colocation.model, optimizer, tmp_path))
     with colocation.backend.session():
         colocation.sync()
         assert ids(colocation.backend.generate(requests)) == expected
-    calls = ["coordexp_read_adapter", "coordexp_build_adapter", "coordexp_use_adapter", "coordexp_clear_kv_cache"]
-    assert memory.seen == [(method, 0) for method in calls]
+    assert memory.seen == [(name, 0) for name in names]
     assert memory.bytes == full > 2**20
     assert all(torch.equal(tensor, copy) for tensor, copy in zip(memory.tensors, before, strict=True))
 
@@ -223,19 +218,15 @@ def test_the_canary_stops_a_run_whose_learner_started_from_other_weights_than_th
         colocation.sync(2 * due)
 
 
-def test_an_adapter_with_a_nan_is_sent_to_no_engine_and_refused_by_one_that_gets_it(colocation, monkeypatch):
+def test_an_adapter_with_an_infinite_value_is_not_used(colocation):
     optimizer = learn(colocation)
     colocation.train(optimizer, 0)
-    name, weight = list(learner_adapter(colocation.model)[1])[-1]
-    broken = [(name, torch.full_like(weight, float("inf")))]
-    connection = colocation.backend._connection
-    with pytest.raises(
-        EngineError, match=f"weights were not sent: {name} has NaN or Inf values\n.*lower training"
-    ):
-        connection.send_adapter({}, broken, 1)
-    monkeypatch.setattr("coordexp.engine.send.find_non_finite", lambda weights: None)
-    with pytest.raises(AdapterRefused, match=f"cannot use the adapter: {name} has NaN or Inf values"):
-        connection.send_adapter({}, broken, 1)
+    config, weights = learner_adapter(colocation.model)
+    name, weight = list(weights)[-1]
+    broken = iter([(name, torch.full_like(weight, float("inf")))])
+    problem = f"{name} has NaN or Inf values, and was not loaded\n.*lower training"
+    with pytest.raises(UserError, match=problem):
+        colocation.backend._updates.load_adapter((config, broken), 1)
     with colocation.backend.session():
         colocation.sync()
         answers = ids(colocation.backend.generate(colocation.requests(TOKENS)))
@@ -245,7 +236,7 @@ def test_an_adapter_with_a_nan_is_sent_to_no_engine_and_refused_by_one_that_gets
 @pytest.mark.scenario("R07.C23", "R07.S8", on="engine")
 def test_an_engine_that_refuses_the_adapter_stops_a_run_that_may_not_fall_back(colocation, monkeypatch):
     sync = colocation.backend.sync_mode.sync.model_copy(update={"fallback_to_full": False})
-    sent = SentWeights(colocation.backend.engine, monkeypatch)
+    sent = Updates(monkeypatch)
     with monkeypatch.context() as patch:
         patch.setattr(colocation.backend.sync_mode, "sync", sync)
         learn(colocation, TOO_LARGE)
@@ -254,21 +245,21 @@ def test_an_engine_that_refuses_the_adapter_stops_a_run_that_may_not_fall_back(c
     problem, ways = str(error.value).splitlines()
     assert problem.startswith("the engine cannot use the adapter:") and "16" in problem
     assert "sync.mode: full, or sync.fallback_to_full: true" in ways and "rollout_backend: hf" in ways
-    assert sent.buckets == 0 and colocation.recorded == []
+    assert sent.whole == 0 and colocation.recorded == []
     assert colocation.backend.describe() == {"sync_mode": "adapter", "fallbacks": []}
 
 
 @pytest.mark.scenario("R07.S4", on="engine")
 def test_an_engine_that_refuses_an_adapter_is_given_whole_weights_for_good(colocation, monkeypatch):
     """The engine has vLLM's LoRA wrappers and the adapter of an earlier learner, which must not stay."""
-    sent = SentWeights(colocation.backend.engine, monkeypatch)
+    sent = Updates(monkeypatch)
     requests = colocation.requests(TOKENS)
     optimizer = learn(colocation)
     colocation.train(optimizer, 0)
     with colocation.backend.session():
         colocation.sync()
         adapted = ids(colocation.backend.generate(requests))
-    assert len(sent.adapters) == 1 and sent.buckets == 0
+    assert len(sent.adapters) == 1 and sent.whole == 0
     for number, adapter in enumerate((TOO_LARGE, LORA, LORA), start=1):
         optimizer = learn(colocation, adapter)
         for step in range(number):
@@ -277,7 +268,7 @@ def test_an_engine_that_refuses_an_adapter_is_given_whole_weights_for_good(coloc
             colocation.sync()
             answers = ids(colocation.backend.generate(requests))
         assert answers == ids(colocation.learner.generate(requests)) != adapted
-    assert len(sent.adapters) == 2 and sent.buckets == 3, "an adapter was sent after the refused one"
+    assert len(sent.adapters) == 2 and sent.whole == 3, "an adapter was sent after the refused one"
     (warning,) = [message for message in colocation.messages if message.startswith("warning")]
     assert warning.startswith("warning: the engine cannot use the adapter:")
     assert warning.endswith("; whole weights are sent from here on")
@@ -289,52 +280,45 @@ def broken_weights(colocation: Colocation) -> Iterator[tuple[str, Tensor]]:
     return ((name, torch.full_like(weight, float("nan"))) for name, weight in colocation.weights())
 
 
-def send_unchecked(colocation: Colocation, weights: Weights, version: int) -> None:
-    """Send weights without the canary, which would refuse some of them."""
-    colocation.backend._connection.send(weights, version, 0)
+def load_unchecked(colocation: Colocation, weights: Weights, version: int) -> None:
+    """Load weights without the canary, which would refuse some of them."""
+    colocation.backend._updates.load(weights, version)
     colocation.backend._sent = version
 
 
 def test_two_hundred_answers_after_weights_with_nan_are_those_of_the_good_weights_that_followed(
     colocation, monkeypatch
 ):
-    """Here neither the learner nor the engine refuses the NaN. It stays in the unused slots of the KV cache unless
-    the cache is cleared."""
-    engine = colocation.backend.engine
+    """Here the NaN is not refused. It stays in the unused slots of the KV cache unless the cache is cleared."""
     requests = colocation.requests(TOKENS)
     expected = ids(colocation.learner.generate(requests))
 
+    def broken_values() -> int:
+        return sum(int(cache.isfinite().logical_not().sum()) for cache in colocation.runner.kv_caches)
+
     def wrong_after_nan(rounds: int) -> int:
-        send_unchecked(colocation, partial(broken_weights, colocation), 1000)
+        load_unchecked(colocation, partial(broken_weights, colocation), 1000)
         assert {id for answer in ids(colocation.backend.generate(requests * 3)) for id in answer} == {0}
-        assert engine.collective_rpc("non_finite_in_kv_cache")[0] > 0
-        send_unchecked(colocation, colocation.weights, 1001)
+        assert broken_values() > 0
+        load_unchecked(colocation, colocation.weights, 1001)
         answers = [one for _ in range(rounds) for one in ids(colocation.backend.generate(requests))]
         return sum(one != other for one, other in zip(answers, expected * rounds, strict=True))
 
-    monkeypatch.setattr("coordexp.engine.send.find_non_finite", lambda weights: None)
-    engine.collective_rpc("fault_load_non_finite_weights", args=(True,))
+    monkeypatch.setattr(load, "check_finite", lambda weights: None)
     with colocation.backend.session():
         colocation.sync()
-        engine.collective_rpc("fault_keep_the_kv_cache", args=(True,))
-        assert wrong_after_nan(2) > 0
-        engine.collective_rpc("fault_keep_the_kv_cache", args=(False,))
+        with monkeypatch.context() as patch:
+            patch.setattr(update, "clear_kv_caches", lambda caches: None)
+            assert wrong_after_nan(2) > 0
         assert wrong_after_nan(13) == 0
-        assert engine.collective_rpc("non_finite_in_kv_cache") == [0]
-        send_unchecked(colocation, colocation.weights, 1002)
-        assert engine.collective_rpc("non_zero_in_kv_cache") == [0]
-    engine.collective_rpc("fault_load_non_finite_weights", args=(False,))
+        assert broken_values() == 0
+        load_unchecked(colocation, colocation.weights, 1002)
+        assert sum(int(cache.count_nonzero()) for cache in colocation.runner.kv_caches) == 0
 
 
-def test_whole_weights_with_a_nan_are_refused_by_an_engine_and_not_sent_by_a_learner_that_checks_them(
-    colocation, monkeypatch
-):
+def test_whole_weights_with_a_nan_are_refused_with_the_name_of_the_weight(colocation):
     """The engine is not usable afterwards: this is the last test that needs it."""
-    name, connection = next(colocation.weights())[0], colocation.backend._connection
-    message = f"{name} has NaN or Inf values(, and was not loaded)?\n  the training has diverged: start a new run "
-    with monkeypatch.context() as patch:
-        patch.setattr("coordexp.engine.send.find_non_finite", lambda weights: None)
-        with pytest.raises(EngineError, match=f"^sending weights to vLLM failed: {message}"):
-            connection.send(partial(broken_weights, colocation), 2000, 0)
-    with pytest.raises(EngineError, match=f"^the learner's weights were not sent: {message}"):
-        connection.send(partial(broken_weights, colocation), 2001, 0)
+    name = next(colocation.weights())[0]
+    message = f"^{name} has NaN or Inf values, and was not loaded\n  the training has diverged: start a new run "
+    with pytest.raises(UserError, match=message):
+        colocation.backend._updates.load(partial(broken_weights, colocation), 2000)

@@ -16,12 +16,13 @@ import torch
 from coordexp.config.rollout import Offload
 from coordexp.config.settings import Adapter
 from coordexp.demo.model import Size, make_model
-from coordexp.engine.send import EngineConnection
+from coordexp.engine import load
+from coordexp.engine.load import ModelReload
+from coordexp.engine.update import EngineUpdates
 from coordexp.errors import EngineError
 from coordexp.rollout.backend import Request
 from coordexp.train.learner import with_adapter
 from coordexp.train.offload import offload_learner
-from tests.integration import engine_faults
 from tests.integration.answers import whole_model
 from tests.integration.colocation import Colocation, draw_images, ids
 from tests.memory import resident
@@ -44,18 +45,14 @@ def images(tmp_path_factory):
 
 @pytest.fixture(scope="module", params=["tied", "untied"])
 def colocation(request, images, tmp_path_factory) -> Iterator[Colocation]:
-    """The engine has been started and has passed the canary. Its buckets are so small that the parts of a fused
-    weight come in several of them."""
+    """The engine has been started and has passed the canary."""
     size, spread = SIZES[request.param]
     folder = tmp_path_factory.mktemp(request.param) / "model"
     make_model(folder, "small", tied=request.param == "tied", spread=spread, size=size)
     made = Colocation(folder, images)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("coordexp.engine.start.ENGINE_SIDE", engine_faults.ENGINE_SIDE)
-        patch.setattr("coordexp.engine.send.BUCKET_BYTES", 2**18)
-        with made.backend.session():
-            made.sync(0)
-        yield made
+    with made.backend.session():
+        made.sync(0)
+    yield made
     made.backend.close()
 
 
@@ -120,7 +117,8 @@ def test_a_sync_leaves_nothing_in_the_three_caches_of_the_engine(colocation, mon
 
     def cached_images() -> tuple[int, int]:
         """Return the number of images whose patches, and whose features, the engine has cached."""
-        return len(engine.llm_engine.renderer.mm_processor_cache._cache), *engine.collective_rpc("encoded_images")
+        cache = engine.llm_engine.renderer.mm_processor_cache._cache
+        return len(cache), len(colocation.runner.encoder_cache)
 
     optimizer = learn(colocation)
     with colocation.cached_tokens(monkeypatch) as cached, colocation.backend.session():
@@ -141,7 +139,9 @@ def test_a_sync_leaves_nothing_in_the_three_caches_of_the_engine(colocation, mon
 
 @pytest.mark.scenario("R10.C6", "R10.S2", on="engine")
 @only_tied
-def test_the_engine_computes_as_many_sequences_at_once_as_decode_batch_size_allows_and_no_more(colocation):
+def test_the_engine_computes_as_many_sequences_at_once_as_decode_batch_size_allows_and_no_more(
+    colocation, monkeypatch
+):
     engine, size = colocation.backend.engine, colocation.backend.setup.settings.decode_batch_size
     assert engine.llm_engine.vllm_config.scheduler_config.max_num_seqs == size == 16
     learn(colocation)
@@ -149,23 +149,29 @@ def test_the_engine_computes_as_many_sequences_at_once_as_decode_batch_size_allo
     with colocation.backend.session():
         colocation.sync()
         expected = ids(colocation.backend.generate(requests[:4]))
-        engine.collective_rpc("watch_batches")
+        batches: list[int] = []
+        execute = colocation.runner.execute_model
+
+        def execute_and_count(scheduled: Any, *given: Any, **named: Any) -> Any:
+            batches.append(len(scheduled.num_scheduled_tokens))
+            return execute(scheduled, *given, **named)
+
+        monkeypatch.setattr(colocation.runner, "execute_model", execute_and_count)
         answers = ids(colocation.backend.generate(requests * 3))  # 48 at once
-    (batches,) = engine.collective_rpc("batch_sizes")
     assert max(batches) == size
     assert [len(answer) for answer in answers] == [TOKENS] * 48 and answers[:4] == expected
 
 
 def fault_nothing_is_sent(colocation: Colocation, patch: pytest.MonkeyPatch) -> None:
-    def only_the_version(self, weights, version, place):
+    def only_the_version(self, weights, version):
         self.engine.llm_engine.set_weight_version(str(version))
 
-    patch.setattr(EngineConnection, "send", only_the_version)
+    patch.setattr(EngineUpdates, "load", only_the_version)
 
 
 def fault_no_weights_arrive(colocation: Colocation, patch: pytest.MonkeyPatch) -> None:
     """Everything else of the sync is done."""
-    patch.setattr(EngineConnection, "_send_in_memory", lambda self, parts, place: None)
+    patch.setattr(ModelReload, "load", lambda self, weights: None)
 
 
 def fault_cache_stays(name: str) -> Callable[[Colocation, pytest.MonkeyPatch], None]:
@@ -176,7 +182,7 @@ def fault_cache_stays(name: str) -> Callable[[Colocation, pytest.MonkeyPatch], N
 
 
 def fault_heads_stay(colocation: Colocation, patch: pytest.MonkeyPatch) -> None:
-    colocation.backend.engine.collective_rpc("fault_do_not_pack_again", args=(True,))
+    patch.setattr(load, "pack_again", lambda model: None)
 
 
 FAULTS = {
@@ -193,10 +199,7 @@ WEIGHTS = ("nothing is sent", "no weights arrive", "the head is not rebuilt")
 def faulty(colocation: Colocation, fault: str) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         FAULTS[fault](colocation, patch)
-        try:
-            yield
-        finally:
-            colocation.backend.engine.collective_rpc("fault_do_not_pack_again", args=(False,))
+        yield
 
 
 @only_tied
@@ -237,7 +240,7 @@ BOTH = Offload(enabled=True, offload_model=True, offload_optimizer=True)
 
 
 class MemoryPeak:
-    """Measures the peak memory of this process while it waits for the engine, in megabytes."""
+    """Measures the peak memory of this process, engine included, while the engine answers, in megabytes."""
 
     def __init__(self, generate: Callable[..., Any]) -> None:
         self.generate, self.most = generate, 0.0
@@ -274,13 +277,16 @@ def test_the_learner_is_out_of_memory_while_the_engine_answers_and_is_restored(
     monkeypatch.setattr(colocation, "room", lambda: offload_learner(BOTH, colocation.model, optimizer, tmp_path))
     peak = MemoryPeak(fail if fails else colocation.backend.engine.generate)
     monkeypatch.setattr(colocation.backend.engine, "generate", peak)
-    with pytest.raises(RuntimeError, match="broke") if fails else nullcontext(), colocation.backend.session():
+    with (
+        pytest.raises(EngineError, match="vLLM failed: the engine broke") if fails else nullcontext(),
+        colocation.backend.session(),
+    ):
         colocation.sync()
         assert ids(colocation.backend.generate(requests)) == expected
     if not fails:
         print(f"{full - peak.most:.1f} of {size:.1f} MB freed")
         assert size > 100
-        assert full - peak.most > 0.95 * size
+        assert full - peak.most > 0.85 * size  # the engine's own memory differs by some MB from call to call
     assert all(now is old for now, old in zip(colocation.model.parameters(), parameters, strict=True))
     assert changes(before, everything(colocation.model, optimizer)) == set()
     colocation.train(optimizer, 1)

@@ -1,6 +1,7 @@
 """Training on the answers of a colocated engine equals training on the learner's own answers, bit for bit."""
 
 import json
+import time
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,6 +17,7 @@ from coordexp.engine.generate import generate_rollouts
 from coordexp.rollout.backend import Decode, ImageRef, Request
 from coordexp.rollout.prompt import PromptBuilder
 from coordexp.vocab import VocabularyTable
+from tests.integration.leavings import leavings
 from tests.integration.stage2_runs import (
     MODEL,
     ROOT,
@@ -24,6 +26,7 @@ from tests.integration.stage2_runs import (
     finish,
     metrics,
     replayed_steps,
+    started,
     steps,
     training,
     weights,
@@ -101,6 +104,23 @@ def test_answers_of_an_engine_are_parsed_strictly_and_give_the_same_result_when_
     done = CliRunner().invoke(app, ["replay", str(colocated / "dumps")])
     assert done.exit_code == 0, done.output
     assert replayed_steps(done.output) >= 4
+
+
+def test_a_run_that_is_killed_leaves_nothing_and_resumes_to_the_same_bits(parts, colocated):
+    changes = RUN | {"training__save_steps": 4}
+    words = training(config(parts, "killed", **changes, **ENGINE))
+    with leavings() as places, started(words, **places.variables) as run:
+        while "step 7/" not in run.shown:
+            assert run.process.poll() is None, run.shown[-3000:]
+            time.sleep(0.02)
+        run.process.kill()
+        run.wait(20)
+        assert run.remains() == {}
+        assert places.left() == []
+    finish([*words, "--resume"])
+    expected, actual = weights(colocated / f"checkpoint-{STEPS}"), weights(parts / f"killed/checkpoint-{STEPS}")
+    assert [name for name in expected if not torch.equal(expected[name], actual[name])] == []
+    assert [line["loss"] for line in steps(parts / "killed")] == [line["loss"] for line in steps(colocated)]
 
 
 def test_stage_1_evaluates_with_an_engine_as_with_the_learner(parts):

@@ -12,7 +12,7 @@ from coordexp.config import RolloutMatching
 from coordexp.config.rollout import ServerEndpoint
 from coordexp.demo.model import Size, make_model
 from coordexp.demo.scenes import SceneSettings, write_scenes
-from coordexp.engine.start import ENGINE_SIDE, SHARED_MEMORY, EngineSetup, starting
+from coordexp.engine.start import EngineSetup, engine_arguments
 from coordexp.errors import EngineError
 from coordexp.rollout.backend import ImageRef
 from coordexp.rollout.prompt import PromptBuilder, load_processor, read_image_size
@@ -65,8 +65,7 @@ def processor_of_vllm(folder: Path, image_limits: dict[str, int]) -> Any:
     processor, table = load_processor(folder, image_limits), VocabularyTable.from_folder(folder)
     setup = EngineSetup(folder, "float32", RolloutMatching(), table, torch.device("cpu"))
     setup = replace(setup, image_size=read_image_size(processor), has_image_limits=bool(image_limits))
-    with starting(setup, SHARED_MEMORY, ENGINE_SIDE) as arguments:
-        return MULTIMODAL_REGISTRY.create_processor(AsyncEngineArgs(**arguments).create_model_config())
+    return MULTIMODAL_REGISTRY.create_processor(AsyncEngineArgs(**engine_arguments(setup)).create_model_config())
 
 
 @pytest.mark.engine

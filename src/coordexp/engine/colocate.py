@@ -1,8 +1,9 @@
 """Rollouts from a vLLM engine that shares the learner's devices and gets its weights in memory.
 
-An engine serves `tensor_parallel_size` neighbouring ranks, and the first of them talks to it for the others. It is
-started when it is first needed, after the learner has been offloaded, if the settings say so. At the end of a
-session, before the learner gets its memory back, the engine falls asleep, if the settings say so.
+The engine runs in the process of its rank. With tensor parallelism, `tensor_parallel_size` neighbouring ranks
+share one: each of them computes its part of the answers to all their requests. An engine is started when it is
+first needed, after the learner has been offloaded, if the settings say so. At the end of a session, before the
+learner gets its memory back, the engine falls asleep, if the settings say so.
 """
 
 import json
@@ -11,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import torch
 from pydantic import TypeAdapter
@@ -19,10 +20,8 @@ from torch import distributed as dist
 
 from coordexp.engine import OR_USE_HF
 from coordexp.engine.generate import generate_rollouts
-from coordexp.engine.send import REPORT, EngineConnection, ask_engine
-from coordexp.engine.sleep import EngineMemory
 from coordexp.engine.start import EngineSetup, start_engine, stop_engine
-from coordexp.engine.weights import AdapterRefused, SyncMode
+from coordexp.engine.weights import SyncMode
 from coordexp.errors import EngineError
 from coordexp.ranks import gather_texts, together
 from coordexp.rollout.backend import (
@@ -40,8 +39,11 @@ from coordexp.rollout.backend import (
 from coordexp.rollout.prompt import PromptBuilder
 from coordexp.tasks import ignore, remind
 
+if TYPE_CHECKING:
+    from coordexp.engine.update import EngineUpdates
+
 T = TypeVar("T")
-REQUESTS, ROLLOUTS = TypeAdapter(list[Request]), TypeAdapter(list[Rollout])
+REQUESTS = TypeAdapter(list[Request])
 WAVES = 8  # full batches per call: the engine refills its batch as answers end, so only the end of a call is slow
 
 
@@ -53,7 +55,7 @@ class Offloaded(Protocol):
 
 
 class ColocateBackend:
-    """Generates with a colocated engine.
+    """Generates with an engine in this process.
 
     `reference` answers with the learner's own model. It and the engine answer the images `probes`, to verify that
     the engine has the same weights. `room()` returns a context in which the learner is offloaded, if the settings
@@ -82,8 +84,7 @@ class ColocateBackend:
         # The version sent last. It is copied to `version` when the sync is complete, canary included.
         self._sent: int | None = None
         self._probed: int | None = None
-        self._connection: EngineConnection | None = None
-        self._memory: EngineMemory | None = None
+        self._updates: EngineUpdates | None = None
         self._session: ExitStack | None = None
         self._offloaded: Offloaded | None = None
 
@@ -117,7 +118,7 @@ class ColocateBackend:
         together(self._make_room)
         self.version = self._sent = None
         together(self._start)
-        self._send(weights, version)
+        self._update(weights, version)
         self._sent = version
         self._return_memory()
         if due:
@@ -130,8 +131,8 @@ class ColocateBackend:
 
     def close(self) -> None:
         if self.engine is not None:
-            stop_engine(self.engine.llm_engine.engine_core)
-        self.engine = self.version = self._sent = self._connection = self._memory = None
+            stop_engine(self.engine)
+        self.engine = self.version = self._sent = self._updates = None
 
     def describe(self) -> dict[str, Any]:
         return self.sync_mode.describe()
@@ -153,92 +154,67 @@ class ColocateBackend:
             torch.cuda.empty_cache()
 
     def _end_use(self, kind: type[BaseException] | None, *_: object) -> None:
-        """Put the engine to sleep at the end of a session. After an error it stays as it is: it may have ended. If
-        ranks share an engine, no rank restores its learner before the engine sleeps."""
-        if kind is not None or not self.setup.settings.vllm.sleep:
-            return
-        if self.group.size > 1:
-            together(self._fall_asleep)
-        else:
-            self._fall_asleep()
-
-    def _fall_asleep(self) -> None:
-        if self._memory is not None and self.group.leads:
-            self._memory.sleep()
+        """Put the engine to sleep at the end of a session. After an error it stays as it is: it may be broken."""
+        if kind is None and self._updates is not None:
+            self._updates.memory.sleep()
 
     def _start(self) -> None:
-        if self._connection is not None:
+        if self._updates is not None:
             return
-        if self.group.leads:
-            start = time.perf_counter()
-            self.notify(f"starting vLLM (tensor_parallel_size {self.group.size}), which takes about a minute")
-            with remind(self.notify, "waiting for vLLM"):
-                self.engine = start_engine(self.setup, adapters=self.sync_mode.is_adapter)
-            self.notify(f"vLLM is ready after {time.perf_counter() - start:.0f} s")
-        vllm = self.setup.settings.vllm
-        self._memory = EngineMemory(self.engine, vllm.sleep)
-        self._connection = EngineConnection(self.engine, self.setup.device, vllm.sync.timeout_s, self._memory)
+        start = time.perf_counter()
+        self.notify(f"starting vLLM (tensor_parallel_size {self.group.size}), which takes half a minute or more")
+        with remind(self.notify, "waiting for vLLM"):
+            self.engine = start_engine(self.setup, adapters=self.sync_mode.is_adapter)
+        self.notify(f"vLLM is ready after {time.perf_counter() - start:.0f} s")
+        from coordexp.engine.update import EngineUpdates
 
-    def _send(self, weights: Weights, version: int) -> None:
-        """Send the adapter alone, or whole weights. If any engine refuses the adapter, all engines get whole
+        self._updates = EngineUpdates(self.engine, self.setup.settings.vllm.sleep)
+
+    def _update(self, weights: Weights, version: int) -> None:
+        """Load the adapter alone, or whole weights. If any engine refuses the adapter, all engines get whole
         weights."""
         if self.sync_mode.is_adapter:
-            refusal = together(partial(self._send_adapter, version))
+            refusal = together(partial(self._load_adapter, version))
             refusals = [text for text in gather_texts(refusal) if text]
             if not refusals:
                 return
             self.sync_mode.fall_back(refusals[0])
             self.record(self.describe())
-        together(partial(self._send_whole, weights, version))
+        together(partial(self._load, weights, version))
 
-    def _send_adapter(self, version: int) -> str:
+    def _load_adapter(self, version: int) -> str:
         """Return the reason why this rank's engine refused the adapter, or an empty string."""
-        assert self._connection is not None and self.adapter is not None
-        config, weights = self.adapter()
-        tensors = list(weights)  # where they are sharded, all ranks take part in gathering them
-        if not self.group.leads:
-            return ""
+        assert self._updates is not None and self.adapter is not None
         with self._close_on_error():
-            try:
-                self._connection.send_adapter(config, tensors, version)
-            except AdapterRefused as error:
-                return str(error)
-        return ""
+            return self._updates.load_adapter(self.adapter(), version)
 
-    def _send_whole(self, weights: Weights, version: int) -> None:
-        assert self._connection is not None
+    def _load(self, weights: Weights, version: int) -> None:
+        assert self._updates is not None
         with self._close_on_error():
-            self._connection.send(weights, version, self.group.place)
+            self._updates.load(weights, version)
 
     @contextmanager
     def _close_on_error(self) -> Iterator[None]:
-        """Close the engine if sending fails: its weights are not known any more."""
+        """Close the engine if an update fails: its weights are not known any more."""
         with ExitStack() as on_error:
             on_error.callback(self.close)
             yield
             on_error.pop_all()
 
     def _ask(self, requests: Sequence[Request]) -> list[Rollout]:
-        if self.engine is None or self._connection is None or self._sent is None:
+        if self._updates is None or self._sent is None:
             raise EngineError("rollouts were requested before any weights were sent")
-        assert self._memory is not None
-        self._memory.wake()
-        ask = partial(
-            generate_rollouts,
-            self.engine,
-            self.prompts,
-            self.setup.table,
-            requests,
-            self._connection.lora_request,
-        )
-        rollouts = ask_engine(self.engine, ask)
+        self._updates.memory.wake()
+        lora = self._updates.lora_request
+        rollouts = generate_rollouts(self.engine, self.prompts, self.setup.table, requests, lora)
         for rollout in rollouts:
             check_version(rollout, self._sent)
         return rollouts
 
     def _compare(self, learner: Sequence[Rollout], engine: Sequence[Rollout]) -> None:
         """Raise EngineError unless the learner and the engine gave the same answers, apart from rounding."""
-        warning = compare_answers("the engine", learner, engine, self.setup.coarsest_dtype, REPORT)
+        fix = f"this should not happen; please report it, {OR_USE_HF}"
+        warning = compare_answers("the engine", learner, engine, self.setup.coarsest_dtype, fix)
         if warning:
             self.notify(warning)
 
@@ -258,26 +234,20 @@ class RankGroup:
     def place(self) -> int:
         return self.rank % self.size
 
-    @property
-    def leads(self) -> bool:
-        return self.place == 0
-
     def share_requests(
         self, requests: Sequence[Request], ask: Callable[[Sequence[Request]], list[Rollout]]
     ) -> list[Rollout]:
-        """Return the rollouts of this rank's requests. All ranks call it; `ask` runs on the first rank of each
-        group, with the requests of the whole group."""
+        """Return the rollouts of this rank's requests. All ranks call it. Every rank of a group calls `ask` with
+        the requests of the whole group, so that all of them compute the same batches."""
         if self.size == 1:
             return ask(requests)
         first = self.rank - self.place
         together(ignore)  # wait for all ranks
-        texts = gather_texts(to_text(REQUESTS, requests))[first : first + self.size]
-        by_rank = [from_text(REQUESTS, text) for text in texts]
-        of_group = [request for part in by_rank for request in part]
-        rollouts: list[Rollout] = together(partial(ask, of_group) if self.leads else list)
-        shared = from_text(ROLLOUTS, gather_texts(to_text(ROLLOUTS, rollouts))[first])
-        start = sum(map(len, by_rank[: self.place]))
-        return shared[start : start + len(requests)]
+        by_rank = [from_text(REQUESTS, text) for text in gather_texts(to_text(REQUESTS, requests))]
+        of_group = by_rank[first : first + self.size]
+        rollouts: list[Rollout] = together(partial(ask, [request for part in of_group for request in part]))
+        start = sum(map(len, of_group[: self.place]))
+        return rollouts[start : start + len(requests)]
 
 
 def to_text(form: TypeAdapter[list[T]], values: Sequence[T]) -> str:

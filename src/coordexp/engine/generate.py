@@ -1,8 +1,6 @@
-"""Rollouts from a vLLM engine that this process owns, and a backend whose engine keeps the weights of a model
-folder."""
+"""Rollouts from a vLLM engine of this process, and a backend whose engine keeps the weights of a model folder."""
 
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +8,15 @@ import torch
 
 from coordexp.config.rollout import RolloutMatching
 from coordexp.engine import check_vllm
-from coordexp.engine.send import ask_engine
-from coordexp.engine.start import EngineFixes, EngineSetup, start_engine, stop_engine
-from coordexp.errors import EngineError
+from coordexp.engine.start import (
+    TRAINING_FIXES,
+    EngineFixes,
+    EngineSetup,
+    keep_random_numbers,
+    start_engine,
+    stop_engine,
+)
+from coordexp.errors import EngineError, explain
 from coordexp.rollout.backend import Decode, Request, Rollout, check_length, check_prompt, common_decode
 from coordexp.rollout.guard import cut_at_end, guard_arguments, key_pattern_for
 from coordexp.rollout.hugging_face import engine_bias
@@ -26,9 +30,8 @@ COMMAND_FIXES = EngineFixes(
     cache=f"lower --max-new-tokens or --batch, {OR_HF}",
     memory=f"free memory on this device, {OR_HF}",
     parallel=f"use a GPU that this model fits, {OR_HF}",
-    unknown=f"vLLM's output above says why; if it is memory, lower --max-new-tokens or --batch; {OR_HF}",
-    ended="vLLM's output above may say why; if there is none, the system may have killed the engine for its "
-    f"memory: lower --batch, {OR_HF}",
+    unknown=f"what vLLM has printed may say more; if it is memory, lower --max-new-tokens or --batch; {OR_HF}",
+    failed=f"if it is memory, lower --batch, {OR_HF}",
 )
 
 
@@ -71,12 +74,11 @@ class VllmBackend:
         self.engine: Any = start_engine(setup)
 
     def generate(self, requests: Sequence[Request]) -> list[Rollout]:
-        ask = partial(generate_rollouts, self.engine, self.prompts, self.table, requests)
-        return ask_engine(self.engine, ask, fix=self.fixes.ended)
+        return generate_rollouts(self.engine, self.prompts, self.table, requests, fixes=self.fixes)
 
     def close(self) -> None:
         if self.engine is not None:
-            stop_engine(self.engine.llm_engine.engine_core)
+            stop_engine(self.engine)
         self.engine = None
 
 
@@ -86,6 +88,7 @@ def generate_rollouts(
     table: VocabularyTable,
     requests: Sequence[Request],
     lora_request: Any = None,
+    fixes: EngineFixes = TRAINING_FIXES,
 ) -> list[Rollout]:
     """Return one rollout per request, in their order. All requests must decode in the same way.
 
@@ -108,7 +111,8 @@ def generate_rollouts(
     guard = guard_arguments(decode.guard, pattern, table.end_of_turn)
     bias = engine_bias(decode, table)
     sampling = [_sampling_params(decode, guard, bias, table.end_of_turn, request.seed) for request in requests]
-    outputs = engine.generate(inputs, sampling, use_tqdm=False, lora_request=lora_request)
+    with keep_random_numbers(), explain(RuntimeError, "vLLM failed", fixes.failed, to=EngineError):
+        outputs = engine.generate(inputs, sampling, use_tqdm=False, lora_request=lora_request)
     rollouts = []
     for request, ids, output in zip(requests, prompt_ids, outputs, strict=True):
         check_prompt(request.image.path, output.prompt_token_ids, ids)

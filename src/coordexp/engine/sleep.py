@@ -6,14 +6,11 @@ sends: vLLM's Qwen3-VL adds `deepstack_input_embeds` to the hidden states of eve
 no image is, and keeps them in plain tensors beside the weights, which a wake-up from level 2 does not restore. So
 the engine sleeps at level 1. It then has its weights after every wake-up, with or without a sync.
 
-Never run so far: no GPU was available.
+Never run so far on a GPU; on a CPU, vLLM accepts these calls, and frees nothing.
 """
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any, Literal
-
-from coordexp.engine.send import ask_engine
 
 LEVEL = 1
 
@@ -22,25 +19,25 @@ class EngineMemory:
     """Puts an engine to sleep and wakes it up. Without `sleeps`, the engine is always awake.
 
     The memory of the weights comes back first, and that of the KV cache only when the new weights have arrived,
-    because a sync needs memory of its own."""
+    because a sync needs memory of its own. `clear_kv_cache` sets the KV cache to 0."""
 
-    def __init__(self, engine: Any, sleeps: bool) -> None:
-        self._engine, self._sleeps = engine, sleeps
+    def __init__(self, engine: Any, sleeps: bool, clear_kv_cache: Callable[[], None]) -> None:
+        self._engine, self._sleeps, self._clear_kv_cache = engine, sleeps, clear_kv_cache
         self.state: Literal["awake", "only weights", "asleep"] = "awake"
 
     def wake_for_weights(self) -> None:
         """Return once the engine can load weights."""
         if self.state == "asleep":
-            self._ask(partial(self._engine.wake_up, ["weights"]))
+            self._engine.wake_up(["weights"])
             self.state = "only weights"
 
     def wake(self) -> None:
         """Return once the engine can generate. The KV cache is new memory with unknown contents, which could be
-        NaN, so it is set to 0."""
+        NaN."""
         self.wake_for_weights()
         if self.state == "only weights":
-            self._ask(partial(self._engine.wake_up, ["kv_cache"]))
-            self._ask(partial(self._engine.collective_rpc, "coordexp_clear_kv_cache"))
+            self._engine.wake_up(["kv_cache"])
+            self._clear_kv_cache()
             self.state = "awake"
 
     def sleep(self) -> None:
@@ -48,8 +45,5 @@ class EngineMemory:
         if not self._sleeps or self.state == "asleep":
             return
         self.wake()  # vLLM does not put a half-awake engine to sleep
-        self._ask(partial(self._engine.sleep, level=LEVEL))
+        self._engine.sleep(level=LEVEL)
         self.state = "asleep"
-
-    def _ask(self, call: Callable[[], Any]) -> None:
-        ask_engine(self._engine, call)

@@ -1,25 +1,21 @@
-"""Weights on their way to an engine: which kind is sent, how a bucket is laid out in a buffer, and the two ways of
-passing a buffer on that need no GPU library of vLLM.
+"""Weights on their way to an engine: which kind is sent, and for servers, how a bucket is laid out in a buffer,
+and how it is passed on.
 
-Weights are sent bucket by bucket, each as one buffer of bytes, in the format of ms-swift. A colocated engine on a
-CPU maps the buffer, which is a `MemoryFile`. The workers of a server get it in a `WeightGroup`: with NCCL between
-GPUs, with gloo between CPUs. As in ms-swift, the server's first worker hosts the store where the group meets, its
-workers are the first ranks, and the learner is the last rank.
+Servers get weights bucket by bucket, each as one buffer of bytes, in the format of ms-swift. The workers of a
+server get it in a `WeightGroup`: with NCCL between GPUs, with gloo between CPUs. As in ms-swift, the server's
+first worker hosts the store where the group meets, its workers are the first ranks, and the learner is the last.
 
 Before each bucket the ranks of a group agree on its length. Without that, gloo aborts the process of a worker that
 receives more bytes than it expects, and NCCL waits forever for missing ones. A client of ms-swift does not take
 part in that, so in a group with one (`plain`) there is no such check.
 """
 
-import mmap
-import os
 import socket
 import time
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
 from math import prod
-from typing import Any, Literal, Protocol, Self
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -214,48 +210,6 @@ def unflatten(metadatas: Iterable[Metadata], buffer: Tensor) -> Iterator[tuple[s
 
 def _dtype(metadata: Metadata) -> Any:
     return getattr(torch, str(metadata["dtype"]).removeprefix("torch."), None)
-
-
-class MemoryFile:
-    """Memory that two processes map, without a file system and without a copy between them.
-
-    It has a descriptor and no name, so nothing is left of it when the processes that map it have ended. After its
-    owner has called `grow`, the other process must call `map` with the new size."""
-
-    def __init__(self, fd: int, size: int) -> None:
-        self.fd = fd
-        self.map(size)
-        weakref.finalize(self, os.close, fd)
-
-    @classmethod
-    def new(cls, size: int) -> Self:
-        fd = os.memfd_create("coordexp-weights")
-        os.ftruncate(fd, size)
-        return cls(fd, size)
-
-    @classmethod
-    def from_process(cls, pid: int, fd: int, size: int) -> Self:
-        """Map the file that another process of the same user has created."""
-        return cls(os.open(f"/proc/{pid}/fd/{fd}", os.O_RDWR), size)
-
-    @property
-    def address(self) -> tuple[int, int, int]:
-        """The arguments of `from_process` in the other process."""
-        return os.getpid(), self.fd, self.size
-
-    def grow(self, size: int) -> None:
-        os.ftruncate(self.fd, size)
-        self.map(size)
-
-    def map(self, size: int) -> None:
-        self.size = size
-        self.bytes = torch.frombuffer(mmap.mmap(self.fd, size), dtype=torch.uint8)
-
-    def write(self, bucket: Bucket) -> list[Metadata]:
-        """Write a bucket to the file, which grows if necessary, and return its metadata."""
-        if (size := flat_size(bucket)) > self.size:
-            self.grow(size)
-        return flatten(bucket, self.bytes)[0]
 
 
 # Groups

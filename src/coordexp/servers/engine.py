@@ -11,17 +11,9 @@ from contextlib import contextmanager
 from typing import Any
 
 from coordexp.config.rollout import ENGINE_STEP_TOKENS
-from coordexp.engine.start import (
-    EngineSetup,
-    cause,
-    check_vocabulary,
-    has_ended,
-    lora_arguments,
-    lora_request,
-    starting,
-    stop_engine,
-)
+from coordexp.engine.start import EngineSetup, check_vocabulary, lora_arguments, lora_request
 from coordexp.errors import EngineError
+from coordexp.servers.processes import cause, has_ended, starting, stop_engine
 from coordexp.servers.protocol import Refusal, bad_request
 
 SERVER_SIDE = "coordexp.servers.worker.ServerSide"
@@ -37,12 +29,12 @@ class ServedEngine:
 
     def __init__(self, setup: EngineSetup) -> None:
         self.setup = setup
-        with starting(setup, "", SERVER_SIDE) as arguments:
+        with starting(setup, SERVER_SIDE) as arguments:
             from vllm import AsyncEngineArgs
             from vllm.v1.engine.async_llm import AsyncLLM
 
-            arguments = batch_arguments(setup) | arguments | {"weight_transfer_config": None}
-            arguments |= lora_arguments(setup.settings.vllm) | {"data_parallel_size": setup.replicas}
+            arguments = batch_arguments(setup) | arguments | lora_arguments(setup.settings.vllm)
+            arguments["data_parallel_size"] = setup.replicas
             self.vllm: Any = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
         self.takes_adapters = setup.settings.vllm.enable_lora
         self._adapter: Any = None  # the adapter that answers are made with

@@ -4,6 +4,9 @@ Each bucket is one broadcast. If the learner announces the length of the next bu
 while it loads this one.
 """
 
+import os
+import signal
+import traceback
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -13,23 +16,68 @@ from vllm.config import set_current_vllm_config
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
-from coordexp.engine.receive import EngineSide, Reload, plain_name
+from coordexp.engine.load import Reload, build_adapter, clear_kv_caches, replace_adapter
 from coordexp.engine.weights import Metadata, WeightGroup, check_metadata, join, unflatten
+from coordexp.errors import UserError
+from coordexp.servers.processes import OWNER, end_with
 
 
-class ServerSide(EngineSide):
-    """The methods that the server calls in every worker of its engine, by name."""
+class ServerSide:
+    """The methods that the server calls in every worker of its engine, by name.
 
+    A new adapter is received and built while the old one is in use, and then takes its place."""
+
+    model_runner: Any
     device: torch.device
     vllm_config: Any
     _coordexp_receiver: "Receiver"
+    _adapter: dict[str, Tensor]
+    _built: Any
 
     def coordexp_is_ready(self) -> None:
-        super().coordexp_is_ready()
+        """Ignore SIGTERM, which may be sent to all processes of a job. From here on only its owner ends the
+        engine."""
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
         self._coordexp_receiver = Receiver(self.model_runner.get_model(), self.vllm_config, self.device)
 
+    def coordexp_ping(self) -> None:
+        """Return, which shows that this worker does not hang."""
+
+    def coordexp_clear_kv_cache(self) -> None:
+        """Set the KV cache to 0. Call it when the weights have changed and no request runs."""
+        clear_kv_caches(self.model_runner.kv_caches)
+
+    def coordexp_try(self, method: str, *arguments: Any) -> tuple[str, str] | None:
+        """Call another method of the worker. Return the problem and the fix of the error that it raised, or None.
+        An error that is not a UserError has no fix."""
+        try:
+            getattr(self, method)(*arguments)
+        except Exception as error:  # noqa: BLE001 - reported to the owner
+            traceback.print_exc()
+            if isinstance(error, UserError):
+                return error.problem, error.fix
+            return str(error) or type(error).__name__, ""
+        return None
+
+    def coordexp_build_adapter(self, config: dict[str, Any], id: int) -> None:
+        """Build vLLM's adapter from the received tensors. The old adapter stays in use."""
+        self._built = build_adapter(self.model_runner.lora_manager, self._adapter, config, id)
+        self._adapter = {}
+
+    def coordexp_use_adapter(self) -> None:
+        adapter, self._built = self._built, None
+        replace_adapter(self.model_runner.lora_manager, adapter)
+
+    def coordexp_forget_adapter(self) -> None:
+        """Forget an adapter that was received or built but is not in use."""
+        self._adapter, self._built = {}, None
+
+    def coordexp_remove_adapter(self) -> None:
+        self.coordexp_forget_adapter()
+        self.model_runner.lora_manager.remove_all_adapters()
+
     def coordexp_state_keys(self) -> list[str]:
-        return [plain_name(name) for name, _ in self.model_runner.get_model().named_parameters()]
+        return [name.replace(".base_layer.", ".") for name, _ in self.model_runner.get_model().named_parameters()]
 
     def coordexp_join(self, host: str, port: int, world_size: int, timeout_s: float, is_plain: bool) -> None:
         self._coordexp_receiver.join(host, port, world_size, timeout_s, is_plain)
@@ -92,11 +140,24 @@ class Receiver(Reload):
             raise ValueError(f"a bucket of {size} bytes was announced as {buffer.numel()}")
         if next_bytes:
             self._ahead = self._thread.submit(self._receive, next_bytes)
-        self.load(unflatten(metadatas, buffer), buffer)
+        self.load(metadatas, buffer)
         if self.device.type == "cuda":  # the next bucket but one overwrites the buffer
             torch.cuda.current_stream(self.device).synchronize()
         if not next_bytes:
             self._free_buffers()  # until the next update
+
+    def load(self, metadatas: list[Metadata], buffer: Tensor) -> None:
+        """Load a bucket from a buffer that a later bucket overwrites. vLLM's reload keeps references to a layer's
+        weights until the last of them has arrived, which may be in a later bucket or at the end. Those that still
+        point to the buffer are cloned."""
+        self.take(unflatten(metadatas, buffer))
+        start = buffer.untyped_storage().data_ptr()
+        for module in self.model.modules():
+            for _, call in get_layerwise_info(module).loaded_weights:
+                for name, value in call.arguments.items():
+                    is_real = isinstance(value, Tensor) and not value.is_meta
+                    if is_real and value.untyped_storage().data_ptr() == start:
+                        call.arguments[name] = value.clone()
 
     def receive_adapter(self, metadatas: list[Metadata]) -> dict[str, Tensor]:
         """Return copies of the tensors on the host, where vLLM keeps adapters."""
@@ -131,3 +192,10 @@ def rank_in_server(parallel_config: Any) -> int:
     """Return the rank of a worker among all workers of its server. vLLM numbers the workers of each replica from
     0, and keeps the number of the replica as `data_parallel_index`."""
     return int(parallel_config.data_parallel_index * parallel_config.world_size + parallel_config.rank)
+
+
+if OWNER in os.environ:  # this is a process of an engine
+    # Workers inherit blocked signals (`processes.starting`). Until the engine is ready they need SIGTERM: vLLM
+    # ends them with it if the engine does not start.
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
+    end_with(int(os.environ[OWNER]))

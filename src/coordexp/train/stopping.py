@@ -29,7 +29,7 @@ from coordexp.ranks import gather_texts, max_over_ranks
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 SAME = 1.0  # seconds within which further signals count as the same one: a scheduler and torchrun may both send it
-START_GRACE = 15.0  # seconds for an interrupted start to clean up, before the process exits regardless
+START_GRACE = 15.0  # seconds for ranks to stop together before their first step; then they exit regardless
 Phase = Literal["start", "step", "evaluation", "save", "end"]
 
 
@@ -139,10 +139,8 @@ class StopOnSignal(TrainerCallback):
         os.close(reading)
 
     def _interrupt_start(self, number: int) -> None:
-        """End a run that has not begun its first step. Child processes are killed, so that the start fails and
-        cleans up by itself, on all ranks."""
-        several = int(os.environ.get("WORLD_SIZE", "1")) > 1
-        if _kill_children() or several:
+        """End a run that has not begun its first step. Several ranks get some time to stop together."""
+        if int(os.environ.get("WORLD_SIZE", "1")) > 1:
             self._closed.wait(START_GRACE)
         if not self._closed.is_set():
             os._exit(exit_code(number))
@@ -150,20 +148,6 @@ class StopOnSignal(TrainerCallback):
 
 def _ignore_signal(*_: object) -> None:
     """Do nothing. The signal reaches `StopOnSignal` through the pipe."""
-
-
-def _kill_children() -> int:
-    """Kill the child processes, and return how many there were. Python's resource tracker is spared: it cleans
-    up after the others and ends with this process."""
-    import psutil
-
-    killed = 0
-    for child in psutil.Process().children(recursive=True):
-        with suppress(psutil.NoSuchProcess):
-            if not any("resource_tracker" in word for word in child.cmdline()):
-                child.kill()
-                killed += 1
-    return killed
 
 
 def _write(line: str) -> None:

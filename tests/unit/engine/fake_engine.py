@@ -10,9 +10,8 @@ import pytest
 import torch
 
 from coordexp.config.rollout import RolloutMatching
-from coordexp.engine import colocate
+from coordexp.engine import colocate, update
 from coordexp.engine.start import EngineSetup
-from coordexp.engine.weights import AdapterRefused
 from coordexp.rollout.backend import Decode, ImageRef, Request, Rollout
 from coordexp.train.offload import OffloadedStorages
 
@@ -29,25 +28,27 @@ class FakeLearner:
         return [Rollout((1,), (2, 3), "text", (-0.5, -0.5), "stop", version) for _ in requests]
 
 
-class FakeConnection:
-    """Records the names of the weights that it is sent, and refuses adapters with the reason `Run.refusal`."""
+class FakeUpdates:
+    """Records the names of the weights that it gets, and refuses adapters with the reason `Run.refusal`."""
 
     def __init__(self, run: "Run") -> None:
         self.run = run
         self.lora_request: str | None = None
+        self.memory = SimpleNamespace(wake=lambda: None, sleep=lambda: None)
 
-    def send(self, weights: Any, version: int, place: int) -> None:
+    def load(self, weights: Any, version: int) -> None:
         self.run.see("whole weights")
         self.run.sent.append((version, [name for name, _ in weights()]))
         self.lora_request = None
 
-    def send_adapter(self, config: Any, tensors: Sequence[tuple[str, Any]], version: int) -> None:
+    def load_adapter(self, adapter: Any, version: int) -> str:
+        config, tensors = adapter
         assert config == CONFIG
         self.run.see("adapter")
-        if self.run.refusal:
-            raise AdapterRefused(self.run.refusal)
-        self.run.sent.append((version, [name for name, _ in tensors]))
-        self.lora_request = f"adapter {version}"
+        if not self.run.refusal:
+            self.run.sent.append((version, [name for name, _ in tensors]))
+            self.lora_request = f"adapter {version}"
+        return self.run.refusal
 
 
 class Run:
@@ -72,8 +73,7 @@ class Run:
         self.messages: list[str] = []
         self.recorded: list[dict[str, Any]] = []
         patch.setattr(colocate, "start_engine", self._fake_start)
-        patch.setattr(colocate, "EngineConnection", lambda *_: FakeConnection(self))
-        patch.setattr(colocate, "ask_engine", lambda engine, work: work())
+        patch.setattr(update, "EngineUpdates", lambda *_: FakeUpdates(self))
         patch.setattr(colocate, "generate_rollouts", self._fake_rollouts)
         settings = RolloutMatching.model_validate({"vllm": {"enable_lora": True, "sync": sync}})
         table: Any = None

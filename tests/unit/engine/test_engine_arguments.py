@@ -8,19 +8,17 @@ import pytest
 import torch
 
 from coordexp.config.rollout import RepeatTerminate, RolloutMatching
-from coordexp.engine.start import CUDA_IPC, ENGINE_SIDE, SHARED_MEMORY, EngineSetup, starting
+from coordexp.engine.start import EngineSetup, engine_arguments
 from coordexp.rollout.backend import Decode
 from coordexp.rollout.guard import ENGINE_GUARD, guard_arguments, key_pattern
-from coordexp.servers.engine import SERVER_SIDE
 from coordexp.servers.swift_servers import TEXT
 from tests.integration.servers import GUARD
 from tests.vocabularies import table
 
 
-def arguments(transfer: str = SHARED_MEMORY, side: str = ENGINE_SIDE, **settings: Any) -> dict[str, Any]:
+def arguments(**settings: Any) -> dict[str, Any]:
     setup = EngineSetup(Path("model"), "float32", RolloutMatching(**settings), table("small"), torch.device("cpu"))
-    with starting(setup, transfer, side) as given:
-        return dict(given)
+    return engine_arguments(setup)
 
 
 @pytest.mark.scenario("R07.C3", on="pure")
@@ -31,6 +29,7 @@ def arguments(transfer: str = SHARED_MEMORY, side: str = ENGINE_SIDE, **settings
         ("tensor_parallel_size", 2),
         ("max_model_len", 321),
         ("enforce_eager", True),
+        ("enable_prefix_caching", False),
     ],
 )
 def test_an_engine_is_configured_by_rollout_matching_vllm(setting: str, value: Any) -> None:
@@ -62,21 +61,17 @@ def test_limits_on_the_pixels_of_an_image_are_passed_on_if_they_are_not_those_of
     size = {"shortest_edge": 256, "longest_edge": 4096}
     setup = EngineSetup(Path("model"), "float32", RolloutMatching(), table("small"), torch.device("cpu"))
     for is_set, expected in ((True, {"images_kwargs": {"size": size}}), (False, None)):
-        with starting(
-            replace(setup, image_size=size, has_image_limits=is_set), SHARED_MEMORY, ENGINE_SIDE
-        ) as given:
-            assert given["mm_processor_kwargs"] == expected
+        given = engine_arguments(replace(setup, image_size=size, has_image_limits=is_set))
+        assert given["mm_processor_kwargs"] == expected
 
 
 @pytest.mark.scenario("R10.C6", "R10.S2", on="pure")
-@pytest.mark.parametrize(
-    ("transfer", "side"), [(SHARED_MEMORY, ENGINE_SIDE), (CUDA_IPC, ENGINE_SIDE), ("", SERVER_SIDE)]
-)
 @pytest.mark.parametrize(("batch", "devices"), [(1, 1), (5, 1), (5, 3)])
 def test_an_engine_may_compute_decode_batch_size_sequences_for_each_of_its_devices(
-    transfer: str, side: str, batch: int, devices: int
+    batch: int, devices: int
 ) -> None:
-    given = arguments(transfer, side, decode_batch_size=batch, vllm={"tensor_parallel_size": devices})
+    """The same arguments go to an engine beside the learner and to one in a server."""
+    given = arguments(decode_batch_size=batch, vllm={"tensor_parallel_size": devices})
     assert given["tensor_parallel_size"] == devices
     assert given["max_num_seqs"] == batch * devices
 

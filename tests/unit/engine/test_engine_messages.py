@@ -1,21 +1,17 @@
-"""The messages about an engine that does not start, and the devices that an engine gets."""
+"""The messages about an engine that does not start."""
 
-from dataclasses import dataclass, field
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
+from coordexp.config.rollout import RolloutMatching
+from coordexp.engine.executor import RankExecutor
 from coordexp.engine.generate import COMMAND_FIXES
-from coordexp.engine.start import (
-    TRAINING_FIXES,
-    _device_indices,
-    _first_error,
-    _first_sentence,
-    _visible_gpus,
-    check_vocabulary,
-)
+from coordexp.engine.start import TRAINING_FIXES, EngineSetup, check_vocabulary, first_sentence, start_engine
 from coordexp.errors import EngineError
+from coordexp.servers.processes import _first_error
 from coordexp.vocab import COORD_TOKENS
 from tests.vocabularies import table
 
@@ -44,9 +40,9 @@ def test_the_cause_of_a_failed_start_is_the_first_error_of_any_of_its_processes(
 
 
 def test_only_the_sentence_of_an_error_is_shown_without_the_text_around_it():
-    assert _first_sentence(VALIDATION) == "User-specified max_model_len (200000) is too long."
-    assert _first_sentence("\nEngine core initialization failed.\nmore") == "Engine core initialization failed."
-    assert _first_sentence("") == "vLLM gave no reason"
+    assert first_sentence(VALIDATION) == "User-specified max_model_len (200000) is too long."
+    assert first_sentence("\nEngine core initialization failed.\nmore") == "Engine core initialization failed."
+    assert first_sentence("") == "vLLM gave no reason"
 
 
 @pytest.mark.parametrize(
@@ -72,7 +68,7 @@ def test_only_the_sentence_of_an_error_is_shown_without_the_text_around_it():
             "tensor_parallel_size to a divisor of it",
             "use a GPU that this model fits",
         ),
-        ("something else", "vLLM's output above says why", "vLLM's output above says why"),
+        ("something else", "what vLLM has printed may say more", "what vLLM has printed may say more"),
     ],
 )
 def test_every_failed_start_names_a_fix_and_the_backend_without_an_engine(problem, training, command):
@@ -85,33 +81,25 @@ def test_every_failed_start_names_a_fix_and_the_backend_without_an_engine(proble
     assert "rollout_matching" not in COMMAND_FIXES.choose(problem)
 
 
-@dataclass
-class FakeSetup:
-    size: int
-    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
-
-
 @pytest.mark.scenario("R07.C6", on="pure")
-def test_an_engine_has_the_devices_of_the_ranks_that_share_it(monkeypatch):
+def test_the_engine_of_a_rank_runs_on_the_device_of_this_rank(monkeypatch):
     monkeypatch.setenv("LOCAL_RANK", "2")
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-    assert _device_indices(FakeSetup(2)) == range(2, 4)
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7,5,3,1")
-    assert _visible_gpus(_device_indices(FakeSetup(2))) == "3,1", "the third and fourth GPU of the learner"
+    monkeypatch.setenv("MASTER_PORT", "29511")
+    monkeypatch.setattr("torch.distributed.get_rank", lambda: 6)
+    name, rank, local_rank = RankExecutor.__new__(RankExecutor)._distributed_args()
+    assert (name.rpartition(":")[2], rank, local_rank) == ("29511", 6, 2)
 
 
 @pytest.mark.scenario("R07.S8", on="pure")
 def test_ranks_of_two_machines_cannot_share_an_engine(monkeypatch):
-    monkeypatch.setenv("LOCAL_RANK", "2")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    settings = RolloutMatching(vllm={"tensor_parallel_size": 3})
     with pytest.raises(EngineError) as error:
-        _device_indices(FakeSetup(4))
-    assert str(error.value).splitlines() == [
-        "rollout_matching.vllm.tensor_parallel_size: 4 ranks from local rank 2 on share an engine, but this "
-        "machine has 4",
-        "  set it to a divisor of the number of ranks on each machine, or set rollout_matching.rollout_backend: "
-        "hf (in Stage 1: stage1.eval_backend: hf), which needs no engine",
-    ]
+        start_engine(EngineSetup(Path("model"), "float32", settings, table("small"), torch.device("cpu")))
+    assert error.value.problem == (
+        "rollout_matching.vllm.tensor_parallel_size: 3 ranks share an engine, but this machine has 4"
+    )
+    assert error.value.fix.startswith("set it to a divisor of the number of ranks on each machine, or set ")
 
 
 @pytest.mark.parametrize("fault", ["elsewhere", "missing", "too few rows"])

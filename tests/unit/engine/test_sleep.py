@@ -1,8 +1,8 @@
 """A colocated engine that sleeps while the learner trains (`rollout_matching.vllm.sleep`). The engine is a fake
-that fails if it is used in the wrong order; the backend, the connection and the state of the memory are real."""
+that fails if it is used in the wrong order; the backend, the updates and the state of the memory are real."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from coordexp.config.rollout import RolloutMatching
-from coordexp.engine import colocate, send
+from coordexp.engine import colocate, update
 from coordexp.engine.start import EngineSetup, start_engine
 from coordexp.errors import EngineError
 from coordexp.rollout.backend import Decode, Request
@@ -37,9 +37,12 @@ class FakeSleepingEngine:
             reset_mm_cache=lambda: None,
             reset_encoder_cache=lambda: None,
             set_weight_version=lambda version: setattr(self, "version", version),
-            get_weight_version=lambda: self.version,
-            engine_core=None,
+            vllm_config=None,
+            model_executor=SimpleNamespace(
+                driver_worker=SimpleNamespace(worker=SimpleNamespace(model_runner=self))
+            ),
         )
+        self.kv_caches = self.lora_manager = None  # of the model runner
 
     def sleep(self, level: int) -> None:
         assert not self.asleep, "it sleeps already, at least in part"
@@ -52,30 +55,19 @@ class FakeSleepingEngine:
         self.events += [f"wake {tag}" for tag in tags]
         self.asleep -= set(tags)
 
-    def init_weight_transfer_engine(self, info: dict[str, Any]) -> None:
-        assert "weights" not in self.asleep
-
-    def start_weight_update(self) -> None:
+    def load(self, weights: Any) -> None:
         assert "weights" not in self.asleep, "the memory of the weights is not there"
         self.events.append("load")
 
-    def update_weights(self, info: dict[str, Any]) -> None:
-        assert "weights" not in self.asleep
+    def clear_kv_caches(self, caches: None) -> None:
+        assert "kv_cache" not in self.asleep, "the memory of the KV cache is not there"
+        if not self.has_clean_cache:
+            self.events.append("clear")
+        self.has_clean_cache = True
 
-    def finish_weight_update(self) -> None:
-        assert "weights" not in self.asleep
-
-    def collective_rpc(self, method: str, args: tuple[Any, ...] = ()) -> list[None]:
-        if method == "coordexp_clear_kv_cache":
-            assert "kv_cache" not in self.asleep, "the memory of the KV cache is not there"
-            if not self.has_clean_cache:
-                self.events.append("clear")
-            self.has_clean_cache = True
-        elif method == "coordexp_try":
-            assert not self.asleep, "an adapter is sent to an engine that sleeps"
-            if args[0] == "coordexp_use_adapter":
-                self.events.append("adapter")
-        return [None]
+    def replace_adapter(self, manager: None, adapter: None) -> None:
+        assert not self.asleep, "an adapter is loaded into an engine that sleeps"
+        self.events.append("adapter")
 
     def generate(self) -> None:
         assert not self.asleep, f"{self.asleep} sleep"
@@ -92,7 +84,11 @@ class SleepingRun:
         self.engine = FakeSleepingEngine(self.events)
         patch.setattr(colocate, "start_engine", lambda setup, adapters: self.engine)
         patch.setattr(colocate, "generate_rollouts", self._fake_rollouts)
-        patch.setattr(send, "has_ended", lambda core: False)
+        patch.setattr(update, "ModelReload", lambda runner: runner)
+        patch.setattr(update, "set_current_vllm_config", nullcontext)
+        patch.setattr(update, "clear_kv_caches", self.engine.clear_kv_caches)
+        patch.setattr(update, "build_adapter", lambda *given: None)
+        patch.setattr(update, "replace_adapter", self.engine.replace_adapter)
         vllm = {"sleep": True, "sync": {"mode": "adapter" if adapter else "full"}, "enable_lora": adapter} | vllm
         settings = RolloutMatching.model_validate({"vllm": vllm})
         table: Any = None
@@ -184,19 +180,6 @@ def test_an_adapter_goes_to_an_engine_that_still_has_its_base_weights(monkeypatc
     assert run.step(1) == ["learner out", "adapter", "answers", "answers", "sleep", "learner back"]
     awake = ["wake weights", "wake kv_cache", "clear"]
     assert run.step(2) == ["learner out", *awake, "adapter", "answers", "sleep", "learner back"]
-
-
-def test_ranks_that_share_an_engine_wait_until_it_sleeps(monkeypatch):
-    run = SleepingRun(monkeypatch, tensor_parallel_size=2)
-    agreed: list[str] = []
-
-    def together(work: Any) -> Any:
-        agreed.append(getattr(work, "__name__", ""))
-        return work()
-
-    monkeypatch.setattr(colocate, "together", together)
-    assert run.step(1)[-2:] == ["sleep", "learner back"]
-    assert agreed[-1] == "_fall_asleep"
 
 
 def test_after_an_error_the_engine_is_not_asked_to_sleep(monkeypatch):

@@ -10,9 +10,10 @@ import pytest
 import torch
 
 from coordexp.config import RolloutMatching
-from coordexp.engine.start import EngineSetup, has_ended
+from coordexp.engine.start import EngineSetup
 from coordexp.errors import EngineError
 from coordexp.servers.engine import ServedEngine, batch_arguments, check_devices
+from coordexp.servers.processes import has_ended
 from coordexp.servers.protocol import Refusal
 from tests.vocabularies import table
 

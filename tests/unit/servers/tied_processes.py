@@ -1,6 +1,6 @@
 """An owner, an engine and a worker as vLLM starts them, but without vLLM. Each prints its name and pid.
 
-`python -m tests.unit.engine.tied_processes FOLDER WORK`, where WORK names what the worker does. With
+`python -m tests.unit.servers.tied_processes FOLDER WORK`, where WORK names what the worker does. With
 "watch alone", only the worker watches the owner."""
 
 import ctypes
@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from coordexp.child_processes import ENGINE_FOLDER
-from coordexp.engine.start import OWNER, end_with
+from coordexp.servers.processes import OWNER, end_with
 
 SPAWN = get_context("spawn")
 

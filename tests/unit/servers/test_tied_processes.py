@@ -34,7 +34,7 @@ class Running:
 def started(folder: Path, work: str) -> Iterator[Running]:
     """Start an owner, which starts an engine, which starts a worker. Yield them when the worker is at work."""
     folder.mkdir()
-    words = ["-m", "tests.unit.engine.tied_processes", str(folder), work]
+    words = ["-m", "tests.unit.servers.tied_processes", str(folder), work]
     environment = os.environ | {"PYTHONPATH": f"{ROOT}:{SOURCE}"}
     reading, writing = os.pipe()
     owner = zygote.start(words, cwd=ROOT, env=environment, stdout=writing, stderr=2)
