@@ -21,6 +21,8 @@ from coordexp.shapes import (
 )
 from coordexp.vocab import VocabularyTable
 
+pytestmark = pytest.mark.slow
+
 SHAPE = ModelShape(
     TextShape(16, 2, 4, 2, 24, 32, 151_936), VisionShape(16, 2, 2, 32, (0,), positions=64), tied=True
 )

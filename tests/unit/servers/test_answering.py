@@ -31,6 +31,7 @@ ROOT = Path(__file__).parents[3]
 MODEL = ROOT / "examples/scenes-cpu/model"
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(240)
 def test_four_bombs_in_one_call_take_the_memory_of_one_image():
     """Each is a file of 16 KB and 2^27 pixels. With all four in memory at once it would be 5 GB and more.
