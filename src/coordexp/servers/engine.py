@@ -17,7 +17,7 @@ from coordexp.servers.processes import cause, has_ended, starting, stop_engine
 from coordexp.servers.protocol import Refusal, bad_request
 
 SERVER_SIDE = "coordexp.servers.worker.ServerSide"
-PING = 5.0  # seconds between two pings, at most
+PING = 15.0  # seconds between two pings, at most: after each, a worker of vLLM spins for a second
 LOOK = 0.5  # seconds between two checks for a reply
 # The sampling of a learner. Without a seed, vLLM also compiles what clients without seeds use.
 FIRST_ANSWERS = {"temperature": 1.0, "top_k": 2, "top_p": 0.9, "max_tokens": 2, "logprobs": 0, "ignore_eos": True}
