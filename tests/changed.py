@@ -4,10 +4,11 @@
     python tests/changed.py main      the same, for everything since the branch left `main`
 
 A test is concerned if it imports a changed module, or a module that imports one. With more steps between them,
-most tests would be. A change of another file concerns the tests that name it.
+most tests would be. A change of another file counts as one of the files that name it.
 """
 
 import ast
+import re
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator
@@ -34,10 +35,14 @@ def concerned(files: Iterable[str]) -> set[str]:
     tests = {name for name in _sources() if name.startswith(FAST) and Path(name).name.startswith("test_")}
     reached, selected = set(), set()
     for file in files:
-        if file.endswith(".py"):
+        if Path(file).name == "conftest.py":
+            selected |= {test for test in tests if test.startswith(f"{Path(file).parent}/")}
+        elif file.endswith(".py"):
             reached.add(file)
         else:
-            selected |= {test for test in tests if Path(file).name in (ROOT / test).read_text()}
+            name = re.escape(Path(file).name if "." in Path(file).name.lstrip(".") else file)
+            named = re.compile(rf"(?<![\w.-]){name}(?![\w-])")
+            reached |= {source for source in _sources() if named.search((ROOT / source).read_text())}
     for _ in range(STEPS):
         selected |= reached & tests
         reached = {name for name, imports in _imports().items() if imports & reached}
@@ -81,8 +86,8 @@ def _module(name: str) -> str:
 
 
 def _git(*words: str) -> list[str]:
-    done = subprocess.run(["git", *words], cwd=ROOT, check=True, capture_output=True, text=True)
-    return done.stdout.splitlines()
+    done = subprocess.run(["git", *words], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    return done.stdout.splitlines() if done.returncode == 0 else sys.exit(1)  # git has said why
 
 
 if __name__ == "__main__":

@@ -10,8 +10,10 @@ from coordexp.config import legacy, schema
 from coordexp.config.rollout import ServerEndpoint
 from coordexp.config.schema import Node
 from coordexp.config.settings import CurriculumStage, EvaluationData, TrainingData
-from coordexp.config.training import REFUSED, TRANSFORMERS_VERSION, UNUSED, Training
+from coordexp.config.training import PACKING_KEYS, REFUSED, TRANSFORMERS_VERSION, UNUSED
 from coordexp.config.yaml_tree import KeyPath
+
+OWN = ("output_dir", *PACKING_KEYS)  # the keys of `training` that are coordexp's
 
 HEADER = """# Configuration reference
 
@@ -81,7 +83,7 @@ def _sections() -> Iterator[str]:
         if path[-1] in ("objective", "diagnostics"):
             if path[-1] == "objective":
                 rows.setdefault(path[:-2], []).append(_PIPELINE)
-        elif path[0] == "training" and path[-1] not in Training.__annotations__:
+        elif path[0] == "training" and path[-1] not in OWN:
             mirrored.append(row)
         else:
             rows.setdefault(path[:-1], []).append(row)
@@ -92,8 +94,7 @@ def _sections() -> Iterator[str]:
         if path and section and "description" in section:
             yield section["description"] + "\n"
         if path == ("training",):
-            own = len(Training.__annotations__)
-            yield f"The first {own} are coordexp's, the others are from transformers {TRANSFORMERS_VERSION}."
+            yield f"The first {len(OWN)} are coordexp's, the others are from transformers {TRANSFORMERS_VERSION}."
             yield "Arguments of transformers that have no effect are refused: see Refused training arguments.\n"
         yield COLUMNS
         yield from rows[path]

@@ -38,10 +38,14 @@ def _check_base_url(value: str) -> str:
             "a URL with a user or a password, which would be written into the run folder; remove the part before "
             f"the @ and set {TOKEN} for the learner and the server"
         )
-    url = urlsplit(value)  # it raises ValueError itself, and so does `port`
-    rest = url.query or url.fragment or url.port == 0 or any(map(str.isspace, value))
+    wrong = "not a URL prefix such as http://127.0.0.1:8000"
+    try:
+        url = urlsplit(value)
+        rest = url.query or url.fragment or url.port == 0 or any(map(str.isspace, value))
+    except ValueError as error:
+        raise ValueError(f"{wrong} ({error})") from error
     if url.scheme not in ("http", "https") or not url.hostname or rest:
-        raise ValueError("not a URL prefix such as http://127.0.0.1:8000")
+        raise ValueError(wrong)
     return value.rstrip("/")
 
 

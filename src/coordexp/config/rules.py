@@ -194,6 +194,9 @@ def _check_lengths(s: Settings, world: World) -> Conflicts:
     length, template, longest = s.global_max_length, s.template.max_length, max_length(s)
     answer, engine = s.rollout_matching.max_new_tokens, s.rollout_matching.vllm.max_model_len
     least, most = s.model.min_pixels, s.model.max_pixels
+    if least is not None and most is not None and least > most:
+        problem = f"{least} is more than model.max_pixels {most}"
+        yield Error("model.min_pixels", problem, f"use at most {most}, or leave it out")
     if longest is None:
         fix = "this is the longest sequence in tokens; add e.g. global_max_length: 16000"
         yield Error("global_max_length", "missing", fix)
@@ -212,9 +215,6 @@ def _check_lengths(s: Settings, world: World) -> Conflicts:
     elif engine is not None and s.backend == "vllm" and engine > longest:
         problem = f"{engine} allows answers that global_max_length {longest} cannot hold"
         yield Error("rollout_matching.vllm.max_model_len", problem, f"use at most {longest}, or leave it out")
-    if least is not None and most is not None and least > most:
-        problem = f"{least} is more than model.max_pixels {most}"
-        yield Error("model.min_pixels", problem, f"use at most {most}, or leave it out")
 
 
 def _check_steps(s: Settings, world: World) -> Conflicts:
@@ -251,18 +251,23 @@ def _check_trainer(s: Settings, world: World) -> Conflicts:
         problem = "only gradient_accumulation_kwargs.sync_each_batch has an effect: there is no DataLoader"
         fix = "write accelerator_config: {gradient_accumulation_kwargs: {sync_each_batch: true}}, or leave it out"
         yield Error("training.accelerator_config", problem, fix)
-    batch, steps, ranks = (
+    if "tpu_metrics_debug" in training.debug:
+        problem = "tpu_metrics_debug has no effect: it belongs to an evaluation that coordexp does not use"
+        yield Error("training.debug", problem, "use underflow_overflow, or leave it out")
+    batch, steps, per_sample = (
         training.per_device_train_batch_size,
         training.gradient_accumulation_steps,
-        world.learners,
+        s.rollout_matching.rollouts_per_sample,
     )
-    for name, value, limit in (
-        ("training.per_device_train_batch_size", batch, 4095 // s.rollout_matching.rollouts_per_sample),
-        ("training.gradient_accumulation_steps", steps, 512),
-        ("training", ranks or 1, 1024),
+    each = f" with {per_sample} rollouts each" if per_sample > 1 else ""
+    for name, value, noun, limit in (
+        ("training.per_device_train_batch_size", batch, f"samples per micro-step{each}", 4095 // per_sample),
+        ("training.gradient_accumulation_steps", steps, "micro-steps per step", 512),
+        ("training", world.learners or 1, "learner ranks", 1024),
     ):
         if s.uses_rollouts and value > limit:
-            yield Error(name, f"{value} is more than {limit}: rollouts would share seeds", f"use at most {limit}")
+            problem = f"{value} {noun} are more than {limit}, so rollouts would share seeds"
+            yield Error(name, problem, f"use at most {limit}")
     if training.bf16 and training.fp16:
         yield Error("training.fp16", "true, and so is training.bf16", "keep one of the two")
     if (hook := s.custom.on_checkpoint) is not None and hook not in hooks:
@@ -308,7 +313,9 @@ def _check_data(s: Settings, world: World) -> Conflicts:
         fix = "remove the curriculum, or train on one data set (train_jsonl may list several files)"
         yield Error("custom.curriculum", problem, fix)
     if len(weights) > 1 and (period := sum(custom.shares)) > LONGEST_MIXTURE:
-        problem = f"{', '.join(map(str, weights))} are in exact proportion only every {period:,} samples"
+        problem = (
+            f"the weights {', '.join(map(str, weights))} are in exact proportion only every {period:,} samples"
+        )
         fix = f"round them, e.g. to three digits: at most {LONGEST_MIXTURE:,} samples are possible"
         yield Error("custom.train_data", problem, fix)
     for path, names in (("custom.train_data", custom.set_names), ("custom.eval_data", custom.eval_names)):
@@ -407,7 +414,9 @@ def _check_adapter_sync(s: Settings, world: World) -> Conflicts:
         yield Error(SYNC, f"sends adapters, but there are {world.learners} learner ranks", fix)
     elif vllm.max_lora_rank is not None and vllm.max_lora_rank < adapter.rank:
         problem = f"{vllm.max_lora_rank} is below model.adapter.rank {adapter.rank}"
-        yield Error("rollout_matching.vllm.max_lora_rank", problem, f"use at least {adapter.rank}")
+        yield Error(
+            "rollout_matching.vllm.max_lora_rank", problem, f"use at least {adapter.rank}, or leave it out"
+        )
 
 
 def _check_engine(s: Settings, world: World) -> Conflicts:
@@ -419,7 +428,8 @@ def _check_engine(s: Settings, world: World) -> Conflicts:
     if s.uses_rollouts and uses_vllm(s, "colocate"):
         idle = "a colocated engine shares its device with the learner, so one of them must wait"
     if s.stage2.max_staleness and idle:
-        fix = "set stage2.max_staleness: 0, or use rollout servers (vllm.mode: server)"
+        servers = ", or use rollout servers (vllm.mode: server)" if s.uses_rollouts else ""
+        fix = f"set stage2.max_staleness: 0{servers}"
         yield Error("stage2.max_staleness", f"{s.stage2.max_staleness}, but {idle}", fix)
     if s.backend != "vllm":
         return

@@ -116,7 +116,9 @@ def _override(document: Document, text: str) -> None:
         problem, fix, wrong = "", "correct the option", list[Finding]()
         builder = _Builder(place.file, wrong, place)
         try:
-            new = builder.build(yaml.compose(value, Loader=_CoreSchemaLoader), path)
+            if (node := yaml.compose(value, Loader=_CoreSchemaLoader)) is None:
+                raise ValueError("the value is a comment; quote it")
+            new = builder.build(node, path)
             if not wrong:
                 _assign(document.tree, path, new)
                 document.add({}, {path: place} | builder.places)

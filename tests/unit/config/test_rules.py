@@ -131,6 +131,7 @@ def test_unlikelihood_with_its_loss_is_accepted():
             "training.accelerator_config",
             "leave it out",
         ),
+        (stage2(training__debug="tpu_metrics_debug"), "training.debug", "underflow_overflow"),
         (stage2(training__eval_on_start=True), "training.eval_on_start", "eval_strategy: steps"),
         (stage2(training__save_strategy="best"), "training.save_strategy", "eval_strategy: steps"),
         (
