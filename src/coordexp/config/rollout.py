@@ -138,8 +138,8 @@ class EngineArgs(SettingsSection):
     max_num_batched_tokens: PositiveInt | None = Field(None, examples=[8192])
     """Tokens that the engine computes in one step. Unset: 8192 in a server on GPUs, else vLLM's default."""
     mm_processor_cache_gb: NonNegativeFloat | None = None
-    """GiB of host memory for the patches of images, in each of two processes. Several rollouts of a sample share
-    them; every weight sync drops them. 0: none. Unset: vLLM's default, 4."""
+    """GiB of host memory for the patches of images, in a server twice: in two of its processes. Several rollouts
+    of a sample share them; every weight sync drops them. 0: none. Unset: vLLM's default, 4."""
     kv_cache_dtype: Literal["auto", "fp8"] | None = Field(None, examples=["auto"])
     """Data type of the KV cache. fp8 takes half the memory of 16 bits, and answers differ slightly from those of
     the learner. Unset: auto, that of the model."""

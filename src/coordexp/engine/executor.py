@@ -21,7 +21,7 @@ class RankExecutor(UniProcExecutor):
         # On a CPU, vLLM would bind the memory of this process to one node of the machine.
         with patch.object(torch.ops._C, "init_cpu_memory_env", ignore, create=True):
             super()._init_executor()
-        together(ignore)  # all ranks have mapped the memory that they share on a CPU: its names can go
+        together(ignore)  # all ranks have mapped the memory that they share on a CPU, so its names can be removed
         for file in Path("/dev/shm").glob(f"{self._name}-*-cpushm_*"):  # noqa: S108
             file.unlink(missing_ok=True)
 
@@ -31,7 +31,8 @@ class RankExecutor(UniProcExecutor):
 
     @property
     def _name(self) -> str:
-        """Stands in the place of a port. vLLM names shared memory after it, the same on all ranks of a machine."""
+        """Return the text that takes the place of a port in the address, the same on all ranks of a machine. vLLM
+        names shared memory after it."""
         return os.environ.get("MASTER_PORT", str(os.getpid()))
 
     def determine_available_memory(self) -> list[int]:

@@ -75,8 +75,8 @@ T = TypeVar("T")
 @dataclass(frozen=True)
 class Prospect:
     """A server before a sync, as its sender sees it: whether weights are sent to it, and whether it has just come
-    back. `lost` is why it was lost since the last sync, and `failed` why it is not back. A server that `responds`
-    is refused for that reason."""
+    back. `lost` is why it was lost since the last sync, and `failed` why it is not back. `responds` is True
+    for a server that answers, but cannot be used for that reason."""
 
     facts: ServerFacts
     is_target: bool

@@ -203,7 +203,7 @@ def _engine_environment() -> Iterator[None]:
     folder = str(child_processes.engine_folder())
     compiled = f"{gettempdir()}/torchinductor_{os.getuid()}"  # kept between runs, unlike TMPDIR below
     variables = {
-        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # a fork would keep the learner's memory in use
+        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # a fork would copy threads and locks
         OWNER: str(os.getpid()),
         child_processes.ENGINE_FOLDER: folder,
         "VLLM_RPC_BASE_PATH": folder,

@@ -10,6 +10,7 @@ bucket, and `finish`, over a group that was joined with `join`.
 import os
 import socket
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -184,7 +185,8 @@ class Link:
                     socket.create_connection((host, port), timeout=1).close()
                     break
             if time.monotonic() >= until:
-                raise self._no_group("nothing listens there")
+                let_in = self._joined.lines or not self.is_ours
+                raise self._no_group("nothing listens there" if let_in else "the server has not let this one in")
             time.sleep(LOOK)
         group = Task(join, host, port, size - 1, size, device, timeout, not self.is_ours)
         while not (group.done.is_set() and self._is_answered) and group.error is None:
@@ -221,7 +223,8 @@ class Sent:
 
 class _Steps:
     """What all servers of a pass do at the same time, step by step. A server that fails at one is left out of the
-    next. With `others_wait`, so is one that takes long, because other servers or senders wait for it."""
+    next. With `others_wait`, other servers or senders wait, and one that takes more than half of the time that is
+    left is left out, too."""
 
     def __init__(self, links: Sequence[Link], until: float, others_wait: bool) -> None:
         self.left, self.until, self.others_wait = list(links), until, others_wait
@@ -249,6 +252,8 @@ class _Steps:
                 )
             except EngineError as error:
                 self.errors[index] = error
+            except Exception as error:  # noqa: BLE001 - whatever it is, the other servers go on
+                self.errors[index] = ServerLost(f"{name}: {type(error).__name__}: {error}")
             self.left.remove(link)
         self._running = {}
 
@@ -271,21 +276,25 @@ def send(
     most = GPU_BUCKET_BYTES if device.type == "cuda" else BUCKET_BYTES
     nothing_after: list[Bucket] = [[]]
     steps.begin(methodcaller("start", version, adapter is not None, steps.until))
-    for number, (bucket, following) in enumerate(pairwise(chain(buckets(iter(weights), most), nothing_after))):
-        broken = broken or find_non_finite(bucket)
-        if broken or not steps.left:
-            continue  # other ranks take part in the pass, so it goes on to its end
-        place = number % BUFFERS
-        if memory[place].numel() == 0:
-            memory[place] = torch.empty(most, dtype=torch.uint8, device=device)
-        metadatas, part = flatten(bucket, memory[place])
-        if part.numel() > memory[place].numel():
-            memory[place] = part
-        if device.type == "cuda":
-            torch.cuda.current_stream(device).synchronize()
-        total += part.numel()
-        bucket_sent = FlatBucket(metadatas, part, flat_size(following), adapter)
-        steps.begin(methodcaller("load", bucket_sent, steps.until))
+    passing = iter(weights)
+    try:
+        for number, (bucket, following) in enumerate(pairwise(chain(buckets(passing, most), nothing_after))):
+            broken = broken or find_non_finite(bucket)
+            if broken or not steps.left:
+                continue
+            place = number % BUFFERS
+            if memory[place].numel() == 0:
+                memory[place] = torch.empty(most, dtype=torch.uint8, device=device)
+            metadatas, part = flatten(bucket, memory[place])
+            if part.numel() > memory[place].numel():
+                memory[place] = part
+            if device.type == "cuda":
+                torch.cuda.current_stream(device).synchronize()
+            total += part.numel()
+            bucket_sent = FlatBucket(metadatas, part, flat_size(following), adapter)
+            steps.begin(methodcaller("load", bucket_sent, steps.until))
+    finally:
+        deque(passing, maxlen=0)  # other ranks take part in the pass, so it goes on to its end also after an error
     if broken is not None:
         raise non_finite_error(broken)
     steps.begin(methodcaller("finish", version, steps.until))

@@ -11,7 +11,7 @@ once an update of whole weights has begun, the server takes no adapter any more.
 The group for weights is the ownership: the server belongs to the learner that has joined it, until the connection
 of that call closes. Then the server abandons the learner's update and leaves the group. A client of ms-swift keeps
 no connection open, so another such client may replace it at any time, but nobody may replace a learner. Its first
-bucket begins an update, and each of the calls that it makes after its weights ends the update.
+bucket begins an update, and the first call that it makes after its last bucket ends it.
 """
 
 import asyncio
