@@ -20,7 +20,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     known = set(parts())
     if any(item.get_closest_marker("engine") for item in items):
         zygote.fork_engines()
-    items.sort(key=lambda item: "integration" not in item.path.parts)  # the long ones first
     for item in items:
         if item.get_closest_marker("full") and item.get_closest_marker("scenario"):
             raise pytest.UsageError(f"{item.nodeid}: a proof of the specification is part of .ci/run")

@@ -328,11 +328,13 @@ def _become(program: Mapping[str, Any], files: Sequence[int]) -> NoReturn:
 
 def _start_zygote(files: Sequence[int]) -> None:
     """Start the zygote of this program, which ends with it, and start Python from now on as its forks."""
-    listener = _listen()
+    listener, program = _listen(), os.getpid()
     if os.fork() == 0:
         for number in files:
             os.close(number)
         _prctl(SET_DEATH_SIGNAL, signal.SIGKILL)
+        if os.getppid() != program:  # it ended before that
+            os._exit(0)
         _serve(listener)
     address = listener.getsockname()
     _posixsubprocess.fork_exec = functools.partial(_fork_exec, lambda: address)

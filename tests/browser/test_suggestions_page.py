@@ -96,6 +96,7 @@ def test_the_saved_file_has_all_decisions_and_is_read_by_the_command(open_page: 
 def test_decisions_stay_when_the_page_is_opened_again(open_page: Open, tmp_path: Path) -> None:
     page = open_page(SuggestionsPage(tmp_path))
     press(page, "a", "r")
+    expect(page.locator("#counts")).to_have_text("2 of 6 decided: 1 accepted, 1 rejected")
     page.reload()
     expect(page.locator("#counts")).to_have_text("2 of 6 decided: 1 accepted, 1 rejected")
     expect(page.locator("#number")).to_have_text("3 of 6")

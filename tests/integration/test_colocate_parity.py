@@ -286,7 +286,7 @@ def test_the_learner_is_out_of_memory_while_the_engine_answers_and_is_restored(
     if not fails:
         print(f"{full - peak.most:.1f} of {size:.1f} MB freed")
         assert size > 100
-        assert full - peak.most > 0.85 * size  # the engine's own memory differs by some MB from call to call
+        assert full - peak.most > 0.8 * size  # the engine's own memory differs by some MB from call to call
     assert all(now is old for now, old in zip(colocation.model.parameters(), parameters, strict=True))
     assert changes(before, everything(colocation.model, optimizer)) == set()
     colocation.train(optimizer, 1)

@@ -64,7 +64,8 @@ class Attacked:
         self.answers = self.answer()
         self.http.timeout = httpx.Timeout(MOST_SECONDS)
         server = psutil.Process(fleet[0].process.pid)
-        engine = [child for child in server.children(recursive=True) if child.cmdline()[0].startswith("VLLM::")]
+        living = (child for child in server.children(recursive=True) if child.status() != psutil.STATUS_ZOMBIE)
+        engine = [child for child in living if child.name().startswith("VLLM::")]
         self.processes = [server, *engine]
         self.files, self.memory = self.count_files(), self.measure_memory()
 

@@ -29,7 +29,6 @@ def arguments(**settings: Any) -> dict[str, Any]:
         ("tensor_parallel_size", 2),
         ("max_model_len", 321),
         ("enforce_eager", True),
-        ("enable_prefix_caching", False),
     ],
 )
 def test_an_engine_is_configured_by_rollout_matching_vllm(setting: str, value: Any) -> None:

@@ -38,8 +38,8 @@ def test_tensorboard_without_room_is_warned_of_once_and_begins_a_new_file_later(
     board.logging_dir = str(tmp_path / "runs")
     board.on_train_begin(arguments, STATE, None)
     (file,) = (tmp_path / "runs").iterdir()
-    file.unlink()
-    file.symlink_to("/dev/full")
+    (tmp_path / "full").symlink_to("/dev/full")
+    (tmp_path / "full").replace(file)
     monkeypatch.setattr("socket.gethostname", lambda: "same")  # the names of later files
     for _ in range(3):
         board.on_log(arguments, STATE, None, logs={"loss": 1.0})
