@@ -254,15 +254,16 @@ def _check_trainer(s: Settings, world: World) -> Conflicts:
     if "tpu_metrics_debug" in training.debug:
         problem = "tpu_metrics_debug has no effect: it belongs to an evaluation that coordexp does not use"
         yield Error("training.debug", problem, "use underflow_overflow, or leave it out")
-    batch, steps, per_sample = (
-        training.per_device_train_batch_size,
-        training.gradient_accumulation_steps,
-        s.rollout_matching.rollouts_per_sample,
-    )
-    each = f" with {per_sample} rollouts each" if per_sample > 1 else ""
+    batch, per_sample = training.per_device_train_batch_size, s.rollout_matching.rollouts_per_sample
+    samples = f"samples per micro-step{f' with {per_sample} rollouts each' if per_sample > 1 else ''}"
     for name, value, noun, limit in (
-        ("training.per_device_train_batch_size", batch, f"samples per micro-step{each}", 4095 // per_sample),
-        ("training.gradient_accumulation_steps", steps, "micro-steps per step", 512),
+        ("training.per_device_train_batch_size", batch, samples, 4095 // per_sample),
+        (
+            "training.gradient_accumulation_steps",
+            training.gradient_accumulation_steps,
+            "micro-steps per step",
+            512,
+        ),
         ("training", world.learners or 1, "learner ranks", 1024),
     ):
         if s.uses_rollouts and value > limit:

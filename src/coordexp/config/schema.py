@@ -24,7 +24,7 @@ WORDS_OF_BOOLEANS = {"yes": "true", "on": "true", "1": "true", "no": "false", "o
 
 
 class Explanation(NamedTuple):
-    """What is wrong with a key, and what to write instead. `new` is the key that was meant, or empty."""
+    """A problem of a key, and what to write instead. `new` is the key that was meant, or empty."""
 
     path: KeyPath
     problem: str

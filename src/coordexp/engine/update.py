@@ -28,7 +28,7 @@ class EngineUpdates:
 
     @property
     def runner(self) -> Any:
-        """vLLM's model runner of this rank."""
+        """The model runner of vLLM on this rank."""
         return self.engine.llm_engine.model_executor.driver_worker.worker.model_runner
 
     def load(self, weights: Weights, version: int) -> None:

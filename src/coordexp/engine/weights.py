@@ -27,9 +27,7 @@ from coordexp.files import is_encodable
 
 BUCKET_BYTES = 64 * 2**20
 GPU_BUCKET_BYTES = 512 * 2**20  # NCCL moves a bucket in milliseconds, and each costs a call of every server
-ALIGNMENT = (
-    256  # bytes; every tensor in a buffer starts at a multiple of it, so that its dtype can be read in place
-)
+ALIGNMENT = 256  # bytes; tensors start at multiples of it, so that their dtypes can be read in place
 Metadata = dict[str, Any]  # of a tensor in a bucket, as plain values
 Bucket = list[tuple[str, Tensor]]
 DIVERGED = (

@@ -176,13 +176,12 @@ class ServerBackend:
         missing is made with these."""
         generation, until = started.generation, 0.0
         while True:
-            agreed = self.pool
             together(partial(generation.wait, started.indices))
-            assert agreed is not None and self.pool is not None
-            losses = generation.take_losses(agreed)
+            assert self.pool is not None
+            losses = generation.take_losses(self.pool)
             missing, lost = sum_over_ranks([generation.count_missing(started.indices), len(losses)])
             if lost:
-                self._agree(agreed, losses)
+                self._agree(losses)
             if not missing:
                 break
             together(generation.wait_until_idle)  # weights must not change under the requests of another rank
@@ -433,9 +432,9 @@ class ServerBackend:
         addressed = [call | {"base_url": self.clients[call["server"]].url} for call in calls]
         self.record({"event": "rollouts", **facts, "calls": addressed})
 
-    def _agree(self, agreed: Pool, losses: dict[int, Loss]) -> None:
+    def _agree(self, losses: dict[int, Loss]) -> None:
         """Leave out, on all ranks, every server that one rank has lost."""
-        self.pool = agreed
+        assert self.pool is not None
         for index, loss in _share(losses, Loss).items():
             self._leave_out(index, loss)
             self.pool = self.pool.mark_lost(index, loss)

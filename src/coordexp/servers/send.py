@@ -222,7 +222,7 @@ class Sent:
 
 
 class _Steps:
-    """What all servers of a pass do at the same time, step by step. A server that fails at one is left out of the
+    """The steps that all servers of a pass take at the same time. A server that fails at one is left out of the
     next. With `others_wait`, other servers or senders wait, and one that takes more than half of the time that is
     left is left out, too."""
 
