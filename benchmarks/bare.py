@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 from transformers import AutoProcessor, Qwen3VLForConditionalGeneration
 
+from coordexp.answers.table import VocabularyTable
 from coordexp.data import RecordFile
 from coordexp.demo.scenes import SceneSettings, write_scenes
 from coordexp.rollout.backend import ImageRef, Rollout
 from coordexp.rollout.hugging_face import HuggingFaceBackend
 from coordexp.rollout.prompt import PromptBuilder, open_image
-from coordexp.vocab import VocabularyTable
 
 
 def draw_images(folder: Path, count: int) -> list[ImageRef]:

@@ -29,12 +29,12 @@ from bare import BareGeneration, BenchmarkLearner, count_tokens, draw_images, st
 from ratios import at_least, at_most, main, medians, without_goal
 from rich.progress import Progress
 
+from coordexp.answers.table import VocabularyTable
 from coordexp.config.rollout import VLLM, RolloutMatching
 from coordexp.demo.model import Size, make_model
-from coordexp.engine.colocate import ColocateBackend
-from coordexp.engine.start import EngineSetup, start_engine
 from coordexp.rollout.backend import Decode, ImageRef, Request
-from coordexp.vocab import VocabularyTable
+from coordexp.rollout.colocate import ColocateBackend
+from coordexp.rollout.start import EngineSetup, start_engine
 
 ROOT = Path(__file__).parents[1]
 DEMO = ROOT / "examples/stage2-cpu/model"

@@ -38,12 +38,15 @@ from tests.rows import DIAGNOSTICS, MATCHING, Tiny, on_both_channels, settings
 from tests.streams import closed_when_full, first_in_first_out, rollout_lengths, stream
 from tests.unit.config.trees import COORD_REG, TOKEN_CE
 
-from coordexp.correction import Role, build_segment, match_objects, parse_rollout
+from coordexp.answers.match import match_objects
+from coordexp.answers.parse import parse_rollout
+from coordexp.answers.segment import Role, build_segment
 from coordexp.data import Geometry, TrueObject
 from coordexp.demo.model import Size, make_model
-from coordexp.objective import Objective, Split, SplittingHead
-from coordexp.pack import Example, select
-from coordexp.pack.collate import Row, Supervision
+from coordexp.objective.carry import Example, select
+from coordexp.objective.collate import Row, Supervision
+from coordexp.objective.pipeline import Objective
+from coordexp.objective.split import Split, SplittingHead
 
 VOCABULARY, TOKENS, SUPERVISED, HIDDEN = 152_704, 16_000, 0.07, 64
 MANY_SUPERVISED = 0.25

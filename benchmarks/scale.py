@@ -25,7 +25,7 @@ import line_chart
 
 from coordexp.config import Settings
 from coordexp.config.load import load_settings
-from coordexp.pack import CarryBuffer
+from coordexp.objective.carry import CarryBuffer
 from coordexp.rollout.backend import Decode, ImageRef, Request, Rollout, request_seed
 from coordexp.servers.pool import Chunk, Loss, Pool, Window, sending_rank
 from coordexp.train.encode import MicroBatch, StepIndex, StepPlan

@@ -39,10 +39,10 @@ from rich.progress import Progress
 
 from coordexp.config import load_settings
 from coordexp.demo.model import Size, make_model
-from coordexp.engine.start import EngineSetup
-from coordexp.engine.weights import join
 from coordexp.rollout.backend import Decode, ImageRef, Request
 from coordexp.rollout.prompt import read_image_size
+from coordexp.rollout.start import EngineSetup
+from coordexp.rollout.weights import join
 from coordexp.servers.backend import ServerBackend
 from coordexp.servers.processes import stop_engine
 

@@ -28,12 +28,14 @@ from pycocotools import mask as rle
 from scipy.optimize import linear_sum_assignment
 from tests.vocabularies import table
 
+from coordexp.answers.correct import correct
+from coordexp.answers.match import assign, match_objects
+from coordexp.answers.parse import parse_rollout
+from coordexp.answers.segment import serialise
+from coordexp.answers.table import VocabularyTable
 from coordexp.config import RolloutMatching
 from coordexp.config.rollout import CorrectionPolicy
-from coordexp.correction import correct, match_objects, parse_rollout, serialise
-from coordexp.correction.match import assign
 from coordexp.data import Geometry, TrueObject
-from coordexp.vocab import VocabularyTable
 
 SETTINGS = RolloutMatching()
 DEAREST = RolloutMatching(

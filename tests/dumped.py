@@ -8,7 +8,7 @@ from coordexp.dumps import DumpFolder, DumpWriter, remove_from_step
 from coordexp.train.encode import StepIndex
 from tests.scripted import Said, ScriptedBackend, write_training_set
 from tests.steps import RolloutStep
-from tests.unit.correction.conftest import answer, box, entry, poly
+from tests.unit.answers.conftest import answer, box, entry, poly
 from tests.vocabularies import table
 
 SMALL = table("small")

@@ -9,12 +9,12 @@ import torch
 from PIL import Image, ImageDraw
 from transformers import AutoProcessor
 
+from coordexp.answers.table import VocabularyTable
 from coordexp.config.settings import Custom
-from coordexp.engine.generate import VllmBackend
-from coordexp.engine.start import stop_engine
 from coordexp.families import load_model
+from coordexp.rollout.generate import VllmBackend
 from coordexp.rollout.prompt import PromptBuilder
-from coordexp.vocab import VocabularyTable
+from coordexp.rollout.start import stop_engine
 
 QUESTION: str = Custom.model_fields["prompt"].default
 

@@ -18,7 +18,7 @@ from uuid import uuid4
 
 import torch
 
-from coordexp.engine.weights import WeightGroup, check_metadata, join, unflatten
+from coordexp.rollout.weights import WeightGroup, check_metadata, join, unflatten
 
 CPU = torch.device("cpu")
 OWN_ROUTES = ("/version/", "/start_update/", "/finish_update/")  # ms-swift lacks them

@@ -11,23 +11,16 @@ from typing import Any, get_args
 
 import numpy as np
 
+from coordexp.answers.correct import correct
+from coordexp.answers.entries import Reason
+from coordexp.answers.match import match_objects
+from coordexp.answers.parse import ParsedRollout, entry_spans, parse_rollout
+from coordexp.answers.segment import Role, Segment, TokenKind, build_segment
+from coordexp.answers.table import COORD_BASE, VocabularyTable
+from coordexp.answers.transport import coord_targets
 from coordexp.config import RolloutMatching
 from coordexp.config.rollout import CorrectionPolicy
-from coordexp.correction import (
-    ParsedRollout,
-    Reason,
-    Role,
-    Segment,
-    TokenKind,
-    build_segment,
-    coord_targets,
-    correct,
-    match_objects,
-    parse_rollout,
-)
-from coordexp.correction.parse import entry_spans
 from coordexp.data import Geometry, TrueObject, is_degenerate
-from coordexp.vocab.table import COORD_BASE, VocabularyTable
 
 SETTINGS = RolloutMatching()
 PROMPT = (11, 12, 13)

@@ -10,17 +10,20 @@ from typing import Any
 import torch
 from transformers import AutoProcessor
 
+from coordexp.answers.match import match_objects
+from coordexp.answers.parse import parse_rollout
+from coordexp.answers.segment import build_chat_segment, build_segment
+from coordexp.answers.table import VocabularyTable
 from coordexp.config import RolloutMatching, Settings, parse_settings
-from coordexp.correction import build_chat_segment, build_segment, match_objects, parse_rollout
 from coordexp.data import Geometry, TrueObject
 from coordexp.families import load_model
-from coordexp.objective import Objective, Split
+from coordexp.objective.attention import attention_for
+from coordexp.objective.carry import Example
+from coordexp.objective.collate import Collator, Row, Supervision
 from coordexp.objective.modules import Measure
-from coordexp.pack import Example
-from coordexp.pack.attention import attention_for
-from coordexp.pack.collate import Collator, Row, Supervision
+from coordexp.objective.pipeline import Objective
+from coordexp.objective.split import Split
 from coordexp.rollout.prompt import PromptBuilder
-from coordexp.vocab import VocabularyTable
 from tests.engines import drawing, prompt
 from tests.rollouts import random_shape, random_truth
 from tests.unit.config.trees import BBOX_GEO, CHAT_CE, COORD_DIAG, COORD_REG, TOKEN_CE, stage2

@@ -12,13 +12,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from coordexp.answers.formats import CoordTokenAnswers
+from coordexp.answers.table import VocabularyTable
 from coordexp.config import RolloutMatching
 from coordexp.config.settings import Custom
-from coordexp.correction import CoordTokenAnswers
 from coordexp.data import Questions, RecordFile, TrueObject
 from coordexp.rollout.backend import FinishReason, Request, Rollout, Weights
 from coordexp.train.encode import TrainingSet
-from coordexp.vocab import VocabularyTable
 from tests.rollouts import PROMPT
 from tests.vocabularies import encode
 

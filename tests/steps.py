@@ -6,7 +6,7 @@ from fractions import Fraction
 from types import SimpleNamespace
 
 from coordexp.config import RolloutMatching
-from coordexp.pack import Example
+from coordexp.objective.carry import Example
 from coordexp.rollout.backend import RolloutBackend
 from coordexp.train.encode import Encoder, StepIndex, StepPlan, TrainingSet, Watch
 from coordexp.train.metrics import StepMetrics

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from coordexp.pack.carry import first_in_first_out
+from coordexp.objective.carry import first_in_first_out
 
 __all__ = ["CAPACITY", "WAITING", "Stream", "closed_when_full", "first_in_first_out", "rollout_lengths", "stream"]
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from coordexp.vocab import COORD_TOKENS, VocabularyTable
+from coordexp.answers.table import COORD_TOKENS, VocabularyTable
 
 SAMPLE = (
     '{"object_1": {"desc": "red cup", "bbox_2d": ["", ""]}, "object_20": {"poly": ["", "", ""], "desc": "a \\" '

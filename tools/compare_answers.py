@@ -34,7 +34,9 @@ from safetensors.torch import load_file, save_file
 from study_table import RESAMPLES
 from transformers import AutoProcessor
 
-from coordexp.correction import AnswerFormat, load_format
+from coordexp.answers.expand import ordinal_rows
+from coordexp.answers.formats import AnswerFormat, load_format
+from coordexp.answers.table import VocabularyTable
 from coordexp.data import BINS, RecordFile
 from coordexp.demo.model import COORD_DEVIATION, SCENES, make_model
 from coordexp.demo.scenes import SceneSettings, write_scenes
@@ -47,8 +49,6 @@ from coordexp.pages.comparison import bootstrap_differences
 from coordexp.rollout.backend import Decode, ImageRef, Request, Rollout
 from coordexp.rollout.hugging_face import HuggingFaceBackend
 from coordexp.rollout.prompt import PromptBuilder
-from coordexp.vocab import VocabularyTable
-from coordexp.vocab.expand import ordinal_rows
 
 ROOT = Path(__file__).parents[1]
 CONFIG = ROOT / "configs/demo/scenes-cpu.yaml"

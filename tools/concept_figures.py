@@ -10,12 +10,14 @@ from pathlib import Path
 import torch
 import yaml
 
+from coordexp.answers.correct import Correction, correct
+from coordexp.answers.match import match_objects
+from coordexp.answers.segment import Role
+from coordexp.answers.table import VocabularyTable
 from coordexp.config import RolloutMatching
-from coordexp.correction import Correction, Role, correct, match_objects
 from coordexp.data import Geometry, TrueObject, to_bin
+from coordexp.objective.carry import CarryBuffer
 from coordexp.objective.modules import soft_target
-from coordexp.pack.carry import CarryBuffer
-from coordexp.vocab import VocabularyTable
 
 ROOT = Path(__file__).parents[1]
 IMAGES = ROOT / "docs/images"

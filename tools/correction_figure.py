@@ -12,10 +12,11 @@ from pathlib import Path
 
 import yaml
 
+from coordexp.answers.correct import correct
+from coordexp.answers.segment import Role
+from coordexp.answers.table import VocabularyTable
 from coordexp.config import RolloutMatching
-from coordexp.correction import Role, correct
 from coordexp.data import Geometry, TrueObject
-from coordexp.vocab import VocabularyTable
 
 ROOT = Path(__file__).parents[1]
 FIGURE = ROOT / "docs/images/correction.svg"

@@ -33,10 +33,11 @@ import torch
 import yaml
 from transformers import AutoProcessor, PrinterCallback, Qwen3VLForConditionalGeneration
 
+from coordexp.answers.formats import NOTE_FILE, CoordTokenAnswers
+from coordexp.answers.parse import parse_rollout
+from coordexp.answers.table import VocabularyTable
 from coordexp.config import RolloutMatching
 from coordexp.config.settings import Custom
-from coordexp.correction import CoordTokenAnswers, parse_rollout
-from coordexp.correction.formats import NOTE_FILE
 from coordexp.data import Questions, Record, RecordFile
 from coordexp.errors import UserError
 from coordexp.evaluate.answer import build_answer
@@ -49,7 +50,6 @@ from coordexp.rollout.prompt import PromptBuilder, open_image
 from coordexp.train.callbacks import MetricsFile, say
 from coordexp.train.evaluation import AnswerEvaluation
 from coordexp.train.folder import fingerprint, git_state
-from coordexp.vocab import VocabularyTable
 
 WARMUP_STEPS = 10
 DECODE_BATCH = 64  # images that an evaluation answers at once

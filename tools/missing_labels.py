@@ -16,7 +16,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import get_args
 
-from coordexp.correction.match import pairwise_iou
+from coordexp.answers.match import pairwise_iou
 from coordexp.data import Record, RecordFile, TrueObject
 from coordexp.data.suggestions import Suggestion
 from coordexp.evaluate import read_predictions, read_truth

@@ -36,7 +36,7 @@ PYTHON = (
         "[Extending coordexp](../extending.md#a-loss-module) has an example.",
         (
             *("objective.modules:ModuleKind", "objective.modules:TermSpec", "objective.modules:Measure"),
-            *("objective.modules:has_role", "objective.split:Split", "pack.collate:Supervision"),
+            *("objective.modules:has_role", "objective.split:Split", "objective.collate:Supervision"),
         ),
     ),
     (
@@ -55,7 +55,39 @@ PYTHON = (
         ("families:Family",),
     ),
     ("Records", "Imports no torch. [Bring your data](../data.md) describes the files.", ("data:*",)),
-    ("Correction", "Imports no torch. [Correction policies](../correction.md) has an example.", ("correction:*",)),
+    (
+        "Correction",
+        "Imports no torch. [Correction policies](../correction.md) has an example.",
+        (
+            "answers.correct:Choice",
+            "answers.correct:Correction",
+            "answers.correct:choose_answer",
+            "answers.correct:correct",
+            "answers.correct:make_noisy_answer",
+            "answers.entries:PredictedObject",
+            "answers.entries:Reason",
+            "answers.formats:AnswerFormat",
+            "answers.formats:CoordTokenAnswers",
+            "answers.formats:NativeAnswers",
+            "answers.formats:load_format",
+            "answers.match:MatchResult",
+            "answers.match:match_objects",
+            "answers.parse:ParsedRollout",
+            "answers.parse:ReadAnswer",
+            "answers.parse:parse_rollout",
+            "answers.segment:FieldOrder",
+            "answers.segment:Role",
+            "answers.segment:Segment",
+            "answers.segment:TokenKind",
+            "answers.segment:build_chat_segment",
+            "answers.segment:build_segment",
+            "answers.segment:serialise",
+            "answers.table:COORD_TOKENS",
+            "answers.table:VocabularyError",
+            "answers.table:VocabularyTable",
+            "answers.transport:coord_targets",
+        ),
+    ),
     ("Evaluation", "Imports no torch. [Predict and evaluate](../evaluation.md) explains it.", ("evaluate:*",)),
     ("Configs", "Imports no torch. [All settings](config.md).", ("config:*",)),
     ("Errors", "The errors that users can mend.", ("errors:UserError", "errors:Finding")),
@@ -298,7 +330,7 @@ def split_at_commas(source: str) -> list[str]:
 
 
 def render_metrics() -> Iterator[str]:
-    from coordexp.correction import Reason
+    from coordexp.answers.entries import Reason
     from coordexp.evaluate.behaviour import DEFINITIONS
     from coordexp.evaluate.report import MEASURES, NAMES
 

@@ -20,15 +20,16 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
+from coordexp.answers.table import VocabularyTable
 from coordexp.config.rollout import RolloutMatching
 from coordexp.data import Geometry, TrueObject
 from coordexp.files import BestEffort, append_line, drop_torn_line, write_whole
 from coordexp.rollout.backend import Request, Rollout, request_seed
-from coordexp.vocab.table import VocabularyTable
 
 if TYPE_CHECKING:  # matching needs scipy, and whoever only looks for files should not wait for it
-    from coordexp.correction import Choice, Correction, FieldOrder
-    from coordexp.pack import ExampleId
+    from coordexp.answers.correct import Choice, Correction
+    from coordexp.answers.segment import FieldOrder
+    from coordexp.objective.carry import ExampleId
 
 logger = logging.getLogger(__name__)
 
@@ -210,7 +211,7 @@ def replay(line: str | bytes, table: VocabularyTable) -> list[str]:
     if dumped["format"] != FORMAT:
         raise ValueError(f"a dump of format {dumped['format']}; this version reads {FORMAT}")
     rollout, agreed = dumped["rollout"], dumped.get("choice", {}).get("agreed")
-    from coordexp.correction import correct
+    from coordexp.answers.correct import correct
 
     correction = correct(
         rollout["prompt_ids"],

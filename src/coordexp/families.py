@@ -46,7 +46,7 @@ FAMILIES = {
     "qwen3_vl_moe": Family("transformers:Qwen3VLMoeForConditionalGeneration", has_relative_boxes=True),
     "qwen3_5": Family(
         "transformers:Qwen3_5ForConditionalGeneration",
-        "coordexp.pack.attention:separate_linear_attention",
+        "coordexp.objective.attention:separate_linear_attention",
         has_relative_boxes=True,
     ),
 }

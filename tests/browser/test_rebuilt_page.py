@@ -11,7 +11,7 @@ from tests.browser.conftest import Open
 from tests.browser.test_run_pages import RunInspectorPage
 from tests.dumped import NEAR_CUP, NEAR_ROOF, SCRIPT
 from tests.scripted import Said
-from tests.unit.correction.conftest import answer, box, entry
+from tests.unit.answers.conftest import answer, box, entry
 from tests.unit.pages.run_folders import write_dumped_run
 
 pytestmark = pytest.mark.timeout(60)

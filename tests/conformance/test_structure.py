@@ -39,15 +39,17 @@ def test_a_server_has_no_code_that_reads_data_or_corrects_answers() -> None:
     that does this, directly or indirectly."""
     modules = _modules_reached_from("coordexp.servers.app")
     assert "coordexp.servers.app" in modules
-    owned = ("coordexp.train", "coordexp.correction", "coordexp.objective")
-    assert not [name for name in modules if name.startswith(owned)]
+    owned = ("coordexp.train", "coordexp.answers.", "coordexp.objective")
+    assert {name for name in modules if name.startswith(owned)} == {"coordexp.answers.table"}
 
 
 @pytest.mark.scenario("R35.C1", on="pure")
-@pytest.mark.parametrize("module", ["coordexp.correction", "coordexp.pack", "coordexp.rollout.backend"])
+@pytest.mark.parametrize(
+    "module", ["coordexp.answers.correct", "coordexp.objective.pipeline", "coordexp.rollout.backend"]
+)
 def test_a_contract_is_importable_without_the_trainer(module: str) -> None:
     code = (
-        f"import {module}, sys;"
+        f"import coordexp.{module}, sys;"
         "assert not [name for name in sys.modules if name.startswith('coordexp.train')], sys.modules"
     )
     _run_python(code)
@@ -55,7 +57,7 @@ def test_a_contract_is_importable_without_the_trainer(module: str) -> None:
 
 @pytest.mark.scenario("R28.C4", on="pure")
 def test_transport_plans_are_made_without_torch_so_that_no_gradient_can_flow_through_them() -> None:
-    _run_python("import coordexp.correction.transport, sys; assert 'torch' not in sys.modules")
+    _run_python("import coordexp.answers.transport, sys; assert 'torch' not in sys.modules")
 
 
 @pytest.mark.scenario("R36.C1", on="pure")
@@ -63,7 +65,12 @@ def test_transport_plans_are_made_without_torch_so_that_no_gradient_can_flow_thr
 def test_a_training_step_knows_the_backend_by_its_interface_alone(module: str) -> None:
     """It imports no implementation, and does not read which one was chosen."""
     tree = ast.parse((PACKAGE / f"train/{module}.py").read_text())
-    implementations = ("coordexp.engine", "coordexp.servers", "coordexp.rollout.hugging_face")
+    implementations = (
+        "coordexp.rollout.colocate",
+        "coordexp.rollout.start",
+        "coordexp.servers",
+        "coordexp.rollout.hugging_face",
+    )
     assert not [name for name in _imports(tree, f"coordexp.train.{module}") if name.startswith(implementations)]
     read = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
     assert not read & {"rollout_backend", "vllm"}
@@ -73,9 +80,12 @@ def test_a_training_step_knows_the_backend_by_its_interface_alone(module: str) -
 def test_the_trainer_module_uses_no_parsing_matching_packing_or_backend_code() -> None:
     """The trainer handles rows and interfaces. The code that makes them is in other packages."""
     imported = set(_imports(_tree("coordexp.train.trainer"), "coordexp.train.trainer"))
-    owners = ("correction", "pack.carry", "pack.select", "engine.colocate", "rollout.hugging_face")
+    owners = ("parse", "match", "correct", "segment", "rebuild")
+    engines = {"coordexp.rollout.colocate", "coordexp.rollout.hugging_face"}
     assert "coordexp.rollout.backend" in imported
-    assert not imported & {f"coordexp.{owner}" for owner in owners}
+    assert not imported & (engines | {f"coordexp.answers.{owner}" for owner in owners})
+    packing = {"CarryBuffer", "select"}
+    assert not imported & {f"coordexp.objective.carry.{name}" for name in packing}
 
 
 @pytest.mark.scenario("R34.C3", on="pure")
@@ -109,9 +119,7 @@ def test_only_commands_load_settings_and_rollout_code_reads_no_file() -> None:
     rollout_aware = (
         "coordexp.train",
         "coordexp.rollout",
-        "coordexp.engine",
         "coordexp.servers",
-        "coordexp.pack",
         "coordexp.objective",
     )
     assert "coordexp.cli.train" in readers

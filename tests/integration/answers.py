@@ -7,12 +7,12 @@ import torch
 from torch.distributed.tensor import DTensor
 from transformers import AutoProcessor
 
+from coordexp.answers.table import VocabularyTable
 from coordexp.families import load_model
 from coordexp.ranks import together
 from coordexp.rollout.backend import Decode, ImageRef, Request, Rollout
 from coordexp.rollout.hugging_face import HuggingFaceBackend
 from coordexp.rollout.prompt import PromptBuilder
-from coordexp.vocab import VocabularyTable
 from tests.integration.step_worker import make_accelerator
 
 

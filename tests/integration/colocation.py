@@ -9,16 +9,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from coordexp.answers.table import VocabularyTable
 from coordexp.config import RolloutMatching
 from coordexp.demo.scenes import SceneSettings, write_scenes
-from coordexp.engine.colocate import ColocateBackend
-from coordexp.engine.start import EngineSetup
 from coordexp.rollout.backend import Decode, ImageRef, Request, Rollout
+from coordexp.rollout.colocate import ColocateBackend
 from coordexp.rollout.hugging_face import HuggingFaceBackend
 from coordexp.rollout.prompt import PromptBuilder, load_processor, read_image_size
+from coordexp.rollout.start import EngineSetup
 from coordexp.train.learner import learner_adapter, learner_weights
 from coordexp.train.offload import OffloadedStorages
-from coordexp.vocab import VocabularyTable
 from tests.integration.answers import whole_model
 
 SIDES = (192, 160, 96, 64)

@@ -17,11 +17,11 @@ import torch
 from torch import distributed as dist
 from vllm.v1.worker.cpu_worker import CPUWorker
 
+from coordexp.answers.table import VocabularyTable
 from coordexp.config import RolloutMatching
-from coordexp.engine.start import EngineSetup, start_engine
 from coordexp.errors import UserError
 from coordexp.ranks import sum_over_ranks, together
-from coordexp.vocab import VocabularyTable
+from coordexp.rollout.start import EngineSetup, start_engine
 from tests.integration.stage2_runs import MODEL
 
 VLLM = {"tensor_parallel_size": 1, "gpu_memory_utilization": 0.05, "enforce_eager": True, "max_model_len": 256}

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from transformers import Qwen3VLForConditionalGeneration
 
-from coordexp.engine.weights import flatten, join
+from coordexp.rollout.weights import flatten, join
 from coordexp.train.learner import learner_weights
 from tests.integration.stage2_runs import MODEL, Started, config, draw, started
 

@@ -15,9 +15,8 @@ from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 from safetensors.torch import save_file
 from torch.distributed.tensor import DTensor
 
-from coordexp.objective import LossTally, reduce_counts
-from coordexp.objective.pipeline import gradient_scale
-from coordexp.pack import Example
+from coordexp.objective.carry import Example
+from coordexp.objective.pipeline import LossTally, gradient_scale, reduce_counts
 from tests.rows import Tiny, chat_settings
 
 

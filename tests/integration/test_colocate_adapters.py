@@ -18,10 +18,10 @@ from torch import Tensor
 from coordexp.config.rollout import Offload
 from coordexp.config.settings import Adapter
 from coordexp.demo.model import Size, make_model
-from coordexp.engine import colocate, load, update
-from coordexp.engine.load import ModelReload
 from coordexp.errors import EngineError, UserError
+from coordexp.rollout import colocate, load, update
 from coordexp.rollout.backend import Weights
+from coordexp.rollout.load import ModelReload
 from coordexp.train.learner import learner_adapter, with_adapter
 from coordexp.train.offload import SMALL, OffloadedStorages, offload_learner
 from tests.integration.answers import whole_model

@@ -16,11 +16,11 @@ import torch
 from coordexp.config.rollout import Offload
 from coordexp.config.settings import Adapter
 from coordexp.demo.model import Size, make_model
-from coordexp.engine import load
-from coordexp.engine.load import ModelReload
-from coordexp.engine.update import EngineUpdates
 from coordexp.errors import EngineError
+from coordexp.rollout import load
 from coordexp.rollout.backend import Request
+from coordexp.rollout.load import ModelReload
+from coordexp.rollout.update import EngineUpdates
 from coordexp.train.learner import with_adapter
 from coordexp.train.offload import offload_learner
 from tests.integration.answers import whole_model

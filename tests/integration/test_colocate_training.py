@@ -11,12 +11,12 @@ import yaml
 from transformers import AutoProcessor
 from typer.testing import CliRunner
 
+from coordexp.answers.table import VocabularyTable
 from coordexp.cli import app
 from coordexp.data import DataError
-from coordexp.engine.generate import generate_rollouts
 from coordexp.rollout.backend import Decode, ImageRef, Request
+from coordexp.rollout.generate import generate_rollouts
 from coordexp.rollout.prompt import PromptBuilder
-from coordexp.vocab import VocabularyTable
 from tests.integration.leavings import leavings
 from tests.integration.stage2_runs import (
     MODEL,

@@ -17,22 +17,22 @@ import pytest
 import torch
 from transformers import AutoProcessor
 
+from coordexp.answers.table import VocabularyTable
 from coordexp.child_processes import find_segments
 from coordexp.config import World, load_settings
-from coordexp.engine.colocate import ColocateBackend
-from coordexp.engine.start import EngineSetup, start_engine
 from coordexp.errors import EngineError
 from coordexp.rollout.backend import ImageRef
+from coordexp.rollout.colocate import ColocateBackend
 from coordexp.rollout.hugging_face import HuggingFaceBackend
 from coordexp.rollout.prompt import PromptBuilder
+from coordexp.rollout.start import EngineSetup, start_engine
 from coordexp.train.learner import learner_weights
 from coordexp.train.stopping import START_GRACE
-from coordexp.vocab import VocabularyTable
 from tests.integration.answers import whole_model
 from tests.integration.leavings import leavings
 from tests.integration.servers import wait_for
 from tests.integration.stage2_runs import MODEL, ROOT, config, draw, finish, started, steps, training
-from tests.unit.engine.ranks import run_ranks
+from tests.unit.rollout.ranks import run_ranks
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 

@@ -11,14 +11,14 @@ import torch
 from fastapi.testclient import TestClient
 from transformers import AutoProcessor, Qwen3VLForConditionalGeneration
 
+from coordexp.answers.table import VocabularyTable
 from coordexp.config.rollout import RepeatTerminate
-from coordexp.plugins import SWIFT_REPEAT_GUARD
 from coordexp.rollout.backend import Decode, FinishReason, ImageRef, Request
 from coordexp.rollout.guard import ARGUMENT, EngineGuard, cut_at_end, loop_in
 from coordexp.rollout.hugging_face import HuggingFaceBackend
 from coordexp.rollout.prompt import PromptBuilder, open_image
+from coordexp.servers import SWIFT_REPEAT_GUARD
 from coordexp.servers.swift_servers import GUARD_ROUTE
-from coordexp.vocab import VocabularyTable
 from tests.engines import drawing, start_vllm, stop_vllm
 from tests.fake_swift import FakeSwiftRollout
 

@@ -25,8 +25,8 @@ from vllm.v1.worker.gpu.sample.logits_processor.loader import (
 )
 
 from coordexp.config.rollout import RepeatTerminate
-from coordexp.engine.repeat_guard import RepeatGuard
 from coordexp.rollout.guard import ARGUMENT, ENGINE_GUARD, count_keys, guard_arguments, loop_in
+from coordexp.rollout.repeat_guard import RepeatGuard
 
 VOCABULARY, STOP = 12, 11
 CONFIG = SimpleNamespace(additional_config={})  # the part of vLLM's config that the guard reads

@@ -14,11 +14,11 @@ import pytest
 import torch
 from transformers import AutoProcessor
 
-from coordexp.engine.generate import VllmBackend, generate_rollouts
-from coordexp.engine.update import EngineUpdates
+from coordexp.answers.table import VocabularyTable
 from coordexp.rollout.backend import Decode, ImageRef, Request
+from coordexp.rollout.generate import VllmBackend, generate_rollouts
 from coordexp.rollout.prompt import PromptBuilder
-from coordexp.vocab import VocabularyTable
+from coordexp.rollout.update import EngineUpdates
 from tests.engines import QUESTION, drawing
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(240)]

@@ -2,9 +2,9 @@
 
 import pytest
 
+from coordexp.answers.expand import add_coord_tokens
+from coordexp.answers.table import VocabularyTable
 from coordexp.demo.model import make_model
-from coordexp.vocab import VocabularyTable
-from coordexp.vocab.expand import add_coord_tokens
 from tests.engines import drawing, start_vllm, stop_vllm, with_transformers, with_vllm
 
 

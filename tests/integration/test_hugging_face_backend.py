@@ -10,6 +10,7 @@ import pytest
 import torch
 from transformers import AutoProcessor, Qwen3VLForConditionalGeneration
 
+from coordexp.answers.table import VocabularyTable
 from coordexp.config.rollout import RepeatTerminate
 from coordexp.config.settings import Adapter
 from coordexp.demo.scenes import SceneSettings, write_scenes
@@ -17,7 +18,6 @@ from coordexp.rollout.backend import Decode, ImageRef, Request
 from coordexp.rollout.hugging_face import HuggingFaceBackend
 from coordexp.rollout.prompt import PromptBuilder
 from coordexp.train.learner import with_adapter
-from coordexp.vocab import VocabularyTable
 
 pytestmark = pytest.mark.timeout(240)
 SIDES = (96, 64, 128)

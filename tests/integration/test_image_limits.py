@@ -8,17 +8,17 @@ import pytest
 import torch
 from PIL import Image
 
+from coordexp.answers.table import VocabularyTable
 from coordexp.config import RolloutMatching
 from coordexp.config.rollout import ServerEndpoint
 from coordexp.demo.model import Size, make_model
 from coordexp.demo.scenes import SceneSettings, write_scenes
-from coordexp.engine.start import EngineSetup, engine_arguments
 from coordexp.errors import EngineError
 from coordexp.rollout.backend import ImageRef
 from coordexp.rollout.prompt import PromptBuilder, load_processor, read_image_size
+from coordexp.rollout.start import EngineSetup, engine_arguments
 from coordexp.servers.client import ServerClient
 from coordexp.servers.links import examine_server
-from coordexp.vocab import VocabularyTable
 from tests.engines import drawing
 from tests.integration.colocation import Colocation, ids
 from tests.integration.servers import GUARD, Fleet, PlainClient, infer_request

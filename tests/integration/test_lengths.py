@@ -8,9 +8,9 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
+from coordexp.answers.formats import load_format
 from coordexp.cli import app
 from coordexp.config import RolloutMatching, load_settings
-from coordexp.correction import load_format
 from coordexp.data import Questions, RecordFile, read_records
 from coordexp.demo.model import Size, make_model
 from coordexp.demo.scenes import SceneSettings, write_scenes

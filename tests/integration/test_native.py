@@ -8,12 +8,12 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
+from coordexp.answers.formats import NativeAnswers
+from coordexp.answers.table import VocabularyError, VocabularyTable
 from coordexp.cli import app
-from coordexp.correction import NativeAnswers
 from coordexp.data import RecordFile
 from coordexp.demo.model import Size, make_model
 from coordexp.demo.scenes import SceneSettings, write_scenes
-from coordexp.vocab import VocabularyError, VocabularyTable
 from tests.integration.stage2_runs import finish
 
 ROOT = Path(__file__).parents[2]

@@ -8,9 +8,9 @@ import torch
 from coordexp.demo.model import Size, make_model
 from coordexp.errors import DataError
 from coordexp.families import FAMILIES
-from coordexp.pack import Example
-from coordexp.pack.attention import segment_lengths
-from coordexp.pack.collate import kind_counts
+from coordexp.objective.attention import segment_lengths
+from coordexp.objective.carry import Example
+from coordexp.objective.collate import kind_counts
 from tests.engines import drawing, prompt
 from tests.rows import Tiny, chat_settings
 

@@ -16,13 +16,13 @@ import torch
 from PIL import Image
 from transformers import AutoProcessor, Qwen3VLForConditionalGeneration
 
+from coordexp.answers.table import VocabularyTable
 from coordexp.config.rollout import RepeatTerminate
-from coordexp.engine.weights import flatten
 from coordexp.rollout.backend import Decode, ImageRef, Request
 from coordexp.rollout.guard import KeyCounter, key_pattern, loop_in
 from coordexp.rollout.hugging_face import HuggingFaceBackend
 from coordexp.rollout.prompt import PromptBuilder
-from coordexp.vocab import VocabularyTable
+from coordexp.rollout.weights import flatten
 from tests.integration.servers import (
     GREEDY,
     GUARD,
@@ -449,7 +449,7 @@ def test_a_guard_that_cannot_be_loaded_stops_the_server_at_its_start_with_the_re
     }[reason]
     words = [*SERVE]
     if reason == "class":
-        words[1] = f"import coordexp.engine.start as r; r.ENGINE_GUARD = 'coordexp.nothing:Guard'; {words[1]}"
+        words[1] = f"import coordexp.rollout.start as r; r.ENGINE_GUARD = 'coordexp.nothing:Guard'; {words[1]}"
     other = fleet.config("guarded", rollout_matching__vllm__server__servers=[FREE])
     with started([*words, "--config", str(other)], **variables) as run:
         assert run.wait(120) == 1

@@ -9,16 +9,16 @@ import pytest
 import torch
 from transformers import AutoProcessor, Qwen3VLForConditionalGeneration
 
+from coordexp.answers.table import VocabularyTable
 from coordexp.config.rollout import RolloutMatching
 from coordexp.config.settings import Adapter
-from coordexp.engine.start import EngineSetup
-from coordexp.engine.weights import flatten
 from coordexp.rollout.backend import AdapterWeights, Decode, ImageRef, Request, find_differences
 from coordexp.rollout.hugging_face import HuggingFaceBackend
 from coordexp.rollout.prompt import PromptBuilder, read_image_size
+from coordexp.rollout.start import EngineSetup
+from coordexp.rollout.weights import flatten
 from coordexp.servers.backend import ServerBackend
 from coordexp.train.learner import learner_adapter, learner_weights, with_adapter
-from coordexp.vocab import VocabularyTable
 from tests.integration.servers import (
     GUARD,
     Fleet,

@@ -21,7 +21,7 @@ import pytest
 import torch
 
 from coordexp.demo.model import make_model
-from coordexp.engine.weights import flatten
+from coordexp.rollout.weights import flatten
 from tests.fake_server import garbage, slow, status
 from tests.integration.faulty_proxy import FaultyProxy, does, says
 from tests.integration.servers import (

@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 from fastapi.testclient import TestClient
 
+from coordexp.answers.table import VocabularyTable
 from coordexp.config.rollout import RepeatTerminate
 from coordexp.errors import EngineError
-from coordexp.plugins import SWIFT_REPEAT_GUARD
 from coordexp.rollout.guard import ENGINE_GUARD, EngineGuard, key_pattern
+from coordexp.servers import SWIFT_REPEAT_GUARD
 from coordexp.servers.swift_servers import FILE, GUARD_ROUTE, TEXT
-from coordexp.vocab import VocabularyTable
 from tests.fake_swift import FakeSwiftRollout
 from tests.integration.stage2_runs import MODEL
 
@@ -88,7 +88,7 @@ def test_settings_that_cannot_be_read_stop_the_server_when_it_loads_the_plugin(m
 
 @pytest.mark.scenario("R33.S2", on="recorded")
 def test_a_guard_that_vllm_could_not_load_stops_the_server_when_it_loads_the_plugin(monkeypatch):
-    monkeypatch.setitem(sys.modules, "coordexp.engine.repeat_guard", None)
+    monkeypatch.setitem(sys.modules, "coordexp.rollout.repeat_guard", None)
     with FakeSwiftRollout(ENABLED) as swift:
         with pytest.raises(EngineError, match=rf"enabled, and {ENGINE_GUARD} cannot be loaded"):
             swift.import_external_plugins([SWIFT_REPEAT_GUARD])

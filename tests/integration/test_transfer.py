@@ -7,8 +7,8 @@ import torch
 from torch import nn
 from vllm.model_executor.model_loader.reload import record_metadata_for_reloading
 
-from coordexp.engine.load import clear_kv_caches
-from coordexp.engine.weights import (
+from coordexp.rollout.load import clear_kv_caches
+from coordexp.rollout.weights import (
     ALIGNMENT,
     buckets,
     check_agreement,

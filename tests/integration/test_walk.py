@@ -11,7 +11,7 @@ from tests.integration.stage2_runs import ROOT, config, draw
 from tests.source import SOURCE
 
 MOST = 12
-ENGINE = "coordexp.engine.colocate:ColocateBackend.generate"
+ENGINE = "coordexp.rollout.colocate:ColocateBackend.generate"
 TRANSFORMERS = "coordexp.rollout.hugging_face:HuggingFaceBackend.generate"
 
 # Runs a command and prints, as JSON, which of the given functions were called, in the order of their first calls.

@@ -10,9 +10,9 @@ from peft import get_peft_model_state_dict
 from torch.distributed.tensor import DTensor
 from transformers import Qwen3VLForConditionalGeneration
 
+from coordexp.answers.table import VocabularyTable
 from coordexp.config.settings import Adapter
 from coordexp.train.learner import learner_adapter, learner_weights, with_adapter
-from coordexp.vocab import VocabularyTable
 from tests.integration.step_worker import make_accelerator
 
 LORA = Adapter(rank=3, alpha=8)

@@ -8,8 +8,8 @@ from types import SimpleNamespace
 
 import numpy as np
 
-from coordexp.correction import Segment
-from coordexp.pack import CarryBuffer, Example
+from coordexp.answers.segment import Segment
+from coordexp.objective.carry import CarryBuffer, Example
 from coordexp.rollout.backend import Rollout, check_version
 from coordexp.train.callbacks import FillWarning, cut_metrics, summarise_rollouts
 from coordexp.train.checkpoints import MANIFEST, choose_checkpoint, saving

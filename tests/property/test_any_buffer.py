@@ -4,8 +4,7 @@ import random
 
 import pytest
 
-from coordexp.pack import select
-from coordexp.pack.carry import WINDOW, first_in_first_out
+from coordexp.objective.carry import WINDOW, first_in_first_out, select
 
 
 @pytest.mark.scenario("R05.C2", "R05.C4", "R05.C5", "R05.S1", on="pure")

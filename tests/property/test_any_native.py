@@ -9,8 +9,9 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coordexp.correction import NativeAnswers, Role
-from coordexp.correction.native import to_number
+from coordexp.answers.formats import NativeAnswers
+from coordexp.answers.native import to_number
+from coordexp.answers.segment import Role
 from coordexp.data import Geometry, TrueObject
 from tests.examples import examples
 from tests.rollouts import DESCS, PROMPT

@@ -10,11 +10,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-import coordexp.correction.entries
+import coordexp.answers.entries
+from coordexp.answers.correct import correct
+from coordexp.answers.entries import Reason
+from coordexp.answers.parse import LOST, entry_spans, parse_rollout
 from coordexp.config import RolloutMatching
 from coordexp.config.rollout import CorrectionPolicy
-from coordexp.correction import Reason, correct, parse_rollout
-from coordexp.correction.parse import LOST, entry_spans
 from coordexp.dumps import CORRECTION_SETTINGS, describe_correction
 from coordexp.pages.rollout_sample import CUT, show_sample
 from tests.examples import examples
@@ -122,7 +123,7 @@ def test_the_quick_reader_of_entries_gives_the_result_of_the_full_one(vocabulary
     ids = random_rollout(chooser, random_truth(chooser), table(vocabulary))
     quick = parse_rollout(ids, table(vocabulary))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(coordexp.correction.entries, "_canonical", re.compile("(?!)").match)
+        patch.setattr(coordexp.answers.entries, "_canonical", re.compile("(?!)").match)
         assert parse_rollout(ids, table(vocabulary)) == quick
 
 

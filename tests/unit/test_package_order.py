@@ -16,13 +16,10 @@ ORDER = (
     ("families", "shapes"),
     ("config",),
     ("data",),
-    ("vocab",),
-    ("correction",),
+    ("answers",),
     ("ranks",),
     ("rollout",),
-    ("engine",),
     ("servers",),
-    ("pack",),
     ("objective",),
     ("dumps",),
     ("evaluate",),
@@ -31,7 +28,6 @@ ORDER = (
     ("demo",),
     ("launch",),
     ("doctor",),
-    ("plugins",),
     ("cli",),
     ("__main__", "__init__"),
 )
@@ -79,10 +75,10 @@ def test_every_part_has_a_place():
 @pytest.mark.parametrize(
     ("part", "line"),
     [
-        ("data", "from coordexp.vocab import VocabularyTable"),
-        ("data", "import coordexp.correction"),
-        ("data", "def late():\n    from coordexp.correction import serialise"),
-        ("correction", "from coordexp import train"),
+        ("data", "from coordexp.answers import VocabularyTable"),
+        ("data", "import coordexp.answers"),
+        ("data", "def late():\n    from coordexp.answers import serialise"),
+        ("answers", "from coordexp import train"),
         ("rollout", "from coordexp.servers import app"),
     ],
 )

@@ -3,9 +3,9 @@
 import time
 from functools import partial
 
-from coordexp.engine import colocate
+from coordexp.rollout import colocate
 from coordexp.tasks import remind
-from tests.unit.engine.fake_engine import Run
+from tests.unit.rollout.fake_engine import Run
 
 
 def test_a_message_is_repeated_with_its_seconds_until_the_work_ends():

@@ -223,7 +223,7 @@ def view(
 
 def _make_answer_counter(folder: Path) -> "CountTokens":
     """Return a function that counts the tokens of answers with the tokenizer in `folder`."""
-    from coordexp.correction import load_format
+    from coordexp.answers.formats import load_format
     from coordexp.rollout.lengths import ExampleCounter
 
     return ExampleCounter(load_format(find_model(folder)))
@@ -232,7 +232,7 @@ def _make_answer_counter(folder: Path) -> "CountTokens":
 def _make_example_counter(settings: "Settings", file: Path) -> "CountTokens":
     """Return a function that counts the tokens of whole examples, as the run of these settings makes them of the
     records of a file. They have the prompts of its data set, if it has its own."""
-    from coordexp.correction import load_format
+    from coordexp.answers.formats import load_format
     from coordexp.data import Questions
     from coordexp.files import match_files
     from coordexp.rollout.lengths import ExampleCounter

@@ -169,12 +169,12 @@ def generate(
         with progress("loading transformers"):
             from transformers import AutoProcessor
 
+            from coordexp.answers.table import VocabularyTable
             from coordexp.config.settings import Custom
             from coordexp.families import load_model
             from coordexp.rollout.backend import Decode, Request
             from coordexp.rollout.hugging_face import HuggingFaceBackend
             from coordexp.rollout.prompt import PromptBuilder
-            from coordexp.vocab import VocabularyTable
 
             request = Request(_image_ref(image or _draw_scene(Path(folder) / "scene.png")), Decode.greedy(tokens))
             table = VocabularyTable.from_folder(model_folder, needs_coords=False)
@@ -187,7 +187,7 @@ def generate(
             out.print("transformers answers; the tokens of a random model mean nothing, as they should")
             return
         with progress("starting a vLLM engine (about a minute on a CPU)"):
-            from coordexp.engine.generate import VllmBackend
+            from coordexp.rollout.generate import VllmBackend
 
             longest = max(1024, len(expected.prompt_ids) + tokens)
             with closing(VllmBackend(model_folder, prompts, table, max_length=longest)) as engine:

@@ -16,9 +16,9 @@ from rich.text import Text
 
 from coordexp.cli.console import JsonOption, err, need, out, print_findings, print_json, progress
 from coordexp.doctor.machine import CheckOutcome, Machine, choose_cpu, choose_gpus
-from coordexp.engine import VERSION, check_vllm
 from coordexp.errors import Finding, UserError, pip_install
 from coordexp.launch import preflight
+from coordexp.rollout import VERSION, check_vllm
 
 # All commands that train or generate need the first group. Only the vLLM backends need the second.
 TRAIN = {"torch": "2.13", "torchvision": "0.28", "transformers": "5.19", "accelerate": "1.15"}

@@ -36,7 +36,7 @@ def add_coords(
     if not folder.is_dir():
         raise UserError(f"{model_folder} does not exist", MODEL_PATHS)
     with progress(f"expanding {model_folder}"):
-        from coordexp.vocab.expand import add_coord_tokens
+        from coordexp.answers.expand import add_coord_tokens
 
         added = add_coord_tokens(folder, out_folder, noise=noise, ordinal=ordinal, seed=seed)
     out.print(f"wrote {out_folder}: {added} coordinate tokens added")

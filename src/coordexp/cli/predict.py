@@ -30,11 +30,11 @@ from coordexp.errors import UserError
 from coordexp.files import both_ends, find_model
 
 if TYPE_CHECKING:
+    from coordexp.answers.table import VocabularyTable
     from coordexp.data import Questions
     from coordexp.evaluate import ImageAnswer
     from coordexp.evaluate.predictions import Truth, UnfinishedPredictions
     from coordexp.rollout.prompt import PromptBuilder
-    from coordexp.vocab import VocabularyTable
 
 END = 2**20  # bytes at both ends of a file of weights that distinguish it from another
 MOST_SAMPLES = 1000
@@ -136,7 +136,7 @@ def predict(
     with progress("loading"):
         from transformers.utils import logging
 
-        from coordexp.correction import load_format
+        from coordexp.answers.formats import load_format
         from coordexp.evaluate import write_predictions
         from coordexp.evaluate.predictions import (
             UnfinishedPredictions,

@@ -55,9 +55,9 @@ def replay(
     Exits 1 if anything differs: the code or the tokenizer is not the run's.
     """
     need("tokenizers", extra="train")
+    from coordexp.answers.table import VocabularyError, VocabularyTable
     from coordexp.dumps import FOLDER, FOLLOWED, NOT_A_DUMP, step_files
     from coordexp.dumps import replay as replay_line
-    from coordexp.vocab import VocabularyError, VocabularyTable
 
     folders = (dump, dump / FOLLOWED)
     files = [file for folder in folders for file in step_files(folder).values()] if dump.is_dir() else [dump]

@@ -12,11 +12,11 @@ from coordexp.cli.console import LogOption, err, need, progress
 from coordexp.config import Settings, load_settings
 from coordexp.config.rollout import TOKEN, is_loopback_host
 from coordexp.config.rules import uses_vllm
-from coordexp.engine import check_vllm
 from coordexp.errors import UserError, explain_value_errors
 from coordexp.files import find_data_files
 from coordexp.launch.plan import is_loopback
 from coordexp.logs import start_log
+from coordexp.rollout import check_vllm
 
 LOOPBACK = "127.0.0.1"
 

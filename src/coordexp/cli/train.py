@@ -20,9 +20,9 @@ from coordexp.cli.console import LogOption, err, need, out, print_findings, prog
 from coordexp.config import Loaded, World, load_settings
 from coordexp.config.rules import uses_vllm
 from coordexp.config.training import Training
-from coordexp.engine import check_vllm
 from coordexp.errors import DataError, UserError, explain, explain_value_errors, need_packages
 from coordexp.logs import start_log
+from coordexp.rollout import check_vllm
 from coordexp.train.checkpoints import choose_checkpoint, hold_folder
 
 if TYPE_CHECKING:

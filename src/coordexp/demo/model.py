@@ -23,14 +23,14 @@ from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
 from transformers.models.auto.video_processing_auto import VIDEO_PROCESSOR_MAPPING
 from transformers.models.qwen2_vl.image_processing_qwen2_vl import Qwen2VLImageProcessor
 
+from coordexp.answers.expand import ordinal_rows
+from coordexp.answers.table import COORD_TOKENS
 from coordexp.data import BINS
 from coordexp.errors import UserError
 from coordexp.extensions import resolve_part
 from coordexp.families import FAMILIES, keep_published_layout
 from coordexp.files import is_free
 from coordexp.shapes import ModelShape, TextShape, VisionShape
-from coordexp.vocab import COORD_TOKENS
-from coordexp.vocab.expand import ordinal_rows
 
 Vocabulary = Literal["small", "qwen"]
 

@@ -14,14 +14,14 @@ from coordexp.config.settings import AnswerFormatName, Custom
 from coordexp.errors import DataError, UserError
 
 if TYPE_CHECKING:
-    from coordexp.correction import AnswerFormat
+    from coordexp.answers.formats import AnswerFormat
+    from coordexp.answers.table import VocabularyTable
     from coordexp.data import Questions, Record
-    from coordexp.engine.start import EngineFixes
     from coordexp.evaluate import ImageAnswer
     from coordexp.evaluate.predictions import Truth
     from coordexp.rollout.backend import Decode, ImageRef, Request, Rollout
     from coordexp.rollout.prompt import PromptBuilder
-    from coordexp.vocab import VocabularyTable
+    from coordexp.rollout.start import EngineFixes
 
 Backend = Literal["hf", "vllm"]
 # The prompts for a published model, which was not trained on ours: for all objects, for classes, and for an
@@ -232,7 +232,7 @@ def read_questions(
 ) -> "Questions":
     """Return the prompts that training recorded in the checkpoint, or the default ones of the answer format.
     `prompt` replaces the one for records without a request of their own."""
-    from coordexp.correction.formats import read_note
+    from coordexp.answers.formats import read_note
     from coordexp.data import Questions
 
     recorded, questions = read_note(model), Questions.of(Custom())
@@ -244,7 +244,7 @@ def read_questions(
 
 def find_untrained_request(model: Path, record: "Record") -> str | None:
     """Return a warning if the training of a checkpoint did not ask as the record does."""
-    from coordexp.correction.formats import NOTE_FILE, read_note
+    from coordexp.answers.formats import NOTE_FILE, read_note
 
     recorded = read_note(model)
     for kind, words in (("classes", "a list of classes"), ("expression", "an expression")):
@@ -311,7 +311,7 @@ def start_backend(
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     dtype = dtype or ("float32" if device == "cpu" else "auto")
     if backend == "vllm":
-        from coordexp.engine.generate import COMMAND_FIXES, VllmBackend
+        from coordexp.rollout.generate import COMMAND_FIXES, VllmBackend
 
         return VllmBackend(
             folder,

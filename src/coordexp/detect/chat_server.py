@@ -22,6 +22,7 @@ import httpx
 from PIL import Image
 from pydantic import BaseModel, ValidationError
 
+from coordexp.answers.table import VocabularyTable
 from coordexp.data.images import open_image_file, upright_size
 from coordexp.errors import EngineError, UserError
 from coordexp.rollout.backend import ImageRef, Request, Rollout, check_length, check_prompt, common_decode
@@ -29,7 +30,6 @@ from coordexp.rollout.guard import cut_at_end
 from coordexp.rollout.hugging_face import engine_bias
 from coordexp.rollout.prompt import PromptBuilder, load_image, template_options
 from coordexp.tasks import Task
-from coordexp.vocab import VocabularyTable
 
 CONNECT_S = 10.0
 ANSWER_S = 600.0  # for a whole answer, including the time in the server's queue

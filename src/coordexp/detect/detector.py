@@ -78,7 +78,7 @@ class Detector:
         check_model_folder(self.model)
         self._warned: set[str] = set()
 
-        from coordexp.correction import load_format
+        from coordexp.answers.formats import load_format
         from coordexp.rollout.prompt import PromptBuilder, load_processor
 
         self._answer_format = load_format(self.model, answer_format)
@@ -254,7 +254,7 @@ def _find_max_length(model: Path, prompts: "PromptBuilder", max_new_tokens: int)
 
 
 def _engine_fixes() -> Any:
-    from coordexp.engine.start import EngineFixes
+    from coordexp.rollout.start import EngineFixes
 
     return EngineFixes(
         length=f"give a lower max_length, {OR_HF}",

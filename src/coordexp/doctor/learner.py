@@ -13,22 +13,22 @@ import torch
 import yaml
 from torch import Tensor
 
+from coordexp.answers.table import VocabularyTable
 from coordexp.config import Settings, load_settings
 from coordexp.data import RecordFile
 from coordexp.demo.model import make_model
 from coordexp.demo.scenes import SceneSettings, write_scenes
 from coordexp.doctor.machine import Machine
 from coordexp.doctor.outcome import Agreement
-from coordexp.engine.colocate import ColocateBackend
-from coordexp.engine.start import EngineSetup
 from coordexp.families import load_model
 from coordexp.rollout.backend import PROBED_IMAGES, Decode, ImageRef, Request, Rollout, RolloutBackend
+from coordexp.rollout.colocate import ColocateBackend
 from coordexp.rollout.hugging_face import HuggingFaceBackend
 from coordexp.rollout.prompt import PromptBuilder, load_processor, read_image_size
+from coordexp.rollout.start import EngineSetup
 from coordexp.servers.backend import ServerBackend
 from coordexp.train.learner import learner_weights
 from coordexp.train.offload import OffloadedStorages
-from coordexp.vocab import VocabularyTable
 
 NOISE = 0.5  # in standard deviations of each matrix
 TOKENS = 16  # of the answers that are compared

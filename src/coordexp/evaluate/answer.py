@@ -18,9 +18,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AllowInfNan, ConfigDict, Field, Strict, TypeAdapter
 
-from coordexp.correction import AnswerFormat, PredictedObject
-from coordexp.correction.formats import is_readable
-from coordexp.correction.match import find_duplicates
+from coordexp.answers.entries import PredictedObject
+from coordexp.answers.formats import AnswerFormat, is_readable
+from coordexp.answers.match import find_duplicates
 from coordexp.data import BINS, Geometry, GeometryKind, Record, is_degenerate, to_pixels
 from coordexp.data.geometry import COUNT_RULE, is_valid_count
 from coordexp.rollout.backend import Rollout

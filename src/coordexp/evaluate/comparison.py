@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from pycocotools import mask as rle
 
-from coordexp.correction.match import Floats, box_iou, mask_iou
+from coordexp.answers.match import Floats, box_iou, mask_iou
 from coordexp.data import GeometryKind, Record, RecordObject
 from coordexp.data.importers.coco import decode_mask
 from coordexp.errors import DataError, explain

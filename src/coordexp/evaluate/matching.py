@@ -17,7 +17,7 @@ from operator import itemgetter
 
 import numpy as np
 
-from coordexp.correction.match import Floats, assign
+from coordexp.answers.match import Floats, assign
 from coordexp.evaluate.comparison import ImageComparison
 
 THRESHOLDS = tuple(k / 100 for k in range(50, 100, 5))

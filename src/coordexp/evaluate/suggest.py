@@ -19,7 +19,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from coordexp.correction.match import pairwise_iou
+from coordexp.answers.match import pairwise_iou
 from coordexp.data import Geometry, Record, TrueObject, is_degenerate
 from coordexp.data.suggestions import Suggestion, to_record_object
 from coordexp.errors import DataError, explain

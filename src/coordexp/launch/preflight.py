@@ -19,7 +19,6 @@ from urllib.parse import urlsplit
 
 from coordexp.config import Settings
 from coordexp.config.rules import SERVERS, trains_chat, uses_vllm
-from coordexp.engine import check_vllm
 from coordexp.errors import Finding, UserError
 from coordexp.families import read_model_type
 from coordexp.files import MODEL_PATHS, find_data_files
@@ -34,6 +33,7 @@ from coordexp.launch.memory import (
     learner_memory,
 )
 from coordexp.launch.plan import LaunchOptions, Plan, gpu_ids, is_loopback
+from coordexp.rollout import check_vllm
 from coordexp.shapes import KNOWN_MODEL, ModelShape, WeightShapes, read_shape, read_weights
 
 FIRST = 8  # records that are read
@@ -80,7 +80,7 @@ def engine_problems(settings: Settings, options: LaunchOptions) -> list[Finding]
 
 def settings_problems(settings: Settings, options: LaunchOptions) -> list[Finding]:
     """Return the problems of the files: the model and its vocabulary, the first records and their images."""
-    from coordexp.correction import load_format
+    from coordexp.answers.formats import load_format
 
     findings: list[Finding] = []
     folder, is_native = Path(settings.model.path), settings.custom.answer_format == "native"

@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy, kl_div, smooth_l1_loss
 
+from coordexp.answers.segment import Role, TokenKind
 from coordexp.config.sections import CoordRegConfig
-from coordexp.correction import Role, TokenKind
 from coordexp.data import BINS
+from coordexp.objective.collate import Supervision
 from coordexp.objective.split import Split
-from coordexp.pack.collate import Supervision
 
 COORD_ROLES = frozenset({Role.matched_coord, Role.tail_coord})
 TEXT_ROLES = frozenset({Role.tail_structure, Role.tail_desc, Role.end_of_turn})

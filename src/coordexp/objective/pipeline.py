@@ -17,14 +17,14 @@ from torch import Tensor
 from torch import distributed as dist
 from torch.distributed.tensor import DTensor
 
+from coordexp.answers.segment import Role, TokenKind
 from coordexp.config.rules import idle_reason
 from coordexp.config.sections import Channel, Module
 from coordexp.config.settings import Settings
-from coordexp.correction import Role, TokenKind
 from coordexp.extensions import resolve_part
+from coordexp.objective.collate import CHANNELS, ExampleSpan, Row, Supervision
 from coordexp.objective.modules import MODULES, Measure, ModuleKind
 from coordexp.objective.split import Split, SplitRequest
-from coordexp.pack.collate import CHANNELS, ExampleSpan, Row, Supervision
 
 # Every pipeline reports this: the number of logits per position that were NaN, infinite or outside the fence.
 BROKEN = "broken_logits"

@@ -17,9 +17,10 @@ from typing import Any
 
 import numpy as np
 
-from coordexp.correction import Reason, Role, parse_rollout
-from coordexp.correction.parse import entry_indices, entry_spans
-from coordexp.vocab import VocabularyTable
+from coordexp.answers.entries import Reason
+from coordexp.answers.parse import entry_indices, entry_spans, parse_rollout
+from coordexp.answers.segment import Role
+from coordexp.answers.table import VocabularyTable
 
 CUT, MASKED_DESC = 7, 8  # roles that only the page has, numbered after those of `Role`
 NOBODY = -1

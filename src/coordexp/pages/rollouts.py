@@ -15,6 +15,7 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
+from coordexp.answers.table import VocabularyError, VocabularyTable
 from coordexp.data import BINS
 from coordexp.dumps import FOLDER, FOLLOWED, FORMAT, NOT_A_DUMP, TRACE_FORMAT, step_files, trace_file
 from coordexp.errors import DataError, explain
@@ -24,7 +25,6 @@ from coordexp.pages.document import escape_text, read_asset, render_document, re
 from coordexp.pages.images import explain_missing_image, make_thumbnail
 from coordexp.pages.rollout_sample import show_sample, summarise_sample
 from coordexp.pages.run_folder import RESOLVED, Run
-from coordexp.vocab import VocabularyError, VocabularyTable
 
 SIDE = 640  # pixels of an image on the page, at most
 PLACE = ("step", "micro", "record")

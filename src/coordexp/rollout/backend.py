@@ -13,10 +13,10 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
+from coordexp.answers.table import VocabularyTable
 from coordexp.config.rollout import DecodeMode, RepeatTerminate, RolloutMatching
 from coordexp.data import AnyRecord, RecordFile
 from coordexp.errors import DataError, EngineError
-from coordexp.vocab.table import VocabularyTable
 
 if TYPE_CHECKING:
     from torch import Tensor

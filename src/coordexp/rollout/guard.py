@@ -14,16 +14,16 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationError, model_validator
 
+from coordexp.answers.table import VocabularyTable
 from coordexp.config.rollout import RepeatTerminate
 from coordexp.config.sections import from_list
 from coordexp.errors import UserError
 from coordexp.rollout.backend import FinishReason
-from coordexp.vocab import VocabularyTable
 
 Loop = Literal["token", "ngram", "keys"]
 TokenId = Annotated[int, Field(ge=0)]
 
-ENGINE_GUARD = "coordexp.engine.repeat_guard:RepeatGuard"
+ENGINE_GUARD = "coordexp.rollout.repeat_guard:RepeatGuard"
 ARGUMENT = "coordexp_guard"  # the key of the settings in `extra_args` and in `additional_config`
 # The environment variable of a folder in which each worker that has loaded ENGINE_GUARD leaves a file. It is not
 # in `additional_config`, because vLLM compiles the model anew when that changes.

@@ -34,6 +34,7 @@ from transformers import (
 )
 from transformers.cache_utils import DynamicLayer
 
+from coordexp.answers.table import VocabularyTable
 from coordexp.config.rollout import RepeatTerminate
 from coordexp.errors import EngineError
 from coordexp.ranks import gather_texts, is_sharded, together
@@ -41,7 +42,6 @@ from coordexp.rollout.backend import Decode, Request, Rollout, TextRequest, Weig
 from coordexp.rollout.guard import cut_at_end, key_pattern_for
 from coordexp.rollout.prompt import PromptBuilder, load_image, make_blank_image
 from coordexp.tasks import ignore
-from coordexp.vocab import VocabularyTable
 
 END = b"}}"
 SHORT_ANSWERS = (b'{"object_1": {"desc": "a", "bbox_2d": []}}', b'{"object_1": {"bbox_2d": [], "desc": "a"}}')

@@ -4,8 +4,8 @@ no torch."""
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from coordexp.correction import AnswerFormat
-from coordexp.correction.segment import count_answer_tokens
+from coordexp.answers.formats import AnswerFormat
+from coordexp.answers.segment import count_answer_tokens
 from coordexp.data import AnyRecord, ChatRecord, Questions
 from coordexp.data.doctor.examine import ExampleTokens
 

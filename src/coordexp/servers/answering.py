@@ -18,13 +18,14 @@ from typing import Any
 from PIL import Image
 from pydantic import ValidationError
 
+from coordexp.answers.table import VocabularyTable
 from coordexp.config.rollout import RepeatTerminate
 from coordexp.data.images import MOST_PIXELS, open_image_file, size_problem, upright_size
-from coordexp.engine.weights import MOST_QUOTED
 from coordexp.errors import DataError, explain
 from coordexp.files import is_encodable
 from coordexp.rollout.guard import cut_at_end, guard_arguments, key_pattern_for
 from coordexp.rollout.prompt import UNUSABLE, chat_text, image_tokens, read_image
+from coordexp.rollout.weights import MOST_QUOTED
 from coordexp.servers.engine import ServedEngine
 from coordexp.servers.protocol import (
     ENGINE_FAULT,
@@ -42,7 +43,6 @@ from coordexp.servers.protocol import (
     bad_request,
 )
 from coordexp.tasks import Task
-from coordexp.vocab import VocabularyTable
 
 # The most pixels of all images, of all calls, that are being decoded or cut into patches. Each pixel of an image
 # that is scaled down takes 10 to 16 bytes in the process: in the file's own mode, as RGB, in the array and in the

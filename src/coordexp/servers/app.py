@@ -25,11 +25,12 @@ from fastapi.responses import JSONResponse
 from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from starlette.exceptions import HTTPException
 
+from coordexp.answers.table import VocabularyTable
 from coordexp.config.rollout import TOKEN, RolloutMatching
 from coordexp.config.settings import Model
-from coordexp.engine.start import EngineSetup, check_guard_class
 from coordexp.errors import EngineError, explain
 from coordexp.rollout.prompt import load_processor, read_image_size
+from coordexp.rollout.start import EngineSetup, check_guard_class
 from coordexp.servers.answering import AllowedImages, Answering, Item
 from coordexp.servers.connections import (
     MOST_BYTES,
@@ -61,7 +62,6 @@ from coordexp.servers.protocol import (
     model_fingerprint,
 )
 from coordexp.servers.updates import Updates, no_weights
-from coordexp.vocab import VocabularyTable
 
 BEAT = 5.0  # seconds between the empty lines of a response that stays open, which show that the server is alive
 READY = 600.0  # seconds for the first answers of an engine, which compiles functions for them

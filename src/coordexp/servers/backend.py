@@ -21,8 +21,6 @@ from pydantic import TypeAdapter
 from torch import distributed as dist
 
 from coordexp.config.rollout import capacity_shortage
-from coordexp.engine.start import EngineSetup
-from coordexp.engine.weights import AdapterRefused, SyncMode
 from coordexp.errors import EngineError
 from coordexp.ranks import gather_texts, sum_over_ranks, together
 from coordexp.rollout.backend import (
@@ -41,6 +39,8 @@ from coordexp.rollout.backend import (
 )
 from coordexp.rollout.guard import key_pattern_for
 from coordexp.rollout.prompt import PromptBuilder
+from coordexp.rollout.start import EngineSetup
+from coordexp.rollout.weights import AdapterRefused, SyncMode
 from coordexp.servers.client import (
     OTHERWISE,
     ClientTimeouts,

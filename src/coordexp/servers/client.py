@@ -20,6 +20,7 @@ from typing import Any, Literal
 
 import httpx
 
+from coordexp.answers.table import VocabularyTable
 from coordexp.config.rollout import TOKEN, RepeatTerminate, ServerEndpoint
 from coordexp.errors import EngineError
 from coordexp.families import STOP_TOKENS
@@ -44,7 +45,6 @@ from coordexp.servers.protocol import (
     unreadable,
 )
 from coordexp.tasks import Task
-from coordexp.vocab import VocabularyTable
 
 LARGEST = 2**30  # bytes of a response
 ALTERNATIVES = (

@@ -11,8 +11,8 @@ from contextlib import contextmanager
 from typing import Any
 
 from coordexp.config.rollout import ENGINE_STEP_TOKENS
-from coordexp.engine.start import EngineSetup, check_vocabulary, lora_arguments, lora_request
 from coordexp.errors import EngineError
+from coordexp.rollout.start import EngineSetup, check_vocabulary, lora_arguments, lora_request
 from coordexp.servers.processes import cause, has_ended, starting, stop_engine
 from coordexp.servers.protocol import Refusal, bad_request
 

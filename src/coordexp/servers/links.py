@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from coordexp.engine.start import EngineSetup
 from coordexp.errors import EngineError
+from coordexp.rollout.start import EngineSetup
 from coordexp.servers import swift_servers
 from coordexp.servers.client import ALTERNATIVES, OTHERWISE, ServerClient, ServerFacts, ServerLost
 from coordexp.servers.pool import Loss

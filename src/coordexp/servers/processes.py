@@ -22,9 +22,9 @@ from unittest.mock import patch
 import psutil
 
 from coordexp import child_processes
-from coordexp.engine.start import EngineSetup, engine_arguments, first_sentence
 from coordexp.errors import EngineError, UserError
 from coordexp.logs import capture_children
+from coordexp.rollout.start import EngineSetup, engine_arguments, first_sentence
 
 OWNER = "COORDEXP_ENGINE_OWNER"  # in the environment of the engine's processes: the pid of their owner
 

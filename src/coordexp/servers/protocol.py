@@ -27,11 +27,11 @@ from pydantic import (
 )
 from typing_extensions import TypedDict
 
+from coordexp.answers.table import COORD_TOKENS
 from coordexp.config.rollout import TOKEN as TOKEN
 from coordexp.errors import EngineError, UserError
 from coordexp.families import STOP_TOKENS
 from coordexp.files import is_encodable
-from coordexp.vocab import COORD_TOKENS
 
 SERVER, PROTOCOL = "coordexp", 3
 IMAGE = "<image>"  # stands for the image in the text of a message

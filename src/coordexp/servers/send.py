@@ -23,7 +23,9 @@ from uuid import uuid4
 import torch
 from torch import Tensor
 
-from coordexp.engine.weights import (
+from coordexp.errors import EngineError
+from coordexp.rollout.backend import AdapterConfig
+from coordexp.rollout.weights import (
     BUCKET_BYTES,
     GPU_BUCKET_BYTES,
     Bucket,
@@ -36,8 +38,6 @@ from coordexp.engine.weights import (
     join,
     non_finite_error,
 )
-from coordexp.errors import EngineError
-from coordexp.rollout.backend import AdapterConfig
 from coordexp.servers.client import Call, ServerClient, ServerLost
 from coordexp.servers.protocol import (
     FinishUpdate,

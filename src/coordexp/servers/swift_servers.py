@@ -1,7 +1,7 @@
 """Rollout servers of ms-swift 4.6: how a learner uses one, and what our plugin in one needs.
 
 Such a server has no owner and no versions, answers 200 although a worker failed, and responds to nothing
-while it generates. It has no repeat guard, unless it was started with our plugin (`coordexp.plugins`), which reads
+while it generates. It has no repeat guard, unless it was started with our plugin (`coordexp.servers`), which reads
 the guard's settings from the environment and reports them.
 """
 
@@ -15,8 +15,8 @@ from typing import Any
 from pydantic import ValidationError
 
 from coordexp.config.rollout import RepeatTerminate
-from coordexp.engine.weights import AdapterRefused
 from coordexp.errors import EngineError
+from coordexp.rollout.weights import AdapterRefused
 from coordexp.servers.client import OTHERWISE, RequestRefused, ServerClient, ServerFacts
 from coordexp.servers.protocol import Response, WeightMessage, read_response
 from coordexp.servers.send import Link
@@ -51,7 +51,7 @@ def read_facts(
         raise EngineError(
             f"{client.name}: this ms-swift server reports no repeat guard, but "
             "rollout_matching.repeat_terminate.enabled is true",
-            "start it with `swift rollout --external_plugins FILE`, where FILE is coordexp.plugins."
+            "start it with `swift rollout --external_plugins FILE`, where FILE is coordexp.servers."
             "SWIFT_REPEAT_GUARD, as docs/operations.md shows, or with `coordexp serve`, or set enabled: false, "
             f"{OTHERWISE}",
         )

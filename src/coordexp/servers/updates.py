@@ -21,8 +21,8 @@ from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
-from coordexp.engine.weights import Metadata, check_metadata
 from coordexp.errors import EngineError, explain
+from coordexp.rollout.weights import Metadata, check_metadata
 from coordexp.servers.engine import ServedEngine
 from coordexp.servers.protocol import UPDATE_TIMEOUT, JoinGroup, Refusal, bad_request
 from coordexp.tasks import ignore

@@ -16,9 +16,9 @@ from vllm.config import set_current_vllm_config
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
-from coordexp.engine.load import Reload, build_adapter, clear_kv_caches, replace_adapter
-from coordexp.engine.weights import Metadata, WeightGroup, check_metadata, join, unflatten
 from coordexp.errors import UserError
+from coordexp.rollout.load import Reload, build_adapter, clear_kv_caches, replace_adapter
+from coordexp.rollout.weights import Metadata, WeightGroup, check_metadata, join, unflatten
 from coordexp.servers.processes import OWNER, end_with
 
 

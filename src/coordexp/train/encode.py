@@ -11,21 +11,14 @@ from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import cached_property
 
+from coordexp.answers.correct import Choice, Correction, choose_answer, correct, make_noisy_answer
+from coordexp.answers.formats import AnswerFormat
+from coordexp.answers.segment import FieldOrder, Segment, build_chat_segment
+from coordexp.answers.table import VocabularyTable
 from coordexp.config import RolloutMatching
 from coordexp.config.rollout import NoiseAnswers
 from coordexp.config.sections import Channel
 from coordexp.config.settings import Custom
-from coordexp.correction import (
-    AnswerFormat,
-    Choice,
-    Correction,
-    FieldOrder,
-    Segment,
-    build_chat_segment,
-    choose_answer,
-    correct,
-    make_noisy_answer,
-)
 from coordexp.data import (
     ChatRecord,
     Questions,
@@ -38,7 +31,7 @@ from coordexp.data import (
     order_objects,
 )
 from coordexp.errors import DataError, explain
-from coordexp.pack import Example, ExampleId
+from coordexp.objective.carry import Example, ExampleId
 from coordexp.rollout.backend import (
     Decode,
     ImageRef,
@@ -50,7 +43,6 @@ from coordexp.rollout.backend import (
 )
 from coordexp.rollout.prompt import PromptBuilder
 from coordexp.train.metrics import StepMetrics, count_rollout
-from coordexp.vocab import VocabularyTable
 
 SEARCHED = 1000  # records of a data set among which images are looked for
 

@@ -10,8 +10,8 @@ from typing import Any
 
 from torch import distributed as dist
 
+from coordexp.answers.formats import AnswerFormat
 from coordexp.config import RolloutMatching
-from coordexp.correction import AnswerFormat
 from coordexp.data import Questions, Record, Records
 from coordexp.evaluate import ImageAnswer, evaluate, read_truth, write_predictions
 from coordexp.evaluate.answer import build_answer, parse_answer

@@ -28,15 +28,15 @@ from torch.nn import Embedding, Module, Parameter
 from torch.nn.functional import embedding, linear
 from transformers import AutoProcessor, TrainingArguments
 
+from coordexp.answers.formats import NOTE_FILE
 from coordexp.config import Settings
 from coordexp.config.rollout import Offload
 from coordexp.config.settings import Adapter
-from coordexp.correction.formats import NOTE_FILE
 from coordexp.data import BINS
 from coordexp.errors import UserError
 from coordexp.families import PARTS, is_frozen, load_model, to_checkpoint_weights
-from coordexp.objective import SplittingHead
-from coordexp.pack.attention import attention_for
+from coordexp.objective.attention import attention_for
+from coordexp.objective.split import SplittingHead
 from coordexp.ranks import is_sharded
 from coordexp.rollout.backend import AdapterWeights
 from coordexp.train.offload import OffloadedStorages, offload_learner

@@ -20,13 +20,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from coordexp.answers.correct import Choice, Correction
+from coordexp.answers.entries import Reason
 from coordexp.config.rollout import DecodeMode
-from coordexp.correction import Choice, Correction, Reason
 from coordexp.data import TrueObject
 from coordexp.dumps import DumpWriter
-from coordexp.objective import Objective, Split
-from coordexp.pack import RowReport
-from coordexp.pack.collate import ExampleSpan, Row, Supervision
+from coordexp.objective.carry import RowReport
+from coordexp.objective.collate import ExampleSpan, Row, Supervision
+from coordexp.objective.pipeline import Objective
+from coordexp.objective.split import Split
 from coordexp.ranks import sum_over_ranks
 from coordexp.rollout.backend import Rollout
 

@@ -12,7 +12,7 @@ from typing import Any
 import yaml
 
 from coordexp import __version__
-from coordexp.correction.formats import read_note
+from coordexp.answers.formats import read_note
 from coordexp.files import json_object, write_whole
 
 FILE = "README.md"

@@ -22,8 +22,8 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
 from coordexp.config.rollout import Offload
-from coordexp.engine.weights import align_size
 from coordexp.errors import EngineError, explain
+from coordexp.rollout.weights import align_size
 
 # Storages with fewer bytes stay, except storages inside a mapped file: one that stayed would keep the whole file
 # mapped.

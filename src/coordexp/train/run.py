@@ -15,30 +15,30 @@ from transformers import PrinterCallback, TrainingArguments
 from transformers.integrations import TensorBoardCallback, WandbCallback
 from transformers.trainer_utils import set_seed
 
+from coordexp.answers.formats import load_format
 from coordexp.config import Loaded, RolloutContract, Settings
 from coordexp.config.rollout import BACKENDS
 from coordexp.config.rules import trains_chat
 from coordexp.config.settings import Custom
 from coordexp.config.training import PACKING_KEYS, REFUSED
-from coordexp.correction import load_format
 from coordexp.data import Questions, Record, Records, RecordSet, find_wrong_kind, open_data
 from coordexp.data.doctor.examine import SMALL, Sizes
 from coordexp.data.sets import locate_image
 from coordexp.dumps import CORRECTION_SETTINGS, FOLDER, DumpFolder, DumpWriter, remove_from_step
-from coordexp.engine import check_vllm
-from coordexp.engine.colocate import ColocateBackend
-from coordexp.engine.start import EngineSetup
 from coordexp.errors import DataError, UserError
 from coordexp.evaluate import read_truth
 from coordexp.extensions import find_extensions, load_extension
 from coordexp.files import find_data_files
-from coordexp.objective import Objective
-from coordexp.pack import CarryBuffer, Example
-from coordexp.pack.collate import Collator
+from coordexp.objective.carry import CarryBuffer, Example
+from coordexp.objective.collate import Collator
+from coordexp.objective.pipeline import Objective
 from coordexp.ranks import gather_texts, together
+from coordexp.rollout import check_vllm
 from coordexp.rollout.backend import PROBED_IMAGES, RolloutBackend
+from coordexp.rollout.colocate import ColocateBackend
 from coordexp.rollout.hugging_face import HuggingFaceBackend
 from coordexp.rollout.prompt import PromptBuilder, load_processor, read_image_size
+from coordexp.rollout.start import EngineSetup
 from coordexp.tasks import ignore
 from coordexp.train.callbacks import Bar, FillWarning, FirstSync, MetricsFile, TensorBoard, Wandb, say
 from coordexp.train.chat_evaluation import ChatEvaluation, QuestionSet

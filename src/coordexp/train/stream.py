@@ -20,10 +20,10 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
-from coordexp.correction import Segment
+from coordexp.answers.segment import Segment
 from coordexp.errors import DataError, explain
 from coordexp.files import write_whole
-from coordexp.pack import CarryBuffer, Example, ExampleId, PackingError
+from coordexp.objective.carry import CarryBuffer, Example, ExampleId, PackingError
 from coordexp.train.encode import StepPlan
 from coordexp.train.metrics import StepMetrics
 from coordexp.train.mixture import Mixture

@@ -33,14 +33,14 @@ import torch
 from torch import Tensor
 from transformers import Trainer
 
+from coordexp.answers.formats import NOTE_FILE
 from coordexp.config import RolloutContract
-from coordexp.correction.formats import NOTE_FILE
 from coordexp.families import load_model
 from coordexp.files import write_whole
-from coordexp.objective import LossTally, Objective, SetTally, Split, reduce_counts
-from coordexp.objective.pipeline import gradient_scale
-from coordexp.pack import Example, split_in_order
-from coordexp.pack.collate import Collator, Row, kind_counts
+from coordexp.objective.carry import Example, split_in_order
+from coordexp.objective.collate import Collator, Row, kind_counts
+from coordexp.objective.pipeline import LossTally, Objective, SetTally, gradient_scale, reduce_counts
+from coordexp.objective.split import Split
 from coordexp.ranks import max_over_ranks, together
 from coordexp.rollout.backend import RolloutBackend
 from coordexp.tasks import Task

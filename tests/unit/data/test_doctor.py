@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
+from coordexp.answers.formats import CoordTokenAnswers, NativeAnswers
 from coordexp.cli import app
-from coordexp.correction import CoordTokenAnswers, NativeAnswers
 from coordexp.data import DataError, Record, RecordObject
 from coordexp.data.doctor import KINDS, check_record, examine
 from coordexp.data.images import read_image_facts

@@ -7,6 +7,7 @@ import pytest
 import torch
 from transformers import AutoProcessor
 
+from coordexp.answers.table import VocabularyTable
 from coordexp.demo.published import write_published
 from coordexp.errors import UserError
 from coordexp.families import load_model
@@ -19,7 +20,6 @@ from coordexp.shapes import (
     read_shape,
     read_weights,
 )
-from coordexp.vocab import VocabularyTable
 
 pytestmark = pytest.mark.slow
 

@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 from PIL import Image
 
+from coordexp.answers.table import VocabularyTable
 from coordexp.config.rollout import RepeatTerminate
 from coordexp.detect import chat_server
 from coordexp.detect.chat_server import ChatServerBackend, to_data_url
 from coordexp.errors import DataError, EngineError
 from coordexp.rollout.backend import Decode, ImageRef, Request
 from coordexp.rollout.prompt import PromptBuilder, load_processor
-from coordexp.vocab import VocabularyTable
 from tests.unit.detect.fake_chat_server import MODELS, FakeChatServer, FakeResponse, run_fake_chat_server
 
 MODEL = Path("examples/scenes-cpu/model")

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from coordexp.correction import CoordTokenAnswers
+from coordexp.answers.formats import CoordTokenAnswers
 from coordexp.evaluate.answer import build_answer
 from coordexp.rollout.backend import Rollout
 from tests.vocabularies import encode, table

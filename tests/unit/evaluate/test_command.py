@@ -127,7 +127,7 @@ def test_images_without_an_answer_are_refused_unless_they_are_left_out(tmp_path)
     [
         ("coordexp.cli", "{'hotcoco', 'numpy', 'PIL'}"),
         ("coordexp.pages.report", "{'torch', 'transformers', 'hotcoco', 'scipy', 'PIL'}"),
-        ("coordexp.pack", "{'torch', 'transformers'}"),
+        ("coordexp.objective", "{'torch', 'transformers'}"),
         ("coordexp; coordexp.Detector, coordexp.Detections", "{'torch', 'PIL', 'transformers', 'httpx'}"),
         (
             "coordexp.data.doctor, coordexp.data.importers, coordexp.data.images, coordexp.pages.records, "

@@ -5,7 +5,7 @@ import math
 
 import pytest
 
-from coordexp.correction import NativeAnswers
+from coordexp.answers.formats import NativeAnswers
 from coordexp.data import Record
 from coordexp.data.records import RecordObject
 from coordexp.evaluate import check_predictions, evaluate, read_predictions, write_predictions

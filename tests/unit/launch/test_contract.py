@@ -16,8 +16,8 @@ from coordexp.launch import preflight
 from coordexp.train import run
 from tests import source
 from tests.scripted import write_training_set
+from tests.unit.answers.conftest import box
 from tests.unit.config.trees import stage2
-from tests.unit.correction.conftest import box
 from tests.unit.launch.test_preflight import free_ports
 from tests.vocabularies import table
 

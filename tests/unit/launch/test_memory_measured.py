@@ -22,7 +22,7 @@ from coordexp.launch.memory import (
     count_trained,
     learner_memory,
 )
-from coordexp.pack.attention import attention_for
+from coordexp.objective.attention import attention_for
 from coordexp.shapes import (
     PUBLISHED,
     ModelShape,

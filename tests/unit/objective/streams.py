@@ -4,9 +4,9 @@ from typing import Any
 
 import torch
 
-from coordexp.correction import Role
+from coordexp.answers.segment import Role
+from coordexp.objective.collate import Supervision
 from coordexp.objective.split import Split, SplitRequest
-from coordexp.pack.collate import Supervision
 
 FIRST = 5
 SIZE = 1010

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from coordexp.correction import Role
-from coordexp.objective import Objective, SetTally
-from coordexp.pack.collate import ExampleSpan, Row
+from coordexp.answers.segment import Role
+from coordexp.objective.collate import ExampleSpan, Row
+from coordexp.objective.pipeline import Objective, SetTally
 from tests.rows import chat_settings, measure_logits, settings
 from tests.unit.config.trees import CHAT_CE, TOKEN_CE, load, stage2
 from tests.unit.objective.streams import FIRST, MIXED, random_logits, splitter, supervision

@@ -6,13 +6,15 @@ import numpy as np
 import pytest
 import torch
 
+from coordexp.answers.formats import NativeAnswers
+from coordexp.answers.match import match_objects
+from coordexp.answers.parse import parse_rollout
+from coordexp.answers.segment import Role, TokenKind, build_segment
 from coordexp.config import parse_settings
-from coordexp.correction import NativeAnswers, Role, TokenKind, build_segment, match_objects, parse_rollout
 from coordexp.data import Geometry, TrueObject
-from coordexp.objective import LossTally, Objective
-from coordexp.objective.pipeline import BROKEN
-from coordexp.pack import Example
-from coordexp.pack.collate import Supervision, _supervision, kind_counts
+from coordexp.objective.carry import Example
+from coordexp.objective.collate import Supervision, _supervision, kind_counts
+from coordexp.objective.pipeline import BROKEN, LossTally, Objective
 from tests.rows import DIAGNOSTICS, MATCHING, measure_logits, on_both_channels, settings
 from tests.unit.config.trees import BBOX_GEO, COORD_REG, TOKEN_CE, stage1
 from tests.unit.objective.streams import FIRST, MIXED, SIZE, random_logits, supervision

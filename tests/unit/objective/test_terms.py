@@ -9,12 +9,11 @@ import torch
 from scipy.stats import wasserstein_distance
 from torch.autograd import gradcheck
 
+from coordexp.answers.segment import Role
 from coordexp.config.sections import BBoxGeoConfig, CoordRegConfig, DuplicateULConfig, TokenCEConfig
-from coordexp.correction import Role
 from coordexp.data import BINS
-from coordexp.objective import MODULES
-from coordexp.objective.modules import nearest_bin, soft_target, wasserstein
-from coordexp.pack.collate import Supervision
+from coordexp.objective.collate import Supervision
+from coordexp.objective.modules import MODULES, nearest_bin, soft_target, wasserstein
 from tests.unit.objective.streams import FIRST, MIXED, random_logits, splitter, supervision
 
 COORD = ~torch.isnan(MIXED.coord_targets)

@@ -13,16 +13,18 @@ import torch
 from numpy.typing import NDArray
 from scipy.spatial.distance import cdist
 
+from coordexp.answers import transport
+from coordexp.answers.correct import correct
+from coordexp.answers.segment import Role
+from coordexp.answers.transport import coord_targets
 from coordexp.config.rollout import OptimalTransport, RolloutMatching
-from coordexp.correction import Role, coord_targets, transport
-from coordexp.correction.correct import correct
 from coordexp.data import BINS, Geometry, TrueObject
-from coordexp.objective import Objective
-from coordexp.pack import Example
-from coordexp.pack.collate import _supervision, kind_counts
+from coordexp.objective.carry import Example
+from coordexp.objective.collate import _supervision, kind_counts
+from coordexp.objective.pipeline import Objective
 from tests.rows import measure_logits, on_both_channels, settings
+from tests.unit.answers.conftest import PROMPT, answer, box, entry, poly
 from tests.unit.config.trees import COORD_REG
-from tests.unit.correction.conftest import PROMPT, answer, box, entry, poly
 from tests.vocabularies import table
 
 Floats = NDArray[np.float64]

@@ -5,12 +5,12 @@ import json
 
 import pytest
 
-from coordexp.correction import Role
+from coordexp.answers.segment import Role
 from coordexp.pages.rollout_sample import CUT, show_sample, summarise_sample
 from coordexp.train.encode import StepIndex
 from tests.dumped import CUP, DOG, NEAR_CUP, NEAR_ROOF, SCRIPT, SMALL, dumping
 from tests.scripted import Said
-from tests.unit.correction.conftest import answer, box, entry
+from tests.unit.answers.conftest import answer, box, entry
 
 AGAIN, LAMP = box(15, 12, 113, 109), box(850, 0, 950, 100)
 IN_ORDER = {"insertion": "reading_order"}

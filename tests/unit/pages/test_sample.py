@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from coordexp.correction import Role
+from coordexp.answers.segment import Role
 from coordexp.pages.rollout_sample import (
     CUT,
     MASKED_DESC,

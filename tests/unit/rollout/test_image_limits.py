@@ -10,13 +10,13 @@ import torch
 from PIL import Image
 from transformers import AutoProcessor
 
+from coordexp.answers.table import VocabularyTable
 from coordexp.config import RolloutMatching
-from coordexp.engine.start import EngineSetup
 from coordexp.errors import EngineError, UserError
 from coordexp.rollout.prompt import PromptBuilder, load_processor, read_image_size
+from coordexp.rollout.start import EngineSetup
 from coordexp.servers.app import _describe
 from coordexp.servers.links import _check_version
-from coordexp.vocab import VocabularyTable
 from tests.integration.stage2_runs import MODEL
 from tests.unit.config.trees import load, only_problem, stage2
 

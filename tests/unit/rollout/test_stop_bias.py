@@ -77,7 +77,7 @@ def test_an_engine_whose_tokenizer_closes_answers_with_two_tokens_is_refused():
 
 
 def test_sampling_parameters_of_an_engine_carry_the_bias():
-    from coordexp.engine.generate import _sampling_params
+    from coordexp.rollout.generate import _sampling_params
 
     assert _sampling_params(Decode(9, stop_bias=1.0), {}, {7: -1.0}, 2, 3).logit_bias == {7: -1.0}
     assert _sampling_params(Decode(9), {}, {}, 2, 3).logit_bias is None

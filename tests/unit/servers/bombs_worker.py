@@ -9,10 +9,10 @@ from typing import Any, ClassVar
 
 from transformers import AutoProcessor
 
+from coordexp.answers.table import VocabularyTable
 from coordexp.config.rollout import RepeatTerminate
 from coordexp.servers.answering import AllowedImages, Answering, RequestImage
 from coordexp.servers.protocol import RequestConfig, bad_request
-from coordexp.vocab import VocabularyTable
 from tests.unit.servers.bombs import memory, png_bomb
 
 

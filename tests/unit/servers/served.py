@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import torch
 
 from coordexp.config import RolloutMatching
-from coordexp.engine.start import EngineSetup
 from coordexp.rollout.backend import Decode, ImageRef, Request, Rollout
+from coordexp.rollout.start import EngineSetup
 from coordexp.servers.backend import ServerBackend
 from coordexp.servers.client import ClientTimeouts
 from coordexp.servers.protocol import model_fingerprint

@@ -19,11 +19,11 @@ import pytest
 from PIL import Image
 from transformers import AutoProcessor
 
+from coordexp.answers.table import VocabularyTable
 from coordexp.config.rollout import RepeatTerminate
 from coordexp.servers import answering as answering_module
 from coordexp.servers.answering import PIXELS_AT_ONCE, AllowedImages, Answering, PixelBudget, RequestImage
 from coordexp.servers.protocol import InferItem, RequestConfig
-from coordexp.vocab import VocabularyTable
 from tests import zygote
 from tests.source import SOURCE
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from coordexp.config import RolloutMatching
-from coordexp.engine.start import EngineSetup
 from coordexp.errors import EngineError
+from coordexp.rollout.start import EngineSetup
 from coordexp.servers.engine import ServedEngine, batch_arguments, check_devices
 from coordexp.servers.processes import has_ended
 from coordexp.servers.protocol import Refusal

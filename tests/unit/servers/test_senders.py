@@ -6,7 +6,7 @@ The ranks are real processes that communicate with gloo. The servers are fakes.
 import pytest
 
 from coordexp.servers.pool import sending_rank
-from tests.unit.engine.ranks import run_ranks
+from tests.unit.rollout.ranks import run_ranks
 
 pytestmark = pytest.mark.timeout(240)
 

@@ -709,7 +709,7 @@ def test_a_server_of_ms_swift_that_does_not_prove_its_guard_is_refused_and_the_p
     with pytest.raises(EngineError, match="reports no repeat guard") as error:
         learner.sync(0)
     assert "swift rollout --external_plugins" in str(error.value)
-    assert "coordexp.plugins.SWIFT_REPEAT_GUARD" in str(error.value)
+    assert "coordexp.servers.SWIFT_REPEAT_GUARD" in str(error.value)
 
 
 PLUGIN_FAULTS = {

@@ -5,7 +5,7 @@ The ranks are real processes that communicate with gloo. The servers are fakes.
 
 import pytest
 
-from tests.unit.engine.ranks import run_ranks
+from tests.unit.rollout.ranks import run_ranks
 
 pytestmark = pytest.mark.timeout(120)
 

@@ -9,11 +9,11 @@ from safetensors.torch import load_file
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import Qwen3VLForConditionalGeneration
 
+from coordexp.answers.table import VocabularyTable
 from coordexp.config.settings import Adapter
 from coordexp.demo.model import Size, make_model
 from coordexp.errors import UserError
 from coordexp.train.learner import CoordRows, freeze_parts, learner_adapter, with_adapter
-from coordexp.vocab import VocabularyTable
 
 
 @pytest.fixture(scope="module", params=[True, False], ids=["tied", "untied"])

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from coordexp.engine.colocate import ColocateBackend
+from coordexp.rollout.colocate import ColocateBackend
 from coordexp.servers.backend import ServerBackend
 from coordexp.train.folder import ServerLog, describe_rollouts
 from tests.unit.train.test_rollout_step import handed_over

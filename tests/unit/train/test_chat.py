@@ -5,9 +5,10 @@ from fractions import Fraction
 
 import pytest
 
+from coordexp.answers.formats import CoordTokenAnswers
+from coordexp.answers.segment import Role
 from coordexp.config.rollout import NoiseAnswers, RolloutMatching
 from coordexp.config.settings import Custom
-from coordexp.correction import CoordTokenAnswers, Role
 from coordexp.data import DataError, open_data
 from coordexp.rollout.backend import Rollout
 from coordexp.train.chat_evaluation import is_right

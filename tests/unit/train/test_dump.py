@@ -16,7 +16,7 @@ from coordexp.train.encode import StepIndex, takes_rollouts
 from tests.dumped import NEAR_CUP, SCRIPT, SMALL, TRUTH, dump_of, dump_writer, dumping
 from tests.rollouts import PROMPT
 from tests.scripted import Said
-from tests.unit.correction.conftest import answer, box, entry
+from tests.unit.answers.conftest import answer, box, entry
 from tests.vocabularies import encode
 
 

@@ -4,15 +4,15 @@ import json
 
 import pytest
 
+from coordexp.answers.formats import CoordTokenAnswers
 from coordexp.config.rollout import Decoding, RepeatTerminate, RolloutMatching
-from coordexp.correction import CoordTokenAnswers
 from coordexp.data import TrueObject
 from coordexp.evaluate import check_predictions, read_predictions, read_truth
 from coordexp.rollout.backend import Decode
 from coordexp.train.evaluation import AnswerEvaluation, evenly_spaced
 from coordexp.train.stopping import Stopped
 from tests.scripted import QUESTIONS, Said, ScriptedBackend, write_training_set
-from tests.unit.correction.conftest import box
+from tests.unit.answers.conftest import box
 from tests.vocabularies import table
 
 SMALL = table("small")

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from coordexp.correction import CoordTokenAnswers
+from coordexp.answers.formats import CoordTokenAnswers
 from coordexp.data import Record, RecordFile
 from coordexp.data.records import RecordObject
 from coordexp.evaluate import evaluate

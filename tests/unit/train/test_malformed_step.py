@@ -9,14 +9,14 @@ from PIL import Image
 from safetensors.torch import load_file
 from transformers import AutoProcessor, Qwen3VLForConditionalGeneration
 
+from coordexp.answers.table import VocabularyTable
 from coordexp.data import TrueObject
 from coordexp.demo.model import Size, make_model
 from coordexp.rollout.prompt import PromptBuilder
 from coordexp.train import run
-from coordexp.vocab import VocabularyTable
 from tests.scripted import Said, ScriptedBackend, write_training_set
+from tests.unit.answers.conftest import answer, box, entry
 from tests.unit.config.trees import load, stage2
-from tests.unit.correction.conftest import answer, box, entry
 
 CUP = TrueObject("cup", box(10, 10, 110, 110))
 DOG = TrueObject("dog", box(300, 300, 500, 500))

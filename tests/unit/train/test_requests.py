@@ -4,9 +4,9 @@ import json
 
 import pytest
 
+from coordexp.answers.formats import CoordTokenAnswers
 from coordexp.config.rollout import RolloutMatching
 from coordexp.config.settings import Custom
-from coordexp.correction import CoordTokenAnswers
 from coordexp.data import open_data
 from coordexp.train.encode import Encoder, StepIndex, TrainingSet
 from coordexp.train.metrics import StepMetrics

@@ -9,7 +9,7 @@ import pytest
 
 from coordexp.data import TrueObject
 from coordexp.errors import EngineError
-from coordexp.pack import CarryBuffer
+from coordexp.objective.carry import CarryBuffer
 from coordexp.rollout.backend import Rollout, check_version
 from coordexp.train.encode import Encoder
 from coordexp.train.metrics import StepMetrics
@@ -18,7 +18,7 @@ from coordexp.train.stream import RowStream, SampleOrder
 from tests.rollouts import PROMPT
 from tests.scripted import Said, ScriptedBackend, write_training_set
 from tests.steps import no_weights
-from tests.unit.correction.conftest import box
+from tests.unit.answers.conftest import box
 from tests.vocabularies import table
 
 QWEN = table("qwen")

@@ -9,13 +9,14 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from coordexp.answers.entries import Reason
+from coordexp.answers.segment import Role
 from coordexp.config import RolloutMatching, Settings
 from coordexp.config.rollout import Decoding
-from coordexp.correction import Reason, Role
 from coordexp.data import DataError, TrueObject
 from coordexp.demo.model import Size, make_model
 from coordexp.errors import EngineError
-from coordexp.pack import CarryBuffer
+from coordexp.objective.carry import CarryBuffer
 from coordexp.rollout.backend import Decode, request_seed
 from coordexp.train import run
 from coordexp.train.encode import StepIndex, takes_rollouts
@@ -25,8 +26,8 @@ from coordexp.train.trainer import RowTrainer
 from tests.rollouts import PROMPT, answer_text
 from tests.scripted import Said, ScriptedBackend, write_training_set
 from tests.steps import RolloutStep
+from tests.unit.answers.conftest import answer, box, coords, entry
 from tests.unit.config.trees import load, stage2
-from tests.unit.correction.conftest import answer, box, coords, entry
 from tests.vocabularies import table
 
 QWEN = table("qwen")

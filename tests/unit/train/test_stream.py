@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coordexp.correction import Segment
-from coordexp.pack import CarryBuffer, Example, PackingError
+from coordexp.answers.segment import Segment
+from coordexp.objective.carry import CarryBuffer, Example, PackingError
 from coordexp.train.stream import RowStream, SampleOrder, StageRecords
 from tests.examples import examples
 

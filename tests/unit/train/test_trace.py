@@ -13,11 +13,12 @@ import numpy as np
 import pytest
 import torch
 
-from coordexp.correction import Role
+from coordexp.answers.segment import Role
 from coordexp.data import BINS
-from coordexp.objective import LossTally, Objective, Split, SplittingHead
-from coordexp.pack import CarryBuffer, ExampleId
-from coordexp.pack.collate import Collator
+from coordexp.objective.carry import CarryBuffer, ExampleId
+from coordexp.objective.collate import Collator
+from coordexp.objective.pipeline import LossTally, Objective
+from coordexp.objective.split import Split, SplittingHead
 from coordexp.train.encode import StepIndex
 from coordexp.train.metrics import TraceWriter, trace
 from coordexp.train.stream import RowStream, SampleOrder

@@ -9,11 +9,11 @@ from safetensors import safe_open
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from transformers import AutoProcessor, Qwen3VLForConditionalGeneration
 
+from coordexp.answers.table import VocabularyTable
 from coordexp.config.settings import Adapter
 from coordexp.demo.model import Size, make_model
 from coordexp.errors import UserError
 from coordexp.train.learner import learner_weights, with_adapter
-from coordexp.vocab import VocabularyTable
 from tests.rows import drawing, prompt
 
 LORA = Adapter(rank=4, alpha=8, dropout=0.1)

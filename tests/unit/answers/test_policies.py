@@ -1,0 +1,177 @@
+"""What each correction policy does with an answer, by examples. Properties for any answer are in
+tests/property."""
+
+import json
+
+import numpy as np
+import pytest
+
+from coordexp.answers.correct import Correction, correct
+from coordexp.config import RolloutMatching
+from coordexp.config.rollout import CorrectionPolicy
+from coordexp.data import Geometry, TrueObject
+from tests.vocabularies import encode, table
+
+PROMPT = (7, 8, 9)
+QWEN = table("qwen")
+
+
+def box(desc: str, x: int, y: int, size: int = 100) -> TrueObject:
+    return TrueObject(desc, Geometry("bbox_2d", (x, y, x + size, y + size)))
+
+
+def write(*objects: TrueObject, first: int = 1) -> str:
+    """Return an answer with these objects in the project's own format."""
+    entries = []
+    for number, thing in enumerate(objects, first):
+        coords = [f"<|coord_{bin}|>" for bin in thing.geometry.bins]
+        entry = {"desc": thing.desc, thing.geometry.kind: coords}
+        entries.append(f'"object_{number}": {json.dumps(entry)}')
+    return "{" + ", ".join(entries) + "}"
+
+
+def corrected(text: str, truth: list[TrueObject], **policy) -> Correction:
+    settings = RolloutMatching(correction=CorrectionPolicy(**policy))
+    ids = encode(text, QWEN)
+    return correct(PROMPT, ids, truth, table=QWEN, order="desc_first", settings=settings)
+
+
+def text_of(correction: Correction) -> str:
+    return QWEN.text_of(correction.segment.ids[len(PROMPT) : -1].tolist())
+
+
+def supervised_text(correction: Correction) -> str:
+    """Return the text of the supervised tokens. Masked ones are dots."""
+    segment = correction.segment
+    return "".join(
+        QWEN.text_of([id]) if weight else "."
+        for id, weight in zip(
+            segment.ids[len(PROMPT) : -1].tolist(), segment.weights[len(PROMPT) : -1], strict=True
+        )
+    )
+
+
+CUP, DOG, CAT = box("cup", 0, 0), box("dog", 500, 300), box("cat", 100, 700)
+TRUTH = [CUP, DOG, CAT]  # in reading order
+
+
+def test_a_missed_object_is_inserted_where_the_ground_truth_has_it_and_the_rest_is_renumbered():
+    correction = corrected(write(CUP, CAT), TRUTH, insertion="in_order")
+    assert text_of(correction) == write(CUP, DOG, CAT)
+
+
+def test_an_answer_without_a_mistake_stays_as_it_is():
+    for insertion in ("append", "in_order"):
+        correction = corrected(write(*TRUTH), TRUTH, insertion=insertion, supervise="matched")
+        assert correction.segment.ids[len(PROMPT) : -1].tolist() == encode(write(*TRUTH), QWEN)
+
+
+def test_a_matched_object_in_the_wrong_place_is_moved_in_order_and_stays_when_appending():
+    assert text_of(corrected(write(CAT, CUP, DOG), TRUTH, insertion="in_order")) == write(*TRUTH)
+    assert corrected(write(CAT, CUP, DOG), TRUTH, insertion="in_order").rebuilt.moved == (0,)
+    assert text_of(corrected(write(CAT, CUP, DOG), TRUTH, supervise="matched")) == write(CAT, CUP, DOG)
+
+
+def test_in_reading_order_an_extra_goes_to_its_place():
+    lamp = box("lamp", 800, 400)  # below the dog, above the cat
+    correction = corrected(write(CUP, lamp), TRUTH, insertion="reading_order")
+    assert text_of(correction) == write(CUP, DOG, lamp, CAT)
+
+
+def test_in_reading_order_extras_in_one_row_or_one_gap_are_sorted_by_left_edges():
+    truth = [box("a", 100, 50, 60), box("b", 300, 50, 60), box("d", 700, 50, 60)]
+    c, e, f = box("c", 500, 50, 60), box("e", 800, 400, 60), box("f", 600, 400, 60)
+    correction = corrected(write(truth[2], e, f, c), truth, insertion="reading_order")
+    assert text_of(correction) == write(truth[0], truth[1], c, truth[2], f, e)
+
+
+def test_in_order_an_extra_stays_behind_the_object_it_followed():
+    truth = [box("a", 500, 800), box("b", 0, 0), box("c", 800, 400)]
+    first, lamp = box("first", 200, 300), box("lamp", 300, 500)
+    correction = corrected(write(first, truth[1], lamp), truth, insertion="in_order")
+    assert text_of(correction) == write(first, truth[0], truth[1], lamp, truth[2])
+
+
+def test_a_duplicate_is_removed_and_an_extra_is_not():
+    again, lamp = box("cup", 5, 5), box("lamp", 800, 400)
+    correction = corrected(write(CUP, again, lamp), TRUTH, duplicates="remove")
+    assert text_of(correction) == write(CUP, lamp, DOG, CAT)
+    assert correction.rebuilt.duplicates == (1,)
+    assert correction.match.false_positives == (1, 2)
+
+
+def test_two_true_objects_that_overlap_are_not_duplicates():
+    truth = [box("cup", 0, 0), box("saucer", 10, 10)]
+    correction = corrected(write(*truth), truth, duplicates="remove", duplicate_iou=0.5)
+    assert text_of(correction) == write(*truth)
+
+
+def test_if_the_second_of_two_is_the_better_one_the_first_is_the_duplicate():
+    near = box("cup", 30, 0)
+    correction = corrected(write(near, CUP), [CUP], duplicates="remove")
+    assert text_of(correction) == write(CUP)
+    assert correction.match.pairs == ((1, 0),)
+
+
+def test_a_box_around_a_group_does_not_cost_the_objects_in_it():
+    left = TrueObject("p", Geometry("bbox_2d", (0, 0, 700, 900)))
+    right = TrueObject("p", Geometry("bbox_2d", (300, 0, 999, 900)))
+    group = TrueObject("p", Geometry("bbox_2d", (0, 0, 990, 900)))
+    correction = corrected(write(group, left, right), [left, right], duplicates="remove")
+    assert text_of(correction) == write(left, right)
+    assert correction.rebuilt.duplicates == (0,)
+
+
+def test_polygons_are_inserted_and_their_duplicates_removed():
+    leaf = TrueObject("leaf", Geometry("poly", (100, 400, 200, 400, 150, 500)))
+    again = TrueObject("leaf", Geometry("poly", (101, 400, 201, 400, 150, 501)))
+    truth = [CUP, leaf, CAT]
+    correction = corrected(write(CUP, leaf, again), truth, duplicates="remove", insertion="in_order")
+    assert text_of(correction) == write(CUP, leaf, CAT)
+    assert text_of(corrected(write(CUP, CAT), truth, insertion="in_order")) == write(CUP, leaf, CAT)
+
+
+def test_the_first_token_at_which_a_duplicate_differs_is_marked_as_unlikely():
+    again = box("cup", 5, 5)
+    correction = corrected(write(CUP, again, CAT), TRUTH, duplicates="unlikelihood", insertion="in_order")
+    segment = correction.segment
+    assert text_of(correction) == write(CUP, DOG, CAT)
+    (at,) = np.flatnonzero(segment.unlikely >= 0)
+    assert QWEN.text_of([int(segment.ids[at])]) == "dog"
+    assert QWEN.text_of([int(segment.unlikely[at])]) == "cup"
+
+
+def test_a_duplicate_at_the_end_is_marked_where_the_answer_should_have_been_closed():
+    correction = corrected(write(*TRUTH, box("cat", 105, 705)), TRUTH, duplicates="unlikelihood")
+    segment = correction.segment
+    (at,) = np.flatnonzero(segment.unlikely >= 0)
+    assert QWEN.text_of([int(segment.ids[at])]).endswith("}}")
+    assert QWEN.text_of([int(segment.unlikely[at])]).endswith(",")
+
+
+def test_a_duplicate_is_marked_behind_the_object_it_followed_also_if_that_was_moved():
+    correction = corrected(
+        write(CAT, CUP, box("cup", 5, 5)), TRUTH, duplicates="unlikelihood", insertion="reading_order"
+    )
+    segment = correction.segment
+    assert text_of(correction) == write(*TRUTH)
+    (at,) = np.flatnonzero(segment.unlikely >= 0)
+    assert QWEN.text_of([int(segment.ids[at])]) == "dog"
+
+
+def test_a_supervised_coordinate_has_no_mark_because_its_target_may_be_the_bin_of_the_duplicate():
+    below = box("cup", 10, 300)
+    truth = [CUP, box("cup", 5, 300)]
+    correction = corrected(write(CUP, box("cup", 5, 5), below), truth, duplicates="unlikelihood")
+    assert text_of(correction) == write(CUP, below)
+    assert (correction.segment.unlikely < 0).all()
+
+
+@pytest.mark.parametrize("vocabulary", ["qwen", "small"])
+def test_copies_of_one_duplicate_are_marked_once(vocabulary):
+    settings = RolloutMatching(correction=CorrectionPolicy(duplicates="unlikelihood"))
+    ids = encode(write(CUP, *[box("cup", 5, 5)] * 20), table(vocabulary))
+    segment = correct(
+        PROMPT, ids, [CUP, CAT], table=table(vocabulary), order="desc_first", settings=settings
+    ).segment
+    assert (segment.unlikely >= 0).sum() == 1
