@@ -38,9 +38,8 @@ from tests.rows import DIAGNOSTICS, MATCHING, Tiny, on_both_channels, settings
 from tests.streams import closed_when_full, first_in_first_out, rollout_lengths, stream
 from tests.unit.config.trees import COORD_REG, TOKEN_CE
 
-from coordexp.answers.match import match_objects
-from coordexp.answers.parse import parse_rollout
-from coordexp.answers.segment import Role, build_segment
+from coordexp.answers.correct import correct
+from coordexp.answers.segment import Role
 from coordexp.data import Geometry, TrueObject
 from coordexp.demo.model import Size, make_model
 from coordexp.objective.carry import Example, select
@@ -130,12 +129,8 @@ def make_long_example(tiny: Tiny, length: int, seed: int) -> Example:
                 break
     missed = max(1, int(length * SUPERVISED / 30))  # an object is about 30 tokens
     truth = [TrueObject("cup", Geometry("bbox_2d", (10 + k, 20, 40 + k, 50))) for k in range(missed)]
-    parsed = parse_rollout(ids, tiny.table)
-    match = match_objects(parsed.shapes, [true.geometry for true in truth], MATCHING)
-    segment = build_segment(
-        prompt_ids, parsed, match, truth, table=tiny.table, order="desc_first", settings=MATCHING
-    )
-    return Example(segment, image, (128, 128), "B")
+    correction = correct(prompt_ids, ids, truth, table=tiny.table, order="desc_first", settings=MATCHING)
+    return Example(correction.segment, image, (128, 128), "B")
 
 
 def fill_row(tiny: Tiny, capacity: int) -> list[Example]:

@@ -13,9 +13,8 @@ import numpy as np
 
 from coordexp.answers.correct import correct
 from coordexp.answers.entries import Reason
-from coordexp.answers.match import match_objects
 from coordexp.answers.parse import ParsedRollout, entry_spans, parse_rollout
-from coordexp.answers.segment import Role, Segment, TokenKind, build_segment
+from coordexp.answers.segment import Role, Segment, TokenKind
 from coordexp.answers.table import COORD_BASE, VocabularyTable
 from coordexp.answers.transport import coord_targets
 from coordexp.config import RolloutMatching
@@ -100,10 +99,8 @@ def check_rollout(
     ids: list[int], truth: list[TrueObject], table: VocabularyTable, order: Any = "desc_first"
 ) -> None:
     """Correct a rollout, and raise AssertionError if the result breaks a property."""
-    parsed = parse_rollout(ids, table)
-    predicted = [prediction.geometry for prediction in parsed.valid]
-    match = match_objects(predicted, [true.geometry for true in truth], SETTINGS)
-    segment = build_segment(PROMPT, parsed, match, truth, table=table, order=order, settings=SETTINGS)
+    correction = correct(PROMPT, ids, truth, table=table, order=order, settings=SETTINGS)
+    parsed, match, segment = correction.parsed, correction.match, correction.segment
     _check_kept_ids(ids, parsed, segment, table)
     _check_strict_json(segment, table)
     _check_second_parse(parsed, [truth[j] for j in match.missed], segment, table)
@@ -147,17 +144,17 @@ def check_rebuilt(
     assert not again.fallback
     written = [(item.key, item.desc, item.geometry, item.reason) for item in again.objects]
     assert written == [
-        (f"object_{n}", unicodedata.normalize("NFC", item.content.desc), item.content.geometry, None)
+        (f"object_{n}", unicodedata.normalize("NFC", item.desc), item.geometry, None)
         for n, item in enumerate(items, 1)
     ]
     _check_items(items, truth, policy, rebuilt, len(valid))
     for item in items:
         if item.predicted is None:
-            assert item.content == truth[item.true]
+            assert TrueObject(item.desc, item.geometry) == truth[item.true]
         else:
-            assert item.content.geometry == valid[item.predicted].geometry
+            assert item.geometry == valid[item.predicted].geometry
             replaced = policy.supervise == "matched_with_desc" and item.true is not None
-            assert item.content.desc == (truth[item.true].desc if replaced else valid[item.predicted].desc)
+            assert item.desc == (truth[item.true].desc if replaced else valid[item.predicted].desc)
     _check_roles_of_items(segment, again, items, policy, table)
     marked = segment.unlikely >= 0
     assert not marked.any() or policy.duplicates == "unlikelihood"
@@ -210,8 +207,8 @@ def _check_roles_of_items(
             expected = Role.tail_coord if item.predicted is None else Role.matched_coord
             assert {int(roles[at]) for at in entry.coord_indices} == {expected}
         if item.predicted is None:
-            assert targets[list(entry.coord_indices)].tolist() == list(item.content.geometry.bins)
-        is_box = item.content.geometry.kind == "bbox_2d" and item.true is not None
+            assert targets[list(entry.coord_indices)].tolist() == list(item.geometry.bins)
+        is_box = item.geometry.kind == "bbox_2d" and item.true is not None
         sides = segment.sides[len(PROMPT) + np.array(entry.coord_indices)]
         assert sides.tolist() == ([1, 2, 3, 4] if is_box else [0] * len(sides))
 

@@ -10,9 +10,8 @@ from typing import Any
 import torch
 from transformers import AutoProcessor
 
-from coordexp.answers.match import match_objects
-from coordexp.answers.parse import parse_rollout
-from coordexp.answers.segment import build_chat_segment, build_segment
+from coordexp.answers.correct import correct
+from coordexp.answers.segment import build_chat_segment
 from coordexp.answers.table import VocabularyTable
 from coordexp.config import RolloutMatching, Settings, parse_settings
 from coordexp.data import Geometry, TrueObject
@@ -109,14 +108,9 @@ class Tiny:
         truth = [*random_truth(chooser), TrueObject("cup", Geometry("bbox_2d", (100, 200, 400, 500 + seed)))]
         text = "" if channel == "A" else _write_partly_right(chooser, truth)
         ids = self.table.tokenizer.encode(text, add_special_tokens=False).ids
-        parsed = parse_rollout(ids, self.table)
-        match = match_objects(
-            [prediction.geometry for prediction in parsed.valid], [true.geometry for true in truth], MATCHING
-        )
-        segment = build_segment(
-            self.prompt_ids(image), parsed, match, truth, table=self.table, order="desc_first", settings=MATCHING
-        )
-        return Example(segment, image, (0, 0), channel)
+        prompt_ids = self.prompt_ids(image)
+        correction = correct(prompt_ids, ids, truth, table=self.table, order="desc_first", settings=MATCHING)
+        return Example(correction.segment, image, (0, 0), channel)
 
     def chat(self, seed: int, *, has_image: bool) -> Example:
         """Return the example of a question and its answer."""

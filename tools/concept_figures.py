@@ -261,7 +261,7 @@ def draw_policies() -> str:
         if correction.rebuilt is None:
             names = [name for name, _ in written] + [labels[j][0] for j in correction.match.missed]
         else:
-            names = [item.content.desc for item in correction.rebuilt.items]
+            names = [item.desc for item in correction.rebuilt.items]
         missed = {labels[j][0] for j in correction.match.missed}
         colours = [GREEN if name in missed else BLUE if name in known else FAINT for name in names]
         parts.append(text(28, top + 17, title, font_family=MONO, font_size=12))

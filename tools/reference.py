@@ -80,7 +80,6 @@ PYTHON = (
             "answers.segment:Segment",
             "answers.segment:TokenKind",
             "answers.segment:build_chat_segment",
-            "answers.segment:build_segment",
             "answers.segment:serialise",
             "answers.table:COORD_TOKENS",
             "answers.table:VocabularyError",

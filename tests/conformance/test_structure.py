@@ -80,7 +80,7 @@ def test_a_training_step_knows_the_backend_by_its_interface_alone(module: str) -
 def test_the_trainer_module_uses_no_parsing_matching_packing_or_backend_code() -> None:
     """The trainer handles rows and interfaces. The code that makes them is in other packages."""
     imported = set(_imports(_tree("coordexp.train.trainer"), "coordexp.train.trainer"))
-    owners = ("parse", "match", "correct", "segment", "rebuild")
+    owners = ("parse", "match", "correct", "segment", "target")
     engines = {"coordexp.rollout.colocate", "coordexp.rollout.hugging_face"}
     assert "coordexp.rollout.backend" in imported
     assert not imported & (engines | {f"coordexp.answers.{owner}" for owner in owners})

@@ -15,9 +15,9 @@ import numpy as np
 
 from coordexp.answers.match import MatchResult, find_duplicates, match_objects, pairwise_iou
 from coordexp.answers.parse import ParsedRollout, parse_rollout
-from coordexp.answers.rebuild import Rebuilt, rebuild
-from coordexp.answers.segment import FieldOrder, Segment, build_segment, serialise
+from coordexp.answers.segment import FieldOrder, Segment, serialise
 from coordexp.answers.table import VocabularyTable
+from coordexp.answers.target import Rebuilt, build_target
 from coordexp.config.rollout import NoiseAnswers, RolloutMatching
 from coordexp.data import BINS, Geometry, TrueObject, is_degenerate
 
@@ -142,11 +142,8 @@ def correct(
     choice is `union`."""
     parsed = parse_rollout(answer_ids, table)
     match = match_objects(parsed.shapes, [true.geometry for true in truth], settings)
-    if settings.correction.is_specified and agreed is None:
-        segment = build_segment(prompt_ids, parsed, match, truth, table=table, order=order, settings=settings)
-        return Correction(parsed, match, segment)
-    segment, rebuilt = rebuild(
-        prompt_ids, parsed, match, truth, table=table, order=order, settings=settings, agreed=agreed or ()
+    segment, rebuilt = build_target(
+        prompt_ids, parsed, match, truth, table=table, order=order, settings=settings, agreed=agreed
     )
     return Correction(parsed, match, segment, rebuilt)
 

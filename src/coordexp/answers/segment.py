@@ -1,31 +1,20 @@
-"""Build the training sequence of a sample, with a role for every token.
+"""The training sequence of a sample: its streams, the roles and kinds of tokens, and how objects are written.
 
-    prompt | kept prefix of the rollout | missed objects and the closing brace | end of turn
-
-The ids of the prefix are the rollout's own. If the cut falls inside a token, the kept part of that token is
-encoded together with the continuation. For example, if the answer ended with the single token `}}` and an object
-was missed, its first brace is kept and encoded together with the comma that follows, as `},`. That is how the
-model would have written it, so it learns to continue where it stopped. Stage 1 is the same with an empty rollout.
-
-Missed objects are written as `"object_1": {"desc": "red cup", "bbox_2d": ["<|coord_10|>", ...]}`. Separators are
-`, ` and `: `, coordinates are quoted, so that the text is plain JSON, and `poly` is one flat list.
+Objects are written as `"object_1": {"desc": "red cup", "bbox_2d": ["<|coord_10|>", ...]}`. Separators are `, ` and
+`: `, coordinates are quoted, so that the text is plain JSON, and `poly` is one flat list.
 """
 
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Literal
+from typing import Literal, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from coordexp.answers.entries import Span
-from coordexp.answers.match import MatchResult
-from coordexp.answers.parse import ParsedRollout
 from coordexp.answers.table import VocabularyTable, normal_form
-from coordexp.answers.transport import coord_targets
-from coordexp.config.rollout import RolloutMatching
 from coordexp.data import BINS, Geometry, TrueObject
 from coordexp.families import PLACE_TOKENS
 
@@ -80,52 +69,6 @@ class Segment:
         return len(self.ids)
 
 
-def build_segment(
-    prompt_ids: Sequence[int],
-    parsed: ParsedRollout,
-    match: MatchResult,
-    truth: Sequence[TrueObject],
-    *,
-    table: VocabularyTable,
-    order: FieldOrder,
-    settings: RolloutMatching,
-) -> Segment:
-    """Return the segment of one sample. `match` pairs `parsed.valid` with `truth`."""
-    missed = [truth[j] for j in match.missed]
-    kept_text = table.bytes_of(parsed.prefix_ids[-1:]) + parsed.remainder
-    fragment = serialise(missed, after=kept_text, first_number=parsed.highest_number + 1, order=order, table=table)
-    tail = table.encode(parsed.remainder + fragment.text)
-    start = len(prompt_ids)
-    tail_start = start + len(parsed.prefix_ids)
-    ids = np.array([*prompt_ids, *parsed.prefix_ids, *tail, table.end_of_turn], dtype=np.int64)
-    roles = np.zeros(len(ids), dtype=np.int8)
-    kinds = np.zeros(len(ids), dtype=np.int8)
-    targets = np.full(len(ids), np.nan, dtype=np.float32)
-
-    roles[start:tail_start] = Role.masked_prefix
-    kept_ends, tail_ends = token_ends(parsed.prefix_ids, table.symbols), token_ends(tail, table.pieces)
-    offset = int(kept_ends[-1]) if len(kept_ends) else 0
-    spans = [*parsed.desc_spans, *_shift(fragment.desc_spans, offset + len(parsed.remainder))]
-    kinds[start:-1] = token_kinds(ids[start:-1], np.concatenate((kept_ends, tail_ends + offset)), spans, table)
-    where, bins = _targets_of_matches(parsed, match, truth, settings)
-    _check_inside(where, len(parsed.prefix_ids))
-    roles[start + where] = Role.matched_coord
-    targets[start + where] = bins
-    sides = np.zeros(len(ids), dtype=np.int8)
-    shapes = parsed.shapes
-    sides[start + where] = box_sides([shapes[i] for i, _ in match.pairs])
-
-    roles[tail_start:-1] = SUPERVISED_ROLE[kinds[tail_start:-1]]
-    appended = tail_start + np.flatnonzero(kinds[tail_start:-1] == TokenKind.coord)
-    targets[appended] = fragment.bins
-    sides[appended] = box_sides([true.geometry for true in missed])
-    if not parsed.fallback:  # tail tokens that contain only bytes of the rollout stay masked
-        roles[tail_start:-1][tail_ends <= len(parsed.remainder)] = Role.masked_prefix
-    roles[-1], kinds[-1] = Role.end_of_turn, TokenKind.end_of_turn
-    weights = (roles >= Role.matched_coord).astype(np.float32)
-    return Segment(ids, roles, kinds, sides, targets, weights, np.full(len(ids), -1, dtype=np.int64), start)
-
-
 def build_chat_segment(prompt_ids: Sequence[int], answer: str, table: VocabularyTable) -> Segment:
     """Return the segment of a chat record: all tokens of the answer and the end of turn are supervised. Raise
     ValueError if the answer has a token that is not text."""
@@ -173,40 +116,9 @@ SUPERVISED_ROLE[[TokenKind.structure, TokenKind.desc, TokenKind.coord]] = [
 ]
 
 
-def _targets_of_matches(
-    parsed: ParsedRollout, match: MatchResult, truth: Sequence[TrueObject], settings: RolloutMatching
-) -> tuple[NDArray[np.intp], NDArray[np.float32]]:
-    """Return the positions of the coordinates of matched objects in the rollout, and their targets."""
-    predicted, shapes = parsed.valid, parsed.shapes
-    pairs = [(shapes[i], truth[j].geometry) for i, j in match.pairs]
-    targets = coord_targets(pairs, settings.optimal_transport)
-    where = [index for i, _ in match.pairs for index in predicted[i].coord_indices]
-    bins = [bin for target in targets for bin in target]
-    return np.array(where, dtype=np.intp), np.array(bins, dtype=np.float32)
-
-
-def box_sides(shapes: Sequence[Geometry]) -> list[int]:
-    """Return, for each coordinate of the shapes, which side of a box it is, and 0 for polygons."""
-    return [
-        side for shape in shapes for side in ((1, 2, 3, 4) if shape.kind == "bbox_2d" else (0,) * len(shape.bins))
-    ]
-
-
-def _check_inside(where: NDArray[np.intp], length: int) -> None:
-    if len(where) and not 0 <= where.min() <= where.max() < length:
-        raise ValueError(
-            f"supervised coordinates at {where.min()} to {where.max()} lie outside the kept prefix of {length} "
-            "tokens: the rollout and its parse do not belong together"
-        )
-
-
 def token_ends(ids: Sequence[int], texts: Sequence[str] | Sequence[bytes]) -> NDArray[np.int64]:
     """Return the position at which each token ends in the joined text."""
     return np.cumsum([len(texts[id]) for id in ids], dtype=np.int64)
-
-
-def _shift(spans: Sequence[Span], offset: int) -> list[Span]:
-    return [(start + offset, end + offset) for start, end in spans]
 
 
 def token_kinds(
@@ -233,19 +145,27 @@ def tokens_inside(ends: NDArray[np.int64], spans: Sequence[Span]) -> NDArray[np.
     return inside
 
 
+class NamedShape(Protocol):
+    """What is written of an object: a true one, or one of a corrected answer."""
+
+    @property
+    def desc(self) -> str: ...
+    @property
+    def geometry(self) -> Geometry: ...
+
+
 @dataclass(frozen=True)
 class Fragment:
-    """Text that continues an answer. `desc_spans` are the positions of its desc values, `bins` its coordinates in
-    order, and `ends` the positions after each of its objects."""
+    """Text that continues an answer. `desc_spans` are the positions of its desc values, and `ends` the positions
+    after each of its objects."""
 
     text: bytes
     desc_spans: tuple[Span, ...]
-    bins: tuple[int, ...]
     ends: tuple[int, ...]
 
 
 def serialise(
-    objects: Sequence[TrueObject], *, after: bytes, first_number: int, order: FieldOrder, table: VocabularyTable
+    objects: Sequence[NamedShape], *, after: bytes, first_number: int, order: FieldOrder, table: VocabularyTable
 ) -> Fragment:
     """Write `objects` as the continuation of the text `after`, and close the answer. Keys are numbered from
     `first_number`."""
@@ -254,7 +174,6 @@ def serialise(
         raise ValueError(f"the prefix ends in {last!r}; an answer can be continued only after '{{', ',' or '}}'")
     text = bytearray()
     spans: list[Span] = []
-    bins: list[int] = []
     ends: list[int] = []
     for offset, true in enumerate(objects):
         if offset or last == b"}":
@@ -266,9 +185,8 @@ def serialise(
         text += b"" if order == "desc_first" else geometry + b", "
         spans.append((len(text) + len(b'"desc": "'), len(text) + len(desc) - 1))
         text += desc + (b", " + geometry if order == "desc_first" else b"") + b"}"
-        bins.extend(true.geometry.bins)
         ends.append(len(text))
-    return Fragment(bytes(text + b"}"), tuple(spans), tuple(bins), tuple(ends))
+    return Fragment(bytes(text + b"}"), tuple(spans), tuple(ends))
 
 
 def count_answer_tokens(

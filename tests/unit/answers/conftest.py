@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 
-from coordexp.answers.match import MatchResult, match_objects
+from coordexp.answers.correct import correct
+from coordexp.answers.match import MatchResult
 from coordexp.answers.parse import ParsedRollout, parse_rollout
-from coordexp.answers.segment import Role, Segment, build_segment
+from coordexp.answers.segment import Role, Segment
 from coordexp.answers.table import VocabularyTable
 from coordexp.config import RolloutMatching
 from coordexp.data import Geometry, TrueObject
@@ -32,14 +33,10 @@ class Core:
     def build(
         self, text: str, truth: list[TrueObject], *, order: str = "desc_first", stop: bool = True
     ) -> tuple[ParsedRollout, MatchResult, Segment]:
-        parsed = self.parse(text, stop=stop)
-        match = match_objects(
-            [prediction.geometry for prediction in parsed.valid], [true.geometry for true in truth], self.settings
-        )
-        segment = build_segment(
-            PROMPT, parsed, match, truth, table=self.table, order=order, settings=self.settings
-        )
-        return parsed, match, segment
+        ids = encode(text, self.table)
+        ids = [*ids, self.table.end_of_turn] if stop else ids
+        result = correct(PROMPT, ids, truth, table=self.table, order=order, settings=self.settings)
+        return result.parsed, result.match, result.segment
 
     def answer(self, segment: Segment) -> str:
         """Return the text of the answer, without its end of turn."""

@@ -11,7 +11,8 @@ import pytest
 from coordexp.answers.correct import correct
 from coordexp.answers.entries import Reason
 from coordexp.answers.parse import parse_rollout
-from coordexp.answers.segment import Role, TokenKind, build_segment
+from coordexp.answers.segment import Role, TokenKind
+from coordexp.answers.target import build_target
 from coordexp.data import TrueObject
 from tests.unit.answers.conftest import PROMPT, answer, box, coords, entry, poly
 
@@ -317,7 +318,7 @@ def test_a_supervised_position_outside_the_answer_is_an_error(core):
         wrong = parsed.objects[0]._replace(coord_indices=indices)
         spoiled = type(parsed)((wrong,), *[getattr(parsed, name) for name in list(parsed.__slots__)[1:]])
         with pytest.raises(ValueError, match="lie outside the kept prefix"):
-            build_segment(
+            build_target(
                 PROMPT, spoiled, match, [CUP], table=core.table, order="desc_first", settings=core.settings
             )
 
@@ -461,12 +462,9 @@ def test_the_part_of_the_cut_token_that_the_model_wrote_is_not_supervised():
     fused = core.table.pieces.index(b')"},\n')
     shape = coords(box(850, 850, 950, 950))
     ids = [*encode('{"object_1": {"bbox_2d": ' + shape + ', "desc": "ghost (x', core.table), fused]
-    parsed = parse_rollout(ids, core.table)
+    correction = correct(PROMPT, ids, [CUP], table=core.table, order="desc_first", settings=core.settings)
+    parsed, segment = correction.parsed, correction.segment
     assert (parsed.remainder, len(parsed.valid)) == (b')"}', 1)
-    match = core.build("", [CUP])[1]
-    segment = build_segment(
-        PROMPT, parsed, match, [CUP], table=core.table, order="desc_first", settings=core.settings
-    )
     tail = segment.prompt_length + len(parsed.prefix_ids)
     written = [
         (core.table.pieces[id], Role(role))

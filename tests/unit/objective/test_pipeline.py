@@ -6,10 +6,9 @@ import numpy as np
 import pytest
 import torch
 
+from coordexp.answers.correct import correct
 from coordexp.answers.formats import NativeAnswers
-from coordexp.answers.match import match_objects
-from coordexp.answers.parse import parse_rollout
-from coordexp.answers.segment import Role, TokenKind, build_segment
+from coordexp.answers.segment import Role, TokenKind
 from coordexp.config import parse_settings
 from coordexp.data import Geometry, TrueObject
 from coordexp.objective.carry import Example
@@ -128,14 +127,9 @@ TRUTH = [
 
 def make_example(text=ROLLOUT, channel="B"):
     vocabulary = table("qwen")
-    parsed = parse_rollout(encode(text, vocabulary), vocabulary)
-    match = match_objects(
-        [prediction.geometry for prediction in parsed.valid], [true.geometry for true in TRUTH], MATCHING
-    )
-    segment = build_segment(
-        (11, 12), parsed, match, TRUTH, table=vocabulary, order="desc_first", settings=MATCHING
-    )
-    return Example(segment, "image.png", (64, 64), channel)
+    ids = encode(text, vocabulary)
+    correction = correct((11, 12), ids, TRUTH, table=vocabulary, order="desc_first", settings=MATCHING)
+    return Example(correction.segment, "image.png", (64, 64), channel)
 
 
 def positions_to_keep(objective: Objective, example: Example):
