@@ -6,17 +6,14 @@ of rollouts needs coordinate tokens.
 """
 
 import itertools
-import json
-from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, get_args
 
 from coordexp.answers.correct import correct
-from coordexp.answers.entries import PredictedObject
 from coordexp.answers.native import build_native_segment, find_list, read_native, write_native
-from coordexp.answers.parse import ReadAnswer, parse_rollout
+from coordexp.answers.parse import ReadAnswer, entry_spans, parse_rollout
 from coordexp.answers.segment import FieldOrder, Segment, count_answer_tokens
 from coordexp.answers.table import VocabularyTable
 from coordexp.config.rollout import RolloutMatching
@@ -72,12 +69,14 @@ class CoordTokenAnswers:
 
     def read(self, ids: Sequence[int]) -> ReadAnswer:
         objects = parse_rollout(ids, self.table).objects
-        return ReadAnswer(objects, tuple(_find_tokens(ids, objects, self.table)))
+        # The token before the key of an object decides that there is another one.
+        starts = [max(0, start - 1) for start, _ in entry_spans(ids, self.table)]
+        return ReadAnswer(objects, tuple(range(*pair) for pair in itertools.pairwise([*starts, len(ids)])))
 
 
 @dataclass(frozen=True)
 class NativeAnswers:
-    """Answers as Qwen3-VL writes them (`correction.native`)."""
+    """Answers as Qwen3-VL writes them (`answers.native`)."""
 
     table: VocabularyTable
 
@@ -135,17 +134,3 @@ def read_note(folder: Path) -> dict[str, Any]:
 def is_readable(text: str, name: AnswerFormatName) -> bool:
     """Return whether an answer begins as the format requires. Nothing is read from an answer that does not."""
     return find_list(text) is not None if name == "native" else text.lstrip().startswith("{")
-
-
-def _find_tokens(ids: Sequence[int], objects: Sequence[PredictedObject], table: VocabularyTable) -> list[range]:
-    """Return the token positions of each object, valid or not. They begin with the token before its key, which
-    decides that there is another object, and end where those of the next object begin."""
-    symbols = [table.symbols[id] if id < len(table.symbols) else "" for id in ids]
-    text, ends = "".join(symbols), list(itertools.accumulate(map(len, symbols)))
-    starts, position = [], 0
-    for item in objects:
-        key = text.find(json.dumps(item.key, ensure_ascii=False).encode().decode("latin-1"), position)
-        position = key if key >= 0 else position  # a key with escapes shares the tokens of the object before it
-        starts.append(max(0, bisect_right(ends, position) - 1))
-        position += 1
-    return [range(*pair) for pair in itertools.pairwise([*starts, len(ids)])]

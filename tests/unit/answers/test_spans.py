@@ -3,9 +3,10 @@
 import pytest
 
 from coordexp.answers.entries import Reason
+from coordexp.answers.formats import CoordTokenAnswers
 from coordexp.answers.parse import entry_indices, entry_spans, parse_rollout
 from tests.unit.answers.conftest import box, entry
-from tests.vocabularies import table
+from tests.vocabularies import encode, table
 
 SMALL = table("small")
 CUP, DOG = entry("object_1", "cup", box(10, 20, 30, 40)), entry("object_2", "dog", box(5, 6, 7, 8))
@@ -68,3 +69,13 @@ def test_a_token_belongs_to_the_object_in_which_it_ends():
     ids = [qwen.byte_ids[byte] for byte in b'{"a": {']
     ids += [qwen.pieces.index(b'},"'), *(qwen.byte_ids[byte] for byte in b'b": 2}')]
     assert entry_indices(ids, qwen) == [-1, *[0] * 6, *[1] * 6, 2]
+
+
+def test_the_tokens_of_an_object_begin_before_its_key_and_end_with_the_next_one_even_if_that_is_cut_off():
+    text = "{" + CUP + ", " + DOG
+    ids = encode(text, SMALL)
+    first = len(encode("{" + CUP, SMALL))
+    for end in (len(ids), len(ids) - 3):
+        read = CoordTokenAnswers(SMALL).read(ids[:end])
+        assert [item.reason for item in read.objects] == [None, Reason.truncated if end < len(ids) else None]
+        assert read.tokens == (range(first), range(first, end))
