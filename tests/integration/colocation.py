@@ -2,7 +2,7 @@
 start."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -135,21 +135,6 @@ class Colocation:
             input_ids=ids, mm_token_type_ids=kinds, pixel_values=patches, image_grid_thw=grid
         ).logits
         return torch.nn.functional.cross_entropy(logits[0, len(prompt) - 1 : -1], answer)
-
-    @contextmanager
-    def cached_tokens(self, monkeypatch: Any) -> Iterator[list[int]]:
-        """Yield a list to which each prompt that the engine reads adds the number of its cached tokens."""
-        cached: list[int] = []
-        generate = self.backend.engine.generate
-
-        def generate_and_count(*given: Any, **named: Any) -> Any:
-            outputs = generate(*given, **named)
-            cached.extend(output.num_cached_tokens for output in outputs)
-            return outputs
-
-        with monkeypatch.context() as patch:
-            patch.setattr(self.backend.engine, "generate", generate_and_count)
-            yield cached
 
 
 def ids(rollouts: Sequence[Rollout]) -> list[tuple[int, ...]]:

@@ -164,60 +164,6 @@ def test_after_each_of_four_updates_the_engine_answers_as_the_learner_and_got_on
     assert colocation.backend.describe() == {"sync_mode": "adapter", "fallbacks": []}
 
 
-def test_an_adapter_sync_leaves_nothing_in_the_three_caches_of_the_engine(colocation, monkeypatch):
-    engine, requests = colocation.backend.engine, colocation.requests(TOKENS)
-    optimizer = learn(colocation)
-    with colocation.cached_tokens(monkeypatch) as cached, colocation.backend.session():
-        for number in range(2):
-            colocation.train(optimizer, number)
-            colocation.sync()
-            images = len(engine.llm_engine.renderer.mm_processor_cache._cache)
-            assert (images, len(colocation.runner.encoder_cache)) == (0, 0)
-            colocation.backend.generate(requests)
-            assert cached == [0] * 16
-            cached.clear()
-
-
-@pytest.mark.scenario("R17.C4", on="engine")
-def test_the_learner_is_out_of_memory_while_the_engine_takes_the_adapter_and_is_restored(
-    colocation, tmp_path, monkeypatch
-):
-    optimizer, requests = learn(colocation), colocation.requests(TOKENS)
-    colocation.train(optimizer, 0)
-    expected = ids(colocation.learner.generate(requests))
-    memory = Memory(colocation.model, optimizer)
-    full, before = memory.bytes, [tensor.detach().clone() for tensor in memory.tensors]
-    names = ["build_adapter", "replace_adapter", "clear_kv_caches"]
-
-    def spied(name: str, plain: Any) -> Any:
-        return lambda *given: (memory.look(name), plain(*given))[1]
-
-    for name in names:
-        monkeypatch.setattr(update, name, spied(name, getattr(update, name)))
-    monkeypatch.setattr(colocation, "room", lambda: offload_learner(BOTH, colocation.model, optimizer, tmp_path))
-    with colocation.backend.session():
-        colocation.sync()
-        assert ids(colocation.backend.generate(requests)) == expected
-    assert memory.seen == [(name, 0) for name in names]
-    assert memory.bytes == full > 2**20
-    assert all(torch.equal(tensor, copy) for tensor, copy in zip(memory.tensors, before, strict=True))
-
-
-def test_the_canary_stops_a_run_whose_learner_started_from_other_weights_than_the_engine(colocation):
-    due = colocation.backend.setup.settings.vllm.sync.canary_every * (1 + colocation.version)
-    learn(colocation)
-    with torch.no_grad():
-        for weight in colocation.model.parameters():
-            if not weight.requires_grad and weight.ndim == 2:
-                weight.add_(0.5 * weight.std() * torch.randn_like(weight))
-    stops = pytest.raises(EngineError, match="the engine does not have the learner's weights")
-    with stops, colocation.backend.session():
-        colocation.sync(due)
-    learn(colocation)
-    with colocation.backend.session():
-        colocation.sync(2 * due)
-
-
 def test_an_adapter_with_an_infinite_value_is_not_used(colocation):
     optimizer = learn(colocation)
     colocation.train(optimizer, 0)
@@ -314,11 +260,3 @@ def test_two_hundred_answers_after_weights_with_nan_are_those_of_the_good_weight
         assert broken_values() == 0
         load_unchecked(colocation, colocation.weights, 1002)
         assert sum(int(cache.count_nonzero()) for cache in colocation.runner.kv_caches) == 0
-
-
-def test_whole_weights_with_a_nan_are_refused_with_the_name_of_the_weight(colocation):
-    """The engine is not usable afterwards: this is the last test that needs it."""
-    name = next(colocation.weights())[0]
-    message = f"^{name} has NaN or Inf values, and was not loaded\n  the training has diverged: start a new run "
-    with pytest.raises(UserError, match=message):
-        colocation.backend._updates.load(partial(broken_weights, colocation), 2000)

@@ -111,32 +111,6 @@ def test_after_each_of_five_steps_the_engine_answers_images_that_it_has_seen_as_
         last, sent = ids(own), now
 
 
-@only_tied
-def test_a_sync_leaves_nothing_in_the_three_caches_of_the_engine(colocation, monkeypatch):
-    engine, requests = colocation.backend.engine, colocation.requests(TOKENS)
-
-    def cached_images() -> tuple[int, int]:
-        """Return the number of images whose patches, and whose features, the engine has cached."""
-        cache = engine.llm_engine.renderer.mm_processor_cache._cache
-        return len(cache), len(colocation.runner.encoder_cache)
-
-    optimizer = learn(colocation)
-    with colocation.cached_tokens(monkeypatch) as cached, colocation.backend.session():
-        for number in range(2):
-            colocation.train(optimizer, number)
-            colocation.sync()
-            assert cached_images() == (0, 0)
-            first = colocation.backend.generate(requests)
-            assert cached_images() == (16, 16)
-            assert cached == [0] * 16
-            second = colocation.backend.generate(requests)
-            assert cached_images() == (16, 16)
-            # Only whole blocks of 128 tokens are cached.
-            assert cached[16:] == [128 if len(answer.prompt_ids) > 128 else 0 for answer in first]
-            assert ids(second) == ids(first)
-            cached.clear()
-
-
 @pytest.mark.scenario("R10.C6", "R10.S2", on="engine")
 @only_tied
 def test_the_engine_computes_as_many_sequences_at_once_as_decode_batch_size_allows_and_no_more(
@@ -314,3 +288,22 @@ def everything(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict
     for number, slot in enumerate(optimizer.state.values()):
         tensors |= {f"{number}.{name}": value for name, value in slot.items()}
     return tensors
+
+
+@only_untied
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (
+            lambda name, weight: (name.replace("down_proj", "nonsense"), weight),
+            r"at .*nonsense.weight: There is no ",
+        ),
+        (lambda name, weight: (name, weight[:-1] if "down_proj" in name else weight), r"at .*down_proj.weight: "),
+    ],
+)
+def test_weights_that_the_engine_cannot_load_are_an_error_that_names_them(colocation, spoil, message):
+    """The engine is not used any more."""
+    learn(colocation)
+    spoiled = [spoil(name, weight) for name, weight in colocation.weights()]
+    with pytest.raises(EngineError, match=f"^vLLM could not load the weights: {message}"):
+        colocation.backend._updates.load(lambda: iter(spoiled), 1)

@@ -59,7 +59,7 @@ def looping(before: torch.Tensor, after: torch.Tensor, stop: int = STOP) -> list
 
 
 class FirstRunner:
-    """Reports changes of its batch to the guard as vLLM's V1 runner does. All prompts loop, which must not count."""
+    """Reports changes of its batch to the guard as vLLM's V1 runner does. Prompts loop, which must not count."""
 
     def __init__(self) -> None:
         self.guard = RepeatGuard(CONFIG, torch.device("cpu"), False)
