@@ -127,13 +127,3 @@ def does(work: Callable[[], Any]) -> Action:
         return False
 
     return act
-
-
-def says(content: Any) -> Action:
-    """Answer with this content instead of forwarding the request."""
-
-    def act(handler: Handler) -> bool:
-        handler.reply(200, content)
-        return True
-
-    return act

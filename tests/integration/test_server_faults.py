@@ -11,7 +11,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,8 +22,8 @@ import torch
 
 from coordexp.demo.model import make_model
 from coordexp.rollout.weights import flatten
-from tests.fake_server import garbage, slow, status
-from tests.integration.faulty_proxy import FaultyProxy, does, says
+from tests.fake_server import slow, status
+from tests.integration.faulty_proxy import FaultyProxy, does
 from tests.integration.servers import (
     GREEDY,
     GUARD,
@@ -333,69 +333,14 @@ def test_a_killed_learner_resumes_with_the_same_server_as_if_nothing_had_happene
 # Runs that end
 
 
-def other_model(fleet: Fleet, proxy: FaultyProxy, stack: ExitStack) -> dict[str, Any]:
-    return {"model__path": str(make_model(fleet.folder / "other", "small"))}
-
-
-def other_world_size(fleet: Fleet, proxy: FaultyProxy, stack: ExitStack) -> dict[str, Any]:
-    proxy.add_faults("/get_world_size/", says({"world_size": 2}))
-    return {}
-
-
-def other_world_size_everywhere(fleet: Fleet, proxy: FaultyProxy, stack: ExitStack) -> dict[str, Any]:
-    facts = httpx.get(f"{fleet.url(0)}/version/?full=1", trust_env=False).json()
-    proxy.add_faults("/get_world_size/", says({"world_size": 2}))
-    proxy.add_faults("/version/", says(facts | {"world_size": 2}))
-    return {}
-
-
-def not_json(fleet: Fleet, proxy: FaultyProxy, stack: ExitStack) -> dict[str, Any]:
-    proxy.add_faults("/version/", garbage())
-    return {}
-
-
-def group_port_taken(fleet: Fleet, proxy: FaultyProxy, stack: ExitStack) -> dict[str, Any]:
-    taken = stack.enter_context(socket.socket())
-    taken.bind(("127.0.0.1", 0))
-    taken.listen()
-    servers = [{"base_url": proxy.url, "group_port": taken.getsockname()[1]}]
-    return {"rollout_matching__vllm__server__servers": servers}
-
-
-BEGINNINGS = {
-    other_model: ("it serves another model than ", "start it with the config that the learner has (model.path, "),
-    other_world_size: ("/get_world_size/ says 2, but /version/ says 1", "start the server again"),
-    other_world_size_everywhere: (
-        "400 world_size: the request names a group of 3, but this server's 1",
-        "join with world_size 2",
-    ),
-    not_json: ("its answer to /version/ is not JSON but '<html>Bad Gateway'", "check that base_url leads to a"),
-    group_port_taken: ("cannot listen on 127.0.0.1:", "Address already in use", "group_port"),
-}
-
-
 def test_a_server_that_does_not_fit_ends_the_run_at_its_beginning_with_one_error(fleet):
-    """All of these learners run at once, each with its own proxy of the server."""
     fleet.ensure(1)
-    with ExitStack() as stack:
-        runs = {}
-        for spoil in BEGINNINGS:
-            proxy = FaultyProxy(fleet.url(0))
-            stack.callback(proxy.close)
-            changes = spoil(fleet, proxy, stack)
-            runs[spoil] = stack.enter_context(learning(through(fleet, [proxy], spoil.__name__, **changes)))
-        for spoil, expected in BEGINNINGS.items():
-            shown = runs[spoil].wait_for_end(1, 120)
-            assert all(text in shown for text in expected), shown
-            assert "Traceback" not in shown and shown.count("rollout server 0 (") == 2, shown
-
-
-def test_an_answer_that_is_not_json_ends_all_ranks_with_one_error(fleet, proxy):
-    proxy.add_faults("/infer/", *[PASSES] * 3, garbage())
-    with learning(through(fleet, [proxy], "garbage"), ranks=2) as learner:
-        shown = learner.wait_for_end(1, 90)
-    problem = "its answer to /infer/ is not JSON but '<html>Bad Gateway'"
-    assert shown.count(problem) == 2 and shown.count("so all ranks stop\n  EngineError: rollout server 0") == 1
+    other = str(make_model(fleet.folder / "other", "small"))
+    with learning(fleet.config("other", 1, **(RUN | {"model__path": other}))) as learner:
+        shown = learner.wait_for_end(1, 120)
+    assert "it serves another model than " in shown
+    assert "start it with the config that the learner has (model.path, " in shown
+    assert "Traceback" not in shown and shown.count("rollout server 0 (") == 2, shown
 
 
 def test_when_the_only_server_is_ended_while_it_answers_all_ranks_end_in_time_with_one_error(fleet):
