@@ -47,6 +47,34 @@ def test_an_image_may_be_below_an_allowed_folder_and_nowhere_else(folder):
     assert len(error.value.problem) < 1000, "a refusal quotes the beginning of a path"
 
 
+@pytest.mark.parametrize(
+    "source",
+    [
+        *(
+            "/proc/self/environ",
+            "/proc/self/fd/1",
+            "/dev/zero",
+            "/dev/stdin",
+            "~/x.png",
+            "\\\\host\\x.png",
+            "./x.png",
+        ),
+        *(
+            "./x.png",
+            "..",
+            "." * 5000,
+            "a/" * 2000 + "x.png",
+            "\udcff.png",
+            "/proc/self/root/etc/passwd",
+            "//etc/passwd",
+        ),
+    ],
+)
+def test_no_path_leads_out_of_the_allowed_folders(folder, source):
+    with pytest.raises(Refusal):
+        AllowedImages(((folder / "in").resolve(),)).open(source)
+
+
 @pytest.mark.scenario("R40.C2", on="pure")
 @pytest.mark.parametrize("source", ["http://127.0.0.1/a.png", "https://x/a", "file:///etc/passwd", "ftp://x/y"])
 def test_an_image_url_is_refused_with_what_to_send_instead(source):
