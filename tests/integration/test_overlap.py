@@ -7,14 +7,12 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.integration.faulty_proxy import does
 from tests.integration.servers import Fleet
 from tests.integration.stage2_runs import DRAWN, started, steps, training
 from tests.integration.test_server_faults import (
     KILL,
     Learning,
     check_same,
-    kill_while_it_answers,
     learning,
     proxied,
     through,
@@ -38,18 +36,6 @@ def test_each_step_has_rollouts_of_the_weights_before_the_last_update(undisturbe
     assert [line["rollout/staleness"] for line in lines] == [0] + [1] * (STEPS - 1)
     assert [event["version"] for event in undisturbed.events("sync")] == list(range(STEPS - 1))
     assert [event["version"] for event in undisturbed.events("rollouts")] == [0, *range(STEPS - 1)]
-
-
-def test_a_server_that_is_killed_while_it_generates_ahead_changes_nothing(fleet, undisturbed):
-    fleet.ensure(2)
-    with proxied(fleet, 2) as proxies, learning(through(fleet, proxies, "ahead-killed", **AHEAD)) as learner:
-        learner.until(lambda: len(learner.steps) >= 2)
-        proxies[1].add_faults("/infer/", does(kill_while_it_answers(fleet, 1, KILL)))
-        shown = learner.wait_for_end(0, 240)
-        assert shown.count("warning: rollout server 1 (") == 1
-        lost = [event for event in learner.events("rollouts") if any("lost" in call for call in event["calls"])]
-        assert len(lost) == 1
-        check_same(learner.steps, undisturbed.steps)
 
 
 def test_a_learner_that_is_stopped_and_killed_with_rollouts_in_flight_goes_on_as_if_nothing_had_happened(
