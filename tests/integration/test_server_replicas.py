@@ -83,11 +83,6 @@ def check_every_replica(client: PlainClient, weights: list[Any], images: list[st
 
 
 @pytest.mark.cold
-def test_the_world_size_of_a_server_counts_the_devices_of_all_replicas(client):
-    assert client.http.get("/get_world_size/").json() == {"world_size": REPLICAS}
-    assert client.http.get("/version/").json()["world_size"] == REPLICAS
-
-
 def test_every_replica_gets_the_adapter(client, replicated):
     with client.learner("learner") as group:
         assert_ok(client.join(group=group))
