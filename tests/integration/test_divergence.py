@@ -41,25 +41,23 @@ def is_finite(folder: Path) -> bool:
     return all(tensor.isfinite().all() for tensor in tensors)
 
 
-@pytest.mark.parametrize("clipping", [{}, {"max_grad_norm": 0.0}], ids=["clipped", "unclipped"])
-def test_a_run_that_diverges_stops_and_its_good_checkpoint_can_be_resumed(parts, clipping):
+def test_a_run_that_diverges_stops_and_its_good_checkpoint_can_be_resumed(parts):
     """One checkpoint is kept. That of step 2, whose weights are finite but far too large, must not replace it.
     Warm-up begins with a learning rate of 0, so the first step is good."""
-    name = f"explodes-{len(clipping)}"
     warm = {"lr_scheduler_type": "constant_with_warmup", "warmup_steps": 4, "learning_rate": 1e20}
-    settings = warm | clipping | {"save_steps": 1, "save_total_limit": 1}
-    file = config(parts, name, max_steps=8, **settings)
+    settings = warm | {"max_grad_norm": 0.0, "save_steps": 1, "save_total_limit": 1}
+    file = config(parts, "explodes", max_steps=8, **settings)
     shown = failing(file)
     assert re.search(r"step 3: the gradient norm is (NaN|Inf)", shown), shown
     assert "lower training.learning_rate" in shown and "done" not in shown
     assert "checkpoint-2 holds the weights that this began with" in shown
-    assert checkpoints(parts / name) == [1, 2]
-    assert all(is_finite(parts / name / f"checkpoint-{step}") for step in (1, 2))
-    assert [line["step"] for line in metrics(parts / name)] == [1, 2]
-    shutil.rmtree(parts / name / "checkpoint-2")
-    config(parts, name, max_steps=2, **settings)
+    assert checkpoints(parts / "explodes") == [1, 2]
+    assert all(is_finite(parts / "explodes" / f"checkpoint-{step}") for step in (1, 2))
+    assert [line["step"] for line in metrics(parts / "explodes")] == [1, 2]
+    shutil.rmtree(parts / "explodes" / "checkpoint-2")
+    config(parts, "explodes", max_steps=2, **settings)
     assert "resuming from" in train(file, "--resume")
-    assert checkpoints(parts / name) == [2]
+    assert checkpoints(parts / "explodes") == [2]
 
 
 def test_broken_logits_of_one_rank_are_told_and_not_saved_and_stop_all_ranks(parts):
