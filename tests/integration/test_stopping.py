@@ -41,21 +41,6 @@ def wait_until(run: Started, true: Callable[[], bool], seconds: float = 120) -> 
     return time.monotonic() - since
 
 
-def test_sigterm_abandons_an_evaluation_and_saves(parts):
-    file = evaluating(parts, "abandoned", at_once=2)
-    with started(training(file)) as run:
-        wait_until(run, lambda: "evaluating" in run.shown)
-        os.kill(run.process.pid, signal.SIGTERM)
-        line = "stopping (SIGTERM): the evaluation is abandoned after its current batch, then step 3 is saved; "
-        assert wait_until(run, lambda: line in run.shown, 10) < 1.0
-        assert run.wait(60) == 0, run.shown[-3000:]
-        assert "stopped by a signal after step 3, which is saved; --resume continues" in run.shown
-        assert not run.remains()
-    folder = parts / "abandoned"
-    assert (folder / "checkpoint-3/stream_0.json").is_file()
-    assert not (folder / "evaluations").exists()
-
-
 def test_a_second_signal_ends_the_run_at_once(parts):
     file = config(parts, "twice", max_steps=6, save_steps=2)
     with started([str(ROOT / "tests/integration/slow_save_worker.py"), str(file), "60"]) as run:
@@ -78,8 +63,10 @@ def test_a_signal_to_one_rank_abandons_the_evaluation_of_all(parts):
         wait_until(run, lambda: "evaluating" in run.shown)
         os.kill(run.rank(1), signal.SIGTERM)
         assert run.wait(60) == 0, run.shown[-3000:]
-        assert "stopped by a signal after step 3, which is saved" in run.shown
+        assert "stopped by a signal after step 3, which is saved; --resume continues" in run.shown
+        assert not run.remains()
     assert all((parts / f"ranks/checkpoint-3/stream_{rank}.json").is_file() for rank in (0, 1))
+    assert not (parts / "ranks/evaluations").exists()
 
 
 def test_a_signal_while_a_checkpoint_is_saved_ends_the_run_with_that_checkpoint(parts):
