@@ -10,18 +10,13 @@ from PIL import Image
 
 from coordexp.answers.table import VocabularyTable
 from coordexp.config import RolloutMatching
-from coordexp.config.rollout import ServerEndpoint
 from coordexp.demo.model import Size, make_model
 from coordexp.demo.scenes import SceneSettings, write_scenes
-from coordexp.errors import EngineError
 from coordexp.rollout.backend import ImageRef
 from coordexp.rollout.prompt import PromptBuilder, load_processor, read_image_size
 from coordexp.rollout.start import EngineSetup, engine_arguments
-from coordexp.servers.client import ServerClient
-from coordexp.servers.links import examine_server
 from tests.engines import drawing
 from tests.integration.colocation import Colocation, ids
-from tests.integration.servers import GUARD, Fleet, PlainClient, infer_request
 from tests.integration.stage2_runs import MODEL, config, finish, training
 
 pytestmark = pytest.mark.timeout(480)
@@ -89,31 +84,3 @@ def test_a_saved_checkpoint_has_the_limit_and_vllm_reads_it_there(tmp_path):
     items = processor.info.parse_mm_data({"image": [Image.open(next(data.rglob("*.png"))).convert("RGB")]})
     rendered = processor(prompts.text(), mm_items=items, hf_processor_mm_kwargs={})
     assert list(rendered["prompt_token_ids"]) == prompts.ids(256, 256)
-
-
-@pytest.mark.cold
-@pytest.mark.engine
-def test_a_server_scales_images_down_and_refuses_a_learner_with_another_limit(tmp_path):
-    fleet = Fleet(tmp_path, 1)
-    fleet.file = fleet.config("limited", model__max_pixels=LIMIT)
-    image = draw_large(fleet.folder / "data")[0]
-    prompts = PromptBuilder(load_processor(MODEL, LIMITS), "Detect all objects.")
-    settings = RolloutMatching(repeat_terminate=GUARD)
-    setup = EngineSetup(MODEL, "float32", settings, VocabularyTable.from_folder(MODEL), torch.device("cpu"))
-    try:
-        fleet.start(0)
-        client = PlainClient(fleet.url(0), 0)
-        (answer,) = client.infer([infer_request(image.path)], max_tokens=4)
-        assert answer["response"]["prompt_token_ids"] == prompts.ids(*image.size)
-        client.close()
-        endpoint = fleet_endpoint(fleet)
-        examine_server(endpoint, replace(setup, image_size=read_image_size(prompts.processor)), [])
-        other = replace(setup, image_size=read_image_size(load_processor(MODEL)))
-        with pytest.raises(EngineError, match=r"image_size.longest_edge is 4096 there and 1048576 here"):
-            examine_server(endpoint, other, [])
-    finally:
-        fleet.close()
-
-
-def fleet_endpoint(fleet: Fleet) -> ServerClient:
-    return ServerClient(0, ServerEndpoint(**fleet.servers[0]), None, None)
