@@ -20,7 +20,6 @@ from tests.integration.servers import (
     assert_ok,
     concurrently,
     infer_request,
-    model_weights,
     wait_for,
 )
 from tests.integration.stage2_runs import config, finish, started, steps, training
@@ -90,17 +89,6 @@ def test_every_replica_gets_the_adapter(client, replicated):
             model = adapted(seed)
             update(client, model, version, group)
             check_every_replica(client, list(learner_weights(model)), replicated.images()[:12])
-
-
-@pytest.mark.scenario("R07.C9", "R08.C2", on="engine")
-def test_every_replica_answers_as_the_learner_after_each_weight_sync(client, replicated):
-    with client.learner("learner") as group:
-        assert_ok(client.join(group=group))
-        for version, seed in (("1", 1), ("2", 2)):
-            weights = model_weights(0.3, seed=seed)
-            client.update(weights, version, group)
-            assert client.http.get("/version/").json()["weight_version"] == version
-            check_every_replica(client, weights, replicated.images()[:12])
 
 
 @pytest.mark.scenario("R08.S1", on="engine")
