@@ -115,19 +115,6 @@ def test_a_run_that_trains_only_an_adapter_sends_only_the_adapter(adapting):
     assert all(0 < sync["bytes"] < whole / 2 for sync in syncs)
 
 
-def test_adapters_one_after_the_other_answer_as_peft_does(client, adapting):
-    images = adapting.images()[:8]
-    seen = []
-    with client.learner("learner") as group:
-        assert_ok(client.join(group=group))
-        for version, model in (("1", adapted(1)), ("2", adapted(2))):
-            update(client, model, version, group)
-            assert reported(client) == (version, "original")
-            seen.append(answers(client, images))
-            assert seen[-1] == expected(model, images)
-    assert seen[0] != seen[1]
-
-
 def test_an_adapter_that_fails_leaves_the_answers_as_they_were(client, adapting):
     """One is too large, one is for a module that the server does not have, and the learner of one leaves."""
     images = adapting.images()[:4]
