@@ -286,16 +286,14 @@ def _count_unchanged_bytes(
 ) -> int:
     """Return how much of the text the model wrote itself, in whole objects. An object counts only if it was valid,
     so that coordinates spelled in ordinary tokens are never kept."""
-    unchanged = 0
-    for k, (item, prediction) in enumerate(zip(items, parsed.objects, strict=False)):
-        if item.predicted != k or not prediction.is_valid:
-            break
-        unchanged = k + 1
     written = table.bytes_of(parsed.prefix_ids) + parsed.remainder
-    bounds = [0, *(1 + end for end in fragment.ends[:unchanged])]
-    if written[: bounds[-1]] == text[: bounds[-1]]:
-        return bounds[-1]
-    return bounds[bisect_right(bounds, _common_length(written[: bounds[-1]], text[: bounds[-1]])) - 1]
+    same = 0
+    for k, (item, prediction, end) in enumerate(zip(items, parsed.objects, fragment.ends, strict=False)):
+        end += 1  # the fragment begins after the brace
+        if item.predicted != k or not prediction.is_valid or written[same:end] != text[same:end]:
+            break
+        same = end
+    return same
 
 
 def _make_segment(
@@ -386,11 +384,3 @@ def _mark_unlikely(
             at = segment.prompt_length + first + differing
             if segment.unlikely[at] < 0 and np.isnan(segment.coord_targets[at]):
                 segment.unlikely[at] = written[differing]
-
-
-def _common_length(left: bytes, right: bytes) -> int:
-    """Return the number of bytes at the beginning that are the same."""
-    length = min(len(left), len(right))
-    pair = [np.frombuffer(part, dtype=np.uint8, count=length) for part in (left, right)]
-    differing = np.flatnonzero(pair[0] != pair[1])
-    return int(differing[0]) if len(differing) else length
