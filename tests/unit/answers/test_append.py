@@ -58,23 +58,6 @@ def test_a_fragment_is_entries_without_an_outer_brace_and_one_brace_that_closes_
         json.loads("{" + text[:-1])  # without its last brace the answer stays open
 
 
-@pytest.mark.scenario("R19.C9", on="pure")
-@pytest.mark.parametrize(
-    ("text", "first"),
-    [
-        ("", 1),
-        ("{}", 1),
-        (answer(entry("thing_5", "x", box(1, 1, 9, 9))), 1),
-        (answer(entry("object_x", "x", box(1, 1, 9, 9)), entry("object_-3", "x", box(1, 1, 9, 9))), 1),
-        (answer(entry("object_3", "x", box(1, 1, 9, 9))), 4),
-        ("{" + entry("object_3", "x", box(1, 1, 9, 9)) + ', "object_8": {"desc": "cut', 4),  # not retained
-    ],
-)
-def test_keys_go_on_from_the_highest_in_the_prefix_and_from_one_when_it_has_none(core, text, first):
-    *_, segment = core.build(text, [CUP, ROOF])
-    assert list(core.objects(segment))[-2:] == [f"object_{first}", f"object_{first + 1}"]
-
-
 @pytest.mark.scenario("R19.C5", on="pure")
 @pytest.mark.parametrize("text", ["", "no idea", "[]", '"object_1": {}', "Sure: {}", "}", "<|coord_5|>"])
 def test_without_an_opening_brace_the_prefix_is_one_brace_and_all_truth_is_appended(core, text):

@@ -347,25 +347,6 @@ def test_parsing_is_importable_without_the_trainer():
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-@pytest.mark.scenario("R19.C3", on="pure")
-def test_text_behind_the_answer_is_removed(core):
-    text = answer(entry("object_1", "red cup", NEAR_CUP))
-    for tail in (" and that is all", text, "\n```", "}", "<|im_end|>" + text):
-        parsed, _, segment = core.build(text + tail, [CUP])
-        assert core.answer(segment) == text
-        assert (parsed.truncated, parsed.fallback) == (False, False)
-
-
-def test_an_image_token_cuts_the_answer(core):
-    first = entry("object_1", "red cup", NEAR_CUP)
-    text = answer(
-        first, entry("object_2", "a <|image_pad|> b", DOG.geometry), entry("object_3", "c", DOG.geometry)
-    )
-    parsed, _, segment = core.build(text, [CUP, DOG])
-    assert [prediction.reason for prediction in parsed.objects] == [None, Reason.placeholder]
-    assert "image_pad" not in core.answer(segment)
-
-
 @pytest.mark.parametrize(
     ("text", "reason", "truncated"),
     [
