@@ -1,4 +1,4 @@
-"""Write the pages of docs/reference that are made from the code: cli, python, metrics, protocol and files.
+"""Write the pages of docs/reference, which are made from the code.
 
 python tools/reference.py
 """
@@ -16,6 +16,7 @@ from typing import Any, Literal, get_args, get_origin
 
 import reference_text as text
 import typer
+from config_reference import render_config
 
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "docs/reference"
@@ -102,6 +103,7 @@ def render_pages() -> dict[str, str]:
     """Return the text of each page by its file name."""
     pages = {
         "cli.md": ("Commands", render_cli()),
+        "config.md": ("Configuration reference", render_config()),
         "python.md": ("Python", render_python()),
         "metrics.md": ("Metrics", render_metrics()),
         "protocol.md": ("The protocol of rollout servers", render_protocol()),
@@ -152,7 +154,7 @@ def _help(item: Any) -> str:
 
 
 def _summary(command: Any) -> str:
-    return " ".join(inspect.cleandoc(command.help or "").split("\n\n")[0].split())
+    return command.short_help or " ".join(inspect.cleandoc(command.help or "").split("\n\n")[0].split())
 
 
 def _argument_name(item: Any) -> str:
@@ -553,7 +555,7 @@ def render_files() -> Iterator[str]:
     yield "## The run folder\n\n`training.output_dir`. N is a number. [Training](../training.md#the-run-folder)"
     yield "says what happens to these files in a crash, on a full disk and at a resume.\n"
     yield from render_meanings("file", text.RUN_FOLDER)
-    yield "## A checkpoint\n\n`checkpoint-N` in the run folder. `coordexp run verify` checks its manifest.\n"
+    yield "## A checkpoint\n\n`checkpoint-N` in the run folder. `coordexp verify` checks its manifest.\n"
     yield from render_meanings("file", text.CHECKPOINT)
     yield "## Dumped examples\n\nA line of `dumps/step-N.jsonl` and of `dumps/trained-N.jsonl`:"
     yield "[dumps](../training.md#dumps).\n"

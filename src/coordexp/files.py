@@ -22,8 +22,6 @@ from typing import Any, BinaryIO
 
 from coordexp.errors import DataError, UserError, describe_exception, explain
 
-NOT_A_FILE = "not a regular file"
-MOST_READ = 2**33  # bytes of a file that is read whole
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 RELATIVE_PATHS = "paths are relative to the folder that the command runs in"
 MODEL_PATHS = (
@@ -35,7 +33,6 @@ LOCAL_FOLDERS = ("checkpoints", "models", "outputs", "runs")  # never the owner 
 _HUB_NAME = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 INDEX, PARTIAL = ".index", ".partial"  # how the names of index files beside data files end
 _NO_SYNC = (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS)  # file systems that cannot sync a folder
-_BLOCK = 1 << 16
 _appending = threading.Lock()  # a failed append removes its half line, and must not remove that of another thread
 
 
@@ -46,7 +43,7 @@ class WriteError(UserError, OSError):
 class NotAFileError(DataError, OSError):
     """A path that has to be that of a file is a pipe, a device or a folder."""
 
-    strerror = NOT_A_FILE
+    strerror = "not a regular file"
 
 
 def open_file(path: Path) -> BinaryIO:
@@ -55,85 +52,60 @@ def open_file(path: Path) -> BinaryIO:
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
-        raise NotAFileError(f"{path}: {NOT_A_FILE}", "give a file, and not a pipe, a device or a folder")
+        raise NotAFileError(
+            f"{path}: {NotAFileError.strerror}", "give a file, and not a pipe, a device or a folder"
+        )
     return os.fdopen(descriptor, "rb")
 
 
 def read_file(path: Path) -> bytes:
-    """Return the content of a file that `open_file` opens. Raise ValueError if it is larger than `MOST_READ`."""
+    """Return the content of a file that `open_file` opens."""
     with open_file(path) as file:
-        content = file.read(MOST_READ + 1)
-    if len(content) > MOST_READ:
-        raise ValueError(f"{path} has more than {MOST_READ >> 30} GiB")
-    return content
-
-
-def write_whole(path: Path, content: str | bytes) -> None:
-    """Write a file so that a crash at any moment leaves either the old content or the new one.
-
-    The content goes to a partial file in the same folder. That file is synced and renamed, and then the folder is
-    synced. The mode follows the umask. A path that is not a regular file, such as a pipe, is written directly."""
-    data = content.encode() if isinstance(content, str) else content
-    with _as_write_error(path):
-        if path.exists() and not path.is_file():
-            path.write_bytes(data)
-            return
-        target = path.resolve()  # a link stays, and the file that it points to is replaced
-        partial = target.with_name(f"{target.name}.partial")
-        try:
-            with partial.open("wb") as file:
-                file.write(data)
-                file.flush()
-                os.fsync(file.fileno())
-            partial.replace(target)
-        except OSError:
-            with suppress(OSError):
-                partial.unlink(missing_ok=True)
-            raise
-        sync_folder(target.parent)
+        return file.read()
 
 
 @contextmanager
-def write_parts(path: Path) -> Iterator[Callable[[bytes | bytearray], None]]:
-    """Yield a function that adds bytes to a new file of any size. The file appears under its name when the block
-    ends, and not at all if it ends with an exception."""
-    partial = path.with_name(f".{path.name}.partial")
+def write_parts(path: Path, *, durable: bool = True) -> Iterator[Callable[[str | bytes | bytearray], None]]:
+    """Yield a function that adds to a file of any size. A crash at any moment leaves either the old content or the
+    new one. If the block ends with an exception, the old content stays.
+
+    The content goes to a partial file in the same folder. That file is synced and renamed, and then the folder is
+    synced. The mode follows the umask. If it is not `durable`, nothing waits for the disk, and a crash of the
+    machine may leave an empty file."""
+    target = path.resolve()  # a link stays, and the file that it points to is replaced
+    partial = target.with_name(f"{target.name}{PARTIAL}")
     with ExitStack() as cleanup:
         with _as_write_error(path):
-            path.parent.mkdir(parents=True, exist_ok=True)
+            target.parent.mkdir(parents=True, exist_ok=True)
             cleanup.callback(partial.unlink, missing_ok=True)
-            file = cleanup.enter_context(partial.open("wb"))
+            file = partial.open("wb")
+        cleanup.callback(_close, file)
 
-        def write(data: bytes | bytearray) -> None:
+        def write(data: str | bytes | bytearray) -> None:
             with _as_write_error(path):
-                file.write(data)
+                file.write(data.encode(errors="backslashreplace") if isinstance(data, str) else data)
 
         yield write
         with _as_write_error(path):
             file.flush()
-            os.fsync(file.fileno())
-            partial.replace(path)
+            if durable:
+                os.fsync(file.fileno())
+            partial.replace(target)
+            if durable:
+                sync_folder(target.parent)
 
 
-def write_pieces(path: Path, pieces: Iterable[str]) -> None:
-    """Write a large file piece by piece, whole or not at all, also if making a piece raises an error."""
-    with write_parts(path) as write:
+def write_whole(path: Path, content: str | bytes | Iterable[str], *, durable: bool = True) -> None:
+    """Write a file as `write_parts` does: whole or not at all, also if making a piece of the content raises an
+    error. A path that is not a regular file, such as a pipe, is written directly."""
+    pieces = [content] if isinstance(content, str | bytes) else content
+    if path.exists() and not path.is_file():
+        with _as_write_error(path), path.open("wb") as file:
+            file.writelines(piece.encode() if isinstance(piece, str) else piece for piece in pieces)
+        return
+    with write_parts(path, durable=durable) as write:
         for piece in pieces:
-            write(piece.encode(errors="backslashreplace"))
-
-
-def replace_whole(path: Path, content: str) -> None:
-    """Write a file that others may read at any moment: they see the old content or the new one. Unlike with
-    `write_whole`, a crash of the machine may leave an empty file, and nothing waits for the disk."""
-    partial = path.with_name(f"{path.name}{PARTIAL}")
-    with _as_write_error(path):
-        try:
-            partial.write_text(content, encoding="utf-8")
-            partial.replace(path)
-        except OSError:
-            with suppress(OSError):
-                partial.unlink(missing_ok=True)
-            raise
+            write(piece)
 
 
 def write_json(path: Path, value: Any) -> None:
@@ -192,16 +164,12 @@ def is_torn(line: bytes) -> bool:
 
 def drop_torn_line(path: Path) -> bool:
     """Remove the last line if a crash left it torn, and return whether it was. This needs no space on the disk."""
-    if not path.is_file():
-        return False
-    with path.open("rb") as file:
-        end = file.seek(0, os.SEEK_END)
-        start = _last_line_start(file, end)
-        file.seek(start)
-        torn = start < end and is_torn(file.read())
-    if torn:
+    content = path.read_bytes() if path.is_file() else b""
+    start = content.rfind(b"\n", 0, -1) + 1
+    is_dropped = start < len(content) and is_torn(content[start:])
+    if is_dropped:
         os.truncate(path, start)
-    return torn
+    return is_dropped
 
 
 def read_json_lines(path: Path) -> Iterator[dict[str, Any]]:
@@ -331,17 +299,9 @@ def is_encodable(text: str) -> bool:
     return not any("\ud800" <= character <= "\udfff" for character in text)
 
 
-def _last_line_start(file: BinaryIO, end: int) -> int:
-    """Return the offset at which the last line begins."""
-    at = max(0, end - 1)  # skips the line break of the last line itself
-    while at > 0:
-        start = max(0, at - _BLOCK)
-        file.seek(start)
-        line_break = file.read(at - start).rfind(b"\n")
-        if line_break >= 0:
-            return start + line_break + 1
-        at = start
-    return 0
+def _close(file: BinaryIO) -> None:
+    with suppress(OSError):  # of a full disk, which the last write has reported
+        file.close()
 
 
 @contextmanager

@@ -178,6 +178,6 @@ def test_a_name_that_is_taken_is_not_used_and_there_is_a_warning(tmp_path):
     install(tmp_path)
     entries = tmp_path / "my_package-1.0.dist-info/entry_points.txt"
     entries.write_text(entries.read_text().replace("pascal = ", "coco = "))
-    run = coordexp(tmp_path, "data", "import", "coco", "--help")
-    assert "Import COCO instances" in run.stdout
+    run = coordexp(tmp_path, "data", "import", "coco", str(entries), "--out", "new.jsonl")
+    assert "--images" in run.stderr, "our own format needs images"
     assert "my-package adds `coco` to coordexp.importers, but this name is taken" in run.stderr

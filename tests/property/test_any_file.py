@@ -191,7 +191,7 @@ def run_case(folder: Path) -> Case:
         "report {folder}/one {folder}/two --out {new}/report.html --resamples 100 --data {folder}/val.jsonl",
         "inspect {folder}/one --out {new}/inspect.html",
         "replay {folder}/one/dumps",
-        "run verify {folder}/one",
+        "verify {folder}/one",
     ]
     files = ["metrics.jsonl", "run.json", "resolved.yaml", "servers.jsonl", "evaluations/step-4.json"]
     files += ["evaluations/step-4.answers.jsonl", "dumps/step-000000.jsonl", "dumps/trained-000000.jsonl"]
@@ -243,7 +243,7 @@ def test_any_file_is_read_or_refused(tmp_path, base, target):
 
 def is_refused_as_it_is(command: str) -> bool:
     """Return True for the command that refuses even the valid files: the run has no checkpoint."""
-    return command.startswith("run verify")
+    return command.startswith("verify")
 
 
 def test_the_check_of_memory_sees_growth_below_an_earlier_peak(monkeypatch):

@@ -2,6 +2,7 @@
 
 import io
 import sys
+from collections.abc import Callable
 from typing import Annotated, Any
 
 import typer
@@ -63,22 +64,40 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode="markdown",
 )
-app.command("check")(check.check)
-app.command("doctor")(doctor.doctor)
-app.command("evaluate")(evaluate.evaluate)
-app.command("inspect")(report.inspect)
-app.command("launch")(launch.launch)
-app.command("plan")(plan.plan)
-app.command("serve")(serve.serve)
-app.command("train")(train.train)
-app.command("predict")(predict.predict)
-app.command("replay")(run.replay)
-app.command("report")(report.report)
-app.add_typer(check.config_app, name="config")
-app.add_typer(data.app, name="data")
-app.add_typer(demo.app, name="demo")
-app.add_typer(model.app, name="model")
-app.add_typer(run.app, name="run")
+# The panels of `coordexp --help`: each command with a line that fits, so that all of them fit a screen.
+PANELS: dict[str, dict[str, tuple[Callable[..., None] | typer.Typer, str]]] = {
+    "Data and models": {
+        "data": (data.app, "import, doctor, clean, split, view, suggest, complete, export"),
+        "demo": (demo.app, "model, scenes: made on the spot, to try everything with"),
+        "model": (model.app, "add-coords, merge: prepare checkpoints"),
+    },
+    "Train": {
+        "check": (check.check, "Check a config, and show the settings that it changes."),
+        "plan": (plan.plan, "Estimate the memory of a run, and say whether it fits."),
+        "train": (train.train, "Train as a config says."),
+        "launch": (launch.launch, "Start rollout servers and learners, and end them together."),
+        "serve": (serve.serve, "Serve rollouts with vLLM to the learner of the same config."),
+    },
+    "Look at a run": {
+        "inspect": (report.inspect, "Write a page with single rollouts: roles, matches, losses."),
+        "report": (report.report, "Write a page of curves and times; compare runs."),
+        "replay": (run.replay, "Correct dumped answers again, and compare with the run."),
+        "verify": (run.verify, "Compare checkpoints with their manifests."),
+    },
+    "Use a model": {
+        "predict": (predict.predict, "Detect the objects of images or of a data set."),
+        "evaluate": (evaluate.evaluate, "Compare predictions with the ground truth."),
+    },
+    "Help": {
+        "doctor": (doctor.doctor, "Compare packages with the tested ones; try real engines."),
+    },
+}
+for _panel, _commands in PANELS.items():
+    for _name, (_command, _summary) in _commands.items():
+        if isinstance(_command, typer.Typer):
+            app.add_typer(_command, name=_name, short_help=_summary, rich_help_panel=_panel)
+        else:
+            app.command(_name, short_help=_summary, rich_help_panel=_panel)(_command)
 
 
 def _print_version(is_requested: bool) -> None:

@@ -1,5 +1,4 @@
-"""`coordexp check`: check a config, and show the settings that it results in. `coordexp config`: the schema of
-configs, for editors and for people."""
+"""`coordexp check`: check a config, and show the settings that it results in, or write the schema of configs."""
 
 import json
 from collections.abc import Iterator
@@ -13,8 +12,9 @@ import typer
 from rich.text import Text
 
 from coordexp.cli.console import JsonOption, out, print_config_error, print_findings, print_json
-from coordexp.config import ConfigError, KeyPath, Loaded, World, format_path, load_settings, reference
+from coordexp.config import ConfigError, KeyPath, Loaded, World, format_path, load_settings
 from coordexp.config.rules import trains_chat
+from coordexp.config.schema import editor_schema
 from coordexp.config.settings import Settings
 from coordexp.errors import DataError, Finding, UserError
 from coordexp.files import MODEL_PATHS, RELATIVE_PATHS, describe_missing, find_model, match_files
@@ -30,6 +30,12 @@ SetOption = Annotated[
         show_default=False,
     ),
 ]
+
+
+def _print_schema(is_requested: bool) -> None:
+    if is_requested:
+        typer.echo(json.dumps(editor_schema(), indent=2))
+        raise typer.Exit
 
 
 def check(
@@ -49,6 +55,15 @@ def check(
     show_all: Annotated[bool, typer.Option("--all", help="Also show settings at their defaults.")] = False,
     strict: Annotated[
         bool, typer.Option("--strict", help="Exit 1 on a warning, e.g. if a file of the config is missing here.")
+    ] = False,
+    schema: Annotated[
+        bool,
+        typer.Option(
+            "--schema",
+            callback=_print_schema,
+            is_eager=True,
+            help="Print the JSON Schema of configs, with which an editor checks and completes them.",
+        ),
     ] = False,
 ) -> None:
     """Load a config. Print all its problems, or the settings that it changes and where each comes from.
@@ -224,31 +239,3 @@ def _walk(path: KeyPath, value: Any) -> Iterator[tuple[KeyPath, str]]:
             yield from _walk((*path, index), item)
     else:
         yield path, json.dumps(value, ensure_ascii=False) if not isinstance(value, str) else value
-
-
-config_app = typer.Typer(help="The configuration schema.", no_args_is_help=True)
-
-Out = Annotated[
-    Path | None, typer.Option("--out", "-o", dir_okay=False, help="Write here instead of to standard output.")
-]
-
-
-@config_app.command("schema")
-def schema(out: Out = None) -> None:
-    """Write a JSON Schema that an editor can check and complete configs with."""
-    _write(json.dumps(reference.editor_schema(), indent=2) + "\n", out)
-
-
-@config_app.command("reference")
-def reference_page(out: Out = None) -> None:
-    """Write the reference page of all settings, as Markdown."""
-    _write(reference.render_page(), out)
-
-
-def _write(text: str, out: Path | None) -> None:
-    if out is None:
-        typer.echo(text, nl=False)
-    else:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        out.write_text(text, encoding="utf-8")
-        typer.echo(f"wrote {out}", err=True)

@@ -1,7 +1,7 @@
 """Output of commands: in colour on a terminal, and as plain lines that are never wrapped in a pipe."""
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from functools import partial
@@ -136,6 +136,15 @@ def need_page(file: Path, option: str = "--out") -> None:
     """Raise unless the name of the file is that of an HTML page. `option` is the one that gives it."""
     if file.suffix.lower() not in (".html", ".htm"):
         raise UserError(f"{file}: a page is an .html file", f"give e.g. {option} {file.with_suffix('.html')}")
+
+
+def refuse_without_effect(context: typer.Context, form: str, effective: Collection[str]) -> None:
+    """Raise if the user gave an option that has no effect for this format. `effective` names those that have."""
+    for item in context.command.params:
+        origin = context.get_parameter_source(str(item.name))
+        is_given = item.param_type_name == "option" and origin is not None and origin.name == "COMMANDLINE"
+        if is_given and item.name not in (*effective, "target"):
+            raise UserError(f"{item.opts[0]} has no effect for {form}", "leave it out")
 
 
 def need(*packages: str, extra: str) -> None:

@@ -38,8 +38,8 @@ SHOWN_CLASSES = 10
 RARE = 10  # classes with fewer objects are rare
 
 app = typer.Typer(help="Import, check, clean, split, export, look at and complete data.", no_args_is_help=True)
-app.add_typer(data_import.app, name="import")
-app.add_typer(data_export.app, name="export")
+app.command("import")(data_import.import_)
+app.command("export")(data_export.export)
 app.command("suggest")(data_suggest.suggest)
 app.command("complete")(data_suggest.complete)
 

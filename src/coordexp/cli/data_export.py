@@ -1,82 +1,89 @@
 """`coordexp data export`: write records as COCO, YOLO or tasks of Label Studio, for other tools."""
 
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated, Literal
 
 import typer
 
-from coordexp.cli.console import need_new_file, out, progress
+from coordexp.cli.console import need_new_file, out, progress, refuse_without_effect
 from coordexp.errors import UserError
 
-if TYPE_CHECKING:
-    from coordexp.data.export import ExportReport
-
-app = typer.Typer(help="Convert a JSONL file of records to other formats.", no_args_is_help=True)
-
-RecordsArgument = Annotated[
-    Path, typer.Argument(exists=True, dir_okay=False, help="A JSONL file of records.", show_default=False)
-]
-ImagesOption = Annotated[
-    Path | None,
-    typer.Option(exists=True, file_okay=False, help="The folder that image names are relative to. Unset: FILE's."),
-]
+# The options of each format, besides --out.
+OPTIONS = {
+    "coco": {"images"},
+    "yolo": {"images", "val"},
+    "labelstudio": {"suggestions", "only_suggested", "prefix", "model_version"},
+}
 
 
-@app.command("coco")
-def coco(
-    file: RecordsArgument,
-    target: Annotated[Path, typer.Option("--out", "-o", help="A new JSON file.", show_default=False)],
-    images: ImagesOption = None,
+def export(
+    context: typer.Context,
+    form: Annotated[Literal["coco", "yolo", "labelstudio"], typer.Argument(metavar="FORMAT", show_default=False)],
+    file: Annotated[
+        Path, typer.Argument(exists=True, dir_okay=False, help="A JSONL file of records.", show_default=False)
+    ],
+    target: Annotated[
+        Path, typer.Option("--out", "-o", help="A new JSON file; for yolo, a new folder.", show_default=False)
+    ],
+    images: Annotated[
+        Path | None,
+        typer.Option(
+            exists=True,
+            file_okay=False,
+            help="coco, yolo: the folder that image names are relative to. Unset: FILE's.",
+        ),
+    ] = None,
+    val: Annotated[Path | None, typer.Option(exists=True, dir_okay=False, help="yolo: held-out records.")] = None,
+    suggestions: Annotated[
+        Path | None,
+        typer.Option(exists=True, dir_okay=False, help="labelstudio: suggestions.jsonl, to add as predictions."),
+    ] = None,
+    only_suggested: Annotated[
+        bool, typer.Option("--only-suggested", help="labelstudio: only the records that have suggestions.")
+    ] = False,
+    prefix: Annotated[
+        str | None,
+        typer.Option(
+            help="labelstudio: the address of an image without its path. Unset: Label Studio's local storage."
+        ),
+    ] = None,
+    model_version: Annotated[
+        str | None, typer.Option(help="labelstudio: the name of the model in Label Studio. Unset: coordexp.")
+    ] = None,
 ) -> None:
-    """Write COCO instances, in pixels. Ids of images and categories are kept; others are numbered."""
-    from coordexp.data.export import export_coco
+    """Convert a JSONL file of records to COCO, YOLO or tasks of Label Studio.
 
-    need_new_file(target)
-    _export(export_coco, file, target, images)
+    coco: instances, in pixels. Ids of images and categories are kept; others are numbered.
 
+    yolo: a folder with data.yaml, labels, and links to the images. YOLO has no ids of images.
 
-@app.command("yolo")
-def yolo(
-    file: RecordsArgument,
-    target: Annotated[Path, typer.Option("--out", "-o", help="A new folder.", show_default=False)],
-    images: ImagesOption = None,
-    val: Annotated[Path | None, typer.Option(exists=True, dir_okay=False, help="Held-out records.")] = None,
-) -> None:
-    """Write a folder with data.yaml, labels, and links to the images. YOLO has no ids of images."""
-    from coordexp.data.export import export_yolo
+    labelstudio: tasks, and beside them the labelling config (.xml).
+    """
+    refuse_without_effect(context, form, OPTIONS[form])
+    if form == "labelstudio":
+        _export_tasks(file, target, suggestions, only_suggested, prefix, model_version)
+        return
+    from coordexp.data.export import export_coco, export_yolo
 
-    _export(partial(export_yolo, val=val), file, target, images)
-
-
-def _export(write: "Callable[..., ExportReport]", file: Path, target: Path, images: Path | None) -> None:
+    if form == "coco":
+        need_new_file(target)
+    write = export_coco if form == "coco" else partial(export_yolo, val=val)
     with progress(f"exporting {file}") as show:
         report = write(file, target, images or file.parent, show)
     counts = f"{report.images:,} images, {report.objects:,} objects, {report.classes:,} classes"
     out.print(f"wrote {target}: {counts}", markup=False)
 
 
-@app.command("labelstudio")
-def labelstudio(
-    file: RecordsArgument,
-    target: Annotated[Path, typer.Option("--out", "-o", help="A new JSON file of tasks.", show_default=False)],
-    suggestions: Annotated[
-        Path | None,
-        typer.Option(exists=True, dir_okay=False, help="suggestions.jsonl, to add as predictions."),
-    ] = None,
-    only_suggested: Annotated[
-        bool, typer.Option("--only-suggested", help="Only the records that have suggestions.")
-    ] = False,
-    prefix: Annotated[
-        str | None,
-        typer.Option(help="The address of an image without its path. Unset: Label Studio's local storage."),
-    ] = None,
-    model_version: Annotated[
-        str | None, typer.Option(help="The name of the model in Label Studio. Unset: coordexp.")
-    ] = None,
+def _export_tasks(
+    file: Path,
+    target: Path,
+    suggestions: Path | None,
+    only_suggested: bool,
+    prefix: str | None,
+    model_version: str | None,
 ) -> None:
-    """Write tasks for Label Studio, and beside them its labelling config (.xml)."""
+    """Write the tasks of Label Studio, and its labelling config."""
     from coordexp.data import RecordFile
     from coordexp.data.labelstudio import TaskSettings, write_tasks
     from coordexp.data.suggestions import read_suggestions

@@ -2,205 +2,169 @@
 what was left out."""
 
 from collections.abc import Iterator
-from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 from rich.text import Text
 
-from coordexp.cli.console import need, need_new_file, out, progress, sanitize, shorten
+from coordexp.cli.console import (
+    need,
+    need_new_file,
+    out,
+    progress,
+    refuse_without_effect,
+    sanitize,
+    shorten,
+)
 from coordexp.errors import UserError
 from coordexp.extensions import find_extensions, load_extension
 
 if TYPE_CHECKING:
     from coordexp.data.importers import ImportCounts, Rules, SourceImage
 
-app = typer.Typer(help="Convert other formats to a JSONL file of records, in pixels.", no_args_is_help=True)
+# The options of each format, besides those that all of them have.
+OPTIONS = {
+    "coco": {"images", "multipart", "crowd", "missing", "ask"},
+    "lvis": {"images", "multipart", "crowd", "missing", "ask"},
+    "yolo": {"images", "split", "names"},
+    "labelme": {"images", "multipart", "missing"},
+    "labelstudio": {"images", "key", "missing"},
+}
+OF_EXTENSIONS = {"multipart", "crowd", "missing"}
+OF_ALL = {"geometry", "empty", "outside", "tolerance"}
 
 
-AnnotationsArgument = Annotated[
-    Path, typer.Argument(exists=True, dir_okay=False, help="The JSON file of annotations.", show_default=False)
-]
-LabelsArgument = Annotated[
-    Path, typer.Argument(exists=True, file_okay=False, help="The folder of labels.", show_default=False)
-]
-ImagesOption = Annotated[
-    Path, typer.Option("--images", exists=True, file_okay=False, help="The folder of images.", show_default=False)
-]
-OutOption = Annotated[Path, typer.Option("--out", "-o", help="A new JSONL file.", show_default=False)]
-ShapesOption = Annotated[
-    Literal["auto", "poly", "box"],
-    typer.Option(
-        "--geometry", help="auto: the polygon if there is a segmentation, else the box. poly or box: only these."
-    ),
-]
-MultipartOption = Annotated[
-    Literal["largest", "box", "split", "drop"],
-    typer.Option(help="For an object of several polygons: the largest, their box, one object each, or nothing."),
-]
-CrowdOption = Annotated[Literal["drop", "keep"], typer.Option(help="Annotations of a crowd.")]
-EmptyOption = Annotated[Literal["keep", "drop"], typer.Option(help="Images without objects.")]
-MissingOption = Annotated[
-    Literal["refuse", "keep", "drop"],
-    typer.Option(
-        help="Image files that do not exist. refuse: stop if they are more than half. keep: write their records "
-        "anyway. drop: leave their records out, and stop if they are more than half."
-    ),
-]
-OutsideOption = Annotated[
-    Literal["clip", "drop", "refuse"], typer.Option(help="Objects that extend beyond their image.")
-]
-AskOption = Annotated[
-    Literal["all", "classes"],
-    typer.Option(help="What a record asks for: all objects, or a list of the classes that it has."),
-]
-ToleranceOption = Annotated[
-    float,
-    typer.Option(
-        min=0.0, help="Pixels by which a polygon may move to save vertices; outlines of masks have many."
-    ),
-]
-
-
-def _add_instances_command(name: str, summary: str) -> None:
-    """Add a command for COCO or LVIS, which share one format and the same options."""
-
-    @app.command(name, help=summary)
-    def command(
-        annotations: AnnotationsArgument,
-        images: ImagesOption,
-        target: OutOption,
-        geometry: ShapesOption = "auto",
-        multipart: MultipartOption = "largest",
-        crowd: CrowdOption = "drop",
-        empty: EmptyOption = "keep",
-        outside: OutsideOption = "clip",
-        tolerance: ToleranceOption = 0.0,
-        missing: MissingOption = "refuse",
-        ask: AskOption = "all",
-    ) -> None:
-        from coordexp.data.importers import ImportCounts, Rules, read_coco, read_lvis
-
-        read = {"coco": read_coco, "lvis": read_lvis}[name]
-        rules = Rules(geometry, multipart, crowd, empty, missing, outside, tolerance, ask)
-        tally = ImportCounts()
-        _import(annotations, read(annotations, images, rules, tally, _size), target, rules, tally)
-
-
-_add_instances_command("coco", "Import COCO instances: boxes, polygons, masks.")
-_add_instances_command("lvis", "Import LVIS instances. --images is the folder with train2017 and val2017.")
-
-
-@app.command("yolo")
-def yolo(
-    labels: Annotated[
-        Path, typer.Argument(exists=True, help="The folder of labels, or data.yaml.", show_default=False)
+def import_(
+    context: typer.Context,
+    form: Annotated[
+        str,
+        typer.Argument(
+            metavar="FORMAT",
+            help=f"{', '.join(OPTIONS)}, or the format of an installed package.",
+            show_default=False,
+        ),
     ],
-    target: OutOption,
+    source: Annotated[
+        Path,
+        typer.Argument(
+            exists=True,
+            help="coco, lvis, labelstudio: the JSON file. yolo: the folder of labels, or data.yaml. labelme: the "
+            "folder of labels.",
+            show_default=False,
+        ),
+    ],
+    target: Annotated[Path, typer.Option("--out", "-o", help="A new JSONL file.", show_default=False)],
     images: Annotated[
         Path | None,
-        typer.Option(exists=True, file_okay=False, help="The folder of images, for a folder of labels."),
+        typer.Option(
+            exists=True,
+            file_okay=False,
+            help="The folder of images; for lvis, the one with train2017 and val2017. yolo: not for data.yaml. "
+            "labelme: unset, as the labels say.",
+        ),
     ] = None,
+    geometry: Annotated[
+        Literal["auto", "poly", "box"],
+        typer.Option(help="auto: the polygon if there is a segmentation, else the box. poly or box: only these."),
+    ] = "auto",
+    multipart: Annotated[
+        Literal["largest", "box", "split", "drop"],
+        typer.Option(
+            help="For an object of several polygons: the largest, their box, one object each, or nothing."
+        ),
+    ] = "largest",
+    crowd: Annotated[Literal["drop", "keep"], typer.Option(help="Annotations of a crowd.")] = "drop",
+    empty: Annotated[Literal["keep", "drop"], typer.Option(help="Images without objects.")] = "keep",
+    outside: Annotated[
+        Literal["clip", "drop", "refuse"], typer.Option(help="Objects that extend beyond their image.")
+    ] = "clip",
+    tolerance: Annotated[
+        float,
+        typer.Option(
+            min=0.0, help="Pixels by which a polygon may move to save vertices; outlines of masks have many."
+        ),
+    ] = 0.0,
+    missing: Annotated[
+        Literal["refuse", "keep", "drop"],
+        typer.Option(
+            help="Image files that do not exist. refuse: stop if they are more than half. keep: write their "
+            "records anyway. drop: leave their records out, and stop if they are more than half."
+        ),
+    ] = "refuse",
+    ask: Annotated[
+        Literal["all", "classes"],
+        typer.Option(
+            help="coco, lvis: what a record asks for: all objects, or a list of the classes that it has."
+        ),
+    ] = "all",
     split: Annotated[
-        Literal["train", "val", "test"] | None, typer.Option(help="The split of data.yaml. Unset: train.")
+        Literal["train", "val", "test"] | None, typer.Option(help="yolo: the split of data.yaml. Unset: train.")
     ] = None,
     names: Annotated[
         Path | None,
         typer.Option(
             exists=True,
             dir_okay=False,
-            help="data.yaml or classes.txt. Unset: the one in the folder of labels, or up to two folders above.",
+            help="yolo: data.yaml or classes.txt. Unset: the one in the folder of labels, or up to two above.",
         ),
     ] = None,
-    geometry: ShapesOption = "auto",
-    empty: EmptyOption = "keep",
-    outside: OutsideOption = "clip",
-    tolerance: ToleranceOption = 0.0,
+    key: Annotated[str, typer.Option(help="labelstudio: the key of the image in the data of a task.")] = "image",
 ) -> None:
-    """Import YOLO text files: boxes or polygons in units of the image."""
-    need("PIL", extra="train")
-    from coordexp.data.importers import ImportCounts, Rules, find_split, read_yolo
+    """Convert another format to a JSONL file of records, in pixels.
+
+    coco, lvis: instances: boxes, polygons, masks.
+
+    yolo: text files: boxes or polygons in units of the image.
+
+    labelme: JSON files: rectangles, polygons and circles (as polygons).
+
+    labelstudio: the JSON export: rectangles and polygons of the latest annotation of each task.
+    """
+    added = find_extensions("importers", taken=frozenset(OPTIONS))
+    if form not in OPTIONS and form not in added:
+        known = ", ".join([*OPTIONS, *added])
+        raise UserError(f"{form} is not a format that can be imported", f"use one of these: {known}")
+    refuse_without_effect(context, form, OF_ALL | OPTIONS.get(form, OF_EXTENSIONS))
+    from coordexp.data import importers
+
+    rules = importers.Rules(geometry, multipart, crowd, empty, missing, outside, tolerance, ask)
+    tally = importers.ImportCounts()
+    match form:
+        case "coco" | "lvis":
+            read = importers.read_coco if form == "coco" else importers.read_lvis
+            found = read(source, _need_images(images), rules, tally, _size)
+        case "yolo":
+            need("PIL", extra="train")
+            source, folder, names = _find_yolo(source, images, names, split)
+            found = importers.read_yolo(source, folder, names, tally, _size)
+        case "labelme":
+            found = importers.read_labelme(source, images, tally, _size)
+        case "labelstudio":
+            found = importers.read_labelstudio(source, _need_images(images), key, tally, _size)
+        case _:
+            found = load_extension(added[form])(source, tally)
+    _import(source, found, target, rules, tally)
+
+
+def _need_images(folder: Path | None) -> Path:
+    if folder is None:
+        raise UserError("the folder of images is missing", "add --images FOLDER")
+    return folder
+
+
+def _find_yolo(
+    labels: Path, images: Path | None, names: Path | None, split: str | None
+) -> tuple[Path, Path, Path | None]:
+    """Return the folders of labels and images, and the file with the names of the classes."""
+    from coordexp.data.importers import find_split
 
     if labels.is_dir() == (images is None) or (images and split):
         problem = "--images belongs to a folder of labels, and --split to data.yaml"
         raise UserError(problem, "give LABELS --images FOLDER, or data.yaml --split val")
-    if images is None:
-        names = names or labels
-        labels, images = find_split(labels, split or "train")
-    rules = Rules(geometry=geometry, empty=empty, outside=outside, tolerance=tolerance)
-    tally = ImportCounts()
-    _import(labels, read_yolo(labels, images, names, tally, _size), target, rules, tally)
-
-
-@app.command("labelme")
-def labelme(
-    labels: LabelsArgument,
-    target: OutOption,
-    images: Annotated[
-        Path | None,
-        typer.Option(exists=True, file_okay=False, help="The folder of images. Unset: as the labels say."),
-    ] = None,
-    geometry: ShapesOption = "auto",
-    multipart: MultipartOption = "largest",
-    empty: EmptyOption = "keep",
-    outside: OutsideOption = "clip",
-    tolerance: ToleranceOption = 0.0,
-    missing: MissingOption = "refuse",
-) -> None:
-    """Import labelme JSON files: rectangles, polygons and circles (as polygons)."""
-    from coordexp.data.importers import ImportCounts, Rules, read_labelme
-
-    rules = Rules(geometry, multipart, "drop", empty, missing, outside, tolerance)
-    tally = ImportCounts()
-    _import(labels, read_labelme(labels, images, tally, _size), target, rules, tally)
-
-
-@app.command("labelstudio")
-def labelstudio(
-    annotations: AnnotationsArgument,
-    images: ImagesOption,
-    target: OutOption,
-    key: Annotated[str, typer.Option(help="The key of the image in the data of a task.")] = "image",
-    geometry: ShapesOption = "auto",
-    empty: EmptyOption = "keep",
-    outside: OutsideOption = "clip",
-    tolerance: ToleranceOption = 0.0,
-    missing: MissingOption = "refuse",
-) -> None:
-    """Import Label Studio's JSON export: rectangles and polygons of the latest annotation of each task."""
-    from coordexp.data.importers import ImportCounts, Rules, read_labelstudio
-
-    rules = Rules(geometry, empty=empty, missing=missing, outside=outside, tolerance=tolerance)
-    tally = ImportCounts()
-    _import(annotations, read_labelstudio(annotations, images, key, tally, _size), target, rules, tally)
-
-
-def _add_extension_command(entry: EntryPoint) -> None:
-    """Add a command for a format that another package reads."""
-
-    @app.command(entry.name, help=f"Import with {entry.value}.")
-    def command(
-        source: Annotated[Path, typer.Argument(exists=True, help="What to import.", show_default=False)],
-        target: OutOption,
-        geometry: ShapesOption = "auto",
-        multipart: MultipartOption = "largest",
-        crowd: CrowdOption = "drop",
-        empty: EmptyOption = "keep",
-        outside: OutsideOption = "clip",
-        tolerance: ToleranceOption = 0.0,
-        missing: MissingOption = "refuse",
-    ) -> None:
-        from coordexp.data.importers import ImportCounts, Rules
-
-        rules = Rules(geometry, multipart, crowd, empty, missing, outside, tolerance)
-        tally = ImportCounts()
-        _import(source, load_extension(entry)(source, tally), target, rules, tally)
-
-
-_OWN = frozenset({"coco", "lvis", "yolo", "labelme", "labelstudio"})
-for _entry in find_extensions("importers", taken=_OWN).values():
-    _add_extension_command(_entry)
+    if images is not None:
+        return labels, images, names
+    return *find_split(labels, split or "train"), names or labels
 
 
 def _size(path: Path) -> tuple[int, int]:

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from coordexp.cli.console import err, need, need_new, need_new_file, out, progress, sanitize
-from coordexp.cli.demo import Backend
 from coordexp.cli.predict import MOST_SAMPLES, predict
+from coordexp.detect.answering import Backend
 from coordexp.errors import UserError
 
 if TYPE_CHECKING:
@@ -200,7 +200,7 @@ def complete(
     """Write a data set with the accepted labels. Records, ids and the space of coordinates stay as they are."""
     from coordexp.data import RecordFile
     from coordexp.data.suggestions import accept, complete_records, read_decisions, read_suggestions
-    from coordexp.files import write_pieces
+    from coordexp.files import write_whole
 
     if decisions is None and accept_above is None:
         raise UserError(
@@ -214,7 +214,7 @@ def complete(
         records = RecordFile(data, partial(err.print, markup=False))
         target.parent.mkdir(parents=True, exist_ok=True)
         completed = complete_records(records, accepted, target.parent)
-        write_pieces(target, (f"{record.as_json()}\n" for record in completed))
+        write_whole(target, (f"{record.as_json()}\n" for record in completed))
     rejected = sum(decision == "reject" for decision in decided.values())
     undecided = len(file.suggestions) - len(accepted) - rejected
     out.print(

@@ -1,25 +1,16 @@
-"""`coordexp demo`: a tiny model to try everything with, and a first answer from it."""
+"""`coordexp demo`: a tiny model, and scenes to train it on."""
 
-import tempfile
-from contextlib import closing
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Literal
 
 import typer
 
 from coordexp.cli.console import bar, need, need_new, out, progress
 from coordexp.errors import UserError, explain
 from coordexp.families import FAMILIES
-from coordexp.files import find_model
-
-if TYPE_CHECKING:
-    from coordexp.rollout.backend import ImageRef, Rollout
 
 app = typer.Typer(help="A tiny model and scenes to train it on, made on the spot.", no_args_is_help=True)
-
-
-Backend = Literal["hf", "vllm"]
 
 
 @app.command("model")
@@ -143,76 +134,3 @@ def scenes(
     with bar("drawing", train + val) as advance:
         write_scenes(out_folder, settings, train=train, val=val, seed=seed, questions=questions, advance=advance)
     out.print(f"wrote {train} + {val} scenes to {out_folder}")
-
-
-@app.command("generate")
-def generate(
-    model_folder: Annotated[Path, typer.Option("--model", "-m", help="A model folder.", show_default=False)],
-    backend: Annotated[
-        Backend, typer.Option(help="hf answers with transformers; vllm with vLLM, and compares the two.")
-    ] = "hf",
-    tokens: Annotated[int, typer.Option(min=1, help="Tokens to generate.")] = 16,
-    image: Annotated[
-        Path | None, typer.Option(exists=True, dir_okay=False, help="An image file. Without one, a drawing.")
-    ] = None,
-) -> None:
-    """Answer one image greedily. With vLLM, exits 1 unless it agrees with transformers token for token."""
-    need("torch", "transformers", extra="train")
-    if backend == "vllm":
-        need("vllm", extra="vllm")
-    model_folder = find_model(model_folder)
-    if not (model_folder / "config.json").is_file():
-        raise UserError(
-            f"{model_folder} has no config.json", "give a model folder, e.g. one made by `coordexp demo model`"
-        )
-    with tempfile.TemporaryDirectory() as folder:
-        with progress("loading transformers"):
-            from transformers import AutoProcessor
-
-            from coordexp.answers.table import VocabularyTable
-            from coordexp.config.settings import Custom
-            from coordexp.families import load_model
-            from coordexp.rollout.backend import Decode, Request
-            from coordexp.rollout.hugging_face import HuggingFaceBackend
-            from coordexp.rollout.prompt import PromptBuilder
-
-            request = Request(_image_ref(image or _draw_scene(Path(folder) / "scene.png")), Decode.greedy(tokens))
-            table = VocabularyTable.from_folder(model_folder, needs_coords=False)
-            processor = AutoProcessor.from_pretrained(model_folder)
-            prompts = PromptBuilder(processor, Custom.model_fields["prompt"].default)
-            loaded = load_model(model_folder, dtype="float32")
-            (expected,) = HuggingFaceBackend(lambda: loaded, prompts, table, 1).generate([request])
-        _show("transformers", expected)
-        if backend == "hf":
-            out.print("transformers answers; the tokens of a random model mean nothing, as they should")
-            return
-        with progress("starting a vLLM engine (about a minute on a CPU)"):
-            from coordexp.rollout.generate import VllmBackend
-
-            longest = max(1024, len(expected.prompt_ids) + tokens)
-            with closing(VllmBackend(model_folder, prompts, table, max_length=longest)) as engine:
-                (actual,) = engine.generate([request])
-    _show("vLLM", actual)
-    if actual.ids != expected.ids:  # the backend has checked that the prompts are the same
-        raise UserError("vLLM and transformers differ")
-    out.print(f"vLLM and transformers agree on all {len(actual.ids)} tokens")
-
-
-def _draw_scene(file: Path) -> Path:
-    from coordexp.demo.scenes import SceneSettings, draw_scenes
-
-    (scene,) = draw_scenes(1, SceneSettings(side=128), seed=0, folder=".")
-    scene.image.save(file)
-    return file
-
-
-def _image_ref(file: Path) -> "ImageRef":
-    from coordexp.rollout.backend import ImageRef
-    from coordexp.rollout.prompt import read_image
-
-    return ImageRef(str(file), *read_image(file, str(file)).size)
-
-
-def _show(name: str, rollout: "Rollout") -> None:
-    out.print(f"{name}: {len(rollout.prompt_ids)} prompt tokens, answer {list(rollout.ids)}", markup=False)
-    out.print(f"  {rollout.text!r}", markup=False)

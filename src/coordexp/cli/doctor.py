@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from coordexp.cli.console import JsonOption, err, need, out, print_findings, print_json, progress
-from coordexp.doctor.machine import CheckOutcome, Machine, choose_cpu, choose_gpus
+from coordexp.doctor import CheckOutcome, Devices, choose_gpus, try_devices
 from coordexp.errors import Finding, UserError, pip_install
 from coordexp.launch import preflight
 from coordexp.rollout import VERSION, check_vllm
@@ -29,38 +29,34 @@ WIDEST = 400  # columns of a table in a log, where lines are not wrapped
 
 
 def doctor(
-    gpu: Annotated[bool, typer.Option("--gpu", help="Check training, rollouts, sync and faults on GPUs.")] = False,
+    gpu: Annotated[bool, typer.Option("--gpu", help="Try training, an engine and a sync on GPUs.")] = False,
     cpu: Annotated[bool, typer.Option("--cpu", help="The same on the CPU, in two to three minutes.")] = False,
     server_gpus: Annotated[
         str | None,
-        typer.Option(help="With --gpu: the GPU of the server, or two that share one server. Unset: the first."),
+        typer.Option(help="With --gpu: the GPU of the server, or two that share it. Unset: the first."),
     ] = None,
     train_gpus: Annotated[
-        str | None, typer.Option(help="With --gpu: the GPU of the learner. Unset: the next one.")
+        str | None, typer.Option(help="With --gpu: the GPUs of the learners. Unset: the next one.")
     ] = None,
-    quick: Annotated[
-        bool, typer.Option("--quick", help="With --gpu: no compiling, and no colocated engine.")
-    ] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Import the packages that training uses and compare them with the tested versions. Exits 1 on a problem.
+    """Compare the installed packages with the tested versions; with --gpu or --cpu, try real engines.
 
-    With --gpu or --cpu, train a tiny model for some steps and run real engines:
-    a rollout server and a learner answer the same images, the learner's weights
-    are changed and sent, looping answers are ended, the server is killed while
-    it answers, and restarted. Every step has a deadline, and no process is left.
-
-    Server mode needs two GPUs; with one, only the engine on the learner's GPU
-    (colocate) is checked. GPUs are given by the numbers of nvidia-smi.
+    Without options, the packages that training uses are imported. With --gpu or
+    --cpu, a tiny model is trained for some steps: alone, on rollouts of an engine
+    in its own process, and on those of a rollout server. After every step the
+    weights are sent to the engine, and its answers are compared with the
+    learner's. Server mode needs two GPUs. GPUs are given by the numbers of
+    nvidia-smi. Exits 1 on a problem.
     """
     if gpu and cpu:
         raise UserError("--gpu and --cpu are two checks", "leave one of them out")
-    if not gpu and (server_gpus or train_gpus or quick):
-        raise UserError("--server-gpus, --train-gpus and --quick belong to --gpu", "add --gpu, or leave them out")
+    if not gpu and (server_gpus or train_gpus):
+        raise UserError("--server-gpus and --train-gpus belong to --gpu", "add --gpu, or leave them out")
     if gpu or cpu:
         need("torch", "transformers", "peft", "httpx", "psutil", extra="vllm" if gpu else "vllm-cpu")
         gpus = preflight.visible_gpus(preflight.find_gpus()) if gpu else []
-        _run_engines(choose_gpus(gpus, server_gpus, train_gpus, quick) if gpu else choose_cpu(), as_json)
+        _try_devices(choose_gpus(gpus, server_gpus, train_gpus) if gpu else Devices(), as_json)
     _compare_versions(as_json)
 
 
@@ -128,30 +124,18 @@ def _compare(installed: str, tested: str) -> str:
 # With --gpu or --cpu
 
 
-def _run_engines(machine: Machine, as_json: bool) -> NoReturn:
-    """Run all checks on this machine and print their outcomes. Exit with 0 if none of them failed, else with 1."""
+def _try_devices(devices: Devices, as_json: bool) -> NoReturn:
+    """Run all checks on these devices and print their outcomes. Exit with 1 if one of them failed."""
     check_vllm()
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     since = time.monotonic()
-    with progress("importing torch and transformers"):
-        from transformers.utils import logging
-
-        from coordexp.doctor.run import Examination
-
-        logging.disable_progress_bar()
-    report = Examination(machine, progress).run()
-    print_outcomes(report.outcomes, machine.description, as_json)
-    where = f"{time.monotonic() - since:.0f} s on {machine.description}"
-    if report.ok:
-        shown = err if as_json else out
-        shown.print(f"all checks passed ({where})", markup=False)
-        shown.print(f"the next larger test: {machine.next_test}", markup=False)
-    else:
-        err.print(f"a check failed ({where}); its files and logs are in {report.folder}", markup=False)
-    if report.hung:  # in a thread that may never return
-        sys.stdout.flush()
-        os._exit(1)
-    raise typer.Exit(0 if report.ok else 1)
+    outcomes, folder = try_devices(devices, progress)
+    print_outcomes(outcomes, str(devices), as_json)
+    where = f"{time.monotonic() - since:.0f} s on {devices}"
+    if folder is None:
+        (err if as_json else out).print(f"all checks passed ({where})", markup=False)
+        raise typer.Exit(0)
+    err.print(f"a check failed ({where}); its files and logs are in {folder}", markup=False)
+    raise typer.Exit(1)
 
 
 def print_outcomes(outcomes: Sequence[CheckOutcome], checked: str, as_json: bool) -> None:

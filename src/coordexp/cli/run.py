@@ -1,5 +1,5 @@
-"""`coordexp run`: check run folders. `coordexp replay`: correct dumped answers again, without a model, and report
-whether the result is the same."""
+"""`coordexp verify`: compare checkpoints with their manifests. `coordexp replay`: correct dumped answers again,
+without a model, and report whether the result is the same."""
 
 from functools import partial
 from pathlib import Path
@@ -12,10 +12,7 @@ from coordexp.cli.console import err, need, out
 from coordexp.errors import DataError, explain
 from coordexp.train.checkpoints import checkpoints, examine, is_finished, step_of
 
-app = typer.Typer(help="Check run folders.", no_args_is_help=True)
 
-
-@app.command("verify")
 def verify(
     folder: Annotated[
         Path,

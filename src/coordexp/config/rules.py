@@ -105,7 +105,7 @@ def find_conflicts(settings: Settings, world: World) -> Conflicts:
 
 def _check_modules(s: Settings, world: World) -> Conflicts:
     if s.pipeline is None:
-        fix = "declare objective and diagnostics (coordexp config reference lists the modules; none is a default)"
+        fix = "declare objective and diagnostics (docs/reference/config.md has the modules; none is a default)"
         yield Error(s.pipeline_path, f"missing, but required by {s.custom.trainer_variant}", fix)
     for section, pipeline in (("rollout_matching", s.rollout_matching.pipeline), ("stage1", s.stage1.pipeline)):
         for part in ("objective", "diagnostics") if pipeline is not None else ():

@@ -2,6 +2,7 @@
 words for what is not allowed. Error messages, the reference page and the editor schema all read it.
 """
 
+import copy
 import difflib
 import json
 import re
@@ -99,6 +100,29 @@ def _concrete(node: Node, value: Any) -> Node:
     return _concrete(options[0], value) if len(options) == 1 else node
 
 
+def editor_schema() -> Node:
+    """Return the JSON Schema of a config file, for editors.
+
+    It allows `extends` and empty sections. Only keys inside lists are required, because all others may come from a
+    file that is extended.
+    """
+    result = copy.deepcopy(root())
+    result["$schema"] = "https://json-schema.org/draft/2020-12/schema"
+    result["title"] = "coordexp config"
+    sections = json.dumps([node for _, node, is_section in walk() if is_section])
+    names = sorted(set(re.findall(r"#/\$defs/(\w+)", sections)))
+    for definition in (result, *(result["$defs"][name] for name in names)):
+        required = definition.pop("required", [])
+        for key, node in definition["properties"].items():
+            if "$ref" in node and "default" not in node and key not in required:
+                definition["properties"][key] = {"anyOf": [node, {"type": "null"}]}
+    result["properties"]["extends"] = {
+        "description": "Files whose values this one starts from. Paths are relative to this file.",
+        "anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}],
+    }
+    return result
+
+
 def describe(node: Node) -> str:
     """Return the type of a value in words: `an integer >= 1`, `one of vllm, hf`, `text or null`."""
     node = resolve(node)
@@ -177,7 +201,7 @@ def _explain_unknown(path: KeyPath, tree: Tree) -> list[Explanation]:
         return [Explanation(path, "unknown key", f"did you mean {format_path(likely[0])}?", likely[0])]
     fix = f"allowed here: {', '.join(names) or 'nothing'}"
     if len(names) > MAX_LISTED_KEYS:
-        fix = f"coordexp config reference lists the {len(names)} keys of {format_path(path[:-1])}"
+        fix = f"docs/reference/config.md lists the {len(names)} keys of {format_path(path[:-1])}"
     return [Explanation(path, "unknown key", fix)]
 
 

@@ -22,7 +22,7 @@ from xml.sax.saxutils import quoteattr
 
 from coordexp.data.records import Record, RecordFile, RecordObject
 from coordexp.data.suggestions import Suggestion, check_all_used, group_by_image
-from coordexp.files import write_pieces, write_whole
+from coordexp.files import write_whole
 
 TOOLS = {"bbox_2d": ("box", "rectanglelabels"), "poly": ("polygon", "polygonlabels")}  # name and type of a region
 
@@ -99,7 +99,7 @@ def write_tasks(
     """Write the tasks, whole or not at all, and beside them the labelling config. Raise DataError if the
     suggestions were made for other records."""
     counts = TaskCounts(0, {})
-    write_pieces(target, _format_tasks(records, suggestions, settings, counts))
+    write_whole(target, _format_tasks(records, suggestions, settings, counts))
     write_whole(target.with_suffix(".xml"), labelling_config(sorted(counts.classes)))
     return counts
 

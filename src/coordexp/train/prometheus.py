@@ -14,7 +14,7 @@ from typing import Any
 
 from transformers import TrainerCallback
 
-from coordexp.files import BestEffort, replace_whole
+from coordexp.files import BestEffort, write_whole
 from coordexp.train.callbacks import say
 
 FILE = "metrics.prom"
@@ -85,7 +85,7 @@ class LearnerMetrics(TrainerCallback):
     def _write(self, state: Any) -> None:
         if state.is_world_process_zero:
             text = to_prometheus(self._values, self._run)
-            self._writes.attempt(partial(replace_whole, self._path, text))
+            self._writes.attempt(partial(write_whole, self._path, text, durable=False))
 
 
 def to_prometheus(values: dict[str, float], run: str) -> str:

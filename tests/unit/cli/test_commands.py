@@ -11,6 +11,7 @@ from pathlib import Path
 import huggingface_hub.constants
 import jsonschema
 import pytest
+import typer
 import yaml
 from typer.testing import CliRunner
 
@@ -149,12 +150,20 @@ def test_check_takes_little_time_of_the_processor():
     assert sum(after[2:4]) - sum(before[2:4]) < 3.0
 
 
-def test_schema_is_json_schema_and_can_be_written_to_a_file(tmp_path):
-    target = tmp_path / "deep/schema.json"
-    assert run("config", "schema", "--out", str(target)).exit_code == 0
-    schema = json.loads(target.read_text())
-    jsonschema.Draft202012Validator.check_schema(schema)
-    assert json.loads(run("config", "schema").stdout) == schema
+def test_the_schema_for_editors_is_json_schema():
+    jsonschema.Draft202012Validator.check_schema(json.loads(run("check", "--schema").stdout))
+
+
+def test_all_commands_fit_a_screen_and_are_at_most_25(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    shown = run("--help").output.splitlines()
+    assert len(shown) <= 40 and max(map(len, shown)) <= 80
+    groups = [typer.main.get_command(app)]
+    groups += [command for command in groups[0].commands.values() if hasattr(command, "commands")]
+    commands = [name for group in groups for name, command in group.commands.items() if command not in groups]
+    assert len(groups) == 4 and 20 < len(commands) <= 25
+    for name in commands[:3]:
+        assert any(line.split()[1:2] == [name] for line in shown)
 
 
 @pytest.mark.parametrize("command", [["-m", "src.sft"], ["-m", "coordexp", "train"]])
@@ -183,9 +192,23 @@ def test_output_in_a_narrow_pipe_is_not_wrapped():
 
 
 def test_a_reader_that_goes_away_causes_no_message():
-    command = f"{sys.executable} -m coordexp config schema | true"
+    command = f"{sys.executable} -m coordexp check --schema | true"
     result = subprocess.run(["bash", "-c", command], capture_output=True, text=True)
     assert (result.stdout, result.stderr) == ("", "")
+
+
+@pytest.mark.parametrize(
+    ("words", "option"),
+    [
+        (("import", "yolo", "README.md", "--images", "docs", "--crowd", "keep"), "--crowd has no effect for yolo"),
+        (("import", "coco", "README.md"), "add --images"),
+        (("import", "voc", "README.md"), "labelme"),
+        (("export", "coco", "README.md", "--val", "README.md"), "--val has no effect for coco"),
+    ],
+)
+def test_a_format_is_refused_if_it_is_unknown_or_an_option_does_not_fit(words, option, tmp_path):
+    result = run("data", *words, "--out", str(tmp_path / "new"))
+    assert result.exit_code == 1 and option in result.output
 
 
 def test_a_missing_file_is_one_problem_with_a_fix():

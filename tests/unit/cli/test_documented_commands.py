@@ -55,7 +55,7 @@ def test_commands_are_found_in_pipes_loops_and_continued_lines():
     [
         (["check", "--config", "a.yaml"], None),
         (["check", "--konfig", "a.yaml"], "No such option"),
-        (["data", "import", "voc", "a"], "coordexp data import has no command voc"),
+        (["data", "imprt", "coco", "a"], "coordexp data has no command imprt"),
         (["plan", "--config", "a.yaml", "--gpus", "many"], "valid integer"),
         (["check"], "Missing option"),
         (["--version"], None),

@@ -71,7 +71,7 @@ def test_the_unchanged_config_is_valid(tmp_path):
         (
             VALID.replace("output_dir: runs", "output_dir: runs, foobar: 3"),
             "training.foobar",
-            "coordexp config reference",
+            "docs/reference/config.md",
         ),
         (
             VALID.replace("output_dir: runs", "output_dir: runs, push_to_hub_token: hf_S"),

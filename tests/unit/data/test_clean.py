@@ -56,7 +56,7 @@ def test_a_file_that_is_suspect_as_a_whole_is_refused(tmp_path):
     boxes = [line("a.png", [("cat", [20 + k % 9, 20, 8, 9])]) for k in range(30)]
     result, target = clean(tmp_path, *boxes)
     assert result.exit_code == 1
-    assert not target.exists() and not (tmp_path / ".clean.jsonl.partial").exists()
+    assert not target.exists() and not (tmp_path / "clean.jsonl.partial").exists()
 
 
 def test_nothing_is_written_if_nothing_would_be_left_or_the_folder_is_another_one(tmp_path):

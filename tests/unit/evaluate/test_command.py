@@ -131,7 +131,7 @@ def test_images_without_an_answer_are_refused_unless_they_are_left_out(tmp_path)
         ("coordexp; coordexp.Detector, coordexp.Detections", "{'torch', 'PIL', 'transformers', 'httpx'}"),
         (
             "coordexp.data.doctor, coordexp.data.importers, coordexp.data.images, coordexp.pages.records, "
-            "coordexp.pages.live, coordexp.pages.evaluation, coordexp.doctor.outcome, coordexp.doctor.machine",
+            "coordexp.pages.live, coordexp.pages.evaluation, coordexp.doctor",
             "{'torch', 'transformers'}",
         ),
     ],

@@ -127,4 +127,4 @@ def test_only_the_schema_lists_rollout_keys_and_only_the_loader_makes_settings_o
         assert "coordexp.config.yaml_tree" not in imported, file
     readers = {path for path in SOURCE.rglob("*.py") if re.search(r"\bload_settings\(", path.read_text())}
     commands = {SOURCE / f"cli/{name}.py" for name in ("check", "data", "launch", "plan", "serve", "train")}
-    assert readers == commands | {SOURCE / "doctor/learner.py", SOURCE / "config/load.py"}
+    assert readers == commands | {SOURCE / "config/load.py"}

@@ -1,6 +1,8 @@
 """The pages of docs/reference are what `python tools/reference.py` writes now, and are complete."""
 
+import json
 import re
+from collections import Counter
 
 import pytest
 import reference
@@ -8,6 +10,7 @@ import typer
 from reference import FOLDER
 
 from coordexp.cli import app
+from coordexp.config import schema
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +31,7 @@ def test_every_command_and_option_is_on_the_page(pages):
             yield from walk(child, f"{name} {inner}")
 
     commands = dict(walk(typer.main.get_command(app), "coordexp"))
-    assert len(commands) > 25
+    assert len(commands) > 20
     for name, command in commands.items():
         section = pages["cli.md"].partition(f"\n## `{name}`\n")[2].partition("\n## ")[0]
         assert section, name
@@ -41,3 +44,15 @@ def test_the_detector_comes_first_and_every_entry_has_text(pages):
     headings = re.findall(r"^### `(\w+)`$", pages["python.md"], re.MULTILINE)
     assert headings[0] == "Detector"
     assert {"RolloutBackend", "ModuleKind", "Family", "SourceImage", "Record", "evaluate"} <= set(headings)
+
+
+def test_the_page_of_settings_states_the_defaults_of_the_schema(pages):
+    rows = re.findall(r"^\| `(\w+)` \| .*? \| `([^`]*)` \| ", pages["config.md"], re.MULTILINE)
+    stated = Counter(rows)
+    expected = Counter(
+        (str(path[-1]), default if isinstance(default, str) and default else json.dumps(default))
+        for path, node in schema.leaves()
+        if (default := node.get("default", ...)) is not ... and path[-1] not in ("objective", "diagnostics")
+    )
+    assert expected - stated == Counter()
+    assert ("decode_batch_size", "1") in stated

@@ -177,7 +177,7 @@ def test_only_an_error_of_the_disk_gives_advice_about_the_disk(tmp_path, error, 
 
 
 def run_verify(folder: Path):
-    return CliRunner().invoke(app, ["run", "verify", str(folder)])
+    return CliRunner().invoke(app, ["verify", str(folder)])
 
 
 def test_verify_says_one_line_a_checkpoint_and_exits_by_the_newest(tmp_path):
