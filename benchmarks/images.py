@@ -17,7 +17,7 @@ import yaml
 from coordexp.cli import main as coordexp
 from coordexp.demo.scenes import SceneSettings, write_scenes
 from coordexp.rollout.prompt import PromptBuilder
-from coordexp.train.trainer import RowLoader
+from coordexp.train.step import RowLoader
 
 ROOT = Path(__file__).parents[1]
 SECONDS, STEPS, ROWS, IMAGES, THREADS = 0.1, 6, 4, 8, 4
@@ -71,10 +71,10 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         write_scenes(folder / "data", SceneSettings(), train=200, val=1, seed=1)
-        from coordexp.train import trainer
+        from coordexp.train import run
 
         for name, loader in (("when it is needed", LazyLoader), ("ahead", RowLoader)):
-            trainer.RowLoader = loader  # type: ignore[misc]
+            run.RowLoader = loader  # type: ignore[misc]
             step, pictures = waited(folder, name.replace(" ", "-"))
             print(f"a row is made {name}: {pictures:.2f} s of a step of {step:.2f} s wait for images")
 

@@ -11,7 +11,7 @@ from coordexp.rollout.backend import RolloutBackend
 from coordexp.train.encode import Encoder, StepIndex, StepPlan, TrainingSet, Watch
 from coordexp.train.metrics import StepMetrics
 from coordexp.train.rollouts import RolloutSource
-from coordexp.train.trainer import RowTrainer
+from coordexp.train.step import OptimizerStep
 
 
 def no_weights() -> Iterator[tuple[str, object]]:
@@ -20,7 +20,7 @@ def no_weights() -> Iterator[tuple[str, object]]:
 
 @dataclass(frozen=True)
 class RolloutStep:
-    """Calls `RowTrainer.collect_examples` without a model; the stream gives the records of the call, and packs
+    """Calls `OptimizerStep.collect_examples` without a model; the stream gives the records of the call, and packs
     nothing."""
 
     training_set: TrainingSet
@@ -45,11 +45,15 @@ class RolloutStep:
             self.watch,
         )
 
-    def trainer(self, stream: object) -> RowTrainer:
-        trainer = RowTrainer.__new__(RowTrainer)
-        trainer.stream, trainer.encoder, trainer.backend = stream, self.encoder, self.backend
-        trainer.rollouts = RolloutSource(stream, trainer.encoder, self.backend, self.weights, self.metrics)
-        return trainer
+    def on(self, stream: object) -> OptimizerStep:
+        """Return the step of a stream. It cannot be trained."""
+        return OptimizerStep(
+            rollouts=RolloutSource(stream, self.encoder, self.backend, self.weights, self.metrics),
+            objective=SimpleNamespace(terms=()),
+            head=None,
+            loader=None,
+            rollout_matching_cfg=self.settings,
+        )
 
     def __call__(self, indices: Sequence[int], at: StepIndex) -> list[Example]:
         records = (*((),) * at.micro, tuple(indices))
@@ -59,5 +63,6 @@ class RolloutStep:
             plan_step=lambda: StepPlan(at.step, records),
             plan_micro_step=iter(records).__next__,
             pack=list,
+            has_plans=False,
         )
-        return self.trainer(stream).collect_examples()[-1]
+        return self.on(stream).collect_examples()[-1]

@@ -53,7 +53,7 @@ READ_AT_IMPORT = (
 SET_DEATH_SIGNAL, SET_SUBREAPER, GET_SUBREAPER = 1, 36, 37  # options of prctl, see linux/prctl.h
 IMPORTED = (
     "coordexp.cli", "coordexp.demo.model", "coordexp.detect.answering", "coordexp.evaluate", "coordexp.pages",
-    "coordexp.rollout.hugging_face", "coordexp.train.callbacks", "coordexp.train.run", "peft",
+    "coordexp.rollout.hugging_face", "coordexp.train.run", "peft",
     "accelerate.utils.fsdp_utils", "torch.distributed.run", "torch.utils.tensorboard",
     "transformers.models.qwen3_vl",
 )  # fmt: skip

@@ -31,7 +31,7 @@ from typing import Any
 
 import torch
 import yaml
-from transformers import AutoProcessor, PrinterCallback, Qwen3VLForConditionalGeneration
+from transformers import AutoProcessor, PrinterCallback, Qwen3VLForConditionalGeneration, TrainerCallback
 
 from coordexp.answers.formats import NOTE_FILE, CoordTokenAnswers
 from coordexp.answers.parse import parse_rollout
@@ -44,12 +44,13 @@ from coordexp.evaluate.answer import build_answer
 from coordexp.evaluate.comparison import compare_images
 from coordexp.evaluate.matching import MatchCounts, match_image
 from coordexp.files import is_free, write_json, write_whole
+from coordexp.logs import say
 from coordexp.rollout.backend import Rollout
 from coordexp.rollout.hugging_face import HuggingFaceBackend
 from coordexp.rollout.prompt import PromptBuilder, open_image
-from coordexp.train.callbacks import MetricsFile, say
-from coordexp.train.evaluation import AnswerEvaluation
+from coordexp.train.evaluation import AnswerEvaluation, Asking
 from coordexp.train.folder import fingerprint, git_state
+from coordexp.train.sinks import MetricsFile
 
 WARMUP_STEPS = 10
 DECODE_BATCH = 64  # images that an evaluation answers at once
@@ -147,7 +148,7 @@ def make_trainer(options: argparse.Namespace) -> Any:
         model.named_parameters,
         CoordTokenAnswers(table),
         limits,
-        options.out,
+        Asking(options.out),
     )
     trainer = GRPOTrainer(
         model=model,
@@ -221,16 +222,15 @@ def _is_empty_answer(ids: Sequence[int], table: VocabularyTable) -> bool:
     return not (parsed.fallback or parsed.truncated or parsed.objects or parsed.unread)
 
 
-class Journal(MetricsFile):
+class Journal(TrainerCallback):
     """Writes `metrics.jsonl`, prints the main numbers, and evaluates before the first step, after every `every`
     steps and after the last one."""
 
     def __init__(self, path: Path, evaluation: AnswerEvaluation, every: int) -> None:
-        super().__init__(path)
-        self.evaluation, self.every = evaluation, every
+        self.file, self.evaluation, self.every = MetricsFile(path), evaluation, every
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        super().on_train_begin(args, state, control)
+        self.file.begin(state)
         self._evaluate(args, state, control)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
@@ -239,7 +239,8 @@ class Journal(MetricsFile):
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float] | None = None, **_: Any) -> None:
         known = {name: value for name, value in (logs or {}).items() if value is not None}
-        super().on_log(args, state, control, known)
+        if state.is_world_process_zero:
+            self.file.log(state, known)
         numbers = [f"{name} {known[name]:{style}}" for name, style in SHOWN.items() if name in known]
         if numbers:
             say(f"step {state.global_step}/{args.max_steps}: {', '.join(numbers)}")

@@ -377,7 +377,7 @@ def render_metrics() -> Iterator[str]:
     yield from render_meanings("metric", {f"eval_{name}": meaning for name, meaning in evaluated.items()})
     yield "## The learner, for Prometheus\n\nIn `metrics.prom` of the run folder"
     yield "([monitoring](../operations.md#monitoring)).\n"
-    help_texts = read_constant("train.prometheus", "HELP")
+    help_texts = read_constant("train.sinks", "HELP")
     rows = [(code(f"coordexp_learner_{name}"), kind, meaning) for name, (kind, meaning) in help_texts.items()]
     yield from render_table(("metric", "kind", "meaning"), rows)
     yield "## A rollout server, for Prometheus\n\n`GET /metrics` has these and vLLM's own.\n"

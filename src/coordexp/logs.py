@@ -47,6 +47,13 @@ _LEVELS: dict[str, Level] = {
 _level: ContextVar[Level | None] = ContextVar("level", default=None)
 
 
+def say(message: str) -> None:
+    """Print a message for the user to standard error."""
+    from rich.console import Console  # takes a while to import
+
+    Console(stderr=True, soft_wrap=True, highlight=False).print(message, markup=False)
+
+
 @contextmanager
 def at_level(level: Level) -> Iterator[None]:
     """Give the records that are written inside this context a level."""

@@ -61,7 +61,7 @@ def test_transport_plans_are_made_without_torch_so_that_no_gradient_can_flow_thr
 
 
 @pytest.mark.scenario("R36.C1", on="pure")
-@pytest.mark.parametrize("module", ["trainer", "encode", "stream", "evaluation"])
+@pytest.mark.parametrize("module", ["trainer", "step", "rollouts", "encode", "stream", "evaluation"])
 def test_a_training_step_knows_the_backend_by_its_interface_alone(module: str) -> None:
     """It imports no implementation, and does not read which one was chosen."""
     tree = ast.parse((PACKAGE / f"train/{module}.py").read_text())
@@ -79,7 +79,8 @@ def test_a_training_step_knows_the_backend_by_its_interface_alone(module: str) -
 @pytest.mark.scenario("R35.C2", on="pure")
 def test_the_trainer_module_uses_no_parsing_matching_packing_or_backend_code() -> None:
     """The trainer handles rows and interfaces. The code that makes them is in other packages."""
-    imported = set(_imports(_tree("coordexp.train.trainer"), "coordexp.train.trainer"))
+    modules = ("coordexp.train.trainer", "coordexp.train.step")
+    imported = {name for module in modules for name in _imports(_tree(module), module)}
     owners = ("parse", "match", "correct", "segment", "target")
     engines = {"coordexp.rollout.colocate", "coordexp.rollout.hugging_face"}
     assert "coordexp.rollout.backend" in imported

@@ -58,12 +58,13 @@ class WatchedTrainer(RowTrainer):
         elif tokens > 1:  # a prompt, not the token after it
             self.decoded.append((self.state.global_step, rows))
 
-    def _prepare_inputs(self, inputs: Any) -> Any:
-        self.trained.append([(Path(example.image).name, example.channel) for example in inputs])
-        return super()._prepare_inputs(inputs)
+    def training_step(self, model: Any, inputs: Any, *options: Any) -> Any:
+        for row in inputs:
+            self.trained.append([(Path(example.image).name, example.channel) for example in row])
+        return super().training_step(model, inputs, *options)
 
     def seen(self) -> dict[str, Any]:
-        stream = self.stream
+        stream = self.step.stream
         taken = [stream.order.index(k) for k in range(stream.taken)]
         return {
             "sharded": all(isinstance(weight, DTensor) for weight in self.model.parameters()),

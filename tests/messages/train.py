@@ -11,16 +11,17 @@ import numpy as np
 from coordexp.answers.segment import Segment
 from coordexp.objective.carry import CarryBuffer, Example
 from coordexp.rollout.backend import Rollout, check_version
-from coordexp.train.callbacks import FillWarning, cut_metrics, summarise_rollouts
 from coordexp.train.checkpoints import MANIFEST, choose_checkpoint, saving
 from coordexp.train.folder import read_starts
 from coordexp.train.mixture import Mixture
+from coordexp.train.sinks import cut_metrics
 from coordexp.train.stopping import Health, StepNumbers, stop_line
 from coordexp.train.stream import RowStream, SampleOrder
+from coordexp.train.terminal import FillWarning, summarise_rollouts
 from tests.messages import provoke
 from tests.unit.train.test_checkpoint_choice import DAMAGES, flip, saved
-from tests.unit.train.test_printed_lines import LOGS
 from tests.unit.train.test_requests import DESCS, make_set, write
+from tests.unit.train.test_sinks import LOGS
 from tests.vocabularies import table
 
 STATE = SimpleNamespace(is_world_process_zero=True, global_step=1)
@@ -140,7 +141,7 @@ def a_sample_that_cannot_be_trained_on(folder, changes):
 
 @provoke(0.0, 3.0)
 def rows_that_are_not_full_while_segments_wait(folder, waiting):
-    FillWarning(0.85).on_log(None, STATE, None, logs={"packing/fill": 0.6, "packing/waiting": waiting})
+    FillWarning(0.85).log(STATE, {"packing/fill": 0.6, "packing/waiting": waiting})
 
 
 @provoke()

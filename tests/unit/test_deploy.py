@@ -20,7 +20,7 @@ from prometheus_client import CollectorRegistry
 from coordexp.cli import app
 from coordexp.config import load_settings
 from coordexp.servers.app import ServerMetrics
-from coordexp.train.prometheus import HELP
+from coordexp.train.sinks import HELP
 
 ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "deploy"

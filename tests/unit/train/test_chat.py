@@ -11,8 +11,8 @@ from coordexp.config.rollout import NoiseAnswers, RolloutMatching
 from coordexp.config.settings import Custom
 from coordexp.data import DataError, open_data
 from coordexp.rollout.backend import Rollout
-from coordexp.train.chat_evaluation import is_right
 from coordexp.train.encode import Encoder, StepIndex, TrainingSet
+from coordexp.train.evaluation import is_right
 from coordexp.train.metrics import StepMetrics
 from tests.scripted import Said
 from tests.unit.train.test_requests import SpelledPrompts

@@ -15,8 +15,8 @@ from typer.testing import CliRunner
 
 from coordexp.cli import app
 from coordexp.errors import DataError, UserError
+from coordexp.logs import say
 from coordexp.train import checkpoints
-from coordexp.train.callbacks import cut_metrics, say
 from coordexp.train.checkpoints import (
     MANIFEST,
     SaveError,
@@ -28,6 +28,7 @@ from coordexp.train.checkpoints import (
     sync_checkpoint,
     write_manifest,
 )
+from coordexp.train.sinks import cut_metrics
 from tests import zygote
 
 pytestmark = pytest.mark.timeout(60)

@@ -3,7 +3,7 @@
 from pathlib import Path
 from threading import Event
 
-from coordexp.train.checkpoint_hook import CheckpointHook
+from coordexp.train.checkpoints import CheckpointHook
 from tests.unit.config.trees import only_problem, stage1
 
 

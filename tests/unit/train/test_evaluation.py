@@ -1,15 +1,17 @@
 """How evaluation asks for answers. The backend is scripted and remembers its calls."""
 
 import json
+from dataclasses import replace
 
 import pytest
+from PIL import Image
 
 from coordexp.answers.formats import CoordTokenAnswers
 from coordexp.config.rollout import Decoding, RepeatTerminate, RolloutMatching
 from coordexp.data import TrueObject
 from coordexp.evaluate import check_predictions, read_predictions, read_truth
 from coordexp.rollout.backend import Decode
-from coordexp.train.evaluation import AnswerEvaluation, evenly_spaced
+from coordexp.train.evaluation import AnswerEvaluation, Asking, evenly_spaced
 from coordexp.train.stopping import Stopped
 from tests.scripted import QUESTIONS, Said, ScriptedBackend, write_training_set
 from tests.unit.answers.conftest import box
@@ -26,7 +28,8 @@ def test_evaluation_decodes_greedily_with_the_limit_and_the_guard_of_the_setting
     backend = ScriptedBackend({"a.png": Said("{}", "repeat")}, SMALL)
     cfg = RolloutMatching(max_new_tokens=77, decoding=Decoding(temperature=0.7), repeat_terminate=guard)
     answers = CoordTokenAnswers(SMALL)
-    AnswerEvaluation(cases.records, QUESTIONS, backend, lambda: iter(()), answers, cfg, tmp_path)(step=4)
+    asking = Asking(tmp_path)
+    AnswerEvaluation(cases.records, QUESTIONS, backend, lambda: iter(()), answers, cfg, asking)(step=4)
     ((request,),) = backend.calls
     assert request.decode == Decode(77, "greedy", guard=guard)
     assert backend.synced[0][1] == 4
@@ -41,7 +44,13 @@ def evaluation(tmp_path, **named):
     backend = ScriptedBackend({name: Said("{}") for name in NAMES}, SMALL)
     cfg = RolloutMatching(max_new_tokens=77)
     return backend, AnswerEvaluation(
-        cases.records, QUESTIONS, backend, lambda: iter(()), CoordTokenAnswers(SMALL), cfg, tmp_path, **named
+        cases.records,
+        QUESTIONS,
+        backend,
+        lambda: iter(()),
+        CoordTokenAnswers(SMALL),
+        cfg,
+        Asking(tmp_path, **named),
     )
 
 
@@ -87,6 +96,20 @@ def test_records_are_chosen_evenly_over_the_file(count, most, chosen):
     assert evenly_spaced(count, most) == chosen
 
 
+def test_some_images_are_shown_evenly_spaced_except_those_that_cannot_be_read(tmp_path):
+    shown = []
+    _, evaluate = evaluation(tmp_path)
+    for name in NAMES[:-1]:
+        Image.new("RGB", (64, 48)).save(tmp_path / name)
+    (tmp_path / NAMES[2]).write_bytes(b"not an image")
+    replace(evaluate, show=shown.extend, pictures=3)(step=1)
+    assert [(image.size, report.comparison.record.image) for image, report, _ in shown] == [
+        ((64, 48), NAMES[0]),
+        ((64, 48), NAMES[1]),
+        ((64, 48), NAMES[3]),
+    ]
+
+
 def test_predictions_of_a_part_are_numbered_by_the_classes_of_all_records(tmp_path):
     """`coordexp evaluate` can then compare them with the whole file."""
     names = dict(zip(NAMES, ("zebra", "ant", "cow", "bee", "dog"), strict=True))
@@ -98,8 +121,8 @@ def test_predictions_of_a_part_are_numbered_by_the_classes_of_all_records(tmp_pa
     }
     backend = ScriptedBackend(said, SMALL)
     cfg, answers = RolloutMatching(max_new_tokens=77), CoordTokenAnswers(SMALL)
-    part = AnswerEvaluation(cases.records, QUESTIONS, backend, lambda: iter(()), answers, cfg, tmp_path, samples=2)
-    part(step=1)
+    asking = Asking(tmp_path, samples=2)
+    AnswerEvaluation(cases.records, QUESTIONS, backend, lambda: iter(()), answers, cfg, asking)(step=1)
     written = read_predictions(tmp_path / "evaluations/step-1.json")
     assert len(written.detections) == 2
     check_predictions(written, read_truth(cases.records))

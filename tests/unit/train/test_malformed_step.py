@@ -88,7 +88,7 @@ def test_a_step_on_malformed_answers_completes_in_one_forward_pass_changes_the_w
     )
     prompts = PromptBuilder(AutoProcessor.from_pretrained(model), loaded.settings.custom.prompt)
     backend = ScriptedBackend(SCRIPT, table, prompt_ids=tuple(prompts.ids(64, 48)))
-    monkeypatch.setattr(run, "backend_for", lambda *_, **__: backend)
+    monkeypatch.setattr(run.Assembly, "backend", backend)
     monkeypatch.setattr(run.StopOnSignal, "listen", lambda _: None)  # leaves the signals of this process alone
     assert run.prepare(loaded).run().steps == 1
     assert [len(call) for call in backend.calls] == [4]

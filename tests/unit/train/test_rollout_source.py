@@ -102,9 +102,12 @@ class Learner:
         """Return what is trained on in each step: images, ids and versions, by micro-step."""
         trained = []
         for _ in range(steps):
-            step = self.source.next_step()
-            versions = [[rollout.version for rollout in rollouts] for _, rollouts in step]
-            rows = [self.stream.pack(self.encoder.encode(batch, rollouts)) for batch, rollouts in step]
+            self.source.begin_step()
+            rows, versions = [], []
+            for _ in range(self.stream.accumulation):
+                batch, rollouts = self.source.take()
+                versions.append([rollout.version for rollout in rollouts])
+                rows.append(self.stream.pack(self.encoder.encode(batch, rollouts)))
             self.source.ask_ahead()
             examples = [
                 [(example.image, example.channel, tuple(example.segment.ids)) for example in row] for row in rows
@@ -163,8 +166,6 @@ def check_resume(make: Callable[[], Learner], folder: Path, first: int) -> list:
     whole, begun, resumed = make().train(8), make(), make()
     before = begun.train(first)
     begun.source.save(folder)
-    begun.stream.save(folder)
-    resumed.stream.load(folder)
     resumed.source.load(folder)
     resumed.backend.sync(no_weights, version=first)  # as at the start of every run
     assert before + resumed.train(8 - first) == whole
@@ -179,14 +180,37 @@ def test_a_resumed_run_trains_on_the_rollouts_that_were_asked_for_before(tmp_pat
     check_resume(lambda: Learner(tmp_path, max_staleness, room=room), tmp_path, first)
 
 
+@pytest.mark.parametrize("b_ratio", [Fraction(0), Fraction(1)])
+def test_without_rollouts_each_micro_batch_is_planned_when_the_one_before_it_is_packed(tmp_path, b_ratio):
+    learner, events = Learner(tmp_path, 0, b_ratio=b_ratio, room=220), []
+
+    def note(name):
+        original = getattr(learner.stream, name)
+
+        def call(*arguments):
+            events.append(name)
+            return original(*arguments)
+
+        setattr(learner.stream, name, call)
+
+    note("plan_micro_step")
+    note("pack")
+    learner.train(2)
+    plan, pack = "plan_micro_step", "pack"
+    assert events == ([plan, plan, pack, pack] if b_ratio else [plan, pack, plan, pack]) * 2
+    if not b_ratio:
+        learner.source.begin_step()
+        learner.source.take()
+        with pytest.raises(AssertionError, match="packed"):
+            learner.source.take()
+
+
 def test_rollouts_that_nobody_could_make_before_the_run_ended_are_made_after_a_resume(tmp_path):
     begun = Learner(tmp_path, 1)
     begun.backend.lost = {1, 2}
     begun.train(3)
     begun.source.save(tmp_path)
-    begun.stream.save(tmp_path)
     resumed = Learner(tmp_path, 1)
-    resumed.stream.load(tmp_path)
     resumed.source.load(tmp_path)
     ((_, of_step_3),) = resumed.train(1)
     assert of_step_3 == [[2, 3], [3, 2]], "2 of the 4 rollouts have the weights of now"

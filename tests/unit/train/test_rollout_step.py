@@ -21,8 +21,8 @@ from coordexp.rollout.backend import Decode, request_seed
 from coordexp.train import run
 from coordexp.train.encode import StepIndex, takes_rollouts
 from coordexp.train.metrics import RATES, SUMS, StepMetrics
+from coordexp.train.step import OptimizerStep
 from coordexp.train.stream import RowStream, SampleOrder
-from coordexp.train.trainer import RowTrainer
 from tests.rollouts import PROMPT, answer_text
 from tests.scripted import Said, ScriptedBackend, write_training_set
 from tests.steps import RolloutStep
@@ -339,12 +339,13 @@ def test_the_trainer_and_its_rollouts_are_given_the_loaders_own_contract(tmp_pat
     """It says how the stream packs. Requests have the seed of the run."""
     backend = {"rollout_matching__rollout_backend": "hf"}
     settings, given = handed_over(tmp_path, monkeypatch, training__seed=23, **backend, **PACKED)
-    contract = given["rollout_matching_cfg"]
+    step = given["step"]
+    contract = step.rollout_matching_cfg
     assert contract == settings.rollout_matching_cfg
-    assert given["encoder"].rollout_matching_cfg is contract
-    assert given["encoder"].training_set.settings is contract
-    assert given["encoder"].seed == 23
-    buffer = given["stream"].buffer
+    assert step.encoder.rollout_matching_cfg is contract
+    assert step.encoder.training_set.settings is contract
+    assert step.encoder.seed == 23
+    buffer = step.stream.buffer
     assert contract.packing
     assert (buffer.limit, buffer.min_fill_ratio, buffer.capacity) == (4, 0.5, 16000)
     assert (contract.packing_buffer, contract.packing_min_fill_ratio, contract.packing_length) == (4, 0.5, 16000)
@@ -359,7 +360,7 @@ def test_packing_is_read_from_the_contract_and_not_from_the_training_section(tmp
 
     monkeypatch.setattr(Settings, "rollout_matching_cfg", property(other))
     _, given = handed_over(tmp_path, monkeypatch, rollout_matching__rollout_backend="hf", **PACKED)
-    assert (given["stream"].buffer.limit, given["stream"].buffer.capacity) == (9, 777)
+    assert (given["step"].stream.buffer.limit, given["step"].stream.buffer.capacity) == (9, 777)
 
 
 @pytest.mark.scenario("R20.C4", on="fake")
@@ -389,11 +390,11 @@ class RecordingBuffer(CarryBuffer):
         return super().draw(leave)
 
 
-def packing(step: Step, capacity: int, events: list | None = None) -> RowTrainer:
-    """Return a trainer that takes four samples, in file order, per micro-step."""
+def packing(step: Step, capacity: int, events: list | None = None) -> OptimizerStep:
+    """Return a step that takes four samples, in file order, per micro-step."""
     order = SampleOrder(4, 0, 1, seed=0, shuffled=False)
     buffer = RecordingBuffer(capacity, [] if events is None else events)
-    return step.collect.trainer(RowStream(order, 4, buffer, max_length=capacity))
+    return step.collect.on(RowStream(order, 4, buffer, max_length=capacity))
 
 
 @pytest.mark.scenario("R06.C1", "R06.S2", "R14.C1", on="fake")
@@ -434,8 +435,8 @@ def test_ground_truth_and_rollouts_are_packed_by_the_same_scheduler_into_the_sam
     """The correction of an empty answer is the ground truth, so both channels have the same segments."""
     rows = []
     for b_ratio in (Fraction(0), Fraction(1)):
-        trainer = packing(Step(tmp_path, TRUTH, {name: Said("") for name in TRUTH}, b_ratio=b_ratio), 200)
-        micro_steps = [trainer.collect_examples()[0] for _ in range(12)]
+        stepping = packing(Step(tmp_path, TRUTH, {name: Said("") for name in TRUTH}, b_ratio=b_ratio), 200)
+        micro_steps = [stepping.collect_examples()[0] for _ in range(12)]
         assert {example.channel for row in micro_steps for example in row} == {"B" if b_ratio else "A"}
         rows.append([[(example.image, len(example)) for example in row] for row in micro_steps])
     assert rows[0] == rows[1]
@@ -479,9 +480,9 @@ def test_each_of_several_rollouts_of_a_sample_is_checked(tmp_path, monkeypatch, 
 @pytest.mark.parametrize("rank", [0, 3])
 def test_each_request_has_the_seed_of_its_place(tmp_path, rank):
     step = Step(tmp_path, TRUTH, SCRIPT, rank=rank)
-    trainer = accumulating(step, micro_steps=3)
-    trainer.collect_examples()
-    trainer.collect_examples()
+    stepping = accumulating(step, micro_steps=3)
+    stepping.collect_examples()
+    stepping.collect_examples()
     assert [[request.seed for request in call] for call in step.backend.calls] == [
         [request_seed(17, number, micro, rank, k) for micro in range(3) for k in range(4)] for number in range(2)
     ]
@@ -500,16 +501,16 @@ def test_micro_steps_are_numbered_in_the_order_of_the_data(tmp_path):
 @pytest.mark.scenario("R08.C2", on="fake")
 def test_weights_are_sent_once_a_step_and_before_its_first_answer(tmp_path):
     step = Step(tmp_path, TRUTH, SCRIPT)
-    trainer = accumulating(step, micro_steps=3)
+    stepping = accumulating(step, micro_steps=3)
     for _ in range(2):
-        trainer.collect_examples()
+        stepping.collect_examples()
     assert step.backend.synced == [(weights, 0), (weights, 1)]
 
 
-def accumulating(step: Step, micro_steps: int, samples: int = 4) -> RowTrainer:
-    """Return a trainer that takes some samples, in file order, in each of several micro-steps."""
+def accumulating(step: Step, micro_steps: int, samples: int = 4) -> OptimizerStep:
+    """Return a step that takes some samples, in file order, in each of several micro-steps."""
     order = SampleOrder(4, 0, 1, seed=0, shuffled=False)
-    return step.collect.trainer(RowStream(order, samples, None, max_length=9999, accumulation=micro_steps))
+    return step.collect.on(RowStream(order, samples, None, max_length=9999, accumulation=micro_steps))
 
 
 SEVERAL = RolloutMatching(rollouts_per_sample=3, decoding={"temperature": 0.7})
@@ -597,8 +598,8 @@ def test_counters_depend_on_which_objects_match_and_not_on_how_well(tmp_path):
 
 def split_rows(lengths: list[int], *, cap: int = 10, packing: bool = False) -> list[list[int]]:
     contract = SimpleNamespace(packing=packing, packing_length=cap)
-    trainer = SimpleNamespace(rollout_matching_cfg=contract, _add_waited=None)
-    return [[len(part) for part in row] for row in RowTrainer._split_rows(trainer, tuple(map(range, lengths)))]
+    step = SimpleNamespace(rollout_matching_cfg=contract, _add_waited=None)
+    return [[len(part) for part in row] for row in OptimizerStep._split_rows(step, tuple(map(range, lengths)))]
 
 
 @pytest.mark.scenario("R05.C2", on="fake")

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 
-from coordexp.train.trainer import RowLoader
+from coordexp.train.step import RowLoader
 
 CPU = torch.device("cpu")
 pytestmark = pytest.mark.timeout(20)

@@ -17,12 +17,12 @@ from coordexp.answers.segment import Role
 from coordexp.data import BINS
 from coordexp.objective.carry import CarryBuffer, ExampleId
 from coordexp.objective.collate import Collator
-from coordexp.objective.pipeline import LossTally, Objective
+from coordexp.objective.pipeline import Objective
 from coordexp.objective.split import Split, SplittingHead
 from coordexp.train.encode import StepIndex
-from coordexp.train.metrics import TraceWriter, trace
+from coordexp.train.metrics import StepMetrics, TraceWriter, trace
+from coordexp.train.step import OptimizerStep
 from coordexp.train.stream import RowStream, SampleOrder
-from coordexp.train.trainer import RowTrainer
 from tests.dumped import SMALL, TRUTH, dump_writer, dumping
 from tests.rows import DIAGNOSTICS, settings
 
@@ -65,14 +65,17 @@ class FakeModel:
 
 def train_on(row, logits, writer=None, done=0) -> tuple[torch.Tensor, torch.Tensor]:
     """Return loss and gradient when this row is a whole step, after `done` others."""
-    trainer = RowTrainer.__new__(RowTrainer)
-    trainer.set_tally = None
-    trainer.objective, trainer.tally, trainer.trace = OBJECTIVE, LossTally(OBJECTIVE), writer
-    trainer.state = SimpleNamespace(global_step=done)
     leaf, counts = logits.clone().requires_grad_(), sum(span.counts for span in row.spans)
     model = FakeModel(leaf)
-    trainer.learner = SimpleNamespace(head=SplittingHead(model))
-    loss = trainer.compute_loss(model, row, num_items_in_batch=counts)
+    step = OptimizerStep(
+        rollouts=SimpleNamespace(stream=None, encoder=None, metrics=StepMetrics()),
+        objective=OBJECTIVE,
+        head=SplittingHead(model),
+        loader=None,
+        rollout_matching_cfg=None,
+        trace=writer,
+    )
+    loss = step.compute_loss(model, row, counts, done + 1)
     loss.backward()
     return loss.detach(), leaf.grad
 
@@ -190,12 +193,12 @@ class Process:
         collect, dumps = dumping(folder, every=100)
         order = SampleOrder(len(TRUTH), 0, 1, seed=1, shuffled=False)
         self.stream = RowStream(order, 3, CarryBuffer(LENGTH, 9), max_length=LENGTH)
-        self.trainer = collect.trainer(self.stream)
+        self.step = collect.on(self.stream)
         self.writer = TraceWriter(OBJECTIVE, dumps)
 
     def train(self, first: int, last: int) -> None:
         for step in range(first, last):
-            row = COLLATE(self.trainer.collect_examples()[0])
+            row = COLLATE(self.step.collect_examples()[0])
             train_on(row, logits_for(row, seed=step), self.writer, done=step)
 
 

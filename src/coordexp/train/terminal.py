@@ -1,0 +1,136 @@
+"""What a run shows in the terminal: a progress bar, the results, and warnings about rows that are not full."""
+
+import time
+from typing import Any
+
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from coordexp.logs import say
+from coordexp.tasks import TELL_EVERY_S, describe_progress
+from coordexp.train.sinks import Sink
+
+QUIET = 2.0  # seconds of an evaluation before its progress is shown
+RESULTS = ("eval_f1_50", "eval_recall_50", "eval_precision_50", "eval_ap")
+
+
+class Bar(Sink):
+    """The progress bar: steps, rate, time left and loss, with the results of evaluations above it. In a log, plain
+    lines."""
+
+    def __init__(self) -> None:
+        self._progress: Progress | None = None
+        self._task: Any = None
+        self._description = "training"
+        self._evaluating_since = self._show_at = 0.0  # when the progress of an evaluation is shown next
+
+    def begin(self, state: Any) -> None:
+        columns = (
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[rate]}"),
+            TimeRemainingColumn(elapsed_when_finished=True),
+        )
+        self._progress = Progress(*columns)
+        self._task = self._progress.add_task(
+            self._description, total=state.max_steps, completed=state.global_step, rate=""
+        )
+        self._start = time.time(), state.global_step
+        if self._progress.console.is_terminal:
+            self._progress.start()
+
+    def end_step(self, state: Any) -> None:
+        assert self._progress is not None
+        since, first = self._start
+        rate = (time.time() - since) / max(1, state.global_step - first)
+        self._progress.update(self._task, completed=state.global_step, rate=f"{rate:.2f} s/step")
+
+    def log(self, state: Any, values: dict[str, float]) -> None:
+        assert self._progress is not None
+        console, step = self._progress.console, state.global_step
+        if "loss" in values:
+            self._description = f"loss {values['loss']:.4f}"
+            self._progress.update(self._task, description=self._description)
+        results = "  ".join(
+            f"{name.removeprefix('eval_')} {value:.3f}"
+            for name, value in values.items()
+            if name in RESULTS or name.startswith("eval_accuracy_")
+        )
+        if results:
+            console.print(f"step {step}: {results}")
+        elif "loss" in values and (summary := summarise_rollouts(values)):
+            console.print(f"step {step}/{state.max_steps}  {summary}", soft_wrap=True)
+        elif not console.is_terminal and "loss" in values:
+            console.print(f"step {step}/{state.max_steps}  loss {values['loss']:.4f}")
+
+    def show_evaluation(self, done: int, total: int) -> None:
+        """Show how many images of an evaluation are done, beginning with 0: in the bar, or in a log as a line
+        now and then. A short evaluation is not shown."""
+        if self._progress is None:  # on other ranks
+            return
+        now, text = time.monotonic(), f"evaluating {done:,} of {total:,}"
+        if done == 0:
+            self._evaluating_since, self._show_at = now, now + QUIET
+        elif done >= total:
+            self._progress.update(self._task, description=self._description)
+        elif now >= self._show_at and self._progress.console.is_terminal:
+            self._progress.update(self._task, description=text)
+        elif now >= self._show_at:
+            self._show_at = now + TELL_EVERY_S
+            rate = done / (now - self._evaluating_since)
+            self._progress.console.print(describe_progress("evaluating", done, total, rate))
+
+    def close(self) -> None:
+        """Leave the terminal as it was, however the run ends."""
+        if self._progress is not None:
+            self._progress.stop()
+
+
+def summarise_rollouts(logs: dict[str, float]) -> str | None:
+    """Return one line on the rollouts, their correction, and where the time went. Return None if there were
+    none."""
+    if "rollout/answers" not in logs:
+        return None
+    true, matched = int(logs["match/true"]), int(logs["match/matched"])
+    odd = {
+        "invalid": logs["parse/invalid"],
+        "unreadable": logs["rollout/unreadable"],
+        "cut off": logs["rollout/cut_off"],
+        "looped": logs["rollout/looped"],
+    }
+    spent = {name: logs.get(f"time/{name}", 0.0) for name in ("sync", "rollout", "compute", "waited")}
+    times = [f"{name} {seconds:.1f}" for name, seconds in spent.items() if name != "sync" or seconds >= 0.05]
+    parts = [
+        f"loss {logs['loss']:.4f}",
+        f"{int(logs['rollout/answers'])} answers: found {matched} of {true}, {int(logs['match/extra'])} extra",
+        *(f"{int(count)} {name}" for name, count in odd.items() if count),
+    ]
+    return f"{', '.join(parts)}  [{logs.get('time/step', 0.0):.1f} s: {', '.join(times)}]"
+
+
+class FillWarning(Sink):
+    """Warns when packed rows are filled less than `packing_min_fill_ratio`, on average over the rows of all ranks
+    between two log lines. It warns once, and again only if rows were full enough in between."""
+
+    def __init__(self, min_fill_ratio: float) -> None:
+        self._min_fill_ratio = min_fill_ratio
+        self._warned = False
+
+    def log(self, state: Any, values: dict[str, float]) -> None:
+        if "packing/fill" not in values:
+            return
+        fill, waiting = values["packing/fill"], values["packing/waiting"]
+        underfull = fill < self._min_fill_ratio
+        if underfull and not self._warned:
+            advice = (
+                "few segments wait for a row: start a new run with a larger "
+                "training.per_device_train_batch_size or a smaller global_max_length"
+                if waiting < 1
+                else f"{waiting:.1f} segments are waiting because they did not fit: start a new run with a larger "
+                "global_max_length, so that more of them share a row"
+            )
+            say(
+                f"warning: step {state.global_step}: packed rows are filled to {fill:.3f} on average, and "
+                f"training.packing_min_fill_ratio is {self._min_fill_ratio:g}; {advice}"
+            )
+        self._warned = underfull
