@@ -1,9 +1,10 @@
 """The memory of a run on GPUs: one table of parts for each process, from formulas.
 
 `coordexp plan` prints the tables, and `coordexp launch` refuses what cannot fit. The formulas count the tensors
-that autograd keeps, from the code of Qwen3-VL in transformers. `tests/unit/launch/test_memory_measured.py`
-compares them with real training steps of small models, and with PyTorch's own accounting of a 4B model. Nothing
-was measured on a GPU: what CUDA, NCCL and vLLM need beside tensors are constants. This module imports no torch.
+that autograd keeps, from the code of Qwen3-VL in transformers. They are compared with real training steps of small
+models (`tests/unit/launch/test_memory_measured.py`), and with PyTorch's own accounting of a 4B model
+(`tests/integration/test_memory_of_4b.py`). Nothing was measured on a GPU: what CUDA, NCCL and vLLM need beside
+tensors are constants. This module imports no torch.
 """
 
 import math

@@ -164,7 +164,7 @@ def test_other_rollouts_and_an_adapter_can_be_planned_for_the_same_config():
     details = json.loads(result.stdout)["details"]
     assert details["rollouts"] == "hf" and [use["role"] for use in details["gpus"]] == ["learner"]
     servers, split = load_for_gpus(COLOCATE, 4, 2, "server")
-    assert choose_rollouts(servers) == "server" and len(split.learners) == 2
+    assert choose_rollouts(servers) == "server" and split == ((0, 1), (2, 3))
 
 
 def test_a_missing_checkpoint_is_reported_with_the_way_out():

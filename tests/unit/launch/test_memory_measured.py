@@ -2,6 +2,7 @@
 
 Small models of several shapes are trained with and without gradient checkpointing, in float32, in 16 bits on
 float32 weights, and with an adapter on 16-bit weights. A dispatch mode counts the bytes of all live tensors.
+`tests/integration/test_memory_of_4b.py` does the same at real size.
 """
 
 import weakref
