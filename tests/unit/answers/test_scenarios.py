@@ -352,7 +352,7 @@ def test_no_token_of_the_prompt_is_supervised_even_where_it_is_a_coordinate(core
     assert (segment.roles == Role.matched_coord).sum() == 4
 
 
-@pytest.mark.scenario("R35.S1", on="pure")
+@pytest.mark.scenario("R35.C1", "R35.S1", on="pure")
 def test_parsing_is_importable_without_the_trainer():
     code = (
         "import coordexp.answers.correct, coordexp.answers.formats, coordexp.data, sys;"
