@@ -20,19 +20,21 @@ from coordexp.data import BINS
 from coordexp.dumps import FOLDER, FOLLOWED, FORMAT, NOT_A_DUMP, TRACE_FORMAT, step_files, trace_file
 from coordexp.errors import DataError, explain
 from coordexp.files import read_json_lines
+from coordexp.pages.cards import explain_missing_image, make_thumbnail
 from coordexp.pages.curves import NOT_WRITTEN_BY_A_RUN
-from coordexp.pages.document import escape_text, read_asset, render_document, render_header, render_pager
-from coordexp.pages.images import explain_missing_image, make_thumbnail
+from coordexp.pages.document import render_page
 from coordexp.pages.rollout_sample import show_sample, summarise_sample
 from coordexp.pages.run_folder import RESOLVED, Run
 
 SIDE = 640  # pixels of an image on the page, at most
 PLACE = ("step", "micro", "record")
-SCRIPTS = ("rollouts_data.js", "rollouts_image.js", "rollouts_tokens.js", "rollouts_objects.js", "rollouts.js")
-CONTROLS = (
-    '<button type="button" id="news" hidden></button><label>show <select id="filter"></select></label>'
-    f'<label>order <select id="order"></select></label>{render_pager("sample", ("k", "j"))}'
-    '<button type="button" id="help" aria-label="Keys" title="Keys (?)">?</button>'
+SCRIPTS = (
+    "common.js",
+    "rollouts_data.js",
+    "rollouts_image.js",
+    "rollouts_tokens.js",
+    "rollouts_objects.js",
+    "rollouts.js",
 )
 T = TypeVar("T")
 
@@ -162,19 +164,18 @@ def render_inspector(
 ) -> str:
     """`samples` are in the order of the index. `images` are data URLs by the ids that the index uses."""
     data: dict[str, Any] = {"index": {**index, "live": live}}
-    data.update((f"sample-{k}", sample) for k, sample in enumerate(samples))
-    data.update(images)
+    data |= {f"sample-{k}": sample for k, sample in enumerate(samples)}
     held, total = len(index["samples"]), max(len(index["samples"]), index["total"])
-    scope = f"{f'{held:,} of ' if held < total else ''}{total:,} answer{'' if total == 1 else 's'}"
-    link = f'<a id="report" href="{escape_text(report)}">report</a>' if report else ""
-    header = render_header("rollouts", index["run"], scope, link + CONTROLS)
-    return render_document(
-        f"Rollouts of {index['run']}",
-        header + read_asset("rollouts.html"),
+    return render_page(
+        "rollouts.html",
+        title=f"Rollouts of {index['run']}",
         styles=("page.css", "rollouts.css"),
         scripts=SCRIPTS,
-        data=data,
+        data=data | dict(images),
         live=live,
+        run=index["run"],
+        scope=f"{f'{held:,} of ' if held < total else ''}{total:,} answer{'' if total == 1 else 's'}",
+        report=report,
     )
 
 

@@ -32,6 +32,7 @@ NAMES = ("training.output_dir", "training.run_name", "training.logging_dir", "tr
 LETTERS = "ABCDEFGH"  # each has its own colour, dashes and mark in the page's style
 SECRET = re.compile(r"(^|_)(token|password|secret|api_key|credentials)$")
 HIDDEN = "(not shown)"
+MAX_LETTERS = 90  # of a value in a table
 
 T = TypeVar("T")
 
@@ -227,6 +228,17 @@ class LoggedRun:
         return dict(self.run.latest_start.data or {})
 
     @property
+    def planned_steps(self) -> int:
+        """The number of steps that the run was to take; 0 if it was limited by epochs."""
+        steps = self.run.training.get("max_steps")
+        return steps if type(steps) is int and steps > 0 else 0
+
+    def term_weight(self, term: str) -> float | None:
+        """Return the weight of a loss term in `run.json`; None if it is not named there or is a diagnostic."""
+        objective = self.run.latest_start.objective
+        return next((row.weight for row in objective.terms if row.term == term), None) if objective else None
+
+    @property
     def last_step(self) -> int:
         """The last step that was logged; 0 if none was."""
         return max((int(series.steps[-1]) for series in self.log.values() if len(series)), default=0)
@@ -289,15 +301,8 @@ def flatten_settings(settings: Mapping[str, Any], path: str = "") -> dict[str, A
                 fields = {name: field for name, field in item.items() if name != "name"}
                 flat |= flatten_settings(fields, f"{here}[{item.get('name', k)}]")
         else:
-            flat[here] = _hide_secret(str(key), value)
+            flat[here] = HIDDEN if isinstance(value, str) and SECRET.search(str(key)) else value
     return flat
-
-
-def hide_secrets(value: Any, key: str = "") -> Any:
-    """Return a copy of settings in which secrets are replaced by a remark."""
-    if isinstance(value, dict):
-        return {name: hide_secrets(child, str(name)) for name, child in value.items()}
-    return [hide_secrets(child) for child in value] if isinstance(value, list) else _hide_secret(key, value)
 
 
 def find_differences(groups: Sequence[RunGroup]) -> dict[str, tuple[Any, ...]]:
@@ -309,8 +314,10 @@ def find_differences(groups: Sequence[RunGroup]) -> dict[str, tuple[Any, ...]]:
     return {path: row for path, row in rows.items() if any(value != row[0] for value in row)}
 
 
-def _hide_secret(key: str, value: Any) -> Any:
-    return HIDDEN if isinstance(value, str) and SECRET.search(key) else value
+def format_value(value: Any) -> str:
+    """Return the value of a setting as a table shows it."""
+    text = "-" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+    return text if len(text) <= MAX_LETTERS else f"{text[: MAX_LETTERS - 3]}..."
 
 
 def _check_unique(runs: Sequence[LoggedRun]) -> None:

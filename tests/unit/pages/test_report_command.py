@@ -114,66 +114,15 @@ def test_terms_are_drawn_times_their_weight_and_add_up_to_the_loss(tmp_path):
     assert loss == pytest.approx([a + b for a, b in zip(struct, w1, strict=True)], rel=1e-3)
 
 
-def test_the_entropy_of_soft_targets_is_subtracted_from_the_loss_in_a_chart_of_its_own(tmp_path):
-    """The loss is 6 + 2 / step: 0.5 times 12 nats of entropy, and 0.5 times a divergence that falls to 0.4."""
-    logged = [
-        {
-            "step": k,
-            "seconds": 1.0 * k,
-            "loss": 6 + 2 / k,
-            "coord_reg/soft_ce": 12 + 4 / k,
-            "coord_reg/soft_kl": 4 / k,
-        }
-        for k in range(1, 11)
-    ]
-    term = {"channels": ["A", "B"], "divided_by": ["coord"]}
-    terms = [
-        {"term": "coord_reg/soft_ce", "weight": 0.5} | term,
-        {"term": "coord_reg/soft_kl", "weight": None} | term,
-    ]
-    text = page_of(write_run(tmp_path / "one", logged, starts=[manifest(objective={"terms": terms})]))
-    charts = json.loads(re.search(r'id="curves">(.*?)</script>', text)[1])["charts"]
-    expected = pytest.approx([2 / k for k in range(1, 11)], rel=1e-3)
-    assert charts["loss:learnable"][0]["v"][0] == charts["loss:coord_reg/soft_kl"][0]["v"][0] == expected
-    assert "in the last line with soft targets, A 6 of it is their entropy" in text
-    assert "loss:learnable" not in page_of(write_run(tmp_path / "other"))
-
-
-def test_a_mixture_has_charts_of_each_data_set_and_of_each_set_of_questions(tmp_path):
-    of_sets = {"set/scenes/loss": 2.0, "set/scenes/tokens": 90.0, "set/questions/loss": 0.5}
-    logged = [line | of_sets for line in lines()] + [evaluation_line(10, accuracy_questions=0.75)]
-    text = page_of(write_run(tmp_path / "one", logged))
-    charts = json.loads(re.search(r'id="curves">(.*?)</script>', text)[1])["charts"]
-    assert {name for name in charts if name.startswith(("sets:", "chat:"))} == {
-        *(f"sets:{name}" for name in of_sets),
-        "chat:eval_accuracy_questions",
-    }
-    assert charts["chat:eval_accuracy_questions"][0]["v"] == [[0.75]]
-    assert "questions loss" in text and "Data sets of the mixture" in text
-
-
-def test_what_a_run_lacks_is_listed_with_the_reason_and_not_drawn(tmp_path):
-    text = page_of(write_run(tmp_path / "one", [*lines(rollouts=False), END]))
-    assert "<b>Training answers: recall</b>: no step had rollouts" in text
-    assert "<b>Packing</b>: training.packing is off" in text
-    assert 'id="recall"' not in text
-
-
 def test_a_chart_of_zeros_is_mentioned_and_not_drawn(tmp_path):
     text = page_of(write_run(tmp_path / "one"))
-    assert "0 throughout: looped." in text and "ends:rollout/looped" not in text
-
-
-def test_a_loss_that_falls_far_has_a_logarithmic_scale_too(tmp_path):
-    far = page_of(write_run(tmp_path / "far"))
-    near = page_of(write_run(tmp_path / "near", [{"step": k, "seconds": 1.0, "loss": 4.0 + k} for k in (1, 2)]))
-    assert 'class="chart log"' in far and 'class="chart log"' not in near
+    assert "0 throughout: looped" in text and "answers:rollout/looped" not in text
 
 
 def test_steps_without_rollouts_are_skipped(tmp_path):
     text = page_of(write_run(tmp_path / "one", [*lines(every=3), END]))
     curves = json.loads(re.search(r'id="curves">(.*?)</script>', text)[1])
-    (recall,) = curves["charts"]["recall:match/recall"]
+    (recall,) = curves["charts"]["answers:match/recall"]
     assert curves["steps"][recall["x"]] == [3, 6, 9]
 
 
@@ -184,8 +133,7 @@ def test_a_running_run_is_read_up_to_its_last_complete_line(tmp_path):
 
 def test_a_run_that_has_logged_nothing_yet_has_a_page(tmp_path):
     text = page_of(write_run(tmp_path / "one", []))
-    assert "no step was logged" in text and "<b>Loss</b>: no step was logged: the run has just begun" in text
-    assert "<b>Training answers: recall</b>: no step was logged" in text
+    assert "no step was logged" in text and text.count("Nothing was logged.") == 3
 
 
 def test_a_loss_that_is_not_a_number_is_a_gap_and_a_cross(tmp_path):
@@ -203,12 +151,16 @@ def test_everything_from_the_run_is_written_as_text(tmp_path):
     logged = [line | {"coord_diag/<img src=x>": 1.0, "parse/invalid/<b>": 1.0} for line in lines()]
     text = page_of(write_run(tmp_path / "<b>one", logged, tree, [start]))
     seen = CheckedPage(text).seen
-    assert "img" not in seen and seen.count("script") == 2
-    assert "&lt;img src=x onerror" in text
+    assert "img" not in seen and seen.count("script") == 3
+    assert "&lt;b&gt;one" in text
 
 
 def test_secrets_in_settings_are_not_on_the_page(tmp_path):
-    assert "very-secret" not in page_of(write_run(tmp_path / "one", tree=settings(hub_token="very-secret")))
+    folders = [tmp_path / name for name in ("one", "other")]
+    for k, folder in enumerate(folders):
+        write_run(folder, tree=settings(output_dir=str(folder), learning_rate=k, hub_token=f"very-secret-{k}"))
+    text = page_of(*folders, "--out", folders[0] / "report.html")
+    assert "training.learning_rate" in text and "very-secret" not in text
 
 
 def test_seeds_are_one_group_with_a_band(tmp_path):
@@ -251,7 +203,7 @@ def test_the_settings_in_which_groups_differ_are_listed_with_each_group_at_the_t
     for k, folder in enumerate(folders):
         write_run(folder, tree=settings(output_dir=str(folder), **dict.fromkeys(names, f"<{k}>")))
     text = page_of(*folders, "--out", folders[0] / "report.html")
-    first, second = re.findall(r'<p class="differing">(.*?)</p>', text)
+    first, second = re.findall(r'<p class="differing">(.*?)</p>', text, re.S)
     assert second.startswith("<span><code>training.key_0</code> <b>&lt;1&gt;</b></span>")
     assert first.count("<span>") == 6 and first.endswith('<a href="#settings">2 more settings differ</a>')
     assert text.index('class="differing"') < text.index('id="loss"') < text.index('id="settings"')
@@ -389,7 +341,7 @@ def test_a_file_that_could_exhaust_its_reader_is_reported_with_its_name(tmp_path
 @pytest.mark.parametrize("step", [None, -1.0])
 def test_steps_without_a_duration_are_reported_as_not_timed(tmp_path, step):
     line = {"step": 1, "loss": 1.0, "seconds": None, "time/step": step}
-    assert "<b>Where the time goes</b>: no step was timed" in page_of(write_run(tmp_path / "one", [line]))
+    assert "No step was timed" in page_of(write_run(tmp_path / "one", [line]))
 
 
 def test_dumped_steps_link_to_the_inspector_and_count_as_the_log_does(tmp_path):
@@ -400,7 +352,7 @@ def test_dumped_steps_link_to_the_inspector_and_count_as_the_log_does(tmp_path):
     result = run(folder)
     assert f"`coordexp inspect '{folder}'` makes it" in result.stdout
     text = (folder / "report.html").read_text()
-    assert f"<code>coordexp inspect &#x27;{folder}&#x27;</code>" in text and "inspect.html" not in text
+    assert f"<code>coordexp inspect &#39;{folder}&#39;</code>" in text and "inspect.html" not in text
     (folder / "inspect.html").write_text("")
     (tmp_path / "pages").mkdir()
     run(folder, "--out", tmp_path / "pages" / "r.html")
