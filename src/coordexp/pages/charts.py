@@ -17,7 +17,7 @@ from coordexp.pages.curves import SMOOTH_FROM, Curve, Floats, smooth
 LEFT, RIGHT, TOP, BOTTOM = 46, 8, 8, 20  # margins around the plotting area
 SMALL, LARGE = (320, 148), (664, 300)
 MARKED_POINTS = 30  # up to which every point has a mark
-MARK_ROW, AXIS_ROW = 13, 12  # heights below a chart: of a row of step marks, and of the name of the axis
+AXIS_ROW = 12  # height of the name of the axis, below a chart
 
 TICK_GAPS = (1.0, 2.0, 2.5, 5.0, 10.0)
 MIN_DIGITS = 3  # of a tick
@@ -38,18 +38,6 @@ class Scale:
 
 
 @dataclass(frozen=True)
-class StepMark:
-    """A triangle under a chart: a step with dumped examples, in the row of its run. `href` is empty if there is no
-    page to link to."""
-
-    step: int
-    row: int
-    letter: str
-    words: str
-    href: str
-
-
-@dataclass(frozen=True)
 class DrawnLine:
     """A line as SVG paths: pairs of a style and a path, from the bottom to the top. `broken` are the points at the
     bottom with values that are not numbers."""
@@ -64,7 +52,7 @@ class DrawnLine:
 @dataclass(frozen=True)
 class Chart:
     """A chart as it is laid out. `rows` and `columns` are the places of ticks and their labels. `ring` marks a
-    point: its place and its tooltip. `steps` are step marks, each with its path."""
+    point: its place and its tooltip."""
 
     title: str
     width: int
@@ -74,7 +62,6 @@ class Chart:
     lines: list[DrawnLine]
     axis: str = ""
     ring: tuple[float, float, str] | None = None
-    steps: Sequence[tuple[StepMark, str]] = ()
 
     left, top = LEFT, TOP
 
@@ -88,9 +75,8 @@ class Chart:
 
     @property
     def whole_height(self) -> int:
-        """The height with what stands below the frame."""
-        rows = 1 + max((mark.row for mark, _ in self.steps), default=-1)
-        return self.height + rows * MARK_ROW + (AXIS_ROW if self.axis else 0)
+        """The height with the name of the axis."""
+        return self.height + (AXIS_ROW if self.axis else 0)
 
 
 def lay_out(
@@ -103,7 +89,6 @@ def lay_out(
     axis: str = "",
     limits: tuple[float, float] | None = None,
     ring: tuple[float, float, str] | None = None,
-    marks: Sequence[StepMark] = (),
 ) -> Chart:
     """Return a line chart. `curves` are pairs of a letter and a curve. `ends` are the numbers at the left and the
     right end: steps, unless the `axis` has a name. The values at the bottom and the top are chosen by the curves,
@@ -126,7 +111,6 @@ def lay_out(
         [_draw_line(letter, curve, across, up, is_smoothed=not axis) for letter, curve in curves],
         axis,
         (round(across.at(ring[0]), 1), round(up.at(ring[1]), 1), ring[2]) if ring else None,
-        [(mark, f"M{across.at(mark.step):.1f} {height + mark.row * MARK_ROW + 2}l4.5 8h-9z") for mark in marks],
     )
 
 

@@ -273,5 +273,5 @@ def draw_objects(image: ImageReport) -> list[Shape]:
 
 def _outline(kind: str, obj: LabelledShape, name: str = "") -> Shape:
     score = "" if obj.score is None else f" {obj.score:.2f}"
-    place = "bottom" if kind == "extra" else "above"
-    return Shape(obj.shape.ring, f"{kind}: {obj.desc}{score}", name, kind, place)
+    title = f"{kind}: {obj.desc}{score}"
+    return Shape(obj.shape.ring, title, name, kind, "bottom" if kind == "extra" else "above")

@@ -8,12 +8,10 @@ the trackers that it logged to.
 import os
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
-
-import numpy as np
 
 from coordexp.dumps import FOLDER, step_files
 from coordexp.pages import charts
@@ -23,7 +21,6 @@ from coordexp.pages.curves import (
     PHASES,
     SMOOTH_FROM,
     Curve,
-    Floats,
     Series,
     StepRanges,
     build_curve,
@@ -34,11 +31,10 @@ from coordexp.pages.curves import (
 from coordexp.pages.document import render_page
 from coordexp.pages.report_notes import make_notes, make_tiles
 from coordexp.pages.report_servers import ServerSummary, describe_steps, read_servers
-from coordexp.pages.run_folder import INSPECTOR, LoggedRun, RunGroup, find_differences, format_value
+from coordexp.pages.run_folder import INSPECTOR, Run, RunGroup, find_differences, format_value
 
 MAX_TITLE = 90  # letters
-MAX_MARKS = 120  # of a run
-MAX_MARK_ROWS = 8
+MAX_STEPS = 12  # with dumped examples, linked for each run
 MAX_SETTINGS = 6  # in which groups differ, listed with each group; the table of settings has all of them
 INTERVAL_WIDTH, INTERVAL_MARGIN = 300, 8  # of the drawing of an interval
 Curves = list[tuple[str, Curve]]  # with the letter of the group
@@ -57,7 +53,7 @@ class Plot:
     weight_of: str = ""
     wide: bool = False
 
-    def read(self, run: LoggedRun) -> Series:
+    def read(self, run: Run) -> Series:
         series = run.series(self.metric)
         if self.per:
             return divide(series, run.series(self.per))
@@ -120,7 +116,7 @@ def find_examples(groups: Sequence[RunGroup], report: Path) -> list[RunExamples]
     examples = []
     for group in groups:
         for run in group.runs:
-            folder = run.run.folder
+            folder = run.folder
             steps = tuple(step + 1 for step in step_files(folder / FOLDER))
             page = folder / INSPECTOR
             if steps or page.is_file():
@@ -141,28 +137,24 @@ def render_report(
     """`result` is the comparison, or the reason why there is none."""
     runs = [run for group in groups for run in group.runs]
     ranges = divide_steps([run.series(metric) for metric in ("loss", "eval_f1_50") for run in runs], len(groups))
-    read_out = ReadOut(ranges)
     sections = [
-        ("loss", "Loss", read_out.draw("loss", _list_loss_plots(groups), groups, _make_step_marks(examples))),
-        ("eval", "Evaluation on held-out images", read_out.draw("eval", _EVALUATION, groups)),
-        ("answers", "Training answers", read_out.draw("answers", ANSWERS, groups)),
+        ("loss", "Loss", _draw(list_loss_plots(groups), groups, ranges)),
+        ("eval", "Evaluation on held-out images", _draw(_EVALUATION, groups, ranges)),
+        ("answers", "Training answers", _draw(ANSWERS, groups, ranges)),
     ]
     differences = find_differences(groups) if len(groups) > 1 else {}
-    servers = {run.run.folder: found for run in runs if (found := read_servers(run.run.folder)) is not None}
+    servers = {run.folder: found for run in runs if (found := read_servers(run.folder)) is not None}
     described = [_describe_group(group, k, differences, servers) for k, group in enumerate(groups)]
     missing = [run for run in examples if run.steps and not run.page]
     name = _join_names([group.name for group in groups])
     return render_page(
         "report.html",
         title=f"Run report: {name}",
-        scripts=["common.js", "report.js"],
-        data={"curves": read_out.as_data()},
         name=name,
         runs=len(runs),
         groups=described,
-        ranges=ranges,
         explanation=_explain_charts(groups, ranges),
-        pages=_name_pages(examples),
+        pages=_link_examples(examples),
         missing=missing,
         command=inspect_command(missing) if missing else "",
         folders=shlex.join(str(run.folder) for run in missing),
@@ -171,10 +163,10 @@ def render_report(
         sections=sections,
         phases=_list_phases(described),
         servers=[
-            (group.letter, run, servers[run.run.folder])
+            (group.letter, run, servers[run.folder])
             for group in groups
             for run in group.runs
-            if run.run.folder in servers
+            if run.folder in servers
         ],
         describe_steps=describe_steps,
         differences={path: [format_value(value) for value in row] for path, row in differences.items()},
@@ -184,7 +176,7 @@ def render_report(
 _EVALUATION = tuple(Plot(f"eval_{name}", *words, share=True) for name, words in EVALUATED.items())
 
 
-def _list_loss_plots(groups: Sequence[RunGroup]) -> list[Plot]:
+def list_loss_plots(groups: Sequence[RunGroup]) -> list[Plot]:
     """Return the plots of the loss and of each of its terms, which add up to it."""
     runs = [run for group in groups for run in group.runs]
     terms = dict.fromkeys(
@@ -206,12 +198,11 @@ def _describe_group(
 ) -> dict[str, Any]:
     """Return what the page shows of a group: its headline numbers, notes, settings that differ, and its times."""
     count = len(group.runs)
-    variant = str(group.runs[0].run.custom.get("trainer_variant", "run")).replace("_", " ")
     return {
         "letter": group.letter,
         "name": group.name,
         "mark": charts.mark_path(group.letter, 17, 6, 3.4),
-        "words": f"{variant}, {f'{count} runs, seeds' if count > 1 else 'seed'} {group.seeds}",
+        "words": f"{group.runs[0].variant}, {f'{count} runs, seeds' if count > 1 else 'seed'} {group.seeds}",
         "settings": [(path, format_value(row[number])) for path, row in list(differences.items())[:MAX_SETTINGS]],
         "more": max(0, len(differences) - MAX_SETTINGS),
         "tiles": make_tiles(group),
@@ -237,22 +228,20 @@ def _list_phases(groups: Sequence[Mapping[str, Any]]) -> dict[str, str]:
     return {name: meaning for name, meaning in (PHASES | {"between": BETWEEN}).items() if name in used}
 
 
-def _make_step_marks(runs: Sequence[RunExamples]) -> list[charts.StepMark]:
-    """Return the triangles under the loss, one row per run, for as many runs and steps as there is room."""
-    marks = []
-    for row, run in enumerate([run for run in runs if run.steps][:MAX_MARK_ROWS]):
-        for step in run.steps[:: -(-len(run.steps) // MAX_MARKS)]:
-            href = f"{run.page}#step={step}" if run.page else ""
-            words = f"{run.name}, step {step}: dumped examples" + (", in the inspector" if href else "")
-            marks.append(charts.StepMark(step, row, run.letter, words, href))
-    return marks
-
-
-def _name_pages(examples: Sequence[RunExamples]) -> dict[str, str]:
-    """Return the names of runs by the address of their inspector's page: the folder if several have one name."""
-    linked = {run.page: run for run in examples if run.page}
-    names = [run.name for run in linked.values()]
-    return {page: run.name if names.count(run.name) == 1 else str(run.folder) for page, run in linked.items()}
+def _link_examples(examples: Sequence[RunExamples]) -> list[tuple[str, str, Sequence[int]]]:
+    """Return the address, the name and some dumped steps of each run that has an inspector's page. A run whose
+    name is not its own is named by its folder."""
+    linked = [run for run in examples if run.page]
+    names = [run.name for run in linked]
+    return [
+        (
+            run.page,
+            run.name if names.count(run.name) == 1 else str(run.folder),
+            run.steps[:: 1 + len(run.steps) // MAX_STEPS],
+        )
+        for run in linked
+        if run.page
+    ]
 
 
 def _join_names(names: Sequence[str]) -> str:
@@ -283,58 +272,21 @@ def _explain_charts(groups: Sequence[RunGroup], ranges: StepRanges) -> str:
     return " ".join(parts)
 
 
-@dataclass
-class ReadOut:
-    """The charts of a page, and the values that its script shows for a step. Charts with the same steps share
-    them."""
-
-    ranges: StepRanges
-    steps: list[list[float]] = field(default_factory=list)
-    lines: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
-
-    def draw(
-        self,
-        section: str,
-        plots: Sequence[Plot],
-        groups: Sequence[RunGroup],
-        marks: Sequence[charts.StepMark] = (),
-    ) -> dict[str, Any]:
-        """Return the figures of the plots that have values, and the titles of those that are 0 throughout: such a
-        chart says no more than a word."""
-        figures, zero = [], []
-        for plot in plots:
-            curves = [(g.letter, build_curve([plot.read(run) for run in g.runs], self.ranges)) for g in groups]
-            known: Curves = [(letter, curve) for letter, curve in curves if curve is not None]
-            if known and all(curve.is_zero for _, curve in known):
-                zero.append(plot.title)
-            elif known:
-                key, ends = f"{section}:{plot.metric}", (self.ranges.first, self.ranges.last)
-                size, own_marks = (charts.LARGE, marks) if plot.wide else (charts.SMALL, ())
-                drawn = charts.lay_out(plot.title, known, size, ends, share=plot.share, marks=own_marks)
-                last = [(letter, charts.format_number(curve.last)) for letter, curve in known]
-                figures.append({"key": key, "plot": plot, "chart": drawn, "last": last})
-                for letter, curve in known:
-                    self._add(key, letter, curve)
-        return {"figures": figures, "zero": zero}
-
-    def _add(self, key: str, letter: str, curve: Curve) -> None:
-        low, high = (curve.low, curve.high) if (curve.runs > 1).any() else (curve.lowest, curve.highest)
-        rows: list[Floats] = [curve.mean]
-        rows += [] if np.array_equal(low, high, equal_nan=True) else [low, high]
-        steps = [_shorten(step) for step in np.round(curve.steps, 1)]
-        if steps not in self.steps:
-            self.steps.append(steps)
-        values = [[_shorten(float(f"{v:.4g}")) if np.isfinite(v) else None for v in row] for row in rows]
-        self.lines.setdefault(key, []).append({"g": letter, "x": self.steps.index(steps), "v": values})
-
-    def as_data(self) -> dict[str, Any]:
-        ends = {"first": self.ranges.first, "last": self.ranges.last, "left": charts.LEFT, "right": charts.RIGHT}
-        return ends | {"steps": self.steps, "charts": self.lines}
-
-
-def _shorten(value: float) -> float:
-    """Return whole numbers as int, so that JSON has no ".0"."""
-    return int(value) if value == int(value) else float(value)
+def _draw(plots: Sequence[Plot], groups: Sequence[RunGroup], ranges: StepRanges) -> dict[str, Any]:
+    """Return the figures of the plots that have values, each with the last values of its lines, and the titles of
+    the plots that are 0 throughout: such a chart says no more than a word."""
+    figures, zero = [], []
+    for plot in plots:
+        curves = [(group.letter, build_curve([plot.read(run) for run in group.runs], ranges)) for group in groups]
+        known: Curves = [(letter, curve) for letter, curve in curves if curve is not None]
+        if known and all(curve.is_zero for _, curve in known):
+            zero.append(plot.title)
+        elif known:
+            size = charts.LARGE if plot.wide else charts.SMALL
+            drawn = charts.lay_out(plot.title, known, size, (ranges.first, ranges.last), share=plot.share)
+            last = [(letter, charts.format_number(curve.last)) for letter, curve in known]
+            figures.append({"plot": plot, "chart": drawn, "last": last})
+    return {"figures": figures, "zero": zero}
 
 
 def _lay_out_comparison(result: ComparisonResult) -> dict[str, Any]:

@@ -13,7 +13,7 @@ import numpy as np
 from coordexp.pages.charts import format_duration, format_number
 from coordexp.pages.curves import Steps, share_of_step
 from coordexp.pages.report_servers import ServerSummary, note_servers_out
-from coordexp.pages.run_folder import LoggedRun, RunGroup
+from coordexp.pages.run_folder import Run, RunGroup
 
 LATE = 0.25  # the share of lines, from the end, by which rates of training answers are judged
 MAX_BAD_SHARE = 0.1  # of answers cut off, looped or unreadable, and of objects invalid
@@ -78,13 +78,13 @@ def make_notes(group: RunGroup, servers: Mapping[Path, ServerSummary]) -> list[s
     notes = []
     for run in group.runs:
         of_run = [note for rule in RUN_RULES for note in rule(run)]
-        if run.run.folder in servers:
-            of_run += note_servers_out(servers[run.run.folder], run.last_step)
+        if run.folder in servers:
+            of_run += note_servers_out(servers[run.folder], run.last_step)
         notes += [f"{run.name}: {note}" if several else note for note in of_run]
     return [*notes, *note_different_ends(group), *note_different_code(group)]
 
 
-def note_unfinished(run: LoggedRun) -> Iterator[str]:
+def note_unfinished(run: Run) -> Iterator[str]:
     """Report a run that is not complete. Training logs its runtime even if it is interrupted, so the last planned
     step must have been reached too. A run that is limited by epochs does not say how many steps they are."""
     ends, last, planned = run.series("train_runtime").steps, run.last_step, run.planned_steps
@@ -98,7 +98,7 @@ def note_unfinished(run: LoggedRun) -> Iterator[str]:
             yield f"is not finished, or is still running: the last line is of {where}"
 
 
-def note_broken_numbers(run: LoggedRun) -> Iterator[str]:
+def note_broken_numbers(run: Run) -> Iterator[str]:
     for name, title in (
         ("loss", "loss was"),
         ("grad_norm", "gradient norm was"),
@@ -110,7 +110,7 @@ def note_broken_numbers(run: LoggedRun) -> Iterator[str]:
             yield f"{title} NaN or infinite in {_describe_lines(steps)}"
 
 
-def note_gradient_spikes(run: LoggedRun) -> Iterator[str]:
+def note_gradient_spikes(run: Run) -> Iterator[str]:
     series = run.series("grad_norm")
     known = series.values[np.isfinite(series.values)]
     median = float(np.median(known)) if len(known) else 0.0
@@ -119,7 +119,7 @@ def note_gradient_spikes(run: LoggedRun) -> Iterator[str]:
         yield f"gradient norm over {SPIKE:g} times its median in {_describe_lines(steps)}"
 
 
-def note_bad_answers(run: LoggedRun) -> Iterator[str]:
+def note_bad_answers(run: Run) -> Iterator[str]:
     """Judge the last part of training, by ratios of sums."""
     for name, per, most, words in TRAINING_RATES:
         count, total = run.series(name), run.series(per)
@@ -130,14 +130,14 @@ def note_bad_answers(run: LoggedRun) -> Iterator[str]:
             yield f"{100 * share:.3g} % of the {words} in the last quarter of the log (more than {100 * most:g} %)"
 
 
-def note_bad_evaluation(run: LoggedRun) -> Iterator[str]:
+def note_bad_evaluation(run: Run) -> Iterator[str]:
     for name, most, words in EVALUATION_RATES:
         share = run.series(name).last or 0.0
         if share > most:
             yield f"{100 * share:.3g} % of the {words} in the last evaluation (more than {100 * most:g} %)"
 
 
-def note_decline(run: LoggedRun) -> Iterator[str]:
+def note_decline(run: Run) -> Iterator[str]:
     series = run.series("eval_f1_50")
     if len(series) >= 2 and np.isfinite(series.values).all():
         best = int(np.argmax(series.values))
@@ -148,19 +148,19 @@ def note_decline(run: LoggedRun) -> Iterator[str]:
             )
 
 
-def note_waiting(run: LoggedRun) -> Iterator[str]:
+def note_waiting(run: Run) -> Iterator[str]:
     share = share_of_step(run.log, "waited")
     if share is not None and share > MAX_WAITING:
         yield f"{100 * share:.3g} % of the time in steps was spent waiting for other processes"
 
 
-def note_resumes(run: LoggedRun) -> Iterator[str]:
-    times = len(run.run.starts) - 1
+def note_resumes(run: Run) -> Iterator[str]:
+    times = len(run.starts) - 1
     if times:
         yield f"was resumed {times} time{'s' if times > 1 else ''}"
 
 
-RUN_RULES: tuple[Callable[[LoggedRun], Iterator[str]], ...] = (
+RUN_RULES: tuple[Callable[[Run], Iterator[str]], ...] = (
     *(note_unfinished, note_broken_numbers, note_gradient_spikes, note_bad_answers, note_decline),
     *(note_bad_evaluation, note_waiting, note_resumes),
 )
@@ -177,7 +177,7 @@ def note_different_ends(group: RunGroup) -> Iterator[str]:
 
 def note_different_code(group: RunGroup) -> Iterator[str]:
     """Report runs that had the same settings but were made by different code."""
-    starts = [run.run.latest_start for run in group.runs]
+    starts = [run.latest_start for run in group.runs]
     origins: dict[str, list[Any]] = {
         "commits": [start.git.get("commit") if isinstance(start.git, dict) else start.git for start in starts],
         "versions of packages": [start.packages for start in starts],

@@ -114,15 +114,23 @@ def _summarise(syncs: Sequence[SyncEvent], rounds: Sequence[RolloutEvent]) -> Se
             counts["answers", call.server] += 0 if call.lost else call.count
             if call.lost and event.version is not None and event.version + 1 in synced:
                 out[call.server].add(event.version + 1)
-    names = ("calls", "answers", "lost", "synced", "failed")
-    totals = tuple(
-        ServerTotals(k, addresses[k], *(counts[name, k] for name in names), tuple(sorted(out[k])))
+    totals = [
+        ServerTotals(
+            number=k,
+            address=addresses[k],
+            calls=counts["calls", k],
+            answers=counts["answers", k],
+            lost=counts["lost", k],
+            synced=counts["synced", k],
+            failed=counts["failed", k],
+            out=tuple(sorted(out[k])),
+        )
         for k in sorted(addresses)
-    )
+    ]
     reasons = [
         f"{reason} ({count} times)" if count > 1 else reason for reason, count in failures.most_common(MAX_REASONS)
     ]
-    return ServerSummary(totals, tuple(reasons), tuple(sorted(synced)))
+    return ServerSummary(tuple(totals), tuple(reasons), tuple(sorted(synced)))
 
 
 def note_servers_out(summary: ServerSummary, last: int) -> list[str]:

@@ -40,7 +40,8 @@ def render_suggestions(
     shown, total = file.suggestions[:most], len(file.suggestions)
     numbers = {image_id: k for k, image_id in enumerate(dict.fromkeys(item.image_id for item in shown))}
     are_linked = place == "linked" or (place == "auto" and len(numbers) > MOST_INSIDE)
-    images, pictures = [], {}
+    images: list[dict[str, Any]] = []
+    pictures: dict[str, str] = {}
     for image_id, number in numbers.items():
         notify(number + 1)
         record = records[image_id]
@@ -56,7 +57,8 @@ def render_suggestions(
         else:
             url, remark = try_thumbnail(folder / record.image, SIDE)
             entry |= {"element": f"picture-{number}"} if url else {"remark": remark}
-            pictures |= {f"picture-{number}": url} if url else {}
+            if url:
+                pictures[f"picture-{number}"] = url
         images.append(entry)
     names, classes = number_classes(Counter(item.item.desc for item in shown))
     items = [

@@ -73,12 +73,6 @@ def test_a_wrong_name_at_the_right_place_is_one_mark_with_both_names():
     assert [shape.name for shape in shapes if shape.name] == ["cat \N{RIGHTWARDS ARROW} dog", "+ dog"]
 
 
-def test_a_link_above_the_first_table_leads_to_the_worst_images(nasty):
-    (link,) = Reader(nasty).all("a")
-    assert nasty.index(f'<a href="{link["href"]}"') < nasty.index("<h2>")
-    assert f'<h2 id="{link["href"][1:]}">Worst images' in nasty
-
-
 def test_the_worst_images_have_the_lowest_f1_or_the_most_errors():
     many = [prediction("cat", (k, 0, k + 9, 9)) for k in range(0, 400, 20)]
     truth = [

@@ -123,12 +123,6 @@ def test_a_missing_or_broken_image_is_reported_and_its_shapes_are_drawn(planted)
     assert len(page.all("polygon")) == 160
 
 
-def test_an_image_that_is_too_large_is_one_problem(planted, monkeypatch):
-    monkeypatch.setattr("coordexp.data.images.MOST_PIXELS", WIDTH * HEIGHT - 1)
-    planted.rows = planted.rows[:1]
-    assert [card["data-problems"] for card in cards(view(planted))] == ["image-size"]
-
-
 def test_the_limit_counts_cards_and_the_rest_is_not_read(planted):
     planted.rows[30]["objects"][0]["desc"] = "-"
     assert len(cards(view(planted, "--limit", "7"))) == 7

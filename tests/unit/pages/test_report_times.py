@@ -19,14 +19,6 @@ def test_phases_and_rest_add_up_to_the_step_and_the_wall_to_the_run():
     assert sum(totals.values()) == pytest.approx(20.0)
 
 
-def test_a_line_is_weighted_by_the_steps_it_covers():
-    logged = [
-        {"step": 1, "seconds": 1.0, "loss": 1.0, "time/compute": 1.0, "time/step": 1.0},
-        {"step": 10, "seconds": 20.0, "loss": 1.0, "time/compute": 2.0, "time/step": 2.0},
-    ]
-    assert total_by_phase(make_run(logged).log)["compute"] == 1.0 + 9 * 2.0
-
-
 def test_a_phase_that_is_absent_from_a_line_took_no_time():
     assert total_by_phase(make_run(lines(4, every=2)).log)["rollout"] == 0.5
 
@@ -112,12 +104,6 @@ def test_of_many_servers_that_were_out_the_worst_is_named(tmp_path):
     events = [sync_of(0, *range(64), count=64), *first, sync_of(4, *range(63), count=64)]
     (note,) = note_servers_out(read_servers(write_events(tmp_path, events)), last=9)
     assert note == "4 of 64 servers were out in some steps; server 63 in most: steps 2 to 5"
-
-
-def test_a_failure_without_a_reason_is_counted_too(tmp_path):
-    sync = {"event": "sync", "seconds": 1.0, "bytes": 1, "servers": servers("one"), "synced": []}
-    (tmp_path / "servers.jsonl").write_text(json.dumps(sync | {"failed": {"0": ""}}) + "\n")
-    assert read_servers(tmp_path).failures == ("no reason was given",)
 
 
 SYNC = {"event": "sync", "seconds": 1.0, "bytes": 1, "servers": [], "synced": [], "failed": {}}

@@ -39,7 +39,7 @@ const head = (() => {
     const words = [[data.countFound(entry), "matched"]];
     if (entry.missed) words.push([`${entry.missed} missed`, "missed"]);
     if (entry.extra) words.push([`${entry.extra} extra`, "extra"]);
-    if (entry.duplicates) words.push([`${countOf(entry.duplicates, "duplicate")} removed`, "extra"]);
+    if (entry.duplicate) words.push([`${countOf(entry.duplicate, "duplicate")} removed`, "extra"]);
     if (entry.removed) words.push([`${entry.removed} other extra removed`, "extra"]);
     if (entry.agreed) words.push([`${entry.agreed} agreed`, "agreed"]);
     if (entry.moved) words.push([`${entry.moved} moved`, "matched"]);
@@ -254,7 +254,6 @@ const inspector = (() => {
       for (const node of document.querySelectorAll(`[data-owner="${owner}"]`)) node.classList.add("lit");
     }
     find("stage").classList.toggle("dim", owners.size > 0);
-    strip.light(owners);
     const token = tokenOf(now);
     if (token !== null) detail.show(sample, token, byOwner);
   }
