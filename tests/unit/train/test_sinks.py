@@ -136,9 +136,9 @@ def test_a_run_that_begins_anew_has_a_folder_of_its_own(tmp_path):
     assert len(list((tmp_path / "runs").iterdir())) == 2
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_tensorboard_without_room_is_warned_of_and_the_run_goes_on(tmp_path, capsys):
+def test_tensorboard_without_room_is_warned_of_and_the_run_goes_on(tmp_path, capsys, monkeypatch):
     """TensorBoard writes in a thread, which ends with the first error."""
+    monkeypatch.setattr(threading, "excepthook", lambda _: None)
     sinks = begin(TensorBoard(tmp_path))
     (file,) = (tmp_path / "runs").glob("*/*")
     (tmp_path / "full").symlink_to("/dev/full")
@@ -146,6 +146,9 @@ def test_tensorboard_without_room_is_warned_of_and_the_run_goes_on(tmp_path, cap
     for _ in range(3):
         log(sinks, loss=1.0)
     sinks.on_train_end(None, None, None)
+    for thread in threading.enumerate():
+        if type(thread).__name__ == "_AsyncWriterThread":
+            thread.join(20)
     shown = capsys.readouterr().err.splitlines()
     assert [line.split(":")[0] for line in shown if line.startswith(("warning", "note"))] == ["warning"]
 
