@@ -17,7 +17,7 @@ import yaml
 from hypothesis import given
 
 from coordexp.data import read_records
-from coordexp.data.suggestions import write_suggestions
+from coordexp.detect.suggestions import write_suggestions
 from coordexp.evaluate import write_predictions
 from coordexp.evaluate.predictions import write_samples
 from tests import hostile

@@ -115,17 +115,15 @@ def _evaluate_results(data: Path, preds: Path, scores: ScoreSource, needs_answer
 
 def _read(data: Path, preds: Path, answered_only: bool) -> "tuple[Truth, tuple[ImageAnswer, ...]]":
     from coordexp.data import RecordFile
-    from coordexp.evaluate import check_predictions, read_predictions, read_truth
+    from coordexp.evaluate import read_checked_predictions
 
-    predictions = read_predictions(preds)
-    truth = read_truth(RecordFile(data, partial(err.print, markup=False)))
-    check_predictions(predictions, truth)
-    answered = {answer.image_id for answer in predictions.answers}
+    truth, answers = read_checked_predictions(preds, RecordFile(data, partial(err.print, markup=False)))
+    answered = {answer.image_id for answer in answers}
     evaluated = [(id, record) for id, record in truth if id in answered] if answered_only else truth
     if not evaluated:
         counts = f"{len(truth)} records and {len(answered)} answers"
         raise UserError(f"{data}: no image to evaluate", f"there are {counts}; give files that belong together")
-    return evaluated, predictions.answers
+    return evaluated, answers
 
 
 def _evaluate_samples(

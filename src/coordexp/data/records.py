@@ -33,7 +33,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, BinaryIO, Literal, NotRequired, get_args
+from typing import Annotated, Any, BinaryIO, Literal, NotRequired, TypeVar, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -56,6 +56,7 @@ from coordexp.errors import DataError, explain
 from coordexp.files import open_file
 from coordexp.tasks import ignore
 
+T = TypeVar("T")
 Space = Literal["pixel", "unit", "norm1000", "bin"]
 SPACES: tuple[Space, ...] = get_args(Space)
 LARGEST_ID = 2**63  # ids are 64-bit numbers in COCO's tools
@@ -363,6 +364,14 @@ class RecordFile:
         """Return the path of a record's image, which it must have."""
         assert record.image is not None
         return self.path.parent / record.image
+
+
+def check_value(kind: TypeAdapter[T], value: Any) -> T:
+    """Return a JSON value in the form that its kind has in Python. Raise ValueError with what is wrong with it."""
+    try:
+        return kind.validate_python(value)
+    except ValidationError as error:
+        raise ValueError(describe_problems(error)) from error
 
 
 def describe_problems(error: ValidationError) -> str:

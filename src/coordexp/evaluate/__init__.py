@@ -8,6 +8,7 @@ from coordexp.evaluate.answer import AnswerObject, Detection, ImageAnswer, Score
 from coordexp.evaluate.predictions import (
     Predictions,
     check_predictions,
+    read_checked_predictions,
     read_predictions,
     read_results,
     read_truth,
@@ -26,6 +27,7 @@ __all__ = [
     "count_by_image",
     "evaluate",
     "evaluate_results",
+    "read_checked_predictions",
     "read_predictions",
     "read_results",
     "read_truth",

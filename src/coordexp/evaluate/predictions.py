@@ -320,6 +320,13 @@ def _read_list(path: Path) -> list[Any]:
     return listed
 
 
+def read_checked_predictions(path: Path, records: Records) -> tuple[Truth, tuple[ImageAnswer, ...]]:
+    """Return the data and the answers of both files. Raise DataError if they do not belong together."""
+    predictions, truth = read_predictions(path), read_truth(records)
+    check_predictions(predictions, truth)
+    return truth, predictions.answers
+
+
 def check_predictions(predictions: Predictions, truth: Truth) -> None:
     """Raise DataError if the two files differ from each other, or are not about this data."""
     expected = list(to_detections(predictions.answers, truth))

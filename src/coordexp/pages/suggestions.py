@@ -13,7 +13,8 @@ from typing import Any, Literal
 from urllib.parse import quote
 
 from coordexp.data import GeometryKind, Record
-from coordexp.data.suggestions import Suggestion, SuggestionFile
+from coordexp.data.geometry import box_ring
+from coordexp.detect.suggestions import Suggestion, SuggestionFile
 from coordexp.pages.document import read_asset, render_document, render_header, render_pager, render_select
 from coordexp.pages.images import explain_missing_image, make_thumbnail
 from coordexp.tasks import ignore
@@ -99,10 +100,7 @@ def _describe(suggestion: Suggestion, image: int, record: Record) -> list[Any]:
 def _ring(kind: GeometryKind, coords: Sequence[float]) -> list[float]:
     """Return the vertices of a shape, rounded to a hundredth of a pixel."""
     values = [round(value, 2) for value in coords]
-    if kind == "poly":
-        return values
-    x1, y1, x2, y2 = values
-    return [x1, y1, x2, y1, x2, y2, x1, y2]
+    return values if kind == "poly" else list(box_ring(values))
 
 
 def _link(image: Path, target: Path) -> str:
