@@ -59,6 +59,7 @@ from coordexp.tasks import ignore
 T = TypeVar("T")
 Space = Literal["pixel", "unit", "norm1000", "bin"]
 SPACES: tuple[Space, ...] = get_args(Space)
+_SIDES = {"unit": 1.0, "norm1000": 1000.0, "bin": BINS - 1.0}  # of an image in the spaces that are not pixels
 LARGEST_ID = 2**63  # ids are 64-bit numbers in COCO's tools
 LARGEST = 1e12  # larger than any coordinate; excludes infinity, NaN and integers that no float can hold
 SHOWN_PROBLEMS = 3  # wrong values that a message names
@@ -124,13 +125,12 @@ class Record:
     @property
     def extent(self) -> tuple[float, float]:
         """The coordinates of the right and the bottom edge, in the space of the record."""
-        sizes: dict[Space, tuple[float, float]] = {
-            "pixel": (self.width, self.height),
-            "unit": (1.0, 1.0),
-            "norm1000": (1000.0, 1000.0),
-            "bin": (BINS - 1.0, BINS - 1.0),
-        }
-        return sizes[self.space]
+        return self.extent_in(self.space)
+
+    def extent_in(self, space: Space) -> tuple[float, float]:
+        """Return the coordinates of the right and the bottom edge in a space."""
+        side = _SIDES.get(space)
+        return (self.width, self.height) if side is None else (side, side)
 
     def in_pixels(self, item: RecordObject) -> tuple[float, ...]:
         width, height = self.extent

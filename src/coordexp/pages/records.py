@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 
 from coordexp.data import AnyRecord, ChatRecord, Record, RecordObject, parse_any_record
-from coordexp.data.doctor import KINDS, Problem, check_chat, check_record, look_at_image
+from coordexp.data.doctor import KINDS, Problem, check_record, look_at_image
 from coordexp.data.images import read_image_facts
 from coordexp.data.records import open_records
 from coordexp.pages.document import (
@@ -63,20 +63,12 @@ def _make_card(path: Path, number: int, line: bytes, problems_only: bool) -> Car
         record = parse_any_record(line)
     except (ValueError, RecursionError) as error:
         return Card(number, None, (Problem("broken-line", str(error)),), None)
-    image = None if record.image is None else path.parent / record.image
-    problems, is_readable = _find_problems(image, record)
+    facts, of_image = look_at_image(path.parent, record, partial(read_image_facts, decode=True))
+    problems = (*of_image, *check_record(record))
     if problems_only and not problems:
         return None
-    return Card(number, record, problems, make_thumbnail(image) if image is not None and is_readable else None)
-
-
-def _find_problems(image: Path | None, record: AnyRecord) -> tuple[tuple[Problem, ...], bool]:
-    """Return the problems of the record and of its image, and whether the image can be shown."""
-    own = check_chat(record) if isinstance(record, ChatRecord) else check_record(record)
-    if image is None:
-        return own, False
-    facts, of_image = look_at_image(image, record, partial(read_image_facts, decode=True))
-    return (*of_image, *own), facts is not None
+    image = None if facts is None or record.image is None else make_thumbnail(path.parent / record.image)
+    return Card(number, record, problems, image)
 
 
 def render_records(cards: Sequence[Card], title: str, scope: str) -> str:
