@@ -229,14 +229,11 @@ class Facts:
         self.questions += part.questions
         self.objects += part.objects
         self.counts.update(part.counts)
-        for mine, other in (
-            (self.classes, part.classes),
-            (self.sizes, part.sizes),
-            (self.suspicions, part.suspicions),
-            (self.tokens, part.tokens),
-            (self.example_tokens, part.example_tokens),
-        ):
-            mine.merge(other)  # type: ignore[attr-defined]
+        self.classes.merge(part.classes)
+        self.sizes.merge(part.sizes)
+        self.suspicions.merge(part.suspicions)
+        self.tokens.merge(part.tokens)
+        self.example_tokens.merge(part.example_tokens)
 
 
 @dataclass(frozen=True)
