@@ -137,16 +137,6 @@ def test_an_adapter_that_fails_leaves_the_answers_as_they_were(client, adapting)
     assert answers(client, images) == expected(model, images)
 
 
-def test_a_client_of_the_plain_contract_sends_an_adapter(client, adapting):
-    images = adapting.images()[:4]
-    model = adapted(6)
-    assert_ok(client.join())
-    assert_ok(send(client, learner_adapter(model)))
-    assert_ok(client.post("/reset_prefix_cache/"))
-    assert reported(client) == ("plain-1", "original")
-    assert answers(client, images) == expected(model, images)
-
-
 @pytest.mark.scenario("R07.S4", on="engine")
 def test_a_server_that_got_whole_weights_refuses_adapters_and_the_run_goes_on_with_whole_weights(client, adapting):
     images = adapting.images()[:8]
