@@ -4,7 +4,7 @@
 answers on disk.
 """
 
-from coordexp.evaluate.answer import AnswerObject, Detection, ImageAnswer, ScoreMode, replace_scores
+from coordexp.evaluate.answer import AnswerObject, Detection, ImageAnswer, replace_scores
 from coordexp.evaluate.predictions import (
     Predictions,
     check_predictions,
@@ -22,7 +22,6 @@ __all__ = [
     "EvaluationReport",
     "ImageAnswer",
     "Predictions",
-    "ScoreMode",
     "check_predictions",
     "count_by_image",
     "evaluate",

@@ -24,11 +24,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any, TypeVar
 
-from pydantic import ValidationError
-
 from coordexp.data import Record, Records
 from coordexp.data.export import number_classes
-from coordexp.data.records import describe_problems
 from coordexp.errors import DataError, explain
 from coordexp.evaluate.answer import (
     AnswerObject,
@@ -342,8 +339,5 @@ def _read_answers(path: Path) -> Iterator[ImageAnswer]:
 
 def read_checked(reader: Callable[[Any], T], value: Any, where: str) -> T:
     """Return what a reader makes of a value. Raise DataError, which begins with `where`, if it is wrong."""
-    try:
+    with explain((ValueError, RecursionError), where, "write predictions with `coordexp predict`"):
         return reader(value)
-    except (ValueError, RecursionError) as error:
-        problem = describe_problems(error) if isinstance(error, ValidationError) else str(error)
-        raise DataError(f"{where}: {problem}", "write predictions with `coordexp predict`") from error
