@@ -25,7 +25,7 @@ from tests.hostile import Case, Outcome, attempt, bounded_memory, fuzzing, write
 from tests.unit.config.trees import stage1, stage2
 from tests.unit.data.sources import annotation, coco, write_image
 from tests.unit.data.test_labelstudio import region, task
-from tests.unit.data.test_suggestions import suggestion
+from tests.unit.detect.test_suggestions import suggestion
 from tests.unit.evaluate.scenes import crowd
 from tests.unit.pages.run_folders import (
     lines,
