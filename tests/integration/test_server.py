@@ -21,7 +21,7 @@ from coordexp.rollout.backend import Decode, ImageRef, Request
 from coordexp.rollout.guard import KeyCounter, key_pattern, loop_in
 from coordexp.rollout.hugging_face import HuggingFaceBackend
 from coordexp.rollout.prompt import PromptBuilder
-from coordexp.rollout.weights import flatten
+from coordexp.servers.transfer import flatten
 from tests.integration.servers import (
     GREEDY,
     GUARD,
@@ -78,9 +78,6 @@ def test_the_recorded_calls_of_an_ms_swift_client_are_answered_in_its_form(clien
     http = client.http
     assert http.get("/health/").status_code == 200
     assert http.get("/get_world_size/").json() == {"world_size": 1}
-    assert http.post("/get_engine_type/").json()["engine_type"] == "AsyncLLMEngine"
-    keys = http.get("/get_model_state_keys/").json()["keys"]
-    assert any("embed_tokens" in name for name in keys)
     request = {
         "messages": [{"role": "user", "content": "<image>Detect all objects."}],
         "images": [fleet.images()[0]],
@@ -185,27 +182,6 @@ def test_requests_that_the_engine_cannot_handle_are_refused_with_a_reason(client
 LONG = {"role": "user", "content": "<image>" + "Detect all objects. " * 200}
 
 
-def test_a_server_with_the_weights_of_a_plain_client_answers_as_transformers_does(client, fleet):
-    """Without a name, a start or a finish: one tensor by name, the others in two buckets."""
-    weights = model_weights(0.3)
-    assert_ok(client.join())
-    name, alone = weights[0]
-    metadata = {"name": name, "dtype": str(alone.dtype), "shape": list(alone.shape)}
-    with concurrently(lambda: client.post("/update_named_param/", **metadata)) as answer:
-        client.group.broadcast(flatten([weights[0]], torch.empty(0, dtype=torch.uint8))[1])
-    assert_ok(answer[0])
-    half = len(weights) // 2
-    for bucket in (weights[1:half], weights[half:]):
-        assert_ok(client.send(bucket))
-    for path in ("process_weights_after_loading", "reset_prefix_cache", "reset_encoder_cache", "reset_mm_cache"):
-        assert_ok(client.post(f"/{path}/"))
-    images = fleet.images()[:8]
-    items = client.infer([infer_request(image, guard=False) for image in images])
-    assert {item["rollout_infos"]["weight_version"] for item in items} == {"plain-1"}
-    assert [ids(item) for item in items] == answer_with_transformers(weights, images)
-    assert_ok(client.post("/close_communicator/"))
-
-
 def test_a_learner_that_leaves_half_way_is_replaced_and_its_weights_are_never_used(client, fleet):
     weights, request = model_weights(), [infer_request(fleet.images()[0])]
     before = client.infer(request)
@@ -214,7 +190,7 @@ def test_a_learner_that_leaves_half_way_is_replaced_and_its_weights_are_never_us
         body = {"group": "second", "port": client.port, "world_size": 2}
         second = httpx.post(f"{client.url}/init_communicator/", json=body, trust_env=False, timeout=30)
         assert second.status_code == 409 and "test:1" in second.text
-        assert_ok(client.post("/start_update/", group=group, version="1"))
+        assert_ok(client.post("/begin_update/", group=group, version="1"))
         assert_ok(client.send(weights[:20], group=group))
     wait_for(lambda: client.http.get("/version/").json()["learner"] is None, 20)
     refused = client.post("/infer/", infer_requests=request, request_config=GREEDY)
@@ -233,13 +209,13 @@ def test_weights_that_are_incomplete_or_do_not_fit_are_refused_with_their_name(c
     (first, whole), (name, tensor) = list(fused.items())[:2]  # parts of one layer in the engine
     with client.learner("learner") as group:
         assert_ok(client.join(group=group))
-        assert_ok(client.post("/start_update/", group=group, version="1"))
+        assert_ok(client.post("/begin_update/", group=group, version="1"))
         assert_ok(client.send(weights[1:], group=group))
-        error = client.post("/finish_update/", group=group, version="1").json()["error"]
+        error = client.post("/finish_update/", group=group).json()["error"]
         assert error["code"] == "update_failed" and "1 weights of the engine were not sent" in error["message"]
         client.group.close()
         assert_ok(client.join(group=group))
-        assert_ok(client.post("/start_update/", group=group, version="2"))
+        assert_ok(client.post("/begin_update/", group=group, version="2"))
         error = client.send([(first, whole), (name, tensor[:-1])], group=group).json()["error"]
         assert error["code"] == "update_failed" and name in error["message"]
         client.group.close()
@@ -258,7 +234,7 @@ def test_a_bucket_with_a_nan_is_refused_with_the_name_of_the_weight_and_the_serv
     broken.view(-1)[-1] = float("nan")
     with client.learner("learner") as group:
         assert_ok(client.join(group=group))
-        assert_ok(client.post("/start_update/", group=group, version="1"))
+        assert_ok(client.post("/begin_update/", group=group, version="1"))
         error = client.send([*weights[:30], (name, broken)], group=group).json()["error"]
         assert error["code"] == "update_failed" and f"{name} has NaN or Inf values" in error["message"]
         assert "lower training.learning_rate" in error["fix"] and "a full sync brings it back" in error["fix"]
@@ -287,10 +263,10 @@ def test_more_or_fewer_bytes_than_announced_are_an_error_at_both_ends_and_the_se
     size = buffer.numel()
     with client.learner("learner") as group:
         assert_ok(client.join(group=group))
-        assert_ok(client.post("/start_update/", group=group, version="1"))
+        assert_ok(client.post("/begin_update/", group=group, version="1"))
         body = {"group": group, "metadatas": metadatas}
         began = time.monotonic()
-        with concurrently(lambda: client.post("/update_flattened_params/", **body)) as answer:
+        with concurrently(lambda: client.post("/load_bucket/", **body)) as answer:
             says = f"this end expects a bucket of {size + differs} bytes, and the other end one of {size} bytes"
             with pytest.raises(ValueError, match=says):
                 client.group.broadcast(spoil(buffer))
@@ -310,9 +286,9 @@ def test_a_bucket_that_is_announced_and_never_sent_ends_the_update_in_time_and_t
     metadatas, _ = flatten(weights, torch.empty(0, dtype=torch.uint8))
     with client.learner("learner") as group:
         assert_ok(client.join(group=group, timeout_s=3.0))
-        assert_ok(client.post("/start_update/", group=group, version="1"))
+        assert_ok(client.post("/begin_update/", group=group, version="1"))
         began = time.monotonic()
-        answer = client.post("/update_flattened_params/", group=group, metadatas=metadatas)
+        answer = client.post("/load_bucket/", group=group, metadatas=metadatas)
         assert time.monotonic() - began < 8
         assert (answer.status_code, answer.json()["error"]["code"]) == (500, "update_failed")
         client.group.close()
@@ -344,9 +320,9 @@ def test_an_update_during_32_running_requests_mixes_no_versions(client, fleet):
         for caller in callers[:2]:
             caller.start()
         wait_for(lambda: "coordexp_running_requests 0.0" not in client.http.get("/metrics").text, 20)
-        with concurrently(lambda: client.post("/start_update/", group=group, version="later")) as first:
+        with concurrently(lambda: client.post("/begin_update/", group=group, version="later")) as first:
             wait_for(lambda: client.http.get("/version/").json()["updating"], 20)
-            second = client.post("/start_update/", group=group, version="other")
+            second = client.post("/begin_update/", group=group, version="other")
             for caller in callers[2:]:
                 caller.start()
         assert_ok(first[0])
@@ -463,9 +439,9 @@ def test_two_workers_that_share_a_model_take_weights_and_fail_together(tmp_path_
                 items = client.infer([infer_request(image, guard=False) for image in images])
                 assert [ids(item) for item in items] == answer_with_transformers(weights, images)
                 if version == "1":
-                    assert_ok(client.post("/start_update/", group=group, version="2"))
+                    assert_ok(client.post("/begin_update/", group=group, version="2"))
                     assert_ok(client.send(weights[:9], group=group))
-                    error = client.post("/finish_update/", group=group, version="2").json()["error"]
+                    error = client.post("/finish_update/", group=group).json()["error"]
                     assert error["code"] == "update_failed" and "were not sent" in error["message"]
                     client.group.close()
                     assert_ok(client.join(group=group))

@@ -45,11 +45,8 @@ from coordexp.servers.client import (
     OTHERWISE,
     ClientTimeouts,
     ErrorResponse,
-    RequestFailed,
-    ServerAnswer,
     ServerClient,
     ServerFacts,
-    ServerFault,
     ServerLost,
     infer_payload,
     read_answers,
@@ -57,7 +54,6 @@ from coordexp.servers.client import (
 )
 from coordexp.servers.links import Links, own_device
 from coordexp.servers.pool import Chunk, Loss, Pool, Up, Window, sending_rank
-from coordexp.servers.protocol import ENGINE_FAULT
 from coordexp.servers.send import Sent, send
 from coordexp.tasks import Task, ignore
 
@@ -395,7 +391,7 @@ class ServerBackend:
         if facts.max_model_len is not None:
             for request, prompt_ids in zip(requests, prompts, strict=True):
                 check_length(request, len(prompt_ids), facts.max_model_len)
-        answers = self._request_answers(client, requests, version)
+        answers = read_answers(client.infer(infer_payload(requests, self.prompts.question)), requests, client.name)
         rollouts = []
         for request, prompt_ids, answer in zip(requests, prompts, answers, strict=True):
             if facts.reports_version and answer.version != self._name_version(version):
@@ -406,24 +402,6 @@ class ServerBackend:
             check_prompt(request.image.path, answer.prompt_ids, prompt_ids)
             rollouts.append(to_rollout(answer, decode.guard, self._pattern, self.setup.table, version))
         return rollouts
-
-    def _request_answers(
-        self, client: ServerClient, requests: Sequence[Request], version: int
-    ) -> list[ServerAnswer]:
-        """Return the answers of one call. If the server itself fails (HTTP 500, or an `engine` error of one
-        request), send the same requests once more, and record that."""
-        payload, is_retry = infer_payload(requests, self.prompts.question), False
-        while True:
-            try:
-                return read_answers(client.infer(payload), len(requests), client.name)
-            except (ServerFault, RequestFailed) as error:
-                reason = _name_image(error, client, requests)
-                if is_retry or not _is_own_failure(error):
-                    raise reason from None
-            is_retry = True
-            place = {"server": client.index, "base_url": client.url, "version": version}
-            sent = [{"image": request.image.path, "seed": request.seed} for request in requests]
-            self.record({"event": "retry", **place, "reason": str(reason), "requests": sent})
 
     def _record_calls(self, calls: list[dict[str, Any]], seconds: float) -> None:
         assert self.pool is not None
@@ -469,21 +447,6 @@ def _refusal_of_adapter(errors: dict[int, EngineError]) -> str | None:
         if is_final or isinstance(error, AdapterRefused):
             return error.problem.splitlines()[0]
     return None
-
-
-def _is_own_failure(error: ServerFault | RequestFailed) -> bool:
-    """Return True if the server failed at a call, and not because it has no weights or no engine."""
-    return error.status == 500 if isinstance(error, ServerFault) else error.code == ENGINE_FAULT
-
-
-def _name_image(
-    error: ServerFault | RequestFailed, client: ServerClient, requests: Sequence[Request]
-) -> EngineError:
-    """Return the error with the image of the request that failed."""
-    if isinstance(error, ServerFault):
-        return error
-    image = requests[error.index].image.path
-    return EngineError(f"{image}: {client.name} could not answer it: {error.problem}", error.fix)
 
 
 class _Generation:
@@ -575,7 +538,7 @@ class _Generation:
         except BaseException as failure:  # noqa: BLE001 - raised in the thread that waits
             error = failure
         with self._changed:
-            self._calls.append((number, facts | ({"lost": True} if lost else {})))
+            self._calls.append((number, facts | ({"lost": True, "reason": lost.problem} if lost else {})))
             self._error = self._error or error
             if lost:
                 self._lost.setdefault(server, lost)

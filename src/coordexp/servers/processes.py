@@ -7,16 +7,13 @@ when the server ends, however that happens.
 import json
 import os
 import re
-import select
 import signal
-import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from functools import cache
 from multiprocessing import parent_process, resource_tracker
 from pathlib import Path
 from tempfile import TemporaryDirectory, gettempdir
-from typing import Any, NoReturn
+from typing import Any
 from unittest.mock import patch
 
 import psutil
@@ -26,7 +23,7 @@ from coordexp.errors import EngineError, UserError
 from coordexp.logs import capture_children
 from coordexp.rollout.start import EngineSetup, engine_arguments, first_sentence
 
-OWNER = "COORDEXP_ENGINE_OWNER"  # in the environment of the engine's processes: the pid of their owner
+IN_ENGINE = "COORDEXP_IN_ENGINE"  # set in the environment of the engine's processes
 
 
 @contextmanager
@@ -35,8 +32,7 @@ def starting(setup: EngineSetup, side: str) -> Iterator[dict[str, Any]]:
     needs, and an error of its processes is raised as EngineError, with its cause and a fix.
 
     `side` is the class that its workers import."""
-    recording = child_processes.recording_segments()
-    with _engine_environment(), capture_children(), recording, _error_log() as (logging, log), tied_to_owner():
+    with _engine_environment(), capture_children(), _error_log() as (logging, log), tied_to_owner():
         try:
             yield {
                 **engine_arguments(setup),
@@ -52,7 +48,8 @@ def starting(setup: EngineSetup, side: str) -> Iterator[dict[str, Any]]:
 
 @contextmanager
 def tied_to_owner() -> Iterator[None]:
-    """Make the processes of engines that are started in this context end with this process.
+    """Make the processes of engines that are started in this context end with this process. Python's resource
+    tracker then removes their shared memory, and a shell their folder (`child_processes.engine_folder`).
 
     Workers import a class of ours, which sees to it. The engine and, with several replicas, the coordinator that
     counts their requests start with `run_engine` and `run_coordinator` instead of vLLM's own functions. These two
@@ -71,7 +68,7 @@ def run_engine(*positional: Any, **arguments: Any) -> None:
     """Run a vLLM engine, in its own process, until the owner ends."""
     from vllm.v1.engine.core import EngineCoreProc
 
-    end_with(int(os.environ[OWNER]))
+    end_with_parent()
     EngineCoreProc.run_engine_core(*positional, **arguments)
 
 
@@ -81,48 +78,16 @@ def run_coordinator(**arguments: Any) -> None:
     from vllm.v1.engine.coordinator import DPCoordinatorProc
 
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
-    end_with(int(os.environ[OWNER]))
+    end_with_parent()
     DPCoordinatorProc.run_coordinator(**arguments)
 
 
-@cache  # an engine without workers is its own worker, and calls this twice
-def end_with(owner: int) -> None:
-    """End this process when its owner ends, however that happens. Otherwise vLLM's processes would live on and
-    keep their memory. A worker also ends with its engine."""
-    parent, engine = parent_process(), psutil.Process()
-    try:
-        owner_fd = os.pidfd_open(owner)
-    except ProcessLookupError:
-        _end(engine)
-    if parent is not None and parent.pid == owner:
-        if not parent.is_alive():  # the pid has gone to another process
-            _end(engine)
-    elif parent is not None:  # this is a worker, and its parent the engine
-        child_processes.end_with_parent()
-        if not parent.is_alive():
-            os._exit(1)  # a living owner removes their files; otherwise the engine has seen to it
-        engine = psutil.Process(parent.pid)
-    threading.Thread(target=_wait_and_end, args=(owner_fd, engine), daemon=True).start()
-
-
-def _wait_and_end(owner_fd: int, engine: psutil.Process) -> None:
-    select.select([owner_fd], [], [])
-    _end(engine)
-
-
-def _end(engine: psutil.Process) -> NoReturn:
-    """End all processes of an engine, of which this is one. Their shared memory is removed at once: they keep it
-    while they have it mapped. Their folder is removed when this process has ended."""
-    try:
-        processes = [engine, *engine.children(recursive=True)]
-        for process in processes:
-            child_processes.remove_segments(child_processes.find_segments(process.pid))
-        remover = child_processes.start_remover()  # noqa: F841 - waits until this process has ended
-        for process in reversed(processes):
-            with suppress(psutil.NoSuchProcess):
-                if process.pid != os.getpid():
-                    process.kill()
-    finally:
+def end_with_parent() -> None:
+    """Have Linux kill this process of an engine when its parent ends, whatever both are doing at that time:
+    otherwise it would live on and keep its memory. The parent of a worker is the engine."""
+    child_processes.end_with_parent()
+    parent = parent_process()
+    if parent is not None and parent.pid != os.getppid():  # it has ended before
         os._exit(1)
 
 
@@ -143,18 +108,13 @@ def cause(message: str) -> str:
 
 
 def stop_engine(core: Any) -> None:
-    """Kill the engine and its workers, which have nothing to save. A worker that is asked to stop would wait for
-    the engine."""
-    segments: set[str] = set()
+    """Kill the engine, which has nothing to save, and its workers, which would end a moment later."""
     for process in _processes(core):
         with suppress(psutil.NoSuchProcess):
-            segments |= child_processes.find_segments(process.pid)
             for worker in psutil.Process(process.pid).children(recursive=True):
-                segments |= child_processes.find_segments(worker.pid)
                 worker.kill()
         process.kill()
     core.shutdown()
-    child_processes.remove_segments(segments)
 
 
 def _processes(core: Any) -> list[Any]:
@@ -204,8 +164,7 @@ def _engine_environment() -> Iterator[None]:
     compiled = f"{gettempdir()}/torchinductor_{os.getuid()}"  # kept between runs, unlike TMPDIR below
     variables = {
         "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # a fork would copy threads and locks
-        OWNER: str(os.getpid()),
-        child_processes.ENGINE_FOLDER: folder,
+        IN_ENGINE: "1",
         "VLLM_RPC_BASE_PATH": folder,
         "TMPDIR": folder,
         "TORCHINDUCTOR_CACHE_DIR": os.environ.get("TORCHINDUCTOR_CACHE_DIR", compiled),

@@ -84,7 +84,7 @@ class SleepingRun:
         self.engine = FakeSleepingEngine(self.events)
         patch.setattr(colocate, "start_engine", lambda setup, adapters: self.engine)
         patch.setattr(colocate, "generate_rollouts", self._fake_rollouts)
-        patch.setattr(update, "ModelReload", lambda runner: runner)
+        patch.setattr(update, "load_all", lambda runner, weights: runner.load(weights))
         patch.setattr(update, "set_current_vllm_config", nullcontext)
         patch.setattr(update, "clear_kv_caches", self.engine.clear_kv_caches)
         patch.setattr(update, "build_adapter", lambda *given: None)

@@ -80,7 +80,7 @@ def shares(rank, learner):
         "links": sorted(learner.backend.links.open),
         "senders": learner.senders() if rank == 0 else None,
         "whole": bool(has_all),
-        "starts": [server.paths().count("/start_update/") for server in learner.servers] if rank == 0 else None,
+        "starts": [server.paths().count("/begin_update/") for server in learner.servers] if rank == 0 else None,
         "events": [event for event in learner.events if event["event"] == "sync"],
         "bytes": sum(weight.nbytes for weight in learner.weights.values()),
         "run": learner.backend._run,
@@ -124,7 +124,7 @@ def restarted(rank, learner):
 
 def lost_in_a_sync(rank, learner):
     learner.sync(1)
-    on_first_rank(rank, lambda: learner.servers[1].faults["/update_flattened_params/"].append(dies))
+    on_first_rank(rank, lambda: learner.servers[1].faults["/load_bucket/"].append(dies))
     learner.sync(2)
     return {
         "right": [learner.answers(2)],
@@ -219,7 +219,7 @@ def late_server(rank, learner):
 def slow_alone(rank, learner):
     """The only server of rank 1 is alive and loads no weights. Rank 0 cannot gather without rank 1."""
     learner.sync(1)
-    on_first_rank(rank, lambda: learner.servers[1].faults["/update_flattened_params/"].append(slow(6)))
+    on_first_rank(rank, lambda: learner.servers[1].faults["/load_bucket/"].append(slow(6)))
     learner.sync(2)
     return {"right": [learner.answers(2)], "usable": [learner.backend.pool.usable]}
 

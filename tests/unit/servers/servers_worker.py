@@ -27,7 +27,7 @@ def in_turn(rank, learner):
         learner.sync(version)
         count = 5 if rank else 3
         correct.append(are_right(learner.generate(count, 100 * rank), version, 100 * rank))
-    starts = [server.paths().count("/start_update/") for server in learner.servers] if rank == 0 else None
+    starts = [server.paths().count("/begin_update/") for server in learner.servers] if rank == 0 else None
     return {
         "right": correct,
         "starts": starts,
