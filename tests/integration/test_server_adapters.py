@@ -141,7 +141,7 @@ def test_a_server_that_got_whole_weights_refuses_adapters_and_the_run_goes_on_wi
         assert find_differences(backend.reference.generate(requests), rollouts, "float32") == []
         return events[-2]["sync_mode"]
 
-    assert sync(1) == "adapter" and reported(client) == (backend._name_version(1), "original")
+    assert sync(1) == "adapter" and reported(client) == (backend.asker.name_version(1), "original")
     backend.close()
     wait_for(lambda: client.http.get("/version/").json()["learner"] is None, 20)
     with client.learner("somebody") as group:
@@ -152,7 +152,7 @@ def test_a_server_that_got_whole_weights_refuses_adapters_and_the_run_goes_on_wi
     backend = _learner(adapting, lambda: model, messages, events)
     for version, seed in ((2, 8), (3, 9)):
         model = adapted(seed)
-        assert sync(version) == "full" and reported(client) == (backend._name_version(version), "changed")
+        assert sync(version) == "full" and reported(client) == (backend.asker.name_version(version), "changed")
     backend.close()
     (warning,) = [message for message in messages if message.startswith("warning")]
     assert "base_changed" in warning and events[-2]["fallbacks"] == [warning]

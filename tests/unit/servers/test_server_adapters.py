@@ -54,7 +54,7 @@ def test_only_the_adapter_is_sent_to_every_server_and_this_is_recorded(adapting)
     learner = adapting()
     for version in (1, 2):
         learner.sync(version)
-        assert all(has_adapter(server, learner.backend._name_version(version)) for server in learner.servers)
+        assert all(has_adapter(server, learner.backend.asker.name_version(version)) for server in learner.servers)
         assert are_right(learner.generate(6), version)
     assert all(server.paths().count(BUCKET) >= 4 for server in learner.servers)
     assert kinds(learner) == [True] * 4 and warnings(learner) == []
@@ -122,10 +122,12 @@ def test_a_server_that_dies_in_an_adapter_sync_is_no_reason_to_fall_back(adaptin
     learner.sync(1)
     learner.servers[1].faults[FINISH].append(dies)
     learner.sync(2)
-    assert has_adapter(learner.servers[0], learner.backend._name_version(2)) and are_right(learner.generate(4), 2)
+    assert has_adapter(learner.servers[0], learner.backend.asker.name_version(2)) and are_right(
+        learner.generate(4), 2
+    )
     learner.servers[1].restart()
     learner.sync(3)
-    assert all(has_adapter(server, learner.backend._name_version(3)) for server in learner.servers)
+    assert all(has_adapter(server, learner.backend.asker.name_version(3)) for server in learner.servers)
     assert are_right(learner.generate(4), 3)
     assert learner.backend.sync_mode.mode == "adapter" and learner.backend.describe()["fallbacks"] == []
 
