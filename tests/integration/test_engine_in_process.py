@@ -76,7 +76,7 @@ def test_an_engine_answers_the_same_after_vllms_sleep(lively_engine, lively_mode
     """On a CPU vLLM goes through its states and frees nothing."""
     table = VocabularyTable.from_folder(lively_model)
     prompts = PromptBuilder(AutoProcessor.from_pretrained(lively_model), QUESTION)
-    memory, executor = EngineUpdates(lively_engine, sleeps=True).memory, lively_engine.llm_engine.model_executor
+    memory, executor = EngineUpdates(lively_engine, sleeps=True), lively_engine.llm_engine.model_executor
     requests = [Request(image, Decode.greedy(8))]
     (expected,) = generate_rollouts(lively_engine, prompts, table, requests)
     memory.sleep()
