@@ -207,7 +207,7 @@ def _make_checks(devices: Devices, folder: Path) -> Iterator[Check]:
         for name, config in OBJECTIVE.items()
     ]
     pipeline = {"objective": objective, "diagnostics": []}
-    stage1 = {
+    stage1: dict[str, dict[str, Any]] = {
         "custom": {"trainer_variant": "stage1_sft"},
         "stage1": {"pipeline": pipeline},
         "training": {"full_determinism": True},
@@ -218,10 +218,10 @@ def _make_checks(devices: Devices, folder: Path) -> Iterator[Check]:
     def write_stage2(name: str, **vllm: Any) -> Path:
         share = 0.1 if devices.is_cpu else 0.2
         vllm |= {"gpu_memory_utilization": share, "sync": {"canary_every": 1}}
-        rollouts = {"rollout_backend": "vllm", "vllm": vllm, "pipeline": pipeline}
+        rollouts: dict[str, Any] = {"rollout_backend": "vllm", "vllm": vllm, "pipeline": pipeline}
         rollouts |= {"decode_batch_size": IMAGES, "max_new_tokens": 64}
-        tree = {"custom": {"trainer_variant": "stage2_rollout_aligned"}, "rollout_matching": rollouts}
-        return _write_config(devices, folder, name, tree)
+        custom = {"trainer_variant": "stage2_rollout_aligned"}
+        return _write_config(devices, folder, name, {"custom": custom, "rollout_matching": rollouts})
 
     config = write_stage2("colocated", mode="colocate", enforce_eager=True)
     doing = "training on rollouts of an engine in the learner's process (vLLM takes about a minute)"
