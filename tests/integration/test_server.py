@@ -1,4 +1,4 @@
-"""A real rollout server, used as ms-swift's clients do: with plain HTTP and a real group for the weights."""
+"""A real rollout server, asked as clients of ms-swift ask it: with plain HTTP. Weights come from a real group."""
 
 import socket
 import threading
