@@ -3,7 +3,6 @@
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 # A KV cache of 1 GiB per engine, however much memory the machine reports: some virtual machines report a third of
 # theirs for the NUMA node, and the tests' share of that is less than an engine needs.
@@ -12,7 +11,6 @@ os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 import pytest
 
 from coordexp.demo.model import make_model
-from tests.engines import start_vllm, stop_vllm
 from tests.integration.servers import Fleet
 
 
@@ -20,13 +18,6 @@ from tests.integration.servers import Fleet
 def lively_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model with a small vocabulary and random weights, whose answers depend on the image."""
     return make_model(tmp_path_factory.mktemp("model") / "small", "small", spread=6.0)
-
-
-@pytest.fixture(scope="session")
-def lively_engine(lively_model: Path) -> Iterator[Any]:
-    engine = start_vllm(lively_model)
-    yield engine
-    stop_vllm(engine)
 
 
 @pytest.fixture(scope="session")

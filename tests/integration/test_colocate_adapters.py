@@ -1,11 +1,10 @@
 """A colocated engine that gets only the learner's adapter answers as the learner does. An engine that refuses the
 adapter gets whole weights for good.
 
-The first test starts an engine of its own. The others share one and depend on their order: the test of the
-fallback leaves it with whole weights.
+The tests share an engine and depend on their order: the test of the fallback leaves it with whole weights. A run
+that trains an adapter is in test_colocate_training.py.
 """
 
-import json
 from collections.abc import Iterator
 from contextlib import nullcontext
 from functools import partial
@@ -25,7 +24,6 @@ from coordexp.train.learner import learner_adapter, with_adapter
 from coordexp.train.offload import SMALL, OffloadedStorages, offload_learner
 from tests.integration.answers import whole_model
 from tests.integration.colocation import SETTINGS, Colocation, draw_images, ids, with_adapter_sync
-from tests.integration.stage2_runs import config, draw, finish, training
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(480)]
 
@@ -76,25 +74,6 @@ def learn(colocation: Colocation, adapter: Adapter = LORA) -> torch.optim.Optimi
     colocation.model = with_adapter(whole_model(colocation.folder), adapter, colocation.table.first_coord)
     trained = [weight for weight in colocation.model.parameters() if weight.requires_grad]
     return torch.optim.AdamW(trained, lr=1e-2)
-
-
-@pytest.mark.scenario("R07.C21", on="engine")
-def test_a_run_that_trains_only_an_adapter_sends_only_the_adapter_to_its_colocated_engine(tmp_path):
-    """The engine's answers are compared with the learner's after every sync."""
-    changes = {
-        "model__adapter": {"rank": 4, "alpha": 8, "train_coord_rows": False},
-        "rollout_matching__rollout_backend": "vllm",
-        "rollout_matching__vllm": {"gpu_memory_utilization": 0.1, "enforce_eager": True, "enable_lora": True},
-        "rollout_matching__vllm__sync": {"mode": "auto", "canary_every": 1, "fallback_to_full": False},
-        "rollout_matching__offload": {"enabled": True, "offload_model": True, "offload_optimizer": True},
-        "training__max_steps": 3,
-        "training__save_steps": 3,
-        "training__learning_rate": 1e-2,
-    }
-    shown = finish(training(config(draw(tmp_path), "alone", **changes)))
-    assert "warning: r" not in shown
-    rollouts = json.loads((tmp_path / "alone/run.json").read_text())[0]["rollouts"]
-    assert (rollouts["mode"], rollouts["sync_mode"], rollouts["fallbacks"]) == ("colocate", "adapter", [])
 
 
 @pytest.fixture(scope="module")

@@ -2,24 +2,15 @@
 
 import json
 import time
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 import yaml
-from transformers import AutoProcessor
 from typer.testing import CliRunner
 
-from coordexp.answers.table import VocabularyTable
 from coordexp.cli import app
-from coordexp.data import DataError
-from coordexp.rollout.backend import Decode, ImageRef, Request
-from coordexp.rollout.generate import generate_rollouts
-from coordexp.rollout.prompt import PromptBuilder
 from tests.integration.leavings import leavings
 from tests.integration.stage2_runs import (
-    MODEL,
     ROOT,
     config,
     draw,
@@ -123,16 +114,21 @@ def test_a_run_that_is_killed_leaves_nothing_and_resumes_to_the_same_bits(parts,
     assert [line["loss"] for line in steps(parts / "killed")] == [line["loss"] for line in steps(colocated)]
 
 
-def test_stage_1_evaluates_with_an_engine_as_with_the_learner(parts):
-    """The weights of both evaluations are sent to the engine: those after two steps, and after four."""
+@pytest.mark.scenario("R07.C21", on="engine")
+def test_stage_1_evaluates_an_adapter_with_an_engine_as_with_the_learner(parts):
+    """Both evaluations send the adapter alone to the engine: that of two steps, and that of four. A wrong answer
+    of the engine would end the run."""
     pipeline = yaml.safe_load((ROOT / "configs/stage1.yaml").read_text())["stage1"]["pipeline"]
     evaluated = {
         "custom__trainer_variant": "stage1_sft",
+        "model__adapter": {"rank": 4, "alpha": 8, "train_coord_rows": False},
         "training__eval_strategy": "steps",
         "training__eval_steps": 2,
+        "training__learning_rate": 1e-2,
         "rollout_matching__pipeline": None,
     }
-    engine = {key: value for key, value in ENGINE.items() if key.endswith("vllm")}
+    sync = {"mode": "adapter", "canary_every": 1, "fallback_to_full": False}
+    engine = {"rollout_matching__vllm": ENGINE["rollout_matching__vllm"] | {"enable_lora": True, "sync": sync}}
     for name, more in (("hf", {}), ("vllm", engine)):
         stage1 = {"pipeline": pipeline, "eval_backend": name}
         shown = finish(training(config(parts, f"stage1-{name}", **evaluated, **more, stage1=stage1)))
@@ -143,35 +139,3 @@ def test_stage_1_evaluates_with_an_engine_as_with_the_learner(parts):
             for file in (f"stage1-{name}/evaluations/step-{step}.answers.jsonl" for name in ("hf", "vllm"))
         )
         assert actual == expected and any("bbox_2d" in text for text in actual)
-
-
-@pytest.mark.scenario("R07.S7", on="engine")
-@pytest.mark.parametrize("change", ["other", "shorter", "longer"])
-def test_an_engine_that_reads_another_prompt_than_training_uses_is_refused(parts, change):
-    prompts = PromptBuilder(AutoProcessor.from_pretrained(MODEL), "Detect all objects.")
-    image = ImageRef(str(parts / "data/images/train/0000000.png"), 64, 64)
-    ids = prompts.ids(64, 64)
-    read = {"other": [*ids[:5], ids[5] + 1, *ids[6:]], "shorter": ids[:-1], "longer": [*ids, 7]}[change]
-    requests = [Request(image, Decode.greedy(2))]
-    table = VocabularyTable.from_folder(MODEL)
-    with pytest.raises(DataError, match=r"the engine's prompt .* is not the one that is trained on"):
-        generate_rollouts(FakeEngine(read), prompts, table, requests)
-    (rollout,) = generate_rollouts(FakeEngine(ids), prompts, table, requests)
-    assert (rollout.prompt_ids, rollout.ids, rollout.version) == (tuple(ids), (3, 4), 7)
-
-
-class FakeEngine:
-    """Reports that it has read `prompt`, and answers two tokens."""
-
-    llm_engine = SimpleNamespace(model_config=SimpleNamespace(max_model_len=256))
-
-    def __init__(self, prompt: list[int]) -> None:
-        self.prompt = prompt
-
-    def generate(self, prompts: list[Any], sampling: list[Any], use_tqdm: bool, lora_request: None) -> list[Any]:
-        logprobs = [{id: SimpleNamespace(logprob=-1.0)} for id in (3, 4)]
-        versions = [SimpleNamespace(version="7")]
-        answer = SimpleNamespace(
-            token_ids=[3, 4], logprobs=logprobs, weight_versions=versions, finish_reason="length"
-        )
-        return [SimpleNamespace(prompt_token_ids=self.prompt, outputs=[answer]) for _ in prompts]

@@ -1,4 +1,4 @@
-"""An engine in this process changes nothing for the rest of the process."""
+"""An engine in this process changes nothing for the rest of the process, and answers the same after its sleep."""
 
 import gc
 import logging
@@ -16,7 +16,7 @@ from transformers import AutoProcessor
 
 from coordexp.answers.table import VocabularyTable
 from coordexp.rollout.backend import Decode, ImageRef, Request
-from coordexp.rollout.generate import VllmBackend, generate_rollouts
+from coordexp.rollout.generate import VllmBackend
 from coordexp.rollout.prompt import PromptBuilder
 from coordexp.rollout.update import EngineUpdates
 from tests.engines import QUESTION, drawing
@@ -46,6 +46,20 @@ def ask(backend: VllmBackend, image: ImageRef, decode: Decode) -> list[tuple[int
     return [rollout.ids for rollout in backend.generate([Request(image, decode, seed=seed) for seed in (1, 2)])]
 
 
+def check_sleep(backend: VllmBackend, image: ImageRef) -> None:
+    """Check that vLLM answers the same after its sleep. On a CPU it goes through its states and frees nothing."""
+    memory = EngineUpdates(backend.engine, sleeps=True)
+    executor = backend.engine.llm_engine.model_executor
+    expected = ask(backend, image, Decode.greedy(8))
+    memory.sleep()
+    assert executor.is_sleeping
+    memory.wake_for_weights()
+    assert executor.sleeping_tags == {"kv_cache"}
+    memory.wake()
+    assert not executor.is_sleeping
+    assert ask(backend, image, Decode.greedy(8)) == expected
+
+
 @pytest.fixture
 def image(tmp_path) -> ImageRef:
     drawing().save(tmp_path / "image.png")
@@ -67,23 +81,7 @@ def test_an_engine_changes_nothing_in_its_process_when_it_starts_and_when_it_ans
         assert threading.current_thread() is threading.main_thread()
         assert (ask(backend, image, greedy), ask(backend, image, sampled)) == answers
         assert len({*answers[1]}) == 2
+        check_sleep(backend, image)
     finally:
         backend.close()
     assert changes(before, state()) == []
-
-
-def test_an_engine_answers_the_same_after_vllms_sleep(lively_engine, lively_model, image):
-    """On a CPU vLLM goes through its states and frees nothing."""
-    table = VocabularyTable.from_folder(lively_model)
-    prompts = PromptBuilder(AutoProcessor.from_pretrained(lively_model), QUESTION)
-    memory, executor = EngineUpdates(lively_engine, sleeps=True).memory, lively_engine.llm_engine.model_executor
-    requests = [Request(image, Decode.greedy(8))]
-    (expected,) = generate_rollouts(lively_engine, prompts, table, requests)
-    memory.sleep()
-    assert executor.is_sleeping
-    memory.wake_for_weights()
-    assert executor.sleeping_tags == {"kv_cache"}
-    memory.wake()
-    assert not executor.is_sleeping
-    (answer,) = generate_rollouts(lively_engine, prompts, table, requests)
-    assert answer.ids == expected.ids

@@ -1,4 +1,5 @@
-"""After a weight sync, vLLM answers as transformers does, with Qwen2.5-VL and Qwen3-VL-MoE.
+"""After a weight sync, vLLM answers as transformers does, with Qwen2.5-VL and Qwen3-VL-MoE whose checkpoints got
+coordinate tokens.
 
 Qwen3.5 is missing: on a CPU, vLLM 0.32 computes its linear attention in bfloat16 only, and tokens may then differ
 although all weights are right.
@@ -7,6 +8,7 @@ although all weights are right.
 import pytest
 import torch
 
+from coordexp.answers.expand import add_coord_tokens
 from coordexp.config.settings import Adapter
 from coordexp.demo.model import Size, make_model
 from coordexp.train.learner import with_adapter
@@ -20,7 +22,9 @@ LORA = Adapter(rank=4, alpha=8)
 
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl_moe"])
 def test_after_a_sync_vllm_answers_as_transformers_does(family, tmp_path):
-    folder = make_model(tmp_path / "model", "small", family=family, spread=6.0, size=Size(patch=8))
+    make_model(tmp_path / "plain", "small", family=family, spread=6.0, size=Size(patch=8), coords=False)
+    folder = tmp_path / "model"
+    add_coord_tokens(tmp_path / "plain", folder, noise=1.0)
     colocation = Colocation(folder, draw_images(tmp_path / "images"))
     requests = colocation.requests(10)
     try:

@@ -1,6 +1,7 @@
 """`coordexp predict`: answers with scores from transformers and from a real vLLM engine, and files to evaluate."""
 
 import json
+import signal
 import time
 from pathlib import Path
 
@@ -12,7 +13,6 @@ from typer.testing import CliRunner
 from coordexp.cli import app
 from coordexp.data import DataError
 from coordexp.demo.scenes import SceneSettings, write_scenes
-from coordexp.detect.answering import Answering
 from coordexp.rollout.prompt import PromptBuilder
 from tests.integration.leavings import leavings
 from tests.integration.stage2_runs import finish, started
@@ -106,118 +106,98 @@ def test_an_engine_of_vllm_makes_the_predictions_of_transformers_and_ends_with_t
 WITH_SLOW_BATCH = """
 import sys, time
 from coordexp.cli import app
-from coordexp.rollout.hugging_face import HuggingFaceBackend
-generate, batches = HuggingFaceBackend.generate, []
-def generate_slowly(*arguments):
+from coordexp.detect.answering import Answering
+answer_batch, batches = Answering.answer_batch, []
+def answer_slowly(*arguments):
     batches.append(arguments)
     if len(batches) > 1:
         time.sleep(60)
-    return generate(*arguments)
-HuggingFaceBackend.generate = generate_slowly
+    return answer_batch(*arguments)
+Answering.answer_batch = answer_slowly
 app(sys.argv[1:])
 """
-
-
-def test_predictions_that_were_killed_are_resumed(lively_model, eight_scenes):
-    predicting = command(lively_model, eight_scenes, "--max-new-tokens", "40")
-    whole = CliRunner().invoke(app, predicting)
-    assert whole.exit_code == 0, whole.output
-    files = [eight_scenes / "preds.json", eight_scenes / "preds.answers.jsonl"]
-    undisturbed = [file.read_text() for file in files]
-    for file in files:
-        file.unlink()
-
-    unfinished = eight_scenes / "preds.unfinished.jsonl"
-    with started(["-c", WITH_SLOW_BATCH, *predicting]) as run:
-        # Wait for the first line and one batch.
-        while not (unfinished.is_file() and unfinished.read_bytes().count(b"\n") >= 3):
-            assert run.process.poll() is None and run.seconds < 120, run.shown
-            time.sleep(0.02)
-        run.process.kill()
-        run.wait(60)
-        assert "Loading weights" not in run.shown  # the progress bars of transformers do not belong into a log
-    assert not files[0].exists()
-    before = CliRunner().invoke(app, predicting)
-    assert before.exit_code == 1
-    assert "add --resume" in before.output
-    fewer = CliRunner().invoke(app, [*predicting, "--resume", "--limit", "1"])
-    assert fewer.exit_code == 1
-    assert "--limit asks for 1" in fewer.output
-    result = CliRunner().invoke(app, [*predicting, "--resume"])
-    assert result.exit_code == 0, result.output
-    assert "of 8 images have been answered already" in result.output
-    assert [file.read_text() for file in files] == undisturbed
-    assert not unfinished.exists()
-    result = CliRunner().invoke(app, [*predicting, "--resume", "--limit", "2"])
-    assert result.exit_code == 0 and f"{files[0]} is complete: nothing to do" in result.output
-    assert [file.read_text() for file in files] == undisturbed
-
-
 ALL_OPTIONS = ["--stop-bias", "10", "--dedup", "0.5", "--samples", "2", "--temperature", "1.5", "--top-p", "0.9"]
 
 
-def predict_scenes(folder, name, *more):
+def scene_options(folder, name, *more):
     files = ["--data", str(folder / "s/val.jsonl"), "--out", str(folder / name)]
-    words = ["predict", "--model", str(TRAINED_MODEL), *files, "--max-new-tokens", "120", "--batch", "2", *more]
-    return CliRunner().invoke(app, words)
+    return ["predict", "--model", str(TRAINED_MODEL), *files, "--max-new-tokens", "120", "--batch", "2", *more]
+
+
+def predict_scenes(folder, name, *more):
+    return CliRunner().invoke(app, scene_options(folder, name, *more))
 
 
 def read_lines(file):
     return [json.loads(line) for line in file.read_text().splitlines()]
 
 
-def test_all_options_work_together_and_resume_where_they_were_interrupted(tmp_path, monkeypatch):
-    write_scenes(tmp_path / "s", SceneSettings(), train=1, val=4, seed=3)
-    plain = predict_scenes(tmp_path, "plain.json")
-    assert plain.exit_code == 0, plain.output
-    whole = predict_scenes(tmp_path, "preds.json", *ALL_OPTIONS)
-    assert whole.exit_code == 0, whole.output
+def read_all(folder, name):
+    return [(folder / f"{name}{suffix}").read_text() for suffix in (".json", ".answers.jsonl", ".samples.jsonl")]
 
+
+@pytest.fixture(scope="module")
+def scenes(tmp_path_factory):
+    """A folder with four scenes and, as `preds.json`, what a command with all options predicts."""
+    folder = tmp_path_factory.mktemp("scenes")
+    write_scenes(folder / "s", SceneSettings(), train=1, val=4, seed=3)
+    whole = predict_scenes(folder, "preds.json", *ALL_OPTIONS)
+    assert whole.exit_code == 0, whole.output
+    (folder / "shown").write_text(whole.output)
+    return folder
+
+
+def test_all_options_work_together(scenes):
+    plain = predict_scenes(scenes, "plain.json")
+    assert plain.exit_code == 0, plain.output
     # The bias makes answers longer, and what is then written twice is dropped but stays visible.
-    answers = read_lines(tmp_path / "preds.answers.jsonl")
-    pairs = zip(read_lines(tmp_path / "plain.answers.jsonl"), answers, strict=True)
+    answers = read_lines(scenes / "preds.answers.jsonl")
+    pairs = zip(read_lines(scenes / "plain.answers.jsonl"), answers, strict=True)
     assert all(len(before["text"]) < len(after["text"]) for before, after in pairs)
     dropped = sum(len(answer.get("dropped", ())) for answer in answers)
-    assert dropped > 0 and f"{dropped} objects dropped as duplicates" in whole.output
+    assert dropped > 0 and f"{dropped} objects dropped as duplicates" in (scenes / "shown").read_text()
     valid = [item for answer in answers for item in answer["objects"] if item["reason"] is None]
-    assert len(json.loads((tmp_path / "preds.json").read_text())) == len(valid)
+    assert len(json.loads((scenes / "preds.json").read_text())) == len(valid)
     assert sum(answer["text"].count('"bbox_2d"') for answer in answers) >= len(valid) + dropped
 
-    samples = read_lines(tmp_path / "preds.samples.jsonl")
+    samples = read_lines(scenes / "preds.samples.jsonl")
     assert [(line["image_id"], line["sample"]) for line in samples] == [
         (i, k) for i in (1, 2, 3, 4) for k in (1, 2)
     ]
     assert all(first["text"] != second["text"] for first, second in zip(samples[::2], samples[1::2], strict=True))
-    files = ["--data", str(tmp_path / "s/val.jsonl"), "--preds", str(tmp_path / "preds.json")]
+    files = ["--data", str(scenes / "s/val.jsonl"), "--preds", str(scenes / "preds.json")]
     result = CliRunner().invoke(app, ["evaluate", *files, "--samples", "2"])
     assert result.exit_code == 0, result.output
     assert "union of 2" in result.output and f"dropped {dropped} objects as duplicates" in result.output
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Answering, "answer_batch", interrupted_after_one_batch())
-        cut = predict_scenes(tmp_path, "again.json", *ALL_OPTIONS)
-    assert cut.exit_code == 130 and "interrupted after 2 of 4 images" in cut.output
-    for option, value in (("dedup", "0.6"), ("stop-bias", "9"), ("samples", "3"), ("seed", "1")):
-        other = predict_scenes(tmp_path, "again.json", *ALL_OPTIONS, f"--{option}", value, "--resume")
-        assert other.exit_code == 1
-        assert f"made with another {option.replace('-', '_')}" in other.output
-    resumed = predict_scenes(tmp_path, "again.json", *ALL_OPTIONS, "--resume")
-    assert resumed.exit_code == 0, resumed.output
-    assert "2 of 4 images have been answered already" in resumed.output
-    for suffix in (".json", ".answers.jsonl", ".samples.jsonl"):
-        assert (tmp_path / f"again{suffix}").read_text() == (tmp_path / f"preds{suffix}").read_text()
-
-    stale = predict_scenes(tmp_path, "preds.json")
+    stale = predict_scenes(scenes, "preds.json")
     assert stale.exit_code == 1 and "preds.samples.jsonl has samples of earlier predictions" in stale.output
 
 
-def interrupted_after_one_batch():
-    answer_batch, batches = Answering.answer_batch, []
-
-    def answer_or_interrupt(self, images):
-        if batches:
-            raise KeyboardInterrupt
-        batches.append(images)
-        return answer_batch(self, images)
-
-    return answer_or_interrupt
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGKILL, -signal.SIGKILL), (signal.SIGINT, 130)])
+def test_predictions_that_were_killed_or_interrupted_are_resumed(scenes, number, code):
+    name, unfinished = f"again-{number.name}", scenes / f"again-{number.name}.unfinished.jsonl"
+    with started(["-c", WITH_SLOW_BATCH, *scene_options(scenes, f"{name}.json", *ALL_OPTIONS)]) as run:
+        # Wait for the first line and one batch: two images with three answers each.
+        while not (unfinished.is_file() and unfinished.read_bytes().count(b"\n") >= 7):
+            assert run.process.poll() is None and run.seconds < 120, run.shown
+            time.sleep(0.02)
+        run.process.send_signal(number)
+        assert run.wait(60) == code
+        assert code < 0 or "interrupted after 2 of 4 images" in run.shown
+        assert "Loading weights" not in run.shown  # the progress bars of transformers do not belong into a log
+    assert not (scenes / f"{name}.json").exists()
+    before = predict_scenes(scenes, f"{name}.json", *ALL_OPTIONS)
+    assert before.exit_code == 1 and "add --resume" in before.output
+    for option, value in (("dedup", "0.6"), ("stop-bias", "9"), ("samples", "3"), ("seed", "1")):
+        other = predict_scenes(scenes, f"{name}.json", *ALL_OPTIONS, f"--{option}", value, "--resume")
+        assert other.exit_code == 1
+        assert f"made with another {option.replace('-', '_')}" in other.output
+    fewer = predict_scenes(scenes, f"{name}.json", *ALL_OPTIONS, "--resume", "--limit", "1")
+    assert fewer.exit_code == 1 and "--limit asks for 1" in fewer.output
+    resumed = predict_scenes(scenes, f"{name}.json", *ALL_OPTIONS, "--resume")
+    assert resumed.exit_code == 0, resumed.output
+    assert "2 of 4 images have been answered already" in resumed.output
+    assert read_all(scenes, name) == read_all(scenes, "preds") and not unfinished.exists()
+    again = predict_scenes(scenes, f"{name}.json", *ALL_OPTIONS, "--resume", "--limit", "2")
+    assert again.exit_code == 0 and f"{name}.json is complete: nothing to do" in again.output
+    assert read_all(scenes, name) == read_all(scenes, "preds")

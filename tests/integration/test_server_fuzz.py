@@ -1,10 +1,10 @@
-"""A real server under calls that are drawn from its own OpenAPI document, and under attacks made by hand. Whatever
-comes, it answers or refuses with a code and a message, in time, and gives the right answers afterwards with the
-files and the memory that it had before.
+"""A real server under calls that are drawn from its own OpenAPI document, and under garbage at its weight port.
+Whatever comes, it answers or refuses with a code and a message, in time, and gives the right answers afterwards
+with the files and the memory that it had before.
 
 Other attacks have tests of their own: tokens, headers, bodies, JSON and descriptions of weights in
-tests/unit/servers/test_app.py, paths in test_requests.py there, image bombs in test_answering.py there and in
-test_server.py here, wrong weights in test_server.py.
+tests/unit/servers/test_app.py, paths in test_requests.py there, image bombs in test_answering.py there, and wrong
+weights in test_server.py.
 """
 
 import base64
@@ -16,7 +16,7 @@ import struct
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import suppress
 from typing import Any
 
 import httpx
@@ -54,7 +54,6 @@ class Attacked:
 
     def __init__(self, fleet: Fleet) -> None:
         self.fleet, self.url = fleet, fleet.url(0)
-        self.address = ("127.0.0.1", fleet.ports[0])
         self.group_port = int(fleet.servers[0]["group_port"])
         self.http = httpx.Client(base_url=self.url, timeout=120, trust_env=False)  # the first answer takes longer
         self.restore()  # another test may have sent other weights
@@ -98,22 +97,6 @@ class Attacked:
         grown = self.measure_memory() - self.memory
         print(f"files {self.files} -> {self.count_files()}, memory {self.memory:.0f} MiB, grown by {grown:.0f}")
         assert grown < 400
-
-    @contextmanager
-    def connect(self, first: bytes = b"") -> Iterator[socket.socket]:
-        with socket.create_connection(self.address, timeout=MOST_SECONDS) as client:
-            client.sendall(first)
-            yield client
-
-    def send_raw(self, content: bytes) -> bytes:
-        """Send bytes as they are, and return what comes back until the server closes the connection."""
-        received = b""
-        with self.connect() as client, suppress(ConnectionError):
-            client.sendall(content)
-            client.shutdown(socket.SHUT_WR)
-            while part := client.recv(65536):
-                received += part
-        return received
 
 
 @pytest.fixture(scope="module")
@@ -212,75 +195,6 @@ def test_any_call_of_the_openapi_document_is_answered_or_refused(attacked, mode,
         with suppress(Unsatisfiable):  # a route without a body or parameters cannot be called wrongly
             check()
     print(f"{mode.value}: {sum(counts.values())} calls, by status {counts}")
-
-
-JSON = {"content-type": "application/json"}
-HEAD = b"POST /infer/ HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
-
-
-def test_garbage_instead_of_http_is_refused_or_cut_off(attacked):
-    draws = random.Random(7)
-    garbage = [
-        b"\0" * 1000,
-        b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(500),
-        b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
-        b"GET / HTTP/9.9\r\n\r\n",
-        b"GET " + b"/" * 100_000 + b" HTTP/1.1\r\n\r\n",
-        b"\r\n" * 5000,
-        b"GET /health/ HTTP/1.1\r\n" + b"A: b\r\n" * 20_000 + b"\r\n",
-        HEAD + b"X: " + b"y" * 200_000 + b"\r\n\r\n",
-        HEAD + b"Content-Length: -1\r\n\r\n",
-        HEAD + b"Content-Length: " + b"9" * 5000 + b"\r\n\r\n",
-        HEAD + b"Content-Length: 2\r\nContent-Length: 3\r\n\r\n{}}",
-        HEAD + b"Content-Length: 0x2\r\n\r\n{}",
-        HEAD + b"Content-Length: 2\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\nGET /version/ HTTP/1.1\r\n\r\n",
-        HEAD + b"Transfer-Encoding: chunked\r\n\r\nffffffffffffffff\r\n{",
-        HEAD + b"Transfer-Encoding: chunked\r\n\r\nzz\r\n",
-        HEAD + b"Transfer-Encoding: gzip, chunked\r\n\r\n0\r\n\r\n",
-        HEAD + b"Expect: 200-maybe\r\nContent-Length: 2\r\n\r\n{}",
-        b"GET /version/?full=%00%ff HTTP/1.1\r\nHost: \xff\r\n\r\n",
-        b"GET http://[::1/ HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n",
-        b"CONNECT x:1 HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n",
-        b"GET /version/ HTTP/1.1\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n\r\n",
-        *(draws.randbytes(draws.randrange(1, 3000)) for _ in range(40)),
-        *(HEAD + b"Content-Length: 3000\r\n\r\n" + draws.randbytes(3000) for _ in range(10)),
-    ]
-    for content in garbage:
-        received = attacked.send_raw(content)
-        if received:
-            status = int(received.split(b" ", 2)[1])
-            assert received.startswith(b"HTTP/1.1 ") and (status < 500 or status == 501), received[:300]
-            assert b"Traceback" not in received
-
-
-def test_pipelined_calls_and_clients_that_leave_in_the_middle_do_no_harm(attacked):
-    body = json.dumps(
-        {"infer_requests": [infer_request(attacked.fleet.images()[0])] * 4, "request_config": GREEDY}
-    )
-    whole = HEAD + b"Content-Length: %d\r\n\r\n" % len(body) + body.encode()
-    for share in (0.1, 0.5, 0.99, 1.0, 1.0):
-        with attacked.connect(whole[: int(share * len(whole))]) as client:
-            client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")  # ends with a reset
-    with attacked.connect(whole * 3) as client:
-        received = b""
-        until = time.monotonic() + 3 * MOST_SECONDS
-        while received.count(b"HTTP/1.1 200 OK") < 3:
-            assert time.monotonic() < until
-            received += client.recv(65536)
-    wait_for(lambda: "coordexp_running_requests 0.0" in attacked.http.get("/metrics").text, 30)
-
-
-def test_slow_headers_slow_bodies_and_half_open_connections_do_not_delay_answers(attacked):
-    with ExitStack() as stack:
-        for first in (b"", b"POST /inf", HEAD, HEAD + b"Content-Length: 100\r\n\r\n{"):
-            for _ in range(60):
-                stack.enter_context(attacked.connect(first))
-        half = [stack.enter_context(attacked.connect(HEAD)) for _ in range(20)]
-        for client in half:
-            client.shutdown(socket.SHUT_WR)
-        since = time.monotonic()
-        assert attacked.answer() == attacked.answers
-        assert time.monotonic() - since < MOST_SECONDS
 
 
 def test_garbage_at_the_weight_port_does_not_stop_a_sync(attacked):

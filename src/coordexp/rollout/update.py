@@ -13,7 +13,6 @@ run on a GPU; on a CPU, vLLM accepts the calls, and frees nothing.
 
 import os
 from collections import deque
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 from unittest.mock import patch
@@ -64,46 +63,14 @@ class RankExecutor(UniProcExecutor):
         return [-max_over_ranks(-memory)]
 
 
-class EngineMemory:
-    """Puts an engine to sleep and wakes it up. Without `sleeps`, the engine is always awake.
-
-    The memory of the weights comes back first, and that of the KV cache only when the new weights have arrived,
-    because a sync needs memory of its own. `clear_kv_cache` sets the KV cache to 0."""
-
-    def __init__(self, engine: Any, sleeps: bool, clear_kv_cache: Callable[[], None]) -> None:
-        self._engine, self._sleeps, self._clear_kv_cache = engine, sleeps, clear_kv_cache
-        self.state: Literal["awake", "only weights", "asleep"] = "awake"
-
-    def wake_for_weights(self) -> None:
-        """Return once the engine can load weights."""
-        if self.state == "asleep":
-            self._engine.wake_up(["weights"])
-            self.state = "only weights"
-
-    def wake(self) -> None:
-        """Return once the engine can generate. The KV cache is new memory with unknown contents, which could be
-        NaN."""
-        self.wake_for_weights()
-        if self.state == "only weights":
-            self._engine.wake_up(["kv_cache"])
-            self._clear_kv_cache()
-            self.state = "awake"
-
-    def sleep(self) -> None:
-        """Free the engine's memory, if the settings say so. No request may be running."""
-        if not self._sleeps or self.state == "asleep":
-            return
-        self.wake()  # vLLM does not put a half-awake engine to sleep
-        self._engine.sleep(level=LEVEL)
-        self.state = "asleep"
-
-
 class EngineUpdates:
-    """Updates the weights of `engine`, whose memory sleeps between its uses, if `sleeps` says so."""
+    """Updates the weights of `engine`. Its memory is free between its uses, if `sleeps` says so: that of the
+    weights comes back first, and that of the KV cache only when the new weights have arrived, because a sync needs
+    memory of its own."""
 
     def __init__(self, engine: Any, sleeps: bool) -> None:
-        self.engine = engine
-        self.memory = EngineMemory(engine, sleeps, self._clear_kv_cache)
+        self.engine, self._sleeps = engine, sleeps
+        self.state: Literal["awake", "only weights", "asleep"] = "awake"
         self._adapters = 0  # adapters so far; also the id of the latest
         self._is_whole = False  # whole weights were loaded
         self.lora_request: Any = None  # selects the adapter that answers are made with
@@ -112,6 +79,29 @@ class EngineUpdates:
     def runner(self) -> Any:
         """The model runner of vLLM on this rank."""
         return self.engine.llm_engine.model_executor.driver_worker.worker.model_runner
+
+    def wake_for_weights(self) -> None:
+        """Return once the engine can load weights."""
+        if self.state == "asleep":
+            self.engine.wake_up(["weights"])
+            self.state = "only weights"
+
+    def wake(self) -> None:
+        """Return once the engine can generate. The KV cache is new memory with unknown contents, which could be
+        NaN."""
+        self.wake_for_weights()
+        if self.state == "only weights":
+            self.engine.wake_up(["kv_cache"])
+            clear_kv_caches(self.runner.kv_caches)
+            self.state = "awake"
+
+    def sleep(self) -> None:
+        """Free the engine's memory, if the settings say so. No request may be running."""
+        if not self._sleeps or self.state == "asleep":
+            return
+        self.wake()  # vLLM does not put a half-awake engine to sleep
+        self.engine.sleep(level=LEVEL)
+        self.state = "asleep"
 
     def load(self, weights: Weights, version: int) -> None:
         """Load whole weights. If they are sharded over ranks, all of these must call it. After an error the engine
@@ -129,7 +119,7 @@ class EngineUpdates:
         self._commit(version)
 
     def _load(self, weights: Any) -> None:
-        self.memory.wake_for_weights()
+        self.wake_for_weights()
         self._is_whole = True
         if self._adapters:  # the adapter belongs to the weights that are replaced now
             self.lora_request = None
@@ -142,7 +132,7 @@ class EngineUpdates:
         cannot use it, or an empty string: whole weights can still be loaded."""
         assert not self._is_whole, "whole weights were loaded: an adapter belongs to the weights of the start"
         self._check_idle()
-        self.memory.wake()
+        self.wake()
         config, weights = adapter
         tensors = {name: weight.to("cpu", copy=True) for name, weight in weights}
         self._adapters += 1
@@ -165,13 +155,10 @@ class EngineUpdates:
         """Drop everything that was computed with the old weights, then set the new version. vLLM's own calls only
         forget what the blocks of the KV cache contain, and leave the values in them."""
         core = self.engine.llm_engine
-        self.memory.wake()
-        self._clear_kv_cache()
+        self.wake()
+        clear_kv_caches(self.runner.kv_caches)
         if not core.reset_prefix_cache():
             raise EngineError("vLLM could not clear its prefix cache, which the old weights computed", REPORT)
         core.reset_mm_cache()
         core.reset_encoder_cache()
         core.set_weight_version(str(version))
-
-    def _clear_kv_cache(self) -> None:
-        clear_kv_caches(self.runner.kv_caches)

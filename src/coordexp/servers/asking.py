@@ -12,7 +12,7 @@ from coordexp.rollout.guard import key_pattern_for
 from coordexp.rollout.prompt import PromptBuilder
 from coordexp.rollout.start import EngineSetup
 from coordexp.servers.client import ServerClient, ServerLost, infer_payload, read_answers, to_rollout
-from coordexp.servers.pool import Chunk, Loss, Pool, Up, Window
+from coordexp.servers.pool import Chunk, Loss, Pool, Window
 from coordexp.tasks import Task
 
 
@@ -76,7 +76,7 @@ class Generation:
         among them, and neither is one that has received newer weights since: it is back."""
         with self._changed:
             lost, self._lost = self._lost, {}
-        return {server: loss for server, loss in lost.items() if pool.states[server] == Up(self._version)}
+        return {server: loss for server, loss in lost.items() if pool.states[server] == self._version}
 
     def ask(self, pool: Pool, rank: int, ranks: int, parts: Sequence[Sequence[int]] | None = None) -> None:
         """Begin to ask the servers of the pool for all rollouts that are missing. The requests of each part are

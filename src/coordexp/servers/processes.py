@@ -9,35 +9,37 @@ import os
 import re
 import signal
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager
 from multiprocessing import parent_process, resource_tracker
 from pathlib import Path
-from tempfile import TemporaryDirectory, gettempdir
+from tempfile import gettempdir
 from typing import Any
 from unittest.mock import patch
-
-import psutil
 
 from coordexp import child_processes
 from coordexp.errors import EngineError, UserError
 from coordexp.logs import capture_children
 from coordexp.rollout.start import EngineSetup, engine_arguments, first_sentence
 
-IN_ENGINE = "COORDEXP_IN_ENGINE"  # set in the environment of the engine's processes
-
 
 @contextmanager
 def starting(setup: EngineSetup, side: str) -> Iterator[dict[str, Any]]:
-    """Yield vLLM's arguments. An engine that is started with them inside this context gets the environment that it
-    needs, and an error of its processes is raised as EngineError, with its cause and a fix.
+    """Yield vLLM's arguments. An engine that is started with them inside this context ignores SIGINT and SIGTERM,
+    and an error of its processes is raised as EngineError, with its cause and a fix. This process keeps the
+    environment that its engine needs.
 
     `side` is the class that its workers import."""
-    with _engine_environment(), capture_children(), _error_log() as (logging, log), tied_to_owner():
+    folder = child_processes.engine_folder()
+    _set_environment(folder)
+    log = folder / "errors"
+    log.touch()
+    resource_tracker.ensure_running()  # starting it later would unblock the signals
+    with _blocked_signals(), capture_children(), tied_to_owner():
         try:
             yield {
                 **engine_arguments(setup),
                 "worker_extension_cls": side,
-                "logging_config": logging,
+                "logging_config": _log_errors_to(log),
             }
         except UserError:
             raise
@@ -108,11 +110,8 @@ def cause(message: str) -> str:
 
 
 def stop_engine(core: Any) -> None:
-    """Kill the engine, which has nothing to save, and its workers, which would end a moment later."""
+    """Kill the engine, which has nothing to save. Its workers end with it."""
     for process in _processes(core):
-        with suppress(psutil.NoSuchProcess):
-            for worker in psutil.Process(process.pid).children(recursive=True):
-                worker.kill()
         process.kill()
     core.shutdown()
 
@@ -124,27 +123,23 @@ def _processes(core: Any) -> list[Any]:
     return [*(manager.processes if manager else ()), *([coordinator.proc] if coordinator else ())]
 
 
-@contextmanager
-def _error_log() -> Iterator[tuple[Any, Path]]:
-    """Yield a logging config for vLLM, and a file to which it also writes the errors of the engine's processes.
-    The exception that vLLM raises says only that there was an error."""
+def _log_errors_to(log: Path) -> Any:
+    """Return a logging config for vLLM, by which the engine's processes also write their errors to this file. The
+    exception that vLLM raises says only that there was an error."""
     from vllm.config.logging import LoggingConfig
     from vllm.logger import DEFAULT_LOGGING_CONFIG as DEFAULT
 
-    with TemporaryDirectory(dir=child_processes.engine_folder()) as folder:
-        config, log = Path(folder) / "logging.json", Path(folder) / "errors"
-        log.touch()
-        if os.environ.get("VLLM_LOGGING_CONFIG_PATH"):  # the user has a logging config, which stays in force
-            yield None, log
-            return
-        level = os.environ["VLLM_LOGGING_LEVEL"]  # DEFAULT has the level of the time when vLLM was imported
-        handlers = {
-            "vllm": DEFAULT["handlers"]["vllm"] | {"level": level},
-            "file": {"class": "logging.FileHandler", "filename": str(log), "level": "ERROR"},
-        }
-        logger = {"handlers": list(handlers), "level": level, "propagate": False}
-        config.write_bytes(json.dumps(DEFAULT | {"handlers": handlers, "loggers": {"vllm": logger}}).encode())
-        yield LoggingConfig(pylogging_config_file=str(config)), log
+    if os.environ.get("VLLM_LOGGING_CONFIG_PATH"):  # the user has a logging config, which stays in force
+        return None
+    level = os.environ["VLLM_LOGGING_LEVEL"]  # DEFAULT has the level of the time when vLLM was imported
+    handlers = {
+        "vllm": DEFAULT["handlers"]["vllm"] | {"level": level},
+        "file": {"class": "logging.FileHandler", "filename": str(log), "level": "ERROR"},
+    }
+    logger = {"handlers": list(handlers), "level": level, "propagate": False}
+    config = log.with_name("logging.json")
+    config.write_bytes(json.dumps(DEFAULT | {"handlers": handlers, "loggers": {"vllm": logger}}).encode())
+    return LoggingConfig(pylogging_config_file=str(config))
 
 
 def _first_error(log: str) -> str | None:
@@ -153,31 +148,27 @@ def _first_error(log: str) -> str | None:
     return match and (match[2] if match[1] in ("ValueError", "RuntimeError") else f"{match[1]}: {match[2]}")
 
 
-@contextmanager
-def _engine_environment() -> Iterator[None]:
-    """Set the environment variables that the engine's processes inherit, and block SIGINT and SIGTERM for them,
-    while they are being started."""
+def _set_environment(folder: Path) -> None:
+    """Set the environment variables that the engine's processes inherit."""
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     os.environ.setdefault("PYTHONWARNINGS", "ignore")
-    folder = str(child_processes.engine_folder())
-    compiled = f"{gettempdir()}/torchinductor_{os.getuid()}"  # kept between runs, unlike TMPDIR below
-    variables = {
+    # What is compiled is kept between runs, unlike TMPDIR below.
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{gettempdir()}/torchinductor_{os.getuid()}")
+    os.environ |= {
         "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # a fork would copy threads and locks
-        IN_ENGINE: "1",
-        "VLLM_RPC_BASE_PATH": folder,
-        "TMPDIR": folder,
-        "TORCHINDUCTOR_CACHE_DIR": os.environ.get("TORCHINDUCTOR_CACHE_DIR", compiled),
+        "VLLM_RPC_BASE_PATH": str(folder),
+        "TMPDIR": str(folder),
     }
-    before = dict(os.environ)
     for name in [name for name in os.environ if name.startswith(child_processes.TORCHRUN_VARIABLES)]:
         del os.environ[name]
-    os.environ.update(variables)
-    resource_tracker.ensure_running()  # starting it later would unblock the signals
-    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
-    with ExitStack() as at_end:
-        at_end.callback(os.environ.update, before)
-        for name in variables.keys() - before.keys():
-            at_end.callback(os.environ.pop, name)
-        at_end.callback(signal.pthread_sigmask, signal.SIG_SETMASK, blocked)
+
+
+@contextmanager
+def _blocked_signals() -> Iterator[None]:
+    """Block SIGINT and SIGTERM for the processes that are being started."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
+    try:
         yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)

@@ -4,10 +4,10 @@ Each bucket is one broadcast. If the learner announces the length of the next bu
 while it loads this one.
 """
 
-import os
 import signal
 import traceback
 from concurrent.futures import Future, ThreadPoolExecutor
+from multiprocessing import parent_process
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
 from coordexp.errors import UserError
 from coordexp.rollout.load import Reload, build_adapter, clear_kv_caches, replace_adapter
-from coordexp.servers.processes import IN_ENGINE, end_with_parent
+from coordexp.servers.processes import end_with_parent
 from coordexp.servers.transfer import Metadata, WeightGroup, check_metadata, join, unflatten
 
 
@@ -167,7 +167,7 @@ def rank_in_server(parallel_config: Any) -> int:
     return int(parallel_config.data_parallel_index * parallel_config.world_size + parallel_config.rank)
 
 
-if IN_ENGINE in os.environ:
+if parent_process() is not None:  # vLLM has imported this module in a worker
     # Workers inherit blocked signals (`processes.starting`). Until the engine is ready they need SIGTERM: vLLM
     # ends them with it if the engine does not start.
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})

@@ -19,25 +19,9 @@ def test_an_overlap_of_exactly_the_limit_is_enough():
     assert find_duplicates(half, 0.501) == ()
 
 
-def test_polygons_are_compared_by_their_masks_and_not_by_their_boxes():
-    upper, lower = poly(0, 0, 800, 0, 800, 800), poly(0, 0, 800, 800, 0, 800)  # two halves of one square
-    assert find_duplicates([upper, lower], 0.1) == ()
-    assert find_duplicates([upper, lower, upper], 0.99) == (2,)
-    square = box(0, 0, 800, 800)
-    assert find_duplicates([square, upper], 0.45) == (1,)
-    assert find_duplicates([upper, square], 0.6) == ()
-    assert find_duplicates([square, poly(0, 0, 800, 0, 800, 800, 0, 800)], 0.99) == (1,)
-
-
 def test_a_shape_too_thin_for_the_canvas_is_compared_by_its_box():
     thin = poly(500, 100, 501, 100, 501, 900)
     assert find_duplicates([thin, thin, poly(100, 100, 300, 100, 300, 300)], 0.9) == (1,)
-
-
-def test_boxes_beside_a_polygon_are_still_compared_exactly():
-    """On a canvas of 256 pixels, both boxes would have the same mask."""
-    boxes = [box(100, 100, 110, 110), box(101, 101, 111, 111)]
-    assert find_duplicates(boxes, 0.7) == find_duplicates([*boxes, poly(600, 600, 900, 600, 900, 900)], 0.7) == ()
 
 
 @pytest.mark.parametrize("iou", [0.0, -0.1, 1.01, float("nan")])

@@ -13,14 +13,16 @@ from coordexp.answers.entries import Reason
 from coordexp.answers.parse import parse_rollout
 from coordexp.answers.segment import Role, TokenKind
 from coordexp.answers.target import build_target
-from coordexp.data import TrueObject
-from tests.unit.answers.conftest import PROMPT, answer, box, coords, entry, poly
+from coordexp.data import Geometry, TrueObject
+from tests.unit.answers.conftest import PROMPT, Core, answer, box, coords, entry, poly
+from tests.vocabularies import encode, table
 
 CUP = TrueObject("red cup", box(10, 10, 110, 110))
 DOG = TrueObject("dog", box(300, 300, 500, 500))
 ROOF = TrueObject("roof", poly(600, 600, 800, 600, 700, 700))
 NEAR_CUP = box(12, 8, 111, 108)
-SQUARE = coords(box(600, 600, 700, 700))
+TILE = TrueObject("tile", box(600, 600, 700, 700))
+SQUARE = coords(TILE.geometry)
 
 
 @pytest.mark.scenario("R19.S2", on="pure")
@@ -97,7 +99,7 @@ def test_objects_keep_the_order_of_the_text(core, numbers):
     assert list(core.objects(segment)) == keys
 
 
-@pytest.mark.scenario("R23.C1", "R25.C1", "R25.C2", "R25.S1", "R26.C3", on="pure")
+@pytest.mark.scenario("R23.C1", "R25.C1", "R25.C2", "R25.S1", "R26.C3", "R27.C4", on="pure")
 @pytest.mark.parametrize(
     ("middle", "reason"),
     [
@@ -137,13 +139,28 @@ def test_a_malformed_middle_object_leaves_its_neighbours_usable(core, middle, re
     text = answer(
         entry("object_1", "red cup", NEAR_CUP), f'"object_2": {middle}', entry("object_3", "dog", DOG.geometry)
     )
-    parsed, match, segment = core.build(text, [CUP, DOG, ROOF])
+    parsed, match, segment = core.build(text, [CUP, DOG, TILE])
     assert [prediction.reason for prediction in parsed.objects] == [None, reason, None]
     assert match.pairs == ((0, 0), (1, 1))
     assert list(core.objects(segment)) == ["object_1", "object_2", "object_3", "object_4"]
+    assert core.objects(segment)["object_4"]["desc"] == "tile", "an object that is not valid is no match"
     for prediction, true in zip(parsed.valid, (NEAR_CUP, DOG.geometry), strict=True):
         ids = segment.ids[segment.prompt_length :][list(prediction.coord_indices)] - core.table.first_coord
         assert tuple(ids.tolist()) == true.bins
+
+
+@pytest.mark.scenario("R26.C2", on="pure")
+@pytest.mark.parametrize(
+    ("kind", "count", "is_valid"),
+    [("bbox_2d", count, count == 4) for count in range(3, 7)]
+    + [("poly", count, count in (6, 8)) for count in range(4, 9)],
+)
+def test_a_box_has_four_coordinates_and_a_polygon_an_even_number_of_at_least_six(core, kind, count, is_valid):
+    corners = (100, 100, 400, 300) if kind == "bbox_2d" else (100, 100, 400, 100, 400, 400, 100, 400)
+    shape = Geometry(kind, (*corners, 7, 9)[:count])
+    (prediction,) = core.parse(answer(f'"object_1": {{"desc": "a", "{kind}": {coords(shape)}}}')).objects
+    assert prediction.is_valid == is_valid
+    assert len(prediction.coord_indices) == (count if is_valid else 0)
 
 
 @pytest.mark.scenario("R19.C9", "R25.C1", on="pure")
@@ -302,9 +319,6 @@ def test_matched_coordinates_are_supervised_and_the_text_of_the_prefix_is_not(co
 @pytest.mark.scenario("R29.C5", on="pure")
 def test_a_token_that_ends_a_description_and_goes_on_behind_it_is_structure():
     """On the real vocabulary, the bracket, the quote and the comma are one token. It is not masked with desc."""
-    from tests.unit.answers.conftest import Core
-    from tests.vocabularies import table
-
     core = Core(table("qwen"))
     *_, segment = core.build("", [TrueObject("cup (red)", CUP.geometry)])
     assert b')",' in [core.table.pieces[id] for id in segment.ids[segment.roles == Role.tail_structure]]
@@ -338,7 +352,7 @@ def test_no_token_of_the_prompt_is_supervised_even_where_it_is_a_coordinate(core
     assert (segment.roles == Role.matched_coord).sum() == 4
 
 
-@pytest.mark.scenario("R35.S1", on="pure")
+@pytest.mark.scenario("R35.C1", "R35.S1", on="pure")
 def test_parsing_is_importable_without_the_trainer():
     code = (
         "import coordexp.answers.correct, coordexp.answers.formats, coordexp.data, sys;"
@@ -347,6 +361,7 @@ def test_parsing_is_importable_without_the_trainer():
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
+@pytest.mark.scenario("R25.C1", "R26.C3", on="pure")
 @pytest.mark.parametrize(
     ("text", "reason", "truncated"),
     [
@@ -363,11 +378,14 @@ def test_parsing_is_importable_without_the_trainer():
         ('{"object_1" {', Reason.syntax, False),
         ('{<|image_pad|>"object_1": {}}', Reason.placeholder, False),
         ('{"object_1": {}, <|image_pad|>"object_2": {}}', Reason.placeholder, False),
+        ('{"object_1": {"desc": "a <|video_pad|>", "bbox_2d": %s}}' % SQUARE, Reason.placeholder, False),
+        ('{"object_1": {"desc": "a", "bbox_2d": %s}}' % SQUARE[:-1], Reason.syntax, False),
+        ('{"object_1": {"desc": "a",, "bbox_2d": %s}}' % SQUARE, Reason.syntax, False),
     ],
 )
 def test_an_answer_that_stops_is_distinguished_from_one_that_breaks(core, text, reason, truncated):
     parsed = core.parse(text)
-    assert parsed.objects[-1].reason == reason
+    assert (parsed.objects[-1].reason, parsed.objects[-1].coord_indices) == (reason, ())
     assert parsed.truncated is truncated
 
 
@@ -436,9 +454,6 @@ def test_counting_keys_takes_one_pass_whatever_the_text(core):
 @pytest.mark.scenario("R19.C1", on="pure")
 def test_the_part_of_the_cut_token_that_the_model_wrote_is_not_supervised():
     """On the real vocabulary, one token ends a desc, the object and a line. Its desc part stays masked."""
-    from tests.unit.answers.conftest import Core
-    from tests.vocabularies import encode, table
-
     core = Core(table("qwen"))
     fused = core.table.pieces.index(b')"},\n')
     shape = coords(box(850, 850, 950, 950))

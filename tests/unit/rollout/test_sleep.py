@@ -150,31 +150,6 @@ def test_an_evaluation_at_the_version_of_the_engine_wakes_it_without_a_sync(monk
     assert run.step(2) == ["learner out", *WAKE, "answers", "sleep", "learner back"]
 
 
-def test_a_session_that_does_not_use_the_engine_leaves_it_asleep(monkeypatch):
-    run = SleepingRun(monkeypatch)
-    run.step(1)
-    run.events.clear()
-    with run.backend.session():
-        run.sync(1)
-    assert run.events == [] and run.engine.asleep == TAGS
-
-
-def test_a_session_with_a_sync_alone_ends_with_a_sleeping_engine(monkeypatch):
-    run = SleepingRun(monkeypatch)
-    run.step(1)
-    run.events.clear()
-    with run.backend.session():
-        run.sync(2)
-    assert run.events == ["learner out", *WAKE, "sleep", "learner back"]
-    assert run.step(2)[-3:] == ["answers", "sleep", "learner back"]
-
-
-def test_the_canary_asks_an_engine_that_is_awake(monkeypatch):
-    run = SleepingRun(monkeypatch, sync={"canary_every": 1})
-    run.step(1)
-    assert run.step(2) == ["learner out", *WAKE, "answers", "answers", "sleep", "learner back"]
-
-
 def test_an_adapter_goes_to_an_engine_that_still_has_its_base_weights(monkeypatch):
     run = SleepingRun(monkeypatch, adapter=True)
     assert run.step(1) == ["learner out", "adapter", "answers", "answers", "sleep", "learner back"]

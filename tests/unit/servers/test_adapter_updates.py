@@ -1,8 +1,6 @@
 """An adapter is loaded beside the weights in use, and only on the weights that the server was started with. The
 engine is a fake, which records the order of its calls."""
 
-import asyncio
-
 import pytest
 
 from coordexp.servers.updates import Updates
@@ -42,23 +40,6 @@ def test_adapters_one_after_the_other_are_versions_like_others():
         once = ["begin adapter", "load", "build_adapter", "finish"]
         assert engine.calls == [*once, *once]
         assert outcomes == [("done", 8)] * 2 and not updates.base_changed
-
-    run(work)
-
-
-def test_an_adapter_waits_for_running_answers_and_new_ones_wait_for_it():
-    async def work() -> None:
-        updates = await claimed_updates()
-        old, begun, ended = await waiting(updates, CONFIG)
-        new = asyncio.create_task(version_seen(updates))
-        await asyncio.sleep(0.02)
-        assert not begun.done() and not new.done()
-        ended.set()
-        assert await old == "default"
-        await begun
-        await load(updates, "a")
-        await updates.finish("a")
-        assert await new == "1"
 
     run(work)
 
@@ -151,16 +132,5 @@ def test_the_old_version_stays_if_a_learner_leaves_during_an_adapter_update():
         await updates.leave(A)
         assert updates.engine.calls[-2:] == ["abandon adapter", "leave"]
         assert await version_seen(updates) == "1"
-
-    run(work)
-
-
-def test_a_server_without_support_for_adapters_refuses_them_and_keeps_its_weights():
-    async def work() -> None:
-        updates = await claimed_updates()
-        updates.engine.takes_adapters = False
-        with refused("no_lora"):
-            await begin(updates, "a", "1", CONFIG)
-        assert await version_seen(updates) == "default"
 
     run(work)

@@ -77,14 +77,6 @@ def test_our_server_gets_the_length_of_the_next_bucket_and_an_ms_swift_server_on
     assert all(body.keys() == {"metadatas"} for body in bodies)
 
 
-def test_a_version_that_the_servers_have_is_not_sent_again(run):
-    learner = run()
-    learner.sync(3)
-    learner.clear_calls()
-    learner.sync(3)
-    assert not any("update" in path for server in learner.servers for path in server.paths())
-
-
 @pytest.mark.scenario("R07.S3", on="fake")
 def test_requests_go_to_the_same_servers_every_time_and_come_back_in_order(run):
     learner = run(servers=2, decode_batch_size=8)
@@ -225,16 +217,6 @@ def test_a_thread_that_cannot_be_started_is_an_error_and_not_a_hang(run, monkeyp
         learner.generate(4)
 
 
-def test_an_error_in_rollouts_that_were_started_is_raised_when_they_are_finished(run):
-    learner = run(servers=1)
-    learner.sync(1)
-    error = {"error": {"code": "bad_request", "message": "no such image", "fix": "copy it there"}}
-    learner.servers[0].faults["/infer/"].append(changed(lambda items: [error, *items[1:]]))
-    started = learner.backend.start([requests(2)])[0]
-    with pytest.raises(EngineError, match="no such image"):
-        learner.backend.finish(started, 1)
-
-
 @pytest.mark.scenario("R07.C16", on="fake")
 def test_without_requests_nothing_is_sent(run):
     learner = run()
@@ -262,13 +244,6 @@ def test_every_call_has_the_token(run, monkeypatch):
     learner.sync(1)
     assert are_right(learner.generate(2), 1)
     assert {header for path, header in learner.servers[0].headers} == {"Bearer secret"}
-
-
-def test_a_wrong_token_is_an_error(run, monkeypatch):
-    monkeypatch.setenv("COORDEXP_SERVER_TOKEN", "guess")
-    learner = run(servers=1, options={"token": "secret"})
-    with pytest.raises(EngineError, match="401 unauthorized: no valid token"):
-        learner.sync(1)
 
 
 # What stops a run
@@ -326,29 +301,6 @@ def test_a_server_that_does_not_fit_is_refused(run, change, problem):
     with pytest.raises(EngineError) as error:
         learner.sync(0)
     assert problem in str(error.value)
-
-
-def test_a_server_with_other_limits_on_the_pixels_of_an_image_is_refused(run):
-    learner = run(servers=1)
-    facts = learner.servers[0].facts
-    facts["model"] = facts["model"] | {"image_size.longest_edge": 4096}
-    with pytest.raises(EngineError) as error:
-        learner.sync(0)
-    assert "image_size.longest_edge is 4096 there and None here" in error.value.problem
-    assert "max_pixels" in error.value.fix
-
-
-def test_a_server_whose_group_has_another_size_than_it_reports_stops_the_run(run):
-    """The learner waits for one worker more than there is."""
-    learner = run(sizes=[2], timeout_s=1.5)
-    learner.servers[0].faults["/init_communicator/"].append(_one_worker)
-    with pytest.raises(EngineError, match="no group for weights"):
-        learner.sync(0)
-
-
-def _one_worker(handler):
-    handler.fake.world_size = 1
-    return False
 
 
 @pytest.mark.scenario("R15.S1", on="fake")
@@ -670,21 +622,6 @@ def test_a_server_of_ms_swift_gets_the_weights_and_is_asked(run):
     assert {rollout.version for rollout in rollouts} == {3}
 
 
-def test_a_server_of_ms_swift_may_be_silent_while_it_answers(run):
-    learner = run(servers=1, options={"is_swift": True}, silence=0.4)
-    learner.sync(3)
-    learner.servers[0].faults["/infer/"].append(slow(1.2))
-    assert len(learner.generate(2)) == 2
-    assert not any("goes on without" in message for message in learner.messages)
-
-
-def test_an_older_server_of_ms_swift_causes_a_warning(run):
-    learner = run(servers=1, options={"is_swift": True})
-    learner.servers[0].faults["/reset_encoder_cache/"].append(status(404))
-    learner.sync(3)
-    assert any("has no /reset_encoder_cache/" in message for message in learner.messages)
-
-
 @pytest.mark.scenario("R33.S2", on="fake")
 def test_a_server_of_ms_swift_that_does_not_prove_its_guard_is_refused_and_the_plugin_is_named(run):
     learner = run(servers=1, options={"is_swift": True}, guard={"enabled": True})
@@ -803,17 +740,3 @@ def test_a_server_that_cannot_be_used_is_not_tried_at_every_sync_while_others_an
     assert learner.servers[1].paths().count("/init_communicator/") == attempts and learner.backend.pool.usable == (
         0,
     )
-
-
-def test_a_learner_that_fails_at_its_own_weights_leaves_no_delivery_waiting(run):
-    learner = run(1)
-    learner.sync(1)
-
-    def broken():
-        yield next(iter(learner.weights.items()))
-        raise ValueError("the weights are gone")
-
-    before = threading.active_count()
-    with pytest.raises(ValueError, match="the weights are gone"):
-        learner.backend.sync(broken, 2)
-    wait_until(lambda: threading.active_count() <= before)

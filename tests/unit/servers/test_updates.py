@@ -211,21 +211,6 @@ def test_a_second_live_learner_is_refused_and_takes_over_when_the_first_is_gone(
     run(work)
 
 
-def test_a_learner_waits_for_the_end_of_one_that_has_just_died(monkeypatch):
-    async def work() -> None:
-        monkeypatch.setattr(updates_module, "TAKEN", 5.0)
-        updates = Updates(FakeEngine())
-        await updates.take(A)
-        joining = asyncio.create_task(updates.take(B))
-        await asyncio.sleep(0.02)
-        assert updates.owner is A
-        await updates.leave(A)
-        await joining
-        assert updates.owner is B
-
-    run(work)
-
-
 def test_the_old_weights_stay_if_a_learner_leaves_while_its_update_waits_for_answers():
     async def work() -> None:
         updates = Updates(FakeEngine())
